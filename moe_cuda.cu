@@ -15,6 +15,9 @@
  *   RoPE, KV cache        k_rope_gqa or k_rope_mla                   k_rope_gqa or k_rope_mla
  *   attention             attn_gqa_decode or attn_mla_kernel,        attn_gqa_prefill or attn_mla_kernel,
  *                         attn_merge                                 attn_merge
+ *     latent, many tokens                                            k_transpose, then for each segment of keys
+ *                                                                      k_mla_latents, gemm_kernel twice,
+ *                                                                      attn_mla_expanded
  *     its gate            k_attention_gate                           k_attention_gate
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
@@ -101,10 +104,12 @@
 
 #ifdef CUEMU
 #define ALLREDUCE_SLOT_FLOATS 3072 /* small, so that an all-reduce takes several pieces */
-#define DELTA_SEGMENT_TOKENS  128  /* and a prefill several segments */
+#define DELTA_SEGMENT_TOKENS  128  /* and a prefill several segments, */
+#define MLA_SEGMENT_KEYS      64   /* of keys, too */
 #else
 #define ALLREDUCE_SLOT_FLOATS (1 << 20)
 #define DELTA_SEGMENT_TOKENS  1024
+#define MLA_SEGMENT_KEYS      2048
 #endif
 enum {
     PREFILL_MAX_TOKENS = 4096,              /* tokens of one forward at most */
@@ -119,6 +124,7 @@ enum {
     DELTA_TILE = 64,                        /* tokens that a gated delta net takes at once in prefill */
     DELTA_SEGMENT = DELTA_SEGMENT_TOKENS,   /* tokens whose tiles are prepared at once; whole tiles */
     DELTA_FADES = 2 * DELTA_TILE + 4,       /* floats of a tile's decays, see k_delta_prepare */
+    MLA_SEGMENT = MLA_SEGMENT_KEYS,         /* keys that latent attention expands at once; whole tiles of 64 */
     PAGE_BYTES = 2 << 20                    /* the driver rounds large allocations up to multiples of this */
 };
 
@@ -174,6 +180,26 @@ struct expert_job {
     uint32_t tokens; /* bit t: token t chose it */
 };
 
+/* The shapes of latent attention whose keys and values prefill can expand: values of a key that are not rotated, its
+ * rotated ones, and values of a head. The second is that of the tests. */
+#define MLA_EXPANDED_SHAPES(X) X(128, 64, 128) X(32, 16, 32)
+
+/* Whether a forward of n tokens expands keys and values from the latents, by wk_b and wv_b, instead of absorbing these
+ * into queries and outputs. Multiplications per head, key and query that sees it: nope + rope + v when expanded, 2
+ * kv_lora + rope when absorbed. To expand takes (nope + v) * kv_lora per head and key, and where the tokens are their
+ * own context only half of them see a key: DeepSeek-V3 expands from 342 tokens on. */
+static inline bool mla_expands_on_gpu(const struct model *m, const struct layer *layer, int n) {
+    const struct attn *a = &layer->attn;
+    const int nope = layer_nope(m, layer), rope = layer_rope_dim(m, layer), v = a->head_v;
+    const int64_t saved = 2 * a->kv_lora - nope - v;
+    bool found = false;
+#define SAME_SHAPE(x, y, z) found |= nope == x && rope == y && v == z;
+    MLA_EXPANDED_SHAPES(SAME_SHAPE)
+#undef SAME_SHAPE
+    /* latent_out must hold F32 sums */
+    return found && 2 * v <= a->kv_lora && 2 * (int64_t)(nope + v) * a->kv_lora < saved * n;
+}
+
 /* What the sizes of a rank's activations depend on besides its shard. */
 struct gpu_sizes {
     int chunk;  /* tokens of a forward at most */
@@ -194,6 +220,9 @@ struct gpu_dims {
     size_t shared_weight;   /* tokens of a decode forward where gates scale shared experts, otherwise 0 */
     size_t rope, heads;     /* rope_dim, n_head */
     size_t latent, value;   /* kv_lora; values of one head that attention adds up */
+    size_t expanded;        /* keys that latent attention expands at once, or 0; */
+    size_t nope, head_v;    /* their values that are not rotated, values of a head */
+    size_t wk_b;            /* tiles of a head's transposed wk_b, or 0 */
     size_t results;         /* rows of expert_out */
     size_t ranks;           /* that NCCL gathers from, or 0 */
     size_t sum16;           /* tokens of an all-reduce by NCCL in BF16, or 0 */
@@ -229,6 +258,12 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.heads = (size_t)m->max.n_head;
     d.latent = (size_t)m->max.kv_lora;
     d.value = d.latent ? d.latent : (size_t)m->max.head_v;
+    d.expanded = 0;
+    for (int il = 0; il < m->n_layer; il++)
+        if (mla_expands_on_gpu(m, &m->layers[il], s.chunk)) d.expanded = MLA_SEGMENT;
+    d.nope = (size_t)(m->max.head_k - m->max.rope_dim);
+    d.head_v = (size_t)m->max.head_v;
+    d.wk_b = d.expanded ? (d.nope + TILE_ROWS - 1) / TILE_ROWS * ((d.latent + TILE_COLS - 1) / TILE_COLS) : 0;
     d.results = d.n > d.decode || s.stats ? d.pairs : 0;
     d.ranks = s.nccl ? (size_t)shard->n_rank : 0;
     d.sum16 = s.nccl ? d.n : 0;
@@ -267,6 +302,11 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(sn, float, d.n * d.rope / 2)                                                              \
     X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
     X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
+    X(mla.latents, uint16_t, d.expanded * (d.latent + d.rope))                                  \
+    X(mla.keys, uint16_t, d.expanded * d.heads * d.nope)                                        \
+    X(mla.values, uint16_t, d.expanded * d.heads * d.head_v)                                    \
+    X(mla.max_den, float, d.expanded ? d.n * d.heads * 2 : 0)                                   \
+    X(mla.wk_b, uint8_t, d.heads * d.wk_b * TILE_BYTES(FMT_F16))                                \
     X(partials, float, (size_t)s.splits * d.decode * d.heads * (d.value + 2))                   \
     X(attn_arrived, uint32_t, 2 * d.heads * ATTN_COUNTERS)                                      \
     X(hidden, uint16_t, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff)                          \
@@ -3634,6 +3674,214 @@ static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaS
     attn_find(mla, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
 }
 
+/* ---- expanded keys and values of latent attention (prefill, see mla_expands_on_gpu) ---- */
+
+/* For a segment of MLA_SEGMENT keys of a layer. */
+struct mla_buffers {
+    uint16_t *latents; /* (MLA_SEGMENT, kv_lora + rope_dim) rows of the cache in halves */
+    uint16_t *keys;    /* (n_head, MLA_SEGMENT, nope) */
+    uint16_t *values;  /* (n_head, MLA_SEGMENT, head_v) */
+    float *max_den;    /* (chunk, n_head, 2) maximum and denominator of a row over the segments so far */
+    uint8_t *wk_b;     /* (n_head, nope, kv_lora) FMT_F16: the layer's wk_b, transposed */
+};
+
+/* to (n_expert, n_out, n_in), FMT_F16, = the transposed matrices of `from` (n_expert, n_in, n_out). Both have the same
+ * factors of results. Exact but for Q8_0, whose weights are rounded to halves.
+ * Grid: tiles of `to`, block: 256, 4 weights a thread. Bound by the latency of single reads: 5 to 10 us. */
+__global__ void __launch_bounds__(256) k_transpose(struct device_matrix from, struct device_matrix to) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int tile = (int)blockIdx.x, e = tile / (to.n_rt * to.n_kt), rt = tile / to.n_kt % to.n_rt;
+    const int step = (int)threadIdx.x >> 6, lane = (int)threadIdx.x >> 1 & 31, half = (int)threadIdx.x & 1;
+    const int row = rt * TILE_ROWS + (lane >> 2);
+    const int col = tile % to.n_kt * TILE_COLS + 32 * (step >> 1) + 8 * (lane & 3) + 4 * (step & 1) + 2 * half;
+    const size_t before = tile_index(from, e, 0);
+    from.codes += before * (size_t)TILE_BYTES(from.fmt);
+    if (from.scales) from.scales += before * TILE_SCALES;
+    from.scale = NULL;
+    from.unit = 1;
+    auto value = [&](int r, int c) { return r < to.n_out && c < to.n_in ? device_matrix_value(from, c, r) : 0.0f; };
+    uint2 a; /* registers a0 and a1 of the lane in this step, or a2 and a3 */
+    a.x = clamped_f16x2(value(row, col), value(row, col + 1));
+    a.y = clamped_f16x2(value(row + 8, col), value(row + 8, col + 1));
+    *(uint2 *)(to.codes + (size_t)tile * TILE_BYTES(FMT_F16) + step * 512 + lane * 16 + 8 * half) = a;
+}
+
+/* x (n_key, latent + rope) = rows first.. of the cache in halves: latents k, then rotated values.
+ * Grid: ceil(n_key * (latent + rope) / 2048), block: 256, 8 values a thread. Moves 3 or 4 bytes per value. */
+template <int FP8>
+__global__ void __launch_bounds__(256)
+    k_mla_latents(struct plane k, struct plane rotated, int latent, int rope, int first, int n_key, uint16_t *x) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int i = (int)(blockIdx.x * 256 + threadIdx.x), pieces = (latent + rope) / 8, at = i % pieces * 8;
+    const size_t row = (size_t)(first + i / pieces);
+    if (i / pieces >= n_key) return;
+    pack<4> h;
+    if (at < latent) {
+        h = kv_values<FP8, 8>(k.data + row * k.row_bytes + at * (FP8 ? 1 : 2));
+        const float scale = FP8 ? k.scale[row * k.n_group + at / ATTN_GROUP] : 1.0f;
+        UNROLL for (int j = 0; FP8 && j < 4; j++) {
+            const float lo = half_to_f32((uint16_t)h.x[j]), hi = half_to_f32((uint16_t)(h.x[j] >> 16));
+            h.x[j] = clamped_f16x2(lo * scale, hi * scale);
+        }
+    } else {
+        h = kv_values<0, 8>(rotated.data + row * rotated.row_bytes + (at - latent) * 2);
+    }
+    *(pack<4> *)(x + (size_t)i * 8) = h;
+}
+
+struct mla_args {
+    const uint16_t *q;      /* (n_tok, n_head, nope + rope) f16; the rotated values lie elsewhere: */
+    const uint16_t *q_rope; /* (n_tok, n_head, latent + rope) f16: behind the latents */
+    uint16_t *out;          /* (n_tok, n_head, v) f16, tokens out_stride halves apart */
+    size_t out_stride;
+    struct mla_buffers buffer; /* with the segment's latents, keys and values */
+    float *sums;               /* (n_tok, n_head, v) weighted sums over the segments so far */
+    int n_tok, n_head, latent;
+    int pos, first, n_key; /* position of token 0; keys first..first+n_key-1 are the segment */
+    float factor;          /* of q.k: scale * log2 e, for a softmax of base 2 */
+};
+
+/* Starts to copy KEYS rows of D halves, `stride` halves apart, to an f16 tile, with THREADS threads. From row n on the
+ * tile gets zeros. */
+template <int D, int KEYS, int THREADS>
+DEVICE void f16_copy(uint8_t *to, const uint16_t *from, size_t stride, int n) {
+    constexpr int PIECES = D / 8;
+    UNROLL for (int x = (int)threadIdx.x; x < KEYS * PIECES; x += THREADS) {
+        const int row = x / PIECES, c = x % PIECES;
+        cp_async16(to + f16_at<D>(row, c), from + (size_t)row * stride + c * 8, row < n);
+    }
+}
+
+template <int NOPE, int ROPE, int V>
+struct mla_tile {
+    static constexpr int KEYS = 64, ROWS = 128;
+    static constexpr int ROPE_AT = KEYS * NOPE * 2, V_AT = ROPE_AT + KEYS * ROPE * 2, BYTES = V_AT + KEYS * V * 2;
+    static constexpr int SMEM = 2 * BYTES;
+};
+
+/* Latent attention over the expanded keys and values of a segment, with an online softmax whose state goes from segment
+ * to segment through `sums` and max_den. `out` is written with the last segment that a block's tokens see.
+ * Grid: (n_head, ceil(n_tok / 128)), block: 256, 8 warps of 16 tokens each. Tokens that see the most keys start first. A
+ * tile of 64 keys is copied while the one before is multiplied: 320 multiplications per key, token and head, 160 MMAs
+ * of a warp beside 80 ldmatrix. Reads 640 bytes per key for 128 tokens from L2, and 1,040 bytes of state per token, head
+ * and segment. Limit: the MMA rate. */
+template <int NOPE, int ROPE, int V>
+__global__ void __launch_bounds__(256, 1) attn_mla_expanded(const __grid_constant__ struct mla_args a) {
+    using L = mla_tile<NOPE, ROPE, V>;
+    constexpr int KEYS = L::KEYS, NT = KEYS / 8, STEPS = (NOPE + ROPE) / 16;
+    DYN_SMEM(uint8_t, smem);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int tid = (int)threadIdx.x, lane = tid & 31, g = lane >> 2, t = lane & 3, head = (int)blockIdx.x;
+    const int tile0 = (int)(gridDim.y - 1 - blockIdx.y) * L::ROWS, row0 = tile0 + (tid >> 5) * 16;
+    const int base = a.pos + 1 - a.first; /* token i sees keys 0 .. base + i - 1 of the segment */
+    const int seen = base + min(tile0 + L::ROWS, a.n_tok) - 1, n = (min(seen, a.n_key) + KEYS - 1) / KEYS;
+    if (seen <= 0) return; /* an earlier segment was the last */
+
+    auto copy = [&](int i) {
+        uint8_t *to = smem + (i & 1) * L::BYTES;
+        const size_t key = (size_t)i * KEYS, at = (size_t)head * MLA_SEGMENT + key;
+        const int left = a.n_key - (int)key;
+        if (i < n) {
+            f16_copy<NOPE, KEYS, 256>(to, a.buffer.keys + at * NOPE, NOPE, left);
+            f16_copy<ROPE, KEYS, 256>(to + L::ROPE_AT, a.buffer.latents + key * (a.latent + ROPE) + a.latent,
+                                      a.latent + ROPE, left);
+            f16_copy<V, KEYS, 256>(to + L::V_AT, a.buffer.values + at * V, V, left);
+        }
+        cp_async_commit();
+    };
+    copy(0);
+
+    size_t row[2]; /* of this lane: token * n_head + head */
+    bool in[2];    /* whether there is such a token */
+    int limit[2];
+    UNROLL for (int h = 0; h < 2; h++) {
+        const int token = row0 + g + 8 * h;
+        in[h] = token < a.n_tok;
+        row[h] = (size_t)token * a.n_head + head;
+        limit[h] = in[h] ? base + token : 0;
+    }
+    pack<4> q[STEPS]; /* A operands of the k16-steps */
+    UNROLL for (int s = 0; s < STEPS; s++) UNROLL for (int e = 0; e < 4; e++) {
+        const int h = e & 1, col = 16 * s + 2 * t + (e >> 1) * 8;
+        const uint16_t *x = a.q + row[h] * (NOPE + ROPE) + col;
+        if (16 * s >= NOPE) x = a.q_rope + row[h] * (a.latent + ROPE) + a.latent + col - NOPE;
+        q[s].x[e] = in[h] ? *(const uint32_t *)x : 0;
+    }
+    float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[V / 8][4] = {};
+    UNROLL for (int h = 0; h < 2; h++) {
+        if (!a.first || !in[h]) continue;
+        m[h] = a.buffer.max_den[2 * row[h]];
+        l[h] = t ? 0.0f : a.buffer.max_den[2 * row[h] + 1];
+        UNROLL for (int b = 0; b < V / 8; b++) {
+            const float2 x = *(const float2 *)(a.sums + row[h] * V + 8 * b + 2 * t);
+            acc[b][2 * h] = x.x;
+            acc[b][2 * h + 1] = x.y;
+        }
+    }
+
+    for (int i = 0; i < n; i++) {
+        const uint8_t *tile = smem + (i & 1) * L::BYTES;
+        cp_async_wait<0>();
+        __syncthreads(); /* the tile has landed; all warps are done with the one before, which the next overwrites */
+        copy(i + 1);
+        if (i * KEYS >= base + row0 + 15) continue; /* no token of the warp sees the tile */
+        float s[NT][4] = {};
+        UNROLL for (int k = 0; k < STEPS; k++) UNROLL for (int b = 0; b < NT; b += 2) {
+            /* Matrices: elements 0-7 and 8-15 of keys 0-7, then of keys 8-15. */
+            uint32_t r[4];
+            const int key = 8 * b + (lane >> 4) * 8 + (lane & 7), c = 2 * k + (lane >> 3 & 1);
+            ldmatrix_x4(r, 16 * k < NOPE ? tile + f16_at<NOPE>(key, c)
+                                         : tile + L::ROPE_AT + f16_at<ROPE>(key, c - NOPE / 8));
+            mma_f16(s[b], q[k].x, r);
+            mma_f16(s[b + 1], q[k].x, r + 2);
+        }
+        const bool all = (i + 1) * KEYS <= base + row0;
+        UNROLL for (int b = 0; b < NT; b++) attn_mask(s[b], i * KEYS + 8 * b + 2 * t, a.factor, a.factor, limit, all);
+        attn_softmax(s, m, l, acc);
+        UNROLL for (int k = 0; k < NT / 2; k++) {
+            const float f[4] = {ATTN_P, ATTN_P, ATTN_P, ATTN_P};
+            uint32_t p[4];
+            attn_weights(p, s[2 * k], s[2 * k + 1], f);
+            UNROLL for (int b = 0; b < V / 8; b += 2) {
+                /* Matrices: keys 0-7 and 8-15 of columns 0-7, then of columns 8-15. */
+                uint32_t r[4];
+                ldmatrix_x4_trans(r, tile + L::V_AT + f16_at<V>(16 * k + (lane & 15), b + (lane >> 4)));
+                mma_f16(acc[b], p, r);
+                mma_f16(acc[b + 1], p, r + 2);
+            }
+        }
+    }
+
+    UNROLL for (int h = 0; h < 2; h++) {
+        const float den = quad_sum(l[h]), inverse = 1.0f / (ATTN_P * den);
+        if (!in[h]) continue;
+        uint16_t *out = a.out + (size_t)(row0 + g + 8 * h) * a.out_stride + head * V + 2 * t;
+        UNROLL for (int b = 0; b < V / 8; b++) {
+            const float2 x = make_float2(acc[b][2 * h], acc[b][2 * h + 1]);
+            if (seen <= a.n_key) *(uint32_t *)(out + 8 * b) = clamped_f16x2(x.x * inverse, x.y * inverse);
+            else *(float2 *)(a.sums + row[h] * V + 8 * b + 2 * t) = x;
+        }
+        if (seen > a.n_key && !t) *(float2 *)(a.buffer.max_den + 2 * row[h]) = make_float2(m[h], den);
+    }
+}
+
+/* Launches attn_mla_expanded for one of MLA_EXPANDED_SHAPES. */
+static void mla_launch(const struct mla_args *a, int nope, int rope, int v, cudaStream_t s) {
+    const dim3 grid((unsigned)a->n_head, (unsigned)(a->n_tok + 127) / 128);
+#define LAUNCH_SHAPE(x, y, z)                                                                                   \
+    if (nope == x && rope == y && v == z) {                                                                     \
+        using L = mla_tile<x, y, z>;                                                                            \
+        static_assert(L::SMEM <= 101376, "shared memory of SM120");                                             \
+        cudaFuncSetAttribute(attn_mla_expanded<x, y, z>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::SMEM); \
+        LAUNCH_PDL((attn_mla_expanded<x, y, z>), grid, dim3(256), L::SMEM, s, *a);                              \
+    }
+    MLA_EXPANDED_SHAPES(LAUNCH_SHAPE)
+#undef LAUNCH_SHAPE
+}
+
 /* ============================================================================================================
  * Gated delta net
  *
@@ -4601,7 +4849,8 @@ struct cuda {
     float *cs, *sn;           /* (chunk, rope_dim / 2) cosines and sines of the batch's positions */
     const float *freq;        /* (rope_dim / 2) radians per position */
     uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
-    uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there */
+    uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
+    struct mla_buffers mla;   /* expanded keys and values of a prefill's latent attention */
     float *partials;          /* partial outputs of attention over a split context */
     uint32_t *attn_arrived;   /* see struct attn_args */
     struct fp4_rows x4;       /* (chunk, n_embd) inputs of routed experts in FP4 */
@@ -5295,14 +5544,63 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
     delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
 }
 
+/* Latent attention of a long prefill: wk_b and wv_b make keys and values of the context's latents, a segment at a time,
+ * and attention runs over these. */
+static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    const struct plane *planes = r->planes[il];
+    struct cuda *c = r->cuda;
+    const int latent = shape.kv_lora, rope = layer_rope_dim(r->m, layer), nope = layer_nope(r->m, layer);
+    const int width = latent + rope, v = shape.head_v, heads = shape.n_head, len = r->pos + r->n_tok;
+    const bool fp8 = planes[PLANE_K].type == KV_FP8;
+    const struct device_matrix *wk_b = device_matrix_of(c, &layer->wk_b);
+    struct device_matrix w = *wk_b;
+    w.codes = c->mla.wk_b;
+    w.scales = NULL;
+    w.n_out = nope;
+    w.n_in = latent;
+    w.n_rt = (int)ceil_div(nope, TILE_ROWS);
+    w.n_kt = (int)ceil_div(latent, TILE_COLS);
+    w.fmt = FMT_F16;
+    LAUNCH_PDL(k_transpose, (unsigned)(heads * w.n_rt * w.n_kt), 256, 0, c->stream, *wk_b, w);
+    struct mla_args a = {};
+    a.q = c->x16[q];
+    a.q_rope = c->q_absorbed;
+    a.out = c->x16[out];
+    a.out_stride = (size_t)heads * (size_t)v;
+    a.buffer = c->mla;
+    a.sums = (float *)c->latent_out;
+    a.n_tok = r->n_tok;
+    a.n_head = heads;
+    a.latent = latent;
+    a.pos = r->pos;
+    a.factor = shape.scale * 1.44269504f; /* log2 e */
+    for (a.first = 0; a.first < len; a.first += MLA_SEGMENT) {
+        a.n_key = min(len - a.first, (int)MLA_SEGMENT);
+        LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(a.n_key * width, 2048), 256, 0, c->stream,
+                   planes[PLANE_K], planes[PLANE_V], latent, rope, a.first, a.n_key, c->mla.latents);
+        matmul(r, &w, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.keys, NULL, (size_t)nope,
+               (size_t)MLA_SEGMENT * (size_t)nope);
+        matmul(r, device_matrix_of(c, &layer->wv_b), c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.values,
+               NULL, (size_t)v, (size_t)MLA_SEGMENT * (size_t)v);
+        profile_next((double)a.n_key * heads * (nope + v) * 2, "%d keys", a.n_key);
+        mla_launch(&a, nope, rope, v, c->stream);
+    }
+}
+
 /* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
- * C). */
+ * C). Not so for many tokens, see mla_expands_on_gpu. */
 static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
     const struct rope_args p = rope_of(r, il, q, kv);
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, c->stream, p);
+    if (mla_expands_on_gpu(r->m, layer, r->n_tok)) {
+        mla_attend_expanded(r, il, q, out);
+        return;
+    }
     const size_t key = (size_t)(shape.kv_lora + layer_rope_dim(r->m, layer)), lat = (size_t)shape.kv_lora;
     const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
     matmul(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,

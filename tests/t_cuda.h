@@ -244,6 +244,20 @@ static void test_cuda_operations(void) {
     CHECK(!fp4 || n_w4a4 >= 2, "%d fixtures are made for FP4 activations", n_w4a4);
 }
 
+/* Latent attention with expanded keys and values: segments that are full, begun, of few keys; several forwards. */
+static void test_cuda_expanded(void) {
+    static const char *const names[] = {"deepseek_v3", "deepseek_v3_nvfp4", "kimi_k2"};
+    static const int n[] = {131, 17, 168, 0};
+    cuda_test_begin(11);
+    for (int f = 0; f < 3; f++) {
+        struct model m;
+        if (!fixture_load(names[f], &m)) return;
+        CHECK(mla_expands_on_gpu(&m, m.layers, 131) && !mla_expands_on_gpu(&m, m.layers, 128), "%s", names[f]);
+        pair_forwards(names[f], &m, f & 1 ? KV_BF16 : KV_FP8, 512, 0, MOE_ACT_F16, n);
+        model_free(&m);
+    }
+}
+
 /* Gated delta nets: tiles and segments that are full, begun, or one row beyond; from 1 to 16 tokens that lag. */
 static void test_cuda_delta(void) {
     static const char *const names[] = {"qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"};
@@ -1372,8 +1386,9 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
         {"cuda/attention", cuda_test_attention}, {"cuda/delta_net", cuda_test_delta_net},                              \
         {"cuda/recall", cuda_test_delta_recall}, {"cuda/operations", test_cuda_operations},                            \
-        {"cuda/delta", test_cuda_delta}, {"cuda/recurrent", test_cuda_recurrent},                                      \
-        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, \
-        {"cuda/stats", test_cuda_stats}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
-        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
-        {"cuda/bench", test_cuda_bench}, {"cuda/images", test_cuda_images},
+        {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
+        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
+        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},       \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
+        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
+        {"cuda/images", test_cuda_images},

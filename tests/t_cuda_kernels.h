@@ -1166,8 +1166,125 @@ static void run_attention(const struct attn_case &c) {
            c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad, rows);
 }
 
+/* Expanded keys and values of DeepSeek's shape, segment after segment. */
+static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
+    enum { NOPE = 128, ROPE = 64, V = 128, LATENT = 16, WIDTH = LATENT + ROPE, SEGMENT = MLA_SEGMENT };
+    const size_t len = (size_t)(pos + n_tok), heads = (size_t)n_head, rows = (size_t)n_tok * heads, stride = heads * V;
+    auto halves = [](size_t n, double scale) {
+        std::vector<uint16_t> v(n);
+        for (uint16_t &h : v) h = f16_from_f32((float)(normal() * scale));
+        return v;
+    };
+    std::vector<uint16_t> q = halves(rows * (NOPE + ROPE), size), rot = halves(rows * WIDTH, size),
+                          k = halves(heads * len * NOPE, 1), v = halves(heads * len * V, 1),
+                          latents = halves(len * WIDTH, 1);
+    gpu_array<uint16_t> q_d(q), rot_d(rot), out(std::vector<uint16_t>((size_t)n_tok * (stride + 8), 0xABCD)),
+        k_d(heads * SEGMENT * NOPE), v_d(heads * SEGMENT * V), latents_d((size_t)SEGMENT * WIDTH);
+    gpu_array<float> sums(std::vector<float>(rows * V, NAN)), max_den(std::vector<float>(rows * 2, NAN));
+    struct mla_args a = {};
+    a.q = q_d, a.q_rope = rot_d, a.out = out, a.out_stride = stride + 8, a.sums = sums, a.n_tok = n_tok;
+    a.n_head = n_head, a.latent = LATENT, a.pos = pos, a.factor = (float)(1.44269504 / sqrt(NOPE + ROPE));
+    a.buffer.latents = latents_d, a.buffer.keys = k_d, a.buffer.values = v_d, a.buffer.max_den = max_den;
+    for (size_t first = 0; first < len; first += SEGMENT) {
+        const size_t n = std::min(len - first, (size_t)SEGMENT);
+        std::vector<uint16_t> ks(k_d.n, 0x7E00), vs(v_d.n, 0x7E00), ls(latents_d.n, 0x7E00); /* NaN behind the end */
+        for (size_t h = 0; h < heads; h++) {
+            std::copy_n(&k[(h * len + first) * NOPE], n * NOPE, &ks[h * SEGMENT * NOPE]);
+            std::copy_n(&v[(h * len + first) * V], n * V, &vs[h * SEGMENT * V]);
+        }
+        std::copy_n(&latents[first * WIDTH], n * WIDTH, &ls[0]);
+        must(cudaMemcpy(k_d, ks.data(), k_d.bytes(), cudaMemcpyHostToDevice), "keys");
+        must(cudaMemcpy(v_d, vs.data(), v_d.bytes(), cudaMemcpyHostToDevice), "values");
+        must(cudaMemcpy(latents_d, ls.data(), latents_d.bytes(), cudaMemcpyHostToDevice), "latents");
+        k_d.arrive(), v_d.arrive(), latents_d.arrive();
+        a.first = (int)first, a.n_key = (int)n;
+        mla_launch(&a, NOPE, ROPE, V, test_stream);
+        finish("expanded attention");
+    }
+    std::vector<uint16_t> got = out.get();
+    error_sum sum;
+    int bad = 0;
+    for (size_t i = 0; i < rows; i++) {
+        const size_t h = i % heads, n = (size_t)pos + i / heads + 1;
+        std::vector<double> s(n), want(V);
+        double top = -INFINITY, den = 0;
+        for (size_t x = 0; x < n; x++) {
+            double d = 0;
+            for (size_t j = 0; j < NOPE; j++)
+                d += (double)f16_to_f32(q[i * (NOPE + ROPE) + j]) * (double)f16_to_f32(k[(h * len + x) * NOPE + j]);
+            for (size_t j = LATENT; j < WIDTH; j++)
+                d += (double)f16_to_f32(rot[i * WIDTH + j]) * (double)f16_to_f32(latents[x * WIDTH + j]);
+            s[x] = d / sqrt(NOPE + ROPE), top = fmax(top, s[x]);
+        }
+        for (size_t x = 0; x < n; x++) {
+            const double f = exp(s[x] - top);
+            den += f;
+            for (size_t j = 0; j < V; j++) want[j] += f * (double)f16_to_f32(v[(h * len + x) * V + j]);
+        }
+        for (size_t j = 0; j < V; j++)
+            sum.add((double)f16_to_f32(got[i / heads * (stride + 8) + h * V + j]), want[j] / den);
+    }
+    for (size_t i = 0; i < got.size(); i++) bad += i % (stride + 8) >= stride && got[i] != 0xABCD;
+    expect(sqrt(sum.nmse()) <= 2e-3 && !bad,
+           "expanded latent attention, %d tokens at %d, %d heads, size %g: error %.1e, %d gaps written", n_tok, pos,
+           n_head, size, sqrt(sum.nmse()), bad);
+}
+
+/* Transposed matrices of heads, by what the GEMM makes of them. */
+static void run_transpose(uint32_t type) {
+    enum { HEADS = 3, LATENT = 72, TOKENS = 20 };
+    matrix w(type, HEADS, LATENT, 40);
+    const int n_out = w.w.n_in;
+    struct device_matrix to = w.d;
+    to.n_out = n_out, to.n_in = LATENT, to.n_rt = (n_out + 15) / 16, to.n_kt = (LATENT + 63) / 64;
+    gpu_array<uint8_t> codes((size_t)(HEADS * to.n_rt * to.n_kt * TILE_BYTES(FMT_F16)));
+    to.codes = codes, to.scales = NULL, to.fmt = FMT_F16;
+    tokens x(TOKENS, LATENT);
+    gpu_array<uint16_t> xd(x.half);
+    const size_t stride = (size_t)n_out, batch = stride * TOKENS;
+    gpu_array<float> y(batch * HEADS);
+    codes.arrive();
+    LAUNCH_PDL(k_transpose, (unsigned)(HEADS * to.n_rt * to.n_kt), 256, 0, test_stream, w.d, to);
+    struct gemm_args g = {};
+    g.w = to, g.x = xd, g.x_stride = x.stride, g.n_tok = TOKENS, g.y = y, g.y_stride = stride, g.y_f32 = 1;
+    g.batch = HEADS, g.y_batch = batch;
+    gemm_prefill(&g, 0, test_stream);
+    finish("transposed matrices");
+    std::vector<float> got = y.get();
+    error_sum sum;
+    for (size_t i = 0; i < got.size(); i++) {
+        const size_t h = i / batch, t = i % batch / stride, r = i % stride;
+        double want = 0;
+        for (size_t c = 0; c < LATENT; c++) want += w.v[(h * LATENT + c) * stride + r] * (double)x.row((int)t)[c];
+        sum.add((double)got[i], want);
+    }
+    expect(sum.nmse() <= (type == GGUF_Q8_0 ? 1e-7 : 1e-11), "transposed, type %u: NMSE %.1e", type, sum.nmse());
+}
+
+/* Rows of a cache of latents in halves. */
+static void run_latents(bool fp8) {
+    enum { LATENT = 256, ROPE = 64, WIDTH = LATENT + ROPE, LEN = 70, FIRST = 5, N = 60 };
+    test_plane k(LEN, LATENT, ATTN_GROUP, fp8), rotated(LEN, ROPE, ROPE, false);
+    gpu_array<uint16_t> x((size_t)N * WIDTH);
+    x.arrive();
+    LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(N * WIDTH, 2048), 256, 0, test_stream, k.p,
+               rotated.p, (int)LATENT, (int)ROPE, (int)FIRST, (int)N, x.p);
+    finish("latents");
+    std::vector<uint16_t> got = x.get();
+    int bad = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        const size_t row = FIRST + i / WIDTH, c = i % WIDTH;
+        const double want = c < LATENT ? k.value[row * LATENT + c] : rotated.value[row * ROPE + c - LATENT];
+        bad += !(fabs((double)f16_to_f32(got[i]) - want) <= fabs(want) / 2048 + 1e-7);
+    }
+    expect(!bad, "latents, fp8 %d: %d are wrong", fp8, bad);
+}
+
 extern "C" void cuda_test_attention(void) {
     begin_test(6);
+    run_mla_expanded(150, 0, 2, 1), run_mla_expanded(40, 70, 1, 8);
+    for (auto &type : matrix_types) run_transpose(type.type);
+    run_latents(false), run_latents(true);
     expect(attn_find(1, 576, 512, 0) && !attn_find(0, 128, 64, 0), "supported widths");
     expect(attn_splits(132, 4) == 66 && attn_splits(4, 64) == 1 && attn_splits(188, 1) == 376 &&
                attn_splits(999, 1) == 384,
