@@ -9,25 +9,24 @@
  *
  *   step                  decode (1 to 16 tokens)                    prefill (more tokens)
  *   embedding             k_embed                                    k_embed
- *   residual add, norm    k_add_norm, which also pushes and adds     k_add_norm, after k_to_bf16 and ncclAllReduce
- *     and all-reduce        the ranks' deltas, or ncclAllGather        or with the push
- *   projections           k_gemv_linear; MLA's heads: k_gemv_heads   gemm_kernel
- *   RoPE, KV cache        k_rope_gqa or k_rope_mla                   k_rope_gqa or k_rope_mla
- *   attention             attn_gqa_decode or attn_mla_kernel,        attn_gqa_prefill or attn_mla_kernel,
- *                         attn_merge                                 attn_merge
- *     latent, many tokens                                            k_transpose, then for each segment of keys
- *                                                                      k_mla_latents, gemm_kernel twice,
- *                                                                      attn_mla_expanded
- *     its gate            k_attention_gate                           k_attention_gate
+ *   residual add, norm    in the kernel that reads it; several       k_add_norm, after k_to_bf16 and ncclAllReduce
+ *     and all-reduce        ranks or long rows: k_add_norm, which      or with the push
+ *                           also pushes and adds the ranks' deltas,
+ *                           or ncclAllGather
+ *   projections           k_gemv_linear                              gemm_kernel
+ *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
+ *                           also has the queries' products
+ *   attention, its gate   attn_gqa_decode, or attn_mla_kernel and    attn_gqa_prefill, or attn_mla_kernel or
+ *                           k_mla_value                                attn_mla_expanded; attn_merge
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
- *   output layer          k_gemv_linear for up to 16 rows            k_gemv_linear for up to 16 rows
- *   sampling              k_sample                                   k_sample
+ *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
+ *   sampling              k_sample
  *
- * Decode is memory-bound: a kernel reads each weight once, dequantizes it to halves in registers and multiplies by
+ * Decode is memory-bound: a layer has 6 kernels, with MLA 9. A kernel reads each weight once, dequantizes it to halves in registers and multiplies by
  * m16n8k16 with F32 sums (W4A16). Positions and tokens lie in device memory, so that one CUDA graph per number of
  * tokens replays every forward pass.
  * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
@@ -302,6 +301,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(sn, float, d.n * d.rope / 2)                                                              \
     X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
     X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
+    X(mla_parts, float, d.latent ? (d.latent + TILE_COLS - 1) / TILE_COLS * d.decode * d.act[A_ATT] : 0) \
+    X(mla_arrived, uint32_t, d.latent ? d.heads : 0)                                            \
     X(mla.latents, uint16_t, d.expanded * (d.latent + d.rope))                                  \
     X(mla.keys, uint16_t, d.expanded * d.heads * d.nope)                                        \
     X(mla.values, uint16_t, d.expanded * d.heads * d.head_v)                                    \
@@ -1503,52 +1504,6 @@ static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
     if (p->norm.x) LAUNCH_PDL((k_gemv_linear<1, true>), (unsigned)n_rt, GEMV_THREADS, smem, s, *p);
     else if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
     else LAUNCH_PDL((k_gemv_linear<2, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
-}
-
-struct heads_args {
-    struct device_matrix w; /* one matrix per head */
-    const uint16_t *x;      /* head h: (n_tok, n_in) halves at x + h * x_head, rows x_stride apart */
-    uint16_t *y;            /* head h: (n_tok, n_out) halves at y + h * y_head, rows y_stride apart */
-    size_t x_stride, x_head, y_stride, y_head;
-    int n_tok;
-};
-
-/* Returns how many of a block's warps share a row of n_kt tiles. */
-__host__ __device__ inline int heads_warps(int n_kt) { return n_kt >= 8 ? 8 : n_kt >= 4 ? 4 : n_kt >= 2 ? 2 : 1; }
-
-/* y of every head = its matrix times its x.
- * Grid: (rows of tiles / (8 / heads_warps), heads), block: 256. Bytes and aim as for k_gemv_linear. */
-template <int NT>
-__global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_heads(const __grid_constant__ struct heads_args p) {
-    SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
-    grid_dependency_launch();
-    const int warp = threadIdx.x >> 5, part = heads_warps(p.w.n_kt), h = blockIdx.y;
-    const int rt0 = blockIdx.x * (GEMV_WARPS / part), rt = min(rt0 + warp / part, p.w.n_rt - 1);
-    const int k0 = p.w.n_kt * (warp % part) / part, k1 = p.w.n_kt * (warp % part + 1) / part;
-    const struct gemv_one one = {tile_index(p.w, h, rt), p.x + (size_t)h * p.x_head, p.x_stride, p.n_tok};
-    float acc[NT][4] = {};
-    with_format(p.w.fmt, [&](auto fmt) {
-        gemv_stream<fmt.value, NT>(
-            p.w, k0, k1, one, [] { grid_dependency_wait(); }, acc);
-    });
-    gemv_store<NT>(gemv_warp_sums<NT>(red), acc, 1, false);
-    __syncthreads(); /* the sums of all warps are written */
-    const float scale = device_matrix_scale(p.w, h);
-    const int rows = GEMV_WARPS / part * TILE_ROWS;
-    for (int i = threadIdx.x; i < p.n_tok * rows; i += GEMV_THREADS) {
-        const int tok = i / rows, r = i % rows, row = rt0 * TILE_ROWS + r;
-        if (row >= p.w.n_out) continue;
-        const float v = gemv_sum<NT>(red, tok * TILE_ROWS + r % TILE_ROWS, r / TILE_ROWS * part, part) * scale;
-        p.y[(size_t)h * p.y_head + (size_t)tok * p.y_stride + (size_t)row] = clamped_f16(v);
-    }
-}
-
-/* Launches k_gemv_heads. */
-static void gemv_heads(const struct heads_args *p, cudaStream_t s) {
-    const int tiles = GEMV_WARPS / heads_warps(p->w.n_kt);
-    const dim3 grid((unsigned)((p->w.n_rt + tiles - 1) / tiles), (unsigned)p->w.n_expert);
-    if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_heads<1>, grid, GEMV_THREADS, 0, s, *p);
-    else LAUNCH_PDL(k_gemv_heads<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
 /* SwiGLU results are stored divided by this: their outliers are the largest numbers of a forward pass. A power of two:
@@ -2764,47 +2719,123 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
         p.q16[((size_t)t * p.n_head + h) * p.d + lane + 32 * j] = clamped_f16(x[j]);
 }
 
-/* MLA: norm of the latents and rotation of the shared key, both to the cache (block x = 0); the heads of q are split
- * into the part for wk_b and the rotated part. Neighbors 2i and 2i + 1 are rotated against each other (DeepSeek).
- * Grid: (1 + ceil(n_head / 4), n_tok), block: 128. Bytes and latency as for k_rope_gqa. */
-__global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
-    grid_dependency_launch();
-    grid_dependency_wait();
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = blockIdx.y;
-    const float *cs = p.cs + (size_t)t * (p.rope / 2), *sn = p.sn + (size_t)t * (p.rope / 2);
-    if (blockIdx.x) {
-        int h = (blockIdx.x - 1) * 4 + warp;
-        if (h >= p.n_head) return;
-        const float *q = p.q + ((size_t)t * p.n_head + h) * p.d;
-        uint16_t *plain = p.q16 + ((size_t)t * p.n_head + h) * p.d;
-        uint16_t *rot = p.q_rope + ((size_t)t * p.n_head + h) * (p.latent + p.rope) + p.latent;
-        for (int i = lane; i < p.nope; i += WARP) plain[i] = clamped_f16(q[i]);
-        for (int i = lane; i < p.rope / 2; i += WARP) {
-            float a = q[p.nope + 2 * i], b = q[p.nope + 2 * i + 1];
-            rot[2 * i] = clamped_f16(a * cs[i] - b * sn[i]);
-            rot[2 * i + 1] = clamped_f16(a * sn[i] + b * cs[i]);
-        }
-        return;
+/* Rotates neighbors 2i and 2i + 1 of x against each other (DeepSeek); returns the pair. */
+DEVICE float2 rope_pair(const struct rope_args &p, const float *x, int t, int i) {
+    const float c = p.cs[(size_t)t * (p.rope / 2) + i], s = p.sn[(size_t)t * (p.rope / 2) + i];
+    return make_float2(x[2 * i] * c - x[2 * i + 1] * s, x[2 * i] * s + x[2 * i + 1] * c);
+}
+
+/* The rotated part of head h's query of token t, to q_rope, with threads i0, i0 + step, .. */
+DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step) {
+    const size_t row = (size_t)t * p.n_head + h;
+    const float *q = p.q + row * p.d + p.nope;
+    uint16_t *to = p.q_rope + row * (p.latent + p.rope) + p.latent;
+    for (int i = i0; i < p.rope / 2; i += step) {
+        const float2 y = rope_pair(p, q, t, i);
+        ((uint32_t *)to)[i] = clamped_f16x2(y.x, y.y);
     }
+}
+
+/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block. Ends with a barrier.
+ */
+DEVICE void mla_store(const struct rope_args &p, int t) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, threads = (int)blockDim.x;
     const float *k = p.k + (size_t)t * (p.latent + p.rope);
-    size_t pos = (size_t)(p.batch->pos + t);
+    const size_t pos = (size_t)(p.batch->pos + t);
     float ss = 0;
-    for (int i = threadIdx.x; i < p.latent; i += 128) ss += k[i] * k[i];
-    float f = rsqrtf(block_sum(ss) / (float)p.latent + p.eps);
-    for (int g = warp; g * LATENT_GROUP < p.latent; g += 4) {
+    for (int i = threadIdx.x; i < p.latent; i += threads) ss = fmaf(k[i], k[i], ss);
+    const float f = rsqrtf(block_sum(ss) / (float)p.latent + p.eps);
+    for (int g = warp; g * LATENT_GROUP < p.latent; g += threads / WARP) {
         float x[LATENT_GROUP / 32];
-        int n = min((int)LATENT_GROUP, p.latent - g * LATENT_GROUP);
+        const int n = min((int)LATENT_GROUP, p.latent - g * LATENT_GROUP);
         UNROLL for (int j = 0; j < LATENT_GROUP / 32; j++) {
-            int c = g * LATENT_GROUP + lane + 32 * j;
+            const int c = g * LATENT_GROUP + lane + 32 * j;
             x[j] = lane + 32 * j < n ? k[c] * f * p.k_norm[c] : 0;
         }
         plane_store<LATENT_GROUP / 32>(p.kp, pos, g * LATENT_GROUP, g, n, x);
     }
-    uint16_t *rot = (uint16_t *)(p.vp.data + pos * p.vp.row_bytes);
-    for (int i = threadIdx.x; i < p.rope / 2; i += 128) {
-        float a = k[p.latent + 2 * i], b = k[p.latent + 2 * i + 1];
-        ((uint32_t *)rot)[i] = f32_to_bf16x2(a * cs[i] - b * sn[i], a * sn[i] + b * cs[i]);
+    for (int i = threadIdx.x; i < p.rope / 2; i += threads) {
+        const float2 y = rope_pair(p, k + p.latent, t, i);
+        ((uint32_t *)(p.vp.data + pos * p.vp.row_bytes))[i] = f32_to_bf16x2(y.x, y.y);
     }
+    __syncthreads(); /* the next row's block_sum overwrites this one's */
+}
+
+/* MLA in prefill: latents and shared key to the cache (block x = 0); the heads of q are split into the part for wk_b and
+ * the rotated part.
+ * Grid: (1 + ceil(n_head / 4), n_tok), block: 128. Reads q and k once. */
+__global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int lane = threadIdx.x & 31, t = blockIdx.y, h = ((int)blockIdx.x - 1) * 4 + (int)(threadIdx.x >> 5);
+    if (!blockIdx.x) {
+        mla_store(p, t);
+        return;
+    }
+    if (h >= p.n_head) return;
+    const size_t row = ((size_t)t * p.n_head + h) * p.d;
+    for (int i = lane; i < p.nope; i += WARP) p.q16[row + i] = clamped_f16(p.q[row + i]);
+    mla_rotate(p, t, h, lane, WARP);
+}
+
+struct mla_query_args {
+    struct rope_args rope;
+    struct device_matrix w; /* wk_b: for each head (latent, nope) */
+    int n_tok;
+};
+
+/* Returns how many of a block's warps share a row of n_kt tiles. */
+__host__ __device__ inline int mla_query_warps(int n_kt) { return n_kt >= 8 ? 8 : n_kt >= 4 ? 4 : n_kt >= 2 ? 2 : 1; }
+
+/* MLA in decode: every head's query in the latent space and its rotated part, to q_rope; and the new rows of the cache,
+ * by the blocks behind the last head.
+ * Grid: (rows of tiles / (8 / mla_query_warps), n_head + 1), block: 256. Bytes and aim as for k_gemv_linear. */
+template <int NT>
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_query(const __grid_constant__ struct mla_query_args p) {
+    SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
+    DYN_SMEM(uint16_t, x); /* (n_tok, stride) the head's queries without the rotated part */
+    grid_dependency_launch();
+    const struct rope_args &r = p.rope;
+    const int tid = threadIdx.x, warp = tid >> 5, h = blockIdx.y;
+    if (h == r.n_head) {
+        grid_dependency_wait();
+        for (int t = blockIdx.x; t < p.n_tok; t += (int)gridDim.x) mla_store(r, t);
+        return;
+    }
+    const int part = mla_query_warps(p.w.n_kt), tiles = GEMV_WARPS / part, rt0 = blockIdx.x * tiles;
+    const int k0 = p.w.n_kt * (warp % part) / part, k1 = p.w.n_kt * (warp % part + 1) / part;
+    const int rt = min(rt0 + warp / part, p.w.n_rt - 1), stride = p.w.n_kt * TILE_COLS + 32;
+    const struct gemv_one one = {tile_index(p.w, h, rt), x, (size_t)stride, p.n_tok};
+    float acc[NT][4] = {};
+    with_format(p.w.fmt, [&](auto fmt) {
+        auto ready = [&] {
+            grid_dependency_wait();
+            for (int i = tid; i < p.n_tok * stride; i += GEMV_THREADS) {
+                const int t = i / stride, c = i % stride;
+                x[i] = c < r.nope ? clamped_f16(r.q[((size_t)t * r.n_head + h) * r.d + c]) : (uint16_t)0;
+            }
+            for (int t = blockIdx.x; t < p.n_tok; t += (int)gridDim.x) mla_rotate(r, t, h, tid, GEMV_THREADS);
+            __syncthreads(); /* the head's queries have come */
+        };
+        gemv_stream<fmt.value, NT>(p.w, k0, k1, one, ready, acc);
+    });
+    gemv_store<NT>(gemv_warp_sums<NT>(red), acc, device_matrix_scale(p.w, h), false);
+    __syncthreads(); /* the sums of all warps are written */
+    for (int i = tid; i < p.n_tok * tiles * TILE_ROWS; i += GEMV_THREADS) {
+        const int t = i / (tiles * TILE_ROWS), j = i % (tiles * TILE_ROWS), row = rt0 * TILE_ROWS + j;
+        if (row < p.w.n_out)
+            r.q_rope[((size_t)t * r.n_head + h) * (r.latent + r.rope) + row] =
+                clamped_f16(gemv_sum<NT>(red, t * TILE_ROWS + j % TILE_ROWS, j / TILE_ROWS * part, part));
+    }
+}
+
+/* Launches k_mla_query. */
+static void mla_query(const struct mla_query_args *p, cudaStream_t s) {
+    const int tiles = GEMV_WARPS / mla_query_warps(p->w.n_kt);
+    const size_t smem = (size_t)(p->n_tok * (p->w.n_kt * TILE_COLS + 32)) * sizeof(uint16_t);
+    const dim3 grid((unsigned)((p->w.n_rt + tiles - 1) / tiles), (unsigned)p->rope.n_head + 1);
+    if (p->n_tok <= 8) LAUNCH_PDL(k_mla_query<1>, grid, GEMV_THREADS, smem, s, *p);
+    else LAUNCH_PDL(k_mla_query<2>, grid, GEMV_THREADS, smem, s, *p);
 }
 
 /* ============================================================================================================
@@ -2823,7 +2854,7 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
 
 struct attn_args {
     const uint16_t *q;         /* (n_tok, n_head, dk) f16, tokens q_stride halves apart */
-    uint16_t *out;             /* (n_tok, n_head, dv) f16, tokens out_stride halves apart */
+    uint16_t *out;             /* (n_tok, n_head, dv) f16, tokens out_stride halves apart; NULL: only partials */
     float *partials;           /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2): sums, then all (m, l) */
     struct plane k, v;         /* MLA: latents, rotated keys */
     const struct batch *batch; /* its n_tok may be less than n_tok below: later rows are left alone */
@@ -3076,18 +3107,19 @@ DEVICE float2 *attn_max_den(const struct attn_args &a) {
     return (float2 *)(a.partials + attn_partial_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
 }
 
-/* Stores N columns of row r, from `col` on: the result if there is one split, else sums, m and l to `partials`. */
+/* Stores N columns of row r, from `col` on: the result if there is one split and `out`, else sums, m and l to
+ * `partials`. */
 template <int N>
 DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
                        float m, float l) {
     int2 th = attn_row(w, r);
     if (th.x < 0) return;
     float inv = 1.0f / (ATTN_P * l);
-    if (w.n_split == 1) {
+    if (w.n_split == 1 && a.out) {
         pack<N / 2> h;
         pack<N, float> y = x;
-        const float *gate = a.gate + (size_t)th.x * a.gate_stride + (size_t)(2 * th.y + 1) * (size_t)a.dk + col;
-        UNROLL for (int i = 0; i < N; i++) y.x[i] *= a.gate ? inv * sigmoid(gate[i]) : inv;
+        const size_t gate = (size_t)th.x * a.gate_stride + (size_t)(2 * th.y + 1) * (size_t)a.dk + (size_t)col;
+        UNROLL for (int i = 0; i < N; i++) y.x[i] *= a.gate ? inv * sigmoid(a.gate[gate + i]) : inv;
         UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(y.x[i], y.x[i + 1]);
         *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
     } else {
@@ -3616,6 +3648,107 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     attn_store(a, w, 0, col, x, top, den);
 }
 
+struct mla_value_args {
+    struct attn_args attn;  /* whose partials there are */
+    struct device_matrix w; /* wv_b: for each head (values, latent) */
+    float *parts;           /* (n_kt, n_tok, n_head, n_out) sums over 64 latents each */
+    uint32_t *arrived;      /* (n_head) count blocks; 0 between launches */
+    uint16_t *out;          /* (n_tok, n_head, n_out), tokens out_stride apart */
+    size_t out_stride;
+};
+
+/* Joins the splits of latents 64c .. 64c + 63 of head h, with one block: to (n_tok, stride) halves. smem: (n_tok, 8 warps,
+ * 64) floats, then n_tok. Ends with a barrier. */
+DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint16_t *x, int stride) {
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pos = a.batch->pos;
+    const int longer = attn_longer(a, pos, a.n_tok), col = 4 * (lane & 15);
+    const float2 *max_den = attn_max_den(a);
+    float *den = smem + a.n_tok * GEMV_WARPS * TILE_COLS;
+    for (int t = 0; t < a.n_tok; t++) {
+        const int len = pos + (t < longer ? longer : a.n_tok), keys = attn_split_keys(a, len);
+        const int n_split = (len + keys - 1) / keys;
+        float top = ATTN_NO_KEY, l = 0;
+        UNROLL_BY(4)
+        for (int s = lane; s < n_split; s += WARP) top = fmaxf(top, max_den[attn_partial_row(a, s, make_int2(t, h))].x);
+        top = warp_max(top);
+        UNROLL_BY(4) for (int s = lane; s < n_split; s += WARP) {
+            const float2 ml = max_den[attn_partial_row(a, s, make_int2(t, h))];
+            l = fmaf(exp2f(ml.x - top), ml.y, l);
+        }
+        l = warp_sum(l);
+        float4 x4 = make_float4(0, 0, 0, 0);
+        UNROLL_BY(4) for (int s = 2 * warp + (lane >> 4); s < n_split; s += 2 * GEMV_WARPS) {
+            const size_t row = attn_partial_row(a, s, make_int2(t, h));
+            const float f = exp2f(max_den[row].x - top);
+            const float4 y = *(const float4 *)(a.partials + row * (size_t)a.dv + c * TILE_COLS + col);
+            x4 = make_float4(fmaf(f, y.x, x4.x), fmaf(f, y.y, x4.y), fmaf(f, y.z, x4.z), fmaf(f, y.w, x4.w));
+        }
+        UNROLL for (int i = 0; i < 4; i++)(&x4.x)[i] += __shfl_xor_sync(0xFFFFFFFFu, (&x4.x)[i], 16);
+        if (lane < 16) *(float4 *)(smem + (t * GEMV_WARPS + warp) * TILE_COLS + col) = x4;
+        if (!tid) den[t] = l;
+    }
+    __syncthreads(); /* the sums of all warps are written */
+    for (int i = tid; i < a.n_tok * TILE_COLS; i += GEMV_THREADS) {
+        const int t = i / TILE_COLS, k = i % TILE_COLS;
+        float v = 0;
+        for (int w = 0; w < GEMV_WARPS; w++) v += smem[(t * GEMV_WARPS + w) * TILE_COLS + k];
+        x[t * stride + k] = clamped_f16(v / (ATTN_P * den[t]));
+    }
+    __syncthreads(); /* the latents are written */
+}
+
+/* MLA in decode: joins the splits, and makes values of every head's latents. A block has 64 latents of a head; the one
+ * that ends last for a head adds up what all of them made.
+ * Grid: (tiles of 64 latents, n_head), block: 256. Reads n_split * 260 bytes a token from L2, and wv_b once. */
+template <int NT>
+__global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_value(const __grid_constant__ struct mla_value_args p) {
+    enum { STRIDE = TILE_COLS + 32 };
+    SHARED(uint16_t, x, DECODE_MAX_TOKENS * STRIDE);
+    DYN_SMEM(float, smem); /* see mla_join */
+    grid_dependency_launch();
+    const struct attn_args &a = p.attn;
+    const int tid = threadIdx.x, warp = tid >> 5, g = tid >> 2 & 7, t4 = tid & 3, c = blockIdx.x, h = blockIdx.y;
+    const int n_out = p.w.n_out;
+    const float scale = device_matrix_scale(p.w, h);
+    with_format(p.w.fmt, [&](auto fmt) {
+        /* warps without a row of tiles take part in the join */
+        for (int rt = warp; rt == warp || rt < p.w.n_rt; rt += GEMV_WARPS) {
+            const bool is = rt < p.w.n_rt;
+            const struct gemv_one one = {tile_index(p.w, h, is ? rt : 0) + (size_t)c, x, STRIDE, a.n_tok};
+            float acc[NT][4] = {};
+            auto ready = [&] {
+                if (rt != warp) return;
+                grid_dependency_wait();
+                mla_join(a, c, h, smem, x, STRIDE);
+            };
+            gemv_stream<fmt.value, NT>(p.w, 0, is, one, ready, acc);
+            UNROLL for (int i = 0; i < 4 * NT; i++) {
+                const int tok = 8 * (i >> 2) + 2 * t4 + (i & 1), row = rt * TILE_ROWS + g + 8 * (i >> 1 & 1);
+                if (tok < a.n_tok && row < n_out)
+                    p.parts[(((size_t)c * a.n_tok + tok) * a.n_head + h) * n_out + row] = acc[i >> 2][i & 3] * scale;
+            }
+        }
+    });
+    if (!last_block(p.arrived + h, gridDim.x)) return;
+    if (!tid) p.arrived[h] = 0;
+    for (int i = tid; i < a.n_tok * n_out; i += GEMV_THREADS) {
+        const int tok = i / n_out, row = i % n_out;
+        float v = 0;
+        UNROLL_BY(8)
+        for (int k = 0; k < (int)gridDim.x; k++)
+            v += load_l2(p.parts + (((size_t)k * a.n_tok + tok) * a.n_head + h) * n_out + row);
+        p.out[(size_t)tok * p.out_stride + (size_t)h * n_out + row] = clamped_f16(v);
+    }
+}
+
+/* Launches k_mla_value. */
+static void mla_value(const struct mla_value_args *p, cudaStream_t s) {
+    const size_t smem = (size_t)p->attn.n_tok * (GEMV_WARPS * TILE_COLS + 1) * sizeof(float);
+    const dim3 grid((unsigned)p->w.n_kt, (unsigned)p->attn.n_head);
+    if (p->attn.n_tok <= 8) LAUNCH_PDL(k_mla_value<1>, grid, GEMV_THREADS, smem, s, *p);
+    else LAUNCH_PDL(k_mla_value<2>, grid, GEMV_THREADS, smem, s, *p);
+}
+
 /* Launches an attention kernel and, if the context is split and the kernel leaves that, the merge. In prefill more row tiles per KV head mean fewer
  * splits: they fill the GPU, too. */
 static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
@@ -3630,7 +3763,7 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
                     1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS));
     LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
-    if (a.max_splits == 1 || a.arrived) return; /* the kernel joins the splits itself */
+    if (a.max_splits == 1 || a.arrived || !a.out) return; /* the kernel joins the splits itself, or k_mla_value does */
     a.n_head_kv = 1;
     LAUNCH_PDL(attn_merge, dim3((unsigned)(a.n_tok * a.n_head)), dim3(256), 0, s, a);
 }
@@ -4850,6 +4983,8 @@ struct cuda {
     const float *freq;        /* (rope_dim / 2) radians per position */
     uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
     uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
+    float *mla_parts;         /* MLA: see struct mla_value_args */
+    uint32_t *mla_arrived;
     struct mla_buffers mla;   /* expanded keys and values of a prefill's latent attention */
     float *partials;          /* partial outputs of attention over a split context */
     uint32_t *attn_arrived;   /* see struct attn_args */
@@ -5338,12 +5473,7 @@ static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t
                    int n_tok, int batch, uint16_t *y16, float *y32, size_t y_stride, size_t y_batch) {
     struct cuda *c = r->cuda;
     profile_matrices(w, max(batch, 1), (double)n_tok * w->n_out * max(batch, 1) * (y32 ? 4 : 2));
-    if (n_tok <= DECODE_MAX_TOKENS && batch) {
-        const struct heads_args p = {*w, x, y16, x_stride, x_batch, y_stride, y_batch, n_tok};
-        gemv_heads(&p, c->stream);
-        return;
-    }
-    if (n_tok <= DECODE_MAX_TOKENS) {
+    if (n_tok <= DECODE_MAX_TOKENS && !batch) {
         struct linear_args p = {};
         p.w[0] = *w;
         p.y[0] = y32;
@@ -5462,9 +5592,9 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
 }
 
 /* Attention of queries (n_tok, n_head, dk) over the cache of layer il; outputs (n_tok, n_head, dv), out_stride halves
- * from token to token. a: what else there is. */
-static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, size_t out_stride, int dv,
-                   int n_head_kv, struct attn_args a) {
+ * from token to token. a: what else there is. Returns the arguments that it launched. */
+static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, size_t out_stride,
+                               int dv, int n_head_kv, struct attn_args a) {
     const struct attn shape = r->m->layers[il].attn;
     const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][PLANE_V];
     struct cuda *c = r->cuda;
@@ -5486,6 +5616,7 @@ static void attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *
     const double key = (double)(k->row_bytes + plane_scale_bytes(k) + v->row_bytes + plane_scale_bytes(v));
     profile_next((r->pos + r->n_tok) * key, "%d keys", r->pos + r->n_tok);
     attn_launch(&a, shape.kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
+    return a;
 }
 
 static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
@@ -5589,6 +5720,25 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
     }
 }
 
+/* Latent attention of a decode forward: queries into the latent space, attention there, and values out of it. */
+static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enum act out) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    struct cuda *c = r->cuda;
+    const struct mla_query_args query = {rope, *device_matrix_of(c, &layer->wk_b), r->n_tok};
+    profile_matrices(&query.w, shape.n_head, 0);
+    mla_query(&query, c->stream);
+    struct mla_value_args value = {};
+    value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, {});
+    value.w = *device_matrix_of(c, &layer->wv_b);
+    value.parts = c->mla_parts;
+    value.arrived = c->mla_arrived;
+    value.out = c->x16[out];
+    value.out_stride = (size_t)r->width[out];
+    profile_matrices(&value.w, shape.n_head, 0);
+    mla_value(&value, c->stream);
+}
+
 /* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
  * C). Not so for many tokens, see mla_expands_on_gpu. */
 static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
@@ -5596,6 +5746,10 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, 
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
     const struct rope_args p = rope_of(r, il, q, kv);
+    if (r->n_tok <= DECODE_MAX_TOKENS) {
+        mla_attend_decode(r, il, p, out);
+        return;
+    }
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, c->stream, p);
     if (mla_expands_on_gpu(r->m, layer, r->n_tok)) {
         mla_attend_expanded(r, il, q, out);

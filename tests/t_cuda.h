@@ -700,8 +700,8 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
 
 static void test_cuda_profile(void) {
     static const char *const decode[] = {"k_embed",        "k_add_norm",  "k_gemv_linear",
-                                         "k_gemv_glu",     "k_gemv_down", "k_gemv_heads",
-                                         "k_rope_mla",     "attn_kernel", "k_route_decode",
+                                         "k_gemv_glu",     "k_gemv_down", "k_mla_query",
+                                         "k_mla_value",    "attn_kernel", "k_route_decode",
                                          "k_delta_decode", NULL},
                              *const prefill[] = {
                                  "k_embed",        "k_add_norm",  "k_gemv_linear",  "gemm_kernel",     "k_rope_gqa",
@@ -709,10 +709,11 @@ static void test_cuda_profile(void) {
                                  "k_tiles",        "k_combine",   "k_delta_mix",    "k_delta_prepare", "k_delta_scan",
                                  "k_delta_finish", NULL};
     static const struct {
-        int shape, calls[2][17];
-    } t[] = {{0, {{1, 2, 5, 2, 2, 0, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
-             {1, {{1, 3, 11, 3, 2, 6, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
-             {3, {{1, 2, 9, 4, 4, 0, 0, 1, 4, 3}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3}}}};
+        int shape, layer; /* kernels of a layer in decode at most */
+        int calls[2][17];
+    } t[] = {{0, 6, {{1, 2, 5, 2, 2, 0, 0, 2, 2}, {1, 6, 1, 12, 2, 0, 2, 2, 2, 2, 2, 2}}},
+             {1, 9, {{1, 3, 11, 3, 2, 3, 3, 3, 2}, {1, 11, 1, 28, 0, 3, 3, 2, 2, 2, 2, 2}}},
+             {3, 6, {{1, 2, 9, 4, 4, 0, 0, 1, 4, 3}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3}}}};
     struct engine e;
     struct settings set;
     for (int which = 0; which < 3; which++) {
@@ -721,6 +722,9 @@ static void test_cuda_profile(void) {
         session_decode(&e.session, 5);
         memcpy(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before);
         profile_check(&e, 1, decode, t[which].calls[0]);
+        int n = -4; /* the embedding, the last sum, and two of the head */
+        for (int k = 0; decode[k]; k++) n += t[which].calls[0][k];
+        CHECK(n <= t[which].layer * e.model.n_layer, "%s: %d kernels for %d layers", e.model.name, n, e.model.n_layer);
         profile_check(&e, 40, prefill, t[which].calls[1]);
         session_truncate(&e.session, 0);
         session_decode(&e.session, 5);

@@ -493,38 +493,48 @@ extern "C" void cuda_test_upload(void) {
 
 /* ---- GEMV: up to 16 tokens ---- */
 
-/* y = W x + bias for 1..16 tokens: one matrix, or one for each head. */
-static void run_gemv(uint32_t type, int n_tok, int heads, int n_out, int n_in) {
-    const int n_matrix = heads ? heads : 1;
-    matrix w(type, n_matrix, n_out, n_in, !heads);
-    tokens x(n_tok * n_matrix, w.w.n_in, 0x7BFF);
-    gpu_array<uint16_t> xd(x.half);
-    size_t stride = (size_t)n_out + 3, batch = stride * (size_t)n_tok + 4;
-    results y(batch * (size_t)n_matrix, !heads);
-    xd.arrive();
-    if (heads) {
-        const struct heads_args p = {w.d,   xd,   (uint16_t *)y.y.p, x.stride, x.stride * (size_t)n_tok, stride,
-                                     batch, n_tok};
-        gemv_heads(&p, test_stream);
-    } else {
-        struct linear_args p = {};
-        p.w[0] = w.d, p.y[0] = (float *)y.y.p, p.y_stride[0] = stride, p.n_matrix = 1, p.n_tok = n_tok;
-        p.x = xd, p.x_stride = x.stride;
-        gemv_linear(&p, test_stream);
+/* y = W x + bias for 1..16 tokens; norm: of the norm of x + delta, for few short rows. */
+static void run_gemv(uint32_t type, int n_tok, int n_out, int n_in, bool norm) {
+    matrix w(type, 1, n_out, n_in, true);
+    const int n = w.w.n_in, stride = n_out + 3;
+    tokens x(n_tok, n, 0x7BFF);
+    gpu_array<uint16_t> xd(x.half), half((size_t)(n_tok * n));
+    results y((size_t)(stride * n_tok), true);
+    std::vector<float> base, delta, weight, sums;
+    for (int i = 0; i < n_tok * n; i++) base.push_back((float)normal()), delta.push_back((float)normal());
+    for (int i = 0; i < n; i++) weight.push_back(1 + uniform() / 2);
+    gpu_array<float> base_d(base), delta_d(delta), weight_d(weight), sum_d(base.size());
+    struct linear_args p = {};
+    p.w[0] = w.d, p.y[0] = (float *)y.y.p, p.y_stride[0] = (size_t)stride, p.n_matrix = 1, p.n_tok = n_tok;
+    p.x = xd, p.x_stride = x.stride;
+    if (norm) p.norm = {base_d, delta_d, weight_d, 1e-6f, n, sum_d, half}, p.x = NULL;
+    for (int t = 0; t < n_tok && norm; t++) {
+        double ss = 0;
+        for (int i = t * n; i < (t + 1) * n; i++) sums.push_back(base[(size_t)i] + delta[(size_t)i]);
+        for (int i = t * n; i < (t + 1) * n; i++) ss += (double)sums[(size_t)i] * (double)sums[(size_t)i];
+        const double f = 1 / sqrt(ss / n + 1e-6);
+        for (int i = 0; i < n; i++)
+            x.value[(size_t)(t * n + i)] = (float)((double)sums[(size_t)(t * n + i)] * f * (double)weight[(size_t)i]);
     }
+    xd.arrive(), delta_d.arrive();
+    gemv_linear(&p, test_stream);
     finish("GEMV");
     y.got = y.y.get();
     error_sum sum;
     long gaps = 0;
-    for (int z = 0; z < n_matrix; z++)
-        for (int i = 0; i < n_tok; i++)
-            for (int r = 0; r < (int)stride; r++) {
-                size_t at = (size_t)z * batch + (size_t)i * stride + (size_t)r;
-                if (r >= n_out) gaps += !y.untouched(at);
-                else sum.add(y.at(at), w.dot(z, r, x.row(z * n_tok + i)));
-            }
-    expect(sum.nmse() <= (heads ? 1e-6 : 1e-11) && !gaps,
-           "type %u, %d tokens, %d heads, (%d, %d): NMSE %.1e, %ld gaps written", type, n_tok, heads, n_out, w.w.n_in,
+    for (int t = 0; t < n_tok; t++)
+        for (int r = 0; r < stride; r++) {
+            if (r >= n_out) gaps += !y.untouched((size_t)(t * stride + r));
+            else sum.add(y.at((size_t)(t * stride + r)), w.dot(0, r, x.row(t)));
+        }
+    if (norm) { /* by the first block */
+        const std::vector<uint16_t> halves = half.get();
+        gaps += memcmp(sum_d.get().data(), sums.data(), sums.size() * sizeof(float)) != 0;
+        for (size_t i = 0; i < halves.size(); i++)
+            gaps += !(fabsf(f16_to_f32(halves[i]) - x.value[i]) <= 6e-4f * fabsf(x.value[i]) + 1e-7f);
+    }
+    expect(sum.nmse() <= (norm ? 1e-6 : 1e-11) && !gaps,
+           "type %u, %d tokens, (%d, %d), norm %d: NMSE %.1e, %ld gaps written", type, n_tok, n_out, n, norm,
            sum.nmse(), gaps);
 }
 
@@ -598,10 +608,10 @@ extern "C" void cuda_test_gemv(void) {
     static const int n_tok[] = {1, 2, 8, 9, 16};
     for (auto &type : matrix_types)
         for (int n : n_tok) {
-            run_gemv(type.type, n, 0, 130, 72);
-            run_gemv(type.type, n, 0, 24, 1088);
-            run_gemv(type.type, n, 3, 40, n & 1 ? 136 : 520);
+            run_gemv(type.type, n, 130, 72, n <= 8);
+            run_gemv(type.type, n, 24, 1088, false);
         }
+    run_gemv(GGUF_Q8_0, 2, 40, 4096, true), run_gemv(GGUF_NVFP4, 8, 40, 1024, true);
     for (auto &type : matrix_types) {
         uint32_t shared = type.type == GGUF_NVFP4 ? (uint32_t)GGUF_BF16 : type.type;
         run_gemv_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
@@ -1122,6 +1132,13 @@ static void run_attention(const struct attn_case &c) {
     a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
     a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
     a.scale = (float)(1 / sqrt(c.dk));
+    /* MLA in decode ends with the values that wv_b makes of the latents */
+    const bool values = c.mla && !c.prefill;
+    const int n_value = c.pos % 2 ? 40 : 144, n_part = (c.dv + 63) / 64;
+    matrix wv(matrix_types[(c.pos + c.n_tok) % 4].type, values ? n_head : 1, values ? n_value : 1, values ? c.dv : 8);
+    gpu_array<float> parts((size_t)(n_part * c.n_tok * n_head * n_value));
+    gpu_array<uint16_t> value_out((size_t)(c.n_tok * n_head * n_value));
+    if (values) a.out = NULL;
     if (gated) a.gate = q32.d, a.gate_stride = (size_t)q32.stride;
     if (fused) {
         struct rope_args &r = a.rope;
@@ -1134,8 +1151,12 @@ static void run_attention(const struct attn_case &c) {
     }
     q_d.arrive(), q32.d.arrive();
     attn_launch(&a, c.mla, c.prefill, test_stream);
+    if (values) {
+        const struct mla_value_args value = {a, wv.d, parts, arrived, value_out, (size_t)(n_head * n_value)};
+        mla_value(&value, test_stream);
+    }
     finish("attention");
-    std::vector<uint16_t> got = out.get();
+    std::vector<uint16_t> got = out.get(), halves = value_out.get();
     std::vector<double> want((size_t)c.dv);
     error_sum sum;
     int bad = 0, rows = 0;
@@ -1151,7 +1172,11 @@ static void run_attention(const struct attn_case &c) {
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
             attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, c.pos + i + 1, want);
-            for (int j = 0; j < c.dv; j++) {
+            const std::vector<float> latent(want.begin(), want.end());
+            for (int j = 0; j < n_value && values; j++)
+                sum.add((double)f16_to_f32(halves[(size_t)((i * n_head + h) * n_value + j)]),
+                        wv.dot(h, j, latent.data()));
+            for (int j = 0; j < c.dv && !values; j++) {
                 const double f = gated ? 1 / (1 + exp(-(double)q32.row(i, h)[c.dk + j])) : 1;
                 sum.add((double)f16_to_f32(got[(size_t)i * os + (size_t)(h * c.dv + j)]), want[(size_t)j] * f);
             }
@@ -1280,8 +1305,59 @@ static void run_latents(bool fp8) {
     expect(!bad, "latents, fp8 %d: %d are wrong", fp8, bad);
 }
 
+/* Queries into the latent space, and the new rows of the cache. */
+static void run_mla_query(uint32_t type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope) {
+    matrix wk(type, n_head, latent, nope);
+    const int pos = 5, d = nope + rope, key = latent + rope;
+    const struct attn_case c = {true, false, fp8, key, latent, 1, n_head, n_tok, 0, pos, 1, 1};
+    test_plane k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
+    test_heads q(n_tok, n_head, d, d, 1), kv(n_tok, 1, key, latent, 0.5);
+    const std::vector<float> norm = test_heads::random(latent, 1), cs = test_heads::random(n_tok * rope / 2, 0.7),
+                             sn = test_heads::random(n_tok * rope / 2, 0.7);
+    gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
+    gpu_array<uint16_t> y((size_t)(n_tok * n_head * key));
+    gpu_array<struct batch> b(std::vector<struct batch>{{pos, n_tok, pos}});
+    struct mla_query_args p = {};
+    struct rope_args &r = p.rope;
+    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q_rope = y, r.kp = k.p,
+    r.vp = v.p;
+    r.n_head = n_head, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope, r.eps = 1e-6f;
+    p.w = wk.d, p.n_tok = n_tok;
+    k.forget(pos, n_tok), v.forget(pos, n_tok);
+    q.d.arrive(), kv.d.arrive();
+    mla_query(&p, test_stream);
+    finish("queries of MLA");
+    const std::vector<uint16_t> got = y.get();
+    auto turned = [&](const float *x, int t, int i) { /* value i of a rotated part */
+                                                      const double co = (double)cs[(size_t)(t * rope / 2 + i / 2)],
+                                                                   si = (double)sn[(size_t)(t * rope / 2 + i / 2)];
+                                                      return i & 1 ? (double)x[i - 1] * si + (double)x[i] * co
+                                                                   : (double)x[i] * co - (double)x[i + 1] * si;
+    };
+    error_sum sum;
+    int rows = 0;
+    k.read(pos, n_tok), v.read(pos, n_tok);
+    for (int t = 0; t < n_tok; t++) {
+        const float *from = kv.row(t, 0);
+        std::vector<double> want;
+        for (int i = 0; i < rope; i++) want.push_back(turned(from + latent, t, i));
+        rows += !row_near(c, &k.value[(size_t)((pos + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
+        rows += !row_near(c, &v.value[(size_t)((pos + t) * rope)], want);
+        for (int h = 0; h < n_head; h++)
+            for (int i = 0; i < key; i++)
+                sum.add((double)f16_to_f32(got[(size_t)((t * n_head + h) * key + i)]),
+                        i < latent ? wk.dot(h, i, q.row(t, h)) : turned(q.row(t, h) + nope, t, i - latent));
+    }
+    expect(sum.nmse() <= 1e-6 && !rows, "type %u, %d tokens, %d heads, %d + %d to %d: NMSE %.1e, %d rows are wrong",
+           type, n_tok, n_head, nope, rope, latent, sum.nmse(), rows);
+}
+
 extern "C" void cuda_test_attention(void) {
     begin_test(6);
+    for (int i = 0; i < 4; i++) {
+        run_mla_query(matrix_types[i].type, i & 1, 1 + 5 * i, 2, 128, 512, 64);
+        run_mla_query(matrix_types[i].type, !(i & 1), 16 - 3 * i, 3, 64 << i % 2, 72, 16);
+    }
     run_mla_expanded(150, 0, 2, 1), run_mla_expanded(40, 70, 1, 8);
     for (auto &type : matrix_types) run_transpose(type.type);
     run_latents(false), run_latents(true);
@@ -1306,7 +1382,7 @@ extern "C" void cuda_test_attention(void) {
                     c.n_kv = c.mla ? 1 : 1 + (int)(rnd() % 3), c.group = groups[rnd() % 6];
                     c.n_tok = c.prefill ? prefill_toks[rnd() % 4] : decode_toks[rnd() % 5];
                     if (len == 1 && !c.prefill) c.n_tok = 1;
-                    c.absent = rnd() % 4 ? 0 : (int)(rnd() % (uint32_t)c.n_tok);
+                    c.absent = rnd() % 4 || (c.mla && !c.prefill) ? 0 : (int)(rnd() % (uint32_t)c.n_tok);
                     c.size = rnd() % 5 ? 1 : 60;
                     /* bounds the time: heads, then keys, become fewer */
                     auto work = [&] { return 1.0 * c.n_tok * c.n_kv * c.group * len * (c.dk + c.dv); };
