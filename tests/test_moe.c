@@ -8,6 +8,7 @@
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
  *   build/test_moe --editor     reads texts with the line editor, for tests/oracle/gen_screen.py
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
+ *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost, in Markdown
  *
  * build/test_cuda (on the emulator) and build/test_gpu (on a device) have the tests of the CUDA backend, cuda/..., alone.
  *
@@ -44,8 +45,9 @@
 
 #ifdef MOE_CUDA /* build/test_cuda, build/test_gpu: the tests of the CUDA backend, linked with test_cuda.cu */
 #include "t_cuda.h"
+#include "t_sass.h"
 
-static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA};
+static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS};
 #else
 #include "t_nvfp4.h"
 #include "t_vocab.h"
@@ -231,7 +233,9 @@ static int run_other(int argc, char **argv) {
         return rc;
     }
 #endif
-#ifndef MOE_CUDA
+#ifdef MOE_CUDA
+    if (!strcmp(what, "--sass")) return sass_print();
+#else
     if (!strcmp(what, "--editor")) editor_sync_child(NULL);
 #endif
     if (!strcmp(what, "--interrupt") && argc > 3) return calibrate_interrupted(atoi(argv[2]), argc - 2, argv + 2);

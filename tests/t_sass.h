@@ -1,0 +1,858 @@
+/* The machine code of the CUDA kernels, from the cubins that nvcc leaves in build/nvcc: what the hot loops cost, whether
+ * kernels wait before they store, and how large the code of a decode layer is. Reads ELF itself, so it needs neither a
+ * GPU nor NVIDIA's disassembler.
+ *
+ * An instruction of sm_90 and sm_120 has 16 bytes. Bits 0..8 are the operation, 9..11 the kinds of its operands, 12..15
+ * the predicate (7: always), 105..108 the clocks until the warp's next instruction (its stall). A branch has its
+ * distance from the next instruction, in words of 4 bytes, in bits 16..23 and 34..81, and its condition in 87..91 (7:
+ * none). A load has its size in bits 73..75 (6: 16 bytes) and its hint for L1 in 84..86 (5: no_allocate). NVIDIA
+ * documents none of this; it agrees with nvdisasm. */
+#include <elf.h>
+#include <glob.h>
+
+enum operation {
+    OP_MOV = 0x002,
+    OP_SEL = 0x007,
+    OP_FSEL = 0x008,
+    OP_FMNMX = 0x009,
+    OP_FSETP = 0x00b,
+    OP_ISETP = 0x00c,
+    OP_IADD3 = 0x010,
+    OP_LEA = 0x011,
+    OP_LOP3 = 0x012,
+    OP_IABS = 0x013,
+    OP_PRMT = 0x016,
+    OP_IMNMX = 0x017,
+    OP_SHF = 0x019,
+    OP_PLOP3 = 0x01c,
+    OP_IMAD = 0x024,
+    OP_IMAD_WIDE = 0x025,
+    OP_IMAD_HI = 0x027,
+    OP_ACQBULK = 0x02e, /* griddepcontrol.wait */
+    OP_HADD2 = 0x030,
+    OP_HFMA2 = 0x031,
+    OP_HMUL2 = 0x032,
+    OP_IADD = 0x035,  /* sm_90: HFMA2 */
+    OP_VIADD = 0x036, /* sm_90 */
+    OP_LDSM = 0x03b,
+    OP_HMMA = 0x03c,
+    OP_F2FP = 0x03e,
+    OP_VIADDMNMX = 0x046, /* sm_90 */
+    OP_VIMNMX = 0x048,
+    OP_QMMA = 0x07a,
+    OP_OMMA = 0x07f,
+    OP_NOP = 0x118,
+    OP_BAR = 0x11d,
+    OP_BRA = 0x147,
+    OP_EXIT = 0x14d,
+    OP_RET = 0x150,
+    OP_LDG = 0x181,
+    OP_LDS = 0x184,
+    OP_ST = 0x185,
+    OP_STG = 0x186,
+    OP_ATOM = 0x18a,
+    OP_ATOM_CAS = 0x18b,
+    OP_RED = 0x18e,
+    OP_ATOM_HALF = 0x1a2,
+    OP_ATOMG_HALF = 0x1a3,
+    OP_RED_VECTOR = 0x1a6,
+    OP_ATOMG = 0x1a8,
+    OP_ATOMG_CAS = 0x1a9,
+    OP_UTMASTG = 0x1b5, /* cp.async.bulk.tensor to global memory, and its reductions */
+    OP_UTMAREDG = 0x1b6,
+    OP_UBLKCP = 0x1ba, /* cp.async.bulk; bit 74: to global memory */
+    OP_UBLKRED = 0x1bb
+};
+
+struct insn {
+    uint64_t lo, hi;
+};
+
+struct sass_loop {
+    int first, last;      /* instructions of the kernel */
+    int n, stall;         /* instructions; clocks until the next one, together */
+    int products;         /* of tensor cores */
+    int streamed;         /* loads of 16 bytes with L1::no_allocate */
+    int shared, barriers; /* loads from shared memory */
+    int alu, fma;         /* clocks of two pipes; fma: of integer products and halves */
+    int inner;            /* loops in it, without products or streamed loads; counted as if they ran once */
+};
+
+struct sass_kernel {
+    char name[128];          /* k_gemv_glu<1> */
+    const char *mangled;     /* in the file */
+    const uint8_t *code;     /* in the file */
+    int n;                   /* instructions */
+    int symbol;              /* in the symbol table */
+    int registers;           /* of a thread; 0: unknown */
+    int threads;             /* of a block, at most; 0: unknown */
+    struct sass_loop *loops; /* hot ones (stb) */
+};
+
+/* An ELF file of which all sections lie in the file. */
+struct elf_file {
+    const uint8_t *data;
+    size_t size;
+    Elf64_Shdr *sections;
+    int n_section, names; /* names: the section with their names */
+};
+
+struct sass_image {
+    struct elf_file elf;
+    struct sass_kernel *kernels; /* by name (stb) */
+    char release[16];            /* of the compiler; "": unknown */
+    char *file;                  /* what sass_load read (stb) */
+};
+
+/* ---- budgets ---- */
+
+/* A hot loop: an innermost loop with products of tensor cores or streamed loads. Each has a line; two loops of a kernel
+ * with as many products and streamed loads have two lines, in the order of addresses. Budgets are the numbers of nvcc
+ * SASS_RELEASE and 3 %. Those of registers are rounded up to 8, because an SM gives them by 8. */
+struct sass_budget {
+    const char *kernel;
+    int products, streamed;  /* name the loop */
+    int n, stall, registers; /* at most: instructions, clocks, of a thread */
+    int bytes; /* of weights, or of keys and values, that a warp reads in an iteration; 0: products limit the loop */
+};
+
+#define SASS_RELEASE "13.0"
+
+static const struct sass_budget sass_sm120[] = {
+    {"attn_gqa_decode<32,0>", 8, 0, 278, 598, 104, 2048},
+    {"attn_gqa_decode<32,1>", 8, 0, 245, 535, 96, 1152},
+    {"attn_gqa_decode<64,0>", 16, 0, 394, 830, 128, 4096},
+    {"attn_gqa_decode<64,1>", 16, 0, 319, 780, 136, 2176},
+    {"attn_gqa_decode<128,0>", 32, 0, 607, 1270, 192, 8192},
+    {"attn_gqa_decode<128,1>", 32, 0, 453, 1083, 200, 4224},
+    {"attn_gqa_decode<256,0>", 64, 0, 1022, 2543, 255, 16384},
+    {"attn_gqa_decode<256,1>", 64, 0, 810, 1961, 255, 8320},
+    {"attn_gqa_prefill<32,0>", 32, 0, 524, 1295, 128, 0},
+    {"attn_gqa_prefill<32,1>", 32, 0, 497, 1250, 152, 0},
+    {"attn_gqa_prefill<64,0>", 64, 0, 652, 1902, 168, 0},
+    {"attn_gqa_prefill<64,1>", 64, 0, 625, 1933, 168, 0},
+    {"attn_gqa_prefill<128,0>", 128, 0, 829, 3070, 255, 0},
+    {"attn_gqa_prefill<128,1>", 128, 0, 784, 2972, 255, 0},
+    {"attn_gqa_prefill<256,0>", 128, 0, 830, 3047, 255, 0},
+    {"attn_gqa_prefill<256,1>", 128, 0, 763, 2920, 255, 0},
+    {"attn_mla_kernel<64,16,0,1>", 11, 0, 411, 995, 112, 640},
+    {"attn_mla_kernel<64,16,0,2>", 22, 0, 655, 1505, 168, 640},
+    {"attn_mla_kernel<64,16,1,1>", 26, 0, 727, 1743, 168, 800},
+    {"attn_mla_kernel<64,16,1,2>", 26, 0, 701, 1654, 208, 400},
+    {"attn_mla_kernel<128,64,0,1>", 14, 0, 430, 1006, 128, 1536},
+    {"attn_mla_kernel<128,64,0,2>", 28, 0, 684, 1548, 200, 1536},
+    {"attn_mla_kernel<128,64,1,1>", 28, 0, 711, 1730, 168, 2080},
+    {"attn_mla_kernel<128,64,1,2>", 28, 0, 682, 1559, 208, 1040},
+    {"attn_mla_kernel<512,64,0,1>", 34, 0, 665, 1425, 208, 4608},
+    {"attn_mla_kernel<512,64,0,2>", 68, 0, 1007, 2371, 255, 4608},
+    {"attn_mla_kernel<512,64,1,1>", 68, 0, 906, 2257, 248, 5248},
+    {"attn_mla_kernel<512,64,1,2>", 68, 0, 834, 2117, 255, 2624},
+    {"gemm_kernel<0,0,4,1,3,1>", 64, 0, 492, 1612, 136, 0},
+    {"gemm_kernel<0,0,8,1,4,1>", 64, 0, 477, 1598, 128, 0},
+    {"gemm_kernel<0,1,4,1,3,1>", 64, 0, 492, 1625, 128, 0},
+    {"gemm_kernel<0,1,8,1,4,1>", 64, 0, 477, 1603, 128, 0},
+    {"gemm_kernel<1,0,4,1,2,1>", 64, 0, 513, 1738, 144, 0},
+    {"gemm_kernel<1,0,4,2,4,1>", 64, 0, 500, 1721, 144, 0},
+    {"gemm_kernel<1,1,4,1,2,1>", 64, 0, 507, 1730, 144, 0},
+    {"gemm_kernel<1,1,4,2,4,1>", 64, 0, 500, 1730, 136, 0},
+    {"gemm_kernel<2,0,4,1,2,1>", 64, 0, 312, 1456, 120, 0},
+    {"gemm_kernel<2,0,4,2,3,1>", 64, 0, 285, 1427, 120, 0},
+    {"gemm_kernel<2,1,4,1,2,1>", 64, 0, 291, 1435, 120, 0},
+    {"gemm_kernel<2,1,4,2,3,1>", 64, 0, 274, 1420, 120, 0},
+    {"gemm_kernel<3,0,4,1,5,1>", 16, 0, 185, 623, 112, 0},
+    {"gemm_kernel<3,0,4,2,5,1>", 16, 0, 178, 593, 112, 0},
+    {"gemm_kernel<3,1,4,1,5,1>", 16, 0, 185, 625, 112, 0},
+    {"gemm_kernel<3,1,4,2,5,1>", 16, 0, 188, 606, 104, 0},
+    {"k_delta_scan", 288, 0, 2678, 8323, 255, 0},
+    {"k_gemv_glu<1>", 8, 2, 263, 508, 80, 1152},
+    {"k_gemv_glu<1>", 4, 4, 48, 201, 80, 2048},
+    {"k_gemv_glu<1>", 4, 2, 84, 206, 80, 1088},
+    {"k_gemv_glu<2>", 8, 1, 149, 332, 96, 576},
+    {"k_gemv_glu<2>", 8, 4, 60, 235, 96, 2048},
+    {"k_gemv_glu<2>", 8, 2, 108, 306, 96, 1088},
+    {"k_gemv_sum<1>", 8, 2, 260, 536, 128, 1152},
+    {"k_gemv_sum<1>", 4, 4, 44, 194, 128, 2048},
+    {"k_gemv_sum<1>", 4, 2, 82, 200, 128, 1088},
+    {"k_gemv_sum<2>", 8, 1, 145, 334, 128, 576},
+    {"k_gemv_sum<2>", 8, 4, 58, 225, 128, 2048},
+    {"k_gemv_sum<2>", 8, 2, 107, 276, 128, 1088},
+    {"k_mma_rate", 128, 0, 272, 2135, 48, 0},
+    {"k_mma_rate", 8, 0, 25, 157, 48, 0},
+};
+static const struct sass_budget sass_sm90[] = {
+    {"attn_gqa_decode<32,0>", 8, 0, 297, 616, 96, 2048},
+    {"attn_gqa_decode<32,1>", 8, 0, 290, 622, 96, 1152},
+    {"attn_gqa_decode<64,0>", 16, 0, 441, 830, 120, 4096},
+    {"attn_gqa_decode<64,1>", 16, 0, 387, 857, 120, 2176},
+    {"attn_gqa_decode<128,0>", 32, 0, 684, 1213, 160, 8192},
+    {"attn_gqa_decode<128,1>", 32, 0, 565, 1176, 176, 4224},
+    {"attn_gqa_decode<256,0>", 64, 0, 1034, 2070, 255, 16384},
+    {"attn_gqa_decode<256,1>", 64, 0, 882, 2100, 255, 8320},
+    {"attn_gqa_prefill<32,0>", 32, 0, 673, 1389, 128, 0},
+    {"attn_gqa_prefill<32,1>", 32, 0, 626, 1372, 128, 0},
+    {"attn_gqa_prefill<64,0>", 64, 0, 793, 1603, 168, 0},
+    {"attn_gqa_prefill<64,1>", 64, 0, 732, 1530, 168, 0},
+    {"attn_gqa_prefill<128,0>", 128, 0, 1047, 2172, 232, 0},
+    {"attn_gqa_prefill<128,1>", 128, 0, 972, 2102, 232, 0},
+    {"attn_gqa_prefill<256,0>", 128, 0, 1027, 2059, 255, 0},
+    {"attn_gqa_prefill<256,1>", 128, 0, 948, 1989, 255, 0},
+    {"attn_mla_kernel<64,16,0,1>", 11, 0, 459, 1081, 96, 640},
+    {"attn_mla_kernel<64,16,0,2>", 22, 0, 693, 1545, 168, 640},
+    {"attn_mla_kernel<64,16,1,1>", 26, 0, 786, 1898, 144, 800},
+    {"attn_mla_kernel<64,16,1,2>", 26, 0, 784, 1838, 176, 400},
+    {"attn_mla_kernel<128,64,0,1>", 14, 0, 493, 1066, 120, 1536},
+    {"attn_mla_kernel<128,64,0,2>", 28, 0, 735, 1528, 192, 1536},
+    {"attn_mla_kernel<128,64,1,1>", 28, 0, 807, 1821, 152, 2080},
+    {"attn_mla_kernel<128,64,1,2>", 28, 0, 749, 1629, 192, 1040},
+    {"attn_mla_kernel<512,64,0,1>", 34, 0, 784, 1465, 184, 4608},
+    {"attn_mla_kernel<512,64,0,2>", 68, 0, 1104, 2245, 255, 4608},
+    {"attn_mla_kernel<512,64,1,1>", 68, 0, 1138, 2269, 224, 5248},
+    {"attn_mla_kernel<512,64,1,2>", 68, 0, 1041, 2170, 255, 2624},
+    {"gemm_kernel<0,0,4,1,3,1>", 64, 0, 453, 1063, 120, 0},
+    {"gemm_kernel<0,0,8,1,4,1>", 64, 0, 436, 1046, 120, 0},
+    {"gemm_kernel<0,1,4,1,3,1>", 64, 0, 455, 1111, 120, 0},
+    {"gemm_kernel<0,1,8,1,4,1>", 64, 0, 438, 1097, 120, 0},
+    {"gemm_kernel<1,0,4,1,2,1>", 64, 0, 518, 1484, 120, 0},
+    {"gemm_kernel<1,0,4,2,4,1>", 64, 0, 505, 1479, 120, 0},
+    {"gemm_kernel<1,1,4,1,2,1>", 64, 0, 505, 1430, 120, 0},
+    {"gemm_kernel<1,1,4,2,4,1>", 64, 0, 492, 1416, 128, 0},
+    {"gemm_kernel<2,0,4,1,2,1>", 64, 0, 268, 895, 112, 0},
+    {"gemm_kernel<2,0,4,2,3,1>", 64, 0, 245, 864, 112, 0},
+    {"gemm_kernel<2,1,4,1,2,1>", 64, 0, 253, 875, 112, 0},
+    {"gemm_kernel<2,1,4,2,3,1>", 64, 0, 237, 848, 112, 0},
+    {"k_delta_scan", 288, 0, 2508, 6221, 248, 0},
+    {"k_gemv_glu<1>", 4, 4, 46, 193, 104, 2048},
+    {"k_gemv_glu<1>", 4, 2, 87, 226, 104, 1088},
+    {"k_gemv_glu<1>", 16, 4, 534, 973, 104, 2304},
+    {"k_gemv_glu<2>", 8, 4, 74, 271, 96, 2048},
+    {"k_gemv_glu<2>", 8, 2, 107, 250, 96, 1088},
+    {"k_gemv_glu<2>", 16, 2, 290, 582, 96, 1152},
+    {"k_gemv_sum<1>", 4, 4, 46, 193, 128, 2048},
+    {"k_gemv_sum<1>", 4, 2, 87, 227, 128, 1088},
+    {"k_gemv_sum<1>", 16, 4, 532, 991, 128, 2304},
+    {"k_gemv_sum<2>", 8, 4, 62, 257, 128, 2048},
+    {"k_gemv_sum<2>", 8, 2, 107, 252, 128, 1088},
+    {"k_gemv_sum<2>", 16, 2, 297, 617, 128, 1152},
+    {"k_mma_rate", 32, 0, 43, 228, 48, 0},
+    {"k_mma_rate", 8, 0, 18, 84, 48, 0},
+};
+
+/* The kernels of one layer in decode, each once, and limits to the bytes of their code: today's and 3 %. */
+static const struct sass_layer {
+    const char *name;
+    int limit[2]; /* of sm_120f, of sm_90 */
+    const char *kernels[8];
+} sass_layers[] = {
+    {"GQA",
+     {176400, 189600},
+     {"k_add_norm<0>", "k_gemv_sum<1>", "k_rope_gqa", "attn_gqa_decode<128,1>", "attn_merge", "k_route_decode",
+      "k_gemv_glu<1>"}},
+    {"MLA",
+     {183700, 204900},
+     {"k_add_norm<0>", "k_gemv_sum<1>", "k_rope_mla", "attn_mla_kernel<512,64,1,1>", "attn_merge", "k_route_decode",
+      "k_gemv_glu<1>"}},
+    {"gated delta net",
+     {147600, 173000},
+     {"k_add_norm<0>", "k_gemv_sum<1>", "k_delta_decode", "k_route_decode", "k_gemv_glu<1>"}},
+};
+enum { SASS_LAYERS = sizeof sass_layers / sizeof *sass_layers };
+
+/* The images: those of moe_cuda.o whose machine code nvcc leaves. */
+static const struct sass_target {
+    const char *chip, *files; /* as nvcc's log names it; a pattern: the name depends on the release */
+    const struct sass_budget *budgets;
+    int n_budget;
+} sass_targets[] = {{"sm_120f", "build/nvcc/moe_cuda*_120f*.cubin", sass_sm120, sizeof sass_sm120 / sizeof *sass_sm120},
+                    {"sm_90", "build/nvcc/moe_cuda*_90*.cubin", sass_sm90, sizeof sass_sm90 / sizeof *sass_sm90}};
+enum { SASS_SM120, SASS_SM90, SASS_TARGETS };
+
+/* ---- ELF ---- */
+
+/* Checks the table of sections, and that their bytes are in the file. */
+static int elf_open(struct elf_file *f, const uint8_t *data, size_t size, char *err) {
+    Elf64_Ehdr h;
+    *f = (struct elf_file){.data = data, .size = size};
+    if (size < sizeof h || size > INT_MAX || memcmp(data, ELFMAG, SELFMAG) || data[EI_CLASS] != ELFCLASS64)
+        return fail(err, "not a 64-bit ELF file");
+    memcpy(&h, data, sizeof h);
+    if (h.e_shentsize != sizeof *f->sections || h.e_shoff > size || h.e_shstrndx >= h.e_shnum ||
+        h.e_shnum > (size - h.e_shoff) / sizeof *f->sections)
+        return fail(err, "the table of sections is not in the file");
+    f->n_section = h.e_shnum, f->names = h.e_shstrndx;
+    f->sections = xcalloc(h.e_shnum, sizeof *f->sections);
+    memcpy(f->sections, data + h.e_shoff, h.e_shnum * sizeof *f->sections);
+    for (int i = 0; i < f->n_section; i++) {
+        const Elf64_Shdr *s = &f->sections[i];
+        if (s->sh_type == SHT_NOBITS) f->sections[i].sh_size = 0;
+        else if (s->sh_offset > size || s->sh_size > size - s->sh_offset)
+            return fail(err, "section %d is not in the file", i);
+    }
+    return 0;
+}
+
+/* Returns the string at byte `at` of a section, NULL if there is none. */
+static const char *elf_string(const struct elf_file *f, uint32_t section, uint64_t at) {
+    if (section >= (uint32_t)f->n_section || at >= f->sections[section].sh_size) return NULL;
+    const uint64_t left = f->sections[section].sh_size - at;
+    const char *s = (const char *)f->data + f->sections[section].sh_offset + at;
+    return memchr(s, 0, left) ? s : NULL;
+}
+
+/* Returns the section of this name, its bytes and how many there are; NULL: there is none. */
+static const uint8_t *elf_find(const struct elf_file *f, const char *name, size_t *n) {
+    for (int i = 0; i < f->n_section; i++) {
+        const char *s = elf_string(f, (uint32_t)f->names, f->sections[i].sh_name);
+        if (!s || strcmp(s, name)) continue;
+        *n = f->sections[i].sh_size;
+        return f->data + f->sections[i].sh_offset;
+    }
+    return NULL;
+}
+
+/* ---- instructions ---- */
+
+static struct insn insn_at(const struct sass_kernel *k, int i) {
+    struct insn x;
+    memcpy(&x, k->code + (size_t)i * sizeof x, sizeof x);
+    return x;
+}
+
+static enum operation insn_operation(struct insn x) { return (enum operation)(x.lo & 0x1ff); }
+
+static bool insn_always(struct insn x) { return (x.lo >> 12 & 15) == 7; }
+
+/* Returns the instruction that a branch goes to; -1: it is no branch, or leaves the kernel. */
+static int insn_target(const struct sass_kernel *k, int i) {
+    const struct insn x = insn_at(k, i);
+    if (insn_operation(x) != OP_BRA) return -1;
+    const int64_t high = (int64_t)((x.lo >> 34 | x.hi << 30) << 16) >> 8; /* bits 34..81, times 256 */
+    const int64_t to = 16 * (int64_t)(i + 1) + 4 * (high | (int64_t)(x.lo >> 16 & 0xff));
+    return to >= 0 && to < 16 * (int64_t)k->n && to % 16 == 0 ? (int)(to / 16) : -1;
+}
+
+/* Whether the next instruction is never run behind this one. */
+static bool insn_ends(struct insn x) {
+    const enum operation o = insn_operation(x);
+    const bool leaves = o == OP_EXIT || o == OP_RET || (x.lo & 0xfff) == (OP_BRA | 4 << 9);
+    return leaves && insn_always(x) && (x.hi >> 23 & 31) == 7;
+}
+
+static bool insn_product(struct insn x) {
+    const enum operation o = insn_operation(x);
+    return o == OP_HMMA || o == OP_QMMA || o == OP_OMMA;
+}
+
+static bool insn_streamed(struct insn x) {
+    return insn_operation(x) == OP_LDG && (x.hi >> 9 & 7) == 6 && (x.hi >> 20 & 7) == 5;
+}
+
+/* Whether an instruction may change global memory: stores and atomics, also by generic address. */
+static bool insn_stores(struct insn x) {
+    switch (insn_operation(x)) {
+    case OP_ST:
+    case OP_STG:
+    case OP_ATOM:
+    case OP_ATOM_CAS:
+    case OP_RED:
+    case OP_ATOM_HALF:
+    case OP_ATOMG_HALF:
+    case OP_RED_VECTOR:
+    case OP_ATOMG:
+    case OP_ATOMG_CAS:
+    case OP_UTMASTG:
+    case OP_UTMAREDG:
+    case OP_UBLKRED: return true;
+    case OP_UBLKCP: return x.hi >> 10 & 1;
+    default: return false;
+    }
+}
+
+/* Whether the ALU pipe runs an instruction: logic, shifts, comparisons, sums of integers. */
+static bool insn_alu(struct insn x, bool sm120) {
+    switch (insn_operation(x)) {
+    case OP_MOV:
+    case OP_SEL:
+    case OP_FSEL:
+    case OP_FMNMX:
+    case OP_FSETP:
+    case OP_ISETP:
+    case OP_IADD3:
+    case OP_LEA:
+    case OP_LOP3:
+    case OP_IABS:
+    case OP_PRMT:
+    case OP_IMNMX:
+    case OP_SHF:
+    case OP_PLOP3:
+    case OP_F2FP:
+    case OP_VIMNMX: return true;
+    case OP_IADD: return sm120;
+    case OP_VIADD:
+    case OP_VIADDMNMX: return !sm120;
+    default: return false;
+    }
+}
+
+/* Whether only the wide half of the FMA pipe runs an instruction: products of integers, and halves. */
+static bool insn_fma(struct insn x, bool sm120) {
+    switch (insn_operation(x)) {
+    case OP_IMAD:
+    case OP_IMAD_WIDE:
+    case OP_IMAD_HI:
+    case OP_HADD2:
+    case OP_HFMA2:
+    case OP_HMUL2: return true;
+    case OP_IADD: return !sm120;
+    default: return false;
+    }
+}
+
+/* ---- loops ---- */
+
+/* Whether instruction `last` can be reached from `first` without leaving the range between them. A branch back from
+ * code that the compiler moved behind a loop is no loop: its target does not lead to it within that range. */
+static bool sass_reaches(const struct sass_kernel *k, int first, int last) {
+    bool *seen = xcalloc((size_t)(last - first) + 1, sizeof *seen), more = true;
+    seen[0] = true;
+    while (more) {
+        more = false;
+        for (int i = first; i < last; i++) {
+            if (!seen[i - first]) continue;
+            const int to = insn_target(k, i);
+            if (!insn_ends(insn_at(k, i))) seen[i + 1 - first] = true;
+            if (to < first || to > last || seen[to - first]) continue;
+            seen[to - first] = true;
+            more |= to < i;
+        }
+    }
+    const bool reaches = seen[last - first];
+    free(seen);
+    return reaches;
+}
+
+/* Appends a kernel's loops (stb): for each instruction that some later one goes back to, up to the last of them. */
+static void sass_find_loops(const struct sass_kernel *k, struct sass_loop **loops) {
+    for (int i = 0; i < k->n; i++) {
+        const int to = insn_target(k, i);
+        if (to < 0 || to > i || !sass_reaches(k, to, i)) continue;
+        size_t at = 0;
+        while (at < arrlenu(*loops) && (*loops)[at].first != to) at++;
+        if (at == arrlenu(*loops)) arrput(*loops, ((struct sass_loop){.first = to}));
+        (*loops)[at].last = i;
+    }
+}
+
+/* Counts what is in a loop. The ALU and the wide half of FMA take a warp in 2 clocks. */
+static void sass_count(struct sass_loop *l, const struct sass_kernel *k, bool sm120) {
+    for (int i = l->first; i <= l->last; i++) {
+        const struct insn x = insn_at(k, i);
+        const enum operation o = insn_operation(x);
+        l->n++;
+        l->stall += (int)(x.hi >> 41 & 15);
+        l->products += insn_product(x);
+        l->streamed += insn_streamed(x);
+        l->shared += o == OP_LDS || o == OP_LDSM;
+        l->barriers += o == OP_BAR;
+        l->alu += 2 * insn_alu(x, sm120);
+        l->fma += 2 * insn_fma(x, sm120);
+    }
+}
+
+static bool sass_hot(const struct sass_loop *l) { return l->products || l->streamed; }
+
+/* Finds a kernel's hot loops: those with no hot loop in them. */
+static void sass_hot_loops(struct sass_kernel *k, bool sm120) {
+    struct sass_loop *all = NULL;
+    sass_find_loops(k, &all);
+    for (size_t i = 0; i < arrlenu(all); i++) sass_count(&all[i], k, sm120);
+    for (size_t i = 0; i < arrlenu(all); i++) {
+        int hot = 0;
+        for (size_t j = 0; j < arrlenu(all); j++) {
+            if (i == j || all[j].first < all[i].first || all[j].last > all[i].last) continue;
+            if (sass_hot(&all[j])) hot++;
+            else all[i].inner++;
+        }
+        if (sass_hot(&all[i]) && !hot) arrput(k->loops, all[i]);
+    }
+    arrfree(all);
+}
+
+/* ---- images ---- */
+
+/* Writes a mangled name for people: the function, and its template arguments if all are numbers. */
+static void sass_name(char *out, size_t size, const char *mangled) {
+    char args[96] = "", *p = NULL;
+    size_t at = 0;
+    snprintf(out, size, "%s", mangled);
+    const size_t n = strncmp(mangled, "_Z", 2) ? 0 : strtoul(mangled + 2, &p, 10);
+    const char *function = p;
+    if (!n || strlen(function) < n) return;
+    for (p += n + (p[n] == 'I'); *p == 'L'; p++) { /* L, a type (a letter or a length and a name), a number, E */
+        size_t type = 1;
+        if (isdigit((unsigned char)p[1])) type = strtoul(p + 1, &p, 10);
+        else p++;
+        if (strlen(p) < type) return;
+        p += type;
+        const bool minus = *p == 'n';
+        const long value = strtol(p + minus, &p, 10);
+        if (*p != 'E' || at + 24 > sizeof args) return;
+        at += (size_t)snprintf(args + at, sizeof args - at, "%s%s%ld", at ? "," : "", minus ? "-" : "", value);
+    }
+    if (function[n] == 'I' && *p != 'E') return;
+    snprintf(out, size, at ? "%.*s<%s>" : "%.*s", (int)n, function, args);
+}
+
+/* An attribute of a kernel or of the file. */
+struct sass_attribute {
+    int kind;
+    size_t size;
+    const uint8_t *value;
+};
+
+/* Takes the next attribute off n bytes of a section .nv.info; false: there is none. In front of a value are a byte of
+ * format, one of kind and two that are the value's size if the format is 4, or else the value. */
+static bool sass_next(const uint8_t **p, size_t *n, struct sass_attribute *a) {
+    if (*n < 4) return false;
+    *a = (struct sass_attribute){.kind = (*p)[1], .value = *p + 4};
+    if (**p == 4) a->size = (size_t)((*p)[2] | (*p)[3] << 8);
+    if (a->size > *n - 4) return false;
+    *p += 4 + a->size, *n -= 4 + a->size;
+    return true;
+}
+
+/* Finds the registers of all kernels: attributes 0x2f of the file are a symbol and its registers. */
+static void sass_registers(struct sass_image *m) {
+    struct sass_attribute a;
+    size_t n = 0;
+    const uint8_t *p = elf_find(&m->elf, ".nv.info", &n);
+    while (p && sass_next(&p, &n, &a)) {
+        uint32_t v[2];
+        if (a.kind != 0x2f || a.size != sizeof v) continue;
+        memcpy(v, a.value, sizeof v);
+        for (size_t i = 0; i < arrlenu(m->kernels); i++)
+            if ((uint32_t)m->kernels[i].symbol == v[0]) m->kernels[i].registers = (int)(v[1] & 0xff);
+    }
+}
+
+/* Finds the threads of a kernel's block: its attribute 0x05 has how many it may have in three dimensions. */
+static void sass_threads(const struct sass_image *m, struct sass_kernel *k) {
+    struct sass_attribute a;
+    char name[256];
+    size_t n = 0;
+    snprintf(name, sizeof name, ".nv.info.%s", k->mangled);
+    const uint8_t *p = elf_find(&m->elf, name, &n);
+    while (p && sass_next(&p, &n, &a)) {
+        uint32_t v[3];
+        if (a.kind != 0x05 || a.size != sizeof v) continue;
+        memcpy(v, a.value, sizeof v);
+        const uint64_t threads = (uint64_t)(v[0] & 0xffff) * (v[1] & 0xffff) * (v[2] & 0xffff);
+        if (threads <= 1024) k->threads = (int)threads;
+    }
+}
+
+static int sass_by_name(const void *a, const void *b) {
+    return strverscmp(((const struct sass_kernel *)a)->name, ((const struct sass_kernel *)b)->name);
+}
+
+/* Appends the kernels: functions of the symbol table with the mark of an entry. */
+static void sass_find_kernels(struct sass_image *m) {
+    enum { ENTRY = 0x10 }; /* STO_CUDA_ENTRY in st_other */
+    const struct elf_file *f = &m->elf;
+    for (int i = 0; i < f->n_section; i++) {
+        const Elf64_Shdr *table = &f->sections[i];
+        if (table->sh_type != SHT_SYMTAB) continue;
+        for (size_t s = 0; s < table->sh_size / sizeof(Elf64_Sym); s++) {
+            Elf64_Sym sym;
+            memcpy(&sym, f->data + table->sh_offset + s * sizeof sym, sizeof sym);
+            const char *name = elf_string(f, table->sh_link, sym.st_name);
+            if (ELF64_ST_TYPE(sym.st_info) != STT_FUNC || !(sym.st_other & ENTRY) || !name) continue;
+            if (sym.st_shndx >= f->n_section) continue;
+            const Elf64_Shdr *text = &f->sections[sym.st_shndx];
+            struct sass_kernel k = {.mangled = name, .code = f->data + text->sh_offset, .symbol = (int)s};
+            k.n = (int)(text->sh_size / sizeof(struct insn));
+            sass_name(k.name, sizeof k.name, name);
+            arrput(m->kernels, k);
+        }
+    }
+}
+
+/* Copies the compiler's release, "13.0", from the note with its name and options. */
+static void sass_find_release(struct sass_image *m) {
+    static const char before[] = "release ";
+    size_t n = 0, at = 0;
+    const uint8_t *note = elf_find(&m->elf, ".note.nv.tkinfo", &n);
+    for (size_t i = 0; note && i + sizeof before < n; i++) {
+        if (memcmp(note + i, before, sizeof before - 1)) continue;
+        for (i += sizeof before - 1; i < n && at + 1 < sizeof m->release && strchr("0123456789.", note[i]); i++)
+            m->release[at++] = (char)note[i];
+        return;
+    }
+}
+
+static void sass_close(struct sass_image *m) {
+    for (size_t i = 0; i < arrlenu(m->kernels); i++) arrfree(m->kernels[i].loops);
+    arrfree(m->kernels);
+    arrfree(m->file);
+    free(m->elf.sections);
+}
+
+/* Reads a cubin. Its bytes must stay; sass_close is due in either case. */
+static int sass_read(struct sass_image *m, const uint8_t *data, size_t size, bool sm120, char *err) {
+    if (elf_open(&m->elf, data, size, err)) return -1;
+    sass_find_kernels(m);
+    sass_find_release(m);
+    sass_registers(m);
+    for (size_t i = 0; i < arrlenu(m->kernels); i++) {
+        sass_threads(m, &m->kernels[i]);
+        sass_hot_loops(&m->kernels[i], sm120);
+    }
+    if (!arrlenu(m->kernels)) return fail(err, "there are no kernels in the file");
+    qsort(m->kernels, arrlenu(m->kernels), sizeof *m->kernels, sass_by_name);
+    return 0;
+}
+
+/* Finds and reads the cubin of a target. 1: there is none here, and err says why. */
+static int sass_load(struct sass_image *m, const struct sass_target *t, char *err) {
+    char *log = NULL, chip[32];
+    glob_t found = {0};
+    *m = (struct sass_image){0};
+    if (read_file("build/nvcc/log", &log, err)) return fail(err, "the kernels were not compiled here: no nvcc"), 1;
+    snprintf(chip, sizeof chip, "'%s'", t->chip);
+    const bool compiled = strstr(sb_cstr(&log), chip) != NULL;
+    arrfree(log);
+    if (!compiled) return fail(err, "nvcc is too old for %s", t->chip), 1;
+    glob(t->files, 0, NULL, &found);
+    int rc = -1;
+    if (found.gl_pathc != 1) fail(err, "%zu files are %s: remove build/nvcc and make", found.gl_pathc, t->files);
+    else rc = read_file(found.gl_pathv[0], &m->file, err);
+    globfree(&found);
+    if (rc) return -1;
+    return sass_read(m, (const uint8_t *)m->file, arrlenu(m->file), t == &sass_targets[SASS_SM120], err);
+}
+
+/* ---- checks: each appends a line to *said for every failure and returns how many there are ---- */
+
+__attribute__((format(printf, 2, 3))) static int sass_fail(char **said, const char *fmt, ...) {
+    va_list ap;
+    va_start(ap, fmt);
+    sb_vprintf(said, fmt, ap);
+    va_end(ap);
+    sb_puts(said, "\n");
+    return 1;
+}
+
+/* Formats of weights: bytes of scales beside 512 bytes of codes, which a warp loads at once, and bytes of 16 weights. */
+static const struct sass_format {
+    const char *name;
+    int scales, of_16;
+} sass_formats[] = {{"FP4", 64, 9}, {"Q8", 32, 17}, {"F16", 0, 32}};
+
+/* Returns the format of the weights that a loop streams; NULL: it streams none, or the bytes fit no format. */
+static const struct sass_format *sass_format_of(int streamed, int bytes) {
+    for (size_t i = 0; streamed && i < sizeof sass_formats / sizeof *sass_formats; i++)
+        if (bytes == streamed * (512 + sass_formats[i].scales)) return &sass_formats[i];
+    return NULL;
+}
+
+/* Returns the line of a loop, the first of its kernel and numbers that is not taken; -1: there is none. */
+static int sass_budget_of(const struct sass_budget *b, int n, const bool *taken, const struct sass_kernel *k,
+                          const struct sass_loop *l) {
+    for (int i = 0; i < n; i++)
+        if (!taken[i] && !strcmp(b[i].kernel, k->name) && b[i].products == l->products && b[i].streamed == l->streamed)
+            return i;
+    return -1;
+}
+
+/* Returns a number with a slack of 3 %, rounded up, and registers rounded up to what a block is given. */
+static int sass_slack(int n) { return (103 * n + 99) / 100; }
+static int sass_register_slack(int n) { return int_min((n + 7) / 8 * 8, 255); }
+
+/* Every hot loop has a line and is within it; every line has a loop. */
+static int sass_check_loops(const struct sass_image *m, const struct sass_budget *budgets, int n, char **said) {
+    bool *taken = xcalloc((size_t)n + 1, sizeof *taken);
+    int failed = 0;
+    for (size_t i = 0; i < arrlenu(m->kernels); i++) {
+        const struct sass_kernel *k = &m->kernels[i];
+        for (size_t j = 0; j < arrlenu(k->loops); j++) {
+            const struct sass_loop *l = &k->loops[j];
+            const int at = sass_budget_of(budgets, n, taken, k, l);
+            if (at < 0) {
+                failed += sass_fail(said, "%s has a loop without a budget; add {\"%s\", %d, %d, %d, %d, %d, BYTES},",
+                                    k->name, k->name, l->products, l->streamed, sass_slack(l->n), sass_slack(l->stall),
+                                    sass_register_slack(k->registers));
+                continue;
+            }
+            const struct sass_budget *b = &budgets[at];
+            taken[at] = true;
+            if (l->n > b->n || l->stall > b->stall || k->registers > b->registers || !k->registers)
+                failed += sass_fail(said,
+                                    "%s, %d products, %d streamed loads: %d instructions (at most %d), %d clocks of "
+                                    "stalls (at most %d), %d registers (at most %d)",
+                                    k->name, l->products, l->streamed, l->n, b->n, l->stall, b->stall, k->registers,
+                                    b->registers);
+            if (l->streamed && !sass_format_of(l->streamed, b->bytes))
+                failed += sass_fail(said, "%s: %d streamed loads and %d bytes are of no format of weights", k->name,
+                                    l->streamed, b->bytes);
+        }
+    }
+    for (int i = 0; i < n; i++)
+        if (!taken[i])
+            failed += sass_fail(said, "%s has no loop of %d products and %d streamed loads, but a budget for one",
+                                budgets[i].kernel, budgets[i].products, budgets[i].streamed);
+    free(taken);
+    return failed;
+}
+
+/* Every kernel waits for those in front of it, and changes global memory only behind that, in the order of addresses. */
+static int sass_check_waits(const struct sass_image *m, char **said) {
+    int failed = 0;
+    for (size_t i = 0; i < arrlenu(m->kernels); i++) {
+        const struct sass_kernel *k = &m->kernels[i];
+        int wait = 0, store = 0;
+        while (wait < k->n && insn_operation(insn_at(k, wait)) != OP_ACQBULK) wait++;
+        while (store < wait && !insn_stores(insn_at(k, store))) store++;
+        if (wait == k->n) failed += sass_fail(said, "%s never waits for the kernels in front of it", k->name);
+        else if (store < wait)
+            failed += sass_fail(said, "%s changes global memory at 0x%x, before it waits at 0x%x", k->name,
+                                16 * (unsigned)store, 16 * (unsigned)wait);
+    }
+    return failed;
+}
+
+/* Returns the kernel of this name, NULL if there is none. */
+static const struct sass_kernel *sass_find(const struct sass_image *m, const char *name) {
+    for (size_t i = 0; i < arrlenu(m->kernels); i++)
+        if (!strcmp(m->kernels[i].name, name)) return &m->kernels[i];
+    return NULL;
+}
+
+static int sass_code_bytes(const struct sass_kernel *k) { return k ? k->n * (int)sizeof(struct insn) : 0; }
+
+/* No layer has more code than its limit. */
+static int sass_check_layers(const struct sass_image *m, const struct sass_layer *layers, int n, int target,
+                             char **said) {
+    int failed = 0;
+    for (int i = 0; i < n; i++) {
+        int sum = 0;
+        for (const char *const *name = layers[i].kernels; *name; name++) {
+            const struct sass_kernel *k = sass_find(m, *name);
+            if (!k) failed += sass_fail(said, "%s: there is no kernel %s", layers[i].name, *name);
+            sum += sass_code_bytes(k);
+        }
+        if (sum > layers[i].limit[target])
+            failed += sass_fail(said, "%s: %d bytes of code in a layer (at most %d)", layers[i].name, sum,
+                                layers[i].limit[target]);
+    }
+    return failed;
+}
+
+/* Waits are checked in the code of any compiler, budgets in that of the one that they are of. */
+static void test_sass_image(int target) {
+    const struct sass_target *t = &sass_targets[target];
+    struct sass_image m;
+    char *said = NULL, err[ERR_MAX], reason[ERR_MAX] = "";
+    const int rc = sass_load(&m, t, err);
+    CHECK(rc >= 0, "%s: %s", t->chip, err);
+    if (rc > 0) snprintf(reason, sizeof reason, "%s", err);
+    if (!rc) {
+        int failed = sass_check_waits(&m, &said);
+        if (strcmp(m.release, SASS_RELEASE)) {
+            snprintf(reason, sizeof reason, "budgets are of nvcc " SASS_RELEASE ", these kernels of nvcc %s",
+                     m.release[0] ? m.release : "unknown");
+        } else {
+            failed += sass_check_loops(&m, t->budgets, t->n_budget, &said);
+            failed += sass_check_layers(&m, sass_layers, SASS_LAYERS, target, &said);
+        }
+        CHECK(!failed, "%s:\n%s", t->chip, sb_cstr(&said));
+    }
+    arrfree(said);
+    sass_close(&m);
+    if (reason[0]) SKIP("%s", reason);
+}
+
+static void test_sass_sm120(void) { test_sass_image(SASS_SM120); }
+static void test_sass_sm90(void) { test_sass_image(SASS_SM90); }
+
+/* ---- tables: build/test_cuda --sass ---- */
+
+/* Returns how many blocks of a kernel the registers of an SM hold: 16,384 in each quarter, which a warp gets by 256; 0:
+ * unknown. */
+static int sass_blocks(const struct sass_kernel *k) {
+    if (!k->registers || !k->threads) return 0;
+    const int warps = 4 * (16384 / (32 * ((k->registers + 7) / 8 * 8)));
+    return warps / ((k->threads + 31) / 32);
+}
+
+static void sass_cell(int n) {
+    if (n) printf(" %d |", n);
+    else printf(" |");
+}
+
+/* Prints the row of a loop. The last number is the bytes that an SM reads per clock if nothing but the four ports of
+ * instructions and the ALU and FMA pipes limits it. */
+static void sass_row(const struct sass_kernel *k, const struct sass_loop *l, int bytes) {
+    const struct sass_format *f = sass_format_of(l->streamed, bytes);
+    const int clocks = int_max(l->n, int_max(l->alu, l->fma));
+    printf("| `%s` | %s |", k->name, f ? f->name : "");
+    sass_cell(k->registers), sass_cell(sass_blocks(k));
+    sass_cell(l->n), sass_cell(l->inner), sass_cell(l->stall), sass_cell(l->products), sass_cell(l->streamed);
+    sass_cell(bytes);
+    if (f) printf(" %.2f |", (double)(l->n * f->of_16) / bytes);
+    else printf(" |");
+    sass_cell(l->shared), sass_cell(l->barriers), sass_cell(l->alu), sass_cell(l->fma);
+    if (bytes) printf(" %.1f |\n", 4.0 * bytes / clocks);
+    else printf(" |\n");
+}
+
+static void sass_print_loops(const struct sass_image *m, const struct sass_target *t) {
+    bool *taken = xcalloc((size_t)t->n_budget, sizeof *taken);
+    printf("## Hot loops of %s (nvcc %s)\n\n"
+           "Of a warp and an iteration; inner loops are counted as if they ran once. Stalls, ALU and FMA are clocks. "
+           "Registers alone allow so many blocks. B/clk/SM is the most that instructions and pipes allow.\n\n"
+           "| kernel | weights | registers | blocks/SM | instructions | inner loops | stalls | products | streamed | "
+           "bytes | per 16 weights | LDS | barriers | ALU | FMA | B/clk/SM |\n"
+           "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n",
+           t->chip, m->release);
+    for (size_t i = 0; i < arrlenu(m->kernels); i++) {
+        const struct sass_kernel *k = &m->kernels[i];
+        for (size_t j = 0; j < arrlenu(k->loops); j++) {
+            const int at = sass_budget_of(t->budgets, t->n_budget, taken, k, &k->loops[j]);
+            if (at >= 0) taken[at] = true;
+            sass_row(k, &k->loops[j], at < 0 ? 0 : t->budgets[at].bytes);
+        }
+    }
+    free(taken);
+}
+
+static void sass_print_layers(const struct sass_image *m, int target) {
+    printf("\n## Code of a decode layer, %s\n\n| layer | kernel | bytes |\n|---|---|--:|\n", sass_targets[target].chip);
+    for (const struct sass_layer *layer = sass_layers; layer < sass_layers + SASS_LAYERS; layer++) {
+        int sum = 0;
+        for (const char *const *name = layer->kernels; *name; name++) {
+            const int bytes = sass_code_bytes(sass_find(m, *name));
+            printf("| %s | `%s` | %d |\n", layer->name, *name, bytes);
+            sum += bytes;
+        }
+        printf("| %s | all, at most %d | %d |\n", layer->name, layer->limit[target], sum);
+    }
+}
+
+/* Prints what the kernels cost, in Markdown. Exit code: 1 without any cubin. */
+static int sass_print(void) {
+    int found = 0;
+    for (int i = 0; i < SASS_TARGETS; i++) {
+        struct sass_image m;
+        char err[ERR_MAX];
+        if (sass_load(&m, &sass_targets[i], err)) {
+            fprintf(stderr, "%s: %s\n", sass_targets[i].chip, err);
+        } else {
+            if (found++) puts("");
+            sass_print_loops(&m, &sass_targets[i]);
+            sass_print_layers(&m, i);
+        }
+        sass_close(&m);
+    }
+    return !found;
+}
+
+#define TESTS_SASS {"cuda/sass-sm_120f", test_sass_sm120}, {"cuda/sass-sm_90", test_sass_sm90},
