@@ -855,4 +855,281 @@ static int sass_print(void) {
     return !found;
 }
 
-#define TESTS_SASS {"cuda/sass-sm_120f", test_sass_sm120}, {"cuda/sass-sm_90", test_sass_sm90},
+/* ---- the checks themselves ---- */
+
+/* Makes the line of each hot loop of an image (stb), without slack. */
+static struct sass_budget *sass_exact(const struct sass_image *m) {
+    struct sass_budget *b = NULL;
+    for (size_t i = 0; i < arrlenu(m->kernels); i++)
+        for (size_t j = 0; j < arrlenu(m->kernels[i].loops); j++) {
+            const struct sass_kernel *k = &m->kernels[i];
+            const struct sass_loop *l = &k->loops[j];
+            arrput(b, ((struct sass_budget){k->name, l->products, l->streamed, l->n, l->stall, k->registers,
+                                            512 * l->streamed}));
+        }
+    return b;
+}
+
+/* So many budgets fail, and `want` is said about them. */
+static void gate_loops(const struct sass_image *m, const struct sass_budget *b, int n_failed, const char *want) {
+    char *said = NULL;
+    CHECK_INT(sass_check_loops(m, b, (int)arrlenu(b), &said), n_failed, "%s", sb_cstr(&said));
+    CHECK_HAS(sb_cstr(&said), want, "loops");
+    arrfree(said);
+}
+
+/* Whether no other line is for a loop with the numbers of line i. */
+static bool gate_single(const struct sass_budget *b, size_t i) {
+    int n = 0;
+    for (size_t j = 0; j < arrlenu(b); j++)
+        n += !strcmp(b[j].kernel, b[i].kernel) && b[j].products == b[i].products && b[j].streamed == b[i].streamed;
+    return n == 1;
+}
+
+/* A budget that is exact holds; one that is smaller, gone, or of another kernel is an error that says what to do. */
+static void gate_budgets(const struct sass_image *m) {
+    struct sass_budget *b = sass_exact(m);
+    char want[256];
+    gate_loops(m, b, 0, "");
+    for (size_t i = 0; i < arrlenu(b); i++) {
+        const struct sass_budget was = b[i];
+        if (!gate_single(b, i)) continue;
+        b[i].n--;
+        snprintf(want, sizeof want, "%s, %d products, %d streamed loads: %d instructions (at most %d), ", was.kernel,
+                 was.products, was.streamed, was.n, was.n - 1);
+        gate_loops(m, b, 1, want);
+        b[i] = was, b[i].stall--;
+        snprintf(want, sizeof want, "%d clocks of stalls (at most %d)", was.stall, was.stall - 1);
+        gate_loops(m, b, 1, want);
+        b[i] = was, b[i].registers--;
+        snprintf(want, sizeof want, "%d registers (at most %d)\n", was.registers, was.registers - 1);
+        gate_loops(m, b, 1, want);
+        b[i] = was, b[i].bytes++;
+        if (was.streamed) gate_loops(m, b, 1, "are of no format of weights\n");
+        b[i] = was, b[i].kernel = "k_gone";
+        snprintf(want, sizeof want, "add {\"%s\", %d, %d, ", was.kernel, was.products, was.streamed);
+        gate_loops(m, b, 2, want);
+        gate_loops(m, b, 2, "k_gone has no loop of ");
+        arrdel(b, i);
+        gate_loops(m, b, 1, want);
+        arrins(b, i, was);
+    }
+    arrput(b, b[0]);
+    gate_loops(m, b, 1, "but a budget for one\n");
+    arrfree(b);
+}
+
+static void gate_layers(const struct sass_image *m, int target) {
+    struct sass_layer layer = {"a layer", {0, 0}, {"k_probe", "k_gone"}};
+    char *said = NULL;
+    CHECK_INT(sass_check_layers(m, &layer, 1, target, &said), 2, "%s", sb_cstr(&said));
+    CHECK_HAS(sb_cstr(&said), "a layer: there is no kernel k_gone\na layer: ", "layers");
+    layer.limit[target] = sass_code_bytes(sass_find(m, "k_probe")), layer.kernels[1] = NULL;
+    CHECK_INT(sass_check_layers(m, &layer, 1, target, &said), 0, "%s", sb_cstr(&said));
+    arrfree(said);
+}
+
+/* Changes an instruction in the file of an image. */
+static void insn_put(struct sass_image *m, const struct sass_kernel *k, int i, struct insn x) {
+    memcpy(m->file + (k->code - (const uint8_t *)m->file) + (size_t)i * sizeof x, &x, sizeof x);
+}
+
+/* Reads an image again, whose file was changed. */
+static void gate_reread(struct sass_image *m, int target, struct sass_image *again) {
+    char err[ERR_MAX];
+    *again = (struct sass_image){0};
+    CHECK(sass_read(again, (const uint8_t *)m->file, arrlenu(m->file), target == SASS_SM120, err) == 0, "%s", err);
+}
+
+/* As many kernels fail as n, and `want` is said about one of them. */
+static void gate_wait_fails(const struct sass_image *m, int n, const char *want) {
+    char *said = NULL;
+    CHECK_INT(sass_check_waits(m, &said), n, "%s", sb_cstr(&said));
+    CHECK_HAS(sb_cstr(&said), want, "waits");
+    arrfree(said);
+}
+
+/* A store in front of the wait is an error, and so is a kernel without a wait. */
+static void gate_waits(struct sass_image *m) {
+    static const enum operation stores[] = {OP_ST,        OP_STG,        OP_ATOM,   OP_ATOM_CAS,  OP_RED,
+                                            OP_ATOM_HALF, OP_ATOMG_HALF, OP_ATOMG,  OP_ATOMG_CAS, OP_RED_VECTOR,
+                                            OP_UTMAREDG,  OP_UTMASTG,    OP_UBLKRED};
+    const char *const early = "k_add_norm<0> changes global memory at 0x0, before it waits at 0x";
+    const struct sass_kernel *k = sass_find(m, "k_add_norm<0>");
+    if (!CHECK(k, "there is no k_add_norm<0>")) return;
+    const struct insn first = insn_at(k, 0);
+    char *said = NULL;
+    const int before = sass_check_waits(m, &said);
+    int last = k->n - 1;
+    for (size_t i = 0; i < sizeof stores / sizeof *stores; i++) {
+        insn_put(m, k, 0, (struct insn){stores[i] | 4 << 9, 0});
+        gate_wait_fails(m, before + 1, early);
+    }
+    insn_put(m, k, 0, (struct insn){OP_UBLKCP | 1 << 9, 1 << 10}); /* to global memory */
+    gate_wait_fails(m, before + 1, early);
+    insn_put(m, k, 0, (struct insn){OP_UBLKCP | 1 << 9, 1 << 9}); /* to shared memory */
+    gate_wait_fails(m, before, "");
+    while (last > 0 && insn_operation(insn_at(k, last)) != OP_STG) last--;
+    insn_put(m, k, 0, insn_at(k, last)); /* the kernel's own last store */
+    gate_wait_fails(m, before + 1, early);
+    insn_put(m, k, 0, first);
+
+    struct insn *was = xmalloc((size_t)k->n * sizeof *was);
+    memcpy(was, k->code, (size_t)k->n * sizeof *was);
+    for (int i = 0; i < k->n; i++)
+        if (insn_operation(was[i]) == OP_ACQBULK) insn_put(m, k, i, (struct insn){OP_NOP | 4 << 9 | 7 << 12, 0});
+    gate_wait_fails(m, before + 1, "k_add_norm<0> never waits");
+    for (int i = 0; i < k->n; i++) insn_put(m, k, i, was[i]);
+    free(was);
+    arrfree(said);
+}
+
+/* A longer stall, a lost hint and a lost product are errors. */
+static void gate_code(struct sass_image *m, int target) {
+    const struct sass_kernel *k = sass_find(m, "k_gemv_glu<1>");
+    if (!CHECK(k && k->loops, "k_gemv_glu<1> has no hot loop")) return;
+    struct sass_budget *b = sass_exact(m);
+    const struct sass_loop *l = k->loops;
+    bool stalled = false;
+    for (int i = l->first; i <= l->last; i++) {
+        const struct insn x = insn_at(k, i);
+        struct insn y = x;
+        struct sass_image again;
+        const bool stall = !stalled && (x.hi >> 41 & 15) < 15 && !insn_product(x) && !insn_streamed(x);
+        if (stall) y.hi += 1ull << 41;
+        if (insn_streamed(x)) y.hi &= ~(7ull << 20);
+        if (insn_product(x)) y.lo = (x.lo & ~0xfffull) | OP_NOP | 4 << 9;
+        if (!memcmp(&x, &y, sizeof x)) continue;
+        insn_put(m, k, i, y);
+        gate_reread(m, target, &again);
+        gate_loops(&again, b, stall ? 1 : 2, stall ? "clocks of stalls" : "k_gemv_glu<1> has a loop without a budget");
+        sass_close(&again);
+        insn_put(m, k, i, x);
+        stalled |= stall;
+    }
+    CHECK(stalled, "no instruction was made longer");
+    arrfree(b);
+}
+
+/* Encodes a branch from instruction i to `to`, always or by predicate 0. */
+static struct insn insn_branch(int i, int to, bool always) {
+    const uint64_t words = (uint64_t)(4 * (int64_t)(to - i - 1));
+    return (struct insn){OP_BRA | 4 << 9 | (always ? 7 : 0) << 12 | (words & 0xff) << 16 | words >> 8 << 34,
+                         (words >> 38 & 0x3ffff) | 7 << 23};
+}
+
+/* What is a hot loop, in code written by hand. */
+static void gate_flow(void) {
+    enum { N = 16 };
+    const struct insn nop = {OP_NOP | 4 << 9 | 7 << 12, 1ull << 41}, exit = {OP_EXIT | 4 << 9 | 7 << 12, 5ull << 41},
+                      product = {OP_HMMA | 1 << 9 | 7 << 12, 2ull << 41};
+    struct insn code[N];
+    struct sass_kernel k = {.code = (const uint8_t *)code, .n = N};
+    for (int i = 0; i < N; i++) code[i] = nop;
+    code[4] = product;
+    code[6] = insn_branch(6, 5, false);  /* a loop without products in the hot one */
+    code[7] = insn_branch(7, 3, false);  /* the hot loop goes back in two places */
+    code[8] = insn_branch(8, 12, false); /* to code behind the kernel's end, which goes back into the loop */
+    code[9] = insn_branch(9, 3, false);
+    code[10] = insn_branch(10, 0, false); /* the loop around it */
+    code[11] = exit;
+    code[13] = insn_branch(13, 9, true);
+    code[14] = insn_branch(14, 14, true);
+    for (int i = 0; i < N; i++) {
+        const int to[N] = {-1, -1, -1, -1, -1, -1, 5, 3, 12, 3, 0, -1, -1, 9, 14, -1};
+        CHECK_INT(insn_target(&k, i), to[i], "instruction %d", i);
+    }
+    sass_hot_loops(&k, true);
+    const struct sass_loop *l = k.loops;
+    if (CHECK_INT(arrlen(k.loops), 1, "hot loops"))
+        CHECK(l->first == 3 && l->last == 9 && l->n == 7 && l->products == 1 && l->inner == 1 && l->stall == 4,
+              "from %d to %d: %d instructions, %d products, %d loops, %d clocks", l->first, l->last, l->n, l->products,
+              l->inner, l->stall);
+    arrfree(k.loops);
+}
+
+/* Reads a file that may be damaged: an error or an image, whose checks end. */
+static int gate_damaged(const uint8_t *data, size_t n, int target) {
+    const struct sass_target *t = &sass_targets[target];
+    struct sass_image m = {0};
+    char *said = NULL, err[ERR_MAX] = "";
+    const int rc = sass_read(&m, data, n, target == SASS_SM120, err);
+    CHECK(rc == 0 || err[0], "no reason");
+    sass_check_waits(&m, &said);
+    sass_check_loops(&m, t->budgets, t->n_budget, &said);
+    arrfree(said);
+    sass_close(&m);
+    return rc;
+}
+
+/* Files cut short do no harm. */
+static void gate_cuts(const struct sass_image *m, int target) {
+    enum { CUTS = 150, HEAD = 80 };
+    Elf64_Ehdr h;
+    memcpy(&h, m->file, sizeof h);
+    const size_t n = arrlenu(m->file), end = h.e_shoff + h.e_shnum * sizeof(Elf64_Shdr);
+    for (int i = 0; i < 2 * CUTS; i++) {
+        size_t keep = n * (size_t)(i / 2) / CUTS; /* anywhere, */
+        if (i & 1)
+            keep = i < HEAD ? (size_t)i : end - 97 * (size_t)(i - HEAD); /* in the header or the sections' table */
+        uint8_t *cut = xmalloc(keep + !keep);
+        memcpy(cut, m->file, keep);
+        CHECK(gate_damaged(cut, keep, target) < 0 || keep >= end, "cut to %zu bytes", keep);
+        free(cut);
+    }
+}
+
+/* Random bytes do no harm: in the header, the tables of sections, symbols and attributes, or anywhere. */
+static void gate_noise(struct sass_image *m, int target) {
+    enum { ROUNDS = 300, BYTES = 16 };
+    uint64_t rng = 1;
+    size_t n_symbols = 0, n_info = 0;
+    Elf64_Ehdr h;
+    memcpy(&h, m->file, sizeof h);
+    const uint8_t *file = (const uint8_t *)m->file, *symbols = elf_find(&m->elf, ".symtab", &n_symbols),
+                  *info = elf_find(&m->elf, ".nv.info", &n_info);
+    if (!CHECK(symbols && info, "no symbols or attributes")) return;
+    const struct {
+        size_t at, n;
+    } parts[] = {{0, sizeof h},
+                 {h.e_shoff, h.e_shnum * sizeof(Elf64_Shdr)},
+                 {(size_t)(symbols - file), n_symbols},
+                 {(size_t)(info - file), n_info},
+                 {0, arrlenu(m->file)}};
+    for (int i = 0; i < ROUNDS; i++) {
+        size_t at[BYTES];
+        char was[BYTES];
+        for (int k = 0; k < BYTES; k++) {
+            at[k] = parts[i % 5].at + rng_next(&rng) % parts[i % 5].n;
+            was[k] = m->file[at[k]];
+            m->file[at[k]] = (char)rng_next(&rng);
+        }
+        gate_damaged(file, arrlenu(m->file), target);
+        for (int k = BYTES; k-- > 0;) m->file[at[k]] = was[k];
+    }
+    CHECK_INT(gate_damaged(file, arrlenu(m->file), target), 0, "the whole file");
+}
+
+/* The checks fail where they should, on code that was changed, and damaged files do no harm. */
+static void test_sass_gate(void) {
+    char reason[ERR_MAX] = "";
+    int found = 0;
+    gate_flow();
+    for (int i = 0; i < SASS_TARGETS; i++) {
+        struct sass_image m;
+        if (!sass_load(&m, &sass_targets[i], reason)) {
+            found++;
+            gate_budgets(&m);
+            gate_layers(&m, i);
+            gate_waits(&m);
+            gate_code(&m, i);
+            gate_cuts(&m, i);
+            gate_noise(&m, i);
+        }
+        sass_close(&m);
+    }
+    if (!found) SKIP("%s", reason);
+}
+
+#define TESTS_SASS \
+    {"cuda/sass-sm_120f", test_sass_sm120}, {"cuda/sass-sm_90", test_sass_sm90}, {"cuda/sass-gate", test_sass_gate},
