@@ -45,7 +45,7 @@ CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCC
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all chat test mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
+.PHONY: all chat test sass mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
@@ -116,6 +116,10 @@ build/test_cuda.o: $(TESTS) | build
 EMULATED := -std=c++17 -x c++ -DCUEMU -O2 -g1 -fno-strict-aliasing $(filter-out -Wvla,$(WARN)) -Wno-unused-function -fopenmp
 build/emulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu | build
 	$(CXX) $(EMULATED) -c tests/test_cuda.cu -o $@
+
+## make sass      prints what the hot loops of the CUDA kernels cost, from their machine code
+sass: moe build/test_cuda
+	@build/test_cuda --sass
 
 ## make mutate    removes each barrier of the CUDA backend once: some test must fail
 mutate: build/moe-convert build/test_cuda
