@@ -26,9 +26,10 @@
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
  *   sampling              k_sample
  *
- * Decode is memory-bound: a layer has 6 kernels, with MLA 9. A kernel reads each weight once, dequantizes it to halves in registers and multiplies by
- * m16n8k16 with F32 sums (W4A16). Positions and tokens lie in device memory, so that one CUDA graph per number of
- * tokens replays every forward pass.
+ * Decode is memory-bound: a layer has 6 kernels, with MLA 9, and each reads its weights once, dequantizes them to
+ * halves in registers and multiplies by m16n8k16 with F32 sums (W4A16). What a token gives does not depend on the other
+ * tokens of a decode forward. Positions and tokens lie in device memory, so that one CUDA graph per number of tokens
+ * replays every forward pass.
  * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
  * experts may also run with FP4 activations (W4A4).
  *
@@ -1112,7 +1113,7 @@ struct norm_input {
 /* Calls store(t, i, y) for values i..i+3 of the norm of every row t. w: the weights, by norm_load. Ends with a barrier. */
 template <class STORE>
 DEVICE void norm_rows(const struct norm_input &p, int n_tok, const float4 (&w)[FUSED_NORM_VECS], STORE store) {
-    for (int t = 0; t < n_tok; t++) {
+    UNROLL_BY(1) for (int t = 0; t < n_tok; t++) {
         float4 v[FUSED_NORM_VECS], d[FUSED_NORM_VECS];
         const size_t row = (size_t)t * (size_t)p.n;
         norm_load(v, p.x + row, p.n);
@@ -1513,7 +1514,7 @@ static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
-DEVICE float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
+DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 /* The routed experts of a decode forward. */
 struct job_list {
@@ -1725,15 +1726,18 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     float *score = scratch + (threadIdx.x >> 5) * 2 * n;
     uint32_t *pick = (uint32_t *)score + n;
     float top = -INFINITY, sum = 0;
-    for (int e = lane; e < n; e += WARP) top = fmaxf(top, load_l2(logits + e));
+    UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
+        score[e] = load_l2(logits + e);
+        top = fmaxf(top, score[e]);
+    }
     top = warp_max(top);
-    for (int e = lane; e < n; e += WARP) {
-        float l = load_l2(logits + e), v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+    UNROLL_BY(1) for (int e = lane; e < n; e += WARP) {
+        const float l = score[e], v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
         score[e] = v;
         sum += v;
     }
     sum = p.softmax ? warp_sum(sum) : 1.0f;
-    for (int e = lane; e < n; e += WARP) {
+    UNROLL_BY(1) for (int e = lane; e < n; e += WARP) {
         score[e] /= sum;
         pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
     }
@@ -1742,23 +1746,23 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     if (p.n_group > 1) {
         const int e0 = lane * per, e1 = lane < p.n_group ? e0 + per : e0;
         float a = -INFINITY, b = -INFINITY;
-        for (int e = e0; e < e1; e++) {
+        UNROLL_BY(1) for (int e = e0; e < e1; e++) {
             float v = key_float(pick[e]);
             b = fmaxf(b, fminf(a, v));
             a = fmaxf(a, v);
         }
         const float mine = per > 1 ? a + b : a;
         int better = 0;
-        for (int g = 0; g < p.n_group; g++) {
+        UNROLL_BY(1) for (int g = 0; g < p.n_group; g++) {
             float o = __shfl_sync(0xFFFFFFFFu, mine, g);
             better += o > mine || (o == mine && g < lane);
         }
-        for (int e = e0; e < e1 && better >= p.n_group_used; e++) pick[e] = float_key(-INFINITY);
+        UNROLL_BY(1) for (int e = e0; e < e1 && better >= p.n_group_used; e++) pick[e] = float_key(-INFINITY);
         __syncwarp(); /* the groups that are out have lost their keys */
     }
     float chosen = 0, my_weight = 0; /* chosen: sum of the chosen scores, added in the order of choice */
     int my_id = 0;
-    for (int i = 0; i < p.k; i++) {
+    UNROLL_BY(1) for (int i = 0; i < p.k; i++) {
         uint32_t best = 0;
         int id = n;
         for (int e = lane; e < n; e += WARP) {
@@ -1804,14 +1808,15 @@ DEVICE float4 route_weights(const struct route_args &p, int e, int col) {
 DEVICE void route_jobs(const struct route_args &p, const int *id, const float *weight, uint32_t *mask) {
     uint32_t *job_of = mask + p.n_expert;
     const int lane = threadIdx.x & 31, n = p.n_tok * WARP;
-    for (int i = threadIdx.x; i < p.n_expert; i += GEMV_THREADS) mask[i] = 0;
+    UNROLL_BY(1) for (int i = threadIdx.x; i < p.n_expert; i += GEMV_THREADS) mask[i] = 0;
     __syncthreads(); /* mask is zero */
+    UNROLL_BY(1)
     for (int i = threadIdx.x; i < n; i += GEMV_THREADS)
         if (id[i] >= 0) atomicOr(&mask[id[i]], 1u << i / WARP);
     __syncthreads(); /* mask has the tokens of every expert, as bits */
     if (threadIdx.x < WARP) {
         int at = 0;
-        for (int e0 = 0; e0 < p.n_expert; e0 += WARP) {
+        UNROLL_BY(1) for (int e0 = 0; e0 < p.n_expert; e0 += WARP) {
             const int e = e0 + lane;
             const uint32_t tokens = e < p.n_expert ? mask[e] : 0, used = __ballot_sync(0xFFFFFFFFu, tokens != 0);
             if (tokens) {
@@ -1826,6 +1831,7 @@ DEVICE void route_jobs(const struct route_args &p, const int *id, const float *w
         }
     }
     __syncthreads(); /* jobs are numbered */
+    UNROLL_BY(1)
     for (int i = threadIdx.x; i < n; i += GEMV_THREADS)
         if (id[i] >= 0) p.job_weight[job_of[id[i]] * DECODE_MAX_TOKENS + (uint32_t)(i / WARP)] = weight[i];
 }
@@ -1884,7 +1890,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
         if (t < p.n_tok && e0 + r == p.n_expert && p.shared) p.shared_weight[t] = sigmoid(v);
     }
     if (!last_block(p.arrived, gridDim.x)) return;
-    for (int t = warp; t < p.n_tok; t += GEMV_WARPS) {
+    UNROLL_BY(1) for (int t = warp; t < p.n_tok; t += GEMV_WARPS) {
         const int chosen = route_warp(p, t, scratch, &weight[t * WARP + lane]);
         id[t * WARP + lane] = lane < p.k ? chosen : -1;
     }
@@ -3143,7 +3149,7 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
     float *top = smem + 16 * ATTN_JOIN, *den = top + 16;
     const int tid = (int)threadIdx.x;
     struct attn_work to = w;
-    for (int n = w.n_split, i = w.split, step = 1; n > 1; step *= ATTN_JOIN) {
+    UNROLL_BY(1) for (int n = w.n_split, i = w.split, step = 1; n > 1; step *= ATTN_JOIN) {
         const int first = i / ATTN_JOIN * ATTN_JOIN, count = min(n - first, (int)ATTN_JOIN);
         i /= ATTN_JOIN;
         n = (n + ATTN_JOIN - 1) / ATTN_JOIN;
@@ -3175,7 +3181,7 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
             __syncthreads(); /* the weights of all splits are written */
             to.split = first * step;
             to.n_split = n;
-            for (int k = tid; k < 16 * D / 4; k += 128) {
+            UNROLL_BY(1) for (int k = tid; k < 16 * D / 4; k += 128) {
                 const int r = k / (D / 4), col = k % (D / 4) * 4;
                 const int2 th = attn_row(w, r);
                 if (th.x < 0) continue;
@@ -3253,8 +3259,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     };
     const int new_row = max(w.pos, w.begin), n_new = max(w.end - new_row, 0);
     if (!n_new) copies();
+    UNROLL_BY(1)
     for (int i = warp; i < 2 * n_new; i += 4) gqa_store<D / 32>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
-    for (int r = warp; r < 16; r += 4) {
+    UNROLL_BY(1) for (int r = warp; r < 16; r += 4) {
         const int2 th = attn_row(w, r);
         float x[D / 32];
         if (th.x < 0) continue;
@@ -3319,7 +3326,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
             *(floats4 *)(merged + (warp * 8 + g) * D + 8 * c + 8 * t + 4 * (e & 1)) = x;
         }
         __syncthreads(); /* the sums of all 4 warps are written */
-        for (int i = tid; i < 8 * D / 4; i += 128) {
+        UNROLL_BY(1) for (int i = tid; i < 8 * D / 4; i += 128) {
             int r = i / (D / 4), col = i % (D / 4) * 4, row = r + 8 * h;
             floats4 x = {};
             float den = 0, mx = top(row);
