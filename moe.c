@@ -30,7 +30,7 @@
  *
  *  Types
  *   Types: tensors, layers, models                  460  the table of tensors; layer, model, family
- *   Types: operations                               170  the table that every backend fills in; its contract
+ *   Types: operations                               160  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            350  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
@@ -80,13 +80,13 @@
  *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                  330  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations                                  340  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       420  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    400  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
- *   Families                                        130  the forwards. START HERE
+ *   Families                                        110  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
  *   Session                                         450  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        210  the file of /save
@@ -1069,6 +1069,7 @@ struct gpu_facts {
     int block_shared;       /* bytes of shared memory that a block can have */
     int n_sm;               /* multiprocessors */
     size_t total, free;     /* bytes of memory */
+    bool integrated;        /* it is the host's memory: cached pages of files count as free */
     double rate;            /* bytes that it reads per second; 0: it does not tell */
     const char *image;      /* which of the program's images it runs: sm_120f, sm_90, or "PTX for .." */
     char kernel_error[160]; /* probed: why no kernel of this program runs on it; empty: they do */
@@ -1099,6 +1100,8 @@ int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts,
 
 /* Ends the program with one line. */
 __attribute__((noreturn)) void rank_fatal(const char *what);
+/* Prints a remark on a line of its own. */
+void rank_note(const char *what);
 /* Copies mine (bytes) of each of the n ranks of all stages to all (n, bytes) of every rank; bytes <= ALL_GATHER_MAX.
  * All ranks call it, and it waits for all of them: it is a barrier, too. */
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes);
@@ -1107,6 +1110,8 @@ void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes);
 bool rank_heartbeat(struct rank *r, bool failed);
 /* Seconds of a clock that never goes back. */
 double now_seconds(void);
+/* Bytes of the host's memory that can be taken without swapping. */
+uint64_t rank_host_memory(void);
 /* Chooses a token on the host, for choices that the GPU leaves to it; see the section "Sampler". */
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
@@ -10493,6 +10498,13 @@ bool rank_heartbeat(struct rank *r, bool failed) {
 }
 
 void rank_fatal(const char *what) { die("%s", what); }
+
+uint64_t rank_host_memory(void) { return memory_available(); }
+
+/* Without note(), which allocates: a forward must not. */
+void rank_note(const char *what) {
+    if (!term.quiet || term.dialogue) fprintf(stderr, "%s\n", what);
+}
 
 /* Ends the ranks and their threads, and frees the process group. */
 static void pg_close(struct process_group *pg) {

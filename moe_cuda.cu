@@ -72,6 +72,7 @@
 #include <ctime>
 #include <omp.h>
 #include <stb/stb_ds.h>
+#include <sys/mman.h>
 #include <type_traits>
 
 #include "gguf_nvfp4.h"
@@ -409,6 +410,10 @@ static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, boo
  * One function per PTX instruction, with the same names as in tests/cuda_emu.h, and the launch macro.
  * ============================================================================================================ */
 
+/* Whether kernels that this thread launches may start before those in front of them have ended (programmatic dependent
+ * launch): on chips from 9.0 on, unless it failed (cuda_forward). */
+static thread_local bool launches_overlap;
+
 #ifndef CUEMU
 
 #define DEVICE        static __device__ __forceinline__
@@ -591,26 +596,32 @@ DEVICE void grid_dependency_launch() {}
     T *name = (T *)dyn_smem
 #define SHARED(T, name, count) __shared__ __align__(16) T name[count]
 
-/* Launches a kernel that may start before the one in front of it has ended (programmatic dependent launch). Errors stay
- * for cudaGetLastError, see launch_note. */
+/* Launches a kernel, which may start before the one in front of it has ended if launches overlap. The same carve-out for
+ * all: an SM has to drain before it changes, so that kernels of different ones cannot overlap. Errors stay for
+ * cudaGetLastError, see launch_note. */
 template <class... P, class... A>
 static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream, A... args) {
-    cudaLaunchAttribute attr = {};
-    attr.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attr.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attr[2] = {};
     cudaLaunchConfig_t config = {};
+    if (launches_overlap) {
+        attr[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attr[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+#if CUDART_VERSION >= 12090
+    attr[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attr[config.numAttrs++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+#endif
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = smem;
     config.stream = stream;
-    config.attrs = &attr;
-    config.numAttrs = 1;
+    config.attrs = attr;
     cudaLaunchKernelEx(&config, kernel, P(args)...);
 }
 #define LAUNCH_NAMED(kernel, name, ...) launch_pdl(kernel, __VA_ARGS__)
 #else
 #undef LAUNCH_PDL
-#define LAUNCH_NAMED(kernel, name, ...) cuemu::enqueue_kernel(kernel, name, true, __VA_ARGS__)
+#define LAUNCH_NAMED(kernel, name, ...) cuemu::enqueue_kernel(kernel, name, launches_overlap, __VA_ARGS__)
 #endif
 
 /* The launches of a forward, while a thread profiles its rank. */
@@ -1154,6 +1165,7 @@ struct norm_args {
     float *slot[MAX_RANKS];    /* by rank, for DELTA_PUSHED: (2, n_rank, ALLREDUCE_SLOT) */
     uint32_t *flag[MAX_RANKS]; /* by rank, for DELTA_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
     int ordinal;               /* number of this all-reduce in the forward pass */
+    bool sharing;              /* other ranks are on the same GPU */
 };
 
 /* Pushes the block's rows to the other ranks and waits for theirs. Slots alternate between two halves, by the parity of
@@ -1211,7 +1223,8 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
 }
 
 /* sum = x + delta; then, unless weight is NULL, h16 and h32 = RMS norm of the sum times weight.
- * Grid: n_tok; DELTA_PUSHED: at most ALLREDUCE_BLOCKS, which all must be resident while they wait. Block: 256. Each
+ * Grid: n_tok; DELTA_PUSHED: at most cuda.reduce_blocks: all blocks of all ranks on a GPU must be resident while they
+ * wait, and an SM may hold only one. Block: 256. Each
  * value is read once and held in registers; rows have up to 1024 VECS values. One token: 2 to 4 latencies of L2, about 2
  * us, pushed 5 us more. Many tokens: 3 to 5 F32 passes over the rows. No __restrict__ here: it would let loads move
  * above grid_dependency_wait. */
@@ -1220,7 +1233,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
     const int n = a.n;
     uint32_t seq = 0;
     float4 v[VECS], w[VECS], d[VECS];
-    if (SOURCE != DELTA_PUSHED) grid_dependency_launch();
+    if (SOURCE != DELTA_PUSHED || !a.sharing) grid_dependency_launch();
     const bool hold = VECS <= 8; /* the weights: registers do not suffice for longer rows */
     if (a.weight && hold) norm_load(w, a.weight, n);
     grid_dependency_wait();
@@ -1228,7 +1241,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
         seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
         rows_push(a, seq);
         /* Not before the wait: blocks of the next kernel would take the SMs of another rank on the same GPU. */
-        grid_dependency_launch();
+        if (a.sharing) grid_dependency_launch();
     }
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x) {
         const size_t row = (size_t)t * (size_t)n;
@@ -2510,9 +2523,11 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
 }
 
-/* Lists the token tiles, of at most `tile` tokens each, in the order of the experts. Grid: 1, block: 1024; bound by
- * latency. */
-__global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
+enum { SORT_MAX_EXPERTS = 1024 /* each has a thread of k_tiles */ };
+
+/* Lists the token tiles, of at most `tile` tokens each, in the order of the experts. Grid: 1, block: SORT_MAX_EXPERTS;
+ * bound by latency. */
+__global__ void __launch_bounds__(SORT_MAX_EXPERTS) k_tiles(struct sort_args p, int tile) {
     SHARED(int, warp_total, 33);
     grid_dependency_launch();
     grid_dependency_wait();
@@ -2529,7 +2544,7 @@ __global__ void __launch_bounds__(1024) k_tiles(struct sort_args p, int tile) {
         p.tile_first[at + i] = first + i * tile;
         p.tile_count[at + i] = min(tile, count - i * tile);
     }
-    if (e == 1023) *p.n_tiles = at + n;
+    if (e == SORT_MAX_EXPERTS - 1) *p.n_tiles = at + n;
 }
 
 /* out (n_tok, n) = (with `add`: out) + HIDDEN_SCALE * sum over j of weight[t][j] * y[inverse[t][j]], y halves, n % 8 ==
@@ -3319,7 +3334,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     };
     UNROLL for (int h = 0; h < 2; h++) {
         float f = exp2f(m[h] - top(g + 8 * h));
-        if (h) __syncthreads(); /* the first 8 rows have been read */
+        if (h) {
+            __syncthreads(); /* the first 8 rows have been read */
+        }
         UNROLL for (int c = 0; c < D / 8; c += 4) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int j = 0; j < 4; j++) x.x[j] = acc[0][c + j][e] * f;
@@ -4962,11 +4979,21 @@ enum {
     STAGING_BYTES = 32 << 20       /* of each */
 };
 
+/* How decode forwards are launched; each way is taken if the one before it fails. */
+enum launching {
+    LAUNCHES_OVERLAP,  /* recorded, and with overlapping launches where the chip has them */
+    LAUNCHES_RECORDED, /* recorded */
+    LAUNCHES_EAGER     /* kernel by kernel */
+};
+
 /* Everything of a rank that lies on its GPU, and the state of its thread. Pointers are device memory unless said
  * otherwise. */
 struct cuda {
-    int device, n_sm;       /* number of the GPU; its multiprocessors */
-    bool shared;            /* another rank is on the same GPU */
+    bool integrated;   /* its memory is the host's */
+    int device, n_sm;  /* number of the GPU; its multiprocessors */
+    int sharers;       /* ranks on the same GPU */
+    int reduce_blocks; /* blocks of an all-reduce by our own kernel at most, the same for all ranks */
+    enum launching launching;
     struct gpu_sizes sizes; /* what the options and the chip ask for */
     char *err;              /* host: (ERR_MAX) the first error of the start; NULL later: an error ends the program */
     bool failed;            /* there was an error */
@@ -5078,16 +5105,18 @@ static void *host_memory(size_t n, size_t size) {
     return p;
 }
 
-/* Waits for all ranks, and gives each the smallest context and chunk of any. False: a rank has failed. */
+/* Waits for all ranks, and gives each the smallest context, chunk and number of blocks of an all-reduce of any. False: a
+ * rank has failed. */
 static bool rank_agree(struct rank *r) {
     struct cuda *c = r->cuda;
-    const int mine[3] = {c->failed, r->n_ctx, r->chunk};
-    int all[MAX_RANKS][3];
+    const int mine[4] = {c->failed, r->n_ctx, r->chunk, c->reduce_blocks};
+    int all[MAX_RANKS][4];
     rank_all_gather(r, mine, all, sizeof mine);
     for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++) {
         c->failed |= all[i][0] != 0;
         r->n_ctx = min(r->n_ctx, all[i][1]);
         r->chunk = min(r->chunk, all[i][2]);
+        c->reduce_blocks = min(c->reduce_blocks, all[i][3]);
     }
     return !c->failed;
 }
@@ -5296,24 +5325,59 @@ static void send_batch(struct rank *r) {
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
+/* Records a forward as a CUDA graph. */
+static cudaError_t forward_record(struct rank *r, cudaGraphExec_t *graph) {
+    struct cuda *c = r->cuda;
+    cudaGraph_t g = NULL;
+    cudaError_t e = cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal);
+    if (e == cudaSuccess) {
+        r->m->family->forward(r);
+        e = cudaGetLastError();
+        const cudaError_t end = cudaStreamEndCapture(c->stream, &g);
+        if (e == cudaSuccess) e = end;
+    }
+    if (e == cudaSuccess) e = cudaGraphInstantiate(graph, g, 0);
+    if (g) cudaGraphDestroy(g);
+    return e;
+}
+
+/* Records a forward of so many tokens where that works, otherwise without overlapping launches; where neither does for
+ * all ranks, forwards are not recorded from now on. */
+static void forward_prepare(struct rank *r, cudaGraphExec_t *graph) {
+    struct cuda *c = r->cuda;
+    while (!*graph && c->launching != LAUNCHES_EAGER) {
+        const cudaError_t e = forward_record(r, graph);
+        const int mine = e != cudaSuccess;
+        int all[MAX_RANKS], failed = 0;
+        /* A barrier, too: a kernel that waits could keep another rank on the same GPU from getting this far. */
+        rank_all_gather(r, &mine, all, sizeof mine);
+        for (int i = 0; i < r->m->shard.n_rank * r->m->shard.n_stage; i++) failed += all[i];
+        if (!failed) return;
+        errors_clear();
+        if (*graph) cudaGraphExecDestroy(*graph);
+        *graph = NULL;
+        c->launching = c->launching == LAUNCHES_OVERLAP ? LAUNCHES_RECORDED : LAUNCHES_EAGER;
+        launches_overlap = false;
+        if (!mine) continue;
+        char line[ERR_MAX];
+        snprintf(line, sizeof line, "GPU %d: recording a forward failed (%s); trying %s, which is slower", c->device,
+                 cudaGetErrorString(e),
+                 c->launching == LAUNCHES_EAGER ? "to launch each kernel by itself" : "without overlapping launches");
+        rank_note(line);
+    }
+}
+
 /* Sends the batch, and enqueues the family's forward. A decode forward is recorded the first time as a CUDA graph, and
  * replayed from then on. Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
 static void cuda_forward(struct rank *r) {
     struct cuda *c = r->cuda;
     send_batch(r);
-    const bool recorded = r->n_tok <= DECODE_MAX_TOKENS && !profile.row;
-    cudaGraphExec_t *graph = &c->graph[recorded ? r->n_tok : 0];
-    if (!recorded || !*graph) {
-        cudaGraph_t g = NULL;
-        if (recorded)
-            CUDA_OK(r, cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal), "recording a forward pass");
+    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->n_tok] : NULL;
+    if (graph) forward_prepare(r, graph);
+    if (!graph || !*graph) {
         r->m->family->forward(r);
         CUDA_OK(r, cudaGetLastError(), "a forward pass");
-        if (!recorded) return;
-        CUDA_OK(r, cudaStreamEndCapture(c->stream, &g), "recording a forward pass");
-        CUDA_OK(r, cudaGraphInstantiate(graph, g, 0), "recording a forward pass");
-        cudaGraphDestroy(g);
-        rank_barrier(r); /* a kernel that waits could keep another rank on the same GPU from getting this far */
+        return;
     }
     CUDA_OK(r, cudaGraphLaunch(*graph, c->stream), "a forward pass");
     kernel_last = "of a recorded forward";
@@ -5435,16 +5499,17 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
         return;
     }
     a.p = tp_rank_of(r);
+    a.sharing = c->sharers > 1;
     a.ordinal = (int)r->n_all_reduce++;
     if (all_reduce_by_nccl(r, &a)) return;
     /* Ranks that share a GPU must not fill its launch queue: a waiting kernel could block the one it waits for. */
-    if (r->cuda->shared && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
+    if (c->sharers > 1 && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
     const struct mailbox *stage = &r->cuda->mailbox[shard->stage * shard->n_rank];
     for (int k = 0; k < shard->n_rank; k++) a.slot[k] = stage[k].slot, a.flag[k] = stage[k].reduce_flag;
     const size_t step = (size_t)piece * (size_t)n;
     for (int t = 0; t < n_tok; t += piece) {
         a.n_tok = min(n_tok - t, piece);
-        add_norm<DELTA_PUSHED>(&a, (unsigned)min(a.n_tok, (int)ALLREDUCE_BLOCKS), c->stream);
+        add_norm<DELTA_PUSHED>(&a, (unsigned)min(a.n_tok, c->reduce_blocks), c->stream);
         a.x += step;
         a.sum += step;
         a.delta = (const float *)a.delta + step;
@@ -5886,7 +5951,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     s.n_choices = r->n_tok * s.k;
     s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
-    LAUNCH_PDL(k_tiles, 1, 1024, 0, c->stream, s, (int)TN);
+    LAUNCH_PDL(k_tiles, 1, SORT_MAX_EXPERTS, 0, c->stream, s, (int)TN);
     if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
     struct gemm_args g = {};
     g.w = *device_matrix_of(c, &layer->gate);
@@ -6257,6 +6322,13 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct re
             }
             matrix_repack(r, w, k, &c->staging[buffer], bytes);
         }
+#ifdef MADV_PAGEOUT
+    /* The file's pages need not stay beside their copy in the same memory; where they may not be dropped, they are the
+     * first that the system takes. */
+    const uintptr_t page = 4096, from = ((uintptr_t)w->data + page - 1) / page * page;
+    const uintptr_t to = ((uintptr_t)w->data + w->expert_bytes * (size_t)w->n_expert) / page * page;
+    if (c->integrated && !synthetic && to > from) madvise((void *)from, to - from, MADV_PAGEOUT);
+#endif
 }
 
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix
@@ -6605,6 +6677,9 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     else if (row > NORM_MAX)
         snprintf(why, ERR_MAX, "rows of %d values are not supported on a GPU (at most %d); use --cpu", row,
                  (int)NORM_MAX);
+    else if (m->n_expert_max > SORT_MAX_EXPERTS)
+        snprintf(why, ERR_MAX, "%d experts in a layer are not supported on a GPU (at most %d); use --cpu",
+                 m->n_expert_max, (int)SORT_MAX_EXPERTS);
     else if (m->n_group > ROUTE_MAX_GROUPS)
         snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     else if (m->family->planes)
@@ -6644,7 +6719,11 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
         snprintf(err, ERR_MAX, "there is no GPU %d; this machine has %d", c->device, found);
     if (!err[0]) shard_check(m, o->kv, err);
     c->failed = err[0] != 0;
+    c->reduce_blocks = ALLREDUCE_BLOCKS;
     if (c->failed) return;
+    const struct gpu_facts f = rank_facts(r);
+    launches_overlap = f.major >= 9;
+    c->integrated = f.integrated;
     CUDA_OK(r, cudaSetDevice(c->device), "selecting it");
     CUDA_OK(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
@@ -6701,7 +6780,8 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     const struct gpu_facts f = rank_facts(r);
     for (int i = 0; i < m->shard.n_rank * m->shard.n_stage; i++) sharers += o->device[i] == c->device;
     const int want = o->n_ctx ? o->n_ctx : m->n_ctx_train;
-    c->shared = sharers > 1;
+    c->sharers = (int)sharers;
+    c->reduce_blocks = max(1, min((int)ALLREDUCE_BLOCKS, f.n_sm / c->sharers));
     r->n_ctx = want;
     r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
     r->bytes = gpu_bytes(m, r->chunk, o->stats);
@@ -6878,6 +6958,9 @@ const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
              (double)f->total / 0x1p30);
     f->major = p.major;
     f->minor = p.minor;
+    f->integrated = p.integrated != 0;
+    /* the driver counts pages of files as used, those of the model's among them */
+    if (f->integrated) f->free = max(f->free, min(f->total, (size_t)rank_host_memory()));
     f->block_shared = (int)p.sharedMemPerBlockOptin;
     f->n_sm = p.multiProcessorCount;
     f->image = gpu_image(p.major, p.minor);

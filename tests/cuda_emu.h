@@ -367,6 +367,7 @@ struct allocation {
 struct gpu {
     size_t limit = (size_t)16 << 30, used = 0; // bytes
     int major = 12, minor = 0;
+    bool integrated = false;
     bool peer[DEVICES_MAX] = {}; // devices whose memory its kernels may access
 };
 } // namespace cuemu
@@ -1107,6 +1108,7 @@ inline size_t allocated() {
     scope locked;
     return gpus[current_device].used;
 }
+inline void integrated_of(int device, bool is) { gpus[device].integrated = is; }
 inline void capability_of(int device, int major, int minor) { gpus[device].major = major, gpus[device].minor = minor; }
 inline void capability(int major, int minor) {
     for (int i = 0; i < DEVICES_MAX; i++) capability_of(i, major, minor);
@@ -1251,7 +1253,7 @@ CUEMU_API cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->totalGlobalMem = g.limit;
     p->sharedMemPerBlock = cuemu::SMEM_STATIC, p->sharedMemPerBlockOptin = cuemu::SMEM_MAX;
     p->sharedMemPerMultiprocessor = cuemu::SMEM_MAX + 1024;
-    p->major = g.major, p->minor = g.minor;
+    p->major = g.major, p->minor = g.minor, p->integrated = g.integrated;
     p->multiProcessorCount = 4, p->l2CacheSize = 4 << 20, p->memoryBusWidth = 512;
     p->memoryClockRate = 1000000, p->clockRate = 1000000, p->warpSize = 32, p->maxThreadsPerBlock = 1024;
     p->pciBusID = 1 + device;
@@ -1589,12 +1591,14 @@ CUEMU_API cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode
     s->capturer = mode == cudaStreamCaptureModeGlobal ? std::thread::id() : std::this_thread::get_id();
     return cudaSuccess;
 }
-CUEMU_API cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-    CUEMU_ENTER(false);
+CUEMU_API cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) { // the capture ends in any case
+    cuemu::scope in_this_call;
+    const cudaError_t refused = cuemu::enter(false, __func__);
     CUstream_st *s = cuemu::find_stream(stream);
     *graph = nullptr;
     if (!s || !s->capture) return cuemu::fail(cudaErrorInvalidValue);
     CUgraph_st *g = std::exchange(s->capture, nullptr);
+    if (refused) return delete g, refused;
     if (s->broken) return delete g, cuemu::fail(cudaErrorStreamCaptureInvalidated);
     return *graph = g, cudaSuccess;
 }

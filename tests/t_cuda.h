@@ -11,8 +11,10 @@ void cuda_test_memory_of(int device, size_t bytes); /* emulator */
 void cuda_test_devices(int n, bool peers);          /* emulator: how many GPUs, and whether they reach each other */
 void cuda_test_capability(int device, int major, int minor); /* emulator */
 bool cuda_test_by_nccl(struct rank *r, int n);
-int cuda_test_turns(void);            /* of a chat: many on a device */
-bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
+int cuda_test_launching(struct rank *r);
+void cuda_test_integrated(int device, bool is); /* emulator */
+int cuda_test_turns(void);                      /* of a chat: many on a device */
+bool cuda_test_chose(struct rank *r);           /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
 
 /* Kernel by kernel: t_cuda_kernels.h. */
@@ -1130,6 +1132,64 @@ static void test_cuda_batches(void) {
     }
 }
 
+/* A GPU whose memory is the host's has what the host can take: cached pages of files count as free. A model starts there,
+ * and gives up its file's pages. */
+static void test_cuda_integrated(void) {
+    struct model m;
+    struct session s;
+    struct gpu_facts f;
+    char err[ERR_MAX] = "";
+    const struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8};
+    const int32_t ids[3] = {11, 28, 45};
+    if (!fixture_load("qwen3moe", &m)) return;
+    cuda_test_memory((size_t)16 << 20); /* the driver says so */
+    cuda_test_integrated(0, true);
+    CHECK(!cuda_facts(0, &f, false) && f.integrated && f.free == f.total, "%zu of %zu bytes are free", f.free, f.total);
+    cuda_test_memory((size_t)16 << 30);
+    if (CHECK(!session_open(&s, &m, 1, 1, cuda_rank_start, &o, err), "%s", err)) {
+        session_forward(&s, ids, 3);
+        session_head(&s, 2, 1);
+        CHECK(isfinite(session_logits(&s)[0]), "no logits");
+        session_free(&s);
+    }
+    cuda_test_integrated(0, false);
+    model_free(&m);
+}
+
+/* A forward that cannot be recorded is launched in another way, on all ranks, and gives the same. */
+static void test_cuda_recording(void) {
+    static const struct layout two = {"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true};
+    static const struct layout *const ways[] = {&one_rank, &two};
+    struct model m;
+    int32_t ids[24];
+    if (!fixture_load("qwen3moe", &m)) return;
+    const size_t v = (size_t)m.n_vocab;
+    for (int i = 0; i < 24; i++) ids[i] = 11 + 17 * i;
+    for (int w = 0; w < 2; w++) {
+        float *want = batches_logits(&m, ways[w], KV_FP8, ids, 17, 24, 1, 1);
+        for (int failures = 1; failures < 3 && want; failures++) {
+            struct session s;
+            if (!layout_session(&s, &m, ways[w], 24, KV_FP8)) break;
+            session_forward(&s, ids, 17);
+            cuda_test_fail("cudaGraphInstantiate", 1);
+            if (failures == 2) cuda_test_fail("cudaStreamEndCapture", 2 * ways[w]->tp);
+            for (int i = 17; i < 24; i++) {
+                session_decode(&s, ids[i]);
+                CHECK(!memcmp(session_logits(&s), want + (size_t)(i - 17) * v, v * sizeof *want),
+                      "%s, %d failures: token %d has other bits", ways[w]->name, failures, i);
+            }
+            for (int k = 0; k < ways[w]->tp; k++)
+                CHECK(cuda_test_launching(&s.pg.ranks[k]) == failures, "%s, %d failures: rank %d launches in way %d",
+                      ways[w]->name, failures, k, cuda_test_launching(&s.pg.ranks[k]));
+            cuda_test_fail("cudaGraphInstantiate", 0), cuda_test_fail("cudaStreamEndCapture", 0);
+            session_free(&s);
+            cuda_test_devices(1, true);
+        }
+        free(want);
+    }
+    model_free(&m);
+}
+
 /* For t_cuda_mutate.h: all-reduce, gather of logits and pipeline sends by our own kernels, on one GPU and on four, and
  * by NCCL. */
 void cuda_test_all_reduce(void) {
@@ -1378,7 +1438,8 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
 #ifdef CUEMU
 #define TESTS_EMULATOR                                                                            \
     {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},               \
-        {"cuda/batches", test_cuda_batches}, {"cuda/all_reduce", cuda_test_all_reduce},           \
+        {"cuda/batches", test_cuda_batches}, {"cuda/recording", test_cuda_recording},             \
+        {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},     \
         {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults}, \
         {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures},                 \
         {"cuda/tiles", cuda_test_tile_sizes},

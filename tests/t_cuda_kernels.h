@@ -51,6 +51,7 @@ static uint64_t seed_offset;     /* added to the seeds of the emulator's schedul
 static void begin_test(uint64_t seed) {
     random_state = seed * 0x9E3779B97F4A7C15u | 1;
     if (!test_stream) must(cudaStreamCreate(&test_stream), "a stream for the tests");
+    launches_overlap = true;
 #ifdef CUEMU
     cuemu::seed(seed + seed_offset);
 #endif

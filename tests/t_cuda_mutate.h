@@ -40,8 +40,6 @@ static const struct {
 static const struct {
     const char *function, *text, *why;
 } unshown[] = {
-    {"route_warp", "__syncwarp(); /* all lanes have read score: the next token overwrites it */",
-     "the next token's shuffles stand in between; they order lanes, but not memory"},
     {"k_delta_scan", "__syncwarp(); /* the warp's rows of the queries and of the keys' rest have landed */",
      "ldmatrix stands in between; it waits for all lanes, but does not order memory"},
     {"k_repack", "grid_dependency_wait();",

@@ -44,6 +44,7 @@ void cuda_test_fail(const char *api, int n) {
 void cuda_test_memory(size_t bytes) { cuemu::memory(bytes); }
 void cuda_test_memory_of(int device, size_t bytes) { cuemu::memory(bytes, device); }
 void cuda_test_devices(int n, bool peers) { cuemu::devices(n), cuemu::peers(peers); }
+void cuda_test_integrated(int device, bool is) { cuemu::integrated_of(device, is); }
 void cuda_test_capability(int device, int major, int minor) { cuemu::capability_of(device, major, minor); }
 #else
 int cuda_test_turns(void) { return 1000; }
@@ -83,6 +84,9 @@ size_t cuda_test_activations(struct rank *r) { return r->cuda->allocated - r->we
 
 /* Whether prefill of experts is in FP4. */
 bool cuda_test_w4a4(struct rank *r) { return r->cuda->sizes.w4a4; }
+
+/* How forwards are launched: an enum launching. */
+int cuda_test_launching(struct rank *r) { return r->cuda->launching; }
 
 /* Whether sums of n tokens are NCCL's. */
 bool cuda_test_by_nccl(struct rank *r, int n) { return r->cuda->by_nccl[n]; }
