@@ -30,7 +30,7 @@
  *
  *  Types
  *   Types: tensors, layers, models                  460  the table of tensors; layer, model, family
- *   Types: operations                               160  the table that every backend fills in; its contract
+ *   Types: operations                               190  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            350  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
@@ -86,7 +86,7 @@
  *   CPU operations: feed-forward                    400  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
- *   Families                                        110  the forwards. START HERE
+ *   Families                                        100  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
  *   Session                                         450  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        210  the file of /save
@@ -640,6 +640,27 @@ enum act {
     ACT_COUNT
 };
 
+enum { LINEAR_MAX = 6 /* matrices of a layer's projections */ };
+
+/* The matrices that a layer multiplies its first norm by, and where their results go; behind them NULL. */
+static inline void layer_projections(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
+                                     enum act out[LINEAR_MAX]) {
+    const bool mla = l->has & HAS_MLA, low_rank = l->has & HAS_Q_LORA, delta = l->has & HAS_DELTA;
+    const struct weight *const first[LINEAR_MAX] = {mla ? &l->wkv_a : &l->wq,
+                                                    mla ? (low_rank ? &l->wq_a : &l->wq) : &l->wk,
+                                                    &l->wv,
+                                                    &l->wz,
+                                                    &l->w_alpha,
+                                                    &l->w_beta};
+    const enum act to[LINEAR_MAX] = {mla ? A_K : A_Q, mla ? (low_rank ? A_QA : A_Q) : A_K, A_V, A_Z, A_ALPHA, A_BETA};
+    const int n = mla ? 2 : delta ? 6 : 3;
+    for (int i = 0; i < n; i++) {
+        w[i] = first[i];
+        out[i] = to[i];
+    }
+    w[n] = NULL;
+}
+
 /* How a token is chosen; the options of the same names. */
 struct sampling {
     bool greedy; /* the best token; temp <= 0 means the same */
@@ -680,9 +701,11 @@ struct profile_row {
        Also computes cos and sin of the batch's positions */                                                           \
     X(void, embed, (struct rank *r, enum act x), (r, x))                                                               \
     /* x += the deltas of the stage's ranks, added in rank order: the same bits on each (delta ACT_COUNT: none); then  \
-       out[i] = w[i] (norm(x) * norm) for up to LINEAR_MAX matrices; a NULL in w ends the list. Overwrites A_H */      \
-    X(void, norm_linear, (struct rank *r, enum act x, enum act delta, const float *norm,                               \
-                          const struct weight *const *w, const enum act *out), (r, x, delta, norm, w, out))            \
+       norm(x) times the matrices of layer_projections of layer il. Overwrites A_H */                                  \
+    X(void, projections, (struct rank *r, int il, enum act x, enum act delta), (r, il, x, delta))                      \
+    /* x = norm(x) * norm; out = W x */                                                                                \
+    X(void, norm_linear, (struct rank *r, enum act x, const float *norm, const struct weight *w, enum act out),        \
+      (r, x, norm, w, out))                                                                                            \
     /* out = W x */                                                                                                    \
     X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
     /* out = grouped-query attention over the cache of layer il: norms the heads of q and k, rotates them, value i     \
@@ -696,10 +719,10 @@ struct profile_row {
     /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
        writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
     X(void, mla_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))       \
-    /* x += the deltas as in norm_linear; out = the feed-forward of layer il of norm(x): dense SwiGLU, or router,      \
+    /* x += the deltas as in projections; out = the feed-forward of layer il of norm(x): dense SwiGLU, or router,      \
        routed experts and shared expert. Overwrites A_H */                                                             \
     X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
-    /* x += the deltas as in norm_linear; then x is sent to the next pipeline stage, if there is one */                \
+    /* x += the deltas as in projections; then x is sent to the next pipeline stage, if there is one */                \
     X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
     /* final norm and output matrix of rows first..first+n-1 on every rank of the last stage; the root gathers them */ \
     X(void, logits, (struct rank *r, int first, int n), (r, first, n))                                                 \
@@ -751,7 +774,6 @@ struct ops {
 };
 
 enum {
-    LINEAR_MAX = 6,    /* matrices of one norm_linear */
     CHUNK_MAX = 512,   /* tokens of one forward on a CPU */
     LOGIT_ROWS = 16,   /* rows of one logits operation */
     LATENT_GROUP = 128 /* latents under one FP8 scale */
@@ -10834,12 +10856,19 @@ static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum 
     linear_each(r, x, (const struct weight *const[]){w, NULL}, &out);
 }
 
-static void cpu_norm_linear(struct rank *r, enum act x, enum act delta, const float *norm,
-                            const struct weight *const *w, const enum act *out) {
-    const enum act h = x == A_X ? A_H : x;
-    if (delta == ACT_COUNT) rmsnorm_rows(r, x, norm, h);
-    else all_reduce_add_rmsnorm(r, x, delta, norm, h);
-    linear_each(r, h, w, out);
+static void cpu_norm_linear(struct rank *r, enum act x, const float *norm, const struct weight *w, enum act out) {
+    rmsnorm_rows(r, x, norm, x);
+    cpu_linear(r, w, x, out);
+}
+
+static void cpu_projections(struct rank *r, int il, enum act x, enum act delta) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
+    layer_projections(layer, w, out);
+    if (delta == ACT_COUNT) rmsnorm_rows(r, x, layer->attn_norm, A_H);
+    else all_reduce_add_rmsnorm(r, x, delta, layer->attn_norm, A_H);
+    linear_each(r, A_H, w, out);
 }
 
 /* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
@@ -12062,9 +12091,7 @@ static enum act forward_delta(int il) { return il ? A_OUT : ACT_COUNT; }
 static void forward_gqa_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->norm_linear(r, A_X, forward_delta(il), layer->attn_norm,
-                   (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv, NULL},
-                   (const enum act[]){A_Q, A_K, A_V});
+    o->projections(r, il, A_X, forward_delta(il));
     o->attention(r, il, A_Q, A_K, A_V, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
@@ -12073,10 +12100,7 @@ static void forward_gqa_half(struct rank *r, int il) {
 static void forward_delta_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->norm_linear(r, A_X, forward_delta(il), layer->attn_norm,
-                   (const struct weight *const[]){&layer->wq, &layer->wk, &layer->wv, &layer->wz, &layer->w_alpha,
-                                                  &layer->w_beta, NULL},
-                   (const enum act[]){A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA});
+    o->projections(r, il, A_X, forward_delta(il));
     o->delta_net(r, il, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
@@ -12085,13 +12109,8 @@ static void forward_delta_half(struct rank *r, int il) {
 static void forward_mla_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    const bool low_rank = layer->has & HAS_Q_LORA;
-    o->norm_linear(r, A_X, forward_delta(il), layer->attn_norm,
-                   (const struct weight *const[]){&layer->wkv_a, low_rank ? &layer->wq_a : &layer->wq, NULL},
-                   (const enum act[]){A_K, low_rank ? A_QA : A_Q});
-    if (low_rank)
-        o->norm_linear(r, A_QA, ACT_COUNT, layer->q_a_norm, (const struct weight *const[]){&layer->wq_b, NULL},
-                       (const enum act[]){A_Q});
+    o->projections(r, il, A_X, forward_delta(il));
+    if (layer->has & HAS_Q_LORA) o->norm_linear(r, A_QA, layer->q_a_norm, &layer->wq_b, A_Q);
     o->mla_attention(r, il, A_Q, A_K, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }

@@ -74,6 +74,7 @@
 #include <stb/stb_ds.h>
 #include <sys/mman.h>
 #include <type_traits>
+#include <unistd.h>
 
 #include "gguf_nvfp4.h"
 
@@ -543,6 +544,13 @@ DEVICE uint4 ldg_stream(const void *p) {
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                  : "l"(p));
     return r;
+}
+
+/* Requests n bytes into L2. p and n are multiples of 16. */
+DEVICE void prefetch_l2(const void *p, uint32_t n) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(n) : "memory");
+#endif
 }
 
 /* Adds v and returns the old value. Writes before it, of this thread and of those that added earlier, are visible after
@@ -1075,6 +1083,23 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
+/* Weights of the next dense products: kernels during which the memory would idle request them into L2. */
+enum { AHEAD_RANGES = 2 * LINEAR_MAX, AHEAD_PIECE = 8192 /* bytes of one request */ };
+struct ahead {
+    const uint8_t *at[AHEAD_RANGES];
+    uint32_t n[AHEAD_RANGES]; /* bytes, a multiple of 16 */
+    int count;
+};
+
+/* Requests the thread's share. Call it when the kernel in front reads little, or behind grid_dependency_wait. */
+DEVICE void ahead_request(const struct ahead &a) {
+    const uint32_t blocks = gridDim.x * gridDim.y * gridDim.z;
+    const uint32_t first = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z) + threadIdx.x * blocks;
+    for (int i = 0; i < a.count; i++)
+        for (uint32_t k = first; k < (a.n[i] + AHEAD_PIECE - 1) / AHEAD_PIECE; k += blocks * blockDim.x)
+            prefetch_l2(a.at[i] + (size_t)k * AHEAD_PIECE, min(a.n[i] - k * AHEAD_PIECE, (uint32_t)AHEAD_PIECE));
+}
+
 enum {
     NORM_MAX = 16384, /* values of a row at most */
     NORM_THREADS = 256,
@@ -1224,10 +1249,9 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
 
 /* sum = x + delta; then, unless weight is NULL, h16 and h32 = RMS norm of the sum times weight.
  * Grid: n_tok; DELTA_PUSHED: at most cuda.reduce_blocks: all blocks of all ranks on a GPU must be resident while they
- * wait, and an SM may hold only one. Block: 256. Each
- * value is read once and held in registers; rows have up to 1024 VECS values. One token: 2 to 4 latencies of L2, about 2
- * us, pushed 5 us more. Many tokens: 3 to 5 F32 passes over the rows. No __restrict__ here: it would let loads move
- * above grid_dependency_wait. */
+ * wait, and an SM may hold only one. Block: 256. Each value is read once and held in registers; rows have up to 1024
+ * VECS values. One token: 2 to 4 latencies of L2, about 2 us, pushed 5 us more. Many tokens: 3 to 5 F32 passes over the
+ * rows. No __restrict__ here: it would let loads move above grid_dependency_wait. */
 template <int SOURCE, int VECS>
 __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a) {
     const int n = a.n;
@@ -1457,6 +1481,7 @@ struct linear_args {
     const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart; not used with NORM */
     size_t x_stride;
     struct norm_input norm; /* with NORM: what x is */
+    struct ahead ahead;     /* without NORM */
 };
 
 /* Halves from row to row of the norm in shared memory: whole tiles, and neighboring rows half a set of banks apart. */
@@ -1486,6 +1511,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
             w, k0, k1, one,
             [&] {
                 if (!NORM) {
+                    ahead_request(p.ahead); /* the norm reads little, and sums of ranks wait for each other */
                     grid_dependency_wait();
                     return;
                 }
@@ -1720,6 +1746,7 @@ struct route_args {
     int32_t *n_jobs;
     float *shared_weight;    /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
     struct norm_input input; /* with NORM: what x is */
+    struct ahead ahead;
 };
 
 /* Maps floats to unsigned numbers of the same order. NaN counts as -infinity. Never 0. */
@@ -1870,9 +1897,11 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
         float4 norm_weight[FUSED_NORM_VECS];
         norm_load(norm_weight, p.input.weight, p.n_embd);
         grid_dependency_wait();
+        ahead_request(p.ahead);
         norm_rows(p.input, p.n_tok, norm_weight,
                   [&](int t, int c, float4 y) { *(float4 *)(scratch + t * p.n_embd + c) = y; });
     } else {
+        ahead_request(p.ahead); /* see k_gemv_linear */
         grid_dependency_wait();
     }
     const float *x = NORM ? scratch : p.x;
@@ -2888,6 +2917,7 @@ struct attn_args {
     /* decode of GQA */
     struct rope_args rope; /* what q is made of, and the new rows of the cache */
     uint32_t *arrived;     /* (rows of blocks, ATTN_COUNTERS) count blocks; 0 between launches: see attn_join */
+    struct ahead ahead;    /* decode */
 };
 
 enum {
@@ -3239,7 +3269,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    if (!attn_begin(&w, a, 16)) return;
+    const bool work = attn_begin(&w, a, 16);
+    ahead_request(a.ahead);
+    if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
     uint8_t *ring = smem + warp * DEPTH * L::SLOT;
@@ -3389,7 +3421,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    if (!attn_begin(&w, a, 16 * MT)) return;
+    const bool work = attn_begin(&w, a, 16 * MT);
+    ahead_request(a.ahead);
+    if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + KEYS - 1) / KEYS;
     int slice = warp * PER_WARP, group = slice * 32 / ATTN_GROUP;
@@ -3511,6 +3545,25 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     }
 }
 
+/* Returns the byte of 16-byte piece c of row `row` in an f16 tile, permuted so that the 8 rows of a matrix use
+ * different banks. */
+template <int D>
+DEVICE int f16_at(int row, int c) {
+    return row * D * 2 + ((D % 64 ? c : c ^ (row & 7)) << 4);
+}
+
+/* acc (16, D) += weights p of 16 keys, the first of them `key`, times their values. */
+template <int D>
+DEVICE void attn_values_f16(float (*acc)[4], const uint32_t *p, const uint8_t *values, int key, int lane) {
+    UNROLL for (int b = 0; b < D / 8; b += 2) {
+        /* Matrices: keys 0-7 and 8-15 of columns 0-7, then of columns 8-15. */
+        uint32_t r[4];
+        ldmatrix_x4_trans(r, values + f16_at<D>(key + (lane & 15), b + (lane >> 4)));
+        mma_f16(acc[b], p, r);
+        mma_f16(acc[b + 1], p, r + 2);
+    }
+}
+
 /* GQA prefill: `out` or `partials` (64 rows, D) of one KV head and split. Grid: (splits, row tiles * KV heads), block:
  * 128, 4 warps of 16 rows each. A tile of keys is copied raw while the tile before is multiplied, then converted to f16
  * once and read by ldmatrix. 128 D multiplications per key for the 64 rows of a KV head. Every warp reads every tile:
@@ -3523,12 +3576,6 @@ struct attn_tiled {
     static constexpr int RAW = KEYS * ROW, TILE = KEYS * D * 2; /* of K or V: as in the cache; as f16 */
     static constexpr int SMEM = 2 * (RAW + TILE) + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
 };
-/* Returns the byte of 16-byte piece c of row `row` in an f16 tile, permuted so that the 8 rows of a matrix use
- * different banks. */
-template <int D>
-DEVICE int f16_at(int row, int c) {
-    return row * D * 2 + ((D % 64 ? c : c ^ (row & 7)) << 4);
-}
 
 template <int D, int FP8>
 __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
@@ -3606,13 +3653,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
             float f[4] = {y[0], y[1], y[8], y[9]};
             uint32_t p[4];
             attn_weights(p, s[2 * k], s[2 * k + 1], f);
-            UNROLL for (int b = 0; b < D / 8; b += 2) {
-                /* Matrices: keys 0-7 and 8-15 of columns 0-7, then of columns 8-15. */
-                uint32_t r[4];
-                ldmatrix_x4_trans(r, tile + L::TILE + f16_at<D>(16 * k + (lane & 15), b + (lane >> 4)));
-                mma_f16(acc[b], p, r);
-                mma_f16(acc[b + 1], p, r + 2);
-            }
+            attn_values_f16<D>(acc, p, tile + L::TILE, 16 * k, lane);
         }
     }
 
@@ -4002,13 +4043,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_expanded(const __grid_constan
             const float f[4] = {ATTN_P, ATTN_P, ATTN_P, ATTN_P};
             uint32_t p[4];
             attn_weights(p, s[2 * k], s[2 * k + 1], f);
-            UNROLL for (int b = 0; b < V / 8; b += 2) {
-                /* Matrices: keys 0-7 and 8-15 of columns 0-7, then of columns 8-15. */
-                uint32_t r[4];
-                ldmatrix_x4_trans(r, tile + L::V_AT + f16_at<V>(16 * k + (lane & 15), b + (lane >> 4)));
-                mma_f16(acc[b], p, r);
-                mma_f16(acc[b + 1], p, r + 2);
-            }
+            attn_values_f16<V>(acc, p, tile + L::V_AT, 16 * k, lane);
         }
     }
 
@@ -4084,6 +4119,7 @@ struct delta_args {
     float eps;
     uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
     size_t out_stride;
+    struct ahead ahead; /* decode */
     /* prefill: rows first..first+n_row-1, of which there are n_row_all */
     struct delta_tiles t;
     int first, n_row, n_row_all;
@@ -4197,6 +4233,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     SHARED(float2, sums, 2 * DELTA_PARTS * DELTA_HEAD);
     grid_dependency_launch();
     grid_dependency_wait();
+    ahead_request(a.ahead);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, c = tid % DELTA_HEAD, part = tid / DELTA_HEAD;
     const int dk = a.shape.head_k, dv = a.shape.head_v, j = blockIdx.x, kh = delta_key_head(a.shape, j);
     const int pos = a.batch->pos, first = a.batch->state_pos, lag = pos - first, n = lag + a.batch->n_tok;
@@ -4990,6 +5027,7 @@ enum launching {
  * otherwise. */
 struct cuda {
     bool integrated;   /* its memory is the host's */
+    int l2_bytes;      /* of its second-level cache */
     int device, n_sm;  /* number of the GPU; its multiprocessors */
     int sharers;       /* ranks on the same GPU */
     int reduce_blocks; /* blocks of an all-reduce by our own kernel at most, the same for all ranks */
@@ -5577,6 +5615,55 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
            (size_t)r->width[out], 0);
 }
 
+/* Adds a matrix to what a kernel requests ahead of its use, within a quarter of L2. */
+static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
+    const struct device_matrix *d = w->data ? device_matrix_of(r->cuda, w) : NULL;
+    if (!d || r->n_tok > DECODE_MAX_TOKENS) return;
+    size_t room = (size_t)r->cuda->l2_bytes / 4 / (size_t)r->cuda->sharers;
+    for (int i = 0; i < a->count; i++) room -= a->n[i];
+    const size_t tiles = (size_t)d->n_expert * (size_t)d->n_rt * (size_t)d->n_kt;
+    const size_t n[2] = {tiles * TILE_BYTES(d->fmt), d->scales ? tiles * TILE_SCALES : 0};
+    const uint8_t *at[2] = {d->codes, d->scales};
+    for (int i = 0; i < 2; i++) {
+        const size_t take = n[i] < room ? n[i] : room / 16 * 16;
+        if (!take) continue;
+        a->at[a->count] = at[i];
+        a->n[a->count++] = (uint32_t)take;
+        room -= take;
+    }
+}
+
+/* What is read behind the feed-forward of layer il: the first products of the next layer, or the head. */
+static struct ahead ahead_of_ffn(struct rank *r, int il) {
+    struct ahead a = {};
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
+    if (il + 1 < r->m->n_layer) {
+        layer_projections(&r->m->layers[il + 1], w, out);
+        for (int i = 0; w[i]; i++) ahead_add(r, &a, w[i]);
+    } else if (r->m->shard.stage + 1 == r->m->shard.n_stage) {
+        ahead_add(r, &a, &r->m->output);
+    }
+    return a;
+}
+
+/* What is read behind the first products of layer il, up to its feed-forward. */
+static struct ahead ahead_of_projections(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    struct ahead a = {};
+    if (layer->has & HAS_Q_LORA) ahead_add(r, &a, &layer->wq_b);
+    for (const struct weight *w : {&layer->wk_b, &layer->wv_b, &layer->wo}) ahead_add(r, &a, w);
+    return a;
+}
+
+/* What is read behind the attention of layer il, up to its feed-forward. */
+static struct ahead ahead_of_attention(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    struct ahead a = {};
+    for (const struct weight *w : {&layer->wv_b, &layer->wo}) ahead_add(r, &a, w);
+    return a;
+}
+
 /* Whether the kernels that read the norm of x + delta make it themselves: for few short rows, and unless the deltas of
  * several ranks are to be added. */
 static bool norm_fuses(const struct rank *r, enum act x, enum act delta) {
@@ -5601,34 +5688,52 @@ static struct norm_input norm_input_of(struct rank *r, enum act x, enum act delt
     return p;
 }
 
-/* The norm of x + delta in A_H, or of x alone (delta ACT_COUNT) in A_H or in x itself. Returns which. */
-static enum act norm_rows_of(struct rank *r, enum act x, enum act delta, const float *w) {
-    const enum act h = x == A_X ? A_H : x;
+/* h = norm(x + delta) * w; delta ACT_COUNT: of x alone. */
+static void norm_rows_of(struct rank *r, enum act x, enum act delta, const float *w, enum act h) {
     if (delta == ACT_COUNT) rmsnorm_rows(r, x, w, h);
     else all_reduce_add_rmsnorm(r, x, delta, w, h, r->cuda->x32[x]);
-    return h;
 }
 
-/* In decode one kernel does all of them, so that small matrices fill the GPU together. */
-static void cuda_norm_linear(struct rank *r, enum act x, enum act delta, const float *norm,
-                             const struct weight *const *w, const enum act *out) {
+/* out[i] = w[i] x, or of the norm in p. In decode one kernel does all of them, so that small matrices fill the GPU
+ * together. */
+static void linear_each(struct rank *r, struct linear_args *p, enum act x, const struct weight *const *w,
+                        const enum act *out) {
     struct cuda *c = r->cuda;
-    struct linear_args p = {};
-    if (norm_fuses(r, x, delta)) p.norm = norm_input_of(r, x, delta, norm);
-    else x = norm_rows_of(r, x, delta, norm);
     for (; *w && r->n_tok > DECODE_MAX_TOKENS; w++) cuda_linear(r, *w, x, *out++);
     for (; *w; w++, out++) {
         const struct device_matrix *d = device_matrix_of(c, *w);
         profile_matrices(d, 1, 4.0 * r->n_tok * d->n_out);
-        p.w[p.n_matrix] = *d;
-        p.y[p.n_matrix] = c->x32[*out];
-        p.y_stride[p.n_matrix++] = (size_t)r->width[*out];
+        p->w[p->n_matrix] = *d;
+        p->y[p->n_matrix] = c->x32[*out];
+        p->y_stride[p->n_matrix++] = (size_t)r->width[*out];
     }
-    if (!p.n_matrix) return;
-    p.n_tok = r->n_tok;
-    p.x = c->x16[x];
-    p.x_stride = (size_t)r->width[x];
-    gemv_linear(&p, c->stream);
+    if (!p->n_matrix) return;
+    p->n_tok = r->n_tok;
+    p->x = c->x16[x];
+    p->x_stride = (size_t)r->width[x];
+    gemv_linear(p, c->stream);
+}
+
+static void cuda_projections(struct rank *r, int il, enum act x, enum act delta) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
+    struct linear_args p = {};
+    layer_projections(layer, w, out);
+    if (norm_fuses(r, x, delta)) p.norm = norm_input_of(r, x, delta, layer->attn_norm);
+    else {
+        norm_rows_of(r, x, delta, layer->attn_norm, A_H);
+        p.ahead = ahead_of_projections(r, il);
+    }
+    linear_each(r, &p, A_H, w, out);
+}
+
+static void cuda_norm_linear(struct rank *r, enum act x, const float *norm, const struct weight *w, enum act out) {
+    const struct weight *const list[2] = {w, NULL};
+    struct linear_args p = {};
+    if (norm_fuses(r, x, ACT_COUNT)) p.norm = norm_input_of(r, x, ACT_COUNT, norm);
+    else norm_rows_of(r, x, ACT_COUNT, norm, x);
+    linear_each(r, &p, x, list, &out);
 }
 
 /* Arguments of k_rope_gqa and k_rope_mla, but for v. */
@@ -5707,6 +5812,7 @@ static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum 
         LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
                    c->stream, a.rope);
     else a.arrived = c->attn_arrived;
+    a.ahead = ahead_of_attention(r, il);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
 }
 
@@ -5743,6 +5849,7 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
     a.eps = r->m->rms_eps;
     a.out = c->x16[out];
     a.out_stride = (size_t)r->width[out];
+    a.ahead = ahead_of_attention(r, il);
     a.t = c->delta;
     delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
 }
@@ -5801,7 +5908,9 @@ static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enu
     profile_matrices(&query.w, shape.n_head, 0);
     mla_query(&query, c->stream);
     struct mla_value_args value = {};
-    value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, {});
+    struct attn_args a = {};
+    a.ahead = ahead_of_attention(r, il);
+    value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, a);
     value.w = *device_matrix_of(c, &layer->wv_b);
     value.parts = c->mla_parts;
     value.arrived = c->mla_arrived;
@@ -5939,6 +6048,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
         p.input = norm;
         p.input.h16 = c->x16[x];
+        p.ahead = ahead_of_ffn(r, il);
         route_decode(&p, c->stream);
         ffn_decode(r, il, true, x, out);
         return;
@@ -5997,7 +6107,7 @@ static void cuda_norm_ffn(struct rank *r, int il, enum act x, enum act delta, en
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
     if (decode && layer->n_expert && norm_fuses(r, x, delta)) norm = norm_input_of(r, x, delta, layer->ffn_norm);
-    else norm_rows_of(r, x, delta, layer->ffn_norm);
+    else norm_rows_of(r, x, delta, layer->ffn_norm, A_H);
     if (layer->n_expert) moe_ffn(r, il, A_H, norm, out);
     else if (decode) ffn_decode(r, il, false, A_H, out);
     else dense_ffn_prefill(r, il, 0, A_H, out);
@@ -6325,7 +6435,7 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct re
 #ifdef MADV_PAGEOUT
     /* The file's pages need not stay beside their copy in the same memory; where they may not be dropped, they are the
      * first that the system takes. */
-    const uintptr_t page = 4096, from = ((uintptr_t)w->data + page - 1) / page * page;
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), from = ((uintptr_t)w->data + page - 1) / page * page;
     const uintptr_t to = ((uintptr_t)w->data + w->expert_bytes * (size_t)w->n_expert) / page * page;
     if (c->integrated && !synthetic && to > from) madvise((void *)from, to - from, MADV_PAGEOUT);
 #endif
@@ -6724,6 +6834,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     const struct gpu_facts f = rank_facts(r);
     launches_overlap = f.major >= 9;
     c->integrated = f.integrated;
+    CUDA_OK(r, cudaDeviceGetAttribute(&c->l2_bytes, cudaDevAttrL2CacheSize, c->device), "its cache");
     CUDA_OK(r, cudaSetDevice(c->device), "selecting it");
     CUDA_OK(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");

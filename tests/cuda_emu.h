@@ -367,6 +367,7 @@ struct allocation {
 struct gpu {
     size_t limit = (size_t)16 << 30, used = 0; // bytes
     int major = 12, minor = 0;
+    int l2_bytes = 4 << 20;
     bool integrated = false;
     bool peer[DEVICES_MAX] = {}; // devices whose memory its kernels may access
 };
@@ -449,7 +450,9 @@ inline void seed(uint64_t s) { rng_state = (s + 1) * 0x9e3779b97f4a7c15 | 1; }
 // The thread that holds the lock owns all variables above and runs the fibers. A fiber continues in whichever thread
 // runs them next, so kernels must not read thread_local variables.
 
-inline std::mutex big_lock;
+inline std::mutex big_lock, prefetches_lock;
+inline bool prefetches_logged;
+inline std::vector<std::pair<const uint8_t *, uint32_t>> prefetches; // what prefetch_l2 was asked for
 inline std::condition_variable news_came;
 inline uint64_t news, announced;         // counts work queued or done; a thread without work waits for a change
 inline unsigned host_threads;            // threads that are alive and have made a call
@@ -1108,6 +1111,7 @@ inline size_t allocated() {
     scope locked;
     return gpus[current_device].used;
 }
+inline void l2_bytes_of(int device, int bytes) { gpus[device].l2_bytes = bytes; }
 inline void integrated_of(int device, bool is) { gpus[device].integrated = is; }
 inline void capability_of(int device, int major, int minor) { gpus[device].major = major, gpus[device].minor = minor; }
 inline void capability(int major, int minor) {
@@ -1254,7 +1258,7 @@ CUEMU_API cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->sharedMemPerBlock = cuemu::SMEM_STATIC, p->sharedMemPerBlockOptin = cuemu::SMEM_MAX;
     p->sharedMemPerMultiprocessor = cuemu::SMEM_MAX + 1024;
     p->major = g.major, p->minor = g.minor, p->integrated = g.integrated;
-    p->multiProcessorCount = 4, p->l2CacheSize = 4 << 20, p->memoryBusWidth = 512;
+    p->multiProcessorCount = 4, p->l2CacheSize = g.l2_bytes, p->memoryBusWidth = 512;
     p->memoryClockRate = 1000000, p->clockRate = 1000000, p->warpSize = 32, p->maxThreadsPerBlock = 1024;
     p->pciBusID = 1 + device;
     return cudaSuccess;
@@ -2133,7 +2137,12 @@ template <class T>
 inline T load_l2(const T *p) {
     return *p;
 }
-inline void prefetch_l2(const void *) {}
+inline void prefetch_l2(const void *p, uint32_t n) {
+    if (!n || n > 16384 || n % 16 || (uintptr_t)p % 16) cuemu::die("prefetch_l2 of %u bytes at %p", n, p);
+    if (!cuemu::accessible(p, n, true)) cuemu::die("prefetch_l2 of %u bytes at %p, beyond an allocation", n, p);
+    std::lock_guard<std::mutex> hold(cuemu::prefetches_lock);
+    if (cuemu::prefetches_logged) cuemu::prefetches.emplace_back((const uint8_t *)p, n);
+}
 inline uint32_t ld_acquire(const uint32_t *p, CUEMU_AT) {
     cuemu::spin("ld_acquire", at);
     return *(const volatile uint32_t *)p;

@@ -13,8 +13,12 @@ void cuda_test_capability(int device, int major, int minor); /* emulator */
 bool cuda_test_by_nccl(struct rank *r, int n);
 int cuda_test_launching(struct rank *r);
 void cuda_test_integrated(int device, bool is); /* emulator */
-int cuda_test_turns(void);                      /* of a chat: many on a device */
-bool cuda_test_chose(struct rank *r);           /* the device chose, not the host */
+void cuda_test_l2(int device, int bytes);       /* emulator */
+void cuda_test_log_prefetches(bool on);         /* emulator; forgets what was logged */
+/* emulator: how much of a matrix was prefetched, and its bytes */
+size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *bytes);
+int cuda_test_turns(void);            /* of a chat: many on a device */
+bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
 
 /* Kernel by kernel: t_cuda_kernels.h. */
@@ -128,10 +132,12 @@ static void pair_logits_rows(struct rank *r, int n) {
                      (size_t)r->m->n_vocab);
 }
 
-static void pair_out_linear(struct rank *r, enum act x, enum act delta, const struct weight *const *w,
-                            const enum act *out) {
-    if (delta != ACT_COUNT) pair_out(r, "norm_linear, sum", -1, x);
-    for (; *w; w++) pair_slot(r, "norm_linear", -1, *out++, (*w)->n_out, false);
+static void pair_out_projections(struct rank *r, int il, enum act x) {
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
+    layer_projections(&r->m->layers[il], w, out);
+    pair_out(r, "projections, sum", il, x);
+    for (int i = 0; w[i]; i++) pair_slot(r, "projections", il, out[i], w[i]->n_out, false);
 }
 
 static void pair_out_ffn(struct rank *r, int il, enum act x, enum act out) {
@@ -149,8 +155,10 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
 #define PAIR_IN(...)           pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
 #define PAIR_IN_embed          (void)0
 #define PAIR_OUT_embed         pair_out(r, "embed", -1, x)
-#define PAIR_IN_norm_linear    PAIR_IN(x, delta)
-#define PAIR_OUT_norm_linear   pair_out_linear(r, x, delta, w, out)
+#define PAIR_IN_projections    PAIR_IN(x, delta)
+#define PAIR_OUT_projections   pair_out_projections(r, il, x)
+#define PAIR_IN_norm_linear    PAIR_IN(x)
+#define PAIR_OUT_norm_linear   pair_slot(r, "norm_linear", -1, out, w->n_out, false)
 #define PAIR_IN_final_reduce   PAIR_IN(x, delta)
 #define PAIR_OUT_final_reduce  pair_out(r, "final_reduce", -1, x)
 #define PAIR_IN_linear         PAIR_IN(x)
@@ -736,6 +744,59 @@ static void test_cuda_profile(void) {
         engine_close(&e);
     }
 }
+
+#ifdef CUEMU
+/* Checks that `times` times a matrix's bytes were prefetched; times -1: once, but not the whole of it. Returns what was. */
+static size_t ahead_check(struct engine *e, const struct weight *w, const char *what, int il, int times) {
+    size_t bytes = 0, got = cuda_test_prefetched(e->session.r, w, &bytes);
+    CHECK(times < 0 ? got < bytes : got == (size_t)times * bytes, "%s, layer %d, %s: %zu of %zu bytes", e->model.name,
+          il, what, got, bytes);
+    return got;
+}
+
+/* One token prefetches each dense matrix of attention once, but not the first products, which nothing is in front of, and
+ * the head; no kernel more than a quarter of L2. Long prompts prefetch nothing. */
+static void test_cuda_ahead(void) {
+    static const int shapes[] = {0, 1, 3};
+    struct engine e;
+    struct settings set;
+    for (int which = 0; which < 3; which++)
+        for (int small = 0; small < 2; small++) {
+            const int32_t ids[20] = {1, 2, 3};
+            const struct weight *w[LINEAR_MAX + 1];
+            enum act out[LINEAR_MAX];
+            size_t sum = 0;
+            cuda_test_l2(0, small ? 8192 : 64 << 20);
+            if (!tiny_open(&e, &set, shapes[which])) return;
+            struct rank *r = e.session.r;
+            cuda_test_log_prefetches(true);
+            session_decode(&e.session, 5);
+            r->ops->wait(r);
+            for (int il = 0; il < e.model.n_layer; il++) {
+                const struct layer *layer = &e.model.layers[il];
+                layer_projections(layer, w, out);
+                for (int i = 0; w[i]; i++)
+                    sum += ahead_check(&e, w[i], "projection", il,
+                                       il && e.model.layers[il - 1].n_expert ? small ? -1 : 1 : 0);
+                sum += ahead_check(&e, &layer->wo, "wo", il, small ? -1 : 1);
+                if (layer->has & HAS_MLA) sum += ahead_check(&e, &layer->wv_b, "wv_b", il, small ? -1 : 1);
+            }
+            sum += ahead_check(&e, &e.model.output, "head", -1, small ? -1 : 1);
+            CHECK(!small || sum <= 2 * 2048 * (size_t)e.model.n_layer, "%s: %zu bytes", e.model.name, sum);
+            cuda_test_log_prefetches(true);
+            session_forward(&e.session, ids, 20);
+            r->ops->wait(r);
+            ahead_check(&e, &e.model.layers[0].wo, "wo of a prompt", 0, 0);
+            session_forward(&e.session, ids, 12); /* a kernel of its own makes the norm */
+            r->ops->wait(r);
+            ahead_check(&e, &e.model.layers[0].wo, "wo of 12 tokens", 0, small ? -1 : 2);
+            if (!small && which == 1) ahead_check(&e, &e.model.layers[0].wk_b, "wk_b", 0, 1);
+            cuda_test_log_prefetches(false);
+            engine_close(&e);
+        }
+    cuda_test_l2(0, 4 << 20);
+}
+#endif
 
 /* mode_bench with what it prints; both are stb_ds strings. */
 static int bench_output(struct engine *e, char **out, char **said) {
@@ -1436,12 +1497,12 @@ void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_synthetic(void) { test_cuda_synth(); }
 
 #ifdef CUEMU
-#define TESTS_EMULATOR                                                                            \
-    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},               \
-        {"cuda/batches", test_cuda_batches}, {"cuda/recording", test_cuda_recording},             \
-        {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},     \
-        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults}, \
-        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures},                 \
+#define TESTS_EMULATOR                                                                                                 \
+    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},                                    \
+        {"cuda/batches", test_cuda_batches}, {"cuda/recording", test_cuda_recording}, {"cuda/ahead", test_cuda_ahead}, \
+        {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},                          \
+        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                      \
+        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures},                                      \
         {"cuda/tiles", cuda_test_tile_sizes},
 #else
 #define TESTS_EMULATOR

@@ -535,13 +535,13 @@ static const struct ops log_ops = {
 static void test_ops_replay(void) {
     static const char *const names[] = {"qwen3moe", "deepseek_v3"};
     static const int buckets[] = {1, 5, 16, 40};
-    const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_norm_linear | 1u << LOG_linear |
+    const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_projections | 1u << LOG_linear |
                           1u << LOG_norm_ffn | 1u << LOG_final_reduce | 1u << LOG_logits;
     for (int f = 0; f < 2; f++) {
         struct model m;
         struct session s;
         unsigned want = both, seen = 0;
-        want |= f ? 1u << LOG_mla_attention : 1u << LOG_attention;
+        want |= f ? 1u << LOG_mla_attention | 1u << LOG_norm_linear : 1u << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;

@@ -44,6 +44,22 @@ void cuda_test_fail(const char *api, int n) {
 void cuda_test_memory(size_t bytes) { cuemu::memory(bytes); }
 void cuda_test_memory_of(int device, size_t bytes) { cuemu::memory(bytes, device); }
 void cuda_test_devices(int n, bool peers) { cuemu::devices(n), cuemu::peers(peers); }
+void cuda_test_l2(int device, int bytes) { cuemu::l2_bytes_of(device, bytes); }
+void cuda_test_log_prefetches(bool on) {
+    cuemu::prefetches.clear();
+    cuemu::prefetches_logged = on;
+}
+size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *bytes) {
+    const struct device_matrix *d = device_matrix_of(r->cuda, w);
+    const size_t tiles = (size_t)d->n_expert * (size_t)d->n_rt * (size_t)d->n_kt;
+    const uint8_t *const at[2] = {d->codes, d->scales};
+    const size_t n[2] = {tiles * TILE_BYTES(d->fmt), d->scales ? tiles * TILE_SCALES : 0};
+    size_t got = 0;
+    for (int i = 0; i < 2; i++)
+        for (auto &p : cuemu::prefetches) got += n[i] && p.first >= at[i] && p.first < at[i] + n[i] ? p.second : 0;
+    *bytes = n[0] + n[1];
+    return got;
+}
 void cuda_test_integrated(int device, bool is) { cuemu::integrated_of(device, is); }
 void cuda_test_capability(int device, int major, int minor) { cuemu::capability_of(device, major, minor); }
 #else
