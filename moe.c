@@ -668,7 +668,10 @@ struct sampling {
     int top_k; /* 0: off */
 };
 
-enum { PENALTY_WINDOW = 64 }; /* latest tokens that the repeat penalty looks at */
+enum {
+    PENALTY_WINDOW = 64, /* latest tokens that the repeat penalty looks at */
+    TOKEN_CHOSEN = -1    /* in place of an id: the token that `sample` chose on the device */
+};
 
 /* A token that may be chosen. */
 struct candidate {
@@ -737,8 +740,9 @@ struct profile_row {
     X(void, forward, (struct rank *r), (r))                                                                            \
     /* (n_vocab) logits of row first + row; waits */                                                                   \
     X(const float *, read_logits, (struct rank *r, int row), (r, row))                                                 \
-    /* the token that `sample` chose; waits */                                                                         \
-    X(int32_t, read_token, (struct rank *r), (r))                                                                      \
+    /* the token that `sample` chose; waits for the choice alone. *on_device: whether the device has it, too, and a    \
+       forward of TOKEN_CHOSEN was right */                                                                            \
+    X(int32_t, read_token, (struct rank *r, bool *on_device), (r, on_device))                                          \
     /* copies rows first..first+n-1 of a plane to host memory, or back (store): data (n, row_bytes) and scale          \
        (n, n_group), NULL: not this one; waits */                                                                      \
     X(void, plane_copy, (struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,   \
@@ -749,8 +753,8 @@ struct profile_row {
     X(void, read_stats, (struct rank *r, double *stats, float *in_sum2), (r, stats, in_sum2))                          \
     /* measures memory and matrix units; waits */                                                                      \
     X(struct rates, measure, (struct rank *r), (r))                                                                    \
-    /* seconds of an all-reduce with its norm for n_tok tokens, by NCCL or by our own kernel; the ranks of a stage call   \
-       it together; 0: this way does not exist here, or n_tok exceeds the chunk; waits */                              \
+    /* seconds of an all-reduce with its norm for n_tok tokens, by NCCL or by our own kernel; the ranks of a stage     \
+       call it together; 0: this way does not exist here, or n_tok exceeds the chunk; waits */                         \
     X(double, time_all_reduce, (struct rank *r, int n_tok, bool nccl), (r, n_tok, nccl))                               \
     /* times every kernel of the forward body(arg); returns how many of the n rows it filled, in the order of the      \
        launches; 0: the backend cannot; waits */                                                                       \
@@ -1008,7 +1012,8 @@ struct rank {
     int n_tok;             /* tokens */
     int32_t pos;           /* position of the first */
     int32_t state_pos;     /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
-    int32_t *tokens;       /* (chunk) ids */
+    int32_t *tokens;       /* (chunk) ids; the only one may be TOKEN_CHOSEN, see goes_ahead */
+    bool goes_ahead;       /* a forward of the token that `sample` is about to choose can be enqueued behind it */
     unsigned n_all_reduce; /* all-reduces of this forward that have begun */
 
     /* memory; "the backend's" is the device's on a GPU */
@@ -10333,7 +10338,7 @@ enum rank_step_kind {
 /* What every rank of a process group does at once. Each kind uses the fields that its comment names. */
 struct rank_step {
     enum rank_step_kind kind;
-    const int32_t *ids;
+    const int32_t *ids; /* NULL: the token that was chosen */
     int n, pos, state_pos, first;
     bool nccl;
     struct pg_start *start;
@@ -10477,8 +10482,15 @@ static void *pg_thread(void *arg) {
     return NULL;
 }
 
-/* Runs a step on every rank at once; returns when all have ended it. */
+/* Runs a step on every rank at once; returns when all have ended it. Ctrl-Z acts behind it where the ranks are on GPUs:
+ * their kernels wait for one another, and a GPU that drives a display ends a kernel that waits for seconds, as for a
+ * rank that was stopped. */
 static void pg_run(struct process_group *pg, struct rank_step step) {
+    const bool hold = pg->n > 1 && pg->ranks[pg->root].cuda;
+    sigset_t stop;
+    sigemptyset(&stop);
+    sigaddset(&stop, SIGTSTP);
+    if (hold) pthread_sigmask(SIG_BLOCK, &stop, NULL);
     if (pg->n > 1) {
         pthread_mutex_lock(&pg->lock);
         pg->step = step;
@@ -10493,6 +10505,7 @@ static void pg_run(struct process_group *pg, struct rank_step step) {
     pg->ended[pg->root]++;
     pg_wait_for(pg, "the end of a step", NULL, pg->ended, 0, pg->n, 0, pg->steps);
     pthread_mutex_unlock(&pg->lock);
+    if (hold) pthread_sigmask(SIG_UNBLOCK, &stop, NULL);
 }
 
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) {
@@ -11841,7 +11854,10 @@ static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *
     r->chosen = sampling_choose(o, r->work, r->m->n_ids, r->logits, recent, n_recent, uniform);
 }
 
-static int32_t cpu_read_token(struct rank *r) { return r->chosen; }
+static int32_t cpu_read_token(struct rank *r, bool *on_device) {
+    *on_device = false;
+    return r->chosen;
+}
 
 static void forward_body(void *arg) {
     struct rank *r = arg;
@@ -12266,6 +12282,7 @@ struct session {
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
     int state_pos;        /* recurrent states stand for tokens[0..state_pos), <= n_past */
+    bool ahead;           /* a forward of the token behind the timeline, as the device chose it, is under way */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
@@ -12335,7 +12352,8 @@ static int session_reach(const struct session *s) {
             const struct plane *p = &planes[u];
             if (!p->width) continue;
             if (p->kind == PLANE_STATE) reach = int_max(reach, s->state_pos);
-            if (p->kind == PLANE_RING && s->n_past > p->n_row) reach = int_max(reach, s->n_past - p->n_row + p->window);
+            const int end = s->n_past + s->ahead;
+            if (p->kind == PLANE_RING && end > p->n_row) reach = int_max(reach, end - p->n_row + p->window);
         }
     }
     return reach;
@@ -12370,6 +12388,7 @@ static int session_truncate(struct session *s, int n) {
     struct snapshot *best = NULL;
     if (n >= s->n_past) return s->n_past;
     const bool restore = s->snapshot_size && n < session_reach(s);
+    s->ahead = false;
     for (int i = 0; i < SNAPSHOTS; i++) {
         struct snapshot *k = &s->snapshots[i];
         if (k->n > n) k->n = 0; /* of tokens that are taken back */
@@ -12422,7 +12441,8 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
     case RANK_START: rank_start(r, step->start); break;
     case RANK_FORWARD:
         alloc_guard_begin("a forward pass");
-        memcpy(r->tokens, step->ids, (size_t)step->n * sizeof *step->ids);
+        if (step->ids) memcpy(r->tokens, step->ids, (size_t)step->n * sizeof *step->ids);
+        else r->tokens[0] = TOKEN_CHOSEN;
         r->pos = step->pos;
         r->state_pos = step->state_pos;
         r->n_tok = step->n;
@@ -12459,6 +12479,15 @@ static void session_forward(struct session *s, const int32_t *ids, int n) {
            (struct rank_step){.kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .state_pos = s->state_pos});
     s->state_pos = n <= MAX_LAG ? s->n_past : s->n_past + n - 1;
     s->n_past += n;
+    s->ahead = false;
+}
+
+/* Enqueues the forward of the token that is being chosen, before the host knows it: the device need not wait until the
+ * host has read the token and printed it. session_decode takes it into the timeline; any other forward overwrites it. */
+static void session_forward_ahead(struct session *s) {
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .state_pos = s->state_pos});
+    s->state_pos = s->n_past;
+    s->ahead = true;
 }
 
 /* Computes the logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
@@ -12477,20 +12506,25 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
 
 /* One token: forward and logits. */
 static void session_decode(struct session *s, int32_t id) {
-    session_forward(s, &id, 1);
+    if (s->ahead) s->tokens[s->n_past++] = id;
+    else session_forward(s, &id, 1);
+    s->ahead = false;
     session_head(s, 0, 1);
 }
 
 /* Returns the logits (n_vocab) of the last token, after a sync or decode. */
 static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, 0); }
 
-/* The next token, chosen by those logits. */
+/* The next token, chosen by those logits. It has to go to session_decode, or not into the timeline. */
 static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
     int n = s->n_past < PENALTY_WINDOW ? s->n_past : PENALTY_WINDOW;
     double uniform = o->greedy || o->temp <= 0 ? 0 : rng_uniform(rng);
     alloc_guard_begin("the choice of a token");
     s->r->ops->sample(s->r, o, s->tokens + s->n_past - n, n, uniform);
-    const int32_t id = s->r->ops->read_token(s->r);
+    if (s->r->goes_ahead && s->n_past < s->n_ctx) session_forward_ahead(s);
+    bool on_device;
+    const int32_t id = s->r->ops->read_token(s->r, &on_device);
+    s->ahead &= on_device;
     alloc_guard_end();
     return id;
 }
@@ -13920,9 +13954,14 @@ static void watch_interrupt(void) {
 
 /* Stops the job as Ctrl-Z does where the terminal sees to it, and goes on after SIGCONT. */
 static void watch_suspend(struct keyboard *kb) {
+    sigset_t pending;
     term_restore();
     kill(0, SIGTSTP);
-    poll(NULL, 0, 20); /* another thread may be the one that is stopped first */
+    do { /* another thread may be the one that is stopped first, and a step of ranks may have to end before */
+        poll(NULL, 0, 20);
+        sigemptyset(&pending);
+        sigpending(&pending);
+    } while (sigismember(&pending, SIGTSTP));
     term_raw(kb);
 }
 

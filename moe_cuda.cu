@@ -348,8 +348,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(sample.block_best, uint64_t, SAMPLE_BLOCKS)                                               \
     X(sample.block_mass, double, SAMPLE_BLOCKS)                                                 \
     X(sample.bins, int, SAMPLE_BINS)                                                            \
-    X(sample.arrived, uint32_t, 1)                                                              \
-    X(sample.token, int32_t, 1)
+    X(sample.arrived, uint32_t, 1)
 /* clang-format on */
 
 /* What the other ranks write to: memory of the receiver's GPU, or of the host where GPUs cannot reach each other. */
@@ -358,6 +357,8 @@ struct mailbox {
     uint32_t *logits_flag; /* (n_rank) logits that have come */
     uint32_t *hidden_flag; /* batches of hidden states that have come from the stage before */
     uint32_t *credit;      /* batches that the next stage has received from this one */
+    uint32_t *token_flag;  /* tokens that have come from the root */
+    int32_t *token;        /* (4) the latest, and three zeros */
     float *slot;           /* (2, n_rank, ALLREDUCE_SLOT) deltas; for several ranks */
     float *x;              /* (chunk, n_embd) hidden states from the stage before */
     float *logits;         /* (LOGIT_ROWS, logits_stride) of all ranks of the last stage, in the root of several */
@@ -376,6 +377,8 @@ static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const stru
     PLACE(logits_flag, uint32_t, n)
     PLACE(hidden_flag, uint32_t, 1)
     PLACE(credit, uint32_t, 1)
+    PLACE(token_flag, uint32_t, 1)
+    PLACE(token, int32_t, 4)
     PLACE(slot, float, n > 1 ? 2 * n * ALLREDUCE_SLOT : 0)
     PLACE(x, float, shard.stage ? (size_t)s.chunk *(size_t)m->n_embd : 0)
     PLACE(logits, float, root ? LOGIT_ROWS *logits_stride(m->n_vocab) : 0)
@@ -922,7 +925,7 @@ __global__ void __launch_bounds__(256)
  * ============================================================================================================ */
 
 /* What a kernel does with other ranks. Each has counts of its own. */
-enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CHANNELS };
+enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CH_TOKEN, CHANNELS };
 
 /* In host memory: how a rank's GPU and its thread tell each other that they are alive. */
 struct heartbeat {
@@ -1007,6 +1010,33 @@ __global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
     grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
 }
 
+/* The root's id of a chosen token for the other ranks. A mailbox needs room for one: the root cannot choose the next
+ * before all ranks have done their part of this one's forward. */
+struct token_args {
+    struct tp_rank p;
+    int32_t *id;        /* of the batch: read by the root, written by the others */
+    struct mailbox own; /* not of the root */
+    int n_other;        /* the root: ranks that it sends the id to, */
+    struct mailbox other[MAX_RANKS - 1];
+};
+
+/* Hands on the id. Grid: 1, block: a warp. Costs the latency of a flag. */
+__global__ void __launch_bounds__(32) k_share_token(const __grid_constant__ struct token_args a) {
+    grid_dependency_wait();
+    const uint32_t seq = a.p.sequence->done[CH_TOKEN] + 1;
+    const int t = threadIdx.x;
+    if (t < a.n_other) {
+        st_sys16(a.other[t].token, make_uint4((uint32_t)*a.id, 0, 0, 0));
+        st_release_sys(a.other[t].token_flag, seq);
+    }
+    if (!a.n_other && !t) {
+        flag_wait(a.own.token_flag, seq, a.p, WAIT_CODE(0, CH_TOKEN, 0));
+        *a.id = (int32_t)ld_sys16(a.own.token).x;
+    }
+    channel_end(a.p, CH_TOKEN);
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
+}
+
 /* y (n) BF16 = x (n) F32, n % 4 == 0. Grid: n / 1024, block: 256, moves 6 bytes per value. */
 __global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, size_t n) {
     grid_dependency_launch();
@@ -1075,7 +1105,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     grid_dependency_wait();
     int t = blockIdx.x;
     for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS)
-        x[(size_t)t * w.n_in + i] = device_matrix_value(w, tokens[t], i);
+        x[(size_t)t * w.n_in + i] = device_matrix_value(w, max(tokens[t], 0), i);
     for (int i = threadIdx.x; i < n_half; i += ROW_THREADS) {
         float angle = (float)(b->pos + t) * freq[i];
         cs[t * n_half + i] = cosf(angle) * factor;
@@ -1771,13 +1801,13 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         top = fmaxf(top, score[e]);
     }
     top = warp_max(top);
-    UNROLL_BY(1) for (int e = lane; e < n; e += WARP) {
+    UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
         const float l = score[e], v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
         score[e] = v;
         sum += v;
     }
     sum = p.softmax ? warp_sum(sum) : 1.0f;
-    UNROLL_BY(1) for (int e = lane; e < n; e += WARP) {
+    UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
         score[e] /= sum;
         pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
     }
@@ -1786,7 +1816,7 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     if (p.n_group > 1) {
         const int e0 = lane * per, e1 = lane < p.n_group ? e0 + per : e0;
         float a = -INFINITY, b = -INFINITY;
-        UNROLL_BY(1) for (int e = e0; e < e1; e++) {
+        UNROLL_BY(8) for (int e = e0; e < e1; e++) {
             float v = key_float(pick[e]);
             b = fmaxf(b, fminf(a, v));
             a = fmaxf(a, v);
@@ -1805,10 +1835,11 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     UNROLL_BY(1) for (int i = 0; i < p.k; i++) {
         uint32_t best = 0;
         int id = n;
-        for (int e = lane; e < n; e += WARP) {
-            if (pick[e] <= best) continue; /* taken experts have key 0 */
-            best = pick[e];
-            id = e;
+        UNROLL_BY(8) for (int e = lane; e < n; e += WARP) {
+            const uint32_t key = pick[e];
+            const bool better = key > best; /* taken experts have key 0 */
+            best = better ? key : best;
+            id = better ? e : id;
         }
         const uint32_t top_key = __reduce_max_sync(0xFFFFFFFFu, best);
         id = (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
@@ -4817,7 +4848,7 @@ struct sample_args {
     double *block_mass;       /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best logit) */
     int *bins;                /* (SAMPLE_BINS) ids per bin; 0 between launches */
     uint32_t *arrived;        /* counts blocks; 0 between launches */
-    int32_t *token;
+    int32_t *token;           /* the first of the batch; -1: the host has to choose */
 };
 
 /* Maps id i with logit v to a key: larger logits have larger keys, of equal logits the lower id. Applies the repeat
@@ -5077,7 +5108,8 @@ struct cuda {
     float *logits_host;        /* host, pinned: (LOGIT_ROWS, n_vocab) */
     struct sample_args sample; /* the latest choice of a token, */
     struct sampling sampling;  /* and the options it was made with */
-    int32_t *token_host;       /* host, pinned: the token chosen */
+    int32_t *token_host;       /* host, pinned: the token chosen, */
+    cudaEvent_t token_ready;   /* once it is there */
 
     /* recorded forwards of so many tokens; NULL: not yet */
     cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1];
@@ -5190,7 +5222,9 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
                      (r - r->index + i)->m->first_layer + ordinal / ALL_REDUCES_PER_LAYER);
         else if (code)
             snprintf(who + at, left, "; rank %d waited for %s", i,
-                     channel == CH_LOGITS ? "a shard of the logits" : "another stage");
+                     channel == CH_LOGITS  ? "a shard of the logits"
+                     : channel == CH_TOKEN ? "the chosen token"
+                                           : "another stage");
     }
     rank_fail(r,
               "%s: no progress for %d s%s. Has a GPU stopped? At start-up: are writes between GPUs or NCCL broken here "
@@ -5352,7 +5386,7 @@ static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); 
 static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
     struct staging *s = &c->sent[c->turn ^= 1];
-    const size_t bytes = (size_t)r->n_tok * sizeof *r->tokens;
+    const size_t bytes = r->tokens[0] == TOKEN_CHOSEN ? 0 : (size_t)r->n_tok * sizeof *r->tokens;
     int32_t *out = (int32_t *)s->host;
     if (!wait_for_event(r, s->free, "sending tokens")) return;
     out[0] = r->pos;
@@ -5405,25 +5439,51 @@ static void forward_prepare(struct rank *r, cudaGraphExec_t *graph) {
     }
 }
 
-/* Sends the batch, and enqueues the family's forward. A decode forward is recorded the first time as a CUDA graph, and
- * replayed from then on. Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
-static void cuda_forward(struct rank *r) {
-    struct cuda *c = r->cuda;
-    send_batch(r);
-    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->n_tok] : NULL;
-    if (graph) forward_prepare(r, graph);
-    if (!graph || !*graph) {
-        r->m->family->forward(r);
-        CUDA_OK(r, cudaGetLastError(), "a forward pass");
-        return;
-    }
-    CUDA_OK(r, cudaGraphLaunch(*graph, c->stream), "a forward pass");
-    kernel_last = "of a recorded forward";
+/* Has the driver submit what was enqueued, for which other ranks wait: on Windows it may collect launches until somebody
+ * asks for their state. */
+static void stream_flush(struct rank *r) {
+    if (r->m->shard.n_rank * r->m->shard.n_stage == 1) return;
+    const cudaError_t e = cudaStreamQuery(r->cuda->stream);
+    if (e != cudaErrorNotReady) CUDA_OK(r, e, "a forward pass");
+    else if (cudaPeekAtLastError() == cudaErrorNotReady) cudaGetLastError();
 }
 
 /* What a kernel must know to wait for other ranks. */
 static struct tp_rank tp_rank_of(const struct rank *r) {
     return {r->m->shard.rank, r->m->shard.n_rank, r->cuda->sequence, r->cuda->heartbeat[r->index]};
+}
+
+/* Gives the token that the root chose to the other ranks. */
+static void share_token(struct rank *r) {
+    struct cuda *c = r->cuda;
+    const struct shard *shard = &r->m->shard;
+    const int n = shard->n_rank * shard->n_stage, root = n - shard->n_rank;
+    struct token_args a = {};
+    if (n == 1) return;
+    a.p = tp_rank_of(r);
+    a.id = c->tokens;
+    a.own = c->mailbox[r->index];
+    for (int i = 0; i < n && r->index == root; i++)
+        if (i != root) a.other[a.n_other++] = c->mailbox[i];
+    LAUNCH_PDL(k_share_token, 1, WARP, 0, c->stream, a);
+}
+
+/* Sends the batch, and enqueues the family's forward. A decode forward is recorded the first time as a CUDA graph, and
+ * replayed from then on. Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
+static void cuda_forward(struct rank *r) {
+    struct cuda *c = r->cuda;
+    send_batch(r);
+    if (r->tokens[0] == TOKEN_CHOSEN) share_token(r);
+    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->n_tok] : NULL;
+    if (graph) forward_prepare(r, graph);
+    if (graph && *graph) {
+        CUDA_OK(r, cudaGraphLaunch(*graph, c->stream), "a forward pass");
+        kernel_last = "of a recorded forward";
+    } else {
+        r->m->family->forward(r);
+        CUDA_OK(r, cudaGetLastError(), "a forward pass");
+    }
+    stream_flush(r);
 }
 
 /* Arguments of a transfer that waits for n_wait flags and, without send_matrix, moves nothing. */
@@ -6136,6 +6196,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
         send_rows(r, s);
     }
     CUDA_OK(r, cudaGetLastError(), "the output layer");
+    stream_flush(r);
 }
 
 /* Copies a row to pinned memory, of which there is one per row of logits. */
@@ -6171,14 +6232,16 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
     LAUNCH_PDL(k_sample, min(ceil_div(p->n, 4 * SAMPLE_THREADS), (unsigned)SAMPLE_BLOCKS), SAMPLE_THREADS, 0, c->stream,
                *p);
     cuda_copy(r, c->token_host, p->token, sizeof(int32_t), "choosing a token");
+    CUDA_OK(r, cudaEventRecord(c->token_ready, c->stream), "choosing a token");
 }
 
 /* The id that k_sample chose; where it left the choice to the host (-1), the host makes it from the same draw. */
-static int32_t cuda_read_token(struct rank *r) {
+static int32_t cuda_read_token(struct rank *r, bool *on_device) {
     struct cuda *c = r->cuda;
     const struct sample_args *p = &c->sample;
-    cuda_sync(r, "a forward pass");
-    if (*c->token_host >= 0) return *c->token_host;
+    wait_for_event(r, c->token_ready, "a forward pass");
+    *on_device = *c->token_host >= 0;
+    if (*on_device) return *c->token_host;
     return sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, 0), p->recent, p->n_recent, p->uniform);
 }
 
@@ -6722,6 +6785,7 @@ static void cuda_close(struct rank *r) {
     for (size_t i = 0; i < arrlenu(c->pinned); i++) cudaFreeHost(c->pinned[i]);
     for (struct staging &s : c->staging) staging_free(&s);
     for (struct staging &s : c->sent) staging_free(&s);
+    if (c->token_ready) cudaEventDestroy(c->token_ready);
     if (c->stream) cudaStreamDestroy(c->stream);
     arrfree(r->owned);
     arrfree(c->pinned);
@@ -6837,6 +6901,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     CUDA_OK(r, cudaDeviceGetAttribute(&c->l2_bytes, cudaDevAttrL2CacheSize, c->device), "its cache");
     CUDA_OK(r, cudaSetDevice(c->device), "selecting it");
     CUDA_OK(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
+    CUDA_OK(r, cudaEventCreateWithFlags(&c->token_ready, cudaEventDisableTiming), "creating an event");
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
 }
 
@@ -6942,6 +7007,8 @@ static void rank_allocate(struct rank *r) {
     r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);
     c->batch = (struct batch *)cuda_memory(r, batch_bytes, "activations");
     c->tokens = (int32_t *)(c->batch + 1);
+    c->sample.token = c->tokens;
+    r->goes_ahead = true;
     for (struct staging &x : c->sent) staging_take(r, &x, batch_bytes, false, "host memory");
     const struct rope rope = m->ropes[0];
     c->freq = (const float *)cuda_vector(r, rope.freq, rope.freq, (size_t)rope.dim / 2 * sizeof(float), "activations");

@@ -20,6 +20,7 @@ size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *byte
 int cuda_test_turns(void);            /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
+size_t cuda_test_not_finite(struct rank *r);
 
 /* Kernel by kernel: t_cuda_kernels.h. */
 bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
@@ -328,7 +329,7 @@ static void test_cuda_sample(void) {
         int32_t want = sampling_choose(&s, work, m.n_ids, x, recent, n_recent, uniform);
         cuda_test_logits(&r, x, m.n_ids);
         r.ops->sample(&r, &s, recent, n_recent, uniform);
-        int32_t got = r.ops->read_token(&r);
+        int32_t got = r.ops->read_token(&r, &(bool){false});
         chosen += cuda_test_chose(&r);
         if (!CHECK(cuda_test_counted(&r), "choice %d leaves counts behind", c)) break;
         if (!CHECK(got == want, "temp %g, top-k %d, top-p %g, min-p %g, penalty %g: chose %d, expected %d", s.temp,
@@ -566,7 +567,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         r.ops->forward(&r);
         r.ops->logits(&r, n[i] - 1, 1);
         r.ops->sample(&r, &sampling, NULL, 0, rng_uniform(&rng));
-        row[n_vocab] = (float)r.ops->read_token(&r);
+        row[n_vocab] = (float)r.ops->read_token(&r, &(bool){false});
         memcpy(row, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
         row += n_vocab + 1;
     }
@@ -1117,6 +1118,69 @@ static void test_cuda_ranks(void) {
 #endif
 }
 
+static const struct ops *host_choice_ops;
+
+/* As where the device leaves the choice to the host. */
+static int32_t host_choice(struct rank *r, bool *on_device) {
+    const int32_t id = host_choice_ops->read_token(r, on_device);
+    *on_device = false;
+    return id;
+}
+
+/* Forwards that begin before the host knows their token change nothing: the same tokens and logits, bit for bit, as
+ * without them; also where the host chooses, or goes on with another token or another forward. */
+static void goes_ahead_check(const char *fixture, const struct layout *d) {
+    const struct sampling o = {.temp = 1, .top_p = 0.95f, .top_k = 40, .repeat_penalty = 1.1f};
+    struct session each[2]; /* without, with */
+    uint64_t rng[2] = {7, 7};
+    struct model m;
+    if (!fixture_load(fixture, &m)) return;
+    for (int k = 0; k < 2; k++)
+        if (!layout_session(&each[k], &m, d, 64, KV_FP8)) return;
+    const size_t bytes = (size_t)m.n_vocab * sizeof(float);
+    struct ops ops = *each[1].r->ops;
+    host_choice_ops = each[1].r->ops;
+    ops.read_token = host_choice;
+    CHECK(each[1].r->goes_ahead, "%s: nothing goes ahead", fixture);
+    each[0].r->goes_ahead = false;
+    for (int k = 0; k < 2; k++) session_decode(&each[k], 5);
+    for (int i = 0; i < 11; i++) {
+        int32_t id[2];
+        for (int k = 0; k < 2; k++) {
+            struct session *s = &each[k];
+            if (k) s->r->ops = i % 7 == 3 ? &ops : host_choice_ops;
+            id[k] = session_sample(s, &o, &rng[k]);
+            CHECK(s->ahead == (k && i % 7 != 3), "choice %d: %d", i, s->ahead);
+            if (i % 5 == 2) session_forward(s, (const int32_t[]){id[k], 9, 11}, 3), session_head(s, 2, 1);
+            else session_decode(s, id[k]);
+        }
+        CHECK(id[0] == id[1] && each[0].n_past == each[1].n_past &&
+                  !memcmp(each[0].tokens, each[1].tokens, sizeof id[0] * (size_t)each[0].n_past),
+              "%s, choice %d: %d and %d", fixture, i, id[0], id[1]);
+        if (!CHECK(!memcmp(session_logits(&each[0]), session_logits(&each[1]), bytes),
+                   "%s, %s, choice %d: other logits", fixture, d->name, i))
+            break;
+    }
+    for (int k = 0; k < 2; k++) session_free(&each[k]);
+    cuda_test_devices(1, true);
+    model_free(&m);
+}
+
+static void test_cuda_goes_ahead(void) {
+    static const struct layout two = {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_ONESHOT, true};
+    static const struct layout stages = {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true};
+    goes_ahead_check("qwen3moe", &one_rank);
+    goes_ahead_check("deepseek_v3", &one_rank);
+    goes_ahead_check("qwen3_5_moe", &one_rank);
+    goes_ahead_check("deepseek_v3", &two);
+    goes_ahead_check("qwen3_5_moe", &stages);
+#ifdef CUEMU
+    static const struct layout four = {
+        "two by two GPUs without peer access", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, false};
+    goes_ahead_check("qwen3moe", &four);
+#endif
+}
+
 #ifdef CUEMU
 /* For up to 16 tokens every kind of all-reduce gives the same bits. */
 static void test_cuda_same_bits(void) {
@@ -1189,6 +1253,93 @@ static void test_cuda_batches(void) {
             free(got);
         }
         free(want);
+        model_free(&m);
+    }
+}
+
+#ifdef CUEMU
+static volatile sig_atomic_t *steps_busy; /* shared with a child: ranks that are in a forward */
+static const struct ops *steps_ops;
+
+static void forward_counted(struct rank *r) {
+    __atomic_add_fetch(steps_busy, 1, __ATOMIC_SEQ_CST);
+    steps_ops->forward(r);
+    poll(NULL, 0, 10 * r->index); /* the others are done before */
+    __atomic_sub_fetch(steps_busy, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Ctrl-Z stops a program with ranks on GPUs between two steps, and it goes on after SIGCONT. */
+static void test_cuda_stop(void) {
+    const struct cuda_options o = {.n_ctx = 200, .kv = KV_FP8, .device = {0, 1}};
+    struct model m;
+    int status = 0;
+    if (!fixture_load("qwen3moe", &m)) return;
+    steps_busy = mmap(NULL, sizeof *steps_busy, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    const pid_t pid = fork();
+    if (!pid) {
+        struct session s;
+        char err[ERR_MAX];
+        setpgid(0, 0);
+        cuda_test_devices(2, true);
+        if (session_open(&s, &m, 2, 1, cuda_rank_start, &o, err)) _exit(2);
+        struct ops counted = *s.r->ops;
+        steps_ops = s.r->ops;
+        counted.forward = forward_counted;
+        for (int i = 0; i < 2; i++) s.pg.ranks[i].ops = &counted;
+        for (int i = 0; i < 100; i++) session_decode(&s, 7);
+        for (int i = 0; i < 2; i++) s.pg.ranks[i].ops = steps_ops;
+        session_free(&s);
+        raise(SIGTSTP); /* no longer held back */
+        _exit(0);
+    }
+    for (int stops = 0; stops <= 6; stops++) {
+        for (int i = 0; i < 10000 && stops < 6 && !*steps_busy; i++) poll(NULL, 0, 1);
+        if (stops < 6) kill(pid, SIGTSTP);
+        if (!CHECK(waitpid(pid, &status, WUNTRACED) == pid && WIFSTOPPED(status), "stop %d: %#x", stops, status)) break;
+        CHECK(!*steps_busy, "stop %d: %d ranks in a forward", stops, (int)*steps_busy);
+        kill(pid, SIGCONT);
+    }
+    CHECK(WIFSTOPPED(status) && waitpid(pid, &status, 0) == pid && status == 0, "ended with %#x", status);
+    munmap((void *)steps_busy, sizeof *steps_busy);
+    model_free(&m);
+}
+#endif
+
+/* Products read halves beyond a row and multiply them by zero, so that all that are ever stored must be finite: also
+ * where norms of 1e9 drive every value to the limit. */
+static void test_cuda_finite(void) {
+    static const char *const names[] = {"qwen3moe", "deepseek_v3", "qwen3_5_moe"};
+    static const int n[] = {1, 12, 40, 1};
+    for (int f = 0; f < 3; f++) {
+        struct model m;
+        struct session s;
+        char err[ERR_MAX] = "";
+        float *large = NULL;
+        int32_t ids[40];
+        const struct cuda_options o = {.n_ctx = 64, .kv = f ? KV_FP8 : KV_BF16};
+        if (!fixture_load(names[f], &m)) return;
+        arrsetlen(large, 2 * m.n_layer * m.n_embd);
+        for (int il = 0; il < m.n_layer; il++)
+            for (int k = 0; k < 2; k++) {
+                const float **norm = k ? &m.layers[il].ffn_norm : &m.layers[il].attn_norm;
+                float *x = large + (2 * il + k) * m.n_embd;
+                for (int i = 0; i < m.n_embd; i++) x[i] = 1e9f * (*norm)[i];
+                *norm = x;
+            }
+        if (CHECK(!session_open(&s, &m, 1, 1, cuda_rank_start, &o, err), "%s", err)) {
+            for (int i = 0; i < 4; i++) {
+                for (int t = 0; t < n[i]; t++) ids[t] = (7 * t + 13 * i + 2) % m.n_vocab;
+                session_forward(&s, ids, n[i]);
+                session_head(&s, n[i] - 1, 1);
+                const size_t bad = cuda_test_not_finite(s.r);
+                int wrong = 0;
+                for (int k = 0; k < m.n_vocab; k++) wrong += !isfinite(session_logits(&s)[k]);
+                CHECK(!bad && !wrong, "%s, %d tokens: %zu values and %d logits are not finite", names[f], n[i], bad,
+                      wrong);
+            }
+            session_free(&s);
+        }
+        arrfree(large);
         model_free(&m);
     }
 }
@@ -1502,7 +1653,7 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/batches", test_cuda_batches}, {"cuda/recording", test_cuda_recording}, {"cuda/ahead", test_cuda_ahead}, \
         {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},                          \
         {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                      \
-        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures},                                      \
+        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop},       \
         {"cuda/tiles", cuda_test_tile_sizes},
 #else
 #define TESTS_EMULATOR
@@ -1517,4 +1668,5 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},       \
         {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
         {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
+        {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite},                                  \
         {"cuda/images", test_cuda_images},

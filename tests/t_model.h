@@ -457,13 +457,6 @@ static void note_bool(bool x) { note_add(x); }
 static void note_size(size_t x) { note_add(x); }
 static void note_floats(const float *w) { note_add((uintptr_t)w); }
 static void note_weight(const struct weight *w) { note_add((uintptr_t)w); }
-static int noted_weights; /* in the latest list, with which a list of slots goes */
-static void note_weights(const struct weight *const *w) {
-    for (noted_weights = 0; w[noted_weights]; noted_weights++) note_add((uintptr_t)w[noted_weights]);
-}
-static void note_acts(const enum act *a) {
-    for (int i = 0; i < noted_weights; i++) note_add(a[i]);
-}
 static void note_plane(const struct plane *p) { note_add((uintptr_t)p); }
 static void note_sampling(const struct sampling *o) { (void)o; }
 static void note_ids(const int32_t *ids) { (void)ids; }
@@ -481,11 +474,10 @@ static void note_call(void (*body)(void *)) { (void)body; }
         double: note_double,                     \
         const float *: note_floats,              \
         const struct weight *: note_weight,      \
-        const struct weight *const *: note_weights, \
-        const enum act *: note_acts,             \
         const struct plane *: note_plane,     \
         const struct sampling *: note_sampling,  \
         const int32_t *: note_ids,               \
+        bool *: note_out,                        \
         uint8_t *: note_out,                     \
         float *: note_out,                       \
         double *: note_out,                      \

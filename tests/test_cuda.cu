@@ -28,6 +28,32 @@ bool cuda_test_counted(struct rank *r) {
     return !any;
 }
 
+/* Counts the halves that products read and that are infinite or NaN. */
+size_t cuda_test_not_finite(struct rank *r) {
+    struct cuda *c = r->cuda;
+    const struct gpu_sizes s = c->sizes;
+    const struct gpu_dims d = gpu_dims_of(r->m, s);
+    const struct {
+        const uint16_t *at;
+        size_t n;
+    } all[] = {{c->x16[A_H], d.n * d.act[A_H]},
+               {c->x16[A_QA], d.n * d.act[A_QA]},
+               {c->x16[A_Q], d.n * d.act[A_Q]},
+               {c->x16[A_ATT], d.n * d.act[A_ATT]},
+               {c->q_absorbed, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0},
+               {c->hidden, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff},
+               {c->hidden_shared, gpu_larger(d.n, d.decode) * d.dense}};
+    size_t bad = 0;
+    cudaDeviceSynchronize();
+    for (auto &x : all) {
+        std::vector<uint16_t> h(x.at ? x.n : 0);
+        if (h.empty()) continue;
+        cudaMemcpy(h.data(), x.at, h.size() * sizeof h[0], cudaMemcpyDeviceToHost);
+        for (uint16_t v : h) bad += (v & 0x7C00) == 0x7C00;
+    }
+    return bad;
+}
+
 size_t cuda_test_free_bytes(void) {
     size_t n = 0, total = 0;
     cudaDeviceSynchronize();
