@@ -324,15 +324,15 @@ static const struct sass_layer {
     const char *kernels[9]; /* ended by NULL */
 } sass_layers[] = {
     {"GQA",
-     {217100, 246900},
+     {223200, 252300},
      {"k_gemv_linear<1,1>", "attn_gqa_decode<128,1>", "k_gemv_linear<1,0>", "k_route_decode<1,1>", "k_gemv_glu<1>",
       "k_gemv_down<1>"}},
     {"MLA",
-     {321400, 354600},
+     {326100, 357200},
      {"k_gemv_linear<1,1>", "k_mla_query<1>", "attn_mla_kernel<512,64,1,1>", "k_mla_value<1>", "k_gemv_linear<1,0>",
       "k_route_decode<1,1>", "k_gemv_glu<1>", "k_gemv_down<1>"}},
     {"gated delta net",
-     {195400, 227800},
+     {202200, 233800},
      {"k_gemv_linear<1,1>", "k_delta_decode", "k_gemv_linear<1,0>", "k_route_decode<1,1>", "k_gemv_glu<1>",
       "k_gemv_down<1>"}},
 };
