@@ -2,7 +2,7 @@
  *
  * One rank is one struct cuda: its weights, KV cache and activations on one GPU. A forward pass of moe.c calls
  * operations such as cuda_linear and cuda_attention; each enqueues one kernel or a few on the rank's stream. The host
- * waits only for a token, for logits or for statistics.
+ * waits only for a token, for logits or for statistics, and enqueues the next forward before it reads the token.
  *
  * Start here: "Operations" shows which kernels a step of a layer launches. Then read one kernel, for example
  * k_gemv_linear, with the tile format of "Weights on the device" beside it.
@@ -24,12 +24,13 @@
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
- *   sampling              k_sample
+ *   sampling              k_sample; k_share_token where there are several ranks
  *
  * Decode is memory-bound: a layer has 6 kernels, with MLA 9, and each reads its weights once, dequantizes them to
  * halves in registers and multiplies by m16n8k16 with F32 sums (W4A16). What a token gives does not depend on the other
- * tokens of a decode forward. Positions and tokens lie in device memory, so that one CUDA graph per number of tokens
- * replays every forward pass.
+ * tokens of a decode forward. While attention, router, norms or sums of ranks leave the memory idle, kernels request
+ * weights of the next dense products into L2 (struct ahead). Positions and tokens lie in device memory, so that one CUDA
+ * graph per number of tokens replays every forward pass.
  * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
  * experts may also run with FP4 activations (W4A4).
  *
