@@ -114,7 +114,7 @@ build/test_cuda.o: $(TESTS) | build
 	$(CC) $(FLAGS) -O1 -g1 -DMOE_CUDA -DCUEMU -Wno-unused-function -Wno-format-truncation -c tests/test_moe.c -o $@
 
 EMULATED := -std=c++17 -x c++ -DCUEMU -O2 -g1 -fno-strict-aliasing $(filter-out -Wvla,$(WARN)) -Wno-unused-function -fopenmp
-build/emulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu | build
+build/emulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu tests/bench_decode.cu | build
 	$(CXX) $(EMULATED) -c tests/test_cuda.cu -o $@
 
 ## make sass      prints what the hot loops of the CUDA kernels cost, from their machine code
@@ -145,7 +145,12 @@ build/bench_tiles: $(ENGINE) tests/bench_tiles.cu | build
 	$(NVCC) $(CUDA_FLAGS) -c tests/bench_tiles.cu -o $@.o
 	$(CC) build/moe_library.o $@.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
 
-## make measure   builds, checks and times everything on a GPU in ten minutes; results in build/measured
+build/bench_decode: $(ENGINE) tests/bench_decode.cu tests/bench_decode.c | build
+	$(CC) $(FLAGS) -DMOE_CUDA -Wno-unused-function -c tests/bench_decode.c -o build/bench_decode_shapes.o
+	$(NVCC) $(CUDA_FLAGS) -c tests/bench_decode.cu -o $@.o
+	$(CC) build/bench_decode_shapes.o $@.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
+
+## make measure   builds, checks and times everything on a GPU in ten minutes; report in build/measured/report.md
 measure:
 	@tests/measure.sh
 

@@ -5058,11 +5058,12 @@ enum launching {
 /* Everything of a rank that lies on its GPU, and the state of its thread. Pointers are device memory unless said
  * otherwise. */
 struct cuda {
-    bool integrated;   /* its memory is the host's */
-    int l2_bytes;      /* of its second-level cache */
-    int device, n_sm;  /* number of the GPU; its multiprocessors */
-    int sharers;       /* ranks on the same GPU */
-    int reduce_blocks; /* blocks of an all-reduce by our own kernel at most, the same for all ranks */
+    bool integrated;       /* its memory is the host's */
+    int l2_bytes;          /* of its second-level cache */
+    int device, n_sm;      /* number of the GPU; its multiprocessors */
+    int sharers;           /* ranks on the same GPU */
+    int reduce_blocks;     /* blocks of an all-reduce by our own kernel at most, the same for all ranks */
+    int fused_norm_values; /* of all rows whose norm the kernels that read it make, at most */
     enum launching launching;
     struct gpu_sizes sizes; /* what the options and the chip ask for */
     char *err;              /* host: (ERR_MAX) the first error of the start; NULL later: an error ends the program */
@@ -5729,7 +5730,7 @@ static struct ahead ahead_of_attention(struct rank *r, int il) {
  * several ranks are to be added. */
 static bool norm_fuses(const struct rank *r, enum act x, enum act delta) {
     const bool alone = r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl;
-    return r->n_tok <= 8 && r->width[x] <= FUSED_NORM_MAX && r->n_tok * r->width[x] <= FUSED_NORM_VALUES &&
+    return r->n_tok <= 8 && r->width[x] <= FUSED_NORM_MAX && r->n_tok * r->width[x] <= r->cuda->fused_norm_values &&
            (alone || delta == ACT_COUNT);
 }
 
@@ -6895,6 +6896,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     if (!err[0]) shard_check(m, o->kv, err);
     c->failed = err[0] != 0;
     c->reduce_blocks = ALLREDUCE_BLOCKS;
+    c->fused_norm_values = FUSED_NORM_VALUES;
     if (c->failed) return;
     const struct gpu_facts f = rank_facts(r);
     launches_overlap = f.major >= 9;

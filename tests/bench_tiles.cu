@@ -202,5 +202,8 @@ extern "C" void cuda_test_tile_sizes(void) {
     expect(bench_tiles(), "a tile size gives other results");
 }
 #else
-int main() { return !bench_tiles(); }
+int main() {
+    setvbuf(stdout, NULL, _IOLBF, 0); /* what was measured is printed if it takes too long */
+    return !bench_tiles();
+}
 #endif

@@ -25,7 +25,8 @@ size_t cuda_test_not_finite(struct rank *r);
 /* Kernel by kernel: t_cuda_kernels.h. */
 bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
 void cuda_test_emulator(void);
-void cuda_test_tile_sizes(void); /* bench_tiles.cu */
+void cuda_test_tile_sizes(void);   /* bench_tiles.cu */
+void cuda_test_decode_bench(void); /* bench_decode.cu */
 void cuda_test_upload(void);
 void cuda_test_gemv(void);
 void cuda_test_router(void);
@@ -614,6 +615,20 @@ static bool tiny_open(struct engine *e, struct settings *set, int which) {
     synth_make(&e->model, &tiny_synths[which], NULL, true);
     return CHECK(session_open(&e->session, &e->model, 1, 1, cuda_rank_start, &g, err) == 0, "%s", err);
 }
+
+/* The shapes of bench_decode.cu on the emulator. */
+int bench_decode_model(struct model *m, int shape, int n_layer, char name[64]) {
+    static const int which[] = {0, 1, 3};
+    if (shape >= (int)(sizeof which / sizeof *which)) return 0;
+    struct synth y = tiny_synths[which[shape]];
+    snprintf(name, 64, "%s", y.name);
+    const int whole = y.n_layer;
+    y.n_layer = int_min(whole, n_layer);
+    synth_make(m, &y, NULL, true);
+    return whole;
+}
+
+void bench_decode_free(struct model *m) { model_free(m); }
 
 /* One matrix on the device: FP4 scales 0x30 .. 0x3F, those of Q8_0 0.025 / 128, halves of at most what BF16 makes of
  * 0.025, times 2^8, no two tiles alike, zeros beyond the matrix. */
@@ -1654,7 +1669,7 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},                          \
         {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                      \
         {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop},       \
-        {"cuda/tiles", cuda_test_tile_sizes},
+        {"cuda/tiles", cuda_test_tile_sizes}, {"cuda/decode-bench", cuda_test_decode_bench},
 #else
 #define TESTS_EMULATOR
 #endif

@@ -145,4 +145,5 @@ void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uin
 #ifdef CUEMU
 #include "t_cuda_mutate.h"
 #include "bench_tiles.cu"
+#include "bench_decode.cu"
 #endif
