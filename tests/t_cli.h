@@ -648,6 +648,56 @@ static void test_cli_bench(void) {
     arrfree(out);
 }
 
+/* measure.sh with stubs in place of all programs, three of which fail: the report has every step, tables as tables, the
+ * machine, and at the end what failed. */
+static void test_cli_measure(void) {
+    static const char *const want[] = {
+        "# moe on Stub 9000\n\n| machine | |\n|---|---|\n| GPU | Stub 9000, capability 12.0, ",
+        "\n| nvcc | 13.0, V13.0.1 |\n",
+        "\n| PCIe | generation -, - lanes |\n",
+        "\n| version | " MOE_VERSION ", ",
+        "\n## build: ok, ",
+        "\n```\na.c:1: warning: a stub\n```\n",
+        "\n## test_gpu: FAILED, exit code 124 (not done in 120 s), ",
+        "\nIts last lines:\n\n```\nok   cuda/gemv\n```\n",
+        "\n## decode: FAILED, exit code 1, ",
+        "\n### A shape\n\n| tokens | switches | us |\n|---|---|---|\n| 1 | all on | 5.0 |\n| 1 | x | OTHER BITS "
+        "|\n\n## needle: ",
+        "\n## ranks-0,0,0,0: ok, ",
+        "\n```\nall-reduce 5 us\nctx_tokens,batch\n0,1\n```\n",
+        "\n| fp8 | 5.00 | cpu | 4.99 | +0.20 | 0.5 |\n| bf16 | 4.99 | cpu | 4.99 | +0.00 | 0.5 |\n"
+        "| w4a4 | 5.10 | fp8 | 5.00 | +2.00 | 5 |\n\n",
+        "qwen3-235b-a22b: 15 of 48 layers, 40000 MiB of weights, 9000 MiB of memory free\n\n## bench-qwen3-235b-a22b: "
+        "ok, ",
+        "\n```\nall-reduce 5 us\nctx_tokens,batch\n0,1\nk_embed 1 of 2\nbatch 1: 6.0 kernels per layer\n```\n",
+        "\n## tiles: ok, ",
+        "\n| GEMM | us |\n|---|---|\n| a | 1 |\n",
+        "\n## upload: ok, ",
+        "\n## sanitizer: FAILED, exit code 139, ",
+        "\n## What failed\n\n- test_gpu: FAILED, exit code 124 (not done in 120 s)\n- decode: FAILED, exit code 1\n"
+        "- sanitizer: FAILED, exit code 139\n\n"};
+    char *out = NULL, *report = NULL, err[ERR_MAX];
+    int rc = run_command(
+        IN_DIR("cd @ && mkdir -p tests build bin prompts && cp ../../../tests/measure.sh tests && : "
+               ">prompts/haystack.txt &&"
+               " grep 'define MOE_VERSION' ../../../moe.c >moe.c && for p in moe build/test_gpu build/bench_tiles "
+               "build/bench_decode bin/nvidia-smi bin/nvcc bin/make bin/compute-sanitizer; do "
+               "ln -s \"$OLDPWD/tests/measure_stub.sh\" $p; done && PATH=$PWD/bin:$PATH tests/measure.sh"),
+        &out, NULL);
+    CHECK_INT(rc, 1, "%s", sb_cstr(&out));
+    CHECK_HAS(sb_cstr(&out), "\ndecode: FAILED, exit code 1, ", "stdout");
+    CHECK_HAS(sb_cstr(&out), "s; some steps FAILED; the report is build/measured/report.md\n", "stdout");
+    if (!CHECK(!read_file(IN_DIR("@/build/measured/report.md"), &report, err), "%s", err)) return;
+    const char *at = sb_cstr(&report);
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++) {
+        const char *found = strstr(at, want[i]);
+        if (CHECK(found, "not behind the one before it: '%s' in:\n%s", want[i], report))
+            at = found + strlen(want[i]) - 1;
+    }
+    arrfree(out);
+    arrfree(report);
+}
+
 /* Ctrl-C while it reads its stdin, and in the middle of a test. */
 static void test_cli_interrupt(void) {
     static const struct {
@@ -870,5 +920,5 @@ static void test_readme_shapes(void) {
         {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
         {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \
         {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench}, \
-        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                        \
-        {"readme/shapes", test_readme_shapes},
+        {"cli/measure", test_cli_measure}, {"readme/options", test_readme_options},                                \
+        {"readme/families", test_readme_families}, {"readme/shapes", test_readme_shapes},
