@@ -107,6 +107,7 @@
  *   REPL commands                                   570  /help, /undo, /save ..
  *   REPL completion                                 130  what Tab puts behind a command
  *   Plan                                            360  --plan: bytes and roofline before anything is loaded
+ *   Plan: forecast                                  240  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                230  as text and as JSON
  *   Finding a model                                 110  what -m and bare moe say where there is none
  *   Engine                                          200  opens model and session as the settings ask for
@@ -681,8 +682,9 @@ struct candidate {
 
 /* What a device can do, measured; 0: not measured. */
 struct rates {
-    double bytes; /* bytes per second that a CPU reads, or that a GPU copies, reads and writes counted */
-    double mma;   /* multiplications and additions per second of m16n8k16 with halves and F32 sums */
+    double bytes;   /* bytes per second that a CPU reads, or that a GPU copies, reads and writes counted */
+    double mma;     /* multiplications and additions per second of m16n8k16 with halves and F32 sums */
+    double nominal; /* not measured: bytes per second that a GPU says it reads */
 };
 
 /* A kernel of a forward and its logits: one launch, or all launches with matrices of one shape. */
@@ -691,6 +693,7 @@ struct profile_row {
     int calls;      /* launches */
     double seconds; /* of all of them */
     double bytes;   /* that all of them move; 0: negligible */
+    double fixed;   /* seconds of all of them beside moving bytes, by the forecast; 0: it does not know them */
 };
 
 /* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and
@@ -1098,6 +1101,7 @@ struct gpu_facts {
     size_t total, free;     /* bytes of memory */
     bool integrated;        /* it is the host's memory: cached pages of files count as free */
     double rate;            /* bytes that it reads per second; 0: it does not tell */
+    int l2;                 /* bytes of its second-level cache */
     const char *image;      /* which of the program's images it runs: sm_120f, sm_90, or "PTX for .." */
     char kernel_error[160]; /* probed: why no kernel of this program runs on it; empty: they do */
 };
@@ -11878,7 +11882,7 @@ static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, 
 
 static void cpu_wait(struct rank *r) { (void)r; }
 static struct rates cpu_measure(struct rank *r) {
-    return (struct rates){memory_bandwidth(r->team ? r->team->n : 1), 0};
+    return (struct rates){.bytes = memory_bandwidth(r->team ? r->team->n : 1)};
 }
 
 enum { ALL_REDUCES_TIMED = 100 };
@@ -12531,11 +12535,12 @@ static int32_t session_sample(struct session *s, const struct sampling *o, uint6
 
 /* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
 static struct rates session_measure(struct session *s, struct rates each[MAX_RANKS]) {
-    struct rates sum = {0, 0};
+    struct rates sum = {0};
     pg_run(&s->pg, (struct rank_step){.kind = RANK_MEASURE, .rates = each});
     for (int i = 0; i < s->pg.n; i++) {
         sum.bytes += each[i].bytes;
         sum.mma += each[i].mma;
+        sum.nominal += each[i].nominal;
     }
     return sum;
 }
@@ -13082,7 +13087,8 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "\n"
                                     "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
                                     "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0; it\n"
-                                    "needs a single rank.\n";
+                                    "needs a single rank. Its column `forecast` has the microseconds that --plan\n"
+                                    "expects of a kernel for one token when nothing was requested ahead.\n";
 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3,\n"
                                     "qwen3.5-35b-a3b, qwen3.5-122b-a10b or qwen3.5-397b-a17b. Options may follow a\n"
@@ -16774,6 +16780,7 @@ struct plan_device {
     char name[128];
     int64_t memory, usable; /* bytes: of all; without what the driver takes and --vram-reserve */
     double rate;            /* bytes that it reads per second */
+    double l2;              /* bytes of a GPU's second-level cache */
     const char *source;     /* of the rate: "measured", "given" .. */
 };
 
@@ -16785,12 +16792,20 @@ struct plan_rank {
     int64_t cache, scratch, left;        /* at the plan's context */
 };
 
+/* What decoding a token is expected to take. */
+struct forecast {
+    double seconds;
+    double beside; /* seconds of these in which the memory is not read */
+    int kernels;
+};
+
 struct plan_layout {
     int tp, pp;
     char name[32]; /* --tp N --pp M */
     struct plan_rank rank[MAX_RANKS];
-    int context, largest[2]; /* tokens, 0: it does not fit; largest: with a cache of FP8 and of BF16 */
-    double roofline[2];      /* tokens per second, for each of plan_reduce */
+    int context, largest[2];  /* tokens, 0: it does not fit; largest: with a cache of FP8 and of BF16 */
+    double roofline[2];       /* tokens per second, for each of plan_reduce */
+    struct forecast forecast; /* of GPUs */
 };
 
 /* How the search ended. What does not fit with all experts may still fit with a smaller context: see `shorter`. */
@@ -16821,35 +16836,45 @@ struct plan {
     int64_t missing_pruned; /* and with the fewest; 0: it fits */
 };
 
-/* Adds the bytes of a matrix that a rank holds, and that a token reads of it. n_used: experts of it that a token uses.
- * */
-static void plan_matrix(struct plan_rank *r, bool cpu, const struct weight *w, enum plan_read kind, int n_used) {
-    int64_t bytes = (int64_t)weight_gpu_bytes(w, false);
+/* Bytes that a token reads of a matrix. n_used: experts of it that the token uses. */
+static int64_t plan_matrix_reads(bool cpu, const struct weight *w, int n_used) {
+    const int64_t bytes = (int64_t)weight_gpu_bytes(w, false), factors = w->scale ? 4 * (int64_t)w->n_expert : 0;
+    if (!bytes) return 0;
+    return ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used;
+}
+
+/* Adds the bytes of a matrix that a rank holds. */
+static void plan_matrix(struct plan_rank *r, const struct weight *w) {
+    const int64_t bytes = (int64_t)weight_gpu_bytes(w, false);
     if (!bytes) return;
-    int64_t factors = w->scale ? 4 * (int64_t)w->n_expert : 0;
     r->rounding += (int64_t)weight_gpu_bytes(w, true) - bytes;
-    r->weights += bytes + factors;
-    r->bytes_per_token[kind] += ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used;
+    r->weights += bytes + (w->scale ? 4 * (int64_t)w->n_expert : 0);
+}
+
+/* Bytes that a GPU holds of a vector or router of a layer. */
+static int64_t plan_vector(const struct tensor_rule *rule, const struct model *m, const struct layer *layer) {
+    const struct weight *w = rule_weight(rule, layer);
+    if (rule->kind == TENSOR_ROUTER) return (int64_t)w->n_out * w->n_in * (router_halves(w) ? 2 : 4);
+    return *rule_vector(rule, layer) ? 4 * (int64_t)rule_floats(rule, m, layer) : 0;
+}
+
+/* Bytes that a token reads of a tensor of a layer. */
+static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const struct model *m,
+                                 const struct layer *layer) {
+    if (rule->field == NOT_BOUND) return 0;
+    const struct weight *w = rule_weight(rule, layer);
+    if (rule->kind == TENSOR_MATRIX)
+        return plan_matrix_reads(cpu, w, rule_routed(rule) ? layer->n_expert_used : w->n_expert);
+    return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(rule, m, layer);
 }
 
 /* Adds what a rank holds and reads of a layer: every tensor of the table. */
 static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *layer) {
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
-        int64_t bytes = 0; /* of vectors and routers: on a GPU; and as a token reads them */
-        int64_t read = 0;
         if (rule->field == NOT_BOUND) continue;
-        const struct weight *w = rule_weight(rule, layer);
-        if (rule->kind == TENSOR_MATRIX) {
-            const bool routed = rule_routed(rule);
-            plan_matrix(r, cpu, w, routed ? READ_EXPERTS : READ_BACKBONE, routed ? layer->n_expert_used : w->n_expert);
-        } else if (rule->kind == TENSOR_ROUTER) {
-            bytes = (int64_t)w->n_out * w->n_in * (router_halves(w) ? 2 : 4);
-            read = cpu ? (int64_t)weight_bytes(w) : bytes;
-        } else if (*rule_vector(rule, layer)) {
-            bytes = read = 4 * (int64_t)rule_floats(rule, m, layer);
-        }
-        r->weights += bytes;
-        r->bytes_per_token[READ_BACKBONE] += read;
+        if (rule->kind == TENSOR_MATRIX) plan_matrix(r, rule_weight(rule, layer));
+        else r->weights += plan_vector(rule, m, layer);
+        r->bytes_per_token[rule_routed(rule) ? READ_EXPERTS : READ_BACKBONE] += plan_tensor_reads(cpu, rule, m, layer);
     }
     if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_gpu_bytes(&layer->up, false))
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
@@ -16928,9 +16953,10 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     shard_free(&r->m);
     memset(r, 0, sizeof *r);
     shard_model(shard_of, m, shard);
-    plan_matrix(r, p->cpu, &shard_of->output, READ_HEAD, 1);
+    plan_matrix(r, &shard_of->output);
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
-    plan_matrix(r, p->cpu, &shard_of->embd, READ_HEAD, 0);
+    plan_matrix(r, &shard_of->embd);
+    r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
     for (int il = 0; il < shard_of->n_layer; il++) plan_layer(r, p->cpu, shard_of, &shard_of->layers[il]);
     r->weights += 4 * (int64_t)m->n_embd; /* the last norm */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
@@ -17036,15 +17062,19 @@ static void plan_solve(struct plan *p) {
 
 /* The machine that --gpus describes. */
 static void plan_described(struct plan *p, const char *text, int64_t reserve) {
-    /* GiB and GB/s: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200, RTX 5070, 5070 Ti, 3090, RTX 6000 Ada */
-    static const double usual[][2] = {{96, 1792}, {32, 1792}, {128, 273}, {80, 3350}, {141, 4800},
-                                      {12, 672},  {16, 896},  {24, 936},  {48, 960}};
+    /* GiB, GB/s, MiB of L2: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200, RTX 5070, 5070 Ti, 3090, RTX 6000 Ada */
+    static const double usual[][3] = {{96, 1792, 128}, {32, 1792, 96}, {128, 273, 24}, {80, 3350, 50}, {141, 4800, 50},
+                                      {12, 672, 48},   {16, 896, 48},  {24, 936, 6},   {48, 960, 96}};
     const struct gpu_list g = gpus_parse(text);
     const double gib = g.gib;
     const bool given = g.gb_per_s > 0;
     const int n = g.n;
-    double gb = g.gb_per_s;
-    for (size_t i = 0; i < sizeof usual / sizeof *usual && !given; i++) gb = gib == usual[i][0] ? usual[i][1] : gb;
+    double gb = g.gb_per_s, l2 = usual[0][2]; /* of other sizes: as the card that the forecast is for */
+    for (size_t i = 0; i < sizeof usual / sizeof *usual; i++) {
+        if (gib != usual[i][0]) continue;
+        if (!given) gb = usual[i][1];
+        l2 = usual[i][2];
+    }
     if (gb < 1)
         die_usage("--gpus %s: unknown memory bandwidth for a GPU of %g GiB: give it in GB/s, --gpus %s@GBPS", text, gib,
                   text);
@@ -17053,6 +17083,7 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
         struct plan_device *d = &p->device[i];
         d->memory = (int64_t)(gib * 0x1p30);
         d->rate = gb * 1e9;
+        d->l2 = l2 * 0x1p20;
         d->source = given ? "given" : "assumed";
         /* 3 % of a card's memory are not reported as free; a CUDA context takes 450 MiB */
         d->usable = (int64_t)(gib * 0x1p30 * 0.97) - ((int64_t)450 << 20) - reserve;
@@ -17076,6 +17107,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
         d->memory = (int64_t)f.total / ranks;
         d->rate = f.rate / ranks;
+        d->l2 = (double)f.l2 / ranks;
         d->source = "reported";
         d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
@@ -17104,6 +17136,246 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
 }
 
 /* ============================================================================================================
+ * Plan: forecast
+ *
+ * How long a GPU takes for the decode of one token: the kernels of a forward follow each other, and each has a fixed
+ * cost and bytes to read. What a kernel requests ahead of its use comes while the memory would idle, and is not read
+ * again. The list of launches is that of the engine (moe_cuda.cu, "Operations"); a test compares the two.
+ * ============================================================================================================ */
+
+/* The launches of a decode forward, by what they do. */
+enum decode_kernel {
+    DECODE_EMBED,
+    DECODE_ADD_NORM,
+    DECODE_PROJECTIONS,
+    DECODE_QUERY, /* MLA: out of the low-rank query */
+    DECODE_MLA_QUERY,
+    DECODE_ATTENTION,
+    DECODE_MLA_ATTENTION,
+    DECODE_MLA_VALUE,
+    DECODE_DELTA,
+    DECODE_LINEAR, /* attention's output, a dense layer's down, the head */
+    DECODE_ROUTER,
+    DECODE_GLU,
+    DECODE_DOWN,
+    DECODE_SEND,
+    DECODE_SAMPLE,
+    DECODE_KERNELS
+};
+
+/* The kernel as --profile calls it, and microseconds that one token takes beside the handover to the kernel and the
+ * reading of its bytes. The source is a timing model of the machine code for an RTX PRO 6000 at 2.4 GHz, with 358
+ * clocks to L2 and 877 to memory. "run": the model ran the kernel with shapes of 30B to 671B, which gave this range.
+ * The others are sums of latencies. No card was measured. */
+static const struct {
+    const char *name;
+    double us;
+} decode_costs[DECODE_KERNELS] = {
+    [DECODE_EMBED] = {"k_embed", 1.0},             /* two latencies of memory, and a sine */
+    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},       /* four latencies of L2, and a sum over the block */
+    [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4}, /* run: 0.3 to 0.4 */
+    [DECODE_QUERY] = {"k_gemv_linear", 0.4},       /* run: 0.3 to 1.0 */
+    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},     /* 0.4 as above, 0.4 to load and rotate the queries */
+    [DECODE_ATTENTION] = {"attn_kernel", 3.1},     /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
+    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0}, /* run: 1.6 a tile of keys, 2 to 3 before the first */
+    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
+    [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
+    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},      /* run: 0.2 to 0.9 */
+    [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
+    [DECODE_GLU] = {"k_gemv_glu", 1.4},            /* run: 1.4 */
+    [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
+    [DECODE_SEND] = {"k_send_rows", 2.5},          /* half an all-reduce */
+    [DECODE_SAMPLE] = {"k_sample", 45.0},          /* with the token's way to the host, and the next one's start */
+};
+
+static const double forecast_handover = 1.0; /* microseconds from one kernel to the next, assumed */
+static const double forecast_norm = 0.6;     /* of a norm in the kernel that needs it: two latencies of L2, a sum */
+static const double forecast_rate = 0.91;    /* part of the memory's rate that kernels reach: 1.63 of 1.79 TB/s */
+static const char forecast_source[] = "timing model, no card was measured";
+
+/* A launch of a decode forward. */
+struct launch {
+    enum decode_kernel kernel;
+    bool norms;   /* it makes the norm of its input */
+    bool reduces; /* it adds the deltas of several ranks */
+    double bytes; /* that it reads */
+    double dense; /* those of them that kernels in front may request */
+    int ahead;    /* it requests the dense bytes of the launches behind it, up to this one; 0: of none */
+};
+
+/* The launch of a layer that reads a tensor. Norms are counted where their result is used. */
+static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const struct layer *layer) {
+    switch (rule->field) {
+    case offsetof(struct layer, q_a_norm):
+    case offsetof(struct layer, wq_b): return DECODE_QUERY;
+    case offsetof(struct layer, kv_a_norm):
+    case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
+    case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
+    case offsetof(struct layer, q_norm):
+    case offsetof(struct layer, k_norm): return DECODE_ATTENTION;
+    case offsetof(struct layer, conv):
+    case offsetof(struct layer, decay):
+    case offsetof(struct layer, dt_bias):
+    case offsetof(struct layer, delta_norm): return DECODE_DELTA;
+    case offsetof(struct layer, wo): return DECODE_LINEAR;
+    case offsetof(struct layer, ffn_norm): return layer->n_expert ? DECODE_ROUTER : DECODE_GLU;
+    case offsetof(struct layer, router):
+    case offsetof(struct layer, router_bias):
+    case offsetof(struct layer, sh_weight): return DECODE_ROUTER;
+    case offsetof(struct layer, gate):
+    case offsetof(struct layer, up):
+    case offsetof(struct layer, sh_gate):
+    case offsetof(struct layer, sh_up): return DECODE_GLU;
+    case offsetof(struct layer, down):
+    case offsetof(struct layer, sh_down): return DECODE_DOWN;
+    default: return DECODE_PROJECTIONS;
+    }
+}
+
+/* Adds a launch to a stb_ds array; returns its index. */
+static int launch_add(struct launch **list, enum decode_kernel kernel, double bytes, double dense) {
+    const struct launch l = {.kernel = kernel, .bytes = bytes, .dense = dense};
+    arrput(*list, l);
+    return (int)arrlen(*list) - 1;
+}
+
+/* Adds the launch of a norm of the residual stream, unless the next kernel makes it. own: no deltas of other ranks are
+ * to be added to it. Returns whether the next kernel makes it. */
+static bool launch_add_norm(struct launch **list, const struct model *m, bool own, bool may_fuse) {
+    if (may_fuse && gpu_norm_fuses(1, m->n_embd, own)) return true;
+    const int at = launch_add(list, DECODE_ADD_NORM, 0, 0);
+    (*list)[at].reduces = !own;
+    return false;
+}
+
+/* Adds the launches of layer il of a shard. router: the launch of the layer before that requests the first products of
+ * this one, or 0; returns that of this layer. */
+static int launch_add_layer(struct launch **list, const struct model *m, int il, enum kv_type kv, size_t n_past,
+                            int router) {
+    const struct layer *layer = &m->layers[il];
+    const bool alone = m->shard.n_rank == 1, mla = layer->has & HAS_MLA, delta = layer->has & HAS_DELTA;
+    double bytes[DECODE_KERNELS] = {0}, dense[DECODE_KERNELS] = {0};
+    for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
+        const enum decode_kernel k = launch_of_tensor(rule, layer);
+        const double reads = (double)plan_tensor_reads(false, rule, m, layer);
+        bytes[k] += reads;
+        if (rule->kind == TENSOR_MATRIX && k != DECODE_GLU && k != DECODE_DOWN) dense[k] += reads;
+    }
+#define ADD(kernel) launch_add(list, kernel, bytes[kernel], dense[kernel])
+    bool fuses = launch_add_norm(list, m, alone || !il, true);
+    const int first = ADD(DECODE_PROJECTIONS);
+    (*list)[first].norms = fuses;
+    if (router) (*list)[router].ahead = first;
+    if (layer->has & HAS_Q_LORA) {
+        const bool query_fuses = gpu_norm_fuses(1, m->max.q_lora, true);
+        if (!query_fuses) launch_add(list, DECODE_ADD_NORM, 0, 0);
+        const int query = ADD(DECODE_QUERY);
+        (*list)[query].norms = query_fuses;
+    }
+    if (mla) ADD(DECODE_MLA_QUERY);
+    const int attention = ADD(mla ? DECODE_MLA_ATTENTION : delta ? DECODE_DELTA : DECODE_ATTENTION);
+    (*list)[attention].bytes += layer_state_reads(m, layer, kv, n_past);
+    if (mla) ADD(DECODE_MLA_VALUE);
+    const int out = ADD(DECODE_LINEAR);
+    (*list)[attention].ahead = out;
+    if (!fuses) (*list)[first].ahead = out;
+    fuses = launch_add_norm(list, m, alone, layer->n_expert > 0);
+    router = layer->n_expert ? ADD(DECODE_ROUTER) : 0;
+    if (router) (*list)[router].norms = fuses;
+    ADD(DECODE_GLU);
+    launch_add(list, router ? DECODE_DOWN : DECODE_LINEAR, bytes[DECODE_DOWN], 0);
+#undef ADD
+    return router;
+}
+
+/* The launches of a shard for one token at position n_past, from the embedding to the choice of the next one, as a
+ * stb_ds array. */
+static struct launch *decode_launches(const struct model *m, enum kv_type kv, size_t n_past) {
+    const struct shard *shard = &m->shard;
+    const bool alone = shard->n_rank == 1;
+    struct launch *list = NULL;
+    int router = 0;
+    launch_add(&list, DECODE_EMBED, 0, 0);
+    if (shard->stage) launch_add(&list, DECODE_SEND, 0, 0);
+    for (int il = 0; il < m->n_layer; il++) router = launch_add_layer(&list, m, il, kv, n_past, router);
+    launch_add_norm(&list, m, alone, false);
+    if (shard->stage + 1 < shard->n_stage) {
+        launch_add(&list, DECODE_SEND, 0, 0);
+        return list;
+    }
+    launch_add_norm(&list, m, true, false);
+    const double head = (double)plan_matrix_reads(false, &m->output, 1);
+    const int last = launch_add(&list, DECODE_LINEAR, head, head);
+    if (router) list[router].ahead = last;
+    if (!alone) launch_add(&list, DECODE_SEND, 0, 0);
+    if (!shard->rank) launch_add(&list, DECODE_SAMPLE, 0, 0);
+    return list;
+}
+
+/* Seconds of a launch beside reading its bytes. */
+static double launch_fixed(const struct launch *l) {
+    return (forecast_handover + decode_costs[l->kernel].us + (l->norms ? forecast_norm : 0)) * 1e-6 +
+           (l->reduces ? plan_reduce[0] : 0);
+}
+
+/* What the launches take one after the other, with memory of so many bytes per second and a cache of l2 bytes. A
+ * kernel that requests ahead does so while it does not read itself. Behind a norm it begins as early as that: it does
+ * not wait for it. */
+static struct forecast forecast_launches(const struct launch *list, double rate, double l2) {
+    const int n = (int)arrlen(list);
+    struct forecast f = {.kernels = n};
+    double bytes = 0, *got = xcalloc((size_t)n, sizeof *got); /* got: bytes of a launch that were requested */
+    rate *= forecast_rate;
+    for (int i = 0; i < n; i++) {
+        const struct launch *l = &list[i];
+        const bool early = i && l[-1].kernel == DECODE_ADD_NORM;
+        double room = (launch_fixed(l) + (early ? launch_fixed(l - 1) : 0)) * rate, share = l2 / AHEAD_SHARE;
+        f.seconds += launch_fixed(l) + (l->bytes - got[i]) / rate;
+        bytes += l->bytes;
+        for (int k = i + 1; k <= l->ahead; k++) {
+            const double asked = fmin(share, list[k].dense), come = fmax(0, fmin(room, asked - got[k]));
+            got[k] += come;
+            room -= come;
+            share -= asked;
+        }
+    }
+    f.beside = f.seconds - bytes / rate;
+    free(got);
+    return f;
+}
+
+/* The forecast of a layout at a context. Ranks of a stage run at the same time: the slowest counts. */
+static struct forecast plan_forecast(const struct plan *p, const struct plan_layout *d, int ctx) {
+    struct forecast sum = {0};
+    for (int stage = 0; stage < d->pp; stage++) {
+        struct forecast slowest = {0};
+        for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
+            struct launch *list = decode_launches(&d->rank[i].m, p->kv, (size_t)ctx);
+            const struct forecast f = forecast_launches(list, p->device[i].rate, p->device[i].l2);
+            if (f.seconds > slowest.seconds) slowest = f;
+            arrfree(list);
+        }
+        sum.seconds += slowest.seconds;
+        sum.beside += slowest.beside;
+        sum.kernels += slowest.kernels;
+    }
+    return sum;
+}
+
+/* Sets `fixed` of the n rows that profile an engine's decode of one token at position 0, if these are the launches that
+ * the forecast knows. */
+static void forecast_profile(const struct session *s, struct profile_row *row, int n) {
+    struct launch *list = decode_launches(s->r->m, s->r->kv_type, 1);
+    bool same = arrlen(list) == n + 1; /* the token is not chosen */
+    for (int i = 0; i < n && same; i++) {
+        const char *name = decode_costs[list[i].kernel].name;
+        same = !strncmp(row[i].name, name, strlen(name)) && row[i].name[strlen(name)] == ' ';
+    }
+    for (int i = 0; i < n && same; i++) row[i].fixed = launch_fixed(&list[i]);
+    arrfree(list);
+}
+
+/* ============================================================================================================
  * Plan: the answer
  *
  * What is printed, as text and as JSON, from one list of values.
@@ -17118,6 +17390,7 @@ static void plan_finish(struct plan *p) {
         d->largest[1] = plan_largest(p, d, KV_BF16);
         for (int j = 0; j < 2; j++)
             d->roofline[j] = plan_roofline(p, d, d->context ? d->context : p->least, plan_reduce[j]);
+        if (!p->cpu) d->forecast = plan_forecast(p, d, d->context ? d->context : p->least);
         snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
         for (int i = 0; i < p->n_device; i++) {
             struct plan_rank *r = &d->rank[i];
@@ -17186,6 +17459,7 @@ static struct plan_row plan_layout_row(const struct plan_layout *d) {
     plan_put(&row, "largest_context_bf16", "bf16 cache", PLAN_TOKENS, d->largest[1]);
     plan_put(&row, "limit_oneshot", "roofline", PLAN_RATE, d->roofline[0]);
     plan_put(&row, "limit_nccl", NULL, PLAN_RATE, d->roofline[1]);
+    if (d->forecast.kernels) plan_put(&row, "forecast", "forecast", PLAN_RATE, 1 / d->forecast.seconds);
     return row;
 }
 
@@ -17269,6 +17543,11 @@ static json_t *plan_answer(const struct plan *p, char **text) {
         sb_printf(text, "\n            and %d all-reduces, assumed %g us; %.1f tok/s with NCCL's %g us",
                   ALL_REDUCES_PER_LAYER * m->n_layer, plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
     sb_printf(text, "\n            (real speed is lower)\n");
+    if (!p->cpu)
+        sb_printf(text,
+                  "forecast    about %.0f tok/s at this context: %d kernels,\n"
+                  "            %.2f ms beside reading (source: %s)\n",
+                  1 / d->forecast.seconds, d->forecast.kernels, d->forecast.beside * 1e3, forecast_source);
     for (int k = 0; k < p->n_layout; k++) {
         const struct plan_layout *o = &p->layout[k];
         struct plan_row row = plan_layout_row(o);
@@ -17278,13 +17557,18 @@ static json_t *plan_answer(const struct plan *p, char **text) {
         if (!k) sb_printf(text, "\n%-13s%s\n", "context up to", row.labels);
         sb_printf(text, "%-13s%s%s\n", o->name, row.text, mark);
     }
-    return json_pack("{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "model", m->name,
-                     "architecture", m->family->arch, "layers", m->n_layer, "experts", m->n_expert_max, "experts_used",
-                     m->max.n_expert_used, "trained_context", m->n_ctx_train, "machine", p->cpu ? "cpu" : "gpu",
-                     "verdict", plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp, "context", p->context, "kv",
-                     p->kv_name, "keep_experts", p->experts, "keep_percent", p->percent, "missing",
-                     (json_int_t)p->missing, "missing_fewest_experts", (json_int_t)p->missing_pruned, "ranks", ranks,
-                     "reads", all_row.json, "layouts", layouts);
+    json_t *json = json_pack("{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "model",
+                             m->name, "architecture", m->family->arch, "layers", m->n_layer, "experts", m->n_expert_max,
+                             "experts_used", m->max.n_expert_used, "trained_context", m->n_ctx_train, "machine",
+                             p->cpu ? "cpu" : "gpu", "verdict", plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp,
+                             "context", p->context, "kv", p->kv_name, "keep_experts", p->experts, "keep_percent",
+                             p->percent, "missing", (json_int_t)p->missing, "missing_fewest_experts",
+                             (json_int_t)p->missing_pruned, "ranks", ranks, "reads", all_row.json, "layouts", layouts);
+    if (!p->cpu) {
+        json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
+        json_object_set_new(json, "forecast_source", json_string(forecast_source));
+    }
+    return json;
 }
 
 /* The layouts that the options and the model's shape allow, tensor parallelism first. */
@@ -18340,6 +18624,7 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
         n = s->r->ops->profile(s->r, bench_call, call, row, cap);
         for (int i = 0; i < n && run >= 0; i++) t[i * BENCH_RUNS + run] = row[i].seconds;
     }
+    if (s->r->cuda && call->n == 1) forecast_profile(s, row, n);
     for (int i = 0, at; i < n; i++) {
         struct profile_row one = row[i];
         one.seconds = median(t + i * BENCH_RUNS, BENCH_RUNS);
@@ -18351,6 +18636,7 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
         row[at].calls++;
         row[at].seconds += one.seconds;
         row[at].bytes += one.bytes;
+        row[at].fixed += one.fixed;
     }
     free(t);
     *rows = row;
@@ -18358,8 +18644,9 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
 }
 
 /* Prints the kernels (GPU) or operations (CPU) of a forward at depth 0, which takes `whole` seconds, on stderr. */
-static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole, double bandwidth) {
+static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole, struct rates rates) {
     const bool prefill = n > LOGIT_ROWS;
+    const double bandwidth = rates.bytes, reached = forecast_rate * rates.nominal;
     struct bench_call call = {.s = s, .ids = ids, .n = n, .rows = rows};
     struct profile_row *row;
     char name[32];
@@ -18370,12 +18657,15 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
         calls += row[i].calls;
     }
     snprintf(name, sizeof name, prefill ? "prefill of %d" : "batch %d", n);
-    fprintf(stderr, "\n%-56s %6s %9s %11s %8s %7s %7s\n", name, "calls", "us/call", "bytes/call", "GB/s",
-            s->r->cuda ? "% copy" : "% read", "% time");
+    fprintf(stderr, "\n%-56s %6s %9s", name, "calls", "us/call");
+    if (s->r->cuda) fprintf(stderr, " %9s", "forecast");
+    fprintf(stderr, " %11s %8s %7s %7s\n", "bytes/call", "GB/s", s->r->cuda ? "% copy" : "% read", "% time");
     for (int i = 0; i < n_row; i++) {
         const struct profile_row *p = &row[i];
         const double rate = p->bytes / p->seconds;
         fprintf(stderr, "%-56s %6d %9.2f", p->name, p->calls, p->seconds / p->calls * 1e6);
+        if (p->fixed > 0 && reached > 0) fprintf(stderr, " %9.2f", (p->fixed + p->bytes / reached) / p->calls * 1e6);
+        else if (s->r->cuda) fprintf(stderr, " %9s", "");
         if (p->bytes > 0 && p->seconds > 0)
             fprintf(stderr, " %11.0f %8.1f %7.1f", p->bytes / p->calls, rate * 1e-9, 100 * rate / bandwidth);
         else fprintf(stderr, " %11s %8s %7s", "-", "-", "-");
@@ -18448,8 +18738,8 @@ static int mode_bench(struct engine *e) {
         if (!bench_depth(&b, bench_depths[i])) return EXIT_INTERRUPT;
     }
     for (int i = 0; i < BENCH_BATCHES && e->set->profile && !interrupted; i++)
-        bench_profile(s, b.ids, bench_batches[i], bench_batches[i], b.decode0[i], b.rates.bytes);
-    if (e->set->profile && !interrupted) bench_profile(s, b.ids, b.chunk, 1, b.prefill0, b.rates.bytes);
+        bench_profile(s, b.ids, bench_batches[i], bench_batches[i], b.decode0[i], b.rates);
+    if (e->set->profile && !interrupted) bench_profile(s, b.ids, b.chunk, 1, b.prefill0, b.rates);
     return interrupted ? EXIT_INTERRUPT : EXIT_OK;
 }
 

@@ -100,9 +100,9 @@
 /* ============================================================================================================
  * Sizes on a GPU
  *
- * How many bytes a GPU takes for the weights and activations of a shard. This section is plain C as well as C++: moe.c
- * includes it alone, by MOE_GPU_SIZES_ONLY, so that --plan counts what the engine allocates in every build, with CUDA
- * or without.
+ * How many bytes a GPU takes for the weights and activations of a shard, and what its launches depend on. This section
+ * is plain C as well as C++: moe.c includes it alone, by MOE_GPU_SIZES_ONLY, so that --plan counts what the engine
+ * allocates and launches in every build, with CUDA or without.
  * ============================================================================================================ */
 
 #ifdef CUEMU
@@ -201,6 +201,21 @@ static inline bool mla_expands_on_gpu(const struct model *m, const struct layer 
 #undef SAME_SHAPE
     /* latent_out must hold F32 sums */
     return found && 2 * v <= a->kv_lora && 2 * (int64_t)(nope + v) * a->kv_lora < saved * n;
+}
+
+enum {
+    NORM_MAX = 16384, /* values of a row at most */
+    NORM_THREADS = 256,
+    FUSED_NORM_VECS = 4,                                 /* of norms in the kernel that needs them: */
+    FUSED_NORM_MAX = FUSED_NORM_VECS * 4 * NORM_THREADS, /* values of a row, */
+    FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and of all rows at most */
+    AHEAD_SHARE = 4 /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
+};
+
+/* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
+ * unless the deltas of several ranks are to be added (own: they are not). */
+static inline bool gpu_norm_fuses(int n_tok, int width, bool own) {
+    return n_tok <= 8 && width <= FUSED_NORM_MAX && n_tok * width <= FUSED_NORM_VALUES && own;
 }
 
 /* What the sizes of a rank's activations depend on besides its shard. */
@@ -1130,14 +1145,6 @@ DEVICE void ahead_request(const struct ahead &a) {
         for (uint32_t k = first; k < (a.n[i] + AHEAD_PIECE - 1) / AHEAD_PIECE; k += blocks * blockDim.x)
             prefetch_l2(a.at[i] + (size_t)k * AHEAD_PIECE, min(a.n[i] - k * AHEAD_PIECE, (uint32_t)AHEAD_PIECE));
 }
-
-enum {
-    NORM_MAX = 16384, /* values of a row at most */
-    NORM_THREADS = 256,
-    FUSED_NORM_VECS = 4,                                 /* of norms in the kernel that needs them: */
-    FUSED_NORM_MAX = FUSED_NORM_VECS * 4 * NORM_THREADS, /* values of a row, */
-    FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX               /* and of all rows at most */
-};
 
 /* v = a thread's values of a row x (n), n <= VECS * 4 * NORM_THREADS: four, then those 4 * NORM_THREADS further on, and
  * so on; zeros beyond the row. */
@@ -5058,12 +5065,12 @@ enum launching {
 /* Everything of a rank that lies on its GPU, and the state of its thread. Pointers are device memory unless said
  * otherwise. */
 struct cuda {
-    bool integrated;       /* its memory is the host's */
-    int l2_bytes;          /* of its second-level cache */
-    int device, n_sm;      /* number of the GPU; its multiprocessors */
-    int sharers;           /* ranks on the same GPU */
-    int reduce_blocks;     /* blocks of an all-reduce by our own kernel at most, the same for all ranks */
-    int fused_norm_values; /* of all rows whose norm the kernels that read it make, at most */
+    bool integrated;   /* its memory is the host's */
+    int l2_bytes;      /* of its second-level cache */
+    int device, n_sm;  /* number of the GPU; its multiprocessors */
+    int sharers;       /* ranks on the same GPU */
+    int reduce_blocks; /* blocks of an all-reduce by our own kernel at most, the same for all ranks */
+    bool fuses_norms;  /* kernels make the norms that they read; bench_decode.cu switches it off */
     enum launching launching;
     struct gpu_sizes sizes; /* what the options and the chip ask for */
     char *err;              /* host: (ERR_MAX) the first error of the start; NULL later: an error ends the program */
@@ -5677,11 +5684,11 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
            (size_t)r->width[out], 0);
 }
 
-/* Adds a matrix to what a kernel requests ahead of its use, within a quarter of L2. */
+/* Adds a matrix to what a kernel requests ahead of its use, within its share of L2. */
 static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
     const struct device_matrix *d = w->data ? device_matrix_of(r->cuda, w) : NULL;
     if (!d || r->n_tok > DECODE_MAX_TOKENS) return;
-    size_t room = (size_t)r->cuda->l2_bytes / 4 / (size_t)r->cuda->sharers;
+    size_t room = (size_t)r->cuda->l2_bytes / AHEAD_SHARE / (size_t)r->cuda->sharers;
     for (int i = 0; i < a->count; i++) room -= a->n[i];
     const size_t tiles = (size_t)d->n_expert * (size_t)d->n_rt * (size_t)d->n_kt;
     const size_t n[2] = {tiles * TILE_BYTES(d->fmt), d->scales ? tiles * TILE_SCALES : 0};
@@ -5726,12 +5733,10 @@ static struct ahead ahead_of_attention(struct rank *r, int il) {
     return a;
 }
 
-/* Whether the kernels that read the norm of x + delta make it themselves: for few short rows, and unless the deltas of
- * several ranks are to be added. */
+/* Whether the kernels that read the norm of x + delta make it themselves. */
 static bool norm_fuses(const struct rank *r, enum act x, enum act delta) {
     const bool alone = r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl;
-    return r->n_tok <= 8 && r->width[x] <= FUSED_NORM_MAX && r->n_tok * r->width[x] <= r->cuda->fused_norm_values &&
-           (alone || delta == ACT_COUNT);
+    return r->cuda->fuses_norms && gpu_norm_fuses(r->n_tok, r->width[x], alone || delta == ACT_COUNT);
 }
 
 /* The norm of x + delta, as such kernels take it. The sum becomes the slot's memory. */
@@ -6111,6 +6116,8 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
         p.input = norm;
         p.input.h16 = c->x16[x];
         p.ahead = ahead_of_ffn(r, il);
+        profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
+                     m->n_embd, p.w16 ? "bf16" : "f32");
         route_decode(&p, c->stream);
         ffn_decode(r, il, true, x, out);
         return;
@@ -6316,6 +6323,7 @@ static double copy_seconds(struct stopwatch *w, void *to, int to_device, const v
 static struct rates cuda_measure(struct rank *r) {
     struct cuda *c = r->cuda;
     struct rates rates = {};
+    rates.nominal = rank_facts(r).rate;
     struct stopwatch watch(c->stream);
     size_t free_bytes = 0, total = 0, n = (size_t)1 << 29;
     uint8_t *p = NULL;
@@ -6896,7 +6904,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     if (!err[0]) shard_check(m, o->kv, err);
     c->failed = err[0] != 0;
     c->reduce_blocks = ALLREDUCE_BLOCKS;
-    c->fused_norm_values = FUSED_NORM_VALUES;
+    c->fuses_norms = true;
     if (c->failed) return;
     const struct gpu_facts f = rank_facts(r);
     launches_overlap = f.major >= 9;
@@ -7134,6 +7142,7 @@ const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     if (cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device) == cudaSuccess)
         f->rate = 2e3 * khz * bits / 8; /* both edges of the clock */
+    f->l2 = p.l2CacheSize;
     snprintf(f->name, sizeof f->name, "%.63s", p.name);
     snprintf(f->label, sizeof f->label, "GPU %d %.63s (sm_%d%d, %.0f GiB)", device, f->name, p.major, p.minor,
              (double)f->total / 0x1p30);

@@ -207,7 +207,7 @@ struct decoder {
             g = NULL;
         }
         c->launching = s.launching;
-        c->fused_norm_values = s.fused ? FUSED_NORM_VALUES : 0;
+        c->fuses_norms = s.fused;
         c->l2_bytes = s.ahead ? l2_bytes : 0;
         launches_overlap = s.overlap && overlaps;
     }

@@ -605,7 +605,9 @@ static const struct synth tiny_synths[] = {
     {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f},
     {"tiny Q8_0", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192, .q8 = true},
     {"tiny delta", "qwen35moe", 4, 128, 4, 2, 64, 16, 2, 64, 200, 256, .rope = 16, .ff_shared = 64, .n_key = 2,
-     .n_value = 6, .delta_head = 32, .interval = 4}};
+     .n_value = 6, .delta_head = 32, .interval = 4},
+    {"wide GQA", "qwen3moe", 2, 4160, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
+    {"wide MLA", "deepseek2", 3, 4160, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f}};
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
     char err[ERR_MAX] = "";
@@ -673,7 +675,7 @@ static void test_cuda_synth(void) {
         if (!tiny_open(&e, &set, which)) return;
         struct session *s = &e.session;
         const struct layer *layer = &e.model.layers[e.model.n_layer - 1];
-        struct rates rates = which == 1 ? s->r->ops->measure(s->r) : (struct rates){1, 1};
+        struct rates rates = which == 1 ? s->r->ops->measure(s->r) : (struct rates){.bytes = 1, .mma = 1};
         CHECK(rates.bytes > 0 && rates.mma > 0, "%g bytes, %g operations per second", rates.bytes, rates.mma);
         tiny_matrix(&e, &e.model.output, "output"), tiny_matrix(&e, &layer->wo, "wo");
         tiny_matrix(&e, &layer->gate, "gate"), tiny_matrix(&e, &layer->down, "down");
@@ -724,6 +726,43 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
     free(row);
 }
 
+/* A token behind 60 others. */
+static void launches_call(void *arg) {
+    const struct bench_call *b = arg;
+    session_fake_fill(b->s, 60);
+    session_forward(b->s, b->ids, b->n);
+    session_head(b->s, b->n - b->rows, b->rows);
+}
+
+/* Checks that a decode launches what the forecast lists: the same kernels in this order, and where the profile says so
+ * the same bytes within 5 %. The profile counts results; the forecast counts vectors, which are up to 20 % of a small
+ * router or delta net. */
+static void launches_check(struct engine *e) {
+    enum { CAP = 128 };
+    struct session *s = &e->session;
+    struct profile_row row[CAP];
+    int32_t ids[1] = {5};
+    struct bench_call call = {s, ids, 1, 1};
+    struct launch *list = decode_launches(s->r->m, s->r->kv_type, 61);
+    const int n = s->r->ops->profile(s->r, launches_call, &call, row, CAP);
+    double counted = 0;
+    CHECK(n + 1 == arrlen(list) && n < CAP, "%s: %d launches, the forecast has %d", e->model.name, n,
+          (int)arrlen(list) - 1);
+    for (int i = 0; i < n && i < (int)arrlen(list); i++) {
+        const struct launch *l = &list[i];
+        const char *name = decode_costs[l->kernel].name;
+        CHECK(!strncmp(row[i].name, name, strlen(name)) && row[i].name[strlen(name)] == ' ',
+              "%s: launch %d is %s, the forecast has %s", e->model.name, i, row[i].name, name);
+        const double most = l->kernel == DECODE_ROUTER || l->kernel == DECODE_DELTA ? 0.2 : 0.05;
+        CHECK(row[i].bytes <= 0 ? l->bytes <= 0 : fabs(l->bytes / row[i].bytes - 1) < most,
+              "%s: launch %d, %s, moves %.0f bytes, the forecast has %.0f", e->model.name, i, row[i].name, row[i].bytes,
+              l->bytes);
+        counted += row[i].bytes;
+    }
+    CHECK(counted > 1e5, "%s: %g bytes", e->model.name, counted);
+    arrfree(list);
+}
+
 static void test_cuda_profile(void) {
     static const char *const decode[] = {"k_embed",        "k_add_norm",  "k_gemv_linear",
                                          "k_gemv_glu",     "k_gemv_down", "k_mla_query",
@@ -742,6 +781,11 @@ static void test_cuda_profile(void) {
              {3, 6, {{1, 2, 9, 4, 4, 0, 0, 1, 4, 3}, {1, 10, 1, 41, 1, 0, 1, 4, 4, 4, 4, 4, 3, 3, 3, 3}}}};
     struct engine e;
     struct settings set;
+    for (int which = 0; which < (int)(sizeof tiny_synths / sizeof *tiny_synths); which++) {
+        if (!tiny_open(&e, &set, which)) return;
+        launches_check(&e);
+        engine_close(&e);
+    }
     for (int which = 0; which < 3; which++) {
         if (!tiny_open(&e, &set, t[which].shape)) return;
         float *before = pair_buffer((size_t)e.model.n_vocab);
@@ -812,6 +856,47 @@ static void test_cuda_ahead(void) {
         }
     cuda_test_l2(0, 4 << 20);
 }
+
+/* One token prefetches as many bytes as the forecast says. */
+static void test_cuda_ahead_forecast(void) {
+    struct engine e;
+    struct settings set;
+    for (int which = 0; which < (int)(sizeof tiny_synths / sizeof *tiny_synths); which++)
+        for (int small = 0; small < 2; small++) {
+            const struct weight *w[LINEAR_MAX + 1];
+            enum act out[LINEAR_MAX];
+            const int l2 = small ? 8192 : 64 << 20;
+            size_t sum = 0;
+            double asked = 0;
+            cuda_test_l2(0, l2);
+            if (!tiny_open(&e, &set, which)) return;
+            struct rank *r = e.session.r;
+            struct launch *list = decode_launches(r->m, r->kv_type, 1);
+            for (int i = 0; i < (int)arrlen(list); i++) {
+                double share = l2 / AHEAD_SHARE;
+                for (int k = i + 1; k <= list[i].ahead; k++) share -= fmin(share, list[k].dense);
+                if (list[i].ahead) asked += l2 / AHEAD_SHARE - share;
+            }
+            arrfree(list);
+            cuda_test_log_prefetches(true);
+            session_decode(&e.session, 5);
+            r->ops->wait(r);
+            for (int il = 0; il < e.model.n_layer; il++) {
+                const struct layer *layer = &e.model.layers[il];
+                const struct weight *const more[] = {&layer->wq_b, &layer->wk_b, &layer->wv_b, &layer->wo};
+                layer_projections(layer, w, out);
+                for (int i = 0; w[i]; i++) sum += cuda_test_prefetched(r, w[i], &(size_t){0});
+                for (int i = 0; i < 4; i++)
+                    if (more[i]->data) sum += cuda_test_prefetched(r, more[i], &(size_t){0});
+            }
+            sum += cuda_test_prefetched(r, &e.model.output, &(size_t){0});
+            CHECK((double)sum == asked && sum > 0, "%s: %zu bytes are prefetched, the forecast has %g", e.model.name,
+                  sum, asked);
+            cuda_test_log_prefetches(false);
+            engine_close(&e);
+        }
+    cuda_test_l2(0, 4 << 20);
+}
 #endif
 
 /* mode_bench with what it prints; both are stb_ds strings. */
@@ -859,6 +944,11 @@ static void test_cuda_bench(void) {
     CHECK(count_of(sb_cstr(&said), " kernels per layer, ") == 6 && count_of(said, "through the graph, gap") == 5 &&
               strstr(said, "prefill of 64: ") && strstr(said, "\nk_gemv_glu 4 of 64x128 fp4 + 2 of 64x128 fp4 "),
           "%s", said);
+    const char *first = strstr(said, "\nk_embed "), *second = first ? strstr(first + 1, "\nk_embed ") : NULL;
+    CHECK(strstr(said, " us/call  forecast  bytes/call ") && second &&
+              sscanf(first, " k_embed %d %lf %lf", &n, x, x + 1) == 3 && x[1] == 2 &&
+              sscanf(second, " k_embed %d %lf %lf", &n, x, x + 1) == 2,
+          "the forecast of one token only: %s", said);
     arrfree(out), arrfree(said);
     interrupted = 1; /* the row that was begun is not printed */
     CHECK(bench_output(&e, &out, &said) == EXIT_INTERRUPT && count_of(sb_cstr(&out), "\n") == 1, "%s", out);
@@ -1666,10 +1756,11 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
 #define TESTS_EMULATOR                                                                                                 \
     {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},                                    \
         {"cuda/batches", test_cuda_batches}, {"cuda/recording", test_cuda_recording}, {"cuda/ahead", test_cuda_ahead}, \
-        {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},                          \
-        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                      \
-        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop},       \
-        {"cuda/tiles", cuda_test_tile_sizes}, {"cuda/decode-bench", cuda_test_decode_bench},
+        {"cuda/ahead-forecast", test_cuda_ahead_forecast}, {"cuda/integrated", test_cuda_integrated},                  \
+        {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors},                        \
+        {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},                                \
+        {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop}, {"cuda/tiles", cuda_test_tile_sizes},    \
+        {"cuda/decode-bench", cuda_test_decode_bench},
 #else
 #define TESTS_EMULATOR
 #endif

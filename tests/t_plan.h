@@ -246,8 +246,151 @@ static void test_plan_limit(void) {
                       fabs(plan_real_of(w, "limit_nccl") / nccl - 1) < 1e-6,
                   "%s: %g and %g tok/s, expected %g and %g", args[i], plan_real_of(w, "limit_oneshot"),
                   plan_real_of(w, "limit_nccl"), one, nccl);
+            CHECK(plan_real_of(w, "forecast") > 0.5 * one && plan_real_of(w, "forecast") < one,
+                  "%s: a forecast of %g tok/s, at most %g", args[i], plan_real_of(w, "forecast"), one);
         }
         json_decref(o);
+    }
+}
+
+/* ---- the forecast by hand ---- */
+
+/* A token on cards that read 1792 GB/s and request up to 32 MiB ahead: microseconds beside reading, bytes, and those of
+ * them that came while others did not read. */
+struct hand {
+    double us, bytes, hidden;
+};
+
+/* Microseconds of a launch beside reading. */
+static double hand_us(enum decode_kernel k) { return forecast_handover + decode_costs[k].us; }
+
+/* Bytes of at most `bytes` that come in so many microseconds. */
+static double hand_hidden(double us, double bytes) {
+    return fmin(fmin(us * 1e-6 * forecast_rate * 1792e9, bytes), 32 << 20);
+}
+
+/* Tokens per second, with what stands before and behind the layers: an embedding, two norms, the head, the choice. */
+static double hand_rate(struct hand h, double head, double reduce) {
+    h.us += hand_us(DECODE_EMBED) + 2 * hand_us(DECODE_ADD_NORM) + reduce + hand_us(DECODE_LINEAR);
+    h.us += hand_us(DECODE_SAMPLE) + (reduce > 0 ? hand_us(DECODE_SEND) : 0);
+    return 1 / (h.us * 1e-6 + (h.bytes + head - h.hidden) / (forecast_rate * 1792e9));
+}
+
+/* qwen3-30b-a3b on one card: every norm is in the kernel that needs it. */
+static double hand_gqa(double ctx) {
+    const double d = 2048, projections = 2 * d * (32 + 2 * 4) * 128, wo = 2 * d * 32 * 128, head = 2 * d * 151936;
+    const double router = hand_us(DECODE_ROUTER) + forecast_norm, expert = 3 * (d * 768 * 36 / 64 + 4);
+    struct hand h = {0};
+    for (int il = 0; il < 48; il++) {
+        h.us += hand_us(DECODE_PROJECTIONS) + forecast_norm + hand_us(DECODE_ATTENTION) + hand_us(DECODE_LINEAR);
+        h.us += router + hand_us(DECODE_GLU) + hand_us(DECODE_DOWN);
+        h.bytes += 4 * 2 * d + projections + 4 * 2 * 128 + 2 * 4 * (128 + 4) * ctx + wo;
+        h.bytes += 4 * 128 * d + 8 * expert;
+        h.hidden += hand_hidden(hand_us(DECODE_ATTENTION), wo) + hand_hidden(router, il < 47 ? projections : head);
+    }
+    return hand_rate(h, head, 0);
+}
+
+/* A rank of qwen3.5-397b-a17b on four cards: norms are in the all-reduces, but for the first. */
+static double hand_delta(double ctx) {
+    const double d = 4096, expert = 3 * (d * 256 * 36 / 64 + 4), reduce = plan_reduce[0] * 1e6, head = 2 * d * 62080;
+    const double delta = 2 * d * (2 * 4 * 128 + 2 * 16 * 128 + 2 * 16), gqa = 2 * d * (8 * 2 * 256 + 2 * 256);
+    const double wo = 2 * d * 2048, norm = hand_us(DECODE_ADD_NORM) + reduce;
+    struct hand h = {0};
+    for (int il = 0; il < 60; il++) {
+        const bool full = il % 4 == 3, next = (il + 1) % 4 == 3;
+        const double first = hand_us(DECODE_PROJECTIONS), mix = hand_us(full ? DECODE_ATTENTION : DECODE_DELTA);
+        const double early = il ? hand_hidden(norm + first, wo) : 0;
+        h.us += first + (il ? norm : forecast_norm) + mix + hand_us(DECODE_LINEAR);
+        h.us += norm + hand_us(DECODE_ROUTER) + hand_us(DECODE_GLU) + hand_us(DECODE_DOWN);
+        h.bytes += 4 * 2 * d + (full ? gqa : delta) + wo + 4 * 512 * d + 4 * d + 11 * expert;
+        if (full) h.bytes += 4 * 2 * 256 + 2 * (256 + 4) * ctx;
+        else
+            h.bytes +=
+                4 * (4 * 96 * 128 + 2 * 64 + 128) + 4 * 3 * (2 * 4 * 128 + 16 * 128 + 2 * 16) + 2 * 4 * 16 * 16384;
+        h.hidden += early + hand_hidden(mix, wo - early);
+        h.hidden += hand_hidden(norm + hand_us(DECODE_ROUTER), il == 59 ? head : next ? gqa : delta);
+    }
+    return hand_rate(h, head, reduce);
+}
+
+/* A rank of deepseek-v3 on four cards: rows are too long for the kernels that need their norm, but for the query's. */
+static double hand_mla(double ctx) {
+    const double d = 7168, heads = 32, expert = 3 * (d * 512 * 36 / 64 + 4), reduce = plan_reduce[0] * 1e6;
+    const double first = 2 * d * (1536 + 512 + 64), query = 2 * 1536 * heads * 192, wk_b = 2 * heads * 512 * 128;
+    const double wv_b = wk_b, wo = 2 * heads * 128 * d, head = 2 * d * 32320;
+    struct hand h = {0};
+    for (int il = 0; il < 61; il++) {
+        const double norm = hand_us(DECODE_ADD_NORM), ffn = norm + reduce, window = norm + (il ? reduce : 0);
+        const double early = hand_hidden(window + hand_us(DECODE_PROJECTIONS), query + wk_b + wv_b + wo);
+        h.us += window + hand_us(DECODE_PROJECTIONS) + hand_us(DECODE_QUERY) + forecast_norm;
+        h.us += hand_us(DECODE_MLA_QUERY) + hand_us(DECODE_MLA_ATTENTION) + hand_us(DECODE_MLA_VALUE);
+        h.us += hand_us(DECODE_LINEAR) + ffn + hand_us(DECODE_GLU);
+        h.bytes += 4 * (2 * d + 1536 + 512) + first + query + wk_b + wv_b + wo + (512 + 16 + 128) * ctx;
+        h.hidden += early + hand_hidden(hand_us(DECODE_MLA_ATTENTION), wv_b + wo - fmax(0, early - query - wk_b));
+        if (il < 3) {
+            h.us += hand_us(DECODE_LINEAR);
+            h.bytes += 3 * (d * 18432 / 4 * 36 / 64 + 4);
+            continue;
+        }
+        h.us += hand_us(DECODE_ROUTER) + hand_us(DECODE_DOWN);
+        h.bytes += 4 * 256 * d + 4 * 256 + 9 * expert;
+        h.hidden += hand_hidden(ffn + hand_us(DECODE_ROUTER), il < 60 ? first : head);
+    }
+    return hand_rate(h, head, reduce);
+}
+
+/* The forecast of three models against arithmetic by hand. */
+static void test_plan_forecast(void) {
+    static const struct {
+        const char *args;
+        int tp;
+        double (*by_hand)(double ctx);
+    } t[] = {{"--gpus 1x96 -c 1024 --synth qwen3-30b-a3b", 1, hand_gqa},
+             {"--gpus 1x96 --synth qwen3-30b-a3b", 1, hand_gqa},
+             {"--gpus 4x96 -c 4096 --synth qwen3.5-397b-a17b", 4, hand_delta},
+             {"--gpus 4x200@1792 -c 4096 --synth deepseek-v3", 4, hand_mla}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        json_t *o = plan_of(t[i].args, 0);
+        const double got = plan_real_of(o, "forecast"), want = t[i].by_hand((double)plan_int(o, "context"));
+        const json_t *way = json_array_get(json_object_get(o, "layouts"), 0);
+        CHECK(plan_int(o, "tp") == t[i].tp && fabs(got / want - 1) < 1e-6, "%s: %.6f tok/s, by hand %.6f", t[i].args,
+              got, want);
+        CHECK(plan_real_of(way, "forecast") == got, "%s: the layout has another forecast", t[i].args);
+        plan_says(o, "forecast_source", "timing model, no card was measured");
+        json_decref(o);
+    }
+}
+
+/* The launches of every shape read what the plan counts. */
+static void test_plan_launches(void) {
+    static const int tp[] = {1, 4, 2, 1}, pp[] = {1, 1, 2, 4};
+    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
+        struct synth y = synths[i];
+        struct model m = {0};
+        y.sizes = true;
+        synth_make(&m, &y, NULL, true);
+        struct plan *p = xcalloc(1, sizeof *p);
+        p->m = &m;
+        p->kv = KV_FP8;
+        for (int k = 0; k < 4; k++)
+            for (int r = 0; r < tp[k] * pp[k]; r++) {
+                struct plan_rank *rank = &p->layout[0].rank[r];
+                plan_rank(rank, p, &m, (struct shard){r % tp[k], tp[k], r / tp[k], pp[k]});
+                struct launch *list = decode_launches(&rank->m, KV_FP8, 5000);
+                const int64_t *reads = rank->bytes_per_token;
+                double want = state_reads(&rank->m, KV_FP8, 5000), sum = 0;
+                want += (double)(reads[READ_EXPERTS] + reads[READ_BACKBONE] + reads[READ_HEAD]);
+                for (int l = 0; l < (int)arrlen(list); l++) {
+                    sum += list[l].bytes;
+                    CHECK(list[l].dense <= list[l].bytes && (!list[l].ahead || list[l].ahead > l), "launch %d", l);
+                }
+                CHECK(sum == want, "%s, rank %d of %dx%d: launches read %.0f bytes, the plan says %.0f", y.name, r,
+                      tp[k], pp[k], sum, want);
+                arrfree(list);
+            }
+        plan_free(p);
+        model_free(&m);
     }
 }
 
@@ -313,7 +456,9 @@ static void test_plan_verdicts(void) {
         "\n--tp 2 --pp 2 ",
         "  <-\n",
         "\nroofline    ",
-        "(real speed is lower)\n",
+        "(real speed is lower)\nforecast    about ",
+        " ms beside reading (source: timing model, no card was measured)\n",
+        " bf16 cache   roofline   forecast\n",
         "\n            with all experts: fits with -c "};
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
         CHECK(strstr(sb_cstr(&out), lines[i]), "'%s' is not in: %s", lines[i], sb_cstr(&out));
@@ -398,6 +543,7 @@ static void test_plan_cpu(void) {
     struct stat st;
     char *out = NULL;
     plan_says(o, "machine", "cpu"), plan_says(o, "verdict", "fits"), plan_says(o, "kv", "bf16");
+    CHECK(!json_object_get(o, "forecast"), "a forecast for a CPU");
     CHECK(!stat("build/demo.gguf", &st) && plan_int(r, "weights") == st.st_size, "the file has %lld bytes",
           (long long)st.st_size);
     int rc =
@@ -557,8 +703,8 @@ static void test_plan_device(void) {
 #define TESTS_PLAN_ENGINE {"cuda/plan", test_plan_engine}, {"cuda/plan-device", test_plan_device},
 #endif
 
-#define TESTS_PLAN                                                                                                 \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta}, {"plan/uneven", test_plan_uneven},   \
-        {"plan/limit", test_plan_limit}, {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, \
-        {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage},             \
-        {"plan/absurd", test_plan_absurd},
+#define TESTS_PLAN                                                                                                     \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta}, {"plan/uneven", test_plan_uneven},       \
+        {"plan/limit", test_plan_limit}, {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches}, \
+        {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split},     \
+        {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},
