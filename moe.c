@@ -79,23 +79,23 @@
  *   CPU kernels: NEON with dot products              60  GEMM for it
  *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
- *   Ranks                                           290  steps, barriers, all_gather, send and recv, a watchdog
+ *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  340  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       420  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
- *   CPU operations: feed-forward                    400  router and experts
+ *   CPU operations: feed-forward                    410  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        100  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Session                                         450  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session                                         470  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        210  the file of /save
  *
  *  Program
- *   Options                                         390  the option table, values and defaults
+ *   Options                                         400  the option table, values and defaults
  *   Command line                                    330  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
- *   Keys during a turn                              100  Ctrl-C and typing ahead while the model works
+ *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat                                            250  messages, their rendering, their tokens
  *   Chat: generation                                460  an answer on its way to the screen
  *   Chat: saved conversations                       260  /save and /load
@@ -106,15 +106,15 @@
  *   Line editor: keys                               320  what each key does
  *   REPL commands                                   570  /help, /undo, /save ..
  *   REPL completion                                 130  what Tab puts behind a command
- *   Plan                                            360  --plan: bytes and roofline before anything is loaded
+ *   Plan                                            390  --plan: bytes and roofline before anything is loaded
  *   Plan: forecast                                  240  the speed of decode: a fixed time and bytes for each kernel
- *   Plan: the answer                                230  as text and as JSON
+ *   Plan: the answer                                240  as text and as JSON
  *   Finding a model                                 110  what -m and bare moe say where there is none
  *   Engine                                          200  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           340  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
- *   Modes: bench                                    220  speed at several depths and batches
+ *   Modes: bench                                    230  speed at several depths and batches
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
@@ -17160,6 +17160,7 @@ enum decode_kernel {
     DECODE_DOWN,
     DECODE_SEND,
     DECODE_SAMPLE,
+    DECODE_SHARE,
     DECODE_KERNELS
 };
 
@@ -17185,7 +17186,8 @@ static const struct {
     [DECODE_GLU] = {"k_gemv_glu", 1.4},            /* run: 1.4 */
     [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
     [DECODE_SEND] = {"k_send_rows", 2.5},          /* half an all-reduce */
-    [DECODE_SAMPLE] = {"k_sample", 45.0},          /* with the token's way to the host, and the next one's start */
+    [DECODE_SAMPLE] = {"k_sample", 18.0},          /* two passes over the logits, two small copies, the next graph */
+    [DECODE_SHARE] = {"k_share_token", 2.5},       /* as k_send_rows */
 };
 
 static const double forecast_handover = 1.0; /* microseconds from one kernel to the next, assumed */
@@ -17288,13 +17290,13 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
     return router;
 }
 
-/* The launches of a shard for one token at position n_past, from the embedding to the choice of the next one, as a
- * stb_ds array. */
+/* The launches of a shard for one token at position n_past, up to the choice of the next one, as a stb_ds array. */
 static struct launch *decode_launches(const struct model *m, enum kv_type kv, size_t n_past) {
     const struct shard *shard = &m->shard;
     const bool alone = shard->n_rank == 1;
     struct launch *list = NULL;
     int router = 0;
+    if (shard->n_rank * shard->n_stage > 1) launch_add(&list, DECODE_SHARE, 0, 0);
     launch_add(&list, DECODE_EMBED, 0, 0);
     if (shard->stage) launch_add(&list, DECODE_SEND, 0, 0);
     for (int il = 0; il < m->n_layer; il++) router = launch_add_layer(&list, m, il, kv, n_past, router);

@@ -929,6 +929,44 @@ static void run_send_recv(int n_row, int n_col) {
     must(cudaStreamDestroy(receiver), "a stream");
 }
 
+/* Ids that the root hands to two other ranks, each from and to the same place. */
+static void run_share_token() {
+    enum { TURNS = 4, RANKS = 3 };
+    std::vector<float> v(TURNS);
+    for (int i = 0; i < TURNS; i++) {
+        const int32_t id = 7 + 1000 * i;
+        memcpy(&v[i], &id, sizeof id);
+    }
+    gpu_array<float> data(v), id(RANKS), out(TURNS * RANKS);
+    gpu_array<int32_t> slot(4 * RANKS);
+    gpu_array<uint32_t> flags(std::vector<uint32_t>(RANKS, 0u)), heartbeat(std::vector<uint32_t>(3));
+    const size_t words = sizeof(struct sequence) / 4;
+    gpu_array<uint32_t> state(std::vector<uint32_t>(RANKS * words, 0u));
+    cudaStream_t stream[RANKS] = {test_stream};
+    for (int i = 1; i < RANKS; i++) must(cudaStreamCreate(&stream[i]), "a stream");
+    for (int t = 0; t < TURNS; t++) {
+        LAUNCH_PDL(k_arrive, 1, 256, 0, test_stream, (uint32_t *)id.p, (const uint32_t *)(data.p + t), (size_t)1);
+        for (int i = 0; i < RANKS; i++) {
+            struct token_args a = {};
+            a.p = {i, RANKS, (struct sequence *)(state.p + (size_t)i * words), (struct heartbeat *)heartbeat.p};
+            a.id = (int32_t *)(id.p + i);
+            a.own.token = slot.p + 4 * i, a.own.token_flag = flags.p + i;
+            for (int k = 1; k < RANKS && !i; k++, a.n_other++)
+                a.other[a.n_other].token = slot.p + 4 * k, a.other[a.n_other].token_flag = flags.p + k;
+            LAUNCH_PDL(k_share_token, 1, WARP, 0, stream[i], a);
+            LAUNCH_PDL(k_arrive, 1, 256, 0, stream[i], (uint32_t *)(out.p + t * RANKS + i),
+                       (const uint32_t *)(id.p + i), (size_t)1);
+        }
+        finish("sharing an id");
+        for (int i = 1; i < RANKS; i++) must(cudaStreamSynchronize(stream[i]), "an id");
+    }
+    const std::vector<float> got = out.get();
+    for (int i = 0; i < TURNS * RANKS; i++)
+        expect(!memcmp(&got[(size_t)i], &v[(size_t)(i / RANKS)], sizeof(float)), "turn %d: rank %d has another id",
+               i / RANKS, i % RANKS);
+    for (int i = 1; i < RANKS; i++) must(cudaStreamDestroy(stream[i]), "a stream");
+}
+
 /* The all-reduce kernel with one rank: its blocks have n_matrix rows, whose norms must not mix. */
 static void run_all_reduce(int n_tok, int n, int blocks) {
     const size_t count = (size_t)n_tok * (size_t)n;
@@ -965,7 +1003,7 @@ static void run_all_reduce(int n_tok, int n, int blocks) {
 
 extern "C" void cuda_test_links(void) {
     begin_test(8);
-    run_send_recv(1, 4), run_send_recv(5, 1000), run_send_recv(40, 260);
+    run_send_recv(1, 4), run_send_recv(5, 1000), run_send_recv(40, 260), run_share_token();
     run_all_reduce(1, 64, 1), run_all_reduce(40, 1000, 3), run_all_reduce(50, 2052, 2);
 }
 

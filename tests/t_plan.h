@@ -272,7 +272,7 @@ static double hand_hidden(double us, double bytes) {
 /* Tokens per second, with what stands before and behind the layers: an embedding, two norms, the head, the choice. */
 static double hand_rate(struct hand h, double head, double reduce) {
     h.us += hand_us(DECODE_EMBED) + 2 * hand_us(DECODE_ADD_NORM) + reduce + hand_us(DECODE_LINEAR);
-    h.us += hand_us(DECODE_SAMPLE) + (reduce > 0 ? hand_us(DECODE_SEND) : 0);
+    h.us += hand_us(DECODE_SAMPLE) + (reduce > 0 ? hand_us(DECODE_SEND) + hand_us(DECODE_SHARE) : 0);
     return 1 / (h.us * 1e-6 + (h.bytes + head - h.hidden) / (forecast_rate * 1792e9));
 }
 
