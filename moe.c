@@ -10486,15 +10486,15 @@ static void *pg_thread(void *arg) {
     return NULL;
 }
 
-/* Runs a step on every rank at once; returns when all have ended it. Ctrl-Z acts behind it where the ranks are on GPUs:
- * their kernels wait for one another, and a GPU that drives a display ends a kernel that waits for seconds, as for a
- * rank that was stopped. */
+/* Runs a step on every rank at once; returns when all have ended it. With ranks on GPUs, Ctrl-Z takes effect only after
+ * the step: a kernel would wait for a rank that was stopped before its launch, and a GPU that drives a display ends
+ * kernels that run for seconds. Threads that a driver makes during the start inherit the mask. */
 static void pg_run(struct process_group *pg, struct rank_step step) {
-    const bool hold = pg->n > 1 && pg->ranks[pg->root].cuda;
-    sigset_t stop;
+    const bool hold = pg->n > 1 && (step.kind == RANK_START || pg->ranks[pg->root].cuda);
+    sigset_t stop, old;
     sigemptyset(&stop);
     sigaddset(&stop, SIGTSTP);
-    if (hold) pthread_sigmask(SIG_BLOCK, &stop, NULL);
+    if (hold) pthread_sigmask(SIG_BLOCK, &stop, &old);
     if (pg->n > 1) {
         pthread_mutex_lock(&pg->lock);
         pg->step = step;
@@ -10509,7 +10509,7 @@ static void pg_run(struct process_group *pg, struct rank_step step) {
     pg->ended[pg->root]++;
     pg_wait_for(pg, "the end of a step", NULL, pg->ended, 0, pg->n, 0, pg->steps);
     pthread_mutex_unlock(&pg->lock);
-    if (hold) pthread_sigmask(SIG_UNBLOCK, &stop, NULL);
+    if (hold) pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes) {
@@ -12272,9 +12272,10 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
 /* ============================================================================================================
  * Session
  *
- * One timeline of tokens with its KV state: tokens[0..n_past) are in the cache, and nothing else is. Every turn, undo,
- * load or prompt builds the token list it wants and calls session_sync, which keeps the common prefix and computes the
- * rest; a cache that does not fit the tokens cannot come about. A failed or interrupted sync leaves a shorter timeline.
+ * One timeline of tokens with its KV state: tokens[0..n_past) are in the cache, and nothing else is, but for the row of
+ * a forward ahead, which the next forward overwrites. Every turn, undo, load or prompt builds the token list it wants
+ * and calls session_sync, which keeps the common prefix and computes the rest; a cache that does not fit the tokens
+ * cannot come about. A failed or interrupted sync leaves a shorter timeline.
  * ============================================================================================================ */
 
 enum { SNAPSHOTS = 8 /* snapshots of recurrent states and rings that a session keeps */ };
@@ -12287,6 +12288,7 @@ struct session {
     int n_past, n_ctx;
     int state_pos;        /* recurrent states stand for tokens[0..state_pos), <= n_past */
     bool ahead;           /* a forward of the token behind the timeline, as the device chose it, is under way */
+    bool host_chose;      /* the latest token: the device left the choice to the host */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
@@ -12356,8 +12358,7 @@ static int session_reach(const struct session *s) {
             const struct plane *p = &planes[u];
             if (!p->width) continue;
             if (p->kind == PLANE_STATE) reach = int_max(reach, s->state_pos);
-            const int end = s->n_past + s->ahead;
-            if (p->kind == PLANE_RING && end > p->n_row) reach = int_max(reach, end - p->n_row + p->window);
+            if (p->kind == PLANE_RING && s->n_past > p->n_row) reach = int_max(reach, s->n_past - p->n_row + p->window);
         }
     }
     return reach;
@@ -12386,8 +12387,8 @@ static void session_copy_snapshot(struct session *s, uint8_t *data, bool store) 
 
 /* Truncates the timeline to n tokens and returns its new length. Where a ring or recurrent state cannot go back that
  * far, the latest snapshot at or before n is restored and the timeline ends there; without one it becomes empty. Every
- * shortening of the timeline goes through here; it grows by session_forward, and by session_fake_fill (--bench) and
- * session_read (/load). */
+ * shortening of the timeline goes through here; it grows by session_forward and session_decode, and by
+ * session_fake_fill (--bench) and session_read (/load). */
 static int session_truncate(struct session *s, int n) {
     struct snapshot *best = NULL;
     if (n >= s->n_past) return s->n_past;
@@ -12428,6 +12429,7 @@ static void session_keep(struct session *s) {
 static void session_fake_fill(struct session *s, int n) {
     session_truncate(s, n);
     s->n_past = s->state_pos = n;
+    s->ahead = false;
 }
 
 /* Starts a rank by step->start, which may clear all of *r. */
@@ -12525,10 +12527,13 @@ static int32_t session_sample(struct session *s, const struct sampling *o, uint6
     double uniform = o->greedy || o->temp <= 0 ? 0 : rng_uniform(rng);
     alloc_guard_begin("the choice of a token");
     s->r->ops->sample(s->r, o, s->tokens + s->n_past - n, n, uniform);
-    if (s->r->goes_ahead && s->n_past < s->n_ctx) session_forward_ahead(s);
+    alloc_guard_end();
+    if (s->r->goes_ahead && !s->host_chose && s->n_past < s->n_ctx) session_forward_ahead(s);
+    alloc_guard_begin("the choice of a token");
     bool on_device;
     const int32_t id = s->r->ops->read_token(s->r, &on_device);
     s->ahead &= on_device;
+    s->host_chose = !on_device;
     alloc_guard_end();
     return id;
 }
@@ -13932,8 +13937,9 @@ static int key_read(struct keyboard *kb) {
  * Keys during a turn
  *
  * While the model reads and answers, a thread reads the keyboard. Ctrl-C stops the turn at its next token or chunk; a
- * second one within a second ends the program. Ctrl-Z and Ctrl-\\ act at once, other keys wait for the next prompt. The
- * thread also renews the line of progress, which the work itself would do only between two chunks.
+ * second one within a second ends the program. Ctrl-\\ acts at once, and so does Ctrl-Z unless ranks are on GPUs (see
+ * pg_run); other keys wait for the next prompt. The thread also renews the line of progress, which the work itself would
+ * do only between two chunks.
  * ============================================================================================================ */
 
 static struct {
@@ -13963,11 +13969,12 @@ static void watch_suspend(struct keyboard *kb) {
     sigset_t pending;
     term_restore();
     kill(0, SIGTSTP);
-    do { /* another thread may be the one that is stopped first, and a step of ranks may have to end before */
+    for (int i = 0; i < 500; i++) { /* a step of ranks may have to end before, or another thread is stopped first */
         poll(NULL, 0, 20);
         sigemptyset(&pending);
         sigpending(&pending);
-    } while (sigismember(&pending, SIGTSTP));
+        if (!sigismember(&pending, SIGTSTP)) break;
+    }
     term_raw(kb);
 }
 
@@ -17062,9 +17069,10 @@ static void plan_solve(struct plan *p) {
 
 /* The machine that --gpus describes. */
 static void plan_described(struct plan *p, const char *text, int64_t reserve) {
-    /* GiB, GB/s, MiB of L2: RTX PRO 6000, RTX 5090, DGX Spark, H100, H200, RTX 5070, 5070 Ti, 3090, RTX 6000 Ada */
+    /* GiB, GB/s, MiB of L2 (0: weights cannot be requested into it): RTX PRO 6000, RTX 5090, DGX Spark, H100, H200, RTX
+     * 5070, 5070 Ti, 3090, RTX 6000 Ada */
     static const double usual[][3] = {{96, 1792, 128}, {32, 1792, 96}, {128, 273, 24}, {80, 3350, 50}, {141, 4800, 50},
-                                      {12, 672, 48},   {16, 896, 48},  {24, 936, 6},   {48, 960, 96}};
+                                      {12, 672, 48},   {16, 896, 48},  {24, 936, 0},   {48, 960, 0}};
     const struct gpu_list g = gpus_parse(text);
     const double gib = g.gib;
     const bool given = g.gb_per_s > 0;
@@ -17107,7 +17115,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
         d->memory = (int64_t)f.total / ranks;
         d->rate = f.rate / ranks;
-        d->l2 = (double)f.l2 / ranks;
+        d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
         d->source = "reported";
         d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
@@ -17320,15 +17328,15 @@ static double launch_fixed(const struct launch *l) {
            (l->reduces ? plan_reduce[0] : 0);
 }
 
-/* What the launches take one after the other, with memory of so many bytes per second and a cache of l2 bytes. A
+/* What the launches from `from` on take one after the other, with memory of so many bytes per second and a cache of l2 bytes. A
  * kernel that requests ahead does so while it does not read itself. Behind a norm it begins as early as that: it does
  * not wait for it. */
-static struct forecast forecast_launches(const struct launch *list, double rate, double l2) {
+static struct forecast forecast_launches(const struct launch *list, int from, double rate, double l2) {
     const int n = (int)arrlen(list);
     struct forecast f = {.kernels = n};
     double bytes = 0, *got = xcalloc((size_t)n, sizeof *got); /* got: bytes of a launch that were requested */
     rate *= forecast_rate;
-    for (int i = 0; i < n; i++) {
+    for (int i = from; i < n; i++) {
         const struct launch *l = &list[i];
         const bool early = i && l[-1].kernel == DECODE_ADD_NORM;
         double room = (launch_fixed(l) + (early ? launch_fixed(l - 1) : 0)) * rate, share = l2 / AHEAD_SHARE;
@@ -17353,7 +17361,8 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
         struct forecast slowest = {0};
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
             struct launch *list = decode_launches(&d->rank[i].m, p->kv, (size_t)ctx);
-            const struct forecast f = forecast_launches(list, p->device[i].rate, p->device[i].l2);
+            const int early = stage ? 2 : 0; /* later stages have the id and its embedding before their input comes */
+            const struct forecast f = forecast_launches(list, early, p->device[i].rate, p->device[i].l2);
             if (f.seconds > slowest.seconds) slowest = f;
             arrfree(list);
         }
@@ -18659,15 +18668,15 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
         calls += row[i].calls;
     }
     snprintf(name, sizeof name, prefill ? "prefill of %d" : "batch %d", n);
+    const bool forecast = n_row > 0 && row[0].fixed > 0 && reached > 0;
     fprintf(stderr, "\n%-56s %6s %9s", name, "calls", "us/call");
-    if (s->r->cuda) fprintf(stderr, " %9s", "forecast");
+    if (forecast) fprintf(stderr, " %9s", "forecast");
     fprintf(stderr, " %11s %8s %7s %7s\n", "bytes/call", "GB/s", s->r->cuda ? "% copy" : "% read", "% time");
     for (int i = 0; i < n_row; i++) {
         const struct profile_row *p = &row[i];
         const double rate = p->bytes / p->seconds;
         fprintf(stderr, "%-56s %6d %9.2f", p->name, p->calls, p->seconds / p->calls * 1e6);
-        if (p->fixed > 0 && reached > 0) fprintf(stderr, " %9.2f", (p->fixed + p->bytes / reached) / p->calls * 1e6);
-        else if (s->r->cuda) fprintf(stderr, " %9s", "");
+        if (forecast) fprintf(stderr, " %9.2f", (p->fixed + p->bytes / reached) / p->calls * 1e6);
         if (p->bytes > 0 && p->seconds > 0)
             fprintf(stderr, " %11.0f %8.1f %7.1f", p->bytes / p->calls, rate * 1e-9, 100 * rate / bandwidth);
         else fprintf(stderr, " %11s %8s %7s", "-", "-", "-");

@@ -1110,8 +1110,8 @@ DEVICE bool last_block(uint32_t *arrived, uint32_t n) {
 /* Converts to a half, clamped as by clamped_f16x2. */
 DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
-/* x (n_tok, n_embd) F32 = rows of the embedding; skipped if w is empty. cs, sn (n_tok, n_half) = cos and sin of the
- * RoPE angles, times `factor`.
+/* x (n_tok, n_embd) F32 = rows of the embedding; skipped if w is empty. An id of -1, where the host has to choose,
+ * counts as 0: the forward is thrown away. cs, sn (n_tok, n_half) = cos and sin of the RoPE angles, times `factor`.
  * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
  * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
@@ -1549,7 +1549,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
             w, k0, k1, one,
             [&] {
                 if (!NORM) {
-                    ahead_request(p.ahead); /* the norm reads little, and sums of ranks wait for each other */
+                    ahead_request(p.ahead); /* the norm in front reads little, and may wait for other ranks */
                     grid_dependency_wait();
                     return;
                 }
@@ -1918,7 +1918,7 @@ DEVICE void route_jobs(const struct route_args &p, const int *id, const float *w
 /* The router for 1 to T tokens: logits, choice and job list; the shared expert's gate is one more row. NORM: x is first
  * normed. Grid: ceil(rows / 2), block: 256: four warps per row of the router, of which the first 4096 columns are
  * requested before the kernel in front has ended. The block that ends last chooses. Reads the router's weights once (1
- * to 8 MB); mostly the latency of two passes, about 4 us. */
+ * to 8 MB); mostly the latency of two passes, about 3 us. */
 template <int T, bool NORM>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_constant__ struct route_args p) {
     SHARED(float, partial, GEMV_WARPS *T); /* (warps, T) */
@@ -4856,7 +4856,7 @@ struct sample_args {
     double *block_mass;       /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best logit) */
     int *bins;                /* (SAMPLE_BINS) ids per bin; 0 between launches */
     uint32_t *arrived;        /* counts blocks; 0 between launches */
-    int32_t *token;           /* the first of the batch; -1: the host has to choose */
+    int32_t *token;           /* where the batch has its first id; -1: the host has to choose */
 };
 
 /* Maps id i with logit v to a key: larger logits have larger keys, of equal logits the lower id. Applies the repeat
@@ -5439,6 +5439,8 @@ static void forward_prepare(struct rank *r, cudaGraphExec_t *graph) {
         *graph = NULL;
         c->launching = c->launching == LAUNCHES_OVERLAP ? LAUNCHES_RECORDED : LAUNCHES_EAGER;
         launches_overlap = false;
+        /* two forwards, kernel by kernel, could fill the launch queue that the ranks on a GPU share */
+        if (c->launching == LAUNCHES_EAGER && c->sharers > 1) r->goes_ahead = false;
         if (!mine) continue;
         char line[ERR_MAX];
         snprintf(line, sizeof line, "GPU %d: recording a forward failed (%s); trying %s, which is slower", c->device,
@@ -5481,10 +5483,10 @@ static void share_token(struct rank *r) {
  * replayed from then on. Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
 static void cuda_forward(struct rank *r) {
     struct cuda *c = r->cuda;
+    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->n_tok] : NULL;
+    if (graph) forward_prepare(r, graph); /* before share_token, whose kernel waits */
     send_batch(r);
     if (r->tokens[0] == TOKEN_CHOSEN) share_token(r);
-    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->n_tok] : NULL;
-    if (graph) forward_prepare(r, graph);
     if (graph && *graph) {
         CUDA_OK(r, cudaGraphLaunch(*graph, c->stream), "a forward pass");
         kernel_last = "of a recorded forward";
@@ -5684,15 +5686,22 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
            (size_t)r->width[out], 0);
 }
 
+/* Bytes of all experts of a matrix: codes, scales. */
+static void device_matrix_bytes(const struct device_matrix *d, size_t n[2]) {
+    const size_t tiles = (size_t)d->n_expert * (size_t)d->n_rt * (size_t)d->n_kt;
+    n[0] = tiles * TILE_BYTES(d->fmt);
+    n[1] = d->scales ? tiles * TILE_SCALES : 0;
+}
+
 /* Adds a matrix to what a kernel requests ahead of its use, within its share of L2. */
 static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
     const struct device_matrix *d = w->data ? device_matrix_of(r->cuda, w) : NULL;
     if (!d || r->n_tok > DECODE_MAX_TOKENS) return;
     size_t room = (size_t)r->cuda->l2_bytes / AHEAD_SHARE / (size_t)r->cuda->sharers;
     for (int i = 0; i < a->count; i++) room -= a->n[i];
-    const size_t tiles = (size_t)d->n_expert * (size_t)d->n_rt * (size_t)d->n_kt;
-    const size_t n[2] = {tiles * TILE_BYTES(d->fmt), d->scales ? tiles * TILE_SCALES : 0};
     const uint8_t *at[2] = {d->codes, d->scales};
+    size_t n[2];
+    device_matrix_bytes(d, n);
     for (int i = 0; i < 2; i++) {
         const size_t take = n[i] < room ? n[i] : room / 16 * 16;
         if (!take) continue;

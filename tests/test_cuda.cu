@@ -77,10 +77,9 @@ void cuda_test_log_prefetches(bool on) {
 }
 size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *bytes) {
     const struct device_matrix *d = device_matrix_of(r->cuda, w);
-    const size_t tiles = (size_t)d->n_expert * (size_t)d->n_rt * (size_t)d->n_kt;
     const uint8_t *const at[2] = {d->codes, d->scales};
-    const size_t n[2] = {tiles * TILE_BYTES(d->fmt), d->scales ? tiles * TILE_SCALES : 0};
-    size_t got = 0;
+    size_t n[2], got = 0;
+    device_matrix_bytes(d, n);
     for (int i = 0; i < 2; i++)
         for (auto &p : cuemu::prefetches) got += n[i] && p.first >= at[i] && p.first < at[i] + n[i] ? p.second : 0;
     *bytes = n[0] + n[1];
