@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""Recomputes the logits of the fixtures from their files alone, in numpy float64, and compares.
+"""Recomputes the logits of the fixtures, and those of their layers for multi-token prediction, from the files alone
+in numpy float64, and compares.
 
     check_tiny.py [NAME ...]    no name: every directory of tests/fixtures; exit 1 if any NMSE exceeds 1e-10
+
+Two NMSE in a line are those of logits.f32 and predict.f32.
 
 It shares no code with gen_tiny.py or transformers: it reads config.json and the safetensors bytes as a
 converter must, so a mistake in how a fixture was stored or declared shows here.  Only numpy is needed.
@@ -281,44 +284,87 @@ def is_linear(config, layer):
     return (layer + 1) % config["full_attention_interval"] != 0
 
 
-def forward(W, config, ids):
-    config = {"tie_word_embeddings": config["tie_word_embeddings"], **config.get("text_config", config)}
-    model = "model." + "language_model." * W.has("model.language_model.norm.weight")
-    eps, delta = config["rms_norm_eps"], "linear_num_key_heads" in config
-    norm = lambda x, name: rms(x, W.get(name) + delta, eps)  # with the delta rule a weight is stored less 1
-    x = W.get(model + "embed_tokens.weight")[ids]
+def text_part(config):
+    return {"tie_word_embeddings": config["tie_word_embeddings"], **config.get("text_config", config)}
+
+
+def prefix(W):
+    return "model." + "language_model." * W.has("model.language_model.norm.weight")
+
+
+def norm(W, config, x, name):
+    """With the delta rule a weight is stored less 1."""
+    return rms(x, W.get(name) + ("linear_num_key_heads" in config), config["rms_norm_eps"])
+
+
+def block(W, config, x, p, linear=False):
+    """One layer, whose names begin with p."""
+    if "linear_num_key_heads" not in config:
+        attention, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
+    else:
+        attention, at = (delta_net, "linear_attn.") if linear else (qwen_attention, "self_attn.")
+    x = x + attention(W, config, norm(W, config, x, p + "input_layernorm.weight"), p + at)
+    h = norm(W, config, x, p + "post_attention_layernorm.weight")
+    return x + (moe(W, config, h, p + "mlp.") if W.has(router(W, p + "mlp.")) else ffn(W, h, p + "mlp."))
+
+
+def head(W, config):
+    return W.get(prefix(W) + "embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight")
+
+
+def trunk(W, config, ids):
+    """The rows after the final norm."""
+    x = W.get(prefix(W) + "embed_tokens.weight")[ids]
     for layer in range(config["num_hidden_layers"]):
-        p = f"{model}layers.{layer}."
-        if not delta:
-            attention, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
-        elif is_linear(config, layer):
-            attention, at = delta_net, "linear_attn."
-        else:
-            attention, at = qwen_attention, "self_attn."
-        x = x + attention(W, config, norm(x, p + "input_layernorm.weight"), p + at)
-        h = norm(x, p + "post_attention_layernorm.weight")
-        x = x + (moe(W, config, h, p + "mlp.") if W.has(router(W, p + "mlp.")) else ffn(W, h, p + "mlp."))
-    head = model + "embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"
-    return norm(x, model + "norm.weight") @ W.get(head).T
+        linear = "linear_num_key_heads" in config and is_linear(config, layer)
+        x = block(W, config, x, f"{prefix(W)}layers.{layer}.", linear)
+    return norm(W, config, x, prefix(W) + "norm.weight")
+
+
+def mtp_names(W, config):
+    """What the names of the layer for multi-token prediction begin with, and four names; None: there is none."""
+    own = f"model.layers.{config['num_hidden_layers']}."
+    if W.has("mtp.fc.weight"):
+        return "mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
+    if W.has(own + "eh_proj.weight"):
+        last = "final_layernorm" if W.has(own + "final_layernorm.weight") else "shared_head.norm"
+        return own, own + "enorm", own + "hnorm", own + "eh_proj", own + last
+    return None
+
+
+def predict(W, config, ids, hidden):
+    """Row t says what follows token t + 1, from that token and the trunk's row t."""
+    p, of_token, of_row, join, last = mtp_names(W, config)
+    table, out = p + "embed_tokens.weight", p + "shared_head.head.weight"
+    token = W.get(table if W.has(table) else prefix(W) + "embed_tokens.weight")[ids[1:]]
+    both = norm(W, config, token, of_token + ".weight"), norm(W, config, hidden[:-1], of_row + ".weight")
+    x = block(W, config, np.concatenate(both, -1) @ W.get(join + ".weight").T, p)
+    return norm(W, config, x, last + ".weight") @ (W.get(out) if W.has(out) else head(W, config)).T
+
+
+def nmse(got, path):
+    want = np.fromfile(path, "<f4").reshape(got.shape).astype(float)
+    return ((got - want) ** 2).sum() / (want ** 2).sum()
 
 
 def check(folder):
-    config, W = json.loads((folder / "config.json").read_text()), Weights(folder)
+    config, W = text_part(json.loads((folder / "config.json").read_text())), Weights(folder)
     ids = np.fromfile(folder / "ids.i32", "<i4")
-    want = np.fromfile(folder / "logits.f32", "<f4").reshape(len(ids), -1).astype(float)
-    got = forward(W, config, ids)
-    nmse = ((got - want) ** 2).sum() / (want ** 2).sum()
+    hidden = trunk(W, config, ids)
+    errors = [nmse(hidden @ head(W, config).T, folder / "logits.f32")]
+    if mtp_names(W, config):
+        errors.append(nmse(predict(W, config, ids, hidden), folder / "predict.f32"))
 
     (start, tail), = json.loads((folder / "greedy.json").read_text()).items()
     start = int(start.rpartition("_")[2])
-    seen = forward(W, config, np.concatenate([ids[:start], tail]))[start - 1:-1].argmax(-1)
+    seen = (trunk(W, config, np.concatenate([ids[:start], tail])) @ head(W, config).T)[start - 1:-1].argmax(-1)
 
-    ignored = ("mtp.", f"model.layers.{config.get('num_hidden_layers')}.",  # MTP, then vision and cache
-               "model.visual.", "k_proj.k_scale", "v_proj.v_scale")
+    ignored = "model.visual.", "k_proj.k_scale", "v_proj.v_scale"
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
-    good = nmse < LIMIT and list(seen) == tail and not unread
-    print(f"{folder.name:20} NMSE {nmse:.1e}  greedy {'same' if list(seen) == tail else 'DIFFERS'}  "
-          f"tensors {len(W.raw):4}  unread {len(unread)} {unread[:3] or ''} {'ok' if good else 'FAILED'}")
+    good = max(errors) < LIMIT and list(seen) == tail and not unread
+    numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"
+    print(f"{folder.name:20} NMSE {numbers:15}  greedy {verdict}  tensors {len(W.raw):4}  "
+          f"unread {len(unread)} {unread[:3] or ''} {'ok' if good else 'FAILED'}")
     return good
 
 

@@ -1,17 +1,21 @@
 #!/usr/bin/env python3
 """Makes the tiny random models of tests/fixtures and their reference logits.
 
-    gen_tiny.py [NAME ...]      no name: all of them
+    gen_tiny.py [--predict] [NAME ...]      no name: all of them; --predict: see below
 
 Each fixture is a checkpoint in the form of a public release (config.json, safetensors in one of the dialects
 the converter reads, tokenizer) plus what Hugging Face transformers computes for it in float32 on the
-dequantised weights: ids.i32, logits.f32, greedy.json.  tests/fixtures/README.md describes them; check_tiny.py
-recomputes the logits without transformers.
+dequantised weights: ids.i32, logits.f32, greedy.json, and predict.f32 where the checkpoint has a layer for
+multi-token prediction (MTP).  tests/fixtures/README.md describes them; check_tiny.py recomputes the logits without
+transformers.
 
 The same versions of numpy and torch give the same bytes: every tensor is drawn from a generator seeded by
-fixture and tensor name, so the order of drawing does not matter, and torch runs on one thread.
-Needs torch, transformers >= 5.5, safetensors, numpy, and the demo model beside the repository (tokenizer).
+fixture and tensor name, so the order of drawing does not matter, and torch runs on one thread.  Another torch or
+another CPU changes the last digits of the logits.  --predict therefore makes predict.f32 alone, for the ids that are
+there, and leaves the other files as they are once it has found the same tensors in the checkpoint.
+Needs torch, transformers >= 5.23, safetensors, numpy, and the demo model beside the repository (tokenizer).
 """
+import copy
 import json
 import math
 import re
@@ -22,7 +26,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import MtpLayer, MtpModel
 
 REPO = Path(__file__).resolve().parents[2]
 FIXTURES = REPO / "tests" / "fixtures"
@@ -161,7 +167,7 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   shards   number of safetensors files
 #   kept     experts that survive pruning, per layer
 #   positions  length of the prompt, if not POSITIONS
-#   mtp      the tensors of one multi-token-prediction layer that transformers leaves out
+#   mtp      the tensors of one multi-token-prediction layer under Qwen's names
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
 SPECS = {
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
@@ -186,6 +192,9 @@ SPECS = {
         config=deepseek(num_hidden_layers=2, q_lora_rank=None, n_group=1, topk_group=1, n_routed_experts=4,
                         moe_intermediate_size=128, num_experts_per_tok=2, norm_topk_prob=False,
                         routed_scaling_factor=1.5, num_nextn_predict_layers=1)),
+    "deepseek_v3_mtp": dict(
+        config=deepseek(num_hidden_layers=2, moe_intermediate_size=128, rope_scaling=mla_yarn(40, 64),
+                        max_position_embeddings=2560, num_nextn_predict_layers=1)),
     "deepseek_v3_fp8": dict(
         config=deepseek(hidden_size=192, num_hidden_layers=2, n_routed_experts=6, n_group=2, topk_group=1,
                         num_experts_per_tok=2, tie_word_embeddings=True, rope_scaling=mla_yarn(40, 4096),
@@ -275,13 +284,13 @@ def fp8_encode(x, scale):
 
 class Checkpoint:
     """The stored tensors of one fixture.  put() draws a tensor, stores it in its dialect and returns what a
-    reader gets back, which is what the reference model is given."""
+    reader gets back, which is what the reference model is given; `values` keeps it."""
 
     def __init__(self, fixture, spec):
         self.fixture, self.rules = fixture, spec.get("store", [])
         self.tied = spec["config"]["tie_word_embeddings"]
         self.centred = "linear_num_key_heads" in text_config(spec["config"])
-        self.shapes, self.tensors = {}, {}
+        self.shapes, self.tensors, self.values = {}, {}, {}
 
     def draw(self, name, shape):
         return torch.from_numpy(draw(self.fixture, name, shape, self.tied, self.centred))
@@ -300,7 +309,8 @@ class Checkpoint:
         self.shapes[name] = shape
         form = "f32" if name.endswith(BIAS) else next(
             (f for pattern, f in self.rules if re.search(pattern, name)), "bf16")
-        return getattr(self, "put_" + form)(name, source, x)
+        self.values[name] = getattr(self, "put_" + form)(name, source, x)
+        return self.values[name]
 
     def put_bf16(self, name, _, x):
         self.tensors[name] = x.to(torch.bfloat16)
@@ -383,6 +393,11 @@ def decoder(model):
     return getattr(model.model, "language_model", model.model)
 
 
+def give(module, leaf, value):
+    """Sets a parameter or buffer."""
+    setattr(module, leaf, torch.nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value)
+
+
 def fill(model, config, checkpoint, kept):
     """Gives every parameter and buffer a value and stores it under its hub name, fused experts one by one.
     kept: per layer the original numbers of the experts that stay, or None; the order renumbers them."""
@@ -406,14 +421,13 @@ def fill(model, config, checkpoint, kept):
             module.num_experts = len(new)
         else:
             new = checkpoint.put(hub_name(config, name), value.shape)
-        if leaf in module._parameters:
-            new = torch.nn.Parameter(new, requires_grad=False)
-        setattr(module, leaf, new)
+        give(module, leaf, new)
     model.tie_weights()
 
 
 def put_mtp(checkpoint, config):
-    """The tensors of one multi-token-prediction layer, shaped as the last one; the reference ignores them."""
+    """The tensors of one multi-token-prediction layer, shaped as the last one.  DeepSeek's releases store embeddings
+    and a head in it that are copies of the model's; here they differ, so that the logits tell which were used."""
     n, hidden = config["num_hidden_layers"], config["hidden_size"]
     last = f"model.layers.{n - 1}."
     for name, shape in list(checkpoint.shapes.items()):
@@ -435,6 +449,76 @@ def put_qwen_mtp(checkpoint):
     for leaf, shape in {"fc": (hidden, 2 * hidden), "norm": (hidden,), "pre_fc_norm_embedding": (hidden,),
                         "pre_fc_norm_hidden": (hidden,)}.items():
         checkpoint.put(f"mtp.{leaf}.weight", shape)
+
+
+def has_mtp(checkpoint):
+    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in checkpoint.values)
+
+
+def mtp_name(config, name):
+    """The hub's name of a tensor of transformers' MtpLayer."""
+    if "linear_num_key_heads" in text_config(config):
+        for old, new in [("enorm", "pre_fc_norm_embedding"), ("hnorm", "pre_fc_norm_hidden"), ("eh_proj", "fc"),
+                         ("post_norm", "norm"), ("mtp_block", "layers.0")]:
+            if name.startswith(old + "."):
+                return "mtp." + new + name.removeprefix(old)
+    post = "final_layernorm." if config["model_type"] == "hy_v3" else "shared_head.norm."
+    name = name.removeprefix("mtp_block.").replace("post_norm.", post)
+    return hub_name(config, f"model.layers.{config['num_hidden_layers']}.{name}")
+
+
+def make_mtp(model, config, checkpoint):
+    """transformers' MtpLayer around a full-attention layer with experts, with the values of the checkpoint."""
+    text = copy.deepcopy(decoder(model).config)
+    text.num_mtp_layers, text.mtp_layer_types, text.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
+    text = text.get_mtp_config()
+    kinds = type(decoder(model).layers[-1]), type(decoder(model).norm)
+    layer, values = MtpLayer(text, *kinds, 0).float().eval(), checkpoint.values
+    assert layer.config._attn_implementation == layer.config._experts_implementation == "eager"
+    for name, old in list(layer.state_dict().items()):
+        path, _, leaf = name.rpartition(".")
+        if path.endswith(".experts"):
+            parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            new = torch.stack([torch.cat([values[mtp_name(config, f"{path}.{i}.{part}.weight")] for part in parts])
+                               for i in range(len(old))])
+        else:
+            new = values[mtp_name(config, name)]
+        assert new.shape == old.shape, name
+        give(layer.get_submodule(path), leaf, new)
+    return layer
+
+
+def predict(model, config, checkpoint, ids):
+    """What the MTP layer predicts: logits [n - 1, vocab], and each row's routing gap.  Row t is made of the trunk's
+    row t after the final norm and of token t + 1, and stands at position t."""
+    layer, trunk = make_mtp(model, config, checkpoint), decoder(model)
+    ids = torch.tensor([ids])
+    hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state
+    assert torch.equal(model.lm_head(hidden), model(input_ids=ids, use_cache=False).logits)
+    own = f"model.layers.{text_config(config)['num_hidden_layers']}."
+    table = checkpoint.values.get(own + "embed_tokens.weight", trunk.embed_tokens.weight)
+    head = checkpoint.values.get(own + "shared_head.head.weight", model.lm_head.weight)
+    after, hidden, gaps = torch.nn.functional.embedding(ids[:, 1:], table), hidden[:, :-1], []
+    where = torch.arange(hidden.shape[1])[None]
+    mask = create_causal_mask(config=layer.config, inputs_embeds=after, attention_mask=None, past_key_values=None,
+                              position_ids=where)
+    mlp = layer.mtp_block.mlp
+    hook = mlp.gate.register_forward_hook(
+        lambda _, __, output: gaps.append(checked_route(mlp, text_config(config), output)[1]))
+    rows = [layer(after, hidden, trunk.rotary_emb(after, position_ids=where + shift), mask, where + shift, None)
+            for shift in (0, 1)]
+    hook.remove()
+    # RoPE depends on differences of positions: that of the trunk's row and that of the token give the same.
+    assert (rows[1] - rows[0]).square().mean() < 1e-10 * rows[0].square().mean()
+    if config["model_type"] == "deepseek_v3":  # transformers has the rest as well
+        whole = MtpModel(model, 1).float().eval()
+        whole.layers[0].load_state_dict(layer.state_dict())
+        whole.embed_tokens = torch.nn.Embedding.from_pretrained(table)
+        whole.shared_head = torch.nn.Linear(*head.T.shape, bias=False)
+        give(whole.shared_head, "weight", head)
+        theirs = whole.forward_layer(0, hidden, where, None, input_ids=ids[:, 1:])
+        assert torch.equal(theirs, rows[0]) and torch.equal(whole._project_to_logits(theirs), rows[0] @ head.T)
+    return (rows[0] @ head.T)[0], gaps[0]
 
 
 def assert_rope(model, config):
@@ -501,16 +585,22 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     return best.indices[:, :k].sort().values, gap
 
 
+def checked_route(mlp, config, output):
+    """What route() says of the router's logits, and those and the bias.  Asserts that transformers chose the same."""
+    logits, _, chosen = output
+    bias = getattr(mlp, "e_score_correction_bias", getattr(mlp.gate, "e_score_correction_bias", None))
+    mine, gap = route(config, bias, logits)
+    assert torch.equal(chosen.sort().values, mine), "transformers routes otherwise"
+    return mine, gap, logits, bias
+
+
 def run(model, config, ids):
     """Logits [n, vocab] and each token's smallest routing gap, which is 0 if bias or groups change no choice at all.
     Asserts that transformers routes by the rules."""
     gaps, biased, told = [], [], {"groups": config.get("n_group", 1) == 1}
 
     def hook(mlp, output):
-        logits, _, chosen = output
-        bias = getattr(mlp, "e_score_correction_bias", getattr(mlp.gate, "e_score_correction_bias", None))
-        mine, gap = route(config, bias, logits)
-        assert torch.equal(chosen.sort().values, mine), "transformers routes otherwise"
+        mine, gap, logits, bias = checked_route(mlp, config, output)
         gaps.append(gap)
         if bias is not None:
             choices = route(config, bias, logits, use_bias=False)[0], route(config, bias, logits, use_groups=False)[0]
@@ -648,13 +738,17 @@ def write_tokenizer(folder):
     write_json(folder / "tokenizer_config.json", conf)
 
 
-def build(name):
-    spec = SPECS[name]
-    config, kept, folder = dict(spec["config"]), spec.get("kept"), FIXTURES / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.unlink()
+def write_predict(folder, model, config, checkpoint, ids):
+    logits, gaps = predict(model, config, checkpoint, ids)
+    np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
+    print(f"{folder.name:20} predict {list(logits.shape)}  logits sd {logits.std():.2f}  "
+          f"routing gap {gaps.min():.1e}", flush=True)
 
+
+def make(name):
+    """The model of a fixture and its tensors."""
+    spec = SPECS[name]
+    config, kept = spec["config"], spec.get("kept")
     model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
     assert_rope(model, text)
     assert_layer_types(model, text)
@@ -667,7 +761,30 @@ def build(name):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
         checkpoint.fuse(spec["fused"])
-    ids, logits, gap, tail, margin = choose_prompt(model, text, spec.get("positions", POSITIONS))
+    return model, checkpoint
+
+
+def build_predict(name):
+    """Only predict.f32, beside the files that are there."""
+    folder, (model, checkpoint) = FIXTURES / name, make(name)
+    if has_mtp(checkpoint):
+        stored = {k: t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
+        same = lambda a, b: a.dtype == b.dtype and a.shape == b.shape and torch.equal(
+            a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        assert stored.keys() == checkpoint.tensors.keys() and all(
+            same(t, checkpoint.tensors[k]) for k, t in stored.items()), "the checkpoint has other tensors"
+        ids = np.fromfile(folder / "ids.i32", "<i4").tolist()
+        write_predict(folder, model, SPECS[name]["config"], checkpoint, ids)
+
+
+def build(name):
+    spec = SPECS[name]
+    config, kept, folder = dict(spec["config"]), spec.get("kept"), FIXTURES / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    model, checkpoint = make(name)
+    ids, logits, gap, tail, margin = choose_prompt(model, text_config(config), spec.get("positions", POSITIONS))
 
     if kept:
         original = config.get("num_experts") or config["n_routed_experts"]
@@ -684,6 +801,8 @@ def build(name):
     np.array(ids, "<i4").tofile(folder / "ids.i32")
     logits.numpy().astype("<f4").tofile(folder / "logits.f32")
     write_json(folder / "greedy.json", {f"greedy_from_{GREEDY_FROM}": tail}, indent=None)
+    if has_mtp(checkpoint):
+        write_predict(folder, model, spec["config"], checkpoint, ids)
     for file in folder.iterdir():
         file.chmod(0o644)
     size = sum(f.stat().st_size for f in folder.iterdir())
@@ -694,11 +813,13 @@ def build(name):
 def main():
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    unknown = set(sys.argv[1:]) - set(SPECS)
+    only_predict = sys.argv[1:2] == ["--predict"]
+    names = sys.argv[1 + only_predict:]
+    unknown = set(names) - set(SPECS)
     if unknown:
         sys.exit(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(SPECS)}")
-    for name in sys.argv[1:] or SPECS:
-        build(name)
+    for name in names or SPECS:
+        (build_predict if only_predict else build)(name)
 
 
 if __name__ == "__main__":
