@@ -186,6 +186,7 @@ static void test_fixtures_qwen3moe(void) {
 static void test_fixtures_deepseek(void) {
     check_fixture("deepseek_v3", NULL);
     check_fixture("deepseek_v3_plain", NULL);
+    check_fixture("deepseek_v3_mtp", NULL);
     check_fixture("deepseek_v3_fp8", NULL);
     check_fixture("deepseek_v3_nvfp4", NULL);
     check_fixture("kimi_k2", NULL);
