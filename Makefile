@@ -158,7 +158,7 @@ measure:
 asan: SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
 tsan: SAN  := -fsanitize=thread
-tsan: CC   := $(CLANG)
+tsan: private CC := $(CLANG)
 tsan: ONLY := team/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
 tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
 asan tsan: build/demo.gguf
