@@ -646,18 +646,15 @@ enum { LINEAR_MAX = 6 /* matrices of a layer's projections */ };
 /* The matrices that a layer multiplies its first norm by, and where their results go; behind them NULL. */
 static inline void layer_projections(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
                                      enum act out[LINEAR_MAX]) {
-    const bool mla = l->has & HAS_MLA, low_rank = l->has & HAS_Q_LORA, delta = l->has & HAS_DELTA;
-    const struct weight *const first[LINEAR_MAX] = {mla ? &l->wkv_a : &l->wq,
-                                                    mla ? (low_rank ? &l->wq_a : &l->wq) : &l->wk,
-                                                    &l->wv,
-                                                    &l->wz,
-                                                    &l->w_alpha,
-                                                    &l->w_beta};
-    const enum act to[LINEAR_MAX] = {mla ? A_K : A_Q, mla ? (low_rank ? A_QA : A_Q) : A_K, A_V, A_Z, A_ALPHA, A_BETA};
-    const int n = mla ? 2 : delta ? 6 : 3;
+    const bool mla = l->has & HAS_MLA, low_rank = l->has & HAS_Q_LORA;
+    const struct weight *const latent[2] = {&l->wkv_a, low_rank ? &l->wq_a : &l->wq};
+    const enum act latent_out[2] = {A_K, low_rank ? A_QA : A_Q};
+    const struct weight *const heads[LINEAR_MAX] = {&l->wq, &l->wk, &l->wv, &l->wz, &l->w_alpha, &l->w_beta};
+    const enum act heads_out[LINEAR_MAX] = {A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA};
+    const int n = mla ? 2 : l->has & HAS_DELTA ? 6 : 3;
     for (int i = 0; i < n; i++) {
-        w[i] = first[i];
-        out[i] = to[i];
+        w[i] = mla ? latent[i] : heads[i];
+        out[i] = mla ? latent_out[i] : heads_out[i];
     }
     w[n] = NULL;
 }

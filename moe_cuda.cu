@@ -1026,8 +1026,8 @@ __global__ void __launch_bounds__(256) k_send_rows(struct send_args a) {
     grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
 }
 
-/* The root's id of a chosen token for the other ranks. A mailbox needs room for one: the root cannot choose the next
- * before all ranks have done their part of this one's forward. */
+/* What k_share_token hands on: the id of the token that the root chose. A mailbox has room for one: the root cannot
+ * choose the next token before all ranks have run their part of this one's forward. */
 struct token_args {
     struct tp_rank p;
     int32_t *id;        /* of the batch: read by the root, written by the others */
@@ -1036,7 +1036,7 @@ struct token_args {
     struct mailbox other[MAX_RANKS - 1];
 };
 
-/* Hands on the id. Grid: 1, block: a warp. Costs the latency of a flag. */
+/* Sends the id from the root to the other ranks. Grid: 1, block: a warp. Costs the latency of a flag. */
 __global__ void __launch_bounds__(32) k_share_token(const __grid_constant__ struct token_args a) {
     grid_dependency_wait();
     const uint32_t seq = a.p.sequence->done[CH_TOKEN] + 1;
@@ -1129,7 +1129,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-/* Weights of the next dense products: kernels during which the memory would idle request them into L2. */
+/* Weights of the next dense products. Kernels that leave the memory idle request them into L2. */
 enum { AHEAD_RANGES = 2 * LINEAR_MAX, AHEAD_PIECE = 8192 /* bytes of one request */ };
 struct ahead {
     const uint8_t *at[AHEAD_RANGES];
@@ -1784,7 +1784,7 @@ struct route_args {
     int32_t *n_jobs;
     float *shared_weight;    /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
     struct norm_input input; /* with NORM: what x is */
-    struct ahead ahead;
+    struct ahead ahead;      /* behind the feed-forward */
 };
 
 /* Maps floats to unsigned numbers of the same order. NaN counts as -infinity. Never 0. */
@@ -5422,8 +5422,8 @@ static cudaError_t forward_record(struct rank *r, cudaGraphExec_t *graph) {
     return e;
 }
 
-/* Records a forward of so many tokens where that works, otherwise without overlapping launches; where neither does for
- * all ranks, forwards are not recorded from now on. */
+/* Records a forward of r->n_tok tokens. If that fails on any rank, records it without overlapping launches; if that
+ * fails too, forwards are launched kernel by kernel from now on. */
 static void forward_prepare(struct rank *r, cudaGraphExec_t *graph) {
     struct cuda *c = r->cuda;
     while (!*graph && c->launching != LAUNCHES_EAGER) {
@@ -5450,8 +5450,8 @@ static void forward_prepare(struct rank *r, cudaGraphExec_t *graph) {
     }
 }
 
-/* Has the driver submit what was enqueued, for which other ranks wait: on Windows it may collect launches until somebody
- * asks for their state. */
+/* Makes the driver submit what was enqueued: other ranks wait for it, and on Windows the driver may hold launches back
+ * until their state is queried. */
 static void stream_flush(struct rank *r) {
     if (r->m->shard.n_rank * r->m->shard.n_stage == 1) return;
     const cudaError_t e = cudaStreamQuery(r->cuda->stream);
@@ -5464,7 +5464,7 @@ static struct tp_rank tp_rank_of(const struct rank *r) {
     return {r->m->shard.rank, r->m->shard.n_rank, r->cuda->sequence, r->cuda->heartbeat[r->index]};
 }
 
-/* Gives the token that the root chose to the other ranks. */
+/* Enqueues k_share_token where there are other ranks. */
 static void share_token(struct rank *r) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
@@ -5725,20 +5725,12 @@ static struct ahead ahead_of_ffn(struct rank *r, int il) {
     return a;
 }
 
-/* What is read behind the first products of layer il, up to its feed-forward. */
-static struct ahead ahead_of_projections(struct rank *r, int il) {
+/* What is read behind the first products of layer il, up to its feed-forward; attended: behind its attention. */
+static struct ahead ahead_of_half(struct rank *r, int il, bool attended) {
     const struct layer *layer = &r->m->layers[il];
+    const struct weight *const w[4] = {&layer->wq_b, &layer->wk_b, &layer->wv_b, &layer->wo};
     struct ahead a = {};
-    if (layer->has & HAS_Q_LORA) ahead_add(r, &a, &layer->wq_b);
-    for (const struct weight *w : {&layer->wk_b, &layer->wv_b, &layer->wo}) ahead_add(r, &a, w);
-    return a;
-}
-
-/* What is read behind the attention of layer il, up to its feed-forward. */
-static struct ahead ahead_of_attention(struct rank *r, int il) {
-    const struct layer *layer = &r->m->layers[il];
-    struct ahead a = {};
-    for (const struct weight *w : {&layer->wv_b, &layer->wo}) ahead_add(r, &a, w);
+    for (int i = attended ? 2 : 0; i < 4; i++) ahead_add(r, &a, w[i]);
     return a;
 }
 
@@ -5799,7 +5791,7 @@ static void cuda_projections(struct rank *r, int il, enum act x, enum act delta)
     if (norm_fuses(r, x, delta)) p.norm = norm_input_of(r, x, delta, layer->attn_norm);
     else {
         norm_rows_of(r, x, delta, layer->attn_norm, A_H);
-        p.ahead = ahead_of_projections(r, il);
+        p.ahead = ahead_of_half(r, il, false);
     }
     linear_each(r, &p, A_H, w, out);
 }
@@ -5888,7 +5880,7 @@ static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum 
         LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
                    c->stream, a.rope);
     else a.arrived = c->attn_arrived;
-    a.ahead = ahead_of_attention(r, il);
+    a.ahead = ahead_of_half(r, il, true);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
 }
 
@@ -5925,7 +5917,7 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
     a.eps = r->m->rms_eps;
     a.out = c->x16[out];
     a.out_stride = (size_t)r->width[out];
-    a.ahead = ahead_of_attention(r, il);
+    a.ahead = ahead_of_half(r, il, true);
     a.t = c->delta;
     delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
 }
@@ -5985,7 +5977,7 @@ static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enu
     mla_query(&query, c->stream);
     struct mla_value_args value = {};
     struct attn_args a = {};
-    a.ahead = ahead_of_attention(r, il);
+    a.ahead = ahead_of_half(r, il, true);
     value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, a);
     value.w = *device_matrix_of(c, &layer->wv_b);
     value.parts = c->mla_parts;
@@ -6918,7 +6910,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     const struct gpu_facts f = rank_facts(r);
     launches_overlap = f.major >= 9;
     c->integrated = f.integrated;
-    CUDA_OK(r, cudaDeviceGetAttribute(&c->l2_bytes, cudaDevAttrL2CacheSize, c->device), "its cache");
+    c->l2_bytes = f.l2;
     CUDA_OK(r, cudaSetDevice(c->device), "selecting it");
     CUDA_OK(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
     CUDA_OK(r, cudaEventCreateWithFlags(&c->token_ready, cudaEventDisableTiming), "creating an event");
