@@ -10,10 +10,10 @@
  *   logits --sampler--> id --session_decode--> logits, and so on; each id --detokenize--> printer --> stdout
  *
  *   main > moe_main > run > mode_answer > answer_chat > repl_run > repl_line > repl_send > chat_turn > chat_answer;
- *   chat_answer > session_sync > session_forward > pg_run > rank_run > forward > forward_gqa, forward_mla;
- *   chat_answer > generate > session_sample, session_decode, printer_token
+ *   chat_answer > session_sync > session_forward > pg_run > rank_run > forward > rank_pass > forward_layers;
+ *   chat_answer > generate > session_sample, session_decode > session_draft, session_forward; printer_token
  *
- * One forward pass (forward_gqa, forward_mla) is a straight line over the operations of `struct ops`:
+ * One forward pass (forward_layers) is a straight line over the operations of `struct ops`:
  *
  *   embed; per layer: norm, q/k/v, rotation + cache, attention, wo, all-reduce + add + norm, experts; last all-reduce
  *
@@ -29,9 +29,9 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  460  the table of tensors; layer, model, family
- *   Types: operations                               190  the table that every backend fills in; its contract
- *   Types: state, ranks, the GPU backend            350  planes of state; struct rank; cuda_* functions
+ *   Types: tensors, layers, models                  490  the table of tensors; layer, model, family
+ *   Types: operations                               210  the table that every backend fills in; its contract
+ *   Types: state, ranks, the GPU backend            360  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
@@ -80,25 +80,26 @@
  *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                  340  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations                                  370  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       420  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    410  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
- *   Families                                        100  the forwards. START HERE
+ *   Families                                        130  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Session                                         470  a timeline of tokens: sync, truncation, snapshots, decode
- *   Session: the saved state                        210  the file of /save
+ *   Drafts                                          100  how many tokens a round drafts
+ *   Session                                         600  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session: the saved state                        240  the file of /save
  *
  *  Program
- *   Options                                         400  the option table, values and defaults
- *   Command line                                    330  parsing, --MODE --help, checks of what was given together
+ *   Options                                         420  the option table, values and defaults
+ *   Command line                                    340  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat                                            250  messages, their rendering, their tokens
- *   Chat: generation                                460  an answer on its way to the screen
- *   Chat: saved conversations                       260  /save and /load
+ *   Chat: generation                                470  an answer on its way to the screen
+ *   Chat: saved conversations                       280  /save and /load
  *   Edited text                                     340  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
  *   Line editor                                     210  drawing and moving in it
@@ -106,15 +107,15 @@
  *   Line editor: keys                               320  what each key does
  *   REPL commands                                   570  /help, /undo, /save ..
  *   REPL completion                                 130  what Tab puts behind a command
- *   Plan                                            390  --plan: bytes and roofline before anything is loaded
- *   Plan: forecast                                  240  the speed of decode: a fixed time and bytes for each kernel
- *   Plan: the answer                                240  as text and as JSON
+ *   Plan                                            400  --plan: bytes and roofline before anything is loaded
+ *   Plan: forecast                                  300  the speed of decode: a fixed time and bytes for each kernel
+ *   Plan: the answer                                270  as text and as JSON
  *   Finding a model                                 110  what -m and bare moe say where there is none
- *   Engine                                          200  opens model and session as the settings ask for
+ *   Engine                                          210  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           340  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
- *   Modes: bench                                    230  speed at several depths and batches
+ *   Modes: bench                                    290  speed at several depths and batches
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
@@ -221,7 +222,7 @@ enum layer_has {
     HAS_EXPERTS = 1 << 5,    /* a router and experts */
     HAS_SHARED = 1 << 6,     /* an expert that every token uses */
     HAS_HEAD_NORM = 1 << 7,  /* the heads of queries and keys are normed */
-    HAS_PREDICTION = 1 << 8, /* a multi-token-prediction layer, which only the converter and moe-reap look at */
+    HAS_PREDICTION = 1 << 8, /* a prediction layer, see forward_prediction */
     HAS_ATTENTION = 1 << 9,  /* attention over a cache, grouped-query or latent */
     HAS_Q_GATE = 1 << 10,    /* wq has a row of gates after each head's query: they scale the head's result */
     HAS_DELTA = 1 << 11,     /* a gated delta net in place of attention */
@@ -263,6 +264,13 @@ struct layer {
     struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
     const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
+    /* prediction layer */
+    struct weight eh_proj;        /* (n_embd, 2 n_embd): columns of the embedding, then of the final row */
+    const float *e_norm, *h_norm; /* (n_embd) norms of the two */
+    const float *head_norm;       /* (n_embd) before the head; NULL: the model's output_norm */
+    struct weight own_head;       /* (n_vocab, n_embd) its head; no data: the model's output */
+    struct weight own_embd;       /* (n_vocab, n_embd) its embedding; no data: the model's */
+    int first_eh;                 /* shard: the first column of its part of eh_proj */
 };
 
 /* Sizes that the shapes of a layer's tensors are made of; layer_dim gives their values. */
@@ -270,7 +278,8 @@ enum dim {
     DIM_ONE,
     DIM_EMBD,    /* n_embd */
     DIM_2_EMBD,  /* 2 n_embd */
-    DIM_VOCAB,   /* n_vocab */
+    DIM_VOCAB,   /* n_vocab: rows of a head, which ranks divide */
+    DIM_TOKENS,  /* n_vocab: rows of an embedding */
     DIM_Q,       /* n_head * head_k; with HAS_Q_GATE twice that */
     DIM_K,       /* n_head_kv * head_k */
     DIM_V,       /* n_head_kv * head_v */
@@ -324,6 +333,8 @@ enum { NOT_BOUND = UINT16_MAX };
     { name, hf, offsetof(struct layer, field), TENSOR_VECTOR, DIM_##in, DIM_ONE, DIM_ONE, when, false }
 #define OPTIONAL(name, hf, field, in, when) \
     { name, hf, offsetof(struct layer, field), TENSOR_VECTOR, DIM_##in, DIM_ONE, DIM_ONE, when, true }
+#define OPTIONAL_MATRIX(name, hf, field, in, out, when) \
+    { name, hf, offsetof(struct layer, field), TENSOR_MATRIX, DIM_##in, DIM_##out, DIM_ONE, when, true }
 /* clang-format off */
 static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_norm.weight",      "input_layernorm",              attn_norm,   EMBD,              0),
@@ -372,17 +383,18 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ffn_up_shexp",          "mlp.shared_experts.up_proj",   sh_up,       EMBD,    SHARED,   ONE,     HAS_SHARED),
     MATRIX("ffn_down_shexp",        "mlp.shared_experts.down_proj", sh_down,     SHARED,  EMBD,     ONE,     HAS_SHARED),
     OPTIONAL("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate", sh_weight,   EMBD,              HAS_SHARED),
-    {"nextn.enorm.weight",            "enorm",            NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
-    {"nextn.hnorm.weight",            "hnorm",            NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
-    {"nextn.eh_proj",                 "eh_proj",          NOT_BOUND, TENSOR_MATRIX, DIM_2_EMBD, DIM_EMBD,  DIM_ONE, HAS_PREDICTION, false},
-    {"nextn.shared_head_norm.weight", "shared_head.norm", NOT_BOUND, TENSOR_VECTOR, DIM_EMBD,   DIM_ONE,   DIM_ONE, HAS_PREDICTION, false},
-    {"nextn.shared_head_head",        "shared_head.head", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD,   DIM_VOCAB, DIM_ONE, HAS_PREDICTION, true},
-    {"nextn.embed_tokens",            "embed_tokens",     NOT_BOUND, TENSOR_MATRIX, DIM_EMBD,   DIM_VOCAB, DIM_ONE, HAS_PREDICTION, true},
+    VECTOR("nextn.enorm.weight",    "enorm",                        e_norm,      EMBD,              HAS_PREDICTION),
+    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_PREDICTION),
+    MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_PREDICTION),
+    OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_PREDICTION),
+    OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_PREDICTION),
+    OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_PREDICTION),
 };
 /* clang-format on */
 #undef MATRIX
 #undef VECTOR
 #undef OPTIONAL
+#undef OPTIONAL_MATRIX
 enum { TENSOR_RULES = sizeof tensor_rules / sizeof *tensor_rules };
 
 static inline struct weight *rule_weight(const struct tensor_rule *rule, const struct layer *layer) {
@@ -451,6 +463,7 @@ struct maxima {
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
+    int eh;                                   /* columns of eh_proj; 0: there is no prediction layer */
 };
 
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
@@ -462,8 +475,8 @@ struct model {
     struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
     const struct family *family;
     char name[128];
-    int n_layer;     /* without the multi-token-prediction layers */
-    int n_mtp_layer; /* present in the file, not bound */
+    int n_layer;      /* of the forward */
+    int n_prediction; /* prediction layers, which stand behind them */
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;
@@ -479,7 +492,7 @@ struct model {
     int n_expert_original;      /* before pruning, 0 if not recorded */
     struct weight embd, output; /* (n_vocab, n_embd) */
     const float *output_norm;   /* (n_embd) */
-    struct layer *layers;       /* (n_layer) */
+    struct layer *layers;       /* (model_blocks): those of the forward, then the prediction layers */
     uint64_t file_bytes;        /* of all split files; 0 for synthetic weights */
     bool synthetic;             /* matrices are addresses without contents: a GPU repacks synthetic rows */
     uint64_t hash;              /* identifies the file to saved sessions */
@@ -507,6 +520,20 @@ struct family {
     void (*planes)(const struct model *m, const struct layer *layer, struct plane *out);
 };
 
+/* Layers of both kinds. */
+static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_prediction; }
+
+/* What a prediction layer uses of the model unless it has its own. */
+static inline const struct weight *prediction_embd(const struct model *m, const struct layer *layer) {
+    return layer->own_embd.data ? &layer->own_embd : &m->embd;
+}
+static inline const struct weight *prediction_head(const struct model *m, const struct layer *layer) {
+    return layer->own_head.data ? &layer->own_head : &m->output;
+}
+static inline const float *prediction_norm(const struct model *m, const struct layer *layer) {
+    return layer->head_norm ? layer->head_norm : m->output_norm;
+}
+
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
 }
@@ -524,7 +551,8 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_ONE: return 1;
     case DIM_EMBD: return m->n_embd;
     case DIM_2_EMBD: return 2 * m->n_embd;
-    case DIM_VOCAB: return m->n_vocab;
+    case DIM_VOCAB:
+    case DIM_TOKENS: return m->n_vocab;
     case DIM_Q: return a->n_head * a->head_k * (layer->has & HAS_Q_GATE ? 2 : 1);
     case DIM_K: return a->n_head_kv * a->head_k;
     case DIM_V: return a->n_head_kv * a->head_v;
@@ -638,6 +666,7 @@ enum act {
     A_Z,     /* (n_tok, n_value * head_v) delta net: gates of the result */
     A_ALPHA, /* (n_tok, n_value) delta net: inputs of the decay, */
     A_BETA,  /* (n_tok, n_value) and of beta */
+    A_EH,    /* (n_tok, columns of eh_proj) prediction layer: the norms of embedding and final row, side by side */
     ACT_COUNT
 };
 
@@ -664,6 +693,14 @@ struct sampling {
     bool greedy; /* the best token; temp <= 0 means the same */
     float temp, top_p, min_p, repeat_penalty;
     int top_k; /* 0: off */
+};
+
+/* What a rank's batch goes through. */
+enum pass {
+    PASS_FORWARD,    /* the family's forward */
+    PASS_PREDICTION, /* the prediction layer, see forward_prediction */
+    PASS_DRAFT,      /* the same, and its last result becomes the final row of the position behind the batch */
+    PASSES
 };
 
 enum {
@@ -700,9 +737,12 @@ struct profile_row {
 
 /* Operations that only enqueue work. */
 #define ENQUEUE_OPS(X)                                                                                                 \
-    /* x = the token embeddings of the batch; on a later pipeline stage waits for the hidden states of the one before. \
+    /* x = the batch's tokens as rows of w; on a later pipeline stage waits for the hidden states of the one before.   \
        Also computes cos and sin of the batch's positions */                                                           \
-    X(void, embed, (struct rank *r, enum act x), (r, x))                                                               \
+    X(void, embed, (struct rank *r, const struct weight *w, enum act x), (r, w, x))                                    \
+    /* A_EH = the rank's columns of [norm(x) * e_norm, norm(final row of the position) * h_norm] of prediction layer   \
+       il; then x = 0. Overwrites A_H */                                                                               \
+    X(void, prediction_input, (struct rank *r, int il, enum act x), (r, il, x))                                        \
     /* x += the deltas of the stage's ranks, added in rank order: the same bits on each (delta ACT_COUNT: none); then  \
        norm(x) times the matrices of layer_projections of layer il. Overwrites A_H */                                  \
     X(void, projections, (struct rank *r, int il, enum act x, enum act delta), (r, il, x, delta))                      \
@@ -727,22 +767,30 @@ struct profile_row {
     X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
     /* x += the deltas as in projections; then x is sent to the next pipeline stage, if there is one */                \
     X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
-    /* final norm and output matrix of rows first..first+n-1 on every rank of the last stage; the root gathers them */ \
-    X(void, logits, (struct rank *r, int first, int n), (r, first, n))                                                 \
-    /* chooses a token by row 0 of the logits; recent: the n_recent latest ids; uniform: a draw from [0, 1) */         \
-    X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform),   \
-      (r, o, recent, n_recent, uniform))
+    /* norm(x) * norm of rows first..first+n-1 becomes the final rows of their positions + shift */                     \
+    X(void, keep_final, (struct rank *r, enum act x, const float *norm, int first, int n, int shift),                  \
+      (r, x, norm, first, n, shift))                                                                                   \
+    /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on every rank of the last stage; the root gathers them */ \
+    X(void, logits, (struct rank *r, const float *norm, const struct weight *w, int first, int n),                     \
+      (r, norm, w, first, n))                                                                                          \
+    /* chooses n tokens by rows first.. of the logits: the i-th behind tokens[0..n_past + i), of which the repeat      \
+       penalty looks at the latest; uniform (n): draws from [0, 1). A choice that is not tokens[n_past + i] makes      \
+       those behind it meaningless */                                                                                  \
+    X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *tokens, int n_past, int first, int n,    \
+                     const double *uniform),                                                                           \
+      (r, o, tokens, n_past, first, n, uniform))
 
 /* Operations around a forward, and those that wait and return results. */
 #define HOST_OPS(X)                                                                                                    \
-    /* runs the family's forward on the rank's batch; or, on a GPU, a recording of an earlier one of as many tokens;   \
-       on a CPU every thread of the rank runs it */                                                                    \
+    /* runs rank_pass; or, on a GPU, a recording of an earlier pass of this kind and as many tokens; on a CPU every    \
+       thread of the rank runs it */                                                                                   \
     X(void, forward, (struct rank *r), (r))                                                                            \
     /* (n_vocab) logits of row first + row; waits */                                                                   \
     X(const float *, read_logits, (struct rank *r, int row), (r, row))                                                 \
-    /* the token that `sample` chose; waits for the choice alone. *on_device: whether the device has it, too, and a    \
-       forward of TOKEN_CHOSEN was right */                                                                            \
-    X(int32_t, read_token, (struct rank *r, bool *on_device), (r, on_device))                                          \
+    /* the tokens that `sample` chose (n): returns how many, up to the first that is not the next of `tokens`; waits   \
+       for the choice alone. *on_device: whether the device has the first, too, and a forward of TOKEN_CHOSEN was      \
+       right */                                                                                                        \
+    X(int, read_tokens, (struct rank *r, int32_t *chosen, bool *on_device), (r, chosen, on_device))                    \
     /* copies rows first..first+n-1 of a plane to host memory, or back (store): data (n, row_bytes) and scale          \
        (n, n_group), NULL: not this one; waits */                                                                      \
     X(void, plane_copy, (struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,   \
@@ -790,7 +838,7 @@ enum kv_type { KV_BF16, KV_FP8, KV_F32 };
 static inline const struct weight *shard_gap(const struct model *m, int *layer) {
     *layer = -1;
     if (m->output.data && (!m->output.n_out || !m->output.n_in)) return &m->output;
-    for (*layer = 0; *layer < m->n_layer; ++*layer)
+    for (*layer = 0; *layer < model_blocks(m); ++*layer)
         for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[*layer]); rule;
              rule = rule_next(rule, &m->layers[*layer])) {
             const struct weight *w = rule_is_weight(rule) ? rule_weight(rule, &m->layers[*layer]) : NULL;
@@ -855,8 +903,10 @@ static inline struct plane plane_make(enum kv_type type, int width, int group) {
 }
 
 enum {
-    DECODE_MAX_TOKENS = 16,     /* tokens of a decode forward at most */
-    MAX_LAG = DECODE_MAX_TOKENS /* tokens by which recurrent states may lag behind the timeline */
+    DECODE_MAX_TOKENS = 16,             /* tokens of a decode forward at most */
+    DRAFTS_MAX = DECODE_MAX_TOKENS - 1, /* drafts that one forward verifies beside the token before them */
+    FINAL_MORE = 2 * DECODE_MAX_TOKENS, /* final rows beside those of the longest forward */
+    MAX_LAG = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
 /* A plane of F32 whose row has n_run runs of `per_key` values for each key head. */
@@ -927,7 +977,7 @@ static inline size_t plane_scale_bytes(const struct plane *p) {
 static inline size_t state_bytes(const struct model *m, enum kv_type type, size_t n_ctx) {
     struct plane planes[PLANE_USES];
     size_t bytes = 0;
-    for (int il = 0; il < m->n_layer; il++) {
+    for (int il = 0; il < model_blocks(m); il++) {
         layer_planes(m, &m->layers[il], type, planes);
         for (int u = 0; u < PLANE_USES; u++)
             bytes += plane_rows(&planes[u], n_ctx) * (planes[u].row_bytes + plane_scale_bytes(&planes[u]));
@@ -956,7 +1006,7 @@ static inline bool plane_is_snapshot(const struct plane *p) {
 static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
     struct plane planes[PLANE_USES];
     size_t bytes = 0;
-    for (int il = 0; il < m->n_layer; il++) {
+    for (int il = 0; il < model_blocks(m); il++) {
         layer_planes(m, &m->layers[il], type, planes);
         for (int u = 0; u < PLANE_USES; u++)
             if (plane_is_snapshot(&planes[u]))
@@ -997,6 +1047,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_ATT] = m->max.att;
     width[A_Z] = m->max.z;
     width[A_ALPHA] = width[A_BETA] = m->max.values;
+    width[A_EH] = m->max.eh;
 }
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
@@ -1008,7 +1059,8 @@ struct rank {
     char name[128];           /* what it runs on */
     char link[224];           /* GPU: how all-reduces and stages are connected, for the start line; empty: one rank */
 
-    /* the batch of a forward */
+    /* the batch of a pass */
+    enum pass pass;
     int n_tok;             /* tokens */
     int32_t pos;           /* position of the first */
     int32_t state_pos;     /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
@@ -1021,9 +1073,13 @@ struct rank {
     int width[ACT_COUNT];  /* values per row of a slot */
     float *act[ACT_COUNT]; /* (chunk, width) the slots in F32, the backend's; GPU: NULL where a slot has no such form */
     enum kv_type kv_type;
-    struct plane (*planes)[PLANE_USES]; /* (n_layer) in the backend's memory; width 0: the layer has none */
-    double *stats;  /* (n_layer, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
-    float *in_sum2; /* (in_sum2_before(m, n_layer)) sums of squared inputs, the backend's; NULL: not collected */
+    struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
+    float *final;   /* (n_final, n_embd) ring of final rows, that of position p in row p % n_final, the backend's: the
+                     * latest positions' rows of A_X after the final norm, and behind the timeline what prediction
+                     * layers give in their place; NULL: there is no prediction layer */
+    int n_final;    /* rows: more than the tokens of a forward and the drafts behind them */
+    double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
+    float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
     struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
     void **owned;           /* stb_ds: allocations in the backend's memory */
     size_t bytes;           /* of activations */
@@ -1055,9 +1111,10 @@ struct rank {
     float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
     float *partials;   /* partial results of a partitioned context */
     float *logits;     /* (LOGIT_ROWS, n_vocab) */
-    int32_t chosen;    /* the token of `sample` */
-    uint8_t *scratch;  /* (n_threads, scratch_bytes) of each thread */
-    size_t scratch_bytes; /* a multiple of 4096 */
+    int32_t chosen[LOGIT_ROWS]; /* the tokens of `sample`, */
+    int n_chosen;               /* and how many */
+    uint8_t *scratch;           /* (n_threads, scratch_bytes) of each thread */
+    size_t scratch_bytes;       /* a multiple of 4096 */
 };
 
 /* Activations of the routed experts in prefill on a GPU. */
@@ -1126,6 +1183,8 @@ int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts,
 
 /* The functions of moe.c that moe_cuda.cu calls. */
 
+/* Enqueues the operations of r->pass. */
+void rank_pass(struct rank *r);
 /* Ends the program with one line. */
 __attribute__((noreturn)) void rank_fatal(const char *what);
 /* Prints a remark on a line of its own. */
@@ -6693,13 +6752,13 @@ static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int6
     char key[128];
     int64_t v = dflt;
     const struct gguf_kv *kv = loader_key(l, suffix, key);
-    const int blocks = l->m->n_layer + l->m->n_mtp_layer;
+    const int blocks = model_blocks(l->m);
     if (l->failed) return;
     if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && kv->is_array && kv->n != (uint64_t)blocks)
         loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
                     (unsigned long long)kv->n, blocks);
-    for (int il = 0; il < l->m->n_layer && !l->failed; il++) {
+    for (int il = 0; il < blocks && !l->failed; il++) {
         if (kv && !gguf_elem_int(kv, kv->is_array ? (uint64_t)il : 0, &v))
             loader_fail(l, "metadata key '%s' is not an integer", key);
         else if (v < lo || v > hi)
@@ -7037,11 +7096,11 @@ static void loader_hparams(struct loader *l) {
     m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, MAX_TRAINED);
     m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
     int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
-    m->n_mtp_layer = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
-    m->n_layer = blocks - m->n_mtp_layer;
+    m->n_prediction = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
+    m->n_layer = blocks - m->n_prediction;
     loader_ints(l, "attention.head_count", KEY_REQUIRED, 1, 1024, l->n_head);
     int most = 1;
-    for (int il = 0; il < m->n_layer; il++) most = int_max(most, l->n_head[il]);
+    for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
     if (loader_key(l, "attention.head_count_kv", key))
         loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
@@ -7059,7 +7118,7 @@ static void loader_hparams(struct loader *l) {
     m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0);
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     m->family->read(l);
-    for (int il = 0; il < m->n_layer && !l->failed; il++)
+    for (int il = 0; il < blocks && !l->failed; il++)
         if (l->n_head[il] % l->n_head_kv[il])
             loader_fail(l, "layer %d has %d heads, expected a multiple of its %d KV heads", il, l->n_head[il],
                         l->n_head_kv[il]);
@@ -7203,6 +7262,7 @@ static void loader_same_type(struct loader *l, int il, const struct weight *gate
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
     l->m->family->layer(l, layer, il);
+    if (il >= l->m->n_layer) layer->has |= HAS_PREDICTION;
     loader_ffn_shape(l, layer, il);
     loader_fused(l, layer, il);
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule && !l->failed; rule = rule_next(rule, layer))
@@ -7221,7 +7281,7 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
 static void model_maxima(struct model *m) {
     struct maxima *x = &m->max;
     memset(x, 0, sizeof *x);
-    for (int il = 0; il < m->n_layer; il++) {
+    for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         const struct attn *a = &layer->attn;
         const bool mla = layer->has & HAS_MLA;
@@ -7244,34 +7304,33 @@ static void model_maxima(struct model *m) {
         *n_ff = int_max(*n_ff, layer->n_ff);
         x->n_ff_shared = int_max(x->n_ff_shared, layer->n_ff_shared);
         x->sh_weight |= layer->sh_weight != NULL;
+        x->eh = int_max(x->eh, layer->eh_proj.n_in);
     }
 }
 
-/* Refuses tensors of the file that nothing has bound. Those of prediction layers, after the last layer, are exempt:
- * nothing runs them yet. */
+/* Refuses tensors of the file that nothing has bound. */
 static void loader_leftovers(struct loader *l) {
     for (uint32_t i = 0; i < l->g->n_tensors && !l->failed; i++) {
-        const struct gguf_tensor *t = &l->g->tensors[i];
         char name[GGUF_MAX_NAME + 1];
-        int il;
-        if (l->used[i]) continue;
-        gguf_printable(t->name, name, sizeof name);
-        if (sscanf(name, "blk.%d.", &il) == 1 && il >= l->m->n_layer && il < l->m->n_layer + l->m->n_mtp_layer)
-            continue;
-        loader_fail(l, "tensor '%s' is not part of the architecture %s", name, l->arch);
+        if (!l->used[i])
+            loader_fail(l, "tensor '%s' is not part of the architecture %s",
+                        gguf_printable(l->g->tensors[i].name, name, sizeof name), l->arch);
     }
 }
 
-/* Adjusts the layer count where the file lacks the prediction layers that its metadata count, and refuses a file that
+/* Adjusts the number of prediction layers where the file lacks those that its metadata count, and refuses a file that
  * holds nothing else. */
 static void loader_has_trunk(struct loader *l) {
-    if (l->failed || gguf_find_tensor(l->g, "blk.0.attn_norm.weight")) return;
-    for (uint32_t i = 0; i < l->g->n_tensors; i++) {
-        const struct gguf_str name = l->g->tensors[i].name;
-        if (!memmem(name.p, name.n, ".nextn.", 7)) continue;
-        loader_fail(l, "the file holds only multi-token-prediction layers; give the file with the layers before them");
-        return;
+    struct model *m = l->m;
+    int held = 0;
+    if (l->failed) return;
+    for (char name[64]; held < m->n_prediction; held++) {
+        snprintf(name, sizeof name, "blk.%d.nextn.eh_proj.weight", m->n_layer + held);
+        if (!gguf_find_tensor(l->g, name)) break;
     }
+    if (held && !gguf_find_tensor(l->g, "blk.0.attn_norm.weight"))
+        loader_fail(l, "the file holds only multi-token-prediction layers; give the file with the layers before them");
+    m->n_prediction = held;
 }
 
 /* FNV-1a over the metadata (of each value 4 KB at most), the names, types and shapes of tensors, and the ends of their
@@ -7338,8 +7397,8 @@ static int model_bind(struct model *m, char *err) {
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
     m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
-    if (!l.failed) m->layers = loader_own(&l, (size_t)m->n_layer * sizeof *m->layers);
-    for (int i = 0; i < m->n_layer && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
+    if (!l.failed) m->layers = loader_own(&l, (size_t)model_blocks(m) * sizeof *m->layers);
+    for (int i = 0; i < model_blocks(m) && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
     if (!l.failed) model_maxima(m);
     loader_leftovers(&l);
     const struct gguf_kv *kv = gguf_find(l.g, "moe.reap.pruned");
@@ -7501,7 +7560,7 @@ static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
  * attention (recurrent: key heads of gated delta nets). Ranks divide heads in multiples of it. */
 static int heads_unit(const struct model *m, bool recurrent) {
     int unit = 1;
-    for (int il = 0; il < m->n_layer; il++) {
+    for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         const struct delta *d = &layer->delta;
         if (recurrent != (d->n_key > 0)) continue;
@@ -7572,7 +7631,9 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_VALUES: return value_range(&layer->delta, h.key, 1);
     case DIM_VALUE: return value_range(&layer->delta, h.key, layer->delta.head_v);
     case DIM_FF:
-    case DIM_SHARED: return shard_range(n, SHARD_UNIT, shard.n_rank, shard.rank);
+    case DIM_SHARED:
+    case DIM_VOCAB:
+    case DIM_2_EMBD: return shard_range(n, SHARD_UNIT, shard.n_rank, shard.rank);
     default: return range_of(0, n);
     }
 }
@@ -7595,6 +7656,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
         weight_columns(w, in);
         weight_matrices(w, dim_range(m, whole, rule->n, h, shard));
     }
+    out->first_eh = dim_range(m, whole, DIM_2_EMBD, h, shard).first;
     out->attn.n_head = h.q.n;
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
@@ -7632,8 +7694,10 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
     out->shard = shard;
     out->first_layer = layers.first;
     out->n_layer = layers.n;
-    out->layers = xcalloc((size_t)layers.n, sizeof *out->layers);
-    for (int il = 0; il < layers.n; il++) shard_layer(&out->layers[il], m, &m->layers[layers.first + il], shard);
+    if (shard.n_stage > 1) out->n_prediction = 0; /* such a layer would need the first stage's embedding on the last */
+    out->layers = xcalloc((size_t)model_blocks(out), sizeof *out->layers);
+    for (int il = 0; il < model_blocks(out); il++)
+        shard_layer(&out->layers[il], m, &m->layers[layers.first + il], shard);
     model_maxima(out);
     weight_rows(&out->output, rows);
     out->first_id = rows.first;
@@ -10327,8 +10391,8 @@ struct pg_start {
 
 enum rank_step_kind {
     RANK_START,           /* start the rank: start */
-    RANK_FORWARD,         /* compute ids (n) at positions pos.. with recurrent states at state_pos */
-    RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest forward, on the last stage */
+    RANK_FORWARD,         /* run a pass of ids (n) at positions pos.. with recurrent states at state_pos */
+    RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest pass, on the last stage */
     RANK_WAIT,            /* wait until everything is computed */
     RANK_READ_STATS,      /* copy the statistics of the rank's layers of `whole` to stats and in_sum2 */
     RANK_MEASURE,         /* rates[index] = what the rank's device can do */
@@ -10339,13 +10403,14 @@ enum rank_step_kind {
 /* What every rank of a process group does at once. Each kind uses the fields that its comment names. */
 struct rank_step {
     enum rank_step_kind kind;
+    enum pass pass;
     const int32_t *ids; /* NULL: the token that was chosen */
     int n, pos, state_pos, first;
     bool nccl;
     struct pg_start *start;
     const struct model *whole; /* the model of which the ranks have shards; the sizes of stats and in_sum2 */
-    double *stats;             /* (n_layer, n_expert_max, STATS) */
-    float *in_sum2;            /* (in_sum2_before(whole, n_layer)), or NULL */
+    double *stats;             /* (model_blocks, n_expert_max, STATS) */
+    float *in_sum2;            /* (in_sum2_before(whole, model_blocks)), or NULL */
     struct rates *rates;       /* (MAX_RANKS) */
     double *seconds;           /* (MAX_RANKS) */
 };
@@ -10680,8 +10745,7 @@ static void *cpu_scratch(const struct rank *r) { return r->scratch + (size_t)tea
 /* The rank `rank` of r's stage: they lie side by side. */
 static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard.rank + rank; }
 
-static void cpu_embed(struct rank *r, enum act x) {
-    const struct weight *w = &r->m->embd;
+static void cpu_embed(struct rank *r, const struct weight *w, enum act x) {
     const struct rank *before = pg_neighbor(r, -1);
     float scale = w->scale ? w->scale[0] : 1.0f;
     if (team_leads()) {
@@ -10883,6 +10947,34 @@ static void cpu_projections(struct rank *r, int il, enum act x, enum act delta) 
     if (delta == ACT_COUNT) rmsnorm_rows(r, x, layer->attn_norm, A_H);
     else all_reduce_add_rmsnorm(r, x, delta, layer->attn_norm, A_H);
     linear_each(r, A_H, w, out);
+}
+
+/* The final row of a position. */
+static float *final_row(const struct rank *r, int pos) {
+    return r->final + (size_t)(pos % r->n_final) * (size_t)r->m->n_embd;
+}
+
+static void cpu_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
+    for (int t = team_first(n); t >= 0; t = team_next())
+        r->k->rmsnorm(act_row(r, x, first + t), norm, r->m->rms_eps, final_row(r, r->pos + first + t + shift),
+                      r->m->n_embd);
+    op_end(0, "final norm");
+}
+
+static void cpu_prediction_input(struct rank *r, int il, enum act x) {
+    const struct layer *layer = &r->m->layers[il];
+    const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in;
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        const float *in[2] = {act_row(r, x, t), final_row(r, r->pos + t)}, *norm[2] = {layer->e_norm, layer->h_norm};
+        float *half = act_row(r, A_H, t), *out = act_row(r, A_EH, t);
+        for (int i = 0; i < 2; i++) { /* the rank's columns of [i n, (i + 1) n) */
+            const int a = int_max(from, i * n), b = int_min(to, (i + 1) * n);
+            r->k->rmsnorm(in[i], norm[i], r->m->rms_eps, half, n);
+            if (b > a) memcpy(out + (a - from), half + (a - i * n), (size_t)(b - a) * sizeof *out);
+        }
+        memset(act_row(r, x, t), 0, (size_t)n * sizeof *out);
+    }
+    op_end(0, "prediction input");
 }
 
 /* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
@@ -11822,48 +11914,54 @@ static void cpu_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enu
 }
 
 static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
-    memcpy(stats, r->stats, (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS * sizeof *stats);
-    if (in_sum2) memcpy(in_sum2, r->in_sum2, in_sum2_before(r->m, r->m->n_layer) * sizeof *in_sum2);
+    memcpy(stats, r->stats, (size_t)model_blocks(r->m) * (size_t)r->m->n_expert_max * STATS * sizeof *stats);
+    if (in_sum2) memcpy(in_sum2, r->in_sum2, in_sum2_before(r->m, model_blocks(r->m)) * sizeof *in_sum2);
 }
 
-/* The rows of a logits operation. */
+/* A logits operation. */
 struct logit_rows {
     struct rank *r;
+    const float *norm;
+    const struct weight *w;
     int first, n;
 };
 
 static void logits_body(void *arg) {
     const struct logit_rows *a = arg;
     struct rank *r = a->r;
-    const struct weight *w = &r->m->output;
     for (int i = team_first(a->n); i >= 0; i = team_next())
-        r->k->rmsnorm(act_row(r, A_X, a->first + i), r->m->output_norm, r->m->rms_eps, act_row(r, A_H, a->first + i),
+        r->k->rmsnorm(act_row(r, A_X, a->first + i), a->norm, r->m->rms_eps, act_row(r, A_H, a->first + i),
                       r->m->n_embd);
     team_barrier();
-    const struct packed p = linear_pack(r, w, act_row(r, A_H, a->first), r->width[A_H], a->n);
-    linear_rows(r, w, &p, a->n, rank_peer(r, 0)->logits + r->m->first_id, r->m->n_vocab);
-    op_end_matrix("output", w);
+    const struct packed p = linear_pack(r, a->w, act_row(r, A_H, a->first), r->width[A_H], a->n);
+    linear_rows(r, a->w, &p, a->n, rank_peer(r, 0)->logits + r->m->first_id, r->m->n_vocab);
+    op_end_matrix("output", a->w);
 }
 
-static void cpu_logits(struct rank *r, int first, int n) {
-    team_run(r->team, logits_body, &(struct logit_rows){r, first, n});
+static void cpu_logits(struct rank *r, const float *norm, const struct weight *w, int first, int n) {
+    team_run(r->team, logits_body, &(struct logit_rows){r, norm, w, first, n});
 }
 
 static const float *cpu_read_logits(struct rank *r, int row) { return r->logits + (size_t)row * (size_t)r->m->n_vocab; }
 
-static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
-    r->chosen = sampling_choose(o, r->work, r->m->n_ids, r->logits, recent, n_recent, uniform);
+static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *tokens, int n_past, int first, int n,
+                       const double *uniform) {
+    for (int i = 0; i < n; i++) {
+        const int n_recent = int_min(n_past + i, PENALTY_WINDOW);
+        r->chosen[i] = sampling_choose(o, r->work, r->m->n_ids, cpu_read_logits(r, first + i),
+                                       tokens + n_past + i - n_recent, n_recent, uniform[i]);
+        r->n_chosen = i + 1;
+        if (i + 1 < n && r->chosen[i] != tokens[n_past + i]) break;
+    }
 }
 
-static int32_t cpu_read_token(struct rank *r, bool *on_device) {
+static int cpu_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
     *on_device = false;
-    return r->chosen;
+    memcpy(chosen, r->chosen, (size_t)r->n_chosen * sizeof *chosen);
+    return r->n_chosen;
 }
 
-static void forward_body(void *arg) {
-    struct rank *r = arg;
-    r->m->family->forward(r);
-}
+static void forward_body(void *r) { rank_pass(r); }
 
 static void cpu_forward(struct rank *r) { team_run(r->team, forward_body, r); }
 
@@ -11979,17 +12077,20 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     act_widths(m, r->width);
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = cpu_own(r, c, sizeof *r->tokens);
+    r->n_final = m->n_prediction ? r->chunk + FINAL_MORE : 0;
+    r->final = cpu_own(r, (size_t)r->n_final * (size_t)m->n_embd, sizeof(float));
     for (int i = 0; i < m->n_rope; i++) {
         r->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
         r->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
     }
 
     int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
-    for (int il = 0; il < m->n_layer && x->kv_lora; il++)
+    for (int il = 0; il < model_blocks(m) && x->kv_lora; il++)
         while (absorbed < r->chunk && !mla_expands(m, &m->layers[il], absorbed + 1)) absorbed++;
     size_t n_ff = size_max((size_t)x->n_ff_dense, size_max((size_t)x->n_ff_expert, (size_t)x->n_ff_shared)), pack = 0,
            pack_h = 0;
-    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)x->q_lora, n_ff), (size_t)r->width[A_ATT]));
+    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)x->q_lora, n_ff),
+                                                       size_max((size_t)r->width[A_ATT], (size_t)r->width[A_EH])));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (x->kv_lora) /* one row per token and head */
@@ -12022,14 +12123,15 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     /* query rows of the largest attention item */
     const size_t rows = size_max(size_max(n_head * SPLIT_TOKENS, QUERY_ROWS), x->kv_lora ? c : 0);
     size_t delta = 0;
-    for (int il = 0; il < m->n_layer; il++) delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);
+    for (int il = 0; il < model_blocks(m); il++)
+        delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);
     r->scratch_bytes = size_max(size_max(attend_floats(m, (int)rows), delta) * sizeof(float),
                                 KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
     r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
-    r->planes = cpu_own(r, (size_t)m->n_layer, sizeof *r->planes);
-    r->taps = cpu_own(r, x->mix ? (size_t)m->n_layer : 0, sizeof *r->taps);
-    for (int il = 0; il < m->n_layer; il++) {
+    r->planes = cpu_own(r, (size_t)model_blocks(m), sizeof *r->planes);
+    r->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->taps);
+    for (int il = 0; il < model_blocks(m); il++) {
         if (m->layers[il].has & HAS_DELTA) r->taps[il] = delta_taps(r, il);
         layer_planes(m, &m->layers[il], kv, r->planes[il]);
         for (int u = 0; u < PLANE_USES; u++)
@@ -12042,9 +12144,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
 static void cpu_stats_init(struct rank *r, bool in_sum2) {
     const struct model *m = r->m;
     const size_t tiles = ((size_t)m->n_embd + ROW_TILE - 1) / ROW_TILE;
-    r->stats = cpu_own(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
+    r->stats = cpu_own(r, (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
     r->norm_parts = cpu_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
-    if (in_sum2) r->in_sum2 = cpu_own(r, in_sum2_before(m, m->n_layer), sizeof(float));
+    if (in_sum2) r->in_sum2 = cpu_own(r, in_sum2_before(m, model_blocks(m)), sizeof(float));
 }
 
 /* ============================================================================================================
@@ -12101,7 +12203,8 @@ static const char *nccl_name(char out[24]) {
  * attend_all, their kernels in moe_cuda.cu (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
  * ============================================================================================================ */
 
-/* What the norm before attention adds to A_X: what the layer before left in A_OUT, where each rank has a partial sum. */
+/* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT,
+ * where each rank has a partial sum. */
 static enum act forward_delta(int il) { return il ? A_OUT : ACT_COUNT; }
 
 /* The first half of a layer with grouped-query attention: A_X to A_OUT. */
@@ -12132,39 +12235,69 @@ static void forward_mla_half(struct rank *r, int il) {
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
 
-/* Grouped-query attention with normed heads (Qwen3-MoE, Hy3), and gated delta nets (Qwen3.5, Qwen3-Next). */
-static void forward_gqa(struct rank *r) {
-    r->ops->embed(r, A_X);
-    for (int il = 0; il < r->m->n_layer; il++) {
-        if (r->m->layers[il].has & HAS_DELTA) forward_delta_half(r, il);
-        else forward_gqa_half(r, il);
+/* The first half of layer il, whatever it is made of. */
+static void forward_half(struct rank *r, int il) {
+    const uint32_t has = r->m->layers[il].has;
+    if (has & HAS_MLA) forward_mla_half(r, il);
+    else if (has & HAS_DELTA) forward_delta_half(r, il);
+    else forward_gqa_half(r, il);
+}
+
+/* The forward of all families here: layers of attention or gated delta net, each with a feed-forward. */
+static void forward_layers(struct rank *r) {
+    const struct model *m = r->m;
+    r->ops->embed(r, &m->embd, A_X);
+    for (int il = 0; il < m->n_layer; il++) {
+        forward_half(r, il);
         r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     }
+    r->ops->final_reduce(r, A_X, A_OUT);
+    if (m->n_prediction) r->ops->keep_final(r, A_X, m->output_norm, 0, r->n_tok, 0);
+}
+
+/* Multi-token prediction (arXiv 2412.19437, section 2.2): the first prediction layer over the batch. For position t it
+ * combines the final row of t with the token of t + 1, and its result predicts the token of t + 2. The batch's tokens
+ * are those behind its positions. */
+static void forward_prediction(struct rank *r) {
+    const struct model *m = r->m;
+    const int il = m->n_layer;
+    const struct layer *layer = &m->layers[il];
+    r->ops->embed(r, prediction_embd(m, layer), A_X);
+    r->ops->prediction_input(r, il, A_X);
+    r->ops->linear(r, &layer->eh_proj, A_EH, A_OUT);
+    forward_half(r, il);
+    r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     r->ops->final_reduce(r, A_X, A_OUT);
 }
 
-/* Multi-head latent attention: DeepSeek-V3, Kimi-K2. */
-static void forward_mla(struct rank *r) {
-    r->ops->embed(r, A_X);
-    for (int il = 0; il < r->m->n_layer; il++) {
-        forward_mla_half(r, il);
-        r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
+/* The same for a draft. A pass of the token that is drafted, at the next position, then finds its final row. */
+static void forward_draft(struct rank *r) {
+    const struct model *m = r->m;
+    forward_prediction(r);
+    r->ops->keep_final(r, A_X, prediction_norm(m, &m->layers[m->n_layer]), r->n_tok - 1, 1, 1);
+}
+
+void rank_pass(struct rank *r) {
+    switch (r->pass) {
+    case PASS_FORWARD: r->m->family->forward(r); break;
+    case PASS_PREDICTION: forward_prediction(r); break;
+    case PASS_DRAFT: forward_draft(r); break;
+    case PASSES: break;
     }
-    r->ops->final_reduce(r, A_X, A_OUT);
 }
 
 /* clang-format off */
 static const struct family families[] = {
     {.arch = "qwen3moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_qwen3moe, .layer = layer_gqa, .forward = forward_gqa},
+     .read = read_qwen3moe, .layer = layer_gqa, .forward = forward_layers},
     {.arch = "qwen35moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_qwen35,   .layer = layer_qwen35, .forward = forward_gqa},
+     .read = read_qwen35,   .layer = layer_qwen35, .forward = forward_layers},
     {.arch = "qwen3next", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_qwen35,   .layer = layer_qwen3next, .forward = forward_gqa},
+     .read = read_qwen35,   .layer = layer_qwen3next, .forward = forward_layers},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
-     .read = read_mla,      .layer = layer_mla, .forward = forward_mla},
+     .read = read_mla,      .layer = layer_mla, .forward = forward_layers},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .read = read_gqa,      .layer = layer_gqa, .forward = forward_gqa},
+     .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -12267,6 +12400,107 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
 }
 
 /* ============================================================================================================
+ * Drafts
+ *
+ * How many drafts a round has. A round with k drafts takes seconds[k] and gives 1 + a1 + a1 a2 + .. tokens, where a_i
+ * is the share of right i-th drafts among those that follow right ones. Both are measured while tokens are generated,
+ * and the number with the most tokens per second is taken. It changes the speed of a text, never the text.
+ * ============================================================================================================ */
+
+enum {
+    DRAFT_TRIALS = 3,   /* rounds of every depth at the start; the first of them is not timed */
+    DRAFT_EXPLORE = 32, /* every so many rounds one has another depth than the best, because times and shares change */
+    DRAFT_MEMORY = 64   /* rounds over which shares are averaged */
+};
+
+/* What became of rounds. */
+struct draft_stats {
+    long rounds, tokens;                         /* tokens that they gave */
+    long drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* i-th drafts behind right ones, and how many of them were right */
+};
+
+/* What has become of rounds since `before`. */
+static struct draft_stats draft_stats_since(const struct draft_stats *now, const struct draft_stats *before) {
+    struct draft_stats d = {.rounds = now->rounds - before->rounds, .tokens = now->tokens - before->tokens};
+    for (int i = 0; i < DRAFTS_MAX; i++) {
+        d.drafted[i] = now->drafted[i] - before->drafted[i];
+        d.right[i] = now->right[i] - before->right[i];
+    }
+    return d;
+}
+
+/* Appends the share of right drafts by depth, as in "81/64/50 %"; nothing where there were none. */
+static void draft_shares(const struct draft_stats *d, char **out) {
+    for (int i = 0; i < DRAFTS_MAX && d->drafted[i]; i++)
+        sb_printf(out, "%s%.0f", i ? "/" : "", 100.0 * (double)d->right[i] / (double)d->drafted[i]);
+    if (d->drafted[0]) sb_puts(out, " %");
+}
+
+struct drafting {
+    int n_min, n_max;                              /* drafts of a round at least and at most; 0, 0: none */
+    int depth;                                     /* drafts of the latest round, */
+    int next;                                      /* and of the next one, where the context has room for them */
+    bool open;                                     /* the choices of the latest round are yet to come */
+    double seconds[DRAFTS_MAX + 1];                /* running mean of a round with so many drafts; 0: none was timed */
+    int trials[DRAFTS_MAX + 1];                    /* rounds with so many drafts, */
+    long latest[DRAFTS_MAX + 1];                   /* and the number of the latest */
+    double drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* as in total, over the latest rounds */
+    struct draft_stats total;
+};
+
+/* Tokens that a round with k drafts is expected to give. */
+static double drafting_tokens(const struct drafting *d, int k) {
+    double sum = 1, chain = 1;
+    for (int i = 0; i < k; i++) sum += chain *= (d->right[i] + 0.5) / (d->drafted[i] + 1);
+    return sum;
+}
+
+/* Returns the number of drafts of the next round. */
+static int drafting_choose(const struct drafting *d) {
+    int best = d->n_max, stale = d->n_max;
+    for (int k = d->n_max; k >= d->n_min; k--) {
+        if (d->trials[k] < DRAFT_TRIALS) return k;
+        if (drafting_tokens(d, k) * d->seconds[best] > drafting_tokens(d, best) * d->seconds[k]) best = k;
+        if (d->latest[k] < d->latest[stale]) stale = k;
+    }
+    return d->total.rounds % DRAFT_EXPLORE ? best : stale;
+}
+
+/* Sets the limits of the depth. */
+static void drafting_limit(struct drafting *d, int n_min, int n_max) {
+    d->n_min = n_min;
+    d->n_max = n_max;
+    d->next = drafting_choose(d);
+}
+
+/* A round with k drafts begins. */
+static void drafting_begin(struct drafting *d, int k) {
+    d->depth = k;
+    d->latest[k] = ++d->total.rounds;
+    d->open = true;
+    d->next = drafting_choose(d);
+}
+
+/* It ends after `seconds`, 0: not timed, and its first `right` drafts were right. */
+static void drafting_end(struct drafting *d, int right, double seconds) {
+    const int k = d->depth;
+    if (!d->open) return;
+    d->open = false;
+    d->total.tokens += 1 + right;
+    for (int i = 0; i < k && i <= right; i++) {
+        const bool hit = i < right;
+        d->total.drafted[i]++;
+        d->total.right[i] += hit;
+        d->drafted[i] += 1 - d->drafted[i] / DRAFT_MEMORY;
+        d->right[i] += hit - d->right[i] / DRAFT_MEMORY;
+    }
+    if (seconds <= 0) return;
+    double *mean = &d->seconds[k];
+    if (d->trials[k]++ <= 1) *mean = seconds;
+    else *mean += (fmin(seconds, 2 * *mean) - *mean) / 8; /* a pause is no measurement */
+}
+
+/* ============================================================================================================
  * Session
  *
  * One timeline of tokens with its KV state: tokens[0..n_past) are in the cache, and nothing else is, but for the row of
@@ -12283,9 +12517,18 @@ struct session {
     struct rank *r;  /* the root rank, which has the logits */
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
-    int state_pos;        /* recurrent states stand for tokens[0..state_pos), <= n_past */
-    bool ahead;           /* a forward of the token behind the timeline, as the device chose it, is under way */
-    bool host_chose;      /* the latest token: the device left the choice to the host */
+    int state_pos;   /* recurrent states stand for tokens[0..state_pos), <= n_past */
+    bool ahead;      /* a forward of the token behind the timeline, as the device chose it, is under way */
+    bool host_chose; /* the latest token: the device left the choice to the host */
+    int row;         /* of the logits: the timeline's last token */
+    int n_draft;     /* tokens[n_past..) of the latest forward are drafts: they are not in the timeline yet */
+    int32_t chosen[LOGIT_ROWS]; /* what was chosen by the rows of the logits, */
+    int chosen_from, chosen_to; /* of which these are yet to be returned */
+    struct sampling sampling;   /* how */
+    int n_predicted;            /* rows of its cache that the prediction layer has made, of tokens[0..n_predicted);
+                                   * the final rows of the tokens behind them are there */
+    struct drafting drafting;
+    double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
@@ -12296,6 +12539,9 @@ struct session {
     int sync_tokens;         /* of the latest sync: tokens computed, */
     double sync_seconds;     /* and the time it took */
 };
+
+/* Layers and prediction layers of the session: several pipeline stages have none of the latter. */
+static int session_blocks(const struct session *s) { return s->m->n_layer + s->r->m->n_prediction; }
 
 /* Makes an empty timeline on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
 static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
@@ -12366,7 +12612,7 @@ static void session_copy_snapshot(struct session *s, uint8_t *data, bool store) 
     uint8_t *zeros = NULL;
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        for (int k = 0; k < r->m->n_layer * PLANE_USES; k++) {
+        for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
             const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
             if (!plane_is_snapshot(p)) continue;
             const size_t rows = (size_t)p->n_row, bytes = rows * p->row_bytes, scales = rows * plane_scale_bytes(p);
@@ -12391,14 +12637,16 @@ static int session_truncate(struct session *s, int n) {
     if (n >= s->n_past) return s->n_past;
     const bool restore = s->snapshot_size && n < session_reach(s);
     s->ahead = false;
+    s->n_draft = 0;
     for (int i = 0; i < SNAPSHOTS; i++) {
         struct snapshot *k = &s->snapshots[i];
         if (k->n > n) k->n = 0; /* of tokens that are taken back */
         if (restore && k->n && (!best || k->n > best->n)) best = k;
     }
     s->n_past = n;
+    if (restore) s->n_past = best ? best->n : 0;
+    s->n_predicted = int_min(s->n_predicted, int_max(0, s->n_past - 1)); /* the row before gets another next token */
     if (!restore) return n;
-    s->n_past = best ? best->n : 0;
     s->state_pos = best ? best->state_pos : 0;
     if (best) best->used = ++s->snapshot_clock;
     session_copy_snapshot(s, best ? best->data : NULL, true);
@@ -12426,7 +12674,9 @@ static void session_keep(struct session *s) {
 static void session_fake_fill(struct session *s, int n) {
     session_truncate(s, n);
     s->n_past = s->state_pos = n;
+    s->n_predicted = int_max(0, n - 1);
     s->ahead = false;
+    s->n_draft = 0;
 }
 
 /* Starts a rank by step->start, which may clear all of *r. */
@@ -12438,6 +12688,14 @@ static void rank_start(struct rank *r, struct pg_start *t) {
     r->index = i;
 }
 
+/* The logits of the latest pass: of a forward by the model's head, of a prediction layer by its own. */
+static void rank_logits(struct rank *r, const struct rank_step *step) {
+    const struct model *m = r->m;
+    const struct layer *layer = &m->layers[m->n_layer];
+    if (r->pass == PASS_FORWARD) r->ops->logits(r, m->output_norm, &m->output, step->first, step->n);
+    else r->ops->logits(r, prediction_norm(m, layer), prediction_head(m, layer), step->first, step->n);
+}
+
 /* Does the rank's part of a step, on the rank's thread. A forward and its logits may not allocate. */
 static void rank_run(struct rank *r, const struct rank_step *step) {
     switch (step->kind) {
@@ -12446,6 +12704,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
         alloc_guard_begin("a forward pass");
         if (step->ids) memcpy(r->tokens, step->ids, (size_t)step->n * sizeof *step->ids);
         else r->tokens[0] = TOKEN_CHOSEN;
+        r->pass = step->pass;
         r->pos = step->pos;
         r->state_pos = step->state_pos;
         r->n_tok = step->n;
@@ -12454,7 +12713,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
         break;
     case RANK_LOGITS:
         alloc_guard_begin("a logits step");
-        if (r->m->shard.stage == r->m->shard.n_stage - 1) r->ops->logits(r, step->first, step->n);
+        if (r->m->shard.stage == r->m->shard.n_stage - 1) rank_logits(r, step);
         alloc_guard_end();
         break;
     case RANK_WAIT: r->ops->wait(r); break;
@@ -12473,27 +12732,54 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
     }
 }
 
+/* Runs a pass of the prediction layer on n tokens: ids stand behind positions pos... */
+static void session_predict(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .pos = pos});
+}
+
+/* Lets the prediction layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
+ * them is of kind `last`. */
+static void session_catch_up(struct session *s, int n, enum pass last) {
+    if (!s->r->m->n_prediction) return;
+    if (n - s->n_predicted > DECODE_MAX_TOKENS) s->round_start = 0;
+    while (s->n_predicted < n) {
+        const int some = int_min(n - s->n_predicted, s->r->chunk);
+        session_predict(s, s->n_predicted + some < n ? PASS_PREDICTION : last, s->tokens + s->n_predicted + 1, some,
+                        s->n_predicted);
+        s->n_predicted += some;
+    }
+}
+
+/* Whether the final rows of n further tokens, and of drafts behind them, would overwrite some that the prediction layer
+ * has yet to read. */
+static bool session_is_behind(const struct session *s, int n) {
+    return s->n_past + n - s->n_predicted > s->r->n_final - DECODE_MAX_TOKENS;
+}
+
 /* Appends n <= chunk tokens to the timeline and computes their state, but no logits. Recurrent states first absorb the
  * tokens that they lag behind. A decode forward then leaves its own tokens out, so that any of them can be taken back;
  * a prefill forward leaves out the last one. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
-    memcpy(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
+    memmove(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
+    if (session_is_behind(s, n)) session_catch_up(s, s->n_past, PASS_PREDICTION);
     pg_run(&s->pg,
            (struct rank_step){.kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .state_pos = s->state_pos});
     s->state_pos = n <= MAX_LAG ? s->n_past : s->n_past + n - 1;
     s->n_past += n;
     s->ahead = false;
+    s->row = s->n_draft = s->chosen_from = s->chosen_to = 0;
 }
 
 /* Enqueues the forward of the token that is being chosen, before the host knows it: the device need not wait until the
  * host has read the token and printed it. session_decode takes it into the timeline; any other forward overwrites it. */
 static void session_forward_ahead(struct session *s) {
+    if (session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
     pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .state_pos = s->state_pos});
     s->state_pos = s->n_past;
     s->ahead = true;
 }
 
-/* Computes the logits of rows first..first+n-1 of the latest forward, n <= LOGIT_ROWS. */
+/* Computes the logits of rows first..first+n-1 of the latest pass, n <= LOGIT_ROWS. */
 static void session_head(struct session *s, int first, int n) {
     pg_run(&s->pg, (struct rank_step){.kind = RANK_LOGITS, .first = first, .n = n});
 }
@@ -12501,38 +12787,139 @@ static void session_head(struct session *s, int first, int n) {
 /* Waits until everything is computed. */
 static void session_wait(struct session *s) { pg_run(&s->pg, (struct rank_step){.kind = RANK_WAIT}); }
 
-/* Copies the statistics of all layers since the start: stats (n_layer, n_expert_max, STATS) and in_sum2
- * (in_sum2_before(m, n_layer); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
+/* Copies the statistics of all layers since the start: stats (model_blocks, n_expert_max, STATS) and in_sum2
+ * (in_sum2_before(m, model_blocks); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
     pg_run(&s->pg, (struct rank_step){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
 
-/* One token: forward and logits. */
-static void session_decode(struct session *s, int32_t id) {
-    if (s->ahead) s->tokens[s->n_past++] = id;
-    else session_forward(s, &id, 1);
-    s->ahead = false;
-    session_head(s, 0, 1);
+/* Chooses n tokens by rows first.. of the logits, the i-th behind tokens[0..n_past + i), from draws of *rng, which is
+ * left as it is. Returns how many were chosen: a choice that is not the next of `tokens` is the last. */
+static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
+                          int32_t *chosen, bool *on_device) {
+    double uniform[LOGIT_ROWS];
+    for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
+    alloc_guard_begin("the choice of a token");
+    s->r->ops->sample(s->r, o, s->tokens, n_past, first, n, uniform);
+    alloc_guard_end();
+    const bool ahead =
+        n == 1 && on_device && s->r->goes_ahead && !s->host_chose && !s->drafting.next && s->n_past < s->n_ctx;
+    if (ahead) session_forward_ahead(s);
+    alloc_guard_begin("the choice of a token");
+    bool has;
+    const int got = s->r->ops->read_tokens(s->r, chosen, &has);
+    if (on_device) *on_device = has;
+    alloc_guard_end();
+    return got;
+}
+
+/* Writes k drafts behind tokens[n_past], which is the next token: what the prediction layer thinks best, each from the
+ * one before. */
+static void session_draft(struct session *s, int k) {
+    struct sampling best = s->sampling;
+    best.greedy = true;
+    for (int i = 0; i < k; i++) {
+        int32_t *const id = s->tokens + s->n_past + i;
+        if (i) session_predict(s, PASS_DRAFT, id, 1, s->n_past + i - 1);
+        else session_catch_up(s, s->n_past, PASS_DRAFT);
+        session_head(s, s->r->n_tok - 1, 1);
+        session_choose(s, &best, s->n_past + i + 1, 0, 1, 0, id + 1, NULL);
+    }
+}
+
+/* Returns the bytes of weights of layers from..to-1 that a pass of n tokens reads, each weight once; *per_token: weights
+ * that a token is multiplied with. Of the routed experts as many count as n independent tokens are expected to choose.
+ * */
+static double layers_use(const struct model *m, int from, int to, int n, double *per_token) {
+    double bytes = 0;
+    *per_token = 0;
+    for (int il = from; il < to; il++) {
+        const struct layer *layer = &m->layers[il];
+        for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
+            if (!rule_is_weight(rule) || rule->out == DIM_VOCAB || rule->out == DIM_TOKENS) continue;
+            const struct weight *w = rule_weight(rule, layer);
+            const bool routed = rule_routed(rule);
+            double used = routed ? layer->n_expert_used : w->n_expert;
+            *per_token += used * w->n_in * w->n_out;
+            bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(layer, n) : used);
+        }
+    }
+    return bytes;
+}
+
+/* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all
+ * of them. */
+static double session_forward_bytes(const struct session *s, int n) {
+    const struct model *m = s->m;
+    double per_token;
+    return layers_use(m, 0, m->n_layer, n, &per_token) + (double)m->output.expert_bytes +
+           state_reads(m, s->r->kv_type, (size_t)s->n_past);
+}
+
+/* Bytes that a draft reads: the prediction layer, its cache and its head. */
+static double session_draft_bytes(const struct session *s) {
+    const struct model *m = s->m;
+    const struct layer *layer = &m->layers[m->n_layer];
+    double per_token;
+    return layers_use(m, m->n_layer, m->n_layer + 1, 1, &per_token) + (double)prediction_head(m, layer)->expert_bytes +
+           layer_state_reads(m, layer, s->r->kv_type, (size_t)s->n_past);
+}
+
+/* Takes the next token into the timeline and computes its logits. A round of drafts: a forward of the token and of
+ * drafts behind it, whose logits cost little more than its own alone. As long as the next tokens are those that were
+ * drafted, they need no forward; the first other one takes the rest of the drafts back. Returns the bytes that it reads. */
+static double session_decode(struct session *s, int32_t id) {
+    int k = 0;
+    if (s->n_draft && s->tokens[s->n_past] == id) {
+        s->n_past++;
+        s->n_draft--;
+        s->row++;
+        return 0;
+    }
+    s->tokens[s->n_past] = id;
+    double bytes = 0;
+    if (s->ahead) {
+        s->n_past++;
+        s->ahead = false;
+    } else {
+        k = int_min(s->drafting.next, s->n_ctx - s->n_past - 1);
+        session_draft(s, k);
+        if (k) bytes = k * session_draft_bytes(s);
+        session_forward(s, s->tokens + s->n_past, 1 + k);
+        s->n_past -= k;
+    }
+    bytes += session_forward_bytes(s, 1 + k);
+    s->n_draft = k;
+    s->row = s->chosen_from = s->chosen_to = 0;
+    session_head(s, 0, 1 + k);
+    drafting_begin(&s->drafting, k);
+    return bytes;
 }
 
 /* Returns the logits (n_vocab) of the last token, after a sync or decode. */
-static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, 0); }
+static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, s->row); }
 
-/* The next token, chosen by those logits. It has to go to session_decode, or not into the timeline. */
-static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
-    int n = s->n_past < PENALTY_WINDOW ? s->n_past : PENALTY_WINDOW;
-    double uniform = o->greedy || o->temp <= 0 ? 0 : rng_uniform(rng);
-    alloc_guard_begin("the choice of a token");
-    s->r->ops->sample(s->r, o, s->tokens + s->n_past - n, n, uniform);
-    alloc_guard_end();
-    if (s->r->goes_ahead && !s->host_chose && s->n_past < s->n_ctx) session_forward_ahead(s);
-    alloc_guard_begin("the choice of a token");
+/* Chooses by all rows of the latest forward that lie behind the timeline, as long as the choices are its drafts. */
+static void session_choose_all(struct session *s, const struct sampling *o, uint64_t rng) {
     bool on_device;
-    const int32_t id = s->r->ops->read_token(s->r, &on_device);
+    s->sampling = *o;
+    const int n = session_choose(s, o, s->n_past, s->row, 1 + s->n_draft, rng, s->chosen + s->row, &on_device);
     s->ahead &= on_device;
     s->host_chose = !on_device;
-    alloc_guard_end();
-    return id;
+    s->chosen_to = s->row + n;
+    const double now = now_seconds();
+    drafting_end(&s->drafting, n - 1, s->round_start > 0 ? now - s->round_start : 0);
+    s->round_start = now;
+}
+
+/* Returns the next token, chosen by the logits of the last. It has to go to session_decode, or not into the timeline. A
+ * call draws one number from *rng, unless the choice is greedy, whatever was drafted. */
+static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
+    const bool greedy = o->greedy || o->temp <= 0;
+    if (s->row < s->chosen_from || s->row >= s->chosen_to) session_choose_all(s, o, greedy ? 0 : *rng);
+    if (!greedy) rng_uniform(rng);
+    s->chosen_from = s->row + 1;
+    return s->chosen[s->row];
 }
 
 /* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
@@ -12620,6 +13007,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
         keep++; /* the last one is computed for its logits */
     keep = session_truncate(s, keep);
+    s->drafting.open = false;
     const double t0 = now_seconds();
     while (s->n_past < n) {
         int c = int_min(n - s->n_past, s->r->chunk);
@@ -12674,6 +13062,7 @@ static int prefill_run(const struct prefill *p, const int32_t *ids, int n) {
         }
         if (p->chunk) p->chunk(p->ctx, n_chunk);
     }
+    for (int s = 0; s < p->n_session; s++) session_catch_up(p->sessions[s], n - 1, PASS_PREDICTION);
     return 0;
 }
 
@@ -12695,39 +13084,12 @@ static int session_score(struct session *s, const int32_t *ids, int n,
     return prefill_run(&(struct prefill){.sessions = &s, .n_session = 1, .row = score_row, .ctx = &score}, ids, n);
 }
 
-/* Returns the bytes of layer weights that a forward of n tokens reads, each weight once; *per_token: weights that a
- * token is multiplied with. Of the routed experts as many count as n independent tokens are expected to choose. */
-static double layers_use(const struct model *m, int n, double *per_token) {
-    double bytes = 0;
-    *per_token = 0;
-    for (int il = 0; il < m->n_layer; il++) {
-        const struct layer *layer = &m->layers[il];
-        for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
-            if (!rule_is_weight(rule)) continue;
-            const struct weight *w = rule_weight(rule, layer);
-            const bool routed = rule_routed(rule);
-            double used = routed ? layer->n_expert_used : w->n_expert;
-            *per_token += used * w->n_in * w->n_out;
-            bytes += (double)w->row_bytes * w->n_out * (routed ? experts_expected(layer, n) : used);
-        }
-    }
-    return bytes;
-}
-
-/* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all
- * of them. */
-static double session_forward_bytes(const struct session *s, int n) {
-    double per_token;
-    return layers_use(s->m, n, &per_token) + (double)s->m->output.expert_bytes +
-           state_reads(s->m, s->r->kv_type, (size_t)s->n_past);
-}
-
 /* Multiplications and additions of a forward of n tokens after n_past others, with logits of the last one:
  * attention as the model defines it, whatever form of it is computed. */
 static double session_forward_ops(const struct session *s, int n) {
     const struct model *m = s->m;
     double per_token, pairs = n * (s->n_past + (n + 1) / 2.0); /* of a query and a key that it sees */
-    layers_use(m, n, &per_token);
+    layers_use(m, 0, m->n_layer, n, &per_token);
     double heads = 0; /* values of keys and values that all heads of all layers see for a pair */
     double rule = 0;  /* multiplications of the delta rule for a token */
     for (int il = 0; il < m->n_layer; il++) {
@@ -12750,7 +13112,9 @@ static double session_forward_ops(const struct session *s, int n) {
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
  *
- * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. The checksum is FNV-1a over
+ * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. Planes of a prediction layer
+ * come last; a session without it skips them, and one with it does without them: drafts are then worse for a while. The
+ * checksum is FNV-1a over
  * 64-bit words: it finds damage, not malice. Load only files from people whom you trust.
  * ============================================================================================================ */
 
@@ -12764,10 +13128,12 @@ struct kv_header {
 };
 static_assert(sizeof(struct kv_header) == 40, "the header of a saved state is 40 bytes");
 
-/* A plane of the whole model, as the file describes it: it must be what the model has. */
+/* A plane of the whole model, as the file describes it. */
 struct kv_plane {
     uint32_t layer, use, kind, ratio, n_row, width, row_bytes, scales;
 };
+
+enum { KV_PLANES_MAX = MAX_LAYERS * PLANE_USES };
 
 /* FNV-1a over words of 64 bits; the last one is filled up with zeros. */
 static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
@@ -12783,7 +13149,7 @@ static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
 static struct kv_plane *session_planes(const struct session *s) {
     struct kv_plane *list = NULL;
     struct plane planes[PLANE_USES];
-    for (int il = 0; il < s->m->n_layer; il++) {
+    for (int il = 0; il < session_blocks(s); il++) {
         layer_planes(s->m, &s->m->layers[il], s->r->kv_type, planes);
         for (int u = 0; u < PLANE_USES; u++) {
             const struct plane *p = &planes[u];
@@ -12808,7 +13174,7 @@ static void session_plane_rows(struct session *s, const struct kv_plane *what, b
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
         const int il = (int)what->layer - r->m->first_layer;
-        if (il < 0 || il >= r->m->n_layer) continue;
+        if (il < 0 || il >= model_blocks(r->m)) continue;
         const struct plane *p = &r->planes[il][what->use];
         const size_t size = scales || p->type == KV_F32 ? 4 : p->type == KV_BF16 ? 2 : 1;
         const size_t stride = scales ? plane_scale_bytes(p) : p->row_bytes;
@@ -12840,8 +13206,9 @@ static uint64_t session_body_bytes(const struct kv_plane *list, size_t n) {
 }
 
 /* Writes or reads (store) what follows the descriptions of planes, and adds it to *sum: n token ids, then per plane all
- * rows in use, and all their scales. */
-static bool session_body(struct session *s, const struct kv_plane *list, size_t n, FILE *f, bool store, uint64_t *sum) {
+ * rows in use, and all their scales. Only the first n_own planes are the session's; others are read and dropped. */
+static bool session_body(struct session *s, const struct kv_plane *list, size_t n_own, size_t n, FILE *f, bool store,
+                         uint64_t *sum) {
     enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be padded */
     const size_t id = sizeof *s->tokens;
     uint8_t *buf = NULL;
@@ -12858,7 +13225,7 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
         for (size_t at = 0; ok && at < rows; at += ROWS) {
             const size_t c = rows - at < ROWS ? rows - at : ROWS;
             if (store) ok = fread(buf, row, c, f) == c;
-            if (ok) session_plane_rows(s, k, scales, at, c, buf, row, buf + most * row, store);
+            if (ok && i / 2 < n_own) session_plane_rows(s, k, scales, at, c, buf, row, buf + most * row, store);
             if (!store) ok = fwrite(buf, row, c, f) == c;
             if (ok) *sum = checksum_add(*sum, buf, c * row);
         }
@@ -12881,32 +13248,63 @@ static struct kv_header session_header(const struct session *s, const struct kv_
 /* Writes the state to a temporary file for `path`, which temp_commit gives its name. 0, or -1 with a message. */
 static int session_save(struct session *s, const char *path, char *err) {
     struct kv_plane *list = session_planes(s);
+    session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
+    s->ahead = false;
     struct kv_header h = session_header(s, list);
     FILE *f = temp_create(path, 0600, err);
     int rc = -1;
     if (f) {
         const bool whole = fwrite(&h, sizeof h, 1, f) == 1 && fwrite(list, sizeof *list, h.n_plane, f) == h.n_plane &&
-                           session_body(s, list, h.n_tokens, f, false, &h.checksum) && !fseek(f, 0, SEEK_SET) &&
-                           fwrite(&h, sizeof h, 1, f) == 1;
+                           session_body(s, list, h.n_plane, h.n_tokens, f, false, &h.checksum) &&
+                           !fseek(f, 0, SEEK_SET) && fwrite(&h, sizeof h, 1, f) == 1;
         rc = temp_close(f, path, !whole, err);
     }
     arrfree(list);
     return rc;
 }
 
-/* Reads the descriptions of planes and compares them with the model's. */
-static bool session_same_planes(const struct kv_plane *list, FILE *f) {
-    const size_t n = arrlenu(list);
-    struct kv_plane *got = xcalloc(n + 1, sizeof *got);
-    const bool same = fread(got, sizeof *got, n, f) == n && !memcmp(got, list, n * sizeof *got);
-    free(got);
-    return same;
+/* Reads n descriptions of planes (stb_ds). NULL unless they are those of the session, prediction layers aside. */
+static struct kv_plane *session_read_planes(const struct session *s, const struct kv_plane *list, size_t n, FILE *f) {
+    struct kv_plane *got = NULL;
+    const size_t own = arrlenu(list);
+    if (n > KV_PLANES_MAX) return NULL;
+    arrsetlen(got, n);
+    bool same = fread(got, sizeof *got, n, f) == n;
+    for (size_t i = 0; same && i < (n > own ? n : own); i++) {
+        const struct kv_plane *a = i < n ? &got[i] : NULL, *b = i < own ? &list[i] : NULL;
+        if (a && b) same = !memcmp(a, b, sizeof *a);
+        else
+            same = (a ? a : b)->layer >= (uint32_t)s->m->n_layer &&
+                   (!a || (a->kind == PLANE_TOKENS && (a->row_bytes | a->scales) < 1 << 24));
+    }
+    if (!same) arrfree(got);
+    return got;
 }
 
-/* Reads the state after the header into an empty timeline. 0, or -1 with a message. */
-static int session_read(struct session *s, const struct kv_plane *list, FILE *f, const char *path, char *err) {
-    struct kv_header h, want = session_header(s, list);
+/* Reads the tokens and the rows of the planes `got` that a file holds, into an empty timeline. 0, or -1 with a message.
+ * */
+static int session_read_body(struct session *s, const struct kv_plane *got, size_t n_own, const struct kv_header *h,
+                             FILE *f, const char *path, char *err) {
+    const uint64_t bytes = sizeof *h + session_body_bytes(got, h->n_tokens);
+    uint64_t sum = checksum_add(HASH_START, got, arrlenu(got) * sizeof *got);
     struct stat st;
+    if (fstat(fileno(f), &st) || (uint64_t)st.st_size != bytes)
+        return fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
+                    (unsigned long long)bytes);
+    if (!session_body(s, got, n_own, h->n_tokens, f, true, &sum)) return fail(err, "cannot read '%s'", path);
+    if (sum != h->checksum) return fail(err, "'%s' is damaged: its checksum is wrong", path);
+    for (uint32_t i = 0; i < h->n_tokens; i++)
+        if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
+            return fail(err, "'%s' is damaged: it holds the token id %d", path, s->tokens[i]);
+    s->n_past = s->n_predicted = (int)h->n_tokens;
+    s->state_pos = (int)h->state_pos;
+    return 0;
+}
+
+/* Reads a state into an empty timeline. 0, or -1 with a message. */
+static int session_read(struct session *s, const struct kv_plane *list, FILE *f, const char *path, char *err) {
+    struct kv_header h;
+    const struct kv_header want = session_header(s, list);
     if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, 5))
         return fail(err, "'%s' is not a saved state", path);
     if (memcmp(h.magic, kv_magic, sizeof kv_magic))
@@ -12917,20 +13315,16 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
         return fail(err, "'%s' holds %u tokens, but the context only %d", path, h.n_tokens, s->n_ctx);
     if (h.state_pos > h.n_tokens)
         return fail(err, "'%s' is damaged: %u of %u tokens are in its state", path, h.state_pos, h.n_tokens);
-    if (h.n_plane != want.n_plane) return fail(err, "'%s' has a different cache layout", path);
-    const uint64_t bytes = sizeof h + session_body_bytes(list, h.n_tokens);
-    if (fstat(fileno(f), &st) || (uint64_t)st.st_size != bytes)
-        return fail(err, "'%s' is %lld bytes long, expected %llu", path, (long long)st.st_size,
-                    (unsigned long long)bytes);
-    if (!session_same_planes(list, f)) return fail(err, "'%s' has a different cache layout", path);
-    if (!session_body(s, list, h.n_tokens, f, true, &want.checksum)) return fail(err, "cannot read '%s'", path);
-    if (want.checksum != h.checksum) return fail(err, "'%s' is damaged: its checksum is wrong", path);
-    for (uint32_t i = 0; i < h.n_tokens; i++)
-        if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
-            return fail(err, "'%s' is damaged: it holds the token id %d", path, s->tokens[i]);
-    s->n_past = (int)h.n_tokens;
-    s->state_pos = (int)h.state_pos;
-    return 0;
+    struct stat st;
+    const uint64_t least = sizeof h + (uint64_t)h.n_plane * sizeof *list;
+    if (h.n_plane <= KV_PLANES_MAX && (fstat(fileno(f), &st) || (uint64_t)st.st_size < least))
+        return fail(err, "'%s' is %lld bytes long, expected %llu or more", path, (long long)st.st_size,
+                    (unsigned long long)least);
+    struct kv_plane *got = session_read_planes(s, list, h.n_plane, f);
+    const int rc = got ? session_read_body(s, got, arrlenu(list), &h, f, path, err)
+                       : fail(err, "'%s' has a different cache layout", path);
+    arrfree(got);
+    return rc;
 }
 
 /* Reads a saved state. -1 with a message why the file does not fit, and an empty timeline: the caller prefills instead.
@@ -12960,6 +13354,7 @@ static int session_load(struct session *s, const char *path, char *err) {
 enum think { THINK_AUTO, THINK_ON, THINK_OFF, THINK_LOW, THINK_MEDIUM, THINK_HIGH, THINK_MAX };
 enum show_think { SHOW_AUTO, SHOW_ON, SHOW_OFF };
 enum color { COLOR_AUTO, COLOR_ON, COLOR_OFF };
+enum spec_type { SPEC_NONE, SPEC_DRAFT_MTP };
 
 /* The names of the choices, indexed by their enum. */
 static const char *const think_names[] = {
@@ -12970,6 +13365,7 @@ static const char *const color_names[] = {[COLOR_AUTO] = "auto", [COLOR_ON] = "o
 static const char *const kv_names[] = {[KV_BF16] = "bf16", [KV_FP8] = "fp8", [KV_F32] = "f32", NULL};
 static const char *const moe_act_names[] = {
     [MOE_ACT_AUTO] = "auto", [MOE_ACT_F16] = "bf16", [MOE_ACT_FP4] = "fp4", NULL};
+static const char *const spec_names[] = {[SPEC_NONE] = "none", [SPEC_DRAFT_MTP] = "draft-mtp", NULL};
 static const char *const allreduce_names[] = {
     [ALLREDUCE_AUTO] = "auto", [ALLREDUCE_NCCL] = "nccl", [ALLREDUCE_ONESHOT] = "oneshot", NULL};
 
@@ -12988,12 +13384,14 @@ struct settings {
     int top_k;                                 /* -1: unset */
     int seed;                                  /* -1: from the clock */
     /* machine */
-    int n_ctx, threads;    /* 0: chosen by the program */
-    int kv;                /* enum kv_type; -1: unset, settings_kv chooses */
-    bool cpu, cpu_ref;     /* both keep everything on the CPU */
-    char *gpus;            /* see gpus_parse */
-    int tp, pp, kv_splits; /* 0: chosen by the program */
-    int vram_reserve;      /* MiB */
+    int n_ctx, threads;       /* 0: chosen by the program */
+    int kv;                   /* enum kv_type; -1: unset, settings_kv chooses */
+    bool cpu, cpu_ref;        /* both keep everything on the CPU */
+    char *gpus;               /* see gpus_parse */
+    int tp, pp, kv_splits;    /* 0: chosen by the program */
+    int spec_type;            /* enum spec_type; -1: unset, engine_drafts chooses */
+    int draft_max, draft_min; /* drafts of a round */
+    int vram_reserve;         /* MiB */
     enum allreduce allreduce;
     enum moe_act moe_act;
     /* modes, and the options that belong to one */
@@ -13087,6 +13485,15 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "                            measured at the start: reads on a CPU; copies on a\n"
                                     "                            GPU, with both directions counted\n"
                                     "\n"
+                                    "A model with a prediction layer gets a second table: it continues a story, and\n"
+                                    "each line has another number of drafts a round (0-3: chosen as in a chat).\n"
+                                    "\n"
+                                    "  tokens_per_round          tokens that a round gives\n"
+                                    "  round_steps               its time, in those of a round without drafts\n"
+                                    "  gen_tps                   tokens per second\n"
+                                    "  right                     share of right drafts: of the first, of the second\n"
+                                    "                            behind a right first, and so on\n"
+                                    "\n"
                                     "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
                                     "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0; it\n"
                                     "needs a single rank. Its column `forecast` has the microseconds that --plan\n"
@@ -13159,6 +13566,12 @@ static const struct option options[] = {
      .help = "how the GPUs' partial results are summed (default: auto)"},
     {"kv-splits", IS_INT(kv_splits, 0, 384), .rare = true, .arg = "N",
      .help = "at most N parallel parts of the context when decoding on a GPU (default: 0, automatic)"},
+    {"spec-type", IS_CHOICE(spec_type, spec_names), .rare = true, .arg = "TYPE",
+     .help = "draft tokens ahead; the text stays the same (default: draft-mtp where the model can)"},
+    {"spec-draft-n-max", IS_INT(draft_max, 0, DRAFTS_MAX), .rare = true, .arg = "N", .in_chat = true,
+     .help = "at most N drafts at once (default: 3)"},
+    {"spec-draft-n-min", IS_INT(draft_min, 0, DRAFTS_MAX), .rare = true, .arg = "N", .in_chat = true,
+     .help = "at least N drafts at once (default: 0)"},
     {"moe-act", IS_CHOICE(moe_act, moe_act_names), .rare = true, .arg = "TYPE",
      .help = "expert activations in GPU prefill (default: auto)"},
     {"cpu-ref", IS_FLAG(cpu_ref), .rare = true, .help = "scalar reference arithmetic on the CPU: exact, slow"},
@@ -13293,9 +13706,11 @@ static const struct foreign foreigners[] = {
     {"--prompt-cache --prompt-cache-all --prompt-cache-ro",
      REFUSE = "/save and /load keep a conversation with its cache"},
     {"-bf --binary-file", REFUSE = "a prompt is UTF-8 text: use -f"},
+    {"--draft --draft-n --draft-max --draft-n-max", REFUSE = "use --spec-draft-n-max N"},
+    {"--draft-min --draft-n-min", REFUSE = "use --spec-draft-n-min N"},
     {"-md --model-draft -td -tbd -Cd -Crd -Cbd -hfd -hfrd --hf-repo-draft -ctkd -ctvd -otd -cmoed -ncmoed -devd -ngld "
      "--*-draft --draft* --spec-* --no-spec-*",
-     REFUSE = "speculative decoding is not supported"},
+     REFUSE = "the only drafts are those of the model's own prediction layer, --spec-type draft-mtp"},
     {"-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list --*-default",
      REFUSE = "moe does not download: hf download ORG/NAME --local-dir DIR, then moe-convert DIR -o X.gguf"},
     {"--completion-bash", .as = "--completion=bash"},
@@ -13339,6 +13754,8 @@ static void settings_init(struct settings *s) {
                            .top_k = -1,
                            .seed = -1,
                            .kv = -1,
+                           .spec_type = -1,
+                           .draft_max = 3,
                            .completion = -1,
                            .vram_reserve = 256,
                            .depth = 50};
@@ -13378,6 +13795,12 @@ static int settings_store(struct settings *s, const struct option *o, const char
     return 0;
 }
 
+/* -1 with a message if the numbers of drafts contradict each other. */
+static int drafts_check(const struct settings *s, char *err) {
+    if (s->draft_min <= s->draft_max) return 0;
+    return fail(err, "--spec-draft-n-min %d is more than --spec-draft-n-max %d", s->draft_min, s->draft_max);
+}
+
 /* /set: stores a value if the option may change during a chat. */
 static int option_set(struct settings *s, const char *name, const char *value, char *err) {
     const struct option *o = option_find(name);
@@ -13387,7 +13810,12 @@ static int option_set(struct settings *s, const char *name, const char *value, c
         return fail(err, "--%s can only be set on the command line%s", name,
                     strcmp(name, "system") ? "" : "; /system changes the message");
     snprintf(typed, sizeof typed, "%s %s", name, value);
-    return settings_store(s, o, typed, value, err);
+    const struct settings before = *s;
+    if (settings_store(s, o, typed, value, err)) return -1;
+    if (!drafts_check(s, err)) return 0;
+    s->draft_min = before.draft_min;
+    s->draft_max = before.draft_max;
+    return -1;
 }
 
 /* Appends the value of an option as /set takes it. */
@@ -13562,6 +13990,7 @@ static int options_parse(struct settings *s, int argc, char **argv, char *err) {
         n = option_parse(s, argc - i, argv + i, &notes, err);
         if (n < 0) rc = -1;
     }
+    if (!rc) rc = drafts_check(s, err);
     if (!rc && s->quiet && s->verbose) rc = fail(err, "--quiet and --verbose cannot be combined");
     for (size_t i = 0; i < arrlenu(notes); i++) {
         if (!rc && !s->quiet) message_print("%s", notes[i]);
@@ -14072,6 +14501,7 @@ struct turn_stats {
     double seconds;            /* to generate the answer */
     double first_seconds;      /* from the start of the turn to the first token of the answer */
     double bytes;              /* of weights and KV cache read while generating */
+    struct draft_stats drafts; /* of its rounds */
     uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
 };
 
@@ -14468,6 +14898,8 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
     struct sampling o = settings_sampling(c->set);
     double t0 = now_seconds();
+    if (s->r->m->n_prediction) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
+    const struct draft_stats drafts_before = s->drafting.total;
     st->why = STOP_LENGTH;
     while (c->set->n_predict < 0 || st->n_generated < c->set->n_predict) {
         if (interrupted) {
@@ -14491,10 +14923,10 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
             st->why = STOP_CONTEXT;
             break;
         }
-        st->bytes += session_forward_bytes(s, 1);
-        session_decode(s, id);
+        st->bytes += session_decode(s, id);
     }
     st->seconds = now_seconds() - t0;
+    st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
 }
@@ -14508,6 +14940,9 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
         n += snprintf(line + n, sizeof line - (size_t)n, " %.1f tok/s", st->n_generated / st->seconds);
+    if (st->drafts.drafted[0])
+        n += snprintf(line + n, sizeof line - (size_t)n, " (%.1f a round)",
+                      (double)st->drafts.tokens / (double)st->drafts.rounds);
     if (st->n_prompt && st->prompt_seconds > 0)
         n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s",
                       with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds);
@@ -15001,6 +15436,21 @@ static void chat_print_context(struct chat *c) {
     }
 }
 
+/* Prints what drafts have given in all turns, and what rounds with them cost. */
+static void chat_print_drafts(const struct chat *c) {
+    const struct drafting *d = &c->s->drafting;
+    const struct draft_stats *t = &d->total;
+    char *text = NULL;
+    if (!t->drafted[0]) return;
+    sb_printf(&text, "  drafts: %.2f tokens a round, right ", (double)t->tokens / (double)t->rounds);
+    draft_shares(t, &text);
+    for (int k = 1, n = 0; k <= DRAFTS_MAX && d->seconds[0] > 0; k++)
+        if (d->seconds[k] > 0)
+            sb_printf(&text, "%s %.2f steps with %d", n++ ? "," : "; a round takes", d->seconds[k] / d->seconds[0], k);
+    fprintf(stderr, "%s\n", sb_cstr(&text));
+    arrfree(text);
+}
+
 /* Prints the speed of the last turn and of all turns. */
 static void chat_print_stats(struct chat *c) {
     const struct turn_stats *t = &c->total;
@@ -15014,6 +15464,7 @@ static void chat_print_stats(struct chat *c) {
     fprintf(stderr, "  %d turn%s: %d prompt tokens in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
             c->turns, c->turns == 1 ? "" : "s", t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
             tokens_per_s, bytes_per_s * 1e-9);
+    chat_print_drafts(c);
 }
 
 /* ============================================================================================================
@@ -16773,7 +17224,9 @@ enum plan_read {
 enum {
     PLAN_CTX = 4096,     /* tokens of context that a model needs room for to fit, unless -c asks for fewer */
     PLAN_CTX_STEP = 256, /* the largest context is rounded down to a multiple of so many tokens */
-    PLAN_LAYOUTS = 3     /* most ways to write the number of GPUs, up to MAX_RANKS, as tp x pp */
+    PLAN_LAYOUTS = 3,    /* most ways to write the number of GPUs, up to MAX_RANKS, as tp x pp */
+    PLAN_DRAFTS = 3,     /* most drafts of a round, and the share of them that is right, in percent, assumed */
+    PLAN_DRAFTS_RIGHT = 70
 };
 
 /* Seconds of an all-reduce of one token's activations, assumed: the one-shot kernel, NCCL. --doctor measures them. */
@@ -16792,6 +17245,7 @@ struct plan_device {
 struct plan_rank {
     struct model m;                      /* its shard of the model */
     int64_t weights, rounding;           /* bytes; what the driver adds to them and to all other allocations */
+    int64_t prediction;                  /* of the weights, those of prediction layers */
     int64_t bytes_per_token[PLAN_READS]; /* that a token reads; of the cache at the plan's context */
     int64_t cache, scratch, left;        /* at the plan's context */
 };
@@ -16803,6 +17257,13 @@ struct forecast {
     int kernels;
 };
 
+/* Decoding with the prediction layer, if PLAN_DRAFTS_RIGHT percent of the drafts are right. */
+struct draft_forecast {
+    int depth;      /* drafts of a round; 0: none, or they do not pay */
+    double seconds; /* of a round, */
+    double tokens;  /* and what it gives */
+};
+
 struct plan_layout {
     int tp, pp;
     char name[32]; /* --tp N --pp M */
@@ -16810,6 +17271,7 @@ struct plan_layout {
     int context, largest[2];  /* tokens, 0: it does not fit; largest: with a cache of FP8 and of BF16 */
     double roofline[2];       /* tokens per second, for each of plan_reduce */
     struct forecast forecast; /* of GPUs */
+    struct draft_forecast drafts;
 };
 
 /* How the search ended. What does not fit with all experts may still fit with a smaller context: see `shorter`. */
@@ -16872,16 +17334,21 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
     return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(rule, m, layer);
 }
 
-/* Adds what a rank holds and reads of a layer: every tensor of the table. */
-static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, const struct layer *layer) {
+/* Adds what a rank holds of layer il, and what a token reads of it: every tensor of the table. */
+static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int il) {
+    const struct layer *layer = &m->layers[il];
+    const int64_t before = r->weights;
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         if (rule->field == NOT_BOUND) continue;
         if (rule->kind == TENSOR_MATRIX) plan_matrix(r, rule_weight(rule, layer));
         else r->weights += plan_vector(rule, m, layer);
-        r->bytes_per_token[rule_routed(rule) ? READ_EXPERTS : READ_BACKBONE] += plan_tensor_reads(cpu, rule, m, layer);
+        if (il < m->n_layer)
+            r->bytes_per_token[rule_routed(rule) ? READ_EXPERTS : READ_BACKBONE] +=
+                plan_tensor_reads(cpu, rule, m, layer);
     }
     if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_gpu_bytes(&layer->up, false))
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
+    if (il >= m->n_layer) r->prediction += r->weights - before;
 }
 
 /* Bytes of the activation buffers of rank i. */
@@ -16961,14 +17428,14 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
     plan_matrix(r, &shard_of->embd);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
-    for (int il = 0; il < shard_of->n_layer; il++) plan_layer(r, p->cpu, shard_of, &shard_of->layers[il]);
+    for (int il = 0; il < model_blocks(shard_of); il++) plan_layer(r, p->cpu, shard_of, il);
     r->weights += 4 * (int64_t)m->n_embd; /* the last norm */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
         r->weights = p->host;
         r->rounding = 0;
-        for (int il = 0; il < shard_of->n_layer; il++) r->weights += (int64_t)layer_bytes(&shard_of->layers[il]);
+        for (int il = 0; il < model_blocks(shard_of); il++) r->weights += (int64_t)layer_bytes(&shard_of->layers[il]);
     }
 }
 
@@ -17002,8 +17469,8 @@ static double plan_prune(struct model *out, const struct model *m, int n) {
     double all = 0, retained = 0;
     *out = *m;
     out->n_expert_max = int_min(m->n_expert_max, n);
-    out->layers = xmalloc((size_t)m->n_layer * sizeof *out->layers);
-    for (int il = 0; il < m->n_layer; il++) {
+    out->layers = xmalloc((size_t)model_blocks(m) * sizeof *out->layers);
+    for (int il = 0; il < model_blocks(m); il++) {
         struct layer *layer = &out->layers[il];
         *layer = m->layers[il];
         all += layer->n_expert;
@@ -17032,7 +17499,7 @@ static void plan_solve(struct plan *p) {
     const struct model *m = p->m;
     const int all = m->n_expert_max, step = m->n_group, usual = int_min(PLAN_CTX, m->n_ctx_train);
     int most = 0;
-    for (int il = 0; il < m->n_layer; il++)
+    for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].n_expert > most) most = m->layers[il].n_expert;
     p->fewest = (m->max.n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
     for (int n = all; n == all || n >= p->fewest; n = (int_min(n, most) - 1) / step * step) {
@@ -17133,7 +17600,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     snprintf(d->name, sizeof d->name, "CPU, %d thread%s", n_threads, n_threads == 1 ? "" : "s");
     p->host = (int64_t)m->file_bytes;
     for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
-    for (int il = 0; il < m->n_layer; il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
+    for (int il = 0; il < model_blocks(m); il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
     /* takes addresses but no memory, because nothing is written */
     cpu_rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
     p->activations = (int64_t)r.bytes + SNAPSHOTS * (int64_t)snapshot_bytes(m, p->kv);
@@ -17151,6 +17618,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
 /* The launches of a decode forward, by what they do. */
 enum decode_kernel {
     DECODE_EMBED,
+    DECODE_PREDICTION_INPUT,
     DECODE_ADD_NORM,
     DECODE_PROJECTIONS,
     DECODE_QUERY, /* MLA: out of the low-rank query */
@@ -17163,6 +17631,7 @@ enum decode_kernel {
     DECODE_ROUTER,
     DECODE_GLU,
     DECODE_DOWN,
+    DECODE_KEEP_FINAL,
     DECODE_SEND,
     DECODE_SAMPLE,
     DECODE_SHARE,
@@ -17177,22 +17646,24 @@ static const struct {
     const char *name;
     double us;
 } decode_costs[DECODE_KERNELS] = {
-    [DECODE_EMBED] = {"k_embed", 1.0},             /* two latencies of memory, and a sine */
-    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},       /* four latencies of L2, and a sum over the block */
-    [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4}, /* run: 0.3 to 0.4 */
-    [DECODE_QUERY] = {"k_gemv_linear", 0.4},       /* run: 0.3 to 1.0 */
-    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},     /* 0.4 as above, 0.4 to load and rotate the queries */
-    [DECODE_ATTENTION] = {"attn_kernel", 3.1},     /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
-    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0}, /* run: 1.6 a tile of keys, 2 to 3 before the first */
-    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
-    [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
-    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},      /* run: 0.2 to 0.9 */
-    [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
-    [DECODE_GLU] = {"k_gemv_glu", 1.4},            /* run: 1.4 */
-    [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
-    [DECODE_SEND] = {"k_send_rows", 2.5},          /* half an all-reduce */
-    [DECODE_SAMPLE] = {"k_sample", 18.0},          /* two passes over the logits, two small copies, the next graph */
-    [DECODE_SHARE] = {"k_share_token", 2.5},       /* as k_send_rows */
+    [DECODE_EMBED] = {"k_embed", 1.0},                       /* two latencies of memory, and a sine */
+    [DECODE_PREDICTION_INPUT] = {"k_prediction_input", 1.2}, /* twice a norm */
+    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},                 /* four latencies of L2, and a sum over the block */
+    [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4},           /* run: 0.3 to 0.4 */
+    [DECODE_QUERY] = {"k_gemv_linear", 0.4},                 /* run: 0.3 to 1.0 */
+    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},               /* 0.4 as above, 0.4 to load and rotate the queries */
+    [DECODE_ATTENTION] = {"attn_kernel", 3.1},               /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
+    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},           /* run: 1.6 a tile of keys, 2 to 3 before the first */
+    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},   /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
+    [DECODE_DELTA] = {"k_delta_decode", 2.0},    /* a latency of memory, and an SM moves a head's state */
+    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},    /* run: 0.2 to 0.9 */
+    [DECODE_ROUTER] = {"k_route_decode", 1.6},   /* two passes of latencies: the logits, the choice */
+    [DECODE_GLU] = {"k_gemv_glu", 1.4},          /* run: 1.4 */
+    [DECODE_DOWN] = {"k_gemv_down", 1.0},        /* run: 0.6 to 1.7 */
+    [DECODE_KEEP_FINAL] = {"k_keep_final", 0.6}, /* a norm */
+    [DECODE_SEND] = {"k_send_rows", 2.5},        /* half an all-reduce */
+    [DECODE_SAMPLE] = {"k_sample", 18.0},        /* two passes over the logits, two small copies, the next graph */
+    [DECODE_SHARE] = {"k_share_token", 2.5},     /* as k_send_rows */
 };
 
 static const double forecast_handover = 1.0; /* microseconds from one kernel to the next, assumed */
@@ -17264,6 +17735,7 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
     double bytes[DECODE_KERNELS] = {0}, dense[DECODE_KERNELS] = {0};
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         const enum decode_kernel k = launch_of_tensor(rule, layer);
+        if (rule->when & HAS_PREDICTION) continue; /* draft_launches adds them */
         const double reads = (double)plan_tensor_reads(false, rule, m, layer);
         bytes[k] += reads;
         if (rule->kind == TENSOR_MATRIX && k != DECODE_GLU && k != DECODE_DOWN) dense[k] += reads;
@@ -17295,27 +17767,48 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
     return router;
 }
 
+/* Adds the launches behind the last layer: its sum, the logits and the choice of a token. router: as in
+ * launch_add_layer. keep: the final row is kept for the prediction layer. */
+static void launch_add_head(struct launch **list, const struct model *m, const struct weight *w, int router,
+                            bool keep) {
+    const bool alone = m->shard.n_rank == 1;
+    launch_add_norm(list, m, alone, false);
+    if (keep) launch_add(list, DECODE_KEEP_FINAL, 0, 0);
+    if (m->shard.stage + 1 < m->shard.n_stage) {
+        launch_add(list, DECODE_SEND, 0, 0);
+        return;
+    }
+    launch_add_norm(list, m, true, false);
+    const double head = (double)plan_matrix_reads(false, w, 1);
+    const int last = launch_add(list, DECODE_LINEAR, head, head);
+    if (router) (*list)[router].ahead = last;
+    if (!alone) launch_add(list, DECODE_SEND, 0, 0);
+    if (!m->shard.rank) launch_add(list, DECODE_SAMPLE, 0, 0);
+}
+
 /* The launches of a shard for one token at position n_past, up to the choice of the next one, as a stb_ds array. */
 static struct launch *decode_launches(const struct model *m, enum kv_type kv, size_t n_past) {
     const struct shard *shard = &m->shard;
-    const bool alone = shard->n_rank == 1;
     struct launch *list = NULL;
     int router = 0;
     if (shard->n_rank * shard->n_stage > 1) launch_add(&list, DECODE_SHARE, 0, 0);
     launch_add(&list, DECODE_EMBED, 0, 0);
     if (shard->stage) launch_add(&list, DECODE_SEND, 0, 0);
     for (int il = 0; il < m->n_layer; il++) router = launch_add_layer(&list, m, il, kv, n_past, router);
-    launch_add_norm(&list, m, alone, false);
-    if (shard->stage + 1 < shard->n_stage) {
-        launch_add(&list, DECODE_SEND, 0, 0);
-        return list;
-    }
-    launch_add_norm(&list, m, true, false);
-    const double head = (double)plan_matrix_reads(false, &m->output, 1);
-    const int last = launch_add(&list, DECODE_LINEAR, head, head);
-    if (router) list[router].ahead = last;
-    if (!alone) launch_add(&list, DECODE_SEND, 0, 0);
-    if (!shard->rank) launch_add(&list, DECODE_SAMPLE, 0, 0);
+    launch_add_head(&list, m, &m->output, router, m->n_prediction > 0);
+    return list;
+}
+
+/* The launches of a draft, by the prediction layer. */
+static struct launch *draft_launches(const struct model *m, enum kv_type kv, size_t n_past) {
+    const struct layer *layer = &m->layers[m->n_layer];
+    const double eh = (double)plan_matrix_reads(false, &layer->eh_proj, 1);
+    struct launch *list = NULL;
+    launch_add(&list, DECODE_EMBED, 0, 0);
+    launch_add(&list, DECODE_PREDICTION_INPUT, 0, 0);
+    launch_add(&list, DECODE_LINEAR, eh, eh);
+    const int router = launch_add_layer(&list, m, m->n_layer, kv, n_past, 0);
+    launch_add_head(&list, m, prediction_head(m, layer), router, true);
     return list;
 }
 
@@ -17370,6 +17863,36 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
     return sum;
 }
 
+/* The forecast of rounds of drafts for a layout without pipeline stages. A round of k drafts is a forward of k + 1
+ * tokens, which reads more experts than one, and k passes of the prediction layer. */
+static struct draft_forecast plan_drafts(const struct plan *p, const struct plan_layout *d, int ctx) {
+    struct draft_forecast best = {.seconds = d->forecast.seconds, .tokens = 1};
+    double tokens = 1, chain = 1;
+    for (int k = 1; k <= PLAN_DRAFTS; k++) {
+        double slowest = 0;
+        tokens += chain *= PLAN_DRAFTS_RIGHT * 1e-2;
+        for (int i = 0; i < d->tp; i++) {
+            const struct model *m = &d->rank[i].m;
+            if (!m->n_prediction) return best;
+            struct launch *list = draft_launches(m, p->kv, (size_t)ctx);
+            double more = 0; /* bytes of experts */
+            for (int il = 0; il < m->n_layer; il++) {
+                const struct layer *layer = &m->layers[il];
+                const struct weight *const w[3] = {&layer->gate, &layer->up, &layer->down};
+                for (int j = 0; j < 3 && layer->n_expert; j++)
+                    more += (double)plan_matrix_reads(false, w[j], 1) *
+                            (experts_expected(layer, k + 1) - layer->n_expert_used);
+            }
+            slowest = fmax(slowest, more / (p->device[i].rate * forecast_rate) +
+                                        k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
+            arrfree(list);
+        }
+        const double seconds = d->forecast.seconds + slowest;
+        if (tokens / seconds > best.tokens / best.seconds) best = (struct draft_forecast){k, seconds, tokens};
+    }
+    return best;
+}
+
 /* Sets `fixed` of the n rows that profile an engine's decode of one token at position 0, if these are the launches that
  * the forecast knows. */
 static void forecast_profile(const struct session *s, struct profile_row *row, int n) {
@@ -17398,7 +17921,10 @@ static void plan_finish(struct plan *p) {
         d->largest[1] = plan_largest(p, d, KV_BF16);
         for (int j = 0; j < 2; j++)
             d->roofline[j] = plan_roofline(p, d, d->context ? d->context : p->least, plan_reduce[j]);
-        if (!p->cpu) d->forecast = plan_forecast(p, d, d->context ? d->context : p->least);
+        if (!p->cpu) {
+            d->forecast = plan_forecast(p, d, d->context ? d->context : p->least);
+            d->drafts = plan_drafts(p, d, d->context ? d->context : p->least);
+        }
         snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
         for (int i = 0; i < p->n_device; i++) {
             struct plan_rank *r = &d->rank[i];
@@ -17511,6 +18037,23 @@ static void plan_head(const struct plan *p, char **text) {
                   with_unit((double)SNAPSHOTS * (double)snapshot_bytes(m, p->kv), a), SNAPSHOTS);
 }
 
+/* What the prediction layer takes, and what it is expected to bring. */
+static void plan_drafts_text(const struct plan *p, const struct plan_layout *d, char **text) {
+    const struct plan_rank *r = &d->rank[0];
+    const struct draft_forecast *f = &d->drafts;
+    char a[32];
+    if (!r->m.n_prediction) return;
+    sb_printf(text, "drafts      the prediction layer takes %s%s", with_unit((double)r->prediction, a),
+              d->tp > 1 ? " of each GPU" : "");
+    if (f->depth)
+        sb_printf(text,
+                  ";\n            with %d drafts a round takes %.2f steps, and if %d %% of them are\n"
+                  "            right, gives %.2f tokens: about %.0f tok/s",
+                  f->depth, f->seconds / d->forecast.seconds, PLAN_DRAFTS_RIGHT, f->tokens, f->tokens / f->seconds);
+    else if (!p->cpu) sb_printf(text, "; drafts are not expected to pay");
+    sb_printf(text, "\n");
+}
+
 /* The answer for people, in at most 80 columns, goes to text; returns that for programs, with sizes in bytes. */
 static json_t *plan_answer(const struct plan *p, char **text) {
     const struct plan_layout *d = &p->layout[p->chosen];
@@ -17556,6 +18099,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   "forecast    about %.0f tok/s at this context: %d kernels,\n"
                   "            %.2f ms beside reading (source: %s)\n",
                   1 / d->forecast.seconds, d->forecast.kernels, d->forecast.beside * 1e3, forecast_source);
+    plan_drafts_text(p, d, text);
     for (int k = 0; k < p->n_layout; k++) {
         const struct plan_layout *o = &p->layout[k];
         struct plan_row row = plan_layout_row(o);
@@ -17575,6 +18119,11 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     if (!p->cpu) {
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
         json_object_set_new(json, "forecast_source", json_string(forecast_source));
+        if (d->drafts.depth)
+            json_object_set_new(json, "forecast_drafts",
+                                json_pack("{s:i,s:f,s:f,s:f}", "drafts", d->drafts.depth, "round_steps",
+                                          d->drafts.seconds / d->forecast.seconds, "tokens", d->drafts.tokens,
+                                          "tokens_per_second", d->drafts.tokens / d->drafts.seconds));
     }
     return json;
 }
@@ -17862,12 +18411,27 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     return 0;
 }
 
+/* Leaves the prediction layers of the model out where nothing drafts with them; --calibrate scores their experts. An
+ * error ends the program. */
+static void engine_drafts(struct engine *e) {
+    const struct settings *set = e->set;
+    struct model *m = &e->model;
+    const bool asked = set->spec_type == SPEC_DRAFT_MTP, silent = set->logits || set->perplexity || set->compare;
+    if (asked && !m->n_prediction)
+        die("--spec-type draft-mtp: %s has no layer for multi-token prediction; moe-convert keeps that of a release "
+            "that has one",
+            m->name);
+    if (asked && set->pp > 1) die_usage("--spec-type draft-mtp does not work with --pp %d; use --tp", set->pp);
+    if (set->spec_type == SPEC_NONE || set->pp > 1 || silent) m->n_prediction = 0;
+}
+
 /* Opens the session for the model that is loaded. 0, or -1 with a message when a GPU refuses. */
 static int engine_start(struct engine *e, bool gpu, char *err) {
     struct settings *set = e->set;
     char name[192];
     int devices[MAX_RANKS];
     settings_ranks(set, &e->model, devices);
+    engine_drafts(e);
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
                        : set->moe_act   ? "--moe-act"
@@ -18202,7 +18766,7 @@ static int mode_info(struct engine *e) {
     int dense = 0;
     for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
     printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
-           m->family->arch, m->n_layer, dense, m->n_mtp_layer);
+           m->family->arch, m->n_layer, dense, m->n_prediction);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
            with_commas((uint64_t)m->n_ctx_train, number));
     for (int il = 0; il < m->n_layer; il++) {
@@ -18544,7 +19108,9 @@ enum {
     BENCH_RUNS = 5,
     BENCH_REPEAT = 32,    /* forwards of a run at most */
     BENCH_PREFILL = 4096, /* tokens of a prefill at most */
-    BENCH_LAUNCHES = 32   /* of a layer at most, for --profile */
+    BENCH_LAUNCHES = 32,  /* of a layer at most, for --profile */
+    BENCH_PROSE = 256,    /* tokens of the text that drafts continue, */
+    BENCH_DRAFTED = 256   /* and tokens of the continuation */
 };
 
 static const int bench_depths[] = {0, 4096, 32768, 131072}; /* tokens, ascending */
@@ -18725,6 +19291,60 @@ static bool bench_depth(struct bench *b, int depth) {
     return true;
 }
 
+/* Continues a text greedily by BENCH_DRAFTED tokens with n_min to n_max drafts a round, and adds a line to the second
+ * table. *step: seconds of a round without drafts; the first line sets it. False: interrupted. */
+static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, int n_max, double *step) {
+    static const struct sampling greedy = {.greedy = true, .repeat_penalty = 1};
+    struct drafting *d = &s->drafting;
+    char err[ERR_MAX], *shares = NULL;
+    *d = (struct drafting){0};
+    drafting_limit(d, n_min, n_max);
+    if (session_sync(s, ids, BENCH_PROSE, 0, err) != SYNC_DONE) return false;
+    int32_t id = session_sample(s, &greedy, NULL);
+    const double t0 = now_seconds();
+    int n = 0;
+    while (!interrupted && n < BENCH_DRAFTED) {
+        session_decode(s, id);
+        id = session_sample(s, &greedy, NULL);
+        n++;
+    }
+    if (interrupted) return false;
+    const double seconds = now_seconds() - t0, round = seconds / (double)d->total.rounds;
+    if (!n_max) *step = round;
+    draft_shares(&d->total, &shares);
+    if (n_min == n_max) printf("%d", n_max);
+    else printf("%d-%d", n_min, n_max);
+    printf(",%.2f,%.2f,%.1f,%s\n", n / (double)d->total.rounds, round / *step, n / seconds, sb_cstr(&shares));
+    fflush(stdout);
+    arrfree(shares);
+    return true;
+}
+
+/* The second table: drafts over the shipped stories. False: interrupted. */
+static bool bench_drafts(struct engine *e) {
+    struct session *s = &e->session;
+    char *prose = NULL, err[ERR_MAX];
+    int32_t *ids = NULL;
+    double step = 0;
+    bool done = true;
+    if (!s->r->m->n_prediction) return true;
+    if (!e->model.vocab->n_tokens || s->n_ctx < BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS ||
+        haystack_read(e->set, &prose, err)) {
+        note("drafts are not timed: that needs a vocabulary, a context of %d tokens and prompts/haystack.txt",
+             BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS);
+        arrfree(prose);
+        return true;
+    }
+    tokenize_all(e->model.vocab, prose, arrlenu(prose) < 4 * BENCH_PROSE ? arrlenu(prose) : 16 * BENCH_PROSE, false,
+                 &ids);
+    printf("\ndrafts,tokens_per_round,round_steps,gen_tps,right\n");
+    for (int k = 0; k <= e->set->draft_max && done; k++) done = bench_draft_line(s, ids, k, k, &step);
+    if (done && e->set->draft_max) done = bench_draft_line(s, ids, 0, e->set->draft_max, &step);
+    arrfree(prose);
+    arrfree(ids);
+    return done;
+}
+
 /* --bench: prefill of a chunk and decode of a few tokens at each depth. */
 static int mode_bench(struct engine *e) {
     const int largest = bench_batches[BENCH_BATCHES - 1];
@@ -18745,6 +19365,7 @@ static int mode_bench(struct engine *e) {
         bench_fill_cache(s, i ? bench_depths[i - 1] : 0, bench_depths[i]);
         if (!bench_depth(&b, bench_depths[i])) return EXIT_INTERRUPT;
     }
+    if (!bench_drafts(e)) return EXIT_INTERRUPT;
     for (int i = 0; i < BENCH_BATCHES && e->set->profile && !interrupted; i++)
         bench_profile(s, b.ids, bench_batches[i], bench_batches[i], b.decode0[i], b.rates);
     if (e->set->profile && !interrupted) bench_profile(s, b.ids, b.chunk, 1, b.prefill0, b.rates);
@@ -19851,6 +20472,7 @@ static int run_plan(struct engine *e) {
     if (set->synth) synth_load(e, true);
     else if (!set->model) model_missing();
     else if (model_open(&e->model, set->model, true, err)) die("%s", err);
+    engine_drafts(e);
     const int code = mode_plan(&e->model, set, gpu, list.device, described ? 0 : list.n);
     model_free(&e->model);
     return code;

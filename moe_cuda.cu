@@ -167,7 +167,9 @@ static inline bool router_halves(const struct weight *w) { return w->type == GGU
 
 /* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for the cache's
  * planes. */
-static inline size_t gpu_rounding(const struct model *m) { return (size_t)64 * PAGE_BYTES + (size_t)m->n_layer * 1024; }
+static inline size_t gpu_rounding(const struct model *m) {
+    return (size_t)64 * PAGE_BYTES + (size_t)model_blocks(m) * 1024;
+}
 
 /* Row stride, in floats, of the logits that are gathered from several ranks: their shards are copied 16 bytes at a
  * time. */
@@ -247,6 +249,7 @@ struct gpu_dims {
     size_t logits;          /* floats of a row of logits, or 0 */
     size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
+    size_t final;           /* final rows, or 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
@@ -277,7 +280,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.latent = (size_t)m->max.kv_lora;
     d.value = d.latent ? d.latent : (size_t)m->max.head_v;
     d.expanded = 0;
-    for (int il = 0; il < m->n_layer; il++)
+    for (int il = 0; il < model_blocks(m); il++)
         if (mla_expands_on_gpu(m, &m->layers[il], s.chunk)) d.expanded = MLA_SEGMENT;
     d.nope = (size_t)(m->max.head_k - m->max.rope_dim);
     d.head_v = (size_t)m->max.head_v;
@@ -289,7 +292,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.values = (size_t)m->max.values;
     d.delta = d.values && d.n > d.decode ? (d.n + MAX_LAG + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
     if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
-    d.logits = shard->rank ? logits_stride(m->output.n_out) : (size_t)m->n_vocab;
+    d.final = m->n_prediction ? d.n + FINAL_MORE : 0;
+    d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
         d.logits = 0; /* they are in the mailbox, where the other ranks push theirs */
@@ -316,6 +320,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x16[A_QA], uint16_t, d.n * d.act[A_QA])                                                   \
     X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                     \
     X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                 \
+    X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                   \
+    X(final, float, d.final * d.embd)                                                           \
     X(cs, float, d.n * d.rope / 2)                                                              \
     X(sn, float, d.n * d.rope / 2)                                                              \
     X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
@@ -361,10 +367,10 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(logits, float, LOGIT_ROWS * d.logits)                                                     \
     X(gathered, float, d.ranks * d.decode * d.embd)                                             \
     X(sum16, uint16_t, d.sum16 * d.embd)                                                        \
-    X(sample.block_best, uint64_t, SAMPLE_BLOCKS)                                               \
-    X(sample.block_mass, double, SAMPLE_BLOCKS)                                                 \
-    X(sample.bins, int, SAMPLE_BINS)                                                            \
-    X(sample.arrived, uint32_t, 1)
+    X(sample.block_best, uint64_t, LOGIT_ROWS * SAMPLE_BLOCKS)                                  \
+    X(sample.block_mass, double, LOGIT_ROWS * SAMPLE_BLOCKS)                                    \
+    X(sample.bins, int, LOGIT_ROWS * SAMPLE_BINS)                                               \
+    X(sample.arrived, uint32_t, LOGIT_ROWS)
 /* clang-format on */
 
 /* What the other ranks write to: memory of the receiver's GPU, or of the host where GPUs cannot reach each other. */
@@ -1344,6 +1350,66 @@ static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s)
     if (a->n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL((k_add_norm<SOURCE, 4>), blocks, NORM_THREADS, 0, s, *a);
     else if (a->n <= 8 * 4 * NORM_THREADS) LAUNCH_PDL((k_add_norm<SOURCE, 8>), blocks, NORM_THREADS, 0, s, *a);
     else LAUNCH_PDL((k_add_norm<SOURCE, 16>), blocks, NORM_THREADS, 0, s, *a);
+}
+
+/* Where the ring of final rows lies, see struct rank. */
+struct final_rows {
+    float *at; /* (n_row, n) */
+    int n_row, n;
+    const struct batch *batch;
+    DEVICE_MEMBER float *row(int i) const { return at + (size_t)((batch->pos + i) % n_row) * (size_t)n; }
+};
+enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
+
+/* The norm of x (n, n) times weight (n) becomes the final rows of the positions from that of batch row `first` + shift
+ * on. Grid: rows, block: NORM_THREADS. Some KB, bound by latency: 2 us. */
+__global__ void __launch_bounds__(NORM_THREADS)
+    k_keep_final(const float *x, const float *weight, float eps, int first, int shift, struct final_rows final) {
+    float4 v[LONG_NORM_VECS];
+    const int t = first + (int)blockIdx.x, n = final.n;
+    grid_dependency_launch();
+    grid_dependency_wait();
+    norm_load(v, x + (size_t)t * (size_t)n, n);
+    const float f = norm_factor(v, n, eps);
+    float *out = final.row(t + shift);
+    UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
+        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
+        if (i < n) *(float4 *)(out + i) = norm_value(v[u], f, *(const float4 *)(weight + i));
+    }
+}
+
+/* The input of a prediction layer. */
+struct prediction_args {
+    float *x; /* (n_tok, n) embeddings; becomes 0 */
+    struct final_rows final;
+    const float *norm[2]; /* (n) of the embedding, of the final row */
+    float eps;
+    int from, to;  /* columns of both, side by side, that the rank has; multiples of 4 */
+    uint16_t *out; /* (n_tok, to - from), out_stride halves apart */
+    size_t out_stride;
+};
+
+/* out = [norm(x) * norm[0], norm(final row) * norm[1]], then x = 0. Grid: n_tok, block: NORM_THREADS. */
+__global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(struct prediction_args a) {
+    float4 v[LONG_NORM_VECS];
+    const int t = (int)blockIdx.x, n = a.final.n;
+    float *x = a.x + (size_t)t * (size_t)n;
+    grid_dependency_launch();
+    grid_dependency_wait();
+    UNROLL_BY(1) for (int half = 0; half < 2; half++) {
+        norm_load(v, half ? a.final.row(t) : x, n);
+        const float f = norm_factor(v, n, a.eps);
+        UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
+            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u), column = half * n + i;
+            if (i >= n) continue;
+            if (!half) *(float4 *)(x + i) = make_float4(0, 0, 0, 0);
+            if (column < a.from || column >= a.to) continue;
+            const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
+            *(uint2 *)(a.out + (size_t)t * a.out_stride + (size_t)(column - a.from)) =
+                make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+        }
+        __syncthreads(); /* the next half's block_sum overwrites this one's */
+    }
 }
 
 /* ============================================================================================================
@@ -4842,29 +4908,31 @@ static void delta_launch(const struct delta_args *args, int n_tok, int lag, cuda
 
 enum { SAMPLE_THREADS = 512, SAMPLE_CANDIDATES = 2 * SAMPLE_THREADS };
 
-/* A choice of a token. */
+/* Choices of tokens by consecutive rows of logits. Buffers that every row has stand one after the other. */
 struct sample_args {
     int n, limit; /* ids; how many of the best top-k leaves, n: all */
-    int n_recent; /* 0 where nothing is penalised */
-    bool greedy;
+    bool greedy, penalise;
     float repeat_penalty, temp, top_p, min_p;
-    double uniform;
-    int32_t recent[PENALTY_WINDOW];
-    uint32_t recent_mask[64]; /* bit id % 2048 of those: most ids need not be looked up */
-    const float *logits;      /* (n) */
-    uint64_t *block_best;     /* (SAMPLE_BLOCKS) keys (sample_key) */
-    double *block_mass;       /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best logit) */
-    int *bins;                /* (SAMPLE_BINS) ids per bin; 0 between launches */
-    uint32_t *arrived;        /* counts blocks; 0 between launches */
-    int32_t *token;           /* where the batch has its first id; -1: the host has to choose */
+    double uniform[LOGIT_ROWS];
+    int n_recent;                                /* ids in front of row 0; row i looks at the PENALTY_WINDOW latest */
+    int32_t recent[PENALTY_WINDOW + LOGIT_ROWS]; /* in front of its own, which are the first n_recent + i */
+    uint32_t recent_mask[64];                    /* bit id % 2048 of those of all rows: most ids need no look */
+    const float *logits;                         /* rows of n, */
+    size_t stride;                               /* floats apart, a multiple of 4 */
+    uint64_t *block_best;                        /* (SAMPLE_BLOCKS) keys (sample_key) */
+    double *block_mass;                          /* (SAMPLE_BLOCKS) sums of exp(logit - the block's best logit) */
+    int *bins;                                   /* (SAMPLE_BINS) ids per bin; 0 between launches */
+    uint32_t *arrived;                           /* counts blocks; 0 between launches */
+    int32_t *token; /* (1) of row 0 where the batch has its first id; -1: the host has to choose */
 };
 
 /* Maps id i with logit v to a key: larger logits have larger keys, of equal logits the lower id. Applies the repeat
  * penalty. Never 0. */
 DEVICE uint64_t sample_key(const struct sample_args &p, int i, float v) {
+    const int end = p.n_recent + (int)blockIdx.y;
     bool recent = false;
-    if (p.n_recent && p.recent_mask[i >> 5 & 63] >> (i & 31) & 1)
-        for (int k = 0; k < p.n_recent && !recent; k++) recent = p.recent[k] == i;
+    if (p.penalise && p.recent_mask[i >> 5 & 63] >> (i & 31) & 1)
+        for (int k = max(0, end - (int)PENALTY_WINDOW); k < end && !recent; k++) recent = p.recent[k] == i;
     if (recent) v = v > 0 ? v / p.repeat_penalty : v * p.repeat_penalty;
     return (uint64_t)float_key(v + 0.0f) << 32 | ~(uint32_t)i; /* + 0.0f: -0 equals 0 */
 }
@@ -4935,7 +5003,7 @@ DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *buffer,
     }
 }
 
-/* Chooses a token. Grid: at most SAMPLE_BLOCKS, block: SAMPLE_THREADS; the block that ends last chooses. Reads the
+/* Chooses tokens. Grid: (at most SAMPLE_BLOCKS, rows), block: SAMPLE_THREADS; a row's block that ends last chooses. Reads the
  * logits twice, 1.2 MB from L2 for a vocabulary of 150,000. About 15 us: 6 for the last block's reading, the rest its
  * barriers. */
 __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant__ struct sample_args p) {
@@ -4946,6 +5014,11 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     enum { LOWEST_BIN, CANDIDATES, KEPT, CHOICE = CANDIDATES, COUNTERS = 3 };
     SHARED(int, counter, COUNTERS);
     const int tid = (int)threadIdx.x, step = (int)gridDim.x * SAMPLE_THREADS;
+    const int r = (int)blockIdx.y; /* row */
+    const float *logits = p.logits + (size_t)r * p.stride;
+    uint64_t *block_best = p.block_best + r * SAMPLE_BLOCKS;
+    double *block_mass = p.block_mass + r * SAMPLE_BLOCKS;
+    int *bins = p.bins + r * SAMPLE_BINS;
     const bool all_mass = p.limit == p.n && p.top_p < 1.0f;
     grid_dependency_launch();
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) bin[i] = 0;
@@ -4961,34 +5034,34 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     auto sum = [](double a, double b) { return a + b; };
     auto above_top = [&](uint64_t k) { return (double)(key_logit(k) - key_logit(top)); };
     for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; i < p.n; i += step) {
-        const uint64_t k = sample_key(p, i, p.logits[i]);
+        const uint64_t k = sample_key(p, i, logits[i]);
         top = larger(top, k);
         if (!p.greedy) atomicAdd(&bin[key_bin(k)], 1);
     }
     top = block_fold(key, top, larger);
     double total = 0;
     for (int i = (int)blockIdx.x * SAMPLE_THREADS + tid; all_mass && i < p.n; i += step)
-        total += exp(above_top(sample_key(p, i, p.logits[i])));
+        total += exp(above_top(sample_key(p, i, logits[i])));
     if (all_mass) total = block_fold(mass, total, sum);
     if (!tid) {
-        p.block_best[blockIdx.x] = top;
-        p.block_mass[blockIdx.x] = total;
+        block_best[blockIdx.x] = top;
+        block_mass[blockIdx.x] = total;
     }
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS)
-        if (bin[i]) atomicAdd(&p.bins[i], bin[i]);
-    if (!last_block(p.arrived, gridDim.x)) return;
+        if (bin[i]) atomicAdd(&bins[i], bin[i]);
+    if (!last_block(p.arrived + r, gridDim.x)) return;
 
-    const uint64_t best = tid < (int)gridDim.x ? p.block_best[tid] : 0;
+    const uint64_t best = tid < (int)gridDim.x ? block_best[tid] : 0;
     top = block_fold(key, best, larger);
     if (!tid) {
-        *p.arrived = 0;
-        *p.token = p.greedy ? (int32_t) ~(uint32_t)top : -1;
+        p.arrived[r] = 0;
+        p.token[r] = p.greedy ? (int32_t) ~(uint32_t)top : -1;
     }
     if (p.greedy) return;
-    if (all_mass) total = block_fold(mass, best ? p.block_mass[tid] * exp(above_top(best)) : 0, sum);
+    if (all_mass) total = block_fold(mass, best ? block_mass[tid] * exp(above_top(best)) : 0, sum);
     for (int i = tid; i < SAMPLE_BINS; i += SAMPLE_THREADS) {
-        bin[i] = p.bins[i];
-        p.bins[i] = 0;
+        bin[i] = bins[i];
+        bins[i] = 0;
     }
     __syncthreads(); /* bin has the counts of all blocks */
     lowest_bin(p, bin, (int *)mass, &counter[LOWEST_BIN]);
@@ -4999,7 +5072,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
         float4 x[4]; /* four loads in flight */
         UNROLL for (int u = 0; u < 4; u++) {
             if (i0 + 4 * SAMPLE_THREADS * u >= p.n) continue;
-            x[u] = *(const float4 *)(p.logits + i0 + 4 * SAMPLE_THREADS * u);
+            x[u] = *(const float4 *)(logits + i0 + 4 * SAMPLE_THREADS * u);
         }
         UNROLL for (int k = 0; k < 16; k++) {
             const int i = i0 + 4 * SAMPLE_THREADS * (k >> 2) + (k & 3);
@@ -5024,11 +5097,11 @@ __global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant
     for (int i = tid; i < SAMPLE_CANDIDATES; i += SAMPLE_THREADS)
         mass[i] = i < kept ? exp(above_top(key[i]) / (double)p.temp) : 0;
     if (!tid) counter[CHOICE] = kept - 1;
-    const double want = p.uniform * block_scan(mass);
+    const double want = p.uniform[r] * block_scan(mass);
     for (int i = tid; i < kept; i += SAMPLE_THREADS)
         if (mass[i] > want) atomicMin(&counter[CHOICE], i);
     __syncthreads(); /* CHOICE is final */
-    if (!tid) *p.token = (int32_t) ~(uint32_t)key[counter[CHOICE]];
+    if (!tid) p.token[r] = (int32_t) ~(uint32_t)key[counter[CHOICE]];
 }
 
 /* ============================================================================================================
@@ -5110,18 +5183,20 @@ struct cuda {
     uint16_t *expert_out;     /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
     float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
     uint16_t *sum16;          /* (chunk, n_embd) BF16 for NCCL's all-reduce */
+    float *final;             /* struct rank's */
 
     /* logits and tokens */
-    float *logits;             /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
-    size_t logits_stride;      /* floats from row to row */
-    float *logits_host;        /* host, pinned: (LOGIT_ROWS, n_vocab) */
-    struct sample_args sample; /* the latest choice of a token, */
-    struct sampling sampling;  /* and the options it was made with */
-    int32_t *token_host;       /* host, pinned: the token chosen, */
-    cudaEvent_t token_ready;   /* once it is there */
+    float *logits;              /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
+    size_t logits_stride;       /* floats from row to row */
+    float *logits_host;         /* host, pinned: (LOGIT_ROWS, n_vocab) */
+    struct sample_args sample;  /* the latest choices of tokens, */
+    struct sampling sampling;   /* the options they were made with, */
+    int sample_first, n_sample; /* and the rows of logits */
+    int32_t *token_host;        /* host, pinned: (LOGIT_ROWS) the tokens chosen, */
+    cudaEvent_t token_ready;    /* once they are there */
 
-    /* recorded forwards of so many tokens; NULL: not yet */
-    cudaGraphExec_t graph[DECODE_MAX_TOKENS + 1];
+    /* recorded passes of so many tokens; NULL: not yet */
+    cudaGraphExec_t graph[PASSES][DECODE_MAX_TOKENS + 1];
 
     /* upload and measurements */
     struct staging staging[STAGING_BUFFERS];
@@ -5406,13 +5481,13 @@ static void send_batch(struct rank *r) {
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
-/* Records a forward as a CUDA graph. */
+/* Records r->pass as a CUDA graph. */
 static cudaError_t forward_record(struct rank *r, cudaGraphExec_t *graph) {
     struct cuda *c = r->cuda;
     cudaGraph_t g = NULL;
     cudaError_t e = cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal);
     if (e == cudaSuccess) {
-        r->m->family->forward(r);
+        rank_pass(r);
         e = cudaGetLastError();
         const cudaError_t end = cudaStreamEndCapture(c->stream, &g);
         if (e == cudaSuccess) e = end;
@@ -5422,7 +5497,7 @@ static cudaError_t forward_record(struct rank *r, cudaGraphExec_t *graph) {
     return e;
 }
 
-/* Records a forward of r->n_tok tokens. If that fails on any rank, records it without overlapping launches; if that
+/* Records r->pass of r->n_tok tokens. If that fails on any rank, records it without overlapping launches; if that
  * fails too, forwards are launched kernel by kernel from now on. */
 static void forward_prepare(struct rank *r, cudaGraphExec_t *graph) {
     struct cuda *c = r->cuda;
@@ -5479,11 +5554,11 @@ static void share_token(struct rank *r) {
     LAUNCH_PDL(k_share_token, 1, WARP, 0, c->stream, a);
 }
 
-/* Sends the batch, and enqueues the family's forward. A decode forward is recorded the first time as a CUDA graph, and
- * replayed from then on. Prefill is enqueued kernel by kernel, and so is a forward that is being profiled. */
+/* Sends the batch, and enqueues the pass. One of few tokens is recorded the first time as a CUDA graph, and replayed
+ * from then on. Prefill is enqueued kernel by kernel, and so is a pass that is being profiled. */
 static void cuda_forward(struct rank *r) {
     struct cuda *c = r->cuda;
-    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->n_tok] : NULL;
+    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->pass][r->n_tok] : NULL;
     if (graph) forward_prepare(r, graph); /* before share_token, whose kernel waits */
     send_batch(r);
     if (r->tokens[0] == TOKEN_CHOSEN) share_token(r);
@@ -5491,7 +5566,7 @@ static void cuda_forward(struct rank *r) {
         CUDA_OK(r, cudaGraphLaunch(*graph, c->stream), "a forward pass");
         kernel_last = "of a recorded forward";
     } else {
-        r->m->family->forward(r);
+        rank_pass(r);
         CUDA_OK(r, cudaGetLastError(), "a forward pass");
     }
     stream_flush(r);
@@ -5525,11 +5600,11 @@ static void send_rows(struct rank *r, struct send_args a) {
 }
 
 /* Embeddings, cosines and sines of the batch; a later stage then waits for the hidden states of the one before. */
-static void cuda_embed(struct rank *r, enum act out) {
+static void cuda_embed(struct rank *r, const struct weight *w, enum act out) {
     struct cuda *c = r->cuda;
     r->n_all_reduce = 0;
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream,
-               r->m->embd.data ? *device_matrix_of(c, &r->m->embd) : device_matrix{}, c->tokens, c->batch, c->freq,
+               w->data ? *device_matrix_of(c, w) : device_matrix{}, c->tokens, c->batch, c->freq,
                r->m->max.rope_dim / 2, r->m->ropes[0].factor, c->x32[out], c->cs, c->sn);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
@@ -5642,6 +5717,31 @@ static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     send_rows(r, a);
 }
 
+/* The ring of final rows. */
+static struct final_rows final_of(const struct rank *r) { return {r->final, r->n_final, r->m->n_embd, r->cuda->batch}; }
+
+static void cuda_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
+    struct cuda *c = r->cuda;
+    LAUNCH_PDL(k_keep_final, (unsigned)n, NORM_THREADS, 0, c->stream, c->x32[x],
+               (const float *)device_vector_of(c, norm), r->m->rms_eps, first, shift, final_of(r));
+}
+
+static void cuda_prediction_input(struct rank *r, int il, enum act x) {
+    const struct layer *layer = &r->m->layers[il];
+    struct cuda *c = r->cuda;
+    struct prediction_args a = {};
+    a.x = c->x32[x];
+    a.final = final_of(r);
+    a.norm[0] = (const float *)device_vector_of(c, layer->e_norm);
+    a.norm[1] = (const float *)device_vector_of(c, layer->h_norm);
+    a.eps = r->m->rms_eps;
+    a.from = layer->first_eh;
+    a.to = a.from + layer->eh_proj.n_in;
+    a.out = c->x16[A_EH];
+    a.out_stride = (size_t)r->width[A_EH];
+    LAUNCH_PDL(k_prediction_input, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
+}
+
 /* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
 static void profile_matrices(const struct device_matrix *w, double count, double more) {
     static const char *const format[] = {"fp4", "q8", "f16"};
@@ -5720,7 +5820,7 @@ static struct ahead ahead_of_ffn(struct rank *r, int il) {
         layer_projections(&r->m->layers[il + 1], w, out);
         for (int i = 0; w[i]; i++) ahead_add(r, &a, w[i]);
     } else if (r->m->shard.stage + 1 == r->m->shard.n_stage) {
-        ahead_add(r, &a, &r->m->output);
+        ahead_add(r, &a, il < r->m->n_layer ? &r->m->output : prediction_head(r->m, &r->m->layers[il]));
     }
     return a;
 }
@@ -6184,17 +6284,17 @@ static void cuda_norm_ffn(struct rank *r, int il, enum act x, enum act delta, en
 }
 
 /* Each rank of the last stage computes its rows of the head; all but the root send theirs to the root's mailbox. */
-static void cuda_logits(struct rank *r, int first, int n) {
+static void cuda_logits(struct rank *r, const float *norm, const struct weight *head, int first, int n) {
     struct cuda *c = r->cuda;
     const struct shard *shard = &r->m->shard;
     const struct mailbox *root = &r->cuda->mailbox[shard->stage * shard->n_rank];
     if (!c->logits) c->logits = root->logits; /* the root of several ranks: where the others push theirs */
     struct norm_args a =
-        norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, r->m->output_norm, A_H);
+        norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, norm, A_H);
     add_norm<DELTA_OWN>(&a, (unsigned)n, c->stream);
     /* With tied embeddings this is the whole embedding; the first rows are the first rank's. */
-    struct device_matrix w = *device_matrix_of(c, &r->m->output);
-    w.n_out = r->m->output.n_out;
+    struct device_matrix w = *device_matrix_of(c, head);
+    w.n_out = head->n_out;
     w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
     matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
     if (shard->n_rank > 1) {
@@ -6202,7 +6302,7 @@ static void cuda_logits(struct rank *r, int first, int n) {
             send_of(r, CH_LOGITS, shard->rank ? NULL : root->logits_flag, shard->rank ? 0 : shard->n_rank);
         if (shard->rank) /* rows are padded to a multiple of four logits */
             send_matrix(&s, c->logits, c->logits_stride, root->logits + r->m->first_id, logits_stride(r->m->n_vocab), n,
-                        (r->m->output.n_out + 3) / 4 * 4, root->logits_flag + shard->rank);
+                        (head->n_out + 3) / 4 * 4, root->logits_flag + shard->rank);
         send_rows(r, s);
     }
     CUDA_OK(r, cudaGetLastError(), "the output layer");
@@ -6219,40 +6319,53 @@ static const float *cuda_read_logits(struct rank *r, int row) {
     return out;
 }
 
-/* Enqueues k_sample, and the copy of the id that it chooses. */
-static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *recent, int n_recent, double uniform) {
+/* Enqueues k_sample, and the copy of the ids that it chooses. */
+static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t *tokens, int n_past, int first, int n,
+                        const double *uniform) {
     struct cuda *c = r->cuda;
     struct sample_args *p = &c->sample;
     c->sampling = *o;
-    p->logits = c->logits;
+    c->sample_first = first;
+    c->n_sample = n;
+    p->logits = c->logits + (size_t)first * c->logits_stride;
+    p->stride = c->logits_stride;
     p->n = r->m->n_ids;
     p->limit = o->top_k > 0 && o->top_k < p->n ? o->top_k : p->n;
     p->greedy = o->greedy || o->temp <= 0;
-    p->n_recent = o->repeat_penalty != 1.0f ? n_recent : 0;
+    p->penalise = o->repeat_penalty != 1.0f;
+    p->n_recent = min(n_past, (int)PENALTY_WINDOW);
     memset(p->recent_mask, 0, sizeof p->recent_mask);
-    for (int i = 0; i < n_recent; i++) {
-        p->recent[i] = recent[i];
-        p->recent_mask[recent[i] >> 5 & 63] |= 1u << (recent[i] & 31);
+    for (int i = 0; i < p->n_recent + n - 1; i++) {
+        const int32_t id = tokens[n_past - p->n_recent + i];
+        p->recent[i] = id;
+        p->recent_mask[id >> 5 & 63] |= 1u << (id & 31);
     }
     p->repeat_penalty = o->repeat_penalty;
     p->temp = o->temp;
     p->top_p = o->top_p;
     p->min_p = o->min_p;
-    p->uniform = uniform;
-    LAUNCH_PDL(k_sample, min(ceil_div(p->n, 4 * SAMPLE_THREADS), (unsigned)SAMPLE_BLOCKS), SAMPLE_THREADS, 0, c->stream,
-               *p);
-    cuda_copy(r, c->token_host, p->token, sizeof(int32_t), "choosing a token");
+    memcpy(p->uniform, uniform, (size_t)n * sizeof *uniform);
+    const unsigned blocks = min(ceil_div(p->n, 4 * SAMPLE_THREADS), (unsigned)SAMPLE_BLOCKS);
+    LAUNCH_PDL(k_sample, dim3(blocks, (unsigned)n), SAMPLE_THREADS, 0, c->stream, *p);
+    cuda_copy(r, c->token_host, p->token, (size_t)n * sizeof(int32_t), "choosing a token");
     CUDA_OK(r, cudaEventRecord(c->token_ready, c->stream), "choosing a token");
 }
 
-/* The id that k_sample chose; where it left the choice to the host (-1), the host makes it from the same draw. */
-static int32_t cuda_read_token(struct rank *r, bool *on_device) {
+/* The ids that k_sample chose; where it left the choice to the host (-1), the host makes it from the same draw. */
+static int cuda_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
     struct cuda *c = r->cuda;
     const struct sample_args *p = &c->sample;
     wait_for_event(r, c->token_ready, "a forward pass");
-    *on_device = *c->token_host >= 0;
-    if (*on_device) return *c->token_host;
-    return sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, 0), p->recent, p->n_recent, p->uniform);
+    *on_device = c->token_host[0] >= 0;
+    for (int i = 0; i < c->n_sample; i++) {
+        const int end = p->n_recent + i, n_recent = min(end, (int)PENALTY_WINDOW);
+        chosen[i] = c->token_host[i];
+        if (chosen[i] < 0)
+            chosen[i] = sampling_choose(&c->sampling, r->work, p->n, r->ops->read_logits(r, c->sample_first + i),
+                                        p->recent + end - n_recent, n_recent, p->uniform[i]);
+        if (i + 1 < c->n_sample && chosen[i] != p->recent[end]) return i + 1;
+    }
+    return c->n_sample;
 }
 
 /* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL:
@@ -6271,10 +6384,10 @@ static void cuda_plane_copy(struct rank *r, const struct plane *p, size_t first,
 static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
 
 static void cuda_read_stats(struct rank *r, double *stats, float *in_sum2) {
-    const size_t n = (size_t)r->m->n_layer * (size_t)r->m->n_expert_max * STATS;
+    const size_t n = (size_t)model_blocks(r->m) * (size_t)r->m->n_expert_max * STATS;
     const char *what = "reading the statistics";
     cuda_copy(r, stats, r->stats, n * sizeof *stats, what);
-    if (in_sum2) cuda_copy(r, in_sum2, r->in_sum2, in_sum2_before(r->m, r->m->n_layer) * sizeof *in_sum2, what);
+    if (in_sum2) cuda_copy(r, in_sum2, r->in_sum2, in_sum2_before(r->m, model_blocks(r->m)) * sizeof *in_sum2, what);
     cuda_sync(r, what);
 }
 
@@ -6571,7 +6684,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     struct cuda *c = r->cuda;
     char what[64];
     double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
-    for (int il = 0; il < m->n_layer; il++)
+    for (int il = 0; il < model_blocks(m); il++)
         for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
              rule = rule_next(rule, &m->layers[il]))
             if (rule_is_weight(rule) && rule->kind != TENSOR_ROUTER)
@@ -6583,7 +6696,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
     if (m->output.data) matrix_upload(r, &m->output, "output");
     floats_upload(r, m->output_norm, (size_t)m->n_embd, "norms");
-    for (int il = 0; il < m->n_layer && !c->failed; il++) {
+    for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
         const struct layer *layer = &m->layers[il];
         snprintf(what, sizeof what, "layer %d", il);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
@@ -6597,7 +6710,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
                 router_upload(r, w);
                 continue;
             }
-            matrix_upload(r, w, what);
+            if (w->data) matrix_upload(r, w, what);
             done += (double)weight_gpu_bytes(w, true);
             if (progress) progress(done, total);
         }
@@ -6787,8 +6900,9 @@ static void cuda_close(struct rank *r) {
     cudaSetDevice(r->cuda->device);
     if (c->stream) cudaStreamSynchronize(c->stream);
     rank_barrier(r); /* nobody writes to this rank's memory any more */
-    for (int i = 0; i <= DECODE_MAX_TOKENS; i++)
-        if (c->graph[i]) cudaGraphExecDestroy(c->graph[i]);
+    for (auto &of_pass : c->graph)
+        for (cudaGraphExec_t graph : of_pass)
+            if (graph) cudaGraphExecDestroy(graph);
 #ifdef HAVE_NCCL
     if (c->comm) ncclCommDestroy(c->comm); /* after the graphs: it waits for those that recorded its calls */
 #endif
@@ -6826,7 +6940,7 @@ static void matrix_check(const struct weight *w, char *why) {
 
 /* The shape of the attention that all layers with attention have; zeros where none has. */
 static struct attn attn_of(const struct model *m) {
-    for (int il = 0; il < m->n_layer; il++)
+    for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].has & HAS_ATTENTION) return m->layers[il].attn;
     return {};
 }
@@ -6880,7 +6994,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
                  m->first_layer + (il < 0 ? m->n_layer - 1 : il));
     matrix_check(&m->embd, why);
     matrix_check(&m->output, why);
-    for (il = 0; il < m->n_layer; il++) {
+    for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         mixer_check(layer, m->first_layer + il, shape, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
@@ -6942,7 +7056,8 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     bool declared = false;
     snprintf(r->name, sizeof r->name, "%s", f.label);
     r->cuda->n_sm = f.n_sm;
-    for (int il = 0; il < m->n_layer; il++) declared |= m->layers[il].n_expert && m->layers[il].gate.has_input_scale;
+    for (int il = 0; il < model_blocks(m); il++)
+        declared |= m->layers[il].n_expert && m->layers[il].gate.has_input_scale;
     /* PTX that the driver compiles for such a chip has no FP4 MMAs */
     const bool can4 = f.major == 12 && gpu_image(f.major, f.minor)[0] != 'P';
     if (o->moe_act == MOE_ACT_FP4 && !can4)
@@ -6986,7 +7101,7 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
 /* Lays out the cache at base, unless that is NULL, each plane aligned to 256 bytes. Returns its bytes. */
 static size_t cache_layout(struct rank *r, uint8_t *base) {
     size_t bytes = 0;
-    for (int il = 0; il < r->m->n_layer; il++) {
+    for (int il = 0; il < model_blocks(r->m); il++) {
         struct plane planes[PLANE_USES];
         layer_planes(r->m, &r->m->layers[il], r->kv_type, planes);
         for (struct plane &p : planes) {
@@ -7014,7 +7129,7 @@ static void rank_allocate(struct rank *r) {
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct route_args *route = &c->route;
     const size_t batch_bytes = sizeof *c->batch + (size_t)r->chunk * sizeof(int32_t);
-    r->planes = (struct plane(*)[PLANE_USES])host_memory((size_t)m->n_layer, sizeof *r->planes);
+    r->planes = (struct plane(*)[PLANE_USES])host_memory((size_t)model_blocks(m), sizeof *r->planes);
     r->work = (struct candidate *)host_memory((size_t)m->n_ids, sizeof *r->work);
     r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);
     c->batch = (struct batch *)cuda_memory(r, batch_bytes, "activations");
@@ -7029,8 +7144,8 @@ static void rank_allocate(struct rank *r) {
 #define ALLOCATE(field, type, count) c->field = (type *)activations(r, sizeof(type) * (count));
     GPU_BUFFERS(ALLOCATE)
 #undef ALLOCATE
-    c->logits_stride = p.n_rank == 1 ? (size_t)m->n_vocab : logits_stride(p.rank ? m->output.n_out : m->n_vocab);
-    const size_t logits_bytes = (LOGIT_ROWS * (size_t)m->n_vocab + 1) * sizeof(float);
+    c->logits_stride = logits_stride(p.rank ? m->output.n_out : m->n_vocab);
+    const size_t logits_bytes = LOGIT_ROWS * ((size_t)m->n_vocab + 1) * sizeof(float);
     c->logits_host = (float *)cuda_host_memory(r, logits_bytes, "host memory for logits");
     c->token_host = (int32_t *)(c->logits_host + LOGIT_ROWS * (size_t)m->n_vocab);
     route->n_embd = m->n_embd;
@@ -7042,6 +7157,8 @@ static void rank_allocate(struct rank *r) {
     route->factor = m->routed_scaling_factor;
     c->sort.id = route->id;
     c->sort.k = route->k;
+    r->final = c->final;
+    r->n_final = (int)d.final;
     memcpy(r->act, c->x32, sizeof r->act);
     c->x_first = c->x32[A_X];
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
@@ -7055,11 +7172,11 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     if (!c->failed) rank_choose(r, o);
     if (!c->failed) weights_upload(r, r->index ? NULL : o->progress);
     if (o->stats)
-        r->stats =
-            (double *)cuda_memory(r, (size_t)m->n_layer * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
+        r->stats = (double *)cuda_memory(
+            r, (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");
     if (o->in_sum2)
         r->in_sum2 =
-            (float *)cuda_memory(r, in_sum2_before(m, m->n_layer) * sizeof *r->in_sum2, "sums of squared inputs");
+            (float *)cuda_memory(r, in_sum2_before(m, model_blocks(m)) * sizeof *r->in_sum2, "sums of squared inputs");
     rank_fit(r, o);
     if (!c->failed) {
         rank_allocate(r);

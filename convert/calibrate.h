@@ -46,7 +46,7 @@ struct calibration {
     struct engine *e;
     struct chat chat;       /* renders conversations */
     struct corpus *sources; /* stb_ds */
-    double *before;         /* (n_layer, n_expert_max, STATS) of earlier runs */
+    double *before;         /* (model_blocks, n_expert_max, STATS) of earlier runs */
     double *stats;          /* the same of all runs, see calibration_sum */
     float *in_sum2_start;   /* (n_in_sum2) of earlier runs; NULL without --activations */
     float *in_sum2;         /* the same of all runs */
@@ -75,7 +75,7 @@ static uint64_t routers_hash(const struct model *m) {
     return h;
 }
 
-/* The STATS numbers of an expert in all (n_layer, n_expert_max, STATS). */
+/* The STATS numbers of an expert in all (model_blocks, n_expert_max, STATS). */
 static double *stats_of(const struct model *m, double *all, int il, int expert) {
     return all + ((size_t)il * (size_t)m->n_expert_max + (size_t)expert) * STATS;
 }
@@ -123,7 +123,7 @@ static json_t *calibration_json(const struct calibration *c) {
     snprintf(name, sizeof name, "%s", m->name);
     message_sanitize(name);
     for (size_t i = 0; i < arrlenu(c->sources); i++) json_array_append_new(sources, corpus_json(&c->sources[i]));
-    for (int il = 0; il < m->n_layer; il++) json_array_append_new(layers, layer_json(c, il));
+    for (int il = 0; il < model_blocks(m); il++) json_array_append_new(layers, layer_json(c, il));
     if (json_array_size(sources) != arrlenu(c->sources)) die("out of memory for the scores");
     json_t *all =
         json_pack("{s:s, s:i, s:{s:s, s:s}, s:I, s:o, s:o}", "format", "moe-scores", "version", 1, "model", "name",
@@ -188,8 +188,8 @@ static int scores_check(const struct calibration *c, const json_t *j, const char
     if (!routers || strcmp(routers, c->routers))
         return fail(err, "'%s' belongs to another model: routers %s, here %s", path, routers ? routers : "(none)",
                     c->routers);
-    if (n_layer != (size_t)c->e->model.n_layer)
-        return fail(err, "'%s' has %zu layers, but the model has %d", path, n_layer, c->e->model.n_layer);
+    if (n_layer != (size_t)model_blocks(&c->e->model))
+        return fail(err, "'%s' has %zu layers, expected %d", path, n_layer, model_blocks(&c->e->model));
     const json_t *tokens = json_object_get(j, "tokens");
     if (!json_is_integer(tokens) || c->tokens < 0 || (double)c->tokens > TOKENS_MAX)
         return fail(err, "'%s': tokens is not an integer from 0 to %g", path, TOKENS_MAX);
@@ -210,7 +210,7 @@ static int scores_load(struct calibration *c, const char *path, char *err) {
     if (!j) return fail(err, "'%s': %s (line %d)", path, why.text, why.line);
     c->tokens = json_integer_value(json_object_get(j, "tokens"));
     int rc = scores_check(c, j, path, err);
-    for (int il = 0; il < c->e->model.n_layer && !rc; il++)
+    for (int il = 0; il < model_blocks(&c->e->model) && !rc; il++)
         rc = layer_load(c, json_array_get(json_object_get(j, "layers"), (size_t)il), il, path, err);
     json_array_foreach(json_object_get(j, "sources"), i, source) {
         if (!rc) rc = source_load(c, source, path, err);
@@ -233,7 +233,7 @@ struct activation {
 /* Lists them in the order of the file; stb_ds. */
 static struct activation *activations_list(const struct model *m) {
     struct activation *list = NULL;
-    for (int il = 0; il < m->n_layer; il++) {
+    for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         struct ffn_weights ffns[2];
         size_t first = in_sum2_before(m, il);
@@ -574,7 +574,7 @@ static enum run_end lines_run(struct calibration *c, struct corpus *s) {
 static void calibration_report(const struct calibration *c) {
     const struct model *m = &c->e->model;
     int64_t all = 0, never_all = 0, rare_all = 0;
-    for (int il = 0; il < m->n_layer; il++) {
+    for (int il = 0; il < model_blocks(m); il++) {
         int never = 0, rare = 0, n = m->layers[il].n_expert;
         for (int e = 0; e < n; e++) {
             const double t = stats_of(m, c->stats, il, e)[STAT_TOKENS];
@@ -612,8 +612,8 @@ static void calibration_open(struct calibration *c, struct engine *e) {
     const struct model *m = &e->model;
     char err[ERR_MAX];
     *c = (struct calibration){.e = e,
-                              .n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS,
-                              .n_in_sum2 = in_sum2_before(m, m->n_layer)};
+                              .n_stats = (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS,
+                              .n_in_sum2 = in_sum2_before(m, model_blocks(m))};
     snprintf(c->routers, sizeof c->routers, "%016llx", (unsigned long long)routers_hash(m));
     c->before = xcalloc(c->n_stats, sizeof *c->before);
     c->stats = xcalloc(c->n_stats, sizeof *c->stats);

@@ -1137,6 +1137,7 @@ static void read_config(void) {
     set_dim(DIM_EMBD, size_of("hidden_size"), "hidden_size");
     set_dim(DIM_2_EMBD, 2 * m.dim[DIM_EMBD], "2 hidden_size");
     set_dim(DIM_VOCAB, (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED), "vocab_size");
+    set_dim(DIM_TOKENS, m.dim[DIM_VOCAB], "vocab_size");
     m.ff_expert = size_of("moe_intermediate_size");
     m.tied = get_bool(m.cfg, "tie_word_embeddings", get_bool(m.top, "tie_word_embeddings", false));
     expect(m.cfg, "hidden_act", !strcmp(get_str(m.cfg, "hidden_act", "silu"), "silu"), "\"silu\"");

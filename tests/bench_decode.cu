@@ -203,7 +203,7 @@ struct decoder {
     void set(const struct setting &s) {
         struct cuda *c = r.cuda;
         r.ops->wait(&r);
-        for (cudaGraphExec_t &g : c->graph) {
+        for (cudaGraphExec_t &g : c->graph[PASS_FORWARD]) {
             if (g) demand(cudaGraphExecDestroy(g));
             g = NULL;
         }
@@ -236,7 +236,7 @@ struct decoder {
         random = 2;
         forward(context - n, n, 0);
         forward(context, n, n);
-        r.ops->logits(&r, 0, n);
+        r.ops->logits(&r, m.output_norm, &r.m->output, 0, n);
         for (int i = 0; i < n; i++) {
             const float *row = r.ops->read_logits(&r, i);
             all.insert(all.end(), row, row + m.n_vocab);
@@ -254,7 +254,7 @@ struct decoder {
             demand(cudaEventRecord(event[0], r.cuda->stream));
             forward(context, n, n);
             demand(cudaEventRecord(event[1], r.cuda->stream));
-            r.ops->logits(&r, 0, n);
+            r.ops->logits(&r, m.output_norm, &r.m->output, 0, n);
             demand(cudaEventRecord(event[2], r.cuda->stream));
             r.ops->wait(&r);
             for (int k = 0; k < 2; k++) demand(cudaEventElapsedTime(&ms[k], event[k], event[k + 1]));
@@ -379,7 +379,7 @@ static void check_settings() {
         d.r.ops->wait(&d.r);
         any = !cuemu::prefetches.empty(), cuemu::prefetches_logged = false;
         expect(any == s.ahead, "%s: weights are%s requested", s.name, any ? "" : " not");
-        const cudaGraphExec_t graph = d.r.cuda->graph[1];
+        const cudaGraphExec_t graph = d.r.cuda->graph[PASS_FORWARD][1];
         expect((graph != NULL) == (s.launching != LAUNCHES_EAGER), "%s: recorded or not", s.name);
         if (graph)
             for (const cuemu::op &o : graph->ops) overlap &= !o.k || o.k->pdl;

@@ -456,7 +456,7 @@ static void fuzz_safetensors(const uint8_t *data, size_t size) {
 /* Scores of a model of the corpus as `moe --calibrate` reads them. The caller closes it. */
 static int fuzz_scores_load(struct calibration *c, struct engine *e, const char *path, char *err) {
     const struct model *m = &e->model;
-    *c = (struct calibration){.e = e, .n_stats = (size_t)m->n_layer * (size_t)m->n_expert_max * STATS};
+    *c = (struct calibration){.e = e, .n_stats = (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS};
     snprintf(c->routers, sizeof c->routers, "%016llx", (unsigned long long)routers_hash(m));
     c->before = xcalloc(c->n_stats, sizeof *c->before);
     c->stats = xcalloc(c->n_stats, sizeof *c->stats);

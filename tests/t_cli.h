@@ -272,7 +272,7 @@ static void test_cli_usage(void) {
              {"--bench -c 15", "too small for --bench: expected at least 16", 1},
              {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
              {"--needle 99999999 -c 500", "99,999,999 tokens, and the context holds 500: shorten the prompt", 1},
-             {"-c 16 -p 'What is 7 squared? One word.'", "restart with -c 19 (6.8 KiB more)", 1}};
+             {"-c 16 -p 'What is 7 squared? One word.'", "restart with -c 19 (7.9 KiB more)", 1}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[256];
         snprintf(cmd, sizeof cmd, MOE "%s </dev/null", t[i].args);
@@ -633,7 +633,7 @@ static void test_cli_bench(void) {
     const char *head = "ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
                        "gen_gb_per_s,gen_percent_of_bandwidth\n";
     CHECK(rc == 0 && !strncmp(sb_cstr(&out), head, strlen(head)), "%d: %s", rc, sb_cstr(&out));
-    for (p = strchr(sb_cstr(&out), '\n'); p && p[1]; p = strchr(p + 1, '\n'), row++) {
+    for (p = strchr(sb_cstr(&out), '\n'); p && p[1] && p[1] != '\n'; p = strchr(p + 1, '\n'), row++) {
         int depth = -1, prefill = -1, batch = -1;
         double pre_tps = 0, tps = 0, cache = -1, gbs = 0, percent = 0;
         int n = row % 5 ? sscanf(p + 1, "%d,,,,%d,%lf,%lf,%lf,%lf", &depth, &batch, &tps, &cache, &gbs, &percent)
@@ -645,6 +645,20 @@ static void test_cli_bench(void) {
         if (row % 5 == 0) CHECK(prefill == (row ? 16 : 512) && pre_tps > 0, "row %d: %.100s", row, p + 1);
     }
     CHECK(row == 10, "%d rows", row);
+    static const char drafts[] = "\n\ndrafts,tokens_per_round,round_steps,gen_tps,right\n0,1.00,1.00,";
+    if (CHECK(p && !strncmp(p, drafts, strlen(drafts)), "%s", p)) {
+        p = strchr(p + 2, '\n');
+        for (row = 0; p && p[1]; p = strchr(p + 1, '\n'), row++) {
+            double tokens = 0, steps = 0, tps = 0;
+            int least = -1, most = -1;
+            const int n = row < 4 ? sscanf(p + 1, "%d,%lf,%lf,%lf", &least, &tokens, &steps, &tps)
+                                  : sscanf(p + 1, "%d-%d,%lf,%lf,%lf", &least, &most, &tokens, &steps, &tps);
+            CHECK(n == (row < 4 ? 4 : 5) && least == row % 4 && tokens >= 1 && tokens <= 4 && steps > 0 && tps > 0,
+                  "row %d: %.100s", row, p + 1);
+            CHECK(row < 1 || row > 3 || tokens > 1.5, "row %d: %.2f tokens a round", row, tokens);
+        }
+        CHECK(row == 5, "%d rows", row);
+    }
     arrfree(out);
 }
 

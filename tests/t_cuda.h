@@ -3,6 +3,7 @@
 void cuda_test_write(struct rank *r, enum act a, const float *x, int n_tok);
 void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half);
 void cuda_test_batch(struct rank *r);
+void cuda_test_final(struct rank *r, float *rows, int n, bool read); /* the first n floats of the ring of final rows */
 void cuda_test_logits(struct rank *r, const float *x, int n);
 size_t cuda_test_free_bytes(void);
 void cuda_test_fail(const char *api, int n);        /* emulator: its n-th call from now on fails; 0: none */
@@ -152,31 +153,53 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
     pair_heads(r, "attention", il, out);
 }
 
+static void pair_in_prediction(struct rank *r, enum act x) {
+    pair_in(r, (const enum act[]){x, ACT_COUNT});
+    cuda_test_final(pair.gpu, r->final, r->n_final * r->m->n_embd, false);
+}
+
+static void pair_out_prediction(struct rank *r, int il, enum act x) {
+    pair_out(r, "prediction_input, x", il, x);
+    pair_slot(r, "prediction_input", il, A_EH, r->m->layers[il].eh_proj.n_in, true);
+}
+
+static void pair_final(struct rank *r) {
+    const int n = r->n_final * r->m->n_embd;
+    float *got = pair_buffer((size_t)n);
+    cuda_test_final(pair.gpu, got, n, true);
+    pair_compare(r, "keep_final", -1, got, r->final, (size_t)n);
+    free(got);
+}
+
 /* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first,
  * and what is compared afterwards. An operation without these two lines does not compile. cuda/sample compares choices. */
-#define PAIR_IN(...)           pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
-#define PAIR_IN_embed          (void)0
-#define PAIR_OUT_embed         pair_out(r, "embed", -1, x)
-#define PAIR_IN_projections    PAIR_IN(x, delta)
-#define PAIR_OUT_projections   pair_out_projections(r, il, x)
-#define PAIR_IN_norm_linear    PAIR_IN(x)
-#define PAIR_OUT_norm_linear   pair_slot(r, "norm_linear", -1, out, w->n_out, false)
-#define PAIR_IN_final_reduce   PAIR_IN(x, delta)
-#define PAIR_OUT_final_reduce  pair_out(r, "final_reduce", -1, x)
-#define PAIR_IN_linear         PAIR_IN(x)
-#define PAIR_OUT_linear        pair_slot(r, "linear", -1, out, w->n_out, false)
-#define PAIR_IN_attention      PAIR_IN(q, k, v)
-#define PAIR_OUT_attention     pair_out_attention(r, il, out)
-#define PAIR_IN_delta_net      PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
-#define PAIR_OUT_delta_net     pair_delta(r, il, out)
-#define PAIR_IN_mla_attention  PAIR_IN(q, kv)
-#define PAIR_OUT_mla_attention pair_out_attention(r, il, out)
-#define PAIR_IN_norm_ffn       PAIR_IN(x, delta)
-#define PAIR_OUT_norm_ffn      pair_out_ffn(r, il, x, out)
-#define PAIR_IN_logits         PAIR_IN(A_X)
-#define PAIR_OUT_logits        pair_logits_rows(r, n)
-#define PAIR_IN_sample         (void)0
-#define PAIR_OUT_sample        (void)0
+#define PAIR_IN(...)              pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
+#define PAIR_IN_embed             (void)0
+#define PAIR_OUT_embed            pair_out(r, "embed", -1, x)
+#define PAIR_IN_prediction_input  pair_in_prediction(r, x)
+#define PAIR_OUT_prediction_input pair_out_prediction(r, il, x)
+#define PAIR_IN_keep_final        PAIR_IN(x)
+#define PAIR_OUT_keep_final       pair_final(r)
+#define PAIR_IN_projections       PAIR_IN(x, delta)
+#define PAIR_OUT_projections      pair_out_projections(r, il, x)
+#define PAIR_IN_norm_linear       PAIR_IN(x)
+#define PAIR_OUT_norm_linear      pair_slot(r, "norm_linear", -1, out, w->n_out, false)
+#define PAIR_IN_final_reduce      PAIR_IN(x, delta)
+#define PAIR_OUT_final_reduce     pair_out(r, "final_reduce", -1, x)
+#define PAIR_IN_linear            PAIR_IN(x)
+#define PAIR_OUT_linear           pair_slot(r, "linear", -1, out, w->n_out, false)
+#define PAIR_IN_attention         PAIR_IN(q, k, v)
+#define PAIR_OUT_attention        pair_out_attention(r, il, out)
+#define PAIR_IN_delta_net         PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
+#define PAIR_OUT_delta_net        pair_delta(r, il, out)
+#define PAIR_IN_mla_attention     PAIR_IN(q, kv)
+#define PAIR_OUT_mla_attention    pair_out_attention(r, il, out)
+#define PAIR_IN_norm_ffn          PAIR_IN(x, delta)
+#define PAIR_OUT_norm_ffn         pair_out_ffn(r, il, x, out)
+#define PAIR_IN_logits            PAIR_IN(A_X)
+#define PAIR_OUT_logits           pair_logits_rows(r, n)
+#define PAIR_IN_sample            (void)0
+#define PAIR_OUT_sample           (void)0
 
 /* Runs the operation on both backends with the same arguments. */
 #define OP_PAIR(type, name, params, args) \
@@ -201,6 +224,7 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
     if (!CHECK(cuda_rank_start(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
     cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
+    cpu.n_final = gpu.n_final = int_min(cpu.n_final, gpu.n_final);
     struct ops table = cpu_ops;
 #define OP_PAIRED(type, name, params, args) table.name = pair_##name;
     ENQUEUE_OPS(OP_PAIRED)
@@ -215,9 +239,11 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
         cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n, cpu.state_pos = gpu.state_pos = state_pos;
         state_pos = *n > MAX_LAG ? pos + *n - 1 : pos;
         cuda_test_batch(&gpu);
-        cpu.ops->forward(&cpu);
-        int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
-        cpu.ops->logits(&cpu, *n - rows, rows);
+        for (cpu.pass = PASS_FORWARD; cpu.pass <= (m->n_prediction ? PASS_DRAFT : PASS_FORWARD); cpu.pass++) {
+            const int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
+            cpu.ops->forward(&cpu);
+            rank_logits(&cpu, &(struct rank_step){.first = *n - rows, .n = rows});
+        }
     }
     cpu_ops.close(&cpu);
     gpu.ops->close(&gpu);
@@ -329,8 +355,9 @@ static void test_cuda_sample(void) {
         int n_recent = (int)(rng_next(&rng) % (PENALTY_WINDOW + 1));
         int32_t want = sampling_choose(&s, work, m.n_ids, x, recent, n_recent, uniform);
         cuda_test_logits(&r, x, m.n_ids);
-        r.ops->sample(&r, &s, recent, n_recent, uniform);
-        int32_t got = r.ops->read_token(&r, &(bool){false});
+        int32_t got = -1;
+        r.ops->sample(&r, &s, recent, n_recent, 0, 1, &uniform);
+        r.ops->read_tokens(&r, &got, &(bool){false});
         chosen += cuda_test_chose(&r);
         if (!CHECK(cuda_test_counted(&r), "choice %d leaves counts behind", c)) break;
         if (!CHECK(got == want, "temp %g, top-k %d, top-p %g, min-p %g, penalty %g: chose %d, expected %d", s.temp,
@@ -540,7 +567,7 @@ ENQUEUE_OPS(OP_STEP)
 #undef OP_STEP
 static void step_forward(struct rank *r) {
     cuda_test_batch(r);
-    r->m->family->forward(r);
+    rank_pass(r);
 }
 
 /* The logits of the last token of each forward, and behind them the id that is chosen: (forwards, n_vocab + 1). */
@@ -566,9 +593,12 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         for (int t = 0; t < n[i]; t++) r.tokens[t] = (int32_t)(rng_next(&rng) % n_vocab);
         r.pos = pos, r.n_tok = n[i];
         r.ops->forward(&r);
-        r.ops->logits(&r, n[i] - 1, 1);
-        r.ops->sample(&r, &sampling, NULL, 0, rng_uniform(&rng));
-        row[n_vocab] = (float)r.ops->read_token(&r, &(bool){false});
+        rank_logits(&r, &(struct rank_step){.first = n[i] - 1, .n = 1});
+        const double uniform = rng_uniform(&rng);
+        int32_t id = -1;
+        r.ops->sample(&r, &sampling, NULL, 0, 0, 1, &uniform);
+        r.ops->read_tokens(&r, &id, &(bool){false});
+        row[n_vocab] = (float)id;
         memcpy(row, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
         row += n_vocab + 1;
     }
@@ -1226,10 +1256,10 @@ static void test_cuda_ranks(void) {
 static const struct ops *host_choice_ops;
 
 /* As where the device leaves the choice to the host. */
-static int32_t host_choice(struct rank *r, bool *on_device) {
-    const int32_t id = host_choice_ops->read_token(r, on_device);
+static int host_choice(struct rank *r, int32_t *chosen, bool *on_device) {
+    const int n = host_choice_ops->read_tokens(r, chosen, on_device);
     *on_device = false;
-    return id;
+    return n;
 }
 
 /* Forwards that begin before the host knows their token change nothing: the same tokens and logits, bit for bit, as
@@ -1245,7 +1275,7 @@ static void goes_ahead_check(const char *fixture, const struct layout *d) {
     const size_t bytes = (size_t)m.n_vocab * sizeof(float);
     struct ops ops = *each[1].r->ops;
     host_choice_ops = each[1].r->ops;
-    ops.read_token = host_choice;
+    ops.read_tokens = host_choice;
     CHECK(each[1].r->goes_ahead, "%s: nothing goes ahead", fixture);
     each[0].r->goes_ahead = false;
     for (int k = 0; k < 2; k++) session_decode(&each[k], 5);
@@ -1724,8 +1754,8 @@ static void test_cuda_stats(void) {
         if (!ids || !fixture_load(names[f], &m)) return;
         if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
         session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
-        const size_t n_stats = (size_t)m.n_layer * (size_t)m.n_expert_max * STATS;
-        const size_t n_in_sum2 = in_sum2_before(&m, m.n_layer);
+        const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;
+        const size_t n_in_sum2 = in_sum2_before(&m, model_blocks(&m));
         double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);
         float *sq[2] = {xcalloc(n_in_sum2, sizeof(float)), xcalloc(n_in_sum2, sizeof(float))};
         for (int i = 0, at = 0; i < 4; at += pieces[i++]) {

@@ -82,7 +82,7 @@ static int compare_id(const void *a, const void *b) {
 static void routing_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
     const size_t k = (size_t)r->m->max.n_expert_used;
     routing.plain->norm_ffn(r, il, x, delta, out);
-    for (int t = 0; t < r->n_tok && r->m->layers[il].n_expert; t++) {
+    for (int t = 0; t < r->n_tok && il < r->m->n_layer && r->m->layers[il].n_expert; t++) {
         int32_t *to = routing.chosen + ((size_t)il * (size_t)routing.n + (size_t)(r->pos + t)) * k;
         memcpy(to, r->route_id + (size_t)t * k, k * sizeof *to);
         qsort(to, k, sizeof *to, compare_id);
@@ -190,6 +190,65 @@ static void test_fixtures_deepseek(void) {
     check_fixture("deepseek_v3_fp8", NULL);
     check_fixture("deepseek_v3_nvfp4", NULL);
     check_fixture("kimi_k2", NULL);
+}
+
+/* The logits of the prediction layer for all positions but the last, in uneven batches behind a forward of as many;
+ * malloc'ed. */
+static float *prediction_logits(const struct model *m, const struct kernels *k, int tp, const int32_t *ids, int n) {
+    static const int batches[] = {1, 3, 17, 2, 16, 5, 40};
+    const size_t n_vocab = (size_t)m->n_vocab;
+    struct session s;
+    float *out = xmalloc((size_t)n * n_vocab * sizeof *out);
+    session_open_cpu(&s, m, tp, 1, (struct cpu_options){k, 2, n, KV_F32, false, false});
+    for (int pos = 0, b = 0; pos < n; b++) {
+        const int some = int_min(n - pos, batches[b % 7]), from = int_max(pos - 1, 0), to = pos + some - 1;
+        session_forward(&s, ids + pos, some);
+        if (to > from) session_predict(&s, PASS_PREDICTION, ids + from + 1, to - from, from);
+        for (int row = 0, rows; row < to - from; row += rows) {
+            rows = int_min(to - from - row, LOGIT_ROWS);
+            session_head(&s, row, rows);
+            for (int i = 0; i < rows; i++)
+                memcpy(out + (size_t)(from + row + i) * n_vocab, s.r->ops->read_logits(s.r, i), n_vocab * sizeof *out);
+        }
+        pos += some;
+    }
+    session_free(&s);
+    return out;
+}
+
+/* The prediction layer of a fixture against that of Hugging Face: predict.f32, row t from the final row of t and the
+ * token behind it. */
+static void check_prediction(const char *name) {
+    struct model m;
+    char path[256];
+    size_t n_ids = 0, n_want = 0;
+    if (!fixture_load(name, &m)) return;
+    snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", name);
+    int32_t *ids = slurp(path, &n_ids);
+    snprintf(path, sizeof path, "tests/fixtures/%s/predict.f32", name);
+    float *want = slurp(path, &n_want);
+    const int n = (int)(n_ids / sizeof *ids);
+    const size_t count = (size_t)(n - 1) * (size_t)m.n_vocab;
+    CHECK(m.n_prediction == 1, "%s: %d prediction layers", name, m.n_prediction);
+    if (CHECK(n_want == count * sizeof *want, "%s: %zu bytes", path, n_want) && m.n_prediction)
+        for (int tp = 1; tp <= 2; tp++) {
+            float *ref = prediction_logits(&m, &kernels_ref, tp, ids, n);
+            float *fast = prediction_logits(&m, kernels_choose(), tp, ids, n);
+            const double e = nmse(ref, want, count), f = nmse(fast, want, count);
+            CHECK(e <= 1e-6, "%s, --tp %d: NMSE %.3g", name, tp, e);
+            CHECK(f <= 1e-3, "%s, --tp %d, fast kernels: NMSE %.3g", name, tp, f);
+            free(ref);
+            free(fast);
+        }
+    arrfree(ids);
+    arrfree(want);
+    model_free(&m);
+}
+
+static void test_fixtures_prediction(void) {
+    static const char *const names[] = {"deepseek_v3_plain", "deepseek_v3_mtp", "hy_v3",         "qwen3_5_moe",
+                                        "qwen3_5_moe_nvfp4", "qwen3_next",      "qwen3_next_fp8"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) check_prediction(names[i]);
 }
 
 static void test_fixtures_hy3(void) { check_fixture("hy_v3", NULL); }
@@ -415,7 +474,7 @@ static void test_session_file(void) {
     session_free(&s);
     session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
     CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
-    const long ids_at = (long)(sizeof(struct kv_header) + 2 * (size_t)m.n_layer * sizeof(struct kv_plane));
+    const long ids_at = (long)(sizeof(struct kv_header) + 2 * (size_t)model_blocks(&m) * sizeof(struct kv_plane));
     for (int at = 1; at < 3; at++) { /* one bit of a token, one of the cache */
         FILE *f = fopen(path, "r+b");
         CHECK(f && !fseek(f, at > 1 ? -5 : ids_at, at > 1 ? SEEK_END : SEEK_SET) && fputc(101, f) == 101 && !fclose(f),
@@ -461,7 +520,7 @@ static void note_weight(const struct weight *w) { note_add((uintptr_t)w); }
 static void note_plane(const struct plane *p) { note_add((uintptr_t)p); }
 static void note_sampling(const struct sampling *o) { (void)o; }
 static void note_ids(const int32_t *ids) { (void)ids; }
-static void note_double(double x) { (void)x; }
+static void note_draws(const double *x) { (void)x; }
 static void note_out(void *p) { (void)p; }
 static void note_call(void (*body)(void *)) { (void)body; }
 /* clang-format off */
@@ -472,13 +531,14 @@ static void note_call(void (*body)(void *)) { (void)body; }
         enum act: note_act,                      \
         bool: note_bool,                         \
         size_t: note_size,                       \
-        double: note_double,                     \
+        const double *: note_draws,              \
         const float *: note_floats,              \
         const struct weight *: note_weight,      \
         const struct plane *: note_plane,     \
         const struct sampling *: note_sampling,  \
         const int32_t *: note_ids,               \
         bool *: note_out,                        \
+        int32_t *: note_out,                     \
         uint8_t *: note_out,                     \
         float *: note_out,                       \
         double *: note_out,                      \
@@ -526,16 +586,18 @@ static const struct ops log_ops = {
 };
 
 static void test_ops_replay(void) {
-    static const char *const names[] = {"qwen3moe", "deepseek_v3"};
+    static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp"};
     static const int buckets[] = {1, 5, 16, 40};
+    enum { NAMES = sizeof names / sizeof *names };
     const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_projections | 1u << LOG_linear |
                           1u << LOG_norm_ffn | 1u << LOG_final_reduce | 1u << LOG_logits;
-    for (int f = 0; f < 2; f++) {
+    for (int f = 0; f < NAMES; f++) {
         struct model m;
         struct session s;
         unsigned want = both, seen = 0;
         want |= f ? 1u << LOG_mla_attention | 1u << LOG_norm_linear : 1u << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
+        if (m.n_prediction) want |= 1u << LOG_prediction_input | 1u << LOG_keep_final;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;
         s.r->ops = &log_ops;
@@ -548,6 +610,8 @@ static void test_ops_replay(void) {
                 memset(&op_log, 0, sizeof op_log);
                 session_forward(&s, ids, buckets[b]);
                 session_head(&s, buckets[b] - 1, 1);
+                for (enum pass p = PASS_PREDICTION; m.n_prediction && p < PASSES; p++)
+                    session_predict(&s, p, ids, buckets[b], s.n_past - buckets[b]);
                 if (!i) hash = op_log.hash, n = op_log.n;
                 CHECK(op_log.hash == hash && op_log.n == n && n > 10,
                       "%s, %d tokens: replay %d of %d operations differs", names[f], buckets[b], i, n);
@@ -875,12 +939,12 @@ static void test_cpu_profile(void) {
 
 #define TESTS_MODEL                                                                                                   \
     {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-qwen35", test_fixtures_qwen35},                   \
-        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
-        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
-        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
-        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
-        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                         \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/prediction", test_fixtures_prediction},                    \
+        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next},       \
+        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                             \
+        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                 \
+        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                     \
+        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/state-file", test_session_file}, \
+        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},  \
+        {"model/router", test_router}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},          \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

@@ -655,7 +655,7 @@ static void test_reap_model(void) {
     const struct layer *layer = &cut.layers[1];
     CHECK(layer->n_expert == 2 && layer->retained && layer->retained[0] == 1 && layer->retained[1] == 3,
           "the list of the layer");
-    CHECK(cut.pruned && cut.n_expert_original == 4 && cut.n_expert_max == 2 && cut.n_mtp_layer == 1, "the model");
+    CHECK(cut.pruned && cut.n_expert_original == 4 && cut.n_expert_max == 2 && cut.n_prediction == 1, "the model");
     CHECK(!strcmp(cut.name, "deepseek_v3_plain-REAP-2of4"), "%s", cut.name);
     float bias[4];
     memcpy(bias, all.layers[1].router_bias, sizeof bias);
@@ -732,7 +732,7 @@ static void test_reap_mtp(void) {
         char args[128];
         snprintf(args, sizeof args, "in.gguf in.json -o out.gguf --keep 3%s", drop ? " --mtp drop" : "");
         if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_load(&m, "out.gguf")) return;
-        CHECK(m.n_layer == 2 && m.n_mtp_layer == !drop, "%d layers, %d for prediction", m.n_layer, m.n_mtp_layer);
+        CHECK(m.n_layer == 2 && m.n_prediction == !drop, "%d layers, %d for prediction", m.n_layer, m.n_prediction);
         CHECK(key_int(&m.gguf, "deepseek2.block_count") == 3 - drop, "block_count");
         CHECK(key_int(&m.gguf, "deepseek2.nextn_predict_layers") == 1 - drop, "nextn_predict_layers");
         CHECK(!strcmp(kept_text(&m.gguf, 2), drop ? "-" : "0 1 3"), "%s", kept_text(&m.gguf, 2));

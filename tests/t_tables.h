@@ -217,7 +217,7 @@ static void test_tables_halves(void) {
     struct rewrite x;
     char err[ERR_MAX], block[32];
     if (!fixture_load("deepseek_v3_plain", &m)) return;
-    if (!CHECK(m.n_mtp_layer == 1, "the fixture has %d prediction layers", m.n_mtp_layer)) return;
+    if (!CHECK(m.n_prediction == 1, "the fixture has %d prediction layers", m.n_prediction)) return;
     snprintf(block, sizeof block, "blk.%d.", m.n_layer);
     if (!rewrite_open(&x, "deepseek_v3_plain")) return;
     rewrite_keys(&x, NULL);

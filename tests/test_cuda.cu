@@ -8,6 +8,13 @@ extern "C" {
 /* Tokens and positions to the device, without recording what follows. */
 void cuda_test_batch(struct rank *r) { send_batch(r); }
 
+/* The first n floats of the ring of final rows, from the device (read) or to it. */
+void cuda_test_final(struct rank *r, float *rows, int n, bool read) {
+    float *ring = r->cuda->final;
+    cudaStreamSynchronize(r->cuda->stream);
+    cudaMemcpy(read ? rows : ring, read ? ring : rows, (size_t)n * sizeof *rows, cudaMemcpyDefault);
+}
+
 /* Row 0 of the logits, by a kernel in front: it comes late, and the blocks of the next one run together. */
 void cuda_test_logits(struct rank *r, const float *x, int n) {
     struct cuda *c = r->cuda;
@@ -20,10 +27,11 @@ bool cuda_test_chose(struct rank *r) { return *r->cuda->token_host >= 0; }
 
 /* Nothing is left of a choice that the next one would count. */
 bool cuda_test_counted(struct rank *r) {
-    static int bins[SAMPLE_BINS + 1];
+    static int bins[LOGIT_ROWS * (SAMPLE_BINS + 1)];
     int any = 0;
-    cudaMemcpy(bins, r->cuda->sample.bins, SAMPLE_BINS * sizeof *bins, cudaMemcpyDeviceToHost);
-    cudaMemcpy(bins + SAMPLE_BINS, r->cuda->sample.arrived, sizeof *bins, cudaMemcpyDeviceToHost);
+    const size_t n = LOGIT_ROWS * (size_t)SAMPLE_BINS;
+    cudaMemcpy(bins, r->cuda->sample.bins, n * sizeof *bins, cudaMemcpyDeviceToHost);
+    cudaMemcpy(bins + n, r->cuda->sample.arrived, LOGIT_ROWS * sizeof *bins, cudaMemcpyDeviceToHost);
     for (int b : bins) any |= b;
     return !any;
 }
@@ -40,6 +48,7 @@ size_t cuda_test_not_finite(struct rank *r) {
                {c->x16[A_QA], d.n * d.act[A_QA]},
                {c->x16[A_Q], d.n * d.act[A_Q]},
                {c->x16[A_ATT], d.n * d.act[A_ATT]},
+               {c->x16[A_EH], d.n * d.act[A_EH]},
                {c->q_absorbed, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0},
                {c->hidden, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff},
                {c->hidden_shared, gpu_larger(d.n, d.decode) * d.dense}};

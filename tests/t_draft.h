@@ -1,0 +1,396 @@
+/* Drafts: the text with them is the text without them, byte for byte, whatever is drafted and however much of it is
+ * right. */
+
+/* What the prediction layer says is replaced by tokens of a known text, or by others. */
+enum draft_force { FORCE_NOTHING, FORCE_RIGHT, FORCE_WRONG, FORCE_HALF };
+
+static struct {
+    const struct ops *plain;
+    enum draft_force how;
+    const int32_t *text; /* by position */
+    int n;
+    uint64_t rng;
+} forced;
+
+/* The choice of a draft becomes what is wanted. The draft stands two positions behind the last one of the pass. */
+static int forced_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
+    const int n = forced.plain->read_tokens(r, chosen, on_device), at = r->pos + r->n_tok + 1;
+    if (r->pass != PASS_DRAFT || forced.how == FORCE_NOTHING || at >= forced.n) return n;
+    const bool right = forced.how == FORCE_RIGHT || (forced.how == FORCE_HALF && rng_next(&forced.rng) >> 63);
+    chosen[0] = right ? forced.text[at] : (forced.text[at] + 1) % r->m->n_ids;
+    return n;
+}
+
+/* Makes the session draft so. ops: memory for its table. */
+static void force_drafts(struct session *s, struct ops *ops, enum draft_force how, const int32_t *text, int n) {
+    forced.plain = s->r->ops;
+    forced.how = how;
+    forced.text = text;
+    forced.n = n;
+    forced.rng = 3;
+    *ops = *s->r->ops;
+    ops->read_tokens = forced_read_tokens;
+    s->r->ops = ops;
+}
+
+/* Generates n tokens behind ids[0..n_ids), computed in chunks of at most `chunk`, with n_min to n_max drafts a round. */
+static void draft_run(struct session *s, const struct sampling *o, uint64_t seed, int n_min, int n_max,
+                      const int32_t *ids, int n_ids, int chunk, int32_t *out, int n) {
+    s->drafting = (struct drafting){0};
+    drafting_limit(&s->drafting, n_min, n_max);
+    session_truncate(s, 0);
+    for (int at = 0; at < n_ids; at += chunk) session_forward(s, ids + at, int_min(chunk, n_ids - at));
+    session_head(s, s->r->n_tok - 1, 1);
+    for (int i = 0; i < n; i++) {
+        out[i] = session_sample(s, o, &seed);
+        if (i + 1 < n) session_decode(s, out[i]);
+    }
+}
+
+static const struct sampling draft_samplings[] = {{.greedy = true, .repeat_penalty = 1},
+                                                  {.greedy = true, .repeat_penalty = 1.3f},
+                                                  {.temp = 0.8f, .top_k = 40, .top_p = 0.95f, .repeat_penalty = 1},
+                                                  {.temp = 0.8f, .top_k = 40, .top_p = 1, .repeat_penalty = 1.1f}};
+enum { DRAFT_SAMPLINGS = sizeof draft_samplings / sizeof *draft_samplings };
+
+static const char *const draft_models[] = {"deepseek_v3_mtp", "deepseek_v3_plain", "qwen3_5_moe_nvfp4", "qwen3_next",
+                                           "hy_v3"};
+enum { DRAFT_MODELS = sizeof draft_models / sizeof *draft_models };
+
+/* Compares texts with all depths, chosen by the model and forced, with that of plain decoding. */
+static void check_same_text(const char *name, struct session *s, const char *kernels, int n) {
+    static const int depths[][2] = {{1, 1}, {2, 2}, {3, 3}, {DRAFTS_MAX, DRAFTS_MAX}, {0, 3}};
+    static const int chunks[] = {37, 16, 7, 1, 20}; /* of the prompt */
+    enum { PROMPT = 37, DEPTHS = sizeof depths / sizeof *depths };
+    int32_t *want = xmalloc(((size_t)PROMPT + (size_t)n) * sizeof *want), *got = xmalloc((size_t)n * sizeof *got);
+    const size_t n_vocab = (size_t)s->m->n_vocab;
+    float *logits = xmalloc(n_vocab * sizeof *logits);
+    const struct ops *plain = s->r->ops;
+    struct ops ops;
+    some_ids(want, PROMPT, s->m->n_vocab);
+    for (int k = 0; k < DRAFT_SAMPLINGS; k++) {
+        const struct sampling *o = &draft_samplings[k];
+        for (int d = 0; d < DEPTHS; d++) {
+            const enum draft_force how = (enum draft_force)((k + d) % 4);
+            draft_run(s, o, 7, 0, 0, want, PROMPT, chunks[d], want + PROMPT, n);
+            memcpy(logits, session_logits(s), n_vocab * sizeof *logits);
+            force_drafts(s, &ops, how, want, PROMPT + n);
+            draft_run(s, o, 7, depths[d][0], depths[d][1], want, PROMPT, chunks[d], got, n);
+            s->r->ops = plain;
+            int same = 0;
+            while (same < n && got[same] == want[PROMPT + same]) same++;
+            CHECK(same == n && !memcmp(session_logits(s), logits, n_vocab * sizeof *logits),
+                  "%s, %s, sampling %d, %d drafts (%d): token %d of %d differs", name, kernels, k, depths[d][1], how,
+                  same, n);
+            const struct draft_stats *t = &s->drafting.total;
+            CHECK(how != FORCE_RIGHT || depths[d][0] == 0 || t->right[0] == t->drafted[0],
+                  "%s: right drafts were refused", name);
+            CHECK(how != FORCE_WRONG || t->right[0] <= t->drafted[0] / 20, "%s: wrong drafts were taken", name);
+        }
+    }
+    free(want);
+    free(got);
+    free(logits);
+}
+
+static void test_draft_text(void) {
+    for (int f = 0; f < DRAFT_MODELS; f++) {
+        struct model m;
+        if (!fixture_load(draft_models[f], &m)) return;
+        for (size_t i = 0; i < sizeof kernel_sets / sizeof *kernel_sets; i++) {
+            const struct kernels *k = kernel_sets[i];
+            const enum kv_type kv[] = {KV_F32, KV_BF16, KV_FP8};
+            struct session s;
+            if (!kernels_runnable(k) || (k == &kernels_ref && f % 2)) continue; /* which is slow */
+            session_open_cpu(&s, &m, 1 + (f + (int)i) % 2, 1,
+                             (struct cpu_options){k, 2, 512, kv[(f + (int)i) % 3], false, false});
+            check_same_text(draft_models[f], &s, k->name, SANITIZED ? 10 : 24);
+            session_free(&s);
+        }
+        model_free(&m);
+    }
+}
+
+/* The demo model's own drafts: most are right, and the texts are the same. */
+static void test_draft_demo(void) {
+    enum { N = SANITIZED ? 30 : 120 };
+    static const int depths[][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {0, 3}};
+    struct model m;
+    struct session s;
+    char err[ERR_MAX], *text = NULL;
+    int32_t *ids = NULL, out[2][N];
+    if (!demo_load(&m) || !CHECK(!read_file("prompts/haystack.txt", &text, err), "%s", err)) return;
+    tokenize_all(m.vocab, text, 1200, false, &ids);
+    session_cpu(&s, &m, kernels_choose(), 2, 1024, KV_BF16);
+    for (int k = 0; k < DRAFT_SAMPLINGS; k++)
+        for (int d = 0; d < 5; d++) {
+            draft_run(&s, &draft_samplings[k], 11, depths[d][0], depths[d][1], ids, 200, 200, out[d > 0], N);
+            CHECK(!d || !memcmp(out[0], out[1], sizeof out[0]), "sampling %d: another text with %d to %d drafts", k,
+                  depths[d][0], depths[d][1]);
+            const struct draft_stats *t = &s.drafting.total;
+            CHECK(depths[d][0] != 1 || k || 2 * t->right[0] > t->drafted[0], "%ld of %ld drafts were right",
+                  t->right[0], t->drafted[0]);
+        }
+    session_free(&s);
+    arrfree(ids);
+    arrfree(text);
+    model_free(&m);
+}
+
+/* A byte of every plane's rows in use, for the whole model: malloc'ed, *n of them. Rows of a ring that nothing will read
+ * are left out, because drafts that were not taken lie there. */
+static uint8_t *draft_planes(struct session *s, size_t *n) {
+    uint8_t *all = NULL;
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
+        for (int k = 0; k < s->m->n_layer * PLANE_USES; k++) {
+            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+            const size_t rows = plane_used(p, (size_t)s->n_past), scales = plane_scale_bytes(p);
+            for (size_t row = 0; row < rows; row++) {
+                const int lag = s->n_past - s->state_pos + p->window;
+                const size_t age = ((size_t)s->n_past - 1 + (size_t)p->n_row - row) % (size_t)int_max(p->n_row, 1);
+                if (p->kind == PLANE_RING && age >= (size_t)lag) continue;
+                uint8_t *at = arraddnptr(all, p->row_bytes + scales);
+                r->ops->plane_copy(r, p, row, 1, at, scales ? (float *)(void *)(at + p->row_bytes) : NULL, false);
+            }
+        }
+    }
+    *n = arrlenu(all);
+    return all;
+}
+
+/* Rounds whose drafts are all right, all wrong or right by chance leave the state that plain decoding leaves. One more
+ * token without drafts makes recurrent states absorb the same tokens in both. */
+static void check_state(const char *name, const struct model *m, int tp, enum kv_type kv) {
+    enum { PROMPT = 30, N = 40 };
+    const struct sampling *o = &draft_samplings[2];
+    int32_t text[PROMPT + N], got[N];
+    struct session plain, s;
+    struct ops ops;
+    size_t n_want, n;
+    const struct cpu_options opts = {&kernels_ref, 2, 128, kv, false, false};
+    some_ids(text, PROMPT, m->n_vocab);
+    session_open_cpu(&plain, m, tp, 1, opts);
+    draft_run(&plain, o, 5, 0, 0, text, PROMPT, PROMPT, text + PROMPT, N);
+    session_decode(&plain, text[PROMPT + N - 1]);
+    uint8_t *want = draft_planes(&plain, &n_want);
+    for (enum draft_force how = FORCE_RIGHT; how <= FORCE_HALF; how++)
+        for (int k = 1; k <= DRAFTS_MAX; k += 7) {
+            session_open_cpu(&s, m, tp, 1, opts);
+            force_drafts(&s, &ops, how, text, PROMPT + N);
+            draft_run(&s, o, 5, k, k, text, PROMPT, 7, got, N);
+            CHECK(!memcmp(got, text + PROMPT, sizeof got), "%s, %d drafts (%d): another text", name, k, how);
+            session_truncate(&s, PROMPT + N - 1); /* the last drafts go */
+            session_forward(&s, text + PROMPT + N - 1, 1);
+            uint8_t *have = draft_planes(&s, &n);
+            CHECK(n == n_want && !memcmp(have, want, n), "%s, --tp %d, %d drafts (%d): another state", name, tp, k,
+                  how);
+            arrfree(have);
+            session_free(&s);
+        }
+    arrfree(want);
+    session_free(&plain);
+}
+
+static void test_draft_state(void) {
+    for (int f = 0; f < DRAFT_MODELS; f += 1 + !f) {
+        struct model m;
+        if (!fixture_load(draft_models[f], &m)) return;
+        check_state(draft_models[f], &m, 1, KV_FP8);
+        if (!SANITIZED) check_state(draft_models[f], &m, 2, KV_F32);
+        model_free(&m);
+    }
+}
+
+/* The distribution of two tokens of which the first is verified and the second drafted half of the time, against
+ * probabilities computed from the logits: chi-square over the 16 pairs that top-k 4 leaves. */
+static void test_draft_distribution(void) {
+    enum { K = 4, DRAWS = SANITIZED ? 2000 : 20000, PROMPT = 5 };
+    const struct sampling o = {.temp = 1, .top_k = K, .top_p = 1, .repeat_penalty = 1};
+    struct model m;
+    struct session s;
+    struct ops ops;
+    int32_t ids[PROMPT + 2] = {0}, first[K], second[K][K];
+    double p[K][K], q[K], chi = 0;
+    int count[K][K] = {{0}};
+    uint64_t rng = 17;
+    if (!fixture_load("deepseek_v3_mtp", &m)) return;
+    some_ids(ids, PROMPT, m.n_vocab);
+    session_cpu(&s, &m, kernels_choose(), 1, 32, KV_F32);
+    for (int a = -1; a < K; a++) { /* the best four, then the best four behind each */
+        struct candidate best[K] = {{0}};
+        double sum = 0;
+        session_truncate(&s, 0);
+        session_forward(&s, ids, PROMPT - 1); /* as below: the same bits */
+        session_decode(&s, ids[PROMPT - 1]);
+        if (a >= 0) session_decode(&s, first[a]);
+        const float *x = session_logits(&s);
+        for (int i = 0; i < m.n_ids; i++) {
+            struct candidate c = {x[i], i};
+            for (int j = 0; j < K; j++)
+                if ((!i && !j) || c.logit > best[j].logit || best[j].logit == 0) {
+                    const struct candidate t = best[j];
+                    best[j] = c;
+                    c = t;
+                }
+        }
+        for (int j = 0; j < K; j++) sum += exp((double)(best[j].logit - best[0].logit));
+        for (int j = 0; j < K; j++) {
+            const double share = exp((double)(best[j].logit - best[0].logit)) / sum;
+            if (a < 0) first[j] = best[j].id, q[j] = share;
+            else second[a][j] = best[j].id, p[a][j] = q[a] * share;
+        }
+    }
+    force_drafts(&s, &ops, FORCE_HALF, ids, PROMPT + 2);
+    drafting_limit(&s.drafting, 1, 1);
+    for (int i = 0; i < DRAWS; i++) {
+        session_truncate(&s, PROMPT - 1);
+        ids[PROMPT] = first[i % K]; /* what is drafted half of the time */
+        session_decode(&s, ids[PROMPT - 1]);
+        const int32_t x = session_sample(&s, &o, &rng);
+        session_decode(&s, x);
+        const int32_t y = session_sample(&s, &o, &rng);
+        int a = 0, b = 0;
+        while (a < K && first[a] != x) a++;
+        while (a < K && b < K && second[a][b] != y) b++;
+        if (!CHECK(a < K && b < K, "draw %d: %d, %d are not among the best", i, x, y)) break;
+        count[a][b]++;
+    }
+    for (int i = 0; i < K * K; i++) {
+        const double want = DRAWS * p[i / K][i % K], d = count[i / K][i % K] - want;
+        chi += d * d / want;
+    }
+    CHECK(chi < 37.7, "chi-square %.1f with 15 degrees of freedom", chi); /* exceeded with a probability of 0.001 */
+    const struct draft_stats *t = &s.drafting.total;
+    CHECK(t->right[0] > t->drafted[0] / 20 && t->right[0] < t->drafted[0] / 2, "%ld of %ld drafts were right",
+          t->right[0], t->drafted[0]);
+    session_free(&s);
+    model_free(&m);
+}
+
+/* The number of drafts: the best of what was measured; every one is tried, and tried again. */
+static void test_draft_depth(void) {
+    static const struct {
+        double step[4], right; /* seconds of rounds; share of right drafts */
+        int want;
+    } c[] = {{{1, 1.1, 1.2, 1.3}, 0.9, 3}, {{1, 1.1, 1.2, 1.3}, 0.05, 0}, {{1, 1.3, 1.9, 2.6}, 0.6, 1}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct drafting d = {0};
+        uint64_t rng = 9;
+        int most = 0, used[4] = {0};
+        double seconds = 0, plain = 0;
+        drafting_limit(&d, 0, 3);
+        for (int round = 0; round < 2000; round++) {
+            const int k = d.next;
+            int right = 0;
+            drafting_begin(&d, k);
+            while (right < k && rng_uniform(&rng) < c[i].right) right++;
+            drafting_end(&d, right, c[i].step[k] * (round % 100 == 99 ? 50 : 0.95 + 0.1 * rng_uniform(&rng)));
+            used[k]++;
+            seconds += c[i].step[k];
+            plain += 1 + right;
+        }
+        for (int k = 0; k < 4; k++) {
+            if (used[k] > used[most]) most = k;
+            CHECK(used[k] > 10, "case %zu: %d drafts were tried %d times", i, k, used[k]);
+        }
+        CHECK(most == c[i].want && used[most] > 1400, "case %zu: %d drafts in %d rounds of 2000", i, most, used[most]);
+        CHECK(seconds < 1.03 * plain, "case %zu: %.0f seconds, %.0f without drafts", i, seconds, plain);
+        drafting_limit(&d, 2, 2);
+        CHECK(d.next == 2, "case %zu: %d drafts where 2 were asked for", i, d.next);
+    }
+}
+
+/* Answers that end within a round: by -n, a stop string or a full context. The turn is the one without drafts, and so is
+ * what the session holds. */
+static void test_draft_ends(void) {
+    static const char question[] = "Tell me a story about a fox.";
+    struct model m;
+    struct settings set;
+    char err[ERR_MAX] = "";
+    if (!demo_load(&m)) return;
+    settings_init(&set);
+    settings_resolve(&set, &m);
+    set.mute = true;
+    set.seed = 4;
+    fflush(stdout); /* answers are not for the list of tests */
+    const int out = dup(STDOUT_FILENO), null = open("/dev/null", O_WRONLY);
+    dup2(null, STDOUT_FILENO);
+    for (int end = 0; end < 3; end++)
+        for (int n = 20; n < 29; n++) {
+            char *want = NULL;
+            int n_past = 0;
+            uint32_t hash = 0;
+            uint64_t rng = 0;
+            for (int depth = 0; depth < 4; depth++) {
+                static const char *const stops[] = {" the", "ed ", "a", " w", " and", "er", "ly", ".", "s t"};
+                struct session s;
+                struct chat c;
+                set.n_predict = end == 0 ? n : 60;
+                set.draft_min = set.draft_max = depth;
+                session_cpu(&s, &m, kernels_choose(), 1, end == 2 ? n + 30 : 256, KV_BF16);
+                if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) break;
+                if (end == 1) arrput(c.stops, stops[n - 20]);
+                CHECK(chat_turn(&c, question, strlen(question), err) == TURN_DONE, "%s", err);
+                const char *got = arrlast(c.messages).content;
+                if (!depth) {
+                    want = xstrdup(got);
+                    n_past = s.n_past;
+                    hash = c.last.logit_hash;
+                    rng = c.rng;
+                }
+                CHECK(!strcmp(got, want) && s.n_past == n_past && c.last.logit_hash == hash && c.rng == rng,
+                      "end %d, n %d, %d drafts: '%s' (%d tokens), expected '%s' (%d)", end, n, depth, got, s.n_past,
+                      want, n_past);
+                chat_free(&c);
+                session_free(&s);
+            }
+            free(want);
+        }
+    fflush(stdout);
+    dup2(out, STDOUT_FILENO);
+    close(out);
+    close(null);
+    settings_free(&set);
+    model_free(&m);
+}
+
+/* A state is saved with the rows of the prediction layer, and loads with and without it. */
+static void test_draft_file(void) {
+    enum { PROMPT = 40, N = 20 };
+    const struct sampling *o = &draft_samplings[0];
+    struct model m;
+    char path[256], err[ERR_MAX] = "";
+    int32_t text[PROMPT + N], got[N];
+    struct session s;
+    struct ops ops;
+    snprintf(path, sizeof path, "%s/drafts.kv", test_dir());
+    if (!fixture_load("qwen3_5_moe_nvfp4", &m)) return;
+    some_ids(text, PROMPT, m.n_vocab);
+    const int n_prediction = m.n_prediction;
+    const size_t bytes = (size_t)m.n_vocab * sizeof(float);
+    float *logits = xmalloc(bytes);
+    for (int with = 0; with < 4; with++) { /* bit 0: saved with the layer, bit 1: loaded with it */
+        m.n_prediction = with & 1 ? n_prediction : 0;
+        session_cpu(&s, &m, &kernels_ref, 1, 128, KV_BF16);
+        if (with & 1) force_drafts(&s, &ops, FORCE_HALF, text, PROMPT + N);
+        draft_run(&s, o, 0, 0, with & 1 ? 3 : 0, text, PROMPT, PROMPT, with ? got : text + PROMPT, N);
+        CHECK(!with || !memcmp(got, text + PROMPT, sizeof got), "another text");
+        CHECK(state_save(&s, path, err) == 0, "%s", err);
+        session_free(&s);
+        m.n_prediction = with & 2 ? n_prediction : 0;
+        session_cpu(&s, &m, &kernels_ref, 1, 128, KV_BF16);
+        CHECK(session_load(&s, path, err) == 0 && s.n_past == PROMPT + N - 1, "saved and loaded %d: %s", with, err);
+        CHECK(session_sync(&s, text, PROMPT + N, 0, err) == SYNC_DONE && s.sync_tokens == 1, "%s", err);
+        if (!with) memcpy(logits, session_logits(&s), bytes);
+        CHECK(!memcmp(logits, session_logits(&s), bytes), "saved and loaded %d: other logits", with);
+        session_free(&s);
+    }
+    free(logits);
+    model_free(&m);
+}
+
+#define TESTS_DRAFT                                                                                      \
+    {"draft/text", test_draft_text}, {"draft/demo", test_draft_demo}, {"draft/state", test_draft_state}, \
+        {"draft/distribution", test_draft_distribution}, {"draft/depth", test_draft_depth},              \
+        {"draft/ends", test_draft_ends}, {"draft/file", test_draft_file},
