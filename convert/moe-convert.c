@@ -831,22 +831,32 @@ static void skip(struct tensor *t) {
     n_skipped++;
 }
 
-/* Finds out how the names begin, and whether there is a layer for multi-token prediction. Exports have more than one
- * form of them. */
+/* Whether the source has tensors of a layer. */
+static bool has_layer(int layer) {
+    const char *below = hf_name(layer, "");
+    for (size_t i = 0; i < arrlenu(tensors); i++)
+        if (starts_with(tensors[i].name, below)) return true;
+    return false;
+}
+
+/* Finds out how the names begin, and how many layers for multi-token prediction there are. Exports have more than one
+ * form of names, and some lack the prediction layers that their config.json announces. */
 static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
                                          "model.language_model.model.language_model."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
+    const int announced = m.n_mtp;
     if (tensor_find("language_model.model.embed_tokens.weight")) m.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
         if (tensor_find(fmt("%s%sembed_tokens.weight", m.prefix, bodies[k]))) m.body = bodies[k];
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
-    if (m.has_delta && m.n_mtp && !m.mtp)
-        message_print("'%s': config.json announces a layer for multi-token prediction, but its tensors are missing: "
+    m.n_mtp = m.mtp != NULL;
+    while (!m.has_delta && m.n_mtp < announced && has_layer(m.n_layer + m.n_mtp)) m.n_mtp++;
+    for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced; layer++)
+        message_print("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                       "it is left out",
-                      model_dir);
-    if (m.has_delta) m.n_mtp = m.mtp != NULL;
+                      model_dir, layer);
 }
 
 /* Skips or refuses tensors by their names. */

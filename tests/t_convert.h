@@ -972,6 +972,182 @@ static void test_convert_delta_names(void) {
     }
 }
 
+/* ------------------------------------------------------------------------------------------------ prediction layers */
+
+/* The tensors of a fixture, in memory. */
+struct release {
+    char *file[2]; /* stb_ds */
+    json_t *header[2];
+};
+
+static void release_read(struct release *s, const char *name) {
+    static const char *const files[][2] = {{"model.safetensors", "model-00001-of-00002.safetensors"},
+                                           {NULL, "model-00002-of-00002.safetensors"}};
+    char path[256], err[ERR_MAX];
+    memset(s, 0, sizeof *s);
+    snprintf(path, sizeof path, "tests/fixtures/%s/%s", name, files[0][0]);
+    const int split = access(path, F_OK) != 0;
+    for (int i = 0; i <= split; i++) {
+        snprintf(path, sizeof path, "tests/fixtures/%s/%s", name, files[i][split]);
+        if (!CHECK(!read_file(path, &s->file[i], err), "%s", err)) continue;
+        s->header[i] = json_loadb(s->file[i] + 8, gguf_rd64((uint8_t *)s->file[i]), 0, NULL);
+    }
+}
+
+static void release_free(struct release *s) {
+    for (int i = 0; i < 2; i++) {
+        json_decref(s->header[i]);
+        arrfree(s->file[i]);
+    }
+}
+
+/* The data of a tensor of BF16; NULL after a failed check. */
+static const uint8_t *release_data(const struct release *s, const char *name) {
+    const int i = !json_object_get(s->header[0], name);
+    const json_t *t = json_object_get(s->header[i], name), *at = json_object_get(t, "data_offsets");
+    if (!CHECK(t && !strcmp(json_string_value(json_object_get(t, "dtype")), "BF16"), "%s", name)) return NULL;
+    const uint8_t *file = (const uint8_t *)s->file[i];
+    return file + 8 + gguf_rd64(file) + json_integer_value(json_array_get(at, 0));
+}
+
+/* How many weights the tensors have whose names begin with `below`. */
+static size_t release_weights(const struct release *s, const char *below) {
+    size_t sum = 0, k;
+    const char *name;
+    json_t *t, *d;
+    for (int i = 0; i < 2; i++) json_object_foreach(s->header[i], name, t) {
+            size_t n = 1;
+            if (strncmp(name, below, strlen(below)) || strstr(name, "_scale")) continue;
+            const bool pairs = !strcmp(json_string_value(json_object_get(t, "dtype")), "U8");
+            CHECK(!pairs, "%s has two weights in a byte", name);
+            json_array_foreach(json_object_get(t, "shape"), k, d) n *= (size_t)json_integer_value(d);
+            sum += n;
+        }
+    return sum;
+}
+
+/* Every tensor that a release has of its prediction layer is in the file, under llama.cpp's names. */
+static void test_convert_prediction(void) {
+    static const char *const ours[] = {"enorm.weight",   "hnorm.weight",        "shared_head_norm.weight",
+                                       "eh_proj.weight", "embed_tokens.weight", "shared_head_head.weight"};
+    static const char *const names[][6] = {
+        {"enorm", "hnorm", "shared_head.norm", "eh_proj", "embed_tokens", "shared_head.head"},
+        {"enorm", "hnorm", "final_layernorm", "eh_proj", NULL, NULL},
+        {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", NULL, NULL}};
+    enum { DEEPSEEK, HY3, QWEN };
+    static const struct {
+        const char *name, *arch;
+        int block, family;
+    } c[] = {{"deepseek_v3_plain", "deepseek2", 2, DEEPSEEK},
+             {"deepseek_v3_mtp", "deepseek2", 2, DEEPSEEK},
+             {"hy_v3", "hy_v3", 3, HY3},
+             {"qwen3_5_moe", "qwen35moe", 2, QWEN},
+             {"qwen3_5_moe_nvfp4", "qwen35moe", 3, QWEN},
+             {"qwen3_next", "qwen3next", 4, QWEN},
+             {"qwen3_next_fp8", "qwen3next", 2, QWEN}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char cmd[512], path[256], name[128], below[64] = "mtp.", err[ERR_MAX], *said = NULL;
+        size_t weights = 0;
+        struct release s;
+        struct gguf g;
+        snprintf(path, sizeof path, "%s/out.gguf", test_dir());
+        snprintf(cmd, sizeof cmd, CONVERT_BIN " tests/fixtures/%s -o %s", c[i].name, path);
+        CHECK(!run_command(cmd, NULL, &said), "%s: %s", c[i].name, sb_cstr(&said));
+        CHECK(!strstr(sb_cstr(&said), "left out") || strstr(said, "vision"), "%s: %s", c[i].name, said);
+        arrfree(said);
+        if (!CHECK(!gguf_open(&g, path, err, sizeof err), "%s", err)) continue;
+        release_read(&s, c[i].name);
+        if (c[i].family != QWEN) snprintf(below, sizeof below, "model.layers.%d.", c[i].block);
+        for (uint32_t k = 0; k < g.n_tensors; k++) {
+            int block = -1;
+            gguf_printable(g.tensors[k].name, name, sizeof name);
+            if (sscanf(name, "blk.%d.", &block) != 1 || block < c[i].block) continue;
+            CHECK(block == c[i].block, "%s: %s is behind the last layer", c[i].name, name);
+            if (!strstr(name, "scale")) weights += g.tensors[k].ne[0] * g.tensors[k].ne[1] * g.tensors[k].ne[2];
+        }
+        CHECK(weights == release_weights(&s, below), "%s: %zu weights of %zu", c[i].name, weights,
+              release_weights(&s, below));
+        for (int k = 0; k < 6; k++) {
+            snprintf(name, sizeof name, "blk.%d.nextn.%s", c[i].block, ours[k]);
+            const struct gguf_tensor *t = gguf_find_tensor(&g, name);
+            const char *from = names[c[i].family][k];
+            if (!CHECK(!t == !from, "%s: %s", c[i].name, name) || !t) continue;
+            snprintf(path, sizeof path, "%s%s.weight", below, from);
+            const uint8_t *data = release_data(&s, path);
+            CHECK(t->type == (k < 3 ? GGUF_F32 : GGUF_BF16) && t->ne[0] == (k == 3 ? 128 : 64), "%s: %s", c[i].name,
+                  name);
+            size_t bad = 0, n = data ? t->ne[0] * t->ne[1] : 0;
+            for (size_t j = 0; j < n && k >= 3; j++) bad += memcmp(data + 2 * j, t->data + 2 * j, 2) != 0;
+            for (size_t j = 0; j < n && k < 3; j++)
+                bad +=
+                    f32_from_bits(gguf_rd32(t->data + 4 * j)) !=
+                    bf16_to_f32((uint16_t)(data[2 * j] | data[2 * j + 1] << 8)) + (c[i].family == QWEN ? 1.0f : 0.0f);
+            CHECK(!bad, "%s: %zu values of %s differ", c[i].name, bad, name);
+        }
+        snprintf(name, sizeof name, "%s.block_count", c[i].arch);
+        CHECK(key_int(&g, name) == c[i].block + 1, "%s: block_count", c[i].name);
+        snprintf(name, sizeof name, "%s.nextn_predict_layers", c[i].arch);
+        CHECK(key_int(&g, name) == 1, "%s: nextn_predict_layers", c[i].name);
+        snprintf(name, sizeof name, "%s.attention.recurrent_layers", c[i].arch);
+        const struct gguf_kv *kv = gguf_find(&g, name);
+        CHECK(!kv == (c[i].family != QWEN) && (!kv || (kv->n == (uint64_t)c[i].block + 1 && !kv->data[c[i].block])),
+              "%s: the prediction layer has attention", c[i].name);
+        release_free(&s);
+        gguf_close(&g);
+    }
+}
+
+/* A prediction layer that config.json announces and no tensor has; one with other experts than the layers before. */
+static void test_convert_prediction_layers(void) {
+    struct hf h;
+    hf_begin(&h, "announced");
+    hf_deepseek(&h);
+    hf_set(h.config, "{\"num_nextn_predict_layers\":3}");
+    if (hf_convert(&h)) {
+        CHECK(key_int(&h.g, "deepseek2.block_count") == 3 && key_int(&h.g, "deepseek2.nextn_predict_layers") == 1,
+              "the layer that is there");
+        CHECK(!strstr(h.err, "layer 2 for") && strstr(h.err, "announces layer 3 for multi-token prediction, but") &&
+                  strstr(h.err, "announces layer 4 for"),
+              "%s", h.err);
+    }
+    for (size_t i = arrlenu(h.t); i-- > 0;)
+        if (!strncmp(h.t[i].name, "model.layers.2.", 15)) arrfree(h.t[i].data), arrdel(h.t, i);
+    if (hf_convert(&h)) {
+        CHECK(key_int(&h.g, "deepseek2.block_count") == 2 && !gguf_find(&h.g, "deepseek2.nextn_predict_layers"),
+              "no layer");
+        CHECK(
+            strstr(h.err, "announces layer 2 for multi-token prediction, but its tensors are missing: it is left out"),
+            "%s", h.err);
+    }
+    hf_end(&h);
+
+    hf_begin(&h, "part");
+    hf_deepseek(&h);
+    hf_drop(&h, "model.layers.2.eh_proj.weight");
+    CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, "'model.layers.2.eh_proj.weight' is missing"), "%s",
+          h.err);
+    hf_end(&h);
+
+    static const char *const gone[] = {"gate.weight", "experts.3.gate_proj.weight", "experts.3.up_proj.weight",
+                                       "experts.3.down_proj.weight"};
+    hf_begin(&h, "fewer");
+    hf_delta(&h, true, "mtp.");
+    for (int i = 0; i < 4; i++) {
+        char name[96];
+        snprintf(name, sizeof name, "mtp.layers.0.mlp.%s", gone[i]);
+        hf_drop(&h, name);
+    }
+    hf_linear(&h, "mtp.layers.0.mlp.gate", 3, HF_EMBD, HF_BF16);
+    if (hf_convert(&h)) {
+        const struct gguf_kv *per = gguf_find(&h.g, "qwen3next.expert_count_per_layer");
+        out_tensor(&h.g, "blk.2.ffn_gate_exps.weight", GGUF_BF16, 64, 128, 3);
+        out_tensor(&h.g, "blk.2.ffn_gate_inp.weight", GGUF_F32, 64, 3, 1);
+        CHECK(key_int(&h.g, "qwen3next.expert_count") == 4, "the largest count");
+        CHECK(per && per->n == 3 && gguf_rd32(per->data + 4) == 4 && gguf_rd32(per->data + 8) == 3, "the counts");
+    }
+    hf_end(&h);
+}
+
 /* All experts of a layer in one tensor, in every form that is in use: the same file as from one tensor each. */
 static void test_convert_fused(void) {
     static const enum hf_form forms[] = {HF_BF16, HF_F16, HF_F32, HF_NVFP4, HF_FP8_TENSOR, HF_FP8_BLOCK};
@@ -2088,6 +2264,8 @@ static void test_convert_header_target(void) {
         {"convert/delta", test_convert_delta}, {"convert/delta_keys", test_convert_delta_keys},                       \
         {"convert/delta_names", test_convert_delta_names}, {"convert/fused", test_convert_fused},                     \
         {"convert/fused_refusals", test_convert_fused_refusals}, {"convert/delta_narrow", test_convert_delta_narrow}, \
+        {"convert/prediction", test_convert_prediction},                                                              \
+        {"convert/prediction_layers", test_convert_prediction_layers},                                                \
         {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
         {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                         \
         {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
