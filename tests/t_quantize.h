@@ -147,6 +147,56 @@ static void test_quantize_forms(void) {
     }
 }
 
+/* The types of a prediction layer are those of the layers before: of its experts, of its other matrices, and of its
+ * embedding and output matrix those of the model's. */
+static void test_quantize_prediction(void) {
+    static const struct {
+        const char *name, *of; /* of: a tensor of the rest of the model that must have the same type */
+        bool own;              /* DeepSeek-V3 alone has it */
+    } t[] = {{"ffn_gate_exps", "blk.1.ffn_gate_exps", false}, {"ffn_up_exps", "blk.1.ffn_up_exps", false},
+             {"ffn_down_exps", "blk.1.ffn_down_exps", false}, {"ffn_down_shexp", "blk.1.ffn_down_shexp", false},
+             {"attn_output", "blk.1.attn_output", false},     {"ffn_gate_inp", "blk.1.ffn_gate_inp", false},
+             {"nextn.eh_proj", "blk.1.attn_output", false},   {"nextn.enorm", "output_norm", false},
+             {"nextn.embed_tokens", "token_embd", true},      {"nextn.shared_head_head", "output", true}};
+    static const char *const args[] = {"", "--quantize nvfp4", "--backbone q8_0", "--quantize nvfp4 --backbone q8_0"};
+    for (int family = 0; family < 3; family++) {
+        struct hf h;
+        hf_begin(&h, "predict");
+        if (family) hf_delta(&h, family == 1, "mtp.");
+        else hf_deepseek(&h);
+        for (int i = 0; i < 2 && !family; i++)
+            hf_linear(&h, i ? "model.layers.2.embed_tokens" : "model.layers.2.shared_head.head", HF_VOCAB, HF_EMBD,
+                      HF_BF16);
+        CHECK(!hf_convert_to(&h, "out.gguf"), "%s", h.err);
+        for (int k = 0; k < 4; k++) {
+            struct gguf g;
+            char name[96];
+            if (!quantize_open(h.dir, args[k], "q.gguf", &g, NULL)) continue;
+            for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+                const uint32_t want = i < 3              ? k & 1 ? GGUF_NVFP4 : GGUF_BF16
+                                      : i == 5 || i == 7 ? GGUF_F32
+                                      : k & 2            ? GGUF_Q8_0
+                                                         : GGUF_BF16;
+                if (t[i].own && family) continue;
+                snprintf(name, sizeof name, "blk.2.%s.weight", t[i].name);
+                const struct gguf_tensor *a = gguf_find_tensor(&g, name);
+                snprintf(name, sizeof name, "%s.weight", t[i].of);
+                const struct gguf_tensor *b = gguf_find_tensor(&g, name);
+                CHECK(a && b && a->type == want && b->type == want, "family %d, '%s': %s and %s", family, args[k],
+                      t[i].name, name);
+                snprintf(name, sizeof name, "blk.2.%s.scale", t[i].name);
+                const struct gguf_tensor *scale = gguf_find_tensor(&g, name);
+                CHECK(!scale == (want != GGUF_NVFP4) && (!scale || scale->ne[0] == 4), "family %d, '%s': %s", family,
+                      args[k], name);
+            }
+            gguf_close(&g);
+        }
+        /* 3 x 6 attention matrices, 3 dense, 2 x 3 shared, 2 heads, 2 embeddings, eh_proj */
+        if (!family) quantize_compare(h.dir, args[3], (struct quantize_case){.nvfp4 = 6, .q8_0 = 32});
+        hf_end(&h);
+    }
+}
+
 /* The relative squared error of a stack of experts against a file of the same source, outer scales included. */
 static double quantize_distance(const struct gguf *a, const struct gguf *b, const char *base) {
     char name[96];
@@ -673,9 +723,9 @@ static void test_quantize_perplexity(void) {
 }
 
 #define TESTS_QUANTIZE                                                                                                \
-    {"quantize/forms", test_quantize_forms}, {"quantize/sources", test_quantize_sources},                             \
-        {"quantize/keep", test_quantize_keep}, {"quantize/report", test_quantize_report},                             \
-        {"quantize/fixtures", test_quantize_fixtures}, {"quantize/usage", test_quantize_usage},                       \
-        {"quantize/bad_weights", test_quantize_bad_weights}, {"quantize/importance", test_quantize_importance},       \
-        {"quantize/importance_bad", test_quantize_importance_bad}, {"quantize/calibrated", test_quantize_calibrated}, \
-        {"quantize/perplexity", test_quantize_perplexity},
+    {"quantize/forms", test_quantize_forms}, {"quantize/prediction", test_quantize_prediction},                       \
+        {"quantize/sources", test_quantize_sources}, {"quantize/keep", test_quantize_keep},                           \
+        {"quantize/report", test_quantize_report}, {"quantize/fixtures", test_quantize_fixtures},                     \
+        {"quantize/usage", test_quantize_usage}, {"quantize/bad_weights", test_quantize_bad_weights},                 \
+        {"quantize/importance", test_quantize_importance}, {"quantize/importance_bad", test_quantize_importance_bad}, \
+        {"quantize/calibrated", test_quantize_calibrated}, {"quantize/perplexity", test_quantize_perplexity},
