@@ -10,9 +10,9 @@
  *   Output        writes the tensors
  *   Main          listing, report, options
  *
- * All of the plan is made from the headers of the source before the first byte is written, so that an unknown model
- * leaves no file. A tensor of the source is used, skipped on purpose (skipped_suffixes) or an error. Data are copied in
- * chunks; memory does not grow with the model.
+ * All of the plan is made before the first byte is written, from the headers of the source and few data, so that an
+ * unknown model leaves no file. A tensor of the source is used, skipped on purpose (skipped_suffixes, skip_copy) or an
+ * error. Data are copied in chunks; memory does not grow with the model.
  */
 #define PROGRAM "moe-convert"
 #include "common.h"
@@ -20,8 +20,9 @@
 #include "quantize.h"
 
 enum {
-    MAX_VOCAB = 4 << 20, /* tokens */
-    PARALLEL = 1 << 17   /* fewer weights than these are converted by one thread */
+    MAX_VOCAB = 4 << 20,    /* tokens */
+    PARALLEL = 1 << 17,     /* fewer weights than these are converted by one thread */
+    COMPARE_BYTES = 1 << 20 /* of two tensors that are compared at a time */
 };
 
 /* ============================================================================================================
@@ -115,6 +116,20 @@ static bool all_zero(const struct tensor *t, size_t from, size_t n) {
             if (buf[i] & 0x77) return false;
     }
     return true;
+}
+
+/* Whether two tensors have the same type, shape and bytes. */
+static bool same_tensor(const struct tensor *a, const struct tensor *b) {
+    bool same = a->dtype == b->dtype && a->rank == b->rank;
+    for (uint32_t i = 0; same && i < a->rank; i++) same = a->shape[i] == b->shape[i];
+    for (size_t at = 0; same && at < a->bytes; at += COMPARE_BYTES) {
+        size_t n = a->bytes - at < COMPARE_BYTES ? a->bytes - at : COMPARE_BYTES;
+        uint8_t *x = scratch(0, n), *y = scratch(1, n);
+        tensor_read(a, at, x, n);
+        tensor_read(b, at, y, n);
+        same = !memcmp(x, y, n);
+    }
+    return same;
 }
 
 /* Returns the scale v of a whole NVFP4 matrix, read from t, as a factor. The matrix is n bytes of w from `from` on.
@@ -680,6 +695,27 @@ static struct linear resolve_plain(const char *src, enum dim rows, enum dim cols
     return l;
 }
 
+static size_t n_skipped; /* tensors of the source that are skipped on purpose */
+static size_t n_copies;  /* of these: copies of the model's embedding or output matrix */
+
+static void skip(struct tensor *t) {
+    t->used = true;
+    n_skipped++;
+}
+
+/* Skips the embedding or the output matrix of a prediction layer if it has the bytes of the model's. A reader takes the
+ * model's where a layer has none. */
+static bool skip_copy(const char *src, bool embedding) {
+    const char *own = embedding || m.tied ? "model.embed_tokens.weight" : "lm_head.weight";
+    struct tensor *t = tensor_find(fmt("%s.weight", src));
+    if (!t || !is_float(t)) return false;
+    const struct tensor *of = tensor_find(hf_name(-1, own));
+    if (!of || !same_tensor(t, of)) return false;
+    skip(t);
+    n_copies++;
+    return true;
+}
+
 static void plan_kv_b(int layer);
 static void plan_qkvz(int layer);
 static void plan_experts(const struct tensor_rule *rule, int layer);
@@ -714,6 +750,9 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
         plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
     } else if (!r->optional || has_linear(src)) {
+        const bool embedding = r->out == DIM_VOCAB && !strcmp(r->hf, "embed_tokens");
+        if (r->out == DIM_VOCAB && skip_copy(src, embedding)) return;
+        if (embedding) resolve_plain(src, r->out, r->in);
         plan_linear(dst, src, r->out, r->in, r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
     }
 }
@@ -824,13 +863,6 @@ static void plan_layer(int layer) {
     for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
 }
 
-static size_t n_skipped; /* tensors of the source that are skipped on purpose */
-
-static void skip(struct tensor *t) {
-    t->used = true;
-    n_skipped++;
-}
-
 /* Whether the source has tensors of a layer. */
 static bool has_layer(int layer) {
     const char *below = hf_name(layer, "");
@@ -913,6 +945,10 @@ static void plan_model(void) {
     if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
     else if (head) skip(head);
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
+    if (n_copies)
+        message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
+                      "left out: moe uses the model's own",
+                      n_copies, n_copies > 1 ? "ies" : "y", n_copies > 1 ? "are" : "is");
     if (n_misaligned > 1)
         message_print("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();

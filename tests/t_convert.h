@@ -1121,12 +1121,17 @@ static void test_convert_prediction_layers(void) {
     }
     hf_end(&h);
 
-    hf_begin(&h, "part");
-    hf_deepseek(&h);
-    hf_drop(&h, "model.layers.2.eh_proj.weight");
-    CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, "'model.layers.2.eh_proj.weight' is missing"), "%s",
-          h.err);
-    hf_end(&h);
+    for (int k = 0; k < 3; k++) {
+        static const char *const says[] = {"'model.layers.2.eh_proj.weight' is missing",
+                                           "embed_tokens.weight': expected [300, 64] (vocab_size, hidden_size)",
+                                           "embed_tokens.weight': expected BF16, F16 or F32, found FP8 per tensor"};
+        hf_begin(&h, "refused");
+        hf_deepseek(&h);
+        if (!k) hf_drop(&h, "model.layers.2.eh_proj.weight");
+        else hf_linear(&h, "model.layers.2.embed_tokens", k == 1 ? 299 : 300, 64, k == 1 ? HF_BF16 : HF_FP8_TENSOR);
+        CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, says[k]), "%s", h.err);
+        hf_end(&h);
+    }
 
     static const char *const gone[] = {"gate.weight", "experts.3.gate_proj.weight", "experts.3.up_proj.weight",
                                        "experts.3.down_proj.weight"};
@@ -2124,6 +2129,80 @@ static void test_convert_header(void) {
     unlink(path), unlink(whole);
 }
 
+/* What --dry-run lists and the header it writes are those of the file. skipped: tensors of the source. */
+static void check_dry_run(struct hf *h, int skipped) {
+    char want[128], args[320], path[256], whole[256];
+    snprintf(path, sizeof path, "%s/header.gguf", h->dir);
+    snprintf(whole, sizeof whole, "%s/out.gguf", h->dir);
+    snprintf(args, sizeof args, "--dry-run -o %s", path);
+    CHECK(!hf_run(h, args), "%s", h->err);
+    snprintf(want, sizeof want, " bytes, %zu with header and padding; %d tensors of the source are skipped",
+             h->g.images[0].size, skipped);
+    CHECK(strstr(h->out, want), "%s in %s", want, h->out);
+    snprintf(want, sizeof want, "total        %6u tensors", h->g.n_tensors);
+    CHECK(strstr(h->out, want), "%s in %s", want, h->out);
+    header_compare(h->dir, path, whole);
+}
+
+/* The embedding and the output matrix of a prediction layer are left out if their bytes are those of the model's. */
+static void test_convert_copies(void) {
+    enum { ROWS = 9375, BYTES = 2 * 64 * ROWS /* more than the converter compares at a time */ };
+    static const char *const tables[] = {"model.embed_tokens.weight", "lm_head.weight"};
+    static const char *const names[] = {"nextn.embed_tokens.weight", "nextn.shared_head_head.weight"};
+    static const char says[] = " of the model's embedding or output matrix in layers for multi-token prediction";
+    static const struct {
+        const char *what;
+        int of[2];    /* the tables that the two are copies of */
+        bool bit[2];  /* the last byte is another */
+        bool f16;     /* the same bytes with another type */
+        bool tied;    /* the output matrix of the model is its embedding; it has the other one all the same */
+        bool kept[2]; /* what is in the file */
+    } c[] = {{"copies", {0, 1}, .kept = {false, false}},
+             {"another embedding", {0, 1}, .bit = {true, false}, .kept = {true, false}},
+             {"another head", {0, 1}, .bit = {false, true}, .kept = {false, true}},
+             {"others", {0, 1}, .bit = {true, true}, .kept = {true, true}},
+             {"another type", {0, 1}, .f16 = true, .kept = {true, true}},
+             {"swapped", {1, 0}, .kept = {true, true}},
+             {"tied", {0, 0}, .tied = true, .kept = {false, false}},
+             {"tied, with a head", {0, 1}, .tied = true, .kept = {false, true}}};
+    for (size_t k = 0; k < sizeof c / sizeof *c; k++) {
+        struct hf h;
+        uint8_t *data[2];
+        const int left_out = !c[k].kept[0] + !c[k].kept[1];
+        hf_begin(&h, "copies");
+        hf_deepseek(&h);
+        hf_set(h.config, "{\"vocab_size\":9375}");
+        if (c[k].tied) hf_set(h.config, "{\"tie_word_embeddings\":true}");
+        for (int i = 0; i < 2; i++) {
+            hf_drop(&h, tables[i]);
+            hf_plain(&h, tables[i], "[9375,64]", BYTES / 2, HF_BF16);
+        }
+        for (int i = 0; i < 2; i++) {
+            const struct hf_tensor of = *hf_find(&h, tables[c[k].of[i]]); /* hf_add moves the list */
+            const char *name = i ? "model.layers.2.shared_head.head.weight" : "model.layers.2.embed_tokens.weight";
+            data[i] = hf_add(&h, name, c[k].f16 ? "F16" : "BF16", of.shape, of.data, BYTES)->data;
+            data[i][BYTES - 1] ^= c[k].bit[i];
+        }
+        if (hf_convert(&h)) {
+            for (int i = 0; i < 2; i++) {
+                char name[64];
+                snprintf(name, sizeof name, "blk.2.%s", names[i]);
+                const struct gguf_tensor *t = gguf_find_tensor(&h.g, name);
+                CHECK(!t == !c[k].kept[i], "%s: %s", c[k].what, name);
+                CHECK(!t || (t->type == (c[k].f16 ? GGUF_F16 : GGUF_BF16) && !memcmp(t->data, data[i], BYTES)),
+                      "%s: %s", c[k].what, name);
+            }
+            const char *line = strstr(h.err, says), *number = left_out == 1 ? "1 copy" : "2 copies";
+            CHECK(!line == !left_out && (!line || !strncmp(line - strlen(number), number, strlen(number))), "%s: %s",
+                  c[k].what, h.err);
+            CHECK(!line || !strstr(line + 1, says), "%s: more than one line: %s", c[k].what, h.err);
+            CHECK(key_int(&h.g, "deepseek2.nextn_predict_layers") == 1, "%s: the layer", c[k].what);
+            check_dry_run(&h, left_out + c[k].tied);
+        }
+        hf_end(&h);
+    }
+}
+
 /* Every cut of a file: in the header, in the padding behind it, in the data. */
 static void test_convert_header_cuts(void) {
     struct gguf_writer w = {0};
@@ -2276,5 +2355,6 @@ static void test_convert_header_target(void) {
         {"convert/index", test_convert_index}, {"convert/atomic", test_convert_atomic},                               \
         {"convert/interrupt", test_convert_interrupt}, {"convert/usage", test_convert_usage},                         \
         {"convert/demo", test_convert_demo}, {"convert/dry_run", test_convert_dry_run},                               \
-        {"convert/header", test_convert_header}, {"convert/header_cuts", test_convert_header_cuts},                   \
-        {"convert/header_sizes", test_convert_header_sizes}, {"convert/header_target", test_convert_header_target},
+        {"convert/copies", test_convert_copies}, {"convert/header", test_convert_header},                             \
+        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes},       \
+        {"convert/header_target", test_convert_header_target},
