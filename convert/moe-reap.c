@@ -45,7 +45,10 @@ struct settings {
 
 static struct settings opts = {.ratio = NAN, .budget = NAN, .seed = -1, .common.completion = -1};
 
-enum { MIN_SAMPLES = 32 }; /* routed tokens below which the score of an expert is too uncertain */
+enum {
+    MIN_SAMPLES = 32,            /* routed tokens below which the score of an expert is too uncertain */
+    MAX_BLOCKS = MAX_LAYERS + 16 /* layers, with those for multi-token prediction */
+};
 
 /* ============================================================================================================
  * Model
@@ -70,7 +73,8 @@ struct expert_layer {
     int block;               /* its number in the model */
     int n, n_retained;       /* experts, retained experts */
     bool hash_routed;        /* experts are chosen by token id; all are retained */
-    bool mtp;                /* for multi-token prediction; retains the same ids as the last layer of the trunk */
+    bool mtp;                /* for multi-token prediction */
+    bool follows;            /* has no scores: retains the same ids as the last layer of the trunk */
     bool lists_ids;          /* the source has a list of original ids */
     struct expert *experts;  /* (n) by id */
     struct expert **ranking; /* (n) each routing group sorted from the best expert to the worst */
@@ -89,8 +93,13 @@ static struct {
     const char *arch;                 /* general.architecture */
 } m;
 
+/* Whether the output lacks a layer. */
+static bool removed(const struct expert_layer *layer) { return layer->mtp && opts.mtp == MTP_DROP; }
+
 /* Whether the retained experts of a layer are selected by their scores. */
-static bool selectable(const struct expert_layer *layer) { return !layer->hash_routed && !layer->mtp; }
+static bool selectable(const struct expert_layer *layer) {
+    return !layer->hash_routed && !layer->follows && !removed(layer);
+}
 
 /* Returns the layer with this number, or NULL if it has no routed experts. */
 static struct expert_layer *layer_find(int block) {
@@ -101,7 +110,7 @@ static struct expert_layer *layer_find(int block) {
 
 /* Appends a layer of n experts. Layers are added in order. router: the name of its tensor, for messages. */
 static struct expert_layer *layer_add(int block, size_t n, const char *router) {
-    struct expert_layer layer = {.block = block, .mtp = block >= m.n_trunk};
+    struct expert_layer layer = {.block = block, .mtp = block >= m.n_trunk, .follows = block >= m.n_trunk};
     if (n < (size_t)m.top_k || n > MAX_EXPERTS || n % (size_t)m.n_group)
         die("'%s': tensor '%s' routes to %zu experts, expected %d to %d%s", m.path, router, n, m.top_k, MAX_EXPERTS,
             m.n_group > 1 ? fmt(", a multiple of the %d groups", m.n_group) : "");
@@ -116,25 +125,14 @@ static struct expert_layer *layer_add(int block, size_t n, const char *router) {
     return &arrlast(m.layers);
 }
 
-/* Checks the layers and completes m. An MTP layer must have as many experts as the last layer of the trunk, whose
- * retained ids it takes over. */
+/* Checks the layers and completes m. */
 static void model_check(void) {
-    const struct expert_layer *last = NULL;
     int most = 0;
     bool any = false;
     m.min_experts = (m.top_k + m.n_group_used - 1) / m.n_group_used * m.n_group;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct expert_layer *layer = &m.layers[i];
-        most = layer->n > most ? layer->n : most;
-        any |= selectable(layer);
-        if (!layer->mtp) last = layer;
-        else if (opts.mtp != MTP_DROP && (!last || last->hash_routed || last->n != layer->n))
-            die("'%s': layer %d, for multi-token prediction, has %d experts and the last layer before it %s: --mtp "
-                "drop removes it",
-                m.path, layer->block, layer->n,
-                !last               ? "none"
-                : last->hash_routed ? "is routed by hash"
-                                    : fmt("%d", last->n));
+        most = m.layers[i].n > most ? m.layers[i].n : most;
+        any |= selectable(&m.layers[i]);
     }
     if (!any) die("'%s': no layer has routed experts that could be pruned", m.path);
     if (!m.original_experts && !m.pruned) m.original_experts = most;
@@ -201,7 +199,7 @@ static void score_layer(struct doc d, struct expert_layer *layer) {
     }
 }
 
-/* Adds a score file. */
+/* Adds a score file. It may lack the MTP layers. */
 static void scores_read(const char *path) {
     struct doc d = doc_open(path, path);
     char routers[17];
@@ -214,16 +212,18 @@ static void scores_read(const char *path) {
     if (__builtin_add_overflow(scores.tokens, get_int(d, "tokens", 0, INT64_MAX, REQUIRED), &scores.tokens))
         die("'%s': the token counts overflow", path);
     json_t *list = get_list(d, "layers");
-    if (json_array_size(list) != (size_t)m.n_trunk)
-        die("'%s': expected scores of %d layers as in '%s', found %zu", path, m.n_trunk, m.path, json_array_size(list));
-    for (int b = 0; b < m.n_trunk; b++) {
+    const int n = (int)json_array_size(list), all = m.n_trunk + m.n_mtp;
+    if (n != m.n_trunk && n != all)
+        die("'%s': expected scores of %d%s layers as in '%s', found %d", path, m.n_trunk,
+            m.n_mtp ? fmt(" or %d", all) : "", m.path, n);
+    for (int b = 0; b < n; b++) {
         json_t *j = json_array_get(list, (size_t)b);
         struct expert_layer *layer = layer_find(b);
         struct doc in = {j, d.file, fmt("layer %d", b)};
         bool given = !json_is_null(j);
         if (given && !json_is_object(j)) die("'%s': layer %d: expected an object, found %s", path, b, json_show(j));
         if (given && !layer) die("'%s': layer %d has scores, but no routed experts in '%s'", path, b, m.path);
-        if (!given && layer && !layer->hash_routed) die("'%s': layer %d has no scores", path, b);
+        if (!given && layer && !layer->hash_routed && !layer->mtp) die("'%s': layer %d has no scores", path, b);
         if (given) score_layer(in, layer);
     }
     json_t *source;
@@ -240,6 +240,25 @@ static void scores_read(const char *path) {
     }
     json_decref(d.obj);
     scores.n_files++;
+}
+
+/* Finds out which MTP layers have scores. Dies if one that has none cannot take over the ids of the last layer of the
+ * trunk. */
+static void mtp_check(void) {
+    const struct expert_layer *last = NULL;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        struct expert_layer *layer = &m.layers[i];
+        if (!layer->mtp) last = layer;
+        for (int k = 0; k < layer->n; k++) layer->follows &= !layer->hash_routed && !layer->experts[k].tokens;
+        if (!layer->follows || removed(layer)) continue;
+        if (!last || last->hash_routed || last->n != layer->n)
+            die("'%s': layer %d, for multi-token prediction, has %d experts without scores, and the last layer before "
+                "it %s: --mtp drop removes it",
+                m.path, layer->block, layer->n,
+                !last               ? "none"
+                : last->hash_routed ? "is routed by hash"
+                                    : fmt("%d", last->n));
+    }
 }
 
 /* Counts how many experts have enough tokens. Dies if a selectable layer has none. */
@@ -276,13 +295,14 @@ static int by_double(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Marks the outliers: experts of the first three quarters of the layers with one huge output ("super experts"), above
- * the 99.5th percentile and a tenth of the maximum of all layers. The rule is that of the REAP reference code. */
+/* Marks the outliers: experts of the first three quarters of the trunk's layers with one huge output ("super experts"),
+ * above the 99.5th percentile and a tenth of the maximum of all these layers. The rule is that of the REAP reference
+ * code. */
 static void protect_outliers(void) {
     double *all = NULL;
     size_t n_layers = 0, index = 0;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        if (!selectable(&m.layers[i])) continue;
+        if (!selectable(&m.layers[i]) || m.layers[i].mtp) continue;
         n_layers++;
         for (int k = 0; k < m.layers[i].n; k++) arrput(all, m.layers[i].experts[k].weighted_max);
     }
@@ -292,7 +312,7 @@ static void protect_outliers(void) {
     if (arrlast(all) / 10 > limit) limit = arrlast(all) / 10;
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         struct expert_layer *layer = &m.layers[i];
-        if (!selectable(layer) || index++ >= n_layers * 3 / 4) continue;
+        if (!selectable(layer) || layer->mtp || index++ >= n_layers * 3 / 4) continue;
         for (int k = 0; k < layer->n; k++) layer->experts[k].outlier = layer->experts[k].weighted_max > limit;
     }
     arrfree(all);
@@ -382,11 +402,12 @@ static void mark_retained(void) {
         int per = layer->n / m.n_group;
         if (selectable(layer))
             for (int k = 0; k < layer->n; k++) layer->ranking[k]->retained = k % per < layer->n_retained / m.n_group;
-        if (layer->mtp) {
-            layer->n_retained = opts.mtp == MTP_DROP ? 0 : last->n_retained;
+        if (removed(layer) || layer->follows) {
+            layer->n_retained = removed(layer) ? 0 : last->n_retained;
             for (int k = 0; k < layer->n; k++)
-                layer->experts[k].retained = opts.mtp != MTP_DROP && last->experts[k].retained;
-        } else last = layer;
+                layer->experts[k].retained = !removed(layer) && last->experts[k].retained;
+        }
+        if (!layer->mtp) last = layer;
         for (int k = 0, n = 0; k < layer->n; k++)
             if (layer->experts[k].retained) layer->experts[k].new_id = n++;
     }
@@ -434,12 +455,19 @@ static void select_by_ratio(void) {
     mark_retained();
 }
 
+/* Returns why --counts cannot name a layer, NULL if it can. layer NULL: it has no routed experts. */
+static const char *not_counted(const struct expert_layer *layer) {
+    if (!layer) return "has no routed experts";
+    if (removed(layer)) return "is removed by --mtp drop";
+    return layer->follows ? "has no scores and keeps the experts of the last layer before it" : NULL;
+}
+
 /* Retains what the file of --counts says: lines "LAYER COUNT", where # begins a comment. */
 static void select_by_counts(void) {
     FILE *f = input_file(opts.counts);
     char *line = NULL;
     size_t cap = 0, no = 0;
-    bool seen[MAX_LAYERS] = {false};
+    bool seen[MAX_BLOCKS] = {false};
     while (line_next(f, opts.counts, &line, &cap) >= 0) {
         int block, count, end = 0;
         no++;
@@ -449,7 +477,7 @@ static void select_by_counts(void) {
         if (sscanf(line, "%6d %6d %n", &block, &count, &end) != 2 || line[end])
             die("%s: expected LAYER COUNT, found '%s'", who, line);
         struct expert_layer *layer = layer_find(block);
-        if (!layer || layer->mtp) die("%s: layer %d has no routed experts", who, block);
+        if (not_counted(layer)) die("%s: layer %d %s", who, block, not_counted(layer));
         if (seen[block]) die("%s: layer %d appears twice", who, block);
         seen[block] = true;
         if (layer->hash_routed && count != layer->n)
@@ -956,11 +984,11 @@ static int hf_int(const char *key, int64_t lo, int64_t hi, int64_t fallback) {
     return (int)get_int(hf_doc_of(key), key, lo, hi, fallback);
 }
 
-/* Finds the layers by their routers and hashes these. A hash-routed layer also has a table from token ids to
- * experts. */
+/* Finds the layers by their routers and hashes those of the trunk. A hash-routed layer also has a table from token ids
+ * to experts. */
 static void hf_read_layers(void) {
-    struct tensor *routers[MAX_LAYERS + 16] = {NULL};
-    bool hash_routed[MAX_LAYERS + 16] = {false};
+    struct tensor *routers[MAX_BLOCKS] = {NULL};
+    bool hash_routed[MAX_BLOCKS] = {false};
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         struct parsed_name p = name_parse(t->name);
@@ -1122,6 +1150,7 @@ static void hf_read(const char *path) {
     for (size_t k = 0; k < COUNT(count_keys); k++) counted |= get(hf_doc_of(count_keys[k]), count_keys[k]) != NULL;
     if (!counted) die("config.json has none of num_experts, n_routed_experts, num_local_experts, moe_num_experts");
     hf_read_layers();
+    if (arrlen(m.layers) && arrlast(m.layers).block >= m.n_trunk) m.n_mtp = arrlast(m.layers).block + 1 - m.n_trunk;
     hf_check_tensors();
     hf_read_retained();
     by_place = xrealloc(NULL, arrlenu(tensors) * sizeof *by_place);
@@ -1367,7 +1396,7 @@ static void hf_check_uniform(void) {
     struct outcome o = outcome();
     for (size_t i = 0; i < arrlenu(m.layers); i++) {
         const struct expert_layer *layer = &m.layers[i];
-        if (layer->n_retained != o.largest && !(layer->mtp && (opts.mtp == MTP_DROP)))
+        if (layer->n_retained != o.largest && !removed(layer))
             die("layer %d keeps %d experts, another layer %d: a Hugging Face directory has one count for all; convert "
                 "it and prune the GGUF file",
                 layer->block, layer->n_retained, o.largest);
@@ -1459,11 +1488,22 @@ static void report_layer(const struct expert_layer *layer) {
     else printf("%8s %6s %6s ", "-", "-", "-");
     if (layer->hash_routed) printf(" (routed by hash: all retained)");
     if (layer->mtp)
-        printf(opts.mtp == MTP_DROP ? " (multi-token prediction: removed)"
-                                    : " (multi-token prediction: as the layer before)");
+        printf(" (multi-token prediction%s)", removed(layer)   ? ": removed"
+                                              : layer->follows ? ": as the last layer before"
+                                                               : "");
     for (int k = 0; k < layer->n && selectable(layer); k++)
         if (!layer->experts[k].retained) printf(" %d", k);
     putchar('\n');
+}
+
+/* Says which MTP layers have no scores although there are score files. */
+static void report_followers(void) {
+    for (size_t i = 0; i < arrlenu(m.layers) && scores.n_files; i++)
+        if (m.layers[i].follows && !removed(&m.layers[i]))
+            message_print(
+                "layer %d, for multi-token prediction, has no scores: it retains the same experts as the last "
+                "layer before it",
+                m.layers[i].block);
 }
 
 /* bytes: of the output. */
@@ -1516,7 +1556,8 @@ static const struct option options[] = {
     {"protect-outliers", IS_FLAG(outliers),
      .help = "retain experts with one huge output in the first three quarters of the layers"},
     {"mtp", IS_CHOICE(mtp, mtp_names), .arg = "HOW",
-     .help = "layers for multi-token prediction: prune like the last one (default) or remove"},
+     .help = "layers for multi-token prediction: prune by their scores (default; like the last layer before them "
+             "where the files have none), or remove"},
     {"name", IS_STR(name), .arg = "NAME", .help = "general.name (default: that of the source with -REAP-KofE)"},
     {"dry-run", IS_FLAG(dry_run), .help = "print the report, write nothing"},
     COMMON_OPTIONS,
@@ -1586,11 +1627,13 @@ int main(int argc, char **argv) {
     (dir ? hf_read : gguf_read)(m.path);
     model_check();
     for (size_t i = 0; i < arrlenu(files); i++) scores_read(files[i]);
+    mtp_check();
     scores_check();
     select_experts(plan);
     if (dir) hf_check_uniform();
     dest.total = plan();
     if (opts.out && !opts.dry_run) (dir ? hf_check_target : check_target)(target);
+    report_followers();
     report(dest.total);
     fflush(stdout);
     if (opts.out && !opts.dry_run) (dir ? hf_write : gguf_write)(target);

@@ -116,13 +116,13 @@ static uint64_t toy_routers(const struct gguf *g, int n) {
     return h;
 }
 
-/* Scores of a file; score(block, expert) says which. */
-static json_t *scores_make(const struct gguf *g, int trunk, struct toy_score (*score)(int block, int e)) {
+/* Scores of a file, with those of `mtp` prediction layers; score(block, expert) says which. */
+static json_t *scores_make(const struct gguf *g, int trunk, int mtp, struct toy_score (*score)(int block, int e)) {
     static const char *const keys[] = {"tokens", "weighted_sum", "weighted_max", "norm_sum", "gate_sum"};
     char hash[17];
     json_t *layers = json_array();
     snprintf(hash, sizeof hash, "%016llx", (unsigned long long)toy_routers(g, trunk));
-    for (int b = 0; b < trunk; b++) {
+    for (int b = 0; b < trunk + mtp; b++) {
         char name[64];
         snprintf(name, sizeof name, "blk.%d.ffn_gate_inp.weight", b);
         const struct gguf_tensor *t = gguf_find_tensor(g, name);
@@ -146,13 +146,18 @@ static void scores_write(json_t *j, const char *file) {
     hf_json(&h, file, j);
 }
 
-static void scores_put(const char *model, const char *file, int trunk, struct toy_score (*score)(int block, int e)) {
+static void scores_put_mtp(const char *model, const char *file, int trunk, int mtp,
+                           struct toy_score (*score)(int block, int e)) {
     struct gguf g;
     if (!reap_open(&g, model)) return;
-    json_t *j = scores_make(&g, trunk, score);
+    json_t *j = scores_make(&g, trunk, mtp, score);
     scores_write(j, file);
     json_decref(j);
     gguf_close(&g);
+}
+
+static void scores_put(const char *model, const char *file, int trunk, struct toy_score (*score)(int block, int e)) {
+    scores_put_mtp(model, file, trunk, 0, score);
 }
 
 /* Runs moe-reap in the test directory; the exit code. What it says is valid until the next call. */
@@ -753,6 +758,161 @@ static void test_reap_mtp(void) {
     gguf_close(&b);
 }
 
+/* toy_plain with a prediction layer. */
+static const struct toy toy_mtp = {
+    .blocks = 4, .mtp = 1, .top_k = 2, .type = GGUF_NVFP4, .n = {0, 8, 8, 8}, .name = "toy"};
+
+/* Those of score_plain; in the prediction layer means of 1 to 8, more tokens for lower ids, and one huge output. */
+static struct toy_score score_mtp(int block, int e) {
+    const int64_t tokens = 200 - 10 * e;
+    if (block < 3) return score_plain(block, e);
+    return (struct toy_score){tokens, (double)tokens * (e + 1), e ? 1 : 1e6, 100};
+}
+
+static struct toy_score score_mtp_unseen(int block, int e) {
+    return block < 3 ? score_plain(block, e) : (struct toy_score){0, 0, 0, 0};
+}
+
+/* Writes the model as mtp.gguf, with n experts in its prediction layer, and files of scores: with that layer, without
+ * it, with null in its place, without a token in it. */
+static void toy_mtp_write(int n) {
+    struct toy t = toy_mtp;
+    struct gguf g;
+    t.n[3] = n;
+    toy_write(&t, "mtp.gguf", NULL);
+    scores_put_mtp("mtp.gguf", "mtp.json", 3, 1, score_mtp);
+    scores_put("mtp.gguf", "trunk.json", 3, score_mtp);
+    scores_put_mtp("mtp.gguf", "unseen.json", 3, 1, score_mtp_unseen);
+    if (!reap_open(&g, "mtp.gguf")) return;
+    json_t *j = scores_make(&g, 3, 0, score_mtp);
+    json_array_append_new(json_object_get(j, "layers"), json_null());
+    scores_write(j, "null.json");
+    json_decref(j);
+    gguf_close(&g);
+}
+
+static const char no_scores[] =
+    "moe-reap: layer 3, for multi-token prediction, has no scores: it retains the same experts "
+    "as the last layer before it\n";
+
+/* A prediction layer is pruned by its own scores. Where no file has them it retains the ids of the layer before. */
+static void test_reap_mtp_scores(void) {
+    static const struct {
+        const char *options, *kept[3]; /* of blocks 1 to 3 */
+        bool without;                  /* the line that says so is there */
+    } c[] = {{"mtp.json --keep 4", {"0 2 5 7", "0 1 2 3", "4 5 6 7"}, false},
+             {"trunk.json --keep 4", {"0 2 5 7", "0 1 2 3", "0 1 2 3"}, true},
+             {"null.json --keep 4", {"0 2 5 7", "0 1 2 3", "0 1 2 3"}, true},
+             {"unseen.json --keep 4", {"0 2 5 7", "0 1 2 3", "0 1 2 3"}, true},
+             {"trunk.json mtp.json --keep 4", {"0 2 5 7", "0 1 2 3", "4 5 6 7"}, false},
+             {"mtp.json null.json --ratio 0.5", {"0 2 5 7", "0 1 2 3", "4 5 6 7"}, false},
+             {"mtp.json --ratio 0.7", {"0 2 5", "0 1 2", "5 6 7"}, false},
+             {"mtp.json --keep 3 --criterion frequency", {"1 5 7", "5 6 7", "0 1 2"}, false},
+             {"mtp.json --keep 2 --protect-outliers", {"0 3", "0 1", "6 7"}, false},
+             {"mtp.json --keep 4 --per-layer", {"0 2 3 5 7", "0 1", "3 4 5 6 7"}, false},
+             {"trunk.json --keep 4 --per-layer", {"0 2 3 4 5 7", "0 1", "0 1"}, true},
+             {"mtp.json --counts counts", {"0 2 5", "0 1 2 3 4 5 6", "6 7"}, false},
+             {"trunk.json --counts trunk", {"0 2 5", "0 1 2 3 4 5 6", "0 1 2 3 4 5 6"}, true},
+             {"mtp.json --keep 4 --mtp drop", {"0 2 5 7", "0 1 2 3", "-"}, false},
+             {"trunk.json --keep 4 --mtp drop", {"0 2 5 7", "0 1 2 3", "-"}, false}};
+    toy_mtp_write(8);
+    shell("printf '1 3\n2 7\n' >trunk; printf '1 3\n2 7\n3 2\n' >counts");
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char args[128];
+        struct gguf a, b;
+        const bool drop = strstr(c[i].options, "drop");
+        snprintf(args, sizeof args, "mtp.gguf %s -o out.gguf", c[i].options);
+        if (!CHECK(!reap_run(args), "%s: %s", args, reap_err) || !reap_open(&a, "mtp.gguf")) continue;
+        CHECK(!strncmp(reap_err, no_scores, strlen(no_scores)) == c[i].without, "%s: %s", args, reap_err);
+        CHECK(strstr(reap_out, drop           ? "(multi-token prediction: removed)\n"
+                               : c[i].without ? "(multi-token prediction: as the last layer before)\n"
+                                              : "(multi-token prediction) "),
+              "%s: %s", args, reap_out);
+        if (reap_open(&b, "out.gguf")) {
+            for (int k = 0; k < 3; k++)
+                CHECK(!strcmp(kept_text(&b, 1 + k), c[i].kept[k]), "%s: block %d keeps %s, expected %s", args, 1 + k,
+                      kept_text(&b, 1 + k), c[i].kept[k]);
+            if (!drop) compare_listed(&a, &b, 4);
+            CHECK(key_int(&b, "toy.block_count") == 4 - drop, "%s: block_count", args);
+            /* of the trunk 13 experts of 16 are covered, of the prediction layer all 8 */
+            const double covered = key_num(&b, "moe.reap.calibration.coverage");
+            CHECK(key_int(&b, "moe.reap.calibration.tokens") > 1000 ||
+                      fabs(covered - (drop || c[i].without ? 13.0 / 16 : 21.0 / 24)) < 1e-6,
+                  "%s: coverage %g", args, covered);
+            gguf_close(&b);
+        }
+        gguf_close(&a);
+    }
+    CHECK(!reap_run("mtp.gguf -o out.gguf --keep 4 --criterion random") && !strstr(reap_err, "has no scores"), "%s",
+          reap_err);
+}
+
+/* A prediction layer with more experts than the layers before; without scores it cannot do as they do. */
+static void test_reap_mtp_counts(void) {
+    static const struct {
+        const char *options, *kept;
+        int counts[4], largest; /* counts: as expert_count_per_layer has them */
+    } c[] = {{"--keep 6", "10 11 12 13 14 15", {0}, 6},
+             {"--keep 12", "4 5 6 7 8 9 10 11 12 13 14 15", {0, 8, 8, 12}, 12},
+             {"--ratio 0.5", "8 9 10 11 12 13 14 15", {0, 4, 4, 8}, 8},
+             {"--keep 6 --mtp drop", "-", {0}, 6}};
+    toy_mtp_write(16);
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char args[128];
+        struct gguf a, b;
+        snprintf(args, sizeof args, "mtp.gguf mtp.json -o out.gguf %s", c[i].options);
+        if (!CHECK(!reap_run(args), "%s: %s", args, reap_err) || !reap_open(&a, "mtp.gguf")) continue;
+        if (reap_open(&b, "out.gguf")) {
+            const struct gguf_kv *per = gguf_find(&b, "toy.expert_count_per_layer");
+            CHECK(!strcmp(kept_text(&b, 3), c[i].kept), "%s: %s", args, kept_text(&b, 3));
+            CHECK(key_int(&b, "toy.expert_count") == c[i].largest, "%s: expert_count", args);
+            CHECK(!per == !c[i].counts[3] && (!per || (per->n == 4 && !memcmp(per->data, c[i].counts, 16))),
+                  "%s: expert_count_per_layer", args);
+            if (c[i].kept[0] != '-') compare_listed(&a, &b, 4);
+            gguf_close(&b);
+        }
+        gguf_close(&a);
+    }
+    CHECK(!reap_run("mtp.gguf trunk.json -o out.gguf --keep 6 --mtp drop"), "%s", reap_err);
+    CHECK(reap_run("mtp.gguf trunk.json -o no.gguf --keep 6") == 1 &&
+              strstr(reap_err, "layer 3, for multi-token prediction, has 16 experts without scores, and the last layer "
+                               "before it 8: --mtp drop removes it"),
+          "%s", reap_err);
+}
+
+/* Rises with the ids in odd blocks and falls in even ones. */
+static struct toy_score score_alternate(int block, int e) {
+    const double v = block % 2 ? 1 + e : 50 - e;
+    return (struct toy_score){100, 100 * v, v, 100};
+}
+
+/* Models that moe-convert writes, with the scores of all layers: moe loads them, and the prediction layer has lost
+ * others than the last layer before it. */
+static void test_reap_mtp_fixtures(void) {
+    static const struct {
+        const char *name;
+        int keep;
+    } c[] = {{"deepseek_v3_plain", 3}, {"hy_v3", 5}, {"qwen3_5_moe", 3}, {"qwen3_5_moe_nvfp4", 4}, {"qwen3_next", 3}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct model m;
+        struct gguf a;
+        char args[128];
+        if (!fixture_convert(c[i].name, "in.gguf") || !reap_open(&a, "in.gguf")) return;
+        const int trunk = trunk_layers(&a);
+        scores_put_mtp("in.gguf", "in.json", trunk, 1, score_alternate);
+        snprintf(args, sizeof args, "in.gguf in.json -o out.gguf --keep %d", c[i].keep);
+        if (CHECK(!reap_run(args), "%s: %s", c[i].name, reap_err) && reap_load(&m, "out.gguf")) {
+            CHECK(m.n_mtp_layer == 1 && m.n_expert_max == c[i].keep, "%s: %d experts", c[i].name, m.n_expert_max);
+            CHECK(strcmp(kept_text(&m.gguf, trunk), kept_text(&m.gguf, trunk - 1)) &&
+                      strlen(kept_text(&m.gguf, trunk)) == (size_t)(2 * c[i].keep - 1),
+                  "%s: %s", c[i].name, kept_text(&m.gguf, trunk));
+            compare_listed(&a, &m.gguf, trunk + 1);
+            model_free(&m);
+        }
+        gguf_close(&a);
+    }
+}
+
 /* With the scores of a text the demo loses little at half of its experts; with chance it is lost. */
 static void test_reap_calibrated(void) {
     enum { HEAD = SANITIZED ? 6000 : 20000, TAIL = 8000 /* bytes */, WINDOW = 512 /* tokens */ };
@@ -886,6 +1046,12 @@ static void test_reap_counts(void) {
         reap_refused("plain.gguf -o no.gguf --criterion random --counts counts", c[i].message);
     }
     reap_refused("plain.gguf -o no.gguf --criterion random --counts nowhere", "cannot open 'nowhere'");
+    toy_mtp_write(8);
+    shell("printf '1 4\\n2 4\\n' >trunk; printf '1 4\\n2 4\\n3 4\\n' >counts");
+    reap_refused("mtp.gguf mtp.json -o no.gguf --counts trunk", "'trunk': layer 3 is missing");
+    reap_refused("mtp.gguf trunk.json -o no.gguf --counts counts",
+                 "line 3: layer 3 has no scores and keeps the experts of the last layer before it");
+    reap_refused("mtp.gguf mtp.json -o no.gguf --mtp drop --counts counts", "line 3: layer 3 is removed by --mtp drop");
     nothing_left("counts");
 }
 
@@ -943,7 +1109,7 @@ static void test_reap_scores(void) {
     toy_write(&toy_plain, "plain.gguf", NULL);
     if (!reap_open(&g, "plain.gguf")) return;
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
-        json_t *j = scores_make(&g, 3, score_plain), *v = json_loads(c[i].text, JSON_DECODE_ANY, NULL);
+        json_t *j = scores_make(&g, 3, 0, score_plain), *v = json_loads(c[i].text, JSON_DECODE_ANY, NULL);
         json_t *layer = json_array_get(json_object_get(j, "layers"), 1);
         CHECK(v && !json_object_set_new(c[i].top ? j : layer, c[i].key, v), "%s", c[i].text);
         if (strstr(c[i].text, "1e308")) /* which two files add up to too much */
@@ -958,6 +1124,19 @@ static void test_reap_scores(void) {
     }
     reap_refused("plain.gguf none.json -o no.gguf --keep 4", "cannot open 'none.json'");
     gguf_close(&g);
+    toy_mtp_write(8); /* layers that are not there, and a wrong one for prediction */
+    for (int i = 0; i < 3; i++) {
+        json_t *j = json_in("mtp.json"), *layers = json_object_get(j, "layers");
+        if (i < 2) json_array_append_new(layers, json_null());
+        if (i == 0) json_array_remove(layers, 0), json_array_remove(layers, 0), json_array_remove(layers, 0);
+        if (i == 2) json_array_remove(json_object_get(json_array_get(layers, 3), "tokens"), 0);
+        scores_write(j, "bad.json");
+        json_decref(j);
+        reap_refused("mtp.gguf bad.json -o no.gguf --keep 4",
+                     i == 2   ? "'bad.json': layer 3: 'tokens' has 7 numbers, the model's layer has 8 experts"
+                     : i == 1 ? "expected scores of 3 or 4 layers as in 'mtp.gguf', found 5"
+                              : "expected scores of 3 or 4 layers as in 'mtp.gguf', found 2");
+    }
     nothing_left("scores");
 }
 
@@ -1031,13 +1210,10 @@ static bool dir_convert(const char *dir, const char *file) {
     return ok;
 }
 
-/* A pruned directory, converted, has the tensors and lists of the converted directory, pruned. */
-static void compare_ways(const char *dir, const char *how) {
-    struct gguf a, b, in;
+/* A pruned directory, converted, has the tensors and lists of the converted directory, pruned by the same scores. */
+static void compare_ways_by(const char *dir, const char *how) {
+    struct gguf a, b;
     char args[256];
-    if (!dir_convert(dir, "in.gguf") || !reap_open(&in, "in.gguf")) return;
-    scores_put("in.gguf", "in.json", trunk_layers(&in), score_spread);
-    gguf_close(&in);
     shell("rm -rf cut");
     snprintf(args, sizeof args, "%s in.json -o cut %s", dir, how);
     if (!CHECK(!reap_run(args), "%s: %s", args, reap_err)) return;
@@ -1053,6 +1229,22 @@ static void compare_ways(const char *dir, const char *how) {
     CHECK(key_int(&a, "moe.reap.original_expert_count") == key_int(&b, "moe.reap.original_expert_count"), "%s", dir);
     gguf_close(&a);
     gguf_close(&b);
+}
+
+/* Both ways, by the scores of the trunk and by those of a prediction layer too. */
+static void compare_ways(const char *dir, const char *how) {
+    struct gguf in;
+    if (!dir_convert(dir, "in.gguf") || !reap_open(&in, "in.gguf")) return;
+    const int trunk = trunk_layers(&in);
+    char predict[64];
+    snprintf(predict, sizeof predict, "blk.%d.nextn.eh_proj.weight", trunk);
+    const bool mtp = gguf_find_tensor(&in, predict) != NULL;
+    gguf_close(&in);
+    scores_put("in.gguf", "in.json", trunk, score_spread);
+    compare_ways_by(dir, how);
+    if (!mtp) return;
+    scores_put_mtp("in.gguf", "in.json", trunk, 1, score_alternate);
+    compare_ways_by(dir, how);
 }
 
 static void fixture_copy(const char *name, const char *dir) {
@@ -1406,10 +1598,12 @@ static void test_reap_interrupt(void) {
         {"reap/slices", test_reap_slices}, {"reap/nothing", test_reap_nothing}, {"reap/budget", test_reap_budget},     \
         {"reap/sums", test_reap_sums}, {"reap/twice", test_reap_twice}, {"reap/split", test_reap_split},               \
         {"reap/model", test_reap_model}, {"reap/fixtures", test_reap_fixtures}, {"reap/mtp", test_reap_mtp},           \
-        {"reap/calibrated", test_reap_calibrated}, {"reap/ranks", test_reap_ranks}, {"reap/usage", test_reap_usage},   \
-        {"reap/counts", test_reap_counts}, {"reap/amounts", test_reap_amounts}, {"reap/scores", test_reap_scores},     \
-        {"reap/headers", test_reap_headers}, {"reap/target", test_reap_target},                                        \
-        {"reap/directory", test_reap_directory}, {"reap/directory_forms", test_reap_directory_forms},                  \
-        {"reap/transformers", test_reap_transformers}, {"reap/directory_layers", test_reap_directory_layers},          \
-        {"reap/directory_files", test_reap_directory_files}, {"reap/directory_twice", test_reap_directory_twice},      \
+        {"reap/mtp_scores", test_reap_mtp_scores}, {"reap/mtp_counts", test_reap_mtp_counts},                          \
+        {"reap/mtp_fixtures", test_reap_mtp_fixtures}, {"reap/calibrated", test_reap_calibrated},                      \
+        {"reap/ranks", test_reap_ranks}, {"reap/usage", test_reap_usage}, {"reap/counts", test_reap_counts},           \
+        {"reap/amounts", test_reap_amounts}, {"reap/scores", test_reap_scores}, {"reap/headers", test_reap_headers},   \
+        {"reap/target", test_reap_target}, {"reap/directory", test_reap_directory},                                    \
+        {"reap/directory_forms", test_reap_directory_forms}, {"reap/transformers", test_reap_transformers},            \
+        {"reap/directory_layers", test_reap_directory_layers}, {"reap/directory_files", test_reap_directory_files},    \
+        {"reap/directory_twice", test_reap_directory_twice},                                                           \
         {"reap/directory_refusals", test_reap_directory_refusals}, {"reap/interrupt", test_reap_interrupt},
