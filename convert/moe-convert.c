@@ -750,8 +750,8 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
         plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
     } else if (!r->optional || has_linear(src)) {
-        const bool embedding = r->out == DIM_VOCAB && !strcmp(r->hf, "embed_tokens");
-        if (r->out == DIM_VOCAB && skip_copy(src, embedding)) return;
+        const bool embedding = r->out == DIM_TOKENS;
+        if ((embedding || r->out == DIM_VOCAB) && skip_copy(src, embedding)) return;
         if (embedding) resolve_plain(src, r->out, r->in);
         plan_linear(dst, src, r->out, r->in, r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
     }

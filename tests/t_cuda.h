@@ -1253,6 +1253,33 @@ static void test_cuda_ranks(void) {
 #endif
 }
 
+/* Drafts on GPUs, right and wrong, change nothing: the same tokens and logits, bit for bit, as without them. */
+static void test_cuda_drafts(void) {
+    static const struct {
+        const char *fixture;
+        struct layout d;
+    } c[] = {
+        {"deepseek_v3_mtp", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"qwen3_5_moe_nvfp4", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"deepseek_v3_mtp", {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_ONESHOT, true}},
+#ifdef CUEMU
+        {"qwen3_next", {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true}},
+        {"hy_v3", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+#endif
+    };
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct model m;
+        struct session s;
+        cuda_test_begin(5 + (int)i);
+        if (!fixture_load(c[i].fixture, &m)) return;
+        if (layout_session(&s, &m, &c[i].d, 128, i % 2 ? KV_BF16 : KV_FP8)) {
+            check_same_text(c[i].fixture, &s, c[i].d.name, 6 + (int)i % 4, false);
+            session_free(&s);
+        }
+        model_free(&m);
+    }
+}
+
 static const struct ops *host_choice_ops;
 
 /* As where the device leaves the choice to the host. */
@@ -1802,8 +1829,8 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/recall", cuda_test_delta_recall}, {"cuda/operations", test_cuda_operations},                            \
         {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
-        {"cuda/sample", test_cuda_sample}, {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},       \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
-        {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite},                                  \
+        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
+        {"cuda/stats", test_cuda_stats}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
+        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
+        {"cuda/bench", test_cuda_bench}, {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite}, \
         {"cuda/images", test_cuda_images},

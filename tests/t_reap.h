@@ -902,7 +902,7 @@ static void test_reap_mtp_fixtures(void) {
         scores_put_mtp("in.gguf", "in.json", trunk, 1, score_alternate);
         snprintf(args, sizeof args, "in.gguf in.json -o out.gguf --keep %d", c[i].keep);
         if (CHECK(!reap_run(args), "%s: %s", c[i].name, reap_err) && reap_load(&m, "out.gguf")) {
-            CHECK(m.n_mtp_layer == 1 && m.n_expert_max == c[i].keep, "%s: %d experts", c[i].name, m.n_expert_max);
+            CHECK(m.n_prediction == 1 && m.n_expert_max == c[i].keep, "%s: %d experts", c[i].name, m.n_expert_max);
             CHECK(strcmp(kept_text(&m.gguf, trunk), kept_text(&m.gguf, trunk - 1)) &&
                       strlen(kept_text(&m.gguf, trunk)) == (size_t)(2 * c[i].keep - 1),
                   "%s: %s", c[i].name, kept_text(&m.gguf, trunk));
