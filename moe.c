@@ -7725,8 +7725,9 @@ struct synth {
     float scale; /* of the experts' weights; 0: 1 */
     /* gated delta nets: key heads, value heads, values of a head; every interval-th layer has attention instead */
     int n_key, n_value, delta_head, interval;
-    bool q8;    /* the backbone is Q8_0 instead of BF16 */
-    bool sizes; /* only sizes are looked at: nothing is filled in */
+    bool predicts; /* it has a prediction layer */
+    bool q8;       /* the backbone is Q8_0 instead of BF16 */
+    bool sizes;    /* only sizes are looked at: nothing is filled in */
 };
 
 static const struct synth synths[] = {
@@ -7757,6 +7758,7 @@ static const struct synth synths[] = {
      .n_ctx = 40960,
      .ff_dense = 12288},
     {.name = "deepseek-v3",
+     .predicts = true,
      .arch = "deepseek2",
      .n_layer = 61,
      .n_embd = 7168,
@@ -7799,6 +7801,7 @@ static const struct synth synths[] = {
      .n_group_used = 1,
      .scale = 2.827f},
     {.name = "hy3",
+     .predicts = true,
      .arch = "hy_v3",
      .n_layer = 80,
      .n_embd = 4096,
@@ -7815,6 +7818,7 @@ static const struct synth synths[] = {
      .ff_shared = 1536,
      .scale = 2.826f},
     {.name = "qwen3.5-35b-a3b",
+     .predicts = true,
      .arch = "qwen35moe",
      .n_layer = 40,
      .n_embd = 2048,
@@ -7833,6 +7837,7 @@ static const struct synth synths[] = {
      .delta_head = 128,
      .interval = 4},
     {.name = "qwen3.5-122b-a10b",
+     .predicts = true,
      .arch = "qwen35moe",
      .n_layer = 48,
      .n_embd = 3072,
@@ -7851,6 +7856,7 @@ static const struct synth synths[] = {
      .delta_head = 128,
      .interval = 4},
     {.name = "qwen3.5-397b-a17b",
+     .predicts = true,
      .arch = "qwen35moe",
      .n_layer = 60,
      .n_embd = 4096,
@@ -8006,6 +8012,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     struct layer layer = {0};
     char name[64];
     m->family->layer(l, &layer, il);
+    if (il >= m->n_layer) layer.has |= HAS_PREDICTION;
     layer.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && y->ff_shared) layer.has |= HAS_SHARED;
     layer.n_expert = dense ? 0 : y->n_expert;
@@ -8043,7 +8050,7 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     loader_hparams(&l);
     if (l.failed) die("synthetic model: %s", err);
     synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "token_embd.weight", 0);
-    for (int il = 0; il < y->n_layer; il++) synth_add_layer(&list, y, &l, il);
+    for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &l, il);
     synth_add(&list, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
     synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "output.weight", 0);
     model_free(&m);
@@ -8060,7 +8067,8 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         int value; /* 0: left out */
     } ints[] = {{"context_length", y->n_ctx},
                 {"embedding_length", y->n_embd},
-                {"block_count", y->n_layer},
+                {"block_count", y->n_layer + y->predicts},
+                {"nextn_predict_layers", y->predicts},
                 {"feed_forward_length", y->ff_dense},
                 {"attention.head_count", y->n_head},
                 {"attention.head_count_kv", y->n_head_kv},
@@ -17967,6 +17975,7 @@ static struct plan_row plan_memory_row(const struct plan *p, int i) {
                                          "source", v->source, "first_layer", r->m.first_layer, "layers", r->m.n_layer,
                                          "memory", (json_int_t)v->memory, "usable", (json_int_t)v->usable)};
     plan_put(&row, "weights", p->cpu ? "file" : "weights", PLAN_GIB, (double)r->weights);
+    plan_put(&row, "prediction", NULL, PLAN_GIB, (double)r->prediction); /* among the weights */
     plan_put(&row, "cache", "cache", PLAN_GIB, (double)r->cache);
     plan_put(&row, "scratch_about", p->cpu ? "buffers" : "scratch*", PLAN_GIB, (double)r->scratch);
     plan_put(&row, "rounding", "rounding", PLAN_GIB, (double)r->rounding);

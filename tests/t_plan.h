@@ -160,12 +160,12 @@ static void check_delta_by_hand(const json_t *o, int64_t tp) {
 }
 
 static void test_plan_delta(void) {
-    json_t *o = plan_of("--gpus 4x96 --synth qwen3.5-397b-a17b", 0);
+    json_t *o = plan_of("--gpus 4x96 --spec-type none --synth qwen3.5-397b-a17b", 0);
     plan_says(o, "verdict", "fits");
     CHECK(plan_int(o, "tp") == 4 && plan_int(o, "context") == 262144, "--tp 4, the whole context");
     check_delta_by_hand(o, 4);
     json_decref(o);
-    o = plan_of("--gpus 2x160@1792 -c 32768 --synth qwen3.5-397b-a17b", 0);
+    o = plan_of("--gpus 2x160@1792 -c 32768 --spec-type none --synth qwen3.5-397b-a17b", 0);
     CHECK(plan_int(o, "tp") == 2, "--tp 2");
     check_delta_by_hand(o, 2);
     json_decref(o);
@@ -176,24 +176,61 @@ static void test_plan_published(void) {
         for (int q8 = 0; q8 < 2; q8++) {
             const struct published *p = &published[i];
             char args[160];
-            snprintf(args, sizeof args, "--gpus 4x96 --synth %s:backbone=%s", p->name, q8 ? "q8_0" : "bf16");
+            snprintf(args, sizeof args, "--gpus 4x96 --spec-type none --synth %s:backbone=%s", p->name,
+                     q8 ? "q8_0" : "bf16");
             json_t *o = plan_of(args, i < 2 ? 0 : 1);
             check_by_hand(o, p, q8, true);
             CHECK(plan_int(plan_rank_of(o, 0), "usable") == (int64_t)(96 * 0x1p30 * 0.97) - (450 + 256) * 1048576ll,
                   "of 96 GiB");
             if (i < 2) plan_says(o, "verdict", "fits"), CHECK(plan_int(o, "context") == p->context, "%s", args);
             json_decref(o);
-            snprintf(args, sizeof args, "--gpus 4x160@1792 --synth %s:backbone=%s%s", p->name, q8 ? "q8_0" : "bf16",
-                     q8 ? "" : " --kv bf16");
+            snprintf(args, sizeof args, "--gpus 4x160@1792 --spec-type none --synth %s:backbone=%s%s", p->name,
+                     q8 ? "q8_0" : "bf16", q8 ? "" : " --kv bf16");
             o = plan_of(args, 0);
             CHECK(plan_int(o, "tp") == 4 && plan_int(o, "keep_experts") == p->experts, "%s", args);
             int64_t parts = check_by_hand(o, p, q8, q8);
             json_decref(o);
-            snprintf(args, sizeof args, "--gpus 1x640@1792 --synth %s:backbone=%s", p->name, q8 ? "q8_0" : "bf16");
+            snprintf(args, sizeof args, "--gpus 1x640@1792 --spec-type none --synth %s:backbone=%s", p->name,
+                     q8 ? "q8_0" : "bf16");
             o = plan_of(args, 0);
             CHECK(parts == check_by_hand(o, p, q8, true), "%s: four parts do not make the whole", p->name);
             json_decref(o);
         }
+}
+
+/* What the prediction layer of deepseek-v3 takes, by hand: a layer with experts, eh_proj, and norms of its two inputs.
+ * Ranks divide eh_proj by its columns. */
+static void test_plan_prediction(void) {
+    for (int64_t tp = 1; tp <= 4; tp *= 2) {
+        const int64_t d = 7168, width = 2048 / tp, heads = 128 / tp, experts = 256, expert = 3 * d * width * 36 / 64;
+        const int64_t own = 1536 * heads * 192 + heads * 512 * 128 + heads * 128 * 512 + heads * 128 * d;
+        const int64_t alike = d * 1536 + d * (512 + 64), norms = 4 * (2 * d + 1536 + 512);
+        const int64_t want = 2 * (own + alike + 2 * d * d / tp) + norms + 4 * 2 * d + (experts + 1) * (expert + 3 * 4) +
+                             4 * (d * experts + experts);
+        char args[128];
+        snprintf(args, sizeof args, "--gpus %dx640@1792 -c 4096 --kv bf16 --synth deepseek-v3", (int)tp);
+        json_t *with = plan_of(args, 0);
+        snprintf(args, sizeof args, "--gpus %dx640@1792 -c 4096 --kv bf16 --spec-type none --synth deepseek-v3",
+                 (int)tp);
+        json_t *without = plan_of(args, 0);
+        const json_t *a = plan_rank_of(with, 0), *b = plan_rank_of(without, 0),
+                     *f = json_object_get(with, "forecast_drafts");
+        CHECK(plan_int(a, "prediction") == want && !plan_int(b, "prediction"), "%d ranks: %lld bytes, by hand %lld",
+              (int)tp, (long long)plan_int(a, "prediction"), (long long)want);
+        CHECK(plan_int(a, "weights") - plan_int(b, "weights") == want, "%d ranks: the weights", (int)tp);
+        CHECK(plan_int(a, "cache") - plan_int(b, "cache") == 4096 * 2 * (512 + 64), "%d ranks: the cache", (int)tp);
+        CHECK(!json_object_get(without, "forecast_drafts"), "drafts without a layer for them");
+        const double tokens = json_real_value(json_object_get(f, "tokens")),
+                     steps = json_real_value(json_object_get(f, "round_steps")),
+                     rate = json_real_value(json_object_get(f, "tokens_per_second")),
+                     plain = json_real_value(json_object_get(with, "forecast"));
+        const int64_t n = plan_int(f, "drafts");
+        CHECK(n >= 1 && n <= 3 && fabs(tokens - (1 - pow(0.7, (double)n + 1)) / 0.3) < 1e-9, "%d drafts, %g tokens",
+              (int)n, tokens);
+        CHECK(steps > 1 && steps < tokens && fabs(rate / (plain * tokens / steps) - 1) < 1e-9, "%g steps, %g tok/s",
+              steps, rate);
+        json_decref(with), json_decref(without);
+    }
 }
 
 /* Three ranks: 43, 43 and 42 heads, 11, 11 and 10 units of the experts; two and one KV heads; stages. */
@@ -207,7 +244,7 @@ static void test_plan_uneven(void) {
              {1, "--gpus 3x96 --pp 3"}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char args[160];
-        snprintf(args, sizeof args, "%s --synth %s", t[i].args, published[t[i].model].name);
+        snprintf(args, sizeof args, "%s --spec-type none --synth %s", t[i].args, published[t[i].model].name);
         json_t *o = plan_of(args, 0);
         check_by_hand(o, &published[t[i].model], false, true);
         json_decref(o);
@@ -217,7 +254,7 @@ static void test_plan_uneven(void) {
 /* Times from what is read: the slowest rank of every stage, one stage after the other, two all-reduces a layer. */
 static void test_plan_limit(void) {
     static const char *const args[] = {"--gpus 4x96 -c 4096 --synth qwen3-30b-a3b",
-                                       "--gpus 4x200@500 --pp 2 -c 4096 --synth deepseek-v3",
+                                       "--gpus 4x200@500 --pp 2 -c 4096 --spec-type none --synth deepseek-v3",
                                        "--gpus 2x48@960 --pp 2 --synth qwen3-30b-a3b"};
     for (size_t i = 0; i < sizeof args / sizeof *args; i++) {
         json_t *o = plan_of(args[i], 0);
@@ -348,8 +385,8 @@ static void test_plan_forecast(void) {
         double (*by_hand)(double ctx);
     } t[] = {{"--gpus 1x96 -c 1024 --synth qwen3-30b-a3b", 1, hand_gqa},
              {"--gpus 1x96 --synth qwen3-30b-a3b", 1, hand_gqa},
-             {"--gpus 4x96 -c 4096 --synth qwen3.5-397b-a17b", 4, hand_delta},
-             {"--gpus 4x200@1792 -c 4096 --synth deepseek-v3", 4, hand_mla}};
+             {"--gpus 4x96 -c 4096 --spec-type none --synth qwen3.5-397b-a17b", 4, hand_delta},
+             {"--gpus 4x200@1792 -c 4096 --spec-type none --synth deepseek-v3", 4, hand_mla}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         json_t *o = plan_of(t[i].args, 0);
         const double got = plan_real_of(o, "forecast"), want = t[i].by_hand((double)plan_int(o, "context"));
@@ -406,8 +443,8 @@ static void test_plan_verdicts(void) {
              {"--gpus 4x147@1792 --tp 4 --synth kimi-k2:experts=380", "fits", 0, 4, 1, 380},
              {"--gpus 4x147@1792 --tp 4 --synth kimi-k2:experts=381", "needs pruning", 1, 4, 1, 380},
              {"--gpus 1x16@1000 --synth qwen3-30b-a3b -c 100000", "needs pruning", 1, 1, 1, 53},
-             {"--gpus 4x96 --synth deepseek-v3:backbone=q8_0", "needs pruning", 1, 4, 1, 248},
-             {"--gpus 1x32 --synth deepseek-v3", "does not fit", 1, 1, 1, 256},
+             {"--gpus 4x96 --spec-type none --synth deepseek-v3:backbone=q8_0", "needs pruning", 1, 4, 1, 248},
+             {"--gpus 1x32 --spec-type none --synth deepseek-v3", "does not fit", 1, 1, 1, 256},
              {"--gpus 2x8@500 --vram-reserve 1048576 --synth qwen3-30b-a3b", "does not fit", 1, 1, 2, 128}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         json_t *o = plan_of(t[i].args, t[i].rc);
@@ -442,8 +479,8 @@ static void test_plan_verdicts(void) {
     json_decref(o);
     /* what people read */
     char *out = NULL;
-    run_command(MOE_BIN " --plan --gpus 4x96 --synth deepseek-v3:backbone=q8_0 </dev/null; " MOE_BIN
-                        " --plan --gpus 1x32 -c 50000 --synth deepseek-v3 </dev/null; " MOE_BIN
+    run_command(MOE_BIN " --plan --gpus 4x96 --spec-type none --synth deepseek-v3:backbone=q8_0 </dev/null; " MOE_BIN
+                        " --plan --gpus 1x32 -c 50000 --spec-type none --synth deepseek-v3 </dev/null; " MOE_BIN
                         " --plan --gpus 1x32 -c 2000000 --synth qwen3-30b-a3b </dev/null",
                 &out, NULL);
     static const char *const lines[] = {
@@ -704,7 +741,8 @@ static void test_plan_device(void) {
 #endif
 
 #define TESTS_PLAN                                                                                                     \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta}, {"plan/uneven", test_plan_uneven},       \
-        {"plan/limit", test_plan_limit}, {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches}, \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                          \
+        {"plan/prediction", test_plan_prediction}, {"plan/uneven", test_plan_uneven}, {"plan/limit", test_plan_limit}, \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                                  \
         {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split},     \
         {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},
