@@ -570,7 +570,8 @@ static void step_forward(struct rank *r) {
     rank_pass(r);
 }
 
-/* The logits of the last token of each forward, and behind them the id that is chosen: (forwards, n_vocab + 1). */
+/* The logits of the last token of each forward, behind them the id that is chosen, and the logits of a draft behind it:
+ * (forwards, 2 n_vocab + 1). */
 static float *forward_logits(const struct model *m, enum kv_type kv, bool steps) {
     static const int n[] = {1, 2, 1, 17, 1, 16, 2, 40, 1, 0};
     struct rank r = {0};
@@ -586,7 +587,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     if (steps) r.ops = &table;
     const struct sampling sampling = {.temp = 1, .top_k = 20, .top_p = 0.9f, .repeat_penalty = 1};
     size_t n_vocab = (size_t)m->n_vocab;
-    float *out = xmalloc(sizeof n / sizeof *n * (n_vocab + 1) * sizeof *out), *row = out;
+    float *out = xcalloc(sizeof n / sizeof *n * (2 * n_vocab + 1), sizeof *out), *row = out;
     uint64_t rng = 9;
     for (int i = 0, pos = 0; n[i]; pos += n[i++]) {
         r.state_pos = !i || n[i - 1] <= MAX_LAG ? pos - (i ? n[i - 1] : 0) : pos - 1;
@@ -600,7 +601,14 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         r.ops->read_tokens(&r, &id, &(bool){false});
         row[n_vocab] = (float)id;
         memcpy(row, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
-        row += n_vocab + 1;
+        if (m->n_prediction) {
+            r.pass = PASS_DRAFT; /* the same tokens stand for those behind */
+            r.ops->forward(&r);
+            rank_logits(&r, &(struct rank_step){.first = n[i] - 1, .n = 1});
+            memcpy(row + n_vocab + 1, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
+            r.pass = PASS_FORWARD;
+        }
+        row += 2 * n_vocab + 1;
     }
     step_ops->close(&r);
     return out;
@@ -613,14 +621,14 @@ static void test_cuda_forward(void) {
         const char *name;
         enum kv_type kv;
         float *want;
-    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, NULL}, {"deepseek_v3", KV_BF16, NULL}, {"qwen3_5_moe", KV_BF16, NULL}};
+    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, NULL}, {"deepseek_v3_mtp", KV_BF16, NULL}, {"qwen3_5_moe", KV_BF16, NULL}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const struct model *m = fixture_keep(cases[i].name);
         cuda_test_begin(7);
         if (m && !cases[i].want) cases[i].want = forward_logits(m, cases[i].kv, true);
         float *got = m && cases[i].want ? forward_logits(m, cases[i].kv, false) : NULL;
         if (!got) return;
-        for (int f = 0, v = m->n_vocab + 1; f < 9; f++)
+        for (int f = 0, v = 2 * m->n_vocab + 1; f < 9; f++)
             CHECK(!memcmp(got + f * v, cases[i].want + f * v, (size_t)v * sizeof *got),
                   "%s: forward %d does not end as in single steps", cases[i].name, f);
         free(got);

@@ -362,13 +362,15 @@ static bool dialogue_open(struct chat *c, struct session *s, struct settings *se
     return CHECK(chat_init(c, set, m, s, err) == 0, "%s", err);
 }
 
-/* The last answer is the one that a fresh chat gives to the same messages. */
+/* The last answer is the one that a fresh chat without drafts gives to the same messages. */
 static void check_dialogue(const struct chat *c, int turn) {
+    struct settings plain = *c->set;
     struct session s;
     struct chat fresh;
     char err[ERR_MAX] = "";
     const struct message *answer = &arrlast(c->messages);
-    if (!dialogue_open(&fresh, &s, c->set, c->m)) return;
+    plain.draft_min = plain.draft_max = 0;
+    if (!dialogue_open(&fresh, &s, &plain, c->m)) return;
     for (size_t k = 0; k + 1 < arrlenu(c->messages); k++)
         chat_push(&fresh, c->messages[k].role, c->messages[k].content, strlen(c->messages[k].content));
     CHECK(chat_answer(&fresh, err) == TURN_DONE, "%s", err);
@@ -378,7 +380,8 @@ static void check_dialogue(const struct chat *c, int turn) {
     session_free(&s);
 }
 
-/* Twenty turns, the first a long one, thinking dropped by the template, with /undo, /regen, /save and /load. */
+/* Twenty turns, the first a long one, thinking dropped by the template, with /undo, /regen, /save and /load, and with
+ * drafts. */
 static void run_dialogue(const struct model *m, struct settings *set) {
     struct session s;
     struct chat c;
@@ -430,6 +433,7 @@ static void test_state_dialogue(void) {
         set.greedy = true;
         set.n_predict = 12;
         set.mute = true;
+        set.draft_min = which; /* drafts in every round */
         set.template_file = xstrdup(path);
         dup2(null, STDOUT_FILENO);
         run_dialogue(&m, &set);
