@@ -12781,7 +12781,6 @@ static void session_forward(struct session *s, const int32_t *ids, int n) {
 /* Enqueues the forward of the token that is being chosen, before the host knows it: the device need not wait until the
  * host has read the token and printed it. session_decode takes it into the timeline; any other forward overwrites it. */
 static void session_forward_ahead(struct session *s) {
-    if (session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
     pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .state_pos = s->state_pos});
     s->state_pos = s->n_past;
     s->ahead = true;
@@ -12805,13 +12804,15 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
  * left as it is. Returns how many were chosen: a choice that is not the next of `tokens` is the last. */
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
+    const bool ahead =
+        n == 1 && on_device && s->r->goes_ahead && !s->host_chose && !s->drafting.next && s->n_past < s->n_ctx;
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
+    /* not behind the choice, which stays in the batch */
+    if (ahead && session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
     alloc_guard_begin("the choice of a token");
     s->r->ops->sample(s->r, o, s->tokens, n_past, first, n, uniform);
     alloc_guard_end();
-    const bool ahead =
-        n == 1 && on_device && s->r->goes_ahead && !s->host_chose && !s->drafting.next && s->n_past < s->n_ctx;
     if (ahead) session_forward_ahead(s);
     alloc_guard_begin("the choice of a token");
     bool has;
@@ -17655,7 +17656,7 @@ static const struct {
     double us;
 } decode_costs[DECODE_KERNELS] = {
     [DECODE_EMBED] = {"k_embed", 1.0},                       /* two latencies of memory, and a sine */
-    [DECODE_PREDICTION_INPUT] = {"k_prediction_input", 1.2}, /* twice a norm */
+    [DECODE_PREDICTION_INPUT] = {"k_prediction_input", 0.6}, /* a norm */
     [DECODE_ADD_NORM] = {"k_add_norm", 0.8},                 /* four latencies of L2, and a sum over the block */
     [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4},           /* run: 0.3 to 0.4 */
     [DECODE_QUERY] = {"k_gemv_linear", 0.4},                 /* run: 0.3 to 1.0 */

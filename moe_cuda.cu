@@ -24,6 +24,7 @@
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
+ *   prediction layer      k_prediction_input; k_keep_final, also behind a forward
  *   sampling              k_sample; k_share_token where there are several ranks
  *
  * Decode is memory-bound: a layer has 6 kernels, with MLA 9, and each reads its weights once, dequantizes them to
@@ -1389,26 +1390,23 @@ struct prediction_args {
     size_t out_stride;
 };
 
-/* out = [norm(x) * norm[0], norm(final row) * norm[1]], then x = 0. Grid: n_tok, block: NORM_THREADS. */
+/* out = [norm(x) * norm[0], norm(final row) * norm[1]], then x = 0. Grid: (n_tok, 2), block: NORM_THREADS. */
 __global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(struct prediction_args a) {
     float4 v[LONG_NORM_VECS];
-    const int t = (int)blockIdx.x, n = a.final.n;
+    const int t = (int)blockIdx.x, half = (int)blockIdx.y, n = a.final.n;
     float *x = a.x + (size_t)t * (size_t)n;
     grid_dependency_launch();
     grid_dependency_wait();
-    UNROLL_BY(1) for (int half = 0; half < 2; half++) {
-        norm_load(v, half ? a.final.row(t) : x, n);
-        const float f = norm_factor(v, n, a.eps);
-        UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
-            const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u), column = half * n + i;
-            if (i >= n) continue;
-            if (!half) *(float4 *)(x + i) = make_float4(0, 0, 0, 0);
-            if (column < a.from || column >= a.to) continue;
-            const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
-            *(uint2 *)(a.out + (size_t)t * a.out_stride + (size_t)(column - a.from)) =
-                make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
-        }
-        __syncthreads(); /* the next half's block_sum overwrites this one's */
+    norm_load(v, half ? a.final.row(t) : x, n);
+    const float f = norm_factor(v, n, a.eps);
+    UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
+        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u), column = half * n + i;
+        if (i >= n) continue;
+        if (!half) *(float4 *)(x + i) = make_float4(0, 0, 0, 0);
+        if (column < a.from || column >= a.to) continue;
+        const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
+        *(uint2 *)(a.out + (size_t)t * a.out_stride + (size_t)(column - a.from)) =
+            make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
     }
 }
 
@@ -5739,7 +5737,7 @@ static void cuda_prediction_input(struct rank *r, int il, enum act x) {
     a.to = a.from + layer->eh_proj.n_in;
     a.out = c->x16[A_EH];
     a.out_stride = (size_t)r->width[A_EH];
-    LAUNCH_PDL(k_prediction_input, (unsigned)r->n_tok, NORM_THREADS, 0, c->stream, a);
+    LAUNCH_PDL(k_prediction_input, dim3((unsigned)r->n_tok, 2), NORM_THREADS, 0, c->stream, a);
 }
 
 /* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
@@ -6691,8 +6689,9 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
                 total += (double)weight_gpu_bytes(rule_weight(rule, &m->layers[il]), true);
     if (!c->failed &&
         total > (double)f.free) /* another rank on this GPU may have uploaded already: its bytes are not free */
-        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or use --cpu",
-                  total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30);
+        rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or use %s--cpu",
+                  total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30,
+                  m->n_prediction ? "--spec-type none or " : "");
     if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
     if (m->output.data) matrix_upload(r, &m->output, "output");
     floats_upload(r, m->output_norm, (size_t)m->n_embd, "norms");

@@ -640,10 +640,11 @@ static void test_cuda_forward(void) {
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
 static const struct synth tiny_synths[] = {
     {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
-    {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f},
+    {"tiny MLA",    "deepseek2",     3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1,
+     .scale = 2.5f, .predicts = true},
     {"tiny Q8_0", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192, .q8 = true},
     {"tiny delta", "qwen35moe", 4, 128, 4, 2, 64, 16, 2, 64, 200, 256, .rope = 16, .ff_shared = 64, .n_key = 2,
-     .n_value = 6, .delta_head = 32, .interval = 4},
+     .n_value = 6, .delta_head = 32, .interval = 4, .predicts = true},
     {"wide GQA", "qwen3moe", 2, 4160, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
     {"wide MLA", "deepseek2", 3, 4160, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f}};
 
@@ -750,6 +751,8 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
                 got += row[i].calls, found++;
         CHECK(got == calls[k], "%s, %d tokens: %s runs %d times, not %d", e->model.name, n, kernel[k], got, calls[k]);
     }
+    for (int i = 0; i < n_row; i++)
+        found += e->model.n_prediction && row[i].calls == 1 && !strncmp(row[i].name, "k_keep_final ", 13);
     CHECK(found == n_row, "%s, %d tokens: %d of %d rows are expected", e->model.name, n, found, n_row);
     snprintf(logits, sizeof logits, "k_gemv_linear 1 of %dx%d f16", e->model.n_vocab, e->model.n_embd);
     for (int i = 0; i < n_row; i++) {
@@ -1271,7 +1274,8 @@ static void test_cuda_drafts(void) {
         {"qwen3_5_moe_nvfp4", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"deepseek_v3_mtp", {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_ONESHOT, true}},
 #ifdef CUEMU
-        {"qwen3_next", {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true}},
+        {"deepseek_v3_plain", {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true}},
+        {"qwen3_next", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"hy_v3", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
 #endif
     };
@@ -1281,9 +1285,16 @@ static void test_cuda_drafts(void) {
         cuda_test_begin(5 + (int)i);
         if (!fixture_load(c[i].fixture, &m)) return;
         if (layout_session(&s, &m, &c[i].d, 128, i % 2 ? KV_BF16 : KV_FP8)) {
-            check_same_text(c[i].fixture, &s, c[i].d.name, 6 + (int)i % 4, false);
+            check_same_text(c[i].fixture, &s, c[i].d.name, 4 + (int)i % 4, false);
             session_free(&s);
         }
+        int32_t text[2][20] = {{0}};
+        for (int is_short = 0; is_short < 2 && i < 2; is_short++) {
+            if (!layout_session(&s, &m, &c[i].d, 128, KV_FP8)) break;
+            short_ring_text(&s, is_short, text[is_short], 20);
+            session_free(&s);
+        }
+        CHECK(!memcmp(text[0], text[1], sizeof text[0]), "%s: another text with a short ring", c[i].fixture);
         model_free(&m);
     }
 }

@@ -95,6 +95,17 @@ static void check_same_text(const char *name, struct session *s, const char *ker
     free(logits);
 }
 
+/* n tokens behind a prompt; is_short: of a session that has computed nothing yet, whose ring of final rows becomes so
+ * short that the prediction layer must catch up again and again. */
+static void short_ring_text(struct session *s, bool is_short, int32_t *text, int n) {
+    enum { PROMPT = 30, CHUNK = 4 };
+    int32_t ids[PROMPT];
+    some_ids(ids, PROMPT, s->m->n_vocab);
+    for (int i = 0; i < s->pg.n && is_short; i++) s->pg.ranks[i].n_final = DECODE_MAX_TOKENS + CHUNK + 1;
+    draft_run(s, &draft_samplings[3], 21, 0, 0, ids, PROMPT, CHUNK, text, n);
+    CHECK(is_short == (s->n_predicted > PROMPT), "the prediction layer has made %d rows", s->n_predicted);
+}
+
 static void test_draft_text(void) {
     for (int f = 0; f < DRAFT_MODELS; f++) {
         struct model m;
@@ -107,6 +118,9 @@ static void test_draft_text(void) {
             session_open_cpu(&s, &m, 1 + (f + (int)i) % 2, 1,
                              (struct cpu_options){k, 2, 512, kv[(f + (int)i) % 3], false, false});
             check_same_text(draft_models[f], &s, k->name, SANITIZED ? 10 : 24, true);
+            int32_t text[2][20];
+            for (int is_short = 0; is_short < 2; is_short++) short_ring_text(&s, is_short, text[is_short], 20);
+            CHECK(!memcmp(text[0], text[1], sizeof text[0]), "%s: another text with a short ring", draft_models[f]);
             session_free(&s);
         }
         model_free(&m);
