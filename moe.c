@@ -12416,8 +12416,8 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
  * ============================================================================================================ */
 
 enum {
-    DRAFT_TRIALS = 3,   /* rounds of every depth at the start; the first of them is not timed */
-    DRAFT_EXPLORE = 32, /* every so many rounds one has another depth than the best, because times and shares change */
+    DRAFT_TRIALS = 3,   /* rounds of a depth before it is judged; the first of them is not timed */
+    DRAFT_EXPLORE = 32, /* rounds after which another depth than the best is tried again: times and shares change */
     DRAFT_MEMORY = 64   /* rounds over which shares are averaged */
 };
 
@@ -12463,15 +12463,29 @@ static double drafting_tokens(const struct drafting *d, int k) {
     return sum;
 }
 
-/* Returns the number of drafts of the next round. */
+/* Seconds of a token with k drafts, which was tried. */
+static double drafting_pace(const struct drafting *d, int k) { return d->seconds[k] / drafting_tokens(d, k); }
+
+/* Whether k drafts, which were not tried yet, may be better than the best. A further draft brings at most what the one
+ * before it brought, and is taken to cost the same. */
+static bool drafting_may_pay(const struct drafting *d, int k, int best) {
+    if (k < d->n_min + 2) return true;
+    const double seconds = fmax(2 * d->seconds[k - 1] - d->seconds[k - 2], d->seconds[k - 1]);
+    return seconds < drafting_pace(d, best) * (2 * drafting_tokens(d, k - 1) - drafting_tokens(d, k - 2));
+}
+
+/* Returns the number of drafts of the next round: the best, one that was not tried yet and may be better, or one that
+ * was tried long ago. The worse that one was, the longer ago: trying again costs less than 1 %. */
 static int drafting_choose(const struct drafting *d) {
-    int best = d->n_max, stale = d->n_max;
-    for (int k = d->n_max; k >= d->n_min; k--) {
-        if (d->trials[k] < DRAFT_TRIALS) return k;
-        if (drafting_tokens(d, k) * d->seconds[best] > drafting_tokens(d, best) * d->seconds[k]) best = k;
-        if (d->latest[k] < d->latest[stale]) stale = k;
+    int best = d->n_min, tried = d->n_min;
+    for (; tried <= d->n_max && d->trials[tried] >= DRAFT_TRIALS; tried++)
+        if (drafting_pace(d, tried) < drafting_pace(d, best)) best = tried;
+    if (tried <= d->n_max && drafting_may_pay(d, tried, best)) return tried;
+    for (int k = d->n_min; k < tried; k++) {
+        const double loss = drafting_pace(d, k) / drafting_pace(d, best) - 1;
+        if ((double)(d->total.rounds - d->latest[k]) > DRAFT_EXPLORE * (1 + 20 * loss)) return k;
     }
-    return d->total.rounds % DRAFT_EXPLORE ? best : stale;
+    return best;
 }
 
 /* Sets the limits of the depth. */

@@ -284,12 +284,16 @@ static void test_draft_distribution(void) {
     model_free(&m);
 }
 
-/* The number of drafts: the best of what was measured; every one is tried, and tried again. */
+/* The number of drafts: the best of what was measured. What may pay is tried, and tried again, at little cost. */
 static void test_draft_depth(void) {
     static const struct {
         double step[4], right; /* seconds of rounds; share of right drafts */
         int want;
-    } c[] = {{{1, 1.1, 1.2, 1.3}, 0.9, 3}, {{1, 1.1, 1.2, 1.3}, 0.05, 0}, {{1, 1.3, 1.9, 2.6}, 0.6, 1}};
+    } c[] = {{{1, 1.1, 1.2, 1.3}, 0.9, 3},
+             {{1, 1.1, 1.2, 1.3}, 0.05, 0},
+             {{1, 1.3, 1.9, 2.6}, 0.6, 1},
+             {{1, 2.4, 3.1, 3.9}, 0.9, 0},
+             {{1, 1.7, 1.9, 2.1}, 0.9, 3}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct drafting d = {0};
         uint64_t rng = 9;
@@ -308,7 +312,7 @@ static void test_draft_depth(void) {
         }
         for (int k = 0; k < 4; k++) {
             if (used[k] > used[most]) most = k;
-            CHECK(used[k] > 10, "case %zu: %d drafts were tried %d times", i, k, used[k]);
+            CHECK(used[k] > 5 || k > 1, "case %zu: %d drafts were tried %d times", i, k, used[k]);
         }
         CHECK(most == c[i].want && used[most] > 1400, "case %zu: %d drafts in %d rounds of 2000", i, most, used[most]);
         CHECK(seconds < 1.03 * plain, "case %zu: %.0f seconds, %.0f without drafts", i, seconds, plain);
