@@ -81,7 +81,7 @@
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  370  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       420  online softmax over the cache; latent attention
+ *   CPU operations: attention                       440  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    410  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
@@ -8488,9 +8488,9 @@ struct gemm {
 };
 
 enum {
-    PREFETCH_TOKENS = 16,  /* most tokens for which reading weights may take longer than multiplying them */
-    SAME_BITS_TOKENS = 16, /* most tokens of a forward for which a row must not depend on their number */
-    TRANSPOSE_ROWS = 16    /* rows of which kernels.transpose makes whole columns */
+    PREFETCH_TOKENS = 16, /* most tokens for which reading weights may take longer than multiplying them */
+    TRANSPOSE_ROWS = 16,  /* rows of which kernels.transpose makes whole columns */
+    SAME_BITS_TOKENS = DECODE_MAX_TOKENS /* most tokens of a forward for which a row must not depend on the others */
 };
 
 /* C (m, n) += A (m, k) B (k, n), row-major. lda, ldb, ldc: floats per row. */
@@ -10135,7 +10135,8 @@ static void amx_gemm(const struct gemm *g) {
     else avx512_gemm(g);
 }
 
-/* Decoding to tiles is faster from 8 tokens on where the alternative is F32 arithmetic, else from 16 (measured). */
+/* Decoding to tiles is faster from 8 tokens on where the alternative is F32 arithmetic, else from 16 (measured). But for
+ * up to SAME_BITS_TOKENS tokens the format is that of one. */
 static enum act_format amx_act_format(uint32_t type, int n_tok) {
     return type == GGUF_F32 || n_tok <= SAME_BITS_TOKENS ? panel_act_format(type, n_tok) : ACT_BF16;
 }
@@ -10680,7 +10681,8 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
  * CPU operations
  *
  * The table for a CPU. All arithmetic that repeats is in struct kernels; these functions cut the work into items that
- * do not depend on the number of threads, so that results do not either.
+ * do not depend on the number of threads, so that results do not either. In forwards of up to SAME_BITS_TOKENS tokens
+ * what a token gives does not depend on the others, as speculative decoding needs it.
  *
  * Every thread of the rank's team calls them (see cpu_forward). An operation ends with op_end: when it returns, its
  * results are complete.
@@ -10690,11 +10692,12 @@ enum {
     ROW_TILE = 32,    /* weight rows of one work item */
     KEY_BLOCK = 64,   /* keys of one step of the online softmax */
     KEY_GROUP = 32,   /* keys that are loaded and multiplied at a time */
-    QUERY_ROWS = 64,  /* query rows (tokens x heads) of one attention work item */
+    QUERY_ROWS = 64,  /* query rows (tokens x heads) of a set in an attention work item, */
+    TILE_TOKENS = 4,  /* but no fewer tokens than these */
     SPLIT_KEYS = 256, /* keys of one partition of the context in decode, at least */
     CPU_SPLITS_MAX = 64,
-    SPLIT_TOKENS = 4,   /* most tokens of a forward for which the context is split */
-    MLA_HEAD_GROUP = 8, /* heads of a set over the latent cache */
+    PARTIALS = CPU_SPLITS_MAX * TILE_TOKENS, /* partitions x tokens that are computed before they are merged */
+    MLA_HEAD_GROUP = 8,                      /* heads of a set over the latent cache */
     OWN_PACK = 96 << 10 /* bytes of packed activations up to which every thread packs all of them itself */
 };
 
@@ -11051,7 +11054,8 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
  *
  * A set of query rows shares keys and values. A work item is one or more sets over a range of the context: it computes
  * an online softmax over blocks of keys, all sets for one block after the other, so that the cache is read once. In
- * decode the context is split among items, whose partial results are merged in a fixed order.
+ * decode the context is split among items, whose partial results are merged in a fixed order. How a token's context is
+ * split depends on its own length alone, so that the token's results do not depend on the others of the forward.
  *
  * Keys are loaded transposed, so that both products are sgemm_add: the lanes of a vector are keys, then values of a row.
  *
@@ -11072,11 +11076,11 @@ struct attend {
     int first, n_tok; /* tokens of the batch */
     int dk, dv;
     int begin, end; /* keys; the causal limit of each row applies on top */
-    const float *q; /* row (t, h) at q + t * q_tok + h * q_head, (dk) */
+    const float *q; /* row of token first + t and head h at q + t * q_tok + h * q_head, (dk) */
     size_t q_tok, q_head;
-    float *out; /* row (t, h) at out + t * out_tok + h * out_head, (dv): the result */
+    float *out; /* the same row at out + t * out_tok + h * out_head, (dv): the result */
     size_t out_tok, out_head;
-    float *partial; /* or, when not NULL, the unfinished (n_set, n_tok * n_head, dv + 2): sums, maximum, denominator */
+    bool partial; /* it is unfinished, (dv + 2): sums, maximum, denominator */
 };
 
 /* Scratch of an item. Query rows: of all its sets, scaled queries, and of each row the weighted sum of values, maximum
@@ -11196,6 +11200,7 @@ static void attend_prefetch(struct attend_work *w) {
 static void attend_keys(const struct rank *r, const struct attend *a, struct attend_work *w, int set, int pos, int n) {
     const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
     const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
+    const int first_seen = r->pos + a->first + 1 - pos; /* keys up to the first token's own; each token sees one more */
     float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
     memset(w->s, 0, (size_t)rows * KEY_BLOCK * sizeof *w->s);
     for (int i = 0; i < n; i += KEY_GROUP) {
@@ -11209,8 +11214,7 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     }
     for (int i = 0; i < rows; i++) {
         float *p = w->s + i * KEY_BLOCK, mx;
-        int seen = r->pos + a->first + i / a->n_head + 1 - pos;
-        seen = seen < 0 ? 0 : seen < n ? seen : n;
+        const int seen = int_max(0, int_min(n, first_seen + i / a->n_head));
         mx = seen ? r->k->max(p, seen) : top[i];
         if (mx > top[i]) {
             const float f = expf(top[i] - mx);
@@ -11218,7 +11222,6 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
             r->k->scale(acc + i * dv, f, acc + i * dv, dv);
         }
         if (seen) den[i] += r->k->exp_sum(p, seen, top[i]);
-        for (int j = seen; j < n; j++) p[j] = 0;
         attend_prefetch(w);
     }
     for (int i = 0; i < n; i += KEY_GROUP) {
@@ -11226,7 +11229,13 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
         float *v = w->values + i * dv;
         if (a->kind == ATTEND_GQA) kv_load(r->k, values, pos + i, some, (a->head + set) * dv, dv, v, dv);
         attend_prefetch(w);
-        r->k->sgemm_add(rows, dv, some, w->s + i, KEY_BLOCK, v, dv, acc, dv);
+        /* token by token up to the first that sees all keys: 0 times a value that a row does not see may be NaN */
+        for (int row = 0, m; row < rows; row += m) {
+            const int seen = int_min(some, first_seen + row / a->n_head - i);
+            m = seen < some ? a->n_head : rows - row;
+            if (seen > 0)
+                r->k->sgemm_add(m, dv, seen, w->s + row * KEY_BLOCK + i, KEY_BLOCK, v, dv, acc + row * dv, dv);
+        }
         attend_prefetch(w);
     }
 }
@@ -11250,7 +11259,7 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
                   a->kind == ATTEND_EXPAND ? shape->head_k - r->m->ropes[shape->rope].dim : 0, shape->kv_lora);
     for (int i = 0; i < rows; i++) {
         const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
-        const float *src = a->q + (size_t)(a->first + t) * a->q_tok + (size_t)h * a->q_head;
+        const float *src = a->q + (size_t)t * a->q_tok + (size_t)h * a->q_head;
         r->k->scale(src, shape->scale, w.q + i * dk, dk);
         w.top[i] = -INFINITY;
         w.den[i] = 0;
@@ -11269,15 +11278,14 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     }
     for (int i = 0; i < rows; i++) {
         const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
-        float *o = a->partial ? a->partial + (size_t)i * (size_t)(dv + 2)
-                              : a->out + (size_t)(a->first + t) * a->out_tok + (size_t)h * a->out_head;
+        float *o = a->out + (size_t)t * a->out_tok + (size_t)h * a->out_head;
         const float f = a->partial ? 1.0f : 1.0f / w.den[i];
         r->k->scale(w.acc + i * dv, f, o, dv);
         if (a->partial) o[dv] = w.top[i], o[dv + 1] = w.den[i];
     }
 }
 
-/* Joins the partitions of a row in their order; partitions without a visible key have denominator 0. */
+/* Joins the partitions of a row in their order. */
 static void attend_merge(const struct kernels *k, const float *partials, int n_split, size_t stride, int dv,
                          float *out) {
     float top = -INFINITY, den = 0;
@@ -11285,54 +11293,72 @@ static void attend_merge(const struct kernels *k, const float *partials, int n_s
     memset(out, 0, (size_t)dv * sizeof *out);
     for (int p = 0; p < n_split; p++) {
         const float *x = partials + (size_t)p * stride;
-        float f = x[dv + 1] > 0 ? expf(x[dv] - top) : 0;
+        const float f = expf(x[dv] - top);
         den += f * x[dv + 1];
         k->scale_add(x, f, out, dv);
     }
     k->scale(out, 1.0f / den, out, dv);
 }
 
-/* All rows of the batch against the cache. `all` describes the whole: heads in n_head, of which `group` are a set; items
- * of `tile` tokens. */
-static void attend_all(struct rank *r, const struct attend *all, int group, int tile) {
-    const int keys = r->pos + r->n_tok, n_group = all->n_head / group, n_tile = ceil_by(r->n_tok, tile);
-    int n_split = 1, split_keys = keys, n_set = 1;
-    if (r->n_tok <= SPLIT_TOKENS) {
-        split_keys = ceil_by(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK) * KEY_BLOCK;
-        n_split = ceil_by(keys, split_keys);
-        n_set = ceil_by(n_group, ceil_by(2 * team_size(), n_split)); /* enough items for all threads */
-    }
-    const size_t stride = (size_t)all->dv + 2, rows = (size_t)r->n_tok * (size_t)group;
+/* The rows of all->n_tok tokens from all->first on against the cache, in partitions of split_keys keys. `all` describes
+ * the whole: heads in n_head, of which `group` are a set. */
+static void attend_tokens(struct rank *r, const struct attend *all, int group, int split_keys) {
+    const int most = all->kind == ATTEND_EXPAND ? all->n_tok : int_max(TILE_TOKENS, QUERY_ROWS / group);
+    const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
+    const int n_split = ceil_by(r->pos + all->first + all->n_tok, split_keys);
+    int n_set = 1;
+    if (r->n_tok <= SAME_BITS_TOKENS) /* as many as leave enough items for all threads and fit in the scratch */
+        n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
+                        int_max(1, all->n_head * TILE_TOKENS / (tile * group)));
     const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
+    const size_t row = (size_t)all->dv + 2, split = (size_t)all->n_tok * (size_t)all->n_head * row; /* in r->partials */
     for (int i = team_first(n_item); i >= 0; i = team_next()) {
         struct attend a = *all;
         const int g = i % n_part * n_set, p = i / n_part / n_tile;
-        const int t = n_tile - 1 - i / n_part % n_tile; /* the last tiles see the most keys: they start first */
+        const int t = (n_tile - 1 - i / n_part % n_tile) * tile; /* the last tokens see the most keys: they are first */
         a.head = all->kind == ATTEND_GQA ? g : g * group;
         a.n_set = int_min(n_set, n_group - g);
         a.n_head = group;
-        a.first = t * tile;
-        a.n_tok = int_min(r->n_tok - a.first, tile);
+        a.first = all->first + t;
+        a.n_tok = int_min(all->n_tok - t, tile);
         a.begin = p * split_keys;
         a.end = a.begin + split_keys;
-        a.q += (size_t)g * (size_t)group * a.q_head;
-        a.out += (size_t)g * (size_t)group * a.out_head;
-        if (n_split > 1) a.partial = r->partials + ((size_t)p * (size_t)n_group + (size_t)g) * rows * stride;
+        a.partial = n_split > 1;
+        if (a.partial) {
+            a.out = r->partials + (size_t)p * split;
+            a.out_tok = (size_t)all->n_head * row;
+            a.out_head = row;
+        }
+        a.q += (size_t)t * a.q_tok + (size_t)(g * group) * a.q_head;
+        a.out += (size_t)t * a.out_tok + (size_t)(g * group) * a.out_head;
         attend_run(r, &a, cpu_scratch(r));
     }
     team_barrier();
     if (n_split == 1) return;
-    for (int i = team_first(r->n_tok * all->n_head); i >= 0; i = team_next()) {
-        int t = i / all->n_head, h = i % all->n_head;
-        const float *partials = r->partials + ((size_t)(h / group) * rows + (size_t)(t * group + h % group)) * stride;
-        attend_merge(r->k, partials, n_split, (size_t)n_group * rows * stride, all->dv,
-                     all->out + (size_t)t * all->out_tok + (size_t)h * all->out_head);
-    }
+    for (int i = team_first(all->n_tok * all->n_head); i >= 0; i = team_next())
+        attend_merge(r->k, r->partials + (size_t)i * row, n_split, split, all->dv,
+                     all->out + (size_t)(i / all->n_head) * all->out_tok + (size_t)(i % all->n_head) * all->out_head);
     team_barrier();
 }
 
-/* Tokens of a work item whose tokens have rows_per_token query rows each. */
-static int tile_tokens(int rows_per_token) { return rows_per_token < QUERY_ROWS ? QUERY_ROWS / rows_per_token : 1; }
+/* All rows of the batch against the cache; see attend_tokens. In prefill the context is one partition. In decode the
+ * tokens are computed together whose contexts have the same partitions, as many as r->partials has room for. */
+static void attend_all(struct rank *r, const struct attend *all, int group) {
+    struct attend a = *all;
+    for (a.first = 0; a.first < r->n_tok; a.first += a.n_tok) {
+        int split_keys = r->pos + r->n_tok;
+        a.n_tok = r->n_tok - a.first;
+        a.q = all->q + (size_t)a.first * all->q_tok;
+        a.out = all->out + (size_t)a.first * all->out_tok;
+        if (r->n_tok <= SAME_BITS_TOKENS) {
+            const int keys = r->pos + a.first + 1; /* that the first of them sees */
+            split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
+            const int n_split = ceil_by(keys, split_keys);
+            a.n_tok = int_min(a.n_tok, int_min(n_split * split_keys - keys + 1, PARTIALS / n_split));
+        }
+        attend_tokens(r, &a, group, split_keys);
+    }
+}
 
 /* Bytes of cache or state that the batch's last token reads. */
 static double cache_bytes(const struct rank *r, int il) {
@@ -11370,19 +11396,19 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
                        .out = r->act[out],
                        .out_tok = (size_t)r->width[out],
                        .out_head = (size_t)shape->head_v};
-    attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
+    attend_all(r, &a, group);
     op_end(cache_bytes(r, il), "attention");
     if (r->m->layers[il].has & HAS_Q_GATE) attention_gate(r, il, q, out);
 }
 
-/* Whether n query tokens make it cheaper to expand keys and values from the latents than to absorb wk_b and wv_b into
- * queries and outputs. Multiplications per key and head: (nope + v) * kv_lora / n + nope + rope + v when expanded,
- * 2 * kv_lora + rope when absorbed. */
+/* Whether a forward of n tokens expands keys and values from the latents, instead of absorbing wk_b and wv_b into queries
+ * and outputs: in prefill, where it is cheaper. Multiplications per key and head: (nope + v) * kv_lora / n + nope + rope
+ * + v when expanded, 2 * kv_lora + rope when absorbed. */
 static bool mla_expands(const struct model *m, const struct layer *layer, int n) {
     const struct attn *a = &layer->attn;
     const int nope = layer_nope(m, layer);
     int64_t saved = 2 * a->kv_lora - nope - a->head_v;
-    return saved > 0 && (int64_t)(nope + a->head_v) * a->kv_lora < saved * n;
+    return n > SAME_BITS_TOKENS && saved > 0 && (int64_t)(nope + a->head_v) * a->kv_lora < saved * n;
 }
 
 /* y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head), one matrix per head. The n_copy floats that follow an
@@ -11442,7 +11468,7 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, e
                        .out_head = head_v};
     if (mla_expands(r->m, layer, r->n_tok)) {
         a.kind = ATTEND_EXPAND;
-        attend_all(r, &a, 1, r->n_tok);
+        attend_all(r, &a, 1);
         op_end_latent(r, il);
         return;
     }
@@ -11460,7 +11486,7 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, e
     int group = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
     heads_linear(r, &layer->wk_b, r->act[q], q_tok, head_k, r->q_absorbed, a.q_tok, key, rope);
     team_barrier();
-    attend_all(r, &a, group, r->n_tok <= SPLIT_TOKENS ? r->n_tok : tile_tokens(group));
+    attend_all(r, &a, group);
     heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, head_v, 0);
     op_end_latent(r, il);
 }
@@ -12122,14 +12148,14 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
     if (x->kv_lora) r->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
-    r->partials = cpu_own(r, CPU_SPLITS_MAX * SPLIT_TOKENS * n_head * (dv + 2), sizeof(float));
+    r->partials = cpu_own(r, PARTIALS * n_head * (dv + 2), sizeof(float));
     if (rank_is_root(m)) {
         r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
     }
 
     /* query rows of the largest attention item */
-    const size_t rows = size_max(size_max(n_head * SPLIT_TOKENS, QUERY_ROWS), x->kv_lora ? c : 0);
+    const size_t rows = size_max(size_max(n_head * TILE_TOKENS, QUERY_ROWS), x->kv_lora ? c : 0);
     size_t delta = 0;
     for (int il = 0; il < model_blocks(m); il++)
         delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);

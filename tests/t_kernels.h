@@ -148,7 +148,7 @@ static bool kt_case_check(const struct kt_case *c, const char *name, const char 
 /* Any cut of the GEMM into rows and tokens gives the same bits and touches nothing else, and `rows` picks tokens. */
 static void kt_case_cuts(const struct kt_case *c, const struct kernels *k) {
     enum { GAP = 5 };
-    static const int outs[] = {1, 3, 17, 64}, toks[] = {1, 2, 3, 5, 8, 16, 17, 33};
+    static const int outs[] = {1, 3, 17, 64}, toks[] = {1, 2, 3, 4, 5, 8, 16, 17, 33};
     size_t size = (size_t)(c->n_out + GAP) * (size_t)c->n_tok * 4;
     uint8_t *gap = xmalloc(GAP * 4);
     float *y = xmalloc(size);
@@ -419,6 +419,7 @@ static void test_kernels_vectors(void) {
     CHECK(kernels_choose()->amax(x, 0) == 0, "amax of nothing");
 }
 
+/* A row has the same bits among others and alone. */
 static void test_kernels_sgemm(void) {
     static const int shape[][3] = {{1, 64, 128}, {8, 64, 128}, {5, 63, 192}, {7, 10, 576},
                                    {33, 64, 17}, {2, 3, 1},    {64, 130, 64}};
@@ -429,14 +430,18 @@ static void test_kernels_sgemm(void) {
             int m = shape[i][0], n = shape[i][1], p = shape[i][2], ld = (n > p ? n : p) + 3, big = n > p ? n : p;
             size_t size = (size_t)(big > m ? big : m) * (size_t)ld;
             float *a = xcalloc(size, 4), *b = xcalloc(size, 4), *c = xcalloc(size, 4), *d = xcalloc(size, 4);
+            float *alone = xcalloc(size, 4);
             for (size_t j = 0; j < size; j++)
-                a[j] = kt_normal(&rng), b[j] = kt_normal(&rng), c[j] = d[j] = kt_normal(&rng);
+                a[j] = kt_normal(&rng), b[j] = kt_normal(&rng), c[j] = d[j] = alone[j] = kt_normal(&rng);
             double worst = 0;
             k->sgemm_add(m, n, p, a, ld, b, ld, c, ld);
             kernels_ref.sgemm_add(m, n, p, a, ld, b, ld, d, ld);
             for (size_t j = 0; j < size; j++) worst = fmax(worst, fabs((double)c[j] - (double)d[j]));
             CHECK(worst <= 1e-6 * (p + 8), "%s: sgemm_add %d x %d x %d is off by %g", k->name, m, n, p, worst);
-            free(a), free(b), free(c), free(d);
+            for (int r = 0; r < m; r++) k->sgemm_add(1, n, p, a + r * ld, ld, b, ld, alone + r * ld, ld);
+            CHECK(!memcmp(c, alone, size * sizeof *c), "%s: sgemm_add %d x %d x %d has other bits row by row", k->name,
+                  m, n, p);
+            free(a), free(b), free(c), free(d), free(alone);
         }
 }
 

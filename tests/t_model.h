@@ -487,6 +487,163 @@ static void test_session_file(void) {
     model_free(&m);
 }
 
+/* ---- batches of up to 16 tokens: what a token gives has the bits that it gives alone ---- */
+
+/* Models that together have every operation. For "early MLA" expanded keys and values are cheaper from 7 tokens on. */
+static const struct synth batch_shapes[] = {
+    {"GQA", "qwen3moe", 2, 128, 16, 2, 8, 16, 4, 64, 96, 1 << 16, .ff_dense = 64},
+    {"MLA", "deepseek2", 2, 128, 8, 1, 16, 16, 4, 64, 96, 1 << 16, 72, 32, 8, 1, 192, 64, 4, 2, .scale = 2.5f},
+    {"early MLA", "deepseek2", 1, 128, 3, 1, 6, 8, 2, 64, 96, 1 << 16, 0, 64, 8, .ff_dense = 64},
+    {"tiled delta net", "qwen35moe", 2, 128, 4, 2, 32, 16, 4, 64, 96, 1 << 16, .rope = 16, .ff_shared = 64, .n_key = 2,
+     .n_value = 6, .delta_head = 40, .interval = 2},
+    {"grouped delta net", "qwen3next", 2, 128, 4, 1, 32, 16, 4, 64, 96, 1 << 16, .rope = 16, .ff_shared = 64,
+     .n_key = 2, .n_value = 4, .delta_head = 32, .interval = 2, .q8 = true}};
+
+enum {
+    BATCH_SHAPES = sizeof batch_shapes / sizeof *batch_shapes,
+    BATCH_TOKENS = 20 /* of a run */
+};
+
+struct batch_case {
+    const char *name;
+    const struct model *m;
+    const struct kernels *k;
+    enum kv_type kv;
+    int n_rank, past; /* ranks; tokens before those of the run */
+};
+
+/* Fills rows 0..past-1 of the planes with random values from -1 to 1, and makes the timeline as long. */
+static void batch_fill(struct session *s, int past) {
+    uint64_t rng = 5;
+    uint8_t *data = NULL;
+    float *scale = NULL;
+    session_fake_fill(s, past);
+    for (int i = 0; i < s->pg.n * s->m->n_layer * PLANE_USES; i++) {
+        struct rank *r = &s->pg.ranks[i / PLANE_USES / s->m->n_layer];
+        const struct plane *p = &r->planes[i / PLANE_USES % s->m->n_layer][i % PLANE_USES];
+        const size_t rows = plane_used(p, (size_t)past), n = rows * p->row_bytes;
+        if (!p->width) continue;
+        arrsetlen(data, n);
+        arrsetlen(scale, rows * (size_t)p->n_group);
+        for (size_t j = 0; j < arrlenu(scale); j++) scale[j] = 1 / 448.0f;
+        for (size_t j = 0; j < n; j += 4) {
+            const uint64_t x = rng_next(&rng);
+            const float a = (float)(int32_t)x * 0x1p-31f, b = (float)(int32_t)(x >> 32) * 0x1p-31f;
+            const uint16_t two[2] = {bf16_from_f32(a), bf16_from_f32(b)};
+            const uint32_t four = (uint32_t)x & 0xf7f7f7f7; /* no NaN */
+            memcpy(data + j, p->type == KV_F32 ? (const void *)&a : p->type == KV_BF16 ? (const void *)two : &four, 4);
+        }
+        r->ops->plane_copy(r, p, 0, rows, data, p->type == KV_FP8 ? scale : NULL, true);
+    }
+    arrfree(data);
+    arrfree(scale);
+}
+
+/* Appends the rows that a run left in the planes to *out (stb_ds): those of its tokens; of rings, what a forward still
+ * reads; states as a whole. */
+static void batch_state(const struct session *s, int past, uint8_t **out) {
+    for (int i = 0; i < s->pg.n * s->m->n_layer * PLANE_USES; i++) {
+        struct rank *r = &s->pg.ranks[i / PLANE_USES / s->m->n_layer];
+        const struct plane *p = &r->planes[i / PLANE_USES % s->m->n_layer][i % PLANE_USES];
+        const int from = p->kind == PLANE_TOKENS ? past : p->kind == PLANE_RING ? s->state_pos - p->window : 0;
+        const int end = p->kind == PLANE_STATE ? p->n_row : s->n_past;
+        for (int row = int_max(0, from); row < end && p->width; row++) {
+            const size_t at = (size_t)(p->kind == PLANE_RING ? row % p->n_row : row);
+            float scale[64];
+            uint8_t *to = arraddnptr(*out, p->row_bytes);
+            r->ops->plane_copy(r, p, at, 1, to, p->type == KV_FP8 ? scale : NULL, false);
+            if (p->type != KV_FP8) continue;
+            to = arraddnptr(*out, plane_scale_bytes(p));
+            memcpy(to, scale, plane_scale_bytes(p));
+        }
+    }
+}
+
+/* Computes BATCH_TOKENS tokens: one by one, or with seed > 0 in random batches. Some of these end in tokens that are taken
+ * back, of which some are broken: their embedding is NaN. Fills logits (BATCH_TOKENS, n_vocab) and *state. */
+static void batch_run(const struct batch_case *c, uint64_t seed, float *logits, uint8_t **state) {
+    struct session s;
+    const size_t v = (size_t)c->m->n_vocab;
+    const struct cpu_options o = {
+        c->k, (seed ? 2 : 1) * c->n_rank, c->past + BATCH_TOKENS + DECODE_MAX_TOKENS, c->kv, false, false};
+    session_open_cpu(&s, c->m, c->n_rank, 1, o);
+    batch_fill(&s, c->past);
+    for (int at = 0, keep; at < BATCH_TOKENS; at += keep) {
+        const int n = seed && at + 1 < BATCH_TOKENS ? 1 + (int)(rng_next(&seed) % DECODE_MAX_TOKENS) : 1;
+        int32_t ids[DECODE_MAX_TOKENS];
+        keep = seed && rng_next(&seed) % 2 ? 1 + (int)(rng_next(&seed) % (uint64_t)n) : n;
+        if (n > 1) keep = int_min(keep, BATCH_TOKENS - 1 - at); /* the last token is alone: it absorbs what lags */
+        for (int i = 0; i < n; i++)
+            ids[i] = i < keep                   ? (11 + 17 * (at + i)) % ((int)v - 1)
+                     : rng_next(&seed) % 4 == 0 ? (int)v - 1
+                                                : (int)(rng_next(&seed) % v);
+        session_forward(&s, ids, n);
+        session_head(&s, 0, n);
+        for (int i = 0; i < keep; i++)
+            memcpy(logits + (size_t)(at + i) * v, s.r->ops->read_logits(s.r, i), v * sizeof *logits);
+        const int end = c->past + at + keep;
+        CHECK_INT(session_truncate(&s, end), end, "%s", c->name);
+    }
+    batch_state(&s, c->past, state);
+    session_free(&s);
+}
+
+/* Compares the run of one token at a time with batches. */
+static void batch_check(const struct batch_case *c) {
+    const size_t v = (size_t)c->m->n_vocab;
+    float *logits[2];
+    uint8_t *state[2] = {NULL, NULL};
+    int bad = 0;
+    for (int i = 0; i < 2; i++) {
+        logits[i] = xcalloc(BATCH_TOKENS * v, sizeof **logits);
+        batch_run(c, (uint64_t)i * (uint64_t)(c->past + c->n_rank + 3 * (int)c->kv), logits[i], &state[i]);
+    }
+    for (size_t i = 0; i < BATCH_TOKENS; i++)
+        bad += memcmp(logits[0] + i * v, logits[1] + i * v, v * sizeof **logits) != 0;
+    CHECK(isfinite(logits[0][BATCH_TOKENS * v - 1]), "%s: there is nothing to compare", c->name);
+    const bool same = arrlenu(state[0]) == arrlenu(state[1]) && !memcmp(state[0], state[1], arrlenu(state[0]));
+    CHECK(!bad && same,
+          "%s, %s, cache type %d, %d ranks, behind %d tokens: %d of %d tokens have other bits in a batch%s", c->name,
+          c->k->name, (int)c->kv, c->n_rank, c->past, bad, BATCH_TOKENS, same ? "" : "; other state");
+    for (int i = 0; i < 2; i++) {
+        free(logits[i]);
+        arrfree(state[i]);
+    }
+}
+
+/* A model on every set of kernels: with every type of cache from the start and around the second split of a context; with
+ * one, if `deep`, around the first context whose splits are longer. */
+static void batch_model(const char *name, struct model *m, bool deep) {
+    static const int past[] = {0, SPLIT_KEYS - 4, CPU_SPLITS_MAX * SPLIT_KEYS - 9};
+    const size_t bytes = (size_t)m->n_vocab * m->embd.row_bytes;
+    uint8_t *embd = xmalloc(bytes); /* its last row is broken */
+    memcpy(embd, m->embd.data, bytes);
+    memset(embd + bytes - m->embd.row_bytes, 0xff, m->embd.row_bytes);
+    m->embd.data = embd;
+    for (size_t i = 0; i <= sizeof kernel_sets / sizeof *kernel_sets; i++) {
+        const struct kernels *k = i ? kernel_sets[i - 1] : &kernels_ref;
+        if (i && !kernels_runnable(k)) continue;
+        const int cases = deep && (!SANITIZED || k == kernels_choose()) ? 7 : 6;
+        for (int j = 0; j < cases; j++) {
+            const enum kv_type kv = (enum kv_type)((j < 6 ? j : (int)i) % 3);
+            batch_check(&(struct batch_case){name, m, k, kv, 1, past[j / 3]});
+        }
+        batch_check(&(struct batch_case){name, m, k, KV_FP8, 2, past[1]});
+    }
+    free(embd);
+    model_free(m);
+}
+
+/* What speculative decoding relies on. */
+static void test_batches(void) {
+    struct model m = {0};
+    for (int f = 0; f < BATCH_SHAPES; f++) {
+        synth_make(&m, &batch_shapes[f], NULL, false);
+        batch_model(batch_shapes[f].name, &m, true);
+    }
+    if (fixture_load("hy_v3", &m)) batch_model("hy_v3", &m, false); /* experts in BF16 */
+}
+
 /* ---- the contract of the operations: the same number of tokens enqueues the same list of operations ---- */
 
 /* Every operation that is called, with its arguments, as one hash. */
@@ -937,14 +1094,15 @@ static void test_cpu_profile(void) {
     }
 }
 
-#define TESTS_MODEL                                                                                                   \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/prediction", test_fixtures_prediction},                    \
-        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next},       \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                             \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                 \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                     \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/state-file", test_session_file}, \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},  \
-        {"model/router", test_router}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},          \
+#define TESTS_MODEL                                                                                             \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},   \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/prediction", test_fixtures_prediction},              \
+        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next}, \
+        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                       \
+        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},           \
+        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},               \
+        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},   \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                         \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},    \
+        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                   \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
