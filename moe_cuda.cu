@@ -1391,7 +1391,7 @@ struct prediction_args {
 };
 
 /* out = [norm(x) * norm[0], norm(final row) * norm[1]], then x = 0. Grid: (n_tok, 2), block: NORM_THREADS. */
-__global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(struct prediction_args a) {
+__global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(const __grid_constant__ struct prediction_args a) {
     float4 v[LONG_NORM_VECS];
     const int t = (int)blockIdx.x, half = (int)blockIdx.y, n = a.final.n;
     float *x = a.x + (size_t)t * (size_t)n;
@@ -5004,7 +5004,7 @@ DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *buffer,
 /* Chooses tokens. Grid: (at most SAMPLE_BLOCKS, rows), block: SAMPLE_THREADS; a row's block that ends last chooses. Reads the
  * logits twice, 1.2 MB from L2 for a vocabulary of 150,000. About 15 us: 6 for the last block's reading, the rest its
  * barriers. */
-__global__ void __launch_bounds__(SAMPLE_THREADS) k_sample(const __grid_constant__ struct sample_args p) {
+__global__ void __launch_bounds__(SAMPLE_THREADS, 1) k_sample(const __grid_constant__ struct sample_args p) {
     SHARED(uint64_t, key, SAMPLE_CANDIDATES);
     SHARED(double, mass, SAMPLE_CANDIDATES);
     SHARED(int, bin, SAMPLE_BINS);
