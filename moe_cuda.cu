@@ -6294,7 +6294,7 @@ static void cuda_logits(struct rank *r, const float *norm, const struct weight *
     struct device_matrix w = *device_matrix_of(c, head);
     w.n_out = head->n_out;
     w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
-    matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
+    if (w.n_out) matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
     if (shard->n_rank > 1) {
         struct send_args s =
             send_of(r, CH_LOGITS, shard->rank ? NULL : root->logits_flag, shard->rank ? 0 : shard->n_rank);
@@ -6327,7 +6327,7 @@ static void cuda_sample(struct rank *r, const struct sampling *o, const int32_t 
     c->n_sample = n;
     p->logits = c->logits + (size_t)first * c->logits_stride;
     p->stride = c->logits_stride;
-    p->n = r->m->n_ids;
+    p->n = sampling_ids(o, r->m);
     p->limit = o->top_k > 0 && o->top_k < p->n ? o->top_k : p->n;
     p->greedy = o->greedy || o->temp <= 0;
     p->penalise = o->repeat_penalty != 1.0f;

@@ -77,6 +77,7 @@ static void check_same_text(const char *name, struct session *s, const char *ker
             draft_run(s, o, 7, 0, 0, want, PROMPT, chunks[d], want + PROMPT, n);
             memcpy(logits, session_logits(s), n_vocab * sizeof *logits);
             force_drafts(s, &ops, how, want, PROMPT + n);
+            s->first_ids = d % 2 ? 100 : s->m->n_ids;
             draft_run(s, o, 7, depths[d][0], depths[d][1], want, PROMPT, chunks[d], got, n);
             s->r->ops = plain;
             int same = 0;
@@ -151,6 +152,38 @@ static void test_draft_demo(void) {
     arrfree(ids);
     arrfree(text);
     model_free(&m);
+}
+
+/* Drafts are the best of the first ids, and of all ids once the text has too many others. */
+static void test_draft_ids(void) {
+    enum { PROMPT = 24, K = 3 };
+    for (int tp = 1; tp <= 2; tp++) {
+        struct model m;
+        struct session s;
+        int32_t ids[PROMPT], drafts[3][K] = {{0}};
+        if (!fixture_load("deepseek_v3_mtp", &m)) return;
+        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels_choose(), 2, 64, KV_F32, false, false});
+        CHECK(s.first_ids == m.n_ids, "drafts have %d of %d ids", s.first_ids, m.n_ids);
+        some_ids(ids, PROMPT, m.n_vocab);
+        for (int i = 0; i < 3; i++) { /* all ids, the first ones, all again */
+            s.drafting = (struct drafting){.other_ids = i == 2 ? 1 : 0};
+            s.first_ids = i ? drafts[0][0] : m.n_ids; /* without the best one */
+            session_truncate(&s, 0);
+            session_forward(&s, ids, PROMPT - 1);
+            s.tokens[s.n_past] = ids[PROMPT - 1];
+            session_draft(&s, K);
+            memcpy(drafts[i], s.tokens + s.n_past + 1, sizeof drafts[i]);
+            for (int k = 0; k < K && i == 1; k++)
+                CHECK(drafts[1][k] < drafts[0][0], "draft %d of the first %d ids is %d", k, drafts[0][0], drafts[1][k]);
+        }
+        CHECK(!memcmp(drafts[0], drafts[2], sizeof *drafts), "other drafts where most tokens have other ids");
+        for (int i = 0; i < DRAFT_MEMORY; i++) drafting_token(&s.drafting, false);
+        CHECK(session_draft_ids(&s) == m.n_ids, "a text without other ids counts at once");
+        for (int i = 0; i < 2 * DRAFT_MEMORY; i++) drafting_token(&s.drafting, false);
+        CHECK(session_draft_ids(&s) == drafts[0][0], "a text without other ids does not count");
+        session_free(&s);
+        model_free(&m);
+    }
 }
 
 /* A byte of every plane's rows in use, for the whole model: malloc'ed, *n of them. Rows of a ring that nothing will read
@@ -413,4 +446,4 @@ static void test_draft_file(void) {
 #define TESTS_DRAFT                                                                                      \
     {"draft/text", test_draft_text}, {"draft/demo", test_draft_demo}, {"draft/state", test_draft_state}, \
         {"draft/distribution", test_draft_distribution}, {"draft/depth", test_draft_depth},              \
-        {"draft/ends", test_draft_ends}, {"draft/file", test_draft_file},
+        {"draft/ends", test_draft_ends}, {"draft/ids", test_draft_ids}, {"draft/file", test_draft_file},
