@@ -139,15 +139,19 @@ def attend(q, k, v, scale):
 
 
 def gqa(W, config, x, p):
+    """Qwen3, Hy3 and GLM: GLM adds a bias to q, k and v, rotates a part of each head and may lack the norms."""
     n, d, eps = len(x), config["head_dim"], config["rms_norm_eps"]
-    q, k, v = ((x @ W.get(f"{p}{c}_proj.weight").T).reshape(n, -1, d) for c in "qkv")
-    q, k = rms(q, W.get(p + "q_norm.weight"), eps), rms(k, W.get(p + "k_norm.weight"), eps)
-    cos, sin, sharpen = rope_tables(config, n, d)
+    q, k, v = ((x @ W.get(f"{p}{c}_proj.weight").T + (W.get(f"{p}{c}_proj.bias") if config["attention_bias"] else 0))
+               .reshape(n, -1, d) for c in "qkv")
+    if config.get("use_qk_norm", True):
+        q, k = rms(q, W.get(p + "q_norm.weight"), eps), rms(k, W.get(p + "k_norm.weight"), eps)
+    half = int(d * config.get("partial_rotary_factor", 1)) // 2
+    cos, sin, sharpen = rope_tables(config, n, 2 * half)
     cos, sin = cos[:, None], sin[:, None]
 
-    def turn(t):  # pairs (i, i + d/2)
-        a, b = t[..., :d // 2], t[..., d // 2:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    def turn(t):  # pairs (i, i + half) of the first 2 * half
+        a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     return attend(turn(q), turn(k), v, d ** -0.5 * sharpen) @ W.get(p + "o_proj.weight").T
 

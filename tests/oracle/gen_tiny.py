@@ -91,6 +91,31 @@ def hy3(**changes):
             "num_nextn_predict_layers": 0, **common, **changes}
 
 
+def glm(**changes):
+    """What config.json of the GLM-4.5 to 4.7 releases has in common, in their words."""
+    return {"attention_dropout": 0.0, "eos_token_id": [EOT, IM_END], "first_k_dense_replace": 1, "hidden_act": "silu",
+            "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 192, "max_position_embeddings": 4096,
+            "moe_intermediate_size": 64, "n_group": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 4, "num_hidden_layers": 3, "num_nextn_predict_layers": 1,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1000000,
+            "tie_word_embeddings": False, "topk_group": 1, "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def glm4(**changes):
+    """config.json in the words of the GLM-4.5, 4.6 and 4.7 releases."""
+    return glm(architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", attention_bias=True,
+               num_key_value_heads=2, num_experts_per_tok=3, partial_rotary_factor=0.5, torch_dtype="bfloat16",
+               **changes)
+
+
+def glm4_lite(**changes):
+    """config.json in the words of GLM-4.7-Flash.  eps is not that of the release, see README.md."""
+    return glm(architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", attention_bias=False,
+               num_key_value_heads=4, num_experts_per_tok=4, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=48,
+               qk_rope_head_dim=16, v_head_dim=64, topk_method="noaux_tc", routed_scaling_factor=1.8,
+               partial_rotary_factor=1.0, rms_norm_eps=1e-6, dtype="bfloat16", **changes)
+
+
 QWEN_TEXT = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 64,
              "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
              "linear_num_key_heads": 2, "linear_value_head_dim": 64, "max_position_embeddings": 4096,
@@ -165,9 +190,12 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   store    the first regular expression found in a tensor's name decides its storage; none: BF16
 #   declare  how config.json and hf_quant_config.json announce the quantisation
 #   shards   number of safetensors files
+#   apart    the tensors whose names match lie in a file of their own, mtp.safetensors
 #   kept     experts that survive pruning, per layer
 #   positions  length of the prompt, if not POSITIONS
+#   mtp_prompt  the prompt is chosen for the routing of the MTP layer too
 #   mtp      the tensors of one multi-token-prediction layer under Qwen's names
+#   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
 SPECS = {
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
@@ -214,6 +242,14 @@ SPECS = {
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")],
         kept=[None, [0, 1, 3, 4, 6, 7, 8, 9, 11, 13, 14, 15], [1, 2, 4, 7, 8, 10, 13, 14]]),
     "hy_v3": dict(config=hy3(num_nextn_predict_layers=1)),
+    "glm4_moe": dict(
+        config=glm4(head_dim=128, use_qk_norm=True, routed_scaling_factor=2.5), shards=2, tables=False,
+        mtp_prompt=True, apart=r"model\.layers\.3\."),
+    "glm4_moe_air": dict(
+        config=glm4(head_dim=64, num_attention_heads=6, use_qk_norm=False, routed_scaling_factor=1.0,
+                    intermediate_size=128, moe_intermediate_size=128),
+        declare="modelopt_experts", mtp_prompt=True, store=[(r"\.layers\.3\.", "bf16"), (EXPERTS, "nvfp4")]),
+    "glm4_moe_lite": dict(config=glm4_lite(), mtp_prompt=True),
     "qwen3_5_moe": dict(
         config=qwen3_5("LF", linear_num_value_heads=8), positions=160, mtp=True, fused=r"model\.",
         store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
@@ -425,16 +461,18 @@ def fill(model, config, checkpoint, kept):
     model.tie_weights()
 
 
-def put_mtp(checkpoint, config):
-    """The tensors of one multi-token-prediction layer, shaped as the last one.  DeepSeek's releases store embeddings
-    and a head in it that are copies of the model's; here they differ, so that the logits tell which were used."""
+def put_mtp(checkpoint, config, tables):
+    """The tensors of one multi-token-prediction layer, shaped as the last one.  Most releases store embeddings and a
+    head in it that are copies of the model's; here they differ, so that the logits tell which were used.
+    tables: False for releases without those copies."""
     n, hidden = config["num_hidden_layers"], config["hidden_size"]
     last = f"model.layers.{n - 1}."
     for name, shape in list(checkpoint.shapes.items()):
         if name.startswith(last):
             checkpoint.put(name.replace(last, f"model.layers.{n}."), shape)
-    own = ({"final_layernorm": (hidden,)} if config["model_type"] == "hy_v3" else
-           {"embed_tokens": (VOCAB, hidden), "shared_head.norm": (hidden,), "shared_head.head": (VOCAB, hidden)})
+    own = {"final_layernorm" if config["model_type"] == "hy_v3" else "shared_head.norm": (hidden,)}
+    if tables and config["model_type"] != "hy_v3":
+        own |= {"embed_tokens": (VOCAB, hidden), "shared_head.head": (VOCAB, hidden)}
     for leaf, shape in {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), **own}.items():
         checkpoint.put(f"model.layers.{n}.{leaf}.weight", shape)
 
@@ -510,7 +548,8 @@ def predict(model, config, checkpoint, ids):
     hook.remove()
     # RoPE depends on differences of positions: that of the trunk's row and that of the token give the same.
     assert (rows[1] - rows[0]).square().mean() < 1e-10 * rows[0].square().mean()
-    if config["model_type"] == "deepseek_v3":  # transformers has the rest as well
+    if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):  # transformers has the rest as well
+        model.config.num_mtp_layers, model.config.mtp_mlp_layer_types = 1, ["sparse"]  # the last lacks both
         whole = MtpModel(model, 1).float().eval()
         whole.layers[0].load_state_dict(layer.state_dict())
         whole.embed_tokens = torch.nn.Embedding.from_pretrained(table)
@@ -626,10 +665,11 @@ def greedy(model, config, ids):
     return ids[-GREEDY_LEN:], min(gaps)
 
 
-def choose_prompt(model, config, positions):
+def choose_prompt(model, config, positions, mtp):
     """The random prompt whose closest routing decision is the widest, so that rounding flips no expert, and
     whose greedy continuation is neither monotonous nor a near-tie.  In a long prompt some decision is always
-    close; there the token that makes it is drawn anew."""
+    close; there the token that makes it is drawn anew.  mtp: gives the gaps of the MTP layer for a prompt, which
+    then count as well, or None."""
     ranked = []
     for seed in range(PROMPTS_TRIED if positions <= POSITIONS else 6):
         rng = np.random.default_rng(seed)
@@ -638,7 +678,7 @@ def choose_prompt(model, config, positions):
         while positions > POSITIONS and gaps.min() < 2e-3:
             ids[(gaps < 2e-3).nonzero()[0].item()] = int(rng.integers(0, VOCAB))
             logits, gaps = run(model, config, ids)
-        ranked.append((logits, gaps.min().item(), ids))
+        ranked.append((logits, min([gaps.min().item()] + ([mtp(ids).min().item()] if mtp else [])), ids))
     for logits, gap, ids in sorted(ranked, key=lambda r: -r[1]):
         tail, margin = greedy(model, config, ids[:GREEDY_FROM])
         if gap > 1e-3 and margin > 0.02 and len(set(tail)) >= GREEDY_LEN // 3:
@@ -674,9 +714,10 @@ def declare(kind, names):
         return ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers,
                  "ignore": ignore, "producer": {"name": "modelopt", "version": "0.43.0"}},
                 modelopt_json("MIXED_PRECISION", "FP8", quantized_layers=layers, exclude_modules=ignore))
-    if kind == "modelopt_experts":
+    if kind == "modelopt_experts":  # an MTP layer is left as it was
+        mtp = [n.removesuffix(".eh_proj.weight") + "*" for n in names if n.endswith(".eh_proj.weight")]
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
-            "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj"])
+            "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
     if kind == "modelopt":
         exclude = ["lm_head", "model.embed_tokens", "*mlp.gate"]
         group = {"weights": {"dynamic": False, **fp4}, "input_activations": {"dynamic": False, **fp4},
@@ -705,17 +746,22 @@ def write_json(path, value, indent=2):
     path.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tensors(folder, tensors, shards):
-    """One file, or `shards` files with an index.  A tensor and its scales may part."""
+def write_tensors(folder, tensors, shards, apart):
+    """One file, or `shards` files with an index.  A tensor and its scales may part.  The tensors whose names match
+    `apart` lie in mtp.safetensors, which the index names as well."""
     tensors = {name: tensors[name].contiguous() for name in sorted(tensors)}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return
-    names, where = list(tensors), {}
-    for i in range(shards):
-        part = names[i * len(names) // shards:(i + 1) * len(names) // shards]
-        where |= dict.fromkeys(part, f"model-{i + 1:05}-of-{shards:05}.safetensors")
-        save_file({n: tensors[n] for n in part}, folder / where[part[0]], metadata={"format": "pt"})
+    names = [n for n in tensors if not apart or not re.match(apart, n)]
+    files = {f"model-{i + 1:05}-of-{shards:05}.safetensors": names[i * len(names) // shards:
+                                                                   (i + 1) * len(names) // shards]
+             for i in range(shards)}
+    if apart:
+        files["mtp.safetensors"] = [n for n in tensors if re.match(apart, n)]
+    for file, part in files.items():
+        save_file({n: tensors[n] for n in part}, folder / file, metadata={"format": "pt"})
+    where = {n: file for file, part in files.items() for n in part}
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     write_json(folder / "model.safetensors.index.json",
                {"metadata": {"total_size": total}, "weight_map": where})
@@ -756,7 +802,7 @@ def make(name):
                if "norm_topk_prob" in config)
     fill(model, config, checkpoint, kept)
     if config.get("num_nextn_predict_layers"):
-        put_mtp(checkpoint, config)
+        put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
@@ -784,7 +830,8 @@ def build(name):
     for old in folder.iterdir():
         old.unlink()
     model, checkpoint = make(name)
-    ids, logits, gap, tail, margin = choose_prompt(model, text_config(config), spec.get("positions", POSITIONS))
+    mtp = (lambda prompt: predict(model, config, checkpoint, prompt)[1]) if spec.get("mtp_prompt") else None
+    ids, logits, gap, tail, margin = choose_prompt(model, text_config(config), spec.get("positions", POSITIONS), mtp)
 
     if kept:
         original = config.get("num_experts") or config["n_routed_experts"]
@@ -797,7 +844,7 @@ def build(name):
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": [IM_END, EOT], "pad_token_id": EOT})
     write_tokenizer(folder)
-    write_tensors(folder, checkpoint.tensors, spec.get("shards", 1))
+    write_tensors(folder, checkpoint.tensors, spec.get("shards", 1), spec.get("apart"))
     np.array(ids, "<i4").tofile(folder / "ids.i32")
     logits.numpy().astype("<f4").tofile(folder / "logits.f32")
     write_json(folder / "greedy.json", {f"greedy_from_{GREEDY_FROM}": tail}, indent=None)
