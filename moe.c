@@ -30,7 +30,7 @@
  *
  *  Types
  *   Types: tensors, layers, models                  490  the table of tensors; layer, model, family
- *   Types: operations                               210  the table that every backend fills in; its contract
+ *   Types: operations                               220  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            360  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
@@ -42,7 +42,7 @@
  *   Help and manual page                            190  what --help and --man print
  *   Completion                                      160  scripts for bash and zsh
  *   Progress of a turn                               70  the line that is shown until an answer begins
- *   Terminal: columns and word wrap                 150  columns of text; answers broken between words
+ *   Terminal: columns and word wrap                 140  columns of text; answers broken between words
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
@@ -62,15 +62,15 @@
  *
  *  Engine
  *   Model: tensors of a file                        300  reads keys and rotations, checks and binds tensors
- *   Model: metadata of families                     160  what each family reads
+ *   Model: metadata of families                     170  what each family reads
  *   Model: layers and files                         340  binds layers, checks leftovers, opens files
  *   Shards of a model                               220  what each rank holds
- *   Synthetic models                                480  --synth: shapes of real models with random weights
+ *   Synthetic models                                560  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
  *   CPU kernels: portable vector functions          460  norms, softmax, small F32 matrices, by vector extensions
- *   CPU kernels: GEMM with integer activations      250  panels of weights, 16-bit activations
+ *   CPU kernels: GEMM with integer activations      240  panels of weights, 16-bit activations
  *   CPU kernels: GEMM with F32 panels               100  transposed panels of weights, many tokens
  *   CPU kernels: scalar                              80  GEMM for any processor
  *   CPU kernels: AVX2                                90  GEMM for it
@@ -88,8 +88,8 @@
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        130  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Drafts                                          100  how many tokens a round drafts
- *   Session                                         600  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Drafts                                          120  how many tokens a round drafts
+ *   Session                                         620  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        240  the file of /save
  *
  *  Program
@@ -102,7 +102,7 @@
  *   Chat: saved conversations                       280  /save and /load
  *   Edited text                                     340  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
- *   Line editor                                     210  drawing and moving in it
+ *   Line editor                                     200  drawing and moving in it
  *   Text in another program                          60  files of text; $EDITOR
  *   Line editor: keys                               320  what each key does
  *   REPL commands                                   570  /help, /undo, /save ..
@@ -110,12 +110,12 @@
  *   Plan                                            400  --plan: bytes and roofline before anything is loaded
  *   Plan: forecast                                  300  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                270  as text and as JSON
- *   Finding a model                                 110  what -m and bare moe say where there is none
+ *   Finding a model                                 100  what -m and bare moe say where there is none
  *   Engine                                          210  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           340  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
- *   Modes: bench                                    290  speed at several depths and batches
+ *   Modes: bench                                    280  speed at several depths and batches
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
@@ -241,7 +241,7 @@ struct layer {
     struct weight wq;             /* (n_head * head_k, n_embd) */
     struct weight wk;             /* (n_head_kv * head_k, n_embd) */
     struct weight wv;             /* (n_head_kv * head_v, n_embd) */
-    const float *q_norm, *k_norm; /* (head_k) */
+    const float *q_norm, *k_norm; /* (head_k); NULL: the heads are not normed */
     /* multi-head latent attention */
     struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * head_k, q_lora) */
     struct weight wkv_a;               /* (kv_lora + rope dim, n_embd) */
@@ -348,9 +348,9 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("attn_v_b",              NULL,                           wv_b,        KV_LORA, HEAD_V,   HEADS,   HAS_MLA),
     MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
     MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA),
-    OPTIONAL("attn_q.bias",         NULL,                           wq.bias,     Q,                 HAS_GQA),
-    OPTIONAL("attn_k.bias",         NULL,                           wk.bias,     K,                 HAS_GQA),
-    OPTIONAL("attn_v.bias",         NULL,                           wv.bias,     V,                 HAS_GQA),
+    OPTIONAL("attn_q.bias",         "self_attn.q_proj.bias",        wq.bias,     Q,                 HAS_GQA),
+    OPTIONAL("attn_k.bias",         "self_attn.k_proj.bias",        wk.bias,     K,                 HAS_GQA),
+    OPTIONAL("attn_v.bias",         "self_attn.v_proj.bias",        wv.bias,     V,                 HAS_GQA),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      HEAD_K,            HAS_HEAD_NORM),
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      HEAD_K,            HAS_HEAD_NORM),
     MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_ATTENTION),
@@ -7048,6 +7048,15 @@ static void layer_gqa(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
 }
 
+/* A layer of GLM-4.5 to 4.7. The files of some models have norms of heads, those of others have none. */
+static void layer_glm4(struct loader *l, struct layer *layer, int il) {
+    char name[64];
+    snprintf(name, sizeof name, "blk.%d.attn_q_norm.weight", il);
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
+    if (gguf_find_tensor(l->g, name)) layer->has |= HAS_HEAD_NORM;
+    layer_attn(l, layer, il);
+}
+
 /* A layer with latent attention. */
 static void layer_mla(struct loader *l, struct layer *layer, int il) {
     layer->has = HAS_ATTENTION | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
@@ -7738,9 +7747,11 @@ struct synth {
     float scale; /* of the experts' weights; 0: 1 */
     /* gated delta nets: key heads, value heads, values of a head; every interval-th layer has attention instead */
     int n_key, n_value, delta_head, interval;
-    bool predicts; /* it has a prediction layer */
-    bool q8;       /* the backbone is Q8_0 instead of BF16 */
-    bool sizes;    /* only sizes are looked at: nothing is filled in */
+    int head_v;               /* values of a value where they are not as many as those of a key */
+    bool head_norm, qkv_bias; /* of a family of which some models have them */
+    bool predicts;            /* it has a prediction layer */
+    bool q8;                  /* the backbone is Q8_0 instead of BF16 */
+    bool sizes;               /* only sizes are looked at: nothing is filled in */
 };
 
 static const struct synth synths[] = {
@@ -7830,6 +7841,67 @@ static const struct synth synths[] = {
      .ff_dense = 13312,
      .ff_shared = 1536,
      .scale = 2.826f},
+    {.name = "glm-4.5-air",
+     .predicts = true,
+     .qkv_bias = true,
+     .arch = "glm4moe",
+     .n_layer = 46,
+     .n_embd = 4096,
+     .n_head = 96,
+     .n_head_kv = 8,
+     .head = 128,
+     .n_expert = 128,
+     .n_used = 8,
+     .n_ff = 1408,
+     .n_vocab = 151552,
+     .n_ctx = 131072,
+     .rope = 64,
+     .n_dense = 1,
+     .ff_dense = 10944,
+     .ff_shared = 1408},
+    {.name = "glm-4.7",
+     .predicts = true,
+     .qkv_bias = true,
+     .head_norm = true,
+     .arch = "glm4moe",
+     .n_layer = 92,
+     .n_embd = 5120,
+     .n_head = 96,
+     .n_head_kv = 8,
+     .head = 128,
+     .n_expert = 160,
+     .n_used = 8,
+     .n_ff = 1536,
+     .n_vocab = 151552,
+     .n_ctx = 202752,
+     .rope = 64,
+     .n_dense = 3,
+     .ff_dense = 12288,
+     .ff_shared = 1536,
+     .scale = 2.5f},
+    {.name = "glm-4.7-flash",
+     .predicts = true,
+     .arch = "deepseek2",
+     .n_layer = 47,
+     .n_embd = 2048,
+     .n_head = 20,
+     .n_head_kv = 1,
+     .head = 192,
+     .head_v = 256,
+     .n_expert = 64,
+     .n_used = 4,
+     .n_ff = 1536,
+     .n_vocab = 154880,
+     .n_ctx = 202752,
+     .q_lora = 768,
+     .kv_lora = 512,
+     .rope = 64,
+     .n_dense = 1,
+     .ff_dense = 10240,
+     .ff_shared = 1536,
+     .n_group = 1,
+     .n_group_used = 1,
+     .scale = 1.8f},
     {.name = "qwen3.5-35b-a3b",
      .predicts = true,
      .arch = "qwen35moe",
@@ -7910,7 +7982,7 @@ static long skip_number(const char **p) {
 static struct synth synth_parse(const char *arg) {
     const size_t n = strcspn(arg, ":");
     const struct synth *found = NULL;
-    char names[128];
+    char names[256];
     size_t at = 0;
     for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
         if (strlen(synths[i].name) == n && !memcmp(arg, synths[i].name, n)) found = &synths[i];
@@ -8026,6 +8098,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     char name[64];
     m->family->layer(l, &layer, il);
     if (il >= m->n_layer) layer.has |= HAS_PREDICTION;
+    if (y->head_norm) layer.has |= HAS_HEAD_NORM;
     layer.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && y->ff_shared) layer.has |= HAS_SHARED;
     layer.n_expert = dense ? 0 : y->n_expert;
@@ -8037,7 +8110,8 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
         const bool bias = rule->field == offsetof(struct layer, router_bias) && m->gating == GATING_SIGMOID;
         const bool gate = rule->field == offsetof(struct layer, sh_weight) && y->n_key;
-        if (rule->optional && !bias && !gate) continue;
+        const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
+        if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
         snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, rule->kind == TENSOR_VECTOR ? "" : ".weight");
         synth_add(list, rule->kind != TENSOR_MATRIX ? GGUF_F32 : ffn ? GGUF_NVFP4 : backbone, in, out, n, name, il);
@@ -8090,7 +8164,9 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
                 {"attention.q_lora_rank", y->q_lora},
                 {"attention.kv_lora_rank", y->kv_lora},
                 {"attention.key_length_mla", y->kv_lora ? y->head + y->rope : 0},
-                {"attention.value_length_mla", y->kv_lora ? y->head : 0},
+                {"attention.value_length_mla", !y->kv_lora ? 0
+                                               : y->head_v ? y->head_v
+                                                           : y->head},
                 {"rope.dimension_count", y->rope},
                 {"leading_dense_block_count", y->n_dense},
                 {"expert_count", y->n_expert},
@@ -11036,7 +11112,8 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
             float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
-            r->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
+            const float *norm = is_q ? layer->q_norm : layer->k_norm;
+            if (norm) r->k->rmsnorm(x, norm, m->rms_eps, x, a->head_k);
             rope_halves(x, c, s, dim);
         }
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
@@ -12246,8 +12323,8 @@ static const char *nccl_name(char out[24]) {
  * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
  * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
  * config.json and names that differ from the table's; and the tables of families in both READMEs. Tests say what is
- * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention without
- * head norms, or with a window, is no operation that exists: it needs a check in rope_store_kv, attend_run and
+ * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention
+ * with a window is no operation that exists: it needs a check in rope_store_kv, attend_run and
  * attend_all, their kernels in moe_cuda.cu (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
  * ============================================================================================================ */
 
@@ -12346,6 +12423,8 @@ static const struct family families[] = {
      .read = read_mla,      .layer = layer_mla, .forward = forward_layers},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},
+    {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_gqa,      .layer = layer_glm4, .forward = forward_layers},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -13584,8 +13663,9 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "expects of a kernel for one token when nothing was requested ahead.\n";
 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3,\n"
-                                    "qwen3.5-35b-a3b, qwen3.5-122b-a10b or qwen3.5-397b-a17b. Options may follow a\n"
-                                    "colon: NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+                                    "glm-4.5-air, glm-4.7, glm-4.7-flash, qwen3.5-35b-a3b, qwen3.5-122b-a10b or\n"
+                                    "qwen3.5-397b-a17b. Options may follow a colon:\n"
+                                    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "Feed-forward weights are NVFP4, norms and routers F32, and the backbone is\n"
                                     "everything else.\n"
                                     "\n"

@@ -2806,7 +2806,7 @@ struct rope_args {
     const float *k;                      /* (n_tok, n_head_kv * d); MLA: (n_tok, latent + rope) */
     const float *v;                      /* (n_tok, n_head_kv * dv) */
     size_t q_stride, k_stride, v_stride; /* GQA: floats from token to token */
-    const float *q_norm, *k_norm;        /* (d); MLA: k_norm (latent) */
+    const float *q_norm, *k_norm;        /* (d), NULL: none; MLA: k_norm (latent) */
     uint16_t *q16;    /* (n_tok, n_head, d) queries for attention; MLA: the part without rotation, input of wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which this kernel writes the last `rope` */
     struct plane kp, vp;
@@ -2817,7 +2817,7 @@ struct rope_args {
 enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
 
 /* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. Value i is rotated against
- * value i + rope / 2 (Qwen). w (n): the norm's weights; t: the token. */
+ * value i + rope / 2 (Qwen). w (n): the norm's weights, NULL: no norm; t: the token. */
 template <int PER>
 DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER]) {
     const int lane = threadIdx.x & 31, half = p.rope / 2;
@@ -2828,13 +2828,14 @@ DEVICE void rope_head(const struct rope_args &p, const float *src, const float *
         ss = fmaf(x[j], x[j], ss);
     }
     const float f = rsqrtf(warp_sum(ss) / (float)n + p.eps);
+    auto factor = [&](int c) { return w ? f * w[c] : 1.0f; };
     UNROLL for (int j = 0; j < PER; j++) {
         const int c = lane + 32 * j;
         if (c >= n) continue;
-        x[j] *= f * w[c];
+        x[j] *= factor(c);
         if (c >= p.rope) continue;
         const int o = c < half ? c + half : c - half, r = c < half ? c : o;
-        const float u = src[o] * (f * w[o]); /* read again: cheaper than moving it between lanes */
+        const float u = src[o] * factor(o); /* read again: cheaper than moving it between lanes */
         x[j] = c < half ? x[j] * cs[r] - u * sn[r] : u * sn[r] + x[j] * cs[r];
     }
 }

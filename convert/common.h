@@ -356,8 +356,10 @@ static inline struct tensor *tensor_find(const char *name) {
 }
 
 /* Opens all files that the index names, or model.safetensors. Every tensor of the index must be in its file and every
- * tensor of a file in the index. */
+ * tensor of a file in the index, but those of a prediction layer in mtp.safetensors: quantized releases of GLM-4.7 have
+ * that file and do not list it. */
 static inline void source_open(void) {
+    static const char unlisted[] = "mtp.safetensors";
     struct doc index = doc_read("model.safetensors.index.json"), map = get_obj(index, "weight_map");
     const char *name;
     json_t *file, *seen = json_object();
@@ -372,6 +374,7 @@ static inline void source_open(void) {
         json_object_set_new(seen, f, json_true());
         shard_open(f);
     }
+    if (index.obj && !json_object_get(seen, unlisted) && !access(in_dir(unlisted), F_OK)) shard_open(unlisted);
     json_decref(seen);
     if (!arrlenu(tensors)) die("'%s': the safetensors files hold no tensor", model_dir);
     qsort(tensors, arrlenu(tensors), sizeof *tensors, by_name);
@@ -379,7 +382,7 @@ static inline void source_open(void) {
         struct tensor *t = &tensors[i];
         if (i && !strcmp(t[-1].name, t->name)) die("%s: also in '%s'", where(t), shards[t[-1].shard].name);
         const char *f = get_str(map, t->name, NULL);
-        if (index.obj && !f) die("%s: the index does not list it", where(t));
+        if (index.obj && !f && strcmp(shards[t->shard].name, unlisted)) die("%s: the index does not list it", where(t));
         if (f && strcmp(f, shards[t->shard].name)) die("%s: the index says that it is in '%s'", where(t), f);
     }
     json_object_foreach(map.obj, name, file) {

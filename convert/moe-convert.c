@@ -585,9 +585,10 @@ static struct checkpoint {
     size_t ff_expert;                /* hidden width */
     const char *router_bias;         /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
     enum gating gating;
-    bool norm_topk_prob;        /* the value where config.json does not say */
-    bool shared_gate;           /* the shared expert has a gate */
-    double rope_theta, rotary;  /* where config.json does not say; rope_theta -1: it must */
+    bool norm_topk_prob;       /* the value where config.json does not say */
+    bool shared_gate;          /* the shared expert has a gate */
+    bool qkv_bias;             /* queries, keys and values have biases */
+    double rope_theta, rotary; /* where config.json does not say; rope_theta -1: it must; rotary 1: it may not differ */
     const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: the family has none */
     bool (*is_dense)(int layer);
     size_t dim[DIM_COUNT];           /* of the layer being planned */
@@ -742,8 +743,10 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     const char *src = hf_name(layer, r->hf);
     if (r->kind == TENSOR_VECTOR) {
         const bool bias = r->field == offsetof(struct layer, router_bias);
-        const bool optional = r->optional && !bias && !(r->field == offsetof(struct layer, sh_weight) && m.shared_gate);
-        if (bias && !m.router_bias) return;
+        const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
+        const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
+        const bool optional = r->optional && !bias && !qkv_bias && !gate;
+        if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
         if (bias) dst = fmt("blk.%d.%s", layer, m.router_bias);
         const char *name = fmt("%s%s", src, ends_with(dst, ".weight") ? ".weight" : "");
         if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
@@ -1075,15 +1078,29 @@ static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.sh
                                                   {NULL, NULL, false}};
 
 static bool is_dense_leading(int layer) { return layer < m.first_dense; }
-/* Reads the keys of DeepSeek-V3 and Kimi-K2. */
-static void read_deepseek3(void) {
+/* Leading layers with a dense feed-forward: they are counted, or all layers are listed. */
+static void read_leading_dense(int64_t dflt) {
     struct doc c = m.cfg;
-    read_mla();
+    size_t i;
+    json_t *v, *list = get_list(c, "mlp_layer_types");
     m.is_dense = is_dense_leading;
+    m.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, dflt);
+    json_array_foreach(list, i, v) {
+        const char *type = json_is_string(v) ? json_string_value(v) : "";
+        const bool dense = !strcmp(type, "dense"), leading = (size_t)m.first_dense == i;
+        expect(c, "mlp_layer_types", dense ? leading : !strcmp(type, "sparse"),
+               "\"dense\" layers, then \"sparse\" ones");
+        m.first_dense += dense;
+    }
+}
+
+/* Reads the keys of the experts of DeepSeek-V3, which other families have too. */
+static void read_deepseek_experts(void) {
+    struct doc c = m.cfg;
+    read_leading_dense(0);
     m.n_expert = (int)get_int(c, "n_routed_experts", 1, MAX_EXPERTS, REQUIRED);
     read_shared("n_shared_experts", 0);
     m.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
-    m.first_dense = (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, 0);
     m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
     const char *method = get_str(c, "topk_method", "noaux_tc");
     m.router_bias = strcmp(method, "noaux_tc") ? NULL : "exp_probs_b.bias";
@@ -1094,27 +1111,35 @@ static void read_deepseek3(void) {
     expect(c, "topk_method", m.router_bias || (!strcmp(method, "greedy") && m.n_group == 1),
            "\"noaux_tc\", or \"greedy\" with n_group 1");
     expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
+}
+
+/* Reads the keys of DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash. */
+static void read_deepseek3(void) {
+    struct doc c = m.cfg;
+    read_mla();
+    read_deepseek_experts();
     expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
     expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
 }
 
-/* Reads the keys of Hy3. Its leading dense layers are listed, or counted as DeepSeek-V3's are. */
+/* Reads the keys of GLM-4.5 to 4.7. */
+static void read_glm4(void) {
+    struct doc c = m.cfg;
+    read_gqa();
+    read_deepseek_experts();
+    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
+    if (get_bool(c, "use_qk_norm", false)) m.has |= HAS_HEAD_NORM;
+    m.qkv_bias = get_bool(c, "attention_bias", false);
+    m.rotary = 0.5;
+}
+
+/* Reads the keys of Hy3. */
 static void read_hy3(void) {
     struct doc c = m.cfg;
-    size_t i;
-    json_t *v, *list = get_list(c, "mlp_layer_types");
     read_gqa();
-    m.is_dense = is_dense_leading;
+    read_leading_dense(1);
     m.n_expert = (int)get_int(c, "num_experts", 1, MAX_EXPERTS, REQUIRED);
     read_shared("num_shared_experts", 1);
-    m.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, 1);
-    json_array_foreach(list, i, v) {
-        const char *type = json_is_string(v) ? json_string_value(v) : "";
-        const bool dense = !strcmp(type, "dense"), leading = (size_t)m.first_dense == i;
-        expect(c, "mlp_layer_types", dense ? leading : !strcmp(type, "sparse"),
-               "\"dense\" layers, then \"sparse\" ones");
-        m.first_dense += dense;
-    }
     m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
     m.router_bias = "exp_probs_b";
     m.gating = GATING_SIGMOID;
@@ -1146,7 +1171,9 @@ static const struct {
                 {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
                 {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
                 {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
-                {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names}};
+                {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names},
+                {.type = "glm4_moe", .arch = "glm4moe", .read = read_glm4},
+                {.type = "glm4_moe_lite", .arch = "deepseek2", .read = read_deepseek3}};
 
 /* The model types, for a message. */
 static const char *family_types(void) {
@@ -1187,8 +1214,8 @@ static void read_config(void) {
     m.ff_expert = size_of("moe_intermediate_size");
     m.tied = get_bool(m.cfg, "tie_word_embeddings", get_bool(m.top, "tie_word_embeddings", false));
     expect(m.cfg, "hidden_act", !strcmp(get_str(m.cfg, "hidden_act", "silu"), "silu"), "\"silu\"");
-    expect(m.cfg, "attention_bias", !get_bool(m.cfg, "attention_bias", false), "false");
     families[f].read();
+    expect(m.cfg, "attention_bias", m.qkv_bias || !get_bool(m.cfg, "attention_bias", false), "false");
 }
 
 /* Checks what the release says about its quantization: it must be known here and must agree with the tensors. */
@@ -1647,7 +1674,7 @@ static void put_rope(void) {
     const char *type = get_str(r, "rope_type", get_str(r, "type", "default"));
     struct doc d = get(r, "partial_rotary_factor") ? r : m.cfg;
     double rotary = get_num(d, "partial_rotary_factor", m.rotary);
-    if (m.has_delta) put_partial_rope(r, d, rotary);
+    if (m.rotary < 1) put_partial_rope(r, d, rotary);
     else expect(d, "partial_rotary_factor", rotary == 1, "1");
     if (one_of(type, "default none")) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
@@ -2336,7 +2363,7 @@ static const struct manual manual = {
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
-             "kimi_k2, kimi_k25, hy_v3.\n"
+             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite.\n"
              "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3\n"
              "becomes BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

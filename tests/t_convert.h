@@ -974,28 +974,28 @@ static void test_convert_delta_names(void) {
 
 /* ------------------------------------------------------------------------------------------------ prediction layers */
 
-/* The tensors of a fixture, in memory. */
+static const char *const release_names[] = {"model.safetensors", "model-00001-of-00002.safetensors",
+                                            "model-00002-of-00002.safetensors", "mtp.safetensors"};
+enum { RELEASE_FILES = sizeof release_names / sizeof *release_names };
+
+/* The tensors of a fixture, in memory; a file that it lacks has no header. */
 struct release {
-    char *file[2]; /* stb_ds */
-    json_t *header[2];
+    char *file[RELEASE_FILES]; /* stb_ds */
+    json_t *header[RELEASE_FILES];
 };
 
 static void release_read(struct release *s, const char *name) {
-    static const char *const files[][2] = {{"model.safetensors", "model-00001-of-00002.safetensors"},
-                                           {NULL, "model-00002-of-00002.safetensors"}};
-    char path[256], err[ERR_MAX];
     memset(s, 0, sizeof *s);
-    snprintf(path, sizeof path, "tests/fixtures/%s/%s", name, files[0][0]);
-    const int split = access(path, F_OK) != 0;
-    for (int i = 0; i <= split; i++) {
-        snprintf(path, sizeof path, "tests/fixtures/%s/%s", name, files[i][split]);
-        if (!CHECK(!read_file(path, &s->file[i], err), "%s", err)) continue;
+    for (int i = 0; i < RELEASE_FILES; i++) {
+        char path[256], err[ERR_MAX];
+        snprintf(path, sizeof path, "tests/fixtures/%s/%s", name, release_names[i]);
+        if (access(path, F_OK) || !CHECK(!read_file(path, &s->file[i], err), "%s", err)) continue;
         s->header[i] = json_loadb(s->file[i] + 8, gguf_rd64((uint8_t *)s->file[i]), 0, NULL);
     }
 }
 
 static void release_free(struct release *s) {
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < RELEASE_FILES; i++) {
         json_decref(s->header[i]);
         arrfree(s->file[i]);
     }
@@ -1003,7 +1003,8 @@ static void release_free(struct release *s) {
 
 /* The data of a tensor of BF16; NULL after a failed check. */
 static const uint8_t *release_data(const struct release *s, const char *name) {
-    const int i = !json_object_get(s->header[0], name);
+    int i = 0;
+    while (i + 1 < RELEASE_FILES && !json_object_get(s->header[i], name)) i++;
     const json_t *t = json_object_get(s->header[i], name), *at = json_object_get(t, "data_offsets");
     if (!CHECK(t && !strcmp(json_string_value(json_object_get(t, "dtype")), "BF16"), "%s", name)) return NULL;
     const uint8_t *file = (const uint8_t *)s->file[i];
@@ -1015,7 +1016,7 @@ static size_t release_weights(const struct release *s, const char *below) {
     size_t sum = 0, k;
     const char *name;
     json_t *t, *d;
-    for (int i = 0; i < 2; i++) json_object_foreach(s->header[i], name, t) {
+    for (int i = 0; i < RELEASE_FILES; i++) json_object_foreach(s->header[i], name, t) {
             size_t n = 1;
             if (strncmp(name, below, strlen(below)) || strstr(name, "_scale")) continue;
             const bool pairs = !strcmp(json_string_value(json_object_get(t, "dtype")), "U8");
@@ -1033,14 +1034,18 @@ static void test_convert_prediction(void) {
     static const char *const names[][6] = {
         {"enorm", "hnorm", "shared_head.norm", "eh_proj", "embed_tokens", "shared_head.head"},
         {"enorm", "hnorm", "final_layernorm", "eh_proj", NULL, NULL},
+        {"enorm", "hnorm", "shared_head.norm", "eh_proj", NULL, NULL},
         {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc", NULL, NULL}};
-    enum { DEEPSEEK, HY3, QWEN };
+    enum { DEEPSEEK, HY3, GLM, QWEN };
     static const struct {
         const char *name, *arch;
         int block, family;
     } c[] = {{"deepseek_v3_plain", "deepseek2", 2, DEEPSEEK},
              {"deepseek_v3_mtp", "deepseek2", 2, DEEPSEEK},
              {"hy_v3", "hy_v3", 3, HY3},
+             {"glm4_moe", "glm4moe", 3, GLM},
+             {"glm4_moe_air", "glm4moe", 3, DEEPSEEK},
+             {"glm4_moe_lite", "deepseek2", 3, DEEPSEEK},
              {"qwen3_5_moe", "qwen35moe", 2, QWEN},
              {"qwen3_5_moe_nvfp4", "qwen35moe", 3, QWEN},
              {"qwen3_next", "qwen3next", 4, QWEN},
@@ -2104,6 +2109,8 @@ static void test_convert_header(void) {
                                        "tests/fixtures/deepseek_v3_fp8",
                                        "tests/fixtures/deepseek_v3_nvfp4",
                                        "tests/fixtures/deepseek_v3_reap",
+                                       "tests/fixtures/glm4_moe_air",
+                                       "tests/fixtures/glm4_moe_lite",
                                        "tests/fixtures/kimi_k2",
                                        "tests/fixtures/qwen3_5_moe_nvfp4",
                                        "tests/fixtures/qwen3_next",

@@ -261,6 +261,9 @@ static void test_cuda_operations(void) {
                                         "deepseek_v3_reap",
                                         "kimi_k2",
                                         "hy_v3",
+                                        "glm4_moe",
+                                        "glm4_moe_air",
+                                        "glm4_moe_lite",
                                         "qwen3_5_moe",
                                         "qwen3_5_moe_text",
                                         "qwen3_5_moe_nvfp4",
@@ -1277,6 +1280,7 @@ static void test_cuda_drafts(void) {
         {"deepseek_v3_plain", {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true}},
         {"qwen3_next", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"hy_v3", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"glm4_moe_air", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
 #endif
     };
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
@@ -1455,7 +1459,8 @@ static void test_cuda_batches(void) {
         enum kv_type kv;
         const struct layout *layout;
     } cases[] = {{"qwen3moe_nvfp4", KV_FP8, &one}, {"qwen3moe", KV_BF16, &two},   {"deepseek_v3", KV_FP8, &one},
-                 {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one}, {"hy_v3", KV_FP8, &one}};
+                 {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one}, {"hy_v3", KV_FP8, &one},
+                 {"glm4_moe_air", KV_BF16, &one}};
     enum { FIRST = 101, N = 144 };
     for (size_t f = 0; f < sizeof cases / sizeof *cases; f++) {
         struct model m;

@@ -246,12 +246,19 @@ static void check_prediction(const char *name) {
 }
 
 static void test_fixtures_prediction(void) {
-    static const char *const names[] = {"deepseek_v3_plain", "deepseek_v3_mtp", "hy_v3",         "qwen3_5_moe",
-                                        "qwen3_5_moe_nvfp4", "qwen3_next",      "qwen3_next_fp8"};
+    static const char *const names[] = {"deepseek_v3_plain", "deepseek_v3_mtp", "hy_v3",          "qwen3_5_moe",
+                                        "qwen3_5_moe_nvfp4", "qwen3_next",      "qwen3_next_fp8", "glm4_moe",
+                                        "glm4_moe_air",      "glm4_moe_lite"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) check_prediction(names[i]);
 }
 
 static void test_fixtures_hy3(void) { check_fixture("hy_v3", NULL); }
+
+static void test_fixtures_glm4(void) {
+    check_fixture("glm4_moe", NULL);
+    check_fixture("glm4_moe_air", NULL);
+    check_fixture("glm4_moe_lite", NULL);
+}
 
 static void test_fixtures_qwen35(void) {
     check_fixture("qwen3_5_moe", NULL);
@@ -641,7 +648,8 @@ static void test_batches(void) {
         synth_make(&m, &batch_shapes[f], NULL, false);
         batch_model(batch_shapes[f].name, &m, true);
     }
-    if (fixture_load("hy_v3", &m)) batch_model("hy_v3", &m, false); /* experts in BF16 */
+    if (fixture_load("hy_v3", &m)) batch_model("hy_v3", &m, false);               /* experts in BF16 */
+    if (fixture_load("glm4_moe_air", &m)) batch_model("glm4_moe_air", &m, false); /* 3 heads share keys */
 }
 
 /* ---- the contract of the operations: the same number of tokens enqueues the same list of operations ---- */
@@ -1094,15 +1102,15 @@ static void test_cpu_profile(void) {
     }
 }
 
-#define TESTS_MODEL                                                                                             \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},   \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/prediction", test_fixtures_prediction},              \
-        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next}, \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                       \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},           \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},               \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},   \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                         \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},    \
-        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                   \
+#define TESTS_MODEL                                                                                                   \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
+        {"model/prediction", test_fixtures_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},              \
+        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
+        {"model/batches", test_batches}, {"model/state-file", test_session_file},                                     \
+        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},  \
+        {"model/router", test_router}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},          \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

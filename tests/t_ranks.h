@@ -1,11 +1,11 @@
 /* Several ranks of one model, as threads on the CPU: shares, numbers, saved states, faults. */
 
-static const char *const rank_fixtures[] = {"qwen3moe",          "qwen3moe_nonorm",  "qwen3moe_nvfp4",
-                                            "qwen3moe_ct",       "qwen3moe_reap",    "deepseek_v3",
-                                            "deepseek_v3_plain", "deepseek_v3_fp8",  "kimi_k2",
-                                            "deepseek_v3_nvfp4", "deepseek_v3_reap", "hy_v3",
-                                            "qwen3_5_moe",       "qwen3_5_moe_text", "qwen3_5_moe_nvfp4",
-                                            "qwen3_next",        "qwen3_next_fp8"};
+static const char *const rank_fixtures[] = {
+    "qwen3moe",       "qwen3moe_nonorm",   "qwen3moe_nvfp4",    "qwen3moe_ct",
+    "qwen3moe_reap",  "deepseek_v3",       "deepseek_v3_plain", "deepseek_v3_fp8",
+    "kimi_k2",        "deepseek_v3_nvfp4", "deepseek_v3_reap",  "hy_v3",
+    "qwen3_5_moe",    "qwen3_5_moe_text",  "qwen3_5_moe_nvfp4", "qwen3_next",
+    "qwen3_next_fp8", "glm4_moe",          "glm4_moe_air",      "glm4_moe_lite"};
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 
 /* Every thing is somebody's, nobody's twice, in order, in whole units, larger shares first. */

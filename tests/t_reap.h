@@ -892,7 +892,8 @@ static void test_reap_mtp_fixtures(void) {
     static const struct {
         const char *name;
         int keep;
-    } c[] = {{"deepseek_v3_plain", 3}, {"hy_v3", 5}, {"qwen3_5_moe", 3}, {"qwen3_5_moe_nvfp4", 4}, {"qwen3_next", 3}};
+    } c[] = {{"deepseek_v3_plain", 3}, {"hy_v3", 5},     {"glm4_moe_air", 6}, {"glm4_moe_lite", 5}, {"qwen3_5_moe", 3},
+             {"qwen3_5_moe_nvfp4", 4}, {"qwen3_next", 3}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -1269,11 +1270,25 @@ static void test_reap_directory(void) {
                                        {"qwen3_5_moe_nvfp4", "--keep 4"},
                                        {"qwen3_5_moe_nvfp4", "--ratio 0.5 --mtp drop"},
                                        {"qwen3_next", "--keep 3 --mtp drop"},
-                                       {"qwen3_next_fp8", "--keep 4"}};
+                                       {"qwen3_next_fp8", "--keep 4"},
+                                       {"glm4_moe", "--keep 5"},
+                                       {"glm4_moe_air", "--keep 6"},
+                                       {"glm4_moe_lite", "--keep 6 --mtp drop"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);
     }
+}
+
+/* A prediction layer in a file that the index lacks. */
+static void test_reap_directory_unlisted(void) {
+    struct gguf g;
+    fixture_copy("glm4_moe", "dir");
+    shell("sed -i -z 's/,[^,]*: \"mtp.safetensors\"//g' dir/model.safetensors.index.json");
+    compare_ways("dir", "--keep 5");
+    if (!dir_convert("cut", "b.gguf") || !reap_open(&g, "b.gguf")) return;
+    CHECK(gguf_find_tensor(&g, "blk.3.nextn.eh_proj.weight"), "the prediction layer is lost");
+    gguf_close(&g);
 }
 
 /* Experts in one tensor, names with a prefix and sizes in text_config. */
@@ -1603,7 +1618,8 @@ static void test_reap_interrupt(void) {
         {"reap/ranks", test_reap_ranks}, {"reap/usage", test_reap_usage}, {"reap/counts", test_reap_counts},           \
         {"reap/amounts", test_reap_amounts}, {"reap/scores", test_reap_scores}, {"reap/headers", test_reap_headers},   \
         {"reap/target", test_reap_target}, {"reap/directory", test_reap_directory},                                    \
-        {"reap/directory_forms", test_reap_directory_forms}, {"reap/transformers", test_reap_transformers},            \
+        {"reap/directory_forms", test_reap_directory_forms},                                                           \
+        {"reap/directory_unlisted", test_reap_directory_unlisted}, {"reap/transformers", test_reap_transformers},      \
         {"reap/directory_layers", test_reap_directory_layers}, {"reap/directory_files", test_reap_directory_files},    \
         {"reap/directory_twice", test_reap_directory_twice},                                                           \
         {"reap/directory_refusals", test_reap_directory_refusals}, {"reap/interrupt", test_reap_interrupt},
