@@ -7048,12 +7048,10 @@ static void layer_gqa(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
 }
 
-/* A layer of GLM-4.5 to 4.7. The files of some models have norms of heads, those of others have none. */
+/* A layer of GLM-4.5 to 4.7. Some models have norms of heads: in all layers, if the first one has them. */
 static void layer_glm4(struct loader *l, struct layer *layer, int il) {
-    char name[64];
-    snprintf(name, sizeof name, "blk.%d.attn_q_norm.weight", il);
     layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
-    if (gguf_find_tensor(l->g, name)) layer->has |= HAS_HEAD_NORM;
+    if (gguf_find_tensor(l->g, "blk.0.attn_q_norm.weight")) layer->has |= HAS_HEAD_NORM;
     layer_attn(l, layer, il);
 }
 
@@ -7340,16 +7338,24 @@ static void loader_leftovers(struct loader *l) {
     }
 }
 
+/* Whether the file has tensors of layer il. */
+static bool loader_has_layer(const struct loader *l, int il) {
+    char below[32];
+    const size_t n = (size_t)snprintf(below, sizeof below, "blk.%d.", il);
+    for (uint32_t i = 0; i < l->g->n_tensors; i++) {
+        const struct gguf_str name = l->g->tensors[i].name;
+        if (name.n > n && !memcmp(name.p, below, n)) return true;
+    }
+    return false;
+}
+
 /* Adjusts the number of prediction layers where the file lacks those that its metadata count, and refuses a file that
  * holds nothing else. */
-static void loader_has_trunk(struct loader *l) {
+static void loader_prediction_layers(struct loader *l) {
     struct model *m = l->m;
     int held = 0;
     if (l->failed) return;
-    for (char name[64]; held < m->n_prediction; held++) {
-        snprintf(name, sizeof name, "blk.%d.nextn.eh_proj.weight", m->n_layer + held);
-        if (!gguf_find_tensor(l->g, name)) break;
-    }
+    while (held < m->n_prediction && loader_has_layer(l, m->n_layer + held)) held++;
     if (held && !gguf_find_tensor(l->g, "blk.0.attn_norm.weight"))
         loader_fail(l, "the file holds only multi-token-prediction layers; give the file with the layers before them");
     m->n_prediction = held;
@@ -7409,7 +7415,7 @@ static int model_bind(struct model *m, char *err) {
     gguf_get_str(l.g, "general.name", &s);
     gguf_printable(s, m->name, sizeof m->name);
     if (!l.failed) loader_hparams(&l);
-    loader_has_trunk(&l);
+    loader_prediction_layers(&l);
     const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
     if (embd && embd->ne[1] > 1 << 24)
         loader_fail(&l, "tensor 'token_embd.weight' has %llu rows, expected at most %d",
@@ -12539,7 +12545,7 @@ enum {
     DRAFT_EXPLORE = 32, /* rounds after which another depth than the best is tried again: times and shares change */
     DRAFT_MEMORY = 64,  /* rounds, or tokens, over which shares are averaged */
     DRAFT_IDS = 65536   /* rows of the head that a draft reads. The ids of a byte-level BPE stand in the order in which
-                         * its text needed them: 98 % of a text in English have one of these. */
+                         * its text needed them: 98 % of the tokens of an English text are among them. */
 };
 #define DRAFT_OTHER 0.125 /* share of tokens with other ids from which on drafts read the whole head */
 
@@ -12572,8 +12578,10 @@ struct drafting {
     int next;                                      /* and of the next one, where the context has room for them */
     bool open;                                     /* the choices of the latest round are yet to come */
     double seconds[DRAFTS_MAX + 1];                /* running mean of a round with so many drafts; 0: none was timed */
-    int trials[DRAFTS_MAX + 1];                    /* rounds with so many drafts, */
-    long latest[DRAFTS_MAX + 1];                   /* and the number of the latest */
+    int trials[DRAFTS_MAX + 1];                    /* rounds with so many drafts that were timed, */
+    long latest[DRAFTS_MAX + 1];                   /* and the number of the latest, as `begun` counts */
+    long latest_before;                            /* what `latest` was before the latest round */
+    long begun;                                    /* rounds that have begun */
     double drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* as in total, over the latest rounds */
     double other_ids;                              /* share of the latest tokens that have none of the first ids */
     struct draft_stats total;
@@ -12606,7 +12614,7 @@ static int drafting_choose(const struct drafting *d) {
     if (tried <= d->n_max && drafting_may_pay(d, tried, best)) return tried;
     for (int k = d->n_min; k < tried; k++) {
         const double loss = drafting_pace(d, k) / drafting_pace(d, best) - 1;
-        if ((double)(d->total.rounds - d->latest[k]) > DRAFT_EXPLORE * (1 + 20 * loss)) return k;
+        if ((double)(d->begun - d->latest[k]) > DRAFT_EXPLORE * fmin(1 + 20 * loss, 16)) return k;
     }
     return best;
 }
@@ -12624,7 +12632,8 @@ static void drafting_token(struct drafting *d, bool other) { d->other_ids += (ot
 /* A round with k drafts begins. */
 static void drafting_begin(struct drafting *d, int k) {
     d->depth = k;
-    d->latest[k] = ++d->total.rounds;
+    d->latest_before = d->latest[k];
+    d->latest[k] = ++d->begun;
     d->open = true;
     d->next = drafting_choose(d);
 }
@@ -12634,6 +12643,7 @@ static void drafting_end(struct drafting *d, int right, double seconds) {
     const int k = d->depth;
     if (!d->open) return;
     d->open = false;
+    d->total.rounds++;
     d->total.tokens += 1 + right;
     for (int i = 0; i < k && i <= right; i++) {
         const bool hit = i < right;
@@ -12642,19 +12652,24 @@ static void drafting_end(struct drafting *d, int right, double seconds) {
         d->drafted[i] += 1 - d->drafted[i] / DRAFT_MEMORY;
         d->right[i] += hit - d->right[i] / DRAFT_MEMORY;
     }
-    if (seconds <= 0) return;
+    if (seconds <= 0) {
+        d->latest[k] = d->latest_before; /* it has to be tried again */
+        return;
+    }
     double *mean = &d->seconds[k];
+    const bool old = d->begun - d->latest_before > DRAFT_EXPLORE;
     if (d->trials[k]++ <= 1) *mean = seconds;
-    else *mean += (fmin(seconds, 2 * *mean) - *mean) / 8; /* a pause is no measurement */
+    else if (old) *mean = fmin(seconds, 2 * *mean);
+    else *mean += (fmin(seconds, 1.25 * *mean) - *mean) / 8; /* a pause is no measurement */
 }
 
 /* ============================================================================================================
  * Session
  *
- * One timeline of tokens with its KV state: tokens[0..n_past) are in the cache, and nothing else is, but for the row of
- * a forward ahead, which the next forward overwrites. Every turn, undo, load or prompt builds the token list it wants
- * and calls session_sync, which keeps the common prefix and computes the rest; a cache that does not fit the tokens
- * cannot come about. A failed or interrupted sync leaves a shorter timeline.
+ * One timeline of tokens with its KV state: tokens[0..n_past) are in the cache, and nothing else is, but for rows of
+ * drafts or of a forward ahead, which the next forward overwrites. Every turn, undo, load or prompt builds the token
+ * list it wants and calls session_sync, which keeps the common prefix and computes the rest; a cache that does not fit
+ * the tokens cannot come about. A failed or interrupted sync leaves a shorter timeline.
  * ============================================================================================================ */
 
 enum { SNAPSHOTS = 8 /* snapshots of recurrent states and rings that a session keeps */ };
@@ -12673,9 +12688,10 @@ struct session {
     int32_t chosen[LOGIT_ROWS]; /* what was chosen by the rows of the logits, */
     int chosen_from, chosen_to; /* of which these are yet to be returned */
     struct sampling sampling;   /* how */
-    int n_predicted;            /* rows of its cache that the prediction layer has made, of tokens[0..n_predicted);
-                                   * the final rows of the tokens behind them are there */
-    int first_ids;              /* ids that a draft has as long as most tokens are among them */
+    int n_predicted; /* rows of its cache that the prediction layer has made, of tokens[0..n_predicted). It makes the rest
+                      * from the final rows; after /load or a long truncation some are missing, and drafts are worse */
+    int n_wanted;    /* tokens wanted behind the next one at most: a round drafts no more; INT_MAX: no limit */
+    int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
     double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
@@ -12701,7 +12717,8 @@ static int session_open(struct session *s, const struct model *m, int n_rank, in
     s->r = &s->pg.ranks[s->pg.root];
     s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
-    s->first_ids = int_min(DRAFT_IDS, m->n_ids);
+    s->n_wanted = INT_MAX;
+    s->first_ids = s->pg.shards->output.n_out > DRAFT_IDS ? DRAFT_IDS : m->n_ids; /* ranks wait for the first one */
     for (int i = 0; i < s->pg.n; i++) s->snapshot_size += snapshot_bytes(s->pg.ranks[i].m, s->r->kv_type);
     for (int i = 0; i < SNAPSHOTS && s->snapshot_size; i++) s->snapshots[i].data = xcalloc(s->snapshot_size, 1);
     return 0;
@@ -12741,7 +12758,8 @@ static void session_free(struct session *s) {
 /* ---- the length of the timeline ---- */
 
 /* Returns the shortest length to which the timeline can be truncated without a snapshot: rings and recurrent states no
- * longer hold what came before. */
+ * longer hold what came before. It is the same whatever was drafted, so that what is computed again is, too: a state lags
+ * by up to 16 tokens behind drafts, else by one, and by none behind a forward ahead. */
 static int session_reach(const struct session *s) {
     struct plane planes[PLANE_USES];
     int reach = 0;
@@ -12750,7 +12768,7 @@ static int session_reach(const struct session *s) {
         for (int u = 0; u < PLANE_USES; u++) {
             const struct plane *p = &planes[u];
             if (!p->width) continue;
-            if (p->kind == PLANE_STATE) reach = int_max(reach, s->state_pos);
+            if (p->kind == PLANE_STATE) reach = int_max(reach, int_max(s->state_pos, s->n_past - !s->r->goes_ahead));
             if (p->kind == PLANE_RING && s->n_past > p->n_row) reach = int_max(reach, s->n_past - p->n_row + p->window);
         }
     }
@@ -12946,8 +12964,8 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
     pg_run(&s->pg, (struct rank_step){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
 
-/* Chooses n tokens by rows first.. of the logits, the i-th behind tokens[0..n_past + i), from draws of *rng, which is
- * left as it is. Returns how many were chosen: a choice that is not the next of `tokens` is the last. */
+/* Chooses n tokens by rows first.. of the logits, the i-th behind tokens[0..n_past + i), from draws of rng. Returns
+ * how many were chosen: a choice that is not the next of `tokens` is the last. */
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
     const bool ahead =
@@ -13044,7 +13062,7 @@ static double session_decode(struct session *s, int32_t id) {
         s->n_past++;
         s->ahead = false;
     } else {
-        k = int_min(s->drafting.next, s->n_ctx - s->n_past - 1);
+        k = int_min(int_min(s->drafting.next, s->n_wanted), s->n_ctx - s->n_past - 1);
         session_draft(s, k);
         if (k) bytes = k * session_draft_bytes(s);
         session_forward(s, s->tokens + s->n_past, 1 + k);
@@ -13271,14 +13289,13 @@ static double session_forward_ops(const struct session *s, int n) {
  *
  *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, numbers of planes and tokens, state_pos,
  *                          checksum
- *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now
+ *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now, if it has it
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
  *
  * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. Planes of a prediction layer
  * come last; a session without it skips them, and one with it does without them: drafts are then worse for a while. The
- * checksum is FNV-1a over
- * 64-bit words: it finds damage, not malice. Load only files from people whom you trust.
+ * checksum is FNV-1a over 64-bit words: it finds damage, not malice. Load only files from people whom you trust.
  * ============================================================================================================ */
 
 static const char kv_magic[8] = "MOEKV003";
@@ -13974,11 +13991,11 @@ static int option_set(struct settings *s, const char *name, const char *value, c
         return fail(err, "--%s can only be set on the command line%s", name,
                     strcmp(name, "system") ? "" : "; /system changes the message");
     snprintf(typed, sizeof typed, "%s %s", name, value);
-    const struct settings before = *s;
+    const int draft_min = s->draft_min, draft_max = s->draft_max;
     if (settings_store(s, o, typed, value, err)) return -1;
     if (!drafts_check(s, err)) return 0;
-    s->draft_min = before.draft_min;
-    s->draft_max = before.draft_max;
+    s->draft_min = draft_min;
+    s->draft_max = draft_max;
     return -1;
 }
 
@@ -14009,7 +14026,7 @@ static void option_print(const struct settings *s, const char *name, FILE *f) {
         char *value = NULL;
         option_text(s, o, &value);
         const char *end = strstr(o->help, " (default"); /* the value says what holds in this chat */
-        fprintf(f, "  %-15s %-6s  %.*s\n", o->name, sb_cstr(&value), end ? (int)(end - o->help) : (int)strlen(o->help),
+        fprintf(f, "  %-16s %-6s  %.*s\n", o->name, sb_cstr(&value), end ? (int)(end - o->help) : (int)strlen(o->help),
                 o->help);
         arrfree(value);
     }
@@ -15087,8 +15104,10 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
             st->why = STOP_CONTEXT;
             break;
         }
+        if (c->set->n_predict >= 0) s->n_wanted = c->set->n_predict - st->n_generated;
         st->bytes += session_decode(s, id);
     }
+    s->n_wanted = INT_MAX;
     st->seconds = now_seconds() - t0;
     st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
@@ -15110,7 +15129,8 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
     if (st->n_prompt && st->prompt_seconds > 0)
         n += snprintf(line + n, sizeof line - (size_t)n, " | prompt %s at %.0f tok/s",
                       with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds);
-    note("%s | context %.0f %% of %s", line, 100 * use, with_commas((uint64_t)c->s->n_ctx, a));
+    if (st->drafts.drafted[0]) note("%s | context %.0f %%", line, 100 * use);
+    else note("%s | context %.0f %% of %s", line, 100 * use, with_commas((uint64_t)c->s->n_ctx, a));
     if (details)
         note("# first token %.2f s | %.1f GB/s | context %s | logits #%08x", st->first_seconds,
              st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, with_commas((uint64_t)c->s->n_past, a),
@@ -15610,7 +15630,8 @@ static void chat_print_drafts(const struct chat *c) {
     draft_shares(t, &text);
     for (int k = 1, n = 0; k <= DRAFTS_MAX && d->seconds[0] > 0; k++)
         if (d->seconds[k] > 0)
-            sb_printf(&text, "%s %.2f steps with %d", n++ ? "," : "; a round takes", d->seconds[k] / d->seconds[0], k);
+            sb_printf(&text, "%s %.2f steps with %d", n++ ? "," : "\n  a round takes", d->seconds[k] / d->seconds[0],
+                      k);
     fprintf(stderr, "%s\n", sb_cstr(&text));
     arrfree(text);
 }
@@ -17389,8 +17410,7 @@ enum {
     PLAN_CTX = 4096,     /* tokens of context that a model needs room for to fit, unless -c asks for fewer */
     PLAN_CTX_STEP = 256, /* the largest context is rounded down to a multiple of so many tokens */
     PLAN_LAYOUTS = 3,    /* most ways to write the number of GPUs, up to MAX_RANKS, as tp x pp */
-    PLAN_DRAFTS = 3,     /* most drafts of a round, and the share of them that is right, in percent, assumed */
-    PLAN_DRAFTS_RIGHT = 70
+    PLAN_RIGHT = 70      /* percent of right drafts among those behind right ones, assumed */
 };
 
 /* Seconds of an all-reduce of one token's activations, assumed: the one-shot kernel, NCCL. --doctor measures them. */
@@ -17421,7 +17441,7 @@ struct forecast {
     int kernels;
 };
 
-/* Decoding with the prediction layer, if PLAN_DRAFTS_RIGHT percent of the drafts are right. */
+/* Decoding with the prediction layer, if PLAN_RIGHT percent of the drafts behind right ones are right. */
 struct draft_forecast {
     int depth;      /* drafts of a round; 0: none, or they do not pay */
     double seconds; /* of a round, */
@@ -17452,7 +17472,8 @@ struct plan {
     int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
-    int want, least; /* tokens of context: wished for; without which the model does not fit */
+    int want, least;          /* tokens of context: wished for; without which the model does not fit */
+    int draft_min, draft_max; /* drafts of a round */
     struct plan_layout layout[PLAN_LAYOUTS];
     int n_layout;
     /* the answer */
@@ -17462,6 +17483,7 @@ struct plan {
     double percent;         /* of the model's experts that these are */
     int fewest;             /* experts per layer that a token needs */
     int shorter;            /* tokens: the largest context with all experts where they do not fit with -c N; 0: none */
+    bool fits_undrafted;    /* they fit without the prediction layers */
     int64_t missing;        /* bytes that the fullest device lacks with all experts, */
     int64_t missing_pruned; /* and with the fewest; 0: it fits */
 };
@@ -17684,6 +17706,9 @@ static void plan_solve(struct plan *p) {
             int longest = plan_largest(p, &p->layout[k], p->kv);
             if (longest >= usual && longest > p->shorter) p->shorter = longest;
         }
+        struct model trunk = *m;
+        trunk.n_prediction = 0;
+        p->fits_undrafted = m->n_prediction && plan_choose(p, &trunk);
     }
     plan_choose(p, m); /* sizes the ranks with all experts again */
     plan_missing(p);
@@ -18033,9 +18058,9 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
 static struct draft_forecast plan_drafts(const struct plan *p, const struct plan_layout *d, int ctx) {
     struct draft_forecast best = {.seconds = d->forecast.seconds, .tokens = 1};
     double tokens = 1, chain = 1;
-    for (int k = 1; k <= PLAN_DRAFTS; k++) {
+    for (int k = 1; k <= p->draft_max; k++) {
         double slowest = 0;
-        tokens += chain *= PLAN_DRAFTS_RIGHT * 1e-2;
+        tokens += chain *= PLAN_RIGHT * 1e-2;
         for (int i = 0; i < d->tp; i++) {
             const struct model *m = &d->rank[i].m;
             if (!m->n_prediction) return best;
@@ -18053,7 +18078,8 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
             arrfree(list);
         }
         const double seconds = d->forecast.seconds + slowest;
-        if (tokens / seconds > best.tokens / best.seconds) best = (struct draft_forecast){k, seconds, tokens};
+        if (k <= p->draft_min || tokens / seconds > best.tokens / best.seconds)
+            best = (struct draft_forecast){k, seconds, tokens};
     }
     return best;
 }
@@ -18195,6 +18221,7 @@ static void plan_head(const struct plan *p, char **text) {
         sb_printf(text, "\n            with %d experts per layer: still short by %s", p->fewest,
                   with_unit((double)p->missing_pruned, a));
     if (p->shorter) sb_printf(text, "\n            with all experts: fits with -c %d", p->shorter);
+    if (p->fits_undrafted) sb_printf(text, "\n            with all experts: fits without drafts (--spec-type none)");
     if (!p->cpu) sb_printf(text, "\nlayout      %s", p->layout[p->chosen].name);
     sb_printf(text, "\ncontext     %s tokens (trained: %s), %s cache\n\n", with_commas((uint64_t)p->context, a),
               with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
@@ -18207,16 +18234,21 @@ static void plan_head(const struct plan *p, char **text) {
 static void plan_drafts_text(const struct plan *p, const struct plan_layout *d, char **text) {
     const struct plan_rank *r = &d->rank[0];
     const struct draft_forecast *f = &d->drafts;
+    struct model trunk = r->m;
+    const size_t ctx = (size_t)p->context;
     char a[32];
     if (!r->m.n_prediction) return;
-    sb_printf(text, "drafts      the prediction layer takes %s%s", with_unit((double)r->prediction, a),
-              d->tp > 1 ? " of each GPU" : "");
+    trunk.n_prediction = 0;
+    const double cache = (double)(state_bytes(&r->m, p->kv, ctx) - state_bytes(&trunk, p->kv, ctx));
+    sb_printf(text, "drafts      the prediction layer and its cache take %s%s",
+              with_unit((double)r->prediction + cache, a), d->tp > 1 ? " of each GPU" : "");
     if (f->depth)
         sb_printf(text,
-                  ";\n            with %d drafts a round takes %.2f steps, and if %d %% of them are\n"
-                  "            right, gives %.2f tokens: about %.0f tok/s",
-                  f->depth, f->seconds / d->forecast.seconds, PLAN_DRAFTS_RIGHT, f->tokens, f->tokens / f->seconds);
-    else if (!p->cpu) sb_printf(text, "; drafts are not expected to pay");
+                  ";\n            a round with %d draft%s takes %.2f steps; if a draft behind right ones\n"
+                  "            is right with %d %%, it gives %.2f tokens: about %.0f tok/s",
+                  f->depth, f->depth > 1 ? "s" : "", f->seconds / d->forecast.seconds, PLAN_RIGHT, f->tokens,
+                  f->tokens / f->seconds);
+    else if (!p->cpu && p->draft_max) sb_printf(text, "; drafts are not expected to pay");
     sb_printf(text, "\n");
 }
 
@@ -18283,6 +18315,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                              p->percent, "missing", (json_int_t)p->missing, "missing_fewest_experts",
                              (json_int_t)p->missing_pruned, "ranks", ranks, "reads", all_row.json, "layouts", layouts);
     if (!p->cpu) {
+        json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
         json_object_set_new(json, "forecast_source", json_string(forecast_source));
         if (d->drafts.depth)
@@ -18322,6 +18355,8 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->kv_name = kv_names[p->kv];
     p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
     p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
+    p->draft_min = set->draft_min;
+    p->draft_max = set->draft_max;
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     if (!gpu) plan_cpu(p, set);
     else if (gpus_parse(set->gpus).gib > 0) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
@@ -18587,7 +18622,13 @@ static void engine_drafts(struct engine *e) {
         die("--spec-type draft-mtp: %s has no layer for multi-token prediction; moe-convert keeps that of a release "
             "that has one",
             m->name);
-    if (asked && set->pp > 1) die_usage("--spec-type draft-mtp does not work with --pp %d; use --tp", set->pp);
+    if (asked && set->pp > 1)
+        die_usage("--spec-type draft-mtp does not work with --pp %d; use %s", set->pp,
+                  set->calibrate ? "one GPU (--gpus 0), or --cpu" : "--tp");
+    if (asked && silent) note("--spec-type draft-mtp has no effect here: nothing is generated");
+    if (set->calibrate && set->pp > 1 && m->n_prediction && set->spec_type != SPEC_NONE)
+        note("with --pp %d the prediction layer gets no scores: moe-reap will prune it by those of the last layer",
+             set->pp);
     if (set->spec_type == SPEC_NONE || set->pp > 1 || silent) m->n_prediction = 0;
 }
 
@@ -19465,7 +19506,9 @@ static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, i
     char err[ERR_MAX], *shares = NULL;
     *d = (struct drafting){0};
     drafting_limit(d, n_min, n_max);
-    if (session_sync(s, ids, BENCH_PROSE, 0, err) != SYNC_DONE) return false;
+    const enum sync_result sync = session_sync(s, ids, BENCH_PROSE, 0, err);
+    if (sync == SYNC_FAILED) die("%s", err);
+    if (sync != SYNC_DONE) return false;
     int32_t id = session_sample(s, &greedy, NULL);
     const double t0 = now_seconds();
     int n = 0;
@@ -19494,15 +19537,17 @@ static bool bench_drafts(struct engine *e) {
     double step = 0;
     bool done = true;
     if (!s->r->m->n_prediction) return true;
-    if (!e->model.vocab->n_tokens || s->n_ctx < BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS ||
-        haystack_read(e->set, &prose, err)) {
-        note("drafts are not timed: that needs a vocabulary, a context of %d tokens and prompts/haystack.txt",
-             BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS);
+    if (e->model.vocab->n_tokens && !haystack_read(e->set, &prose, err)) {
+        const size_t n = strlen(sb_cstr(&prose));
+        tokenize_all(e->model.vocab, prose, n < 16 * BENCH_PROSE ? n : 16 * BENCH_PROSE, false, &ids);
+    }
+    if (arrlen(ids) < BENCH_PROSE || s->n_ctx < BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS) {
+        note("drafts are not timed: that needs a vocabulary, a context of %d tokens and a text of %d (--haystack)",
+             BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS, BENCH_PROSE);
         arrfree(prose);
+        arrfree(ids);
         return true;
     }
-    tokenize_all(e->model.vocab, prose, arrlenu(prose) < 4 * BENCH_PROSE ? arrlenu(prose) : 16 * BENCH_PROSE, false,
-                 &ids);
     printf("\ndrafts,tokens_per_round,round_steps,gen_tps,right\n");
     for (int k = 0; k <= e->set->draft_max && done; k++) done = bench_draft_line(s, ids, k, k, &step);
     if (done && e->set->draft_max) done = bench_draft_line(s, ids, 0, e->set->draft_max, &step);

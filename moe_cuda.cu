@@ -291,7 +291,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.sum16 = s.nccl ? d.n : 0;
     d.keys = (size_t)(m->max.mix - m->max.z);
     d.values = (size_t)m->max.values;
-    d.delta = d.values && d.n > d.decode ? (d.n + MAX_LAG + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
+    d.delta = d.values && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
     if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
     d.final = m->n_prediction ? d.n + FINAL_MORE : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
@@ -4183,7 +4183,8 @@ static void mla_launch(const struct mla_args *a, int nope, int rope, int v, cuda
  *
  * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: gated delta
  * net". Rows are the tokens that the state lacks (`lag` of them, whose inputs are in the rings) and then the forward's
- * own: row i is position state_pos + i. Decode is one kernel. Prefill has four for every DELTA_SEGMENT rows:
+ * own. Decode is one kernel. Prefill lets it take the lagging rows into the state one by one, so that what follows does
+ * not depend on how many there are, and has four for every DELTA_SEGMENT of its own rows:
  * k_delta_mix makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state,
  * k_delta_scan goes from tile to tile with the state, and k_delta_finish norms the results. In prefill
  * the factors of the state are pairs of F16 numbers, the rounded number and the rest: the state's relative error is
@@ -4224,7 +4225,8 @@ struct delta_args {
     uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
     size_t out_stride;
     struct ahead ahead; /* decode */
-    /* prefill: rows first..first+n_row-1, of which there are n_row_all */
+    int n_own;          /* k_delta_decode: own rows at most */
+    /* prefill: own rows first..first+n_row-1, of which there are n_row_all */
     struct delta_tiles t;
     int first, n_row, n_row_all;
 };
@@ -4340,7 +4342,8 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     ahead_request(a.ahead);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, c = tid % DELTA_HEAD, part = tid / DELTA_HEAD;
     const int dk = a.shape.head_k, dv = a.shape.head_v, j = blockIdx.x, kh = delta_key_head(a.shape, j);
-    const int pos = a.batch->pos, first = a.batch->state_pos, lag = pos - first, n = lag + a.batch->n_tok;
+    const int pos = a.batch->pos, first = a.batch->state_pos, lag = pos - first;
+    const int n = lag + min(a.batch->n_tok, a.n_own);
     float *state = a.state + (size_t)j * (size_t)(dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - part * DELTA_ROWS : 0; /* of the thread's values that exist */
     float S[DELTA_ROWS];
@@ -4433,7 +4436,7 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     grid_dependency_wait();
     const struct delta &d = a.shape;
     const int lane = threadIdx.x & 31, unit = blockIdx.y * 4 + (threadIdx.x >> 5), row0 = blockIdx.x * DELTA_STEP;
-    const int pos = a.batch->pos, p0 = a.batch->state_pos + a.first + row0;
+    const int pos = a.batch->pos, p0 = pos + a.first + row0;
     const int rows = min(a.n_row - row0, (int)DELTA_STEP), n_head = 2 * d.n_key + d.n_value;
     if (unit == n_head) {
         for (int i = lane; i < rows * d.n_value; i += WARP) {
@@ -4856,8 +4859,7 @@ __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ st
     grid_dependency_launch();
     grid_dependency_wait();
     const int n_value = a.shape.n_value, dv = a.shape.head_v, pos = a.batch->pos, n_tok = a.batch->n_tok;
-    const int t = a.first + (int)blockIdx.x - (pos - a.batch->state_pos), j0 = 4 * blockIdx.y;
-    if (t < 0) return;
+    const int t = a.first + (int)blockIdx.x, j0 = 4 * blockIdx.y;
     const int j = j0 + (int)(threadIdx.x >> 5);
     if (j < n_value)
         delta_finish(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
@@ -4865,21 +4867,23 @@ __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ st
     for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep(a, pos, t, k);
 }
 
-/* Enqueues a gated delta net: for n_tok own rows after `lag` lagging ones. */
+/* Enqueues a gated delta net: for n_tok own rows behind `lag` lagging ones. */
 static void delta_launch(const struct delta_args *args, int n_tok, int lag, cudaStream_t s) {
     struct delta_args a = *args;
     const unsigned heads = (unsigned)a.shape.n_value;
     const double keys = a.shape.n_key * a.shape.head_k, values = a.shape.n_value * a.shape.head_v;
     const double state = 2 * 4 * values * a.shape.head_k; /* bytes to read and write it */
-    if (n_tok <= DECODE_MAX_TOKENS) {
+    const bool decode = n_tok <= DECODE_MAX_TOKENS;
+    a.n_own = decode ? DECODE_MAX_TOKENS : 1; /* prefill makes its first row again */
+    if (decode || lag) {
         profile_next(state, "%u heads", heads);
         LAUNCH_PDL(k_delta_decode, heads, DELTA_THREADS, 0, s, a);
-        return;
     }
+    if (decode) return;
     cudaFuncSetAttribute(k_delta_prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_PREPARE_SMEM);
     cudaFuncSetAttribute(k_delta_scan, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_SCAN_SMEM);
     const int units = 2 * a.shape.n_key + a.shape.n_value + 1;
-    a.n_row_all = lag + n_tok;
+    a.n_row_all = n_tok;
     for (; a.first < a.n_row_all; a.first += DELTA_SEGMENT) {
         a.n_row = min(a.n_row_all - a.first, (int)DELTA_SEGMENT);
         const unsigned tiles = (unsigned)(a.n_row + DELTA_TILE - 1) / DELTA_TILE;
@@ -7091,8 +7095,9 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     const size_t free = f.free / sharers, needed = r->bytes + o->reserve / sharers + gpu_rounding(m);
     if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, free > needed ? free - needed : 0, want);
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
-        rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB",
-                  (double)free / 0x1p30, (double)r->bytes / 0x1p30);
+        rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB%s",
+                  (double)free / 0x1p30, (double)r->bytes / 0x1p30,
+                  m->n_prediction ? "; --spec-type none leaves out the prediction layer" : "");
     rank_agree(r);
     c->sizes.chunk = r->chunk;
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);

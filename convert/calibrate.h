@@ -188,6 +188,11 @@ static int scores_check(const struct calibration *c, const json_t *j, const char
     if (!routers || strcmp(routers, c->routers))
         return fail(err, "'%s' belongs to another model: routers %s, here %s", path, routers ? routers : "(none)",
                     c->routers);
+    if (n_layer == (size_t)c->e->model.n_layer && c->e->model.n_prediction)
+        return fail(err,
+                    "'%s' has no scores of the prediction layer: write another file, or go on without that layer "
+                    "(--spec-type none)",
+                    path);
     if (n_layer != (size_t)model_blocks(&c->e->model))
         return fail(err, "'%s' has %zu layers, expected %d", path, n_layer, model_blocks(&c->e->model));
     const json_t *tokens = json_object_get(j, "tokens");

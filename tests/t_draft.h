@@ -107,6 +107,42 @@ static void short_ring_text(struct session *s, bool is_short, int32_t *text, int
     CHECK(is_short == (s->n_predicted > PROMPT), "the prediction layer has made %d rows", s->n_predicted);
 }
 
+/* A turn behind an answer gives the same logits whatever was drafted in the answer, also where the end of the answer is
+ * taken back: rounds end with other lags of recurrent states. */
+static void check_next_turn(const char *name, struct session *s, const char *kernels) {
+    enum { PROMPT = 40, MARK = 30, ANSWER = 21, NEW = 40, ALL = PROMPT + ANSWER + NEW };
+    static const struct {
+        int answer, cut; /* tokens; tokens taken back at its end */
+    } c[] = {{6, 0}, {ANSWER, 0}, {ANSWER, 1}, {9, 3}};
+    static const int depths[] = {0, 2, 5};
+    const size_t bytes = (size_t)s->m->n_vocab * sizeof(float);
+    float *want = xmalloc(bytes);
+    int32_t ids[ALL];
+    char err[ERR_MAX];
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++)
+        for (size_t d = 0; d < sizeof depths / sizeof *depths; d++) {
+            const int depth = depths[d];
+            uint64_t seed = 5;
+            s->drafting = (struct drafting){0};
+            drafting_limit(&s->drafting, depth, depth);
+            session_truncate(s, 0);
+            some_ids(ids, ALL, s->m->n_vocab);
+            CHECK(session_sync(s, ids, PROMPT, MARK, err) == SYNC_DONE, "%s", err);
+            for (int k = 0; k < c[i].answer; k++) {
+                ids[PROMPT + k] = session_sample(s, &draft_samplings[2], &seed);
+                session_decode(s, ids[PROMPT + k]);
+            }
+            const int n = PROMPT + c[i].answer - c[i].cut;
+            some_ids(ids + n, ALL - n, s->m->n_vocab);
+            CHECK(session_sync(s, ids, n + NEW, n + NEW / 2, err) == SYNC_DONE, "%s", err);
+            if (!depth) memcpy(want, session_logits(s), bytes);
+            CHECK(!memcmp(want, session_logits(s), bytes),
+                  "%s, %s: other logits in the turn behind %d tokens less %d with %d drafts", name, kernels,
+                  c[i].answer, c[i].cut, depth);
+        }
+    free(want);
+}
+
 static void test_draft_text(void) {
     for (int f = 0; f < DRAFT_MODELS; f++) {
         struct model m;
@@ -122,6 +158,7 @@ static void test_draft_text(void) {
             int32_t text[2][20];
             for (int is_short = 0; is_short < 2; is_short++) short_ring_text(&s, is_short, text[is_short], 20);
             CHECK(!memcmp(text[0], text[1], sizeof text[0]), "%s: another text with a short ring", draft_models[f]);
+            check_next_turn(draft_models[f], &s, k->name);
             session_free(&s);
         }
         model_free(&m);
@@ -322,15 +359,13 @@ static void test_draft_depth(void) {
     static const struct {
         double step[4], right; /* seconds of rounds; share of right drafts */
         int want;
-    } c[] = {{{1, 1.1, 1.2, 1.3}, 0.9, 3},
-             {{1, 1.1, 1.2, 1.3}, 0.05, 0},
-             {{1, 1.3, 1.9, 2.6}, 0.6, 1},
-             {{1, 2.4, 3.1, 3.9}, 0.9, 0},
-             {{1, 1.7, 1.9, 2.1}, 0.9, 3}};
+        double slow; /* factor of rounds with drafts for the first 50 rounds; 0: none */
+    } c[] = {{{1, 1.1, 1.2, 1.3}, 0.9, 3, 0}, {{1, 1.1, 1.2, 1.3}, 0.05, 0, 0}, {{1, 1.3, 1.9, 2.6}, 0.6, 1, 0},
+             {{1, 2.4, 3.1, 3.9}, 0.9, 0, 0}, {{1, 1.7, 1.9, 2.1}, 0.9, 3, 0},  {{1, 1.1, 1.2, 1.3}, 0.9, 3, 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct drafting d = {0};
         uint64_t rng = 9;
-        int most = 0, used[4] = {0};
+        int most = 0, used[4] = {0}, behind = 0; /* rounds by which the prediction layer is behind */
         double seconds = 0, plain = 0;
         drafting_limit(&d, 0, 3);
         for (int round = 0; round < 2000; round++) {
@@ -338,16 +373,20 @@ static void test_draft_depth(void) {
             int right = 0;
             drafting_begin(&d, k);
             while (right < k && rng_uniform(&rng) < c[i].right) right++;
-            drafting_end(&d, right, c[i].step[k] * (round % 100 == 99 ? 50 : 0.95 + 0.1 * rng_uniform(&rng)));
+            const double step = c[i].step[k] * (k && round < 50 && c[i].slow > 0 ? c[i].slow : 1);
+            const double noisy = step * (round % 100 == 99 ? 50 : 0.95 + 0.1 * rng_uniform(&rng));
+            drafting_end(&d, right, k && behind > DECODE_MAX_TOKENS ? 0 : noisy);
+            behind = k ? 0 : behind + 1;
             used[k]++;
-            seconds += c[i].step[k];
+            seconds += step;
             plain += 1 + right;
         }
         for (int k = 0; k < 4; k++) {
             if (used[k] > used[most]) most = k;
             CHECK(used[k] > 5 || k > 1, "case %zu: %d drafts were tried %d times", i, k, used[k]);
         }
-        CHECK(most == c[i].want && used[most] > 1400, "case %zu: %d drafts in %d rounds of 2000", i, most, used[most]);
+        CHECK(most == c[i].want && used[most] > (c[i].slow > 0 ? 1000 : 1400),
+              "case %zu: %d drafts in %d rounds of 2000", i, most, used[most]);
         CHECK(seconds < 1.03 * plain, "case %zu: %.0f seconds, %.0f without drafts", i, seconds, plain);
         drafting_limit(&d, 2, 2);
         CHECK(d.next == 2, "case %zu: %d drafts where 2 were asked for", i, d.next);
@@ -395,6 +434,9 @@ static void test_draft_ends(void) {
                 CHECK(!strcmp(got, want) && s.n_past == n_past && c.last.logit_hash == hash && c.rng == rng,
                       "end %d, n %d, %d drafts: '%s' (%d tokens), expected '%s' (%d)", end, n, depth, got, s.n_past,
                       want, n_past);
+                CHECK(c.last.why != STOP_LENGTH || !s.n_draft, "%d drafts behind the last of %d tokens", s.n_draft, n);
+                const struct draft_stats *t = &c.last.drafts;
+                CHECK(t->tokens >= t->rounds, "%ld rounds gave %ld tokens", t->rounds, t->tokens);
                 chat_free(&c);
                 session_free(&s);
             }

@@ -588,8 +588,7 @@ static void batch_run(const struct batch_case *c, uint64_t seed, float *logits, 
         session_head(&s, 0, n);
         for (int i = 0; i < keep; i++)
             memcpy(logits + (size_t)(at + i) * v, s.r->ops->read_logits(s.r, i), v * sizeof *logits);
-        const int end = c->past + at + keep;
-        CHECK_INT(session_truncate(&s, end), end, "%s", c->name);
+        s.n_past = c->past + at + keep; /* as session_decode takes drafts back */
     }
     batch_state(&s, c->past, state);
     session_free(&s);

@@ -1330,7 +1330,7 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/set no-such-option", "unknown option 'no-such-option'");
     moe_ask(&p, "/set ctx 256", "can only be set on the command line");
     moe_ask(&p, "/set system x", "/system changes the message");
-    moe_ask(&p, "/set top-k 7", "top-k           7       sample from the K most likely tokens\r");
+    moe_ask(&p, "/set top-k 7", "top-k            7       sample from the K most likely tokens\r");
     moe_ask(&p, "/show perhaps", "perhaps");
     moe_ask(&p, "/show", "[no messages]");
     moe_ask(&p, "/system Be brief.", "system message set");

@@ -324,7 +324,7 @@ static const struct sass_layer {
     const char *kernels[9]; /* ended by NULL */
 } sass_layers[] = {
     {"GQA",
-     {223200, 252300},
+     {231100, 260100},
      {"k_gemv_linear<1,1>", "attn_gqa_decode<128,1>", "k_gemv_linear<1,0>", "k_route_decode<1,1>", "k_gemv_glu<1>",
       "k_gemv_down<1>"}},
     {"MLA",
@@ -332,7 +332,7 @@ static const struct sass_layer {
      {"k_gemv_linear<1,1>", "k_mla_query<1>", "attn_mla_kernel<512,64,1,1>", "k_mla_value<1>", "k_gemv_linear<1,0>",
       "k_route_decode<1,1>", "k_gemv_glu<1>", "k_gemv_down<1>"}},
     {"gated delta net",
-     {202200, 233800},
+     {202200, 241200},
      {"k_gemv_linear<1,1>", "k_delta_decode", "k_gemv_linear<1,0>", "k_route_decode<1,1>", "k_gemv_glu<1>",
       "k_gemv_down<1>"}},
 };
