@@ -12573,15 +12573,17 @@ static void draft_shares(const struct draft_stats *d, char **out) {
 }
 
 struct drafting {
-    int n_min, n_max;                              /* drafts of a round at least and at most; 0, 0: none */
-    int depth;                                     /* drafts of the latest round, */
-    int next;                                      /* and of the next one, where the context has room for them */
-    bool open;                                     /* the choices of the latest round are yet to come */
-    double seconds[DRAFTS_MAX + 1];                /* running mean of a round with so many drafts; 0: none was timed */
-    int trials[DRAFTS_MAX + 1];                    /* rounds with so many drafts that were timed, */
-    long latest[DRAFTS_MAX + 1];                   /* and the number of the latest, as `begun` counts */
-    long latest_before;                            /* what `latest` was before the latest round */
-    long begun;                                    /* rounds that have begun */
+    int n_min, n_max;               /* drafts of a round at least and at most; 0, 0: none */
+    int best;                       /* the best number of drafts that was tried */
+    int depth;                      /* drafts of the latest round, */
+    int next;                       /* and of the next one, where the context has room for them */
+    bool open;                      /* the choices of the latest round are yet to come */
+    double seconds[DRAFTS_MAX + 1]; /* running mean of a round with so many drafts; 0: none was timed */
+    int trials[DRAFTS_MAX + 1];     /* rounds with so many drafts that were timed, */
+    long latest[DRAFTS_MAX + 1];    /* and the number of the latest, as `begun` counts */
+    long latest_before;             /* what `latest` was before the latest round */
+    double catch_up;                /* seconds of a row that the prediction layer makes late; 0: unknown */
+    long begun;                     /* rounds that have begun */
     double drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* as in total, over the latest rounds */
     double other_ids;                              /* share of the latest tokens that have none of the first ids */
     struct draft_stats total;
@@ -12599,24 +12601,28 @@ static double drafting_pace(const struct drafting *d, int k) { return d->seconds
 
 /* Whether k drafts, which were not tried yet, may be better than the best. A further draft brings at most what the one
  * before it brought, and is taken to cost the same. */
-static bool drafting_may_pay(const struct drafting *d, int k, int best) {
+static bool drafting_may_pay(const struct drafting *d, int k) {
     if (k < d->n_min + 2) return true;
     const double seconds = fmax(2 * d->seconds[k - 1] - d->seconds[k - 2], d->seconds[k - 1]);
-    return seconds < drafting_pace(d, best) * (2 * drafting_tokens(d, k - 1) - drafting_tokens(d, k - 2));
+    return seconds < drafting_pace(d, d->best) * (2 * drafting_tokens(d, k - 1) - drafting_tokens(d, k - 2));
 }
 
 /* Returns the number of drafts of the next round: the best, one that was not tried yet and may be better, or one that
- * was tried long ago. The worse that one was, the longer ago: trying again costs less than 1 %. */
-static int drafting_choose(const struct drafting *d) {
-    int best = d->n_min, tried = d->n_min;
-    for (; tried <= d->n_max && d->trials[tried] >= DRAFT_TRIALS; tried++)
-        if (drafting_pace(d, tried) < drafting_pace(d, best)) best = tried;
-    if (tried <= d->n_max && drafting_may_pay(d, tried, best)) return tried;
-    for (int k = d->n_min; k < tried; k++) {
-        const double loss = drafting_pace(d, k) / drafting_pace(d, best) - 1;
+ * was tried long ago. The worse that one was, the longer ago: trying again costs less than 1 %. Behind rounds without
+ * drafts the prediction layer has to catch up first; where that costs more, nothing is tried again. */
+static int drafting_choose(struct drafting *d) {
+    int tried = d->n_min;
+    while (tried <= d->n_max && d->trials[tried] >= DRAFT_TRIALS) tried++;
+    if (tried == d->n_min) return tried;
+    d->best = int_max(d->n_min, int_min(d->best, tried - 1));
+    for (int k = d->n_min; k < tried; k++)
+        if (drafting_pace(d, k) < 0.98 * drafting_pace(d, d->best)) d->best = k;
+    if (tried <= d->n_max && drafting_may_pay(d, tried)) return tried;
+    for (int k = d->n_min; k < tried && (d->best || d->catch_up <= 0.01 * d->seconds[0]); k++) {
+        const double loss = drafting_pace(d, k) / drafting_pace(d, d->best) - 1;
         if ((double)(d->begun - d->latest[k]) > DRAFT_EXPLORE * fmin(1 + 20 * loss, 16)) return k;
     }
-    return best;
+    return d->best;
 }
 
 /* Sets the limits of the depth. */
@@ -12638,9 +12644,11 @@ static void drafting_begin(struct drafting *d, int k) {
     d->next = drafting_choose(d);
 }
 
-/* It ends after `seconds`, 0: not timed, and its first `right` drafts were right. */
-static void drafting_end(struct drafting *d, int right, double seconds) {
+/* It ends after `seconds` (0: not timed), in which the prediction layer first made `late` rows, and its first `right`
+ * drafts were right. */
+static void drafting_end(struct drafting *d, int right, double seconds, int late) {
     const int k = d->depth;
+    double *mean = &d->seconds[k];
     if (!d->open) return;
     d->open = false;
     d->total.rounds++;
@@ -12652,11 +12660,11 @@ static void drafting_end(struct drafting *d, int right, double seconds) {
         d->drafted[i] += 1 - d->drafted[i] / DRAFT_MEMORY;
         d->right[i] += hit - d->right[i] / DRAFT_MEMORY;
     }
-    if (seconds <= 0) {
+    if (seconds <= 0 || late) {
         d->latest[k] = d->latest_before; /* it has to be tried again */
+        if (late && *mean > 0) d->catch_up = fmax(0, seconds - *mean) / late;
         return;
     }
-    double *mean = &d->seconds[k];
     const bool old = d->begun - d->latest_before > DRAFT_EXPLORE;
     if (d->trials[k]++ <= 1) *mean = seconds;
     else if (old) *mean = fmin(seconds, 2 * *mean);
@@ -12694,6 +12702,7 @@ struct session {
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
     double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
+    int late;             /* rows that the prediction layer made in this round because none did in former ones */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
@@ -12913,7 +12922,7 @@ static void session_predict(struct session *s, enum pass pass, const int32_t *id
  * them is of kind `last`. */
 static void session_catch_up(struct session *s, int n, enum pass last) {
     if (!s->r->m->n_prediction) return;
-    if (n - s->n_predicted > DECODE_MAX_TOKENS) s->round_start = 0;
+    if (n - s->n_predicted > DECODE_MAX_TOKENS) s->late = n - s->n_predicted;
     while (s->n_predicted < n) {
         const int some = int_min(n - s->n_predicted, s->r->chunk);
         session_predict(s, s->n_predicted + some < n ? PASS_PREDICTION : last, s->tokens + s->n_predicted + 1, some,
@@ -13089,8 +13098,9 @@ static void session_choose_all(struct session *s, const struct sampling *o, uint
     s->chosen_to = s->row + n;
     for (int i = s->row; i < s->chosen_to; i++) drafting_token(&s->drafting, s->chosen[i] >= s->first_ids);
     const double now = now_seconds();
-    drafting_end(&s->drafting, n - 1, s->round_start > 0 ? now - s->round_start : 0);
+    drafting_end(&s->drafting, n - 1, s->round_start > 0 ? now - s->round_start : 0, s->late);
     s->round_start = now;
+    s->late = 0;
 }
 
 /* Returns the next token, chosen by the logits of the last. It has to go to session_decode, or not into the timeline. A

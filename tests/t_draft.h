@@ -375,7 +375,8 @@ static void test_draft_depth(void) {
             while (right < k && rng_uniform(&rng) < c[i].right) right++;
             const double step = c[i].step[k] * (k && round < 50 && c[i].slow > 0 ? c[i].slow : 1);
             const double noisy = step * (round % 100 == 99 ? 50 : 0.95 + 0.1 * rng_uniform(&rng));
-            drafting_end(&d, right, k && behind > DECODE_MAX_TOKENS ? 0 : noisy);
+            const int late = k && behind > DECODE_MAX_TOKENS ? behind : 0;
+            drafting_end(&d, right, noisy + 0.001 * late, late);
             behind = k ? 0 : behind + 1;
             used[k]++;
             seconds += step;
