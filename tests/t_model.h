@@ -216,24 +216,19 @@ static float *prediction_logits(const struct model *m, const struct kernels *k, 
     return out;
 }
 
-/* The prediction layer of a fixture against that of Hugging Face: predict.f32, row t from the final row of t and the
- * token behind it. */
-static void check_prediction(const char *name) {
-    struct model m;
-    char path[256];
+/* The prediction layer of a model against that of Hugging Face. The files are those of a fixture, ids.i32 and
+ * predict.f32: row t from the final row of t and the token behind it. */
+static void check_prediction(const char *name, const struct model *m, const char *ids_path, const char *want_path) {
     size_t n_ids = 0, n_want = 0;
-    if (!fixture_load(name, &m)) return;
-    snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", name);
-    int32_t *ids = slurp(path, &n_ids);
-    snprintf(path, sizeof path, "tests/fixtures/%s/predict.f32", name);
-    float *want = slurp(path, &n_want);
+    int32_t *ids = slurp(ids_path, &n_ids);
+    float *want = slurp(want_path, &n_want);
     const int n = (int)(n_ids / sizeof *ids);
-    const size_t count = (size_t)(n - 1) * (size_t)m.n_vocab;
-    CHECK(m.n_prediction == 1, "%s: %d prediction layers", name, m.n_prediction);
-    if (CHECK(n_want == count * sizeof *want, "%s: %zu bytes", path, n_want) && m.n_prediction)
+    const size_t count = (size_t)int_max(n - 1, 0) * (size_t)m->n_vocab;
+    CHECK(m->n_prediction == 1, "%s: %d prediction layers", name, m->n_prediction);
+    if (CHECK(count && n_want == count * sizeof *want, "%s: %zu bytes", want_path, n_want) && m->n_prediction)
         for (int tp = 1; tp <= 2; tp++) {
-            float *ref = prediction_logits(&m, &kernels_ref, tp, ids, n);
-            float *fast = prediction_logits(&m, kernels_choose(), tp, ids, n);
+            float *ref = prediction_logits(m, &kernels_ref, tp, ids, n);
+            float *fast = prediction_logits(m, kernels_choose(), tp, ids, n);
             const double e = nmse(ref, want, count), f = nmse(fast, want, count);
             CHECK(e <= 1e-6, "%s, --tp %d: NMSE %.3g", name, tp, e);
             CHECK(f <= 1e-3, "%s, --tp %d, fast kernels: NMSE %.3g", name, tp, f);
@@ -242,14 +237,29 @@ static void check_prediction(const char *name) {
         }
     arrfree(ids);
     arrfree(want);
-    model_free(&m);
 }
 
-static void test_fixtures_prediction(void) {
+static bool demo_load(struct model *m) {
+    char err[ERR_MAX];
+    return CHECK(model_load(m, "build/demo.gguf", err) == 0, "%s", err);
+}
+
+static void test_prediction(void) {
     static const char *const names[] = {"deepseek_v3_plain", "deepseek_v3_mtp", "hy_v3",          "qwen3_5_moe",
                                         "qwen3_5_moe_nvfp4", "qwen3_next",      "qwen3_next_fp8", "glm4_moe",
                                         "glm4_moe_air",      "glm4_moe_lite"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) check_prediction(names[i]);
+    struct model m;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        char ids[256], want[256];
+        if (!fixture_load(names[i], &m)) continue;
+        snprintf(ids, sizeof ids, "tests/fixtures/%s/ids.i32", names[i]);
+        snprintf(want, sizeof want, "tests/fixtures/%s/predict.f32", names[i]);
+        check_prediction(names[i], &m, ids, want);
+        model_free(&m);
+    }
+    if (!demo_load(&m)) return;
+    check_prediction("demo", &m, "tests/golden/demo/predict_ids.i32", "tests/golden/demo/predict.f32");
+    model_free(&m);
 }
 
 static void test_fixtures_hy3(void) { check_fixture("hy_v3", NULL); }
@@ -278,11 +288,6 @@ static void test_fixtures_reap(void) {
 }
 
 /* ---- the demo model ---- */
-
-static bool demo_load(struct model *m) {
-    char err[ERR_MAX];
-    return CHECK(model_load(m, "build/demo.gguf", err) == 0, "%s", err);
-}
 
 /* reference_hf.json: rendered prompt, ids, the eight largest logits, norms of all positions and the greedy
  * continuation. */
@@ -1104,7 +1109,7 @@ static void test_cpu_profile(void) {
 #define TESTS_MODEL                                                                                                   \
     {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
         {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
-        {"model/prediction", test_fixtures_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},              \
+        {"model/prediction", test_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},                       \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
         {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
         {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
