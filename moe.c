@@ -12329,9 +12329,9 @@ static const char *nccl_name(char out[24]) {
  * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
  * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
  * config.json and names that differ from the table's; and the tables of families in both READMEs. Tests say what is
- * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention
- * with a window is no operation that exists: it needs a check in rope_store_kv, attend_run and
- * attend_all, their kernels in moe_cuda.cu (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
+ * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention with a window
+ * is no operation that exists: it needs a check in rope_store_kv, attend_run and attend_all, their kernels in moe_cuda.cu
+ * (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
  * ============================================================================================================ */
 
 /* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT,
@@ -12544,8 +12544,8 @@ enum {
     DRAFT_TRIALS = 3,   /* rounds of a depth before it is judged; the first of them is not timed */
     DRAFT_EXPLORE = 32, /* rounds after which another depth than the best is tried again: times and shares change */
     DRAFT_MEMORY = 64,  /* rounds, or tokens, over which shares are averaged */
-    DRAFT_IDS = 65536   /* rows of the head that a draft reads. The ids of a byte-level BPE stand in the order in which
-                         * its text needed them: 98 % of the tokens of an English text are among them. */
+    DRAFT_IDS = 65536   /* rows of the head that a draft reads. BPE numbers its tokens roughly by their frequency: of a
+                         * vocabulary of 100,000, these are 98 % of the tokens of English prose. */
 };
 #define DRAFT_OTHER 0.125 /* share of tokens with other ids from which on drafts read the whole head */
 
@@ -12582,8 +12582,8 @@ struct drafting {
     int trials[DRAFTS_MAX + 1];     /* rounds with so many drafts that were timed, */
     long latest[DRAFTS_MAX + 1];    /* and the number of the latest, as `begun` counts */
     long latest_before;             /* what `latest` was before the latest round */
-    double catch_up;                /* seconds of a row that the prediction layer makes late; 0: unknown */
-    long begun;                     /* rounds that have begun */
+    double catch_up; /* seconds that the prediction layer takes for a row of an earlier round; 0: unknown */
+    long begun;      /* rounds that have begun */
     double drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* as in total, over the latest rounds */
     double other_ids;                              /* share of the latest tokens that have none of the first ids */
     struct draft_stats total;
@@ -12644,8 +12644,8 @@ static void drafting_begin(struct drafting *d, int k) {
     d->next = drafting_choose(d);
 }
 
-/* It ends after `seconds` (0: not timed), in which the prediction layer first made `late` rows, and its first `right`
- * drafts were right. */
+/* It ends after `seconds` (0: not timed), in which the prediction layer also computed `late` rows of earlier rounds, and its
+ * first `right` drafts were right. */
 static void drafting_end(struct drafting *d, int right, double seconds, int late) {
     const int k = d->depth;
     double *mean = &d->seconds[k];
@@ -12702,7 +12702,7 @@ struct session {
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
     double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
-    int late;             /* rows that the prediction layer made in this round because none did in former ones */
+    int late;             /* rows of earlier rounds that the prediction layer computed in this round */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
