@@ -177,8 +177,9 @@ struct weight {
      * a row in runs of col_run, col_run_bytes apart */
     int row_run, col_run;
     size_t row_run_bytes, col_run_bytes;
-    const float *scale;   /* (n_expert) factors of the outputs, or NULL for 1 */
-    const float *bias;    /* (n_out) added to the output of a plain matrix, or NULL */
+    const float *scale; /* (n_expert) factors of the outputs, or NULL for 1 */
+    const float *bias;  /* (n_expert, n_out) rows bias_stride apart: added to the outputs; NULL: nothing is */
+    int bias_stride;
     bool has_input_scale; /* the file was made for 4-bit activations: it has NAME.input_scale */
 };
 
@@ -189,7 +190,11 @@ struct attn {
     int q_lora;            /* latent attention: width of the compressed query; 0: wq makes the query at once */
     int kv_lora;           /* latent attention: width of the latent; 0: grouped-query attention */
     int rope;              /* index in model.ropes */
+    int window;            /* keys that a token sees, its own and those before it; 0: all */
+    int n_gate;            /* HAS_HEAD_GATE: gates of a head's result, one or head_v */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
+    int whole_head;                   /* query heads of the whole model */
+    bool copied_kv;                   /* shard: a rank before it has its KV head, too, and counts it in row norms */
     float scale;                      /* factor of q.k before the softmax */
 };
 
@@ -206,11 +211,12 @@ struct delta {
 
 /* A rotation of queries and keys by position. */
 struct rope {
-    int dim;           /* values of a head that are rotated */
+    int dim;           /* values of a head that are rotated, the first ones of grouped-query attention's, */
+    bool pairs;        /* value 2i against 2i + 1; otherwise i against i + dim / 2. Latent attention always has pairs */
     float factor;      /* of cos and sin (YaRN) */
     const float *freq; /* (dim / 2) radians per position */
 };
-enum { MAX_ROPES = 2 /* on a CPU; a GPU takes one, and no family here has more */ };
+enum { MAX_ROPES = 2 /* of a model: of layers that see all keys, and of those with a window */ };
 
 /* What a layer is made of. The table of tensors says by these bits which layers have a tensor. */
 enum layer_has {
@@ -229,8 +235,22 @@ enum layer_has {
     HAS_DELTA_AB = 1 << 12,  /* whose decay and beta have a matrix each, */
     HAS_DELTA_BA = 1 << 13,  /* or one for both */
     HAS_FFN_NORM = 1 << 14,  /* the norm before the feed-forward is called ffn_norm, */
-    HAS_POST_NORM = 1 << 15  /* or post_attention_norm */
+    HAS_POST_NORM = 1 << 15, /* or post_attention_norm */
+    HAS_ROW_NORM = 1 << 16,  /* queries and keys are normed over all of their heads at once */
+    HAS_SINKS = 1 << 17,     /* every head has a sink: a logit in the softmax that no value belongs to */
+    HAS_BIASES = 1 << 18,    /* wo, the router and the experts have biases */
+    HAS_HEAD_GATE = 1 << 19  /* a matrix gives gates of the heads' results */
 };
+
+/* How a feed-forward joins gate and up. */
+enum glu {
+    GLU_SILU,       /* silu(gate) * up */
+    GLU_SILU_CLAMP, /* min(silu(gate), limit) * clamp(up, -limit, limit) */
+    GLU_OAI         /* gpt-oss: g = min(gate, limit): g sigmoid(1.702 g) * (clamp(up, -limit, limit) + 1) */
+};
+
+/* How a head's gate scales its result. */
+enum head_gate { GATE_SIGMOID, GATE_SOFTPLUS };
 
 struct layer {
     uint32_t has; /* bits of enum layer_has */
@@ -241,7 +261,10 @@ struct layer {
     struct weight wq;             /* (n_head * head_k, n_embd) */
     struct weight wk;             /* (n_head_kv * head_k, n_embd) */
     struct weight wv;             /* (n_head_kv * head_v, n_embd) */
-    const float *q_norm, *k_norm; /* (head_k); NULL: the heads are not normed */
+    const float *q_norm, *k_norm; /* (head_k), NULL: the heads are not normed; HAS_ROW_NORM: (DIM_Q), (DIM_K) */
+    const float *sinks;           /* (n_head) logits in the softmax that no value belongs to; NULL: none */
+    struct weight w_gate;         /* (n_head * n_gate, n_embd) gates of the heads' results, of kind head_gate */
+    enum head_gate head_gate;
     /* multi-head latent attention */
     struct weight wq_a, wq_b;          /* (q_lora, n_embd), (n_head * head_k, q_lora) */
     struct weight wkv_a;               /* (kv_lora + rope dim, n_embd) */
@@ -255,12 +278,14 @@ struct layer {
     const float *decay, *dt_bias;  /* (whole model's n_value): -exp(A_log); added to alpha */
     const float *delta_norm;       /* (head_v) */
     /* feed-forward: dense when n_expert is 0 */
-    int n_expert;                          /* routed experts of this layer; pruning makes it differ between layers */
-    int n_expert_used;                     /* of them per token */
-    int n_ff, n_ff_shared;                 /* hidden width of an expert or dense feed-forward; of the shared expert */
-    struct weight router;                  /* (n_expert, n_embd) */
-    const float *router_bias;              /* (n_expert), added for the selection only; NULL: none */
-    struct weight gate, up, down;          /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
+    int n_expert;             /* routed experts of this layer; pruning makes it differ between layers */
+    int n_expert_used;        /* of them per token */
+    int n_ff, n_ff_shared;    /* hidden width of an expert or dense feed-forward; of the shared expert */
+    struct weight router;     /* (n_expert, n_embd) */
+    const float *router_bias; /* (n_expert), added for the selection only; NULL: none */
+    enum glu glu;
+    float glu_limit, sh_glu_limit; /* of the experts or the dense feed-forward; of the shared expert; 0: GLU_SILU */
+    struct weight gate, up, down;  /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
     const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
@@ -278,6 +303,7 @@ enum dim {
     DIM_ONE,
     DIM_EMBD,    /* n_embd */
     DIM_2_EMBD,  /* 2 n_embd */
+    DIM_SUM,     /* n_embd: of a vector that is added to a sum over the ranks, so that the first rank alone has it */
     DIM_VOCAB,   /* n_vocab: rows of a head, which ranks divide */
     DIM_TOKENS,  /* n_vocab: rows of an embedding */
     DIM_Q,       /* n_head * head_k; with HAS_Q_GATE twice that */
@@ -285,6 +311,7 @@ enum dim {
     DIM_V,       /* n_head_kv * head_v */
     DIM_ATT,     /* n_head * head_v */
     DIM_HEADS,   /* n_head */
+    DIM_GATES,   /* n_head * n_gate */
     DIM_HEAD_K,  /* head_k */
     DIM_HEAD_V,  /* head_v */
     DIM_NOPE,    /* head_k without its rotated values */
@@ -322,7 +349,7 @@ struct tensor_rule {
     uint8_t kind;     /* enum tensor_kind */
     uint8_t in, out;  /* enum dim: values of a row, rows; of a vector its length and DIM_ONE */
     uint8_t n;        /* enum dim: matrices in the stack */
-    uint16_t when;    /* bits of enum layer_has that a layer must all have */
+    uint32_t when;    /* bits of enum layer_has that a layer must all have */
     bool optional;
 };
 enum { NOT_BOUND = UINT16_MAX };
@@ -331,6 +358,8 @@ enum { NOT_BOUND = UINT16_MAX };
     { name, hf, offsetof(struct layer, field), TENSOR_MATRIX, DIM_##in, DIM_##out, DIM_##n, when, false }
 #define VECTOR(name, hf, field, in, when) \
     { name, hf, offsetof(struct layer, field), TENSOR_VECTOR, DIM_##in, DIM_ONE, DIM_ONE, when, false }
+#define VECTORS(name, hf, field, in, out, when) \
+    { name, hf, offsetof(struct layer, field), TENSOR_VECTOR, DIM_##in, DIM_##out, DIM_ONE, when, false }
 #define OPTIONAL(name, hf, field, in, when) \
     { name, hf, offsetof(struct layer, field), TENSOR_VECTOR, DIM_##in, DIM_ONE, DIM_ONE, when, true }
 #define OPTIONAL_MATRIX(name, hf, field, in, out, when) \
@@ -353,7 +382,12 @@ static const struct tensor_rule tensor_rules[] = {
     OPTIONAL("attn_v.bias",         "self_attn.v_proj.bias",        wv.bias,     V,                 HAS_GQA),
     VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      HEAD_K,            HAS_HEAD_NORM),
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      HEAD_K,            HAS_HEAD_NORM),
+    VECTOR("attn_q_norm.weight",    "self_attn.q_norm",             q_norm,      Q,                 HAS_ROW_NORM),
+    VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      K,                 HAS_ROW_NORM),
+    VECTOR("attn_sinks.weight",     "self_attn.sinks",              sinks,       HEADS,             HAS_SINKS),
+    MATRIX("attn_gate",             "self_attn.g_proj",             w_gate,      EMBD,    GATES,    ONE,     HAS_HEAD_GATE),
     MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_ATTENTION),
+    VECTOR("attn_output.bias",      "self_attn.o_proj.bias",        wo.bias,     SUM,               HAS_BIASES),
     {"attn_qkv", "linear_attn.in_proj_qkv", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MIX, DIM_ONE, HAS_DELTA, false},
     MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_DELTA),
     MATRIX(NULL,                    NULL,                           wk,          EMBD,    KEY,      ONE,     HAS_DELTA),
@@ -375,10 +409,14 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ffn_up",                "mlp.up_proj",                  up,          EMBD,    FF,       ONE,     HAS_DENSE_FFN),
     MATRIX("ffn_down",              "mlp.down_proj",                down,        FF,      EMBD,     ONE,     HAS_DENSE_FFN),
     {"ffn_gate_inp", "mlp.gate", offsetof(struct layer, router), TENSOR_ROUTER, DIM_EMBD, DIM_EXPERTS, DIM_ONE, HAS_EXPERTS, false},
+    VECTOR("ffn_gate_inp.bias",     "mlp.gate.bias",                router.bias, EXPERTS,           HAS_EXPERTS | HAS_BIASES),
     OPTIONAL("exp_probs_b.bias",    "mlp.gate.e_score_correction_bias", router_bias, EXPERTS,       HAS_EXPERTS),
     MATRIX("ffn_gate_exps",         "mlp.experts.*.gate_proj",      gate,        EMBD,    FF,       EXPERTS, HAS_EXPERTS),
     MATRIX("ffn_up_exps",           "mlp.experts.*.up_proj",        up,          EMBD,    FF,       EXPERTS, HAS_EXPERTS),
     MATRIX("ffn_down_exps",         "mlp.experts.*.down_proj",      down,        FF,      EMBD,     EXPERTS, HAS_EXPERTS),
+    VECTORS("ffn_gate_exps.bias",   "mlp.experts.*.gate_proj.bias", gate.bias,   FF,      EXPERTS,           HAS_EXPERTS | HAS_BIASES),
+    VECTORS("ffn_up_exps.bias",     "mlp.experts.*.up_proj.bias",   up.bias,     FF,      EXPERTS,           HAS_EXPERTS | HAS_BIASES),
+    VECTORS("ffn_down_exps.bias",   "mlp.experts.*.down_proj.bias", down.bias,   SUM,     EXPERTS,           HAS_EXPERTS | HAS_BIASES),
     MATRIX("ffn_gate_shexp",        "mlp.shared_experts.gate_proj", sh_gate,     EMBD,    SHARED,   ONE,     HAS_SHARED),
     MATRIX("ffn_up_shexp",          "mlp.shared_experts.up_proj",   sh_up,       EMBD,    SHARED,   ONE,     HAS_SHARED),
     MATRIX("ffn_down_shexp",        "mlp.shared_experts.down_proj", sh_down,     SHARED,  EMBD,     ONE,     HAS_SHARED),
@@ -387,12 +425,14 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_PREDICTION),
     MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_PREDICTION),
     OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_PREDICTION),
+    OPTIONAL("layer_output_norm.weight", "final_layernorm",         head_norm,   EMBD,              HAS_PREDICTION),
     OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_PREDICTION),
     OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_PREDICTION),
 };
 /* clang-format on */
 #undef MATRIX
 #undef VECTOR
+#undef VECTORS
 #undef OPTIONAL
 #undef OPTIONAL_MATRIX
 enum { TENSOR_RULES = sizeof tensor_rules / sizeof *tensor_rules };
@@ -411,13 +451,17 @@ static const struct key_range {
     double lo, hi;
 } key_ranges[] = {{"attention.layer_norm_rms_epsilon", 0, 1},
                   {"attention.temperature_scale", 0, 1e6},
+                  {"attention.value_scale", 0, 1e6},
                   {"expert_weights_scale", 0, 1e6},
                   {"rope.freq_base", 1, 1e12},
+                  {"rope.freq_base_swa", 1, 1e12},
                   {"rope.scaling.attn_factor", 0, 1e3},
                   {"rope.scaling.factor", 0, 1e6},
                   {"rope.scaling.yarn_beta_fast", 0, 1e6},
                   {"rope.scaling.yarn_beta_slow", 0, 1e6},
                   {"rope.scaling.yarn_log_multiplier", 0, 10},
+                  {"swiglu_clamp_exp", 0, 1e6},
+                  {"swiglu_clamp_shexp", 0, 1e6},
                   /* not supported: nothing but the neutral value */
                   {"rope.scale_linear", 1, 1},
                   {"rope.scaling.yarn_ext_factor", 0, 1}};
@@ -445,7 +489,8 @@ static inline const struct tensor_rule *rule_next(const struct tensor_rule *rule
 /* Whether a token reads only those matrices of the stack whose experts it has chosen. */
 static inline bool rule_routed(const struct tensor_rule *rule) { return rule->n == DIM_EXPERTS; }
 
-enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2 }; /* values of the metadata key */
+/* Values of the metadata key. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
+enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3 };
 
 /* What a rank holds of a model: rank `rank` of the n_rank that divide every layer of a stage (tensor parallelism), in
  * pipeline stage `stage` of n_stage, each of which has consecutive layers. */
@@ -459,6 +504,7 @@ enum { MAX_RANKS = 4 /* of all stages together */, ALL_GATHER_MAX = 256 /* bytes
 struct maxima {
     int n_head, head_k, head_v, q_lora, kv_lora, rope_dim;
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
+    int gates;                                /* of heads */
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
@@ -509,6 +555,7 @@ struct family {
     const char *arch;    /* general.architecture */
     enum gating gating;  /* the router's function where the file does not name it */
     bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
+    bool softmax_bias;   /* routing biases are used without a sigmoid, too */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -557,6 +604,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     switch (dim) {
     case DIM_ONE: return 1;
     case DIM_EMBD: return m->n_embd;
+    case DIM_SUM: return m->n_embd;
     case DIM_2_EMBD: return 2 * m->n_embd;
     case DIM_VOCAB:
     case DIM_TOKENS: return m->n_vocab;
@@ -565,6 +613,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_V: return a->n_head_kv * a->head_v;
     case DIM_ATT: return a->n_head * a->head_v;
     case DIM_HEADS: return a->n_head;
+    case DIM_GATES: return a->n_head * a->n_gate;
     case DIM_HEAD_K: return a->head_k;
     case DIM_HEAD_V: return a->head_v;
     case DIM_NOPE: return layer_nope(m, layer);
@@ -670,6 +719,7 @@ enum act {
     A_K,     /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
     A_V,     /* (n_tok, n_head_kv * head_v) values */
     A_ATT,   /* (n_tok, n_head * head_v) outputs of the heads */
+    A_GATE,  /* (n_tok, n_head * n_gate) HAS_HEAD_GATE: gates of the heads' results, before their function */
     A_Z,     /* (n_tok, n_value * head_v) delta net: gates of the result */
     A_ALPHA, /* (n_tok, n_value) delta net: inputs of the decay, */
     A_BETA,  /* (n_tok, n_value) and of beta */
@@ -687,10 +737,14 @@ static inline void layer_projections(const struct layer *l, const struct weight 
     const enum act latent_out[2] = {A_K, low_rank ? A_QA : A_Q};
     const struct weight *const heads[LINEAR_MAX] = {&l->wq, &l->wk, &l->wv, &l->wz, &l->w_alpha, &l->w_beta};
     const enum act heads_out[LINEAR_MAX] = {A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA};
-    const int n = mla ? 2 : l->has & HAS_DELTA ? 6 : 3;
+    int n = mla ? 2 : l->has & HAS_DELTA ? 6 : 3;
     for (int i = 0; i < n; i++) {
         w[i] = mla ? latent[i] : heads[i];
         out[i] = mla ? latent_out[i] : heads_out[i];
+    }
+    if (l->has & HAS_HEAD_GATE) {
+        w[n] = &l->w_gate;
+        out[n++] = A_GATE;
     }
     w[n] = NULL;
 }
@@ -764,9 +818,11 @@ struct profile_row {
       (r, x, norm, w, out))                                                                                            \
     /* out = W x */                                                                                                    \
     X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
-    /* out = grouped-query attention over the cache of layer il: norms the heads of q and k, rotates them, value i     \
-       against i + rope dim / 2, writes k and v to the cache, and with HAS_Q_GATE multiplies the result by the         \
-       sigmoid of the gates that stand in q after each head's query. Overwrites q and k */                             \
+    /* q and k of layer il become x / rms(x) * norm, where rms is that of the whole row, over all ranks (HAS_ROW_NORM) */ \
+    X(void, row_norm, (struct rank *r, int il, enum act q, enum act k), (r, il, q, k))                                 \
+    /* out = grouped-query attention over the cache of layer il: norms the heads of q and k, rotates them, writes k    \
+       and v to the cache. With HAS_Q_GATE multiplies the result by the sigmoid of the gates that stand in q after     \
+       each head's query, with HAS_HEAD_GATE by those of A_GATE. Overwrites q and k */                                 \
     X(void, attention, (struct rank *r, int il, enum act q, enum act k, enum act v, enum act out),                     \
       (r, il, q, k, v, out))                                                                                           \
     /* out = gated delta net of layer il over A_Q, A_K, A_V (before the convolution), A_ALPHA, A_BETA, gated by A_Z;   \
@@ -918,6 +974,7 @@ static inline struct plane plane_make(enum kv_type type, int width, int group) {
 enum {
     DECODE_MAX_TOKENS = 16,             /* tokens of a decode forward at most */
     DRAFTS_MAX = DECODE_MAX_TOKENS - 1, /* drafts that one forward verifies beside the token before them */
+    FORWARD_MAX = 4096,                 /* tokens of a prefill forward at most */
     FINAL_MORE = 2 * DECODE_MAX_TOKENS, /* final rows beside those of the longest forward */
     MAX_LAG = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
@@ -947,6 +1004,17 @@ static inline void delta_planes(const struct delta *d, struct plane out[PLANE_US
     out[PLANE_SUM] = delta_plane(d, PLANE_STATE, 1, run, per_run * d->head_k * d->head_v);
 }
 
+/* Makes the plane of a layer with a window a ring, where that is shorter than the contexts that the model was trained
+ * for. Rows are a multiple of the keys of a step of any kernel: a step's keys are consecutive rows. */
+static inline void window_plane(struct plane *p, int window, int n_ctx_train) {
+    enum { STEP = 128 };
+    const int n_row = (window - 1 + FORWARD_MAX + DECODE_MAX_TOKENS + STEP - 1) / STEP * STEP;
+    if (!window || n_row >= n_ctx_train) return;
+    p->kind = PLANE_RING;
+    p->n_row = n_row;
+    p->window = window - 1;
+}
+
 /* The planes of a layer, without memory. */
 static inline void layer_planes(const struct model *m, const struct layer *layer, enum kv_type type,
                                 struct plane out[PLANE_USES]) {
@@ -965,20 +1033,28 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
         out[PLANE_V].first = a->first_head_kv * a->head_v;
         out[PLANE_K].whole = a->whole_head_kv * a->head_k;
         out[PLANE_V].whole = a->whole_head_kv * a->head_v;
+        for (int u = PLANE_K; u <= PLANE_V; u++) window_plane(&out[u], a->window, m->n_ctx_train);
     }
     if (m->family->planes) m->family->planes(m, layer, out);
 }
 
-/* Rows of a plane for contexts of n_ctx tokens. */
+/* Rows of a plane for contexts of n_ctx tokens; also the rows in use after so many. A ring for fewer tokens than it has
+ * rows ends early. */
 static inline size_t plane_rows(const struct plane *p, size_t n_ctx) {
     if (!p->width) return 0;
-    return p->kind == PLANE_TOKENS ? n_ctx : p->kind == PLANE_BLOCKS ? n_ctx / (size_t)p->ratio : (size_t)p->n_row;
+    const size_t n_row = (size_t)p->n_row;
+    switch (p->kind) {
+    case PLANE_TOKENS: return n_ctx;
+    case PLANE_BLOCKS: return n_ctx / (size_t)p->ratio;
+    case PLANE_RING: return n_ctx < n_row ? n_ctx : n_row;
+    case PLANE_STATE: break;
+    }
+    return n_row;
 }
 
-/* Rows in use after n tokens. */
-static inline size_t plane_used(const struct plane *p, size_t n) {
-    const size_t rows = plane_rows(p, n);
-    return p->kind == PLANE_RING && n < rows ? n : rows;
+/* The row of a token at that position. */
+static inline size_t plane_row(const struct plane *p, size_t pos) {
+    return p->kind == PLANE_RING ? pos % (size_t)p->n_row : pos;
 }
 
 /* Bytes of a row's scales. */
@@ -1015,6 +1091,12 @@ static inline bool plane_is_snapshot(const struct plane *p) {
     return p->width && (p->kind == PLANE_RING || p->kind == PLANE_STATE);
 }
 
+/* Rows of a snapshot of such a plane: of a ring those that the tokens behind it read, and those that a state lacks. */
+static inline size_t snapshot_rows(const struct plane *p) {
+    const int need = p->window + MAX_LAG;
+    return (size_t)(p->kind == PLANE_RING && need < p->n_row ? need : p->n_row);
+}
+
 /* Bytes of a snapshot of a model's rings and recurrent states. */
 static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
     struct plane planes[PLANE_USES];
@@ -1023,7 +1105,7 @@ static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
         layer_planes(m, &m->layers[il], type, planes);
         for (int u = 0; u < PLANE_USES; u++)
             if (plane_is_snapshot(&planes[u]))
-                bytes += (size_t)planes[u].n_row * (planes[u].row_bytes + plane_scale_bytes(&planes[u]));
+                bytes += snapshot_rows(&planes[u]) * (planes[u].row_bytes + plane_scale_bytes(&planes[u]));
     }
     return bytes;
 }
@@ -1037,7 +1119,10 @@ static inline double layer_state_reads(const struct model *m, const struct layer
     layer_planes(m, layer, type, planes);
     for (int u = 0; u < PLANE_USES; u++) {
         const struct plane *p = &planes[u];
-        const size_t rows = p->kind == PLANE_RING ? (size_t)p->window : plane_used(p, n_past);
+        size_t rows = plane_rows(p, n_past);
+        if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
+        else if (p->kind == PLANE_TOKENS && layer->attn.window && rows > (size_t)layer->attn.window)
+            rows = (size_t)layer->attn.window;
         bytes += (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
     }
     return bytes;
@@ -1060,6 +1145,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_ATT] = m->max.att;
     width[A_Z] = m->max.z;
     width[A_ALPHA] = width[A_BETA] = m->max.values;
+    width[A_GATE] = m->max.gates;
     width[A_EH] = m->max.eh;
 }
 
@@ -1117,6 +1203,7 @@ struct rank {
     int32_t *job_rows; /* (chunk * n_expert_used) tokens of the jobs */
     float *job_w;      /* (chunk * n_expert_used) weights of their results */
     float *shared_w;   /* (chunk) weights of the shared expert */
+    float *row_sums;   /* (chunk, 2) HAS_ROW_NORM: sums of squares of the rank's part of q and k */
     float *mix;        /* (chunk + MAX_LAG, 2 K + V) delta net: q, k, v after the convolution */
     float **taps;      /* (n_layer) of layers with a delta net: the taps of its convolution, see delta_taps */
     float *decay_beta; /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
@@ -6718,9 +6805,16 @@ struct loader {
     bool *used;       /* (n_tensors) */
     char *err;
     bool failed;
-    struct attn attn;   /* what all layers share */
-    struct delta delta; /* what all gated delta nets share; then by layer: */
+    struct attn attn;        /* what all layers share that see all keys, */
+    struct attn attn_window; /* and those with a window */
+    struct delta delta;      /* what all gated delta nets share */
+    bool rope_pairs;         /* rotations of grouped-query attention pair neighbours */
+    bool rope_factors;       /* rope_freqs.weight divides the frequencies where layers see all keys */
+    bool yarn_exact;         /* YaRN does not round the range of its ramp */
+    float value_scale;       /* factor of values; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
+    int window[MAX_LAYERS];
+    float clamp[MAX_LAYERS], clamp_shared[MAX_LAYERS]; /* swiglu_clamp_*; 0: none */
     int n_head[MAX_LAYERS], n_head_kv[MAX_LAYERS], n_expert_used[MAX_LAYERS];
 };
 
@@ -6793,6 +6887,25 @@ static float loader_num(struct loader *l, const char *suffix, double dflt) {
     if (kv && !l->failed && !(v >= range->lo && v <= range->hi))
         loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
     return l->failed ? 0 : (float)v;
+}
+
+/* A number for every layer within its range, from one for all or an array of block_count numbers; 0 when absent. */
+static void loader_nums(struct loader *l, const char *suffix, float out[MAX_LAYERS]) {
+    char key[128];
+    const struct key_range *range = key_range_of(suffix);
+    const struct gguf_kv *kv = loader_key(l, suffix, key);
+    const int blocks = model_blocks(l->m);
+    if (kv && kv->is_array && kv->n != (uint64_t)blocks)
+        loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
+                    (unsigned long long)kv->n, blocks);
+    for (int il = 0; il < blocks && !l->failed; il++) {
+        double v = 0;
+        if (kv && !gguf_elem_f64(kv, kv->is_array ? (uint64_t)il : 0, &v))
+            loader_fail(l, "metadata key '%s' is not a number", key);
+        else if (!(v >= range->lo && v <= range->hi))
+            loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
+        out[il] = (float)v;
+    }
 }
 
 /* A boolean key; dflt when absent. */
@@ -6899,6 +7012,7 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     w->n_expert = n_expert;
     w->row_bytes = gguf_row_bytes(t->type, (size_t)n_in);
     w->expert_bytes = w->row_bytes * (size_t)n_out;
+    w->bias_stride = n_out;
     snprintf(name, sizeof name, "%s.scale", base);
     t = gguf_find_tensor(l->g, name);
     if (t) {
@@ -6936,14 +7050,30 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
     *v = loader_vector(l, name, in, out, true);
 }
 
+/* Divides the frequencies (dim / 2) by the file's factors (rope_freqs.weight; llama 3 has them), if it has some. */
+static void loader_rope_factors(struct loader *l, float *freq, int dim) {
+    const struct gguf_tensor *t = gguf_find_tensor(l->g, "rope_freqs.weight");
+    if (!t) return;
+    if (t->ne[0] < (uint64_t)dim / 2 || t->ne[0] > 4096) {
+        loader_fail(l, "tensor 'rope_freqs.weight' has %llu values, expected %d", (unsigned long long)t->ne[0],
+                    dim / 2);
+        return;
+    }
+    const float *factor = loader_vector(l, "rope_freqs.weight", (int)t->ne[0], 1, false);
+    for (int i = 0; factor && i < dim / 2; i++) freq[i] /= factor[i];
+}
+
 /* Appends a rotation of `dim` values to m->ropes, and sets attn->rope and attn->scale; attn->head_k and kv_lora must be
- * set. Frequencies are interpolated as the file asks (YaRN: arXiv 2309.00071, sections 3.2 and 3.4). */
-static void loader_rope(struct loader *l, int dim, struct attn *attn) {
+ * set. base_key: rope.freq_base, or rope.freq_base_swa, whose default that is and whose frequencies are not scaled.
+ * Others are interpolated as the file asks (YaRN: arXiv 2309.00071, sections 3.2 and 3.4). */
+static void loader_rope(struct loader *l, const char *base_key, int dim, struct attn *attn) {
+    const bool scaled = !strcmp(base_key, "rope.freq_base");
     struct model *m = l->m;
-    struct rope rope = {.dim = dim};
+    struct rope rope = {.dim = dim, .pairs = l->rope_pairs || attn->kv_lora};
     struct gguf_str type = {"linear", 6}; /* llama.cpp's default; without a factor it does nothing */
     char key[128];
     double base = loader_num(l, "rope.freq_base", 10000.0);
+    if (!scaled) base = loader_num(l, base_key, base);
     double factor = loader_num(l, "rope.scaling.factor", 1.0);
     int original = loader_int(l, "rope.scaling.original_context_length", m->n_ctx_train, 1, INT32_MAX);
     double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0);
@@ -6956,14 +7086,17 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
     if (gguf_find(l->g, key) && !gguf_get_str(l->g, key, &type))
         loader_fail(l, "metadata key '%s' is not a string", key);
     bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
-    if (!yarn && !linear && !gguf_str_eq(type, "none")) {
+    if (!scaled) {
+        yarn = linear = false;
+        factor = attn_factor = 1.0;
+    } else if (!yarn && !linear && !gguf_str_eq(type, "none")) {
         char t[32];
         loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
                     gguf_printable(type, t, sizeof t));
     }
     loader_num(l, "rope.scale_linear", 1.0);
     const double ext = (double)loader_num(l, "rope.scaling.yarn_ext_factor", yarn);
-    if (!l->failed && ext != yarn)
+    if (!l->failed && scaled && ext != yarn)
         loader_fail(l, "metadata key '%s.rope.scaling.yarn_ext_factor' is %g, expected %d", l->arch, ext, yarn);
     if (l->failed) return;
     if (factor == 0.0 || (!yarn && !linear)) factor = 1.0;
@@ -6981,8 +7114,9 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
         rope.factor *= (float)(1.0 + 0.1 * log(factor > 1.0 ? factor : 1.0));
     }
     int d = dim;
-    double lo = floor(d * log(original / (beta_fast * 2 * M_PI)) / (2 * log(base)));
-    double hi = ceil(d * log(original / (beta_slow * 2 * M_PI)) / (2 * log(base)));
+    double lo = d * log(original / (beta_fast * 2 * M_PI)) / (2 * log(base));
+    double hi = d * log(original / (beta_slow * 2 * M_PI)) / (2 * log(base));
+    if (!l->yarn_exact) lo = floor(lo), hi = ceil(hi);
     lo = fmax(lo, 0.0);
     hi = fmin(hi, d - 1.0);
     if (lo == hi) hi += 0.001;
@@ -6991,8 +7125,10 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
         double f = pow(base, -2.0 * i / d);
         double ramp = yarn ? fmin(fmax((i - lo) / (hi - lo), 0.0), 1.0) : 1.0;
         freq[i] = (float)(f / factor * ramp + f * (1.0 - ramp));
-        if (!isfinite(freq[i])) loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
     }
+    if (l->rope_factors && scaled) loader_rope_factors(l, freq, d);
+    for (int i = 0; i < d / 2; i++)
+        if (!isfinite(freq[i])) loader_fail(l, "rotary frequency %d is not finite: see the keys %s.rope.*", i, l->arch);
     rope.freq = freq;
     attn->rope = m->n_rope;
     m->ropes[m->n_rope++] = rope;
@@ -7004,14 +7140,43 @@ static void loader_rope(struct loader *l, int dim, struct attn *attn) {
  * How the keys of a file become sizes and shapes of layers: what all families share, then what each reads for itself.
  * ============================================================================================================ */
 
-/* Reads the metadata of grouped-query attention. */
-static void read_gqa(struct loader *l) {
-    const struct model *m = l->m;
+/* Reads the sizes of the heads of grouped-query attention. */
+static void read_heads(struct loader *l) {
     struct attn *a = &l->attn;
     const int n_head = l->n_head[0];
-    a->head_k = loader_int(l, "attention.key_length", n_head ? m->n_embd / n_head : 0, 2, 4096);
+    a->head_k = loader_int(l, "attention.key_length", n_head ? l->m->n_embd / n_head : 0, 2, 4096);
     a->head_v = loader_int(l, "attention.value_length", a->head_k, 1, 4096);
-    loader_rope(l, loader_int(l, "rope.dimension_count", a->head_k, 2, a->head_k), a);
+}
+
+/* Reads the metadata of grouped-query attention. */
+static void read_gqa(struct loader *l) {
+    read_heads(l);
+    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
+    loader_rope(l, "rope.freq_base", dim, &l->attn);
+}
+
+/* Reads which layers have a window and how many keys it has: those that attention.sliding_window_pattern names by one
+ * value for every layer, or all but one of each `period`, the last one or (full_first) the first. */
+static void read_windows(struct loader *l, int64_t window_dflt, int period, bool full_first) {
+    char key[128];
+    int windowed[MAX_LAYERS];
+    const int window = loader_int(l, "attention.sliding_window", window_dflt, 0, MAX_TRAINED);
+    const struct gguf_kv *kv = loader_key(l, "attention.sliding_window_pattern", key);
+    if (kv && kv->is_array) {
+        loader_ints(l, "attention.sliding_window_pattern", 0, 0, 1, windowed);
+    } else {
+        period = loader_int(l, "attention.sliding_window_pattern", period, 0, MAX_LAYERS);
+        for (int il = 0; il < model_blocks(l->m); il++)
+            windowed[il] = period && il % period != (full_first ? 0 : period - 1);
+    }
+    for (int il = 0; il < model_blocks(l->m) && !l->failed; il++) l->window[il] = windowed[il] ? window : 0;
+}
+
+/* Reads the rotations of layers that see all keys, of `dim` values, and of those with a window, of dim_window. */
+static void read_ropes(struct loader *l, int dim, int dim_window) {
+    loader_rope(l, "rope.freq_base", dim, &l->attn);
+    l->attn_window = l->attn;
+    loader_rope(l, "rope.freq_base_swa", dim_window, &l->attn_window);
 }
 
 /* Qwen3-MoE. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
@@ -7020,6 +7185,55 @@ static void read_qwen3moe(struct loader *l) {
     read_gqa(l);
     char key[128];
     if (!loader_key(l, "expert_gating_func", key)) l->m->norm_topk_prob = true;
+}
+
+/* Reads the metadata of gpt-oss (arXiv 2508.10925, section 2). Every other layer, beginning with the first, has a
+ * window. YaRN is that of Hugging Face, whose configuration says `truncate: false`; files have no key for it. */
+static void read_gptoss(struct loader *l) {
+    read_windows(l, KEY_REQUIRED, 2, false);
+    l->yarn_exact = true;
+    read_gqa(l);
+    l->attn_window = l->attn;
+    const float base = loader_num(l, "rope.freq_base", 10000.0), window = loader_num(l, "rope.freq_base_swa", base);
+    if (!l->failed && base != window)
+        loader_fail(l, "metadata key '%s.rope.freq_base_swa' is %g, expected rope.freq_base, %g", l->arch,
+                    (double)window, (double)base);
+}
+
+/* Reads the metadata of models whose rotations pair neighbours: llama.cpp's converter reorders the heads of llama so,
+ * and ERNIE 4.5 has them from the start. */
+static void read_llama(struct loader *l) {
+    l->rope_pairs = l->rope_factors = true;
+    read_gqa(l);
+}
+
+/* Reads the metadata of Step-3.5. Layers that see all keys rotate half of what the others do. */
+static void read_step35(struct loader *l) {
+    l->rope_factors = true;
+    read_heads(l);
+    read_windows(l, KEY_REQUIRED, 0, false);
+    loader_nums(l, "swiglu_clamp_exp", l->clamp);
+    loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
+    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 4, l->attn.head_k);
+    read_ropes(l, dim / 2, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+}
+
+/* Reads the metadata of Laguna. */
+static void read_laguna(struct loader *l) {
+    read_heads(l);
+    read_windows(l, 0, 4, true);
+    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
+    read_ropes(l, dim, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+}
+
+/* Reads the metadata of MiMo-V2. Its engines count a token's own key beside the window. */
+static void read_mimo2(struct loader *l) {
+    read_heads(l);
+    read_windows(l, KEY_REQUIRED, 0, false);
+    for (int il = 0; il < model_blocks(l->m); il++) l->window[il] += l->window[il] > 0;
+    l->value_scale = loader_num(l, "attention.value_scale", 0.0);
+    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
+    read_ropes(l, dim, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
 }
 
 /* Reads the metadata of multi-head latent attention (arXiv 2405.04434, section 2.1). */
@@ -7032,20 +7246,93 @@ static void read_mla(struct loader *l) {
     int rope = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k - 1);
     if (loader_num(l, "attention.temperature_scale", 0.0) != 0.0f)
         loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
-    loader_rope(l, rope, a);
+    loader_rope(l, "rope.freq_base", rope, a);
+}
+
+/* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an
+ * error. */
+static int loader_width(struct loader *l, int il, const char *what, int axis) {
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.%s.weight", il, what);
+    const struct gguf_tensor *t = l->failed ? NULL : gguf_find_tensor(l->g, name);
+    if (!t) return 0;
+    if (t->ne[axis] > 1 << 20) {
+        loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[axis], 1 << 20);
+        return 0;
+    }
+    return (int)t->ne[axis];
 }
 
 /* Sets the shape of a layer's attention from what all layers share and what the metadata say of this one. */
 static void layer_attn(struct loader *l, struct layer *layer, int il) {
-    layer->attn = l->attn;
-    layer->attn.n_head = l->n_head[il];
+    layer->attn = l->window[il] ? l->attn_window : l->attn;
+    layer->attn.n_head = layer->attn.whole_head = l->n_head[il];
     layer->attn.n_head_kv = layer->attn.whole_head_kv = l->n_head_kv[il];
+    layer->attn.window = l->window[il];
 }
 
 /* A layer with grouped-query attention whose heads are normed. */
 static void layer_gqa(struct loader *l, struct layer *layer, int il) {
     layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
     layer_attn(l, layer, il);
+}
+
+/* A layer of gpt-oss. */
+static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
+    layer->glu = GLU_OAI;
+    layer->glu_limit = 7;
+    layer_attn(l, layer, il);
+}
+
+/* A layer of MiniMax-M2 or OLMoE: queries and keys are normed as whole rows. */
+static void layer_row_norm(struct loader *l, struct layer *layer, int il) {
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_ROW_NORM | HAS_FFN_NORM;
+    layer_attn(l, layer, il);
+}
+
+/* A layer without norms of heads. */
+static void layer_plain(struct loader *l, struct layer *layer, int il) {
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
+    layer_attn(l, layer, il);
+}
+
+/* Whether layer il has the tensor of that name. */
+static bool layer_has_tensor(const struct loader *l, int il, const char *what) {
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.%s", il, what);
+    return gguf_find_tensor(l->g, name) != NULL;
+}
+
+/* Gives a layer the gates of its heads, where it has some: one for every head, or one for every value. */
+static void layer_gates(struct loader *l, struct layer *layer, int il, enum head_gate kind) {
+    const int n = loader_width(l, il, "attn_gate", 1);
+    if (!n) return;
+    layer->has |= HAS_HEAD_GATE;
+    layer->head_gate = kind;
+    layer->attn.n_gate = n == layer->attn.n_head ? 1 : layer->attn.head_v;
+}
+
+/* A layer of Step-3.5, some of whose feed-forwards are clamped. */
+static void layer_step35(struct loader *l, struct layer *layer, int il) {
+    layer_plain(l, layer, il);
+    if (layer_has_tensor(l, il, "attn_q_norm.weight")) layer->has |= HAS_HEAD_NORM;
+    layer->glu = GLU_SILU_CLAMP;
+    layer->sh_glu_limit = l->clamp_shared[il];
+    layer->glu_limit = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? l->clamp[il] : l->clamp_shared[il];
+    layer_gates(l, layer, il, GATE_SIGMOID);
+}
+
+/* A layer of Laguna. */
+static void layer_laguna(struct loader *l, struct layer *layer, int il) {
+    layer_gqa(l, layer, il);
+    layer_gates(l, layer, il, GATE_SOFTPLUS);
+}
+
+/* A layer of MiMo-V2, some of which have sinks. */
+static void layer_mimo2(struct loader *l, struct layer *layer, int il) {
+    layer_plain(l, layer, il);
+    if (layer_has_tensor(l, il, "attn_sinks.weight")) layer->has |= HAS_SINKS;
 }
 
 /* A layer of GLM-4.5 to 4.7. Some models have norms of heads: in all layers, if the first one has them. */
@@ -7132,7 +7419,7 @@ static void loader_hparams(struct loader *l) {
     m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
     if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
-    int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SIGMOID);
+    int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_CHOSEN);
     m->gating = gating ? (enum gating)gating : m->family->gating;
     m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
     m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0);
@@ -7173,20 +7460,6 @@ static void loader_retained(struct loader *l, struct layer *layer, int il) {
  * Binding of layers by the table of tensors, and opening a file.
  * ============================================================================================================ */
 
-/* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an
- * error. */
-static int loader_width(struct loader *l, int il, const char *what, int axis) {
-    char name[128];
-    snprintf(name, sizeof name, "blk.%d.%s.weight", il, what);
-    const struct gguf_tensor *t = l->failed ? NULL : gguf_find_tensor(l->g, name);
-    if (!t) return 0;
-    if (t->ne[axis] > 1 << 20) {
-        loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[axis], 1 << 20);
-        return 0;
-    }
-    return (int)t->ne[axis];
-}
-
 /* Sets which feed-forwards layer il has, their widths and the number of experts. The tensors tell, because these differ
  * between layers in pruned models and in some families. */
 static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
@@ -7222,6 +7495,7 @@ static struct weight weight_view(const struct weight *all, int from, int n) {
     w.data += (size_t)from * all->row_bytes;
     w.n_out = n;
     if (all->bias) w.bias += from;
+    else w.bias_stride = n;
     return w;
 }
 
@@ -7255,6 +7529,10 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
         snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps", il);
         loader_weight(l, &both, n_embd, 2 * n_ff, layer->n_expert, true, name);
     }
+    if (both.data && layer->has & HAS_BIASES) {
+        snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps.bias", il);
+        both.bias = loader_vector(l, name, 2 * n_ff, layer->n_expert, true);
+    }
     if (both.data) {
         layer->gate = weight_view(&both, 0, n_ff);
         layer->up = weight_view(&both, n_ff, n_ff);
@@ -7287,7 +7565,12 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     loader_fused(l, layer, il);
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule && !l->failed; rule = rule_next(rule, layer))
         loader_rule(l, rule, layer, il);
-    if (layer->router_bias && l->m->gating == GATING_SOFTMAX)
+    if (l->value_scale && layer->wv.data) { /* as a factor of the matrix */
+        float *scale = loader_own(l, sizeof *scale);
+        *scale = l->value_scale * (layer->wv.scale ? layer->wv.scale[0] : 1.0f);
+        layer->wv.scale = scale;
+    }
+    if (layer->router_bias && l->m->gating != GATING_SIGMOID && !l->m->family->softmax_bias)
         loader_fail(l,
                     "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
                     "is not 2",
@@ -7316,6 +7599,7 @@ static void model_maxima(struct model *m) {
         x->k = int_max(x->k, layer_dim(m, layer, delta ? DIM_KEY : mla ? DIM_KV_A : DIM_K));
         x->v = int_max(x->v, delta ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
         x->att = int_max(x->att, layer_dim(m, layer, delta ? DIM_VALUE : DIM_ATT));
+        x->gates = int_max(x->gates, layer_dim(m, layer, DIM_GATES));
         x->values = int_max(x->values, layer->delta.n_value);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
@@ -7605,13 +7889,14 @@ static struct range range_of(int first, int n) { return (struct range){first, n,
 struct heads_range {
     struct range q, kv; /* of attention */
     struct range key;   /* of a gated delta net */
+    bool kv_copied;     /* a rank before it has its KV head, too */
 };
 
 /* Returns the heads of a rank, which gets whole units of `unit` query heads. A query head goes to the rank that has its
  * KV head. With fewer KV heads than ranks, several ranks hold a copy of the same KV head and divide its query heads.
  * Latent attention has one KV head, which every rank holds. */
 static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank, int rank) {
-    struct heads_range h = {{0, 0, 0, 0}, {0, 0, 0, 0}, {0, 0, 0, 0}};
+    struct heads_range h = {.kv_copied = false};
     if (!a->n_head) return h;
     int group = a->n_head / a->n_head_kv;
     if (a->kv_lora) {
@@ -7627,8 +7912,12 @@ static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank
         h.q = shard_range(group, unit, to - from, rank - from);
         h.q.first += j * group;
         h.kv = range_of(j, 1);
+        h.kv_copied = rank > from;
     }
-    if (!h.kv.n) h.kv.n = 1; /* a rank without query heads has a cache all the same: no size is 0 */
+    if (!h.kv.n) { /* a rank without query heads has a cache all the same: no size is 0 */
+        h.kv.n = 1;
+        h.kv_copied = true;
+    }
     return h;
 }
 
@@ -7655,6 +7944,8 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_V: return range_of(h.kv.first * a->head_v, h.kv.n * a->head_v);
     case DIM_ATT: return range_of(h.q.first * a->head_v, h.q.n * a->head_v);
     case DIM_HEADS: return h.q;
+    case DIM_GATES: return range_of(h.q.first * a->n_gate, h.q.n * a->n_gate);
+    case DIM_SUM: return range_of(0, shard.rank ? 0 : n);
     case DIM_KEY: return range_of(h.key.first * layer->delta.head_k, h.key.n * layer->delta.head_k);
     case DIM_VALUES: return value_range(&layer->delta, h.key, 1);
     case DIM_VALUE: return value_range(&layer->delta, h.key, layer->delta.head_v);
@@ -7676,6 +7967,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
         if (rule->field == NOT_BOUND) continue;
         if (rule->kind == TENSOR_VECTOR) {
             const float **v = rule_vector(rule, out);
+            if (*v && !in.n) *v = NULL;
             if (*v && !(rule->when & HAS_DELTA)) *v += in.first; /* a delta net finds its heads in the whole vectors */
             continue;
         }
@@ -7688,6 +7980,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->attn.n_head = h.q.n;
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
+    out->attn.copied_kv = h.kv_copied;
     if (whole->has & HAS_DELTA) {
         out->delta.n_value = whole->delta.n_value / whole->delta.n_key * h.key.n;
         out->delta.n_key = h.key.n;
@@ -10419,10 +10712,11 @@ static double memory_bandwidth(int n_threads) {
  * Stores rows of keys, values or latents in BF16, FP8 or F32, and loads them as F32. Only the CPU uses these functions.
  * ============================================================================================================ */
 
-/* Writes row `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
+/* Writes the row of position `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
  * so small that 1 / scale would be infinite becomes zeros. */
-static void kv_store(const struct kernels *k, const struct plane *p, int64_t pos, const float *x) {
-    uint8_t *row = p->data + (size_t)pos * p->row_bytes;
+static void kv_store(const struct kernels *k, const struct plane *p, int pos, const float *x) {
+    const size_t at_row = plane_row(p, (size_t)pos);
+    uint8_t *row = p->data + at_row * p->row_bytes;
     if (p->type == KV_F32) {
         memcpy(row, x, (size_t)p->width * 4);
     } else if (p->type == KV_BF16) {
@@ -10431,23 +10725,25 @@ static void kv_store(const struct kernels *k, const struct plane *p, int64_t pos
         for (int g = 0; g < p->n_group; g++) {
             int at = g * p->group, n = p->width - at < p->group ? p->width - at : p->group;
             float amax = k->amax(x + at, n), scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f;
-            p->scale[pos * p->n_group + g] = scale;
+            p->scale[at_row * (size_t)p->n_group + (size_t)g] = scale;
             k->to_e4m3(x + at, 1.0f / scale, row + at, n);
         }
     }
 }
 
-/* out (n, ld) = values first..first+len-1 of rows pos..pos+n-1; a range that starts and ends at group boundaries. */
-static void kv_load(const struct kernels *k, const struct plane *p, int64_t pos, int n, int first, int len, float *out,
+/* out (n, ld) = values first..first+len-1 of the rows of positions pos..pos+n-1, which are consecutive in a ring, too; a
+ * range that starts and ends at group boundaries. */
+static void kv_load(const struct kernels *k, const struct plane *p, int pos, int n, int first, int len, float *out,
                     int ld) {
-    for (int i = 0; i < n; i++, out += ld) {
-        const uint8_t *row = p->data + (size_t)(pos + i) * p->row_bytes;
+    const size_t from = plane_row(p, (size_t)pos);
+    for (size_t i = 0; i < (size_t)n; i++, out += ld) {
+        const uint8_t *row = p->data + (from + i) * p->row_bytes;
         if (p->type == KV_F32) {
             memcpy(out, row + (size_t)first * 4, (size_t)len * 4);
         } else if (p->type == KV_BF16) {
             k->from_bf16((const uint16_t *)(const void *)row + first, out, len);
         } else {
-            const float *s = p->scale + (pos + i) * p->n_group;
+            const float *s = p->scale + (from + i) * (size_t)p->n_group;
             for (int at = 0; at < len; at += p->group) {
                 int w = len - at < p->group ? len - at : p->group;
                 k->from_e4m3(row + first + at, s[(first + at) / p->group], out + at, w);
@@ -10457,7 +10753,7 @@ static void kv_load(const struct kernels *k, const struct plane *p, int64_t pos,
 }
 
 /* out (len, ld) = the same values transposed; see transpose_function. rows (n, len): scratch. */
-static void kv_load_columns(const struct kernels *k, const struct plane *p, int64_t pos, int n, int first, int len,
+static void kv_load_columns(const struct kernels *k, const struct plane *p, int pos, int n, int first, int len,
                             float *rows, float *out, int ld) {
     const size_t size = p->type == KV_F32 ? 4 : 2;
     if (p->type == KV_FP8) {
@@ -10465,7 +10761,8 @@ static void kv_load_columns(const struct kernels *k, const struct plane *p, int6
         k->transpose(GGUF_F32, (const uint8_t *)rows, (size_t)len * sizeof *rows, n, len, out, ld);
     } else {
         k->transpose(p->type == KV_F32 ? GGUF_F32 : GGUF_BF16,
-                     p->data + (size_t)pos * p->row_bytes + (size_t)first * size, p->row_bytes, n, len, out, ld);
+                     p->data + plane_row(p, (size_t)pos) * p->row_bytes + (size_t)first * size, p->row_bytes, n, len,
+                     out, ld);
     }
 }
 
@@ -10842,6 +11139,7 @@ static void op_end_matrix(const char *what, const struct weight *w) {
 }
 
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
+static size_t size_min(size_t a, size_t b) { return a < b ? a : b; }
 
 /* Row t of an activation slot. */
 static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
@@ -11118,9 +11416,9 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
             float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
-            const float *norm = is_q ? layer->q_norm : layer->k_norm;
-            if (norm) r->k->rmsnorm(x, norm, m->rms_eps, x, a->head_k);
-            rope_halves(x, c, s, dim);
+            if (layer->has & HAS_HEAD_NORM)
+                r->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
+            (m->ropes[a->rope].pairs ? rope_pairs : rope_halves)(x, c, s, dim);
         }
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
         kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, act_row(r, v, t));
@@ -11172,7 +11470,8 @@ struct attend {
     int n_head;       /* query heads of a set */
     int first, n_tok; /* tokens of the batch */
     int dk, dv;
-    int begin, end; /* keys; the causal limit of each row applies on top */
+    int begin, end; /* keys, `begin` a multiple of KEY_BLOCK; each row's causal limit and window apply on top */
+    bool sinks;     /* the rows start with their sinks */
     const float *q; /* row of token first + t and head h at q + t * q_tok + h * q_head, (dk) */
     size_t q_tok, q_head;
     float *out; /* the same row at out + t * out_tok + h * out_head, (dv): the result */
@@ -11280,7 +11579,7 @@ static void attend_ahead(const struct rank *r, const struct attend *a, struct at
     w->ahead_step = 0;
     for (int u = 0; u < 2; u++) {
         const struct plane *p = &r->planes[a->il][u ? PLANE_V : PLANE_K];
-        w->ahead[u] = p->data + (size_t)pos * p->row_bytes;
+        w->ahead[u] = p->data + plane_row(p, (size_t)pos) * p->row_bytes;
         w->ahead_end[u] = w->ahead[u] + (size_t)n * p->row_bytes;
         w->ahead_step = size_max(w->ahead_step, ((size_t)n * p->row_bytes / (size_t)steps + 63) / 64 * 64);
     }
@@ -11293,11 +11592,16 @@ static void attend_prefetch(struct attend_work *w) {
             __builtin_prefetch(w->ahead[u], 0, 2);
 }
 
+/* Returns the first of the keys from `pos` on that the token at `own` sees: 0, or more where a window ends before. */
+static int first_in_window(int window, int own, int pos) { return window ? int_max(0, own - window + 1 - pos) : 0; }
+
 /* Takes the n keys from `pos` on into the rows of a set. */
 static void attend_keys(const struct rank *r, const struct attend *a, struct attend_work *w, int set, int pos, int n) {
     const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
     const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
-    const int first_seen = r->pos + a->first + 1 - pos; /* keys up to the first token's own; each token sees one more */
+    const int first_own = r->pos + a->first;    /* position of the first token */
+    const int first_seen = first_own + 1 - pos; /* keys up to the first token's own; each token sees one more */
+    const int window = r->m->layers[a->il].attn.window;
     float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
     memset(w->s, 0, (size_t)rows * KEY_BLOCK * sizeof *w->s);
     for (int i = 0; i < n; i += KEY_GROUP) {
@@ -11311,7 +11615,9 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     }
     for (int i = 0; i < rows; i++) {
         float *p = w->s + i * KEY_BLOCK, mx;
-        const int seen = int_max(0, int_min(n, first_seen + i / a->n_head));
+        const int t = i / a->n_head, from = int_min(n, first_in_window(window, first_own + t, pos));
+        const int seen = int_max(0, int_min(n, first_seen + t) - from);
+        p += from;
         mx = seen ? r->k->max(p, seen) : top[i];
         if (mx > top[i]) {
             const float f = expf(top[i] - mx);
@@ -11326,12 +11632,14 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
         float *v = w->values + i * dv;
         if (a->kind == ATTEND_GQA) kv_load(r->k, values, pos + i, some, (a->head + set) * dv, dv, v, dv);
         attend_prefetch(w);
-        /* token by token up to the first that sees all keys: 0 times a value that a row does not see may be NaN */
+        /* token by token where one does not see all keys: 0 times a value that a row does not see may be NaN */
         for (int row = 0, m; row < rows; row += m) {
-            const int seen = int_min(some, first_seen + row / a->n_head - i);
-            m = seen < some ? a->n_head : rows - row;
+            const int t = row / a->n_head, from = int_min(some, first_in_window(window, first_own + t, pos + i));
+            const int seen = int_min(some, first_seen + t - i) - from;
+            m = seen < some || window ? a->n_head : rows - row;
             if (seen > 0)
-                r->k->sgemm_add(m, dv, seen, w->s + row * KEY_BLOCK + i, KEY_BLOCK, v, dv, acc + row * dv, dv);
+                r->k->sgemm_add(m, dv, seen, w->s + row * KEY_BLOCK + i + from, KEY_BLOCK, v + from * dv, dv,
+                                acc + row * dv, dv);
         }
         attend_prefetch(w);
     }
@@ -11358,8 +11666,8 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
         const float *src = a->q + (size_t)t * a->q_tok + (size_t)h * a->q_head;
         r->k->scale(src, shape->scale, w.q + i * dk, dk);
-        w.top[i] = -INFINITY;
-        w.den[i] = 0;
+        w.top[i] = a->sinks ? r->m->layers[a->il].sinks[a->head * a->n_head + h] : -INFINITY;
+        w.den[i] = a->sinks; /* exp(sink - top) */
     }
     memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
     if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, &w);
@@ -11397,12 +11705,16 @@ static void attend_merge(const struct kernels *k, const float *partials, int n_s
     k->scale(out, 1.0f / den, out, dv);
 }
 
-/* The rows of all->n_tok tokens from all->first on against the cache, in partitions of split_keys keys. `all` describes
- * the whole: heads in n_head, of which `group` are a set. */
+/* The first key of a step that the token at `own` sees. */
+static int window_begin(int window, int own) { return first_in_window(window, own, 0) / KEY_BLOCK * KEY_BLOCK; }
+
+/* The rows of all->n_tok tokens from all->first on against the cache from key all->begin on, in partitions of split_keys
+ * keys. `all` describes the whole: heads in n_head, of which `group` are a set. */
 static void attend_tokens(struct rank *r, const struct attend *all, int group, int split_keys) {
     const int most = all->kind == ATTEND_EXPAND ? all->n_tok : int_max(TILE_TOKENS, QUERY_ROWS / group);
     const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
-    const int n_split = ceil_by(r->pos + all->first + all->n_tok, split_keys);
+    const int n_split = ceil_by(r->pos + all->first + all->n_tok - all->begin, split_keys);
+    const struct layer *layer = &r->m->layers[all->il];
     int n_set = 1;
     if (r->n_tok <= SAME_BITS_TOKENS) /* as many as leave enough items for all threads and fit in the scratch */
         n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
@@ -11418,8 +11730,10 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         a.n_head = group;
         a.first = all->first + t;
         a.n_tok = int_min(all->n_tok - t, tile);
-        a.begin = p * split_keys;
+        a.begin = all->begin + p * split_keys;
         a.end = a.begin + split_keys;
+        a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
+        a.sinks = layer->sinks && !p;
         a.partial = n_split > 1;
         if (a.partial) {
             a.out = r->partials + (size_t)p * split;
@@ -11443,15 +11757,18 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
 static void attend_all(struct rank *r, const struct attend *all, int group) {
     struct attend a = *all;
     for (a.first = 0; a.first < r->n_tok; a.first += a.n_tok) {
+        const int window = r->m->layers[all->il].attn.window;
         int split_keys = r->pos + r->n_tok;
         a.n_tok = r->n_tok - a.first;
+        a.begin = window_begin(window, r->pos + a.first);
         a.q = all->q + (size_t)a.first * all->q_tok;
         a.out = all->out + (size_t)a.first * all->out_tok;
         if (r->n_tok <= SAME_BITS_TOKENS) {
-            const int keys = r->pos + a.first + 1; /* that the first of them sees */
+            const int keys = r->pos + a.first + 1 - a.begin; /* from a.begin to the first token's own */
             split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
             const int n_split = ceil_by(keys, split_keys);
             a.n_tok = int_min(a.n_tok, int_min(n_split * split_keys - keys + 1, PARTIALS / n_split));
+            if (window) a.n_tok = int_min(a.n_tok, a.begin + KEY_BLOCK + window - 1 - r->pos - a.first);
         }
         attend_tokens(r, &a, group, split_keys);
     }
@@ -11465,6 +11782,21 @@ static double cache_bytes(const struct rank *r, int il) {
 static void op_end_latent(const struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     op_end((double)(weight_bytes(&layer->wk_b) + weight_bytes(&layer->wv_b)) + cache_bytes(r, il), "latent attention");
+}
+
+/* x *= the gates of the heads in A_GATE, as layer->head_gate says. */
+static void head_gates(struct rank *r, int il, enum act x) {
+    const struct layer *layer = &r->m->layers[il];
+    const int n_gate = layer->attn.n_gate, per_gate = layer->attn.head_v / n_gate;
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        for (int i = 0; i < layer->attn.n_head * n_gate; i++) {
+            const float g = act_row(r, A_GATE, t)[i];
+            const float f =
+                layer->head_gate == GATE_SIGMOID ? 1.0f / (1.0f + expf(-g)) : fmaxf(g, 0.0f) + log1pf(expf(-fabsf(g)));
+            float *values = act_row(r, x, t) + i * per_gate;
+            r->k->scale(values, f, values, per_gate);
+        }
+    op_end(0, "attention gates");
 }
 
 /* x *= the sigmoid of the gates in q. */
@@ -11496,6 +11828,32 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
     attend_all(r, &a, group);
     op_end(cache_bytes(r, il), "attention");
     if (r->m->layers[il].has & HAS_Q_GATE) attention_gate(r, il, q, out);
+    if (r->m->layers[il].has & HAS_HEAD_GATE) head_gates(r, il, out);
+}
+
+/* Every rank adds the squares of its part of the rows; then each reads the sums of the stage's ranks. */
+static void cpu_row_norm(struct rank *r, int il, enum act q, enum act k) {
+    const struct layer *layer = &r->m->layers[il];
+    const int n_rank = r->m->shard.n_rank;
+    const int n[2] = {layer->attn.n_head * layer->attn.head_k, layer->attn.n_head_kv * layer->attn.head_k};
+    const int whole[2] = {layer->attn.whole_head * layer->attn.head_k, layer->attn.whole_head_kv * layer->attn.head_k};
+    const enum act x[2] = {q, k};
+    const float *norm[2] = {layer->q_norm, layer->k_norm};
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        for (int i = 0; i < 2; i++) {
+            const float *row = act_row(r, x[i], t);
+            r->row_sums[2 * t + i] = i && layer->attn.copied_kv ? 0 : r->k->dot(row, row, n[i]);
+        }
+    stage_team_barrier(r);
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        for (int i = 0; i < 2; i++) {
+            float sum = 0, *row = act_row(r, x[i], t);
+            for (int p = 0; p < n_rank; p++) sum += rank_peer(r, p)->row_sums[2 * t + i];
+            const float f = 1.0f / sqrtf(sum / (float)whole[i] + r->m->rms_eps);
+            for (int c = 0; c < n[i]; c++) row[c] *= f * norm[i][c];
+        }
+    stage_team_barrier(r); /* nobody's sums are overwritten while others read them */
+    op_end(0, "row norms");
 }
 
 /* Whether a forward of n tokens expands keys and values from the latents, instead of absorbing wk_b and wv_b into queries
@@ -11765,7 +12123,7 @@ static void route_token(const struct model *m, const struct layer *layer, float 
         for (int e = 0; e < n; e++) mx = fmaxf(mx, logits[e]);
         for (int e = 0; e < n; e++) sum += logits[e] = expf(logits[e] - mx);
         for (int e = 0; e < n; e++) logits[e] /= sum;
-    } else {
+    } else if (m->gating == GATING_SIGMOID) {
         for (int e = 0; e < n; e++) logits[e] = 1.0f / (1.0f + expf(-logits[e]));
     }
     for (int e = 0; e < n; e++) {
@@ -11794,12 +12152,12 @@ static void route_token(const struct model *m, const struct layer *layer, float 
             if (!isnan(pick[e]) && (best < 0 || pick[e] > pick[best])) best = e;
         if (best < 0) best = i; /* only NaN are left: keep the ids in range */
         ids[i] = best;
-        weights[i] = logits[best];
+        weights[i] = m->gating == GATING_CHOSEN ? expf(logits[best] - logits[ids[0]]) : logits[best];
         sum += weights[i];
         pick[best] = NAN;
     }
     float f = m->routed_scaling_factor;
-    if (m->norm_topk_prob) f /= m->gating == GATING_SIGMOID ? sum + 1e-20f : sum;
+    if (m->norm_topk_prob || m->gating == GATING_CHOSEN) f /= m->gating == GATING_SIGMOID ? sum + 1e-20f : sum;
     for (int i = 0; i < k; i++) weights[i] *= f;
 }
 
@@ -11932,9 +12290,35 @@ static double jobs_bytes(const struct rank *r, bool down) {
 /* The name of the jobs' part of a forward. */
 static const char *jobs_name(const struct rank *r) { return r->n_jobs && r->jobs[0].rows ? "experts" : "dense"; }
 
-/* out = sum over the jobs of weight * down(silu(gate x) * (up x)). per_job: average tokens of a job, which chooses the
+/* gate (n), rows row.. of a job's hidden row = glu(gate + bias, up + bias). */
+static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int row, float *gate, float *up, int n) {
+    const struct layer *layer = &r->m->layers[il];
+    const float limit = j->gate == &layer->gate ? layer->glu_limit : layer->sh_glu_limit;
+    const struct weight *const w[2] = {j->gate, j->up};
+    float *const x[2] = {gate, up};
+    for (int i = 0; i < 2; i++)
+        if (w[i]->bias) r->k->scale_add(w[i]->bias + (ptrdiff_t)j->expert * w[i]->bias_stride + row, 1.0f, x[i], n);
+    if (!limit) {
+        r->k->silu_mul(gate, up, n);
+        return;
+    }
+    if (layer->glu == GLU_OAI) {
+        for (int i = 0; i < n; i++) gate[i] = 1.702f * fminf(gate[i], limit);
+        for (int i = 0; i < n; i++) up[i] = (fmaxf(-limit, fminf(up[i], limit)) + 1.0f) / 1.702f;
+        r->k->silu_mul(gate, up, n);
+        return;
+    }
+    for (int i = 0; i < n; i++) {
+        const float one = fmaxf(-limit, fminf(up[i], limit));
+        up[i] = 1.0f;
+        r->k->silu_mul(gate + i, up + i, 1);
+        gate[i] = fminf(gate[i], limit) * one;
+    }
+}
+
+/* out = sum over the jobs of weight * down(glu(gate x, up x)). per_job: average tokens of a job, which chooses the
  * format of activations. */
-static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
+static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
     const struct kernels *k = r->k;
     if (!r->n_jobs) { /* this rank's shard is empty */
         for (int t = team_first(r->n_tok); t >= 0; t = team_next())
@@ -11976,7 +12360,8 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
         u.y_stride = ROW_TILE;
         k->gemm(&g);
         k->gemm(&u);
-        for (int t = 0; t < j->n_tok; t++) k->silu_mul(g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
+        for (int t = 0; t < j->n_tok; t++)
+            ffn_glu(r, il, j, row, g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
     op_end(jobs_bytes(r, false), "%s gate, up", jobs_name(r));
     const uint8_t *pack_h = ffn_pack_hidden(r, fd, fds, h_stride, n_rows);
@@ -11996,6 +12381,9 @@ static void ffn_run(struct rank *r, enum act x, enum act out, int per_job) {
                 g.y = tile;
                 g.y_stride = ROW_TILE;
                 k->gemm(&g);
+                const float *bias =
+                    j->down->bias ? j->down->bias + (ptrdiff_t)j->expert * j->down->bias_stride + row : NULL;
+                for (int t = 0; t < j->n_tok && bias; t++) k->scale_add(bias, 1.0f, tile + t * ROW_TILE, g.n_out);
                 for (int t = 0; t < j->n_tok; t++)
                     k->scale_add(tile + t * ROW_TILE, j->w ? j->w[t] : 1.0f,
                                  act_row(r, out, j->rows ? j->rows[t] : t) + row, g.n_out);
@@ -12015,7 +12403,7 @@ static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
         r->n_jobs = layer->gate.n_out > 0;
     }
     team_barrier();
-    ffn_run(r, x, out, r->n_tok);
+    ffn_run(r, il, x, out, r->n_tok);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -12034,7 +12422,7 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
         team_release();
     }
     op_end_matrix("router", &layer->router);
-    ffn_run(r, x, out, per_job);
+    ffn_run(r, il, x, out, per_job);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -12240,6 +12628,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->job_rows = cpu_own(r, c * used, sizeof *r->job_rows);
     r->job_w = cpu_own(r, c * used, sizeof(float));
     r->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
+    r->row_sums = cpu_own(r, 2 * c, sizeof(float));
     r->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
     r->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
     r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
@@ -12343,6 +12732,7 @@ static void forward_gqa_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
     o->projections(r, il, A_X, forward_delta(il));
+    if (layer->has & HAS_ROW_NORM) o->row_norm(r, il, A_Q, A_K);
     o->attention(r, il, A_Q, A_K, A_V, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
@@ -12431,6 +12821,24 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_glm4, .forward = forward_layers},
+    {.arch = "gpt-oss",   .gating = GATING_CHOSEN, .norm_topk_prob = false,
+     .read = read_gptoss,   .layer = layer_gptoss, .forward = forward_layers},
+    {.arch = "minimax-m2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_gqa,      .layer = layer_row_norm, .forward = forward_layers},
+    {.arch = "olmoe",     .gating = GATING_SOFTMAX, .norm_topk_prob = false,
+     .read = read_gqa,      .layer = layer_row_norm, .forward = forward_layers},
+    {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_llama,    .layer = layer_plain, .forward = forward_layers},
+    {.arch = "qwen2moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
+     .read = read_gqa,      .layer = layer_plain, .forward = forward_layers},
+    {.arch = "ernie4_5-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .softmax_bias = true,
+     .read = read_llama,    .layer = layer_plain, .forward = forward_layers},
+    {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
+     .read = read_step35,   .layer = layer_step35, .forward = forward_layers},
+    {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
+     .read = read_laguna,   .layer = layer_laguna, .forward = forward_layers},
+    {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_mimo2,    .layer = layer_mimo2, .forward = forward_layers},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -12778,28 +13186,51 @@ static int session_reach(const struct session *s) {
             const struct plane *p = &planes[u];
             if (!p->width) continue;
             if (p->kind == PLANE_STATE) reach = int_max(reach, int_max(s->state_pos, s->n_past - !s->r->goes_ahead));
-            if (p->kind == PLANE_RING && s->n_past > p->n_row) reach = int_max(reach, s->n_past - p->n_row + p->window);
+            /* drafts behind the timeline have overwritten rows, too */
+            const int written = s->n_past + DECODE_MAX_TOKENS;
+            if (p->kind == PLANE_RING && written > p->n_row) reach = int_max(reach, written - p->n_row + p->window);
         }
     }
     return reach;
 }
 
-/* Copies rings and states of all ranks to `data`, or from it (store); NULL with store: fills them with zeros. */
-static void session_copy_snapshot(struct session *s, uint8_t *data, bool store) {
-    uint8_t *zeros = NULL;
+/* Copies n rows from row `first` on of a ring or state, around its end, or with `store` to them. */
+static void snapshot_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, bool store) {
+    float *scale = (float *)(void *)(data + snapshot_rows(p) * p->row_bytes);
+    for (size_t at = 0, some; at < n; at += some) {
+        const size_t row = plane_row(p, first + at);
+        some = size_min(n - at, (size_t)p->n_row - row);
+        r->ops->plane_copy(r, p, row, some, data + at * p->row_bytes,
+                           p->type == KV_FP8 ? scale + at * (size_t)p->n_group : NULL, store);
+    }
+}
+
+/* Copies what a snapshot behind n tokens has of rings and states of all ranks to `data`, or from it (store). */
+static void session_copy_snapshot(struct session *s, uint8_t *data, int n, bool store) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
         for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
             const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
             if (!plane_is_snapshot(p)) continue;
-            const size_t rows = (size_t)p->n_row, bytes = rows * p->row_bytes, scales = rows * plane_scale_bytes(p);
-            if (!data) {
-                zeros = xrealloc(zeros, bytes + scales);
-                memset(zeros, 0, bytes + scales);
-            }
-            uint8_t *at = data ? data : zeros;
-            r->ops->plane_copy(r, p, 0, rows, at, scales ? (float *)(void *)(at + bytes) : NULL, store);
-            if (data) data += bytes + scales;
+            const size_t rows = snapshot_rows(p), have = p->kind == PLANE_RING ? size_min((size_t)n, rows) : rows;
+            snapshot_copy(r, p, p->kind == PLANE_RING ? (size_t)n - have : 0, have, data, store);
+            data += rows * (p->row_bytes + plane_scale_bytes(p));
+        }
+    }
+}
+
+/* Fills recurrent states with zeros: they stand for no token. */
+static void session_clear_states(struct session *s) {
+    uint8_t *zeros = NULL;
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
+        for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
+            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+            if (!p->width || p->kind != PLANE_STATE) continue;
+            const size_t rows = (size_t)p->n_row, bytes = rows * p->row_bytes;
+            zeros = xrealloc(zeros, bytes + rows * plane_scale_bytes(p));
+            memset(zeros, 0, bytes + rows * plane_scale_bytes(p));
+            r->ops->plane_copy(r, p, 0, rows, zeros, p->type == KV_FP8 ? (float *)(void *)(zeros + bytes) : NULL, true);
         }
     }
     free(zeros);
@@ -12826,7 +13257,8 @@ static int session_truncate(struct session *s, int n) {
     if (!restore) return n;
     s->state_pos = best ? best->state_pos : 0;
     if (best) best->used = ++s->snapshot_clock;
-    session_copy_snapshot(s, best ? best->data : NULL, true);
+    if (best) session_copy_snapshot(s, best->data, best->n, true);
+    else session_clear_states(s);
     return s->n_past;
 }
 
@@ -12843,7 +13275,7 @@ static void session_keep(struct session *s) {
     k->n = s->n_past;
     k->state_pos = s->state_pos;
     k->used = ++s->snapshot_clock;
-    session_copy_snapshot(s, k->data, false);
+    session_copy_snapshot(s, k->data, k->n, false);
 }
 
 /* Sets the length of the timeline to n tokens without computing them, for --bench: the time of a forward depends on the
@@ -13384,7 +13816,7 @@ static void session_plane_rows(struct session *s, const struct kv_plane *what, b
 static size_t kv_plane_rows(const struct kv_plane *k, size_t n) {
     const struct plane p = {
         .kind = (enum plane_kind)k->kind, .ratio = (int)k->ratio, .n_row = (int)k->n_row, .width = (int)k->width};
-    return plane_used(&p, n);
+    return plane_rows(&p, n);
 }
 
 /* Bytes of a saved state of n tokens after its header: descriptions of planes, ids and rows. */
@@ -13527,7 +13959,7 @@ static int session_load(struct session *s, const char *path, char *err) {
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
     struct kv_plane *list = session_planes(s);
     const int rc = session_read(s, list, f, path, err);
-    if (rc) session_copy_snapshot(s, NULL, true);
+    if (rc) session_clear_states(s);
     arrfree(list);
     fclose(f);
     return rc;
@@ -19377,7 +19809,7 @@ static void bench_fill_cache(struct session *s, int from, int to) {
         for (int k = 0; k < PLANE_USES * r->m->n_layer && !r->cuda; k++) {
             const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
             if (!p->data) continue;
-            const size_t first = plane_used(p, (size_t)from), n = plane_used(p, (size_t)to) - first;
+            const size_t first = plane_rows(p, (size_t)from), n = plane_rows(p, (size_t)to) - first;
             memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
             if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_group, 0, n * plane_scale_bytes(p));
         }

@@ -533,7 +533,7 @@ static void batch_fill(struct session *s, int past) {
     for (int i = 0; i < s->pg.n * s->m->n_layer * PLANE_USES; i++) {
         struct rank *r = &s->pg.ranks[i / PLANE_USES / s->m->n_layer];
         const struct plane *p = &r->planes[i / PLANE_USES % s->m->n_layer][i % PLANE_USES];
-        const size_t rows = plane_used(p, (size_t)past), n = rows * p->row_bytes;
+        const size_t rows = plane_rows(p, (size_t)past), n = rows * p->row_bytes;
         if (!p->width) continue;
         arrsetlen(data, n);
         arrsetlen(scale, rows * (size_t)p->n_group);
