@@ -12718,9 +12718,7 @@ static const char *nccl_name(char out[24]) {
  * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
  * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
  * config.json and names that differ from the table's; and the tables of families in both READMEs. Tests say what is
- * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention with a window
- * is no operation that exists: it needs a check in rope_store_kv, attend_run and attend_all, their kernels in moe_cuda.cu
- * (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
+ * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu.
  * ============================================================================================================ */
 
 /* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT,
@@ -18023,9 +18021,16 @@ static int plan_context(const struct plan *p, const struct plan_layout *d) {
     return int_min(p->want, plan_largest(p, d, p->kv));
 }
 
+/* All-reduces of a forward: those of every layer, and those of the sums of row norms. */
+static int plan_all_reduces(const struct model *m) {
+    int n = 0;
+    for (int il = 0; il < m->n_layer; il++) n += ALL_REDUCES_PER_LAYER + !!(m->layers[il].has & HAS_ROW_NORM);
+    return n;
+}
+
 /* Tokens per second at a context if only reads and all-reduces took time. Ranks of a stage read at the same time. */
 static double plan_roofline(const struct plan *p, const struct plan_layout *d, int ctx, double reduce) {
-    double seconds = d->tp > 1 ? (double)ALL_REDUCES_PER_LAYER * p->m->n_layer * reduce : 0;
+    double seconds = d->tp > 1 ? plan_all_reduces(p->m) * reduce : 0;
     for (int stage = 0; stage < d->pp; stage++) {
         double slowest = 0;
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
@@ -18252,6 +18257,7 @@ enum decode_kernel {
     DECODE_PREDICTION_INPUT,
     DECODE_ADD_NORM,
     DECODE_PROJECTIONS,
+    DECODE_ROW_NORM,
     DECODE_QUERY, /* MLA: out of the low-rank query */
     DECODE_MLA_QUERY,
     DECODE_ATTENTION,
@@ -18281,6 +18287,7 @@ static const struct {
     [DECODE_PREDICTION_INPUT] = {"k_prediction_input", 0.6}, /* a norm */
     [DECODE_ADD_NORM] = {"k_add_norm", 0.8},                 /* four latencies of L2, and a sum over the block */
     [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4},           /* run: 0.3 to 0.4 */
+    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},                 /* three latencies of L2, and a sum over the block */
     [DECODE_QUERY] = {"k_gemv_linear", 0.4},                 /* run: 0.3 to 1.0 */
     [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},               /* 0.4 as above, 0.4 to load and rotate the queries */
     [DECODE_ATTENTION] = {"attn_kernel", 3.1},               /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
@@ -18321,11 +18328,13 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
     case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
     case offsetof(struct layer, q_norm):
-    case offsetof(struct layer, k_norm): return DECODE_ATTENTION;
+    case offsetof(struct layer, k_norm): return layer->has & HAS_ROW_NORM ? DECODE_ROW_NORM : DECODE_ATTENTION;
+    case offsetof(struct layer, sinks): return DECODE_ATTENTION;
     case offsetof(struct layer, conv):
     case offsetof(struct layer, decay):
     case offsetof(struct layer, dt_bias):
     case offsetof(struct layer, delta_norm): return DECODE_DELTA;
+    case offsetof(struct layer, wo.bias):
     case offsetof(struct layer, wo): return DECODE_LINEAR;
     case offsetof(struct layer, ffn_norm): return layer->n_expert ? DECODE_ROUTER : DECODE_GLU;
     case offsetof(struct layer, router):
@@ -18381,6 +18390,10 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
         if (!query_fuses) launch_add(list, DECODE_ADD_NORM, 0, 0);
         const int query = ADD(DECODE_QUERY);
         (*list)[query].norms = query_fuses;
+    }
+    if (layer->has & HAS_ROW_NORM) {
+        const int rows = ADD(DECODE_ROW_NORM);
+        (*list)[rows].reduces = !alone;
     }
     if (mla) ADD(DECODE_MLA_QUERY);
     const int attention = ADD(mla ? DECODE_MLA_ATTENTION : delta ? DECODE_DELTA : DECODE_ATTENTION);
@@ -18732,7 +18745,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     sb_printf(text, "\nroofline    at most %.1f tok/s at this context, from memory bandwidth", d->roofline[0]);
     if (d->tp > 1)
         sb_printf(text, "\n            and %d all-reduces, assumed %g us; %.1f tok/s with NCCL's %g us",
-                  ALL_REDUCES_PER_LAYER * m->n_layer, plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
+                  plan_all_reduces(m), plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
     sb_printf(text, "\n            (real speed is lower)\n");
     if (!p->cpu)
         sb_printf(text,

@@ -153,6 +153,12 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
     pair_heads(r, "attention", il, out);
 }
 
+static void pair_out_row_norm(struct rank *r, int il, enum act q, enum act k) {
+    const struct attn *a = &r->m->layers[il].attn;
+    pair_slot(r, "row_norm, q", il, q, a->n_head * a->head_k, false);
+    pair_slot(r, "row_norm, k", il, k, a->n_head_kv * a->head_k, false);
+}
+
 static void pair_in_prediction(struct rank *r, enum act x) {
     pair_in(r, (const enum act[]){x, ACT_COUNT});
     cuda_test_final(pair.gpu, r->final, r->n_final * r->m->n_embd, false);
@@ -188,7 +194,9 @@ static void pair_final(struct rank *r) {
 #define PAIR_OUT_final_reduce     pair_out(r, "final_reduce", -1, x)
 #define PAIR_IN_linear            PAIR_IN(x)
 #define PAIR_OUT_linear           pair_slot(r, "linear", -1, out, w->n_out, false)
-#define PAIR_IN_attention         PAIR_IN(q, k, v)
+#define PAIR_IN_row_norm          PAIR_IN(q, k)
+#define PAIR_OUT_row_norm         pair_out_row_norm(r, il, q, k)
+#define PAIR_IN_attention         PAIR_IN(q, k, v, A_GATE)
 #define PAIR_OUT_attention        pair_out_attention(r, il, out)
 #define PAIR_IN_delta_net         PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
 #define PAIR_OUT_delta_net        pair_delta(r, il, out)

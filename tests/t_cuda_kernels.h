@@ -452,13 +452,14 @@ extern "C" void cuda_test_upload(void) {
             for (int i = 0; i < n_half; i++) freq.push_back(1.0f / (float)(1 << i));
             gpu_array<int32_t> ids_d(ids);
             gpu_array<float> freq_d(freq), x((size_t)s.n_out * (size_t)n_in), cs((size_t)s.n_out * n_half),
-                sn((size_t)s.n_out * n_half);
+                sn((size_t)s.n_out * n_half), cs_2((size_t)s.n_out * 3), sn_2((size_t)s.n_out * 3);
             gpu_array<struct batch> b(std::vector<struct batch>{{1000, s.n_out, 1000}});
             ids_d.arrive();
-            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, freq_d.p,
-                       n_half, 1.5f, x.p, cs.p, sn.p);
+            const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
+            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, x.p,
+                       ropes);
             finish("embedding");
-            std::vector<float> got = x.get(), c = cs.get(), n = sn.get();
+            std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
             error_sum sum, angles;
             for (int i = 0; i < s.n_out; i++) {
                 for (int k = 0; k < n_in; k++)
@@ -468,6 +469,9 @@ extern "C" void cuda_test_upload(void) {
                     double a = (1000.0 + i) * (double)freq[(size_t)k];
                     angles.add((double)c[(size_t)(i * n_half + k)], 1.5 * cos(a));
                     angles.add((double)n[(size_t)(i * n_half + k)], 1.5 * sin(a));
+                    if (!k || k > 3) continue; /* the second rotation */
+                    angles.add((double)c2[(size_t)(i * 3 + k - 1)], 0.5 * cos(a));
+                    angles.add((double)n2[(size_t)(i * 3 + k - 1)], 0.5 * sin(a));
                 }
             }
             expect(!w.c->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
@@ -1178,7 +1182,7 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<float> parts((size_t)(n_part * c.n_tok * n_head * n_value));
     gpu_array<uint16_t> value_out((size_t)(c.n_tok * n_head * n_value));
     if (values) a.out = NULL;
-    if (gated) a.gate = q32.d, a.gate_stride = (size_t)q32.stride;
+    if (gated) a.gate = q32.d + c.dk, a.gate_stride = (size_t)q32.stride, a.gate_head = 2 * c.dk;
     if (fused) {
         struct rope_args &r = a.rope;
         r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q32.d, r.k = k32.d, r.v = v32.d, r.q_norm = q_norm_d,
