@@ -12050,24 +12050,29 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
     if (r->m->layers[il].has & HAS_HEAD_GATE) head_gates(r, il, out);
 }
 
-/* Every rank adds the squares of its part of the rows; then each reads the sums of the stage's ranks. */
+/* The sum of the squares of the rank's part of token t's query row (i 0) or key row (i 1) in slot x. A KV head that
+ * several ranks hold counts once. */
+static float row_sum(const struct rank *r, int il, int i, enum act x, int t) {
+    const struct attn *a = &r->m->layers[il].attn;
+    const float *row = act_row(r, x, t);
+    return i && a->copied_kv ? 0 : r->k->dot(row, row, (i ? a->n_head_kv : a->n_head) * a->head_k);
+}
+
+/* Every rank adds up its part of the rows; then each reads the sums of the stage's ranks. */
 static void cpu_row_norm(struct rank *r, int il, enum act q, enum act k) {
     const struct layer *layer = &r->m->layers[il];
-    const int n_rank = r->m->shard.n_rank;
-    const int n[2] = {layer->attn.n_head * layer->attn.head_k, layer->attn.n_head_kv * layer->attn.head_k};
-    const int whole[2] = {layer->attn.whole_head * layer->attn.head_k, layer->attn.whole_head_kv * layer->attn.head_k};
+    const struct attn *a = &layer->attn;
+    const int n_rank = r->m->shard.n_rank, whole[2] = {a->whole_head * a->head_k, a->whole_head_kv * a->head_k};
+    const int n[2] = {a->n_head * a->head_k, a->n_head_kv * a->head_k};
     const enum act x[2] = {q, k};
     const float *norm[2] = {layer->q_norm, layer->k_norm};
-    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-        for (int i = 0; i < 2; i++) {
-            const float *row = act_row(r, x[i], t);
-            r->row_sums[2 * t + i] = i && layer->attn.copied_kv ? 0 : r->k->dot(row, row, n[i]);
-        }
+    for (int t = n_rank > 1 ? team_first(r->n_tok) : -1; t >= 0; t = team_next())
+        for (int i = 0; i < 2; i++) r->row_sums[2 * t + i] = row_sum(r, il, i, x[i], t);
     stage_team_barrier(r);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         for (int i = 0; i < 2; i++) {
-            float sum = 0, *row = act_row(r, x[i], t);
-            for (int p = 0; p < n_rank; p++) sum += rank_peer(r, p)->row_sums[2 * t + i];
+            float sum = n_rank > 1 ? 0 : row_sum(r, il, i, x[i], t), *row = act_row(r, x[i], t);
+            for (int p = 0; p < n_rank && n_rank > 1; p++) sum += rank_peer(r, p)->row_sums[2 * t + i];
             const float f = 1.0f / sqrtf(sum / (float)whole[i] + r->m->rms_eps);
             for (int c = 0; c < n[i]; c++) row[c] *= f * norm[i][c];
         }
@@ -12847,7 +12852,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->job_rows = cpu_own(r, c * used, sizeof *r->job_rows);
     r->job_w = cpu_own(r, c * used, sizeof(float));
     r->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
-    r->row_sums = cpu_own(r, 2 * c, sizeof(float));
+    r->row_sums = cpu_own(r, m->shard.n_rank > 1 ? 2 * c : 0, sizeof(float));
     r->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
     r->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
     r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
