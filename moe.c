@@ -556,6 +556,7 @@ struct family {
     enum gating gating;  /* the router's function where the file does not name it */
     bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
     bool softmax_bias;   /* routing biases are used without a sigmoid, too */
+    bool plain_final;    /* prediction layers get the rows before the final norm, not behind it */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -836,7 +837,8 @@ struct profile_row {
     X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
     /* x += the deltas as in projections; then x is sent to the next pipeline stage, if there is one */                \
     X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
-    /* norm(x) * norm of rows first..first+n-1 becomes the final rows of their positions + shift */                     \
+    /* norm(x) * norm of rows first..first+n-1 becomes the final rows of their positions + shift; norm NULL: x itself  \
+       does */                                                                                                         \
     X(void, keep_final, (struct rank *r, enum act x, const float *norm, int first, int n, int shift),                  \
       (r, x, norm, first, n, shift))                                                                                   \
     /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on every rank of the last stage; the root gathers them */ \
@@ -1174,8 +1176,8 @@ struct rank {
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
     float *final;   /* (n_final, n_embd) ring of final rows, that of position p in row p % n_final, the backend's: the
-                     * latest positions' rows of A_X after the final norm, and behind the timeline what prediction
-                     * layers give in their place; NULL: there is no prediction layer */
+                     * latest positions' rows of A_X after the final norm (family.plain_final: before it), and behind
+                     * the timeline what prediction layers give in their place; NULL: there is no prediction layer */
     int n_final;    /* rows: more than the tokens of a forward and the drafts behind them */
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
@@ -7412,6 +7414,9 @@ static void loader_hparams(struct loader *l) {
         loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN);
+    if (!loader_key(l, "expert_count", key))
+        loader_fail(l, "metadata key '%s' is missing: the model has no experts, and dense models are not supported",
+                    key);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
     loader_ints(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK,
                 l->n_expert_used);
@@ -8016,6 +8021,7 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
     out->first_layer = layers.first;
     out->n_layer = layers.n;
     if (shard.n_stage > 1) out->n_prediction = 0; /* such a layer would need the first stage's embedding on the last */
+    out->n_prediction = int_min(out->n_prediction, 1); /* drafts use the first one for any distance */
     out->layers = xcalloc((size_t)model_blocks(out), sizeof *out->layers);
     for (int il = 0; il < model_blocks(out); il++)
         shard_layer(&out->layers[il], m, &m->layers[layers.first + il], shard);
@@ -11579,9 +11585,12 @@ static float *final_row(const struct rank *r, int pos) {
 }
 
 static void cpu_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
-    for (int t = team_first(n); t >= 0; t = team_next())
-        r->k->rmsnorm(act_row(r, x, first + t), norm, r->m->rms_eps, final_row(r, r->pos + first + t + shift),
-                      r->m->n_embd);
+    for (int t = team_first(n); t >= 0; t = team_next()) {
+        const float *from = act_row(r, x, first + t);
+        float *to = final_row(r, r->pos + first + t + shift);
+        if (norm) r->k->rmsnorm(from, norm, r->m->rms_eps, to, r->m->n_embd);
+        else memcpy(to, from, (size_t)r->m->n_embd * sizeof *to);
+    }
     op_end(0, "final norm");
 }
 
@@ -12997,7 +13006,7 @@ static void forward_layers(struct rank *r) {
         r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     }
     r->ops->final_reduce(r, A_X, A_OUT);
-    if (m->n_prediction) r->ops->keep_final(r, A_X, m->output_norm, 0, r->n_tok, 0);
+    if (m->n_prediction) r->ops->keep_final(r, A_X, m->family->plain_final ? NULL : m->output_norm, 0, r->n_tok, 0);
 }
 
 /* Multi-token prediction (arXiv 2412.19437, section 2.2): the first prediction layer over the batch. For position t it
@@ -13019,7 +13028,8 @@ static void forward_prediction(struct rank *r) {
 static void forward_draft(struct rank *r) {
     const struct model *m = r->m;
     forward_prediction(r);
-    r->ops->keep_final(r, A_X, prediction_norm(m, &m->layers[m->n_layer]), r->n_tok - 1, 1, 1);
+    const float *norm = m->family->plain_final ? NULL : prediction_norm(m, &m->layers[m->n_layer]);
+    r->ops->keep_final(r, A_X, norm, r->n_tok - 1, 1, 1);
 }
 
 void rank_pass(struct rank *r) {
@@ -13057,11 +13067,11 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_plain, .forward = forward_layers},
     {.arch = "ernie4_5-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .softmax_bias = true,
      .read = read_llama,    .layer = layer_plain, .forward = forward_layers},
-    {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
+    {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false, .plain_final = true,
      .read = read_step35,   .layer = layer_step35, .forward = forward_layers},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna, .forward = forward_layers},
-    {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
+    {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .plain_final = true,
      .read = read_mimo2,    .layer = layer_mimo2, .forward = forward_layers},
 };
 /* clang-format on */
