@@ -3131,7 +3131,7 @@ struct attn_args {
     size_t q_stride, out_stride;
     float scale;        /* of q.k before the softmax */
     int window;         /* keys that a token sees, its own and those before it; 0: all */
-    int window_keys;    /* window: a split has the keys between multiples of this; 0: there is one split */
+    int window_shift;   /* window: a split has the keys between multiples of 2^window_shift; 0: there is one split */
     const float *sinks; /* (n_head) logits in the softmax that no value belongs to; NULL: none */
     int max_splits;     /* at most */
     const float *gate;  /* of head h of token t, at gate + t * gate_stride + h * gate_head: (dv), or one; NULL: none */
@@ -3188,11 +3188,11 @@ DEVICE int attn_longer(const struct attn_args &a, int pos, int n_tok) {
  * Splits lie between fixed positions, so that a row's bits do not depend on the other rows. */
 DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end) {
     const int begin = max(w->seen - a.window, 0) / ATTN_SPLIT_KEYS * ATTN_SPLIT_KEYS;
-    const int before = a.window_keys ? begin / a.window_keys : 0;
+    const int shift = a.window_shift ? a.window_shift : 31, first = begin >> shift, split = first + w->split;
     w->from = end - a.window;
-    w->n_split = a.window_keys ? (end - 1) / a.window_keys + 1 - before : 1;
-    w->begin = max(begin, (before + w->split) * a.window_keys);
-    w->end = a.window_keys ? min(end, (before + w->split + 1) * a.window_keys) : end;
+    w->n_split = (end - 1 >> shift) + 1 - first;
+    w->begin = w->split ? split << shift : begin;
+    w->end = w->split + 1 < w->n_split ? split + 1 << shift : end;
 }
 
 /* Returns by how many rows key `key`, the first of a step, lies before row `key` of its plane. */
@@ -3331,13 +3331,13 @@ DEVICE float kv_scale(const struct plane &p, int key, int back, int group, int l
     return key < len ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
 }
 
-/* Factors of a key: of its scores (v false), and of its softmax weights (v true), clamped to fit f16. scale: of the FP8
- * cache. */
+/* Factors of a key, which is in row key - back: of its scores (v false), and of its softmax weights (v true), clamped to
+ * fit f16. scale: of the FP8 cache. */
 DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f); }
 template <int FP8>
-DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key) {
+DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key, int back) {
     float scale = 1.0f;
-    if (FP8) scale = kv_scale(v ? a.v : a.k, key, attn_back(w, key), w.kvh, w.end);
+    if (FP8) scale = kv_scale(v ? a.v : a.k, key, back, w.kvh, w.end);
     return v ? attn_v_factor(scale) : w.factor * scale;
 }
 
@@ -3349,7 +3349,8 @@ DEVICE void attn_mask(float s[4], int key, float f0, float f1, const int limit[2
     UNROLL for (int e = 0; e < 4; e++) s[e] *= e & 1 ? f1 : f0;
     if (!all) UNROLL for (int e = 0; e < 4; e++) {
         const int k = key + (e & 1), end = limit[e >> 1];
-        s[e] = k < end && (!WINDOW || k >= end - window) ? s[e] : -INFINITY;
+        const bool sees = WINDOW ? (uint32_t)(end - 1 - k) < (uint32_t)window : k < end;
+        s[e] = sees ? s[e] : -INFINITY;
     }
 }
 /* The window of a mask. */
@@ -3412,14 +3413,6 @@ DEVICE float2 *attn_max_den(const struct attn_args &a) {
     return (float2 *)(a.partials + attn_partial_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
 }
 
-/* Returns the denominator of row r: l, and where it is of the result and not of a split, the sink's share. m: the row's
- * maximum. */
-DEVICE float attn_den(const struct attn_args &a, const struct attn_work &w, int r, float m, float l) {
-    if (!a.sinks || w.n_split > 1) return l;
-    const int2 th = attn_row(w, r);
-    return th.x < 0 ? l : l + exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
-}
-
 /* Returns the factor that a gate g stands for. ANY: it may be a softplus; log(1 + e) is computed so that small e count. */
 template <bool ANY>
 DEVICE float gate_factor(float g, bool softplus) {
@@ -3428,27 +3421,54 @@ DEVICE float gate_factor(float g, bool softplus) {
     return fmaxf(g, 0.0f) + __logf(y) + __fdividef(e - (y - 1.0f), y);
 }
 
-/* Stores N columns of row r, from `col` on: the result if there is one split and `out`, else sums, m and l to
- * `partials`. l: of attn_den. DECODE: gates may be of any kind. */
+/* Where a row's columns go, which are sums of weighted values. */
+struct attn_place {
+    uint16_t *out;     /* (dv) the result; NULL: */
+    float *sums;       /* (dv) in `partials` */
+    const float *gate; /* of the result; NULL: none */
+    float inverse;     /* factor of the result */
+
+    /* For row r with maximum m and denominator l, both of which go to `partials` too (first: by this thread). The result's
+     * denominator has the sink. Returns false if there is no such row. */
+    DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
+        const int2 th = attn_row(w, r);
+        if (th.x < 0) return false;
+        out = NULL;
+        if (w.n_split == 1 && a.out) {
+            if (a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
+            out = a.out + th.x * a.out_stride + (size_t)th.y * a.dv;
+            gate = a.gate ? a.gate + (size_t)th.x * a.gate_stride + (size_t)th.y * a.gate_head : NULL;
+            inverse = 1.0f / (ATTN_P * l);
+            return true;
+        }
+        const size_t row = attn_partial_row(a, w.split, th);
+        sums = a.partials + row * a.dv;
+        if (first) attn_max_den(a)[row] = make_float2(m, l);
+        return true;
+    }
+    /* Stores N columns from `col` on. DECODE: gates may be of any kind. */
+    template <bool DECODE, int N>
+    DEVICE_MEMBER void store(const struct attn_args &a, int col, const pack<N, float> &x) const {
+        if (!out) {
+            *(pack<N, float> *)(sums + col) = x;
+            return;
+        }
+        pack<N / 2> h;
+        float f[N];
+        UNROLL for (int i = 0; i < N; i++) f[i] = inverse * x.x[i];
+        if (gate) UNROLL for (int i = 0; i < N; i++)
+            f[i] *= gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus);
+        UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(f[i], f[i + 1]);
+        *(pack<N / 2> *)(out + col) = h;
+    }
+};
+
+/* Stores N columns of row r, from `col` on, as above. */
 template <bool DECODE, int N>
 DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
                        float m, float l) {
-    int2 th = attn_row(w, r);
-    if (th.x < 0) return;
-    float inv = 1.0f / (ATTN_P * l);
-    if (w.n_split == 1 && a.out) {
-        pack<N / 2> h;
-        pack<N, float> y = x;
-        const float *gate = a.gate + (size_t)th.x * a.gate_stride + th.y * a.gate_head;
-        UNROLL for (int i = 0; i < N; i++)
-            y.x[i] *= a.gate ? inv * gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus) : inv;
-        UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(y.x[i], y.x[i + 1]);
-        *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
-    } else {
-        size_t row = attn_partial_row(a, w.split, th);
-        *(pack<N, float> *)(a.partials + row * a.dv + col) = x;
-        if (col == 0) attn_max_den(a)[row] = make_float2(m, l);
-    }
+    struct attn_place place;
+    if (place.find(a, w, r, col == 0, m, l)) place.store<DECODE>(a, col, x);
 }
 
 DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
@@ -3490,13 +3510,13 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
                 l = fmaf(f, ml[k].y, l);
             }
             for (int o = 1; o < 8; o *= 2) l += __shfl_xor_sync(0xFFFFFFFFu, l, o);
-            to.n_split = n;
             if (!(tid % 8)) {
                 top[tid / 8] = m;
-                den[tid / 8] = attn_den(a, to, tid / 8, m, l);
+                den[tid / 8] = l;
             }
             __syncthreads(); /* the weights of all splits are written */
             to.split = first * step;
+            to.n_split = n;
             UNROLL_BY(1) for (int k = tid; k < 16 * D / 4; k += 128) {
                 const int r = k / (D / 4), col = k % (D / 4) * 4;
                 const int2 th = attn_row(w, r);
@@ -3596,7 +3616,10 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     __syncthreads(); /* the new rows and the queries are written */
     if (n_new) copies();
     /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
-    auto factors = [&](int i) { return attn_factor<FP8>(a, w, lane >= 16, first + 64 * i + (lane & 15)); };
+    auto factors = [&](int i) {
+        const int key = first + 64 * i;
+        return attn_factor<FP8>(a, w, lane >= 16, key + (lane & 15), attn_back(w, key));
+    };
     float next = factors(0);
 
     const uint16_t *rows[2];
@@ -3643,15 +3666,15 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     auto top = [&](int r) {
         return fmaxf(fmaxf(max_den[r].x, max_den[16 + r].x), fmaxf(max_den[32 + r].x, max_den[48 + r].x));
     };
-    UNROLL for (int h = 0; h < 2; h++) {
-        float f = exp2f(m[h] - top(g + 8 * h));
+    UNROLL_BY(1) for (int h = 0; h < 2; h++) {
+        float f = exp2f((h ? m[1] : m[0]) - top(g + 8 * h));
         if (h) {
             __syncthreads(); /* the first 8 rows have been read */
         }
-        UNROLL for (int c = 0; c < V / 8; c += 4) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
+        UNROLL for (int c = 0; c < V / 8; c += 4) UNROLL for (int e = 0; e < 2; e++) {
             floats4 x;
-            UNROLL for (int j = 0; j < 4; j++) x.x[j] = acc[0][c + j][e] * f;
-            *(floats4 *)(merged + (warp * 8 + g) * V + 8 * c + 8 * t + 4 * (e & 1)) = x;
+            UNROLL for (int j = 0; j < 4; j++) x.x[j] = (h ? acc[0][c + j][2 + e] : acc[0][c + j][e]) * f;
+            *(floats4 *)(merged + (warp * 8 + g) * V + 8 * c + 8 * t + 4 * e) = x;
         }
         __syncthreads(); /* the sums of all 4 warps are written */
         UNROLL_BY(1) for (int i = tid; i < 8 * V / 4; i += 128) {
@@ -3663,7 +3686,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
                 UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
                 den += max_den[v * 16 + row].y * exp2f(max_den[v * 16 + row].x - mx);
             }
-            attn_store<true>(a, w, row, col, x, mx, attn_den(a, w, row, mx, den));
+            attn_store<true>(a, w, row, col, x, mx, den);
         }
     }
     if (w.n_split > 1) attn_join<V>(a, w, merged);
@@ -3814,12 +3837,13 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     }
 
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
-        float den = quad_sum(l[j][h]);
+        struct attn_place place;
+        const float den = quad_sum(l[j][h]);
+        if (!place.find(a, w, 16 * j + g + 8 * h, !(slice + t), m[j][h], den)) continue;
         UNROLL for (int u = 0; u < PER_WARP; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
-            int col = 32 * (slice + u) + 8 * t + 4 * (e & 1);
-            if (slice + u < SLICES) attn_store<false>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
+            if (slice + u < SLICES) place.store<false>(a, 32 * (slice + u) + 8 * t + 4 * (e & 1), x);
         }
     }
 }
@@ -3880,19 +3904,17 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int n = (w.end - w.begin + KEYS - 1) / KEYS;
 
+    /* Starts to copy step i. Thread tid gets the factor of key tid % KEYS: of K if tid < KEYS, else of V. */
     auto copy = [&](int i) {
-        int key = w.begin + i * KEYS;
+        const int key = w.begin + i * KEYS, back = a.k.kind == PLANE_RING ? key / a.k.n_row * a.k.n_row : 0;
         if (i < n) {
-            const int back = attn_back(w, key);
             kv_copy<L::K_ROW, KEYS, 128>(raw, a.k, w.kvh * L::K_ROW, key, back, w.end, tid);
             kv_copy<L::V_ROW, KEYS, 128>(raw + L::V_RAW, a.v, w.kvh * L::V_ROW, key, back, w.end, tid);
         }
         cp_async_commit();
+        return attn_factor<FP8>(a, w, tid >= KEYS, key + tid % KEYS, back);
     };
-    /* Thread tid has the factor of key tid % KEYS: of K if tid < KEYS, else of V. */
-    auto factors = [&](int i) { return attn_factor<FP8>(a, w, tid >= KEYS, w.begin + i * KEYS + tid % KEYS); };
-    copy(0);
-    float next = factors(0);
+    float next = copy(0);
 
     const uint16_t *rows[2];
     int limit[2];
@@ -3921,8 +3943,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         }
         if (tid < 2 * KEYS) factor[tid] = next;
         __syncthreads(); /* the f16 tile is complete, the raw one may be refilled */
-        copy(i + 1);
-        next = factors(i + 1);
+        next = copy(i + 1);
 
         float s[NT][4] = {};
         UNROLL for (int k = 0; k < K / 16; k++) {
@@ -3936,10 +3957,11 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
                 mma_f16(s[b + 1], f.x, r + 2);
             }
         }
-        bool all = w.begin + i * KEYS >= w.from && w.begin + (i + 1) * KEYS <= w.seen;
+        const int key = w.begin + i * KEYS;
+        const bool all = key + KEYS <= w.seen && (!a.window || key >= w.end - a.window); /* there is one split */
         UNROLL for (int b = 0; b < NT; b++) {
             const float *f = factor + 8 * b + 2 * t;
-            attn_mask<true>(s[b], w.begin + i * KEYS + 8 * b + 2 * t, f[0], f[1], limit, window, all);
+            attn_mask<true>(s[b], key + 8 * b + 2 * t, f[0], f[1], limit, window, all);
         }
         attn_softmax(s, m, l, acc);
         UNROLL for (int k = 0; k < NT / 2; k++) {
@@ -3952,11 +3974,12 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     }
 
     UNROLL for (int h = 0; h < 2; h++) {
-        const int row = 16 * warp + g + 8 * h;
-        float den = attn_den(a, w, row, m[h], quad_sum(l[h]));
+        struct attn_place place;
+        const float den = quad_sum(l[h]);
+        if (!place.find(a, w, 16 * warp + g + 8 * h, !t, m[h], den)) continue;
         UNROLL for (int b = 0; b < V / 8; b++) {
-            pack<2, float> x = {acc[b][2 * h], acc[b][2 * h + 1]};
-            attn_store<false>(a, w, row, 8 * b + 2 * t, x, m[h], den);
+            const pack<2, float> x = {acc[b][2 * h], acc[b][2 * h + 1]};
+            place.store<false>(a, 8 * b + 2 * t, x);
         }
     }
 }
@@ -4005,7 +4028,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     w.row0 = row;
     w.group = a.n_head;
     w.rows = 1u << 16;
-    attn_store<false>(a, w, 0, col, x, top, attn_den(a, w, 0, top, den));
+    attn_store<false>(a, w, 0, col, x, top, den);
 }
 
 struct mla_value_args {
@@ -4140,14 +4163,13 @@ __global__ void __launch_bounds__(128) k_head_gate(struct gate_args a) {
 /* Divides the keys of a window among splits: in decode, at most max_splits, of which a block joins all at once. Up to 16
  * tokens see `keys` different keys; where these are few, they are one split. */
 static void attn_window_splits(struct attn_args *a) {
-    enum { WHOLE = 4 * ATTN_SPLIT_KEYS, LEAST = 2 * ATTN_SPLIT_KEYS };
     const int keys = a->window + DECODE_MAX_TOKENS - 1, most = min(a->max_splits, (int)ATTN_JOIN);
-    auto splits = [&](int of) { return (keys + 2 * of - 2) / of; }; /* the first keys may be the last of a split */
-    a->window_keys = 0;
+    auto splits = [&](int shift) { return (keys - 2 >> shift) + 2; }; /* the first keys may be the last of a split */
+    a->window_shift = 0;
     a->max_splits = 1;
-    if (a->n_tok > DECODE_MAX_TOKENS || keys <= WHOLE || most < 2) return;
-    for (a->window_keys = LEAST; splits(a->window_keys) > most;) a->window_keys += ATTN_SPLIT_KEYS;
-    a->max_splits = splits(a->window_keys);
+    if (a->n_tok > DECODE_MAX_TOKENS || keys <= 4 * ATTN_SPLIT_KEYS || most < 2) return;
+    for (a->window_shift = 7; splits(a->window_shift) > most;) a->window_shift++;
+    a->max_splits = splits(a->window_shift);
 }
 
 /* Launches an attention kernel and, if the context is split and the kernel leaves that, the merge. In prefill more row
