@@ -2834,7 +2834,7 @@ enum { ROW_SQUARES = 1, ROW_EXCHANGE = 2, ROW_SCALE = 4 };
 
 /* Rows of queries (0) and of keys (1) that are normed as a whole, over the heads of all ranks. */
 struct row_norm_args {
-    float *x[2];            /* (n_tok, n) the rank's part of the rows, tokens stride floats apart */
+    float *x[2]; /* (n_tok, n) the rank's part of the rows, tokens stride floats apart */
     size_t stride[2];
     const float *weight[2]; /* (n) */
     int n[2];               /* multiples of 4 */
@@ -2884,8 +2884,10 @@ __global__ void __launch_bounds__(NORM_THREADS) k_row_norm(const __grid_constant
     if (!EXCHANGE || !a.sharing) grid_dependency_launch();
     grid_dependency_wait();
     if (EXCHANGE) seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
-    auto slot = [&](int to, int from, int i) { /* 16 bytes for a sum */
-        return a.slot[to] + ((size_t)(seq & 1) * (size_t)n_rank + (size_t)from) * ALLREDUCE_SLOT + 4 * i;
+    auto slot = [&](int to, int from,
+                    int i) { /* 16 bytes for a sum */
+                             return a.slot[to] + ((size_t)(seq & 1) * (size_t)n_rank + (size_t)from) * ALLREDUCE_SLOT +
+                                    4 * i;
     };
     for (int i = blockIdx.x; i < n; i += (int)gridDim.x) {
         const float sum = PARTS & ROW_SQUARES ? row_squares(a, i) : a.all[i];
@@ -3152,7 +3154,7 @@ enum {
 };
 #define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are never NaN */
 #define ATTN_LOG2_E 1.44269504f
-#define ATTN_P      256.0f   /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
+#define ATTN_P      256.0f /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
 
 /* N values that are loaded or stored at once. */
 template <int N, class T = uint32_t>
@@ -3168,7 +3170,7 @@ struct attn_work {
     int pos, from, seen;  /* pos: of the first token; all rows of the tile see keys from..seen-1 */
     int split, n_split, begin, end;
     int ring, wrap; /* of a plane's rows: key `wrap` is again in row 0, as key `ring` <= begin was */
-    float factor; /* scale * log2 e, for a softmax of base 2 */
+    float factor;   /* scale * log2 e, for a softmax of base 2 */
 };
 
 /* Returns the keys of a split for a row that sees `len` keys. In decode it depends on nothing else, so that the row's
@@ -3190,9 +3192,9 @@ DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end)
     const int begin = max(w->seen - a.window, 0) / ATTN_SPLIT_KEYS * ATTN_SPLIT_KEYS;
     const int shift = a.window_shift ? a.window_shift : 31, first = begin >> shift, split = first + w->split;
     w->from = end - a.window;
-    w->n_split = (end - 1 >> shift) + 1 - first;
+    w->n_split = ((end - 1) >> shift) + 1 - first;
     w->begin = w->split ? split << shift : begin;
-    w->end = w->split + 1 < w->n_split ? split + 1 << shift : end;
+    w->end = w->split + 1 < w->n_split ? (split + 1) << shift : end;
 }
 
 /* Returns by how many rows key `key`, the first of a step, lies before row `key` of its plane. */
@@ -3323,7 +3325,8 @@ DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int 
     const uint8_t *from = p.data + (size_t)(key - back + row) * p.row_bytes + first + at;
     UNROLL_BY(PASSES > 8 ? 1 : 4)
     for (int i = 0; i < PASSES; i++, row += STEP, from += STEP * p.row_bytes)
-        if (N % STEP == 0 || row < N) cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
+        if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES))
+            cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
 }
 
 /* Returns the FP8 scale of a key's group, in row key - back; 0 from key `len` on. */
@@ -3348,10 +3351,10 @@ template <bool WINDOW>
 DEVICE void attn_mask(float s[4], int key, float f0, float f1, const int limit[2], int window, bool all) {
     UNROLL for (int e = 0; e < 4; e++) s[e] *= e & 1 ? f1 : f0;
     if (!all) UNROLL for (int e = 0; e < 4; e++) {
-        const int k = key + (e & 1), end = limit[e >> 1];
-        const bool sees = WINDOW ? (uint32_t)(end - 1 - k) < (uint32_t)window : k < end;
-        s[e] = sees ? s[e] : -INFINITY;
-    }
+            const int k = key + (e & 1), end = limit[e >> 1];
+            const bool sees = WINDOW ? (uint32_t)(end - 1 - k) < (uint32_t)window : k < end;
+            s[e] = sees ? s[e] : -INFINITY;
+        }
 }
 /* The window of a mask. */
 DEVICE int attn_span(const struct attn_args &a) { return a.window ? a.window : INT_MAX; }
@@ -3456,8 +3459,9 @@ struct attn_place {
         pack<N / 2> h;
         float f[N];
         UNROLL for (int i = 0; i < N; i++) f[i] = inverse * x.x[i];
-        if (gate) UNROLL for (int i = 0; i < N; i++)
-            f[i] *= gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus);
+        if (gate)
+            UNROLL for (int i = 0; i < N; i++) f[i] *=
+                gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus);
         UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(f[i], f[i + 1]);
         *(pack<N / 2> *)(out + col) = h;
     }
@@ -3887,7 +3891,8 @@ struct attn_tiled {
     static constexpr int KEYS = K > 128 ? 32 : 64;
     static constexpr int K_ROW = K * (FP8 ? 1 : 2), V_ROW = V * (FP8 ? 1 : 2);
     static constexpr int Q_SHARED = K > 192 ? 14 : 0;
-    static constexpr int V_RAW = KEYS * K_ROW, RAW = V_RAW + KEYS * V_ROW; /* (K, V) as in the cache: V's place, bytes */
+    static constexpr int V_RAW = KEYS * K_ROW,
+                         RAW = V_RAW + KEYS * V_ROW; /* (K, V) as in the cache: V's place, bytes */
     static constexpr int V_TILE = KEYS * K * 2, TILE = V_TILE + KEYS * V * 2; /* as f16 */
     static constexpr int SMEM = RAW + TILE + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
 };
@@ -3935,7 +3940,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     for (int i = 0; i < n; i++) {
         cp_async_wait<0>();
         __syncthreads(); /* the raw tile has landed; all warps are done with the f16 tile before */
-        if (K == V) { /* rows of K, then of V */
+        if (K == V) {    /* rows of K, then of V */
             f16_expand<K, 2 * KEYS, FP8>(tile, raw, tid);
         } else {
             f16_expand<K, KEYS, FP8>(tile, raw, tid);
@@ -4164,7 +4169,7 @@ __global__ void __launch_bounds__(128) k_head_gate(struct gate_args a) {
  * tokens see `keys` different keys; where these are few, they are one split. */
 static void attn_window_splits(struct attn_args *a) {
     const int keys = a->window + DECODE_MAX_TOKENS - 1, most = min(a->max_splits, (int)ATTN_JOIN);
-    auto splits = [&](int shift) { return (keys - 2 >> shift) + 2; }; /* the first keys may be the last of a split */
+    auto splits = [&](int shift) { return ((keys - 2) >> shift) + 2; }; /* the first keys may be the last of a split */
     a->window_shift = 0;
     a->max_splits = 1;
     if (a->n_tok > DECODE_MAX_TOKENS || keys <= 4 * ATTN_SPLIT_KEYS || most < 2) return;
@@ -5420,16 +5425,16 @@ struct cuda {
     int turn;                   /* index of the one used last */
 
     /* activations, see GPU_BUFFERS; a pair is a token and an expert that it uses */
-    float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
-    float *x_first;           /* what x32[A_X] is when a forward begins and when it has ended */
-    float *x_other;           /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
-    uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
-    float *cs, *sn;           /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
+    float *x32[ACT_COUNT];        /* activation slots in F32, where something reads that */
+    float *x_first;               /* what x32[A_X] is when a forward begins and when it has ended */
+    float *x_other;               /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
+    uint16_t *x16[ACT_COUNT];     /* activation slots in halves: inputs of GEMMs and of attention */
+    float *cs, *sn;               /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
     const float *freq[MAX_ROPES]; /* of each rotation (dim / 2) radians per position */
-    float *row_sums;          /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
-    uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
-    uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
-    float *mla_parts;         /* MLA: see struct mla_value_args */
+    float *row_sums;              /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
+    uint16_t *q_absorbed;         /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
+    uint16_t *latent_out; /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
+    float *mla_parts;     /* MLA: see struct mla_value_args */
     uint32_t *mla_arrived;
     struct mla_buffers mla;   /* expanded keys and values of a prefill's latent attention */
     float *partials;          /* partial outputs of attention over a split context */
@@ -6278,7 +6283,7 @@ static void cuda_row_norm(struct rank *r, int il, enum act q, enum act k) {
         a.counted[i] = !i || !shape.copied_kv;
     }
     const unsigned rows = 2 * (unsigned)r->n_tok;
-    profile_next((a.n[0] + a.n[1]) * (4.0 + 12.0 * r->n_tok), "%d values", a.n[0] + a.n[1]);
+    profile_next(4.0 * (a.n[0] + a.n[1]), "%d values", a.n[0] + a.n[1]); /* the weights: rows come from L2 */
     if (r->m->shard.n_rank == 1) {
         LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_SCALE>), rows, NORM_THREADS, 0, c->stream, a);
         return;
@@ -7332,8 +7337,8 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
 static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
-    if ((layer->has & HAS_DELTA) && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
-                                          d->head_v % 8 || d->n_conv != DELTA_TAPS))
+    if ((layer->has & HAS_DELTA) &&
+        (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv != DELTA_TAPS))
         snprintf(why, ERR_MAX,
                  "a gated delta net with keys of %d, values of %d and a convolution of %d is not supported on a GPU; "
                  "use --cpu",

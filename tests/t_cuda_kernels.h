@@ -43,6 +43,11 @@ static double normal() {
     double a = (rnd() + 1.0) / 4294967297.0, b = rnd() / 4294967296.0;
     return sqrt(-2 * log(a)) * cos(6.283185307179586 * b);
 }
+static std::vector<float> random_floats(int count, double size) {
+    std::vector<float> v;
+    for (int i = 0; i < count; i++) v.push_back((float)(normal() * size));
+    return v;
+}
 
 static cudaStream_t test_stream; /* of all tests */
 static uint64_t seed_offset;     /* added to the seeds of the emulator's schedules */
@@ -1005,30 +1010,122 @@ static void run_all_reduce(int n_tok, int n, int blocks) {
     expect(state.get()[CH_ALLREDUCE] == 1 && heartbeat.get()[0] == 1, "the all-reduce was not counted");
 }
 
+/* Norms of whole rows over `ranks` ranks, of which the last has a copy of the keys of the one before; several after each
+ * other. */
+static void run_row_norm(int ranks, int blocks) {
+    enum { TURNS = 3, HEAD = 36 };
+    static const int n_tok[TURNS] = {16, 1, 5};
+    const size_t words = sizeof(struct sequence) / 4;
+    gpu_array<uint32_t> state(std::vector<uint32_t>((size_t)ranks * words, 0u)),
+        flags(std::vector<uint32_t>((size_t)(ranks * ranks * ALLREDUCE_BLOCKS), 0u)),
+        heartbeat(std::vector<uint32_t>(3));
+    gpu_array<float> slots((size_t)(ranks * 2 * ranks * ALLREDUCE_SLOT));
+    std::vector<cudaStream_t> stream((size_t)ranks, test_stream);
+    for (int k = 1; k < ranks; k++) must(cudaStreamCreate(&stream[(size_t)k]), "a stream");
+    for (int turn = 0; turn < TURNS; turn++) {
+        std::vector<std::vector<float>> x[2], weight[2];
+        std::vector<gpu_array<float> *> owned;
+        std::vector<struct row_norm_args> args((size_t)ranks);
+        int whole[2] = {0, 0};
+        for (int k = 0; k < ranks; k++) {
+            const bool copy = ranks > 1 && k == ranks - 1;
+            struct row_norm_args &a = args[(size_t)k];
+            a = {};
+            for (int i = 0; i < 2; i++) {
+                const int n = i && copy ? (int)weight[1].back().size() : HEAD * (i ? 1 + k % 2 : 40 - 7 * k);
+                const int stride = n + 4;
+                std::vector<float> rows = random_floats(n_tok[turn] * stride, 1 + k);
+                if (i && copy) rows = x[1].back();
+                x[i].push_back(rows);
+                weight[i].push_back(i && copy ? weight[i].back() : random_floats(n, 1));
+                whole[i] += i && copy ? 0 : n;
+                a.n[i] = n, a.stride[i] = (size_t)stride, a.counted[i] = !(i && copy);
+                owned.push_back(new gpu_array<float>(rows)), a.x[i] = owned.back()->p;
+                owned.push_back(new gpu_array<float>(weight[i].back())), a.weight[i] = owned.back()->p;
+            }
+            a.eps = 1e-6f, a.n_tok = n_tok[turn], a.sharing = turn & 1;
+            a.p = {k, ranks, (struct sequence *)(state.p + (size_t)k * words), (struct heartbeat *)heartbeat.p};
+            for (int to = 0; to < ranks; to++) {
+                a.slot[to] = slots + to * 2 * ranks * ALLREDUCE_SLOT;
+                a.flag[to] = flags + to * ranks * ALLREDUCE_BLOCKS;
+            }
+        }
+        for (int k = 0; k < ranks; k++) {
+            struct row_norm_args &a = args[(size_t)k];
+            for (int i = 0; i < 2; i++) a.whole[i] = whole[i];
+            const int rows = 2 * n_tok[turn];
+            if (!k) owned[0]->arrive();
+            if (ranks == 1)
+                LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_SCALE>), (unsigned)rows, NORM_THREADS, 0, test_stream, a);
+            else
+                LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_EXCHANGE | ROW_SCALE>), (unsigned)min(rows, blocks),
+                           NORM_THREADS, 0, stream[(size_t)k], a);
+        }
+        finish("norms of rows");
+        for (int k = 1; k < ranks; k++) must(cudaStreamSynchronize(stream[(size_t)k]), "norms of rows");
+        error_sum sum;
+        int gaps = 0;
+        std::vector<float> last;
+        for (int k = 0; k < ranks; k++)
+            for (int i = 0; i < 2; i++) {
+                const struct row_norm_args &a = args[(size_t)k];
+                const std::vector<float> got = owned[(size_t)(4 * k + 2 * i)]->get();
+                for (size_t t = 0; t < (size_t)n_tok[turn]; t++) {
+                    double ss = 0;
+                    for (size_t p = 0; p < (size_t)ranks; p++)
+                        for (size_t c = 0; c < (size_t)args[p].n[i] && args[p].counted[i]; c++)
+                            ss += pow((double)x[i][p][t * args[p].stride[i] + c], 2);
+                    for (size_t c = 0; c < a.stride[i]; c++) {
+                        const size_t at = t * a.stride[i] + c;
+                        const float from = x[i][(size_t)k][at];
+                        if (c >= (size_t)a.n[i]) gaps += got[at] != from;
+                        else
+                            sum.add((double)got[at],
+                                    (double)from / sqrt(ss / whole[i] + 1e-6) * (double)weight[i][(size_t)k][c]);
+                    }
+                }
+                if (i && !a.counted[1]) gaps += memcmp(got.data(), last.data(), got.size() * sizeof(float)) != 0;
+                if (i) last = got;
+            }
+        expect(sum.nmse() <= 1e-12 && !gaps, "norms of %d rows, %d ranks, %d blocks: NMSE %.1e, %d values differ",
+               2 * n_tok[turn], ranks, blocks, sum.nmse(), gaps);
+        for (gpu_array<float> *p : owned) delete p;
+    }
+    if (ranks > 1) expect(state.get()[CH_ALLREDUCE] == TURNS, "norms of rows were not counted");
+    for (int k = 1; k < ranks; k++) must(cudaStreamDestroy(stream[(size_t)k]), "a stream");
+}
+
 extern "C" void cuda_test_links(void) {
     begin_test(8);
+    for (int ranks = 1; ranks <= MAX_RANKS; ranks++) run_row_norm(ranks, 3 * ranks);
     run_send_recv(1, 4), run_send_recv(5, 1000), run_send_recv(40, 260), run_share_token();
     run_all_reduce(1, 64, 1), run_all_reduce(40, 1000, 3), run_all_reduce(50, 2052, 2);
 }
 
 /* ---- attention ---- */
 
+enum test_gates { NO_GATES, Q_GATES, SIGMOID_HEADS, SOFTPLUS_HEADS, SOFTPLUS_VALUES };
+
 struct attn_case {
     bool mla, prefill, fp8;
     int dk, dv, n_kv, group, n_tok, absent; /* absent: tokens of n_tok that the batch does not have */
     int pos, splits;
-    double size; /* of q: large ones make scores of some hundreds */
+    double size;              /* of q: large ones make scores of some hundreds */
+    int window, ring;         /* keys that a token sees, rows of the planes; 0: all, as many as there are keys */
+    bool sinks, pairs, plain; /* plain: heads are not normed */
+    enum test_gates gates;
 };
 
-/* A cache plane with random rows 0..len-1 of `width` values, and NaN behind. */
+/* A cache plane with random rows 0..len-1 of `width` values, and NaN behind; a ring of so many rows has the latest. */
 struct test_plane {
     std::vector<double> value; /* (len, width) */
+    int ring;
     gpu_array<uint8_t> data;
     gpu_array<float> scale;
     struct plane p = {};
-    test_plane(int len, int width, int group, bool fp8)
-        : data((size_t)(len + 70) * row_bytes(width, fp8)),
-          scale((size_t)(len + 70) * (size_t)((width + group - 1) / group)) {
+    test_plane(int len, int width, int group, bool fp8, int ring_rows = 0)
+        : ring(ring_rows), data((size_t)(ring ? ring : len + 70) * row_bytes(width, fp8)),
+          scale((size_t)(ring ? ring : len + 70) * (size_t)((width + group - 1) / group)) {
         const size_t bytes = row_bytes(width, fp8), n_group = (size_t)((width + group - 1) / group);
         std::vector<uint8_t> rows(data.n, 0xFF);
         std::vector<float> scales(scale.n, NAN), x((size_t)width);
@@ -1041,9 +1138,9 @@ struct test_plane {
                 for (int j = begin; j < end; j++)
                     x[(size_t)j] = (float)(normal() * size * (1 + j % 5)), amax = fmaxf(amax, fabsf(x[(size_t)j]));
                 float s = fp8 ? amax / 448 : 1;
-                if (fp8) scales[i * n_group + (size_t)g] = s;
+                if (fp8) scales[row(i) * n_group + (size_t)g] = s;
                 for (int j = begin; j < end; j++) {
-                    uint8_t *to = &rows[i * bytes + (size_t)(fp8 ? j : 2 * j)];
+                    uint8_t *to = &rows[row(i) * bytes + (size_t)(fp8 ? j : 2 * j)];
                     uint16_t h = bf16_from_f32(x[(size_t)j]);
                     if (fp8) *to = e4m3_from_f32(x[(size_t)j] / s);
                     else memcpy(to, &h, 2);
@@ -1057,11 +1154,13 @@ struct test_plane {
         p.data = data;
         p.scale = scale;
         p.row_bytes = bytes;
+        if (ring) p.kind = PLANE_RING, p.n_row = ring;
     }
+    size_t row(size_t pos) const { return ring ? pos % (size_t)ring : pos; }
     static size_t row_bytes(int width, bool fp8) { return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16; }
-    /* Rows first..first+n-1 are what a kernel is about to write, */
+    /* Rows first..first+n-1 are what a kernel is about to write: in a ring they are still older ones, */
     void forget(int first, int n) {
-        must(cudaMemset(data + (size_t)first * p.row_bytes, 0xFF, (size_t)n * p.row_bytes), "a cache");
+        if (!ring) must(cudaMemset(data + (size_t)first * p.row_bytes, 0xFF, (size_t)n * p.row_bytes), "a cache");
     }
     /* and has written. */
     void read(int first, int n) {
@@ -1069,12 +1168,13 @@ struct test_plane {
         const std::vector<float> scales = scale.get();
         for (int i = first; i < first + n; i++)
             for (int j = 0; j < p.width; j++) {
-                const uint8_t *from = &rows[(size_t)i * p.row_bytes + (size_t)(p.type == KV_FP8 ? j : 2 * j)];
+                const size_t at = row((size_t)i);
+                const uint8_t *from = &rows[at * p.row_bytes + (size_t)(p.type == KV_FP8 ? j : 2 * j)];
                 uint16_t h;
                 memcpy(&h, from, p.type == KV_FP8 ? 1 : 2);
                 value[(size_t)(i * p.width + j)] =
                     p.type == KV_FP8
-                        ? (double)e4m3_to_f32(*from) * (double)scales[(size_t)(i * p.n_group + j / p.group)]
+                        ? (double)e4m3_to_f32(*from) * (double)scales[at * (size_t)p.n_group + (size_t)(j / p.group)]
                         : (double)bf16_to_f32(h);
             }
     }
@@ -1086,40 +1186,38 @@ struct test_heads {
     gpu_array<float> d;
     int stride, head, n;
     test_heads(int n_tok, int heads, int head_, int n_, double size)
-        : x(random(n_tok * heads * head_, size)), d(x), stride(heads * head_), head(head_), n(n_) {}
-    static std::vector<float> random(int count, double size) {
-        std::vector<float> v;
-        for (int i = 0; i < count; i++) v.push_back((float)(normal() * size));
-        return v;
-    }
+        : x(random_floats(n_tok * heads * head_, size)), d(x), stride(heads * head_), head(head_), n(n_) {}
     const float *row(int t, int h) const { return &x[(size_t)(t * stride + h * head)]; }
-    /* Head h of token t, normed and rotated. cs, sn: (n_tok, rope / 2) */
+    /* Head h of token t, normed unless w is empty, and rotated. cs, sn: (n_tok, rope / 2) */
     std::vector<double> roped(int t, int h, const std::vector<float> &w, const std::vector<float> &cs,
-                              const std::vector<float> &sn, int rope) const {
+                              const std::vector<float> &sn, int rope, bool pairs = false) const {
         std::vector<double> y;
         double ss = 0;
         const float *from = row(t, h);
         for (int i = 0; i < n; i++) ss += (double)from[i] * (double)from[i];
-        for (int i = 0; i < n; i++) y.push_back((double)from[i] / sqrt(ss / n + 1e-6) * (double)w[(size_t)i]);
+        for (int i = 0; i < n; i++)
+            y.push_back((double)from[i] * (w.empty() ? 1 : (double)w[(size_t)i] / sqrt(ss / n + 1e-6)));
         for (int i = 0; i < rope / 2; i++) {
-            const double a = y[(size_t)i], b = y[(size_t)(i + rope / 2)];
+            const size_t first = (size_t)(pairs ? 2 * i : i), second = (size_t)(pairs ? 2 * i + 1 : i + rope / 2);
+            const double a = y[first], b = y[second];
             const double c = (double)cs[(size_t)(t * rope / 2 + i)], s = (double)sn[(size_t)(t * rope / 2 + i)];
-            y[(size_t)i] = a * c - b * s;
-            y[(size_t)(i + rope / 2)] = a * s + b * c;
+            y[first] = a * c - b * s;
+            y[second] = a * s + b * c;
         }
         return y;
     }
 };
 
-/* out (dv): attention of one query q (dk) of head h over keys 0..n-1. */
+/* out (dv): attention of one query q (dk) of head h over keys 0..n-1, of which a window leaves the last. sinks (heads). */
 static void attn_plain(const struct attn_case &c, const test_plane &k, const test_plane &v, const uint16_t *q, int h,
-                       int n, std::vector<double> &out) {
+                       int n, const std::vector<float> &sinks, std::vector<double> &out) {
+    const int first = c.window ? max(n - c.window, 0) : 0;
     const int kv = h / c.group, lat = c.mla ? c.dv : c.dk, width = c.mla ? c.dv : c.n_kv * c.dk, rest = c.dk - lat;
-    double top = -INFINITY, den = 0;
+    double top = c.sinks ? (double)sinks[(size_t)h] : -INFINITY, den = 0;
     std::vector<double> s((size_t)n);
     std::vector<float> qf;
     for (int j = 0; j < c.dk; j++) qf.push_back(f16_to_f32(q[j]));
-    for (int x = 0; x < n; x++) {
+    for (int x = first; x < n; x++) {
         const double *key = &k.value[(size_t)(x * width + kv * c.dk * !c.mla)];
         double d = 0;
         for (int j = 0; j < lat; j++) d += (double)qf[(size_t)j] * key[j];
@@ -1127,7 +1225,8 @@ static void attn_plain(const struct attn_case &c, const test_plane &k, const tes
         s[(size_t)x] = d / sqrt(c.dk), top = fmax(top, s[(size_t)x]);
     }
     for (double &o : out) o = 0;
-    for (int x = 0; x < n; x++) {
+    if (c.sinks) den = exp((double)sinks[(size_t)h] - top);
+    for (int x = first; x < n; x++) {
         const double f = exp(s[(size_t)x] - top);
         const double *val = c.mla ? &k.value[(size_t)(x * width)] : &v.value[(size_t)((x * c.n_kv + kv) * c.dv)];
         den += f;
@@ -1147,21 +1246,24 @@ static bool row_near(const struct attn_case &c, const double *got, const std::ve
 
 static void run_attention(const struct attn_case &c) {
     const int n_head = c.n_kv * c.group, here = c.n_tok - c.absent, len = c.pos + here;
-    const bool fused = !c.mla && !c.prefill, gated = !c.mla && (c.pos ^ c.n_tok) & 1;
-    test_plane k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8);
-    test_plane v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8);
+    const bool fused = !c.mla && !c.prefill, q_gates = c.gates == Q_GATES, values_gate = c.gates == SOFTPLUS_VALUES;
+    test_plane k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8, c.ring);
+    test_plane v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8, c.ring);
     const size_t qs = (size_t)(n_head * c.dk) + 24, os = (size_t)(n_head * c.dv) + 8;
     /* the queries before norm and rotation, with gates; keys and values */
     const int rope = c.pos % 3 ? c.dk : c.dk / 2, tables = c.n_tok * rope / 2;
-    test_heads q32(c.n_tok, n_head, gated ? 2 * c.dk : c.dk, c.dk, 3), k32(c.n_tok, c.n_kv, c.dk, c.dk, 0.5);
+    test_heads q32(c.n_tok, n_head, q_gates ? 2 * c.dk : c.dk, c.dk, 3), k32(c.n_tok, c.n_kv, c.dk, c.dk, 0.5);
     test_heads v32(c.n_tok, c.n_kv, c.dv, c.dv, 1);
-    const std::vector<float> q_norm = test_heads::random(c.dk, c.size), k_norm = test_heads::random(c.dk, 1),
-                             cs = test_heads::random(tables, 0.7), sn = test_heads::random(tables, 0.7);
-    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn);
+    const int norm = c.plain ? 0 : c.dk, n_gate = values_gate ? c.dv : 1;
+    const std::vector<float> q_norm = random_floats(norm, c.size), k_norm = random_floats(norm, 1),
+                             cs = random_floats(tables, 0.7), sn = random_floats(tables, 0.7),
+                             sinks = random_floats(n_head, 2),
+                             gates = random_floats(c.n_tok * (n_head * n_gate + 3), 3);
+    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn), sinks_d(sinks), gates_d(gates);
     std::vector<uint16_t> q(qs * (size_t)c.n_tok, 0x7E00);
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
-            std::vector<double> y(fused ? q32.roped(i, h, q_norm, cs, sn, rope) : std::vector<double>());
+            std::vector<double> y(fused ? q32.roped(i, h, q_norm, cs, sn, rope, c.pairs) : std::vector<double>());
             for (int j = 0; j < c.dk; j++)
                 q[(size_t)i * qs + (size_t)(h * c.dk + j)] =
                     f16_from_f32((float)(fused ? y[(size_t)j] : normal() * c.size));
@@ -1182,11 +1284,17 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<float> parts((size_t)(n_part * c.n_tok * n_head * n_value));
     gpu_array<uint16_t> value_out((size_t)(c.n_tok * n_head * n_value));
     if (values) a.out = NULL;
-    if (gated) a.gate = q32.d + c.dk, a.gate_stride = (size_t)q32.stride, a.gate_head = 2 * c.dk;
+    a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
+    if (q_gates) {
+        a.gate = q32.d + c.dk, a.gate_stride = (size_t)q32.stride, a.gate_head = 2 * c.dk;
+    } else if (c.gates) {
+        a.gate = gates_d, a.gate_stride = (size_t)(n_head * n_gate + 3), a.gate_head = n_gate;
+        a.gate_one = !values_gate, a.softplus = c.gates != SIGMOID_HEADS;
+    }
     if (fused) {
         struct rope_args &r = a.rope;
-        r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q32.d, r.k = k32.d, r.v = v32.d, r.q_norm = q_norm_d,
-        r.k_norm = k_norm_d;
+        r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = c.pairs, r.q = q32.d, r.k = k32.d, r.v = v32.d;
+        if (!c.plain) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
         r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
         r.kp = k.p, r.vp = v.p, r.n_head = n_head, r.n_head_kv = c.n_kv, r.d = c.dk, r.q_head = q32.head, r.dv = c.dv;
         r.rope = rope, r.eps = 1e-6f, a.arrived = arrived;
@@ -1208,30 +1316,37 @@ static void run_attention(const struct attn_case &c) {
         for (int h = 0; h < c.n_kv; h++) {
             const size_t at = (size_t)((c.pos + i) * c.n_kv + h);
             const float *x = v32.row(i, h);
-            rows += !row_near(c, &k.value[at * (size_t)c.dk], k32.roped(i, h, k_norm, cs, sn, rope));
+            rows += !row_near(c, &k.value[at * (size_t)c.dk], k32.roped(i, h, k_norm, cs, sn, rope, c.pairs));
             rows += !row_near(c, &v.value[at * (size_t)c.dv], std::vector<double>(x, x + c.dv));
         }
     for (uint32_t x : arrived.get()) rows += x != 0;
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
-            attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, c.pos + i + 1, want);
+            attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, c.pos + i + 1, sinks, want);
             const std::vector<float> latent(want.begin(), want.end());
             for (int j = 0; j < n_value && values; j++)
                 sum.add((double)f16_to_f32(halves[(size_t)((i * n_head + h) * n_value + j)]),
                         wv.dot(h, j, latent.data()));
             for (int j = 0; j < c.dv && !values; j++) {
-                const double f = gated ? 1 / (1 + exp(-(double)q32.row(i, h)[c.dk + j])) : 1;
+                double f = 1;
+                if (c.gates) {
+                    const float *own = &gates[(size_t)(i * (n_head * n_gate + 3) + h * n_gate)];
+                    const double g = (double)(q_gates ? q32.row(i, h)[c.dk + j] : own[values_gate ? j : 0]);
+                    f = c.gates >= SOFTPLUS_HEADS ? log1p(exp(g)) : 1 / (1 + exp(-g));
+                }
                 sum.add((double)f16_to_f32(got[(size_t)i * os + (size_t)(h * c.dv + j)]), want[(size_t)j] * f);
             }
         }
     for (size_t i = 0; i < got.size(); i++) /* what is no result stays as it was */
         bad += ((int)(i / os) >= here || i % os >= os - 8) && got[i] != 0xABCD;
     double error = sqrt(sum.nmse()), limit = c.size > 2 ? 4e-3 : 2e-3;
-    expect(error <= limit && !bad && !rows,
-           "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g: error %.1e, %d gaps "
-           "written, %d rows or counters are wrong",
-           c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
-           c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad, rows);
+    expect(
+        error <= limit && !bad && !rows,
+        "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g, window %d of %d rows, sinks %d, "
+        "pairs %d, plain %d, gates %d: error %.1e, %d gaps written, %d rows or counters are wrong",
+        c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
+        c.n_tok, c.absent, c.pos, c.splits, c.size, c.window, c.ring, c.sinks, c.pairs, c.plain, (int)c.gates, error,
+        bad, rows);
 }
 
 /* Expanded keys and values of DeepSeek's shape, segment after segment. */
@@ -1352,11 +1467,12 @@ static void run_latents(bool fp8) {
 static void run_mla_query(uint32_t type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope) {
     matrix wk(type, n_head, latent, nope);
     const int pos = 5, d = nope + rope, key = latent + rope;
-    const struct attn_case c = {true, false, fp8, key, latent, 1, n_head, n_tok, 0, pos, 1, 1};
+    struct attn_case c = {};
+    c.fp8 = fp8;
     test_plane k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
     test_heads q(n_tok, n_head, d, d, 1), kv(n_tok, 1, key, latent, 0.5);
-    const std::vector<float> norm = test_heads::random(latent, 1), cs = test_heads::random(n_tok * rope / 2, 0.7),
-                             sn = test_heads::random(n_tok * rope / 2, 0.7);
+    const std::vector<float> norm = random_floats(latent, 1), cs = random_floats(n_tok * rope / 2, 0.7),
+                             sn = random_floats(n_tok * rope / 2, 0.7);
     gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
     gpu_array<uint16_t> y((size_t)(n_tok * n_head * key));
     gpu_array<struct batch> b(std::vector<struct batch>{{pos, n_tok, pos}});
@@ -1433,8 +1549,130 @@ extern "C" void cuda_test_attention(void) {
                     while (work() > 24e6) len = len / 2 + 1;
                     int here = c.n_tok - c.absent;
                     c.pos = len > here && rnd() % 4 ? len - here : 0;
+                    c.gates = !c.mla && (c.pos ^ c.n_tok) & 1 ? Q_GATES : NO_GATES;
                     run_attention(c);
                 }
+}
+
+/* 16 tokens with a window, one at a time and in other batches: a token's bits are the same. Ends of steps and of splits lie
+ * among the tokens. */
+static void run_window_batches(int dk, int dv, bool fp8, int group, int window, int n_split, int pos, int n_row) {
+    enum { TOKENS = 16 };
+    const int n_kv = 2, n_head = n_kv * group, rope = dk / 2;
+    const size_t out_row = (size_t)(n_head * dv);
+    test_heads q(TOKENS, n_head, dk, dk, 1), k(TOKENS, n_kv, dk, dk, 0.5), v(TOKENS, n_kv, dv, dv, 1);
+    const std::vector<float> cs = random_floats(TOKENS * rope / 2, 0.7), sn = random_floats(TOKENS * rope / 2, 0.7),
+                             sinks = random_floats(n_head, 2);
+    gpu_array<float> cs_d(cs), sn_d(sn), sinks_d(sinks);
+    gpu_array<uint32_t> arrived(std::vector<uint32_t>((size_t)(2 * n_head * ATTN_COUNTERS), 0));
+    gpu_array<float> part((size_t)(n_split * DECODE_MAX_TOKENS * n_head * (dv + 2)));
+    test_plane keys(pos + TOKENS, n_kv * dk, dk, fp8, n_row), values(pos + TOKENS, n_kv * dv, dv, fp8, n_row);
+    std::vector<uint16_t> want;
+    static const int batches[][TOKENS] = {{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, {16}, {3, 9, 4}, {7, 8, 1}};
+    for (auto &batch : batches) {
+        std::vector<uint16_t> got;
+        for (int b = 0, first = 0; b < TOKENS && batch[b]; first += batch[b++]) {
+            const int n = batch[b], at = pos + first;
+            gpu_array<struct batch> place(std::vector<struct batch>{{at, n, at}});
+            gpu_array<uint16_t> out(out_row * (size_t)n);
+            struct attn_args a = {};
+            a.out = out, a.partials = part, a.batch = place, a.k = keys.p, a.v = values.p, a.n_tok = n;
+            a.n_head = n_head, a.n_head_kv = n_kv, a.dk = dk, a.dv = dv, a.out_stride = out_row;
+            a.max_splits = n_split, a.scale = (float)(1 / sqrt(dk)), a.window = window, a.sinks = sinks_d;
+            a.arrived = arrived;
+            struct rope_args &r = a.rope;
+            r.batch = place, r.cs = cs_d + first * rope / 2, r.sn = sn_d + first * rope / 2;
+            r.q = q.d + first * q.stride, r.k = k.d + first * k.stride, r.v = v.d + first * v.stride;
+            r.q_stride = (size_t)q.stride, r.k_stride = (size_t)k.stride, r.v_stride = (size_t)v.stride;
+            r.kp = keys.p, r.vp = values.p, r.n_head = n_head, r.n_head_kv = n_kv, r.d = r.q_head = dk, r.dv = dv;
+            r.rope = rope, r.eps = 1e-6f;
+            attn_launch(&a, false, false, test_stream);
+            finish("attention in batches");
+            const std::vector<uint16_t> rows = out.get();
+            got.insert(got.end(), rows.begin(), rows.end());
+        }
+        if (want.empty()) want = got;
+        int bad = 0;
+        for (size_t t = 0; t < TOKENS; t++)
+            bad += memcmp(&got[t * out_row], &want[t * out_row], out_row * sizeof want[0]) != 0;
+        expect(
+            !bad,
+            "%d/%d, fp8 %d, groups of %d, window %d of %d rows, %d splits, at %d, batches of %d and so on: %d tokens "
+            "have other bits",
+            dk, dv, fp8, group, window, n_row, n_split, pos, batch[0], bad);
+    }
+}
+
+static void run_window_bits() {
+    static const int groups[] = {1, 6, 8, 9, 12, 16}, splits[] = {64, 5, 2, 1};
+    int turn = 0;
+    for (int window : {1, 60, 130, 300, 700})
+        for (int edge : {64, 512, 1024}) { /* which the last key crosses, or the first one */
+            const int pos = turn & 1 ? edge + window - 8 : edge - 5;
+            const bool ring = turn % 3 > 0, wide = turn % 4 == 2;
+            run_window_batches(wide ? 192 : 64, wide ? 128 : 64, turn % 5 < 2, groups[turn % 6], window,
+                               splits[turn % 4], pos, ring ? (window + 14 + 64) / 64 * 64 : 0);
+            turn++;
+        }
+}
+
+/* Gates of prefill: one for a head, or one for every value. */
+static void run_head_gate(bool each, bool softplus) {
+    enum { TOKENS = 5, HEADS = 9, HEAD = 40, WIDTH = HEADS * HEAD, STRIDE = WIDTH + 8 };
+    const size_t n_gate = each ? WIDTH : HEADS, gate_stride = n_gate + 3;
+    std::vector<uint16_t> x((size_t)TOKENS * STRIDE);
+    std::vector<float> gate(TOKENS * gate_stride);
+    for (uint16_t &h : x) h = f16_from_f32((float)normal());
+    for (float &g : gate) g = (float)normal() * (rnd() % 8 ? 2 : 12);
+    gpu_array<uint16_t> x_d(x);
+    gpu_array<float> gate_d(gate);
+    const struct gate_args a = {x_d, STRIDE, gate_d, gate_stride, HEADS, HEAD, each, softplus};
+    gate_d.arrive();
+    LAUNCH_PDL(k_head_gate, dim3(ceil_div(WIDTH, 1024), TOKENS), 128, 0, test_stream, a);
+    finish("gates of heads");
+    const std::vector<uint16_t> got = x_d.get();
+    int bad = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        const size_t t = i / STRIDE, c = i % STRIDE;
+        const double g = c < WIDTH ? (double)gate[t * gate_stride + (each ? c : c / HEAD)] : 0;
+        const double f = softplus ? log1p(exp(g)) : 1 / (1 + exp(-g)), want = f * (double)f16_to_f32(x[i]);
+        const double error = fabs((double)f16_to_f32(got[i]) - want);
+        bad += c < WIDTH ? !(error <= fabs(want) * 6e-4 + 6e-8) : got[i] != x[i];
+    }
+    expect(!bad, "gates of heads, each %d, softplus %d: %d values are wrong", each, softplus, bad);
+}
+
+/* Windows of one key, around the steps of 64 keys, and of several splits; contexts shorter and much longer; rings as short
+ * as they may be; sinks, rotations of neighbours, heads that are not normed, gates. */
+extern "C" void cuda_test_windows(void) {
+    begin_test(14);
+    run_window_bits();
+    for (bool each : {false, true}) run_head_gate(each, !each), run_head_gate(each, each);
+    static const int windows[] = {1, 5, 63, 64, 65, 129, 200, 300, 520},
+                     toks[][5] = {{1, 2, 7, 16, 12}, {17, 33, 70, 20, 65}};
+    static const int splits[] = {1, 2, 3, 64}, groups[] = {1, 6, 8, 9, 12, 16};
+    static const int widths[][2] = {{32, 32}, {64, 64}, {128, 128}, {192, 128}, {256, 256}};
+    int turn = 0;
+    for (auto &w : widths)
+        for (int kind = 0; kind < 4; kind++)
+            for (int window : windows) {
+                struct attn_case c = {};
+                c.dk = w[0], c.dv = w[1], c.prefill = kind & 1, c.fp8 = kind >> 1, c.window = window;
+                c.splits = splits[turn % 4], c.n_tok = toks[c.prefill][turn++ % 5];
+                c.n_kv = 1 + (int)(rnd() % 2), c.group = groups[rnd() % 6], c.size = rnd() % 5 ? 1 : 60;
+                while (c.n_tok * c.n_kv * c.group > 200) c.n_kv = 1, c.group = (c.group + 1) / 2;
+                /* from an empty context to ten windows; more often where a step begins or ends */
+                c.pos = (int)(rnd() % 8) ? (int)(rnd() % (uint32_t)min(10 * window + 70, 1500)) : 0;
+                if (rnd() % 2) c.pos = max((c.pos + window) / 64 * 64 - 1 - (int)(rnd() % 3), 0);
+                if (rnd() % 2) c.ring = (window - 1 + c.n_tok + 63) / 64 * 64;
+                c.sinks = rnd() % 2, c.pairs = rnd() % 2, c.plain = rnd() % 2;
+                if (!c.prefill) c.gates = (enum test_gates)(rnd() % 5);
+                else if (c.dk == c.dv) c.gates = (enum test_gates)(rnd() % 2);
+                if (c.dk != c.dv && c.gates == Q_GATES) c.gates = NO_GATES;
+                run_attention(c);
+                c.window = c.ring = 0, c.sinks = true, c.pos = min(c.pos, 300); /* sinks where all keys are seen */
+                if (turn % 3 == 0) run_attention(c);
+            }
 }
 
 /* ---- gated delta net ---- */

@@ -23,7 +23,7 @@ extern "C" void cuda_test_stats(void);
 extern "C" void cuda_test_all_reduce(void);
 extern "C" int cuda_test_failures(void);
 
-enum { MUTANT_TESTS = 13, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
+enum { MUTANT_TESTS = 14, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
 static const struct {
     const char *name;
     void (*fn)();
@@ -33,7 +33,7 @@ static const struct {
                                 {"attention", cuda_test_attention}, {"sample", cuda_test_sample},
                                 {"synthetic", cuda_test_synthetic}, {"all-reduce", cuda_test_all_reduce},
                                 {"links", cuda_test_links},         {"stats", cuda_test_stats},
-                                {"delta_net", cuda_test_delta_net}};
+                                {"delta_net", cuda_test_delta_net}, {"windows", cuda_test_windows}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there.
  * */
@@ -88,7 +88,7 @@ static std::vector<std::string> source_lines() {
 /* One run of all tests: which barriers there are, and who reaches them. The first mutation is none: it has to live. */
 static std::vector<mutation> find_mutations() {
     std::vector<mutation> all = {
-        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0}};
+        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0}};
     std::vector<std::string> lines = source_lines();
     for (int i = 0; i < MUTANT_TESTS; i++) {
         std::vector<cuemu::barrier_site> before = cuemu::barriers();
