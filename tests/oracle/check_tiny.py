@@ -249,12 +249,22 @@ def mla(W, config, x, p):
 def rules(config, layer):
     """What a layer does in the families below, which differ in this alone.  None: another family."""
     kind = config["model_type"]
+    if kind not in ("gpt_oss", "minimax_m2"):
+        return None
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    r = dict(head=head, turned=head, rope={"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})},
+             norm=None, window=None, sinks=None, at="mlp.", router="gate", bias=None, score="softmax", renorm=True,
+             k=config["num_experts_per_tok"], names=("gate_proj", "up_proj", "down_proj"),
+             activation=lambda gate, up: silu(gate) * up)
     if kind == "gpt_oss":
-        window = config["sliding_window"] if config["layer_types"][layer] == "sliding_attention" else None
-        return dict(head=config["head_dim"], rope={"rope_theta": config["rope_theta"], **config["rope_scaling"]},
-                    window=window, sinks="sinks", router="router", k=config["num_experts_per_tok"], score="chosen",
-                    activation=lambda g, u: oai(g, u, config["swiglu_limit"]))
-    return None
+        r |= dict(sinks="sinks", router="router", score="chosen", names=None,
+                  activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
+        if config["layer_types"][layer] == "sliding_attention":
+            r["window"] = config["sliding_window"]
+    if kind == "minimax_m2":
+        r |= dict(norm="row", turned=config["rotary_dim"], at="block_sparse_moe.", score="sigmoid",
+                  bias="e_score_correction_bias", names=("w1", "w3", "w2"))
+    return r
 
 
 def oai(gate, up, limit):
@@ -267,17 +277,20 @@ def linear(W, x, name):
 
 
 def attention(W, config, r, x, p):
-    """By the rules r: biases where there are some, RoPE on pairs (i, i + half), a window, sinks."""
-    n, d = len(x), r["head"]
+    """By the rules r: biases where there are some, norms of whole rows, RoPE on pairs (i, i + half) of the first
+    values of a head, a window, sinks."""
+    n, d, eps, half = len(x), r["head"], config["rms_norm_eps"], r["turned"] // 2
     q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
+    if r["norm"] == "row":
+        q, k = rms(q, W.get(p + "q_norm.weight"), eps), rms(k, W.get(p + "k_norm.weight"), eps)
     q, k = q.reshape(n, -1, d), k.reshape(n, -1, d)
     v = v.reshape(n, k.shape[1], -1)
-    cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, d)
+    cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
     cos, sin = cos[:, None], sin[:, None]
 
     def turn(t):
-        a, b = np.split(t, 2, -1)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     sinks = W.get(p + r["sinks"]) if r["sinks"] else None
     y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen, r["window"], sinks)
@@ -287,12 +300,18 @@ def attention(W, config, r, x, p):
 def choose(W, r, x, p):
     """The numbers of the chosen experts [n, k] and their weights."""
     logits = linear(W, x, p + r["router"])
-    best = np.argsort(-logits, -1)[:, :r["k"]]
-    return best, softmax(np.take_along_axis(logits, best, -1))
+    score = {"chosen": lambda t: t, "softmax": softmax, "sigmoid": sigmoid}[r["score"]](logits)
+    best = np.argsort(-score - (W.get(p + r["bias"]).reshape(-1) if r["bias"] else 0), -1)[:, :r["k"]]
+    weight = np.take_along_axis(score, best, -1)
+    if r["score"] == "chosen":
+        return best, softmax(weight)
+    return best, weight / weight.sum(-1, keepdims=True) if r["renorm"] else weight
 
 
-def expert_parts(W, p, e):
+def expert_parts(W, r, p, e):
     """Gate, up and down [out, in] of an expert, and the three biases or zeros."""
+    if r["names"]:
+        return *(W.get(f"{p}experts.{e}.{name}.weight") for name in r["names"]), 0, 0, 0
     gate_up, down = W.get(p + "experts.gate_up_proj")[e], W.get(p + "experts.down_proj")[e]
     if not W.has(p + "experts.down_proj_blocks"):  # [in, out]
         gate_up, down = gate_up.T, down.T
@@ -305,7 +324,7 @@ def experts(W, config, r, x, p):
     y = np.zeros_like(x)
     for e in np.unique(best):
         token, slot = np.nonzero(best == e)
-        gate, up, down, gate_bias, up_bias, down_bias = expert_parts(W, p, e)
+        gate, up, down, gate_bias, up_bias, down_bias = expert_parts(W, r, p, e)
         h = r["activation"](x[token] @ gate.T + gate_bias, x[token] @ up.T + up_bias)
         y[token] += weight[token, slot, None] * (h @ down.T + down_bias)
     return y
@@ -384,7 +403,7 @@ def block(W, config, x, p, layer):
     """One layer, whose names begin with p.  layer: its number; None: it stands behind the others."""
     if r := rules(config, layer):
         x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
-        return x + experts(W, config, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p + "mlp.")
+        return x + experts(W, config, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p + r["at"])
     if "linear_num_key_heads" not in config:
         mixer, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
     elif layer is not None and is_linear(config, layer):

@@ -128,6 +128,18 @@ def gpt_oss(**changes):
             "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": VOCAB, **changes}
 
 
+def minimax(**changes):
+    """config.json in the words of the MiniMax-M2 releases, whose MTP modules have no tensors."""
+    return {"architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0,
+            "attn_type_list": [1] * changes["num_hidden_layers"], "bos_token_id": None, "eos_token_id": IM_END,
+            "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+            "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_mtp_modules": 3,
+            "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000,
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_cache": True, "use_mtp": True,
+            "use_qk_norm": True, "use_routing_bias": True, "vocab_size": VOCAB, **changes}
+
+
 def exact_yarn(factor, original, *betas):
     """gpt-oss' form: the bounds of the ramp are not rounded."""
     scaling = yarn(factor, original, *betas)
@@ -182,10 +194,13 @@ def text_config(config):
     return {"tie_word_embeddings": config["tie_word_embeddings"], **config.get("text_config", config)}
 
 
+W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."),
+        (r"\.down_proj\.", ".w2.")]
 # model_type -> what transformers calls otherwise than the hub (conversion_mapping.py): regular expressions, in turn
 HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
+    "minimax_m2": W123,
 }
 
 
@@ -204,6 +219,7 @@ def new_rope(config, **rope):
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
+W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
 GPT_OSS_EXPERTS = r"\.experts\.\d+\."
 GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
 DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weight$"
@@ -301,6 +317,16 @@ SPECS = {
                        initial_context_length=64, max_position_embeddings=512,
                        rope_scaling=exact_yarn(8.0, 64, 4.0, 1.0)),
         stack=GPT_OSS_STACK, store=[(GPT_OSS_EXPERTS, "bf16_columns")]),
+    "minimax_m2": dict(
+        config=minimax(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                       rotary_dim=32, intermediate_size=64, num_local_experts=8, num_experts_per_tok=3,
+                       torch_dtype="bfloat16"),
+        store=[(r"\.gate\.weight$", "f32")]),
+    "minimax_m2_fp8": dict(
+        config=minimax(num_hidden_layers=2, hidden_size=128, num_attention_heads=6, num_key_value_heads=3,
+                       head_dim=64, rotary_dim=16, intermediate_size=64, num_local_experts=6, num_experts_per_tok=2,
+                       dtype="bfloat16"),
+        declare="fp8_block_minimax", store=[(r"\.gate\.weight$", "f32"), (LINEAR + "|" + W123_EXPERTS, "fp8_block")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -327,7 +353,7 @@ def draw(fixture, name, shape, tied, centred):
     if "embed_tokens" in name:
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5, "conv1d": 1.5,
-            "out_proj": 2, "router": 2, "gate_up_proj": 3}
+            "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2}
     gain = gain.get(name.split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -379,7 +405,8 @@ class Checkpoint:
 
     def amax(self, source, shape):
         """ModelOpt gives gate_proj and up_proj of one FFN a common scale, because kernels fuse them."""
-        both = {source, source.replace("gate_proj", "up_proj"), source.replace("up_proj", "gate_proj")}
+        both = {source, source.replace("gate_proj", "up_proj"), source.replace("up_proj", "gate_proj"),
+                source.replace(".w1.", ".w3."), source.replace(".w3.", ".w1.")}
         return max(self.draw(s, shape).abs().max() for s in both)
 
     def put(self, name, shape, source=None, rows=None):
@@ -514,7 +541,7 @@ def fill(model, config, checkpoint, kept):
         elif path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
             parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
             shape = value.shape[1] // len(parts), value.shape[2]
-            names = lambda expert: [f"{path}.{expert}.{p}.weight" for p in parts]
+            names = lambda expert: [hub_name(config, f"{path}.{expert}.{p}.weight") for p in parts]
             new = torch.stack([
                 torch.cat([checkpoint.put(n, shape, old) for n, old in zip(names(i), names(original))])
                 for i, original in enumerate(rows or range(len(value)))])
@@ -627,13 +654,18 @@ def predict(model, config, checkpoint, ids):
     return (rows[0] @ head.T)[0], gaps[0]
 
 
+def head_dim(config):
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration."""
-    rope = config.get("rope_parameters") or config["rope_scaling"] or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
     mla = "kv_lora_rank" in config
-    dim = config["qk_rope_head_dim"] if mla else config["head_dim"]
+    dim = config["qk_rope_head_dim"] if mla else head_dim(config)
     head, part = dim, rope.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1)
+    part = config["rotary_dim"] / head if "rotary_dim" in config else part
     dim = int(dim * part)
     assert sum(rope.get("mrope_section", [dim // 2])) == dim // 2
     i = torch.arange(dim // 2, dtype=torch.float64)
@@ -814,6 +846,10 @@ def declare(kind, names):
     if kind == "fp8_block":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128]}, None
+    if kind == "fp8_block_minimax":
+        return {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}, None
     if kind == "fp8_block_qwen":
         kept = [n.removesuffix(".weight") for n in sorted(names)
                 if n.endswith(".weight") and n + "_scale_inv" not in names and "norm" not in n]
