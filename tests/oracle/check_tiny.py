@@ -249,12 +249,13 @@ def mla(W, config, x, p):
 def rules(config, layer):
     """What a layer does in the families below, which differ in this alone.  None: another family."""
     kind = config["model_type"]
-    if kind not in ("gpt_oss", "minimax_m2"):
+    if kind not in ("gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "ernie4_5_moe"):
         return None
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     r = dict(head=head, turned=head, rope={"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})},
-             norm=None, window=None, sinks=None, at="mlp.", router="gate", bias=None, score="softmax", renorm=True,
-             k=config["num_experts_per_tok"], names=("gate_proj", "up_proj", "down_proj"),
+             pairs=False, norm=None, window=None, sinks=None, at="mlp.", sparse=True, router="gate", bias=None,
+             score="softmax", renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None,
+             k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
              activation=lambda gate, up: silu(gate) * up)
     if kind == "gpt_oss":
         r |= dict(sinks="sinks", router="router", score="chosen", names=None,
@@ -264,6 +265,20 @@ def rules(config, layer):
     if kind == "minimax_m2":
         r |= dict(norm="row", turned=config["rotary_dim"], at="block_sparse_moe.", score="sigmoid",
                   bias="e_score_correction_bias", names=("w1", "w3", "w2"))
+    if kind == "mixtral":
+        assert config["sliding_window"] is None
+        r |= dict(at="block_sparse_moe.", names=("w1", "w3", "w2"))
+    if kind == "olmoe":
+        assert config["clip_qkv"] is None
+        r |= dict(norm="row")
+    if kind == "qwen2_moe":
+        r |= dict(shared="shared_expert", shared_gate="shared_expert_gate",
+                  sparse=(layer + 1) % config["decoder_sparse_step"] == 0
+                  and layer not in config.get("mlp_only_layers", []))
+    if kind == "ernie4_5_moe":
+        assert config["moe_layer_end_index"] == -1
+        r |= dict(pairs=True, k=config["moe_k"], bias="moe_statics.e_score_correction_bias", shared="shared_experts",
+                  sparse=layer >= config["moe_layer_start_index"] and (layer + 1) % config["moe_layer_interval"] == 0)
     return r
 
 
@@ -277,8 +292,8 @@ def linear(W, x, name):
 
 
 def attention(W, config, r, x, p):
-    """By the rules r: biases where there are some, norms of whole rows, RoPE on pairs (i, i + half) of the first
-    values of a head, a window, sinks."""
+    """By the rules r: biases where there are some, norms of whole rows, RoPE on the first values of a head in pairs
+    (i, i + half) or (2i, 2i + 1), a window, sinks."""
     n, d, eps, half = len(x), r["head"], config["rms_norm_eps"], r["turned"] // 2
     q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
     if r["norm"] == "row":
@@ -290,6 +305,10 @@ def attention(W, config, r, x, p):
 
     def turn(t):
         a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
+        if r["pairs"]:
+            a, b = t[..., 0:2 * half:2], t[..., 1:2 * half:2]
+            return np.concatenate([np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(*t.shape[:-1], -1),
+                                   rest], -1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     sinks = W.get(p + r["sinks"]) if r["sinks"] else None
@@ -319,7 +338,9 @@ def expert_parts(W, r, p, e):
     return (gate_up[0::2], gate_up[1::2], down, bias[0::2], bias[1::2], W.get(p + "experts.down_proj_bias")[e])
 
 
-def experts(W, config, r, x, p):
+def experts(W, r, x, p):
+    if not r["sparse"]:
+        return ffn(W, x, p)
     best, weight = choose(W, r, x, p)
     y = np.zeros_like(x)
     for e in np.unique(best):
@@ -327,6 +348,8 @@ def experts(W, config, r, x, p):
         gate, up, down, gate_bias, up_bias, down_bias = expert_parts(W, r, p, e)
         h = r["activation"](x[token] @ gate.T + gate_bias, x[token] @ up.T + up_bias)
         y[token] += weight[token, slot, None] * (h @ down.T + down_bias)
+    if r["shared"]:
+        y += ffn(W, x, f"{p}{r['shared']}.") * (sigmoid(linear(W, x, p + r["shared_gate"])) if r["shared_gate"] else 1)
     return y
 
 
@@ -403,7 +426,7 @@ def block(W, config, x, p, layer):
     """One layer, whose names begin with p.  layer: its number; None: it stands behind the others."""
     if r := rules(config, layer):
         x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
-        return x + experts(W, config, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p + r["at"])
+        return x + experts(W, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p + r["at"])
     if "linear_num_key_heads" not in config:
         mixer, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
     elif layer is not None and is_linear(config, layer):

@@ -140,6 +140,48 @@ def minimax(**changes):
             "use_qk_norm": True, "use_routing_bias": True, "vocab_size": VOCAB, **changes}
 
 
+def mixtral(**changes):
+    """config.json in the words of the Mixtral releases."""
+    return {"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
+            "eos_token_id": IM_END, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+            "model_type": "mixtral", "num_experts_per_tok": 2, "num_hidden_layers": 2, "output_router_logits": False,
+            "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def olmoe(**changes):
+    """config.json in the words of the OLMoE releases."""
+    return {"architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "clip_qkv": None, "eos_token_id": EOT, "hidden_act": "silu", "hidden_size": 128, "initializer_range": 0.02,
+            "intermediate_size": 64, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False,
+            "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 2,
+            "output_router_logits": False, "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": None,
+            "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def qwen2_moe(**changes):
+    """config.json in the words of the Qwen1.5-MoE and Qwen2-57B-A14B releases, which do not mention qkv_bias."""
+    return {"architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
+            "decoder_sparse_step": 1, "eos_token_id": IM_END, "hidden_act": "silu", "hidden_size": 128,
+            "initializer_range": 0.02, "intermediate_size": 128, "max_position_embeddings": 4096,
+            "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 64, "norm_topk_prob": False,
+            "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 1, "output_router_logits": False,
+            "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 32768,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+            "vocab_size": VOCAB, **changes}
+
+
+def ernie(**changes):
+    """config.json in the words of the ERNIE-4.5 releases for transformers."""
+    return {"architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": EOT, "eos_token_id": IM_END,
+            "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+            "model_type": "ernie4_5_moe", "moe_intermediate_size": 64, "moe_layer_end_index": -1, "moe_norm_min": 1e-12,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
+            "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
 def exact_yarn(factor, original, *betas):
     """gpt-oss' form: the bounds of the ramp are not rounded."""
     scaling = yarn(factor, original, *betas)
@@ -200,7 +242,8 @@ W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_
 HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
-    "minimax_m2": W123,
+    "minimax_m2": W123, "mixtral": W123,
+    "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")],
 }
 
 
@@ -219,6 +262,7 @@ def new_rope(config, **rope):
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
+V_BIAS = r"v_proj\.bias$"
 W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
 GPT_OSS_EXPERTS = r"\.experts\.\d+\."
 GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
@@ -235,6 +279,7 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   mtp      the tensors of one multi-token-prediction layer under Qwen's names
 #   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
+#   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
@@ -327,6 +372,34 @@ SPECS = {
                        head_dim=64, rotary_dim=16, intermediate_size=64, num_local_experts=6, num_experts_per_tok=2,
                        dtype="bfloat16"),
         declare="fp8_block_minimax", store=[(r"\.gate\.weight$", "f32"), (LINEAR + "|" + W123_EXPERTS, "fp8_block")]),
+    "mixtral": dict(
+        config=mixtral(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+                       num_local_experts=4)),
+    "mixtral_nvfp4": dict(
+        config=mixtral(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                       intermediate_size=128, num_local_experts=8, num_hidden_layers=3, tie_word_embeddings=True),
+        declare="modelopt_w123", store=[(LINEAR + "|" + W123_EXPERTS, "nvfp4")]),
+    "olmoe": dict(config=olmoe(num_experts=4, num_experts_per_tok=2)),
+    "olmoe_norm": dict(
+        config=olmoe(num_experts=8, num_experts_per_tok=3, norm_topk_prob=True), declare="modelopt_experts",
+        store=[(EXPERTS, "nvfp4")]),
+    "qwen2_moe": dict(
+        config=qwen2_moe(num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=128), quiet=V_BIAS),
+    "qwen2_moe_dense": dict(
+        config=qwen2_moe(num_key_value_heads=2, num_hidden_layers=4, num_experts=6, num_experts_per_tok=3,
+                         shared_expert_intermediate_size=192, decoder_sparse_step=2, mlp_only_layers=[3],
+                         norm_topk_prob=True),
+        declare="modelopt", store=[(LINEAR, "nvfp4")], quiet=V_BIAS),
+    "ernie4_5_moe": dict(
+        config=ernie(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=192,
+                     num_hidden_layers=4, moe_num_experts=6, moe_k=2, moe_num_shared_experts=1,
+                     moe_layer_start_index=1, moe_layer_interval=2),
+        store=[(r"\.gate\.weight$", "f32")]),
+    "ernie4_5_moe_each": dict(
+        config=ernie(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128,
+                     num_hidden_layers=2, moe_num_experts=4, moe_k=2, moe_num_shared_experts=2,
+                     moe_layer_start_index=1, moe_layer_interval=1),
+        store=[(r"\.gate\.weight$", "f32")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -340,6 +413,8 @@ def draw(fixture, name, shape, tied, centred):
     layer moves the residual stream and the logits have a standard deviation of 2 to 3.
     centred: the model multiplies by 1 + w where others multiply by w, except after the delta rule."""
     rng = np.random.default_rng([zlib.crc32(fixture.encode()), zlib.crc32(name.encode())])
+    if "moe_statics" in name:  # beside a softmax
+        return rng.uniform(0.1, 0.3, shape).astype(np.float32)
     if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
         return rng.uniform(0.1, 0.5, shape).astype(np.float32)
     if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
@@ -395,13 +470,14 @@ class Checkpoint:
     reader gets back, which is what the reference model is given; `values` keeps it."""
 
     def __init__(self, fixture, spec):
-        self.fixture, self.rules = fixture, spec.get("store", [])
+        self.fixture, self.rules, self.quiet = fixture, spec.get("store", []), spec.get("quiet")
         self.tied = spec["config"]["tie_word_embeddings"]
         self.centred = "linear_num_key_heads" in text_config(spec["config"])
         self.shapes, self.tensors, self.values = {}, {}, {}
 
     def draw(self, name, shape):
-        return torch.from_numpy(draw(self.fixture, name, shape, self.tied, self.centred))
+        x = torch.from_numpy(draw(self.fixture, name, shape, self.tied, self.centred))
+        return x / 4 if self.quiet and re.search(self.quiet, name) else x
 
     def amax(self, source, shape):
         """ModelOpt gives gate_proj and up_proj of one FFN a common scale, because kernels fuse them."""
@@ -714,13 +790,14 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
     bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
     one of logits."""
-    k, gap = config["num_experts_per_tok"], torch.full((len(logits),), math.inf)
+    k, gap = config.get("moe_k") or config["num_experts_per_tok"], torch.full((len(logits),), math.inf)
     if config["model_type"] == "gpt_oss":
         score = logits
     elif bias is None:
         score = logits.softmax(-1)
     else:
-        score = logits.sigmoid() + (bias if use_bias else 0)
+        score = logits.softmax(-1) if config["model_type"] == "ernie4_5_moe" else logits.sigmoid()
+        score = score + (bias.reshape(-1) if use_bias else 0)
         if use_groups and config.get("n_group", 1) > 1:
             groups = score.reshape(len(score), config["n_group"], -1)
             best = groups.topk(2).values.sum(-1).sort(descending=True)
@@ -736,7 +813,8 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
 def checked_route(mlp, config, output):
     """What route() says of the router's logits, and those and the bias.  Asserts that transformers chose the same."""
     logits, _, chosen = output
-    bias = getattr(mlp, "e_score_correction_bias", getattr(router(mlp), "e_score_correction_bias", None))
+    bias = next((b for name, b in (*mlp.named_buffers(), *mlp.named_parameters())
+                 if name.endswith("e_score_correction_bias")), None)
     mine, gap = route(config, bias, logits)
     assert torch.equal(chosen.sort().values, mine), "transformers routes otherwise"
     return mine, gap, logits, bias
@@ -827,6 +905,8 @@ def declare(kind, names):
         mtp = [n.removesuffix(".eh_proj.weight") + "*" for n in names if n.endswith(".eh_proj.weight")]
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
+    if kind == "modelopt_w123":
+        return None, modelopt_json("NVFP4", group_size=16, exclude_modules=["lm_head", "*block_sparse_moe.gate"])
     if kind == "modelopt":
         exclude = ["lm_head", "model.embed_tokens", "*mlp.gate"]
         group = {"weights": {"dynamic": False, **fp4}, "input_activations": {"dynamic": False, **fp4},
