@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 REPO = Path(__file__).resolve().parents[2]
@@ -182,6 +182,44 @@ def ernie(**changes):
             "use_cache": True, "vocab_size": VOCAB, **changes}
 
 
+def step_text(layers, heads, swa_heads, groups, mtp=0, **changes):
+    """config.json in the words of Step-3.5-Flash; layers has an F for full attention, an S for a window.  The MTP
+    layers, all windowed, come last in its lists."""
+    full = [t == "F" for t in layers + "S" * mtp]
+    per_layer = lambda yes, no: [yes if f else no for f in full]
+    n = len(layers)
+    return {"architectures": ["Step3p5ForCausalLM"], "att_impl_type": "GQA", "attention_other_setting": {
+                "attention_type": "sliding_attention", "head_dim": 64, "num_attention_groups": groups,
+                "num_attention_heads": swa_heads, "true_head_dim": 64},
+            "bos_token_id": EOT, "eos_token_id": [EOT, IM_END], "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 64, "intermediate_size": 128,
+            "layer_types": per_layer("full_attention", "sliding_attention"), "max_position_embeddings": 128,
+            "max_seq_len": 128, "model_type": "step3p5", "moe_every_n_layer": 1, "moe_intermediate_size": 64,
+            "moe_layers_enum": ",".join(str(i) for i in range(1, n)), "moe_num_experts": 4,
+            "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 2,
+            "need_fp32_gate": True, "norm_expert_weight": True, "num_attention_groups": groups,
+            "num_attention_heads": heads, "num_hidden_layers": n, "num_nextn_predict_layers": mtp,
+            "partial_rotary_factors": per_layer(0.5, 1.0), "rms_norm_eps": 1e-5,
+            "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+                             "original_max_position_embeddings": 64},
+            "rope_theta": per_layer(5000000.0, 10000.0), "share_expert_dim": 128, "sink": False, "sliding_window": 4,
+            "swiglu_limits": [0.0] * len(full), "swiglu_limits_shared": [0.0] * len(full),
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_head_wise_attn_gate": True, "use_moe": True,
+            "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [], "vocab_size": VOCAB,
+            "yarn_only_types": ["full_attention"], "zero_centered": True, **changes}
+
+
+STEP_VISION = {"model_type": "perception_encoder", "heads": 2, "image_size": 28, "layers": 1, "ls_init_value": 0.1,
+               "mlp_ratio": 2.0, "patch_size": 14, "width": 16}
+
+
+def step3p7(*args, **changes):
+    """config.json in the words of Step-3.7-Flash: the text model beside a vision tower."""
+    return {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "image_token_id": 128001,
+            "projector_bias": False, "text_config": step_text(*args, **changes), "tie_word_embeddings": False,
+            "vision_config": STEP_VISION}
+
+
 def exact_yarn(factor, original, *betas):
     """gpt-oss' form: the bounds of the ramp are not rounded."""
     scaling = yarn(factor, original, *betas)
@@ -238,12 +276,15 @@ def text_config(config):
 
 W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."),
         (r"\.down_proj\.", ".w2.")]
+STEP = [(r"^model\.language_model\.", "model."), (r"\.mlp\.gate\.weight", ".moe.gate.weight"),
+        (r"\.mlp\.gate\.e_score_correction_bias", ".moe.router_bias"), (r"\.mlp\.experts\.", ".moe."),
+        (r"\.mlp\.shared_experts\.", ".share_expert.")]
 # model_type -> what transformers calls otherwise than the hub (conversion_mapping.py): regular expressions, in turn
 HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
     "minimax_m2": W123, "mixtral": W123,
-    "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")],
+    "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")], "step3p5": STEP, "step3p7": STEP,
 }
 
 
@@ -262,6 +303,15 @@ def new_rope(config, **rope):
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
+STEP_STACK = r"\.moe\.(\d+)\.", ".moe."
+STEP_TOWER = {"conv1.weight": (16, 3, 14, 14), "positional_embedding": (4, 16), "ln_pre.weight": (16,), "ln_pre.bias": (16,),
+              **{"transformer.resblocks.0." + name: shape for name, shape in {
+                  "attn.in_proj_weight": (48, 16), "attn.in_proj_bias": (48,), "attn.out_proj.weight": (16, 16),
+                  "attn.out_proj.bias": (16,), "ln_1.weight": (16,), "ln_1.bias": (16,), "ln_2.weight": (16,),
+                  "ln_2.bias": (16,), "ls_1.gamma": (16,), "ls_2.gamma": (16,), "mlp.c_fc.weight": (32, 16),
+                  "mlp.c_fc.bias": (32,), "mlp.c_proj.weight": (16, 32), "mlp.c_proj.bias": (16,)}.items()},
+              "vit_downsampler1.weight": (32, 16, 3, 3), "vit_downsampler1.bias": (32,),
+              "vit_downsampler2.weight": (64, 32, 3, 3), "vit_downsampler2.bias": (64,)}
 V_BIAS = r"v_proj\.bias$"
 W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
 GPT_OSS_EXPERTS = r"\.experts\.\d+\."
@@ -280,6 +330,8 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
 #   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
+#   chain    several layers for multi-token prediction, windowed and dense, of which each takes the row before
+#   aside    tensors that no text model reads, with their shapes
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
@@ -400,12 +452,22 @@ SPECS = {
                      num_hidden_layers=2, moe_num_experts=4, moe_k=2, moe_num_shared_experts=2,
                      moe_layer_start_index=1, moe_layer_interval=1),
         store=[(r"\.gate\.weight$", "f32")]),
+    "step3p5": dict(
+        config=step_text("FSSF", 2, 4, 2, swiglu_limits=[0.0, 0.0, 0.75, 0.5],
+                         swiglu_limits_shared=[0.0, 0.0, 0.0, 1.25]),
+        stack=STEP_STACK, store=[(r"\.gate\.weight$", "f32")]),
+    "step3p7": dict(
+        config=step3p7("FS", 4, 6, 2, 2, sliding_window=8, moe_num_experts=6, moe_top_k=3, share_expert_dim=64,
+                       swiglu_limits=[0.0, 0.5, 0.0, 0.0], swiglu_limits_shared=[0.0, 0.75, 0.0, 0.0]),
+        declare="modelopt_step", chain=True, stack=STEP_STACK, store=[(r"\.moe\.\d+\.", "nvfp4")],
+        aside={**{"vision_model." + name: shape for name, shape in STEP_TOWER.items()},
+               "vit_large_projector.weight": (64, 64)}),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
 
 
-BIAS = ("e_score_correction_bias", "expert_bias")
+BIAS = ("e_score_correction_bias", "expert_bias", "router_bias")
 
 
 def draw(fixture, name, shape, tied, centred):
@@ -427,7 +489,7 @@ def draw(fixture, name, shape, tied, centred):
         return x.astype(np.float32)
     if "embed_tokens" in name:
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
-    gain = {"lm_head": 3, "head": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5, "conv1d": 1.5,
+    gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5, "conv1d": 1.5,
             "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2}
     gain = gain.get(name.split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
@@ -472,7 +534,7 @@ class Checkpoint:
     def __init__(self, fixture, spec):
         self.fixture, self.rules, self.quiet = fixture, spec.get("store", []), spec.get("quiet")
         self.tied = spec["config"]["tie_word_embeddings"]
-        self.centred = "linear_num_key_heads" in text_config(spec["config"])
+        self.centred = bool({"linear_num_key_heads", "zero_centered"} & text_config(spec["config"]).keys())
         self.shapes, self.tensors, self.values = {}, {}, {}
 
     def draw(self, name, shape):
@@ -581,10 +643,18 @@ class Checkpoint:
 # ---- the reference model -----------------------------------------------------------------------------------
 
 
+def reference_config(config):
+    """The configuration as transformers wants it.  It has no Step-3.5, but the text model of Step-3.7."""
+    if config["model_type"] == "step3p5":
+        config = {"architectures": ["Step3p7ForConditionalGeneration"], "text_config": config,
+                  "vision_config": STEP_VISION, "tie_word_embeddings": config["tie_word_embeddings"]}
+    return {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type")}
+
+
 def make_model(config):
     """The transformers model of a configuration in hub form."""
-    cls = getattr(transformers, config["architectures"][0])
-    known = {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type")}
+    known = reference_config(config)
+    cls = getattr(transformers, known["architectures"][0])
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
@@ -609,7 +679,8 @@ def fill(model, config, checkpoint, kept):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         rows = kept[int(layer[1])] if kept and layer else None
         module = model.get_submodule(path)
-        if path == "lm_head" and checkpoint.tied:
+        if path == "lm_head" and checkpoint.tied or name.startswith(("model.vision_model.",
+                                                                     "model.multi_modal_projector.")):
             continue
         if path.endswith(".experts") and config["model_type"] == "gpt_oss":  # [experts, in, out]
             new = checkpoint.put(name, value.shape) if leaf.endswith("_bias") else torch.stack([
@@ -657,6 +728,58 @@ def put_qwen_mtp(checkpoint):
     for leaf, shape in {"fc": (hidden, 2 * hidden), "norm": (hidden,), "pre_fc_norm_embedding": (hidden,),
                         "pre_fc_norm_hidden": (hidden,)}.items():
         checkpoint.put(f"mtp.{leaf}.weight", shape)
+
+
+def put_chain(checkpoint, config):
+    """Several layers for multi-token prediction: attention as in a windowed layer, a feed-forward part as in the first."""
+    config = text_config(config)
+    layer, n, hidden = "model.layers.{}.".format, config["num_hidden_layers"], config["hidden_size"]
+    window = layer(config["layer_types"].index("sliding_attention"))
+    shapes = {name.removeprefix(window): shape for name, shape in checkpoint.shapes.items()
+              if name.startswith((window + "self_attn.", window + "input_", window + "post_"))}
+    shapes |= {name.removeprefix(layer(0)): shape for name, shape in checkpoint.shapes.items()
+               if name.startswith(layer(0) + "mlp.")}
+    shapes |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden),
+               "transformer.shared_head.norm.weight": (hidden,), "transformer.shared_head.output.weight": (VOCAB, hidden)}
+    for i in range(config["num_nextn_predict_layers"]):
+        for name, shape in shapes.items():
+            checkpoint.put(layer(n + i) + name, shape)
+
+
+def predict_chain(model, config, checkpoint, ids):
+    """What the layers of put_chain predict: the logits of the first [n - 1, vocab], those of the second [n - 2, vocab]
+    and so on, one after the other, and no routing gap.  Row t of layer i is made of token t + 1 + i and of the row that
+    layer i - 1 has at t, before its norm; for the first of the trunk's, before the final norm."""
+    trunk, ids, rows = decoder(model), torch.tensor([ids]), []
+    hook = trunk.norm.register_forward_pre_hook(lambda _, args: rows.append(args[0]))
+    model(input_ids=ids, use_cache=False)
+    hook.remove()
+    hidden, out, text = rows[0], [], copy.deepcopy(trunk.config)
+    count, own = text.num_mtp_layers, text_config(config)
+    text.swiglu_limits = text.swiglu_limits_shared = None
+    assert not any(own[limits][-count:] != [0.0] * count for limits in ("swiglu_limits", "swiglu_limits_shared"))
+    text.mtp_per_layer_config = {
+        i: {"num_attention_heads": own["attention_other_setting"]["num_attention_heads"]} for i in range(count)}
+    text = text.get_mtp_config()
+    assert text.layer_types == ["sliding_attention"] * count and text.mlp_layer_types == ["dense"] * count
+    for i in range(count):
+        layer = MtpLayer(text, type(trunk.layers[-1]), type(trunk.norm), i).float().eval()
+        at = f"model.layers.{trunk.config.num_hidden_layers + i}."
+        for name in layer.state_dict():
+            path, _, leaf = name.rpartition(".")
+            value = checkpoint.values[at + name.removeprefix("mtp_block.").replace(
+                "post_norm", "transformer.shared_head.norm")]
+            assert value.shape == getattr(layer.get_submodule(path), leaf).shape
+            give(layer.get_submodule(path), leaf, value)
+        hidden, after = hidden[:, :-1], trunk.embed_tokens(ids[:, i + 1:])
+        where = torch.arange(hidden.shape[1])[None]
+        mask = create_sliding_window_causal_mask(
+            config=text, inputs_embeds=after, attention_mask=None, past_key_values=None, position_ids=where)
+        both = torch.cat([layer.enorm(after), layer.hnorm(hidden)], -1)
+        hidden = layer.mtp_block(layer.eh_proj(both), attention_mask=mask, position_ids=where, past_key_values=None,
+                                 position_embeddings=trunk.rotary_emb(after, where, "sliding_attention"))
+        out.append(layer.post_norm(hidden)[0] @ checkpoint.values[at + "transformer.shared_head.output.weight"].T)
+    return torch.cat(out), torch.full((1,), math.inf)
 
 
 def has_mtp(checkpoint):
@@ -735,7 +858,10 @@ def head_dim(config):
 
 
 def assert_rope(model, config):
-    """transformers took theta, YaRN and its attention factors from the configuration."""
+    """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
+    differ in these: check_tiny.py shows those."""
+    if isinstance(config.get("rope_theta"), list):
+        return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
     mla = "kv_lora_rank" in config
@@ -790,7 +916,8 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
     bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
     one of logits."""
-    k, gap = config.get("moe_k") or config["num_experts_per_tok"], torch.full((len(logits),), math.inf)
+    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k") if name in config)
+    gap = torch.full((len(logits),), math.inf)
     if config["model_type"] == "gpt_oss":
         score = logits
     elif bias is None:
@@ -905,6 +1032,9 @@ def declare(kind, names):
         mtp = [n.removesuffix(".eh_proj.weight") + "*" for n in names if n.endswith(".eh_proj.weight")]
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
+    if kind == "modelopt_step":
+        return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
+            "lm_head", "*self_attn*", "*moe.gate", "*share_expert*", "*mlp*", "vision_model*"])
     if kind == "modelopt_w123":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=["lm_head", "*block_sparse_moe.gate"])
     if kind == "modelopt":
@@ -981,7 +1111,8 @@ def write_tokenizer(folder):
 
 
 def write_predict(folder, model, config, checkpoint, ids):
-    logits, gaps = predict(model, config, checkpoint, ids)
+    chain = SPECS[folder.name].get("chain")
+    logits, gaps = (predict_chain if chain else predict)(model, config, checkpoint, ids)
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
     print(f"{folder.name:20} predict {list(logits.shape)}  logits sd {logits.std():.2f}  "
           f"routing gap {gaps.min():.1e}", flush=True)
@@ -997,7 +1128,11 @@ def make(name):
     assert all(router(layer.mlp).norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model)
                if "norm_topk_prob" in config)
     fill(model, config, checkpoint, kept)
-    if config.get("num_nextn_predict_layers"):
+    for extra, shape in spec.get("aside", {}).items():
+        checkpoint.put(extra, shape)
+    if spec.get("chain"):
+        put_chain(checkpoint, config)
+    elif config.get("num_nextn_predict_layers"):
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
         put_qwen_mtp(checkpoint)
