@@ -46,8 +46,8 @@
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
- *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
- *   Vocabulary: text to tokens and back             300  BPE; tokens to text
+ *   Vocabulary: tables and loading                  620  tokens, merges and scores of a file, as hash tables
+ *   Vocabulary: text to tokens and back             360  BPE, SentencePiece; tokens to text
  *   Chat template: values                           450  values; the origin of every byte of text
  *   Chat template: comparing and printing values    300  order, equality, repr, tojson
  *   Chat template: format strings                   180  str.format

@@ -1860,6 +1860,9 @@ static void read_vocabulary(struct doc config) {
         read_sentencepiece("tokenizer.model", config, false);
         read_added_tokens();
     } else die("'%s' has neither tokenizer.json nor tiktoken.model nor tokenizer.model", model_dir);
+    size_t bytes = 0;
+    for (size_t i = 0; i < n; i++) bytes += vocab.text[i] && vocab.type[i] == TOKEN_BYTE;
+    if (vocab.spm && bytes != 256) die("'%s': the tokenizer has %zu tokens for bytes, expected 256", model_dir, bytes);
     if ((d.obj || !vocab.spm) && !arrlen(vocab.merges))
         die("'%s': the tokenizer has no merges: only BPE is supported", model_dir);
     json_decref(d.obj);
