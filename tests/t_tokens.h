@@ -305,6 +305,15 @@ static void test_tokens_written(void) {
     hf_write(&h, "tokenizer.model", model, arrlenu(model));
     if (hf_convert(&h)) CHECK(tokens_score(&h, 300) == -37 && gguf_find(&h.g, "tokenizer.ggml.merges"), "both files");
     hf_end(&h);
+    json_t *words = json_object_get(json_object_get(pieces, "model"), "vocab"), *v;
+    const char *word, *last = NULL;
+    json_object_foreach(words, word, v) if (json_integer_value(v) == 1699) last = word;
+    json_object_del(words, last);
+    json_object_set_new(words, "zzzz", json_integer(1699));
+    tokens_begin(&h, "scores", json_incref(pieces));
+    hf_write(&h, "tokenizer.model", model, arrlenu(model)); /* of a vocabulary with one other token */
+    if (hf_convert(&h)) CHECK(strstr(h.err, "piece 1699 of tokenizer.model is '"), "%s", h.err);
+    hf_end(&h);
     tokens_begin_model(&h, "scores", model, arrlenu(model));
     hf_set(h.tokenizer_config,
            "{\"unk_token\":\"<unk>\",\"added_tokens_decoder\":{\"1701\":{\"content\":\"<x>\",\"special\":"
@@ -417,7 +426,8 @@ static void test_tokens_models(void) {
         "a number has more than 10 bytes",
         "token 'x1750' has the id 1750, vocab_size is 1750",
         "the tokenizer has 255 tokens for bytes, expected 256",
-        "this is no model of SentencePiece", /* not how it was trained */
+        "this is no model of SentencePiece",    /* not how it was trained */
+        "tokenizer.model: the file is cut off", /* in a number */
     };
     for (int i = 0; i < (int)(sizeof messages / sizeof *messages); i++) {
         char *out = NULL, *trainer = NULL, *norm = NULL, text[16];
@@ -443,6 +453,7 @@ static void test_tokens_models(void) {
         pb_bytes(&out, 3, norm, arrlenu(norm));
         if (i == 13) (void)arrpop(out);
         if (i == 14) arrput(out, 11);
+        if (i == 20) arrput(out, 24);
         for (int k = 0; i == 16 && k < 11; k++) arrput(out, (char)0x88);
         tokens_begin_model(&h, "model", out, arrlenu(out));
         hf_set(h.tokenizer_config, "{\"eos_token\":\"x2\",\"bos_token\":\"x1\"}");
