@@ -496,7 +496,7 @@ static void test_tokens_flips(void) {
         if (!vocab_load(&v, &h.g, err)) vocab_free(&v);
         else CHECK(!strchr(err, '\n') && *err, "no message");
     }
-    CHECK(refused > 10, "%d files were refused", refused);
+    CHECK(refused > (SANITIZED ? 3 : 10), "%d files were refused", refused);
     hf_end(&h);
     arrfree(model), arrfree(data);
 }
