@@ -69,7 +69,9 @@ class Weights:
         return name in self.raw
 
     def get(self, name):
-        """float64 [out, in] or [n]."""
+        """float64 [out, in] or [n]; of stacked experts [experts, out, in]."""
+        if self.has(name + "_blocks"):
+            return self.mxfp4(name)
         if self.has(name + "_packed"):  # compressed-tensors
             self.used.add(name.replace("weight", "input_global_scale"))
             divisor = float(self.plain(name + "_global_scale")[0])
@@ -84,6 +86,11 @@ class Weights:
         if self.has(name + "_scale_2"):  # ModelOpt NVFP4
             return self.nvfp4(self.plain(name), name) * float(self.plain(name + "_scale_2"))
         return self.plain(name).astype(float) * float(self.plain(name + "_scale"))
+
+    def mxfp4(self, name):
+        packed, exponent = self.plain(name + "_blocks"), self.plain(name + "_scales").astype(int) - 127
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 32)
+        return np.ldexp(E2M1[codes], exponent[..., None]).reshape(*packed.shape[:2], -1)
 
     def nvfp4(self, packed, name):
         codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
@@ -117,7 +124,9 @@ def rope_tables(config, n, dim):
         factor, length = rope["factor"], rope["original_max_position_embeddings"]
         bound = [dim * math.log(length / (b * 2 * math.pi)) / (2 * math.log(theta))
                  for b in (rope["beta_fast"], rope["beta_slow"])]
-        low, high = max(math.floor(bound[0]), 0), min(math.ceil(bound[1]), dim - 1)
+        if rope.get("truncate", True):
+            bound = math.floor(bound[0]), math.ceil(bound[1])
+        low, high = max(bound[0], 0), min(bound[1], dim - 1)
         ramp = np.clip((i - low) / max(high - low, 1e-3), 0, 1)
         inv = inv / factor * ramp + inv * (1 - ramp)
         mscale = lambda m: 0.1 * m * math.log(factor) + 1
@@ -130,12 +139,17 @@ def rope_tables(config, n, dim):
     return np.cos(angle) * amplitude, np.sin(angle) * amplitude, sharpen
 
 
-def attend(q, k, v, scale):
-    """q [n, heads, d], k [n, kv, d], v [n, kv, dv] -> [n, heads * dv], causal."""
+def attend(q, k, v, scale, window=None, sinks=None):
+    """q [n, heads, d], k [n, kv, d], v [n, kv, dv] -> [n, heads * dv], causal.  window: the number of tokens that one
+    sees, itself included; sinks [heads]: scores of nothing."""
     n, heads = q.shape[:2]
     k, v = (np.repeat(t, heads // t.shape[1], 1) for t in (k, v))
     score = np.einsum("qhd,khd->hqk", q, k) * scale + np.triu(np.full((n, n), -np.inf), 1)
-    return np.einsum("hqk,khd->qhd", softmax(score), v).reshape(n, -1)
+    if window:
+        score += np.tril(np.full((n, n), -np.inf), -window)
+    if sinks is not None:
+        score = np.concatenate([score, np.broadcast_to(sinks[:, None, None], (heads, n, 1))], -1)
+    return np.einsum("hqk,khd->qhd", softmax(score)[..., :n], v).reshape(n, -1)
 
 
 def gqa(W, config, x, p):
@@ -232,6 +246,71 @@ def mla(W, config, x, p):
     return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen) @ W.get(p + "o_proj.weight").T
 
 
+def rules(config, layer):
+    """What a layer does in the families below, which differ in this alone.  None: another family."""
+    kind = config["model_type"]
+    if kind == "gpt_oss":
+        window = config["sliding_window"] if config["layer_types"][layer] == "sliding_attention" else None
+        return dict(head=config["head_dim"], rope={"rope_theta": config["rope_theta"], **config["rope_scaling"]},
+                    window=window, sinks="sinks", router="router", k=config["num_experts_per_tok"], score="chosen",
+                    activation=lambda g, u: oai(g, u, config["swiglu_limit"]))
+    return None
+
+
+def oai(gate, up, limit):
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1) * gate * sigmoid(1.702 * gate)
+
+
+def linear(W, x, name):
+    return x @ W.get(name + ".weight").T + (W.get(name + ".bias") if W.has(name + ".bias") else 0)
+
+
+def attention(W, config, r, x, p):
+    """By the rules r: biases where there are some, RoPE on pairs (i, i + half), a window, sinks."""
+    n, d = len(x), r["head"]
+    q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
+    q, k = q.reshape(n, -1, d), k.reshape(n, -1, d)
+    v = v.reshape(n, k.shape[1], -1)
+    cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, d)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turn(t):
+        a, b = np.split(t, 2, -1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    sinks = W.get(p + r["sinks"]) if r["sinks"] else None
+    y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen, r["window"], sinks)
+    return linear(W, y, p + "o_proj")
+
+
+def choose(W, r, x, p):
+    """The numbers of the chosen experts [n, k] and their weights."""
+    logits = linear(W, x, p + r["router"])
+    best = np.argsort(-logits, -1)[:, :r["k"]]
+    return best, softmax(np.take_along_axis(logits, best, -1))
+
+
+def expert_parts(W, p, e):
+    """Gate, up and down [out, in] of an expert, and the three biases or zeros."""
+    gate_up, down = W.get(p + "experts.gate_up_proj")[e], W.get(p + "experts.down_proj")[e]
+    if not W.has(p + "experts.down_proj_blocks"):  # [in, out]
+        gate_up, down = gate_up.T, down.T
+    bias = W.get(p + "experts.gate_up_proj_bias")[e]
+    return (gate_up[0::2], gate_up[1::2], down, bias[0::2], bias[1::2], W.get(p + "experts.down_proj_bias")[e])
+
+
+def experts(W, config, r, x, p):
+    best, weight = choose(W, r, x, p)
+    y = np.zeros_like(x)
+    for e in np.unique(best):
+        token, slot = np.nonzero(best == e)
+        gate, up, down, gate_bias, up_bias, down_bias = expert_parts(W, p, e)
+        h = r["activation"](x[token] @ gate.T + gate_bias, x[token] @ up.T + up_bias)
+        y[token] += weight[token, slot, None] * (h @ down.T + down_bias)
+    return y
+
+
 def ffn(W, x, p):
     gate, up, down = (W.get(f"{p}{c}_proj.weight") for c in ("gate", "up", "down"))
     return (silu(x @ gate.T) * (x @ up.T)) @ down.T
@@ -301,13 +380,18 @@ def norm(W, config, x, name):
     return rms(x, W.get(name) + ("linear_num_key_heads" in config), config["rms_norm_eps"])
 
 
-def block(W, config, x, p, linear=False):
-    """One layer, whose names begin with p."""
+def block(W, config, x, p, layer):
+    """One layer, whose names begin with p.  layer: its number; None: it stands behind the others."""
+    if r := rules(config, layer):
+        x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
+        return x + experts(W, config, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p + "mlp.")
     if "linear_num_key_heads" not in config:
-        attention, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
+        mixer, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
+    elif layer is not None and is_linear(config, layer):
+        mixer, at = delta_net, "linear_attn."
     else:
-        attention, at = (delta_net, "linear_attn.") if linear else (qwen_attention, "self_attn.")
-    x = x + attention(W, config, norm(W, config, x, p + "input_layernorm.weight"), p + at)
+        mixer, at = qwen_attention, "self_attn."
+    x = x + mixer(W, config, norm(W, config, x, p + "input_layernorm.weight"), p + at)
     h = norm(W, config, x, p + "post_attention_layernorm.weight")
     return x + (moe(W, config, h, p + "mlp.") if W.has(router(W, p + "mlp.")) else ffn(W, h, p + "mlp."))
 
@@ -320,8 +404,7 @@ def trunk(W, config, ids):
     """The rows after the final norm."""
     x = W.get(prefix(W) + "embed_tokens.weight")[ids]
     for layer in range(config["num_hidden_layers"]):
-        linear = "linear_num_key_heads" in config and is_linear(config, layer)
-        x = block(W, config, x, f"{prefix(W)}layers.{layer}.", linear)
+        x = block(W, config, x, f"{prefix(W)}layers.{layer}.", layer)
     return norm(W, config, x, prefix(W) + "norm.weight")
 
 
@@ -342,7 +425,7 @@ def predict(W, config, ids, hidden):
     table, out = p + "embed_tokens.weight", p + "shared_head.head.weight"
     token = W.get(table if W.has(table) else prefix(W) + "embed_tokens.weight")[ids[1:]]
     both = norm(W, config, token, of_token + ".weight"), norm(W, config, hidden[:-1], of_row + ".weight")
-    x = block(W, config, np.concatenate(both, -1) @ W.get(join + ".weight").T, p)
+    x = block(W, config, np.concatenate(both, -1) @ W.get(join + ".weight").T, p, None)
     return norm(W, config, x, last + ".weight") @ (W.get(out) if W.has(out) else head(W, config)).T
 
 

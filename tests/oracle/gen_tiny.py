@@ -116,6 +116,24 @@ def glm4_lite(**changes):
                partial_rotary_factor=1.0, rms_norm_eps=1e-6, dtype="bfloat16", **changes)
 
 
+def gpt_oss(**changes):
+    """config.json in the words of the gpt-oss releases."""
+    layers = changes["num_hidden_layers"]
+    return {"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": IM_END, "experts_per_token": changes["num_experts_per_tok"], "head_dim": 64,
+            "hidden_act": "silu", "hidden_size": 64, "initial_context_length": 1024, "initializer_range": 0.02,
+            "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(layers)],
+            "max_position_embeddings": 32768, "model_type": "gpt_oss", "output_router_logits": False,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+            "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def exact_yarn(factor, original, *betas):
+    """gpt-oss' form: the bounds of the ramp are not rounded."""
+    scaling = yarn(factor, original, *betas)
+    return {"rope_type": scaling.pop("type"), **scaling, "truncate": False}
+
+
 QWEN_TEXT = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 64,
              "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
              "linear_num_key_heads": 2, "linear_value_head_dim": 64, "max_position_embeddings": 4096,
@@ -164,14 +182,16 @@ def text_config(config):
     return {"tie_word_embeddings": config["tie_word_embeddings"], **config.get("text_config", config)}
 
 
-# Hy3's names on the hub that transformers changes when it loads a checkpoint (conversion_mapping.py).
-HY3_NAMES = [(".mlp.gate.", ".mlp.router.gate."), (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
-             (".mlp.shared_experts.", ".mlp.shared_mlp.")]
+# model_type -> what transformers calls otherwise than the hub (conversion_mapping.py): regular expressions, in turn
+HUB_NAMES = {
+    "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
+              (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
+}
 
 
 def hub_name(config, name):
-    for old, new in HY3_NAMES if config["model_type"] == "hy_v3" else []:
-        name = name.replace(old, new)
+    for old, new in HUB_NAMES.get(config["model_type"], []):
+        name = re.sub(old, new, name)
     return name
 
 
@@ -184,6 +204,8 @@ def new_rope(config, **rope):
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
+GPT_OSS_EXPERTS = r"\.experts\.\d+\."
+GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
 DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weight$"
 
 # name -> config and
@@ -197,6 +219,7 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   mtp      the tensors of one multi-token-prediction layer under Qwen's names
 #   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
+#   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
     "qwen3moe_nonorm": dict(
@@ -267,6 +290,17 @@ SPECS = {
     "qwen3_next_fp8": dict(
         config=qwen3_next(num_hidden_layers=2, full_attention_interval=2, num_experts=6, tie_word_embeddings=True),
         declare="fp8_block_qwen", positions=72, mtp=True, store=[(QWEN_LINEAR + "|" + DELTA_LINEAR, "fp8_block")]),
+    "gpt_oss": dict(
+        config=gpt_oss(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+                       num_local_experts=8, num_experts_per_tok=4, sliding_window=8,
+                       rope_scaling=exact_yarn(32.0, 1024, 32.0, 1.0)),
+        declare="mxfp4", stack=GPT_OSS_STACK, store=[(GPT_OSS_EXPERTS, "mxfp4")]),
+    "gpt_oss_bf16": dict(
+        config=gpt_oss(num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, intermediate_size=128,
+                       num_local_experts=4, num_experts_per_tok=2, sliding_window=4, dtype="bfloat16",
+                       initial_context_length=64, max_position_embeddings=512,
+                       rope_scaling=exact_yarn(8.0, 64, 4.0, 1.0)),
+        stack=GPT_OSS_STACK, store=[(GPT_OSS_EXPERTS, "bf16_columns")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -288,12 +322,12 @@ def draw(fixture, name, shape, tied, centred):
     if "norm" in name:
         less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("_bias"):
         return x.astype(np.float32)
     if "embed_tokens" in name:
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5, "conv1d": 1.5,
-            "out_proj": 2}
+            "out_proj": 2, "router": 2, "gate_up_proj": 3}
     gain = gain.get(name.split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -312,6 +346,18 @@ def nvfp4_encode(x, scale_2):
     exact = (E2M1[code] * ratio.sign() * scale.float()[..., None]).reshape(x.shape)
     code = (code + 8 * (ratio < 0)).reshape(x.shape).to(torch.uint8)
     return code[:, 0::2] | code[:, 1::2] << 4, scale, exact
+
+
+def mxfp4_encode(x):
+    """x [out, in] -> codes U8 [out, in/32, 16] (low nibble = even column), exponents U8 [out, in/32], and what they
+    stand for, exactly.  The largest of a block may saturate at 6."""
+    blocks = x.reshape(x.shape[0], -1, 32)
+    exponent = blocks.abs().amax(-1).log2().floor() - 2
+    ratio = blocks / torch.exp2(exponent)[..., None]
+    code = (ratio.abs()[..., None] - E2M1).abs().argmin(-1)
+    exact = (E2M1[code] * ratio.sign() * torch.exp2(exponent)[..., None]).reshape(x.shape)
+    code = (code + 8 * (ratio < 0)).to(torch.uint8)
+    return code[..., 0::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8), exact
 
 
 def fp8_encode(x, scale):
@@ -352,6 +398,11 @@ class Checkpoint:
         self.tensors[name] = x.to(torch.bfloat16)
         return bf16(x)
 
+    def put_bf16_columns(self, name, _, x):
+        """[in, out]: x @ W without a transposition."""
+        self.tensors[name] = x.T.to(torch.bfloat16)
+        return bf16(x)
+
     def put_f16(self, name, _, x):
         x = bf16(x.half())  # exact in both types, subnormals of F16 included
         self.tensors[name] = x.half()
@@ -371,6 +422,15 @@ class Checkpoint:
             self.tensors[path + ".gate_up_proj"] = torch.stack(
                 [torch.cat([take(i, "gate"), take(i, "up")]) for i in range(count)])
             self.tensors[path + ".down_proj"] = torch.stack([take(i, "down") for i in range(count)])
+
+    def stack(self, pattern, whole):
+        """Stores what match `pattern` as one tensor, in the order of the numbers."""
+        parts = {}
+        for name in self.tensors:
+            if number := re.search(pattern, name):
+                parts.setdefault(re.sub(pattern, whole, name), {})[int(number[1])] = name
+        for name, part in parts.items():
+            self.tensors[name] = torch.stack([self.tensors.pop(part[i]) for i in range(len(part))])
 
     def put_fp8(self, name, _, x):
         """One scale per tensor, of four significant bits: E4M3 x scale is then exact in BF16."""
@@ -400,6 +460,10 @@ class Checkpoint:
         self.tensors[name + "_scale_2"] = scale_2
         self.tensors[name.replace("weight", "input_scale")] = torch.tensor(5.0 / (6 * 448))
         return exact * scale_2
+
+    def put_mxfp4(self, name, _, x):
+        self.tensors[name + "_blocks"], self.tensors[name + "_scales"], exact = mxfp4_encode(x)
+        return exact
 
     def put_ct_nvfp4(self, name, _, x):
         """compressed-tensors: the global scale divides, and gate and up have each their own here."""
@@ -444,7 +508,10 @@ def fill(model, config, checkpoint, kept):
         module = model.get_submodule(path)
         if path == "lm_head" and checkpoint.tied:
             continue
-        if path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
+        if path.endswith(".experts") and config["model_type"] == "gpt_oss":  # [experts, in, out]
+            new = checkpoint.put(name, value.shape) if leaf.endswith("_bias") else torch.stack([
+                checkpoint.put(f"{path}.{i}.{leaf}.weight", value.shape[:0:-1]) for i in range(len(value))]).mT
+        elif path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
             parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
             shape = value.shape[1] // len(parts), value.shape[2]
             names = lambda expert: [f"{path}.{expert}.{p}.weight" for p in parts]
@@ -571,11 +638,13 @@ def assert_rope(model, config):
     assert sum(rope.get("mrope_section", [dim // 2])) == dim // 2
     i = torch.arange(dim // 2, dtype=torch.float64)
     inv, cos_factor, score_factor = theta ** (-2 * i / dim), 1.0, 1.0
-    if rope.get("type") == "yarn":
+    if rope.get("type", rope.get("rope_type")) == "yarn":
         correction = lambda turns: dim * math.log(
             rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        low = max(math.floor(correction(rope["beta_fast"])), 0)
-        high = math.ceil(correction(rope["beta_slow"]))
+        low, high = correction(rope["beta_fast"]), correction(rope["beta_slow"])
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low = max(low, 0)
         ramp = ((i - low) / (high - low)).clamp(0, 1)
         inv = inv * (1 - ramp) + inv / rope["factor"] * ramp
         mscale = 0.1 * math.log(rope["factor"]) + 1
@@ -590,8 +659,13 @@ def assert_rope(model, config):
     assert not mla or model.config.rope_interleave
 
 
+def router(mlp):
+    """The router of a layer, or None."""
+    return getattr(mlp, "gate", getattr(mlp, "router", None))
+
+
 def moe_layers(model):
-    return [layer for layer in decoder(model).layers if hasattr(layer.mlp, "gate")]
+    return [layer for layer in decoder(model).layers if router(layer.mlp)]
 
 
 def assert_layer_types(model, config):
@@ -606,9 +680,12 @@ def assert_layer_types(model, config):
 
 def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
-    bias: of the choice, or None, which means softmax."""
+    bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
+    one of logits."""
     k, gap = config["num_experts_per_tok"], torch.full((len(logits),), math.inf)
-    if bias is None:
+    if config["model_type"] == "gpt_oss":
+        score = logits
+    elif bias is None:
         score = logits.softmax(-1)
     else:
         score = logits.sigmoid() + (bias if use_bias else 0)
@@ -627,7 +704,7 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
 def checked_route(mlp, config, output):
     """What route() says of the router's logits, and those and the bias.  Asserts that transformers chose the same."""
     logits, _, chosen = output
-    bias = getattr(mlp, "e_score_correction_bias", getattr(mlp.gate, "e_score_correction_bias", None))
+    bias = getattr(mlp, "e_score_correction_bias", getattr(router(mlp), "e_score_correction_bias", None))
     mine, gap = route(config, bias, logits)
     assert torch.equal(chosen.sort().values, mine), "transformers routes otherwise"
     return mine, gap, logits, bias
@@ -646,7 +723,7 @@ def run(model, config, ids):
             biased.append(not torch.equal(mine, choices[0]))
             told["groups"] |= not torch.equal(mine, choices[1])
 
-    hooks = [layer.mlp.gate.register_forward_hook(lambda _, __, output, mlp=layer.mlp: hook(mlp, output))
+    hooks = [router(layer.mlp).register_forward_hook(lambda _, __, output, mlp=layer.mlp: hook(mlp, output))
              for layer in moe_layers(model)]
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     for h in hooks:
@@ -731,6 +808,9 @@ def declare(kind, names):
         return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
                 "quantization_status": "compressed", "kv_cache_scheme": None,
                 "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"]}, None
+    if kind == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}, None
     if kind == "fp8_block":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128]}, None
@@ -798,7 +878,7 @@ def make(name):
     model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
     assert_rope(model, text)
     assert_layer_types(model, text)
-    assert all(layer.mlp.gate.norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model)
+    assert all(router(layer.mlp).norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model)
                if "norm_topk_prob" in config)
     fill(model, config, checkpoint, kept)
     if config.get("num_nextn_predict_layers"):
@@ -807,6 +887,8 @@ def make(name):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
         checkpoint.fuse(spec["fused"])
+    if spec.get("stack"):
+        checkpoint.stack(*spec["stack"])
     return model, checkpoint
 
 
