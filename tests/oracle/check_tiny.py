@@ -84,7 +84,8 @@ class Weights:
             return self.plain(name).astype(float)
         self.used.add(name.replace("weight", "input_scale"))
         if self.has(name + "_scale_2"):  # ModelOpt NVFP4
-            return self.nvfp4(self.plain(name), name) * float(self.plain(name + "_scale_2"))
+            packed, scale = self.plain(name), self.plain(name + "_scale_2").astype(float)
+            return self.nvfp4(packed, name) * scale.reshape(scale.shape + (1,) * (packed.ndim - 1) * bool(scale.ndim))
         return self.plain(name).astype(float) * float(self.plain(name + "_scale"))
 
     def mxfp4(self, name):
@@ -93,8 +94,13 @@ class Weights:
         return np.ldexp(E2M1[codes], exponent[..., None]).reshape(*packed.shape[:2], -1)
 
     def nvfp4(self, packed, name):
-        codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
         return E2M1[codes] * np.repeat(self.plain(name + "_scale"), 16, -1)
+
+
+def centred(config):
+    """Weights of norms are stored less 1."""
+    return bool({"linear_num_key_heads", "zero_centered"} & config.keys())
 
 
 def silu(x):
@@ -135,6 +141,10 @@ def rope_tables(config, n, dim):
             amplitude = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
         else:
             amplitude = mscale(1)
+    if rope.get("rope_type") == "llama3":
+        turns = rope["original_max_position_embeddings"] * inv / (2 * math.pi)  # in the original context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        inv *= 1 + (1 / rope["factor"] - 1) * np.clip((high - turns) / (high - low), 0, 1)
     angle = np.arange(n)[:, None] * inv
     return np.cos(angle) * amplitude, np.sin(angle) * amplitude, sharpen
 
@@ -249,12 +259,54 @@ def mla(W, config, x, p):
 def rules(config, layer):
     """What a layer does in the families below, which differ in this alone.  None: another family."""
     kind = config["model_type"]
+    if kind not in ("gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "ernie4_5_moe", "step3p5"):
+        return None
+    windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    r = dict(head=head, turned=head, rope={"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})},
+             pairs=False, norm=None, window=config["sliding_window"] if windowed else None, sinks=None, gate=None,
+             at="mlp.", sparse=True, router="gate", bias=None, score="softmax", scale=1,
+             renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, shared_limit=0,
+             k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
+             activation=lambda gate, up: silu(gate) * up)
     if kind == "gpt_oss":
-        window = config["sliding_window"] if config["layer_types"][layer] == "sliding_attention" else None
-        return dict(head=config["head_dim"], rope={"rope_theta": config["rope_theta"], **config["rope_scaling"]},
-                    window=window, sinks="sinks", router="router", k=config["num_experts_per_tok"], score="chosen",
-                    activation=lambda g, u: oai(g, u, config["swiglu_limit"]))
-    return None
+        r |= dict(sinks="sinks", router="router", score="chosen", names=None,
+                  activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
+    if kind == "minimax_m2":
+        r |= dict(norm="row", turned=config["rotary_dim"], at="block_sparse_moe.", score="sigmoid",
+                  bias="e_score_correction_bias", names=("w1", "w3", "w2"))
+    if kind == "mixtral":
+        assert config["sliding_window"] is None
+        r |= dict(at="block_sparse_moe.", names=("w1", "w3", "w2"))
+    if kind == "olmoe":
+        assert config["clip_qkv"] is None
+        r |= dict(norm="row")
+    if kind == "qwen2_moe":
+        r |= dict(shared="mlp.shared_expert.", shared_gate="shared_expert_gate",
+                  sparse=(layer + 1) % config["decoder_sparse_step"] == 0
+                  and layer not in config.get("mlp_only_layers", []))
+    if kind == "ernie4_5_moe":
+        assert config["moe_layer_end_index"] == -1
+        r |= dict(pairs=True, k=config["moe_k"], bias="moe_statics.e_score_correction_bias",
+                  shared="mlp.shared_experts.",
+                  sparse=layer >= config["moe_layer_start_index"] and (layer + 1) % config["moe_layer_interval"] == 0)
+    if kind == "step3p5":
+        part, theta = config["partial_rotary_factors"][layer], config["rope_theta"][layer]
+        scaled = config["layer_types"][layer] in config["yarn_only_types"]
+        limit = config["swiglu_limits"][layer]
+        r |= dict(turned=int(head * part), rope={**(config["rope_scaling"] if scaled else {}), "rope_theta": theta},
+                  norm="head", gate=sigmoid, at="moe.", bias="router_bias", score="sigmoid", k=config["moe_top_k"],
+                  scale=config["moe_router_scaling_factor"], renorm=config["norm_expert_weight"], names="stacked",
+                  sparse=str(layer) in config["moe_layers_enum"].split(","), shared="share_expert.",
+                  shared_limit=config["swiglu_limits_shared"][layer],
+                  activation=lambda gate, up: swiglu(gate, up, limit))
+    return r
+
+
+def swiglu(gate, up, limit=0):
+    """The limit, if any, acts after SiLU."""
+    limit = limit or math.inf
+    return np.minimum(silu(gate), limit) * np.clip(up, -limit, limit)
 
 
 def oai(gate, up, limit):
@@ -267,32 +319,57 @@ def linear(W, x, name):
 
 
 def attention(W, config, r, x, p):
-    """By the rules r: biases where there are some, RoPE on pairs (i, i + half), a window, sinks."""
-    n, d = len(x), r["head"]
+    """By the rules r: biases where there are some, norms of whole rows or heads, RoPE on the first values of a head in
+    pairs (i, i + half) or (2i, 2i + 1), a window, sinks, a gate of the layer's input on each head."""
+    n, d, eps, half = len(x), r["head"], config["rms_norm_eps"], r["turned"] // 2
     q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
+    if r["norm"] == "row":
+        q, k = rms(q, W.get(p + "q_norm.weight"), eps), rms(k, W.get(p + "k_norm.weight"), eps)
     q, k = q.reshape(n, -1, d), k.reshape(n, -1, d)
     v = v.reshape(n, k.shape[1], -1)
-    cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, d)
+    if r["norm"] == "head":
+        q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
+    cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
     cos, sin = cos[:, None], sin[:, None]
 
     def turn(t):
-        a, b = np.split(t, 2, -1)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+        a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
+        if r["pairs"]:
+            a, b = t[..., 0:2 * half:2], t[..., 1:2 * half:2]
+            return np.concatenate([np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(*t.shape[:-1], -1),
+                                   rest], -1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     sinks = W.get(p + r["sinks"]) if r["sinks"] else None
     y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen, r["window"], sinks)
-    return linear(W, y, p + "o_proj")
+    return linear(W, gated(W, r, x, y, p), p + "o_proj")
+
+
+def gated(W, r, x, y, p):
+    """The result y of the heads, times one value for each head."""
+    if r["gate"] is None:
+        return y
+    gate = r["gate"](linear(W, x, p + "g_proj"))
+    return y * np.repeat(gate, y.shape[1] // gate.shape[1], -1)
 
 
 def choose(W, r, x, p):
     """The numbers of the chosen experts [n, k] and their weights."""
     logits = linear(W, x, p + r["router"])
-    best = np.argsort(-logits, -1)[:, :r["k"]]
-    return best, softmax(np.take_along_axis(logits, best, -1))
+    score = {"chosen": lambda t: t, "softmax": softmax, "sigmoid": sigmoid}[r["score"]](logits)
+    best = np.argsort(-score - (W.get(p + r["bias"]).reshape(-1) if r["bias"] else 0), -1)[:, :r["k"]]
+    weight = np.take_along_axis(score, best, -1)
+    if r["score"] == "chosen":
+        return best, softmax(weight)
+    return best, weight / (weight.sum(-1, keepdims=True) if r["renorm"] else 1) * r["scale"]
 
 
-def expert_parts(W, p, e):
+def expert_parts(W, r, p, e):
     """Gate, up and down [out, in] of an expert, and the three biases or zeros."""
+    if r["names"] == "stacked":
+        return *(W.get(f"{p}{name}_proj.weight")[e] for name in ("gate", "up", "down")), 0, 0, 0
+    if r["names"]:
+        return *(W.get(f"{p}experts.{e}.{name}.weight") for name in r["names"]), 0, 0, 0
     gate_up, down = W.get(p + "experts.gate_up_proj")[e], W.get(p + "experts.down_proj")[e]
     if not W.has(p + "experts.down_proj_blocks"):  # [in, out]
         gate_up, down = gate_up.T, down.T
@@ -300,20 +377,27 @@ def expert_parts(W, p, e):
     return (gate_up[0::2], gate_up[1::2], down, bias[0::2], bias[1::2], W.get(p + "experts.down_proj_bias")[e])
 
 
-def experts(W, config, r, x, p):
+def feed_forward(W, r, x, p):
+    """p: of the layer."""
+    if not r["sparse"]:
+        return ffn(W, x, p + "mlp.", r["shared_limit"])
+    layer, p = p, p + r["at"]
     best, weight = choose(W, r, x, p)
     y = np.zeros_like(x)
     for e in np.unique(best):
         token, slot = np.nonzero(best == e)
-        gate, up, down, gate_bias, up_bias, down_bias = expert_parts(W, p, e)
+        gate, up, down, gate_bias, up_bias, down_bias = expert_parts(W, r, p, e)
         h = r["activation"](x[token] @ gate.T + gate_bias, x[token] @ up.T + up_bias)
         y[token] += weight[token, slot, None] * (h @ down.T + down_bias)
+    if r["shared"]:
+        y += (ffn(W, x, layer + r["shared"], r["shared_limit"])
+              * (sigmoid(linear(W, x, p + r["shared_gate"])) if r["shared_gate"] else 1))
     return y
 
 
-def ffn(W, x, p):
+def ffn(W, x, p, limit=0):
     gate, up, down = (W.get(f"{p}{c}_proj.weight") for c in ("gate", "up", "down"))
-    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return swiglu(x @ gate.T, x @ up.T, limit) @ down.T
 
 
 def expert_ffn(W, x, p, e):
@@ -376,15 +460,14 @@ def prefix(W):
 
 
 def norm(W, config, x, name):
-    """With the delta rule a weight is stored less 1."""
-    return rms(x, W.get(name) + ("linear_num_key_heads" in config), config["rms_norm_eps"])
+    return rms(x, W.get(name) + centred(config), config["rms_norm_eps"])
 
 
 def block(W, config, x, p, layer):
-    """One layer, whose names begin with p.  layer: its number; None: it stands behind the others."""
+    """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, which have one kind."""
     if r := rules(config, layer):
         x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
-        return x + experts(W, config, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p + "mlp.")
+        return x + feed_forward(W, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p)
     if "linear_num_key_heads" not in config:
         mixer, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
     elif layer is not None and is_linear(config, layer):
@@ -400,12 +483,17 @@ def head(W, config):
     return W.get(prefix(W) + "embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight")
 
 
-def trunk(W, config, ids):
-    """The rows after the final norm."""
+def last_rows(W, config, ids):
+    """The rows before the final norm."""
     x = W.get(prefix(W) + "embed_tokens.weight")[ids]
     for layer in range(config["num_hidden_layers"]):
         x = block(W, config, x, f"{prefix(W)}layers.{layer}.", layer)
-    return norm(W, config, x, prefix(W) + "norm.weight")
+    return x
+
+
+def trunk(W, config, ids):
+    """The rows after the final norm."""
+    return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 
 def mtp_names(W, config):
@@ -429,6 +517,19 @@ def predict(W, config, ids, hidden):
     return norm(W, config, x, last + ".weight") @ (W.get(out) if W.has(out) else head(W, config)).T
 
 
+def predict_chain(W, config, ids):
+    """Several layers, each on the rows of that before it, which are not normed; the first on the trunk's."""
+    n, rows, out = config["num_hidden_layers"], last_rows(W, config, ids), []
+    for i in range(config["num_nextn_predict_layers"]):
+        p = f"model.layers.{n + i}."
+        token, rows = W.get("model.embed_tokens.weight")[ids[1 + i:]], rows[:-1]
+        both = norm(W, config, token, p + "enorm.weight"), norm(W, config, rows, p + "hnorm.weight")
+        rows = block(W, config, np.concatenate(both, -1) @ W.get(p + "eh_proj.weight").T, p, n + i)
+        out.append(norm(W, config, rows, p + "transformer.shared_head.norm.weight")
+                   @ W.get(p + "transformer.shared_head.output.weight").T)
+    return np.concatenate(out)
+
+
 def nmse(got, path):
     want = np.fromfile(path, "<f4").reshape(got.shape).astype(float)
     return ((got - want) ** 2).sum() / (want ** 2).sum()
@@ -439,14 +540,16 @@ def check(folder):
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
     errors = [nmse(hidden @ head(W, config).T, folder / "logits.f32")]
-    if mtp_names(W, config):
+    if W.has(f"model.layers.{config['num_hidden_layers']}.transformer.shared_head.output.weight"):
+        errors.append(nmse(predict_chain(W, config, ids), folder / "predict.f32"))
+    elif mtp_names(W, config):
         errors.append(nmse(predict(W, config, ids, hidden), folder / "predict.f32"))
 
     (start, tail), = json.loads((folder / "greedy.json").read_text()).items()
     start = int(start.rpartition("_")[2])
     seen = (trunk(W, config, np.concatenate([ids[:start], tail])) @ head(W, config).T)[start - 1:-1].argmax(-1)
 
-    ignored = "model.visual.", "k_proj.k_scale", "v_proj.v_scale"
+    ignored = "model.visual.", "vision_model.", "vit_large_projector.", "k_proj.k_scale", "v_proj.v_scale"
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread
     numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"
