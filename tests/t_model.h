@@ -829,7 +829,7 @@ static void test_rope_yarn(void) {
         uint8_t *h = gguf_header(&w, &n);
         CHECK(gguf_parse(&g, h, n, err, ERR_MAX) == 0, "%s", err);
         struct loader l = {.m = &m, .g = &g, .arch = "a", .err = err};
-        loader_rope(&l, 64, &a);
+        loader_rope(&l, "rope.freq_base", 64, &a);
         for (int k = 0; k < 8; k++)
             CHECK(fabs((double)m.ropes[0].freq[at[k]] / c[i].freq[k] - 1) < 1e-6,
                   "case %d: frequency %d is %.9g, expected %.9g", i, at[k], m.ropes[0].freq[at[k]], c[i].freq[k]);
