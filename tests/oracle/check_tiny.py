@@ -259,14 +259,16 @@ def mla(W, config, x, p):
 def rules(config, layer):
     """What a layer does in the families below, which differ in this alone.  None: another family."""
     kind = config["model_type"]
-    if kind not in ("gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "ernie4_5_moe", "step3p5"):
+    if kind not in ("gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna",
+                    "mimo_v2_flash"):
         return None
     windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    r = dict(head=head, turned=head, rope={"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})},
+    rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    r = dict(head=head, turned=head, rope=rope,
              pairs=False, norm=None, window=config["sliding_window"] if windowed else None, sinks=None, gate=None,
              at="mlp.", sparse=True, router="gate", bias=None, score="softmax", scale=1,
-             renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, shared_limit=0,
+             value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, shared_limit=0,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
              activation=lambda gate, up: silu(gate) * up)
     if kind == "gpt_oss":
@@ -300,6 +302,20 @@ def rules(config, layer):
                   sparse=str(layer) in config["moe_layers_enum"].split(","), shared="share_expert.",
                   shared_limit=config["swiglu_limits_shared"][layer],
                   activation=lambda gate, up: swiglu(gate, up, limit))
+    if kind == "laguna":
+        rope = config["rope_parameters"][config["layer_types"][layer]]
+        assert config["moe_router_logit_softcapping"] == 0
+        r |= dict(turned=int(head * rope["partial_rotary_factor"]), rope=rope, norm="head",
+                  gate=lambda t: np.logaddexp(0, t), bias="experts.e_score_correction_bias", score="sigmoid",
+                  scale=config["moe_routed_scaling_factor"], shared="mlp.shared_expert.",
+                  sparse=config["mlp_layer_types"][layer] == "sparse")
+    if kind == "mimo_v2_flash":  # its MTP layers are windowed and dense
+        windowed = (config["hybrid_layer_pattern"] + [1] * 3)[layer]
+        r |= dict(turned=int(head * config["partial_rotary_factor"]), bias="gate.e_score_correction_bias",
+                  rope={"rope_theta": config["swa_rope_theta" if windowed else "rope_theta"]}, score="sigmoid",
+                  window=config["sliding_window_size"] + 1 if windowed else None,  # so many tokens and the own one
+                  sinks="attention_sink_bias" if windowed else None, value_scale=config["attention_value_scale"],
+                  sparse=(config["moe_layer_freq"] + [0] * 3)[layer])
     return r
 
 
@@ -320,13 +336,14 @@ def linear(W, x, name):
 
 def attention(W, config, r, x, p):
     """By the rules r: biases where there are some, norms of whole rows or heads, RoPE on the first values of a head in
-    pairs (i, i + half) or (2i, 2i + 1), a window, sinks, a gate of the layer's input on each head."""
-    n, d, eps, half = len(x), r["head"], config["rms_norm_eps"], r["turned"] // 2
+    pairs (i, i + half) or (2i, 2i + 1), a window, sinks, scaled values, a gate of the layer's input on each head or
+    each of its values."""
+    n, d, half = len(x), r["head"], r["turned"] // 2
     q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
     if r["norm"] == "row":
-        q, k = rms(q, W.get(p + "q_norm.weight"), eps), rms(k, W.get(p + "k_norm.weight"), eps)
+        q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
     q, k = q.reshape(n, -1, d), k.reshape(n, -1, d)
-    v = v.reshape(n, k.shape[1], -1)
+    v = v.reshape(n, k.shape[1], -1) * r["value_scale"]
     if r["norm"] == "head":
         q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
     cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
@@ -346,7 +363,7 @@ def attention(W, config, r, x, p):
 
 
 def gated(W, r, x, y, p):
-    """The result y of the heads, times one value for each head."""
+    """The result y of the heads, times one value for each head or for each of its values."""
     if r["gate"] is None:
         return y
     gate = r["gate"](linear(W, x, p + "g_proj"))
@@ -460,14 +477,15 @@ def prefix(W):
 
 
 def norm(W, config, x, name):
-    return rms(x, W.get(name) + centred(config), config["rms_norm_eps"])
+    return rms(x, W.get(name) + centred(config), config.get("rms_norm_eps") or config["layernorm_epsilon"])
 
 
 def block(W, config, x, p, layer):
-    """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, which have one kind."""
+    """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, all of a kind."""
     if r := rules(config, layer):
         x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
-        return x + feed_forward(W, r, norm(W, config, x, p + "post_attention_layernorm.weight"), p)
+        before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
+        return x + feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p)
     if "linear_num_key_heads" not in config:
         mixer, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
     elif layer is not None and is_linear(config, layer):
@@ -517,16 +535,26 @@ def predict(W, config, ids, hidden):
     return norm(W, config, x, last + ".weight") @ (W.get(out) if W.has(out) else head(W, config)).T
 
 
+def chained(W, config):
+    """What the names of the layers begin with that take each other's rows, and those of their last norm and head."""
+    n, last = config["num_hidden_layers"], "transformer.shared_head."
+    if W.has("model.mtp.layers.0.eh_proj.weight"):
+        count = sum(name.endswith(".eh_proj.weight") for name in W.raw)
+        return [(f"model.mtp.layers.{i}.", "final_layernorm.weight", None) for i in range(count)]
+    return [(f"model.layers.{i}.", last + "norm.weight", last + "output.weight")
+            for i in range(n, n + config.get("num_nextn_predict_layers", 0))
+            if W.has(f"model.layers.{i}.{last}norm.weight")]
+
+
 def predict_chain(W, config, ids):
     """Several layers, each on the rows of that before it, which are not normed; the first on the trunk's."""
-    n, rows, out = config["num_hidden_layers"], last_rows(W, config, ids), []
-    for i in range(config["num_nextn_predict_layers"]):
-        p = f"model.layers.{n + i}."
+    rows, out = last_rows(W, config, ids), []
+    for i, (p, last, output) in enumerate(chained(W, config)):
         token, rows = W.get("model.embed_tokens.weight")[ids[1 + i:]], rows[:-1]
         both = norm(W, config, token, p + "enorm.weight"), norm(W, config, rows, p + "hnorm.weight")
-        rows = block(W, config, np.concatenate(both, -1) @ W.get(p + "eh_proj.weight").T, p, n + i)
-        out.append(norm(W, config, rows, p + "transformer.shared_head.norm.weight")
-                   @ W.get(p + "transformer.shared_head.output.weight").T)
+        joined = np.concatenate(both, -1) @ W.get(p + "eh_proj.weight").T
+        rows = block(W, config, joined, p, config["num_hidden_layers"] + i)
+        out.append(norm(W, config, rows, p + last) @ (W.get(p + output) if output else head(W, config)).T)
     return np.concatenate(out)
 
 
@@ -540,7 +568,7 @@ def check(folder):
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
     errors = [nmse(hidden @ head(W, config).T, folder / "logits.f32")]
-    if W.has(f"model.layers.{config['num_hidden_layers']}.transformer.shared_head.output.weight"):
+    if chained(W, config):
         errors.append(nmse(predict_chain(W, config, ids), folder / "predict.f32"))
     elif mtp_names(W, config):
         errors.append(nmse(predict(W, config, ids, hidden), folder / "predict.f32"))

@@ -220,6 +220,51 @@ def step3p7(*args, **changes):
             "vision_config": STEP_VISION}
 
 
+def laguna(full, heads, **changes):
+    """config.json in the words of the Laguna releases.  full: rope_parameters of full layers."""
+    types, rope = changes["layer_types"], {"full_attention": full}
+    if "sliding_attention" in types:
+        rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    return {"architectures": ["LagunaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": EOT, "decoder_sparse_step": 1, "dtype": "bfloat16", "eos_token_id": [EOT, IM_END],
+            "head_dim": 64, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+            "intermediate_size": 128,
+            "max_position_embeddings": int(full["factor"] * full["original_max_position_embeddings"]),
+            "mlp_layer_types": ["dense"] + ["sparse"] * (len(types) - 1), "mlp_only_layers": [0],
+            "model_type": "laguna", "moe_apply_router_weight_on_input": False, "moe_intermediate_size": 64,
+            "moe_routed_scaling_factor": 2.5, "moe_router_logit_softcapping": 0.0, "norm_topk_prob": True,
+            "num_attention_heads": heads[0], "num_attention_heads_per_layer": heads, "num_hidden_layers": len(types),
+            "num_key_value_heads": 2, "output_router_logits": False, "pad_token_id": EOT, "rms_norm_eps": 1e-6,
+            "rope_parameters": rope, "router_aux_loss_coef": 0.0, "tie_word_embeddings": False,
+            "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def laguna_yarn(factor, original, beta_fast):
+    return {"rope_type": "yarn", "rope_theta": 500000.0, "factor": factor,
+            "original_max_position_embeddings": original, "beta_slow": 1.0, "beta_fast": beta_fast,
+            "attention_factor": 0.1 * math.log(factor) + 1, "partial_rotary_factor": 0.5}
+
+
+def mimo(layers, heads, **changes):
+    """config.json in the words of MiMo-V2-Flash, which does not mention its MTP layers.  layers has an F for full
+    attention, an S for a window."""
+    window = changes.pop("window")
+    return {"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
+            "architectures": ["MiMoV2FlashForCausalLM"], "attention_bias": False, "attention_chunk_size": window,
+            "attention_dropout": 0.0, "attention_value_scale": 0.707, "eos_token_id": IM_END, "head_dim": 192,
+            "hidden_act": "silu", "hidden_size": 64, "hybrid_layer_pattern": [int(t == "S") for t in layers],
+            "initializer_range": 0.02, "intermediate_size": 128, "layernorm_epsilon": 1e-5,
+            "max_position_embeddings": 4096, "model_type": "mimo_v2_flash", "moe_intermediate_size": 64,
+            "moe_layer_freq": [0] + [1] * (len(layers) - 1), "n_group": 1, "n_routed_experts": 4,
+            "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": heads, "num_experts_per_tok": 2,
+            "num_hidden_layers": len(layers), "num_key_value_heads": 1, "pad_token_id": EOT,
+            "partial_rotary_factor": 0.334, "rope_theta": 5000000, "routed_scaling_factor": None,
+            "scoring_func": "sigmoid", "sliding_window": window, "sliding_window_size": window, "swa_head_dim": 192,
+            "swa_num_attention_heads": heads, "swa_num_key_value_heads": 2, "swa_rope_theta": 10000,
+            "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+            "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": VOCAB, **changes}
+
+
 def exact_yarn(factor, original, *betas):
     """gpt-oss' form: the bounds of the ramp are not rounded."""
     scaling = yarn(factor, original, *betas)
@@ -285,6 +330,8 @@ HUB_NAMES = {
               (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
     "minimax_m2": W123, "mixtral": W123,
     "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")], "step3p5": STEP, "step3p7": STEP,
+    "laguna": [(r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"), (r"\.shared_experts\.", ".shared_expert.")],
+    "mimo_v2_flash": [(r"self_attn\.sinks$", "self_attn.attention_sink_bias")],
 }
 
 
@@ -303,9 +350,11 @@ def new_rope(config, **rope):
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
+G_PROJ = r"g_proj\.weight$"
+MIMO_FP8 = r"(\.[qkv]_proj|\.mlp\..*_proj)\.weight$"
 STEP_STACK = r"\.moe\.(\d+)\.", ".moe."
-STEP_TOWER = {"conv1.weight": (16, 3, 14, 14), "positional_embedding": (4, 16), "ln_pre.weight": (16,), "ln_pre.bias": (16,),
-              **{"transformer.resblocks.0." + name: shape for name, shape in {
+STEP_TOWER = {"conv1.weight": (16, 3, 14, 14), "positional_embedding": (4, 16), "ln_pre.weight": (16,),
+              "ln_pre.bias": (16,), **{"transformer.resblocks.0." + name: shape for name, shape in {
                   "attn.in_proj_weight": (48, 16), "attn.in_proj_bias": (48,), "attn.out_proj.weight": (16, 16),
                   "attn.out_proj.bias": (16,), "ln_1.weight": (16,), "ln_1.bias": (16,), "ln_2.weight": (16,),
                   "ln_2.bias": (16,), "ls_1.gamma": (16,), "ls_2.gamma": (16,), "mlp.c_fc.weight": (32, 16),
@@ -330,7 +379,7 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
 #   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
-#   chain    several layers for multi-token prediction, windowed and dense, of which each takes the row before
+#   chain    the number of layers for multi-token prediction that take each other's rows, windowed and dense
 #   aside    tensors that no text model reads, with their shapes
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
@@ -420,8 +469,8 @@ SPECS = {
                        torch_dtype="bfloat16"),
         store=[(r"\.gate\.weight$", "f32")]),
     "minimax_m2_fp8": dict(
-        config=minimax(num_hidden_layers=2, hidden_size=128, num_attention_heads=6, num_key_value_heads=3,
-                       head_dim=64, rotary_dim=16, intermediate_size=64, num_local_experts=6, num_experts_per_tok=2,
+        config=minimax(num_hidden_layers=2, hidden_size=64, num_attention_heads=6, num_key_value_heads=3, head_dim=64,
+                       rotary_dim=16, intermediate_size=192, num_local_experts=4, num_experts_per_tok=2,
                        dtype="bfloat16"),
         declare="fp8_block_minimax", store=[(r"\.gate\.weight$", "f32"), (LINEAR + "|" + W123_EXPERTS, "fp8_block")]),
     "mixtral": dict(
@@ -433,8 +482,8 @@ SPECS = {
         declare="modelopt_w123", store=[(LINEAR + "|" + W123_EXPERTS, "nvfp4")]),
     "olmoe": dict(config=olmoe(num_experts=4, num_experts_per_tok=2)),
     "olmoe_norm": dict(
-        config=olmoe(num_experts=8, num_experts_per_tok=3, norm_topk_prob=True), declare="modelopt_experts",
-        store=[(EXPERTS, "nvfp4")]),
+        config=olmoe(num_experts=8, num_experts_per_tok=3, norm_topk_prob=True), declare="modelopt",
+        store=[(LINEAR, "nvfp4")]),
     "qwen2_moe": dict(
         config=qwen2_moe(num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=128), quiet=V_BIAS),
     "qwen2_moe_dense": dict(
@@ -446,22 +495,34 @@ SPECS = {
         config=ernie(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=192,
                      num_hidden_layers=4, moe_num_experts=6, moe_k=2, moe_num_shared_experts=1,
                      moe_layer_start_index=1, moe_layer_interval=2),
-        store=[(r"\.gate\.weight$", "f32")]),
+        declare="modelopt", store=[(r"\.gate\.weight$", "f32"), (LINEAR, "nvfp4")]),
     "ernie4_5_moe_each": dict(
         config=ernie(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128,
                      num_hidden_layers=2, moe_num_experts=4, moe_k=2, moe_num_shared_experts=2,
                      moe_layer_start_index=1, moe_layer_interval=1),
         store=[(r"\.gate\.weight$", "f32")]),
     "step3p5": dict(
-        config=step_text("FSSF", 2, 4, 2, swiglu_limits=[0.0, 0.0, 0.75, 0.5],
-                         swiglu_limits_shared=[0.0, 0.0, 0.0, 1.25]),
+        config=step_text("FSF", 2, 4, 2, swiglu_limits=[0.0, 0.75, 0.5], swiglu_limits_shared=[0.0, 0.0, 1.25]),
         stack=STEP_STACK, store=[(r"\.gate\.weight$", "f32")]),
     "step3p7": dict(
         config=step3p7("FS", 4, 6, 2, 2, sliding_window=8, moe_num_experts=6, moe_top_k=3, share_expert_dim=64,
                        swiglu_limits=[0.0, 0.5, 0.0, 0.0], swiglu_limits_shared=[0.0, 0.75, 0.0, 0.0]),
-        declare="modelopt_step", chain=True, stack=STEP_STACK, store=[(r"\.moe\.\d+\.", "nvfp4")],
+        declare="modelopt_step", chain=2, stack=STEP_STACK, store=[(r"\.moe\.\d+\.", "nvfp4")],
         aside={**{"vision_model." + name: shape for name, shape in STEP_TOWER.items()},
                "vit_large_projector.weight": (64, 64)}),
+    "laguna": dict(
+        config=laguna(laguna_yarn(32.0, 4096, 64.0), [2, 4, 4], num_experts=4, num_experts_per_tok=2,
+                      layer_types=["full_attention"] + ["sliding_attention"] * 2, sliding_window=4, gating=True,
+                      shared_expert_intermediate_size=64)),
+    "laguna_element": dict(
+        config=laguna(laguna_yarn(8.0, 256, 32.0), [6] * 3, num_experts=6, num_experts_per_tok=3,
+                      layer_types=["full_attention"] * 3, gating="per-element", gating_types=["per_element"] * 3,
+                      shared_expert_intermediate_size=128),
+        declare="compressed_tensors", store=[(G_PROJ, "bf16"), (LINEAR, "ct_nvfp4")]),
+    "mimo_v2_flash": dict(config=mimo("FS", 4, window=4)),
+    "mimo_v2_flash_fp8": dict(
+        config=mimo("FSF", 2, window=8, n_routed_experts=6, num_experts_per_tok=3), declare="fp8_block_mimo", chain=3,
+        store=[(r"\.gate\.weight$", "f32"), (MIMO_FP8, "fp8_block")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -489,8 +550,8 @@ def draw(fixture, name, shape, tied, centred):
         return x.astype(np.float32)
     if "embed_tokens" in name:
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
-    gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5, "conv1d": 1.5,
-            "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2}
+    gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
+            "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2}
     gain = gain.get(name.split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -644,10 +705,21 @@ class Checkpoint:
 
 
 def reference_config(config):
-    """The configuration as transformers wants it.  It has no Step-3.5, but the text model of Step-3.7."""
-    if config["model_type"] == "step3p5":
+    """The configuration as transformers wants it: Step-3.5 is the text model of Step-3.7, and few of MiMo's words are
+    known."""
+    kind = config["model_type"]
+    if kind == "step3p5":
         config = {"architectures": ["Step3p7ForConditionalGeneration"], "text_config": config,
                   "vision_config": STEP_VISION, "tie_word_embeddings": config["tie_word_embeddings"]}
+    if kind == "mimo_v2_flash":
+        kinds = ["full_attention", "sliding_attention"]
+        config = {**config, "layer_types": [kinds[windowed] for windowed in config["hybrid_layer_pattern"]],
+                  "mlp_layer_types": [["dense", "sparse"][freq] for freq in config["moe_layer_freq"]],
+                  "rms_norm_eps": config["layernorm_epsilon"], "rope_parameters": {
+                      kind: {"rope_type": "default", "rope_theta": config[theta],
+                             "partial_rotary_factor": config["partial_rotary_factor"]}
+                      for kind, theta in zip(kinds, ["rope_theta", "swa_rope_theta"])}}
+        assert config["swa_num_key_value_heads"] == 2 * config["num_key_value_heads"]
     return {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type")}
 
 
@@ -730,46 +802,66 @@ def put_qwen_mtp(checkpoint):
         checkpoint.put(f"mtp.{leaf}.weight", shape)
 
 
-def put_chain(checkpoint, config):
-    """Several layers for multi-token prediction: attention as in a windowed layer, a feed-forward part as in the first."""
-    config = text_config(config)
-    layer, n, hidden = "model.layers.{}.".format, config["num_hidden_layers"], config["hidden_size"]
-    window = layer(config["layer_types"].index("sliding_attention"))
+def chain_layer(config, i):
+    """What the names of a chained layer begin with, and those of its last norm and its head (None: the model's)."""
+    if config["model_type"] == "mimo_v2_flash":
+        return f"model.mtp.layers.{i}.", "final_layernorm", None
+    own = f"model.layers.{text_config(config)['num_hidden_layers'] + i}."
+    return own, "transformer.shared_head.norm", "transformer.shared_head.output"
+
+
+def chain_name(config, name):
+    """Within a chained layer."""
+    return name.replace("post_attention_", "pre_mlp_") if config["model_type"] == "mimo_v2_flash" else name
+
+
+def put_chain(checkpoint, model, config, count):
+    """Several layers for multi-token prediction: attention as in a windowed layer, a feed-forward part as in layer 0."""
+    hidden, layer = text_config(config)["hidden_size"], "model.layers.{}.".format
+    window = layer(decoder(model).config.layer_types.index("sliding_attention"))
     shapes = {name.removeprefix(window): shape for name, shape in checkpoint.shapes.items()
               if name.startswith((window + "self_attn.", window + "input_", window + "post_"))}
     shapes |= {name.removeprefix(layer(0)): shape for name, shape in checkpoint.shapes.items()
                if name.startswith(layer(0) + "mlp.")}
-    shapes |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden),
-               "transformer.shared_head.norm.weight": (hidden,), "transformer.shared_head.output.weight": (VOCAB, hidden)}
-    for i in range(config["num_nextn_predict_layers"]):
-        for name, shape in shapes.items():
-            checkpoint.put(layer(n + i) + name, shape)
+    shapes |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
+    for i in range(count):
+        own, last, head = chain_layer(config, i)
+        outer = {last + ".weight": (hidden,), **({head + ".weight": (VOCAB, hidden)} if head else {})}
+        for name, shape in {**shapes, **outer}.items():
+            checkpoint.put(own + chain_name(config, name), shape)
 
 
-def predict_chain(model, config, checkpoint, ids):
+def chain_config(config, trunk, count):
+    """transformers' configuration of the layers of put_chain."""
+    text, own = copy.deepcopy(trunk.config), text_config(config)
+    text.num_mtp_layers, text.mtp_layer_types = count, ["sliding_attention"] * count
+    text.mtp_mlp_layer_types = ["dense"] * count
+    if "attention_other_setting" in own:
+        assert own["layer_types"][-count:] == text.mtp_layer_types
+        assert own["swiglu_limits"][-count:] == own["swiglu_limits_shared"][-count:] == [0.0] * count
+        text.swiglu_limits = text.swiglu_limits_shared = None
+        text.mtp_per_layer_config = {
+            i: {"num_attention_heads": own["attention_other_setting"]["num_attention_heads"]} for i in range(count)}
+    return text.get_mtp_config()
+
+
+def predict_chain(model, config, checkpoint, ids, count):
     """What the layers of put_chain predict: the logits of the first [n - 1, vocab], those of the second [n - 2, vocab]
     and so on, one after the other, and no routing gap.  Row t of layer i is made of token t + 1 + i and of the row that
     layer i - 1 has at t, before its norm; for the first of the trunk's, before the final norm."""
-    trunk, ids, rows = decoder(model), torch.tensor([ids]), []
+    trunk, ids, rows, out = decoder(model), torch.tensor([ids]), [], []
     hook = trunk.norm.register_forward_pre_hook(lambda _, args: rows.append(args[0]))
     model(input_ids=ids, use_cache=False)
     hook.remove()
-    hidden, out, text = rows[0], [], copy.deepcopy(trunk.config)
-    count, own = text.num_mtp_layers, text_config(config)
-    text.swiglu_limits = text.swiglu_limits_shared = None
-    assert not any(own[limits][-count:] != [0.0] * count for limits in ("swiglu_limits", "swiglu_limits_shared"))
-    text.mtp_per_layer_config = {
-        i: {"num_attention_heads": own["attention_other_setting"]["num_attention_heads"]} for i in range(count)}
-    text = text.get_mtp_config()
-    assert text.layer_types == ["sliding_attention"] * count and text.mlp_layer_types == ["dense"] * count
+    hidden, text = rows[0], chain_config(config, trunk, count)
     for i in range(count):
         layer = MtpLayer(text, type(trunk.layers[-1]), type(trunk.norm), i).float().eval()
-        at = f"model.layers.{trunk.config.num_hidden_layers + i}."
-        for name in layer.state_dict():
+        own, last, head = chain_layer(config, i)
+        for name, old in list(layer.state_dict().items()):
             path, _, leaf = name.rpartition(".")
-            value = checkpoint.values[at + name.removeprefix("mtp_block.").replace(
-                "post_norm", "transformer.shared_head.norm")]
-            assert value.shape == getattr(layer.get_submodule(path), leaf).shape
+            value = checkpoint.values[own + chain_name(config, hub_name(
+                config, name.removeprefix("mtp_block.").replace("post_norm", last)))]
+            assert value.shape == old.shape, name
             give(layer.get_submodule(path), leaf, value)
         hidden, after = hidden[:, :-1], trunk.embed_tokens(ids[:, i + 1:])
         where = torch.arange(hidden.shape[1])[None]
@@ -778,7 +870,8 @@ def predict_chain(model, config, checkpoint, ids):
         both = torch.cat([layer.enorm(after), layer.hnorm(hidden)], -1)
         hidden = layer.mtp_block(layer.eh_proj(both), attention_mask=mask, position_ids=where, past_key_values=None,
                                  position_embeddings=trunk.rotary_emb(after, where, "sliding_attention"))
-        out.append(layer.post_norm(hidden)[0] @ checkpoint.values[at + "transformer.shared_head.output.weight"].T)
+        output = checkpoint.values[f"{own}{head}.weight"] if head else model.lm_head.weight
+        out.append(layer.post_norm(hidden)[0] @ output.T)
     return torch.cat(out), torch.full((1,), math.inf)
 
 
@@ -860,7 +953,7 @@ def head_dim(config):
 def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
-    if isinstance(config.get("rope_theta"), list):
+    if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash"):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
@@ -1056,6 +1149,10 @@ def declare(kind, names):
     if kind == "fp8_block":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128]}, None
+    if kind == "fp8_block_mimo":
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "ignored_layers": sorted(n.removesuffix(".weight") for n in names if ".o_proj." in n)}, None
     if kind == "fp8_block_minimax":
         return {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128],
@@ -1112,7 +1209,8 @@ def write_tokenizer(folder):
 
 def write_predict(folder, model, config, checkpoint, ids):
     chain = SPECS[folder.name].get("chain")
-    logits, gaps = (predict_chain if chain else predict)(model, config, checkpoint, ids)
+    logits, gaps = (predict_chain(model, config, checkpoint, ids, chain) if chain
+                    else predict(model, config, checkpoint, ids))
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
     print(f"{folder.name:20} predict {list(logits.shape)}  logits sd {logits.std():.2f}  "
           f"routing gap {gaps.min():.1e}", flush=True)
@@ -1125,13 +1223,13 @@ def make(name):
     model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
     assert_rope(model, text)
     assert_layer_types(model, text)
-    assert all(router(layer.mlp).norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model)
-               if "norm_topk_prob" in config)
+    assert all(getattr(router(layer.mlp), "norm_topk_prob", True) == config["norm_topk_prob"]
+               for layer in moe_layers(model) if "norm_topk_prob" in config)
     fill(model, config, checkpoint, kept)
     for extra, shape in spec.get("aside", {}).items():
         checkpoint.put(extra, shape)
     if spec.get("chain"):
-        put_chain(checkpoint, config)
+        put_chain(checkpoint, model, config, spec["chain"])
     elif config.get("num_nextn_predict_layers"):
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
