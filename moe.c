@@ -194,7 +194,7 @@ struct attn {
     int n_gate;            /* HAS_HEAD_GATE: gates of a head's result, one or head_v */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
-    bool copied_kv;                   /* shard: a rank before it has its KV head, too, and counts it in row norms */
+    int copied_kv;                    /* shard: a rank before it has its KV head, too, and counts it in row norms */
     float scale;                      /* factor of q.k before the softmax */
 };
 
@@ -556,6 +556,7 @@ struct family {
     enum gating gating;  /* the router's function where the file does not name it */
     bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
     bool softmax_bias;   /* routing biases are used without a sigmoid, too */
+    bool plain_final;    /* prediction layers get the rows before the final norm, not behind it */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -836,7 +837,8 @@ struct profile_row {
     X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
     /* x += the deltas as in projections; then x is sent to the next pipeline stage, if there is one */                \
     X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
-    /* norm(x) * norm of rows first..first+n-1 becomes the final rows of their positions + shift */                     \
+    /* norm(x) * norm of rows first..first+n-1 becomes the final rows of their positions + shift; norm NULL: x itself  \
+       does */                                                                                                         \
     X(void, keep_final, (struct rank *r, enum act x, const float *norm, int first, int n, int shift),                  \
       (r, x, norm, first, n, shift))                                                                                   \
     /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on every rank of the last stage; the root gathers them */ \
@@ -1174,8 +1176,8 @@ struct rank {
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
     float *final;   /* (n_final, n_embd) ring of final rows, that of position p in row p % n_final, the backend's: the
-                     * latest positions' rows of A_X after the final norm, and behind the timeline what prediction
-                     * layers give in their place; NULL: there is no prediction layer */
+                     * latest positions' rows of A_X after the final norm (family.plain_final: before it), and behind
+                     * the timeline what prediction layers give in their place; NULL: there is no prediction layer */
     int n_final;    /* rows: more than the tokens of a forward and the drafts behind them */
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
@@ -7412,6 +7414,9 @@ static void loader_hparams(struct loader *l) {
         loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN);
+    if (!loader_key(l, "expert_count", key))
+        loader_fail(l, "metadata key '%s' is missing: the model has no experts, and dense models are not supported",
+                    key);
     m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
     loader_ints(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK,
                 l->n_expert_used);
@@ -8016,6 +8021,7 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
     out->first_layer = layers.first;
     out->n_layer = layers.n;
     if (shard.n_stage > 1) out->n_prediction = 0; /* such a layer would need the first stage's embedding on the last */
+    out->n_prediction = int_min(out->n_prediction, 1); /* drafts use the first one for any distance */
     out->layers = xcalloc((size_t)model_blocks(out), sizeof *out->layers);
     for (int il = 0; il < model_blocks(out); il++)
         shard_layer(&out->layers[il], m, &m->layers[layers.first + il], shard);
@@ -8046,11 +8052,17 @@ struct synth {
     float scale; /* of the experts' weights; 0: 1 */
     /* gated delta nets: key heads, value heads, values of a head; every interval-th layer has attention instead */
     int n_key, n_value, delta_head, interval;
-    int head_v;               /* values of a value where they are not as many as those of a key */
-    bool head_norm, qkv_bias; /* of a family of which some models have them */
-    bool predicts;            /* it has a prediction layer */
-    bool q8;                  /* the backbone is Q8_0 instead of BF16 */
-    bool sizes;               /* only sizes are looked at: nothing is filled in */
+    int head_v; /* values of a value where they are not as many as those of a key */
+    /* windows: keys; all layers but one of each `period` have one, the first or the last; heads, KV heads and rotated
+     * values of these layers where they differ */
+    int window, period, window_head, window_head_kv, window_rope;
+    bool full_first;
+    uint32_t ff_type;                    /* of feed-forwards; 0: NVFP4 */
+    bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
+    bool window_sinks, sh_weight, norm_topk;
+    bool predicts; /* it has a prediction layer */
+    bool q8;       /* the backbone is Q8_0 instead of BF16 */
+    bool sizes;    /* only sizes are looked at: nothing is filled in */
 };
 
 static const struct synth synths[] = {
@@ -8258,6 +8270,175 @@ static const struct synth synths[] = {
      .n_value = 64,
      .delta_head = 128,
      .interval = 4},
+    {.name = "gpt-oss-120b",
+     .arch = "gpt-oss",
+     .qkv_bias = true,
+     .n_layer = 36,
+     .n_embd = 2880,
+     .n_head = 64,
+     .n_head_kv = 8,
+     .head = 64,
+     .n_expert = 128,
+     .n_used = 4,
+     .n_ff = 2880,
+     .n_vocab = 201088,
+     .n_ctx = 131072,
+     .window = 128,
+     .period = 2,
+     .ff_type = GGUF_MXFP4},
+    {.name = "gpt-oss-20b",
+     .arch = "gpt-oss",
+     .qkv_bias = true,
+     .n_layer = 24,
+     .n_embd = 2880,
+     .n_head = 64,
+     .n_head_kv = 8,
+     .head = 64,
+     .n_expert = 32,
+     .n_used = 4,
+     .n_ff = 2880,
+     .n_vocab = 201088,
+     .n_ctx = 131072,
+     .window = 128,
+     .period = 2,
+     .ff_type = GGUF_MXFP4},
+    {.name = "minimax-m2.5",
+     .arch = "minimax-m2",
+     .n_layer = 62,
+     .n_embd = 3072,
+     .n_head = 48,
+     .n_head_kv = 8,
+     .head = 128,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 1536,
+     .n_vocab = 200064,
+     .n_ctx = 196608,
+     .rope = 64},
+    {.name = "mixtral-8x7b",
+     .arch = "llama",
+     .n_layer = 32,
+     .n_embd = 4096,
+     .n_head = 32,
+     .n_head_kv = 8,
+     .head = 128,
+     .n_expert = 8,
+     .n_used = 2,
+     .n_ff = 14336,
+     .n_vocab = 32000,
+     .n_ctx = 32768},
+    {.name = "olmoe-1b-7b",
+     .arch = "olmoe",
+     .n_layer = 16,
+     .n_embd = 2048,
+     .n_head = 16,
+     .n_head_kv = 16,
+     .head = 128,
+     .n_expert = 64,
+     .n_used = 8,
+     .n_ff = 1024,
+     .n_vocab = 50304,
+     .n_ctx = 4096},
+    {.name = "qwen1.5-moe-a2.7b",
+     .arch = "qwen2moe",
+     .qkv_bias = true,
+     .n_layer = 24,
+     .n_embd = 2048,
+     .n_head = 16,
+     .n_head_kv = 16,
+     .head = 128,
+     .n_expert = 60,
+     .n_used = 4,
+     .n_ff = 1408,
+     .n_vocab = 151936,
+     .n_ctx = 32768,
+     .ff_shared = 5632,
+     .sh_weight = true},
+    {.name = "ernie-4.5-21b-a3b",
+     .arch = "ernie4_5-moe",
+     .n_layer = 28,
+     .n_embd = 2560,
+     .n_head = 20,
+     .n_head_kv = 4,
+     .head = 128,
+     .n_expert = 64,
+     .n_used = 6,
+     .n_ff = 1536,
+     .n_vocab = 103424,
+     .n_ctx = 131072,
+     .n_dense = 1,
+     .ff_dense = 12288,
+     .ff_shared = 3072},
+    {.name = "step-3.7-flash",
+     .predicts = true,
+     .arch = "step35",
+     .head_norm = true,
+     .head_gate = true,
+     .norm_topk = true,
+     .n_layer = 45,
+     .n_embd = 4096,
+     .n_head = 64,
+     .n_head_kv = 8,
+     .head = 128,
+     .n_expert = 288,
+     .n_used = 8,
+     .n_ff = 1280,
+     .n_vocab = 128896,
+     .n_ctx = 262144,
+     .n_dense = 3,
+     .ff_dense = 11264,
+     .ff_shared = 1280,
+     .scale = 3.0f,
+     .window = 512,
+     .period = 4,
+     .full_first = true,
+     .window_head = 96},
+    {.name = "laguna-xs",
+     .arch = "laguna",
+     .head_gate = true,
+     .norm_topk = true,
+     .n_layer = 40,
+     .n_embd = 2048,
+     .n_head = 48,
+     .n_head_kv = 8,
+     .head = 128,
+     .rope = 64,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 512,
+     .n_vocab = 100352,
+     .n_ctx = 131072,
+     .n_dense = 1,
+     .ff_dense = 8192,
+     .ff_shared = 512,
+     .scale = 2.5f,
+     .window = 512,
+     .period = 4,
+     .full_first = true,
+     .window_head = 64,
+     .window_rope = 128},
+    {.name = "mimo-v2-flash",
+     .predicts = true,
+     .arch = "mimo2",
+     .window_sinks = true,
+     .n_layer = 48,
+     .n_embd = 4096,
+     .n_head = 64,
+     .n_head_kv = 4,
+     .head = 192,
+     .head_v = 128,
+     .rope = 64,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 2048,
+     .n_vocab = 152576,
+     .n_ctx = 262144,
+     .n_dense = 1,
+     .ff_dense = 16384,
+     .window = 128,
+     .period = 6,
+     .full_first = true,
+     .window_head_kv = 8},
 };
 
 /* Moves *p behind `word` if that stands there. */
@@ -8281,7 +8462,7 @@ static long skip_number(const char **p) {
 static struct synth synth_parse(const char *arg) {
     const size_t n = strcspn(arg, ":");
     const struct synth *found = NULL;
-    char names[256];
+    char names[512];
     size_t at = 0;
     for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
         if (strlen(synths[i].name) == n && !memcmp(arg, synths[i].name, n)) found = &synths[i];
@@ -8322,6 +8503,7 @@ static void synth_shard(struct synth *y, const char *text) {
         int *size, unit; /* a shard has whole units */
         const char *what;
     } divided[] = {{&y->n_head, 1, "attention heads"},
+                   {&y->window_head, 1, "attention heads of layers with a window"},
                    {&y->n_key, 1, "key heads of gated delta nets"},
                    {&y->n_value, 1, "value heads of gated delta nets"},
                    {&y->n_ff, 64, "columns of the experts"},
@@ -8334,6 +8516,7 @@ static void synth_shard(struct synth *y, const char *text) {
         *divided[i].size = whole / n;
     }
     y->n_head_kv = y->n_head_kv > n ? y->n_head_kv / n : 1;
+    if (y->window_head_kv) y->window_head_kv = y->window_head_kv > n ? y->window_head_kv / n : 1;
 }
 
 /* Fills a tensor with numbers that keep a forward pass finite: norms near 1, matrices that keep the scale of their
@@ -8353,6 +8536,14 @@ void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t
         for (uint64_t i = 0; i + 4 <= n; i += 4) {
             const float u = (float)(rng_uniform(rng) - 0.5), v = vector ? 1.0f + 0.1f * u : 0.05f * u;
             memcpy(p + i, &v, 4);
+        }
+    } else if (type == GGUF_MXFP4) {
+        for (uint64_t i = 0; i < n; i += 17) {
+            p[i] = (uint8_t)(118 + rng_next(rng) % 3);
+            for (int q = 0; q < 2; q++) {
+                const uint64_t v = rng_next(rng);
+                memcpy(p + i + 1 + 8 * q, &v, 8);
+            }
         }
     } else if (type == GGUF_Q8_0) {
         const uint16_t scale = f16_from_f32(0.025f / 128);
@@ -8393,11 +8584,17 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     const struct model *m = l->m;
     const bool dense = il < y->n_dense;
     const uint32_t backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    const uint32_t ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
     struct layer layer = {0};
     char name[64];
     m->family->layer(l, &layer, il);
     if (il >= m->n_layer) layer.has |= HAS_PREDICTION;
     if (y->head_norm) layer.has |= HAS_HEAD_NORM;
+    if (y->window_sinks && layer.attn.window) layer.has |= HAS_SINKS;
+    if (y->head_gate) {
+        layer.has |= HAS_HEAD_GATE;
+        layer.attn.n_gate = 1;
+    }
     layer.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && y->ff_shared) layer.has |= HAS_SHARED;
     layer.n_expert = dense ? 0 : y->n_expert;
@@ -8407,14 +8604,15 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
         const int n = layer_dim(m, &layer, rule->n);
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
-        const bool bias = rule->field == offsetof(struct layer, router_bias) && m->gating == GATING_SIGMOID;
-        const bool gate = rule->field == offsetof(struct layer, sh_weight) && y->n_key;
+        const bool bias = rule->field == offsetof(struct layer, router_bias) &&
+                          (m->gating == GATING_SIGMOID || m->family->softmax_bias);
+        const bool gate = rule->field == offsetof(struct layer, sh_weight) && (y->n_key || y->sh_weight);
         const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
         if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
         snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, rule->kind == TENSOR_VECTOR ? "" : ".weight");
-        synth_add(list, rule->kind != TENSOR_MATRIX ? GGUF_F32 : ffn ? GGUF_NVFP4 : backbone, in, out, n, name, il);
-        if (rule->kind != TENSOR_MATRIX || !ffn) continue;
+        synth_add(list, rule->kind != TENSOR_MATRIX ? GGUF_F32 : ffn ? ff_type : backbone, in, out, n, name, il);
+        if (rule->kind != TENSOR_MATRIX || !ffn || ff_type != GGUF_NVFP4) continue;
         snprintf(name, sizeof name, "blk.%%d.%s.scale", rule->name);
         synth_add(list, GGUF_F32, n, 1, 1, name, il);
     }
@@ -8444,6 +8642,28 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     return list;
 }
 
+/* Writes what differs between layers with and without a window. A prediction layer has one. */
+static void synth_put_windows(struct gguf_writer *w, const struct synth *y) {
+    const int blocks = y->n_layer + y->predicts;
+    const struct {
+        const char *key;
+        int full, window; /* window 0: no key */
+    } arrays[] = {{"attention.sliding_window_pattern", 0, y->window > 0},
+                  {"attention.head_count", y->n_head, y->window_head},
+                  {"attention.head_count_kv", y->n_head_kv, y->window_head_kv}};
+    int32_t values[MAX_LAYERS];
+    char key[96];
+    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
+        if (!arrays[i].window) continue;
+        for (int il = 0; il < blocks; il++) {
+            const bool full = il < y->n_layer && il % y->period == (y->full_first ? 0 : y->period - 1);
+            values[il] = full ? arrays[i].full : arrays[i].window;
+        }
+        snprintf(key, sizeof key, "%s.%s", y->arch, arrays[i].key);
+        gguf_put_array(w, key, GGUF_V_I32, (uint64_t)blocks, values);
+    }
+}
+
 /* The GGUF header of those tensors, malloc'ed, *bytes of it; *data: the bytes of tensors behind it. */
 static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
     struct gguf_writer w = {0};
@@ -8456,10 +8676,14 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
                 {"block_count", y->n_layer + y->predicts},
                 {"nextn_predict_layers", y->predicts},
                 {"feed_forward_length", y->ff_dense},
-                {"attention.head_count", y->n_head},
-                {"attention.head_count_kv", y->n_head_kv},
+                {"attention.head_count", y->window_head ? 0 : y->n_head},
+                {"attention.head_count_kv", y->window_head_kv ? 0 : y->n_head_kv},
+                {"attention.sliding_window", y->window},
+                {"rope.dimension_count_swa", y->window_rope},
                 {"attention.key_length", y->kv_lora ? y->kv_lora + y->rope : y->head},
-                {"attention.value_length", y->kv_lora ? y->kv_lora : y->head},
+                {"attention.value_length", y->kv_lora  ? y->kv_lora
+                                           : y->head_v ? y->head_v
+                                                       : y->head},
                 {"attention.q_lora_rank", y->q_lora},
                 {"attention.kv_lora_rank", y->kv_lora},
                 {"attention.key_length_mla", y->kv_lora ? y->head + y->rope : 0},
@@ -8490,7 +8714,8 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
         gguf_put_u32(&w, key, (uint32_t)ints[i].value);
     }
-    if (y->kv_lora) {
+    synth_put_windows(&w, y);
+    if (y->kv_lora || y->norm_topk) {
         snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
         gguf_put_bool(&w, key, true);
     }
@@ -11360,9 +11585,12 @@ static float *final_row(const struct rank *r, int pos) {
 }
 
 static void cpu_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
-    for (int t = team_first(n); t >= 0; t = team_next())
-        r->k->rmsnorm(act_row(r, x, first + t), norm, r->m->rms_eps, final_row(r, r->pos + first + t + shift),
-                      r->m->n_embd);
+    for (int t = team_first(n); t >= 0; t = team_next()) {
+        const float *from = act_row(r, x, first + t);
+        float *to = final_row(r, r->pos + first + t + shift);
+        if (norm) r->k->rmsnorm(from, norm, r->m->rms_eps, to, r->m->n_embd);
+        else memcpy(to, from, (size_t)r->m->n_embd * sizeof *to);
+    }
     op_end(0, "final norm");
 }
 
@@ -11831,24 +12059,29 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
     if (r->m->layers[il].has & HAS_HEAD_GATE) head_gates(r, il, out);
 }
 
-/* Every rank adds the squares of its part of the rows; then each reads the sums of the stage's ranks. */
+/* The sum of the squares of the rank's part of token t's query row (i 0) or key row (i 1) in slot x. A KV head that
+ * several ranks hold counts once. */
+static float row_sum(const struct rank *r, int il, int i, enum act x, int t) {
+    const struct attn *a = &r->m->layers[il].attn;
+    const float *row = act_row(r, x, t);
+    return i && a->copied_kv ? 0 : r->k->dot(row, row, (i ? a->n_head_kv : a->n_head) * a->head_k);
+}
+
+/* Every rank adds up its part of the rows; then each reads the sums of the stage's ranks. */
 static void cpu_row_norm(struct rank *r, int il, enum act q, enum act k) {
     const struct layer *layer = &r->m->layers[il];
-    const int n_rank = r->m->shard.n_rank;
-    const int n[2] = {layer->attn.n_head * layer->attn.head_k, layer->attn.n_head_kv * layer->attn.head_k};
-    const int whole[2] = {layer->attn.whole_head * layer->attn.head_k, layer->attn.whole_head_kv * layer->attn.head_k};
+    const struct attn *a = &layer->attn;
+    const int n_rank = r->m->shard.n_rank, whole[2] = {a->whole_head * a->head_k, a->whole_head_kv * a->head_k};
+    const int n[2] = {a->n_head * a->head_k, a->n_head_kv * a->head_k};
     const enum act x[2] = {q, k};
     const float *norm[2] = {layer->q_norm, layer->k_norm};
-    for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-        for (int i = 0; i < 2; i++) {
-            const float *row = act_row(r, x[i], t);
-            r->row_sums[2 * t + i] = i && layer->attn.copied_kv ? 0 : r->k->dot(row, row, n[i]);
-        }
+    for (int t = n_rank > 1 ? team_first(r->n_tok) : -1; t >= 0; t = team_next())
+        for (int i = 0; i < 2; i++) r->row_sums[2 * t + i] = row_sum(r, il, i, x[i], t);
     stage_team_barrier(r);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         for (int i = 0; i < 2; i++) {
-            float sum = 0, *row = act_row(r, x[i], t);
-            for (int p = 0; p < n_rank; p++) sum += rank_peer(r, p)->row_sums[2 * t + i];
+            float sum = n_rank > 1 ? 0 : row_sum(r, il, i, x[i], t), *row = act_row(r, x[i], t);
+            for (int p = 0; p < n_rank && n_rank > 1; p++) sum += rank_peer(r, p)->row_sums[2 * t + i];
             const float f = 1.0f / sqrtf(sum / (float)whole[i] + r->m->rms_eps);
             for (int c = 0; c < n[i]; c++) row[c] *= f * norm[i][c];
         }
@@ -12628,7 +12861,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->job_rows = cpu_own(r, c * used, sizeof *r->job_rows);
     r->job_w = cpu_own(r, c * used, sizeof(float));
     r->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
-    r->row_sums = cpu_own(r, 2 * c, sizeof(float));
+    r->row_sums = cpu_own(r, m->shard.n_rank > 1 ? 2 * c : 0, sizeof(float));
     r->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
     r->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
     r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
@@ -12773,7 +13006,7 @@ static void forward_layers(struct rank *r) {
         r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     }
     r->ops->final_reduce(r, A_X, A_OUT);
-    if (m->n_prediction) r->ops->keep_final(r, A_X, m->output_norm, 0, r->n_tok, 0);
+    if (m->n_prediction) r->ops->keep_final(r, A_X, m->family->plain_final ? NULL : m->output_norm, 0, r->n_tok, 0);
 }
 
 /* Multi-token prediction (arXiv 2412.19437, section 2.2): the first prediction layer over the batch. For position t it
@@ -12795,7 +13028,8 @@ static void forward_prediction(struct rank *r) {
 static void forward_draft(struct rank *r) {
     const struct model *m = r->m;
     forward_prediction(r);
-    r->ops->keep_final(r, A_X, prediction_norm(m, &m->layers[m->n_layer]), r->n_tok - 1, 1, 1);
+    const float *norm = m->family->plain_final ? NULL : prediction_norm(m, &m->layers[m->n_layer]);
+    r->ops->keep_final(r, A_X, norm, r->n_tok - 1, 1, 1);
 }
 
 void rank_pass(struct rank *r) {
@@ -12833,11 +13067,11 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_plain, .forward = forward_layers},
     {.arch = "ernie4_5-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .softmax_bias = true,
      .read = read_llama,    .layer = layer_plain, .forward = forward_layers},
-    {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
+    {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false, .plain_final = true,
      .read = read_step35,   .layer = layer_step35, .forward = forward_layers},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna, .forward = forward_layers},
-    {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
+    {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .plain_final = true,
      .read = read_mimo2,    .layer = layer_mimo2, .forward = forward_layers},
 };
 /* clang-format on */
@@ -13707,21 +13941,27 @@ static int session_score(struct session *s, const int32_t *ids, int n,
     return prefill_run(&(struct prefill){.sessions = &s, .n_session = 1, .row = score_row, .ctx = &score}, ids, n);
 }
 
+/* Keys that n tokens behind n_past others see together; window: of a layer, 0: none. */
+static double keys_seen(int n_past, int n, int window) {
+    const int all = window ? int_max(0, int_min(n, window - n_past)) : n; /* tokens that see all keys before them */
+    return all * (n_past + (all + 1) / 2.0) + (double)(n - all) * window;
+}
+
 /* Multiplications and additions of a forward of n tokens after n_past others, with logits of the last one:
  * attention as the model defines it, whatever form of it is computed. */
 static double session_forward_ops(const struct session *s, int n) {
     const struct model *m = s->m;
-    double per_token, pairs = n * (s->n_past + (n + 1) / 2.0); /* of a query and a key that it sees */
+    double per_token, attention = 0;
     layers_use(m, 0, m->n_layer, n, &per_token);
-    double heads = 0; /* values of keys and values that all heads of all layers see for a pair */
-    double rule = 0;  /* multiplications of the delta rule for a token */
+    double rule = 0; /* multiplications of the delta rule for a token */
     for (int il = 0; il < m->n_layer; il++) {
         const struct attn *a = &m->layers[il].attn;
         const struct delta *d = &m->layers[il].delta;
-        heads += (double)a->n_head * (a->head_k + a->head_v);
+        const double pairs = keys_seen(s->n_past, n, a->window); /* of a query and a key that it sees */
+        attention += pairs * a->n_head * (a->head_k + a->head_v);
         rule += 3.0 * d->n_value * d->head_k * d->head_v;
     }
-    return 2 * ((per_token + rule) * n + heads * pairs + (double)m->output.n_in * m->output.n_out);
+    return 2 * ((per_token + rule) * n + attention + (double)m->output.n_in * m->output.n_out);
 }
 
 /* ============================================================================================================
@@ -13897,7 +14137,8 @@ static struct kv_plane *session_read_planes(const struct session *s, const struc
         if (a && b) same = !memcmp(a, b, sizeof *a);
         else
             same = (a ? a : b)->layer >= (uint32_t)s->m->n_layer &&
-                   (!a || (a->kind == PLANE_TOKENS && (a->row_bytes | a->scales) < 1 << 24));
+                   (!a || ((a->kind == PLANE_TOKENS || (a->kind == PLANE_RING && a->n_row - 1 < 1 << 24)) &&
+                           (a->row_bytes | a->scales) < 1 << 24));
     }
     if (!same) arrfree(got);
     return got;
@@ -19311,7 +19552,7 @@ static int mode_render(struct engine *e) {
 /* Whether two layers mix tokens in the same way. */
 static bool info_same(const struct layer *a, const struct layer *b) {
     return !memcmp(&a->attn, &b->attn, sizeof a->attn) && !memcmp(&a->delta, &b->delta, sizeof a->delta) &&
-           !((a->has ^ b->has) & (HAS_DELTA | HAS_Q_GATE));
+           !((a->has ^ b->has) & (HAS_DELTA | HAS_Q_GATE | HAS_HEAD_GATE | HAS_SINKS));
 }
 
 /* The line on attention or delta net of layer `first` and of all later layers like it: "layers 0-2, 4-6, 8-10, ..
@@ -19336,20 +19577,25 @@ static void info_attention(const struct model *m, int first) {
     if (ranges > RANGES) printf(", .. (%d)", n);
     if (n) printf(": ");
     if (d->n_key)
-        printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens\n", d->n_key, d->head_k,
-               d->n_value, d->head_v, d->n_conv);
+        printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens", d->n_key, d->head_k, d->n_value,
+               d->head_v, d->n_conv);
     else if (a->kv_lora)
-        printf("%d heads, latent %d, key %d (%d rotary), value %d%s\n", a->n_head, a->kv_lora, a->head_k, rope,
-               a->head_v, a->q_lora ? ", low-rank query" : "");
+        printf("%d heads, latent %d, key %d (%d rotary), value %d%s", a->n_head, a->kv_lora, a->head_k, rope, a->head_v,
+               a->q_lora ? ", low-rank query" : "");
     else
-        printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s\n", a->n_head, a->n_head_kv, a->head_k, rope,
-               a->head_v, layer->has & HAS_Q_GATE ? ", gated" : "");
+        printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s%s", a->n_head, a->n_head_kv, a->head_k, rope,
+               a->head_v, layer->has & (HAS_Q_GATE | HAS_HEAD_GATE) ? ", gated" : "",
+               layer->has & HAS_SINKS ? ", sinks" : "");
+    if (a->window) printf(", window of %d", a->window);
+    putchar('\n');
 }
 
 /* --info: the experts of each layer, and those that pruning kept. */
 static void info_experts(const struct model *m) {
+    static const char *const routers[] = {
+        [GATING_SOFTMAX] = "softmax", [GATING_SIGMOID] = "sigmoid", [GATING_CHOSEN] = "top-k softmax"};
     printf("experts       %d used per token of width %d, %s router, shared width %d", m->max.n_expert_used,
-           m->max.n_ff_expert, m->gating == GATING_SIGMOID ? "sigmoid" : "softmax", m->max.n_ff_shared);
+           m->max.n_ff_expert, routers[m->gating], m->max.n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {

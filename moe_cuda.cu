@@ -1362,8 +1362,8 @@ struct final_rows {
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* The norm of x (n, n) times weight (n) becomes the final rows of the positions from that of batch row `first` + shift
- * on. Grid: rows, block: NORM_THREADS. Some KB, bound by latency: 2 us. */
+/* The norm of x (n, n) times weight (n), NULL: x itself, becomes the final rows of the positions from that of batch row
+ * `first` + shift on. Grid: rows, block: NORM_THREADS. Some KB, bound by latency: 2 us. */
 __global__ void __launch_bounds__(NORM_THREADS)
     k_keep_final(const float *x, const float *weight, float eps, int first, int shift, struct final_rows final) {
     float4 v[LONG_NORM_VECS];
@@ -1375,7 +1375,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
     float *out = final.row(t + shift);
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
-        if (i < n) *(float4 *)(out + i) = norm_value(v[u], f, *(const float4 *)(weight + i));
+        if (i < n) *(float4 *)(out + i) = weight ? norm_value(v[u], f, *(const float4 *)(weight + i)) : v[u];
     }
 }
 

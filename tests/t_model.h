@@ -545,7 +545,15 @@ static const struct synth batch_shapes[] = {
     {"tiled delta net", "qwen35moe", 2, 128, 4, 2, 32, 16, 4, 64, 96, 1 << 16, .rope = 16, .ff_shared = 64, .n_key = 2,
      .n_value = 6, .delta_head = 40, .interval = 2},
     {"grouped delta net", "qwen3next", 2, 128, 4, 1, 32, 16, 4, 64, 96, 1 << 16, .rope = 16, .ff_shared = 64,
-     .n_key = 2, .n_value = 4, .delta_head = 32, .interval = 2, .q8 = true}};
+     .n_key = 2, .n_value = 4, .delta_head = 32, .interval = 2, .q8 = true},
+    {"window of several splits, sinks, biases", "gpt-oss", 2, 128, 16, 2, 8, 16, 4, 64, 96, 1 << 16, .qkv_bias = true,
+     .window = 600, .period = 2, .ff_type = GGUF_MXFP4},
+    {"gates of heads", "step35", 3, 128, 6, 2, 16, 16, 4, 64, 96, 1 << 16, .head_norm = true, .head_gate = true,
+     .norm_topk = true, .n_dense = 1, .ff_dense = 64, .ff_shared = 64, .window = 70, .period = 3, .full_first = true,
+     .window_head = 8},
+    {"wide keys", "mimo2", 2, 128, 8, 1, 24, 16, 4, 64, 96, 1 << 16, .head_v = 16, .rope = 8, .window_sinks = true,
+     .window = 64, .period = 2, .full_first = true, .window_head_kv = 2},
+    {"row norms", "minimax-m2", 2, 128, 6, 3, 16, 16, 4, 64, 96, 1 << 16, .rope = 8}};
 
 enum {
     BATCH_SHAPES = sizeof batch_shapes / sizeof *batch_shapes,

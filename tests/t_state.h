@@ -265,6 +265,117 @@ static void test_state_file(void) {
     for (int which = 0; which < STATE_MODELS; which++) check_file(which);
 }
 
+/* ---- windows: rings of rows ---- */
+
+enum { WINDOW_TOKENS = 9000 /* more than two rounds of a ring */ };
+
+/* A layer that sees all tokens, one with a window, sinks. */
+static const struct synth window_shape = {
+    "window", "gpt-oss", 2, 64, 4, 2, 16, 8, 2, 64, 96, 1 << 16, .qkv_bias = true, .window = 300, .period = 2};
+
+/* Keeps a row for every token. */
+static void window_planes(const struct model *m, const struct layer *layer, struct plane *out) {
+    (void)m, (void)layer;
+    for (int u = PLANE_K; u <= PLANE_V; u++) {
+        out[u].kind = PLANE_TOKENS;
+        out[u].n_row = out[u].window = 0;
+    }
+}
+
+static void window_open(struct session *s, const struct model *m, int tp, enum kv_type kv) {
+    session_open_cpu(s, m, tp, 1, (struct cpu_options){kernels_choose(), 2, WINDOW_TOKENS + 50, kv, false, false});
+}
+
+/* The logits behind ids[0..n) in chunks of `chunk` tokens; malloc'ed. */
+static float *window_logits(const struct model *m, int tp, enum kv_type kv, const int32_t *ids, int n, int chunk) {
+    struct session s;
+    float *out = xmalloc((size_t)m->n_vocab * sizeof *out);
+    window_open(&s, m, tp, kv);
+    for (int at = 0; at < n; at += chunk) session_forward(&s, ids + at, int_min(chunk, n - at));
+    session_head(&s, s.r->n_tok - 1, 1);
+    memcpy(out, session_logits(&s), (size_t)m->n_vocab * sizeof *out);
+    session_free(&s);
+    return out;
+}
+
+static void window_model(struct model *m, int32_t ids[WINDOW_TOKENS]) {
+    uint64_t rng = 3;
+    memset(m, 0, sizeof *m);
+    synth_make(m, &window_shape, NULL, false);
+    for (int i = 0; i < WINDOW_TOKENS; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
+}
+
+/* A ring gives the bits that a row for every token gives, and less memory; what is in the window matters. */
+static void test_state_ring(void) {
+    static int32_t ids[WINDOW_TOKENS];
+    struct model m;
+    struct plane planes[PLANE_USES];
+    window_model(&m, ids);
+    const size_t bytes = (size_t)m.n_vocab * sizeof(float);
+    struct family keeps = *m.family;
+    const struct family *family = m.family;
+    keeps.planes = window_planes;
+    layer_planes(&m, &m.layers[0], KV_BF16, planes);
+    CHECK(planes[PLANE_K].kind == PLANE_RING && 2 * planes[PLANE_K].n_row < WINDOW_TOKENS, "a ring of %d rows",
+          planes[PLANE_K].n_row);
+    layer_planes(&m, &m.layers[1], KV_BF16, planes);
+    CHECK(planes[PLANE_K].kind == PLANE_TOKENS, "a layer without a window has a ring");
+    for (int kv = KV_BF16; kv <= KV_F32; kv++) {
+        const int chunk = kv == KV_BF16 ? 512 : kv == KV_FP8 ? 200 : 77;
+        float *ring = window_logits(&m, 1, (enum kv_type)kv, ids, WINDOW_TOKENS, chunk);
+        m.family = &keeps;
+        float *all = window_logits(&m, 1, (enum kv_type)kv, ids, WINDOW_TOKENS, chunk);
+        m.family = family;
+        CHECK(!memcmp(ring, all, bytes), "cache type %d: other logits, NMSE %.3g", kv, nmse(ring, all, bytes / 4));
+        float *two = window_logits(&m, 2, (enum kv_type)kv, ids, WINDOW_TOKENS, 512);
+        CHECK(nmse(two, ring, bytes / 4) < 1e-6, "cache type %d, two ranks: NMSE %.3g", kv, nmse(two, ring, bytes / 4));
+        free(two);
+        free(ring);
+        free(all);
+    }
+    model_free(&m);
+}
+
+/* Syncs to ids with token `at` changed, of which `computed` have to be computed. */
+static void window_back(struct session *s, const struct model *m, int32_t *ids, int at, int computed) {
+    char err[ERR_MAX] = "";
+    ids[at] ^= 1;
+    CHECK(session_sync(s, ids, WINDOW_TOKENS, 0, err) == SYNC_DONE, "%s", err);
+    CHECK(s->sync_tokens == computed, "token %d changed: computed %d tokens, expected %d", at, s->sync_tokens,
+          computed);
+    float *want = window_logits(m, s->pg.n, s->r->kv_type, ids, WINDOW_TOKENS, 512);
+    const double e = nmse(session_logits(s), want, (size_t)m->n_vocab);
+    CHECK(e < 1e-9, "token %d changed: NMSE %.3g", at, e);
+    free(want);
+}
+
+/* Going back: within what a ring holds nothing else is computed; beyond it from the nearest snapshot, or everything. A
+ * state that is saved goes on with other ranks. */
+static void test_state_ring_back(void) {
+    static int32_t ids[WINDOW_TOKENS];
+    struct model m;
+    struct session s;
+    char err[ERR_MAX] = "", path[256];
+    window_model(&m, ids);
+    snprintf(path, sizeof path, "%s/window.kv", test_dir());
+    window_open(&s, &m, 2, KV_FP8);
+    CHECK(session_sync(&s, ids, 3900, 3900, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(&s, ids, WINDOW_TOKENS, 0, err) == SYNC_DONE, "%s", err);
+    const int reach = session_reach(&s);
+    CHECK(reach > 4000 && reach < WINDOW_TOKENS - 4000, "reach %d", reach);
+    window_back(&s, &m, ids, WINDOW_TOKENS - 10, 10);
+    window_back(&s, &m, ids, reach, WINDOW_TOKENS - reach);
+    window_back(&s, &m, ids, reach - 1, WINDOW_TOKENS - 3900);
+    window_back(&s, &m, ids, 3000, WINDOW_TOKENS);
+    CHECK(state_save(&s, path, err) == 0, "%s", err);
+    session_free(&s);
+    window_open(&s, &m, 1, KV_FP8);
+    CHECK(session_load(&s, path, err) == 0 && s.n_past == WINDOW_TOKENS, "%s", err);
+    window_back(&s, &m, ids, WINDOW_TOKENS - 5, 5);
+    session_free(&s);
+    model_free(&m);
+}
+
 /* 30,000 tokens of a value head, by the reference and by vectors: the state stays the same. Without decay, the value of
  * a key that is seen once at the start has to be found at the end. */
 static void check_recall(bool decays) {
@@ -450,4 +561,5 @@ static void test_state_dialogue(void) {
     {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                      \
         {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
         {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
-        {"state/dialogue", test_state_dialogue},
+        {"state/dialogue", test_state_dialogue}, {"state/ring", test_state_ring},                                    \
+        {"state/ring-back", test_state_ring_back},

@@ -101,7 +101,7 @@ class File:
 def hparams(arch, n_embd=64, **more):
     kv = {"context_length": u32(64), "embedding_length": u32(n_embd), "block_count": u32(1), "attention.head_count": u32(1),
           "attention.layer_norm_rms_epsilon": val(F32, 1e-6), "expert_count": u32(2), "expert_used_count": u32(1)}
-    if arch == "qwen3moe":
+    if arch != "deepseek2":
         kv |= {"attention.key_length": u32(4), "attention.value_length": u32(2)}
     else:
         kv |= {"attention.q_lora_rank": u32(0), "attention.kv_lora_rank": u32(4), "attention.key_length_mla": u32(4),
@@ -141,6 +141,31 @@ def deepseek():
         t.append(Tensor(f"blk.0.{name}.weight", ne, kind))
     t.append(Tensor("blk.0.exp_probs_b.bias", [2], T_F32))
     return File(hparams("deepseek2"), t)
+
+
+def gptoss():
+    f = File(hparams("gpt-oss", **{"attention.sliding_window": u32(4)}), [])
+    for name, ne, kind in [("token_embd.weight", [64, 8], T_BF16), ("output_norm.weight", [64], T_F32), ("attn_norm.weight", [64], T_F32),
+                           ("post_attention_norm.weight", [64], T_F32), ("attn_q.weight", [64, 4], T_BF16), ("attn_k.weight", [64, 4], T_BF16),
+                           ("attn_v.weight", [64, 2], T_BF16), ("attn_q.bias", [4], T_F32), ("attn_k.bias", [4], T_F32), ("attn_v.bias", [2], T_F32),
+                           ("attn_output.weight", [2, 64], T_BF16), ("attn_output.bias", [64], T_F32), ("attn_sinks.weight", [1], T_F32),
+                           ("ffn_gate_inp.weight", [64, 2], T_F32), ("ffn_gate_inp.bias", [2], T_F32), ("ffn_gate_exps.weight", [64, 1, 2], T_MXFP4),
+                           ("ffn_up_exps.weight", [64, 1, 2], T_MXFP4), ("ffn_down_exps.weight", [1, 64, 2], T_BF16), ("ffn_gate_exps.bias", [1, 2], T_F32),
+                           ("ffn_up_exps.bias", [1, 2], T_F32), ("ffn_down_exps.bias", [64, 2], T_F32)]:
+        f.tensors.append(Tensor(name if name.startswith(("token", "output")) else f"blk.0.{name}", ne, kind))
+    return f
+
+
+def step():
+    """A layer of Step-3.5 with a window, gates and factors of the rotation."""
+    f = File(hparams("step35", **{"attention.sliding_window": u32(4), "attention.sliding_window_pattern": arr(BOOL, [1]), "swiglu_clamp_exp": arr(F32, [7])}), [])
+    for name, ne, kind in [("token_embd.weight", [64, 8], T_BF16), ("output_norm.weight", [64], T_F32), ("rope_freqs.weight", [2], T_F32),
+                           ("attn_norm.weight", [64], T_F32), ("ffn_norm.weight", [64], T_F32), ("attn_q.weight", [64, 4], T_BF16), ("attn_k.weight", [64, 4], T_BF16),
+                           ("attn_v.weight", [64, 2], T_BF16), ("attn_gate.weight", [64, 1], T_BF16), ("attn_output.weight", [2, 64], T_BF16),
+                           ("ffn_gate_inp.weight", [64, 2], T_F32), ("ffn_gate_exps.weight", [64, 1, 2], T_BF16), ("ffn_up_exps.weight", [64, 1, 2], T_BF16),
+                           ("ffn_down_exps.weight", [1, 64, 2], T_BF16)]:
+        f.tensors.append(Tensor(name if name.startswith(("token", "output", "rope")) else f"blk.0.{name}", ne, kind))
+    return f
 
 
 def nan_router():
@@ -284,7 +309,7 @@ def metadata_cases():
     B, D = bare(), bare("deepseek2")
     case("architecture-missing", "'general.architecture' is missing", B, setting("general.architecture", None))
     case("architecture-number", "'general.architecture' is missing", B, setting("general.architecture", u32(1)))
-    case("architecture-unknown", "the architecture 'llama' is not supported; known are qwen3moe, qwen35moe, qwen3next, deepseek2 and hy_v3", B, setting("general.architecture", val(STR, "llama")))
+    case("architecture-unknown", "the architecture 'mamba' is not supported; known are qwen3moe, qwen35moe, qwen3next, deepseek2,", B, setting("general.architecture", val(STR, "mamba")))
     case("architecture-of-controls", "the architecture '??]0;x?' is not", B, setting("general.architecture", val(STR, b"\n\x1b]0;x\xff")))
     case("no-tensors", "the file holds a vocabulary but no tensors", B, attr("tensors", []))
     for base, arch, keys in [(B, "qwen3moe", ["context_length", "embedding_length", "block_count", "attention.head_count", "expert_count",
@@ -303,7 +328,7 @@ def metadata_cases():
            ("attention.layer_norm_rms_epsilon", "array", arr(F32, [1e-6]), "is not a number"), ("attention.value_length", "0", u32(0), "is 0, expected 1 to 4096"),
            ("expert_count", "1025", u32(1025), "is 1025, expected 1 to 1024"), ("expert_used_count", "3", u32(3), "is 3, expected 1 to 2"),
            ("rope.dimension_count", "6", u32(6), "is 6, expected 2 to 4"), ("expert_group_count", "negative", val(I32, -2), "is -2, expected 0 to 1024"),
-           ("expert_group_used_count", "2", u32(2), "is 2, expected 0 to 1"), ("expert_gating_func", "3", u32(3), "is 3, expected 0 to 2"),
+           ("expert_group_used_count", "2", u32(2), "is 2, expected 0 to 1"), ("expert_gating_func", "4", u32(4), "is 4, expected 0 to 3"),
            ("expert_weights_scale", "negative", val(F32, -1), "is -1, expected 0 to"),
            ("rope.freq_base", "bool", val(BOOL, 1), "is not a number"), ("rope.freq_base", "0", val(F32, 0), "is 0, expected 1 to"),
            ("rope.scaling.type", "ntk", val(STR, "ntk"), "is 'ntk'; known are none, linear and yarn"),
@@ -327,6 +352,32 @@ def metadata_cases():
     case("kv_lora_rank-0", "attention.kv_lora_rank' is 0, expected 1 to 8192", D, setting("deepseek2.attention.kv_lora_rank", u32(0)))
     case("rope-whole-head", "rope.dimension_count' is 4, expected 2 to 3", D, setting("deepseek2.rope.dimension_count", u32(4)))
     case("temperature-scale", "attention.temperature_scale' is set", D, setting("deepseek2.attention.temperature_scale", val(F32, 0.1)))
+
+
+def window_cases():
+    G, S = gptoss(), step()
+    case("gpt-oss", "-", G)
+    case("gpt-oss-no-window", "metadata key 'gpt-oss.attention.sliding_window' is missing", G, setting("gpt-oss.attention.sliding_window", None))
+    case("window-negative", "attention.sliding_window' is -1, expected 0 to", G, setting("gpt-oss.attention.sliding_window", val(I32, -1)))
+    case("window-pattern-length", "attention.sliding_window_pattern' has 2 values, expected one for each of 1 layers", G,
+         setting("gpt-oss.attention.sliding_window_pattern", arr(U32, [1, 0])))
+    case("window-pattern-2", "attention.sliding_window_pattern' is 2, expected 0 to 1", G, setting("gpt-oss.attention.sliding_window_pattern", arr(U32, [2])))
+    case("window-base", "rope.freq_base_swa' is 20000, expected rope.freq_base, 10000", G, setting("gpt-oss.rope.freq_base_swa", val(F32, 20000)))
+    for t in G.tensors[7:]:
+        if t.name.endswith(".bias") and "attn_output" not in t.name and "ffn" not in t.name:
+            continue  # those of q, k and v are optional
+        if "sinks" in t.name or t.name.endswith(".bias"):
+            case(f"gpt-oss-no-{t.name[6:]}", f"tensor '{t.name}' is missing", G, lambda f, n=t.name: f.drop(n))
+    case("expert-bias-shape", "tensor 'blk.0.ffn_up_exps.bias' has the shape {1, 3}, expected {1, 2}", G, lambda f: f.put("blk.0.ffn_up_exps.bias", [1, 3], T_F32))
+    case("expert-bias-nan", "tensor 'blk.0.ffn_down_exps.bias' holds -nan at index 0", G, lambda f: f.put("blk.0.ffn_down_exps.bias", [64, 2], T_F32, b"\xff" * 512))
+    case("sinks-shape", "tensor 'blk.0.attn_sinks.weight' has the shape {2}, expected {1}", G, lambda f: f.put("blk.0.attn_sinks.weight", [2], T_F32))
+    case("step35", "-", S)
+    case("gate-width", "tensor 'blk.0.attn_gate.weight' has the shape {64, 3}, expected {64, 2}", S, lambda f: f.put("blk.0.attn_gate.weight", [64, 3], T_BF16))
+    case("clamp-length", "swiglu_clamp_exp' has 2 values, expected one for each of 1 layers", S, setting("step35.swiglu_clamp_exp", arr(F32, [7, 7])))
+    case("clamp-negative", "swiglu_clamp_exp' is -7, expected 0 to", S, setting("step35.swiglu_clamp_exp", val(F32, -7)))
+    case("clamp-string", "swiglu_clamp_shexp' is not a number", S, setting("step35.swiglu_clamp_shexp", val(STR, "7")))
+    case("rope-factors-zero", "rotary frequency 0 is not finite", S, lambda f: f.put("rope_freqs.weight", [2], T_F32, bytes(8)))
+    case("rope-factors-many", "tensor 'rope_freqs.weight' has 5000 values, expected 1", S, lambda f: f.put("rope_freqs.weight", [5000], T_F32))
 
 
 def tensor_cases():
@@ -433,7 +484,7 @@ SESSIONS = {  # a part of the message that refuses the file ("-": it is valid), 
     "model.kv": ("another model file", state(1, [0], digest=1)), "rows.kv": ("a different cache layout", state(1, [0], row_bytes=1 << 31)),
     "planes.kv": ("a different cache layout", state(1, [0], n_plane=0xffffffff)), "position.kv": ("4 of 3 tokens are in its state", state(3, [0, 1, 7], pos=4)),
     "old.kv": ("MOEKV002 of another version", state(1, [0], magic=b"MOEKV002")), "long.kv": ("141 bytes long, expected 140", state(1, [0]) + b"x"),
-    "short.kv": ("211 bytes long, expected 212", state(3, [0, 1, 7])[:-1]), "head.kv": ("40 bytes long, expected 140", state(1, [0])[:40]),
+    "short.kv": ("211 bytes long, expected 212", state(3, [0, 1, 7])[:-1]), "head.kv": ("40 bytes long, expected 104 or more", state(1, [0])[:40]),
     "magic.kv": ("not a saved state", b"MOEKV003"), "sum.kv": ("its checksum is wrong", state(3, [0, 1, 7], broken=1)),
     "valid.jsonl": ("-", b'{"moe":1}\n{"role":"system","content":"s"}\n{"role":"user","content":"\\u00e9"}\n{"role":"assistant","content":"<think>\\n</think>"}\n'),
     "header.jsonl": ("line 1 is not the header", b'{"moe":2}\n'), "role.jsonl": ("line 2 is not a message", b'{"moe":1}\n{"role":"tool","content":"x"}\n'),
@@ -684,7 +735,7 @@ def write_cases(folder, files):
 def main():
     for name, make in [("qwen3moe", qwen), ("deepseek2", deepseek), ("odd-widths", odd), ("nan-router", nan_router)]:
         case("valid-" + name, "-", make())
-    reader_cases(), metadata_cases(), tensor_cases(), vocabulary_cases()
+    reader_cases(), metadata_cases(), window_cases(), tensor_cases(), vocabulary_cases()
     write_cases("gguf", {f"{name}.gguf": (expect, b) for name, expect, b in sorted(cases)})
     write("template", {name + ".txt": head + b"\n" + body for name, (head, body) in TEMPLATES.items()})
     write_cases("session", SESSIONS)
