@@ -175,8 +175,8 @@ static enum format check_block_scales(const struct tensor *w, struct tensor *s, 
     bool good = cols % per == 0 && s->dtype == want.dtype && s->rank == want.rank;
     for (uint32_t i = 0; i < want.rank; i++) good = good && s->shape[i] == want.shape[i];
     if (!good)
-        die("%s: expected %s, one %s scale per %zu weights in row order, found %s%s", where(s), shape_text(&want),
-            powers ? "MXFP4" : "NVFP4", per, shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
+        die("%s: expected %s, one scale per %zu weights in row order, found %s%s", where(s), shape_text(&want), per,
+            shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
     s->used = true;
     return powers ? MXFP4 : NVFP4;
 }
@@ -1171,12 +1171,13 @@ static void check_all_used(void) {
     }
 }
 
-/* Returns the object of RoPE parameters, rope_parameters or the older rope_scaling; where there is one for layers with
- * a window and one for the others, that of `windowed` ones. */
+/* Returns the object of RoPE parameters, rope_parameters or the older rope_scaling; where there is another one for layers
+ * with a window, that of `windowed` layers or the others. */
 static struct doc rope_doc(bool windowed) {
     struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
     if (get(r, "full_attention") || get(r, "sliding_attention"))
         return get_obj(r, windowed ? "sliding_attention" : "full_attention");
+    if (windowed && get(m.cfg, "swa_rope_parameters")) return get_obj(m.cfg, "swa_rope_parameters");
     return windowed ? (struct doc){NULL, r.file, r.in} : r;
 }
 
@@ -1661,6 +1662,10 @@ static void read_step(void) {
     expect(c, "moe_router_activation", !strcmp(get_str(c, "moe_router_activation", "sigmoid"), "sigmoid"),
            "\"sigmoid\"");
     expect(c, "sink", !get_bool(c, "sink", false), "false");
+    expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
+    expect(c, "query_pre_attn_scalar",
+           get_num(c, "query_pre_attn_scalar", (double)m.dim[DIM_HEAD_K]) == (double)m.dim[DIM_HEAD_K],
+           fmt("%zu as head_dim", m.dim[DIM_HEAD_K]));
     expect(c, "use_rope_layers", !json_array_size(get_list(c, "use_rope_layers")), "none");
     expect(other, "head_dim",
            get_int(other, "head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_K]) == (int64_t)m.dim[DIM_HEAD_K],
@@ -1675,11 +1680,11 @@ static const struct renaming step_names[] = {{"mlp.gate.e_score_correction_bias"
                                              {"shared_head.head", "transformer.shared_head.output", EVERYWHERE},
                                              {NULL, NULL, EVERYWHERE}};
 
-/* Laguna: mlp_layer_types lists the dense layers; without it the first one is. */
+/* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
 static bool is_dense_laguna(int layer) {
     json_t *list = get_list(m.cfg, "mlp_layer_types");
     const char *type = json_string_value(json_array_get(list, (size_t)layer));
-    if (!list) return layer < 1;
+    if (!list) return get(m.cfg, "mlp_only_layers") ? is_dense_qwen3(layer) : layer < 1;
     expect(m.cfg, "mlp_layer_types", type && one_of(type, "dense sparse"),
            fmt("%d times \"dense\" or \"sparse\"", m.n_layer));
     return !strcmp(type, "dense");
@@ -1726,7 +1731,10 @@ static void read_laguna(void) {
     set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
     expect(c, "moe_router_logit_softcapping", get_num(c, "moe_router_logit_softcapping", 0) == 0, "0");
     expect(c, "moe_apply_router_weight_on_input", !get_bool(c, "moe_apply_router_weight_on_input", false), "false");
-    expect(c, "mlp_only_layers", !get(c, "mlp_only_layers") || get(c, "mlp_layer_types"), "mlp_layer_types beside it");
+    expect(c, "moe_router_score_func", !strcmp(get_str(c, "moe_router_score_func", "sigmoid"), "sigmoid"),
+           "\"sigmoid\"");
+    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
+    expect(c, "swa_attention_sink_enabled", !get_bool(c, "swa_attention_sink_enabled", false), "false");
 }
 static const struct renaming laguna_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias", EVERYWHERE},
