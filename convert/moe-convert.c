@@ -816,7 +816,7 @@ static enum meaning meaning_of(const struct tensor_rule *r) {
     return norm && m.zero_centered ? LESS_ONE : VALUES;
 }
 
-/* A vector of a layer. Few of them are stored without .weight in their names, which GGUF gives them. */
+/* A vector of a layer. */
 static void plan_layer_vector(const struct tensor_rule *r, const char *dst, const char *src) {
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
@@ -824,8 +824,8 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     const bool optional = r->optional && !bias && !qkv_bias && !gate;
     if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, m.router_bias);
-    const char *name = fmt("%s%s", src, ends_with(dst, ".weight") ? ".weight" : "");
-    if (!tensor_find(name) && tensor_find(src)) name = src;
+    const bool bare = !ends_with(dst, ".weight") || r->field == offsetof(struct layer, sinks);
+    const char *name = fmt("%s%s", src, bare ? "" : ".weight");
     if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
 }
 
@@ -1009,12 +1009,12 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
     }
     const struct fused f = {s->w, hf_name(layer, s->hf), e, s->n_part, s->part};
     struct tensor *w = s->w, want = *w;
+    want.rank = s->blocks ? 4 : 3;
     want.shape[0] = m.dim[DIM_EXPERTS];
     want.shape[1] = s->form == COLUMNS ? cols : stride;
     want.shape[2] = s->form == COLUMNS ? stride : s->blocks ? cols / 32 : cols / (w->dtype == U8 ? 2 : 1);
     if (s->blocks) want.shape[3] = 16;
-    if (w->rank != (s->blocks ? 4 : 3) || memcmp(want.shape, w->shape, w->rank * sizeof *w->shape) ||
-        (s->blocks && cols % 32))
+    if (w->rank != want.rank || memcmp(want.shape, w->shape, w->rank * sizeof *w->shape) || (s->blocks && cols % 32))
         die("%s: expected %s, found %s", where(w), shape_text(&want), shape_text(w));
     if (s->blocks)
         return (struct piece){
@@ -1076,8 +1076,6 @@ static int heads_of(int layer) { return m.heads_of[layer] ? m.heads_of[layer] : 
 static void plan_layer(int layer) {
     struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
     const bool dense = layer < m.n_layer ? m.is_dense(layer) : m.mtp_dense;
-    if (m.n_typed && layer >= m.n_typed)
-        die("config.json: key 'layer_types': expected %d layers, found %d", m.n_layer + m.n_mtp, m.n_typed);
     if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
     if (m.windowed[layer]) what.has |= m.has_window;
     what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
@@ -1190,7 +1188,7 @@ static double layer_number(const char *key, bool windowed, double dflt) {
     size_t i;
     if (!json_is_array(list)) return get_num(m.cfg, key, dflt);
     json_array_foreach(list, i, v) {
-        if (i >= MAX_LAYERS || m.windowed[i] != windowed) continue;
+        if (i >= (size_t)(m.n_layer + m.n_mtp) || m.windowed[i] != windowed) continue;
         expect(m.cfg, key, json_is_number(v) && (isnan(found) || json_number_value(v) == found),
                "the same number for all layers of a kind");
         found = json_number_value(v);
@@ -1236,6 +1234,8 @@ static void plan_rope_factors(void) {
 /* Makes the plan. */
 static void plan_model(void) {
     find_names();
+    if (m.n_typed && m.n_typed < m.n_layer + m.n_mtp)
+        die("config.json: key 'layer_types': expected %d layers, found %d", m.n_layer + m.n_mtp, m.n_typed);
     screen_names();
     struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
     struct linear embd = resolve_plain(hf_name(-1, "model.embed_tokens"), DIM_VOCAB, DIM_EMBD);
@@ -1402,6 +1402,12 @@ static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.sh
                                                   {"eh_proj", "fc", BESIDE},
                                                   {"shared_head.norm", "norm", BESIDE},
                                                   {NULL, NULL, EVERYWHERE}};
+
+/* Counts the layers with a dense feed-forward before the first mixture. */
+static void count_leading_dense(void) {
+    m.leads = true;
+    while (m.first_dense < m.n_layer && m.is_dense(m.first_dense)) m.first_dense++;
+}
 
 static bool is_dense_leading(int layer) { return layer < m.first_dense; }
 /* Leading layers with a dense feed-forward: they are counted, or all layers are listed. */
@@ -1644,7 +1650,7 @@ static void read_step(void) {
     m.heads_kv[0] = m.n_head_kv;
     m.heads[1] = (int)get_int(other, "num_attention_heads", 1, 65536, m.n_head);
     m.heads_kv[1] = (int)get_int(other, "num_attention_groups", 1, 65536, m.n_head_kv);
-    m.by_layer = m.list_heads = m.list_kv = m.mtp_dense = m.leads = m.shared_width = m.window_rope = m.llama3 = true;
+    m.by_layer = m.list_heads = m.list_kv = m.mtp_dense = m.shared_width = m.window_rope = m.llama3 = true;
     if (get_bool(c, "use_qk_norm", true)) m.has |= HAS_HEAD_NORM;
     if (get_bool(c, "use_head_wise_attn_gate", false)) m.has |= HAS_HEAD_GATE;
     m.zero_centered = get_bool(c, "zero_centered", true);
@@ -1659,6 +1665,7 @@ static void read_step(void) {
     m.put = put_step;
     set_dim(DIM_SHARED, size_of("share_expert_dim"), "share_expert_dim");
     expect(c, "moe_layers_enum", get_str(c, "moe_layers_enum", NULL), "the numbers of the mixtures");
+    count_leading_dense();
     expect(c, "moe_router_activation", !strcmp(get_str(c, "moe_router_activation", "sigmoid"), "sigmoid"),
            "\"sigmoid\"");
     expect(c, "sink", !get_bool(c, "sink", false), "false");
@@ -1720,8 +1727,9 @@ static void read_laguna(void) {
         m.gate_of[l] = gates_values(l);
     }
     m.heads_kv[0] = m.heads_kv[1] = m.n_head_kv;
-    m.by_layer = m.list_heads = m.leads = m.shared_width = m.window_rope = m.partial = true;
+    m.by_layer = m.list_heads = m.shared_width = m.window_rope = m.partial = true;
     m.is_dense = is_dense_laguna;
+    count_leading_dense();
     m.router_bias = "exp_probs_b.bias";
     m.gating = GATING_SIGMOID;
     m.norm_key = NULL;
@@ -2497,13 +2505,6 @@ static void put_windows(void) {
                    m.windowed);
 }
 
-/* Returns how many layers with a dense feed-forward lead. */
-static size_t leading_dense(void) {
-    int n = 0;
-    while (n < m.n_layer && m.is_dense(n)) n++;
-    return (size_t)n;
-}
-
 /* Writes the sizes of the model. */
 static void put_architecture(void) {
     struct doc c = m.cfg;
@@ -2534,7 +2535,7 @@ static void put_architecture(void) {
         kv_u32("rope.dimension_count", (size_t)m.rope);
     }
     put_windows();
-    if (m.leads) kv_u32("leading_dense_block_count", leading_dense());
+    if (m.leads) kv_u32("leading_dense_block_count", (size_t)m.first_dense);
     if (m.dim_name[DIM_SHARED]) kv_u32("expert_shared_count", (size_t)m.n_shared);
     if (m.shared_width && m.n_shared) kv_u32("expert_shared_feed_forward_length", m.dim[DIM_SHARED]);
     if (m.has_delta) put_delta();
