@@ -922,8 +922,8 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
  * Types: state, ranks, the GPU backend
  *
  * A layer's state is a list of planes: the KV cache, and the state of recurrent layers. Allocation, plan, save, load,
- * truncation and bench iterate over it. The families here have planes of kind PLANE_TOKENS only; tests/t_state.h has a
- * family with all kinds. A rank is one worker with its shard, its planes and its activations.
+ * truncation and bench iterate over it. Attention has planes of kind PLANE_TOKENS, with a window PLANE_RING; a gated delta
+ * net has rings and a state; tests/t_state.h has a family with all kinds. A rank is one worker with its shard, its planes and its activations.
  * ============================================================================================================ */
 
 /* How the rows of a plane follow the timeline. */
@@ -12951,9 +12951,9 @@ static const char *nccl_name(char out[24]) {
  * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
  * row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a function that reads
  * config.json and names that differ from the table's; and the tables of families in both READMEs. Tests say what is
- * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. Grouped-query attention with a window
- * is no operation that exists: it needs a check in rope_store_kv, attend_run and attend_all, their kernels in moe_cuda.cu
- * (k_rope_gqa, attn_begin, attn_mask, shard_check), and state_reads.
+ * missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. What attention and feed-forwards can
+ * vary in, the bits of enum layer_has and the fields of struct attn and struct layer say: windows, sinks, biases, gates,
+ * norms of heads or of rows, rotations, clamps.
  * ============================================================================================================ */
 
 /* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT,
