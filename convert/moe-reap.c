@@ -1310,14 +1310,16 @@ static void hf_put_counts(json_t *text) {
 }
 
 /* Says in quantization_config how many experts the layers have if they differ, or if the source said it: in the form of
- * compressed-tensors 0.20 (expert_sparsity.py). A model that is not quantized gets that object. */
+ * compressed-tensors 0.20 (expert_sparsity.py). A model without such an object gets one, which says no more about the
+ * weights: what hf_quant_config.json says of them, or that they are not quantized. */
 static void hf_put_sparsity(json_t *config) {
     json_t *text = json_object_get(config, "text_config"), *q = json_object_get(text, "quantization_config");
     if (!q) q = json_object_get(config, "quantization_config");
     if (!hf_uneven() && !json_object_get(q, sparsity_key)) return;
     if (!json_is_object(q)) {
-        q = json_pack("{s:s,s:s,s:{},s:[]}", "quant_method", "compressed-tensors", "format", "dense", "config_groups",
-                      "ignore");
+        q = hf_quant.obj ? json_pack("{s:s}", "quant_method", "modelopt")
+                         : json_pack("{s:s,s:s,s:{},s:[]}", "quant_method", "compressed-tensors", "format", "dense",
+                                     "config_groups", "ignore");
         json_object_set_new(config, "quantization_config", q);
     }
     json_object_set_new(q, sparsity_key, json_pack("{s:s,s:o}", "method", "prune", "num_experts", hf_counts(-1)));
