@@ -1145,7 +1145,7 @@ static void screen_names(void) {
             if (ends_with(t->name, refused_suffixes[k].suffix))
                 die("%s: %s are not supported", where(t), refused_suffixes[k].format);
     }
-    if (n_vision) message_print("%zu tensors of the vision tower are left out: moe reads text only", n_vision);
+    if (n_vision) message_print("%zu tensors that read pictures or sound are left out: moe reads text only", n_vision);
     if (n_draft)
         message_print("%zu tensors for multi-token prediction are left out: moe does not run such layers", n_draft);
 }
@@ -3233,9 +3233,11 @@ static const struct manual manual = {
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
-             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite.\n"
-             "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3\n"
-             "becomes BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
+             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, gpt_oss, minimax_m2,\n"
+             "mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "mimo_v2_flash, mimo_v2.\n"
+             "NVFP4 and MXFP4 weights are repacked without loss. FP8 E4M3 becomes BF16. BF16,\n"
+             "F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
     .exit_codes = "0 done, 1 failed, 2 wrong usage",
     .options = options,

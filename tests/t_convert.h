@@ -961,7 +961,7 @@ static void test_convert_delta_names(void) {
         h.config =
             json_pack("{s:s,s:o,s:b}", "model_type", "qwen3_5_moe", "text_config", h.config, "tie_word_embeddings", 0);
         if (hf_convert(&h)) {
-            CHECK(strstr(h.err, "2 tensors of the vision tower are left out"), "%s: %s", c[i].body, h.err);
+            CHECK(strstr(h.err, "2 tensors that read pictures or sound are left out"), "%s: %s", c[i].body, h.err);
             CHECK(key_int(&h.g, "qwen35moe.block_count") == 3 && gguf_find_tensor(&h.g, "output.weight") &&
                       gguf_find_tensor(&h.g, "blk.2.nextn.eh_proj.weight"),
                   "%s", c[i].body);
@@ -1058,7 +1058,7 @@ static void test_convert_prediction(void) {
         snprintf(path, sizeof path, "%s/out.gguf", test_dir());
         snprintf(cmd, sizeof cmd, CONVERT_BIN " tests/fixtures/%s -o %s", c[i].name, path);
         CHECK(!run_command(cmd, NULL, &said), "%s: %s", c[i].name, sb_cstr(&said));
-        CHECK(!strstr(sb_cstr(&said), "left out") || strstr(said, "vision"), "%s: %s", c[i].name, said);
+        CHECK(!strstr(sb_cstr(&said), "left out") || strstr(said, "pictures"), "%s: %s", c[i].name, said);
         arrfree(said);
         if (!CHECK(!gguf_open(&g, path, err, sizeof err), "%s", err)) continue;
         release_read(&s, c[i].name);

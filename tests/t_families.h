@@ -610,8 +610,9 @@ static void test_families_left_out(void) {
     } c[] = {
         {"ernie4_5_moe", "{}", "model.mtp_block.0.mlp.up_proj.weight", "1 tensors for multi-token prediction"},
         {"ernie4_5_moe", "{}", "model.mtp_linear_proj.0.weight", "1 tensors for multi-token prediction"},
-        {"mimo_v2_flash", "{\"vision_config\":{}}", "visual.blocks.0.norm1.weight", "1 tensors of the vision tower"},
-        {"mimo_v2_flash", "{\"audio_config\":{}}", "audio_encoder.x.weight", "1 tensors of the vision tower"}};
+        {"mimo_v2_flash", "{\"vision_config\":{}}", "visual.blocks.0.norm1.weight",
+         "1 tensors that read pictures or sound"},
+        {"mimo_v2_flash", "{\"audio_config\":{}}", "audio_encoder.x.weight", "1 tensors that read pictures or sound"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct hf h;
         hf_load(&h, c[i].fixture);
