@@ -425,7 +425,7 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_PREDICTION),
     MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_PREDICTION),
     OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_PREDICTION),
-    OPTIONAL("layer_output_norm.weight", "final_layernorm",         head_norm,   EMBD,              HAS_PREDICTION),
+    OPTIONAL("layer_output_norm.weight", "layer_output_norm",       head_norm,   EMBD,              HAS_PREDICTION),
     OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_PREDICTION),
     OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_PREDICTION),
 };
