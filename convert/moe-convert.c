@@ -1,7 +1,7 @@
 /* moe-convert: converts a Hugging Face model directory to one GGUF file.
  *
  * Contents, bottom up:
- *   Weights       how a linear layer is stored in the source (NVFP4, FP8, plain), with its scales
+ *   Weights       how a linear layer is stored in the source (NVFP4, MXFP4, FP8, plain), with its scales
  *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
  *   Plan          the list of output tensors: name, type, shape, and where their data come from
  *   Model         config.json; the table from Hugging Face names to GGUF names
@@ -22,6 +22,7 @@
 
 enum {
     MAX_VOCAB = 4 << 20,    /* tokens */
+    MAX_MTP = 16,           /* layers for multi-token prediction */
     PARALLEL = 1 << 17,     /* fewer weights than these are converted by one thread */
     COMPARE_BYTES = 1 << 20 /* of two tensors that are compared at a time */
 };
@@ -29,8 +30,8 @@ enum {
 /* ============================================================================================================
  * Weights
  *
- * The format of a linear layer X follows from the dtype and rank of X.weight (or X.weight_packed) and from the scales
- * that the source has for it, never from quantization_config. A scale that is missing or has an unexpected shape or
+ * The format of a linear layer X follows from the dtype and rank of X.weight (or X.weight_packed, X_blocks) and from the
+ * scales that the source has for it, never from quantization_config. A scale that is missing or has an unexpected shape or
  * size is an error, because a model with wrong scales fluently generates nonsense.
  * ============================================================================================================ */
 
@@ -38,19 +39,21 @@ enum {
 enum format {
     PLAIN,      /* BF16, F16 or F32 */
     NVFP4,      /* E2M1, times an E4M3 scale for each 16, times `factor` */
+    MXFP4,      /* E2M1, times an E8M0 scale for each 32 */
     FP8_TENSOR, /* E4M3, times `factor` */
     FP8_ROW,    /* E4M3, times scale[row] */
-    FP8_BLOCK   /* E4M3, times scale[row / 128][column / 128] */
+    FP8_BLOCK   /* E4M3, times scale[block_row(row)][column / 128] */
 };
 
-static const char *const format_names[] = {"plain", "NVFP4", "FP8 per tensor", "FP8 per row", "FP8 in blocks"};
+static const char *const format_names[] = {"plain", "NVFP4", "MXFP4", "FP8 per tensor", "FP8 per row", "FP8 in blocks"};
 
 /* One linear layer of the source. */
 struct linear {
     enum format format;
     const struct tensor *w;
-    const struct tensor *scale; /* NVFP4: (rows, cols / 16) E4M3; FP8_ROW, FP8_BLOCK: as above; else NULL */
+    const struct tensor *scale; /* NVFP4: (rows, cols / 16), MXFP4: (rows, cols / 32); FP8_ROW, FP8_BLOCK; else NULL */
     size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
+    size_t chunk;               /* FP8_BLOCK: rows after which new blocks begin; of a fused tensor R */
     float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
     float input_scale;          /* of W4A4 activations; 0: none */
     size_t groups; /* columns are heads in `groups` groups and are written in tiled order; 0: as they are */
@@ -71,7 +74,6 @@ static const struct {
                         {".g_idx", "GPTQ weights"},
                         {".qweight", "GPTQ or AWQ weights"},
                         {".qzeros", "GPTQ or AWQ weights"},
-                        {"_blocks", "MXFP4 weights (gpt-oss layout)"},
                         {".svdquant_lora_a", "SVDQuant weights"},
                         {".lora_A.weight", "a LoRA adapter"},
                         {".absmax", "bitsandbytes weights"}};
@@ -162,32 +164,35 @@ static float read_input_scale(const char *x, bool divisor) {
     return valid_input_scale(divisor ? 1.0f / v : v);
 }
 
-/* Checks the scales s of NVFP4 weights w, of rows of `cols` weights: w has the sizes (.., cols / 2), s (.., cols / 16). */
-static void check_block_scales(const struct tensor *w, struct tensor *s, size_t cols) {
-    if (s->dtype == U8 || !strcmp(dtypes[s->dtype].name, "F8_E8M0"))
-        die("%s: MXFP4 weights (E8M0 scales, %s) are not supported", where(s), shape_text(s));
+/* Checks the scales s of 4-bit weights w, of rows of `cols` weights: w has the sizes (.., cols / 2), s (.., cols / 16)
+ * or, with powers of two, (.., cols / 32). Returns the format: NVFP4 or MXFP4. */
+static enum format check_block_scales(const struct tensor *w, struct tensor *s, size_t cols) {
+    const bool powers = s->dtype == U8 || s->dtype == F8_E8M0;
+    const size_t per = powers ? 32 : 16;
     struct tensor want = *w;
-    want.dtype = F8_E4M3;
-    want.shape[want.rank - 1] = cols / 16;
-    bool good = cols % 16 == 0 && s->dtype == want.dtype && s->rank == want.rank;
+    want.dtype = powers ? s->dtype : F8_E4M3;
+    want.shape[want.rank - 1] = cols / per;
+    bool good = cols % per == 0 && s->dtype == want.dtype && s->rank == want.rank;
     for (uint32_t i = 0; i < want.rank; i++) good = good && s->shape[i] == want.shape[i];
     if (!good)
-        die("%s: expected %s, one scale per 16 weights in row order, found %s%s", where(s), shape_text(&want),
+        die("%s: expected %s, one scale per %zu weights in row order, found %s%s", where(s), shape_text(&want), per,
             shape_text(s), s->rank == 1 ? " (swizzled for a GPU?)" : "");
     s->used = true;
+    return powers ? MXFP4 : NVFP4;
 }
 
-/* Describes the NVFP4 layer x. w: (rows, cols / 2) U8. compressed: its scales have the names of compressed-tensors,
+/* Describes the 4-bit layer x. w: (rows, cols / 2) U8. compressed: its scales have the names of compressed-tensors,
  * else those of ModelOpt. */
-static struct linear resolve_nvfp4(const char *x, struct tensor *w, bool compressed) {
-    struct linear l = {.format = NVFP4, .w = w, .rows = w->shape[0], .cols = w->shape[1] * 2};
+static struct linear resolve_fp4(const char *x, struct tensor *w, bool compressed) {
+    struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1] * 2, .factor = 1.0f};
     struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) die("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
-    check_block_scales(w, s, l.cols);
+    l.format = check_block_scales(w, s, l.cols);
+    l.scale = s;
+    if (l.format == MXFP4) return l;
     const char *name = compressed ? "weight_global_scale" : "weight_scale_2";
     struct tensor *t = tensor_find(fmt("%s.%s", x, name));
     if (!t) die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
-    l.scale = s;
     l.factor = global_factor(t, read_scalar(t), compressed, w, 0, w->bytes);
     l.input_scale = read_input_scale(x, compressed);
     return l;
@@ -201,15 +206,22 @@ static float fp8_factor(const struct tensor *t, float v) {
 
 static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
 
-/* Describes the FP8 layer x. w: (rows, cols) E4M3. weight_scale_inv is a multiplier like weight_scale, despite its
- * name. It is by blocks, so that a matrix of one block is rounded like its neighbors. */
-static struct linear resolve_fp8(const char *x, struct tensor *w) {
-    struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
+/* Returns the row of an FP8_BLOCK matrix's scales that belongs to a row of its weights. */
+static size_t block_row(const struct linear *l, size_t row) {
+    return row / l->chunk * ceil128(l->chunk) + row % l->chunk / 128;
+}
+
+/* Describes the FP8 layer x, whose blocks begin anew in each of `chunks` equal parts of its rows. w: (rows, cols) E4M3.
+ * weight_scale_inv is a multiplier like weight_scale, despite its name. It is by blocks, so that a matrix of one block is
+ * rounded like its neighbors. */
+static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks) {
+    struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .chunk = w->shape[0] / chunks, .factor = 1.0f};
+    const size_t block_rows = chunks * ceil128(l.chunk);
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
     const bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' exists", where(w), x, x);
-    const bool blocks = s->rank == 2 && s->shape[0] == ceil128(l.rows) && s->shape[1] == ceil128(l.cols);
+    const bool blocks = s->rank == 2 && s->shape[0] == block_rows && s->shape[1] == ceil128(l.cols);
     if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
     else if (is_float(s) && is_scalar(s)) l.format = FP8_TENSOR;
     else if (is_float(s) && s->rank && s->shape[0] == l.rows && (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
@@ -217,7 +229,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w) {
     else if (is_float(s) && blocks) l.format = FP8_BLOCK;
     else
         die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
-            l.rows, ceil128(l.rows), ceil128(l.cols), shape_text(s));
+            l.rows, block_rows, ceil128(l.cols), shape_text(s));
     s->used = true;
     if (in) in->used = true; /* for FP8 activations, which moe does not use */
     if (l.format == FP8_TENSOR) l.factor = fp8_factor(s, read_scalar(s));
@@ -225,21 +237,24 @@ static struct linear resolve_fp8(const char *x, struct tensor *w) {
     return l;
 }
 
-/* Describes the linear layer x, such as "model.layers.3.mlp.up_proj", and marks its tensors as used. */
-static struct linear resolve_linear(const char *x) {
+/* Describes the linear layer x, such as "model.layers.3.mlp.up_proj", and marks its tensors as used. chunks: see
+ * resolve_fp8. */
+static struct linear resolve_chunks(const char *x, size_t chunks) {
     struct tensor *w = tensor_find(fmt("%s.weight_packed", x));
     bool compressed = w != NULL;
     if (!w) w = tensor_find(fmt("%s.weight", x));
     if (!w) die("'%s': tensor '%s.weight' is missing", model_dir, x);
     w->used = true;
     if (w->rank != 2 || !w->bytes) die("%s: expected a matrix, found %s", where(w), shape_text(w));
-    if (w->dtype == U8) return resolve_nvfp4(x, w, compressed);
-    if (w->dtype == F8_E4M3 && !compressed) return resolve_fp8(x, w);
+    if (w->dtype == U8) return resolve_fp4(x, w, compressed);
+    if (w->dtype == F8_E4M3 && !compressed) return resolve_fp8(x, w, chunks);
     if (compressed || !is_float(w))
-        die("%s: weights of the form %s are not supported (NVFP4, FP8 E4M3, BF16, F16 and F32 are)", where(w),
+        die("%s: weights of the form %s are not supported (NVFP4, MXFP4, FP8 E4M3, BF16, F16 and F32 are)", where(w),
             shape_text(w));
     return (struct linear){.format = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
 }
+
+static struct linear resolve_linear(const char *x) { return resolve_chunks(x, 1); }
 
 /* ---- all experts of a layer in one tensor (E, rows, cols) ---- */
 
@@ -249,7 +264,7 @@ static struct tensor *fused_side(const char *x, const char *side) {
     return t ? t : tensor_find(fmt("%s.%s", x, side));
 }
 
-/* A matrix of fused experts: part `part` of n_part (gate and up) of expert e. */
+/* A matrix of fused experts w: part `part` of n_part (gate and up) of expert e. */
 struct fused {
     struct tensor *w;
     const char *x;
@@ -277,12 +292,12 @@ static struct linear resolve_fused(const struct fused *f) {
     if (w->dtype == U8) {
         struct tensor *global = fused_side(f->x, "weight_scale_2");
         const size_t bytes = w->bytes / n / f->n_part;
-        if (!s || !global)
-            die("%s: NVFP4 codes, but '%s_%s' is missing", where(w), f->x, s ? "weight_scale_2" : "weight_scale");
-        l.format = NVFP4;
+        if (!s) die("%s: 4-bit codes, but '%s_weight_scale' is missing", where(w), f->x);
         l.cols *= 2;
         l.scale = s;
-        check_block_scales(w, s, l.cols);
+        l.format = check_block_scales(w, s, l.cols);
+        if (l.format == MXFP4) return l;
+        if (!global) die("%s: NVFP4 codes, but '%s_weight_scale_2' is missing", where(w), f->x);
         l.factor =
             global_factor(global, fused_number(f, global), false, w, (f->e * f->n_part + f->part) * bytes, bytes);
         l.input_scale = in ? valid_input_scale(fused_number(f, in)) : 0.0f;
@@ -291,17 +306,38 @@ static struct linear resolve_fused(const struct fused *f) {
         if (!inv) inv = fused_side(f->x, "weight_scale_inv");
         if (!s && !inv)
             die("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x, f->x);
-        if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] * 128 != rows ||
+        if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] != ceil128(rows) ||
                     inv->shape[2] != ceil128(l.cols)))
             die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
                 rows, l.cols, shape_text(inv));
         l.format = inv ? FP8_BLOCK : FP8_TENSOR;
         l.scale = inv;
+        l.chunk = rows;
         if (inv) inv->used = true;
         else l.factor = fp8_factor(s, fused_number(f, s));
         if (in) in->used = true; /* for FP8 activations, which moe does not use */
     }
     return l;
+}
+
+/* Describes gpt-oss' experts x of a layer as rows of one matrix: x_blocks (E, rows, cols / 32, 16) and x_scales (E, rows,
+ * cols / 32). Byte j of a block holds its weights 2j and 2j + 1, as a byte of MXFP4 codes does elsewhere. */
+static struct linear resolve_blocks(const char *x, struct tensor *w) {
+    struct tensor *s = tensor_find(fmt("%s_scales", x));
+    if (w->dtype != U8 || w->rank != 4 || w->shape[3] != 16 || !w->bytes)
+        die("%s: expected U8 [experts, rows, blocks, 16], found %s", where(w), shape_text(w));
+    if (!s) die("%s: MXFP4 codes, but '%s_scales' is missing", where(w), x);
+    struct tensor want = *w;
+    want.rank = 3;
+    if (s->dtype != U8 || s->rank != 3 || memcmp(s->shape, w->shape, 3 * sizeof *s->shape))
+        die("%s: expected %s, one scale per 32 weights, found %s", where(s), shape_text(&want), shape_text(s));
+    w->used = s->used = true;
+    return (struct linear){.format = MXFP4,
+                           .w = w,
+                           .scale = s,
+                           .rows = w->shape[0] * w->shape[1],
+                           .cols = w->shape[2] * 32,
+                           .factor = 1.0f};
 }
 
 /* Returns a tensor of F32, F16 or BF16 and marks it as used. */
@@ -318,7 +354,7 @@ static struct tensor *resolve_vector(const char *name) {
  *
  * The GGUF type of each output matrix. Without options it keeps the type of the source. --quantize sets the type of the
  * experts (with --dense also of dense feed-forward layers), which are most of a model; --backbone sets the type of all
- * other matrices. NVFP4 matrices of the source are never changed.
+ * other matrices. NVFP4 and MXFP4 matrices of the source are never changed.
  * ============================================================================================================ */
 
 enum { AS_STORED = GGUF_TYPE_COUNT };
@@ -408,7 +444,8 @@ static size_t n_misaligned; /* matrices that keep their type because n_in is not
 static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t stored, enum stacking how, size_t n_in) {
     bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
     uint32_t type = expert ? types.experts : types.backbone;
-    if (type == AS_STORED || type == stored || l->format == NVFP4 || matches_keep(name)) return stored;
+    const bool fp4 = l->format == NVFP4 || l->format == MXFP4;
+    if (type == AS_STORED || type == stored || fp4 || matches_keep(name)) return stored;
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
     if (!n_misaligned++)
@@ -425,11 +462,26 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
  * (.scale). All pieces of a tensor have the same format.
  * ============================================================================================================ */
 
-/* Rows [row, row + rows) of a source matrix. */
+/* Part of a source matrix: rows [row, row + rows), or those that the fields below say. */
 struct piece {
     struct linear lin;
-    size_t row, rows;
+    size_t row, rows; /* rows: as many as are written */
+    size_t step;      /* the rows are that far apart; 0: 1 */
+    size_t
+        head; /* row 2i of a head of that size is row i of its source, and row 2i + 1 row i + head / 2; 0: as it is */
+    /* columns col, col + step, .. of the source rows [row, row + height) are written as rows; height 0: rows are rows */
+    size_t col, height;
 };
+
+/* Returns the row of the source that is row i of a piece, which is not transposed. */
+static size_t piece_row(const struct piece *p, size_t i) {
+    if (!p->head) return p->row + i * (p->step ? p->step : 1);
+    const size_t at = i % p->head;
+    return p->row + i - at + at % 2 * (p->head / 2) + at / 2;
+}
+
+/* Returns the weights of a row of a piece. */
+static size_t piece_width(const struct piece *p) { return p->height ? p->height : p->lin.cols; }
 
 /* What F32 values of the source are. */
 enum meaning {
@@ -444,7 +496,6 @@ struct output {
     size_t ne[4], bytes;   /* sizes, the contiguous one first */
     struct piece *pieces;  /* stb_ds; empty: the data are `values` */
     float *values;         /* stb_ds */
-    bool transpose;        /* every piece (rows, cols) is written as (cols, rows) */
     enum meaning meaning;  /* what the values of the source are */
     bool finite;           /* moe refuses infinity and NaN in it */
     const char *remark;    /* for the listing of --dry-run */
@@ -512,20 +563,16 @@ static void importance_bind(struct output *o, size_t n) {
 }
 
 /* Appends base.weight and its scales. p: pieces, of the same size unless they are parts of a single matrix; the array
- * is taken over. transpose: see struct output. */
-static void plan_matrix(const char *base, struct piece *p, enum stacking how, bool transpose) {
+ * is taken over. */
+static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
     const struct linear *l = &p[0].lin;
-    bool nvfp4 = l->format == NVFP4 && !transpose && l->cols % 64 == 0 && l->head % 16 == 0;
+    const bool nvfp4 = l->format == NVFP4 && !p->height && l->cols % 64 == 0 && l->head % 16 == 0;
+    const bool mxfp4 = l->format == MXFP4 && !p->height && l->head % 32 == 0;
     bool single = how == SINGLE || how == DENSE_FFN;
-    uint32_t stored = GGUF_BF16;
-    size_t n_in = l->cols, n_out = p->rows, n = how == EXPERTS ? arrlenu(p) : 1;
+    uint32_t stored = nvfp4 ? GGUF_NVFP4 : mxfp4 ? GGUF_MXFP4 : GGUF_BF16;
+    size_t n_in = piece_width(p), n_out = p->rows, n = how == EXPERTS ? arrlenu(p) : 1;
     for (size_t i = 1; single && i < arrlenu(p); i++) n_out += p[i].rows;
-    if (nvfp4) stored = GGUF_NVFP4;
     if (l->format == PLAIN) stored = float_type(l->w);
-    if (transpose) {
-        n_in = p->rows;
-        n_out = l->cols;
-    }
     for (size_t i = 1; i < arrlenu(p); i++)
         if (p[i].lin.format != l->format || (l->format == PLAIN && p[i].lin.w->dtype != l->w->dtype))
             die("%s: %s %s, while '%s' is %s %s: they form one tensor and must have the same format", where(p[i].lin.w),
@@ -534,9 +581,9 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
     uint32_t type = matrix_type(fmt("%s.weight", base), l, stored, how, n_in);
     struct output *o = plan_add(fmt("%s.weight", base), type, single ? 2 : 3, n_in, n_out, single ? 1 : arrlenu(p));
     o->pieces = p;
-    o->transpose = transpose;
     if (type != stored) o->remark = type == GGUF_BF16 ? "rounded" : "quantized";
     else if (l->format == NVFP4 && !nvfp4) o->remark = "BF16 of E2M1 x E4M3, exact";
+    else if (l->format == MXFP4 && !mxfp4) o->remark = "BF16 of E2M1 x E8M0, exact";
     else if (l->format == FP8_TENSOR) o->remark = "BF16 of E4M3, exact";
     else if (l->format == FP8_ROW || l->format == FP8_BLOCK) o->remark = "BF16 from FP8, rounded";
     if (type == GGUF_NVFP4 && !nvfp4) {
@@ -546,7 +593,7 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
         o->scale2 = scale2;
         importance_bind(o, n);
         plan_values(fmt("%s.scale", base), scale2);
-    } else plan_scales(base, p, how == EXPERTS, l->format == NVFP4 && !transpose);
+    } else plan_scales(base, p, how == EXPERTS, l->format == NVFP4 && !p->height);
 }
 
 /* ============================================================================================================
@@ -558,10 +605,14 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how, bo
  * ============================================================================================================ */
 
 /* A family whose releases name tensors otherwise than the table of tensors: `from` begins the table's name, up to its
- * end or a dot; `to` begins the release's. */
+ * end or a dot; `to` begins the release's. The first row that fits counts. */
 struct renaming {
     const char *from, *to;
-    bool beside; /* the tensor is named beside the layers for multi-token prediction (mtp.fc), not below one */
+    enum {
+        EVERYWHERE,
+        PREDICTION, /* only in layers for multi-token prediction, */
+        BESIDE      /* where the tensor is named beside these layers (mtp.fc), not below one */
+    } where;
 };
 
 static struct checkpoint {
@@ -574,24 +625,56 @@ static struct checkpoint {
     struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
     bool wrapped;                    /* the language model is a part of it */
     bool tied;                       /* the output matrix is the embedding */
-    uint32_t has;                    /* bits of enum layer_has that all layers have, but those in `recurrent` */
-    uint32_t has_delta;              /* bits of those */
-    bool recurrent[MAX_LAYERS];      /* the block has a gated delta net */
-    size_t n_key, n_value;           /* its heads: of keys, of values; n_key 0: there is none */
-    bool tiled;                      /* GGUF files have the heads of values in tiled order */
-    int n_layer, n_mtp;              /* blocks = n_layer + n_mtp */
-    int n_head, n_head_kv, rope;     /* heads; rotated values of a key with latent attention */
-    int n_expert, top_k, n_group;    /* n_expert as config.json says; n_group 0: the family has no groups of experts */
-    int n_shared, first_dense;       /* shared experts of a layer; layers before first_dense have a dense FFN */
-    size_t ff_expert;                /* hidden width */
-    const char *router_bias;         /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
+    bool zero_centered;              /* norms are stored less 1 */
+
+    uint32_t has;                         /* bits of enum layer_has that all layers have, but those in `recurrent` */
+    uint32_t has_delta;                   /* bits of those */
+    uint32_t has_window;                  /* bits that layers with a window have beside `has` */
+    bool recurrent[MAX_LAYERS];           /* the block has a gated delta net */
+    bool windowed[MAX_LAYERS];            /* the block has a window */
+    int n_typed;                          /* blocks whose kind config.json tells; 0: all */
+    size_t window;                        /* keys that a token sees in these; 0: no layer has a window */
+    size_t n_key, n_value;                /* heads of a delta net: of keys, of values; n_key 0: there is none */
+    bool tiled;                           /* GGUF files have the heads of values in tiled order */
+    int n_layer, n_mtp;                   /* blocks = n_layer + n_mtp */
+    bool mtp_dense;                       /* layers for multi-token prediction have a dense FFN */
+    bool mtp_unsaid;                      /* config.json does not say how many there are */
+    int n_head, n_head_kv, rope;          /* heads; rotated values of a key with latent attention */
+    int heads[2], heads_kv[2], n_gate[2]; /* heads, KV heads, gates of a head: without a window, with one */
+    bool by_layer;                        /* heads, heads_kv or n_gate differ between layers: */
+    int heads_of[MAX_LAYERS];             /* heads of a block; 0: as `heads` says */
+    bool gate_of[MAX_LAYERS];             /* a gate for every value instead of one for every head */
+    bool list_heads, list_kv;             /* GGUF files list the heads of every block, the KV heads */
+    bool pairs;        /* GGUF files have rows of queries and keys in the order of struct piece's `head` */
+    size_t qkv_chunks; /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
+
+    int n_expert, top_k, n_group; /* n_expert as config.json says; n_group 0: the family has no groups of experts */
+    const char *experts_key, *top_k_key; /* of config.json */
+    bool interleaved;                    /* gate and up of fused experts are every other row or column */
+    int n_shared, first_dense;           /* shared experts of a layer; layers before first_dense have a dense FFN */
+    bool leads;                          /* GGUF files say how many dense layers lead */
+    bool shared_width;                   /* and how wide the shared expert is */
+    const char *width_key;               /* of config.json: */
+    size_t ff_expert;                    /* hidden width */
+    const char *router_bias; /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
     enum gating gating;
-    bool norm_topk_prob;       /* the value where config.json does not say */
-    bool shared_gate;          /* the shared expert has a gate */
-    bool qkv_bias;             /* queries, keys and values have biases */
-    double rope_theta, rotary; /* where config.json does not say; rope_theta -1: it must; rotary 1: it may not differ */
-    const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: the family has none */
+    const char *norm_key;       /* of config.json: the weights of the chosen experts are divided by their sum */
+    bool norm_topk_prob;        /* the value where config.json does not say */
+    bool shared_gate;           /* the shared expert has a gate */
+    bool qkv_bias;              /* queries, keys and values have biases */
+    const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: there is none */
     bool (*is_dense)(int layer);
+    void (*put)(void); /* writes keys that only this family has; NULL: there are none */
+
+    const char *eps_key;       /* of config.json: what norms add to the mean square, */
+    double eps;                /* where it does not say */
+    double rope_theta, rotary; /* the same; rope_theta -1: it must; */
+    bool partial;              /* `rotary` may differ */
+    bool window_rope;          /* layers with a window have another rotation, */
+    const char *window_theta;  /* whose base has this key; NULL: as rope_theta's */
+    bool llama3;               /* rope_freqs.weight may change frequencies */
+    bool exact_yarn;           /* YaRN's ramp is not rounded */
+
     size_t dim[DIM_COUNT];           /* of the layer being planned */
     const char *dim_name[DIM_COUNT]; /* in the words of config.json */
     int experts[MAX_LAYERS];         /* per block; 0: dense */
@@ -620,8 +703,9 @@ static const char *hf_name(int layer, const char *rest) {
     for (const struct renaming *r = m.renaming; r && r->from; r++) {
         const size_t n = strlen(r->from);
         if (!starts_with(rest, r->from) || (rest[n] && rest[n] != '.')) continue;
+        if (r->where == PREDICTION && layer < m.n_layer) continue;
         rest = fmt("%s%s", r->to, rest + n);
-        if (mtp && r->beside) return fmt("%s%s%s", m.prefix, mtp, rest);
+        if (mtp && r->where == BESIDE) return fmt("%s%s%s", m.prefix, mtp, rest);
         break;
     }
     if (mtp) return fmt("%s%slayers.%d.%s", m.prefix, mtp, layer - m.n_layer, rest);
@@ -644,10 +728,11 @@ static struct linear as_rows(const struct tensor *t) {
 static struct piece *pieces_of(struct linear l, enum dim rows) {
     size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? m.dim[DIM_VALUE_HEAD] : 0;
     size_t before = rows == DIM_MIX ? m.dim[DIM_MIX] - m.dim[DIM_VALUE] : 0; /* queries and keys */
-    struct piece *p = NULL, first = {l, 0, m.tiled && head ? before : l.rows};
+    struct piece *p = NULL, first = {.lin = l, .rows = m.tiled && head ? before : l.rows};
+    if (m.pairs && (rows == DIM_Q || rows == DIM_K)) first.head = m.dim[DIM_HEAD_K];
     if (first.rows) arrput(p, first);
     for (size_t i = 0; i < m.n_value && m.tiled && head; i++) {
-        struct piece one = {l, before + tiled_head(i, m.n_key, m.n_value) * head, head};
+        struct piece one = {.lin = l, .row = before + tiled_head(i, m.n_key, m.n_value) * head, .rows = head};
         arrput(p, one);
     }
     return p;
@@ -685,7 +770,7 @@ static void plan_linear(const char *dst, const char *src, enum dim rows, enum di
         l.groups = m.n_key;
         l.head = m.dim[DIM_VALUE_HEAD];
     }
-    plan_matrix(dst, pieces_of(l, rows), how, false);
+    plan_matrix(dst, pieces_of(l, rows), how);
 }
 
 /* A matrix that must be stored without scales: a table of embeddings or a router. */
@@ -720,13 +805,28 @@ static bool skip_copy(const char *src, bool embedding) {
 
 static void plan_kv_b(int layer);
 static void plan_qkvz(int layer);
+static void plan_qkv(int layer);
 static void plan_experts(const struct tensor_rule *rule, int layer);
+static void plan_expert_biases(const struct tensor_rule *rule, int layer);
 
 /* What the values of a vector are. */
 static enum meaning meaning_of(const struct tensor_rule *r) {
     if (r->field == offsetof(struct layer, decay)) return LOGARITHM;
     const bool norm = ends_with(r->name, "norm.weight") && r->field != offsetof(struct layer, delta_norm);
-    return norm && m.has_delta ? LESS_ONE : VALUES;
+    return norm && m.zero_centered ? LESS_ONE : VALUES;
+}
+
+/* A vector of a layer. */
+static void plan_layer_vector(const struct tensor_rule *r, const char *dst, const char *src) {
+    const bool bias = r->field == offsetof(struct layer, router_bias);
+    const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
+    const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
+    const bool optional = r->optional && !bias && !qkv_bias && !gate;
+    if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
+    if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, m.router_bias);
+    const bool bare = !ends_with(dst, ".weight") || r->field == offsetof(struct layer, sinks);
+    const char *name = fmt("%s%s", src, bare ? "" : ".weight");
+    if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
 }
 
 /* The tensor of one row of the table, for a layer. */
@@ -742,15 +842,11 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
         return;
     }
     const char *src = hf_name(layer, r->hf);
-    if (r->kind == TENSOR_VECTOR) {
-        const bool bias = r->field == offsetof(struct layer, router_bias);
-        const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
-        const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
-        const bool optional = r->optional && !bias && !qkv_bias && !gate;
-        if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
-        if (bias) dst = fmt("blk.%d.%s", layer, m.router_bias);
-        const char *name = fmt("%s%s", src, ends_with(dst, ".weight") ? ".weight" : "");
-        if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
+    if (m.qkv_chunks && one_of(r->name, "attn_q attn_k attn_v") && has_linear(hf_name(layer, "self_attn.qkv_proj"))) {
+        if (!strcmp(r->name, "attn_q")) plan_qkv(layer);
+    } else if (r->kind == TENSOR_VECTOR) {
+        if (strchr(r->hf, '*')) plan_expert_biases(r, layer);
+        else plan_layer_vector(r, dst, src);
     } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
         plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
     } else if (!r->optional || has_linear(src)) {
@@ -772,12 +868,13 @@ static void plan_kv_b(int layer) {
     struct piece *k = NULL, *v = NULL;
     for (int h = 0; h < m.n_head; h++) {
         size_t row = (size_t)h * (nope + v_head);
-        struct piece kp = {l, row, nope}, vp = {l, row + nope, v_head};
+        struct piece kp = {.lin = l, .row = row, .rows = l.cols, .step = 1, .height = nope};
+        struct piece vp = {.lin = l, .row = row + nope, .rows = v_head};
         arrput(k, kp);
         arrput(v, vp);
     }
-    plan_matrix(fmt("blk.%d.attn_k_b", layer), k, HEADS, true);
-    plan_matrix(fmt("blk.%d.attn_v_b", layer), v, HEADS, false);
+    plan_matrix(fmt("blk.%d.attn_k_b", layer), k, HEADS);
+    plan_matrix(fmt("blk.%d.attn_v_b", layer), v, HEADS);
 }
 
 /* Appends in_proj_qkvz as attn_qkv and attn_gate. Its rows are, for every head of keys, the query, the key, and the
@@ -792,11 +889,30 @@ static void plan_qkvz(int layer) {
             m.dim[DIM_EMBD], m.dim_name[DIM_KEY], m.dim_name[DIM_VALUE], shape_text(l.w));
     for (size_t part = 0; part < 4; part++)
         for (size_t h = 0; h < m.n_key; h++) {
-            struct piece one = {l, h * stride + begin[part], rows[part]};
+            struct piece one = {.lin = l, .row = h * stride + begin[part], .rows = rows[part]};
             arrput(p[part == 3], one);
         }
-    plan_matrix(fmt("blk.%d.attn_qkv", layer), p[0], SINGLE, false);
-    plan_matrix(fmt("blk.%d.attn_gate", layer), p[1], SINGLE, false);
+    plan_matrix(fmt("blk.%d.attn_qkv", layer), p[0], SINGLE);
+    plan_matrix(fmt("blk.%d.attn_gate", layer), p[1], SINGLE);
+}
+
+/* Appends qkv_proj as attn_qkv. Each of its parts has rows of queries, then of keys, then of values. FP8 blocks begin
+ * anew in every part. */
+static void plan_qkv(int layer) {
+    const size_t n = m.qkv_chunks, rows[] = {m.dim[DIM_Q], m.dim[DIM_K], m.dim[DIM_V]},
+                 all = rows[0] + rows[1] + rows[2];
+    const char *src = hf_name(layer, "self_attn.qkv_proj");
+    struct linear l = resolve_chunks(src, n);
+    struct piece *p = NULL;
+    if (l.rows != all || l.cols != m.dim[DIM_EMBD] || rows[0] % n || rows[1] % n || rows[2] % n)
+        die("%s: expected [%zu, %zu] (%zu parts with queries, keys and values, hidden_size), found %s", where(l.w), all,
+            m.dim[DIM_EMBD], n, shape_text(l.w));
+    for (size_t k = 0, before = 0; k < 3; before += rows[k++] / n)
+        for (size_t c = 0; c < n; c++) {
+            struct piece one = {.lin = l, .row = c * (all / n) + before, .rows = rows[k] / n};
+            arrput(p, one);
+        }
+    plan_matrix(fmt("blk.%d.attn_qkv", layer), p, SINGLE);
 }
 
 /* Returns the tensor (E, rows, cols) x or x.weight with all experts of a layer, or NULL. In gate_up_proj the rows of gate
@@ -810,60 +926,167 @@ static struct tensor *find_fused(const char *x) {
     return t;
 }
 
+/* Returns the name of a tensor of expert e; "*" stands for its number in hf. */
+static const char *expert_name(int layer, const char *hf, size_t e) {
+    const char *x = hf_name(layer, hf), *star = strchr(x, '*');
+    return fmt("%.*s%zu%s", (int)(star - x), x, e, star + 1);
+}
+
+/* Where the matrices of a layer's experts are. */
+struct expert_source {
+    enum {
+        EACH,   /* a tensor for every matrix */
+        ROWS,   /* (E, rows, cols): of gate, up or down, or the rows of gate before those of up */
+        COLUMNS /* (E, cols, rows): the columns of gate and up alternate */
+    } form;
+    struct tensor *w;    /* NULL: EACH */
+    const char *hf;      /* its name, without .weight or _blocks */
+    size_t n_part, part; /* matrices of an expert in w, and which one of them is meant */
+    bool blocks;         /* ROWS of gpt-oss' MXFP4 (E, rows, cols / 32, 16), where those of gate and up alternate */
+};
+
+/* Finds the matrices of gate, or up, or down. */
+static struct expert_source find_experts(int layer, bool up, bool down) {
+    struct expert_source s = {.hf = down ? "mlp.experts.down_proj" : "mlp.experts.gate_up_proj",
+                              .n_part = down ? 1 : 2};
+    s.part = up;
+    if (m.interleaved) s.w = tensor_find(fmt("%s_blocks", hf_name(layer, s.hf)));
+    s.blocks = s.w != NULL;
+    s.form = ROWS;
+    if (s.w) return s;
+    s.w = find_fused(hf_name(layer, s.hf));
+    if (s.w && m.interleaved) s.form = COLUMNS;
+    if (s.w) return s;
+    s = (struct expert_source){.form = ROWS, .n_part = 1, .hf = up ? "mlp.experts.up_proj" : "mlp.experts.gate_proj"};
+    if (!down) s.w = find_fused(hf_name(layer, s.hf));
+    if (!s.w) s.form = EACH;
+    return s;
+}
+
+/* Dies unless lists of the layers' numbers of experts, which config.json of pruned models has in several places, agree
+ * with the tensors of a layer. */
+static void check_count_lists(int layer) {
+    struct doc q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
+    const struct {
+        struct doc d;
+        const char *key;
+    } lists[] = {
+        {get_obj(q, "moe_sparsity_config"), "num_experts"}, {m.cfg, "per_layer_num_experts"}, {m.cfg, m.experts_key}};
+    for (size_t i = 0; i < COUNT(lists); i++) {
+        json_t *list = get(lists[i].d, lists[i].key), *v = json_array_get(list, (size_t)layer);
+        if (!json_is_array(list) || (!v && layer >= m.n_layer)) continue;
+        if (!json_is_integer(v) || json_integer_value(v) != m.experts[layer])
+            die("%s: key '%s': expected %d experts for layer %d, as its tensors have, found %s", lists[i].d.file,
+                lists[i].d.in ? fmt("%s.%s", lists[i].d.in, lists[i].key) : lists[i].key, m.experts[layer], layer,
+                v ? json_show(v) : "the end of the list");
+    }
+}
+
 /* Returns how many experts the tensors of a layer have. Dies if config.json does not allow that number. */
 static int count_experts(int layer) {
-    struct tensor *fused = find_fused(hf_name(layer, "mlp.experts.gate_up_proj"));
+    static const char hf[] = "mlp.experts.*.gate_proj";
+    struct expert_source s = find_experts(layer, false, false);
     int n = 0;
-    if (fused) n = fused->shape[0] > MAX_EXPERTS ? MAX_EXPERTS + 1 : (int)fused->shape[0];
+    if (s.w) n = s.w->shape[0] > MAX_EXPERTS ? MAX_EXPERTS + 1 : (int)s.w->shape[0];
     else
-        while (n <= MAX_EXPERTS && has_linear(hf_name(layer, fmt("mlp.experts.%d.gate_proj", n)))) n++;
-    if (!n) die("'%s': tensor '%s' is missing", model_dir, hf_name(layer, "mlp.experts.0.gate_proj.weight"));
+        while (n <= MAX_EXPERTS && has_linear(expert_name(layer, hf, (size_t)n))) n++;
+    if (!n) die("'%s': tensor '%s.weight' is missing", model_dir, expert_name(layer, hf, 0));
     if (n > m.n_expert || n < m.top_k)
-        die("layer %d has %d experts; expected from num_experts_per_tok = %d to the %d of config.json", layer, n,
-            m.top_k, m.n_expert);
+        die("layer %d has %d experts; expected from %s = %d to the %d of config.json", layer, n, m.top_k_key, m.top_k,
+            m.n_expert);
     if (m.n_group > 1 && n % m.n_group)
         die("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
     return n;
 }
 
-/* A stack of a layer's experts; every expert is one piece. In r->hf "*" stands for the expert's number. */
+/* Returns matrix r of expert e. */
+static struct piece expert_piece(const struct tensor_rule *r, int layer, const struct expert_source *s, size_t e) {
+    const size_t rows = m.dim[r->out], cols = m.dim[r->in], stride = rows * s->n_part;
+    if (s->form == EACH) {
+        struct linear l = resolve_linear(expert_name(layer, r->hf, e));
+        check_shape(l.w, l.rows, l.cols, r->out, r->in);
+        return (struct piece){.lin = l, .rows = rows};
+    }
+    const struct fused f = {s->w, hf_name(layer, s->hf), e, s->n_part, s->part};
+    struct tensor *w = s->w, want = *w;
+    want.rank = s->blocks ? 4 : 3;
+    want.shape[0] = m.dim[DIM_EXPERTS];
+    want.shape[1] = s->form == COLUMNS ? cols : stride;
+    want.shape[2] = s->form == COLUMNS ? stride : s->blocks ? cols / 32 : cols / (w->dtype == U8 ? 2 : 1);
+    if (s->blocks) want.shape[3] = 16;
+    if (w->rank != want.rank || memcmp(want.shape, w->shape, w->rank * sizeof *w->shape) || (s->blocks && cols % 32))
+        die("%s: expected %s, found %s", where(w), shape_text(&want), shape_text(w));
+    if (s->blocks)
+        return (struct piece){
+            .lin = resolve_blocks(f.x, w), .row = e * stride + s->part, .rows = rows, .step = s->n_part};
+    if (s->form == ROWS)
+        return (struct piece){.lin = resolve_fused(&f), .row = e * stride + s->part * rows, .rows = rows};
+    if (!is_float(w)) die("%s: expected BF16, F16 or F32, found %s", where(w), shape_text(w));
+    return (struct piece){
+        .lin = resolve_fused(&f), .row = e * cols, .rows = rows, .col = s->part, .step = s->n_part, .height = cols};
+}
+
+/* A stack of a layer's experts; every expert is one piece. */
 static void plan_experts(const struct tensor_rule *r, int layer) {
-    const bool up = r->field == offsetof(struct layer, up), down = r->field == offsetof(struct layer, down);
-    const char *name = down ? "mlp.experts.down_proj" : "mlp.experts.gate_up_proj";
-    struct tensor *fused = find_fused(hf_name(layer, name));
-    const size_t n = m.dim[DIM_EXPERTS], rows = m.dim[r->out], cols = m.dim[r->in], stride = down ? rows : 2 * rows;
-    const size_t first = up ? rows : 0; /* up stands behind gate */
-    const int before = (int)(strchr(r->hf, '*') - r->hf);
+    const struct expert_source s =
+        find_experts(layer, r->field == offsetof(struct layer, up), r->field == offsetof(struct layer, down));
     struct piece *p = NULL;
-    for (size_t e = 0; e < n; e++) {
-        struct piece one = {.row = e * stride + first, .rows = rows};
-        if (fused) {
-            struct fused f = {fused, hf_name(layer, name), e, down ? 1 : 2, up};
-            const size_t codes = fused->dtype == U8 ? 2 : 1; /* in a byte */
-            if (fused->shape[0] != n || fused->shape[1] != stride || fused->shape[2] * codes != cols)
-                die("%s: expected [%zu, %zu, %zu], found %s", where(fused), n, stride, cols / codes, shape_text(fused));
-            one.lin = resolve_fused(&f);
-        } else {
-            one.lin = resolve_linear(hf_name(layer, fmt("%.*s%zu%s", before, r->hf, e, r->hf + before + 1)));
-            check_shape(one.lin.w, one.lin.rows, one.lin.cols, r->out, r->in);
-            one.row = 0;
-        }
+    for (size_t e = 0; e < m.dim[DIM_EXPERTS]; e++) {
+        struct piece one = expert_piece(r, layer, &s, e);
         arrput(p, one);
     }
-    plan_matrix(fmt("blk.%d.%s", layer, r->name), p, EXPERTS, false);
+    plan_matrix(fmt("blk.%d.%s", layer, r->name), p, EXPERTS);
 }
+
+/* Biases of a layer's experts: down_proj_bias (E, rows), or gate_up_proj_bias (E, 2 rows), where those of gate and up
+ * alternate. */
+static void plan_expert_biases(const struct tensor_rule *r, int layer) {
+    const bool down = starts_with(r->name, "ffn_down"), up = starts_with(r->name, "ffn_up");
+    const size_t n = m.dim[DIM_EXPERTS], rows = m.dim[r->in], n_part = down ? 1 : 2;
+    struct tensor *t =
+        resolve_vector(hf_name(layer, down ? "mlp.experts.down_proj_bias" : "mlp.experts.gate_up_proj_bias"));
+    struct linear l = {.format = PLAIN, .w = t, .rows = n * n_part * rows, .cols = 1, .factor = 1.0f};
+    if (t->rank != 2 || t->shape[0] != n || t->shape[1] != n_part * rows)
+        die("%s: expected [%zu, %zu] (the layer's experts, %s%s), found %s", where(t), n, n_part * rows,
+            down ? "" : "2 ", m.dim_name[r->in], shape_text(t));
+    struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_F32, 2, rows, n, 1);
+    o->finite = true;
+    for (size_t e = 0; e < n; e++) {
+        struct piece one = {.lin = l, .row = e * n_part * rows + up, .rows = rows, .step = n_part};
+        arrput(o->pieces, one);
+    }
+}
+
+/* Sets the sizes of attention's heads. */
+static void set_heads(size_t heads, size_t heads_kv, size_t n_gate) {
+    const size_t k = m.dim[DIM_HEAD_K], v = m.dim[DIM_HEAD_V];
+    const bool same = m.dim_name[DIM_HEAD_K] == m.dim_name[DIM_HEAD_V];
+    set_dim(DIM_HEADS, heads, "num_attention_heads");
+    set_dim(DIM_Q, heads * k, "num_attention_heads x head_dim");
+    set_dim(DIM_ATT, heads * v, same ? m.dim_name[DIM_Q] : "num_attention_heads x v_head_dim");
+    set_dim(DIM_K, heads_kv * k, "num_key_value_heads x head_dim");
+    set_dim(DIM_V, heads_kv * v, same ? m.dim_name[DIM_K] : "num_key_value_heads x v_head_dim");
+    set_dim(DIM_GATES, heads * n_gate, n_gate > 1 ? m.dim_name[DIM_ATT] : "num_attention_heads");
+}
+
+/* Returns how many heads a block has. */
+static int heads_of(int layer) { return m.heads_of[layer] ? m.heads_of[layer] : m.heads[m.windowed[layer]]; }
 
 /* Plans every tensor that layer has. Layers behind the last ordinary one predict further tokens and are mixtures. */
 static void plan_layer(int layer) {
     struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
-    const bool dense = layer < m.n_layer && m.is_dense(layer);
+    const bool dense = layer < m.n_layer ? m.is_dense(layer) : m.mtp_dense;
     if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
+    if (m.windowed[layer]) what.has |= m.has_window;
     what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && m.n_shared) what.has |= HAS_SHARED;
     if (!dense) m.experts[layer] = count_experts(layer);
+    if (!dense) check_count_lists(layer);
+    if (m.by_layer)
+        set_heads((size_t)heads_of(layer), (size_t)m.heads_kv[m.windowed[layer]],
+                  m.gate_of[layer] ? m.dim[DIM_HEAD_V] : 1);
     set_dim(DIM_EXPERTS, (size_t)m.experts[layer], "the layer's experts");
-    set_dim(DIM_FF, dense ? size_of("intermediate_size") : m.ff_expert,
-            dense ? "intermediate_size" : "moe_intermediate_size");
+    set_dim(DIM_FF, dense ? size_of("intermediate_size") : m.ff_expert, dense ? "intermediate_size" : m.width_key);
     for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
 }
 
@@ -887,8 +1110,9 @@ static void find_names(void) {
         if (tensor_find(fmt("%s%sembed_tokens.weight", m.prefix, bodies[k]))) m.body = bodies[k];
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
-    m.n_mtp = m.mtp != NULL;
-    while (!m.has_delta && m.n_mtp < announced && has_layer(m.n_layer + m.n_mtp)) m.n_mtp++;
+    const int most = m.mtp_unsaid ? MAX_MTP : announced;
+    m.n_mtp = m.has_delta && m.mtp;
+    while (!m.has_delta && m.n_mtp < most && has_layer(m.n_layer + m.n_mtp)) m.n_mtp++;
     for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced; layer++)
         message_print("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                       "it is left out",
@@ -897,13 +1121,21 @@ static void find_names(void) {
 
 /* Skips or refuses tensors by their names. */
 static void screen_names(void) {
-    static const char *const vision[] = {"vision_tower.", "mm_projector.", "model.visual.", "visual."};
-    size_t n_vision = 0;
+    static const char *const vision[] = {"vision_tower.",  "mm_projector.",     "model.visual.",
+                                         "visual.",        "vision_model.",     "vit_large_projector.",
+                                         "audio_encoder.", "speech_embeddings."};
+    static const char *const drafts[] = {"model.mtp_block.", "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
+                                         "model.mtp_linear_proj."};
+    const bool multimodal = m.wrapped || get(m.top, "vision_config") || get(m.top, "audio_config");
+    size_t n_vision = 0, n_draft = 0;
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
-        bool skipped = false;
-        for (size_t k = 0; k < COUNT(vision) && m.wrapped; k++) skipped |= starts_with(t->name, vision[k]);
+        bool skipped = false, draft = false;
+        for (size_t k = 0; k < COUNT(vision) && multimodal; k++) skipped |= starts_with(t->name, vision[k]);
+        for (size_t k = 0; k < COUNT(drafts); k++) draft |= starts_with(t->name, drafts[k]);
         n_vision += skipped;
+        n_draft += draft;
+        skipped |= draft;
         for (size_t k = 0; k < COUNT(skipped_suffixes); k++) skipped |= ends_with(t->name, skipped_suffixes[k]);
         if (skipped) {
             skip(t);
@@ -913,7 +1145,9 @@ static void screen_names(void) {
             if (ends_with(t->name, refused_suffixes[k].suffix))
                 die("%s: %s are not supported", where(t), refused_suffixes[k].format);
     }
-    if (n_vision) message_print("%zu tensors of the vision tower are left out: moe reads text only", n_vision);
+    if (n_vision) message_print("%zu tensors that read pictures or sound are left out: moe reads text only", n_vision);
+    if (n_draft)
+        message_print("%zu tensors for multi-token prediction are left out: moe does not run such layers", n_draft);
 }
 
 /* Dies if a tensor was neither used nor skipped, because the model then has parts that are not known here. */
@@ -923,9 +1157,9 @@ static void check_all_used(void) {
         if (t->used) continue;
         unsigned layer = 0, expert = 0;
         const char *body = fmt("%s%s", m.prefix, m.body);
-        int found = starts_with(t->name, body)
-                        ? sscanf(t->name + strlen(body), "layers.%5u.mlp.experts.%5u.", &layer, &expert)
-                        : 0;
+        int found = starts_with(t->name, body) ? sscanf(t->name + strlen(body), "layers.%5u.", &layer) : 0;
+        const char *at = strstr(t->name, ".experts.");
+        if (found == 1 && at) found += sscanf(at, ".experts.%5u.", &expert);
         if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))
             die("%s: layer %u is out of range: num_hidden_layers is %d, num_nextn_predict_layers %d", where(t), layer,
                 m.n_layer, m.n_mtp);
@@ -935,19 +1169,84 @@ static void check_all_used(void) {
     }
 }
 
+/* Returns the object of RoPE parameters, rope_parameters or the older rope_scaling; where there is another one for layers
+ * with a window, that of `windowed` layers or the others. */
+static struct doc rope_doc(bool windowed) {
+    struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
+    if (get(r, "full_attention") || get(r, "sliding_attention"))
+        return get_obj(r, windowed ? "sliding_attention" : "full_attention");
+    if (windowed && get(m.cfg, "swa_rope_parameters")) return get_obj(m.cfg, "swa_rope_parameters");
+    return windowed ? (struct doc){NULL, r.file, r.in} : r;
+}
+
+static const char *rope_type(struct doc r) { return get_str(r, "rope_type", get_str(r, "type", "default")); }
+
+/* Returns the number that config.json has for all layers, or in a list for those with a window, or without. */
+static double layer_number(const char *key, bool windowed, double dflt) {
+    json_t *v, *list = get(m.cfg, key);
+    double found = NAN;
+    size_t i;
+    if (!json_is_array(list)) return get_num(m.cfg, key, dflt);
+    json_array_foreach(list, i, v) {
+        if (i >= (size_t)(m.n_layer + m.n_mtp) || m.windowed[i] != windowed) continue;
+        expect(m.cfg, key, json_is_number(v) && (isnan(found) || json_number_value(v) == found),
+               "the same number for all layers of a kind");
+        found = json_number_value(v);
+    }
+    return isnan(found) ? dflt : found;
+}
+
+/* Returns how many values of a head are rotated: the share of partial_rotary_factor, which is in r, or in config.json,
+ * for all layers or in a list. */
+static size_t rotated(struct doc r, bool windowed) {
+    const char *list = "partial_rotary_factors";
+    struct doc d = get(r, "partial_rotary_factor") ? r : m.cfg;
+    const char *key = d.obj == m.cfg.obj && get(m.cfg, list) ? list : "partial_rotary_factor";
+    const double share = key == list ? layer_number(list, windowed, m.rotary) : get_num(d, key, m.rotary);
+    const double n = (double)m.dim[DIM_HEAD_K] * share + 1e-9;
+    if (!m.partial && !m.window_rope) expect(d, key, share == 1, "1");
+    expect(d, key, share > 0 && share <= 1 && (size_t)n >= 2 && (size_t)n % 2 == 0,
+           "a share of head_dim that is an even number");
+    return (size_t)n;
+}
+
+/* Writes rope_freqs.weight, numbers that the frequencies are divided by: those of Llama 3, in layers without a window.
+ * transformers has the formula in modeling_rope_utils.py. */
+static void plan_rope_factors(void) {
+    struct doc r = rope_doc(false);
+    float *factors = NULL;
+    if (!m.llama3 || strcmp(rope_type(r), "llama3")) return;
+    const size_t n = rotated(r, false);
+    const double theta = layer_number("rope_theta", false, get_num(r, "rope_theta", m.rope_theta));
+    const double factor = get_num(r, "factor", NAN), low = get_num(r, "low_freq_factor", NAN),
+                 high = get_num(r, "high_freq_factor", NAN);
+    const double original = (double)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED);
+    expect(r, "factor", factor >= 1 && factor <= 1e6, "a number from 1 to 1e+06");
+    expect(r, "low_freq_factor", low > 0 && low < high, "a number above 0 and below high_freq_factor");
+    for (size_t i = 0; i < m.dim[DIM_HEAD_K] / 2; i++) {
+        const double length = 2 * M_PI * pow(theta, 2.0 * (double)i / (double)n);
+        const double smooth = fmin(fmax((original / length - low) / (high - low), 0), 1);
+        arrput(factors, i < n / 2 ? (float)(1 / ((1 - smooth) / factor + smooth)) : 1.0f);
+    }
+    plan_values("rope_freqs.weight", factors);
+}
+
 /* Makes the plan. */
 static void plan_model(void) {
     find_names();
+    if (m.n_typed && m.n_typed < m.n_layer + m.n_mtp)
+        die("config.json: key 'layer_types': expected %d layers, found %d", m.n_layer + m.n_mtp, m.n_typed);
     screen_names();
     struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
     struct linear embd = resolve_plain(hf_name(-1, "model.embed_tokens"), DIM_VOCAB, DIM_EMBD);
-    struct piece *p = NULL, one = {embd, 0, embd.rows};
+    struct piece *p = NULL, one = {.lin = embd, .rows = embd.rows};
     arrput(p, one);
-    plan_matrix("token_embd", p, SINGLE, false);
+    plan_matrix("token_embd", p, SINGLE);
     plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
-                m.has_delta ? LESS_ONE : VALUES);
+                m.zero_centered ? LESS_ONE : VALUES);
     if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
     else if (head) skip(head);
+    plan_rope_factors();
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
     if (n_copies)
         message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
@@ -958,17 +1257,42 @@ static void plan_model(void) {
     check_all_used();
 }
 
-/* Grouped-query attention with normed heads. */
-static void read_gqa(void) {
+/* Reads the number of experts of a layer. Configurations of pruned models may list those of all layers. */
+static void read_expert_count(const char *key) {
+    json_t *v, *list = get(m.cfg, key);
+    size_t i;
+    m.experts_key = key;
+    if (!json_is_array(list)) {
+        m.n_expert = (int)get_int(m.cfg, key, 1, MAX_EXPERTS, REQUIRED);
+        return;
+    }
+    json_array_foreach(list, i, v) {
+        const int64_t n = json_is_integer(v) ? json_integer_value(v) : -1;
+        expect(m.cfg, key, json_is_null(v) || (n >= 0 && n <= MAX_EXPERTS), fmt("numbers up to %d", MAX_EXPERTS));
+        if (n > m.n_expert) m.n_expert = (int)n;
+    }
+    expect(m.cfg, key, m.n_expert, fmt("an integer from 1 to %d or a list of such", MAX_EXPERTS));
+}
+
+/* Reads the number of experts from the first of these keys that is there. */
+static void read_expert_count_of(const char *first, const char *second) {
+    read_expert_count(get(m.cfg, first) || !get(m.cfg, second) ? first : second);
+}
+
+/* Grouped-query attention. heads_kv: the key of the number of KV heads; dflt: where it is missing. */
+static void read_heads(const char *heads_kv, int64_t dflt) {
     size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[DIM_EMBD] / m.n_head);
-    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
-    m.n_head_kv = (int)size_of("num_key_value_heads");
+    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
+    m.n_head_kv = (int)get_int(m.cfg, heads_kv, 1, INT32_MAX, dflt);
     set_dim(DIM_HEAD_K, head, "head_dim");
     set_dim(DIM_HEAD_V, head, "head_dim");
-    set_dim(DIM_Q, (size_t)m.n_head * head, "num_attention_heads x head_dim");
-    set_dim(DIM_ATT, m.dim[DIM_Q], m.dim_name[DIM_Q]);
-    set_dim(DIM_K, (size_t)m.n_head_kv * head, "num_key_value_heads x head_dim");
-    set_dim(DIM_V, m.dim[DIM_K], m.dim_name[DIM_K]);
+    set_heads((size_t)m.n_head, (size_t)m.n_head_kv, 1);
+}
+
+/* The same with normed heads. */
+static void read_gqa(void) {
+    read_heads("num_key_value_heads", REQUIRED);
+    m.has |= HAS_HEAD_NORM;
 }
 
 /* Multi-head latent attention. */
@@ -1006,8 +1330,7 @@ static void read_qwen3(void) {
     read_gqa();
     m.is_dense = is_dense_qwen3;
     m.gating = GATING_SOFTMAX;
-    m.n_expert =
-        (int)get_int(m.cfg, get(m.cfg, "num_experts") ? "num_experts" : "num_local_experts", 1, MAX_EXPERTS, REQUIRED);
+    read_expert_count_of("num_experts", "num_local_experts");
     expect(m.cfg, "use_sliding_window", !get_bool(m.cfg, "use_sliding_window", false), "false");
 }
 
@@ -1052,7 +1375,9 @@ static void read_qwen_delta(uint32_t alpha_beta) {
     m.norm_topk_prob = true;
     m.rope_theta = 10000;
     m.rotary = 0.25;
-    m.n_expert = (int)get_int(c, "num_experts", 1, MAX_EXPERTS, REQUIRED);
+    m.partial = true;
+    m.zero_centered = m.shared_width = true;
+    read_expert_count("num_experts");
     m.n_mtp = (int)get_int(c, "mtp_num_hidden_layers", 0, 1, 0);
     expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
     expect(c, "attn_output_gate", get_bool(c, "attn_output_gate", true), "true");
@@ -1071,12 +1396,18 @@ static void read_qwen3_5(void) {
     m.tiled = true;
     read_qwen_delta(HAS_DELTA_AB);
 }
-static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.shared_expert", false},
-                                                  {"enorm", "pre_fc_norm_embedding", true},
-                                                  {"hnorm", "pre_fc_norm_hidden", true},
-                                                  {"eh_proj", "fc", true},
-                                                  {"shared_head.norm", "norm", true},
-                                                  {NULL, NULL, false}};
+static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
+                                                  {"enorm", "pre_fc_norm_embedding", BESIDE},
+                                                  {"hnorm", "pre_fc_norm_hidden", BESIDE},
+                                                  {"eh_proj", "fc", BESIDE},
+                                                  {"shared_head.norm", "norm", BESIDE},
+                                                  {NULL, NULL, EVERYWHERE}};
+
+/* Counts the layers with a dense feed-forward before the first mixture. */
+static void count_leading_dense(void) {
+    m.leads = true;
+    while (m.first_dense < m.n_layer && m.is_dense(m.first_dense)) m.first_dense++;
+}
 
 static bool is_dense_leading(int layer) { return layer < m.first_dense; }
 /* Leading layers with a dense feed-forward: they are counted, or all layers are listed. */
@@ -1085,6 +1416,7 @@ static void read_leading_dense(int64_t dflt) {
     size_t i;
     json_t *v, *list = get_list(c, "mlp_layer_types");
     m.is_dense = is_dense_leading;
+    m.leads = true;
     m.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, dflt);
     json_array_foreach(list, i, v) {
         const char *type = json_is_string(v) ? json_string_value(v) : "";
@@ -1099,7 +1431,7 @@ static void read_leading_dense(int64_t dflt) {
 static void read_deepseek_experts(void) {
     struct doc c = m.cfg;
     read_leading_dense(0);
-    m.n_expert = (int)get_int(c, "n_routed_experts", 1, MAX_EXPERTS, REQUIRED);
+    read_expert_count("n_routed_experts");
     read_shared("n_shared_experts", 0);
     m.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
     m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
@@ -1132,6 +1464,7 @@ static void read_glm4(void) {
     if (get_bool(c, "use_qk_norm", false)) m.has |= HAS_HEAD_NORM;
     m.qkv_bias = get_bool(c, "attention_bias", false);
     m.rotary = 0.5;
+    m.partial = true;
 }
 
 /* Reads the keys of Hy3. */
@@ -1139,7 +1472,7 @@ static void read_hy3(void) {
     struct doc c = m.cfg;
     read_gqa();
     read_leading_dense(1);
-    m.n_expert = (int)get_int(c, "num_experts", 1, MAX_EXPERTS, REQUIRED);
+    read_expert_count("num_experts");
     read_shared("num_shared_experts", 1);
     m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
     m.router_bias = "exp_probs_b";
@@ -1148,11 +1481,330 @@ static void read_hy3(void) {
     m.scaling_factor = "router_scaling_factor";
     expect(c, "route_norm", get_bool(c, "route_norm", true), "true");
 }
-static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", false},
-                                            {"mlp.gate", "mlp.router.gate", false},
-                                            {"mlp.shared_experts", "mlp.shared_mlp", false},
-                                            {"shared_head.norm", "final_layernorm", false},
-                                            {NULL, NULL, false}};
+static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", EVERYWHERE},
+                                            {"mlp.gate", "mlp.router.gate", EVERYWHERE},
+                                            {"mlp.shared_experts", "mlp.shared_mlp", EVERYWHERE},
+                                            {"shared_head.norm", "final_layernorm", EVERYWHERE},
+                                            {NULL, NULL, EVERYWHERE}};
+
+/* Reads which layers have a window, layer_types, and how many keys it has. The list may also tell it of the layers for
+ * multi-token prediction. */
+static void read_windows(void) {
+    struct doc c = m.cfg;
+    json_t *list = get_list(c, "layer_types");
+    const int n = (int)json_array_size(list);
+    bool any = false;
+    expect(c, "layer_types", !list || n == m.n_layer || n == m.n_layer + m.n_mtp,
+           m.n_mtp ? fmt("%d or %d layers", m.n_layer, m.n_layer + m.n_mtp) : fmt("%d layers", m.n_layer));
+    for (int l = 0; l < n; l++) {
+        const char *type = json_string_value(json_array_get(list, (size_t)l));
+        expect(c, "layer_types", type && one_of(type, "full_attention sliding_attention"),
+               "\"full_attention\" and \"sliding_attention\"");
+        m.windowed[l] = !strcmp(type, "sliding_attention");
+    }
+    m.n_typed = n;
+    for (int l = 0; l < MAX_LAYERS; l++) any |= m.windowed[l];
+    m.window = (size_t)get_int(c, "sliding_window", 0, MAX_TRAINED, any ? REQUIRED : 0);
+    expect(c, "sliding_window", !any || m.window, "a number above 0");
+    if (!any) m.window = 0;
+}
+
+/* Reads the keys of gpt-oss (arXiv 2508.10925). */
+static void read_gpt_oss(void) {
+    struct doc c = m.cfg;
+    read_heads("num_key_value_heads", REQUIRED);
+    read_expert_count_of("num_local_experts", "num_experts");
+    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
+    m.qkv_bias = m.interleaved = m.exact_yarn = m.norm_topk_prob = true;
+    m.is_dense = is_dense_never;
+    m.gating = GATING_CHOSEN;
+    m.norm_key = NULL;
+    m.eps = 1e-5;
+    set_dim(DIM_SUM, m.dim[DIM_EMBD], "hidden_size");
+    for (int l = 0; l < m.n_layer && !get(c, "layer_types"); l++) m.windowed[l] = l % 2 == 0;
+    read_windows();
+    expect(c, "attention_bias", get_bool(c, "attention_bias", true), "true");
+    expect(c, "swiglu_limit", get_num(c, "swiglu_limit", 7) == 7, "7");
+    expect(c, "swiglu_alpha", get_num(c, "swiglu_alpha", 1.702) == 1.702, "1.702");
+}
+static const struct renaming gpt_oss_names[] = {{"mlp.gate", "mlp.router", EVERYWHERE}, {NULL, NULL, EVERYWHERE}};
+
+/* Reads the keys of MiniMax-M2. */
+static void read_minimax_m2(void) {
+    struct doc c = m.cfg;
+    json_t *v, *list = get_list(c, "attn_type_list");
+    size_t i;
+    read_heads("num_key_value_heads", REQUIRED);
+    read_expert_count_of("num_local_experts", "num_experts");
+    m.has |= HAS_ROW_NORM;
+    m.is_dense = is_dense_never;
+    m.router_bias = "exp_probs_b.bias";
+    m.gating = GATING_SIGMOID;
+    m.norm_key = NULL;
+    m.norm_topk_prob = m.partial = true;
+    if (get(c, "rotary_dim"))
+        m.rotary =
+            (double)get_int(c, "rotary_dim", 2, (int64_t)m.dim[DIM_HEAD_K], REQUIRED) / (double)m.dim[DIM_HEAD_K];
+    json_array_foreach(list, i, v) expect(c, "attn_type_list", json_integer_value(v) == 1, "1 for every layer");
+    expect(c, "use_qk_norm", get_bool(c, "use_qk_norm", true), "true");
+    expect(c, "qk_norm_type", !strcmp(get_str(c, "qk_norm_type", "per_layer"), "per_layer"), "\"per_layer\"");
+    expect(c, "use_routing_bias", get_bool(c, "use_routing_bias", true), "true");
+    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
+    expect(c, "shared_intermediate_size", get_int(c, "shared_intermediate_size", 0, INT32_MAX, 0) == 0, "0");
+}
+static const struct renaming mixtral_names[] = {
+    {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.w1", EVERYWHERE},
+    {"mlp.experts.*.up_proj", "block_sparse_moe.experts.*.w3", EVERYWHERE},
+    {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.w2", EVERYWHERE},
+    {"mlp.gate.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias", EVERYWHERE},
+    {"mlp.gate", "block_sparse_moe.gate", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
+
+/* Reads the keys of Mixtral (arXiv 2401.04088). GGUF's llama has no key for a window. */
+static void read_mixtral(void) {
+    struct doc c = m.cfg;
+    read_heads("num_key_value_heads", m.n_head);
+    read_expert_count_of("num_local_experts", "num_experts");
+    m.is_dense = is_dense_never;
+    m.gating = GATING_SOFTMAX;
+    m.norm_key = NULL;
+    m.norm_topk_prob = m.pairs = m.llama3 = true;
+    m.eps = 1e-5;
+    expect(c, "head_dim", m.dim[DIM_HEAD_K] % 2 == 0, "an even number");
+    expect(c, "sliding_window", !get(c, "sliding_window"), "none (GGUF files of llama cannot have windows)");
+}
+
+/* Reads the keys of OLMoE (arXiv 2409.02060). */
+static void read_olmoe(void) {
+    struct doc c = m.cfg;
+    read_heads("num_key_value_heads", m.n_head);
+    read_expert_count_of("num_experts", "num_local_experts");
+    m.has |= HAS_ROW_NORM;
+    m.is_dense = is_dense_never;
+    m.gating = GATING_SOFTMAX;
+    m.eps = 1e-5;
+    expect(c, "clip_qkv", !get(c, "clip_qkv"), "none");
+}
+
+/* Reads the keys of Qwen1.5-MoE and Qwen2-MoE. */
+static void read_qwen2_moe(void) {
+    struct doc c = m.cfg;
+    read_heads("num_key_value_heads", m.n_head);
+    read_expert_count("num_experts");
+    m.is_dense = is_dense_qwen3;
+    m.gating = GATING_SOFTMAX;
+    m.qkv_bias = get_bool(c, "qkv_bias", true);
+    m.n_shared = 1;
+    m.shared_gate = m.shared_width = true;
+    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
+    expect(c, "use_sliding_window", !get_bool(c, "use_sliding_window", false), "false");
+}
+static const struct renaming shared_expert_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
+                                                      {NULL, NULL, EVERYWHERE}};
+
+/* ERNIE 4.5: every moe_layer_interval-th layer from moe_layer_start_index to moe_layer_end_index is a mixture. */
+static bool is_dense_ernie(int layer) {
+    const int last = (int)get_int(m.cfg, "moe_layer_end_index", -1, MAX_LAYERS, -1);
+    const int step = (int)get_int(m.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1);
+    return layer < m.first_dense || (last >= 0 && layer > last) || (layer + 1) % step;
+}
+static void put_ernie(void);
+static void read_ernie(void) {
+    struct doc c = m.cfg;
+    read_heads("num_key_value_heads", m.n_head);
+    read_expert_count("moe_num_experts");
+    read_shared("moe_num_shared_experts", 0);
+    m.first_dense = (int)get_int(c, "moe_layer_start_index", 0, MAX_LAYERS, 0);
+    m.is_dense = is_dense_ernie;
+    m.router_bias = get_bool(c, "moe_use_aux_free", true) ? "exp_probs_b.bias" : NULL;
+    m.gating = GATING_SOFTMAX;
+    m.norm_key = NULL;
+    m.norm_topk_prob = m.leads = m.shared_width = true;
+    m.tied = get_bool(c, "tie_word_embeddings", true);
+    m.eps = 1e-5;
+    m.put = put_ernie;
+    expect(c, "use_bias", !get_bool(c, "use_bias", false), "false");
+}
+static const struct renaming ernie_names[] = {
+    {"mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
+
+/* Step-3.5: moe_layers_enum names the mixtures, "3,4,5". */
+static bool is_dense_step(int layer) {
+    char *end;
+    for (const char *p = get_str(m.cfg, "moe_layers_enum", ""); *p; p = *end == ',' ? end + 1 : end) {
+        const long n = strtol(p, &end, 10);
+        expect(m.cfg, "moe_layers_enum", end > p && (!*end || *end == ','), "numbers with commas between them");
+        if (n == layer) return false;
+    }
+    return true;
+}
+static void put_step(void);
+static void read_step(void) {
+    struct doc c = m.cfg, other = get_obj(c, "attention_other_setting");
+    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
+    read_windows();
+    read_heads("num_attention_groups", REQUIRED);
+    read_expert_count("moe_num_experts");
+    m.heads[0] = m.n_head;
+    m.heads_kv[0] = m.n_head_kv;
+    m.heads[1] = (int)get_int(other, "num_attention_heads", 1, 65536, m.n_head);
+    m.heads_kv[1] = (int)get_int(other, "num_attention_groups", 1, 65536, m.n_head_kv);
+    m.by_layer = m.list_heads = m.list_kv = m.mtp_dense = m.shared_width = m.window_rope = m.llama3 = true;
+    if (get_bool(c, "use_qk_norm", true)) m.has |= HAS_HEAD_NORM;
+    if (get_bool(c, "use_head_wise_attn_gate", false)) m.has |= HAS_HEAD_GATE;
+    m.zero_centered = get_bool(c, "zero_centered", true);
+    m.is_dense = is_dense_step;
+    m.router_bias = get_bool(c, "use_moe_router_bias", true) ? "exp_probs_b.bias" : NULL;
+    m.gating = GATING_SIGMOID;
+    m.norm_key = "norm_expert_weight";
+    m.norm_topk_prob = true;
+    m.scaling_factor = get(c, "moe_router_scaling_factor") ? "moe_router_scaling_factor" : NULL;
+    m.n_shared = 1;
+    m.eps = 1e-5;
+    m.put = put_step;
+    set_dim(DIM_SHARED, size_of("share_expert_dim"), "share_expert_dim");
+    expect(c, "moe_layers_enum", get_str(c, "moe_layers_enum", NULL), "the numbers of the mixtures");
+    count_leading_dense();
+    expect(c, "moe_router_activation", !strcmp(get_str(c, "moe_router_activation", "sigmoid"), "sigmoid"),
+           "\"sigmoid\"");
+    expect(c, "sink", !get_bool(c, "sink", false), "false");
+    expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
+    expect(c, "query_pre_attn_scalar",
+           get_num(c, "query_pre_attn_scalar", (double)m.dim[DIM_HEAD_K]) == (double)m.dim[DIM_HEAD_K],
+           fmt("%zu as head_dim", m.dim[DIM_HEAD_K]));
+    expect(c, "use_rope_layers", !json_array_size(get_list(c, "use_rope_layers")), "none");
+    expect(other, "head_dim",
+           get_int(other, "head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_K]) == (int64_t)m.dim[DIM_HEAD_K],
+           fmt("%zu as in the other layers", m.dim[DIM_HEAD_K]));
+}
+static const struct renaming step_names[] = {{"mlp.gate.e_score_correction_bias", "moe.router_bias", EVERYWHERE},
+                                             {"mlp.gate", "moe.gate", EVERYWHERE},
+                                             {"mlp.experts.*", "moe.experts.*", EVERYWHERE},
+                                             {"mlp.experts", "moe", EVERYWHERE},
+                                             {"mlp.shared_experts", "share_expert", EVERYWHERE},
+                                             {"shared_head.norm", "transformer.shared_head.norm", EVERYWHERE},
+                                             {"shared_head.head", "transformer.shared_head.output", EVERYWHERE},
+                                             {NULL, NULL, EVERYWHERE}};
+
+/* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
+static bool is_dense_laguna(int layer) {
+    json_t *list = get_list(m.cfg, "mlp_layer_types");
+    const char *type = json_string_value(json_array_get(list, (size_t)layer));
+    if (!list) return get(m.cfg, "mlp_only_layers") ? is_dense_qwen3(layer) : layer < 1;
+    expect(m.cfg, "mlp_layer_types", type && one_of(type, "dense sparse"),
+           fmt("%d times \"dense\" or \"sparse\"", m.n_layer));
+    return !strcmp(type, "dense");
+}
+
+/* Whether Laguna's layer has a gate for every value instead of every head. */
+static bool gates_values(int layer) {
+    struct doc c = m.cfg;
+    json_t *list = get_list(c, "gating_types"), *v = list ? json_array_get(list, (size_t)layer) : get(c, "gating");
+    const char *type = json_string_value(v);
+    const bool values = type && one_of(type, "per-element per_element");
+    expect(c, list ? "gating_types" : "gating",
+           values || (type && one_of(type, "per-head per_head")) || (!list && (!v || json_is_true(v))),
+           "\"per-head\" or \"per-element\"");
+    return values;
+}
+
+static void read_laguna(void) {
+    struct doc c = m.cfg;
+    json_t *list = get_list(c, "num_attention_heads_per_layer");
+    read_gqa();
+    read_windows();
+    read_expert_count("num_experts");
+    m.has |= HAS_HEAD_GATE;
+    expect(c, "num_attention_heads_per_layer", !list || json_array_size(list) == (size_t)m.n_layer,
+           fmt("%d numbers", m.n_layer));
+    for (int l = 0; l < m.n_layer; l++) {
+        json_t *v = json_array_get(list, (size_t)l);
+        expect(c, "num_attention_heads_per_layer",
+               !list || (json_is_integer(v) && json_integer_value(v) > 0 && json_integer_value(v) <= 65536),
+               "numbers from 1 to 65536");
+        m.heads_of[l] = list ? (int)json_integer_value(v) : m.n_head;
+        m.gate_of[l] = gates_values(l);
+    }
+    m.heads_kv[0] = m.heads_kv[1] = m.n_head_kv;
+    m.by_layer = m.list_heads = m.shared_width = m.window_rope = m.partial = true;
+    m.is_dense = is_dense_laguna;
+    count_leading_dense();
+    m.router_bias = "exp_probs_b.bias";
+    m.gating = GATING_SIGMOID;
+    m.norm_key = NULL;
+    m.norm_topk_prob = true;
+    m.scaling_factor = get(c, "moe_routed_scaling_factor") ? "moe_routed_scaling_factor" : NULL;
+    m.n_shared = 1;
+    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
+    expect(c, "moe_router_logit_softcapping", get_num(c, "moe_router_logit_softcapping", 0) == 0, "0");
+    expect(c, "moe_apply_router_weight_on_input", !get_bool(c, "moe_apply_router_weight_on_input", false), "false");
+    expect(c, "moe_router_score_func", !strcmp(get_str(c, "moe_router_score_func", "sigmoid"), "sigmoid"),
+           "\"sigmoid\"");
+    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
+    expect(c, "swa_attention_sink_enabled", !get_bool(c, "swa_attention_sink_enabled", false), "false");
+}
+static const struct renaming laguna_names[] = {
+    {"mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias", EVERYWHERE},
+    {"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
+
+/* Returns the value of a layer in a list of 0 and 1. */
+static bool listed_bit(const char *key, int layer) {
+    json_t *list = get_list(m.cfg, key), *v = json_array_get(list, (size_t)layer);
+    expect(m.cfg, key,
+           json_array_size(list) == (size_t)m.n_layer && json_is_integer(v) &&
+               (json_integer_value(v) == 0 || json_integer_value(v) == 1),
+           fmt("0 or 1 for each of %d layers", m.n_layer));
+    return json_integer_value(v) == 1;
+}
+static bool is_dense_mimo(int layer) { return !listed_bit("moe_layer_freq", layer); }
+
+static void put_mimo(void);
+/* Reads the keys of MiMo-V2. Its layers for multi-token prediction have windows. */
+static void read_mimo(void) {
+    struct doc c = m.cfg;
+    read_heads("num_key_value_heads", REQUIRED);
+    read_expert_count("n_routed_experts");
+    set_dim(DIM_HEAD_V, size_of("v_head_dim"), "v_head_dim");
+    for (int l = 0; l < MAX_LAYERS; l++) m.windowed[l] = l >= m.n_layer || listed_bit("hybrid_layer_pattern", l);
+    m.window = (size_t)get_int(c, "sliding_window", 1, MAX_TRAINED, REQUIRED);
+    m.heads[0] = m.n_head;
+    m.heads_kv[0] = m.n_head_kv;
+    m.heads[1] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, m.n_head);
+    m.heads_kv[1] = (int)get_int(c, "swa_num_key_value_heads", 1, 65536, REQUIRED);
+    m.by_layer = m.list_kv = m.mtp_dense = m.mtp_unsaid = m.window_rope = m.partial = m.norm_topk_prob = true;
+    m.list_heads = m.heads[0] != m.heads[1];
+    m.mtp = "model.mtp.";
+    m.qkv_chunks = (size_t)m.n_head_kv;
+    if (get_bool(c, "add_full_attention_sink_bias", false)) m.has |= HAS_SINKS;
+    m.has_window = get_bool(c, "add_swa_attention_sink_bias", false) ? HAS_SINKS : 0;
+    m.is_dense = is_dense_mimo;
+    m.router_bias = "exp_probs_b.bias";
+    m.gating = GATING_SIGMOID;
+    m.scaling_factor = get(c, "routed_scaling_factor") ? "routed_scaling_factor" : NULL;
+    m.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
+    m.window_theta = "swa_rope_theta";
+    m.eps_key = "layernorm_epsilon";
+    m.eps = 1e-5;
+    m.put = put_mimo;
+    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
+    expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
+    expect(c, "n_shared_experts", get_int(c, "n_shared_experts", 0, 64, 0) == 0, "0");
+    expect(c, "sliding_window_size",
+           get_int(c, "sliding_window_size", 1, MAX_TRAINED, (int64_t)m.window) == (int64_t)m.window,
+           fmt("%zu as sliding_window", m.window));
+    expect(c, "swa_head_dim",
+           get_int(c, "swa_head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_K]) == (int64_t)m.dim[DIM_HEAD_K],
+           fmt("%zu as head_dim", m.dim[DIM_HEAD_K]));
+    expect(c, "swa_v_head_dim",
+           get_int(c, "swa_v_head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_V]) == (int64_t)m.dim[DIM_HEAD_V],
+           fmt("%zu as v_head_dim", m.dim[DIM_HEAD_V]));
+}
+static const struct renaming mimo_names[] = {{"self_attn.sinks", "self_attn.attention_sink_bias", EVERYWHERE},
+                                             {"post_attention_layernorm", "pre_mlp_layernorm", PREDICTION},
+                                             {"layer_output_norm", "final_layernorm", PREDICTION},
+                                             {NULL, NULL, EVERYWHERE}};
 
 /* The one table of families. */
 static const struct {
@@ -1162,25 +1814,50 @@ static const struct {
     void (*read)(void);  /* reads config.json into m */
     const struct renaming *renaming; /* parts of tensor names that differ from those in tensor_rules; NULL: none */
     const char *pre; /* the pre-tokenizer of all releases: copies of some have another one in tokenizer.json */
-} families[] = {{.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
-                {.type = "qwen3_5_moe_text",
-                 .wrapper = "qwen3_5_moe",
-                 .arch = "qwen35moe",
-                 .read = read_qwen3_5,
-                 .renaming = qwen_next_names,
-                 .pre = "qwen35"},
-                {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
-                {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
-                {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
-                {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names},
-                {.type = "glm4_moe", .arch = "glm4moe", .read = read_glm4},
-                {.type = "glm4_moe_lite", .arch = "deepseek2", .read = read_deepseek3}};
+    const char *width, *top_k; /* keys of an expert's width and of experts per token; NULL: the usual ones */
+} families[] = {
+    {.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
+    {.type = "qwen3_5_moe_text",
+     .wrapper = "qwen3_5_moe",
+     .arch = "qwen35moe",
+     .read = read_qwen3_5,
+     .renaming = qwen_next_names,
+     .pre = "qwen35"},
+    {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
+    {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
+    {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
+    {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names},
+    {.type = "glm4_moe", .arch = "glm4moe", .read = read_glm4},
+    {.type = "glm4_moe_lite", .arch = "deepseek2", .read = read_deepseek3},
+    {.type = "gpt_oss",
+     .arch = "gpt-oss",
+     .read = read_gpt_oss,
+     .renaming = gpt_oss_names,
+     .width = "intermediate_size"},
+    {.type = "minimax_m2",
+     .arch = "minimax-m2",
+     .read = read_minimax_m2,
+     .renaming = mixtral_names,
+     .width = "intermediate_size"},
+    {.type = "mixtral", .arch = "llama", .read = read_mixtral, .renaming = mixtral_names, .width = "intermediate_size"},
+    {.type = "olmoe", .arch = "olmoe", .read = read_olmoe, .width = "intermediate_size"},
+    {.type = "qwen2_moe", .arch = "qwen2moe", .read = read_qwen2_moe, .renaming = shared_expert_names},
+    {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .read = read_ernie, .renaming = ernie_names, .top_k = "moe_k"},
+    {.type = "step3p5",
+     .wrapper = "step3p7",
+     .arch = "step35",
+     .read = read_step,
+     .renaming = step_names,
+     .top_k = "moe_top_k"},
+    {.type = "laguna", .arch = "laguna", .read = read_laguna, .renaming = laguna_names},
+    {.type = "mimo_v2_flash", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names},
+    {.type = "mimo_v2", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names}};
 
 /* The model types, for a message. */
 static const char *family_types(void) {
     const char *list = families[0].type;
     for (size_t f = 1; f < COUNT(families); f++) list = fmt("%s, %s", list, families[f].type);
-    return fmt("%s, qwen3_5_moe or kimi_k25", list);
+    return fmt("%s, qwen3_5_moe, kimi_k25 or step3p7", list);
 }
 
 /* Reads config.json into m. */
@@ -1196,6 +1873,9 @@ static void read_config(void) {
     m.body = "model.";
     m.rope_theta = -1;
     m.rotary = 1;
+    m.norm_key = "norm_topk_prob";
+    m.eps_key = "rms_norm_eps";
+    m.eps = 1e-6;
     if (wrapped) type = get_str(m.cfg, "model_type", "(none)");
     size_t f = 0, n = COUNT(families);
     while (f < n && strcmp(families[f].type, type)) f++;
@@ -1206,13 +1886,15 @@ static void read_config(void) {
     m.pre = families[f].pre;
     m.n_layer = (int)get_int(m.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
     m.n_head = (int)get_int(m.cfg, "num_attention_heads", 1, 65536, REQUIRED);
-    m.top_k = (int)get_int(m.cfg, "num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
+    m.top_k_key = families[f].top_k ? families[f].top_k : "num_experts_per_tok";
+    m.width_key = families[f].width ? families[f].width : "moe_intermediate_size";
+    m.top_k = (int)get_int(m.cfg, m.top_k_key, 1, MAX_EXPERTS, REQUIRED);
     set_dim(DIM_ONE, 1, "1");
     set_dim(DIM_EMBD, size_of("hidden_size"), "hidden_size");
     set_dim(DIM_2_EMBD, 2 * m.dim[DIM_EMBD], "2 hidden_size");
     set_dim(DIM_VOCAB, (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED), "vocab_size");
     set_dim(DIM_TOKENS, m.dim[DIM_VOCAB], "vocab_size");
-    m.ff_expert = size_of("moe_intermediate_size");
+    m.ff_expert = size_of(m.width_key);
     m.tied = get_bool(m.cfg, "tie_word_embeddings", get_bool(m.top, "tie_word_embeddings", false));
     expect(m.cfg, "hidden_act", !strcmp(get_str(m.cfg, "hidden_act", "silu"), "silu"), "\"silu\"");
     families[f].read();
@@ -1227,9 +1909,9 @@ static void check_quantization(void) {
     const struct {
         struct doc d;
         const char *key, *known;
-    } checks[] = {{q, "quant_method", "modelopt compressed-tensors fp8 none"},
+    } checks[] = {{q, "quant_method", "modelopt compressed-tensors fp8 mxfp4 none"},
                   {q, "quant_algo", algos},
-                  {q, "format", "nvfp4-pack-quantized float-quantized mixed-precision dense"},
+                  {q, "format", "nvfp4-pack-quantized mxfp4-pack-quantized float-quantized mixed-precision dense"},
                   {get_obj(hf, "quantization"), "quant_algo", algos}};
     bool announced = false, found = false;
     for (size_t i = 0; i < COUNT(checks); i++) {
@@ -1242,6 +1924,9 @@ static void check_quantization(void) {
     for (size_t i = 0; i < json_array_size(block); i++)
         expect(q, "weight_block_size", json_integer_value(json_array_get(block, i)) == 128, "[128, 128]");
     get_int(get_obj(hf, "quantization"), "group_size", 16, 16, 16);
+    struct doc sparsity = get_obj(q, "moe_sparsity_config");
+    const char *method = get_str(sparsity, "method", "prune");
+    expect(sparsity, "method", !strcmp(method, "prune"), "\"prune\"");
     for (size_t i = 0; i < arrlenu(plan); i++)
         found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.format == NVFP4;
     if (announced && !found) die("%s says NVFP4, but no tensor is NVFP4", q.obj ? q.file : hf.file);
@@ -1251,13 +1936,30 @@ static void check_quantization(void) {
 /* ============================================================================================================
  * Vocabulary
  *
- * Byte-level BPE only. Texts of tokens are stored in GPT-2's alphabet, one printable character per byte; added tokens
- * are stored literally. The pre-tokenizer is recognized by its expressions and stored by its name in llama.cpp. An
- * unknown one is an error, because other pieces would give tokens that the model was not trained on, without any error
- * later.
+ * Byte-level BPE and SentencePiece BPE with tokens for bytes.
+ *
+ * Byte-level BPE: texts of tokens are stored in GPT-2's alphabet, one printable character per byte; added tokens are
+ * stored literally. The pre-tokenizer is recognized by its expressions and stored by its name in llama.cpp. An unknown
+ * one is an error, because other pieces would give tokens that the model was not trained on, without any error later.
+ *
+ * SentencePiece: ordinary tokens are stored with U+2581 for a blank, added tokens literally. Its tokenizer.json has a
+ * list of merges, which is stored, and which moe follows; llama.cpp merges by scores. Scores are those of
+ * tokenizer.model. Without that file the score of a token is minus the place of the first merge that makes it, from 0
+ * on, so that the highest score is merged first; tokens that no merge makes have NO_SCORE.
  * ============================================================================================================ */
 
-enum token_type { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER = 4, TOKEN_UNUSED = 5 };
+/* As in GGUF files and tokenizer.model. */
+enum token_type {
+    TOKEN_NORMAL = 1,
+    TOKEN_UNKNOWN,
+    TOKEN_CONTROL,
+    TOKEN_USER,
+    TOKEN_UNUSED,
+    TOKEN_BYTE /* <0x00> to <0xFF> of SentencePiece */
+};
+
+#define NO_SCORE  -1e9f
+#define SPM_BLANK "\xe2\x96\x81" /* U+2581 */
 
 static struct {
     char **text;             /* (vocab_size) NULL: no such token */
@@ -1266,6 +1968,9 @@ static struct {
     const char *pre;         /* name of the pre-tokenizer */
     bool nfc, ignore_merges; /* normalize to NFC; a piece that is a token is not split */
     bool add_bos;            /* the post-processor adds it; tokenizer_config.json may overrule that */
+    bool spm;                /* SentencePiece */
+    float *score;            /* (vocab_size) of SentencePiece */
+    const char *blanks; /* what stretches get a blank in front: NULL, none; "all"; a value of moe.tokenizer.blanks */
 } vocab;
 
 /* Returns an expression with line ends as escapes and with contractions in their short form, as in the table; an stb_ds
@@ -1300,8 +2005,9 @@ static void collect_expressions(struct doc d, char ***list) {
         /* Removed and inverted leaves the matches. That is the same as Isolated if the expression matches
          * everything. */
         bool plain = !strcmp(how, "Isolated") || (!strcmp(how, "Removed") && get_bool(d, "invert", false));
-        if (!e || !plain) die("%s: this Split is not supported: %s", d.file, json_show(d.obj));
-        arrput(*list, normalize_expression(e));
+        bool with_next = !strcmp(how, "MergedWithNext") && !get_bool(d, "invert", false);
+        if (!e || !(plain || with_next)) die("%s: this Split is not supported: %s", d.file, json_show(d.obj));
+        arrput(*list, normalize_expression(with_next ? fmt("%s" HF_WITH_NEXT, e) : e));
     } else if (!strcmp(type, "Digits")) {
         arrput(*list, normalize_expression(get_bool(d, "individual_digits", false) ? "\\p{N}" : "\\p{N}+"));
     } else if (!strcmp(type, "ByteLevel")) {
@@ -1310,19 +2016,24 @@ static void collect_expressions(struct doc d, char ***list) {
     } else expect(d, "type", false, "Sequence, Split, Digits or ByteLevel");
 }
 
-/* Sets vocab.pre by the expressions of the pre-tokenizer d. If two rows of the table have the same expressions, the one
- * with the ignore_merges of this tokenizer is taken. */
+/* Sets vocab.pre by the expressions of the pre-tokenizer d. If several rows of the table have the same expressions, the
+ * one is taken whose ignore_merges, then whose nfc, are those of this tokenizer. */
 static void recognize_pre_tokenizer(struct doc d) {
     char **list = NULL;
-    if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE is supported", d.file);
+    if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE and SentencePiece are supported", d.file);
     collect_expressions(d, &list);
     size_t n = arrlenu(list);
+    int most = -1;
     const struct pre_tokenizer *found = NULL;
     for (const struct pre_tokenizer *p = pre_tokenizers; p < pre_tokenizers + N_PRE_TOKENIZERS; p++) {
         size_t i = 0;
         while (i < n && i < VOCAB_MAX_EXPRS && p->hf[i] && !strcmp(p->hf[i], list[i])) i++;
         bool same = i == n && n && (i == VOCAB_MAX_EXPRS || !p->hf[i]);
-        if (same && (!found || p->ignore_merges == vocab.ignore_merges)) found = p;
+        const int agree = 2 * (p->ignore_merges == vocab.ignore_merges) + (p->nfc == vocab.nfc);
+        if (same && agree > most) {
+            most = agree;
+            found = p;
+        }
     }
     if (found) {
         const int len = (int)strcspn(found->names, " ");
@@ -1368,16 +2079,58 @@ static void add_token(struct doc d, int64_t id) {
     vocab_set(d.file, text, id, added_token_type(text, get_bool(d, "special", false)));
 }
 
-/* Reads the normalizer: none or NFC. */
-static void read_normalizer(struct doc d) {
+/* Reads the normalizer. Byte-level: none or NFC. SentencePiece: none; or U+2581 for blanks, with one in front or
+ * without. *escaped: that was found. */
+static void read_normalizer(struct doc d, bool *escaped) {
     size_t i;
     json_t *v;
     if (!d.obj) return;
     const char *type = get_str(d, "type", "(none)");
-    if (!strcmp(type, "NFC")) vocab.nfc = true;
-    else if (!strcmp(type, "Sequence")) {
-        json_array_foreach(get_list(d, "normalizers"), i, v) read_normalizer((struct doc){v, d.file, d.in});
-    } else expect(d, "type", false, "none, NFC or a Sequence of those");
+    if (!strcmp(type, "Sequence")) {
+        json_array_foreach(get_list(d, "normalizers"), i, v) read_normalizer((struct doc){v, d.file, d.in}, escaped);
+    } else if (!vocab.spm) {
+        expect(d, "type", !strcmp(type, "NFC"), "none, NFC or a Sequence of those");
+        vocab.nfc = true;
+    } else if (!strcmp(type, "Prepend")) {
+        expect(d, "prepend", !strcmp(get_str(d, "prepend", ""), SPM_BLANK), "U+2581");
+        vocab.blanks = "all";
+    } else {
+        expect(d, "type", !strcmp(type, "Replace"), "none, Prepend, Replace or a Sequence of those");
+        expect(d, "pattern", !strcmp(get_str(get_obj(d, "pattern"), "String", ""), " "), "a blank");
+        expect(d, "content", !strcmp(get_str(d, "content", ""), SPM_BLANK), "U+2581");
+        *escaped = true;
+    }
+}
+
+/* Reads the pre-tokenizer of SentencePiece: none, or Metaspace that does not split. */
+static void read_metaspace(struct doc d, bool *escaped) {
+    if (!d.obj) return;
+    expect(d, "type", !strcmp(get_str(d, "type", "(none)"), "Metaspace"), "Metaspace, because of byte_fallback");
+    expect(d, "replacement", !strcmp(get_str(d, "replacement", ""), SPM_BLANK), "U+2581");
+    expect(d, "split", !get_bool(d, "split", true), "false");
+    const char *scheme = get_str(d, "prepend_scheme", get_bool(d, "add_prefix_space", true) ? "always" : "never");
+    expect(d, "prepend_scheme", one_of(scheme, "always first never"), "always, first or never");
+    if (!strcmp(scheme, "always")) vocab.blanks = "stretches";
+    if (!strcmp(scheme, "first")) vocab.blanks = "start";
+    *escaped = true;
+}
+
+/* Checks the decoder. */
+static void read_decoder(struct doc d) {
+    size_t i;
+    json_t *v;
+    const char *type = get_str(d, "type", "ByteLevel");
+    if (vocab.spm && !strcmp(type, "Sequence")) {
+        json_array_foreach(get_list(d, "decoders"), i, v) read_decoder((struct doc){v, d.file, d.in});
+    } else if (vocab.spm) {
+        expect(d, "type", !d.obj || one_of(type, "Replace ByteFallback Fuse Strip Metaspace"),
+               "Replace, ByteFallback, Fuse, Strip, Metaspace or a Sequence of those");
+    } else expect(d, "type", !strcmp(type, "ByteLevel"), "ByteLevel");
+}
+
+/* Whether a text is the token of a byte of SentencePiece. */
+static bool is_byte_token(const char *text) {
+    return strlen(text) == 6 && starts_with(text, "<0x") && text[5] == '>' && strspn(text + 3, "0123456789ABCDEF") == 2;
 }
 
 /* Reads the post-processor: it adds nothing, or one token before the text, the beginning-of-sequence token. */
@@ -1413,38 +2166,45 @@ static void read_merges(struct doc model, json_t *tokens) {
         if (!space || space == pair || !space[1] || strchr(space + 1, ' '))
             die("%s: merge %zu: expected two parts without spaces, found %s", model.file, i, json_show(v));
         *space = 0;
-        if (!json_object_get(tokens, pair) || !json_object_get(tokens, space + 1) ||
-            !json_object_get(tokens, fmt("%s%s", pair, space + 1)))
+        json_t *whole = json_object_get(tokens, fmt("%s%s", pair, space + 1));
+        if (!json_object_get(tokens, pair) || !json_object_get(tokens, space + 1) || !whole)
             die("%s: merge %zu: %s: a part or the whole is not in the vocabulary", model.file, i, json_show(v));
         *space = ' ';
         arrput(vocab.merges, pair);
+        float *score = &vocab.score[json_integer_value(whole)];
+        if (*score == NO_SCORE) *score = -(float)i;
     }
 }
 
 /* Reads tokenizer.json. */
 static void read_tokenizer_json(struct doc d) {
-    struct doc model = get_obj(d, "model"), tokens = get_obj(model, "vocab"), decoder = get_obj(d, "decoder");
+    struct doc model = get_obj(d, "model"), tokens = get_obj(model, "vocab");
     size_t i;
     const char *text;
     json_t *v;
+    bool escaped = false;
     expect(model, "type", !strcmp(get_str(model, "type", "BPE"), "BPE"), "BPE");
     expect(d, "model", tokens.obj, "an object with a vocabulary");
-    expect(model, "byte_fallback", !get_bool(model, "byte_fallback", false), "false");
+    vocab.spm = get_bool(model, "byte_fallback", false);
     expect(model, "end_of_word_suffix", !*get_str(model, "end_of_word_suffix", ""), "none");
     expect(model, "continuing_subword_prefix", !*get_str(model, "continuing_subword_prefix", ""), "none");
     vocab.ignore_merges = get_bool(model, "ignore_merges", false);
+    expect(model, "ignore_merges", !vocab.spm || !vocab.ignore_merges, "false, because of byte_fallback");
     json_object_foreach(tokens.obj, text, v) {
-        vocab_set(d.file, text, get_int(tokens, text, 0, INT32_MAX, REQUIRED), TOKEN_NORMAL);
+        vocab_set(d.file, text, get_int(tokens, text, 0, INT32_MAX, REQUIRED),
+                  vocab.spm && is_byte_token(text) ? TOKEN_BYTE : TOKEN_NORMAL);
     }
     read_merges(model, tokens.obj);
     json_array_foreach(get_list(d, "added_tokens"), i, v) {
         struct doc t = {v, d.file, "added_tokens"};
         add_token(t, get_int(t, "id", 0, INT32_MAX, REQUIRED));
     }
-    recognize_pre_tokenizer(get_obj(d, "pre_tokenizer"));
-    read_normalizer(get_obj(d, "normalizer"));
+    read_normalizer(get_obj(d, "normalizer"), &escaped);
+    if (vocab.spm) read_metaspace(get_obj(d, "pre_tokenizer"), &escaped);
+    else recognize_pre_tokenizer(get_obj(d, "pre_tokenizer"));
+    expect(d, "normalizer", !vocab.spm || escaped, "Replace, because of byte_fallback: U+2581 stands for a blank");
     read_post_processor(get_obj(d, "post_processor"));
-    expect(decoder, "type", !strcmp(get_str(decoder, "type", "ByteLevel"), "ByteLevel"), "ByteLevel");
+    read_decoder(get_obj(d, "decoder"));
 }
 
 /* ---- tiktoken.model: lines "BASE64 RANK" ----
@@ -1574,6 +2334,173 @@ static void read_tiktoken(const char *file, struct doc config) {
     vocab.pre = "kimi-k2";
 }
 
+/* ---- tokenizer.model of SentencePiece: a protobuf message ----
+ *
+ *   1: a piece of the vocabulary, once for each id {1: text, 2: score, 3: enum token_type}
+ *   2: how it was trained {3: model type, 24: blanks at the ends of words, 35: tokens for bytes}
+ *   3: how text is normalized {1: name, 2: map of characters, 3: blank in front, 4: blanks are merged, 5: U+2581} */
+
+/* What is left of a message. */
+struct wire {
+    const uint8_t *p, *end;
+    const char *file;
+};
+
+struct field {
+    uint32_t number;
+    uint64_t value;    /* of a varint, or the bits of a float */
+    struct wire bytes; /* of a field with a length; otherwise empty */
+};
+
+static uint64_t wire_varint(struct wire *w) {
+    uint64_t v = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+        if (w->p == w->end) die("%s: the file is cut off", w->file);
+        v |= (uint64_t)(*w->p & 127) << shift;
+        if (!(*w->p++ & 128)) return v;
+    }
+    die("%s: a number has more than 10 bytes", w->file);
+}
+
+/* Reads the next field of a message; false at its end. */
+static bool wire_next(struct wire *w, struct field *f) {
+    if (w->p == w->end) return false;
+    const uint64_t tag = wire_varint(w), type = tag & 7;
+    if (tag >> 32 || (type != 0 && type != 1 && type != 2 && type != 5))
+        die("%s: this is no model of SentencePiece", w->file);
+    *f = (struct field){.number = (uint32_t)(tag >> 3)};
+    if (type == 0) {
+        f->value = wire_varint(w);
+        return true;
+    }
+    const uint64_t n = type == 2 ? wire_varint(w) : type == 1 ? 8 : 4;
+    if (n > (uint64_t)(w->end - w->p)) die("%s: the file is cut off", w->file);
+    if (type == 2) f->bytes = (struct wire){w->p, w->p + n, w->file};
+    else f->value = type == 5 ? gguf_rd32(w->p) : gguf_rd64(w->p);
+    w->p += n;
+    return true;
+}
+
+/* Reads a piece: text (malloc'ed), type and score. */
+static char *read_piece(struct wire w, int64_t id, enum token_type *type, float *score) {
+    char *text = NULL;
+    struct field f;
+    *type = TOKEN_NORMAL;
+    *score = 0;
+    while (wire_next(&w, &f)) {
+        if (f.number == 2) *score = f32_from_bits((uint32_t)f.value);
+        if (f.number == 3 && (f.value < TOKEN_NORMAL || f.value > TOKEN_BYTE))
+            die("%s: piece %lld has the type %llu, expected 1 to 6", w.file, (long long)id,
+                (unsigned long long)f.value);
+        if (f.number == 3) *type = (enum token_type)f.value;
+        if (f.number != 1) continue;
+        const size_t n = (size_t)(f.bytes.end - f.bytes.p);
+        if (!n || memchr(f.bytes.p, 0, n) || !utf8_valid((const char *)f.bytes.p, n))
+            die("%s: the text of piece %lld is not UTF-8", w.file, (long long)id);
+        free(text);
+        text = xstrndup((const char *)f.bytes.p, n);
+    }
+    if (!text) die("%s: piece %lld has no text", w.file, (long long)id);
+    if (!isfinite(*score)) die("%s: the score of piece %lld is not finite", w.file, (long long)id);
+    if (*type == TOKEN_BYTE && !is_byte_token(text))
+        die("%s: piece %lld is '%s', expected a byte <0x00> to <0xFF>", w.file, (long long)id, text);
+    return text;
+}
+
+/* Dies unless a model is BPE with tokens for bytes and blanks in front of words. */
+static void check_trainer(struct wire w) {
+    uint64_t type = 1;
+    bool suffix = false, bytes = false;
+    struct field f;
+    while (wire_next(&w, &f)) {
+        if (f.number == 3) type = f.value;
+        if (f.number == 24) suffix = f.value;
+        if (f.number == 35) bytes = f.value;
+    }
+    if (type != 2) die("%s: the model has the type %llu, expected 2 (BPE)", w.file, (unsigned long long)type);
+    if (!bytes) die("%s: the model has no tokens for bytes (byte_fallback)", w.file);
+    if (suffix) die("%s: the model puts blanks at the ends of words, expected in front", w.file);
+}
+
+/* Returns whether a blank goes in front of text. Dies if text is changed in any other way. */
+static bool read_normalization(struct wire w) {
+    bool front = true, merged = true, escaped = true, map = false;
+    struct field f;
+    while (wire_next(&w, &f)) {
+        if (f.number == 2) map = f.bytes.p < f.bytes.end;
+        if (f.number == 3) front = f.value;
+        if (f.number == 4) merged = f.value;
+        if (f.number == 5) escaped = f.value;
+    }
+    if (map) die("%s: the model normalizes characters, expected the normalizer 'identity'", w.file);
+    if (merged) die("%s: the model merges blanks (remove_extra_whitespaces), expected not", w.file);
+    if (!escaped) die("%s: the model does not write U+2581 for a blank (escape_whitespaces)", w.file);
+    return front;
+}
+
+/* Takes over the scores of tokenizer.model, if its ordinary pieces are the tokens of tokenizer.json. */
+static void take_scores(const char *file, char *const *text, const enum token_type *type, const float *score,
+                        size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (type[i] == TOKEN_NORMAL && (i >= m.dim[DIM_VOCAB] || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
+            message_print("piece %zu of %s is '%s', another token than in tokenizer.json: its scores are not used", i,
+                          file, text[i]);
+            return;
+        }
+    memcpy(vocab.score, score, n * sizeof *score);
+}
+
+/* Reads tokenizer.model; config: tokenizer_config.json. After tokenizer.json it only gives the scores. */
+static void read_sentencepiece(const char *file, struct doc config, bool only_scores) {
+    char *data = NULL, err[ERR_MAX], **text = NULL;
+    enum token_type *type = NULL;
+    float *score = NULL;
+    bool front = true, defined = false, trained = false, normalized = false;
+    struct field f;
+    close(input_open(in_dir(file)));
+    if (read_file(in_dir(file), &data, err)) die("%s", err);
+    struct wire whole = {(const uint8_t *)data, (const uint8_t *)data + arrlenu(data), file};
+    while (wire_next(&whole, &f)) {
+        if (f.number == 2) check_trainer(f.bytes);
+        if (f.number == 3) front = read_normalization(f.bytes);
+        trained |= f.number == 2;
+        normalized |= f.number == 3;
+        if (f.number != 1) continue;
+        enum token_type t;
+        float x;
+        arrput(text, read_piece(f.bytes, arrlen(text), &t, &x));
+        arrput(type, t);
+        arrput(score, x);
+        defined |= t == TOKEN_USER;
+    }
+    if (!arrlen(text) || !trained || !normalized) die("%s: this is no model of SentencePiece", file);
+    const size_t n = arrlenu(text);
+    if (only_scores) {
+        if (n <= m.dim[DIM_VOCAB]) take_scores(file, text, type, score, n);
+    } else {
+        vocab.spm = vocab.add_bos = true;
+        for (size_t i = 0; i < n; i++) {
+            vocab_set(file, text[i], (int64_t)i, type[i]);
+            vocab.score[i] = score[i];
+        }
+        const char *always = get_bool(config, "legacy", true) ? defined ? "control" : "all" : "start";
+        vocab.blanks = get_bool(config, "add_prefix_space", front) ? always : NULL;
+    }
+    for (size_t i = 0; i < n; i++) free(text[i]);
+    arrfree(text), arrfree(type), arrfree(score), arrfree(data);
+}
+
+/* Adds the tokens of added_tokens.json, {"text": id}. */
+static void read_added_tokens(void) {
+    struct doc d = doc_read("added_tokens.json");
+    const char *text;
+    json_t *v;
+    json_object_foreach(d.obj, text, v) {
+        vocab_set(d.file, text, get_int(d, text, 0, INT32_MAX, REQUIRED), added_token_type(text, false));
+    }
+    json_decref(d.obj);
+}
+
 /* Adds the tokens of tokenizer_config.json. Ids without a token among the 256 special ones of a tiktoken model get the
  * names that Kimi's tokenizer gives them. */
 static void read_added_decoder(struct doc config) {
@@ -1591,19 +2518,42 @@ static void read_added_decoder(struct doc config) {
         if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
+/* Writes blanks for U+2581 in place: user-defined tokens are found in text as it is. */
+static void unescape_blanks(char *text) {
+    for (char *hit = text; (hit = strstr(hit, SPM_BLANK)); hit++) {
+        *hit = ' ';
+        memmove(hit + 1, hit + 3, strlen(hit + 3) + 1);
+    }
+}
+
 /* Reads all tokens. Ids without a token become unused ones. */
 static void read_vocabulary(struct doc config) {
     size_t n = m.dim[DIM_VOCAB];
     vocab.text = xrealloc(NULL, n * sizeof *vocab.text);
     vocab.type = xrealloc(NULL, n * sizeof *vocab.type);
+    vocab.score = xrealloc(NULL, n * sizeof *vocab.score);
     memset(vocab.text, 0, n * sizeof *vocab.text);
+    for (size_t i = 0; i < n; i++) vocab.score[i] = NO_SCORE;
     struct doc d = doc_read("tokenizer.json");
-    if (d.obj) read_tokenizer_json(d);
-    else if (!access(in_dir("tiktoken.model"), F_OK)) read_tiktoken("tiktoken.model", config);
-    else die("'%s' has neither tokenizer.json nor tiktoken.model", model_dir);
+    const bool pieces = !access(in_dir("tokenizer.model"), F_OK);
+    if (d.obj) {
+        read_tokenizer_json(d);
+        if (vocab.spm && pieces) read_sentencepiece("tokenizer.model", config, true);
+    } else if (!access(in_dir("tiktoken.model"), F_OK)) {
+        read_tiktoken("tiktoken.model", config);
+    } else if (pieces) {
+        read_sentencepiece("tokenizer.model", config, false);
+        read_added_tokens();
+    } else die("'%s' has neither tokenizer.json nor tiktoken.model nor tokenizer.model", model_dir);
+    size_t bytes = 0;
+    for (size_t i = 0; i < n; i++) bytes += vocab.text[i] && vocab.type[i] == TOKEN_BYTE;
+    if (vocab.spm && bytes != 256) die("'%s': the tokenizer has %zu tokens for bytes, expected 256", model_dir, bytes);
+    if ((d.obj || !vocab.spm) && !arrlen(vocab.merges))
+        die("'%s': the tokenizer has no merges: only BPE is supported", model_dir);
     json_decref(d.obj);
     read_added_decoder(config);
     for (size_t i = 0; i < n; i++) {
+        if (vocab.text[i] && vocab.spm && vocab.type[i] == TOKEN_USER) unescape_blanks(vocab.text[i]);
         if (vocab.text[i]) continue;
         vocab.text[i] = xstrdup(fmt("[PAD%zu]", i));
         vocab.type[i] = TOKEN_UNUSED;
@@ -1639,21 +2589,39 @@ static void kv_strings(const char *key, char *const *s, size_t n) {
     for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
 }
 
-/* Writes how much of a head is rotated, and for Qwen3.5 the shares of time, height and width in it, which are the same
- * number for text. r: the object of RoPE parameters. d: the object that has partial_rotary_factor. */
-static void put_partial_rope(struct doc r, struct doc d, double rotary) {
+/* Writes the shares of time, height and width in Qwen3.5's rotation, which are the same number for text. */
+static void put_rope_sections(struct doc r) {
     static const int32_t usual[4] = {11, 11, 10, 0};
     int32_t sections[4] = {0};
     json_t *v, *list = get_list(r, "mrope_section");
     size_t i;
-    const double n = (double)m.dim[DIM_HEAD_K] * rotary;
-    expect(d, "partial_rotary_factor", rotary > 0 && rotary <= 1 && (size_t)n >= 2 && (size_t)n % 2 == 0,
-           "a share of head_dim that is an even number");
-    kv_u32("rope.dimension_count", (size_t)n);
-    if (!m.tiled) return; /* Qwen3-Next has no sections */
     expect(r, "mrope_section", json_array_size(list) <= 4, "at most four numbers");
     json_array_foreach(list, i, v) sections[i] = (int32_t)json_integer_value(v);
     gguf_put_array(&writer, arch_key("rope.dimension_sections"), GGUF_V_I32, 4, list ? sections : usual);
+}
+
+/* Writes how many values are rotated. Step-3.5 has no key: layers without a window rotate half of a head. */
+static void put_rotated(struct doc r) {
+    const size_t n = rotated(r, false), head = m.dim[DIM_HEAD_K];
+    const bool half = !m.partial && m.window_rope;
+    if (half) expect(m.cfg, "partial_rotary_factors", 2 * n == head, "0.5 for layers without a window");
+    else if (m.partial || m.pairs) kv_u32("rope.dimension_count", n);
+    if (m.tiled) put_rope_sections(r);
+    if (!m.window_rope || !m.window) return;
+    r = rope_doc(true);
+    if (half) expect(m.cfg, "partial_rotary_factors", rotated(r, true) == head, "1 for layers with a window");
+    else if (!m.window_theta) kv_u32("rope.dimension_count_swa", rotated(r, true));
+}
+
+/* Writes the base of the rotation in layers with a window, whose frequencies are never scaled. */
+static void put_window_base(void) {
+    struct doc w = rope_doc(true);
+    const char *key = m.window_theta && get(m.cfg, m.window_theta) ? m.window_theta : "rope_theta";
+    const bool own = !w.obj && get(m.cfg, key);
+    if (!m.window_rope || !m.window) return;
+    const double theta = own ? layer_number(key, true, -1) : get_num(w, "rope_theta", -1);
+    kv_num(own ? m.cfg : w, key, theta, "rope.freq_base_swa");
+    expect(w, "rope_type", one_of(rope_type(w), "default none"), "\"default\"");
 }
 
 /* Writes the RoPE keys, from rope_theta and rope_scaling or from the newer rope_parameters. YaRN (arXiv 2309.00071)
@@ -1662,27 +2630,28 @@ static void put_partial_rope(struct doc r, struct doc d, double rotary) {
 static void put_rope(void) {
     static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
                                 "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
-    struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
-    const bool mla = m.has & HAS_MLA;
+    static const char only[] = "[\"full_attention\"]"; /* layers whose frequencies rope_scaling changes */
+    struct doc r = rope_doc(false);
+    const bool mla = m.has & HAS_MLA, llama3 = m.llama3 && !strcmp(rope_type(r), "llama3");
     const char *key;
     json_t *v;
     json_object_foreach(r.obj, key, v) {
         bool ok = one_of(key, known) || (m.has_delta && one_of(key, "mrope_section mrope_interleaved"));
-        expect(r, key, ok, "no such RoPE parameter");
+        expect(r, key, ok || (llama3 && one_of(key, "low_freq_factor high_freq_factor")), "no such RoPE parameter");
     }
-    double theta = get_num(m.cfg, "rope_theta", get_num(r, "rope_theta", m.rope_theta));
+    double theta = layer_number("rope_theta", false, get_num(r, "rope_theta", m.rope_theta));
     kv_num(get(m.cfg, "rope_theta") ? m.cfg : r, "rope_theta", theta, "rope.freq_base");
-    const char *type = get_str(r, "rope_type", get_str(r, "type", "default"));
-    struct doc d = get(r, "partial_rotary_factor") ? r : m.cfg;
-    double rotary = get_num(d, "partial_rotary_factor", m.rotary);
-    if (m.rotary < 1) put_partial_rope(r, d, rotary);
-    else expect(d, "partial_rotary_factor", rotary == 1, "1");
-    if (one_of(type, "default none")) return;
+    const char *type = rope_type(r);
+    put_rotated(r);
+    put_window_base();
+    if (m.window_rope && m.window && !one_of(type, "default none") && get(m.cfg, "rope_scaling"))
+        expect(m.cfg, "yarn_only_types", !strcmp(json_show(get(m.cfg, "yarn_only_types")), only), only);
+    if (one_of(type, "default none") || llama3) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
     double factor = get_num(r, "factor", NAN), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
     double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
     expect(r, "factor", factor >= 1, "a number from 1");
-    expect(r, "truncate", get_bool(r, "truncate", true), "true");
+    expect(r, "truncate", get_bool(r, "truncate", true) != m.exact_yarn, m.exact_yarn ? "false" : "true");
     expect(r, "mscale_all_dim", mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
            mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
     expect(r, "attention_factor", fabs(attention - (mla ? 0 : usual)) <= 1e-4, mla ? "none" : fmt("%g or none", usual));
@@ -1690,16 +2659,25 @@ static void put_rope(void) {
     kv_num(r, "factor", factor, "rope.scaling.factor");
     kv_u32("rope.scaling.original_context_length",
            (size_t)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED));
+    if (get(r, "attention_factor") && !mla)
+        gguf_put_f32(&writer, arch_key("rope.scaling.yarn_attn_factor"), (float)attention);
     kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
     kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
     if (mla) kv_num(r, "mscale_all_dim", 0.1 * all, "rope.scaling.yarn_log_multiplier");
+}
+
+/* Whether config.json has a list of the layers' numbers of experts. */
+static bool pruned_by_lists(void) {
+    struct doc q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
+    return get(q, "moe_sparsity_config") || get(m.cfg, "per_layer_num_experts") ||
+           json_is_array(get(m.cfg, m.experts_key));
 }
 
 /* Writes the numbers of experts and what is known about pruning. The object "reap" of config.json lists, by layer, the
  * original ids of the retained experts. */
 static void put_experts(const char *name) {
     int blocks = m.n_layer + m.n_mtp, most = 0;
-    bool differ = false, pruned = strstr(name, "REAP") != NULL;
+    bool differ = false, pruned = strstr(name, "REAP") != NULL || pruned_by_lists();
     for (int l = 0; l < blocks; l++) most = m.experts[l] > most ? m.experts[l] : most;
     for (int l = 0; l < blocks; l++) {
         if (!m.experts[l]) continue;
@@ -1738,7 +2716,6 @@ static void put_experts(const char *name) {
 
 /* Writes the sizes of the layers with a gated delta net, and which layers they are. */
 static void put_delta(void) {
-    kv_u32("expert_shared_feed_forward_length", m.dim[DIM_SHARED]);
     kv_u32("ssm.conv_kernel", m.dim[DIM_CONV]);
     kv_u32("ssm.state_size", m.dim[DIM_KEY] / m.n_key);
     kv_u32("ssm.group_count", m.n_key);
@@ -1749,20 +2726,70 @@ static void put_delta(void) {
                    m.recurrent);
 }
 
+static void put_ernie(void) {
+    kv_u32("interleave_moe_layer_step", (size_t)get_int(m.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1));
+}
+
+/* Writes a limit for every layer from a list that may end early; null is 0, none. */
+static void put_limits(const char *key, const char *name) {
+    const struct key_range *range = key_range_of(name);
+    json_t *list = get_list(m.cfg, key);
+    float limits[MAX_LAYERS] = {0};
+    for (size_t l = 0; l < json_array_size(list) && l < MAX_LAYERS; l++) {
+        json_t *v = json_array_get(list, l);
+        const double limit = json_number_value(v);
+        expect(m.cfg, key, json_is_null(v) || (json_is_number(v) && limit >= range->lo && limit <= range->hi),
+               fmt("null or numbers from %g to %g", range->lo, range->hi));
+        limits[l] = (float)limit;
+    }
+    if (list) gguf_put_array(&writer, arch_key(name), GGUF_V_F32, (size_t)(m.n_layer + m.n_mtp), limits);
+}
+
+static void put_step(void) {
+    kv_u32("moe_every_n_layers", (size_t)get_int(m.cfg, "moe_every_n_layer", 1, MAX_LAYERS, 1));
+    put_limits("swiglu_limits", "swiglu_clamp_exp");
+    put_limits("swiglu_limits_shared", "swiglu_clamp_shexp");
+}
+
+static void put_mimo(void) {
+    if (get(m.cfg, "attention_value_scale"))
+        kv_num(m.cfg, "attention_value_scale", get_num(m.cfg, "attention_value_scale", NAN), "attention.value_scale");
+}
+
+/* Writes a number of heads: one for all blocks, or a list. */
+static void put_heads(const char *key, bool list, int all, const int of[MAX_LAYERS]) {
+    if (list) gguf_put_array(&writer, arch_key(key), GGUF_V_I32, (size_t)(m.n_layer + m.n_mtp), of);
+    else kv_u32(key, (size_t)all);
+}
+
+/* Writes how many keys layers with a window see, and which layers these are. */
+static void put_windows(void) {
+    if (!m.window) return;
+    kv_u32("attention.sliding_window", m.window);
+    gguf_put_array(&writer, arch_key("attention.sliding_window_pattern"), GGUF_V_BOOL, (size_t)(m.n_layer + m.n_mtp),
+                   m.windowed);
+}
+
 /* Writes the sizes of the model. */
 static void put_architecture(void) {
     struct doc c = m.cfg;
     const bool mla = m.has & HAS_MLA;
+    int heads[MAX_LAYERS], heads_kv[MAX_LAYERS];
+    for (int l = 0; l < m.n_layer + m.n_mtp; l++) {
+        heads[l] = heads_of(l);
+        heads_kv[l] = m.heads_kv[m.windowed[l]];
+    }
     kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
     kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, MAX_TRAINED, REQUIRED));
     kv_u32("embedding_length", m.dim[DIM_EMBD]);
     if (get(c, "intermediate_size")) kv_u32("feed_forward_length", size_of("intermediate_size"));
     kv_u32("vocab_size", m.dim[DIM_VOCAB]);
-    kv_num(c, "rms_norm_eps", get_num(c, "rms_norm_eps", 1e-6), "attention.layer_norm_rms_epsilon");
-    kv_u32("attention.head_count", (size_t)m.n_head);
+    kv_num(c, m.eps_key, get_num(c, m.eps_key, m.eps), "attention.layer_norm_rms_epsilon");
+    put_heads("attention.head_count", m.list_heads, m.n_head, heads);
     kv_u32("expert_gating_func", m.gating);
-    gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, "norm_topk_prob", m.norm_topk_prob));
-    kv_u32("attention.head_count_kv", (size_t)m.n_head_kv);
+    gguf_put_bool(&writer, arch_key("expert_weights_norm"),
+                  m.norm_key ? get_bool(c, m.norm_key, m.norm_topk_prob) : m.norm_topk_prob);
+    put_heads("attention.head_count_kv", m.list_kv, m.n_head_kv, heads_kv);
     kv_u32("attention.key_length", m.dim[mla ? DIM_KV_A : DIM_HEAD_K]);
     kv_u32("attention.value_length", m.dim[mla ? DIM_KV_LORA : DIM_HEAD_V]);
     if (mla) {
@@ -1772,9 +2799,12 @@ static void put_architecture(void) {
         if (m.dim[DIM_Q_LORA]) kv_u32("attention.q_lora_rank", m.dim[DIM_Q_LORA]);
         kv_u32("rope.dimension_count", (size_t)m.rope);
     }
-    if (m.is_dense == is_dense_leading) kv_u32("leading_dense_block_count", (size_t)m.first_dense);
+    put_windows();
+    if (m.leads) kv_u32("leading_dense_block_count", (size_t)m.first_dense);
     if (m.dim_name[DIM_SHARED]) kv_u32("expert_shared_count", (size_t)m.n_shared);
+    if (m.shared_width && m.n_shared) kv_u32("expert_shared_feed_forward_length", m.dim[DIM_SHARED]);
     if (m.has_delta) put_delta();
+    if (m.put) m.put();
     if (m.scaling_factor) kv_num(c, m.scaling_factor, get_num(c, m.scaling_factor, NAN), "expert_weights_scale");
     if (m.n_group) {
         kv_u32("expert_group_count", (size_t)m.n_group);
@@ -1863,24 +2893,36 @@ static void put_sampling(struct doc g) {
     if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_int(g, "top_k", 0, INT32_MAX, 0));
 }
 
+/* Writes how tokens are merged, and what is done to the text before. */
+static void put_merging(void) {
+    if (vocab.spm) {
+        gguf_put_array(&writer, "tokenizer.ggml.scores", GGUF_V_F32, m.dim[DIM_VOCAB], vocab.score);
+        if (arrlen(vocab.merges)) kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
+        gguf_put_bool(&writer, "tokenizer.ggml.add_space_prefix", vocab.blanks != NULL);
+        if (vocab.blanks && strcmp(vocab.blanks, "all")) kv_str("moe.tokenizer.blanks", vocab.blanks);
+        return;
+    }
+    kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
+    if (vocab.ignore_merges) gguf_put_bool(&writer, "tokenizer.ggml.ignore_merges", true);
+    gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);
+}
+
 /* Writes the tokens, merges, special tokens and the chat template. */
 static void put_vocabulary(void) {
     struct doc config = doc_read("tokenizer_config.json"), generation = doc_read("generation_config.json");
     read_vocabulary(config);
     put_sampling(generation);
-    kv_str("tokenizer.ggml.model", "gpt2");
-    kv_str("tokenizer.ggml.pre", vocab.pre);
+    kv_str("tokenizer.ggml.model", vocab.spm ? "llama" : "gpt2");
+    kv_str("tokenizer.ggml.pre", vocab.spm ? "default" : vocab.pre);
     kv_strings("tokenizer.ggml.tokens", vocab.text, m.dim[DIM_VOCAB]);
     gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, m.dim[DIM_VOCAB], vocab.type);
-    if (!arrlen(vocab.merges)) die("'%s': the tokenizer has no merges: only byte-level BPE is supported", model_dir);
-    kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
-    if (vocab.ignore_merges) gguf_put_bool(&writer, "tokenizer.ggml.ignore_merges", true);
-    gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);
+    put_merging();
     static const char *const specials[][2] = {{"bos", "tokenizer.ggml.bos_token_id"},
                                               {"eos", "tokenizer.ggml.eos_token_id"},
-                                              {"pad", "tokenizer.ggml.padding_token_id"}};
+                                              {"pad", "tokenizer.ggml.padding_token_id"},
+                                              {"unk", "tokenizer.ggml.unknown_token_id"}};
     int32_t id, *stops = NULL;
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 3 + vocab.spm; i++)
         if ((id = special_id(config, specials[i][0])) >= 0) gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
     collect_ids(generation, "eos_token_id", &stops);
     collect_ids(m.cfg, "eos_token_id", &stops);
@@ -1922,6 +2964,7 @@ static uint32_t file_type(void) {
         if (sum[t] > sum[best]) best = t;
     switch (best) { /* llama_ftype of llama.cpp */
     case GGUF_NVFP4: return 39;
+    case GGUF_MXFP4: return 38;
     case GGUF_BF16: return 32;
     case GGUF_Q8_0: return 7;
     case GGUF_F16: return 1;
@@ -1991,35 +3034,62 @@ static size_t n_implausible; /* NVFP4 matrices whose largest weight is below 1e-
 
 /* Returns the bytes of a row in the source, without block scales. */
 static size_t row_bytes(const struct linear *l) {
-    return l->format == NVFP4 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
+    return l->w->dtype == U8 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
+}
+
+/* Reads rows first..first+n-1 of a piece of t, whose rows have `bytes` bytes. */
+static void read_picked(const struct tensor *t, size_t bytes, const struct piece *p, size_t first, size_t n,
+                        uint8_t *out) {
+    if (!p->head && !p->step) {
+        tensor_read(t, (p->row + first) * bytes, out, n * bytes);
+        return;
+    }
+    const size_t begin = p->head ? p->row + first / p->head * p->head : piece_row(p, first);
+    const size_t end = p->head ? p->row + ((first + n - 1) / p->head + 1) * p->head : piece_row(p, first + n - 1) + 1;
+    uint8_t *all = scratch(4, (end - begin) * bytes);
+    tensor_read(t, begin * bytes, all, (end - begin) * bytes);
+    for (size_t i = 0; i < n; i++) memcpy(out + i * bytes, all + (piece_row(p, first + i) - begin) * bytes, bytes);
 }
 
 /* Reads n rows of E4M3 block scales and returns the largest. 0x80, minus zero, becomes 0; negative scales and NaN are
  * errors. */
-static uint8_t read_block_scales(const struct linear *l, size_t row, size_t n, uint8_t *s) {
+static uint8_t read_block_scales(const struct piece *p, size_t first, size_t n, uint8_t *s) {
+    const struct linear *l = &p->lin;
     size_t per_row = l->cols / 16;
     uint8_t most = 0;
-    tensor_read(l->scale, row * per_row, s, n * per_row);
+    read_picked(l->scale, per_row, p, first, n, s);
     for (size_t i = 0; i < n * per_row; i++) {
         if (s[i] > 0x80 || s[i] == 0x7f)
-            die("%s: row %zu, block %zu: the scale byte %02x is %s", where(l->scale), row + i / per_row, i % per_row,
-                s[i], (s[i] & 0x7f) == 0x7f ? "not a number" : "negative");
+            die("%s: row %zu, block %zu: the scale byte %02x is %s", where(l->scale), piece_row(p, first + i / per_row),
+                i % per_row, s[i], (s[i] & 0x7f) == 0x7f ? "not a number" : "negative");
         s[i] &= 0x7f;
         most = s[i] > most ? s[i] : most;
     }
     return most;
 }
 
-/* dst (cols) = one row of raw bytes as F32, without `factor`. s: its block scales (NVFP4). scale: its scale, or one for
- * each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity and NaN
- * are larger than any number. */
+/* Reads n rows of E8M0 block scales. NaN is an error. */
+static void read_powers(const struct piece *p, size_t first, size_t n, uint8_t *s) {
+    const size_t per_row = p->lin.cols / 32;
+    read_picked(p->lin.scale, per_row, p, first, n, s);
+    for (size_t i = 0; i < n * per_row; i++)
+        if (s[i] == 0xff)
+            die("%s: row %zu, block %zu: the scale byte ff is not a number", where(p->lin.scale),
+                piece_row(p, first + i / per_row), i % per_row);
+}
+
+/* dst (cols) = one row of raw bytes as F32, without `factor`. s: its block scales (NVFP4, MXFP4). scale: its scale, or
+ * one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity and
+ * NaN are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
                           const float e4m3[256], float *dst) {
     size_t step = l->format == FP8_BLOCK ? 128 : l->cols;
     int32_t most = 0;
     if (l->format == PLAIN) gguf_dequantize_row(float_type(l->w), raw, dst, l->cols);
-    else if (l->format == NVFP4)
-        for (size_t c = 0; c < l->cols; c++) dst[c] = e2m1_to_f32(raw[c / 2] >> (c & 1) * 4 & 15) * e4m3[s[c / 16]];
+    else if (l->format == NVFP4 || l->format == MXFP4)
+        for (size_t c = 0; c < l->cols; c++)
+            dst[c] = e2m1_to_f32(raw[c / 2] >> (c & 1) * 4 & 15) *
+                     (l->format == NVFP4 ? e4m3[s[c / 16]] : e8m0_to_f32(s[c / 32]));
     else
         for (size_t c = 0; c < l->cols; c += step, scale++)
             for (size_t i = c; i < c + step && i < l->cols; i++) dst[i] = e4m3[raw[i]] * *scale;
@@ -2031,12 +3101,15 @@ static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint
     return most;
 }
 
-/* Dies unless `largest`, the largest magnitude of v, is finite. v: the rows of l from `row` on. */
-static void check_finite(const struct linear *l, size_t row, const float *v, float largest) {
+/* Dies unless `largest`, the largest magnitude of v, is finite. v: the rows of a piece from `first` on. */
+static void check_finite(const struct piece *p, size_t first, const float *v, float largest) {
+    const size_t width = piece_width(p);
     size_t at = 0;
     if (isfinite(largest)) return;
     while (isfinite(v[at])) at++;
-    die("%s: row %zu, column %zu is not a finite number", where(l->w), row + at / l->cols, at % l->cols);
+    const size_t row = first + at / width, col = at % width;
+    die("%s: row %zu, column %zu is not a finite number", where(p->lin.w), p->height ? p->row + col : piece_row(p, row),
+        p->height ? p->col + row * p->step : col);
 }
 
 /* Brings the columns of n rows to the order in which they are written. row: bytes of a row. */
@@ -2051,32 +3124,80 @@ static void order_columns(const struct linear *l, void *rows, size_t n, size_t r
     free(copy);
 }
 
-/* dst (n, cols) = n rows of a matrix as F32, without `factor`. Returns the largest magnitude, which only in plain
- * matrices may be infinite or NaN. */
-static float read_rows(const struct linear *l, size_t row, size_t n, float *dst) {
-    size_t rb = row_bytes(l), tiles = ceil128(l->cols), first = row / 128;
-    size_t scales = l->format == FP8_ROW ? n : 1;
-    if (l->format == FP8_BLOCK) scales = ((row + n - 1) / 128 - first + 1) * tiles;
-    uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * l->cols / 16 + 1);
+/* scale (n) = the scales of rows first..first+n-1 of an FP8_ROW piece. */
+static void read_scales_of_rows(const struct piece *p, size_t first, size_t n, float *scale) {
+    const struct tensor *t = p->lin.scale;
+    const size_t bytes = dtypes[t->dtype].bits / 8;
+    uint8_t *raw = scratch(1, n * bytes);
+    read_picked(t, bytes, p, first, n, raw);
+    gguf_dequantize_row(float_type(t), raw, scale, n);
+}
+
+/* dst (n, cols) = rows of a piece that is not transposed; see read_rows. */
+static float read_straight(const struct piece *p, size_t first, size_t n, float *dst) {
+    const struct linear *l = &p->lin;
+    const size_t rb = row_bytes(l), tiles = ceil128(l->cols), per_row = l->cols / (l->format == MXFP4 ? 32 : 16);
+    size_t scales = l->format == FP8_ROW ? n : 1, low = SIZE_MAX, high = 0;
+    for (size_t i = 0; i < n && l->format == FP8_BLOCK; i++) {
+        const size_t row = block_row(l, piece_row(p, first + i));
+        low = row < low ? row : low;
+        high = row > high ? row : high;
+    }
+    if (l->format == FP8_BLOCK) scales = (high - low + 1) * tiles;
+    uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * per_row + 1);
     float *scale = (float *)(void *)scratch(2, scales * sizeof *scale), e4m3[256];
     int32_t most = 0;
     for (int b = 0; b < 256; b++) e4m3[b] = e4m3_to_f32((uint8_t)b);
     scale[0] = 1.0f;
-    tensor_read(l->w, row * rb, raw, n * rb);
-    if (l->format == NVFP4) read_block_scales(l, row, n, s);
-    if (l->format == FP8_ROW) read_floats(l->scale, row, n, scale);
-    if (l->format == FP8_BLOCK) read_floats(l->scale, first * tiles, scales, scale);
+    read_picked(l->w, rb, p, first, n, raw);
+    if (l->format == NVFP4) read_block_scales(p, first, n, s);
+    if (l->format == MXFP4) read_powers(p, first, n, s);
+    if (l->format == FP8_ROW) read_scales_of_rows(p, first, n, scale);
+    if (l->format == FP8_BLOCK) read_floats(l->scale, low * tiles, scales, scale);
 #pragma omp parallel for schedule(dynamic, 16) reduction(max : most) if (n * l->cols > PARALLEL)
     for (size_t i = 0; i < n; i++) {
         size_t at = l->format == FP8_ROW ? i : 0;
-        if (l->format == FP8_BLOCK) at = ((row + i) / 128 - first) * tiles;
-        int32_t u = decode_row(l, raw + i * rb, s + i * l->cols / 16, scale + at, e4m3, dst + i * l->cols);
+        if (l->format == FP8_BLOCK) at = (block_row(l, piece_row(p, first + i)) - low) * tiles;
+        int32_t u = decode_row(l, raw + i * rb, s + i * per_row, scale + at, e4m3, dst + i * l->cols);
         most = u > most ? u : most;
     }
     float largest = f32_from_bits((uint32_t)most);
-    if (l->format != PLAIN) check_finite(l, row, dst, largest);
+    if (l->format != PLAIN) check_finite(p, first, dst, largest);
     order_columns(l, dst, n, l->cols * sizeof *dst);
     return largest;
+}
+
+/* dst (rows, height) = a whole transposed piece; see read_rows. */
+static float read_transposed(const struct piece *p, float *dst) {
+    const struct linear *l = &p->lin;
+    const struct piece source = {.lin = *l, .row = p->row, .rows = p->height};
+    const size_t step = CHUNK_BYTES / (l->cols * 4) + 1;
+    int32_t most = 0;
+    for (size_t first = 0; first < p->height; first += step) {
+        const size_t n = p->height - first < step ? p->height - first : step;
+        float *v = (float *)(void *)scratch(4, n * l->cols * sizeof *v);
+        read_straight(&source, first, n, v);
+#pragma omp parallel for reduction(max : most) if (n * p->rows > PARALLEL)
+        for (size_t r = 0; r < p->rows; r++)
+            for (size_t i = 0; i < n; i++) {
+                const float x = v[i * l->cols + p->col + r * p->step];
+                const int32_t u = (int32_t)(f32_to_bits(x) & 0x7fffffff);
+                dst[r * p->height + first + i] = x;
+                most = u > most ? u : most;
+            }
+    }
+    return f32_from_bits((uint32_t)most);
+}
+
+/* Returns how many rows of a piece are converted at a time: a transposed one is read as a whole. */
+static size_t rows_at_a_time(const struct piece *p) {
+    return p->height ? p->rows : CHUNK_BYTES / (p->lin.cols * 4) + 1;
+}
+
+/* dst (n, width) = rows of a piece as F32, without `factor`, as many as rows_at_a_time says. Returns the largest
+ * magnitude, which only in plain matrices may be infinite or NaN. */
+static float read_rows(const struct piece *p, size_t first, size_t n, float *dst) {
+    return p->height ? read_transposed(p, dst) : read_straight(p, first, n, dst);
 }
 
 /* Writes v (n) as F32, F16 or BF16. v is converted in place. */
@@ -2095,10 +3216,11 @@ static void apply_meaning(enum meaning meaning, float *v, size_t n) {
     for (size_t i = 0; i < n && meaning == LOGARITHM; i++) v[i] = (float)-exp((double)v[i]);
 }
 
-/* Dies if weights v of l cannot be Q8_0: the scale of a block, largest / 127, must be finite in F16. */
-static void check_q8_0(const struct linear *l, size_t row, const float *v, float largest) {
-    check_finite(l, row, v, largest);
-    if (largest / 127.0f >= 65520.0f) die("%s: weights up to %g are too large for Q8_0", where(l->w), (double)largest);
+/* Dies if weights v of a piece cannot be Q8_0: the scale of a block, largest / 127, must be finite in F16. */
+static void check_q8_0(const struct piece *p, size_t first, const float *v, float largest) {
+    check_finite(p, first, v, largest);
+    if (largest / 127.0f >= 65520.0f)
+        die("%s: weights up to %g are too large for Q8_0", where(p->lin.w), (double)largest);
 }
 
 /* Quantizes v, n rows of the output that come from l, and writes them. r NULL: to Q8_0. The work is divided into parts
@@ -2140,35 +3262,37 @@ static const float *column_weights(const struct output *o, size_t index) {
     return weights;
 }
 
-/* Writes piece `index` as NVFP4. It is read twice, first to find scale2, then to quantize, unless it fits in one chunk
- * of `step` rows. */
-static void write_as_nvfp4(struct output *o, size_t index, size_t step) {
+/* Writes piece `index` as NVFP4. It is read twice, first to find scale2, then to quantize, unless it fits in one
+ * chunk. */
+static void write_as_nvfp4(struct output *o, size_t index) {
     const struct piece *p = &o->pieces[index];
     const struct linear *l = &p->lin;
-    float *v = (float *)(void *)scratch(3, (step < p->rows ? step : p->rows) * l->cols * sizeof *v), amax = 0.0f;
+    const size_t step = rows_at_a_time(p), width = piece_width(p);
+    float *v = (float *)(void *)scratch(3, (step < p->rows ? step : p->rows) * width * sizeof *v), amax = 0.0f;
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
-        float largest = read_rows(l, p->row + r, n, v);
-        check_finite(l, p->row + r, v, largest);
+        float largest = read_rows(p, r, n, v);
+        check_finite(p, r, v, largest);
         amax = fmaxf(amax, largest);
         out_write(v, 0); /* writes nothing, but handles signals */
     }
-    struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, l->cols, column_weights(o, index)};
+    struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, width, column_weights(o, index)};
     o->scale2[index] = rule.scale2 * l->factor;
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
-        if (step < p->rows) read_rows(l, p->row + r, n, v);
+        if (step < p->rows) read_rows(p, r, n, v);
         write_quantized(o, l, &rule, v, n);
     }
 }
 
-/* Repacks and writes n rows of an NVFP4 matrix. *most: the largest scale byte so far. */
-static void write_nvfp4_rows(const struct linear *l, size_t row, size_t n, uint8_t *most) {
+/* Repacks and writes n rows of an NVFP4 piece. *most: the largest scale byte so far. */
+static void write_nvfp4_rows(const struct piece *p, size_t first, size_t n, uint8_t *most) {
+    const struct linear *l = &p->lin;
     size_t blocks = l->cols / 64, rb = row_bytes(l);
     uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * l->cols / 16), largest;
     struct block_nvfp4 *b = (struct block_nvfp4 *)scratch(2, n * blocks * sizeof *b);
-    tensor_read(l->w, row * rb, raw, n * rb);
-    largest = read_block_scales(l, row, n, s);
+    read_picked(l->w, rb, p, first, n, raw);
+    largest = read_block_scales(p, first, n, s);
     *most = largest > *most ? largest : *most;
     order_columns(l, raw, n, rb);
     order_columns(l, s, n, l->cols / 16);
@@ -2176,46 +3300,68 @@ static void write_nvfp4_rows(const struct linear *l, size_t row, size_t n, uint8
     out_write(b, n * blocks * sizeof *b);
 }
 
-/* Writes piece `index` in chunks of whole rows. A transposed piece, which is one head, is one chunk. */
+/* Repacks and writes n rows of an MXFP4 piece. Byte j of a block of the source holds its weights 2j and 2j + 1. */
+static void write_mxfp4_rows(const struct piece *p, size_t first, size_t n) {
+    const struct linear *l = &p->lin;
+    const size_t blocks = l->cols / 32, rb = row_bytes(l);
+    uint8_t *raw = scratch(0, n * rb), *s = scratch(1, n * blocks);
+    struct block_mxfp4 *b = (struct block_mxfp4 *)scratch(2, n * blocks * sizeof *b);
+    read_picked(l->w, rb, p, first, n, raw);
+    read_powers(p, first, n, s);
+    order_columns(l, raw, n, rb);
+    order_columns(l, s, n, blocks);
+    for (size_t i = 0; i < n * blocks; i++) {
+        const uint8_t *q = raw + 16 * i;
+        b[i].e = s[i];
+        for (int j = 0; j < 16; j++) {
+            const int low = q[j / 2] >> j % 2 * 4 & 15, high = q[8 + j / 2] >> j % 2 * 4 & 15;
+            b[i].qs[j] = (uint8_t)(low | high << 4);
+        }
+    }
+    out_write(b, n * blocks * sizeof *b);
+}
+
+/* Writes n rows of a piece as they are: of the same type, or MXFP4 and NVFP4 in blocks of GGUF. *most: see
+ * write_nvfp4_rows. */
+static void write_rows_as_stored(const struct piece *p, uint32_t type, size_t first, size_t n, uint8_t *most) {
+    if (type == GGUF_NVFP4) write_nvfp4_rows(p, first, n, most);
+    else if (type == GGUF_MXFP4) write_mxfp4_rows(p, first, n);
+    else {
+        const size_t bytes = row_bytes(&p->lin);
+        uint8_t *raw = scratch(0, n * bytes);
+        read_picked(p->lin.w, bytes, p, first, n, raw);
+        order_columns(&p->lin, raw, n, bytes);
+        out_write(raw, n * bytes);
+    }
+}
+
+/* Writes piece `index` in chunks of whole rows. */
 static void write_piece(struct output *o, size_t index) {
     const struct piece *p = &o->pieces[index];
     const struct linear *l = &p->lin;
-    size_t step = CHUNK_BYTES / (l->cols * 4) + 1;
+    const size_t step = rows_at_a_time(p), width = piece_width(p);
+    const bool same = l->format == PLAIN && float_type(l->w) == o->type && !o->finite && !p->height;
     uint8_t most = 0;
-    if (o->transpose) {
-        float *a = (float *)(void *)scratch(3, 2 * p->rows * l->cols * sizeof *a), *b = a + p->rows * l->cols;
-        float largest = read_rows(l, p->row, p->rows, a);
-        if (o->type == GGUF_Q8_0) check_q8_0(l, p->row, a, largest);
-        for (size_t r = 0; r < p->rows; r++)
-            for (size_t c = 0; c < l->cols; c++) b[c * p->rows + r] = a[r * l->cols + c];
-        if (o->type == GGUF_Q8_0) write_quantized(o, l, NULL, b, l->cols);
-        else write_floats(o->type, b, p->rows * l->cols);
-        return;
-    }
     if (o->scale2) {
-        write_as_nvfp4(o, index, step);
+        write_as_nvfp4(o, index);
         return;
     }
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
-        if (o->type == GGUF_NVFP4) write_nvfp4_rows(l, p->row + r, n, &most);
-        else if (l->format == PLAIN && float_type(l->w) == o->type && !o->finite) {
-            uint8_t *raw = scratch(0, n * row_bytes(l));
-            tensor_read(l->w, (p->row + r) * row_bytes(l), raw, n * row_bytes(l));
-            order_columns(l, raw, n, row_bytes(l));
-            out_write(raw, n * row_bytes(l));
-        } else {
-            float *v = (float *)(void *)scratch(3, n * l->cols * sizeof *v);
-            float largest = read_rows(l, p->row + r, n, v);
-            if (o->type == GGUF_Q8_0) {
-                check_q8_0(l, p->row + r, v, largest);
-                write_quantized(o, l, NULL, v, n);
-            } else {
-                apply_meaning(o->meaning, v, n * l->cols);
-                for (size_t i = 0; o->finite && i < n * l->cols; i++) check_finite(l, p->row + r, v, v[i]);
-                write_floats(o->type, v, n * l->cols);
-            }
+        if (same || o->type == GGUF_NVFP4 || o->type == GGUF_MXFP4) {
+            write_rows_as_stored(p, o->type, r, n, &most);
+            continue;
         }
+        float *v = (float *)(void *)scratch(3, n * width * sizeof *v);
+        float largest = read_rows(p, r, n, v);
+        if (o->type == GGUF_Q8_0) {
+            check_q8_0(p, r, v, largest);
+            write_quantized(o, l, NULL, v, n);
+            continue;
+        }
+        apply_meaning(o->meaning, v, n * width);
+        for (size_t i = 0; o->finite && i < n * width; i++) check_finite(p, r, v, v[i]);
+        write_floats(o->type, v, n * width);
     }
     float largest = 6.0f * e4m3_to_f32(most) * l->factor;
     if (most && (largest < 1e-5f || largest > 64.0f) && !n_implausible++)
@@ -2364,9 +3510,11 @@ static const struct manual manual = {
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
-             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite.\n"
-             "NVFP4 weights (ModelOpt, compressed-tensors) are repacked without loss. FP8 E4M3\n"
-             "becomes BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
+             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, gpt_oss, minimax_m2,\n"
+             "mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "mimo_v2_flash, mimo_v2.\n"
+             "NVFP4 and MXFP4 weights are repacked without loss. FP8 E4M3 becomes BF16. BF16,\n"
+             "F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
     .exit_codes = "0 done, 1 failed, 2 wrong usage",
     .options = options,

@@ -921,10 +921,18 @@ static int digits(const char *s, size_t *n) {
     return *n && *n <= 6 ? (int)strtol(s, NULL, 10) : -1;
 }
 
+/* Whether p, the name of a tensor behind "mlp." or the like, begins with one of these words and a dot, or is one of them. */
+static bool begins_with_word(const char *p, const char *words) {
+    const size_t n = strcspn(p, ".");
+    return one_of(fmt("%.*s", (int)n, p), words);
+}
+
 /* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. */
 static struct parsed_name name_parse(const char *name) {
-    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe."};
-    struct parsed_name r = {.block = -1, .rest = "", .mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.")};
+    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "moe."};
+    static const char routers[] = "gate router moe_statics e_score_correction_bias expert_bias router_bias";
+    struct parsed_name r = {.block = -1, .rest = ""};
+    r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");
     const char *p = starts_with(name, "layers.") ? name : strstr(name, ".layers.");
     size_t n;
     if (!p) return r;
@@ -939,7 +947,8 @@ static struct parsed_name name_parse(const char *name) {
     while (k < COUNT(stems) && !starts_with(p, stems[k])) k++;
     if (k == COUNT(stems)) return r;
     p += strlen(stems[k]);
-    if ((starts_with(p, "gate.") && !ends_with(p, "tid2eid")) || !strcmp(p, "e_score_correction_bias")) r.role = ROUTER;
+    if (begins_with_word(p, routers) && !ends_with(p, "tid2eid")) r.role = ROUTER;
+    if (!strcmp(stems[k], "moe.") && begins_with_word(p, "gate_proj up_proj down_proj")) r.role = STACK;
     if (!starts_with(p, "experts.")) return r;
     r.expert = digits(p + 8, &n);
     if (r.expert < 0 || (p[8 + n] && p[8 + n] != '.')) r.role = STACK;
@@ -974,8 +983,11 @@ static char **hf_metadata;         /* stb_ds: __metadata__ of every shard as JSO
 static struct doc hf_config, hf_text, hf_quant,
     hf_index; /* config.json, its text_config, hf_quant_config.json, index */
 
-/* Keys of config.json for the number of experts. */
+/* Keys of config.json for the number of experts, and for those of a token. The first may be lists with a number for every
+ * layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config are. */
 static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
+static const char *const top_k_keys[] = {"num_experts_per_tok", "moe_k", "moe_top_k"};
+static const char sparsity_key[] = "moe_sparsity_config", layers_key[] = "per_layer_num_experts";
 
 /* Returns the object of config.json that has a key: text_config, or else all of it. */
 static struct doc hf_doc_of(const char *key) { return get(hf_text, key) ? hf_text : hf_config; }
@@ -992,7 +1004,8 @@ static void hf_read_layers(void) {
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         struct parsed_name p = name_parse(t->name);
-        bool router = p.role == ROUTER && ends_with(p.rest, ".gate.weight"), table = ends_with(p.rest, "tid2eid");
+        bool router = p.role == ROUTER && (ends_with(p.rest, ".gate.weight") || ends_with(p.rest, ".router.weight"));
+        bool table = ends_with(p.rest, "tid2eid");
         if (p.block < 0 || (!router && !table)) continue;
         if (p.block >= (int)COUNT(routers))
             die("%s: layer %d is beyond the limit of %d", where(t), p.block, MAX_LAYERS);
@@ -1022,6 +1035,13 @@ static void hf_read_layers(void) {
     }
 }
 
+/* Returns which size of a tensor with one slice for each of n experts is n: the first, behind sizes of 1. */
+static uint32_t slice_axis(const struct tensor *t, size_t n) {
+    uint32_t d = 0;
+    while (d + 1 < t->rank && t->shape[d] == 1 && n != 1) d++;
+    return d;
+}
+
 /* Checks that all experts of a layer have the same number of tensors, and that stacks and routers have one slice per
  * expert. */
 static void hf_check_tensors(void) {
@@ -1035,7 +1055,8 @@ static void hf_check_tensors(void) {
             die("%s: expert %d; the router has %d experts", where(t), p.expert, layer->n);
         if (p.role == EXPERT) layer->experts[p.expert].n_tensors++;
         else if (t->bytes * 8 != dtypes[t->dtype].bits &&
-                 (!t->rank || t->shape[0] != (size_t)layer->n || t->bytes % t->shape[0]))
+                 (!t->rank || t->shape[slice_axis(t, (size_t)layer->n)] != (size_t)layer->n ||
+                  t->bytes % (size_t)layer->n))
             die("%s: expected %d slices, one for each expert, found %s", where(t), layer->n, shape_text(t));
     }
     for (size_t i = 0; i < arrlenu(m.layers); i++)
@@ -1132,6 +1153,29 @@ static void hf_read_metadata(void) {
     }
 }
 
+/* Checks a list of the layers' numbers of experts, if the key has one. */
+static void hf_check_list(struct doc d, const char *key) {
+    json_t *list = get(d, key);
+    if (!json_is_array(list)) return;
+    m.pruned = true;
+    for (size_t i = 0; i < arrlenu(m.layers); i++) {
+        const struct expert_layer *layer = &m.layers[i];
+        json_t *v = json_array_get(list, (size_t)layer->block);
+        if (layer->mtp && !v) continue;
+        expect(d, key, json_is_integer(v) && json_integer_value(v) == layer->n,
+               fmt("%d for layer %d, as its router has,", layer->n, layer->block));
+    }
+}
+
+/* Checks the lists of config.json. */
+static void hf_check_lists(void) {
+    struct doc q = get_obj(hf_doc_of("quantization_config"), "quantization_config"), s = get_obj(q, sparsity_key);
+    for (size_t k = 0; k < COUNT(count_keys); k++) hf_check_list(hf_doc_of(count_keys[k]), count_keys[k]);
+    hf_check_list(hf_doc_of(layers_key), layers_key);
+    hf_check_list(s, "num_experts");
+    expect(s, "method", !s.obj || !strcmp(get_str(s, "method", ""), "prune"), "\"prune\"");
+}
+
 /* Opens the source and fills in m. */
 static void hf_read(const char *path) {
     model_dir = path;
@@ -1142,7 +1186,9 @@ static void hf_read(const char *path) {
     source_open();
     hf_index = doc_read("model.safetensors.index.json");
     m.n_trunk = hf_int("num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
-    m.top_k = hf_int("num_experts_per_tok", 1, MAX_EXPERTS, REQUIRED);
+    size_t top_k = COUNT(top_k_keys);
+    while (--top_k && !get(hf_doc_of(top_k_keys[top_k]), top_k_keys[top_k])) continue;
+    m.top_k = hf_int(top_k_keys[top_k], 1, MAX_EXPERTS, REQUIRED);
     m.n_group = hf_int("n_group", 1, MAX_EXPERTS, 1);
     m.n_group_used = m.n_group == 1 ? 1 : hf_int("topk_group", 1, m.n_group, m.n_group);
     m.router_hash = HASH_START;
@@ -1152,6 +1198,7 @@ static void hf_read(const char *path) {
     hf_read_layers();
     if (arrlen(m.layers) && arrlast(m.layers).block >= m.n_trunk) m.n_mtp = arrlast(m.layers).block + 1 - m.n_trunk;
     hf_check_tensors();
+    hf_check_lists();
     hf_read_retained();
     by_place = xrealloc(NULL, arrlenu(tensors) * sizeof *by_place);
     for (uint32_t i = 0; i < arrlenu(tensors); i++) by_place[i] = i;
@@ -1232,21 +1279,79 @@ static void hf_put_reap(json_t *config) {
     json_decref(reap);
 }
 
+/* Returns a list with the number of experts of every layer before those for multi-token prediction. dense: what it has
+ * for a layer without experts; -1: null. */
+static json_t *hf_counts(int dense) {
+    json_t *list = json_array();
+    for (int b = 0; b < m.n_trunk; b++) {
+        const struct expert_layer *layer = layer_find(b);
+        const int n = layer ? layer->n_retained : dense;
+        json_array_append_new(list, n < 0 ? json_null() : json_integer(n));
+    }
+    return list;
+}
+
+/* Whether layers retain different numbers of experts. */
+static bool hf_uneven(void) {
+    bool differ = false;
+    for (size_t i = 0; i < arrlenu(m.layers); i++)
+        differ |= m.layers[i].n_retained != outcome().largest && !removed(&m.layers[i]);
+    return differ;
+}
+
+/* Sets the numbers of experts in one object of config.json. */
+static void hf_put_counts(json_t *text) {
+    const int most = outcome().largest;
+    for (size_t k = 0; k < COUNT(count_keys); k++) {
+        json_t *was = json_object_get(text, count_keys[k]);
+        if (was) json_object_set_new(text, count_keys[k], json_is_array(was) ? hf_counts(0) : json_integer(most));
+    }
+    if (json_object_get(text, layers_key)) json_object_set_new(text, layers_key, hf_counts(most));
+}
+
+/* Says in quantization_config how many experts the layers have if they differ, or if the source said it: in the form of
+ * compressed-tensors 0.20 (expert_sparsity.py). A model without such an object gets one, which says no more about the
+ * weights: what hf_quant_config.json says of them, or that they are not quantized. */
+static void hf_put_sparsity(json_t *config) {
+    json_t *text = json_object_get(config, "text_config"), *q = json_object_get(text, "quantization_config");
+    if (!q) q = json_object_get(config, "quantization_config");
+    if (!hf_uneven() && !json_object_get(q, sparsity_key)) return;
+    if (!json_is_object(q)) {
+        q = hf_quant.obj ? json_pack("{s:s}", "quant_method", "modelopt")
+                         : json_pack("{s:s,s:s,s:{},s:[]}", "quant_method", "compressed-tensors", "format", "dense",
+                                     "config_groups", "ignore");
+        json_object_set_new(config, "quantization_config", q);
+    }
+    json_object_set_new(q, sparsity_key, json_pack("{s:s,s:o}", "method", "prune", "num_experts", hf_counts(-1)));
+}
+
+/* Shortens lists with an element for every layer and those for multi-token prediction, which are removed. */
+static void hf_shorten_lists(json_t *text) {
+    static const char *const lists[] = {"layer_types",   "mlp_layer_types",     "rope_theta", "partial_rotary_factors",
+                                        "swiglu_limits", "swiglu_limits_shared"};
+    const json_int_t n = json_integer_value(json_object_get(text, "num_nextn_predict_layers"));
+    for (size_t k = 0; k < COUNT(lists); k++) {
+        json_t *list = json_object_get(text, lists[k]);
+        if (n <= 0 || json_array_size(list) != (size_t)(m.n_trunk + n)) continue;
+        while (json_array_size(list) > (size_t)m.n_trunk) json_array_remove(list, json_array_size(list) - 1);
+    }
+}
+
 /* Returns config.json for the output. */
 static json_t *hf_new_config(void) {
     struct outcome o = outcome();
     json_t *config = json_deep_copy(hf_config.obj), *texts[] = {config, json_object_get(config, "text_config")};
     for (int i = 0; i < 2 && texts[i]; i++) {
         json_t *q = json_object_get(texts[i], "quantization_config");
-        for (size_t k = 0; k < COUNT(count_keys); k++)
-            if (json_object_get(texts[i], count_keys[k]))
-                json_object_set_new(texts[i], count_keys[k], json_integer(o.largest));
+        hf_put_counts(texts[i]);
         static const char *const mtp[] = {"num_nextn_predict_layers", "mtp_num_hidden_layers"};
+        if (opts.mtp == MTP_DROP) hf_shorten_lists(texts[i]);
         for (size_t k = 0; k < COUNT(mtp); k++)
             if ((opts.mtp == MTP_DROP) && json_object_get(texts[i], mtp[k]))
                 json_object_set_new(texts[i], mtp[k], json_integer(0));
         if (json_is_object(q)) json_object_set_new(texts[i], "quantization_config", hf_renamed(q, "config.json"));
     }
+    hf_put_sparsity(config);
     if (m.pruned || o.dropped) hf_put_reap(config);
     return config;
 }
@@ -1307,7 +1412,7 @@ static size_t hf_bytes(const struct tensor *t, const struct expert_layer *layer)
 
 /* Returns size d of the shape of a tensor in the output. layer: hf_sliced(t). */
 static size_t hf_shape(const struct tensor *t, const struct expert_layer *layer, uint32_t d) {
-    return layer && d == 0 ? (size_t)layer->n_retained : t->shape[d];
+    return layer && d == slice_axis(t, (size_t)layer->n) ? (size_t)layer->n_retained : t->shape[d];
 }
 
 /* Adds a shard with its new header and adds the bytes of its data to *all. Its tensors are by_place[first..last). A
@@ -1389,18 +1494,6 @@ static size_t hf_plan(void) {
     }
     for (size_t i = 0; i < arrlenu(hf_files); i++) bytes += hf_files[i].bytes;
     return bytes;
-}
-
-/* Dies if layers retain different numbers of experts, because config.json has one number for all. */
-static void hf_check_uniform(void) {
-    struct outcome o = outcome();
-    for (size_t i = 0; i < arrlenu(m.layers); i++) {
-        const struct expert_layer *layer = &m.layers[i];
-        if (layer->n_retained != o.largest && !removed(layer))
-            die("layer %d keeps %d experts, another layer %d: a Hugging Face directory has one count for all; convert "
-                "it and prune the GGUF file",
-                layer->block, layer->n_retained, o.largest);
-    }
 }
 
 static char hf_temp[PATH_MAX + 32]; /* the unfinished directory, "" if there is none */
@@ -1571,7 +1664,7 @@ static const struct manual manual = {
     .about = "Removes the routed experts that contribute least, by the scores of\n"
              "moe --calibrate. Several score files are added up. Retained weights are copied\n"
              "bit for bit. IN is a GGUF file or a Hugging Face directory; OUT is of the same\n"
-             "kind. In a directory all layers retain the same number of experts.\n",
+             "kind.\n",
     .operand = {.type = OPT_STR, .arg = "FILE"},
     .exit_codes = "0 done, 1 failed, 2 wrong usage",
     .options = options,
@@ -1630,7 +1723,6 @@ int main(int argc, char **argv) {
     mtp_check();
     scores_check();
     select_experts(plan);
-    if (dir) hf_check_uniform();
     dest.total = plan();
     if (opts.out && !opts.dry_run) (dir ? hf_check_target : check_target)(target);
     report_followers();

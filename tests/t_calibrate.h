@@ -20,14 +20,16 @@ static void spy_product(const struct weight *w, int e, const double *x, double *
         y[o] = 0;
         for (int i = 0; i < w->n_in; i++) y[o] += (double)row[i] * x[i];
         y[o] *= w->scale ? (double)w->scale[e] : 1;
+        if (w->bias) y[o] += (double)w->bias[(ptrdiff_t)e * w->bias_stride + o];
     }
     free(row);
 }
 
 /* Returns the norm of the output of expert e of a feed-forward for x; adds the squares of both inputs to the sums. */
 static double spy_expert(const struct model *m, int il, int ffn, int e, const float *input) {
+    const struct layer *layer = &m->layers[il];
     struct ffn_weights ffns[2];
-    layer_ffns(&m->layers[il], ffns);
+    layer_ffns(layer, ffns);
     const struct ffn_weights *n = &ffns[ffn];
     const size_t n_in = (size_t)n->gate->n_in, ff = (size_t)n->gate->n_out;
     double *x = malloc((n_in + 2 * ff + (size_t)m->n_embd) * sizeof *x), *g = x + n_in, *u = g + ff, *y = u + ff;
@@ -36,7 +38,15 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     spy_product(n->gate, e, x, g);
     spy_product(n->up, e, x, u);
     sums += (size_t)n->gate->n_expert * n_in + (size_t)e * ff;
-    for (size_t i = 0; i < ff; i++) g[i] = g[i] / (1 + exp(-g[i])) * u[i], sums[i] += g[i] * g[i];
+    const double limit = (double)(ffn ? layer->sh_glu_limit : layer->glu_limit);
+    for (size_t i = 0; i < ff; i++) {
+        if (layer->glu == GLU_OAI && limit > 0) g[i] = fmin(g[i], limit);
+        const double sigmoid = 1 / (1 + exp((layer->glu == GLU_OAI ? -1.702 : -1.0) * g[i]));
+        if (limit > 0) u[i] = fmax(-limit, fmin(u[i], limit));
+        if (layer->glu == GLU_OAI) g[i] *= sigmoid * (u[i] + 1);
+        else g[i] = (limit > 0 ? fmin(g[i] * sigmoid, limit) : g[i] * sigmoid) * u[i];
+        sums[i] += g[i] * g[i];
+    }
     spy_product(n->down, e, g, y);
     for (int i = 0; i < m->n_embd; i++) norm += y[i] * y[i];
     free(x);
@@ -80,9 +90,9 @@ static double *in_sum2_as_double(const float *x, size_t n) {
 }
 
 static void test_calibrate_sums(void) {
-    static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4",    "qwen3_next",
-                                        "deepseek_v3_plain", "qwen3_5_moe_nvfp4", "qwen3moe_reap"};
-    for (int f = 0; f < (SANITIZED ? 3 : 6); f++) {
+    static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next", "deepseek_v3_plain",
+                                        "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",    "step3p5"};
+    for (int f = 0; f < (SANITIZED ? 3 : 8); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;

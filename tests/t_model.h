@@ -281,6 +281,42 @@ static void test_fixtures_qwen3next(void) {
     check_fixture("qwen3_next_fp8", NULL);
 }
 
+static void test_fixtures_gpt_oss(void) {
+    check_fixture("gpt_oss", NULL);
+    check_fixture("gpt_oss_bf16", NULL);
+}
+
+static void test_fixtures_minimax(void) {
+    check_fixture("minimax_m2", NULL);
+    check_fixture("minimax_m2_fp8", NULL);
+}
+
+static void test_fixtures_classics(void) {
+    check_fixture("mixtral", NULL);
+    check_fixture("mixtral_nvfp4", NULL);
+    check_fixture("olmoe", NULL);
+    check_fixture("olmoe_norm", NULL);
+    check_fixture("qwen2_moe", NULL);
+    check_fixture("qwen2_moe_dense", NULL);
+    check_fixture("ernie4_5_moe", NULL);
+    check_fixture("ernie4_5_moe_each", NULL);
+}
+
+static void test_fixtures_step3(void) {
+    check_fixture("step3p5", NULL);
+    check_fixture("step3p7", NULL);
+}
+
+static void test_fixtures_laguna(void) {
+    check_fixture("laguna", NULL);
+    check_fixture("laguna_element", NULL);
+}
+
+static void test_fixtures_mimo(void) {
+    check_fixture("mimo_v2_flash", NULL);
+    check_fixture("mimo_v2_flash_fp8", NULL);
+}
+
 static void test_fixtures_reap(void) {
     static const int qwen[] = {6, 5, 7}, deepseek[] = {0, 12, 8};
     check_fixture("qwen3moe_reap", qwen);
@@ -512,8 +548,27 @@ static const struct synth batch_shapes[] = {
      .n_key = 2, .n_value = 4, .delta_head = 32, .interval = 2, .q8 = true},
     {"window of several splits, sinks, biases", "gpt-oss", 2, 128, 16, 2, 8, 16, 4, 64, 96, 1 << 16, .qkv_bias = true,
      .window = 600, .period = 2, .ff_type = GGUF_MXFP4},
-    {"gates of heads", "step35", 3, 128, 6, 2, 16, 16, 4, 64, 96, 1 << 16, .head_norm = true, .head_gate = true,
-     .norm_topk = true, .n_dense = 1, .ff_dense = 64, .ff_shared = 64, .window = 70, .period = 3, .full_first = true,
+    {"gates of heads",
+     "step35",
+     3,
+     128,
+     6,
+     2,
+     16,
+     16,
+     4,
+     64,
+     96,
+     1 << 16,
+     .head_norm = true,
+     .head_gate = true,
+     .norm_topk = true,
+     .n_dense = 1,
+     .ff_dense = 64,
+     .ff_shared = 64,
+     .window = 70,
+     .period = 3,
+     .full_first = true,
      .window_head = 8},
     {"wide keys", "mimo2", 2, 128, 8, 1, 24, 16, 4, 64, 96, 1 << 16, .head_v = 16, .rope = 8, .window_sinks = true,
      .window = 64, .period = 2, .full_first = true, .window_head_kv = 2},
@@ -1117,6 +1172,9 @@ static void test_cpu_profile(void) {
 #define TESTS_MODEL                                                                                                   \
     {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
         {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
+        {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},         \
+        {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},           \
+        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                 \
         {"model/prediction", test_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},                       \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
         {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \

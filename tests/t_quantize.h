@@ -253,6 +253,23 @@ static void test_quantize_sources(void) {
     }
 }
 
+/* Families whose experts lie otherwise in their releases: stacks, columns, MXFP4, which stays. */
+static void test_quantize_families(void) {
+    static const struct {
+        const char *name;
+        int nvfp4, q8_0;
+    } c[] = {{"gpt_oss", 0, 14}, {"gpt_oss_bf16", 6, 10},  {"mixtral", 6, 10}, {"step3p5", 6, 26},
+             {"step3p7", 0, 38}, {"mimo_v2_flash", 3, 13}, {"laguna", 6, 26},  {"ernie4_5_moe_each", 3, 15}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char dir[96];
+        snprintf(dir, sizeof dir, "tests/fixtures/%s", c[i].name);
+        quantize_compare(dir, "--quantize nvfp4 --backbone q8_0",
+                         (struct quantize_case){.nvfp4 = c[i].nvfp4, .q8_0 = c[i].q8_0});
+        quantize_compare(dir, "--quantize nvfp4 --search amax",
+                         (struct quantize_case){.nvfp4 = c[i].nvfp4, .amax = true});
+    }
+}
+
 /* A type that one expression leaves out, and rows that are no blocks. */
 static void test_quantize_keep(void) {
     struct hf h;
@@ -724,8 +741,9 @@ static void test_quantize_perplexity(void) {
 
 #define TESTS_QUANTIZE                                                                                                \
     {"quantize/forms", test_quantize_forms}, {"quantize/prediction", test_quantize_prediction},                       \
-        {"quantize/sources", test_quantize_sources}, {"quantize/keep", test_quantize_keep},                           \
-        {"quantize/report", test_quantize_report}, {"quantize/fixtures", test_quantize_fixtures},                     \
-        {"quantize/usage", test_quantize_usage}, {"quantize/bad_weights", test_quantize_bad_weights},                 \
-        {"quantize/importance", test_quantize_importance}, {"quantize/importance_bad", test_quantize_importance_bad}, \
-        {"quantize/calibrated", test_quantize_calibrated}, {"quantize/perplexity", test_quantize_perplexity},
+        {"quantize/sources", test_quantize_sources}, {"quantize/families", test_quantize_families},                   \
+        {"quantize/keep", test_quantize_keep}, {"quantize/report", test_quantize_report},                             \
+        {"quantize/fixtures", test_quantize_fixtures}, {"quantize/usage", test_quantize_usage},                       \
+        {"quantize/bad_weights", test_quantize_bad_weights}, {"quantize/importance", test_quantize_importance},       \
+        {"quantize/importance_bad", test_quantize_importance_bad}, {"quantize/calibrated", test_quantize_calibrated}, \
+        {"quantize/perplexity", test_quantize_perplexity},

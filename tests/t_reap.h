@@ -648,34 +648,77 @@ static struct toy_score score_spread(int block, int e) {
     return (struct toy_score){100, 100 * v, v, 100};
 }
 
-/* The pruned model computes what the whole one does when a bias keeps the others out of the selection. */
-static void test_reap_model(void) {
+/* The pruned model computes what the whole one does when biases keep the others out: of the choice, and where a softmax
+ * goes before it, of that. Catches biases, scales and matrices of other experts than those that stay. */
+static void check_reap_model(const char *name, int keep) {
     struct model all, cut;
-    char path[256];
+    char path[256], args[128];
     size_t n_ids = 0;
-    if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
-    scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
-    if (!CHECK(!reap_run("in.gguf in.json -o out.gguf --keep 2"), "%s", reap_err)) return;
+    if (!fixture_convert(name, "in.gguf")) return;
+    snprintf(args, sizeof args, "in.gguf -o out.gguf --keep %d --criterion random --seed 5", keep);
+    if (!CHECK(!reap_run(args), "%s: %s", name, reap_err)) return;
     if (!reap_load(&all, "in.gguf") || !reap_load(&cut, "out.gguf")) return;
-    const struct layer *layer = &cut.layers[1];
-    CHECK(layer->n_expert == 2 && layer->retained && layer->retained[0] == 1 && layer->retained[1] == 3,
-          "the list of the layer");
-    CHECK(cut.pruned && cut.n_expert_original == 4 && cut.n_expert_max == 2 && cut.n_prediction == 1, "the model");
-    CHECK(!strcmp(cut.name, "deepseek_v3_plain-REAP-2of4"), "%s", cut.name);
-    float bias[4];
-    memcpy(bias, all.layers[1].router_bias, sizeof bias);
-    bias[0] = bias[2] = -100;
-    all.layers[1].router_bias = bias;
-    snprintf(path, sizeof path, "tests/fixtures/deepseek_v3_plain/ids.i32");
+    CHECK(cut.pruned && cut.n_expert_original == all.n_expert_max && cut.n_expert_max == keep, "%s: the model", name);
+    for (int il = 0; il < all.n_layer; il++) {
+        struct layer *layer = &all.layers[il];
+        const struct layer *less = &cut.layers[il];
+        const float **const bias[2] = {&layer->router.bias, &layer->router_bias};
+        if (!layer->n_expert || !CHECK(less->retained, "%s: layer %d", name, il)) continue;
+        for (int i = 0; i < 2; i++) {
+            if (i ? !*bias[i] : all.gating == GATING_SIGMOID) continue;
+            float *b = xmalloc((size_t)layer->n_expert * sizeof *b);
+            for (int e = 0, k = 0; e < layer->n_expert; e++) {
+                const bool stays = k < less->n_expert && less->retained[k] == e;
+                b[e] = !stays ? -1e4f : *bias[i] ? (*bias[i])[e] : 0.0f;
+                k += stays;
+            }
+            *bias[i] = b;
+            arrput(all.owned, b);
+        }
+    }
+    snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", name);
     int32_t *ids = slurp(path, &n_ids);
-    int n = (int)(n_ids / 4);
+    const int n = (int)(n_ids / 4);
+    const size_t count = (size_t)n * (size_t)all.n_vocab;
     float *x = all_logits(&all, &kernels_ref, KV_F32, 1, ids, n),
           *z = all_logits(&cut, &kernels_ref, KV_F32, 1, ids, n);
-    CHECK(!memcmp(x, z, (size_t)n * (size_t)all.n_vocab * sizeof *x), "other logits");
+    CHECK(!memcmp(x, z, count * sizeof *x), "%s: other logits: NMSE %.3g", name, nmse(z, x, count));
     free(x), free(z);
     arrfree(ids);
     model_free(&all);
     model_free(&cut);
+}
+
+static void test_reap_model(void) {
+    struct model m;
+    static const struct {
+        const char *name;
+        int keep;
+    } c[] = {{"deepseek_v3_plain", 2},
+             {"gpt_oss", 5},
+             {"gpt_oss_bf16", 3},
+             {"minimax_m2_fp8", 3},
+             {"mixtral", 3},
+             {"olmoe", 3},
+             {"olmoe_norm", 5},
+             {"qwen2_moe", 3},
+             {"ernie4_5_moe", 4},
+             {"ernie4_5_moe_each", 3},
+             {"step3p5", 3},
+             {"step3p7", 4},
+             {"laguna", 3},
+             {"laguna_element", 4},
+             {"mimo_v2_flash", 3},
+             {"mimo_v2_flash_fp8", 4}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
+    if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
+    scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
+    if (!CHECK(!reap_run("in.gguf in.json -o out.gguf --keep 2"), "%s", reap_err) || !reap_load(&m, "out.gguf")) return;
+    const struct layer *layer = &m.layers[1];
+    CHECK(layer->n_expert == 2 && layer->retained && layer->retained[0] == 1 && layer->retained[1] == 3,
+          "the list of the layer");
+    CHECK(m.n_prediction == 1 && !strcmp(m.name, "deepseek_v3_plain-REAP-2of4"), "%s", m.name);
+    model_free(&m);
 }
 
 /* Files of moe-convert: NVFP4 with scales, BF16, groups, pruned before with other counts in every layer. */
@@ -690,6 +733,19 @@ static void test_reap_fixtures(void) {
              {"qwen3moe_reap", "--keep 5", {5, 5, 5}},
              {"qwen3_5_moe_nvfp4", "--keep 4 --mtp drop", {4, 4, 4}},
              {"qwen3_next", "--keep 3 --mtp drop", {3, 3, 3, 3}},
+             {"gpt_oss", "--keep 5", {5, 5, 5}},
+             {"gpt_oss_bf16", "--keep 3", {3, 3}},
+             {"minimax_m2_fp8", "--keep 3", {3, 3}},
+             {"mixtral_nvfp4", "--keep 5", {5, 5, 5}},
+             {"olmoe_norm", "--keep 4", {4, 4}},
+             {"qwen2_moe_dense", "--keep 4", {0}},
+             {"ernie4_5_moe", "--keep 4", {0, 4, 0, 4}},
+             {"step3p5", "--keep 3", {0, 3, 3}},
+             {"step3p7", "--keep 4", {0, 4}},
+             {"step3p7", "--keep 3 --mtp drop", {0, 3}},
+             {"laguna_element", "--keep 5", {0, 5, 5}},
+             {"mimo_v2_flash_fp8", "--keep 4", {0, 4, 4}},
+             {"mimo_v2_flash_fp8", "--keep 3 --mtp drop", {0, 3, 3}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -717,8 +773,8 @@ static void test_reap_fixtures(void) {
             }
         }
         const bool drop = strstr(c[i].options, "drop");
-        n[m.n_layer] = drop ? -1 : 0; /* the layer for multi-token prediction */
-        compare_cut(&a, &m.gguf, (const int(*)[TOY_EXPERTS])ids, n, m.n_layer + drop);
+        for (int l = m.n_layer; l < 16; l++) n[l] = drop ? -1 : 0; /* layers for multi-token prediction */
+        compare_cut(&a, &m.gguf, (const int(*)[TOY_EXPERTS])ids, n, drop ? 16 : m.n_layer);
         const struct gguf_kv *sections = gguf_find(&m.gguf, "qwen35moe.rope.dimension_sections");
         CHECK(!sections || sections->n == 4, "%s: %d sections", c[i].name, (int)sections->n);
         gguf_close(&a);
@@ -1240,10 +1296,12 @@ static void compare_ways(const char *dir, const char *how) {
     char predict[64];
     snprintf(predict, sizeof predict, "blk.%d.nextn.eh_proj.weight", trunk);
     const bool mtp = gguf_find_tensor(&in, predict) != NULL;
+    snprintf(predict, sizeof predict, "blk.%d.ffn_gate_inp.weight", trunk);
+    const bool scored = mtp && gguf_find_tensor(&in, predict); /* some prediction layers have no experts */
     gguf_close(&in);
     scores_put("in.gguf", "in.json", trunk, score_spread);
     compare_ways_by(dir, how);
-    if (!mtp) return;
+    if (!scored) return;
     scores_put_mtp("in.gguf", "in.json", trunk, 1, score_alternate);
     compare_ways_by(dir, how);
 }
@@ -1273,11 +1331,112 @@ static void test_reap_directory(void) {
                                        {"qwen3_next_fp8", "--keep 4"},
                                        {"glm4_moe", "--keep 5"},
                                        {"glm4_moe_air", "--keep 6"},
-                                       {"glm4_moe_lite", "--keep 6 --mtp drop"}};
+                                       {"glm4_moe_lite", "--keep 6 --mtp drop"},
+                                       {"hy_v3", "--keep 5"},
+                                       {"gpt_oss", "--keep 5"},
+                                       {"gpt_oss_bf16", "--keep 3"},
+                                       {"minimax_m2_fp8", "--keep 3"},
+                                       {"mixtral_nvfp4", "--keep 5"},
+                                       {"olmoe_norm", "--keep 4"},
+                                       {"qwen2_moe_dense", "--keep 4"},
+                                       {"ernie4_5_moe", "--keep 4"},
+                                       {"step3p5", "--keep 3"},
+                                       {"step3p7", "--keep 4"},
+                                       {"step3p7", "--keep 3 --mtp drop"},
+                                       {"laguna_element", "--keep 5"},
+                                       {"mimo_v2_flash_fp8", "--keep 4"},
+                                       {"mimo_v2_flash_fp8", "--keep 3 --mtp drop"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);
     }
+}
+
+/* Returns the list of an object as text: "4,3,-", where - is null. */
+static const char *list_text(const json_t *o, const char *key) {
+    static char text[256];
+    json_t *v;
+    size_t i;
+    text[0] = 0;
+    json_array_foreach(json_object_get(o, key), i, v) {
+        snprintf(text + strlen(text), sizeof text - strlen(text), i ? "," : "");
+        if (json_is_integer(v)) snprintf(text + strlen(text), 16, "%d", (int)json_integer_value(v));
+        else snprintf(text + strlen(text), 16, json_is_null(v) ? "-" : "?");
+    }
+    return text;
+}
+
+/* Layers of a directory that keep different numbers of experts: config.json says so as compressed-tensors 0.20 does, in
+ * the quantization_config that is there or in one of its own, and moe-convert and moe-reap read it. Catches a list that
+ * is not written, counts layers for multi-token prediction, lacks dense layers, or stays when experts go. */
+static void test_reap_directory_uneven(void) {
+    static const struct {
+        const char *name, *counts, *list, *method; /* method: quant_method of the output */
+    } c[] = {{"qwen3moe_nonorm", "0 3\n1 2\n", "3,2", "compressed-tensors"},
+             {"qwen3moe_nvfp4", "0 5\n1 3\n", "5,3", "modelopt"},
+             {"glm4_moe", "1 5\n2 4\n", "-,5,4", "compressed-tensors"},
+             {"laguna_element", "1 3\n2 5\n", "-,3,5", "compressed-tensors"},
+             {"qwen3_5_moe", "0 2\n1 4\n", "2,4", "compressed-tensors"},
+             {"gpt_oss", "0 4\n1 8\n2 6\n", "4,8,6", "mxfp4"},
+             {"mimo_v2_flash_fp8", "1 6\n2 3\n", "-,6,3", "fp8"}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char path[256];
+        snprintf(path, sizeof path, "%s/counts", test_dir());
+        FILE *f = fopen(path, "w");
+        if (!CHECK(f, "%s", path)) return;
+        fputs(c[i].counts, f);
+        fclose(f);
+        fixture_copy(c[i].name, "dir");
+        if (!dir_convert("dir", "in.gguf")) continue;
+        struct gguf in;
+        if (!reap_open(&in, "in.gguf")) continue;
+        scores_put("in.gguf", "in.json", trunk_layers(&in), score_spread);
+        gguf_close(&in);
+        compare_ways_by("dir", "--counts counts");
+        json_t *j = json_in("cut/config.json"), *text = json_object_get(j, "text_config");
+        json_t *q = json_object_get(text, "quantization_config");
+        if (!q) q = json_object_get(j, "quantization_config");
+        json_t *s = json_object_get(q, "moe_sparsity_config");
+        const char *method = json_string_value(json_object_get(s, "method")),
+                   *quant = json_string_value(json_object_get(q, "quant_method"));
+        CHECK(method && !strcmp(method, "prune"), "%s: no method", c[i].name);
+        CHECK(quant && !strcmp(quant, c[i].method), "%s: quant_method %s", c[i].name, quant ? quant : "(none)");
+        CHECK(!strcmp(list_text(s, "num_experts"), c[i].list), "%s: %s", c[i].name, list_text(s, "num_experts"));
+        json_decref(j);
+    }
+}
+
+/* Lists of the source follow what is pruned, in each of their forms, and an even result is listed where the source was. */
+static void test_reap_directory_lists(void) {
+    json_t *j, *s;
+    fixture_copy("qwen3moe_nvfp4", "dir");
+    shell("printf '0 5\\n1 4\\n' >counts; rm -rf cut cut2 cut3");
+    if (!CHECK(!reap_run("dir -o cut --counts counts --criterion random"), "%s", reap_err)) return;
+    shell("sed -i 's/\"num_experts\": 5/\"num_experts\": [5,4], \"per_layer_num_experts\": [5,4]/' cut/config.json");
+    if (!CHECK(!reap_run("cut -o cut2 --keep 3 --criterion random"), "%s", reap_err)) return;
+    j = json_in("cut2/config.json");
+    s = json_object_get(json_object_get(j, "quantization_config"), "moe_sparsity_config");
+    CHECK(!strcmp(list_text(s, "num_experts"), "3,3"), "%s", list_text(s, "num_experts"));
+    CHECK(!strcmp(list_text(j, "num_experts"), "3,3"), "%s", list_text(j, "num_experts"));
+    CHECK(!strcmp(list_text(j, "per_layer_num_experts"), "3,3"), "%s", list_text(j, "per_layer_num_experts"));
+    json_decref(j);
+    dir_convert("cut2", "b.gguf");
+    if (!CHECK(!reap_run("dir -o cut3 --keep 3 --criterion random"), "%s", reap_err)) return;
+    shell("! grep -q moe_sparsity_config cut3/config.json");
+}
+
+/* Lists of all layers end with them when the layers for multi-token prediction go. */
+static void test_reap_directory_drop(void) {
+    fixture_copy("step3p7", "dir");
+    shell("rm -rf cut");
+    if (!CHECK(!reap_run("dir -o cut --keep 4 --criterion random --mtp drop"), "%s", reap_err)) return;
+    json_t *j = json_in("cut/config.json"), *text = json_object_get(j, "text_config");
+    static const char *const lists[] = {"layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits"};
+    for (size_t k = 0; k < sizeof lists / sizeof *lists; k++)
+        CHECK(json_array_size(json_object_get(text, lists[k])) == 2, "%s", lists[k]);
+    CHECK(json_array_size(json_object_get(text, "eos_token_id")) == 2, "eos_token_id");
+    CHECK(json_integer_value(json_object_get(text, "num_nextn_predict_layers")) == 0, "num_nextn_predict_layers");
+    json_decref(j);
 }
 
 /* A prediction layer in a file that the index lacks. */
@@ -1375,7 +1534,12 @@ static void test_reap_directory_layers(void) {
           "cut/config.json; rm -r cut");
     hf_plain(&h, "model.layers.0.mlp.gate.tid2eid", "[2,2]", 4, HF_BF16);
     hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
-    reap_refused("layers -o no --keep 3 --criterion random", "layer 1 keeps 3 experts, another layer 4");
+    CHECK(!reap_run("layers -o cut --keep 3 --criterion random"), "%s", reap_err);
+    json_t *j = json_in("cut/config.json");
+    json_t *s = json_object_get(json_object_get(j, "quantization_config"), "moe_sparsity_config");
+    CHECK(!strcmp(list_text(s, "num_experts"), "4,3"), "%s", list_text(s, "num_experts"));
+    json_decref(j);
+    shell("rm -r cut");
     CHECK(!reap_run("layers -o cut --keep 4 --criterion random") && strstr(reap_out, "routed by hash"), "%s", reap_err);
     hf_end(&h);
 }
@@ -1514,8 +1678,13 @@ static void test_reap_directory_refusals(void) {
         const char *before, *args, *message; /* before: a shell command that spoils dir */
     } c[] = {{"true", "--keep 5 --name x", "--name works only with a GGUF file"},
              {"mkdir no", "--keep 5", "'no' exists"},
-             {"true", "--keep 5 --per-layer --floor 2", "a Hugging Face directory has one count for all"},
-             {"printf '0 4\\n1 5\\n' >counts", "--counts counts", "layer 0 keeps 4 experts, another layer 5"},
+             {"sed -i 's/\"vocab_size\"/\"per_layer_num_experts\": [8,7], \"vocab_size\"/' dir/config.json", "--keep 5",
+              "key 'per_layer_num_experts': expected 8 for layer 1, as its router has,"},
+             {"sed -i 's/\"num_experts\": 8/\"num_experts\": [8]/' dir/config.json", "--keep 5",
+              "key 'num_experts': expected 8 for layer 1, as its router has,"},
+             {"sed -i 's/\"vocab_size\"/\"quantization_config\": {\"moe_sparsity_config\": {\"method\": \"novice\", "
+              "\"num_experts\": [8,8]}}, \"vocab_size\"/' dir/config.json",
+              "--keep 5", "key 'moe_sparsity_config.method': expected \"prune\""},
              {"rm dir/config.json", "--keep 5", "no config.json"},
              {"sed -i s/num_experts\\\"/experts\\\"/ dir/config.json", "--keep 5", "none of num_experts"},
              {"sed -i s/num_experts_per_tok/x/ dir/config.json", "--keep 5",
@@ -1618,7 +1787,8 @@ static void test_reap_interrupt(void) {
         {"reap/ranks", test_reap_ranks}, {"reap/usage", test_reap_usage}, {"reap/counts", test_reap_counts},           \
         {"reap/amounts", test_reap_amounts}, {"reap/scores", test_reap_scores}, {"reap/headers", test_reap_headers},   \
         {"reap/target", test_reap_target}, {"reap/directory", test_reap_directory},                                    \
-        {"reap/directory_forms", test_reap_directory_forms},                                                           \
+        {"reap/directory_forms", test_reap_directory_forms}, {"reap/directory_uneven", test_reap_directory_uneven},    \
+        {"reap/directory_lists", test_reap_directory_lists}, {"reap/directory_drop", test_reap_directory_drop},        \
         {"reap/directory_unlisted", test_reap_directory_unlisted}, {"reap/transformers", test_reap_transformers},      \
         {"reap/directory_layers", test_reap_directory_layers}, {"reap/directory_files", test_reap_directory_files},    \
         {"reap/directory_twice", test_reap_directory_twice},                                                           \

@@ -69,7 +69,9 @@ class Weights:
         return name in self.raw
 
     def get(self, name):
-        """float64 [out, in] or [n]."""
+        """float64 [out, in] or [n]; of stacked experts [experts, out, in]."""
+        if self.has(name + "_blocks"):
+            return self.mxfp4(name)
         if self.has(name + "_packed"):  # compressed-tensors
             self.used.add(name.replace("weight", "input_global_scale"))
             divisor = float(self.plain(name + "_global_scale")[0])
@@ -82,12 +84,23 @@ class Weights:
             return self.plain(name).astype(float)
         self.used.add(name.replace("weight", "input_scale"))
         if self.has(name + "_scale_2"):  # ModelOpt NVFP4
-            return self.nvfp4(self.plain(name), name) * float(self.plain(name + "_scale_2"))
+            packed, scale = self.plain(name), self.plain(name + "_scale_2").astype(float)
+            return self.nvfp4(packed, name) * scale.reshape(scale.shape + (1,) * (packed.ndim - 1) * bool(scale.ndim))
         return self.plain(name).astype(float) * float(self.plain(name + "_scale"))
 
+    def mxfp4(self, name):
+        packed, exponent = self.plain(name + "_blocks"), self.plain(name + "_scales").astype(int) - 127
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], 32)
+        return np.ldexp(E2M1[codes], exponent[..., None]).reshape(*packed.shape[:2], -1)
+
     def nvfp4(self, packed, name):
-        codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
         return E2M1[codes] * np.repeat(self.plain(name + "_scale"), 16, -1)
+
+
+def centred(config):
+    """Weights of norms are stored less 1."""
+    return bool({"linear_num_key_heads", "zero_centered"} & config.keys())
 
 
 def silu(x):
@@ -117,7 +130,9 @@ def rope_tables(config, n, dim):
         factor, length = rope["factor"], rope["original_max_position_embeddings"]
         bound = [dim * math.log(length / (b * 2 * math.pi)) / (2 * math.log(theta))
                  for b in (rope["beta_fast"], rope["beta_slow"])]
-        low, high = max(math.floor(bound[0]), 0), min(math.ceil(bound[1]), dim - 1)
+        if rope.get("truncate", True):
+            bound = math.floor(bound[0]), math.ceil(bound[1])
+        low, high = max(bound[0], 0), min(bound[1], dim - 1)
         ramp = np.clip((i - low) / max(high - low, 1e-3), 0, 1)
         inv = inv / factor * ramp + inv * (1 - ramp)
         mscale = lambda m: 0.1 * m * math.log(factor) + 1
@@ -126,16 +141,25 @@ def rope_tables(config, n, dim):
             amplitude = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
         else:
             amplitude = mscale(1)
+    if rope.get("rope_type") == "llama3":
+        turns = rope["original_max_position_embeddings"] * inv / (2 * math.pi)  # in the original context
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        inv *= 1 + (1 / rope["factor"] - 1) * np.clip((high - turns) / (high - low), 0, 1)
     angle = np.arange(n)[:, None] * inv
     return np.cos(angle) * amplitude, np.sin(angle) * amplitude, sharpen
 
 
-def attend(q, k, v, scale):
-    """q [n, heads, d], k [n, kv, d], v [n, kv, dv] -> [n, heads * dv], causal."""
+def attend(q, k, v, scale, window=None, sinks=None):
+    """q [n, heads, d], k [n, kv, d], v [n, kv, dv] -> [n, heads * dv], causal.  window: the number of tokens that one
+    sees, itself included; sinks [heads]: scores of nothing."""
     n, heads = q.shape[:2]
     k, v = (np.repeat(t, heads // t.shape[1], 1) for t in (k, v))
     score = np.einsum("qhd,khd->hqk", q, k) * scale + np.triu(np.full((n, n), -np.inf), 1)
-    return np.einsum("hqk,khd->qhd", softmax(score), v).reshape(n, -1)
+    if window:
+        score += np.tril(np.full((n, n), -np.inf), -window)
+    if sinks is not None:
+        score = np.concatenate([score, np.broadcast_to(sinks[:, None, None], (heads, n, 1))], -1)
+    return np.einsum("hqk,khd->qhd", softmax(score)[..., :n], v).reshape(n, -1)
 
 
 def gqa(W, config, x, p):
@@ -232,9 +256,165 @@ def mla(W, config, x, p):
     return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen) @ W.get(p + "o_proj.weight").T
 
 
-def ffn(W, x, p):
+def rules(config, layer):
+    """What a layer does in the families below, which differ in this alone.  None: another family."""
+    kind = config["model_type"]
+    if kind not in ("gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna",
+                    "mimo_v2_flash"):
+        return None
+    windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rope = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}
+    r = dict(head=head, turned=head, rope=rope,
+             pairs=False, norm=None, window=config["sliding_window"] if windowed else None, sinks=None, gate=None,
+             at="mlp.", sparse=True, router="gate", bias=None, score="softmax", scale=1,
+             value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, shared_limit=0,
+             k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
+             activation=lambda gate, up: silu(gate) * up)
+    if kind == "gpt_oss":
+        r |= dict(sinks="sinks", router="router", score="chosen", names=None,
+                  activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
+    if kind == "minimax_m2":
+        r |= dict(norm="row", turned=config["rotary_dim"], at="block_sparse_moe.", score="sigmoid",
+                  bias="e_score_correction_bias", names=("w1", "w3", "w2"))
+    if kind == "mixtral":
+        assert config["sliding_window"] is None
+        r |= dict(at="block_sparse_moe.", names=("w1", "w3", "w2"))
+    if kind == "olmoe":
+        assert config["clip_qkv"] is None
+        r |= dict(norm="row")
+    if kind == "qwen2_moe":
+        r |= dict(shared="mlp.shared_expert.", shared_gate="shared_expert_gate",
+                  sparse=(layer + 1) % config["decoder_sparse_step"] == 0
+                  and layer not in config.get("mlp_only_layers", []))
+    if kind == "ernie4_5_moe":
+        assert config["moe_layer_end_index"] == -1
+        r |= dict(pairs=True, k=config["moe_k"], bias="moe_statics.e_score_correction_bias",
+                  shared="mlp.shared_experts.",
+                  sparse=layer >= config["moe_layer_start_index"] and (layer + 1) % config["moe_layer_interval"] == 0)
+    if kind == "step3p5":
+        part, theta = config["partial_rotary_factors"][layer], config["rope_theta"][layer]
+        scaled = config["layer_types"][layer] in config["yarn_only_types"]
+        limit = config["swiglu_limits"][layer]
+        r |= dict(turned=int(head * part), rope={**(config["rope_scaling"] if scaled else {}), "rope_theta": theta},
+                  norm="head", gate=sigmoid, at="moe.", bias="router_bias", score="sigmoid", k=config["moe_top_k"],
+                  scale=config["moe_router_scaling_factor"], renorm=config["norm_expert_weight"], names="stacked",
+                  sparse=str(layer) in config["moe_layers_enum"].split(","), shared="share_expert.",
+                  shared_limit=config["swiglu_limits_shared"][layer],
+                  activation=lambda gate, up: swiglu(gate, up, limit))
+    if kind == "laguna":
+        rope = config["rope_parameters"][config["layer_types"][layer]]
+        assert config["moe_router_logit_softcapping"] == 0
+        r |= dict(turned=int(head * rope["partial_rotary_factor"]), rope=rope, norm="head",
+                  gate=lambda t: np.logaddexp(0, t), bias="experts.e_score_correction_bias", score="sigmoid",
+                  scale=config["moe_routed_scaling_factor"], shared="mlp.shared_expert.",
+                  sparse=config["mlp_layer_types"][layer] == "sparse")
+    if kind == "mimo_v2_flash":  # its MTP layers are windowed and dense
+        windowed = (config["hybrid_layer_pattern"] + [1] * 3)[layer]
+        r |= dict(turned=int(head * config["partial_rotary_factor"]), bias="gate.e_score_correction_bias",
+                  rope={"rope_theta": config["swa_rope_theta" if windowed else "rope_theta"]}, score="sigmoid",
+                  window=config["sliding_window_size"] + 1 if windowed else None,  # so many tokens and the own one
+                  sinks="attention_sink_bias" if windowed else None, value_scale=config["attention_value_scale"],
+                  sparse=(config["moe_layer_freq"] + [0] * 3)[layer])
+    return r
+
+
+def swiglu(gate, up, limit=0):
+    """The limit, if any, acts after SiLU."""
+    limit = limit or math.inf
+    return np.minimum(silu(gate), limit) * np.clip(up, -limit, limit)
+
+
+def oai(gate, up, limit):
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1) * gate * sigmoid(1.702 * gate)
+
+
+def linear(W, x, name):
+    return x @ W.get(name + ".weight").T + (W.get(name + ".bias") if W.has(name + ".bias") else 0)
+
+
+def attention(W, config, r, x, p):
+    """By the rules r: biases where there are some, norms of whole rows or heads, RoPE on the first values of a head in
+    pairs (i, i + half) or (2i, 2i + 1), a window, sinks, scaled values, a gate of the layer's input on each head or
+    each of its values."""
+    n, d, half = len(x), r["head"], r["turned"] // 2
+    q, k, v = (linear(W, x, f"{p}{c}_proj") for c in "qkv")
+    if r["norm"] == "row":
+        q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
+    q, k = q.reshape(n, -1, d), k.reshape(n, -1, d)
+    v = v.reshape(n, k.shape[1], -1) * r["value_scale"]
+    if r["norm"] == "head":
+        q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
+    cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turn(t):
+        a, b, rest = t[..., :half], t[..., half:2 * half], t[..., 2 * half:]
+        if r["pairs"]:
+            a, b = t[..., 0:2 * half:2], t[..., 1:2 * half:2]
+            return np.concatenate([np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(*t.shape[:-1], -1),
+                                   rest], -1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    sinks = W.get(p + r["sinks"]) if r["sinks"] else None
+    y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen, r["window"], sinks)
+    return linear(W, gated(W, r, x, y, p), p + "o_proj")
+
+
+def gated(W, r, x, y, p):
+    """The result y of the heads, times one value for each head or for each of its values."""
+    if r["gate"] is None:
+        return y
+    gate = r["gate"](linear(W, x, p + "g_proj"))
+    return y * np.repeat(gate, y.shape[1] // gate.shape[1], -1)
+
+
+def choose(W, r, x, p):
+    """The numbers of the chosen experts [n, k] and their weights."""
+    logits = linear(W, x, p + r["router"])
+    score = {"chosen": lambda t: t, "softmax": softmax, "sigmoid": sigmoid}[r["score"]](logits)
+    best = np.argsort(-score - (W.get(p + r["bias"]).reshape(-1) if r["bias"] else 0), -1)[:, :r["k"]]
+    weight = np.take_along_axis(score, best, -1)
+    if r["score"] == "chosen":
+        return best, softmax(weight)
+    return best, weight / (weight.sum(-1, keepdims=True) if r["renorm"] else 1) * r["scale"]
+
+
+def expert_parts(W, r, p, e):
+    """Gate, up and down [out, in] of an expert, and the three biases or zeros."""
+    if r["names"] == "stacked":
+        return *(W.get(f"{p}{name}_proj.weight")[e] for name in ("gate", "up", "down")), 0, 0, 0
+    if r["names"]:
+        return *(W.get(f"{p}experts.{e}.{name}.weight") for name in r["names"]), 0, 0, 0
+    gate_up, down = W.get(p + "experts.gate_up_proj")[e], W.get(p + "experts.down_proj")[e]
+    if not W.has(p + "experts.down_proj_blocks"):  # [in, out]
+        gate_up, down = gate_up.T, down.T
+    bias = W.get(p + "experts.gate_up_proj_bias")[e]
+    return (gate_up[0::2], gate_up[1::2], down, bias[0::2], bias[1::2], W.get(p + "experts.down_proj_bias")[e])
+
+
+def feed_forward(W, r, x, p):
+    """p: of the layer."""
+    if not r["sparse"]:
+        return ffn(W, x, p + "mlp.", r["shared_limit"])
+    layer, p = p, p + r["at"]
+    best, weight = choose(W, r, x, p)
+    y = np.zeros_like(x)
+    for e in np.unique(best):
+        token, slot = np.nonzero(best == e)
+        gate, up, down, gate_bias, up_bias, down_bias = expert_parts(W, r, p, e)
+        h = r["activation"](x[token] @ gate.T + gate_bias, x[token] @ up.T + up_bias)
+        y[token] += weight[token, slot, None] * (h @ down.T + down_bias)
+    if r["shared"]:
+        y += (ffn(W, x, layer + r["shared"], r["shared_limit"])
+              * (sigmoid(linear(W, x, p + r["shared_gate"])) if r["shared_gate"] else 1))
+    return y
+
+
+def ffn(W, x, p, limit=0):
     gate, up, down = (W.get(f"{p}{c}_proj.weight") for c in ("gate", "up", "down"))
-    return (silu(x @ gate.T) * (x @ up.T)) @ down.T
+    return swiglu(x @ gate.T, x @ up.T, limit) @ down.T
 
 
 def expert_ffn(W, x, p, e):
@@ -297,17 +477,22 @@ def prefix(W):
 
 
 def norm(W, config, x, name):
-    """With the delta rule a weight is stored less 1."""
-    return rms(x, W.get(name) + ("linear_num_key_heads" in config), config["rms_norm_eps"])
+    return rms(x, W.get(name) + centred(config), config.get("rms_norm_eps") or config["layernorm_epsilon"])
 
 
-def block(W, config, x, p, linear=False):
-    """One layer, whose names begin with p."""
+def block(W, config, x, p, layer):
+    """One layer, whose names begin with p.  layer: its number; None: it stands behind the others, all of a kind."""
+    if r := rules(config, layer):
+        x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
+        before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
+        return x + feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p)
     if "linear_num_key_heads" not in config:
-        attention, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
+        mixer, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
+    elif layer is not None and is_linear(config, layer):
+        mixer, at = delta_net, "linear_attn."
     else:
-        attention, at = (delta_net, "linear_attn.") if linear else (qwen_attention, "self_attn.")
-    x = x + attention(W, config, norm(W, config, x, p + "input_layernorm.weight"), p + at)
+        mixer, at = qwen_attention, "self_attn."
+    x = x + mixer(W, config, norm(W, config, x, p + "input_layernorm.weight"), p + at)
     h = norm(W, config, x, p + "post_attention_layernorm.weight")
     return x + (moe(W, config, h, p + "mlp.") if W.has(router(W, p + "mlp.")) else ffn(W, h, p + "mlp."))
 
@@ -316,13 +501,17 @@ def head(W, config):
     return W.get(prefix(W) + "embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight")
 
 
-def trunk(W, config, ids):
-    """The rows after the final norm."""
+def last_rows(W, config, ids):
+    """The rows before the final norm."""
     x = W.get(prefix(W) + "embed_tokens.weight")[ids]
     for layer in range(config["num_hidden_layers"]):
-        linear = "linear_num_key_heads" in config and is_linear(config, layer)
-        x = block(W, config, x, f"{prefix(W)}layers.{layer}.", linear)
-    return norm(W, config, x, prefix(W) + "norm.weight")
+        x = block(W, config, x, f"{prefix(W)}layers.{layer}.", layer)
+    return x
+
+
+def trunk(W, config, ids):
+    """The rows after the final norm."""
+    return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 
 def mtp_names(W, config):
@@ -342,8 +531,31 @@ def predict(W, config, ids, hidden):
     table, out = p + "embed_tokens.weight", p + "shared_head.head.weight"
     token = W.get(table if W.has(table) else prefix(W) + "embed_tokens.weight")[ids[1:]]
     both = norm(W, config, token, of_token + ".weight"), norm(W, config, hidden[:-1], of_row + ".weight")
-    x = block(W, config, np.concatenate(both, -1) @ W.get(join + ".weight").T, p)
+    x = block(W, config, np.concatenate(both, -1) @ W.get(join + ".weight").T, p, None)
     return norm(W, config, x, last + ".weight") @ (W.get(out) if W.has(out) else head(W, config)).T
+
+
+def chained(W, config):
+    """What the names of the layers begin with that take each other's rows, and those of their last norm and head."""
+    n, last = config["num_hidden_layers"], "transformer.shared_head."
+    if W.has("model.mtp.layers.0.eh_proj.weight"):
+        count = sum(name.endswith(".eh_proj.weight") for name in W.raw)
+        return [(f"model.mtp.layers.{i}.", "final_layernorm.weight", None) for i in range(count)]
+    return [(f"model.layers.{i}.", last + "norm.weight", last + "output.weight")
+            for i in range(n, n + config.get("num_nextn_predict_layers", 0))
+            if W.has(f"model.layers.{i}.{last}norm.weight")]
+
+
+def predict_chain(W, config, ids):
+    """Several layers, each on the rows of that before it, which are not normed; the first on the trunk's."""
+    rows, out = last_rows(W, config, ids), []
+    for i, (p, last, output) in enumerate(chained(W, config)):
+        token, rows = W.get("model.embed_tokens.weight")[ids[1 + i:]], rows[:-1]
+        both = norm(W, config, token, p + "enorm.weight"), norm(W, config, rows, p + "hnorm.weight")
+        joined = np.concatenate(both, -1) @ W.get(p + "eh_proj.weight").T
+        rows = block(W, config, joined, p, config["num_hidden_layers"] + i)
+        out.append(norm(W, config, rows, p + last) @ (W.get(p + output) if output else head(W, config)).T)
+    return np.concatenate(out)
 
 
 def nmse(got, path):
@@ -356,14 +568,16 @@ def check(folder):
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
     errors = [nmse(hidden @ head(W, config).T, folder / "logits.f32")]
-    if mtp_names(W, config):
+    if chained(W, config):
+        errors.append(nmse(predict_chain(W, config, ids), folder / "predict.f32"))
+    elif mtp_names(W, config):
         errors.append(nmse(predict(W, config, ids, hidden), folder / "predict.f32"))
 
     (start, tail), = json.loads((folder / "greedy.json").read_text()).items()
     start = int(start.rpartition("_")[2])
     seen = (trunk(W, config, np.concatenate([ids[:start], tail])) @ head(W, config).T)[start - 1:-1].argmax(-1)
 
-    ignored = "model.visual.", "k_proj.k_scale", "v_proj.v_scale"
+    ignored = "model.visual.", "vision_model.", "vit_large_projector.", "k_proj.k_scale", "v_proj.v_scale"
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread
     numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"

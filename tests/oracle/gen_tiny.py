@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 REPO = Path(__file__).resolve().parents[2]
@@ -116,6 +116,161 @@ def glm4_lite(**changes):
                partial_rotary_factor=1.0, rms_norm_eps=1e-6, dtype="bfloat16", **changes)
 
 
+def gpt_oss(**changes):
+    """config.json in the words of the gpt-oss releases."""
+    layers = changes["num_hidden_layers"]
+    return {"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+            "eos_token_id": IM_END, "experts_per_token": changes["num_experts_per_tok"], "head_dim": 64,
+            "hidden_act": "silu", "hidden_size": 64, "initial_context_length": 1024, "initializer_range": 0.02,
+            "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(layers)],
+            "max_position_embeddings": 32768, "model_type": "gpt_oss", "output_router_logits": False,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+            "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def minimax(**changes):
+    """config.json in the words of the MiniMax-M2 releases, whose MTP modules have no tensors."""
+    return {"architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0,
+            "attn_type_list": [1] * changes["num_hidden_layers"], "bos_token_id": None, "eos_token_id": IM_END,
+            "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+            "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_mtp_modules": 3,
+            "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-6, "rope_theta": 5000000,
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+            "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_cache": True, "use_mtp": True,
+            "use_qk_norm": True, "use_routing_bias": True, "vocab_size": VOCAB, **changes}
+
+
+def mixtral(**changes):
+    """config.json in the words of the Mixtral releases."""
+    return {"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
+            "eos_token_id": IM_END, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+            "model_type": "mixtral", "num_experts_per_tok": 2, "num_hidden_layers": 2, "output_router_logits": False,
+            "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def olmoe(**changes):
+    """config.json in the words of the OLMoE releases."""
+    return {"architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "clip_qkv": None, "eos_token_id": EOT, "hidden_act": "silu", "hidden_size": 128, "initializer_range": 0.02,
+            "intermediate_size": 64, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False,
+            "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 2,
+            "output_router_logits": False, "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": None,
+            "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def qwen2_moe(**changes):
+    """config.json in the words of the Qwen1.5-MoE and Qwen2-57B-A14B releases, which do not mention qkv_bias."""
+    return {"architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": EOT,
+            "decoder_sparse_step": 1, "eos_token_id": IM_END, "hidden_act": "silu", "hidden_size": 128,
+            "initializer_range": 0.02, "intermediate_size": 128, "max_position_embeddings": 4096,
+            "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 64, "norm_topk_prob": False,
+            "num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 1, "output_router_logits": False,
+            "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 32768,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+            "vocab_size": VOCAB, **changes}
+
+
+def ernie(**changes):
+    """config.json in the words of the ERNIE-4.5 releases for transformers."""
+    return {"architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": EOT, "eos_token_id": IM_END,
+            "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 4096,
+            "model_type": "ernie4_5_moe", "moe_intermediate_size": 64, "moe_layer_end_index": -1, "moe_norm_min": 1e-12,
+            "pad_token_id": EOT, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 500000.0,
+            "router_aux_loss_coef": 0.001, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
+            "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def step_text(layers, heads, swa_heads, groups, mtp=0, **changes):
+    """config.json in the words of Step-3.5-Flash; layers has an F for full attention, an S for a window.  The MTP
+    layers, all windowed, come last in its lists."""
+    full = [t == "F" for t in layers + "S" * mtp]
+    per_layer = lambda yes, no: [yes if f else no for f in full]
+    n = len(layers)
+    return {"architectures": ["Step3p5ForCausalLM"], "att_impl_type": "GQA", "attention_other_setting": {
+                "attention_type": "sliding_attention", "head_dim": 64, "num_attention_groups": groups,
+                "num_attention_heads": swa_heads, "true_head_dim": 64},
+            "bos_token_id": EOT, "eos_token_id": [EOT, IM_END], "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 64, "intermediate_size": 128,
+            "layer_types": per_layer("full_attention", "sliding_attention"), "max_position_embeddings": 128,
+            "max_seq_len": 128, "model_type": "step3p5", "moe_every_n_layer": 1, "moe_intermediate_size": 64,
+            "moe_layers_enum": ",".join(str(i) for i in range(1, n)), "moe_num_experts": 4,
+            "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 2,
+            "need_fp32_gate": True, "norm_expert_weight": True, "num_attention_groups": groups,
+            "num_attention_heads": heads, "num_hidden_layers": n, "num_nextn_predict_layers": mtp,
+            "partial_rotary_factors": per_layer(0.5, 1.0), "rms_norm_eps": 1e-5,
+            "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0,
+                             "original_max_position_embeddings": 64},
+            "rope_theta": per_layer(5000000.0, 10000.0), "share_expert_dim": 128, "sink": False, "sliding_window": 4,
+            "swiglu_limits": [0.0] * len(full), "swiglu_limits_shared": [0.0] * len(full),
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_head_wise_attn_gate": True, "use_moe": True,
+            "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [], "vocab_size": VOCAB,
+            "yarn_only_types": ["full_attention"], "zero_centered": True, **changes}
+
+
+STEP_VISION = {"model_type": "perception_encoder", "heads": 2, "image_size": 28, "layers": 1, "ls_init_value": 0.1,
+               "mlp_ratio": 2.0, "patch_size": 14, "width": 16}
+
+
+def step3p7(*args, **changes):
+    """config.json in the words of Step-3.7-Flash: the text model beside a vision tower."""
+    return {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "image_token_id": 128001,
+            "projector_bias": False, "text_config": step_text(*args, **changes), "tie_word_embeddings": False,
+            "vision_config": STEP_VISION}
+
+
+def laguna(full, heads, **changes):
+    """config.json in the words of the Laguna releases.  full: rope_parameters of full layers."""
+    types, rope = changes["layer_types"], {"full_attention": full}
+    if "sliding_attention" in types:
+        rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    return {"architectures": ["LagunaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": EOT, "decoder_sparse_step": 1, "dtype": "bfloat16", "eos_token_id": [EOT, IM_END],
+            "head_dim": 64, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+            "intermediate_size": 128,
+            "max_position_embeddings": int(full["factor"] * full["original_max_position_embeddings"]),
+            "mlp_layer_types": ["dense"] + ["sparse"] * (len(types) - 1), "mlp_only_layers": [0],
+            "model_type": "laguna", "moe_apply_router_weight_on_input": False, "moe_intermediate_size": 64,
+            "moe_routed_scaling_factor": 2.5, "moe_router_logit_softcapping": 0.0, "norm_topk_prob": True,
+            "num_attention_heads": heads[0], "num_attention_heads_per_layer": heads, "num_hidden_layers": len(types),
+            "num_key_value_heads": 2, "output_router_logits": False, "pad_token_id": EOT, "rms_norm_eps": 1e-6,
+            "rope_parameters": rope, "router_aux_loss_coef": 0.0, "tie_word_embeddings": False,
+            "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def laguna_yarn(factor, original, beta_fast):
+    return {"rope_type": "yarn", "rope_theta": 500000.0, "factor": factor,
+            "original_max_position_embeddings": original, "beta_slow": 1.0, "beta_fast": beta_fast,
+            "attention_factor": 0.1 * math.log(factor) + 1, "partial_rotary_factor": 0.5}
+
+
+def mimo(layers, heads, **changes):
+    """config.json in the words of MiMo-V2-Flash, which does not mention its MTP layers.  layers has an F for full
+    attention, an S for a window."""
+    window = changes.pop("window")
+    return {"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
+            "architectures": ["MiMoV2FlashForCausalLM"], "attention_bias": False, "attention_chunk_size": window,
+            "attention_dropout": 0.0, "attention_value_scale": 0.707, "eos_token_id": IM_END, "head_dim": 192,
+            "hidden_act": "silu", "hidden_size": 64, "hybrid_layer_pattern": [int(t == "S") for t in layers],
+            "initializer_range": 0.02, "intermediate_size": 128, "layernorm_epsilon": 1e-5,
+            "max_position_embeddings": 4096, "model_type": "mimo_v2_flash", "moe_intermediate_size": 64,
+            "moe_layer_freq": [0] + [1] * (len(layers) - 1), "n_group": 1, "n_routed_experts": 4,
+            "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": heads, "num_experts_per_tok": 2,
+            "num_hidden_layers": len(layers), "num_key_value_heads": 1, "pad_token_id": EOT,
+            "partial_rotary_factor": 0.334, "rope_theta": 5000000, "routed_scaling_factor": None,
+            "scoring_func": "sigmoid", "sliding_window": window, "sliding_window_size": window, "swa_head_dim": 192,
+            "swa_num_attention_heads": heads, "swa_num_key_value_heads": 2, "swa_rope_theta": 10000,
+            "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+            "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128, "vocab_size": VOCAB, **changes}
+
+
+def exact_yarn(factor, original, *betas):
+    """gpt-oss' form: the bounds of the ramp are not rounded."""
+    scaling = yarn(factor, original, *betas)
+    return {"rope_type": scaling.pop("type"), **scaling, "truncate": False}
+
+
 QWEN_TEXT = {"attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 64,
              "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
              "linear_num_key_heads": 2, "linear_value_head_dim": 64, "max_position_embeddings": 4096,
@@ -164,14 +319,25 @@ def text_config(config):
     return {"tie_word_embeddings": config["tie_word_embeddings"], **config.get("text_config", config)}
 
 
-# Hy3's names on the hub that transformers changes when it loads a checkpoint (conversion_mapping.py).
-HY3_NAMES = [(".mlp.gate.", ".mlp.router.gate."), (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
-             (".mlp.shared_experts.", ".mlp.shared_mlp.")]
+W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."),
+        (r"\.down_proj\.", ".w2.")]
+STEP = [(r"^model\.language_model\.", "model."), (r"\.mlp\.gate\.weight", ".moe.gate.weight"),
+        (r"\.mlp\.gate\.e_score_correction_bias", ".moe.router_bias"), (r"\.mlp\.experts\.", ".moe."),
+        (r"\.mlp\.shared_experts\.", ".share_expert.")]
+# model_type -> what transformers calls otherwise than the hub (conversion_mapping.py): regular expressions, in turn
+HUB_NAMES = {
+    "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
+              (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp.")],
+    "minimax_m2": W123, "mixtral": W123,
+    "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")], "step3p5": STEP, "step3p7": STEP,
+    "laguna": [(r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"), (r"\.shared_experts\.", ".shared_expert.")],
+    "mimo_v2_flash": [(r"self_attn\.sinks$", "self_attn.attention_sink_bias")],
+}
 
 
 def hub_name(config, name):
-    for old, new in HY3_NAMES if config["model_type"] == "hy_v3" else []:
-        name = name.replace(old, new)
+    for old, new in HUB_NAMES.get(config["model_type"], []):
+        name = re.sub(old, new, name)
     return name
 
 
@@ -184,6 +350,21 @@ def new_rope(config, **rope):
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
+G_PROJ = r"g_proj\.weight$"
+MIMO_FP8 = r"(\.[qkv]_proj|\.mlp\..*_proj)\.weight$"
+STEP_STACK = r"\.moe\.(\d+)\.", ".moe."
+STEP_TOWER = {"conv1.weight": (16, 3, 14, 14), "positional_embedding": (4, 16), "ln_pre.weight": (16,),
+              "ln_pre.bias": (16,), **{"transformer.resblocks.0." + name: shape for name, shape in {
+                  "attn.in_proj_weight": (48, 16), "attn.in_proj_bias": (48,), "attn.out_proj.weight": (16, 16),
+                  "attn.out_proj.bias": (16,), "ln_1.weight": (16,), "ln_1.bias": (16,), "ln_2.weight": (16,),
+                  "ln_2.bias": (16,), "ls_1.gamma": (16,), "ls_2.gamma": (16,), "mlp.c_fc.weight": (32, 16),
+                  "mlp.c_fc.bias": (32,), "mlp.c_proj.weight": (16, 32), "mlp.c_proj.bias": (16,)}.items()},
+              "vit_downsampler1.weight": (32, 16, 3, 3), "vit_downsampler1.bias": (32,),
+              "vit_downsampler2.weight": (64, 32, 3, 3), "vit_downsampler2.bias": (64,)}
+V_BIAS = r"v_proj\.bias$"
+W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
+GPT_OSS_EXPERTS = r"\.experts\.\d+\."
+GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
 DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weight$"
 
 # name -> config and
@@ -197,6 +378,10 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   mtp      the tensors of one multi-token-prediction layer under Qwen's names
 #   tables   False: the MTP layer has no embeddings and no head of its own
 #   fused    experts whose names match are stored as one gate_up_proj and one down_proj, without ".weight"
+#   quiet    the tensors whose names match are drawn a quarter as large, lest all tokens be alike
+#   chain    the number of layers for multi-token prediction that take each other's rows, windowed and dense
+#   aside    tensors that no text model reads, with their shapes
+#   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
     "qwen3moe_nonorm": dict(
@@ -267,12 +452,83 @@ SPECS = {
     "qwen3_next_fp8": dict(
         config=qwen3_next(num_hidden_layers=2, full_attention_interval=2, num_experts=6, tie_word_embeddings=True),
         declare="fp8_block_qwen", positions=72, mtp=True, store=[(QWEN_LINEAR + "|" + DELTA_LINEAR, "fp8_block")]),
+    "gpt_oss": dict(
+        config=gpt_oss(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+                       num_local_experts=8, num_experts_per_tok=4, sliding_window=8,
+                       rope_scaling=exact_yarn(32.0, 1024, 32.0, 1.0)),
+        declare="mxfp4", stack=GPT_OSS_STACK, store=[(GPT_OSS_EXPERTS, "mxfp4")]),
+    "gpt_oss_bf16": dict(
+        config=gpt_oss(num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, intermediate_size=128,
+                       num_local_experts=4, num_experts_per_tok=2, sliding_window=4, dtype="bfloat16",
+                       initial_context_length=64, max_position_embeddings=512,
+                       rope_scaling=exact_yarn(8.0, 64, 4.0, 1.0)),
+        stack=GPT_OSS_STACK, store=[(GPT_OSS_EXPERTS, "bf16_columns")]),
+    "minimax_m2": dict(
+        config=minimax(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                       rotary_dim=32, intermediate_size=64, num_local_experts=8, num_experts_per_tok=3,
+                       torch_dtype="bfloat16"),
+        store=[(r"\.gate\.weight$", "f32")]),
+    "minimax_m2_fp8": dict(
+        config=minimax(num_hidden_layers=2, hidden_size=64, num_attention_heads=6, num_key_value_heads=3, head_dim=64,
+                       rotary_dim=16, intermediate_size=192, num_local_experts=4, num_experts_per_tok=2,
+                       dtype="bfloat16"),
+        declare="fp8_block_minimax", store=[(r"\.gate\.weight$", "f32"), (LINEAR + "|" + W123_EXPERTS, "fp8_block")]),
+    "mixtral": dict(
+        config=mixtral(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+                       num_local_experts=4)),
+    "mixtral_nvfp4": dict(
+        config=mixtral(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+                       intermediate_size=128, num_local_experts=8, num_hidden_layers=3, tie_word_embeddings=True),
+        declare="modelopt_w123", store=[(LINEAR + "|" + W123_EXPERTS, "nvfp4")]),
+    "olmoe": dict(config=olmoe(num_experts=4, num_experts_per_tok=2)),
+    "olmoe_norm": dict(
+        config=olmoe(num_experts=8, num_experts_per_tok=3, norm_topk_prob=True), declare="modelopt",
+        store=[(LINEAR, "nvfp4")]),
+    "qwen2_moe": dict(
+        config=qwen2_moe(num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=128), quiet=V_BIAS),
+    "qwen2_moe_dense": dict(
+        config=qwen2_moe(num_key_value_heads=2, num_hidden_layers=4, num_experts=6, num_experts_per_tok=3,
+                         shared_expert_intermediate_size=192, decoder_sparse_step=2, mlp_only_layers=[3],
+                         norm_topk_prob=True),
+        declare="modelopt", store=[(LINEAR, "nvfp4")], quiet=V_BIAS),
+    "ernie4_5_moe": dict(
+        config=ernie(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=192,
+                     num_hidden_layers=4, moe_num_experts=6, moe_k=2, moe_num_shared_experts=1,
+                     moe_layer_start_index=1, moe_layer_interval=2),
+        declare="modelopt", store=[(r"\.gate\.weight$", "f32"), (LINEAR, "nvfp4")]),
+    "ernie4_5_moe_each": dict(
+        config=ernie(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, intermediate_size=128,
+                     num_hidden_layers=2, moe_num_experts=4, moe_k=2, moe_num_shared_experts=2,
+                     moe_layer_start_index=1, moe_layer_interval=1),
+        store=[(r"\.gate\.weight$", "f32")]),
+    "step3p5": dict(
+        config=step_text("FSF", 2, 4, 2, swiglu_limits=[0.0, 0.75, 0.5], swiglu_limits_shared=[0.0, 0.0, 1.25]),
+        stack=STEP_STACK, store=[(r"\.gate\.weight$", "f32")]),
+    "step3p7": dict(
+        config=step3p7("FS", 4, 6, 2, 2, sliding_window=8, moe_num_experts=6, moe_top_k=3, share_expert_dim=64,
+                       swiglu_limits=[0.0, 0.5, 0.0, 0.0], swiglu_limits_shared=[0.0, 0.75, 0.0, 0.0]),
+        declare="modelopt_step", chain=2, stack=STEP_STACK, store=[(r"\.moe\.\d+\.", "nvfp4")],
+        aside={**{"vision_model." + name: shape for name, shape in STEP_TOWER.items()},
+               "vit_large_projector.weight": (64, 64)}),
+    "laguna": dict(
+        config=laguna(laguna_yarn(32.0, 4096, 64.0), [2, 4, 4], num_experts=4, num_experts_per_tok=2,
+                      layer_types=["full_attention"] + ["sliding_attention"] * 2, sliding_window=4, gating=True,
+                      shared_expert_intermediate_size=64)),
+    "laguna_element": dict(
+        config=laguna(laguna_yarn(8.0, 256, 32.0), [6] * 3, num_experts=6, num_experts_per_tok=3,
+                      layer_types=["full_attention"] * 3, gating="per-element", gating_types=["per_element"] * 3,
+                      shared_expert_intermediate_size=128),
+        declare="compressed_tensors", store=[(G_PROJ, "bf16"), (LINEAR, "ct_nvfp4")]),
+    "mimo_v2_flash": dict(config=mimo("FS", 4, window=4)),
+    "mimo_v2_flash_fp8": dict(
+        config=mimo("FSF", 2, window=8, n_routed_experts=6, num_experts_per_tok=3), declare="fp8_block_mimo", chain=3,
+        store=[(r"\.gate\.weight$", "f32"), (MIMO_FP8, "fp8_block")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
 
 
-BIAS = ("e_score_correction_bias", "expert_bias")
+BIAS = ("e_score_correction_bias", "expert_bias", "router_bias")
 
 
 def draw(fixture, name, shape, tied, centred):
@@ -280,6 +536,8 @@ def draw(fixture, name, shape, tied, centred):
     layer moves the residual stream and the logits have a standard deviation of 2 to 3.
     centred: the model multiplies by 1 + w where others multiply by w, except after the delta rule."""
     rng = np.random.default_rng([zlib.crc32(fixture.encode()), zlib.crc32(name.encode())])
+    if "moe_statics" in name:  # beside a softmax
+        return rng.uniform(0.1, 0.3, shape).astype(np.float32)
     if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
         return rng.uniform(0.1, 0.5, shape).astype(np.float32)
     if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
@@ -288,12 +546,12 @@ def draw(fixture, name, shape, tied, centred):
     if "norm" in name:
         less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("_bias"):
         return x.astype(np.float32)
     if "embed_tokens" in name:
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
-    gain = {"lm_head": 3, "head": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5, "conv1d": 1.5,
-            "out_proj": 2}
+    gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
+            "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2}
     gain = gain.get(name.split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -314,6 +572,18 @@ def nvfp4_encode(x, scale_2):
     return code[:, 0::2] | code[:, 1::2] << 4, scale, exact
 
 
+def mxfp4_encode(x):
+    """x [out, in] -> codes U8 [out, in/32, 16] (low nibble = even column), exponents U8 [out, in/32], and what they
+    stand for, exactly.  The largest of a block may saturate at 6."""
+    blocks = x.reshape(x.shape[0], -1, 32)
+    exponent = blocks.abs().amax(-1).log2().floor() - 2
+    ratio = blocks / torch.exp2(exponent)[..., None]
+    code = (ratio.abs()[..., None] - E2M1).abs().argmin(-1)
+    exact = (E2M1[code] * ratio.sign() * torch.exp2(exponent)[..., None]).reshape(x.shape)
+    code = (code + 8 * (ratio < 0)).to(torch.uint8)
+    return code[..., 0::2] | code[..., 1::2] << 4, (exponent + 127).to(torch.uint8), exact
+
+
 def fp8_encode(x, scale):
     return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
@@ -323,17 +593,19 @@ class Checkpoint:
     reader gets back, which is what the reference model is given; `values` keeps it."""
 
     def __init__(self, fixture, spec):
-        self.fixture, self.rules = fixture, spec.get("store", [])
+        self.fixture, self.rules, self.quiet = fixture, spec.get("store", []), spec.get("quiet")
         self.tied = spec["config"]["tie_word_embeddings"]
-        self.centred = "linear_num_key_heads" in text_config(spec["config"])
+        self.centred = bool({"linear_num_key_heads", "zero_centered"} & text_config(spec["config"]).keys())
         self.shapes, self.tensors, self.values = {}, {}, {}
 
     def draw(self, name, shape):
-        return torch.from_numpy(draw(self.fixture, name, shape, self.tied, self.centred))
+        x = torch.from_numpy(draw(self.fixture, name, shape, self.tied, self.centred))
+        return x / 4 if self.quiet and re.search(self.quiet, name) else x
 
     def amax(self, source, shape):
         """ModelOpt gives gate_proj and up_proj of one FFN a common scale, because kernels fuse them."""
-        both = {source, source.replace("gate_proj", "up_proj"), source.replace("up_proj", "gate_proj")}
+        both = {source, source.replace("gate_proj", "up_proj"), source.replace("up_proj", "gate_proj"),
+                source.replace(".w1.", ".w3."), source.replace(".w3.", ".w1.")}
         return max(self.draw(s, shape).abs().max() for s in both)
 
     def put(self, name, shape, source=None, rows=None):
@@ -350,6 +622,11 @@ class Checkpoint:
 
     def put_bf16(self, name, _, x):
         self.tensors[name] = x.to(torch.bfloat16)
+        return bf16(x)
+
+    def put_bf16_columns(self, name, _, x):
+        """[in, out]: x @ W without a transposition."""
+        self.tensors[name] = x.T.to(torch.bfloat16)
         return bf16(x)
 
     def put_f16(self, name, _, x):
@@ -371,6 +648,15 @@ class Checkpoint:
             self.tensors[path + ".gate_up_proj"] = torch.stack(
                 [torch.cat([take(i, "gate"), take(i, "up")]) for i in range(count)])
             self.tensors[path + ".down_proj"] = torch.stack([take(i, "down") for i in range(count)])
+
+    def stack(self, pattern, whole):
+        """Stores what match `pattern` as one tensor, in the order of the numbers."""
+        parts = {}
+        for name in self.tensors:
+            if number := re.search(pattern, name):
+                parts.setdefault(re.sub(pattern, whole, name), {})[int(number[1])] = name
+        for name, part in parts.items():
+            self.tensors[name] = torch.stack([self.tensors.pop(part[i]) for i in range(len(part))])
 
     def put_fp8(self, name, _, x):
         """One scale per tensor, of four significant bits: E4M3 x scale is then exact in BF16."""
@@ -401,6 +687,10 @@ class Checkpoint:
         self.tensors[name.replace("weight", "input_scale")] = torch.tensor(5.0 / (6 * 448))
         return exact * scale_2
 
+    def put_mxfp4(self, name, _, x):
+        self.tensors[name + "_blocks"], self.tensors[name + "_scales"], exact = mxfp4_encode(x)
+        return exact
+
     def put_ct_nvfp4(self, name, _, x):
         """compressed-tensors: the global scale divides, and gate and up have each their own here."""
         scale = (6 * 448 / x.abs().max()).reshape(1)
@@ -414,10 +704,29 @@ class Checkpoint:
 # ---- the reference model -----------------------------------------------------------------------------------
 
 
+def reference_config(config):
+    """The configuration as transformers wants it: Step-3.5 is the text model of Step-3.7, and few of MiMo's words are
+    known."""
+    kind = config["model_type"]
+    if kind == "step3p5":
+        config = {"architectures": ["Step3p7ForConditionalGeneration"], "text_config": config,
+                  "vision_config": STEP_VISION, "tie_word_embeddings": config["tie_word_embeddings"]}
+    if kind == "mimo_v2_flash":
+        kinds = ["full_attention", "sliding_attention"]
+        config = {**config, "layer_types": [kinds[windowed] for windowed in config["hybrid_layer_pattern"]],
+                  "mlp_layer_types": [["dense", "sparse"][freq] for freq in config["moe_layer_freq"]],
+                  "rms_norm_eps": config["layernorm_epsilon"], "rope_parameters": {
+                      kind: {"rope_type": "default", "rope_theta": config[theta],
+                             "partial_rotary_factor": config["partial_rotary_factor"]}
+                      for kind, theta in zip(kinds, ["rope_theta", "swa_rope_theta"])}}
+        assert config["swa_num_key_value_heads"] == 2 * config["num_key_value_heads"]
+    return {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type")}
+
+
 def make_model(config):
     """The transformers model of a configuration in hub form."""
-    cls = getattr(transformers, config["architectures"][0])
-    known = {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type")}
+    known = reference_config(config)
+    cls = getattr(transformers, known["architectures"][0])
     model = cls(cls.config_class.from_dict(json.loads(json.dumps(known)))).float().eval()
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
@@ -442,12 +751,16 @@ def fill(model, config, checkpoint, kept):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         rows = kept[int(layer[1])] if kept and layer else None
         module = model.get_submodule(path)
-        if path == "lm_head" and checkpoint.tied:
+        if path == "lm_head" and checkpoint.tied or name.startswith(("model.vision_model.",
+                                                                     "model.multi_modal_projector.")):
             continue
-        if path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
+        if path.endswith(".experts") and config["model_type"] == "gpt_oss":  # [experts, in, out]
+            new = checkpoint.put(name, value.shape) if leaf.endswith("_bias") else torch.stack([
+                checkpoint.put(f"{path}.{i}.{leaf}.weight", value.shape[:0:-1]) for i in range(len(value))]).mT
+        elif path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
             parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
             shape = value.shape[1] // len(parts), value.shape[2]
-            names = lambda expert: [f"{path}.{expert}.{p}.weight" for p in parts]
+            names = lambda expert: [hub_name(config, f"{path}.{expert}.{p}.weight") for p in parts]
             new = torch.stack([
                 torch.cat([checkpoint.put(n, shape, old) for n, old in zip(names(i), names(original))])
                 for i, original in enumerate(rows or range(len(value)))])
@@ -487,6 +800,79 @@ def put_qwen_mtp(checkpoint):
     for leaf, shape in {"fc": (hidden, 2 * hidden), "norm": (hidden,), "pre_fc_norm_embedding": (hidden,),
                         "pre_fc_norm_hidden": (hidden,)}.items():
         checkpoint.put(f"mtp.{leaf}.weight", shape)
+
+
+def chain_layer(config, i):
+    """What the names of a chained layer begin with, and those of its last norm and its head (None: the model's)."""
+    if config["model_type"] == "mimo_v2_flash":
+        return f"model.mtp.layers.{i}.", "final_layernorm", None
+    own = f"model.layers.{text_config(config)['num_hidden_layers'] + i}."
+    return own, "transformer.shared_head.norm", "transformer.shared_head.output"
+
+
+def chain_name(config, name):
+    """Within a chained layer."""
+    return name.replace("post_attention_", "pre_mlp_") if config["model_type"] == "mimo_v2_flash" else name
+
+
+def put_chain(checkpoint, model, config, count):
+    """Several layers for multi-token prediction: attention as in a windowed layer, a feed-forward part as in layer 0."""
+    hidden, layer = text_config(config)["hidden_size"], "model.layers.{}.".format
+    window = layer(decoder(model).config.layer_types.index("sliding_attention"))
+    shapes = {name.removeprefix(window): shape for name, shape in checkpoint.shapes.items()
+              if name.startswith((window + "self_attn.", window + "input_", window + "post_"))}
+    shapes |= {name.removeprefix(layer(0)): shape for name, shape in checkpoint.shapes.items()
+               if name.startswith(layer(0) + "mlp.")}
+    shapes |= {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
+    for i in range(count):
+        own, last, head = chain_layer(config, i)
+        outer = {last + ".weight": (hidden,), **({head + ".weight": (VOCAB, hidden)} if head else {})}
+        for name, shape in {**shapes, **outer}.items():
+            checkpoint.put(own + chain_name(config, name), shape)
+
+
+def chain_config(config, trunk, count):
+    """transformers' configuration of the layers of put_chain."""
+    text, own = copy.deepcopy(trunk.config), text_config(config)
+    text.num_mtp_layers, text.mtp_layer_types = count, ["sliding_attention"] * count
+    text.mtp_mlp_layer_types = ["dense"] * count
+    if "attention_other_setting" in own:
+        assert own["layer_types"][-count:] == text.mtp_layer_types
+        assert own["swiglu_limits"][-count:] == own["swiglu_limits_shared"][-count:] == [0.0] * count
+        text.swiglu_limits = text.swiglu_limits_shared = None
+        text.mtp_per_layer_config = {
+            i: {"num_attention_heads": own["attention_other_setting"]["num_attention_heads"]} for i in range(count)}
+    return text.get_mtp_config()
+
+
+def predict_chain(model, config, checkpoint, ids, count):
+    """What the layers of put_chain predict: the logits of the first [n - 1, vocab], those of the second [n - 2, vocab]
+    and so on, one after the other, and no routing gap.  Row t of layer i is made of token t + 1 + i and of the row that
+    layer i - 1 has at t, before its norm; for the first of the trunk's, before the final norm."""
+    trunk, ids, rows, out = decoder(model), torch.tensor([ids]), [], []
+    hook = trunk.norm.register_forward_pre_hook(lambda _, args: rows.append(args[0]))
+    model(input_ids=ids, use_cache=False)
+    hook.remove()
+    hidden, text = rows[0], chain_config(config, trunk, count)
+    for i in range(count):
+        layer = MtpLayer(text, type(trunk.layers[-1]), type(trunk.norm), i).float().eval()
+        own, last, head = chain_layer(config, i)
+        for name, old in list(layer.state_dict().items()):
+            path, _, leaf = name.rpartition(".")
+            value = checkpoint.values[own + chain_name(config, hub_name(
+                config, name.removeprefix("mtp_block.").replace("post_norm", last)))]
+            assert value.shape == old.shape, name
+            give(layer.get_submodule(path), leaf, value)
+        hidden, after = hidden[:, :-1], trunk.embed_tokens(ids[:, i + 1:])
+        where = torch.arange(hidden.shape[1])[None]
+        mask = create_sliding_window_causal_mask(
+            config=text, inputs_embeds=after, attention_mask=None, past_key_values=None, position_ids=where)
+        both = torch.cat([layer.enorm(after), layer.hnorm(hidden)], -1)
+        hidden = layer.mtp_block(layer.eh_proj(both), attention_mask=mask, position_ids=where, past_key_values=None,
+                                 position_embeddings=trunk.rotary_emb(after, where, "sliding_attention"))
+        output = checkpoint.values[f"{own}{head}.weight"] if head else model.lm_head.weight
+        out.append(layer.post_norm(hidden)[0] @ output.T)
+    return torch.cat(out), torch.full((1,), math.inf)
 
 
 def has_mtp(checkpoint):
@@ -560,22 +946,32 @@ def predict(model, config, checkpoint, ids):
     return (rows[0] @ head.T)[0], gaps[0]
 
 
+def head_dim(config):
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def assert_rope(model, config):
-    """transformers took theta, YaRN and its attention factors from the configuration."""
-    rope = config.get("rope_parameters") or config["rope_scaling"] or {}
+    """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
+    differ in these: check_tiny.py shows those."""
+    if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash"):
+        return
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
     mla = "kv_lora_rank" in config
-    dim = config["qk_rope_head_dim"] if mla else config["head_dim"]
+    dim = config["qk_rope_head_dim"] if mla else head_dim(config)
     head, part = dim, rope.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1)
+    part = config["rotary_dim"] / head if "rotary_dim" in config else part
     dim = int(dim * part)
     assert sum(rope.get("mrope_section", [dim // 2])) == dim // 2
     i = torch.arange(dim // 2, dtype=torch.float64)
     inv, cos_factor, score_factor = theta ** (-2 * i / dim), 1.0, 1.0
-    if rope.get("type") == "yarn":
+    if rope.get("type", rope.get("rope_type")) == "yarn":
         correction = lambda turns: dim * math.log(
             rope["original_max_position_embeddings"] / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        low = max(math.floor(correction(rope["beta_fast"])), 0)
-        high = math.ceil(correction(rope["beta_slow"]))
+        low, high = correction(rope["beta_fast"]), correction(rope["beta_slow"])
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low = max(low, 0)
         ramp = ((i - low) / (high - low)).clamp(0, 1)
         inv = inv * (1 - ramp) + inv / rope["factor"] * ramp
         mscale = 0.1 * math.log(rope["factor"]) + 1
@@ -590,8 +986,13 @@ def assert_rope(model, config):
     assert not mla or model.config.rope_interleave
 
 
+def router(mlp):
+    """The router of a layer, or None."""
+    return getattr(mlp, "gate", getattr(mlp, "router", None))
+
+
 def moe_layers(model):
-    return [layer for layer in decoder(model).layers if hasattr(layer.mlp, "gate")]
+    return [layer for layer in decoder(model).layers if router(layer.mlp)]
 
 
 def assert_layer_types(model, config):
@@ -606,12 +1007,17 @@ def assert_layer_types(model, config):
 
 def route(config, bias, logits, use_bias=True, use_groups=True):
     """Experts [tokens, k] by the rules of the paper, and each token's gap to one (or a group) not chosen.
-    bias: of the choice, or None, which means softmax."""
-    k, gap = config["num_experts_per_tok"], torch.full((len(logits),), math.inf)
-    if bias is None:
+    bias: of the choice, or None, which means softmax.  gpt-oss takes the softmax of the chosen alone, so its gap is
+    one of logits."""
+    k = next(config[name] for name in ("num_experts_per_tok", "moe_k", "moe_top_k") if name in config)
+    gap = torch.full((len(logits),), math.inf)
+    if config["model_type"] == "gpt_oss":
+        score = logits
+    elif bias is None:
         score = logits.softmax(-1)
     else:
-        score = logits.sigmoid() + (bias if use_bias else 0)
+        score = logits.softmax(-1) if config["model_type"] == "ernie4_5_moe" else logits.sigmoid()
+        score = score + (bias.reshape(-1) if use_bias else 0)
         if use_groups and config.get("n_group", 1) > 1:
             groups = score.reshape(len(score), config["n_group"], -1)
             best = groups.topk(2).values.sum(-1).sort(descending=True)
@@ -627,7 +1033,8 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
 def checked_route(mlp, config, output):
     """What route() says of the router's logits, and those and the bias.  Asserts that transformers chose the same."""
     logits, _, chosen = output
-    bias = getattr(mlp, "e_score_correction_bias", getattr(mlp.gate, "e_score_correction_bias", None))
+    bias = next((b for name, b in (*mlp.named_buffers(), *mlp.named_parameters())
+                 if name.endswith("e_score_correction_bias")), None)
     mine, gap = route(config, bias, logits)
     assert torch.equal(chosen.sort().values, mine), "transformers routes otherwise"
     return mine, gap, logits, bias
@@ -646,7 +1053,7 @@ def run(model, config, ids):
             biased.append(not torch.equal(mine, choices[0]))
             told["groups"] |= not torch.equal(mine, choices[1])
 
-    hooks = [layer.mlp.gate.register_forward_hook(lambda _, __, output, mlp=layer.mlp: hook(mlp, output))
+    hooks = [router(layer.mlp).register_forward_hook(lambda _, __, output, mlp=layer.mlp: hook(mlp, output))
              for layer in moe_layers(model)]
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     for h in hooks:
@@ -718,6 +1125,11 @@ def declare(kind, names):
         mtp = [n.removesuffix(".eh_proj.weight") + "*" for n in names if n.endswith(".eh_proj.weight")]
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
+    if kind == "modelopt_step":
+        return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
+            "lm_head", "*self_attn*", "*moe.gate", "*share_expert*", "*mlp*", "vision_model*"])
+    if kind == "modelopt_w123":
+        return None, modelopt_json("NVFP4", group_size=16, exclude_modules=["lm_head", "*block_sparse_moe.gate"])
     if kind == "modelopt":
         exclude = ["lm_head", "model.embed_tokens", "*mlp.gate"]
         group = {"weights": {"dynamic": False, **fp4}, "input_activations": {"dynamic": False, **fp4},
@@ -731,9 +1143,20 @@ def declare(kind, names):
         return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
                 "quantization_status": "compressed", "kv_cache_scheme": None,
                 "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"]}, None
+    if kind == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}, None
     if kind == "fp8_block":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
                 "weight_block_size": [128, 128]}, None
+    if kind == "fp8_block_mimo":
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "ignored_layers": sorted(n.removesuffix(".weight") for n in names if ".o_proj." in n)}, None
+    if kind == "fp8_block_minimax":
+        return {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}, None
     if kind == "fp8_block_qwen":
         kept = [n.removesuffix(".weight") for n in sorted(names)
                 if n.endswith(".weight") and n + "_scale_inv" not in names and "norm" not in n]
@@ -785,7 +1208,9 @@ def write_tokenizer(folder):
 
 
 def write_predict(folder, model, config, checkpoint, ids):
-    logits, gaps = predict(model, config, checkpoint, ids)
+    chain = SPECS[folder.name].get("chain")
+    logits, gaps = (predict_chain(model, config, checkpoint, ids, chain) if chain
+                    else predict(model, config, checkpoint, ids))
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
     print(f"{folder.name:20} predict {list(logits.shape)}  logits sd {logits.std():.2f}  "
           f"routing gap {gaps.min():.1e}", flush=True)
@@ -798,15 +1223,21 @@ def make(name):
     model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
     assert_rope(model, text)
     assert_layer_types(model, text)
-    assert all(layer.mlp.gate.norm_topk_prob == config["norm_topk_prob"] for layer in moe_layers(model)
-               if "norm_topk_prob" in config)
+    assert all(getattr(router(layer.mlp), "norm_topk_prob", True) == config["norm_topk_prob"]
+               for layer in moe_layers(model) if "norm_topk_prob" in config)
     fill(model, config, checkpoint, kept)
-    if config.get("num_nextn_predict_layers"):
+    for extra, shape in spec.get("aside", {}).items():
+        checkpoint.put(extra, shape)
+    if spec.get("chain"):
+        put_chain(checkpoint, model, config, spec["chain"])
+    elif config.get("num_nextn_predict_layers"):
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
         put_qwen_mtp(checkpoint)
     if spec.get("fused"):
         checkpoint.fuse(spec["fused"])
+    if spec.get("stack"):
+        checkpoint.stack(*spec["stack"])
     return model, checkpoint
 
 
