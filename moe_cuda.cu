@@ -5967,6 +5967,8 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     return a;
 }
 
+static void cuda_row_norm(struct rank *r, int, enum act, enum act) { rank_fail(r, "norms of whole rows"); }
+
 static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;

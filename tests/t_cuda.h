@@ -188,6 +188,8 @@ static void pair_final(struct rank *r) {
 #define PAIR_OUT_final_reduce     pair_out(r, "final_reduce", -1, x)
 #define PAIR_IN_linear            PAIR_IN(x)
 #define PAIR_OUT_linear           pair_slot(r, "linear", -1, out, w->n_out, false)
+#define PAIR_IN_row_norm          PAIR_IN(q, k)
+#define PAIR_OUT_row_norm         pair_slot(r, "row_norm", il, q, r->m->layers[il].attn.n_head * r->m->layers[il].attn.head_k, false)
 #define PAIR_IN_attention         PAIR_IN(q, k, v)
 #define PAIR_OUT_attention        pair_out_attention(r, il, out)
 #define PAIR_IN_delta_net         PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
