@@ -733,7 +733,7 @@ static void run_route(const struct route_case &c) {
     (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
     p.bias = c.bias ? bias_d.p : NULL, p.x = xd, p.logits = logits, p.id = id, p.weight = weight;
     p.n_tok = c.n_tok, p.n_embd = n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
-    p.n_group_used = c.n_group_used, p.softmax = c.softmax, p.norm = c.norm, p.factor = 2.5f;
+    p.n_group_used = c.n_group_used, p.gating = c.softmax ? GATING_SOFTMAX : GATING_SIGMOID, p.norm = c.norm, p.factor = 2.5f;
     p.arrived = arrived, p.n_jobs = n_jobs, p.jobs = jobs, p.job_weight = job_weight;
     p.shared = c.norm ? shared_d.p : NULL, p.shared_weight = shared_weight;
     for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
