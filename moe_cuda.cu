@@ -1995,7 +1995,8 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         if (lane == (id & 31)) pick[id] = 0; /* no other lane reads this key */
     }
     if (p.gating == GATING_CHOSEN) { /* the scores are logits, the best one is lane 0's */
-        my_weight = lane < p.k ? expf(my_weight - __shfl_sync(0xFFFFFFFFu, my_weight, 0)) : 0.0f;
+        const float best = __shfl_sync(0xFFFFFFFFu, my_weight, 0);
+        my_weight = lane < p.k ? expf(my_weight - best) : 0.0f;
         chosen = warp_sum(my_weight);
     }
     float f = p.factor;
