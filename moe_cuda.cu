@@ -153,13 +153,17 @@ static inline size_t weight_tiles(const struct weight *w) {
     return (size_t)w->n_expert * rows * cols;
 }
 
-/* Bytes of a GPU's copy of a matrix; rounded: as the driver allocates its codes and scales. */
+/* Bytes of an allocation as the driver makes it. */
+static inline size_t gpu_rounded(size_t n) {
+    return n > PAGE_BYTES / 2 ? (n + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : n;
+}
+
+/* Bytes of a GPU's copy of a matrix without its biases; rounded: as the driver allocates its codes and scales. */
 static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
     const enum weight_format f = weight_format(w->type);
     const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
     size_t n = 0;
-    for (int i = 0; i < 2; i++)
-        n += rounded && part[i] > PAGE_BYTES / 2 ? (part[i] + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : part[i];
+    for (int i = 0; i < 2; i++) n += rounded ? gpu_rounded(part[i]) : part[i];
     return n;
 }
 
