@@ -486,8 +486,10 @@ static inline const struct tensor_rule *rule_next(const struct tensor_rule *rule
     return NULL;
 }
 
-/* Whether a token reads only those matrices of the stack whose experts it has chosen. */
-static inline bool rule_routed(const struct tensor_rule *rule) { return rule->n == DIM_EXPERTS; }
+/* Whether a token reads only those matrices or biases of the stack whose experts it has chosen. */
+static inline bool rule_routed(const struct tensor_rule *rule) {
+    return (rule->kind == TENSOR_VECTOR ? rule->out : rule->n) == DIM_EXPERTS;
+}
 
 /* Values of the metadata key. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
 enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3 };
@@ -18469,6 +18471,7 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
     const struct weight *w = rule_weight(rule, layer);
     if (rule->kind == TENSOR_MATRIX)
         return plan_matrix_reads(cpu, w, rule_routed(rule) ? layer->n_expert_used : w->n_expert);
+    if (rule_routed(rule)) return plan_vector(rule, m, layer) / layer->n_expert * layer->n_expert_used;
     return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(rule, m, layer);
 }
 
@@ -18479,7 +18482,11 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         if (rule->field == NOT_BOUND) continue;
         if (rule->kind == TENSOR_MATRIX) plan_matrix(r, rule_weight(rule, layer));
-        else r->weights += plan_vector(rule, m, layer);
+        else {
+            const int64_t bytes = plan_vector(rule, m, layer);
+            r->weights += bytes;
+            r->rounding += (int64_t)gpu_rounded((size_t)bytes) - bytes;
+        }
         if (il < m->n_layer)
             r->bytes_per_token[rule_routed(rule) ? READ_EXPERTS : READ_BACKBONE] +=
                 plan_tensor_reads(cpu, rule, m, layer);
@@ -18850,13 +18857,17 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     case offsetof(struct layer, wo): return DECODE_LINEAR;
     case offsetof(struct layer, ffn_norm): return layer->n_expert ? DECODE_ROUTER : DECODE_GLU;
     case offsetof(struct layer, router):
+    case offsetof(struct layer, router.bias):
     case offsetof(struct layer, router_bias):
     case offsetof(struct layer, sh_weight): return DECODE_ROUTER;
     case offsetof(struct layer, gate):
     case offsetof(struct layer, up):
+    case offsetof(struct layer, gate.bias):
+    case offsetof(struct layer, up.bias):
     case offsetof(struct layer, sh_gate):
     case offsetof(struct layer, sh_up): return DECODE_GLU;
     case offsetof(struct layer, down):
+    case offsetof(struct layer, down.bias):
     case offsetof(struct layer, sh_down): return DECODE_DOWN;
     default: return DECODE_PROJECTIONS;
     }

@@ -155,13 +155,17 @@ static inline size_t weight_tiles(const struct weight *w) {
     return (size_t)w->n_expert * rows * cols;
 }
 
-/* Bytes of a GPU's copy of a matrix; rounded: as the driver allocates its codes and scales. */
+/* Bytes of an allocation as the driver makes it. */
+static inline size_t gpu_rounded(size_t n) {
+    return n > PAGE_BYTES / 2 ? (n + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : n;
+}
+
+/* Bytes of a GPU's copy of a matrix without its biases; rounded: as the driver allocates its codes and scales. */
 static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
     const enum weight_format f = weight_format(w->type);
     const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
     size_t n = 0;
-    for (int i = 0; i < 2; i++)
-        n += rounded && part[i] > PAGE_BYTES / 2 ? (part[i] + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : part[i];
+    for (int i = 0; i < 2; i++) n += rounded ? gpu_rounded(part[i]) : part[i];
     return n;
 }
 
@@ -770,7 +774,7 @@ struct device_matrix {
     uint8_t *scales;    /* (n_expert, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
     const float *scale; /* (n_expert) factors of the results, besides `unit`; NULL: 1 */
     float scale_max;    /* the largest of their absolute values, not 0 */
-    const float *bias;  /* (n_out) or NULL */
+    const float *bias;  /* (n_expert, 16 n_rt) added to the results, zero where a tile has no row; NULL: nothing is */
     float unit;         /* factor that undoes the power of two of fragment_dequantize */
     int n_out, n_in, n_rt, n_kt, n_expert, fmt;
 };
@@ -778,6 +782,11 @@ struct device_matrix {
 /* Returns the index of the first tile in row of tiles rt of expert e. */
 DEVICE size_t tile_index(const struct device_matrix &w, int e, int rt) {
     return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * (size_t)w.n_kt;
+}
+
+/* Returns the index in `bias` of the first row of the same tiles. */
+DEVICE size_t bias_index(const struct device_matrix &w, int e, int rt) {
+    return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * TILE_ROWS;
 }
 
 /* Returns the factor of the results of expert e. */
@@ -1684,6 +1693,38 @@ static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
+/* The limits of a feed-forward, as steps before silu(g) * u: g = alpha * min(g, gate), u = (u clamped to +-up) * factor
+ * + offset. */
+struct glu_limit {
+    float gate, up; /* up 0: no limits */
+    float alpha, factor, offset;
+};
+
+/* Returns the steps for a kind of feed-forward. GLU_OAI: alpha g sigmoid(alpha g) * (u + 1) / alpha. GLU_SILU_CLAMP:
+ * silu grows where it is positive, so that min(silu(g), limit) = silu(min(g, x)), where silu(x) = limit. */
+static struct glu_limit glu_limit_of(enum glu glu, float limit) {
+    struct glu_limit l = {limit, limit, 1, 1, 0};
+    if (!limit) return {};
+    if (glu == GLU_OAI) {
+        l.alpha = 1.702f;
+        l.factor = l.offset = 1 / l.alpha;
+        return l;
+    }
+    double lo = limit, hi = limit + 0.3; /* x - silu(x) is at most 0.28 */
+    for (int i = 0; i < 40; i++) {
+        const double x = (lo + hi) / 2;
+        (x / (1 + exp(-x)) < limit ? lo : hi) = x;
+    }
+    l.gate = (float)lo;
+    return l;
+}
+
+/* Takes the steps. NaN becomes the limit, as on a CPU. */
+DEVICE void glu_clamp(const struct glu_limit &l, float &g, float &u) {
+    g = l.alpha * fminf(g, l.gate);
+    u = fmaf(fmaxf(-l.up, fminf(u, l.up)), l.factor, l.offset);
+}
+
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 /* The routed experts of a decode forward. */
@@ -1702,11 +1743,13 @@ struct glu_job : gemv_one {
     }
 };
 
-/* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves. Entry 0: routed experts, times
- * the router's weight and the expert's scale of the down matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense
- * layer, y (n_tok, n_ff). Entry 1: the shared expert, times its weight, y (n_tok, n_ff). */
+/* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves; of gate x and up x with their
+ * biases and within their limits. Entry 0: routed experts, times the router's weight and the expert's scale of the down
+ * matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense layer, y (n_tok, n_ff). Entry 1: the shared expert,
+ * times its weight, y (n_tok, n_ff). */
 struct glu_args {
     struct device_matrix gate[2], up[2];
+    struct glu_limit limit[2];
     uint16_t *y[2];
     struct job_list jobs; /* of entry 0 */
     const float *down_scale;
@@ -1722,6 +1765,7 @@ struct glu_args {
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(const __grid_constant__ struct glu_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
+    SHARED(float, bias, 2 * TILE_ROWS); /* of gate, of up */
     static_assert(DECODE_MAX_TOKENS * TILE_ROWS <= GEMV_THREADS, "a thread has one result");
     const int entry = (int)blockIdx.y >= (p.jobs.job ? p.jobs.max : 1), job = entry ? 0 : (int)blockIdx.y;
     const int rt = blockIdx.x, warp = threadIdx.x >> 5, half = GEMV_WARPS / 2, tok = threadIdx.x / TILE_ROWS;
@@ -1746,6 +1790,12 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
         if (p.down_scale) factor *= p.down_scale[e] / p.down_scale_max;
     }
     one.first = tile_index(w, e, rt);
+    if (threadIdx.x < TILE_ROWS / 2) {
+        const float *from = threadIdx.x < TILE_ROWS / 4 ? gate.bias : up.bias;
+        if (from) from += bias_index(gate, e, rt) + 4 * (threadIdx.x % 4);
+        cp_async16(bias + 4 * threadIdx.x, from, from != NULL);
+    }
+    cp_async_commit();
     const int k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
     const float gate_scale = device_matrix_scale(gate, e), up_scale = device_matrix_scale(up, e);
     float acc[NT][4] = {};
@@ -1756,11 +1806,13 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
         gemv_stream<fmt.value, NT>(w, k0, k1, one, ready, acc);
     });
     gemv_store<NT>(gemv_warp_sums<NT>(red), acc, 1, false);
-    __syncthreads(); /* the sums of all warps are written */
-    const int row = rt * TILE_ROWS + (int)threadIdx.x % TILE_ROWS;
+    cp_async_wait<0>(); /* this thread's copy of the biases */
+    __syncthreads();    /* the sums of all warps are written, and the biases */
+    const int r = (int)threadIdx.x % TILE_ROWS, row = rt * TILE_ROWS + r;
     if (!(one.tokens >> tok & 1) || row >= gate.n_out) return;
-    const float g = gemv_sum<NT>(red, threadIdx.x, 0, half) * gate_scale;
-    const float u = gemv_sum<NT>(red, threadIdx.x, half, half) * up_scale;
+    float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, half), gate_scale, bias[r]);
+    float u = fmaf(gemv_sum<NT>(red, threadIdx.x, half, half), up_scale, bias[TILE_ROWS + r]);
+    if (p.limit[entry].up > 0) glu_clamp(p.limit[entry], g, u);
     p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * (size_t)gate.n_out + (size_t)row] =
         clamped_f16(silu_mul(g, u) * factor);
 }
@@ -1774,7 +1826,8 @@ static void gemv_glu(const struct glu_args *p, cudaStream_t s) {
     else LAUNCH_PDL(k_gemv_glu<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
-/* The second half of a feed-forward with routed experts: y = sum of W hidden over the jobs and the shared expert. */
+/* The second half of a feed-forward with routed experts: y = sum of W hidden over the jobs and the shared expert, and
+ * of the router's weight times the bias over the jobs. */
 struct down_args {
     struct device_matrix w, shared; /* shared.n_expert 0: there is no shared expert */
     const uint16_t *hidden;         /* (job, DECODE_MAX_TOKENS, w.n_in), see struct glu_args */
@@ -1787,8 +1840,13 @@ struct down_args {
 
 /* A job of k_gemv_down: its first tile, and its tokens as bits. */
 struct down_job {
-    size_t tile;
+    alignas(16) size_t tile;
     uint32_t tokens;
+};
+
+/* What the biases of a job add: those of a row of tiles, and the weights of the tokens. */
+struct down_bias {
+    float bias[TILE_ROWS], weight[DECODE_MAX_TOKENS];
 };
 
 /* The routed experts, each for its tokens. */
@@ -1810,14 +1868,22 @@ struct down_jobs {
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_constant__ struct down_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
-    DYN_SMEM(struct down_job, jobs); /* (jobs.max) */
+    DYN_SMEM(struct down_job, jobs); /* (jobs.max), and where there are biases struct down_bias (jobs.max) */
     grid_dependency_launch();
     const int tid = threadIdx.x, warp = tid >> 5, rt = blockIdx.x;
     const struct down_jobs list = {load_l2(p.jobs.n), jobs, p.hidden, (size_t)p.w.n_in};
+    struct down_bias *biases = (struct down_bias *)(jobs + p.jobs.max);
     for (int i = tid; i < p.jobs.max; i += GEMV_THREADS) {
         const uint2 head = load_l2((const uint2 *)p.jobs.job + i);
         jobs[i] = {tile_index(p.w, (int)head.x, rt), head.y};
+        if (p.w.bias && i < list.n) {
+            UNROLL for (int k = 0; k < TILE_ROWS; k += 4) {
+                cp_async16(biases[i].bias + k, p.w.bias + bias_index(p.w, (int)head.x, rt) + k);
+                cp_async16(biases[i].weight + k, p.jobs.weight + i * DECODE_MAX_TOKENS + k);
+            }
+        }
     }
+    cp_async_commit();
     __syncthreads(); /* the jobs have come */
     const int k0 = p.w.n_kt * warp / GEMV_WARPS, k1 = p.w.n_kt * (warp + 1) / GEMV_WARPS;
     float acc[NT][4] = {}, *sums = gemv_warp_sums<NT>(red);
@@ -1837,15 +1903,23 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
         });
         gemv_store<NT>(sums, acc, device_matrix_scale(w, 0), true);
     }
-    __syncthreads(); /* the sums of all warps are written */
+    cp_async_wait<0>(); /* this thread's copies of the biases */
+    __syncthreads();    /* the sums of all warps are written, and the biases */
     const int tok = tid / TILE_ROWS, row = rt * TILE_ROWS + tid % TILE_ROWS;
-    if (tok < p.n_tok && row < p.w.n_out)
-        p.y[(size_t)tok * p.y_stride + (size_t)row] = gemv_sum<NT>(red, tid, 0, GEMV_WARPS);
+    if (tok >= p.n_tok || row >= p.w.n_out) return;
+    float sum = gemv_sum<NT>(red, tid, 0, GEMV_WARPS);
+    UNROLL_BY(1) for (int j = 0; j < list.n && p.w.bias; j++) {
+        if (jobs[j].tokens >> tok & 1) sum = fmaf(biases[j].weight[tok], biases[j].bias[tid % TILE_ROWS], sum);
+    }
+    p.y[(size_t)tok * p.y_stride + (size_t)row] = sum;
 }
 
 /* Launches k_gemv_down. */
 static void gemv_down(const struct down_args *p, cudaStream_t s) {
-    const size_t smem = (size_t)p->jobs.max * sizeof(struct down_job);
+    const size_t smem = (size_t)p->jobs.max * (sizeof(struct down_job) + (p->w.bias ? sizeof(struct down_bias) : 0));
+    if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
+        cudaFuncSetAttribute(p->n_tok <= 8 ? k_gemv_down<1> : k_gemv_down<2>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_down<1>, (unsigned)p->w.n_rt, GEMV_THREADS, smem, s, *p);
     else LAUNCH_PDL(k_gemv_down<2>, (unsigned)p->w.n_rt, GEMV_THREADS, smem, s, *p);
 }
@@ -1860,15 +1934,17 @@ static void gemv_down(const struct down_args *p, cudaStream_t s) {
 enum { ROUTE_MAX_GROUPS = 32 /* groups of experts at most: each has a lane */ };
 
 struct route_args {
-    const uint16_t *w16; /* (n_expert, n_embd) BF16, used if w32 is NULL */
-    const float *w32;    /* (n_expert, n_embd) F32, or NULL */
-    const float *bias;   /* (n_expert) added for the choice only; NULL: none */
-    const float *x;      /* (n_tok, n_embd) */
-    float *logits;       /* (n_tok, n_expert) */
-    int32_t *id;         /* prefill: (n_tok, k) chosen experts, best first */
-    float *weight;       /* prefill: (n_tok, k) their weights */
-    const float *shared; /* (n_embd) gate of the shared expert; NULL: none */
-    int n_tok, n_embd, n_expert, k, n_group, n_group_used, softmax, norm;
+    const uint16_t *w16;     /* (n_expert, n_embd) BF16, used if w32 is NULL */
+    const float *w32;        /* (n_expert, n_embd) F32, or NULL */
+    const float *logit_bias; /* (n_expert) added to the logits; NULL: none */
+    const float *bias;       /* (n_expert) added for the choice only; NULL: none */
+    const float *x;          /* (n_tok, n_embd) */
+    float *logits;           /* (n_tok, n_expert) without their bias */
+    int32_t *id;             /* prefill: (n_tok, k) chosen experts, best first */
+    float *weight;           /* prefill: (n_tok, k) their weights */
+    const float *shared;     /* (n_embd) gate of the shared expert; NULL: none */
+    int n_tok, n_embd, n_expert, k, n_group, n_group_used, norm;
+    enum gating gating;
     float factor;
     /* decode */
     uint32_t *arrived;       /* counts blocks; 0 between launches */
@@ -1898,16 +1974,16 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     uint32_t *pick = (uint32_t *)score + n;
     float top = -INFINITY, sum = 0;
     UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
-        score[e] = load_l2(logits + e);
+        score[e] = load_l2(logits + e) + (p.logit_bias ? p.logit_bias[e] : 0.0f);
         top = fmaxf(top, score[e]);
     }
     top = warp_max(top);
-    UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
-        const float l = score[e], v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+    UNROLL_BY(4) for (int e = lane; e < n && p.gating != GATING_CHOSEN; e += WARP) {
+        const float l = score[e], v = p.gating == GATING_SOFTMAX ? expf(l - top) : 1.0f / (1.0f + expf(-l));
         score[e] = v;
         sum += v;
     }
-    sum = p.softmax ? warp_sum(sum) : 1.0f;
+    sum = p.gating == GATING_SOFTMAX ? warp_sum(sum) : 1.0f;
     UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
         score[e] /= sum;
         pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
@@ -1951,8 +2027,13 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         }
         if (lane == (id & 31)) pick[id] = 0; /* no other lane reads this key */
     }
+    if (p.gating == GATING_CHOSEN) { /* the scores are logits, the best one is lane 0's */
+        const float best = __shfl_sync(0xFFFFFFFFu, my_weight, 0);
+        my_weight = lane < p.k ? expf(my_weight - best) : 0.0f;
+        chosen = warp_sum(my_weight);
+    }
     float f = p.factor;
-    if (p.norm) f = p.factor / (p.softmax ? chosen : chosen + 1e-20f);
+    if (p.norm || p.gating == GATING_CHOSEN) f /= p.gating == GATING_SIGMOID ? chosen + 1e-20f : chosen;
     *weight = my_weight * f;
     __syncwarp(); /* all lanes have read score: the next token overwrites it */
     return my_id;
@@ -2113,6 +2194,7 @@ struct fp4_rows {
 
 struct gemm_args {
     struct device_matrix w, w2; /* w2: the `up` matrix with GLU */
+    struct glu_limit limit;     /* with GLU */
     const uint16_t *x;          /* (row, x_stride) halves, x_stride % 8 == 0, 16-byte aligned */
     size_t x_stride;
     struct fp4_rows xq;  /* used instead of x where its pointers are not NULL */
@@ -2124,6 +2206,7 @@ struct gemm_args {
     void *y; /* (position, y_stride) F16, with y_f32 F32; y_stride >= n_out; 16-byte aligned */
     size_t y_stride;
     int y_f32;
+    float bias_factor; /* of w's bias, where x and y are divided by something; 0: 1 */
     /* > 1 (dense only): matrix z of w meets x + z * x_batch and writes y + z * y_batch (in elements, x_batch % 8 ==
      * 0). */
     int batch;
@@ -2188,16 +2271,17 @@ DEVICE uint32_t keep(uint32_t x) {
     return x;
 }
 
-/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE. A warp computes 32 rows x 64 tokens;
- * with GLU 16 rows of each matrix, so that a lane has both factors. A block computes 32 WM rows x 64 WN tokens, of
- * which `count` exist. The WN warps side by side share the tokens evenly, and a warp computes only the n8-tiles that it
- * needs, in pairs (Q8: singly). Grid: (row blocks, token tiles, batch), block: 32 WM WN. Bytes of a k-tile from L2: 32
- * WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 multiplications. Limit: the rate of
- * mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a quarter SM.
- * Beside them: 340 other instructions for FP4 (180 of them dequantize), 170 for F16, and 18 to 24 loads from shared
- * memory that take 70 clocks of the SM; 60 more where the tile is not full. Expect 50 to 60 % of the MMA rate. With up
- * to 16 tokens an expert the limit is dequantization or the bandwidth of the weights. A4: 16 MMAs of 16 clocks (SM120),
- * 125 other instructions, 36 bytes a row or token. Limit: the rate of L2, then that of the MMA. */
+/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE; with biases, and GLU within its
+ * limits. A warp computes 32 rows x 64 tokens; with GLU 16 rows of each matrix, so that a lane has both factors. A
+ * block computes 32 WM rows x 64 WN tokens, of which `count` exist. The WN warps side by side share the tokens evenly,
+ * and a warp computes only the n8-tiles that it needs, in pairs (Q8: singly). Grid: (row blocks, token tiles, batch),
+ * block: 32 WM WN. Bytes of a k-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64
+ * WN * 64 multiplications. Limit: the rate of mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile
+ * is 64 MMAs, 512 clocks of a quarter SM. Beside them: 340 other instructions for FP4 (180 of them dequantize), 170 for
+ * F16, and 18 to 24 loads from shared memory that take 70 clocks of the SM; 60 more where the tile is not full. Expect
+ * 50 to 60 % of the MMA rate. With up to 16 tokens an expert the limit is dequantization or the bandwidth of the
+ * weights. A4: 16 MMAs of 16 clocks (SM120), 125 other instructions, 36 bytes a row or token. Limit: the rate of L2,
+ * then that of the MMA. */
 template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
 __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPTH, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
@@ -2383,20 +2467,28 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     UNROLL for (int m = 0; m < (GLU ? 1 : 2); m++) {
         float b0[2], b1[2]; /* biases of rows g and g + 8: of w, of w2 */
         UNROLL for (int half = 0; half < 2; half++) {
-            const size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
-            const bool in = row < (size_t)p.w.n_out;
-            b0[half] = p.w.bias && in ? p.w.bias[at] : 0.0f;
-            b1[half] = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
+            const int rt = rt0 + m0 + m;
+            const size_t at = bias_index(p.w, e, rt) + g + 8 * half;
+            b0[half] = p.w.bias && rt < p.w.n_rt ? p.w.bias[at] : 0.0f;
+            b1[half] = GLU && p.w2.bias && rt < p.w.n_rt ? p.w2.bias[at] : 0.0f;
+            if (!GLU && p.bias_factor > 0) b0[half] *= p.bias_factor;
         }
         __syncthreads(); /* the ring, or the result tile before, has been read */
         UNROLL for (int n = 0; n < NT; n++) {
             if (n >= n_live) break; /* the next warp's tokens follow */
+            float v[4], u[4];
             UNROLL for (int q = 0; q < 4; q++) {
-                const int token = n0 + 8 * n + 2 * t + (q & 1);
-                const float fx = F == FMT_A4 ? x_scale[token] : 1.0f;
-                float v = acc[m][n][q] * (f0 * fx) + b0[q >> 1];
-                if (GLU) v = silu_mul(v, acc[1][n][q] * (f1 * fx) + b1[q >> 1]) / HIDDEN_SCALE;
-                tile[token * PITCH + wm * 16 + g + 8 * (q >> 1)] = v;
+                const float fx = F == FMT_A4 ? x_scale[n0 + 8 * n + 2 * t + (q & 1)] : 1.0f;
+                v[q] = acc[m][n][q] * (f0 * fx) + b0[q >> 1];
+                if (GLU) u[q] = acc[1][n][q] * (f1 * fx) + b1[q >> 1];
+            }
+            /* keep: else the compiler makes two copies of the whole loop, one without limits */
+            if (GLU && keep(__float_as_uint(p.limit.up))) {
+                UNROLL for (int q = 0; q < 4; q++) glu_clamp(p.limit, v[q], u[q]);
+            }
+            UNROLL for (int q = 0; q < 4; q++) {
+                if (GLU) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
+                tile[(n0 + 8 * n + 2 * t + (q & 1)) * PITCH + wm * 16 + g + 8 * (q >> 1)] = v[q];
             }
         }
         __syncthreads(); /* the result tile is written */
@@ -6487,6 +6579,11 @@ static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint1
                out + (size_t)n_e * (size_t)n_in);
 }
 
+/* The limits of the feed-forward of a layer whose first matrix is `gate`. */
+static struct glu_limit ffn_limit(const struct layer *layer, const struct weight *gate) {
+    return glu_limit_of(layer->glu, gate == &layer->gate ? layer->glu_limit : layer->sh_glu_limit);
+}
+
 /* out (+)= down(silu(gate x) * (up x)) of feed-forward `ffn` of a layer in prefill. */
 static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum act out) {
     struct cuda *c = r->cuda;
@@ -6496,6 +6593,7 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     struct gemm_args g = {};
     g.w = *device_matrix_of(c, gate);
     g.w2 = *device_matrix_of(c, up);
+    g.limit = ffn_limit(&r->m->layers[il], gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
     g.n_tok = r->n_tok;
@@ -6528,6 +6626,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     for (int i = 0; i < u.n_entry; i++) {
         u.gate[i] = *device_matrix_of(c, ffns[i].gate);
         u.up[i] = *device_matrix_of(c, ffns[i].up);
+        u.limit[i] = ffn_limit(layer, ffns[i].gate);
         u.y[i] = routed && !i ? c->hidden : c->hidden_shared;
         down[i] = *device_matrix_of(c, ffns[i].down);
         down[i].unit *= HIDDEN_SCALE;
@@ -6565,6 +6664,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     const void *router = device_vector_of(c, layer->router.data);
     if (router_halves(&layer->router)) p.w16 = (const uint16_t *)router;
     else p.w32 = (const float *)router;
+    p.logit_bias = (const float *)device_vector_of(c, layer->router.bias);
     p.bias = (const float *)device_vector_of(c, layer->router_bias);
     p.shared = (const float *)device_vector_of(c, layer->sh_weight);
     p.x = c->x32[x];
@@ -6594,6 +6694,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     struct gemm_args g = {};
     g.w = *device_matrix_of(c, &layer->gate);
     g.w2 = *device_matrix_of(c, &layer->up);
+    g.limit = ffn_limit(layer, &layer->gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
     g.rows = s.row;
@@ -6614,6 +6715,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     experts(1, r->n_tok, c->x4);
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
     g.w = *device_matrix_of(c, &layer->down);
+    g.bias_factor = 1 / HIDDEN_SCALE;
     g.x = c->hidden; /* divided by HIDDEN_SCALE, and so is expert_out */
     g.x_stride = g.y_stride;
     g.rows = NULL;
@@ -6878,7 +6980,20 @@ static int cuda_profile(struct rank *r, void (*body)(void *), void *arg, struct 
  * there.
  * ============================================================================================================ */
 
-/* Allocates a matrix in tiles, and copies its factors and bias. False: it is there already, or after an error. */
+/* The copy of a matrix's biases, in whole tiles. NULL: it has none, or after an error. */
+static const float *bias_upload(struct rank *r, const struct weight *w, const char *what) {
+    const size_t rows = ceil_div(w->n_out, TILE_ROWS) * TILE_ROWS, n = (size_t)w->n_expert * rows;
+    if (!w->bias) return NULL;
+    float *tiles = (float *)host_memory(n + 1, sizeof *tiles);
+    for (int e = 0; e < w->n_expert; e++)
+        memcpy(tiles + (size_t)e * rows, w->bias + (ptrdiff_t)e * w->bias_stride, (size_t)w->n_out * sizeof *tiles);
+    const float *bias = (const float *)cuda_vector(r, w->bias, tiles, n * sizeof *tiles, what);
+    cuda_sync(r, what);
+    free(tiles);
+    return bias;
+}
+
+/* Allocates a matrix in tiles, and copies its factors and biases. False: it is there already, or after an error. */
 static bool matrix_allocate(struct rank *r, const struct weight *w, const char *what) {
     struct cuda *c = r->cuda;
     struct device_copy t = *hmgetp(c->copies, w->data);
@@ -6896,7 +7011,7 @@ static bool matrix_allocate(struct rank *r, const struct weight *w, const char *
     d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
     for (int e = 0; w->scale && e < w->n_expert; e++) d->scale_max = fmaxf(d->scale_max, fabsf(w->scale[e]));
     if (!(d->scale_max > 0)) d->scale_max = 1;
-    d->bias = (const float *)cuda_vector(r, w->bias, w->bias, (size_t)w->n_out * sizeof(float), what);
+    d->bias = bias_upload(r, w, what);
     hmputs(c->copies, t);
     return !c->failed;
 }
@@ -7060,7 +7175,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
         snprintf(what, sizeof what, "layer %d", il);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
             if (rule->field == NOT_BOUND) continue;
-            if (rule->kind == TENSOR_VECTOR) {
+            if (rule->kind == TENSOR_VECTOR) { /* biases of matrices have come with these, which stand before them */
                 floats_upload(r, *rule_vector(rule, layer), rule_floats(rule, m, layer), "norms");
                 continue;
             }
@@ -7530,7 +7645,7 @@ static void rank_allocate(struct rank *r) {
     route->k = m->max.n_expert_used;
     route->n_group = m->n_group;
     route->n_group_used = m->n_group_used;
-    route->softmax = m->gating == GATING_SOFTMAX;
+    route->gating = m->gating;
     route->norm = m->norm_topk_prob;
     route->factor = m->routed_scaling_factor;
     c->sort.id = route->id;

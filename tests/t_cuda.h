@@ -527,6 +527,15 @@ struct layout {
     bool peers;
 };
 
+/* Starts a rank of a layout. cuda_test_sums, a mistake of t_cuda_mutate.h: all ranks add the biases of the first. */
+bool cuda_test_sums;
+static int layout_start(struct rank *r, const struct model *shard, const void *o, char *err) {
+    const struct model *first = &r->pg->shards[r->index - shard->shard.rank];
+    for (int il = 0; cuda_test_sums && il < shard->n_layer; il++)
+        shard->layers[il].down.bias = first->layers[il].down.bias;
+    return cuda_rank_start(r, shard, o, err);
+}
+
 /* A session of the layout; false after a failed check. */
 static bool layout_session(struct session *s, const struct model *m, const struct layout *d, int n_ctx,
                            enum kv_type kv) {
@@ -535,7 +544,7 @@ static bool layout_session(struct session *s, const struct model *m, const struc
         .n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
     memcpy(o.device, d->device, sizeof o.device);
     cuda_test_devices(4, d->peers);
-    return CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s: %s", d->name, err);
+    return CHECK(session_open(s, m, d->tp, d->pp, layout_start, &o, err) == 0, "%s: %s", d->name, err);
 }
 
 /* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it
@@ -1294,23 +1303,29 @@ static float *layout_logits(const struct model *m, const struct layout *d, const
 static const struct layout one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
 
 #ifdef CUEMU
-/* A synthetic model on one rank, in a layout and on a CPU. */
-static void synth_agrees(const struct synth *shape, const struct layout *d, int n) {
-    struct model m = {0};
+/* A model in layouts and on a CPU: NMSE of the logits at most `limit`. */
+static void logits_agree(const struct model *m, const char *name, const struct layout *d, int n_d, int n,
+                         double limit) {
     int32_t ids[64], seen[64];
-    const size_t v = (size_t)shape->n_vocab;
-    synth_make(&m, shape, NULL, false);
-    for (int i = 0; i < 64; i++) ids[i] = (11 + 17 * i) % m.n_vocab;
+    const size_t v = (size_t)m->n_vocab;
+    for (int i = 0; i < 64; i++) ids[i] = (11 + 17 * i) % m->n_vocab;
     for (int i = 0; i < 63; i++) seen[i] = ids[i + (i >= n)]; /* layout_logits leaves out ids[n] */
-    float *cpu = all_logits(&m, &kernels_ref, KV_F32, 2, seen, n + 3);
-    const struct layout *const ways[] = {&one_rank, d};
-    for (int i = 0; i < 2; i++) {
-        float *got = layout_logits(&m, ways[i], ids, n);
+    float *cpu = all_logits(m, &kernels_ref, KV_F32, 2, seen, n + 3);
+    for (int i = 0; i < n_d; i++) {
+        float *got = layout_logits(m, &d[i], ids, n);
         const double e = got ? nmse(got, cpu + (size_t)(n - 1) * v, 4 * v) : 0;
-        CHECK(e <= 1e-3, "%s, %s: NMSE %.3g against a CPU", shape->name, ways[i]->name, e);
+        CHECK(e <= limit, "%s, %s: NMSE %.3g against a CPU", name, d[i].name, e);
         free(got);
     }
     free(cpu);
+}
+
+/* A synthetic model on one rank, in a layout and on a CPU. */
+static void synth_agrees(const struct synth *shape, const struct layout *d, int n) {
+    const struct layout ways[] = {one_rank, *d};
+    struct model m = {0};
+    synth_make(&m, shape, NULL, false);
+    logits_agree(&m, shape->name, ways, 2, n, 1e-3);
     model_free(&m);
 }
 #endif
@@ -1922,47 +1937,157 @@ static void test_cuda_rank_faults(void) {
 }
 #endif
 
-/* What is collected on a GPU is what the CPU collects. */
+/* What is collected on a GPU over ids, 41 of them, is what the CPU collects. */
+static void stats_agree(const struct model *m, const char *name, const int32_t *ids) {
+    static const int pieces[] = {21, 3, 1, 16};
+    struct session gpu, cpu;
+    struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
+    char err[ERR_MAX] = "";
+    if (!CHECK(session_open(&gpu, m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
+    session_open_cpu(&cpu, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
+    const size_t n_stats = (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS;
+    const size_t n_in_sum2 = in_sum2_before(m, model_blocks(m));
+    double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);
+    float *sq[2] = {xcalloc(n_in_sum2, sizeof(float)), xcalloc(n_in_sum2, sizeof(float))};
+    for (int i = 0, at = 0; i < 4; at += pieces[i++]) {
+        session_forward(&gpu, ids + at, pieces[i]);
+        session_forward(&cpu, ids + at, pieces[i]);
+    }
+    session_stats(&gpu, got, sq[0]);
+    session_stats(&cpu, want, sq[1]);
+    for (int i = 0; i < STATS; i++) {
+        const double e = worst_difference(want + i, got + i, n_stats - (size_t)i, STATS);
+        CHECK(e <= (i == STAT_TOKENS ? 0 : 1e-2), "%s: %s differs by %.2e", name, stat_names[i], e);
+    }
+    const double e = nmse(sq[0], sq[1], n_in_sum2);
+    CHECK(e <= 1e-5, "%s: squares differ by NMSE %.2e", name, e);
+    session_free(&gpu), session_free(&cpu);
+    free(want), free(got), free(sq[0]), free(sq[1]);
+}
+
 static void test_cuda_stats(void) {
     static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "qwen3_5_moe"};
-    static const int pieces[] = {21, 3, 1, 16};
     for (int f = 0; f < 3; f++) {
         struct model m;
-        struct session gpu, cpu;
-        struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
-        char err[ERR_MAX] = "", path[256];
+        char path[256];
         size_t n_ids;
         snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", names[f]); /* no close choices of experts */
         int32_t *ids = slurp(path, &n_ids);
         cuda_test_begin(f);
         if (!ids || !fixture_load(names[f], &m)) return;
-        if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
-        session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
-        const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;
-        const size_t n_in_sum2 = in_sum2_before(&m, model_blocks(&m));
-        double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);
-        float *sq[2] = {xcalloc(n_in_sum2, sizeof(float)), xcalloc(n_in_sum2, sizeof(float))};
-        for (int i = 0, at = 0; i < 4; at += pieces[i++]) {
-            session_forward(&gpu, ids + at, pieces[i]);
-            session_forward(&cpu, ids + at, pieces[i]);
-        }
-        session_stats(&gpu, got, sq[0]);
-        session_stats(&cpu, want, sq[1]);
-        for (int i = 0; i < STATS; i++) {
-            const double e = worst_difference(want + i, got + i, n_stats - (size_t)i, STATS);
-            CHECK(e <= (i == STAT_TOKENS ? 0 : 1e-2), "%s: %s differs by %.2e", names[f], stat_names[i], e);
-        }
-        const double e = nmse(sq[0], sq[1], n_in_sum2);
-        CHECK(e <= 1e-5, "%s: squares differ by NMSE %.2e", names[f], e);
-        session_free(&gpu), session_free(&cpu);
+        stats_agree(&m, names[f], ids);
         arrfree(ids);
-        free(want), free(got), free(sq[0]), free(sq[1]);
         model_free(&m);
+    }
+}
+
+/* ---- feed-forwards with limits and biases ---- */
+
+/* Small models whose feed-forwards become those of other families: their attention is one that every backend has. Ranks
+ * of four have 2, 1, 1 and 1 units of 64 columns of 320. */
+static const struct ffn_case {
+    struct synth shape;
+    enum gating gating;
+    enum glu glu;
+    float limit, shared_limit; /* the second of the dense feed-forward, too */
+    bool biases, pick_bias;    /* of the router and the experts; for the selection */
+} ffn_cases[] = {
+    {{"OAI", "qwen3moe", 1, 320, 4, 4, 32, 9, 4, 320, 200, 256, .ff_type = GGUF_MXFP4},
+     .gating = GATING_CHOSEN,
+     .glu = GLU_OAI,
+     .limit = 0.75f,
+     .biases = true},
+    {{"OAI in BF16", "qwen3moe", 1, 64, 4, 4, 32, 33, 5, 256, 200, 256, .ff_type = GGUF_BF16},
+     .gating = GATING_CHOSEN,
+     .glu = GLU_OAI,
+     .limit = 7,
+     .biases = true},
+    {{"clamped", "qwen3moe", 2, 128, 4, 4, 32, 9, 3, 256, 200, 256, .n_dense = 1, .ff_dense = 320, .ff_shared = 256},
+     .gating = GATING_SIGMOID,
+     .glu = GLU_SILU_CLAMP,
+     .limit = 0.6f,
+     .shared_limit = 0.4f,
+     .pick_bias = true},
+    {{"biased softmax", "qwen3moe", 1, 64, 4, 4, 32, 20, 6, 256, 200, 256, .ff_shared = 256, .ff_type = GGUF_Q8_0},
+     .gating = GATING_SOFTMAX,
+     .pick_bias = true}};
+enum { FFN_CASES = sizeof ffn_cases / sizeof *ffn_cases };
+
+/* n numbers between -size and size, kept in own (stb_ds). */
+static const float *ffn_numbers(float ***own, size_t n, float size, uint64_t *rng) {
+    float *x = xmalloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = size * (float)(2 * rng_uniform(rng) - 1);
+    arrput(*own, x);
+    return x;
+}
+
+/* Makes the model of a case; what it reads besides is kept in own. plain: without what the case is about. */
+static void ffn_make(struct model *m, const struct ffn_case *c, bool plain, float ***own) {
+    uint64_t rng = 3;
+    memset(m, 0, sizeof *m);
+    synth_make(m, &c->shape, NULL, false);
+    m->gating = plain ? GATING_SIGMOID : c->gating;
+    m->norm_topk_prob = c->gating != GATING_CHOSEN;
+    for (int il = 0; il < m->n_layer && !plain; il++) {
+        struct layer *l = &m->layers[il];
+        const size_t n = (size_t)l->n_expert;
+        l->glu = c->glu;
+        l->glu_limit = n ? c->limit : c->shared_limit;
+        l->sh_glu_limit = c->shared_limit;
+        if (n && c->pick_bias) l->router_bias = ffn_numbers(own, n, 0.2f, &rng);
+        if (!n || !c->biases) continue;
+        l->has |= HAS_BIASES;
+        l->router.bias = ffn_numbers(own, n, 1, &rng);
+        l->gate.bias = ffn_numbers(own, n * (size_t)l->n_ff, 0.5f, &rng);
+        l->up.bias = ffn_numbers(own, n * (size_t)l->n_ff, 0.5f, &rng);
+        l->down.bias = ffn_numbers(own, n * (size_t)m->n_embd, 0.5f, &rng);
+    }
+}
+
+static void ffn_free(struct model *m, float ***own) {
+    model_free(m);
+    for (size_t i = 0; i < arrlenu(*own); i++) free((*own)[i]);
+    arrfree(*own);
+}
+
+/* Routers, limits and biases of other families: operation by operation, over ranks, in statistics, and token by token in
+ * batches. A case tells nothing unless it differs from the plain feed-forward by more than ranks may. */
+static void test_cuda_feed_forwards(void) {
+    static const int n[] = {1, 3, 16, 40, 1, 0}, wide[] = {17, 40, 0};
+    const bool fp4 = cuda_test_begin(12);
+    for (int f = 0; f < FFN_CASES; f++) {
+        const struct ffn_case *c = &ffn_cases[f];
+        float **own = NULL, *x[2];
+        struct model m;
+        int32_t ids[41];
+        for (int plain = 1; plain >= 0; plain--) {
+            ffn_make(&m, c, plain, &own);
+            for (int i = 0; i < 41; i++) ids[i] = (5 + 29 * i) % m.n_vocab;
+            x[plain] = all_logits(&m, &kernels_ref, KV_F32, 2, ids, 41);
+            if (plain) model_free(&m);
+        }
+        const double e = nmse(x[0], x[1], 41 * (size_t)m.n_vocab);
+        CHECK(e > 1e-3, "%s: NMSE %.3g without it", c->shape.name, e);
+        free(x[0]), free(x[1]);
+        pair_forwards(c->shape.name, &m, KV_BF16, 128, 1, MOE_ACT_F16, n);
+        if (fp4 && weight_format(m.layers[m.n_layer - 1].gate.type) == FMT_FP4)
+            pair_forwards(c->shape.name, &m, KV_BF16, 128, 1, MOE_ACT_FP4, wide);
+        if (c->limit > 0 && c->limit < 1) stats_agree(&m, c->shape.name, ids);
+#ifdef CUEMU
+        static const struct layout ranks[] = {{"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true},
+                                              {"three ranks", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
+                                              {"four ranks", 4, 1, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true}};
+        logits_agree(&m, c->shape.name, &one_rank, 1, 20, 3e-5);
+        logits_agree(&m, c->shape.name, ranks, 3, 20 + f, 3e-5);
+        if (!f) batches_agree(c->shape.name, &m, &ranks[0], KV_BF16, 101, 144);
+#endif
+        ffn_free(&m, &own);
     }
 }
 
 /* For t_cuda_mutate.h. */
 void cuda_test_stats(void) { test_cuda_stats(); }
+void cuda_test_feed_forwards(void) { test_cuda_feed_forwards(); }
 void cuda_test_forward(void) { test_cuda_forward(); }
 void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_synthetic(void) { test_cuda_synth(); }
@@ -1988,7 +2113,8 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
-        {"cuda/stats", test_cuda_stats}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
-        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
-        {"cuda/bench", test_cuda_bench}, {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite}, \
+        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
+        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
+        {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite},                                  \
         {"cuda/images", test_cuda_images},

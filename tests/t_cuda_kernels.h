@@ -193,7 +193,8 @@ struct matrix {
         raw.resize(w.expert_bytes * (size_t)n_expert);
         for (int i = 0; i < n_expert * n_out; i++) random_row(&raw[(size_t)i * w.row_bytes], type, n_in, octaves, size);
         for (float &f : scale) f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
-        for (int i = 0; with_bias && i < n_out; i++) bias.push_back(uniform());
+        w.bias_stride = n_out + 5; /* as in a shard: rows of biases lie farther apart than they are long */
+        for (int i = 0; with_bias && i < n_expert * w.bias_stride; i++) bias.push_back(uniform());
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
         matrix_upload(r, &w, "a test's matrix");
         must(cudaStreamSynchronize(test_stream), "uploading");
@@ -214,15 +215,28 @@ struct matrix {
         for (const void *host : hosts)
             if (host) hmdel(c->copies, host);
     }
+    double bias_of(int e, int row) const { return bias.empty() ? 0 : (double)bias[(size_t)(e * w.bias_stride + row)]; }
     double dot(int e, int row, const float *x) const {
         const double *a = &v[((size_t)e * (size_t)w.n_out + (size_t)row) * (size_t)w.n_in];
-        double s = bias.empty() ? 0 : (double)bias[(size_t)row];
+        double s = bias_of(e, row);
         for (int k = 0; k < w.n_in; k++) s += a[k] * (double)x[k];
         return s;
     }
 };
 
-static double glu(double g, double u) { return g / (1 + exp(-g)) * u / (double)HIDDEN_SCALE; }
+/* How gate and up are joined. */
+struct glu_kind {
+    enum glu glu = GLU_SILU;
+    double limit = 0;
+};
+static double glu(const struct glu_kind &k, double g, double u) {
+    const double clamped = fmax(-k.limit, fmin(u, k.limit));
+    double y = g / (1 + exp(-g)) * u;
+    if (k.glu == GLU_OAI) g = fmin(g, k.limit), y = g / (1 + exp(-1.702 * g)) * (clamped + 1);
+    if (k.glu == GLU_SILU_CLAMP) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
+    return y / (double)HIDDEN_SCALE;
+}
+static struct glu_limit limit_of(const struct glu_kind &k) { return glu_limit_of(k.glu, (float)k.limit); }
 
 /* Rows of tokens in halves, `stride` apart: what lies behind n_in is NaN and must not be read. */
 struct tokens {
@@ -270,6 +284,8 @@ struct gemm_case {
     int n_expert, n_out, n_in;
     std::vector<int> counts; /* tokens of each expert */
     bool f32, bias, gather;
+    struct glu_kind glu = {};
+    float bias_factor = 0;
 };
 
 /* How the quantizer is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and
@@ -343,7 +359,7 @@ static void run_gemm(const struct gemm_case &t) {
     results y(batch * (size_t)n_matrix, t.f32);
     struct gemm_args g = {};
     g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p, g.y_stride = stride,
-    g.y_f32 = t.f32;
+    g.y_f32 = t.f32, g.limit = limit_of(t.glu), g.bias_factor = t.bias_factor;
     if (t.gather) g.rows = rows_d;
     if (t.mode == LIST)
         g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
@@ -379,14 +395,15 @@ static void run_gemm(const struct gemm_case &t) {
                 int e = t.mode == LIST ? list.expert[(size_t)i] : z;
                 const float *row = x.row(z * n_x + rows[(size_t)i]);
                 double a = w.dot(e, r, row);
-                sum.add(y.at(at), t.gated ? glu(a, w2.dot(e, r, row)) : a);
+                if (t.bias_factor > 0) a += ((double)t.bias_factor - 1) * w.bias_of(e, r);
+                sum.add(y.at(at), t.gated ? glu(t.glu, a, w2.dot(e, r, row)) : a);
             }
     double limit = !t.f32 ? 1e-6 : t.fp4 ? 1e-10 : 1e-11;
     expect(sum.nmse() <= limit && !gaps && !bad_codes,
-           "%s, type %u%s%s, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
+           "%s, type %u%s%s, kind %d, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
            "codes",
-           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.mode, t.n_expert, t.n_out, n_in, n_pos,
-           sum.nmse(), gaps, bad_codes);
+           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.glu.glu, t.mode, t.n_expert, t.n_out, n_in,
+           n_pos, sum.nmse(), gaps, bad_codes);
 }
 
 extern "C" void cuda_test_gemm(void) {
@@ -435,6 +452,32 @@ extern "C" void cuda_test_gemm(void) {
             run_gemm({"long rows", type, true, gated, DENSE, 1, 130, 2112, {70}, true, false, false});
             run_gemm({"longest rows", type, true, gated, LIST, 2, 270, 4096, {9, TN + 1}, true, false, true});
         }
+    /* the experts of gpt-oss and Step-3.5: limits that clip about half of what there is, biases that matter, rows of 45
+     * tiles, as many rows as a rank of four has */
+    static const struct glu_kind oai = {GLU_OAI, 7}, low = {GLU_OAI, 0.75}, clamp = {GLU_SILU_CLAMP, 0.75};
+    for (auto &type : matrix_types)
+        for (int a4 = 0; a4 <= (fp4 && weight_format(type.type) == FMT_FP4); a4++) {
+            run_gemm(
+                {"OAI", type.type, a4 > 0, true, LIST, 5, 200, 72, {0, 1, 17, TN + 1, 40}, false, true, true, low});
+            run_gemm({"clamped", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, true, true, clamp});
+            run_gemm({"clamped, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {300}, false, false, false, clamp});
+            run_gemm({"weighted later",
+                      type.type,
+                      a4 > 0,
+                      false,
+                      LIST,
+                      3,
+                      72,
+                      176,
+                      {33, 0, 5},
+                      false,
+                      true,
+                      false,
+                      {},
+                      1 / HIDDEN_SCALE});
+        }
+    run_gemm({"gpt-oss", GGUF_MXFP4, false, true, LIST, 2, 176, 2880, {20, 3}, false, true, true, oai});
+    if (fp4) run_gemm({"gpt-oss", GGUF_MXFP4, true, true, LIST, 2, 176, 2880, {20, 3}, false, true, true, oai});
 }
 
 /* ---- upload ---- */
@@ -562,10 +605,12 @@ static std::vector<struct expert_job> random_jobs(int n_tok, int n_expert, int u
     return jobs;
 }
 
-/* The two halves of a feed-forward: routed experts, `used` of which are chosen, and the shared one. */
+/* The two halves of a feed-forward: routed experts, `used` of which are chosen and which may have biases, and the shared
+ * one. kind, sh_kind: of both. */
 static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int used, int n_embd, int n_ff,
-                         int n_ff_shared) {
-    matrix gate(type, n_expert, n_ff, n_embd), up(type, n_expert, n_ff, n_embd), down(type, n_expert, n_embd, n_ff);
+                         int n_ff_shared, bool bias = false, struct glu_kind kind = {}, struct glu_kind sh_kind = {}) {
+    matrix gate(type, n_expert, n_ff, n_embd, bias), up(type, n_expert, n_ff, n_embd, bias),
+        down(type, n_expert, n_embd, n_ff, bias);
     matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
         sh_down(shared_type, 1, n_embd, n_ff_shared);
     tokens x(n_tok, n_embd);
@@ -584,7 +629,7 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
     struct glu_args u = {};
     struct down_args d = {};
     u.gate[0] = gate.d, u.up[0] = up.d, u.y[0] = hidden, u.gate[1] = sh_gate.d, u.up[1] = sh_up.d,
-    u.y[1] = hidden_shared;
+    u.y[1] = hidden_shared, u.limit[0] = limit_of(kind), u.limit[1] = limit_of(sh_kind);
     u.jobs = {jobs_d, weight_d, n_d, max_jobs}, u.down_scale = down.d.scale, u.down_scale_max = down.d.scale_max;
     u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok, u.x = xd, u.x_stride = x.stride;
     d.w = down.d, d.w.unit *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.unit *= HIDDEN_SCALE;
@@ -604,13 +649,15 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
             if (!shared && !(jobs[(size_t)j].tokens >> t & 1)) continue;
             const double f = (double)(shared ? shared_weight[(size_t)t] : weight[(size_t)(j * DECODE_MAX_TOKENS + t)]);
             const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
-            for (int k = 0; k < g.w.n_out; k++) h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
-            for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
+            for (int k = 0; k < g.w.n_out; k++)
+                h[(size_t)k] = (float)((double)HIDDEN_SCALE *
+                                       glu(shared ? sh_kind : kind, g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t))));
+            for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * o.dot(e, k, h.data());
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
     }
-    expect(sum.nmse() <= 1e-6, "types %u, %u, %d tokens, %d of %d experts: NMSE %.1e", type, shared_type, n_tok, used,
-           n_expert, sum.nmse());
+    expect(sum.nmse() <= 1e-6, "types %u, %u, kinds %d, %d, bias %d, %d tokens, %d of %d experts: NMSE %.1e", type,
+           shared_type, kind.glu, sh_kind.glu, bias, n_tok, used, n_expert, sum.nmse());
 }
 
 extern "C" void cuda_test_gemv(void) {
@@ -627,14 +674,26 @@ extern "C" void cuda_test_gemv(void) {
         run_gemv_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
         run_gemv_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
         run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
+        for (int n : {1, 3, 16}) {
+            run_gemv_ffn(type.type, shared, n, 7, 4, 192, 192, 64, true, {GLU_OAI, 0.75}, {GLU_SILU_CLAMP, 0.5});
+            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {GLU_SILU_CLAMP, 0.75}, {});
+        }
+        run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192, true, {GLU_OAI, 7}, {});
     }
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 3, 4, 3, 2880, 64, 64, true, {GLU_OAI, 7},
+                 {}); /* of gpt-oss: rows of 45 tiles, */
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 2, 4, 3, 64, 704, 64, true, {GLU_OAI, 7}, {}); /* of 11 tiles */
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 16, 340, 330, 64, 64, 64, true, {GLU_OAI, 7},
+                 {}); /* more than 48 KB of biases */
 }
 
 /* ---- router ---- */
 
 struct route_case {
     int n_tok, n_expert, k, n_group, n_group_used;
-    bool softmax, norm, bias, bf16, ties;
+    enum gating gating;
+    bool norm, bias, bf16, ties;
+    bool logit_bias, not_finite; /* some of the logits */
 };
 
 /* The choice for one token, one step after the other: pick (n_expert), `score` (n_expert) from its logits. */
@@ -644,11 +703,13 @@ static void route_plain(const struct route_case &c, const double *logits, const 
     for (int e = 0; e < c.n_expert; e++) top = fmaxf(top, (float)logits[e]);
     for (int e = 0; e < c.n_expert; e++) {
         float l = (float)logits[e];
-        score[(size_t)e] = c.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+        score[(size_t)e] = c.gating == GATING_SOFTMAX   ? expf(l - top)
+                           : c.gating == GATING_SIGMOID ? 1.0f / (1.0f + expf(-l))
+                                                        : l;
         sum += score[(size_t)e];
     }
     for (int e = 0; e < c.n_expert; e++) {
-        if (c.softmax) score[(size_t)e] /= sum;
+        if (c.gating == GATING_SOFTMAX) score[(size_t)e] /= sum;
         pick[(size_t)e] = score[(size_t)e] + (c.bias ? bias[(size_t)e] : 0.0f);
         if (pick[(size_t)e] != pick[(size_t)e]) pick[(size_t)e] = -INFINITY;
     }
@@ -684,10 +745,14 @@ static int check_route(const struct route_case &c, const double *logits, const s
         if (got < 0 || got >= c.n_expert) return c.k;
         float gap = pick[(size_t)best] - pick[(size_t)got];
         if (got != best && !(gap > 0 && gap < 1e-6f)) bad++;
-        pick[(size_t)got] = NAN, sum += score[(size_t)got];
+        pick[(size_t)got] = NAN;
     }
+    const float best_logit = score[(size_t)id[0]];
+    for (int i = 0; i < c.k && c.gating == GATING_CHOSEN; i++)
+        score[(size_t)id[i]] = expf(score[(size_t)id[i]] - best_logit);
+    for (int i = 0; i < c.k; i++) sum += score[(size_t)id[i]];
     for (int i = 0; i < c.k; i++) {
-        float want = score[(size_t)id[i]] * (c.norm ? factor / sum : factor);
+        float want = score[(size_t)id[i]] * (c.norm || c.gating == GATING_CHOSEN ? factor / sum : factor);
         bad += want == want ? !(fabsf(weight[i] - want) <= 1e-5f * want) : weight[i] == weight[i];
     }
     return bad;
@@ -717,20 +782,24 @@ static bool job_choices(const struct route_case &c, int t, const double *logits,
 static void run_route(const struct route_case &c) {
     const int n_embd = 72;
     const size_t n = (size_t)c.n_tok, n_expert = (size_t)c.n_expert, k = (size_t)c.k;
-    std::vector<float> x(n * n_embd), bias(n_expert), shared(n_embd), w32;
+    std::vector<float> x(n * n_embd), bias(n_expert), logit_bias(n_expert), shared(n_embd), w32;
     std::vector<uint16_t> w16;
     /* whole numbers make sums exact, hence equal ones equal everywhere */
     for (float &v : x) v = c.ties ? (float)(int)(rnd() % 5) - 2 : uniform();
     for (float &v : bias) v = c.ties ? (float)(rnd() % 3) / 8 : uniform() / 4;
     for (float &v : shared) v = uniform();
+    for (size_t e = 0; e < n_expert && c.logit_bias; e++) {
+        logit_bias[e] = c.ties ? (float)(rnd() % 3) / 8 : 2 * uniform();
+        if (c.not_finite && e % 5 > 2) logit_bias[e] = e % 5 == 3 ? NAN : -INFINITY;
+    }
     for (size_t i = 0; i < n_expert * n_embd; i++) {
         float v = c.ties ? (i / n_embd % 3 == 1 ? f32_from_bits(f32_to_bits(w32[i - n_embd]))
                                                 : (float)(int)(rnd() % 3) / 16 - 0.0625f)
                          : bf16_to_f32(bf16_from_f32(uniform()));
         w32.push_back(v), w16.push_back(bf16_from_f32(v));
     }
-    gpu_array<float> xd(x), bias_d(bias), w32_d(w32), logits(n * n_expert), weight(n * k), shared_d(shared),
-        shared_weight(DECODE_MAX_TOKENS);
+    gpu_array<float> xd(x), bias_d(bias), logit_bias_d(logit_bias), w32_d(w32), logits(n * n_expert), weight(n * k),
+        shared_d(shared), shared_weight(DECODE_MAX_TOKENS);
     gpu_array<uint16_t> w16_d(w16);
     const bool decode = c.n_tok <= DECODE_MAX_TOKENS;
     const size_t max_jobs = min(n * k, n_expert);
@@ -740,9 +809,10 @@ static void run_route(const struct route_case &c) {
     gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
     struct route_args p = {};
     (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
-    p.bias = c.bias ? bias_d.p : NULL, p.x = xd, p.logits = logits, p.id = id, p.weight = weight;
+    p.bias = c.bias ? bias_d.p : NULL, p.logit_bias = c.logit_bias ? logit_bias_d.p : NULL, p.x = xd, p.logits = logits,
+    p.id = id, p.weight = weight;
     p.n_tok = c.n_tok, p.n_embd = n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
-    p.n_group_used = c.n_group_used, p.softmax = c.softmax, p.norm = c.norm, p.factor = 2.5f;
+    p.n_group_used = c.n_group_used, p.gating = c.gating, p.norm = c.norm, p.factor = 2.5f;
     p.arrived = arrived, p.n_jobs = n_jobs, p.jobs = jobs, p.job_weight = job_weight;
     p.shared = c.norm ? shared_d.p : NULL, p.shared_weight = shared_weight;
     for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
@@ -760,7 +830,7 @@ static void run_route(const struct route_case &c) {
         int bad = 0;
         for (size_t t = 0; t < n; t++) {
             for (size_t e = 0; e < n_expert; e++) {
-                want[e] = 0;
+                want[e] = (double)logit_bias[e];
                 for (size_t i = 0; i < n_embd; i++) want[e] += (double)w32[e * n_embd + i] * (double)x[t * n_embd + i];
             }
             const bool listed = !decode || job_choices(c, (int)t, want.data(), bias, n_jobs.get()[0], jobs.get(),
@@ -775,9 +845,10 @@ static void run_route(const struct route_case &c) {
             bad += !(fabs((double)gates[t] - 1 / (1 + exp(-dot))) <= 1e-5);
         }
         expect(!bad,
-               "%d tokens, %d of %d experts, %d of %d groups, softmax %d norm %d bias %d bf16 %d ties %d: %d "
+               "%d tokens, %d of %d experts, %d of %d groups, gating %d norm %d biases %d %d bf16 %d ties %d: %d "
                "wrong",
-               c.n_tok, c.k, c.n_expert, c.n_group_used, c.n_group, c.softmax, c.norm, c.bias, c.bf16, c.ties, bad);
+               c.n_tok, c.k, c.n_expert, c.n_group_used, c.n_group, c.gating, c.norm, c.bias, c.logit_bias, c.bf16,
+               c.ties, bad);
     }
 }
 
@@ -829,9 +900,18 @@ extern "C" void cuda_test_router(void) {
     for (auto &s : shapes)
         for (int n : n_tok) {
             i += 5; /* all combinations of the flags in turn */
-            run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, (i & 1) != 0, (i & 2) != 0, (i & 4) != 0,
-                       (i & 8) != 0, i % 3 == 0});
+            run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, i & 1 ? GATING_SOFTMAX : GATING_SIGMOID,
+                       (i & 2) != 0, (i & 4) != 0, (i & 8) != 0, i % 3 == 0, false, false});
         }
+    for (int n : n_tok) {
+        run_route({n, 128, 4, 1, 1, GATING_CHOSEN, false, false, true, false, true, false}); /* gpt-oss */
+        run_route({n, 33, 5, 1, 1, GATING_CHOSEN, true, false, true, true, true, false});
+        run_route({n, 64, 6, 8, 3, GATING_CHOSEN, false, false, false, false, true, true});
+        run_route({n, 5, 4, 1, 1, GATING_CHOSEN, false, false, false, false, true, true});
+        run_route({n, 64, 6, 1, 1, GATING_SOFTMAX, true, true, false, false, false, false}); /* ERNIE 4.5 */
+        run_route({n, 40, 7, 1, 1, GATING_SOFTMAX, false, true, false, false, true, n > 1});
+        run_route({n, 40, 7, 1, 1, GATING_SIGMOID, true, true, true, false, true, true});
+    }
     for (bool bf16 : {false, true}) run_logits(17, 70, 2056, bf16), run_logits(70, 8, 40, bf16);
 }
 
