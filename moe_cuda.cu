@@ -1908,8 +1908,11 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
     const int tok = tid / TILE_ROWS, row = rt * TILE_ROWS + tid % TILE_ROWS;
     if (tok >= p.n_tok || row >= p.w.n_out) return;
     float sum = gemv_sum<NT>(red, tid, 0, GEMV_WARPS);
-    UNROLL_BY(1) for (int j = 0; j < list.n && p.w.bias; j++) {
-        if (jobs[j].tokens >> tok & 1) sum = fmaf(biases[j].weight[tok], biases[j].bias[tid % TILE_ROWS], sum);
+    /* read and computed again: else the loops above would have fewer registers */
+    const int n = p.w.bias ? load_l2(p.jobs.n) : 0;
+    const struct down_bias *add = (const struct down_bias *)(jobs + p.jobs.max);
+    UNROLL_BY(1) for (int j = 0; j < n; j++) {
+        if (jobs[j].tokens >> tok & 1) sum = fmaf(add[j].weight[tok], add[j].bias[row % TILE_ROWS], sum);
     }
     p.y[(size_t)tok * p.y_stride + (size_t)row] = sum;
 }
