@@ -46,8 +46,8 @@
  *
  *  Text
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
- *   Vocabulary: tables and loading                  440  tokens and merges of a file, as hash tables
- *   Vocabulary: text to tokens and back             300  BPE; tokens to text
+ *   Vocabulary: tables and loading                  620  tokens, merges and scores of a file, as hash tables
+ *   Vocabulary: text to tokens and back             360  BPE, SentencePiece; tokens to text
  *   Chat template: values                           450  values; the origin of every byte of text
  *   Chat template: comparing and printing values    300  order, equality, repr, tojson
  *   Chat template: format strings                   180  str.format
@@ -486,8 +486,10 @@ static inline const struct tensor_rule *rule_next(const struct tensor_rule *rule
     return NULL;
 }
 
-/* Whether a token reads only those matrices of the stack whose experts it has chosen. */
-static inline bool rule_routed(const struct tensor_rule *rule) { return rule->n == DIM_EXPERTS; }
+/* Whether a token reads only those matrices or biases of the stack whose experts it has chosen. */
+static inline bool rule_routed(const struct tensor_rule *rule) {
+    return (rule->kind == TENSOR_VECTOR ? rule->out : rule->n) == DIM_EXPERTS;
+}
 
 /* Values of the metadata key. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
 enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3 };
@@ -2642,11 +2644,16 @@ static bool word_in_list(struct gguf_str word, const char *list) {
 /* ============================================================================================================
  * Vocabulary: tables and loading
  *
- * The tables of a byte-level BPE vocabulary, read from a GGUF file: tokens, bytes to token, merges, special tokens.
+ * The tables of a vocabulary, read from a GGUF file: tokens, bytes to token, merges, special tokens. There are two
+ * kinds of BPE (tokenizer.ggml.model):
+ *   gpt2   byte-level: merging begins with bytes; a pre-tokenizer cuts the text; tokens are in GPT-2's alphabet
+ *   llama  SentencePiece: merging begins with characters; nothing cuts the text; tokens have U+2581 for a blank; the
+ *          tokens <0x00> to <0xFF> stand for the bytes of a character that no token has
  *
  * A vocabulary is immutable after vocab_load and points into the GGUF image, which must outlive it. Any number of
  * threads may tokenize at once. Ordinary tokens, which merging finds, and special tokens, which are found by their
- * literal text, are kept in separate tables, so that merging can never produce a special token.
+ * literal text, are kept in separate tables, so that merging can never produce a special token. Merging cannot produce
+ * the tokens of bytes and unused tokens of SentencePiece either.
  * ============================================================================================================ */
 
 /* Values of tokenizer.ggml.token_type. */
@@ -2656,17 +2663,33 @@ enum token_type { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEF
 enum { ORIGIN_TEMPLATE = 0, ORIGIN_DATA = 1 };
 
 enum tokenize_flags {
-    TOKENIZE_CONTROL = 1, /* recognize control tokens in template text */
-    TOKENIZE_TAGS = 2     /* recognize user-defined tokens that look like tags in data, too */
+    TOKENIZE_CONTROL = 1,       /* recognize control tokens in template text */
+    TOKENIZE_TAGS = 2,          /* recognize user-defined tokens that look like tags in data, too */
+    TOKENIZE_AFTER_CONTROL = 4, /* the text does not begin here: a control token stands in front of it */
+    TOKENIZE_AFTER_DEFINED = 8  /* the same with a user-defined token */
 };
 
+/* Where SentencePiece puts a blank in front of a stretch of text between special tokens. */
+enum blank_rule {
+    BLANK_AT_START = 1,        /* at the beginning of a text */
+    BLANK_AFTER_CONTROL = 2,   /* behind a control token */
+    BLANK_AFTER_DEFINED = 4,   /* behind a user-defined token */
+    BLANK_UNLESS_BLANK = 8,    /* but not if the stretch begins with one */
+    BLANK_BEFORE_DEFINED = 16, /* even if the stretch is empty and a user-defined token follows */
+    BLANK_ALWAYS = BLANK_AT_START | BLANK_AFTER_CONTROL | BLANK_AFTER_DEFINED
+};
+
+/* U+2581 stands for a blank in the tokens of SentencePiece. */
+#define SPM_BLANK "\xe2\x96\x81"
+
 enum {
-    VOCAB_MAX = 1 << 24, /* of tokens, and of merges */
-    VOCAB_PROBES = 1024, /* slots tried for one entry; the largest vocabularies need less than 100 */
-    SPECIAL_MAX = 1024,  /* bytes of a special token; matching may compare that many at every byte of a text */
-    PIECE_MAX = 1 << 28, /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
-    NFC_MAX_MARKS = 256, /* combining marks normalized at once; utf8proc sorts them in quadratic time */
-    RANK_NONE = -1       /* there is no merge; also what an empty slot holds */
+    VOCAB_MAX = 1 << 24,  /* of tokens, and of merges */
+    VOCAB_PROBES = 1024,  /* slots tried for one entry; the largest vocabularies need less than 100 */
+    SPECIAL_MAX = 1024,   /* bytes of a special token; matching may compare that many at every byte of a text */
+    SPM_TOKEN_MAX = 1024, /* bytes of a token of SentencePiece; merging hashes that many at every step */
+    PIECE_MAX = 1 << 28,  /* bytes merged at once; longer pieces are cut, so that symbols fit 32 bits */
+    NFC_MAX_MARKS = 256,  /* combining marks normalized at once; utf8proc sorts them in quadratic time */
+    RANK_NONE = -1        /* there is no merge; also what an empty slot holds */
 };
 
 /* Slots of the tables by_bytes and merges. */
@@ -2691,6 +2714,8 @@ struct vocab {
     int32_t n_tokens;
     int32_t bos, eos, eot, pad; /* -1: none */
     bool add_bos, nfc, ignore_merges;
+    bool spm;                      /* SentencePiece, otherwise byte-level */
+    unsigned blanks;               /* enum blank_rule; 0: no blanks are put anywhere */
     struct gguf_str chat_template; /* p NULL: none */
 
     struct gguf_str *token; /* (n_tokens) the bytes that a token stands for, in decoded or in the image */
@@ -2699,9 +2724,11 @@ struct vocab {
     char *decoded;          /* the bytes of all ordinary tokens, end to end */
 
     struct bytes_slot *by_bytes; /* ordinary tokens by their bytes; of equal ones the lowest id */
-    struct merge_slot *merges;   /* NULL: any two symbols whose bytes make a token merge; its id is the rank */
+    struct merge_slot *merges;   /* NULL: any two symbols whose bytes make a token merge */
+    int32_t *rank;               /* (n_tokens) without merges: the rank of the merge that makes a token; NULL: its id */
     int by_bytes_bits, merges_bits;
-    int32_t byte_id[256]; /* token of each single byte; -1: none, the byte is dropped */
+    int32_t byte_id[256];     /* token of each single byte; -1: none, the byte is dropped */
+    uint8_t follows[256][32]; /* of SentencePiece: bit b of [a]: some ordinary token has byte b behind byte a */
 
     struct special_token *special; /* (n_special) sorted by text, then id; special_match walks it like a trie */
     uint32_t n_special;
@@ -2741,6 +2768,34 @@ static int64_t alphabet_decode(const char *s, size_t n, char *out) {
         out[k++] = (char)b;
     }
     return k;
+}
+
+/* Writes a token of SentencePiece to `out`, which has room for n bytes, with blanks for U+2581. Returns the number of
+ * bytes written, or -1 if the token has a blank of its own: text never has one, because U+2581 stands for it. */
+static int64_t spm_decode(const char *s, size_t n, char *out) {
+    int64_t k = 0;
+    for (size_t i = 0; i < n; k++) {
+        const bool blank = n - i >= 3 && !memcmp(s + i, SPM_BLANK, 3);
+        if (s[i] == ' ') return -1;
+        out[k] = blank ? ' ' : s[i];
+        i += blank ? 3 : 1;
+    }
+    return k;
+}
+
+/* The byte that a token <0x00> to <0xFF> of SentencePiece stands for, or -1. */
+static int spm_byte(struct gguf_str s) {
+    static const char digits[] = "0123456789ABCDEF";
+    const char *hi = s.n == 6 && s.p[3] ? strchr(digits, s.p[3]) : NULL;
+    const char *lo = s.n == 6 && s.p[4] ? strchr(digits, s.p[4]) : NULL;
+    if (!hi || !lo || memcmp(s.p, "<0x", 3) || s.p[5] != '>') return -1;
+    return (int)(hi - digits) << 4 | (int)(lo - digits);
+}
+
+/* Writes the bytes that an ordinary token, or a part of a merge, stands for to `out`, which has room for n bytes.
+ * Returns their number, or -1 if merging cannot find such a token. */
+static int64_t token_decode(const struct vocab *v, const char *s, size_t n, char *out) {
+    return v->spm ? spm_decode(s, n, out) : alphabet_decode(s, n, out);
 }
 
 /* log2 of the number of slots for n entries. */
@@ -2893,8 +2948,40 @@ static void vocab_index_bytes(struct vocab *v) {
     }
 }
 
-/* Reads the tokens and their types, and builds the tables of ordinary and special tokens. An ordinary token that is not
- * spelled in GPT-2's alphabet stands for its own text and cannot be found by merging. */
+/* Enters the token of a byte. */
+static int vocab_add_byte(struct vocab *v, int32_t id, char *out, char *err) {
+    const int b = spm_byte(v->token[id]);
+    char shown[64];
+    if (b < 0)
+        return fail(err, "the byte token %d is '%s', expected <0x00> to <0xFF>", id,
+                    gguf_printable(v->token[id], shown, sizeof shown));
+    if (v->byte_id[b] >= 0) return fail(err, "the tokens %d and %d are both <0x%02X>", v->byte_id[b], id, (unsigned)b);
+    v->byte_id[b] = id;
+    *out = (char)b;
+    v->token[id] = (struct gguf_str){out, 1};
+    return 0;
+}
+
+/* Enters an ordinary token with its n decoded bytes at `out`. */
+static int vocab_add_ordinary(struct vocab *v, int32_t id, const char *out, size_t n, char *err) {
+    v->token[id] = (struct gguf_str){out, n};
+    const uint32_t hash = token_hash(out, n);
+    struct bytes_slot *e = bytes_slot(v, out, n, hash);
+    char shown[64];
+    if (!e) return fail(err, "tokenizer.ggml.tokens: more than %d tokens collide", VOCAB_PROBES);
+    if (v->spm && e->id >= 0)
+        return fail(err, "the tokens %d and %d are both '%s'", e->id, id,
+                    gguf_printable(v->token[id], shown, sizeof shown));
+    if (v->spm && n > SPM_TOKEN_MAX)
+        return fail(err, "the token %d has %zu bytes, expected at most %d", id, n, SPM_TOKEN_MAX);
+    if (e->id < 0) *e = (struct bytes_slot){hash, id};
+    for (size_t i = 1; v->spm && i < n; i++)
+        v->follows[(uint8_t)out[i - 1]][(uint8_t)out[i] / 8] |= (uint8_t)(1 << (uint8_t)out[i] % 8);
+    return 0;
+}
+
+/* Reads the tokens and their types, and builds the tables of ordinary and special tokens. An ordinary token that cannot
+ * be decoded stands for its own text and cannot be found by merging. */
 static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv;
     if (vocab_key_strings(g, "tokenizer.ggml.tokens", &kv, err)) return -1;
@@ -2914,32 +3001,75 @@ static int vocab_read_tokens(struct vocab *v, const struct gguf *g, char *err) {
     v->by_bytes_bits = table_bits(kv->n);
     v->by_bytes = xmalloc(sizeof *v->by_bytes << v->by_bytes_bits);
     memset(v->by_bytes, 0xff, sizeof *v->by_bytes << v->by_bytes_bits);
+    memset(v->byte_id, 0xff, sizeof v->byte_id);
     v->special = xcalloc(v->n_special, sizeof *v->special);
     uint32_t n_special = 0;
     char *out = v->decoded;
     for (int32_t i = 0; i < v->n_tokens; i++) {
-        struct gguf_str *t = &v->token[i];
+        const struct gguf_str t = v->token[i];
         if (is_special(v->type[i])) {
-            if (t->n > SPECIAL_MAX)
-                return fail(err, "the special token %d has %zu bytes, expected at most %d", i, t->n, SPECIAL_MAX);
-            if (t->n) v->special[n_special++] = (struct special_token){*t, i};
+            if (t.n > SPECIAL_MAX)
+                return fail(err, "the special token %d has %zu bytes, expected at most %d", i, t.n, SPECIAL_MAX);
+            if (t.n) v->special[n_special++] = (struct special_token){t, i};
             continue;
         }
-        int64_t n = alphabet_decode(t->p, t->n, out);
+        if (v->spm && v->type[i] == TOKEN_BYTE) {
+            if (vocab_add_byte(v, i, out++, err)) return -1;
+            continue;
+        }
+        if (v->spm && v->type[i] == TOKEN_UNUSED) continue;
+        const int64_t n = token_decode(v, t.p, t.n, out);
         if (n <= 0) continue;
-        *t = (struct gguf_str){out, (size_t)n};
-        uint32_t hash = token_hash(out, t->n);
-        struct bytes_slot *e = bytes_slot(v, out, t->n, hash);
-        if (!e) return fail(err, "tokenizer.ggml.tokens: more than %d tokens collide", VOCAB_PROBES);
-        if (e->id < 0) *e = (struct bytes_slot){hash, i};
+        if (vocab_add_ordinary(v, i, out, (size_t)n, err)) return -1;
         out += n;
     }
     vocab_index_special(v);
-    vocab_index_bytes(v);
+    if (!v->spm) vocab_index_bytes(v);
+    for (int b = 0; v->spm && b < 256; b++)
+        if (v->byte_id[b] < 0) return fail(err, "tokenizer.ggml.tokens: there is no byte token <0x%02X>", (unsigned)b);
     return 0;
 }
 
-/* Reads the merges: strings "left right" in GPT-2's alphabet, the strongest first. Of equal ones the first counts. A
+/* A token and its score. */
+struct scored {
+    double score;
+    int32_t id;
+};
+
+/* Orders them for qsort: the highest score first. */
+static int scored_compare(const void *a, const void *b) {
+    const struct scored *x = a, *y = b;
+    return (x->score < y->score) - (x->score > y->score);
+}
+
+/* Fills v->rank by the scores of the tokens. Tokens with equal scores have equal ranks. */
+static int vocab_read_scores(struct vocab *v, const struct gguf *g, char *err) {
+    const struct gguf_kv *kv = gguf_find(g, "tokenizer.ggml.scores");
+    double x;
+    if (!kv) return fail(err, "the key tokenizer.ggml.scores is missing");
+    if (!kv->is_array || !gguf_elem_f64(kv, 0, &x) || kv->n < (uint64_t)v->n_tokens)
+        return fail(err, "tokenizer.ggml.scores: expected an array of %d numbers, found %llu elements", v->n_tokens,
+                    (unsigned long long)kv->n);
+    struct scored *s = xmalloc((size_t)v->n_tokens * sizeof *s);
+    int rc = 0;
+    for (int32_t i = 0; i < v->n_tokens && !rc; i++) {
+        s[i] = (struct scored){.id = i};
+        if (!gguf_elem_f64(kv, (uint64_t)i, &s[i].score) || isnan(s[i].score))
+            rc = fail(err, "tokenizer.ggml.scores: the score of token %d is not a number", i);
+    }
+    if (!rc) {
+        qsort(s, (size_t)v->n_tokens, sizeof *s, scored_compare);
+        v->rank = xmalloc((size_t)v->n_tokens * sizeof *v->rank);
+        for (int32_t i = 0, rank = 0; i < v->n_tokens; i++) {
+            if (i && s[i].score < s[i - 1].score) rank = i;
+            v->rank[s[i].id] = rank;
+        }
+    }
+    free(s);
+    return rc;
+}
+
+/* Reads the merges: strings "left right", spelled like tokens, the strongest first. Of equal ones the first counts. A
  * merge whose parts or result are not all ordinary tokens can never be applied and is left out. */
 static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
     const struct gguf_kv *kv;
@@ -2956,8 +3086,8 @@ static int vocab_read_merges(struct vocab *v, const struct gguf *g, char *err) {
         if (!gap) continue;
         size_t left = (size_t)(gap - s.p);
         arrsetlen(both, s.n);
-        int64_t nl = alphabet_decode(s.p, left, both);
-        int64_t nr = nl > 0 ? alphabet_decode(gap + 1, s.n - left - 1, both + nl) : -1;
+        int64_t nl = token_decode(v, s.p, left, both);
+        int64_t nr = nl > 0 ? token_decode(v, gap + 1, s.n - left - 1, both + nl) : -1;
         if (nr <= 0) continue;
         size_t n = (size_t)(nl + nr);
         int32_t l = bytes_find(v, both, (size_t)nl), r = bytes_find(v, both + nl, (size_t)nr),
@@ -3023,18 +3153,49 @@ static void vocab_free(struct vocab *v) {
     free(v->decoded);
     free(v->by_bytes);
     free(v->merges);
+    free(v->rank);
     free(v->special);
     memset(v, 0, sizeof *v);
 }
 
-/* Reads everything into *v, which vocab_load frees on an error. */
-static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
-    struct gguf_str model, name;
+/* Sets v->blanks. tokenizer.ggml.add_space_prefix is llama.cpp's key; moe.tokenizer.blanks says what it cannot say. */
+static int vocab_read_blanks(struct vocab *v, const struct gguf *g, char *err) {
+    static const struct {
+        const char *name;
+        unsigned rule;
+    } rules[] = {{"start", BLANK_AT_START | BLANK_UNLESS_BLANK},
+                 {"stretches", BLANK_ALWAYS | BLANK_UNLESS_BLANK},
+                 {"control", BLANK_AT_START | BLANK_AFTER_CONTROL | BLANK_BEFORE_DEFINED}};
+    struct gguf_str name;
     char shown[64];
-    if (!gguf_get_str(g, "tokenizer.ggml.model", &model)) return fail(err, "the key tokenizer.ggml.model is missing");
-    if (!gguf_str_eq(model, "gpt2"))
-        return fail(err, "the tokenizer '%s' is not supported, only 'gpt2' (byte-level BPE) is",
-                    gguf_printable(model, shown, sizeof shown));
+    if (!vocab_key_bool(g, "tokenizer.ggml.add_space_prefix", true)) return 0;
+    v->blanks = BLANK_ALWAYS;
+    if (!gguf_get_str(g, "moe.tokenizer.blanks", &name)) return 0;
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++)
+        if (gguf_str_eq(name, rules[i].name)) {
+            v->blanks = rules[i].rule;
+            return 0;
+        }
+    return fail(err, "moe.tokenizer.blanks is '%s', expected start, stretches or control",
+                gguf_printable(name, shown, sizeof shown));
+}
+
+/* Reads a vocabulary of SentencePiece. The order of merging is that of tokenizer.ggml.merges if the file has them,
+ * otherwise that of the scores. */
+static int vocab_read_spm(struct vocab *v, const struct gguf *g, char *err) {
+    if (vocab_read_blanks(v, g, err) || vocab_read_tokens(v, g, err)) return -1;
+    v->add_bos = true;
+    if (v->n_tokens > 2) { /* llama.cpp's defaults for files without these keys */
+        v->bos = v->type[1] == TOKEN_CONTROL ? 1 : -1;
+        v->eos = v->type[2] == TOKEN_CONTROL ? 2 : -1;
+    }
+    return gguf_find(g, "tokenizer.ggml.merges") ? vocab_read_merges(v, g, err) : vocab_read_scores(v, g, err);
+}
+
+/* Reads a vocabulary of byte-level BPE and its pre-tokenizer. */
+static int vocab_read_bytes(struct vocab *v, const struct gguf *g, char *err) {
+    struct gguf_str name;
+    char shown[64];
     if (!gguf_get_str(g, "tokenizer.ggml.pre", &name)) return fail(err, "the key tokenizer.ggml.pre is missing");
     const struct pre_tokenizer *pre = pre_tokenizers, *end = pre + N_PRE_TOKENIZERS;
     while (pre < end && !word_in_list(name, pre->names)) pre++;
@@ -3045,11 +3206,30 @@ static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
     /* a vocabulary converted from tiktoken has no merges: there a token's id is its rank */
     bool ranked = gguf_str_eq(name, "kimi-k2") && !gguf_find(g, "tokenizer.ggml.merges");
     if (!ranked && vocab_read_merges(v, g, err)) return -1;
-    v->nfc = vocab_key_bool(g, "tokenizer.ggml.normalizer.nfc", pre->nfc);
-    v->ignore_merges = vocab_key_bool(g, "tokenizer.ggml.ignore_merges", pre->ignore_merges);
-    v->add_bos = vocab_key_bool(g, "tokenizer.ggml.add_bos_token", pre->add_bos);
-    v->bos = vocab_key_id(v, g, "tokenizer.ggml.bos_token_id");
-    v->eos = vocab_key_id(v, g, "tokenizer.ggml.eos_token_id");
+    v->nfc = pre->nfc;
+    v->ignore_merges = pre->ignore_merges;
+    v->add_bos = pre->add_bos;
+    return 0;
+}
+
+/* Reads everything into *v, which vocab_load frees on an error. */
+static int vocab_read(struct vocab *v, const struct gguf *g, char *err) {
+    struct gguf_str model;
+    char shown[64];
+    int32_t id;
+    if (!gguf_get_str(g, "tokenizer.ggml.model", &model)) return fail(err, "the key tokenizer.ggml.model is missing");
+    v->spm = gguf_str_eq(model, "llama");
+    if (!v->spm && !gguf_str_eq(model, "gpt2"))
+        return fail(err,
+                    "the tokenizer '%s' is not supported, only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE)",
+                    gguf_printable(model, shown, sizeof shown));
+    v->bos = v->eos = -1;
+    if (v->spm ? vocab_read_spm(v, g, err) : vocab_read_bytes(v, g, err)) return -1;
+    v->nfc = vocab_key_bool(g, "tokenizer.ggml.normalizer.nfc", v->nfc);
+    v->ignore_merges = vocab_key_bool(g, "tokenizer.ggml.ignore_merges", v->ignore_merges) && !v->spm;
+    v->add_bos = vocab_key_bool(g, "tokenizer.ggml.add_bos_token", v->add_bos);
+    if ((id = vocab_key_id(v, g, "tokenizer.ggml.bos_token_id")) >= 0) v->bos = id;
+    if ((id = vocab_key_id(v, g, "tokenizer.ggml.eos_token_id")) >= 0) v->eos = id;
     v->pad = vocab_key_id(v, g, "tokenizer.ggml.padding_token_id");
     v->add_bos = v->add_bos && v->bos >= 0;
     vocab_find_stops(v, g);
@@ -3083,9 +3263,14 @@ static bool vocab_is_stop(const struct vocab *v, int32_t id) { return id >= 0 &&
 /* ============================================================================================================
  * Vocabulary: text to tokens and back
  *
- * tokenize does what Hugging Face's tokenizers do. It cuts text at special tokens, brings the stretches between them to
- * NFC if the model wants that, cuts these into pieces with the pre-tokenizer, and merges each piece from single bytes
- * upwards. struct detok turns tokens back into whole UTF-8 sequences.
+ * tokenize does what Hugging Face's tokenizers and SentencePiece do. It cuts text at special tokens, brings the
+ * stretches between them to NFC if the model wants that, cuts these into pieces with the pre-tokenizer, and merges each
+ * piece from single bytes upwards. For SentencePiece it puts a blank in front of a stretch where the model wants that,
+ * takes U+2581 for a blank, cuts only where no token reaches across, and merges from single characters upwards; a
+ * character that is in no token becomes the tokens of its bytes. The blank stays in the bytes of the first token: the
+ * tokens of a text give the text back but for that blank, and for U+2581.
+ *
+ * struct detok turns tokens back into whole UTF-8 sequences.
  *
  * Whether text may become a special token depends on where the text came from. This section is told by origin bytes and
  * flags; it knows nothing of templates or messages.
@@ -3141,7 +3326,7 @@ static int32_t special_match(const struct vocab *v, const char *text, size_t n, 
 /* A symbol of the piece that is being merged. Symbol i begins at byte i of the piece. One that its left neighbor has
  * absorbed keeps its place in the array, with RANK_NONE. */
 struct bpe_symbol {
-    int32_t id;          /* -1: a byte without a token */
+    int32_t id;          /* -1: a byte or character without a token */
     int32_t rank;        /* of the merge with the next symbol, or RANK_NONE */
     int32_t merged;      /* the token that this merge gives */
     uint32_t prev, next; /* neighbors; next of the last symbol is the length of the piece */
@@ -3193,7 +3378,8 @@ static void bpe_rate(struct tokenizer *t, const char *piece, uint32_t n, uint32_
             s->merged = e->id;
         }
     } else {
-        s->rank = s->merged = bytes_find(v, piece + i, r->next - i);
+        s->merged = r->next - i > SPM_TOKEN_MAX && v->spm ? -1 : bytes_find(v, piece + i, r->next - i);
+        if (s->merged >= 0) s->rank = v->rank ? v->rank[s->merged] : s->merged;
     }
     if (s->rank != RANK_NONE) heap_push(&t->heap, (uint64_t)s->rank << 32 | i);
 }
@@ -3210,10 +3396,16 @@ static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
     }
     arrsetlen(t->symbols, (size_t)n + 1); /* one more: bpe_rate takes the address of the symbol behind the last */
     arrsetlen(t->heap, 0);
-    for (uint32_t i = 0; i < n; i++)
-        t->symbols[i] = (struct bpe_symbol){
-            .id = v->byte_id[(uint8_t)piece[i]], .rank = RANK_NONE, .merged = -1, .prev = i - 1, .next = i + 1};
-    for (uint32_t i = 0; i + 1 < n; i++) bpe_rate(t, piece, n, i);
+    for (uint32_t i = 0, prev = 0, k; i < n; prev = i, i += k) {
+        const int length = v->spm ? utf8_sequence(piece + i, n - i) : 1;
+        k = length > 0 ? (uint32_t)length : 1;
+        t->symbols[i] = (struct bpe_symbol){.id = v->spm ? bytes_find(v, piece + i, k) : v->byte_id[(uint8_t)piece[i]],
+                                            .rank = RANK_NONE,
+                                            .merged = -1,
+                                            .prev = prev,
+                                            .next = i + k};
+    }
+    for (uint32_t i = 0; i < n; i = t->symbols[i].next) bpe_rate(t, piece, n, i);
     while (arrlenu(t->heap)) {
         uint64_t best = heap_pop(t->heap);
         uint32_t i = (uint32_t)best;
@@ -3227,8 +3419,11 @@ static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
         bpe_rate(t, piece, n, i);
         if (i) bpe_rate(t, piece, n, s->prev); /* only symbol 0, which is never absorbed, has none before it */
     }
-    for (uint32_t i = 0; i < n; i = t->symbols[i].next)
+    for (uint32_t i = 0; i < n; i = t->symbols[i].next) {
         if (t->symbols[i].id >= 0) arrput(*t->out, t->symbols[i].id);
+        for (uint32_t k = i; t->symbols[i].id < 0 && k < t->symbols[i].next; k++)
+            if (v->byte_id[(uint8_t)piece[k]] >= 0) arrput(*t->out, v->byte_id[(uint8_t)piece[k]]);
+    }
 }
 
 /* ---- text to tokens ---- */
@@ -3285,32 +3480,75 @@ static bool is_trivially_nfc(const char *s, size_t n) {
     return true;
 }
 
-/* Appends the tokens of valid UTF-8 without special tokens. */
-static void tokenize_valid(struct tokenizer *t, const char *s, size_t n) {
-    char *nfc = NULL;
-    if (t->v->nfc && !is_trivially_nfc(s, n)) {
+/* The flag for text behind special token `id`. */
+static unsigned tokenize_after(const struct vocab *v, int32_t id) {
+    return v->type[id] == TOKEN_USER_DEFINED ? TOKENIZE_AFTER_DEFINED : TOKENIZE_AFTER_CONTROL;
+}
+
+/* Whether a blank goes in front of a stretch of text. flags: what stands before it. */
+static bool blank_wanted(const struct vocab *v, unsigned flags, const char *s, size_t n) {
+    const unsigned rule = flags & TOKENIZE_AFTER_CONTROL   ? BLANK_AFTER_CONTROL
+                          : flags & TOKENIZE_AFTER_DEFINED ? BLANK_AFTER_DEFINED
+                                                           : BLANK_AT_START;
+    const bool begins = n && (*s == ' ' || (n >= 3 && !memcmp(s, SPM_BLANK, 3)));
+    return v->blanks & rule && !(begins && v->blanks & BLANK_UNLESS_BLANK);
+}
+
+/* Appends text with blanks for U+2581, behind one more blank if `blank`. */
+static void spm_append(char **out, const char *s, size_t n, bool blank) {
+    if (blank) arrput(*out, ' ');
+    for (const char *hit; (hit = memmem(s, n, SPM_BLANK, 3)); n -= (size_t)(hit - s) + 3, s = hit + 3) {
+        sb_put(out, s, (size_t)(hit - s));
+        arrput(*out, ' ');
+    }
+    sb_put(out, s, n);
+}
+
+/* Cuts text of SentencePiece wherever no token has the byte on the right behind the byte on the left. Merging never
+ * reaches across such a place, so the pieces give the tokens of the whole. */
+static void spm_split(struct tokenizer *t, const char *s, size_t n) {
+    for (size_t i = 1; i < n; i++) {
+        const uint8_t a = (uint8_t)s[i - 1], b = (uint8_t)s[i];
+        if ((b & 0xc0) != 0x80 && !(t->v->follows[a][b / 8] >> b % 8 & 1)) arrput(t->ends, i);
+    }
+    if (n) arrput(t->ends, n);
+}
+
+/* Appends the tokens of valid UTF-8 without special tokens. blank: a blank goes in front of it. */
+static void tokenize_valid(struct tokenizer *t, const char *s, size_t n, bool blank) {
+    const struct vocab *v = t->v;
+    char *nfc = NULL, *spaced = NULL;
+    if (v->nfc && !is_trivially_nfc(s, n)) {
         nfc_append(&nfc, s, n);
         s = nfc;
         n = arrlenu(nfc);
     }
+    if (v->spm && (blank || memmem(s, n, SPM_BLANK, 3))) {
+        spm_append(&spaced, s, n, blank);
+        s = spaced;
+        n = arrlenu(spaced);
+    }
     arrsetlen(t->ends, 0);
-    if (n) arrput(t->ends, n);
-    for (int i = 0; i < t->v->n_exprs; i++) split_pieces(t, t->v->expr[i], s);
+    if (v->spm) spm_split(t, s, n);
+    else if (n) arrput(t->ends, n);
+    for (int i = 0; i < v->n_exprs; i++) split_pieces(t, v->expr[i], s);
     for (size_t i = 0, at = 0; i < arrlenu(t->ends); i++)
         while (at < t->ends[i]) {
             size_t k = t->ends[i] - at < PIECE_MAX ? t->ends[i] - at : PIECE_MAX;
             bpe_piece(t, s + at, (uint32_t)k);
             at += k;
         }
-    arrfree(nfc);
+    arrfree(nfc), arrfree(spaced);
 }
 
-/* Appends the tokens of bytes without special tokens. A byte that is not valid UTF-8 is a piece of its own. */
-static void tokenize_stretch(struct tokenizer *t, const char *s, size_t n) {
-    for (size_t end = 0; n; s += end, n -= end, end = 0) {
+/* Appends the tokens of bytes without special tokens. A byte that is not valid UTF-8 is a piece of its own. flags: what
+ * stands before them. */
+static void tokenize_stretch(struct tokenizer *t, const char *s, size_t n, unsigned flags) {
+    bool blank = blank_wanted(t->v, flags, s, n);
+    for (size_t end = 0; n; s += end, n -= end, end = 0, blank = false) {
         for (int k; end < n && (k = (uint8_t)s[end] < 0x80 ? 1 : utf8_sequence(s + end, n - end)) > 0;)
             end += (size_t)k;
-        if (end) tokenize_valid(t, s, end);
+        if (end || blank) tokenize_valid(t, s, end, blank);
         else bpe_piece(t, s, end = 1);
     }
 }
@@ -3326,17 +3564,22 @@ static void tokenize(const struct vocab *v, const char *text, size_t n, const ui
     struct tokenizer t = {.v = v, .out = out, .match = pcre2_match_data_create(1, NULL)};
     if (!t.match) die("out of memory for the tokenizer");
     size_t from = 0;
+    unsigned before = flags; /* what stands before byte `from` */
     for (size_t at = 0, len = 0; at < n;) {
         int32_t id = special_match(v, text + at, n - at, origin ? origin + at : NULL, flags, &len);
         if (id < 0) {
             at++;
             continue;
         }
-        tokenize_stretch(&t, text + from, at - from);
+        if (at == from && v->blanks & BLANK_BEFORE_DEFINED && v->type[id] == TOKEN_USER_DEFINED &&
+            blank_wanted(v, before, "", 0))
+            tokenize_valid(&t, "", 0, true);
+        tokenize_stretch(&t, text + from, at - from, before);
         arrput(*out, id);
+        before = tokenize_after(v, id);
         from = at += len;
     }
-    tokenize_stretch(&t, text + from, n - from);
+    tokenize_stretch(&t, text + from, n - from, before);
     pcre2_match_data_free(t.match);
     arrfree(t.symbols);
     arrfree(t.heap);
@@ -8268,6 +8511,25 @@ static const struct synth synths[] = {
      .ff_shared = 1024,
      .n_key = 16,
      .n_value = 64,
+     .delta_head = 128,
+     .interval = 4},
+    {.name = "qwen3-next-80b-a3b",
+     .predicts = true,
+     .arch = "qwen3next",
+     .n_layer = 48,
+     .n_embd = 2048,
+     .n_head = 16,
+     .n_head_kv = 2,
+     .head = 256,
+     .n_expert = 512,
+     .n_used = 10,
+     .n_ff = 512,
+     .n_vocab = 151936,
+     .n_ctx = 262144,
+     .rope = 64,
+     .ff_shared = 512,
+     .n_key = 16,
+     .n_value = 32,
      .delta_head = 128,
      .interval = 4},
     {.name = "gpt-oss-120b",
@@ -15544,6 +15806,8 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
     const struct vocab *v = c->m->vocab;
     const struct session *s = c->s;
     size_t n = arrlenu(text->s), at = 0, cut_at = 0;
+    unsigned before = 0; /* what stands before byte cut_at */
+    bool begins = true;  /* the next token begins a stretch */
     int k = 0, cut = 0;
     if (s->n_past && v->add_bos && s->tokens[0] == v->bos) {
         struct gguf_str bos = vocab_bytes(v, v->bos);
@@ -15554,13 +15818,20 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
         if (id >= v->n_tokens) break;
         struct gguf_str b = vocab_bytes(v, id);
         bool special = token_is_special(v, id), from_data = false;
-        if (!b.n || b.n > n - at || memcmp(text->s + at, b.p, b.n)) break;
+        if (!b.n) break;
+        if (begins && !special && *b.p == ' ' && blank_wanted(v, before, text->s + at, n - at)) {
+            b.p++; /* the blank in front of a stretch is not in the text */
+            b.n--;
+        }
+        if (b.n > n - at || memcmp(text->s + at, b.p, b.n)) break;
         for (size_t i = 0; special && i < b.n; i++) from_data |= text->origin[at + i] == ORIGIN_DATA;
         if (from_data) break;
         at += b.n;
+        begins = special;
         if (special) {
             cut = k + 1;
             cut_at = at;
+            before = tokenize_after(v, id);
         }
     }
     if (k == s->n_past) { /* all tokens agree: if the rest begins with a special token, none need be cut off */
@@ -15572,9 +15843,9 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
     }
     arrsetlen(*ids, 0);
     for (int i = 0; i < cut; i++) arrput(*ids, s->tokens[i]);
-    size_t before = arrlenu(*ids);
-    tokenize(v, text->s + cut_at, n - cut_at, text->origin + cut_at, TOKENIZE_CONTROL, ids);
-    if (!before && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos)) arrins(*ids, 0, v->bos);
+    size_t kept = arrlenu(*ids);
+    tokenize(v, text->s + cut_at, n - cut_at, text->origin + cut_at, TOKENIZE_CONTROL | before, ids);
+    if (!kept && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos)) arrins(*ids, 0, v->bos);
 }
 
 /* Whether the prompt ends in an opening <think> of the template, so that the answer begins inside the thinking. */
@@ -18200,6 +18471,7 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
     const struct weight *w = rule_weight(rule, layer);
     if (rule->kind == TENSOR_MATRIX)
         return plan_matrix_reads(cpu, w, rule_routed(rule) ? layer->n_expert_used : w->n_expert);
+    if (rule_routed(rule)) return plan_vector(rule, m, layer) / layer->n_expert * layer->n_expert_used;
     return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(rule, m, layer);
 }
 
@@ -18210,7 +18482,11 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         if (rule->field == NOT_BOUND) continue;
         if (rule->kind == TENSOR_MATRIX) plan_matrix(r, rule_weight(rule, layer));
-        else r->weights += plan_vector(rule, m, layer);
+        else {
+            const int64_t bytes = plan_vector(rule, m, layer);
+            r->weights += bytes;
+            r->rounding += (int64_t)gpu_rounded((size_t)bytes) - bytes;
+        }
         if (il < m->n_layer)
             r->bytes_per_token[rule_routed(rule) ? READ_EXPERTS : READ_BACKBONE] +=
                 plan_tensor_reads(cpu, rule, m, layer);
@@ -18264,9 +18540,16 @@ static int plan_context(const struct plan *p, const struct plan_layout *d) {
     return int_min(p->want, plan_largest(p, d, p->kv));
 }
 
+/* All-reduces of a forward: those of every layer, and those of the sums of row norms. */
+static int plan_all_reduces(const struct model *m) {
+    int n = 0;
+    for (int il = 0; il < m->n_layer; il++) n += ALL_REDUCES_PER_LAYER + !!(m->layers[il].has & HAS_ROW_NORM);
+    return n;
+}
+
 /* Tokens per second at a context if only reads and all-reduces took time. Ranks of a stage read at the same time. */
 static double plan_roofline(const struct plan *p, const struct plan_layout *d, int ctx, double reduce) {
-    double seconds = d->tp > 1 ? (double)ALL_REDUCES_PER_LAYER * p->m->n_layer * reduce : 0;
+    double seconds = d->tp > 1 ? plan_all_reduces(p->m) * reduce : 0;
     for (int stage = 0; stage < d->pp; stage++) {
         double slowest = 0;
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
@@ -18493,6 +18776,7 @@ enum decode_kernel {
     DECODE_PREDICTION_INPUT,
     DECODE_ADD_NORM,
     DECODE_PROJECTIONS,
+    DECODE_ROW_NORM,
     DECODE_QUERY, /* MLA: out of the low-rank query */
     DECODE_MLA_QUERY,
     DECODE_ATTENTION,
@@ -18522,6 +18806,7 @@ static const struct {
     [DECODE_PREDICTION_INPUT] = {"k_prediction_input", 0.6}, /* a norm */
     [DECODE_ADD_NORM] = {"k_add_norm", 0.8},                 /* four latencies of L2, and a sum over the block */
     [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4},           /* run: 0.3 to 0.4 */
+    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},                 /* three latencies of L2, and a sum over the block */
     [DECODE_QUERY] = {"k_gemv_linear", 0.4},                 /* run: 0.3 to 1.0 */
     [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},               /* 0.4 as above, 0.4 to load and rotate the queries */
     [DECODE_ATTENTION] = {"attn_kernel", 3.1},               /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
@@ -18562,21 +18847,27 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
     case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
     case offsetof(struct layer, q_norm):
-    case offsetof(struct layer, k_norm): return DECODE_ATTENTION;
+    case offsetof(struct layer, k_norm): return layer->has & HAS_ROW_NORM ? DECODE_ROW_NORM : DECODE_ATTENTION;
+    case offsetof(struct layer, sinks): return DECODE_ATTENTION;
     case offsetof(struct layer, conv):
     case offsetof(struct layer, decay):
     case offsetof(struct layer, dt_bias):
     case offsetof(struct layer, delta_norm): return DECODE_DELTA;
+    case offsetof(struct layer, wo.bias):
     case offsetof(struct layer, wo): return DECODE_LINEAR;
     case offsetof(struct layer, ffn_norm): return layer->n_expert ? DECODE_ROUTER : DECODE_GLU;
     case offsetof(struct layer, router):
+    case offsetof(struct layer, router.bias):
     case offsetof(struct layer, router_bias):
     case offsetof(struct layer, sh_weight): return DECODE_ROUTER;
     case offsetof(struct layer, gate):
     case offsetof(struct layer, up):
+    case offsetof(struct layer, gate.bias):
+    case offsetof(struct layer, up.bias):
     case offsetof(struct layer, sh_gate):
     case offsetof(struct layer, sh_up): return DECODE_GLU;
     case offsetof(struct layer, down):
+    case offsetof(struct layer, down.bias):
     case offsetof(struct layer, sh_down): return DECODE_DOWN;
     default: return DECODE_PROJECTIONS;
     }
@@ -18622,6 +18913,10 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
         if (!query_fuses) launch_add(list, DECODE_ADD_NORM, 0, 0);
         const int query = ADD(DECODE_QUERY);
         (*list)[query].norms = query_fuses;
+    }
+    if (layer->has & HAS_ROW_NORM) {
+        const int rows = ADD(DECODE_ROW_NORM);
+        (*list)[rows].reduces = !alone;
     }
     if (mla) ADD(DECODE_MLA_QUERY);
     const int attention = ADD(mla ? DECODE_MLA_ATTENTION : delta ? DECODE_DELTA : DECODE_ATTENTION);
@@ -18973,7 +19268,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     sb_printf(text, "\nroofline    at most %.1f tok/s at this context, from memory bandwidth", d->roofline[0]);
     if (d->tp > 1)
         sb_printf(text, "\n            and %d all-reduces, assumed %g us; %.1f tok/s with NCCL's %g us",
-                  ALL_REDUCES_PER_LAYER * m->n_layer, plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
+                  plan_all_reduces(m), plan_reduce[0] * 1e6, d->roofline[1], plan_reduce[1] * 1e6);
     sb_printf(text, "\n            (real speed is lower)\n");
     if (!p->cpu)
         sb_printf(text,

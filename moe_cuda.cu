@@ -14,10 +14,11 @@
  *                           also pushes and adds the ranks' deltas,
  *                           or ncclAllGather
  *   projections           k_gemv_linear                              gemm_kernel
+ *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
  *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
  *                           also has the queries' products
- *   attention, its gate   attn_gqa_decode, or attn_mla_kernel and    attn_gqa_prefill, or attn_mla_kernel or
- *                           k_mla_value                                attn_mla_expanded; attn_merge
+ *   attention, its gates  attn_gqa_decode, or attn_mla_kernel and    attn_gqa_prefill, or attn_mla_kernel or
+ *                           k_mla_value                                attn_mla_expanded; attn_merge; k_head_gate
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
@@ -27,7 +28,7 @@
  *   prediction layer      k_prediction_input; k_keep_final, also behind a forward
  *   sampling              k_sample; k_share_token where there are several ranks
  *
- * Decode is memory-bound: a layer has 6 kernels, with MLA 9, and each reads its weights once, dequantizes them to
+ * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, and each reads its weights once, dequantizes them to
  * halves in registers and multiplies by m16n8k16 with F32 sums (W4A16). What a token gives does not depend on the other
  * tokens of a decode forward. While attention, router, norms or sums of ranks leave the memory idle, kernels request
  * weights of the next dense products into L2 (struct ahead). Positions and tokens lie in device memory, so that one CUDA
@@ -65,6 +66,7 @@
  *   Facts about GPUs
  */
 #ifndef MOE_GPU_SIZES_ONLY
+#include <climits>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -116,7 +118,6 @@
 #define MLA_SEGMENT_KEYS      2048
 #endif
 enum {
-    PREFILL_MAX_TOKENS = 4096,              /* tokens of one forward at most */
     SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
     LIST_TILE = 128,                        /* tokens of a tile in the list of a grouped GEMM */
     SPLITS_MAX = 384,                       /* splits of a context in attention at most */
@@ -125,6 +126,7 @@ enum {
     SAMPLE_BINS = 4096,                     /* bins of its histogram of the logits */
     ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
     ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
+    ROW_SUMS = 1024,                        /* sums of row norms that are a row of an all-reduce in prefill */
     DELTA_TILE = 64,                        /* tokens that a gated delta net takes at once in prefill */
     DELTA_SEGMENT = DELTA_SEGMENT_TOKENS,   /* tokens whose tiles are prepared at once; whole tiles */
     DELTA_FADES = 2 * DELTA_TILE + 4,       /* floats of a tile's decays, see k_delta_prepare */
@@ -153,13 +155,17 @@ static inline size_t weight_tiles(const struct weight *w) {
     return (size_t)w->n_expert * rows * cols;
 }
 
-/* Bytes of a GPU's copy of a matrix; rounded: as the driver allocates its codes and scales. */
+/* Bytes of an allocation as the driver makes it. */
+static inline size_t gpu_rounded(size_t n) {
+    return n > PAGE_BYTES / 2 ? (n + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : n;
+}
+
+/* Bytes of a GPU's copy of a matrix without its biases; rounded: as the driver allocates its codes and scales. */
 static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
     const enum weight_format f = weight_format(w->type);
     const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
     size_t n = 0;
-    for (int i = 0; i < 2; i++)
-        n += rounded && part[i] > PAGE_BYTES / 2 ? (part[i] + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : part[i];
+    for (int i = 0; i < 2; i++) n += rounded ? gpu_rounded(part[i]) : part[i];
     return n;
 }
 
@@ -239,7 +245,8 @@ struct gpu_dims {
     size_t tiles;           /* of the list of a grouped GEMM */
     size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
     size_t shared_weight;   /* tokens of a decode forward where gates scale shared experts, otherwise 0 */
-    size_t rope, heads;     /* rope_dim, n_head */
+    size_t ropes, rope;     /* rotations; values that one rotates at most */
+    size_t heads;           /* n_head */
     size_t latent, value;   /* kv_lora; values of one head that attention adds up */
     size_t expanded;        /* keys that latent attention expands at once, or 0; */
     size_t nope, head_v;    /* their values that are not rotated, values of a head */
@@ -251,6 +258,7 @@ struct gpu_dims {
     size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
     size_t final;           /* final rows, or 0 */
+    size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
@@ -276,6 +284,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.ff = (size_t)m->max.n_ff_expert;
     d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
     d.shared_weight = m->max.sh_weight ? d.decode : 0;
+    d.ropes = (size_t)m->n_rope;
     d.rope = (size_t)m->max.rope_dim;
     d.heads = (size_t)m->max.n_head;
     d.latent = (size_t)m->max.kv_lora;
@@ -294,6 +303,10 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.delta = d.values && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
     if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
     d.final = m->n_prediction ? d.n + FINAL_MORE : 0;
+    d.row_sums = 0;
+    for (int il = 0; il < model_blocks(m); il++)
+        if (m->layers[il].has & HAS_ROW_NORM && shard->n_rank > 1 && d.n > d.decode)
+            d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
@@ -315,6 +328,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_K], float, d.n * d.act[A_K])                                                        \
     X(x32[A_V], float, d.n * d.act[A_V])                                                        \
     X(x32[A_Z], float, d.n * d.act[A_Z])                                                        \
+    X(x32[A_GATE], float, d.n * d.act[A_GATE])                                                  \
     X(x32[A_ALPHA], float, d.n * d.act[A_ALPHA])                                                \
     X(x32[A_BETA], float, d.n * d.act[A_BETA])                                                  \
     X(x16[A_H], uint16_t, d.n * d.act[A_H])                                                     \
@@ -323,8 +337,9 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                 \
     X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                   \
     X(final, float, d.final * d.embd)                                                           \
-    X(cs, float, d.n * d.rope / 2)                                                              \
-    X(sn, float, d.n * d.rope / 2)                                                              \
+    X(cs, float, d.n * d.ropes * d.rope / 2)                                                    \
+    X(sn, float, d.n * d.ropes * d.rope / 2)                                                    \
+    X(row_sums, float, d.row_sums)                                                              \
     X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
     X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
     X(mla_parts, float, d.latent ? (d.latent + TILE_COLS - 1) / TILE_COLS * d.decode * d.act[A_ATT] : 0) \
@@ -424,7 +439,7 @@ static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
 
 /* Tokens of a forward, so that activations take no large part of the memory. */
 static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
-    int chunk = n_ctx < PREFILL_MAX_TOKENS ? n_ctx : PREFILL_MAX_TOKENS;
+    int chunk = n_ctx < FORWARD_MAX ? n_ctx : FORWARD_MAX;
     while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
     return chunk;
 }
@@ -759,7 +774,7 @@ struct device_matrix {
     uint8_t *scales;    /* (n_expert, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
     const float *scale; /* (n_expert) factors of the results, besides `unit`; NULL: 1 */
     float scale_max;    /* the largest of their absolute values, not 0 */
-    const float *bias;  /* (n_out) or NULL */
+    const float *bias;  /* (n_expert, 16 n_rt) added to the results, zero where a tile has no row; NULL: nothing is */
     float unit;         /* factor that undoes the power of two of fragment_dequantize */
     int n_out, n_in, n_rt, n_kt, n_expert, fmt;
 };
@@ -767,6 +782,11 @@ struct device_matrix {
 /* Returns the index of the first tile in row of tiles rt of expert e. */
 DEVICE size_t tile_index(const struct device_matrix &w, int e, int rt) {
     return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * (size_t)w.n_kt;
+}
+
+/* Returns the index in `bias` of the first row of the same tiles. */
+DEVICE size_t bias_index(const struct device_matrix &w, int e, int rt) {
+    return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * TILE_ROWS;
 }
 
 /* Returns the factor of the results of expert e. */
@@ -949,6 +969,7 @@ __global__ void __launch_bounds__(256)
 
 /* What a kernel does with other ranks. Each has counts of its own. */
 enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CH_TOKEN, CHANNELS };
+enum { WAIT_ROW_NORM = CHANNELS }; /* for WAIT_CODE: a row norm, which is counted as an all-reduce */
 
 /* In host memory: how a rank's GPU and its thread tell each other that they are alive. */
 struct heartbeat {
@@ -964,7 +985,7 @@ struct sequence {
     uint32_t aborted;           /* nothing waits any more */
 };
 
-/* A rank of the stage, a channel, and which all-reduce of the forward it is. */
+/* A rank of the stage, a channel, and which all-reduce of the forward it is, or the layer of a row norm. */
 #define WAIT_CODE(rank, channel, ordinal) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (ordinal)))
 
 /* This rank, as its kernels need it to talk to the others: its place in the stage, its counters on the GPU, and what
@@ -1117,22 +1138,37 @@ DEVICE bool last_block(uint32_t *arrived, uint32_t n) {
 /* Converts to a half, clamped as by clamped_f16x2. */
 DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
+/* Cosines and sines of a rotation's angles for the tokens of a forward. */
+struct rope_table {
+    const float *freq; /* (n) radians per position */
+    int n;             /* pairs of values that are rotated */
+    float factor;      /* of all cosines and sines */
+    float *cs, *sn;    /* (n_tok, n) */
+};
+struct rope_tables {
+    struct rope_table table[MAX_ROPES];
+    int n;
+};
+
 /* x (n_tok, n_embd) F32 = rows of the embedding; skipped if w is empty. An id of -1, where the host has to choose,
- * counts as 0: the forward is thrown away. cs, sn (n_tok, n_half) = cos and sin of the RoPE angles, times `factor`.
+ * counts as 0: the forward is thrown away. Fills in the tables of the model's rotations.
  * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
  * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_embed(struct device_matrix w, const int32_t *tokens, const struct batch *b, const float *freq, int n_half,
-            float factor, float *x, float *cs, float *sn) {
+    k_embed(struct device_matrix w, const int32_t *tokens, const struct batch *b, float *x,
+            const __grid_constant__ struct rope_tables ropes) {
     grid_dependency_launch();
     grid_dependency_wait();
     int t = blockIdx.x;
     for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS)
         x[(size_t)t * w.n_in + i] = device_matrix_value(w, max(tokens[t], 0), i);
-    for (int i = threadIdx.x; i < n_half; i += ROW_THREADS) {
-        float angle = (float)(b->pos + t) * freq[i];
-        cs[t * n_half + i] = cosf(angle) * factor;
-        sn[t * n_half + i] = sinf(angle) * factor;
+    UNROLL_BY(1) for (int k = 0; k < ropes.n; k++) {
+        const struct rope_table &r = ropes.table[k];
+        for (int i = threadIdx.x; i < r.n; i += ROW_THREADS) {
+            float angle = (float)(b->pos + t) * r.freq[i];
+            r.cs[t * r.n + i] = cosf(angle) * r.factor;
+            r.sn[t * r.n + i] = sinf(angle) * r.factor;
+        }
     }
 }
 
@@ -1234,7 +1270,7 @@ struct norm_args {
     struct tp_rank p;
     float *slot[MAX_RANKS];    /* by rank, for DELTA_PUSHED: (2, n_rank, ALLREDUCE_SLOT) */
     uint32_t *flag[MAX_RANKS]; /* by rank, for DELTA_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
-    int ordinal;               /* number of this all-reduce in the forward pass */
+    uint32_t code;             /* WAIT_CODE of rank 0 */
     bool sharing;              /* other ranks are on the same GPU */
 };
 
@@ -1254,8 +1290,7 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t seq) {
     __syncthreads(); /* all threads have stored before the releases publish the rows */
     if (tid < a.p.n_rank && tid != a.p.rank) {
         st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, seq);
-        flag_wait(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, seq, a.p,
-                  WAIT_CODE(tid, CH_ALLREDUCE, a.ordinal));
+        flag_wait(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, seq, a.p, a.code + (uint32_t)tid);
     }
     __syncthreads(); /* the rows of all ranks have come */
 }
@@ -1290,6 +1325,14 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
         }
     }
     return sum;
+}
+
+/* Ends an all-reduce of so many tokens; every block calls it. Shows the host that the rank makes progress: a write over
+ * the bus, so not after each short all-reduce. */
+DEVICE void all_reduce_end(const struct tp_rank &p, int n_tok) {
+    if (!channel_end(p, CH_ALLREDUCE)) return;
+    const uint32_t done = p.sequence->done[CH_ALLREDUCE];
+    if (n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&p.heartbeat->all_reduces = done;
 }
 
 /* sum = x + delta; then, unless weight is NULL, h16 and h32 = RMS norm of the sum times weight.
@@ -1337,12 +1380,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
         }
         if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's block_sum overwrites this one's */
     }
-    if (SOURCE != DELTA_OWN && channel_end(a.p, CH_ALLREDUCE)) {
-        /* Shows the host that the rank makes progress. It is a write over the bus, so not after each short
-         * all-reduce. */
-        const uint32_t done = a.p.sequence->done[CH_ALLREDUCE];
-        if (a.n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&a.p.heartbeat->all_reduces = done;
-    }
+    if (SOURCE != DELTA_OWN) all_reduce_end(a.p, a.n_tok);
 }
 
 /* Launches k_add_norm. */
@@ -1655,6 +1693,38 @@ static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
+/* The limits of a feed-forward, as steps before silu(g) * u: g = alpha * min(g, gate), u = (u clamped to +-up) * factor
+ * + offset. */
+struct glu_limit {
+    float gate, up; /* up 0: no limits */
+    float alpha, factor, offset;
+};
+
+/* Returns the steps for a kind of feed-forward. GLU_OAI: alpha g sigmoid(alpha g) * (u + 1) / alpha. GLU_SILU_CLAMP:
+ * silu grows where it is positive, so that min(silu(g), limit) = silu(min(g, x)), where silu(x) = limit. */
+static struct glu_limit glu_limit_of(enum glu glu, float limit) {
+    struct glu_limit l = {limit, limit, 1, 1, 0};
+    if (!limit) return {};
+    if (glu == GLU_OAI) {
+        l.alpha = 1.702f;
+        l.factor = l.offset = 1 / l.alpha;
+        return l;
+    }
+    double lo = limit, hi = limit + 0.3; /* x - silu(x) is at most 0.28 */
+    for (int i = 0; i < 40; i++) {
+        const double x = (lo + hi) / 2;
+        (x / (1 + exp(-x)) < limit ? lo : hi) = x;
+    }
+    l.gate = (float)lo;
+    return l;
+}
+
+/* Takes the steps. NaN becomes the limit, as on a CPU. */
+DEVICE void glu_clamp(const struct glu_limit &l, float &g, float &u) {
+    g = l.alpha * fminf(g, l.gate);
+    u = fmaf(fmaxf(-l.up, fminf(u, l.up)), l.factor, l.offset);
+}
+
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 /* The routed experts of a decode forward. */
@@ -1673,11 +1743,13 @@ struct glu_job : gemv_one {
     }
 };
 
-/* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves. Entry 0: routed experts, times
- * the router's weight and the expert's scale of the down matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense
- * layer, y (n_tok, n_ff). Entry 1: the shared expert, times its weight, y (n_tok, n_ff). */
+/* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves; of gate x and up x with their
+ * biases and within their limits. Entry 0: routed experts, times the router's weight and the expert's scale of the down
+ * matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense layer, y (n_tok, n_ff). Entry 1: the shared expert,
+ * times its weight, y (n_tok, n_ff). */
 struct glu_args {
     struct device_matrix gate[2], up[2];
+    struct glu_limit limit[2];
     uint16_t *y[2];
     struct job_list jobs; /* of entry 0 */
     const float *down_scale;
@@ -1693,6 +1765,7 @@ struct glu_args {
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(const __grid_constant__ struct glu_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
+    SHARED(float, bias, 2 * TILE_ROWS); /* of gate, of up */
     static_assert(DECODE_MAX_TOKENS * TILE_ROWS <= GEMV_THREADS, "a thread has one result");
     const int entry = (int)blockIdx.y >= (p.jobs.job ? p.jobs.max : 1), job = entry ? 0 : (int)blockIdx.y;
     const int rt = blockIdx.x, warp = threadIdx.x >> 5, half = GEMV_WARPS / 2, tok = threadIdx.x / TILE_ROWS;
@@ -1717,6 +1790,12 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
         if (p.down_scale) factor *= p.down_scale[e] / p.down_scale_max;
     }
     one.first = tile_index(w, e, rt);
+    if (threadIdx.x < TILE_ROWS / 2) {
+        const float *from = threadIdx.x < TILE_ROWS / 4 ? gate.bias : up.bias;
+        if (from) from += bias_index(gate, e, rt) + 4 * (threadIdx.x % 4);
+        cp_async16(bias + 4 * threadIdx.x, from, from != NULL);
+    }
+    cp_async_commit();
     const int k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
     const float gate_scale = device_matrix_scale(gate, e), up_scale = device_matrix_scale(up, e);
     float acc[NT][4] = {};
@@ -1727,11 +1806,13 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
         gemv_stream<fmt.value, NT>(w, k0, k1, one, ready, acc);
     });
     gemv_store<NT>(gemv_warp_sums<NT>(red), acc, 1, false);
-    __syncthreads(); /* the sums of all warps are written */
-    const int row = rt * TILE_ROWS + (int)threadIdx.x % TILE_ROWS;
+    cp_async_wait<0>(); /* this thread's copy of the biases */
+    __syncthreads();    /* the sums of all warps are written, and the biases */
+    const int r = (int)threadIdx.x % TILE_ROWS, row = rt * TILE_ROWS + r;
     if (!(one.tokens >> tok & 1) || row >= gate.n_out) return;
-    const float g = gemv_sum<NT>(red, threadIdx.x, 0, half) * gate_scale;
-    const float u = gemv_sum<NT>(red, threadIdx.x, half, half) * up_scale;
+    float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, half), gate_scale, bias[r]);
+    float u = fmaf(gemv_sum<NT>(red, threadIdx.x, half, half), up_scale, bias[TILE_ROWS + r]);
+    if (p.limit[entry].up > 0) glu_clamp(p.limit[entry], g, u);
     p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * (size_t)gate.n_out + (size_t)row] =
         clamped_f16(silu_mul(g, u) * factor);
 }
@@ -1745,7 +1826,8 @@ static void gemv_glu(const struct glu_args *p, cudaStream_t s) {
     else LAUNCH_PDL(k_gemv_glu<2>, grid, GEMV_THREADS, 0, s, *p);
 }
 
-/* The second half of a feed-forward with routed experts: y = sum of W hidden over the jobs and the shared expert. */
+/* The second half of a feed-forward with routed experts: y = sum of W hidden over the jobs and the shared expert, and
+ * of the router's weight times the bias over the jobs. */
 struct down_args {
     struct device_matrix w, shared; /* shared.n_expert 0: there is no shared expert */
     const uint16_t *hidden;         /* (job, DECODE_MAX_TOKENS, w.n_in), see struct glu_args */
@@ -1758,8 +1840,13 @@ struct down_args {
 
 /* A job of k_gemv_down: its first tile, and its tokens as bits. */
 struct down_job {
-    size_t tile;
+    alignas(16) size_t tile;
     uint32_t tokens;
+};
+
+/* What the biases of a job add: those of a row of tiles, and the weights of the tokens. */
+struct down_bias {
+    float bias[TILE_ROWS], weight[DECODE_MAX_TOKENS];
 };
 
 /* The routed experts, each for its tokens. */
@@ -1781,14 +1868,22 @@ struct down_jobs {
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_constant__ struct down_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
-    DYN_SMEM(struct down_job, jobs); /* (jobs.max) */
+    DYN_SMEM(struct down_job, jobs); /* (jobs.max), and where there are biases struct down_bias (jobs.max) */
     grid_dependency_launch();
     const int tid = threadIdx.x, warp = tid >> 5, rt = blockIdx.x;
     const struct down_jobs list = {load_l2(p.jobs.n), jobs, p.hidden, (size_t)p.w.n_in};
+    struct down_bias *biases = (struct down_bias *)(jobs + p.jobs.max);
     for (int i = tid; i < p.jobs.max; i += GEMV_THREADS) {
         const uint2 head = load_l2((const uint2 *)p.jobs.job + i);
         jobs[i] = {tile_index(p.w, (int)head.x, rt), head.y};
+        if (p.w.bias && i < list.n) {
+            UNROLL for (int k = 0; k < TILE_ROWS; k += 4) {
+                cp_async16(biases[i].bias + k, p.w.bias + bias_index(p.w, (int)head.x, rt) + k);
+                cp_async16(biases[i].weight + k, p.jobs.weight + i * DECODE_MAX_TOKENS + k);
+            }
+        }
     }
+    cp_async_commit();
     __syncthreads(); /* the jobs have come */
     const int k0 = p.w.n_kt * warp / GEMV_WARPS, k1 = p.w.n_kt * (warp + 1) / GEMV_WARPS;
     float acc[NT][4] = {}, *sums = gemv_warp_sums<NT>(red);
@@ -1808,15 +1903,23 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
         });
         gemv_store<NT>(sums, acc, device_matrix_scale(w, 0), true);
     }
-    __syncthreads(); /* the sums of all warps are written */
+    cp_async_wait<0>(); /* this thread's copies of the biases */
+    __syncthreads();    /* the sums of all warps are written, and the biases */
     const int tok = tid / TILE_ROWS, row = rt * TILE_ROWS + tid % TILE_ROWS;
-    if (tok < p.n_tok && row < p.w.n_out)
-        p.y[(size_t)tok * p.y_stride + (size_t)row] = gemv_sum<NT>(red, tid, 0, GEMV_WARPS);
+    if (tok >= p.n_tok || row >= p.w.n_out) return;
+    float sum = gemv_sum<NT>(red, tid, 0, GEMV_WARPS);
+    UNROLL_BY(1) for (int j = 0; j < list.n && p.w.bias; j++) {
+        if (jobs[j].tokens >> tok & 1) sum = fmaf(biases[j].weight[tok], biases[j].bias[tid % TILE_ROWS], sum);
+    }
+    p.y[(size_t)tok * p.y_stride + (size_t)row] = sum;
 }
 
 /* Launches k_gemv_down. */
 static void gemv_down(const struct down_args *p, cudaStream_t s) {
-    const size_t smem = (size_t)p->jobs.max * sizeof(struct down_job);
+    const size_t smem = (size_t)p->jobs.max * (sizeof(struct down_job) + (p->w.bias ? sizeof(struct down_bias) : 0));
+    if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
+        cudaFuncSetAttribute(p->n_tok <= 8 ? k_gemv_down<1> : k_gemv_down<2>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_down<1>, (unsigned)p->w.n_rt, GEMV_THREADS, smem, s, *p);
     else LAUNCH_PDL(k_gemv_down<2>, (unsigned)p->w.n_rt, GEMV_THREADS, smem, s, *p);
 }
@@ -1831,15 +1934,17 @@ static void gemv_down(const struct down_args *p, cudaStream_t s) {
 enum { ROUTE_MAX_GROUPS = 32 /* groups of experts at most: each has a lane */ };
 
 struct route_args {
-    const uint16_t *w16; /* (n_expert, n_embd) BF16, used if w32 is NULL */
-    const float *w32;    /* (n_expert, n_embd) F32, or NULL */
-    const float *bias;   /* (n_expert) added for the choice only; NULL: none */
-    const float *x;      /* (n_tok, n_embd) */
-    float *logits;       /* (n_tok, n_expert) */
-    int32_t *id;         /* prefill: (n_tok, k) chosen experts, best first */
-    float *weight;       /* prefill: (n_tok, k) their weights */
-    const float *shared; /* (n_embd) gate of the shared expert; NULL: none */
-    int n_tok, n_embd, n_expert, k, n_group, n_group_used, softmax, norm;
+    const uint16_t *w16;     /* (n_expert, n_embd) BF16, used if w32 is NULL */
+    const float *w32;        /* (n_expert, n_embd) F32, or NULL */
+    const float *logit_bias; /* (n_expert) added to the logits; NULL: none */
+    const float *bias;       /* (n_expert) added for the choice only; NULL: none */
+    const float *x;          /* (n_tok, n_embd) */
+    float *logits;           /* (n_tok, n_expert) without their bias */
+    int32_t *id;             /* prefill: (n_tok, k) chosen experts, best first */
+    float *weight;           /* prefill: (n_tok, k) their weights */
+    const float *shared;     /* (n_embd) gate of the shared expert; NULL: none */
+    int n_tok, n_embd, n_expert, k, n_group, n_group_used, norm;
+    enum gating gating;
     float factor;
     /* decode */
     uint32_t *arrived;       /* counts blocks; 0 between launches */
@@ -1869,16 +1974,16 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     uint32_t *pick = (uint32_t *)score + n;
     float top = -INFINITY, sum = 0;
     UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
-        score[e] = load_l2(logits + e);
+        score[e] = load_l2(logits + e) + (p.logit_bias ? p.logit_bias[e] : 0.0f);
         top = fmaxf(top, score[e]);
     }
     top = warp_max(top);
-    UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
-        const float l = score[e], v = p.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+    UNROLL_BY(4) for (int e = lane; e < n && p.gating != GATING_CHOSEN; e += WARP) {
+        const float l = score[e], v = p.gating == GATING_SOFTMAX ? expf(l - top) : 1.0f / (1.0f + expf(-l));
         score[e] = v;
         sum += v;
     }
-    sum = p.softmax ? warp_sum(sum) : 1.0f;
+    sum = p.gating == GATING_SOFTMAX ? warp_sum(sum) : 1.0f;
     UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
         score[e] /= sum;
         pick[e] = float_key(score[e] + (p.bias ? p.bias[e] : 0.0f) + 0.0f);
@@ -1922,8 +2027,13 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         }
         if (lane == (id & 31)) pick[id] = 0; /* no other lane reads this key */
     }
+    if (p.gating == GATING_CHOSEN) { /* the scores are logits, the best one is lane 0's */
+        const float best = __shfl_sync(0xFFFFFFFFu, my_weight, 0);
+        my_weight = lane < p.k ? expf(my_weight - best) : 0.0f;
+        chosen = warp_sum(my_weight);
+    }
     float f = p.factor;
-    if (p.norm) f = p.factor / (p.softmax ? chosen : chosen + 1e-20f);
+    if (p.norm || p.gating == GATING_CHOSEN) f /= p.gating == GATING_SIGMOID ? chosen + 1e-20f : chosen;
     *weight = my_weight * f;
     __syncwarp(); /* all lanes have read score: the next token overwrites it */
     return my_id;
@@ -2084,6 +2194,7 @@ struct fp4_rows {
 
 struct gemm_args {
     struct device_matrix w, w2; /* w2: the `up` matrix with GLU */
+    struct glu_limit limit;     /* with GLU */
     const uint16_t *x;          /* (row, x_stride) halves, x_stride % 8 == 0, 16-byte aligned */
     size_t x_stride;
     struct fp4_rows xq;  /* used instead of x where its pointers are not NULL */
@@ -2095,6 +2206,7 @@ struct gemm_args {
     void *y; /* (position, y_stride) F16, with y_f32 F32; y_stride >= n_out; 16-byte aligned */
     size_t y_stride;
     int y_f32;
+    float bias_factor; /* of w's bias, where x and y are divided by something; 0: 1 */
     /* > 1 (dense only): matrix z of w meets x + z * x_batch and writes y + z * y_batch (in elements, x_batch % 8 ==
      * 0). */
     int batch;
@@ -2159,16 +2271,17 @@ DEVICE uint32_t keep(uint32_t x) {
     return x;
 }
 
-/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE. A warp computes 32 rows x 64 tokens;
- * with GLU 16 rows of each matrix, so that a lane has both factors. A block computes 32 WM rows x 64 WN tokens, of
- * which `count` exist. The WN warps side by side share the tokens evenly, and a warp computes only the n8-tiles that it
- * needs, in pairs (Q8: singly). Grid: (row blocks, token tiles, batch), block: 32 WM WN. Bytes of a k-tile from L2: 32
- * WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64 WN * 64 multiplications. Limit: the rate of
- * mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile is 64 MMAs, 512 clocks of a quarter SM.
- * Beside them: 340 other instructions for FP4 (180 of them dequantize), 170 for F16, and 18 to 24 loads from shared
- * memory that take 70 clocks of the SM; 60 more where the tile is not full. Expect 50 to 60 % of the MMA rate. With up
- * to 16 tokens an expert the limit is dequantization or the bandwidth of the weights. A4: 16 MMAs of 16 clocks (SM120),
- * 125 other instructions, 36 bytes a row or token. Limit: the rate of L2, then that of the MMA. */
+/* y (position, n_out) = x w^T, or with GLU silu(x w^T) * (x w2^T) / HIDDEN_SCALE; with biases, and GLU within its
+ * limits. A warp computes 32 rows x 64 tokens; with GLU 16 rows of each matrix, so that a lane has both factors. A
+ * block computes 32 WM rows x 64 WN tokens, of which `count` exist. The WN warps side by side share the tokens evenly,
+ * and a warp computes only the n8-tiles that it needs, in pairs (Q8: singly). Grid: (row blocks, token tiles, batch),
+ * block: 32 WM WN. Bytes of a k-tile from L2: 32 WM * (36 FP4, 68 Q8, 128 F16) + 64 WN * (128, A4 36), for 32 WM * 64
+ * WN * 64 multiplications. Limit: the rate of mma.sync (sm_90: 1024 multiplications per clock and SM). A warp's k-tile
+ * is 64 MMAs, 512 clocks of a quarter SM. Beside them: 340 other instructions for FP4 (180 of them dequantize), 170 for
+ * F16, and 18 to 24 loads from shared memory that take 70 clocks of the SM; 60 more where the tile is not full. Expect
+ * 50 to 60 % of the MMA rate. With up to 16 tokens an expert the limit is dequantization or the bandwidth of the
+ * weights. A4: 16 MMAs of 16 clocks (SM120), 125 other instructions, 36 bytes a row or token. Limit: the rate of L2,
+ * then that of the MMA. */
 template <int F, int GLU, int WM, int WN, int DEPTH, int KT>
 __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPTH, KT>::BLOCKS))
     gemm_kernel(const __grid_constant__ struct gemm_args p) {
@@ -2354,20 +2467,28 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     UNROLL for (int m = 0; m < (GLU ? 1 : 2); m++) {
         float b0[2], b1[2]; /* biases of rows g and g + 8: of w, of w2 */
         UNROLL for (int half = 0; half < 2; half++) {
-            const size_t row = (rt0 + m0 + m) * 16 + g + 8 * half, at = (size_t)e * p.w.n_out + row;
-            const bool in = row < (size_t)p.w.n_out;
-            b0[half] = p.w.bias && in ? p.w.bias[at] : 0.0f;
-            b1[half] = GLU && p.w2.bias && in ? p.w2.bias[at] : 0.0f;
+            const int rt = rt0 + m0 + m;
+            const size_t at = bias_index(p.w, e, rt) + g + 8 * half;
+            b0[half] = p.w.bias && rt < p.w.n_rt ? p.w.bias[at] : 0.0f;
+            b1[half] = GLU && p.w2.bias && rt < p.w.n_rt ? p.w2.bias[at] : 0.0f;
+            if (!GLU && p.bias_factor > 0) b0[half] *= p.bias_factor;
         }
         __syncthreads(); /* the ring, or the result tile before, has been read */
         UNROLL for (int n = 0; n < NT; n++) {
             if (n >= n_live) break; /* the next warp's tokens follow */
+            float v[4], u[4];
             UNROLL for (int q = 0; q < 4; q++) {
-                const int token = n0 + 8 * n + 2 * t + (q & 1);
-                const float fx = F == FMT_A4 ? x_scale[token] : 1.0f;
-                float v = acc[m][n][q] * (f0 * fx) + b0[q >> 1];
-                if (GLU) v = silu_mul(v, acc[1][n][q] * (f1 * fx) + b1[q >> 1]) / HIDDEN_SCALE;
-                tile[token * PITCH + wm * 16 + g + 8 * (q >> 1)] = v;
+                const float fx = F == FMT_A4 ? x_scale[n0 + 8 * n + 2 * t + (q & 1)] : 1.0f;
+                v[q] = acc[m][n][q] * (f0 * fx) + b0[q >> 1];
+                if (GLU) u[q] = acc[1][n][q] * (f1 * fx) + b1[q >> 1];
+            }
+            /* keep: else the compiler makes two copies of the whole loop, one without limits */
+            if (GLU && keep(__float_as_uint(p.limit.up))) {
+                UNROLL for (int q = 0; q < 4; q++) glu_clamp(p.limit, v[q], u[q]);
+            }
+            UNROLL for (int q = 0; q < 4; q++) {
+                if (GLU) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
+                tile[(n0 + 8 * n + 2 * t + (q & 1)) * PITCH + wm * 16 + g + 8 * (q >> 1)] = v[q];
             }
         }
         __syncthreads(); /* the result tile is written */
@@ -2776,21 +2897,22 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
 /* ============================================================================================================
  * RoPE and the KV cache
  *
- * One kernel per kind of attention: head norms, rotation, and the new rows of the cache.
+ * Norms of whole rows of queries and keys; then one kernel per kind of attention: head norms, rotation, and the new rows
+ * of the cache.
  * ============================================================================================================ */
 
-/* Stores a group of n values into row `pos` of a plane, from element `at` on, with one warp: value i is x[i / 32] of
- * lane i % 32. FP8: the group's scale is amax / 448. */
+/* Stores a group of n values into a row of a plane, from element `at` on, with one warp: value i is x[i / 32] of lane
+ * i % 32. FP8: the group's scale is amax / 448. */
 template <int PER>
-DEVICE void plane_store(const struct plane &p, size_t pos, int at, int group, int n, const float x[PER]) {
+DEVICE void plane_store(const struct plane &p, size_t at_row, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
-    uint8_t *row = p.data + pos * p.row_bytes;
+    uint8_t *row = p.data + at_row * p.row_bytes;
     float amax = 0;
     UNROLL for (int i = 0; i < PER; i++) if (lane + 32 * i < n) amax = fmaxf(amax, fabsf(x[i]));
     amax = warp_max(amax);
     float scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f, inv = 1.0f / scale;
     const bool fp8 = p.type == KV_FP8;
-    if (fp8 && !lane) p.scale[pos * (size_t)p.n_group + (size_t)group] = scale;
+    if (fp8 && !lane) p.scale[at_row * (size_t)p.n_group + (size_t)group] = scale;
     UNROLL for (int i = 0; i < PER; i++) {
         int k = lane + 32 * i;
         if (k >= n) continue;
@@ -2799,9 +2921,92 @@ DEVICE void plane_store(const struct plane &p, size_t pos, int at, int group, in
     }
 }
 
+/* What k_row_norm does, bits. */
+enum { ROW_SQUARES = 1, ROW_EXCHANGE = 2, ROW_SCALE = 4 };
+
+/* Rows of queries (0) and of keys (1) that are normed as a whole, over the heads of all ranks. */
+struct row_norm_args {
+    float *x[2]; /* (n_tok, n) the rank's part of the rows, tokens stride floats apart */
+    size_t stride[2];
+    const float *weight[2]; /* (n) */
+    int n[2];               /* multiples of 4 */
+    int whole[2];           /* values of the whole rows */
+    bool counted[2];        /* whether the squares of the rank's part count: a rank before it may have the same heads */
+    float eps;
+    int n_tok;
+    float *own, *all; /* (n_tok, 2) without ROW_EXCHANGE: sums of squares, the rank's and those of all ranks */
+    /* ROW_EXCHANGE, as in struct norm_args */
+    struct tp_rank p;
+    float *slot[MAX_RANKS];
+    uint32_t *flag[MAX_RANKS];
+    uint32_t code;
+    bool sharing;
+};
+
+/* Returns the sum of squares of row i: of queries where i is even, of keys where it is odd. */
+DEVICE float row_squares(const struct row_norm_args &a, int i) {
+    const float *x = a.x[i & 1] + (size_t)(i >> 1) * a.stride[i & 1];
+    float ss = 0;
+    for (int k = 4 * (int)threadIdx.x; k < a.n[i & 1]; k += 4 * NORM_THREADS) {
+        const float4 v = *(const float4 *)(x + k);
+        ss = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, ss))));
+    }
+    ss = block_sum(ss);
+    return a.counted[i & 1] ? ss : 0;
+}
+
+/* Norms row i, of whose squares this is the sum. */
+DEVICE void row_scale(const struct row_norm_args &a, int i, float sum) {
+    float *x = a.x[i & 1] + (size_t)(i >> 1) * a.stride[i & 1];
+    const float f = rsqrtf(sum / (float)a.whole[i & 1] + a.eps);
+    for (int k = 4 * (int)threadIdx.x; k < a.n[i & 1]; k += 4 * NORM_THREADS)
+        *(float4 *)(x + k) = norm_value(*(const float4 *)(x + k), f, *(const float4 *)(a.weight[i & 1] + k));
+}
+
+/* x = x / rms(x) * weight, for queries and keys. One rank does all at once. Several push their sums to each other, as
+ * k_add_norm does, and add them in the order of the ranks; for many tokens sums and scaling are launches of their own
+ * beside an all-reduce.
+ * Grid: 2 n_tok; ROW_EXCHANGE: at most cuda.reduce_blocks. Block: 256. Reads a row once or twice, writes it once; one
+ * token is bound by latency, 2 us, exchanged 5 us more. */
+template <int PARTS>
+__global__ void __launch_bounds__(NORM_THREADS) k_row_norm(const __grid_constant__ struct row_norm_args a) {
+    constexpr bool EXCHANGE = PARTS & ROW_EXCHANGE, SCALE = PARTS & ROW_SCALE, ALONE = SCALE && !EXCHANGE;
+    const int tid = (int)threadIdx.x, n = 2 * a.n_tok, n_rank = a.p.n_rank;
+    uint32_t seq = 0;
+    if (!EXCHANGE || !a.sharing) grid_dependency_launch();
+    grid_dependency_wait();
+    if (EXCHANGE) seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
+    auto slot = [&](int to, int from,
+                    int i) { /* 16 bytes for a sum */
+                             return a.slot[to] + ((size_t)(seq & 1) * (size_t)n_rank + (size_t)from) * ALLREDUCE_SLOT +
+                                    4 * i;
+    };
+    for (int i = blockIdx.x; i < n; i += (int)gridDim.x) {
+        const float sum = PARTS & ROW_SQUARES ? row_squares(a, i) : a.all[i];
+        if (EXCHANGE && tid < n_rank) st_sys16(slot(tid, a.p.rank, i), make_uint4(__float_as_uint(sum), 0, 0, 0));
+        if (ALONE) row_scale(a, i, sum);
+        if (!SCALE && !tid) a.own[i] = sum, a.all[i] = 0;
+        __syncthreads(); /* the sums are stored; the next row's block_sum overwrites this one's */
+    }
+    if (!EXCHANGE) return;
+    if (tid < n_rank && tid != a.p.rank) {
+        st_release_sys(a.flag[tid] + a.p.rank * ALLREDUCE_BLOCKS + blockIdx.x, seq);
+        flag_wait(a.flag[a.p.rank] + tid * ALLREDUCE_BLOCKS + blockIdx.x, seq, a.p, a.code + (uint32_t)tid);
+    }
+    __syncthreads(); /* the sums of all ranks have come */
+    if (a.sharing) grid_dependency_launch();
+    for (int i = blockIdx.x; i < n; i += (int)gridDim.x) {
+        float sum = 0;
+        for (int k = 0; k < n_rank; k++) sum += __uint_as_float(ld_sys16(slot(a.p.rank, k, i)).x);
+        row_scale(a, i, sum);
+    }
+    all_reduce_end(a.p, a.n_tok);
+}
+
 struct rope_args {
     const struct batch *batch;
     const float *cs, *sn;                /* (n_tok, rope / 2) */
+    bool pairs;                          /* GQA: value 2i is rotated against 2i + 1, otherwise i against i + rope / 2 */
     const float *q;                      /* (n_tok, n_head * q_head), of a head's q_head values the first d */
     const float *k;                      /* (n_tok, n_head_kv * d); MLA: (n_tok, latent + rope) */
     const float *v;                      /* (n_tok, n_head_kv * dv) */
@@ -2816,8 +3021,8 @@ struct rope_args {
 
 enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
 
-/* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. Value i is rotated against
- * value i + rope / 2 (Qwen). w (n): the norm's weights, NULL: no norm; t: the token. */
+/* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's weights,
+ * NULL: no norm; t: the token. */
 template <int PER>
 DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER]) {
     const int lane = threadIdx.x & 31, half = p.rope / 2;
@@ -2834,9 +3039,10 @@ DEVICE void rope_head(const struct rope_args &p, const float *src, const float *
         if (c >= n) continue;
         x[j] *= factor(c);
         if (c >= p.rope) continue;
-        const int o = c < half ? c + half : c - half, r = c < half ? c : o;
+        const bool low = p.pairs ? !(c & 1) : c < half; /* it comes first of the two */
+        const int o = p.pairs ? c ^ 1 : low ? c + half : c - half, r = p.pairs ? c >> 1 : low ? c : o;
         const float u = src[o] * factor(o); /* read again: cheaper than moving it between lanes */
-        x[j] = c < half ? x[j] * cs[r] - u * sn[r] : u * sn[r] + x[j] * cs[r];
+        x[j] = low ? x[j] * cs[r] - u * sn[r] : u * sn[r] + x[j] * cs[r];
     }
 }
 
@@ -2844,7 +3050,8 @@ DEVICE void rope_head(const struct rope_args &p, const float *src, const float *
 template <int PER>
 DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     const int lane = threadIdx.x & 31, n = v ? p.dv : p.d;
-    const size_t pos = (size_t)(p.batch->pos + t);
+    const struct plane &plane = v ? p.vp : p.kp;
+    const int pos = p.batch->pos + t, row = plane.kind == PLANE_RING ? pos % plane.n_row : pos;
     const float *src = v ? p.v + (size_t)t * p.v_stride : p.k + (size_t)t * p.k_stride;
     float x[PER];
     src += (size_t)i * n;
@@ -2853,7 +3060,7 @@ DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     } else {
         rope_head<PER>(p, src, p.k_norm, n, t, x);
     }
-    plane_store<PER>(v ? p.vp : p.kp, pos, i * n, i, n, x);
+    plane_store<PER>(plane, (size_t)row, i * n, i, n, x);
 }
 
 /* GQA in prefill: norm and rotation of the heads of q and k; k and v go to the cache. In decode attention does it.
@@ -2999,7 +3206,9 @@ static void mla_query(const struct mla_query_args *p, cudaStream_t s) {
  * (MLA: all heads read the one latent). Keys come in tiles. Each tile updates the running maximum m, the denominator l
  * and the weighted sum of values of every row (online softmax, base 2). The context is cut into splits, so that the
  * blocks fill the GPU: each split leaves (sums, m, l) in `partials`, and attn_merge joins them. Query token i sees keys
- * 0 .. pos + i. Keys after the newest are never read: they arrive as zeros.
+ * 0 .. pos + i, or with a window the last of these. Keys after the newest are never read: they arrive as zeros. Keys
+ * before a window are read as far as the step of 64 keys that it begins in, and masked. In a ring a step of keys is
+ * consecutive rows: rings have a multiple of 64 rows. A head's sink joins the denominator of its result.
  *
  * MMA operands (g = lane / 4, t = lane % 4): the order of the inner dimension is free as long as both operands use it,
  * and so is the order of the output columns. Decode chooses both so that a lane reads consecutive bytes of a cache row
@@ -3014,10 +3223,15 @@ struct attn_args {
     const struct batch *batch; /* its n_tok may be less than n_tok below: later rows are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
-    float scale;       /* of q.k before the softmax */
-    int max_splits;    /* at most */
-    const float *gate; /* of head h: (n_tok, dv) at gate + (2 h + 1) * dk, rows gate_stride apart; NULL: none */
+    float scale;        /* of q.k before the softmax */
+    int window;         /* keys that a token sees, its own and those before it; 0: all */
+    int window_shift;   /* window: a split has the keys between multiples of 2^window_shift; 0: there is one split */
+    const float *sinks; /* (n_head) logits in the softmax that no value belongs to; NULL: none */
+    int max_splits;     /* at most */
+    const float *gate;  /* of head h of token t, at gate + t * gate_stride + h * gate_head: (dv), or one; NULL: none */
     size_t gate_stride;
+    int gate_head;
+    bool gate_one, softplus; /* gates of decode alone: there is one for a head; it is not a sigmoid's */
     /* decode of GQA */
     struct rope_args rope; /* what q is made of, and the new rows of the cache */
     uint32_t *arrived;     /* (rows of blocks, ATTN_COUNTERS) count blocks; 0 between launches: see attn_join */
@@ -3031,7 +3245,8 @@ enum {
     ATTN_SMEM = 48 << 10  /* two blocks fit the 100 KB of an SM of SM120 */
 };
 #define ATTN_NO_KEY (-1e30f) /* maximum of a row without a key: finite, so that differences are never NaN */
-#define ATTN_P      256.0f   /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
+#define ATTN_LOG2_E 1.44269504f
+#define ATTN_P      256.0f /* factor of the softmax weights before they become f16: V's FP8 scale makes them small */
 
 /* N values that are loaded or stored at once. */
 template <int N, class T = uint32_t>
@@ -3044,9 +3259,10 @@ using floats4 = pack<4, float>;
 struct attn_work {
     int kvh, group, row0; /* group: query heads per KV head; row0: the tile's first row */
     uint32_t rows;        /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
-    int pos, seen;        /* pos: of the first token; seen: keys that all rows of the tile see */
+    int pos, from, seen;  /* pos: of the first token; all rows of the tile see keys from..seen-1 */
     int split, n_split, begin, end;
-    float factor; /* scale * log2 e, for a softmax of base 2 */
+    int ring, wrap; /* of a plane's rows: key `wrap` is again in row 0, as key `ring` <= begin was */
+    float factor;   /* scale * log2 e, for a softmax of base 2 */
 };
 
 /* Returns the keys of a split for a row that sees `len` keys. In decode it depends on nothing else, so that the row's
@@ -3062,9 +3278,23 @@ DEVICE int attn_longer(const struct attn_args &a, int pos, int n_tok) {
     return min(n_tok, attn_split_keys(a, pos + 1) * a.max_splits - pos);
 }
 
-/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill or one
- * token 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Returns false if there is no work.
- * Rows that see the most keys start first. */
+/* Finds the keys of a block's split where there is a window. end: behind the last key that a row of the tile sees.
+ * Splits lie between fixed positions, so that a row's bits do not depend on the other rows. */
+DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end) {
+    const int begin = max(w->seen - a.window, 0) / ATTN_SPLIT_KEYS * ATTN_SPLIT_KEYS;
+    const int shift = a.window_shift ? a.window_shift : 31, first = begin >> shift, split = first + w->split;
+    w->from = end - a.window;
+    w->n_split = ((end - 1) >> shift) + 1 - first;
+    w->begin = w->split ? split << shift : begin;
+    w->end = w->split + 1 < w->n_split ? (split + 1) << shift : end;
+}
+
+/* Returns by how many rows key `key`, the first of a step, lies before row `key` of its plane. */
+DEVICE int attn_back(const struct attn_work &w, int key) { return key < w.wrap ? w.ring : w.wrap; }
+
+/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one token
+ * or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Returns false if there is no
+ * work. Rows that see the most keys start first. */
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -3074,17 +3304,24 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     w->group = a.n_head / a.n_head_kv;
     w->kvh = y % a.n_head_kv;
     w->row0 = y / a.n_head_kv * tile_rows;
-    const int longer = attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
+    const int longer = a.window ? n_tok : attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
     const int first_row = max(w->row0, rest ? longer * w->group : 0);
-    const int end_row = min(w->row0 + tile_rows, last_tok * w->group);
+    const int end_row = min(w->row0 + tile_rows, last_tok * w->group), end = w->pos + (end_row - 1) / w->group + 1;
     w->rows = (uint32_t)(first_row - w->row0) | (uint32_t)max(end_row - w->row0, 0) << 16;
-    const int keys = attn_split_keys(a, w->pos + last_tok);
     w->split = (int)blockIdx.x;
-    w->n_split = (w->pos + last_tok + keys - 1) / keys;
     w->seen = w->pos + first_row / w->group + 1;
-    w->begin = w->split * keys;
-    w->end = min(w->begin + keys, w->pos + (end_row - 1) / w->group + 1);
-    w->factor = a.scale * 1.44269504f; /* log2 e */
+    w->factor = a.scale * ATTN_LOG2_E;
+    if (a.window) {
+        attn_window(w, a, end);
+    } else {
+        const int keys = attn_split_keys(a, w->pos + last_tok);
+        w->n_split = (w->pos + last_tok + keys - 1) / keys;
+        w->from = 0;
+        w->begin = w->split * keys;
+        w->end = min(w->begin + keys, end);
+    }
+    w->ring = a.k.kind == PLANE_RING ? w->begin / a.k.n_row * a.k.n_row : 0;
+    w->wrap = a.k.kind == PLANE_RING ? w->ring + a.k.n_row : INT_MAX;
     return w->split < w->n_split && first_row < end_row;
 }
 
@@ -3171,39 +3408,48 @@ DEVICE int kv_at(int row, int at) {
     return row * ROW + (at ^ (((row & 6) ^ (row & 1) << 2) & mask) << 4);
 }
 
-/* Starts to copy the rows of keys key..key+N-1: ROW bytes each, from byte `first` of the plane's rows; zeros from key
- * `len` on. With LANES threads, of which this is `lane`. */
+/* Starts to copy the rows of keys key..key+N-1, which are rows key - back.. of the plane: ROW bytes each, from byte
+ * `first` of a row; zeros from key `len` on. With LANES threads, of which this is `lane`. */
 template <int ROW, int N, int LANES>
-DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int len, int lane) {
+DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int back, int len, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
-    const uint8_t *from = p.data + (size_t)(key + row) * p.row_bytes + first + at;
+    const uint8_t *from = p.data + (size_t)(key - back + row) * p.row_bytes + first + at;
     UNROLL_BY(PASSES > 8 ? 1 : 4)
     for (int i = 0; i < PASSES; i++, row += STEP, from += STEP * p.row_bytes)
-        if (N % STEP == 0 || row < N) cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
+        if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES))
+            cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
 }
 
-/* Returns the FP8 scale of a key's group; 0 from key `len` on. */
-DEVICE float kv_scale(const struct plane &p, int key, int group, int len) {
-    return key < len ? p.scale[(size_t)key * p.n_group + group] : 0.0f;
+/* Returns the FP8 scale of a key's group, in row key - back; 0 from key `len` on. */
+DEVICE float kv_scale(const struct plane &p, int key, int back, int group, int len) {
+    return key < len ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
 }
 
-/* Factors of a key: of its scores (v false), and of its softmax weights (v true), clamped to fit f16. scale: of the FP8
- * cache. */
+/* Factors of a key, which is in row key - back: of its scores (v false), and of its softmax weights (v true), clamped to
+ * fit f16. scale: of the FP8 cache. */
 DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f); }
 template <int FP8>
-DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key) {
+DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key, int back) {
     float scale = 1.0f;
-    if (FP8) scale = kv_scale(v ? a.v : a.k, key, w.kvh, w.end);
+    if (FP8) scale = kv_scale(v ? a.v : a.k, key, back, w.kvh, w.end);
     return v ? attn_v_factor(scale) : w.factor * scale;
 }
 
 /* Multiplies the scores s of keys key and key + 1 by their factors (base 2), and makes them -inf where the row does not
- * see the key. all: every row sees every key. */
-DEVICE void attn_mask(float s[4], int key, float f0, float f1, const int limit[2], bool all) {
+ * see the key: of the keys before limit it sees the last `window`, or all where WINDOW is false. all: every row sees
+ * both. */
+template <bool WINDOW>
+DEVICE void attn_mask(float s[4], int key, float f0, float f1, const int limit[2], int window, bool all) {
     UNROLL for (int e = 0; e < 4; e++) s[e] *= e & 1 ? f1 : f0;
-    if (!all) UNROLL for (int e = 0; e < 4; e++) s[e] = key + (e & 1) < limit[e >> 1] ? s[e] : -INFINITY;
+    if (!all) UNROLL for (int e = 0; e < 4; e++) {
+            const int k = key + (e & 1), end = limit[e >> 1];
+            const bool sees = WINDOW ? (uint32_t)(end - 1 - k) < (uint32_t)window : k < end;
+            s[e] = sees ? s[e] : -INFINITY;
+        }
 }
+/* The window of a mask. */
+DEVICE int attn_span(const struct attn_args &a) { return a.window ? a.window : INT_MAX; }
 
 /* One step of the online softmax for a warp's 16 rows: scores s (16, 8 NT) become weights 2^(s - m), and acc (16, 8 NA)
  * follows the new maximum. l sums over this lane's columns only. */
@@ -3262,26 +3508,63 @@ DEVICE float2 *attn_max_den(const struct attn_args &a) {
     return (float2 *)(a.partials + attn_partial_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
 }
 
-/* Stores N columns of row r, from `col` on: the result if there is one split and `out`, else sums, m and l to
- * `partials`. */
-template <int N>
+/* Returns the factor that a gate g stands for. ANY: it may be a softplus; log(1 + e) is computed so that small e count. */
+template <bool ANY>
+DEVICE float gate_factor(float g, bool softplus) {
+    if (!ANY || !softplus) return sigmoid(g);
+    const float e = __expf(-fabsf(g)), y = 1.0f + e;
+    return fmaxf(g, 0.0f) + __logf(y) + __fdividef(e - (y - 1.0f), y);
+}
+
+/* Where a row's columns go, which are sums of weighted values. */
+struct attn_place {
+    uint16_t *out;     /* (dv) the result; NULL: */
+    float *sums;       /* (dv) in `partials` */
+    const float *gate; /* of the result; NULL: none */
+    float inverse;     /* factor of the result */
+
+    /* For row r with maximum m and denominator l, both of which go to `partials` too (first: by this thread). The result's
+     * denominator has the sink. Returns false if there is no such row. */
+    DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
+        const int2 th = attn_row(w, r);
+        if (th.x < 0) return false;
+        out = NULL;
+        if (w.n_split == 1 && a.out) {
+            if (a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
+            out = a.out + th.x * a.out_stride + (size_t)th.y * a.dv;
+            gate = a.gate ? a.gate + (size_t)th.x * a.gate_stride + (size_t)th.y * a.gate_head : NULL;
+            inverse = 1.0f / (ATTN_P * l);
+            return true;
+        }
+        const size_t row = attn_partial_row(a, w.split, th);
+        sums = a.partials + row * a.dv;
+        if (first) attn_max_den(a)[row] = make_float2(m, l);
+        return true;
+    }
+    /* Stores N columns from `col` on. DECODE: gates may be of any kind. */
+    template <bool DECODE, int N>
+    DEVICE_MEMBER void store(const struct attn_args &a, int col, const pack<N, float> &x) const {
+        if (!out) {
+            *(pack<N, float> *)(sums + col) = x;
+            return;
+        }
+        pack<N / 2> h;
+        float f[N];
+        UNROLL for (int i = 0; i < N; i++) f[i] = inverse * x.x[i];
+        if (gate)
+            UNROLL for (int i = 0; i < N; i++) f[i] *=
+                gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus);
+        UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(f[i], f[i + 1]);
+        *(pack<N / 2> *)(out + col) = h;
+    }
+};
+
+/* Stores N columns of row r, from `col` on, as above. */
+template <bool DECODE, int N>
 DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
                        float m, float l) {
-    int2 th = attn_row(w, r);
-    if (th.x < 0) return;
-    float inv = 1.0f / (ATTN_P * l);
-    if (w.n_split == 1 && a.out) {
-        pack<N / 2> h;
-        pack<N, float> y = x;
-        const size_t gate = (size_t)th.x * a.gate_stride + (size_t)(2 * th.y + 1) * (size_t)a.dk + (size_t)col;
-        UNROLL for (int i = 0; i < N; i++) y.x[i] *= a.gate ? inv * sigmoid(a.gate[gate + i]) : inv;
-        UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(y.x[i], y.x[i + 1]);
-        *(pack<N / 2> *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv + col) = h;
-    } else {
-        size_t row = attn_partial_row(a, w.split, th);
-        *(pack<N, float> *)(a.partials + row * a.dv + col) = x;
-        if (col == 0) attn_max_den(a)[row] = make_float2(m, l);
-    }
+    struct attn_place place;
+    if (place.find(a, w, r, col == 0, m, l)) place.store<DECODE>(a, col, x);
 }
 
 DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
@@ -3345,7 +3628,7 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
                     x.x[2] = fmaf(f, y.z, x.x[2]);
                     x.x[3] = fmaf(f, y.w, x.x[3]);
                 }
-                attn_store(a, to, r, col, x, top[r], den[r]);
+                attn_store<true>(a, to, r, col, x, top[r], den[r]);
             }
         }
         arrived += n;
@@ -3356,20 +3639,21 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
  * new rows that it reads itself.
  * Grid: (splits, row tiles of 16 * KV heads), block: 128. Of every 64 keys each of the 4 warps takes 16, with a softmax
  * and a ring in shared memory of its own (slots: 16 rows of K, of V, of K, ..); warps meet only at the end. Reads
- * keys * D * 2 bytes of the cache per row tile (FP8: + 8 bytes per key), and that is the limit: with 2 blocks per SM 64
- * KB are in flight per SM, enough for 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB). */
-template <int D, int FP8>
+ * keys * (K + V) values of the cache per row tile (FP8: + 8 bytes per key), and that is the limit: with 2 blocks per SM
+ * 64 KB are in flight per SM, enough for 4.3 TB/s on 132 SMs (some 400 instructions per 4 KB). */
+template <int K, int V, int FP8>
 struct attn_gqa {
-    static constexpr int ROW = D * (FP8 ? 1 : 2), SLOT = 16 * ROW, FIT = ATTN_SMEM / (4 * SLOT);
+    static constexpr int ES = FP8 ? 1 : 2, SLOT = 16 * (K > V ? K : V) * ES, FIT = ATTN_SMEM / (4 * SLOT);
     static constexpr int AT_MOST_8 = FIT > 8 ? 8 : FIT;
     static constexpr int DEPTH = FIT < 3 ? 3 : AT_MOST_8;
-    static constexpr int SMEM = 4 * DEPTH * SLOT; /* at least the 128 * D bytes of the final sum */
+    static constexpr int SMEM = 4 * DEPTH * SLOT; /* at least the 128 * V bytes of the final sum */
 };
-template <int D, int FP8>
+template <int K, int V, int FP8>
 __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
-    using L = attn_gqa<D, FP8>;
-    /* ES: bytes of a cache value. RUN: values that a lane loads at once. PER_RUN: k16-steps that they feed. */
-    constexpr int ROW = L::ROW, DEPTH = L::DEPTH, ES = FP8 ? 1 : 2, RUN = kv_run(FP8, D), PER_RUN = RUN / 4;
+    using L = attn_gqa<K, V, FP8>;
+    /* ES: bytes of a cache value. RUN: values of a key that a lane loads at once. PER_RUN: k16-steps that they feed. */
+    constexpr int ES = L::ES, K_ROW = K * ES, V_ROW = V * ES, DEPTH = L::DEPTH, RUN = kv_run(FP8, K), PER_RUN = RUN / 4;
+    constexpr int STORE = (K > V ? K : V) / 32;
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
@@ -3382,9 +3666,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     /* Queries, on their way from a warp per row to fragments: four rows in the slot of each warp's ring that is filled last.
      */
     auto q_row = [&](int r) {
-        return (uint16_t *)(smem + (r / 4 * DEPTH + DEPTH - 1) * L::SLOT + r % 4 * (2 * D + 16));
+        return (uint16_t *)(smem + (r / 4 * DEPTH + DEPTH - 1) * L::SLOT + r % 4 * (2 * K + 16));
     };
-    static_assert(4 * (2 * D + 16) <= L::SLOT, "four queries in a slot");
+    static_assert(4 * (2 * K + 16) <= L::SLOT, "four queries in a slot");
 
     int write_slot = 0, read_slot = 0; /* next slot to fill, next slot to read */
     auto next_slot = [&](int &at) {
@@ -3395,7 +3679,12 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     auto copy = [&](int u) {
         uint8_t *to = next_slot(write_slot);
         int key = first + 64 * (u >> 1);
-        if (u < 2 * n) kv_copy<ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * ROW, key, w.end, lane);
+        if (u < 2 * n && K == V) {
+            kv_copy<K_ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * K_ROW, key, attn_back(w, key), w.end, lane);
+        } else if (u < 2 * n) {
+            if (u & 1) kv_copy<V_ROW, 16, 32>(to, a.v, w.kvh * V_ROW, key, attn_back(w, key), w.end, lane);
+            else kv_copy<K_ROW, 16, 32>(to, a.k, w.kvh * K_ROW, key, attn_back(w, key), w.end, lane);
+        }
         cp_async_commit();
     };
     auto arrive = [&](int u) {
@@ -3411,37 +3700,41 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     const int new_row = max(w.pos, w.begin), n_new = max(w.end - new_row, 0);
     if (!n_new) copies();
     UNROLL_BY(1)
-    for (int i = warp; i < 2 * n_new; i += 4) gqa_store<D / 32>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
+    for (int i = warp; i < 2 * n_new; i += 4) gqa_store<STORE>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
     UNROLL_BY(1) for (int r = warp; r < 16; r += 4) {
         const int2 th = attn_row(w, r);
-        float x[D / 32];
+        float x[K / 32];
         if (th.x < 0) continue;
-        rope_head<D / 32>(a.rope, a.rope.q + (size_t)th.x * a.rope.q_stride + (size_t)th.y * a.rope.q_head,
-                          a.rope.q_norm, D, th.x, x);
-        UNROLL for (int j = 0; j < D / 32; j++) q_row(r)[lane + 32 * j] = clamped_f16(x[j]);
+        rope_head<K / 32>(a.rope, a.rope.q + (size_t)th.x * a.rope.q_stride + (size_t)th.y * a.rope.q_head,
+                          a.rope.q_norm, K, th.x, x);
+        UNROLL for (int j = 0; j < K / 32; j++) q_row(r)[lane + 32 * j] = clamped_f16(x[j]);
     }
     __syncthreads(); /* the new rows and the queries are written */
     if (n_new) copies();
     /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
-    auto factors = [&](int i) { return attn_factor<FP8>(a, w, lane >= 16, first + 64 * i + (lane & 15)); };
+    auto factors = [&](int i) {
+        const int key = first + 64 * i;
+        return attn_factor<FP8>(a, w, lane >= 16, key + (lane & 15), attn_back(w, key));
+    };
     float next = factors(0);
 
     const uint16_t *rows[2];
     int limit[2];
     attn_rows(rows, limit, a, w, g);
     UNROLL for (int h = 0; h < 2; h++) if (limit[h]) rows[h] = q_row(g + 8 * h);
-    pack<4> q[D / 16];
-    UNROLL for (int s = 0; s < D / 16; s++) q[s] = attn_q(rows, (4 * (s / PER_RUN) + t) * RUN + s % PER_RUN * 4);
+    pack<4> q[K / 16];
+    UNROLL for (int s = 0; s < K / 16; s++) q[s] = attn_q(rows, (4 * (s / PER_RUN) + t) * RUN + s % PER_RUN * 4);
     __syncthreads(); /* all warps have read the queries: their slots may be filled */
-    float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][D / 8][4] = {};
+    float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][V / 8][4] = {};
+    const int window = attn_span(a);
 
     for (int i = 0; i < n; i++) {
         float factor = next, s[2][4] = {}, fk[4], fv[4];
         uint32_t p[1][4];
         const uint8_t *tile = arrive(2 * i);
         next = factors(i + 1);
-        UNROLL for (int c = 0; c < D / 4 / RUN; c++) UNROLL for (int b = 0; b < 2; b++) {
-            auto h = kv_values<FP8, RUN>(tile + kv_at<ROW>(8 * b + g, (4 * c + t) * RUN * ES));
+        UNROLL for (int c = 0; c < K / 4 / RUN; c++) UNROLL for (int b = 0; b < 2; b++) {
+            auto h = kv_values<FP8, RUN>(tile + kv_at<K_ROW>(8 * b + g, (4 * c + t) * RUN * ES));
             UNROLL for (int j = 0; j < PER_RUN; j++) mma_f16(s[b], q[c * PER_RUN + j].x, h.x + 2 * j);
         }
         UNROLL for (int x = 0; x < 4; x++) { /* this lane's columns: keys 2t, 2t+1, 8+2t, 8+2t+1 */
@@ -3449,13 +3742,14 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
             fk[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, factor, key) : w.factor;
             fv[x] = FP8 ? __shfl_sync(0xFFFFFFFFu, factor, 16 + key) : ATTN_P;
         }
-        bool all = first + 64 * i + 16 <= w.seen;
-        attn_mask(s[0], first + 64 * i + 2 * t, fk[0], fk[1], limit, all);
-        attn_mask(s[1], first + 64 * i + 2 * t + 8, fk[2], fk[3], limit, all);
+        bool all = first + 64 * i >= w.from && first + 64 * i + 16 <= w.seen;
+        attn_mask<true>(s[0], first + 64 * i + 2 * t, fk[0], fk[1], limit, window, all);
+        attn_mask<true>(s[1], first + 64 * i + 2 * t + 8, fk[2], fk[3], limit, window, all);
         attn_softmax(s, m, l, acc[0]);
         attn_weights(p[0], s[0], s[1], fv);
         tile = arrive(2 * i + 1);
-        UNROLL for (int c = 0; c < D / 32; c++) attn_values<FP8, ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
+        UNROLL for (int c = 0; c < V / 32; c++)
+            attn_values<FP8, V_ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
     }
 
     /* Add the warps' sums, in the order of the warps, 8 rows at a time. */
@@ -3464,34 +3758,34 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         if (t == 0) max_den[warp * 16 + g + 8 * h] = make_float2(m[h], l[h]);
     }
     __syncthreads();               /* max_den is written, and all warps are done with their rings */
-    float *merged = (float *)smem; /* (4 warps, 8 rows, D) */
+    float *merged = (float *)smem; /* (4 warps, 8 rows, V) */
     auto top = [&](int r) {
         return fmaxf(fmaxf(max_den[r].x, max_den[16 + r].x), fmaxf(max_den[32 + r].x, max_den[48 + r].x));
     };
-    UNROLL for (int h = 0; h < 2; h++) {
-        float f = exp2f(m[h] - top(g + 8 * h));
+    UNROLL_BY(1) for (int h = 0; h < 2; h++) {
+        float f = exp2f((h ? m[1] : m[0]) - top(g + 8 * h));
         if (h) {
             __syncthreads(); /* the first 8 rows have been read */
         }
-        UNROLL for (int c = 0; c < D / 8; c += 4) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
+        UNROLL for (int c = 0; c < V / 8; c += 4) UNROLL for (int e = 0; e < 2; e++) {
             floats4 x;
-            UNROLL for (int j = 0; j < 4; j++) x.x[j] = acc[0][c + j][e] * f;
-            *(floats4 *)(merged + (warp * 8 + g) * D + 8 * c + 8 * t + 4 * (e & 1)) = x;
+            UNROLL for (int j = 0; j < 4; j++) x.x[j] = (h ? acc[0][c + j][2 + e] : acc[0][c + j][e]) * f;
+            *(floats4 *)(merged + (warp * 8 + g) * V + 8 * c + 8 * t + 4 * e) = x;
         }
         __syncthreads(); /* the sums of all 4 warps are written */
-        UNROLL_BY(1) for (int i = tid; i < 8 * D / 4; i += 128) {
-            int r = i / (D / 4), col = i % (D / 4) * 4, row = r + 8 * h;
+        UNROLL_BY(1) for (int i = tid; i < 8 * V / 4; i += 128) {
+            int r = i / (V / 4), col = i % (V / 4) * 4, row = r + 8 * h;
             floats4 x = {};
             float den = 0, mx = top(row);
             UNROLL for (int v = 0; v < 4; v++) {
-                floats4 y = *(const floats4 *)(merged + (v * 8 + r) * D + col);
+                floats4 y = *(const floats4 *)(merged + (v * 8 + r) * V + col);
                 UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
                 den += max_den[v * 16 + row].y * exp2f(max_den[v * 16 + row].x - mx);
             }
-            attn_store(a, w, row, col, x, mx, den);
+            attn_store<true>(a, w, row, col, x, mx, den);
         }
     }
-    if (w.n_split > 1) attn_join<D>(a, w, merged);
+    if (w.n_split > 1) attn_join<V>(a, w, merged);
 }
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
@@ -3536,14 +3830,14 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         uint8_t *to = smem + i % DEPTH * L::SLOT;
         int key = w.begin + i * KEYS;
         if (i < n) {
-            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, w.end, tid);
-            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, w.end, tid);
+            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, 0, w.end, tid);
+            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, 0, w.end, tid);
         }
         cp_async_commit();
     };
     auto scales = [&](int i) {
         int key = w.begin + i * KEYS + tid / GROUPS;
-        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, tid % GROUPS, w.end) : 0.0f;
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, 0, tid % GROUPS, w.end) : 0.0f;
     };
     for (int i = 0; i < DEPTH - 1; i++) copy(i);
     float next = scales(0);
@@ -3622,7 +3916,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
                     x[b][2 * h] = y.x + z.x;
                     x[b][2 * h + 1] = y.y + z.y;
                 }
-                attn_mask(x[b], w.begin + i * KEYS + 8 * b + 2 * t, 1, 1, limit[j], all);
+                attn_mask<false>(x[b], w.begin + i * KEYS + 8 * b + 2 * t, 1, 1, limit[j], 0, all);
             }
             attn_softmax(x, m[j], l[j], acc[j]);
             UNROLL for (int k = 0; k < KEYS / 16; k++) {
@@ -3639,12 +3933,13 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     }
 
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
-        float den = quad_sum(l[j][h]);
+        struct attn_place place;
+        const float den = quad_sum(l[j][h]);
+        if (!place.find(a, w, 16 * j + g + 8 * h, !(slice + t), m[j][h], den)) continue;
         UNROLL for (int u = 0; u < PER_WARP; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
-            int col = 32 * (slice + u) + 8 * t + 4 * (e & 1);
-            if (slice + u < SLICES) attn_store(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
+            if (slice + u < SLICES) place.store<false>(a, 32 * (slice + u) + 8 * t + 4 * (e & 1), x);
         }
     }
 }
@@ -3654,6 +3949,17 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
 template <int D>
 DEVICE int f16_at(int row, int c) {
     return row * D * 2 + ((D % 64 ? c : c ^ (row & 7)) << 4);
+}
+
+/* Converts ROWS rows of D values as they are in the cache to an f16 tile, with 128 threads. */
+template <int D, int ROWS, int FP8>
+DEVICE void f16_expand(uint8_t *to, const uint8_t *raw, int tid) {
+    constexpr int PIECES = D / 8;
+    UNROLL_BY(4) for (int x = tid; x < ROWS * PIECES; x += 128) {
+        int row = x / PIECES, c = x % PIECES;
+        auto h = kv_values<FP8, 8>(raw + kv_at<D *(FP8 ? 1 : 2)>(row, c * (FP8 ? 8 : 16)));
+        *(pack<4> *)(to + f16_at<D>(row, c)) = h;
+    }
 }
 
 /* acc (16, D) += weights p of 16 keys, the first of them `key`, times their values. */
@@ -3668,50 +3974,51 @@ DEVICE void attn_values_f16(float (*acc)[4], const uint32_t *p, const uint8_t *v
     }
 }
 
-/* GQA prefill: `out` or `partials` (64 rows, D) of one KV head and split. Grid: (splits, row tiles * KV heads), block:
+/* GQA prefill: `out` or `partials` (64 rows, V) of one KV head and split. Grid: (splits, row tiles * KV heads), block:
  * 128, 4 warps of 16 rows each. A tile of keys is copied raw while the tile before is multiplied, then converted to f16
- * once and read by ldmatrix. 128 D multiplications per key for the 64 rows of a KV head. Every warp reads every tile:
- * the limit is shared memory, at half to all of the MMA rate. */
-template <int D, int FP8>
+ * once and read by ldmatrix. 64 (K + V) multiplications per key for the 64 rows of a KV head. Every warp reads every
+ * tile: the limit is shared memory, at half to all of the MMA rate. */
+template <int K, int V, int FP8>
 struct attn_tiled {
-    static constexpr int KEYS = D > 128 ? 32 : 64;
-    static constexpr int ROW = D * (FP8 ? 1 : 2);
-    static constexpr int Q_SHARED = D > 128 ? 14 : 0;
-    static constexpr int RAW = KEYS * ROW, TILE = KEYS * D * 2; /* of K or V: as in the cache; as f16 */
-    static constexpr int SMEM = 2 * (RAW + TILE) + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
+    static constexpr int KEYS = K > 128 ? 32 : 64;
+    static constexpr int K_ROW = K * (FP8 ? 1 : 2), V_ROW = V * (FP8 ? 1 : 2);
+    static constexpr int Q_SHARED = K > 192 ? 14 : 0;
+    static constexpr int V_RAW = KEYS * K_ROW,
+                         RAW = V_RAW + KEYS * V_ROW; /* (K, V) as in the cache: V's place, bytes */
+    static constexpr int V_TILE = KEYS * K * 2, TILE = V_TILE + KEYS * V * 2; /* as f16 */
+    static constexpr int SMEM = RAW + TILE + 2 * KEYS * 4 + 4 * Q_SHARED * 512;
 };
 
-template <int D, int FP8>
+template <int K, int V, int FP8>
 __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
-    using L = attn_tiled<D, FP8>;
-    constexpr int KEYS = L::KEYS, ROW = L::ROW, NT = KEYS / 8, PIECES = D / 8, Q_REG = D / 16 - L::Q_SHARED;
+    using L = attn_tiled<K, V, FP8>;
+    constexpr int KEYS = L::KEYS, NT = KEYS / 8, Q_REG = K / 16 - L::Q_SHARED;
     DYN_SMEM(uint8_t, smem);
-    uint8_t *tile = smem, *raw = smem + 2 * L::TILE; /* (K, V) f16; (K, V) as in the cache */
-    float *factor = (float *)(raw + 2 * L::RAW);     /* (2, KEYS): of K, of V */
+    uint8_t *tile = smem, *raw = smem + L::TILE; /* (K, V) f16; (K, V) as in the cache */
+    float *factor = (float *)(raw + L::RAW);     /* (2, KEYS): of K, of V */
     struct attn_work w;
     if (!attn_begin(&w, a, 64)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int n = (w.end - w.begin + KEYS - 1) / KEYS;
 
+    /* Starts to copy step i. Thread tid gets the factor of key tid % KEYS: of K if tid < KEYS, else of V. */
     auto copy = [&](int i) {
-        int key = w.begin + i * KEYS;
+        const int key = w.begin + i * KEYS, back = a.k.kind == PLANE_RING ? key / a.k.n_row * a.k.n_row : 0;
         if (i < n) {
-            kv_copy<ROW, KEYS, 128>(raw, a.k, w.kvh * ROW, key, w.end, tid);
-            kv_copy<ROW, KEYS, 128>(raw + L::RAW, a.v, w.kvh * ROW, key, w.end, tid);
+            kv_copy<L::K_ROW, KEYS, 128>(raw, a.k, w.kvh * L::K_ROW, key, back, w.end, tid);
+            kv_copy<L::V_ROW, KEYS, 128>(raw + L::V_RAW, a.v, w.kvh * L::V_ROW, key, back, w.end, tid);
         }
         cp_async_commit();
+        return attn_factor<FP8>(a, w, tid >= KEYS, key + tid % KEYS, back);
     };
-    /* Thread tid has the factor of key tid % KEYS: of K if tid < KEYS, else of V. */
-    auto factors = [&](int i) { return attn_factor<FP8>(a, w, tid >= KEYS, w.begin + i * KEYS + tid % KEYS); };
-    copy(0);
-    float next = factors(0);
+    float next = copy(0);
 
     const uint16_t *rows[2];
     int limit[2];
     attn_rows(rows, limit, a, w, 16 * warp + g);
     attn_steps<Q_REG> q;
     q.rest = (uint8_t *)(factor + 2 * KEYS) + (warp * L::Q_SHARED * 32 + lane) * 16;
-    UNROLL for (int s = 0; s < D / 16; s++) {
+    UNROLL for (int s = 0; s < K / 16; s++) {
         pack<4> f;
         UNROLL for (int e = 0; e < 4; e++) {
             const uint16_t *x = rows[e & 1];
@@ -3719,37 +4026,39 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         }
         q.at(s) = f;
     }
-    float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[D / 8][4] = {};
+    float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[V / 8][4] = {};
+    const int window = attn_span(a);
 
     for (int i = 0; i < n; i++) {
         cp_async_wait<0>();
         __syncthreads(); /* the raw tile has landed; all warps are done with the f16 tile before */
-        UNROLL_BY(4) for (int x = tid; x < 2 * KEYS * PIECES; x += 128) { /* rows of K, then of V */
-            int row = x / PIECES, c = x % PIECES;
-            auto h = kv_values<FP8, 8>(raw + kv_at<ROW>(row, c * (FP8 ? 8 : 16)));
-            *(pack<4> *)(tile + f16_at<D>(row, c)) = h;
+        if (K == V) {    /* rows of K, then of V */
+            f16_expand<K, 2 * KEYS, FP8>(tile, raw, tid);
+        } else {
+            f16_expand<K, KEYS, FP8>(tile, raw, tid);
+            f16_expand<V, KEYS, FP8>(tile + L::V_TILE, raw + L::V_RAW, tid);
         }
         if (tid < 2 * KEYS) factor[tid] = next;
         __syncthreads(); /* the f16 tile is complete, the raw one may be refilled */
-        copy(i + 1);
-        next = factors(i + 1);
+        next = copy(i + 1);
 
         float s[NT][4] = {};
-        UNROLL for (int k = 0; k < D / 16; k++) {
+        UNROLL for (int k = 0; k < K / 16; k++) {
             pack<4> f = q.at(k);
             UNROLL for (int b = 0; b < NT; b += 2) {
                 /* Matrices: elements 0-7 and 8-15 of keys 0-7, then of keys 8-15. */
                 uint32_t r[4];
                 int row = 8 * b + (lane >> 4) * 8 + (lane & 7);
-                ldmatrix_x4(r, tile + f16_at<D>(row, 2 * k + (lane >> 3 & 1)));
+                ldmatrix_x4(r, tile + f16_at<K>(row, 2 * k + (lane >> 3 & 1)));
                 mma_f16(s[b], f.x, r);
                 mma_f16(s[b + 1], f.x, r + 2);
             }
         }
-        bool all = w.begin + (i + 1) * KEYS <= w.seen;
+        const int key = w.begin + i * KEYS;
+        const bool all = key + KEYS <= w.seen && (!a.window || key >= w.end - a.window); /* there is one split */
         UNROLL for (int b = 0; b < NT; b++) {
             const float *f = factor + 8 * b + 2 * t;
-            attn_mask(s[b], w.begin + i * KEYS + 8 * b + 2 * t, f[0], f[1], limit, all);
+            attn_mask<true>(s[b], key + 8 * b + 2 * t, f[0], f[1], limit, window, all);
         }
         attn_softmax(s, m, l, acc);
         UNROLL for (int k = 0; k < NT / 2; k++) {
@@ -3757,15 +4066,17 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
             float f[4] = {y[0], y[1], y[8], y[9]};
             uint32_t p[4];
             attn_weights(p, s[2 * k], s[2 * k + 1], f);
-            attn_values_f16<D>(acc, p, tile + L::TILE, 16 * k, lane);
+            attn_values_f16<V>(acc, p, tile + L::V_TILE, 16 * k, lane);
         }
     }
 
     UNROLL for (int h = 0; h < 2; h++) {
-        float den = quad_sum(l[h]);
-        UNROLL for (int b = 0; b < D / 8; b++) {
-            pack<2, float> x = {acc[b][2 * h], acc[b][2 * h + 1]};
-            attn_store(a, w, 16 * warp + g + 8 * h, 8 * b + 2 * t, x, m[h], den);
+        struct attn_place place;
+        const float den = quad_sum(l[h]);
+        if (!place.find(a, w, 16 * warp + g + 8 * h, !t, m[h], den)) continue;
+        UNROLL for (int b = 0; b < V / 8; b++) {
+            const pack<2, float> x = {acc[b][2 * h], acc[b][2 * h + 1]};
+            place.store<false>(a, 8 * b + 2 * t, x);
         }
     }
 }
@@ -3814,7 +4125,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     w.row0 = row;
     w.group = a.n_head;
     w.rows = 1u << 16;
-    attn_store(a, w, 0, col, x, top, den);
+    attn_store<false>(a, w, 0, col, x, top, den);
 }
 
 struct mla_value_args {
@@ -3918,8 +4229,48 @@ static void mla_value(const struct mla_value_args *p, cudaStream_t s) {
     else LAUNCH_PDL(k_mla_value<2>, grid, GEMV_THREADS, smem, s, *p);
 }
 
-/* Launches an attention kernel and, if the context is split and the kernel leaves that, the merge. In prefill more row tiles per KV head mean fewer
- * splits: they fill the GPU, too. */
+/* Gates of the heads' results in prefill. */
+struct gate_args {
+    uint16_t *x; /* (n_tok, n_head * head_v) halves, tokens x_stride apart, a multiple of 8 */
+    size_t x_stride;
+    const float *gate; /* (n_tok, n_head) or, with `each`, (n_tok, n_head * head_v), tokens gate_stride apart */
+    size_t gate_stride;
+    int n_head, head_v;
+    bool each, softplus;
+};
+
+/* x *= the gates. Grid: (ceil(n_head * head_v / 1024), n_tok), block: 128, 8 values a thread. Moves 4 bytes per value and
+ * the gates. */
+__global__ void __launch_bounds__(128) k_head_gate(struct gate_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int i = 8 * (int)(blockIdx.x * 128 + threadIdx.x);
+    if (i >= a.n_head * a.head_v) return;
+    uint16_t *x = a.x + blockIdx.y * a.x_stride + i;
+    const float *gate = a.gate + blockIdx.y * a.gate_stride + (a.each ? i : i / a.head_v);
+    pack<4> h = *(const pack<4> *)x;
+    UNROLL for (int j = 0; j < 4; j++) {
+        const float lo = gate_factor<true>(gate[a.each ? 2 * j : 0], a.softplus);
+        const float hi = gate_factor<true>(gate[a.each ? 2 * j + 1 : 0], a.softplus);
+        h.x[j] = clamped_f16x2(lo * half_to_f32((uint16_t)h.x[j]), hi * half_to_f32((uint16_t)(h.x[j] >> 16)));
+    }
+    *(pack<4> *)x = h;
+}
+
+/* Divides the keys of a window among splits: in decode, at most max_splits, of which a block joins all at once. Up to 16
+ * tokens see `keys` different keys; where these are few, they are one split. */
+static void attn_window_splits(struct attn_args *a) {
+    const int keys = a->window + DECODE_MAX_TOKENS - 1, most = min(a->max_splits, (int)ATTN_JOIN);
+    auto splits = [&](int shift) { return ((keys - 2) >> shift) + 2; }; /* the first keys may be the last of a split */
+    a->window_shift = 0;
+    a->max_splits = 1;
+    if (a->n_tok > DECODE_MAX_TOKENS || keys <= 4 * ATTN_SPLIT_KEYS || most < 2) return;
+    for (a->window_shift = 7; splits(a->window_shift) > most;) a->window_shift++;
+    a->max_splits = splits(a->window_shift);
+}
+
+/* Launches an attention kernel and, if the context is split and the kernel leaves that, the merge. In prefill more row
+ * tiles per KV head mean fewer splits: they fill the GPU, too. */
 static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
                      int smem, cudaStream_t s) {
     struct attn_args a = *args;
@@ -3927,10 +4278,11 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     if (a.n_tok > DECODE_MAX_TOKENS)
         splits = min(splits * ((group + 15) / 16) / tiles, splits * DECODE_MAX_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, (int)SPLITS_MAX));
+    if (a.window) attn_window_splits(&a);
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
-                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS));
+                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window));
     LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
     if (a.max_splits == 1 || a.arrived || !a.out) return; /* the kernel joins the splits itself, or k_mla_value does */
     a.n_head_kv = 1;
@@ -3938,10 +4290,10 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
 }
 
 /* Launch the kernels of one head width: tiles of 16 query rows for decode, 64 for prefill; MLA 16 or 32. */
-template <int D, int FP8>
+template <int K, int V, int FP8>
 static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s) {
-    if (prefill) attn_run(a, attn_gqa_prefill<D, FP8>, 64, 128, attn_tiled<D, FP8>::SMEM, s);
-    else attn_run(a, attn_gqa_decode<D, FP8>, 16, 128, attn_gqa<D, FP8>::SMEM, s);
+    if (prefill) attn_run(a, attn_gqa_prefill<K, V, FP8>, 64, 128, attn_tiled<K, V, FP8>::SMEM, s);
+    else attn_run(a, attn_gqa_decode<K, V, FP8>, 16, 128, attn_gqa<K, V, FP8>::SMEM, s);
 }
 template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
@@ -3959,10 +4311,11 @@ static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
         int mla, dk, dv;
         attn_runner *run[2]; /* BF16, FP8 */
     } table[] = {
-        {0, 32, 32, {attn_run_gqa<32, 0>, attn_run_gqa<32, 1>}},
-        {0, 64, 64, {attn_run_gqa<64, 0>, attn_run_gqa<64, 1>}},
-        {0, 128, 128, {attn_run_gqa<128, 0>, attn_run_gqa<128, 1>}},
-        {0, 256, 256, {attn_run_gqa<256, 0>, attn_run_gqa<256, 1>}},
+        {0, 32, 32, {attn_run_gqa<32, 32, 0>, attn_run_gqa<32, 32, 1>}},
+        {0, 64, 64, {attn_run_gqa<64, 64, 0>, attn_run_gqa<64, 64, 1>}},
+        {0, 128, 128, {attn_run_gqa<128, 128, 0>, attn_run_gqa<128, 128, 1>}},
+        {0, 192, 128, {attn_run_gqa<192, 128, 0>, attn_run_gqa<192, 128, 1>}},
+        {0, 256, 256, {attn_run_gqa<256, 256, 0>, attn_run_gqa<256, 256, 1>}},
         {1, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
         {1, 128 + 64, 128, {attn_run_mla<128, 64, 0>, attn_run_mla<128, 64, 1>}},
         {1, 64 + 16, 64, {attn_run_mla<64, 16, 0>, attn_run_mla<64, 16, 1>}},
@@ -4141,7 +4494,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_expanded(const __grid_constan
             mma_f16(s[b + 1], q[k].x, r + 2);
         }
         const bool all = (i + 1) * KEYS <= base + row0;
-        UNROLL for (int b = 0; b < NT; b++) attn_mask(s[b], i * KEYS + 8 * b + 2 * t, a.factor, a.factor, limit, all);
+        UNROLL for (int b = 0; b < NT; b++)
+            attn_mask<false>(s[b], i * KEYS + 8 * b + 2 * t, a.factor, a.factor, limit, 0, all);
         attn_softmax(s, m, l, acc);
         UNROLL for (int k = 0; k < NT / 2; k++) {
             const float f[4] = {ATTN_P, ATTN_P, ATTN_P, ATTN_P};
@@ -5163,15 +5517,16 @@ struct cuda {
     int turn;                   /* index of the one used last */
 
     /* activations, see GPU_BUFFERS; a pair is a token and an expert that it uses */
-    float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
-    float *x_first;           /* what x32[A_X] is when a forward begins and when it has ended */
-    float *x_other;           /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
-    uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
-    float *cs, *sn;           /* (chunk, rope_dim / 2) cosines and sines of the batch's positions */
-    const float *freq;        /* (rope_dim / 2) radians per position */
-    uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
-    uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
-    float *mla_parts;         /* MLA: see struct mla_value_args */
+    float *x32[ACT_COUNT];        /* activation slots in F32, where something reads that */
+    float *x_first;               /* what x32[A_X] is when a forward begins and when it has ended */
+    float *x_other;               /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
+    uint16_t *x16[ACT_COUNT];     /* activation slots in halves: inputs of GEMMs and of attention */
+    float *cs, *sn;               /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
+    const float *freq[MAX_ROPES]; /* of each rotation (dim / 2) radians per position */
+    float *row_sums;              /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
+    uint16_t *q_absorbed;         /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
+    uint16_t *latent_out; /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
+    float *mla_parts;     /* MLA: see struct mla_value_args */
     uint32_t *mla_arrived;
     struct mla_buffers mla;   /* expanded keys and values of a prefill's latent attention */
     float *partials;          /* partial outputs of attention over a split context */
@@ -5307,6 +5662,9 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
             snprintf(who + at, left, "; rank %d waited for rank %d in the all-reduce after the %s of layer %d", i,
                      i / shard.n_rank * shard.n_rank + rank, all_reduce_after((unsigned)ordinal),
                      (r - r->index + i)->m->first_layer + ordinal / ALL_REDUCES_PER_LAYER);
+        else if (code && channel == WAIT_ROW_NORM)
+            snprintf(who + at, left, "; rank %d waited for rank %d in the norm of queries and keys of layer %d", i,
+                     i / shard.n_rank * shard.n_rank + rank, (r - r->index + i)->m->first_layer + ordinal);
         else if (code)
             snprintf(who + at, left, "; rank %d waited for %s", i,
                      channel == CH_LOGITS  ? "a shard of the logits"
@@ -5602,13 +5960,21 @@ static void send_rows(struct rank *r, struct send_args a) {
     LAUNCH_PDL(k_send_rows, a.n_row ? (unsigned)ALLREDUCE_BLOCKS : 1u, 256, 0, r->cuda->stream, a);
 }
 
+/* The cosines and sines of a rotation. */
+static struct rope_table rope_table_of(const struct rank *r, int rope) {
+    const struct cuda *c = r->cuda;
+    const size_t at = (size_t)rope * (size_t)c->sizes.chunk * (size_t)r->m->max.rope_dim / 2;
+    return {c->freq[rope], r->m->ropes[rope].dim / 2, r->m->ropes[rope].factor, c->cs + at, c->sn + at};
+}
+
 /* Embeddings, cosines and sines of the batch; a later stage then waits for the hidden states of the one before. */
 static void cuda_embed(struct rank *r, const struct weight *w, enum act out) {
     struct cuda *c = r->cuda;
     r->n_all_reduce = 0;
+    struct rope_tables ropes = {};
+    for (; ropes.n < r->m->n_rope; ropes.n++) ropes.table[ropes.n] = rope_table_of(r, ropes.n);
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream,
-               w->data ? *device_matrix_of(c, w) : device_matrix{}, c->tokens, c->batch, c->freq,
-               r->m->max.rope_dim / 2, r->m->ropes[0].factor, c->x32[out], c->cs, c->sn);
+               w->data ? *device_matrix_of(c, w) : device_matrix{}, c->tokens, c->batch, c->x32[out], ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const size_t n = (size_t)r->m->n_embd;
@@ -5672,37 +6038,53 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
 static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
 #endif
 
-/* Adds the deltas of all ranks to x, which gives `sum`, and norms that. A single rank adds its own delta. Several use NCCL where it was
- * chosen, or else our own kernel, which pushes as many rows at a time as a slot holds. */
-static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out,
-                                   float *sum) {
-    struct cuda *c = r->cuda;
+/* Waits for the forward's kernels where ranks share a GPU: they must not fill its launch queue with many tokens' kernels,
+ * of which a waiting one could block the one it waits for. */
+static void sharers_sync(struct rank *r) {
+    if (r->cuda->sharers > 1 && r->n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
+}
+
+/* The slots and flags of the stage's ranks. */
+static void stage_slots(const struct rank *r, float *slot[MAX_RANKS], uint32_t *flag[MAX_RANKS]) {
     const struct shard *shard = &r->m->shard;
-    const int n_tok = r->n_tok, n = r->width[x], piece = ALLREDUCE_SLOT / n; /* rows that are pushed at once */
-    struct norm_args a = norm_of(r, c->x32[x], n_tok, n, c->x32[delta], w, out);
-    a.sum = sum;
-    if (shard->n_rank == 1 && !r->cuda->sizes.nccl) {
-        add_norm<DELTA_OWN>(&a, (unsigned)n_tok, c->stream);
-        return;
-    }
-    a.p = tp_rank_of(r);
-    a.sharing = c->sharers > 1;
-    a.ordinal = (int)r->n_all_reduce++;
-    if (all_reduce_by_nccl(r, &a)) return;
-    /* Ranks that share a GPU must not fill its launch queue: a waiting kernel could block the one it waits for. */
-    if (c->sharers > 1 && n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
     const struct mailbox *stage = &r->cuda->mailbox[shard->stage * shard->n_rank];
-    for (int k = 0; k < shard->n_rank; k++) a.slot[k] = stage[k].slot, a.flag[k] = stage[k].reduce_flag;
-    const size_t step = (size_t)piece * (size_t)n;
+    for (int k = 0; k < shard->n_rank; k++) slot[k] = stage[k].slot, flag[k] = stage[k].reduce_flag;
+}
+
+/* An all-reduce by our own kernel, which pushes as many rows at a time as a slot holds. */
+static void all_reduce_push(struct rank *r, struct norm_args a) {
+    struct cuda *c = r->cuda;
+    const int n_tok = a.n_tok, piece = ALLREDUCE_SLOT / a.n; /* rows that are pushed at once */
+    const size_t step = (size_t)piece * (size_t)a.n;
+    sharers_sync(r);
+    a.sharing = c->sharers > 1;
+    stage_slots(r, a.slot, a.flag);
     for (int t = 0; t < n_tok; t += piece) {
         a.n_tok = min(n_tok - t, piece);
         add_norm<DELTA_PUSHED>(&a, (unsigned)min(a.n_tok, c->reduce_blocks), c->stream);
         a.x += step;
         a.sum += step;
         a.delta = (const float *)a.delta + step;
-        a.h16 += step;
+        if (a.h16) a.h16 += step;
         if (a.h32) a.h32 += step;
     }
+}
+
+/* Adds the deltas of all ranks to x, which gives `sum`, and norms that. A single rank adds its own delta. Several use
+ * NCCL where it was chosen, or else our own kernel. */
+static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out,
+                                   float *sum) {
+    struct cuda *c = r->cuda;
+    const struct shard *shard = &r->m->shard;
+    struct norm_args a = norm_of(r, c->x32[x], r->n_tok, r->width[x], c->x32[delta], w, out);
+    a.sum = sum;
+    if (shard->n_rank == 1 && !r->cuda->sizes.nccl) {
+        add_norm<DELTA_OWN>(&a, (unsigned)a.n_tok, c->stream);
+        return;
+    }
+    a.p = tp_rank_of(r);
+    a.code = WAIT_CODE(0, CH_ALLREDUCE, r->n_all_reduce++);
+    if (!all_reduce_by_nccl(r, &a)) all_reduce_push(r, a);
 }
 
 /* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones.
@@ -5913,10 +6295,12 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     const struct layer *layer = &m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
+    const struct rope_table table = rope_table_of(r, shape.rope);
     struct rope_args p = {};
     p.batch = c->batch;
-    p.cs = c->cs;
-    p.sn = c->sn;
+    p.cs = table.cs;
+    p.sn = table.sn;
+    p.pairs = m->ropes[shape.rope].pairs;
     p.q = c->x32[q];
     p.k = c->x32[k];
     p.q16 = c->x16[q];
@@ -5934,8 +6318,11 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.latent = shape.kv_lora;
     p.eps = m->rms_eps;
     p.q_rope = c->q_absorbed;
-    p.q_norm = (const float *)device_vector_of(c, layer->q_norm);
-    p.k_norm = (const float *)device_vector_of(c, shape.kv_lora ? layer->kv_a_norm : layer->k_norm);
+    if (layer->has & HAS_HEAD_NORM) {
+        p.q_norm = (const float *)device_vector_of(c, layer->q_norm);
+        p.k_norm = (const float *)device_vector_of(c, layer->k_norm);
+    }
+    if (shape.kv_lora) p.k_norm = (const float *)device_vector_of(c, layer->kv_a_norm);
     return p;
 }
 
@@ -5960,31 +6347,91 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.q_stride = (size_t)shape.n_head * (size_t)dk;
     a.out_stride = out_stride;
     a.scale = shape.scale;
+    a.window = shape.window;
+    a.sinks = (const float *)device_vector_of(c, r->m->layers[il].sinks);
     a.max_splits = r->cuda->sizes.splits;
     const double key = (double)(k->row_bytes + plane_scale_bytes(k) + v->row_bytes + plane_scale_bytes(v));
-    profile_next((r->pos + r->n_tok) * key, "%d keys", r->pos + r->n_tok);
+    const int len = r->pos + r->n_tok, keys = shape.window ? min(len, shape.window + r->n_tok - 1) : len;
+    profile_next(keys * key, "%d keys", keys);
     attn_launch(&a, shape.kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
     return a;
+}
+
+/* Norms q and k as whole rows. With several ranks a decode forward needs one kernel, and more tokens an all-reduce
+ * between two. */
+static void cuda_row_norm(struct rank *r, int il, enum act q, enum act k) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    struct cuda *c = r->cuda;
+    struct row_norm_args a = {};
+    a.eps = r->m->rms_eps;
+    a.n_tok = r->n_tok;
+    for (int i = 0; i < 2; i++) {
+        a.x[i] = c->x32[i ? k : q];
+        a.stride[i] = (size_t)r->width[i ? k : q];
+        a.weight[i] = (const float *)device_vector_of(c, i ? layer->k_norm : layer->q_norm);
+        a.n[i] = (i ? shape.n_head_kv : shape.n_head) * shape.head_k;
+        a.whole[i] = (i ? shape.whole_head_kv : shape.whole_head) * shape.head_k;
+        a.counted[i] = !i || !shape.copied_kv;
+    }
+    const unsigned rows = 2 * (unsigned)r->n_tok;
+    profile_next(4.0 * (a.n[0] + a.n[1]), "%d values", a.n[0] + a.n[1]); /* the weights: rows come from L2 */
+    if (r->m->shard.n_rank == 1) {
+        LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_SCALE>), rows, NORM_THREADS, 0, c->stream, a);
+        return;
+    }
+    a.p = tp_rank_of(r);
+    a.code = WAIT_CODE(0, WAIT_ROW_NORM, il);
+    if (r->n_tok <= DECODE_MAX_TOKENS) {
+        a.sharing = c->sharers > 1;
+        stage_slots(r, a.slot, a.flag);
+        LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_EXCHANGE | ROW_SCALE>), min(rows, (unsigned)c->reduce_blocks),
+                   NORM_THREADS, 0, c->stream, a);
+        return;
+    }
+    struct norm_args sums = {};
+    sums.n = ROW_SUMS;
+    sums.n_tok = (int)ceil_div(2 * r->n_tok, ROW_SUMS);
+    sums.delta = a.own = c->row_sums;
+    sums.x = sums.sum = a.all = c->row_sums + sums.n_tok * ROW_SUMS;
+    sums.p = a.p;
+    sums.code = a.code;
+    LAUNCH_PDL((k_row_norm<ROW_SQUARES>), rows, NORM_THREADS, 0, c->stream, a);
+    all_reduce_push(r, sums);
+    LAUNCH_PDL((k_row_norm<ROW_SCALE>), rows, NORM_THREADS, 0, c->stream, a);
 }
 
 static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
+    const bool decode = r->n_tok <= DECODE_MAX_TOKENS, gates = layer->has & HAS_HEAD_GATE, each = shape.n_gate > 1;
     struct cuda *c = r->cuda;
     struct attn_args a = {};
     a.rope = rope_of(r, il, q, k);
     a.rope.v = c->x32[v];
     a.rope.v_stride = (size_t)r->width[v];
+    a.softplus = layer->head_gate == GATE_SOFTPLUS;
     if (layer->has & HAS_Q_GATE) {
-        a.gate = c->x32[q];
+        a.gate = c->x32[q] + shape.head_k; /* behind each head's query */
         a.gate_stride = (size_t)r->width[q];
+        a.gate_head = 2 * shape.head_k;
+    } else if (gates && decode) {
+        a.gate = c->x32[A_GATE];
+        a.gate_stride = (size_t)r->width[A_GATE];
+        a.gate_head = shape.n_gate;
+        a.gate_one = !each;
     }
-    if (r->n_tok > DECODE_MAX_TOKENS)
+    if (decode) a.arrived = c->attn_arrived;
+    else
         LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
                    c->stream, a.rope);
-    else a.arrived = c->attn_arrived;
     a.ahead = ahead_of_half(r, il, true);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
+    if (!gates || decode) return;
+    const struct gate_args g = {c->x16[out],  (size_t)r->width[out], c->x32[A_GATE], (size_t)r->width[A_GATE],
+                                shape.n_head, shape.head_v,          each,           a.softplus};
+    LAUNCH_PDL(k_head_gate, dim3(ceil_div(shape.n_head * shape.head_v, 1024), (unsigned)r->n_tok), 128, 0, c->stream,
+               g);
 }
 
 static void cuda_delta_net(struct rank *r, int il, enum act out) {
@@ -6132,6 +6579,11 @@ static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint1
                out + (size_t)n_e * (size_t)n_in);
 }
 
+/* The limits of the feed-forward of a layer whose first matrix is `gate`. */
+static struct glu_limit ffn_limit(const struct layer *layer, const struct weight *gate) {
+    return glu_limit_of(layer->glu, gate == &layer->gate ? layer->glu_limit : layer->sh_glu_limit);
+}
+
 /* out (+)= down(silu(gate x) * (up x)) of feed-forward `ffn` of a layer in prefill. */
 static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum act out) {
     struct cuda *c = r->cuda;
@@ -6141,6 +6593,7 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     struct gemm_args g = {};
     g.w = *device_matrix_of(c, gate);
     g.w2 = *device_matrix_of(c, up);
+    g.limit = ffn_limit(&r->m->layers[il], gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
     g.n_tok = r->n_tok;
@@ -6173,6 +6626,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     for (int i = 0; i < u.n_entry; i++) {
         u.gate[i] = *device_matrix_of(c, ffns[i].gate);
         u.up[i] = *device_matrix_of(c, ffns[i].up);
+        u.limit[i] = ffn_limit(layer, ffns[i].gate);
         u.y[i] = routed && !i ? c->hidden : c->hidden_shared;
         down[i] = *device_matrix_of(c, ffns[i].down);
         down[i].unit *= HIDDEN_SCALE;
@@ -6210,6 +6664,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     const void *router = device_vector_of(c, layer->router.data);
     if (router_halves(&layer->router)) p.w16 = (const uint16_t *)router;
     else p.w32 = (const float *)router;
+    p.logit_bias = (const float *)device_vector_of(c, layer->router.bias);
     p.bias = (const float *)device_vector_of(c, layer->router_bias);
     p.shared = (const float *)device_vector_of(c, layer->sh_weight);
     p.x = c->x32[x];
@@ -6239,6 +6694,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     struct gemm_args g = {};
     g.w = *device_matrix_of(c, &layer->gate);
     g.w2 = *device_matrix_of(c, &layer->up);
+    g.limit = ffn_limit(layer, &layer->gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
     g.rows = s.row;
@@ -6259,6 +6715,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     experts(1, r->n_tok, c->x4);
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
     g.w = *device_matrix_of(c, &layer->down);
+    g.bias_factor = 1 / HIDDEN_SCALE;
     g.x = c->hidden; /* divided by HIDDEN_SCALE, and so is expert_out */
     g.x_stride = g.y_stride;
     g.rows = NULL;
@@ -6523,7 +6980,20 @@ static int cuda_profile(struct rank *r, void (*body)(void *), void *arg, struct 
  * there.
  * ============================================================================================================ */
 
-/* Allocates a matrix in tiles, and copies its factors and bias. False: it is there already, or after an error. */
+/* The copy of a matrix's biases, in whole tiles. NULL: it has none, or after an error. */
+static const float *bias_upload(struct rank *r, const struct weight *w, const char *what) {
+    const size_t rows = ceil_div(w->n_out, TILE_ROWS) * TILE_ROWS, n = (size_t)w->n_expert * rows;
+    if (!w->bias) return NULL;
+    float *tiles = (float *)host_memory(n + 1, sizeof *tiles);
+    for (int e = 0; e < w->n_expert; e++)
+        memcpy(tiles + (size_t)e * rows, w->bias + (ptrdiff_t)e * w->bias_stride, (size_t)w->n_out * sizeof *tiles);
+    const float *bias = (const float *)cuda_vector(r, w->bias, tiles, n * sizeof *tiles, what);
+    cuda_sync(r, what);
+    free(tiles);
+    return bias;
+}
+
+/* Allocates a matrix in tiles, and copies its factors and biases. False: it is there already, or after an error. */
 static bool matrix_allocate(struct rank *r, const struct weight *w, const char *what) {
     struct cuda *c = r->cuda;
     struct device_copy t = *hmgetp(c->copies, w->data);
@@ -6541,7 +7011,7 @@ static bool matrix_allocate(struct rank *r, const struct weight *w, const char *
     d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
     for (int e = 0; w->scale && e < w->n_expert; e++) d->scale_max = fmaxf(d->scale_max, fabsf(w->scale[e]));
     if (!(d->scale_max > 0)) d->scale_max = 1;
-    d->bias = (const float *)cuda_vector(r, w->bias, w->bias, (size_t)w->n_out * sizeof(float), what);
+    d->bias = bias_upload(r, w, what);
     hmputs(c->copies, t);
     return !c->failed;
 }
@@ -6705,7 +7175,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
         snprintf(what, sizeof what, "layer %d", il);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
             if (rule->field == NOT_BOUND) continue;
-            if (rule->kind == TENSOR_VECTOR) {
+            if (rule->kind == TENSOR_VECTOR) { /* biases of matrices have come with these, which stand before them */
                 floats_upload(r, *rule_vector(rule, layer), rule_floats(rule, m, layer), "norms");
                 continue;
             }
@@ -6942,23 +7412,48 @@ static void matrix_check(const struct weight *w, char *why) {
                  w->n_in);
 }
 
-/* The shape of the attention that all layers with attention have; zeros where none has. */
+/* The shape of the first attention that sees all keys, or else of the first with a window; zeros where there is none. */
 static struct attn attn_of(const struct model *m) {
-    for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].has & HAS_ATTENTION) return m->layers[il].attn;
-    return {};
+    struct attn found = {};
+    for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *layer = &m->layers[il];
+        if ((layer->has & HAS_ATTENTION) && (!found.head_k || (found.window && !layer->attn.window)))
+            found = layer->attn;
+    }
+    return found;
 }
 
-/* Writes to why, unless that says something already, why the kernels cannot run the mixer of a layer. shape: of the
- * model's attention. */
-static void mixer_check(const struct layer *layer, int il, const struct attn &shape, char *why) {
+/* Writes to why, unless that says something already, why the kernels cannot run the attention of layer il. shape: the
+ * model's. Layers of grouped-query attention may differ. */
+static void attn_check(const struct model *m, const struct layer *layer, int il, const struct attn &shape, char *why) {
+    const struct attn *a = &layer->attn;
+    const bool mla = layer->has & HAS_MLA;
+    const int rope = layer_rope_dim(m, layer), dk = mla ? a->kv_lora + rope : a->head_k;
+    const int dv = mla ? a->kv_lora : a->head_v;
+    if (why[0] || !a->n_head) return;
+    if (!attn_find(mla, dk, dv, 0) || a->head_k > HEAD_MAX || a->head_v > HEAD_MAX)
+        snprintf(why, ERR_MAX,
+                 "attention with keys of %d and values of %d (layer %d) is not supported on a GPU; use --cpu", dk, dv,
+                 il);
+    else if ((mla || shape.kv_lora) && memcmp(a, &shape, sizeof shape) != 0)
+        snprintf(why, ERR_MAX,
+                 "layers with different shapes of latent attention (layer %d) are not supported on a GPU; use --cpu",
+                 il);
+    else if (mla && (a->window || (layer->has & (HAS_SINKS | HAS_HEAD_GATE | HAS_ROW_NORM))))
+        snprintf(why, ERR_MAX,
+                 "latent attention with a window, sinks, gates or norms of rows (layer %d) is not supported on a GPU; "
+                 "use --cpu",
+                 il);
+    else if ((layer->has & HAS_Q_GATE) && (layer->has & HAS_HEAD_GATE))
+        snprintf(why, ERR_MAX, "two kinds of gates in attention (layer %d) are not supported on a GPU; use --cpu", il);
+}
+
+/* Writes to why, unless that says something already, why the kernels cannot run a layer's gated delta net. */
+static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
-    if ((layer->has & HAS_ATTENTION) && memcmp(&layer->attn, &shape, sizeof shape) != 0)
-        snprintf(why, ERR_MAX,
-                 "layers with different attention shapes (layer %d) are not supported on a GPU; use --cpu", il);
-    else if ((layer->has & HAS_DELTA) && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
-                                          d->head_v % 8 || d->n_conv != DELTA_TAPS))
+    if ((layer->has & HAS_DELTA) &&
+        (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv != DELTA_TAPS))
         snprintf(why, ERR_MAX,
                  "a gated delta net with keys of %d, values of %d and a convolution of %d is not supported on a GPU; "
                  "use --cpu",
@@ -6968,15 +7463,9 @@ static void mixer_check(const struct layer *layer, int il, const struct attn &sh
 /* Writes to why (ERR_MAX) why the kernels cannot run this shard with such a cache; nothing if they can. */
 static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     const struct attn shape = attn_of(m);
-    const int dk = shape.kv_lora ? shape.kv_lora + m->max.rope_dim : shape.head_k;
-    const int dv = shape.kv_lora ? shape.kv_lora : shape.head_v;
     const int row = m->n_embd > shape.q_lora ? m->n_embd : shape.q_lora;
     int il;
     if (kv == KV_F32) snprintf(why, ERR_MAX, "--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
-    else if (shape.n_head &&
-             (!attn_find(shape.kv_lora != 0, dk, dv, 0) || shape.head_k > HEAD_MAX || shape.head_v > HEAD_MAX))
-        snprintf(why, ERR_MAX, "attention with keys of %d and values of %d is not supported on a GPU; use --cpu", dk,
-                 dv);
     else if (row > NORM_MAX)
         snprintf(why, ERR_MAX, "rows of %d values are not supported on a GPU (at most %d); use --cpu", row,
                  (int)NORM_MAX);
@@ -6987,9 +7476,6 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
         snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     else if (m->family->planes)
         snprintf(why, ERR_MAX, "the state of %s is not supported on a GPU; use --cpu", m->family->arch);
-    else if (m->n_rope > 1)
-        snprintf(why, ERR_MAX, "%d different RoPE rotations in one model are not supported on a GPU; use --cpu",
-                 m->n_rope);
     else if (shard_gap(m, &il))
         snprintf(why, ERR_MAX,
                  "%d ranks are too many for this model on GPUs: rank %d would have no shard of %s %d; use a smaller "
@@ -7000,7 +7486,8 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     matrix_check(&m->output, why);
     for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        mixer_check(layer, m->first_layer + il, shape, why);
+        if (layer->has & HAS_ATTENTION) attn_check(m, layer, m->first_layer + il, shape, why);
+        delta_check(layer, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);
     }
@@ -7142,8 +7629,9 @@ static void rank_allocate(struct rank *r) {
     c->sample.token = c->tokens;
     r->goes_ahead = true;
     for (struct staging &x : c->sent) staging_take(r, &x, batch_bytes, false, "host memory");
-    const struct rope rope = m->ropes[0];
-    c->freq = (const float *)cuda_vector(r, rope.freq, rope.freq, (size_t)rope.dim / 2 * sizeof(float), "activations");
+    for (int i = 0; i < m->n_rope; i++)
+        c->freq[i] = (const float *)cuda_vector(r, m->ropes[i].freq, m->ropes[i].freq,
+                                                (size_t)m->ropes[i].dim / 2 * sizeof(float), "activations");
     uint8_t *cache = (uint8_t *)cuda_memory(r, cache_layout(r, NULL), "the KV cache");
     if (cache) cache_layout(r, cache);
 #define ALLOCATE(field, type, count) c->field = (type *)activations(r, sizeof(type) * (count));
@@ -7157,7 +7645,7 @@ static void rank_allocate(struct rank *r) {
     route->k = m->max.n_expert_used;
     route->n_group = m->n_group;
     route->n_group_used = m->n_group_used;
-    route->softmax = m->gating == GATING_SOFTMAX;
+    route->gating = m->gating;
     route->norm = m->norm_topk_prob;
     route->factor = m->routed_scaling_factor;
     c->sort.id = route->id;

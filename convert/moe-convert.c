@@ -1936,13 +1936,30 @@ static void check_quantization(void) {
 /* ============================================================================================================
  * Vocabulary
  *
- * Byte-level BPE only. Texts of tokens are stored in GPT-2's alphabet, one printable character per byte; added tokens
- * are stored literally. The pre-tokenizer is recognized by its expressions and stored by its name in llama.cpp. An
- * unknown one is an error, because other pieces would give tokens that the model was not trained on, without any error
- * later.
+ * Byte-level BPE and SentencePiece BPE with tokens for bytes.
+ *
+ * Byte-level BPE: texts of tokens are stored in GPT-2's alphabet, one printable character per byte; added tokens are
+ * stored literally. The pre-tokenizer is recognized by its expressions and stored by its name in llama.cpp. An unknown
+ * one is an error, because other pieces would give tokens that the model was not trained on, without any error later.
+ *
+ * SentencePiece: ordinary tokens are stored with U+2581 for a blank, added tokens literally. Its tokenizer.json has a
+ * list of merges, which is stored, and which moe follows; llama.cpp merges by scores. Scores are those of
+ * tokenizer.model. Without that file the score of a token is minus the place of the first merge that makes it, from 0
+ * on, so that the highest score is merged first; tokens that no merge makes have NO_SCORE.
  * ============================================================================================================ */
 
-enum token_type { TOKEN_NORMAL = 1, TOKEN_CONTROL = 3, TOKEN_USER = 4, TOKEN_UNUSED = 5 };
+/* As in GGUF files and tokenizer.model. */
+enum token_type {
+    TOKEN_NORMAL = 1,
+    TOKEN_UNKNOWN,
+    TOKEN_CONTROL,
+    TOKEN_USER,
+    TOKEN_UNUSED,
+    TOKEN_BYTE /* <0x00> to <0xFF> of SentencePiece */
+};
+
+#define NO_SCORE  -1e9f
+#define SPM_BLANK "\xe2\x96\x81" /* U+2581 */
 
 static struct {
     char **text;             /* (vocab_size) NULL: no such token */
@@ -1951,6 +1968,9 @@ static struct {
     const char *pre;         /* name of the pre-tokenizer */
     bool nfc, ignore_merges; /* normalize to NFC; a piece that is a token is not split */
     bool add_bos;            /* the post-processor adds it; tokenizer_config.json may overrule that */
+    bool spm;                /* SentencePiece */
+    float *score;            /* (vocab_size) of SentencePiece */
+    const char *blanks; /* what stretches get a blank in front: NULL, none; "all"; a value of moe.tokenizer.blanks */
 } vocab;
 
 /* Returns an expression with line ends as escapes and with contractions in their short form, as in the table; an stb_ds
@@ -1985,8 +2005,9 @@ static void collect_expressions(struct doc d, char ***list) {
         /* Removed and inverted leaves the matches. That is the same as Isolated if the expression matches
          * everything. */
         bool plain = !strcmp(how, "Isolated") || (!strcmp(how, "Removed") && get_bool(d, "invert", false));
-        if (!e || !plain) die("%s: this Split is not supported: %s", d.file, json_show(d.obj));
-        arrput(*list, normalize_expression(e));
+        bool with_next = !strcmp(how, "MergedWithNext") && !get_bool(d, "invert", false);
+        if (!e || !(plain || with_next)) die("%s: this Split is not supported: %s", d.file, json_show(d.obj));
+        arrput(*list, normalize_expression(with_next ? fmt("%s" HF_WITH_NEXT, e) : e));
     } else if (!strcmp(type, "Digits")) {
         arrput(*list, normalize_expression(get_bool(d, "individual_digits", false) ? "\\p{N}" : "\\p{N}+"));
     } else if (!strcmp(type, "ByteLevel")) {
@@ -1995,19 +2016,24 @@ static void collect_expressions(struct doc d, char ***list) {
     } else expect(d, "type", false, "Sequence, Split, Digits or ByteLevel");
 }
 
-/* Sets vocab.pre by the expressions of the pre-tokenizer d. If two rows of the table have the same expressions, the one
- * with the ignore_merges of this tokenizer is taken. */
+/* Sets vocab.pre by the expressions of the pre-tokenizer d. If several rows of the table have the same expressions, the
+ * one is taken whose ignore_merges, then whose nfc, are those of this tokenizer. */
 static void recognize_pre_tokenizer(struct doc d) {
     char **list = NULL;
-    if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE is supported", d.file);
+    if (!d.obj) die("%s: key 'pre_tokenizer' is missing: only byte-level BPE and SentencePiece are supported", d.file);
     collect_expressions(d, &list);
     size_t n = arrlenu(list);
+    int most = -1;
     const struct pre_tokenizer *found = NULL;
     for (const struct pre_tokenizer *p = pre_tokenizers; p < pre_tokenizers + N_PRE_TOKENIZERS; p++) {
         size_t i = 0;
         while (i < n && i < VOCAB_MAX_EXPRS && p->hf[i] && !strcmp(p->hf[i], list[i])) i++;
         bool same = i == n && n && (i == VOCAB_MAX_EXPRS || !p->hf[i]);
-        if (same && (!found || p->ignore_merges == vocab.ignore_merges)) found = p;
+        const int agree = 2 * (p->ignore_merges == vocab.ignore_merges) + (p->nfc == vocab.nfc);
+        if (same && agree > most) {
+            most = agree;
+            found = p;
+        }
     }
     if (found) {
         const int len = (int)strcspn(found->names, " ");
@@ -2053,16 +2079,58 @@ static void add_token(struct doc d, int64_t id) {
     vocab_set(d.file, text, id, added_token_type(text, get_bool(d, "special", false)));
 }
 
-/* Reads the normalizer: none or NFC. */
-static void read_normalizer(struct doc d) {
+/* Reads the normalizer. Byte-level: none or NFC. SentencePiece: none; or U+2581 for blanks, with one in front or
+ * without. *escaped: that was found. */
+static void read_normalizer(struct doc d, bool *escaped) {
     size_t i;
     json_t *v;
     if (!d.obj) return;
     const char *type = get_str(d, "type", "(none)");
-    if (!strcmp(type, "NFC")) vocab.nfc = true;
-    else if (!strcmp(type, "Sequence")) {
-        json_array_foreach(get_list(d, "normalizers"), i, v) read_normalizer((struct doc){v, d.file, d.in});
-    } else expect(d, "type", false, "none, NFC or a Sequence of those");
+    if (!strcmp(type, "Sequence")) {
+        json_array_foreach(get_list(d, "normalizers"), i, v) read_normalizer((struct doc){v, d.file, d.in}, escaped);
+    } else if (!vocab.spm) {
+        expect(d, "type", !strcmp(type, "NFC"), "none, NFC or a Sequence of those");
+        vocab.nfc = true;
+    } else if (!strcmp(type, "Prepend")) {
+        expect(d, "prepend", !strcmp(get_str(d, "prepend", ""), SPM_BLANK), "U+2581");
+        vocab.blanks = "all";
+    } else {
+        expect(d, "type", !strcmp(type, "Replace"), "none, Prepend, Replace or a Sequence of those");
+        expect(d, "pattern", !strcmp(get_str(get_obj(d, "pattern"), "String", ""), " "), "a blank");
+        expect(d, "content", !strcmp(get_str(d, "content", ""), SPM_BLANK), "U+2581");
+        *escaped = true;
+    }
+}
+
+/* Reads the pre-tokenizer of SentencePiece: none, or Metaspace that does not split. */
+static void read_metaspace(struct doc d, bool *escaped) {
+    if (!d.obj) return;
+    expect(d, "type", !strcmp(get_str(d, "type", "(none)"), "Metaspace"), "Metaspace, because of byte_fallback");
+    expect(d, "replacement", !strcmp(get_str(d, "replacement", ""), SPM_BLANK), "U+2581");
+    expect(d, "split", !get_bool(d, "split", true), "false");
+    const char *scheme = get_str(d, "prepend_scheme", get_bool(d, "add_prefix_space", true) ? "always" : "never");
+    expect(d, "prepend_scheme", one_of(scheme, "always first never"), "always, first or never");
+    if (!strcmp(scheme, "always")) vocab.blanks = "stretches";
+    if (!strcmp(scheme, "first")) vocab.blanks = "start";
+    *escaped = true;
+}
+
+/* Checks the decoder. */
+static void read_decoder(struct doc d) {
+    size_t i;
+    json_t *v;
+    const char *type = get_str(d, "type", "ByteLevel");
+    if (vocab.spm && !strcmp(type, "Sequence")) {
+        json_array_foreach(get_list(d, "decoders"), i, v) read_decoder((struct doc){v, d.file, d.in});
+    } else if (vocab.spm) {
+        expect(d, "type", !d.obj || one_of(type, "Replace ByteFallback Fuse Strip Metaspace"),
+               "Replace, ByteFallback, Fuse, Strip, Metaspace or a Sequence of those");
+    } else expect(d, "type", !strcmp(type, "ByteLevel"), "ByteLevel");
+}
+
+/* Whether a text is the token of a byte of SentencePiece. */
+static bool is_byte_token(const char *text) {
+    return strlen(text) == 6 && starts_with(text, "<0x") && text[5] == '>' && strspn(text + 3, "0123456789ABCDEF") == 2;
 }
 
 /* Reads the post-processor: it adds nothing, or one token before the text, the beginning-of-sequence token. */
@@ -2098,38 +2166,45 @@ static void read_merges(struct doc model, json_t *tokens) {
         if (!space || space == pair || !space[1] || strchr(space + 1, ' '))
             die("%s: merge %zu: expected two parts without spaces, found %s", model.file, i, json_show(v));
         *space = 0;
-        if (!json_object_get(tokens, pair) || !json_object_get(tokens, space + 1) ||
-            !json_object_get(tokens, fmt("%s%s", pair, space + 1)))
+        json_t *whole = json_object_get(tokens, fmt("%s%s", pair, space + 1));
+        if (!json_object_get(tokens, pair) || !json_object_get(tokens, space + 1) || !whole)
             die("%s: merge %zu: %s: a part or the whole is not in the vocabulary", model.file, i, json_show(v));
         *space = ' ';
         arrput(vocab.merges, pair);
+        float *score = &vocab.score[json_integer_value(whole)];
+        if (*score == NO_SCORE) *score = -(float)i;
     }
 }
 
 /* Reads tokenizer.json. */
 static void read_tokenizer_json(struct doc d) {
-    struct doc model = get_obj(d, "model"), tokens = get_obj(model, "vocab"), decoder = get_obj(d, "decoder");
+    struct doc model = get_obj(d, "model"), tokens = get_obj(model, "vocab");
     size_t i;
     const char *text;
     json_t *v;
+    bool escaped = false;
     expect(model, "type", !strcmp(get_str(model, "type", "BPE"), "BPE"), "BPE");
     expect(d, "model", tokens.obj, "an object with a vocabulary");
-    expect(model, "byte_fallback", !get_bool(model, "byte_fallback", false), "false");
+    vocab.spm = get_bool(model, "byte_fallback", false);
     expect(model, "end_of_word_suffix", !*get_str(model, "end_of_word_suffix", ""), "none");
     expect(model, "continuing_subword_prefix", !*get_str(model, "continuing_subword_prefix", ""), "none");
     vocab.ignore_merges = get_bool(model, "ignore_merges", false);
+    expect(model, "ignore_merges", !vocab.spm || !vocab.ignore_merges, "false, because of byte_fallback");
     json_object_foreach(tokens.obj, text, v) {
-        vocab_set(d.file, text, get_int(tokens, text, 0, INT32_MAX, REQUIRED), TOKEN_NORMAL);
+        vocab_set(d.file, text, get_int(tokens, text, 0, INT32_MAX, REQUIRED),
+                  vocab.spm && is_byte_token(text) ? TOKEN_BYTE : TOKEN_NORMAL);
     }
     read_merges(model, tokens.obj);
     json_array_foreach(get_list(d, "added_tokens"), i, v) {
         struct doc t = {v, d.file, "added_tokens"};
         add_token(t, get_int(t, "id", 0, INT32_MAX, REQUIRED));
     }
-    recognize_pre_tokenizer(get_obj(d, "pre_tokenizer"));
-    read_normalizer(get_obj(d, "normalizer"));
+    read_normalizer(get_obj(d, "normalizer"), &escaped);
+    if (vocab.spm) read_metaspace(get_obj(d, "pre_tokenizer"), &escaped);
+    else recognize_pre_tokenizer(get_obj(d, "pre_tokenizer"));
+    expect(d, "normalizer", !vocab.spm || escaped, "Replace, because of byte_fallback: U+2581 stands for a blank");
     read_post_processor(get_obj(d, "post_processor"));
-    expect(decoder, "type", !strcmp(get_str(decoder, "type", "ByteLevel"), "ByteLevel"), "ByteLevel");
+    read_decoder(get_obj(d, "decoder"));
 }
 
 /* ---- tiktoken.model: lines "BASE64 RANK" ----
@@ -2259,6 +2334,173 @@ static void read_tiktoken(const char *file, struct doc config) {
     vocab.pre = "kimi-k2";
 }
 
+/* ---- tokenizer.model of SentencePiece: a protobuf message ----
+ *
+ *   1: a piece of the vocabulary, once for each id {1: text, 2: score, 3: enum token_type}
+ *   2: how it was trained {3: model type, 24: blanks at the ends of words, 35: tokens for bytes}
+ *   3: how text is normalized {1: name, 2: map of characters, 3: blank in front, 4: blanks are merged, 5: U+2581} */
+
+/* What is left of a message. */
+struct wire {
+    const uint8_t *p, *end;
+    const char *file;
+};
+
+struct field {
+    uint32_t number;
+    uint64_t value;    /* of a varint, or the bits of a float */
+    struct wire bytes; /* of a field with a length; otherwise empty */
+};
+
+static uint64_t wire_varint(struct wire *w) {
+    uint64_t v = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+        if (w->p == w->end) die("%s: the file is cut off", w->file);
+        v |= (uint64_t)(*w->p & 127) << shift;
+        if (!(*w->p++ & 128)) return v;
+    }
+    die("%s: a number has more than 10 bytes", w->file);
+}
+
+/* Reads the next field of a message; false at its end. */
+static bool wire_next(struct wire *w, struct field *f) {
+    if (w->p == w->end) return false;
+    const uint64_t tag = wire_varint(w), type = tag & 7;
+    if (tag >> 32 || (type != 0 && type != 1 && type != 2 && type != 5))
+        die("%s: this is no model of SentencePiece", w->file);
+    *f = (struct field){.number = (uint32_t)(tag >> 3)};
+    if (type == 0) {
+        f->value = wire_varint(w);
+        return true;
+    }
+    const uint64_t n = type == 2 ? wire_varint(w) : type == 1 ? 8 : 4;
+    if (n > (uint64_t)(w->end - w->p)) die("%s: the file is cut off", w->file);
+    if (type == 2) f->bytes = (struct wire){w->p, w->p + n, w->file};
+    else f->value = type == 5 ? gguf_rd32(w->p) : gguf_rd64(w->p);
+    w->p += n;
+    return true;
+}
+
+/* Reads a piece: text (malloc'ed), type and score. */
+static char *read_piece(struct wire w, int64_t id, enum token_type *type, float *score) {
+    char *text = NULL;
+    struct field f;
+    *type = TOKEN_NORMAL;
+    *score = 0;
+    while (wire_next(&w, &f)) {
+        if (f.number == 2) *score = f32_from_bits((uint32_t)f.value);
+        if (f.number == 3 && (f.value < TOKEN_NORMAL || f.value > TOKEN_BYTE))
+            die("%s: piece %lld has the type %llu, expected 1 to 6", w.file, (long long)id,
+                (unsigned long long)f.value);
+        if (f.number == 3) *type = (enum token_type)f.value;
+        if (f.number != 1) continue;
+        const size_t n = (size_t)(f.bytes.end - f.bytes.p);
+        if (!n || memchr(f.bytes.p, 0, n) || !utf8_valid((const char *)f.bytes.p, n))
+            die("%s: the text of piece %lld is not UTF-8", w.file, (long long)id);
+        free(text);
+        text = xstrndup((const char *)f.bytes.p, n);
+    }
+    if (!text) die("%s: piece %lld has no text", w.file, (long long)id);
+    if (!isfinite(*score)) die("%s: the score of piece %lld is not finite", w.file, (long long)id);
+    if (*type == TOKEN_BYTE && !is_byte_token(text))
+        die("%s: piece %lld is '%s', expected a byte <0x00> to <0xFF>", w.file, (long long)id, text);
+    return text;
+}
+
+/* Dies unless a model is BPE with tokens for bytes and blanks in front of words. */
+static void check_trainer(struct wire w) {
+    uint64_t type = 1;
+    bool suffix = false, bytes = false;
+    struct field f;
+    while (wire_next(&w, &f)) {
+        if (f.number == 3) type = f.value;
+        if (f.number == 24) suffix = f.value;
+        if (f.number == 35) bytes = f.value;
+    }
+    if (type != 2) die("%s: the model has the type %llu, expected 2 (BPE)", w.file, (unsigned long long)type);
+    if (!bytes) die("%s: the model has no tokens for bytes (byte_fallback)", w.file);
+    if (suffix) die("%s: the model puts blanks at the ends of words, expected in front", w.file);
+}
+
+/* Returns whether a blank goes in front of text. Dies if text is changed in any other way. */
+static bool read_normalization(struct wire w) {
+    bool front = true, merged = true, escaped = true, map = false;
+    struct field f;
+    while (wire_next(&w, &f)) {
+        if (f.number == 2) map = f.bytes.p < f.bytes.end;
+        if (f.number == 3) front = f.value;
+        if (f.number == 4) merged = f.value;
+        if (f.number == 5) escaped = f.value;
+    }
+    if (map) die("%s: the model normalizes characters, expected the normalizer 'identity'", w.file);
+    if (merged) die("%s: the model merges blanks (remove_extra_whitespaces), expected not", w.file);
+    if (!escaped) die("%s: the model does not write U+2581 for a blank (escape_whitespaces)", w.file);
+    return front;
+}
+
+/* Takes over the scores of tokenizer.model, if its ordinary pieces are the tokens of tokenizer.json. */
+static void take_scores(const char *file, char *const *text, const enum token_type *type, const float *score,
+                        size_t n) {
+    for (size_t i = 0; i < n; i++)
+        if (type[i] == TOKEN_NORMAL && (i >= m.dim[DIM_VOCAB] || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
+            message_print("piece %zu of %s is '%s', another token than in tokenizer.json: its scores are not used", i,
+                          file, text[i]);
+            return;
+        }
+    memcpy(vocab.score, score, n * sizeof *score);
+}
+
+/* Reads tokenizer.model; config: tokenizer_config.json. After tokenizer.json it only gives the scores. */
+static void read_sentencepiece(const char *file, struct doc config, bool only_scores) {
+    char *data = NULL, err[ERR_MAX], **text = NULL;
+    enum token_type *type = NULL;
+    float *score = NULL;
+    bool front = true, defined = false, trained = false, normalized = false;
+    struct field f;
+    close(input_open(in_dir(file)));
+    if (read_file(in_dir(file), &data, err)) die("%s", err);
+    struct wire whole = {(const uint8_t *)data, (const uint8_t *)data + arrlenu(data), file};
+    while (wire_next(&whole, &f)) {
+        if (f.number == 2) check_trainer(f.bytes);
+        if (f.number == 3) front = read_normalization(f.bytes);
+        trained |= f.number == 2;
+        normalized |= f.number == 3;
+        if (f.number != 1) continue;
+        enum token_type t;
+        float x;
+        arrput(text, read_piece(f.bytes, arrlen(text), &t, &x));
+        arrput(type, t);
+        arrput(score, x);
+        defined |= t == TOKEN_USER;
+    }
+    if (!arrlen(text) || !trained || !normalized) die("%s: this is no model of SentencePiece", file);
+    const size_t n = arrlenu(text);
+    if (only_scores) {
+        if (n <= m.dim[DIM_VOCAB]) take_scores(file, text, type, score, n);
+    } else {
+        vocab.spm = vocab.add_bos = true;
+        for (size_t i = 0; i < n; i++) {
+            vocab_set(file, text[i], (int64_t)i, type[i]);
+            vocab.score[i] = score[i];
+        }
+        const char *always = get_bool(config, "legacy", true) ? defined ? "control" : "all" : "start";
+        vocab.blanks = get_bool(config, "add_prefix_space", front) ? always : NULL;
+    }
+    for (size_t i = 0; i < n; i++) free(text[i]);
+    arrfree(text), arrfree(type), arrfree(score), arrfree(data);
+}
+
+/* Adds the tokens of added_tokens.json, {"text": id}. */
+static void read_added_tokens(void) {
+    struct doc d = doc_read("added_tokens.json");
+    const char *text;
+    json_t *v;
+    json_object_foreach(d.obj, text, v) {
+        vocab_set(d.file, text, get_int(d, text, 0, INT32_MAX, REQUIRED), added_token_type(text, false));
+    }
+    json_decref(d.obj);
+}
+
 /* Adds the tokens of tokenizer_config.json. Ids without a token among the 256 special ones of a tiktoken model get the
  * names that Kimi's tokenizer gives them. */
 static void read_added_decoder(struct doc config) {
@@ -2276,19 +2518,42 @@ static void read_added_decoder(struct doc config) {
         if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
+/* Writes blanks for U+2581 in place: user-defined tokens are found in text as it is. */
+static void unescape_blanks(char *text) {
+    for (char *hit = text; (hit = strstr(hit, SPM_BLANK)); hit++) {
+        *hit = ' ';
+        memmove(hit + 1, hit + 3, strlen(hit + 3) + 1);
+    }
+}
+
 /* Reads all tokens. Ids without a token become unused ones. */
 static void read_vocabulary(struct doc config) {
     size_t n = m.dim[DIM_VOCAB];
     vocab.text = xrealloc(NULL, n * sizeof *vocab.text);
     vocab.type = xrealloc(NULL, n * sizeof *vocab.type);
+    vocab.score = xrealloc(NULL, n * sizeof *vocab.score);
     memset(vocab.text, 0, n * sizeof *vocab.text);
+    for (size_t i = 0; i < n; i++) vocab.score[i] = NO_SCORE;
     struct doc d = doc_read("tokenizer.json");
-    if (d.obj) read_tokenizer_json(d);
-    else if (!access(in_dir("tiktoken.model"), F_OK)) read_tiktoken("tiktoken.model", config);
-    else die("'%s' has neither tokenizer.json nor tiktoken.model", model_dir);
+    const bool pieces = !access(in_dir("tokenizer.model"), F_OK);
+    if (d.obj) {
+        read_tokenizer_json(d);
+        if (vocab.spm && pieces) read_sentencepiece("tokenizer.model", config, true);
+    } else if (!access(in_dir("tiktoken.model"), F_OK)) {
+        read_tiktoken("tiktoken.model", config);
+    } else if (pieces) {
+        read_sentencepiece("tokenizer.model", config, false);
+        read_added_tokens();
+    } else die("'%s' has neither tokenizer.json nor tiktoken.model nor tokenizer.model", model_dir);
+    size_t bytes = 0;
+    for (size_t i = 0; i < n; i++) bytes += vocab.text[i] && vocab.type[i] == TOKEN_BYTE;
+    if (vocab.spm && bytes != 256) die("'%s': the tokenizer has %zu tokens for bytes, expected 256", model_dir, bytes);
+    if ((d.obj || !vocab.spm) && !arrlen(vocab.merges))
+        die("'%s': the tokenizer has no merges: only BPE is supported", model_dir);
     json_decref(d.obj);
     read_added_decoder(config);
     for (size_t i = 0; i < n; i++) {
+        if (vocab.text[i] && vocab.spm && vocab.type[i] == TOKEN_USER) unescape_blanks(vocab.text[i]);
         if (vocab.text[i]) continue;
         vocab.text[i] = xstrdup(fmt("[PAD%zu]", i));
         vocab.type[i] = TOKEN_UNUSED;
@@ -2628,24 +2893,36 @@ static void put_sampling(struct doc g) {
     if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_int(g, "top_k", 0, INT32_MAX, 0));
 }
 
+/* Writes how tokens are merged, and what is done to the text before. */
+static void put_merging(void) {
+    if (vocab.spm) {
+        gguf_put_array(&writer, "tokenizer.ggml.scores", GGUF_V_F32, m.dim[DIM_VOCAB], vocab.score);
+        if (arrlen(vocab.merges)) kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
+        gguf_put_bool(&writer, "tokenizer.ggml.add_space_prefix", vocab.blanks != NULL);
+        if (vocab.blanks && strcmp(vocab.blanks, "all")) kv_str("moe.tokenizer.blanks", vocab.blanks);
+        return;
+    }
+    kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
+    if (vocab.ignore_merges) gguf_put_bool(&writer, "tokenizer.ggml.ignore_merges", true);
+    gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);
+}
+
 /* Writes the tokens, merges, special tokens and the chat template. */
 static void put_vocabulary(void) {
     struct doc config = doc_read("tokenizer_config.json"), generation = doc_read("generation_config.json");
     read_vocabulary(config);
     put_sampling(generation);
-    kv_str("tokenizer.ggml.model", "gpt2");
-    kv_str("tokenizer.ggml.pre", vocab.pre);
+    kv_str("tokenizer.ggml.model", vocab.spm ? "llama" : "gpt2");
+    kv_str("tokenizer.ggml.pre", vocab.spm ? "default" : vocab.pre);
     kv_strings("tokenizer.ggml.tokens", vocab.text, m.dim[DIM_VOCAB]);
     gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, m.dim[DIM_VOCAB], vocab.type);
-    if (!arrlen(vocab.merges)) die("'%s': the tokenizer has no merges: only byte-level BPE is supported", model_dir);
-    kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
-    if (vocab.ignore_merges) gguf_put_bool(&writer, "tokenizer.ggml.ignore_merges", true);
-    gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);
+    put_merging();
     static const char *const specials[][2] = {{"bos", "tokenizer.ggml.bos_token_id"},
                                               {"eos", "tokenizer.ggml.eos_token_id"},
-                                              {"pad", "tokenizer.ggml.padding_token_id"}};
+                                              {"pad", "tokenizer.ggml.padding_token_id"},
+                                              {"unk", "tokenizer.ggml.unknown_token_id"}};
     int32_t id, *stops = NULL;
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 3 + vocab.spm; i++)
         if ((id = special_id(config, specials[i][0])) >= 0) gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
     collect_ids(generation, "eos_token_id", &stops);
     collect_ids(m.cfg, "eos_token_id", &stops);

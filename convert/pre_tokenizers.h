@@ -8,7 +8,8 @@
  * The expressions for moe (expr) are those of the models' tokenizer.json, rewritten for PCRE2. None repeats a group, so
  * that matching needs no stack that grows with the text. None takes more than linear time on a long run, which is why
  * DeepSeek's expression for blanks at the end has a look-behind. Characters above 0x7f are written as numbers where two
- * of them look the same. Names and defaults are llama.cpp's.
+ * of them look the same. Names are llama.cpp's. The defaults are llama.cpp's too, but for NFC, which it does not know:
+ * that is what the models' tokenizer.json says.
  */
 #ifndef CONVERT_PRE_TOKENIZERS_H
 #define CONVERT_PRE_TOKENIZERS_H
@@ -30,6 +31,11 @@ enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 #define QWEN2          CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
 #define LLAMA3         CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}{1,3}|" SYMBOLS "[\\r\\n]*|" LINES_BLANKS
 #define CASED(UP, LOW) WORD_PREFIX UP "*" LOW "+" CONTRACTION "?|" WORD_PREFIX UP "+" LOW "*" CONTRACTION "?"
+#define TEKKEN \
+    WORD_PREFIX UPPER "*" LOWER "+|" WORD_PREFIX UPPER "+" LOWER "*|\\p{N}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS
+
+/* A run of line ends (\r\n or \n) and what follows it up to the next run. */
+#define LINE_RUNS "(?s).+?(?=(?<![\\r\\n])\\n|(?<!\\n)\\r\\n|\\z)"
 
 /* For CASED: letters in upper or title case or without case, and letters in lower case or without case. Kimi excludes
  * Han characters, which a PCRE2 class can only say as the complement of everything else. */
@@ -47,7 +53,11 @@ enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 #define DEEPSEEK_MARKS "!-/:-~\\x{ff01}-\\x{ff0f}\\x{ff1a}-\\x{ff5e}\\x{2018}-\\x{201f}\\x{3000}-\\x{3002}"
 #define DEEPSEEK_CJK   "[\\x{800}-\\x{9fa5}\\x{ac00}-\\x{d7ff}]+"
 
-/* ---- as in tokenizer.json, with line ends as escapes and contractions in their short form ---- */
+/* ---- as in tokenizer.json, with line ends as escapes and contractions in their short form ----
+ *
+ * Each match is a piece. Behind HF_WITH_NEXT, each match and what follows it is a piece (MergedWithNext). */
+
+#define HF_WITH_NEXT " with what follows"
 
 #define HF_SPACES  "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 #define HF_LETTERS "|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|"
@@ -58,6 +68,10 @@ enum { VOCAB_MAX_EXPRS = 6 }; /* expressions of one pre-tokenizer */
 #define HF_CASED(up, lo) \
     "[^\\r\\n\\p{L}\\p{N}]?[" up "]*[" lo "]+" CONTRACTION "?|[^\\r\\n\\p{L}\\p{N}]?[" up "]+[" lo "]*" CONTRACTION \
     "?|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+"
+#define HF_QWEN2 CONTRACTION HF_LETTERS "\\p{N}" HF_OTHERS
+#define HF_TEKKEN                                                                                               \
+    "[^\\r\\n\\p{L}\\p{N}]?[" HF_UPPER "]*[" HF_LOWER "]+|[^\\r\\n\\p{L}\\p{N}]?[" HF_UPPER "]+[" HF_LOWER \
+    "]*|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*" HF_SPACES
 
 /* One pre-tokenizer. */
 static const struct pre_tokenizer {
@@ -66,9 +80,11 @@ static const struct pre_tokenizer {
     const char *expr[VOCAB_MAX_EXPRS]; /* for PCRE2 */
     const char *hf[VOCAB_MAX_EXPRS];   /* as in tokenizer.json; none: moe-convert does not know it */
 } pre_tokenizers[] = {
-    {.names = "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt olmo jais trillion granite-docling",
+    {.names = "gpt-2 phi-2 gigachat a.x-4.0 mellum modern-bert exaone4 mpt jais trillion granite-docling",
      .expr = {GPT2},
      .hf = {HF_GPT2}},
+    {.names = "olmo", .nfc = true, .expr = {GPT2}, .hf = {HF_GPT2}},
+    {.names = "refact starcoder smollm mellum2", .expr = {"\\p{N}", GPT2}, .hf = {"\\p{N}", HF_GPT2}},
     {.names = "default", .expr = {"[\\p{P}$+<=>^~|]+", GPT2, "\\p{N}+", "[0-9][0-9][0-9]"}},
     {.names = "deepseek-llm",
      .expr = {"[\\r\\n]", "[" WS "]?[" DEEPSEEK_LETTERS "]+", "[" WS "]?[" DEEPSEEK_MARKS "]+",
@@ -79,7 +95,7 @@ static const struct pre_tokenizer {
     {.names = "deepseek-coder",
      .expr = {"[\\r\\n]", "[" WS "]?\\p{L}+", "[" WS "]?\\p{P}+", DEEPSEEK_CJK, "\\p{N}"},
      .hf = {"[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+", "\\p{N}"}},
-    {.names = "deepseek-v3 joyai-llm hunyuan-dense",
+    {.names = "deepseek-v3 joyai-llm hunyuan-dense hy_v4",
      .expr = {"\\p{N}{1,3}", "[\\x{4e00}-\\x{9fa5}\\x{3040}-\\x{30ff}]+",
               "[!-/:-@\\[-`{-~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
               " ?[\\p{P}\\p{S}]+[\\r\\n]*|" LINES_BLANKS},
@@ -91,13 +107,21 @@ static const struct pre_tokenizer {
      .hf = {CONTRACTION HF_LETTERS "\\p{N}{1,3}" HF_OTHERS}},
     {.names = "glm4 chatglm-bpe dbrx smaug-bpe", .expr = {LLAMA3},
      .hf = {CONTRACTION HF_LETTERS "\\p{N}{1,3}" HF_OTHERS}},
-    {.names = "qwen2", .nfc = true, .expr = {QWEN2},
-     .hf = {CONTRACTION HF_LETTERS "\\p{N}" HF_OTHERS}},
+    {.names = "qwen2", .nfc = true, .expr = {QWEN2}, .hf = {HF_QWEN2}},
     {.names = "deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", .expr = {QWEN2}},
     {.names = "qwen35", .nfc = true,
      .expr = {CONTRACTION "|" WORD_PREFIX "[\\p{L}\\p{M}]+|\\p{N}| ?[^" WS "\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|"
               LINES_BLANKS},
      .hf = {CONTRACTION "|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*" HF_SPACES}},
+    {.names = "laguna", .expr = {LINE_RUNS, QWEN2}, .hf = {"(?:\\r?\\n)+(?!\\r?\\n)" HF_WITH_NEXT, HF_QWEN2}},
+    {.names = "bailingmoe2 bailingmoe llada-moe",
+     .expr = {"'(?i:[sdmt]|ll|ve|re)|" WORD_PREFIX "+\\p{L}+|\\p{N}|" SYMBOLS "+[\\r\\n]*|[" WS "]*[\\r\\n]|" BLANKS},
+     .hf = {"'(?i:[sdmt]|ll|ve|re)|[^\\r\\n\\p{L}\\p{N}]?+\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]++[\\r\\n]*|"
+            "\\s*[\\r\\n]|\\s+(?!\\S)|\\s+"}},
+    {.names = "seed-coder",
+     .expr = {CONTRACTION "|" WORD_PREFIX "\\p{L}+|\\p{N}|" SYMBOLS "|" LINES_BLANKS},
+     .hf = {CONTRACTION HF_LETTERS "\\p{N}{1}| ?[^\\s\\p{L}\\p{N}\\r\\n]+" HF_SPACES}},
+    {.names = "tekken", .ignore_merges = true, .add_bos = true, .expr = {TEKKEN}, .hf = {HF_TEKKEN}},
     {.names = "gpt-4o llama4 kanana2 talkie minimax-m2",
      .expr = {CASED(UPPER, LOWER) "|\\p{N}{1,3}|" SYMBOLS "[\\r\\n/]*|" LINES_BLANKS},
      .hf = {HF_CASED(HF_UPPER, HF_LOWER) "[\\r\\n/]*" HF_SPACES}},

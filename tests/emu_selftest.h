@@ -651,6 +651,12 @@ static void emu_test_queue() {
     CHECK(!cudaEventSynchronize(to) && !cudaEventElapsedTime(&ms, from, to) && ms >= 0);
     CHECK(!cudaEventDestroy(from) && !cudaEventDestroy(to) && !cudaStreamDestroy(s) && cudaStreamSynchronize(s));
 
+    CHECK(!cudaMemset(d, 0, sizeof host));
+    cuemu::change_argument = [](const char *kernel, void *first) { *(int **)first += !strcmp(kernel, "emu_k_add"); };
+    LAUNCH(emu_k_add, 1, 32, 0, 0, d, 1, 7);
+    cuemu::change_argument = nullptr;
+    CHECK(!cudaMemcpy(host, d, sizeof host, cudaMemcpyDeviceToHost) && !host[0] && host[1] == 7);
+
     CHECK(cudaMemcpy(host, d, sizeof host + 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue);
     CHECK(cudaMemcpy(d, host, 4, cudaMemcpyDeviceToHost) == cudaErrorInvalidValue);
     CHECK(cudaMemcpy(rows, host, 4, cudaMemcpyHostToDevice) == cudaErrorInvalidValue);

@@ -75,6 +75,41 @@ static void fuzz_gguf(const uint8_t *data, size_t size) { fuzz_bind(data, size, 
 
 /* ---- tokenizer ---- */
 
+/* A vocabulary file of SentencePiece, with a few pieces and a special token of each kind; *n bytes, malloc'ed. */
+static uint8_t *fuzz_pieces(size_t *n) {
+    static const struct {
+        const char *text;
+        int type;
+        float score;
+    } more[] = {{"<|user|>", TOKEN_CONTROL, 0},   {"<think>", TOKEN_USER_DEFINED, 0},
+                {"plain", TOKEN_USER_DEFINED, 0}, {SPM_BLANK "t", TOKEN_NORMAL, -1},
+                {"he", TOKEN_NORMAL, -2},         {SPM_BLANK "the", TOKEN_NORMAL, -2},
+                {"t", TOKEN_NORMAL, -9},          {"h", TOKEN_NORMAL, -9},
+                {SPM_BLANK, TOKEN_NORMAL, -9},    {SPM_BLANK SPM_BLANK, TOKEN_NORMAL, -9}};
+    enum { MORE = sizeof more / sizeof *more };
+    struct gguf_writer w = {0};
+    int32_t type[256 + MORE];
+    float score[256 + MORE] = {0};
+    char text[8];
+    gguf_put_str(&w, "tokenizer.ggml.model", "llama", 5);
+    gguf_put_bool(&w, "tokenizer.ggml.add_space_prefix", false);
+    gguf_put_array(&w, "tokenizer.ggml.tokens", GGUF_V_STR, 256 + MORE, NULL);
+    for (int b = 0; b < 256; b++) {
+        gguf_put_bytes(&w, text, (size_t)snprintf(text, sizeof text, "<0x%02X>", (unsigned)b));
+        type[b] = TOKEN_BYTE;
+    }
+    for (int i = 0; i < MORE; i++) {
+        gguf_put_bytes(&w, more[i].text, strlen(more[i].text));
+        type[256 + i] = more[i].type;
+        score[256 + i] = more[i].score;
+    }
+    gguf_put_array(&w, "tokenizer.ggml.token_type", GGUF_V_I32, 256 + MORE, type);
+    gguf_put_array(&w, "tokenizer.ggml.scores", GGUF_V_F32, 256 + MORE, score);
+    uint8_t *h = gguf_header(&w, n);
+    gguf_writer_free(&w);
+    return h;
+}
+
 /* A vocabulary file of all bytes, a few merges and a special token of each kind; *n bytes, malloc'ed. */
 static uint8_t *fuzz_vocabulary(const char *pre, size_t *n) {
     static const char *const more[] = {"th", "the", "ab", "abc", "<|user|>", "<think>", "plain"};
@@ -118,7 +153,7 @@ static void fuzz_text(const struct vocab *v, const char *text, size_t n, unsigne
     }
     detok_end(&d, &back);
     FUZZ_CHECK(utf8_valid(back, arrlenu(back)), "text that is not UTF-8");
-    if (whole && (!v->nfc || is_trivially_nfc(text, n))) {
+    if (whole && (!v->nfc || is_trivially_nfc(text, n)) && !(v->spm && memmem(text, n, SPM_BLANK, 3))) {
         FUZZ_CHECK(arrlenu(bytes) == n && (!n || !memcmp(bytes, text, n)), "%zu bytes became %zu others", n,
                    arrlenu(bytes));
         if (utf8_valid(text, n))
@@ -129,18 +164,19 @@ static void fuzz_text(const struct vocab *v, const char *text, size_t n, unsigne
     arrfree(ids), arrfree(bytes), arrfree(back);
 }
 
-/* A vocabulary file and a text, each one half; or the number of a pre-tokenizer, flags, and a text. */
+/* A vocabulary file and a text, each one half; or the number of a pre-tokenizer or of SentencePiece, flags, and a
+ * text. */
 static void fuzz_tokenizer(const uint8_t *data, size_t size) {
-    static struct vocab fixed[N_PRE_TOKENIZERS]; /* made at first use, for compiling the expressions is slow */
+    static struct vocab fixed[N_PRE_TOKENIZERS + 1]; /* made at first use, for compiling the expressions is slow */
     struct gguf g;
     struct vocab v;
     char err[ERR_MAX] = "";
     size_t n = size / 2;
     if (size < 2) return;
     if (size < 8 || memcmp(data, "GGUF", 4)) {
-        int i = data[0] % N_PRE_TOKENIZERS;
-        if (!fixed[i].n_tokens) {
-            uint8_t *file = fuzz_vocabulary(pre_tokenizers[i].names, &n); /* stays, the vocabulary points into it */
+        int i = data[0] % (N_PRE_TOKENIZERS + 1);
+        if (!fixed[i].n_tokens) { /* the file stays, the vocabulary points into it */
+            uint8_t *file = i < N_PRE_TOKENIZERS ? fuzz_vocabulary(pre_tokenizers[i].names, &n) : fuzz_pieces(&n);
             FUZZ_CHECK(!gguf_parse(&g, file, n, err, sizeof err) && !vocab_load(&fixed[i], &g, err), "%s", err);
             gguf_close(&g);
         }

@@ -35,6 +35,7 @@ void cuda_test_sort(void);
 void cuda_test_links(void);
 void cuda_test_gemm(void);
 void cuda_test_attention(void);
+void cuda_test_windows(void);
 void cuda_test_delta_net(void);
 void cuda_test_delta_recall(void);
 int cuda_test_mutate(void); /* t_cuda_mutate.h */
@@ -99,11 +100,15 @@ static void pair_cache(struct rank *r, int il) {
         const struct plane *p = &r->planes[il][i], *q = &pair.gpu->planes[il][i];
         size_t n = (size_t)r->n_tok, width = (size_t)p->width;
         struct plane g = *q;
-        g.data = xmalloc(n * q->row_bytes), g.scale = q->scale ? xmalloc(n * (size_t)q->n_group * sizeof(float)) : NULL;
-        pair.gpu->ops->plane_copy(pair.gpu, q, (size_t)r->pos, n, g.data, g.scale, false);
+        g.data = xmalloc(q->row_bytes), g.scale = q->scale ? xmalloc((size_t)q->n_group * sizeof(float)) : NULL;
+        g.kind = PLANE_TOKENS;
         float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
-        kv_load(&kernels_ref, &g, 0, (int)n, 0, p->width, got, p->width);
-        kv_load(&kernels_ref, p, r->pos, (int)n, 0, p->width, want, p->width);
+        for (size_t t = 0; t < n; t++) { /* a ring begins again */
+            const int pos = r->pos + (int)t;
+            pair.gpu->ops->plane_copy(pair.gpu, q, plane_row(q, (size_t)pos), 1, g.data, g.scale, false);
+            kv_load(&kernels_ref, &g, 0, 1, 0, p->width, got + t * width, p->width);
+            kv_load(&kernels_ref, p, pos, 1, 0, p->width, want + t * width, p->width);
+        }
         pair_compare(r, i ? "cache of v" : "cache of k", il, got, want, n * width);
         free(g.data), free(g.scale), free(got), free(want);
     }
@@ -153,6 +158,12 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
     pair_heads(r, "attention", il, out);
 }
 
+static void pair_out_row_norm(struct rank *r, int il, enum act q, enum act k) {
+    const struct attn *a = &r->m->layers[il].attn;
+    pair_slot(r, "row_norm, q", il, q, a->n_head * a->head_k, false);
+    pair_slot(r, "row_norm, k", il, k, a->n_head_kv * a->head_k, false);
+}
+
 static void pair_in_prediction(struct rank *r, enum act x) {
     pair_in(r, (const enum act[]){x, ACT_COUNT});
     cuda_test_final(pair.gpu, r->final, r->n_final * r->m->n_embd, false);
@@ -188,7 +199,9 @@ static void pair_final(struct rank *r) {
 #define PAIR_OUT_final_reduce     pair_out(r, "final_reduce", -1, x)
 #define PAIR_IN_linear            PAIR_IN(x)
 #define PAIR_OUT_linear           pair_slot(r, "linear", -1, out, w->n_out, false)
-#define PAIR_IN_attention         PAIR_IN(q, k, v)
+#define PAIR_IN_row_norm          PAIR_IN(q, k)
+#define PAIR_OUT_row_norm         pair_out_row_norm(r, il, q, k)
+#define PAIR_IN_attention         PAIR_IN(q, k, v, A_GATE)
 #define PAIR_OUT_attention        pair_out_attention(r, il, out)
 #define PAIR_IN_delta_net         PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
 #define PAIR_OUT_delta_net        pair_delta(r, il, out)
@@ -215,9 +228,22 @@ static void pair_final(struct rank *r) {
 ENQUEUE_OPS(OP_PAIR)
 #undef OP_PAIR
 
-/* Forwards of n tokens each over one timeline, every operation compared. */
-static void pair_forwards(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int splits,
-                          enum moe_act act, const int *n) {
+/* Makes rings of so many rows of the planes of layers with a window. */
+static void pair_rings(struct rank *r, int n_row) {
+    for (int il = 0; il < model_blocks(r->m); il++)
+        for (int u = PLANE_K; u <= PLANE_V; u++) {
+            struct plane *p = &r->planes[il][u];
+            const int window = r->m->layers[il].attn.window;
+            if (!window) continue;
+            p->kind = PLANE_RING;
+            p->n_row = n_row;
+            p->window = window - 1;
+        }
+}
+
+/* Forwards of n tokens each over one timeline, every operation compared. n_row: of rings; 0: the model's own planes. */
+static void pair_forwards_in(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int n_row, int splits,
+                             enum moe_act act, const int *n) {
     struct rank cpu, gpu = {0};
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
@@ -225,6 +251,7 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
     cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     cpu.n_final = gpu.n_final = int_min(cpu.n_final, gpu.n_final);
+    if (n_row) pair_rings(&cpu, n_row), pair_rings(&gpu, n_row);
     struct ops table = cpu_ops;
 #define OP_PAIRED(type, name, params, args) table.name = pair_##name;
     ENQUEUE_OPS(OP_PAIRED)
@@ -247,6 +274,59 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
     }
     cpu_ops.close(&cpu);
     gpu.ops->close(&gpu);
+}
+
+static void pair_forwards(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int splits,
+                          enum moe_act act, const int *n) {
+    pair_forwards_in(name, m, kv, n_ctx, 0, splits, act, n);
+}
+
+/* Windows, rings, sinks, gates, norms of rows, rotations of neighbours, two rotations, keys of 192 with values of 128,
+ * numbers of heads that differ between layers. */
+/* clang-format off */
+static const struct synth form_shapes[] = {
+    {"rows", "minimax-m2", 2, 128, 12, 2, 32, 16, 2, 192, 200, 1024, .rope = 16},
+    {"softplus", "laguna", 4, 128, 18, 2, 32, 16, 2, 64, 200, 1024, .rope = 16, .n_dense = 1, .ff_dense = 192,
+     .ff_shared = 64, .scale = 2.5f, .window = 33, .period = 4, .full_first = true, .window_head = 12, .window_rope = 32,
+     .head_gate = true, .norm_topk = true},
+    {"wide", "mimo2", 3, 128, 8, 1, 192, 16, 2, 64, 200, 1024, .head_v = 128, .rope = 64, .n_dense = 1, .ff_dense = 192,
+     .window = 40, .period = 3, .full_first = true, .window_head_kv = 2, .window_sinks = true},
+    {"sigmoid", "step35", 3, 128, 8, 2, 64, 16, 2, 64, 200, 1024, .n_dense = 1, .ff_dense = 192, .ff_shared = 64,
+     .scale = 3.0f, .window = 250, .period = 2, .full_first = true, .window_head = 12, .head_norm = true,
+     .head_gate = true, .norm_topk = true, .predicts = true},
+    {"neighbours", "ernie4_5-moe", 2, 128, 6, 2, 32, 16, 2, 64, 200, 1024, .n_dense = 1, .ff_dense = 192,
+     .ff_shared = 64},
+    {"rows, q8", "olmoe", 2, 128, 4, 4, 64, 16, 2, 64, 200, 1024, .q8 = true}};
+#ifdef CUEMU
+/* Norms of rows, gates, sinks and windows that ranks divide; four ranks have copies of the KV heads of the first. */
+static const struct synth divided_shapes[] = {
+    {"divided rows", "minimax-m2", 2, 128, 12, 2, 32, 16, 2, 256, 320, 256, .rope = 16},
+    {"divided gates", "laguna", 3, 128, 8, 4, 32, 16, 2, 256, 320, 256, .rope = 16, .n_dense = 1, .ff_dense = 256,
+     .ff_shared = 256, .window = 20, .period = 3, .full_first = true, .window_head = 16, .head_gate = true,
+     .norm_topk = true},
+    {"divided sinks", "mimo2", 3, 128, 8, 4, 192, 16, 2, 256, 320, 256, .head_v = 128, .rope = 64, .n_dense = 1,
+     .ff_dense = 256, .window = 20, .period = 3, .full_first = true, .window_head_kv = 8, .window_sinks = true}};
+#endif
+/* clang-format on */
+enum { FORMS = sizeof form_shapes / sizeof *form_shapes };
+
+/* Every operation over contexts of some windows, and a bias of attention's output. */
+static void test_cuda_forms(void) {
+    static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 70, 16, 64, 3, 80, 16, 1, 0};
+    static const int splits[] = {1, 2, 64, 0};
+    cuda_test_begin(15);
+    for (int f = 0; f < FORMS; f++)
+        for (int kv = 0; kv < 2; kv++) {
+            struct model m = {0};
+            float bias[128];
+            synth_make(&m, &form_shapes[f], NULL, false);
+            for (int i = 0; i < 128; i++) bias[i] = 0.01f * (float)(i % 13 - 6);
+            m.layers[1].wo.bias = bias;
+            const int n_row = (form_shapes[f].window + 79 + 127) / 128 * 128;
+            pair_forwards_in(m.name, &m, kv ? KV_FP8 : KV_BF16, 384, form_shapes[f].window ? n_row : 0,
+                             splits[(f + 2 * kv) % 4], MOE_ACT_F16, n);
+            model_free(&m);
+        }
 }
 
 static void test_cuda_operations(void) {
@@ -447,6 +527,15 @@ struct layout {
     bool peers;
 };
 
+/* Starts a rank of a layout. cuda_test_sums, a mistake of t_cuda_mutate.h: all ranks add the biases of the first. */
+bool cuda_test_sums;
+static int layout_start(struct rank *r, const struct model *shard, const void *o, char *err) {
+    const struct model *first = &r->pg->shards[r->index - shard->shard.rank];
+    for (int il = 0; cuda_test_sums && il < shard->n_layer; il++)
+        shard->layers[il].down.bias = first->layers[il].down.bias;
+    return cuda_rank_start(r, shard, o, err);
+}
+
 /* A session of the layout; false after a failed check. */
 static bool layout_session(struct session *s, const struct model *m, const struct layout *d, int n_ctx,
                            enum kv_type kv) {
@@ -455,7 +544,7 @@ static bool layout_session(struct session *s, const struct model *m, const struc
         .n_ctx = n_ctx, .kv = kv, .moe_act = MOE_ACT_F16, .kv_splits = 2, .allreduce = d->allreduce};
     memcpy(o.device, d->device, sizeof o.device);
     cuda_test_devices(4, d->peers);
-    return CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s: %s", d->name, err);
+    return CHECK(session_open(s, m, d->tp, d->pp, layout_start, &o, err) == 0, "%s: %s", d->name, err);
 }
 
 /* Turns of random lengths with common beginnings (as after /undo and /regen), some interrupted: the memory is what it
@@ -641,15 +730,22 @@ static void test_cuda_forward(void) {
 /* ---- synthetic weights, --bench, --profile ---- */
 
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
+/* clang-format off */
 static const struct synth tiny_synths[] = {
     {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
-    {"tiny MLA",    "deepseek2",     3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1,
-     .scale = 2.5f, .predicts = true},
+    {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f,
+     .predicts = true},
     {"tiny Q8_0", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192, .q8 = true},
     {"tiny delta", "qwen35moe", 4, 128, 4, 2, 64, 16, 2, 64, 200, 256, .rope = 16, .ff_shared = 64, .n_key = 2,
      .n_value = 6, .delta_head = 32, .interval = 4, .predicts = true},
     {"wide GQA", "qwen3moe", 2, 4160, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
-    {"wide MLA", "deepseek2", 3, 4160, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f}};
+    {"wide MLA", "deepseek2", 3, 4160, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f},
+    {"tiny rows", "minimax-m2", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .rope = 16},
+    {"tiny windows", "laguna", 3, 128, 4, 2, 32, 16, 2, 64, 200, 256, .rope = 16, .n_dense = 1, .ff_dense = 192,
+     .ff_shared = 64, .window = 50, .period = 3, .full_first = true, .window_head = 8, .head_gate = true},
+    {"tiny sinks", "mimo2", 3, 128, 4, 2, 192, 16, 2, 64, 200, 256, .head_v = 128, .rope = 64, .window = 20,
+     .period = 3, .full_first = true, .window_sinks = true}};
+/* clang-format on */
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
     char err[ERR_MAX] = "";
@@ -1086,17 +1182,16 @@ static void test_cuda_recurrent(void) {
 static void test_cuda_refusals(void) {
     struct model m = {0};
     char err[ERR_MAX];
-    const char *const says[] = {"keys of 32, values of 32 and a convolution of 3 is",
-                                "keys of 136, values of 32 and a convolution of 4",
-                                "keys of 36, values of 32 and a convolution of 4",
-                                "keys of 32, values of 160 and a convolution of 4",
-                                "different attention shapes (layer 7)",
-                                "keys of 48 and values of 64"};
+    const char *const says[] = {
+        "keys of 32, values of 32 and a convolution of 3 is", "keys of 136, values of 32 and a convolution of 4",
+        "keys of 36, values of 32 and a convolution of 4",    "keys of 32, values of 160 and a convolution of 4",
+        "keys of 96 and values of 64 (layer 7) is",           "keys of 48 and values of 64 (layer 3) is",
+        "two kinds of gates in attention (layer 3) are"};
     const struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8};
     struct synth y = tiny_synths[3];
     y.n_layer = 8;
     synth_make(&m, &y, NULL, true);
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 7; i++) {
         struct rank r = {0};
         struct layer was[2] = {m.layers[3], m.layers[7]};
         struct delta *d = &m.layers[2].delta, whole = *d;
@@ -1104,13 +1199,32 @@ static void test_cuda_refusals(void) {
         if (i == 1) d->head_k = 136;
         if (i == 2) d->head_k = 36;
         if (i == 3) d->head_v = 160;
-        if (i == 4) m.layers[7].attn.n_head = 2;
+        if (i == 4) m.layers[7].attn.head_k = 96;
+        if (i == 6) m.layers[3].has |= HAS_HEAD_GATE;
         if (i == 5) m.layers[3].attn.head_k = m.layers[7].attn.head_k = 48;
         err[0] = 0;
         CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, says[i]) && strstr(err, "use --cpu"), "'%s' lacks '%s'",
               err, says[i]);
         *d = whole;
         m.layers[3] = was[0], m.layers[7] = was[1];
+    }
+    model_free(&m);
+    const char *const mla[] = {"different shapes of latent attention (layer 1) are",
+                               "latent attention with a window, sinks, gates or norms of rows (layer 0) is",
+                               "latent attention with a window, sinks, gates or norms of rows (layer 0) is"};
+    synth_make(&m, &tiny_synths[1], NULL, true);
+    for (int i = 0; i < 3; i++) {
+        struct rank r = {0};
+        struct layer was[2] = {m.layers[0], m.layers[1]};
+        if (i == 0) m.layers[1].attn.n_head = 2;
+        if (i == 1)
+            for (int il = 0; il < model_blocks(&m); il++) m.layers[il].attn.window = 5;
+        if (i == 2) m.layers[0].has |= HAS_SINKS;
+        err[0] = 0;
+        CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, mla[i]) && strstr(err, "use --cpu"), "'%s' lacks '%s'",
+              err, mla[i]);
+        m.layers[0] = was[0], m.layers[1] = was[1];
+        for (int il = 0; il < model_blocks(&m); il++) m.layers[il].attn.window = 0;
     }
     model_free(&m);
 }
@@ -1189,23 +1303,29 @@ static float *layout_logits(const struct model *m, const struct layout *d, const
 static const struct layout one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
 
 #ifdef CUEMU
-/* A synthetic model on one rank, in a layout and on a CPU. */
-static void synth_agrees(const struct synth *shape, const struct layout *d, int n) {
-    struct model m = {0};
+/* A model in layouts and on a CPU: NMSE of the logits at most `limit`. */
+static void logits_agree(const struct model *m, const char *name, const struct layout *d, int n_d, int n,
+                         double limit) {
     int32_t ids[64], seen[64];
-    const size_t v = (size_t)shape->n_vocab;
-    synth_make(&m, shape, NULL, false);
-    for (int i = 0; i < 64; i++) ids[i] = (11 + 17 * i) % m.n_vocab;
+    const size_t v = (size_t)m->n_vocab;
+    for (int i = 0; i < 64; i++) ids[i] = (11 + 17 * i) % m->n_vocab;
     for (int i = 0; i < 63; i++) seen[i] = ids[i + (i >= n)]; /* layout_logits leaves out ids[n] */
-    float *cpu = all_logits(&m, &kernels_ref, KV_F32, 2, seen, n + 3);
-    const struct layout *const ways[] = {&one_rank, d};
-    for (int i = 0; i < 2; i++) {
-        float *got = layout_logits(&m, ways[i], ids, n);
+    float *cpu = all_logits(m, &kernels_ref, KV_F32, 2, seen, n + 3);
+    for (int i = 0; i < n_d; i++) {
+        float *got = layout_logits(m, &d[i], ids, n);
         const double e = got ? nmse(got, cpu + (size_t)(n - 1) * v, 4 * v) : 0;
-        CHECK(e <= 1e-3, "%s, %s: NMSE %.3g against a CPU", shape->name, ways[i]->name, e);
+        CHECK(e <= limit, "%s, %s: NMSE %.3g against a CPU", name, d[i].name, e);
         free(got);
     }
     free(cpu);
+}
+
+/* A synthetic model on one rank, in a layout and on a CPU. */
+static void synth_agrees(const struct synth *shape, const struct layout *d, int n) {
+    const struct layout ways[] = {one_rank, *d};
+    struct model m = {0};
+    synth_make(&m, shape, NULL, false);
+    logits_agree(&m, shape->name, ways, 2, n, 1e-3);
     model_free(&m);
 }
 #endif
@@ -1263,6 +1383,12 @@ static void test_cuda_ranks(void) {
         synth_agrees(&wide[i], &several[2 * i], 20);
         synth_agrees(&wide[i], &several[3 + i], 11);
     }
+    for (int i = 0; i < 3; i++) {
+        synth_agrees(&divided_shapes[i], &four, 30);
+        synth_agrees(&divided_shapes[i], &several[i], 20);
+    }
+    synth_agrees(&divided_shapes[0], &several[3], 18), synth_agrees(&divided_shapes[0], &several[4], 7);
+    synth_agrees(&divided_shapes[0], &virtual[1], 30);
 #endif
 }
 
@@ -1413,18 +1539,22 @@ static void test_cuda_same_bits(void) {
                                          {"NCCL", 3, 1, {0, 1, 2}, ALLREDUCE_NCCL, true},
                                          {"through the host", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, false},
                                          {"on one GPU", 3, 1, {0, 0, 0}, ALLREDUCE_AUTO, true}};
-    struct model m;
-    float *x[4];
-    int32_t ids[20];
-    if (!fixture_load("deepseek_v3", &m)) return;
-    for (int i = 0; i < 20; i++) ids[i] = 11 + 17 * i;
-    for (int i = 0; i < 4; i++) {
-        x[i] = layout_logits(&m, &ways[i], ids, 14);
-        if (i && x[0] && x[i])
-            CHECK(!memcmp(x[i], x[0], 4 * (size_t)m.n_vocab * sizeof(float)), "%s gives other bits", ways[i].name);
+    for (int rows = 0; rows < 2; rows++) {
+        struct model m = {0};
+        float *x[4];
+        int32_t ids[20];
+        if (rows) synth_make(&m, &form_shapes[0], NULL, false);
+        else if (!fixture_load("deepseek_v3", &m)) return;
+        for (int i = 0; i < 20; i++) ids[i] = (11 + 17 * i) % m.n_vocab;
+        for (int i = 0; i < 4; i++) {
+            x[i] = layout_logits(&m, &ways[i], ids, 14);
+            if (i && x[0] && x[i])
+                CHECK(!memcmp(x[i], x[0], 4 * (size_t)m.n_vocab * sizeof(float)), "%s: %s gives other bits", m.name,
+                      ways[i].name);
+        }
+        for (int i = 0; i < 4; i++) free(x[i]);
+        model_free(&m);
     }
-    for (int i = 0; i < 4; i++) free(x[i]);
-    model_free(&m);
 }
 
 /* The logits of ids first..n-1, (n - first, n_vocab), malloc'ed; NULL after a failed check. at_most: tokens of a forward,
@@ -1449,8 +1579,26 @@ static float *batches_logits(const struct model *m, const struct layout *d, enum
     return out;
 }
 
+/* Tokens first..n-1, each in a forward of its own and in forwards of up to 16. */
+static void batches_agree(const char *name, const struct model *m, const struct layout *d, enum kv_type kv, int first,
+                          int n) {
+    int32_t ids[640];
+    const size_t v = (size_t)m->n_vocab;
+    for (int i = 0; i < n; i++) ids[i] = (11 + 17 * i + i * i / 7) % m->n_vocab;
+    float *want = batches_logits(m, d, kv, ids, first, n, 1, 1);
+    for (uint64_t seed = 2; seed < 4 && want; seed++) {
+        float *got = batches_logits(m, d, kv, ids, first, n, DECODE_MAX_TOKENS, seed);
+        int bad = 0;
+        for (int i = 0; i < n - first && got; i++)
+            bad += memcmp(got + (size_t)i * v, want + (size_t)i * v, v * sizeof *got) != 0;
+        CHECK(!bad, "%s, %s: %d of %d tokens have other bits in a batch", name, d->name, bad, n - first);
+        free(got);
+    }
+    free(want);
+}
+
 /* What a token gives has the same bits in a forward of its own and among up to 16: also around token 128, where a
- * context of two splits begins to have longer ones. */
+ * context of two splits begins to have longer ones, and around the ends of windows' steps and splits. */
 static void test_cuda_batches(void) {
     static const struct layout one = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
                                two = {"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true};
@@ -1461,24 +1609,22 @@ static void test_cuda_batches(void) {
     } cases[] = {{"qwen3moe_nvfp4", KV_FP8, &one}, {"qwen3moe", KV_BF16, &two},   {"deepseek_v3", KV_FP8, &one},
                  {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one}, {"hy_v3", KV_FP8, &one},
                  {"glm4_moe_air", KV_BF16, &one}};
-    enum { FIRST = 101, N = 144 };
+    static const struct {
+        int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
+        enum kv_type kv;
+        const struct layout *layout;
+    } forms[] = {{0, 101, 130, KV_FP8, &two},  {1, 84, 115, KV_BF16, &one}, {2, 90, 120, KV_FP8, &two},
+                 {3, 500, 530, KV_BF16, &one}, {4, 101, 144, KV_FP8, &one}, {5, 101, 130, KV_BF16, &one}};
     for (size_t f = 0; f < sizeof cases / sizeof *cases; f++) {
         struct model m;
-        int32_t ids[N];
         if (!fixture_load(cases[f].name, &m)) return;
-        const size_t v = (size_t)m.n_vocab;
-        for (int i = 0; i < N; i++) ids[i] = (11 + 17 * i + i * i / 7) % m.n_vocab;
-        float *want = batches_logits(&m, cases[f].layout, cases[f].kv, ids, FIRST, N, 1, 1);
-        for (uint64_t seed = 2; seed < 4 && want; seed++) {
-            float *got = batches_logits(&m, cases[f].layout, cases[f].kv, ids, FIRST, N, DECODE_MAX_TOKENS, seed);
-            int bad = 0;
-            for (int i = 0; i < N - FIRST && got; i++)
-                bad += memcmp(got + (size_t)i * v, want + (size_t)i * v, v * sizeof *got) != 0;
-            CHECK(!bad, "%s, %s: %d of %d tokens have other bits in a batch", cases[f].name, cases[f].layout->name, bad,
-                  N - FIRST);
-            free(got);
-        }
-        free(want);
+        batches_agree(cases[f].name, &m, cases[f].layout, cases[f].kv, 101, 144);
+        model_free(&m);
+    }
+    for (size_t f = 0; f < sizeof forms / sizeof *forms; f++) {
+        struct model m = {0};
+        synth_make(&m, &form_shapes[forms[f].shape], NULL, false);
+        batches_agree(m.name, &m, forms[f].layout, forms[f].kv, forms[f].first, forms[f].n);
         model_free(&m);
     }
 }
@@ -1789,47 +1935,157 @@ static void test_cuda_rank_faults(void) {
 }
 #endif
 
-/* What is collected on a GPU is what the CPU collects. */
+/* What is collected on a GPU over ids, 41 of them, is what the CPU collects. */
+static void stats_agree(const struct model *m, const char *name, const int32_t *ids) {
+    static const int pieces[] = {21, 3, 1, 16};
+    struct session gpu, cpu;
+    struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
+    char err[ERR_MAX] = "";
+    if (!CHECK(session_open(&gpu, m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
+    session_open_cpu(&cpu, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
+    const size_t n_stats = (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS;
+    const size_t n_in_sum2 = in_sum2_before(m, model_blocks(m));
+    double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);
+    float *sq[2] = {xcalloc(n_in_sum2, sizeof(float)), xcalloc(n_in_sum2, sizeof(float))};
+    for (int i = 0, at = 0; i < 4; at += pieces[i++]) {
+        session_forward(&gpu, ids + at, pieces[i]);
+        session_forward(&cpu, ids + at, pieces[i]);
+    }
+    session_stats(&gpu, got, sq[0]);
+    session_stats(&cpu, want, sq[1]);
+    for (int i = 0; i < STATS; i++) {
+        const double e = worst_difference(want + i, got + i, n_stats - (size_t)i, STATS);
+        CHECK(e <= (i == STAT_TOKENS ? 0 : 1e-2), "%s: %s differs by %.2e", name, stat_names[i], e);
+    }
+    const double e = nmse(sq[0], sq[1], n_in_sum2);
+    CHECK(e <= 1e-5, "%s: squares differ by NMSE %.2e", name, e);
+    session_free(&gpu), session_free(&cpu);
+    free(want), free(got), free(sq[0]), free(sq[1]);
+}
+
 static void test_cuda_stats(void) {
     static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "qwen3_5_moe"};
-    static const int pieces[] = {21, 3, 1, 16};
     for (int f = 0; f < 3; f++) {
         struct model m;
-        struct session gpu, cpu;
-        struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
-        char err[ERR_MAX] = "", path[256];
+        char path[256];
         size_t n_ids;
         snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", names[f]); /* no close choices of experts */
         int32_t *ids = slurp(path, &n_ids);
         cuda_test_begin(f);
         if (!ids || !fixture_load(names[f], &m)) return;
-        if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
-        session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
-        const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;
-        const size_t n_in_sum2 = in_sum2_before(&m, model_blocks(&m));
-        double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);
-        float *sq[2] = {xcalloc(n_in_sum2, sizeof(float)), xcalloc(n_in_sum2, sizeof(float))};
-        for (int i = 0, at = 0; i < 4; at += pieces[i++]) {
-            session_forward(&gpu, ids + at, pieces[i]);
-            session_forward(&cpu, ids + at, pieces[i]);
-        }
-        session_stats(&gpu, got, sq[0]);
-        session_stats(&cpu, want, sq[1]);
-        for (int i = 0; i < STATS; i++) {
-            const double e = worst_difference(want + i, got + i, n_stats - (size_t)i, STATS);
-            CHECK(e <= (i == STAT_TOKENS ? 0 : 1e-2), "%s: %s differs by %.2e", names[f], stat_names[i], e);
-        }
-        const double e = nmse(sq[0], sq[1], n_in_sum2);
-        CHECK(e <= 1e-5, "%s: squares differ by NMSE %.2e", names[f], e);
-        session_free(&gpu), session_free(&cpu);
+        stats_agree(&m, names[f], ids);
         arrfree(ids);
-        free(want), free(got), free(sq[0]), free(sq[1]);
         model_free(&m);
+    }
+}
+
+/* ---- feed-forwards with limits and biases ---- */
+
+/* Small models whose feed-forwards become those of other families: their attention is one that every backend has. Ranks
+ * of four have 2, 1, 1 and 1 units of 64 columns of 320. */
+static const struct ffn_case {
+    struct synth shape;
+    enum gating gating;
+    enum glu glu;
+    float limit, shared_limit; /* the second of the dense feed-forward, too */
+    bool biases, pick_bias;    /* of the router and the experts; for the selection */
+} ffn_cases[] = {
+    {{"OAI", "qwen3moe", 1, 320, 4, 4, 32, 9, 4, 320, 200, 256, .ff_type = GGUF_MXFP4},
+     .gating = GATING_CHOSEN,
+     .glu = GLU_OAI,
+     .limit = 0.75f,
+     .biases = true},
+    {{"OAI in BF16", "qwen3moe", 1, 64, 4, 4, 32, 33, 5, 256, 200, 256, .ff_type = GGUF_BF16},
+     .gating = GATING_CHOSEN,
+     .glu = GLU_OAI,
+     .limit = 7,
+     .biases = true},
+    {{"clamped", "qwen3moe", 2, 128, 4, 4, 32, 9, 3, 256, 200, 256, .n_dense = 1, .ff_dense = 320, .ff_shared = 256},
+     .gating = GATING_SIGMOID,
+     .glu = GLU_SILU_CLAMP,
+     .limit = 0.6f,
+     .shared_limit = 0.4f,
+     .pick_bias = true},
+    {{"biased softmax", "qwen3moe", 1, 64, 4, 4, 32, 20, 6, 256, 200, 256, .ff_shared = 256, .ff_type = GGUF_Q8_0},
+     .gating = GATING_SOFTMAX,
+     .pick_bias = true}};
+enum { FFN_CASES = sizeof ffn_cases / sizeof *ffn_cases };
+
+/* n numbers between -size and size, kept in own (stb_ds). */
+static const float *ffn_numbers(float ***own, size_t n, float size, uint64_t *rng) {
+    float *x = xmalloc(n * sizeof *x);
+    for (size_t i = 0; i < n; i++) x[i] = size * (float)(2 * rng_uniform(rng) - 1);
+    arrput(*own, x);
+    return x;
+}
+
+/* Makes the model of a case; what it reads besides is kept in own. plain: without what the case is about. */
+static void ffn_make(struct model *m, const struct ffn_case *c, bool plain, float ***own) {
+    uint64_t rng = 3;
+    memset(m, 0, sizeof *m);
+    synth_make(m, &c->shape, NULL, false);
+    m->gating = plain ? GATING_SIGMOID : c->gating;
+    m->norm_topk_prob = c->gating != GATING_CHOSEN;
+    for (int il = 0; il < m->n_layer && !plain; il++) {
+        struct layer *l = &m->layers[il];
+        const size_t n = (size_t)l->n_expert;
+        l->glu = c->glu;
+        l->glu_limit = n ? c->limit : c->shared_limit;
+        l->sh_glu_limit = c->shared_limit;
+        if (n && c->pick_bias) l->router_bias = ffn_numbers(own, n, 0.2f, &rng);
+        if (!n || !c->biases) continue;
+        l->has |= HAS_BIASES;
+        l->router.bias = ffn_numbers(own, n, 1, &rng);
+        l->gate.bias = ffn_numbers(own, n * (size_t)l->n_ff, 0.5f, &rng);
+        l->up.bias = ffn_numbers(own, n * (size_t)l->n_ff, 0.5f, &rng);
+        l->down.bias = ffn_numbers(own, n * (size_t)m->n_embd, 0.5f, &rng);
+    }
+}
+
+static void ffn_free(struct model *m, float ***own) {
+    model_free(m);
+    for (size_t i = 0; i < arrlenu(*own); i++) free((*own)[i]);
+    arrfree(*own);
+}
+
+/* Routers, limits and biases of other families: operation by operation, over ranks, in statistics, and token by token in
+ * batches. A case tells nothing unless it differs from the plain feed-forward by more than ranks may. */
+static void test_cuda_feed_forwards(void) {
+    static const int n[] = {1, 3, 16, 40, 1, 0}, wide[] = {17, 40, 0};
+    const bool fp4 = cuda_test_begin(12);
+    for (int f = 0; f < FFN_CASES; f++) {
+        const struct ffn_case *c = &ffn_cases[f];
+        float **own = NULL, *x[2];
+        struct model m;
+        int32_t ids[41];
+        for (int plain = 1; plain >= 0; plain--) {
+            ffn_make(&m, c, plain, &own);
+            for (int i = 0; i < 41; i++) ids[i] = (5 + 29 * i) % m.n_vocab;
+            x[plain] = all_logits(&m, &kernels_ref, KV_F32, 2, ids, 41);
+            if (plain) model_free(&m);
+        }
+        const double e = nmse(x[0], x[1], 41 * (size_t)m.n_vocab);
+        CHECK(e > 1e-3, "%s: NMSE %.3g without it", c->shape.name, e);
+        free(x[0]), free(x[1]);
+        pair_forwards(c->shape.name, &m, KV_BF16, 128, 1, MOE_ACT_F16, n);
+        if (fp4 && weight_format(m.layers[m.n_layer - 1].gate.type) == FMT_FP4)
+            pair_forwards(c->shape.name, &m, KV_BF16, 128, 1, MOE_ACT_FP4, wide);
+        if (c->limit > 0 && c->limit < 1) stats_agree(&m, c->shape.name, ids);
+#ifdef CUEMU
+        static const struct layout ranks[] = {{"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true},
+                                              {"three ranks", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
+                                              {"four ranks", 4, 1, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true}};
+        logits_agree(&m, c->shape.name, &one_rank, 1, 20, 3e-5);
+        logits_agree(&m, c->shape.name, ranks, 3, 20 + f, 3e-5);
+        if (!f) batches_agree(c->shape.name, &m, &ranks[0], KV_BF16, 101, 144);
+#endif
+        ffn_free(&m, &own);
     }
 }
 
 /* For t_cuda_mutate.h. */
 void cuda_test_stats(void) { test_cuda_stats(); }
+void cuda_test_feed_forwards(void) { test_cuda_feed_forwards(); }
 void cuda_test_forward(void) { test_cuda_forward(); }
 void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_synthetic(void) { test_cuda_synth(); }
@@ -1849,12 +2105,14 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
 #define TESTS_CUDA                                                                                                     \
     TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/gemv", cuda_test_gemv}, {"cuda/router", cuda_test_router}, \
         {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
-        {"cuda/attention", cuda_test_attention}, {"cuda/delta_net", cuda_test_delta_net},                              \
-        {"cuda/recall", cuda_test_delta_recall}, {"cuda/operations", test_cuda_operations},                            \
+        {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},                                  \
+        {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
+        {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},                                    \
         {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
-        {"cuda/stats", test_cuda_stats}, {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns},               \
-        {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile},     \
-        {"cuda/bench", test_cuda_bench}, {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite}, \
+        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
+        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
+        {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite},                                  \
         {"cuda/images", test_cuda_images},

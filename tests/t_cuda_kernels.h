@@ -43,6 +43,11 @@ static double normal() {
     double a = (rnd() + 1.0) / 4294967297.0, b = rnd() / 4294967296.0;
     return sqrt(-2 * log(a)) * cos(6.283185307179586 * b);
 }
+static std::vector<float> random_floats(int count, double size) {
+    std::vector<float> v;
+    for (int i = 0; i < count; i++) v.push_back((float)(normal() * size));
+    return v;
+}
 
 static cudaStream_t test_stream; /* of all tests */
 static uint64_t seed_offset;     /* added to the seeds of the emulator's schedules */
@@ -188,7 +193,8 @@ struct matrix {
         raw.resize(w.expert_bytes * (size_t)n_expert);
         for (int i = 0; i < n_expert * n_out; i++) random_row(&raw[(size_t)i * w.row_bytes], type, n_in, octaves, size);
         for (float &f : scale) f = (type == GGUF_NVFP4 || type == GGUF_Q8_0 ? 0.01f : 1.0f) * (1.5f + uniform());
-        for (int i = 0; with_bias && i < n_out; i++) bias.push_back(uniform());
+        w.bias_stride = n_out + 5; /* as in a shard: rows of biases lie farther apart than they are long */
+        for (int i = 0; with_bias && i < n_expert * w.bias_stride; i++) bias.push_back(uniform());
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
         matrix_upload(r, &w, "a test's matrix");
         must(cudaStreamSynchronize(test_stream), "uploading");
@@ -209,15 +215,28 @@ struct matrix {
         for (const void *host : hosts)
             if (host) hmdel(c->copies, host);
     }
+    double bias_of(int e, int row) const { return bias.empty() ? 0 : (double)bias[(size_t)(e * w.bias_stride + row)]; }
     double dot(int e, int row, const float *x) const {
         const double *a = &v[((size_t)e * (size_t)w.n_out + (size_t)row) * (size_t)w.n_in];
-        double s = bias.empty() ? 0 : (double)bias[(size_t)row];
+        double s = bias_of(e, row);
         for (int k = 0; k < w.n_in; k++) s += a[k] * (double)x[k];
         return s;
     }
 };
 
-static double glu(double g, double u) { return g / (1 + exp(-g)) * u / (double)HIDDEN_SCALE; }
+/* How gate and up are joined. */
+struct glu_kind {
+    enum glu glu = GLU_SILU;
+    double limit = 0;
+};
+static double glu(const struct glu_kind &k, double g, double u) {
+    const double clamped = fmax(-k.limit, fmin(u, k.limit));
+    double y = g / (1 + exp(-g)) * u;
+    if (k.glu == GLU_OAI) g = fmin(g, k.limit), y = g / (1 + exp(-1.702 * g)) * (clamped + 1);
+    if (k.glu == GLU_SILU_CLAMP) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
+    return y / (double)HIDDEN_SCALE;
+}
+static struct glu_limit limit_of(const struct glu_kind &k) { return glu_limit_of(k.glu, (float)k.limit); }
 
 /* Rows of tokens in halves, `stride` apart: what lies behind n_in is NaN and must not be read. */
 struct tokens {
@@ -265,6 +284,8 @@ struct gemm_case {
     int n_expert, n_out, n_in;
     std::vector<int> counts; /* tokens of each expert */
     bool f32, bias, gather;
+    struct glu_kind glu = {};
+    float bias_factor = 0;
 };
 
 /* How the quantizer is defined, in plain code: `value` becomes what the codes mean. Returns the number of codes and
@@ -338,7 +359,7 @@ static void run_gemm(const struct gemm_case &t) {
     results y(batch * (size_t)n_matrix, t.f32);
     struct gemm_args g = {};
     g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p, g.y_stride = stride,
-    g.y_f32 = t.f32;
+    g.y_f32 = t.f32, g.limit = limit_of(t.glu), g.bias_factor = t.bias_factor;
     if (t.gather) g.rows = rows_d;
     if (t.mode == LIST)
         g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
@@ -374,14 +395,15 @@ static void run_gemm(const struct gemm_case &t) {
                 int e = t.mode == LIST ? list.expert[(size_t)i] : z;
                 const float *row = x.row(z * n_x + rows[(size_t)i]);
                 double a = w.dot(e, r, row);
-                sum.add(y.at(at), t.gated ? glu(a, w2.dot(e, r, row)) : a);
+                if (t.bias_factor > 0) a += ((double)t.bias_factor - 1) * w.bias_of(e, r);
+                sum.add(y.at(at), t.gated ? glu(t.glu, a, w2.dot(e, r, row)) : a);
             }
     double limit = !t.f32 ? 1e-6 : t.fp4 ? 1e-10 : 1e-11;
     expect(sum.nmse() <= limit && !gaps && !bad_codes,
-           "%s, type %u%s%s, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
+           "%s, type %u%s%s, kind %d, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
            "codes",
-           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.mode, t.n_expert, t.n_out, n_in, n_pos,
-           sum.nmse(), gaps, bad_codes);
+           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.glu.glu, t.mode, t.n_expert, t.n_out, n_in,
+           n_pos, sum.nmse(), gaps, bad_codes);
 }
 
 extern "C" void cuda_test_gemm(void) {
@@ -430,6 +452,32 @@ extern "C" void cuda_test_gemm(void) {
             run_gemm({"long rows", type, true, gated, DENSE, 1, 130, 2112, {70}, true, false, false});
             run_gemm({"longest rows", type, true, gated, LIST, 2, 270, 4096, {9, TN + 1}, true, false, true});
         }
+    /* the experts of gpt-oss and Step-3.5: limits that clip about half of what there is, biases that matter, rows of 45
+     * tiles, as many rows as a rank of four has */
+    static const struct glu_kind oai = {GLU_OAI, 7}, low = {GLU_OAI, 0.75}, clamp = {GLU_SILU_CLAMP, 0.75};
+    for (auto &type : matrix_types)
+        for (int a4 = 0; a4 <= (fp4 && weight_format(type.type) == FMT_FP4); a4++) {
+            run_gemm(
+                {"OAI", type.type, a4 > 0, true, LIST, 5, 200, 72, {0, 1, 17, TN + 1, 40}, false, true, true, low});
+            run_gemm({"clamped", type.type, a4 > 0, true, LIST, 3, 176, 136, {70, 0, 3}, false, true, true, clamp});
+            run_gemm({"clamped, dense", type.type, a4 > 0, true, DENSE, 1, 40, 72, {300}, false, false, false, clamp});
+            run_gemm({"weighted later",
+                      type.type,
+                      a4 > 0,
+                      false,
+                      LIST,
+                      3,
+                      72,
+                      176,
+                      {33, 0, 5},
+                      false,
+                      true,
+                      false,
+                      {},
+                      1 / HIDDEN_SCALE});
+        }
+    run_gemm({"gpt-oss", GGUF_MXFP4, false, true, LIST, 2, 176, 2880, {20, 3}, false, true, true, oai});
+    if (fp4) run_gemm({"gpt-oss", GGUF_MXFP4, true, true, LIST, 2, 176, 2880, {20, 3}, false, true, true, oai});
 }
 
 /* ---- upload ---- */
@@ -452,13 +500,14 @@ extern "C" void cuda_test_upload(void) {
             for (int i = 0; i < n_half; i++) freq.push_back(1.0f / (float)(1 << i));
             gpu_array<int32_t> ids_d(ids);
             gpu_array<float> freq_d(freq), x((size_t)s.n_out * (size_t)n_in), cs((size_t)s.n_out * n_half),
-                sn((size_t)s.n_out * n_half);
+                sn((size_t)s.n_out * n_half), cs_2((size_t)s.n_out * 3), sn_2((size_t)s.n_out * 3);
             gpu_array<struct batch> b(std::vector<struct batch>{{1000, s.n_out, 1000}});
             ids_d.arrive();
-            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, freq_d.p,
-                       n_half, 1.5f, x.p, cs.p, sn.p);
+            const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
+            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, x.p,
+                       ropes);
             finish("embedding");
-            std::vector<float> got = x.get(), c = cs.get(), n = sn.get();
+            std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
             error_sum sum, angles;
             for (int i = 0; i < s.n_out; i++) {
                 for (int k = 0; k < n_in; k++)
@@ -468,6 +517,9 @@ extern "C" void cuda_test_upload(void) {
                     double a = (1000.0 + i) * (double)freq[(size_t)k];
                     angles.add((double)c[(size_t)(i * n_half + k)], 1.5 * cos(a));
                     angles.add((double)n[(size_t)(i * n_half + k)], 1.5 * sin(a));
+                    if (!k || k > 3) continue; /* the second rotation */
+                    angles.add((double)c2[(size_t)(i * 3 + k - 1)], 0.5 * cos(a));
+                    angles.add((double)n2[(size_t)(i * 3 + k - 1)], 0.5 * sin(a));
                 }
             }
             expect(!w.c->failed && sum.nmse() <= 1e-13 && angles.nmse() <= 1e-10,
@@ -553,10 +605,12 @@ static std::vector<struct expert_job> random_jobs(int n_tok, int n_expert, int u
     return jobs;
 }
 
-/* The two halves of a feed-forward: routed experts, `used` of which are chosen, and the shared one. */
+/* The two halves of a feed-forward: routed experts, `used` of which are chosen and which may have biases, and the shared
+ * one. kind, sh_kind: of both. */
 static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int used, int n_embd, int n_ff,
-                         int n_ff_shared) {
-    matrix gate(type, n_expert, n_ff, n_embd), up(type, n_expert, n_ff, n_embd), down(type, n_expert, n_embd, n_ff);
+                         int n_ff_shared, bool bias = false, struct glu_kind kind = {}, struct glu_kind sh_kind = {}) {
+    matrix gate(type, n_expert, n_ff, n_embd, bias), up(type, n_expert, n_ff, n_embd, bias),
+        down(type, n_expert, n_embd, n_ff, bias);
     matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
         sh_down(shared_type, 1, n_embd, n_ff_shared);
     tokens x(n_tok, n_embd);
@@ -575,7 +629,7 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
     struct glu_args u = {};
     struct down_args d = {};
     u.gate[0] = gate.d, u.up[0] = up.d, u.y[0] = hidden, u.gate[1] = sh_gate.d, u.up[1] = sh_up.d,
-    u.y[1] = hidden_shared;
+    u.y[1] = hidden_shared, u.limit[0] = limit_of(kind), u.limit[1] = limit_of(sh_kind);
     u.jobs = {jobs_d, weight_d, n_d, max_jobs}, u.down_scale = down.d.scale, u.down_scale_max = down.d.scale_max;
     u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok, u.x = xd, u.x_stride = x.stride;
     d.w = down.d, d.w.unit *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.unit *= HIDDEN_SCALE;
@@ -595,13 +649,15 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
             if (!shared && !(jobs[(size_t)j].tokens >> t & 1)) continue;
             const double f = (double)(shared ? shared_weight[(size_t)t] : weight[(size_t)(j * DECODE_MAX_TOKENS + t)]);
             const matrix &g = shared ? sh_gate : gate, &v = shared ? sh_up : up, &o = shared ? sh_down : down;
-            for (int k = 0; k < g.w.n_out; k++) h[(size_t)k] = (float)glu(g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t)));
-            for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * (double)HIDDEN_SCALE * o.dot(e, k, h.data());
+            for (int k = 0; k < g.w.n_out; k++)
+                h[(size_t)k] = (float)((double)HIDDEN_SCALE *
+                                       glu(shared ? sh_kind : kind, g.dot(e, k, x.row(t)), v.dot(e, k, x.row(t))));
+            for (int k = 0; k < n_embd; k++) want[(size_t)k] += f * o.dot(e, k, h.data());
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
     }
-    expect(sum.nmse() <= 1e-6, "types %u, %u, %d tokens, %d of %d experts: NMSE %.1e", type, shared_type, n_tok, used,
-           n_expert, sum.nmse());
+    expect(sum.nmse() <= 1e-6, "types %u, %u, kinds %d, %d, bias %d, %d tokens, %d of %d experts: NMSE %.1e", type,
+           shared_type, kind.glu, sh_kind.glu, bias, n_tok, used, n_expert, sum.nmse());
 }
 
 extern "C" void cuda_test_gemv(void) {
@@ -618,14 +674,26 @@ extern "C" void cuda_test_gemv(void) {
         run_gemv_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
         run_gemv_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
         run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
+        for (int n : {1, 3, 16}) {
+            run_gemv_ffn(type.type, shared, n, 7, 4, 192, 192, 64, true, {GLU_OAI, 0.75}, {GLU_SILU_CLAMP, 0.5});
+            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {GLU_SILU_CLAMP, 0.75}, {});
+        }
+        run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192, true, {GLU_OAI, 7}, {});
     }
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 3, 4, 3, 2880, 64, 64, true, {GLU_OAI, 7},
+                 {}); /* of gpt-oss: rows of 45 tiles, */
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 2, 4, 3, 64, 704, 64, true, {GLU_OAI, 7}, {}); /* of 11 tiles */
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 16, 340, 330, 64, 64, 64, true, {GLU_OAI, 7},
+                 {}); /* more than 48 KB of biases */
 }
 
 /* ---- router ---- */
 
 struct route_case {
     int n_tok, n_expert, k, n_group, n_group_used;
-    bool softmax, norm, bias, bf16, ties;
+    enum gating gating;
+    bool norm, bias, bf16, ties;
+    bool logit_bias, not_finite; /* some of the logits */
 };
 
 /* The choice for one token, one step after the other: pick (n_expert), `score` (n_expert) from its logits. */
@@ -635,11 +703,13 @@ static void route_plain(const struct route_case &c, const double *logits, const 
     for (int e = 0; e < c.n_expert; e++) top = fmaxf(top, (float)logits[e]);
     for (int e = 0; e < c.n_expert; e++) {
         float l = (float)logits[e];
-        score[(size_t)e] = c.softmax ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+        score[(size_t)e] = c.gating == GATING_SOFTMAX   ? expf(l - top)
+                           : c.gating == GATING_SIGMOID ? 1.0f / (1.0f + expf(-l))
+                                                        : l;
         sum += score[(size_t)e];
     }
     for (int e = 0; e < c.n_expert; e++) {
-        if (c.softmax) score[(size_t)e] /= sum;
+        if (c.gating == GATING_SOFTMAX) score[(size_t)e] /= sum;
         pick[(size_t)e] = score[(size_t)e] + (c.bias ? bias[(size_t)e] : 0.0f);
         if (pick[(size_t)e] != pick[(size_t)e]) pick[(size_t)e] = -INFINITY;
     }
@@ -675,10 +745,14 @@ static int check_route(const struct route_case &c, const double *logits, const s
         if (got < 0 || got >= c.n_expert) return c.k;
         float gap = pick[(size_t)best] - pick[(size_t)got];
         if (got != best && !(gap > 0 && gap < 1e-6f)) bad++;
-        pick[(size_t)got] = NAN, sum += score[(size_t)got];
+        pick[(size_t)got] = NAN;
     }
+    const float best_logit = score[(size_t)id[0]];
+    for (int i = 0; i < c.k && c.gating == GATING_CHOSEN; i++)
+        score[(size_t)id[i]] = expf(score[(size_t)id[i]] - best_logit);
+    for (int i = 0; i < c.k; i++) sum += score[(size_t)id[i]];
     for (int i = 0; i < c.k; i++) {
-        float want = score[(size_t)id[i]] * (c.norm ? factor / sum : factor);
+        float want = score[(size_t)id[i]] * (c.norm || c.gating == GATING_CHOSEN ? factor / sum : factor);
         bad += want == want ? !(fabsf(weight[i] - want) <= 1e-5f * want) : weight[i] == weight[i];
     }
     return bad;
@@ -708,20 +782,24 @@ static bool job_choices(const struct route_case &c, int t, const double *logits,
 static void run_route(const struct route_case &c) {
     const int n_embd = 72;
     const size_t n = (size_t)c.n_tok, n_expert = (size_t)c.n_expert, k = (size_t)c.k;
-    std::vector<float> x(n * n_embd), bias(n_expert), shared(n_embd), w32;
+    std::vector<float> x(n * n_embd), bias(n_expert), logit_bias(n_expert), shared(n_embd), w32;
     std::vector<uint16_t> w16;
     /* whole numbers make sums exact, hence equal ones equal everywhere */
     for (float &v : x) v = c.ties ? (float)(int)(rnd() % 5) - 2 : uniform();
     for (float &v : bias) v = c.ties ? (float)(rnd() % 3) / 8 : uniform() / 4;
     for (float &v : shared) v = uniform();
+    for (size_t e = 0; e < n_expert && c.logit_bias; e++) {
+        logit_bias[e] = c.ties ? (float)(rnd() % 3) / 8 : 2 * uniform();
+        if (c.not_finite && e % 5 > 2) logit_bias[e] = e % 5 == 3 ? NAN : -INFINITY;
+    }
     for (size_t i = 0; i < n_expert * n_embd; i++) {
         float v = c.ties ? (i / n_embd % 3 == 1 ? f32_from_bits(f32_to_bits(w32[i - n_embd]))
                                                 : (float)(int)(rnd() % 3) / 16 - 0.0625f)
                          : bf16_to_f32(bf16_from_f32(uniform()));
         w32.push_back(v), w16.push_back(bf16_from_f32(v));
     }
-    gpu_array<float> xd(x), bias_d(bias), w32_d(w32), logits(n * n_expert), weight(n * k), shared_d(shared),
-        shared_weight(DECODE_MAX_TOKENS);
+    gpu_array<float> xd(x), bias_d(bias), logit_bias_d(logit_bias), w32_d(w32), logits(n * n_expert), weight(n * k),
+        shared_d(shared), shared_weight(DECODE_MAX_TOKENS);
     gpu_array<uint16_t> w16_d(w16);
     const bool decode = c.n_tok <= DECODE_MAX_TOKENS;
     const size_t max_jobs = min(n * k, n_expert);
@@ -731,9 +809,10 @@ static void run_route(const struct route_case &c) {
     gpu_array<uint32_t> arrived(std::vector<uint32_t>{0});
     struct route_args p = {};
     (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
-    p.bias = c.bias ? bias_d.p : NULL, p.x = xd, p.logits = logits, p.id = id, p.weight = weight;
+    p.bias = c.bias ? bias_d.p : NULL, p.logit_bias = c.logit_bias ? logit_bias_d.p : NULL, p.x = xd, p.logits = logits,
+    p.id = id, p.weight = weight;
     p.n_tok = c.n_tok, p.n_embd = n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
-    p.n_group_used = c.n_group_used, p.softmax = c.softmax, p.norm = c.norm, p.factor = 2.5f;
+    p.n_group_used = c.n_group_used, p.gating = c.gating, p.norm = c.norm, p.factor = 2.5f;
     p.arrived = arrived, p.n_jobs = n_jobs, p.jobs = jobs, p.job_weight = job_weight;
     p.shared = c.norm ? shared_d.p : NULL, p.shared_weight = shared_weight;
     for (int turn = 0; turn < 2; turn++) { /* the second finds what the first left */
@@ -751,7 +830,7 @@ static void run_route(const struct route_case &c) {
         int bad = 0;
         for (size_t t = 0; t < n; t++) {
             for (size_t e = 0; e < n_expert; e++) {
-                want[e] = 0;
+                want[e] = (double)logit_bias[e];
                 for (size_t i = 0; i < n_embd; i++) want[e] += (double)w32[e * n_embd + i] * (double)x[t * n_embd + i];
             }
             const bool listed = !decode || job_choices(c, (int)t, want.data(), bias, n_jobs.get()[0], jobs.get(),
@@ -766,9 +845,10 @@ static void run_route(const struct route_case &c) {
             bad += !(fabs((double)gates[t] - 1 / (1 + exp(-dot))) <= 1e-5);
         }
         expect(!bad,
-               "%d tokens, %d of %d experts, %d of %d groups, softmax %d norm %d bias %d bf16 %d ties %d: %d "
+               "%d tokens, %d of %d experts, %d of %d groups, gating %d norm %d biases %d %d bf16 %d ties %d: %d "
                "wrong",
-               c.n_tok, c.k, c.n_expert, c.n_group_used, c.n_group, c.softmax, c.norm, c.bias, c.bf16, c.ties, bad);
+               c.n_tok, c.k, c.n_expert, c.n_group_used, c.n_group, c.gating, c.norm, c.bias, c.logit_bias, c.bf16,
+               c.ties, bad);
     }
 }
 
@@ -820,9 +900,18 @@ extern "C" void cuda_test_router(void) {
     for (auto &s : shapes)
         for (int n : n_tok) {
             i += 5; /* all combinations of the flags in turn */
-            run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, (i & 1) != 0, (i & 2) != 0, (i & 4) != 0,
-                       (i & 8) != 0, i % 3 == 0});
+            run_route({n, s.n_expert, s.k, s.n_group, s.n_group_used, i & 1 ? GATING_SOFTMAX : GATING_SIGMOID,
+                       (i & 2) != 0, (i & 4) != 0, (i & 8) != 0, i % 3 == 0, false, false});
         }
+    for (int n : n_tok) {
+        run_route({n, 128, 4, 1, 1, GATING_CHOSEN, false, false, true, false, true, false}); /* gpt-oss */
+        run_route({n, 33, 5, 1, 1, GATING_CHOSEN, true, false, true, true, true, false});
+        run_route({n, 64, 6, 8, 3, GATING_CHOSEN, false, false, false, false, true, true});
+        run_route({n, 5, 4, 1, 1, GATING_CHOSEN, false, false, false, false, true, true});
+        run_route({n, 64, 6, 1, 1, GATING_SOFTMAX, true, true, false, false, false, false}); /* ERNIE 4.5 */
+        run_route({n, 40, 7, 1, 1, GATING_SOFTMAX, false, true, false, false, true, n > 1});
+        run_route({n, 40, 7, 1, 1, GATING_SIGMOID, true, true, true, false, true, true});
+    }
     for (bool bf16 : {false, true}) run_logits(17, 70, 2056, bf16), run_logits(70, 8, 40, bf16);
 }
 
@@ -1001,30 +1090,122 @@ static void run_all_reduce(int n_tok, int n, int blocks) {
     expect(state.get()[CH_ALLREDUCE] == 1 && heartbeat.get()[0] == 1, "the all-reduce was not counted");
 }
 
+/* Norms of whole rows over `ranks` ranks, of which the last has a copy of the keys of the one before; several after each
+ * other. */
+static void run_row_norm(int ranks, int blocks) {
+    enum { TURNS = 3, HEAD = 36 };
+    static const int n_tok[TURNS] = {16, 1, 5};
+    const size_t words = sizeof(struct sequence) / 4;
+    gpu_array<uint32_t> state(std::vector<uint32_t>((size_t)ranks * words, 0u)),
+        flags(std::vector<uint32_t>((size_t)(ranks * ranks * ALLREDUCE_BLOCKS), 0u)),
+        heartbeat(std::vector<uint32_t>(3));
+    gpu_array<float> slots((size_t)(ranks * 2 * ranks * ALLREDUCE_SLOT));
+    std::vector<cudaStream_t> stream((size_t)ranks, test_stream);
+    for (int k = 1; k < ranks; k++) must(cudaStreamCreate(&stream[(size_t)k]), "a stream");
+    for (int turn = 0; turn < TURNS; turn++) {
+        std::vector<std::vector<float>> x[2], weight[2];
+        std::vector<gpu_array<float> *> owned;
+        std::vector<struct row_norm_args> args((size_t)ranks);
+        int whole[2] = {0, 0};
+        for (int k = 0; k < ranks; k++) {
+            const bool copy = ranks > 1 && k == ranks - 1;
+            struct row_norm_args &a = args[(size_t)k];
+            a = {};
+            for (int i = 0; i < 2; i++) {
+                const int n = i && copy ? (int)weight[1].back().size() : HEAD * (i ? 1 + k % 2 : 40 - 7 * k);
+                const int stride = n + 4;
+                std::vector<float> rows = random_floats(n_tok[turn] * stride, 1 + k);
+                if (i && copy) rows = x[1].back();
+                x[i].push_back(rows);
+                weight[i].push_back(i && copy ? weight[i].back() : random_floats(n, 1));
+                whole[i] += i && copy ? 0 : n;
+                a.n[i] = n, a.stride[i] = (size_t)stride, a.counted[i] = !(i && copy);
+                owned.push_back(new gpu_array<float>(rows)), a.x[i] = owned.back()->p;
+                owned.push_back(new gpu_array<float>(weight[i].back())), a.weight[i] = owned.back()->p;
+            }
+            a.eps = 1e-6f, a.n_tok = n_tok[turn], a.sharing = turn & 1;
+            a.p = {k, ranks, (struct sequence *)(state.p + (size_t)k * words), (struct heartbeat *)heartbeat.p};
+            for (int to = 0; to < ranks; to++) {
+                a.slot[to] = slots + to * 2 * ranks * ALLREDUCE_SLOT;
+                a.flag[to] = flags + to * ranks * ALLREDUCE_BLOCKS;
+            }
+        }
+        for (int k = 0; k < ranks; k++) {
+            struct row_norm_args &a = args[(size_t)k];
+            for (int i = 0; i < 2; i++) a.whole[i] = whole[i];
+            const int rows = 2 * n_tok[turn];
+            if (!k) owned[0]->arrive();
+            if (ranks == 1)
+                LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_SCALE>), (unsigned)rows, NORM_THREADS, 0, test_stream, a);
+            else
+                LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_EXCHANGE | ROW_SCALE>), (unsigned)min(rows, blocks),
+                           NORM_THREADS, 0, stream[(size_t)k], a);
+        }
+        finish("norms of rows");
+        for (int k = 1; k < ranks; k++) must(cudaStreamSynchronize(stream[(size_t)k]), "norms of rows");
+        error_sum sum;
+        int gaps = 0;
+        std::vector<float> last;
+        for (int k = 0; k < ranks; k++)
+            for (int i = 0; i < 2; i++) {
+                const struct row_norm_args &a = args[(size_t)k];
+                const std::vector<float> got = owned[(size_t)(4 * k + 2 * i)]->get();
+                for (size_t t = 0; t < (size_t)n_tok[turn]; t++) {
+                    double ss = 0;
+                    for (size_t p = 0; p < (size_t)ranks; p++)
+                        for (size_t c = 0; c < (size_t)args[p].n[i] && args[p].counted[i]; c++)
+                            ss += pow((double)x[i][p][t * args[p].stride[i] + c], 2);
+                    for (size_t c = 0; c < a.stride[i]; c++) {
+                        const size_t at = t * a.stride[i] + c;
+                        const float from = x[i][(size_t)k][at];
+                        if (c >= (size_t)a.n[i]) gaps += got[at] != from;
+                        else
+                            sum.add((double)got[at],
+                                    (double)from / sqrt(ss / whole[i] + 1e-6) * (double)weight[i][(size_t)k][c]);
+                    }
+                }
+                if (i && !a.counted[1]) gaps += memcmp(got.data(), last.data(), got.size() * sizeof(float)) != 0;
+                if (i) last = got;
+            }
+        expect(sum.nmse() <= 1e-12 && !gaps, "norms of %d rows, %d ranks, %d blocks: NMSE %.1e, %d values differ",
+               2 * n_tok[turn], ranks, blocks, sum.nmse(), gaps);
+        for (gpu_array<float> *p : owned) delete p;
+    }
+    if (ranks > 1) expect(state.get()[CH_ALLREDUCE] == TURNS, "norms of rows were not counted");
+    for (int k = 1; k < ranks; k++) must(cudaStreamDestroy(stream[(size_t)k]), "a stream");
+}
+
 extern "C" void cuda_test_links(void) {
     begin_test(8);
+    for (int ranks = 1; ranks <= MAX_RANKS; ranks++) run_row_norm(ranks, 3 * ranks);
     run_send_recv(1, 4), run_send_recv(5, 1000), run_send_recv(40, 260), run_share_token();
     run_all_reduce(1, 64, 1), run_all_reduce(40, 1000, 3), run_all_reduce(50, 2052, 2);
 }
 
 /* ---- attention ---- */
 
+enum test_gates { NO_GATES, Q_GATES, SIGMOID_HEADS, SOFTPLUS_HEADS, SOFTPLUS_VALUES };
+
 struct attn_case {
     bool mla, prefill, fp8;
     int dk, dv, n_kv, group, n_tok, absent; /* absent: tokens of n_tok that the batch does not have */
     int pos, splits;
-    double size; /* of q: large ones make scores of some hundreds */
+    double size;              /* of q: large ones make scores of some hundreds */
+    int window, ring;         /* keys that a token sees, rows of the planes; 0: all, as many as there are keys */
+    bool sinks, pairs, plain; /* plain: heads are not normed */
+    enum test_gates gates;
 };
 
-/* A cache plane with random rows 0..len-1 of `width` values, and NaN behind. */
+/* A cache plane with random rows 0..len-1 of `width` values, and NaN behind; a ring of so many rows has the latest. */
 struct test_plane {
     std::vector<double> value; /* (len, width) */
+    int ring;
     gpu_array<uint8_t> data;
     gpu_array<float> scale;
     struct plane p = {};
-    test_plane(int len, int width, int group, bool fp8)
-        : data((size_t)(len + 70) * row_bytes(width, fp8)),
-          scale((size_t)(len + 70) * (size_t)((width + group - 1) / group)) {
+    test_plane(int len, int width, int group, bool fp8, int ring_rows = 0)
+        : ring(ring_rows), data((size_t)(ring ? ring : len + 70) * row_bytes(width, fp8)),
+          scale((size_t)(ring ? ring : len + 70) * (size_t)((width + group - 1) / group)) {
         const size_t bytes = row_bytes(width, fp8), n_group = (size_t)((width + group - 1) / group);
         std::vector<uint8_t> rows(data.n, 0xFF);
         std::vector<float> scales(scale.n, NAN), x((size_t)width);
@@ -1037,9 +1218,9 @@ struct test_plane {
                 for (int j = begin; j < end; j++)
                     x[(size_t)j] = (float)(normal() * size * (1 + j % 5)), amax = fmaxf(amax, fabsf(x[(size_t)j]));
                 float s = fp8 ? amax / 448 : 1;
-                if (fp8) scales[i * n_group + (size_t)g] = s;
+                if (fp8) scales[row(i) * n_group + (size_t)g] = s;
                 for (int j = begin; j < end; j++) {
-                    uint8_t *to = &rows[i * bytes + (size_t)(fp8 ? j : 2 * j)];
+                    uint8_t *to = &rows[row(i) * bytes + (size_t)(fp8 ? j : 2 * j)];
                     uint16_t h = bf16_from_f32(x[(size_t)j]);
                     if (fp8) *to = e4m3_from_f32(x[(size_t)j] / s);
                     else memcpy(to, &h, 2);
@@ -1053,11 +1234,13 @@ struct test_plane {
         p.data = data;
         p.scale = scale;
         p.row_bytes = bytes;
+        if (ring) p.kind = PLANE_RING, p.n_row = ring;
     }
+    size_t row(size_t pos) const { return ring ? pos % (size_t)ring : pos; }
     static size_t row_bytes(int width, bool fp8) { return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16; }
-    /* Rows first..first+n-1 are what a kernel is about to write, */
+    /* Rows first..first+n-1 are what a kernel is about to write: in a ring they are still older ones, */
     void forget(int first, int n) {
-        must(cudaMemset(data + (size_t)first * p.row_bytes, 0xFF, (size_t)n * p.row_bytes), "a cache");
+        if (!ring) must(cudaMemset(data + (size_t)first * p.row_bytes, 0xFF, (size_t)n * p.row_bytes), "a cache");
     }
     /* and has written. */
     void read(int first, int n) {
@@ -1065,12 +1248,13 @@ struct test_plane {
         const std::vector<float> scales = scale.get();
         for (int i = first; i < first + n; i++)
             for (int j = 0; j < p.width; j++) {
-                const uint8_t *from = &rows[(size_t)i * p.row_bytes + (size_t)(p.type == KV_FP8 ? j : 2 * j)];
+                const size_t at = row((size_t)i);
+                const uint8_t *from = &rows[at * p.row_bytes + (size_t)(p.type == KV_FP8 ? j : 2 * j)];
                 uint16_t h;
                 memcpy(&h, from, p.type == KV_FP8 ? 1 : 2);
                 value[(size_t)(i * p.width + j)] =
                     p.type == KV_FP8
-                        ? (double)e4m3_to_f32(*from) * (double)scales[(size_t)(i * p.n_group + j / p.group)]
+                        ? (double)e4m3_to_f32(*from) * (double)scales[at * (size_t)p.n_group + (size_t)(j / p.group)]
                         : (double)bf16_to_f32(h);
             }
     }
@@ -1082,40 +1266,38 @@ struct test_heads {
     gpu_array<float> d;
     int stride, head, n;
     test_heads(int n_tok, int heads, int head_, int n_, double size)
-        : x(random(n_tok * heads * head_, size)), d(x), stride(heads * head_), head(head_), n(n_) {}
-    static std::vector<float> random(int count, double size) {
-        std::vector<float> v;
-        for (int i = 0; i < count; i++) v.push_back((float)(normal() * size));
-        return v;
-    }
+        : x(random_floats(n_tok * heads * head_, size)), d(x), stride(heads * head_), head(head_), n(n_) {}
     const float *row(int t, int h) const { return &x[(size_t)(t * stride + h * head)]; }
-    /* Head h of token t, normed and rotated. cs, sn: (n_tok, rope / 2) */
+    /* Head h of token t, normed unless w is empty, and rotated. cs, sn: (n_tok, rope / 2) */
     std::vector<double> roped(int t, int h, const std::vector<float> &w, const std::vector<float> &cs,
-                              const std::vector<float> &sn, int rope) const {
+                              const std::vector<float> &sn, int rope, bool pairs = false) const {
         std::vector<double> y;
         double ss = 0;
         const float *from = row(t, h);
         for (int i = 0; i < n; i++) ss += (double)from[i] * (double)from[i];
-        for (int i = 0; i < n; i++) y.push_back((double)from[i] / sqrt(ss / n + 1e-6) * (double)w[(size_t)i]);
+        for (int i = 0; i < n; i++)
+            y.push_back((double)from[i] * (w.empty() ? 1 : (double)w[(size_t)i] / sqrt(ss / n + 1e-6)));
         for (int i = 0; i < rope / 2; i++) {
-            const double a = y[(size_t)i], b = y[(size_t)(i + rope / 2)];
+            const size_t first = (size_t)(pairs ? 2 * i : i), second = (size_t)(pairs ? 2 * i + 1 : i + rope / 2);
+            const double a = y[first], b = y[second];
             const double c = (double)cs[(size_t)(t * rope / 2 + i)], s = (double)sn[(size_t)(t * rope / 2 + i)];
-            y[(size_t)i] = a * c - b * s;
-            y[(size_t)(i + rope / 2)] = a * s + b * c;
+            y[first] = a * c - b * s;
+            y[second] = a * s + b * c;
         }
         return y;
     }
 };
 
-/* out (dv): attention of one query q (dk) of head h over keys 0..n-1. */
+/* out (dv): attention of one query q (dk) of head h over keys 0..n-1, of which a window leaves the last. sinks (heads). */
 static void attn_plain(const struct attn_case &c, const test_plane &k, const test_plane &v, const uint16_t *q, int h,
-                       int n, std::vector<double> &out) {
+                       int n, const std::vector<float> &sinks, std::vector<double> &out) {
+    const int first = c.window ? max(n - c.window, 0) : 0;
     const int kv = h / c.group, lat = c.mla ? c.dv : c.dk, width = c.mla ? c.dv : c.n_kv * c.dk, rest = c.dk - lat;
-    double top = -INFINITY, den = 0;
+    double top = c.sinks ? (double)sinks[(size_t)h] : -INFINITY, den = 0;
     std::vector<double> s((size_t)n);
     std::vector<float> qf;
     for (int j = 0; j < c.dk; j++) qf.push_back(f16_to_f32(q[j]));
-    for (int x = 0; x < n; x++) {
+    for (int x = first; x < n; x++) {
         const double *key = &k.value[(size_t)(x * width + kv * c.dk * !c.mla)];
         double d = 0;
         for (int j = 0; j < lat; j++) d += (double)qf[(size_t)j] * key[j];
@@ -1123,7 +1305,8 @@ static void attn_plain(const struct attn_case &c, const test_plane &k, const tes
         s[(size_t)x] = d / sqrt(c.dk), top = fmax(top, s[(size_t)x]);
     }
     for (double &o : out) o = 0;
-    for (int x = 0; x < n; x++) {
+    if (c.sinks) den = exp((double)sinks[(size_t)h] - top);
+    for (int x = first; x < n; x++) {
         const double f = exp(s[(size_t)x] - top);
         const double *val = c.mla ? &k.value[(size_t)(x * width)] : &v.value[(size_t)((x * c.n_kv + kv) * c.dv)];
         den += f;
@@ -1143,21 +1326,24 @@ static bool row_near(const struct attn_case &c, const double *got, const std::ve
 
 static void run_attention(const struct attn_case &c) {
     const int n_head = c.n_kv * c.group, here = c.n_tok - c.absent, len = c.pos + here;
-    const bool fused = !c.mla && !c.prefill, gated = !c.mla && (c.pos ^ c.n_tok) & 1;
-    test_plane k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8);
-    test_plane v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8);
+    const bool fused = !c.mla && !c.prefill, q_gates = c.gates == Q_GATES, values_gate = c.gates == SOFTPLUS_VALUES;
+    test_plane k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8, c.ring);
+    test_plane v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8, c.ring);
     const size_t qs = (size_t)(n_head * c.dk) + 24, os = (size_t)(n_head * c.dv) + 8;
     /* the queries before norm and rotation, with gates; keys and values */
     const int rope = c.pos % 3 ? c.dk : c.dk / 2, tables = c.n_tok * rope / 2;
-    test_heads q32(c.n_tok, n_head, gated ? 2 * c.dk : c.dk, c.dk, 3), k32(c.n_tok, c.n_kv, c.dk, c.dk, 0.5);
+    test_heads q32(c.n_tok, n_head, q_gates ? 2 * c.dk : c.dk, c.dk, 3), k32(c.n_tok, c.n_kv, c.dk, c.dk, 0.5);
     test_heads v32(c.n_tok, c.n_kv, c.dv, c.dv, 1);
-    const std::vector<float> q_norm = test_heads::random(c.dk, c.size), k_norm = test_heads::random(c.dk, 1),
-                             cs = test_heads::random(tables, 0.7), sn = test_heads::random(tables, 0.7);
-    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn);
+    const int norm = c.plain ? 0 : c.dk, n_gate = values_gate ? c.dv : 1;
+    const std::vector<float> q_norm = random_floats(norm, c.size), k_norm = random_floats(norm, 1),
+                             cs = random_floats(tables, 0.7), sn = random_floats(tables, 0.7),
+                             sinks = random_floats(n_head, 2),
+                             gates = random_floats(c.n_tok * (n_head * n_gate + 3), 3);
+    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn), sinks_d(sinks), gates_d(gates);
     std::vector<uint16_t> q(qs * (size_t)c.n_tok, 0x7E00);
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
-            std::vector<double> y(fused ? q32.roped(i, h, q_norm, cs, sn, rope) : std::vector<double>());
+            std::vector<double> y(fused ? q32.roped(i, h, q_norm, cs, sn, rope, c.pairs) : std::vector<double>());
             for (int j = 0; j < c.dk; j++)
                 q[(size_t)i * qs + (size_t)(h * c.dk + j)] =
                     f16_from_f32((float)(fused ? y[(size_t)j] : normal() * c.size));
@@ -1178,11 +1364,17 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<float> parts((size_t)(n_part * c.n_tok * n_head * n_value));
     gpu_array<uint16_t> value_out((size_t)(c.n_tok * n_head * n_value));
     if (values) a.out = NULL;
-    if (gated) a.gate = q32.d, a.gate_stride = (size_t)q32.stride;
+    a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
+    if (q_gates) {
+        a.gate = q32.d + c.dk, a.gate_stride = (size_t)q32.stride, a.gate_head = 2 * c.dk;
+    } else if (c.gates) {
+        a.gate = gates_d, a.gate_stride = (size_t)(n_head * n_gate + 3), a.gate_head = n_gate;
+        a.gate_one = !values_gate, a.softplus = c.gates != SIGMOID_HEADS;
+    }
     if (fused) {
         struct rope_args &r = a.rope;
-        r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q32.d, r.k = k32.d, r.v = v32.d, r.q_norm = q_norm_d,
-        r.k_norm = k_norm_d;
+        r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = c.pairs, r.q = q32.d, r.k = k32.d, r.v = v32.d;
+        if (!c.plain) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
         r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
         r.kp = k.p, r.vp = v.p, r.n_head = n_head, r.n_head_kv = c.n_kv, r.d = c.dk, r.q_head = q32.head, r.dv = c.dv;
         r.rope = rope, r.eps = 1e-6f, a.arrived = arrived;
@@ -1204,30 +1396,37 @@ static void run_attention(const struct attn_case &c) {
         for (int h = 0; h < c.n_kv; h++) {
             const size_t at = (size_t)((c.pos + i) * c.n_kv + h);
             const float *x = v32.row(i, h);
-            rows += !row_near(c, &k.value[at * (size_t)c.dk], k32.roped(i, h, k_norm, cs, sn, rope));
+            rows += !row_near(c, &k.value[at * (size_t)c.dk], k32.roped(i, h, k_norm, cs, sn, rope, c.pairs));
             rows += !row_near(c, &v.value[at * (size_t)c.dv], std::vector<double>(x, x + c.dv));
         }
     for (uint32_t x : arrived.get()) rows += x != 0;
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
-            attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, c.pos + i + 1, want);
+            attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, c.pos + i + 1, sinks, want);
             const std::vector<float> latent(want.begin(), want.end());
             for (int j = 0; j < n_value && values; j++)
                 sum.add((double)f16_to_f32(halves[(size_t)((i * n_head + h) * n_value + j)]),
                         wv.dot(h, j, latent.data()));
             for (int j = 0; j < c.dv && !values; j++) {
-                const double f = gated ? 1 / (1 + exp(-(double)q32.row(i, h)[c.dk + j])) : 1;
+                double f = 1;
+                if (c.gates) {
+                    const float *own = &gates[(size_t)(i * (n_head * n_gate + 3) + h * n_gate)];
+                    const double g = (double)(q_gates ? q32.row(i, h)[c.dk + j] : own[values_gate ? j : 0]);
+                    f = c.gates >= SOFTPLUS_HEADS ? log1p(exp(g)) : 1 / (1 + exp(-g));
+                }
                 sum.add((double)f16_to_f32(got[(size_t)i * os + (size_t)(h * c.dv + j)]), want[(size_t)j] * f);
             }
         }
     for (size_t i = 0; i < got.size(); i++) /* what is no result stays as it was */
         bad += ((int)(i / os) >= here || i % os >= os - 8) && got[i] != 0xABCD;
     double error = sqrt(sum.nmse()), limit = c.size > 2 ? 4e-3 : 2e-3;
-    expect(error <= limit && !bad && !rows,
-           "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g: error %.1e, %d gaps "
-           "written, %d rows or counters are wrong",
-           c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
-           c.n_tok, c.absent, c.pos, c.splits, c.size, error, bad, rows);
+    expect(
+        error <= limit && !bad && !rows,
+        "%s %s %s %d/%d, %d kv heads of %d, tokens %d - %d at %d, %d splits, size %g, window %d of %d rows, sinks %d, "
+        "pairs %d, plain %d, gates %d: error %.1e, %d gaps written, %d rows or counters are wrong",
+        c.mla ? "mla" : "gqa", c.prefill ? "prefill" : "decode", c.fp8 ? "fp8" : "bf16", c.dk, c.dv, c.n_kv, c.group,
+        c.n_tok, c.absent, c.pos, c.splits, c.size, c.window, c.ring, c.sinks, c.pairs, c.plain, (int)c.gates, error,
+        bad, rows);
 }
 
 /* Expanded keys and values of DeepSeek's shape, segment after segment. */
@@ -1348,11 +1547,12 @@ static void run_latents(bool fp8) {
 static void run_mla_query(uint32_t type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope) {
     matrix wk(type, n_head, latent, nope);
     const int pos = 5, d = nope + rope, key = latent + rope;
-    const struct attn_case c = {true, false, fp8, key, latent, 1, n_head, n_tok, 0, pos, 1, 1};
+    struct attn_case c = {};
+    c.fp8 = fp8;
     test_plane k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
     test_heads q(n_tok, n_head, d, d, 1), kv(n_tok, 1, key, latent, 0.5);
-    const std::vector<float> norm = test_heads::random(latent, 1), cs = test_heads::random(n_tok * rope / 2, 0.7),
-                             sn = test_heads::random(n_tok * rope / 2, 0.7);
+    const std::vector<float> norm = random_floats(latent, 1), cs = random_floats(n_tok * rope / 2, 0.7),
+                             sn = random_floats(n_tok * rope / 2, 0.7);
     gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
     gpu_array<uint16_t> y((size_t)(n_tok * n_head * key));
     gpu_array<struct batch> b(std::vector<struct batch>{{pos, n_tok, pos}});
@@ -1429,8 +1629,130 @@ extern "C" void cuda_test_attention(void) {
                     while (work() > 24e6) len = len / 2 + 1;
                     int here = c.n_tok - c.absent;
                     c.pos = len > here && rnd() % 4 ? len - here : 0;
+                    c.gates = !c.mla && (c.pos ^ c.n_tok) & 1 ? Q_GATES : NO_GATES;
                     run_attention(c);
                 }
+}
+
+/* 16 tokens with a window, one at a time and in other batches: a token's bits are the same. Ends of steps and of splits lie
+ * among the tokens. */
+static void run_window_batches(int dk, int dv, bool fp8, int group, int window, int n_split, int pos, int n_row) {
+    enum { TOKENS = 16 };
+    const int n_kv = 2, n_head = n_kv * group, rope = dk / 2;
+    const size_t out_row = (size_t)(n_head * dv);
+    test_heads q(TOKENS, n_head, dk, dk, 1), k(TOKENS, n_kv, dk, dk, 0.5), v(TOKENS, n_kv, dv, dv, 1);
+    const std::vector<float> cs = random_floats(TOKENS * rope / 2, 0.7), sn = random_floats(TOKENS * rope / 2, 0.7),
+                             sinks = random_floats(n_head, 2);
+    gpu_array<float> cs_d(cs), sn_d(sn), sinks_d(sinks);
+    gpu_array<uint32_t> arrived(std::vector<uint32_t>((size_t)(2 * n_head * ATTN_COUNTERS), 0));
+    gpu_array<float> part((size_t)(n_split * DECODE_MAX_TOKENS * n_head * (dv + 2)));
+    test_plane keys(pos + TOKENS, n_kv * dk, dk, fp8, n_row), values(pos + TOKENS, n_kv * dv, dv, fp8, n_row);
+    std::vector<uint16_t> want;
+    static const int batches[][TOKENS] = {{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, {16}, {3, 9, 4}, {7, 8, 1}};
+    for (auto &batch : batches) {
+        std::vector<uint16_t> got;
+        for (int b = 0, first = 0; b < TOKENS && batch[b]; first += batch[b++]) {
+            const int n = batch[b], at = pos + first;
+            gpu_array<struct batch> place(std::vector<struct batch>{{at, n, at}});
+            gpu_array<uint16_t> out(out_row * (size_t)n);
+            struct attn_args a = {};
+            a.out = out, a.partials = part, a.batch = place, a.k = keys.p, a.v = values.p, a.n_tok = n;
+            a.n_head = n_head, a.n_head_kv = n_kv, a.dk = dk, a.dv = dv, a.out_stride = out_row;
+            a.max_splits = n_split, a.scale = (float)(1 / sqrt(dk)), a.window = window, a.sinks = sinks_d;
+            a.arrived = arrived;
+            struct rope_args &r = a.rope;
+            r.batch = place, r.cs = cs_d + first * rope / 2, r.sn = sn_d + first * rope / 2;
+            r.q = q.d + first * q.stride, r.k = k.d + first * k.stride, r.v = v.d + first * v.stride;
+            r.q_stride = (size_t)q.stride, r.k_stride = (size_t)k.stride, r.v_stride = (size_t)v.stride;
+            r.kp = keys.p, r.vp = values.p, r.n_head = n_head, r.n_head_kv = n_kv, r.d = r.q_head = dk, r.dv = dv;
+            r.rope = rope, r.eps = 1e-6f;
+            attn_launch(&a, false, false, test_stream);
+            finish("attention in batches");
+            const std::vector<uint16_t> rows = out.get();
+            got.insert(got.end(), rows.begin(), rows.end());
+        }
+        if (want.empty()) want = got;
+        int bad = 0;
+        for (size_t t = 0; t < TOKENS; t++)
+            bad += memcmp(&got[t * out_row], &want[t * out_row], out_row * sizeof want[0]) != 0;
+        expect(
+            !bad,
+            "%d/%d, fp8 %d, groups of %d, window %d of %d rows, %d splits, at %d, batches of %d and so on: %d tokens "
+            "have other bits",
+            dk, dv, fp8, group, window, n_row, n_split, pos, batch[0], bad);
+    }
+}
+
+static void run_window_bits() {
+    static const int groups[] = {1, 6, 8, 9, 12, 16}, splits[] = {64, 5, 2, 1};
+    int turn = 0;
+    for (int window : {1, 60, 130, 300, 700})
+        for (int edge : {64, 512, 1024}) { /* which the last key crosses, or the first one */
+            const int pos = turn & 1 ? edge + window - 8 : edge - 5;
+            const bool ring = turn % 3 > 0, wide = turn % 4 == 2;
+            run_window_batches(wide ? 192 : 64, wide ? 128 : 64, turn % 5 < 2, groups[turn % 6], window,
+                               splits[turn % 4], pos, ring ? (window + 14 + 64) / 64 * 64 : 0);
+            turn++;
+        }
+}
+
+/* Gates of prefill: one for a head, or one for every value. */
+static void run_head_gate(bool each, bool softplus) {
+    enum { TOKENS = 5, HEADS = 9, HEAD = 40, WIDTH = HEADS * HEAD, STRIDE = WIDTH + 8 };
+    const size_t n_gate = each ? WIDTH : HEADS, gate_stride = n_gate + 3;
+    std::vector<uint16_t> x((size_t)TOKENS * STRIDE);
+    std::vector<float> gate(TOKENS * gate_stride);
+    for (uint16_t &h : x) h = f16_from_f32((float)normal());
+    for (float &g : gate) g = (float)normal() * (rnd() % 8 ? 2 : 12);
+    gpu_array<uint16_t> x_d(x);
+    gpu_array<float> gate_d(gate);
+    const struct gate_args a = {x_d, STRIDE, gate_d, gate_stride, HEADS, HEAD, each, softplus};
+    gate_d.arrive();
+    LAUNCH_PDL(k_head_gate, dim3(ceil_div(WIDTH, 1024), TOKENS), 128, 0, test_stream, a);
+    finish("gates of heads");
+    const std::vector<uint16_t> got = x_d.get();
+    int bad = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        const size_t t = i / STRIDE, c = i % STRIDE;
+        const double g = c < WIDTH ? (double)gate[t * gate_stride + (each ? c : c / HEAD)] : 0;
+        const double f = softplus ? log1p(exp(g)) : 1 / (1 + exp(-g)), want = f * (double)f16_to_f32(x[i]);
+        const double error = fabs((double)f16_to_f32(got[i]) - want);
+        bad += c < WIDTH ? !(error <= fabs(want) * 6e-4 + 6e-8) : got[i] != x[i];
+    }
+    expect(!bad, "gates of heads, each %d, softplus %d: %d values are wrong", each, softplus, bad);
+}
+
+/* Windows of one key, around the steps of 64 keys, and of several splits; contexts shorter and much longer; rings as short
+ * as they may be; sinks, rotations of neighbours, heads that are not normed, gates. */
+extern "C" void cuda_test_windows(void) {
+    begin_test(14);
+    run_window_bits();
+    for (bool each : {false, true}) run_head_gate(each, !each), run_head_gate(each, each);
+    static const int windows[] = {1, 5, 63, 64, 65, 129, 200, 300, 520},
+                     toks[][5] = {{1, 2, 7, 16, 12}, {17, 33, 70, 20, 65}};
+    static const int splits[] = {1, 2, 3, 64}, groups[] = {1, 6, 8, 9, 12, 16};
+    static const int widths[][2] = {{32, 32}, {64, 64}, {128, 128}, {192, 128}, {256, 256}};
+    int turn = 0;
+    for (auto &w : widths)
+        for (int kind = 0; kind < 4; kind++)
+            for (int window : windows) {
+                struct attn_case c = {};
+                c.dk = w[0], c.dv = w[1], c.prefill = kind & 1, c.fp8 = kind >> 1, c.window = window;
+                c.splits = splits[turn % 4], c.n_tok = toks[c.prefill][turn++ % 5];
+                c.n_kv = 1 + (int)(rnd() % 2), c.group = groups[rnd() % 6], c.size = rnd() % 5 ? 1 : 60;
+                while (c.n_tok * c.n_kv * c.group > 200) c.n_kv = 1, c.group = (c.group + 1) / 2;
+                /* from an empty context to ten windows; more often where a step begins or ends */
+                c.pos = (int)(rnd() % 8) ? (int)(rnd() % (uint32_t)min(10 * window + 70, 1500)) : 0;
+                if (rnd() % 2) c.pos = max((c.pos + window) / 64 * 64 - 1 - (int)(rnd() % 3), 0);
+                if (rnd() % 2) c.ring = (window - 1 + c.n_tok + 63) / 64 * 64;
+                c.sinks = rnd() % 2, c.pairs = rnd() % 2, c.plain = rnd() % 2;
+                if (!c.prefill) c.gates = (enum test_gates)(rnd() % 5);
+                else if (c.dk == c.dv) c.gates = (enum test_gates)(rnd() % 2);
+                if (c.dk != c.dv && c.gates == Q_GATES) c.gates = NO_GATES;
+                run_attention(c);
+                c.window = c.ring = 0, c.sinks = true, c.pos = min(c.pos, 300); /* sinks where all keys are seen */
+                if (turn % 3 == 0) run_attention(c);
+            }
 }
 
 /* ---- gated delta net ---- */

@@ -1,5 +1,5 @@
-/* What only the emulator offers: its own tests, and mutants of moe_cuda.cu in which one barrier is left out. Included
- * by test_cuda.cu behind t_cuda_kernels.h. */
+/* What only the emulator offers: its own tests, and mutants of moe_cuda.cu in which one barrier is left out, or whose host
+ * makes a mistake. Included by test_cuda.cu behind t_cuda_kernels.h. */
 #include <ctime>
 #include <string>
 #include <sys/wait.h>
@@ -21,19 +21,65 @@ extern "C" void cuda_test_sample(void);
 extern "C" void cuda_test_synthetic(void);
 extern "C" void cuda_test_stats(void);
 extern "C" void cuda_test_all_reduce(void);
+extern "C" void cuda_test_feed_forwards(void);
 extern "C" int cuda_test_failures(void);
+extern "C" bool cuda_test_sums;
 
-enum { MUTANT_TESTS = 13, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
+enum { MUTANT_TESTS = 15, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
 static const struct {
     const char *name;
     void (*fn)();
-} mutant_tests[MUTANT_TESTS] = {{"sort", cuda_test_sort},           {"router", cuda_test_router},
-                                {"upload", cuda_test_upload},       {"gemv", cuda_test_gemv},
-                                {"gemm", cuda_test_gemm},           {"forward", cuda_test_forward},
-                                {"attention", cuda_test_attention}, {"sample", cuda_test_sample},
-                                {"synthetic", cuda_test_synthetic}, {"all-reduce", cuda_test_all_reduce},
-                                {"links", cuda_test_links},         {"stats", cuda_test_stats},
-                                {"delta_net", cuda_test_delta_net}};
+} mutant_tests[MUTANT_TESTS] = {{"sort", cuda_test_sort},
+                                {"router", cuda_test_router},
+                                {"upload", cuda_test_upload},
+                                {"gemv", cuda_test_gemv},
+                                {"gemm", cuda_test_gemm},
+                                {"forward", cuda_test_forward},
+                                {"attention", cuda_test_attention},
+                                {"sample", cuda_test_sample},
+                                {"synthetic", cuda_test_synthetic},
+                                {"all-reduce", cuda_test_all_reduce},
+                                {"links", cuda_test_links},
+                                {"stats", cuda_test_stats},
+                                {"delta_net", cuda_test_delta_net},
+                                {"windows", cuda_test_windows},
+                                {"feed-forwards", cuda_test_feed_forwards}};
+
+/* Calls f with the arguments of a launch if it is one of `kernel`. */
+template <class ARGS, class F>
+static void change_if(const char *launch, const char *kernel, void *args, F f) {
+    launch += *launch == '('; /* around the arguments of a template */
+    if (!strncmp(launch, kernel, strlen(kernel))) f(*(ARGS *)args);
+}
+template <class F>
+static void change_route(const char *launch, void *args, F f) {
+    change_if<struct route_args>(launch, "k_route_decode", args, f);
+    change_if<struct route_args>(launch, "k_route_prefill", args, f);
+}
+static void limit_before_silu(const char *launch, void *args) {
+    auto wrong = [](struct glu_limit &l) { l.gate = l.up; };
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [&](auto &a) { wrong(a.limit[0]), wrong(a.limit[1]); });
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [&](auto &a) { wrong(a.limit); });
+}
+static void bias_in_weights(const char *launch, void *args) {
+    change_route(launch, args, [](auto &a) {
+        if (a.bias) a.logit_bias = a.bias, a.bias = NULL;
+    });
+}
+static void softmax_over_all(const char *launch, void *args) {
+    change_route(launch, args, [](auto &a) {
+        if (a.gating == GATING_CHOSEN) a.gating = GATING_SOFTMAX, a.norm = false;
+    });
+}
+
+/* Mistakes of the host in feed-forwards. */
+static const struct {
+    const char *what;
+    void (*change)(const char *launch, void *args); /* NULL: cuda_test_sums */
+} mistakes[] = {{"the biases of experts are added on every rank", NULL},
+                {"gate is limited before SiLU", limit_before_silu},
+                {"the router's bias is in the weights", bias_in_weights},
+                {"softmax over all experts", softmax_over_all}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there.
  * */
@@ -53,14 +99,19 @@ struct mutation {
     uint64_t count[MUTANT_TESTS]; /* executions by each test */
     std::string function, text;   /* without arguments of templates; the source line */
     pid_t pid;
+    int mistake; /* 1: the first of `mistakes`, in place of a barrier */
 };
 
-/* In a child: runs the tests that reach the barrier, without it. */
+/* In a child: runs the tests that reach the barrier, without it; or with the mistake. */
 [[noreturn]] static void run_mutant(const mutation &m) {
     if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(2);
     alarm(MUTANT_SECONDS);
     mutant = true, cuemu::deadlock_seconds = 3;
     if (m.site.line) cuemu::skip(m.site.file, m.site.line, m.site.kind);
+    if (m.mistake) {
+        cuemu::change_argument = mistakes[m.mistake - 1].change;
+        cuda_test_sums = !cuemu::change_argument;
+    }
     for (int round = 0; round < MUTANT_ROUNDS; round++) {
         seed_offset = 1000 * (uint64_t)round;
         for (int i = 0; i < MUTANT_TESTS; i++) {
@@ -88,7 +139,11 @@ static std::vector<std::string> source_lines() {
 /* One run of all tests: which barriers there are, and who reaches them. The first mutation is none: it has to live. */
 static std::vector<mutation> find_mutations() {
     std::vector<mutation> all = {
-        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0}};
+        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0, 0}};
+    for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++) {
+        all.push_back({{"", 0, "", "mistake", 0, false}, {}, "feed-forwards", mistakes[i].what, 0, i + 1});
+        all.back().count[MUTANT_TESTS - 1] = 1;
+    }
     std::vector<std::string> lines = source_lines();
     for (int i = 0; i < MUTANT_TESTS; i++) {
         std::vector<cuemu::barrier_site> before = cuemu::barriers();
@@ -108,7 +163,7 @@ static std::vector<mutation> find_mutations() {
             std::string function = now[k].function;
             if (!m)
                 all.push_back(
-                    {now[k], {}, function.substr(0, function.find('<')), lines.at((size_t)now[k].line - 1), 0}),
+                    {now[k], {}, function.substr(0, function.find('<')), lines.at((size_t)now[k].line - 1), 0, 0}),
                     m = &all.back();
             m->count[i] = now[k].count - (k < before.size() ? before[k].count : 0);
         }
@@ -147,10 +202,10 @@ extern "C" int cuda_test_mutate(void) {
         for (mutation &m : all) {
             if (m.pid != pid) continue;
             const char *why = nullptr;
-            for (size_t i = 0; i < explained.size() && !status; i++)
+            for (size_t i = 0; i < explained.size() && !status && !m.mistake; i++)
                 if (m.text == unshown[i].text && m.function == unshown[i].function)
                     why = unshown[i].why, explained[i] = true;
-            if (!m.site.line) {
+            if (!m.site.line && !m.mistake) {
                 lives += status != 0;
                 printf("%-6s with all barriers, %d schedules\n", status ? "DIES" : "lives", (int)MUTANT_ROUNDS);
                 continue;
@@ -162,13 +217,16 @@ extern "C" int cuda_test_mutate(void) {
                    : why  ? "known"
                           : "LIVES",
                    m.site.line, m.function.c_str(), m.site.kind,
-                   status ? end
-                   : why  ? why
-                          : m.text.c_str());
+                   m.mistake ? m.text.c_str()
+                   : status  ? end
+                   : why     ? why
+                             : m.text.c_str());
         }
     }
     for (size_t i = 0; i < explained.size(); i++)
         if (!explained[i]) lives++, printf("STALE  %s: %s\n", unshown[i].function, unshown[i].text);
-    printf("%zu barriers, %d known to be invisible, %d failures\n", all.size() - 1, known, lives);
+    const size_t n_mistake = sizeof mistakes / sizeof *mistakes;
+    printf("%zu barriers, %d known to be invisible, %zu mistakes, %d failures\n", all.size() - 1 - n_mistake, known,
+           n_mistake, lives);
     return lives != 0;
 }

@@ -1,12 +1,14 @@
 /* Vocabulary and BPE: upstream's vectors, the cuts of every pre-tokenizer, origins, NFC, the detokenizer, long runs and
  * broken vocabularies. */
 
-/* A vocabulary under construction: the 256 bytes come first (token b is byte b), then merges and added tokens. */
+/* A vocabulary under construction. Byte-level: the 256 bytes come first (token b is byte b), then merges and added
+ * tokens. SentencePiece: <unk>, <s>, </s>, 256 bytes, then pieces. */
 struct test_vocab {
     char **tokens; /* stb_ds array of stb_ds arrays, spelt as in a file */
     char **merges;
     int32_t *types;
-    const char *pre;
+    float *scores;        /* of SentencePiece */
+    const char *pre;      /* NULL: SentencePiece */
     struct gguf_writer w; /* further keys */
     uint8_t *image;
     struct gguf g;
@@ -71,8 +73,10 @@ static void test_strings(struct gguf_writer *w, const char *key, char **s) {
 /* Writes the file to memory, reads it back and loads the vocabulary. */
 static int test_vocab_load(struct test_vocab *t, char *err) {
     size_t n = 0;
-    gguf_put_str(&t->w, "tokenizer.ggml.model", "gpt2", 4);
-    gguf_put_str(&t->w, "tokenizer.ggml.pre", t->pre, strlen(t->pre));
+    const char *model = t->pre ? "gpt2" : "llama", *pre = t->pre ? t->pre : "default";
+    gguf_put_str(&t->w, "tokenizer.ggml.model", model, strlen(model));
+    gguf_put_str(&t->w, "tokenizer.ggml.pre", pre, strlen(pre));
+    if (t->scores) gguf_put_array(&t->w, "tokenizer.ggml.scores", GGUF_V_F32, arrlenu(t->scores), t->scores);
     test_strings(&t->w, "tokenizer.ggml.tokens", t->tokens);
     gguf_put_array(&t->w, "tokenizer.ggml.token_type", GGUF_V_I32, arrlenu(t->types), t->types);
     if (t->merges) test_strings(&t->w, "tokenizer.ggml.merges", t->merges);
@@ -88,7 +92,7 @@ static void test_vocab_end(struct test_vocab *t) {
     free(t->image);
     for (size_t i = 0; i < arrlenu(t->tokens); i++) arrfree(t->tokens[i]);
     for (size_t i = 0; i < arrlenu(t->merges); i++) arrfree(t->merges[i]);
-    arrfree(t->tokens), arrfree(t->merges), arrfree(t->types);
+    arrfree(t->tokens), arrfree(t->merges), arrfree(t->types), arrfree(t->scores);
 }
 
 /* Loads, or fails the test. */
@@ -220,6 +224,25 @@ static const char *const test_cuts[][2] = {
     {"qwen35", "e\314\201tude| \314\201x| न्दी| हिन्दी| ไทยำ| אבּ| مرحبا|٣|٤|٥"},
     {"qwen35", "a|\302\205b|\342\200\213\342\200\215|c|\013|\014|\034d| \001\002\177| …—“|q|”"},
     {"qwen35", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!\n\n\n|¿\?\r\r| |1|,|2|3|4|.|5|e|6"},
+    {"laguna", "It|'s| I|'LL| we|'Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’t"},
+    {"laguna", " two|  | spaces|\n\n|  |\n| next|\r\n|\ttab| \302\240 |\343\200\200wide|\341\240\216| |\342\200\250x|  "},
+    {"laguna", "if| (|a|!=|b|){/*| c| */}|\n|//|x| ==|\t|$|5|.|0|0|+=€|3| #|tag| @|me| a|/b|/|\n"},
+    {"laguna", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!|\n\n\n|¿\?\r\r| |1|,|2|3|4|.|5|e|6"},
+    {"laguna", "a|\r\n\r\n|b|\r|\r\n\n|c|  |\n| | d|\n"},
+    {"tekken", "It|'s| I|'LL| we|'Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’t"},
+    {"tekken", "HTTPServer| i|Phone| ǅungla| ʰªº| '|s|Hello|'S| d|Avid|'d|."},
+    {"tekken", "if| (|a|!=|b|){/*| c| */}\n//|x| ==|\t|$|5|.|0|0|+=€|3| #|tag| @|me| a|/b|/\n"},
+    {"tekken", "e\314\201tude| \314\201x| न्दी| हिन्दी| ไทยำ| אבּ| مرحبا|٣|٤|٥"},
+    {"tekken", "a|\r\n\r\n|b|\r\r\n\n|c|  \n| | d|\n"},
+    {"seed-coder", "It|'s| I|'LL| we|'Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’t"},
+    {"seed-coder", "if| (|a|!=|b|){/*| c| */}|\n|//|x| ==|\t|$|5|.|0|0|+=€|3| #|tag| @|me| a|/b|/|\n"},
+    {"seed-coder", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!|\n\n\n|¿\?|\r\r| |1|,|2|3|4|.|5|e|6"},
+    {"bailingmoe2", "It|'s| I|'LL| we|'Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’t"},
+    {"bailingmoe2", " two|  | spaces|\n\n  \n| next|\r\n|\ttab| \302\240 |\343\200\200wide|\341\240\216| |\342\200\250x|  "},
+    {"bailingmoe2", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!\n\n\n|¿\?\r\r| |1|,|2|3|4|.|5|e|6"},
+    {"refact", "It|'s| I|'|LL| we|'|Ve| '|ſ| |1|2|3|4|5| x|2| |½|Ⅻ|３| don|’|t"},
+    {"refact", "😀👨\342\200\215👩\342\200\215👧🏽| 🇩🇪!!|\n\n|\n|¿\?|\r\r |1|,|2|3|4|.|5|e|6"},
+    {"refact", "a|\r\n\r|\n|b|\r\r\n|\n|c|  \n | d|\n"},
     {"gpt-4o", "It's| I'LL| we'Ve| '|ſ| |123|45| x|2| |½Ⅻ３| don|’t"},
     {"gpt-4o", " | two|  | spaces|\n\n  \n| next|\r\n|\ttab| \302\240|\343\200\200wide|\341\240\216| |\342\200\250x|  "},
     {"gpt-4o", "HTTPServer| i|Phone| ǅungla| ʰªº| '|s|Hello'S| d|Avid'd|."},
@@ -590,6 +613,284 @@ static void test_vocab_marks(void) {
     free(text);
 }
 
+/* ---- SentencePiece ---- */
+
+static int32_t test_piece(struct test_vocab *t, const char *text, int type, float score) {
+    arrput(t->scores, score);
+    return test_add(t, text, type);
+}
+
+enum { SPM_BYTE = 3, SPM_FIRST = SPM_BYTE + 256 }; /* ids: <0x00>, and the first piece */
+
+static struct test_vocab test_spm_begin(void) {
+    static const char *const first[] = {"<unk>", "<s>", "</s>"};
+    struct test_vocab t = {.pre = NULL};
+    char byte[8];
+    for (int i = 0; i < 3; i++) test_piece(&t, first[i], i ? TOKEN_CONTROL : TOKEN_UNKNOWN, 0);
+    for (int b = 0; b < 256; b++) {
+        snprintf(byte, sizeof byte, "<0x%02X>", (unsigned)b);
+        test_piece(&t, byte, TOKEN_BYTE, 0);
+    }
+    return t;
+}
+
+#define BYTE_IDS(b) (SPM_BYTE + (b))
+
+/* Where a blank goes in front. Catches a rule that is taken for another, a flag that is not heeded, U+2581 that is not
+ * taken for a blank. */
+static void test_spm_blanks(void) {
+    enum { BLANK = SPM_FIRST, X, BLANK_X, REF };
+    static const struct {
+        const char *rule; /* "": none given; NULL: add_space_prefix is false */
+        int32_t start, blank, control, defined,
+            alone; /* the first token of "x", " x", "x" behind </s>, behind [R], [R] */
+    } rules[] = {{"", BLANK_X, BLANK, BLANK_X, BLANK_X, REF},
+                 {NULL, X, BLANK_X, X, X, REF},
+                 {"start", BLANK_X, BLANK_X, X, X, REF},
+                 {"stretches", BLANK_X, BLANK_X, BLANK_X, BLANK_X, REF},
+                 {"control", BLANK_X, BLANK, BLANK_X, X, BLANK}};
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
+        const char *rule = rules[i].rule;
+        struct test_vocab t = test_spm_begin();
+        test_piece(&t, SPM_BLANK, TOKEN_NORMAL, -3);
+        test_piece(&t, "x", TOKEN_NORMAL, -2);
+        test_piece(&t, SPM_BLANK "x", TOKEN_NORMAL, -1);
+        test_piece(&t, "[R]", TOKEN_USER_DEFINED, 0);
+        if (!rule) gguf_put_bool(&t.w, "tokenizer.ggml.add_space_prefix", false);
+        else if (*rule) gguf_put_str(&t.w, "moe.tokenizer.blanks", rule, strlen(rule));
+        if (test_vocab_ready(&t)) {
+            static const struct {
+                const char *text;
+                int at; /* of the token in question */
+            } texts[] = {{"x", 0}, {" x", 0}, {"</s>x", 1}, {"[R]x", 1}, {"[R]", 0}, {SPM_BLANK "x", 0}};
+            const int32_t want[] = {rules[i].start,   rules[i].blank, rules[i].control,
+                                    rules[i].defined, rules[i].alone, rules[i].blank};
+            for (size_t k = 0; k < sizeof texts / sizeof *texts; k++) {
+                int32_t *ids = NULL;
+                tokenize(&t.v, texts[k].text, strlen(texts[k].text), NULL, 3, &ids);
+                /* a blank in front of [R] moves what follows */
+                const ptrdiff_t at = texts[k].at + (k == 3 && rules[i].alone == BLANK);
+                CHECK(arrlen(ids) > at && ids[at] == want[k], "rule '%s', text %zu: token %d", rule ? rule : "none", k,
+                      arrlen(ids) > at ? ids[at] : -1);
+                arrfree(ids);
+            }
+            const int32_t after[] = {rules[i].control, rules[i].defined};
+            for (int k = 0; k < 2; k++)
+                CHECK(test_ids(&t.v, "x", 1, NULL, k ? TOKENIZE_AFTER_DEFINED : TOKENIZE_AFTER_CONTROL, IDS(after[k])),
+                      "rule '%s': the rest of a text", rule ? rule : "none");
+            CHECK(t.v.bos == 1 && t.v.eos == 2 && t.v.add_bos, "llama.cpp's defaults");
+        }
+        test_vocab_end(&t);
+    }
+    struct test_vocab t = test_spm_begin();
+    char err[ERR_MAX] = "";
+    gguf_put_str(&t.w, "moe.tokenizer.blanks", "last", 4);
+    CHECK(test_vocab_load(&t, err) &&
+              !strcmp(err, "moe.tokenizer.blanks is 'last', expected start, stretches or control"),
+          "%s", err);
+    test_vocab_end(&t);
+}
+
+/* Bytes, special tokens and what merging must not find. */
+static void test_spm_tokens(void) {
+    struct test_vocab t = test_spm_begin();
+    gguf_put_bool(&t.w, "tokenizer.ggml.add_space_prefix", false);
+    int32_t a = test_piece(&t, "a", TOKEN_NORMAL, -9), e = test_piece(&t, "\303\251", TOKEN_NORMAL, -9);
+    static const char *const grow[] = {"<",  "s",   ">",    "<s",    "0", "x", "1",
+                                       "<0", "<0x", "<0x0", "<0x01", "p", "[", "[p"};
+    int32_t id[14];
+    for (int i = 0; i < 14; i++) id[i] = test_piece(&t, grow[i], TOKEN_NORMAL, -1);
+    test_piece(&t, "[p]", TOKEN_UNUSED, 0);
+    test_piece(&t, "]", TOKEN_NORMAL, -9);
+    const int32_t space = test_piece(&t, SPM_BLANK, TOKEN_NORMAL, -9);
+    test_piece(&t, "a a", TOKEN_NORMAL, 0); /* has a blank of its own, which text never has */
+    const int32_t user = test_piece(&t, "two words", TOKEN_USER_DEFINED, 0);
+    if (test_vocab_ready(&t)) {
+        const struct vocab *v = &t.v;
+        uint8_t data[16];
+        memset(data, ORIGIN_DATA, sizeof data);
+        CHECK(test_ids(v, "a\303\251", 3, NULL, 0, IDS(a, e)), "characters");
+        CHECK(test_ids(v, "\303\250", 2, NULL, 0, IDS(BYTE_IDS(0xc3), BYTE_IDS(0xa8))), "the bytes of a character");
+        CHECK(test_ids(v, "a\0\n\377\303", 5, NULL, 0,
+                       IDS(a, BYTE_IDS(0), BYTE_IDS('\n'), BYTE_IDS(0xff), BYTE_IDS(0xc3))),
+              "control characters and malformed bytes");
+        CHECK(test_ids(v, "<0x01>", 6, NULL, 3, IDS(id[10], id[2])), "the text of a byte token is text");
+        CHECK(test_ids(v, "<s>", 3, NULL, 1, IDS(1)), "a control token of the template");
+        CHECK(test_ids(v, "<s>", 3, data, 3, IDS(id[3], id[2])), "the user's is text");
+        CHECK(test_ids(v, "[p]", 3, NULL, 3, IDS(id[13], id[13] + 2)), "an unused token");
+        CHECK(test_ids(v, "a a", 3, NULL, 3, IDS(a, space, a)), "a token with a blank of its own");
+        CHECK(test_ids(v, "two words", 9, data, 0, IDS(user)), "a user-defined token with one");
+        CHECK(vocab_bytes(v, BYTE_IDS(0xe6)).n == 1 && *vocab_bytes(v, BYTE_IDS(0xe6)).p == '\346', "a byte");
+        CHECK(vocab_bytes(v, space).n == 1 && *vocab_bytes(v, space).p == ' ', "a blank");
+        struct printer p = {.v = v, .mute = true, .verbatim = true}; /* a character in bytes comes out whole */
+        static const uint8_t euro[] = {0xe2, 0x82, 0xac};
+        for (int i = 0; i < 3; i++) {
+            CHECK(!arrlen(p.text), "a part of a character is printed");
+            printer_token(&p, BYTE_IDS(euro[i]));
+        }
+        CHECK(arrlen(p.text) == 3 && !memcmp(p.text, euro, 3), "%td bytes", arrlen(p.text));
+        arrfree(p.text), arrfree(p.out), arrfree(p.safe);
+    }
+    test_vocab_end(&t);
+}
+
+/* llama.cpp's rule, step by step: of all pairs of neighbors that make a token, the one with the highest score, of equal
+ * ones the leftmost, becomes one symbol. */
+static void test_spm_naive(const struct test_vocab *t, const char *text, size_t n, int32_t **out) {
+    size_t *ends = NULL;
+    for (size_t i = 0; i < n; i++) arrput(ends, i + 1);
+    for (;;) {
+        ptrdiff_t best = -1;
+        float score = 0;
+        for (ptrdiff_t i = 0; i + 1 < arrlen(ends); i++) {
+            const size_t from = i ? ends[i - 1] : 0;
+            const int32_t id = bytes_find(&t->v, text + from, ends[i + 1] - from);
+            if (id < 0 || (best >= 0 && t->scores[id] <= score)) continue;
+            best = i;
+            score = t->scores[id];
+        }
+        if (best < 0) break;
+        arrdel(ends, best);
+    }
+    for (ptrdiff_t i = 0; i < arrlen(ends); i++) {
+        const size_t from = i ? ends[i - 1] : 0;
+        const int32_t id = bytes_find(&t->v, text + from, ends[i] - from);
+        arrput(*out, id >= 0 ? id : BYTE_IDS((uint8_t)text[from]));
+    }
+    arrfree(ends);
+}
+
+/* Random vocabularies with many equal scores, in which most symbols are no tokens by themselves. Catches ties taken from
+ * the right, stale candidates, pieces cut where a token reaches across. */
+static void test_spm_merging(void) {
+    uint64_t seed = 11;
+    for (int round = 0; round < 40; round++) {
+        struct test_vocab t = test_spm_begin();
+        gguf_put_bool(&t.w, "tokenizer.ggml.add_space_prefix", false);
+        for (int i = 0; i < 60; i++) {
+            char piece[8] = "";
+            const size_t n = 1 + rng_next(&seed) % 6;
+            for (size_t k = 0; k < n; k++) piece[k] = "abc"[rng_next(&seed) % 3];
+            bool had = false;
+            for (size_t k = SPM_FIRST; k < arrlenu(t.tokens); k++) had |= !strcmp(sb_cstr(&t.tokens[k]), piece);
+            if (!had) test_piece(&t, piece, TOKEN_NORMAL, -(float)(rng_next(&seed) % (round % 2 ? 5 : 1000)));
+        }
+        if (test_vocab_ready(&t))
+            for (int i = 0; i < 50; i++) {
+                char text[200];
+                size_t n = 1 + rng_next(&seed) % (sizeof text - 1);
+                for (size_t k = 0; k < n; k++) text[k] = "abcabcabcd"[rng_next(&seed) % 10];
+                int32_t *want = NULL;
+                test_spm_naive(&t, text, n, &want);
+                arrput(want, -1);
+                CHECK(test_ids(&t.v, text, n, NULL, 0, want), "round %d: %.*s", round, (int)n, text);
+                arrfree(want);
+            }
+        test_vocab_end(&t);
+    }
+    /* with merges, those of the file alone count, in their order, whatever the scores are */
+    struct test_vocab t = test_spm_begin();
+    gguf_put_bool(&t.w, "tokenizer.ggml.add_space_prefix", false);
+    int32_t one[3], more[3];
+    for (int i = 0; i < 3; i++) one[i] = test_piece(&t, (char[]){"abc"[i], 0}, TOKEN_NORMAL, -9);
+    static const char *const made[] = {"ab", "bc", "abc"}, *const merges[] = {"b c", "a b", "ab c"};
+    for (int i = 0; i < 3; i++) {
+        char *m = NULL;
+        more[i] = test_piece(&t, made[i], TOKEN_NORMAL, -(float)i);
+        sb_puts(&m, merges[i]);
+        arrput(t.merges, m);
+    }
+    if (test_vocab_ready(&t)) {
+        CHECK(test_ids(&t.v, "abc", 3, NULL, 0, IDS(one[0], more[1])), "bc first; a bc is no merge");
+        CHECK(test_ids(&t.v, "ab", 2, NULL, 0, IDS(more[0])), "ab");
+    }
+    test_vocab_end(&t);
+}
+
+/* Each broken vocabulary gives its line. */
+static void test_spm_refusals(void) {
+    static const struct {
+        const char *message;
+        int what; /* of the switch below */
+    } cases[] = {{"tokenizer.ggml.tokens: there is no byte token <0x41>", 0},
+                 {"the byte token 68 is '<0x4>', expected <0x00> to <0xFF>", 1},
+                 {"the tokens 68 and 69 are both <0x41>", 2},
+                 {"the tokens 259 and 260 are both 'ab'", 3},
+                 {"the key tokenizer.ggml.scores is missing", 4},
+                 {"tokenizer.ggml.scores: expected an array of 261 numbers, found 260 elements", 5},
+                 {"tokenizer.ggml.scores: the score of token 260 is not a number", 6},
+                 {"the token 260 has 1025 bytes, expected at most 1024", 7},
+                 {"tokenizer.ggml.scores: expected an array of 261 numbers, found 1 elements", 8},
+                 {"the key tokenizer.ggml.merges is not an array of strings", 9},
+                 {"tokenizer.ggml.token_type: expected an array of 261 integers, found 260 elements", 10}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct test_vocab t = test_spm_begin();
+        char err[ERR_MAX] = "", long_text[SPM_TOKEN_MAX + 2] = "";
+        memset(long_text, 'x', SPM_TOKEN_MAX + 1);
+        test_piece(&t, "ab", TOKEN_NORMAL, -1);
+        test_piece(&t, cases[i].what == 3 ? "ab" : cases[i].what == 7 ? long_text : "cd", TOKEN_NORMAL, -2);
+        switch (cases[i].what) {
+        case 0: t.types[BYTE_IDS(0x41)] = TOKEN_NORMAL; break;
+        case 1: arrdel(t.tokens[BYTE_IDS(0x41)], 4); break;
+        case 2: t.tokens[BYTE_IDS(0x42)][4] = '1'; break;
+        case 4: arrfree(t.scores); break;
+        case 5: (void)arrpop(t.scores); break;
+        case 6: t.scores[260] = NAN; break;
+        case 8: arrfree(t.scores), gguf_put_str(&t.w, "tokenizer.ggml.scores", "x", 1); break;
+        case 9: gguf_put_u32(&t.w, "tokenizer.ggml.merges", 1); break;
+        case 10: (void)arrpop(t.types); break;
+        }
+        CHECK(test_vocab_load(&t, err) && !strcmp(err, cases[i].message), "'%s', expected '%s'", err, cases[i].message);
+        test_vocab_end(&t);
+    }
+    struct test_vocab t = test_spm_begin(); /* a piece of the largest size, an empty one, odd scores */
+    char text[SPM_TOKEN_MAX + 1] = "";
+    memset(text, 'x', SPM_TOKEN_MAX);
+    test_piece(&t, text, TOKEN_NORMAL, -INFINITY);
+    test_piece(&t, "", TOKEN_NORMAL, INFINITY);
+    if (test_vocab_ready(&t)) CHECK(t.v.token[SPM_FIRST].n == SPM_TOKEN_MAX, "a long token");
+    test_vocab_end(&t);
+}
+
+/* Megabytes without a place to cut, and others. Quadratic time would be hours. */
+static void test_spm_pastes(void) {
+    static const char *const units[] = {"a", " ", "\n", "ab", "aab ", "\344\270\255", "\360\237\230\200", SPM_BLANK};
+    enum { BYTES = SANITIZED ? 1 << 18 : 4 << 20 };
+    char *text = xmalloc(BYTES), grown[20];
+    struct test_vocab t = test_spm_begin();
+    gguf_put_bool(&t.w, "tokenizer.ggml.add_space_prefix", false);
+    for (int k = 1; k <= 16; k++) { /* runs of every length up to 16, as in Mistral's: all blanks have one score */
+        memset(grown, 'a', 16), grown[k] = 0;
+        test_piece(&t, grown, TOKEN_NORMAL, -(float)k);
+        char *blanks = NULL;
+        for (int i = 0; i < k; i++) sb_puts(&blanks, SPM_BLANK);
+        test_piece(&t, sb_cstr(&blanks), TOKEN_NORMAL, -1e9f);
+        arrfree(blanks);
+    }
+    test_piece(&t, "ab", TOKEN_NORMAL, -1);
+    test_piece(&t, "ba", TOKEN_NORMAL, -1);
+    test_piece(&t, "\344\270\255\344\270\255", TOKEN_NORMAL, -1);
+    if (test_vocab_ready(&t)) {
+        for (size_t u = 0; u < sizeof units / sizeof *units; u++) {
+            const size_t k = strlen(units[u]);
+            const bool blank = !strcmp(units[u], SPM_BLANK);
+            for (size_t i = 0; i < BYTES; i++) text[i] = units[u][i % k];
+            if (!blank) test_paste(&t.v, units[u], text, BYTES / k * k);
+            int32_t *ids = NULL; /* as U+2581 a run of blanks is the same */
+            if (blank) tokenize(&t.v, text, 16 * 3 * 1000, NULL, 0, &ids);
+            CHECK(!blank || (arrlen(ids) == 1000 && vocab_bytes(&t.v, ids[999]).n == 16), "%td tokens", arrlen(ids));
+            arrfree(ids);
+        }
+        uint64_t seed = 5;
+        for (size_t i = 0; i < BYTES; i++) text[i] = "aaaab "[rng_next(&seed) % 6];
+        test_paste(&t.v, "random letters", text, BYTES);
+        for (size_t i = 0; i < BYTES; i++) text[i] = (char)rng_next(&seed);
+        test_paste(&t.v, "random bytes", text, BYTES);
+    }
+    test_vocab_end(&t);
+    free(text);
+}
+
 /* ---- broken vocabularies ---- */
 
 static void test_vocab_refusals(void) {
@@ -601,9 +902,10 @@ static void test_vocab_refusals(void) {
         {"good", "gpt2", "gpt-2", 3, 3, 1, NULL},
         {"no types", "gpt2", "gpt-2", 3, -1, 1, NULL},
         {"no model", NULL, "gpt-2", 3, 3, 1, "tokenizer.ggml.model"},
-        {"another model", "llama", "gpt-2", 3, 3, 1, "'llama'"},
+        {"another model", "bert", "gpt-2", 3, 3, 1, "'bert'"},
+        {"no bytes", "llama", NULL, 3, 3, 1, "no byte token <0x00>"},
         {"no pre", "gpt2", NULL, 3, 3, 1, "tokenizer.ggml.pre"},
-        {"another pre", "gpt2", "tekken", 3, 3, 1, "'tekken'"},
+        {"another pre", "gpt2", "viking", 3, 3, 1, "'viking'"},
         {"empty pre", "gpt2", "", 3, 3, 1, "''"},
         {"no tokens", "gpt2", "gpt-2", -1, 3, 1, "tokenizer.ggml.tokens"},
         {"zero tokens", "gpt2", "gpt-2", 0, 3, 1, "0 elements"},
@@ -736,10 +1038,12 @@ static void test_vocab_work(void) {
     }
 }
 
-#define TESTS_VOCAB                                                                                                \
-    {"vocab/golden", test_vocab_golden}, {"vocab/cuts", test_vocab_cuts}, {"vocab/names", test_vocab_names},       \
-        {"vocab/merging", test_vocab_merging}, {"vocab/ranked", test_vocab_ranked},                                \
-        {"vocab/origins", test_vocab_origins}, {"vocab/stops", test_vocab_stops}, {"vocab/nfc", test_vocab_nfc},   \
-        {"vocab/detok", test_vocab_detok}, {"vocab/pastes", test_vocab_pastes}, {"vocab/marks", test_vocab_marks}, \
-        {"vocab/refusals", test_vocab_refusals}, {"vocab/hostile", test_vocab_hostile},                            \
-        {"vocab/work", test_vocab_work},
+#define TESTS_VOCAB                                                                                                    \
+    {"vocab/golden", test_vocab_golden}, {"vocab/cuts", test_vocab_cuts}, {"vocab/names", test_vocab_names},           \
+        {"vocab/merging", test_vocab_merging}, {"vocab/ranked", test_vocab_ranked},                                    \
+        {"vocab/origins", test_vocab_origins}, {"vocab/stops", test_vocab_stops}, {"vocab/nfc", test_vocab_nfc},       \
+        {"vocab/detok", test_vocab_detok}, {"vocab/pastes", test_vocab_pastes}, {"vocab/marks", test_vocab_marks},     \
+        {"vocab/refusals", test_vocab_refusals}, {"vocab/hostile", test_vocab_hostile},                                \
+        {"vocab/work", test_vocab_work}, {"vocab/spm_blanks", test_spm_blanks}, {"vocab/spm_tokens", test_spm_tokens}, \
+        {"vocab/spm_merging", test_spm_merging}, {"vocab/spm_refusals", test_spm_refusals},                            \
+        {"vocab/spm_pastes", test_spm_pastes},

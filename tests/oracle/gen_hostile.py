@@ -427,7 +427,7 @@ def vocabulary_cases():
     Q = qwen()
     g = "tokenizer.ggml."
     for what, key, value, msg in [
-            ("model-missing", "model", None, "the key tokenizer.ggml.model is missing"), ("model-llama", "model", val(STR, "llama"), "the tokenizer 'llama' is not supported"),
+            ("model-missing", "model", None, "the key tokenizer.ggml.model is missing"), ("model-bert", "model", val(STR, "bert"), "the tokenizer 'bert' is not supported"), ("model-llama", "model", val(STR, "llama"), "there is no byte token <0x00>"),
             ("model-number", "model", u32(1), "the key tokenizer.ggml.model is missing"), ("pre-missing", "pre", None, "the key tokenizer.ggml.pre is missing"),
             ("pre-unknown", "pre", val(STR, "gpt-2 qwen2"), "the pre-tokenizer 'gpt-2 qwen2'"), ("pre-empty", "pre", val(STR, ""), "the pre-tokenizer ''"),
             ("tokens-numbers", "tokens", arr(U32, [1, 2]), "tokens is not an array of strings"), ("tokens-string", "tokens", val(STR, "a"), "tokens is not an array of strings"),
@@ -547,7 +547,8 @@ class Directory:
 
     def ends(self, body="model.", layers=1):
         d = self.config.get("text_config", self.config)["hidden_size"]
-        self.put(body + "embed_tokens.weight", 8, d), self.put(body + "norm.weight", d), self.put("lm_head.weight", 8, d)
+        n = self.config.get("text_config", self.config)["vocab_size"]
+        self.put(body + "embed_tokens.weight", n, d), self.put(body + "norm.weight", d), self.put("lm_head.weight", n, d)
         for i in range(layers):
             self.put(f"{body}layers.{i}.input_layernorm.weight", d), self.put(f"{body}layers.{i}.post_attention_layernorm.weight", d)
 
@@ -623,6 +624,34 @@ def hf_kimi():
     return d
 
 
+def pieces():
+    """A vocabulary of SentencePiece: (text, score, type)"""
+    return ([("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3)] + [(f"<0x{b:02X}>", 0, 6) for b in range(256)]
+            + [("\u2581a", -1, 1), ("ab", -2, 1), ("\u2581", -3, 1), ("a", -4, 1), ("b", -5, 1), ("<t>", 0, 4)])
+
+
+def hf_pieces():
+    d = hf_qwen(vocab_size=266)
+    d.files["tokenizer.json"] = {
+        "added_tokens": [{"id": i, "content": text, "special": kind != 4} for i, (text, _, kind) in enumerate(pieces()) if 2 <= kind <= 4],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {"type": "BPE", "byte_fallback": True, "unk_token": "<unk>", "vocab": {text: i for i, (text, _, _) in enumerate(pieces())}, "merges": ["\u2581 a", "a b"]}}
+    d.files["tokenizer_config.json"] = {"eos_token": "</s>", "bos_token": "<s>"}
+    return d
+
+
+def hf_pieces_model():
+    def field(number, b):
+        return bytes([number << 3 | 2]) + bytes([len(b) & 127 | 128, len(b) >> 7] if len(b) > 127 else [len(b)]) + b
+    d = hf_pieces()
+    d.files["tokenizer.json"] = None
+    d.files["tokenizer.model"] = b"".join(field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([24, kind])) for text, score, kind in pieces()) + \
+        field(2, b"\x18\2\xc0\1\0\x98\2\1") + field(3, b"\x20\0\x28\1")
+    d.files["added_tokens.json"] = {"<x>": 265}
+    return d
+
+
 def hf_sharded():
     d = hf_qwen()
     names, (one, two) = list(d.tensors), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -655,7 +684,7 @@ def hf_changed(change):
 def hf_seeds():
     files = {"qwen3_moe": hf_qwen().text(), "nvfp4": hf_nvfp4().text(), "quantize": hf_qwen(hidden_size=64, moe_intermediate_size=64).text("quantize"), "dry": hf_qwen().text("dry"),
              "reap": hf_qwen().text("reap"), "reap-sharded": hf_sharded().text("reap"), "reap-nvfp4": hf_nvfp4().text("reap"), "reap-deepseek": hf_deepseek(groups=1).text("reap"),
-             "sharded": hf_sharded().text(), "reduced": hf_reduced().text(), "deepseek_v3": hf_deepseek().text(), "kimi_k2": hf_kimi().text(), "hy_v3": hf_hy3().text(),
+             "sharded": hf_sharded().text(), "reduced": hf_reduced().text(), "deepseek_v3": hf_deepseek().text(), "kimi_k2": hf_kimi().text(), "pieces": hf_pieces().text(), "pieces-model": hf_pieces_model().text(), "hy_v3": hf_hy3().text(),
              "qwen3_next": hf_delta().text(), "qwen3_5_moe": hf_wrapped().text(), "empty": b"", "no-model": hf_changed(lambda d: d.files.update({"model.safetensors": None})),
              "no-config": b"=== tokenizer.json\n{}", "list": b"=== config.json\n[]", "controls": b'=== config.json\n{"model_type":"\\u001b[31m\\u009b\\n\xff"}'}
     wrong = {"vocab-size": lambda d: d.config.update(vocab_size=10**10), "layers": lambda d: d.config.update(num_hidden_layers=0), "real": lambda d: d.config.update(hidden_size=16.0),
@@ -740,9 +769,12 @@ def main():
     write("template", {name + ".txt": head + b"\n" + body for name, (head, body) in TEMPLATES.items()})
     write_cases("session", SESSIONS)
     texts = {f"{i:02}.bin": bytes([i, i * 29 & 255]) + t for i, t in enumerate(TEXTS)}
-    texts["marks.bin"] = b"\7\0" + "\u0f73\u0f75\u0f81\u0344".encode() * 300  # qwen2: NFC sorts them
+    texts["marks.bin"] = b"\x09\0" + "\u0f73\u0f75\u0f81\u0344".encode() * 300  # qwen2: NFC sorts them
     vocabulary = File(VOCABULARY, []).bytes()  # the first half is the file, the second the text
     texts["vocabulary.bin"] = vocabulary + (b"ab ba<s>abab</s><t>c " * 99)[:len(vocabulary)]
+    blanks = File([("tokenizer.ggml.model", val(STR, "llama")), ("tokenizer.ggml.tokens", arr(STR, [text for text, _, _ in pieces()])), ("moe.tokenizer.blanks", val(STR, "control")),
+                   ("tokenizer.ggml.scores", arr(F32, [score for _, score, _ in pieces()])), ("tokenizer.ggml.token_type", arr(I32, [kind for _, _, kind in pieces()]))], []).bytes()
+    texts["pieces.bin"] = blanks + ("a ab<t>\u2581ab</s>b\u00e9 " * 999).encode()[:len(blanks)]
     write("tokenizer", texts)
     write("hf", hf_seeds()), write("safetensors", safetensors_seeds()), write("scores", score_seeds()), write("options", option_seeds())
 
