@@ -244,7 +244,51 @@ static void check_gpt_oss(const char *fixture, size_t n_ff, size_t n_expert, boo
     hf_end(&h);
 }
 
+/* Columns of matrices that are read in more than one part. Catches a part that lands in another's place. */
+static void check_wide_columns(void) {
+    enum { FF = 40000, EMBD = 64, N = 2 };
+    static const struct {
+        const char *name, *shape;
+        size_t n;
+    } c[] = {{"mlp.router.weight", "[2,64]", N * EMBD},
+             {"mlp.router.bias", "[2]", N},
+             {"mlp.experts.gate_up_proj", "[2,64,80000]", (size_t)N * EMBD * 2 * FF},
+             {"mlp.experts.gate_up_proj_bias", "[2,80000]", N * 2 * FF},
+             {"mlp.experts.down_proj", "[2,40000,64]", (size_t)N * FF * EMBD},
+             {"mlp.experts.down_proj_bias", "[2,64]", N * EMBD}};
+    static const char up[] = "model.layers.0.mlp.experts.gate_up_proj", down[] = "model.layers.0.mlp.experts.down_proj";
+    struct hf h;
+    hf_load(&h, "gpt_oss_bf16");
+    hf_set(h.config, "{\"num_hidden_layers\":1,\"layer_types\":[\"full_attention\"],\"intermediate_size\":40000,"
+                     "\"num_local_experts\":2,\"num_experts_per_tok\":2}");
+    for (size_t i = arrlenu(h.t); i-- > 0;) {
+        if (strncmp(h.t[i].name, "model.layers.1.", 15) && !strstr(h.t[i].name, ".mlp.")) continue;
+        arrfree(h.t[i].data);
+        arrdel(h.t, i);
+    }
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char name[96];
+        snprintf(name, sizeof name, "model.layers.0.%s", c[i].name);
+        hf_plain(&h, name, c[i].shape, c[i].n, HF_BF16);
+    }
+    if (hf_convert(&h)) {
+        float *u = out_values(&h.g, "blk.0.ffn_up_exps.weight", GGUF_BF16, EMBD, FF, N);
+        float *d = out_values(&h.g, "blk.0.ffn_down_exps.weight", GGUF_BF16, FF, EMBD, N);
+        size_t bad = 0;
+        for (size_t i = 0; i < (size_t)N * FF * EMBD && u && d; i += 37) {
+            const size_t e = i / (FF * EMBD), r = i / EMBD % FF, k = i % EMBD;
+            bad += u[(e * FF + r) * EMBD + k] != hf_float(&h, up, (e * EMBD + k) * 2 * FF + 2 * r + 1);
+            bad += d[(e * EMBD + k) * FF + r] != hf_float(&h, down, (e * FF + r) * EMBD + k);
+        }
+        CHECK(!bad, "%zu values differ", bad);
+        free(u);
+        free(d);
+    }
+    hf_end(&h);
+}
+
 static void test_families_gpt_oss(void) {
+    check_wide_columns();
     check_gpt_oss("gpt_oss", 64, 8, true);
     check_gpt_oss("gpt_oss_bf16", 128, 4, false);
 }
@@ -664,6 +708,21 @@ static void test_families_counts(void) {
     }
 }
 
+/* A model whose layers have lost as many experts each is pruned, too. */
+static void test_families_even_counts(void) {
+    static const char *const config[] = {"{\"quantization_config\":{\"moe_sparsity_config\":{\"method\":\"prune\","
+                                         "\"num_experts\":[4,4]}}}",
+                                         "{\"per_layer_num_experts\":[4,4]}", "{\"num_experts\":[4,4]}", "{}"};
+    for (int i = 0; i < 4; i++) {
+        struct hf h;
+        hf_begin(&h, "even");
+        hf_qwen3(&h);
+        hf_set(h.config, config[i]);
+        if (hf_convert(&h)) CHECK(!strcmp(key_text(&h.g, "moe.reap.pruned"), i < 3 ? "1" : ""), "%s", config[i]);
+        hf_end(&h);
+    }
+}
+
 /* --------------------------------------------------------------------------------------------------------- refusals */
 
 /* What cannot be converted faithfully: one line that names it. `tensor` is dropped, gets another `shape` or, with a
@@ -836,4 +895,5 @@ static void test_families_refusals(void) {
         {"families/stacks", test_families_stacks}, {"families/mxfp4", test_families_mxfp4},                   \
         {"families/prediction", test_families_prediction}, {"families/rope_freqs", test_families_rope_freqs}, \
         {"families/words", test_families_words}, {"families/left_out", test_families_left_out},               \
-        {"families/counts", test_families_counts}, {"families/refusals", test_families_refusals},
+        {"families/counts", test_families_counts}, {"families/even_counts", test_families_even_counts},       \
+        {"families/refusals", test_families_refusals},
