@@ -292,7 +292,8 @@ struct layer {
     /* prediction layer */
     struct weight eh_proj;        /* (n_embd, 2 n_embd): columns of the embedding, then of the final row */
     const float *e_norm, *h_norm; /* (n_embd) norms of the two */
-    const float *head_norm;       /* (n_embd) before the head; NULL: the model's output_norm */
+    const float *head_norm;       /* (n_embd) before the head; NULL: last_norm */
+    const float *last_norm;       /* (n_embd) the same under another name; NULL: the model's output_norm */
     struct weight own_head;       /* (n_vocab, n_embd) its head; no data: the model's output */
     struct weight own_embd;       /* (n_vocab, n_embd) its embedding; no data: the model's */
     int first_eh;                 /* shard: the first column of its part of eh_proj */
@@ -425,7 +426,7 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_PREDICTION),
     MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_PREDICTION),
     OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_PREDICTION),
-    OPTIONAL("layer_output_norm.weight", "layer_output_norm",       head_norm,   EMBD,              HAS_PREDICTION),
+    OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_PREDICTION),
     OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_PREDICTION),
     OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_PREDICTION),
 };
@@ -588,7 +589,7 @@ static inline struct weight prediction_head_rows(const struct model *m, const st
     return w;
 }
 static inline const float *prediction_norm(const struct model *m, const struct layer *layer) {
-    return layer->head_norm ? layer->head_norm : m->output_norm;
+    return layer->head_norm ? layer->head_norm : layer->last_norm ? layer->last_norm : m->output_norm;
 }
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
