@@ -298,14 +298,17 @@ static const struct synth form_shapes[] = {
      .ff_shared = 64},
     {"rows, q8", "olmoe", 2, 128, 4, 4, 64, 16, 2, 64, 200, 1024, .q8 = true}};
 #ifdef CUEMU
-/* Norms of rows, gates, sinks and windows that ranks divide; four ranks have copies of the KV heads of the first. */
+/* Norms of rows, gates, sinks, windows and biases that ranks divide; four ranks have copies of the KV heads of the first
+ * shape. */
 static const struct synth divided_shapes[] = {
     {"divided rows", "minimax-m2", 2, 128, 12, 2, 32, 16, 2, 256, 320, 256, .rope = 16},
     {"divided gates", "laguna", 3, 128, 8, 4, 32, 16, 2, 256, 320, 256, .rope = 16, .n_dense = 1, .ff_dense = 256,
      .ff_shared = 256, .window = 20, .period = 3, .full_first = true, .window_head = 16, .head_gate = true,
      .norm_topk = true},
     {"divided sinks", "mimo2", 3, 128, 8, 4, 192, 16, 2, 256, 320, 256, .head_v = 128, .rope = 64, .n_dense = 1,
-     .ff_dense = 256, .window = 20, .period = 3, .full_first = true, .window_head_kv = 8, .window_sinks = true}};
+     .ff_dense = 256, .window = 20, .period = 3, .full_first = true, .window_head_kv = 8, .window_sinks = true},
+    {"divided biases", "gpt-oss", 2, 192, 8, 4, 32, 16, 4, 320, 320, 256, .window = 20, .period = 2, .qkv_bias = true,
+     .ff_type = GGUF_MXFP4}};
 #endif
 /* clang-format on */
 enum { FORMS = sizeof form_shapes / sizeof *form_shapes };
@@ -1383,9 +1386,9 @@ static void test_cuda_ranks(void) {
         synth_agrees(&wide[i], &several[2 * i], 20);
         synth_agrees(&wide[i], &several[3 + i], 11);
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < (int)(sizeof divided_shapes / sizeof *divided_shapes); i++) {
         synth_agrees(&divided_shapes[i], &four, 30);
-        synth_agrees(&divided_shapes[i], &several[i], 20);
+        synth_agrees(&divided_shapes[i], &several[i % 3], 20);
     }
     synth_agrees(&divided_shapes[0], &several[3], 18), synth_agrees(&divided_shapes[0], &several[4], 7);
     synth_agrees(&divided_shapes[0], &virtual[1], 30);

@@ -683,11 +683,14 @@ static void test_plan_engine(void) {
         {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 200, 256, .ff_dense = 192},
         {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 128, 200, 256, 72, 64, 16, 1, 192, 128, 2, 1, .scale = 2.5f},
         {"tiny delta", "qwen35moe", 3, 128, 4, 2, 64, 16, 2, 128, 200, 256, .rope = 16, .ff_shared = 128, .n_key = 2,
-         .n_value = 8, .delta_head = 64, .interval = 2}};
+         .n_value = 8, .delta_head = 64, .interval = 2},
+        {"tiny biases", "gpt-oss", 2, 192, 4, 2, 32, 16, 2, 192, 200, 256, .window = 20, .period = 2, .qkv_bias = true,
+         .ff_type = GGUF_MXFP4}};
     static const struct {
         const struct synth *shape; /* NULL: the demo model */
         int tp, pp;
-    } c[] = {{NULL, 1, 1}, {&tiny[0], 2, 1}, {&tiny[0], 1, 2}, {&tiny[1], 2, 2}, {&tiny[2], 2, 1}, {&tiny[2], 1, 1}};
+    } c[] = {{NULL, 1, 1},     {&tiny[0], 2, 1}, {&tiny[0], 1, 2}, {&tiny[1], 2, 2},
+             {&tiny[2], 2, 1}, {&tiny[2], 1, 1}, {&tiny[3], 1, 1}, {&tiny[3], 2, 1}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m = {0};
         struct session s;
