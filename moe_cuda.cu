@@ -3297,7 +3297,8 @@ DEVICE int attn_back(const struct attn_work &w, int key) { return key < w.wrap ?
 
 /* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one token
  * or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Returns false if there is no
- * work. Rows that see the most keys start first. */
+ * work. Rows that see the most keys start first. FORMS: there may be a window or a ring. */
+template <bool FORMS>
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -3307,14 +3308,15 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     w->group = a.n_head / a.n_head_kv;
     w->kvh = y % a.n_head_kv;
     w->row0 = y / a.n_head_kv * tile_rows;
-    const int longer = a.window ? n_tok : attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
+    const bool window = FORMS && a.window, ring = FORMS && a.k.kind == PLANE_RING;
+    const int longer = window ? n_tok : attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
     const int first_row = max(w->row0, rest ? longer * w->group : 0);
     const int end_row = min(w->row0 + tile_rows, last_tok * w->group), end = w->pos + (end_row - 1) / w->group + 1;
     w->rows = (uint32_t)(first_row - w->row0) | (uint32_t)max(end_row - w->row0, 0) << 16;
     w->split = (int)blockIdx.x;
     w->seen = w->pos + first_row / w->group + 1;
     w->factor = a.scale * ATTN_LOG2_E;
-    if (a.window) {
+    if (window) {
         attn_window(w, a, end);
     } else {
         const int keys = attn_split_keys(a, w->pos + last_tok);
@@ -3323,8 +3325,8 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
         w->begin = w->split * keys;
         w->end = min(w->begin + keys, end);
     }
-    w->ring = a.k.kind == PLANE_RING ? w->begin / a.k.n_row * a.k.n_row : 0;
-    w->wrap = a.k.kind == PLANE_RING ? w->ring + a.k.n_row : INT_MAX;
+    w->ring = ring ? w->begin / a.k.n_row * a.k.n_row : 0;
+    w->wrap = ring ? w->ring + a.k.n_row : INT_MAX;
     return w->split < w->n_split && first_row < end_row;
 }
 
@@ -3527,15 +3529,16 @@ struct attn_place {
     float inverse;     /* factor of the result */
 
     /* For row r with maximum m and denominator l, both of which go to `partials` too (first: by this thread). The result's
-     * denominator has the sink. Returns false if there is no such row. */
+     * denominator has the sink. Returns false if there is no such row. FORMS: there may be sinks and gates. */
+    template <bool FORMS>
     DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
         const int2 th = attn_row(w, r);
         if (th.x < 0) return false;
         out = NULL;
         if (w.n_split == 1 && a.out) {
-            if (a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
+            if (FORMS && a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
             out = a.out + th.x * a.out_stride + (size_t)th.y * a.dv;
-            gate = a.gate ? a.gate + (size_t)th.x * a.gate_stride + (size_t)th.y * a.gate_head : NULL;
+            gate = FORMS && a.gate ? a.gate + (size_t)th.x * a.gate_stride + (size_t)th.y * a.gate_head : NULL;
             inverse = 1.0f / (ATTN_P * l);
             return true;
         }
@@ -3544,8 +3547,8 @@ struct attn_place {
         if (first) attn_max_den(a)[row] = make_float2(m, l);
         return true;
     }
-    /* Stores N columns from `col` on. DECODE: gates may be of any kind. */
-    template <bool DECODE, int N>
+    /* Stores N columns from `col` on. FORMS: there may be gates; DECODE: of any kind. */
+    template <bool FORMS, bool DECODE, int N>
     DEVICE_MEMBER void store(const struct attn_args &a, int col, const pack<N, float> &x) const {
         if (!out) {
             *(pack<N, float> *)(sums + col) = x;
@@ -3554,7 +3557,7 @@ struct attn_place {
         pack<N / 2> h;
         float f[N];
         UNROLL for (int i = 0; i < N; i++) f[i] = inverse * x.x[i];
-        if (gate)
+        if (FORMS && gate)
             UNROLL for (int i = 0; i < N; i++) f[i] *=
                 gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus);
         UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(f[i], f[i + 1]);
@@ -3567,7 +3570,7 @@ template <bool DECODE, int N>
 DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
                        float m, float l) {
     struct attn_place place;
-    if (place.find(a, w, r, col == 0, m, l)) place.store<DECODE>(a, col, x);
+    if (place.find<true>(a, w, r, col == 0, m, l)) place.store<true, DECODE>(a, col, x);
 }
 
 DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
@@ -3660,7 +3663,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    const bool work = attn_begin(&w, a, 16);
+    const bool work = attn_begin<true>(&w, a, 16);
     ahead_request(a.ahead);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -3822,7 +3825,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    const bool work = attn_begin(&w, a, 16 * MT);
+    const bool work = attn_begin<false>(&w, a, 16 * MT);
     ahead_request(a.ahead);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -3938,11 +3941,11 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
         struct attn_place place;
         const float den = quad_sum(l[j][h]);
-        if (!place.find(a, w, 16 * j + g + 8 * h, !(slice + t), m[j][h], den)) continue;
+        if (!place.find<false>(a, w, 16 * j + g + 8 * h, !(slice + t), m[j][h], den)) continue;
         UNROLL for (int u = 0; u < PER_WARP; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
-            if (slice + u < SLICES) place.store<false>(a, 32 * (slice + u) + 8 * t + 4 * (e & 1), x);
+            if (slice + u < SLICES) place.store<false, false>(a, 32 * (slice + u) + 8 * t + 4 * (e & 1), x);
         }
     }
 }
@@ -4000,7 +4003,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     uint8_t *tile = smem, *raw = smem + L::TILE; /* (K, V) f16; (K, V) as in the cache */
     float *factor = (float *)(raw + L::RAW);     /* (2, KEYS): of K, of V */
     struct attn_work w;
-    if (!attn_begin(&w, a, 64)) return;
+    if (!attn_begin<true>(&w, a, 64)) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int n = (w.end - w.begin + KEYS - 1) / KEYS;
 
@@ -4076,10 +4079,10 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     UNROLL for (int h = 0; h < 2; h++) {
         struct attn_place place;
         const float den = quad_sum(l[h]);
-        if (!place.find(a, w, 16 * warp + g + 8 * h, !t, m[h], den)) continue;
+        if (!place.find<true>(a, w, 16 * warp + g + 8 * h, !t, m[h], den)) continue;
         UNROLL for (int b = 0; b < V / 8; b++) {
             const pack<2, float> x = {acc[b][2 * h], acc[b][2 * h + 1]};
-            place.store<false>(a, 8 * b + 2 * t, x);
+            place.store<true, false>(a, 8 * b + 2 * t, x);
         }
     }
 }
