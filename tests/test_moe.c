@@ -53,6 +53,7 @@ static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS};
 #include "t_nvfp4.h"
 #include "t_vocab.h"
 #include "t_template.h"
+#include "t_think.h"
 #include "t_kernels.h"
 #include "t_convert.h"
 #include "t_state.h"
@@ -66,7 +67,7 @@ static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS};
 #include "t_docs.h"
 
 static const struct test table[] = {
-    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_TEAM TESTS_STATE TESTS_DRAFT
+    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_THINK TESTS_KERNELS TESTS_CONVERT TESTS_MODEL TESTS_TEAM TESTS_STATE TESTS_DRAFT
         TESTS_QUANTIZE TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE
             TESTS_TRUST TESTS_DOCTOR TESTS_DOCS};
 #endif
