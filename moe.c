@@ -99,8 +99,9 @@
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                       140  tags, and messages with channels (harmony)
  *   Chat                                            310  messages, their rendering, their tokens
- *   Chat: generation                                640  an answer on its way to the screen
- *   Chat: saved conversations                       300  /save and /load
+ *   Chat: printing an answer                        310  from tokens to the screen
+ *   Chat: generation                                340  turns
+ *   Chat: saved conversations                       310  /save and /load
  *   Edited text                                     340  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
  *   Line editor                                     200  drawing and moving in it
@@ -14710,7 +14711,7 @@ static const struct think_format {
     const char *mark;         /* what the source of a template with this format has; NULL: anything */
     const char *open, *close; /* the tags; NULL: messages with channels */
     const char *effort_on, *effort_off, *effort_max; /* for --think on, off and max; NULL: as for other models */
-    const char *off; /* with --think off stands behind the prompt; NULL: the template alone does it */
+    const char *off; /* with --think off stands behind the role of a prompt; NULL: the template alone does it */
 } think_formats[] = {
     {.mark = "<|channel|>analysis", .effort_off = "low", .effort_max = "high", .off = "<|channel|>final<|message|>"},
     {"'<think{}>'", "<think:opensource>", "</think:opensource>", "high", "no_think", "high", NULL}, /* Hy3 */
@@ -14740,7 +14741,7 @@ static const struct think_format *think_format_find(const char *source, size_t n
     return f;
 }
 
-/* The reasoning_effort that a template gets, or NULL. f: NULL for any. */
+/* The reasoning_effort that a template gets, or NULL. */
 static const char *think_effort(const struct think_format *f, enum think think) {
     const char *own = NULL;
     if (think == THINK_ON) own = f->effort_on;
@@ -15069,6 +15070,11 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
     if (effort) json_object_set_new(vars, "reasoning_effort", json_string(effort));
 }
 
+static bool text_ends(const struct text *t, const char *with) {
+    const size_t n = arrlenu(t->s), len = strlen(with);
+    return n >= len && !memcmp(t->s + n - len, with, len);
+}
+
 /* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt). An
  * answer with channels that was stopped in its thinking has no text: it is left out. Returns 0, or -1 with a message. */
 static int chat_render(const struct chat *c, bool answer, struct text *out, char *err) {
@@ -15082,7 +15088,7 @@ static int chat_render(const struct chat *c, bool answer, struct text *out, char
     int rc = template_render(c->t, vars, out, err);
     json_decref(vars);
     if (!rc && !c->format->open) quotes_restore(out);
-    if (!rc && answer && c->set->think == THINK_OFF && c->format->off) {
+    if (!rc && answer && c->set->think == THINK_OFF && c->format->off && text_ends(out, "<|start|>assistant")) {
         const size_t n = strlen(c->format->off);
         sb_put(&out->s, c->format->off, n);
         memset(arraddnptr(out->origin, n), ORIGIN_TEMPLATE, n);
@@ -15136,10 +15142,10 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
 }
 
 /* ============================================================================================================
- * Chat: generation
+ * Chat: printing an answer
  *
- * An answer on its way from token ids to the screen: bytes that may end within a character, thinking that may be
- * hidden, and what the turn took.
+ * An answer on its way from token ids to the screen: bytes that may end within a character, and thinking that may be
+ * hidden.
  * ============================================================================================================ */
 
 struct printer {
@@ -15440,7 +15446,11 @@ static struct printer printer_answer(const struct chat *c, const int32_t *prompt
     return p;
 }
 
-/* ---- generation ---- */
+/* ============================================================================================================
+ * Chat: generation
+ *
+ * One turn after the other: the tokens of an answer, when it ends, and what it took.
+ * ============================================================================================================ */
 
 /* Returns the FNV-1a hash of n logits, one step per number. */
 static uint32_t logit_hash(const float *x, int n) {
@@ -15911,6 +15921,21 @@ static int chat_parse(const char *text, size_t n, struct message **out, char *er
     return rc;
 }
 
+/* An answer of a model with tags of thinking becomes one of a model with channels. */
+static void message_adopt(struct message *msg) {
+    const struct think_format *tags = &think_formats[sizeof think_formats / sizeof *think_formats - 1];
+    const char *think;
+    size_t n;
+    if (msg->thinking || strcmp(msg->role, "assistant") || strncmp(msg->content, tags->open, strlen(tags->open)))
+        return;
+    const char *answer = split_answer(tags, msg->content, &think, &n);
+    if (answer == msg->content) return;
+    char *content = xstrdup(answer);
+    msg->thinking = xstrndup(think, n);
+    free(msg->content);
+    msg->content = content;
+}
+
 /* Replaces the messages by those of a saved conversation. Without a usable KV cache the next turn computes all of them
  * again. Returns 0, or -1 with a message. */
 static int chat_load(struct chat *c, const char *name, char *err) {
@@ -15928,6 +15953,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     while (arrlen(c->messages)) chat_pop(c);
     arrfree(c->messages);
     c->messages = messages;
+    for (size_t i = 0; c->format && !c->format->open && i < arrlenu(messages); i++) message_adopt(&messages[i]);
     c->open_past = 0;
     c->saved_messages = -1;
     free(c->name);

@@ -487,7 +487,7 @@ static void test_think_turns(void) {
 /* What was saved has the thinking, and the same state. */
 static void test_think_saved(void) {
     struct script_chat x;
-    char err[ERR_MAX] = "", name[256], *text = NULL, *before, *after;
+    char err[ERR_MAX] = "", name[256], *before, *after;
     if (!script_open(&x, OWN_HARMONY)) return;
     snprintf(name, sizeof name, "%s/think", test_dir());
     script_turn(&x, "q", ANALYSIS "Hm." NEXT FINAL "A" RETURN, -1);
@@ -504,20 +504,25 @@ static void test_think_saved(void) {
     after = script_prompt(&x, "2026-03-07");
     CHECK_STR(after, before, "the prompt of a loaded conversation");
     CHECK(chat_last_question(&x.c) == 3 && arrlen(x.c.messages) == 4, "messages");
-    /* of a model with tags: the thinking goes where its template reads it */
+    check_command(IN_DIR("printf '%s\n' '{\"moe\":1}' '{\"role\":\"user\",\"content\":\"<think>x</think>y\"}' "
+                         "'{\"role\":\"assistant\",\"content\":\"<think>\\nT\\n</think>\\n\\nA\"}' >@/tags.jsonl"),
+                  0, NULL, NULL);
+    snprintf(name, sizeof name, "%s/tags", test_dir());
+    CHECK(!chat_load(&x.c, name, err) && !strcmp(x.c.messages[0].content, "<think>x</think>y"), "%s", err);
+    check_answer(&x, "A", "T");
+    /* in a chat with a model with tags, the thinking goes where its template reads it */
     struct chat other = {.format = think_format_find("", 0, NULL), .reasoning_key = "reasoning_content"};
     json_t *o = chat_message_json(&other, &arrlast(x.c.messages));
-    CHECK_STR(json_text(o, "content"), "B", "content");
-    CHECK_STR(json_text(o, "reasoning_content"), "So.", "thinking");
+    CHECK_STR(json_text(o, "content"), "A", "content");
+    CHECK_STR(json_text(o, "reasoning_content"), "T", "thinking");
     json_decref(o);
     other.reasoning_key = NULL;
     other.strips_reasoning = true;
     o = chat_message_json(&other, &arrlast(x.c.messages));
-    CHECK(json_object_size(o) == 2 && !strcmp(json_text(o, "content"), "B"), "without a key");
+    CHECK(json_object_size(o) == 2 && !strcmp(json_text(o, "content"), "A"), "without a key");
     json_decref(o);
     free(before);
     free(after);
-    arrfree(text);
     script_close(&x);
 }
 
