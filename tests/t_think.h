@@ -118,7 +118,7 @@ static const struct stream {
     {"text between messages", NULL, ANALYSIS "t" END "A", "A", "t", "A\n", "[thinking]\nt\n[answer]\nA\n", NULL, 0},
     {"a blank between messages", NULL, ANALYSIS "t" END "\n" START "assistant" FINAL "A", "A", "t", "A\n",
      "[thinking]\nt\n[answer]\nA\n", NULL, 0},
-    {"a call", NULL, CHANNEL "commentary to=functions.f <|constrain|>json" MESSAGE "{\"a\": 1}" CALL, "{\"a\": 1}", "",
+    {"a call", NULL, CHANNEL "commentary to=functions.f<|constrain|>json" MESSAGE "{\"a\": 1}" CALL, "{\"a\": 1}", "",
      NULL, NULL, "functions.f", 1},
     {"a call, recipient first", NULL, " to=functions.f" CHANNEL "commentary json" MESSAGE "{}" END "x", "{}", "", NULL,
      NULL, "functions.f", 2},
@@ -126,8 +126,12 @@ static const struct stream {
      "[thinking]\nt\n[answer]\n{}\n", "f", 1},
     {"a built-in tool", NULL, CHANNEL "analysis to=python code" MESSAGE "1+1" CALL, "", "1+1", "\n",
      "[thinking]\n1+1\n", "python", 1},
+    {"an answer behind a built-in tool", NULL, CHANNEL "analysis to=python" MESSAGE "1" NEXT FINAL "A", "A", "1", "A\n",
+     "[thinking]\n1\n[answer]\nA\n", NULL, 0},
     {"a stray channel", NULL, CHANNEL "commentary to=assistant" ANALYSIS "t" NEXT FINAL "A", "A", "t", "A\n",
      "[thinking]\nt\n[answer]\nA\n", NULL, 0},
+    {"a preamble to the assistant", NULL, CHANNEL "commentary to=assistant" MESSAGE "p" NEXT FINAL "A", "p\n\nA", "",
+     NULL, NULL, NULL, 0},
     {"an unknown channel", NULL, CHANNEL "poetry" MESSAGE "A" END "x", "A", "", NULL, NULL, NULL, 2},
     {"someone else's turn", NULL, ANALYSIS "t" END START "user" MESSAGE "Hi", "", "t", "\n", "[thinking]\nt\n", NULL,
      2},
@@ -207,6 +211,16 @@ static void test_think_streams(void) {
         for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
             for (int words = 0; words < 2; words++) check_stream(&c, &streams[i], words);
     test_vocab_end(&t);
+}
+
+/* What is too long is no header. */
+static void test_think_header(void) {
+    struct channel_header h = {.channel = 1};
+    for (int n = 1; n < 300; n++) {
+        arrput(h.text, 'x');
+        CHECK(header_may_be(&h) == (n <= 256), "a header of %d bytes", n);
+    }
+    arrfree(h.text);
 }
 
 /* On a terminal thinking is dim; in raw modes every byte is printed. */
@@ -441,6 +455,12 @@ static void test_think_turns(void) {
     CHECK_STR(json_text(o, "text"), "A", "text");
     CHECK_STR(json_text(o, "reasoning"), "Hm.", "reasoning");
     json_decref(o);
+    struct text text = {0};
+    CHECK(!chat_render_next(&x.c, &text, err) && arrlen(x.c.messages) == 2, "%s", err);
+    char *next = xstrndup(text.s, arrlenu(text.s)), *behind = strstr(next, FINAL "A" END START "user" MESSAGE);
+    CHECK(behind && !behind[strlen(FINAL "A" END START "user" MESSAGE)], "/ctx counts '%s'", next);
+    free(next);
+    text_free(&text);
     CHECK(script_turn(&x, NULL, FINAL "B" END "x", -1) == TURN_DONE && scripted.at == 5, "/regen");
     check_answer(&x, "B", "");
 
@@ -455,7 +475,9 @@ static void test_think_turns(void) {
     CHECK_STR(json_text(o, "reasoning"), "Hm. ", "reasoning");
     json_decref(o);
     char *prompt = script_prompt(&x, "2026-03-07");
-    CHECK(!strstr(prompt, "Hm") && strstr(prompt, START "user" MESSAGE "r" END START "assistant"), "'%s'", prompt);
+    static const char tail[] = START "user" MESSAGE "r" END START "assistant"; /* without the answer that has no text */
+    const size_t at = strlen(prompt) - strlen(tail);
+    CHECK_STR(prompt + at, tail, "the prompt behind a stopped thought");
     free(prompt);
     CHECK(script_turn(&x, "", "So." NEXT FINAL "C", 9) == TURN_DONE, "/continue");
     check_answer(&x, "C", "Hm. So.");
@@ -652,8 +674,8 @@ static void test_think_official(void) {
     check_think_history(template, shared_path("golden/templates/cases.jsonl"), "openai-gpt-oss-120b/", 10);
 }
 
-#define TESTS_THINK                                                                                                    \
-    {"think/streams", test_think_streams}, {"think/styles", test_think_styles}, {"think/formats", test_think_formats}, \
-        {"think/tags", test_think_tags}, {"think/turns", test_think_turns}, {"think/saved", test_think_saved},         \
-        {"think/off", test_think_off}, {"think/quoted", test_think_quoted}, {"think/history", test_think_history},     \
-        {"think/official", test_think_official},
+#define TESTS_THINK                                                                                                  \
+    {"think/streams", test_think_streams}, {"think/header", test_think_header}, {"think/styles", test_think_styles}, \
+        {"think/formats", test_think_formats}, {"think/tags", test_think_tags}, {"think/turns", test_think_turns},   \
+        {"think/saved", test_think_saved}, {"think/off", test_think_off}, {"think/quoted", test_think_quoted},       \
+        {"think/history", test_think_history}, {"think/official", test_think_official},
