@@ -56,9 +56,9 @@
  *   Chat template: functions on sequences           370  filters and methods of numbers, sequences, mappings
  *   Chat template: tests, globals, builtins         250  is defined, range, loop, and the one table of all functions
  *   Chat template: lexer                            200  source to tokens
- *   Chat template: parsing expressions              450  tokens to expression trees
+ *   Chat template: parsing expressions              460  tokens to expression trees
  *   Chat template: parsing statements               210  tokens to statement trees
- *   Chat template: rendering                        380  evaluates a tree; what a chat hands to it
+ *   Chat template: rendering                        390  evaluates a tree; what a chat hands to it
  *
  *  Engine
  *   Model: tensors of a file                        300  reads keys and rotations, checks and binds tensors
@@ -97,9 +97,11 @@
  *   Command line                                    340  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
- *   Chat                                            250  messages, their rendering, their tokens
- *   Chat: generation                                470  an answer on its way to the screen
- *   Chat: saved conversations                       280  /save and /load
+ *   Chat: formats of thinking                       140  tags, and messages with channels (harmony)
+ *   Chat                                            310  messages, their rendering, their tokens
+ *   Chat: printing an answer                        310  from tokens to the screen
+ *   Chat: generation                                340  turns
+ *   Chat: saved conversations                       310  /save and /load
  *   Edited text                                     340  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
  *   Line editor                                     200  drawing and moving in it
@@ -3130,15 +3132,20 @@ static void vocab_find_stops(struct vocab *v, const struct gguf *g) {
         if (ids[i] >= 0) v->stop[ids[i]] = true;
     for (uint64_t i = 0; kv && i < kv->n && gguf_elem_int(kv, i, &id); i++)
         if (id >= 0 && id < v->n_tokens) v->stop[id] = true;
-    /* in harmony (gpt-oss), <|return|> and <|call|> end a turn; <|end|> only ends a message */
+    /* in harmony (gpt-oss), <|return|> and <|call|> end a turn; <|end|> only ends a message, whatever the file says */
     bool harmony = special_find(v, (struct gguf_str){"<|return|>", 10}) >= 0 &&
                    special_find(v, (struct gguf_str){"<|call|>", 8}) >= 0;
+    const int32_t end = special_find(v, (struct gguf_str){"<|end|>", 7});
+    if (harmony && end >= 0) {
+        v->stop[end] = false;
+        if (v->eot == end) v->eot = -1;
+    }
     for (size_t i = 0; i < sizeof known_control / sizeof *known_control; i++) {
         const char *text = known_control[i].text;
         int32_t t = special_find(v, (struct gguf_str){text, strlen(text)});
         if (t < 0) continue;
         v->type[t] = TOKEN_CONTROL;
-        if (!known_control[i].stop || (harmony && !strcmp(text, "<|end|>"))) continue;
+        if (!known_control[i].stop || (harmony && t == end)) continue;
         v->stop[t] = true;
         if (v->eot < 0) v->eot = t;
     }
@@ -6015,6 +6022,7 @@ enum node_kind {
     N_FILTER,   /* [value, arguments]; fn, or NULL and a name that is unknown */
     N_TEST,     /* as N_FILTER */
     N_KEYWORD,  /* val=[value] in arguments, val[=value] in the parameters of a macro */
+    N_SPREAD,   /* *[sequence] in arguments, or with OP_POW **[mapping] */
     N_NOT,      /* [operand] */
     N_NEG,      /* [operand] */
     N_POS,      /* [operand] */
@@ -6272,7 +6280,7 @@ static struct node *parse_primary(struct parser *p, int flags) {
     return n;
 }
 
-/* Parses arguments (a, b, k=v), or the parameters (a, b=v) of a macro, and adds them to the kids of n. */
+/* Parses arguments (a, *b, k=v, **m), or the parameters (a, b=v) of a macro, and adds them to the kids of n. */
 static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
     bool keywords = false;
     size_t first = n->n;
@@ -6280,15 +6288,22 @@ static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
     for (tok_expect(p, "("); !tok_is(p, ")");) {
         if (n->n > first) tok_expect(p, ",");
         if (tok_is(p, ")")) break;
-        bool keyword = tok_is_name(p) && tok_equal(p->at + 1, "=");
-        struct node *arg = keyword || macro ? node_new(p, N_KEYWORD) : parse_expr(p);
-        if (keywords && !keyword) job_fail(p->j, "positional argument follows keyword argument");
+        const bool keyword = tok_is_name(p) && tok_equal(p->at + 1, "="), mapping = tok_is(p, "**");
+        const bool spread = !macro && (mapping || tok_is(p, "*"));
+        struct node *arg;
+        if (spread) {
+            arg = node_new(p, N_SPREAD);
+            arg->op = mapping ? OP_POW : OP_MUL;
+            tok_next(p);
+            node_add(p, arg, parse_expr(p));
+        } else arg = keyword || macro ? node_new(p, N_KEYWORD) : parse_expr(p);
+        if (keywords && !keyword && !spread) job_fail(p->j, "positional argument follows keyword argument");
         if (arg->kind == N_KEYWORD && !arg->val.kind && (keyword || macro)) arg->val = tok_name(p);
         if (keyword) {
             tok_next(p);
             node_add(p, arg, parse_expr(p));
         }
-        keywords = keyword;
+        keywords |= keyword || spread;
         node_add(p, n, arg);
     }
     tok_next(p);
@@ -6733,12 +6748,25 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
     return v;
 }
 
+/* Evaluates *sequence or **mapping. */
+static void eval_spread(struct job *j, struct args *a, const struct node *n) {
+    const struct tv v = node_eval(j, n->kid[0]);
+    const bool mapping = n->op == OP_POW;
+    if (mapping && v.kind != TV_DICT) tv_fail(j, v, "the argument behind ** is not a mapping, but '%s'", tv_type(v));
+    const struct list *l = mapping ? v.list : tv_iter(j, v);
+    for (size_t i = 0; i < l->n; i += mapping ? 2 : 1) {
+        if (mapping) dict_set(j, &a->kw, l->v[i], l->v[i + 1]);
+        else list_push(j, &a->pos, l->v[i]);
+    }
+}
+
 /* Evaluates the arguments of a call, filter or test: all kids but the first. */
 static struct args eval_args(struct job *j, const struct node *n) {
     struct args a = {0};
     for (size_t i = 1; i < n->n; i++) {
         const struct node *kid = n->kid[i];
         if (kid->kind == N_KEYWORD) dict_set(j, &a.kw, kid->val, node_eval(j, kid->kid[0]));
+        else if (kid->kind == N_SPREAD) eval_spread(j, &a, kid);
         else list_push(j, &a.pos, node_eval(j, kid));
     }
     j->line = n->line;
@@ -15596,6 +15624,147 @@ static void watch_end(void) {
 }
 
 /* ============================================================================================================
+ * Chat: formats of thinking
+ *
+ * Models mark what they think in one of two ways. Most write it between two tags in front of the answer. Those that speak
+ * harmony (gpt-oss) write several messages in a turn, each with a header that names its channel:
+ *
+ *   <|channel|>analysis<|message|>thinking<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
+ *
+ * All that depends on the format is in one table. Tags are searched for in the text, because a model may spell them with
+ * several tokens; the marks of channels are tokens, so that the same text in an answer is text.
+ * ============================================================================================================ */
+
+/* The tokens of a format with channels. */
+enum channel_mark { MARK_START, MARK_CHANNEL, MARK_CONSTRAIN, MARK_MESSAGE, MARK_END, CHANNEL_MARKS };
+static const char *const channel_marks[] = {
+    [MARK_START] = "<|start|>",     [MARK_CHANNEL] = "<|channel|>", [MARK_CONSTRAIN] = "<|constrain|>",
+    [MARK_MESSAGE] = "<|message|>", [MARK_END] = "<|end|>",
+};
+
+/* The efforts are the reasoning_effort of a template that knows others than low, medium, high and max. */
+static const struct think_format {
+    const char *mark;         /* what the source of a template with this format has; NULL: anything */
+    const char *open, *close; /* the tags; NULL: messages with channels */
+    const char *effort_on, *effort_off, *effort_max; /* for --think on, off and max; NULL: as for other models */
+    const char *off; /* with --think off stands behind the role of a prompt; NULL: the template alone does it */
+} think_formats[] = {
+    {.mark = "<|channel|>analysis", .effort_off = "low", .effort_max = "high", .off = "<|channel|>final<|message|>"},
+    {"'<think{}>'", "<think:opensource>", "</think:opensource>", "high", "no_think", "high", NULL}, /* Hy3 */
+    {"'no_think'", "<think>", "</think>", "high", "no_think", "high", NULL},
+    {"<seed:think>", "<seed:think>", "</seed:think>", NULL, NULL, NULL, NULL},
+    {"<mm:think>", "<mm:think>", "</mm:think>", NULL, NULL, NULL, NULL},
+    {"[THINK]", "[THINK]", "[/THINK]", NULL, NULL, NULL, NULL},
+    {NULL, "<think>", "</think>", NULL, NULL, NULL, NULL},
+};
+
+static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
+
+/* Sets id to the tokens of a format with channels, -1 for one that the vocabulary lacks. Returns whether it has those
+ * that every message needs. */
+static bool channel_ids(const struct vocab *v, int32_t id[CHANNEL_MARKS]) {
+    for (int i = 0; i < CHANNEL_MARKS; i++)
+        id[i] = special_find(v, (struct gguf_str){channel_marks[i], strlen(channel_marks[i])});
+    return id[MARK_START] >= 0 && id[MARK_CHANNEL] >= 0 && id[MARK_MESSAGE] >= 0 && id[MARK_END] >= 0;
+}
+
+/* Finds the format of a template by its source (n). v: the vocabulary, which must have the tokens of channels, or
+ * NULL. */
+static const struct think_format *think_format_find(const char *source, size_t n, const struct vocab *v) {
+    const struct think_format *f = think_formats;
+    int32_t id[CHANNEL_MARKS];
+    while (f->mark && !(text_has(source, n, f->mark) && (f->open || !v || channel_ids(v, id)))) f++;
+    return f;
+}
+
+/* The reasoning_effort that a template gets, or NULL. */
+static const char *think_effort(const struct think_format *f, enum think think) {
+    const char *own = NULL;
+    if (think == THINK_ON) own = f->effort_on;
+    if (think == THINK_OFF) own = f->effort_off;
+    if (think == THINK_MAX) own = f->effort_max;
+    return own || think < THINK_LOW ? own : think_names[think];
+}
+
+/* Returns where the answer begins in the text of an assistant: after the thinking and the newlines that follow it. Sets
+ * *think and *n to the thinking without its tags and without the newlines around it. */
+static const char *split_answer(const struct think_format *f, const char *content, const char **think, size_t *n) {
+    const size_t n_open = strlen(f->open), n_close = strlen(f->close);
+    const char *end = NULL, *from = strstr(content, f->open);
+    for (const char *p = content; (p = strstr(p, f->close)); p += n_close) end = p;
+    *think = content;
+    *n = 0;
+    if (!end) return content;
+    const char *answer = end + n_close;
+    from = from && from < end ? from + n_open : content;
+    from += strspn(from, "\n");
+    while (end > from && end[-1] == '\n') end--;
+    *think = from;
+    *n = end > from ? (size_t)(end - from) : 0;
+    return answer + strspn(answer, "\n");
+}
+
+/* Whether the prompt ends in an opening tag of the template, so that the answer begins inside the thinking. */
+static bool prompt_opens_think(const struct think_format *f, const struct text *t) {
+    size_t n = arrlenu(t->s);
+    const size_t len = f->open ? strlen(f->open) : 0;
+    while (n && strchr(" \n\t", t->s[n - 1])) n--;
+    return len && n >= len && !memcmp(t->s + n - len, f->open, len) && t->origin[n - 1] == ORIGIN_TEMPLATE;
+}
+
+/* ---- channels ---- */
+
+enum message_kind {
+    MESSAGE_ANSWER,   /* text for the user, the last of the turn */
+    MESSAGE_PREAMBLE, /* text for the user, before another message */
+    MESSAGE_THINKING,
+    MESSAGE_FOREIGN /* the model writes the turn of someone else */
+};
+
+enum { HEADER_MAX = 256 /* bytes of a message's header; what is longer is no header */ };
+
+/* The header of a message while it is read: ROLE to=RECIPIENT<|channel|>CHANNEL to=RECIPIENT<|constrain|>TYPE. */
+struct channel_header {
+    char *text;     /* stb_ds: without the marks */
+    size_t channel; /* where the channel begins in it; SIZE_MAX: there is none yet */
+    bool bare;      /* it has no role: that is the prompt's */
+};
+
+/* Finds the word of a header's text that begins with `start`, behind it. Returns its length, 0: there is none. */
+static size_t header_word(const char *s, const char *start, const char **word) {
+    for (size_t n; *(s += strspn(s, " ")); s += n) {
+        n = strcspn(s, " ");
+        if (strncmp(s, start, strlen(start))) continue;
+        *word = s + strlen(start);
+        return n - strlen(start);
+    }
+    return 0;
+}
+
+/* What a whole header makes of its message. Sets *tool (n) to the tool that the message calls, n 0: none. */
+static enum message_kind header_kind(struct channel_header *h, const char **tool, size_t *n) {
+    static const char assistant[] = "assistant";
+    const char *s = sb_cstr(&h->text), *channel = h->channel == SIZE_MAX ? "" : s + h->channel;
+    const size_t n_role = strcspn(s, " "), n_channel = strcspn(channel, " "), n_assistant = strlen(assistant);
+    *n = header_word(s, "to=", tool);
+    if (*n == n_assistant && !memcmp(*tool, assistant, *n)) *n = 0;
+    if (!h->bare && n_role && (n_role != n_assistant || memcmp(s, assistant, n_role))) return MESSAGE_FOREIGN;
+    if (n_channel == 8 && !memcmp(channel, "analysis", 8)) return MESSAGE_THINKING;
+    return n_channel == 10 && !memcmp(channel, "commentary", 10) && !*n ? MESSAGE_PREAMBLE : MESSAGE_ANSWER;
+}
+
+/* Whether what has been read of a header may go on as one. Behind the role of the prompt only a recipient may come before
+ * the channel: anything else is an answer without a header. */
+static bool header_may_be(const struct channel_header *h) {
+    const size_t n = arrlenu(h->text);
+    size_t at = 0, k = 0;
+    while (at < n && strchr(" \n\r\t", h->text[at])) at++;
+    while (at + k < n && k < 3 && h->text[at + k] == "to="[k]) k++;
+    if (n > HEADER_MAX || memchr(h->text + at, '\n', n - at)) return false;
+    return !h->bare || h->channel != SIZE_MAX || at + k == n || k == 3;
+}
+
+/* ============================================================================================================
  * Chat
  *
  * A conversation is a list of messages. A turn renders all of them with the model's template, tokenizes the text, syncs
@@ -15609,8 +15778,10 @@ static void watch_end(void) {
 
 #define LAST_CHAT "last" /* the name of the conversation that --continue resumes */
 
+/* All malloc'ed. An assistant's thinking is in its content as generated, between tags, or beside it. */
 struct message {
-    char *role, *content; /* malloc'ed; the content of an assistant includes its thinking as generated */
+    char *role, *content;
+    char *thinking; /* of a format with channels, or NULL */
 };
 
 enum stop_reason {
@@ -15638,19 +15809,22 @@ struct chat {
     const struct model *m;
     struct session *s;
     struct template *t;
-    bool splits_reasoning;         /* the template reads reasoning_content beside content */
-    bool strips_reasoning;         /* the template removes the thinking from content itself */
-    uint64_t rng;                  /* state of the sampler's random numbers */
-    struct turn_stats last, total; /* of the last turn, of all turns */
-    int turns;                     /* turns in `total` */
-    const char **stops;            /* stb_ds: strings that end an answer, for --jsonl, which prints no text */
-    struct keyboard *keys;         /* of a dialogue in raw mode: read while the model answers; or NULL */
-    char *name;                    /* under which the conversation was saved or loaded, or NULL */
-    bool autosave;                 /* save every turn for --continue */
-    int open_past;                 /* tokens of the session when the last answer was stopped; 0: it was not */
-    int saved_turns;               /* turns and messages at the last autosave; */
-    ptrdiff_t saved_messages;      /* -1: other messages have been loaded since */
-    bool saved_state;              /* whether it wrote the state */
+    const struct think_format *format; /* NULL without a template */
+    const char *reasoning_key;         /* where the template reads the thinking beside content; NULL: nowhere */
+    bool strips_reasoning;             /* the template removes the thinking from content itself */
+    uint64_t rng;                      /* state of the sampler's random numbers */
+    struct turn_stats last, total;     /* of the last turn, of all turns */
+    int turns;                         /* turns in `total` */
+    const char **stops;                /* stb_ds: strings that end an answer, for --jsonl, which prints no text */
+    struct keyboard *keys;             /* of a dialogue in raw mode: read while the model answers; or NULL */
+    char *name;                        /* under which the conversation was saved or loaded, or NULL */
+    bool autosave;                     /* save every turn for --continue */
+    int answer_past;                   /* tokens of the session where the last answer began, */
+    bool answer_opens;                 /* and whether that was inside the tags of thinking */
+    int open_past;                     /* tokens of the session when the last answer was stopped; 0: it was not */
+    int saved_turns;                   /* turns and messages at the last autosave; */
+    ptrdiff_t saved_messages;          /* -1: other messages have been loaded since */
+    bool saved_state;                  /* whether it wrote the state */
 };
 
 enum turn_result {
@@ -15659,8 +15833,6 @@ enum turn_result {
     TURN_ROLLED_BACK, /* Ctrl-C before the first token: the messages are as before the turn */
     TURN_FAILED       /* an error: the messages are as before the turn, err holds the message */
 };
-
-static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
 
 /* Parses the template of --chat-template-file, or else of the model file, into *out and appends its text to *source.
  * Returns 0, or -1 with a message. */
@@ -15687,19 +15859,39 @@ static int message_check(const char *what, const char *s, size_t n, char *err) {
 
 /* Appends a message. */
 static void chat_push(struct chat *c, const char *role, const char *content, size_t n) {
-    struct message msg = {xstrdup(role), xstrndup(content, n)};
+    struct message msg = {.role = xstrdup(role), .content = xstrndup(content, n)};
     arrput(c->messages, msg);
 }
 
 static void message_free(struct message *msg) {
     free(msg->role);
     free(msg->content);
+    free(msg->thinking);
 }
 
 /* Removes the last message. */
 static void chat_pop(struct chat *c) {
     struct message msg = arrpop(c->messages);
     message_free(&msg);
+}
+
+/* The key under which a template reads the thinking of a message, or NULL. */
+static const char *reasoning_key(const char *source, size_t n) {
+    static const char *const keys[][2] = {{"reasoning_content", "reasoning_content"},
+                                          {"thinking", "message.thinking"},
+                                          {"thinking", "message['thinking']"},
+                                          {"reasoning", "message.reasoning"}};
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        if (text_has(source, n, keys[i][1])) return keys[i][0];
+    return NULL;
+}
+
+/* Whether a template cuts content at the closing tag. */
+static bool template_strips(const char *source, size_t n, const char *close) {
+    char single[64], quoted[64];
+    snprintf(single, sizeof single, "split('%s'", close);
+    snprintf(quoted, sizeof quoted, "split(\"%s\"", close);
+    return text_has(source, n, single) || text_has(source, n, quoted);
 }
 
 /* Starts a conversation with --system as its first message, if given. Returns 0, or -1 with a message; free it in both
@@ -15713,8 +15905,10 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     if (set->system && message_check("the system message", set->system, strlen(set->system), err)) return -1;
     int rc = chat_template(&c->t, set, m, &source, err);
     if (!rc) {
-        c->splits_reasoning = text_has(source, arrlenu(source), "reasoning_content");
-        c->strips_reasoning = text_has(source, arrlenu(source), "</think>");
+        const size_t n = arrlenu(source);
+        c->format = think_format_find(source, n, m ? m->vocab : NULL);
+        c->reasoning_key = reasoning_key(source, n);
+        c->strips_reasoning = c->format->close && template_strips(source, n, c->format->close);
         c->rng = settings_seed(set);
         if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
     }
@@ -15730,39 +15924,70 @@ static void chat_free(struct chat *c) {
     template_free(c->t);
 }
 
-/* Returns where the answer begins in an assistant's content: after the thinking and the newlines that follow it. Sets
- * *think and *n to the thinking without its tags and without the newlines around it. */
-static const char *split_answer(const char *content, const char **think, size_t *n) {
-    const char *end = NULL, *from = strstr(content, "<think>");
-    for (const char *p = content; (p = strstr(p, "</think>")); p += 8) end = p;
-    *think = content;
-    *n = 0;
-    if (!end) return content;
-    from = from && from < end ? from + 7 : content;
-    from += strspn(from, "\n");
-    while (end > from && end[-1] == '\n') end--;
-    *think = from;
-    *n = end > from ? (size_t)(end - from) : 0;
-    end = strstr(end, "</think>") + 8;
-    return end + strspn(end, "\n");
+/* Returns the answer in a message, without thinking; sets *think and *n to that. The text of a user is all answer. */
+static const char *message_answer(const struct chat *c, const struct message *msg, const char **think, size_t *n) {
+    const bool beside = msg->thinking || !c->format || !c->format->open;
+    *think = msg->thinking ? msg->thinking : "";
+    *n = strlen(*think);
+    if (beside || strcmp(msg->role, "assistant")) return msg->content;
+    return split_answer(c->format, msg->content, think, n);
 }
 
-/* Returns a message as the template expects it: the thinking in reasoning_content, inside content, or left out. */
+/* The templates of formats with channels refuse an answer that quotes <|channel|>. A private character in it, which
+ * quotes_restore takes out of the rendered text, lets the quotation pass. */
+#define QUOTED_CHANNEL "<|channel\ue000|>"
+
+/* Returns text (n) of a message as JSON; channels: of such a format. */
+static json_t *message_json(const char *s, size_t n, bool channels) {
+    const char *mark = channel_marks[MARK_CHANNEL], *hit;
+    char *quoted = NULL;
+    if (!channels || !text_has(s, n, mark)) return json_stringn(s, n);
+    for (; (hit = memmem(s, n, mark, strlen(mark))); n -= (size_t)(hit - s) + strlen(mark), s = hit + strlen(mark)) {
+        sb_put(&quoted, s, (size_t)(hit - s));
+        sb_puts(&quoted, QUOTED_CHANNEL);
+    }
+    sb_put(&quoted, s, n);
+    json_t *o = json_stringn(quoted, arrlenu(quoted));
+    arrfree(quoted);
+    return o;
+}
+
+/* Takes the private character out of what QUOTED_CHANNEL is in. */
+static void quotes_restore(struct text *t) {
+    const size_t len = strlen(QUOTED_CHANNEL), at = strlen("<|channel"), drop = strlen("\ue000");
+    size_t k = 0;
+    for (size_t i = 0, n = arrlenu(t->s); i < n;) {
+        const bool quoted = n - i >= len && !memcmp(t->s + i, QUOTED_CHANNEL, len) && t->origin[i + at] == ORIGIN_DATA;
+        for (size_t j = 0; j < (quoted ? len : 1); j++, i++) {
+            if (quoted && j >= at && j < at + drop) continue;
+            t->s[k] = t->s[i];
+            t->origin[k++] = t->origin[i];
+        }
+    }
+    arrsetlen(t->s, k);
+    arrsetlen(t->origin, k);
+}
+
+/* Returns a message as the template expects it: the thinking beside content, inside of it, or left out. */
 static json_t *chat_message_json(const struct chat *c, const struct message *msg) {
     const char *think, *answer;
     size_t n;
     json_t *o = json_object();
-    answer = strcmp(msg->role, "assistant") ? msg->content : split_answer(msg->content, &think, &n);
+    const bool channels = !c->format->open && !strcmp(msg->role, "assistant");
+    answer = message_answer(c, msg, &think, &n);
+    const char *content = c->reasoning_key || !c->strips_reasoning ? answer : msg->content;
     json_object_set_new(o, "role", json_string(msg->role));
-    json_object_set_new(o, "content", json_string(c->splits_reasoning || !c->strips_reasoning ? answer : msg->content));
-    if (answer != msg->content && c->splits_reasoning)
-        json_object_set_new(o, "reasoning_content", json_stringn(think, n));
+    json_object_set_new(o, "content", message_json(content, strlen(content), channels));
+    if (c->reasoning_key && (msg->thinking || answer != msg->content))
+        json_object_set_new(o, c->reasoning_key, message_json(think, n, channels));
     return o;
 }
 
 /* Sets the variables that any template may use, as Hugging Face's apply_chat_template does. */
-static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set) {
+static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set,
+                             const struct think_format *f) {
     const enum think think = set->think;
+    const char *effort = think_effort(f, think);
     json_object_set_new(vars, "tools", json_null());
     json_object_set_new(vars, "documents", json_null());
     if (m && m->vocab->n_tokens) {
@@ -15778,20 +16003,32 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
     bool on = think != THINK_OFF;
     json_object_set_new(vars, "enable_thinking", json_boolean(on));
     json_object_set_new(vars, "thinking", json_boolean(on));
-    if (think >= THINK_LOW) json_object_set_new(vars, "reasoning_effort", json_string(think_names[think]));
+    if (effort) json_object_set_new(vars, "reasoning_effort", json_string(effort));
 }
 
-/* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt).
- * Returns 0, or -1 with a message. */
+static bool text_ends(const struct text *t, const char *with) {
+    const size_t n = arrlenu(t->s), len = strlen(with);
+    return n >= len && !memcmp(t->s + n - len, with, len);
+}
+
+/* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt). An
+ * answer with channels that was stopped in its thinking has no text: it is left out. Returns 0, or -1 with a message. */
 static int chat_render(const struct chat *c, bool answer, struct text *out, char *err) {
     json_t *vars = json_object(), *list = json_array();
     for (size_t i = 0; i < arrlenu(c->messages); i++)
-        json_array_append_new(list, chat_message_json(c, &c->messages[i]));
+        if (!c->messages[i].thinking || *c->messages[i].content)
+            json_array_append_new(list, chat_message_json(c, &c->messages[i]));
     json_object_set_new(vars, "messages", list);
     json_object_set_new(vars, "add_generation_prompt", json_boolean(answer));
-    chat_common_vars(vars, c->m, c->set);
+    chat_common_vars(vars, c->m, c->set, c->format);
     int rc = template_render(c->t, vars, out, err);
     json_decref(vars);
+    if (!rc && !c->format->open) quotes_restore(out);
+    if (!rc && answer && c->set->think == THINK_OFF && c->format->off && text_ends(out, "<|start|>assistant")) {
+        const size_t n = strlen(c->format->off);
+        sb_put(&out->s, c->format->off, n);
+        memset(arraddnptr(out->origin, n), ORIGIN_TEMPLATE, n);
+    }
     return rc;
 }
 
@@ -15849,39 +16086,42 @@ static void chat_tokenize(const struct chat *c, const struct text *text, int32_t
     if (!kept && v->add_bos && v->bos >= 0 && (!arrlen(*ids) || (*ids)[0] != v->bos)) arrins(*ids, 0, v->bos);
 }
 
-/* Whether the prompt ends in an opening <think> of the template, so that the answer begins inside the thinking. */
-static bool prompt_opens_think(const struct text *t) {
-    size_t n = arrlenu(t->s);
-    while (n && strchr(" \n\t", t->s[n - 1])) n--;
-    return n >= 7 && !memcmp(t->s + n - 7, "<think>", 7) && t->origin[n - 1] == ORIGIN_TEMPLATE;
-}
-
 /* ============================================================================================================
- * Chat: generation
+ * Chat: printing an answer
  *
- * An answer on its way from token ids to the screen: bytes that may end within a character, thinking that may be
- * hidden, and what the turn took.
+ * An answer on its way from token ids to the screen: bytes that may end within a character, and thinking that may be
+ * hidden.
  * ============================================================================================================ */
 
 struct printer {
     const struct vocab *v;
+    const struct think_format *format;
     struct detok detok;
-    char *text;       /* stb_ds: all generated text */
+    char *text;       /* stb_ds: all generated text; with channels, only what is for the user */
     size_t printed;   /* bytes of text that were printed or left out on purpose */
     bool verbatim;    /* print every byte, tags of thinking included (raw modes) */
     bool ends_line;   /* add a newline if the answer does not end in one */
-    bool thinking;    /* the text from `printed` on is inside <think> */
+    bool thinking;    /* the text from `printed` on is thinking */
     bool show;        /* print the thinking too */
     bool began;       /* a part of the answer has been printed */
     size_t answer_at; /* where in text it begins */
     bool marked;      /* the thinking began with a line that says so */
     bool mute;        /* print nothing */
     char last;        /* the last byte that was printed, 0 before the first */
-    int think_tokens; /* tokens generated inside <think> */
+    int think_tokens; /* tokens generated inside the thinking */
     double start;     /* now_seconds() at the start of the turn */
     struct wrap wrap; /* on a terminal: holds back the last word */
     bool dim;         /* the style of that word */
     char *out, *safe; /* stb_ds: scratch */
+    /* of a format with channels */
+    bool channels;
+    int32_t mark[CHANNEL_MARKS];  /* the tokens of channel_marks */
+    char *thought, *piece, *tool; /* stb_ds: the thinking; scratch; the tool that the last message calls */
+    struct channel_header header;
+    bool in_header; /* what comes belongs to the header */
+    bool fresh;     /* no text of the message has come yet */
+    bool last_one;  /* with the message ends the turn */
+    bool foreign;   /* the message is someone else's: the turn is over */
 };
 
 /* Writes s (n) to stdout, dim on a terminal if `dim`. n 0: writes what is held back. */
@@ -15921,11 +16161,9 @@ static void printer_marker(struct printer *p, const char *line) {
     printer_write(p, line, strlen(line), false);
 }
 
-/* Prints text[printed..end) as thinking or as answer. White space at the start of the answer is left out. */
-static void printer_emit(struct printer *p, size_t end) {
-    const char *s = p->text + p->printed;
-    size_t n = end - p->printed;
-    p->printed = end;
+/* Prints s (n) as thinking, or as answer, of which it is a part of text. White space at the start of the answer is left
+ * out. */
+static void printer_put(struct printer *p, const char *s, size_t n) {
     if (p->thinking) {
         if (p->show && !p->marked && n) printer_marker(p, "[thinking]\n");
         if (p->show) printer_write(p, s, n, true);
@@ -15944,9 +16182,128 @@ static void printer_emit(struct printer *p, size_t end) {
     printer_write(p, s, n, false);
 }
 
-/* Appends a token and prints what can be printed. <think> and </think> are searched for in the text, because a model
- * may spell them with several tokens. What may be the beginning of a tag is held back. */
-static void printer_token(struct printer *p, int32_t id) {
+/* Prints text[printed..end). */
+static void printer_emit(struct printer *p, size_t end) {
+    const size_t from = p->printed;
+    p->printed = end;
+    printer_put(p, p->text + from, end - from);
+}
+
+/* ---- channels ---- */
+
+/* Takes text of a message, and sets it apart from a message of the same kind before it. */
+static void channel_text(struct printer *p, const char *s, size_t n) {
+    char **part = p->thinking ? &p->thought : &p->text;
+    const size_t from = arrlenu(*part);
+    if (!n) return;
+    if (p->fresh && from) sb_puts(part, "\n\n");
+    p->fresh = false;
+    sb_put(part, s, n);
+    p->printed = arrlenu(p->text);
+    printer_put(p, *part + from, arrlenu(*part) - from);
+}
+
+/* Begins a header. bare: without a role. */
+static void channel_open(struct printer *p, bool bare) {
+    if (p->thinking && !p->show) printer_hidden(p, true);
+    p->thinking = false;
+    p->in_header = true;
+    p->header.channel = SIZE_MAX;
+    p->header.bare = bare;
+    arrsetlen(p->header.text, 0);
+}
+
+/* Begins the text of a message. Thinking behind a part of the answer is told from it as if it came first. */
+static void channel_begin(struct printer *p, enum message_kind kind) {
+    p->in_header = false;
+    p->fresh = true;
+    p->thinking = kind == MESSAGE_THINKING;
+    p->last_one = kind == MESSAGE_ANSWER;
+    p->foreign |= kind == MESSAGE_FOREIGN;
+    if (!p->thinking || !p->show || !p->began) return;
+    if (p->last != '\n') printer_write(p, "\n", 1, false);
+    p->began = p->marked = false;
+}
+
+/* What was read as a header is the beginning of an answer that has none. */
+static void channel_plain(struct printer *p) {
+    channel_begin(p, MESSAGE_ANSWER);
+    channel_text(p, p->header.text, arrlenu(p->header.text));
+}
+
+/* Takes text between marks. */
+static void channel_piece(struct printer *p) {
+    const size_t n = arrlenu(p->piece);
+    if (!n) return;
+    if (p->in_header) sb_put(&p->header.text, p->piece, n);
+    else channel_text(p, p->piece, n);
+    arrsetlen(p->piece, 0);
+    if (p->in_header && !header_may_be(&p->header)) channel_plain(p);
+}
+
+/* Ends a header. */
+static void channel_message(struct printer *p) {
+    const char *tool = "";
+    size_t n;
+    const enum message_kind kind = header_kind(&p->header, &tool, &n);
+    arrsetlen(p->tool, 0);
+    sb_put(&p->tool, tool, n);
+    channel_begin(p, kind);
+}
+
+/* Takes a token. */
+static void channel_token(struct printer *p, int32_t id) {
+    int mark = 0;
+    while (mark < CHANNEL_MARKS && p->mark[mark] != id) mark++;
+    if (mark == CHANNEL_MARKS) detok_put(p->v, &p->detok, id, &p->piece);
+    else detok_end(&p->detok, &p->piece);
+    p->think_tokens += p->thinking && mark == CHANNEL_MARKS;
+    channel_piece(p);
+    if (mark == MARK_START || mark == MARK_END) channel_open(p, mark == MARK_END);
+    if (mark == MARK_CHANNEL && !p->in_header) channel_open(p, true);
+    if (mark == MARK_CHANNEL || (mark == MARK_CONSTRAIN && p->in_header)) sb_puts(&p->header.text, " ");
+    if (mark == MARK_CHANNEL) p->header.channel = arrlenu(p->header.text);
+    if (mark == MARK_MESSAGE && p->in_header) channel_message(p);
+    if (p->thinking && !p->show) printer_hidden(p, false);
+}
+
+/* Reads the header with which a prompt of n tokens ends. Nothing is printed. */
+static void channel_prompt(struct printer *p, const int32_t *ids, int n) {
+    const bool mute = p->mute;
+    int from = n;
+    while (from && ids[from - 1] != p->mark[MARK_START]) from--;
+    p->mute = true;
+    p->last_one = true;
+    if (from) channel_open(p, false);
+    for (int i = from; from && i < n; i++) channel_token(p, ids[i]);
+    if (p->in_header && p->header.channel == SIZE_MAX) channel_open(p, true);
+    p->mute = mute;
+    p->fresh = true;
+    p->foreign = p->began = p->marked = false;
+    p->think_tokens = 0;
+    arrsetlen(p->text, 0);
+    arrsetlen(p->thought, 0);
+    arrsetlen(p->tool, 0);
+}
+
+/* Takes what is left at the end of an answer. A header that was cut off is left out. */
+static void channel_end(struct printer *p) {
+    channel_piece(p);
+    if (!p->in_header || !p->header.bare || p->header.channel != SIZE_MAX) return;
+    const char *s = sb_cstr(&p->header.text);
+    s += strspn(s, " \n\r\t");
+    if (*s && strncmp(s, "to=", 3)) channel_plain(p);
+}
+
+/* Whether a token ends the turn as the end of its last message. */
+static bool channel_stops(const struct printer *p, int32_t id) {
+    return p->channels && id == p->mark[MARK_END] && !p->in_header && p->last_one;
+}
+
+/* ---- tags ---- */
+
+/* Takes a token. What may be the beginning of a tag is held back. */
+static void tags_token(struct printer *p, int32_t id) {
     detok_put(p->v, &p->detok, id, &p->text);
     size_t n = arrlenu(p->text);
     if (!n) return; /* so far only an incomplete UTF-8 sequence */
@@ -15957,10 +16314,10 @@ static void printer_token(struct printer *p, int32_t id) {
     }
     p->think_tokens += p->thinking;
     for (;;) {
-        const char *tag = p->thinking ? "</think>" : "<think>";
+        const char *tag = p->thinking ? p->format->close : p->format->open;
         size_t len = strlen(tag), rest = arrlenu(p->text) - p->printed, hold = 0;
         const char *hit = memmem(p->text + p->printed, rest, tag, len);
-        if (hit && (p->thinking || !p->began)) { /* later in an answer, <think> is ordinary text */
+        if (hit && (p->thinking || !p->began)) { /* later in an answer, an opening tag is ordinary text */
             printer_emit(p, (size_t)(hit - p->text));
             p->printed += len;
             if (p->thinking && !p->show) printer_hidden(p, true);
@@ -15976,10 +16333,19 @@ static void printer_token(struct printer *p, int32_t id) {
     if (p->thinking && !p->show) printer_hidden(p, false);
 }
 
+/* ---- tokens to the screen ---- */
+
+/* Takes a token and prints what can be printed. */
+static void printer_token(struct printer *p, int32_t id) {
+    if (p->channels) channel_token(p, id);
+    else tags_token(p, id);
+}
+
 /* Prints what was held back and ends the line. */
 static void printer_end(struct printer *p) {
-    detok_end(&p->detok, &p->text);
+    detok_end(&p->detok, p->channels ? &p->piece : &p->text);
     if (p->verbatim) printer_write(p, p->text + p->printed, arrlenu(p->text) - p->printed, false);
+    else if (p->channels) channel_end(p);
     else printer_emit(p, arrlenu(p->text));
     printer_write(p, "", 0, p->dim);
     if (p->thinking && !p->show) printer_hidden(p, true);
@@ -15990,20 +16356,46 @@ static void printer_end(struct printer *p) {
     arrfree(p->out);
 }
 
-/* thinking: the answer begins inside <think>; verbatim: every byte is printed. */
-static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
-    bool show = c->set->show_think == SHOW_ON || (c->set->show_think == SHOW_AUTO && term.out_tty);
-    return (struct printer){.v = c->m->vocab,
-                            .thinking = thinking,
-                            .show = show,
-                            .verbatim = verbatim,
-                            .mute = c->set->mute,
-                            .wrap.cols = !verbatim && term.out_tty,
-                            .ends_line = !verbatim || term.out_tty || c->set->lines,
-                            .start = now_seconds()};
+static void printer_free(struct printer *p) {
+    arrfree(p->text);
+    arrfree(p->thought);
+    arrfree(p->tool);
+    arrfree(p->piece);
+    arrfree(p->header.text);
 }
 
-/* ---- generation ---- */
+/* thinking: the answer begins inside the tags of thinking; verbatim: every byte is printed. */
+static struct printer printer_make(const struct chat *c, bool thinking, bool verbatim) {
+    bool show = c->set->show_think == SHOW_ON || (c->set->show_think == SHOW_AUTO && term.out_tty);
+    struct printer p = {.v = c->m->vocab,
+                        .format = c->format,
+                        .thinking = thinking,
+                        .show = show,
+                        .verbatim = verbatim,
+                        .mute = c->set->mute,
+                        .wrap.cols = !verbatim && term.out_tty,
+                        .ends_line = !verbatim || term.out_tty || c->set->lines,
+                        .start = now_seconds(),
+                        .channels = !verbatim && c->format && !c->format->open};
+    channel_ids(p.v, p.mark);
+    return p;
+}
+
+/* A printer for the answer to a prompt of n tokens. opens: the prompt ends in an opening tag of thinking, with which the
+ * text of the answer begins. */
+static struct printer printer_answer(const struct chat *c, const int32_t *prompt, int n, bool opens) {
+    struct printer p = printer_make(c, opens, false);
+    if (p.channels) channel_prompt(&p, prompt, n);
+    if (opens) sb_printf(&p.text, "%s\n", c->format->open);
+    p.printed = arrlenu(p.text);
+    return p;
+}
+
+/* ============================================================================================================
+ * Chat: generation
+ *
+ * One turn after the other: the tokens of an answer, when it ends, and what it took.
+ * ============================================================================================================ */
 
 /* Returns the FNV-1a hash of n logits, one step per number. */
 static uint32_t logit_hash(const float *x, int n) {
@@ -16044,14 +16436,14 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
         }
         int32_t id = session_sample(s, &o, &c->rng);
         if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
-        if (vocab_is_stop(c->m->vocab, id)) {
+        if (vocab_is_stop(c->m->vocab, id) || channel_stops(p, id)) {
             st->why = STOP_END;
             break;
         }
         const size_t before = arrlenu(p->text);
         st->n_generated++;
         printer_token(p, id);
-        if (arrlen(c->stops) && answer_stops(c, p, before)) {
+        if (p->foreign || (arrlen(c->stops) && answer_stops(c, p, before))) {
             st->why = STOP_END;
             break;
         }
@@ -16133,9 +16525,12 @@ static int chat_mark(struct chat *c, const struct text *text, const int32_t *ids
 
 /* Says why an answer ended before the model was done. */
 static void answer_report(const struct chat *c, const struct printer *p, const struct turn_stats *st) {
-    char a[32], remedy[160];
+    char a[32], remedy[160], tool[64];
     const char *thinking = p->thinking ? ", still thinking" : "";
     if (c->set->mute) return;
+    snprintf(tool, sizeof tool, "%.*s", (int)arrlen(p->tool), arrlen(p->tool) ? p->tool : "");
+    message_sanitize(tool);
+    if (*tool) note("[the model called '%s', but there are no tools]", tool);
     if (st->why == STOP_INTERRUPT) note("[stopped%s]", thinking);
     if (st->why == STOP_LENGTH) note("[stopped after %d tokens (-n)%s]", st->n_generated, thinking);
     if (st->why == STOP_CONTEXT)
@@ -16151,6 +16546,14 @@ static void answer_generate(struct chat *c, struct printer *p, struct turn_stats
     c->open_past = st->why == STOP_INTERRUPT || st->why == STOP_LENGTH ? c->s->n_past : 0;
 }
 
+/* Replaces the text of a message by what was generated. */
+static void message_take(struct message *msg, const struct printer *p) {
+    free(msg->content);
+    free(msg->thinking);
+    msg->content = xstrndup(p->text, arrlenu(p->text));
+    msg->thinking = arrlen(p->thought) ? xstrndup(p->thought, arrlenu(p->thought)) : NULL;
+}
+
 /* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
  * TURN_FAILED. */
 static enum turn_result chat_answer(struct chat *c, char *err) {
@@ -16163,8 +16566,8 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         return TURN_FAILED;
     }
     chat_tokenize(c, &text, &ids);
-    bool opens = prompt_opens_think(&text);
-    struct printer p = printer_make(c, opens, false);
+    const bool opens = prompt_opens_think(c->format, &text);
+    struct printer p = printer_answer(c, ids, (int)arrlen(ids), opens);
     watch_begin(c->keys);
     enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
     st.n_prompt = c->s->sync_tokens;
@@ -16172,23 +16575,22 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     st.prompt_seconds = c->s->sync_seconds;
     if (sync == SYNC_INTERRUPTED) result = TURN_ROLLED_BACK;
     if (sync == SYNC_DONE) {
-        if (opens) {
-            sb_puts(&p.text, "<think>\n");
-            p.printed = arrlenu(p.text);
-        }
-        size_t before = arrlenu(p.text);
+        const size_t before = arrlenu(p.text);
+        c->answer_past = (int)arrlen(ids);
+        c->answer_opens = opens;
         answer_generate(c, &p, &st);
         result = st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
-        if (st.why == STOP_INTERRUPT && arrlenu(p.text) == before) {
+        if (st.why == STOP_INTERRUPT && arrlenu(p.text) == before && !arrlen(p.thought)) {
             result = TURN_ROLLED_BACK;
         } else {
-            chat_push(c, "assistant", p.text, arrlenu(p.text));
+            chat_push(c, "assistant", "", 0);
+            message_take(&arrlast(c->messages), &p);
             chat_count(c, &st);
             chat_stats_line(c, &st, c->set->verbose);
         }
     }
     watch_end();
-    arrfree(p.text);
+    printer_free(&p);
     arrfree(ids);
     text_free(&text);
     return result;
@@ -16224,31 +16626,30 @@ static int chat_regenerate(struct chat *c, enum turn_result *r, char *err) {
     return 0;
 }
 
-/* Goes on with the last answer, which was stopped. Returns 0, or -1 with a message. */
+/* Goes on with the last answer, which was stopped: a printer takes its tokens again, and prints from there on. Returns 0,
+ * or -1 with a message. */
 static int chat_continue(struct chat *c, char *err) {
     int32_t *ids = NULL;
     struct turn_stats st = {0};
     if (!chat_last_is(c, "assistant") || !c->open_past || c->open_past != c->s->n_past)
         return fail(err, "no answer was stopped: /regen answers the last message again");
-    char **content = &arrlast(c->messages).content;
-    const char *open = strstr(*content, "<think>");
-    struct printer p = printer_make(c, open && !strstr(open, "</think>"), false);
-    sb_puts(&p.text, *content);
-    p.printed = arrlenu(p.text);
-    p.began = !p.thinking;
     for (int i = 0; i < c->s->n_past; i++) arrput(ids, c->s->tokens[i]);
+    struct printer p = printer_answer(c, ids, c->answer_past, c->answer_opens);
+    p.mute = true;
+    for (int i = c->answer_past; i < c->open_past; i++) printer_token(&p, ids[i]);
+    p.mute = c->set->mute;
+    p.marked = false;
     watch_begin(c->keys);
     const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
     if (sync == SYNC_DONE) {
         answer_generate(c, &p, &st);
-        free(*content);
-        *content = xstrndup(p.text, arrlenu(p.text));
+        message_take(&arrlast(c->messages), &p);
         chat_count(c, &st);
         chat_stats_line(c, &st, c->set->verbose);
     }
     watch_end();
     arrfree(ids);
-    arrfree(p.text);
+    printer_free(&p);
     return sync == SYNC_FAILED ? -1 : 0;
 }
 
@@ -16315,7 +16716,7 @@ static void chat_set_system(struct chat *c, const char *text) {
         message_free(&c->messages[0]);
         arrdel(c->messages, 0);
     } else if (want) {
-        struct message msg = {xstrdup("system"), xstrdup(text)};
+        struct message msg = {.role = xstrdup("system"), .content = xstrdup(text)};
         arrins(c->messages, 0, msg);
     }
 }
@@ -16371,7 +16772,9 @@ static int chat_save_messages(const struct chat *c, const char *path, char *err)
     if (!f) return -1;
     fprintf(f, "{\"moe\":1,\"hash\":\"%016llx\"}\n", (unsigned long long)c->m->hash);
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
-        json_t *o = json_pack("{ssss}", "role", c->messages[i].role, "content", c->messages[i].content);
+        const struct message *m = &c->messages[i];
+        json_t *o = json_pack("{ssss}", "role", m->role, "content", m->content);
+        if (m->thinking) json_object_set_new(o, "thinking", json_string(m->thinking));
         bad |= !o || json_dumpf(o, f, JSON_COMPACT);
         fputc('\n', f);
         json_decref(o);
@@ -16433,9 +16836,10 @@ static bool chat_autosave(struct chat *c, bool at_end) {
 static bool chat_parse_line(const char *line, size_t n, struct message *out) {
     json_t *o = json_loadb(line, n, JSON_REJECT_DUPLICATES, NULL);
     const char *role = json_string_value(json_object_get(o, "role")),
-               *content = json_string_value(json_object_get(o, "content"));
+               *content = json_string_value(json_object_get(o, "content")),
+               *thinking = json_string_value(json_object_get(o, "thinking"));
     bool ok = role && content && (!strcmp(role, "system") || !strcmp(role, "user") || !strcmp(role, "assistant"));
-    if (ok) *out = (struct message){xstrdup(role), xstrdup(content)};
+    if (ok) *out = (struct message){xstrdup(role), xstrdup(content), thinking ? xstrdup(thinking) : NULL};
     json_decref(o);
     return ok;
 }
@@ -16462,6 +16866,21 @@ static int chat_parse(const char *text, size_t n, struct message **out, char *er
     return rc;
 }
 
+/* An answer of a model with tags of thinking becomes one of a model with channels. */
+static void message_adopt(struct message *msg) {
+    const struct think_format *tags = &think_formats[sizeof think_formats / sizeof *think_formats - 1];
+    const char *think;
+    size_t n;
+    if (msg->thinking || strcmp(msg->role, "assistant") || strncmp(msg->content, tags->open, strlen(tags->open)))
+        return;
+    const char *answer = split_answer(tags, msg->content, &think, &n);
+    if (answer == msg->content) return;
+    char *content = xstrdup(answer);
+    msg->thinking = xstrndup(think, n);
+    free(msg->content);
+    msg->content = content;
+}
+
 /* Replaces the messages by those of a saved conversation. Without a usable KV cache the next turn computes all of them
  * again. Returns 0, or -1 with a message. */
 static int chat_load(struct chat *c, const char *name, char *err) {
@@ -16479,6 +16898,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     while (arrlen(c->messages)) chat_pop(c);
     arrfree(c->messages);
     c->messages = messages;
+    for (size_t i = 0; c->format && !c->format->open && i < arrlenu(messages); i++) message_adopt(&messages[i]);
     c->open_past = 0;
     c->saved_messages = -1;
     free(c->name);
@@ -16497,11 +16917,11 @@ static void chat_show(const struct chat *c, size_t n, bool brief) {
     const size_t all = arrlenu(c->messages);
     for (size_t i = n < all ? all - n : 0; i < all; i++) {
         const struct message *m = &c->messages[i];
-        const char *think, *text = m->content;
+        const char *think;
         const bool user = strcmp(m->role, "assistant");
         size_t n_think, lines = 0, end = 0;
         char *safe = NULL;
-        if (!user) text = split_answer(text, &think, &n_think);
+        const char *text = message_answer(c, m, &think, &n_think);
         const size_t len = strlen(text);
         while (end < len && !(brief && lines == SHOW_LINES)) lines += text[end++] == '\n';
         term_escape(&safe, text, end);
@@ -16542,6 +16962,21 @@ static void chat_list(struct chat *c) {
     else if (!shown) note("nothing is saved in %s", path);
 }
 
+/* Renders what the next turn sends before its message. Returns 0, or -1 with a message. */
+static int chat_render_next(struct chat *c, struct text *out, char *err) {
+    static const char message[] = "\ue000"; /* a private character, to be found again */
+    if (chat_last_is(c, "user")) return chat_render(c, false, out, err);
+    chat_push(c, "user", message, strlen(message));
+    const int rc = chat_render(c, true, out, err);
+    chat_pop(c);
+    size_t n = arrlenu(out->s);
+    while (n >= 3 && (memcmp(out->s + n - 3, message, 3) || out->origin[n - 3] != ORIGIN_DATA)) n--;
+    if (rc || n < 3) return rc;
+    arrsetlen(out->s, n - 3);
+    arrsetlen(out->origin, n - 3);
+    return 0;
+}
+
 /* Prints how full the context is, what of it the next turn can use, the size of the cache, and the tokens of each
  * message. */
 static void chat_print_context(struct chat *c) {
@@ -16557,7 +16992,7 @@ static void chat_print_context(struct chat *c) {
             with_commas((uint64_t)s->n_ctx, b), 100 * use);
     fprintf(stderr, "  cache: %.1f of %.1f MiB (%s, %.0f bytes for one more token)\n", bytes / 0x1p20,
             (double)session_kv_bytes(s) / 0x1p20, kv_names[s->r->kv_type], (double)session_more_bytes(s, 1));
-    if (arrlen(c->messages) && !chat_render(c, false, &text, err)) {
+    if (arrlen(c->messages) && !chat_render_next(c, &text, err)) {
         int same = 0;
         chat_tokenize(c, &text, &ids);
         while (same < s->n_past && same < arrlen(ids) && s->tokens[same] == ids[same]) same++;
@@ -17977,9 +18412,9 @@ static int cmd_export(struct repl *r, char *arg, char *err) {
     int rc = f ? 0 : access(path, F_OK) || r->force ? -1 : fail(err, "'%s' exists: /export! replaces it", path);
     for (size_t i = 0; !rc && i < arrlenu(c->messages); i++) {
         const struct message *m = &c->messages[i];
-        const char *think, *text = m->content;
+        const char *think;
         size_t n;
-        if (!strcmp(m->role, "assistant")) text = split_answer(text, &think, &n);
+        const char *text = message_answer(c, m, &think, &n);
         fprintf(f, "%s## %c%s\n\n%s\n", i ? "\n" : "", toupper(m->role[0]), m->role + 1, text);
     }
     if (f) rc = temp_finish(f, path, false, err);
@@ -17997,7 +18432,7 @@ static int cmd_copy(struct repl *r, char *arg, char *err) {
     (void)arg;
     if (!chat_last_is(r->chat, "assistant")) return fail(err, "there is no answer to copy");
     if (!r->editor.screen) return fail(err, "/copy needs a terminal");
-    const uint8_t *s = (const uint8_t *)split_answer(arrlast(r->chat->messages).content, &think, &n_think);
+    const uint8_t *s = (const uint8_t *)message_answer(r->chat, &arrlast(r->chat->messages), &think, &n_think);
     const size_t n = strlen((const char *)s);
     sb_puts(&out, "\033]52;c;");
     for (size_t i = 0; i < n; i += 3) {
@@ -19831,7 +20266,7 @@ static int mode_render(struct engine *e) {
     if (!json_is_object(given))
         die("stdin is not a JSON object: %s (line %d)", given ? "another value" : why.text, given ? 1 : why.line);
     if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now"))) die("\"now\" is not a string");
-    chat_common_vars(vars, m, set);
+    chat_common_vars(vars, m, set, think_format_find(source, arrlenu(source), m ? m->vocab : NULL));
     json_object_update(vars, given);
     const int rc = template_render(t, vars, &out, err);
     if (!rc) out_put(out.s, arrlenu(out.s));
@@ -20130,7 +20565,7 @@ static int ask(struct engine *e, const struct question *q, struct answer *a, cha
     a->seconds = now_seconds() - t0;
     if (result == TURN_DONE) {
         const float *logits = session_logits(&e->session);
-        a->right = strstr(split_answer(arrlast(c.messages).content, &think, &n_think), q->want) != NULL;
+        a->right = strstr(message_answer(&c, &arrlast(c.messages), &think, &n_think), q->want) != NULL;
         a->finite = true;
         for (int i = 0; i < e->model.n_vocab; i++) a->finite &= isfinite(logits[i]) != 0;
     } else if (result != TURN_FAILED) {
@@ -21425,7 +21860,7 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
     chat_push(c, "assistant", p.text, arrlenu(p.text));
     chat_count(c, &st);
     chat_stats_line(c, &st, c->set->verbose);
-    arrfree(p.text);
+    printer_free(&p);
     return st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
 }
 
@@ -21567,11 +22002,12 @@ static void response_answer(const struct chat *c, json_t *response) {
     static const char *const finish[] = {
         [STOP_END] = "stop", [STOP_LENGTH] = "length", [STOP_CONTEXT] = "length", [STOP_INTERRUPT] = "interrupted"};
     const struct turn_stats *st = &c->last;
-    const char *think = "", *content = arrlast(c->messages).content, *text = content;
-    size_t n = 0;
-    if (!c->set->raw) text = split_answer(content, &think, &n);
-    if (!c->set->raw && text == content && !strncmp(content, "<think>", 7)) { /* it did not come to an end */
-        think = content + 7 + strspn(content + 7, "\n");
+    const char *think, *content = arrlast(c->messages).content, *open = c->format ? c->format->open : NULL;
+    size_t n;
+    const char *text = message_answer(c, &arrlast(c->messages), &think, &n);
+    if (open && text == content && !strncmp(content, open, strlen(open))) { /* it did not come to an end */
+        think = content + strlen(open);
+        think += strspn(think, "\n");
         n = strlen(think);
         text = "";
     }

@@ -247,7 +247,7 @@ static void fuzz_session(const uint8_t *data, size_t size) {
         int rc = chat_parse((const char *)data, size, &messages, err);
         if (rc) fuzz_message(err);
         FUZZ_CHECK(!rc || !arrlen(messages), "%td messages of a refused file", arrlen(messages));
-        for (; arrlen(messages); (void)arrpop(messages)) free(arrlast(messages).role), free(arrlast(messages).content);
+        for (; arrlen(messages); (void)arrpop(messages)) message_free(&arrlast(messages));
         arrfree(messages);
         return;
     }

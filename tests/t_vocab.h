@@ -429,6 +429,7 @@ static void test_vocab_stops(void) {
     uint32_t more[] = {'A', 'B', 100000};
     gguf_put_u32(&t.w, "tokenizer.ggml.eos_token_id", 'E');
     gguf_put_u32(&t.w, "tokenizer.ggml.eom_token_id", 'M');
+    gguf_put_u32(&t.w, "tokenizer.ggml.eot_token_id", (uint32_t)end); /* wrong: it ends a message alone */
     gguf_put_u32(&t.w, "tokenizer.ggml.bos_token_id", 100000);
     gguf_put_array(&t.w, "tokenizer.ggml.eos_token_ids", GGUF_V_U32, 3, more);
     gguf_put_str(&t.w, "tokenizer.chat_template", "T{{x}}", 6);
