@@ -4,7 +4,8 @@
  *   Weights       how a linear layer is stored in the source (NVFP4, MXFP4, FP8, plain), with its scales
  *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
  *   Plan          the list of output tensors: name, type, shape, and where their data come from
- *   Model         config.json; the table from Hugging Face names to GGUF names
+ *   Model         the sizes of config.json; the table from Hugging Face names to GGUF names
+ *   Families      what config.json says in each family, and the table of families
  *   Vocabulary    tokenizer.json or tiktoken.model to tokens, types and merges
  *   Metadata      the keys of the GGUF file
  *   Output        writes the tensors
@@ -30,9 +31,9 @@ enum {
 /* ============================================================================================================
  * Weights
  *
- * The format of a linear layer X follows from the dtype and rank of X.weight (or X.weight_packed, X_blocks) and from the
- * scales that the source has for it, never from quantization_config. A scale that is missing or has an unexpected shape or
- * size is an error, because a model with wrong scales fluently generates nonsense.
+ * The format of a linear layer X follows from the dtype and rank of X.weight (or X.weight_packed, X_blocks) and from
+ * the scales that the source has for it, never from quantization_config. A scale that is missing or has an unexpected
+ * shape or size is an error, because a model with wrong scales fluently generates nonsense.
  * ============================================================================================================ */
 
 /* How the weights of a matrix are stored. */
@@ -212,8 +213,8 @@ static size_t block_row(const struct linear *l, size_t row) {
 }
 
 /* Describes the FP8 layer x, whose blocks begin anew in each of `chunks` equal parts of its rows. w: (rows, cols) E4M3.
- * weight_scale_inv is a multiplier like weight_scale, despite its name. It is by blocks, so that a matrix of one block is
- * rounded like its neighbors. */
+ * weight_scale_inv is a multiplier like weight_scale, despite its name. It is by blocks, so that a matrix of one block
+ * is rounded like its neighbors. */
 static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .chunk = w->shape[0] / chunks, .factor = 1.0f};
     const size_t block_rows = chunks * ceil128(l.chunk);
@@ -320,8 +321,8 @@ static struct linear resolve_fused(const struct fused *f) {
     return l;
 }
 
-/* Describes gpt-oss' experts x of a layer as rows of one matrix: x_blocks (E, rows, cols / 32, 16) and x_scales (E, rows,
- * cols / 32). Byte j of a block holds its weights 2j and 2j + 1, as a byte of MXFP4 codes does elsewhere. */
+/* Describes gpt-oss' experts x of a layer as rows of one matrix: x_blocks (E, rows, cols / 32, 16) and x_scales (E,
+ * rows, cols / 32). Byte j of a block holds its weights 2j and 2j + 1, as a byte of MXFP4 codes does elsewhere. */
 static struct linear resolve_blocks(const char *x, struct tensor *w) {
     struct tensor *s = tensor_find(fmt("%s_scales", x));
     if (w->dtype != U8 || w->rank != 4 || w->shape[3] != 16 || !w->bytes)
@@ -469,7 +470,7 @@ struct piece {
     size_t step;      /* the rows are that far apart; 0: 1 */
     size_t
         head; /* row 2i of a head of that size is row i of its source, and row 2i + 1 row i + head / 2; 0: as it is */
-    /* columns col, col + step, .. of the source rows [row, row + height) are written as rows; height 0: rows are rows */
+    /* columns col, col + step, .. of the source rows [row, row + height) are written as rows; height 0: none are */
     size_t col, height;
 };
 
@@ -627,26 +628,26 @@ static struct checkpoint {
     bool tied;                       /* the output matrix is the embedding */
     bool zero_centered;              /* norms are stored less 1 */
 
-    uint32_t has;                         /* bits of enum layer_has that all layers have, but those in `recurrent` */
-    uint32_t has_delta;                   /* bits of those */
-    uint32_t has_window;                  /* bits that layers with a window have beside `has` */
-    bool recurrent[MAX_LAYERS];           /* the block has a gated delta net */
-    bool windowed[MAX_LAYERS];            /* the block has a window */
-    int n_typed;                          /* blocks whose kind config.json tells; 0: all */
-    size_t window;                        /* keys that a token sees in these; 0: no layer has a window */
-    size_t n_key, n_value;                /* heads of a delta net: of keys, of values; n_key 0: there is none */
-    bool tiled;                           /* GGUF files have the heads of values in tiled order */
-    int n_layer, n_mtp;                   /* blocks = n_layer + n_mtp */
-    bool mtp_dense;                       /* layers for multi-token prediction have a dense FFN */
-    bool mtp_unsaid;                      /* config.json does not say how many there are */
-    int n_head, n_head_kv, rope;          /* heads; rotated values of a key with latent attention */
-    int heads[2], heads_kv[2], n_gate[2]; /* heads, KV heads, gates of a head: without a window, with one */
-    bool by_layer;                        /* heads, heads_kv or n_gate differ between layers: */
-    int heads_of[MAX_LAYERS];             /* heads of a block; 0: as `heads` says */
-    bool gate_of[MAX_LAYERS];             /* a gate for every value instead of one for every head */
-    bool list_heads, list_kv;             /* GGUF files list the heads of every block, the KV heads */
-    bool pairs;        /* GGUF files have rows of queries and keys in the order of struct piece's `head` */
-    size_t qkv_chunks; /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
+    uint32_t has;                /* bits of enum layer_has that all layers have, but those in `recurrent` */
+    uint32_t has_delta;          /* bits of those */
+    uint32_t has_window;         /* bits that layers with a window have beside `has` */
+    bool recurrent[MAX_LAYERS];  /* the block has a gated delta net */
+    bool windowed[MAX_LAYERS];   /* the block has a window */
+    int n_typed;                 /* blocks whose kind config.json tells; 0: all */
+    size_t window;               /* keys that a token sees in these; 0: no layer has a window */
+    size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
+    bool tiled;                  /* GGUF files have the heads of values in tiled order */
+    int n_layer, n_mtp;          /* blocks = n_layer + n_mtp */
+    bool mtp_dense;              /* layers for multi-token prediction have a dense FFN */
+    bool mtp_unsaid;             /* config.json does not say how many there are */
+    int n_head, n_head_kv, rope; /* heads; rotated values of a key with latent attention */
+    int heads[2], heads_kv[2];   /* heads, KV heads of layers without a window and with one */
+    bool by_layer;               /* these differ, or the gates of a head do: */
+    int heads_of[MAX_LAYERS];    /* heads of a block; 0: as `heads` says */
+    bool gate_of[MAX_LAYERS];    /* a gate for every value instead of one for every head */
+    bool list_heads, list_kv;    /* GGUF files list the heads of every block, the KV heads */
+    bool pairs;                  /* GGUF files have rows of queries and keys in the order of struct piece's `head` */
+    size_t qkv_chunks;           /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
 
     int n_expert, top_k, n_group; /* n_expert as config.json says; n_group 0: the family has no groups of experts */
     const char *experts_key, *top_k_key; /* of config.json */
@@ -915,8 +916,8 @@ static void plan_qkv(int layer) {
     plan_matrix(fmt("blk.%d.attn_qkv", layer), p, SINGLE);
 }
 
-/* Returns the tensor (E, rows, cols) x or x.weight with all experts of a layer, or NULL. In gate_up_proj the rows of gate
- * come before those of up. */
+/* Returns the tensor (E, rows, cols) x or x.weight with all experts of a layer, or NULL. In gate_up_proj the rows of
+ * gate come before those of up. */
 static struct tensor *find_fused(const char *x) {
     struct tensor *t = tensor_find(x);
     if (!t) t = tensor_find(fmt("%s.weight", x));
@@ -1169,8 +1170,8 @@ static void check_all_used(void) {
     }
 }
 
-/* Returns the object of RoPE parameters, rope_parameters or the older rope_scaling; where there is another one for layers
- * with a window, that of `windowed` layers or the others. */
+/* Returns the object of RoPE parameters, rope_parameters or the older rope_scaling; where there is another one for
+ * layers with a window, that of `windowed` layers or the others. */
 static struct doc rope_doc(bool windowed) {
     struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
     if (get(r, "full_attention") || get(r, "sliding_attention"))
@@ -1256,6 +1257,12 @@ static void plan_model(void) {
         message_print("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();
 }
+
+/* ============================================================================================================
+ * Families
+ *
+ * Each family reads its config.json into m. A value that moe does not compute is refused by its key.
+ * ============================================================================================================ */
 
 /* Reads the number of experts of a layer. Configurations of pruned models may list those of all layers. */
 static void read_expert_count(const char *key) {
@@ -3079,8 +3086,8 @@ static void read_powers(const struct piece *p, size_t first, size_t n, uint8_t *
 }
 
 /* dst (cols) = one row of raw bytes as F32, without `factor`. s: its block scales (NVFP4, MXFP4). scale: its scale, or
- * one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity and
- * NaN are larger than any number. */
+ * one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity
+ * and NaN are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
                           const float e4m3[256], float *dst) {
     size_t step = l->format == FP8_BLOCK ? 128 : l->cols;

@@ -921,7 +921,7 @@ static int digits(const char *s, size_t *n) {
     return *n && *n <= 6 ? (int)strtol(s, NULL, 10) : -1;
 }
 
-/* Whether p, the name of a tensor behind "mlp." or the like, begins with one of these words and a dot, or is one of them. */
+/* Whether the name p of a tensor, behind "mlp." or the like, is one of these words or begins with one and a dot. */
 static bool begins_with_word(const char *p, const char *words) {
     const size_t n = strcspn(p, ".");
     return one_of(fmt("%.*s", (int)n, p), words);
@@ -983,8 +983,8 @@ static char **hf_metadata;         /* stb_ds: __metadata__ of every shard as JSO
 static struct doc hf_config, hf_text, hf_quant,
     hf_index; /* config.json, its text_config, hf_quant_config.json, index */
 
-/* Keys of config.json for the number of experts, and for those of a token. The first may be lists with a number for every
- * layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config are. */
+/* Keys of config.json for the number of experts, and for those of a token. The first may be lists with a number for
+ * every layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config are. */
 static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
 static const char *const top_k_keys[] = {"num_experts_per_tok", "moe_k", "moe_top_k"};
 static const char sparsity_key[] = "moe_sparsity_config", layers_key[] = "per_layer_num_experts";

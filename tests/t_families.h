@@ -303,8 +303,8 @@ static void hf_replace(struct hf *h, const char *x, size_t rows, size_t cols, en
     hf_linear(h, x, rows, cols, form);
 }
 
-/* Rows 2i and 2i + 1 of a head of llama are rows i and i + half of Mixtral's, with their scales. Catches rows that stay,
- * go the other way or leave their scales behind, and heads of another size. */
+/* Rows 2i and 2i + 1 of a head of llama are rows i and i + half of Mixtral's, with their scales. Catches rows that
+ * stay, go the other way or leave their scales behind, and heads of another size. */
 static void test_families_pairs(void) {
     static const struct {
         enum hf_form form;
@@ -436,8 +436,8 @@ static bool same_bytes(const char *a, const char *b) {
     return !system(cmd);
 }
 
-/* Step-3.5's experts one by one and stacked give the same file, in every form. Catches scales of another expert, and FP8
- * blocks that go on from one expert to the next: an expert of 192 rows ends in half a block. */
+/* Step-3.5's experts one by one and stacked give the same file, in every form. Catches scales of another expert, and
+ * FP8 blocks that go on from one expert to the next: an expert of 192 rows ends in half a block. */
 static void test_families_stacks(void) {
     static const enum hf_form forms[] = {HF_BF16, HF_F32, HF_NVFP4, HF_FP8_TENSOR, HF_FP8_BLOCK};
     enum { EXPERTS_ = 4, EMBD = 64, FF = 192 };
@@ -512,7 +512,7 @@ static void test_families_mxfp4(void) {
     }
 }
 
-/* -------------------------------------------------------------------------------------------------- norms and rotations */
+/* ---------------------------------------------------------------------------------------------- norms and rotations */
 
 /* Step-3.5's norms are stored less 1, all of them, and its prediction layers have heads of their own. MiMo's have names
  * of their own. Catches a norm that is left as it is, and a layer that is lost. */
@@ -565,9 +565,9 @@ static void test_families_prediction(void) {
     hf_end(&h);
 }
 
-/* The numbers that frequencies are divided by, as transformers divides them: wavelengths above L / low by `factor`, those
- * below L / high not at all, those between by something between. They are for the rotated half of a head, and 1 behind.
- */
+/* The numbers that frequencies are divided by, as transformers divides them: wavelengths above L / low by `factor`,
+ * those below L / high not at all, those between by something between. They are for the rotated half of a head, and 1
+ * behind. */
 static void check_rope_freqs(const char *fixture, const char *config, double theta, size_t n, size_t head,
                              double factor, double low, double high, double original) {
     size_t count[3] = {0};

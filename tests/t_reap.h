@@ -1406,7 +1406,7 @@ static void test_reap_directory_uneven(void) {
     }
 }
 
-/* Lists of the source follow what is pruned, in each of their forms, and an even result is listed where the source was. */
+/* Lists of the source follow what is pruned, in each of their forms; an even result is listed where the source was. */
 static void test_reap_directory_lists(void) {
     json_t *j, *s;
     fixture_copy("qwen3moe_nvfp4", "dir");
