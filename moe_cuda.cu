@@ -3523,8 +3523,8 @@ DEVICE float gate_factor(float g, bool softplus) {
 
 /* Where a row's columns go, which are sums of weighted values. */
 struct attn_place {
-    uint16_t *out;     /* (dv) the result; NULL: */
-    float *sums;       /* (dv) in `partials` */
+    uint8_t *at;       /* (dv) the result in halves, or the sums in `partials` */
+    bool whole;        /* it is the result */
     const float *gate; /* of the result; NULL: none */
     float inverse;     /* factor of the result */
 
@@ -3534,24 +3534,24 @@ struct attn_place {
     DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
         const int2 th = attn_row(w, r);
         if (th.x < 0) return false;
-        out = NULL;
-        if (w.n_split == 1 && a.out) {
+        whole = w.n_split == 1 && a.out;
+        if (whole) {
             if (FORMS && a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
-            out = a.out + th.x * a.out_stride + (size_t)th.y * a.dv;
+            at = (uint8_t *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv);
             gate = FORMS && a.gate ? a.gate + (size_t)th.x * a.gate_stride + (size_t)th.y * a.gate_head : NULL;
             inverse = 1.0f / (ATTN_P * l);
             return true;
         }
         const size_t row = attn_partial_row(a, w.split, th);
-        sums = a.partials + row * a.dv;
+        at = (uint8_t *)(a.partials + row * a.dv);
         if (first) attn_max_den(a)[row] = make_float2(m, l);
         return true;
     }
     /* Stores N columns from `col` on. FORMS: there may be gates; DECODE: of any kind. */
     template <bool FORMS, bool DECODE, int N>
     DEVICE_MEMBER void store(const struct attn_args &a, int col, const pack<N, float> &x) const {
-        if (!out) {
-            *(pack<N, float> *)(sums + col) = x;
+        if (!whole) {
+            *(pack<N, float> *)((float *)at + col) = x;
             return;
         }
         pack<N / 2> h;
@@ -3561,16 +3561,16 @@ struct attn_place {
             UNROLL for (int i = 0; i < N; i++) f[i] *=
                 gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus);
         UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(f[i], f[i + 1]);
-        *(pack<N / 2> *)(out + col) = h;
+        *(pack<N / 2> *)((uint16_t *)at + col) = h;
     }
 };
 
 /* Stores N columns of row r, from `col` on, as above. */
-template <bool DECODE, int N>
+template <bool FORMS, bool DECODE, int N>
 DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
                        float m, float l) {
     struct attn_place place;
-    if (place.find<true>(a, w, r, col == 0, m, l)) place.store<true, DECODE>(a, col, x);
+    if (place.find<FORMS>(a, w, r, col == 0, m, l)) place.store<FORMS, DECODE>(a, col, x);
 }
 
 DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
@@ -3634,7 +3634,7 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
                     x.x[2] = fmaf(f, y.z, x.x[2]);
                     x.x[3] = fmaf(f, y.w, x.x[3]);
                 }
-                attn_store<true>(a, to, r, col, x, top[r], den[r]);
+                attn_store<true, true>(a, to, r, col, x, top[r], den[r]);
             }
         }
         arrived += n;
@@ -3788,7 +3788,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
                 UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
                 den += max_den[v * 16 + row].y * exp2f(max_den[v * 16 + row].x - mx);
             }
-            attn_store<true>(a, w, row, col, x, mx, den);
+            attn_store<true, true>(a, w, row, col, x, mx, den);
         }
     }
     if (w.n_split > 1) attn_join<V>(a, w, merged);
@@ -3939,13 +3939,12 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     }
 
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
-        struct attn_place place;
         const float den = quad_sum(l[j][h]);
-        if (!place.find<false>(a, w, 16 * j + g + 8 * h, !(slice + t), m[j][h], den)) continue;
         UNROLL for (int u = 0; u < PER_WARP; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
-            if (slice + u < SLICES) place.store<false, false>(a, 32 * (slice + u) + 8 * t + 4 * (e & 1), x);
+            const int col = 32 * (slice + u) + 8 * t + 4 * (e & 1);
+            if (slice + u < SLICES) attn_store<false, false>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
     }
 }
@@ -4131,7 +4130,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     w.row0 = row;
     w.group = a.n_head;
     w.rows = 1u << 16;
-    attn_store<false>(a, w, 0, col, x, top, den);
+    attn_store<true, false>(a, w, 0, col, x, top, den);
 }
 
 struct mla_value_args {
