@@ -2815,7 +2815,8 @@ static void put_architecture(void) {
     if (m.scaling_factor) kv_num(c, m.scaling_factor, get_num(c, m.scaling_factor, NAN), "expert_weights_scale");
     if (m.n_group) {
         kv_u32("expert_group_count", (size_t)m.n_group);
-        kv_u32("expert_group_used_count", (size_t)get_int(c, "topk_group", 1, m.n_group, REQUIRED));
+        kv_u32("expert_group_used_count",
+               (size_t)get_int(c, "topk_group", 1, m.n_group, m.n_group == 1 ? 1 : REQUIRED));
     }
     if (m.n_mtp) kv_u32("nextn_predict_layers", (size_t)m.n_mtp);
 }

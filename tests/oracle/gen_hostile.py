@@ -627,6 +627,119 @@ def hf_kimi():
     return d
 
 
+def hf_plain(kind, layers=1, heads=(1,), names=("mlp.gate", "mlp.experts.%d.", ("gate_proj", "up_proj", "down_proj")), dense=(), norms=None, bias=None, **config):
+    """A family with grouped-query attention: heads of its layers in turn, names of router and experts, what q_norm and k_norm are as wide as, the router's bias."""
+    config = {"num_hidden_layers": layers, "intermediate_size": 16, "num_attention_heads": heads[0]} | config
+    d = Directory(kind, **config)
+    width, (router, expert, parts) = d.config["hidden_size"], names
+    d.ends(layers=layers)
+    for i in range(layers):
+        at, h = f"model.layers.{i}.", heads[i % len(heads)]
+        v = d.config.get("v_head_dim", 16)
+        d.linear(at + "self_attn.q_proj", 16 * h, width), d.linear(at + "self_attn.k_proj", 16, width), d.linear(at + "self_attn.v_proj", v, width), d.linear(at + "self_attn.o_proj", width, v * h)
+        if norms:
+            d.put(at + "self_attn.q_norm.weight", 16 * h if norms == "row" else 16), d.put(at + "self_attn.k_norm.weight", 16)
+        if i in dense:
+            d.ffn(at + "mlp.", 16)
+            continue
+        d.put(f"{at}{router}.weight", 2, width)
+        for e in range(2):
+            for part, (rows, cols) in zip(parts, [(16, width)] * 2 + [(width, 16)]):
+                d.linear(at + expert % e + part, rows, cols)
+        if bias:
+            d.put(at + bias, 2, kind="F32")
+    return d
+
+
+W123 = ("block_sparse_moe.gate", "block_sparse_moe.experts.%d.", ("w1", "w3", "w2"))
+
+
+def hf_gpt_oss(blocks=True):
+    n = 32 if blocks else 16
+    d = Directory("gpt_oss", num_hidden_layers=2, hidden_size=n, intermediate_size=n, num_local_experts=2, sliding_window=4, attention_bias=True)
+    d.ends(layers=2)
+    for i in range(2):
+        at = f"model.layers.{i}."
+        for part in "qkv":
+            d.linear(f"{at}self_attn.{part}_proj", 16, n), d.put(f"{at}self_attn.{part}_proj.bias", 16)
+        d.linear(at + "self_attn.o_proj", n, 16), d.put(at + "self_attn.o_proj.bias", n), d.put(at + "self_attn.sinks", 1)
+        d.put(at + "mlp.router.weight", 2, n), d.put(at + "mlp.router.bias", 2)
+        for part, rows in (("gate_up_proj", 2 * n), ("down_proj", n)):
+            x = f"{at}mlp.experts.{part}"
+            d.put(x + "_bias", 2, rows)
+            if blocks:
+                d.put(x + "_blocks", 2, rows, n // 32, 16, kind="U8"), d.put(x + "_scales", 2, rows, n // 32, kind="U8")
+            else:
+                d.put(x, 2, n, rows)
+    return d
+
+
+def hf_qwen2_moe():
+    d = hf_plain("qwen2_moe", layers=2, dense=(0,), mlp_only_layers=[0], shared_expert_intermediate_size=16, norm_topk_prob=True)
+    for i in range(2):
+        for part in "qkv":
+            d.put(f"model.layers.{i}.self_attn.{part}_proj.bias", 16)
+    d.ffn("model.layers.1.mlp.shared_expert.", 16), d.put("model.layers.1.mlp.shared_expert_gate.weight", 1, 16)
+    return d
+
+
+def hf_ernie():
+    d = hf_plain("ernie4_5_moe", layers=2, dense=(0,), moe_num_experts=2, moe_k=1, moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_interval=1)
+    d.ffn("model.layers.1.mlp.shared_experts.", 16), d.put("model.layers.1.mlp.moe_statics.e_score_correction_bias", 1, 2, kind="F32")
+    return d
+
+
+def hf_step():
+    d = hf_plain("step3p5", layers=3, dense=(0, 2), heads=(1, 2), norms="head", names=("moe.gate", "moe.experts.%d.", ("gate_proj", "up_proj", "down_proj")), bias="moe.router_bias",
+                 num_attention_groups=1, moe_num_experts=2, moe_top_k=1, share_expert_dim=16, moe_layers_enum="1", sliding_window=4, use_head_wise_attn_gate=True,
+                 layer_types=["full_attention", "sliding_attention", "full_attention"], attention_other_setting={"num_attention_heads": 2, "num_attention_groups": 1},
+                 rope_theta=[1e4, 1e3, 1e4], partial_rotary_factors=[0.5, 1, 0.5], swiglu_limits=[0, 1, None], yarn_only_types=["full_attention"],
+                 rope_scaling={"rope_type": "llama3", "factor": 2, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8})
+    d.config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    for i, heads in enumerate((1, 2, 1)):
+        d.put(f"model.layers.{i}.self_attn.g_proj.weight", heads, 16)
+    d.ffn("model.layers.1.share_expert.", 16), d.put("model.layers.2.enorm.weight", 16), d.put("model.layers.2.hnorm.weight", 16), d.linear("model.layers.2.eh_proj", 16, 32)
+    d.put("model.layers.2.transformer.shared_head.norm.weight", 16), d.put("model.layers.2.transformer.shared_head.output.weight", 8, 16)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        for e in range(2):
+            del d.tensors[f"model.layers.1.moe.experts.{e}.{part}.weight"]
+        d.put(f"model.layers.1.moe.{part}.weight", 2, 16, 16, kind="F8_E4M3"), d.put(f"model.layers.1.moe.{part}.weight_scale_inv", 2, 1, 1, kind="F32")
+    return d
+
+
+def hf_laguna():
+    d = hf_plain("laguna", layers=2, dense=(0,), heads=(2, 1), norms="head", bias="mlp.experts.e_score_correction_bias", num_attention_heads_per_layer=[2, 1], gating_types=["per_head", "per_element"],
+                 layer_types=["full_attention", "sliding_attention"], sliding_window=4, shared_expert_intermediate_size=16, moe_routed_scaling_factor=2.5,
+                 rope_parameters={"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.5},
+                                  "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}})
+    d.put("model.layers.0.self_attn.g_proj.weight", 2, 16), d.put("model.layers.1.self_attn.g_proj.weight", 16, 16), d.ffn("model.layers.1.mlp.shared_expert.", 16)
+    return d
+
+
+def hf_mimo():
+    d = hf_plain("mimo_v2", layers=2, dense=(0,), heads=(2,), v_head_dim=8, bias="mlp.gate.e_score_correction_bias", n_routed_experts=2, hybrid_layer_pattern=[0, 1], moe_layer_freq=[0, 1], sliding_window=4,
+                 swa_num_key_value_heads=1, swa_rope_theta=1e3, add_swa_attention_sink_bias=True, attention_value_scale=0.7, partial_rotary_factor=0.5, layernorm_epsilon=1e-5)
+    for part in "qkv":
+        del d.tensors[f"model.layers.0.self_attn.{part}_proj.weight"]
+    d.put("model.layers.0.self_attn.qkv_proj.weight", 56, 16, kind="F8_E4M3"), d.put("model.layers.0.self_attn.qkv_proj.weight_scale_inv", 1, 1, kind="F32")
+    d.put("model.layers.1.self_attn.attention_sink_bias", 2), d.put("visual.x", 4)
+    at = "model.mtp.layers.0."
+    d.linear(at + "self_attn.q_proj", 32, 16), d.linear(at + "self_attn.k_proj", 16, 16), d.linear(at + "self_attn.v_proj", 8, 16), d.linear(at + "self_attn.o_proj", 16, 16)
+    d.put(at + "self_attn.attention_sink_bias", 2), d.ffn(at + "mlp.", 16), d.linear(at + "eh_proj", 16, 32)
+    for name in ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm"):
+        d.put(f"{at}{name}.weight", 16)
+    d.config["vision_config"] = {}
+    return d
+
+
+def hf_families():
+    lists = {"num_experts": [2], "per_layer_num_experts": [2], "quantization_config": {"quant_method": "compressed-tensors", "moe_sparsity_config": {"method": "prune", "num_experts": [2]}}}
+    all = {"gpt_oss": hf_gpt_oss(), "gpt_oss-bf16": hf_gpt_oss(False), "qwen2_moe": hf_qwen2_moe(), "ernie4_5_moe": hf_ernie(), "step3p5": hf_step(), "laguna": hf_laguna(), "mimo_v2": hf_mimo(),
+           "minimax_m2": hf_plain("minimax_m2", heads=(2,), names=W123, norms="row", bias="block_sparse_moe.e_score_correction_bias", num_local_experts=2, rotary_dim=8),
+           "mixtral": hf_plain("mixtral", heads=(2,), names=W123, num_local_experts=2), "olmoe": hf_plain("olmoe", norms="row", clip_qkv=None), "counts": hf_qwen(**lists)}
+    return {k: d.text() for k, d in all.items()} | {"reap-" + k: d.text("reap") for k, d in all.items()} | {"quantize-gpt_oss": hf_gpt_oss(False).text("quantize")}
+
+
 def pieces():
     """A vocabulary of SentencePiece: (text, score, type)"""
     return ([("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3)] + [(f"<0x{b:02X}>", 0, 6) for b in range(256)]
@@ -696,7 +809,7 @@ def hf_seeds():
              "merges-none": lambda d: d.files["tokenizer.json"]["model"].update(merges=[]),
              "template": lambda d: d.files["tokenizer_config.json"].update(chat_template=[{"name": "tools", "template": ""}]), "eos": lambda d: d.files.update({"tokenizer_config.json": {"eos_token": "none"}}),
              "hole": lambda d: d.files.update({"model.safetensors": d.header().replace(b"[0,", b"[1,")}), "twice": lambda d: d.files.update({"config.json": b'{"a":1,"a":2}'})}
-    return {k + ".txt": v for k, v in files.items()} | {k + ".txt": hf_changed(change) for k, change in wrong.items()}
+    return {k + ".txt": v for k, v in (files | hf_families()).items()} | {k + ".txt": hf_changed(change) for k, change in wrong.items()}
 
 
 def safetensors_seeds():
