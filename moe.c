@@ -61,11 +61,11 @@
  *   Chat template: rendering                        390  evaluates a tree; what a chat hands to it
  *
  *  Engine
- *   Model: tensors of a file                        300  reads keys and rotations, checks and binds tensors
- *   Model: metadata of families                     170  what each family reads
+ *   Model: tensors of a file                        350  reads keys and rotations, checks and binds tensors
+ *   Model: metadata of families                     320  what each family reads
  *   Model: layers and files                         340  binds layers, checks leftovers, opens files
  *   Shards of a model                               220  what each rank holds
- *   Synthetic models                                560  --synth: shapes of real models with random weights
+ *   Synthetic models                                790  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
@@ -81,7 +81,7 @@
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  370  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       440  online softmax over the cache; latent attention
+ *   CPU operations: attention                       510  online softmax over the cache; latent attention
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    410  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
@@ -14654,8 +14654,11 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "expects of a kernel for one token when nothing was requested ahead.\n";
 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3,\n"
-                                    "glm-4.5-air, glm-4.7, glm-4.7-flash, qwen3.5-35b-a3b, qwen3.5-122b-a10b or\n"
-                                    "qwen3.5-397b-a17b. Options may follow a colon:\n"
+                                    "glm-4.5-air, glm-4.7, glm-4.7-flash, qwen3.5-35b-a3b,\n"
+                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b,\n"
+                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, mixtral-8x7b,\n"
+                                    "olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
+                                    "step-3.7-flash, laguna-xs or mimo-v2-flash. Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "Feed-forward weights are NVFP4, norms and routers F32, and the backbone is\n"
                                     "everything else.\n"
