@@ -1649,10 +1649,10 @@ static void run_window_batches(int dk, int dv, bool fp8, int group, int window, 
     test_plane keys(pos + TOKENS, n_kv * dk, dk, fp8, n_row), values(pos + TOKENS, n_kv * dv, dv, fp8, n_row);
     std::vector<uint16_t> want;
     static const int batches[][TOKENS] = {{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, {16}, {3, 9, 4}, {7, 8, 1}};
-    for (auto &batch : batches) {
+    for (auto &sizes : batches) {
         std::vector<uint16_t> got;
-        for (int b = 0, first = 0; b < TOKENS && batch[b]; first += batch[b++]) {
-            const int n = batch[b], at = pos + first;
+        for (int b = 0, first = 0; b < TOKENS && sizes[b]; first += sizes[b++]) {
+            const int n = sizes[b], at = pos + first;
             gpu_array<struct batch> place(std::vector<struct batch>{{at, n, at}});
             gpu_array<uint16_t> out(out_row * (size_t)n);
             struct attn_args a = {};
@@ -1679,7 +1679,7 @@ static void run_window_batches(int dk, int dv, bool fp8, int group, int window, 
             !bad,
             "%d/%d, fp8 %d, groups of %d, window %d of %d rows, %d splits, at %d, batches of %d and so on: %d tokens "
             "have other bits",
-            dk, dv, fp8, group, window, n_row, n_split, pos, batch[0], bad);
+            dk, dv, fp8, group, window, n_row, n_split, pos, sizes[0], bad);
     }
 }
 
