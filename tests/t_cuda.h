@@ -297,6 +297,8 @@ static const struct synth form_shapes[] = {
     {"neighbours", "ernie4_5-moe", 2, 128, 6, 2, 32, 16, 2, 64, 200, 1024, .n_dense = 1, .ff_dense = 192,
      .ff_shared = 64},
     {"rows, q8", "olmoe", 2, 128, 4, 4, 64, 16, 2, 64, 200, 1024, .q8 = true}};
+static const struct synth ring_shape = {"ring", "laguna", 1, 64, 2, 1, 32, 4, 1, 64, 96, 1 << 16, .rope = 16,
+                                        .ff_shared = 64, .window = 100, .period = 2, .head_gate = true};
 #ifdef CUEMU
 /* Norms of rows, gates, sinks, windows and biases that ranks divide; four ranks have copies of the KV heads of the first
  * shape. */
@@ -330,6 +332,38 @@ static void test_cuda_forms(void) {
                              splits[(f + 2 * kv) % 4], MOE_ACT_F16, n);
             model_free(&m);
         }
+}
+
+/* A ring as it is in a model, shorter than the context: the logits are the CPU's before and behind its end, also after
+ * tokens are taken back. */
+static void test_cuda_ring(void) {
+    enum { CTX = 4500 };
+    static int32_t ids[CTX];
+    struct model m = {0};
+    struct session gpu, cpu;
+    char err[ERR_MAX] = "";
+    struct cuda_options o = {.n_ctx = CTX, .kv = KV_FP8};
+    cuda_test_begin(16);
+    synth_make(&m, &ring_shape, NULL, false);
+    for (int i = 0; i < CTX; i++) ids[i] = (int32_t)((11 + 17 * (int64_t)i + (int64_t)i * i / 7) % m.n_vocab);
+    if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
+    session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){kernels_choose(), 2, CTX, KV_FP8, false, false});
+    const struct plane *p = &gpu.r->planes[0][PLANE_K];
+    const int n_row = p->n_row;
+    CHECK(p->kind == PLANE_RING && n_row < CTX - 200, "a plane of kind %d with %d rows", p->kind, n_row);
+    for (int turn = 0; turn < 2; turn++) {
+        const int to[] = {n_row - 150, n_row - 5, n_row + 8, n_row + 9, n_row + 90, n_row + 106, CTX - 5};
+        for (int i = 0; i < (int)(sizeof to / sizeof *to); i++) {
+            for (int k = 0; k < 2; k++)
+                CHECK(session_sync(k ? &cpu : &gpu, ids, to[i], 0, err) == SYNC_DONE, "%s", err);
+            const double e = nmse(session_logits(&gpu), session_logits(&cpu), (size_t)m.n_vocab);
+            CHECK(e <= 1e-4, "turn %d, %d tokens, a ring of %d rows: NMSE %.1e against a CPU", turn, to[i], n_row, e);
+        }
+        ids[n_row + 40] ^= 1; /* the second turn begins there */
+        for (int k = 0; k < 2; k++) session_truncate(k ? &cpu : &gpu, n_row + 40);
+    }
+    session_free(&gpu), session_free(&cpu);
+    model_free(&m);
 }
 
 static void test_cuda_operations(void) {
@@ -1600,6 +1634,35 @@ static void batches_agree(const char *name, const struct model *m, const struct 
     free(want);
 }
 
+/* Logits against Hugging Face's: of a prefill, then of decoding behind half of it. */
+static void test_cuda_fixtures(void) {
+    cuda_test_begin(17);
+    for (int f = 0; f < RANK_FIXTURES; f++) {
+        const char *name = rank_fixtures[f];
+        struct model m;
+        struct session s;
+        char path[256];
+        size_t n_ids = 0, n_want = 0;
+        if (!fixture_load(name, &m)) return;
+        snprintf(path, sizeof path, "tests/fixtures/%s/ids.i32", name);
+        int32_t *ids = slurp(path, &n_ids);
+        snprintf(path, sizeof path, "tests/fixtures/%s/logits.f32", name);
+        float *want = slurp(path, &n_want);
+        const int n = (int)(n_ids / sizeof *ids), half = n / 2;
+        const size_t v = (size_t)m.n_vocab;
+        CHECK(n > 20 && n_want == n_ids * v, "%s: the fixture is incomplete", name);
+        if (!cuda_session(&s, &m, n, KV_BF16, MOE_ACT_F16)) return;
+        cuda_compare(&s, name, ids, n, want, 1e-3, 1e-3);
+        session_free(&s);
+        float *got = batches_logits(&m, &one_rank, KV_BF16, ids, half, n, DECODE_MAX_TOKENS, 3);
+        const double e = got ? nmse(got, want + (size_t)half * v, (size_t)(n - half) * v) : 0;
+        CHECK(e <= 1e-3, "%s: NMSE %.2e of decoding", name, e);
+        free(got);
+        arrfree(ids), arrfree(want);
+        model_free(&m);
+    }
+}
+
 /* What a token gives has the same bits in a forward of its own and among up to 16: also around token 128, where a
  * context of two splits begins to have longer ones, and around the ends of windows' steps and splits. */
 static void test_cuda_batches(void) {
@@ -1909,23 +1972,45 @@ static void fault_gpu_skips(struct rank *r, int il, enum act x, enum act delta, 
     if (!fault_now(r)) fault_ops->norm_ffn(r, il, x, delta, out);
 }
 
+/* From the third norm of rows on a rank launches nothing more. */
+static bool gone;
+#define OP_GONE(type, name, params, args) \
+    static type gone_##name params {      \
+        if (!gone) fault_ops->name args;  \
+    }
+ENQUEUE_OPS(OP_GONE)
+#undef OP_GONE
+static void fault_gpu_goes(struct rank *r, int il, enum act q, enum act k) {
+    gone |= fault_now(r);
+    gone_row_norm(r, il, q, k);
+}
+
 static void rank_fault_gpu(const char *name, const char *path) {
-    struct model m;
+    struct model m = {0};
     struct session s;
     char err[ERR_MAX];
+    const bool rows = !strncmp(name, "rows", 4);
+    const int n = strcmp(name, "rows") ? 20 : 5; /* sums go with the norms, or by themselves */
     int32_t ids[32] = {1, 2, 3, 4, 5, 6, 7, 8};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8, .device = {0, 1}};
     cuda_test_devices(2, true);
     o.allreduce = !strncmp(name, "nccl", 4) ? ALLREDUCE_NCCL : ALLREDUCE_ONESHOT;
     if (o.allreduce == ALLREDUCE_NCCL) cuda_test_fail(name, 1);
-    if (model_load(&m, path, err) || session_open(&s, &m, 2, 1, cuda_rank_start, &o, err)) die("%s", err);
+    if (rows) synth_make(&m, &form_shapes[0], NULL, false);
+    if ((!rows && model_load(&m, path, err)) || session_open(&s, &m, 2, 1, cuda_rank_start, &o, err)) die("%s", err);
     struct ops table = *s.r->ops;
     fault_ops = s.r->ops;
+    if (rows) {
+#define OP_GOES(type, op, params, args) table.op = gone_##op;
+        ENQUEUE_OPS(OP_GOES)
+#undef OP_GOES
+        table.row_norm = fault_gpu_goes;
+    }
     if (!strcmp(name, "stuck")) table.mla_attention = fault_stuck;
     if (!strcmp(name, "skips")) table.norm_ffn = fault_gpu_skips;
     s.pg.ranks[1].ops = &table;
-    if (!strcmp(name, "lost")) cuda_test_fail("LAUNCH", 40); /* a kernel of one rank */
-    for (int i = 0; i < 2; i++) session_forward(&s, ids, 20);
+    if (!strcmp(name, "lost")) cuda_test_fail("LAUNCH", 40);     /* a kernel of one rank */
+    for (int i = 0; i < 2; i++) session_forward(&s, ids, n + i); /* not the recording of the first */
     session_wait(&s);
 }
 
@@ -1933,10 +2018,12 @@ static void test_cuda_rank_faults(void) {
     static const struct fault faults[] = {
         {"gpu-stuck", {"the end of a step: no progress", "missing rank: 1 ("}},
         {"gpu-skips", {"no progress for 7 s", "waited for rank 1 in the all-reduce after the"}},
+        {"gpu-rows", {"no progress for 7 s", "waited for rank 1 in the norm of queries and keys of layer 0"}},
+        {"gpu-rows-many", {"no progress for 7 s", "waited for rank 1 in the norm of queries and keys of layer 0"}},
         {"gpu-lost", {"rank ", ": kernel "}},
         {"gpu-ncclCommInitRank", {"NCCL: ncclCommInitRank(", "GPU "}},
         {"gpu-ncclAllGather", {"NCCL: ncclAllGather(", ": unhandled system error"}}};
-    check_faults(faults, 5);
+    check_faults(faults, 7);
 }
 #endif
 
@@ -2096,13 +2183,14 @@ void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_synthetic(void) { test_cuda_synth(); }
 
 #ifdef CUEMU
-#define TESTS_EMULATOR                                                                                                 \
-    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},                                    \
-        {"cuda/batches", test_cuda_batches}, {"cuda/recording", test_cuda_recording}, {"cuda/ahead", test_cuda_ahead}, \
-        {"cuda/ahead-forecast", test_cuda_ahead_forecast}, {"cuda/integrated", test_cuda_integrated},                  \
-        {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors},                        \
-        {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},                                \
-        {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop}, {"cuda/tiles", cuda_test_tile_sizes},    \
+#define TESTS_EMULATOR                                                                                              \
+    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},                                 \
+        {"cuda/batches", test_cuda_batches}, {"cuda/fixtures", test_cuda_fixtures},                                 \
+        {"cuda/recording", test_cuda_recording}, {"cuda/ahead", test_cuda_ahead},                                   \
+        {"cuda/ahead-forecast", test_cuda_ahead_forecast}, {"cuda/integrated", test_cuda_integrated},               \
+        {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors},                     \
+        {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},                             \
+        {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop}, {"cuda/tiles", cuda_test_tile_sizes}, \
         {"cuda/decode-bench", cuda_test_decode_bench},
 #else
 #define TESTS_EMULATOR
@@ -2112,7 +2200,7 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
         {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},                                  \
         {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
-        {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},                                    \
+        {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms}, {"cuda/ring", test_cuda_ring},     \
         {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \

@@ -25,7 +25,7 @@ extern "C" void cuda_test_feed_forwards(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
-enum { MUTANT_TESTS = 15, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 400 };
+enum { MUTANT_TESTS = 15, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 900 };
 static const struct {
     const char *name;
     void (*fn)();
@@ -72,14 +72,74 @@ static void softmax_over_all(const char *launch, void *args) {
     });
 }
 
-/* Mistakes of the host in feed-forwards. */
+template <class F>
+static void change_attention(const char *launch, void *args, F f) {
+    change_if<struct attn_args>(launch, "attn_kernel", args, f);
+}
+static void window_longer(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.window += a.window > 0; });
+}
+static void window_shorter(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.window -= a.window > 1; });
+}
+static void sinks_without_splits(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.sinks = a.max_splits > 1 ? NULL : a.sinks; });
+}
+static float changed_sinks[256]; /* of the latest launch */
+template <class F>
+static void change_sinks(const char *launch, void *args, F sink) {
+    change_attention(launch, args, [&](auto &a) {
+        for (int h = 0; h < a.n_head && a.sinks; h++) changed_sinks[h] = sink(a, a.sinks[h]);
+        if (a.sinks) a.sinks = changed_sinks;
+    });
+}
+static void sinks_by_split(const char *launch, void *args) { /* as many are one of an exponential times that */
+    change_sinks(launch, args, [](const attn_args &a, float x) { return x + logf((float)a.max_splits); });
+}
+static void scaled_sinks(const char *launch, void *args) {
+    change_sinks(launch, args, [](const attn_args &a, float x) { return x * a.scale; });
+}
+static void rings_read_on(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.k.kind = a.v.kind = PLANE_TOKENS; });
+}
+static void rings_written_on(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.rope.kp.kind = a.rope.vp.kind = PLANE_TOKENS; });
+}
+static void other_halves(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.rope.pairs = !a.rope.pairs; });
+}
+static void other_gates(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.softplus = !a.softplus; });
+    change_if<struct gate_args>(launch, "k_head_gate", args, [](auto &a) { a.softplus = !a.softplus; });
+}
+static void rows_of_ranks(const char *launch, void *args) {
+    change_if<struct row_norm_args>(launch, "k_row_norm", args, [](auto &a) {
+        for (int i = 0; i < 2; i++) a.whole[i] = a.n[i];
+    });
+}
+static void copies_counted(const char *launch, void *args) {
+    change_if<struct row_norm_args>(launch, "k_row_norm", args, [](auto &a) { a.counted[1] = true; });
+}
+
+/* Mistakes of the host, and the test that finds them. */
 static const struct {
-    const char *what;
+    const char *test, *what;
     void (*change)(const char *launch, void *args); /* NULL: cuda_test_sums */
-} mistakes[] = {{"the biases of experts are added on every rank", NULL},
-                {"gate is limited before SiLU", limit_before_silu},
-                {"the router's bias is in the weights", bias_in_weights},
-                {"softmax over all experts", softmax_over_all}};
+} mistakes[] = {{"feed-forwards", "the biases of experts are added on every rank", NULL},
+                {"feed-forwards", "gate is limited before SiLU", limit_before_silu},
+                {"feed-forwards", "the router's bias is in the weights", bias_in_weights},
+                {"feed-forwards", "softmax over all experts", softmax_over_all},
+                {"windows", "windows are longer by a key", window_longer},
+                {"windows", "windows are shorter by a key", window_shorter},
+                {"windows", "sinks are missing where splits are joined", sinks_without_splits},
+                {"windows", "every split adds the sink", sinks_by_split},
+                {"windows", "sinks are scaled as scores are", scaled_sinks},
+                {"windows", "a ring is read beyond its end", rings_read_on},
+                {"windows", "a ring is written beyond its end", rings_written_on},
+                {"windows", "another half of the values is rotated", other_halves},
+                {"windows", "gates have the other function", other_gates},
+                {"links", "the rows of a rank are normed by themselves", rows_of_ranks},
+                {"links", "copies of KV heads are counted", copies_counted}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there.
  * */
@@ -141,8 +201,8 @@ static std::vector<mutation> find_mutations() {
     std::vector<mutation> all = {
         {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0, 0}};
     for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++) {
-        all.push_back({{"", 0, "", "mistake", 0, false}, {}, "feed-forwards", mistakes[i].what, 0, i + 1});
-        all.back().count[MUTANT_TESTS - 1] = 1;
+        all.push_back({{"", 0, "", "mistake", 0, false}, {}, mistakes[i].test, mistakes[i].what, 0, i + 1});
+        for (int k = 0; k < MUTANT_TESTS; k++) all.back().count[k] = !strcmp(mutant_tests[k].name, mistakes[i].test);
     }
     std::vector<std::string> lines = source_lines();
     for (int i = 0; i < MUTANT_TESTS; i++) {
