@@ -1443,6 +1443,7 @@ static void test_cuda_drafts(void) {
         {"qwen3_next", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"hy_v3", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"glm4_moe_air", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"step3p7", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
 #endif
     };
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {

@@ -264,12 +264,16 @@ static void test_prediction(void) {
     model_free(&m);
 }
 
-static void test_fixtures_hy3(void) { check_fixture("hy_v3", NULL); }
+static void test_fixtures_hy3(void) {
+    check_fixture("hy_v3", NULL);
+    check_fixture("hy_v3_nvfp4", NULL);
+}
 
 static void test_fixtures_glm4(void) {
     check_fixture("glm4_moe", NULL);
     check_fixture("glm4_moe_air", NULL);
     check_fixture("glm4_moe_lite", NULL);
+    check_fixture("glm4_moe_lite_nvfp4", NULL);
 }
 
 static void test_fixtures_qwen35(void) {

@@ -110,10 +110,11 @@ def glm4(**changes):
 
 def glm4_lite(**changes):
     """config.json in the words of GLM-4.7-Flash.  eps is not that of the release, see README.md."""
-    return glm(architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", attention_bias=False,
-               num_key_value_heads=4, num_experts_per_tok=4, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=48,
-               qk_rope_head_dim=16, v_head_dim=64, topk_method="noaux_tc", routed_scaling_factor=1.8,
-               partial_rotary_factor=1.0, rms_norm_eps=1e-6, dtype="bfloat16", **changes)
+    config = glm(architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", attention_bias=False,
+                 num_key_value_heads=4, num_experts_per_tok=4, q_lora_rank=96, kv_lora_rank=64, qk_nope_head_dim=48,
+                 qk_rope_head_dim=16, v_head_dim=64, topk_method="noaux_tc", routed_scaling_factor=1.8,
+                 partial_rotary_factor=1.0, rms_norm_eps=1e-6, dtype="bfloat16")
+    return {**config, **changes}
 
 
 def gpt_oss(**changes):
@@ -427,6 +428,11 @@ SPECS = {
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")],
         kept=[None, [0, 1, 3, 4, 6, 7, 8, 9, 11, 13, 14, 15], [1, 2, 4, 7, 8, 10, 13, 14]]),
     "hy_v3": dict(config=hy3(num_nextn_predict_layers=1)),
+    "hy_v3_nvfp4": dict(
+        config=hy3(num_hidden_layers=2, mlp_layer_types=["dense", "sparse"], hidden_size=128, num_attention_heads=6,
+                   num_key_value_heads=1, num_experts=6, num_shared_experts=1, num_experts_per_tok=2,
+                   moe_intermediate_size=64, router_scaling_factor=1.5),
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
     "glm4_moe": dict(
         config=glm4(head_dim=128, use_qk_norm=True, routed_scaling_factor=2.5), shards=2, tables=False,
         mtp_prompt=True, apart=r"model\.layers\.3\."),
@@ -435,6 +441,11 @@ SPECS = {
                     intermediate_size=128, moe_intermediate_size=128),
         declare="modelopt_experts", mtp_prompt=True, store=[(r"\.layers\.3\.", "bf16"), (EXPERTS, "nvfp4")]),
     "glm4_moe_lite": dict(config=glm4_lite(), mtp_prompt=True),
+    "glm4_moe_lite_nvfp4": dict(
+        config=glm4_lite(num_hidden_layers=2, num_nextn_predict_layers=0, hidden_size=128, num_attention_heads=3,
+                         num_key_value_heads=3, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
+                         q_lora_rank=64, qk_nope_head_dim=64, v_head_dim=32, routed_scaling_factor=1.25),
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
     "qwen3_5_moe": dict(
         config=qwen3_5("LF", linear_num_value_heads=8), positions=160, mtp=True, fused=r"model\.",
         store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
