@@ -896,6 +896,17 @@ DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
     return out;
 }
 
+/* Divides 8 E2M1 codes by 2^n, n <= 5, to the nearest, ties to even. */
+DEVICE uint32_t fp4_divide(uint32_t codes, int n) {
+    uint32_t out = codes & 0x88888888u;
+    for (int i = 0; i < 32; i += 4) {
+        const uint32_t x = 0xC8643210u >> 4 * (codes >> i & 7u) & 15u; /* in halves; the quotients but 6 are codes */
+        const uint32_t y = (x + (1u << n >> 1) - 1 + (x >> n & 1u)) >> n;
+        out |= (y == 6 ? 5 : y) << i;
+    }
+    return out;
+}
+
 /* Writes rows of the file into tiles. For formats that may not represent all values it maximizes range[0..1]: F16: [0]
  * bits of the largest |weight|; MXFP4: [0] the largest exponent, [1] 255 - the smallest.
  * Grid: tiles / 8, block: 256, one warp per tile. Reads and writes each matrix once; the PCIe upload is slower. */
@@ -918,18 +929,20 @@ __global__ void __launch_bounds__(256)
         const bool in = row < rows && col < w.n_in;
         uint32_t *to = codes + 4 * lane + hi;
         if (w.fmt == FMT_FP4) {
-            to[2 * h] = in ? raw_fp4(r, src, col) : 0;
+            const uint32_t read = in ? raw_fp4(r, src, col) : 0;
+            const int x = in && r.type == GGUF_MXFP4 ? src[col / 32 * 17] - r.shift : 0;
+            to[2 * h] = x < -9 ? fp4_divide(read, min(-9 - x, 5)) : read;
             if (t & 1) continue; /* one lane per 16 columns writes the scale */
             uint8_t s = 0;
             if (in && r.type == GGUF_NVFP4) {
                 s = src[col / 64 * 36 + col % 64 / 16];
                 if (s == 0x7F) s = 0; /* NaN: other readers of this format read 0, too */
             } else if (in) {
-                int exponent = src[col / 32 * 17], x = exponent - r.shift; /* 2^x is exact in UE4M3 for -9 <= x <= 8 */
-                s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : x >= -9 ? 1 << (x + 9) : 0);
-                if ((raw_fp4(r, src, col) | raw_fp4(r, src, col + 8)) & 0x77777777u) {
-                    top = max(top, (uint32_t)exponent);
-                    low = max(low, 255u - (uint32_t)exponent);
+                /* 2^x is exact in UE4M3 for -9 <= x <= 8; above 8 is what is zero, or repacked with another shift */
+                s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : 1 << (max(x, -9) + 9));
+                if ((read | raw_fp4(r, src, col + 8)) & 0x77777777u) {
+                    top = max(top, (uint32_t)(x + r.shift));
+                    low = max(low, 255u - (uint32_t)(x + r.shift));
                 }
             }
             scales[4 * hi + 2 * h + (t >> 1)] = s;
@@ -7107,8 +7120,9 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct re
 }
 
 /* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix
- * with weights beyond 255 gets another power of two. MXFP4's exponents must fit UE4M3's 18 octaves, shifted as the
- * matrix needs. */
+ * with weights beyond 255 gets another power of two. MXFP4's scales become UE4M3, which has 18 octaves: exact where the
+ * matrix has no more. Otherwise its largest 18 are, and a weight below them is off by at most 2^-19 of the largest
+ * scale. */
 static void matrix_upload(struct rank *r, const struct weight *w, const char *what) {
     const bool mx = w->type == GGUF_MXFP4;
     struct repack k = {};
@@ -7128,10 +7142,8 @@ static void matrix_upload(struct rank *r, const struct weight *w, const char *wh
         if (w->type == GGUF_NVFP4 || w->type == GGUF_Q8_0 || !matrix_range(r, range)) return;
         const int low = 255 - (int)range[1], high = (int)range[0];
         memcpy(&top, range, sizeof top);
-        if (mx ? !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;
-        if (tries && mx)
-            rank_fail(r, "%s: MXFP4 exponents from %d to %d, 18 octaves are supported; use --cpu", what, low, high);
-        else if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
+        if (mx ? tries || !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;
+        if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
         k.shift = mx ? high - 8 : 14 - ilogbf(top);
     }
 }
