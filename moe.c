@@ -7521,6 +7521,12 @@ static void read_mla(struct loader *l) {
     if (loader_num(l, "attention.temperature_scale", 0.0) != 0.0f)
         loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
     loader_rope(l, "rope.freq_base", rope, a);
+    /* Files by llama.cpp's converter do not name the router of GLM-4.7-Flash. Softmax routers have no bias. */
+    char key[128];
+    for (int il = 0; il < model_blocks(l->m) && !loader_key(l, "expert_gating_func", key); il++) {
+        snprintf(key, sizeof key, "blk.%d.exp_probs_b.bias", il);
+        if (gguf_find_tensor(l->g, key)) l->m->gating = GATING_SIGMOID;
+    }
 }
 
 /* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an

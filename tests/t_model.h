@@ -276,6 +276,26 @@ static void test_fixtures_glm4(void) {
     check_fixture("glm4_moe_lite_nvfp4", NULL);
 }
 
+/* A file that names no router, as llama.cpp's converter makes of GLM-4.7-Flash. */
+static void test_unnamed_router(void) {
+    static const char name[] = "expert_gating_func";
+    struct model m;
+    char path[256], err[ERR_MAX];
+    size_t n = 0;
+    if (!fixture_load("glm4_moe_lite", &m)) return;
+    model_free(&m);
+    snprintf(path, sizeof path, "%s/glm4_moe_lite.gguf", test_dir());
+    char *file = slurp(path, &n), *key = file ? memmem(file, n, name, strlen(name)) : NULL;
+    if (!CHECK(key, "'%s' is not in %s", name, path)) return;
+    key[0] = 'E';
+    write_test_file(path, file, n);
+    if (CHECK(model_load(&m, path, err) == 0, "%s", err)) {
+        CHECK(m.gating == GATING_SIGMOID, "router %d", m.gating);
+        model_free(&m);
+    }
+    arrfree(file);
+}
+
 static void test_fixtures_qwen35(void) {
     check_fixture("qwen3_5_moe", NULL);
     check_fixture("qwen3_5_moe_text", NULL);
@@ -1175,18 +1195,19 @@ static void test_cpu_profile(void) {
     }
 }
 
-#define TESTS_MODEL                                                                                                   \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
-        {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},         \
-        {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},           \
-        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                 \
-        {"model/prediction", test_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},                       \
-        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
-        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
-        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
-        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
-        {"model/batches", test_batches}, {"model/state-file", test_session_file},                                     \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},  \
-        {"model/router", test_router}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},          \
+#define TESTS_MODEL                                                                                             \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},   \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                 \
+        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},       \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics}, \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},         \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/prediction", test_prediction},                     \
+        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next}, \
+        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                       \
+        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},           \
+        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},               \
+        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},   \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                         \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},    \
+        {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                                   \
         {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
