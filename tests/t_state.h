@@ -320,6 +320,12 @@ static void test_state_ring(void) {
           planes[PLANE_K].n_row);
     layer_planes(&m, &m.layers[1], KV_BF16, planes);
     CHECK(planes[PLANE_K].kind == PLANE_TOKENS, "a layer without a window has a ring");
+    for (int window = 1; window < 1000; window++) {
+        struct plane p = {.kind = PLANE_TOKENS};
+        window_plane(&p, window, 1 << 20);
+        CHECK(p.kind == PLANE_RING && p.n_row >= p.window + FORWARD_MAX + DECODE_MAX_TOKENS && p.window == window - 1,
+              "window %d: %d rows for %d before a forward", window, p.n_row, p.window);
+    }
     for (int kv = KV_BF16; kv <= KV_F32; kv++) {
         const int chunk = kv == KV_BF16 ? 512 : kv == KV_FP8 ? 200 : 77;
         float *ring = window_logits(&m, 1, (enum kv_type)kv, ids, WINDOW_TOKENS, chunk);
@@ -336,16 +342,32 @@ static void test_state_ring(void) {
     model_free(&m);
 }
 
-/* Syncs to ids with token `at` changed, of which `computed` have to be computed. */
-static void window_back(struct session *s, const struct model *m, int32_t *ids, int at, int computed) {
+/* Large sinks count once, however many partitions a context has: in prefill it is one. */
+static void test_state_sinks(void) {
+    static const float sinks[] = {6, 5, 4, 6.5f};
+    static int32_t ids[WINDOW_TOKENS];
+    struct model m;
+    window_model(&m, ids);
+    for (int il = 0; il < 2; il++) m.layers[il].sinks = sinks;
+    float *split = window_logits(&m, 1, KV_F32, ids, 513, 512), *whole = window_logits(&m, 1, KV_F32, ids, 513, 300);
+    const double e = nmse(split, whole, (size_t)m.n_vocab);
+    CHECK(e < 1e-10, "NMSE %.3g", e);
+    free(split);
+    free(whole);
+    model_free(&m);
+}
+
+/* Syncs to n of the ids with token `at` changed, of which `computed` have to be computed. Logits near `at` tell which
+ * keys it saw. */
+static void window_back(struct session *s, const struct model *m, int32_t *ids, int at, int n, int computed) {
     char err[ERR_MAX] = "";
     ids[at] ^= 1;
-    CHECK(session_sync(s, ids, WINDOW_TOKENS, 0, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(s, ids, n, 0, err) == SYNC_DONE, "%s", err);
     CHECK(s->sync_tokens == computed, "token %d changed: computed %d tokens, expected %d", at, s->sync_tokens,
           computed);
-    float *want = window_logits(m, s->pg.n, s->r->kv_type, ids, WINDOW_TOKENS, 512);
+    float *want = window_logits(m, s->pg.n, s->r->kv_type, ids, n, 512);
     const double e = nmse(session_logits(s), want, (size_t)m->n_vocab);
-    CHECK(e < 1e-9, "token %d changed: NMSE %.3g", at, e);
+    CHECK(e < 1e-9, "token %d of %d changed: NMSE %.3g", at, n, e);
     free(want);
 }
 
@@ -363,15 +385,15 @@ static void test_state_ring_back(void) {
     CHECK(session_sync(&s, ids, WINDOW_TOKENS, 0, err) == SYNC_DONE, "%s", err);
     const int reach = session_reach(&s);
     CHECK(reach > 4000 && reach < WINDOW_TOKENS - 4000, "reach %d", reach);
-    window_back(&s, &m, ids, WINDOW_TOKENS - 10, 10);
-    window_back(&s, &m, ids, reach, WINDOW_TOKENS - reach);
-    window_back(&s, &m, ids, reach - 1, WINDOW_TOKENS - 3900);
-    window_back(&s, &m, ids, 3000, WINDOW_TOKENS);
+    window_back(&s, &m, ids, WINDOW_TOKENS - 10, WINDOW_TOKENS, 10);
+    window_back(&s, &m, ids, reach, WINDOW_TOKENS, WINDOW_TOKENS - reach);
+    window_back(&s, &m, ids, reach - 1, WINDOW_TOKENS, WINDOW_TOKENS - 3900);
+    window_back(&s, &m, ids, 3000, WINDOW_TOKENS, WINDOW_TOKENS);
     CHECK(state_save(&s, path, err) == 0, "%s", err);
     session_free(&s);
     window_open(&s, &m, 1, KV_FP8);
     CHECK(session_load(&s, path, err) == 0 && s.n_past == WINDOW_TOKENS, "%s", err);
-    window_back(&s, &m, ids, WINDOW_TOKENS - 5, 5);
+    window_back(&s, &m, ids, WINDOW_TOKENS - 5, WINDOW_TOKENS, 5);
     session_free(&s);
     model_free(&m);
 }
@@ -562,4 +584,4 @@ static void test_state_dialogue(void) {
         {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
         {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
         {"state/dialogue", test_state_dialogue}, {"state/ring", test_state_ring},                                    \
-        {"state/ring-back", test_state_ring_back},
+        {"state/ring-back", test_state_ring_back}, {"state/sinks", test_state_sinks},
