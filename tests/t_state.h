@@ -398,6 +398,40 @@ static void test_state_ring_back(void) {
     model_free(&m);
 }
 
+/* Going back to the first length that a ring allows, whose window drafts have come near, and going back again from where
+ * that ended. Catches a length that forgets the window, the drafts or what the timeline was before it was cut. */
+static void test_state_ring_twice(void) {
+    static int32_t ids[WINDOW_TOKENS];
+    struct model m;
+    struct session s, loaded;
+    char err[ERR_MAX] = "", path[256];
+    window_model(&m, ids);
+    snprintf(path, sizeof path, "%s/window.kv", test_dir());
+    window_open(&s, &m, 1, KV_BF16);
+    CHECK(session_sync(&s, ids, 3900, 3900, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(&s, ids, WINDOW_TOKENS, 4600, err) == SYNC_DONE, "%s", err);
+    window_back(&s, &m, ids, 8000, 8010, 10);
+    CHECK(state_save(&s, path, err) == 0, "%s", err);
+    window_open(&loaded, &m, 1, KV_BF16);
+    CHECK(session_load(&loaded, path, err) == 0, "%s", err);
+    window_back(&loaded, &m, ids, 4655, 4660, 4660);
+    session_free(&loaded);
+    window_back(&s, &m, ids, 4602, 4604, 4);  /* of a snapshot whose rows go around the end of the ring */
+    window_back(&s, &m, ids, 4590, 4600, 10); /* where the snapshot has the keys of its window */
+    window_back(&s, &m, ids, 3902, 3904, 4);  /* short enough for a ring, but the rows were overwritten before */
+    window_back(&s, &m, ids, 3500, 3510, 3510);
+    CHECK(session_sync(&s, ids, WINDOW_TOKENS - DECODE_MAX_TOKENS, 0, err) == SYNC_DONE, "%s", err);
+    session_forward(&s, ids, DECODE_MAX_TOKENS);
+    s.n_past -= DECODE_MAX_TOKENS; /* as session_decode takes drafts back */
+    struct plane planes[PLANE_USES];
+    layer_planes(&m, &m.layers[0], KV_BF16, planes);
+    const int reach = session_reach(&s), oldest = WINDOW_TOKENS - planes[PLANE_K].n_row;
+    CHECK(reach - planes[PLANE_K].window == oldest, "reach %d, but the oldest row is that of token %d", reach, oldest);
+    window_back(&s, &m, ids, reach, reach + 10, 10);
+    session_free(&s);
+    model_free(&m);
+}
+
 /* 30,000 tokens of a value head, by the reference and by vectors: the state stays the same. Without decay, the value of
  * a key that is seen once at the start has to be found at the end. */
 static void check_recall(bool decays) {
@@ -584,4 +618,5 @@ static void test_state_dialogue(void) {
         {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
         {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
         {"state/dialogue", test_state_dialogue}, {"state/ring", test_state_ring},                                    \
-        {"state/ring-back", test_state_ring_back}, {"state/sinks", test_state_sinks},
+        {"state/ring-back", test_state_ring_back}, {"state/ring-twice", test_state_ring_twice},                      \
+        {"state/sinks", test_state_sinks},
