@@ -13642,9 +13642,12 @@ struct session {
     struct drafting drafting;
     double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
     int late;             /* rows of earlier rounds that the prediction layer computed in this round */
+    int longest;          /* the most tokens that the timeline had before it was cut: rings may have rows of them */
+    int restored;         /* shortest length that rings allow as a snapshot or a file left them; 0: any */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
+        int reach;        /* session_reach behind it */
         unsigned used;    /* when it was taken or restored last */
         uint8_t *data;    /* (snapshot_size) rows of rings and states, by rank, layer and use */
     } snapshots[SNAPSHOTS];
@@ -13710,7 +13713,7 @@ static void session_free(struct session *s) {
  * by up to 16 tokens behind drafts, else by one, and by none behind a forward ahead. */
 static int session_reach(const struct session *s) {
     struct plane planes[PLANE_USES];
-    int reach = 0;
+    int reach = s->restored;
     for (int il = 0; il < s->m->n_layer && s->snapshot_size; il++) {
         layer_planes(s->m, &s->m->layers[il], s->r->kv_type, planes);
         for (int u = 0; u < PLANE_USES; u++) {
@@ -13718,7 +13721,7 @@ static int session_reach(const struct session *s) {
             if (!p->width) continue;
             if (p->kind == PLANE_STATE) reach = int_max(reach, int_max(s->state_pos, s->n_past - !s->r->goes_ahead));
             /* drafts behind the timeline have overwritten rows, too */
-            const int written = s->n_past + DECODE_MAX_TOKENS;
+            const int written = int_max(s->n_past, s->longest) + DECODE_MAX_TOKENS;
             if (p->kind == PLANE_RING && written > p->n_row) reach = int_max(reach, written - p->n_row + p->window);
         }
     }
@@ -13782,6 +13785,8 @@ static int session_truncate(struct session *s, int n) {
         if (k->n > n) k->n = 0; /* of tokens that are taken back */
         if (restore && k->n && (!best || k->n > best->n)) best = k;
     }
+    s->longest = restore || !n ? 0 : int_max(s->longest, s->n_past);
+    if (restore || !n) s->restored = best ? best->reach : 0;
     s->n_past = n;
     if (restore) s->n_past = best ? best->n : 0;
     s->n_predicted = int_min(s->n_predicted, int_max(0, s->n_past - 1)); /* the row before gets another next token */
@@ -13805,6 +13810,7 @@ static void session_keep(struct session *s) {
     }
     k->n = s->n_past;
     k->state_pos = s->state_pos;
+    k->reach = int_max(session_reach(s), s->n_past - MAX_LAG);
     k->used = ++s->snapshot_clock;
     session_copy_snapshot(s, k->data, k->n, false);
 }
@@ -14266,8 +14272,8 @@ static double session_forward_ops(const struct session *s, int n) {
  *
  * The file that /save writes beside the conversation. All integers are little-endian:
  *
- *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, numbers of planes and tokens, state_pos,
- *                          checksum
+ *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, session_reach, numbers of planes and tokens,
+ *                          state_pos, checksum
  *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now, if it has it
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
@@ -14282,7 +14288,7 @@ static const char kv_magic[8] = "MOEKV003";
 struct kv_header {
     char magic[8];
     uint64_t model_hash;
-    uint32_t kv_type, n_plane, n_tokens, state_pos;
+    uint32_t kv_type : 4, reach : 28, n_plane, n_tokens, state_pos;
     uint64_t checksum; /* of all that follows */
 };
 static_assert(sizeof(struct kv_header) == 40, "the header of a saved state is 40 bytes");
@@ -14395,7 +14401,8 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
 
 static struct kv_header session_header(const struct session *s, const struct kv_plane *list) {
     struct kv_header h = {.model_hash = s->m->hash,
-                          .kv_type = (uint32_t)s->r->kv_type,
+                          .kv_type = s->r->kv_type & 0xf,
+                          .reach = (uint32_t)session_reach(s) & 0xfffffff,
                           .n_plane = (uint32_t)arrlenu(list),
                           .n_tokens = (uint32_t)s->n_past,
                           .state_pos = (uint32_t)s->state_pos,
@@ -14458,6 +14465,7 @@ static int session_read_body(struct session *s, const struct kv_plane *got, size
             return fail(err, "'%s' is damaged: it holds the token id %d", path, s->tokens[i]);
     s->n_past = s->n_predicted = (int)h->n_tokens;
     s->state_pos = (int)h->state_pos;
+    s->restored = (int)h->reach;
     return 0;
 }
 
@@ -14473,6 +14481,8 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
     if (h.kv_type != want.kv_type) return fail(err, "'%s' was saved with a different --kv", path);
     if (h.n_tokens > (uint32_t)s->n_ctx)
         return fail(err, "'%s' holds %u tokens, but the context only %d", path, h.n_tokens, s->n_ctx);
+    if (h.reach > h.n_tokens)
+        return fail(err, "'%s' is damaged: %u of %u tokens cannot be taken back", path, h.reach, h.n_tokens);
     if (h.state_pos > h.n_tokens)
         return fail(err, "'%s' is damaged: %u of %u tokens are in its state", path, h.state_pos, h.n_tokens);
     struct stat st;

@@ -710,8 +710,7 @@ static void test_families_counts(void) {
 
 /* A model whose layers have lost as many experts each is pruned, too. */
 static void test_families_even_counts(void) {
-    static const char *const config[] = {"{\"quantization_config\":{\"moe_sparsity_config\":{\"method\":\"prune\","
-                                         "\"num_experts\":[4,4]}}}",
+    static const char *const config[] = {"{\"quantization_config\":{\"moe_sparsity_config\":{\"num_experts\":[4,4]}}}",
                                          "{\"per_layer_num_experts\":[4,4]}", "{\"num_experts\":[4,4]}", "{}"};
     for (int i = 0; i < 4; i++) {
         struct hf h;
@@ -889,6 +888,24 @@ static void test_families_refusals(void) {
     }
 }
 
+/* Limits of Step-3.5's feed-forwards: a dense one has that of the shared experts. */
+static void test_families_limits(void) {
+    static const float want[3][2] = {{1.5f, 1.5f}, {0.75f, 0}, {0.5f, 1.25f}}; /* of the experts or dense; shared */
+    struct hf h;
+    struct model m;
+    char path[256], err[ERR_MAX];
+    hf_load(&h, "step3p5");
+    hf_set(h.config, "{\"swiglu_limits\":[0.25,0.75,0.5],\"swiglu_limits_shared\":[1.5,0,1.25]}");
+    snprintf(path, sizeof path, "%s/out.gguf", h.dir);
+    if (hf_convert(&h) && CHECK(!model_load(&m, path, err), "%s", err)) {
+        for (int il = 0; il < 3; il++)
+            CHECK(m.layers[il].glu_limit == want[il][0] && m.layers[il].sh_glu_limit == want[il][1],
+                  "layer %d has limits %g and %g", il, m.layers[il].glu_limit, m.layers[il].sh_glu_limit);
+        model_free(&m);
+    }
+    hf_end(&h);
+}
+
 #define TESTS_FAMILIES                                                                                        \
     {"families/keys", test_families_keys}, {"families/gpt_oss", test_families_gpt_oss},                       \
         {"families/pairs", test_families_pairs}, {"families/qkv", test_families_qkv},                         \
@@ -896,4 +913,4 @@ static void test_families_refusals(void) {
         {"families/prediction", test_families_prediction}, {"families/rope_freqs", test_families_rope_freqs}, \
         {"families/words", test_families_words}, {"families/left_out", test_families_left_out},               \
         {"families/counts", test_families_counts}, {"families/even_counts", test_families_even_counts},       \
-        {"families/refusals", test_families_refusals},
+        {"families/refusals", test_families_refusals}, {"families/limits", test_families_limits},

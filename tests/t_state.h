@@ -320,6 +320,12 @@ static void test_state_ring(void) {
           planes[PLANE_K].n_row);
     layer_planes(&m, &m.layers[1], KV_BF16, planes);
     CHECK(planes[PLANE_K].kind == PLANE_TOKENS, "a layer without a window has a ring");
+    for (int window = 1; window < 1000; window++) {
+        struct plane p = {.kind = PLANE_TOKENS};
+        window_plane(&p, window, 1 << 20);
+        CHECK(p.kind == PLANE_RING && p.n_row >= p.window + FORWARD_MAX + DECODE_MAX_TOKENS && p.window == window - 1,
+              "window %d: %d rows for %d before a forward", window, p.n_row, p.window);
+    }
     for (int kv = KV_BF16; kv <= KV_F32; kv++) {
         const int chunk = kv == KV_BF16 ? 512 : kv == KV_FP8 ? 200 : 77;
         float *ring = window_logits(&m, 1, (enum kv_type)kv, ids, WINDOW_TOKENS, chunk);
@@ -336,16 +342,32 @@ static void test_state_ring(void) {
     model_free(&m);
 }
 
-/* Syncs to ids with token `at` changed, of which `computed` have to be computed. */
-static void window_back(struct session *s, const struct model *m, int32_t *ids, int at, int computed) {
+/* Large sinks count once, however many partitions a context has: in prefill it is one. */
+static void test_state_sinks(void) {
+    static const float sinks[] = {6, 5, 4, 6.5f};
+    static int32_t ids[WINDOW_TOKENS];
+    struct model m;
+    window_model(&m, ids);
+    for (int il = 0; il < 2; il++) m.layers[il].sinks = sinks;
+    float *split = window_logits(&m, 1, KV_F32, ids, 513, 512), *whole = window_logits(&m, 1, KV_F32, ids, 513, 300);
+    const double e = nmse(split, whole, (size_t)m.n_vocab);
+    CHECK(e < 1e-10, "NMSE %.3g", e);
+    free(split);
+    free(whole);
+    model_free(&m);
+}
+
+/* Syncs to n of the ids with token `at` changed, of which `computed` have to be computed. Logits near `at` tell which
+ * keys it saw. */
+static void window_back(struct session *s, const struct model *m, int32_t *ids, int at, int n, int computed) {
     char err[ERR_MAX] = "";
     ids[at] ^= 1;
-    CHECK(session_sync(s, ids, WINDOW_TOKENS, 0, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(s, ids, n, 0, err) == SYNC_DONE, "%s", err);
     CHECK(s->sync_tokens == computed, "token %d changed: computed %d tokens, expected %d", at, s->sync_tokens,
           computed);
-    float *want = window_logits(m, s->pg.n, s->r->kv_type, ids, WINDOW_TOKENS, 512);
+    float *want = window_logits(m, s->pg.n, s->r->kv_type, ids, n, 512);
     const double e = nmse(session_logits(s), want, (size_t)m->n_vocab);
-    CHECK(e < 1e-9, "token %d changed: NMSE %.3g", at, e);
+    CHECK(e < 1e-9, "token %d of %d changed: NMSE %.3g", at, n, e);
     free(want);
 }
 
@@ -363,15 +385,49 @@ static void test_state_ring_back(void) {
     CHECK(session_sync(&s, ids, WINDOW_TOKENS, 0, err) == SYNC_DONE, "%s", err);
     const int reach = session_reach(&s);
     CHECK(reach > 4000 && reach < WINDOW_TOKENS - 4000, "reach %d", reach);
-    window_back(&s, &m, ids, WINDOW_TOKENS - 10, 10);
-    window_back(&s, &m, ids, reach, WINDOW_TOKENS - reach);
-    window_back(&s, &m, ids, reach - 1, WINDOW_TOKENS - 3900);
-    window_back(&s, &m, ids, 3000, WINDOW_TOKENS);
+    window_back(&s, &m, ids, WINDOW_TOKENS - 10, WINDOW_TOKENS, 10);
+    window_back(&s, &m, ids, reach, WINDOW_TOKENS, WINDOW_TOKENS - reach);
+    window_back(&s, &m, ids, reach - 1, WINDOW_TOKENS, WINDOW_TOKENS - 3900);
+    window_back(&s, &m, ids, 3000, WINDOW_TOKENS, WINDOW_TOKENS);
     CHECK(state_save(&s, path, err) == 0, "%s", err);
     session_free(&s);
     window_open(&s, &m, 1, KV_FP8);
     CHECK(session_load(&s, path, err) == 0 && s.n_past == WINDOW_TOKENS, "%s", err);
-    window_back(&s, &m, ids, WINDOW_TOKENS - 5, 5);
+    window_back(&s, &m, ids, WINDOW_TOKENS - 5, WINDOW_TOKENS, 5);
+    session_free(&s);
+    model_free(&m);
+}
+
+/* Going back to the first length that a ring allows, whose window drafts have come near, and going back again from where
+ * that ended. Catches a length that forgets the window, the drafts or what the timeline was before it was cut. */
+static void test_state_ring_twice(void) {
+    static int32_t ids[WINDOW_TOKENS];
+    struct model m;
+    struct session s, loaded;
+    char err[ERR_MAX] = "", path[256];
+    window_model(&m, ids);
+    snprintf(path, sizeof path, "%s/window.kv", test_dir());
+    window_open(&s, &m, 1, KV_BF16);
+    CHECK(session_sync(&s, ids, 3900, 3900, err) == SYNC_DONE, "%s", err);
+    CHECK(session_sync(&s, ids, WINDOW_TOKENS, 4600, err) == SYNC_DONE, "%s", err);
+    window_back(&s, &m, ids, 8000, 8010, 10);
+    CHECK(state_save(&s, path, err) == 0, "%s", err);
+    window_open(&loaded, &m, 1, KV_BF16);
+    CHECK(session_load(&loaded, path, err) == 0, "%s", err);
+    window_back(&loaded, &m, ids, 4655, 4660, 4660);
+    session_free(&loaded);
+    window_back(&s, &m, ids, 4602, 4604, 4);  /* of a snapshot whose rows go around the end of the ring */
+    window_back(&s, &m, ids, 4590, 4600, 10); /* where the snapshot has the keys of its window */
+    window_back(&s, &m, ids, 3902, 3904, 4);  /* short enough for a ring, but the rows were overwritten before */
+    window_back(&s, &m, ids, 3500, 3510, 3510);
+    CHECK(session_sync(&s, ids, WINDOW_TOKENS - DECODE_MAX_TOKENS, 0, err) == SYNC_DONE, "%s", err);
+    session_forward(&s, ids, DECODE_MAX_TOKENS);
+    s.n_past -= DECODE_MAX_TOKENS; /* as session_decode takes drafts back */
+    struct plane planes[PLANE_USES];
+    layer_planes(&m, &m.layers[0], KV_BF16, planes);
+    const int reach = session_reach(&s), oldest = WINDOW_TOKENS - planes[PLANE_K].n_row;
+    CHECK(reach - planes[PLANE_K].window == oldest, "reach %d, but the oldest row is that of token %d", reach, oldest);
+    window_back(&s, &m, ids, reach, reach + 10, 10);
     session_free(&s);
     model_free(&m);
 }
@@ -562,4 +618,5 @@ static void test_state_dialogue(void) {
         {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
         {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
         {"state/dialogue", test_state_dialogue}, {"state/ring", test_state_ring},                                    \
-        {"state/ring-back", test_state_ring_back},
+        {"state/ring-back", test_state_ring_back}, {"state/ring-twice", test_state_ring_twice},                      \
+        {"state/sinks", test_state_sinks},
