@@ -927,17 +927,18 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
  * Types: state, ranks, the GPU backend
  *
  * A layer's state is a list of planes: the KV cache, and the state of recurrent layers. Allocation, plan, save, load,
- * truncation and bench iterate over it. Attention has planes of kind PLANE_TOKENS, with a window PLANE_RING; a gated delta
- * net has rings and a state; tests/t_state.h has a family with all kinds. A rank is one worker with its shard, its planes and its activations.
+ * truncation and bench iterate over it. Attention has planes of kind PLANE_TOKENS, with a window PLANE_RING; a gated
+ * delta net has rings and a state; tests/t_state.h has a family with all kinds. A rank is one worker with its shard, its
+ * planes and its activations.
  * ============================================================================================================ */
 
 /* How the rows of a plane follow the timeline. */
 enum plane_kind {
     PLANE_TOKENS, /* a row for every token */
     PLANE_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
-    PLANE_RING, /* the latest n_row tokens: token p is row p % n_row; n_row >= window + the tokens that a forward writes
-                   * before it reads */
-    PLANE_STATE /* n_row rows that stand for all tokens before struct rank's state_pos */
+    PLANE_RING,   /* the latest n_row tokens: token p is row p % n_row; n_row >= window + the tokens that a forward
+                     writes before it reads */
+    PLANE_STATE   /* n_row rows that stand for all tokens before struct rank's state_pos */
 };
 
 /* What a plane of a layer holds. */
