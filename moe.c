@@ -14677,8 +14677,8 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
                                     "step-3.7-flash, laguna-xs or mimo-v2-flash. Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
-                                    "Feed-forward weights are NVFP4, norms and routers F32, and the backbone is\n"
-                                    "everything else.\n"
+                                    "Feed-forward weights are NVFP4 (gpt-oss: MXFP4), norms and routers F32, and\n"
+                                    "the backbone is everything else.\n"
                                     "\n"
                                     "With -m FILE the model is written to FILE, which must not exist, before it is\n"
                                     "used. On a GPU these weights take no host memory: a few random rows are packed\n"
@@ -20315,18 +20315,20 @@ static void info_attention(const struct model *m, int first) {
     const struct delta *d = &layer->delta;
     const int rope = m->ropes[a->rope].dim;
     int ranges = 0, n = 0;
+    char *list = NULL;
     printf("%s", layer->has & HAS_DELTA ? "delta net     " : "attention     ");
     for (int il = first; il < m->n_layer; il++) {
         int last = il;
         if (!info_same(&m->layers[il], layer)) continue;
         while (last + 1 < m->n_layer && info_same(&m->layers[last + 1], layer)) last++;
         if (last - il + 1 == m->n_layer) break;
-        if (ranges++ < RANGES) printf(last > il ? "%s%d-%d" : "%s%d", n ? ", " : "layers ", il, last);
+        if (ranges++ < RANGES) sb_printf(&list, last > il ? "%s%d-%d" : "%s%d", n ? ", " : "", il, last);
         n += last - il + 1;
         il = last;
     }
-    if (ranges > RANGES) printf(", .. (%d)", n);
-    if (n) printf(": ");
+    if (ranges > RANGES) sb_printf(&list, ", .. (%d)", n);
+    if (n) printf("layer%s %s: ", n > 1 ? "s" : "", sb_cstr(&list));
+    arrfree(list);
     if (d->n_key)
         printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens", d->n_key, d->head_k, d->n_value,
                d->head_v, d->n_conv);

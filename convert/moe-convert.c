@@ -224,7 +224,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
     if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' exists", where(w), x, x);
     const bool blocks = s->rank == 2 && s->shape[0] == block_rows && s->shape[1] == ceil128(l.cols);
     if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
-    else if (is_float(s) && is_scalar(s)) l.format = FP8_TENSOR;
+    else if (is_float(s) && is_scalar(s) && (!inv || s->rank < 2)) l.format = FP8_TENSOR;
     else if (is_float(s) && s->rank && s->shape[0] == l.rows && (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
         l.format = FP8_ROW;
     else if (is_float(s) && blocks) l.format = FP8_BLOCK;
@@ -1182,12 +1182,18 @@ static struct doc rope_doc(bool windowed) {
 
 static const char *rope_type(struct doc r) { return get_str(r, "rope_type", get_str(r, "type", "default")); }
 
+/* Refuses a list that ends before the last layer. Those for multi-token prediction may follow it. */
+static void check_per_layer(const char *key, const json_t *list) {
+    expect(m.cfg, key, json_array_size(list) >= (size_t)m.n_layer, fmt("a value for each of %d layers", m.n_layer));
+}
+
 /* Returns the number that config.json has for all layers, or in a list for those with a window, or without. */
 static double layer_number(const char *key, bool windowed, double dflt) {
     json_t *v, *list = get(m.cfg, key);
     double found = NAN;
     size_t i;
     if (!json_is_array(list)) return get_num(m.cfg, key, dflt);
+    check_per_layer(key, list);
     json_array_foreach(list, i, v) {
         if (i >= (size_t)(m.n_layer + m.n_mtp) || m.windowed[i] != windowed) continue;
         expect(m.cfg, key, json_is_number(v) && (isnan(found) || json_number_value(v) == found),
@@ -2737,11 +2743,12 @@ static void put_ernie(void) {
     kv_u32("interleave_moe_layer_step", (size_t)get_int(m.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1));
 }
 
-/* Writes a limit for every layer from a list that may end early; null is 0, none. */
+/* Writes a limit for every layer from a list, if there is one; null is 0, none. */
 static void put_limits(const char *key, const char *name) {
     const struct key_range *range = key_range_of(name);
     json_t *list = get_list(m.cfg, key);
     float limits[MAX_LAYERS] = {0};
+    if (list) check_per_layer(key, list);
     for (size_t l = 0; l < json_array_size(list) && l < MAX_LAYERS; l++) {
         json_t *v = json_array_get(list, l);
         const double limit = json_number_value(v);

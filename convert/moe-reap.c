@@ -1176,6 +1176,20 @@ static void hf_check_lists(void) {
     expect(s, "method", !s.obj || !strcmp(get_str(s, "method", ""), "prune"), "\"prune\"");
 }
 
+/* Whether the name p of a tensor is one of the model's layers, not one of a tower for pictures. */
+static bool is_ours(const char *name, const struct parsed_name *p) {
+    return p->block >= 0 && p->prefix == strlen(hf_prefix) && !memcmp(name, hf_prefix, p->prefix);
+}
+
+/* Counts the layers for multi-token prediction, with experts or without: scores may list them all. */
+static void hf_count_mtp(void) {
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        const struct parsed_name p = name_parse(tensors[i].name);
+        const int n = p.block + 1 - m.n_trunk;
+        if ((p.mtp || is_ours(tensors[i].name, &p)) && n > m.n_mtp) m.n_mtp = n;
+    }
+}
+
 /* Opens the source and fills in m. */
 static void hf_read(const char *path) {
     model_dir = path;
@@ -1196,7 +1210,7 @@ static void hf_read(const char *path) {
     for (size_t k = 0; k < COUNT(count_keys); k++) counted |= get(hf_doc_of(count_keys[k]), count_keys[k]) != NULL;
     if (!counted) die("config.json has none of num_experts, n_routed_experts, num_local_experts, moe_num_experts");
     hf_read_layers();
-    if (arrlen(m.layers) && arrlast(m.layers).block >= m.n_trunk) m.n_mtp = arrlast(m.layers).block + 1 - m.n_trunk;
+    hf_count_mtp();
     hf_check_tensors();
     hf_check_lists();
     hf_read_retained();
@@ -1211,8 +1225,7 @@ static void hf_read(const char *path) {
 static const char *hf_rename(const char *name) {
     struct parsed_name p = name_parse(name);
     const struct expert_layer *layer = p.role == EXPERT ? layer_find(p.block) : NULL;
-    bool ours = p.block >= 0 && p.prefix == strlen(hf_prefix) && !memcmp(name, hf_prefix, p.prefix);
-    if ((opts.mtp == MTP_DROP) && (p.mtp || (ours && p.block >= m.n_trunk))) return NULL;
+    if ((opts.mtp == MTP_DROP) && (p.mtp || (is_ours(name, &p) && p.block >= m.n_trunk))) return NULL;
     if (!layer || p.expert >= layer->n) return name;
     if (!layer->experts[p.expert].retained) return NULL;
     return fmt("%.*s%d%s", (int)p.at, name, layer->experts[p.expert].new_id, name + p.end);

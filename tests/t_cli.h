@@ -546,6 +546,11 @@ static void test_cli_info(void) {
                           "temp 0.6, top-k 20, top-p 0.95"};
     for (size_t i = 0; i < sizeof want / sizeof *want; i++)
         CHECK(strstr(sb_cstr(&out), want[i]), "--info does not say '%s'", want[i]);
+    arrsetlen(out, 0);
+    CHECK(run_command(MOE_BIN " --info --synth gpt-oss-20b:layers=3", &out, NULL) == 0, "--info failed");
+    CHECK(strstr(sb_cstr(&out), "attention     layers 0, 2: 64 heads") &&
+              strstr(out, "attention     layer 1: 64 heads"),
+          "%s", sb_cstr(&out));
     arrfree(out);
 }
 

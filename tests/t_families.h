@@ -817,6 +817,9 @@ static const struct family_refusal {
     {"step3p5", "key 'moe_router_activation': expected \"sigmoid\"", "{\"moe_router_activation\":\"softmax\"}", NULL,
      NULL, 0},
     {"step3p5", "key 'swiglu_limits': expected null or numbers from 0", "{\"swiglu_limits\":[-1,0,0]}", NULL, NULL, 0},
+    {"step3p5", "key 'swiglu_limits': expected a value for each of 3 layers, found [0,0]", "{\"swiglu_limits\":[0,0]}",
+     NULL, NULL, 0},
+    {"step3p5", "key 'rope_theta': expected a value for each of 3 layers", "{\"rope_theta\":[5e6,1e4]}", NULL, NULL, 0},
     {"step3p5", "moe.up_proj.weight': expected BF16 [4, 64, 64], found BF16 [4, 32, 128]", NULL,
      "model.layers.1.moe.up_proj.weight", "[4,32,128]", 0},
     {"step3p5", "tensor 'model.layers.1.moe.router_bias' is missing", NULL, "model.layers.1.moe.router_bias", NULL, 0},
@@ -906,6 +909,19 @@ static void test_families_limits(void) {
     hf_end(&h);
 }
 
+/* One scale in two dimensions is that of one block, not of a matrix of two. */
+static void test_families_one_scale(void) {
+    struct hf h;
+    hf_load(&h, "mimo_v2_flash_fp8");
+    struct hf_tensor *t = hf_find(&h, "model.layers.0.self_attn.k_proj.weight_scale_inv");
+    if (!CHECK(t, "the fixture has no such scale")) return;
+    snprintf(t->shape, sizeof t->shape, "[1,1]");
+    arrsetlen(t->data, 4);
+    const int rc = hf_convert_to(&h, "out.gguf");
+    CHECK(rc == 1 && strstr(h.err, "per 128 x 128 block [2, 1], found F32 [1, 1]"), "exit %d: %s", rc, h.err);
+    hf_end(&h);
+}
+
 #define TESTS_FAMILIES                                                                                        \
     {"families/keys", test_families_keys}, {"families/gpt_oss", test_families_gpt_oss},                       \
         {"families/pairs", test_families_pairs}, {"families/qkv", test_families_qkv},                         \
@@ -913,4 +929,5 @@ static void test_families_limits(void) {
         {"families/prediction", test_families_prediction}, {"families/rope_freqs", test_families_rope_freqs}, \
         {"families/words", test_families_words}, {"families/left_out", test_families_left_out},               \
         {"families/counts", test_families_counts}, {"families/even_counts", test_families_even_counts},       \
-        {"families/refusals", test_families_refusals}, {"families/limits", test_families_limits},
+        {"families/refusals", test_families_refusals}, {"families/limits", test_families_limits},             \
+        {"families/one_scale", test_families_one_scale},

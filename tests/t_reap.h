@@ -1288,21 +1288,21 @@ static void compare_ways_by(const char *dir, const char *how) {
     gguf_close(&b);
 }
 
-/* Both ways, by the scores of the trunk and by those of a prediction layer too. */
+/* Both ways, by the scores of the trunk and by those of all layers, as --calibrate writes them. A count of prediction
+ * layers that leaves out those without experts fails. */
 static void compare_ways(const char *dir, const char *how) {
     struct gguf in;
     if (!dir_convert(dir, "in.gguf") || !reap_open(&in, "in.gguf")) return;
     const int trunk = trunk_layers(&in);
+    int mtp = -1;
     char predict[64];
-    snprintf(predict, sizeof predict, "blk.%d.nextn.eh_proj.weight", trunk);
-    const bool mtp = gguf_find_tensor(&in, predict) != NULL;
-    snprintf(predict, sizeof predict, "blk.%d.ffn_gate_inp.weight", trunk);
-    const bool scored = mtp && gguf_find_tensor(&in, predict); /* some prediction layers have no experts */
+    do snprintf(predict, sizeof predict, "blk.%d.nextn.eh_proj.weight", trunk + ++mtp);
+    while (gguf_find_tensor(&in, predict));
     gguf_close(&in);
     scores_put("in.gguf", "in.json", trunk, score_spread);
     compare_ways_by(dir, how);
-    if (!scored) return;
-    scores_put_mtp("in.gguf", "in.json", trunk, 1, score_alternate);
+    if (!mtp) return;
+    scores_put_mtp("in.gguf", "in.json", trunk, mtp, score_alternate);
     compare_ways_by(dir, how);
 }
 
