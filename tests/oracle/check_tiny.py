@@ -149,14 +149,16 @@ def rope_tables(config, n, dim):
     return np.cos(angle) * amplitude, np.sin(angle) * amplitude, sharpen
 
 
-def attend(q, k, v, scale, window=None, sinks=None):
+def attend(q, k, v, scale, window=None, sinks=None, chosen=None):
     """q [n, heads, d], k [n, kv, d], v [n, kv, dv] -> [n, heads * dv], causal.  window: the number of tokens that one
-    sees, itself included; sinks [heads]: scores of nothing."""
+    sees, itself included; sinks [heads]: scores of nothing; chosen [n, n]: the tokens that each one sees."""
     n, heads = q.shape[:2]
     k, v = (np.repeat(t, heads // t.shape[1], 1) for t in (k, v))
     score = np.einsum("qhd,khd->hqk", q, k) * scale + np.triu(np.full((n, n), -np.inf), 1)
     if window:
         score += np.tril(np.full((n, n), -np.inf), -window)
+    if chosen is not None:
+        score = np.where(chosen, score, -np.inf)
     if sinks is not None:
         score = np.concatenate([score, np.broadcast_to(sinks[:, None, None], (heads, n, 1))], -1)
     return np.einsum("hqk,khd->qhd", softmax(score)[..., :n], v).reshape(n, -1)
@@ -231,29 +233,84 @@ def delta_net(W, config, x, p):
     return out.reshape(n, -1) @ W.get(p + "out_proj.weight").T
 
 
-def mla(W, config, x, p):
+def turn_pairs(t, cos, sin):
+    """Turns the pairs (2i, 2i + 1)."""
+    a, b = t[..., 0::2], t[..., 1::2]
+    return np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(t.shape)
+
+
+def turn_halves(t, cos, sin):
+    """Turns the pairs (i, i + half)."""
+    a, b = np.split(t, 2, -1)
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def layer_norm(x, w, b, eps):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w + b
+
+
+def index_scores(W, config, x, latent, p):
+    """What the indexer thinks of each token [n, n].  latent: the rows of the query after their norm."""
+    n, heads, d, rope = len(x), config["index_n_heads"], config["index_head_dim"], config["qk_rope_head_dim"]
+    q = (latent @ W.get(p + "wq_b.weight").T).reshape(n, heads, d)
+    k = layer_norm(x @ W.get(p + "wk.weight").T, W.get(p + "k_norm.weight"), W.get(p + "k_norm.bias"), 1e-6)[:, None]
+    cos, sin, _ = rope_tables(config, n, rope)
+    turn = turn_pairs if config.get("indexer_rope_interleave", False) else turn_halves
+    q, k = (np.concatenate([turn(t[..., :rope], cos[:, None], sin[:, None]), t[..., rope:]], -1) for t in (q, k))
+    match = np.maximum(np.einsum("qhd,kd->qhk", q, k[:, 0]), 0) * d ** -0.5
+    return np.einsum("qh,qhk->qk", x @ W.get(p + "weights_proj.weight").T * heads ** -0.5, match)
+
+
+def best_tokens(score, k):
+    """The k tokens [n, n] of the highest scores, of each token and those before it; of equals the first ones."""
+    causal = np.tril(np.ones(score.shape, bool))
+    order = np.argsort(-np.where(causal, score, -np.inf), -1, kind="stable")[:, :k]
+    chosen = np.zeros(score.shape, bool)
+    np.put_along_axis(chosen, order, True, 1)
+    return chosen & causal
+
+
+def shares_choice(config, layer):
+    """The layer sees what the last layer with an indexer chose.  layer: None for one behind the others."""
+    if layer is None:
+        return False
+    if config.get("indexer_types"):
+        return config["indexer_types"][layer] == "shared"
+    return max(layer - config.get("index_skip_topk_offset", 2) + 1, 0) % config.get("index_topk_freq", 1) != 0
+
+
+def indexed(W, config, x, latent, p, layer):
+    """The tokens that a layer's attention sees [n, n]; None: all."""
+    if "index_topk" not in config:
+        return None
+    if shares_choice(config, layer):
+        assert not W.has(p + "wk.weight"), p
+    else:
+        W.chosen = best_tokens(index_scores(W, config, x, latent, p), config["index_topk"])
+    return W.chosen
+
+
+def mla(W, config, x, p, layer):
     n, heads, eps = len(x), config["num_attention_heads"], config["rms_norm_eps"]
     nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
     if config["q_lora_rank"]:
-        q = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
-        q = q @ W.get(p + "q_b_proj.weight").T
+        low = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
+        q = low @ W.get(p + "q_b_proj.weight").T
     else:
-        q = x @ W.get(p + "q_proj.weight").T
+        low, q = None, x @ W.get(p + "q_proj.weight").T
     q = q.reshape(n, heads, nope + rope)
     latent = x @ W.get(p + "kv_a_proj_with_mqa.weight").T
     kv = rms(latent[:, :rank], W.get(p + "kv_a_layernorm.weight"), eps) @ W.get(p + "kv_b_proj.weight").T
     kv = kv.reshape(n, heads, nope + config["v_head_dim"])
     cos, sin, sharpen = rope_tables(config, n, rope)
     cos, sin = cos[:, None], sin[:, None]
-
-    def turn(t):  # pairs (2i, 2i + 1)
-        a, b = t[..., 0::2], t[..., 1::2]
-        return np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(t.shape)
-
-    q = np.concatenate([q[..., :nope], turn(q[..., nope:])], -1)
-    k_rope = np.repeat(turn(latent[:, None, rank:]), heads, 1)
+    q = np.concatenate([q[..., :nope], turn_pairs(q[..., nope:], cos, sin)], -1)
+    k_rope = np.repeat(turn_pairs(latent[:, None, rank:], cos, sin), heads, 1)
     k = np.concatenate([kv[..., :nope], k_rope], -1)
-    return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen) @ W.get(p + "o_proj.weight").T
+    chosen = indexed(W, config, x, low, p + "indexer.", layer)
+    y = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen, chosen=chosen)
+    return y @ W.get(p + "o_proj.weight").T
 
 
 def rules(config, layer):
@@ -487,7 +544,8 @@ def block(W, config, x, p, layer):
         before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
         return x + feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p)
     if "linear_num_key_heads" not in config:
-        mixer, at = mla if "kv_lora_rank" in config else gqa, "self_attn."
+        latent = lambda *args: mla(*args, layer)
+        mixer, at = latent if "kv_lora_rank" in config else gqa, "self_attn."
     elif layer is not None and is_linear(config, layer):
         mixer, at = delta_net, "linear_attn."
     else:

@@ -39,6 +39,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 EOT, IM_END = VOCAB - 5, VOCAB - 3
 POSITIONS, GREEDY_FROM, GREEDY_LEN = 48, 17, 24
 PROMPTS_TRIED = 48
+INDEX_GAP, GREEDY_INDEX_GAP = 3e-3, 5e-4
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 # ---- what the fixtures are ---------------------------------------------------------------------------------
@@ -115,6 +116,40 @@ def glm4_lite(**changes):
                  qk_rope_head_dim=16, v_head_dim=64, topk_method="noaux_tc", routed_scaling_factor=1.8,
                  partial_rotary_factor=1.0, rms_norm_eps=1e-6, dtype="bfloat16")
     return {**config, **changes}
+
+
+def deepseek_v32(**changes):
+    """config.json in the words of the DeepSeek-V3.2 releases."""
+    return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
+                       ep_size=1, index_head_dim=64, index_n_heads=4, index_topk=16, num_nextn_predict_layers=1,
+                       use_cache=True), **changes}
+
+
+def glm_dsa(**changes):
+    """config.json in the words of GLM-5 and 5.1.  Nothing is to be read from head_dim.  eps is not that of the release,
+    see README.md."""
+    config = glm(architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa", attention_bias=False,
+                 dtype="bfloat16", ep_size=1, head_dim=16, index_head_dim=64, index_n_heads=4, index_topk=32,
+                 indexer_rope_interleave=True, kv_lora_rank=64, moe_layer_freq=1, num_experts_per_tok=3,
+                 num_key_value_heads=4, pretraining_tp=1, q_lora_rank=96, qk_head_dim=64, qk_nope_head_dim=48,
+                 qk_rope_head_dim=16, rms_norm_eps=1e-6, rope_interleave=True, routed_scaling_factor=2.5,
+                 scoring_func="sigmoid", topk_method="noaux_tc", v_head_dim=64)
+    return {**new_rope(config, rope_theta=1000000, rope_type="default"), **changes}
+
+
+def glm_dsa_types(types, freq, offset, **changes):
+    """config.json in the words of GLM-5.2, as ModelOpt writes it; types has an F for a layer with an indexer, an S for
+    one that shares the choice of the last such layer."""
+    n = len(types)
+    config = glm_dsa(num_hidden_layers=n, bos_token_id=0, head_dim=48, index_share_for_mtp_iteration=True,
+                     index_skip_topk_offset=offset, index_topk_freq=freq, index_topk_pattern=None,
+                     indexer_types=[{"F": "full", "S": "shared"}[t] for t in types],
+                     layer_types=["deepseek_sparse_attention"] * n, mlp_bias=False,
+                     mlp_layer_types=["dense"] + ["sparse"] * (n - 1),
+                     rope_parameters={"rope_theta": 8000000, "rope_type": "default"})
+    config = {**config, **changes}
+    return {**config, "num_experts": config["n_routed_experts"],
+            "qk_head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
 
 
 def gpt_oss(**changes):
@@ -348,6 +383,7 @@ def new_rope(config, **rope):
     return {**config, "rope_parameters": rope, "dtype": "bfloat16"}
 
 
+INDEX_FP8 = r"_proj(_with_mqa)?\.weight$|indexer\.w(q_b|k)\.weight$"
 LINEAR = r"_proj(_with_mqa)?\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
@@ -446,6 +482,23 @@ SPECS = {
                          num_key_value_heads=3, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
                          q_lora_rank=64, qk_nope_head_dim=64, v_head_dim=32, routed_scaling_factor=1.25),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
+    "deepseek_v32": dict(
+        config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
+        positions=128, mtp_prompt=True),
+    "deepseek_v32_fp8": dict(
+        config=deepseek_v32(hidden_size=192, num_hidden_layers=2, n_routed_experts=6, n_group=2, topk_group=1,
+                            num_experts_per_tok=2, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=160,
+                            index_head_dim=128, index_n_heads=5, index_topk=8, moe_intermediate_size=128,
+                            rope_scaling=mla_yarn(40, 4096), max_position_embeddings=163840),
+        declare="fp8_block_ue8m0", positions=96, mtp_prompt=True,
+        store=[(r"k_norm", "f32"), (r"eh_proj|weights_proj", "bf16"), (INDEX_FP8, "fp8_block_ue8m0")]),
+    "glm_moe_dsa": dict(config=glm_dsa(), positions=160, mtp_prompt=True, tables=False),
+    "glm_moe_dsa_types": dict(
+        config=glm_dsa_types("FSSFS", 3, 1, hidden_size=128, index_topk=16, index_n_heads=6, index_head_dim=64,
+                             num_attention_heads=3, num_key_value_heads=3, q_lora_rank=64, qk_nope_head_dim=32,
+                             v_head_dim=32, n_routed_experts=6, num_experts_per_tok=2),
+        declare="modelopt_glm_dsa", positions=96, mtp_prompt=True, tables=False,
+        store=[(r"\.layers\.5\.", "bf16"), (EXPERTS, "nvfp4")]),
     "qwen3_5_moe": dict(
         config=qwen3_5("LF", linear_num_value_heads=8), positions=160, mtp=True, fused=r"model\.",
         store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
@@ -554,6 +607,8 @@ def draw(fixture, name, shape, tied, centred):
     if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
         return rng.uniform(-5, 1.5, shape).astype(np.float32)
     x = rng.standard_normal(shape)
+    if name.endswith("indexer.k_norm.bias"):  # the same for all keys: more would hide what they differ in
+        return (0.3 * x).astype(np.float32)
     if "norm" in name:
         less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
@@ -681,15 +736,20 @@ class Checkpoint:
                 self.tensors[name.replace("weight", f"{kv}_scale")] = torch.tensor(6.0 / 448)
         return self.tensors[name].float() * scale
 
-    def put_fp8_block(self, name, _, x):
-        """128 x 128 blocks, ragged at the edges; a reader makes BF16 of the float32 product."""
+    def put_fp8_block(self, name, _, x, power_of_two=False):
+        """128 x 128 blocks, ragged at the edges; a reader makes BF16 of the float32 product.
+        power_of_two: of the scales."""
         block = lambda s: s.repeat_interleave(128, 0)[:x.shape[0]].repeat_interleave(128, 1)[:, :x.shape[1]]
         corner = [-(-n // 128) for n in x.shape]
         scale = torch.stack([x[r * 128:r * 128 + 128, c * 128:c * 128 + 128].abs().max() / 448
                              for r in range(corner[0]) for c in range(corner[1])]).reshape(corner)
+        scale = scale.log2().ceil().exp2() if power_of_two else scale
         self.tensors[name] = fp8_encode(x, block(scale))
         self.tensors[name + "_scale_inv"] = scale
         return bf16(self.tensors[name].float() * block(scale))
+
+    def put_fp8_block_ue8m0(self, name, source, x):
+        return self.put_fp8_block(name, source, x, power_of_two=True)
 
     def put_nvfp4(self, name, source, x):
         scale_2 = self.amax(source, x.shape) / (6 * 448)
@@ -792,8 +852,8 @@ def put_mtp(checkpoint, config, tables):
     n, hidden = config["num_hidden_layers"], config["hidden_size"]
     last = f"model.layers.{n - 1}."
     for name, shape in list(checkpoint.shapes.items()):
-        if name.startswith(last):
-            checkpoint.put(name.replace(last, f"model.layers.{n}."), shape)
+        if name.startswith((last, "model.layers.0.self_attn.indexer.")):  # the last layer may share another's choice
+            checkpoint.put(re.sub(r"^model\.layers\.\d+\.", f"model.layers.{n}.", name), shape)
     own = {"final_layernorm" if config["model_type"] == "hy_v3" else "shared_head.norm": (hidden,)}
     if tables and config["model_type"] != "hy_v3":
         own |= {"embed_tokens": (VOCAB, hidden), "shared_head.head": (VOCAB, hidden)}
@@ -902,12 +962,26 @@ def mtp_name(config, name):
     return hub_name(config, f"model.layers.{config['num_hidden_layers']}.{name}")
 
 
+def row_layer(kind):
+    """The kind of layer that returns its rows alone; GLM's layers return their indexer's choice beside them."""
+    if kind is not transformers.models.glm_moe_dsa.modeling_glm_moe_dsa.GlmMoeDsaDecoderLayer:
+        return kind
+
+    class RowLayer(kind):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)[0]
+
+    return RowLayer
+
+
 def make_mtp(model, config, checkpoint):
     """transformers' MtpLayer around a full-attention layer with experts, with the values of the checkpoint."""
     text = copy.deepcopy(decoder(model).config)
     text.num_mtp_layers, text.mtp_layer_types, text.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
+    if hasattr(text, "indexer_types"):
+        text.indexer_types = ["full"]
     text = text.get_mtp_config()
-    kinds = type(decoder(model).layers[-1]), type(decoder(model).norm)
+    kinds = row_layer(type(decoder(model).layers[-1])), type(decoder(model).norm)
     layer, values = MtpLayer(text, *kinds, 0).float().eval(), checkpoint.values
     assert layer.config._attn_implementation == layer.config._experts_implementation == "eager"
     for name, old in list(layer.state_dict().items()):
@@ -924,8 +998,8 @@ def make_mtp(model, config, checkpoint):
 
 
 def predict(model, config, checkpoint, ids):
-    """What the MTP layer predicts: logits [n - 1, vocab], and each row's routing gap.  Row t is made of the trunk's
-    row t after the final norm and of token t + 1, and stands at position t."""
+    """What the MTP layer predicts: logits [n - 1, vocab], and each row's smallest gap of routing and of the layer's
+    indexer.  Row t is made of the trunk's row t after the final norm and of token t + 1, and stands at position t."""
     layer, trunk = make_mtp(model, config, checkpoint), decoder(model)
     ids = torch.tensor([ids])
     hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state
@@ -940,9 +1014,11 @@ def predict(model, config, checkpoint, ids):
     mlp = layer.mtp_block.mlp
     hook = mlp.gate.register_forward_hook(
         lambda _, __, output: gaps.append(checked_route(mlp, text_config(config), output)[1]))
+    indexer_gaps, unhook = watch_indexers([layer.mtp_block])
     rows = [layer(after, hidden, trunk.rotary_emb(after, position_ids=where + shift), mask, where + shift, None)
             for shift in (0, 1)]
     hook.remove()
+    unhook()
     # RoPE depends on differences of positions: that of the trunk's row and that of the token give the same.
     assert (rows[1] - rows[0]).square().mean() < 1e-10 * rows[0].square().mean()
     if config["model_type"] in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):  # transformers has the rest as well
@@ -954,7 +1030,7 @@ def predict(model, config, checkpoint, ids):
         give(whole.shared_head, "weight", head)
         theirs = whole.forward_layer(0, hidden, where, None, input_ids=ids[:, 1:])
         assert torch.equal(theirs, rows[0]) and torch.equal(whole._project_to_logits(theirs), rows[0] @ head.T)
-    return (rows[0] @ head.T)[0], gaps[0]
+    return (rows[0] @ head.T)[0], torch.stack([gaps[0], *indexer_gaps[:1]]).amin(0)
 
 
 def head_dim(config):
@@ -994,7 +1070,7 @@ def assert_rope(model, config):
     assert math.isclose(rotary.attention_scaling, cos_factor, rel_tol=1e-9)
     query = dim + config["qk_nope_head_dim"] if mla else head
     assert math.isclose(attention.scaling, query**-0.5 * score_factor, rel_tol=1e-9)
-    assert not mla or model.config.rope_interleave
+    assert not mla or getattr(model.config, "rope_interleave", True)
 
 
 def router(mlp):
@@ -1051,9 +1127,56 @@ def checked_route(mlp, config, output):
     return mine, gap, logits, bias
 
 
-def run(model, config, ids):
-    """Logits [n, vocab] and each token's smallest routing gap, which is 0 if bias or groups change no choice at all.
-    Asserts that transformers routes by the rules."""
+def indexer(layer):
+    """That of a layer, or None."""
+    return getattr(getattr(layer, "self_attn", None), "indexer", None)
+
+
+def index(layer, interleaved, x, latent, cos, sin):
+    """What an indexer thinks of each token [n, n], by the rules of the releases.  x [n, hidden]: the rows of the layer
+    after its norm; latent: those of the query after theirs."""
+    n, half = len(x), cos.shape[-1] // 2
+    q, k = layer.wq_b(latent).reshape(n, layer.n_heads, -1), layer.k_norm(layer.wk(x))[:, None]
+    cos, sin = cos[:, None, :half], sin[:, None, :half]
+
+    def turn(t):  # the first values of a head
+        part = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (
+            slice(0, half), slice(half, 2 * half))
+        a, b = t[..., part[0]], t[..., part[1]]
+        t = t.clone()
+        t[..., part[0]], t[..., part[1]] = a * cos - b * sin, b * cos + a * sin
+        return t
+
+    match = torch.einsum("qhd,kd->qhk", turn(q), turn(k)[:, 0]).relu() * q.shape[-1] ** -0.5
+    score = torch.einsum("qh,qhk->qk", layer.weights_proj(x), match) * layer.n_heads ** -0.5
+    return score + torch.full((n, n), -math.inf).triu(1)
+
+
+def watch_indexers(layers):
+    """The gaps [tokens] of each choice that the indexers of the layers will make: by how much the last token chosen
+    leads the first one rejected, in units of the row's largest score.  It is infinite where there is nothing to reject
+    and 0 between equals.  And a function that ends it.  Asserts that transformers chooses the same."""
+    gaps = []
+
+    def hook(layer, args, _, output):
+        x, latent, (cos, sin) = args[0][0], args[1][0], args[2]
+        interleaved, k = layer.config.model_type == "glm_moe_dsa", layer.index_topk
+        score = index(layer, interleaved, x, latent, cos[0], sin[0])
+        gap = torch.full((len(x),), math.inf)
+        for t in range(k, len(x)):
+            best = score[t, :t + 1].sort(descending=True)
+            gap[t] = (best.values[k - 1] - best.values[k]) / score[t, :t + 1].abs().max()
+            same = set(best.indices[:k].tolist()) == set(output[0, t].tolist())
+            assert same or gap[t] < 1e-5, "transformers chooses other tokens"
+        gaps.append(gap)
+
+    hooks = [indexer(layer).register_forward_hook(hook, with_kwargs=True) for layer in layers if indexer(layer)]
+    return gaps, lambda: [h.remove() for h in hooks]
+
+
+def run(model, config, ids, whole=True):
+    """Logits [n, vocab] and each token's smallest gap of routing and indexers, which is 0 if bias or groups change no
+    choice at all, unless the prompt is but a part.  Asserts that transformers routes by the rules."""
     gaps, biased, told = [], [], {"groups": config.get("n_group", 1) == 1}
 
     def hook(mlp, output):
@@ -1066,11 +1189,13 @@ def run(model, config, ids):
 
     hooks = [router(layer.mlp).register_forward_hook(lambda _, __, output, mlp=layer.mlp: hook(mlp, output))
              for layer in moe_layers(model)]
+    indexer_gaps, unhook = watch_indexers(decoder(model).layers)
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     for h in hooks:
         h.remove()
+    unhook()
     told["bias"] = any(biased) or not biased
-    return logits, torch.stack(gaps).amin(0) * all(told.values())
+    return logits, torch.stack(gaps + indexer_gaps).amin(0) * (all(told.values()) or not whole)
 
 
 def greedy(model, config, ids):
@@ -1083,11 +1208,40 @@ def greedy(model, config, ids):
     return ids[-GREEDY_LEN:], min(gaps)
 
 
+def choose_indexed_prompt(model, config, positions, mtp):
+    """A random prompt in which each decision is clear: a token that makes a close one is drawn anew.  The tokens that
+    greedy decoding appends cannot be, so a prompt is dropped whose continuation has a close one.
+    mtp: as in choose_prompt()."""
+    for seed in range(4 * PROMPTS_TRIED):
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(0, VOCAB, positions).tolist()
+        for n in (GREEDY_FROM, positions):
+            while True:
+                logits, gaps = run(model, config, ids[:n], whole=False)
+                gaps[1:] = gaps[1:].minimum(mtp(ids[:n]))
+                if gaps.min() >= INDEX_GAP:
+                    break
+                ids[(gaps < INDEX_GAP).nonzero()[0].item()] = int(rng.integers(0, VOCAB))
+            if n == GREEDY_FROM:
+                tail, margin = greedy(model, config, ids[:n])
+                close = run(model, config, ids[:n] + tail, whole=False)[1].min().item()
+                if close < GREEDY_INDEX_GAP or margin < 0.02 or len(set(tail)) < GREEDY_LEN // 3:
+                    break
+        else:
+            gap = run(model, config, ids)[1].minimum(gaps).min().item()
+            if gap >= INDEX_GAP:
+                print(f"smallest gap in the greedy continuation {close:.1e}")
+                return ids, logits, gap, tail, margin
+    raise AssertionError("no prompt is good enough")
+
+
 def choose_prompt(model, config, positions, mtp):
     """The random prompt whose closest routing decision is the widest, so that rounding flips no expert, and
     whose greedy continuation is neither monotonous nor a near-tie.  In a long prompt some decision is always
     close; there the token that makes it is drawn anew.  mtp: gives the gaps of the MTP layer for a prompt, which
     then count as well, or None."""
+    if any(indexer(layer) for layer in decoder(model).layers):
+        return choose_indexed_prompt(model, config, positions, mtp)
     ranked = []
     for seed in range(PROMPTS_TRIED if positions <= POSITIONS else 6):
         rng = np.random.default_rng(seed)
@@ -1136,6 +1290,17 @@ def declare(kind, names):
         mtp = [n.removesuffix(".eh_proj.weight") + "*" for n in names if n.endswith(".eh_proj.weight")]
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*mlp.gate", "*self_attn*", "*shared_experts*", "model.layers.*.mlp.*_proj", *mtp])
+    if kind == "modelopt_glm_dsa":  # the same list in both files, but for the names; the MTP layer is left as it was
+        layers = 1 + max(int(m[1]) for n in names if (m := re.match(r"model\.layers\.(\d+)\.", n)))
+        sparse = [f"model.layers.{i}" for i in range(1, layers - 1)]
+        exclude = ["lm_head", "model.embed_tokens", "model.layers.0*", *(n + ".mlp.shared_experts*" for n in sparse),
+                   *(n + ".self_attn*" for n in sparse), f"model.layers.{layers - 1}*"]
+        group = {"weights": {"dynamic": False, **fp4}, "input_activations": {"dynamic": False, **fp4},
+                 "targets": ["Linear"]}
+        return ({"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": group},
+                 "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "ignore": exclude,
+                 "producer": {"name": "modelopt", "version": "0.46.0"}},
+                modelopt_json("NVFP4", "FP8", group_size=16, exclude_modules=exclude))
     if kind == "modelopt_step":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*self_attn*", "*moe.gate", "*share_expert*", "*mlp*", "vision_model*"])
@@ -1159,6 +1324,9 @@ def declare(kind, names):
             "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}, None
     if kind == "fp8_block":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128]}, None
+    if kind == "fp8_block_ue8m0":
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
                 "weight_block_size": [128, 128]}, None
     if kind == "fp8_block_mimo":
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
