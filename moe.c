@@ -197,6 +197,9 @@ struct attn {
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
     int copied_kv;                    /* shard: a rank before it has its KV head, too, and counts it in row norms */
+    int n_index, index_k;             /* HAS_INDEXER: heads of the indexer's queries, width of a head and of its key */
+    int top_k;                        /* keys that a query sees, the indexer's choice; 0: all */
+    bool index_pairs;                 /* the indexer rotates neighbours, as struct rope says */
     float scale;                      /* factor of q.k before the softmax */
 };
 
@@ -241,7 +244,9 @@ enum layer_has {
     HAS_ROW_NORM = 1 << 16,  /* queries and keys are normed over all of their heads at once */
     HAS_SINKS = 1 << 17,     /* every head has a sink: a logit in the softmax that no value belongs to */
     HAS_BIASES = 1 << 18,    /* wo, the router and the experts have biases */
-    HAS_HEAD_GATE = 1 << 19  /* a matrix gives gates of the heads' results */
+    HAS_HEAD_GATE = 1 << 19, /* a matrix gives gates of the heads' results */
+    HAS_INDEXER = 1 << 20 /* an indexer chooses the keys; layers with attn.top_k but no indexer take the choice of the
+                                layer before */
 };
 
 /* How a feed-forward joins gate and up. */
@@ -272,6 +277,10 @@ struct layer {
     struct weight wkv_a;               /* (kv_lora + rope dim, n_embd) */
     struct weight wk_b, wv_b;          /* n_head of (kv_lora, head_k - rope dim), n_head of (head_v, kv_lora) */
     const float *q_a_norm, *kv_a_norm; /* (q_lora), (kv_lora) */
+    /* indexer of sparse attention */
+    struct weight wq_index, wk_index;          /* (n_index * index_k, q_lora), (index_k, n_embd) */
+    struct weight w_index;                     /* (n_index, n_embd) weights of its heads */
+    const float *index_norm, *index_norm_bias; /* (index_k) LayerNorm of keys */
     /* gated delta net; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v) */
     struct delta delta;
     struct weight wz;              /* (n_value * head_v, n_embd) gates of the result */
@@ -321,6 +330,9 @@ enum dim {
     DIM_Q_LORA,  /* q_lora */
     DIM_KV_LORA, /* kv_lora */
     DIM_KV_A,    /* kv_lora + rotated values */
+    DIM_INDEX_Q, /* n_index * index_k */
+    DIM_INDEX_K, /* index_k */
+    DIM_INDEXES, /* n_index */
     DIM_EXPERTS, /* n_expert */
     DIM_FF,      /* n_ff */
     DIM_SHARED,  /* n_ff_shared */
@@ -378,6 +390,11 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_kv_a_norm.weight", "self_attn.kv_a_layernorm",     kv_a_norm,   KV_LORA,           HAS_MLA),
     MATRIX("attn_k_b",              NULL,                           wk_b,        NOPE,    KV_LORA,  HEADS,   HAS_MLA),
     MATRIX("attn_v_b",              NULL,                           wv_b,        KV_LORA, HEAD_V,   HEADS,   HAS_MLA),
+    MATRIX("indexer.attn_q_b",      "self_attn.indexer.wq_b",       wq_index,    Q_LORA,  INDEX_Q,  ONE,     HAS_INDEXER),
+    MATRIX("indexer.attn_k",        "self_attn.indexer.wk",         wk_index,    EMBD,    INDEX_K,  ONE,     HAS_INDEXER),
+    VECTOR("indexer.k_norm.weight", "self_attn.indexer.k_norm",     index_norm,  INDEX_K,           HAS_INDEXER),
+    VECTOR("indexer.k_norm.bias",   "self_attn.indexer.k_norm.bias", index_norm_bias, INDEX_K,      HAS_INDEXER),
+    MATRIX("indexer.proj",          "self_attn.indexer.weights_proj", w_index,   EMBD,    INDEXES,  ONE,     HAS_INDEXER),
     MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
     MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA),
     OPTIONAL("attn_q.bias",         "self_attn.q_proj.bias",        wq.bias,     Q,                 HAS_GQA),
@@ -510,6 +527,7 @@ struct maxima {
     int n_head, head_k, head_v, q_lora, kv_lora, rope_dim;
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
     int gates;                                /* of heads */
+    int n_index, index_k, top_k;              /* sparse attention */
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
@@ -626,6 +644,9 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_Q_LORA: return a->q_lora;
     case DIM_KV_LORA: return a->kv_lora;
     case DIM_KV_A: return a->kv_lora + layer_rope_dim(m, layer);
+    case DIM_INDEX_Q: return a->n_index * a->index_k;
+    case DIM_INDEX_K: return a->index_k;
+    case DIM_INDEXES: return a->n_index;
     case DIM_EXPERTS: return layer->n_expert;
     case DIM_FF: return layer->n_ff;
     case DIM_SHARED: return layer->n_ff_shared;
@@ -729,6 +750,9 @@ enum act {
     A_Z,     /* (n_tok, n_value * head_v) delta net: gates of the result */
     A_ALPHA, /* (n_tok, n_value) delta net: inputs of the decay, */
     A_BETA,  /* (n_tok, n_value) and of beta */
+    A_IQ,    /* (n_tok, n_index * index_k) indexer: queries, */
+    A_IK,    /* (n_tok, index_k) keys, */
+    A_IW,    /* (n_tok, n_index) and weights of its heads */
     A_EH,    /* (n_tok, columns of eh_proj) prediction layer: the norms of embedding and final row, side by side */
     ACT_COUNT
 };
@@ -748,11 +772,28 @@ static inline void layer_projections(const struct layer *l, const struct weight 
         w[i] = mla ? latent[i] : heads[i];
         out[i] = mla ? latent_out[i] : heads_out[i];
     }
-    if (l->has & HAS_HEAD_GATE) {
-        w[n] = &l->w_gate;
-        out[n++] = A_GATE;
+    const struct {
+        uint32_t has;
+        const struct weight *w;
+        enum act out;
+    } more[] = {
+        {HAS_HEAD_GATE, &l->w_gate, A_GATE}, {HAS_INDEXER, &l->wk_index, A_IK}, {HAS_INDEXER, &l->w_index, A_IW}};
+    for (int i = 0; i < 3; i++) {
+        if (!(l->has & more[i].has)) continue;
+        w[n] = more[i].w;
+        out[n++] = more[i].out;
     }
     w[n] = NULL;
+}
+
+/* The same for those that it multiplies the norm of the compressed query by. */
+static inline void layer_queries(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
+                                 enum act out[LINEAR_MAX]) {
+    w[0] = &l->wq_b;
+    w[1] = l->has & HAS_INDEXER ? &l->wq_index : NULL;
+    w[2] = NULL;
+    out[0] = A_Q;
+    out[1] = A_IQ;
 }
 
 /* How a token is chosen; the options of the same names. */
@@ -819,9 +860,8 @@ struct profile_row {
     /* x += the deltas of the stage's ranks, added in rank order: the same bits on each (delta ACT_COUNT: none); then  \
        norm(x) times the matrices of layer_projections of layer il. Overwrites A_H */                                  \
     X(void, projections, (struct rank *r, int il, enum act x, enum act delta), (r, il, x, delta))                      \
-    /* x = norm(x) * norm; out = W x */                                                                                \
-    X(void, norm_linear, (struct rank *r, enum act x, const float *norm, const struct weight *w, enum act out),        \
-      (r, x, norm, w, out))                                                                                            \
+    /* out = W norm(A_QA): the queries of layer il's attention, and of its indexer. Overwrites A_QA */                 \
+    X(void, queries, (struct rank *r, int il), (r, il))                                                                \
     /* out = W x */                                                                                                    \
     X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
     /* q and k of layer il become x / rms(x) * norm, where rms is that of the whole row, over all ranks (HAS_ROW_NORM) */ \
@@ -834,6 +874,9 @@ struct profile_row {
     /* out = gated delta net of layer il over A_Q, A_K, A_V (before the convolution), A_ALPHA, A_BETA, gated by A_Z;   \
        takes the tokens that the layer's state lacks into it, see session_forward */                                   \
     X(void, delta_net, (struct rank *r, int il, enum act out), (r, il, out))                                           \
+    /* writes the indexer's keys of layer il to the cache, from A_IK; then chooses the attn.top_k keys that each query  \
+       sees, by A_IQ and A_IW, for the attention of this layer and of those behind it without an indexer */            \
+    X(void, select_keys, (struct rank *r, int il), (r, il))                                                            \
     /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
        writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
     X(void, mla_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))       \
@@ -948,6 +991,7 @@ enum plane_use {
     PLANE_RECENT, /* a ring of what a recurrent state has not absorbed yet; delta net: alpha and beta */
     PLANE_POOL,   /* blocks: pooled rows */
     PLANE_SUM,    /* a recurrent state */
+    PLANE_INDEX,  /* keys of the indexer of sparse attention */
     PLANE_USES
 };
 
@@ -1032,6 +1076,7 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
         const int rope = layer_rope_dim(m, layer);
         out[PLANE_K] = plane_make(type, a->kv_lora, LATENT_GROUP);
         out[PLANE_V] = plane_make(type == KV_F32 ? KV_F32 : KV_BF16, rope, rope);
+        if (layer->has & HAS_INDEXER) out[PLANE_INDEX] = plane_make(type, a->index_k, a->index_k);
     } else if (layer->has & HAS_DELTA) {
         delta_planes(&layer->delta, out);
     } else {
@@ -1131,6 +1176,8 @@ static inline double layer_state_reads(const struct model *m, const struct layer
         if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
         else if (p->kind == PLANE_TOKENS && layer->attn.window && rows > (size_t)layer->attn.window)
             rows = (size_t)layer->attn.window;
+        else if (u <= PLANE_V && layer->attn.top_k && rows > (size_t)layer->attn.top_k)
+            rows = (size_t)layer->attn.top_k;
         bytes += (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
     }
     return bytes;
@@ -1154,6 +1201,9 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_Z] = m->max.z;
     width[A_ALPHA] = width[A_BETA] = m->max.values;
     width[A_GATE] = m->max.gates;
+    width[A_IQ] = m->max.n_index * m->max.index_k;
+    width[A_IK] = m->max.index_k;
+    width[A_IW] = m->max.n_index;
     width[A_EH] = m->max.eh;
 }
 
@@ -1217,8 +1267,11 @@ struct rank {
     float *decay_beta; /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
     float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norm of each tile */
     float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
-    float *partials;   /* partial results of a partitioned context */
-    float *logits;     /* (LOGIT_ROWS, n_vocab) */
+    float *index_scores;  /* (DECODE_MAX_TOKENS, n_ctx) of keys by the indexer */
+    int32_t *chosen_keys; /* (chunk, top_k) positions of the keys that a query sees, ascending; of a query whose context
+                             is longer than top_k */
+    float *partials;      /* partial results of a partitioned context */
+    float *logits;        /* (LOGIT_ROWS, n_vocab) */
     int32_t chosen[LOGIT_ROWS]; /* the tokens of `sample`, */
     int n_chosen;               /* and how many */
     uint8_t *scratch;           /* (n_threads, scratch_bytes) of each thread */
@@ -7623,10 +7676,41 @@ static void layer_glm4(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
 }
 
+/* Reads the metadata of latent attention over the keys that an indexer chooses (DeepSeek-V3.2, arXiv 2512.02556, section
+ * 2.1). */
+static void read_sparse(struct loader *l) {
+    struct attn *a = &l->attn;
+    read_mla(l);
+    a->n_index = loader_int(l, "attention.indexer.head_count", KEY_REQUIRED, 1, 1024);
+    a->index_k = loader_int(l, "attention.indexer.key_length", KEY_REQUIRED, 2, 1024);
+    a->top_k = loader_int(l, "attention.indexer.top_k", KEY_REQUIRED, 1, MAX_TRAINED);
+    const int rope = l->m->ropes[a->rope].dim;
+    if (!l->failed && !a->q_lora)
+        loader_fail(l, "metadata key '%s.attention.q_lora_rank' is missing: the indexer needs a low-rank query",
+                    l->arch);
+    if (!l->failed && rope > a->index_k)
+        loader_fail(l, "metadata key '%s.attention.indexer.key_length' is %d, expected at least the %d rotated values",
+                    l->arch, a->index_k, rope);
+}
+
+/* The same of GLM-5. */
+static void read_glm_dsa(struct loader *l) {
+    read_sparse(l);
+    l->attn.index_pairs = true;
+}
+
 /* A layer with latent attention. */
 static void layer_mla(struct loader *l, struct layer *layer, int il) {
     layer->has = HAS_ATTENTION | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
     layer_attn(l, layer, il);
+}
+
+/* A layer with latent attention over chosen keys. The tensors tell which layers have an indexer; a prediction layer
+ * without one sees all keys. */
+static void layer_sparse(struct loader *l, struct layer *layer, int il) {
+    layer_mla(l, layer, il);
+    if (layer_has_tensor(l, il, "indexer.attn_k.weight")) layer->has |= HAS_INDEXER;
+    else if (il >= l->m->n_layer) layer->attn.top_k = 0;
 }
 
 /* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
@@ -7854,6 +7938,8 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
         *scale = l->value_scale * (layer->wv.scale ? layer->wv.scale[0] : 1.0f);
         layer->wv.scale = scale;
     }
+    if (layer->attn.top_k && !(layer->has & HAS_INDEXER) && !il)
+        loader_fail(l, "layer 0 has no indexer, expected tensor 'blk.0.indexer.attn_k.weight'");
     if (layer->router_bias && l->m->gating != GATING_SIGMOID && !l->m->family->softmax_bias)
         loader_fail(l,
                     "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
@@ -7884,6 +7970,9 @@ static void model_maxima(struct model *m) {
         x->v = int_max(x->v, delta ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
         x->att = int_max(x->att, layer_dim(m, layer, delta ? DIM_VALUE : DIM_ATT));
         x->gates = int_max(x->gates, layer_dim(m, layer, DIM_GATES));
+        x->n_index = int_max(x->n_index, a->n_index);
+        x->index_k = int_max(x->index_k, a->index_k);
+        x->top_k = int_max(x->top_k, a->top_k);
         x->values = int_max(x->values, layer->delta.n_value);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
@@ -8274,24 +8363,36 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->n_ff_shared = dim_range(m, whole, DIM_SHARED, h, shard).n;
 }
 
+/* Whether a pipeline stage may begin with layer il: not where it takes the choice of keys of the layer before. */
+static bool layer_begins(const struct model *m, int il) {
+    return !m->layers[il].attn.top_k || m->layers[il].has & HAS_INDEXER;
+}
+
+/* Layers from il on that a pipeline stage may begin with. */
+static int layer_beginnings(const struct model *m, int il) {
+    int n = 0;
+    for (; il < m->n_layer; il++) n += layer_begins(m, il);
+    return n;
+}
+
 /* Returns the consecutive layers of a pipeline stage. Stages end where the bytes of weights up to there come nearest to
- * equal shares; each has a layer at least. */
+ * equal shares; n_stage <= layer_beginnings, and each has a layer at least. */
 static struct range stage_layers(const struct model *m, int n_stage, int stage) {
     uint64_t all = weight_bytes(&m->embd) + weight_bytes(&m->output), sum = weight_bytes(&m->embd);
     int bound[MAX_RANKS + 1] = {0}, s = 1;
     for (int il = 0; il < m->n_layer; il++) all += layer_bytes(&m->layers[il]);
     for (int il = 0; il < m->n_layer && s < n_stage; il++) {
         uint64_t more = layer_bytes(&m->layers[il]);
-        bool must = m->n_layer - il <= n_stage - s; /* every later stage needs a layer too */
+        bool must = layer_beginnings(m, il) <= n_stage - s; /* every later stage needs a layer too */
         bool full = (sum + more / 2) * (uint64_t)n_stage >= all * (uint64_t)s;
-        if (il > bound[s - 1] && (must || full)) bound[s++] = il;
+        if (il > bound[s - 1] && layer_begins(m, il) && (must || full)) bound[s++] = il;
         sum += more;
     }
     bound[n_stage] = m->n_layer;
     return range_of(bound[stage], bound[stage + 1] - bound[stage]);
 }
 
-/* A rank's shard of a whole model, n_stage <= n_layer; shard_free frees it. */
+/* A rank's shard of a whole model, n_stage <= layer_beginnings; shard_free frees it. */
 static void shard_model(struct model *out, const struct model *m, struct shard shard) {
     struct range layers = stage_layers(m, shard.n_stage, shard.stage);
     struct range rows = shard_range(m->n_vocab, SHARD_UNIT, shard.n_rank, shard.rank);
@@ -11862,9 +11963,13 @@ static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum 
     linear_each(r, x, (const struct weight *const[]){w, NULL}, &out);
 }
 
-static void cpu_norm_linear(struct rank *r, enum act x, const float *norm, const struct weight *w, enum act out) {
-    rmsnorm_rows(r, x, norm, x);
-    cpu_linear(r, w, x, out);
+static void cpu_queries(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
+    layer_queries(layer, w, out);
+    rmsnorm_rows(r, A_QA, layer->q_a_norm, A_QA);
+    linear_each(r, A_QA, w, out);
 }
 
 static void cpu_projections(struct rank *r, int il, enum act x, enum act delta) {
@@ -11997,6 +12102,9 @@ struct attend {
     int first, n_tok; /* tokens of the batch */
     int dk, dv;
     int begin, end; /* keys, `begin` a multiple of KEY_BLOCK; each row's causal limit and window apply on top */
+    const int32_t
+        *chosen;    /* (n_tok, top_k) positions of the keys that a token sees, of which begin..end-1 are meant; NULL:
+                              keys are positions. An item has one token */
     bool sinks;     /* the rows start with their sinks */
     const float *q; /* row of token first + t and head h at q + t * q_tok + h * q_head, (dk) */
     size_t q_tok, q_head;
@@ -12084,6 +12192,14 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
     const int lat = shape->kv_lora, rope = r->m->ropes[shape->rope].dim;
     const int nope = a->dk - rope; /* values of a key before the rotated ones */
     const size_t row = (size_t)lat * sizeof(float);
+    if (a->chosen) {
+        float *k_pe = w->keys + (ptrdiff_t)nope * KEY_BLOCK;
+        for (int i = 0; i < n; i++) kv_load(r->k, keys, a->chosen[pos + i], 1, 0, lat, w->values + i * lat, lat);
+        r->k->transpose(GGUF_F32, (const uint8_t *)w->values, row, n, lat, w->keys, KEY_BLOCK);
+        for (int i = 0; i < n; i++) kv_load(r->k, values, a->chosen[pos + i], 1, 0, rope, w->rows + i * rope, rope);
+        r->k->transpose(GGUF_F32, (const uint8_t *)w->rows, (size_t)rope * sizeof(float), n, rope, k_pe, KEY_BLOCK);
+        return;
+    }
     if (a->kind == ATTEND_LATENT) {
         kv_load(r->k, keys, pos, n, 0, lat, w->values, lat);
         r->k->transpose(GGUF_F32, (const uint8_t *)w->values, row, n, lat, w->keys, KEY_BLOCK);
@@ -12103,7 +12219,7 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
 static void attend_ahead(const struct rank *r, const struct attend *a, struct attend_work *w, int pos, int n,
                          int steps) {
     w->ahead_step = 0;
-    for (int u = 0; u < 2; u++) {
+    for (int u = 0; u < 2 && !a->chosen; u++) {
         const struct plane *p = &r->planes[a->il][u ? PLANE_V : PLANE_K];
         w->ahead[u] = p->data + plane_row(p, (size_t)pos) * p->row_bytes;
         w->ahead_end[u] = w->ahead[u] + (size_t)n * p->row_bytes;
@@ -12125,8 +12241,9 @@ static int first_in_window(int window, int own, int pos) { return window ? int_m
 static void attend_keys(const struct rank *r, const struct attend *a, struct attend_work *w, int set, int pos, int n) {
     const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
     const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
-    const int first_own = r->pos + a->first;    /* position of the first token */
-    const int first_seen = first_own + 1 - pos; /* keys up to the first token's own; each token sees one more */
+    const int first_own = r->pos + a->first; /* position of the first token */
+    const int first_seen =
+        a->chosen ? n : first_own + 1 - pos; /* keys up to the first token's own; each token sees one more */
     const int window = r->m->layers[a->il].attn.window;
     float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
     memset(w->s, 0, (size_t)rows * KEY_BLOCK * sizeof *w->s);
@@ -12197,7 +12314,8 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     }
     memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
     if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, &w);
-    const int last = r->pos + a->first + a->n_tok; /* one past the newest key that any row sees */
+    const int last =
+        a->chosen ? shape->top_k : r->pos + a->first + a->n_tok; /* one past the last key that a row sees */
     const int end = int_min(a->end, last);
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
         const int n = int_min(end - pos, KEY_BLOCK);
@@ -12237,12 +12355,16 @@ static int window_begin(int window, int own) { return first_in_window(window, ow
 /* The rows of all->n_tok tokens from all->first on against the cache from key all->begin on, in partitions of split_keys
  * keys. `all` describes the whole: heads in n_head, of which `group` are a set. */
 static void attend_tokens(struct rank *r, const struct attend *all, int group, int split_keys) {
-    const int most = all->kind == ATTEND_EXPAND ? all->n_tok : int_max(TILE_TOKENS, QUERY_ROWS / group);
-    const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
-    const int n_split = ceil_by(r->pos + all->first + all->n_tok - all->begin, split_keys);
     const struct layer *layer = &r->m->layers[all->il];
+    const int most = all->chosen                  ? 1
+                     : all->kind == ATTEND_EXPAND ? all->n_tok
+                                                  : int_max(TILE_TOKENS, QUERY_ROWS / group);
+    const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
+    const int last = all->chosen ? layer->attn.top_k : r->pos + all->first + all->n_tok;
+    const int n_split = ceil_by(last - all->begin, split_keys);
     int n_set = 1;
-    if (r->n_tok <= SAME_BITS_TOKENS) /* as many as leave enough items for all threads and fit in the scratch */
+    if (r->n_tok <= SAME_BITS_TOKENS ||
+        all->chosen) /* as many as leave enough items for all threads and fit in the scratch */
         n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
                         int_max(1, all->n_head * TILE_TOKENS / (tile * group)));
     const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
@@ -12258,6 +12380,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         a.n_tok = int_min(all->n_tok - t, tile);
         a.begin = all->begin + p * split_keys;
         a.end = a.begin + split_keys;
+        if (a.chosen) a.chosen += (size_t)t * (size_t)layer->attn.top_k;
         a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
         a.sinks = layer->sinks && !p;
         a.partial = n_split > 1;
@@ -12278,22 +12401,28 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
     team_barrier();
 }
 
-/* All rows of the batch against the cache; see attend_tokens. In prefill the context is one partition. In decode the
- * tokens are computed together whose contexts have the same partitions, as many as r->partials has room for. */
+/* All rows of the all->n_tok tokens from all->first on against the cache; see attend_tokens. In prefill the context is
+ * one partition. In decode the tokens are computed together whose contexts have the same partitions, as many as
+ * r->partials has room for. */
 static void attend_all(struct rank *r, const struct attend *all, int group) {
+    const struct attn *shape = &r->m->layers[all->il].attn;
+    const int end = all->first + all->n_tok, window = shape->window;
     struct attend a = *all;
-    for (a.first = 0; a.first < r->n_tok; a.first += a.n_tok) {
-        const int window = r->m->layers[all->il].attn.window;
-        int split_keys = r->pos + r->n_tok;
-        a.n_tok = r->n_tok - a.first;
+    for (; a.first < end; a.first += a.n_tok) {
+        const size_t before = (size_t)(a.first - all->first);
+        int split_keys = a.chosen ? shape->top_k : r->pos + end;
+        a.n_tok = end - a.first;
         a.begin = window_begin(window, r->pos + a.first);
-        a.q = all->q + (size_t)a.first * all->q_tok;
-        a.out = all->out + (size_t)a.first * all->out_tok;
+        a.q = all->q + before * all->q_tok;
+        a.out = all->out + before * all->out_tok;
+        if (a.chosen) a.chosen = all->chosen + before * (size_t)shape->top_k;
         if (r->n_tok <= SAME_BITS_TOKENS) {
-            const int keys = r->pos + a.first + 1 - a.begin; /* from a.begin to the first token's own */
+            /* from a.begin to the first token's own; or those chosen, as many for every token */
+            const int keys = a.chosen ? shape->top_k : r->pos + a.first + 1 - a.begin;
             split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
             const int n_split = ceil_by(keys, split_keys);
-            a.n_tok = int_min(a.n_tok, int_min(n_split * split_keys - keys + 1, PARTIALS / n_split));
+            a.n_tok = int_min(a.n_tok, PARTIALS / n_split);
+            if (!a.chosen) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
             if (window) a.n_tok = int_min(a.n_tok, a.begin + KEY_BLOCK + window - 1 - r->pos - a.first);
         }
         attend_tokens(r, &a, group, split_keys);
@@ -12342,6 +12471,7 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
     int group = shape->n_head / shape->n_head_kv;
     struct attend a = {.kind = ATTEND_GQA,
                        .il = il,
+                       .n_tok = r->n_tok,
                        .n_head = shape->n_head,
                        .dk = shape->head_k,
                        .dv = shape->head_v,
@@ -12399,15 +12529,15 @@ static bool mla_expands(const struct model *m, const struct layer *layer, int n)
 
 /* y (n_tok, n_head, y_head) = w[h] x (n_tok, n_head, x_head), one matrix per head. The n_copy floats that follow an
  * input vector are copied to follow its result. Ends without a barrier. */
-static void heads_linear(struct rank *r, const struct weight *w, const float *x, size_t x_tok, size_t x_head, float *y,
-                         size_t y_tok, size_t y_head, int n_copy) {
+static void heads_linear(struct rank *r, const struct weight *w, int n_tok, const float *x, size_t x_tok, size_t x_head,
+                         float *y, size_t y_tok, size_t y_head, int n_copy) {
     enum act_format f = r->k->act_format(w->type, r->n_tok);
     size_t stride = r->k->act_bytes(f, w->n_in);
     for (int h = team_first(w->n_expert); h >= 0; h = team_next()) {
-        uint8_t *pack = r->pack + (size_t)h * (size_t)r->n_tok * stride;
+        uint8_t *pack = r->pack + (size_t)h * (size_t)n_tok * stride;
         const float *xh = x + (size_t)h * x_head;
         float *yh = y + (size_t)h * y_head;
-        for (int t = 0; t < r->n_tok; t++) {
+        for (int t = 0; t < n_tok; t++) {
             r->k->act_pack(f, xh + (size_t)t * x_tok, w->n_in, pack + (size_t)t * stride);
             if (n_copy)
                 memcpy(yh + (size_t)t * y_tok + w->n_out, xh + (size_t)t * x_tok + w->n_in, (size_t)n_copy * sizeof *y);
@@ -12421,7 +12551,7 @@ static void heads_linear(struct rank *r, const struct weight *w, const float *x,
                              .n_in = w->n_in,
                              .x = pack,
                              .x_stride = stride,
-                             .n_tok = r->n_tok,
+                             .n_tok = n_tok,
                              .scale = w->scale ? w->scale[h] : 1.0f,
                              .y = yh + row,
                              .y_stride = y_tok,
@@ -12431,35 +12561,34 @@ static void heads_linear(struct rank *r, const struct weight *w, const float *x,
     }
 }
 
-/* Latent attention (arXiv 2405.04434, section 2.1.2). For few query tokens wk_b is absorbed into the queries and wv_b
- * into the results, so that attention works on the cached latents; for many, keys and values are expanded block by
- * block (see mla_expands). */
-static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
+/* Latent attention of tokens first..first+n-1, over the keys that are chosen or over all (arXiv 2405.04434, section
+ * 2.1.2). For few query tokens, and over chosen keys, wk_b is absorbed into the queries and wv_b into the results, so
+ * that attention works on the cached latents; for many, keys and values are expanded block by block (see mla_expands). */
+static void mla_tokens(struct rank *r, int il, enum act q, enum act out, int first, int n, bool chosen) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *shape = &layer->attn;
     const int n_head = shape->n_head, rope = layer_rope_dim(r->m, layer);
     const size_t q_tok = (size_t)r->width[q], out_tok = (size_t)r->width[out];
     const size_t head_k = (size_t)shape->head_k, head_v = (size_t)shape->head_v, lat = (size_t)shape->kv_lora;
-    mla_store(r, il, q, kv);
-    if (!n_head) return;
     struct attend a = {.il = il,
+                       .first = first,
+                       .n_tok = n,
                        .n_head = n_head,
                        .dk = shape->head_k,
                        .dv = shape->head_v,
-                       .q = r->act[q],
+                       .q = act_row(r, q, first),
                        .q_tok = q_tok,
                        .q_head = head_k,
-                       .out = r->act[out],
+                       .out = act_row(r, out, first),
                        .out_tok = out_tok,
                        .out_head = head_v};
-    if (mla_expands(r->m, layer, r->n_tok)) {
+    if (!chosen && mla_expands(r->m, layer, r->n_tok)) {
         a.kind = ATTEND_EXPAND;
         attend_all(r, &a, 1);
-        op_end_latent(r, il);
         return;
     }
     const size_t key = lat + (size_t)rope; /* values of an absorbed query */
-    float *latent_out = r->q_absorbed + (size_t)r->n_tok * (size_t)n_head * key;
+    float *latent_out = r->q_absorbed + (size_t)n * (size_t)n_head * key;
     a.kind = ATTEND_LATENT;
     a.dk = (int)key;
     a.dv = shape->kv_lora;
@@ -12469,12 +12598,125 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, e
     a.out = latent_out;
     a.out_tok = (size_t)n_head * lat;
     a.out_head = lat;
+    if (chosen) a.chosen = r->chosen_keys + (size_t)first * (size_t)shape->top_k;
     int group = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
-    heads_linear(r, &layer->wk_b, r->act[q], q_tok, head_k, r->q_absorbed, a.q_tok, key, rope);
+    heads_linear(r, &layer->wk_b, n, act_row(r, q, first), q_tok, head_k, r->q_absorbed, a.q_tok, key, rope);
     team_barrier();
     attend_all(r, &a, group);
-    heads_linear(r, &layer->wv_b, latent_out, a.out_tok, a.out_head, r->act[out], out_tok, head_v, 0);
+    heads_linear(r, &layer->wv_b, n, latent_out, a.out_tok, a.out_head, act_row(r, out, first), out_tok, head_v, 0);
+}
+
+/* The tokens of the batch before the first that does not see all keys. */
+static int tokens_dense(const struct rank *r, const struct attn *a) {
+    return a->top_k ? int_min(r->n_tok, int_max(0, a->top_k - r->pos)) : r->n_tok;
+}
+
+static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
+    const struct attn *a = &r->m->layers[il].attn;
+    const int dense = tokens_dense(r, a);
+    mla_store(r, il, q, kv);
+    if (!a->n_head) return;
+    if (dense) mla_tokens(r, il, q, out, 0, dense, false);
+    if (dense && dense < r->n_tok) team_barrier(); /* both use q_absorbed */
+    if (dense < r->n_tok) mla_tokens(r, il, q, out, dense, r->n_tok - dense, true);
     op_end_latent(r, il);
+}
+
+/* x = (x - mean) / sqrt(variance + eps) * w + b over n values (LayerNorm, arXiv 1607.06450). */
+static void layer_norm(float *x, const float *w, const float *b, float eps, int n) {
+    float mean = 0, square = 0;
+    for (int i = 0; i < n; i++) mean += x[i];
+    mean /= (float)n;
+    for (int i = 0; i < n; i++) square += (x[i] - mean) * (x[i] - mean);
+    const float f = 1.0f / sqrtf(square / (float)n + eps);
+    for (int i = 0; i < n; i++) x[i] = (x[i] - mean) * f * w[i] + b[i];
+}
+
+/* Norms and rotates the indexer's keys and writes them to the cache; rotates its queries; divides the weights of its
+ * heads by sqrt(n_index * index_k). */
+static void index_store(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn *a = &layer->attn;
+    const int dim = layer_rope_dim(r->m, layer);
+    const float unit = 1.0f / sqrtf((float)(a->n_index * a->index_k));
+    void (*rotate)(float *, const float *, const float *, int) = a->index_pairs ? rope_pairs : rope_halves;
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
+        float *key = act_row(r, A_IK, t), *w = act_row(r, A_IW, t);
+        layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, a->index_k);
+        rotate(key, c, s, dim);
+        kv_store(r->k, &r->planes[il][PLANE_INDEX], r->pos + t, key);
+        for (int h = 0; h < a->n_index; h++) rotate(act_row(r, A_IQ, t) + h * a->index_k, c, s, dim);
+        r->k->scale(w, unit, w, a->n_index);
+    }
+    op_end(0, "indexer: rotation, cache");
+}
+
+/* Scores keys pos..pos+n-1, n <= KEY_BLOCK, for tokens first..first+n_tok-1: sums over the heads of weight * max(0, q.k)
+ * (arXiv 2512.02556, equation 1), to r->index_scores. */
+static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, int n) {
+    const struct attn *a = &r->m->layers[il].attn;
+    const int width = a->index_k, heads = a->n_index;
+    float *keys = cpu_scratch(r), *rows = keys + (ptrdiff_t)width * KEY_BLOCK, *s = rows + (ptrdiff_t)width * KEY_BLOCK;
+    kv_load_columns(r->k, &r->planes[il][PLANE_INDEX], pos, n, 0, width, rows, keys, KEY_BLOCK);
+    for (int t = 0; t < n_tok; t++) {
+        const float *w = act_row(r, A_IW, first + t);
+        float *out = r->index_scores + (size_t)t * (size_t)r->n_ctx + pos;
+        memset(s, 0, (size_t)heads * KEY_BLOCK * sizeof *s);
+        r->k->sgemm_add(heads, ceil_to(n, TRANSPOSE_ROWS), width, act_row(r, A_IQ, first + t), width, keys, KEY_BLOCK,
+                        s, KEY_BLOCK);
+        memset(out, 0, (size_t)n * sizeof *out);
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < n; i++) out[i] += w[h] * fmaxf(s[h * KEY_BLOCK + i], 0);
+    }
+}
+
+/* A float as an integer of the same order; -0 is 0. */
+static uint32_t float_order(float x) {
+    uint32_t bits;
+    x += 0.0f;
+    memcpy(&bits, &x, sizeof bits);
+    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
+
+/* Writes the positions of the k largest of n > k scores to out, in ascending order. Of equal scores those of lower
+ * positions are larger. Radix selection: finds the k-th largest score by histograms of its digits. */
+static void top_positions(const float *score, int n, int k, int32_t *out) {
+    enum { BITS = 11, DIGITS = 1 << BITS };
+    uint32_t prefix = 0, mask = 0;
+    int more = k; /* of those with the prefix */
+    for (int shift = 32 - BITS; mask != ~0u; shift = shift > BITS ? shift - BITS : 0) {
+        int count[DIGITS] = {0}, digit = DIGITS - 1;
+        const uint32_t low = ~0u << shift;
+        for (int i = 0; i < n; i++) {
+            const uint32_t x = float_order(score[i]);
+            if (!((x ^ prefix) & mask)) count[x >> shift & (DIGITS - 1)]++;
+        }
+        while (count[digit] < more) more -= count[digit--];
+        prefix = (prefix & mask) | ((uint32_t)digit << shift & ~mask);
+        mask = low;
+    }
+    for (int i = 0; i < n; i++) {
+        const uint32_t x = float_order(score[i]);
+        if (x > prefix || (x == prefix && more-- > 0)) *out++ = i;
+    }
+}
+
+/* Chooses the keys of the tokens that do not see all, of DECODE_MAX_TOKENS at a time. */
+static void cpu_select_keys(struct rank *r, int il) {
+    const struct attn *a = &r->m->layers[il].attn;
+    index_store(r, il);
+    for (int first = tokens_dense(r, a), n_tok; first < r->n_tok; first += n_tok) {
+        n_tok = int_min(r->n_tok - first, DECODE_MAX_TOKENS);
+        const int n = r->pos + first + n_tok; /* keys */
+        for (int i = team_first(ceil_by(n, KEY_BLOCK)); i >= 0; i = team_next())
+            index_scores(r, il, first, n_tok, i * KEY_BLOCK, int_min(n - i * KEY_BLOCK, KEY_BLOCK));
+        op_end((double)n * (double)r->planes[il][PLANE_INDEX].row_bytes, "indexer: scores");
+        for (int t = team_first(n_tok); t >= 0; t = team_next())
+            top_positions(r->index_scores + (size_t)t * (size_t)r->n_ctx, r->pos + first + t + 1, a->top_k,
+                          r->chosen_keys + (size_t)(first + t) * (size_t)a->top_k);
+        op_end(0, "indexer: choice of keys");
+    }
 }
 
 /* ============================================================================================================
@@ -13136,7 +13378,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
 
     int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
     for (int il = 0; il < model_blocks(m) && x->kv_lora; il++)
-        while (absorbed < r->chunk && !mla_expands(m, &m->layers[il], absorbed + 1)) absorbed++;
+        while (absorbed < r->chunk && (x->top_k || !mla_expands(m, &m->layers[il], absorbed + 1))) absorbed++;
     size_t n_ff = size_max((size_t)x->n_ff_dense, size_max((size_t)x->n_ff_expert, (size_t)x->n_ff_shared)), pack = 0,
            pack_h = 0;
     size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)x->q_lora, n_ff),
@@ -13166,6 +13408,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
     if (x->kv_lora) r->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
     r->partials = cpu_own(r, PARTIALS * n_head * (dv + 2), sizeof(float));
+    const bool sparse = x->top_k && x->top_k < n_ctx;
+    r->index_scores = cpu_own(r, sparse ? DECODE_MAX_TOKENS * (size_t)n_ctx : 0, sizeof(float));
+    r->chosen_keys = cpu_own(r, sparse ? c * (size_t)x->top_k : 0, sizeof *r->chosen_keys);
     if (rank_is_root(m)) {
         r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
@@ -13176,7 +13421,8 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     size_t delta = 0;
     for (int il = 0; il < model_blocks(m); il++)
         delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);
-    r->scratch_bytes = size_max(size_max(attend_floats(m, (int)rows), delta) * sizeof(float),
+    const size_t index = KEY_BLOCK * (size_t)(2 * x->index_k + x->n_index);
+    r->scratch_bytes = size_max(size_max(attend_floats(m, (int)rows), size_max(delta, index)) * sizeof(float),
                                 KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
     r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
@@ -13282,7 +13528,8 @@ static void forward_mla_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
     o->projections(r, il, A_X, forward_delta(il));
-    if (layer->has & HAS_Q_LORA) o->norm_linear(r, A_QA, layer->q_a_norm, &layer->wq_b, A_Q);
+    if (layer->has & HAS_Q_LORA) o->queries(r, il);
+    if (layer->has & HAS_INDEXER) o->select_keys(r, il);
     o->mla_attention(r, il, A_Q, A_K, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
@@ -13349,6 +13596,10 @@ static const struct family families[] = {
      .read = read_qwen35,   .layer = layer_qwen3next, .forward = forward_layers},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_mla,      .layer = layer_mla, .forward = forward_layers},
+    {.arch = "deepseek32", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_sparse,   .layer = layer_sparse, .forward = forward_layers},
+    {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_glm_dsa,  .layer = layer_sparse, .forward = forward_layers},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -19979,8 +20230,10 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     if (list.n && list.n != n)
         die_usage("--gpus %s lists %d GPU%s; --tp %d with --pp %d needs %d", s->gpus, list.n, list.n == 1 ? "" : "s",
                   s->tp, s->pp, n);
-    if (s->pp > m->n_layer)
-        die_usage("--pp %d: the model has only %d layer%s", s->pp, m->n_layer, m->n_layer == 1 ? "" : "s");
+    const int most = layer_beginnings(m, 0);
+    if (s->pp > most)
+        die_usage("--pp %d: the model has only %d layer%s%s", s->pp, most, most == 1 ? "" : "s",
+                  most < m->n_layer ? " that a stage may begin with" : "");
     for (int i = 0; i < n; i++) gpu[i] = list.n ? list.device[i] : i;
 }
 

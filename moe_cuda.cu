@@ -6299,12 +6299,15 @@ static void cuda_projections(struct rank *r, int il, enum act x, enum act delta)
     linear_each(r, &p, A_H, w, out);
 }
 
-static void cuda_norm_linear(struct rank *r, enum act x, const float *norm, const struct weight *w, enum act out) {
-    const struct weight *const list[2] = {w, NULL};
+static void cuda_queries(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
     struct linear_args p = {};
-    if (norm_fuses(r, x, ACT_COUNT)) p.norm = norm_input_of(r, x, ACT_COUNT, norm);
-    else norm_rows_of(r, x, ACT_COUNT, norm, x);
-    linear_each(r, &p, x, list, &out);
+    layer_queries(layer, w, out);
+    if (norm_fuses(r, A_QA, ACT_COUNT)) p.norm = norm_input_of(r, A_QA, ACT_COUNT, layer->q_a_norm);
+    else norm_rows_of(r, A_QA, ACT_COUNT, layer->q_a_norm, A_QA);
+    linear_each(r, &p, A_QA, w, out);
 }
 
 /* Arguments of k_rope_gqa and k_rope_mla, but for v. */

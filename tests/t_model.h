@@ -894,7 +894,7 @@ static void test_ops_replay(void) {
         struct model m;
         struct session s;
         unsigned want = both, seen = 0;
-        want |= f ? 1u << LOG_mla_attention | 1u << LOG_norm_linear : 1u << LOG_attention;
+        want |= f ? 1u << LOG_mla_attention | 1u << LOG_queries : 1u << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
         if (m.n_prediction) want |= 1u << LOG_prediction_input | 1u << LOG_keep_final;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
