@@ -218,6 +218,7 @@ enum {
     FUSED_NORM_VECS = 4,                                 /* of norms in the kernel that needs them: */
     FUSED_NORM_MAX = FUSED_NORM_VECS * 4 * NORM_THREADS, /* values of a row, */
     FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and of all rows at most */
+    INDEX_SCORES = 1 << 22,                              /* scores of the indexer at once: limits the context */
     AHEAD_SHARE = 4 /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
 };
 
@@ -259,6 +260,7 @@ struct gpu_dims {
     size_t keys, values;    /* its queries' and keys' values, its value heads */
     size_t final;           /* final rows, or 0 */
     size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
+    size_t scores, top_k;   /* scores of the indexer at once; keys that a query sees, or 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
@@ -307,6 +309,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].has & HAS_ROW_NORM && shard->n_rank > 1 && d.n > d.decode)
             d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
+    d.top_k = (size_t)m->max.top_k;
+    d.scores = d.top_k ? INDEX_SCORES : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
@@ -336,6 +340,12 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                     \
     X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                 \
     X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                   \
+    X(x32[A_IQ], float, d.n * d.act[A_IQ])                                                      \
+    X(x32[A_IK], float, d.n * d.act[A_IK])                                                      \
+    X(x32[A_IW], float, d.n * d.act[A_IW])                                                      \
+    X(x16[A_IQ], uint16_t, d.n * d.act[A_IQ])                                                   \
+    X(index_scores, float, d.scores)                                                            \
+    X(chosen_keys, int32_t, d.n * d.top_k)                                                      \
     X(final, float, d.final * d.embd)                                                           \
     X(cs, float, d.n * d.ropes * d.rope / 2)                                                    \
     X(sn, float, d.n * d.ropes * d.rope / 2)                                                    \
@@ -3252,6 +3262,9 @@ struct attn_args {
     struct rope_args rope; /* what q is made of, and the new rows of the cache */
     uint32_t *arrived;     /* (rows of blocks, ATTN_COUNTERS) count blocks; 0 between launches: see attn_join */
     struct ahead ahead;    /* decode */
+    /* MLA over chosen keys */
+    int top_k;             /* that a token sees at most; 0: all */
+    const int32_t *chosen; /* (n_tok, top_k) their positions, of tokens with more keys */
 };
 
 enum {
@@ -3277,8 +3290,9 @@ struct attn_work {
     uint32_t rows;        /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
     int pos, from, seen;  /* pos: of the first token; all rows of the tile see keys from..seen-1 */
     int split, n_split, begin, end;
-    int ring, wrap; /* of a plane's rows: key `wrap` is again in row 0, as key `ring` <= begin was */
-    float factor;   /* scale * log2 e, for a softmax of base 2 */
+    int ring, wrap;        /* of a plane's rows: key `wrap` is again in row 0, as key `ring` <= begin was */
+    const int32_t *chosen; /* rows of the plane, of which begin..end-1 are meant; NULL: keys are rows */
+    float factor;          /* scale * log2 e, for a softmax of base 2 */
 };
 
 /* Returns the keys of a split for a row that sees `len` keys. In decode it depends on nothing else, so that the row's
@@ -3341,6 +3355,37 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     w->ring = ring ? w->begin / a.k.n_row * a.k.n_row : 0;
     w->wrap = ring ? w->ring + a.k.n_row : INT_MAX;
     return w->split < w->n_split && first_row < end_row;
+}
+
+/* Returns how many keys count for the split of token t's context. longer: see attn_longer. */
+DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int n_tok) {
+    return a.top_k ? min(pos + t + 1, a.top_k) : pos + (t < longer ? longer : n_tok);
+}
+
+/* The same as attn_begin where tokens see chosen keys, each its own: a tile has rows of one token.
+ * Grid: (splits, n_tok * row tiles of a token). */
+DEVICE bool attn_begin_chosen(struct attn_work *w, const struct attn_args &a, int tile_rows) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int tiles = (a.n_head + tile_rows - 1) / tile_rows, y = (int)(gridDim.y - 1 - blockIdx.y), t = y / tiles;
+    const int pos = a.batch->pos, head = y % tiles * tile_rows, keys = min(pos + t + 1, a.top_k);
+    const int per_split = attn_split_keys(a, keys);
+    w->group = a.n_head;
+    w->kvh = 0;
+    w->row0 = t * a.n_head + head;
+    w->rows = (uint32_t)min(tile_rows, a.n_head - head) << 16;
+    w->pos = keys - 1 - t; /* so that token t sees the whole list */
+    w->seen = keys;
+    w->from = 0;
+    w->split = (int)blockIdx.x;
+    w->n_split = (keys + per_split - 1) / per_split;
+    w->begin = w->split * per_split;
+    w->end = min(w->begin + per_split, keys);
+    w->ring = 0;
+    w->wrap = INT_MAX;
+    w->factor = a.scale * ATTN_LOG2_E;
+    w->chosen = pos + t >= a.top_k ? a.chosen + (size_t)t * a.top_k : NULL;
+    return w->split < w->n_split && t < min(a.batch->n_tok, a.n_tok);
 }
 
 /* Returns token and head of row r of the block's tile; token -1: there is no such row. */
@@ -3437,6 +3482,20 @@ DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int 
     for (int i = 0; i < PASSES; i++, row += STEP, from += STEP * p.row_bytes)
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES))
             cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
+}
+
+/* The same of chosen keys. */
+template <int ROW, int N, int LANES>
+DEVICE void kv_gather(uint8_t *to, const struct plane &p, const struct attn_work &w, int key, int lane) {
+    constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
+    int row = lane / PIECES, at = lane % PIECES * 16;
+    UNROLL_BY(PASSES > 8 ? 1 : 4)
+    for (int i = 0; i < PASSES; i++, row += STEP)
+        if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
+            const bool in = key + row < w.end;
+            const int from = in && w.chosen ? w.chosen[key + row] : key + row;
+            cp_async16(to + kv_at<ROW>(row, at), p.data + (size_t)from * p.row_bytes + at, in);
+        }
 }
 
 /* Returns the FP8 scale of a key's group, in row key - back; 0 from key `len` on. */
@@ -3824,7 +3883,7 @@ struct attn_mla {
     static constexpr int PITCH = KEYS + 8, SCORES = 2 * 16 * MT * PITCH; /* no bank conflicts for pairs */
     static constexpr int SMEM = DEPTH * SLOT + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
-template <int LAT, int ROPE, int FP8, int MT>
+template <int LAT, int ROPE, int FP8, int MT, bool CHOSEN>
 __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     using L = attn_mla<LAT, ROPE, FP8, MT>;
     constexpr int KEYS = L::KEYS, DEPTH = L::DEPTH, ROW = L::ROW, GROUPS = L::GROUPS, PITCH = L::PITCH;
@@ -3838,7 +3897,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    const bool work = attn_begin<false>(&w, a, 16 * MT);
+    const bool work = CHOSEN ? attn_begin_chosen(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
     ahead_request(a.ahead);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -3848,7 +3907,10 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     auto copy = [&](int i) {
         uint8_t *to = smem + i % DEPTH * L::SLOT;
         int key = w.begin + i * KEYS;
-        if (i < n) {
+        if (i < n && CHOSEN) {
+            kv_gather<ROW, KEYS, 256>(to, a.k, w, key, tid);
+            kv_gather<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, w, key, tid);
+        } else if (i < n) {
             kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, 0, w.end, tid);
             kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, 0, w.end, tid);
         }
@@ -3856,6 +3918,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     };
     auto scales = [&](int i) {
         int key = w.begin + i * KEYS + tid / GROUPS;
+        if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
+            return kv_scale(a.k, w.chosen[key], 0, tid % GROUPS, INT_MAX);
         return FP8 && tid < L::SCALES ? kv_scale(a.k, key, 0, tid % GROUPS, w.end) : 0.0f;
     };
     for (int i = 0; i < DEPTH - 1; i++) copy(i);
@@ -4111,7 +4175,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int pos = a.batch->pos, n_tok = min(a.batch->n_tok, a.n_tok), tok = row / a.n_head;
-    const int longer = attn_longer(a, pos, n_tok), len = pos + (tok < longer ? longer : n_tok);
+    const int len = attn_keys(a, pos, tok, attn_longer(a, pos, n_tok), n_tok);
     const int keys = attn_split_keys(a, len), n_split = (len + keys - 1) / keys;
     if (n_split == 1 || tok >= n_tok) return;
     auto from = [&](int split) { return attn_partial_row(a, split, make_int2(0, row)); };
@@ -4163,7 +4227,7 @@ DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint1
     const float2 *max_den = attn_max_den(a);
     float *den = smem + a.n_tok * GEMV_WARPS * TILE_COLS;
     for (int t = 0; t < a.n_tok; t++) {
-        const int len = pos + (t < longer ? longer : a.n_tok), keys = attn_split_keys(a, len);
+        const int len = attn_keys(a, pos, t, longer, a.n_tok), keys = attn_split_keys(a, len);
         const int n_split = (len + keys - 1) / keys;
         float top = ATTN_NO_KEY, l = 0;
         UNROLL_BY(4)
@@ -4289,10 +4353,12 @@ static void attn_window_splits(struct attn_args *a) {
 
 /* Launches an attention kernel and, if the context is split and the kernel leaves that, the merge. In prefill more row
  * tiles per KV head mean fewer splits: they fill the GPU, too. */
-static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct attn_args), int tile_rows, int threads,
-                     int smem, cudaStream_t s) {
+typedef void attn_kernel_fn(struct attn_args);
+static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, int tile_rows, int threads, int smem,
+                     cudaStream_t s) {
     struct attn_args a = *args;
     int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows, splits = a.max_splits;
+    if (a.top_k) tiles = a.n_tok * ((a.n_head + tile_rows - 1) / tile_rows);
     if (a.n_tok > DECODE_MAX_TOKENS)
         splits = min(splits * ((group + 15) / 16) / tiles, splits * DECODE_MAX_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, (int)SPLITS_MAX));
@@ -4300,7 +4366,7 @@ static void attn_run(const struct attn_args *args, void (*attn_kernel)(struct at
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
-                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window));
+                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window && !a.top_k));
     LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
     if (a.max_splits == 1 || a.arrived || !a.out) return; /* the kernel joins the splits itself, or k_mla_value does */
     a.n_head_kv = 1;
@@ -4315,10 +4381,14 @@ static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s)
 }
 template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
+    const int rows = a->top_k ? a->n_head : a->n_head * a->n_tok; /* that share keys */
+    attn_kernel_fn *const two =
+        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 2, true> : attn_mla_kernel<LAT, ROPE, FP8, 2, false>;
+    attn_kernel_fn *const one =
+        a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 1, true> : attn_mla_kernel<LAT, ROPE, FP8, 1, false>;
     /* Two row tiles share one reading and conversion of the cache. */
-    if (prefill || a->n_head * a->n_tok > 16)
-        attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 2>, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
-    else attn_run(a, attn_mla_kernel<LAT, ROPE, FP8, 1>, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
+    if ((prefill && !a->top_k) || rows > 16) attn_run(a, two, 32, 256, attn_mla<LAT, ROPE, FP8, 2>::SMEM, s);
+    else attn_run(a, one, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
 }
 
 typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
@@ -4548,6 +4618,242 @@ static void mla_launch(const struct mla_args *a, int nope, int rope, int v, cuda
     }
     MLA_EXPANDED_SHAPES(LAUNCH_SHAPE)
 #undef LAUNCH_SHAPE
+}
+
+/* ============================================================================================================
+ * Sparse attention: the indexer
+ *
+ * Chooses the top_k keys that a query sees (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). k_index_store norms and rotates
+ * the indexer's keys and queries. k_index_scores adds up, over the indexer's heads, weight * max(0, q.k). k_index_choose
+ * finds the k-th largest score of a query by radix selection, and lists the positions of the keys from it on. A query
+ * whose context has at most top_k keys sees all of them, and has no list.
+ * ============================================================================================================ */
+
+enum {
+    INDEX_WIDTH = 128,    /* values of a head at most */
+    INDEX_TOKENS = 2,     /* tokens of a block of k_index_scores */
+    INDEX_KEYS = 32,      /* keys of a warp's step */
+    INDEX_THREADS = 256,  /* of k_index_scores */
+    CHOOSE_THREADS = 512, /* of k_index_choose */
+    CHOOSE_WARPS = CHOOSE_THREADS / 32,
+    CHOOSE_BINS = 256
+};
+
+struct index_args {
+    const struct batch *batch;
+    const float *q, *k, *w; /* (n_tok, n_index * width), (n_tok, width), (n_tok, n_index), tokens *_stride apart */
+    size_t q_stride, k_stride, w_stride;
+    uint16_t *q16;            /* (n_tok, n_index, width) rotated queries */
+    const float *norm, *bias; /* (width) LayerNorm of keys */
+    const float *cs, *sn;     /* (n_tok, rope / 2) */
+    struct plane keys;
+    float *scores;   /* (n_tok, n_ctx) */
+    int32_t *chosen; /* (n_tok, top_k) ascending positions */
+    int n_tok,
+        first; /* tokens of this launch, from token `first` of the batch on: all pointers above are that token's */
+    int n_index, width, rope, top_k, n_ctx;
+    bool pairs; /* value 2i is rotated against 2i + 1, otherwise i against i + rope / 2 */
+    float unit; /* factor of the scores */
+};
+
+/* Returns value c of a row x, rotated for token t. */
+DEVICE float index_rotated(const struct index_args &a, const float *x, int t, int c) {
+    if (c >= a.rope) return x[c];
+    const int half = a.rope / 2;
+    const bool low = a.pairs ? !(c & 1) : c < half; /* it comes first of the two */
+    const int o = a.pairs ? c ^ 1 : low ? c + half : c - half, r = a.pairs ? c >> 1 : low ? c : o;
+    const float cs = a.cs[(size_t)t * half + r], sn = a.sn[(size_t)t * half + r];
+    return low ? x[c] * cs - x[o] * sn : x[o] * sn + x[c] * cs;
+}
+
+/* Norm and rotation of the indexer's key of a token, to the cache (block x = 0), and rotation of its queries.
+ * Grid: (1 + ceil(n_index / 4), n_tok), block: 128, one warp per row. Reads q and k once. */
+__global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ struct index_args a) {
+    enum { PER = INDEX_WIDTH / 32 };
+    SHARED(float, row, INDEX_WIDTH);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = blockIdx.y, n = a.width;
+    if (blockIdx.x) {
+        const int h = ((int)blockIdx.x - 1) * 4 + warp;
+        if (h >= a.n_index) return;
+        const float *x = a.q + (size_t)t * a.q_stride + (size_t)h * n;
+        for (int c = lane; c < n; c += WARP)
+            a.q16[((size_t)t * a.n_index + h) * n + c] = clamped_f16(index_rotated(a, x, t, c));
+        return;
+    }
+    if (warp) return;
+    float x[PER], sum = 0, square = 0;
+    UNROLL for (int j = 0; j < PER; j++) {
+        x[j] = lane + 32 * j < n ? a.k[(size_t)t * a.k_stride + lane + 32 * j] : 0;
+        sum += x[j];
+    }
+    const float mean = warp_sum(sum) / (float)n;
+    UNROLL for (int j = 0; j < PER; j++) if (lane + 32 * j < n) square = fmaf(x[j] - mean, x[j] - mean, square);
+    const float f = rsqrtf(warp_sum(square) / (float)n + 1e-6f);
+    UNROLL for (int j = 0; j < PER; j++) {
+        const int c = lane + 32 * j;
+        if (c < n) row[c] = (x[j] - mean) * f * a.norm[c] + a.bias[c];
+    }
+    __syncwarp(); /* the row is normed */
+    UNROLL for (int j = 0; j < PER; j++) x[j] = lane + 32 * j < n ? index_rotated(a, row, t, lane + 32 * j) : 0;
+    plane_store<PER>(a.keys, (size_t)(a.batch->pos + a.first + t), 0, 0, n, x);
+}
+
+/* Bytes of the queries of `tokens` tokens as MMA A operands. */
+static size_t index_queries(int n_index, int width, int tokens) {
+    return (size_t)tokens * (size_t)((n_index + 15) / 16) * (size_t)(width / 16) * 512;
+}
+
+/* scores (n_tok, n_ctx) of the keys that a token sees, for tokens with more than top_k. The heads are the rows of the MMA,
+ * the keys its columns.
+ * Grid: (any, ceil(n_tok / INDEX_TOKENS)), block: 256. A warp takes 32 keys at a time, which it reads once for
+ * INDEX_TOKENS tokens. Reads keys * width values of the cache per block row. Decode is limited by that and, with 64 heads
+ * of 128, by the MMAs, 8192 multiplications per key and token. */
+template <int WIDTH, int FP8>
+__global__ void __launch_bounds__(INDEX_THREADS) k_index_scores(const __grid_constant__ struct index_args a) {
+    constexpr int RUN = kv_run(FP8, WIDTH), CHUNKS = WIDTH / 4 / RUN, STEPS = WIDTH / 16, ES = FP8 ? 1 : 2;
+    constexpr int GROUPS = INDEX_KEYS / 8;
+    DYN_SMEM(pack<4>, q); /* (INDEX_TOKENS, m_tiles, STEPS, 32 lanes) */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int t0 = (int)blockIdx.y * INDEX_TOKENS, n = min(a.n_tok - t0, (int)INDEX_TOKENS);
+    const int pos = a.batch->pos + a.first + t0, len = pos + n, m_tiles = (a.n_index + 15) / 16;
+    if (len <= a.top_k) return;
+    for (int i = tid; i < n * m_tiles * STEPS * 32; i += INDEX_THREADS) {
+        const int s = i >> 5 & (STEPS - 1), tile = (i >> 5) / STEPS, tok = tile / m_tiles, l = i & 31;
+        const uint16_t *rows[2];
+        UNROLL for (int h = 0; h < 2; h++) {
+            const int head = tile % m_tiles * 16 + (l >> 2) + 8 * h;
+            rows[h] = head < a.n_index ? a.q16 + ((size_t)(t0 + tok) * a.n_index + head) * WIDTH : NULL;
+        }
+        q[i] = attn_q(rows, (4 * (s / (RUN / 4)) + (l & 3)) * RUN + s % (RUN / 4) * 4);
+    }
+    __syncthreads(); /* the queries have come */
+    const int stride = (int)gridDim.x * (INDEX_THREADS / 32) * INDEX_KEYS;
+    for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < len; base += stride) {
+        pack<RUN / 2> b[GROUPS][CHUNKS];
+        UNROLL for (int i = 0; i < GROUPS; i++) {
+            const int key = min(base + 8 * i + g, len - 1); /* scores of later keys are not stored */
+            const uint8_t *row = a.keys.data + (size_t)key * a.keys.row_bytes;
+            UNROLL for (int c = 0; c < CHUNKS; c++) b[i][c] = kv_values<FP8, RUN>(row + (4 * c + t) * RUN * ES);
+        }
+        for (int tok = 0; tok < n; tok++) {
+            const float *w = a.w + (size_t)(t0 + tok) * a.w_stride;
+            float sum[GROUPS][2] = {};
+            for (int m = 0; m < m_tiles; m++) {
+                float acc[GROUPS][4] = {};
+                UNROLL for (int s = 0; s < STEPS; s++) {
+                    const pack<4> f = q[((tok * m_tiles + m) * STEPS + s) * 32 + lane];
+                    UNROLL for (int i = 0; i < GROUPS; i++)
+                        mma_f16(acc[i], f.x, b[i][s / (RUN / 4)].x + 2 * (s % (RUN / 4)));
+                }
+                const int h = 16 * m + g;
+                const float w0 = h < a.n_index ? w[h] : 0, w1 = h + 8 < a.n_index ? w[h + 8] : 0;
+                UNROLL for (int i = 0; i < GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) sum[i][e] =
+                    fmaf(w1, fmaxf(acc[i][e + 2], 0), fmaf(w0, fmaxf(acc[i][e], 0), sum[i][e]));
+            }
+            UNROLL for (int i = 0; i < GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) {
+                UNROLL for (int x = 4; x < 32; x *= 2) sum[i][e] += __shfl_xor_sync(0xFFFFFFFFu, sum[i][e], x);
+                const int key = base + 8 * i + 2 * t + e;
+                if (g || key > pos + tok) continue;
+                const float scale = FP8 ? a.keys.scale[key] : 1.0f;
+                a.scores[(size_t)(t0 + tok) * a.n_ctx + key] = a.unit * scale * sum[i][e];
+            }
+        }
+    }
+}
+
+/* An integer of the same order as x; that of -0 is that of 0. */
+DEVICE uint32_t index_order(float x) {
+    const uint32_t bits = __float_as_uint(x + 0.0f);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* chosen (n_tok, top_k): ascending positions of the largest scores of each token with more than top_k keys. Of equal
+ * scores those of lower positions are larger.
+ * Grid: n_tok, block: 512. Reads the scores six times, from L2. */
+__global__ void __launch_bounds__(CHOOSE_THREADS) k_index_choose(const __grid_constant__ struct index_args a) {
+    SHARED(int, bins, CHOOSE_BINS);
+    SHARED(int, found, 2);                /* the digit, and how many of its bin are wanted */
+    SHARED(int, more_than, CHOOSE_WARPS); /* of a warp's keys, scores above the k-th largest, */
+    SHARED(int, equal, CHOOSE_WARPS);     /* and equal to it */
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = blockIdx.x, n = a.batch->pos + a.first + t + 1;
+    if (n <= a.top_k) return;
+    const float *score = a.scores + (size_t)t * a.n_ctx;
+    uint32_t prefix = 0, mask = 0;
+    int wanted = a.top_k; /* of those with the prefix */
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        for (int i = tid; i < CHOOSE_BINS; i += CHOOSE_THREADS) bins[i] = 0;
+        __syncthreads(); /* the bins are empty */
+        UNROLL_BY(8) for (int i = tid; i < n; i += CHOOSE_THREADS) {
+            const uint32_t x = index_order(score[i]);
+            if (!((x ^ prefix) & mask)) atomicAdd(&bins[x >> shift & (CHOOSE_BINS - 1)], 1);
+        }
+        __syncthreads(); /* all are counted */
+        if (!warp) {     /* lane l has the 8 bins from 8 (31 - l) on: larger digits first */
+            const int first = 8 * (31 - lane);
+            int mine = 0;
+            UNROLL for (int i = 0; i < 8; i++) mine += bins[first + i];
+            int above = mine;
+            UNROLL for (int i = 1; i < 32; i *= 2) {
+                const int x = __shfl_up_sync(0xFFFFFFFFu, above, i);
+                above += lane >= i ? x : 0;
+            }
+            above -= mine; /* with larger digits than the lane's */
+            if (above < wanted && above + mine >= wanted) {
+                int digit = first + 7;
+                while (above + bins[digit] < wanted) above += bins[digit--];
+                found[0] = digit;
+                found[1] = wanted - above;
+            }
+        }
+        __syncthreads(); /* the digit is found */
+        prefix |= (uint32_t)found[0] << shift;
+        mask |= 0xFFu << shift;
+        wanted = found[1];
+        __syncthreads(); /* all have read it */
+    }
+    /* each warp lists its own keys, which follow one another */
+    const int per = (n + CHOOSE_THREADS - 1) / CHOOSE_THREADS * 32, begin = warp * per, end = min(begin + per, n);
+    auto kinds = [&](int i, uint32_t *above, uint32_t *same) {
+        const uint32_t x = i + lane < end ? index_order(score[i + lane]) : 0;
+        *above = __ballot_sync(0xFFFFFFFFu, i + lane < end && x > prefix);
+        *same = __ballot_sync(0xFFFFFFFFu, i + lane < end && x == prefix);
+    };
+    int n_above = 0, n_same = 0;
+    uint32_t above, same;
+    for (int i = begin; i < end; i += 32) {
+        kinds(i, &above, &same);
+        n_above += __popc(above);
+        n_same += __popc(same);
+    }
+    if (!lane) more_than[warp] = n_above, equal[warp] = n_same;
+    __syncthreads();        /* all warps have counted */
+    int at = 0, before = 0; /* listed; equal ones */
+    for (int i = 0; i < warp; i++) at += more_than[i], before += equal[i];
+    at += min(before, wanted);
+    const uint32_t lower = (1u << lane) - 1;
+    for (int i = begin; i < end; i += 32) {
+        kinds(i, &above, &same);
+        const bool take = (same >> lane & 1) && before + __popc(same & lower) < wanted;
+        const uint32_t taken = __ballot_sync(0xFFFFFFFFu, take) | above;
+        if (taken >> lane & 1) a.chosen[(size_t)t * a.top_k + at + __popc(taken & lower)] = i + lane;
+        at += __popc(taken);
+        before += __popc(same);
+    }
+}
+
+typedef void index_kernel(const struct index_args);
+
+/* Returns k_index_scores for heads of `width` values; NULL: there is none. */
+static index_kernel *index_find(int width, bool fp8) {
+    if (width == 128) return fp8 ? k_index_scores<128, 1> : k_index_scores<128, 0>;
+    if (width == 64) return fp8 ? k_index_scores<64, 1> : k_index_scores<64, 0>;
+    return NULL;
 }
 
 /* ============================================================================================================
@@ -5542,6 +5848,8 @@ struct cuda {
     float *cs, *sn;               /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
     const float *freq[MAX_ROPES]; /* of each rotation (dim / 2) radians per position */
     float *row_sums;              /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
+    float *index_scores;          /* (tokens of a launch, n_ctx) scores by the indexer, */
+    int32_t *chosen_keys;         /* (chunk, top_k) and the keys that it chose, as in struct attn_args */
     uint16_t *q_absorbed;         /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
     uint16_t *latent_out; /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
     float *mla_parts;     /* MLA: see struct mla_value_args */
@@ -6372,7 +6680,8 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.sinks = (const float *)device_vector_of(c, r->m->layers[il].sinks);
     a.max_splits = r->cuda->sizes.splits;
     const double key = (double)(k->row_bytes + plane_scale_bytes(k) + v->row_bytes + plane_scale_bytes(v));
-    const int len = r->pos + r->n_tok, keys = shape.window ? min(len, shape.window + r->n_tok - 1) : len;
+    const int len = r->pos + r->n_tok;
+    const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, a.top_k) : len;
     profile_next(keys * key, "%d keys", keys);
     attn_launch(&a, shape.kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
     return a;
@@ -6493,6 +6802,58 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
     delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
 }
 
+/* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host knows
+ * which these are. */
+static void cuda_select_keys(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    const struct rope_table table = rope_table_of(r, shape.rope);
+    struct cuda *c = r->cuda;
+    struct index_args a = {};
+    a.batch = c->batch;
+    a.q = c->x32[A_IQ];
+    a.k = c->x32[A_IK];
+    a.w = c->x32[A_IW];
+    a.q_stride = (size_t)r->width[A_IQ];
+    a.k_stride = (size_t)r->width[A_IK];
+    a.w_stride = (size_t)r->width[A_IW];
+    a.q16 = c->x16[A_IQ];
+    a.norm = (const float *)device_vector_of(c, layer->index_norm);
+    a.bias = (const float *)device_vector_of(c, layer->index_norm_bias);
+    a.cs = table.cs;
+    a.sn = table.sn;
+    a.keys = r->planes[il][PLANE_INDEX];
+    a.scores = c->index_scores;
+    a.chosen = c->chosen_keys;
+    a.n_tok = r->n_tok;
+    a.n_index = shape.n_index;
+    a.width = shape.index_k;
+    a.rope = layer_rope_dim(r->m, layer);
+    a.top_k = shape.top_k;
+    a.n_ctx = r->n_ctx;
+    a.pairs = shape.index_pairs;
+    a.unit = 1.0f / sqrtf((float)(shape.n_index * shape.index_k));
+    LAUNCH_PDL(k_index_store, dim3(1 + ceil_div(a.n_index, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
+    const bool prefill = r->n_tok > DECODE_MAX_TOKENS;
+    index_kernel *const scores = index_find(a.width, a.keys.type == KV_FP8);
+    const int most = min(64, INDEX_SCORES / r->n_ctx); /* tokens at once */
+    const int dense = prefill ? max(0, min(r->n_tok, shape.top_k - r->pos)) : 0, step = max(1, most);
+    for (a.first = dense; a.first < r->n_tok; a.first += step) {
+        a.n_tok = min(r->n_tok - a.first, step);
+        a.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(a.n_index * a.width);
+        a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
+        a.chosen = c->chosen_keys + (size_t)a.first * (size_t)a.top_k;
+        const int tokens = min(a.n_tok, (int)INDEX_TOKENS), keys = r->pos + a.first + a.n_tok;
+        const size_t smem = index_queries(a.n_index, a.width, tokens);
+        const int tiles = ceil_div(prefill ? keys : r->n_ctx, INDEX_THREADS / 32 * INDEX_KEYS);
+        const dim3 grid((unsigned)min(tiles, 2 * c->n_sm), ceil_div(a.n_tok, INDEX_TOKENS));
+        if (smem > 48 << 10) cudaFuncSetAttribute(scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+        profile_next((double)keys * (double)(a.keys.row_bytes + plane_scale_bytes(&a.keys)), "%d keys", keys);
+        LAUNCH_PDL(scores, grid, INDEX_THREADS, smem, c->stream, a);
+        LAUNCH_PDL(k_index_choose, (unsigned)a.n_tok, CHOOSE_THREADS, 0, c->stream, a);
+    }
+}
+
 /* Latent attention of a long prefill: wk_b and wv_b make keys and values of the context's latents, a segment at a time,
  * and attention runs over these. */
 static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out) {
@@ -6549,6 +6910,8 @@ static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enu
     struct mla_value_args value = {};
     struct attn_args a = {};
     a.ahead = ahead_of_half(r, il, true);
+    a.top_k = shape.top_k;
+    a.chosen = c->chosen_keys;
     value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, a);
     value.w = *device_matrix_of(c, &layer->wv_b);
     value.parts = c->mla_parts;
@@ -6571,7 +6934,11 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, 
         return;
     }
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, c->stream, p);
-    if (mla_expands_on_gpu(r->m, layer, r->n_tok)) {
+    struct attn_args a = {};
+    if (shape.top_k && r->pos + r->n_tok > shape.top_k) {
+        a.top_k = shape.top_k;
+        a.chosen = c->chosen_keys;
+    } else if (mla_expands_on_gpu(r->m, layer, r->n_tok)) {
         mla_attend_expanded(r, il, q, out);
         return;
     }
@@ -6579,7 +6946,7 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, 
     const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
     matmul(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,
            c->q_absorbed, NULL, heads * key, key);
-    attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1, {});
+    attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1, a);
     matmul(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
            NULL, heads * head_v, head_v);
 }
@@ -7463,6 +7830,12 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
         snprintf(why, ERR_MAX,
                  "latent attention with a window, sinks, gates or norms of rows (layer %d) is not supported on a GPU; "
                  "use --cpu",
+                 il);
+    else if (a->top_k && !index_find(a->index_k, false))
+        snprintf(why, ERR_MAX, "an indexer with keys of %d (layer %d) is not supported on a GPU; use --cpu", a->index_k,
+                 il);
+    else if (a->top_k && index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10)
+        snprintf(why, ERR_MAX, "an indexer with %d heads (layer %d) is not supported on a GPU; use --cpu", a->n_index,
                  il);
     else if ((layer->has & HAS_Q_GATE) && (layer->has & HAS_HEAD_GATE))
         snprintf(why, ERR_MAX, "two kinds of gates in attention (layer %d) are not supported on a GPU; use --cpu", il);

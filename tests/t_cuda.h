@@ -22,6 +22,7 @@ int cuda_test_turns(void);            /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
 size_t cuda_test_not_finite(struct rank *r);
+void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read); /* of the indexer, or to the GPU */
 
 /* Kernel by kernel: t_cuda_kernels.h. */
 bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
@@ -94,24 +95,22 @@ static void pair_heads(struct rank *r, const char *op, int il, enum act a) {
     pair_slot(r, op, il, a, r->m->layers[il].attn.n_head * r->m->layers[il].attn.head_v, true);
 }
 
-/* The rows of the batch in both caches, as floats. */
-static void pair_cache(struct rank *r, int il) {
-    for (int i = 0; i < 2; i++) {
-        const struct plane *p = &r->planes[il][i], *q = &pair.gpu->planes[il][i];
-        size_t n = (size_t)r->n_tok, width = (size_t)p->width;
-        struct plane g = *q;
-        g.data = xmalloc(q->row_bytes), g.scale = q->scale ? xmalloc((size_t)q->n_group * sizeof(float)) : NULL;
-        g.kind = PLANE_TOKENS;
-        float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
-        for (size_t t = 0; t < n; t++) { /* a ring begins again */
-            const int pos = r->pos + (int)t;
-            pair.gpu->ops->plane_copy(pair.gpu, q, plane_row(q, (size_t)pos), 1, g.data, g.scale, false);
-            kv_load(&kernels_ref, &g, 0, 1, 0, p->width, got + t * width, p->width);
-            kv_load(&kernels_ref, p, pos, 1, 0, p->width, want + t * width, p->width);
-        }
-        pair_compare(r, i ? "cache of v" : "cache of k", il, got, want, n * width);
-        free(g.data), free(g.scale), free(got), free(want);
+/* The rows of the batch in a plane of both caches, as floats. */
+static void pair_cache(struct rank *r, int il, enum plane_use use, const char *what) {
+    const struct plane *p = &r->planes[il][use], *q = &pair.gpu->planes[il][use];
+    size_t n = (size_t)r->n_tok, width = (size_t)p->width;
+    struct plane g = *q;
+    g.data = xmalloc(q->row_bytes), g.scale = q->scale ? xmalloc((size_t)q->n_group * sizeof(float)) : NULL;
+    g.kind = PLANE_TOKENS;
+    float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
+    for (size_t t = 0; t < n; t++) { /* a ring begins again */
+        const int pos = r->pos + (int)t;
+        pair.gpu->ops->plane_copy(pair.gpu, q, plane_row(q, (size_t)pos), 1, g.data, g.scale, false);
+        kv_load(&kernels_ref, &g, 0, 1, 0, p->width, got + t * width, p->width);
+        kv_load(&kernels_ref, p, pos, 1, 0, p->width, want + t * width, p->width);
     }
+    pair_compare(r, what, il, got, want, n * width);
+    free(g.data), free(g.scale), free(got), free(want);
 }
 
 /* The result of a gated delta net, its state and its rings. */
@@ -154,8 +153,38 @@ static void pair_out_ffn(struct rank *r, int il, enum act x, enum act out) {
 }
 
 static void pair_out_attention(struct rank *r, int il, enum act out) {
-    pair_cache(r, il);
+    pair_cache(r, il, PLANE_K, "cache of k");
+    pair_cache(r, il, PLANE_V, "cache of v");
     pair_heads(r, "attention", il, out);
+}
+
+/* The indexer's keys, and its choices: of 50 keys at most one may be another, of nearly the same score. Attention of both
+ * then has the CPU's. */
+static void pair_out_select_keys(struct rank *r, int il) {
+    const int k = r->m->layers[il].attn.top_k, first = tokens_dense(r, &r->m->layers[il].attn);
+    const int n = (r->n_tok - first) * k;
+    int32_t *want = r->chosen_keys + first * k, *got = xcalloc((size_t)n + 1, sizeof *got);
+    int other = 0;
+    pair_cache(r, il, PLANE_INDEX, "cache of the indexer");
+    cuda_test_chosen(pair.gpu, got, first * k, n, true);
+    for (int t = 0; t < n; t += k)
+        for (int i = 0, j = 0; i < k; i++) {
+            CHECK(got[t + i] >= 0 && got[t + i] <= r->pos + first + t / k && (!i || got[t + i] > got[t + i - 1]),
+                  "%s: choice %d of layer %d is %d", pair.name, i, il, got[t + i]);
+            while (j < k && want[t + j] < got[t + i]) j++;
+            other += j == k || want[t + j] != got[t + i];
+        }
+    CHECK(50 * other <= n, "%s: %d of %d keys of layer %d, %d tokens at %d, are others", pair.name, other, n, il,
+          r->n_tok, r->pos);
+    cuda_test_chosen(pair.gpu, want, first * k, n, false);
+    free(got);
+}
+
+static void pair_out_queries(struct rank *r, int il) {
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
+    layer_queries(&r->m->layers[il], w, out);
+    for (int i = 0; w[i]; i++) pair_slot(r, "queries", il, out[i], w[i]->n_out, false);
 }
 
 static void pair_out_row_norm(struct rank *r, int il, enum act q, enum act k) {
@@ -194,7 +223,9 @@ static void pair_final(struct rank *r) {
 #define PAIR_IN_projections       PAIR_IN(x, delta)
 #define PAIR_OUT_projections      pair_out_projections(r, il, x)
 #define PAIR_IN_queries           PAIR_IN(A_QA)
-#define PAIR_OUT_queries          pair_slot(r, "queries", il, A_Q, r->m->layers[il].wq_b.n_out, false)
+#define PAIR_OUT_queries          pair_out_queries(r, il)
+#define PAIR_IN_select_keys       PAIR_IN(A_IQ, A_IK, A_IW)
+#define PAIR_OUT_select_keys      pair_out_select_keys(r, il)
 #define PAIR_IN_final_reduce      PAIR_IN(x, delta)
 #define PAIR_OUT_final_reduce     pair_out(r, "final_reduce", -1, x)
 #define PAIR_IN_linear            PAIR_IN(x)

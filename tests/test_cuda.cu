@@ -15,6 +15,12 @@ void cuda_test_final(struct rank *r, float *rows, int n, bool read) {
     cudaMemcpy(read ? rows : ring, read ? ring : rows, (size_t)n * sizeof *rows, cudaMemcpyDefault);
 }
 
+void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read) {
+    int32_t *chosen = r->cuda->chosen_keys + first;
+    cudaStreamSynchronize(r->cuda->stream);
+    if (n) cudaMemcpy(read ? keys : chosen, read ? chosen : keys, (size_t)n * sizeof *keys, cudaMemcpyDefault);
+}
+
 /* Row 0 of the logits, by a kernel in front: it comes late, and the blocks of the next one run together. */
 void cuda_test_logits(struct rank *r, const float *x, int n) {
     struct cuda *c = r->cuda;
