@@ -4630,13 +4630,13 @@ static void mla_launch(const struct mla_args *a, int nope, int rope, int v, cuda
  * ============================================================================================================ */
 
 enum {
-    INDEX_WIDTH = 128,    /* values of a head at most */
-    INDEX_TOKENS = 2,     /* tokens of a block of k_index_scores */
-    INDEX_KEYS = 32,      /* keys of a warp's step */
-    INDEX_THREADS = 256,  /* of k_index_scores */
-    CHOOSE_THREADS = 512, /* of k_index_choose */
+    INDEX_WIDTH = 128,     /* values of a head at most */
+    INDEX_TOKENS = 2,      /* tokens of a block of k_index_scores */
+    INDEX_KEYS = 32,       /* keys of a warp's step */
+    INDEX_THREADS = 256,   /* of k_index_scores */
+    CHOOSE_THREADS = 1024, /* of k_index_choose */
     CHOOSE_WARPS = CHOOSE_THREADS / 32,
-    CHOOSE_BINS = 256
+    CHOOSE_BINS = 2 * CHOOSE_THREADS
 };
 
 struct index_args {
@@ -4773,49 +4773,51 @@ DEVICE uint32_t index_order(float x) {
 
 /* chosen (n_tok, top_k): ascending positions of the largest scores of each token with more than top_k keys. Of equal
  * scores those of lower positions are larger.
- * Grid: n_tok, block: 512. Reads the scores six times, from L2. */
-__global__ void __launch_bounds__(CHOOSE_THREADS) k_index_choose(const __grid_constant__ struct index_args a) {
+ * Grid: n_tok, block: 1024. Reads the scores five times, from L2, with some 32 KB in flight: 1 us for 50,000 keys, each
+ * time. */
+__global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid_constant__ struct index_args a) {
     SHARED(int, bins, CHOOSE_BINS);
-    SHARED(int, found, 2);                /* the digit, and how many of its bin are wanted */
-    SHARED(int, more_than, CHOOSE_WARPS); /* of a warp's keys, scores above the k-th largest, */
-    SHARED(int, equal, CHOOSE_WARPS);     /* and equal to it */
+    SHARED(int, found, 2); /* the digit, and how many of its bin are wanted */
+    SHARED(int, more_than,
+           CHOOSE_WARPS);             /* of a warp's bins: scores; then of its keys: scores above the k-th largest, */
+    SHARED(int, equal, CHOOSE_WARPS); /* and equal to it */
     grid_dependency_launch();
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = blockIdx.x, n = a.batch->pos + a.first + t + 1;
     if (n <= a.top_k) return;
     const float *score = a.scores + (size_t)t * a.n_ctx;
+    auto sum_to = [&](int x) { /* over the lanes up to this one */
+                               UNROLL for (int i = 1; i < 32; i *= 2) {
+                                   const int y = __shfl_up_sync(0xFFFFFFFFu, x, i);
+                                   x += lane >= i ? y : 0;
+                               }
+                               return x;
+    };
     uint32_t prefix = 0, mask = 0;
-    int wanted = a.top_k; /* of those with the prefix */
-    for (int shift = 24; shift >= 0; shift -= 8) {
+    int wanted = a.top_k;                                             /* of those with the prefix */
+    for (int shift = 21; mask != ~0u; shift = shift == 21 ? 10 : 0) { /* digits of 11 bits, the last two overlap */
         for (int i = tid; i < CHOOSE_BINS; i += CHOOSE_THREADS) bins[i] = 0;
         __syncthreads(); /* the bins are empty */
         UNROLL_BY(8) for (int i = tid; i < n; i += CHOOSE_THREADS) {
             const uint32_t x = index_order(score[i]);
             if (!((x ^ prefix) & mask)) atomicAdd(&bins[x >> shift & (CHOOSE_BINS - 1)], 1);
         }
-        __syncthreads(); /* all are counted */
-        if (!warp) {     /* lane l has the 8 bins from 8 (31 - l) on: larger digits first */
-            const int first = 8 * (31 - lane);
-            int mine = 0;
-            UNROLL for (int i = 0; i < 8; i++) mine += bins[first + i];
-            int above = mine;
-            UNROLL for (int i = 1; i < 32; i *= 2) {
-                const int x = __shfl_up_sync(0xFFFFFFFFu, above, i);
-                above += lane >= i ? x : 0;
-            }
-            above -= mine; /* with larger digits than the lane's */
-            if (above < wanted && above + mine >= wanted) {
-                int digit = first + 7;
-                while (above + bins[digit] < wanted) above += bins[digit--];
-                found[0] = digit;
-                found[1] = wanted - above;
-            }
+        __syncthreads();                                                                   /* all are counted */
+        const int first = CHOOSE_BINS - 2 - 2 * tid, mine = bins[first] + bins[first + 1]; /* larger digits first */
+        const int to = sum_to(mine);
+        if (lane == 31) more_than[warp] = to;
+        __syncthreads(); /* the sums of all warps are there */
+        const int warps = sum_to(more_than[lane]), before = __shfl_sync(0xFFFFFFFFu, warps, max(warp - 1, 0));
+        const int above = to - mine + (warp ? before : 0); /* scores with larger digits than this thread's */
+        if (above < wanted && above + mine >= wanted) {
+            const int upper = bins[first + 1], low = above + upper < wanted;
+            found[0] = first + 1 - low;
+            found[1] = wanted - above - (low ? upper : 0);
         }
         __syncthreads(); /* the digit is found */
-        prefix |= (uint32_t)found[0] << shift;
-        mask |= 0xFFu << shift;
+        prefix = (prefix & mask) | ((uint32_t)found[0] << shift & ~mask);
+        mask = ~0u << shift;
         wanted = found[1];
-        __syncthreads(); /* all have read it */
     }
     /* each warp lists its own keys, which follow one another */
     const int per = (n + CHOOSE_THREADS - 1) / CHOOSE_THREADS * 32, begin = warp * per, end = min(begin + per, n);
@@ -6835,7 +6837,7 @@ static void cuda_select_keys(struct rank *r, int il) {
     a.unit = 1.0f / sqrtf((float)(shape.n_index * shape.index_k));
     LAUNCH_PDL(k_index_store, dim3(1 + ceil_div(a.n_index, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
     const bool prefill = r->n_tok > DECODE_MAX_TOKENS;
-    index_kernel *const scores = index_find(a.width, a.keys.type == KV_FP8);
+    index_kernel *const index_scores = index_find(a.width, a.keys.type == KV_FP8);
     const int most = min(64, INDEX_SCORES / r->n_ctx); /* tokens at once */
     const int dense = prefill ? max(0, min(r->n_tok, shape.top_k - r->pos)) : 0, step = max(1, most);
     for (a.first = dense; a.first < r->n_tok; a.first += step) {
@@ -6847,9 +6849,9 @@ static void cuda_select_keys(struct rank *r, int il) {
         const size_t smem = index_queries(a.n_index, a.width, tokens);
         const int tiles = ceil_div(prefill ? keys : r->n_ctx, INDEX_THREADS / 32 * INDEX_KEYS);
         const dim3 grid((unsigned)min(tiles, 2 * c->n_sm), ceil_div(a.n_tok, INDEX_TOKENS));
-        if (smem > 48 << 10) cudaFuncSetAttribute(scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
+        if (smem > 48 << 10) cudaFuncSetAttribute(index_scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
         profile_next((double)keys * (double)(a.keys.row_bytes + plane_scale_bytes(&a.keys)), "%d keys", keys);
-        LAUNCH_PDL(scores, grid, INDEX_THREADS, smem, c->stream, a);
+        LAUNCH_PDL(index_scores, grid, INDEX_THREADS, smem, c->stream, a);
         LAUNCH_PDL(k_index_choose, (unsigned)a.n_tok, CHOOSE_THREADS, 0, c->stream, a);
     }
 }
