@@ -633,8 +633,11 @@ static struct checkpoint {
     uint32_t has_window;         /* bits that layers with a window have beside `has` */
     bool recurrent[MAX_LAYERS];  /* the block has a gated delta net */
     bool windowed[MAX_LAYERS];   /* the block has a window */
+    bool shares[MAX_LAYERS];     /* the block has no indexer: it takes the choice of keys of the one before */
     int n_typed;                 /* blocks whose kind config.json tells; 0: all */
     size_t window;               /* keys that a token sees in these; 0: no layer has a window */
+    size_t chosen;               /* keys that the indexer of sparse attention chooses; 0: there is none */
+    bool index_pairs;            /* it rotates neighbours; GGUF files list which layers have one */
     size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
     bool tiled;                  /* GGUF files have the heads of values in tiled order */
     int n_layer, n_mtp;          /* blocks = n_layer + n_mtp */
@@ -849,6 +852,8 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
         if (strchr(r->hf, '*')) plan_expert_biases(r, layer);
         else plan_layer_vector(r, dst, src);
     } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
+        plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
+    } else if (r->field == offsetof(struct layer, w_index) && resolve_linear(src).format == PLAIN) {
         plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
     } else if (!r->optional || has_linear(src)) {
         const bool embedding = r->out == DIM_TOKENS;
@@ -1078,6 +1083,7 @@ static void plan_layer(int layer) {
     struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
     const bool dense = layer < m.n_layer ? m.is_dense(layer) : m.mtp_dense;
     if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
+    if (m.chosen && !m.shares[layer]) what.has |= HAS_INDEXER;
     if (m.windowed[layer]) what.has |= m.has_window;
     what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && m.n_shared) what.has |= HAS_SHARED;
@@ -1459,6 +1465,7 @@ static void read_deepseek_experts(void) {
     expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
 }
 
+static void put_indexer(void);
 /* Reads the keys of DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash. */
 static void read_deepseek3(void) {
     struct doc c = m.cfg;
@@ -1466,6 +1473,72 @@ static void read_deepseek3(void) {
     read_deepseek_experts();
     expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
     expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
+}
+
+/* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). pairs: it rotates neighbours. */
+static void read_indexer(bool pairs) {
+    struct doc c = m.cfg;
+    const size_t heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
+    const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
+    read_mla();
+    read_deepseek_experts();
+    m.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
+    m.index_pairs = pairs;
+    m.put = put_indexer;
+    set_dim(DIM_INDEX_Q, heads * width, "index_n_heads x index_head_dim");
+    set_dim(DIM_INDEX_K, width, "index_head_dim");
+    set_dim(DIM_INDEXES, heads, "index_n_heads");
+    expect(c, "q_lora_rank", m.dim[DIM_Q_LORA], "a number above 0, because of the indexer");
+    expect(c, "index_head_dim", width >= (size_t)m.rope, fmt("at least the %d of qk_rope_head_dim", m.rope));
+    expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
+    expect(c, "indexer_rope_interleave", get_bool(c, "indexer_rope_interleave", pairs) == pairs,
+           pairs ? "true" : "false");
+}
+
+/* Returns the key that says which layers of GLM-5 have an indexer: a list, a pattern, or how often one has it. */
+static const char *indexer_key(void) {
+    return get(m.cfg, "indexer_types")        ? "indexer_types"
+           : get(m.cfg, "index_topk_pattern") ? "index_topk_pattern"
+                                              : "index_topk_freq";
+}
+
+/* Whether a layer of GLM-5 has no indexer. */
+static bool shares_choice(int layer) {
+    struct doc c = m.cfg;
+    const char *key = indexer_key(), *type;
+    json_t *list = get(c, key);
+    const size_t i = (size_t)layer;
+    if (!strcmp(key, "index_topk_freq")) {
+        const int freq = (int)get_int(c, "index_topk_freq", 0, MAX_LAYERS, 1);
+        const int offset = (int)get_int(c, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
+        return layer >= offset && freq > 1 && (layer - offset + 1) % freq;
+    }
+    if (json_is_string(list)) {
+        const char *letters = json_string_value(list);
+        expect(c, key, strlen(letters) == (size_t)m.n_layer && strspn(letters, "FS") == (size_t)m.n_layer,
+               fmt("F or S for each of %d layers", m.n_layer));
+        return letters[i] == 'S';
+    }
+    type = json_string_value(json_array_get(list, i));
+    expect(c, key, json_array_size(list) == (size_t)m.n_layer && type && one_of(type, "full shared"),
+           fmt("\"full\" or \"shared\" for each of %d layers", m.n_layer));
+    return !strcmp(type, "shared");
+}
+
+/* Reads the keys of DeepSeek-V3.2: every layer has an indexer. */
+static void read_deepseek_v32(void) {
+    static const char *const others[] = {"indexer_types", "index_topk_pattern"};
+    read_indexer(false);
+    for (size_t i = 0; i < COUNT(others); i++)
+        expect(m.cfg, others[i], !get(m.cfg, others[i]), "none (every layer has an indexer)");
+    expect(m.cfg, "index_topk_freq", get_int(m.cfg, "index_topk_freq", 0, MAX_LAYERS, 1) <= 1, "1");
+}
+
+/* Reads the keys of GLM-5: layers without an indexer share the choice of the one before. */
+static void read_glm_dsa(void) {
+    read_indexer(true);
+    for (int l = 0; l < m.n_layer; l++) m.shares[l] = shares_choice(l);
+    expect(m.cfg, indexer_key(), !m.shares[0], "an indexer in layer 0");
 }
 
 /* Reads the keys of GLM-4.5 to 4.7. */
@@ -1839,6 +1912,8 @@ static const struct {
     {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
     {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
     {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
+    {.type = "deepseek_v32", .arch = "deepseek32", .read = read_deepseek_v32},
+    {.type = "glm_moe_dsa", .arch = "glm-dsa", .read = read_glm_dsa},
     {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names},
     {.type = "glm4_moe", .arch = "glm4moe", .read = read_glm4},
     {.type = "glm4_moe_lite", .arch = "deepseek2", .read = read_deepseek3},
@@ -2765,6 +2840,16 @@ static void put_step(void) {
     put_limits("swiglu_limits_shared", "swiglu_clamp_shexp");
 }
 
+static void put_indexer(void) {
+    bool full[MAX_LAYERS];
+    for (int l = 0; l < m.n_layer; l++) full[l] = !m.shares[l];
+    kv_u32("attention.indexer.head_count", m.dim[DIM_INDEXES]);
+    kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
+    kv_u32("attention.indexer.top_k", m.chosen);
+    if (m.index_pairs)
+        gguf_put_array(&writer, arch_key("attention.indexer.types"), GGUF_V_BOOL, (size_t)m.n_layer, full);
+}
+
 static void put_mimo(void) {
     if (get(m.cfg, "attention_value_scale"))
         kv_num(m.cfg, "attention_value_scale", get_num(m.cfg, "attention_value_scale", NAN), "attention.value_scale");
@@ -3525,9 +3610,9 @@ static const struct manual manual = {
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
-             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, gpt_oss, minimax_m2,\n"
-             "mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna,\n"
-             "mimo_v2_flash, mimo_v2.\n"
+             "deepseek_v32, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa,\n"
+             "gpt_oss, minimax_m2, mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5,\n"
+             "step3p7, laguna, mimo_v2_flash, mimo_v2.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. FP8 E4M3 becomes BF16. BF16,\n"
              "F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

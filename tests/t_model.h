@@ -247,9 +247,10 @@ static bool demo_load(struct model *m) {
 }
 
 static void test_prediction(void) {
-    static const char *const names[] = {"deepseek_v3_plain", "deepseek_v3_mtp", "hy_v3",          "qwen3_5_moe",
-                                        "qwen3_5_moe_nvfp4", "qwen3_next",      "qwen3_next_fp8", "glm4_moe",
-                                        "glm4_moe_air",      "glm4_moe_lite",   "step3p7",        "mimo_v2_flash_fp8"};
+    static const char *const names[] = {"deepseek_v3_plain", "deepseek_v3_mtp",  "hy_v3",          "qwen3_5_moe",
+                                        "qwen3_5_moe_nvfp4", "qwen3_next",       "qwen3_next_fp8", "glm4_moe",
+                                        "glm4_moe_air",      "glm4_moe_lite",    "step3p7",        "mimo_v2_flash_fp8",
+                                        "deepseek_v32",      "deepseek_v32_fp8", "glm_moe_dsa",    "glm_moe_dsa_types"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];
@@ -341,6 +342,15 @@ static void test_fixtures_laguna(void) {
 static void test_fixtures_mimo(void) {
     check_fixture("mimo_v2_flash", NULL);
     check_fixture("mimo_v2_flash_fp8", NULL);
+}
+
+/* Prompts longer than index_topk, so that the choice of keys decides the logits: a wrong one has an NMSE of 1e-2 or
+ * more. */
+static void test_fixtures_dsa(void) {
+    check_fixture("deepseek_v32", NULL);
+    check_fixture("deepseek_v32_fp8", NULL);
+    check_fixture("glm_moe_dsa", NULL);
+    check_fixture("glm_moe_dsa_types", NULL);
 }
 
 static void test_fixtures_reap(void) {
@@ -1272,20 +1282,20 @@ static void test_cpu_profile(void) {
     }
 }
 
-#define TESTS_MODEL                                                                                                  \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},        \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                      \
-        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},            \
-        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},      \
-        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},              \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/prediction", test_prediction},                          \
-        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next},      \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                            \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                    \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},        \
-        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                        \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, \
-        {"model/router", test_router}, {"model/glu", test_glu}, {"model/sampler", test_sampler},                     \
-        {"model/kv-planes", test_kv_planes}, {"model/contents-list", test_contents_list},                            \
-        {"model/banners", test_banners},
+#define TESTS_MODEL                                                                                                   \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
+        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},             \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},       \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},               \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                       \
+        {"model/prediction", test_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},                       \
+        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
+        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                 \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
+        {"model/glu", test_glu}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                \
+        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

@@ -10,7 +10,8 @@ static const char *const rank_fixtures[] = {
     "minimax_m2",    "minimax_m2_fp8",      "mixtral",           "mixtral_nvfp4",
     "olmoe",         "olmoe_norm",          "qwen2_moe",         "qwen2_moe_dense",
     "ernie4_5_moe",  "ernie4_5_moe_each",   "step3p5",           "step3p7",
-    "laguna",        "laguna_element",      "mimo_v2_flash",     "mimo_v2_flash_fp8"};
+    "laguna",        "laguna_element",      "mimo_v2_flash",     "mimo_v2_flash_fp8",
+    "deepseek_v32",  "deepseek_v32_fp8",    "glm_moe_dsa",       "glm_moe_dsa_types"};
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 
 /* Every thing is somebody's, nobody's twice, in order, in whole units, larger shares first. */
