@@ -54,6 +54,7 @@ static struct {
     const char *name;
     double worst;            /* relative RMS error of an operation, at most */
     double limit, moe_limit; /* the second: of norm_ffn for more than 16 tokens */
+    int chosen, other;       /* keys that the indexer chose, and those among them that the CPU did not */
 } pair;
 
 static float *pair_buffer(size_t n) { return xmalloc(n * sizeof(float) + 1); }
@@ -158,8 +159,7 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
     pair_heads(r, "attention", il, out);
 }
 
-/* The indexer's keys, and its choices: one key, and of 50 one more, may be another, of nearly the same score. Attention of both
- * then has the CPU's. */
+/* The indexer's keys, and its choices, of which rounding may decide a few. Attention of both then has the CPU's. */
 static void pair_out_select_keys(struct rank *r, int il) {
     const int k = r->m->layers[il].attn.top_k, first = tokens_dense(r, &r->m->layers[il].attn);
     const int n = (r->n_tok - first) * k;
@@ -176,6 +176,7 @@ static void pair_out_select_keys(struct rank *r, int il) {
         }
     CHECK(other <= 1 + n / 50, "%s: %d of %d keys of layer %d, %d tokens at %d, are others", pair.name, other, n, il,
           r->n_tok, r->pos);
+    pair.chosen += n, pair.other += other;
     cuda_test_chosen(pair.gpu, want, first * k, n, false);
     free(got);
 }
@@ -288,6 +289,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
     ENQUEUE_OPS(OP_PAIRED)
 #undef OP_PAIRED
     pair.gpu = &gpu, pair.cpu = &cpu_ops, pair.name = name, pair.limit = 2e-3, pair.worst = 0;
+    pair.chosen = pair.other = 0;
     /* rounding to FP4 alone: 0.01 of the squares in x, twice by way of gate and up, and 0.01 in the hidden values */
     pair.moe_limit = act == MOE_ACT_FP4 ? sqrt(4e-2) : pair.limit;
     cpu.ops = &table;
@@ -303,6 +305,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
             rank_logits(&cpu, &(struct rank_step){.first = *n - rows, .n = rows});
         }
     }
+    CHECK(100 * pair.other <= pair.chosen, "%s: %d of %d chosen keys are others", name, pair.other, pair.chosen);
     cpu_ops.close(&cpu);
     gpu.ops->close(&gpu);
 }
@@ -416,7 +419,11 @@ static void test_cuda_operations(void) {
                                         "qwen3_5_moe_text",
                                         "qwen3_5_moe_nvfp4",
                                         "qwen3_next",
-                                        "qwen3_next_fp8"};
+                                        "qwen3_next_fp8",
+                                        "deepseek_v32",
+                                        "deepseek_v32_fp8",
+                                        "glm_moe_dsa",
+                                        "glm_moe_dsa_types"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
     int n_w4a4 = 0;
     bool fp4 = cuda_test_begin(8);
@@ -1666,7 +1673,8 @@ static void batches_agree(const char *name, const struct model *m, const struct 
     free(want);
 }
 
-/* Logits against Hugging Face's: of a prefill, then of decoding behind half of it. */
+/* Logits against Hugging Face's: of a prefill, then of decoding behind half of it. Where an indexer chooses keys rounding
+ * decides one of 20,000 choices, see pair_out_select_keys; it changes that token and those that see it. */
 static void test_cuda_fixtures(void) {
     cuda_test_begin(17);
     for (int f = 0; f < RANK_FIXTURES; f++) {
@@ -1684,11 +1692,12 @@ static void test_cuda_fixtures(void) {
         const size_t v = (size_t)m.n_vocab;
         CHECK(n > 20 && n_want == n_ids * v, "%s: the fixture is incomplete", name);
         if (!cuda_session(&s, &m, n, KV_BF16, MOE_ACT_F16)) return;
-        cuda_compare(&s, name, ids, n, want, 1e-3, 1e-3);
+        const double limit = m.max.top_k ? 1e-2 : 1e-3;
+        cuda_compare(&s, name, ids, n, want, limit, 1e-3);
         session_free(&s);
         float *got = batches_logits(&m, &one_rank, KV_BF16, ids, half, n, DECODE_MAX_TOKENS, 3);
         const double e = got ? nmse(got, want + (size_t)half * v, (size_t)(n - half) * v) : 0;
-        CHECK(e <= 1e-3, "%s: NMSE %.2e of decoding", name, e);
+        CHECK(e <= limit, "%s: NMSE %.2e of decoding", name, e);
         free(got);
         arrfree(ids), arrfree(want);
         model_free(&m);
