@@ -65,7 +65,7 @@
  *   Model: metadata of families                     320  what each family reads
  *   Model: layers and files                         340  binds layers, checks leftovers, opens files
  *   Shards of a model                               220  what each rank holds
- *   Synthetic models                                790  --synth: shapes of real models with random weights
+ *   Synthetic models                                870  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
@@ -8437,6 +8437,9 @@ struct synth {
      * values of these layers where they differ */
     int window, period, window_head, window_head_kv, window_rope;
     bool full_first;
+    /* indexers of sparse attention: heads, values of a head, keys that are chosen; which layers share is said as GLM-5.2
+     * says it: from layer index_first - 1 on every index_freq-th has one, and all before; 0: all */
+    int n_index, index_k, top_k, index_freq, index_first;
     uint32_t ff_type;                    /* of feed-forwards; 0: NVFP4 */
     bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
     bool window_sinks, sh_weight, norm_topk;
@@ -8494,6 +8497,31 @@ static const struct synth synths[] = {
      .n_group = 8,
      .n_group_used = 4,
      .scale = 2.5f},
+    {.name = "deepseek-v3.2",
+     .predicts = true,
+     .arch = "deepseek32",
+     .n_layer = 61,
+     .n_embd = 7168,
+     .n_head = 128,
+     .n_head_kv = 1,
+     .head = 128,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 2048,
+     .n_vocab = 129280,
+     .n_ctx = 163840,
+     .q_lora = 1536,
+     .kv_lora = 512,
+     .rope = 64,
+     .n_dense = 3,
+     .ff_dense = 18432,
+     .ff_shared = 2048,
+     .n_group = 8,
+     .n_group_used = 4,
+     .scale = 2.5f,
+     .n_index = 64,
+     .index_k = 128,
+     .top_k = 2048},
     {.name = "kimi-k2",
      .arch = "deepseek2",
      .n_layer = 61,
@@ -8593,6 +8621,60 @@ static const struct synth synths[] = {
      .n_group = 1,
      .n_group_used = 1,
      .scale = 1.8f},
+    {.name = "glm-5",
+     .predicts = true,
+     .arch = "glm-dsa",
+     .n_layer = 78,
+     .n_embd = 6144,
+     .n_head = 64,
+     .n_head_kv = 1,
+     .head = 192,
+     .head_v = 256,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 2048,
+     .n_vocab = 154880,
+     .n_ctx = 202752,
+     .q_lora = 2048,
+     .kv_lora = 512,
+     .rope = 64,
+     .n_dense = 3,
+     .ff_dense = 12288,
+     .ff_shared = 2048,
+     .n_group = 1,
+     .n_group_used = 1,
+     .scale = 2.5f,
+     .n_index = 32,
+     .index_k = 128,
+     .top_k = 2048},
+    {.name = "glm-5.2",
+     .predicts = true,
+     .arch = "glm-dsa",
+     .n_layer = 78,
+     .n_embd = 6144,
+     .n_head = 64,
+     .n_head_kv = 1,
+     .head = 192,
+     .head_v = 256,
+     .n_expert = 256,
+     .n_used = 8,
+     .n_ff = 2048,
+     .n_vocab = 154880,
+     .n_ctx = 1048576,
+     .q_lora = 2048,
+     .kv_lora = 512,
+     .rope = 64,
+     .n_dense = 3,
+     .ff_dense = 12288,
+     .ff_shared = 2048,
+     .n_group = 1,
+     .n_group_used = 1,
+     .scale = 2.5f,
+     .n_index = 32,
+     .index_k = 128,
+     .top_k = 2048,
+     .index_freq = 4,
+     .index_first = 3},
     {.name = "qwen3.5-35b-a3b",
      .predicts = true,
      .arch = "qwen35moe",
@@ -8988,6 +9070,8 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     char name[64];
     m->family->layer(l, &layer, il);
     if (il >= m->n_layer) layer.has |= HAS_PREDICTION;
+    const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
+    if (y->n_index && !(shares && (il - y->index_first + 1) % y->index_freq)) layer.has |= HAS_INDEXER;
     if (y->head_norm) layer.has |= HAS_HEAD_NORM;
     if (y->window_sinks && layer.attn.window) layer.has |= HAS_SINKS;
     if (y->head_gate) {
@@ -9010,7 +9094,8 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
         if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
         snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, rule->kind == TENSOR_VECTOR ? "" : ".weight");
-        synth_add(list, rule->kind != TENSOR_MATRIX ? GGUF_F32 : ffn ? ff_type : backbone, in, out, n, name, il);
+        const bool f32 = rule->kind != TENSOR_MATRIX || rule->field == offsetof(struct layer, w_index);
+        synth_add(list, f32 ? GGUF_F32 : ffn ? ff_type : backbone, in, out, n, name, il);
         if (rule->kind != TENSOR_MATRIX || !ffn || ff_type != GGUF_NVFP4) continue;
         snprintf(name, sizeof name, "blk.%%d.%s.scale", rule->name);
         synth_add(list, GGUF_F32, n, 1, 1, name, il);
@@ -9105,6 +9190,9 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
                 {"ssm.state_size", y->delta_head},
                 {"ssm.inner_size", y->n_value * y->delta_head},
                 {"full_attention_interval", y->interval},
+                {"attention.indexer.head_count", y->n_index},
+                {"attention.indexer.key_length", y->index_k},
+                {"attention.indexer.top_k", y->top_k},
                 {"vocab_size", y->n_vocab}};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
@@ -14921,8 +15009,8 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "needs a single rank. Its column `forecast` has the microseconds that --plan\n"
                                     "expects of a kernel for one token when nothing was requested ahead.\n";
 
-static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, kimi-k2, hy3,\n"
-                                    "glm-4.5-air, glm-4.7, glm-4.7-flash, qwen3.5-35b-a3b,\n"
+static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2, kimi-k2,\n"
+                                    "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b,\n"
                                     "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b,\n"
                                     "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, mixtral-8x7b,\n"
                                     "olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"

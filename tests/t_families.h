@@ -166,7 +166,29 @@ static void test_families_keys(void) {
              {"mimo_v2_flash", "mimo2.nextn_predict_layers", ""},
              {"mimo_v2_flash_fp8", "mimo2.nextn_predict_layers", "3"},
              {"mimo_v2_flash_fp8", "mimo2.attention.sliding_window_pattern", "0,1,0,1,1,1"},
-             {"mimo_v2_flash_fp8", "mimo2.attention.head_count_kv", "1,2,1,2,2,2"}};
+             {"mimo_v2_flash_fp8", "mimo2.attention.head_count_kv", "1,2,1,2,2,2"},
+             {"deepseek_v32", "general.architecture", "deepseek32"},
+             {"deepseek_v32", "deepseek32.attention.indexer.head_count", "4"},
+             {"deepseek_v32", "deepseek32.attention.indexer.key_length", "64"},
+             {"deepseek_v32", "deepseek32.attention.indexer.top_k", "16"},
+             {"deepseek_v32", "deepseek32.attention.indexer.types", ""},
+             {"deepseek_v32", "deepseek32.attention.head_count_kv", "1"},
+             {"deepseek_v32", "deepseek32.attention.key_length", "80"},
+             {"deepseek_v32", "deepseek32.attention.value_length_mla", "32"},
+             {"deepseek_v32", "deepseek32.expert_gating_func", "2"},
+             {"deepseek_v32", "deepseek32.rope.scaling.yarn_log_multiplier", "0.1"},
+             {"deepseek_v32", "deepseek32.nextn_predict_layers", "1"},
+             {"glm_moe_dsa", "glm-dsa.attention.indexer.top_k", "32"},
+             {"glm_moe_dsa", "glm-dsa.attention.indexer.types", "1,1,1"},
+             {"glm_moe_dsa", "glm-dsa.attention.key_length_mla", "64"},
+             {"glm_moe_dsa", "glm-dsa.attention.q_lora_rank", "96"},
+             {"glm_moe_dsa", "glm-dsa.rope.freq_base", "1000000"},
+             {"glm_moe_dsa", "glm-dsa.rope.scaling.type", ""},
+             {"glm_moe_dsa_types", "glm-dsa.attention.indexer.types", "1,0,0,1,0"},
+             {"glm_moe_dsa_types", "glm-dsa.attention.indexer.head_count", "6"},
+             {"glm_moe_dsa_types", "glm-dsa.block_count", "6"},
+             {"glm_moe_dsa_types", "glm-dsa.expert_group_count", "1"},
+             {"glm_moe_dsa_types", "glm-dsa.leading_dense_block_count", "1"}};
     struct gguf g = {0};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         if (!i || strcmp(c[i].fixture, c[i - 1].fixture)) {
@@ -544,7 +566,15 @@ static void test_families_prediction(void) {
         {"laguna", "blk.1.attn_gate.weight", "model.layers.1.self_attn.g_proj.weight", 0},
         {"ernie4_5_moe", "blk.1.exp_probs_b.bias", "model.layers.1.mlp.moe_statics.e_score_correction_bias", 0},
         {"minimax_m2", "blk.0.exp_probs_b.bias", "model.layers.0.block_sparse_moe.e_score_correction_bias", 0},
-        {"minimax_m2", "blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight", 0}};
+        {"minimax_m2", "blk.0.attn_q_norm.weight", "model.layers.0.self_attn.q_norm.weight", 0},
+        {"deepseek_v32", "blk.3.indexer.attn_q_b.weight", "model.layers.3.self_attn.indexer.wq_b.weight", 0},
+        {"deepseek_v32", "blk.3.nextn.embed_tokens.weight", "model.layers.3.embed_tokens.weight", 0},
+        {"deepseek_v32_fp8", "blk.1.indexer.k_norm.weight", "model.layers.1.self_attn.indexer.k_norm.weight", 0},
+        {"glm_moe_dsa_types", "blk.0.indexer.attn_k.weight", "model.layers.0.self_attn.indexer.wk.weight", 0},
+        {"glm_moe_dsa_types", "blk.3.indexer.k_norm.weight", "model.layers.3.self_attn.indexer.k_norm.weight", 0},
+        {"glm_moe_dsa_types", "blk.3.indexer.k_norm.bias", "model.layers.3.self_attn.indexer.k_norm.bias", 0},
+        {"glm_moe_dsa_types", "blk.5.indexer.proj.weight", "model.layers.5.self_attn.indexer.weights_proj.weight", 0},
+        {"glm_moe_dsa_types", "blk.5.nextn.shared_head_norm.weight", "model.layers.5.shared_head.norm.weight", 0}};
     struct hf h = {0};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         if (!i || strcmp(c[i].fixture, c[i - 1].fixture)) {
@@ -631,7 +661,16 @@ static void test_families_words(void) {
         {"ernie4_5_moe", "{\"tie_word_embeddings\":null,\"moe_layer_end_index\":3}"},
         {"qwen2_moe", "{\"qkv_bias\":true}"},
         {"mimo_v2_flash", "{\"model_type\":\"mimo_v2\",\"sliding_window_size\":null,\"routed_scaling_factor\":null}"},
-        {"olmoe", "{\"num_key_value_heads\":null}"}};
+        {"olmoe", "{\"num_key_value_heads\":null}"},
+        {"deepseek_v32",
+         "{\"indexer_rope_interleave\":false,\"rope_interleave\":true,\"index_topk_freq\":1,\"head_dim\":7}"},
+        {"glm_moe_dsa", "{\"indexer_types\":[\"full\",\"full\",\"full\"],\"index_topk_freq\":2}"},
+        {"glm_moe_dsa", "{\"index_topk_freq\":0,\"head_dim\":192,\"indexer_rope_interleave\":null}"},
+        {"glm_moe_dsa_types", "{\"indexer_types\":null}"},
+        {"glm_moe_dsa_types", "{\"indexer_types\":null,\"index_topk_pattern\":\"FSSFS\",\"index_topk_freq\":1}"},
+        {"glm_moe_dsa_types",
+         "{\"indexer_types\":null,\"index_topk_pattern\":[\"full\",\"shared\",\"shared\",\"full\",\"shared\"]}"},
+        {"glm_moe_dsa_types", "{\"index_topk_pattern\":\"FFFFF\",\"mlp_layer_types\":null}"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct hf h;
         char a[160], b[160];
@@ -644,6 +683,84 @@ static void test_families_words(void) {
         CHECK(same_bytes(a, b), "%s: %s: another file", c[i].fixture, c[i].config);
         hf_end(&h);
     }
+}
+
+/* --------------------------------------------------------------------------------------------------------- indexers */
+
+/* The type of an output; a type that no file has where there is none. */
+static uint32_t type_of(const struct gguf *g, const char *name) {
+    const struct gguf_tensor *t = gguf_find_tensor(g, name);
+    return t ? t->type : GGUF_TYPE_COUNT;
+}
+
+/* Which blocks have an indexer, and the types of its tensors. Catches an indexer that --backbone leaves out, or whose
+ * weights of heads it quantizes. */
+static void check_indexers(const char *args, uint32_t backbone) {
+    static const struct {
+        const char *name;
+        bool matrix; /* of the backbone */
+    } c[] = {{"attn_q_b.weight", true},
+             {"attn_k.weight", true},
+             {"proj.weight", false},
+             {"k_norm.weight", false},
+             {"k_norm.bias", false}};
+    struct gguf g;
+    if (!fixture_gguf("glm_moe_dsa_types", args, "indexers.gguf", &g)) return;
+    for (int l = 0; l < 6; l++)
+        for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+            char name[64];
+            const bool full = l == 0 || l == 3 || l == 5;
+            const uint32_t want = !full ? GGUF_TYPE_COUNT : c[i].matrix ? backbone : GGUF_F32;
+            snprintf(name, sizeof name, "blk.%d.indexer.%s", l, c[i].name);
+            CHECK(type_of(&g, name) == want, "%s: %s has type %u, expected %u", args, name, type_of(&g, name), want);
+        }
+    gguf_close(&g);
+}
+
+/* How often a layer has an indexer, where config.json says no more: every second one, but all before the offset, which
+ * is 2 by default. Catches an offset by one. */
+static void check_index_frequency(const char *config, const char *types) {
+    static const char *const names[] = {"wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias",
+                                        "weights_proj.weight"};
+    struct hf h;
+    hf_load(&h, "glm_moe_dsa");
+    hf_set(h.config, config);
+    for (int l = 0; l < 3; l++)
+        for (size_t i = 0; types[2 * l] == '0' && i < sizeof names / sizeof *names; i++) {
+            char name[96];
+            snprintf(name, sizeof name, "model.layers.%d.self_attn.indexer.%s", l, names[i]);
+            hf_drop(&h, name);
+        }
+    if (!hf_convert(&h)) return;
+    CHECK(!strcmp(key_text(&h.g, "glm-dsa.attention.indexer.types"), types), "%s: %s", config,
+          key_text(&h.g, "glm-dsa.attention.indexer.types"));
+    hf_end(&h);
+}
+
+/* The weights of an indexer's heads in forms that packs of the community have. Catches a scale that is lost. */
+static void check_index_weights(enum hf_form form, uint32_t type, bool scale) {
+    struct hf h;
+    hf_load(&h, "deepseek_v32");
+    hf_replace(&h, "model.layers.1.self_attn.indexer.weights_proj", 4, 64, form);
+    if (!hf_convert(&h)) return;
+    CHECK(type_of(&h.g, "blk.1.indexer.proj.weight") == type, "form %d: type %u", form,
+          type_of(&h.g, "blk.1.indexer.proj.weight"));
+    CHECK(!gguf_find_tensor(&h.g, "blk.1.indexer.proj.scale") == !scale, "form %d: scale", form);
+    hf_end(&h);
+}
+
+static void test_families_indexer(void) {
+    check_indexers("", GGUF_BF16);
+    check_indexers("--backbone q8_0", GGUF_Q8_0);
+    check_indexers("--quantize nvfp4", GGUF_BF16);
+    check_index_frequency("{\"index_topk_freq\":2}", "1,1,0");
+    check_index_frequency("{\"index_topk_freq\":2,\"index_skip_topk_offset\":1}", "1,0,1");
+    check_index_frequency("{\"index_topk_freq\":3,\"index_skip_topk_offset\":1}", "1,0,0");
+    check_index_frequency("{\"index_topk_freq\":4,\"index_skip_topk_offset\":3}", "1,1,1");
+    check_index_weights(HF_F32, GGUF_F32, false);
+    check_index_weights(HF_NVFP4, GGUF_NVFP4, true);
+    check_index_weights(HF_FP8_TENSOR, GGUF_BF16, true);
+    check_index_weights(HF_FP8_BLOCK, GGUF_BF16, false);
 }
 
 /* Parts of releases that are left out on purpose: what reads pictures and sound, and ERNIE's layers for multi-token
@@ -867,7 +984,50 @@ static const struct family_refusal {
     {"mimo_v2_flash", "nothing in mimo2 uses it", "{\"add_swa_attention_sink_bias\":false}", NULL, NULL, 0},
     {"mimo_v2_flash", "'visual.x': BF16 [4]: nothing in mimo2 uses it", NULL, "visual.x", NULL, 0},
     {"mimo_v2_flash_fp8", "[3, 1], found F32 [1, 3]", NULL, "model.layers.1.self_attn.k_proj.weight_scale_inv", "[1,3]",
-     0}};
+     0},
+    {"deepseek_v32", "key 'index_topk': expected an integer from 1", "{\"index_topk\":0}", NULL, NULL, 0},
+    {"deepseek_v32", "key 'index_topk': expected an integer from 1", "{\"index_topk\":null}", NULL, NULL, 0},
+    {"deepseek_v32", "key 'indexer_rope_interleave': expected false", "{\"indexer_rope_interleave\":true}", NULL, NULL,
+     0},
+    {"deepseek_v32", "key 'rope_interleave': expected true", "{\"rope_interleave\":false}", NULL, NULL, 0},
+    {"deepseek_v32", "key 'indexer_types': expected none (every layer has an indexer)",
+     "{\"indexer_types\":[\"full\",\"shared\",\"full\"]}", NULL, NULL, 0},
+    {"deepseek_v32", "key 'index_topk_freq': expected 1", "{\"index_topk_freq\":4}", NULL, NULL, 0},
+    {"deepseek_v32", "key 'q_lora_rank': expected a number above 0, because of the indexer", "{\"q_lora_rank\":null}",
+     NULL, NULL, 0},
+    {"deepseek_v32", "key 'index_head_dim': expected at least the 16 of qk_rope_head_dim", "{\"index_head_dim\":8}",
+     NULL, NULL, 0},
+    {"deepseek_v32",
+     "indexer.wq_b.weight': expected [320, 64] (index_n_heads x index_head_dim, q_lora_rank), found BF16 [256, 64]",
+     "{\"index_n_heads\":5}", NULL, NULL, 0},
+    {"deepseek_v32", "k_norm.bias': expected [64] (index_head_dim), found BF16 [8, 8]", NULL,
+     "model.layers.0.self_attn.indexer.k_norm.bias", "[8,8]", 0},
+    {"deepseek_v32", "weights_proj.weight': expected [4, 64] (index_n_heads, hidden_size), found BF16 [64, 4]", NULL,
+     "model.layers.2.self_attn.indexer.weights_proj.weight", "[64,4]", 0},
+    {"deepseek_v32_fp8", "FP8 weights, but neither 'model.layers.0.self_attn.indexer.wk.weight_scale_inv'", NULL,
+     "model.layers.0.self_attn.indexer.wk.weight_scale_inv", NULL, 0},
+    {"glm_moe_dsa", "key 'indexer_rope_interleave': expected true", "{\"indexer_rope_interleave\":false}", NULL, NULL,
+     0},
+    {"glm_moe_dsa", "key 'indexer_types': expected \"full\" or \"shared\" for each of 3 layers",
+     "{\"indexer_types\":[\"full\",\"full\"]}", NULL, NULL, 0},
+    {"glm_moe_dsa", "key 'indexer_types': expected \"full\" or \"shared\" for each of 3 layers",
+     "{\"indexer_types\":[\"full\",\"full\",\"half\"]}", NULL, NULL, 0},
+    {"glm_moe_dsa", "key 'indexer_types': expected an indexer in layer 0",
+     "{\"indexer_types\":[\"shared\",\"full\",\"full\"]}", NULL, NULL, 0},
+    {"glm_moe_dsa", "key 'index_topk_pattern': expected F or S for each of 3 layers", "{\"index_topk_pattern\":\"FF\"}",
+     NULL, NULL, 0},
+    {"glm_moe_dsa", "key 'index_topk_pattern': expected F or S for each of 3 layers",
+     "{\"index_topk_pattern\":\"FfF\"}", NULL, NULL, 0},
+    {"glm_moe_dsa_types", "key 'index_topk_freq': expected an indexer in layer 0",
+     "{\"indexer_types\":null,\"index_skip_topk_offset\":0}", NULL, NULL, 0},
+    {"glm_moe_dsa_types", "tensor 'model.layers.1.self_attn.indexer.wq_b.weight' is missing",
+     "{\"indexer_types\":null,\"index_topk_freq\":null}", NULL, NULL, 0},
+    {"glm_moe_dsa_types", "tensor 'model.layers.3.self_attn.indexer.wk.weight' is missing", NULL,
+     "model.layers.3.self_attn.indexer.wk.weight", NULL, 0},
+    {"glm_moe_dsa_types", "tensor 'model.layers.5.self_attn.indexer.k_norm.bias' is missing", NULL,
+     "model.layers.5.self_attn.indexer.k_norm.bias", NULL, 0},
+    {"glm_moe_dsa_types", "'model.layers.1.self_attn.indexer.wk.weight': BF16 [4]: nothing in glm-dsa uses it", NULL,
+     "model.layers.1.self_attn.indexer.wk.weight", NULL, 0}};
 
 static void test_families_refusals(void) {
     for (size_t i = 0; i < sizeof family_refusals / sizeof *family_refusals; i++) {
@@ -930,4 +1090,4 @@ static void test_families_one_scale(void) {
         {"families/words", test_families_words}, {"families/left_out", test_families_left_out},               \
         {"families/counts", test_families_counts}, {"families/even_counts", test_families_even_counts},       \
         {"families/refusals", test_families_refusals}, {"families/limits", test_families_limits},             \
-        {"families/one_scale", test_families_one_scale},
+        {"families/one_scale", test_families_one_scale}, {"families/indexer", test_families_indexer},

@@ -54,6 +54,25 @@ static void test_ranks_heads(void) {
         }
 }
 
+/* Stages begin with layers that have an indexer: of five layers the first and the fourth. Catches a stage that takes a
+ * choice of keys which another one made, and a --pp that is let through. */
+static void test_ranks_stages(void) {
+    struct model m, pruned;
+    char path[160], args[512];
+    if (!fixture_load("glm_moe_dsa_types", &m)) return;
+    const struct range first = stage_layers(&m, 2, 0), second = stage_layers(&m, 2, 1);
+    CHECK(layer_beginnings(&m, 0) == 2 && layer_beginnings(&m, 1) == 1, "%d beginnings", layer_beginnings(&m, 0));
+    CHECK(first.first == 0 && first.n == 3 && second.first == 3 && second.n == 2, "stages %d+%d, %d+%d", first.first,
+          first.n, second.first, second.n);
+    shard_model(&pruned, &m, (struct shard){0, 1, 1, 2});
+    CHECK(pruned.layers[0].has & HAS_INDEXER && !(pruned.layers[1].has & HAS_INDEXER), "the second stage");
+    shard_free(&pruned);
+    model_free(&m);
+    snprintf(path, sizeof path, "%s/glm_moe_dsa_types.gguf", test_dir());
+    snprintf(args, sizeof args, MOE_BIN " -m %s --cpu --pp 3 --raw -p x </dev/null", path);
+    check_command(args, 2, "", "--pp 3: the model has only 2 layers that a stage may begin with");
+}
+
 /* Logits of n ids, (n, n_vocab), and n_out greedy ids behind the first `from`; malloc'ed logits. */
 static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_type kv, int tp, int pp,
                         const int32_t *ids, int n, int from, int32_t *out, int n_out) {
@@ -256,7 +275,7 @@ static void test_ranks_cli(void) {
     check_command(MOE "--cpu --gpus 0 -p x", 2, "", "cannot be combined");
 }
 
-#define TESTS_RANKS                                                                                                  \
-    {"ranks/shares", test_ranks_shares}, {"ranks/heads", test_ranks_heads}, {"ranks/fixtures", test_ranks_fixtures}, \
-        {"ranks/fast", test_ranks_fast}, {"ranks/demo", test_ranks_demo}, {"ranks/save", test_ranks_save},           \
-        {"ranks/faults", test_ranks_faults}, {"ranks/cli", test_ranks_cli},
+#define TESTS_RANKS                                                                                                \
+    {"ranks/stages", test_ranks_stages}, {"ranks/shares", test_ranks_shares}, {"ranks/heads", test_ranks_heads},   \
+        {"ranks/fixtures", test_ranks_fixtures}, {"ranks/fast", test_ranks_fast}, {"ranks/demo", test_ranks_demo}, \
+        {"ranks/save", test_ranks_save}, {"ranks/faults", test_ranks_faults}, {"ranks/cli", test_ranks_cli},

@@ -709,7 +709,9 @@ static void test_reap_model(void) {
              {"laguna", 3},
              {"laguna_element", 4},
              {"mimo_v2_flash", 3},
-             {"mimo_v2_flash_fp8", 4}};
+             {"mimo_v2_flash_fp8", 4},
+             {"deepseek_v32_fp8", 4},
+             {"glm_moe_dsa_types", 3}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -725,7 +727,7 @@ static void test_reap_model(void) {
 static void test_reap_fixtures(void) {
     static const struct {
         const char *name, *options;
-        int experts[4];
+        int experts[5];
     } c[] = {{"qwen3moe_nvfp4", "--keep 5", {5, 5}},
              {"qwen3moe_ct", "--ratio 0.5", {2, 2}},
              {"qwen3moe", "--keep 6", {0}},
@@ -746,6 +748,8 @@ static void test_reap_fixtures(void) {
              {"laguna_element", "--keep 5", {0, 5, 5}},
              {"mimo_v2_flash_fp8", "--keep 4", {0, 4, 4}},
              {"mimo_v2_flash_fp8", "--keep 3 --mtp drop", {0, 3, 3}},
+             {"deepseek_v32_fp8", "--keep 4 --mtp drop", {0, 4}},
+             {"glm_moe_dsa_types", "--keep 4 --mtp drop", {0, 4, 4, 4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -948,8 +952,11 @@ static void test_reap_mtp_fixtures(void) {
     static const struct {
         const char *name;
         int keep;
-    } c[] = {{"deepseek_v3_plain", 3}, {"hy_v3", 5},     {"glm4_moe_air", 6}, {"glm4_moe_lite", 5}, {"qwen3_5_moe", 3},
-             {"qwen3_5_moe_nvfp4", 4}, {"qwen3_next", 3}};
+    } c[] = {{"deepseek_v3_plain", 3}, {"hy_v3", 5},
+             {"glm4_moe_air", 6},      {"glm4_moe_lite", 5},
+             {"qwen3_5_moe", 3},       {"qwen3_5_moe_nvfp4", 4},
+             {"qwen3_next", 3},        {"deepseek_v32_fp8", 4},
+             {"glm_moe_dsa_types", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -1345,7 +1352,10 @@ static void test_reap_directory(void) {
                                        {"step3p7", "--keep 3 --mtp drop"},
                                        {"laguna_element", "--keep 5"},
                                        {"mimo_v2_flash_fp8", "--keep 4"},
-                                       {"mimo_v2_flash_fp8", "--keep 3 --mtp drop"}};
+                                       {"mimo_v2_flash_fp8", "--keep 3 --mtp drop"},
+                                       {"deepseek_v32_fp8", "--keep 4"},
+                                       {"glm_moe_dsa", "--keep 5"},
+                                       {"glm_moe_dsa_types", "--keep 4 --mtp drop"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);
