@@ -29,9 +29,9 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  490  the table of tensors; layer, model, family
+ *   Types: tensors, layers, models                  570  the table of tensors; layer, model, family
  *   Types: operations                               220  the table that every backend fills in; its contract
- *   Types: state, ranks, the GPU backend            360  planes of state; struct rank; cuda_* functions
+ *   Types: state, ranks, the GPU backend            410  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
@@ -81,12 +81,13 @@
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  370  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       510  online softmax over the cache; latent attention
+ *   CPU operations: attention                       550  online softmax over the cache; latent attention
+ *   CPU operations: sparse attention                110  the choice of the keys that a query sees
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    410  router and experts
  *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
- *   Families                                        130  the forwards. START HERE
+ *   Families                                        160  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                          120  how many tokens a round drafts
  *   Session                                         620  a timeline of tokens: sync, truncation, snapshots, decode
@@ -1183,7 +1184,16 @@ static inline double layer_state_reads(const struct model *m, const struct layer
     return bytes;
 }
 
-/* The same of all layers. */
+/* Of these, the bytes of the indexer's keys. */
+static inline double layer_index_reads(const struct model *m, const struct layer *layer, enum kv_type type,
+                                       size_t n_past) {
+    struct plane planes[PLANE_USES];
+    layer_planes(m, layer, type, planes);
+    const struct plane *p = &planes[PLANE_INDEX];
+    return (double)(plane_rows(p, n_past) * (p->row_bytes + plane_scale_bytes(p)));
+}
+
+/* Bytes that a forward of one token reads of all layers' planes. */
 static inline double state_reads(const struct model *m, enum kv_type type, size_t n_past) {
     double bytes = 0;
     for (int il = 0; il < m->n_layer; il++) bytes += layer_state_reads(m, &m->layers[il], type, n_past);
@@ -12710,6 +12720,13 @@ static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, e
     op_end_latent(r, il);
 }
 
+/* ============================================================================================================
+ * CPU operations: sparse attention
+ *
+ * The indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1) gives every key a score for every query, and the query
+ * sees those with the largest. Attention then runs over a list of keys, see struct attend.
+ * ============================================================================================================ */
+
 /* x = (x - mean) / sqrt(variance + eps) * w + b over n values (LayerNorm, arXiv 1607.06450). */
 static void layer_norm(float *x, const float *w, const float *b, float eps, int n) {
     float mean = 0, square = 0;
@@ -19573,6 +19590,9 @@ enum decode_kernel {
     DECODE_PROJECTIONS,
     DECODE_ROW_NORM,
     DECODE_QUERY, /* MLA: out of the low-rank query */
+    DECODE_INDEX_STORE,
+    DECODE_INDEX_SCORES,
+    DECODE_INDEX_CHOOSE,
     DECODE_MLA_QUERY,
     DECODE_ATTENTION,
     DECODE_MLA_ATTENTION,
@@ -19603,6 +19623,9 @@ static const struct {
     [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4},           /* run: 0.3 to 0.4 */
     [DECODE_ROW_NORM] = {"k_row_norm", 0.9},                 /* three latencies of L2, and a sum over the block */
     [DECODE_QUERY] = {"k_gemv_linear", 0.4},                 /* run: 0.3 to 1.0 */
+    [DECODE_INDEX_STORE] = {"k_index_store", 0.6},           /* a norm, and a rotation */
+    [DECODE_INDEX_SCORES] = {"index_scores", 1.0},           /* two latencies of L2 for the queries, one of memory */
+    [DECODE_INDEX_CHOOSE] = {"k_index_choose", 6.0},         /* 5 readings of the scores of 32K keys by one SM */
     [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},               /* 0.4 as above, 0.4 to load and rotate the queries */
     [DECODE_ATTENTION] = {"attn_kernel", 3.1},               /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
     [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},           /* run: 1.6 a tile of keys, 2 to 3 before the first */
@@ -19637,7 +19660,10 @@ struct launch {
 static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const struct layer *layer) {
     switch (rule->field) {
     case offsetof(struct layer, q_a_norm):
+    case offsetof(struct layer, wq_index):
     case offsetof(struct layer, wq_b): return DECODE_QUERY;
+    case offsetof(struct layer, index_norm):
+    case offsetof(struct layer, index_norm_bias): return DECODE_INDEX_STORE;
     case offsetof(struct layer, kv_a_norm):
     case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
     case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
@@ -19713,9 +19739,15 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
         const int rows = ADD(DECODE_ROW_NORM);
         (*list)[rows].reduces = !alone;
     }
+    if (layer->has & HAS_INDEXER) {
+        ADD(DECODE_INDEX_STORE);
+        const int scores = ADD(DECODE_INDEX_SCORES);
+        (*list)[scores].bytes += layer_index_reads(m, layer, kv, n_past);
+        ADD(DECODE_INDEX_CHOOSE);
+    }
     if (mla) ADD(DECODE_MLA_QUERY);
     const int attention = ADD(mla ? DECODE_MLA_ATTENTION : delta ? DECODE_DELTA : DECODE_ATTENTION);
-    (*list)[attention].bytes += layer_state_reads(m, layer, kv, n_past);
+    (*list)[attention].bytes += layer_state_reads(m, layer, kv, n_past) - layer_index_reads(m, layer, kv, n_past);
     if (mla) ADD(DECODE_MLA_VALUE);
     const int out = ADD(DECODE_LINEAR);
     (*list)[attention].ahead = out;

@@ -19,6 +19,7 @@
  *                           also has the queries' products
  *   attention, its gates  attn_gqa_decode, or attn_mla_kernel and    attn_gqa_prefill, or attn_mla_kernel or
  *                           k_mla_value                                attn_mla_expanded; attn_merge; k_head_gate
+ *   sparse attention      before it k_index_store, k_index_scores and k_index_choose
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
@@ -28,9 +29,9 @@
  *   prediction layer      k_prediction_input; k_keep_final, also behind a forward
  *   sampling              k_sample; k_share_token where there are several ranks
  *
- * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, and each reads its weights once, dequantizes them to
- * halves in registers and multiplies by m16n8k16 with F32 sums (W4A16). What a token gives does not depend on the other
- * tokens of a decode forward. While attention, router, norms or sums of ranks leave the memory idle, kernels request
+ * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with an indexer, and each reads its
+ * weights once, dequantizes them to halves in registers and multiplies by m16n8k16 with F32 sums (W4A16). What a token
+ * gives does not depend on the other tokens of a decode forward. While attention, router, norms or sums of ranks leave the memory idle, kernels request
  * weights of the next dense products into L2 (struct ahead). Positions and tokens lie in device memory, so that one CUDA
  * graph per number of tokens replays every forward pass.
  * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
@@ -56,6 +57,7 @@
  *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations, the sort by expert, --calibrate's sums
  *   RoPE and the KV cache
  *   Attention over the KV cache
+ *   Sparse attention: the indexer                 the keys that a query of DeepSeek-V3.2 or GLM-5 sees
  *   Gated delta net
  *   Sampling
  *   The GPU state of a rank
@@ -6835,6 +6837,7 @@ static void cuda_select_keys(struct rank *r, int il) {
     a.n_ctx = r->n_ctx;
     a.pairs = shape.index_pairs;
     a.unit = 1.0f / sqrtf((float)(shape.n_index * shape.index_k));
+    profile_next(8.0 * a.width, "%d heads of %d", a.n_index, a.width); /* the norm: rows come from L2 */
     LAUNCH_PDL(k_index_store, dim3(1 + ceil_div(a.n_index, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
     const bool prefill = r->n_tok > DECODE_MAX_TOKENS;
     index_kernel *const index_scores = index_find(a.width, a.keys.type == KV_FP8);
@@ -7980,6 +7983,9 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
         rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB%s",
                   (double)free / 0x1p30, (double)r->bytes / 0x1p30,
                   m->n_prediction ? "; --spec-type none leaves out the prediction layer" : "");
+    if (!c->failed && m->max.top_k && r->n_ctx > INDEX_SCORES)
+        rank_fail(r, "a context of %d tokens: an indexer on a GPU chooses among %d at most; use a smaller -c", r->n_ctx,
+                  (int)INDEX_SCORES);
     rank_agree(r);
     c->sizes.chunk = r->chunk;
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);

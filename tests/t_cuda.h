@@ -819,7 +819,9 @@ static const struct synth tiny_synths[] = {
     {"tiny windows", "laguna", 3, 128, 4, 2, 32, 16, 2, 64, 200, 256, .rope = 16, .n_dense = 1, .ff_dense = 192,
      .ff_shared = 64, .window = 50, .period = 3, .full_first = true, .window_head = 8, .head_gate = true},
     {"tiny sinks", "mimo2", 3, 128, 4, 2, 192, 16, 2, 64, 200, 256, .head_v = 128, .rope = 64, .window = 20,
-     .period = 3, .full_first = true, .window_sinks = true}};
+     .period = 3, .full_first = true, .window_sinks = true},
+    {"tiny sparse", "glm-dsa", 4, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 1, 1, .scale = 2.5f,
+     .n_index = 6, .index_k = 64, .top_k = 24, .index_freq = 3, .index_first = 2, .predicts = true}};
 /* clang-format on */
 
 static bool tiny_open(struct engine *e, struct settings *set, int which) {
