@@ -749,7 +749,45 @@ static void check_index_weights(enum hf_form form, uint32_t type, bool scale) {
     hf_end(&h);
 }
 
+/* FP8 blocks with the names of compressed-tensors, of attention and indexer alone, beside NVFP4 experts: the blocks give
+ * the same file. Catches scales of blocks that only weight_scale_inv may hold, and a format that is taken from the list
+ * of a release. */
+static void check_index_mixed(void) {
+    static const char config[] = "{\"quantization_config\":{\"quant_method\":\"compressed-tensors\",\"format\":"
+                                 "\"mixed-precision\",\"ignore\":[\"re:.*self_attn.*\",\"lm_head\"]}}";
+    static const char inv[] = ".weight_scale_inv";
+    char a[160], b[160], x[96];
+    struct hf h;
+    hf_load(&h, "deepseek_v32_fp8");
+    CHECK(!hf_convert_to(&h, "a.gguf"), "%s", h.err);
+    hf_set(h.config, config);
+    for (size_t i = 0; i < arrlenu(h.t); i++) {
+        char *end = h.t[i].name + strlen(h.t[i].name) - strlen(inv);
+        if (end > h.t[i].name && !strcmp(end, inv)) end[strlen(".weight_scale")] = 0;
+    }
+    CHECK(!hf_convert_to(&h, "b.gguf"), "%s", h.err);
+    snprintf(a, sizeof a, "%s/a.gguf", h.dir);
+    snprintf(b, sizeof b, "%s/b.gguf", h.dir);
+    CHECK(same_bytes(a, b), "another file");
+    for (int e = 0; e < 6; e++)
+        for (int p = 0; p < 3; p++) {
+            static const char *const part[] = {"gate_proj", "up_proj", "down_proj"};
+            snprintf(x, sizeof x, "model.layers.1.mlp.experts.%d.%s", e, part[p]);
+            snprintf(a, sizeof a, "%s.weight_scale", x);
+            hf_drop(&h, a);
+            hf_replace(&h, x, p < 2 ? 128 : 192, p < 2 ? 192 : 128, HF_CT_NVFP4);
+        }
+    if (!hf_convert(&h)) return;
+    CHECK(type_of(&h.g, "blk.1.ffn_up_exps.weight") == GGUF_NVFP4 &&
+              type_of(&h.g, "blk.2.ffn_up_exps.weight") == GGUF_BF16 &&
+              type_of(&h.g, "blk.1.indexer.attn_k.weight") == GGUF_BF16 &&
+              type_of(&h.g, "blk.1.indexer.proj.weight") == GGUF_F32,
+          "types of layer 1");
+    hf_end(&h);
+}
+
 static void test_families_indexer(void) {
+    check_index_mixed();
     check_indexers("", GGUF_BF16);
     check_indexers("--backbone q8_0", GGUF_Q8_0);
     check_indexers("--quantize nvfp4", GGUF_BF16);

@@ -101,7 +101,7 @@ class File:
 def hparams(arch, n_embd=64, **more):
     kv = {"context_length": u32(64), "embedding_length": u32(n_embd), "block_count": u32(1), "attention.head_count": u32(1),
           "attention.layer_norm_rms_epsilon": val(F32, 1e-6), "expert_count": u32(2), "expert_used_count": u32(1)}
-    if arch != "deepseek2":
+    if arch not in ("deepseek2", "deepseek32", "glm-dsa"):
         kv |= {"attention.key_length": u32(4), "attention.value_length": u32(2)}
     else:
         kv |= {"attention.q_lora_rank": u32(0), "attention.kv_lora_rank": u32(4), "attention.key_length_mla": u32(4),
@@ -165,6 +165,22 @@ def step():
                            ("ffn_gate_inp.weight", [64, 2], T_F32), ("ffn_gate_exps.weight", [64, 1, 2], T_BF16), ("ffn_up_exps.weight", [64, 1, 2], T_BF16),
                            ("ffn_down_exps.weight", [1, 64, 2], T_BF16)]:
         f.tensors.append(Tensor(name if name.startswith(("token", "output", "rope")) else f"blk.0.{name}", ne, kind))
+    return f
+
+
+def sparse(arch="glm-dsa"):
+    """Two layers with latent attention over two keys, of which the first has an indexer."""
+    f = File(hparams(arch, block_count=u32(2), **{"attention.q_lora_rank": u32(4), "attention.indexer.head_count": u32(2), "attention.indexer.key_length": u32(4),
+                                                  "attention.indexer.top_k": u32(2)}) + VOCABULARY, [])
+    f.tensors = [Tensor("token_embd.weight", [64, 8], T_BF16), Tensor("output_norm.weight", [64], T_F32)]
+    for i in range(2):
+        indexer = [] if i else [("indexer.attn_q_b.weight", [4, 8], T_BF16), ("indexer.attn_k.weight", [64, 4], T_NVFP4), ("indexer.k_norm.weight", [4], T_F32),
+                                ("indexer.k_norm.bias", [4], T_F32), ("indexer.proj.weight", [64, 2], T_F32)]
+        for name, ne, kind in [("attn_norm.weight", [64], T_F32), ("ffn_norm.weight", [64], T_F32), ("attn_q_a.weight", [64, 4], T_BF16), ("attn_q_a_norm.weight", [4], T_F32),
+                               ("attn_q_b.weight", [4, 4], T_BF16), ("attn_kv_a_mqa.weight", [64, 6], T_NVFP4), ("attn_kv_a_norm.weight", [4], T_F32), ("attn_k_b.weight", [2, 4], T_BF16),
+                               ("attn_v_b.weight", [4, 2], T_BF16), ("attn_output.weight", [2, 64], T_BF16), ("ffn_gate_inp.weight", [64, 2], T_F32), ("exp_probs_b.bias", [2], T_F32),
+                               ("ffn_gate_exps.weight", [64, 1, 2], T_NVFP4), ("ffn_up_exps.weight", [64, 1, 2], T_NVFP4), ("ffn_down_exps.weight", [1, 64, 2], T_BF16)] + indexer:
+            f.tensors.append(Tensor(f"blk.{i}.{name}", ne, kind))
     return f
 
 
@@ -380,6 +396,28 @@ def window_cases():
     case("rope-factors-many", "tensor 'rope_freqs.weight' has 5000 values, expected 1", S, lambda f: f.put("rope_freqs.weight", [5000], T_F32))
 
 
+def sparse_cases():
+    S, key = sparse(), "glm-dsa.attention.indexer."
+    case("glm-dsa", "-", S)
+    case("deepseek32", "-", sparse("deepseek32"))
+    for name in ("head_count", "key_length", "top_k"):
+        case(f"indexer-no-{name}", f"metadata key '{key}{name}' is missing", S, setting(key + name, None))
+        case(f"indexer-{name}-0", f"metadata key '{key}{name}' is 0, expected", S, setting(key + name, u32(0)))
+    case("indexer-top_k-array", "metadata key 'glm-dsa.attention.indexer.top_k'", S, setting(key + "top_k", arr(U32, [2, 3])))
+    case("indexer-top_k-many", "-", S, setting(key + "top_k", u32(1 << 28)))
+    case("indexer-no-low-rank", "attention.q_lora_rank' is missing: the indexer needs a low-rank query", S, setting("glm-dsa.attention.q_lora_rank", u32(0)))
+    case("indexer-narrow", "key_length' is 2, expected at least the 4 rotated values", S,
+         lambda f: (f.set(key + "key_length", u32(2)), f.set("glm-dsa.rope.dimension_count", u32(4)), f.set("glm-dsa.attention.key_length_mla", u32(6))))
+    for t in S.tensors:
+        if "indexer.attn_k." not in t.name and "indexer." in t.name:
+            case("indexer-no-" + t.name[14:], f"tensor '{t.name}' is missing", S, lambda f, n=t.name: f.drop(n))
+            case("indexer-shape-" + t.name[14:], f"tensor '{t.name}' has the shape", S, lambda f, n=t.name: f.put(n, f.t(n).ne[:-1] + [f.t(n).ne[-1] + 1], f.t(n).kind))
+            case("indexer-shared-" + t.name[14:], "tensor 'blk.1" + t.name[5:] + "'", S, lambda f, t=t: f.put("blk.1" + t.name[5:], t.ne, t.kind))
+    case("indexer-not-first", "layer 0 has no indexer, expected tensor 'blk.0.indexer.attn_k.weight'", S, lambda f: [f.drop(t.name) for t in S.tensors if "indexer." in t.name])
+    case("indexer-nan", "tensor 'blk.0.indexer.k_norm.bias' holds -nan at index 0", S, lambda f: f.put("blk.0.indexer.k_norm.bias", [4], T_F32, b"\xff" * 16))
+    case("indexer-nan-scores", "-", S, lambda f: f.put("blk.0.indexer.proj.weight", [64, 2], T_BF16, b"\xff" * 256))
+
+
 def tensor_cases():
     Q, D = qwen(), deepseek()
     for base, names in [(Q, [t.name for t in Q.tensors if t.name[-8:-7] not in "vkx"]), (D, ["blk.0.attn_q.weight", "blk.0.attn_kv_a_mqa.weight", "blk.0.attn_k_b.weight", "blk.0.ffn_up_shexp.weight"])]:
@@ -590,6 +628,16 @@ def hf_deepseek(kind="deepseek_v3", groups=2):
     return d
 
 
+def hf_dsa(kind="glm_moe_dsa", **config):
+    d = hf_deepseek(kind, groups=1)
+    d.config |= {"index_n_heads": 2, "index_head_dim": 4, "index_topk": 2, "num_nextn_predict_layers": 0, **config}
+    for i in range(2 if kind == "deepseek_v32" else 1):
+        at = f"model.layers.{i}.self_attn.indexer."
+        d.put(at + "wq_b.weight", 8, 16, kind="F8_E4M3"), d.put(at + "wq_b.weight_scale_inv", 1, 1, kind="F32"), d.linear(at + "wk", 4, 16)
+        d.put(at + "k_norm.weight", 4), d.put(at + "k_norm.bias", 4), d.linear(at + "weights_proj", 2, 16)
+    return d
+
+
 def hf_hy3():
     d = Directory("hy_v3", num_hidden_layers=2, mlp_layer_types=["dense", "sparse"], num_shared_experts=1, intermediate_size=16, router_scaling_factor=2.8)
     d.ends(layers=2), d.gqa("model.layers.0."), d.gqa("model.layers.1."), d.ffn("model.layers.0.mlp.", 16), d.ffn("model.layers.1.mlp.shared_mlp.", 16)
@@ -737,7 +785,9 @@ def hf_families():
     lists = {"num_experts": [2], "per_layer_num_experts": [2], "quantization_config": {"quant_method": "compressed-tensors", "moe_sparsity_config": {"method": "prune", "num_experts": [2]}}}
     all = {"gpt_oss": hf_gpt_oss(), "gpt_oss-bf16": hf_gpt_oss(False), "qwen2_moe": hf_qwen2_moe(), "ernie4_5_moe": hf_ernie(), "step3p5": hf_step(), "laguna": hf_laguna(), "mimo_v2": hf_mimo(),
            "minimax_m2": hf_plain("minimax_m2", heads=(2,), names=W123, norms="row", bias="block_sparse_moe.e_score_correction_bias", num_local_experts=2, rotary_dim=8),
-           "mixtral": hf_plain("mixtral", heads=(2,), names=W123, num_local_experts=2), "olmoe": hf_plain("olmoe", norms="row", clip_qkv=None), "counts": hf_qwen(**lists)}
+           "mixtral": hf_plain("mixtral", heads=(2,), names=W123, num_local_experts=2), "olmoe": hf_plain("olmoe", norms="row", clip_qkv=None), "counts": hf_qwen(**lists),
+           "deepseek_v32": hf_dsa("deepseek_v32"), "glm_moe_dsa": hf_dsa(indexer_types=["full", "shared"]), "glm_moe_dsa-pattern": hf_dsa(index_topk_pattern="FS"),
+           "glm_moe_dsa-often": hf_dsa(index_topk_freq=2, index_skip_topk_offset=1, indexer_types=None)}
     return {k: d.text() for k, d in all.items()} | {"reap-" + k: d.text("reap") for k, d in all.items()} | {"quantize-gpt_oss": hf_gpt_oss(False).text("quantize")}
 
 
@@ -881,7 +931,7 @@ def write_cases(folder, files):
 def main():
     for name, make in [("qwen3moe", qwen), ("deepseek2", deepseek), ("odd-widths", odd), ("nan-router", nan_router)]:
         case("valid-" + name, "-", make())
-    reader_cases(), metadata_cases(), window_cases(), tensor_cases(), vocabulary_cases()
+    reader_cases(), metadata_cases(), window_cases(), sparse_cases(), tensor_cases(), vocabulary_cases()
     write_cases("gguf", {f"{name}.gguf": (expect, b) for name, expect, b in sorted(cases)})
     write("template", {name + ".txt": head + b"\n" + body for name, (head, body) in TEMPLATES.items()})
     write_cases("session", SESSIONS)
