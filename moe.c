@@ -22201,7 +22201,8 @@ static void doctor_model(struct doctor *d, bool gpu) {
 /* Makes the report. Returns the exit code. */
 static int doctor_run(struct doctor *d) {
     struct settings *set = d->set;
-    struct model any = {.n_layer = MAX_RANKS};
+    struct layer layers[MAX_RANKS] = {0};
+    struct model any = {.n_layer = MAX_RANKS, .layers = layers};
     if (set->cpu && set->gpus) die_usage("--cpu and --gpus cannot be combined");
     for (int i = 0; i < MAX_RANKS; i++) d->device[i] = i;
     settings_ranks(set, &any, d->device);

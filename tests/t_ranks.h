@@ -140,8 +140,8 @@ static void test_ranks_demo(void) {
 
 /* A saved state knows no ranks: what two ranks in two stages write, one reads, and the other way round. */
 static void test_ranks_save(void) {
-    static const char *const names[] = {"qwen3moe_nonorm", "qwen3moe", "deepseek_v3"};
-    for (int f = 0; f < 3; f++) {
+    static const char *const names[] = {"qwen3moe_nonorm", "qwen3moe", "deepseek_v3", "glm_moe_dsa_types"};
+    for (int f = 0; f < 4; f++) {
         struct model m;
         char path[256], err[ERR_MAX] = "";
         size_t n_ids = 0;
