@@ -8953,13 +8953,13 @@ static long skip_number(const char **p) {
 static struct synth synth_parse(const char *arg) {
     const size_t n = strcspn(arg, ":");
     const struct synth *found = NULL;
-    char names[512];
-    size_t at = 0;
+    char *names = NULL;
     for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
         if (strlen(synths[i].name) == n && !memcmp(arg, synths[i].name, n)) found = &synths[i];
-        at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", synths[i].name);
+        sb_printf(&names, "%s%s", i ? ", " : "", synths[i].name);
     }
-    if (!found) die_usage("--synth %s: known shapes are %s", arg, names);
+    if (!found) die_usage("--synth %s: known shapes are %s", arg, sb_cstr(&names));
+    arrfree(names);
     struct synth y = *found;
     const bool groups = y.n_group > 1;
     const int step = groups ? y.n_group : 1, least = groups ? y.n_used * step / y.n_group_used : y.n_used;

@@ -342,7 +342,8 @@ static void test_calibrate_activations(void) {
 static void test_calibrate_stages(void) {
     static char gpus[] = "1,0", text[] = "a.txt";
     struct settings set = {.gpus = gpus};
-    struct model m = {.n_layer = 2};
+    struct layer layers[2] = {0};
+    struct model m = {.n_layer = 2, .layers = layers};
     int device[MAX_RANKS] = {0};
     arrput(set.calibrate, text);
     settings_ranks(&set, &m, device);

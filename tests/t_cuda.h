@@ -400,6 +400,30 @@ static void test_cuda_ring(void) {
     model_free(&m);
 }
 
+/* Latent attention over the keys that an indexer chooses: widths of released models, few keys and many; one head, so that
+ * many scores are 0 and positions decide. */
+static void test_cuda_sparse(void) {
+    /* clang-format off */
+    static const struct synth shapes[] = {
+        {"halves", "deepseek32", 2, 128, 20, 1, 128, 16, 2, 64, 200, 1024, 72, 512, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
+         .n_index = 64, .index_k = 128, .top_k = 40},
+        {"pairs", "glm-dsa", 4, 128, 5, 1, 32, 16, 2, 64, 200, 1024, 72, 128, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
+         .n_index = 20, .index_k = 128, .top_k = 150, .index_freq = 2, .index_first = 1, .predicts = true},
+        {"ties", "glm-dsa", 2, 128, 3, 1, 32, 16, 2, 64, 200, 1024, 72, 64, 16, 1, 192, 64, 1, 1, .scale = 2.5f,
+         .n_index = 1, .index_k = 64, .top_k = 33}};
+    /* clang-format on */
+    static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 70, 16, 64, 3, 1, 0};
+    static const int splits[] = {1, 2, 64, 0};
+    cuda_test_begin(18);
+    for (int f = 0; f < 3; f++)
+        for (int kv = 0; kv < 2; kv++) {
+            struct model m = {0};
+            synth_make(&m, &shapes[f], NULL, false);
+            pair_forwards(m.name, &m, kv ? KV_FP8 : KV_BF16, 384, splits[(f + 2 * kv) % 4], MOE_ACT_F16, n);
+            model_free(&m);
+        }
+}
+
 static void test_cuda_operations(void) {
     static const char *const names[] = {"qwen3moe",
                                         "qwen3moe_nvfp4",
@@ -2243,8 +2267,8 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
         {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},                                  \
         {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
-        {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms}, {"cuda/ring", test_cuda_ring},     \
-        {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
+        {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms}, {"cuda/sparse", test_cuda_sparse}, \
+        {"cuda/ring", test_cuda_ring}, {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},         \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \

@@ -346,6 +346,33 @@ static void test_fixtures_mimo(void) {
 
 /* Prompts longer than index_topk, so that the choice of keys decides the logits: a wrong one has an NMSE of 1e-2 or
  * more. */
+/* The positions that an indexer's scores choose, against a sort: equal scores, also of 0 and -0, and of either sign. */
+static void test_top_positions(void) {
+    enum { MOST = 700 };
+    static float score[MOST];
+    uint64_t rng = 3;
+    for (int turn = 0; turn < 600; turn++) {
+        const int n = 2 + (int)(rng_next(&rng) % (MOST - 1)), k = 1 + (int)(rng_next(&rng) % (uint64_t)(n - 1));
+        int32_t got[MOST + 1], want[MOST];
+        int n_want = 0;
+        for (int i = 0; i < n; i++) {
+            const int x = (int)(rng_next(&rng) % 2000) - 1000;
+            score[i] = turn % 3 == 0   ? (float)x * ldexpf(1, x % 90)
+                       : turn % 3 == 1 ? (float)(x / 200)
+                                       : (float)(x % 2) * -0.0f;
+        }
+        for (int i = 0; i < n; i++) { /* those that fewer than k are before */
+            int before = 0;
+            for (int j = 0; j < n; j++) before += score[j] > score[i] || (score[j] == score[i] && j < i);
+            if (before < k) want[n_want++] = i;
+        }
+        got[k] = -7;
+        top_positions(score, n, k, got);
+        if (!CHECK(got[k] == -7 && !memcmp(got, want, (size_t)k * sizeof *got), "turn %d: %d of %d", turn, k, n))
+            return;
+    }
+}
+
 static void test_fixtures_dsa(void) {
     check_fixture("deepseek_v32", NULL);
     check_fixture("deepseek_v32_fp8", NULL);
@@ -1259,14 +1286,17 @@ static void test_cpu_profile(void) {
         const uint32_t hash = logit_hash(session_logits(&s), m.n_vocab);
         for (int n = 1; n <= 9; n += 8) {
             struct bench_call call = {&s, ids, n, 1};
-            double sum = 0, bytes = 0;
-            int experts = 0, moe = 0;
-            const double t0 = now_seconds();
-            const int n_row = s.r->ops->profile(s.r, bench_call, &call, row, 512);
-            const double all = now_seconds() - t0;
+            double sum, all, bytes = 0;
+            int experts = 0, moe = 0, n_row, tries = 0;
+            do { /* again where another process has come between */
+                const double t0 = now_seconds();
+                n_row = s.r->ops->profile(s.r, bench_call, &call, row, 512);
+                all = now_seconds() - t0;
+                sum = 0;
+                for (int i = 0; i < n_row; i++) sum += row[i].seconds;
+            } while (sum <= 0.9 * all && ++tries < 10);
             for (int i = 0; i < n_row; i++) {
                 CHECK(row[i].calls == 1 && row[i].seconds >= 0, "%s: %g s", row[i].name, row[i].seconds);
-                sum += row[i].seconds;
                 bytes += row[i].bytes;
                 experts += !strcmp(row[i].name, "experts down");
             }
@@ -1282,20 +1312,21 @@ static void test_cpu_profile(void) {
     }
 }
 
-#define TESTS_MODEL                                                                                                   \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
-        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},             \
-        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},       \
-        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},               \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                       \
-        {"model/prediction", test_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},                       \
-        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
-        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
-        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
-        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
-        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                 \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
-        {"model/glu", test_glu}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                \
-        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
+#define TESTS_MODEL                                                                                                  \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},        \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                      \
+        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},            \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},      \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},              \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                      \
+        {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                          \
+        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next},      \
+        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                            \
+        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                \
+        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                    \
+        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},        \
+        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                        \
+        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, \
+        {"model/router", test_router}, {"model/glu", test_glu}, {"model/sampler", test_sampler},                     \
+        {"model/kv-planes", test_kv_planes}, {"model/contents-list", test_contents_list},                            \
+        {"model/banners", test_banners},
