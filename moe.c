@@ -246,8 +246,8 @@ enum layer_has {
     HAS_SINKS = 1 << 17,     /* every head has a sink: a logit in the softmax that no value belongs to */
     HAS_BIASES = 1 << 18,    /* wo, the router and the experts have biases */
     HAS_HEAD_GATE = 1 << 19, /* a matrix gives gates of the heads' results */
-    HAS_INDEXER = 1 << 20 /* an indexer chooses the keys; layers with attn.top_k but no indexer take the choice of the
-                                layer before */
+    /* An indexer chooses the keys. Layers with attn.top_k but without it take the choice of the layer before. */
+    HAS_INDEXER = 1 << 20
 };
 
 /* How a feed-forward joins gate and up. */
@@ -12200,9 +12200,9 @@ struct attend {
     int first, n_tok; /* tokens of the batch */
     int dk, dv;
     int begin, end; /* keys, `begin` a multiple of KEY_BLOCK; each row's causal limit and window apply on top */
-    const int32_t
-        *chosen;    /* (n_tok, top_k) positions of the keys that a token sees, of which begin..end-1 are meant; NULL:
-                              keys are positions. An item has one token */
+    /* (n_tok, top_k) positions of the keys that a token sees, of which begin..end-1 are meant: an item has one token.
+     * NULL: keys are positions */
+    const int32_t *chosen;
     bool sinks;     /* the rows start with their sinks */
     const float *q; /* row of token first + t and head h at q + t * q_tok + h * q_head, (dk) */
     size_t q_tok, q_head;
@@ -12340,8 +12340,8 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
     const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
     const int first_own = r->pos + a->first; /* position of the first token */
-    const int first_seen =
-        a->chosen ? n : first_own + 1 - pos; /* keys up to the first token's own; each token sees one more */
+    /* keys up to the first token's own; each token sees one more */
+    const int first_seen = a->chosen ? n : first_own + 1 - pos;
     const int window = r->m->layers[a->il].attn.window;
     float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
     memset(w->s, 0, (size_t)rows * KEY_BLOCK * sizeof *w->s);

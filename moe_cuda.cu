@@ -4649,10 +4649,9 @@ struct index_args {
     const float *norm, *bias; /* (width) LayerNorm of keys */
     const float *cs, *sn;     /* (n_tok, rope / 2) */
     struct plane keys;
-    float *scores;   /* (n_tok, n_ctx) */
-    int32_t *chosen; /* (n_tok, top_k) ascending positions */
-    int n_tok,
-        first; /* tokens of this launch, from token `first` of the batch on: all pointers above are that token's */
+    float *scores;    /* (n_tok, n_ctx) */
+    int32_t *chosen;  /* (n_tok, top_k) ascending positions */
+    int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
     int n_index, width, rope, top_k, n_ctx;
     bool pairs; /* value 2i is rotated against 2i + 1, otherwise i against i + rope / 2 */
     float unit; /* factor of the scores */

@@ -402,26 +402,39 @@ static void test_cuda_ring(void) {
 
 /* Latent attention over the keys that an indexer chooses: widths of released models, few keys and many; one head, so that
  * many scores are 0 and positions decide. */
+/* clang-format off */
+static const struct synth sparse_shapes[] = {
+    {"ties", "glm-dsa", 2, 128, 3, 1, 32, 16, 2, 64, 200, 1024, 72, 64, 16, 1, 192, 64, 1, 1, .scale = 2.5f,
+     .n_index = 1, .index_k = 64, .top_k = 33},
+    {"pairs", "glm-dsa", 4, 128, 5, 1, 32, 16, 2, 64, 200, 1024, 72, 128, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
+     .n_index = 20, .index_k = 128, .top_k = 150, .index_freq = 2, .index_first = 1, .predicts = true},
+    {"halves", "deepseek32", 2, 128, 20, 1, 128, 16, 2, 64, 200, 1024, 72, 512, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
+     .n_index = 64, .index_k = 128, .top_k = 40}};
+/* clang-format on */
+static void sparse_forwards(int shape, int top_k, enum kv_type kv, int splits, const int *n) {
+    struct synth y = sparse_shapes[shape];
+    struct model m = {0};
+    y.top_k = top_k;
+    synth_make(&m, &y, NULL, false);
+    pair_forwards(m.name, &m, kv, 384, splits, MOE_ACT_F16, n);
+    model_free(&m);
+}
+
 static void test_cuda_sparse(void) {
-    /* clang-format off */
-    static const struct synth shapes[] = {
-        {"halves", "deepseek32", 2, 128, 20, 1, 128, 16, 2, 64, 200, 1024, 72, 512, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
-         .n_index = 64, .index_k = 128, .top_k = 40},
-        {"pairs", "glm-dsa", 4, 128, 5, 1, 32, 16, 2, 64, 200, 1024, 72, 128, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
-         .n_index = 20, .index_k = 128, .top_k = 150, .index_freq = 2, .index_first = 1, .predicts = true},
-        {"ties", "glm-dsa", 2, 128, 3, 1, 32, 16, 2, 64, 200, 1024, 72, 64, 16, 1, 192, 64, 1, 1, .scale = 2.5f,
-         .n_index = 1, .index_k = 64, .top_k = 33}};
-    /* clang-format on */
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 70, 16, 64, 3, 1, 0};
     static const int splits[] = {1, 2, 64, 0};
     cuda_test_begin(18);
     for (int f = 0; f < 3; f++)
-        for (int kv = 0; kv < 2; kv++) {
-            struct model m = {0};
-            synth_make(&m, &shapes[f], NULL, false);
-            pair_forwards(m.name, &m, kv ? KV_FP8 : KV_BF16, 384, splits[(f + 2 * kv) % 4], MOE_ACT_F16, n);
-            model_free(&m);
-        }
+        for (int kv = 0; kv < 2; kv++)
+            sparse_forwards(f, sparse_shapes[f].top_k, kv ? KV_FP8 : KV_BF16, splits[(f + 2 * kv) % 4], n);
+}
+
+/* The same, shorter: for mutants. */
+void cuda_test_sparse(void) {
+    static const int n[] = {40, 17, 9, 1, 0};
+    cuda_test_begin(19);
+    sparse_forwards(0, 33, KV_FP8, 2, n);
+    sparse_forwards(1, 24, KV_BF16, 0, n);
 }
 
 static void test_cuda_operations(void) {

@@ -22,10 +22,11 @@ extern "C" void cuda_test_synthetic(void);
 extern "C" void cuda_test_stats(void);
 extern "C" void cuda_test_all_reduce(void);
 extern "C" void cuda_test_feed_forwards(void);
+extern "C" void cuda_test_sparse(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
-enum { MUTANT_TESTS = 15, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 900 };
+enum { MUTANT_TESTS = 16, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 900 };
 static const struct {
     const char *name;
     void (*fn)();
@@ -43,7 +44,8 @@ static const struct {
                                 {"stats", cuda_test_stats},
                                 {"delta_net", cuda_test_delta_net},
                                 {"windows", cuda_test_windows},
-                                {"feed-forwards", cuda_test_feed_forwards}};
+                                {"feed-forwards", cuda_test_feed_forwards},
+                                {"sparse", cuda_test_sparse}};
 
 /* Calls f with the arguments of a launch if it is one of `kernel`. */
 template <class ARGS, class F>
@@ -121,6 +123,20 @@ static void copies_counted(const char *launch, void *args) {
     change_if<struct row_norm_args>(launch, "k_row_norm", args, [](auto &a) { a.counted[1] = true; });
 }
 
+static void change_index(const char *launch, void *args, void (*f)(struct index_args &a)) {
+    for (const char *kernel : {"k_index_store", "index_scores", "k_index_choose"})
+        change_if<struct index_args>(launch, kernel, args, f);
+}
+static void other_pairs(const char *launch, void *args) {
+    change_index(launch, args, [](index_args &a) { a.pairs = !a.pairs; });
+}
+static void head_dropped(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "index_scores", args, [](auto &a) { a.n_index--; });
+}
+static void choice_off_by_one(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.chosen += a.top_k > 0; });
+}
+
 /* Mistakes of the host, and the test that finds them. */
 static const struct {
     const char *test, *what;
@@ -139,7 +155,10 @@ static const struct {
                 {"windows", "another half of the values is rotated", other_halves},
                 {"windows", "gates have the other function", other_gates},
                 {"links", "the rows of a rank are normed by themselves", rows_of_ranks},
-                {"links", "copies of KV heads are counted", copies_counted}};
+                {"links", "copies of KV heads are counted", copies_counted},
+                {"sparse", "the indexer rotates other pairs", other_pairs},
+                {"sparse", "a head of the indexer is missing", head_dropped},
+                {"sparse", "chosen keys begin with the second", choice_off_by_one}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there.
  * */
@@ -199,7 +218,7 @@ static std::vector<std::string> source_lines() {
 /* One run of all tests: which barriers there are, and who reaches them. The first mutation is none: it has to live. */
 static std::vector<mutation> find_mutations() {
     std::vector<mutation> all = {
-        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0, 0}};
+        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0, 0}};
     for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++) {
         all.push_back({{"", 0, "", "mistake", 0, false}, {}, mistakes[i].test, mistakes[i].what, 0, i + 1});
         for (int k = 0; k < MUTANT_TESTS; k++) all.back().count[k] = !strcmp(mutant_tests[k].name, mistakes[i].test);
