@@ -145,7 +145,8 @@ static void pair_out_projections(struct rank *r, int il, enum act x) {
     enum act out[LINEAR_MAX];
     layer_projections(&r->m->layers[il], w, out);
     pair_out(r, "projections, sum", il, x);
-    for (int i = 0; w[i]; i++) pair_slot(r, "projections", il, out[i], w[i]->n_out, false);
+    for (int i = 0; w[i]; i++) /* not one number alone: its terms may cancel out */
+        if (w[i]->n_out * r->n_tok > 8) pair_slot(r, "projections", il, out[i], w[i]->n_out, false);
 }
 
 static void pair_out_ffn(struct rank *r, int il, enum act x, enum act out) {
@@ -421,7 +422,7 @@ static void sparse_forwards(int shape, int top_k, enum kv_type kv, int splits, c
 }
 
 static void test_cuda_sparse(void) {
-    static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 70, 16, 64, 3, 1, 0};
+    static const int n[] = {1, 40, 9, 16, 70, 1, 17, 16, 3, 0};
     static const int splits[] = {1, 2, 64, 0};
     cuda_test_begin(18);
     for (int f = 0; f < 3; f++)
@@ -458,8 +459,6 @@ static void test_cuda_operations(void) {
                                         "qwen3_next",
                                         "qwen3_next_fp8",
                                         "deepseek_v32",
-                                        "deepseek_v32_fp8",
-                                        "glm_moe_dsa",
                                         "glm_moe_dsa_types"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
     int n_w4a4 = 0;
