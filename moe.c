@@ -1164,33 +1164,34 @@ static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
     return bytes;
 }
 
-/* Bytes of a layer's planes that a forward of one token at position n_past reads; a recurrent state counts twice,
- * because it is written too. */
-static inline double layer_state_reads(const struct model *m, const struct layer *layer, enum kv_type type,
-                                       size_t n_past) {
+/* Bytes of a plane that a forward of one token at position n_past reads; a recurrent state counts twice, because it is
+ * written too. */
+static inline double plane_reads(const struct layer *layer, enum plane_use use, const struct plane *p, size_t n_past) {
+    const size_t window = (size_t)layer->attn.window, top_k = (size_t)layer->attn.top_k;
+    size_t rows = plane_rows(p, n_past);
+    if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
+    else if (p->kind == PLANE_TOKENS && window && rows > window) rows = window;
+    else if (use <= PLANE_V && top_k && rows > top_k) rows = top_k;
+    else if (use == PLANE_INDEX && rows <= top_k) rows = 0; /* the query sees all keys */
+    return (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
+}
+
+/* The same of planes first..last of a layer. */
+static inline double layer_reads(const struct model *m, const struct layer *layer, enum kv_type type, size_t n_past,
+                                 enum plane_use first, enum plane_use last) {
     struct plane planes[PLANE_USES];
     double bytes = 0;
     layer_planes(m, layer, type, planes);
-    for (int u = 0; u < PLANE_USES; u++) {
-        const struct plane *p = &planes[u];
-        size_t rows = plane_rows(p, n_past);
-        if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
-        else if (p->kind == PLANE_TOKENS && layer->attn.window && rows > (size_t)layer->attn.window)
-            rows = (size_t)layer->attn.window;
-        else if (u <= PLANE_V && layer->attn.top_k && rows > (size_t)layer->attn.top_k)
-            rows = (size_t)layer->attn.top_k;
-        bytes += (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
-    }
+    for (int u = first; u <= (int)last; u++) bytes += plane_reads(layer, (enum plane_use)u, &planes[u], n_past);
     return bytes;
 }
-
-/* Of these, the bytes of the indexer's keys. */
+static inline double layer_state_reads(const struct model *m, const struct layer *layer, enum kv_type type,
+                                       size_t n_past) {
+    return layer_reads(m, layer, type, n_past, PLANE_K, (enum plane_use)(PLANE_USES - 1));
+}
 static inline double layer_index_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                        size_t n_past) {
-    struct plane planes[PLANE_USES];
-    layer_planes(m, layer, type, planes);
-    const struct plane *p = &planes[PLANE_INDEX];
-    return (double)(plane_rows(p, n_past) * (p->row_bytes + plane_scale_bytes(p)));
+    return layer_reads(m, layer, type, n_past, PLANE_INDEX, PLANE_INDEX);
 }
 
 /* Bytes that a forward of one token reads of all layers' planes. */
@@ -12412,8 +12413,8 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     }
     memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
     if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, &w);
-    const int last =
-        a->chosen ? shape->top_k : r->pos + a->first + a->n_tok; /* one past the last key that a row sees */
+    /* one past the last key that a row sees */
+    const int last = a->chosen ? shape->top_k : r->pos + a->first + a->n_tok;
     const int end = int_min(a->end, last);
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
         const int n = int_min(end - pos, KEY_BLOCK);
@@ -12461,8 +12462,8 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
     const int last = all->chosen ? layer->attn.top_k : r->pos + all->first + all->n_tok;
     const int n_split = ceil_by(last - all->begin, split_keys);
     int n_set = 1;
-    if (r->n_tok <= SAME_BITS_TOKENS ||
-        all->chosen) /* as many as leave enough items for all threads and fit in the scratch */
+    /* as many as leave enough items for all threads and fit in the scratch */
+    if (r->n_tok <= SAME_BITS_TOKENS || all->chosen)
         n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
                         int_max(1, all->n_head * TILE_TOKENS / (tile * group)));
     const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
@@ -12527,9 +12528,11 @@ static void attend_all(struct rank *r, const struct attend *all, int group) {
     }
 }
 
-/* Bytes of cache or state that the batch's last token reads. */
+/* Bytes of cache or state that the batch's last token reads, but for the indexer's keys. */
 static double cache_bytes(const struct rank *r, int il) {
-    return layer_state_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)(r->pos + r->n_tok));
+    const struct layer *layer = &r->m->layers[il];
+    const size_t n = (size_t)(r->pos + r->n_tok);
+    return layer_state_reads(r->m, layer, r->kv_type, n) - layer_index_reads(r->m, layer, r->kv_type, n);
 }
 
 static void op_end_latent(const struct rank *r, int il) {
@@ -12816,7 +12819,7 @@ static void cpu_select_keys(struct rank *r, int il) {
         const int n = r->pos + first + n_tok; /* keys */
         for (int i = team_first(ceil_by(n, KEY_BLOCK)); i >= 0; i = team_next())
             index_scores(r, il, first, n_tok, i * KEY_BLOCK, int_min(n - i * KEY_BLOCK, KEY_BLOCK));
-        op_end((double)n * (double)r->planes[il][PLANE_INDEX].row_bytes, "indexer: scores");
+        op_end(layer_index_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)n), "indexer: scores");
         for (int t = team_first(n_tok); t >= 0; t = team_next())
             top_positions(r->index_scores + (size_t)t * (size_t)r->n_ctx, r->pos + first + t + 1, a->top_k,
                           r->chosen_keys + (size_t)(first + t) * (size_t)a->top_k);

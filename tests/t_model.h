@@ -1273,7 +1273,7 @@ static void test_banners(void) {
 /* The operations of a forward, timed one by one: their times make up the whole, their bytes are those of the model, and
  * the logits are the same as before. */
 static void test_cpu_profile(void) {
-    static const char *const names[] = {"qwen3moe", "deepseek_v3_nvfp4", "qwen3_5_moe"};
+    static const char *const names[] = {"qwen3moe", "deepseek_v3_nvfp4", "qwen3_5_moe", "glm_moe_dsa_types"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m;
         struct session s;
