@@ -165,9 +165,10 @@
  * ============================================================================================================ */
 
 enum {
-    ERR_MAX = 512,        /* bytes of a session error message */
-    MAX_TOPK = 32,        /* experts used per token */
-    MAX_TRAINED = 1 << 28 /* positions that a model was trained for */
+    ERR_MAX = 512,         /* bytes of a session error message */
+    MAX_TOPK = 32,         /* experts used per token */
+    MAX_TRAINED = 1 << 28, /* positions that a model was trained for */
+    STREAMS_MAX = 8        /* streams of residuals */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -202,6 +203,8 @@ struct attn {
     int top_k;                        /* keys that a query sees at most, the indexer's choice; 0: all */
     int index_block;                  /* keys that are chosen together, a power of two that divides top_k */
     int index_local;                  /* blocks that a query always sees, its own and those before it */
+    int ratio, span;                  /* HAS_COMPRESSED: tokens of a compressed key; tokens that it is made of */
+    int n_group, o_lora;              /* HAS_SHARED_KV: groups of heads that wo_a joins; values of a group's result */
     bool index_pairs;                 /* the indexer rotates neighbours, as struct rope says */
     float scale;                      /* factor of q.k before the softmax */
 };
@@ -250,18 +253,39 @@ enum layer_has {
     HAS_HEAD_GATE = 1 << 19, /* a matrix gives gates of the heads' results */
     /* An indexer chooses the keys: of latent attention one by one, for all heads; of grouped-query attention in blocks,
      * for each KV head. Layers with attn.top_k but without it take the choice of the layer before. */
-    HAS_INDEXER = 1 << 20
+    HAS_INDEXER = 1 << 20,
+    /* One KV head whose keys are its values, seen through a window; the result is rotated back (DeepSeek-V4). */
+    HAS_SHARED_KV = 1 << 21,
+    HAS_COMPRESSED = 1 << 22, /* beside the window there are compressed keys of all tokens before */
+    HAS_STREAMS = 1 << 23,    /* hyper-connections mix several streams of residuals */
+    HAS_EXPERT_IDS = 1 << 24, /* a table has the experts of every token id */
+    HAS_OUTPUT = 1 << 25      /* wo multiplies the heads' results */
 };
 
 /* How a feed-forward joins gate and up. */
 enum glu {
     GLU_SILU,       /* silu(gate) * up */
     GLU_SILU_CLAMP, /* min(silu(gate), limit) * clamp(up, -limit, limit) */
+    GLU_CLAMP_SILU, /* silu(min(gate, limit)) * clamp(up, -limit, limit) */
     GLU_OAI         /* gpt-oss: g = min(gate, limit): g sigmoid(1.702 g) * (clamp(up, -limit, limit) + 1) */
 };
 
 /* How a head's gate scales its result. */
 enum head_gate { GATE_SIGMOID, GATE_SOFTPLUS };
+
+/* How a half of a layer reads and writes the streams (hyper-connections, arXiv 2512.24880; see streams_mix). */
+struct hyper {
+    const float *fn;           /* ((2 + n_stream) * n_stream, n_stream * n_embd) */
+    const float *base, *scale; /* ((2 + n_stream) * n_stream), (3) */
+};
+
+/* Makes compressed keys of width d from the `ratio` tokens of each, or with overlap from twice as many: then the first d
+ * values of a token go to the key behind its own. */
+struct compressor {
+    struct weight kv, gate; /* (span / ratio * d, n_embd) */
+    const float *ape;       /* (ratio, span / ratio * d) added to gates, by the token's place in its key */
+    const float *norm;      /* (d) */
+};
 
 struct layer {
     uint32_t has; /* bits of enum layer_has */
@@ -287,6 +311,11 @@ struct layer {
     const float *index_norm_bias;     /* (index_k), latent attention */
     const float *index_q_norm;        /* (index_k) norm of a head's query, grouped-query attention */
     struct weight w_index;            /* (n_index, n_embd) weights of the heads, latent attention */
+    /* hyper-connections around attention and feed-forward */
+    struct hyper hc_attn, hc_ffn;
+    /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
+    struct weight wo_a; /* n_group of (o_lora, n_head / n_group * head_v) */
+    struct compressor compressor, index_compressor;
     /* gated delta net; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v) */
     struct delta delta;
     struct weight wz;              /* (n_value * head_v, n_embd) gates of the result */
@@ -295,11 +324,12 @@ struct layer {
     const float *decay, *dt_bias;  /* (whole model's n_value): -exp(A_log); added to alpha */
     const float *delta_norm;       /* (head_v) */
     /* feed-forward: dense when n_expert is 0 */
-    int n_expert;             /* routed experts of this layer; pruning makes it differ between layers */
-    int n_expert_used;        /* of them per token */
-    int n_ff, n_ff_shared;    /* hidden width of an expert or dense feed-forward; of the shared expert */
-    struct weight router;     /* (n_expert, n_embd) */
-    const float *router_bias; /* (n_expert), added for the selection only; NULL: none */
+    int n_expert;              /* routed experts of this layer; pruning makes it differ between layers */
+    int n_expert_used;         /* of them per token */
+    int n_ff, n_ff_shared;     /* hidden width of an expert or dense feed-forward; of the shared expert */
+    struct weight router;      /* (n_expert, n_embd) */
+    const float *router_bias;  /* (n_expert), added for the selection only; NULL: none */
+    const int32_t *expert_ids; /* (n_vocab, n_expert_used) experts of a token id; NULL: the router chooses */
     enum glu glu;
     float glu_limit, sh_glu_limit; /* of the experts or the dense feed-forward; of the shared expert; 0: GLU_SILU */
     struct weight gate, up, down;  /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
@@ -319,29 +349,40 @@ struct layer {
 /* Sizes that the shapes of a layer's tensors are made of; layer_dim gives their values. */
 enum dim {
     DIM_ONE,
-    DIM_EMBD,    /* n_embd */
-    DIM_2_EMBD,  /* 2 n_embd */
-    DIM_SUM,     /* n_embd: of a vector that is added to a sum over the ranks, so that the first rank alone has it */
-    DIM_VOCAB,   /* n_vocab: rows of a head, which ranks divide */
-    DIM_TOKENS,  /* n_vocab: rows of an embedding */
-    DIM_Q,       /* n_head * head_k; with HAS_Q_GATE twice that */
-    DIM_K,       /* n_head_kv * head_k */
-    DIM_V,       /* n_head_kv * head_v */
-    DIM_ATT,     /* n_head * head_v */
-    DIM_HEADS,   /* n_head */
-    DIM_GATES,   /* n_head * n_gate */
-    DIM_HEAD_K,  /* head_k */
-    DIM_HEAD_V,  /* head_v */
-    DIM_NOPE,    /* head_k without its rotated values */
-    DIM_Q_LORA,  /* q_lora */
-    DIM_KV_LORA, /* kv_lora */
-    DIM_KV_A,    /* kv_lora + rotated values */
-    DIM_INDEX_Q, /* n_index * index_k */
-    DIM_INDEX_K, /* index_k */
-    DIM_INDEXES, /* n_index */
-    DIM_EXPERTS, /* n_expert */
-    DIM_FF,      /* n_ff */
-    DIM_SHARED,  /* n_ff_shared */
+    DIM_EMBD,       /* n_embd */
+    DIM_2_EMBD,     /* 2 n_embd */
+    DIM_SUM,        /* n_embd: of a vector that is added to a sum over the ranks, so that the first rank alone has it */
+    DIM_VOCAB,      /* n_vocab: rows of a head, which ranks divide */
+    DIM_TOKENS,     /* n_vocab: rows of an embedding */
+    DIM_Q,          /* n_head * head_k; with HAS_Q_GATE twice that */
+    DIM_K,          /* n_head_kv * head_k */
+    DIM_V,          /* n_head_kv * head_v */
+    DIM_ATT,        /* n_head * head_v */
+    DIM_HEADS,      /* n_head */
+    DIM_GATES,      /* n_head * n_gate */
+    DIM_HEAD_K,     /* head_k */
+    DIM_HEAD_V,     /* head_v */
+    DIM_NOPE,       /* head_k without its rotated values */
+    DIM_Q_LORA,     /* q_lora */
+    DIM_KV_LORA,    /* kv_lora */
+    DIM_KV_A,       /* kv_lora + rotated values */
+    DIM_INDEX_Q,    /* n_index * index_k */
+    DIM_INDEX_K,    /* index_k */
+    DIM_INDEXES,    /* n_index */
+    DIM_STREAMS,    /* n_stream * n_embd */
+    DIM_STREAM_MIX, /* (2 + n_stream) * n_stream */
+    DIM_STREAM_SCALES,    /* 3 */
+    DIM_RATIO,            /* ratio */
+    DIM_COMPRESSED,       /* span / ratio * head_k */
+    DIM_INDEX_COMPRESSED, /* span / ratio * index_k */
+    DIM_GROUPS,           /* n_group */
+    DIM_GROUP_IN,         /* n_head / n_group * head_v */
+    DIM_O_LORA,           /* o_lora */
+    DIM_GROUPS_OUT,       /* n_group * o_lora */
+    DIM_EXPERTS,          /* n_expert */
+    DIM_USED,             /* n_expert_used */
+    DIM_FF,               /* n_ff */
+    DIM_SHARED,           /* n_ff_shared */
     /* of a gated delta net */
     DIM_CONV,       /* n_conv */
     DIM_KEY,        /* n_key * head_k */
@@ -356,7 +397,8 @@ enum dim {
 enum tensor_kind {
     TENSOR_MATRIX, /* struct weight: NAME.weight (in, out, n), with NAME.scale and NAME.input_scale where they exist */
     TENSOR_ROUTER, /* the same; a GPU keeps it in BF16 or F32 */
-    TENSOR_VECTOR  /* const float *: NAME (in, out), F32, F16 or BF16 */
+    TENSOR_VECTOR, /* const float *: NAME (in, out), F32, F16 or BF16 */
+    TENSOR_IDS     /* const int32_t *: NAME (in, out), I32: ids of experts */
 };
 
 /* One tensor of a layer. Binding, sharding, upload, plan, roofline, synthetic models, --calibrate and the converter
@@ -398,12 +440,34 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("attn_v_b",              NULL,                           wv_b,        KV_LORA, HEAD_V,   HEADS,   HAS_MLA),
     MATRIX("indexer.attn_q_b",      "self_attn.indexer.wq_b",       wq_index,    Q_LORA,  INDEX_Q,  ONE,     HAS_INDEXER | HAS_MLA),
     MATRIX("indexer.attn_k",        "self_attn.indexer.wk",         wk_index,    EMBD,    INDEX_K,  ONE,     HAS_INDEXER | HAS_MLA),
-    VECTOR("indexer.k_norm.weight", "self_attn.indexer.k_norm",     index_norm,  INDEX_K,           HAS_INDEXER),
+    VECTOR("indexer.k_norm.weight", "self_attn.indexer.k_norm",     index_norm,  INDEX_K,           HAS_INDEXER | HAS_MLA),
     VECTOR("indexer.k_norm.bias",   "self_attn.indexer.k_norm.bias", index_norm_bias, INDEX_K,      HAS_INDEXER | HAS_MLA),
     MATRIX("indexer.proj",          "self_attn.indexer.weights_proj", w_index,   EMBD,    INDEXES,  ONE,     HAS_INDEXER | HAS_MLA),
     MATRIX("indexer.q_proj",        "self_attn.indexer.q_proj",     wq_index,    EMBD,    INDEX_Q,  ONE,     HAS_INDEXER | HAS_GQA),
     MATRIX("indexer.k_proj",        "self_attn.indexer.k_proj",     wk_index,    EMBD,    INDEX_K,  ONE,     HAS_INDEXER | HAS_GQA),
+    VECTOR("indexer.k_norm.weight", "self_attn.indexer.k_norm",     index_norm,  INDEX_K,           HAS_INDEXER | HAS_GQA),
     VECTOR("indexer.q_norm.weight", "self_attn.indexer.q_norm",     index_q_norm, INDEX_K,          HAS_INDEXER | HAS_GQA),
+    MATRIX("indexer.attn_q_b",      "self_attn.compressor.indexer.q_b_proj", wq_index, Q_LORA, INDEX_Q, ONE, HAS_INDEXER | HAS_SHARED_KV),
+    MATRIX("indexer.proj",          "self_attn.compressor.indexer.scorer.weights_proj", w_index, EMBD, INDEXES, ONE, HAS_INDEXER | HAS_SHARED_KV),
+    MATRIX("indexer_compressor_kv", "self_attn.compressor.indexer.kv_proj", index_compressor.kv, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_SHARED_KV),
+    MATRIX("indexer_compressor_gate", "self_attn.compressor.indexer.gate_proj", index_compressor.gate, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_SHARED_KV),
+    VECTORS("indexer_compressor_ape.weight", "self_attn.compressor.indexer.position_bias", index_compressor.ape, INDEX_COMPRESSED, RATIO, HAS_INDEXER | HAS_SHARED_KV),
+    VECTOR("indexer_compressor_norm.weight", "self_attn.compressor.indexer.kv_norm", index_compressor.norm, INDEX_K, HAS_INDEXER | HAS_SHARED_KV),
+    MATRIX("attn_kv",               "self_attn.kv_proj",            wkv_a,       EMBD,    HEAD_K,   ONE,     HAS_SHARED_KV),
+    VECTOR("attn_kv_a_norm.weight", "self_attn.kv_norm",            kv_a_norm,   HEAD_K,            HAS_SHARED_KV),
+    MATRIX("attn_compressor_kv",    "self_attn.compressor.kv_proj", compressor.kv, EMBD,  COMPRESSED, ONE,   HAS_COMPRESSED),
+    MATRIX("attn_compressor_gate",  "self_attn.compressor.gate_proj", compressor.gate, EMBD, COMPRESSED, ONE, HAS_COMPRESSED),
+    VECTORS("attn_compressor_ape.weight", "self_attn.compressor.position_bias", compressor.ape, COMPRESSED, RATIO, HAS_COMPRESSED),
+    VECTOR("attn_compressor_norm.weight", "self_attn.compressor.kv_norm", compressor.norm, HEAD_K,   HAS_COMPRESSED),
+    MATRIX("attn_output_a",         "self_attn.o_a_proj",           wo_a,        GROUP_IN, O_LORA,  GROUPS,  HAS_SHARED_KV),
+    MATRIX("attn_output_b",         "self_attn.o_b_proj",           wo,          GROUPS_OUT, EMBD,  ONE,     HAS_SHARED_KV),
+    VECTORS("hc_attn_fn.weight",    "attn_hc.fn",                   hc_attn.fn,  STREAMS, STREAM_MIX,        HAS_STREAMS),
+    VECTOR("hc_attn_base.weight",   "attn_hc.base",                 hc_attn.base, STREAM_MIX,       HAS_STREAMS),
+    VECTOR("hc_attn_scale.weight",  "attn_hc.scale",                hc_attn.scale, STREAM_SCALES,   HAS_STREAMS),
+    VECTORS("hc_ffn_fn.weight",     "ffn_hc.fn",                    hc_ffn.fn,   STREAMS, STREAM_MIX,        HAS_STREAMS),
+    VECTOR("hc_ffn_base.weight",    "ffn_hc.base",                  hc_ffn.base, STREAM_MIX,        HAS_STREAMS),
+    VECTOR("hc_ffn_scale.weight",   "ffn_hc.scale",                 hc_ffn.scale, STREAM_SCALES,    HAS_STREAMS),
+    {"ffn_gate_tid2eid.weight", "mlp.gate.tid2eid", offsetof(struct layer, expert_ids), TENSOR_IDS, DIM_USED, DIM_TOKENS, DIM_ONE, HAS_EXPERTS | HAS_EXPERT_IDS, false},
     MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
     MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA),
     OPTIONAL("attn_q.bias",         "self_attn.q_proj.bias",        wq.bias,     Q,                 HAS_GQA),
@@ -415,7 +479,7 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      K,                 HAS_ROW_NORM),
     VECTOR("attn_sinks.weight",     "self_attn.sinks",              sinks,       HEADS,             HAS_SINKS),
     MATRIX("attn_gate",             "self_attn.g_proj",             w_gate,      EMBD,    GATES,    ONE,     HAS_HEAD_GATE),
-    MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_ATTENTION),
+    MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_OUTPUT),
     VECTOR("attn_output.bias",      "self_attn.o_proj.bias",        wo.bias,     SUM,               HAS_BIASES),
     {"attn_qkv", "linear_attn.in_proj_qkv", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MIX, DIM_ONE, HAS_DELTA, false},
     MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_DELTA),
@@ -484,6 +548,8 @@ static const struct key_range {
                   {"expert_weights_scale", 0, 1e6},
                   {"rope.freq_base", 1, 1e12},
                   {"rope.freq_base_swa", 1, 1e12},
+                  {"attention.compress_rope_freq_base", 1, 1e12},
+                  {"hyper_connection.epsilon", 0, 1},
                   {"rope.scaling.attn_factor", 0, 1e3},
                   {"rope.scaling.factor", 0, 1e6},
                   {"rope.scaling.yarn_beta_fast", 0, 1e6},
@@ -504,7 +570,7 @@ static inline const struct key_range *key_range_of(const char *key) {
 
 /* Whether the row's field is a struct weight. */
 static inline bool rule_is_weight(const struct tensor_rule *rule) {
-    return rule->kind != TENSOR_VECTOR && rule->field != NOT_BOUND;
+    return rule->kind <= TENSOR_ROUTER && rule->field != NOT_BOUND;
 }
 
 /* Returns the layer's next tensor after `rule` (NULL: the first one), or NULL. Optional tensors are among them: their
@@ -521,7 +587,7 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
 }
 
 /* Values of the metadata key. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
-enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3 };
+enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3, GATING_SQRT_SOFTPLUS = 4 };
 
 /* What a rank holds of a model: rank `rank` of the n_rank that divide every layer of a stage (tensor parallelism), in
  * pipeline stage `stage` of n_stage, each of which has consecutive layers. */
@@ -537,6 +603,7 @@ struct maxima {
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
     int gates;                                /* of heads */
     int n_index, index_k, top_k, listed;      /* sparse attention; listed: blocks in all lists of a query */
+    int compressed, index_compressed, groups; /* values that compressed keys are made of; results of groups of heads */
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
@@ -558,6 +625,10 @@ struct model {
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;
+    int n_stream;   /* streams of residuals (hyper-connections); 0: one, A_X */
+    int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
+    float stream_eps;
+    struct hyper hc_head; /* how the last row is made of the streams: (n_stream, n_stream * n_embd), (n_stream), (1) */
     struct rope ropes[MAX_ROPES];
     int n_rope;
     struct maxima max;
@@ -660,7 +731,18 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_INDEX_Q: return a->n_index * a->index_k;
     case DIM_INDEX_K: return a->index_k;
     case DIM_INDEXES: return a->n_index;
+    case DIM_STREAMS: return m->n_stream * m->n_embd;
+    case DIM_STREAM_MIX: return (2 + m->n_stream) * m->n_stream;
+    case DIM_STREAM_SCALES: return 3;
+    case DIM_RATIO: return a->ratio;
+    case DIM_COMPRESSED: return a->ratio ? a->span / a->ratio * a->head_k : 0;
+    case DIM_INDEX_COMPRESSED: return a->ratio ? a->span / a->ratio * a->index_k : 0;
+    case DIM_GROUPS: return a->n_group;
+    case DIM_GROUP_IN: return a->n_group ? a->n_head / a->n_group * a->head_v : 0;
+    case DIM_O_LORA: return a->o_lora;
+    case DIM_GROUPS_OUT: return a->n_group * a->o_lora;
     case DIM_EXPERTS: return layer->n_expert;
+    case DIM_USED: return layer->n_expert_used;
     case DIM_FF: return layer->n_ff;
     case DIM_SHARED: return layer->n_ff_shared;
     case DIM_CONV: return d->n_conv;
@@ -751,35 +833,42 @@ static inline double experts_expected(const struct layer *layer, int n) {
 
 /* The slots of activations. */
 enum act {
-    A_X,     /* (n_tok, n_embd) the residual stream */
-    A_H,     /* (n_tok, n_embd) its norm */
-    A_OUT,   /* (n_tok, n_embd) the output of attention or feed-forward, which is added to it */
-    A_QA,    /* (n_tok, q_lora) MLA: the low-rank query */
-    A_Q,     /* (n_tok, n_head * head_k) queries */
-    A_K,     /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
-    A_V,     /* (n_tok, n_head_kv * head_v) values */
-    A_ATT,   /* (n_tok, n_head * head_v) outputs of the heads */
-    A_GATE,  /* (n_tok, n_head * n_gate) HAS_HEAD_GATE: gates of the heads' results, before their function */
-    A_Z,     /* (n_tok, n_value * head_v) delta net: gates of the result */
-    A_ALPHA, /* (n_tok, n_value) delta net: inputs of the decay, */
-    A_BETA,  /* (n_tok, n_value) and of beta */
-    A_IQ,    /* (n_tok, n_index * index_k) indexer: queries, */
-    A_IK,    /* (n_tok, index_k) keys, */
-    A_IW,    /* (n_tok, n_index) and, of latent attention, weights of its heads */
-    A_EH,    /* (n_tok, columns of eh_proj) prediction layer: the norms of embedding and final row, side by side */
+    A_X,       /* (n_tok, n_embd) the residual stream */
+    A_H,       /* (n_tok, n_embd) its norm */
+    A_OUT,     /* (n_tok, n_embd) the output of attention or feed-forward, which is added to it */
+    A_QA,      /* (n_tok, q_lora) MLA: the low-rank query */
+    A_Q,       /* (n_tok, n_head * head_k) queries */
+    A_K,       /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
+    A_V,       /* (n_tok, n_head_kv * head_v) values */
+    A_ATT,     /* (n_tok, n_head * head_v) outputs of the heads */
+    A_GATE,    /* (n_tok, n_head * n_gate) HAS_HEAD_GATE: gates of the heads' results, before their function */
+    A_Z,       /* (n_tok, n_value * head_v) delta net: gates of the result */
+    A_ALPHA,   /* (n_tok, n_value) delta net: inputs of the decay, */
+    A_BETA,    /* (n_tok, n_value) and of beta */
+    A_IQ,      /* (n_tok, n_index * index_k) indexer: queries, */
+    A_IK,      /* (n_tok, index_k) keys, */
+    A_IW,      /* (n_tok, n_index) and, of latent attention, weights of its heads */
+    A_STREAMS, /* (n_tok, n_stream * n_embd) hyper-connections: streams of residuals, */
+    A_MIX,     /* (n_tok, (2 + n_stream) * n_stream + 1) and how the latest half mixes them, see streams_coefficients */
+    A_CK,      /* (n_tok, span / ratio * head_k) compressor: values, */
+    A_CG,      /* and their gates */
+    A_ICK,     /* (n_tok, span / ratio * index_k) the same of the indexer's */
+    A_ICG,
+    A_GROUPS, /* (n_tok, n_group * o_lora) results of groups of heads */
+    A_EH,     /* (n_tok, columns of eh_proj) prediction layer: the norms of embedding and final row, side by side */
     ACT_COUNT
 };
 
-enum { LINEAR_MAX = 6 /* matrices of a layer's projections */ };
+enum { LINEAR_MAX = 7 /* matrices of a layer's projections */ };
 
 /* The matrices that a layer multiplies its first norm by, and where their results go; behind them NULL. */
 static inline void layer_projections(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
                                      enum act out[LINEAR_MAX]) {
-    const bool mla = l->has & HAS_MLA, low_rank = l->has & HAS_Q_LORA;
+    const bool mla = l->has & (HAS_MLA | HAS_SHARED_KV), low_rank = l->has & HAS_Q_LORA;
     const struct weight *const latent[2] = {&l->wkv_a, low_rank ? &l->wq_a : &l->wq};
     const enum act latent_out[2] = {A_K, low_rank ? A_QA : A_Q};
-    const struct weight *const heads[LINEAR_MAX] = {&l->wq, &l->wk, &l->wv, &l->wz, &l->w_alpha, &l->w_beta};
-    const enum act heads_out[LINEAR_MAX] = {A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA};
+    const struct weight *const heads[] = {&l->wq, &l->wk, &l->wv, &l->wz, &l->w_alpha, &l->w_beta};
+    const enum act heads_out[] = {A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA};
     int n = mla ? 2 : l->has & HAS_DELTA ? 6 : 3;
     for (int i = 0; i < n; i++) {
         w[i] = mla ? latent[i] : heads[i];
@@ -790,9 +879,15 @@ static inline void layer_projections(const struct layer *l, const struct weight 
         const struct weight *w;
         enum act out;
     } more[] = {{HAS_HEAD_GATE, &l->w_gate, A_GATE},
-                {HAS_INDEXER, &l->wk_index, A_IK},
+                {HAS_INDEXER | HAS_MLA, &l->wk_index, A_IK},
                 {HAS_INDEXER | HAS_MLA, &l->w_index, A_IW},
-                {HAS_INDEXER | HAS_GQA, &l->wq_index, A_IQ}};
+                {HAS_INDEXER | HAS_GQA, &l->wk_index, A_IK},
+                {HAS_INDEXER | HAS_GQA, &l->wq_index, A_IQ},
+                {HAS_COMPRESSED, &l->compressor.kv, A_CK},
+                {HAS_COMPRESSED, &l->compressor.gate, A_CG},
+                {HAS_INDEXER | HAS_SHARED_KV, &l->index_compressor.kv, A_ICK},
+                {HAS_INDEXER | HAS_SHARED_KV, &l->index_compressor.gate, A_ICG},
+                {HAS_INDEXER | HAS_SHARED_KV, &l->w_index, A_IW}};
     for (size_t i = 0; i < sizeof more / sizeof *more; i++) {
         if ((l->has & more[i].has) != more[i].has) continue;
         w[n] = more[i].w;
@@ -892,6 +987,14 @@ struct profile_row {
     /* writes the indexer's keys of layer il to the cache, from A_IK; then chooses the keys that each query sees, by    \
        A_IQ and A_IW, for the attention of this layer and of those behind it without an indexer */                     \
     X(void, select_keys, (struct rank *r, int il), (r, il))                                                            \
+    /* writes the keys that the batch completes to the compressed planes of layer il, from A_CK, A_CG, A_ICK and A_ICG,    \
+       and these rows to its rings */                                                                                  \
+    X(void, compress, (struct rank *r, int il), (r, il))                                                               \
+    /* out = attention of one KV head over window and compressed keys of layer il: norms the heads of q and the key in \
+       kv, rotates, writes the key to the cache, rotates the result back. Overwrites q and kv */                       \
+    X(void, shared_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))    \
+    /* out = wo_a of layer il times the groups of heads in x */                                                        \
+    X(void, group_linear, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                         \
     /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
        writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
     X(void, mla_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))       \
@@ -1003,10 +1106,12 @@ enum plane_kind {
 enum plane_use {
     PLANE_K,      /* GQA: keys; MLA: normed latents; delta net: q and k before the convolution */
     PLANE_V,      /* GQA: values; MLA: the rotated key that all heads share; delta net: v before the convolution */
-    PLANE_RECENT, /* a ring of what a recurrent state has not absorbed yet; delta net: alpha and beta */
-    PLANE_POOL,   /* blocks: pooled rows */
+    PLANE_RECENT, /* a ring of what a recurrent state has not absorbed yet; delta net: alpha and beta; of what compressed
+                     keys will be made of: values, gates */
+    PLANE_POOL,   /* blocks: pooled rows; compressed keys */
     PLANE_SUM,    /* a recurrent state */
     PLANE_INDEX,  /* keys of the indexer of sparse attention */
+    PLANE_INDEX_RECENT, /* a ring of what compressed keys of the indexer will be made of */
     PLANE_USES
 };
 
@@ -1082,6 +1187,40 @@ static inline void window_plane(struct plane *p, int window, int n_ctx_train) {
     p->window = window - 1;
 }
 
+/* A ring of what compressed keys of n_value values will be made of: of the tokens that the next one is made of, those
+ * behind them that may be taken back, and those of a decode forward. */
+static inline struct plane compressor_ring(const struct attn *a, int n_value) {
+    struct plane p = plane_make(KV_F32, 2 * (a->span / a->ratio) * n_value, 1);
+    p.kind = PLANE_RING;
+    p.window = a->span - 1;
+    p.n_row = a->span - 1 + 2 * MAX_LAG;
+    return p;
+}
+
+/* A plane with a row for every compressed key. */
+static inline struct plane compressed_plane(enum kv_type type, const struct attn *a, int n_value, int group) {
+    struct plane p = plane_make(type, n_value, group);
+    p.kind = PLANE_BLOCKS;
+    p.ratio = a->ratio;
+    return p;
+}
+
+/* The planes of attention with one KV head. */
+static inline void shared_planes(const struct layer *layer, enum kv_type type, int n_ctx_train,
+                                 struct plane out[PLANE_USES]) {
+    const struct attn *a = &layer->attn;
+    out[PLANE_K] = plane_make(type, a->head_k, LATENT_GROUP);
+    window_plane(&out[PLANE_K], a->window, n_ctx_train);
+    if (layer->has & HAS_COMPRESSED) {
+        out[PLANE_POOL] = compressed_plane(type, a, a->head_k, LATENT_GROUP);
+        out[PLANE_RECENT] = compressor_ring(a, a->head_k);
+    }
+    if (layer->has & HAS_INDEXER) {
+        out[PLANE_INDEX] = compressed_plane(type, a, a->index_k, a->index_k);
+        out[PLANE_INDEX_RECENT] = compressor_ring(a, a->index_k);
+    }
+}
+
 /* The planes of a layer, without memory. */
 static inline void layer_planes(const struct model *m, const struct layer *layer, enum kv_type type,
                                 struct plane out[PLANE_USES]) {
@@ -1093,6 +1232,8 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
         out[PLANE_V] = plane_make(type == KV_F32 ? KV_F32 : KV_BF16, rope, rope);
     } else if (layer->has & HAS_DELTA) {
         delta_planes(&layer->delta, out);
+    } else if (layer->has & HAS_SHARED_KV) {
+        shared_planes(layer, type, m->n_ctx_train, out);
     } else {
         out[PLANE_K] = plane_make(type, a->n_head_kv * a->head_k, a->head_k);
         out[PLANE_V] = plane_make(type, a->n_head_kv * a->head_v, a->head_v);
@@ -1102,7 +1243,7 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
         out[PLANE_V].whole = a->whole_head_kv * a->head_v;
         for (int u = PLANE_K; u <= PLANE_V; u++) window_plane(&out[u], a->window, m->n_ctx_train);
     }
-    if (layer->has & HAS_INDEXER) out[PLANE_INDEX] = plane_make(type, a->index_k, a->index_k);
+    if (layer->has & HAS_INDEXER && !a->ratio) out[PLANE_INDEX] = plane_make(type, a->index_k, a->index_k);
     if (m->family->planes) m->family->planes(m, layer, out);
 }
 
@@ -1185,7 +1326,7 @@ static inline double plane_reads(const struct layer *layer, enum plane_use use, 
     size_t rows = plane_rows(p, n_past);
     if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
     else if (p->kind == PLANE_TOKENS && window && rows > window) rows = window;
-    else if (use <= PLANE_V && top_k && rows > top_k) rows = top_k;
+    else if ((use <= PLANE_V || use == PLANE_POOL) && top_k && rows > top_k) rows = top_k;
     else if (use == PLANE_INDEX && rows <= top_k) rows = 0; /* the query sees all keys */
     return (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
 }
@@ -1230,6 +1371,11 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_IK] = m->max.index_k;
     width[A_IW] = m->max.n_index;
     width[A_EH] = m->max.eh;
+    width[A_STREAMS] = m->n_stream * m->n_embd;
+    width[A_MIX] = m->n_stream ? (2 + m->n_stream) * m->n_stream + 1 : 0;
+    width[A_CK] = width[A_CG] = m->max.compressed;
+    width[A_ICK] = width[A_ICG] = m->max.index_compressed;
+    width[A_GROUPS] = m->max.groups;
 }
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
@@ -7165,6 +7311,9 @@ struct loader {
     bool rope_pairs;         /* rotations of grouped-query attention pair neighbours */
     bool rope_factors;       /* rope_freqs.weight divides the frequencies where layers see all keys */
     bool yarn_exact;         /* YaRN does not round the range of its ramp */
+    bool yarn_plain;         /* YaRN scales neither cos and sin nor the softmax */
+    int ratio[MAX_LAYERS];   /* tokens of a compressed key, 0: there are none */
+    int n_expert_ids;        /* the first layers that find experts by token ids */
     float value_scale;       /* factor of values; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
     int window[MAX_LAYERS];
@@ -7383,6 +7532,40 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     w->has_input_scale = !loader_wants_16_bit(l, base);
 }
 
+/* Binds a stack of n matrices that the file holds as one below the other. */
+static void loader_groups(struct loader *l, struct weight *w, int in, int out, int n, const char *name) {
+    loader_weight(l, w, in, n * out, 1, false, name);
+    if (l->failed) return;
+    w->n_out = out;
+    w->n_expert = n;
+    w->expert_bytes = (size_t)out * w->row_bytes;
+    if (!w->scale) return;
+    float *scale = loader_own(l, (size_t)n * sizeof *scale);
+    for (int i = 0; i < n; i++) scale[i] = w->scale[0];
+    w->scale = scale;
+}
+
+/* Binds a table of experts, n_in of them for each of n_out token ids. */
+static const int32_t *loader_ids(struct loader *l, const char *name, int n_in, int n_out, int n_expert) {
+    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, 1, false);
+    if (!t) return NULL;
+    if (t->type != GGUF_I32) {
+        loader_fail(l, "tensor '%s' has the type %s, expected I32", name, gguf_type_info(t->type).name);
+        return NULL;
+    }
+    const size_t n = (size_t)n_in * (size_t)n_out;
+    int32_t *ids = loader_own(l, n * sizeof *ids);
+    memcpy(ids, t->data, n * sizeof *ids);
+    for (size_t i = 0; i < n && !l->failed; i++) {
+        if (ids[i] < 0 || ids[i] >= n_expert)
+            loader_fail(l, "tensor '%s' holds %d at index %zu, expected an expert below %d", name, ids[i], i, n_expert);
+        for (size_t j = i - i % (size_t)n_in; j < i; j++)
+            if (ids[j] == ids[i])
+                loader_fail(l, "tensor '%s' holds %d twice for a token, at index %zu", name, ids[i], i);
+    }
+    return ids;
+}
+
 /* Binds the tensor of one row of the table in layer il, unless it is bound already. */
 static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct layer *layer, int il) {
     const struct model *m = l->m;
@@ -7391,9 +7574,14 @@ static void loader_rule(struct loader *l, const struct tensor_rule *rule, struct
               n = layer_dim(m, layer, rule->n);
     if (!rule->name || rule->field == NOT_BOUND) return; /* loader_fused has bound it */
     snprintf(name, sizeof name, "blk.%d.%s", il, rule->name);
+    if (rule->kind == TENSOR_IDS) {
+        layer->expert_ids = loader_ids(l, name, in, out, layer->n_expert);
+        return;
+    }
     if (rule->kind != TENSOR_VECTOR) {
         struct weight *w = rule_weight(rule, layer);
-        if (!w->data) loader_weight(l, w, in, out, n, rule->optional, name);
+        if (rule->n == DIM_GROUPS) loader_groups(l, w, in, out, n, name);
+        else if (!w->data) loader_weight(l, w, in, out, n, rule->optional, name);
         return;
     }
     const float **v = rule_vector(rule, layer);
@@ -7418,16 +7606,15 @@ static void loader_rope_factors(struct loader *l, float *freq, int dim) {
 }
 
 /* Appends a rotation of `dim` values to m->ropes, and sets attn->rope and attn->scale; attn->head_k and kv_lora must be
- * set. base_key: rope.freq_base, or rope.freq_base_swa, whose default that is and whose frequencies are not scaled.
- * Others are interpolated as the file asks (YaRN: arXiv 2309.00071, sections 3.2 and 3.4). */
-static void loader_rope(struct loader *l, const char *base_key, int dim, struct attn *attn) {
-    const bool scaled = !strcmp(base_key, "rope.freq_base");
+ * set. base_key: of the base, whose default is rope.freq_base. scaled: the frequencies are interpolated as the file asks
+ * (YaRN: arXiv 2309.00071, sections 3.2 and 3.4). */
+static void loader_rope(struct loader *l, const char *base_key, bool scaled, int dim, struct attn *attn) {
     struct model *m = l->m;
     struct rope rope = {.dim = dim, .pairs = l->rope_pairs || attn->kv_lora};
     struct gguf_str type = {"linear", 6}; /* llama.cpp's default; without a factor it does nothing */
     char key[128];
     double base = loader_num(l, "rope.freq_base", 10000.0);
-    if (!scaled) base = loader_num(l, base_key, base);
+    if (strcmp(base_key, "rope.freq_base")) base = loader_num(l, base_key, base);
     double factor = loader_num(l, "rope.scaling.factor", 1.0);
     int original = loader_int(l, "rope.scaling.original_context_length", m->n_ctx_train, 1, INT32_MAX);
     double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0);
@@ -7464,7 +7651,7 @@ static void loader_rope(struct loader *l, const char *base_key, int dim, struct 
     } else if (yarn && attn->kv_lora) { /* DeepSeek: the factor goes into the softmax scale, cos and sin stay */
         double mscale = 1.0 + log_mul * log(factor > 1.0 ? factor : 1.0);
         attn->scale *= (float)(mscale * mscale);
-    } else if (yarn) {
+    } else if (yarn && !l->yarn_plain) {
         rope.factor *= (float)(1.0 + 0.1 * log(factor > 1.0 ? factor : 1.0));
     }
     int d = dim;
@@ -7506,7 +7693,7 @@ static void read_heads(struct loader *l) {
 static void read_gqa(struct loader *l) {
     read_heads(l);
     const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
-    loader_rope(l, "rope.freq_base", dim, &l->attn);
+    loader_rope(l, "rope.freq_base", true, dim, &l->attn);
 }
 
 /* Reads which layers have a window and how many keys it has: those that attention.sliding_window_pattern names by one
@@ -7528,9 +7715,9 @@ static void read_windows(struct loader *l, int64_t window_dflt, int period, bool
 
 /* Reads the rotations of layers that see all keys, of `dim` values, and of those with a window, of dim_window. */
 static void read_ropes(struct loader *l, int dim, int dim_window) {
-    loader_rope(l, "rope.freq_base", dim, &l->attn);
+    loader_rope(l, "rope.freq_base", true, dim, &l->attn);
     l->attn_window = l->attn;
-    loader_rope(l, "rope.freq_base_swa", dim_window, &l->attn_window);
+    loader_rope(l, "rope.freq_base_swa", false, dim_window, &l->attn_window);
 }
 
 /* Qwen3-MoE. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
@@ -7600,7 +7787,7 @@ static void read_mla(struct loader *l) {
     int rope = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k - 1);
     if (loader_num(l, "attention.temperature_scale", 0.0) != 0.0f)
         loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
-    loader_rope(l, "rope.freq_base", rope, a);
+    loader_rope(l, "rope.freq_base", true, rope, a);
     /* Files by llama.cpp's converter do not name the router of GLM-4.7-Flash. Softmax routers have no bias. */
     char key[128];
     for (int il = 0; il < model_blocks(l->m) && !loader_key(l, "expert_gating_func", key); il++) {
@@ -7633,13 +7820,13 @@ static void layer_attn(struct loader *l, struct layer *layer, int il) {
 
 /* A layer with grouped-query attention whose heads are normed. */
 static void layer_gqa(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
 /* A layer of gpt-oss. */
 static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
+    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
     layer->glu = GLU_OAI;
     layer->glu_limit = 7;
     layer_attn(l, layer, il);
@@ -7647,13 +7834,13 @@ static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
 
 /* A layer of MiniMax-M2 or OLMoE: queries and keys are normed as whole rows. */
 static void layer_row_norm(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_ROW_NORM | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_ROW_NORM | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
 /* A layer without norms of heads. */
 static void layer_plain(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
@@ -7697,7 +7884,7 @@ static void layer_mimo2(struct loader *l, struct layer *layer, int il) {
 
 /* A layer of GLM-4.5 to 4.7. Some models have norms of heads: in all layers, if the first one has them. */
 static void layer_glm4(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
+    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_POST_NORM;
     if (gguf_find_tensor(l->g, "blk.0.attn_q_norm.weight")) layer->has |= HAS_HEAD_NORM;
     layer_attn(l, layer, il);
 }
@@ -7749,7 +7936,7 @@ static void read_glm_dsa(struct loader *l) {
 
 /* A layer with latent attention. */
 static void layer_mla(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
@@ -7768,6 +7955,78 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
     layer->glu_limit = layer->sh_glu_limit = 7;
     if (layer_has_tensor(l, il, "indexer.k_proj.weight")) layer->has |= HAS_INDEXER;
     else layer->attn.top_k = 0;
+}
+
+/* Reads how many tokens a compressed key of each layer has. The list may go on behind the layers of the file. */
+static void loader_ratios(struct loader *l) {
+    char key[128];
+    const struct gguf_kv *kv = loader_key(l, "attention.compress_ratios", key);
+    const int blocks = model_blocks(l->m);
+    if (l->failed) return;
+    if (!kv || !kv->is_array || kv->n < (uint64_t)blocks)
+        loader_fail(l, "metadata key '%s' is missing or has no number for each of %d layers", key, blocks);
+    for (int il = 0; il < blocks && !l->failed; il++) {
+        int64_t v;
+        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > 1 << 16)
+            loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, 1 << 16, il);
+        else l->ratio[il] = (int)v;
+    }
+}
+
+/* Reads the metadata of DeepSeek-V4: a window with a rotation of its own, compressed keys, an indexer of those whose keys
+ * overlap, streams of residuals. */
+static void read_deepseek4(struct loader *l) {
+    struct attn *a = &l->attn;
+    struct model *m = l->m;
+    const int blocks = model_blocks(m);
+    read_heads(l);
+    l->rope_pairs = l->yarn_plain = true;
+    const int dim = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k);
+    a->q_lora = loader_int(l, "attention.q_lora_rank", KEY_REQUIRED, 1, 1 << 16);
+    a->window = loader_int(l, "attention.sliding_window", KEY_REQUIRED, 1, MAX_TRAINED);
+    a->n_group = loader_int(l, "attention.output_group_count", KEY_REQUIRED, 1, 1024);
+    a->o_lora = loader_int(l, "attention.output_lora_rank", KEY_REQUIRED, 1, 1 << 16);
+    loader_rope(l, "attention.compress_rope_freq_base", true, dim, a);
+    l->attn_window = *a;
+    loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
+    read_indexer(l, 1);
+    m->n_stream = loader_int(l, "hyper_connection.count", KEY_REQUIRED, 1, STREAMS_MAX);
+    m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations", KEY_REQUIRED, 1, 1000);
+    m->stream_eps = loader_num(l, "hyper_connection.epsilon", NAN);
+    l->n_expert_ids = loader_int(l, "hash_layer_count", KEY_REQUIRED, 0, blocks);
+    loader_ratios(l);
+    loader_nums(l, "swiglu_clamp_exp", l->clamp);
+    loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
+    for (int il = 0; il < blocks && !l->failed; il++) {
+        if (l->n_head_kv[il] != 1) loader_fail(l, "layer %d has %d KV heads, expected 1", il, l->n_head_kv[il]);
+        else if (l->n_head[il] % a->n_group)
+            loader_fail(
+                l, "layer %d has %d heads, expected a multiple of the %d groups of '%s.attention.output_group_count'",
+                il, l->n_head[il], a->n_group, l->arch);
+    }
+    if (!l->failed && a->head_v != a->head_k)
+        loader_fail(l, "metadata key '%s.attention.value_length' is %d, expected the key length, %d", l->arch,
+                    a->head_v, a->head_k);
+}
+
+/* A layer of DeepSeek-V4. Keys of 4 tokens overlap, and an indexer chooses among them. */
+static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
+    enum { OVERLAPPING = 4 };
+    const int ratio = l->ratio[il];
+    struct attn *a = &layer->attn;
+    layer->has = HAS_ATTENTION | HAS_SHARED_KV | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
+    *a = ratio ? l->attn : l->attn_window;
+    a->n_head = a->whole_head = l->n_head[il];
+    a->n_head_kv = a->whole_head_kv = 1;
+    a->ratio = ratio;
+    a->span = ratio == OVERLAPPING ? 2 * ratio : ratio;
+    if (ratio) layer->has |= HAS_COMPRESSED;
+    if (ratio == OVERLAPPING) layer->has |= HAS_INDEXER;
+    else a->top_k = 0;
+    if (il < l->n_expert_ids) layer->has |= HAS_EXPERT_IDS;
+    layer->glu = GLU_CLAMP_SILU;
+    layer->glu_limit = l->clamp[il];
+    layer->sh_glu_limit = l->clamp_shared[il];
 }
 
 /* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
@@ -7806,7 +8065,7 @@ static void layer_qwen35(struct loader *l, struct layer *layer, int il) {
         layer->delta.tiled = true;
         return;
     }
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
+    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
     layer_attn(l, layer, il);
 }
 
@@ -7844,7 +8103,7 @@ static void loader_hparams(struct loader *l) {
     m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
     if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
-    int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_CHOSEN);
+    int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SQRT_SOFTPLUS);
     m->gating = gating ? (enum gating)gating : m->family->gating;
     m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
     m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0);
@@ -7982,6 +8241,15 @@ static void loader_same_type(struct loader *l, int il, const struct weight *gate
                     gguf_type_info(up->type).name);
 }
 
+/* Binds what the last row is made of the streams with. */
+static void loader_streams(struct loader *l) {
+    struct hyper *hc = &l->m->hc_head;
+    const int n = l->m->n_stream;
+    hc->fn = loader_vector(l, "output_hc_fn.weight", n * l->m->n_embd, n, false);
+    hc->base = loader_vector(l, "output_hc_base.weight", n, 1, false);
+    hc->scale = loader_vector(l, "output_hc_scale.weight", 1, 1, false);
+}
+
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
     l->m->family->layer(l, layer, il);
@@ -7997,7 +8265,8 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     }
     if (layer->attn.top_k && !(layer->has & HAS_INDEXER) && !il)
         loader_fail(l, "layer 0 has no indexer, expected tensor 'blk.0.indexer.attn_k.weight'");
-    if (layer->router_bias && l->m->gating != GATING_SIGMOID && !l->m->family->softmax_bias)
+    if (layer->router_bias && l->m->gating != GATING_SIGMOID && l->m->gating != GATING_SQRT_SOFTPLUS &&
+        !l->m->family->softmax_bias)
         loader_fail(l,
                     "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
                     "is not 2",
@@ -8031,6 +8300,9 @@ static void model_maxima(struct model *m) {
         x->index_k = int_max(x->index_k, a->index_k);
         x->top_k = int_max(x->top_k, a->top_k);
         x->listed = int_max(x->listed, attn_lists(a) * attn_listed(a));
+        x->compressed = int_max(x->compressed, layer_dim(m, layer, DIM_COMPRESSED));
+        x->index_compressed = int_max(x->index_compressed, layer_dim(m, layer, DIM_INDEX_COMPRESSED));
+        x->groups = int_max(x->groups, layer_dim(m, layer, DIM_GROUPS_OUT));
         x->values = int_max(x->values, layer->delta.n_value);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
@@ -8140,6 +8412,7 @@ static int model_bind(struct model *m, char *err) {
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
     m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
+    if (m->n_stream) loader_streams(&l);
     if (!l.failed) m->layers = loader_own(&l, (size_t)model_blocks(m) * sizeof *m->layers);
     for (int i = 0; i < model_blocks(m) && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
     if (!l.failed) model_maxima(m);
@@ -8307,8 +8580,11 @@ static int heads_unit(const struct model *m, bool recurrent) {
         const struct layer *layer = &m->layers[il];
         const struct delta *d = &layer->delta;
         if (recurrent != (d->n_key > 0)) continue;
+        const struct attn *a = &layer->attn;
         int values = recurrent ? d->tiled ? d->head_v : d->head_v * (d->n_value / d->n_key) : layer->attn.head_v;
-        int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, values);
+        const int heads = a->n_group ? a->n_head / a->n_group : 1; /* that ranks do not divide */
+        if (a->n_group) values = a->o_lora;
+        int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, values) * heads;
         unit = unit / int_gcd(unit, u) * u;
     }
     return unit;
@@ -8330,7 +8606,7 @@ static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank
     struct heads_range h = {.kv_copied = false};
     if (!a->n_head) return h;
     int group = a->n_head / a->n_head_kv;
-    if (a->kv_lora) {
+    if (a->kv_lora || a->n_group) {
         h.q = shard_range(a->n_head, unit, n_rank, rank);
         h.kv = range_of(0, 1);
     } else if (a->n_head_kv >= n_rank) {
@@ -8378,6 +8654,11 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_GATES: return range_of(h.q.first * a->n_gate, h.q.n * a->n_gate);
     case DIM_INDEX_Q: /* in grouped-query attention a head for each KV head */
         return layer->has & HAS_GQA ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k) : range_of(0, n);
+    case DIM_GROUPS: return range_of(h.q.first / (a->n_head / a->n_group), h.q.n / (a->n_head / a->n_group));
+    case DIM_GROUPS_OUT: {
+        const int per = a->n_head / a->n_group;
+        return range_of(h.q.first / per * a->o_lora, h.q.n / per * a->o_lora);
+    }
     case DIM_SUM: return range_of(0, shard.rank ? 0 : n);
     case DIM_KEY: return range_of(h.key.first * layer->delta.head_k, h.key.n * layer->delta.head_k);
     case DIM_VALUES: return value_range(&layer->delta, h.key, 1);
@@ -8398,6 +8679,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     for (const struct tensor_rule *rule = rule_next(NULL, whole); rule; rule = rule_next(rule, whole)) {
         const struct range in = dim_range(m, whole, rule->in, h, shard);
         if (rule->field == NOT_BOUND) continue;
+        if (rule->kind == TENSOR_IDS) continue;
         if (rule->kind == TENSOR_VECTOR) {
             const float **v = rule_vector(rule, out);
             if (*v && !in.n) *v = NULL;
@@ -8410,6 +8692,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
         weight_matrices(w, dim_range(m, whole, rule->n, h, shard));
     }
     out->first_eh = dim_range(m, whole, DIM_2_EMBD, h, shard).first;
+    if (whole->attn.n_group) out->attn.n_group = dim_range(m, whole, DIM_GROUPS, h, shard).n;
     out->attn.n_head = h.q.n;
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
@@ -11992,11 +12275,14 @@ static void cpu_embed(struct rank *r, const struct weight *w, enum act x) {
             }
         }
         if (before) {
-            memcpy(row, act_row(before, x, t), (size_t)r->m->n_embd * sizeof *row);
+            const enum act handed = r->m->n_stream ? A_STREAMS : x;
+            memcpy(act_row(r, handed, t), act_row(before, handed, t), (size_t)r->width[handed] * sizeof *row);
             continue;
         }
         gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, row, (size_t)w->n_in);
         for (int i = 0; scale != 1.0f && i < w->n_in; i++) row[i] *= scale;
+        for (int k = 0; k < r->m->n_stream; k++)
+            memcpy(act_row(r, A_STREAMS, t) + (ptrdiff_t)k * w->n_in, row, (size_t)w->n_in * sizeof *row);
     }
     op_end(0, "embedding");
 }
@@ -12034,9 +12320,96 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
     op_end(0, w ? "sum, norm" : "sum");
 }
 
+/* The streams of token t become post[k] * delta + sum over j of mix[j][k] * stream j, where delta is the sum over the
+ * stage's ranks, for columns from..from+n-1. */
+static void streams_add(struct rank *r, enum act delta, int t, int from, int n) {
+    enum { COLUMNS = 256 };
+    const int hc = r->m->n_stream, n_embd = r->m->n_embd, n_rank = r->m->shard.n_rank;
+    const float *post = act_row(r, A_MIX, t) + hc, *mix = post + hc;
+    float *streams = act_row(r, A_STREAMS, t), was[STREAMS_MAX][COLUMNS], sum[COLUMNS];
+    for (const int end = from + n; from < end; from += COLUMNS) {
+        const int some = int_min(end - from, COLUMNS);
+        memcpy(sum, act_row(r, delta, t) + from, (size_t)some * sizeof *sum);
+        for (int k = 0; k < n_rank && n_rank > 1; k++)
+            for (int i = 0; i < some; i++) sum[i] = (k ? sum[i] : 0) + act_row(rank_peer(r, k), delta, t)[from + i];
+        for (int j = 0; j < hc; j++) memcpy(was[j], streams + j * n_embd + from, (size_t)some * sizeof *sum);
+        for (int k = 0; k < hc; k++) {
+            float *to = streams + k * n_embd + from;
+            r->k->scale(sum, post[k], to, some);
+            for (int j = 0; j < hc; j++) r->k->scale_add(was[j], mix[j * hc + k], to, some);
+        }
+    }
+}
+
+static float sigmoidf(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+/* Makes of the products of a token's streams (n of them, then the streams' squared sum) how a half of a layer reads them
+ * (n_stream), writes its result to them (n_stream), and mixes them (n_stream, n_stream): row j says where stream j goes.
+ * The mix is made doubly stochastic by Sinkhorn's iterations. head: only the first part. */
+static void streams_coefficients(const struct model *m, const struct hyper *hc, bool head, float *x, int n) {
+    const int k = m->n_stream;
+    const float eps = m->stream_eps, rms = 1.0f / sqrtf(x[n] / (float)(k * m->n_embd) + m->rms_eps);
+    for (int i = 0; i < n; i++) x[i] = x[i] * rms * hc->scale[i < k ? 0 : i < 2 * k ? 1 : 2] + hc->base[i];
+    for (int i = 0; i < k; i++) x[i] = sigmoidf(x[i]) + eps;
+    if (head) return;
+    for (int i = k; i < 2 * k; i++) x[i] = 2 * sigmoidf(x[i]);
+    float *mix = x + 2 * k;
+    for (int j = 0; j < k; j++) {
+        float top = -INFINITY, sum = 0;
+        for (int i = 0; i < k; i++) top = fmaxf(top, mix[j * k + i]);
+        for (int i = 0; i < k; i++) sum += mix[j * k + i] = expf(mix[j * k + i] - top);
+        for (int i = 0; i < k; i++) mix[j * k + i] = mix[j * k + i] / sum + eps;
+    }
+    for (int pass = 1; pass < 2 * m->n_sinkhorn; pass++) { /* columns, rows, columns, .. */
+        const int step = pass % 2 ? k : 1, line = pass % 2 ? 1 : k;
+        for (int i = 0; i < k; i++) {
+            float sum = eps;
+            for (int j = 0; j < k; j++) sum += mix[i * line + j * step];
+            for (int j = 0; j < k; j++) mix[i * line + j * step] /= sum;
+        }
+    }
+}
+
+/* Takes delta into the streams (ACT_COUNT: there is none); then x = the streams as hc reads them (NULL: nothing more), and
+ * out = norm(x) * w (NULL: nothing). */
+static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w,
+                        enum act out) {
+    enum { COLUMNS = 512 };
+    const struct model *m = r->m;
+    const int k = m->n_stream, n_embd = m->n_embd, parts = ceil_by(n_embd, COLUMNS);
+    const bool head = hc == &m->hc_head;
+    const int n = head ? k : (2 + k) * k;
+    if (delta != ACT_COUNT) {
+        if (team_leads()) r->n_all_reduce++;
+        stage_team_barrier(r);
+        for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
+            const int from = i % parts * COLUMNS;
+            streams_add(r, delta, i / parts, from, int_min(COLUMNS, n_embd - from));
+        }
+        stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
+    }
+    for (int i = team_first(hc ? r->n_tok * (n + 1) : 0); i >= 0; i = team_next()) {
+        const float *row = act_row(r, A_STREAMS, i / (n + 1));
+        const float *with = i % (n + 1) < n ? hc->fn + (ptrdiff_t)(i % (n + 1)) * k * n_embd : row;
+        act_row(r, A_MIX, i / (n + 1))[i % (n + 1)] = r->k->dot(with, row, k * n_embd);
+    }
+    team_barrier();
+    for (int t = team_first(hc ? r->n_tok : 0); t >= 0; t = team_next()) {
+        float *mix = act_row(r, A_MIX, t), *to = act_row(r, x, t);
+        streams_coefficients(m, hc, head, mix, n);
+        r->k->scale(act_row(r, A_STREAMS, t), mix[0], to, n_embd);
+        for (int j = 1; j < k; j++)
+            r->k->scale_add(act_row(r, A_STREAMS, t) + (ptrdiff_t)j * n_embd, mix[j], to, n_embd);
+        if (w) r->k->rmsnorm(to, w, m->rms_eps, act_row(r, out, t), n_embd);
+    }
+    team_barrier();
+    op_end(hc ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
+}
+
 static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
     struct rank *next = pg_neighbor(r, 1);
-    all_reduce_add_rmsnorm(r, x, delta, NULL, x);
+    if (r->m->n_stream) streams_mix(r, x, delta, next ? NULL : &r->m->hc_head, NULL, x);
+    else all_reduce_add_rmsnorm(r, x, delta, NULL, x);
     if (next && team_leads()) pg_send(next);
 }
 
@@ -12175,7 +12548,8 @@ static void cpu_projections(struct rank *r, int il, enum act x, enum act delta) 
     const struct weight *w[LINEAR_MAX + 1];
     enum act out[LINEAR_MAX];
     layer_projections(layer, w, out);
-    if (delta == ACT_COUNT) rmsnorm_rows(r, x, layer->attn_norm, A_H);
+    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_attn, layer->attn_norm, A_H);
+    else if (delta == ACT_COUNT) rmsnorm_rows(r, x, layer->attn_norm, A_H);
     else all_reduce_add_rmsnorm(r, x, delta, layer->attn_norm, A_H);
     linear_each(r, A_H, w, out);
 }
@@ -12226,6 +12600,15 @@ static void rope_pairs(float *x, const float *c, const float *s, int d) {
         float a = x[2 * i], b = x[2 * i + 1];
         x[2 * i] = a * c[i] - b * s[i];
         x[2 * i + 1] = a * s[i] + b * c[i];
+    }
+}
+
+/* Rotates pairs the other way. */
+static void rope_back(float *x, const float *c, const float *s, int d) {
+    for (int i = 0; i < d / 2; i++) {
+        float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * c[i] + b * s[i];
+        x[2 * i + 1] = b * c[i] - a * s[i];
     }
 }
 
@@ -12289,7 +12672,8 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
 enum attend_kind {
     ATTEND_GQA,    /* rows: tokens x heads of one KV head */
     ATTEND_LATENT, /* rows: tokens x a group of heads; keys are [latent | k_pe], values the latents themselves */
-    ATTEND_EXPAND  /* rows: tokens of one head; keys and values are expanded from the latents block by block */
+    ATTEND_EXPAND, /* rows: tokens of one head; keys and values are expanded from the latents block by block */
+    ATTEND_SHARED  /* rows: a group of heads of a token; keys are values: its window, then compressed keys */
 };
 
 struct attend {
@@ -12387,6 +12771,19 @@ static int keys_chosen(const struct attn *a, int pos) {
     return int_min(pos + 1, a->top_k - a->index_block + pos % a->index_block + 1);
 }
 
+/* Compressed keys that the query at position pos sees, or an indexer chooses from: those that end with it or before. */
+static int keys_compressed(const struct attn *a, int pos) { return a->ratio ? (pos + 1) / a->ratio : 0; }
+
+/* Keys of a query at position pos where keys are numbered as in a list: those chosen, or those of ATTEND_SHARED. */
+static int keys_listed(const struct attend *a, const struct attn *shape, int pos) {
+    if (a->kind != ATTEND_SHARED) return keys_chosen(shape, pos);
+    const int compressed = keys_compressed(shape, pos);
+    return int_min(pos + 1, shape->window) + (shape->top_k ? int_min(compressed, shape->top_k) : compressed);
+}
+
+/* Whether keys are numbered so. */
+static bool attend_listed(const struct attend *a) { return a->chosen || a->kind == ATTEND_SHARED; }
+
 /* Blocks in all lists of a query. */
 static size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
@@ -12423,6 +12820,29 @@ static void attend_columns(const struct rank *r, const struct attend *a, int hea
     r->k->transpose(GGUF_F32, (const uint8_t *)rows, (size_t)len * sizeof *rows, n, len, out, KEY_BLOCK);
 }
 
+/* Loads keys at..at+n-1 of the list of ATTEND_SHARED, which are the values. */
+static void attend_load_shared(const struct rank *r, const struct attend *a, const struct attend_work *w, int at,
+                               int n) {
+    const struct plane *planes = r->planes[a->il], *p;
+    const struct attn *shape = &r->m->layers[a->il].attn;
+    const int own = r->pos + a->first, window = int_min(own + 1, shape->window), d = a->dk;
+    for (int i = 0, run; i < n; i += run) {
+        int key = own + 1 - window + at + i;
+        if (at + i < window) {
+            p = &planes[PLANE_K];
+            run = int_min(n - i, window - at - i);
+            if (p->kind == PLANE_RING) run = int_min(run, p->n_row - key % p->n_row);
+        } else {
+            p = &planes[PLANE_POOL];
+            key = at + i - window;
+            run = a->chosen ? 1 : n - i;
+            if (a->chosen) key = a->chosen[key];
+        }
+        kv_load(r->k, p, key, run, 0, d, w->values + i * d, d);
+    }
+    r->k->transpose(GGUF_F32, (const uint8_t *)w->values, (size_t)d * sizeof(float), n, d, w->keys, KEY_BLOCK);
+}
+
 /* Loads keys pos..pos+n-1 of the latent cache and their values. */
 static void attend_load_latents(const struct rank *r, const struct attend *a, const struct attend_work *w, int pos,
                                 int n) {
@@ -12450,7 +12870,7 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
 static void attend_ahead(const struct rank *r, const struct attend *a, struct attend_work *w, int pos, int n,
                          int steps) {
     w->ahead_step = 0;
-    for (int u = 0; u < 2 && !a->chosen; u++) {
+    for (int u = 0; u < 2 && !attend_listed(a); u++) {
         const struct plane *p = &r->planes[a->il][u ? PLANE_V : PLANE_K];
         w->ahead[u] = p->data + plane_row(p, (size_t)pos) * p->row_bytes;
         w->ahead_end[u] = w->ahead[u] + (size_t)n * p->row_bytes;
@@ -12474,8 +12894,8 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
     const int first_own = r->pos + a->first; /* position of the first token */
     /* keys up to the first token's own; each token sees one more */
-    const int first_seen = a->chosen ? n : first_own + 1 - pos;
-    const int window = r->m->layers[a->il].attn.window;
+    const int first_seen = attend_listed(a) ? n : first_own + 1 - pos;
+    const int window = attend_listed(a) ? 0 : r->m->layers[a->il].attn.window;
     float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
     memset(w->s, 0, (size_t)rows * KEY_BLOCK * sizeof *w->s);
     for (int i = 0; i < n; i += KEY_GROUP) {
@@ -12546,14 +12966,15 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
     if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, &w);
     /* one past the last key that a row sees */
-    const int last = a->chosen ? keys_chosen(shape, r->pos + a->first) : r->pos + a->first + a->n_tok;
+    const int last = attend_listed(a) ? keys_listed(a, shape, r->pos + a->first) : r->pos + a->first + a->n_tok;
     const int end = int_min(a->end, last);
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
         const int n = int_min(end - pos, KEY_BLOCK);
         if (a->n_set > 1)
             attend_ahead(r, a, &w, pos + n, int_min(last - pos - n, KEY_BLOCK),
                          a->n_set * (set_rows + 4 * KEY_BLOCK / KEY_GROUP));
-        if (a->kind != ATTEND_GQA) attend_load_latents(r, a, &w, pos, n);
+        if (a->kind == ATTEND_SHARED) attend_load_shared(r, a, &w, pos, n);
+        else if (a->kind != ATTEND_GQA) attend_load_latents(r, a, &w, pos, n);
         for (int set = 0; set < a->n_set; set++) attend_keys(r, a, &w, set, pos, n);
     }
     for (int i = 0; i < rows; i++) {
@@ -12587,15 +13008,17 @@ static int window_begin(int window, int own) { return first_in_window(window, ow
  * keys. `all` describes the whole: heads in n_head, of which `group` are a set. */
 static void attend_tokens(struct rank *r, const struct attend *all, int group, int split_keys) {
     const struct layer *layer = &r->m->layers[all->il];
-    const int most = all->chosen                  ? 1
+    const int most = attend_listed(all)           ? 1
                      : all->kind == ATTEND_EXPAND ? all->n_tok
                                                   : int_max(TILE_TOKENS, QUERY_ROWS / group);
     const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
-    const int last = all->chosen ? layer->attn.top_k : r->pos + all->first + all->n_tok;
+    const int last = all->kind == ATTEND_SHARED ? keys_listed(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
+                     : all->chosen              ? layer->attn.top_k
+                                                : r->pos + all->first + all->n_tok;
     const int n_split = ceil_by(last - all->begin, split_keys);
     int n_set = 1;
     /* as many as leave enough items for all threads and fit in the scratch */
-    if (r->n_tok <= SAME_BITS_TOKENS || all->chosen)
+    if (r->n_tok <= SAME_BITS_TOKENS || attend_listed(all))
         n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
                         int_max(1, all->n_head * TILE_TOKENS / (tile * group)));
     const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
@@ -12604,7 +13027,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         struct attend a = *all;
         const int g = i % n_part * n_set, p = i / n_part / n_tile;
         const int t = (n_tile - 1 - i / n_part % n_tile) * tile; /* the last tokens see the most keys: they are first */
-        a.head = all->kind == ATTEND_GQA ? g : g * group;
+        a.head = all->kind == ATTEND_GQA || all->kind == ATTEND_SHARED ? g : g * group;
         a.n_set = int_min(n_set, n_group - g);
         a.n_head = group;
         a.first = all->first + t;
@@ -12612,7 +13035,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         a.begin = all->begin + p * split_keys;
         a.end = a.begin + split_keys;
         if (a.chosen) a.chosen += (size_t)t * blocks_listed(&layer->attn);
-        a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
+        if (!attend_listed(all)) a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
         a.sinks = layer->sinks && !p;
         a.partial = n_split > 1;
         if (a.partial) {
@@ -12637,11 +13060,11 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
  * r->partials has room for. */
 static void attend_all(struct rank *r, const struct attend *all, int group) {
     const struct attn *shape = &r->m->layers[all->il].attn;
-    const int end = all->first + all->n_tok, window = shape->window;
+    const int end = all->first + all->n_tok, window = attend_listed(all) ? 0 : shape->window;
     struct attend a = *all;
     for (; a.first < end; a.first += a.n_tok) {
         const size_t before = (size_t)(a.first - all->first);
-        int split_keys = a.chosen ? shape->top_k : r->pos + end;
+        int split_keys = a.kind == ATTEND_SHARED ? 1 << 30 : a.chosen ? shape->top_k : r->pos + end;
         a.n_tok = end - a.first;
         a.begin = window_begin(window, r->pos + a.first);
         a.q = all->q + before * all->q_tok;
@@ -12649,11 +13072,14 @@ static void attend_all(struct rank *r, const struct attend *all, int group) {
         if (a.chosen) a.chosen = all->chosen + before * blocks_listed(shape);
         if (r->n_tok <= SAME_BITS_TOKENS) {
             /* from a.begin to the first token's own; or those chosen, at most as many for every token */
-            const int keys = a.chosen ? shape->top_k : r->pos + a.first + 1 - a.begin;
+            const int keys = a.kind == ATTEND_SHARED ? keys_listed(&a, shape, r->pos + a.first)
+                             : a.chosen              ? shape->top_k
+                                                     : r->pos + a.first + 1 - a.begin;
             split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
             const int n_split = ceil_by(keys, split_keys);
             a.n_tok = int_min(a.n_tok, PARTIALS / n_split);
-            if (!a.chosen) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
+            if (a.kind == ATTEND_SHARED) a.n_tok = 1;
+            if (!attend_listed(&a)) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
             if (window) a.n_tok = int_min(a.n_tok, a.begin + KEY_BLOCK + window - 1 - r->pos - a.first);
         }
         attend_tokens(r, &a, group, split_keys);
@@ -12698,8 +13124,13 @@ static void attention_gate(struct rank *r, int il, enum act q, enum act x) {
 
 /* The tokens of the batch before the first that does not see all keys. */
 static int tokens_dense(const struct rank *r, const struct attn *a) {
-    return a->top_k ? int_min(r->n_tok, int_max(0, a->top_k - r->pos)) : r->n_tok;
+    const int ratio = int_max(a->ratio, 1);
+    const int64_t first = ((int64_t)a->top_k + 1) * ratio - 1 - r->pos;
+    return a->top_k ? (int)(first < 0 ? 0 : first > r->n_tok ? r->n_tok : first) : r->n_tok;
 }
+
+/* Keys of the indexer that the query at position pos chooses from. */
+static int keys_indexed(const struct attn *a, int pos) { return a->ratio ? keys_compressed(a, pos) : pos + 1; }
 
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
 static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
@@ -12891,7 +13322,12 @@ static void index_store(struct rank *r, int il) {
     void (*rotate)(float *, const float *, const float *, int) = a->index_pairs ? rope_pairs : rope_halves;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
-        float *key = act_row(r, A_IK, t), *w = act_row(r, A_IW, t);
+        float *w = act_row(r, A_IW, t);
+        for (int h = 0; h < a->n_index && layer->has & HAS_SHARED_KV; h++)
+            rope_pairs(act_row(r, A_IQ, t) + (h + 1) * n - dim, c, s, dim);
+        if (layer->has & (HAS_MLA | HAS_SHARED_KV)) r->k->scale(w, unit, w, a->n_index);
+        if (layer->has & HAS_SHARED_KV) continue; /* the compressor makes its keys */
+        float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
         else r->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
         rotate(key, c, s, dim);
@@ -12901,7 +13337,6 @@ static void index_store(struct rank *r, int il) {
             if (layer->index_q_norm) r->k->rmsnorm(q, layer->index_q_norm, r->m->rms_eps, q, n);
             rotate(q, c, s, dim);
         }
-        if (layer->has & HAS_MLA) r->k->scale(w, unit, w, a->n_index);
     }
     op_end(0, "indexer: rotation, cache");
 }
@@ -12928,7 +13363,7 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
             memset(s, 0, (size_t)heads * KEY_BLOCK * sizeof *s);
             r->k->sgemm_add(heads, ceil_to(some, TRANSPOSE_ROWS), width, act_row(r, A_IQ, first + t), width, keys,
                             KEY_BLOCK, s, KEY_BLOCK);
-            if (layer->has & HAS_MLA) {
+            if (!(layer->has & HAS_GQA)) {
                 memset(out, 0, (size_t)some * sizeof *out);
                 for (int h = 0; h < heads; h++)
                     for (int i = 0; i < some; i++) out[i] += w[h] * fmaxf(s[h * KEY_BLOCK + i], 0);
@@ -12983,12 +13418,13 @@ static void cpu_select_keys(struct rank *r, int il) {
     index_store(r, il);
     for (int first = tokens_dense(r, a), n_tok; first < r->n_tok; first += n_tok) {
         n_tok = int_min(r->n_tok - first, DECODE_MAX_TOKENS);
-        const int n = r->pos + first + n_tok; /* keys */
+        const int n = keys_indexed(a, r->pos + first + n_tok - 1);
         for (int i = team_first(ceil_by(n, step)); i >= 0; i = team_next())
             index_scores(r, il, first, n_tok, i * step, int_min(n - i * step, step));
         op_end(layer_index_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)n), "indexer: scores");
         for (int i = team_first(n_tok * lists); i >= 0; i = team_next()) {
-            const int t = i / lists, list = i % lists, blocks = (r->pos + first + t) / a->index_block + 1;
+            const int t = i / lists, list = i % lists,
+                      blocks = ceil_by(keys_indexed(a, r->pos + first + t), a->index_block);
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
             top_positions(score, blocks, listed,
@@ -12996,6 +13432,145 @@ static void cpu_select_keys(struct rank *r, int il) {
         }
         op_end(0, "indexer: choice of keys");
     }
+}
+
+/* ============================================================================================================
+ * CPU operations: compressed keys
+ *
+ * Attention of DeepSeek-V4: a query sees the keys of a window, and compressed keys of all tokens whose last token is not
+ * behind it. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every column,
+ * normed, and rotated as the first of its tokens. Keys are values, and the result is rotated back.
+ * ============================================================================================================ */
+
+/* Rotates pairs of the last `dim` of d values at position pos. */
+static void rope_last(const struct rope *rope, int pos, float *x, int d) {
+    for (int i = 0; i < rope->dim / 2; i++) {
+        const float angle = (float)pos * rope->freq[i], c = cosf(angle) * rope->factor, s = sinf(angle) * rope->factor;
+        rope_pairs(x + d - rope->dim + 2 * i, &c, &s, 2);
+    }
+}
+
+/* A compressor of a layer, its planes, and where its values and gates are. */
+struct compress {
+    const struct compressor *with;
+    const struct plane *ring, *keys;
+    enum act value, gate;
+    int d; /* values of a key */
+};
+
+/* The values of token `pos` for a compressor, behind which its gates stand in *gate: of the batch, or of the ring. */
+static const float *compressor_values(const struct rank *r, const struct compress *c, int pos, const float **gate) {
+    if (pos >= r->pos) {
+        *gate = act_row(r, c->gate, pos - r->pos);
+        return act_row(r, c->value, pos - r->pos);
+    }
+    const float *row =
+        (const float *)(const void *)(c->ring->data + plane_row(c->ring, (size_t)pos) * c->ring->row_bytes);
+    *gate = row + c->ring->width / 2;
+    return row;
+}
+
+/* Makes key `key` of a compressor and writes it to the cache. */
+static void compress_key(struct rank *r, int il, const struct compress *c, int key) {
+    const struct attn *a = &r->m->layers[il].attn;
+    const int d = c->d, first = (key + 1) * a->ratio - a->span, wide = c->ring->width / 2;
+    float *sum = cpu_scratch(r), *den = sum + d, *top = den + d;
+    for (int i = 0; i < d; i++) sum[i] = den[i] = 0, top[i] = -INFINITY;
+    for (int pos = int_max(first, 0); pos < first + a->span; pos++) {
+        const float *gate, *value = compressor_values(r, c, pos, &gate);
+        const int from = pos < key * a->ratio ? 0 : wide - d; /* tokens before the key's own have other columns */
+        const float *ape = c->with->ape + (ptrdiff_t)(pos % a->ratio) * wide + from;
+        for (int i = 0; i < d; i++) {
+            const float g = gate[from + i] + ape[i], most = fmaxf(top[i], g), was = expf(top[i] - most);
+            const float w = expf(g - most);
+            sum[i] = sum[i] * was + w * value[from + i];
+            den[i] = den[i] * was + w;
+            top[i] = most;
+        }
+    }
+    for (int i = 0; i < d; i++) sum[i] /= den[i];
+    r->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
+    rope_last(&r->m->ropes[a->rope], key * a->ratio, sum, d);
+    kv_store(r->k, c->keys, key, sum);
+}
+
+static void cpu_compress(struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn *a = &layer->attn;
+    const struct plane *p = r->planes[il];
+    const struct compress all[2] = {
+        {&layer->compressor, &p[PLANE_RECENT], &p[PLANE_POOL], A_CK, A_CG, a->head_k},
+        {&layer->index_compressor, &p[PLANE_INDEX_RECENT], &p[PLANE_INDEX], A_ICK, A_ICG, a->index_k}};
+    const int n = layer->has & HAS_INDEXER ? 2 : 1, from = r->pos / a->ratio, to = (r->pos + r->n_tok) / a->ratio;
+    for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &all[i % n], from + i / n);
+    team_barrier();
+    const int kept = int_min(r->n_tok, p[PLANE_RECENT].n_row);
+    for (int i = team_first(n * kept); i >= 0; i = team_next()) {
+        const struct compress *c = &all[i % n];
+        const int t = r->n_tok - kept + i / n, wide = c->ring->width / 2;
+        float *row = (float *)(void *)(c->ring->data + plane_row(c->ring, (size_t)(r->pos + t)) * c->ring->row_bytes);
+        memcpy(row, act_row(r, c->value, t), (size_t)wide * sizeof *row);
+        memcpy(row + wide, act_row(r, c->gate, t), (size_t)wide * sizeof *row);
+    }
+    op_end(0, "compressed keys");
+}
+
+static void cpu_shared_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
+    const struct model *m = r->m;
+    const struct layer *layer = &m->layers[il];
+    const struct attn *shape = &layer->attn;
+    const struct rope *rope = &m->ropes[shape->rope];
+    const int d = shape->head_k, dim = rope->dim, dense = tokens_dense(r, shape);
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        const float *c = r->cos[shape->rope] + t * (dim / 2), *s = r->sin[shape->rope] + t * (dim / 2);
+        float *key = act_row(r, kv, t);
+        for (int h = 0; h < shape->n_head; h++) {
+            float *x = act_row(r, q, t) + h * d;
+            r->k->scale(x, 1.0f / sqrtf(r->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
+            rope_pairs(x + d - dim, c, s, dim);
+        }
+        r->k->rmsnorm(key, layer->kv_a_norm, m->rms_eps, key, d);
+        rope_pairs(key + d - dim, c, s, dim);
+        kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, key);
+    }
+    op_end(0, "rotation, cache");
+    if (!shape->n_head) return;
+    struct attend a = {.kind = ATTEND_SHARED,
+                       .il = il,
+                       .n_tok = dense,
+                       .n_head = shape->n_head,
+                       .dk = d,
+                       .dv = d,
+                       .q = r->act[q],
+                       .q_tok = (size_t)r->width[q],
+                       .q_head = (size_t)d,
+                       .out = r->act[out],
+                       .out_tok = (size_t)r->width[out],
+                       .out_head = (size_t)d};
+    const int group = shape->n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
+    if (dense) attend_all(r, &a, group);
+    if (dense < r->n_tok) {
+        a.first = dense;
+        a.n_tok = r->n_tok - dense;
+        a.q = act_row(r, q, dense);
+        a.out = act_row(r, out, dense);
+        a.chosen = r->chosen_keys + (size_t)dense * blocks_listed(shape);
+        attend_all(r, &a, group);
+    }
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) { /* backwards */
+        const float *c = r->cos[shape->rope] + t * (dim / 2), *s = r->sin[shape->rope] + t * (dim / 2);
+        for (int h = 0; h < shape->n_head; h++) rope_back(act_row(r, out, t) + (h + 1) * d - dim, c, s, dim);
+    }
+    op_end(cache_bytes(r, il), "attention");
+}
+
+static void cpu_group_linear(struct rank *r, int il, enum act x, enum act out) {
+    const struct attn *a = &r->m->layers[il].attn;
+    const struct weight *w = &r->m->layers[il].wo_a;
+    if (a->n_group)
+        heads_linear(r, w, r->n_tok, r->act[x], (size_t)r->width[x], (size_t)w->n_in, r->act[out],
+                     (size_t)r->width[out], (size_t)a->o_lora, 0);
+    op_end_matrix("linear", w);
 }
 
 /* ============================================================================================================
@@ -13166,8 +13741,9 @@ struct ffn_job {
 
 /* Chooses the experts of a token: their ids and weights. logits (n) are overwritten. In DeepSeek-V3 (arXiv 2412.19437,
  * section 2.1.2) the bias and the groups decide which experts are chosen, but not their weights. Ties go to the lower
- * id, as torch.topk's do in practice. */
-static void route_token(const struct model *m, const struct layer *layer, float *logits, int32_t *ids, float *weights) {
+ * id, as torch.topk's do in practice. given (n_expert_used): the ids, NULL: these are chosen. */
+static void route_token(const struct model *m, const struct layer *layer, const int32_t *given, float *logits,
+                        int32_t *ids, float *weights) {
     int n = layer->n_expert, k = layer->n_expert_used, per = n / m->n_group;
     float pick[MAX_EXPERTS], group[MAX_EXPERTS];
     if (m->gating == GATING_SOFTMAX) {
@@ -13176,7 +13752,9 @@ static void route_token(const struct model *m, const struct layer *layer, float 
         for (int e = 0; e < n; e++) sum += logits[e] = expf(logits[e] - mx);
         for (int e = 0; e < n; e++) logits[e] /= sum;
     } else if (m->gating == GATING_SIGMOID) {
-        for (int e = 0; e < n; e++) logits[e] = 1.0f / (1.0f + expf(-logits[e]));
+        for (int e = 0; e < n; e++) logits[e] = sigmoidf(logits[e]);
+    } else if (m->gating == GATING_SQRT_SOFTPLUS) {
+        for (int e = 0; e < n; e++) logits[e] = sqrtf(fmaxf(logits[e], 0.0f) + log1pf(expf(-fabsf(logits[e]))));
     }
     for (int e = 0; e < n; e++) {
         pick[e] = logits[e] + (layer->router_bias ? layer->router_bias[e] : 0.0f);
@@ -13199,8 +13777,8 @@ static void route_token(const struct model *m, const struct layer *layer, float 
     }
     float sum = 0;
     for (int i = 0; i < k; i++) {
-        int best = -1;
-        for (int e = 0; e < n; e++)
+        int best = given ? given[i] : -1;
+        for (int e = 0; e < n && !given; e++)
             if (!isnan(pick[e]) && (best < 0 || pick[e] > pick[best])) best = e;
         if (best < 0) best = i; /* only NaN are left: keep the ids in range */
         ids[i] = best;
@@ -13208,8 +13786,9 @@ static void route_token(const struct model *m, const struct layer *layer, float 
         sum += weights[i];
         pick[best] = NAN;
     }
+    const bool sigmoid = m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS;
     float f = m->routed_scaling_factor;
-    if (m->norm_topk_prob || m->gating == GATING_CHOSEN) f /= m->gating == GATING_SIGMOID ? sum + 1e-20f : sum;
+    if (m->norm_topk_prob || m->gating == GATING_CHOSEN) f /= sigmoid ? sum + 1e-20f : sum;
     for (int i = 0; i < k; i++) weights[i] *= f;
 }
 
@@ -13360,6 +13939,12 @@ static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int r
         r->k->silu_mul(gate, up, n);
         return;
     }
+    if (layer->glu == GLU_CLAMP_SILU) {
+        for (int i = 0; i < n; i++) gate[i] = fminf(gate[i], limit);
+        for (int i = 0; i < n; i++) up[i] = fmaxf(-limit, fminf(up[i], limit));
+        r->k->silu_mul(gate, up, n);
+        return;
+    }
     for (int i = 0; i < n; i++) {
         const float one = fmaxf(-limit, fminf(up[i], limit));
         up[i] = 1.0f;
@@ -13468,7 +14053,8 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
     linear_rows(r, &layer->router, &p, r->n_tok, r->route, m->n_expert_max);
     team_barrier();
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-        route_token(m, layer, r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k, r->route_w + t * k);
+        route_token(m, layer, layer->expert_ids ? layer->expert_ids + (ptrdiff_t)r->tokens[t] * k : NULL,
+                    r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k, r->route_w + t * k);
     if (team_arrive()) {
         ffn_jobs_build(r, layer, x);
         team_release();
@@ -13479,8 +14065,10 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
 }
 
 static void cpu_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
-    all_reduce_add_rmsnorm(r, x, delta, r->m->layers[il].ffn_norm, A_H);
-    if (r->m->layers[il].n_expert) ffn_routed(r, il, A_H, out);
+    const struct layer *layer = &r->m->layers[il];
+    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_ffn, layer->ffn_norm, A_H);
+    else all_reduce_add_rmsnorm(r, x, delta, layer->ffn_norm, A_H);
+    if (layer->n_expert) ffn_routed(r, il, A_H, out);
     else ffn_dense(r, il, A_H, out);
 }
 
@@ -13660,13 +14248,18 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         while (absorbed < r->chunk && (x->top_k || !mla_expands(m, &m->layers[il], absorbed + 1))) absorbed++;
     size_t n_ff = size_max((size_t)x->n_ff_dense, size_max((size_t)x->n_ff_expert, (size_t)x->n_ff_shared)), pack = 0,
            pack_h = 0;
-    size_t n_in = size_max((size_t)m->n_embd, size_max(size_max((size_t)x->q_lora, n_ff),
-                                                       size_max((size_t)r->width[A_ATT], (size_t)r->width[A_EH])));
+    size_t n_in = size_max(
+        (size_t)m->n_embd,
+        size_max(size_max((size_t)x->q_lora, n_ff),
+                 size_max(size_max((size_t)r->width[A_ATT], (size_t)r->width[A_EH]), (size_t)r->width[A_GROUPS])));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (x->kv_lora) /* one row per token and head */
             pack = size_max(pack, (size_t)absorbed * n_head *
                                       k->act_bytes((enum act_format)f, int_max(x->kv_lora, x->head_k - x->rope_dim)));
+        for (int il = 0; il < model_blocks(m); il++) /* one row per token and group */
+            pack = size_max(pack, c * (size_t)m->layers[il].attn.n_group *
+                                      k->act_bytes((enum act_format)f, layer_dim(m, &m->layers[il], DIM_GROUP_IN)));
         pack_h = size_max(pack_h, k->act_bytes((enum act_format)f, (int)n_ff));
     }
     size_t used = (size_t)x->n_expert_used, shared = (size_t)x->n_ff_shared,
@@ -13706,8 +14299,10 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     for (int il = 0; il < model_blocks(m); il++)
         delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);
     const size_t index = KEY_BLOCK * (size_t)(2 * x->index_k + x->n_index);
-    r->scratch_bytes = size_max(size_max(attend_floats(m, (int)rows), size_max(delta, index)) * sizeof(float),
-                                KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
+    const size_t compressor = 4 * (size_t)int_max(x->compressed, x->index_compressed);
+    r->scratch_bytes =
+        size_max(size_max(attend_floats(m, (int)rows), size_max(size_max(delta, compressor), index)) * sizeof(float),
+                 KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
     r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
     r->planes = cpu_own(r, (size_t)model_blocks(m), sizeof *r->planes);
@@ -13819,11 +14414,25 @@ static void forward_mla_half(struct rank *r, int il) {
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
 
+/* The first half of a layer with attention of one KV head: A_X to A_OUT. */
+static void forward_shared_half(struct rank *r, int il) {
+    const struct ops *o = r->ops;
+    const struct layer *layer = &r->m->layers[il];
+    o->projections(r, il, A_X, forward_delta(il));
+    o->queries(r, il);
+    if (layer->has & HAS_COMPRESSED) o->compress(r, il);
+    if (layer->has & HAS_INDEXER) o->select_keys(r, il);
+    o->shared_attention(r, il, A_Q, A_K, A_ATT);
+    o->group_linear(r, il, A_ATT, A_GROUPS);
+    o->linear(r, &layer->wo, A_GROUPS, A_OUT);
+}
+
 /* The first half of layer il, whatever it is made of. */
 static void forward_half(struct rank *r, int il) {
     const uint32_t has = r->m->layers[il].has;
     if (has & HAS_MLA) forward_mla_half(r, il);
     else if (has & HAS_DELTA) forward_delta_half(r, il);
+    else if (has & HAS_SHARED_KV) forward_shared_half(r, il);
     else forward_gqa_half(r, il);
 }
 
@@ -13885,6 +14494,8 @@ static const struct family families[] = {
      .read = read_sparse,   .layer = layer_sparse, .forward = forward_layers},
     {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_glm_dsa,  .layer = layer_sparse, .forward = forward_layers},
+    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true,
+     .read = read_deepseek4, .layer = layer_deepseek4, .forward = forward_layers},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
