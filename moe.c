@@ -9175,7 +9175,7 @@ static const struct synth synths[] = {
      .n_used = 4,
      .n_ff = 3072,
      .n_vocab = 200064,
-     .n_ctx = 524288,
+     .n_ctx = 1048576,
      .rope = 64,
      .n_dense = 3,
      .ff_dense = 12288,
@@ -9387,6 +9387,7 @@ static void synth_shard(struct synth *y, const char *text) {
         *divided[i].size = whole / n;
     }
     y->n_head_kv = y->n_head_kv > n ? y->n_head_kv / n : 1;
+    if (y->index_block) y->n_index = y->n_head_kv;
     if (y->window_head_kv) y->window_head_kv = y->window_head_kv > n ? y->window_head_kv / n : 1;
 }
 

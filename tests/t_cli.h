@@ -639,18 +639,22 @@ static void test_cli_synth_memory(void) {
 static void test_cli_synth(void) {
     static const struct {
         const char *args, *want[4];
-    } t[] = {{"qwen3-235b-a22b:3 --shard 7/8",
-              {"layers        3 (0 dense)", "8 heads, 1 KV heads, key 128", "width 192, softmax router, shared width 0",
-               "layers 0-2: 128"}},
-             {"deepseek-v3:experts=16,layers=4",
-              {"layers        4 (3 dense)", "128 heads, latent 512, key 192 (64 rotary), value 128, low-rank query",
-               "width 2048, sigmoid router, shared width 2048, 4 of 8 groups", "layers 0-2: dense, layer 3: 16"}},
-             {"deepseek-v3:layers=61 --shard 0/4",
-              {"hidden        7168, vocabulary 129280, trained context 163,840", "32 heads, latent 512",
-               "width 512, sigmoid router, shared width 512", "layers 3-60: 256"}},
-             {"kimi-k2:layers=2 --shard 1/2",
-              {"hidden        7168, vocabulary 163840, trained context 131,072", "32 heads, latent 512",
-               "8 used per token of width 1024, sigmoid router, shared width 1024\n", "layer 1: 384"}}};
+    } t[] = {
+        {"qwen3-235b-a22b:3 --shard 7/8",
+         {"layers        3 (0 dense)", "8 heads, 1 KV heads, key 128", "width 192, softmax router, shared width 0",
+          "layers 0-2: 128"}},
+        {"deepseek-v3:experts=16,layers=4",
+         {"layers        4 (3 dense)", "128 heads, latent 512, key 192 (64 rotary), value 128, low-rank query",
+          "width 2048, sigmoid router, shared width 2048, 4 of 8 groups", "layers 0-2: dense, layer 3: 16"}},
+        {"deepseek-v3:layers=61 --shard 0/4",
+         {"hidden        7168, vocabulary 129280, trained context 163,840", "32 heads, latent 512",
+          "width 512, sigmoid router, shared width 512", "layers 3-60: 256"}},
+        {"kimi-k2:layers=2 --shard 1/2",
+         {"hidden        7168, vocabulary 163840, trained context 131,072", "32 heads, latent 512",
+          "8 used per token of width 1024, sigmoid router, shared width 1024\n", "layer 1: 384"}},
+        {"minimax-m3:layers=4,experts=4 --shard 1/4",
+         {"layers 0-2: 16 heads, 1 KV heads, key 128 (64 rotary)", "layer 3: 1 heads of 128, a query sees 2048 keys",
+          "4 used per token of width 768, sigmoid router, shared width 768\n", "layers 0-2: dense, layer 3: 4"}}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[256], *out = NULL;
         snprintf(cmd, sizeof cmd, MOE_BIN " --synth %s --info </dev/null", t[i].args);
