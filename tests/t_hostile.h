@@ -260,7 +260,7 @@ static void test_hostile_router(void) {
         unsigned seen = 0;
         m.n_group_used = 1 + i % m.n_group;
         for (int e = 0; e < 8; e++) logits[e] = (float[]){NAN, INFINITY, -INFINITY, 1, -2}[rng_next(&rng) % 5];
-        route_token(&m, &y, logits, ids, weights);
+        route_token(&m, &y, NULL, logits, ids, weights);
         for (int k = 0; k < y.n_expert_used; k++) {
             CHECK(ids[k] >= 0 && ids[k] < 8 && !(seen >> ids[k] & 1), "case %d: expert %d, of %d", i, ids[k],
                   y.n_expert_used);

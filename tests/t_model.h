@@ -1066,7 +1066,7 @@ static void test_rope_yarn(void) {
         uint8_t *h = gguf_header(&w, &n);
         CHECK(gguf_parse(&g, h, n, err, ERR_MAX) == 0, "%s", err);
         struct loader l = {.m = &m, .g = &g, .arch = "a", .err = err};
-        loader_rope(&l, "rope.freq_base", 64, &a);
+        loader_rope(&l, "rope.freq_base", true, 64, &a);
         for (int k = 0; k < 8; k++)
             CHECK(fabs((double)m.ropes[0].freq[at[k]] / c[i].freq[k] - 1) < 1e-6,
                   "case %d: frequency %d is %.9g, expected %.9g", i, at[k], m.ropes[0].freq[at[k]], c[i].freq[k]);
@@ -1128,7 +1128,7 @@ static void test_router(void) {
     int32_t ids[2];
     /* group scores: 0.881+0.018, 1.0+0.5, 2*0.818, 0.953+0.0001: groups 1 and 2 stay, although 6 and 0 score highest
      * alone */
-    route_token(&m, &y, logits, ids, w);
+    route_token(&m, &y, NULL, logits, ids, w);
     float a = 0.5f, b = 1 / (1 + expf(-1.5f));
     CHECK(ids[0] == 2 && ids[1] == 4, "chose %d and %d", ids[0], ids[1]);
     CHECK(fabsf(w[0] - 2.5f * a / (a + b)) < 1e-6f && fabsf(w[1] - 2.5f * b / (a + b)) < 1e-6f, "weights %g and %g",
@@ -1136,16 +1136,16 @@ static void test_router(void) {
     float soft[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     m = (struct model){.n_group = 1, .n_group_used = 1, .gating = GATING_SOFTMAX, .routed_scaling_factor = 1};
     y.router_bias = NULL;
-    route_token(&m, &y, soft, ids, w);
+    route_token(&m, &y, NULL, soft, ids, w);
     CHECK(ids[0] == 7 && ids[1] == 6 && fabsf(w[0] / w[1] - expf(1)) < 1e-5f && w[0] + w[1] < 0.9f,
           "softmax chose %d %d with %g %g", ids[0], ids[1], w[0], w[1]);
     float chosen[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     m.gating = GATING_CHOSEN;
-    route_token(&m, &y, chosen, ids, w);
+    route_token(&m, &y, NULL, chosen, ids, w);
     CHECK(ids[0] == 7 && ids[1] == 6 && fabsf(w[0] / w[1] - expf(1)) < 1e-5f && fabsf(w[0] + w[1] - 1) < 1e-6f,
           "softmax over the chosen: %d %d with %g %g", ids[0], ids[1], w[0], w[1]);
     float bad[8] = {NAN, NAN, NAN, NAN, NAN, NAN, NAN, NAN};
-    route_token(&m, &y, bad, ids, w);
+    route_token(&m, &y, NULL, bad, ids, w);
     CHECK(ids[0] >= 0 && ids[0] < 8 && ids[1] >= 0 && ids[1] < 8, "NaN logits chose %d and %d", ids[0], ids[1]);
 }
 
