@@ -258,8 +258,7 @@ enum layer_has {
     HAS_SHARED_KV = 1 << 21,
     HAS_COMPRESSED = 1 << 22, /* beside the window there are compressed keys of all tokens before */
     HAS_STREAMS = 1 << 23,    /* hyper-connections mix several streams of residuals */
-    HAS_EXPERT_IDS = 1 << 24, /* a table has the experts of every token id */
-    HAS_OUTPUT = 1 << 25      /* wo multiplies the heads' results */
+    HAS_EXPERT_IDS = 1 << 24  /* a table has the experts of every token id */
 };
 
 /* How a feed-forward joins gate and up. */
@@ -479,7 +478,7 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_k_norm.weight",    "self_attn.k_norm",             k_norm,      K,                 HAS_ROW_NORM),
     VECTOR("attn_sinks.weight",     "self_attn.sinks",              sinks,       HEADS,             HAS_SINKS),
     MATRIX("attn_gate",             "self_attn.g_proj",             w_gate,      EMBD,    GATES,    ONE,     HAS_HEAD_GATE),
-    MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_OUTPUT),
+    MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_ATTENTION),
     VECTOR("attn_output.bias",      "self_attn.o_proj.bias",        wo.bias,     SUM,               HAS_BIASES),
     {"attn_qkv", "linear_attn.in_proj_qkv", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MIX, DIM_ONE, HAS_DELTA, false},
     MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_DELTA),
@@ -7820,13 +7819,13 @@ static void layer_attn(struct loader *l, struct layer *layer, int il) {
 
 /* A layer with grouped-query attention whose heads are normed. */
 static void layer_gqa(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
 /* A layer of gpt-oss. */
 static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
     layer->glu = GLU_OAI;
     layer->glu_limit = 7;
     layer_attn(l, layer, il);
@@ -7834,13 +7833,13 @@ static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
 
 /* A layer of MiniMax-M2 or OLMoE: queries and keys are normed as whole rows. */
 static void layer_row_norm(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_ROW_NORM | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_ROW_NORM | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
 /* A layer without norms of heads. */
 static void layer_plain(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
@@ -7884,7 +7883,7 @@ static void layer_mimo2(struct loader *l, struct layer *layer, int il) {
 
 /* A layer of GLM-4.5 to 4.7. Some models have norms of heads: in all layers, if the first one has them. */
 static void layer_glm4(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_POST_NORM;
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
     if (gguf_find_tensor(l->g, "blk.0.attn_q_norm.weight")) layer->has |= HAS_HEAD_NORM;
     layer_attn(l, layer, il);
 }
@@ -7936,7 +7935,7 @@ static void read_glm_dsa(struct loader *l) {
 
 /* A layer with latent attention. */
 static void layer_mla(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
+    layer->has = HAS_ATTENTION | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
     layer_attn(l, layer, il);
 }
 
@@ -8014,7 +8013,7 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
     enum { OVERLAPPING = 4 };
     const int ratio = l->ratio[il];
     struct attn *a = &layer->attn;
-    layer->has = HAS_ATTENTION | HAS_SHARED_KV | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
+    layer->has = HAS_SHARED_KV | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
     *a = ratio ? l->attn : l->attn_window;
     a->n_head = a->whole_head = l->n_head[il];
     a->n_head_kv = a->whole_head_kv = 1;
@@ -8065,7 +8064,7 @@ static void layer_qwen35(struct loader *l, struct layer *layer, int il) {
         layer->delta.tiled = true;
         return;
     }
-    layer->has = HAS_ATTENTION | HAS_OUTPUT | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
+    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
     layer_attn(l, layer, il);
 }
 
