@@ -986,14 +986,6 @@ struct profile_row {
     /* writes the indexer's keys of layer il to the cache, from A_IK; then chooses the keys that each query sees, by    \
        A_IQ and A_IW, for the attention of this layer and of those behind it without an indexer */                     \
     X(void, select_keys, (struct rank *r, int il), (r, il))                                                            \
-    /* writes the keys that the batch completes to the compressed planes of layer il, from A_CK, A_CG, A_ICK and A_ICG,    \
-       and these rows to its rings */                                                                                  \
-    X(void, compress, (struct rank *r, int il), (r, il))                                                               \
-    /* out = attention of one KV head over window and compressed keys of layer il: norms the heads of q and the key in \
-       kv, rotates, writes the key to the cache, rotates the result back. Overwrites q and kv */                       \
-    X(void, shared_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))    \
-    /* out = wo_a of layer il times the groups of heads in x */                                                        \
-    X(void, group_linear, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                         \
     /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
        writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
     X(void, mla_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))       \
@@ -1046,8 +1038,20 @@ struct profile_row {
       (r, body, arg, rows, n))                                                                                         \
     /* frees what the rank holds */                                                                                    \
     X(void, close, (struct rank *r), (r))
+
+/* Operations that only enqueue work and that GPUs do not have: they refuse models whose forward needs them. */
+#define CPU_ONLY_OPS(X)                                                                                                \
+    /* writes the keys that the batch completes to the compressed planes of layer il, from A_CK, A_CG, A_ICK and A_ICG,    \
+       and these rows to its rings */                                                                                  \
+    X(void, compress, (struct rank *r, int il), (r, il))                                                               \
+    /* out = attention of one KV head over window and compressed keys of layer il: norms the heads of q and the key in \
+       kv, rotates, writes the key to the cache, rotates the result back. Overwrites q and kv */                       \
+    X(void, shared_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))    \
+    /* out = wo_a of layer il times the groups of heads in x */                                                        \
+    X(void, group_linear, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))
 /* clang-format on */
-#define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
+#define GPU_OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
+#define OPS(X)     GPU_OPS(X) CPU_ONLY_OPS(X)
 
 /* A forward has two all-reduces per layer. Returns what the i-th follows. */
 enum { ALL_REDUCES_PER_LAYER = 2 };
@@ -20996,6 +21000,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->draft_min = set->draft_min;
     p->draft_max = set->draft_max;
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
+    if (gpu && gpu_lacks(m)) die_usage("%s are not supported on a GPU; use --cpu", gpu_lacks(m));
     if (!gpu) plan_cpu(p, set);
     else if (gpus_parse(set->gpus).gib > 0) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
     else plan_real(p, set, device, n_device);

@@ -269,6 +269,11 @@ struct gpu_dims {
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
+/* What kernels lack for every layer of the model; NULL: nothing. */
+static inline const char *gpu_lacks(const struct model *m) {
+    return m->n_stream ? "streams of residuals (hyper-connections)" : NULL;
+}
+
 static inline size_t gpu_larger(size_t a, size_t b) { return a > b ? a : b; }
 
 /* For the shard m and the sizes s. */
@@ -7907,9 +7912,14 @@ static void cuda_close(struct rank *r) {
     r->cuda = NULL;
 }
 
-#define CUDA_OP(type, name, params, args) cuda_##name,
-static const struct ops cuda_ops = {OPS(CUDA_OP)};
+static struct ops cuda_ops_make() {
+    struct ops o = {};
+#define CUDA_OP(type, name, params, args) o.name = cuda_##name;
+    GPU_OPS(CUDA_OP)
 #undef CUDA_OP
+    return o;
+}
+static const struct ops cuda_ops = cuda_ops_make();
 
 /* Writes to why, unless that says something already, why the upload cannot handle a matrix. */
 static void matrix_check(const struct weight *w, char *why) {
@@ -7998,6 +8008,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
                  m->n_expert_max, (int)SORT_MAX_EXPERTS);
     else if (m->n_group > ROUTE_MAX_GROUPS)
         snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
+    else if (gpu_lacks(m)) snprintf(why, ERR_MAX, "%s are not supported on a GPU; use --cpu", gpu_lacks(m));
     else if (m->family->planes)
         snprintf(why, ERR_MAX, "the state of %s is not supported on a GPU; use --cpu", m->family->arch);
     else if (shard_gap(m, &il))
