@@ -8807,7 +8807,10 @@ struct synth {
      * says it: from layer index_first - 1 on every index_freq-th has one, and all before; 0: all */
     int n_index, index_k, top_k, index_freq, index_first;
     int index_block, index_local; /* keys of a block, of which top_k are chosen; blocks that a query always sees */
-    uint32_t ff_type;             /* of feed-forwards; 0: NVFP4 */
+    /* DeepSeek-V4: streams of residuals, layers that find experts by token ids, groups of heads, values of a group's
+     * result; tokens of a compressed key in the first two layers, in all others 4 and 128 in turn */
+    int n_stream, n_hash, head_groups, o_lora, first_ratio;
+    uint32_t ff_type;                    /* of feed-forwards; 0: NVFP4 */
     bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
     bool window_sinks, sh_weight, norm_topk;
     bool predicts; /* it has a prediction layer */
@@ -8889,6 +8892,57 @@ static const struct synth synths[] = {
      .n_index = 64,
      .index_k = 128,
      .top_k = 2048},
+    {.name = "deepseek-v4-flash",
+     .arch = "deepseek4",
+     .n_layer = 43,
+     .n_embd = 4096,
+     .n_head = 64,
+     .n_head_kv = 1,
+     .head = 512,
+     .n_expert = 256,
+     .n_used = 6,
+     .n_ff = 2048,
+     .n_vocab = 129280,
+     .n_ctx = 1048576,
+     .q_lora = 1024,
+     .rope = 64,
+     .ff_shared = 2048,
+     .scale = 1.5f,
+     .window = 128,
+     .n_index = 64,
+     .index_k = 128,
+     .top_k = 512,
+     .n_stream = 4,
+     .n_hash = 3,
+     .head_groups = 8,
+     .o_lora = 1024,
+     .ff_type = GGUF_MXFP4},
+    {.name = "deepseek-v4",
+     .arch = "deepseek4",
+     .n_layer = 61,
+     .n_embd = 7168,
+     .n_head = 128,
+     .n_head_kv = 1,
+     .head = 512,
+     .n_expert = 384,
+     .n_used = 6,
+     .n_ff = 3072,
+     .n_vocab = 129280,
+     .n_ctx = 1048576,
+     .q_lora = 1536,
+     .rope = 64,
+     .ff_shared = 3072,
+     .scale = 2.5f,
+     .window = 128,
+     .n_index = 64,
+     .index_k = 128,
+     .top_k = 1024,
+     .n_stream = 4,
+     .n_hash = 3,
+     .head_groups = 16,
+     .o_lora = 1024,
+     .first_ratio = 128,
+     .ff_type = GGUF_MXFP4},
     {.name = "kimi-k2",
      .arch = "deepseek2",
      .n_layer = 61,
@@ -9374,6 +9428,7 @@ static void synth_shard(struct synth *y, const char *text) {
         const char *what;
     } divided[] = {{&y->n_head, 1, "attention heads"},
                    {&y->window_head, 1, "attention heads of layers with a window"},
+                   {&y->head_groups, 1, "groups of heads"},
                    {&y->n_key, 1, "key heads of gated delta nets"},
                    {&y->n_value, 1, "value heads of gated delta nets"},
                    {&y->n_ff, 64, "columns of the experts"},
@@ -9462,7 +9517,8 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     if (il >= m->n_layer) layer.has |= HAS_PREDICTION;
     const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
     const bool sees_all = y->index_block && dense;
-    if (y->n_index && !sees_all && !(shares && (il - y->index_first + 1) % y->index_freq)) layer.has |= HAS_INDEXER;
+    if (y->n_index && !sees_all && !y->n_stream && !(shares && (il - y->index_first + 1) % y->index_freq))
+        layer.has |= HAS_INDEXER;
     if (y->head_norm) layer.has |= HAS_HEAD_NORM;
     if (y->window_sinks && layer.attn.window) layer.has |= HAS_SINKS;
     if (y->head_gate) {
@@ -9472,19 +9528,29 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     layer.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && y->ff_shared) layer.has |= HAS_SHARED;
     layer.n_expert = dense ? 0 : y->n_expert;
+    layer.n_expert_used = y->n_used;
     layer.n_ff = dense ? y->ff_dense : y->n_ff;
     layer.n_ff_shared = y->ff_shared;
     for (const struct tensor_rule *rule = rule_next(NULL, &layer); rule; rule = rule_next(rule, &layer)) {
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
         const int n = layer_dim(m, &layer, rule->n);
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
-        const bool bias = rule->field == offsetof(struct layer, router_bias) &&
-                          (m->gating == GATING_SIGMOID || m->family->softmax_bias);
+        const bool bias = rule->field == offsetof(struct layer, router_bias) && !(layer.has & HAS_EXPERT_IDS) &&
+                          (m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS || m->family->softmax_bias);
         const bool gate = rule->field == offsetof(struct layer, sh_weight) && (y->n_key || y->sh_weight);
         const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
         if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
-        snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, rule->kind == TENSOR_VECTOR ? "" : ".weight");
+        const bool whole = rule->kind == TENSOR_VECTOR || rule->kind == TENSOR_IDS;
+        snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, whole ? "" : ".weight");
+        if (rule->kind == TENSOR_IDS) {
+            synth_add(list, GGUF_I32, in, y->n_vocab, 1, name, il);
+            continue;
+        }
+        if (rule->n == DIM_GROUPS) { /* the groups are one matrix */
+            synth_add(list, backbone, in, out * n, 1, name, il);
+            continue;
+        }
         const bool f32 = rule->kind != TENSOR_MATRIX || rule->field == offsetof(struct layer, w_index);
         synth_add(list, f32 ? GGUF_F32 : ffn ? ff_type : backbone, in, out, n, name, il);
         if (rule->kind != TENSOR_MATRIX || !ffn || ff_type != GGUF_NVFP4) continue;
@@ -9512,14 +9578,44 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &l, il);
     synth_add(&list, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
     synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "output.weight", 0);
+    if (y->n_stream) {
+        synth_add(&list, GGUF_F32, y->n_stream * y->n_embd, y->n_stream, 1, "output_hc_fn.weight", 0);
+        synth_add(&list, GGUF_F32, y->n_stream, 1, 1, "output_hc_base.weight", 0);
+        synth_add(&list, GGUF_F32, 1, 1, 1, "output_hc_scale.weight", 0);
+    }
     model_free(&m);
     free(header);
     return list;
 }
 
+/* Writes what only DeepSeek-V4 has beside whole numbers. */
+static void synth_put_streams(struct gguf_writer *w, const struct synth *y) {
+    const struct {
+        const char *key;
+        float value;
+    } numbers[] = {{"attention.compress_rope_freq_base", 160000.0f},
+                   {"rope.scaling.factor", 16.0f},
+                   {"hyper_connection.epsilon", 1e-6f},
+                   {"swiglu_clamp_exp", 10.0f},
+                   {"swiglu_clamp_shexp", 10.0f}};
+    int32_t ratios[MAX_LAYERS];
+    char key[96];
+    if (!y->n_stream) return;
+    for (int il = 0; il < y->n_layer; il++) ratios[il] = il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        snprintf(key, sizeof key, "%s.%s", y->arch, numbers[i].key);
+        gguf_put_f32(w, key, numbers[i].value);
+    }
+    snprintf(key, sizeof key, "%s.attention.compress_ratios", y->arch);
+    gguf_put_array(w, key, GGUF_V_I32, (uint64_t)y->n_layer, ratios);
+    snprintf(key, sizeof key, "%s.rope.scaling.type", y->arch);
+    gguf_put_str(w, key, "yarn", 4);
+}
+
 /* Writes what differs between layers with and without a window. A prediction layer has one. */
 static void synth_put_windows(struct gguf_writer *w, const struct synth *y) {
     const int blocks = y->n_layer + y->predicts;
+    if (!y->period) return;
     const struct {
         const char *key;
         int full, window; /* window 0: no key */
@@ -9586,6 +9682,11 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
                 {"attention.indexer.top_k", y->top_k},
                 {"attention.indexer.block_size", y->index_block},
                 {"attention.indexer.local_blocks", y->index_local},
+                {"attention.output_group_count", y->head_groups},
+                {"attention.output_lora_rank", y->o_lora},
+                {"hyper_connection.count", y->n_stream},
+                {"hyper_connection.sinkhorn_iterations", y->n_stream ? 20 : 0},
+                {"rope.scaling.original_context_length", y->n_stream ? 65536 : 0},
                 {"vocab_size", y->n_vocab}};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
@@ -9594,6 +9695,11 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
         gguf_put_u32(&w, key, (uint32_t)ints[i].value);
     }
+    if (y->n_stream) {
+        snprintf(key, sizeof key, "%s.hash_layer_count", y->arch);
+        gguf_put_u32(&w, key, (uint32_t)(y->n_hash < y->n_layer ? y->n_hash : y->n_layer));
+    }
+    synth_put_streams(&w, y);
     synth_put_windows(&w, y);
     if (y->kv_lora || y->norm_topk) {
         snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
@@ -9610,7 +9716,7 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         gguf_put_array(&w, key, GGUF_V_I32, 4, (const int32_t[4]){11, 11, 10, 0});
     }
     snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
-    gguf_put_f32(&w, key, y->n_key ? 1e7f : 1e6f);
+    gguf_put_f32(&w, key, y->n_key ? 1e7f : y->n_stream ? 1e4f : 1e6f);
     gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
     for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
     *data = w.data_bytes;
@@ -9640,6 +9746,17 @@ static uint8_t *synth_map(const struct synth *y, const char *file, bool syntheti
     uint8_t *p = mmap(NULL, total, PROT_READ | PROT_WRITE, flags, *f ? fileno(*f) : -1, 0);
     if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
     return p;
+}
+
+/* Fills a table of the experts of token ids: consecutive ones, which begin with another for each token. False: it is
+ * another tensor. */
+static bool synth_fill_ids(uint8_t *p, const struct synth_tensor *t, int n_expert) {
+    if (t->type != GGUF_I32) return false;
+    for (uint64_t i = 0; i < t->bytes / 4; i++) {
+        const int32_t id = (int32_t)((i / t->ne[0] + i % t->ne[0]) % (uint64_t)n_expert);
+        memcpy(p + 4 * i, &id, 4);
+    }
+    return true;
 }
 
 /* Fills a tensor of a gated delta net whose numbers are no norm's: decays of -1 to 0, taps of -0.25 to 0.25. False: it
@@ -9678,7 +9795,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!skip && strstr(t[i].name, ".scale")) {
             /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
-        } else if (!skip && !synth_fill_delta(to, &t[i], &rng)) {
+        } else if (!synth_fill_ids(to, &t[i], y->n_expert) && !skip && !synth_fill_delta(to, &t[i], &rng)) {
             synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
         }
         to += gguf_pad(bytes);
@@ -15819,22 +15936,24 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "needs a single rank. Its column `forecast` has the microseconds that --plan\n"
                                     "expects of a kernel for one token when nothing was requested ahead.\n";
 
-static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2, kimi-k2,\n"
-                                    "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b,\n"
-                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b,\n"
-                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b,\n"
-                                    "olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
-                                    "step-3.7-flash, laguna-xs or mimo-v2-flash. Options may follow a colon:\n"
-                                    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
-                                    "Feed-forward weights are NVFP4 (gpt-oss: MXFP4), norms and routers F32, and\n"
-                                    "the backbone is everything else. GLM-5.1 has the shape of glm-5.\n"
-                                    "\n"
-                                    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
-                                    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
-                                    "again and again.\n"
-                                    "\n"
-                                    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
-                                    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
+static const char synth_details[] =
+    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
+    "deepseek-v4-flash, deepseek-v4, kimi-k2,\n"
+    "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b,\n"
+    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b,\n"
+    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b,\n"
+    "olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
+    "step-3.7-flash, laguna-xs or mimo-v2-flash. Options may follow a colon:\n"
+    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+    "Feed-forward weights are NVFP4 (gpt-oss, DeepSeek-V4: MXFP4), norms and routers F32, and\n"
+    "the backbone is everything else. GLM-5.1 has the shape of glm-5.\n"
+    "\n"
+    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
+    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
+    "again and again.\n"
+    "\n"
+    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
+    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
 
 static const struct option options[] = {
     {.help = "Model and prompt"},
