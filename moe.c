@@ -12503,7 +12503,8 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
             const int from = i % parts * COLUMNS;
             streams_add(r, delta, i / parts, from, int_min(COLUMNS, n_embd - from));
         }
-        stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
+        if (m->shard.n_rank == 1) team_barrier(); /* the threads divide a token's columns */
+        else stage_team_barrier(r);               /* nobody's delta is overwritten while others read it */
     }
     for (int i = team_first(hc ? r->n_tok * (n + 1) : 0); i >= 0; i = team_next()) {
         const float *row = act_row(r, A_STREAMS, i / (n + 1));
