@@ -866,7 +866,12 @@ static void plan_layer_vector(const struct tensor_rule *r, int layer, const char
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
     const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
     const bool optional = r->optional && !bias && !qkv_bias && !gate;
-    if ((bias && (!m.router_bias || layer < m.n_hash)) || (qkv_bias && !m.qkv_bias)) return;
+    if (bias && layer < m.n_hash) { /* nothing is chosen there */
+        struct tensor *unused = tensor_find(src);
+        if (unused) skip(unused);
+        return;
+    }
+    if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, m.router_bias);
     const bool bare = !ends_with(dst, ".weight") || (leaf && one_of(leaf + 1, "sinks position_bias fn base scale"));
     const char *name = fmt("%s%s", src, bare ? "" : ".weight");
