@@ -65,7 +65,7 @@
  *   Model: metadata of families                     390  what each family reads
  *   Model: layers and files                         340  binds layers, checks leftovers, opens files
  *   Shards of a model                               270  what each rank holds
- *   Synthetic models                                870  --synth: shapes of real models with random weights
+ *   Synthetic models                               1020  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
@@ -20595,7 +20595,7 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     case offsetof(struct layer, index_norm):
     case offsetof(struct layer, index_q_norm):
     case offsetof(struct layer, index_norm_bias): return DECODE_INDEX_STORE;
-    case offsetof(struct layer, kv_a_norm):
+    case offsetof(struct layer, kv_a_norm): return layer->has & HAS_MLA ? DECODE_MLA_QUERY : DECODE_ATTENTION;
     case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
     case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
     case offsetof(struct layer, q_norm):
