@@ -7985,6 +7985,7 @@ static void read_deepseek4(struct loader *l) {
     a->window = loader_int(l, "attention.sliding_window", KEY_REQUIRED, 1, MAX_TRAINED);
     a->n_group = loader_int(l, "attention.output_group_count", KEY_REQUIRED, 1, 1024);
     a->o_lora = loader_int(l, "attention.output_lora_rank", KEY_REQUIRED, 1, 1 << 16);
+    loader_num(l, "attention.compress_rope_freq_base", NAN); /* required */
     loader_rope(l, "attention.compress_rope_freq_base", true, dim, a);
     l->attn_window = *a;
     loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
@@ -15937,24 +15938,24 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "needs a single rank. Its column `forecast` has the microseconds that --plan\n"
                                     "expects of a kernel for one token when nothing was requested ahead.\n";
 
-static const char synth_details[] =
-    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
-    "deepseek-v4-flash, deepseek-v4, kimi-k2,\n"
-    "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b,\n"
-    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b,\n"
-    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b,\n"
-    "olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
-    "step-3.7-flash, laguna-xs or mimo-v2-flash. Options may follow a colon:\n"
-    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
-    "Feed-forward weights are NVFP4 (gpt-oss, DeepSeek-V4: MXFP4), norms and routers F32, and\n"
-    "the backbone is everything else. GLM-5.1 has the shape of glm-5.\n"
-    "\n"
-    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
-    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
-    "again and again.\n"
-    "\n"
-    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
-    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
+static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
+                                    "deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
+                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
+                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
+                                    "follow a colon:\n"
+                                    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+                                    "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
+                                    "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
+                                    "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
+                                    "\n"
+                                    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
+                                    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
+                                    "again and again.\n"
+                                    "\n"
+                                    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
+                                    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
 
 static const struct option options[] = {
     {.help = "Model and prompt"},
@@ -21684,6 +21685,7 @@ static void info_attention(const struct model *m, int first) {
                a->head_v, layer->has & (HAS_Q_GATE | HAS_HEAD_GATE) ? ", gated" : "",
                layer->has & HAS_SINKS ? ", sinks" : "");
     if (a->window) printf(", window of %d", a->window);
+    if (a->ratio) printf(", compressed keys of %d tokens", a->ratio);
     putchar('\n');
 }
 
@@ -21693,17 +21695,24 @@ static void info_indexer(const struct model *m, int first) {
     const struct attn *a = &layer->attn;
     printf("%s", layer->has & HAS_INDEXER ? "indexer       " : "no indexer    ");
     info_layers(m, first, info_same_choice);
-    if (layer->has & HAS_INDEXER) printf("%d heads of %d, a query sees %d keys\n", a->n_index, a->index_k, a->top_k);
+    if (layer->has & HAS_INDEXER)
+        printf("%d heads of %d, a query sees %d %skeys\n", a->n_index, a->index_k, a->top_k,
+               a->ratio ? "compressed " : "");
     else printf("a query sees the keys chosen in the layer before\n");
 }
 
 /* --info: the experts of each layer, and those that pruning kept. */
 static void info_experts(const struct model *m) {
-    static const char *const routers[] = {
-        [GATING_SOFTMAX] = "softmax", [GATING_SIGMOID] = "sigmoid", [GATING_CHOSEN] = "top-k softmax"};
+    static const char *const routers[] = {[GATING_SOFTMAX] = "softmax",
+                                          [GATING_SIGMOID] = "sigmoid",
+                                          [GATING_CHOSEN] = "top-k softmax",
+                                          [GATING_SQRT_SOFTPLUS] = "square root of softplus"};
+    int by_id = 0; /* these layers come first */
+    while (by_id < m->n_layer && m->layers[by_id].expert_ids) by_id++;
     printf("experts       %d used per token of width %d, %s router, shared width %d", m->max.n_expert_used,
            m->max.n_ff_expert, routers[m->gating], m->max.n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
+    if (by_id) printf(", by token ids in %d layer%s", by_id, by_id > 1 ? "s" : "");
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
         if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;
