@@ -4105,9 +4105,9 @@ static const struct manual manual = {
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
              "deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite,\n"
-             "glm_moe_dsa, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
-             "olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash,\n"
-             "mimo_v2.\n"
+             "glm_moe_dsa, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
+             "minimax_m3, mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "mimo_v2_flash, mimo_v2.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
