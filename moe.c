@@ -65,7 +65,7 @@
  *   Model: metadata of families                     390  what each family reads
  *   Model: layers and files                         340  binds layers, checks leftovers, opens files
  *   Shards of a model                               270  what each rank holds
- *   Synthetic models                                870  --synth: shapes of real models with random weights
+ *   Synthetic models                               1020  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
  *   CPU kernels: reference                          170  scalar F32: the oracle
@@ -7989,6 +7989,7 @@ static void read_deepseek4(struct loader *l) {
     a->window = loader_int(l, "attention.sliding_window", KEY_REQUIRED, 1, MAX_TRAINED);
     a->n_group = loader_int(l, "attention.output_group_count", KEY_REQUIRED, 1, 1024);
     a->o_lora = loader_int(l, "attention.output_lora_rank", KEY_REQUIRED, 1, 1 << 16);
+    loader_num(l, "attention.compress_rope_freq_base", NAN); /* required */
     loader_rope(l, "attention.compress_rope_freq_base", true, dim, a);
     l->attn_window = *a;
     loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
@@ -8811,7 +8812,10 @@ struct synth {
      * says it: from layer index_first - 1 on every index_freq-th has one, and all before; 0: all */
     int n_index, index_k, top_k, index_freq, index_first;
     int index_block, index_local; /* keys of a block, of which top_k are chosen; blocks that a query always sees */
-    uint32_t ff_type;             /* of feed-forwards; 0: NVFP4 */
+    /* DeepSeek-V4: streams of residuals, layers that find experts by token ids, groups of heads, values of a group's
+     * result; tokens of a compressed key in the first two layers, in all others 4 and 128 in turn */
+    int n_stream, n_hash, head_groups, o_lora, first_ratio;
+    uint32_t ff_type;                    /* of feed-forwards; 0: NVFP4 */
     bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
     bool window_sinks, sh_weight, norm_topk;
     bool predicts; /* it has a prediction layer */
@@ -8893,6 +8897,57 @@ static const struct synth synths[] = {
      .n_index = 64,
      .index_k = 128,
      .top_k = 2048},
+    {.name = "deepseek-v4-flash",
+     .arch = "deepseek4",
+     .n_layer = 43,
+     .n_embd = 4096,
+     .n_head = 64,
+     .n_head_kv = 1,
+     .head = 512,
+     .n_expert = 256,
+     .n_used = 6,
+     .n_ff = 2048,
+     .n_vocab = 129280,
+     .n_ctx = 1048576,
+     .q_lora = 1024,
+     .rope = 64,
+     .ff_shared = 2048,
+     .scale = 1.5f,
+     .window = 128,
+     .n_index = 64,
+     .index_k = 128,
+     .top_k = 512,
+     .n_stream = 4,
+     .n_hash = 3,
+     .head_groups = 8,
+     .o_lora = 1024,
+     .ff_type = GGUF_MXFP4},
+    {.name = "deepseek-v4",
+     .arch = "deepseek4",
+     .n_layer = 61,
+     .n_embd = 7168,
+     .n_head = 128,
+     .n_head_kv = 1,
+     .head = 512,
+     .n_expert = 384,
+     .n_used = 6,
+     .n_ff = 3072,
+     .n_vocab = 129280,
+     .n_ctx = 1048576,
+     .q_lora = 1536,
+     .rope = 64,
+     .ff_shared = 3072,
+     .scale = 2.5f,
+     .window = 128,
+     .n_index = 64,
+     .index_k = 128,
+     .top_k = 1024,
+     .n_stream = 4,
+     .n_hash = 3,
+     .head_groups = 16,
+     .o_lora = 1024,
+     .first_ratio = 128,
+     .ff_type = GGUF_MXFP4},
     {.name = "kimi-k2",
      .arch = "deepseek2",
      .n_layer = 61,
@@ -9378,6 +9433,7 @@ static void synth_shard(struct synth *y, const char *text) {
         const char *what;
     } divided[] = {{&y->n_head, 1, "attention heads"},
                    {&y->window_head, 1, "attention heads of layers with a window"},
+                   {&y->head_groups, 1, "groups of heads"},
                    {&y->n_key, 1, "key heads of gated delta nets"},
                    {&y->n_value, 1, "value heads of gated delta nets"},
                    {&y->n_ff, 64, "columns of the experts"},
@@ -9466,7 +9522,8 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     if (il >= m->n_layer) layer.has |= HAS_PREDICTION;
     const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
     const bool sees_all = y->index_block && dense;
-    if (y->n_index && !sees_all && !(shares && (il - y->index_first + 1) % y->index_freq)) layer.has |= HAS_INDEXER;
+    if (y->n_index && !sees_all && !y->n_stream && !(shares && (il - y->index_first + 1) % y->index_freq))
+        layer.has |= HAS_INDEXER;
     if (y->head_norm) layer.has |= HAS_HEAD_NORM;
     if (y->window_sinks && layer.attn.window) layer.has |= HAS_SINKS;
     if (y->head_gate) {
@@ -9476,19 +9533,29 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     layer.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && y->ff_shared) layer.has |= HAS_SHARED;
     layer.n_expert = dense ? 0 : y->n_expert;
+    layer.n_expert_used = y->n_used;
     layer.n_ff = dense ? y->ff_dense : y->n_ff;
     layer.n_ff_shared = y->ff_shared;
     for (const struct tensor_rule *rule = rule_next(NULL, &layer); rule; rule = rule_next(rule, &layer)) {
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
         const int n = layer_dim(m, &layer, rule->n);
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
-        const bool bias = rule->field == offsetof(struct layer, router_bias) &&
-                          (m->gating == GATING_SIGMOID || m->family->softmax_bias);
+        const bool bias = rule->field == offsetof(struct layer, router_bias) && !(layer.has & HAS_EXPERT_IDS) &&
+                          (m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS || m->family->softmax_bias);
         const bool gate = rule->field == offsetof(struct layer, sh_weight) && (y->n_key || y->sh_weight);
         const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
         if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
-        snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, rule->kind == TENSOR_VECTOR ? "" : ".weight");
+        const bool whole = rule->kind == TENSOR_VECTOR || rule->kind == TENSOR_IDS;
+        snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, whole ? "" : ".weight");
+        if (rule->kind == TENSOR_IDS) {
+            synth_add(list, GGUF_I32, in, y->n_vocab, 1, name, il);
+            continue;
+        }
+        if (rule->n == DIM_GROUPS) { /* the groups are one matrix */
+            synth_add(list, backbone, in, out * n, 1, name, il);
+            continue;
+        }
         const bool f32 = rule->kind != TENSOR_MATRIX || rule->field == offsetof(struct layer, w_index);
         synth_add(list, f32 ? GGUF_F32 : ffn ? ff_type : backbone, in, out, n, name, il);
         if (rule->kind != TENSOR_MATRIX || !ffn || ff_type != GGUF_NVFP4) continue;
@@ -9516,14 +9583,44 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &l, il);
     synth_add(&list, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
     synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "output.weight", 0);
+    if (y->n_stream) {
+        synth_add(&list, GGUF_F32, y->n_stream * y->n_embd, y->n_stream, 1, "output_hc_fn.weight", 0);
+        synth_add(&list, GGUF_F32, y->n_stream, 1, 1, "output_hc_base.weight", 0);
+        synth_add(&list, GGUF_F32, 1, 1, 1, "output_hc_scale.weight", 0);
+    }
     model_free(&m);
     free(header);
     return list;
 }
 
+/* Writes what only DeepSeek-V4 has beside whole numbers. */
+static void synth_put_streams(struct gguf_writer *w, const struct synth *y) {
+    const struct {
+        const char *key;
+        float value;
+    } numbers[] = {{"attention.compress_rope_freq_base", 160000.0f},
+                   {"rope.scaling.factor", 16.0f},
+                   {"hyper_connection.epsilon", 1e-6f},
+                   {"swiglu_clamp_exp", 10.0f},
+                   {"swiglu_clamp_shexp", 10.0f}};
+    int32_t ratios[MAX_LAYERS];
+    char key[96];
+    if (!y->n_stream) return;
+    for (int il = 0; il < y->n_layer; il++) ratios[il] = il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
+        snprintf(key, sizeof key, "%s.%s", y->arch, numbers[i].key);
+        gguf_put_f32(w, key, numbers[i].value);
+    }
+    snprintf(key, sizeof key, "%s.attention.compress_ratios", y->arch);
+    gguf_put_array(w, key, GGUF_V_I32, (uint64_t)y->n_layer, ratios);
+    snprintf(key, sizeof key, "%s.rope.scaling.type", y->arch);
+    gguf_put_str(w, key, "yarn", 4);
+}
+
 /* Writes what differs between layers with and without a window. A prediction layer has one. */
 static void synth_put_windows(struct gguf_writer *w, const struct synth *y) {
     const int blocks = y->n_layer + y->predicts;
+    if (!y->period) return;
     const struct {
         const char *key;
         int full, window; /* window 0: no key */
@@ -9590,6 +9687,11 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
                 {"attention.indexer.top_k", y->top_k},
                 {"attention.indexer.block_size", y->index_block},
                 {"attention.indexer.local_blocks", y->index_local},
+                {"attention.output_group_count", y->head_groups},
+                {"attention.output_lora_rank", y->o_lora},
+                {"hyper_connection.count", y->n_stream},
+                {"hyper_connection.sinkhorn_iterations", y->n_stream ? 20 : 0},
+                {"rope.scaling.original_context_length", y->n_stream ? 65536 : 0},
                 {"vocab_size", y->n_vocab}};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
@@ -9598,6 +9700,11 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
         gguf_put_u32(&w, key, (uint32_t)ints[i].value);
     }
+    if (y->n_stream) {
+        snprintf(key, sizeof key, "%s.hash_layer_count", y->arch);
+        gguf_put_u32(&w, key, (uint32_t)(y->n_hash < y->n_layer ? y->n_hash : y->n_layer));
+    }
+    synth_put_streams(&w, y);
     synth_put_windows(&w, y);
     if (y->kv_lora || y->norm_topk) {
         snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
@@ -9614,7 +9721,7 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         gguf_put_array(&w, key, GGUF_V_I32, 4, (const int32_t[4]){11, 11, 10, 0});
     }
     snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
-    gguf_put_f32(&w, key, y->n_key ? 1e7f : 1e6f);
+    gguf_put_f32(&w, key, y->n_key ? 1e7f : y->n_stream ? 1e4f : 1e6f);
     gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
     for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
     *data = w.data_bytes;
@@ -9644,6 +9751,17 @@ static uint8_t *synth_map(const struct synth *y, const char *file, bool syntheti
     uint8_t *p = mmap(NULL, total, PROT_READ | PROT_WRITE, flags, *f ? fileno(*f) : -1, 0);
     if (p == MAP_FAILED) die("cannot map %zu bytes: %s", total, strerror(errno));
     return p;
+}
+
+/* Fills a table of the experts of token ids: consecutive ones, which begin with another for each token. False: it is
+ * another tensor. */
+static bool synth_fill_ids(uint8_t *p, const struct synth_tensor *t, int n_expert) {
+    if (t->type != GGUF_I32) return false;
+    for (uint64_t i = 0; i < t->bytes / 4; i++) {
+        const int32_t id = (int32_t)((i / t->ne[0] + i % t->ne[0]) % (uint64_t)n_expert);
+        memcpy(p + 4 * i, &id, 4);
+    }
+    return true;
 }
 
 /* Fills a tensor of a gated delta net whose numbers are no norm's: decays of -1 to 0, taps of -0.25 to 0.25. False: it
@@ -9682,7 +9800,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!skip && strstr(t[i].name, ".scale")) {
             /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
-        } else if (!skip && !synth_fill_delta(to, &t[i], &rng)) {
+        } else if (!synth_fill_ids(to, &t[i], y->n_expert) && !skip && !synth_fill_delta(to, &t[i], &rng)) {
             synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
         }
         to += gguf_pad(bytes);
@@ -12390,7 +12508,8 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
             const int from = i % parts * COLUMNS;
             streams_add(r, delta, i / parts, from, int_min(COLUMNS, n_embd - from));
         }
-        stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
+        if (m->shard.n_rank == 1) team_barrier(); /* the threads divide a token's columns */
+        else stage_team_barrier(r);               /* nobody's delta is overwritten while others read it */
     }
     for (int i = team_first(hc ? r->n_tok * (n + 1) : 0); i >= 0; i = team_next()) {
         const float *row = act_row(r, A_STREAMS, i / (n + 1));
@@ -15823,15 +15942,17 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "needs a single rank. Its column `forecast` has the microseconds that --plan\n"
                                     "expects of a kernel for one token when nothing was requested ahead.\n";
 
-static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2, kimi-k2,\n"
-                                    "hy3, glm-4.5-air, glm-4.7, glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b,\n"
-                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b,\n"
-                                    "gpt-oss-120b, gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b,\n"
-                                    "olmoe-1b-7b, qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b,\n"
-                                    "step-3.7-flash, laguna-xs or mimo-v2-flash. Options may follow a colon:\n"
+static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
+                                    "deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
+                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
+                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
+                                    "follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
-                                    "Feed-forward weights are NVFP4 (gpt-oss: MXFP4), norms and routers F32, and\n"
-                                    "the backbone is everything else. GLM-5.1 has the shape of glm-5.\n"
+                                    "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
+                                    "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
+                                    "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
                                     "\n"
                                     "With -m FILE the model is written to FILE, which must not exist, before it is\n"
                                     "used. On a GPU these weights take no host memory: a few random rows are packed\n"
@@ -20479,7 +20600,7 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     case offsetof(struct layer, index_norm):
     case offsetof(struct layer, index_q_norm):
     case offsetof(struct layer, index_norm_bias): return DECODE_INDEX_STORE;
-    case offsetof(struct layer, kv_a_norm):
+    case offsetof(struct layer, kv_a_norm): return layer->has & HAS_MLA ? DECODE_MLA_QUERY : DECODE_ATTENTION;
     case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
     case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
     case offsetof(struct layer, q_norm):
@@ -21569,6 +21690,7 @@ static void info_attention(const struct model *m, int first) {
                a->head_v, layer->has & (HAS_Q_GATE | HAS_HEAD_GATE) ? ", gated" : "",
                layer->has & HAS_SINKS ? ", sinks" : "");
     if (a->window) printf(", window of %d", a->window);
+    if (a->ratio) printf(", compressed keys of %d tokens", a->ratio);
     putchar('\n');
 }
 
@@ -21578,17 +21700,24 @@ static void info_indexer(const struct model *m, int first) {
     const struct attn *a = &layer->attn;
     printf("%s", layer->has & HAS_INDEXER ? "indexer       " : "no indexer    ");
     info_layers(m, first, info_same_choice);
-    if (layer->has & HAS_INDEXER) printf("%d heads of %d, a query sees %d keys\n", a->n_index, a->index_k, a->top_k);
+    if (layer->has & HAS_INDEXER)
+        printf("%d heads of %d, a query sees %d %skeys\n", a->n_index, a->index_k, a->top_k,
+               a->ratio ? "compressed " : "");
     else printf("a query sees the keys chosen in the layer before\n");
 }
 
 /* --info: the experts of each layer, and those that pruning kept. */
 static void info_experts(const struct model *m) {
-    static const char *const routers[] = {
-        [GATING_SOFTMAX] = "softmax", [GATING_SIGMOID] = "sigmoid", [GATING_CHOSEN] = "top-k softmax"};
+    static const char *const routers[] = {[GATING_SOFTMAX] = "softmax",
+                                          [GATING_SIGMOID] = "sigmoid",
+                                          [GATING_CHOSEN] = "top-k softmax",
+                                          [GATING_SQRT_SOFTPLUS] = "square root of softplus"};
+    int by_id = 0; /* these layers come first */
+    while (by_id < m->n_layer && m->layers[by_id].expert_ids) by_id++;
     printf("experts       %d used per token of width %d, %s router, shared width %d", m->max.n_expert_used,
            m->max.n_ff_expert, routers[m->gating], m->max.n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
+    if (by_id) printf(", by token ids in %d layer%s", by_id, by_id > 1 ? "s" : "");
     printf("\nexperts kept  ");
     for (int il = 0, from = 0; il < m->n_layer; il++) {
         if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;

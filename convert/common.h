@@ -191,33 +191,22 @@ static inline struct doc get_obj(struct doc d, const char *key) {
  * ============================================================================================================ */
 
 /* those whose values are read; of the others only the size matters */
-enum dtype { F32, F16, BF16, F8_E4M3, U8, F8_E8M0 };
+enum dtype { F32, F16, BF16, F8_E4M3, U8, F8_E8M0, I8, I32, I64 };
 
 static const struct {
     const char *name;
     unsigned bits;
-} dtypes[] = {[F32] = {"F32", 32},
-              [F16] = {"F16", 16},
-              [BF16] = {"BF16", 16},
-              [F8_E4M3] = {"F8_E4M3", 8},
-              [U8] = {"U8", 8},
-              [F8_E8M0] = {"F8_E8M0", 8},
-              {"I8", 8},
-              {"F8_E5M2", 8},
-              {"BOOL", 8},
-              {"I16", 16},
-              {"U16", 16},
-              {"I32", 32},
-              {"U32", 32},
-              {"I64", 64},
-              {"U64", 64},
-              {"F64", 64},
-              {"C64", 64},
-              {"F4", 4},
-              {"F6_E2M3", 6},
-              {"F6_E3M2", 6},
-              {"F8_E4M3FNUZ", 8},
-              {"F8_E5M2FNUZ", 8}};
+} dtypes[] = {[F32] = {"F32", 32},   [F16] = {"F16", 16},
+              [BF16] = {"BF16", 16}, [F8_E4M3] = {"F8_E4M3", 8},
+              [U8] = {"U8", 8},      [F8_E8M0] = {"F8_E8M0", 8},
+              [I8] = {"I8", 8},      [I32] = {"I32", 32},
+              [I64] = {"I64", 64},   {"F8_E5M2", 8},
+              {"BOOL", 8},           {"I16", 16},
+              {"U16", 16},           {"U32", 32},
+              {"U64", 64},           {"F64", 64},
+              {"C64", 64},           {"F4", 4},
+              {"F6_E2M3", 6},        {"F6_E3M2", 6},
+              {"F8_E4M3FNUZ", 8},    {"F8_E5M2FNUZ", 8}};
 
 enum { MAX_RANK = 8, MAX_HEADER = 100000000 /* bytes, the limit of the safetensors library */ };
 
@@ -448,12 +437,12 @@ static inline void out_write(const void *p, size_t n) {
     progress(false);
 }
 
-/* Returns buffer number `which` (0 to 4) with at least n bytes. Its contents are lost when it grows. */
+/* Returns buffer number `which` (0 to 5) with at least n bytes. Its contents are lost when it grows. */
 static inline uint8_t *scratch(int which, size_t n) {
     static struct {
         uint8_t *p;
         size_t n;
-    } buf[5];
+    } buf[6];
     if (n > buf[which].n) {
         free(buf[which].p);
         buf[which].p = xrealloc(NULL, n);

@@ -187,11 +187,18 @@ static enum format check_block_scales(const struct tensor *w, struct tensor *s, 
     return w->dtype == F8_E4M3 ? MXFP8 : powers ? MXFP4 : NVFP4;
 }
 
-/* Describes the 4-bit layer x. w: (rows, cols / 2) U8. compressed: its scales have the names of compressed-tensors,
- * else those of ModelOpt. */
+/* Returns the scales of DeepSeek-V4's layer x, which are powers of two, or NULL. */
+static struct tensor *find_powers(const char *x) {
+    struct tensor *s = tensor_find(fmt("%s.scale", x));
+    return s && are_powers(s) ? s : NULL;
+}
+
+/* Describes the 4-bit layer x. w: (rows, cols / 2) U8 or I8. compressed: its scales have the names of
+ * compressed-tensors, else those of ModelOpt or DeepSeek. */
 static struct linear resolve_fp4(const char *x, struct tensor *w, bool compressed) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1] * 2, .factor = 1.0f};
     struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
+    if (!s) s = find_powers(x);
     if (!s) die("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
     l.format = check_block_scales(w, s, l.cols);
     l.scale = s;
@@ -226,9 +233,10 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
     const bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
+    if (!s) s = find_powers(x);
     if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' exists", where(w), x, x);
     const bool blocks = s->rank == 2 && s->shape[0] == block_rows && s->shape[1] == ceil128(l.cols);
-    if (are_powers(s)) l.format = check_block_scales(w, s, l.cols);
+    if (are_powers(s)) l.format = blocks ? FP8_BLOCK : check_block_scales(w, s, l.cols);
     else if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
     else if (is_float(s) && is_scalar(s) && (!inv || s->rank < 2)) l.format = FP8_TENSOR;
     else if (is_float(s) && s->rank && s->shape[0] == l.rows && (s->rank == 1 || (s->rank == 2 && s->shape[1] == 1)))
@@ -253,7 +261,7 @@ static struct linear resolve_chunks(const char *x, size_t chunks) {
     if (!w) die("'%s': tensor '%s.weight' is missing", model_dir, x);
     w->used = true;
     if (w->rank != 2 || !w->bytes) die("%s: expected a matrix, found %s", where(w), shape_text(w));
-    if (w->dtype == U8) return resolve_fp4(x, w, compressed);
+    if (w->dtype == U8 || (w->dtype == I8 && find_powers(x))) return resolve_fp4(x, w, compressed);
     if (w->dtype == F8_E4M3 && !compressed) return resolve_fp8(x, w, chunks);
     if (compressed || !is_float(w))
         die("%s: weights of the form %s are not supported (NVFP4, MXFP4, MXFP8, FP8 E4M3, BF16, F16 and F32 are)",
@@ -505,6 +513,7 @@ struct output {
     float *values;         /* stb_ds */
     enum meaning meaning;  /* what the values of the source are */
     bool finite;           /* moe refuses infinity and NaN in it */
+    int below;             /* I32: ids of experts, which are below this number */
     const char *remark;    /* for the listing of --dry-run */
 
     /* for matrices that are quantized here */
@@ -593,6 +602,7 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
     else if (l->format == MXFP4 && !mxfp4) o->remark = "BF16 of E2M1 x E8M0, exact";
     else if (l->format == MXFP8) o->remark = "BF16 of E4M3 x E8M0, exact";
     else if (l->format == FP8_TENSOR) o->remark = "BF16 of E4M3, exact";
+    else if (l->format == FP8_BLOCK && are_powers(l->scale)) o->remark = "BF16 of E4M3 x E8M0, exact";
     else if (l->format == FP8_ROW || l->format == FP8_BLOCK) o->remark = "BF16 from FP8, rounded";
     if (type == GGUF_NVFP4 && !nvfp4) {
         float *scale2 = NULL;
@@ -619,7 +629,8 @@ struct renaming {
     enum {
         EVERYWHERE,
         PREDICTION, /* only in layers for multi-token prediction, */
-        BESIDE      /* where the tensor is named beside these layers (mtp.fc), not below one */
+        BESIDE,     /* where the tensor is named beside these layers (mtp.fc), not below one */
+        BARE        /* only where names do not begin with "model." */
     } where;
 };
 
@@ -645,6 +656,10 @@ static struct checkpoint {
     size_t window;               /* keys that a token sees in these; 0: no layer has a window */
     size_t chosen;               /* keys, or blocks of keys, that the indexer chooses; 0: there is none */
     bool index_pairs;            /* it rotates neighbours; GGUF files list which layers have one */
+    int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
+    int n_hash;                  /* the first layers, in which a token id has its experts */
+    size_t n_stream;             /* streams of residuals; 0: hyper-connections are not used */
+    bool mtp_left_out;           /* tensors of layers for multi-token prediction, "mtp.", are left out */
     size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
     bool tiled;                  /* GGUF files have the heads of values in tiled order */
     int n_layer, n_mtp;          /* blocks = n_layer + n_mtp */
@@ -716,6 +731,7 @@ static const char *hf_name(int layer, const char *rest) {
         const size_t n = strlen(r->from);
         if (!starts_with(rest, r->from) || (rest[n] && rest[n] != '.')) continue;
         if (r->where == PREDICTION && layer < m.n_layer) continue;
+        if (r->where == BARE && *m.body) continue;
         rest = fmt("%s%s", r->to, rest + n);
         if (mtp && r->where == BESIDE) return fmt("%s%s%s", m.prefix, mtp, rest);
         break;
@@ -821,6 +837,21 @@ static void plan_qkv(int layer);
 static void plan_experts(const struct tensor_rule *rule, int layer);
 static void plan_expert_biases(const struct tensor_rule *rule, int layer);
 
+/* A table of the experts of every token id. */
+static void plan_ids(const struct tensor_rule *r, int layer) {
+    struct tensor *t = tensor_find(hf_name(layer, r->hf));
+    if (!t) die("'%s': tensor '%s' is missing", model_dir, hf_name(layer, r->hf));
+    if ((t->dtype != I64 && t->dtype != I32) || t->rank != 2)
+        die("%s: expected a matrix of I64 or I32, found %s", where(t), shape_text(t));
+    check_shape(t, t->shape[0], t->shape[1], r->out, r->in);
+    struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_I32, 2, m.dim[r->in], m.dim[r->out], 1);
+    struct piece one = {.lin = {.format = PLAIN, .w = t, .rows = m.dim[r->out], .cols = m.dim[r->in], .factor = 1.0f},
+                        .rows = m.dim[r->out]};
+    arrput(o->pieces, one);
+    o->below = m.experts[layer];
+    t->used = true;
+}
+
 /* What the values of a vector are. */
 static enum meaning meaning_of(const struct tensor_rule *r) {
     if (r->field == offsetof(struct layer, decay)) return LOGARITHM;
@@ -829,14 +860,20 @@ static enum meaning meaning_of(const struct tensor_rule *r) {
 }
 
 /* A vector of a layer. */
-static void plan_layer_vector(const struct tensor_rule *r, const char *dst, const char *src) {
+static void plan_layer_vector(const struct tensor_rule *r, int layer, const char *dst, const char *src) {
+    const char *leaf = strrchr(r->hf, '.');
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
     const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
     const bool optional = r->optional && !bias && !qkv_bias && !gate;
+    if (bias && layer < m.n_hash) { /* nothing is chosen there */
+        struct tensor *unused = tensor_find(src);
+        if (unused) skip(unused);
+        return;
+    }
     if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, m.router_bias);
-    const bool bare = !ends_with(dst, ".weight") || r->field == offsetof(struct layer, sinks);
+    const bool bare = !ends_with(dst, ".weight") || (leaf && one_of(leaf + 1, "sinks position_bias fn base scale"));
     const char *name = fmt("%s%s", src, bare ? "" : ".weight");
     if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
 }
@@ -858,7 +895,11 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
         if (!strcmp(r->name, "attn_q")) plan_qkv(layer);
     } else if (r->kind == TENSOR_VECTOR) {
         if (strchr(r->hf, '*')) plan_expert_biases(r, layer);
-        else plan_layer_vector(r, dst, src);
+        else plan_layer_vector(r, layer, dst, src);
+    } else if (r->kind == TENSOR_IDS) {
+        plan_ids(r, layer);
+    } else if (r->n == DIM_GROUPS) { /* one matrix with the rows of all groups */
+        plan_linear(dst, src, DIM_GROUPS_OUT, r->in, SINGLE);
     } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
         plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
     } else if (r->field == offsetof(struct layer, w_index) && resolve_linear(src).format == PLAIN) {
@@ -1086,6 +1127,32 @@ static void set_heads(size_t heads, size_t heads_kv, size_t n_gate) {
 /* Returns how many heads a block has. */
 static int heads_of(int layer) { return m.heads_of[layer] ? m.heads_of[layer] : m.heads[m.windowed[layer]]; }
 
+/* Returns the bits of a layer of DeepSeek-V4 that others do not have, and sets its sizes. Keys of 4 tokens overlap, so
+ * that each token has two halves. */
+static uint32_t compression(int layer) {
+    const size_t ratio = (size_t)m.ratio[layer], halves = ratio == 4 ? 2 : 1;
+    set_dim(DIM_RATIO, ratio, "tokens of a compressed key");
+    set_dim(DIM_COMPRESSED, halves * m.dim[DIM_HEAD_K], halves == 2 ? "2 head_dim" : "head_dim");
+    set_dim(DIM_INDEX_COMPRESSED, halves * m.dim[DIM_INDEX_K], "2 index_head_dim");
+    return (ratio ? HAS_COMPRESSED : 0) | (layer < m.n_hash ? HAS_EXPERT_IDS : 0);
+}
+
+/* Sets the sizes of a mixing of streams: its values, and how many kinds of them have a scale. */
+static void set_mixing(size_t values, const char *name, size_t kinds) {
+    set_dim(DIM_STREAM_MIX, values, name);
+    set_dim(DIM_STREAM_SCALES, kinds, kinds > 1 ? "reading, writing and mixing" : "1");
+}
+
+/* Plans what joins the streams before the head. */
+static void plan_stream_head(void) {
+    if (!m.n_stream) return;
+    set_mixing(m.n_stream, "hc_mult", 1);
+    plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_STREAMS, DIM_STREAM_MIX, VALUES);
+    plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_STREAM_MIX, DIM_ONE, VALUES);
+    plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_STREAM_SCALES, DIM_ONE, VALUES);
+    set_mixing((2 + m.n_stream) * m.n_stream, "(2 + hc_mult) hc_mult", 3);
+}
+
 /* Plans every tensor that layer has. Layers behind the last ordinary one predict further tokens and are mixtures. */
 static void plan_layer(int layer) {
     struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
@@ -1093,6 +1160,7 @@ static void plan_layer(int layer) {
     if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
     if (m.chosen && !m.shares[layer]) what.has |= HAS_INDEXER;
     if (m.windowed[layer]) what.has |= m.has_window;
+    if (m.has & HAS_SHARED_KV) what.has |= compression(layer);
     what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && m.n_shared) what.has |= HAS_SHARED;
     if (!dense) m.experts[layer] = count_experts(layer);
@@ -1123,6 +1191,7 @@ static void find_names(void) {
     if (tensor_find("language_model.model.embed_tokens.weight")) m.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
         if (tensor_find(fmt("%s%sembed_tokens.weight", m.prefix, bodies[k]))) m.body = bodies[k];
+    if (m.n_stream && tensor_find("embed.weight")) m.body = "";
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
     const int most = m.mtp_unsaid ? MAX_MTP : announced;
@@ -1149,6 +1218,7 @@ static void screen_names(void) {
         bool skipped = false, draft = false;
         for (size_t k = 0; k < COUNT(vision) && multimodal; k++) skipped |= starts_with(t->name, vision[k]);
         for (size_t k = 0; k < COUNT(drafts); k++) draft |= starts_with(t->name, drafts[k]);
+        draft |= m.mtp_left_out && (starts_with(t->name, "mtp.") || starts_with(t->name, "model.mtp."));
         n_vision += skipped;
         n_draft += draft;
         skipped |= draft;
@@ -1269,6 +1339,7 @@ static void plan_model(void) {
     if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
     else if (head) skip(head);
     plan_rope_factors();
+    plan_stream_head();
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
     if (n_copies)
         message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
@@ -1549,6 +1620,171 @@ static void read_glm_dsa(void) {
     for (int l = 0; l < m.n_layer; l++) m.shares[l] = shares_choice(l);
     expect(m.cfg, indexer_key(), !m.shares[0], "an indexer in layer 0");
 }
+
+/* The kinds of layers of DeepSeek-V4 in transformers' words, and how many tokens a compressed key has. GGUF files can
+ * say no other numbers. */
+static const struct {
+    const char *type;
+    int ratio;
+} compressions[] = {
+    {"sliding_attention", 0}, {"compressed_sparse_attention", 4}, {"heavily_compressed_attention", 128}};
+
+/* Returns the row of `compressions` of a layer by one of two lists of config.json; of an unknown kind their number. */
+static size_t compression_of(json_t *ratios, json_t *kinds, int layer) {
+    const json_t *v = json_array_get(ratios ? ratios : kinds, (size_t)layer);
+    const char *type = json_string_value(v);
+    size_t k = 0;
+    while (k < COUNT(compressions) && (ratios ? !json_is_integer(v) || json_integer_value(v) != compressions[k].ratio
+                                              : !type || strcmp(type, compressions[k].type)))
+        k++;
+    return k;
+}
+
+/* Reads which layers of DeepSeek-V4 have compressed keys, compress_ratios of the releases or layer_types of
+ * transformers. The list may go on with layers for multi-token prediction. */
+static void read_ratios(void) {
+    struct doc c = m.cfg, rates = get_obj(c, "compress_rates");
+    json_t *ratios = get_list(c, "compress_ratios"), *kinds = get_list(c, "layer_types");
+    const char *key = ratios || !kinds ? "compress_ratios" : "layer_types";
+    const char *known = ratios || !kinds ? "0, 4 or 128"
+                                         : "\"sliding_attention\", \"compressed_sparse_attention\" or "
+                                           "\"heavily_compressed_attention\"";
+    const size_t n = json_array_size(ratios ? ratios : kinds);
+    expect(c, key, n >= (size_t)m.n_layer && n <= MAX_LAYERS, fmt("%s for each of %d layers", known, m.n_layer));
+    for (int l = 0; l < (int)n; l++) {
+        const size_t k = compression_of(ratios, kinds, l);
+        expect(c, key, k < COUNT(compressions), fmt("%s for each of %d layers", known, m.n_layer));
+        m.ratio[l] = compressions[k].ratio;
+        m.shares[l] = m.ratio[l] != 4;
+        expect(c, "layer_types", !kinds || l >= m.n_layer || compression_of(NULL, kinds, l) == k,
+               "what compress_ratios says");
+    }
+    for (size_t k = 1; k < COUNT(compressions); k++)
+        expect(rates, compressions[k].type,
+               get_int(rates, compressions[k].type, 1, INT32_MAX, compressions[k].ratio) == compressions[k].ratio,
+               fmt("%d (GGUF files have no other number)", compressions[k].ratio));
+}
+
+/* Counts the first layers of DeepSeek-V4 that find experts by token ids. */
+static void read_hash_layers(void) {
+    struct doc c = m.cfg;
+    json_t *v, *list = get_list(c, "mlp_layer_types");
+    size_t i;
+    if (!list) m.n_hash = (int)get_int(c, "num_hash_layers", 0, m.n_layer, REQUIRED);
+    if (list) expect(c, "mlp_layer_types", json_array_size(list) == (size_t)m.n_layer, fmt("%d layers", m.n_layer));
+    json_array_foreach(list, i, v) {
+        const char *type = json_is_string(v) ? json_string_value(v) : "";
+        const bool hash = !strcmp(type, "hash_moe");
+        expect(c, "mlp_layer_types", hash ? (size_t)m.n_hash == i : !strcmp(type, "moe"),
+               "\"hash_moe\" layers, then \"moe\" ones");
+        m.n_hash += hash;
+    }
+    expect(c, "num_hash_layers", get_int(c, "num_hash_layers", 0, m.n_layer, m.n_hash) == m.n_hash,
+           fmt("%d as in mlp_layer_types", m.n_hash));
+}
+
+/* Returns the RoPE parameters of DeepSeek-V4's layers with compressed keys, or of the others. The releases scale the
+ * former's frequencies alone. */
+static struct doc rope_part(bool compressed) {
+    struct doc r = rope_doc(false);
+    if (get(r, "main") || get(r, "compress")) return get_obj(r, compressed ? "compress" : "main");
+    return compressed ? r : (struct doc){NULL, r.file, r.in};
+}
+
+static void put_deepseek_v4(void);
+/* Reads the keys of DeepSeek-V4: the releases' or transformers'. Its prediction layers are left out. */
+static void read_deepseek_v4(void) {
+    struct doc c = m.cfg;
+    const size_t head = size_of("head_dim"), heads = (size_t)m.n_head, groups = size_of("o_groups");
+    const size_t index_heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
+    const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
+    m.has = HAS_SHARED_KV | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
+    m.n_head_kv = (int)get_int(c, "num_key_value_heads", 1, INT32_MAX, 1);
+    m.n_stream = (size_t)get_int(c, "hc_mult", 1, STREAMS_MAX, REQUIRED);
+    m.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
+    expect(c, "num_key_value_heads", m.n_head_kv == 1, "1");
+    expect(c, "o_groups", heads % groups == 0, fmt("a divisor of the %zu heads", heads));
+    set_dim(DIM_HEAD_K, head, "head_dim");
+    set_dim(DIM_HEAD_V, head, "head_dim");
+    set_heads(heads, 1, 1);
+    set_dim(DIM_Q_LORA, size_of("q_lora_rank"), "q_lora_rank");
+    set_dim(DIM_INDEX_Q, index_heads * width, "index_n_heads x index_head_dim");
+    set_dim(DIM_INDEX_K, width, "index_head_dim");
+    set_dim(DIM_INDEXES, index_heads, "index_n_heads");
+    set_dim(DIM_STREAMS, m.n_stream * m.dim[DIM_EMBD], "hc_mult x hidden_size");
+    set_dim(DIM_GROUP_IN, heads / groups * head, "num_attention_heads / o_groups x head_dim");
+    set_dim(DIM_O_LORA, size_of("o_lora_rank"), "o_lora_rank");
+    set_dim(DIM_GROUPS_OUT, groups * m.dim[DIM_O_LORA], "o_groups x o_lora_rank");
+    set_dim(DIM_USED, (size_t)m.top_k, m.top_k_key);
+    read_ratios();
+    read_hash_layers();
+    read_expert_count("n_routed_experts");
+    read_shared("n_shared_experts", 1);
+    m.is_dense = is_dense_never;
+    m.dense_key = NULL;
+    m.router_bias = "exp_probs_b.bias";
+    m.gating = GATING_SQRT_SOFTPLUS;
+    m.norm_topk_prob = m.partial = m.mtp_left_out = true;
+    m.scaling_factor = "routed_scaling_factor";
+    m.put = put_deepseek_v4;
+    m.rotary = 0.125;
+    if (get(c, "qk_rope_head_dim")) {
+        const size_t n = (size_t)get_int(c, "qk_rope_head_dim", 2, (int64_t)head, REQUIRED);
+        m.rotary = (double)n / (double)head;
+        expect(c, "qk_rope_head_dim", rotated(rope_part(false), false) == n, "head_dim x partial_rotary_factor");
+    }
+    m.rope = (int)rotated(rope_part(false), false);
+    expect(c, "index_head_dim", width >= (size_t)m.rope, fmt("at least the %d rotated values of a head", m.rope));
+    expect(c, "n_shared_experts", m.n_shared == 1, "1");
+    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sqrtsoftplus"), "sqrtsoftplus"), "\"sqrtsoftplus\"");
+    expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
+    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
+    expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
+    expect(c, "tie_word_embeddings", !m.tied, "false");
+}
+static const struct renaming deepseek_v4_names[] = {
+    {"model.embed_tokens", "model.embed", BARE},
+    {"lm_head", "head", EVERYWHERE},
+    {"model.hc_head.hc_fn", "model.hc_head_fn", BARE},
+    {"model.hc_head.hc_base", "model.hc_head_base", BARE},
+    {"model.hc_head.hc_scale", "model.hc_head_scale", BARE},
+    {"input_layernorm", "attn_norm", EVERYWHERE},
+    {"post_attention_layernorm", "ffn_norm", EVERYWHERE},
+    {"attn_hc.fn", "hc_attn_fn", EVERYWHERE},
+    {"attn_hc.base", "hc_attn_base", EVERYWHERE},
+    {"attn_hc.scale", "hc_attn_scale", EVERYWHERE},
+    {"ffn_hc.fn", "hc_ffn_fn", EVERYWHERE},
+    {"ffn_hc.base", "hc_ffn_base", EVERYWHERE},
+    {"ffn_hc.scale", "hc_ffn_scale", EVERYWHERE},
+    {"self_attn.sinks", "attn.attn_sink", EVERYWHERE},
+    {"self_attn.q_a_proj", "attn.wq_a", EVERYWHERE},
+    {"self_attn.q_a_layernorm", "attn.q_norm", EVERYWHERE},
+    {"self_attn.q_b_proj", "attn.wq_b", EVERYWHERE},
+    {"self_attn.kv_proj", "attn.wkv", EVERYWHERE},
+    {"self_attn.kv_norm", "attn.kv_norm", BARE},
+    {"self_attn.kv_norm", "attn.norm", EVERYWHERE},
+    {"self_attn.o_a_proj", "attn.wo_a", EVERYWHERE},
+    {"self_attn.o_b_proj", "attn.wo_b", EVERYWHERE},
+    {"self_attn.compressor.indexer.q_b_proj", "attn.indexer.wq_b", EVERYWHERE},
+    {"self_attn.compressor.indexer.scorer.weights_proj", "attn.indexer.weights_proj", EVERYWHERE},
+    {"self_attn.compressor.indexer.kv_proj", "attn.indexer.compressor.wkv", EVERYWHERE},
+    {"self_attn.compressor.indexer.gate_proj", "attn.indexer.compressor.wgate", EVERYWHERE},
+    {"self_attn.compressor.indexer.position_bias", "attn.indexer.compressor.ape", EVERYWHERE},
+    {"self_attn.compressor.indexer.kv_norm", "attn.indexer.compressor.norm", EVERYWHERE},
+    {"self_attn.compressor.kv_proj", "attn.compressor.wkv", EVERYWHERE},
+    {"self_attn.compressor.gate_proj", "attn.compressor.wgate", EVERYWHERE},
+    {"self_attn.compressor.position_bias", "attn.compressor.ape", EVERYWHERE},
+    {"self_attn.compressor.kv_norm", "attn.compressor.norm", EVERYWHERE},
+    {"mlp.gate.tid2eid", "ffn.gate.tid2eid", EVERYWHERE},
+    {"mlp.gate.e_score_correction_bias", "ffn.gate.bias", EVERYWHERE},
+    {"mlp.gate", "ffn.gate", EVERYWHERE},
+    {"mlp.experts.*.gate_proj", "ffn.experts.*.w1", EVERYWHERE},
+    {"mlp.experts.*.up_proj", "ffn.experts.*.w3", EVERYWHERE},
+    {"mlp.experts.*.down_proj", "ffn.experts.*.w2", EVERYWHERE},
+    {"mlp.shared_experts.gate_proj", "ffn.shared_experts.w1", EVERYWHERE},
+    {"mlp.shared_experts.up_proj", "ffn.shared_experts.w3", EVERYWHERE},
+    {"mlp.shared_experts.down_proj", "ffn.shared_experts.w2", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of GLM-4.5 to 4.7. */
 static void read_glm4(void) {
@@ -2021,6 +2257,7 @@ static const struct {
     {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
     {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
     {.type = "deepseek_v32", .arch = "deepseek32", .read = read_deepseek_v32},
+    {.type = "deepseek_v4", .arch = "deepseek4", .read = read_deepseek_v4, .renaming = deepseek_v4_names},
     {.type = "glm_moe_dsa", .arch = "glm-dsa", .read = read_glm_dsa},
     {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names},
     {.type = "glm4_moe", .arch = "glm4moe", .read = read_glm4},
@@ -2849,6 +3086,42 @@ static void put_window_base(void) {
     expect(w, "rope_type", one_of(rope_type(w), "default none"), "\"default\"");
 }
 
+/* Writes the base of DeepSeek-V4's rotation of one kind of layers, which is in their RoPE parameters or in config.json. */
+static void put_base(struct doc r, const char *name, const char *key) {
+    const bool own = get(r, "rope_theta");
+    kv_num(own ? r : m.cfg, own ? "rope_theta" : name, get_num(own ? r : m.cfg, own ? "rope_theta" : name, NAN), key);
+}
+
+/* Writes the RoPE keys of DeepSeek-V4: layers with compressed keys have a base of their own and YaRN, which changes
+ * frequencies alone. */
+static void put_two_rotations(void) {
+    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
+                                "attention_factor partial_rotary_factor truncate";
+    const struct doc plain = rope_part(false), r = rope_part(true);
+    const char *key;
+    json_t *v;
+    json_object_foreach(r.obj, key, v) expect(r, key, one_of(key, known), "no such RoPE parameter");
+    json_object_foreach(plain.obj, key, v)
+        expect(plain, key, one_of(key, "type rope_type rope_theta partial_rotary_factor"), "no such RoPE parameter");
+    kv_u32("rope.dimension_count", (size_t)m.rope);
+    put_base(plain, "rope_theta", "rope.freq_base");
+    put_base(r, "compress_rope_theta", "attention.compress_rope_freq_base");
+    expect(plain, "rope_type", one_of(rope_type(plain), "default none"), "\"default\"");
+    expect(r, "partial_rotary_factor", rotated(r, false) == (size_t)m.rope, "the same as in the other layers");
+    if (one_of(rope_type(r), "default none")) return;
+    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(rope_type(r), "yarn"), "\"default\" or \"yarn\"");
+    const double factor = get_num(r, "factor", NAN);
+    expect(r, "factor", factor >= 1, "a number from 1");
+    expect(r, "attention_factor", get_num(r, "attention_factor", 1) == 1, "1");
+    expect(r, "truncate", get_bool(r, "truncate", true), "true");
+    kv_str(arch_key("rope.scaling.type"), "yarn");
+    kv_num(r, "factor", factor, "rope.scaling.factor");
+    kv_u32("rope.scaling.original_context_length",
+           (size_t)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED));
+    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
+    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
+}
+
 /* Writes the RoPE keys, from rope_theta and rope_scaling or from the newer rope_parameters. YaRN (arXiv 2309.00071)
  * with MLA scales the softmax by mscale_all_dim. cos and sin stay unscaled only if mscale is the same number; anything
  * else is an error. */
@@ -2860,6 +3133,10 @@ static void put_rope(void) {
     const bool mla = m.has & HAS_MLA, llama3 = m.llama3 && !strcmp(rope_type(r), "llama3");
     const char *key;
     json_t *v;
+    if (m.has & HAS_SHARED_KV) {
+        put_two_rotations();
+        return;
+    }
     json_object_foreach(r.obj, key, v) {
         bool ok = one_of(key, known) || (m.has_delta && one_of(key, "mrope_section mrope_interleaved"));
         expect(r, key, ok || (llama3 && one_of(key, "low_freq_factor high_freq_factor")), "no such RoPE parameter");
@@ -2987,6 +3264,34 @@ static void put_indexer(void) {
         gguf_put_array(&writer, arch_key("attention.indexer.types"), GGUF_V_BOOL, (size_t)m.n_layer, full);
 }
 
+static void put_deepseek_v4(void) {
+    struct doc c = m.cfg;
+    static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
+    const struct key_range *range = key_range_of(clamps[0]);
+    const double limit = get_num(c, "swiglu_limit", NAN);
+    const json_t *ratios = get_list(c, "compress_ratios");
+    float limits[MAX_LAYERS];
+    for (int l = 0; l < m.n_layer; l++) limits[l] = (float)limit;
+    expect(c, "swiglu_limit", limit >= range->lo && limit <= range->hi,
+           fmt("a number from %g to %g", range->lo, range->hi));
+    kv_u32("attention.q_lora_rank", m.dim[DIM_Q_LORA]);
+    kv_u32("attention.sliding_window", (size_t)get_int(c, "sliding_window", 1, MAX_TRAINED, REQUIRED));
+    for (size_t i = 0; i < COUNT(clamps); i++)
+        gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, (size_t)m.n_layer, limits);
+    kv_u32("attention.indexer.head_count", m.dim[DIM_INDEXES]);
+    kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
+    kv_u32("attention.indexer.top_k", m.chosen);
+    kv_u32("attention.output_group_count", m.dim[DIM_GROUPS_OUT] / m.dim[DIM_O_LORA]);
+    kv_u32("attention.output_lora_rank", m.dim[DIM_O_LORA]);
+    gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32,
+                   ratios ? json_array_size(ratios) : (size_t)m.n_layer, m.ratio);
+    kv_u32("hyper_connection.count", m.n_stream);
+    kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
+    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
+    kv_u32("hash_layer_count", (size_t)m.n_hash);
+    kv_u32("embedding_length_out", m.dim[DIM_STREAMS]);
+}
+
 static void put_minimax_m3(void) {
     kv_u32("attention.indexer.head_count", m.dim[DIM_INDEX_Q] / m.dim[DIM_INDEX_K]);
     kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
@@ -3027,7 +3332,7 @@ static void put_architecture(void) {
     kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
     kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, MAX_TRAINED, REQUIRED));
     kv_u32("embedding_length", m.dim[DIM_EMBD]);
-    if (get(c, m.dense_key)) kv_u32("feed_forward_length", size_of(m.dense_key));
+    if (m.dense_key && get(c, m.dense_key)) kv_u32("feed_forward_length", size_of(m.dense_key));
     kv_u32("vocab_size", m.dim[DIM_VOCAB]);
     kv_num(c, m.eps_key, get_num(c, m.eps_key, m.eps), "attention.layer_norm_rms_epsilon");
     put_heads("attention.head_count", m.list_heads, m.n_head, heads);
@@ -3280,7 +3585,7 @@ static size_t n_implausible; /* NVFP4 matrices whose largest weight is below 1e-
 
 /* Returns the bytes of a row in the source, without block scales. */
 static size_t row_bytes(const struct linear *l) {
-    return l->w->dtype == U8 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
+    return l->w->dtype == U8 || l->w->dtype == I8 ? l->cols / 2 : l->cols * (dtypes[l->w->dtype].bits / 8);
 }
 
 /* Reads rows first..first+n-1 of a piece of t, whose rows have `bytes` bytes. */
@@ -3381,6 +3686,20 @@ static void read_scales_of_rows(const struct piece *p, size_t first, size_t n, f
     gguf_dequantize_row(float_type(t), raw, scale, n);
 }
 
+/* out (n) = scales of FP8 blocks from `first` on. The power of two that is NaN is an error. */
+static void read_block_factors(const struct tensor *t, size_t first, size_t n, float *out) {
+    if (!are_powers(t)) {
+        read_floats(t, first, n, out);
+        return;
+    }
+    uint8_t *raw = scratch(5, n);
+    tensor_read(t, first, raw, n);
+    for (size_t i = 0; i < n; i++) {
+        if (raw[i] == 0xff) die("%s: block %zu: the scale byte ff is not a number", where(t), first + i);
+        out[i] = e8m0_to_f32(raw[i]);
+    }
+}
+
 /* dst (n, cols) = rows of a piece that is not transposed; see read_rows. */
 static float read_straight(const struct piece *p, size_t first, size_t n, float *dst) {
     const struct linear *l = &p->lin;
@@ -3402,7 +3721,7 @@ static float read_straight(const struct piece *p, size_t first, size_t n, float 
     if (l->format == NVFP4) read_block_scales(p, first, n, s);
     if (powers) read_powers(p, first, n, s);
     if (l->format == FP8_ROW) read_scales_of_rows(p, first, n, scale);
-    if (l->format == FP8_BLOCK) read_floats(l->scale, low * tiles, scales, scale);
+    if (l->format == FP8_BLOCK) read_block_factors(l->scale, low * tiles, scales, scale);
 #pragma omp parallel for schedule(dynamic, 16) reduction(max : most) if (n * l->cols > PARALLEL)
     for (size_t i = 0; i < n; i++) {
         size_t at = l->format == FP8_ROW ? i : 0;
@@ -3617,12 +3936,38 @@ static void write_piece(struct output *o, size_t index) {
         message_print("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
 }
 
+/* Writes a table of experts as I32. */
+static void write_ids(const struct output *o) {
+    const struct tensor *t = o->pieces[0].lin.w;
+    const size_t used = o->ne[0], bytes = dtypes[t->dtype].bits / 8, step = CHUNK_BYTES / (used * bytes) + 1;
+    for (size_t r = 0; r < o->ne[1]; r += step) {
+        const size_t n = (o->ne[1] - r < step ? o->ne[1] - r : step) * used;
+        uint8_t *raw = scratch(0, n * bytes);
+        int32_t *ids = (int32_t *)(void *)scratch(1, n * sizeof *ids);
+        tensor_read(t, r * used * bytes, raw, n * bytes);
+        for (size_t i = 0; i < n; i++) {
+            int64_t id = 0;
+            int32_t narrow = 0;
+            memcpy(bytes == 4 ? (void *)&narrow : (void *)&id, raw + i * bytes, bytes);
+            if (bytes == 4) id = narrow;
+            if (id < 0 || id >= o->below)
+                die("%s: token %zu has expert %lld; the layer has experts 0 to %d", where(t), r + i / used,
+                    (long long)id, o->below - 1);
+            ids[i] = (int32_t)id;
+            for (size_t k = i - i % used; k < i; k++)
+                if (ids[k] == ids[i]) die("%s: token %zu has expert %d twice", where(t), r + i / used, ids[i]);
+        }
+        out_write(ids, n * sizeof *ids);
+    }
+}
+
 /* Writes the data of one output, padded to the alignment. */
 static void write_output(struct output *o) {
     static const uint8_t zeros[GGUF_DEFAULT_ALIGN];
     size_t from = dest.done;
     if (o->values) out_write(o->values, arrlenu(o->values) * sizeof *o->values);
-    for (size_t i = 0; i < arrlenu(o->pieces); i++) write_piece(o, i);
+    if (o->type == GGUF_I32) write_ids(o);
+    for (size_t i = 0; i < arrlenu(o->pieces) && o->type != GGUF_I32; i++) write_piece(o, i);
     if (dest.done - from != o->bytes)
         die("internal error: %s: %zu bytes written, %zu planned", o->name, dest.done - from, o->bytes);
     out_write(zeros, gguf_pad(o->bytes) - o->bytes);
@@ -3759,10 +4104,10 @@ static const struct manual manual = {
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
-             "deepseek_v32, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa,\n"
-             "gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral,\n"
-             "olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna, mimo_v2_flash,\n"
-             "mimo_v2.\n"
+             "deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite,\n"
+             "glm_moe_dsa, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
+             "minimax_m3, mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "mimo_v2_flash, mimo_v2.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -40,7 +40,7 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     sums += (size_t)n->gate->n_expert * n_in + (size_t)e * ff;
     const double limit = (double)(ffn ? layer->sh_glu_limit : layer->glu_limit);
     for (size_t i = 0; i < ff; i++) {
-        if (layer->glu == GLU_OAI && limit > 0) g[i] = fmin(g[i], limit);
+        if ((layer->glu == GLU_OAI || layer->glu == GLU_CLAMP_SILU) && limit > 0) g[i] = fmin(g[i], limit);
         const double sigmoid = 1 / (1 + exp((layer->glu == GLU_OAI ? -1.702 : -1.0) * g[i]));
         if (limit > 0) u[i] = fmax(-limit, fmin(u[i], limit));
         if (layer->glu == GLU_OAI) g[i] *= sigmoid * (u[i] + 1);
@@ -92,8 +92,8 @@ static double *in_sum2_as_double(const float *x, size_t n) {
 static void test_calibrate_sums(void) {
     static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next", "deepseek_v3_plain",
                                         "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",    "step3p5",
-                                        "glm_moe_dsa_types", "minimax_m3"};
-    for (int f = 0; f < (SANITIZED ? 3 : 10); f++) {
+                                        "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4"};
+    for (int f = 0; f < (SANITIZED ? 3 : 11); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;

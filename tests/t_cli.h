@@ -569,6 +569,14 @@ static void test_cli_info_indexer(void) {
               "low-rank query\nindexer       layers 0-2, 6, 10, .. (21): 32 heads of 128, a query sees 2048 keys\n"
               "no indexer    layers 3-5, 7-9, 11-13, .. (57): a query sees the keys chosen in the layer before\n"
               "experts "},
+             {"deepseek_v4", NULL,
+              "attention     layers 2, 4: 4 heads, 1 KV heads, key 64 (16 rotary), value 64, sinks, window of 16, "
+              "compressed keys of 4 tokens\n"
+              "attention     layer 3: 4 heads, 1 KV heads, key 64 (16 rotary), value 64, sinks, window of 16, "
+              "compressed keys of 128 tokens\n"
+              "indexer       layers 2, 4: 16 heads of 64, a query sees 8 compressed keys\n"
+              "experts       3 used per token of width 64, square root of softplus router, shared width 64, by token "
+              "ids in 3 layers\n"},
              {NULL, "deepseek-v3", NULL}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[512], *out = NULL;
@@ -652,6 +660,12 @@ static void test_cli_synth(void) {
         {"kimi-k2:layers=2 --shard 1/2",
          {"hidden        7168, vocabulary 163840, trained context 131,072", "32 heads, latent 512",
           "8 used per token of width 1024, sigmoid router, shared width 1024\n", "layer 1: 384"}},
+        {"deepseek-v4:layers=5,experts=8 --shard 1/4",
+         {"layers 0-1, 3: 32 heads, 1 KV heads, key 512 (64 rotary), value 512, sinks, window of 128, compressed keys "
+          "of "
+          "128 tokens",
+          "layers 2, 4: 64 heads of 128, a query sees 1024 compressed keys", "6 used per token of width 768, ",
+          "by token ids in 3 layers"}},
         {"minimax-m3:layers=4,experts=4 --shard 1/4",
          {"layers 0-2: 16 heads, 1 KV heads, key 128 (64 rotary)", "layer 3: 1 heads of 128, a query sees 2048 keys",
           "4 used per token of width 768, sigmoid router, shared width 768\n", "layers 0-2: dense, layer 3: 4"}}};

@@ -179,6 +179,56 @@ static void test_families_keys(void) {
              {"laguna_element", "laguna.attention.sliding_window_pattern", ""},
              {"laguna_element", "laguna.rope.freq_base_swa", ""},
              {"laguna_element", "laguna.expert_shared_feed_forward_length", "128"},
+             {"deepseek_v4", "general.architecture", "deepseek4"},
+             {"deepseek_v4", "deepseek4.block_count", "5"},
+             {"deepseek_v4", "deepseek4.nextn_predict_layers", ""},
+             {"deepseek_v4", "deepseek4.feed_forward_length", ""},
+             {"deepseek_v4", "deepseek4.embedding_length_out", "512"},
+             {"deepseek_v4", "deepseek4.attention.head_count_kv", "1"},
+             {"deepseek_v4", "deepseek4.attention.key_length", "64"},
+             {"deepseek_v4", "deepseek4.attention.value_length", "64"},
+             {"deepseek_v4", "deepseek4.attention.q_lora_rank", "96"},
+             {"deepseek_v4", "deepseek4.attention.sliding_window", "16"},
+             {"deepseek_v4", "deepseek4.attention.sliding_window_pattern", ""},
+             {"deepseek_v4", "deepseek4.attention.output_group_count", "2"},
+             {"deepseek_v4", "deepseek4.attention.output_lora_rank", "64"},
+             {"deepseek_v4", "deepseek4.attention.compress_ratios", "0,0,4,128,4,0"},
+             {"deepseek_v4", "deepseek4.attention.compress_rope_freq_base", "160000"},
+             {"deepseek_v4", "deepseek4.attention.indexer.head_count", "16"},
+             {"deepseek_v4", "deepseek4.attention.indexer.key_length", "64"},
+             {"deepseek_v4", "deepseek4.attention.indexer.top_k", "8"},
+             {"deepseek_v4", "deepseek4.attention.indexer.types", ""},
+             {"deepseek_v4", "deepseek4.rope.dimension_count", "16"},
+             {"deepseek_v4", "deepseek4.rope.freq_base", "10000"},
+             {"deepseek_v4", "deepseek4.rope.scaling.type", "yarn"},
+             {"deepseek_v4", "deepseek4.rope.scaling.factor", "16"},
+             {"deepseek_v4", "deepseek4.rope.scaling.original_context_length", "128"},
+             {"deepseek_v4", "deepseek4.rope.scaling.yarn_beta_fast", "32"},
+             {"deepseek_v4", "deepseek4.rope.scaling.yarn_beta_slow", "1"},
+             {"deepseek_v4", "deepseek4.rope.scaling.yarn_attn_factor", ""},
+             {"deepseek_v4", "deepseek4.expert_gating_func", "4"},
+             {"deepseek_v4", "deepseek4.expert_weights_norm", "1"},
+             {"deepseek_v4", "deepseek4.expert_weights_scale", "1.5"},
+             {"deepseek_v4", "deepseek4.expert_shared_count", "1"},
+             {"deepseek_v4", "deepseek4.expert_used_count", "3"},
+             {"deepseek_v4", "deepseek4.expert_feed_forward_length", "64"},
+             {"deepseek_v4", "deepseek4.expert_group_count", ""},
+             {"deepseek_v4", "deepseek4.swiglu_clamp_exp", "1.5,1.5,1.5,1.5,1.5"},
+             {"deepseek_v4", "deepseek4.swiglu_clamp_shexp", "1.5,1.5,1.5,1.5,1.5"},
+             {"deepseek_v4", "deepseek4.hyper_connection.count", "4"},
+             {"deepseek_v4", "deepseek4.hyper_connection.sinkhorn_iterations", "20"},
+             {"deepseek_v4", "deepseek4.hyper_connection.epsilon", "1e-06"},
+             {"deepseek_v4", "deepseek4.hash_layer_count", "3"},
+             {"deepseek_v4_pro", "deepseek4.attention.compress_ratios", "128,128,4,128,4"},
+             {"deepseek_v4_pro", "deepseek4.attention.output_group_count", "4"},
+             {"deepseek_v4_pro", "deepseek4.attention.output_lora_rank", "32"},
+             {"deepseek_v4_pro", "deepseek4.rope.dimension_count", "16"},
+             {"deepseek_v4_pro", "deepseek4.rope.scaling.factor", "16"},
+             {"deepseek_v4_pro", "deepseek4.attention.compress_rope_freq_base", "160000"},
+             {"deepseek_v4_pro", "deepseek4.hash_layer_count", "1"},
+             {"deepseek_v4_pro", "deepseek4.hyper_connection.sinkhorn_iterations", "3"},
+             {"deepseek_v4_pro", "deepseek4.hyper_connection.epsilon", "0.02"},
+             {"deepseek_v4_pro", "deepseek4.attention.layer_norm_rms_epsilon", "0.01"},
              {"mimo_v2_flash", "mimo2.attention.head_count", "4"},
              {"mimo_v2_flash", "mimo2.attention.head_count_kv", "1,2"},
              {"mimo_v2_flash", "mimo2.attention.key_length", "192"},
@@ -572,6 +622,37 @@ static void test_families_prediction(void) {
         const char *fixture, *to, *from;
         float more;
     } c[] = {
+        {"deepseek_v4", "token_embd.weight", "embed.weight", 0},
+        {"deepseek_v4", "output.weight", "head.weight", 0},
+        {"deepseek_v4", "output_norm.weight", "norm.weight", 0},
+        {"deepseek_v4", "output_hc_fn.weight", "hc_head_fn", 0},
+        {"deepseek_v4", "output_hc_base.weight", "hc_head_base", 0},
+        {"deepseek_v4", "output_hc_scale.weight", "hc_head_scale", 0},
+        {"deepseek_v4", "blk.0.hc_attn_fn.weight", "layers.0.hc_attn_fn", 0},
+        {"deepseek_v4", "blk.1.hc_ffn_base.weight", "layers.1.hc_ffn_base", 0},
+        {"deepseek_v4", "blk.4.hc_ffn_scale.weight", "layers.4.hc_ffn_scale", 0},
+        {"deepseek_v4", "blk.2.attn_norm.weight", "layers.2.attn_norm.weight", 0},
+        {"deepseek_v4", "blk.2.ffn_norm.weight", "layers.2.ffn_norm.weight", 0},
+        {"deepseek_v4", "blk.0.attn_sinks.weight", "layers.0.attn.attn_sink", 0},
+        {"deepseek_v4", "blk.1.attn_q_a_norm.weight", "layers.1.attn.q_norm.weight", 0},
+        {"deepseek_v4", "blk.1.attn_kv_a_norm.weight", "layers.1.attn.kv_norm.weight", 0},
+        {"deepseek_v4", "blk.2.attn_compressor_kv.weight", "layers.2.attn.compressor.wkv.weight", 0},
+        {"deepseek_v4", "blk.3.attn_compressor_gate.weight", "layers.3.attn.compressor.wgate.weight", 0},
+        {"deepseek_v4", "blk.3.attn_compressor_ape.weight", "layers.3.attn.compressor.ape", 0},
+        {"deepseek_v4", "blk.2.attn_compressor_norm.weight", "layers.2.attn.compressor.norm.weight", 0},
+        {"deepseek_v4", "blk.4.indexer.proj.weight", "layers.4.attn.indexer.weights_proj.weight", 0},
+        {"deepseek_v4", "blk.4.indexer_compressor_kv.weight", "layers.4.attn.indexer.compressor.wkv.weight", 0},
+        {"deepseek_v4", "blk.2.indexer_compressor_gate.weight", "layers.2.attn.indexer.compressor.wgate.weight", 0},
+        {"deepseek_v4", "blk.2.indexer_compressor_ape.weight", "layers.2.attn.indexer.compressor.ape", 0},
+        {"deepseek_v4", "blk.4.indexer_compressor_norm.weight", "layers.4.attn.indexer.compressor.norm.weight", 0},
+        {"deepseek_v4", "blk.0.ffn_gate_inp.weight", "layers.0.ffn.gate.weight", 0},
+        {"deepseek_v4", "blk.3.exp_probs_b.bias", "layers.3.ffn.gate.bias", 0},
+        {"deepseek_v4_pro", "token_embd.weight", "model.embed_tokens.weight", 0},
+        {"deepseek_v4_pro", "output_norm.weight", "model.norm.weight", 0},
+        {"deepseek_v4_pro", "output_hc_scale.weight", "model.hc_head.hc_scale", 0},
+        {"deepseek_v4_pro", "blk.0.attn_kv_a_norm.weight", "model.layers.0.attn.norm.weight", 0},
+        {"deepseek_v4_pro", "blk.1.attn_output_a.weight", "model.layers.1.attn.wo_a.weight", 0},
+        {"deepseek_v4_pro", "blk.2.indexer.attn_q_b.weight", "model.layers.2.attn.indexer.wq_b.weight", 0},
         {"step3p7", "output_norm.weight", "model.norm.weight", 1},
         {"step3p7", "blk.0.attn_norm.weight", "model.layers.0.input_layernorm.weight", 1},
         {"step3p7", "blk.1.ffn_norm.weight", "model.layers.1.post_attention_layernorm.weight", 1},
@@ -703,6 +784,22 @@ static void test_families_words(void) {
          "\"original_max_position_embeddings\":4096,\"beta_slow\":1.0,\"beta_fast\":64.0,\"attention_factor\":"
          "1.3465735902799727,\"partial_rotary_factor\":0.5},\"swa_rope_parameters\":{\"rope_type\":\"default\","
          "\"rope_theta\":10000.0,\"partial_rotary_factor\":1.0}}"},
+        {"deepseek_v4", "{\"qk_rope_head_dim\":null,\"partial_rotary_factor\":0.25,\"topk_method\":null}"},
+        {"deepseek_v4",
+         "{\"num_hash_layers\":null,\"mlp_layer_types\":[\"hash_moe\",\"hash_moe\",\"hash_moe\",\"moe\",\"moe\"]}"},
+        {"deepseek_v4",
+         "{\"rope_scaling\":null,\"rope_theta\":null,\"compress_rope_theta\":null,\"rope_parameters\":{\"main\":{"
+         "\"rope_type\":\"default\",\"rope_theta\":10000},\"compress\":{\"rope_type\":\"yarn\",\"type\":\"yarn\","
+         "\"rope_theta\":160000,\"attention_factor\":1.0,\"factor\":16,\"original_max_position_embeddings\":128}}}"},
+        {"deepseek_v4",
+         "{\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"compressed_sparse_attention\","
+         "\"heavily_compressed_attention\",\"compressed_sparse_attention\"],\"num_nextn_predict_layers\":0}"},
+        {"deepseek_v4_pro",
+         "{\"layer_types\":null,\"compress_rates\":null,\"compress_ratios\":[128,128,4,128,4],\"mlp_layer_types\":"
+         "null,\"num_hash_layers\":1,\"partial_rotary_factor\":null,\"qk_rope_head_dim\":16}"},
+        {"deepseek_v4_pro",
+         "{\"rope_parameters\":null,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":16,\"beta_fast\":32,"
+         "\"beta_slow\":1,\"original_max_position_embeddings\":128}}"},
         {"laguna", "{\"mlp_layer_types\":null}"},
         {"laguna", "{\"mlp_layer_types\":null,\"mlp_only_layers\":null,\"gating\":\"per-head\"}"},
         {"gpt_oss", "{\"layer_types\":null,\"swiglu_limit\":null}"},
@@ -894,6 +991,87 @@ static void test_families_flat(void) {
     hf_end(&h);
 }
 
+/* ------------------------------------------------------------------------------------------------------ DeepSeek-V4 */
+
+/* MXFP4 of I8 with scales of E8M0, FP8 in blocks with such scales, and tables of ids. Catches nibbles in another order,
+ * scales of other blocks, and ids that are cut or shifted. */
+static void check_v4_formats(struct hf *h) {
+    enum { ROWS = 256, COLS = 96 };
+    const struct hf_tensor *w = hf_find(h, "layers.3.ffn.experts.5.w2.weight"),
+                           *s = hf_find(h, "layers.3.ffn.experts.5.w2.scale"),
+                           *ids = hf_find(h, "layers.1.ffn.gate.tid2eid");
+    size_t bad = 0;
+    float *v = out_values(&h->g, "blk.3.ffn_down_exps.weight", GGUF_MXFP4, 64, 128, 8);
+    for (size_t i = 0; i < 128 * 64 && v && CHECK(w && s, "no experts"); i++)
+        bad += v[5 * 128 * 64 + i] != ldexpf(e2m1_to_f32(w->data[i / 2] >> 4 * (i & 1) & 15), s->data[i / 32] - 127);
+    CHECK(v && !bad, "MXFP4: %zu values differ", bad);
+    free(v);
+    w = hf_find(h, "layers.2.attn.wq_b.weight"), s = hf_find(h, "layers.2.attn.wq_b.scale");
+    v = out_values(&h->g, "blk.2.attn_q_b.weight", GGUF_BF16, COLS, ROWS, 1);
+    bad = 0;
+    for (size_t i = 0; i < ROWS * COLS && v && CHECK(w && s, "no queries"); i++)
+        bad += v[i] != ldexpf(e4m3_to_f32(w->data[i]), s->data[i / COLS / 128] - 127);
+    CHECK(v && !bad, "FP8: %zu values differ", bad);
+    free(v);
+    const struct gguf_tensor *t = out_tensor(&h->g, "blk.1.ffn_gate_tid2eid.weight", GGUF_I32, 3, 512, 1);
+    bad = 0;
+    for (size_t i = 0; i < 3 * 512 && t && CHECK(ids, "no table"); i++)
+        bad += gguf_rd32(t->data + 4 * i) != gguf_rd64(ids->data + 8 * i);
+    CHECK(t && !bad, "%zu ids differ", bad);
+}
+
+/* Gives the tensors of the releases the names that transformers saves. */
+static void v4_save_names(struct hf *h) {
+    static const char *const names[][2] = {{"embed.weight", "model.embed_tokens.weight"},
+                                           {"norm.weight", "model.norm.weight"},
+                                           {"hc_head_fn", "model.hc_head.hc_fn"},
+                                           {"hc_head_base", "model.hc_head.hc_base"},
+                                           {"hc_head_scale", "model.hc_head.hc_scale"}};
+    for (size_t i = 0; i < arrlenu(h->t); i++) {
+        char was[sizeof h->t[i].name], *norm;
+        snprintf(was, sizeof was, "%s", h->t[i].name);
+        if (!strncmp(was, "layers.", 7)) snprintf(h->t[i].name, sizeof was, "model.%.100s", was);
+        if ((norm = strstr(h->t[i].name, ".attn.kv_norm."))) strcpy(norm, ".attn.norm.weight");
+        for (size_t k = 0; k < sizeof names / sizeof *names; k++)
+            if (!strcmp(was, names[k][0])) strcpy(h->t[i].name, names[k][1]);
+    }
+}
+
+/* The releases' names and those of transformers, tables of I64 and of I32, and layers with a table that have a bias all
+ * the same, which nothing reads: one file. */
+static void test_families_v4(void) {
+    char a[160], b[160];
+    struct hf h;
+    hf_load(&h, "deepseek_v4");
+    struct hf_tensor *t = hf_find(&h, "layers.2.attn.wq_b.scale");
+    if (!CHECK(t, "no scale")) return;
+    t->data[1] = (uint8_t)(t->data[0] + 1); /* blocks that differ */
+    if (!hf_convert(&h)) return;
+    check_v4_formats(&h);
+    CHECK(!hf_convert_to(&h, "a.gguf"), "%s", h.err);
+    snprintf(a, sizeof a, "%s/a.gguf", h.dir);
+    snprintf(b, sizeof b, "%s/b.gguf", h.dir);
+    v4_save_names(&h);
+    hf_plain(&h, "model.layers.0.ffn.gate.bias", "[8]", 8, HF_F32);
+    for (size_t i = 0; i < arrlenu(h.t); i++) {
+        if (!strstr(h.t[i].name, "tid2eid")) continue;
+        const size_t n = arrlenu(h.t[i].data) / 8;
+        for (size_t k = 0; k < n; k++) memmove(h.t[i].data + 4 * k, h.t[i].data + 8 * k, 4);
+        arrsetlen(h.t[i].data, 4 * n);
+        strcpy(h.t[i].dtype, "I32");
+    }
+    CHECK(!hf_convert_to(&h, "b.gguf"), "%s", h.err);
+    CHECK(same_bytes(a, b), "another file");
+    t = hf_find(&h, "model.layers.2.ffn.gate.tid2eid");
+    if (!CHECK(t, "no table")) return;
+    memcpy(t->data + 16, t->data + 12, 4);
+    const int rc = hf_convert_to(&h, "b.gguf");
+    CHECK(rc == 1 && strstr(h.err, "token 1 has expert ") && strstr(h.err, " twice"), "exit %d: %s", rc, h.err);
+    memcpy(t->data + 16, &(int32_t){-1}, 4);
+    CHECK(hf_convert_to(&h, "b.gguf") == 1 && strstr(h.err, "token 1 has expert -1;"), "%s", h.err);
+    hf_end(&h);
+}
+
 static void test_families_indexer(void) {
     check_index_mixed();
     check_indexers("", GGUF_BF16);
@@ -917,6 +1095,7 @@ static void test_families_left_out(void) {
     } c[] = {
         {"ernie4_5_moe", "{}", "model.mtp_block.0.mlp.up_proj.weight", "1 tensors for multi-token prediction"},
         {"ernie4_5_moe", "{}", "model.mtp_linear_proj.0.weight", "1 tensors for multi-token prediction"},
+        {"deepseek_v4", "{}", "mtp.0.markov_head.weight", "7 tensors for multi-token prediction"},
         {"minimax_m3", "{}", "language_model.mtp.layers.0.eh_proj.weight", "1 tensors for multi-token prediction"},
         {"minimax_m3", "{}", "language_model.model.mtp.0.norm.weight", "1 tensors for multi-token prediction"},
         {"minimax_m3", "{}", "patch_merge_mlp.linear_3.weight", "20 tensors that read pictures or sound"},
@@ -996,6 +1175,92 @@ static const struct family_refusal {
     const char *fixture, *message, *config, *tensor, *shape;
     int byte;
 } family_refusals[] = {
+    {"deepseek_v4", "key 'compress_ratios': expected 0, 4 or 128 for each of 5 layers",
+     "{\"compress_ratios\":[0,0,4,8,4]}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'compress_ratios': expected 0, 4 or 128 for each of 5 layers",
+     "{\"compress_ratios\":[0,0,4,128]}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'compress_ratios': expected 0, 4 or 128 for each of 5 layers",
+     "{\"compress_ratios\":[0,0,4,128,\"4\"]}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'compress_ratios': expected 0, 4 or 128 for each of 5 layers, found none",
+     "{\"compress_ratios\":null}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'layer_types': expected what compress_ratios says",
+     "{\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"sliding_attention\",\"sliding_attention\","
+     "\"sliding_attention\"]}",
+     NULL, NULL, 0},
+    {"deepseek_v4_pro", "key 'layer_types': expected \"sliding_attention\", \"compressed_sparse_attention\" or",
+     "{\"layer_types\":[\"full_attention\",\"full_attention\",\"full_attention\",\"full_attention\",\"full_attention\"]"
+     "}",
+     NULL, NULL, 0},
+    {"deepseek_v4_pro",
+     "key 'compress_rates.compressed_sparse_attention': expected 4 (GGUF files have no other number), found 8",
+     "{\"compress_rates\":{\"compressed_sparse_attention\":8}}", NULL, NULL, 0},
+    {"deepseek_v4_pro", "key 'compress_rates.heavily_compressed_attention': expected 128",
+     "{\"compress_rates\":{\"heavily_compressed_attention\":64}}", NULL, NULL, 0},
+    {"deepseek_v4_pro", "key 'mlp_layer_types': expected \"hash_moe\" layers, then \"moe\" ones",
+     "{\"mlp_layer_types\":[\"moe\",\"hash_moe\",\"moe\",\"moe\",\"moe\"]}", NULL, NULL, 0},
+    {"deepseek_v4_pro", "key 'mlp_layer_types': expected 5 layers", "{\"mlp_layer_types\":[\"hash_moe\"]}", NULL, NULL,
+     0},
+    {"deepseek_v4_pro", "key 'num_hash_layers': expected 1 as in mlp_layer_types, found 2", "{\"num_hash_layers\":2}",
+     NULL, NULL, 0},
+    {"deepseek_v4", "key 'num_hash_layers': expected an integer from 0 to 5", "{\"num_hash_layers\":6}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'num_hash_layers': expected an integer from 0 to 5", "{\"num_hash_layers\":null}", NULL, NULL,
+     0},
+    {"deepseek_v4", "key 'o_groups': expected a divisor of the 4 heads, found 3", "{\"o_groups\":3}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'num_key_value_heads': expected 1, found 2", "{\"num_key_value_heads\":2}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'hc_mult': expected an integer from 1 to 8", "{\"hc_mult\":9}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'hc_sinkhorn_iters': expected an integer from 1", "{\"hc_sinkhorn_iters\":0}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'hc_eps': expected", "{\"hc_eps\":null}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'swiglu_limit': expected a number", "{\"swiglu_limit\":null}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'scoring_func': expected \"sqrtsoftplus\"", "{\"scoring_func\":\"sigmoid\"}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'topk_method': expected \"noaux_tc\"", "{\"topk_method\":\"greedy\"}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'norm_topk_prob': expected true", "{\"norm_topk_prob\":false}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'n_shared_experts': expected 1, found 2", "{\"n_shared_experts\":2}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'tie_word_embeddings': expected false", "{\"tie_word_embeddings\":true}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'index_head_dim': expected at least the 16 rotated values of a head", "{\"index_head_dim\":8}",
+     NULL, NULL, 0},
+    {"deepseek_v4", "key 'rope_scaling.attention_factor': expected 1",
+     "{\"rope_scaling\":{\"type\":\"yarn\",\"factor\":16,\"original_max_position_embeddings\":128,\"attention_factor\":"
+     "1.2}}",
+     NULL, NULL, 0},
+    {"deepseek_v4", "key 'rope_scaling.mscale': expected no such RoPE parameter",
+     "{\"rope_scaling\":{\"type\":\"yarn\",\"factor\":16,\"original_max_position_embeddings\":128,\"mscale\":1}}", NULL,
+     NULL, 0},
+    {"deepseek_v4", "key 'rope_scaling.type': expected \"default\" or \"yarn\"",
+     "{\"rope_scaling\":{\"type\":\"linear\",\"factor\":16}}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'qk_rope_head_dim': expected head_dim x partial_rotary_factor",
+     "{\"partial_rotary_factor\":0.5}", NULL, NULL, 0},
+    {"deepseek_v4", "key 'compress_rope_theta': expected", "{\"compress_rope_theta\":null}", NULL, NULL, 0},
+    {"deepseek_v4_pro", "rope_type': expected \"default\"",
+     "{\"rope_parameters\":{\"main\":{\"rope_type\":\"yarn\",\"rope_theta\":10000},\"compress\":{\"rope_type\":"
+     "\"default\",\"rope_theta\":160000}}}",
+     NULL, NULL, 0},
+    {"deepseek_v4", "tid2eid': expected [512, 3] (vocab_size, num_experts_per_tok), found I64 [3, 512]", NULL,
+     "layers.0.ffn.gate.tid2eid", "[3,512]", 0},
+    {"deepseek_v4", "; the layer has experts 0 to 7", NULL, "layers.1.ffn.gate.tid2eid", NULL, 0xff},
+    {"deepseek_v4", "tensor 'layers.2.ffn.gate.tid2eid' is missing", NULL, "layers.2.ffn.gate.tid2eid", NULL, 0},
+    {"deepseek_v4", "tensor 'layers.3.ffn.gate.tid2eid': BF16 [4]: nothing in deepseek4 uses it", NULL,
+     "layers.3.ffn.gate.tid2eid", NULL, 0},
+    {"deepseek_v4", "tensor 'layers.3.ffn.gate.bias' is missing", NULL, "layers.3.ffn.gate.bias", NULL, 0},
+    {"deepseek_v4", "FP8 weights, but neither 'layers.1.attn.wq_a.weight_scale_inv'", NULL, "layers.1.attn.wq_a.scale",
+     NULL, 0},
+    {"deepseek_v4", "weights of the form I8 [64, 64] are not supported", NULL, "layers.0.ffn.experts.2.w1.scale", NULL,
+     0},
+    {"deepseek_v4", "indexer.wq_b.scale': block 2: the scale byte ff is not a number", NULL,
+     "layers.2.attn.indexer.wq_b.scale", NULL, 0xff},
+    {"deepseek_v4", "w3.scale': row 0, block 2: the scale byte ff is not a number", NULL,
+     "layers.4.ffn.experts.7.w3.scale", NULL, 0xff},
+    {"deepseek_v4", "wq_a.weight': expected [96, 128] (q_lora_rank, hidden_size), found F8_E4M3 [128, 96]", NULL,
+     "layers.0.attn.wq_a.weight", "[128,96]", 0},
+    {"deepseek_v4", "tensor 'layers.3.attn.compressor.ape' is missing", NULL, "layers.3.attn.compressor.ape", NULL, 0},
+    {"deepseek_v4", "compressor.ape': expected [4, 128] (tokens of a compressed key, 2 head_dim), found F32 [128, 4]",
+     NULL, "layers.2.attn.compressor.ape", "[128,4]", 0},
+    {"deepseek_v4", "tensor 'layers.3.attn.indexer.wq_b.weight': BF16 [4]: nothing in deepseek4 uses it", NULL,
+     "layers.3.attn.indexer.wq_b.weight", NULL, 0},
+    {"deepseek_v4",
+     "hc_attn_fn': expected [24, 512] ((2 + hc_mult) hc_mult, hc_mult x hidden_size), found F32 [512, 24]", NULL,
+     "layers.0.hc_attn_fn", "[512,24]", 0},
+    {"deepseek_v4", "tensor 'hc_head_scale' is missing", NULL, "hc_head_scale", NULL, 0},
+    {"deepseek_v4_pro", "tensor 'model.hc_head.hc_base' is missing", NULL, "model.hc_head.hc_base", NULL, 0},
     {"gpt_oss", "key 'swiglu_limit': expected 7, found 6", "{\"swiglu_limit\":6}", NULL, NULL, 0},
     {"gpt_oss", "key 'swiglu_alpha': expected 1.702, found 1", "{\"swiglu_alpha\":1}", NULL, NULL, 0},
     {"gpt_oss", "key 'attention_bias': expected true", "{\"attention_bias\":false}", NULL, NULL, 0},
@@ -1102,7 +1367,8 @@ static const struct family_refusal {
      "{\"sparse_attention_config\":{\"sparse_attention_freq\":[0,1,1],\"sparse_num_index_heads\":2,\"sparse_index_"
      "dim\":64,\"sparse_block_size\":24,\"sparse_topk_blocks\":3,\"sparse_local_block\":1}}",
      NULL, NULL, 0},
-    {"minimax_m3", "index_k_norm.weight': expected [32] (width of the indexer), found BF16 [64]",
+    {"minimax_m3",
+     "index_q_proj.weight': expected [64, 64] (heads x width of the indexer, hidden_size), found BF16 [128, 64]",
      "{\"sparse_attention_config\":{\"sparse_attention_freq\":[0,1,1],\"sparse_num_index_heads\":2,\"sparse_index_"
      "dim\":32,\"sparse_block_size\":16,\"sparse_topk_blocks\":3,\"sparse_local_block\":1}}",
      NULL, NULL, 0},
@@ -1324,4 +1590,5 @@ static void test_families_one_scale(void) {
         {"families/counts", test_families_counts}, {"families/even_counts", test_families_even_counts},       \
         {"families/refusals", test_families_refusals}, {"families/limits", test_families_limits},             \
         {"families/one_scale", test_families_one_scale}, {"families/indexer", test_families_indexer},         \
-        {"families/mxfp8", test_families_mxfp8}, {"families/flat", test_families_flat},
+        {"families/mxfp8", test_families_mxfp8}, {"families/flat", test_families_flat},                       \
+        {"families/v4", test_families_v4},

@@ -393,6 +393,40 @@ static void test_fixtures_dsa(void) {
     check_fixture("glm_moe_dsa_types", NULL);
 }
 
+static void test_fixtures_deepseek4(void) {
+    check_fixture("deepseek_v4", NULL);
+    check_fixture("deepseek_v4_pro", NULL);
+}
+
+/* Divided over ranks and stages: heads by whole groups, so that some ranks have none where there are fewer groups than
+ * ranks. Catches a rank with another's heads, sinks or columns, and streams or tokens that do not reach a later stage. */
+static void test_fixtures_deepseek4_ranks(void) {
+    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro"};
+    static const int layouts[][2] = {{2, 1}, {3, 1}, {4, 1}, {1, 2}, {2, 2}, {1, 3}};
+    for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
+        struct model m;
+        int32_t *ids;
+        float *ref;
+        if (!fixture_load(names[f], &m)) return;
+        const int n = fixture_logits(names[f], &m, &ids, &ref);
+        const size_t count = (size_t)n * (size_t)m.n_vocab;
+        for (size_t k = 0; k < sizeof layouts / sizeof *layouts; k++) {
+            struct session s;
+            char err[ERR_MAX] = "";
+            struct collect c = {xmalloc(count * sizeof(float)), m.n_vocab};
+            session_open_cpu(&s, &m, layouts[k][0], layouts[k][1],
+                             (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false});
+            CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
+            const double e = nmse(c.out, ref, count);
+            CHECK(e <= 1e-6, "%s, --tp %d --pp %d: NMSE %.3g", names[f], layouts[k][0], layouts[k][1], e);
+            session_free(&s);
+            free(c.out);
+        }
+        arrfree(ids), arrfree(ref);
+        model_free(&m);
+    }
+}
+
 /* Of contexts that an indexer chooses wholly, the bits are those without one. Catches attention over lists where all keys
  * are seen, or over all keys behind that. */
 static void test_sparse_begins(void) {
@@ -1390,6 +1424,8 @@ static void test_cpu_profile(void) {
         {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},       \
         {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},               \
         {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                       \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                        \
+        {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                            \
         {"model/sparse-begins", test_sparse_begins}, {"model/top-positions", test_top_positions},                     \
         {"model/prediction", test_prediction}, {"model/fixtures-qwen35", test_fixtures_qwen35},                       \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \

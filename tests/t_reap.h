@@ -658,12 +658,14 @@ static void check_reap_model(const char *name, int keep) {
     snprintf(args, sizeof args, "in.gguf -o out.gguf --keep %d --criterion random --seed 5", keep);
     if (!CHECK(!reap_run(args), "%s: %s", name, reap_err)) return;
     if (!reap_load(&all, "in.gguf") || !reap_load(&cut, "out.gguf")) return;
-    CHECK(cut.pruned && cut.n_expert_original == all.n_expert_max && cut.n_expert_max == keep, "%s: the model", name);
+    const int most = all.layers[0].expert_ids ? all.n_expert_max : keep; /* a layer with a table keeps all */
+    CHECK(cut.pruned && cut.n_expert_original == all.n_expert_max && cut.n_expert_max == most, "%s: the model", name);
     for (int il = 0; il < all.n_layer; il++) {
         struct layer *layer = &all.layers[il];
         const struct layer *less = &cut.layers[il];
         const float **const bias[2] = {&layer->router.bias, &layer->router_bias};
-        if (!layer->n_expert || !CHECK(less->retained, "%s: layer %d", name, il)) continue;
+        if (layer->expert_ids) CHECK(less->n_expert == layer->n_expert, "%s: layer %d has lost experts", name, il);
+        if (!layer->n_expert || layer->expert_ids || !CHECK(less->retained, "%s: layer %d", name, il)) continue;
         for (int i = 0; i < 2; i++) {
             if (i ? !*bias[i] : all.gating == GATING_SIGMOID) continue;
             float *b = xmalloc((size_t)layer->n_expert * sizeof *b);
@@ -698,7 +700,8 @@ static void test_reap_model(void) {
              {"minimax_m3", 5},        {"minimax_m3_nvfp4", 4},  {"mixtral", 3},          {"olmoe", 3},
              {"olmoe_norm", 5},        {"qwen2_moe", 3},         {"ernie4_5_moe", 4},     {"ernie4_5_moe_each", 3},
              {"step3p5", 3},           {"step3p7", 4},           {"laguna", 3},           {"laguna_element", 4},
-             {"mimo_v2_flash", 3},     {"mimo_v2_flash_fp8", 4}, {"deepseek_v32_fp8", 4}, {"glm_moe_dsa_types", 3}};
+             {"mimo_v2_flash", 3},     {"mimo_v2_flash_fp8", 4}, {"deepseek_v32_fp8", 4}, {"glm_moe_dsa_types", 3},
+             {"deepseek_v4", 5},       {"deepseek_v4_pro", 3}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -739,6 +742,8 @@ static void test_reap_fixtures(void) {
              {"mimo_v2_flash_fp8", "--keep 3 --mtp drop", {0, 3, 3}},
              {"deepseek_v32_fp8", "--keep 4 --mtp drop", {0, 4}},
              {"glm_moe_dsa_types", "--keep 4 --mtp drop", {0, 4, 4, 4, 4}},
+             {"deepseek_v4", "--keep 4", {8, 8, 8, 4, 4}},
+             {"deepseek_v4_pro", "--keep 4", {6, 4, 4, 4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -754,7 +759,8 @@ static void test_reap_fixtures(void) {
             const struct layer *layer = &m.layers[l];
             CHECK(!c[i].experts[m.n_layer - 1] || layer->n_expert == c[i].experts[l], "%s: layer %d has %d experts",
                   c[i].name, l, layer->n_expert);
-            if (!layer->n_expert || !CHECK(layer->retained, "%s: layer %d has no list", c[i].name, l)) continue;
+            if (!layer->n_expert || layer->expert_ids) continue;
+            if (!CHECK(layer->retained, "%s: layer %d has no list", c[i].name, l)) continue;
             char key[64];
             snprintf(key, sizeof key, "moe.reap.kept.%d", l);
             const struct gguf_kv *was = gguf_find(&a, key); /* ids in the source, by those of the original */
@@ -1346,7 +1352,9 @@ static void test_reap_directory(void) {
                                        {"mimo_v2_flash_fp8", "--keep 3 --mtp drop"},
                                        {"deepseek_v32_fp8", "--keep 4"},
                                        {"glm_moe_dsa", "--keep 5"},
-                                       {"glm_moe_dsa_types", "--keep 4 --mtp drop"}};
+                                       {"glm_moe_dsa_types", "--keep 4 --mtp drop"},
+                                       {"deepseek_v4", "--keep 5"},
+                                       {"deepseek_v4_pro", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);
@@ -1380,7 +1388,8 @@ static void test_reap_directory_uneven(void) {
              {"minimax_m3_nvfp4", "1 3\n2 5\n", "-,3,5", "modelopt"},
              {"qwen3_5_moe", "0 2\n1 4\n", "2,4", "compressed-tensors"},
              {"gpt_oss", "0 4\n1 8\n2 6\n", "4,8,6", "mxfp4"},
-             {"mimo_v2_flash_fp8", "1 6\n2 3\n", "-,6,3", "fp8"}};
+             {"mimo_v2_flash_fp8", "1 6\n2 3\n", "-,6,3", "fp8"},
+             {"deepseek_v4", "0 8\n1 8\n2 8\n3 4\n4 6\n", "8,8,8,4,6", "fp8"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         char path[256];
         snprintf(path, sizeof path, "%s/counts", test_dir());

@@ -649,10 +649,75 @@ static void test_state_chosen(void) {
     }
 }
 
+/* A session in chunks: the first of `first` tokens, then the rest. Compares the logits behind both with those of one
+ * forward over all, `want` (n, n_vocab). */
+static void check_edge(const char *name, const struct model *m, int tp, int pp, const int32_t *ids, int n, int first,
+                       const float *want) {
+    struct session s;
+    const size_t row = (size_t)m->n_vocab;
+    session_open_cpu(&s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, n, KV_F32, false, false});
+    for (int at = 0, some = first; at < n; at += some, some = n - at) {
+        session_forward(&s, ids + at, some);
+        session_head(&s, some - 1, 1);
+        const double e = nmse(session_logits(&s), want + (size_t)(at + some - 1) * row, row);
+        CHECK(e < 1e-9, "%s, --tp %d --pp %d, an edge at %d, behind %d tokens: NMSE %.3g", name, tp, pp, first,
+              at + some, e);
+    }
+    session_free(&s);
+}
+
+/* A session of n tokens that goes back to `back`, where it has read `wrong` other tokens. */
+static void check_cut(const char *name, const struct model *m, const int32_t *ids, int n, int back, int wrong,
+                      const float *want) {
+    struct session s;
+    char err[ERR_MAX] = "";
+    const size_t row = (size_t)m->n_vocab;
+    session_open_cpu(&s, m, 1, 1, (struct cpu_options){&kernels_ref, 2, n + 16, KV_F32, false, false});
+    CHECK(session_sync(&s, ids, back, 0, err) == SYNC_DONE, "%s", err);
+    for (int i = 0; i < wrong; i++) session_decode(&s, (ids[back + i] + 7) % m->n_vocab);
+    session_truncate(&s, back);
+    CHECK(session_sync(&s, ids, n, 0, err) == SYNC_DONE, "%s", err);
+    const double e = nmse(session_logits(&s), want + (size_t)(n - 1) * row, row);
+    CHECK(e < 1e-9, "%s, %d wrong tokens behind %d: NMSE %.3g", name, wrong, back, e);
+    session_free(&s);
+}
+
+/* Compressed keys of DeepSeek-V4 are the same wherever chunks end: at every place in a key of 4 tokens, around the ends
+ * of those of 128, token by token; and behind a truncation into a key that is not whole yet. Catches keys made of the
+ * wrong rows, a key that a truncation keeps, and halves of the key before that are lost between chunks. */
+static void test_state_compressed(void) {
+    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro"};
+    static const int edges[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 125, 126, 127, 128, 129, 130, 131, 132, 255, 256, 257};
+    static const int backs[][2] = {{5, 6}, {8, 1}, {126, 4}, {127, 16}, {128, 3}, {129, 9}, {130, 1}, {250, 8}};
+    enum { N = 264 };
+    for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
+        struct model m;
+        int32_t *ids;
+        float *ref;
+        if (!fixture_load(names[f], &m)) return;
+        fixture_logits(names[f], &m, &ids, &ref);
+        float *want = all_logits(&m, &kernels_ref, KV_F32, 2, ids, N);
+        for (size_t i = 0; i < sizeof edges / sizeof *edges; i++) {
+            if (f && i % 2) continue;
+            check_edge(names[f], &m, 1, 1, ids, N, edges[i], want);
+            if (edges[i] % 3 == 2) check_edge(names[f], &m, 2, 2, ids, N, edges[i], want);
+        }
+        for (size_t i = 0; i < sizeof backs / sizeof *backs; i++)
+            check_cut(names[f], &m, ids, N, backs[i][0], backs[i][1], want);
+        float *one = state_fresh(&m, 1, 1, KV_F32, ids, 140, 1);
+        const double e = nmse(one, want + 139 * (size_t)m.n_vocab, (size_t)m.n_vocab);
+        CHECK(e < 1e-9, "%s, token by token: NMSE %.3g", names[f], e);
+        free(one), free(want);
+        arrfree(ids), arrfree(ref);
+        model_free(&m);
+    }
+}
+
 #define TESTS_STATE                                                                                                  \
     {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                      \
         {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
         {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
         {"state/dialogue", test_state_dialogue}, {"state/ring", test_state_ring},                                    \
         {"state/ring-back", test_state_ring_back}, {"state/ring-twice", test_state_ring_twice},                      \
-        {"state/sinks", test_state_sinks}, {"state/chosen", test_state_chosen},
+        {"state/sinks", test_state_sinks}, {"state/chosen", test_state_chosen},                                      \
+        {"state/compressed", test_state_compressed},

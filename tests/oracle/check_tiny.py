@@ -62,7 +62,8 @@ class Weights:
         elif dtype == "F8_E4M3":
             x = E4M3[np.frombuffer(data, np.uint8)]
         else:
-            x = np.frombuffer(data, {"F32": "<f4", "F16": "<f2", "U8": "u1"}[dtype])
+            x = np.frombuffer(data, {"F32": "<f4", "F16": "<f2", "U8": "u1", "I8": "u1", "F8_E8M0": "u1",
+                                     "I64": "<i8"}[dtype])
         return x.reshape(shape)
 
     def has(self, name):
@@ -80,6 +81,8 @@ class Weights:
             w, s = self.plain(name), self.plain(name + "_scale_inv")
             s = np.kron(s, np.ones((128, 128), np.float32))[:w.shape[0], :w.shape[1]]
             return bf16_round(w.astype(np.float32) * s).astype(float)
+        if name.endswith(".weight") and self.has(name.removesuffix("weight") + "scale"):
+            return self.powers(name)
         if not self.has(name + "_scale"):
             return self.plain(name).astype(float)
         self.used.add(name.replace("weight", "input_scale"))
@@ -90,6 +93,14 @@ class Weights:
         if scale.dtype == np.uint8:  # MXFP8
             return np.ldexp(self.plain(name), np.repeat(scale.astype(int) - 127, 32, -1))
         return self.plain(name).astype(float) * float(scale)
+
+    def powers(self, name):
+        """DeepSeek-V4's FP8 in blocks of 128 x 128 or FP4 in rows of 32, times powers of two."""
+        w, exponent = self.plain(name), self.plain(name.removesuffix("weight") + "scale").astype(int) - 127
+        if self.raw[name][0] == "F8_E4M3":
+            return np.ldexp(w, np.kron(exponent, np.ones((128, 128), int))[:w.shape[0], :w.shape[1]])
+        codes = np.stack([w & 15, w >> 4], -1).reshape(len(w), -1)
+        return np.ldexp(E2M1[codes], np.repeat(exponent, 32, -1))
 
     def mxfp4(self, name):
         packed, exponent = self.plain(name + "_blocks"), self.plain(name + "_scales").astype(int) - 127
@@ -563,6 +574,138 @@ def moe(W, config, x, p):
     return y + ffn(W, x, p + "shared_experts.") if config.get("n_shared_experts") else y
 
 
+def turn_last(t, position, freq, back=False):
+    """Rotates the pairs (2i, 2i + 1) of the last values of t [n, .., d]; back: the other way."""
+    angle = np.multiply.outer(position, freq).reshape(len(t), *(1,) * (t.ndim - 2), len(freq))
+    cos, sin = np.cos(angle), np.sin(angle) * (-1 if back else 1)
+    first = t.shape[-1] - 2 * len(freq)
+    a, b, t = t[..., first::2], t[..., first + 1::2], t.copy()
+    t[..., first::2], t[..., first + 1::2] = a * cos - b * sin, b * cos + a * sin
+    return t
+
+
+def v4_layer(config, layer):
+    """How many tokens a compressed key of the layer has, whether token ids have its experts, and its frequencies."""
+    if "layer_types" in config:
+        kind, dim = config["layer_types"][layer], int(config["head_dim"] * config["partial_rotary_factor"])
+        rope, hashed = config["rope_parameters"], config["mlp_layer_types"][layer] == "hash_moe"
+        ratio = config["compress_rates"].get(kind, 0)
+        main, theta, rope = rope["main"]["rope_theta"], rope["compress"]["rope_theta"], rope["compress"]
+    else:
+        ratio, hashed, dim = config["compress_ratios"][layer], layer < config["num_hash_layers"], config["qk_rope_head_dim"]
+        main, theta, rope = config["rope_theta"], config["compress_rope_theta"], config["rope_scaling"]
+    i = np.arange(dim // 2)
+    if not ratio:
+        return ratio, hashed, main ** (-2 * i / dim)
+    turns = lambda t: dim * math.log(rope["original_max_position_embeddings"] / (t * 2 * math.pi)) / (2 * math.log(theta))
+    low, high = max(math.floor(turns(rope["beta_fast"])), 0), min(math.ceil(turns(rope["beta_slow"])), dim - 1)
+    ramp = np.clip((i - low) / max(high - low, 1e-3), 0, 1)
+    return ratio, hashed, theta ** (-2 * i / dim) * (1 - ramp + ramp / rope["factor"])
+
+
+def compressed_keys(W, config, x, p, ratio, freq):
+    """The keys of `ratio` tokens each, from their values and the softmax of their gates.  Keys of 4 tokens overlap: the
+    first half of a token's values goes to the next key, the second to its own."""
+    value, gate = x @ W.get(p + "wkv.weight").T, x @ W.get(p + "wgate.weight").T
+    gate = gate + np.tile(W.get(p + "ape"), (len(x) // ratio + 1, 1))[:len(x)]
+    weight, rows = W.get(p + "norm.weight"), []
+    d, overlap = len(weight), ratio == 4
+    for first in range(0, len(x) - ratio + 1, ratio):
+        mine, before = slice(first, first + ratio), slice(max(first - ratio, 0), first)
+        v, g = value[mine, -d:], gate[mine, -d:]
+        if overlap:
+            v, g = np.concatenate([value[before, :d], v]), np.concatenate([gate[before, :d], g])
+        rows.append((softmax(g.T).T * v).sum(0))
+    rows = np.array(rows).reshape(-1, d)
+    return turn_last(rms(rows, weight, config["rms_norm_eps"]), np.arange(len(rows)) * ratio, freq)
+
+
+def v4_attention(W, config, x, p, ratio, freq):
+    """One key, which is its value, for all heads: of the tokens in a window, and compressed ones of all tokens before,
+    of which an indexer chooses those of 4 tokens."""
+    n, heads, d, eps = len(x), config["num_attention_heads"], config["head_dim"], config["rms_norm_eps"]
+    at, groups = np.arange(n), config["o_groups"]
+    low = rms(x @ W.get(p + "wq_a.weight").T, W.get(p + "q_norm.weight"), eps)
+    q = turn_last(rms((low @ W.get(p + "wq_b.weight").T).reshape(n, heads, d), 1, eps), at, freq)
+    own = W.get(p + ("kv_norm.weight" if W.has(p + "kv_norm.weight") else "norm.weight"))
+    kv = turn_last(rms(x @ W.get(p + "wkv.weight").T, own, eps), at, freq)
+    seen = np.tril(np.ones((n, n), bool)) & ~np.tril(np.ones((n, n), bool), -config["sliding_window"])
+    if ratio:
+        more = compressed_keys(W, config, x, p + "compressor.", ratio, freq)
+        whole = (at[:, None] + 1) // ratio > np.arange(len(more))
+        if ratio == 4:
+            keys = compressed_keys(W, config, x, p + "indexer.compressor.", ratio, freq)
+            width = keys.shape[1]
+            iq = turn_last((low @ W.get(p + "indexer.wq_b.weight").T).reshape(n, -1, width), at, freq)
+            match = np.maximum(np.einsum("qhd,kd->qhk", iq, keys), 0)
+            score = np.einsum("qh,qhk->qk", x @ W.get(p + "indexer.weights_proj.weight").T, match)
+            best = np.argsort(np.where(whole, -score, np.inf), -1, kind="stable")[:, :config["index_topk"]]
+            chosen = np.zeros_like(whole)
+            np.put_along_axis(chosen, best, True, -1)
+            whole &= chosen
+        kv, seen = np.concatenate([kv, more]), np.concatenate([seen, whole], -1)
+    score = np.einsum("qhd,kd->qhk", q, kv) * d ** -0.5
+    score = np.where(seen[:, None], score, -np.inf)
+    sink = np.broadcast_to(W.get(p + "attn_sink")[:, None], (n, heads, 1))
+    y = softmax(np.concatenate([score, sink], -1))[..., :-1] @ kv
+    y = turn_last(y, at, freq, back=True).reshape(n, groups, -1)
+    joined = np.einsum("ngc,goc->ngo", y, W.get(p + "wo_a.weight").reshape(groups, -1, y.shape[-1]))
+    return joined.reshape(n, -1) @ W.get(p + "wo_b.weight").T
+
+
+def v4_experts(W, config, x, p, ids, hashed):
+    act = lambda gate, up: silu(np.minimum(gate, limit)) * np.clip(up, -limit, limit)
+    ffn = lambda t, at: act(t @ W.get(at + "w1.weight").T, t @ W.get(at + "w3.weight").T) @ W.get(at + "w2.weight").T
+    limit, k = config["swiglu_limit"], config["num_experts_per_tok"]
+    score = np.sqrt(np.logaddexp(0, x @ W.get(p + "gate.weight").T))
+    if hashed:
+        best = W.plain(p + "gate.tid2eid")[ids]
+    else:
+        best = np.argsort(-score - W.get(p + "gate.bias"), -1)[:, :k]
+    weight = np.take_along_axis(score, best, -1)
+    weight = weight / weight.sum(-1, keepdims=True) * config["routed_scaling_factor"]
+    y = ffn(x, p + "shared_experts.")
+    for e in range(score.shape[1]):
+        token, slot = np.nonzero(best == e)
+        y[token] += weight[token, slot, None] * ffn(x[token], f"{p}experts.{e}.")
+    return y
+
+
+def v4_mix(W, config, streams, name):
+    """The factors [n, hc] that read the streams [n, hc, hidden], those that write to them, and what mixes them."""
+    n, hc, eps = len(streams), config["hc_mult"], config["hc_eps"]
+    fn, base, scale = (W.get(name + part) for part in ("fn", "base", "scale"))
+    v = rms(streams.reshape(n, -1), 1, config["rms_norm_eps"]) @ fn.T
+    read = sigmoid(v[:, :hc] * scale[0] + base[:hc]) + eps
+    if len(scale) == 1:
+        return read, None, None
+    write = 2 * sigmoid(v[:, hc:2 * hc] * scale[1] + base[hc:2 * hc])
+    mix = softmax((v[:, 2 * hc:] * scale[2] + base[2 * hc:]).reshape(n, hc, hc)) + eps
+    mix = mix / (mix.sum(1, keepdims=True) + eps)
+    for _ in range(config["hc_sinkhorn_iters"] - 1):
+        mix = mix / (mix.sum(2, keepdims=True) + eps)
+        mix = mix / (mix.sum(1, keepdims=True) + eps)
+    return read, write, mix
+
+
+def v4_trunk(W, config, ids):
+    """The rows after the final norm of DeepSeek-V4, whose layers read and write several streams of residuals."""
+    body = "" if W.has("embed.weight") else "model."
+    x = W.get("embed.weight" if W.has("embed.weight") else "model.embed_tokens.weight")[ids]
+    streams = np.repeat(x[:, None], config["hc_mult"], 1)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"{body}layers.{layer}."
+        ratio, hashed, freq = v4_layer(config, layer)
+        for half in ("attn", "ffn"):
+            read, write, mix = v4_mix(W, config, streams, f"{p}hc_{half}_")
+            x = norm(W, config, np.einsum("nj,njd->nd", read, streams), f"{p}{half}_norm.weight")
+            y = (v4_attention(W, config, x, p + "attn.", ratio, freq) if half == "attn"
+                 else v4_experts(W, config, x, p + "ffn.", ids, hashed))
+            streams = write[:, :, None] * y[:, None] + np.einsum("njk,njd->nkd", mix, streams)
+    read, _, _ = v4_mix(W, config, streams, "model.hc_head.hc_" if body else "hc_head_")
+    return norm(W, config, np.einsum("nj,njd->nd", read, streams), body + "norm.weight")
+
+
 def is_linear(config, layer):
     if config.get("layer_types"):
         return config["layer_types"][layer] == "linear_attention"
@@ -601,6 +744,8 @@ def block(W, config, x, p, layer):
 
 
 def head(W, config):
+    if config["model_type"] == "deepseek_v4":
+        return W.get("head.weight")
     if config["tie_word_embeddings"]:
         return W.get(prefix(W) + "embed_tokens.weight")
     return W.get("language_model." * prefix(W).startswith("language_model.") + "lm_head.weight")
@@ -616,6 +761,8 @@ def last_rows(W, config, ids):
 
 def trunk(W, config, ids):
     """The rows after the final norm."""
+    if config["model_type"] == "deepseek_v4":
+        return v4_trunk(W, config, ids)
     return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 
@@ -684,7 +831,7 @@ def check(folder):
 
     ignored = ("model.visual.", "vision_model.", "vit_large_projector.", "multi_modal_projector.", "patch_merge_mlp.",
                "k_proj.k_scale", "v_proj.v_scale")
-    unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
+    unread = [n for n in W.raw if n not in W.used and not n.startswith("mtp.0.") and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread
     numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"
     print(f"{folder.name:20} NMSE {numbers:15}  greedy {verdict}  tensors {len(W.raw):4}  "

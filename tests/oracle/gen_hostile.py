@@ -200,6 +200,33 @@ def blocks():
     return f
 
 
+def streams():
+    """Three layers of DeepSeek-V4 with two streams: a window alone and a table of experts, overlapping keys of four tokens of which two are chosen, keys of eight."""
+    a = "attention."
+    f = File(hparams("deepseek4", block_count=u32(3), **{a + "head_count": u32(2), a + "head_count_kv": u32(1), a + "value_length": u32(4), a + "q_lora_rank": u32(4), a + "sliding_window": u32(4),
+                     a + "output_group_count": u32(2), a + "output_lora_rank": u32(2), a + "compress_ratios": arr(I32, [0, 4, 8, 0]), a + "compress_rope_freq_base": val(F32, 160000),
+                     a + "indexer.head_count": u32(2), a + "indexer.key_length": u32(4), a + "indexer.top_k": u32(2), "rope.dimension_count": u32(2), "hash_layer_count": u32(1),
+                     "hyper_connection.count": u32(2), "hyper_connection.sinkhorn_iterations": u32(2), "hyper_connection.epsilon": val(F32, 1e-6), "expert_gating_func": u32(4),
+                     "swiglu_clamp_exp": arr(F32, [10, 10, 10]), "swiglu_clamp_shexp": val(F32, 10)}) + VOCABULARY, [])
+    f.tensors = [Tensor("token_embd.weight", [64, 8], T_BF16), Tensor("output_norm.weight", [64], T_F32), Tensor("output_hc_fn.weight", [128, 2], T_F32), Tensor("output_hc_base.weight", [2], T_F32),
+                 Tensor("output_hc_scale.weight", [1], T_F32)]
+    for i in range(3):
+        own = [("exp_probs_b.bias", [2], T_F32)] if i else [("ffn_gate_tid2eid.weight", [1, 8], T_I32, struct.pack("<8i", *[0, 1] * 4))]
+        for name, width in [("attn_compressor", 4)] * (i > 0) + [("indexer_compressor", 4)] * (i == 1):
+            wide, ratio = (8, 4) if i == 1 else (4, 8)
+            own += [(name + "_kv.weight", [64, wide], T_BF16), (name + "_gate.weight", [64, wide], T_BF16), (name + "_ape.weight", [wide, ratio], T_F32), (name + "_norm.weight", [width], T_F32)]
+        own += [("indexer.attn_q_b.weight", [4, 8], T_BF16), ("indexer.proj.weight", [64, 2], T_F32)] * (i == 1)
+        for half in ("attn", "ffn"):
+            own += [(f"hc_{half}_fn.weight", [128, 8], T_F32), (f"hc_{half}_base.weight", [8], T_F32), (f"hc_{half}_scale.weight", [3], T_F32)]
+        for name, ne, kind, *fill in [("attn_norm.weight", [64], T_F32), ("ffn_norm.weight", [64], T_F32), ("attn_q_a.weight", [64, 4], T_BF16), ("attn_q_a_norm.weight", [4], T_F32),
+                                      ("attn_q_b.weight", [4, 8], T_BF16), ("attn_kv.weight", [64, 4], T_NVFP4), ("attn_kv_a_norm.weight", [4], T_F32), ("attn_sinks.weight", [2], T_F32),
+                                      ("attn_output_a.weight", [4, 4], T_BF16), ("attn_output_b.weight", [4, 64], T_BF16), ("ffn_gate_inp.weight", [64, 2], T_F32), ("ffn_gate_exps.weight", [64, 1, 2], T_MXFP4),
+                                      ("ffn_up_exps.weight", [64, 1, 2], T_MXFP4), ("ffn_down_exps.weight", [1, 64, 2], T_BF16), ("ffn_gate_shexp.weight", [64, 1], T_NVFP4),
+                                      ("ffn_up_shexp.weight", [64, 1], T_NVFP4), ("ffn_down_shexp.weight", [1, 64], T_BF16)] + own:
+            f.tensors.append(Tensor(f"blk.{i}.{name}", ne, kind, *fill))
+    return f
+
+
 def nan_router():
     """Experts whose router rows are NaN can only be chosen when there is no other: as many experts are used as there are."""
     f = qwen()
@@ -360,7 +387,7 @@ def metadata_cases():
            ("attention.layer_norm_rms_epsilon", "array", arr(F32, [1e-6]), "is not a number"), ("attention.value_length", "0", u32(0), "is 0, expected 1 to 4096"),
            ("expert_count", "1025", u32(1025), "is 1025, expected 1 to 1024"), ("expert_used_count", "3", u32(3), "is 3, expected 1 to 2"),
            ("rope.dimension_count", "6", u32(6), "is 6, expected 2 to 4"), ("expert_group_count", "negative", val(I32, -2), "is -2, expected 0 to 1024"),
-           ("expert_group_used_count", "2", u32(2), "is 2, expected 0 to 1"), ("expert_gating_func", "4", u32(4), "is 4, expected 0 to 3"),
+           ("expert_group_used_count", "2", u32(2), "is 2, expected 0 to 1"), ("expert_gating_func", "5", u32(5), "is 5, expected 0 to 4"),
            ("expert_weights_scale", "negative", val(F32, -1), "is -1, expected 0 to"),
            ("rope.freq_base", "bool", val(BOOL, 1), "is not a number"), ("rope.freq_base", "0", val(F32, 0), "is 0, expected 1 to"),
            ("rope.scaling.type", "ntk", val(STR, "ntk"), "is 'ntk'; known are none, linear and yarn"),
@@ -462,6 +489,54 @@ def block_cases():
     case("blocks-both", "-", B, lambda f: [f.put("blk.0" + t.name[5:], t.ne, t.kind) for t in B.tensors if "indexer." in t.name])
     case("blocks-nan", "tensor 'blk.1.indexer.q_norm.weight' holds -nan at index 0", B, lambda f: f.put("blk.1.indexer.q_norm.weight", [4], T_F32, b"\xff" * 16))
     case("blocks-nan-scores", "-", B, lambda f: f.put("blk.1.indexer.q_proj.weight", [64, 8], T_BF16, b"\xff" * 1024))
+
+
+def stream_cases():
+    S, at = streams(), "deepseek4."
+    ratios, table = at + "attention.compress_ratios", "blk.0.ffn_gate_tid2eid.weight"
+    case("deepseek4", "-", S)
+    for name in ("attention.sliding_window", "attention.output_group_count", "attention.output_lora_rank", "attention.q_lora_rank", "attention.compress_rope_freq_base", "attention.indexer.top_k",
+                 "rope.dimension_count", "hash_layer_count", "hyper_connection.count", "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon"):
+        case("streams-no-" + name, f"metadata key '{at}{name}' is missing", S, setting(at + name, None))
+    case("ratios-missing", f"metadata key '{ratios}' is missing or has no number for each of 3 layers", S, setting(ratios, None))
+    case("ratios-short", f"metadata key '{ratios}' is missing or has no number for each of 3 layers", S, setting(ratios, arr(I32, [0, 4])))
+    case("ratios-one", f"metadata key '{ratios}' is missing or has no number for each of 3 layers", S, setting(ratios, u32(4)))
+    case("ratios-negative", f"metadata key '{ratios}' has no number from 0 to 65536 for layer 2", S, setting(ratios, arr(I32, [0, 4, -4])))
+    case("ratios-huge", f"metadata key '{ratios}' has no number from 0 to 65536 for layer 1", S, setting(ratios, arr(I32, [0, 1 << 30, 8])))
+    case("ratios-strings", f"metadata key '{ratios}' has no number from 0 to 65536 for layer 0", S, setting(ratios, arr(STR, ["0", "4", "8"])))
+    case("ratios-real", f"metadata key '{ratios}' has no number from 0 to 65536 for layer 0", S, setting(ratios, arr(F32, [0, 4, 8])))
+    case("ratios-unsigned", "-", S, setting(ratios, arr(U32, [0, 4, 8])))
+    case("ratios-other", "tensor 'blk.1.attn_compressor_kv.weight' has the shape", S, setting(ratios, arr(I32, [0, 8, 8])))
+    case("ratios-none", "tensor 'blk.1.", S, setting(ratios, arr(I32, [0, 0, 8])))
+    for n in (0, 9):
+        case(f"streams-{n}", f"metadata key '{at}hyper_connection.count' is {n}, expected 1 to 8", S, setting(at + "hyper_connection.count", u32(n)))
+    case("streams-3", "tensor 'output_hc_fn.weight' has the shape", S, setting(at + "hyper_connection.count", u32(3)))
+    case("streams-iterations-0", "hyper_connection.sinkhorn_iterations' is 0, expected 1 to 1000", S, setting(at + "hyper_connection.sinkhorn_iterations", u32(0)))
+    case("streams-eps", "hyper_connection.epsilon' is -1, expected 0 to 1", S, setting(at + "hyper_connection.epsilon", val(F32, -1)))
+    case("groups-odd", "layer 0 has 2 heads, expected a multiple of the 3 groups of 'deepseek4.attention.output_group_count'", S, setting(at + "attention.output_group_count", u32(3)))
+    case("groups-0", "attention.output_group_count' is 0, expected 1 to 1024", S, setting(at + "attention.output_group_count", u32(0)))
+    case("groups-one", "tensor 'blk.0.attn_output_a.weight' has the shape", S, setting(at + "attention.output_group_count", u32(1)))
+    case("shared-heads", "has 2 KV heads, expected 1", S, setting(at + "attention.head_count_kv", u32(2)))
+    case("shared-values", "attention.value_length' is 2, expected the key length, 4", S, setting(at + "attention.value_length", u32(2)))
+    case("shared-rotation", "rope.dimension_count' is", S, setting(at + "rope.dimension_count", u32(6)))
+    case("hash-many", "hash_layer_count' is 4, expected 0 to 3", S, setting(at + "hash_layer_count", u32(4)))
+    case("hash-more", "tensor 'blk.1.ffn_gate_tid2eid.weight' is missing", S, setting(at + "hash_layer_count", u32(2)))
+    case("hash-none", "tensor 'blk.0.ffn_gate_tid2eid.weight'", S, setting(at + "hash_layer_count", u32(0)))
+    case("table-beyond", f"tensor '{table}' holds 2 at index 3, expected an expert below 2", S, lambda f: f.put(table, [1, 8], T_I32, struct.pack("<8i", 0, 1, 0, 2, 0, 0, 0, 0)))
+    case("table-negative", f"tensor '{table}' holds -1 at index 7", S, lambda f: f.put(table, [1, 8], T_I32, struct.pack("<8i", *[0] * 7, -1)))
+    case("table-twice", f"tensor '{table}' holds 1 twice for a token, at index 5", S,
+         lambda f: (f.set(at + "expert_used_count", u32(2)), f.put(table, [2, 8], T_I32, struct.pack("<16i", 0, 1, 1, 0, 1, 1, *[0, 1] * 5))))
+    case("table-real", f"tensor '{table}' has the type F32, expected I32", S, lambda f: f.put(table, [1, 8], T_F32))
+    case("table-short", f"tensor '{table}' has the shape", S, lambda f: f.put(table, [1, 7], T_I32, bytes(28)))
+    case("table-missing", f"tensor '{table}' is missing", S, lambda f: f.drop(table))
+    case("table-elsewhere", "tensor 'blk.2.ffn_gate_tid2eid.weight'", S, lambda f: f.put("blk.2.ffn_gate_tid2eid.weight", [1, 8], T_I32, bytes(32)))
+    for name in ("attn_sinks", "hc_ffn_base", "attn_output_a", "attn_kv_a_norm"):
+        case("streams-no-" + name, f"tensor 'blk.0.{name}.weight' is missing", S, lambda f, n=name: f.drop(f"blk.0.{n}.weight"))
+    for name in ("output_hc_fn", "output_hc_base", "output_hc_scale", "blk.1.indexer_compressor_ape", "blk.1.indexer.proj", "blk.2.attn_compressor_norm"):
+        case("streams-no-" + name.replace("blk.", ""), f"tensor '{name}.weight' is missing", S, lambda f, n=name: f.drop(n + ".weight"))
+    case("streams-ids", "tensor 'blk.0.attn_kv.weight' has the type I32, which is not a weight type", S, lambda f: f.put("blk.0.attn_kv.weight", [64, 4], T_I32))
+    case("streams-nan", "tensor 'blk.0.hc_attn_fn.weight' holds -nan at index 0", S, lambda f: f.put("blk.0.hc_attn_fn.weight", [128, 8], T_F32, b"\xff" * 4096))
+    case("streams-infinite-scores", "-", S, lambda f: f.put("blk.1.indexer.proj.weight", [64, 2], T_BF16, b"\xff" * 256))
 
 
 def tensor_cases():
@@ -592,7 +667,7 @@ ROUTERS = "ed0e84f8008ff175"  # the hash of the routers of valid-qwen3moe.gguf
 # Directories of Hugging Face as fuzz_hf reads them: a line that chooses the command, then files behind lines "=== NAME";
 # of a safetensors file the header. All models are of width 16 with two experts, but those in NVFP4 of width 64.
 QWEN2 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
-HF_SIZE = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
+HF_SIZE = {"I64": 8, "I8": 1, "F8_E8M0": 1, "BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
 
 
 def compact(j):
@@ -681,6 +756,38 @@ def hf_dsa(kind="glm_moe_dsa", **config):
         at = f"model.layers.{i}.self_attn.indexer."
         d.put(at + "wq_b.weight", 8, 16, kind="F8_E4M3"), d.put(at + "wq_b.weight_scale_inv", 1, 1, kind="F32"), d.linear(at + "wk", 4, 16)
         d.put(at + "k_norm.weight", 4), d.put(at + "k_norm.bias", 4), d.linear(at + "weights_proj", 2, 16)
+    return d
+
+
+def hf_deepseek_v4(saved=False, **config):
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    own = {"layer_types": kinds, "mlp_layer_types": ["hash_moe", "moe", "moe"], "partial_rotary_factor": 0.25} if saved else {"compress_ratios": [0, 4, 128, 0], "num_hash_layers": 1, "qk_rope_head_dim": 4}
+    d = Directory("deepseek_v4", num_hidden_layers=3, num_attention_heads=2, hidden_size=32, moe_intermediate_size=32, n_routed_experts=2, n_shared_experts=1, q_lora_rank=16, o_groups=2, o_lora_rank=8,
+                  sliding_window=4, index_n_heads=2, index_head_dim=8, index_topk=2, hc_mult=2, hc_sinkhorn_iters=2, hc_eps=1e-6, swiglu_limit=10, routed_scaling_factor=1.5, compress_rope_theta=160000,
+                  rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 64}, **own, **config)
+    body = "model." * saved
+    fp8 = lambda name, rows, cols: (d.put(name + ".weight", rows, cols, kind="F8_E4M3"), d.put(name + ".scale", 1, 1, kind="F8_E8M0"))
+    d.put(body + ("embed_tokens" if saved else "embed") + ".weight", 8, 32), d.put("head.weight", 8, 32), d.put(body + "norm.weight", 32)
+    for part, shape in [("fn", (2, 64)), ("base", (2,)), ("scale", (1,))]:
+        d.put(f"model.hc_head.hc_{part}" if saved else f"hc_head_{part}", *shape, kind="F32")
+    for i in range(3):
+        at = f"{body}layers.{i}."
+        for half in ("attn", "ffn"):
+            d.put(f"{at}{half}_norm.weight", 32), d.put(f"{at}hc_{half}_fn", 8, 64, kind="F32"), d.put(f"{at}hc_{half}_base", 8, kind="F32"), d.put(f"{at}hc_{half}_scale", 3, kind="F32")
+        fp8(at + "attn.wq_a", 16, 32), fp8(at + "attn.wq_b", 32, 16), fp8(at + "attn.wkv", 16, 32), fp8(at + "attn.wo_a", 16, 16), fp8(at + "attn.wo_b", 32, 16)
+        d.put(at + "attn.q_norm.weight", 16), d.put(at + ("attn.norm.weight" if saved else "attn.kv_norm.weight"), 16), d.put(at + "attn.attn_sink", 2, kind="F32")
+        for name, width in [("attn.compressor.", 16)] * (i > 0) + [("attn.indexer.compressor.", 8)] * (i == 1):
+            wide, ratio = (2 * width, 4) if i == 1 else (width, 128)
+            d.linear(at + name + "wkv", wide, 32), d.linear(at + name + "wgate", wide, 32), d.put(at + name + "ape", ratio, wide, kind="F32"), d.put(at + name + "norm.weight", width)
+        if i == 1:
+            fp8(at + "attn.indexer.wq_b", 16, 16), d.linear(at + "attn.indexer.weights_proj", 2, 32)
+        d.linear(at + "ffn.gate", 2, 32), d.put(at + "ffn.gate.bias", 2, kind="F32") if i else d.put(at + "ffn.gate.tid2eid", 8, 1, kind="I64")
+        for e in range(2):
+            for part in ("w1", "w2", "w3"):
+                d.put(f"{at}ffn.experts.{e}.{part}.weight", 32, 16, kind="I8"), d.put(f"{at}ffn.experts.{e}.{part}.scale", 32, 1, kind="F8_E8M0")
+        for part in ("w1", "w2", "w3"):
+            fp8(f"{at}ffn.shared_experts.{part}", 32, 32)
+    d.put("mtp.0.norm.weight", 32)
     return d
 
 
@@ -849,6 +956,7 @@ def hf_families():
            "minimax_m2": hf_plain("minimax_m2", heads=(2,), names=W123, norms="row", bias="block_sparse_moe.e_score_correction_bias", num_local_experts=2, rotary_dim=8),
            "mixtral": hf_plain("mixtral", heads=(2,), names=W123, num_local_experts=2), "olmoe": hf_plain("olmoe", norms="row", clip_qkv=None), "counts": hf_qwen(**lists),
            "deepseek_v32": hf_dsa("deepseek_v32"), "glm_moe_dsa": hf_dsa(indexer_types=["full", "shared"]), "glm_moe_dsa-pattern": hf_dsa(index_topk_pattern="FS"),
+           "deepseek_v4": hf_deepseek_v4(), "deepseek_v4-saved": hf_deepseek_v4(True),
            "minimax_m3": hf_minimax_m3(False), "minimax_m3_vl": hf_minimax_m3(True),
            "glm_moe_dsa-often": hf_dsa(index_topk_freq=2, index_skip_topk_offset=1, indexer_types=None)}
     return {k: d.text() for k, d in all.items()} | {"reap-" + k: d.text("reap") for k, d in all.items()} | {"quantize-gpt_oss": hf_gpt_oss(False).text("quantize")}
@@ -994,7 +1102,7 @@ def write_cases(folder, files):
 def main():
     for name, make in [("qwen3moe", qwen), ("deepseek2", deepseek), ("odd-widths", odd), ("nan-router", nan_router)]:
         case("valid-" + name, "-", make())
-    reader_cases(), metadata_cases(), window_cases(), sparse_cases(), block_cases(), tensor_cases(), vocabulary_cases()
+    reader_cases(), metadata_cases(), window_cases(), sparse_cases(), block_cases(), stream_cases(), tensor_cases(), vocabulary_cases()
     write_cases("gguf", {f"{name}.gguf": (expect, b) for name, expect, b in sorted(cases)})
     write("template", {name + ".txt": head + b"\n" + body for name, (head, body) in TEMPLATES.items()})
     write_cases("session", SESSIONS)

@@ -152,6 +152,39 @@ def glm_dsa_types(types, freq, offset, **changes):
             "qk_head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
 
 
+def deepseek_v4(**changes):
+    """config.json in the words of the DeepSeek-V4 releases.  The limit is not that of the release: it clips some values
+    here."""
+    return {"architectures": ["DeepseekV4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": EOT, "compress_rope_theta": 160000, "eos_token_id": IM_END, "expert_dtype": "fp4",
+            "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 64, "hidden_act": "silu",
+            "hidden_size": 128, "index_head_dim": 64, "index_n_heads": 16, "index_topk": 8, "initializer_range": 0.02,
+            "max_position_embeddings": 2048, "model_type": "deepseek_v4", "moe_intermediate_size": 64,
+            "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 4,
+            "num_experts_per_tok": 3, "num_hidden_layers": 5, "num_hash_layers": 3, "num_key_value_heads": 1,
+            "num_nextn_predict_layers": 1, "o_groups": 2, "o_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 16,
+            "rms_norm_eps": 1e-6, "rope_scaling": yarn(16, 128), "rope_theta": 10000, "routed_scaling_factor": 1.5,
+            "scoring_func": "sqrtsoftplus", "sliding_window": 16, "swiglu_limit": 1.5, "tie_word_embeddings": False,
+            "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
+def deepseek_v4_saved(ratios, **changes):
+    """The same as transformers writes it."""
+    config = deepseek_v4(**changes)
+    dropped = ("compress_ratios", "expert_dtype", "num_hash_layers", "qk_rope_head_dim", "rope_scaling", "topk_method",
+               "torch_dtype")
+    names = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    part = config["qk_rope_head_dim"] / config["head_dim"]
+    scaling = {"rope_type": "yarn", "attention_factor": 1.0, "partial_rotary_factor": part,
+               "rope_theta": config["compress_rope_theta"], **config["rope_scaling"]}
+    hashed = config["num_hash_layers"]
+    return {**{k: v for k, v in config.items() if k not in dropped}, "compress_rates": {names[r]: r for r in (4, 128)},
+            "dtype": "bfloat16", "layer_types": [names[r] for r in ratios], "mlp_bias": False,
+            "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (len(ratios) - hashed), "partial_rotary_factor": part,
+            "rope_parameters": {"compress": scaling, "main": {"partial_rotary_factor": part, "rope_type": "default",
+                                                              "rope_theta": config["rope_theta"]}}}
+
+
 def gpt_oss(**changes):
     """config.json in the words of the gpt-oss releases."""
     layers = changes["num_hidden_layers"]
@@ -406,6 +439,13 @@ W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_
 STEP = [(r"^model\.language_model\.", "model."), (r"\.mlp\.gate\.weight", ".moe.gate.weight"),
         (r"\.mlp\.gate\.e_score_correction_bias", ".moe.router_bias"), (r"\.mlp\.experts\.", ".moe."),
         (r"\.mlp\.shared_experts\.", ".share_expert.")]
+V4 = [(r"\.input_layernorm", ".attn_norm"), (r"\.post_attention_layernorm", ".ffn_norm"), (r"\.self_attn\.", ".attn."),
+      (r"\.mlp\.", ".ffn."), (r"\.(attn|ffn)_hc\.", r".hc_\1_"), (r"\.compressor\.indexer\.scorer\.", ".indexer."),
+      (r"\.compressor\.indexer\.q_b_proj", ".indexer.wq_b"), (r"\.compressor\.indexer\.", ".indexer.compressor."),
+      (r"compressor\.kv_norm", "compressor.norm"), (r"\.kv_proj", ".wkv"), (r"compressor\.gate_proj", "compressor.wgate"),
+      (r"\.position_bias$", ".ape"), (r"\.([qo]_[ab])_proj", r".w\1"), (r"\.q_a_norm", ".q_norm"),
+      (r"\.sinks$", ".attn_sink"), (r"\.e_score_correction_bias$", ".bias"), (r"experts\.(.*)gate_proj", r"experts.\1w1"),
+      (r"experts\.(.*)up_proj", r"experts.\1w3"), (r"experts\.(.*)down_proj", r"experts.\1w2"), (r"^lm_head", "head")]
 # model_type -> what transformers calls otherwise than the hub (conversion_mapping.py): regular expressions, in turn
 HUB_NAMES = {
     "hy_v3": [(r"\.mlp\.gate\.", ".mlp.router.gate."), (r"\.mlp\.e_score_correction_bias", ".mlp.expert_bias"),
@@ -424,11 +464,13 @@ HUB_NAMES = {
     "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")], "step3p5": STEP, "step3p7": STEP,
     "laguna": [(r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"), (r"\.shared_experts\.", ".shared_expert.")],
     "mimo_v2_flash": [(r"self_attn\.sinks$", "self_attn.attention_sink_bias")],
+    "deepseek_v4": [*V4, (r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^hc_head\.hc", "hc_head")],
+    "deepseek_v4 saved": [*V4, (r"\.attn\.kv_norm", ".attn.norm")],
 }
 
 
 def hub_name(config, name):
-    for old, new in HUB_NAMES.get(config["model_type"], []):
+    for old, new in HUB_NAMES.get(config["model_type"] + " saved" * ("compress_rates" in config), []):
         name = re.sub(old, new, name)
     return name
 
@@ -458,6 +500,9 @@ V_BIAS = r"v_proj\.bias$"
 M3_LOUD = r"layers.*(\.w[13]|gate_proj|up_proj|o_proj)\.weight$"
 M3_LINEAR = r"^language_model\.model\.layers.*_proj\.weight$"
 W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
+V4_F32 = r"(^|[._])hc_|attn_sink$|\.ape$"
+V4_FP8 = r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight$|shared_experts\.w\d\.weight$|\.[eh]_proj\.weight$"
+V4_EXPERTS = r"\.experts\.\d+\.w\d\.weight$"
 GPT_OSS_EXPERTS = r"\.experts\.\d+\."
 GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
 DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weight$"
@@ -560,6 +605,18 @@ SPECS = {
                              v_head_dim=32, n_routed_experts=6, num_experts_per_tok=2),
         declare="modelopt_glm_dsa", positions=96, mtp_prompt=True, tables=False,
         store=[(r"\.layers\.5\.", "bf16"), (EXPERTS, "nvfp4")]),
+    "deepseek_v4": dict(
+        config=deepseek_v4(compress_ratios=[0, 0, 4, 128, 4, 0]), declare="fp8_block_ue8m0", positions=300,
+        store=[(V4_F32, "full"), (V4_FP8, "fp8_powers"), (V4_EXPERTS, "fp4")],
+        aside={"mtp.0.e_proj.weight": (128, 128), "mtp.0.enorm.weight": (128,), "mtp.0.hc_head_fn": (4, 512),
+               "mtp.0.ffn.experts.0.w1.weight": (64, 128)}),
+    "deepseek_v4_pro": dict(
+        config=deepseek_v4_saved([128, 128, 4, 128, 4], num_hash_layers=1, num_attention_heads=8, o_groups=4,
+                                 o_lora_rank=32, q_lora_rank=64, hidden_size=128, sliding_window=128, index_topk=12,
+                                 routed_scaling_factor=2.5, hc_sinkhorn_iters=3, hc_eps=0.02, rms_norm_eps=0.01,
+                                 num_nextn_predict_layers=0, moe_intermediate_size=128, n_routed_experts=6,
+                                 num_experts_per_tok=2),
+        declare="modelopt_v4", positions=300, shards=2, store=[(V4_F32, "full"), (V4_EXPERTS, "nvfp4")]),
     "qwen3_5_moe": dict(
         config=qwen3_5("LF", linear_num_value_heads=8), positions=160, mtp=True, fused=r"model\.",
         store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
@@ -668,7 +725,7 @@ SPECS = {
 # ---- values ------------------------------------------------------------------------------------------------
 
 
-BIAS = ("e_score_correction_bias", "expert_bias", "router_bias")
+BIAS = ("e_score_correction_bias", "expert_bias", "router_bias", "ffn.gate.bias")
 
 
 def draw(fixture, name, shape, tied, centred):
@@ -683,18 +740,20 @@ def draw(fixture, name, shape, tied, centred):
     if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
         return rng.uniform(-5, 1.5, shape).astype(np.float32)
     x = rng.standard_normal(shape)
+    if "hc_" in name and name.endswith(("scale", "base")):
+        return (1 + 0.3 * x if name.endswith("scale") else 0.7 * x).astype(np.float32)
     if name.endswith("indexer.k_norm.bias"):  # the same for all keys: more would hide what they differ in
         return (0.3 * x).astype(np.float32)
     if "norm" in name:
         less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
-    if len(shape) == 1 or name.endswith("_bias"):
+    if len(shape) == 1 or name.endswith(("_bias", ".ape")):
         return x.astype(np.float32)
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or name == "embed.weight":
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
-            "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2}
-    gain = gain.get(name.split(".")[-2], 1)
+            "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5}
+    gain = gain.get(f".{name}".split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
 
@@ -768,6 +827,8 @@ class Checkpoint:
     def put(self, name, shape, source=None, rows=None):
         """source: the name to draw under, if the expert was renumbered; rows: the rows that are kept."""
         source, shape = source or name, tuple(shape)
+        if name.endswith("tid2eid"):
+            return self.put_ids(name, shape)
         x = self.draw(source, shape)
         if rows is not None:
             x = x[rows]
@@ -794,6 +855,31 @@ class Checkpoint:
     def put_f32(self, name, _, x):
         self.tensors[name] = x if "bias" in name or "A_log" in name else bf16(x)
         return self.tensors[name]
+
+    def put_full(self, name, _, x):
+        self.tensors[name] = x
+        return x
+
+    def put_ids(self, name, shape):
+        """Different experts for every token id."""
+        rng = np.random.default_rng([zlib.crc32(self.fixture.encode()), zlib.crc32(name.encode())])
+        experts = text_config(SPECS[self.fixture]["config"])["n_routed_experts"]
+        self.tensors[name] = torch.from_numpy(rng.permuted(np.tile(np.arange(experts), (shape[0], 1)), axis=1)[:, :shape[1]])
+        return self.tensors[name]
+
+    def put_fp8_powers(self, name, _, x):
+        """As put_fp8_block, with scales of 8 bits under DeepSeek-V4's name; the product is exact in BF16."""
+        exact = self.put_fp8_block(name, None, x, power_of_two=True)
+        scale = self.tensors.pop(name + "_scale_inv")
+        self.tensors[name.replace("weight", "scale")] = scale.to(torch.float8_e8m0fnu)
+        return exact
+
+    def put_fp4(self, name, _, x):
+        """DeepSeek-V4's MXFP4: codes I8 [out, in/2], scales E8M0 [out, in/32]."""
+        codes, exponents, exact = mxfp4_encode(x)
+        self.tensors[name] = codes.reshape(len(x), -1).view(torch.int8)
+        self.tensors[name.replace("weight", "scale")] = exponents.view(torch.float8_e8m0fnu)
+        return exact
 
     def fuse(self, pattern):
         """Stores the experts of a layer as releases in BF16 do: gate_up_proj [experts, 2 x width, hidden] and
@@ -938,7 +1024,8 @@ def fill(model, config, checkpoint, kept):
             new = torch.cat([checkpoint.put(part(old), shape) for old in ("gate_proj", "up_proj")])
         elif path.endswith(".mlp.gate"):
             new = checkpoint.put(hub_name(config, name), value.shape, rows=rows)
-            module.num_experts = len(new)
+            if leaf != "tid2eid":
+                module.num_experts = len(new)
         else:
             new = checkpoint.put(hub_name(config, name), value.shape)
         give(module, leaf, new)
@@ -1140,7 +1227,8 @@ def head_dim(config):
 def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
-    if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash"):
+    if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash",
+                                                                                       "deepseek_v4"):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
@@ -1203,7 +1291,9 @@ def route(config, bias, logits, use_bias=True, use_groups=True):
     elif bias is None:
         score = logits.softmax(-1)
     else:
-        score = logits.softmax(-1) if config["model_type"] == "ernie4_5_moe" else logits.sigmoid()
+        softplus = torch.nn.functional.softplus
+        score = {"ernie4_5_moe": lambda t: t.softmax(-1), "deepseek_v4": lambda t: softplus(t).sqrt()}.get(
+            config["model_type"], torch.sigmoid)(logits)
         score = score + (bias.reshape(-1) if use_bias else 0)
         if use_groups and config.get("n_group", 1) > 1:
             groups = score.reshape(len(score), config["n_group"], -1)
@@ -1229,7 +1319,8 @@ def checked_route(mlp, config, output):
 
 def indexer(layer):
     """That of a layer, or None."""
-    return getattr(getattr(layer, "self_attn", None), "indexer", None)
+    attention = getattr(layer, "self_attn", None)
+    return getattr(getattr(attention, "compressor", None) or attention, "indexer", None)
 
 
 def index(layer, interleaved, x, latent, cos, sin):
@@ -1283,6 +1374,49 @@ def watch_blocks(layer, args, gaps):
     gaps.append(gap)
 
 
+def index_compressed(layer, x, latent):
+    """What DeepSeek-V4's indexer thinks of each compressed key [n, keys], by the rules of the releases: each of them is
+    made of the second half of its own tokens' values and the first half of those of the key before.  x, latent: as of
+    index()."""
+    ratio, width, n = layer.compress_rate, layer.head_dim, len(x)
+    freq = layer.rotary_emb.compress_inv_freq
+
+    def turn(t, at):  # the last values of a head
+        angle = at[:, None].float() * freq
+        cos, sin = (f[(slice(None), *(None,) * (t.ndim - 2))] for f in (angle.cos(), angle.sin()))
+        a, b = t[..., -2 * len(freq)::2], t[..., 1 - 2 * len(freq)::2]
+        t = t.clone()
+        t[..., -2 * len(freq)::2], t[..., 1 - 2 * len(freq)::2] = a * cos - b * sin, b * cos + a * sin
+        return t
+
+    rows = []
+    value, gate = layer.kv_proj(x), layer.gate_proj(x)
+    for key in range(n // ratio):
+        mine, before = range(key * ratio, key * ratio + ratio), range(max(key - 1, 0) * ratio, key * ratio)
+        gates = torch.stack([gate[t, :width] + layer.position_bias[t % ratio, :width] for t in before]
+                            + [gate[t, width:] + layer.position_bias[t % ratio, width:] for t in mine])
+        values = torch.stack([value[t, :width] for t in before] + [value[t, width:] for t in mine])
+        rows.append((gates.softmax(0) * values).sum(0))
+    keys = turn(layer.kv_norm(torch.stack(rows)), torch.arange(len(rows)) * ratio)
+    q = turn(layer.q_b_proj(latent).reshape(n, layer.num_heads, width), torch.arange(n))
+    match = torch.einsum("qhd,kd->qhk", q, keys).relu() * (width * layer.num_heads) ** -0.5
+    return torch.einsum("qh,qhk->qk", layer.scorer.weights_proj(x), match)
+
+
+def watch_compressed(layer, x, latent, chosen, gaps):
+    """As the hook of watch_indexers(), for DeepSeek-V4."""
+    k, gap = layer.index_topk, torch.full((len(x),), math.inf)
+    score = index_compressed(layer, x, latent)
+    for t in range(len(x)):
+        row = score[t, :(t + 1) // layer.compress_rate]
+        if len(row) > k:
+            best = row.sort(descending=True)
+            gap[t] = (best.values[k - 1] - best.values[k]) / row.abs().max()
+            same = set(best.indices[:k].tolist()) == set(chosen[t].tolist())
+            assert same or gap[t] < 1e-5, "transformers chooses other keys"
+    gaps.append(gap)
+
+
 def watch_indexers(layers):
     """The gaps [tokens] of each choice that the indexers of the layers will make: by how much the last token chosen
     leads the first one rejected, in units of the row's largest score.  It is infinite where there is nothing to reject
@@ -1292,6 +1426,8 @@ def watch_indexers(layers):
     def hook(layer, args, _, output):
         if hasattr(layer, "topk_blocks"):
             return watch_blocks(layer, (*args, output), gaps)
+        if hasattr(layer, "scorer"):
+            return watch_compressed(layer, args[0][0], args[1][0], output[0], gaps)
         x, latent, (cos, sin) = args[0][0], args[1][0], args[2]
         interleaved, k = layer.config.model_type == "glm_moe_dsa", layer.index_topk
         score = index(layer, interleaved, x, latent, cos[0], sin[0])
@@ -1313,6 +1449,9 @@ def run(model, config, ids, whole=True):
     gaps, biased, told = [], [], {"groups": config.get("n_group", 1) == 1}
 
     def hook(mlp, output):
+        if hasattr(router(mlp), "tid2eid"):
+            assert torch.equal(output[2], router(mlp).tid2eid[torch.tensor(ids)]), "transformers routes otherwise"
+            return
         mine, gap, logits, bias = checked_route(mlp, config, output)
         gaps.append(gap)
         if bias is not None:
@@ -1446,6 +1585,9 @@ def declare(kind, names):
         return ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers,
                  "ignore": ignore, "producer": {"name": "modelopt", "version": "0.46.0"}},
                 modelopt_json("MIXED_PRECISION", quantized_layers=layers, exclude_modules=ignore))
+    if kind == "modelopt_v4":
+        return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
+            "*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"])
     if kind == "modelopt_step":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*self_attn*", "*moe.gate", "*share_expert*", "*mlp*", "vision_model*"])
@@ -1554,7 +1696,7 @@ def make(name):
         checkpoint.put(extra, shape)
     if spec.get("chain"):
         put_chain(checkpoint, model, config, spec["chain"])
-    elif config.get("num_nextn_predict_layers"):
+    elif config.get("num_nextn_predict_layers") and "aside" not in spec:
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
         put_qwen_mtp(checkpoint)
