@@ -15843,6 +15843,7 @@ struct settings {
     char *logits, *perplexity, *haystack, *synth, *shard, *output, *activations;
     char **calibrate, **compare; /* stb_ds, of malloc'ed names */
     int needle, depth;           /* tokens, 0: not given; percent */
+    int n_depth;                 /* tokens; -1: several depths */
     /* not options of the command line */
     const struct option *help_about; /* --help stands where the value of this one should */
     bool help_all;                   /* --help all */
@@ -15902,9 +15903,10 @@ static const char needle_details[] = "The fact is a random number, which depends
                                      "number, 1 it does not.\n";
 
 static const char bench_details[] = "Prints CSV: one line per context depth and batch, medians of up to 5 timed runs.\n"
-                                    "Depths are 0, 4096, 32768 and 131072 tokens, as far as -c has room. The cache is\n"
-                                    "not computed up to that depth, only marked as filled: the time of a forward pass\n"
-                                    "does not depend on its contents.\n"
+                                    "Depths are 0, 4096, 32768 and 131072 tokens, as far as -c has room, or that of\n"
+                                    "--n-depth. The cache is not computed up to that depth, only marked as filled:\n"
+                                    "the time of a forward pass does not depend on its contents. The keys of an\n"
+                                    "indexer are random on a CPU, so that the rows that it chooses are scattered.\n"
                                     "\n"
                                     "  ctx_tokens                depth: tokens in the KV cache before the pass\n"
                                     "  prefill_tokens            tokens of the prefill chunk: at most 512 on a CPU,\n"
@@ -15930,6 +15932,7 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "\n"
                                     "A model with a prediction layer gets a second table: it continues a story, and\n"
                                     "each line has another number of drafts a round (0-3: chosen as in a chat).\n"
+                                    "--n-depth leaves it out.\n"
                                     "\n"
                                     "  tokens_per_round          tokens that a round gives\n"
                                     "  round_steps               its time, in those of a round without drafts\n"
@@ -15938,9 +15941,10 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "                            behind a right first, and so on\n"
                                     "\n"
                                     "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
-                                    "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0; it\n"
-                                    "needs a single rank. Its column `forecast` has the microseconds that --plan\n"
-                                    "expects of a kernel for one token when nothing was requested ahead.\n";
+                                    "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0, or\n"
+                                    "that of --n-depth; it needs a single rank. Its column `forecast` has the\n"
+                                    "microseconds that --plan expects of a kernel for one token when nothing was\n"
+                                    "requested ahead.\n";
 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
                                     "deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
@@ -16049,6 +16053,7 @@ static const struct option options[] = {
     {"haystack", IS_STR(haystack), .arg = "FILE", .of = "needle", .help = "the prose (default: the shipped stories)"},
     {"smoke", IS_FLAG(smoke), .help = "three quick tests of the model; exit 0 if all pass"},
     {"bench", IS_FLAG(bench), .help = "prefill and decode speed at several depths, as CSV", .details = bench_details},
+    {"n-depth", "-d", IS_INT(n_depth, 0, 1 << 28), .arg = "N", .of = "bench", .help = "only at a depth of N tokens"},
     {"profile", IS_FLAG(profile), .of = "bench", .help = "also print the time of each kernel or operation"},
     {"synth", IS_STR(synth), .arg = "NAME", .help = "random weights in a known shape, in place of -m",
      .details = synth_details},
@@ -16207,7 +16212,8 @@ static void settings_init(struct settings *s) {
                            .draft_max = 3,
                            .completion = -1,
                            .vram_reserve = 256,
-                           .depth = 50};
+                           .depth = 50,
+                           .n_depth = -1};
 }
 
 /* ============================================================================================================
@@ -16942,14 +16948,16 @@ static const struct think_format {
     const char *open, *close; /* the tags; NULL: messages with channels */
     const char *effort_on, *effort_off, *effort_max; /* for --think on, off and max; NULL: as for other models */
     const char *off; /* with --think off stands behind the role of a prompt; NULL: the template alone does it */
+    const char *mode_on, *mode_off; /* thinking_mode of the template; NULL: it has none */
 } think_formats[] = {
     {.mark = "<|channel|>analysis", .effort_off = "low", .effort_max = "high", .off = "<|channel|>final<|message|>"},
-    {"'<think{}>'", "<think:opensource>", "</think:opensource>", "high", "no_think", "high", NULL}, /* Hy3 */
-    {"'no_think'", "<think>", "</think>", "high", "no_think", "high", NULL},
-    {"<seed:think>", "<seed:think>", "</seed:think>", NULL, NULL, NULL, NULL},
-    {"<mm:think>", "<mm:think>", "</mm:think>", NULL, NULL, NULL, NULL},
-    {"[THINK]", "[THINK]", "[/THINK]", NULL, NULL, NULL, NULL},
-    {NULL, "<think>", "</think>", NULL, NULL, NULL, NULL},
+    /* Hy3 */
+    {"'<think{}>'", "<think:opensource>", "</think:opensource>", "high", "no_think", "high", NULL, NULL, NULL},
+    {"'no_think'", "<think>", "</think>", "high", "no_think", "high", NULL, NULL, NULL},
+    {"<seed:think>", "<seed:think>", "</seed:think>", NULL, NULL, NULL, NULL, NULL, NULL},
+    {"<mm:think>", "<mm:think>", "</mm:think>", NULL, NULL, NULL, NULL, "enabled", "disabled"}, /* MiniMax-M3 */
+    {"[THINK]", "[THINK]", "[/THINK]", NULL, NULL, NULL, NULL, NULL, NULL},
+    {NULL, "<think>", "</think>", NULL, NULL, NULL, NULL, NULL, NULL},
 };
 
 static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
@@ -17281,7 +17289,7 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
 static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set,
                              const struct think_format *f) {
     const enum think think = set->think;
-    const char *effort = think_effort(f, think);
+    const char *effort = think_effort(f, think), *mode = think == THINK_OFF ? f->mode_off : f->mode_on;
     json_object_set_new(vars, "tools", json_null());
     json_object_set_new(vars, "documents", json_null());
     if (m && m->vocab->n_tokens) {
@@ -17298,6 +17306,7 @@ static void chat_common_vars(json_t *vars, const struct model *m, const struct s
     json_object_set_new(vars, "enable_thinking", json_boolean(on));
     json_object_set_new(vars, "thinking", json_boolean(on));
     if (effort) json_object_set_new(vars, "reasoning_effort", json_string(effort));
+    if (mode) json_object_set_new(vars, "thinking_mode", json_string(mode));
 }
 
 static bool text_ends(const struct text *t, const char *with) {
@@ -17596,6 +17605,20 @@ static bool channel_stops(const struct printer *p, int32_t id) {
 
 /* ---- tags ---- */
 
+/* Leaves out a closing tag with which an answer begins: MiniMax-M3 writes one where it has not thought. Returns whether
+ * what has come may be the beginning of one. */
+static bool tags_bare(struct printer *p) {
+    const char *tag = p->format->close, *s = p->text + p->printed;
+    const size_t n = arrlenu(p->text) - p->printed, len = strlen(tag);
+    size_t at = 0;
+    if (p->thinking || p->began) return false;
+    while (at < n && strchr(" \n\t\r", s[at])) at++;
+    const size_t k = size_min(n - at, len);
+    if (memcmp(s + at, tag, k)) return false;
+    if (k == len) p->printed += at + len;
+    return k && k < len;
+}
+
 /* Takes a token. What may be the beginning of a tag is held back. */
 static void tags_token(struct printer *p, int32_t id) {
     detok_put(p->v, &p->detok, id, &p->text);
@@ -17607,6 +17630,7 @@ static void tags_token(struct printer *p, int32_t id) {
         return;
     }
     p->think_tokens += p->thinking;
+    if (tags_bare(p)) return;
     for (;;) {
         const char *tag = p->thinking ? p->format->close : p->format->open;
         size_t len = strlen(tag), rest = arrlenu(p->text) - p->printed, hold = 0;
@@ -21632,9 +21656,10 @@ static int mode_render(struct engine *e) {
     return rc ? report(err) : EXIT_OK;
 }
 
-/* Whether two layers mix tokens in the same way. */
+/* Whether two layers mix tokens in the same way, whatever chooses the keys. */
 static bool info_same(const struct layer *a, const struct layer *b) {
-    return !memcmp(&a->attn, &b->attn, sizeof a->attn) && !memcmp(&a->delta, &b->delta, sizeof a->delta) &&
+    return !memcmp(&a->attn, &b->attn, offsetof(struct attn, n_index)) && a->attn.scale == b->attn.scale &&
+           !memcmp(&a->delta, &b->delta, sizeof a->delta) &&
            !((a->has ^ b->has) & (HAS_DELTA | HAS_Q_GATE | HAS_HEAD_GATE | HAS_SINKS));
 }
 
@@ -21700,10 +21725,14 @@ static void info_indexer(const struct model *m, int first) {
     const struct attn *a = &layer->attn;
     printf("%s", layer->has & HAS_INDEXER ? "indexer       " : "no indexer    ");
     info_layers(m, first, info_same_choice);
-    if (layer->has & HAS_INDEXER)
-        printf("%d heads of %d, a query sees %d %skeys\n", a->n_index, a->index_k, a->top_k,
-               a->ratio ? "compressed " : "");
-    else printf("a query sees the keys chosen in the layer before\n");
+    if (!(layer->has & HAS_INDEXER)) {
+        printf("a query sees the keys chosen in the layer before\n");
+        return;
+    }
+    printf("%d heads of %d, a query sees %d %skeys", a->n_index, a->index_k, a->top_k,
+           a->ratio ? "compressed " : "");
+    if (a->index_block > 1) printf(" in blocks of %d", a->index_block);
+    putchar('\n');
 }
 
 /* --info: the experts of each layer, and those that pruning kept. */
@@ -22166,9 +22195,21 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
     return interrupted ? 0 : median(t, got);
 }
 
+/* Fills rows first..first+n-1 of a plane on the CPU with random values. */
+static void bench_fill_rows(const struct rank *r, const struct plane *p, size_t first, size_t n) {
+    float *row = xmalloc((size_t)p->width * sizeof *row);
+    uint64_t rng = 1;
+    for (size_t i = first; i < first + n; i++) {
+        for (int k = 0; k < p->width; k++) row[k] = (float)(rng_uniform(&rng) - 0.5);
+        kv_store(r->k, p, (int)i, row);
+    }
+    free(row);
+}
+
 /* Marks the cache as filled from token `from` to `to`: the time of a forward depends on the depth, not on the contents.
  * A CPU's cache is written, because pages that never were are all mapped to one page of zeros, which stays in the
- * processor's cache. */
+ * processor's cache. The keys of indexers are random: of equal ones the first would be chosen, whose rows are
+ * neighbours. */
 static void bench_fill_cache(struct session *s, int from, int to) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
@@ -22176,6 +22217,10 @@ static void bench_fill_cache(struct session *s, int from, int to) {
             const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
             if (!p->data) continue;
             const size_t first = plane_rows(p, (size_t)from), n = plane_rows(p, (size_t)to) - first;
+            if (k % PLANE_USES == PLANE_INDEX) {
+                bench_fill_rows(r, p, first, n);
+                continue;
+            }
             memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
             if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_group, 0, n * plane_scale_bytes(p));
         }
@@ -22188,16 +22233,27 @@ static void bench_field(bool known, double v, int digits) {
     else putchar(',');
 }
 
+/* A benchmark under way. */
+struct bench {
+    struct session *s;
+    struct rates rates;           /* of the machine */
+    int32_t ids[BENCH_PREFILL];   /* what is fed to the model */
+    int chunk;                    /* tokens of a prefill */
+    int depth;                    /* tokens in front of the forwards that --profile looks at */
+    double decode[BENCH_BATCHES]; /* seconds at that depth, by batch */
+    double prefill;               /* seconds of the prefill at that depth */
+};
+
 /* The forward that --profile looks at. */
 struct bench_call {
     struct session *s;
     const int32_t *ids;
-    int n, rows;
+    int n, rows, depth;
 };
 
 static void bench_call(void *arg) {
     const struct bench_call *b = arg;
-    session_truncate(b->s, 0);
+    session_fake_fill(b->s, b->depth);
     session_forward(b->s, b->ids, b->n);
     session_head(b->s, b->n - b->rows, b->rows);
 }
@@ -22232,11 +22288,12 @@ static int bench_launches(struct bench_call *call, struct profile_row **rows) {
     return n_row;
 }
 
-/* Prints the kernels (GPU) or operations (CPU) of a forward at depth 0, which takes `whole` seconds, on stderr. */
-static void bench_profile(struct session *s, const int32_t *ids, int n, int rows, double whole, struct rates rates) {
+/* Prints the kernels (GPU) or operations (CPU) of a forward of n of the ids, which takes `whole` seconds, on stderr. */
+static void bench_profile(struct bench *b, int n, int rows, double whole) {
+    struct session *s = b->s;
     const bool prefill = n > LOGIT_ROWS;
-    const double bandwidth = rates.bytes, reached = forecast_rate * rates.nominal;
-    struct bench_call call = {.s = s, .ids = ids, .n = n, .rows = rows};
+    const double bandwidth = b->rates.bytes, reached = forecast_rate * b->rates.nominal;
+    struct bench_call call = {.s = s, .ids = b->ids, .n = n, .rows = rows, .depth = b->depth};
     struct profile_row *row;
     char name[32];
     double sum = 0;
@@ -22270,16 +22327,6 @@ static void bench_profile(struct session *s, const int32_t *ids, int n, int rows
     free(row);
 }
 
-/* A benchmark under way. */
-struct bench {
-    struct session *s;
-    struct rates rates;            /* of the machine */
-    int32_t ids[BENCH_PREFILL];    /* what is fed to the model */
-    int chunk;                     /* tokens of a prefill */
-    double decode0[BENCH_BATCHES]; /* seconds at depth 0, by batch */
-    double prefill0;               /* seconds of the prefill at depth 0 */
-};
-
 /* Measures and prints the lines of one depth. False: interrupted. */
 static bool bench_depth(struct bench *b, int depth) {
     struct session *s = b->s;
@@ -22291,8 +22338,8 @@ static bool bench_depth(struct bench *b, int depth) {
         const double prefill = first ? bench_forward(s, b->ids, depth, n, 1) : 0;
         const double decode = bench_forward(s, b->ids, depth, batch, batch);
         if (interrupted) return false;
-        if (!depth && first) b->prefill0 = prefill;
-        if (!depth) b->decode0[i] = decode;
+        if (depth == b->depth && first) b->prefill = prefill;
+        if (depth == b->depth) b->decode[i] = decode;
         const double ops = session_forward_ops(s, n), bytes = session_forward_bytes(s, batch);
         printf("%d,", depth);
         if (first) printf("%d", n);
@@ -22368,10 +22415,11 @@ static bool bench_drafts(struct engine *e) {
 static int mode_bench(struct engine *e) {
     const int largest = bench_batches[BENCH_BATCHES - 1];
     struct session *s = &e->session;
-    struct bench b = {.s = s, .chunk = int_min(s->r->chunk, BENCH_PREFILL)};
+    const int only = e->set->n_depth;
+    struct bench b = {.s = s, .chunk = int_min(s->r->chunk, BENCH_PREFILL), .depth = int_max(0, only)};
     char name[192];
-    if (s->n_ctx < largest)
-        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, largest);
+    if (s->n_ctx - b.depth < largest)
+        die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, b.depth + largest);
     if (e->set->profile && s->pg.n > 1) die("--profile works only with a single rank, found %d", s->pg.n);
     struct rates each[MAX_RANKS];
     b.rates = session_measure(s, each);
@@ -22380,14 +22428,18 @@ static int mode_bench(struct engine *e) {
     printf("ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
            "gen_gb_per_s,gen_percent_of_bandwidth\n");
     bench_ids(s->m, b.ids);
-    for (int i = 0; i < BENCH_DEPTHS && bench_depths[i] + largest <= s->n_ctx; i++) {
+    if (only >= 0) {
+        bench_fill_cache(s, 0, only);
+        if (!bench_depth(&b, only)) return EXIT_INTERRUPT;
+    }
+    for (int i = 0; only < 0 && i < BENCH_DEPTHS && bench_depths[i] + largest <= s->n_ctx; i++) {
         bench_fill_cache(s, i ? bench_depths[i - 1] : 0, bench_depths[i]);
         if (!bench_depth(&b, bench_depths[i])) return EXIT_INTERRUPT;
     }
-    if (!bench_drafts(e)) return EXIT_INTERRUPT;
+    if (only < 0 && !bench_drafts(e)) return EXIT_INTERRUPT;
     for (int i = 0; i < BENCH_BATCHES && e->set->profile && !interrupted; i++)
-        bench_profile(s, b.ids, bench_batches[i], bench_batches[i], b.decode0[i], b.rates);
-    if (e->set->profile && !interrupted) bench_profile(s, b.ids, b.chunk, 1, b.prefill0, b.rates);
+        bench_profile(&b, bench_batches[i], bench_batches[i], b.decode[i]);
+    if (e->set->profile && !interrupted) bench_profile(&b, int_min(b.chunk, s->n_ctx - b.depth), 1, b.prefill);
     return interrupted ? EXIT_INTERRUPT : EXIT_OK;
 }
 

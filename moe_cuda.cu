@@ -4780,7 +4780,7 @@ struct index_tile {
  * INDEX_TOKENS tokens. Reads keys * width values of the cache per block row. Decode is limited by that and, with 64 heads
  * of 128, by the MMAs, 8192 multiplications per key and token. */
 template <int WIDTH, int FP8>
-__global__ void __launch_bounds__(INDEX_THREADS) k_index_scores(const __grid_constant__ struct index_args a) {
+__global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_constant__ struct index_args a) {
     using L = index_tile<WIDTH, FP8>;
     DYN_SMEM(pack<4>, q); /* (INDEX_TOKENS, m_tiles, STEPS, 32 lanes) */
     grid_dependency_launch();

@@ -577,6 +577,9 @@ static void test_cli_info_indexer(void) {
               "indexer       layers 2, 4: 16 heads of 64, a query sees 8 compressed keys\n"
               "experts       3 used per token of width 64, square root of softplus router, shared width 64, by token "
               "ids in 3 layers\n"},
+             {NULL, "minimax-m3",
+              "attention     64 heads, 4 KV heads, key 128 (64 rotary), value 128\n"
+              "indexer       layers 3-59: 4 heads of 128, a query sees 2048 keys in blocks of 128\nexperts "},
              {NULL, "deepseek-v3", NULL}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[512], *out = NULL;
@@ -667,7 +670,7 @@ static void test_cli_synth(void) {
           "layers 2, 4: 64 heads of 128, a query sees 1024 compressed keys", "6 used per token of width 768, ",
           "by token ids in 3 layers"}},
         {"minimax-m3:layers=4,experts=4 --shard 1/4",
-         {"layers 0-2: 16 heads, 1 KV heads, key 128 (64 rotary)", "layer 3: 1 heads of 128, a query sees 2048 keys",
+         {"attention     16 heads, 1 KV heads, key 128 (64 rotary)", "layer 3: 1 heads of 128, a query sees 2048 keys",
           "4 used per token of width 768, sigmoid router, shared width 768\n", "layers 0-2: dense, layer 3: 4"}}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         char cmd[256], *out = NULL;
@@ -714,6 +717,40 @@ static void test_cli_bench(void) {
         CHECK(row == 5, "%d rows", row);
     }
     arrfree(out);
+}
+
+/* --n-depth: the table has that depth only, and --profile is of it. A query of deepseek_v32 sees 16 keys of 1001: it reads
+ * 1001 keys of the indexer, 64 values in BF16, and 16 rows of 64 + 16 beside wk_b and wv_b. Catches a profile
+ * of another depth, and a choice whose rows are all counted. */
+static void test_cli_bench_depth(void) {
+    char *out = NULL, *said = NULL;
+    const char *const run =
+        CONVERT_BIN " tests/fixtures/deepseek_v32 --name same -o @/depth.gguf 2>@/log && " MOE_BIN
+                    " -m @/depth.gguf --cpu -t 1 --kv bf16 --bench --profile -c 1016 -d 1000 </dev/null";
+    const int rc = run_command(IN_DIR(run), &out, &said);
+    const char *p = strchr(sb_cstr(&out), '\n'), *from = strstr(sb_cstr(&said), "\nbatch 1 "), *to = NULL;
+    CHECK(rc == 0 && p && !strncmp(p + 1, "1000,16,", 8), "%d: %s%s", rc, sb_cstr(&out), sb_cstr(&said));
+    int rows = 0;
+    for (; p && p[1]; p = strchr(p + 1, '\n'), rows++) CHECK(!strncmp(p + 1, "1000,", 5), "%s", p + 1);
+    CHECK_INT(rows, 5, "%s", sb_cstr(&out));
+    to = from ? strstr(from, "\nbatch 2 ") : NULL;
+    if (CHECK(from && to, "%s", sb_cstr(&said))) {
+        static const struct {
+            const char *name;
+            int bytes; /* of each of 3 layers */
+        } t[] = {{"\nindexer: scores ", 1001 * 64 * 2},
+                 {"\nlatent attention ", 16 * (64 + 16) * 2 + 4 * 64 * (32 + 32) * 2}};
+        for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+            const char *at = strstr(from, t[i].name);
+            int calls = 0;
+            double us = 0, bytes = 0;
+            CHECK(at && at < to && sscanf(at + strlen(t[i].name), "%d %lf %lf", &calls, &us, &bytes) == 3 &&
+                      calls == 3 && (int)bytes == t[i].bytes,
+                  "%d calls of %.0f bytes, expected %d: %s", calls, bytes, t[i].bytes, from);
+        }
+    }
+    arrfree(out);
+    arrfree(said);
 }
 
 /* measure.sh with stubs in place of all programs, three of which fail: the report has every step, tables as tables, the
@@ -988,5 +1025,6 @@ static void test_readme_shapes(void) {
         {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                  \
         {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},              \
         {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench},   \
-        {"cli/measure", test_cli_measure}, {"readme/options", test_readme_options},                                  \
-        {"readme/families", test_readme_families}, {"readme/shapes", test_readme_shapes},
+        {"cli/bench-depth", test_cli_bench_depth}, {"cli/measure", test_cli_measure},                                \
+        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                          \
+        {"readme/shapes", test_readme_shapes},

@@ -1358,7 +1358,7 @@ static void test_convert_pre_tokenizers(void) {
         const char *name, *extra, *expr[3];
     } c[] = {
         {"qwen35", "{}", {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?[\\p{L}\\p{M}]+|\\p{N}| ?[^\\s\\p{L}\\p{M}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
-        {"glm4", "{}", {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
+        {"chatglm-bpe", "{}", {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
         {"llama-bpe", "{\"ignore_merges\":true}", {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"}},
         {"qwen2", "{}", {"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"}},
         {"deepseek-v3", "{}", {"\\p{N}{1,3}", "[一-龥\xe3\x81\x80-\xe3\x82\x9f\xe3\x82\xa0-\xe3\x83\xbf]+",
@@ -1623,7 +1623,7 @@ static const struct refusal refusals[] = {
     {"top-k method", "topk_method", REFUSE_DEEPSEEK, .config = "{\"topk_method\":\"group_limited_greedy\"}"},
     {"sparse attention", "index_topk", REFUSE_DEEPSEEK, .config = "{\"index_topk\":2048}"},
     {"groups", "not a multiple of n_group = 3", REFUSE_DEEPSEEK, .config = "{\"n_group\":3}"},
-    {"quantization method", "quant_method': expected one of modelopt compressed-tensors fp8 mxfp4 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
+    {"quantization method", "quant_method': expected one of modelopt compressed-tensors fp8 mxfp4 mxfp8 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
     {"FP8 blocks", "weight_block_size", .config = "{\"quantization_config\":{\"quant_method\":\"fp8\",\"weight_block_size\":[64,64]}}"},
     {"announced NVFP4", "no tensor is NVFP4", .config = "{\"quantization_config\":{\"quant_method\":\"modelopt\",\"quant_algo\":\"NVFP4\"}}"},
     {"shape", "expected [384, 64] (num_attention_heads x head_dim, hidden_size)", .config = "{\"head_dim\":128}"},

@@ -988,7 +988,7 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
     struct profile_row *row;
     int32_t ids[40] = {0};
     int found = 0, heads = 0;
-    struct bench_call call = {s, ids, n, 1};
+    struct bench_call call = {.s = s, .ids = ids, .n = n, .rows = 1};
     char logits[60];
     int n_row = bench_launches(&call, &row);
     for (int k = 0; kernel[k]; k++) {
@@ -1030,7 +1030,7 @@ static void launches_check(struct engine *e) {
     struct session *s = &e->session;
     struct profile_row row[CAP];
     int32_t ids[1] = {5};
-    struct bench_call call = {s, ids, 1, 1};
+    struct bench_call call = {.s = s, .ids = ids, .n = 1, .rows = 1};
     struct launch *list = decode_launches(s->r->m, s->r->kv_type, 61);
     const int n = s->r->ops->profile(s->r, launches_call, &call, row, CAP);
     double counted = 0;

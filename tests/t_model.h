@@ -1390,7 +1390,7 @@ static void test_cpu_profile(void) {
         session_head(&s, 8, 1);
         const uint32_t hash = logit_hash(session_logits(&s), m.n_vocab);
         for (int n = 1; n <= 9; n += 8) {
-            struct bench_call call = {&s, ids, n, 1};
+            struct bench_call call = {.s = &s, .ids = ids, .n = n, .rows = 1};
             double sum, all, bytes = 0;
             int experts = 0, moe = 0, n_row, tries = 0;
             do { /* again where another process has come between */

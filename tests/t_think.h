@@ -263,15 +263,16 @@ static void test_think_styles(void) {
 static void test_think_formats(void) {
     static const struct {
         const char *source, *open, *effort[3]; /* for --think on, off, max */
+        const char *mode[2];                   /* thinking_mode for --think on, off */
     } known[] = {
-        {"{{ '<|start|>assistant" ANALYSIS "' }}", NULL, {NULL, "low", "high"}},
-        {"{{ '<think{}>'.format(x) }} {{ 'no_think' }}", "<think:opensource>", {"high", "no_think", "high"}},
-        {"{% set effort = 'no_think' %}<think>", "<think>", {"high", "no_think", "high"}},
-        {"<seed:think></seed:think>", "<seed:think>", {NULL, NULL, "max"}},
-        {"'<mm:think>'", "<mm:think>", {NULL, NULL, "max"}},
-        {"[THINK]{{ x }}[/THINK]", "[THINK]", {NULL, NULL, "max"}},
-        {"<think>/no_think", "<think>", {NULL, NULL, "max"}},
-        {"plain", "<think>", {NULL, NULL, "max"}},
+        {"{{ '<|start|>assistant" ANALYSIS "' }}", NULL, {NULL, "low", "high"}, {NULL}},
+        {"{{ '<think{}>'.format(x) }} {{ 'no_think' }}", "<think:opensource>", {"high", "no_think", "high"}, {NULL}},
+        {"{% set effort = 'no_think' %}<think>", "<think>", {"high", "no_think", "high"}, {NULL}},
+        {"<seed:think></seed:think>", "<seed:think>", {NULL, NULL, "max"}, {NULL}},
+        {"'<mm:think>'", "<mm:think>", {NULL, NULL, "max"}, {"enabled", "disabled"}},
+        {"[THINK]{{ x }}[/THINK]", "[THINK]", {NULL, NULL, "max"}, {NULL}},
+        {"<think>/no_think", "<think>", {NULL, NULL, "max"}, {NULL}},
+        {"plain", "<think>", {NULL, NULL, "max"}, {NULL}},
     };
     static const enum think modes[] = {THINK_ON, THINK_OFF, THINK_MAX};
     struct test_vocab t, none = test_vocab_begin("gpt-4o");
@@ -284,6 +285,16 @@ static void test_think_formats(void) {
             for (int k = 0; k < 3; k++) {
                 const char *got = think_effort(f, modes[k]), *want = known[i].effort[k];
                 CHECK(!got == !want && (!got || !strcmp(got, want)), "%s: %s", known[i].source, got ? got : "none");
+            }
+            for (int k = 0; k < 3; k++) {
+                const struct settings set = {.think = (enum think[]){THINK_ON, THINK_OFF, THINK_AUTO}[k]};
+                const char *want = k < 2 ? known[i].mode[k] : NULL;
+                json_t *vars = json_object();
+                chat_common_vars(vars, NULL, &set, f);
+                const char *got = json_string_value(json_object_get(vars, "thinking_mode"));
+                CHECK(!got == !want && (!got || !strcmp(got, want)), "%s: mode %s", known[i].source,
+                      got ? got : "none");
+                json_decref(vars);
             }
             CHECK_STR(think_effort(f, THINK_MEDIUM), "medium", "%s", known[i].source);
             CHECK(!think_effort(f, THINK_AUTO), "%s", known[i].source);
@@ -300,6 +311,30 @@ static void test_think_formats(void) {
     CHECK(template_strips("c.split('</think>')[-1]", 23, "</think>"), "single quotes");
     CHECK(template_strips("c.split(\"</think>\", 1)", 22, "</think>"), "double quotes");
     CHECK(!template_strips("{{ '<think></think>' }}", 23, "</think>"), "printed alone");
+}
+
+/* An answer without thinking that begins with a closing tag, alone or behind blanks; and what only looks like one. Catches
+ * a tag that is printed, held back for ever, or left out inside of an answer. */
+static void check_bare(struct chat *c, const struct think_format *f) {
+    static const char *const begins[] = {"", "\n ", "x"};
+    for (int i = 0; i < 6; i++) {
+        char text[64], want[64], *out[2] = {NULL};
+        struct caught caught;
+        int used;
+        const int n = (int)strlen(f->close) - (i >= 3);
+        snprintf(text, sizeof text, "%s%.*sA %s", begins[i % 3], n, f->close, f->close);
+        if (i < 2) snprintf(want, sizeof want, "A %s\n", f->close);
+        else snprintf(want, sizeof want, "%s\n", text + strspn(text, " \n"));
+        int32_t *ids = think_ids(c->m->vocab, text, false);
+        catch_begin(&caught);
+        struct printer p = think_print(c, "", ids, (int)arrlen(ids), &used);
+        catch_end(&caught, out);
+        CHECK_STR(out[0], want, "'%s'", text);
+        CHECK_STR(sb_cstr(&p.text), text, "as generated");
+        printer_free(&p);
+        arrfree(ids);
+        for (int k = 0; k < 2; k++) arrfree(out[k]);
+    }
 }
 
 /* Answers with other tags than <think>: cut at every byte, hidden and shown, and split again. */
@@ -335,6 +370,7 @@ static void test_think_tags(void) {
             CHECK_STR(split_answer(f, text, &thought, &n_thought), strrchr(text, 'A'), "%s", f->open);
             CHECK(n_thought == 6 && !memcmp(thought, "Hm < [", 6), "%s: '%.*s'", f->open, (int)n_thought, thought);
             for (int k = 0; k < 2; k++) arrfree(out[k]);
+            check_bare(&c, f);
         }
     test_vocab_end(&t);
 }

@@ -376,6 +376,21 @@ static void test_vocab_ranked(void) {
             CHECK(test_ids(&t.v, "wxyz", 4, NULL, 0, ignore ? IDS(lone) : IDS('w', 'x', 'y', 'z')), "%d", ignore);
         test_vocab_end(&t);
     }
+    /* in files without that key it depends on the pre-tokenizer: the tokenizers of GLM-4.5 and later, whose files
+     * llama.cpp names glm4, have it */
+    static const struct {
+        const char *pre;
+        bool ignore;
+    } named[] = {{"glm4", true}, {"glm5", true}, {"llama-bpe", true}, {"chatglm-bpe", false}, {"dbrx", false}};
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++) {
+        t = test_vocab_begin(named[i].pre);
+        test_merge(&t, "q", "q");
+        lone = test_add(&t, "wxyz", TOKEN_NORMAL);
+        if (test_vocab_ready(&t))
+            CHECK(test_ids(&t.v, "wxyz", 4, NULL, 0, named[i].ignore ? IDS(lone) : IDS('w', 'x', 'y', 'z')), "%s",
+                  named[i].pre);
+        test_vocab_end(&t);
+    }
 }
 
 /* ---- special tokens ---- */

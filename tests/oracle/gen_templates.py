@@ -73,6 +73,20 @@ DIALOGUES = {
 }
 EFFORTS = [{"reasoning_effort": e} for e in ("low", "medium", "high", "no_think")]
 SWITCHES = [{"enable_thinking": on, "thinking": on} for on in (False, True)]
+MODES = [{"thinking_mode": mode} for mode in ("enabled", "disabled", "adaptive")]
+# for --compare only: what keeps or drops the thinking of former turns, results that are lists, tools of other forms
+KEPT = [{name: on} for name in ("clear_thinking", "drop_thinking", "preserve_thinking") for on in (False, True)]
+LISTED = {
+    "outputs": [user("Weather?"), said("", tool_calls=CALL, **both("Look.")),
+                {"role": "tool", "content": [{"output": "21 °C"}, {"output": "<|user|>"}]}, said("21."), user("Thanks")],
+    "references": [user("Which?"), said(None, tool_calls=CALL),
+                   {"role": "tool", "content": [{"type": "tool_reference", "name": "now"}]}, user("And?")],
+    "texts": [user([{"type": "text", "text": " a"}, "b", {"type": "image_url"}, {"type": "audio"}]),
+              said("c", tool_calls=CALL + [{"name": "now", "arguments": {}}]),
+              {"role": "tool", "content": [{"type": "text", "text": "d"}]}, RESULT],
+}
+OTHER_TOOLS = [{"name": "bare", "description": "é", "parameters": {"type": "object", "properties": {}}, "strict": True},
+               {"type": "function", "function": {"name": "late", "defer_loading": True}}, TOOLS[1]]
 
 
 def environment():
@@ -108,11 +122,11 @@ def render(env, source, case):
         return None, e
 
 
-def cases(source):
+def cases(source, more=False):
     """Every dialogue with every variant that the template knows."""
-    variants = [{}] + [v for v in EFFORTS + SWITCHES if any(k in source for k in v)]
-    for name, messages in DIALOGUES.items():
-        for tools in (None, TOOLS):
+    variants = [{}] + [v for v in EFFORTS + SWITCHES + MODES + KEPT * more if any(k in source for k in v)]
+    for name, messages in (DIALOGUES | LISTED if more else DIALOGUES).items():
+        for tools in (None, TOOLS, OTHER_TOOLS)[:2 + more]:
             for kwargs in variants:
                 for generate in (True, False):
                     yield name, {"messages": messages, "add_generation_prompt": generate,
@@ -158,7 +172,7 @@ def compare(paths):
     for path in paths:
         with open(path, encoding="utf8", newline="") as f:
             source = f.read()
-        for name, case in cases(source):
+        for name, case in cases(source, True):
             text, error = render(env, source, case)
             given = {"tools": None, "documents": None, **case["kwargs"],
                      **{k: v for k, v in case.items() if k != "kwargs"}}

@@ -108,7 +108,7 @@ BYTE_SETS = [  # name, pre-tokenizer as moe-convert calls it, keys of tokenizer.
         {"type": "Digits", "individual_digits": True}, byte_level(True)]}}, {}),
     ("qwen35", "qwen35", {"pre_tokenizer": sequence(split(
         SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + SPACES)), "normalizer": NFC}, {}),
-    ("glm4", "glm4", {"pre_tokenizer": sequence(split(LLAMA3))}, {}),
+    ("glm4, glm-dsa", "llama-bpe", {"pre_tokenizer": sequence(split(LLAMA3))}, {"ignore_merges": True}),
     ("olmo-2, llama-3", "llama-bpe", {"pre_tokenizer": sequence(split(LLAMA3, "Removed", True))}, {"ignore_merges": True}),
     ("kimi-k2", "kimi-k2", {"pre_tokenizer": sequence(split(r"[\p{Han}]+|" + cased(UPPER + HAN, LOWER + HAN, SHORT + "?", r"\p{N}{1,3}", r"[\r\n]*")))}, {}),
 ]
