@@ -536,7 +536,8 @@ struct maxima {
     int n_head, head_k, head_v, q_lora, kv_lora, rope_dim;
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
     int gates;                                /* of heads */
-    int n_index, index_k, top_k, listed;      /* sparse attention; listed: blocks in all lists of a query */
+    int n_index, index_k, top_k;              /* sparse attention, */
+    size_t listed;                            /* and blocks in all lists of a query */
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
@@ -621,9 +622,10 @@ static inline const float *prediction_norm(const struct model *m, const struct l
     return layer->head_norm ? layer->head_norm : layer->last_norm ? layer->last_norm : m->output_norm;
 }
 
-/* What an indexer chooses for a query: lists of blocks, one for all heads or one for each KV head. */
+/* What an indexer chooses for a query: lists, one for all heads or one for each KV head; blocks of a list, of all. */
 static inline int attn_lists(const struct attn *a) { return a->kv_lora ? 1 : a->n_head_kv; }
 static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
+static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
@@ -1292,12 +1294,12 @@ struct rank {
     float *decay_beta; /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
     float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norm of each tile */
     float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
-    float *index_scores; /* (DECODE_MAX_TOKENS, attn_lists, blocks of keys) by the indexer */
-    int32_t
-        *chosen_keys; /* (chunk, attn_lists, attn_listed) ascending blocks of keys that a query sees, of a query whose
-                             context is longer than top_k */
-    float *partials;  /* partial results of a partitioned context */
-    float *logits;    /* (LOGIT_ROWS, n_vocab) */
+    /* of sparse attention: scores (DECODE_MAX_TOKENS, attn_lists, blocks of keys) by the indexer; (chunk, attn_lists,
+     * attn_listed) ascending blocks of keys that a query sees, of a query whose context is longer than top_k */
+    float *index_scores;
+    int32_t *chosen_keys;
+    float *partials;            /* partial results of a partitioned context */
+    float *logits;              /* (LOGIT_ROWS, n_vocab) */
     int32_t chosen[LOGIT_ROWS]; /* the tokens of `sample`, */
     int n_chosen;               /* and how many */
     uint8_t *scratch;           /* (n_threads, scratch_bytes) of each thread */
@@ -8030,7 +8032,7 @@ static void model_maxima(struct model *m) {
         x->n_index = int_max(x->n_index, a->n_index);
         x->index_k = int_max(x->index_k, a->index_k);
         x->top_k = int_max(x->top_k, a->top_k);
-        x->listed = int_max(x->listed, attn_lists(a) * attn_listed(a));
+        if (blocks_listed(a) > x->listed) x->listed = blocks_listed(a);
         x->values = int_max(x->values, layer->delta.n_value);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
@@ -12388,9 +12390,6 @@ static int keys_chosen(const struct attn *a, int pos) {
     return int_min(pos + 1, a->top_k - a->index_block + pos % a->index_block + 1);
 }
 
-/* Blocks in all lists of a query. */
-static size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
-
 /* Returns the position of key `at` of KV head `head`, and makes *n the number of keys that follow one another from it on,
  * itself among them, and no more than *n. */
 static int attend_position(const struct rank *r, const struct attend *a, int head, int at, int *n) {
@@ -13692,10 +13691,10 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     size_t scores = 0;
     for (int il = 0; il < model_blocks(m) && sparse; il++) {
         const struct attn *a = &m->layers[il].attn;
-        if (a->top_k) scores = size_max(scores, (size_t)(attn_lists(a) * ceil_by(n_ctx, a->index_block)));
+        if (a->top_k) scores = size_max(scores, (size_t)attn_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
     }
     r->index_scores = cpu_own(r, DECODE_MAX_TOKENS * scores, sizeof(float));
-    r->chosen_keys = cpu_own(r, sparse ? c * (size_t)x->listed : 0, sizeof *r->chosen_keys);
+    r->chosen_keys = cpu_own(r, sparse ? c * x->listed : 0, sizeof *r->chosen_keys);
     if (rank_is_root(m)) {
         r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
