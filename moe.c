@@ -601,7 +601,8 @@ struct maxima {
     int n_head, head_k, head_v, q_lora, kv_lora, rope_dim;
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
     int gates;                                /* of heads */
-    int n_index, index_k, top_k, listed;      /* sparse attention; listed: blocks in all lists of a query */
+    int n_index, index_k, top_k;              /* sparse attention, */
+    size_t listed;                            /* and blocks in all lists of a query */
     int compressed, index_compressed, groups; /* values that compressed keys are made of; results of groups of heads */
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
@@ -691,9 +692,10 @@ static inline const float *prediction_norm(const struct model *m, const struct l
     return layer->head_norm ? layer->head_norm : layer->last_norm ? layer->last_norm : m->output_norm;
 }
 
-/* What an indexer chooses for a query: lists of blocks, one for all heads or one for each KV head. */
+/* What an indexer chooses for a query: lists, one for all heads or one for each KV head; blocks of a list, of all. */
 static inline int attn_lists(const struct attn *a) { return a->kv_lora ? 1 : a->n_head_kv; }
 static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
+static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
@@ -1441,12 +1443,12 @@ struct rank {
     float *decay_beta; /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
     float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norm of each tile */
     float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
-    float *index_scores; /* (DECODE_MAX_TOKENS, attn_lists, blocks of keys) by the indexer */
-    int32_t
-        *chosen_keys; /* (chunk, attn_lists, attn_listed) ascending blocks of keys that a query sees, of a query whose
-                             context is longer than top_k */
-    float *partials;  /* partial results of a partitioned context */
-    float *logits;    /* (LOGIT_ROWS, n_vocab) */
+    /* of sparse attention: scores (DECODE_MAX_TOKENS, attn_lists, blocks of keys) by the indexer; (chunk, attn_lists,
+     * attn_listed) ascending blocks of keys that a query sees, of a query whose context is longer than top_k */
+    float *index_scores;
+    int32_t *chosen_keys;
+    float *partials;            /* partial results of a partitioned context */
+    float *logits;              /* (LOGIT_ROWS, n_vocab) */
     int32_t chosen[LOGIT_ROWS]; /* the tokens of `sample`, */
     int n_chosen;               /* and how many */
     uint8_t *scratch;           /* (n_threads, scratch_bytes) of each thread */
@@ -8303,7 +8305,7 @@ static void model_maxima(struct model *m) {
         x->n_index = int_max(x->n_index, a->n_index);
         x->index_k = int_max(x->index_k, a->index_k);
         x->top_k = int_max(x->top_k, a->top_k);
-        x->listed = int_max(x->listed, attn_lists(a) * attn_listed(a));
+        if (blocks_listed(a) > x->listed) x->listed = blocks_listed(a);
         x->compressed = int_max(x->compressed, layer_dim(m, layer, DIM_COMPRESSED));
         x->index_compressed = int_max(x->index_compressed, layer_dim(m, layer, DIM_INDEX_COMPRESSED));
         x->groups = int_max(x->groups, layer_dim(m, layer, DIM_GROUPS_OUT));
@@ -12907,9 +12909,6 @@ static int keys_listed(const struct attend *a, const struct attn *shape, int pos
 /* Whether keys are numbered so. */
 static bool attend_listed(const struct attend *a) { return a->chosen || a->kind == ATTEND_SHARED; }
 
-/* Blocks in all lists of a query. */
-static size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
-
 /* Returns the position of key `at` of KV head `head`, and makes *n the number of keys that follow one another from it on,
  * itself among them, and no more than *n. */
 static int attend_position(const struct rank *r, const struct attend *a, int head, int at, int *n) {
@@ -14407,10 +14406,10 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     size_t scores = 0;
     for (int il = 0; il < model_blocks(m) && sparse; il++) {
         const struct attn *a = &m->layers[il].attn;
-        if (a->top_k) scores = size_max(scores, (size_t)(attn_lists(a) * ceil_by(n_ctx, a->index_block)));
+        if (a->top_k) scores = size_max(scores, (size_t)attn_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
     }
     r->index_scores = cpu_own(r, DECODE_MAX_TOKENS * scores, sizeof(float));
-    r->chosen_keys = cpu_own(r, sparse ? c * (size_t)x->listed : 0, sizeof *r->chosen_keys);
+    r->chosen_keys = cpu_own(r, sparse ? c * x->listed : 0, sizeof *r->chosen_keys);
     if (rank_is_root(m)) {
         r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);

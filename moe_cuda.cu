@@ -319,7 +319,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].has & HAS_ROW_NORM && shard->n_rank > 1 && d.n > d.decode)
             d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
-    d.listed = (size_t)m->max.listed;
+    d.listed = m->max.listed;
     d.scores = d.listed ? INDEX_SCORES : 0;
     d.joins = (d.listed && !d.latent ? d.decode : 2) * d.heads;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
@@ -4736,6 +4736,12 @@ static size_t index_queries(int n_index, int width, int tokens) {
 __host__ __device__ constexpr int index_part(int block) { return block < INDEX_KEYS ? block : (int)INDEX_KEYS; }
 __host__ __device__ constexpr int index_parts(int block) { return block / index_part(block); }
 
+/* Scores of a list in a context of n_ctx tokens: of keys, or of parts of blocks. */
+static int index_scores_of(const struct layer *layer, int n_ctx) {
+    const int part = layer->has & HAS_GQA ? index_part(layer->attn.index_block) : 1;
+    return (n_ctx + part - 1) / part;
+}
+
 /* Products of 16 queries and INDEX_KEYS keys of `width` values by one warp. */
 template <int WIDTH, int FP8>
 struct index_tile {
@@ -6962,7 +6968,7 @@ static void cuda_select_keys(struct rank *r, int il) {
     a.listed = attn_listed(&shape);
     a.block = shape.index_block;
     a.local = shape.index_local;
-    a.n_scores = (int)ceil_div(r->n_ctx, blocks ? index_part(a.block) : 1);
+    a.n_scores = index_scores_of(layer, r->n_ctx);
     profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
     LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
     index_kernel *const index_scores = index_find(width, a.rope.kp.type == KV_FP8, blocks);
@@ -8120,9 +8126,15 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
         rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB%s",
                   (double)free / 0x1p30, (double)r->bytes / 0x1p30,
                   m->n_prediction ? "; --spec-type none leaves out the prediction layer" : "");
-    if (!c->failed && m->max.top_k && r->n_ctx > INDEX_SCORES)
-        rank_fail(r, "a context of %d tokens: an indexer on a GPU chooses among %d at most; use a smaller -c", r->n_ctx,
-                  (int)INDEX_SCORES);
+    for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
+        const struct layer *layer = &m->layers[il];
+        const int lists = attn_lists(&layer->attn);
+        if ((layer->has & HAS_INDEXER) && index_scores_of(layer, r->n_ctx) > INDEX_SCORES / lists)
+            rank_fail(r,
+                      "a context of %d tokens: an indexer on a GPU chooses among %d scores at most, for each of %d "
+                      "lists; use a smaller -c",
+                      r->n_ctx, INDEX_SCORES / lists, lists);
+    }
     rank_agree(r);
     c->sizes.chunk = r->chunk;
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);

@@ -1883,12 +1883,18 @@ static void read_minimax_m2(void) {
     expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
     expect(c, "shared_intermediate_size", get_int(c, "shared_intermediate_size", 0, INT32_MAX, 0) == 0, "0");
 }
-static const struct renaming mixtral_names[] = {
+/* Of Mixtral and MiniMax; indexers and shared experts are those of MiniMax-M3. */
+static const struct renaming minimax_names[] = {
+    {"self_attn.indexer.q_proj", "self_attn.index_q_proj", EVERYWHERE},
+    {"self_attn.indexer.k_proj", "self_attn.index_k_proj", EVERYWHERE},
+    {"self_attn.indexer.q_norm", "self_attn.index_q_norm", EVERYWHERE},
+    {"self_attn.indexer.k_norm", "self_attn.index_k_norm", EVERYWHERE},
     {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.w1", EVERYWHERE},
     {"mlp.experts.*.up_proj", "block_sparse_moe.experts.*.w3", EVERYWHERE},
     {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.w2", EVERYWHERE},
     {"mlp.gate.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias", EVERYWHERE},
     {"mlp.gate", "block_sparse_moe.gate", EVERYWHERE},
+    {"mlp.shared_experts", "block_sparse_moe.shared_experts", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of Mixtral (arXiv 2401.04088). GGUF's llama has no key for a window. */
@@ -2222,18 +2228,6 @@ static void read_minimax_m3(void) {
     expect(c, "swiglu_alpha", get_num(c, "swiglu_alpha", 1.702) == 1.702, "1.702");
     expect(c, "swiglu_beta", get_num(c, "swiglu_beta", 1) == 1, "1");
 }
-static const struct renaming minimax_m3_names[] = {
-    {"self_attn.indexer.q_proj", "self_attn.index_q_proj", EVERYWHERE},
-    {"self_attn.indexer.k_proj", "self_attn.index_k_proj", EVERYWHERE},
-    {"self_attn.indexer.q_norm", "self_attn.index_q_norm", EVERYWHERE},
-    {"self_attn.indexer.k_norm", "self_attn.index_k_norm", EVERYWHERE},
-    {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.w1", EVERYWHERE},
-    {"mlp.experts.*.up_proj", "block_sparse_moe.experts.*.w3", EVERYWHERE},
-    {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.w2", EVERYWHERE},
-    {"mlp.gate.e_score_correction_bias", "block_sparse_moe.e_score_correction_bias", EVERYWHERE},
-    {"mlp.gate", "block_sparse_moe.gate", EVERYWHERE},
-    {"mlp.shared_experts", "block_sparse_moe.shared_experts", EVERYWHERE},
-    {NULL, NULL, EVERYWHERE}};
 
 /* The one table of families. */
 static const struct {
@@ -2270,23 +2264,23 @@ static const struct {
     {.type = "minimax_m2",
      .arch = "minimax-m2",
      .read = read_minimax_m2,
-     .renaming = mixtral_names,
+     .renaming = minimax_names,
      .width = "intermediate_size"},
     {.type = "minimax_m3",
      .wrapper = "minimax_m3_vl",
      .arch = "minimax-m3",
      .read = read_minimax_m3,
-     .renaming = minimax_m3_names,
+     .renaming = minimax_names,
      .width = "intermediate_size",
      .act = "swigluoai"},
     {.type = "minimax_m3_vl_text",
      .wrapper = "minimax_m3_vl",
      .arch = "minimax-m3",
      .read = read_minimax_m3,
-     .renaming = minimax_m3_names,
+     .renaming = minimax_names,
      .width = "intermediate_size",
      .act = "swigluoai"},
-    {.type = "mixtral", .arch = "llama", .read = read_mixtral, .renaming = mixtral_names, .width = "intermediate_size"},
+    {.type = "mixtral", .arch = "llama", .read = read_mixtral, .renaming = minimax_names, .width = "intermediate_size"},
     {.type = "olmoe", .arch = "olmoe", .read = read_olmoe, .width = "intermediate_size"},
     {.type = "qwen2_moe", .arch = "qwen2moe", .read = read_qwen2_moe, .renaming = shared_expert_names},
     {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .read = read_ernie, .renaming = ernie_names, .top_k = "moe_k"},
