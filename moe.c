@@ -697,6 +697,9 @@ static inline int attn_lists(const struct attn *a) { return a->kv_lora ? 1 : a->
 static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
 static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
+/* Values of a row that a pipeline stage hands to the next. */
+static inline int hidden_width(const struct model *m) { return m->n_stream ? m->n_stream * m->n_embd : m->n_embd; }
+
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
 }
@@ -991,6 +994,14 @@ struct profile_row {
     /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
        writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
     X(void, mla_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))       \
+    /* what attention of one KV head needs of layer il: norms and rotates the heads of q and the key in kv, and rotates \
+       the indexer's queries in A_IQ; writes the key to the window, the compressed keys that the batch completes, from \
+       A_CK, A_CG, A_ICK and A_ICG, and rows of these to their rings. Overwrites q, kv and A_IQ */                     \
+    X(void, shared_store, (struct rank *r, int il, enum act q, enum act kv), (r, il, q, kv))                           \
+    /* out = attention of one KV head over window and compressed keys of layer il, rotated back */                     \
+    X(void, shared_attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                     \
+    /* out = wo_a of layer il times the groups of heads in x */                                                        \
+    X(void, group_linear, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                         \
     /* x += the deltas as in projections; out = the feed-forward of layer il of norm(x): dense SwiGLU, or router,      \
        routed experts and shared expert. Overwrites A_H */                                                             \
     X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
@@ -1041,19 +1052,8 @@ struct profile_row {
     /* frees what the rank holds */                                                                                    \
     X(void, close, (struct rank *r), (r))
 
-/* Operations that only enqueue work and that GPUs do not have: they refuse models whose forward needs them. */
-#define CPU_ONLY_OPS(X)                                                                                                \
-    /* writes the keys that the batch completes to the compressed planes of layer il, from A_CK, A_CG, A_ICK and A_ICG,    \
-       and these rows to its rings */                                                                                  \
-    X(void, compress, (struct rank *r, int il), (r, il))                                                               \
-    /* out = attention of one KV head over window and compressed keys of layer il: norms the heads of q and the key in \
-       kv, rotates, writes the key to the cache, rotates the result back. Overwrites q and kv */                       \
-    X(void, shared_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))    \
-    /* out = wo_a of layer il times the groups of heads in x */                                                        \
-    X(void, group_linear, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))
 /* clang-format on */
-#define GPU_OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
-#define OPS(X)     GPU_OPS(X) CPU_ONLY_OPS(X)
+#define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
 
 /* A forward has two all-reduces per layer. Returns what the i-th follows. */
 enum { ALL_REDUCES_PER_LAYER = 2 };
@@ -13445,10 +13445,8 @@ static void index_store(struct rank *r, int il) {
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
         float *w = act_row(r, A_IW, t);
-        for (int h = 0; h < a->n_index && layer->has & HAS_SHARED_KV; h++)
-            rope_pairs(act_row(r, A_IQ, t) + (h + 1) * n - dim, c, s, dim);
         if (layer->has & (HAS_MLA | HAS_SHARED_KV)) r->k->scale(w, unit, w, a->n_index);
-        if (layer->has & HAS_SHARED_KV) continue; /* the compressor makes its keys */
+        if (layer->has & HAS_SHARED_KV) continue; /* shared_store has done the rest */
         float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
         else r->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
@@ -13616,7 +13614,8 @@ static void compress_key(struct rank *r, int il, const struct compress *c, int k
     kv_store(r->k, c->keys, key, sum);
 }
 
-static void cpu_compress(struct rank *r, int il) {
+/* Writes the compressed keys that the batch completes, and then rows for those to come. */
+static void compress_batch(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
     const struct plane *p = r->planes[il];
@@ -13634,15 +13633,13 @@ static void cpu_compress(struct rank *r, int il) {
         memcpy(row, act_row(r, c->value, t), (size_t)wide * sizeof *row);
         memcpy(row + wide, act_row(r, c->gate, t), (size_t)wide * sizeof *row);
     }
-    op_end(0, "compressed keys");
 }
 
-static void cpu_shared_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
+static void cpu_shared_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const struct attn *shape = &layer->attn;
-    const struct rope *rope = &m->ropes[shape->rope];
-    const int d = shape->head_k, dim = rope->dim, dense = tokens_dense(r, shape);
+    const int d = shape->head_k, dim = m->ropes[shape->rope].dim, wide = shape->index_k;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cos[shape->rope] + t * (dim / 2), *s = r->sin[shape->rope] + t * (dim / 2);
         float *key = act_row(r, kv, t);
@@ -13651,11 +13648,20 @@ static void cpu_shared_attention(struct rank *r, int il, enum act q, enum act kv
             r->k->scale(x, 1.0f / sqrtf(r->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
             rope_pairs(x + d - dim, c, s, dim);
         }
+        for (int h = 0; h < shape->n_index && layer->has & HAS_INDEXER; h++)
+            rope_pairs(act_row(r, A_IQ, t) + (h + 1) * wide - dim, c, s, dim);
         r->k->rmsnorm(key, layer->kv_a_norm, m->rms_eps, key, d);
         rope_pairs(key + d - dim, c, s, dim);
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, key);
     }
+    if (layer->has & HAS_COMPRESSED) compress_batch(r, il);
     op_end(0, "rotation, cache");
+}
+
+static void cpu_shared_attention(struct rank *r, int il, enum act q, enum act out) {
+    const struct model *m = r->m;
+    const struct attn *shape = &m->layers[il].attn;
+    const int d = shape->head_k, dim = m->ropes[shape->rope].dim, dense = tokens_dense(r, shape);
     if (!shape->n_head) return;
     struct attend a = {.kind = ATTEND_SHARED,
                        .il = il,
@@ -14542,9 +14548,9 @@ static void forward_shared_half(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     o->projections(r, il, A_X, forward_delta(il));
     o->queries(r, il);
-    if (layer->has & HAS_COMPRESSED) o->compress(r, il);
+    o->shared_store(r, il, A_Q, A_K);
     if (layer->has & HAS_INDEXER) o->select_keys(r, il);
-    o->shared_attention(r, il, A_Q, A_K, A_ATT);
+    o->shared_attention(r, il, A_Q, A_ATT);
     o->group_linear(r, il, A_ATT, A_GROUPS);
     o->linear(r, &layer->wo, A_GROUPS, A_OUT);
 }
@@ -21728,8 +21734,7 @@ static void info_indexer(const struct model *m, int first) {
         printf("a query sees the keys chosen in the layer before\n");
         return;
     }
-    printf("%d heads of %d, a query sees %d %skeys", a->n_index, a->index_k, a->top_k,
-           a->ratio ? "compressed " : "");
+    printf("%d heads of %d, a query sees %d %skeys", a->n_index, a->index_k, a->top_k, a->ratio ? "compressed " : "");
     if (a->index_block > 1) printf(" in blocks of %d", a->index_block);
     putchar('\n');
 }

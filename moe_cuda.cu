@@ -223,7 +223,11 @@ enum {
     FUSED_NORM_MAX = FUSED_NORM_VECS * 4 * NORM_THREADS, /* values of a row, */
     FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and of all rows at most */
     INDEX_SCORES = 1 << 22,                              /* scores of the indexer at once: limits the context */
-    AHEAD_SHARE = 4 /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
+    AHEAD_SHARE = 4,      /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
+    GPU_STREAMS = 4,      /* streams of residuals, */
+    STREAM_WIDTH = 8192,  /* of so many values at most */
+    STREAM_COLUMNS = 256, /* columns of a block of k_streams_mix */
+    STREAM_SUMS = 32 /* sums that it leaves for a token, of which at most (2 + GPU_STREAMS) * GPU_STREAMS + 1 count */
 };
 
 /* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
@@ -266,12 +270,14 @@ struct gpu_dims {
     size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
     size_t scores, listed;  /* scores of the indexer at once; blocks of keys in the lists of a query, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
+    size_t streams;         /* sums of a token's streams, or 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    return m->n_stream ? "streams of residuals (hyper-connections)" : NULL;
+    if (m->n_stream && m->n_stream != GPU_STREAMS) return "other than four streams of residuals (hyper-connections)";
+    return m->n_stream && m->n_embd > STREAM_WIDTH ? "streams of residuals of more than 8192 values" : NULL;
 }
 
 static inline size_t gpu_larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -322,6 +328,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.listed = m->max.listed;
     d.scores = d.listed ? INDEX_SCORES : 0;
     d.joins = (d.listed && !d.latent ? d.decode : 2) * d.heads;
+    d.streams = m->n_stream ? (d.embd + STREAM_COLUMNS - 1) / STREAM_COLUMNS * STREAM_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
@@ -355,6 +362,14 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_IK], float, d.n * d.act[A_IK])                                                      \
     X(x32[A_IW], float, d.n * d.act[A_IW])                                                      \
     X(x16[A_IQ], uint16_t, d.n * d.act[A_IQ])                                                   \
+    X(x32[A_CK], float, d.n * d.act[A_CK])                                                      \
+    X(x32[A_CG], float, d.n * d.act[A_CG])                                                      \
+    X(x32[A_ICK], float, d.n * d.act[A_ICK])                                                    \
+    X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                    \
+    X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                           \
+    X(x32[A_STREAMS], float, d.n * d.act[A_STREAMS])                                            \
+    X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                    \
+    X(stream_sums, float, d.n * d.streams)                                                      \
     X(index_scores, float, d.scores)                                                            \
     X(chosen_keys, int32_t, d.n * d.listed)                                                     \
     X(final, float, d.final * d.embd)                                                           \
@@ -419,7 +434,7 @@ struct mailbox {
     uint32_t *token_flag;  /* tokens that have come from the root */
     int32_t *token;        /* (4) the latest, and three zeros */
     float *slot;           /* (2, n_rank, ALLREDUCE_SLOT) deltas; for several ranks */
-    float *x;              /* (chunk, n_embd) hidden states from the stage before */
+    float *x;              /* (chunk, hidden_width) hidden states from the stage before */
     float *logits;         /* (LOGIT_ROWS, logits_stride) of all ranks of the last stage, in the root of several */
 };
 
@@ -439,7 +454,7 @@ static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const stru
     PLACE(token_flag, uint32_t, 1)
     PLACE(token, int32_t, 4)
     PLACE(slot, float, n > 1 ? 2 * n * ALLREDUCE_SLOT : 0)
-    PLACE(x, float, shard.stage ? (size_t)s.chunk *(size_t)m->n_embd : 0)
+    PLACE(x, float, shard.stage ? (size_t)s.chunk *(size_t)hidden_width(m) : 0)
     PLACE(logits, float, root ? LOGIT_ROWS *logits_stride(m->n_vocab) : 0)
 #undef PLACE
     return at;
@@ -1184,18 +1199,20 @@ struct rope_tables {
     int n;
 };
 
-/* x (n_tok, n_embd) F32 = rows of the embedding; skipped if w is empty. An id of -1, where the host has to choose,
- * counts as 0: the forward is thrown away. Fills in the tables of the model's rotations.
+/* x (n_tok, copies, n_embd) F32 = rows of the embedding; skipped if w is empty. An id of -1, where the host has to
+ * choose, counts as 0: the forward is thrown away. Fills in the tables of the model's rotations.
  * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
  * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_embed(struct device_matrix w, const int32_t *tokens, const struct batch *b, float *x,
+    k_embed(struct device_matrix w, const int32_t *tokens, const struct batch *b, float *x, int copies,
             const __grid_constant__ struct rope_tables ropes) {
     grid_dependency_launch();
     grid_dependency_wait();
     int t = blockIdx.x;
-    for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS)
-        x[(size_t)t * w.n_in + i] = device_matrix_value(w, max(tokens[t], 0), i);
+    for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) {
+        const float v = device_matrix_value(w, max(tokens[t], 0), i);
+        for (int k = 0; k < copies; k++) x[((size_t)t * copies + k) * w.n_in + i] = v;
+    }
     UNROLL_BY(1) for (int k = 0; k < ropes.n; k++) {
         const struct rope_table &r = ropes.table[k];
         for (int i = threadIdx.x; i < r.n; i += ROW_THREADS) {
@@ -1293,9 +1310,9 @@ enum delta_source {
 };
 
 struct norm_args {
-    const float *x;      /* (n_tok, n) residual stream; n <= NORM_MAX, n % 4 == 0 */
-    float *sum;          /* (n_tok, n) x + delta; may be x */
-    const void *delta;   /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
+    const float *x;    /* (n_tok, n) residual stream; n <= NORM_MAX, n % 4 == 0; not DELTA_OWN: NULL stands for zeros */
+    float *sum;        /* (n_tok, n) x + delta; may be x */
+    const void *delta; /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
     const float *weight; /* (n); NULL: add only */
     float eps;
     int n, n_tok;
@@ -1391,7 +1408,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
     }
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x) {
         const size_t row = (size_t)t * (size_t)n;
-        norm_load(v, a.x + row, n);
+        norm_load(v, a.x + row, SOURCE == DELTA_OWN || a.x ? n : 0);
         UNROLL for (int u = 0; u < VECS; u++) {
             const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
             if (a.delta && i < n) d[u] = delta_at<SOURCE>(a, seq, t, i);
@@ -1480,6 +1497,200 @@ __global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(const __grid_
         *(uint2 *)(a.out + (size_t)t * a.out_stride + (size_t)(column - a.from)) =
             make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
     }
+}
+
+/* ============================================================================================================
+ * Streams of residuals
+ *
+ * Hyper-connections (DeepSeek-V4), see streams_mix of moe.c. k_streams_mix takes the result of a half of a layer into the
+ * streams, and multiplies them by the rows of `fn`; k_streams_norm makes coefficients of the products, and the next half's
+ * input. The residual stays in F32.
+ * ============================================================================================================ */
+
+enum { STREAM_ROWS = (2 + GPU_STREAMS) * GPU_STREAMS, STREAM_TOKENS = 16 /* of a block of k_streams_mix at most */ };
+
+struct streams_args {
+    float *streams;            /* (n_tok, GPU_STREAMS, n) */
+    const float *delta;        /* (n_tok, n); NULL: none */
+    float *mix;                /* (n_tok, STREAM_ROWS + 1) coefficients, which k_streams_norm makes for the next mix */
+    const float *fn;           /* (n_row, GPU_STREAMS * n); NULL: nothing is multiplied */
+    const float *base, *scale; /* as in struct hyper */
+    float *sums;               /* (n_tok, blocks, STREAM_SUMS): products with the rows, 0, .., squares at STREAM_ROWS */
+    int n_row, n, n_tok, n_sinkhorn;
+    float eps, stream_eps;
+    const float *weight; /* (n) of the norm; NULL: the streams' sum is stored without one, to x */
+    uint16_t *h16;       /* (n_tok, n) the norm, */
+    float *h32;          /* in F32, too */
+    float *x;
+    struct ahead ahead;
+};
+
+/* Adds v[i] over the lanes of a warp: lane i gets the sum of v[i]. */
+DEVICE float warp_sums(float (&v)[32]) {
+    const int lane = threadIdx.x & 31;
+    UNROLL for (int o = 16; o; o >>= 1) UNROLL for (int i = 0; i < o; i++) {
+        const bool high = lane & o;
+        const float sent = high ? v[i] : v[i + o], kept = high ? v[i + o] : v[i];
+        v[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, sent, o);
+    }
+    return v[0];
+}
+
+/* streams = post * delta + mix^T streams, and the sums of their products with fn.
+ * Grid: (ceil(n / STREAM_COLUMNS), any), block: STREAM_COLUMNS, a thread per column, with its column of fn in registers.
+ * Moves 36 bytes per column and token, and reads fn once per block row, before the kernel in front has ended. */
+__global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_constant__ struct streams_args a) {
+    SHARED(float, part, STREAM_TOKENS *(STREAM_COLUMNS / WARP) * STREAM_SUMS);
+    grid_dependency_launch();
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, col = (int)blockIdx.x * STREAM_COLUMNS + tid;
+    const bool in = col < a.n;
+    float w[STREAM_ROWS][GPU_STREAMS];
+    UNROLL for (int i = 0; i < STREAM_ROWS; i++) UNROLL for (int j = 0; j < GPU_STREAMS; j++) w[i][j] =
+        in && i < a.n_row ? a.fn[(size_t)(i * GPU_STREAMS + j) * (size_t)a.n + (size_t)col] : 0.0f;
+    grid_dependency_wait();
+    for (int first = (int)blockIdx.y * STREAM_TOKENS; first < a.n_tok; first += (int)gridDim.y * STREAM_TOKENS) {
+        const int some = min(a.n_tok - first, (int)STREAM_TOKENS);
+        UNROLL_BY(1) for (int t = 0; t < some; t++) {
+            float *row = a.streams + (size_t)(first + t) * (size_t)(GPU_STREAMS * a.n) + col, x[GPU_STREAMS],
+                  v[32] = {};
+            UNROLL for (int j = 0; j < GPU_STREAMS; j++) x[j] = in ? row[(size_t)j * (size_t)a.n] : 0.0f;
+            if (a.delta) {
+                const float y = in ? a.delta[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
+                const float *post = a.mix + (size_t)(first + t) * (STREAM_ROWS + 1) + GPU_STREAMS;
+                const float *mix = post + GPU_STREAMS;
+                float to[GPU_STREAMS];
+                UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
+                    to[k] = post[k] * y;
+                    UNROLL for (int j = 0; j < GPU_STREAMS; j++) to[k] = fmaf(mix[j * GPU_STREAMS + k], x[j], to[k]);
+                }
+                UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
+                    x[k] = to[k];
+                    if (in) row[(size_t)k * (size_t)a.n] = to[k];
+                }
+            }
+            UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
+                UNROLL for (int i = 0; i < STREAM_ROWS; i++) v[i] = fmaf(w[i][j], x[j], v[i]);
+                v[STREAM_ROWS] = fmaf(x[j], x[j], v[STREAM_ROWS]);
+            }
+            part[(t * (STREAM_COLUMNS / WARP) + warp) * STREAM_SUMS + lane] = warp_sums(v);
+        }
+        __syncthreads(); /* the sums of all warps are written */
+        for (int i = tid; i < some * STREAM_SUMS && a.n_row; i += STREAM_COLUMNS) {
+            const int t = i / STREAM_SUMS;
+            float s = 0;
+            for (int k = 0; k < STREAM_COLUMNS / WARP; k++)
+                s += part[(t * (STREAM_COLUMNS / WARP) + k) * STREAM_SUMS + i % STREAM_SUMS];
+            a.sums[((size_t)(first + t) * gridDim.x + blockIdx.x) * STREAM_SUMS + i % STREAM_SUMS] = s;
+        }
+        __syncthreads(); /* the sums have been read */
+    }
+}
+
+/* Makes the mix doubly stochastic. */
+DEVICE void sinkhorn(float (&m)[GPU_STREAMS][GPU_STREAMS], int n_sinkhorn, float eps) {
+    UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
+        float top = m[j][0], sum = 0;
+        UNROLL for (int k = 1; k < GPU_STREAMS; k++) top = fmaxf(top, m[j][k]);
+        UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += m[j][k] = expf(m[j][k] - top);
+        UNROLL for (int k = 0; k < GPU_STREAMS; k++) m[j][k] = m[j][k] / sum + eps;
+    }
+    auto columns = [&] {
+        UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
+            float sum = eps;
+            UNROLL for (int j = 0; j < GPU_STREAMS; j++) sum += m[j][k];
+            const float f = __fdividef(1.0f, sum);
+            UNROLL for (int j = 0; j < GPU_STREAMS; j++) m[j][k] *= f;
+        }
+    };
+    columns();
+    UNROLL_BY(1) for (int i = 1; i < n_sinkhorn; i++) {
+        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
+            float sum = eps;
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += m[j][k];
+            const float f = __fdividef(1.0f, sum);
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) m[j][k] *= f;
+        }
+        columns();
+    }
+}
+
+/* Coefficients of the sums of n_part blocks; then the streams' weighted sum, and its norm.
+ * Grid: n_tok, block: NORM_THREADS. One token: some 4 us, half of them for the coefficients. Many: reads 16 bytes per
+ * column. */
+template <int VECS>
+__global__ void __launch_bounds__(NORM_THREADS, 1)
+    k_streams_norm(const __grid_constant__ struct streams_args a, int n_part) {
+    SHARED(float, part, NORM_THREADS / WARP * STREAM_SUMS);
+    SHARED(float, row, STREAM_SUMS);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = blockIdx.x, n = a.n;
+    float4 w[VECS], v[VECS];
+    grid_dependency_launch();
+    if (a.weight) norm_load(w, a.weight, n);
+    const float base = lane < a.n_row ? a.base[lane] : 0.0f;
+    const float scale = lane < a.n_row ? a.scale[lane < GPU_STREAMS ? 0 : lane < 2 * GPU_STREAMS ? 1 : 2] : 0.0f;
+    ahead_request(a.ahead);
+    grid_dependency_wait();
+    float s = 0;
+    UNROLL_BY(4)
+    for (int i = warp; i < n_part; i += NORM_THREADS / WARP)
+        s += a.sums[((size_t)t * (size_t)n_part + (size_t)i) * STREAM_SUMS + lane];
+    part[warp * STREAM_SUMS + lane] = s;
+    __syncthreads(); /* the sums of all warps are written */
+    if (!warp) {
+        s = 0;
+        for (int k = 0; k < NORM_THREADS / WARP; k++) s += part[k * STREAM_SUMS + lane];
+        const float square = __shfl_sync(0xFFFFFFFFu, s, STREAM_ROWS);
+        s = fmaf(s * rsqrtf(square / (float)(GPU_STREAMS * n) + a.eps), scale, base);
+        if (lane < GPU_STREAMS) s = 1.0f / (1.0f + expf(-s)) + a.stream_eps;
+        else if (lane < 2 * GPU_STREAMS) s = 2.0f / (1.0f + expf(-s));
+        row[lane] = s;
+        __syncwarp(); /* the row is written */
+        if (a.n_row == STREAM_ROWS) {
+            float m[GPU_STREAMS][GPU_STREAMS];
+            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) m[i / GPU_STREAMS][i % GPU_STREAMS] =
+                row[2 * GPU_STREAMS + i];
+            sinkhorn(m, a.n_sinkhorn, a.stream_eps);
+            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) if (lane == 2 * GPU_STREAMS + i) s =
+                m[i / GPU_STREAMS][i % GPU_STREAMS];
+            if (lane < STREAM_ROWS) a.mix[(size_t)t * (STREAM_ROWS + 1) + lane] = s;
+        }
+    }
+    __syncthreads(); /* the row is complete */
+    const float *streams = a.streams + (size_t)t * (size_t)(GPU_STREAMS * n);
+    UNROLL for (int u = 0; u < VECS; u++) v[u] = make_float4(0, 0, 0, 0);
+    UNROLL_BY(VECS <= 4 ? GPU_STREAMS : 1) for (int j = 0; j < GPU_STREAMS; j++) {
+        const float f = row[j];
+        UNROLL for (int u = 0; u < VECS; u++) {
+            const int i = 4 * (tid + NORM_THREADS * u);
+            if (i >= n) continue;
+            const float4 x = *(const float4 *)(streams + (size_t)j * (size_t)n + i);
+            v[u] = make_float4(fmaf(f, x.x, v[u].x), fmaf(f, x.y, v[u].y), fmaf(f, x.z, v[u].z), fmaf(f, x.w, v[u].w));
+        }
+    }
+    const float f = a.weight ? norm_factor(v, n, a.eps) : 1.0f;
+    UNROLL for (int u = 0; u < VECS; u++) {
+        const int i = 4 * (tid + NORM_THREADS * u);
+        const size_t at = (size_t)t * (size_t)n + (size_t)i;
+        if (i >= n) continue;
+        if (!a.weight) {
+            *(float4 *)(a.x + at) = v[u];
+            continue;
+        }
+        const float4 y = norm_value(v[u], f, w[u]);
+        *(uint2 *)(a.h16 + at) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+        *(float4 *)(a.h32 + at) = y;
+    }
+}
+
+/* Launches both, the second where there is something to multiply. */
+static void streams_launch(const struct streams_args *a, cudaStream_t s) {
+    const unsigned blocks = (unsigned)((a->n + STREAM_COLUMNS - 1) / STREAM_COLUMNS);
+    const unsigned rows = (unsigned)((a->n_tok + STREAM_TOKENS - 1) / STREAM_TOKENS);
+    LAUNCH_PDL(k_streams_mix, dim3(blocks, rows), STREAM_COLUMNS, 0, s, *a);
+    if (!a->n_row) return;
+    if (a->n <= 4 * 4 * NORM_THREADS)
+        LAUNCH_PDL(k_streams_norm<4>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
+    else LAUNCH_PDL(k_streams_norm<8>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
 }
 
 /* ============================================================================================================
@@ -1656,29 +1867,33 @@ struct linear_args {
     size_t x_stride;
     struct norm_input norm; /* with NORM: what x is */
     struct ahead ahead;     /* without NORM */
+    /* with GROUPS there is one matrix for each group of x; the results, y16 (n_tok, n_group * n_out), have the stride
+     * y_stride[0] */
+    uint16_t *y16;
 };
 
 /* Halves from row to row of the norm in shared memory: whole tiles, and neighboring rows half a set of banks apart. */
 __host__ __device__ inline int linear_stride(const struct linear_args &p) { return p.w[0].n_kt * TILE_COLS + 32; }
 
-/* y[i] = w[i] x + bias for each of up to six matrices. NORM: x is first normed, for up to 8 tokens.
- * Grid: rows of tiles of all matrices, block: 256. Reads every tile once, and per block n_tok rows of x from L2.
+/* y[i] = w[i] x + bias for each of up to LINEAR_MAX matrices. NORM: x is first normed, for up to 8 tokens. GROUPS: y16 = the
+ * products of the groups of x, n_in values each, with the w[0] of each group.
+ * Grid: (rows of tiles of all matrices, groups), block: 256. Reads every tile once, and per block n_tok rows of x from L2.
  * Memory-bound: a block has 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy bandwidth for matrices of 8
  * MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s for FP4. A warp requests its first tiles before the
  * kernel in front has ended. */
-template <int NT, bool NORM>
+template <int NT, bool NORM, bool GROUPS>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_constant__ struct linear_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
     DYN_SMEM(uint16_t, normed); /* NORM: (n_tok, linear_stride) */
     grid_dependency_launch();
-    const int warp = threadIdx.x >> 5;
+    const int warp = threadIdx.x >> 5, group = GROUPS ? (int)blockIdx.y : 0;
     int rt = blockIdx.x, m = 0;
-    while (rt >= p.w[m].n_rt) rt -= p.w[m++].n_rt;
+    while (!GROUPS && rt >= p.w[m].n_rt) rt -= p.w[m++].n_rt;
     const struct device_matrix &w = p.w[m];
     const int k0 = w.n_kt * warp / GEMV_WARPS, k1 = w.n_kt * (warp + 1) / GEMV_WARPS;
     const int stride = linear_stride(p);
-    const struct gemv_one one = {tile_index(w, 0, rt), NORM ? normed : p.x, NORM ? (size_t)stride : p.x_stride,
-                                 p.n_tok};
+    const uint16_t *x = NORM ? normed : GROUPS ? p.x + (size_t)group * (size_t)w.n_in : p.x;
+    const struct gemv_one one = {tile_index(w, group, rt), x, NORM ? (size_t)stride : p.x_stride, p.n_tok};
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
         gemv_stream<fmt.value, NT>(
@@ -1706,8 +1921,14 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
     __syncthreads(); /* the sums of all warps are written */
     const int tok = threadIdx.x / TILE_ROWS, row = rt * TILE_ROWS + (int)threadIdx.x % TILE_ROWS;
     if (tok >= p.n_tok || row >= w.n_out) return;
+    const float sum = gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS);
+    if (GROUPS) {
+        p.y16[(size_t)tok * p.y_stride[0] + (size_t)(group * w.n_out + row)] =
+            clamped_f16(sum * device_matrix_scale(w, group));
+        return;
+    }
     p.y[m][(size_t)tok * p.y_stride[m] + (size_t)row] =
-        fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS), device_matrix_scale(w, 0), w.bias ? w.bias[row] : 0.0f);
+        fmaf(sum, device_matrix_scale(w, 0), w.bias ? w.bias[row] : 0.0f);
 }
 
 /* Launches k_gemv_linear with one n-tile for up to 8 tokens, with two for up to 16. */
@@ -1715,9 +1936,16 @@ static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
     int n_rt = 0;
     for (int i = 0; i < p->n_matrix; i++) n_rt += p->w[i].n_rt;
     const size_t smem = (size_t)(p->n_tok * linear_stride(*p)) * sizeof(uint16_t);
-    if (p->norm.x) LAUNCH_PDL((k_gemv_linear<1, true>), (unsigned)n_rt, GEMV_THREADS, smem, s, *p);
-    else if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
-    else LAUNCH_PDL((k_gemv_linear<2, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+    if (p->norm.x) LAUNCH_PDL((k_gemv_linear<1, true, false>), (unsigned)n_rt, GEMV_THREADS, smem, s, *p);
+    else if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL((k_gemv_linear<2, false, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+}
+
+/* Launches it for groups, of which w[0] has one expert each. */
+static void gemv_groups(const struct linear_args *p, cudaStream_t s) {
+    const dim3 grid((unsigned)p->w[0].n_rt, (unsigned)p->w[0].n_expert);
+    if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false, true>), grid, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL((k_gemv_linear<2, false, true>), grid, GEMV_THREADS, 0, s, *p);
 }
 
 /* SwiGLU results are stored divided by this: their outliers are the largest numbers of a forward pass. A power of two:
@@ -1734,11 +1962,12 @@ struct glu_limit {
     float alpha, factor, offset;
 };
 
-/* Returns the steps for a kind of feed-forward. GLU_OAI: alpha g sigmoid(alpha g) * (u + 1) / alpha. GLU_SILU_CLAMP:
- * silu grows where it is positive, so that min(silu(g), limit) = silu(min(g, x)), where silu(x) = limit. */
+/* Returns the steps for a kind of feed-forward. GLU_CLAMP_SILU: as they are. GLU_OAI: alpha g sigmoid(alpha g) * (u + 1) /
+ * alpha. GLU_SILU_CLAMP: silu grows where it is positive, so that min(silu(g), limit) = silu(min(g, x)), where silu(x) = limit. */
 static struct glu_limit glu_limit_of(enum glu glu, float limit) {
     struct glu_limit l = {limit, limit, 1, 1, 0};
     if (!limit) return {};
+    if (glu == GLU_CLAMP_SILU) return l;
     if (glu == GLU_OAI) {
         l.alpha = 1.702f;
         l.factor = l.offset = 1 / l.alpha;
@@ -1980,6 +2209,8 @@ struct route_args {
     int32_t *id;             /* prefill: (n_tok, k) chosen experts, best first */
     float *weight;           /* prefill: (n_tok, k) their weights */
     const float *shared;     /* (n_embd) gate of the shared expert; NULL: none */
+    const int32_t *given;    /* (n_vocab, k) experts of a token id; NULL: they are chosen */
+    const int32_t *tokens;   /* (n_tok) ids */
     int n_tok, n_embd, n_expert, k, n_group, n_group_used, norm;
     enum gating gating;
     float factor;
@@ -2016,7 +2247,12 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     }
     top = warp_max(top);
     UNROLL_BY(4) for (int e = lane; e < n && p.gating != GATING_CHOSEN; e += WARP) {
-        const float l = score[e], v = p.gating == GATING_SOFTMAX ? expf(l - top) : 1.0f / (1.0f + expf(-l));
+        const float l = score[e], small = expf(p.gating == GATING_SOFTMAX         ? l - top
+                                               : p.gating == GATING_SQRT_SOFTPLUS ? -fabsf(l)
+                                                                                  : -l);
+        const float v = p.gating == GATING_SOFTMAX         ? small
+                        : p.gating == GATING_SQRT_SOFTPLUS ? sqrtf(fmaxf(l, 0.0f) + log1pf(small))
+                                                           : 1.0f / (1.0f + small);
         score[e] = v;
         sum += v;
     }
@@ -2046,17 +2282,18 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
     }
     float chosen = 0, my_weight = 0; /* chosen: sum of the chosen scores, added in the order of choice */
     int my_id = 0;
+    const int32_t *given = p.given ? p.given + (size_t)max(p.tokens[t], 0) * (size_t)p.k : NULL;
     UNROLL_BY(1) for (int i = 0; i < p.k; i++) {
         uint32_t best = 0;
         int id = n;
-        UNROLL_BY(8) for (int e = lane; e < n; e += WARP) {
+        UNROLL_BY(8) for (int e = lane; e < n && !given; e += WARP) {
             const uint32_t key = pick[e];
             const bool better = key > best; /* taken experts have key 0 */
             best = better ? key : best;
             id = better ? e : id;
         }
         const uint32_t top_key = __reduce_max_sync(0xFFFFFFFFu, best);
-        id = (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
+        id = given ? given[i] : (int)__reduce_min_sync(0xFFFFFFFFu, best == top_key ? (uint32_t)id : ~0u);
         chosen += score[id];
         if (lane == i) {
             my_id = id;
@@ -2070,7 +2307,8 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         chosen = warp_sum(my_weight);
     }
     float f = p.factor;
-    if (p.norm || p.gating == GATING_CHOSEN) f /= p.gating == GATING_SIGMOID ? chosen + 1e-20f : chosen;
+    const bool sigmoid = p.gating == GATING_SIGMOID || p.gating == GATING_SQRT_SOFTPLUS;
+    if (p.norm || p.gating == GATING_CHOSEN) f /= sigmoid ? chosen + 1e-20f : chosen;
     *weight = my_weight * f;
     __syncwarp(); /* all lanes have read score: the next token overwrites it */
     return my_id;
@@ -3277,6 +3515,10 @@ struct attn_args {
     int top_k;             /* that a token sees at most; 0: all */
     const int32_t *chosen; /* (n_tok, n_head_kv, listed) blocks of 2^block_shift keys, of tokens with more than top_k */
     int listed, block_shift;
+    /* attention of one KV head: v has the compressed keys; the last rope.rope values of a result are rotated back by
+     * rope.cs and rope.sn */
+    bool one_kv;
+    int ratio; /* tokens of a compressed key, 0: there are none */
 };
 
 enum {
@@ -3306,7 +3548,8 @@ struct attn_work {
     const int32_t *chosen; /* blocks of 2^shift rows of the plane, of which keys begin..end-1 are meant; NULL: keys are
                               rows */
     int shift;
-    float factor; /* scale * log2 e, for a softmax of base 2 */
+    int window, first; /* attention of one KV head: the first so many keys are those of positions from `first` on */
+    float factor;      /* scale * log2 e, for a softmax of base 2 */
 };
 
 /* Returns the keys of a split for a row that sees `len` keys. In decode it depends on nothing else, so that the row's
@@ -3382,19 +3625,32 @@ DEVICE int attn_seen(const struct attn_args &a, int pos) {
     return min(pos + 1, a.top_k - (~pos & ((1 << a.block_shift) - 1)));
 }
 
+/* The same of attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
+ * that there are. */
+DEVICE int attn_shared_keys(const struct attn_args &a, int pos, int *compressed) {
+    *compressed = a.ratio ? (pos + 1) / a.ratio : 0;
+    return min(pos + 1, a.window) + (a.top_k ? min(*compressed, a.top_k) : *compressed);
+}
+
 /* Returns how many keys count for the split of token t's context. longer: see attn_longer. */
 DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int n_tok) {
+    int compressed;
+    if (a.one_kv) return attn_shared_keys(a, pos + t, &compressed);
     return a.top_k ? attn_seen(a, pos + t) : pos + (t < longer ? longer : n_tok);
 }
 
-/* The same as attn_begin where tokens see chosen keys, each its own: a tile has rows of one token and KV head.
+/* The same as attn_begin where tokens see keys of a list, each its own: a tile has rows of one token and KV head. ONE_KV:
+ * the list is that of attn_shared_keys.
  * Grid: (splits, n_tok * row tiles of a token and KV head * KV heads). */
-DEVICE bool attn_begin_chosen(struct attn_work *w, const struct attn_args &a, int tile_rows) {
+template <bool ONE_KV>
+DEVICE bool attn_begin_listed(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int group = a.n_head / a.n_head_kv, tiles = (group + tile_rows - 1) / tile_rows;
     const int y = (int)(gridDim.y - 1 - blockIdx.y), kvh = y % a.n_head_kv, t = y / a.n_head_kv / tiles;
-    const int pos = a.batch->pos, head = y / a.n_head_kv % tiles * tile_rows, keys = attn_seen(a, pos + t);
+    const int pos = a.batch->pos, head = y / a.n_head_kv % tiles * tile_rows;
+    int compressed = 0;
+    const int keys = ONE_KV ? attn_shared_keys(a, pos + t, &compressed) : attn_seen(a, pos + t);
     const int per_split = attn_split_keys(a, keys);
     w->group = group;
     w->kvh = kvh;
@@ -3410,8 +3666,11 @@ DEVICE bool attn_begin_chosen(struct attn_work *w, const struct attn_args &a, in
     w->ring = 0;
     w->wrap = INT_MAX;
     w->factor = a.scale * ATTN_LOG2_E;
-    w->chosen = pos + t >= a.top_k ? a.chosen + (size_t)(t * a.n_head_kv + kvh) * a.listed : NULL;
+    const bool list = ONE_KV ? a.top_k && compressed > a.top_k : pos + t >= a.top_k;
+    w->chosen = list ? a.chosen + (size_t)(t * a.n_head_kv + kvh) * a.listed : NULL;
     w->shift = a.block_shift;
+    w->window = min(pos + t + 1, a.window);
+    w->first = pos + t + 1 - w->window;
     return w->split < w->n_split && t < min(a.batch->n_tok, a.n_tok);
 }
 
@@ -3525,6 +3784,29 @@ DEVICE void kv_gather(uint8_t *to, const struct plane &p, const struct attn_work
         }
 }
 
+/* Returns the row of a key of attention with one KV head, and its plane. */
+DEVICE int shared_row(const struct attn_args &a, const struct attn_work &w, int key, const struct plane **p) {
+    const bool window = key < w.window;
+    *p = window ? &a.k : &a.v;
+    if (window) return a.k.kind == PLANE_RING ? (w.first + key) % a.k.n_row : w.first + key;
+    return w.chosen ? w.chosen[key - w.window] : key - w.window;
+}
+
+/* The same as kv_gather for its keys. */
+template <int ROW, int N, int LANES>
+DEVICE void kv_gather_shared(uint8_t *to, const struct attn_args &a, const struct attn_work &w, int key, int lane) {
+    constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
+    int row = lane / PIECES, at = lane % PIECES * 16;
+    UNROLL_BY(PASSES > 8 ? 1 : 4)
+    for (int i = 0; i < PASSES; i++, row += STEP)
+        if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
+            const bool in = key + row < w.end;
+            const struct plane *p;
+            const int from = shared_row(a, w, in ? key + row : 0, &p);
+            cp_async16(to + kv_at<ROW>(row, at), p->data + (size_t)from * p->row_bytes + at, in);
+        }
+}
+
 /* Returns the FP8 scale of a key's group, in row key - back; 0 from key `len` on. */
 DEVICE float kv_scale(const struct plane &p, int key, int back, int group, int len) {
     return key < len ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
@@ -3622,7 +3904,8 @@ DEVICE float gate_factor(float g, bool softplus) {
 
 /* Where a row's columns go, which are sums of weighted values. */
 struct attn_place {
-    uint8_t *at;       /* (dv) the result in halves, or the sums in `partials` */
+    uint8_t *at; /* (dv) the result in halves, or the sums in `partials` */
+    int token;
     bool whole;        /* it is the result */
     const float *gate; /* of the result; NULL: none */
     float inverse;     /* factor of the result */
@@ -3633,6 +3916,7 @@ struct attn_place {
     DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
         const int2 th = attn_row(w, r);
         if (th.x < 0) return false;
+        token = th.x;
         whole = w.n_split == 1 && a.out;
         if (whole) {
             if (FORMS && a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
@@ -3646,8 +3930,8 @@ struct attn_place {
         if (first) attn_max_den(a)[row] = make_float2(m, l);
         return true;
     }
-    /* Stores N columns from `col` on. FORMS: there may be gates; DECODE: of any kind. */
-    template <bool FORMS, bool DECODE, int N>
+    /* Stores N columns from `col` on. FORMS: there may be gates; DECODE: of any kind. BACK: a result may be rotated back. */
+    template <bool FORMS, bool DECODE, bool BACK, int N>
     DEVICE_MEMBER void store(const struct attn_args &a, int col, const pack<N, float> &x) const {
         if (!whole) {
             *(pack<N, float> *)((float *)at + col) = x;
@@ -3659,17 +3943,24 @@ struct attn_place {
         if (FORMS && gate)
             UNROLL for (int i = 0; i < N; i++) f[i] *=
                 gate_factor<DECODE>(gate[DECODE && a.gate_one ? 0 : col + i], a.softplus);
+        const int rotated = BACK && a.one_kv ? col - (a.dv - a.rope.rope) : -1;
+        if (rotated >= 0) UNROLL for (int i = 0; i < N; i += 2) {
+                const size_t pair = (size_t)(token * (a.rope.rope / 2) + (rotated + i) / 2);
+                const float c = a.rope.cs[pair], s = a.rope.sn[pair], u = f[i], v = f[i + 1];
+                f[i] = u * c + v * s;
+                f[i + 1] = v * c - u * s;
+            }
         UNROLL for (int i = 0; i < N; i += 2) h.x[i / 2] = clamped_f16x2(f[i], f[i + 1]);
         *(pack<N / 2> *)((uint16_t *)at + col) = h;
     }
 };
 
 /* Stores N columns of row r, from `col` on, as above. */
-template <bool FORMS, bool DECODE, int N>
+template <bool FORMS, bool DECODE, bool BACK, int N>
 DEVICE void attn_store(const struct attn_args &a, const struct attn_work &w, int r, int col, const pack<N, float> &x,
                        float m, float l) {
     struct attn_place place;
-    if (place.find<FORMS>(a, w, r, col == 0, m, l)) place.store<FORMS, DECODE>(a, col, x);
+    if (place.find<FORMS>(a, w, r, col == 0, m, l)) place.store<FORMS, DECODE, BACK>(a, col, x);
 }
 
 DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
@@ -3679,11 +3970,12 @@ DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
 
 /* Joins the splits of a row tile, by the block that comes last: of ATTN_JOIN neighboring splits to the place of the first,
  * of ATTN_JOIN such groups likewise, and so on; the last writes the result. A split that has no key of a row adds zeros:
- * the row's bits depend on its own splits alone. Block: 128. smem: (16, ATTN_JOIN) floats and 32 more. */
-template <int D>
+ * the row's bits depend on its own splits alone. Block: 8 threads a row of the tile. smem: (ROWS, ATTN_JOIN) floats and
+ * 2 ROWS more. */
+template <int D, int ROWS, bool BACK>
 DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, float *smem) {
     uint32_t *arrived = a.arrived + (blockIdx.z * gridDim.y + blockIdx.y) * ATTN_COUNTERS;
-    float *top = smem + 16 * ATTN_JOIN, *den = top + 16;
+    float *top = smem + ROWS * ATTN_JOIN, *den = top + ROWS;
     const int tid = (int)threadIdx.x;
     struct attn_work to = w;
     UNROLL_BY(1) for (int n = w.n_split, i = w.split, step = 1; n > 1; step *= ATTN_JOIN) {
@@ -3718,7 +4010,7 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
             __syncthreads(); /* the weights of all splits are written */
             to.split = first * step;
             to.n_split = n;
-            UNROLL_BY(1) for (int k = tid; k < 16 * D / 4; k += 128) {
+            UNROLL_BY(1) for (int k = tid; k < ROWS * D / 4; k += 8 * ROWS) {
                 const int r = k / (D / 4), col = k % (D / 4) * 4;
                 const int2 th = attn_row(w, r);
                 if (th.x < 0) continue;
@@ -3733,7 +4025,7 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
                     x.x[2] = fmaf(f, y.z, x.x[2]);
                     x.x[3] = fmaf(f, y.w, x.x[3]);
                 }
-                attn_store<true, true>(a, to, r, col, x, top[r], den[r]);
+                attn_store<true, true, BACK>(a, to, r, col, x, top[r], den[r]);
             }
         }
         arrived += n;
@@ -3763,7 +4055,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    const bool work = CHOSEN ? attn_begin_chosen(&w, a, 16) : attn_begin<true>(&w, a, 16);
+    const bool work = CHOSEN ? attn_begin_listed<false>(&w, a, 16) : attn_begin<true>(&w, a, 16);
     ahead_request(a.ahead);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -3888,14 +4180,14 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
                 UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
                 den += max_den[v * 16 + row].y * exp2f(max_den[v * 16 + row].x - mx);
             }
-            attn_store<true, true>(a, w, row, col, x, mx, den);
+            attn_store<true, true, false>(a, w, row, col, x, mx, den);
         }
     }
-    if (w.n_split > 1 && a.arrived) attn_join<V>(a, w, merged);
+    if (w.n_split > 1 && a.arrived) attn_join<V, 16, false>(a, w, merged);
 }
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
- * [latent | rotated], values are the latents.
+ * [latent | rotated], values are the latents. ROPE 0: attention of one KV head, whose keys are its values.
  * Grid: (splits, row tiles), block: 256. All 8 warps share tiles of 32 or 64 keys. Scores: a warp takes half of the
  * inner dimension and 8 keys of every 32; the halves are added in shared memory. Then every warp computes all softmax
  * weights itself and multiplies them by its own 1/8 of the value columns.
@@ -3918,6 +4210,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     /* A chunk is what 4 lanes load at once: 4 RUN latents, or 4 RRUN values of the rotated part. A warp takes HALF of
      * the CHUNKS and RHALF of the RCHUNKS, which are STEPS and RSTEPS k16-steps. ES: bytes of a latent. */
     constexpr int RUN = kv_run(FP8, LAT), CHUNKS = LAT / 4 / RUN, HALF = (CHUNKS + 1) / 2, ES = FP8 ? 1 : 2;
+    constexpr bool ONE_KV = ROPE == 0;
     constexpr int RRUN = kv_run(0, ROPE), RCHUNKS = ROPE / 4 / RRUN, RHALF = (RCHUNKS + 1) / 2;
     constexpr int STEPS = HALF * RUN / 4, RSTEPS = RHALF * RRUN / 4, Q_REG = STEPS + RSTEPS - L::Q_SHARED;
     constexpr int SLICES = LAT / 32, PER_WARP = (SLICES + 7) / 8; /* slices of 32 value columns; so many per warp */
@@ -3925,7 +4218,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    const bool work = CHOSEN ? attn_begin_chosen(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
+    const bool work = CHOSEN || ONE_KV ? attn_begin_listed<ONE_KV>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
     ahead_request(a.ahead);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -3935,7 +4228,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     auto copy = [&](int i) {
         uint8_t *to = smem + i % DEPTH * L::SLOT;
         int key = w.begin + i * KEYS;
-        if (i < n && CHOSEN) {
+        if constexpr (ONE_KV) {
+            if (i < n) kv_gather_shared<ROW, KEYS, 256>(to, a, w, key, tid);
+        } else if (i < n && CHOSEN) {
             kv_gather<ROW, KEYS, 256>(to, a.k, w, key, tid);
             kv_gather<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, w, key, tid);
         } else if (i < n) {
@@ -3946,6 +4241,12 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     };
     auto scales = [&](int i) {
         int key = w.begin + i * KEYS + tid / GROUPS;
+        if (ONE_KV && FP8) {
+            const struct plane *p;
+            if (tid >= L::SCALES || key >= w.end) return 0.0f;
+            key = shared_row(a, w, key, &p);
+            return p->scale[(size_t)key * p->n_group + tid % GROUPS];
+        }
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
             return kv_scale(a.k, w.chosen[key], 0, tid % GROUPS, INT_MAX);
         return FP8 && tid < L::SCALES ? kv_scale(a.k, key, 0, tid % GROUPS, w.end) : 0.0f;
@@ -4049,8 +4350,12 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
             const int col = 32 * (slice + u) + 8 * t + 4 * (e & 1);
-            if (slice + u < SLICES) attn_store<false, false>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
+            if (slice + u < SLICES) attn_store<ONE_KV, false, ONE_KV>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
+    }
+    if (ONE_KV && w.n_split > 1 && a.arrived) {
+        __syncthreads(); /* all warps are done with shared memory */
+        attn_join<LAT, 32, true>(a, w, (float *)smem);
     }
 }
 
@@ -4186,7 +4491,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
         if (!place.find<true>(a, w, 16 * warp + g + 8 * h, !t, m[h], den)) continue;
         UNROLL for (int b = 0; b < V / 8; b++) {
             const pack<2, float> x = {acc[b][2 * h], acc[b][2 * h + 1]};
-            place.store<true, false>(a, 8 * b + 2 * t, x);
+            place.store<true, false, false>(a, 8 * b + 2 * t, x);
         }
     }
 }
@@ -4235,7 +4540,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     w.row0 = row;
     w.group = a.n_head;
     w.rows = 1u << 16;
-    attn_store<true, false>(a, w, 0, col, x, top, den);
+    attn_store<true, false, true>(a, w, 0, col, x, top, den);
 }
 
 struct mla_value_args {
@@ -4386,15 +4691,15 @@ static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, 
                      cudaStream_t s) {
     struct attn_args a = *args;
     int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows, splits = a.max_splits;
-    if (a.top_k) tiles = a.n_tok * ((group + tile_rows - 1) / tile_rows);
+    if (a.top_k || a.one_kv) tiles = a.n_tok * ((group + tile_rows - 1) / tile_rows);
     if (a.n_tok > DECODE_MAX_TOKENS)
         splits = min(splits * ((group + 15) / 16) / tiles, splits * DECODE_MAX_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, (int)SPLITS_MAX));
-    if (a.window) attn_window_splits(&a);
+    if (a.window && !a.one_kv) attn_window_splits(&a);
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
-                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window && !a.top_k));
+                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window && !a.top_k && !a.one_kv));
     LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
     if (a.max_splits == 1 || a.arrived || !a.out) return; /* the kernel joins the splits itself, or k_mla_value does */
     a.n_head_kv = 1;
@@ -4425,30 +4730,41 @@ static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s)
     else attn_run(a, one, 16, 256, attn_mla<LAT, ROPE, FP8, 1>::SMEM, s);
 }
 
+template <int D, int FP8>
+static void attn_run_shared(const struct attn_args *a, int, cudaStream_t s) {
+    if (a->n_head > 16 && a->n_tok > 2)
+        attn_run(a, attn_mla_kernel<D, 0, FP8, 2, false>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
+    else attn_run(a, attn_mla_kernel<D, 0, FP8, 1, false>, 16, 256, attn_mla<D, 0, FP8, 1>::SMEM, s);
+}
+
 typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
+enum attn_kind { ATTN_GQA, ATTN_MLA, ATTN_SHARED };
 
 /* Returns the launcher for these head widths; NULL: there are no kernels for them. */
-static attn_runner *attn_find(int mla, int dk, int dv, int fp8) {
+static attn_runner *attn_find(enum attn_kind kind, int dk, int dv, int fp8) {
     static const struct {
-        int mla, dk, dv;
+        enum attn_kind kind;
+        int dk, dv;
         attn_runner *run[2]; /* BF16, FP8 */
     } table[] = {
-        {0, 32, 32, {attn_run_gqa<32, 32, 0>, attn_run_gqa<32, 32, 1>}},
-        {0, 64, 64, {attn_run_gqa<64, 64, 0>, attn_run_gqa<64, 64, 1>}},
-        {0, 128, 128, {attn_run_gqa<128, 128, 0>, attn_run_gqa<128, 128, 1>}},
-        {0, 192, 128, {attn_run_gqa<192, 128, 0>, attn_run_gqa<192, 128, 1>}},
-        {0, 256, 256, {attn_run_gqa<256, 256, 0>, attn_run_gqa<256, 256, 1>}},
-        {1, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
-        {1, 128 + 64, 128, {attn_run_mla<128, 64, 0>, attn_run_mla<128, 64, 1>}},
-        {1, 64 + 16, 64, {attn_run_mla<64, 16, 0>, attn_run_mla<64, 16, 1>}},
+        {ATTN_GQA, 32, 32, {attn_run_gqa<32, 32, 0>, attn_run_gqa<32, 32, 1>}},
+        {ATTN_GQA, 64, 64, {attn_run_gqa<64, 64, 0>, attn_run_gqa<64, 64, 1>}},
+        {ATTN_GQA, 128, 128, {attn_run_gqa<128, 128, 0>, attn_run_gqa<128, 128, 1>}},
+        {ATTN_GQA, 192, 128, {attn_run_gqa<192, 128, 0>, attn_run_gqa<192, 128, 1>}},
+        {ATTN_GQA, 256, 256, {attn_run_gqa<256, 256, 0>, attn_run_gqa<256, 256, 1>}},
+        {ATTN_MLA, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
+        {ATTN_MLA, 128 + 64, 128, {attn_run_mla<128, 64, 0>, attn_run_mla<128, 64, 1>}},
+        {ATTN_MLA, 64 + 16, 64, {attn_run_mla<64, 16, 0>, attn_run_mla<64, 16, 1>}},
+        {ATTN_SHARED, 512, 512, {attn_run_shared<512, 0>, attn_run_shared<512, 1>}},
+        {ATTN_SHARED, 64, 64, {attn_run_shared<64, 0>, attn_run_shared<64, 1>}},
     };
     for (auto &x : table)
-        if (x.mla == mla && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
+        if (x.kind == kind && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
     return NULL;
 }
 /* Runs attention over the cache, with the kernels for these head widths and this type of cache. */
-static void attn_launch(const struct attn_args *a, bool mla, bool prefill, cudaStream_t s) {
-    attn_find(mla, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
+static void attn_launch(const struct attn_args *a, enum attn_kind kind, bool prefill, cudaStream_t s) {
+    attn_find(kind, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
 }
 
 /* ---- expanded keys and values of latent attention (prefill, see mla_expands_on_gpu) ---- */
@@ -4687,6 +5003,7 @@ struct index_args {
     int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
     int top_k, lists, listed, n_scores;
     int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
+    int shift;        /* a key has 2^shift tokens, and is seen from the last of them on */
 };
 
 /* Norm and rotation of the indexer's queries, and of its key of a token, which goes to the cache.
@@ -4736,9 +5053,10 @@ static size_t index_queries(int n_index, int width, int tokens) {
 __host__ __device__ constexpr int index_part(int block) { return block < INDEX_KEYS ? block : (int)INDEX_KEYS; }
 __host__ __device__ constexpr int index_parts(int block) { return block / index_part(block); }
 
-/* Scores of a list in a context of n_ctx tokens: of keys, or of parts of blocks. */
+/* Scores of a list in a context of n_ctx tokens: of keys, which may be compressed, or of parts of blocks. */
 static int index_scores_of(const struct layer *layer, int n_ctx) {
-    const int part = layer->has & HAS_GQA ? index_part(layer->attn.index_block) : 1;
+    const struct attn *a = &layer->attn;
+    const int part = layer->has & HAS_GQA ? index_part(a->index_block) : a->ratio ? a->ratio : 1;
     return (n_ctx + part - 1) / part;
 }
 
@@ -4793,7 +5111,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
     const int t0 = (int)blockIdx.y * INDEX_TOKENS, n = min(a.n_tok - t0, (int)INDEX_TOKENS), n_index = a.rope.n_head;
-    const int pos = a.rope.batch->pos + a.first + t0, len = pos + n, m_tiles = (n_index + 15) / 16;
+    const int pos = a.rope.batch->pos + a.first + t0, len = (pos + n) >> a.shift, m_tiles = (n_index + 15) / 16;
     if (len <= a.top_k) return;
     L::queries(q, n * m_tiles, [&](int tile, int r) -> const uint16_t * {
         const int head = tile % m_tiles * 16 + r;
@@ -4817,7 +5135,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
             UNROLL for (int i = 0; i < L::GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) {
                 UNROLL for (int x = 4; x < 32; x *= 2) sum[i][e] += __shfl_xor_sync(0xFFFFFFFFu, sum[i][e], x);
                 const int key = base + 8 * i + 2 * t + e;
-                if (g || key > pos + tok) continue;
+                if (g || key >= (pos + tok + 1) >> a.shift) continue;
                 const float scale = FP8 ? a.rope.kp.scale[key] : 1.0f;
                 a.scores[(size_t)(t0 + tok) * a.n_scores + key] = a.unit * scale * sum[i][e];
             }
@@ -4896,7 +5214,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
     grid_dependency_launch();
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, parts = BLOCKS ? index_parts(a.block) : 1;
-    const int seen = a.rope.batch->pos + a.first + (int)blockIdx.x / a.lists + 1;
+    const int seen = (a.rope.batch->pos + a.first + (int)blockIdx.x / a.lists + 1) >> a.shift;
     const int n = BLOCKS ? (seen + a.block - 1) / a.block : seen; /* blocks that the token sees */
     if (seen <= a.top_k) return;
     const float *score = a.scores + (size_t)blockIdx.x * a.n_scores;
@@ -4983,6 +5301,179 @@ static index_kernel *index_find(int width, bool fp8, bool blocks) {
     for (auto &x : table)
         if (x.width == width) return x.kernel[blocks][fp8];
     return NULL;
+}
+
+/* ============================================================================================================
+ * Attention of one KV head: what it reads
+ *
+ * DeepSeek-V4, see "CPU operations: compressed keys" of moe.c. k_shared_store makes queries, the key of each token, and the
+ * compressed keys that the batch completes; attn_mla_kernel attends.
+ * ============================================================================================================ */
+
+enum { SHARED_HEAD = 512 /* values of a head at most */, SHARED_PER = SHARED_HEAD / 32 };
+
+/* A compressor: its planes, and the batch's values and gates. */
+struct compress_args {
+    struct plane ring, keys;
+    const float *value, *gate; /* (n_tok, ring.width / 2), tokens stride floats apart */
+    size_t stride;
+    const float *ape;  /* (ratio, ring.width / 2) */
+    const float *norm; /* (d) */
+    int d;             /* values of a key, at most SHARED_HEAD */
+};
+
+struct shared_args {
+    struct rope_args rope; /* q, k, their norms, q16 and kp of the attention */
+    struct rope_table table;
+    const float *index_q; /* (n_tok, n_index * index_k) queries of the indexer, index_stride apart, */
+    uint16_t *index_q16;  /* and rotated (n_tok, n_index, index_k) */
+    size_t index_stride;
+    int n_index, index_k;
+    struct compress_args with[2]; /* the attention's, the indexer's */
+    int n_with, ratio, span, n_tok;
+    int head_blocks, key_blocks; /* blocks of heads for each token; of each compressor's keys; the others write rings */
+};
+
+/* x = a head of n values at src, with one warp, as in rope_head, but the last p.rope values are rotated, in pairs.
+ * normed: it is normed, with the weights w (NULL: ones). angle(i, &c, &s): cosine and sine of pair i. */
+template <int PER, class ANGLE>
+DEVICE void rope_last(const float *src, bool normed, const float *w, int n, int rope, float eps, ANGLE angle,
+                      float x[PER]) {
+    const int lane = threadIdx.x & 31;
+    float ss = 0;
+    UNROLL for (int j = 0; j < PER; j++) {
+        x[j] = lane + 32 * j < n ? src[lane + 32 * j] : 0;
+        ss = fmaf(x[j], x[j], ss);
+    }
+    const float f = normed ? rsqrtf(warp_sum(ss) / (float)n + eps) : 1.0f;
+    auto factor = [&](int c) { return w ? f * w[c] : f; };
+    UNROLL for (int j = 0; j < PER; j++) {
+        const int c = lane + 32 * j, at = c - (n - rope);
+        if (c >= n) continue;
+        x[j] *= factor(c);
+        if (at < 0) continue;
+        float cs, sn;
+        angle(at >> 1, &cs, &sn);
+        const float u = src[c ^ 1] * factor(c ^ 1);
+        x[j] = c & 1 ? u * sn + x[j] * cs : x[j] * cs - u * sn;
+    }
+}
+
+/* Stores a key of n values, x[j] being value lane + 32 j, to row `row` of a plane, with one warp. */
+DEVICE void shared_key_store(const struct plane &p, int row, int n, const float x[SHARED_PER]) {
+    enum { PER = LATENT_GROUP / 32 };
+    UNROLL for (int g = 0; g < SHARED_PER / PER; g++) if (g * LATENT_GROUP < n) plane_store<PER>(
+        p, (size_t)row, g * LATENT_GROUP, g, min((int)LATENT_GROUP, n - g * LATENT_GROUP), x + g * PER);
+}
+
+/* A head of the queries, of the indexer's queries, or the key of token t, with one warp: h counts them in this order. */
+DEVICE void shared_head(const struct shared_args &a, int t, int h) {
+    const struct rope_args &p = a.rope;
+    const int lane = threadIdx.x & 31;
+    const bool index = h >= p.n_head && h < p.n_head + a.n_index, key = h == p.n_head + a.n_index;
+    const int n = index ? a.index_k : p.d;
+    if (h > p.n_head + a.n_index) return;
+    const float *src = p.q + (size_t)t * p.q_stride + (size_t)h * n;
+    if (index) src = a.index_q + (size_t)t * a.index_stride + (size_t)(h - p.n_head) * n;
+    if (key) src = p.k + (size_t)t * p.k_stride;
+    float x[SHARED_PER];
+    auto angle = [&](int i, float *c, float *s) {
+        *c = p.cs[(size_t)t * (p.rope / 2) + i];
+        *s = p.sn[(size_t)t * (p.rope / 2) + i];
+    };
+    rope_last<SHARED_PER>(src, !index, key ? p.k_norm : NULL, n, p.rope, p.eps, angle, x);
+    if (key) {
+        const int pos = p.batch->pos + t;
+        shared_key_store(p.kp, p.kp.kind == PLANE_RING ? pos % p.kp.n_row : pos, n, x);
+        return;
+    }
+    uint16_t *to =
+        index ? a.index_q16 + ((size_t)t * a.n_index + (h - p.n_head)) * n : p.q16 + ((size_t)t * p.n_head + h) * n;
+    UNROLL for (int j = 0; j < SHARED_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j]);
+}
+
+/* Key `key` of a compressor, with one block of 256. See compress_key of moe.c. */
+DEVICE void compress_key(const struct shared_args &a, const struct compress_args &c, int key, float *row) {
+    enum { COLUMNS = SHARED_HEAD / 256 };
+    const int tid = threadIdx.x, pos0 = a.rope.batch->pos, first = (key + 1) * a.ratio - a.span;
+    const int wide = c.ring.width / 2;
+    float sum[COLUMNS] = {}, den[COLUMNS] = {}, top[COLUMNS];
+    UNROLL for (int k = 0; k < COLUMNS; k++) top[k] = -INFINITY;
+    UNROLL_BY(4) for (int pos = max(first, 0); pos < first + a.span; pos++) {
+        const float *value = c.value + (size_t)(pos - pos0) * c.stride,
+                    *gate = c.gate + (size_t)(pos - pos0) * c.stride;
+        if (pos < pos0) {
+            value = (const float *)(c.ring.data + (size_t)(pos % c.ring.n_row) * c.ring.row_bytes);
+            gate = value + wide;
+        }
+        const int from = pos < key * a.ratio ? 0 : wide - c.d; /* tokens before the key's own have other columns */
+        const float *ape = c.ape + (size_t)(pos % a.ratio) * wide;
+        UNROLL for (int k = 0; k < COLUMNS; k++) {
+            const int i = from + tid + 256 * k;
+            if (tid + 256 * k >= c.d) continue;
+            const float g = gate[i] + ape[i], most = fmaxf(top[k], g), was = expf(top[k] - most), w = expf(g - most);
+            sum[k] = fmaf(w, value[i], sum[k] * was);
+            den[k] = fmaf(den[k], was, w);
+            top[k] = most;
+        }
+    }
+    UNROLL for (int k = 0; k < COLUMNS; k++) if (tid + 256 * k < c.d) row[tid + 256 * k] = sum[k] / den[k];
+    __syncthreads(); /* the mean is complete */
+    if (tid >= WARP) return;
+    float x[SHARED_PER];
+    auto angle = [&](int i, float *cs, float *sn) {
+        const float at = (float)(key * a.ratio) * a.table.freq[i];
+        *cs = cosf(at) * a.table.factor;
+        *sn = sinf(at) * a.table.factor;
+    };
+    rope_last<SHARED_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
+    shared_key_store(c.keys, key, c.d, x);
+}
+
+/* Queries, keys, compressed keys and rows of the rings; or in prefill, in a launch of its own because the keys are made of
+ * rows that it overwrites, the rings alone (head_blocks and key_blocks 0).
+ * Grid: n_tok * head_blocks + n_with * (key_blocks + rows), block: 256. Limited by latency: a key of 128 tokens is a block
+ * that reads 512 KB, once in 128 tokens. */
+__global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ struct shared_args a) {
+    SHARED(float, row, SHARED_HEAD);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    int b = (int)blockIdx.x;
+    const int n_tok = min(a.n_tok, a.rope.batch->n_tok), pos = a.rope.batch->pos;
+    if (b < a.n_tok * a.head_blocks) {
+        const int t = b / a.head_blocks;
+        if (t < n_tok) shared_head(a, t, b % a.head_blocks * 8 + (int)(threadIdx.x >> 5));
+        return;
+    }
+    b -= a.n_tok * a.head_blocks;
+    const struct compress_args &c = a.with[b % a.n_with];
+    b /= a.n_with;
+    if (b < a.key_blocks) {
+        const int key = pos / a.ratio + b;
+        if (key < (pos + n_tok) / a.ratio) compress_key(a, c, key, row);
+        return;
+    }
+    const int t = b - a.key_blocks, wide = c.ring.width / 2;
+    if (t >= n_tok || t + c.ring.n_row < n_tok) return; /* a later token has the row */
+    float *to = (float *)(c.ring.data + (size_t)((pos + t) % c.ring.n_row) * c.ring.row_bytes);
+    for (int i = threadIdx.x; i < wide; i += 256) {
+        to[i] = c.value[(size_t)t * c.stride + i];
+        to[wide + i] = c.gate[(size_t)t * c.stride + i];
+    }
+}
+
+/* Launches it. */
+static void shared_store(const struct shared_args *args, cudaStream_t s) {
+    struct shared_args a = *args;
+    const bool decode =
+        a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch behind what keys are made of */
+    a.head_blocks = (a.rope.n_head + a.n_index + 1 + 7) / 8;
+    a.key_blocks = a.n_with ? a.n_tok / a.ratio + 1 : 0;
+    const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;
+    LAUNCH_PDL(k_shared_store, (unsigned)(heads + a.n_with * (a.key_blocks + rings)), 256, 0, s, a);
+    if (decode || !a.n_with) return;
+    a.head_blocks = a.key_blocks = 0;
+    LAUNCH_PDL(k_shared_store, (unsigned)(a.n_with * a.n_tok), 256, 0, s, a);
 }
 
 /* ============================================================================================================
@@ -5977,6 +6468,7 @@ struct cuda {
     float *cs, *sn;               /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
     const float *freq[MAX_ROPES]; /* of each rotation (dim / 2) radians per position */
     float *row_sums;              /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
+    float *stream_sums;           /* sums of the streams, see struct streams_args */
     float *index_scores;          /* (INDEX_SCORES) scores by the indexer, as in struct index_args, */
     int32_t *chosen_keys;         /* and the blocks that it chose, as in struct attn_args */
     uint16_t *q_absorbed;         /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
@@ -6428,13 +6920,15 @@ static void cuda_embed(struct rank *r, const struct weight *w, enum act out) {
     r->n_all_reduce = 0;
     struct rope_tables ropes = {};
     for (; ropes.n < r->m->n_rope; ropes.n++) ropes.table[ropes.n] = rope_table_of(r, ropes.n);
+    float *x = c->x32[r->m->n_stream ? A_STREAMS : out];
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream,
-               w->data ? *device_matrix_of(c, w) : device_matrix{}, c->tokens, c->batch, c->x32[out], ropes);
+               w->data ? *device_matrix_of(c, w) : device_matrix{}, c->tokens, c->batch, x, max(r->m->n_stream, 1),
+               ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
-    const size_t n = (size_t)r->m->n_embd;
+    const int n = hidden_width(r->m);
     struct send_args a = send_of(r, CH_RECV, own->hidden_flag, 1);
-    send_matrix(&a, own->x, n, c->x32[out], n, r->n_tok, r->m->n_embd, before->credit);
+    send_matrix(&a, own->x, (size_t)n, x, (size_t)n, r->n_tok, n, before->credit);
     send_rows(r, a);
 }
 
@@ -6517,7 +7011,7 @@ static void all_reduce_push(struct rank *r, struct norm_args a) {
     for (int t = 0; t < n_tok; t += piece) {
         a.n_tok = min(n_tok - t, piece);
         add_norm<DELTA_PUSHED>(&a, (unsigned)min(a.n_tok, c->reduce_blocks), c->stream);
-        a.x += step;
+        if (a.x) a.x += step;
         a.sum += step;
         a.delta = (const float *)a.delta + step;
         if (a.h16) a.h16 += step;
@@ -6525,35 +7019,83 @@ static void all_reduce_push(struct rank *r, struct norm_args a) {
     }
 }
 
-/* Adds the deltas of all ranks to x, which gives `sum`, and norms that. A single rank adds its own delta. Several use
- * NCCL where it was chosen, or else our own kernel. */
-static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out,
-                                   float *sum) {
-    struct cuda *c = r->cuda;
-    const struct shard *shard = &r->m->shard;
-    struct norm_args a = norm_of(r, c->x32[x], r->n_tok, r->width[x], c->x32[delta], w, out);
-    a.sum = sum;
-    if (shard->n_rank == 1 && !r->cuda->sizes.nccl) {
-        add_norm<DELTA_OWN>(&a, (unsigned)a.n_tok, c->stream);
-        return;
-    }
+/* Whether a rank need not add up the deltas of several. */
+static bool rank_alone(const struct rank *r) { return r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl; }
+
+/* The all-reduce of `a`, by NCCL where it was chosen, or else by our own kernel. */
+static void all_reduce(struct rank *r, struct norm_args a) {
     a.p = tp_rank_of(r);
     a.code = WAIT_CODE(0, CH_ALLREDUCE, r->n_all_reduce++);
     if (!all_reduce_by_nccl(r, &a)) all_reduce_push(r, a);
+}
+
+/* Adds the deltas of all ranks to x, which gives `sum`, and norms that. A single rank adds its own delta. */
+static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out,
+                                   float *sum) {
+    struct cuda *c = r->cuda;
+    struct norm_args a = norm_of(r, c->x32[x], r->n_tok, r->width[x], c->x32[delta], w, out);
+    a.sum = sum;
+    if (rank_alone(r)) {
+        add_norm<DELTA_OWN>(&a, (unsigned)a.n_tok, c->stream);
+        return;
+    }
+    all_reduce(r, a);
+}
+
+/* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none). Then h = norm(what hc reads of them) * w; w
+ * NULL: x is that without a norm; hc NULL: neither. ahead: what is read next. */
+static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w, enum act h,
+                        struct ahead ahead) {
+    const struct model *m = r->m;
+    struct cuda *c = r->cuda;
+    if (delta != ACT_COUNT && !rank_alone(r)) {
+        struct norm_args sum = norm_of(r, NULL, r->n_tok, m->n_embd, c->x32[delta], NULL, h);
+        sum.sum = c->x32[delta];
+        all_reduce(r, sum);
+    }
+    struct streams_args a = {};
+    a.streams = c->x32[A_STREAMS];
+    a.delta = delta == ACT_COUNT ? NULL : c->x32[delta];
+    a.mix = c->x32[A_MIX];
+    a.sums = c->stream_sums;
+    a.n = m->n_embd;
+    a.n_tok = r->n_tok;
+    a.n_sinkhorn = m->n_sinkhorn;
+    a.eps = m->rms_eps;
+    a.stream_eps = m->stream_eps;
+    if (hc) {
+        a.fn = (const float *)device_vector_of(c, hc->fn);
+        a.base = (const float *)device_vector_of(c, hc->base);
+        a.scale = (const float *)device_vector_of(c, hc->scale);
+        a.n_row = w ? (int)STREAM_ROWS : (int)GPU_STREAMS;
+    }
+    a.weight = (const float *)device_vector_of(c, w);
+    a.h16 = c->x16[h];
+    a.h32 = c->x32[h];
+    a.x = c->x32[x];
+    a.ahead = ahead;
+    profile_next((double)a.n_row * GPU_STREAMS * a.n * sizeof(float), "%dx%d f32", a.n_row, GPU_STREAMS * a.n);
+    streams_launch(&a, c->stream);
 }
 
 /* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones.
  * */
 static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     const struct shard *shard = &r->m->shard;
-    const size_t n = (size_t)r->m->n_embd;
+    const bool last = shard->stage + 1 == shard->n_stage;
+    const int n = hidden_width(r->m);
     float *first = r->cuda->x_first;
-    all_reduce_add_rmsnorm(r, x, delta, NULL, A_H, first);
-    if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
-    if (shard->stage + 1 == shard->n_stage) return;
+    if (r->m->n_stream) {
+        streams_mix(r, x, delta, last ? &r->m->hc_head : NULL, NULL, A_H, {});
+    } else {
+        all_reduce_add_rmsnorm(r, x, delta, NULL, A_H, first);
+        if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
+    }
+    if (last) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
     struct send_args a = send_of(r, CH_SEND, r->cuda->mailbox[r->index].credit, 1);
-    send_matrix(&a, r->cuda->x32[x], n, next->x, n, r->n_tok, r->m->n_embd, next->hidden_flag);
+    send_matrix(&a, r->cuda->x32[r->m->n_stream ? A_STREAMS : x], (size_t)n, next->x, (size_t)n, r->n_tok, n,
+                next->hidden_flag);
     send_rows(r, a);
 }
 
@@ -6668,16 +7210,15 @@ static struct ahead ahead_of_ffn(struct rank *r, int il) {
 /* What is read behind the first products of layer il, up to its feed-forward; attended: behind its attention. */
 static struct ahead ahead_of_half(struct rank *r, int il, bool attended) {
     const struct layer *layer = &r->m->layers[il];
-    const struct weight *const w[4] = {&layer->wq_b, &layer->wk_b, &layer->wv_b, &layer->wo};
+    const struct weight *const w[5] = {&layer->wq_b, &layer->wk_b, &layer->wv_b, &layer->wo_a, &layer->wo};
     struct ahead a = {};
-    for (int i = attended ? 2 : 0; i < 4; i++) ahead_add(r, &a, w[i]);
+    for (int i = attended ? 2 : 0; i < 5; i++) ahead_add(r, &a, w[i]);
     return a;
 }
 
 /* Whether the kernels that read the norm of x + delta make it themselves. */
 static bool norm_fuses(const struct rank *r, enum act x, enum act delta) {
-    const bool alone = r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl;
-    return r->cuda->fuses_norms && gpu_norm_fuses(r->n_tok, r->width[x], alone || delta == ACT_COUNT);
+    return r->cuda->fuses_norms && gpu_norm_fuses(r->n_tok, r->width[x], rank_alone(r) || delta == ACT_COUNT);
 }
 
 /* The norm of x + delta, as such kernels take it. The sum becomes the slot's memory. */
@@ -6728,8 +7269,12 @@ static void cuda_projections(struct rank *r, int il, enum act x, enum act delta)
     enum act out[LINEAR_MAX];
     struct linear_args p = {};
     layer_projections(layer, w, out);
-    if (norm_fuses(r, x, delta)) p.norm = norm_input_of(r, x, delta, layer->attn_norm);
-    else {
+    if (r->m->n_stream) {
+        streams_mix(r, x, delta, &layer->hc_attn, layer->attn_norm, A_H, {});
+        p.ahead = ahead_of_half(r, il, false);
+    } else if (norm_fuses(r, x, delta)) {
+        p.norm = norm_input_of(r, x, delta, layer->attn_norm);
+    } else {
         norm_rows_of(r, x, delta, layer->attn_norm, A_H);
         p.ahead = ahead_of_half(r, il, false);
     }
@@ -6780,7 +7325,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
         p.q_norm = (const float *)device_vector_of(c, layer->q_norm);
         p.k_norm = (const float *)device_vector_of(c, layer->k_norm);
     }
-    if (shape.kv_lora) p.k_norm = (const float *)device_vector_of(c, layer->kv_a_norm);
+    if (layer->kv_a_norm) p.k_norm = (const float *)device_vector_of(c, layer->kv_a_norm);
     return p;
 }
 
@@ -6788,8 +7333,10 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
  * from token to token. a: what else there is. Returns the arguments that it launched. */
 static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk, uint16_t *out, size_t out_stride,
                                int dv, int n_head_kv, struct attn_args a) {
-    const struct attn shape = r->m->layers[il].attn;
-    const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][PLANE_V];
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    const bool shared = layer->has & HAS_SHARED_KV;
+    const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][shared ? PLANE_POOL : PLANE_V];
     struct cuda *c = r->cuda;
     a.q = q;
     a.out = out;
@@ -6806,13 +7353,19 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.out_stride = out_stride;
     a.scale = shape.scale;
     a.window = shape.window;
-    a.sinks = (const float *)device_vector_of(c, r->m->layers[il].sinks);
+    a.sinks = (const float *)device_vector_of(c, layer->sinks);
     a.max_splits = r->cuda->sizes.splits;
-    const double key = (double)(k->row_bytes + plane_scale_bytes(k) + v->row_bytes + plane_scale_bytes(v));
+    const double key = (double)(k->row_bytes + plane_scale_bytes(k)),
+                 value = (double)(v->row_bytes + plane_scale_bytes(v));
     const int len = r->pos + r->n_tok;
     const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, a.top_k) : len;
-    profile_next(keys * key, "%d keys", keys);
-    attn_launch(&a, shape.kv_lora != 0, r->n_tok > DECODE_MAX_TOKENS, c->stream);
+    const int compressed = !shared || !shape.ratio ? 0 : a.top_k ? min(len / shape.ratio, a.top_k) : len / shape.ratio;
+    profile_next(shared ? keys * key + compressed * value : keys * (key + value), "%d keys", keys + compressed);
+    attn_launch(&a,
+                shared          ? ATTN_SHARED
+                : shape.kv_lora ? ATTN_MLA
+                                : ATTN_GQA,
+                r->n_tok > DECODE_MAX_TOKENS, c->stream);
     return a;
 }
 
@@ -6969,22 +7522,26 @@ static void cuda_select_keys(struct rank *r, int il) {
     a.block = shape.index_block;
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
-    profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
-    LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
+    while (1 << a.shift < shape.ratio) a.shift++;
+    if (!(layer->has & HAS_SHARED_KV)) {                             /* shared_store has made keys and queries */
+        profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
+        LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
+    }
     index_kernel *const index_scores = index_find(width, a.rope.kp.type == KV_FP8, blocks);
     index_kernel *const index_choose = blocks ? k_index_choose<true> : k_index_choose<false>;
     const int most = INDEX_SCORES / (a.lists * a.n_scores), per = blocks ? INDEX_ROWS / a.lists : (int)INDEX_TOKENS;
-    const int dense = prefill ? max(0, min(r->n_tok, shape.top_k - r->pos)) : 0,
+    /* the first token that does not see all keys has (top_k + 1) 2^shift tokens */
+    const int dense = prefill ? max(0, min(r->n_tok, ((shape.top_k + 1) << a.shift) - 1 - r->pos)) : 0,
               step = max(1, min(blocks ? 512 : 64, most));
     for (a.first = dense; a.first < r->n_tok; a.first += step) {
         a.n_tok = min(r->n_tok - a.first, step);
         a.rope.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(n_index * width);
         a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
         a.chosen = c->chosen_keys + (size_t)a.first * (size_t)(a.lists * a.listed);
-        const int tokens = min(a.n_tok, per), keys = r->pos + a.first + a.n_tok;
+        const int tokens = min(a.n_tok, per), keys = (r->pos + a.first + a.n_tok) >> a.shift;
         const size_t smem = blocks ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
-        const int tiles = ceil_div(prefill ? keys : r->n_ctx, INDEX_THREADS / 32 * INDEX_KEYS);
-        const dim3 grid((unsigned)min(tiles, 2 * c->n_sm), ceil_div(a.n_tok, per));
+        const int tiles = ceil_div(prefill ? keys : r->n_ctx >> a.shift, INDEX_THREADS / 32 * INDEX_KEYS);
+        const dim3 grid((unsigned)max(1, min(tiles, 2 * c->n_sm)), ceil_div(a.n_tok, per));
         if (smem > 48 << 10) cudaFuncSetAttribute(index_scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
         profile_next((double)keys * (double)(a.rope.kp.row_bytes + plane_scale_bytes(&a.rope.kp)), "%d keys", keys);
         LAUNCH_PDL(index_scores, grid, INDEX_THREADS, smem, c->stream, a);
@@ -7084,6 +7641,84 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, 
     attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1, a);
     matmul(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
            NULL, heads * head_v, head_v);
+}
+
+static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn shape = layer->attn;
+    const struct plane *p = r->planes[il];
+    struct cuda *c = r->cuda;
+    struct shared_args a = {};
+    a.rope = rope_of(r, il, q, kv);
+    a.table = rope_table_of(r, shape.rope);
+    a.n_tok = r->n_tok;
+    a.ratio = shape.ratio;
+    a.span = shape.span;
+    if (layer->has & HAS_INDEXER) {
+        a.index_q = c->x32[A_IQ];
+        a.index_q16 = c->x16[A_IQ];
+        a.index_stride = (size_t)r->width[A_IQ];
+        a.n_index = shape.n_index;
+        a.index_k = shape.index_k;
+    }
+    auto add = [&](const struct compressor &with, enum plane_use ring, enum plane_use keys, enum act value,
+                   enum act gate, int d) {
+        struct compress_args *to = &a.with[a.n_with++];
+        to->ring = p[ring];
+        to->keys = p[keys];
+        to->value = c->x32[value];
+        to->gate = c->x32[gate];
+        to->stride = (size_t)r->width[value];
+        to->ape = (const float *)device_vector_of(c, with.ape);
+        to->norm = (const float *)device_vector_of(c, with.norm);
+        to->d = d;
+    };
+    if (layer->has & HAS_COMPRESSED) add(layer->compressor, PLANE_RECENT, PLANE_POOL, A_CK, A_CG, shape.head_k);
+    if (layer->has & HAS_INDEXER)
+        add(layer->index_compressor, PLANE_INDEX_RECENT, PLANE_INDEX, A_ICK, A_ICG, shape.index_k);
+    profile_next(4.0 * shape.head_k, "%d heads of %d", shape.n_head + 1,
+                 shape.head_k); /* the norm: rows come from L2 */
+    shared_store(&a, c->stream);
+}
+
+static void cuda_shared_attention(struct rank *r, int il, enum act q, enum act out) {
+    const struct attn shape = r->m->layers[il].attn;
+    const struct rope_table table = rope_table_of(r, shape.rope);
+    struct cuda *c = r->cuda;
+    struct attn_args a = {};
+    if (shape.top_k) {
+        a.top_k = shape.top_k;
+        a.chosen = c->chosen_keys;
+        a.listed = attn_listed(&shape);
+    }
+    a.one_kv = true;
+    a.ratio = shape.ratio;
+    a.rope.cs = table.cs;
+    a.rope.sn = table.sn;
+    a.rope.rope = 2 * table.n;
+    if (r->n_tok <= DECODE_MAX_TOKENS) a.arrived = c->attn_arrived;
+    a.ahead = ahead_of_half(r, il, true);
+    attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, 1, a);
+}
+
+static void cuda_group_linear(struct rank *r, int il, enum act x, enum act out) {
+    const struct weight *w = &r->m->layers[il].wo_a;
+    const struct device_matrix *d = device_matrix_of(r->cuda, w);
+    struct cuda *c = r->cuda;
+    if (r->n_tok > DECODE_MAX_TOKENS) {
+        matmul(r, d, c->x16[x], (size_t)r->width[x], (size_t)w->n_in, r->n_tok, w->n_expert, c->x16[out], NULL,
+               (size_t)r->width[out], (size_t)w->n_out);
+        return;
+    }
+    struct linear_args p = {};
+    p.w[0] = *d;
+    p.y16 = c->x16[out];
+    p.y_stride[0] = (size_t)r->width[out];
+    p.n_tok = r->n_tok;
+    p.x = c->x16[x];
+    p.x_stride = (size_t)r->width[x];
+    profile_matrices(d, d->n_expert, 0);
+    gemv_groups(&p, c->stream);
 }
 
 /* Adds the squared inputs of feed-forward `ffn` of a layer, x and hidden rows, to in_sum2. first, rows: as in
@@ -7190,6 +7825,8 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     p.logit_bias = (const float *)device_vector_of(c, layer->router.bias);
     p.bias = (const float *)device_vector_of(c, layer->router_bias);
     p.shared = (const float *)device_vector_of(c, layer->sh_weight);
+    p.given = (const int32_t *)device_vector_of(c, layer->expert_ids);
+    p.tokens = c->tokens;
     p.x = c->x32[x];
     p.n_tok = r->n_tok;
     p.n_expert = layer->n_expert;
@@ -7259,7 +7896,8 @@ static void cuda_norm_ffn(struct rank *r, int il, enum act x, enum act delta, en
     const struct layer *layer = &r->m->layers[il];
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
-    if (decode && layer->n_expert && norm_fuses(r, x, delta)) norm = norm_input_of(r, x, delta, layer->ffn_norm);
+    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_ffn, layer->ffn_norm, A_H, {});
+    else if (decode && layer->n_expert && norm_fuses(r, x, delta)) norm = norm_input_of(r, x, delta, layer->ffn_norm);
     else norm_rows_of(r, x, delta, layer->ffn_norm, A_H);
     if (layer->n_expert) moe_ffn(r, il, A_H, norm, out);
     else if (decode) ffn_decode(r, il, false, A_H, out);
@@ -7692,6 +8330,11 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
     if (m->output.data) matrix_upload(r, &m->output, "output");
     floats_upload(r, m->output_norm, (size_t)m->n_embd, "norms");
+    if (m->n_stream) {
+        floats_upload(r, m->hc_head.fn, (size_t)(m->n_stream * m->n_stream) * (size_t)m->n_embd, "norms");
+        floats_upload(r, m->hc_head.base, (size_t)m->n_stream, "norms");
+        floats_upload(r, m->hc_head.scale, 1, "norms");
+    }
     for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
         const struct layer *layer = &m->layers[il];
         snprintf(what, sizeof what, "layer %d", il);
@@ -7699,6 +8342,11 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
             if (rule->field == NOT_BOUND) continue;
             if (rule->kind == TENSOR_VECTOR) { /* biases of matrices have come with these, which stand before them */
                 floats_upload(r, *rule_vector(rule, layer), rule_floats(rule, m, layer), "norms");
+                continue;
+            }
+            if (rule->kind == TENSOR_IDS) {
+                cuda_vector(r, layer->expert_ids, layer->expert_ids,
+                            (size_t)m->n_vocab * (size_t)layer->n_expert_used * sizeof *layer->expert_ids, "routers");
                 continue;
             }
             const struct weight *w = rule_weight(rule, layer);
@@ -7918,14 +8566,8 @@ static void cuda_close(struct rank *r) {
     r->cuda = NULL;
 }
 
-static struct ops cuda_ops_make() {
-    struct ops o = {};
-#define CUDA_OP(type, name, params, args) o.name = cuda_##name;
-    GPU_OPS(CUDA_OP)
-#undef CUDA_OP
-    return o;
-}
-static const struct ops cuda_ops = cuda_ops_make();
+#define CUDA_OP(type, name, params, args) cuda_##name,
+static const struct ops cuda_ops = {OPS(CUDA_OP)};
 
 /* Writes to why, unless that says something already, why the upload cannot handle a matrix. */
 static void matrix_check(const struct weight *w, char *why) {
@@ -7944,7 +8586,7 @@ static struct attn attn_of(const struct model *m) {
     struct attn found = {};
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if ((layer->has & HAS_ATTENTION) && (!found.head_k || (found.window && !layer->attn.window)))
+        if ((layer->has & (HAS_ATTENTION | HAS_SHARED_KV)) && (!found.head_k || (found.window && !layer->attn.window)))
             found = layer->attn;
     }
     return found;
@@ -7954,11 +8596,12 @@ static struct attn attn_of(const struct model *m) {
  * model's. Layers of grouped-query attention may differ. */
 static void attn_check(const struct model *m, const struct layer *layer, int il, const struct attn &shape, char *why) {
     const struct attn *a = &layer->attn;
-    const bool mla = layer->has & HAS_MLA;
+    const bool mla = layer->has & HAS_MLA, shared = layer->has & HAS_SHARED_KV;
+    const enum attn_kind kind = mla ? ATTN_MLA : shared ? ATTN_SHARED : ATTN_GQA;
     const int rope = layer_rope_dim(m, layer), dk = mla ? a->kv_lora + rope : a->head_k;
     const int dv = mla ? a->kv_lora : a->head_v;
     if (why[0] || !a->n_head) return;
-    if (!attn_find(mla, dk, dv, 0) || a->head_k > HEAD_MAX || a->head_v > HEAD_MAX)
+    if (!attn_find(kind, dk, dv, 0) || (!shared && (a->head_k > HEAD_MAX || a->head_v > HEAD_MAX)))
         snprintf(why, ERR_MAX,
                  "attention with keys of %d and values of %d (layer %d) is not supported on a GPU; use --cpu", dk, dv,
                  il);
@@ -7971,14 +8614,14 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
                  "latent attention with a window, sinks, gates or norms of rows (layer %d) is not supported on a GPU; "
                  "use --cpu",
                  il);
-    else if (a->top_k && !index_find(a->index_k, false, !mla))
+    else if (a->top_k && !index_find(a->index_k, false, kind == ATTN_GQA))
         snprintf(why, ERR_MAX, "an indexer with keys of %d (layer %d) is not supported on a GPU; use --cpu", a->index_k,
                  il);
-    else if (a->top_k &&
-             (mla ? index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10 : a->n_index > INDEX_ROWS))
+    else if (a->top_k && (kind == ATTN_GQA ? a->n_index > INDEX_ROWS
+                                           : index_queries(a->n_index, a->index_k, INDEX_TOKENS) > 96 << 10))
         snprintf(why, ERR_MAX, "an indexer with %d heads (layer %d) is not supported on a GPU; use --cpu", a->n_index,
                  il);
-    else if (a->top_k && !mla && (a->index_block % 16 || !attn_chooses(dk, dv) || a->window))
+    else if (a->top_k && kind == ATTN_GQA && (a->index_block % 16 || !attn_chooses(dk, dv) || a->window))
         snprintf(
             why, ERR_MAX,
             "attention over chosen blocks of %d keys with heads of %d and %d (layer %d) is not supported on a GPU; "
@@ -8027,7 +8670,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     matrix_check(&m->output, why);
     for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if (layer->has & HAS_ATTENTION) attn_check(m, layer, m->first_layer + il, shape, why);
+        if (layer->has & (HAS_ATTENTION | HAS_SHARED_KV)) attn_check(m, layer, m->first_layer + il, shape, why);
         delta_check(layer, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);
@@ -8099,7 +8742,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
                   f.major, MOE_CUDA_TARGETS);
     s->w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
     if (s->w4a4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
-    const int n_head_blocks = shape.kv_lora ? (shape.n_head + 15) / 16 : max(1, shape.n_head_kv);
+    const int n_head_blocks = shape.kv_lora || shape.n_group ? (shape.n_head + 15) / 16 : max(1, shape.n_head_kv);
     s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX) : attn_splits(f.n_sm, n_head_blocks);
     s->nccl = nccl_wanted(r, o);
     s->stats = o->stats;

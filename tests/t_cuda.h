@@ -96,16 +96,19 @@ static void pair_heads(struct rank *r, const char *op, int il, enum act a) {
     pair_slot(r, op, il, a, r->m->layers[il].attn.n_head * r->m->layers[il].attn.head_v, true);
 }
 
-/* The rows of the batch in a plane of both caches, as floats. */
+/* The rows of the batch in a plane of both caches, as floats; of a plane of blocks those that it completes. */
 static void pair_cache(struct rank *r, int il, enum plane_use use, const char *what) {
     const struct plane *p = &r->planes[il][use], *q = &pair.gpu->planes[il][use];
-    size_t n = (size_t)r->n_tok, width = (size_t)p->width;
+    const int per = p->kind == PLANE_BLOCKS ? p->ratio : 1, first = r->pos / per;
+    size_t n = (size_t)((r->pos + r->n_tok) / per - first), width = (size_t)p->width;
+    if (!n || !width) return;
+    if (p->kind == PLANE_RING && q->kind == PLANE_RING && n > (size_t)p->n_row) return; /* rows were overwritten */
     struct plane g = *q;
     g.data = xmalloc(q->row_bytes), g.scale = q->scale ? xmalloc((size_t)q->n_group * sizeof(float)) : NULL;
     g.kind = PLANE_TOKENS;
     float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
     for (size_t t = 0; t < n; t++) { /* a ring begins again */
-        const int pos = r->pos + (int)t;
+        const int pos = first + (int)t;
         pair.gpu->ops->plane_copy(pair.gpu, q, plane_row(q, (size_t)pos), 1, g.data, g.scale, false);
         kv_load(&kernels_ref, &g, 0, 1, 0, p->width, got + t * width, p->width);
         kv_load(&kernels_ref, p, pos, 1, 0, p->width, want + t * width, p->width);
@@ -140,17 +143,34 @@ static void pair_logits_rows(struct rank *r, int n) {
                      (size_t)r->m->n_vocab);
 }
 
+/* The residual x, or its streams and how the half that follows mixes them. */
+static void pair_residual(struct rank *r, const char *op, int il, enum act x) {
+    const int k = r->m->n_stream;
+    pair_out(r, op, il, k ? A_STREAMS : x);
+    if (k && il >= 0) pair_slot(r, op, il, A_MIX, (2 + k) * k, false);
+}
+
+static void pair_in_residual(struct rank *r, enum act x, enum act delta) {
+    if (r->m->n_stream) pair_in(r, (const enum act[]){A_STREAMS, A_MIX, delta, ACT_COUNT});
+    else pair_in(r, (const enum act[]){x, delta, ACT_COUNT});
+}
+
+static void pair_out_final_reduce(struct rank *r, enum act x) {
+    pair_residual(r, "final_reduce, streams", -1, x);
+    pair_out(r, "final_reduce", -1, x);
+}
+
 static void pair_out_projections(struct rank *r, int il, enum act x) {
     const struct weight *w[LINEAR_MAX + 1];
     enum act out[LINEAR_MAX];
     layer_projections(&r->m->layers[il], w, out);
-    pair_out(r, "projections, sum", il, x);
+    pair_residual(r, "projections, sum", il, x);
     for (int i = 0; w[i]; i++) /* not one number alone: its terms may cancel out */
         if (w[i]->n_out * r->n_tok > 8) pair_slot(r, "projections", il, out[i], w[i]->n_out, false);
 }
 
 static void pair_out_ffn(struct rank *r, int il, enum act x, enum act out) {
-    pair_out(r, "norm_ffn, sum", il, x);
+    pair_residual(r, "norm_ffn, sum", il, x);
     pair_out(r, "norm_ffn", il, out);
 }
 
@@ -166,11 +186,11 @@ static void pair_out_select_keys(struct rank *r, int il) {
     const int k = attn_listed(a), all = (int)blocks_listed(a), first = tokens_dense(r, a), n = (r->n_tok - first) * all;
     int32_t *want = r->chosen_keys + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
     int other = 0;
-    pair_cache(r, il, PLANE_INDEX, "cache of the indexer");
+    if (!a->ratio) pair_cache(r, il, PLANE_INDEX, "cache of the indexer");
     cuda_test_chosen(pair.gpu, got, first * all, n, true);
     for (int t = 0; t < n; t += k)
         for (int i = 0, j = 0; i < k; i++) {
-            const int own = (r->pos + first + t / all) / a->index_block;
+            const int own = (keys_indexed(a, r->pos + first + t / all) - 1) / a->index_block;
             CHECK(got[t + i] >= 0 && got[t + i] <= own && (!i || got[t + i] > got[t + i - 1]),
                   "%s: choice %d of layer %d is %d", pair.name, i, il, got[t + i]);
             CHECK(k - i > a->index_local || got[t + i] == own - (k - 1 - i), "%s: choice %d of layer %d is %d, own %d",
@@ -190,6 +210,28 @@ static void pair_out_queries(struct rank *r, int il) {
     enum act out[LINEAR_MAX];
     layer_queries(&r->m->layers[il], w, out);
     for (int i = 0; w[i]; i++) pair_slot(r, "queries", il, out[i], w[i]->n_out, false);
+}
+
+static void pair_in_shared_store(struct rank *r, enum act q, enum act kv) {
+    pair_in(r, (const enum act[]){q, kv, A_IQ, A_CK, A_CG, A_ICK, A_ICG, ACT_COUNT});
+}
+
+/* Queries, the window's key, compressed keys, and what those to come are made of. */
+static void pair_out_shared_store(struct rank *r, int il, enum act q) {
+    const struct layer *layer = &r->m->layers[il];
+    const struct attn *a = &layer->attn;
+    pair_slot(r, "shared_store, q", il, q, a->n_head * a->head_k, true);
+    if (layer->has & HAS_INDEXER) pair_slot(r, "shared_store, indexer", il, A_IQ, a->n_index * a->index_k, true);
+    pair_cache(r, il, PLANE_K, "window");
+    pair_cache(r, il, PLANE_POOL, "compressed keys");
+    pair_cache(r, il, PLANE_INDEX, "compressed keys of the indexer");
+    pair_cache(r, il, PLANE_RECENT, "ring of a compressor");
+    pair_cache(r, il, PLANE_INDEX_RECENT, "ring of the indexer's compressor");
+}
+
+static void pair_out_group_linear(struct rank *r, int il, enum act out) {
+    const struct attn *a = &r->m->layers[il].attn;
+    pair_slot(r, "group_linear", il, out, a->n_group * a->o_lora, true);
 }
 
 static void pair_out_row_norm(struct rank *r, int il, enum act q, enum act k) {
@@ -220,19 +262,19 @@ static void pair_final(struct rank *r) {
  * and what is compared afterwards. An operation without these two lines does not compile. cuda/sample compares choices. */
 #define PAIR_IN(...)              pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
 #define PAIR_IN_embed             (void)0
-#define PAIR_OUT_embed            pair_out(r, "embed", -1, x)
+#define PAIR_OUT_embed            pair_residual(r, "embed", -1, x)
 #define PAIR_IN_prediction_input  pair_in_prediction(r, x)
 #define PAIR_OUT_prediction_input pair_out_prediction(r, il, x)
 #define PAIR_IN_keep_final        PAIR_IN(x)
 #define PAIR_OUT_keep_final       pair_final(r)
-#define PAIR_IN_projections       PAIR_IN(x, delta)
+#define PAIR_IN_projections       pair_in_residual(r, x, delta)
 #define PAIR_OUT_projections      pair_out_projections(r, il, x)
 #define PAIR_IN_queries           PAIR_IN(A_QA)
 #define PAIR_OUT_queries          pair_out_queries(r, il)
 #define PAIR_IN_select_keys       PAIR_IN(A_IQ, A_IK, A_IW)
 #define PAIR_OUT_select_keys      pair_out_select_keys(r, il)
-#define PAIR_IN_final_reduce      PAIR_IN(x, delta)
-#define PAIR_OUT_final_reduce     pair_out(r, "final_reduce", -1, x)
+#define PAIR_IN_final_reduce      pair_in_residual(r, x, delta)
+#define PAIR_OUT_final_reduce     pair_out_final_reduce(r, x)
 #define PAIR_IN_linear            PAIR_IN(x)
 #define PAIR_OUT_linear           pair_slot(r, "linear", -1, out, w->n_out, false)
 #define PAIR_IN_row_norm          PAIR_IN(q, k)
@@ -243,7 +285,13 @@ static void pair_final(struct rank *r) {
 #define PAIR_OUT_delta_net        pair_delta(r, il, out)
 #define PAIR_IN_mla_attention     PAIR_IN(q, kv)
 #define PAIR_OUT_mla_attention    pair_out_attention(r, il, out)
-#define PAIR_IN_norm_ffn          PAIR_IN(x, delta)
+#define PAIR_IN_shared_store      pair_in_shared_store(r, q, kv)
+#define PAIR_OUT_shared_store     pair_out_shared_store(r, il, q)
+#define PAIR_IN_shared_attention  (void)0
+#define PAIR_OUT_shared_attention pair_heads(r, "shared_attention", il, out)
+#define PAIR_IN_group_linear      PAIR_IN(x)
+#define PAIR_OUT_group_linear     pair_out_group_linear(r, il, out)
+#define PAIR_IN_norm_ffn          pair_in_residual(r, x, delta)
 #define PAIR_OUT_norm_ffn         pair_out_ffn(r, il, x, out)
 #define PAIR_IN_logits            PAIR_IN(A_X)
 #define PAIR_OUT_logits           pair_logits_rows(r, n)
@@ -440,6 +488,32 @@ static void test_cuda_sparse(void) {
             struct model m = {0};
             sparse_make(&m, &sparse_shapes[f]);
             pair_forwards(m.name, &m, kv ? KV_FP8 : KV_BF16, 384, splits[(f + 2 * kv) % 4], MOE_ACT_F16, n);
+            model_free(&m);
+        }
+}
+
+/* DeepSeek-V4: windows, blocks of both kinds, choices among compressed keys, experts by token ids; shapes of the fixtures
+ * and of the released models. */
+/* clang-format off */
+static const struct synth stream_shapes[] = {
+    {"flash", "deepseek4", 4, 256, 32, 1, 512, 16, 2, 64, 200, 1024, 72, .head_v = 512, .rope = 64, .ff_shared = 64,
+     .scale = 1.5f, .window = 128, .n_index = 20, .index_k = 128, .top_k = 20, .ff_type = GGUF_MXFP4, .o_lora = 32,
+     .head_groups = 8, .n_stream = 4, .n_hash = 1},
+};
+/* clang-format on */
+enum { STREAM_SHAPES = sizeof stream_shapes / sizeof *stream_shapes };
+
+static void test_cuda_streams(void) {
+    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro"};
+    static const int n[] = {1, 40, 9, 16, 70, 1, 17, 16, 3, 90, 1, 1, 1, 1, 5, 0}, splits[] = {1, 2, 64, 0};
+    cuda_test_begin(19);
+    for (int f = 0; f < 2 + STREAM_SHAPES; f++)
+        for (int kv = 0; kv < 2; kv++) {
+            struct model m = {0};
+            if (f < 2 && !fixture_load(names[f], &m)) return;
+            if (f >= 2) synth_make(&m, &stream_shapes[f - 2], NULL, false);
+            pair_forwards(f < 2 ? names[f] : m.name, &m, kv ? KV_FP8 : KV_BF16, 384, splits[(f + 2 * kv) % 4],
+                          MOE_ACT_F16, n);
             model_free(&m);
         }
 }
@@ -2325,11 +2399,12 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},                                  \
         {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
         {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms}, {"cuda/sparse", test_cuda_sparse}, \
-        {"cuda/ring", test_cuda_ring}, {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},         \
-        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
-        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
-        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
+        {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring}, {"cuda/expanded", test_cuda_expanded},     \
+        {"cuda/delta", test_cuda_delta}, {"cuda/recurrent", test_cuda_recurrent},                                      \
+        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
+        {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
+        {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/demo", test_cuda_demo},                                \
+        {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth},         \
+        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},                                          \
         {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite},                                  \
         {"cuda/images", test_cuda_images},

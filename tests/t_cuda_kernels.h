@@ -506,7 +506,7 @@ extern "C" void cuda_test_upload(void) {
             gpu_array<struct batch> b(std::vector<struct batch>{{1000, s.n_out, 1000}});
             ids_d.arrive();
             const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
-            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, x.p,
+            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, x.p, 1,
                        ropes);
             finish("embedding");
             std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
@@ -539,7 +539,7 @@ extern "C" void cuda_test_upload(void) {
     gpu_array<int32_t> ids_d(ids);
     gpu_array<struct batch> b(std::vector<struct batch>{{0, 130, 0}});
     ids_d.arrive();
-    LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, b.p, x.p, rope_tables{});
+    LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, b.p, x.p, 1, rope_tables{});
     finish("embedding");
     const std::vector<float> got = x.get();
     double worst = 0, largest = 0;
@@ -1388,7 +1388,7 @@ static void run_attention(const struct attn_case &c) {
         k.forget(c.pos, here), v.forget(c.pos, here);
     }
     q_d.arrive(), q32.d.arrive();
-    attn_launch(&a, c.mla, c.prefill, test_stream);
+    attn_launch(&a, c.mla ? ATTN_MLA : ATTN_GQA, c.prefill, test_stream);
     if (values) {
         const struct mla_value_args value = {a, wv.d, parts, arrived, value_out, (size_t)(n_head * n_value)};
         mla_value(&value, test_stream);
@@ -1607,7 +1607,7 @@ extern "C" void cuda_test_attention(void) {
     run_mla_expanded(150, 0, 2, 1), run_mla_expanded(40, 70, 1, 8);
     for (auto &type : matrix_types) run_transpose(type.type);
     run_latents(false), run_latents(true);
-    expect(attn_find(1, 576, 512, 0) && !attn_find(0, 128, 64, 0), "supported widths");
+    expect(attn_find(ATTN_MLA, 576, 512, 0) && !attn_find(ATTN_GQA, 128, 64, 0), "supported widths");
     expect(attn_splits(132, 4) == 66 && attn_splits(4, 64) == 1 && attn_splits(188, 1) == 376 &&
                attn_splits(999, 1) == 384,
            "numbers of splits");
@@ -1673,7 +1673,7 @@ static void run_window_batches(int dk, int dv, bool fp8, int group, int window, 
             r.q_stride = (size_t)q.stride, r.k_stride = (size_t)k.stride, r.v_stride = (size_t)v.stride;
             r.kp = keys.p, r.vp = values.p, r.n_head = n_head, r.n_head_kv = n_kv, r.d = r.q_head = dk, r.dv = dv;
             r.rope = rope, r.eps = 1e-6f;
-            attn_launch(&a, false, false, test_stream);
+            attn_launch(&a, ATTN_GQA, false, test_stream);
             finish("attention in batches");
             const std::vector<uint16_t> rows = out.get();
             got.insert(got.end(), rows.begin(), rows.end());
