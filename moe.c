@@ -1324,12 +1324,14 @@ static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
     return bytes;
 }
 
-/* Bytes of a plane that a forward of one token at position n_past reads; a recurrent state counts twice, because it is
- * written too. */
+/* Bytes of a plane that a forward of one token at position n_past reads, on average where compressed keys are made; a
+ * recurrent state counts twice, because it is written too. */
 static inline double plane_reads(const struct layer *layer, enum plane_use use, const struct plane *p, size_t n_past) {
     const size_t window = (size_t)layer->attn.window, top_k = (size_t)layer->attn.top_k;
+    const size_t per_token = layer->attn.ratio ? (size_t)(layer->attn.span / layer->attn.ratio) : 0;
     size_t rows = plane_rows(p, n_past);
-    if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
+    if (per_token && (use == PLANE_RECENT || use == PLANE_INDEX_RECENT)) rows = rows < per_token ? rows : per_token;
+    else if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
     else if (p->kind == PLANE_TOKENS && window && rows > window) rows = window;
     else if ((use <= PLANE_V || use == PLANE_POOL) && top_k && rows > top_k) rows = top_k;
     else if (use == PLANE_INDEX && rows <= top_k) rows = 0; /* the query sees all keys */
@@ -1352,6 +1354,14 @@ static inline double layer_state_reads(const struct model *m, const struct layer
 static inline double layer_index_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                        size_t n_past) {
     return layer_reads(m, layer, type, n_past, PLANE_INDEX, PLANE_INDEX);
+}
+
+/* Of the rows that compressed keys are made of. */
+static inline double layer_recent_reads(const struct model *m, const struct layer *layer, enum kv_type type,
+                                        size_t n_past) {
+    if (!(layer->has & HAS_COMPRESSED)) return 0;
+    return layer_reads(m, layer, type, n_past, PLANE_RECENT, PLANE_RECENT) +
+           layer_reads(m, layer, type, n_past, PLANE_INDEX_RECENT, PLANE_INDEX_RECENT);
 }
 
 /* Bytes that a forward of one token reads of all layers' planes. */
@@ -20229,6 +20239,7 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
                                  const struct layer *layer) {
     if (rule->field == NOT_BOUND) return 0;
     const struct weight *w = rule_weight(rule, layer);
+    if (rule->kind == TENSOR_IDS) return 4 * (int64_t)layer->n_expert_used;
     if (rule->kind == TENSOR_MATRIX)
         return plan_matrix_reads(cpu, w, rule_routed(rule) ? layer->n_expert_used : w->n_expert);
     if (rule_routed(rule)) return plan_vector(rule, m, layer) / layer->n_expert * layer->n_expert_used;
@@ -20354,6 +20365,8 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
     for (int il = 0; il < model_blocks(shard_of); il++) plan_layer(r, p->cpu, shard_of, il);
     r->weights += 4 * (int64_t)m->n_embd; /* the last norm */
+    if (m->n_stream)
+        r->weights += 4 * ((int64_t)m->n_stream * (m->n_stream * m->n_embd + 1) + 1); /* the head's streams */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
@@ -20547,6 +20560,8 @@ enum decode_kernel {
     DECODE_EMBED,
     DECODE_PREDICTION_INPUT,
     DECODE_ADD_NORM,
+    DECODE_STREAMS,
+    DECODE_STREAMS_NORM,
     DECODE_PROJECTIONS,
     DECODE_ROW_NORM,
     DECODE_QUERY, /* MLA: out of the low-rank query */
@@ -20556,8 +20571,11 @@ enum decode_kernel {
     DECODE_INDEX_BLOCKS,
     DECODE_ROPE,
     DECODE_MLA_QUERY,
+    DECODE_SHARED_STORE,
     DECODE_ATTENTION,
     DECODE_MLA_ATTENTION,
+    DECODE_SHARED_ATTENTION,
+    DECODE_GROUPS,
     DECODE_MLA_VALUE,
     DECODE_DELTA,
     DECODE_LINEAR, /* attention's output, a dense layer's down, the head */
@@ -20582,6 +20600,8 @@ static const struct {
     [DECODE_EMBED] = {"k_embed", 1.0},                       /* two latencies of memory, and a sine */
     [DECODE_PREDICTION_INPUT] = {"k_prediction_input", 0.6}, /* a norm */
     [DECODE_ADD_NORM] = {"k_add_norm", 0.8},                 /* four latencies of L2, and a sum over the block */
+    [DECODE_STREAMS] = {"k_streams_mix", 1.0},               /* three latencies of L2, and sums over a block */
+    [DECODE_STREAMS_NORM] = {"k_streams_norm", 2.4},         /* five latencies of L2, 20 iterations, a sum */
     [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4},           /* run: 0.3 to 0.4 */
     [DECODE_ROW_NORM] = {"k_row_norm", 0.9},                 /* three latencies of L2, and a sum over the block */
     [DECODE_QUERY] = {"k_gemv_linear", 0.4},                 /* run: 0.3 to 1.0 */
@@ -20593,6 +20613,9 @@ static const struct {
     [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},               /* 0.4 as above, 0.4 to load and rotate the queries */
     [DECODE_ATTENTION] = {"attn_kernel", 3.1},               /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
     [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},           /* run: 1.6 a tile of keys, 2 to 3 before the first */
+    [DECODE_SHARED_STORE] = {"k_shared_store", 1.2},         /* two latencies of L2, exponentials, a norm, a rotation */
+    [DECODE_SHARED_ATTENTION] = {"attn_kernel", 4.7},        /* as of MLA, and 0.7 to join splits */
+    [DECODE_GROUPS] = {"k_gemv_linear", 0.4},                /* as DECODE_LINEAR */
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},   /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},    /* a latency of memory, and an SM moves a head's state */
     [DECODE_LINEAR] = {"k_gemv_linear", 0.4},    /* run: 0.2 to 0.9 */
@@ -20625,17 +20648,28 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     switch (rule->field) {
     case offsetof(struct layer, q_a_norm):
     case offsetof(struct layer, wq_b): return DECODE_QUERY;
-    case offsetof(struct layer, wq_index): return layer->has & HAS_MLA ? DECODE_QUERY : DECODE_PROJECTIONS;
+    case offsetof(struct layer, wq_index): return layer->has & HAS_GQA ? DECODE_PROJECTIONS : DECODE_QUERY;
     case offsetof(struct layer, index_norm):
     case offsetof(struct layer, index_q_norm):
     case offsetof(struct layer, index_norm_bias): return DECODE_INDEX_STORE;
-    case offsetof(struct layer, kv_a_norm): return layer->has & HAS_MLA ? DECODE_MLA_QUERY : DECODE_ATTENTION;
+    case offsetof(struct layer, kv_a_norm): return layer->has & HAS_MLA ? DECODE_MLA_QUERY : DECODE_SHARED_STORE;
+    case offsetof(struct layer, compressor.ape):
+    case offsetof(struct layer, compressor.norm):
+    case offsetof(struct layer, index_compressor.ape):
+    case offsetof(struct layer, index_compressor.norm): return DECODE_SHARED_STORE;
+    case offsetof(struct layer, hc_attn.fn):
+    case offsetof(struct layer, hc_attn.base):
+    case offsetof(struct layer, hc_attn.scale):
+    case offsetof(struct layer, hc_ffn.fn):
+    case offsetof(struct layer, hc_ffn.base):
+    case offsetof(struct layer, hc_ffn.scale): return DECODE_STREAMS;
+    case offsetof(struct layer, wo_a): return DECODE_GROUPS;
     case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
     case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
     case offsetof(struct layer, q_norm):
     case offsetof(struct layer, k_norm):
         return layer->has & HAS_ROW_NORM ? DECODE_ROW_NORM : layer->attn.top_k ? DECODE_ROPE : DECODE_ATTENTION;
-    case offsetof(struct layer, sinks): return DECODE_ATTENTION;
+    case offsetof(struct layer, sinks): return layer->has & HAS_SHARED_KV ? DECODE_SHARED_ATTENTION : DECODE_ATTENTION;
     case offsetof(struct layer, conv):
     case offsetof(struct layer, decay):
     case offsetof(struct layer, dt_bias):
@@ -20667,9 +20701,20 @@ static int launch_add(struct launch **list, enum decode_kernel kernel, double by
     return (int)arrlen(*list) - 1;
 }
 
-/* Adds the launch of a norm of the residual stream, unless the next kernel makes it. own: no deltas of other ranks are
- * to be added to it. Returns whether the next kernel makes it. */
-static bool launch_add_norm(struct launch **list, const struct model *m, bool own, bool may_fuse) {
+/* Adds the launches that mix streams of residuals: by a matrix of so many bytes, 0: they are not read. own: as below. */
+static void launch_add_streams(struct launch **list, bool own, double bytes) {
+    if (!own) (*list)[launch_add(list, DECODE_ADD_NORM, 0, 0)].reduces = true;
+    launch_add(list, DECODE_STREAMS, bytes, 0);
+    if (bytes > 0) launch_add(list, DECODE_STREAMS_NORM, 0, 0);
+}
+
+/* Adds the launch of a norm of the residual stream, unless the next kernel makes it; or, by a matrix of `streams` bytes,
+ * those of its streams. own: no deltas of other ranks are to be added to it. Returns whether the next kernel makes it. */
+static bool launch_add_norm(struct launch **list, const struct model *m, bool own, bool may_fuse, double streams) {
+    if (m->n_stream) {
+        launch_add_streams(list, own, streams);
+        return false;
+    }
     if (may_fuse && gpu_norm_fuses(1, m->n_embd, own)) return true;
     const int at = launch_add(list, DECODE_ADD_NORM, 0, 0);
     (*list)[at].reduces = !own;
@@ -20682,6 +20727,7 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
                             int router) {
     const struct layer *layer = &m->layers[il];
     const bool alone = m->shard.n_rank == 1, mla = layer->has & HAS_MLA, delta = layer->has & HAS_DELTA;
+    const bool shared = layer->has & HAS_SHARED_KV;
     double bytes[DECODE_KERNELS] = {0}, dense[DECODE_KERNELS] = {0};
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         const enum decode_kernel k = launch_of_tensor(rule, layer);
@@ -20691,7 +20737,8 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
         if (rule->kind == TENSOR_MATRIX && k != DECODE_GLU && k != DECODE_DOWN) dense[k] += reads;
     }
 #define ADD(kernel) launch_add(list, kernel, bytes[kernel], dense[kernel])
-    bool fuses = launch_add_norm(list, m, alone || !il, true);
+    const double streams = bytes[DECODE_STREAMS] / 2; /* of a half of the layer */
+    bool fuses = launch_add_norm(list, m, alone || !il, true, streams);
     const int first = ADD(DECODE_PROJECTIONS);
     (*list)[first].norms = fuses;
     if (router) (*list)[router].ahead = first;
@@ -20705,21 +20752,27 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
         const int rows = ADD(DECODE_ROW_NORM);
         (*list)[rows].reduces = !alone;
     }
+    if (shared) (*list)[ADD(DECODE_SHARED_STORE)].bytes += layer_recent_reads(m, layer, kv, n_past);
     if (layer->has & HAS_INDEXER) {
-        ADD(DECODE_INDEX_STORE);
+        if (!shared) ADD(DECODE_INDEX_STORE);
         const int scores = ADD(DECODE_INDEX_SCORES);
         (*list)[scores].bytes += layer_index_reads(m, layer, kv, n_past);
         launch_add(list, mla ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
     }
     if (mla) ADD(DECODE_MLA_QUERY);
-    else if (layer->attn.top_k) ADD(DECODE_ROPE);
-    const int attention = ADD(mla ? DECODE_MLA_ATTENTION : delta ? DECODE_DELTA : DECODE_ATTENTION);
-    (*list)[attention].bytes += layer_state_reads(m, layer, kv, n_past) - layer_index_reads(m, layer, kv, n_past);
+    else if (layer->attn.top_k && !shared) ADD(DECODE_ROPE);
+    const int attention = ADD(mla      ? DECODE_MLA_ATTENTION
+                              : delta  ? DECODE_DELTA
+                              : shared ? DECODE_SHARED_ATTENTION
+                                       : DECODE_ATTENTION);
+    (*list)[attention].bytes += layer_state_reads(m, layer, kv, n_past) - layer_index_reads(m, layer, kv, n_past) -
+                                layer_recent_reads(m, layer, kv, n_past);
     if (mla) ADD(DECODE_MLA_VALUE);
+    if (shared) ADD(DECODE_GROUPS);
     const int out = ADD(DECODE_LINEAR);
     (*list)[attention].ahead = out;
     if (!fuses) (*list)[first].ahead = out;
-    fuses = launch_add_norm(list, m, alone, layer->n_expert > 0);
+    fuses = launch_add_norm(list, m, alone, layer->n_expert > 0, streams);
     router = layer->n_expert ? ADD(DECODE_ROUTER) : 0;
     if (router) (*list)[router].norms = fuses;
     ADD(DECODE_GLU);
@@ -20732,14 +20785,14 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
  * launch_add_layer. keep: the final row is kept for the prediction layer. */
 static void launch_add_head(struct launch **list, const struct model *m, const struct weight *w, int router,
                             bool keep) {
-    const bool alone = m->shard.n_rank == 1;
-    launch_add_norm(list, m, alone, false);
+    const bool alone = m->shard.n_rank == 1, ends = m->shard.stage + 1 == m->shard.n_stage;
+    launch_add_norm(list, m, alone, false, ends ? 4.0 * m->n_stream * m->n_stream * m->n_embd : 0);
     if (keep) launch_add(list, DECODE_KEEP_FINAL, 0, 0);
-    if (m->shard.stage + 1 < m->shard.n_stage) {
+    if (!ends) {
         launch_add(list, DECODE_SEND, 0, 0);
         return;
     }
-    launch_add_norm(list, m, true, false);
+    launch_add(list, DECODE_ADD_NORM, 0, 0);
     const double head = (double)plan_matrix_reads(false, w, 1);
     const int last = launch_add(list, DECODE_LINEAR, head, head);
     if (router) (*list)[router].ahead = last;

@@ -7210,9 +7210,13 @@ static struct ahead ahead_of_ffn(struct rank *r, int il) {
 /* What is read behind the first products of layer il, up to its feed-forward; attended: behind its attention. */
 static struct ahead ahead_of_half(struct rank *r, int il, bool attended) {
     const struct layer *layer = &r->m->layers[il];
-    const struct weight *const w[5] = {&layer->wq_b, &layer->wk_b, &layer->wv_b, &layer->wo_a, &layer->wo};
+    const struct weight *const behind[] = {&layer->wk_b, &layer->wv_b, &layer->wo_a, &layer->wo};
+    const struct weight *w[LINEAR_MAX + 1];
+    enum act out[LINEAR_MAX];
     struct ahead a = {};
-    for (int i = attended ? 2 : 0; i < 5; i++) ahead_add(r, &a, w[i]);
+    layer_queries(layer, w, out);
+    for (int i = 0; layer->has & HAS_Q_LORA && !attended && w[i]; i++) ahead_add(r, &a, w[i]);
+    for (int i = attended; i < 4; i++) ahead_add(r, &a, behind[i]);
     return a;
 }
 
@@ -7661,6 +7665,7 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
         a.n_index = shape.n_index;
         a.index_k = shape.index_k;
     }
+    double bytes = 4.0 * shape.head_k; /* norms; what compressed keys are made of; queries come from L2 */
     auto add = [&](const struct compressor &with, enum plane_use ring, enum plane_use keys, enum act value,
                    enum act gate, int d) {
         struct compress_args *to = &a.with[a.n_with++];
@@ -7672,12 +7677,13 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
         to->ape = (const float *)device_vector_of(c, with.ape);
         to->norm = (const float *)device_vector_of(c, with.norm);
         to->d = d;
+        bytes += (double)(shape.ratio * to->ring.width / 2 + d) * sizeof(float) +
+                 (double)to->ring.row_bytes * shape.span / shape.ratio;
     };
     if (layer->has & HAS_COMPRESSED) add(layer->compressor, PLANE_RECENT, PLANE_POOL, A_CK, A_CG, shape.head_k);
     if (layer->has & HAS_INDEXER)
         add(layer->index_compressor, PLANE_INDEX_RECENT, PLANE_INDEX, A_ICK, A_ICG, shape.index_k);
-    profile_next(4.0 * shape.head_k, "%d heads of %d", shape.n_head + 1,
-                 shape.head_k); /* the norm: rows come from L2 */
+    profile_next(bytes, "%d heads of %d", shape.n_head + 1, shape.head_k);
     shared_store(&a, c->stream);
 }
 

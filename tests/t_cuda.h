@@ -964,6 +964,9 @@ static const struct synth tiny_synths[] = {
      .period = 3, .full_first = true, .window_sinks = true},
     {"tiny sparse", "glm-dsa", 4, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 1, 1, .scale = 2.5f,
      .n_index = 6, .index_k = 64, .top_k = 24, .index_freq = 3, .index_first = 2, .predicts = true},
+    {"tiny streams", "deepseek4", 4, 128, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
+     .scale = 1.5f, .window = 40, .n_index = 6, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4, .o_lora = 32,
+     .head_groups = 2, .n_stream = 4, .n_hash = 1},
     {"tiny blocks", "minimax-m3", 3, 128, 8, 2, 64, 16, 2, 64, 200, 256, .rope = 32, .n_dense = 1, .ff_dense = 192,
      .ff_shared = 64, .scale = 2.0f, .n_index = 2, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1}};
 enum { SPARSE_BLOCKS = sizeof tiny_synths / sizeof *tiny_synths - 1 };
@@ -1245,10 +1248,12 @@ static void test_cuda_ahead_forecast(void) {
             r->ops->wait(r);
             for (int il = 0; il < e.model.n_layer; il++) {
                 const struct layer *layer = &e.model.layers[il];
-                const struct weight *const more[] = {&layer->wq_b, &layer->wk_b, &layer->wv_b, &layer->wo};
+                const struct weight *const index = layer->has & HAS_GQA ? &layer->wo_a : &layer->wq_index;
+                const struct weight *const more[] = {&layer->wq_b, index,        &layer->wk_b,
+                                                     &layer->wv_b, &layer->wo_a, &layer->wo};
                 layer_projections(layer, w, out);
                 for (int i = 0; w[i]; i++) sum += cuda_test_prefetched(r, w[i], &(size_t){0});
-                for (int i = 0; i < 4; i++)
+                for (int i = 0; i < 6; i++)
                     if (more[i]->data) sum += cuda_test_prefetched(r, more[i], &(size_t){0});
             }
             sum += cuda_test_prefetched(r, &e.model.output, &(size_t){0});
@@ -1872,7 +1877,7 @@ static void test_cuda_batches(void) {
         const struct layout *layout;
     } cases[] = {{"qwen3moe_nvfp4", KV_FP8, &one}, {"qwen3moe", KV_BF16, &two},   {"deepseek_v3", KV_FP8, &one},
                  {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one}, {"hy_v3", KV_FP8, &one},
-                 {"glm4_moe_air", KV_BF16, &one}};
+                 {"glm4_moe_air", KV_BF16, &one},  {"deepseek_v4", KV_FP8, &one}, {"deepseek_v4_pro", KV_BF16, &two}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
