@@ -29,9 +29,9 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  570  the table of tensors; layer, model, family
- *   Types: operations                               220  the table that every backend fills in; its contract
- *   Types: state, ranks, the GPU backend            410  planes of state; struct rank; cuda_* functions
+ *   Types: tensors, layers, models                  660  the table of tensors; layer, model, family
+ *   Types: operations                               270  the table that every backend fills in; its contract
+ *   Types: state, ranks, the GPU backend            470  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
@@ -61,9 +61,9 @@
  *   Chat template: rendering                        390  evaluates a tree; what a chat hands to it
  *
  *  Engine
- *   Model: tensors of a file                        350  reads keys and rotations, checks and binds tensors
- *   Model: metadata of families                     390  what each family reads
- *   Model: layers and files                         340  binds layers, checks leftovers, opens files
+ *   Model: tensors of a file                        390  reads keys and rotations, checks and binds tensors
+ *   Model: metadata of families                     460  what each family reads
+ *   Model: layers and files                         360  binds layers, checks leftovers, opens files
  *   Shards of a model                               270  what each rank holds
  *   Synthetic models                               1020  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
@@ -80,17 +80,18 @@
  *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                  370  embedding, norms, all-reduce, linear, rotation
- *   CPU operations: attention                       550  online softmax over the cache; latent attention
+ *   CPU operations                                  480  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations: attention                       640  online softmax over the cache; latent attention
  *   CPU operations: sparse attention                130  the choice of the keys that a query sees
+ *   CPU operations: compressed keys                 150  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
- *   CPU operations: feed-forward                    410  router and experts
- *   CPU operations: memory of a rank                130  the table of operations; what a rank allocates
+ *   CPU operations: feed-forward                    460  router and experts
+ *   CPU operations: memory of a rank                150  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
- *   Families                                        160  the forwards. START HERE
+ *   Families                                        180  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
- *   Drafts                                          120  how many tokens a round drafts
- *   Session                                         620  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Drafts                                          140  how many tokens a round drafts
+ *   Session                                         660  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        240  the file of /save
  *
  *  Program
@@ -99,7 +100,7 @@
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                       140  tags, and messages with channels (harmony)
- *   Chat                                            310  messages, their rendering, their tokens
+ *   Chat                                            320  messages, their rendering, their tokens
  *   Chat: printing an answer                        310  from tokens to the screen
  *   Chat: generation                                340  turns
  *   Chat: saved conversations                       310  /save and /load
@@ -110,15 +111,15 @@
  *   Line editor: keys                               320  what each key does
  *   REPL commands                                   570  /help, /undo, /save ..
  *   REPL completion                                 130  what Tab puts behind a command
- *   Plan                                            400  --plan: bytes and roofline before anything is loaded
- *   Plan: forecast                                  300  the speed of decode: a fixed time and bytes for each kernel
- *   Plan: the answer                                270  as text and as JSON
+ *   Plan                                            440  --plan: bytes and roofline before anything is loaded
+ *   Plan: forecast                                  380  the speed of decode: a fixed time and bytes for each kernel
+ *   Plan: the answer                                300  as text and as JSON
  *   Finding a model                                 100  what -m and bare moe say where there is none
- *   Engine                                          210  opens model and session as the settings ask for
- *   Modes: tokenize, render, info, logits           340  small programs beside the chat
+ *   Engine                                          220  opens model and session as the settings ask for
+ *   Modes: tokenize, render, info, logits           380  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
- *   Modes: bench                                    280  speed at several depths and batches
+ *   Modes: bench                                    310  speed at several depths and batches
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
@@ -199,12 +200,12 @@ struct attn {
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
     int copied_kv;                    /* shard: a rank before it has its KV head, too, and counts it in row norms */
+    int ratio, span;                  /* HAS_COMPRESSED: tokens of a compressed key; tokens that it is made of */
+    int n_group, o_lora;              /* HAS_SHARED_KV: groups of heads that wo_a joins; values of a group's result */
     int n_index, index_k;             /* HAS_INDEXER: heads of the indexer's queries, width of a head and of its key */
     int top_k;                        /* keys that a query sees at most, the indexer's choice; 0: all */
     int index_block;                  /* keys that are chosen together, a power of two that divides top_k */
     int index_local;                  /* blocks that a query always sees, its own and those before it */
-    int ratio, span;                  /* HAS_COMPRESSED: tokens of a compressed key; tokens that it is made of */
-    int n_group, o_lora;              /* HAS_SHARED_KV: groups of heads that wo_a joins; values of a group's result */
     bool index_pairs;                 /* the indexer rotates neighbours, as struct rope says */
     float scale;                      /* factor of q.k before the softmax */
 };

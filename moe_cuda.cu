@@ -13,6 +13,7 @@
  *     and all-reduce        ranks or long rows: k_add_norm, which      or with the push
  *                           also pushes and adds the ranks' deltas,
  *                           or ncclAllGather
+ *   hyper-connections     in place of these two k_streams_mix and k_streams_norm; several ranks: k_add_norm before
  *   projections           k_gemv_linear                              gemm_kernel
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
  *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
@@ -21,6 +22,8 @@
  *                           k_mla_value                                attn_mla_expanded; attn_merge; k_head_gate
  *   sparse attention      before it k_index_store, k_index_scores or k_index_blocks, k_index_choose; then the kernels
  *                           of decode, grouped-query attention behind k_rope_gqa
+ *   one KV head           k_shared_store, the indexer's choice, attn_mla_kernel; groups of heads by k_gemv_linear or
+ *                           gemm_kernel
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
@@ -31,7 +34,7 @@
  *   sampling              k_sample; k_share_token where there are several ranks
  *
  * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with its indexer, 10 with that
- * of grouped-query attention, and each reads its weights once, dequantizes them to halves in registers and multiplies
+ * of grouped-query attention, 13 with streams of residuals and compressed keys, 15 with an indexer of these, and each reads its weights once, dequantizes them to halves in registers and multiplies
  * by m16n8k16 with F32 sums (W4A16). What a token gives does not depend on the other tokens of a decode forward. While
  * attention, router, norms or sums of ranks leave the memory idle, kernels request weights of the next dense products
  * into L2 (struct ahead). Positions and tokens lie in device memory, so that one CUDA graph per number of tokens
@@ -54,12 +57,14 @@
  *   Upload: from the file's blocks to tiles
  *   All-reduce and send between ranks             flags, k_send_rows; the all-reduce itself is in k_add_norm
  *   Embedding, residual add, norm
+ *   Streams of residuals                          hyper-connections
  *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear, k_gemv_glu, k_gemv_down
  *   Router
  *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations, the sort by expert, --calibrate's sums
  *   RoPE and the KV cache
  *   Attention over the KV cache
  *   Sparse attention: the indexer                 the keys that a query sees
+ *   Attention of one KV head: what it reads       compressed keys
  *   Gated delta net
  *   Sampling
  *   The GPU state of a rank
@@ -1525,15 +1530,16 @@ struct streams_args {
     struct ahead ahead;
 };
 
-/* Adds v[i] over the lanes of a warp: lane i gets the sum of v[i]. */
+/* Adds v[i] over the lanes of a warp: lane i gets the sum of v[i]. STEP: lanes that exchange their halves of the values. */
+template <int STEP>
 DEVICE float warp_sums(float (&v)[32]) {
-    const int lane = threadIdx.x & 31;
-    UNROLL for (int o = 16; o; o >>= 1) UNROLL for (int i = 0; i < o; i++) {
-        const bool high = lane & o;
-        const float sent = high ? v[i] : v[i + o], kept = high ? v[i + o] : v[i];
-        v[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, sent, o);
+    const bool high = threadIdx.x & STEP;
+    UNROLL for (int i = 0; i < STEP; i++) {
+        const float sent = high ? v[i] : v[i + STEP], kept = high ? v[i + STEP] : v[i];
+        v[i] = kept + __shfl_xor_sync(0xFFFFFFFFu, sent, STEP);
     }
-    return v[0];
+    if constexpr (STEP > 1) return warp_sums<STEP / 2>(v);
+    else return v[0];
 }
 
 /* streams = post * delta + mix^T streams, and the sums of their products with fn.
@@ -1572,7 +1578,7 @@ __global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_con
                 UNROLL for (int i = 0; i < STREAM_ROWS; i++) v[i] = fmaf(w[i][j], x[j], v[i]);
                 v[STREAM_ROWS] = fmaf(x[j], x[j], v[STREAM_ROWS]);
             }
-            part[(t * (STREAM_COLUMNS / WARP) + warp) * STREAM_SUMS + lane] = warp_sums(v);
+            part[(t * (STREAM_COLUMNS / WARP) + warp) * STREAM_SUMS + lane] = warp_sums<16>(v);
         }
         __syncthreads(); /* the sums of all warps are written */
         for (int i = tid; i < some * STREAM_SUMS && a.n_row; i += STREAM_COLUMNS) {
@@ -4732,9 +4738,13 @@ static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s)
 
 template <int D, int FP8>
 static void attn_run_shared(const struct attn_args *a, int, cudaStream_t s) {
-    if (a->n_head > 16 && a->n_tok > 2)
-        attn_run(a, attn_mla_kernel<D, 0, FP8, 2, false>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
-    else attn_run(a, attn_mla_kernel<D, 0, FP8, 1, false>, 16, 256, attn_mla<D, 0, FP8, 1>::SMEM, s);
+    if constexpr (D > 64) {
+        if (a->n_head > 16 && a->n_tok > 2) {
+            attn_run(a, attn_mla_kernel<D, 0, FP8, 2, false>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
+            return;
+        }
+    }
+    attn_run(a, attn_mla_kernel<D, 0, FP8, 1, false>, 16, 256, attn_mla<D, 0, FP8, 1>::SMEM, s);
 }
 
 typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
@@ -5393,10 +5403,15 @@ DEVICE void shared_head(const struct shared_args &a, int t, int h) {
 }
 
 /* Key `key` of a compressor, with one block of 256. See compress_key of moe.c. */
-DEVICE void compress_key(const struct shared_args &a, const struct compress_args &c, int key, float *row) {
+DEVICE void compress_key(const struct shared_args &a, const struct compress_args &c, int key, float *row,
+                         float2 *turn) {
     enum { COLUMNS = SHARED_HEAD / 256 };
     const int tid = threadIdx.x, pos0 = a.rope.batch->pos, first = (key + 1) * a.ratio - a.span;
     const int wide = c.ring.width / 2;
+    for (int i = tid; i < a.table.n; i += 256) {
+        const float at = (float)(key * a.ratio) * a.table.freq[i];
+        turn[i] = make_float2(cosf(at) * a.table.factor, sinf(at) * a.table.factor);
+    }
     float sum[COLUMNS] = {}, den[COLUMNS] = {}, top[COLUMNS];
     UNROLL for (int k = 0; k < COLUMNS; k++) top[k] = -INFINITY;
     UNROLL_BY(4) for (int pos = max(first, 0); pos < first + a.span; pos++) {
@@ -5418,14 +5433,10 @@ DEVICE void compress_key(const struct shared_args &a, const struct compress_args
         }
     }
     UNROLL for (int k = 0; k < COLUMNS; k++) if (tid + 256 * k < c.d) row[tid + 256 * k] = sum[k] / den[k];
-    __syncthreads(); /* the mean is complete */
+    __syncthreads(); /* the mean is complete, and cosines and sines */
     if (tid >= WARP) return;
     float x[SHARED_PER];
-    auto angle = [&](int i, float *cs, float *sn) {
-        const float at = (float)(key * a.ratio) * a.table.freq[i];
-        *cs = cosf(at) * a.table.factor;
-        *sn = sinf(at) * a.table.factor;
-    };
+    auto angle = [&](int i, float *cs, float *sn) { *cs = turn[i].x, *sn = turn[i].y; };
     rope_last<SHARED_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
     shared_key_store(c.keys, key, c.d, x);
 }
@@ -5436,6 +5447,7 @@ DEVICE void compress_key(const struct shared_args &a, const struct compress_args
  * that reads 512 KB, once in 128 tokens. */
 __global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ struct shared_args a) {
     SHARED(float, row, SHARED_HEAD);
+    SHARED(float2, turn, SHARED_HEAD / 2); /* cosines and sines */
     grid_dependency_launch();
     grid_dependency_wait();
     int b = (int)blockIdx.x;
@@ -5450,7 +5462,7 @@ __global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ st
     b /= a.n_with;
     if (b < a.key_blocks) {
         const int key = pos / a.ratio + b;
-        if (key < (pos + n_tok) / a.ratio) compress_key(a, c, key, row);
+        if (key < (pos + n_tok) / a.ratio) compress_key(a, c, key, row, turn);
         return;
     }
     const int t = b - a.key_blocks, wide = c.ring.width / 2;

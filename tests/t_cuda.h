@@ -1473,11 +1473,11 @@ static void test_cuda_refusals(void) {
 
 /* ---- what the compiler made of the kernels ---- */
 
-/* No kernel spills registers, none but k_embed has an array in local memory (the sine of large angles), shared arrays
- * leave room, and FP4 MMAs are in the one image that has them. */
+/* No kernel spills registers, none but k_embed and k_shared_store has an array in local memory (the sine of large angles),
+ * shared arrays leave room, and FP4 MMAs are in the one image that has them. */
 static void test_cuda_images(void) {
     static const char *const ptx[] = {"compute_120f", "compute_90", "compute_80"};
-    enum { IMAGE_BYTES = 16 << 20 };
+    enum { IMAGE_BYTES = 20 << 20 };
     char *log = NULL, err[ERR_MAX], path[256];
     struct stat st;
     if (read_file("build/nvcc/log", &log, err)) SKIP("the kernels were not compiled here: no nvcc");
@@ -1498,7 +1498,8 @@ static void test_cuda_images(void) {
         }
         CHECK(stores == 0 && loads == 0 && regs > 0, "%s, %s: %d registers, %d bytes of them spilled", chip, name, regs,
               stores);
-        CHECK(stack == 0 || strstr(name, "k_embed"), "%s, %s: %d bytes of local memory", chip, name, stack);
+        CHECK(stack == 0 || strstr(name, "k_embed") || strstr(name, "k_shared_store"),
+              "%s, %s: %d bytes of local memory", chip, name, stack);
         CHECK(smem <= 48 << 10, "%s, %s: %d bytes of static shared memory", chip, name, smem);
     }
     bool sm120 = strstr(log, "'sm_120f'") != NULL;
