@@ -332,7 +332,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
             d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
     d.listed = m->max.listed;
     d.scores = d.listed ? INDEX_SCORES : 0;
-    d.joins = (d.listed && !d.latent ? d.decode : 2) * d.heads;
+    d.joins = ((d.listed && !d.latent) || m->max.groups ? d.decode : 2) * d.heads;
     d.streams = m->n_stream ? (d.embd + STREAM_COLUMNS - 1) / STREAM_COLUMNS * STREAM_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;

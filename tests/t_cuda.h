@@ -398,7 +398,10 @@ static const struct synth divided_shapes[] = {
     {"divided biases", "gpt-oss", 2, 192, 8, 4, 32, 16, 4, 320, 320, 256, .window = 20, .period = 2, .qkv_bias = true,
      .ff_type = GGUF_MXFP4},
     {"divided blocks", "minimax-m3", 2, 128, 16, 4, 64, 16, 2, 256, 320, 256, .rope = 32, .n_dense = 1, .ff_dense = 256,
-     .ff_shared = 256, .scale = 2.0f, .n_index = 4, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1}};
+     .ff_shared = 256, .scale = 2.0f, .n_index = 4, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1},
+    {"divided streams", "deepseek4", 4, 128, 16, 1, 64, 16, 2, 256, 320, 256, 72, .head_v = 64, .rope = 16,
+     .ff_shared = 256, .scale = 1.5f, .window = 20, .n_index = 16, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4,
+     .o_lora = 32, .head_groups = 4, .n_stream = 4, .n_hash = 1}};
 #endif
 /* clang-format on */
 enum { FORMS = sizeof form_shapes / sizeof *form_shapes };
@@ -1523,7 +1526,7 @@ static void test_cuda_images(void) {
 static float *layout_logits(const struct model *m, const struct layout *d, const int32_t *ids, int n) {
     struct session s;
     size_t v = (size_t)m->n_vocab;
-    if (!layout_session(&s, m, d, 96, KV_BF16)) return NULL;
+    if (!layout_session(&s, m, d, 160, KV_BF16)) return NULL;
     if (d->allreduce)
         CHECK(cuda_test_by_nccl(s.r, 1) == (d->allreduce == ALLREDUCE_NCCL), "%s: the other way to add was taken",
               d->name);
@@ -1615,6 +1618,7 @@ static void test_cuda_ranks(void) {
         {"two by two, no peers, NCCL", 2, 2, {3, 2, 1, 0}, ALLREDUCE_NCCL, false}};
     layouts_agree("qwen3moe", several, 5, 20);
     layouts_agree("deepseek_v3_nvfp4", several, 2, 30);
+    layouts_agree("deepseek_v4_pro", &several[3], 2, 140);
     static const struct layout four = {"four GPUs", 4, 1, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true};
     static const struct synth wide[] = {{"tiled heads", "qwen35moe", 4, 128, 8, 2, 64, 16, 2, 256, 320, 256, .rope = 16,
                                          .ff_shared = 256, .n_key = 4, .n_value = 12, .delta_head = 64, .interval = 4},
