@@ -98,7 +98,7 @@
  *   Command line                                    340  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
- *   Chat: formats of thinking                       140  tags, and messages with channels (harmony)
+ *   Chat: formats of thinking                       160  tags, and messages with channels (harmony)
  *   Chat                                            310  messages, their rendering, their tokens
  *   Chat: printing an answer                        310  from tokens to the screen
  *   Chat: generation                                340  turns
