@@ -82,6 +82,7 @@ static void prompt_release(struct hf *h) {
     json_object_del(h->config, "bos_token_id");
     json_object_set_new(h->config, "vocab_size", json_integer(VOCAB));
     static const char *const wide[] = {"embed", "head"};
+    static const int64_t experts[] = {0, 1, 2};
     for (int i = 0; i < 5; i++) {
         char full[64];
         if (i < 2) {
@@ -93,8 +94,7 @@ static void prompt_release(struct hf *h) {
         snprintf(full, sizeof full, "layers.%d.ffn.gate.tid2eid", i - 2);
         struct hf_tensor *t = hf_find(h, full);
         if (!CHECK(t, "no %s", full)) continue;
-        const size_t n = arrlenu(t->data);
-        while (arrlenu(t->data) < n / 512 * VOCAB) hf_put(&t->data, t->data + arrlenu(t->data) - n, n / 512);
+        while (arrlenu(t->data) < VOCAB * sizeof experts) hf_put(&t->data, experts, sizeof experts);
         snprintf(t->shape, sizeof t->shape, "[%d,3]", VOCAB);
     }
 }
