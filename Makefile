@@ -19,7 +19,7 @@ MAKEFLAGS += -j$(CORES)
 endif
 
 WARN    := -Wall -Wextra -Wshadow -Wvla $(if $(WERROR),-Werror)
-HEADERS := gguf_nvfp4.h $(wildcard convert/*.h) Makefile
+HEADERS := gguf_nvfp4.h $(wildcard convert/*.h convert/*.jinja) Makefile
 ENGINE  := moe.c moe_cuda.cu $(HEADERS)
 TESTS   := tests/test_moe.c $(wildcard tests/*.h) $(ENGINE)
 # Expanded in each recipe, when the packages are there.

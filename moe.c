@@ -99,7 +99,7 @@
  *   Command line                                    340  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
- *   Chat: formats of thinking                       140  tags, and messages with channels (harmony)
+ *   Chat: formats of thinking                       160  tags, and messages with channels (harmony)
  *   Chat                                            320  messages, their rendering, their tokens
  *   Chat: printing an answer                        310  from tokens to the screen
  *   Chat: generation                                340  turns
@@ -3528,8 +3528,11 @@ static bool vocab_is_stop(const struct vocab *v, int32_t id) { return id >= 0 &&
 
 /* ---- special tokens ---- */
 
-/* Whether a token looks like a tag, such as <think> or [TOOL_CALLS]: it carries structure rather than text. */
+/* Whether a token looks like a tag, such as <think>, [TOOL_CALLS] or ｜DSML｜: it carries structure rather than text. */
 static bool is_tag(struct gguf_str s) {
+    static const char bar[] = "\uff5c";
+    const size_t n = strlen(bar);
+    if (s.n > 2 * n && !memcmp(s.p, bar, n) && !memcmp(s.p + s.n - n, bar, n)) return true;
     return s.n > 1 && ((s.p[0] == '<' && s.p[s.n - 1] == '>') || (s.p[0] == '[' && s.p[s.n - 1] == ']'));
 }
 
@@ -16965,15 +16968,17 @@ static const struct think_format {
     const char *effort_on, *effort_off, *effort_max; /* for --think on, off and max; NULL: as for other models */
     const char *off; /* with --think off stands behind the role of a prompt; NULL: the template alone does it */
     const char *mode_on, *mode_off; /* thinking_mode of the template; NULL: it has none */
+    bool verbatim; /* newlines around the tags belong to what is between them; only a tag in front begins thinking */
 } think_formats[] = {
     {.mark = "<|channel|>analysis", .effort_off = "low", .effort_max = "high", .off = "<|channel|>final<|message|>"},
+    {.mark = "｜DSML｜", .open = "<think>", .close = "</think>", .verbatim = true}, /* DeepSeek-V3.2 and V4 */
     /* Hy3 */
-    {"'<think{}>'", "<think:opensource>", "</think:opensource>", "high", "no_think", "high", NULL, NULL, NULL},
-    {"'no_think'", "<think>", "</think>", "high", "no_think", "high", NULL, NULL, NULL},
-    {"<seed:think>", "<seed:think>", "</seed:think>", NULL, NULL, NULL, NULL, NULL, NULL},
-    {"<mm:think>", "<mm:think>", "</mm:think>", NULL, NULL, NULL, NULL, "enabled", "disabled"}, /* MiniMax-M3 */
-    {"[THINK]", "[THINK]", "[/THINK]", NULL, NULL, NULL, NULL, NULL, NULL},
-    {NULL, "<think>", "</think>", NULL, NULL, NULL, NULL, NULL, NULL},
+    {"'<think{}>'", "<think:opensource>", "</think:opensource>", "high", "no_think", "high", NULL, NULL, NULL, false},
+    {"'no_think'", "<think>", "</think>", "high", "no_think", "high", NULL, NULL, NULL, false},
+    {"<seed:think>", "<seed:think>", "</seed:think>", NULL, NULL, NULL, NULL, NULL, NULL, false},
+    {"<mm:think>", "<mm:think>", "</mm:think>", NULL, NULL, NULL, NULL, "enabled", "disabled", false}, /* MiniMax-M3 */
+    {"[THINK]", "[THINK]", "[/THINK]", NULL, NULL, NULL, NULL, NULL, NULL, false},
+    {NULL, "<think>", "</think>", NULL, NULL, NULL, NULL, NULL, NULL, false},
 };
 
 static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
@@ -17004,9 +17009,23 @@ static const char *think_effort(const struct think_format *f, enum think think) 
     return own || think < THINK_LOW ? own : think_names[think];
 }
 
+/* split_answer of a verbatim format: a text that begins with the tag, and the newline that printer_answer puts behind it,
+ * is thinking up to the first closing tag. */
+static const char *split_verbatim(const struct think_format *f, const char *content, const char **think, size_t *n) {
+    const size_t n_open = strlen(f->open);
+    const char *end = strncmp(content, f->open, n_open) ? NULL : strstr(content + n_open, f->close);
+    *think = content;
+    *n = 0;
+    if (!end) return content;
+    *think += n_open + (content[n_open] == '\n');
+    *n = (size_t)(end - *think);
+    return end + strlen(f->close);
+}
+
 /* Returns where the answer begins in the text of an assistant: after the thinking and the newlines that follow it. Sets
  * *think and *n to the thinking without its tags and without the newlines around it. */
 static const char *split_answer(const struct think_format *f, const char *content, const char **think, size_t *n) {
+    if (f->verbatim) return split_verbatim(f, content, think, n);
     const size_t n_open = strlen(f->open), n_close = strlen(f->close);
     const char *end = NULL, *from = strstr(content, f->open);
     for (const char *p = content; (p = strstr(p, f->close)); p += n_close) end = p;

@@ -691,7 +691,8 @@ static struct checkpoint {
     bool qkv_bias;              /* queries, keys and values have biases */
     const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: there is none */
     bool (*is_dense)(int layer);
-    void (*put)(void); /* writes keys that only this family has; NULL: there are none */
+    void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
+    void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
 
     const char *eps_key;       /* of config.json: what norms add to the mean square, */
     double eps;                /* where it does not say */
@@ -1692,6 +1693,7 @@ static struct doc rope_part(bool compressed) {
 }
 
 static void put_deepseek_v4(void);
+static void put_deepseek_v4_template(const char *name);
 /* Reads the keys of DeepSeek-V4: the releases' or transformers'. Its prediction layers are left out. */
 static void read_deepseek_v4(void) {
     struct doc c = m.cfg;
@@ -1727,6 +1729,7 @@ static void read_deepseek_v4(void) {
     m.norm_topk_prob = m.partial = m.mtp_left_out = true;
     m.scaling_factor = "routed_scaling_factor";
     m.put = put_deepseek_v4;
+    m.put_template = put_deepseek_v4_template;
     m.rotary = 0.125;
     if (get(c, "qk_rope_head_dim")) {
         const size_t n = (size_t)get_int(c, "qk_rope_head_dim", 2, (int64_t)head, REQUIRED);
@@ -3393,9 +3396,41 @@ static int32_t special_id(struct doc config, const char *name) {
     return id;
 }
 
-/* Writes the chat template: chat_template.jinja, else that of tokenizer_config.json, as in transformers. Of a list, the
- * one named "default". */
-static void put_template(struct doc config) {
+/* The text of deepseek_v4.jinja. */
+extern const char deepseek_v4_template[], deepseek_v4_template_end[];
+__asm__(".section .rodata\n"
+        "deepseek_v4_template:\n"
+        ".incbin \"convert/deepseek_v4.jinja\"\n"
+        "deepseek_v4_template_end:\n"
+        ".previous\n");
+
+/* Whether a release of DeepSeek-V4 has a text for the effort high, too, as those from 0731 on: its encoder has it, or
+ * where that is missing the name says so. */
+static bool deepseek_v4_grades(const char *name) {
+    static const char file[] = "encoding/encoding_dsv4.py", text[] = "Reasoning Effort: Beyond maximum";
+    char *source = NULL, err[ERR_MAX];
+    if (access(in_dir(file), F_OK)) return strstr(name, "0731") || strstr(name, "0813");
+    if (read_file(in_dir(file), &source, err)) die("%s", err);
+    const bool graded = memmem(source, arrlenu(source), text, strlen(text)) != NULL;
+    arrfree(source);
+    return graded;
+}
+
+/* Writes our chat template of DeepSeek-V4, whose releases have a program in Python instead. */
+static void put_deepseek_v4_template(const char *name) {
+    const bool graded = deepseek_v4_grades(name);
+    char *text = NULL;
+    if (graded) sb_puts(&text, "{%- set graded_efforts = true -%}\n");
+    sb_put(&text, deepseek_v4_template, (size_t)(deepseek_v4_template_end - deepseek_v4_template));
+    gguf_put_str(&writer, "tokenizer.chat_template", text, arrlenu(text));
+    arrfree(text);
+    message_print("'%s' has no chat template: taking moe's, with the reasoning effort%s", model_dir,
+                  graded ? "s high and max" : " max");
+}
+
+/* Writes the chat template: chat_template.jinja, else that of tokenizer_config.json, as in transformers, else that of the
+ * family. Of a list, the one named "default". name: the model's. */
+static void put_template(struct doc config, const char *name) {
     json_t *v = get(config, "chat_template"), *e;
     size_t i;
     char *text = NULL;
@@ -3416,13 +3451,14 @@ static void put_template(struct doc config) {
         json_t *list = v;
         v = NULL;
         json_array_foreach(list, i, e) {
-            const char *name = json_string_value(json_object_get(e, "name"));
-            if (name && !strcmp(name, "default")) v = json_object_get(e, "template");
+            const char *key = json_string_value(json_object_get(e, "name"));
+            if (key && !strcmp(key, "default")) v = json_object_get(e, "template");
         }
         expect(config, "chat_template", v, "a template named \"default\" in the list");
     }
     expect(config, "chat_template", !v || json_is_string(v), "a string or a list");
     if (v) kv_str("tokenizer.chat_template", json_string_value(v));
+    else if (m.put_template) m.put_template(name);
     else message_print("'%s' has no chat template", model_dir);
 }
 
@@ -3452,8 +3488,8 @@ static void put_merging(void) {
     gguf_put_bool(&writer, "tokenizer.ggml.normalizer.nfc", vocab.nfc);
 }
 
-/* Writes the tokens, merges, special tokens and the chat template. */
-static void put_vocabulary(void) {
+/* Writes the tokens, merges, special tokens and the chat template. name: the model's. */
+static void put_vocabulary(const char *name) {
     struct doc config = doc_read("tokenizer_config.json"), generation = doc_read("generation_config.json");
     read_vocabulary(config);
     put_sampling(generation);
@@ -3483,7 +3519,7 @@ static void put_vocabulary(void) {
     expect(config, "bos_token", !add_bos || special_id(config, "bos") >= 0,
            "a token, because every text begins with it");
     gguf_put_bool(&writer, "tokenizer.ggml.add_bos_token", add_bos);
-    put_template(config);
+    put_template(config, name);
     json_decref(config.obj);
     json_decref(generation.obj);
 }
@@ -3564,7 +3600,7 @@ static void put_metadata(const char *name) {
     put_rope();
     put_experts(name);
     put_precision();
-    put_vocabulary();
+    put_vocabulary(name);
     for (size_t i = 0; i < arrlenu(plan); i++)
         gguf_add_tensor(&writer, plan[i].name, plan[i].type, plan[i].n_dims, plan[i].ne);
 }

@@ -162,9 +162,10 @@ static void check_case_origin(const json_t *c, void *arg) {
     size_t i;
     int rc;
     if (!case_source(g, c)) return;
-    bool tools = json_object_get(vars, "tools") != NULL; /* they print data without marks */
+    bool tools = json_object_get(vars, "tools") || json_object_get(vars, "response_format"); /* data without marks */
     json_array_foreach(json_object_get(vars, "messages"), i, m) {
-        tools |= json_object_get(m, "tool_calls") != NULL;
+        tools |=
+            json_object_get(m, "tool_calls") || json_object_get(m, "tools") || json_object_get(m, "response_format");
         mark_message(m);
     }
     if (tools) {

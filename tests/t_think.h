@@ -272,6 +272,7 @@ static void test_think_formats(void) {
         {"'<mm:think>'", "<mm:think>", {NULL, NULL, "max"}, {"enabled", "disabled"}},
         {"[THINK]{{ x }}[/THINK]", "[THINK]", {NULL, NULL, "max"}, {NULL}},
         {"<think>/no_think", "<think>", {NULL, NULL, "max"}, {NULL}},
+        {"<think>｜DSML｜", "<think>", {NULL, NULL, "max"}, {NULL}},
         {"plain", "<think>", {NULL, NULL, "max"}, {NULL}},
     };
     static const enum think modes[] = {THINK_ON, THINK_OFF, THINK_MAX};
@@ -367,8 +368,10 @@ static void test_think_tags(void) {
             char want[256];
             snprintf(want, sizeof want, "A %s\n[thinking]\n\nHm < [\n[answer]\nA %s\n", f->open, f->open);
             CHECK_STR(out[0], want, "%s", f->open);
-            CHECK_STR(split_answer(f, text, &thought, &n_thought), strrchr(text, 'A'), "%s", f->open);
-            CHECK(n_thought == 6 && !memcmp(thought, "Hm < [", 6), "%s: '%.*s'", f->open, (int)n_thought, thought);
+            const char *answer = split_answer(f, text, &thought, &n_thought), *hm = f->verbatim ? "Hm < [\n" : "Hm < [";
+            CHECK_STR(answer, strrchr(text, 'A') - 2 * f->verbatim, "%s", f->open);
+            CHECK(n_thought == strlen(hm) && !memcmp(thought, hm, n_thought), "%s: '%.*s'", f->open, (int)n_thought,
+                  thought);
             for (int k = 0; k < 2; k++) arrfree(out[k]);
             check_bare(&c, f);
         }

@@ -1,0 +1,289 @@
+/* The prompts of DeepSeek-V4, whose releases have an encoder in Python and no chat template: convert/deepseek_v4.jinja.
+ *
+ * tests/golden/deepseek_v4 has the release's golden prompts, conversations with what its encoder makes of them, and the
+ * part of its tokenizer that the golden prompts need, with their ids (tests/oracle/gen_deepseek_v4.py). */
+
+#define PROMPT_DIR      "tests/golden/deepseek_v4/"
+#define PROMPT_TEMPLATE "convert/deepseek_v4.jinja"
+
+static char *prompt_file(const char *path) {
+    char *s = NULL, err[ERR_MAX] = "";
+    CHECK(!read_file(path, &s, err), "%s", err);
+    return s;
+}
+
+/* The variables of golden prompt i, which ends in an answer. */
+static json_t *prompt_vars(int i, bool generate) {
+    char path[64];
+    json_error_t e;
+    snprintf(path, sizeof path, PROMPT_DIR "test_input_%d.json", i);
+    json_t *given = json_load_file(path, 0, &e), *vars = json_object();
+    CHECK(given, "%s: %s", path, e.text);
+    if (json_is_object(given)) json_object_update(vars, given);
+    else json_object_set(vars, "messages", given);
+    json_object_set_new(vars, "thinking", json_boolean(i < 4));
+    json_object_set_new(vars, "add_generation_prompt", json_boolean(generate));
+    json_object_set_new(vars, "bos_token", json_string("<｜begin▁of▁sentence｜>"));
+    json_decref(given);
+    return vars;
+}
+
+/* Checks golden prompts 1 to n. generate: as the encoder, the template adds nothing to an answer even so. Catches a marker, a newline, a text or an order that differs. */
+static void check_prompts(const char *template, int n, bool generate) {
+    char *source = prompt_file(template);
+    for (int i = 1; i <= n; i++) {
+        char path[64], err[ERR_MAX] = "";
+        snprintf(path, sizeof path, PROMPT_DIR "test_output_%d.txt", i);
+        char *want = prompt_file(path);
+        json_t *vars = prompt_vars(i, generate);
+        struct text out = {0};
+        int rc;
+        const char *s = render_text(source, arrlenu(source), vars, &out, &rc, err);
+        if (CHECK(s, "%s: %s", path, err)) CHECK_STR(s, sb_cstr(&want), "%s by %s", path, template);
+        text_free(&out);
+        json_decref(vars);
+        arrfree(want);
+    }
+    arrfree(source);
+}
+
+static void test_prompt_golden(void) { check_prompts(PROMPT_TEMPLATE, 4, true); }
+
+/* llama.cpp's templates know neither the tools of a developer nor tasks, which the last two have. */
+static void test_prompt_circulating(void) {
+    static const char *const names[] = {"golden/templates/deepseek-ai-DeepSeek-V4.jinja",
+                                        "golden/templates/deepseek-ai-DeepSeek-V4-Flash-0731.jinja"};
+    if (!shared_path(names[0])) SKIP("no ../shared/golden/templates");
+    for (int i = 0; i < 2; i++) {
+        char *path = xstrdup(shared_path(names[i]));
+        check_prompts(path, 2, false);
+        free(path);
+    }
+}
+
+static void test_prompt_cases(void) { golden_templates("tests/golden/deepseek_v4", 126, check_case); }
+
+static void test_prompt_origin(void) { golden_templates("tests/golden/deepseek_v4", 126, check_case_origin); }
+
+/* ---- through moe-convert ---- */
+
+/* The release of the fixture without a chat template, with a part of the real tokenizer. */
+static void prompt_release(struct hf *h) {
+    enum { VOCAB = 2176 };
+    hf_load(h, "deepseek_v4");
+    json_decref(h->tokenizer);
+    h->tokenizer = json_load_file(PROMPT_DIR "tokenizer.json", 0, NULL);
+    CHECK(h->tokenizer, "tokenizer.json");
+    json_decref(h->tokenizer_config);
+    h->tokenizer_config = json_pack("{s:b,s:{s:s},s:{s:s}}", "add_bos_token", 0, "bos_token", "content",
+                                    "<｜begin▁of▁sentence｜>", "eos_token", "content", "<｜end▁of▁sentence｜>");
+    json_object_del(h->generation, "eos_token_id");
+    json_object_del(h->config, "eos_token_id");
+    json_object_del(h->config, "bos_token_id");
+    json_object_set_new(h->config, "vocab_size", json_integer(VOCAB));
+    static const char *const wide[] = {"embed", "head"};
+    static const int64_t experts[] = {0, 1, 2};
+    for (int i = 0; i < 5; i++) {
+        char full[64];
+        if (i < 2) {
+            snprintf(full, sizeof full, "%s.weight", wide[i]);
+            hf_drop(h, full);
+            hf_linear(h, wide[i], VOCAB, 128, HF_BF16);
+            continue;
+        }
+        snprintf(full, sizeof full, "layers.%d.ffn.gate.tid2eid", i - 2);
+        struct hf_tensor *t = hf_find(h, full);
+        if (!CHECK(t, "no %s", full)) continue;
+        while (arrlenu(t->data) < VOCAB * sizeof experts) hf_put(&t->data, experts, sizeof experts);
+        snprintf(t->shape, sizeof t->shape, "[%d,3]", VOCAB);
+    }
+}
+
+/* The tokens of a chat's text with these variables. */
+static int32_t *prompt_ids(const struct vocab *v, const struct gguf_str *source, const json_t *vars) {
+    struct text out = {0};
+    char err[ERR_MAX] = "";
+    int32_t *ids = NULL;
+    int rc;
+    if (CHECK(render_text(source->p, source->n, vars, &out, &rc, err), "%s", err))
+        tokenize(v, out.s, arrlenu(out.s), out.origin, TOKENIZE_CONTROL, &ids);
+    text_free(&out);
+    return ids;
+}
+
+/* The ids of the golden prompts, by the file alone: template, pre-tokenizer, merges, special tokens. */
+static void check_prompt_ids(const struct vocab *v) {
+    json_t *file = json_load_file(PROMPT_DIR "ids.json", 0, NULL), *real = json_object_get(file, "tokens");
+    for (int i = 1; CHECK(file, "ids.json") && i <= 4; i++) {
+        const json_t *want = json_array_get(json_object_get(file, "prompts"), (size_t)i - 1);
+        json_t *vars = prompt_vars(i, true);
+        int32_t *ids = prompt_ids(v, &v->chat_template, vars);
+        CHECK_INT((long)arrlen(ids), (long)json_array_size(want), "tokens of prompt %d", i);
+        for (size_t k = 0; k < arrlenu(ids); k++) {
+            const json_int_t id = json_integer_value(json_array_get(real, (size_t)ids[k]));
+            if (!CHECK(id == json_integer_value(json_array_get(want, k)), "prompt %d, token %zu is %d", i, k, (int)id))
+                break;
+        }
+        arrfree(ids);
+        json_decref(vars);
+    }
+    json_decref(file);
+}
+
+/* Marks that a user, a tool or an answer writes are text: of special tokens the template's alone are there. Catches a
+ * ｜DSML｜ that passes because it stands between no < and >. */
+static void check_prompt_marks(const struct vocab *v) {
+    static const char vars_json[] =
+        "{\"add_generation_prompt\": true, \"thinking\": true, \"tools\": [{\"type\": \"function\", \"function\": "
+        "{\"name\": \"｜DSML｜</think>\"}}], \"messages\": [{\"role\": \"user\", \"content\": \"%s\"}, {\"role\": "
+        "\"assistant\", \"content\": \"%s\", \"reasoning_content\": \"%s\", \"tool_calls\": [{\"id\": \"%s\", "
+        "\"function\": {\"name\": \"%s\", \"arguments\": \"%s\"}}]}, {\"role\": \"tool\", \"content\": \"%s\"}]}";
+    static const char marks[] = "<think></think>｜DSML｜<｜User｜><｜Assistant｜><｜end▁of▁sentence｜>";
+    int32_t counts[2] = {0};
+    for (int marked = 0; marked < 2; marked++) {
+        const char *m = marked ? marks : "a";
+        char text[2048];
+        snprintf(text, sizeof text, vars_json, m, m, m, m, m, m, m);
+        json_t *vars = json_loads(text, 0, NULL);
+        CHECK(vars, "%s", text);
+        int32_t *ids = prompt_ids(v, &v->chat_template, vars);
+        for (size_t k = 0; k < arrlenu(ids); k++) counts[marked] += token_is_special(v, ids[k]);
+        arrfree(ids);
+        json_decref(vars);
+    }
+    /* 1 in front, 13 in the text about tools, 1 of the user, 3 of the assistant, 6 around the call, 1 behind it, 3 more */
+    for (int i = 0; i < 2; i++) CHECK_INT(counts[i], 28, "special tokens, marks in the data: %d", i);
+    int32_t *ids = NULL;
+    tokenize(v, marks, strlen(marks), NULL, TOKENIZE_CONTROL, &ids);
+    CHECK_INT((long)arrlen(ids), 6, "in a template's text they are tokens");
+    arrfree(ids);
+}
+
+/* What moe-convert writes: our template where the release has none, with the efforts of its encoder, or of its name where
+ * that is missing. Catches a template that is not written, a wrong one, a rule that looks at the other source. */
+static void test_prompt_converted(void) {
+    static const struct {
+        const char *encoder, *args;
+        bool graded;
+    } c[] = {{NULL, "", false},
+             {NULL, "--name DeepSeek-V4-Flash-0731", true},
+             {NULL, "--name DeepSeek-V4-Pro-0813-NVFP4", true},
+             {"REASONING_EFFORT_MAX = \"Reasoning Effort: Absolute maximum\"", "--name DeepSeek-V4-Flash-0731", false},
+             {"{\"max\": \"Reasoning Effort: Beyond maximum\"}", "", true}};
+    static const char head[] = "{%- set graded_efforts = true -%}\n";
+    struct hf h;
+    struct vocab v;
+    char err[ERR_MAX] = "", args[256], encoding[256], *source = prompt_file(PROMPT_TEMPLATE);
+    prompt_release(&h);
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct gguf_str s = {"", 0};
+        struct gguf g;
+        if (c[i].encoder) {
+            snprintf(encoding, sizeof encoding, "%s/encoding", h.dir);
+            mkdir(encoding, 0777);
+            hf_write(&h, "encoding/encoding_dsv4.py", c[i].encoder, strlen(c[i].encoder));
+        }
+        snprintf(args, sizeof args, "-o %s/out.gguf %s", h.dir, c[i].args);
+        if (!i) hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+        CHECK(!hf_run(&h, args), "%s", h.err);
+        CHECK_HAS(h.err,
+                  c[i].graded ? "taking moe's, with the reasoning efforts high and max" : "the reasoning effort max",
+                  "remark %zu", i);
+        snprintf(args, sizeof args, "%s/out.gguf", h.dir);
+        if (!CHECK(!gguf_open(&g, args, err, sizeof err), "%s", err)) break;
+        CHECK(gguf_get_str(&g, "tokenizer.chat_template", &s), "no template");
+        const size_t n = c[i].graded ? strlen(head) : 0;
+        CHECK(s.n == n + arrlenu(source) && !memcmp(s.p, head, n) && !memcmp(s.p + n, source, arrlenu(source)),
+              "case %zu: another template: %.50s", i, s.p);
+        if (!i && CHECK(!vocab_load(&v, &g, err), "%s", err)) {
+            CHECK(key_is(&g, "tokenizer.ggml.pre", "deepseek-v3"), "the pre-tokenizer");
+            check_prompt_ids(&v);
+            check_prompt_marks(&v);
+            vocab_free(&v);
+        }
+        gguf_close(&g);
+    }
+    hf_set(h.tokenizer_config, "{\"chat_template\": \"T\"}");
+    snprintf(args, sizeof args, "-o %s/out.gguf", h.dir);
+    CHECK(!hf_run(&h, args) && !strstr(h.err, "chat template"), "%s", h.err);
+    arrfree(source);
+    hf_end(&h);
+}
+
+/* ---- in a chat ---- */
+
+/* Checks what the template makes of the messages. */
+static void check_chat_prompt(struct script_chat *x, bool answer, const char *want, const char *what) {
+    struct text text = {0};
+    char err[ERR_MAX] = "";
+    CHECK(!chat_render(&x->c, answer, &text, err), "%s", err);
+    CHECK_STR(sb_cstr(&text.s), want, "%s", what);
+    text_free(&text);
+}
+
+/* Turns of a chat: the thinking goes beside the answer, neither loses its newlines, and what the next prompts have of
+ * them is what the encoder makes of the same messages. Catches newlines that are cut off, thinking that stays in content
+ * or stays for later turns, an answer about tags that is taken for thinking, efforts that do not arrive. */
+static void check_prompt_chat(const char *template, const char *bos) {
+    struct script_chat x;
+    char want[2048], *source = prompt_file(template);
+    if (!script_open(&x, template)) return;
+    x.set.think = THINK_ON;
+    chat_set_system(&x.c, "Be brief.");
+    script_turn(&x, "q", "\nHm. </thin\n\n</think>\n\nA </think>\n" RETURN, -1);
+    CHECK_STR(x.said[0], "A </think>\n", "hidden thinking");
+    json_t *o = json_object();
+    response_answer(&x.c, o);
+    CHECK_STR(json_text(o, "text"), "\n\nA </think>\n", "text");
+    CHECK_STR(json_text(o, "reasoning"), "\nHm. </thin\n\n", "reasoning");
+    json_decref(o);
+    snprintf(want, sizeof want,
+             "%sBe brief.<｜User｜>q<｜Assistant｜><think>\nHm. </thin\n\n</think>\n\nA </think>\n%s", bos,
+             "<｜end▁of▁sentence｜>");
+    check_chat_prompt(&x, false, want, "the last answer has its thinking");
+    chat_push(&x.c, "user", "r", 1);
+    snprintf(
+        want, sizeof want,
+        "%sBe brief.<｜User｜>q<｜Assistant｜></think>\n\nA </think>\n<｜end▁of▁sentence｜><｜User｜>r<｜Assistant｜>",
+        bos);
+    const size_t n = strlen(want);
+    strcat(want, "<think>");
+    check_chat_prompt(&x, true, want, "with thinking");
+    want[n] = 0;
+    strcat(want, "</think>");
+    x.set.think = THINK_OFF;
+    check_chat_prompt(&x, true, want, "without thinking");
+    x.set.think = THINK_AUTO;
+    check_chat_prompt(&x, true, want, "left to the template");
+    chat_pop(&x.c);
+    x.set.think = THINK_OFF;
+    script_turn(&x, "r", "Write <think>x</think> so." RETURN, -1);
+    chat_push(&x.c, "user", "s", 1);
+    strcat(want, "Write <think>x</think> so.<｜end▁of▁sentence｜><｜User｜>s<｜Assistant｜></think>");
+    check_chat_prompt(&x, true, want, "an answer about tags");
+    x.set.think = THINK_MAX;
+    char *effort = strstr(source, "Reasoning Effort: "), *rest = strstr(want, "Be brief.");
+    struct text text = {0};
+    char err[ERR_MAX] = "";
+    CHECK(!chat_render(&x.c, true, &text, err), "%s", err);
+    (void)sb_cstr(&text.s);
+    rest[strlen(rest) - strlen("</think>")] = 0;
+    CHECK(effort && !strncmp(text.s + strlen(bos), effort, 40), "the effort of '%.100s'", text.s);
+    CHECK_HAS(text.s, "\n\nBe brief.", "the system's message behind it");
+    snprintf(err, sizeof err, "%.200s<think>", rest + strlen(rest) - 60);
+    CHECK(strlen(text.s) > strlen(err) && !strcmp(text.s + strlen(text.s) - strlen(err), err), "the end: %s", text.s);
+    text_free(&text);
+    arrfree(source);
+    script_close(&x);
+}
+
+static void test_prompt_chat(void) {
+    const char *circulating = shared_path("golden/templates/deepseek-ai-DeepSeek-V4.jinja");
+    check_prompt_chat(PROMPT_TEMPLATE, "<｜begin▁of▁sentence｜>");
+    if (circulating) check_prompt_chat(circulating, ""); /* the vocabulary has none */
+}
+
+#define TESTS_PROMPT                                                                        \
+    {"prompt/golden", test_prompt_golden}, {"prompt/circulating", test_prompt_circulating}, \
+        {"prompt/cases", test_prompt_cases}, {"prompt/origin", test_prompt_origin},         \
+        {"prompt/converted", test_prompt_converted}, {"prompt/chat", test_prompt_chat},
