@@ -608,8 +608,7 @@ SPECS = {
     "deepseek_v4": dict(
         config=deepseek_v4(compress_ratios=[0, 0, 4, 128, 4, 0]), declare="fp8_block_ue8m0", positions=300,
         store=[(V4_F32, "full"), (V4_FP8, "fp8_powers"), (V4_EXPERTS, "fp4")],
-        aside={"mtp.0.e_proj.weight": (128, 128), "mtp.0.enorm.weight": (128,), "mtp.0.hc_head_fn": (4, 512),
-               "mtp.0.ffn.experts.0.w1.weight": (64, 128)}),
+        tables=False),
     "deepseek_v4_pro": dict(
         config=deepseek_v4_saved([128, 128, 4, 128, 4], num_hash_layers=1, num_attention_heads=8, o_groups=4,
                                  o_lora_rank=32, q_lora_rank=64, hidden_size=128, sliding_window=128, index_topk=12,
@@ -1060,6 +1059,60 @@ def put_qwen_mtp(checkpoint):
         checkpoint.put(f"mtp.{leaf}.weight", shape)
 
 
+def put_v4_mtp(checkpoint, config):
+    """DeepSeek-V4's names: a layer with a window alone below mtp.0, with a head that joins the streams of its own."""
+    hidden, streams = config["hidden_size"], config["hc_mult"]
+    for name, shape in list(checkpoint.shapes.items()):
+        if re.match(r"layers\.0\.", name) and not name.endswith("tid2eid"):
+            checkpoint.put(name.replace("layers.0.", "mtp.0.", 1), shape)
+    own = {"ffn.gate.bias": (config["n_routed_experts"],), "norm.weight": (hidden,), "enorm.weight": (hidden,),
+           "hnorm.weight": (hidden,), "e_proj.weight": (hidden, hidden), "h_proj.weight": (hidden, hidden),
+           "hc_head_fn": (streams, streams * hidden), "hc_head_base": (streams,), "hc_head_scale": (1,)}
+    for leaf, shape in own.items():
+        checkpoint.put("mtp.0." + leaf, shape)
+
+
+def predict_v4(model, config, checkpoint, ids):
+    """As predict(), for DeepSeek-V4: each of the streams that leave the trunk's last layer is normed by itself and
+    joined with the token's embedding.  transformers has the layer and the head, but not what joins them."""
+    v4, values = transformers.models.deepseek_v4.modeling_deepseek_v4, checkpoint.values
+    trunk, ids, streams = decoder(model), torch.tensor([ids]), []
+    hook = trunk.hc_head.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    model(input_ids=ids, use_cache=False)
+    hook.remove()
+    text = copy.deepcopy(trunk.config)
+    text.layer_types, text.mlp_layer_types, text.num_hidden_layers = ["sliding_attention"], ["moe"], 1
+    layer, head = v4.DeepseekV4DecoderLayer(text, 0).float().eval(), v4.DeepseekV4HyperHead(text).float().eval()
+    for name, old in list(layer.state_dict().items()):
+        path, _, leaf = name.rpartition(".")
+        if path.endswith(".experts"):
+            parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            names = [[hub_name(config, f"model.layers.0.{path}.{i}.{part}.weight") for part in parts]
+                     for i in range(len(old))]
+            new = torch.stack([torch.cat([values[n.replace("layers.0.", "mtp.0.", 1)] for n in one]) for one in names])
+        else:
+            new = values[hub_name(config, "model.layers.0." + name).replace("layers.0.", "mtp.0.", 1)]
+        assert new.shape == old.shape, name
+        give(layer.get_submodule(path), leaf, new)
+    for leaf in ("fn", "base", "scale"):
+        assert getattr(head, "hc_" + leaf).shape == values["mtp.0.hc_head_" + leaf].shape
+        give(head, "hc_" + leaf, values["mtp.0.hc_head_" + leaf])
+    rms = lambda x, name: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]) * values[name]
+    after, rows = trunk.embed_tokens(ids[:, 1:]), streams[0][:, :-1]
+    joined = rms(rows, "mtp.0.hnorm.weight") @ values["mtp.0.h_proj.weight"].T
+    joined = joined + (rms(after, "mtp.0.enorm.weight") @ values["mtp.0.e_proj.weight"].T)[:, :, None]
+    where, gaps = torch.arange(after.shape[1])[None], []
+    mask = create_sliding_window_causal_mask(config=text, inputs_embeds=after, attention_mask=None,
+                                             past_key_values=None, position_ids=where)
+    hook = layer.mlp.gate.register_forward_hook(
+        lambda _, __, output: gaps.append(checked_route(layer.mlp, config, output)[1]))
+    rope = {"main": trunk.rotary_emb(after, position_ids=where, layer_type="main")}
+    out = layer(joined, input_ids=ids[:, 1:], position_embeddings=rope, position_ids=where, attention_mask=mask,
+                past_key_values=None)
+    hook.remove()
+    return (rms(head(out), "mtp.0.norm.weight") @ model.lm_head.weight.T)[0], gaps[0]
+
+
 def chain_layer(config, i):
     """What the names of a chained layer begin with, and those of its last norm and its head (None: the model's)."""
     if config["model_type"] == "mimo_v2_flash":
@@ -1134,7 +1187,7 @@ def predict_chain(model, config, checkpoint, ids, count):
 
 
 def has_mtp(checkpoint):
-    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in checkpoint.values)
+    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight", "mtp.0.e_proj.weight")) for name in checkpoint.values)
 
 
 def mtp_name(config, name):
@@ -1675,8 +1728,11 @@ def write_tokenizer(folder):
 
 def write_predict(folder, model, config, checkpoint, ids):
     chain = SPECS[folder.name].get("chain")
-    logits, gaps = (predict_chain(model, config, checkpoint, ids, chain) if chain
-                    else predict(model, config, checkpoint, ids))
+    if chain:
+        logits, gaps = predict_chain(model, config, checkpoint, ids, chain)
+    else:
+        one = predict_v4 if config["model_type"] == "deepseek_v4" else predict
+        logits, gaps = one(model, config, checkpoint, ids)
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
     print(f"{folder.name:20} predict {list(logits.shape)}  logits sd {logits.std():.2f}  "
           f"routing gap {gaps.min():.1e}", flush=True)
@@ -1696,6 +1752,8 @@ def make(name):
         checkpoint.put(extra, shape)
     if spec.get("chain"):
         put_chain(checkpoint, model, config, spec["chain"])
+    elif config.get("num_nextn_predict_layers") and config["model_type"] == "deepseek_v4":
+        put_v4_mtp(checkpoint, config)
     elif config.get("num_nextn_predict_layers") and "aside" not in spec:
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
