@@ -8917,6 +8917,7 @@ static const struct synth synths[] = {
      .index_k = 128,
      .top_k = 2048},
     {.name = "deepseek-v4-flash",
+     .predicts = true,
      .arch = "deepseek4",
      .n_layer = 43,
      .n_embd = 4096,
@@ -8942,6 +8943,7 @@ static const struct synth synths[] = {
      .o_lora = 1024,
      .ff_type = GGUF_MXFP4},
     {.name = "deepseek-v4",
+     .predicts = true,
      .arch = "deepseek4",
      .n_layer = 61,
      .n_embd = 7168,
@@ -9622,16 +9624,17 @@ static void synth_put_streams(struct gguf_writer *w, const struct synth *y) {
                    {"hyper_connection.epsilon", 1e-6f},
                    {"swiglu_clamp_exp", 10.0f},
                    {"swiglu_clamp_shexp", 10.0f}};
+    const int blocks = y->n_layer + y->predicts;
     int32_t ratios[MAX_LAYERS];
     char key[96];
     if (!y->n_stream) return;
-    for (int il = 0; il < y->n_layer; il++) ratios[il] = il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
+    for (int il = 0; il < blocks; il++) ratios[il] = il >= y->n_layer ? 0 : il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         snprintf(key, sizeof key, "%s.%s", y->arch, numbers[i].key);
         gguf_put_f32(w, key, numbers[i].value);
     }
     snprintf(key, sizeof key, "%s.attention.compress_ratios", y->arch);
-    gguf_put_array(w, key, GGUF_V_I32, (uint64_t)y->n_layer, ratios);
+    gguf_put_array(w, key, GGUF_V_I32, (uint64_t)blocks, ratios);
     snprintf(key, sizeof key, "%s.rope.scaling.type", y->arch);
     gguf_put_str(w, key, "yarn", 4);
 }

@@ -870,7 +870,8 @@ static void plan_layer_vector(const struct tensor_rule *r, int layer, const char
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
     const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
-    const bool optional = r->optional && !bias && !qkv_bias && !gate;
+    const bool norm = r->field == offsetof(struct layer, head_norm) && m.n_stream; /* not the model's */
+    const bool optional = r->optional && !bias && !qkv_bias && !gate && !norm;
     if (bias && layer < m.n_hash) { /* nothing is chosen there */
         struct tensor *unused = tensor_find(src);
         if (unused) skip(unused);
@@ -1212,6 +1213,15 @@ static bool has_below(const char *below) {
     return false;
 }
 
+/* Whether the layers below m.mtp are a DSpark module, which DeepSeek-V4 releases may have in place of a prediction layer. */
+static bool is_dspark(void) {
+    static const char *const parts[] = {".main_proj.", ".markov_head.", ".confidence_head."};
+    for (size_t i = 0; i < arrlenu(tensors) && m.n_stream; i++)
+        for (size_t k = 0; k < COUNT(parts); k++)
+            if (starts_with(tensors[i].name, m.mtp) && strstr(tensors[i].name, parts[k])) return true;
+    return false;
+}
+
 /* Finds out how the names begin, and how many layers for multi-token prediction there are. Exports have more than one
  * form of names, and some lack the prediction layers that their config.json announces. */
 static void find_names(void) {
@@ -1226,7 +1236,7 @@ static void find_names(void) {
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
     for (size_t k = 0; k < COUNT(mtps) && m.n_stream; k++)
         if (has_below(fmt("%s0.", mtps[k]))) m.mtp = mtps[k];
-    m.dspark = m.n_stream && has_linear(hf_name(m.n_layer, "main_proj"));
+    m.dspark = is_dspark();
     if (m.dspark) m.n_mtp = 0;
     const int announced = m.n_mtp, most = m.mtp_unsaid ? MAX_MTP : announced;
     m.n_mtp = m.has_delta && m.mtp;
@@ -1283,6 +1293,10 @@ static void check_all_used(void) {
         unsigned layer = 0, expert = 0;
         const char *body = fmt("%s%s", m.prefix, m.body);
         int found = starts_with(t->name, body) ? sscanf(t->name + strlen(body), "layers.%5u.", &layer) : 0;
+        if (m.mtp_bare && starts_with(t->name, m.mtp)) {
+            found = sscanf(t->name + strlen(m.mtp), "%5u.", &layer);
+            layer += (unsigned)m.n_layer;
+        }
         const char *at = strstr(t->name, ".experts.");
         if (found == 1 && at) found += sscanf(at, ".experts.%5u.", &expert);
         if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))

@@ -38,6 +38,7 @@ VOCAB = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]  # the last ids
 EOT, IM_END = VOCAB - 5, VOCAB - 3
 POSITIONS, GREEDY_FROM, GREEDY_LEN = 48, 17, 24
+DRAFTS_FROM, DRAFTS = (5, 40, 200), 4  # positions with chained drafts in drafts.f32, and how many
 PROMPTS_TRIED = 48
 INDEX_GAP, GREEDY_INDEX_GAP = 3e-3, 5e-4
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -1072,45 +1073,69 @@ def put_v4_mtp(checkpoint, config):
         checkpoint.put("mtp.0." + leaf, shape)
 
 
+class V4Mtp:
+    """DeepSeek-V4's layer for multi-token prediction.  transformers has the layer and the head, but not what joins them:
+    each of the streams that leave the trunk's last layer is normed by itself and joined with the token's embedding."""
+
+    def __init__(self, model, config, checkpoint):
+        v4, values = transformers.models.deepseek_v4.modeling_deepseek_v4, checkpoint.values
+        self.trunk, self.output, self.values, self.eps = decoder(model), model.lm_head, values, config["rms_norm_eps"]
+        self.text = copy.deepcopy(self.trunk.config)
+        self.text.layer_types, self.text.mlp_layer_types, self.text.num_hidden_layers = ["sliding_attention"], ["moe"], 1
+        self.layer = v4.DeepseekV4DecoderLayer(self.text, 0).float().eval()
+        self.head = v4.DeepseekV4HyperHead(self.text).float().eval()
+        hub = lambda name: hub_name(config, "model.layers.0." + name).replace("layers.0.", "mtp.0.", 1)
+        for name, old in list(self.layer.state_dict().items()):
+            path, _, leaf = name.rpartition(".")
+            if path.endswith(".experts"):
+                parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+                new = torch.stack([torch.cat([values[hub(f"{path}.{i}.{part}.weight")] for part in parts])
+                                   for i in range(len(old))])
+            else:
+                new = values[hub(name)]
+            assert new.shape == old.shape, name
+            give(self.layer.get_submodule(path), leaf, new)
+        for leaf in ("fn", "base", "scale"):
+            assert getattr(self.head, "hc_" + leaf).shape == values["mtp.0.hc_head_" + leaf].shape
+            give(self.head, "hc_" + leaf, values["mtp.0.hc_head_" + leaf])
+
+    def rms(self, x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.values[f"mtp.0.{name}.weight"]
+
+    def join(self, after, rows):
+        """after: tokens [1, n]; rows: the streams of the positions before these [1, n, hc, hidden]."""
+        token = self.rms(self.trunk.embed_tokens(after), "enorm") @ self.values["mtp.0.e_proj.weight"].T
+        return token[:, :, None] + self.rms(rows, "hnorm") @ self.values["mtp.0.h_proj.weight"].T
+
+    def run(self, joined, after):
+        """The streams that leave the layer, and logits [n, vocab]."""
+        where, flat = torch.arange(after.shape[1])[None], joined[:, :, 0]
+        mask = create_sliding_window_causal_mask(config=self.text, inputs_embeds=flat, attention_mask=None,
+                                                 past_key_values=None, position_ids=where)
+        rope = {"main": self.trunk.rotary_emb(flat, position_ids=where, layer_type="main")}
+        out = self.layer(joined, input_ids=after, position_embeddings=rope, position_ids=where, attention_mask=mask,
+                         past_key_values=None)
+        return out, (self.rms(self.head(out), "norm") @ self.output.weight.T)[0]
+
+
 def predict_v4(model, config, checkpoint, ids):
-    """As predict(), for DeepSeek-V4: each of the streams that leave the trunk's last layer is normed by itself and
-    joined with the token's embedding.  transformers has the layer and the head, but not what joins them."""
-    v4, values = transformers.models.deepseek_v4.modeling_deepseek_v4, checkpoint.values
-    trunk, ids, streams = decoder(model), torch.tensor([ids]), []
-    hook = trunk.hc_head.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    """As predict(), for DeepSeek-V4.  Then chained drafts behind each position t of DRAFTS_FROM, [positions, drafts,
+    vocab]: the first from the trunk's rows up to t, each other one from the streams that the one before it left."""
+    mtp, ids, streams, gaps, drafts = V4Mtp(model, config, checkpoint), torch.tensor([ids]), [], [], []
+    hook = mtp.trunk.hc_head.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
     model(input_ids=ids, use_cache=False)
     hook.remove()
-    text = copy.deepcopy(trunk.config)
-    text.layer_types, text.mlp_layer_types, text.num_hidden_layers = ["sliding_attention"], ["moe"], 1
-    layer, head = v4.DeepseekV4DecoderLayer(text, 0).float().eval(), v4.DeepseekV4HyperHead(text).float().eval()
-    for name, old in list(layer.state_dict().items()):
-        path, _, leaf = name.rpartition(".")
-        if path.endswith(".experts"):
-            parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
-            names = [[hub_name(config, f"model.layers.0.{path}.{i}.{part}.weight") for part in parts]
-                     for i in range(len(old))]
-            new = torch.stack([torch.cat([values[n.replace("layers.0.", "mtp.0.", 1)] for n in one]) for one in names])
-        else:
-            new = values[hub_name(config, "model.layers.0." + name).replace("layers.0.", "mtp.0.", 1)]
-        assert new.shape == old.shape, name
-        give(layer.get_submodule(path), leaf, new)
-    for leaf in ("fn", "base", "scale"):
-        assert getattr(head, "hc_" + leaf).shape == values["mtp.0.hc_head_" + leaf].shape
-        give(head, "hc_" + leaf, values["mtp.0.hc_head_" + leaf])
-    rms = lambda x, name: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]) * values[name]
-    after, rows = trunk.embed_tokens(ids[:, 1:]), streams[0][:, :-1]
-    joined = rms(rows, "mtp.0.hnorm.weight") @ values["mtp.0.h_proj.weight"].T
-    joined = joined + (rms(after, "mtp.0.enorm.weight") @ values["mtp.0.e_proj.weight"].T)[:, :, None]
-    where, gaps = torch.arange(after.shape[1])[None], []
-    mask = create_sliding_window_causal_mask(config=text, inputs_embeds=after, attention_mask=None,
-                                             past_key_values=None, position_ids=where)
-    hook = layer.mlp.gate.register_forward_hook(
-        lambda _, __, output: gaps.append(checked_route(layer.mlp, config, output)[1]))
-    rope = {"main": trunk.rotary_emb(after, position_ids=where, layer_type="main")}
-    out = layer(joined, input_ids=ids[:, 1:], position_embeddings=rope, position_ids=where, attention_mask=mask,
-                past_key_values=None)
+    hook = mtp.layer.mlp.gate.register_forward_hook(
+        lambda _, __, output: gaps.append(checked_route(mtp.layer.mlp, config, output)[1]))
+    logits = mtp.run(mtp.join(ids[:, 1:], streams[0][:, :-1]), ids[:, 1:])[1]
     hook.remove()
-    return (rms(head(out), "mtp.0.norm.weight") @ model.lm_head.weight.T)[0], gaps[0]
+    for t in DRAFTS_FROM:
+        joined = mtp.join(ids[:, 1:t + 2], streams[0][:, :t + 1])
+        for end in range(t + 2, t + 2 + DRAFTS):
+            out, rows = mtp.run(joined, ids[:, 1:end])
+            drafts.append(rows[-1])
+            joined = torch.cat([joined, mtp.join(ids[:, end:end + 1], out[:, -1:])], 1)
+    return logits, gaps[0], torch.stack(drafts).reshape(len(DRAFTS_FROM), DRAFTS, -1)
 
 
 def chain_layer(config, i):
@@ -1730,9 +1755,11 @@ def write_predict(folder, model, config, checkpoint, ids):
     chain = SPECS[folder.name].get("chain")
     if chain:
         logits, gaps = predict_chain(model, config, checkpoint, ids, chain)
+    elif config["model_type"] == "deepseek_v4":
+        logits, gaps, drafts = predict_v4(model, config, checkpoint, ids)
+        np.ascontiguousarray(drafts.numpy(), "<f4").tofile(folder / "drafts.f32")
     else:
-        one = predict_v4 if config["model_type"] == "deepseek_v4" else predict
-        logits, gaps = one(model, config, checkpoint, ids)
+        logits, gaps = predict(model, config, checkpoint, ids)
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
     print(f"{folder.name:20} predict {list(logits.shape)}  logits sd {logits.std():.2f}  "
           f"routing gap {gaps.min():.1e}", flush=True)
