@@ -80,7 +80,7 @@
  *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
  *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                  480  embedding, norms, all-reduce, linear, rotation
+ *   CPU operations                                  520  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       640  online softmax over the cache; latent attention
  *   CPU operations: sparse attention                130  the choice of the keys that a query sees
  *   CPU operations: compressed keys                 150  attention of one KV head over a window and means of keys
@@ -341,6 +341,7 @@ struct layer {
     const float *e_norm, *h_norm; /* (n_embd) norms of the two */
     const float *head_norm;       /* (n_embd) before the head; NULL: last_norm */
     const float *last_norm;       /* (n_embd) the same under another name; NULL: the model's output_norm */
+    struct hyper hc_head;         /* hyper-connections: in place of the model's */
     struct weight own_head;       /* (n_vocab, n_embd) its head; no data: the model's output */
     struct weight own_embd;       /* (n_vocab, n_embd) its embedding; no data: the model's */
     int first_eh;                 /* shard: the first column of its part of eh_proj */
@@ -370,6 +371,7 @@ enum dim {
     DIM_INDEX_K,    /* index_k */
     DIM_INDEXES,    /* n_index */
     DIM_STREAMS,    /* n_stream * n_embd */
+    DIM_STREAM,     /* n_stream */
     DIM_STREAM_MIX, /* (2 + n_stream) * n_stream */
     DIM_STREAM_SCALES,    /* 3 */
     DIM_RATIO,            /* ratio */
@@ -519,6 +521,9 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_PREDICTION),
     OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_PREDICTION),
     OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_PREDICTION),
+    VECTORS("nextn.hc_head_fn.weight", "hc_head.fn",                hc_head.fn,  STREAMS, STREAM,            HAS_PREDICTION | HAS_STREAMS),
+    VECTOR("nextn.hc_head_base.weight", "hc_head.base",             hc_head.base, STREAM,           HAS_PREDICTION | HAS_STREAMS),
+    VECTOR("nextn.hc_head_scale.weight", "hc_head.scale",           hc_head.scale, ONE,             HAS_PREDICTION | HAS_STREAMS),
     OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_PREDICTION),
     OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_PREDICTION),
 };
@@ -660,7 +665,7 @@ struct family {
     enum gating gating;  /* the router's function where the file does not name it */
     bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
     bool softmax_bias;   /* routing biases are used without a sigmoid, too */
-    bool plain_final;    /* prediction layers get the rows before the final norm, not behind it */
+    bool plain_final;    /* prediction layers get the rows before the final norm, not behind it; all streams of them */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -698,8 +703,8 @@ static inline int attn_lists(const struct attn *a) { return a->kv_lora ? 1 : a->
 static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
 static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
-/* Values of a row that a pipeline stage hands to the next. */
-static inline int hidden_width(const struct model *m) { return m->n_stream ? m->n_stream * m->n_embd : m->n_embd; }
+/* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a final row. */
+static inline int hidden_width(const struct model *m) { return (m->n_stream ? m->n_stream : 1) * m->n_embd; }
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
@@ -737,6 +742,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_INDEX_K: return a->index_k;
     case DIM_INDEXES: return a->n_index;
     case DIM_STREAMS: return m->n_stream * m->n_embd;
+    case DIM_STREAM: return m->n_stream;
     case DIM_STREAM_MIX: return (2 + m->n_stream) * m->n_stream;
     case DIM_STREAM_SCALES: return 3;
     case DIM_RATIO: return a->ratio;
@@ -860,7 +866,9 @@ enum act {
     A_ICK,     /* (n_tok, span / ratio * index_k) the same of the indexer's */
     A_ICG,
     A_GROUPS, /* (n_tok, n_group * o_lora) results of groups of heads */
-    A_EH,     /* (n_tok, columns of eh_proj) prediction layer: the norms of embedding and final row, side by side */
+    A_EH,     /* (n_tok, columns of eh_proj) prediction layer: the norms of embedding and final row, side by side; with
+               * hyper-connections (n_tok, n_stream, columns of eh_proj) */
+    A_JOINED, /* (n_tok, n_stream * n_embd) and what eh_proj makes of these: a partial sum of the streams */
     ACT_COUNT
 };
 
@@ -970,10 +978,11 @@ struct profile_row {
        Also computes cos and sin of the batch's positions */                                                           \
     X(void, embed, (struct rank *r, const struct weight *w, enum act x), (r, w, x))                                    \
     /* A_EH = the rank's columns of [norm(x) * e_norm, norm(final row of the position) * h_norm] of prediction layer   \
-       il; then x = 0. Overwrites A_H */                                                                               \
+       il, with hyper-connections for each stream of the final row; then x = 0. Overwrites A_H */                      \
     X(void, prediction_input, (struct rank *r, int il, enum act x), (r, il, x))                                        \
-    /* x += the deltas of the stage's ranks, added in rank order: the same bits on each (delta ACT_COUNT: none); then  \
-       norm(x) times the matrices of layer_projections of layer il. Overwrites A_H */                                  \
+    /* x += the deltas of the stage's ranks, added in rank order: the same bits on each (delta ACT_COUNT: none;        \
+       A_JOINED: the streams become their sum); then norm(x) times the matrices of layer_projections of layer il.      \
+       Overwrites A_H */                                                                                               \
     X(void, projections, (struct rank *r, int il, enum act x, enum act delta), (r, il, x, delta))                      \
     /* out = W norm(A_QA): the queries of layer il's attention, and of its indexer. Overwrites A_QA */                 \
     X(void, queries, (struct rank *r, int il), (r, il))                                                                \
@@ -1003,6 +1012,8 @@ struct profile_row {
     X(void, shared_attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                     \
     /* out = wo_a of layer il times the groups of heads in x */                                                        \
     X(void, group_linear, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                         \
+    /* each stream of out (n_tok, n_stream, w->n_out) = w times that of x (n_tok, n_stream, w->n_in) */                \
+    X(void, stream_linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))         \
     /* x += the deltas as in projections; out = the feed-forward of layer il of norm(x): dense SwiGLU, or router,      \
        routed experts and shared expert. Overwrites A_H */                                                             \
     X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
@@ -1386,7 +1397,8 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_IQ] = m->max.n_index * m->max.index_k;
     width[A_IK] = m->max.index_k;
     width[A_IW] = m->max.n_index;
-    width[A_EH] = m->max.eh;
+    width[A_EH] = (m->n_stream ? m->n_stream : 1) * m->max.eh;
+    width[A_JOINED] = m->n_prediction ? m->n_stream * m->n_embd : 0;
     width[A_STREAMS] = m->n_stream * m->n_embd;
     width[A_MIX] = m->n_stream ? (2 + m->n_stream) * m->n_stream + 1 : 0;
     width[A_CK] = width[A_CG] = m->max.compressed;
@@ -1418,9 +1430,10 @@ struct rank {
     float *act[ACT_COUNT]; /* (chunk, width) the slots in F32, the backend's; GPU: NULL where a slot has no such form */
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
-    float *final;   /* (n_final, n_embd) ring of final rows, that of position p in row p % n_final, the backend's: the
-                     * latest positions' rows of A_X after the final norm (family.plain_final: before it), and behind
-                     * the timeline what prediction layers give in their place; NULL: there is no prediction layer */
+    float *final;   /* (n_final, hidden_width) ring of final rows, that of position p in row p % n_final, the backend's:
+                     * the latest positions' rows of A_X after the final norm (family.plain_final: before it; of
+                     * A_STREAMS where there are streams), and behind the timeline what prediction layers give in their
+                     * place; NULL: there is no prediction layer */
     int n_final;    /* rows: more than the tokens of a forward and the drafts behind them */
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
@@ -7976,7 +7989,8 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
     else layer->attn.top_k = 0;
 }
 
-/* Reads how many tokens a compressed key of each layer has. The list may go on behind the layers of the file. */
+/* Reads how many tokens a compressed key of each layer has. The list may go on behind the layers of the file. A
+ * prediction layer has a window alone: drafts that are taken back leave no compressed keys. */
 static void loader_ratios(struct loader *l) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, "attention.compress_ratios", key);
@@ -7988,6 +8002,8 @@ static void loader_ratios(struct loader *l) {
         int64_t v;
         if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > 1 << 16)
             loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, 1 << 16, il);
+        else if (v && il >= l->m->n_layer)
+            loader_fail(l, "metadata key '%s' has %d for prediction layer %d, expected 0", key, (int)v, il);
         else l->ratio[il] = (int)v;
     }
 }
@@ -8013,7 +8029,7 @@ static void read_deepseek4(struct loader *l) {
     m->n_stream = loader_int(l, "hyper_connection.count", KEY_REQUIRED, 1, STREAMS_MAX);
     m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations", KEY_REQUIRED, 1, 1000);
     m->stream_eps = loader_num(l, "hyper_connection.epsilon", NAN);
-    l->n_expert_ids = loader_int(l, "hash_layer_count", KEY_REQUIRED, 0, blocks);
+    l->n_expert_ids = loader_int(l, "hash_layer_count", KEY_REQUIRED, 0, m->n_layer);
     loader_ratios(l);
     loader_nums(l, "swiglu_clamp_exp", l->clamp);
     loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
@@ -8914,6 +8930,7 @@ static const struct synth synths[] = {
      .index_k = 128,
      .top_k = 2048},
     {.name = "deepseek-v4-flash",
+     .predicts = true,
      .arch = "deepseek4",
      .n_layer = 43,
      .n_embd = 4096,
@@ -8939,6 +8956,7 @@ static const struct synth synths[] = {
      .o_lora = 1024,
      .ff_type = GGUF_MXFP4},
     {.name = "deepseek-v4",
+     .predicts = true,
      .arch = "deepseek4",
      .n_layer = 61,
      .n_embd = 7168,
@@ -9619,16 +9637,17 @@ static void synth_put_streams(struct gguf_writer *w, const struct synth *y) {
                    {"hyper_connection.epsilon", 1e-6f},
                    {"swiglu_clamp_exp", 10.0f},
                    {"swiglu_clamp_shexp", 10.0f}};
+    const int blocks = y->n_layer + y->predicts;
     int32_t ratios[MAX_LAYERS];
     char key[96];
     if (!y->n_stream) return;
-    for (int il = 0; il < y->n_layer; il++) ratios[il] = il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
+    for (int il = 0; il < blocks; il++) ratios[il] = il >= y->n_layer ? 0 : il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         snprintf(key, sizeof key, "%s.%s", y->arch, numbers[i].key);
         gguf_put_f32(w, key, numbers[i].value);
     }
     snprintf(key, sizeof key, "%s.attention.compress_ratios", y->arch);
-    gguf_put_array(w, key, GGUF_V_I32, (uint64_t)y->n_layer, ratios);
+    gguf_put_array(w, key, GGUF_V_I32, (uint64_t)blocks, ratios);
     snprintf(key, sizeof key, "%s.rope.scaling.type", y->arch);
     gguf_put_str(w, key, "yarn", 4);
 }
@@ -12508,21 +12527,33 @@ static void streams_coefficients(const struct model *m, const struct hyper *hc, 
     }
 }
 
-/* Takes delta into the streams (ACT_COUNT: there is none); then x = the streams as hc reads them (NULL: nothing more), and
- * out = norm(x) * w (NULL: nothing). */
-static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w,
+/* The streams of token t become the sum of A_JOINED over the stage's ranks, for columns from..from+n-1 of each. */
+static void streams_set(struct rank *r, int t, int from, int n) {
+    const int n_embd = r->m->n_embd, n_rank = r->m->shard.n_rank;
+    for (int j = 0; j < r->m->n_stream; j++) {
+        float *to = act_row(r, A_STREAMS, t) + (ptrdiff_t)j * n_embd + from;
+        for (int k = 0; k < n_rank; k++) {
+            const float *part = act_row(rank_peer(r, k), A_JOINED, t) + (ptrdiff_t)j * n_embd + from;
+            for (int i = 0; i < n; i++) to[i] = (k ? to[i] : 0) + part[i];
+        }
+    }
+}
+
+/* Takes delta into the streams (ACT_COUNT: there is none; A_JOINED: it replaces them); then x = the streams as hc reads
+ * them (NULL: nothing more), and out = norm(x) * w (NULL: nothing). head: hc only reads. */
+static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, bool head, const float *w,
                         enum act out) {
     enum { COLUMNS = 512 };
     const struct model *m = r->m;
     const int k = m->n_stream, n_embd = m->n_embd, parts = ceil_by(n_embd, COLUMNS);
-    const bool head = hc == &m->hc_head;
     const int n = head ? k : (2 + k) * k;
     if (delta != ACT_COUNT) {
         if (team_leads()) r->n_all_reduce++;
         stage_team_barrier(r);
         for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
-            const int from = i % parts * COLUMNS;
-            streams_add(r, delta, i / parts, from, int_min(COLUMNS, n_embd - from));
+            const int from = i % parts * COLUMNS, some = int_min(COLUMNS, n_embd - from);
+            if (delta == A_JOINED) streams_set(r, i / parts, from, some);
+            else streams_add(r, delta, i / parts, from, some);
         }
         if (m->shard.n_rank == 1) team_barrier(); /* the threads divide a token's columns */
         else stage_team_barrier(r);               /* nobody's delta is overwritten while others read it */
@@ -12547,7 +12578,9 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
 
 static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
     struct rank *next = pg_neighbor(r, 1);
-    if (r->m->n_stream) streams_mix(r, x, delta, next ? NULL : &r->m->hc_head, NULL, x);
+    const struct model *m = r->m;
+    const struct hyper *hc = r->pass == PASS_FORWARD ? &m->hc_head : &m->layers[m->n_layer].hc_head;
+    if (m->n_stream) streams_mix(r, x, delta, next ? NULL : hc, true, NULL, x);
     else all_reduce_add_rmsnorm(r, x, delta, NULL, x);
     if (next && team_leads()) pg_send(next);
 }
@@ -12687,7 +12720,7 @@ static void cpu_projections(struct rank *r, int il, enum act x, enum act delta) 
     const struct weight *w[LINEAR_MAX + 1];
     enum act out[LINEAR_MAX];
     layer_projections(layer, w, out);
-    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_attn, layer->attn_norm, A_H);
+    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_attn, false, layer->attn_norm, A_H);
     else if (delta == ACT_COUNT) rmsnorm_rows(r, x, layer->attn_norm, A_H);
     else all_reduce_add_rmsnorm(r, x, delta, layer->attn_norm, A_H);
     linear_each(r, A_H, w, out);
@@ -12695,7 +12728,7 @@ static void cpu_projections(struct rank *r, int il, enum act x, enum act delta) 
 
 /* The final row of a position. */
 static float *final_row(const struct rank *r, int pos) {
-    return r->final + (size_t)(pos % r->n_final) * (size_t)r->m->n_embd;
+    return r->final + (size_t)(pos % r->n_final) * (size_t)hidden_width(r->m);
 }
 
 static void cpu_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
@@ -12703,25 +12736,44 @@ static void cpu_keep_final(struct rank *r, enum act x, const float *norm, int fi
         const float *from = act_row(r, x, first + t);
         float *to = final_row(r, r->pos + first + t + shift);
         if (norm) r->k->rmsnorm(from, norm, r->m->rms_eps, to, r->m->n_embd);
-        else memcpy(to, from, (size_t)r->m->n_embd * sizeof *to);
+        else memcpy(to, from, (size_t)r->width[x] * sizeof *to);
     }
     op_end(0, "final norm");
 }
 
 static void cpu_prediction_input(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
-    const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in;
+    const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
+              split = int_max(from, int_min(to, n));
+    const int n_stream = int_max(1, r->m->n_stream);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *in[2] = {act_row(r, x, t), final_row(r, r->pos + t)}, *norm[2] = {layer->e_norm, layer->h_norm};
+        const float *final = final_row(r, r->pos + t);
         float *half = act_row(r, A_H, t), *out = act_row(r, A_EH, t);
-        for (int i = 0; i < 2; i++) { /* the rank's columns of [i n, (i + 1) n) */
-            const int a = int_max(from, i * n), b = int_min(to, (i + 1) * n);
-            r->k->rmsnorm(in[i], norm[i], r->m->rms_eps, half, n);
-            if (b > a) memcpy(out + (a - from), half + (a - i * n), (size_t)(b - a) * sizeof *out);
+        r->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
+        for (int j = 0; j < n_stream && split > from; j++) /* the rank's columns below n, of the embedding */
+            memcpy(out + (ptrdiff_t)j * (to - from), half + from, (size_t)(split - from) * sizeof *out);
+        for (int j = 0; j < n_stream && to > split; j++) { /* and those from n on */
+            r->k->rmsnorm(final + (ptrdiff_t)j * n, layer->h_norm, r->m->rms_eps, half, n);
+            memcpy(out + (ptrdiff_t)j * (to - from) + (split - from), half + (split - n),
+                   (size_t)(to - split) * sizeof *out);
         }
         memset(act_row(r, x, t), 0, (size_t)n * sizeof *out);
     }
     op_end(0, "prediction input");
+}
+
+/* The streams are further rows. A forward of up to 16 tokens takes 16 rows at a time, so that the bits of a row do not
+ * depend on the other tokens. */
+static void cpu_stream_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
+    const int n = r->n_tok * r->m->n_stream;
+    const int step = int_min(r->n_tok <= DECODE_MAX_TOKENS ? DECODE_MAX_TOKENS : n, r->chunk);
+    for (int i = 0; i < n; i += step) {
+        const int some = int_min(step, n - i);
+        if (i) team_barrier(); /* others may still read what is packed */
+        const struct packed p = linear_pack(r, w, r->act[x] + (ptrdiff_t)i * w->n_in, w->n_in, some);
+        linear_rows(r, w, &p, some, r->act[out] + (ptrdiff_t)i * w->n_out, w->n_out);
+    }
+    op_end_matrix("linear", w);
 }
 
 /* Rotates pairs (i, i + d/2) of x (d): the half-split form of Qwen. */
@@ -14208,7 +14260,7 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
 
 static void cpu_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
     const struct layer *layer = &r->m->layers[il];
-    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_ffn, layer->ffn_norm, A_H);
+    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_ffn, false, layer->ffn_norm, A_H);
     else all_reduce_add_rmsnorm(r, x, delta, layer->ffn_norm, A_H);
     if (layer->n_expert) ffn_routed(r, il, A_H, out);
     else ffn_dense(r, il, A_H, out);
@@ -14379,7 +14431,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = cpu_own(r, c, sizeof *r->tokens);
     r->n_final = m->n_prediction ? r->chunk + FINAL_MORE : 0;
-    r->final = cpu_own(r, (size_t)r->n_final * (size_t)m->n_embd, sizeof(float));
+    r->final = cpu_own(r, (size_t)r->n_final * (size_t)hidden_width(m), sizeof(float));
     for (int i = 0; i < m->n_rope; i++) {
         r->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
         r->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
@@ -14390,10 +14442,10 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         while (absorbed < r->chunk && (x->top_k || !mla_expands(m, &m->layers[il], absorbed + 1))) absorbed++;
     size_t n_ff = size_max((size_t)x->n_ff_dense, size_max((size_t)x->n_ff_expert, (size_t)x->n_ff_shared)), pack = 0,
            pack_h = 0;
-    size_t n_in = size_max(
-        (size_t)m->n_embd,
-        size_max(size_max((size_t)x->q_lora, n_ff),
-                 size_max(size_max((size_t)r->width[A_ATT], (size_t)r->width[A_EH]), (size_t)r->width[A_GROUPS])));
+    size_t n_in =
+        size_max((size_t)m->n_embd,
+                 size_max(size_max((size_t)x->q_lora, n_ff),
+                          size_max(size_max((size_t)r->width[A_ATT], (size_t)x->eh), (size_t)r->width[A_GROUPS])));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (x->kv_lora) /* one row per token and head */
@@ -14521,15 +14573,18 @@ static const char *nccl_name(char out[24]) {
  * norms of heads or of rows, rotations, clamps.
  * ============================================================================================================ */
 
-/* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT,
- * where each rank has a partial sum. */
-static enum act forward_delta(int il) { return il ? A_OUT : ACT_COUNT; }
+/* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT or
+ * A_JOINED, where each rank has a partial sum. */
+static enum act forward_delta(const struct model *m, int il) {
+    if (m->n_stream && m->layers[il].has & HAS_PREDICTION) return A_JOINED;
+    return il ? A_OUT : ACT_COUNT;
+}
 
 /* The first half of a layer with grouped-query attention: A_X to A_OUT. */
 static void forward_gqa_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(il));
+    o->projections(r, il, A_X, forward_delta(r->m, il));
     if (layer->has & HAS_ROW_NORM) o->row_norm(r, il, A_Q, A_K);
     if (layer->has & HAS_INDEXER) o->select_keys(r, il);
     o->attention(r, il, A_Q, A_K, A_V, A_ATT);
@@ -14540,7 +14595,7 @@ static void forward_gqa_half(struct rank *r, int il) {
 static void forward_delta_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(il));
+    o->projections(r, il, A_X, forward_delta(r->m, il));
     o->delta_net(r, il, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
@@ -14549,7 +14604,7 @@ static void forward_delta_half(struct rank *r, int il) {
 static void forward_mla_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(il));
+    o->projections(r, il, A_X, forward_delta(r->m, il));
     if (layer->has & HAS_Q_LORA) o->queries(r, il);
     if (layer->has & HAS_INDEXER) o->select_keys(r, il);
     o->mla_attention(r, il, A_Q, A_K, A_ATT);
@@ -14560,7 +14615,7 @@ static void forward_mla_half(struct rank *r, int il) {
 static void forward_shared_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(il));
+    o->projections(r, il, A_X, forward_delta(r->m, il));
     o->queries(r, il);
     o->shared_store(r, il, A_Q, A_K);
     if (layer->has & HAS_INDEXER) o->select_keys(r, il);
@@ -14578,6 +14633,9 @@ static void forward_half(struct rank *r, int il) {
     else forward_gqa_half(r, il);
 }
 
+/* Where a prediction layer's final rows come from. */
+static enum act final_act(const struct model *m) { return m->n_stream ? A_STREAMS : A_X; }
+
 /* The forward of all families here: layers of attention or gated delta net, each with a feed-forward. */
 static void forward_layers(struct rank *r) {
     const struct model *m = r->m;
@@ -14587,19 +14645,21 @@ static void forward_layers(struct rank *r) {
         r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     }
     r->ops->final_reduce(r, A_X, A_OUT);
-    if (m->n_prediction) r->ops->keep_final(r, A_X, m->family->plain_final ? NULL : m->output_norm, 0, r->n_tok, 0);
+    if (m->n_prediction)
+        r->ops->keep_final(r, final_act(m), m->family->plain_final ? NULL : m->output_norm, 0, r->n_tok, 0);
 }
 
 /* Multi-token prediction (arXiv 2412.19437, section 2.2): the first prediction layer over the batch. For position t it
  * combines the final row of t with the token of t + 1, and its result predicts the token of t + 2. The batch's tokens
- * are those behind its positions. */
+ * are those behind its positions. With hyper-connections each stream of the final row is combined with the token. */
 static void forward_prediction(struct rank *r) {
     const struct model *m = r->m;
     const int il = m->n_layer;
     const struct layer *layer = &m->layers[il];
     r->ops->embed(r, prediction_embd(m, layer), A_X);
     r->ops->prediction_input(r, il, A_X);
-    r->ops->linear(r, &layer->eh_proj, A_EH, A_OUT);
+    if (m->n_stream) r->ops->stream_linear(r, &layer->eh_proj, A_EH, A_JOINED);
+    else r->ops->linear(r, &layer->eh_proj, A_EH, A_OUT);
     forward_half(r, il);
     r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
     r->ops->final_reduce(r, A_X, A_OUT);
@@ -14610,7 +14670,7 @@ static void forward_draft(struct rank *r) {
     const struct model *m = r->m;
     forward_prediction(r);
     const float *norm = m->family->plain_final ? NULL : prediction_norm(m, &m->layers[m->n_layer]);
-    r->ops->keep_final(r, A_X, norm, r->n_tok - 1, 1, 1);
+    r->ops->keep_final(r, final_act(m), norm, r->n_tok - 1, 1, 1);
 }
 
 void rank_pass(struct rank *r) {
@@ -14636,7 +14696,7 @@ static const struct family families[] = {
      .read = read_sparse,   .layer = layer_sparse, .forward = forward_layers},
     {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_glm_dsa,  .layer = layer_sparse, .forward = forward_layers},
-    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true,
+    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .plain_final = true,
      .read = read_deepseek4, .layer = layer_deepseek4, .forward = forward_layers},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},

@@ -257,6 +257,7 @@ struct gpu_dims {
     size_t n4, pairs4;      /* n and pairs where activations of experts are in FP4, otherwise 0 */
     size_t experts, jobs;   /* experts of a layer at most; those that a decode forward can use */
     size_t tiles;           /* of the list of a grouped GEMM */
+    size_t hidden;          /* hidden_width */
     size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
     size_t shared_weight;   /* tokens of a decode forward where gates scale shared experts, otherwise 0 */
     size_t ropes, rope;     /* rotations; values that one rotates at most */
@@ -304,6 +305,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.jobs = d.decode * d.used < d.experts ? d.decode * d.used : d.experts;
     d.tiles = d.pairs / LIST_TILE + d.experts + 1;
     d.embd = (size_t)m->n_embd;
+    d.hidden = (size_t)hidden_width(m);
     d.ff = (size_t)m->max.n_ff_expert;
     d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
     d.shared_weight = m->max.sh_weight ? d.decode : 0;
@@ -373,11 +375,12 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                    \
     X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                           \
     X(x32[A_STREAMS], float, d.n * d.act[A_STREAMS])                                            \
+    X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                              \
     X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                    \
     X(stream_sums, float, d.n * d.streams)                                                      \
     X(index_scores, float, d.scores)                                                            \
     X(chosen_keys, int32_t, d.n * d.listed)                                                     \
-    X(final, float, d.final * d.embd)                                                           \
+    X(final, float, d.final * d.hidden)                                                         \
     X(cs, float, d.n * d.ropes * d.rope / 2)                                                    \
     X(sn, float, d.n * d.ropes * d.rope / 2)                                                    \
     X(row_sums, float, d.row_sums)                                                              \
@@ -1449,24 +1452,26 @@ static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s)
 
 /* Where the ring of final rows lies, see struct rank. */
 struct final_rows {
-    float *at; /* (n_row, n) */
-    int n_row, n;
+    float *at; /* (n_row, n_stream, n) */
+    int n_row, n_stream, n;
     const struct batch *batch;
-    DEVICE_MEMBER float *row(int i) const { return at + (size_t)((batch->pos + i) % n_row) * (size_t)n; }
+    DEVICE_MEMBER float *row(int i, int stream) const {
+        return at + ((size_t)((batch->pos + i) % n_row) * (size_t)n_stream + (size_t)stream) * (size_t)n;
+    }
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* The norm of x (n, n) times weight (n), NULL: x itself, becomes the final rows of the positions from that of batch row
- * `first` + shift on. Grid: rows, block: NORM_THREADS. Some KB, bound by latency: 2 us. */
+/* The norm of x (n_tok, n_stream, n) times weight (n), NULL: x itself, becomes the final rows of the positions from that of
+ * batch row `first` + shift on. Grid: (rows, n_stream), block: NORM_THREADS. Some KB, bound by latency: 2 us. */
 __global__ void __launch_bounds__(NORM_THREADS)
     k_keep_final(const float *x, const float *weight, float eps, int first, int shift, struct final_rows final) {
     float4 v[LONG_NORM_VECS];
-    const int t = first + (int)blockIdx.x, n = final.n;
+    const int t = first + (int)blockIdx.x, stream = (int)blockIdx.y, n = final.n;
     grid_dependency_launch();
     grid_dependency_wait();
-    norm_load(v, x + (size_t)t * (size_t)n, n);
+    norm_load(v, x + ((size_t)t * (size_t) final.n_stream + (size_t)stream) * (size_t)n, n);
     const float f = norm_factor(v, n, eps);
-    float *out = final.row(t + shift);
+    float *out = final.row(t + shift, stream);
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
         if (i < n) *(float4 *)(out + i) = weight ? norm_value(v[u], f, *(const float4 *)(weight + i)) : v[u];
@@ -1475,23 +1480,26 @@ __global__ void __launch_bounds__(NORM_THREADS)
 
 /* The input of a prediction layer. */
 struct prediction_args {
-    float *x; /* (n_tok, n) embeddings; becomes 0 */
+    float *x; /* (n_tok, n) embeddings, x_stride apart; becomes 0 */
+    size_t x_stride;
     struct final_rows final;
     const float *norm[2]; /* (n) of the embedding, of the final row */
     float eps;
     int from, to;  /* columns of both, side by side, that the rank has; multiples of 4 */
-    uint16_t *out; /* (n_tok, to - from), out_stride halves apart */
+    uint16_t *out; /* (n_tok, n_stream, to - from), streams out_stride halves apart */
     size_t out_stride;
 };
 
-/* out = [norm(x) * norm[0], norm(final row) * norm[1]], then x = 0. Grid: (n_tok, 2), block: NORM_THREADS. */
+/* out = [norm(x) * norm[0], norm(final row) * norm[1]] for each stream of the final row, then x = 0. Grid: (n_tok, 1 +
+ * n_stream), block: NORM_THREADS. */
 __global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(const __grid_constant__ struct prediction_args a) {
     float4 v[LONG_NORM_VECS];
-    const int t = (int)blockIdx.x, half = (int)blockIdx.y, n = a.final.n;
-    float *x = a.x + (size_t)t * (size_t)n;
+    const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.final.n, n_stream = a.final.n_stream;
+    const int first = half ? (int)blockIdx.y - 1 : 0, end = half ? first + 1 : n_stream; /* streams that it writes */
+    float *x = a.x + (size_t)t * a.x_stride;
     grid_dependency_launch();
     grid_dependency_wait();
-    norm_load(v, half ? a.final.row(t) : x, n);
+    norm_load(v, half ? a.final.row(t, first) : x, n);
     const float f = norm_factor(v, n, a.eps);
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u), column = half * n + i;
@@ -1499,8 +1507,9 @@ __global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(const __grid_
         if (!half) *(float4 *)(x + i) = make_float4(0, 0, 0, 0);
         if (column < a.from || column >= a.to) continue;
         const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
-        *(uint2 *)(a.out + (size_t)t * a.out_stride + (size_t)(column - a.from)) =
-            make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
+        for (int j = first; j < end; j++)
+            *(uint2 *)(a.out + (size_t)(t * n_stream + j) * a.out_stride + (size_t)(column - a.from)) =
+                make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
     }
 }
 
@@ -1517,6 +1526,7 @@ enum { STREAM_ROWS = (2 + GPU_STREAMS) * GPU_STREAMS, STREAM_TOKENS = 16 /* of a
 struct streams_args {
     float *streams;            /* (n_tok, GPU_STREAMS, n) */
     const float *delta;        /* (n_tok, n); NULL: none */
+    const float *joined;       /* (n_tok, GPU_STREAMS, n) in place of the streams; NULL: none */
     float *mix;                /* (n_tok, STREAM_ROWS + 1) coefficients, which k_streams_norm makes for the next mix */
     const float *fn;           /* (n_row, GPU_STREAMS * n); NULL: nothing is multiplied */
     const float *base, *scale; /* as in struct hyper */
@@ -1559,7 +1569,9 @@ __global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_con
         UNROLL_BY(1) for (int t = 0; t < some; t++) {
             float *row = a.streams + (size_t)(first + t) * (size_t)(GPU_STREAMS * a.n) + col, x[GPU_STREAMS],
                   v[32] = {};
-            UNROLL for (int j = 0; j < GPU_STREAMS; j++) x[j] = in ? row[(size_t)j * (size_t)a.n] : 0.0f;
+            const float *from = a.joined ? a.joined + (row - a.streams) : row;
+            UNROLL for (int j = 0; j < GPU_STREAMS; j++) x[j] = in ? from[(size_t)j * (size_t)a.n] : 0.0f;
+            if (a.joined && in) UNROLL for (int j = 0; j < GPU_STREAMS; j++) row[(size_t)j * (size_t)a.n] = x[j];
             if (a.delta) {
                 const float y = in ? a.delta[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
                 const float *post = a.mix + (size_t)(first + t) * (STREAM_ROWS + 1) + GPU_STREAMS;
@@ -7034,11 +7046,11 @@ static void all_reduce_push(struct rank *r, struct norm_args a) {
 /* Whether a rank need not add up the deltas of several. */
 static bool rank_alone(const struct rank *r) { return r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl; }
 
-/* The all-reduce of `a`, by NCCL where it was chosen, or else by our own kernel. */
-static void all_reduce(struct rank *r, struct norm_args a) {
+/* The all-reduce of `a`, by NCCL where it was chosen and the call allows it, or else by our own kernel. */
+static void all_reduce(struct rank *r, struct norm_args a, bool may_nccl) {
     a.p = tp_rank_of(r);
     a.code = WAIT_CODE(0, CH_ALLREDUCE, r->n_all_reduce++);
-    if (!all_reduce_by_nccl(r, &a)) all_reduce_push(r, a);
+    if (!may_nccl || !all_reduce_by_nccl(r, &a)) all_reduce_push(r, a);
 }
 
 /* Adds the deltas of all ranks to x, which gives `sum`, and norms that. A single rank adds its own delta. */
@@ -7051,23 +7063,25 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
         add_norm<DELTA_OWN>(&a, (unsigned)a.n_tok, c->stream);
         return;
     }
-    all_reduce(r, a);
+    all_reduce(r, a, true);
 }
 
-/* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none). Then h = norm(what hc reads of them) * w; w
+/* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then h = norm(what hc reads of them) * w; w
  * NULL: x is that without a norm; hc NULL: neither. ahead: what is read next. */
 static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w, enum act h,
                         struct ahead ahead) {
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
     if (delta != ACT_COUNT && !rank_alone(r)) {
-        struct norm_args sum = norm_of(r, NULL, r->n_tok, m->n_embd, c->x32[delta], NULL, h);
+        const int rows = delta == A_JOINED ? GPU_STREAMS : 1; /* NCCL's buffers have room for one */
+        struct norm_args sum = norm_of(r, NULL, rows * r->n_tok, m->n_embd, c->x32[delta], NULL, h);
         sum.sum = c->x32[delta];
-        all_reduce(r, sum);
+        all_reduce(r, sum, rows == 1);
     }
     struct streams_args a = {};
     a.streams = c->x32[A_STREAMS];
-    a.delta = delta == ACT_COUNT ? NULL : c->x32[delta];
+    a.delta = delta == ACT_COUNT || delta == A_JOINED ? NULL : c->x32[delta];
+    a.joined = delta == A_JOINED ? c->x32[delta] : NULL;
     a.mix = c->x32[A_MIX];
     a.sums = c->stream_sums;
     a.n = m->n_embd;
@@ -7098,7 +7112,9 @@ static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
     const int n = hidden_width(r->m);
     float *first = r->cuda->x_first;
     if (r->m->n_stream) {
-        streams_mix(r, x, delta, last ? &r->m->hc_head : NULL, NULL, A_H, {});
+        const struct model *m = r->m;
+        const struct hyper *head = r->pass == PASS_FORWARD ? &m->hc_head : &m->layers[m->n_layer].hc_head;
+        streams_mix(r, x, delta, last ? head : NULL, NULL, A_H, {});
     } else {
         all_reduce_add_rmsnorm(r, x, delta, NULL, A_H, first);
         if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
@@ -7112,11 +7128,13 @@ static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
 }
 
 /* The ring of final rows. */
-static struct final_rows final_of(const struct rank *r) { return {r->final, r->n_final, r->m->n_embd, r->cuda->batch}; }
+static struct final_rows final_of(const struct rank *r) {
+    return {r->final, r->n_final, max(r->m->n_stream, 1), r->m->n_embd, r->cuda->batch};
+}
 
 static void cuda_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
     struct cuda *c = r->cuda;
-    LAUNCH_PDL(k_keep_final, (unsigned)n, NORM_THREADS, 0, c->stream, c->x32[x],
+    LAUNCH_PDL(k_keep_final, dim3((unsigned)n, (unsigned)max(r->m->n_stream, 1)), NORM_THREADS, 0, c->stream, c->x32[x],
                (const float *)device_vector_of(c, norm), r->m->rms_eps, first, shift, final_of(r));
 }
 
@@ -7124,7 +7142,8 @@ static void cuda_prediction_input(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
     struct cuda *c = r->cuda;
     struct prediction_args a = {};
-    a.x = c->x32[x];
+    a.x = c->x32[r->m->n_stream ? A_STREAMS : x]; /* k_embed has written it to every stream */
+    a.x_stride = (size_t)hidden_width(r->m);
     a.final = final_of(r);
     a.norm[0] = (const float *)device_vector_of(c, layer->e_norm);
     a.norm[1] = (const float *)device_vector_of(c, layer->h_norm);
@@ -7132,8 +7151,9 @@ static void cuda_prediction_input(struct rank *r, int il, enum act x) {
     a.from = layer->first_eh;
     a.to = a.from + layer->eh_proj.n_in;
     a.out = c->x16[A_EH];
-    a.out_stride = (size_t)r->width[A_EH];
-    LAUNCH_PDL(k_prediction_input, dim3((unsigned)r->n_tok, 2), NORM_THREADS, 0, c->stream, a);
+    a.out_stride = (size_t)r->width[A_EH] / (size_t)a.final.n_stream;
+    LAUNCH_PDL(k_prediction_input, dim3((unsigned)r->n_tok, 1 + (unsigned)a.final.n_stream), NORM_THREADS, 0, c->stream,
+               a);
 }
 
 /* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
@@ -7178,6 +7198,15 @@ static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum
     struct cuda *c = r->cuda;
     matmul(r, device_matrix_of(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
            (size_t)r->width[out], 0);
+}
+
+/* In decode the streams of up to 16 tokens are taken 16 at a time. */
+static void cuda_stream_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
+    struct cuda *c = r->cuda;
+    const int n = r->n_tok * r->m->n_stream, step = r->n_tok <= DECODE_MAX_TOKENS ? (int)DECODE_MAX_TOKENS : n;
+    for (int i = 0; i < n; i += step)
+        matmul(r, device_matrix_of(c, w), c->x16[x] + (size_t)i * (size_t)w->n_in, (size_t)w->n_in, 0, min(n - i, step),
+               0, NULL, c->x32[out] + (size_t)i * (size_t)w->n_out, (size_t)w->n_out, 0);
 }
 
 /* Bytes of all experts of a matrix: codes, scales. */

@@ -486,6 +486,7 @@ struct piece {
         head; /* row 2i of a head of that size is row i of its source, and row 2i + 1 row i + head / 2; 0: as it is */
     /* columns col, col + step, .. of the source rows [row, row + height) are written as rows; height 0: none are */
     size_t col, height;
+    const struct linear *beside; /* its rows continue those of `lin`; NULL: nothing does */
 };
 
 /* Returns the row of the source that is row i of a piece, which is not transposed. */
@@ -496,7 +497,9 @@ static size_t piece_row(const struct piece *p, size_t i) {
 }
 
 /* Returns the weights of a row of a piece. */
-static size_t piece_width(const struct piece *p) { return p->height ? p->height : p->lin.cols; }
+static size_t piece_width(const struct piece *p) {
+    return p->height ? p->height : p->lin.cols + (p->beside ? p->beside->cols : 0);
+}
 
 /* What F32 values of the source are. */
 enum meaning {
@@ -659,7 +662,8 @@ static struct checkpoint {
     int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
     int n_hash;                  /* the first layers, in which a token id has its experts */
     size_t n_stream;             /* streams of residuals; 0: hyper-connections are not used */
-    bool mtp_left_out;           /* tensors of layers for multi-token prediction, "mtp.", are left out */
+    bool mtp_bare;               /* their numbers stand behind `mtp`, "mtp.0." in place of "mtp.layers.0." */
+    bool dspark;                 /* tensors below `mtp` are a DSpark module, which is left out */
     size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
     bool tiled;                  /* GGUF files have the heads of values in tiled order */
     int n_layer, n_mtp;          /* blocks = n_layer + n_mtp */
@@ -737,7 +741,7 @@ static const char *hf_name(int layer, const char *rest) {
         if (mtp && r->where == BESIDE) return fmt("%s%s%s", m.prefix, mtp, rest);
         break;
     }
-    if (mtp) return fmt("%s%slayers.%d.%s", m.prefix, mtp, layer - m.n_layer, rest);
+    if (mtp) return fmt("%s%s%s%d.%s", m.prefix, mtp, m.mtp_bare ? "" : "layers.", layer - m.n_layer, rest);
     if (layer >= 0) return fmt("%s%slayers.%d.%s", m.prefix, m.body, layer, rest);
     return starts_with(rest, "model.") ? fmt("%s%s%s", m.prefix, m.body, rest + 6) : fmt("%s%s", m.prefix, rest);
 }
@@ -833,6 +837,7 @@ static bool skip_copy(const char *src, bool embedding) {
 }
 
 static void plan_kv_b(int layer);
+static void plan_eh_proj(int layer);
 static void plan_qkvz(int layer);
 static void plan_qkv(int layer);
 static void plan_experts(const struct tensor_rule *rule, int layer);
@@ -866,7 +871,8 @@ static void plan_layer_vector(const struct tensor_rule *r, int layer, const char
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
     const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
-    const bool optional = r->optional && !bias && !qkv_bias && !gate;
+    const bool norm = r->field == offsetof(struct layer, head_norm) && m.n_stream; /* not the model's */
+    const bool optional = r->optional && !bias && !qkv_bias && !gate && !norm;
     if (bias && layer < m.n_hash) { /* nothing is chosen there */
         struct tensor *unused = tensor_find(src);
         if (unused) skip(unused);
@@ -886,6 +892,10 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     const bool qkv = !strcmp(r->name, "attn_qkv"), fused = m.has_delta & HAS_DELTA_BA; /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
     if (fused && qkv) plan_qkvz(layer);
+    if (m.n_stream && r->field == offsetof(struct layer, eh_proj)) {
+        plan_eh_proj(layer);
+        return;
+    }
     if (!r->hf || (fused && (qkv || r->field == offsetof(struct layer, wz)))) return;
     if (r->n == DIM_EXPERTS) {
         plan_experts(r, layer);
@@ -931,6 +941,26 @@ static void plan_kv_b(int layer) {
     }
     plan_matrix(fmt("blk.%d.attn_k_b", layer), k, HEADS);
     plan_matrix(fmt("blk.%d.attn_v_b", layer), v, HEADS);
+}
+
+/* Appends e_proj and h_proj of a prediction layer, which multiply the embedding and each stream, side by side. */
+static void plan_eh_proj(int layer) {
+    struct linear *h = xrealloc(NULL, sizeof *h); /* kept: the plan lives as long as the program */
+    struct piece *p = NULL,
+                 one = {.lin = resolve_linear(hf_name(layer, "e_proj")), .rows = m.dim[DIM_EMBD], .beside = h};
+    *h = resolve_linear(hf_name(layer, "h_proj"));
+    const struct linear *both[] = {&one.lin, h};
+    for (int i = 0; i < 2; i++) {
+        const struct linear *l = both[i];
+        check_shape(l->w, l->rows, l->cols, DIM_EMBD, DIM_EMBD);
+        if (l->format != PLAIN && l->format != FP8_BLOCK)
+            die("%s: expected floats or FP8 in blocks, found %s", where(l->w), format_names[l->format]);
+        if (l->format != one.lin.format || l->w->dtype != one.lin.w->dtype)
+            die("%s: %s, while '%s' is %s: they form one tensor and must have the same format", where(l->w),
+                format_names[l->format], one.lin.w->name, format_names[one.lin.format]);
+    }
+    arrput(p, one);
+    plan_matrix(fmt("blk.%d.nextn.eh_proj", layer), p, SINGLE);
 }
 
 /* Appends in_proj_qkvz as attn_qkv and attn_gate. Its rows are, for every head of keys, the query, the key, and the
@@ -1132,6 +1162,9 @@ static int heads_of(int layer) { return m.heads_of[layer] ? m.heads_of[layer] : 
  * that each token has two halves. */
 static uint32_t compression(int layer) {
     const size_t ratio = (size_t)m.ratio[layer], halves = ratio == 4 ? 2 : 1;
+    const bool listed = get(m.cfg, "compress_ratios") != NULL;
+    expect(m.cfg, listed ? "compress_ratios" : "layer_types", !ratio || layer < m.n_layer,
+           fmt("%s for layer %d, which is for multi-token prediction", listed ? "0" : "\"sliding_attention\"", layer));
     set_dim(DIM_RATIO, ratio, "tokens of a compressed key");
     set_dim(DIM_COMPRESSED, halves * m.dim[DIM_HEAD_K], halves == 2 ? "2 head_dim" : "head_dim");
     set_dim(DIM_INDEX_COMPRESSED, halves * m.dim[DIM_INDEX_K], "2 index_head_dim");
@@ -1174,11 +1207,19 @@ static void plan_layer(int layer) {
     for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
 }
 
-/* Whether the source has tensors of a layer. */
-static bool has_layer(int layer) {
-    const char *below = hf_name(layer, "");
+/* Whether the source has tensors whose names begin so. */
+static bool has_below(const char *below) {
     for (size_t i = 0; i < arrlenu(tensors); i++)
         if (starts_with(tensors[i].name, below)) return true;
+    return false;
+}
+
+/* Whether the layers below m.mtp are a DSpark module, which DeepSeek-V4 releases may have in place of a prediction layer. */
+static bool is_dspark(void) {
+    static const char *const parts[] = {".main_proj.", ".markov_head.", ".confidence_head."};
+    for (size_t i = 0; i < arrlenu(tensors) && m.n_stream; i++)
+        for (size_t k = 0; k < COUNT(parts); k++)
+            if (starts_with(tensors[i].name, m.mtp) && strstr(tensors[i].name, parts[k])) return true;
     return false;
 }
 
@@ -1188,16 +1229,19 @@ static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
                                          "model.language_model.model.language_model."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
-    const int announced = m.n_mtp;
     if (tensor_find("language_model.model.embed_tokens.weight")) m.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
         if (tensor_find(fmt("%s%sembed_tokens.weight", m.prefix, bodies[k]))) m.body = bodies[k];
     if (m.n_stream && tensor_find("embed.weight")) m.body = "";
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
-    const int most = m.mtp_unsaid ? MAX_MTP : announced;
+    for (size_t k = 0; k < COUNT(mtps) && m.n_stream; k++)
+        if (has_below(fmt("%s0.", mtps[k]))) m.mtp = mtps[k];
+    m.dspark = is_dspark();
+    if (m.dspark) m.n_mtp = 0;
+    const int announced = m.n_mtp, most = m.mtp_unsaid ? MAX_MTP : announced;
     m.n_mtp = m.has_delta && m.mtp;
-    while (!m.has_delta && m.n_mtp < most && has_layer(m.n_layer + m.n_mtp)) m.n_mtp++;
+    while (!m.has_delta && m.n_mtp < most && has_below(hf_name(m.n_layer + m.n_mtp, ""))) m.n_mtp++;
     for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced; layer++)
         message_print("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                       "it is left out",
@@ -1213,16 +1257,20 @@ static void screen_names(void) {
     static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
                                          "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp."};
     const bool multimodal = m.wrapped || get(m.top, "vision_config") || get(m.top, "audio_config");
-    size_t n_vision = 0, n_draft = 0;
+    size_t n_vision = 0, n_draft = 0, n_dspark = 0;
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
-        bool skipped = false, draft = false;
+        bool skipped = false, draft = false, dspark = m.dspark && starts_with(t->name, m.mtp);
         for (size_t k = 0; k < COUNT(vision) && multimodal; k++) skipped |= starts_with(t->name, vision[k]);
         for (size_t k = 0; k < COUNT(drafts); k++) draft |= starts_with(t->name, drafts[k]);
-        draft |= m.mtp_left_out && (starts_with(t->name, "mtp.") || starts_with(t->name, "model.mtp."));
+        /* the releases' own readers take the model's (convert.py) */
+        const bool copy = m.n_mtp && m.mtp_bare && starts_with(t->name, m.mtp) &&
+                          (strstr(t->name, ".emb") || ends_with(t->name, ".head.weight"));
         n_vision += skipped;
         n_draft += draft;
-        skipped |= draft;
+        n_dspark += dspark;
+        n_copies += copy;
+        skipped |= draft || dspark || copy;
         for (size_t k = 0; k < COUNT(skipped_suffixes); k++) skipped |= ends_with(t->name, skipped_suffixes[k]);
         if (skipped) {
             skip(t);
@@ -1235,6 +1283,7 @@ static void screen_names(void) {
     if (n_vision) message_print("%zu tensors that read pictures or sound are left out: moe reads text only", n_vision);
     if (n_draft)
         message_print("%zu tensors for multi-token prediction are left out: moe does not run such layers", n_draft);
+    if (n_dspark) message_print("%zu tensors of a DSpark module are left out: moe does not draft with one", n_dspark);
 }
 
 /* Dies if a tensor was neither used nor skipped, because the model then has parts that are not known here. */
@@ -1245,6 +1294,10 @@ static void check_all_used(void) {
         unsigned layer = 0, expert = 0;
         const char *body = fmt("%s%s", m.prefix, m.body);
         int found = starts_with(t->name, body) ? sscanf(t->name + strlen(body), "layers.%5u.", &layer) : 0;
+        if (m.mtp_bare && starts_with(t->name, m.mtp)) {
+            found = sscanf(t->name + strlen(m.mtp), "%5u.", &layer);
+            layer += (unsigned)m.n_layer;
+        }
         const char *at = strstr(t->name, ".experts.");
         if (found == 1 && at) found += sscanf(at, ".experts.%5u.", &expert);
         if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))
@@ -1656,10 +1709,10 @@ static void read_ratios(void) {
         const size_t k = compression_of(ratios, kinds, l);
         expect(c, key, k < COUNT(compressions), fmt("%s for each of %d layers", known, m.n_layer));
         m.ratio[l] = compressions[k].ratio;
-        m.shares[l] = m.ratio[l] != 4;
         expect(c, "layer_types", !kinds || l >= m.n_layer || compression_of(NULL, kinds, l) == k,
                "what compress_ratios says");
     }
+    for (int l = 0; l < MAX_LAYERS; l++) m.shares[l] = m.ratio[l] != 4;
     for (size_t k = 1; k < COUNT(compressions); k++)
         expect(rates, compressions[k].type,
                get_int(rates, compressions[k].type, 1, INT32_MAX, compressions[k].ratio) == compressions[k].ratio,
@@ -1694,7 +1747,7 @@ static struct doc rope_part(bool compressed) {
 
 static void put_deepseek_v4(void);
 static void put_deepseek_v4_template(const char *name);
-/* Reads the keys of DeepSeek-V4: the releases' or transformers'. Its prediction layers are left out. */
+/* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no prediction layers. */
 static void read_deepseek_v4(void) {
     struct doc c = m.cfg;
     const size_t head = size_of("head_dim"), heads = (size_t)m.n_head, groups = size_of("o_groups");
@@ -1713,11 +1766,13 @@ static void read_deepseek_v4(void) {
     set_dim(DIM_INDEX_Q, index_heads * width, "index_n_heads x index_head_dim");
     set_dim(DIM_INDEX_K, width, "index_head_dim");
     set_dim(DIM_INDEXES, index_heads, "index_n_heads");
+    set_dim(DIM_STREAM, m.n_stream, "hc_mult");
     set_dim(DIM_STREAMS, m.n_stream * m.dim[DIM_EMBD], "hc_mult x hidden_size");
     set_dim(DIM_GROUP_IN, heads / groups * head, "num_attention_heads / o_groups x head_dim");
     set_dim(DIM_O_LORA, size_of("o_lora_rank"), "o_lora_rank");
     set_dim(DIM_GROUPS_OUT, groups * m.dim[DIM_O_LORA], "o_groups x o_lora_rank");
     set_dim(DIM_USED, (size_t)m.top_k, m.top_k_key);
+    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
     read_ratios();
     read_hash_layers();
     read_expert_count("n_routed_experts");
@@ -1726,7 +1781,8 @@ static void read_deepseek_v4(void) {
     m.dense_key = NULL;
     m.router_bias = "exp_probs_b.bias";
     m.gating = GATING_SQRT_SOFTPLUS;
-    m.norm_topk_prob = m.partial = m.mtp_left_out = true;
+    m.norm_topk_prob = m.partial = m.mtp_bare = true;
+    m.mtp = "mtp.";
     m.scaling_factor = "routed_scaling_factor";
     m.put = put_deepseek_v4;
     m.put_template = put_deepseek_v4_template;
@@ -1751,6 +1807,10 @@ static const struct renaming deepseek_v4_names[] = {
     {"model.hc_head.hc_fn", "model.hc_head_fn", BARE},
     {"model.hc_head.hc_base", "model.hc_head_base", BARE},
     {"model.hc_head.hc_scale", "model.hc_head_scale", BARE},
+    {"hc_head.fn", "hc_head_fn", EVERYWHERE},
+    {"hc_head.base", "hc_head_base", EVERYWHERE},
+    {"hc_head.scale", "hc_head_scale", EVERYWHERE},
+    {"shared_head.norm", "norm", EVERYWHERE},
     {"input_layernorm", "attn_norm", EVERYWHERE},
     {"post_attention_layernorm", "ffn_norm", EVERYWHERE},
     {"attn_hc.fn", "hc_attn_fn", EVERYWHERE},
@@ -3267,21 +3327,21 @@ static void put_deepseek_v4(void) {
     const struct key_range *range = key_range_of(clamps[0]);
     const double limit = get_num(c, "swiglu_limit", NAN);
     const json_t *ratios = get_list(c, "compress_ratios");
+    const size_t blocks = (size_t)(m.n_layer + m.n_mtp), listed = json_array_size(ratios);
     float limits[MAX_LAYERS];
-    for (int l = 0; l < m.n_layer; l++) limits[l] = (float)limit;
+    for (size_t l = 0; l < blocks; l++) limits[l] = (float)limit;
     expect(c, "swiglu_limit", limit >= range->lo && limit <= range->hi,
            fmt("a number from %g to %g", range->lo, range->hi));
     kv_u32("attention.q_lora_rank", m.dim[DIM_Q_LORA]);
     kv_u32("attention.sliding_window", (size_t)get_int(c, "sliding_window", 1, MAX_TRAINED, REQUIRED));
-    for (size_t i = 0; i < COUNT(clamps); i++)
-        gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, (size_t)m.n_layer, limits);
+    for (size_t i = 0; i < COUNT(clamps); i++) gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, blocks, limits);
     kv_u32("attention.indexer.head_count", m.dim[DIM_INDEXES]);
     kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
     kv_u32("attention.indexer.top_k", m.chosen);
     kv_u32("attention.output_group_count", m.dim[DIM_GROUPS_OUT] / m.dim[DIM_O_LORA]);
     kv_u32("attention.output_lora_rank", m.dim[DIM_O_LORA]);
-    gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32,
-                   ratios ? json_array_size(ratios) : (size_t)m.n_layer, m.ratio);
+    gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32, listed > blocks ? listed : blocks,
+                   m.ratio);
     kv_u32("hyper_connection.count", m.n_stream);
     kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
     kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
@@ -3691,6 +3751,8 @@ static void check_finite(const struct piece *p, size_t first, const float *v, fl
     if (isfinite(largest)) return;
     while (isfinite(v[at])) at++;
     const size_t row = first + at / width, col = at % width;
+    if (p->beside && col >= p->lin.cols)
+        die("%s: row %zu, column %zu is not a finite number", where(p->beside->w), row, col - p->lin.cols);
     die("%s: row %zu, column %zu is not a finite number", where(p->lin.w), p->height ? p->row + col : piece_row(p, row),
         p->height ? p->col + row * p->step : col);
 }
@@ -3787,14 +3849,30 @@ static float read_transposed(const struct piece *p, float *dst) {
     return f32_from_bits((uint32_t)most);
 }
 
+/* dst (n, width) = rows of a piece with another one beside it; see read_rows. */
+static float read_joined(const struct piece *p, size_t first, size_t n, float *dst) {
+    const struct piece parts[] = {{.lin = p->lin, .rows = p->rows}, {.lin = *p->beside, .rows = p->rows}};
+    const size_t width = piece_width(p);
+    float largest = 0;
+    for (size_t k = 0, at = 0; k < COUNT(parts); at += parts[k++].lin.cols) {
+        const size_t cols = parts[k].lin.cols;
+        float *v = (float *)(void *)scratch(4, n * cols * sizeof *v);
+        const float most = read_straight(&parts[k], first, n, v);
+        largest = most > largest || isnan(most) ? most : largest;
+        for (size_t r = 0; r < n; r++) memcpy(dst + r * width + at, v + r * cols, cols * sizeof *v);
+    }
+    return largest;
+}
+
 /* Returns how many rows of a piece are converted at a time: a transposed one is read as a whole. */
 static size_t rows_at_a_time(const struct piece *p) {
-    return p->height ? p->rows : CHUNK_BYTES / (p->lin.cols * 4) + 1;
+    return p->height ? p->rows : CHUNK_BYTES / (piece_width(p) * 4) + 1;
 }
 
 /* dst (n, width) = rows of a piece as F32, without `factor`, as many as rows_at_a_time says. Returns the largest
  * magnitude, which only in plain matrices may be infinite or NaN. */
 static float read_rows(const struct piece *p, size_t first, size_t n, float *dst) {
+    if (p->beside) return read_joined(p, first, n, dst);
     return p->height ? read_transposed(p, dst) : read_straight(p, first, n, dst);
 }
 
@@ -3938,7 +4016,7 @@ static void write_piece(struct output *o, size_t index) {
     const struct piece *p = &o->pieces[index];
     const struct linear *l = &p->lin;
     const size_t step = rows_at_a_time(p), width = piece_width(p);
-    const bool same = l->format == PLAIN && float_type(l->w) == o->type && !o->finite && !p->height;
+    const bool same = l->format == PLAIN && float_type(l->w) == o->type && !o->finite && !p->height && !p->beside;
     uint8_t most = 0;
     if (o->scale2) {
         write_as_nvfp4(o, index);

@@ -910,7 +910,7 @@ struct parsed_name {
     int block;        /* number of the layer, -1: none */
     int expert;       /* EXPERT: its number */
     size_t at, end;   /* EXPERT: where its digits are in the name */
-    size_t prefix;    /* bytes before "layers." */
+    size_t prefix;    /* bytes before "layers." or, of DeepSeek-V4, "mtp." */
     bool mtp;         /* below "mtp.", whose layers come after the others */
     const char *rest; /* the name after the number of the layer and its dot */
 };
@@ -927,20 +927,28 @@ static bool begins_with_word(const char *p, const char *words) {
     return one_of(fmt("%.*s", (int)n, p), words);
 }
 
-/* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix. */
+/* Returns where `word`, such as ".layers.", ends in a name, which may begin with it without its first dot; NULL: it is
+ * not there. */
+static const char *behind(const char *name, const char *word) {
+    const char *p = strstr(name, word);
+    if (starts_with(name, word + 1)) return name + strlen(word + 1);
+    return p ? p + strlen(word) : NULL;
+}
+
+/* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix, or "mtp.0.ffn.gate.weight". */
 static struct parsed_name name_parse(const char *name) {
     static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "moe."};
     static const char routers[] = "gate router moe_statics e_score_correction_bias expert_bias router_bias";
     struct parsed_name r = {.block = -1, .rest = ""};
     r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");
-    const char *p = starts_with(name, "layers.") ? name : strstr(name, ".layers.");
+    const char *p = behind(name, ".layers."), *mtp = p ? NULL : behind(name, ".mtp.");
     size_t n;
+    if (mtp) p = mtp;
     if (!p) return r;
-    p += *p == '.' ? 8 : 7;
     r.block = digits(p, &n);
     if (r.block >= 0 && p[n] != '.') r.block = -1;
     if (r.block < 0) return r;
-    r.prefix = (size_t)(p - name) - 7;
+    r.prefix = (size_t)(p - name) - (mtp ? 4 : 7);
     if (r.mtp) r.block += m.n_trunk;
     r.rest = p += n + 1;
     size_t k = 0;
@@ -1340,8 +1348,9 @@ static void hf_put_sparsity(json_t *config) {
 
 /* Shortens lists with an element for every layer and those for multi-token prediction, which are removed. */
 static void hf_shorten_lists(json_t *text) {
-    static const char *const lists[] = {"layer_types",   "mlp_layer_types",     "rope_theta", "partial_rotary_factors",
-                                        "swiglu_limits", "swiglu_limits_shared"};
+    static const char *const lists[] = {
+        "layer_types",   "mlp_layer_types",      "rope_theta",     "partial_rotary_factors",
+        "swiglu_limits", "swiglu_limits_shared", "compress_ratios"};
     const json_int_t n = json_integer_value(json_object_get(text, "num_nextn_predict_layers"));
     for (size_t k = 0; k < COUNT(lists); k++) {
         json_t *list = json_object_get(text, lists[k]);

@@ -241,17 +241,17 @@ static void pair_out_row_norm(struct rank *r, int il, enum act q, enum act k) {
 }
 
 static void pair_in_prediction(struct rank *r, enum act x) {
-    pair_in(r, (const enum act[]){x, ACT_COUNT});
-    cuda_test_final(pair.gpu, r->final, r->n_final * r->m->n_embd, false);
+    if (!r->m->n_stream) pair_in(r, (const enum act[]){x, ACT_COUNT});
+    cuda_test_final(pair.gpu, r->final, r->n_final * hidden_width(r->m), false);
 }
 
 static void pair_out_prediction(struct rank *r, int il, enum act x) {
-    pair_out(r, "prediction_input, x", il, x);
-    pair_slot(r, "prediction_input", il, A_EH, r->m->layers[il].eh_proj.n_in, true);
+    if (!r->m->n_stream) pair_out(r, "prediction_input, x", il, x);
+    pair_slot(r, "prediction_input", il, A_EH, int_max(r->m->n_stream, 1) * r->m->layers[il].eh_proj.n_in, true);
 }
 
 static void pair_final(struct rank *r) {
-    const int n = r->n_final * r->m->n_embd;
+    const int n = r->n_final * hidden_width(r->m);
     float *got = pair_buffer((size_t)n);
     cuda_test_final(pair.gpu, got, n, true);
     pair_compare(r, "keep_final", -1, got, r->final, (size_t)n);
@@ -291,6 +291,8 @@ static void pair_final(struct rank *r) {
 #define PAIR_OUT_shared_attention pair_heads(r, "shared_attention", il, out)
 #define PAIR_IN_group_linear      PAIR_IN(x)
 #define PAIR_OUT_group_linear     pair_out_group_linear(r, il, out)
+#define PAIR_IN_stream_linear     PAIR_IN(x)
+#define PAIR_OUT_stream_linear    pair_slot(r, "stream_linear", -1, out, r->m->n_stream * w->n_out, false)
 #define PAIR_IN_norm_ffn          pair_in_residual(r, x, delta)
 #define PAIR_OUT_norm_ffn         pair_out_ffn(r, il, x, out)
 #define PAIR_IN_logits            PAIR_IN(A_X)
@@ -353,6 +355,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
         cuda_test_batch(&gpu);
         for (cpu.pass = PASS_FORWARD; cpu.pass <= (m->n_prediction ? PASS_DRAFT : PASS_FORWARD); cpu.pass++) {
             const int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
+            gpu.pass = cpu.pass;
             cpu.ops->forward(&cpu);
             rank_logits(&cpu, &(struct rank_step){.first = *n - rows, .n = rows});
         }

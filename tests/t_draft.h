@@ -54,8 +54,8 @@ static const struct sampling draft_samplings[] = {{.greedy = true, .repeat_penal
 enum { DRAFT_SAMPLINGS = sizeof draft_samplings / sizeof *draft_samplings };
 
 static const char *const draft_models[] = {
-    "deepseek_v3_mtp", "deepseek_v3_plain", "qwen3_5_moe_nvfp4", "qwen3_next",       "hy_v3",
-    "glm4_moe",        "step3p7",           "mimo_v2_flash_fp8", "glm_moe_dsa_types"};
+    "deepseek_v3_mtp", "deepseek_v3_plain", "qwen3_5_moe_nvfp4", "qwen3_next",        "hy_v3",
+    "glm4_moe",        "step3p7",           "mimo_v2_flash_fp8", "glm_moe_dsa_types", "deepseek_v4"};
 enum { DRAFT_MODELS = sizeof draft_models / sizeof *draft_models };
 
 /* Compares texts with all depths, drafts chosen by the model and forced, with those of plain decoding. all: with every
@@ -454,7 +454,7 @@ static void test_draft_ends(void) {
 }
 
 /* A state is saved with the rows of the prediction layer, and loads with and without it. */
-static void test_draft_file(void) {
+static void check_draft_file(const char *name) {
     enum { PROMPT = 40, N = 20 };
     const struct sampling *o = &draft_samplings[0];
     struct model m;
@@ -463,7 +463,7 @@ static void test_draft_file(void) {
     struct session s;
     struct ops ops;
     snprintf(path, sizeof path, "%s/drafts.kv", test_dir());
-    if (!fixture_load("qwen3_5_moe_nvfp4", &m)) return;
+    if (!fixture_load(name, &m)) return;
     some_ids(text, PROMPT, m.n_vocab);
     const int n_prediction = m.n_prediction;
     const size_t bytes = (size_t)m.n_vocab * sizeof(float);
@@ -473,19 +473,25 @@ static void test_draft_file(void) {
         session_cpu(&s, &m, &kernels_ref, 1, 128, KV_BF16);
         if (with & 1) force_drafts(&s, &ops, FORCE_HALF, text, PROMPT + N);
         draft_run(&s, o, 0, 0, with & 1 ? 3 : 0, text, PROMPT, PROMPT, with ? got : text + PROMPT, N);
-        CHECK(!with || !memcmp(got, text + PROMPT, sizeof got), "another text");
+        CHECK(!with || !memcmp(got, text + PROMPT, sizeof got), "%s: another text", name);
         CHECK(state_save(&s, path, err) == 0, "%s", err);
         session_free(&s);
         m.n_prediction = with & 2 ? n_prediction : 0;
         session_cpu(&s, &m, &kernels_ref, 1, 128, KV_BF16);
-        CHECK(session_load(&s, path, err) == 0 && s.n_past == PROMPT + N - 1, "saved and loaded %d: %s", with, err);
+        CHECK(session_load(&s, path, err) == 0 && s.n_past == PROMPT + N - 1, "%s, saved and loaded %d: %s", name, with,
+              err);
         CHECK(session_sync(&s, text, PROMPT + N, 0, err) == SYNC_DONE && s.sync_tokens == 1, "%s", err);
         if (!with) memcpy(logits, session_logits(&s), bytes);
-        CHECK(!memcmp(logits, session_logits(&s), bytes), "saved and loaded %d: other logits", with);
+        CHECK(!memcmp(logits, session_logits(&s), bytes), "%s, saved and loaded %d: other logits", name, with);
         session_free(&s);
     }
     free(logits);
     model_free(&m);
+}
+
+static void test_draft_file(void) {
+    check_draft_file("qwen3_5_moe_nvfp4");
+    check_draft_file("deepseek_v4");
 }
 
 #define TESTS_DRAFT                                                                                      \

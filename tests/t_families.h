@@ -180,8 +180,10 @@ static void test_families_keys(void) {
              {"laguna_element", "laguna.rope.freq_base_swa", ""},
              {"laguna_element", "laguna.expert_shared_feed_forward_length", "128"},
              {"deepseek_v4", "general.architecture", "deepseek4"},
-             {"deepseek_v4", "deepseek4.block_count", "5"},
-             {"deepseek_v4", "deepseek4.nextn_predict_layers", ""},
+             {"deepseek_v4", "deepseek4.block_count", "6"},
+             {"deepseek_v4", "deepseek4.nextn_predict_layers", "1"},
+             {"deepseek_v4_pro", "deepseek4.block_count", "5"},
+             {"deepseek_v4_pro", "deepseek4.nextn_predict_layers", ""},
              {"deepseek_v4", "deepseek4.feed_forward_length", ""},
              {"deepseek_v4", "deepseek4.embedding_length_out", "512"},
              {"deepseek_v4", "deepseek4.attention.head_count_kv", "1"},
@@ -213,8 +215,8 @@ static void test_families_keys(void) {
              {"deepseek_v4", "deepseek4.expert_used_count", "3"},
              {"deepseek_v4", "deepseek4.expert_feed_forward_length", "64"},
              {"deepseek_v4", "deepseek4.expert_group_count", ""},
-             {"deepseek_v4", "deepseek4.swiglu_clamp_exp", "1.5,1.5,1.5,1.5,1.5"},
-             {"deepseek_v4", "deepseek4.swiglu_clamp_shexp", "1.5,1.5,1.5,1.5,1.5"},
+             {"deepseek_v4", "deepseek4.swiglu_clamp_exp", "1.5,1.5,1.5,1.5,1.5,1.5"},
+             {"deepseek_v4", "deepseek4.swiglu_clamp_shexp", "1.5,1.5,1.5,1.5,1.5,1.5"},
              {"deepseek_v4", "deepseek4.hyper_connection.count", "4"},
              {"deepseek_v4", "deepseek4.hyper_connection.sinkhorn_iterations", "20"},
              {"deepseek_v4", "deepseek4.hyper_connection.epsilon", "1e-06"},
@@ -647,6 +649,15 @@ static void test_families_prediction(void) {
         {"deepseek_v4", "blk.4.indexer_compressor_norm.weight", "layers.4.attn.indexer.compressor.norm.weight", 0},
         {"deepseek_v4", "blk.0.ffn_gate_inp.weight", "layers.0.ffn.gate.weight", 0},
         {"deepseek_v4", "blk.3.exp_probs_b.bias", "layers.3.ffn.gate.bias", 0},
+        {"deepseek_v4", "blk.5.nextn.enorm.weight", "mtp.0.enorm.weight", 0},
+        {"deepseek_v4", "blk.5.nextn.hnorm.weight", "mtp.0.hnorm.weight", 0},
+        {"deepseek_v4", "blk.5.nextn.shared_head_norm.weight", "mtp.0.norm.weight", 0},
+        {"deepseek_v4", "blk.5.nextn.hc_head_fn.weight", "mtp.0.hc_head_fn", 0},
+        {"deepseek_v4", "blk.5.nextn.hc_head_base.weight", "mtp.0.hc_head_base", 0},
+        {"deepseek_v4", "blk.5.nextn.hc_head_scale.weight", "mtp.0.hc_head_scale", 0},
+        {"deepseek_v4", "blk.5.hc_attn_fn.weight", "mtp.0.hc_attn_fn", 0},
+        {"deepseek_v4", "blk.5.attn_kv_a_norm.weight", "mtp.0.attn.kv_norm.weight", 0},
+        {"deepseek_v4", "blk.5.exp_probs_b.bias", "mtp.0.ffn.gate.bias", 0},
         {"deepseek_v4_pro", "token_embd.weight", "model.embed_tokens.weight", 0},
         {"deepseek_v4_pro", "output_norm.weight", "model.norm.weight", 0},
         {"deepseek_v4_pro", "output_hc_scale.weight", "model.hc_head.hc_scale", 0},
@@ -793,7 +804,10 @@ static void test_families_words(void) {
          "\"rope_theta\":160000,\"attention_factor\":1.0,\"factor\":16,\"original_max_position_embeddings\":128}}}"},
         {"deepseek_v4",
          "{\"layer_types\":[\"sliding_attention\",\"sliding_attention\",\"compressed_sparse_attention\","
-         "\"heavily_compressed_attention\",\"compressed_sparse_attention\"],\"num_nextn_predict_layers\":0}"},
+         "\"heavily_compressed_attention\",\"compressed_sparse_attention\"],\"num_nextn_predict_layers\":1}"},
+        {"deepseek_v4",
+         "{\"compress_ratios\":null,\"layer_types\":[\"sliding_attention\",\"sliding_attention\","
+         "\"compressed_sparse_attention\",\"heavily_compressed_attention\",\"compressed_sparse_attention\"]}"},
         {"deepseek_v4_pro",
          "{\"layer_types\":null,\"compress_rates\":null,\"compress_ratios\":[128,128,4,128,4],\"mlp_layer_types\":"
          "null,\"num_hash_layers\":1,\"partial_rotary_factor\":null,\"qk_rope_head_dim\":16}"},
@@ -1020,6 +1034,60 @@ static void check_v4_formats(struct hf *h) {
     CHECK(t && !bad, "%zu ids differ", bad);
 }
 
+/* e_proj and h_proj of the prediction layer, FP8 in one block each, side by side. Catches another order, rows behind rows,
+ * and the scale of one for both. */
+static void check_v4_joined(struct hf *h, const char *args, uint32_t type) {
+    enum { N = 128 };
+    double off = 0, all = 0;
+    char extra[320], path[256], err[ERR_MAX];
+    snprintf(path, sizeof path, "%s/out.gguf", h->dir);
+    snprintf(extra, sizeof extra, "-o %s %s", path, args);
+    hf_shard(h, "model.safetensors", 0, arrlenu(h->t));
+    gguf_close(&h->g);
+    if (!CHECK(!hf_run(h, extra), "%s: %s", args, h->err)) return;
+    if (!CHECK(!gguf_open(&h->g, path, err, sizeof err), "%s", err)) return;
+    float *v = out_values(&h->g, "blk.5.nextn.eh_proj.weight", type, 2 * N, N, 1);
+    for (int k = 0; k < 2; k++) {
+        const struct hf_tensor *w = hf_find(h, k ? "mtp.0.h_proj.weight" : "mtp.0.e_proj.weight"),
+                               *s = hf_find(h, k ? "mtp.0.h_proj.scale" : "mtp.0.e_proj.scale");
+        for (int i = 0; i < N * N && v && CHECK(w && s, "no %d", k); i++) {
+            const double want = ldexpf(e4m3_to_f32(w->data[i]), s->data[0] - 127);
+            const double d = (double)v[i / N * 2 * N + k * N + i % N] - want;
+            off += d * d;
+            all += want * want;
+        }
+    }
+    CHECK(v && off <= (type == GGUF_BF16 ? 0 : 1e-4) * all, "%s: squares of differences %g of %g", args, off, all);
+    free(v);
+}
+
+/* A DSpark module in the place of the prediction layer is left out with all of its tensors, whatever the list of ratios
+ * says behind the last layer: the file is that of a release without either. */
+static void check_v4_dspark(void) {
+    static const char *const parts[] = {"mtp.0.main_proj.weight", "mtp.2.markov_head.weight",
+                                        "mtp.1.confidence_head.w"};
+    for (size_t k = 0; k < sizeof parts / sizeof *parts; k++) {
+        char a[160], b[160], want[96];
+        struct hf h;
+        int n = 1;
+        hf_load(&h, "deepseek_v4");
+        hf_set(h.config, "{\"compress_ratios\":[0,0,4,128,4,4]}");
+        hf_plain(&h, parts[k], "[4]", 4, HF_BF16);
+        for (size_t i = 0; i < arrlenu(h.t); i++)
+            n += !strncmp(h.t[i].name, "mtp.", 4) && strcmp(h.t[i].name, parts[k]);
+        snprintf(want, sizeof want, "%d tensors of a DSpark module are left out", n);
+        CHECK(!hf_convert_to(&h, "a.gguf") && strstr(h.err, want), "%s: %s", parts[k], h.err);
+        for (size_t i = arrlenu(h.t); i-- > 0;)
+            if (!strncmp(h.t[i].name, "mtp.", 4)) hf_drop(&h, h.t[i].name);
+        CHECK(!hf_convert_to(&h, "b.gguf") && strstr(h.err, "layer 5 for multi-token prediction, but its tensors are"),
+              "%s", h.err);
+        snprintf(a, sizeof a, "%s/a.gguf", h.dir);
+        snprintf(b, sizeof b, "%s/b.gguf", h.dir);
+        CHECK(same_bytes(a, b), "%s: another file", parts[k]);
+        hf_end(&h);
+    }
+}
+
 /* Gives the tensors of the releases the names that transformers saves. */
 static void v4_save_names(struct hf *h) {
     static const char *const names[][2] = {{"embed.weight", "model.embed_tokens.weight"},
@@ -1042,12 +1110,18 @@ static void v4_save_names(struct hf *h) {
 static void test_families_v4(void) {
     char a[160], b[160];
     struct hf h;
+    check_v4_dspark();
     hf_load(&h, "deepseek_v4");
     struct hf_tensor *t = hf_find(&h, "layers.2.attn.wq_b.scale");
     if (!CHECK(t, "no scale")) return;
     t->data[1] = (uint8_t)(t->data[0] + 1); /* blocks that differ */
     if (!hf_convert(&h)) return;
     check_v4_formats(&h);
+    t = hf_find(&h, "mtp.0.h_proj.scale");
+    if (!CHECK(t, "no h_proj")) return;
+    t->data[0]++;
+    check_v4_joined(&h, "", GGUF_BF16);
+    check_v4_joined(&h, "--backbone q8_0", GGUF_Q8_0);
     CHECK(!hf_convert_to(&h, "a.gguf"), "%s", h.err);
     snprintf(a, sizeof a, "%s/a.gguf", h.dir);
     snprintf(b, sizeof b, "%s/b.gguf", h.dir);
@@ -1095,7 +1169,8 @@ static void test_families_left_out(void) {
     } c[] = {
         {"ernie4_5_moe", "{}", "model.mtp_block.0.mlp.up_proj.weight", "1 tensors for multi-token prediction"},
         {"ernie4_5_moe", "{}", "model.mtp_linear_proj.0.weight", "1 tensors for multi-token prediction"},
-        {"deepseek_v4", "{}", "mtp.0.markov_head.weight", "7 tensors for multi-token prediction"},
+        {"deepseek_v4", "{}", "mtp.0.emb.tok_emb.weight", "1 copy of the model's embedding or output matrix in layers"},
+        {"deepseek_v4", "{}", "mtp.0.head.weight", "1 copy of the model's embedding or output matrix in layers"},
         {"minimax_m3", "{}", "language_model.mtp.layers.0.eh_proj.weight", "1 tensors for multi-token prediction"},
         {"minimax_m3", "{}", "language_model.model.mtp.0.norm.weight", "1 tensors for multi-token prediction"},
         {"minimax_m3", "{}", "patch_merge_mlp.linear_3.weight", "20 tensors that read pictures or sound"},
@@ -1260,6 +1335,21 @@ static const struct family_refusal {
      "hc_attn_fn': expected [24, 512] ((2 + hc_mult) hc_mult, hc_mult x hidden_size), found F32 [512, 24]", NULL,
      "layers.0.hc_attn_fn", "[512,24]", 0},
     {"deepseek_v4", "tensor 'hc_head_scale' is missing", NULL, "hc_head_scale", NULL, 0},
+    {"deepseek_v4", "tensor 'mtp.0.h_proj.weight' is missing", NULL, "mtp.0.h_proj.weight", NULL, 0},
+    {"deepseek_v4", "tensor 'mtp.0.hc_head_base' is missing", NULL, "mtp.0.hc_head_base", NULL, 0},
+    {"deepseek_v4", "tensor 'mtp.0.enorm.weight' is missing", NULL, "mtp.0.enorm.weight", NULL, 0},
+    {"deepseek_v4", "tensor 'mtp.0.norm.weight' is missing", NULL, "mtp.0.norm.weight", NULL, 0},
+    {"deepseek_v4", "tensor 'mtp.0.ffn.gate.bias' is missing", NULL, "mtp.0.ffn.gate.bias", NULL, 0},
+    {"deepseek_v4", "hc_head_fn': expected [4, 512] (hc_mult, hc_mult x hidden_size), found F32 [512, 4]", NULL,
+     "mtp.0.hc_head_fn", "[512,4]", 0},
+    {"deepseek_v4", "tensor 'mtp.0.ffn.gate.tid2eid': BF16 [4]: nothing in deepseek4 uses it", NULL,
+     "mtp.0.ffn.gate.tid2eid", NULL, 0},
+    {"deepseek_v4", "is out of range: num_hidden_layers is 5, num_nextn_predict_layers 0",
+     "{\"num_nextn_predict_layers\":0}", NULL, NULL, 0},
+    {"deepseek_v4", "layer 6 is out of range: num_hidden_layers is 5, num_nextn_predict_layers 1", NULL,
+     "mtp.1.enorm.weight", NULL, 0},
+    {"deepseek_v4", "key 'compress_ratios': expected 0 for layer 5, which is for multi-token prediction",
+     "{\"compress_ratios\":[0,0,4,128,4,4]}", NULL, NULL, 0},
     {"deepseek_v4_pro", "tensor 'model.hc_head.hc_base' is missing", NULL, "model.hc_head.hc_base", NULL, 0},
     {"gpt_oss", "key 'swiglu_limit': expected 7, found 6", "{\"swiglu_limit\":6}", NULL, NULL, 0},
     {"gpt_oss", "key 'swiglu_alpha': expected 1.702, found 1", "{\"swiglu_alpha\":1}", NULL, NULL, 0},

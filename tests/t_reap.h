@@ -742,7 +742,7 @@ static void test_reap_fixtures(void) {
              {"mimo_v2_flash_fp8", "--keep 3 --mtp drop", {0, 3, 3}},
              {"deepseek_v32_fp8", "--keep 4 --mtp drop", {0, 4}},
              {"glm_moe_dsa_types", "--keep 4 --mtp drop", {0, 4, 4, 4, 4}},
-             {"deepseek_v4", "--keep 4", {8, 8, 8, 4, 4}},
+             {"deepseek_v4", "--keep 4 --mtp drop", {8, 8, 8, 4, 4}},
              {"deepseek_v4_pro", "--keep 4", {6, 4, 4, 4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
@@ -951,7 +951,7 @@ static void test_reap_mtp_fixtures(void) {
              {"glm4_moe_air", 6},      {"glm4_moe_lite", 5},
              {"qwen3_5_moe", 3},       {"qwen3_5_moe_nvfp4", 4},
              {"qwen3_next", 3},        {"deepseek_v32_fp8", 4},
-             {"glm_moe_dsa_types", 4}};
+             {"glm_moe_dsa_types", 4}, {"deepseek_v4", 5}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -961,7 +961,8 @@ static void test_reap_mtp_fixtures(void) {
         scores_put_mtp("in.gguf", "in.json", trunk, 1, score_alternate);
         snprintf(args, sizeof args, "in.gguf in.json -o out.gguf --keep %d", c[i].keep);
         if (CHECK(!reap_run(args), "%s: %s", c[i].name, reap_err) && reap_load(&m, "out.gguf")) {
-            CHECK(m.n_prediction == 1 && m.n_expert_max == c[i].keep, "%s: %d experts", c[i].name, m.n_expert_max);
+            const struct layer *layer = &m.layers[m.n_layer];
+            CHECK(m.n_prediction == 1 && layer->n_expert == c[i].keep, "%s: %d experts", c[i].name, layer->n_expert);
             CHECK(strcmp(kept_text(&m.gguf, trunk), kept_text(&m.gguf, trunk - 1)) &&
                       strlen(kept_text(&m.gguf, trunk)) == (size_t)(2 * c[i].keep - 1),
                   "%s: %s", c[i].name, kept_text(&m.gguf, trunk));
@@ -1354,6 +1355,7 @@ static void test_reap_directory(void) {
                                        {"glm_moe_dsa", "--keep 5"},
                                        {"glm_moe_dsa_types", "--keep 4 --mtp drop"},
                                        {"deepseek_v4", "--keep 5"},
+                                       {"deepseek_v4", "--keep 4 --mtp drop"},
                                        {"deepseek_v4_pro", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");

@@ -688,22 +688,58 @@ def v4_mix(W, config, streams, name):
     return read, write, mix
 
 
-def v4_trunk(W, config, ids):
-    """The rows after the final norm of DeepSeek-V4, whose layers read and write several streams of residuals."""
+def v4_block(W, config, streams, p, ids, kind):
+    """One layer, whose names begin with p.  kind: as v4_layer() says."""
+    ratio, hashed, freq = kind
+    for half in ("attn", "ffn"):
+        read, write, mix = v4_mix(W, config, streams, f"{p}hc_{half}_")
+        x = norm(W, config, np.einsum("nj,njd->nd", read, streams), f"{p}{half}_norm.weight")
+        y = (v4_attention(W, config, x, p + "attn.", ratio, freq) if half == "attn"
+             else v4_experts(W, config, x, p + "ffn.", ids, hashed))
+        streams = write[:, :, None] * y[:, None] + np.einsum("njk,njd->nkd", mix, streams)
+    return streams
+
+
+def v4_streams(W, config, ids):
+    """The streams behind the last layer of DeepSeek-V4, whose layers read and write several streams of residuals."""
     body = "" if W.has("embed.weight") else "model."
     x = W.get("embed.weight" if W.has("embed.weight") else "model.embed_tokens.weight")[ids]
     streams = np.repeat(x[:, None], config["hc_mult"], 1)
     for layer in range(config["num_hidden_layers"]):
-        p = f"{body}layers.{layer}."
-        ratio, hashed, freq = v4_layer(config, layer)
-        for half in ("attn", "ffn"):
-            read, write, mix = v4_mix(W, config, streams, f"{p}hc_{half}_")
-            x = norm(W, config, np.einsum("nj,njd->nd", read, streams), f"{p}{half}_norm.weight")
-            y = (v4_attention(W, config, x, p + "attn.", ratio, freq) if half == "attn"
-                 else v4_experts(W, config, x, p + "ffn.", ids, hashed))
-            streams = write[:, :, None] * y[:, None] + np.einsum("njk,njd->nkd", mix, streams)
-    read, _, _ = v4_mix(W, config, streams, "model.hc_head.hc_" if body else "hc_head_")
-    return norm(W, config, np.einsum("nj,njd->nd", read, streams), body + "norm.weight")
+        streams = v4_block(W, config, streams, f"{body}layers.{layer}.", ids, v4_layer(config, layer))
+    return streams
+
+
+def v4_last(W, config, streams, hc, name):
+    read, _, _ = v4_mix(W, config, streams, hc)
+    return norm(W, config, np.einsum("nj,njd->nd", read, streams), name)
+
+
+def v4_trunk(W, config, ids):
+    """The rows after the final norm."""
+    body = "" if W.has("embed.weight") else "model."
+    hc = "model.hc_head.hc_" if body else "hc_head_"
+    return v4_last(W, config, v4_streams(W, config, ids), hc, body + "norm.weight")
+
+
+def v4_predict(W, config, ids, last):
+    """Row t says what follows token t + 1, from that token and each of the trunk's streams at t.  With `last` beyond 0
+    only `last` rows are made of the trunk's, and of each later one of the streams that the one before it leaves."""
+    trunk, dim = v4_streams(W, config, ids)[:-1], config["qk_rope_head_dim"]
+    kind, rows = (0, False, config["rope_theta"] ** (-np.arange(0, dim, 2) / dim)), trunk[:last]
+    while True:
+        after = ids[1:len(rows) + 1]
+        token = norm(W, config, W.get("embed.weight")[after], "mtp.0.enorm.weight") @ W.get("mtp.0.e_proj.weight").T
+        own = norm(W, config, rows, "mtp.0.hnorm.weight") @ W.get("mtp.0.h_proj.weight").T
+        out = v4_block(W, config, token[:, None] + own, "mtp.0.", after, kind)
+        if len(rows) == len(trunk):
+            return v4_last(W, config, out, "mtp.0.hc_head_", "mtp.0.norm.weight") @ head(W, config).T
+        rows = np.concatenate([rows, out[-1:]])
+
+
+def v4_drafts(W, config, ids):
+    """Chained drafts behind three positions, as in drafts.f32."""
+    return np.concatenate([v4_predict(W, config, ids[:t + 1 + 4], t + 1)[t:] for t in (5, 40, 200)])
 
 
 def is_linear(config, layer):
@@ -820,7 +856,10 @@ def check(folder):
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
     errors = [nmse(hidden @ head(W, config).T, folder / "logits.f32")]
-    if chained(W, config):
+    if W.has("mtp.0.e_proj.weight"):
+        errors.append(nmse(v4_predict(W, config, ids, len(ids)), folder / "predict.f32"))
+        errors.append(nmse(v4_drafts(W, config, ids), folder / "drafts.f32"))
+    elif chained(W, config):
         errors.append(nmse(predict_chain(W, config, ids), folder / "predict.f32"))
     elif mtp_names(W, config):
         errors.append(nmse(predict(W, config, ids, hidden), folder / "predict.f32"))
@@ -831,7 +870,7 @@ def check(folder):
 
     ignored = ("model.visual.", "vision_model.", "vit_large_projector.", "multi_modal_projector.", "patch_merge_mlp.",
                "k_proj.k_scale", "v_proj.v_scale")
-    unread = [n for n in W.raw if n not in W.used and not n.startswith("mtp.0.") and not any(i in n for i in ignored)]
+    unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread
     numbers, verdict = " ".join(f"{e:.1e}" for e in errors), "same" if list(seen) == tail else "DIFFERS"
     print(f"{folder.name:20} NMSE {numbers:15}  greedy {verdict}  tensors {len(W.raw):4}  "

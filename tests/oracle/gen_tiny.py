@@ -38,6 +38,7 @@ VOCAB = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]  # the last ids
 EOT, IM_END = VOCAB - 5, VOCAB - 3
 POSITIONS, GREEDY_FROM, GREEDY_LEN = 48, 17, 24
+DRAFTS_FROM, DRAFTS = (5, 40, 200), 4  # positions with chained drafts in drafts.f32, and how many
 PROMPTS_TRIED = 48
 INDEX_GAP, GREEDY_INDEX_GAP = 3e-3, 5e-4
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -608,8 +609,7 @@ SPECS = {
     "deepseek_v4": dict(
         config=deepseek_v4(compress_ratios=[0, 0, 4, 128, 4, 0]), declare="fp8_block_ue8m0", positions=300,
         store=[(V4_F32, "full"), (V4_FP8, "fp8_powers"), (V4_EXPERTS, "fp4")],
-        aside={"mtp.0.e_proj.weight": (128, 128), "mtp.0.enorm.weight": (128,), "mtp.0.hc_head_fn": (4, 512),
-               "mtp.0.ffn.experts.0.w1.weight": (64, 128)}),
+        tables=False),
     "deepseek_v4_pro": dict(
         config=deepseek_v4_saved([128, 128, 4, 128, 4], num_hash_layers=1, num_attention_heads=8, o_groups=4,
                                  o_lora_rank=32, q_lora_rank=64, hidden_size=128, sliding_window=128, index_topk=12,
@@ -1060,6 +1060,84 @@ def put_qwen_mtp(checkpoint):
         checkpoint.put(f"mtp.{leaf}.weight", shape)
 
 
+def put_v4_mtp(checkpoint, config):
+    """DeepSeek-V4's names: a layer with a window alone below mtp.0, with a head that joins the streams of its own."""
+    hidden, streams = config["hidden_size"], config["hc_mult"]
+    for name, shape in list(checkpoint.shapes.items()):
+        if re.match(r"layers\.0\.", name) and not name.endswith("tid2eid"):
+            checkpoint.put(name.replace("layers.0.", "mtp.0.", 1), shape)
+    own = {"ffn.gate.bias": (config["n_routed_experts"],), "norm.weight": (hidden,), "enorm.weight": (hidden,),
+           "hnorm.weight": (hidden,), "e_proj.weight": (hidden, hidden), "h_proj.weight": (hidden, hidden),
+           "hc_head_fn": (streams, streams * hidden), "hc_head_base": (streams,), "hc_head_scale": (1,)}
+    for leaf, shape in own.items():
+        checkpoint.put("mtp.0." + leaf, shape)
+
+
+class V4Mtp:
+    """DeepSeek-V4's layer for multi-token prediction.  transformers has the layer and the head, but not what joins them:
+    each of the streams that leave the trunk's last layer is normed by itself and joined with the token's embedding."""
+
+    def __init__(self, model, config, checkpoint):
+        v4, values = transformers.models.deepseek_v4.modeling_deepseek_v4, checkpoint.values
+        self.trunk, self.output, self.values, self.eps = decoder(model), model.lm_head, values, config["rms_norm_eps"]
+        self.text = copy.deepcopy(self.trunk.config)
+        self.text.layer_types, self.text.mlp_layer_types, self.text.num_hidden_layers = ["sliding_attention"], ["moe"], 1
+        self.layer = v4.DeepseekV4DecoderLayer(self.text, 0).float().eval()
+        self.head = v4.DeepseekV4HyperHead(self.text).float().eval()
+        hub = lambda name: hub_name(config, "model.layers.0." + name).replace("layers.0.", "mtp.0.", 1)
+        for name, old in list(self.layer.state_dict().items()):
+            path, _, leaf = name.rpartition(".")
+            if path.endswith(".experts"):
+                parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+                new = torch.stack([torch.cat([values[hub(f"{path}.{i}.{part}.weight")] for part in parts])
+                                   for i in range(len(old))])
+            else:
+                new = values[hub(name)]
+            assert new.shape == old.shape, name
+            give(self.layer.get_submodule(path), leaf, new)
+        for leaf in ("fn", "base", "scale"):
+            assert getattr(self.head, "hc_" + leaf).shape == values["mtp.0.hc_head_" + leaf].shape
+            give(self.head, "hc_" + leaf, values["mtp.0.hc_head_" + leaf])
+
+    def rms(self, x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.values[f"mtp.0.{name}.weight"]
+
+    def join(self, after, rows):
+        """after: tokens [1, n]; rows: the streams of the positions before these [1, n, hc, hidden]."""
+        token = self.rms(self.trunk.embed_tokens(after), "enorm") @ self.values["mtp.0.e_proj.weight"].T
+        return token[:, :, None] + self.rms(rows, "hnorm") @ self.values["mtp.0.h_proj.weight"].T
+
+    def run(self, joined, after):
+        """The streams that leave the layer, and logits [n, vocab]."""
+        where, flat = torch.arange(after.shape[1])[None], joined[:, :, 0]
+        mask = create_sliding_window_causal_mask(config=self.text, inputs_embeds=flat, attention_mask=None,
+                                                 past_key_values=None, position_ids=where)
+        rope = {"main": self.trunk.rotary_emb(flat, position_ids=where, layer_type="main")}
+        out = self.layer(joined, input_ids=after, position_embeddings=rope, position_ids=where, attention_mask=mask,
+                         past_key_values=None)
+        return out, (self.rms(self.head(out), "norm") @ self.output.weight.T)[0]
+
+
+def predict_v4(model, config, checkpoint, ids):
+    """As predict(), for DeepSeek-V4.  Then chained drafts behind each position t of DRAFTS_FROM, [positions, drafts,
+    vocab]: the first from the trunk's rows up to t, each other one from the streams that the one before it left."""
+    mtp, ids, streams, gaps, drafts = V4Mtp(model, config, checkpoint), torch.tensor([ids]), [], [], []
+    hook = mtp.trunk.hc_head.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    model(input_ids=ids, use_cache=False)
+    hook.remove()
+    hook = mtp.layer.mlp.gate.register_forward_hook(
+        lambda _, __, output: gaps.append(checked_route(mtp.layer.mlp, config, output)[1]))
+    logits = mtp.run(mtp.join(ids[:, 1:], streams[0][:, :-1]), ids[:, 1:])[1]
+    hook.remove()
+    for t in DRAFTS_FROM:
+        joined = mtp.join(ids[:, 1:t + 2], streams[0][:, :t + 1])
+        for end in range(t + 2, t + 2 + DRAFTS):
+            out, rows = mtp.run(joined, ids[:, 1:end])
+            drafts.append(rows[-1])
+            joined = torch.cat([joined, mtp.join(ids[:, end:end + 1], out[:, -1:])], 1)
+    return logits, gaps[0], torch.stack(drafts).reshape(len(DRAFTS_FROM), DRAFTS, -1)
+
+
 def chain_layer(config, i):
     """What the names of a chained layer begin with, and those of its last norm and its head (None: the model's)."""
     if config["model_type"] == "mimo_v2_flash":
@@ -1134,7 +1212,7 @@ def predict_chain(model, config, checkpoint, ids, count):
 
 
 def has_mtp(checkpoint):
-    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in checkpoint.values)
+    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight", "mtp.0.e_proj.weight")) for name in checkpoint.values)
 
 
 def mtp_name(config, name):
@@ -1675,8 +1753,13 @@ def write_tokenizer(folder):
 
 def write_predict(folder, model, config, checkpoint, ids):
     chain = SPECS[folder.name].get("chain")
-    logits, gaps = (predict_chain(model, config, checkpoint, ids, chain) if chain
-                    else predict(model, config, checkpoint, ids))
+    if chain:
+        logits, gaps = predict_chain(model, config, checkpoint, ids, chain)
+    elif config["model_type"] == "deepseek_v4":
+        logits, gaps, drafts = predict_v4(model, config, checkpoint, ids)
+        np.ascontiguousarray(drafts.numpy(), "<f4").tofile(folder / "drafts.f32")
+    else:
+        logits, gaps = predict(model, config, checkpoint, ids)
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
     print(f"{folder.name:20} predict {list(logits.shape)}  logits sd {logits.std():.2f}  "
           f"routing gap {gaps.min():.1e}", flush=True)
@@ -1696,6 +1779,8 @@ def make(name):
         checkpoint.put(extra, shape)
     if spec.get("chain"):
         put_chain(checkpoint, model, config, spec["chain"])
+    elif config.get("num_nextn_predict_layers") and config["model_type"] == "deepseek_v4":
+        put_v4_mtp(checkpoint, config)
     elif config.get("num_nextn_predict_layers") and "aside" not in spec:
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
