@@ -404,7 +404,7 @@ static const struct synth divided_shapes[] = {
      .ff_shared = 256, .scale = 2.0f, .n_index = 4, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1},
     {"divided streams", "deepseek4", 4, 128, 16, 1, 64, 16, 2, 256, 320, 256, 72, .head_v = 64, .rope = 16,
      .ff_shared = 256, .scale = 1.5f, .window = 20, .n_index = 16, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4,
-     .o_lora = 32, .head_groups = 4, .n_stream = 4, .n_hash = 1}};
+     .o_lora = 32, .head_groups = 4, .n_stream = 4, .n_hash = 1, .predicts = true}};
 #endif
 /* clang-format on */
 enum { FORMS = sizeof form_shapes / sizeof *form_shapes };
@@ -504,7 +504,7 @@ static void test_cuda_sparse(void) {
 static const struct synth stream_shapes[] = {
     {"flash", "deepseek4", 4, 256, 32, 1, 512, 16, 2, 64, 200, 1024, 72, .head_v = 512, .rope = 64, .ff_shared = 64,
      .scale = 1.5f, .window = 128, .n_index = 20, .index_k = 128, .top_k = 20, .ff_type = GGUF_MXFP4, .o_lora = 32,
-     .head_groups = 8, .n_stream = 4, .n_hash = 1},
+     .head_groups = 8, .n_stream = 4, .n_hash = 1, .predicts = true},
 };
 /* clang-format on */
 enum { STREAM_SHAPES = sizeof stream_shapes / sizeof *stream_shapes };
@@ -972,7 +972,7 @@ static const struct synth tiny_synths[] = {
      .n_index = 6, .index_k = 64, .top_k = 24, .index_freq = 3, .index_first = 2, .predicts = true},
     {"tiny streams", "deepseek4", 4, 128, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
      .scale = 1.5f, .window = 40, .n_index = 6, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4, .o_lora = 32,
-     .head_groups = 2, .n_stream = 4, .n_hash = 1},
+     .head_groups = 2, .n_stream = 4, .n_hash = 1, .predicts = true},
     {"tiny blocks", "minimax-m3", 3, 128, 8, 2, 64, 16, 2, 64, 200, 256, .rope = 32, .n_dense = 1, .ff_dense = 192,
      .ff_shared = 64, .scale = 2.0f, .n_index = 2, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1}};
 enum { SPARSE_BLOCKS = sizeof tiny_synths / sizeof *tiny_synths - 1 };
