@@ -200,19 +200,26 @@ def blocks():
     return f
 
 
-def streams():
-    """Three layers of DeepSeek-V4 with two streams: a window alone and a table of experts, overlapping keys of four tokens of which two are chosen, keys of eight."""
+NEXTN = [("eh_proj", [128, 64], T_BF16), ("enorm", [64], T_F32), ("hnorm", [64], T_F32), ("shared_head_norm", [64], T_F32), ("hc_head_fn", [128, 2], T_F32), ("hc_head_base", [2], T_F32),
+         ("hc_head_scale", [1], T_F32)]
+
+
+def streams(predicts=0):
+    """Three layers of DeepSeek-V4 with two streams: a window alone and a table of experts, overlapping keys of four tokens of which two are chosen, keys of eight.
+    predicts: 1 for a prediction layer behind them."""
     a = "attention."
-    f = File(hparams("deepseek4", block_count=u32(3), **{a + "head_count": u32(2), a + "head_count_kv": u32(1), a + "value_length": u32(4), a + "q_lora_rank": u32(4), a + "sliding_window": u32(4),
+    more = {"nextn_predict_layers": u32(1)} if predicts else {}
+    f = File(hparams("deepseek4", block_count=u32(3 + predicts), **more, **{a + "head_count": u32(2), a + "head_count_kv": u32(1), a + "value_length": u32(4), a + "q_lora_rank": u32(4), a + "sliding_window": u32(4),
                      a + "output_group_count": u32(2), a + "output_lora_rank": u32(2), a + "compress_ratios": arr(I32, [0, 4, 8, 0]), a + "compress_rope_freq_base": val(F32, 160000),
                      a + "indexer.head_count": u32(2), a + "indexer.key_length": u32(4), a + "indexer.top_k": u32(2), "rope.dimension_count": u32(2), "hash_layer_count": u32(1),
                      "hyper_connection.count": u32(2), "hyper_connection.sinkhorn_iterations": u32(2), "hyper_connection.epsilon": val(F32, 1e-6), "expert_gating_func": u32(4),
-                     "swiglu_clamp_exp": arr(F32, [10, 10, 10]), "swiglu_clamp_shexp": val(F32, 10)}) + VOCABULARY, [])
+                     "swiglu_clamp_exp": arr(F32, [10] * (3 + predicts)), "swiglu_clamp_shexp": val(F32, 10)}) + VOCABULARY, [])
     f.tensors = [Tensor("token_embd.weight", [64, 8], T_BF16), Tensor("output_norm.weight", [64], T_F32), Tensor("output_hc_fn.weight", [128, 2], T_F32), Tensor("output_hc_base.weight", [2], T_F32),
                  Tensor("output_hc_scale.weight", [1], T_F32)]
-    for i in range(3):
+    for i in range(3 + predicts):
         own = [("exp_probs_b.bias", [2], T_F32)] if i else [("ffn_gate_tid2eid.weight", [1, 8], T_I32, struct.pack("<8i", *[0, 1] * 4))]
-        for name, width in [("attn_compressor", 4)] * (i > 0) + [("indexer_compressor", 4)] * (i == 1):
+        own += [(f"nextn.{name}.weight", *ne) for name, *ne in NEXTN] * (i == 3)
+        for name, width in [("attn_compressor", 4)] * (0 < i < 3) + [("indexer_compressor", 4)] * (i == 1):
             wide, ratio = (8, 4) if i == 1 else (4, 8)
             own += [(name + "_kv.weight", [64, wide], T_BF16), (name + "_gate.weight", [64, wide], T_BF16), (name + "_ape.weight", [wide, ratio], T_F32), (name + "_norm.weight", [width], T_F32)]
         own += [("indexer.attn_q_b.weight", [4, 8], T_BF16), ("indexer.proj.weight", [64, 2], T_F32)] * (i == 1)
@@ -536,6 +543,22 @@ def stream_cases():
         case("streams-no-" + name.replace("blk.", ""), f"tensor '{name}.weight' is missing", S, lambda f, n=name: f.drop(n + ".weight"))
     case("streams-ids", "tensor 'blk.0.attn_kv.weight' has the type I32, which is not a weight type", S, lambda f: f.put("blk.0.attn_kv.weight", [64, 4], T_I32))
     case("streams-nan", "tensor 'blk.0.hc_attn_fn.weight' holds -nan at index 0", S, lambda f: f.put("blk.0.hc_attn_fn.weight", [128, 8], T_F32, b"\xff" * 4096))
+    P, own = streams(1), "blk.3.nextn."
+    case("deepseek4-predicts", "-", P)
+    for name, *_ in NEXTN:
+        if name != "shared_head_norm":
+            case("predicts-no-" + name, f"tensor '{own}{name}.weight' is missing", P, lambda f, n=name: f.drop(f"{own}{n}.weight"))
+    for name, ne in [("eh_proj", [64, 128]), ("hc_head_fn", [64, 2]), ("hc_head_base", [8]), ("hc_head_scale", [3])]:
+        case("predicts-shape-" + name, f"tensor '{own}{name}.weight' has the shape", P, lambda f, n=name, ne=ne: f.put(f"{own}{n}.weight", ne, f.t(f"{own}{n}.weight").kind))
+    case("predicts-nan", f"tensor '{own}hc_head_base.weight' holds -nan at index 0", P, lambda f: f.put(own + "hc_head_base.weight", [2], T_F32, b"\xff" * 8))
+    case("predicts-bf16-nan", "-", P, lambda f: f.put(own + "eh_proj.weight", [128, 64], T_BF16, b"\xff" * 16384))
+    case("predicts-ratio", f"metadata key '{ratios}' has 4 for prediction layer 3, expected 0", P, setting(ratios, arr(I32, [0, 4, 8, 4])))
+    case("predicts-ratio-short", f"metadata key '{ratios}' is missing or has no number for each of 4 layers", P, setting(ratios, arr(I32, [0, 4, 8])))
+    case("predicts-hash", f"metadata key '{at}hash_layer_count' is 4, expected 0 to 3", P, setting(at + "hash_layer_count", u32(4)))
+    case("predicts-table", "tensor 'blk.3.ffn_gate_tid2eid.weight' is not part", P, lambda f: f.put("blk.3.ffn_gate_tid2eid.weight", [1, 8], T_I32, bytes(32)))
+    case("predicts-alone", "the file holds only multi-token-prediction layers", P, lambda f: [f.drop(t.name) for t in P.tensors if t.name[:6] in ("blk.0.", "blk.1.", "blk.2.")])
+    case("predicts-left-out", "-", P, lambda f: [f.drop(t.name) for t in P.tensors if t.name.startswith("blk.3.")])
+    case("predicts-trunk", "tensor 'blk.2.nextn.enorm.weight' is not part", S, lambda f: f.put("blk.2.nextn.enorm.weight", [64], T_F32))
     case("streams-infinite-scores", "-", S, lambda f: f.put("blk.1.indexer.proj.weight", [64, 2], T_BF16, b"\xff" * 256))
 
 
@@ -761,7 +784,7 @@ def hf_dsa(kind="glm_moe_dsa", **config):
 
 def hf_deepseek_v4(saved=False, **config):
     kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
-    own = {"layer_types": kinds, "mlp_layer_types": ["hash_moe", "moe", "moe"], "partial_rotary_factor": 0.25} if saved else {"compress_ratios": [0, 4, 128, 0], "num_hash_layers": 1, "qk_rope_head_dim": 4}
+    own = {"layer_types": kinds, "mlp_layer_types": ["hash_moe", "moe", "moe"], "partial_rotary_factor": 0.25} if saved else {"compress_ratios": [0, 4, 128, 0], "num_hash_layers": 1, "qk_rope_head_dim": 4, "num_nextn_predict_layers": 1}
     d = Directory("deepseek_v4", num_hidden_layers=3, num_attention_heads=2, hidden_size=32, moe_intermediate_size=32, n_routed_experts=2, n_shared_experts=1, q_lora_rank=16, o_groups=2, o_lora_rank=8,
                   sliding_window=4, index_n_heads=2, index_head_dim=8, index_topk=2, hc_mult=2, hc_sinkhorn_iters=2, hc_eps=1e-6, swiglu_limit=10, routed_scaling_factor=1.5, compress_rope_theta=160000,
                   rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 64}, **own, **config)
@@ -770,13 +793,13 @@ def hf_deepseek_v4(saved=False, **config):
     d.put(body + ("embed_tokens" if saved else "embed") + ".weight", 8, 32), d.put("head.weight", 8, 32), d.put(body + "norm.weight", 32)
     for part, shape in [("fn", (2, 64)), ("base", (2,)), ("scale", (1,))]:
         d.put(f"model.hc_head.hc_{part}" if saved else f"hc_head_{part}", *shape, kind="F32")
-    for i in range(3):
-        at = f"{body}layers.{i}."
+    for i in range(3 if saved else 4):
+        at = f"{body}layers.{i}." if i < 3 else "mtp.0."
         for half in ("attn", "ffn"):
             d.put(f"{at}{half}_norm.weight", 32), d.put(f"{at}hc_{half}_fn", 8, 64, kind="F32"), d.put(f"{at}hc_{half}_base", 8, kind="F32"), d.put(f"{at}hc_{half}_scale", 3, kind="F32")
         fp8(at + "attn.wq_a", 16, 32), fp8(at + "attn.wq_b", 32, 16), fp8(at + "attn.wkv", 16, 32), fp8(at + "attn.wo_a", 16, 16), fp8(at + "attn.wo_b", 32, 16)
         d.put(at + "attn.q_norm.weight", 16), d.put(at + ("attn.norm.weight" if saved else "attn.kv_norm.weight"), 16), d.put(at + "attn.attn_sink", 2, kind="F32")
-        for name, width in [("attn.compressor.", 16)] * (i > 0) + [("attn.indexer.compressor.", 8)] * (i == 1):
+        for name, width in [("attn.compressor.", 16)] * (0 < i < 3) + [("attn.indexer.compressor.", 8)] * (i == 1):
             wide, ratio = (2 * width, 4) if i == 1 else (width, 128)
             d.linear(at + name + "wkv", wide, 32), d.linear(at + name + "wgate", wide, 32), d.put(at + name + "ape", ratio, wide, kind="F32"), d.put(at + name + "norm.weight", width)
         if i == 1:
@@ -787,7 +810,10 @@ def hf_deepseek_v4(saved=False, **config):
                 d.put(f"{at}ffn.experts.{e}.{part}.weight", 32, 16, kind="I8"), d.put(f"{at}ffn.experts.{e}.{part}.scale", 32, 1, kind="F8_E8M0")
         for part in ("w1", "w2", "w3"):
             fp8(f"{at}ffn.shared_experts.{part}", 32, 32)
-    d.put("mtp.0.norm.weight", 32)
+    if not saved:
+        fp8("mtp.0.e_proj", 32, 32), fp8("mtp.0.h_proj", 32, 32)
+        d.put("mtp.0.norm.weight", 32), d.put("mtp.0.enorm.weight", 32), d.put("mtp.0.hnorm.weight", 32)
+        d.put("mtp.0.hc_head_fn", 2, 64, kind="F32"), d.put("mtp.0.hc_head_base", 2, kind="F32"), d.put("mtp.0.hc_head_scale", 1, kind="F32")
     return d
 
 
