@@ -254,7 +254,7 @@ static void check_prediction(const char *name, const struct model *m, const char
 
 /* Chained drafts of DeepSeek-V4 against drafts.f32, behind three positions: each from the streams that the one before it
  * left. The tokens are those of the prompt. Tokens that were drafted before and taken back leave nothing. Catches rows of
- * the trunk in place of the layer's own, normed or joined ones, another position, and rows that stay. */
+ * the trunk in place of the layer's own, normed or joined ones, other positions in one of the passes, and rows that stay. */
 static void test_prediction_chain(void) {
     enum { DRAFTS = 4 };
     static const int from[] = {5, 40, 200};
@@ -274,7 +274,8 @@ static void test_prediction_chain(void) {
             const int t = from[k];
             if (k) session_forward(&s, ids + s.n_past, t - 7 - s.n_past);
             else session_forward(&s, ids, 2);
-            for (int wrong = 2; wrong > 0; wrong--) { /* a round that is taken back, and tokens that are */
+            session_catch_up(&s, s.n_past - 1, PASS_PREDICTION); /* rows of the other pass */
+            for (int wrong = 2; wrong > 0; wrong--) {            /* a round that is taken back, and tokens that are */
                 s.tokens[s.n_past] = wrong;
                 session_draft(&s, 3);
                 session_forward(&s, s.tokens + s.n_past, 3);
