@@ -20347,6 +20347,11 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     if (il >= m->n_layer) r->prediction += r->weights - before;
 }
 
+/* Bytes of the hyper-connection that makes the last row of the streams. */
+static int64_t plan_head_streams(const struct model *m) {
+    return m->n_stream ? 4 * ((int64_t)m->n_stream * (m->n_stream * m->n_embd + 1) + 1) : 0;
+}
+
 /* Bytes of the activation buffers of rank i. */
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
     if (p->cpu) return p->activations;
@@ -20443,10 +20448,9 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
     plan_matrix(r, &shard_of->embd);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
+    if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_head_streams(m);
     for (int il = 0; il < model_blocks(shard_of); il++) plan_layer(r, p->cpu, shard_of, il);
-    r->weights += 4 * (int64_t)m->n_embd; /* the last norm */
-    if (m->n_stream)
-        r->weights += 4 * ((int64_t)m->n_stream * (m->n_stream * m->n_embd + 1) + 1); /* the head's streams */
+    r->weights += 4 * (int64_t)m->n_embd + plan_head_streams(m); /* the last norm */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
@@ -20480,21 +20484,25 @@ static bool plan_choose(struct plan *p, const struct model *m) {
     return false;
 }
 
+/* Whether moe-reap can take experts from a layer: not where tables of token ids choose them. */
+static bool plan_prunable(const struct layer *layer) { return layer->n_expert && !layer->expert_ids; }
+
 /* Copies the sizes of m with at most n experts per layer; the caller frees out->layers. Returns the percentage of
  * experts that remain. */
 static double plan_prune(struct model *out, const struct model *m, int n) {
     double all = 0, retained = 0;
     *out = *m;
-    out->n_expert_max = int_min(m->n_expert_max, n);
+    out->n_expert_max = n;
     out->layers = xmalloc((size_t)model_blocks(m) * sizeof *out->layers);
     for (int il = 0; il < model_blocks(m); il++) {
         struct layer *layer = &out->layers[il];
         *layer = m->layers[il];
         all += layer->n_expert;
-        retained += int_min(layer->n_expert, n);
-        if (layer->n_expert > n)
+        if (layer->n_expert > n && plan_prunable(layer))
             layer->n_expert = layer->router.n_out = layer->gate.n_expert = layer->up.n_expert = layer->down.n_expert =
                 n;
+        retained += layer->n_expert;
+        out->n_expert_max = int_max(out->n_expert_max, layer->n_expert);
     }
     return all > 0 ? 100 * retained / all : 100;
 }
@@ -20517,7 +20525,7 @@ static void plan_solve(struct plan *p) {
     const int all = m->n_expert_max, step = m->n_group, usual = int_min(PLAN_CTX, m->n_ctx_train);
     int most = 0;
     for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].n_expert > most) most = m->layers[il].n_expert;
+        if (plan_prunable(&m->layers[il])) most = int_max(most, m->layers[il].n_expert);
     p->fewest = (m->max.n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
     for (int n = all; n == all || n >= p->fewest; n = (int_min(n, most) - 1) / step * step) {
         struct model pruned;
@@ -20757,6 +20765,7 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     case offsetof(struct layer, wo.bias):
     case offsetof(struct layer, wo): return DECODE_LINEAR;
     case offsetof(struct layer, ffn_norm): return layer->n_expert ? DECODE_ROUTER : DECODE_GLU;
+    case offsetof(struct layer, expert_ids):
     case offsetof(struct layer, router):
     case offsetof(struct layer, router.bias):
     case offsetof(struct layer, router_bias):
@@ -20783,7 +20792,10 @@ static int launch_add(struct launch **list, enum decode_kernel kernel, double by
 
 /* Adds the launches that mix streams of residuals: by a matrix of so many bytes, 0: they are not read. own: as below. */
 static void launch_add_streams(struct launch **list, bool own, double bytes) {
-    if (!own) (*list)[launch_add(list, DECODE_ADD_NORM, 0, 0)].reduces = true;
+    if (!own) {
+        const int sum = launch_add(list, DECODE_ADD_NORM, 0, 0);
+        (*list)[sum].reduces = true;
+    }
     launch_add(list, DECODE_STREAMS, bytes, 0);
     if (bytes > 0) launch_add(list, DECODE_STREAMS_NORM, 0, 0);
 }
@@ -20832,7 +20844,10 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
         const int rows = ADD(DECODE_ROW_NORM);
         (*list)[rows].reduces = !alone;
     }
-    if (shared) (*list)[ADD(DECODE_SHARED_STORE)].bytes += layer_recent_reads(m, layer, kv, n_past);
+    if (shared) {
+        const int store = ADD(DECODE_SHARED_STORE);
+        (*list)[store].bytes += layer_recent_reads(m, layer, kv, n_past);
+    }
     if (layer->has & HAS_INDEXER) {
         if (!shared) ADD(DECODE_INDEX_STORE);
         const int scores = ADD(DECODE_INDEX_SCORES);
@@ -20866,7 +20881,7 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
 static void launch_add_head(struct launch **list, const struct model *m, const struct weight *w, int router,
                             bool keep) {
     const bool alone = m->shard.n_rank == 1, ends = m->shard.stage + 1 == m->shard.n_stage;
-    launch_add_norm(list, m, alone, false, ends ? 4.0 * m->n_stream * m->n_stream * m->n_embd : 0);
+    launch_add_norm(list, m, alone, false, ends ? (double)plan_head_streams(m) : 0);
     if (keep) launch_add(list, DECODE_KEEP_FINAL, 0, 0);
     if (!ends) {
         launch_add(list, DECODE_SEND, 0, 0);
@@ -21110,6 +21125,8 @@ static void plan_head(const struct plan *p, char **text) {
     const struct model *m = p->m;
     const char *where = p->cpu ? "of memory" : "on a GPU";
     char a[32], b[32];
+    int by_id = 0;
+    for (int il = 0; il < model_blocks(m); il++) by_id += m->layers[il].n_expert && !plan_prunable(&m->layers[il]);
     sb_printf(text, "model       %.40s: %d layers, %d of %d experts per token\n", m->name, m->n_layer,
               m->max.n_expert_used, m->n_expert_max);
     for (int i = 0, same; i < p->n_device; i += same) {
@@ -21126,6 +21143,9 @@ static void plan_head(const struct plan *p, char **text) {
         sb_printf(text,
                   " to %d of %d experts per layer (moe-reap --keep %d)\n            with all experts: short by %s %s",
                   p->experts, m->n_expert_max, p->experts, a, where);
+    if (p->outcome == PLAN_NEEDS_PRUNING && by_id)
+        sb_printf(text, "\n            %d layer%s with experts by token ids keep%s all", by_id, by_id > 1 ? "s" : "",
+                  by_id > 1 ? "" : "s");
     if (p->outcome == PLAN_DOES_NOT_FIT) sb_printf(text, ": short by %s %s", a, where);
     if (p->missing_pruned > 0 && p->missing_pruned < p->missing)
         sb_printf(text, "\n            with %d experts per layer: still short by %s", p->fewest,

@@ -341,6 +341,266 @@ static void test_plan_sparse(void) {
     json_decref(o);
 }
 
+/* ---- DeepSeek-V4 ---- */
+
+/* Both have heads of 512 values, one of them for keys and values, windows of 128 keys, groups of heads that give 1024
+ * values, indexers with 64 heads of 128 values, four streams, six experts of a token beside a shared one, and tables of
+ * experts by token ids in the first three layers. Compressed keys are of first_ratio tokens in layers 0 and 1 (0:
+ * there are none), in all others of 4 and 128 in turn. */
+struct streamed {
+    const char *name;
+    int64_t layers, hidden, heads, groups, q_rank, experts, width, top_k, first_ratio;
+};
+
+static const struct streamed streamed[] = {{"deepseek-v4-flash", 43, 4096, 64, 8, 1024, 256, 2048, 512, 0},
+                                           {"deepseek-v4", 61, 7168, 128, 16, 1536, 384, 3072, 1024, 128}};
+
+struct streams_hand {
+    struct by_hand h;                /* its cache: at the context */
+    int64_t backbone;                /* bytes that a token reads of it, */
+    int64_t cache_reads;             /* and of the cache; */
+    int64_t index_keys, index_reads; /* of these, keys of indexers */
+};
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Bytes of n values in F32. */
+static int64_t vector_by_hand(struct by_hand *h, int64_t n) {
+    h->rounding += rounding_by_hand(4 * n);
+    return 4 * n;
+}
+
+/* Bytes of a compressor of keys of `values` values; the norm of its keys, and an offset of each token of one. */
+static int64_t compressor_by_hand(struct by_hand *h, int bits, int64_t d, int64_t ratio, int64_t values) {
+    const int64_t wide = (ratio == 4 ? 2 : 1) * values;
+    const int64_t both = matrix_by_hand(h, bits, d * wide) + matrix_by_hand(h, bits, d * wide);
+    return both + vector_by_hand(h, wide * ratio) + vector_by_hand(h, values);
+}
+
+/* Adds the cache of a layer at a context. The window is a ring for a prefill of 4096 tokens and a decode of 16 behind
+ * 127 keys, in steps of 128. Keys of 4 tokens are made of 8. Values and gates of tokens are rings in F32, for those that
+ * a key is made of but one, and 32 more; a token reads, on average, as many as there are for each token of a key. */
+static void streams_cache(struct streams_hand *s, bool fp8, int64_t ratio, int64_t top_k, int64_t ctx) {
+    const int64_t row = fp8 ? 512 + 4 * 4 : 2 * 512, key = fp8 ? 128 + 4 : 2 * 128, span = ratio == 4 ? 2 : 1;
+    const int64_t ring = 4 * 2 * span * 512, index_ring = 4 * 2 * span * 128;
+    s->h.cache += row * smaller(ctx, 4352);
+    s->cache_reads += row * smaller(ctx, 127);
+    if (!ratio) return;
+    const int64_t rows = ctx / ratio, kept = smaller(ctx, span * ratio - 1 + 32);
+    s->h.cache += row * rows + ring * kept;
+    s->cache_reads += row * (ratio == 4 ? smaller(rows, top_k) : rows) + ring * span;
+    if (ratio != 4) return;
+    s->h.cache += key * rows + index_ring * kept;
+    s->index_keys += key * rows;
+    s->index_reads += rows > top_k ? key * rows : 0;
+    s->cache_reads += (rows > top_k ? key * rows : 0) + index_ring * span;
+}
+
+/* Rank r of tp in a stage of layers first..first+n-1, with so many experts in layers without a table of them. */
+static struct streams_hand streams_by_hand(const struct streamed *p, bool q8, bool fp8, int64_t experts, int64_t tp,
+                                           int64_t r, int64_t first, int64_t n, int64_t ctx) {
+    struct streams_hand s = {0};
+    struct by_hand *h = &s.h;
+    const int bits = q8 ? 8 : 16;
+    const int64_t d = p->hidden, width = dealt(p->width, 64, tp, r), groups = dealt(p->groups, 1, tp, r);
+    const int64_t values = groups * (p->heads / p->groups) * 512, vocab = 129280, used = 6;
+    for (int64_t il = first; il < first + n; il++) {
+        const int64_t ratio = il < 2 ? p->first_ratio : il % 2 ? 128 : 4, here = il < 3 ? p->experts : experts;
+        int64_t own = matrix_by_hand(h, bits, p->q_rank * values) + 4 * (values / 512); /* queries, sinks */
+        int64_t alike = matrix_by_hand(h, bits, d * p->q_rank) + matrix_by_hand(h, bits, d * 512);
+        own += matrix_by_hand(h, bits, values * 1024) + matrix_by_hand(h, bits, groups * 1024 * d); /* output */
+        for (int k = 0; k < 3; k++) own += matrix_by_hand(h, 4, d * width);                         /* shared expert */
+        alike += 4 * (2 * d + p->q_rank + 512);
+        for (int k = 0; k < 2; k++) alike += vector_by_hand(h, 4 * d * 24) + 4 * (24 + 3); /* of both halves */
+        if (ratio) alike += compressor_by_hand(h, bits, d, ratio, 512);
+        if (ratio == 4) /* weights of the heads are halves on a GPU */
+            alike += compressor_by_hand(h, bits, d, ratio, 128) + matrix_by_hand(h, bits, p->q_rank * 64 * 128) +
+                     matrix_by_hand(h, 16, d * 64);
+        alike += vector_by_hand(h, d * here) + (il < 3 ? 0 : 4 * here); /* router, bias */
+        s.backbone += own + alike + (il < 3 ? 4 * used : 0);            /* of a table one row */
+        if (il < 3) alike += vector_by_hand(h, used * vocab);
+        for (int k = 0; k < 3; k++) own += matrix_by_hand(h, 4, here * d * width);
+        h->experts += used * 3 * d * width * 36 / 64;
+        h->weights += own + alike;
+        h->copied += alike;
+        streams_cache(&s, fp8, ratio, p->top_k, ctx);
+    }
+    const int64_t streams = 4 * (4 * 4 * d + 4 + 1);  /* of the head, which every stage has */
+    int64_t alike = 4 * d + streams + 2 * 4 * 64 / 2; /* last norm, frequencies of two rotations */
+    if (!first) alike += matrix_by_hand(h, bits, d * vocab);
+    if (first + n == p->layers) h->head = matrix_by_hand(h, bits, d * dealt(vocab, 64, tp, r));
+    h->weights += h->head + alike;
+    h->copied += alike;
+    if (h->head) h->head += streams;
+    h->rounding += (64ll << 21) + n * 1024;
+    return s;
+}
+
+/* Every rank of a plan against the hand; the sum of what they do not have alike. */
+static int64_t check_streams(const json_t *o, const char *args, const struct streamed *p, bool q8, bool fp8) {
+    const int64_t tp = plan_int(o, "tp"), pp = plan_int(o, "pp");
+    int64_t at = 0, sum = 0;
+    for (int64_t i = 0; i < tp * pp; i++) {
+        const json_t *r = plan_rank_of(o, (size_t)i), *reads = json_object_get(r, "reads");
+        const int64_t first = plan_int(r, "first_layer"), n = plan_int(r, "layers");
+        const struct streams_hand s =
+            streams_by_hand(p, q8, fp8, plan_int(o, "keep_experts"), tp, i % tp, first, n, plan_int(o, "context"));
+        const struct {
+            const json_t *in;
+            const char *key;
+            int64_t want;
+        } t[] = {{r, "first_layer", at},
+                 {r, "weights", s.h.weights},
+                 {r, "rounding", s.h.rounding},
+                 {r, "cache", s.h.cache},
+                 {r, "index_keys", s.index_keys},
+                 {reads, "experts", s.h.experts},
+                 {reads, "backbone", s.backbone},
+                 {reads, "head", s.h.head},
+                 {reads, "cache", s.cache_reads},
+                 {reads, "index_keys", s.index_reads},
+                 {reads, "sum", s.h.experts + s.backbone + s.h.head + s.cache_reads}};
+        for (size_t k = 0; k < sizeof t / sizeof *t; k++)
+            CHECK(plan_int(t[k].in, t[k].key) == t[k].want, "%s: rank %d has %s of %lld, by hand %lld", args, (int)i,
+                  t[k].key, (long long)plan_int(t[k].in, t[k].key), (long long)t[k].want);
+        if (i % tp == tp - 1) at += n;
+        sum += s.h.weights - s.h.copied;
+    }
+    CHECK(at == p->layers, "%s: the stages have %d layers", args, (int)at);
+    return sum;
+}
+
+/* The experts in layers without a table for which there is room in a plan's layout, with the activations that it says.
+ * Layers with a table keep all of theirs. */
+static int64_t streams_fit(const json_t *o, const struct streamed *p, int64_t ctx) {
+    const int64_t usable = (int64_t)(96 * 0x1p30 * 0.97) - (450 + 256) * 1048576ll, tp = plan_int(o, "tp");
+    int64_t fit = p->experts;
+    for (int64_t k = 0; k < tp * plan_int(o, "pp"); k++) {
+        const json_t *r = plan_rank_of(o, (size_t)k);
+        const int64_t scratch = plan_int(r, "scratch_about");
+        CHECK(scratch > 1ll << 30 && scratch < 4ll << 30, "%lld bytes of activations", (long long)scratch);
+        for (; fit > 6; fit--) {
+            const struct streams_hand s = streams_by_hand(p, false, true, fit, tp, k % tp, plan_int(r, "first_layer"),
+                                                          plan_int(r, "layers"), ctx);
+            if (s.h.weights + s.h.rounding + s.h.cache + scratch <= usable) break;
+        }
+    }
+    return fit;
+}
+
+/* DeepSeek-V4-Pro on two and four cards: the experts that fit in each layout, and in the best one. */
+static void check_streams_pruned(int gpus, int ctx, int64_t keep) {
+    const struct streamed *p = &streamed[1];
+    char args[160], common[128];
+    int64_t best = 0;
+    snprintf(common, sizeof common, "--gpus %dx96 -c %d --spec-type none --synth %s", gpus, ctx, p->name);
+    for (int tp = gpus; tp; tp /= 2) {
+        snprintf(args, sizeof args, "%s --tp %d --pp %d", common, tp, gpus / tp);
+        json_t *o = plan_of(args, 1);
+        check_streams(o, args, p, false, true);
+        plan_says(o, "verdict", "needs pruning");
+        const int64_t fit = streams_fit(o, p, ctx);
+        CHECK_INT(plan_int(o, "keep_experts"), fit, "%s", args);
+        if (fit > best) best = fit;
+        json_decref(o);
+    }
+    json_t *o = plan_of(common, 1);
+    plan_says(o, "verdict", "needs pruning");
+    check_streams(o, common, p, false, true);
+    CHECK(plan_int(o, "keep_experts") == keep && best == keep, "%s: %d experts, by hand %d, expected %d", common,
+          (int)plan_int(o, "keep_experts"), (int)best, (int)keep);
+    json_decref(o);
+}
+
+/* DeepSeek-V4 in bytes. What a check of these would catch:
+ * - of weights: a hyper-connection that is counted for one half of a layer or not in the head, tables of experts that
+ *   are forgotten or that a bias goes with, an output that is not divided or not by whole groups (8 groups of 3 ranks),
+ *   a compressor or indexer that is divided, that is missing, or that does not overlap;
+ * - of the cache: rings of another length or not in F32, keys of an indexer in layers of 128 tokens, a window that
+ *   grows with the context, scales that are forgotten;
+ * - of what a token reads: a whole table of experts, all compressed keys, the head's streams that are not read. */
+static void test_plan_streams(void) {
+    static const struct {
+        const char *args, *verdict;
+        int model, tp, pp, ctx, keep;
+        bool q8, bf16;
+    } t[] = {{"--gpus 2x96", "fits", 0, 2, 1, 1048576, 256, false, false},
+             {"--gpus 4x96", "fits", 0, 4, 1, 1048576, 256, false, false},
+             {"--gpus 2x96 --kv bf16", "fits", 0, 2, 1, 1048576, 256, true, true},
+             {"--gpus 4x96 --kv bf16 -c 4351", "fits", 0, 4, 1, 4351, 256, true, true},
+             {"--gpus 2x96 --pp 2", "fits with --pp", 0, 1, 2, 1048576, 256, false, false},
+             {"--gpus 4x96 --tp 2 --pp 2 -c 4096", "fits with --pp", 0, 2, 2, 4096, 256, false, false},
+             {"--gpus 4x96 --pp 4 -c 30", "fits with --pp", 0, 1, 4, 30, 256, true, false},
+             {"--gpus 3x96 -c 2052", "fits", 0, 3, 1, 2052, 256, false, false},
+             {"--gpus 3x400@1000 -c 100", "fits", 1, 3, 1, 100, 384, true, false},
+             {"--gpus 1x96 -c 4096", "needs pruning", 0, 1, 1, 4096, 136, true, false}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        const struct streamed *p = &streamed[t[i].model];
+        char args[160];
+        snprintf(args, sizeof args, "%s --spec-type none --synth %s%s", t[i].args, p->name,
+                 t[i].q8 ? ":backbone=q8_0" : "");
+        json_t *o = plan_of(args, !strcmp(t[i].verdict, "needs pruning"));
+        plan_says(o, "verdict", t[i].verdict);
+        CHECK(plan_int(o, "tp") == t[i].tp && plan_int(o, "pp") == t[i].pp && plan_int(o, "context") == t[i].ctx &&
+                  plan_int(o, "keep_experts") == t[i].keep,
+              "%s: --tp %d --pp %d, a context of %d, %d experts", args, (int)plan_int(o, "tp"), (int)plan_int(o, "pp"),
+              (int)plan_int(o, "context"), (int)plan_int(o, "keep_experts"));
+        check_streams(o, args, p, t[i].q8, !t[i].bf16);
+        json_decref(o);
+    }
+    for (int i = 0; i < 2; i++) { /* four parts make the whole */
+        int64_t sum[2];
+        for (int k = 0; k < 2; k++) {
+            char args[160];
+            snprintf(args, sizeof args, "--gpus %s@1792 -c 4096 --spec-type none --synth %s", k ? "1x1000" : "4x300",
+                     streamed[i].name);
+            json_t *o = plan_of(args, 0);
+            sum[k] = check_streams(o, args, &streamed[i], false, true);
+            json_decref(o);
+        }
+        CHECK(sum[0] == sum[1], "%s: four parts do not make the whole", streamed[i].name);
+    }
+    check_streams_pruned(2, 4096, 46), check_streams_pruned(4, 131072, 131);
+}
+
+/* DeepSeek-V4-Flash: the largest context by hand, and what people read. */
+static void test_plan_streams_context(void) {
+    const struct streamed *p = &streamed[0];
+    json_t *o = plan_of("--gpus 2x96 --spec-type none --synth deepseek-v4-flash", 0);
+    const int64_t most = plan_int(json_array_get(json_object_get(o, "layouts"), 0), "largest_context_fp8");
+    json_decref(o);
+    for (int more = 0; more < 2; more++) {
+        const int64_t ctx = most + 256 * more;
+        char args[128];
+        snprintf(args, sizeof args, "--gpus 2x96 --spec-type none --tp 2 --synth deepseek-v4-flash -c %d", (int)ctx);
+        o = plan_of(args, more);
+        const json_t *r = plan_rank_of(o, 0);
+        const struct streams_hand s = streams_by_hand(p, false, true, 256, 2, 0, 0, 43, ctx);
+        const int64_t room = plan_int(r, "usable") - plan_int(r, "scratch_about") - s.h.weights - s.h.rounding;
+        CHECK((s.h.cache > room) == more, "%s: a cache of %lld bytes in %lld", args, (long long)s.h.cache,
+              (long long)room);
+        json_decref(o);
+    }
+    /* of a snapshot 16 tokens behind the window of 43 layers, and those that the keys of 21 and 20 are made of */
+    const int64_t snapshot = 43 * 143 * 528 + 21 * 23 * 4 * 4 * (512 + 128) + 20 * 143 * 4 * 2 * 512;
+    char *out = NULL, text[64];
+    snprintf(text, sizeof text, "\nsnapshots   %.1f MiB of host memory for 8 snapshots",
+             8 * (double)snapshot * 0x1p-20);
+    run_command(MOE_BIN " --plan --gpus 2x96 --spec-type none --synth deepseek-v4-flash </dev/null; " MOE_BIN
+                        " --plan --gpus 2x96 -c 2051 --spec-type none --synth deepseek-v4-flash </dev/null; " MOE_BIN
+                        " --plan --gpus 4x96 --spec-type none --synth deepseek-v4 </dev/null",
+                &out, NULL);
+    CHECK_HAS(sb_cstr(&out), text, "of 143 tokens");
+    CHECK_HAS(sb_cstr(&out), "\nindex keys  693.0 MiB of a GPU's cache; a token reads all of them\n", "of 21 layers");
+    CHECK_HAS(sb_cstr(&out), "\nindex keys  1.4 MiB of a GPU's cache, not read: a token sees all keys\n",
+              "of 512 keys");
+    CHECK_HAS(sb_cstr(&out),
+              "(moe-reap --keep 131)\n            with all experts: short by 129.4 GiB on a GPU\n"
+              "            3 layers with experts by token ids keep all\n",
+              "of four cards");
+    arrfree(out);
+}
+
 /* Three ranks: 43, 43 and 42 heads, 11, 11 and 10 units of the experts; two and one KV heads; stages. */
 static void test_plan_uneven(void) {
     static const struct {
@@ -512,7 +772,27 @@ static double hand_mla(double ctx) {
     return hand_rate(h, head, reduce);
 }
 
-/* The forecast of three models against arithmetic by hand. */
+/* A rank of deepseek-v4-flash on two cards: norms wait for the streams, but for the query's. Keys of 4 tokens are
+ * chosen. Catches streams or a step of attention that are not in the forecast, and a norm that is there twice. */
+static double hand_streams(double ctx) {
+    const struct streams_hand s = streams_by_hand(&streamed[0], false, true, 256, 2, 0, 0, 43, (int64_t)ctx);
+    const double query = 2.0 * 1024 * 32 * 512, output = 2.0 * 1024 * (32 * 512 + 4 * 4096),
+                 reduce = plan_reduce[0] * 1e6;
+    const double mix = hand_us(DECODE_STREAMS) + hand_us(DECODE_STREAMS_NORM), sum = hand_us(DECODE_ADD_NORM) + reduce;
+    struct hand h = {.us = mix, .bytes = (double)(s.h.experts + s.backbone + s.cache_reads)};
+    for (int il = 0; il < 43; il++) {
+        h.us += 2 * mix + (il ? 2 : 1) * sum + hand_us(DECODE_PROJECTIONS) + hand_us(DECODE_QUERY) + forecast_norm;
+        h.us += hand_us(DECODE_SHARED_STORE) + hand_us(DECODE_SHARED_ATTENTION) + hand_us(DECODE_GROUPS);
+        h.us += hand_us(DECODE_LINEAR) + hand_us(DECODE_ROUTER) + hand_us(DECODE_GLU) + hand_us(DECODE_DOWN);
+        if (il >= 2 && il % 2 == 0) h.us += hand_us(DECODE_INDEX_SCORES) + hand_us(DECODE_INDEX_BLOCKS);
+        h.hidden += hand_hidden(hand_us(DECODE_PROJECTIONS), query);
+        h.hidden += hand_hidden(hand_us(DECODE_SHARED_ATTENTION), output);
+        h.hidden += hand_hidden(hand_us(DECODE_ROUTER), 2.0 * 4096 * (1024 + 512)); /* at least that is next */
+    }
+    return hand_rate(h, (double)s.h.head, reduce);
+}
+
+/* The forecast of four models against arithmetic by hand. */
 static void test_plan_forecast(void) {
     static const struct {
         const char *args;
@@ -521,7 +801,8 @@ static void test_plan_forecast(void) {
     } t[] = {{"--gpus 1x96 -c 1024 --synth qwen3-30b-a3b", 1, hand_gqa},
              {"--gpus 1x96 --synth qwen3-30b-a3b", 1, hand_gqa},
              {"--gpus 4x96 -c 4096 --spec-type none --synth qwen3.5-397b-a17b", 4, hand_delta},
-             {"--gpus 4x200@1792 -c 4096 --spec-type none --synth deepseek-v3", 4, hand_mla}};
+             {"--gpus 4x200@1792 -c 4096 --spec-type none --synth deepseek-v3", 4, hand_mla},
+             {"--gpus 2x96 --spec-type none --synth deepseek-v4-flash", 2, hand_streams}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         json_t *o = plan_of(t[i].args, 0);
         const double got = plan_real_of(o, "forecast"), want = t[i].by_hand((double)plan_int(o, "context"));
@@ -881,6 +1162,7 @@ static void test_plan_device(void) {
 #define TESTS_PLAN                                                                                                 \
     {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                      \
         {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                              \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                  \
         {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},     \
         {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                              \
         {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
