@@ -866,6 +866,8 @@ enum act {
     ACT_COUNT
 };
 
+enum { QAT_KEY = 64, QAT_INDEX = 32 /* model.qat: values with one scale; the last block may be shorter */ };
+
 enum { LINEAR_MAX = 7 /* matrices of a layer's projections */ };
 
 /* The matrices that a layer multiplies its first norm by, and where their results go; behind them NULL. */
@@ -13581,8 +13583,6 @@ static void cpu_select_keys(struct rank *r, int il) {
  * queries and keys of the indexer are turned by a Hadamard matrix, which alone leaves their products as they are, and are
  * then what E2M1 holds of them.
  * ============================================================================================================ */
-
-enum { QAT_KEY = 64, QAT_INDEX = 32 /* values with one scale; the last block may be shorter */ };
 
 /* The least power of two that is not below x. */
 static float power_above(float x) {
