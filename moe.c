@@ -29,7 +29,7 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  660  the table of tensors; layer, model, family
+ *   Types: tensors, layers, models                  670  the table of tensors; layer, model, family
  *   Types: operations                               270  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            470  planes of state; struct rank; cuda_* functions
  *
@@ -83,7 +83,7 @@
  *   CPU operations                                  480  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       640  online softmax over the cache; latent attention
  *   CPU operations: sparse attention                130  the choice of the keys that a query sees
- *   CPU operations: compressed keys                 150  attention of one KV head over a window and means of keys
+ *   CPU operations: compressed keys                 200  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    460  router and experts
  *   CPU operations: memory of a rank                150  the table of operations; what a rank allocates
@@ -92,10 +92,10 @@
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                          140  how many tokens a round drafts
  *   Session                                         660  a timeline of tokens: sync, truncation, snapshots, decode
- *   Session: the saved state                        240  the file of /save
+ *   Session: the saved state                        250  the file of /save
  *
  *  Program
- *   Options                                         420  the option table, values and defaults
+ *   Options                                         440  the option table, values and defaults
  *   Command line                                    340  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
@@ -115,7 +115,7 @@
  *   Plan: forecast                                  380  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                300  as text and as JSON
  *   Finding a model                                 100  what -m and bare moe say where there is none
- *   Engine                                          220  opens model and session as the settings ask for
+ *   Engine                                          230  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           380  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h

@@ -71,9 +71,8 @@ static void test_qat_index(void) {
 }
 
 /* Logits of every 15th position. Where rounding takes a value to another neighbour because of its last bits, the rows
- * behind it differ by 1e-9 to 1e-4, so half of the rows are to agree closely, and all of them roughly. Catches rotated values
- * that are rounded, no scale of the Hadamard matrix, and queries of the indexer that are not rounded: each moves the
- * logits of most rows by 1e-5 or more. */
+ * behind it differ by 1e-9 to 1e-3, so half of the rows are to agree closely, and all of them roughly. Catches rotated
+ * values that are rounded, keys or queries of the indexer that are not, and other blocks of its values. */
 static void check_qat(const char *name, const struct model *m, int tp, int pp, const int32_t *ids, int n) {
     enum { EVERY = 15 };
     char path[256], err[ERR_MAX] = "";
