@@ -143,8 +143,7 @@ static void test_qat_state(void) {
     model_free(&m);
 }
 
-/* The option: on where the family has it, also in the shards of ranks; a line where it has no effect; an indexer whose
- * keys no Hadamard matrix fits. */
+/* The option: on where the family has it, also in the shards of ranks; a line where it has no effect. */
 static void test_qat_option(void) {
     char path[512], cmd[1024];
     struct model m;
