@@ -29,7 +29,7 @@
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
  *  Types
- *   Types: tensors, layers, models                  660  the table of tensors; layer, model, family
+ *   Types: tensors, layers, models                  670  the table of tensors; layer, model, family
  *   Types: operations                               270  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            470  planes of state; struct rank; cuda_* functions
  *
@@ -83,7 +83,7 @@
  *   CPU operations                                  520  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       640  online softmax over the cache; latent attention
  *   CPU operations: sparse attention                130  the choice of the keys that a query sees
- *   CPU operations: compressed keys                 150  attention of one KV head over a window and means of keys
+ *   CPU operations: compressed keys                 200  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    460  router and experts
  *   CPU operations: memory of a rank                150  the table of operations; what a rank allocates
@@ -92,10 +92,10 @@
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                          140  how many tokens a round drafts
  *   Session                                         660  a timeline of tokens: sync, truncation, snapshots, decode
- *   Session: the saved state                        240  the file of /save
+ *   Session: the saved state                        250  the file of /save
  *
  *  Program
- *   Options                                         420  the option table, values and defaults
+ *   Options                                         440  the option table, values and defaults
  *   Command line                                    340  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
@@ -115,7 +115,7 @@
  *   Plan: forecast                                  380  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                300  as text and as JSON
  *   Finding a model                                 100  what -m and bare moe say where there is none
- *   Engine                                          220  opens model and session as the settings ask for
+ *   Engine                                          230  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits           380  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
@@ -635,6 +635,7 @@ struct model {
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
     float stream_eps;
     struct hyper hc_head; /* how the last row is made of the streams: (n_stream, n_stream * n_embd), (n_stream), (1) */
+    bool qat;             /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
     struct rope ropes[MAX_ROPES];
     int n_rope;
     struct maxima max;
@@ -666,6 +667,7 @@ struct family {
     bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
     bool softmax_bias;   /* routing biases are used without a sigmoid, too */
     bool plain_final;    /* prediction layers get the rows before the final norm, not behind it; all streams of them */
+    bool qat;            /* its training rounded keys and the indexer (quantization-aware) */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -871,6 +873,8 @@ enum act {
     A_JOINED, /* (n_tok, n_stream * n_embd) and what eh_proj makes of these: a partial sum of the streams */
     ACT_COUNT
 };
+
+enum { QAT_KEY = 64, QAT_INDEX = 32 /* model.qat: values with one scale; the last block may be shorter */ };
 
 enum { LINEAR_MAX = 7 /* matrices of a layer's projections */ };
 
@@ -13626,7 +13630,56 @@ static void cpu_select_keys(struct rank *r, int il) {
  * Attention of DeepSeek-V4: a query sees the keys of a window, and compressed keys of all tokens whose last token is not
  * behind it. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every column,
  * normed, and rotated as the first of its tokens. Keys are values, and the result is rotated back.
+ *
+ * model.qat: numbers are rounded as in training. Every key of attention but its rotated values is what E4M3 holds of it;
+ * queries and keys of the indexer are turned by a Hadamard matrix, which alone leaves their products as they are, and are
+ * then what E2M1 holds of them.
  * ============================================================================================================ */
+
+/* The least power of two that is not below x. */
+static float power_above(float x) {
+    const uint32_t u = f32_to_bits(x);
+    return f32_from_bits(((u >> 23) + ((u & 0x7fffff) != 0)) << 23);
+}
+
+/* Rounds x (n) to E4M3, in blocks whose scale is the least power of two that keeps them at 448 or below. */
+static void round_key(const struct kernels *k, float *x, int n) {
+    uint8_t code[QAT_KEY];
+    for (int at = 0; at < n; at += QAT_KEY) {
+        const int w = int_min(n - at, QAT_KEY);
+        const float scale = power_above(fmaxf(k->amax(x + at, w), 1e-4f) * (1.0f / 448.0f));
+        k->to_e4m3(x + at, 1.0f / scale, code, w);
+        k->from_e4m3(code, scale, x + at, w);
+    }
+}
+
+/* The nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with the sign of x; of two as near that whose code in E2M1 is even. */
+static float round_e2m1(float x) {
+    const float a = fminf(fabsf(x), 6.0f), step = a < 2 ? 0.5f : a < 4 ? 1.0f : 2.0f;
+    return copysignf(rintf(a / step) * step, x);
+}
+
+/* Multiplies x (n, a power of two) by the Hadamard matrix of Sylvester over sqrt(n). */
+static void hadamard(float *x, int n) {
+    for (int half = 1; half < n; half *= 2)
+        for (int i = 0; i < n; i++) {
+            const float a = x[i], b = x[i ^ half];
+            if (i & half) continue;
+            x[i] = a + b;
+            x[i ^ half] = a - b;
+        }
+    for (int i = 0; i < n; i++) x[i] *= 1.0f / sqrtf((float)n);
+}
+
+/* Turns a query or key of the indexer, x (n, a power of two), and rounds it to E2M1, with scales as in round_key. */
+static void round_index(const struct kernels *k, float *x, int n) {
+    hadamard(x, n);
+    for (int at = 0; at < n; at += QAT_INDEX) {
+        const int w = int_min(n - at, QAT_INDEX);
+        const float scale = power_above(fmaxf(k->amax(x + at, w), 6 * 0x1p-126f) * (1.0f / 6.0f)), unit = 1.0f / scale;
+        for (int i = at; i < at + w; i++) x[i] = round_e2m1(x[i] * unit) * scale;
+    }
+}
 
 /* Rotates pairs of the last `dim` of d values at position pos. */
 static void rope_last(const struct rope *rope, int pos, float *x, int d) {
@@ -13641,7 +13694,8 @@ struct compress {
     const struct compressor *with;
     const struct plane *ring, *keys;
     enum act value, gate;
-    int d; /* values of a key */
+    int d;      /* values of a key */
+    bool index; /* it makes keys of the indexer */
 };
 
 /* The values of token `pos` for a compressor, behind which its gates stand in *gate: of the batch, or of the ring. */
@@ -13677,6 +13731,8 @@ static void compress_key(struct rank *r, int il, const struct compress *c, int k
     for (int i = 0; i < d; i++) sum[i] /= den[i];
     r->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
     rope_last(&r->m->ropes[a->rope], key * a->ratio, sum, d);
+    if (r->m->qat && c->index) round_index(r->k, sum, d);
+    else if (r->m->qat) round_key(r->k, sum, d - r->m->ropes[a->rope].dim);
     kv_store(r->k, c->keys, key, sum);
 }
 
@@ -13686,8 +13742,8 @@ static void compress_batch(struct rank *r, int il) {
     const struct attn *a = &layer->attn;
     const struct plane *p = r->planes[il];
     const struct compress all[2] = {
-        {&layer->compressor, &p[PLANE_RECENT], &p[PLANE_POOL], A_CK, A_CG, a->head_k},
-        {&layer->index_compressor, &p[PLANE_INDEX_RECENT], &p[PLANE_INDEX], A_ICK, A_ICG, a->index_k}};
+        {&layer->compressor, &p[PLANE_RECENT], &p[PLANE_POOL], A_CK, A_CG, a->head_k, false},
+        {&layer->index_compressor, &p[PLANE_INDEX_RECENT], &p[PLANE_INDEX], A_ICK, A_ICG, a->index_k, true}};
     const int n = layer->has & HAS_INDEXER ? 2 : 1, from = r->pos / a->ratio, to = (r->pos + r->n_tok) / a->ratio;
     for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &all[i % n], from + i / n);
     team_barrier();
@@ -13714,10 +13770,14 @@ static void cpu_shared_store(struct rank *r, int il, enum act q, enum act kv) {
             r->k->scale(x, 1.0f / sqrtf(r->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
             rope_pairs(x + d - dim, c, s, dim);
         }
-        for (int h = 0; h < shape->n_index && layer->has & HAS_INDEXER; h++)
-            rope_pairs(act_row(r, A_IQ, t) + (h + 1) * wide - dim, c, s, dim);
+        for (int h = 0; h < shape->n_index && layer->has & HAS_INDEXER; h++) {
+            float *x = act_row(r, A_IQ, t) + h * wide;
+            rope_pairs(x + wide - dim, c, s, dim);
+            if (m->qat) round_index(r->k, x, wide);
+        }
         r->k->rmsnorm(key, layer->kv_a_norm, m->rms_eps, key, d);
         rope_pairs(key + d - dim, c, s, dim);
+        if (m->qat) round_key(r->k, key, d - dim);
         kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, key);
     }
     if (layer->has & HAS_COMPRESSED) compress_batch(r, il);
@@ -14696,7 +14756,7 @@ static const struct family families[] = {
      .read = read_sparse,   .layer = layer_sparse, .forward = forward_layers},
     {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_glm_dsa,  .layer = layer_sparse, .forward = forward_layers},
-    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .plain_final = true,
+    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .plain_final = true, .qat = true,
      .read = read_deepseek4, .layer = layer_deepseek4, .forward = forward_layers},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},
@@ -15624,8 +15684,8 @@ static double session_forward_ops(const struct session *s, int n) {
  *
  * The file that /save writes beside the conversation. All integers are little-endian:
  *
- *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, session_reach, numbers of planes and tokens,
- *                          state_pos, checksum
+ *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, --qat, session_reach, numbers of planes and
+ *                          tokens, state_pos, checksum
  *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now, if it has it
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
@@ -15640,7 +15700,7 @@ static const char kv_magic[8] = "MOEKV003";
 struct kv_header {
     char magic[8];
     uint64_t model_hash;
-    uint32_t kv_type : 4, reach : 28, n_plane, n_tokens, state_pos;
+    uint32_t kv_type : 3, qat : 1, reach : 28, n_plane, n_tokens, state_pos;
     uint64_t checksum; /* of all that follows */
 };
 static_assert(sizeof(struct kv_header) == 40, "the header of a saved state is 40 bytes");
@@ -15753,7 +15813,8 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
 
 static struct kv_header session_header(const struct session *s, const struct kv_plane *list) {
     struct kv_header h = {.model_hash = s->m->hash,
-                          .kv_type = s->r->kv_type & 0xf,
+                          .kv_type = s->r->kv_type & 7,
+                          .qat = s->m->qat,
                           .reach = (uint32_t)session_reach(s) & 0xfffffff,
                           .n_plane = (uint32_t)arrlenu(list),
                           .n_tokens = (uint32_t)s->n_past,
@@ -15831,6 +15892,7 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
         return fail(err, "'%s' has the format %.8s of another version of moe, expected %.8s", path, h.magic, kv_magic);
     if (h.model_hash != want.model_hash) return fail(err, "'%s' belongs to another model file", path);
     if (h.kv_type != want.kv_type) return fail(err, "'%s' was saved with a different --kv", path);
+    if (h.qat != want.qat) return fail(err, "'%s' was saved with --qat %s", path, h.qat ? "on" : "off");
     if (h.n_tokens > (uint32_t)s->n_ctx)
         return fail(err, "'%s' holds %u tokens, but the context only %d", path, h.n_tokens, s->n_ctx);
     if (h.reach > h.n_tokens)
@@ -15877,6 +15939,7 @@ enum think { THINK_AUTO, THINK_ON, THINK_OFF, THINK_LOW, THINK_MEDIUM, THINK_HIG
 enum show_think { SHOW_AUTO, SHOW_ON, SHOW_OFF };
 enum color { COLOR_AUTO, COLOR_ON, COLOR_OFF };
 enum spec_type { SPEC_NONE, SPEC_DRAFT_MTP };
+enum qat { QAT_OFF, QAT_ON };
 
 /* The names of the choices, indexed by their enum. */
 static const char *const think_names[] = {
@@ -15888,6 +15951,7 @@ static const char *const kv_names[] = {[KV_BF16] = "bf16", [KV_FP8] = "fp8", [KV
 static const char *const moe_act_names[] = {
     [MOE_ACT_AUTO] = "auto", [MOE_ACT_F16] = "bf16", [MOE_ACT_FP4] = "fp4", NULL};
 static const char *const spec_names[] = {[SPEC_NONE] = "none", [SPEC_DRAFT_MTP] = "draft-mtp", NULL};
+static const char *const qat_names[] = {[QAT_OFF] = "off", [QAT_ON] = "on", NULL};
 static const char *const allreduce_names[] = {
     [ALLREDUCE_AUTO] = "auto", [ALLREDUCE_NCCL] = "nccl", [ALLREDUCE_ONESHOT] = "oneshot", NULL};
 
@@ -15911,6 +15975,7 @@ struct settings {
     bool cpu, cpu_ref;        /* both keep everything on the CPU */
     char *gpus;               /* see gpus_parse */
     int tp, pp, kv_splits;    /* 0: chosen by the program */
+    int qat;                  /* enum qat; -1: unset, on where the model has it */
     int spec_type;            /* enum spec_type; -1: unset, engine_drafts chooses */
     int draft_max, draft_min; /* drafts of a round */
     int vram_reserve;         /* MiB */
@@ -16089,6 +16154,8 @@ static const struct option options[] = {
     {"threads", "-t", IS_INT(threads, -1, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
     {"kv", "--cache-type-k|--cache-type-v|-ctk|-ctv", IS_CHOICE(kv, kv_names), .arg = "TYPE",
      .help = "KV cache (default: fp8; on a CPU bf16)"},
+    {"qat", IS_CHOICE(qat, qat_names), .rare = true, .arg = "WHEN",
+     .help = "round keys and the indexer as DeepSeek-V4 was trained (default: on)"},
     {"cpu", IS_FLAG(cpu), .help = "use no GPU"},
     {"gpus", IS_STR(gpus), .arg = "0,1", .help = "GPU numbers (default: the first; without any, the CPU)"},
     {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N", .help = "GPUs that share every layer (default: all of --gpus)"},
@@ -16287,6 +16354,7 @@ static void settings_init(struct settings *s) {
                            .top_k = -1,
                            .seed = -1,
                            .kv = -1,
+                           .qat = -1,
                            .spec_type = -1,
                            .draft_max = 3,
                            .completion = -1,
@@ -21580,6 +21648,17 @@ static void engine_drafts(struct engine *e) {
     if (set->spec_type == SPEC_NONE || set->pp > 1 || silent) m->n_prediction = 0;
 }
 
+/* Settles whether the model is rounded as in training: --qat, or where its family has it. An error ends the program. */
+static void engine_qat(struct engine *e) {
+    struct model *m = &e->model;
+    if (!m->family->qat && e->set->qat >= 0) note("--qat has no effect: %s is no model of DeepSeek-V4", m->name);
+    m->qat = m->family->qat && e->set->qat != QAT_OFF;
+    for (int il = 0; m->qat && il < model_blocks(m); il++)
+        if (m->layers[il].attn.index_k & (m->layers[il].attn.index_k - 1))
+            die("%s: the indexer of layer %d has keys of %d values, not a power of two; use --qat off", m->name, il,
+                m->layers[il].attn.index_k);
+}
+
 /* Opens the session for the model that is loaded. 0, or -1 with a message when a GPU refuses. */
 static int engine_start(struct engine *e, bool gpu, char *err) {
     struct settings *set = e->set;
@@ -21587,6 +21666,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     int devices[MAX_RANKS];
     settings_ranks(set, &e->model, devices);
     engine_drafts(e);
+    engine_qat(e);
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
                        : set->moe_act   ? "--moe-act"

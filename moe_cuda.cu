@@ -5332,7 +5332,12 @@ static index_kernel *index_find(int width, bool fp8, bool blocks) {
  * compressed keys that the batch completes; attn_mla_kernel attends.
  * ============================================================================================================ */
 
-enum { SHARED_HEAD = 512 /* values of a head at most */, SHARED_PER = SHARED_HEAD / 32 };
+enum {
+    SHARED_HEAD = 512, /* values of a head at most, */
+    SHARED_PER = SHARED_HEAD / 32,
+    INDEX_HEAD = 128, /* and of one of the indexer */
+    INDEX_PER = INDEX_HEAD / 32
+};
 
 /* A compressor: its planes, and the batch's values and gates. */
 struct compress_args {
@@ -5342,6 +5347,7 @@ struct compress_args {
     const float *ape;  /* (ratio, ring.width / 2) */
     const float *norm; /* (d) */
     int d;             /* values of a key, at most SHARED_HEAD */
+    bool index;        /* it makes keys of the indexer */
 };
 
 struct shared_args {
@@ -5353,6 +5359,7 @@ struct shared_args {
     int n_index, index_k;
     struct compress_args with[2]; /* the attention's, the indexer's */
     int n_with, ratio, span, n_tok;
+    bool qat;                    /* keys and the indexer are rounded as in training */
     int head_blocks, key_blocks; /* blocks of heads for each token; of each compressor's keys; the others write rings */
 };
 
@@ -5381,6 +5388,51 @@ DEVICE void rope_last(const float *src, bool normed, const float *w, int n, int 
     }
 }
 
+/* Roundings as in "CPU operations: compressed keys" of moe.c, with one warp: value lane + 32 j is x[j]. */
+DEVICE float power_above(float x) {
+    const uint32_t u = __float_as_uint(x);
+    return __uint_as_float(((u >> 23) + ((u & 0x7FFFFF) != 0)) << 23);
+}
+DEVICE void round_key(float x[SHARED_PER], int n) {
+    const int lane = threadIdx.x & 31;
+    UNROLL for (int j = 0; j < SHARED_PER; j += QAT_KEY / 32) {
+        if (32 * j >= n) continue;
+        float top = 0;
+        UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) top = fmaxf(top, fabsf(x[k]));
+        const float scale = power_above(fmaxf(warp_max(top), 1e-4f) * (1.0f / 448.0f)), unit = 1.0f / scale;
+        UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) {
+            const uint32_t half = e4m3x2_to_f16x2(f32_to_e4m3x2(x[k] * unit, 0));
+            x[k] = half_to_f32((uint16_t)half) * scale;
+        }
+    }
+}
+DEVICE float round_e2m1(float x) {
+    const float a = fminf(fabsf(x), 6.0f), step = a < 2 ? 0.5f : a < 4 ? 1.0f : 2.0f;
+    return copysignf(rintf(a * (1.0f / step)) * step, x);
+}
+DEVICE void hadamard(float x[INDEX_PER], int n) {
+    const int lane = threadIdx.x & 31;
+    UNROLL for (int half = 1; half < WARP; half *= 2) UNROLL for (int j = 0; j < INDEX_PER; j++) {
+        const float other = __shfl_xor_sync(~0u, x[j], half);
+        x[j] = lane & half ? other - x[j] : x[j] + other;
+    }
+    UNROLL for (int half = 1; half < INDEX_PER; half *= 2) UNROLL for (int j = 0; j < INDEX_PER; j++) {
+        const float a = x[j], b = x[j ^ half];
+        if (32 * half >= n || j & half) continue;
+        x[j] = a + b;
+        x[j ^ half] = a - b;
+    }
+    UNROLL for (int j = 0; j < INDEX_PER; j++) x[j] *= 1.0f / sqrtf((float)n);
+}
+DEVICE void round_index(float x[INDEX_PER], int n) {
+    hadamard(x, n);
+    UNROLL for (int j = 0; j < INDEX_PER; j++) {
+        if (32 * j >= n) continue;
+        const float scale = power_above(fmaxf(warp_max(fabsf(x[j])), 6 * 0x1p-126f) * (1.0f / 6.0f));
+        x[j] = round_e2m1(x[j] * (1.0f / scale)) * scale;
+    }
+}
+
 /* Stores a key of n values, x[j] being value lane + 32 j, to row `row` of a plane, with one warp. */
 DEVICE void shared_key_store(const struct plane &p, int row, int n, const float x[SHARED_PER]) {
     enum { PER = LATENT_GROUP / 32 };
@@ -5404,6 +5456,8 @@ DEVICE void shared_head(const struct shared_args &a, int t, int h) {
         *s = p.sn[(size_t)t * (p.rope / 2) + i];
     };
     rope_last<SHARED_PER>(src, !index, key ? p.k_norm : NULL, n, p.rope, p.eps, angle, x);
+    if (a.qat && key) round_key(x, n - p.rope);
+    if (a.qat && index) round_index(x, n);
     if (key) {
         const int pos = p.batch->pos + t;
         shared_key_store(p.kp, p.kp.kind == PLANE_RING ? pos % p.kp.n_row : pos, n, x);
@@ -5450,6 +5504,8 @@ DEVICE void compress_key(const struct shared_args &a, const struct compress_args
     float x[SHARED_PER];
     auto angle = [&](int i, float *cs, float *sn) { *cs = turn[i].x, *sn = turn[i].y; };
     rope_last<SHARED_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
+    if (a.qat && c.index) round_index(x, c.d);
+    else if (a.qat) round_key(x, c.d - a.rope.rope);
     shared_key_store(c.keys, key, c.d, x);
 }
 
@@ -7699,6 +7755,7 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
     a.n_tok = r->n_tok;
     a.ratio = shape.ratio;
     a.span = shape.span;
+    a.qat = r->m->qat;
     if (layer->has & HAS_INDEXER) {
         a.index_q = c->x32[A_IQ];
         a.index_q16 = c->x16[A_IQ];
@@ -7718,6 +7775,7 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
         to->ape = (const float *)device_vector_of(c, with.ape);
         to->norm = (const float *)device_vector_of(c, with.norm);
         to->d = d;
+        to->index = keys == PLANE_INDEX;
         bytes += (double)(shape.ratio * to->ring.width / 2 + d) * sizeof(float) +
                  (double)to->ring.row_bytes * shape.span / shape.ratio;
     };

@@ -347,13 +347,13 @@ static void test_plan_sparse(void) {
  * values, indexers with 64 heads of 128 values, four streams, six experts of a token beside a shared one, and tables of
  * experts by token ids in the first three layers. Compressed keys are of first_ratio tokens in layers 0 and 1 (0:
  * there are none), in all others of 4 and 128 in turn. */
-struct streamed {
+struct streamed_shape {
     const char *name;
     int64_t layers, hidden, heads, groups, q_rank, experts, width, top_k, first_ratio;
 };
 
-static const struct streamed streamed[] = {{"deepseek-v4-flash", 43, 4096, 64, 8, 1024, 256, 2048, 512, 0},
-                                           {"deepseek-v4", 61, 7168, 128, 16, 1536, 384, 3072, 1024, 128}};
+static const struct streamed_shape streamed_shapes[] = {{"deepseek-v4-flash", 43, 4096, 64, 8, 1024, 256, 2048, 512, 0},
+                                                        {"deepseek-v4", 61, 7168, 128, 16, 1536, 384, 3072, 1024, 128}};
 
 struct streams_hand {
     struct by_hand h;                /* its cache: at the context */
@@ -397,8 +397,8 @@ static void streams_cache(struct streams_hand *s, bool fp8, int64_t ratio, int64
 }
 
 /* Rank r of tp in a stage of layers first..first+n-1, with so many experts in layers without a table of them. */
-static struct streams_hand streams_by_hand(const struct streamed *p, bool q8, bool fp8, int64_t experts, int64_t tp,
-                                           int64_t r, int64_t first, int64_t n, int64_t ctx) {
+static struct streams_hand streams_by_hand(const struct streamed_shape *p, bool q8, bool fp8, int64_t experts,
+                                           int64_t tp, int64_t r, int64_t first, int64_t n, int64_t ctx) {
     struct streams_hand s = {0};
     struct by_hand *h = &s.h;
     const int bits = q8 ? 8 : 16;
@@ -437,7 +437,7 @@ static struct streams_hand streams_by_hand(const struct streamed *p, bool q8, bo
 }
 
 /* Every rank of a plan against the hand; the sum of what they do not have alike. */
-static int64_t check_streams(const json_t *o, const char *args, const struct streamed *p, bool q8, bool fp8) {
+static int64_t check_streams(const json_t *o, const char *args, const struct streamed_shape *p, bool q8, bool fp8) {
     const int64_t tp = plan_int(o, "tp"), pp = plan_int(o, "pp");
     int64_t at = 0, sum = 0;
     for (int64_t i = 0; i < tp * pp; i++) {
@@ -472,7 +472,7 @@ static int64_t check_streams(const json_t *o, const char *args, const struct str
 
 /* The experts in layers without a table for which there is room in a plan's layout, with the activations that it says.
  * Layers with a table keep all of theirs. */
-static int64_t streams_fit(const json_t *o, const struct streamed *p, int64_t ctx) {
+static int64_t streams_fit(const json_t *o, const struct streamed_shape *p, int64_t ctx) {
     const int64_t usable = (int64_t)(96 * 0x1p30 * 0.97) - (450 + 256) * 1048576ll, tp = plan_int(o, "tp");
     int64_t fit = p->experts;
     for (int64_t k = 0; k < tp * plan_int(o, "pp"); k++) {
@@ -490,7 +490,7 @@ static int64_t streams_fit(const json_t *o, const struct streamed *p, int64_t ct
 
 /* DeepSeek-V4-Pro on two and four cards: the experts that fit in each layout, and in the best one. */
 static void check_streams_pruned(int gpus, int ctx, int64_t keep) {
-    const struct streamed *p = &streamed[1];
+    const struct streamed_shape *p = &streamed_shapes[1];
     char args[160], common[128];
     int64_t best = 0;
     snprintf(common, sizeof common, "--gpus %dx96 -c %d --spec-type none --synth %s", gpus, ctx, p->name);
@@ -535,7 +535,7 @@ static void test_plan_streams(void) {
              {"--gpus 3x400@1000 -c 100", "fits", 1, 3, 1, 100, 384, true, false},
              {"--gpus 1x96 -c 4096", "needs pruning", 0, 1, 1, 4096, 136, true, false}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
-        const struct streamed *p = &streamed[t[i].model];
+        const struct streamed_shape *p = &streamed_shapes[t[i].model];
         char args[160];
         snprintf(args, sizeof args, "%s --spec-type none --synth %s%s", t[i].args, p->name,
                  t[i].q8 ? ":backbone=q8_0" : "");
@@ -553,19 +553,19 @@ static void test_plan_streams(void) {
         for (int k = 0; k < 2; k++) {
             char args[160];
             snprintf(args, sizeof args, "--gpus %s@1792 -c 4096 --spec-type none --synth %s", k ? "1x1000" : "4x300",
-                     streamed[i].name);
+                     streamed_shapes[i].name);
             json_t *o = plan_of(args, 0);
-            sum[k] = check_streams(o, args, &streamed[i], false, true);
+            sum[k] = check_streams(o, args, &streamed_shapes[i], false, true);
             json_decref(o);
         }
-        CHECK(sum[0] == sum[1], "%s: four parts do not make the whole", streamed[i].name);
+        CHECK(sum[0] == sum[1], "%s: four parts do not make the whole", streamed_shapes[i].name);
     }
     check_streams_pruned(2, 4096, 46), check_streams_pruned(4, 131072, 131);
 }
 
 /* DeepSeek-V4-Flash: the largest context by hand, and what people read. */
 static void test_plan_streams_context(void) {
-    const struct streamed *p = &streamed[0];
+    const struct streamed_shape *p = &streamed_shapes[0];
     json_t *o = plan_of("--gpus 2x96 --spec-type none --synth deepseek-v4-flash", 0);
     const int64_t most = plan_int(json_array_get(json_object_get(o, "layouts"), 0), "largest_context_fp8");
     json_decref(o);
@@ -775,7 +775,7 @@ static double hand_mla(double ctx) {
 /* A rank of deepseek-v4-flash on two cards: norms wait for the streams, but for the query's. Keys of 4 tokens are
  * chosen. Catches streams or a step of attention that are not in the forecast, and a norm that is there twice. */
 static double hand_streams(double ctx) {
-    const struct streams_hand s = streams_by_hand(&streamed[0], false, true, 256, 2, 0, 0, 43, (int64_t)ctx);
+    const struct streams_hand s = streams_by_hand(&streamed_shapes[0], false, true, 256, 2, 0, 0, 43, (int64_t)ctx);
     const double query = 2.0 * 1024 * 32 * 512, output = 2.0 * 1024 * (32 * 512 + 4 * 4096),
                  reduce = plan_reduce[0] * 1e6;
     const double mix = hand_us(DECODE_STREAMS) + hand_us(DECODE_STREAMS_NORM), sum = hand_us(DECODE_ADD_NORM) + reduce;

@@ -620,6 +620,9 @@ def compressed_keys(W, config, x, p, ratio, freq):
     return turn_last(rms(rows, weight, config["rms_norm_eps"]), np.arange(len(rows)) * ratio, freq)
 
 
+V4_ROUND = {"key": lambda x, rotated: x, "index": lambda x: x}  # gen_qat.py has others
+
+
 def v4_attention(W, config, x, p, ratio, freq):
     """One key, which is its value, for all heads: of the tokens in a window, and compressed ones of all tokens before,
     of which an indexer chooses those of 4 tokens."""
@@ -628,15 +631,16 @@ def v4_attention(W, config, x, p, ratio, freq):
     low = rms(x @ W.get(p + "wq_a.weight").T, W.get(p + "q_norm.weight"), eps)
     q = turn_last(rms((low @ W.get(p + "wq_b.weight").T).reshape(n, heads, d), 1, eps), at, freq)
     own = W.get(p + ("kv_norm.weight" if W.has(p + "kv_norm.weight") else "norm.weight"))
-    kv = turn_last(rms(x @ W.get(p + "wkv.weight").T, own, eps), at, freq)
+    round_key, round_index = (lambda t: V4_ROUND["key"](t, 2 * len(freq))), V4_ROUND["index"]
+    kv = round_key(turn_last(rms(x @ W.get(p + "wkv.weight").T, own, eps), at, freq))
     seen = np.tril(np.ones((n, n), bool)) & ~np.tril(np.ones((n, n), bool), -config["sliding_window"])
     if ratio:
-        more = compressed_keys(W, config, x, p + "compressor.", ratio, freq)
+        more = round_key(compressed_keys(W, config, x, p + "compressor.", ratio, freq))
         whole = (at[:, None] + 1) // ratio > np.arange(len(more))
         if ratio == 4:
-            keys = compressed_keys(W, config, x, p + "indexer.compressor.", ratio, freq)
+            keys = round_index(compressed_keys(W, config, x, p + "indexer.compressor.", ratio, freq))
             width = keys.shape[1]
-            iq = turn_last((low @ W.get(p + "indexer.wq_b.weight").T).reshape(n, -1, width), at, freq)
+            iq = round_index(turn_last((low @ W.get(p + "indexer.wq_b.weight").T).reshape(n, -1, width), at, freq))
             match = np.maximum(np.einsum("qhd,kd->qhk", iq, keys), 0)
             score = np.einsum("qh,qhk->qk", x @ W.get(p + "indexer.weights_proj.weight").T, match)
             best = np.argsort(np.where(whole, -score, np.inf), -1, kind="stable")[:, :config["index_topk"]]
