@@ -972,6 +972,31 @@ void cuda_test_sparse(void) {
     }
 }
 
+/* Streams of residuals, compressed keys of both kinds, experts by token ids in two layers: operations against a CPU's
+ * behind a key of 128 tokens, and whole forwards. */
+void cuda_test_streams(void) {
+    /* clang-format off */
+    static const struct synth shape = {
+        "streams", "deepseek4", 3, 128, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
+        .scale = 1.5f, .window = 60, .n_index = 6, .index_k = 64, .top_k = 24, .ff_type = GGUF_MXFP4, .o_lora = 32,
+        .head_groups = 2, .n_stream = 4, .n_hash = 2, .first_ratio = 128, .predicts = true};
+    /* clang-format on */
+    static const int n[] = {122, 9, 1, 17, 0};
+    static struct {
+        enum kv_type kv;
+        bool qat;
+        float *want;
+    } cases[] = {{KV_BF16, true, NULL}, {KV_FP8, false, NULL}};
+    static struct model m;
+    cuda_test_begin(20);
+    if (!m.n_layer) synth_make(&m, &shape, NULL, false);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        m.qat = cases[i].qat;
+        pair_forwards(m.name, &m, cases[i].kv, 256, 2, MOE_ACT_F16, n);
+        check_steps(m.name, &m, cases[i].kv, &cases[i].want);
+    }
+}
+
 /* ---- synthetic weights, --bench, --profile ---- */
 
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
@@ -2328,6 +2353,12 @@ static const struct ffn_case {
     {{"clamped", "qwen3moe", 2, 128, 4, 4, 32, 9, 3, 256, 200, 256, .n_dense = 1, .ff_dense = 320, .ff_shared = 256},
      .gating = GATING_SIGMOID,
      .glu = GLU_SILU_CLAMP,
+     .limit = 0.6f,
+     .shared_limit = 0.4f,
+     .pick_bias = true},
+    {{"clamped inputs", "qwen3moe", 1, 128, 4, 4, 32, 12, 3, 256, 200, 256, .ff_shared = 256, .ff_type = GGUF_MXFP4},
+     .gating = GATING_SQRT_SOFTPLUS,
+     .glu = GLU_CLAMP_SILU,
      .limit = 0.6f,
      .shared_limit = 0.4f,
      .pick_bias = true},

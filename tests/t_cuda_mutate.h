@@ -23,10 +23,11 @@ extern "C" void cuda_test_stats(void);
 extern "C" void cuda_test_all_reduce(void);
 extern "C" void cuda_test_feed_forwards(void);
 extern "C" void cuda_test_sparse(void);
+extern "C" void cuda_test_streams(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
-enum { MUTANT_TESTS = 16, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 900 };
+enum { MUTANT_TESTS = 17, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 900 };
 static const struct {
     const char *name;
     void (*fn)();
@@ -45,7 +46,8 @@ static const struct {
                                 {"delta_net", cuda_test_delta_net},
                                 {"windows", cuda_test_windows},
                                 {"feed-forwards", cuda_test_feed_forwards},
-                                {"sparse", cuda_test_sparse}};
+                                {"sparse", cuda_test_sparse},
+                                {"streams", cuda_test_streams}};
 
 /* Calls f with the arguments of a launch if it is one of `kernel`. */
 template <class ARGS, class F>
@@ -60,6 +62,13 @@ static void change_route(const char *launch, void *args, F f) {
 }
 static void limit_before_silu(const char *launch, void *args) {
     auto wrong = [](struct glu_limit &l) { l.gate = l.up; };
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [&](auto &a) { wrong(a.limit[0]), wrong(a.limit[1]); });
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [&](auto &a) { wrong(a.limit); });
+}
+static void limit_behind_silu(const char *launch, void *args) {
+    auto wrong = [](struct glu_limit &l) {
+        l.gate = l.gate == l.up ? glu_limit_of(GLU_SILU_CLAMP, l.up).gate : l.gate;
+    };
     change_if<struct glu_args>(launch, "k_gemv_glu", args, [&](auto &a) { wrong(a.limit[0]), wrong(a.limit[1]); });
     change_if<struct gemm_args>(launch, "gemm_kernel", args, [&](auto &a) { wrong(a.limit); });
 }
@@ -147,6 +156,68 @@ static void queries_not_normed(const char *launch, void *args) {
     change_if<struct index_args>(launch, "k_index_store", args, [](auto &a) { a.rope.q_norm = NULL; });
 }
 
+template <class F>
+static void change_streams(const char *launch, void *args, F f) {
+    change_if<struct streams_args>(launch, "k_streams_mix", args, f);
+}
+template <class F>
+static void change_shared(const char *launch, void *args, F f) {
+    change_if<struct attn_args>(launch, "attn_mla_kernel", args, f);
+}
+static void streams_exchanged(const char *launch, void *args) {
+    static std::vector<float> fn;
+    change_streams(launch, args, [](auto &a) {
+        const size_t n = (size_t)a.n, rows = (size_t)a.n_row * GPU_STREAMS;
+        if (!a.fn) return;
+        fn.resize(rows * n);
+        for (size_t i = 0; i < rows; i++) memcpy(&fn[i * n], a.fn + (i < 2 ? i ^ 1 : i) * n, n * sizeof(float));
+        a.fn = fn.data();
+    });
+}
+static void next_coefficients(const char *launch, void *args) {
+    change_streams(launch, args, [](auto &a) { a.mix += a.delta != NULL; });
+}
+static void shared_window_longer(const char *launch, void *args) {
+    change_shared(launch, args, [](auto &a) { a.window++; });
+}
+static void shared_window_shorter(const char *launch, void *args) {
+    change_shared(launch, args, [](auto &a) { a.window--; });
+}
+static void shared_sinks_missing(const char *launch, void *args) {
+    change_shared(launch, args, [](auto &a) { a.sinks = NULL; });
+}
+static void not_rotated_back(const char *launch, void *args) {
+    change_shared(launch, args, [](auto &a) { a.rope.rope = 0; });
+}
+static void key_seen_early(const char *launch, void *args) {
+    change_shared(launch, args, [](auto &a) { a.ratio -= a.ratio == 128; });
+}
+static void shared_choice_off_by_one(const char *launch, void *args) {
+    change_shared(launch, args, [](auto &a) { a.chosen += a.top_k > 0; });
+}
+static void change_compressors(const char *launch, void *args, void (*f)(struct compress_args &c)) {
+    change_if<struct shared_args>(launch, "k_shared_store", args, [&](auto &a) {
+        for (int i = 0; i < a.n_with; i++) f(a.with[i]);
+    });
+}
+static void next_offsets(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) { c.ape += c.ring.width / 2; });
+}
+static void other_gates_of_keys(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) { c.gate = c.value; });
+}
+static void keys_not_rounded(const char *launch, void *args) {
+    change_if<struct shared_args>(launch, "k_shared_store", args, [](auto &a) { a.qat = false; });
+}
+static void table_of_another_layer(const char *launch, void *args) {
+    static const int32_t *last;
+    change_route(launch, args, [](auto &a) {
+        const int32_t *own = a.given;
+        if (own && last) a.given = last;
+        if (own) last = own;
+    });
+}
+
 /* Mistakes of the host, and the test that finds them. */
 static const struct {
     const char *test, *what;
@@ -171,7 +242,20 @@ static const struct {
                 {"sparse", "chosen keys begin with the second", choice_off_by_one},
                 {"sparse", "a KV head sees the blocks of another", other_list},
                 {"sparse", "a query does not always see its own block", local_dropped},
-                {"sparse", "the indexer's queries are not normed", queries_not_normed}};
+                {"sparse", "the indexer's queries are not normed", queries_not_normed},
+                {"feed-forwards", "gate is limited behind SiLU", limit_behind_silu},
+                {"streams", "two streams are exchanged", streams_exchanged},
+                {"streams", "streams have the coefficients of the next", next_coefficients},
+                {"streams", "windows are longer by a key", shared_window_longer},
+                {"streams", "windows are shorter by a key", shared_window_shorter},
+                {"streams", "sinks are missing", shared_sinks_missing},
+                {"streams", "results are not rotated back", not_rotated_back},
+                {"streams", "a compressed key is seen a token early", key_seen_early},
+                {"streams", "chosen keys begin with the second", shared_choice_off_by_one},
+                {"streams", "tokens of a key have the offsets of the next", next_offsets},
+                {"streams", "a key's values are its gates", other_gates_of_keys},
+                {"streams", "keys are not rounded as in training", keys_not_rounded},
+                {"streams", "experts are those of another layer's table", table_of_another_layer}};
 
 /* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there.
  * */
@@ -233,7 +317,7 @@ static std::vector<std::string> source_lines() {
 /* One run of all tests: which barriers there are, and who reaches them. The first mutation is none: it has to live. */
 static std::vector<mutation> find_mutations() {
     std::vector<mutation> all = {
-        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0, 0}};
+        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0, 0}};
     for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++) {
         all.push_back({{"", 0, "", "mistake", 0, false}, {}, mistakes[i].test, mistakes[i].what, 0, i + 1});
         for (int k = 0; k < MUTANT_TESTS; k++) all.back().count[k] = !strcmp(mutant_tests[k].name, mistakes[i].test);
