@@ -20996,9 +20996,9 @@ static double launch_fixed(const struct launch *l) {
            (l->reduces ? plan_reduce[0] : 0);
 }
 
-/* What the launches from `from` on take one after the other, with memory of so many bytes per second and a cache of l2 bytes. A
- * kernel that requests ahead does so while it does not read itself. Behind a norm it begins as early as that: it does
- * not wait for it. */
+/* What the launches from `from` on take one after the other, with memory of so many bytes per second and a cache of l2
+ * bytes. A kernel that requests ahead does so while it does not read itself. Behind a norm it begins as early as that:
+ * it does not wait for it. */
 static struct forecast forecast_launches(const struct launch *list, int from, double rate, double l2) {
     const int n = (int)arrlen(list);
     struct forecast f = {.kernels = n};

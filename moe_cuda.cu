@@ -34,11 +34,11 @@
  *   sampling              k_sample; k_share_token where there are several ranks
  *
  * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with its indexer, 10 with that
- * of grouped-query attention, 13 with streams of residuals and compressed keys, 15 with an indexer of these, and each reads its weights once, dequantizes them to halves in registers and multiplies
- * by m16n8k16 with F32 sums (W4A16). What a token gives does not depend on the other tokens of a decode forward. While
- * attention, router, norms or sums of ranks leave the memory idle, kernels request weights of the next dense products
- * into L2 (struct ahead). Positions and tokens lie in device memory, so that one CUDA graph per number of tokens
- * replays every forward pass.
+ * of grouped-query attention, 13 with streams of residuals and compressed keys, and 15 with an indexer of these. Each
+ * reads its weights once, dequantizes them to halves in registers and multiplies by m16n8k16 with F32 sums (W4A16).
+ * What a token gives does not depend on the other tokens of a decode forward. While attention, router, norms or sums
+ * of ranks leave the memory idle, kernels request weights of the next dense products into L2 (struct ahead). Positions
+ * and tokens lie in device memory, so that one CUDA graph per number of tokens replays every forward pass.
  * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
  * experts may also run with FP4 activations (W4A4).
  *
