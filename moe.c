@@ -9792,12 +9792,13 @@ static uint8_t *synth_map(const struct synth *y, const char *file, bool syntheti
     return p;
 }
 
-/* Fills a table of the experts of token ids: consecutive ones, which begin with another for each token. False: it is
- * another tensor. */
+/* Fills a table of the experts of token ids: consecutive ones, which begin with another for each token and layer. False:
+ * it is another tensor. */
 static bool synth_fill_ids(uint8_t *p, const struct synth_tensor *t, int n_expert) {
     if (t->type != GGUF_I32) return false;
+    const uint64_t layer = strtoull(t->name + 4, NULL, 10); /* blk.N */
     for (uint64_t i = 0; i < t->bytes / 4; i++) {
-        const int32_t id = (int32_t)((i / t->ne[0] + i % t->ne[0]) % (uint64_t)n_expert);
+        const int32_t id = (int32_t)((layer + i / t->ne[0] + i % t->ne[0]) % (uint64_t)n_expert);
         memcpy(p + 4 * i, &id, 4);
     }
     return true;

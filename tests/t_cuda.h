@@ -525,25 +525,34 @@ static const struct synth stream_shapes[] = {
     {"flash", "deepseek4", 4, 256, 32, 1, 512, 16, 2, 64, 200, 1024, 72, .head_v = 512, .rope = 64, .ff_shared = 64,
      .scale = 1.5f, .window = 128, .n_index = 20, .index_k = 128, .top_k = 20, .ff_type = GGUF_MXFP4, .o_lora = 32,
      .head_groups = 8, .n_stream = 4, .n_hash = 1, .predicts = true},
-};
+    {"wide streams", "deepseek4", 2, 4160, 8, 1, 64, 16, 2, 64, 200, 1024, 72, .head_v = 64, .rope = 16,
+     .ff_shared = 64, .scale = 1.5f, .window = 40, .n_index = 6, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4,
+     .o_lora = 32, .head_groups = 2, .n_stream = 4, .n_hash = 1, .first_ratio = 128}};
 /* clang-format on */
-enum { STREAM_SHAPES = sizeof stream_shapes / sizeof *stream_shapes };
 
 static void test_cuda_streams(void) {
-    static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro"};
-    static const int n[] = {1, 40, 9, 16, 70, 1, 17, 16, 3, 90, 1, 1, 1, 1, 5, 0}, splits[] = {1, 2, 64, 0};
+    static const struct {
+        const char *fixture;       /* NULL: */
+        const struct synth *shape; /* this */
+        enum kv_type kv;
+        bool qat;  /* rounded as in training */
+        int n_row; /* of rings, whose ends the tokens pass; 0: the model's own */
+    } cases[] = {{"deepseek_v4", NULL, KV_BF16, false, 0},    {"deepseek_v4", NULL, KV_FP8, true, 128},
+                 {"deepseek_v4_pro", NULL, KV_FP8, false, 0}, {"deepseek_v4_pro", NULL, KV_BF16, true, 128},
+                 {NULL, &stream_shapes[0], KV_FP8, false, 0}, {NULL, &stream_shapes[0], KV_BF16, true, 0},
+                 {NULL, &stream_shapes[1], KV_BF16, false, 0}};
+    static const int n[] = {1, 40, 9, 16, 70, 1, 17, 16, 3, 90, 1, 1, 1, 1, 5, 0}, some[] = {1, 40, 9, 70, 16, 1, 0},
+                     splits[] = {1, 2, 64, 0};
     cuda_test_begin(19);
-    for (int f = 0; f < 2 + STREAM_SHAPES; f++)
-        for (int run = 0; run < (f == 1 ? 2 : 3); run++) { /* the third: rounded as in training */
-            struct model m = {0};
-            const bool fp8 = run == 1 || (run == 2 && f == 0);
-            if (f < 2 && !fixture_load(names[f], &m)) return;
-            if (f >= 2) synth_make(&m, &stream_shapes[f - 2], NULL, false);
-            m.qat = run == 2;
-            pair_forwards(f < 2 ? names[f] : m.name, &m, fp8 ? KV_FP8 : KV_BF16, 384, splits[(f + 2 * run) % 4],
-                          MOE_ACT_F16, n);
-            model_free(&m);
-        }
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct model m = {0};
+        if (cases[i].shape) synth_make(&m, cases[i].shape, NULL, false);
+        else if (!fixture_load(cases[i].fixture, &m)) return;
+        m.qat = cases[i].qat;
+        pair_forwards_in(cases[i].shape ? m.name : cases[i].fixture, &m, cases[i].kv, 384, cases[i].n_row,
+                         splits[i % 4], MOE_ACT_F16, cases[i].shape ? some : n);
+        model_free(&m);
+    }
 }
 
 static void test_cuda_operations(void) {

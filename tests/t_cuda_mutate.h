@@ -162,7 +162,9 @@ static void change_streams(const char *launch, void *args, F f) {
 }
 template <class F>
 static void change_shared(const char *launch, void *args, F f) {
-    change_if<struct attn_args>(launch, "attn_mla_kernel", args, f);
+    change_attention(launch, args, [&](auto &a) {
+        if (a.one_kv) f(a);
+    });
 }
 static void streams_exchanged(const char *launch, void *args) {
     static std::vector<float> fn;
