@@ -1,9 +1,11 @@
 /* The prompts of DeepSeek-V4, whose releases have an encoder in Python and no chat template: convert/deepseek_v4.jinja.
  *
- * tests/golden/deepseek_v4 has the release's golden prompts, conversations with what its encoder makes of them, and the
- * part of its tokenizer that the golden prompts need, with their ids (tests/oracle/gen_deepseek_v4.py). */
+ * tests/golden/deepseek_v4 has our conversations with what the release's encoder makes of them, and a small tokenizer
+ * with the ids of some of them. ../shared/golden/deepseek_v4, where it is there, has the release's golden prompts and the
+ * part of its tokenizer that they need, with their ids. tests/oracle/gen_deepseek_v4.py writes both. */
 
-#define PROMPT_DIR      "tests/golden/deepseek_v4/"
+#define PROMPT_DIR      "tests/golden/deepseek_v4"
+#define PROMPT_GOLDEN   "golden/deepseek_v4" /* in ../shared */
 #define PROMPT_TEMPLATE "convert/deepseek_v4.jinja"
 
 static char *prompt_file(const char *path) {
@@ -12,13 +14,23 @@ static char *prompt_file(const char *path) {
     return s;
 }
 
-/* The variables of golden prompt i, which ends in an answer. */
-static json_t *prompt_vars(int i, bool generate) {
-    char path[64];
+/* dir/name in JSON. */
+static json_t *prompt_json(const char *dir, const char *name) {
+    char path[1024];
     json_error_t e;
-    snprintf(path, sizeof path, PROMPT_DIR "test_input_%d.json", i);
-    json_t *given = json_load_file(path, 0, &e), *vars = json_object();
-    CHECK(given, "%s: %s", path, e.text);
+    snprintf(path, sizeof path, "%s/%s", dir, name);
+    json_t *v = json_load_file(path, 0, &e);
+    CHECK(v, "%s: %s", path, e.text);
+    return v;
+}
+
+/* ---- the release's golden prompts ---- */
+
+/* The variables of golden prompt i, which ends in an answer. */
+static json_t *prompt_vars(const char *dir, int i, bool generate) {
+    char name[64];
+    snprintf(name, sizeof name, "test_input_%d.json", i);
+    json_t *given = prompt_json(dir, name), *vars = json_object();
     if (json_is_object(given)) json_object_update(vars, given);
     else json_object_set(vars, "messages", given);
     json_object_set_new(vars, "thinking", json_boolean(i < 4));
@@ -29,13 +41,13 @@ static json_t *prompt_vars(int i, bool generate) {
 }
 
 /* Checks golden prompts 1 to n. generate: as the encoder, the template adds nothing to an answer even so. Catches a marker, a newline, a text or an order that differs. */
-static void check_prompts(const char *template, int n, bool generate) {
+static void check_prompts(const char *dir, const char *template, int n, bool generate) {
     char *source = prompt_file(template);
     for (int i = 1; i <= n; i++) {
-        char path[64], err[ERR_MAX] = "";
-        snprintf(path, sizeof path, PROMPT_DIR "test_output_%d.txt", i);
+        char path[1024], err[ERR_MAX] = "";
+        snprintf(path, sizeof path, "%s/test_output_%d.txt", dir, i);
         char *want = prompt_file(path);
-        json_t *vars = prompt_vars(i, generate);
+        json_t *vars = prompt_vars(dir, i, generate);
         struct text out = {0};
         int rc;
         const char *s = render_text(source, arrlenu(source), vars, &out, &rc, err);
@@ -47,33 +59,39 @@ static void check_prompts(const char *template, int n, bool generate) {
     arrfree(source);
 }
 
-static void test_prompt_golden(void) { check_prompts(PROMPT_TEMPLATE, 4, true); }
+static void test_prompt_golden(void) {
+    const char *dir = shared_path(PROMPT_GOLDEN);
+    if (!dir) SKIP("no ../shared/" PROMPT_GOLDEN);
+    check_prompts(dir, PROMPT_TEMPLATE, 4, true);
+}
 
 /* llama.cpp's templates know neither the tools of a developer nor tasks, which the last two have. */
 static void test_prompt_circulating(void) {
     static const char *const names[] = {"golden/templates/deepseek-ai-DeepSeek-V4.jinja",
                                         "golden/templates/deepseek-ai-DeepSeek-V4-Flash-0731.jinja"};
-    if (!shared_path(names[0])) SKIP("no ../shared/golden/templates");
+    const char *dir = shared_path(PROMPT_GOLDEN);
+    if (!dir) SKIP("no ../shared/" PROMPT_GOLDEN);
     for (int i = 0; i < 2; i++) {
-        char *path = xstrdup(shared_path(names[i]));
-        check_prompts(path, 2, false);
-        free(path);
+        const char *template = shared_path(names[i]);
+        if (!template) SKIP("no ../shared/golden/templates");
+        check_prompts(dir, template, 2, false);
     }
 }
 
-static void test_prompt_cases(void) { golden_templates("tests/golden/deepseek_v4", 126, check_case); }
+/* ---- our conversations ---- */
 
-static void test_prompt_origin(void) { golden_templates("tests/golden/deepseek_v4", 126, check_case_origin); }
+static void test_prompt_cases(void) { golden_templates(PROMPT_DIR, 126, check_case); }
+
+static void test_prompt_origin(void) { golden_templates(PROMPT_DIR, 126, check_case_origin); }
 
 /* ---- through moe-convert ---- */
 
-/* The release of the fixture without a chat template, with a part of the real tokenizer. */
-static void prompt_release(struct hf *h) {
+/* The release of the fixture without a chat template, with the tokenizer in dir. */
+static void prompt_release(struct hf *h, const char *dir) {
     enum { VOCAB = 2176 };
     hf_load(h, "deepseek_v4");
     json_decref(h->tokenizer);
-    h->tokenizer = json_load_file(PROMPT_DIR "tokenizer.json", 0, NULL);
-    CHECK(h->tokenizer, "tokenizer.json");
+    h->tokenizer = prompt_json(dir, "tokenizer.json");
     json_decref(h->tokenizer_config);
     h->tokenizer_config = json_pack("{s:b,s:{s:s},s:{s:s}}", "add_bos_token", 0, "bos_token", "content",
                                     "<｜begin▁of▁sentence｜>", "eos_token", "content", "<｜end▁of▁sentence｜>");
@@ -100,34 +118,51 @@ static void prompt_release(struct hf *h) {
 }
 
 /* The tokens of a chat's text with these variables. */
-static int32_t *prompt_ids(const struct vocab *v, const struct gguf_str *source, const json_t *vars) {
+static int32_t *prompt_ids(const struct vocab *v, const json_t *vars) {
     struct text out = {0};
     char err[ERR_MAX] = "";
     int32_t *ids = NULL;
     int rc;
-    if (CHECK(render_text(source->p, source->n, vars, &out, &rc, err), "%s", err))
+    if (CHECK(render_text(v->chat_template.p, v->chat_template.n, vars, &out, &rc, err), "%s", err))
         tokenize(v, out.s, arrlenu(out.s), out.origin, TOKENIZE_CONTROL, &ids);
     text_free(&out);
     return ids;
 }
 
-/* The ids of the golden prompts, by the file alone: template, pre-tokenizer, merges, special tokens. */
-static void check_prompt_ids(const struct vocab *v) {
-    json_t *file = json_load_file(PROMPT_DIR "ids.json", 0, NULL), *real = json_object_get(file, "tokens");
-    for (int i = 1; CHECK(file, "ids.json") && i <= 4; i++) {
-        const json_t *want = json_array_get(json_object_get(file, "prompts"), (size_t)i - 1);
-        json_t *vars = prompt_vars(i, true);
-        int32_t *ids = prompt_ids(v, &v->chat_template, vars);
-        CHECK_INT((long)arrlen(ids), (long)json_array_size(want), "tokens of prompt %d", i);
-        for (size_t k = 0; k < arrlenu(ids); k++) {
-            const json_int_t id = json_integer_value(json_array_get(real, (size_t)ids[k]));
-            if (!CHECK(id == json_integer_value(json_array_get(want, k)), "prompt %d, token %zu is %d", i, k, (int)id))
-                break;
-        }
-        arrfree(ids);
-        json_decref(vars);
+/* The ids of a prompt, by the file alone: template, pre-tokenizer, merges, special tokens. real: what `want` calls each
+ * of the file's ids (NULL: the same). Takes vars. */
+static void check_prompt_ids(const struct vocab *v, json_t *vars, const json_t *want, const json_t *real,
+                             const char *what) {
+    int32_t *ids = prompt_ids(v, vars);
+    CHECK_INT((long)arrlen(ids), (long)json_array_size(want), "tokens of %s", what);
+    for (size_t k = 0; k < arrlenu(ids); k++) {
+        const json_int_t id = real ? json_integer_value(json_array_get(real, (size_t)ids[k])) : ids[k];
+        if (!CHECK(id == json_integer_value(json_array_get(want, k)), "%s, token %zu is %d", what, k, (int)id)) break;
     }
-    json_decref(file);
+    arrfree(ids);
+    json_decref(vars);
+}
+
+struct prompt_cases {
+    const struct vocab *v;
+    json_t *ids; /* of cases by name; those that were checked are taken out */
+};
+
+static void check_case_ids(const json_t *c, void *arg) {
+    struct prompt_cases *x = arg;
+    const char *id = json_text(c, "id");
+    const json_t *want = json_object_get(x->ids, id);
+    if (!want) return;
+    check_prompt_ids(x->v, case_vars(c), want, NULL, id);
+    json_object_del(x->ids, id);
+}
+
+static void check_cases_ids(const struct vocab *v) {
+    struct prompt_cases x = {v, prompt_json(PROMPT_DIR, "ids.json")};
+    CHECK_INT((long)json_object_size(x.ids), 42, "cases with ids");
+    each_json_line(PROMPT_DIR "/cases.jsonl", check_case_ids, &x);
+    CHECK_INT((long)json_object_size(x.ids), 0, "cases that are not there");
+    json_decref(x.ids);
 }
 
 /* Marks that a user, a tool or an answer writes are text: of special tokens the template's alone are there. Catches a
@@ -146,7 +181,7 @@ static void check_prompt_marks(const struct vocab *v) {
         snprintf(text, sizeof text, vars_json, m, m, m, m, m, m, m);
         json_t *vars = json_loads(text, 0, NULL);
         CHECK(vars, "%s", text);
-        int32_t *ids = prompt_ids(v, &v->chat_template, vars);
+        int32_t *ids = prompt_ids(v, vars);
         for (size_t k = 0; k < arrlenu(ids); k++) counts[marked] += token_is_special(v, ids[k]);
         arrfree(ids);
         json_decref(vars);
@@ -174,7 +209,7 @@ static void test_prompt_converted(void) {
     struct hf h;
     struct vocab v;
     char err[ERR_MAX] = "", args[256], encoding[256], *source = prompt_file(PROMPT_TEMPLATE);
-    prompt_release(&h);
+    prompt_release(&h, PROMPT_DIR);
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct gguf_str s = {"", 0};
         struct gguf g;
@@ -197,7 +232,7 @@ static void test_prompt_converted(void) {
               "case %zu: another template: %.50s", i, s.p);
         if (!i && CHECK(!vocab_load(&v, &g, err), "%s", err)) {
             CHECK(key_is(&g, "tokenizer.ggml.pre", "deepseek-v3"), "the pre-tokenizer");
-            check_prompt_ids(&v);
+            check_cases_ids(&v);
             check_prompt_marks(&v);
             vocab_free(&v);
         }
@@ -207,6 +242,27 @@ static void test_prompt_converted(void) {
     snprintf(args, sizeof args, "-o %s/out.gguf", h.dir);
     CHECK(!hf_run(&h, args) && !strstr(h.err, "chat template"), "%s", h.err);
     arrfree(source);
+    hf_end(&h);
+}
+
+/* The release's golden prompts with a part of its tokenizer, whose ids.json has the ids of the whole one. */
+static void test_prompt_ids(void) {
+    const char *dir = shared_path(PROMPT_GOLDEN);
+    if (!dir) SKIP("no ../shared/" PROMPT_GOLDEN);
+    struct hf h;
+    struct vocab v;
+    char err[ERR_MAX] = "", what[32];
+    prompt_release(&h, dir);
+    if (hf_convert(&h) && CHECK(!vocab_load(&v, &h.g, err), "%s", err)) {
+        json_t *file = prompt_json(dir, "ids.json");
+        const json_t *prompts = json_object_get(file, "prompts"), *real = json_object_get(file, "tokens");
+        for (int i = 1; i <= 4; i++) {
+            snprintf(what, sizeof what, "golden prompt %d", i);
+            check_prompt_ids(&v, prompt_vars(dir, i, true), json_array_get(prompts, (size_t)i - 1), real, what);
+        }
+        json_decref(file);
+        vocab_free(&v);
+    }
     hf_end(&h);
 }
 
@@ -286,4 +342,5 @@ static void test_prompt_chat(void) {
 #define TESTS_PROMPT                                                                        \
     {"prompt/golden", test_prompt_golden}, {"prompt/circulating", test_prompt_circulating}, \
         {"prompt/cases", test_prompt_cases}, {"prompt/origin", test_prompt_origin},         \
-        {"prompt/converted", test_prompt_converted}, {"prompt/chat", test_prompt_chat},
+        {"prompt/converted", test_prompt_converted}, {"prompt/ids", test_prompt_ids},       \
+        {"prompt/chat", test_prompt_chat},

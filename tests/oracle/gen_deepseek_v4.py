@@ -1,27 +1,34 @@
 #!/usr/bin/env python3
 """The prompts of DeepSeek-V4: the release's own encoder against convert/deepseek_v4.jinja.
 
-    gen_deepseek_v4.py RELEASE          writes tests/golden/deepseek_v4: the release's golden prompts, conversations with
-                                        what its encoder makes of them, and the part of its tokenizer that they need
+    gen_deepseek_v4.py RELEASE          writes tests/golden/deepseek_v4: our conversations with what the encoder makes of
+                                        them, and a small tokenizer of our own with the ids of some of them
+    gen_deepseek_v4.py RELEASE --golden DIR
+                                        writes to DIR the release's golden prompts, the part of its tokenizer that they
+                                        need, and their ids; the tests read ../shared/golden/deepseek_v4
     gen_deepseek_v4.py RELEASE --compare N [TEMPLATE]
                                         renders N random conversations with jinja2 and with `./moe --render` (of
                                         TEMPLATE), and compares with the encoder byte for byte; exit 1 if any differs
 
-RELEASE has encoding/ and tokenizer.json, as DeepSeek-V4-Flash of April 2026 has them. Needs jinja2 3.1.6 and, to write,
-tokenizers 0.23.3. Runs at the top of the tree.
+RELEASE has encoding/ and tokenizer.json, as DeepSeek-V4-Flash of April 2026 has them. Of its tokenizer, ours has the
+expressions of the pre-tokenizer and the special tokens without placeholders; its merges are trained on our texts. Needs
+jinja2 3.1.6 and, to write, tokenizers 0.23.3. Runs at the top of the tree.
 """
 import copy
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 
 import gen_templates
+import gen_tokens
 
 DIR = "tests/golden/deepseek_v4"
 TEMPLATE = "convert/deepseek_v4.jinja"
+TOKENS = 2048  # of our tokenizer
 BOS = "<｜begin▁of▁sentence｜>"
 # What releases from 0731 on put before a prompt for the effort max; high has the text that max had before.
 BEYOND = ("Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
@@ -152,18 +159,25 @@ def committed(encode):
                 yield {"id": ident, "template": "../../../" + TEMPLATE, **case, "expected": expected(encode, case)}
 
 
-# ---- the tokenizer ----
+# ---- tokenizers ----
 
 
-def tokens_of(release, texts):
+def renumbered(data, tokens, merges, added):
+    """tokenizer.json with these tokens and, behind them, these added ones."""
+    model = {**data["model"], "vocab": {t: i for i, t in enumerate(tokens)}, "merges": [" ".join(m) for m in merges]}
+    return {**data, "model": model, "added_tokens": [{**t, "id": len(tokens) + i} for i, t in enumerate(added)]}
+
+
+def encoder_of(data):
+    import tokenizers
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def part_of(data, texts):
     """The part of tokenizer.json that texts need, the ids of its tokens there, and the ids of the texts there. BPE never
     takes a merge back: without those that no text makes, the same merges are made in the same order."""
-    import tokenizers
-    path = os.path.join(release, "tokenizer.json")
-    with open(path, encoding="utf8") as f:
-        data = json.load(f)
-    full = tokenizers.Tokenizer.from_file(path)
-    ids = [full.encode(t, add_special_tokens=False).ids for t in texts]
+    ids = list(map(encoder_of(data), texts))
     vocab, merges = data["model"]["vocab"], [m.split(" ") if isinstance(m, str) else m for m in data["model"]["merges"]]
     made = {a + b: (a, b) for a, b in reversed(merges)}
     added = [t for t in data["added_tokens"] if "place▁holder" not in t["content"]]
@@ -177,34 +191,89 @@ def tokens_of(release, texts):
             need += made[t]
     tokens = sorted(keep, key=vocab.get)
     real = [vocab[t] for t in tokens] + [t["id"] for t in added]
-    data["model"]["vocab"] = {t: i for i, t in enumerate(tokens)}
-    data["model"]["merges"] = [f"{a} {b}" for a, b in merges if a in keep and b in keep and a + b in keep]
-    data["added_tokens"] = [{**t, "id": len(tokens) + i} for i, t in enumerate(added)]
-    small = tokenizers.Tokenizer.from_str(json.dumps(data))
-    for text, want in zip(texts, ids):
-        assert [real[i] for i in small.encode(text, add_special_tokens=False).ids] == want
-    return data, real, ids
+    small = renumbered(data, tokens, [m for m in merges if {*m, "".join(m)} <= keep], added)
+    assert [[real[i] for i in text] for text in map(encoder_of(small), texts)] == ids
+    return small, real, ids
+
+
+def names_in(added):
+    return re.compile("|".join(re.escape(t["content"]) for t in sorted(added, key=lambda t: -len(t["content"]))))
+
+
+def trained(data, texts):
+    """tokenizer.json with merges that texts, cut at special tokens, give behind its pre-tokenizer."""
+    import tokenizers
+    added = [t for t in data["added_tokens"] if not re.search("place[▁_]holder", t["content"])]
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(renumbered(data, [], [], [])))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=TOKENS - len(added), show_progress=False,
+                                             initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator((part for text in texts for part in names_in(added).split(text)), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return renumbered(data, sorted(model["vocab"], key=model["vocab"].get), model["merges"], added)
+
+
+def ids_of(data, encode, case):
+    """The ids of a case. Names of special tokens in the conversation are text, which the library does not know."""
+    names, whole, text = names_in(data["added_tokens"]), encoder_of(data), case["expected"]
+    plain, ids, at = encoder_of({**data, "added_tokens": []}), [], 0
+
+    def hidden(v):
+        if isinstance(v, dict):
+            return {k: hidden(x) for k, x in v.items()}
+        if isinstance(v, list):
+            return [hidden(x) for x in v]
+        return names.sub(lambda m: "\ue000" * len(m[0]), v) if isinstance(v, str) else v
+
+    seen = expected(encode, hidden(case))
+    assert len(seen) == len(text)
+    for m in names.finditer(seen):
+        ids += plain(text[at:m.start()]) + whole(m[0])
+        at = m.end()
+    ids += plain(text[at:])
+    assert seen != text or ids == whole(text)
+    return ids
+
+
+# ---- what is written ----
+
+
+def read(*path):
+    with open(os.path.join(*path), encoding="utf8", newline="") as f:
+        return f.read()
+
+
+def dump(tokenizer, ids, directory):
+    with open(os.path.join(directory, "tokenizer.json"), "w", encoding="utf8") as f:
+        f.write(json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")) + "\n")
+    with open(os.path.join(directory, "ids.json"), "w", encoding="utf8") as f:
+        f.write(ids + "\n")
 
 
 def write(release, encode):
-    source = os.path.join(release, "encoding", "tests")
-    texts = []
-    for i in range(1, 5):
-        for name in (f"test_input_{i}.json", f"test_output_{i}.txt"):
-            shutil.copy(os.path.join(source, name), DIR)
-        with open(os.path.join(source, f"test_output_{i}.txt"), encoding="utf8", newline="") as f:
-            texts.append(f.read())
     rows = list(committed(encode))
     assert len({r["id"] for r in rows}) == len(rows)
     with open(os.path.join(DIR, "cases.jsonl"), "w", encoding="utf8") as f:
         f.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
-    tokenizer, real, ids = tokens_of(release, texts)
-    with open(os.path.join(DIR, "tokenizer.json"), "w", encoding="utf8") as f:
-        json.dump(tokenizer, f, ensure_ascii=False, separators=(",", ":"))
-        f.write("\n")
-    with open(os.path.join(DIR, "ids.json"), "w", encoding="utf8") as f:
-        f.write(json.dumps({"tokens": real, "prompts": ids}) + "\n")
-    print(f"{len(rows)} cases, {len(real)} tokens, {[len(i) for i in ids]} ids in {DIR}")
+    # English, and texts in many scripts: few enough that there are words of one token and of several
+    texts = [read("prompts/haystack.txt")] + [gen_tokens.text(gen_tokens.TRAINING + i, repeat=False) for i in range(2000)]
+    tokenizer = trained(json.loads(read(release, "tokenizer.json")), [r["expected"] for r in rows] + texts)
+    # every conversation with thinking; the text about tools is long
+    ids = {r["id"]: ids_of(tokenizer, encode, r) for r in rows if r["kwargs"].get("thinking") and
+           r["add_generation_prompt"] and ("tools" not in r["kwargs"] or r["id"].startswith("answered/"))}
+    dump(tokenizer, "{\n" + ",\n".join(f'"{k}": {json.dumps(v)}' for k, v in ids.items()) + "\n}", DIR)
+    print(f"{len(rows)} cases, {len(ids)} of them with {sum(map(len, ids.values()))} ids in {DIR}")
+
+
+def write_golden(release, directory):
+    source = os.path.join(release, "encoding", "tests")
+    os.makedirs(directory, exist_ok=True)
+    for i in range(1, 5):
+        for name in (f"test_input_{i}.json", f"test_output_{i}.txt"):
+            shutil.copyfile(os.path.join(source, name), os.path.join(directory, name))
+    texts = [read(source, f"test_output_{i}.txt") for i in range(1, 5)]
+    tokenizer, real, ids = part_of(json.loads(read(release, "tokenizer.json")), texts)
+    dump(tokenizer, json.dumps({"tokens": real, "prompts": ids}), directory)
+    print(f"{len(real)} tokens, {[len(i) for i in ids]} ids in {directory}")
 
 
 # ---- random conversations ----
@@ -284,4 +353,7 @@ if __name__ == "__main__":
     from encoding_dsv4 import encode_messages
     if sys.argv[2:3] == ["--compare"]:
         sys.exit(compare(encode_messages, int(sys.argv[3]), (sys.argv[4:] or [TEMPLATE])[0]))
-    write(sys.argv[1], encode_messages)
+    if sys.argv[2:3] == ["--golden"]:
+        write_golden(sys.argv[1], sys.argv[3])
+    else:
+        write(sys.argv[1], encode_messages)
