@@ -65,24 +65,59 @@ static void test_prompt_golden(void) {
     check_prompts(dir, PROMPT_TEMPLATE, 4, true);
 }
 
-/* llama.cpp's templates know neither the tools of a developer nor tasks, which the last two have. */
-static void test_prompt_circulating(void) {
-    static const char *const names[] = {"golden/templates/deepseek-ai-DeepSeek-V4.jinja",
-                                        "golden/templates/deepseek-ai-DeepSeek-V4-Flash-0731.jinja"};
-    const char *dir = shared_path(PROMPT_GOLDEN);
-    if (!dir) SKIP("no ../shared/" PROMPT_GOLDEN);
-    for (int i = 0; i < 2; i++) {
-        const char *template = shared_path(names[i]);
-        if (!template) SKIP("no ../shared/golden/templates");
-        check_prompts(dir, template, 2, false);
-    }
-}
-
 /* ---- our conversations ---- */
 
 static void test_prompt_cases(void) { golden_templates(PROMPT_DIR, 126, check_case); }
 
 static void test_prompt_origin(void) { golden_templates(PROMPT_DIR, 126, check_case_origin); }
+
+/* A template of llama.cpp's. */
+struct circulating {
+    const char *name;
+    bool graded; /* it is of releases from 0731 on: see graded_efforts of ours */
+    int cases;   /* that were compared */
+    char *source;
+};
+
+/* Compares what it makes of a case, if that is one of those that it treats as the encoder does. */
+static void check_circulating_case(const json_t *c, void *arg) {
+    static const char *const same[] = {"one", "system", "turns", "asked twice", "marks"};
+    struct circulating *g = arg;
+    struct text out = {0};
+    char err[ERR_MAX] = "";
+    int rc;
+    const char *id = json_text(c, "id"), *effort = json_text(json_object_get(c, "kwargs"), "reasoning_effort");
+    bool compared = false;
+    for (size_t i = 0; i < sizeof same / sizeof *same; i++)
+        compared |= !strncmp(id, same[i], strlen(same[i])) && !isalpha((unsigned char)id[strlen(same[i])]);
+    /* it wants the system's message for tools and formats */
+    if (!compared || strstr(id, "/tools") || (strstr(id, "one/") && strstr(id, "/response_format"))) return;
+    if (effort && strcmp(effort, "low") && g->graded != !!strstr(id, "graded_efforts")) return;
+    json_t *vars = case_vars(c);
+    json_object_set_new(vars, "bos_token", json_string("<｜begin▁of▁sentence｜>"));
+    const char *s = render_text(g->source, arrlenu(g->source), vars, &out, &rc, err);
+    if (CHECK(s, "%s: %s", id, err)) CHECK_STR(s, json_text(c, "expected"), "%s by %s", id, g->name);
+    g->cases++;
+    text_free(&out);
+    json_decref(vars);
+}
+
+/* llama.cpp's templates give the same text of our simple conversations, and of the golden prompts but for the tools of a
+ * developer and tasks, which the last two have. */
+static void test_prompt_circulating(void) {
+    struct circulating t[] = {{.name = "golden/templates/deepseek-ai-DeepSeek-V4.jinja"},
+                              {.name = "golden/templates/deepseek-ai-DeepSeek-V4-Flash-0731.jinja", .graded = true}};
+    for (int i = 0; i < 2; i++) {
+        const char *path = shared_path(t[i].name), *release;
+        if (!path) SKIP("no ../shared/golden/templates");
+        t[i].source = prompt_file(path);
+        each_json_line(PROMPT_DIR "/cases.jsonl", check_circulating_case, &t[i]);
+        CHECK_INT(t[i].cases, 42, "conversations by %s", t[i].name);
+        arrfree(t[i].source);
+        path = shared_path(t[i].name), release = shared_path(PROMPT_GOLDEN);
+        if (release) check_prompts(release, path, 2, false);
+    }
+}
 
 /* ---- through moe-convert ---- */
 
