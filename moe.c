@@ -11979,8 +11979,15 @@ static double memory_bandwidth(int n_threads) {
  * Stores rows of keys, values or latents in BF16, FP8 or F32, and loads them as F32. Only the CPU uses these functions.
  * ============================================================================================================ */
 
-/* Writes the row of position `pos` from x (width). FP8: scale = amax / 448 of each group, folded back in by kv_load; a group
- * so small that 1 / scale would be infinite becomes zeros. */
+/* The least power of two that is not below x. */
+static float power_above(float x) {
+    const uint32_t u = f32_to_bits(x);
+    return f32_from_bits(((u >> 23) + ((u & 0x7fffff) != 0)) << 23);
+}
+
+/* Writes the row of position `pos` from x (width). FP8: each group has a scale, which kv_load folds back in: the least power
+ * of two that keeps its values at 448 or below, so that values that E4M3 or E2M1 holds with such a scale stay as they
+ * are. A group so small that 1 / scale would be infinite becomes zeros. */
 static void kv_store(const struct kernels *k, const struct plane *p, int pos, const float *x) {
     const size_t at_row = plane_row(p, (size_t)pos);
     uint8_t *row = p->data + at_row * p->row_bytes;
@@ -11991,7 +11998,7 @@ static void kv_store(const struct kernels *k, const struct plane *p, int pos, co
     } else {
         for (int g = 0; g < p->n_group; g++) {
             int at = g * p->group, n = p->width - at < p->group ? p->width - at : p->group;
-            float amax = k->amax(x + at, n), scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f;
+            float amax = k->amax(x + at, n), scale = amax > 0x1p-100f ? power_above(amax * (1.0f / 448.0f)) : 1.0f;
             p->scale[at_row * (size_t)p->n_group + (size_t)g] = scale;
             k->to_e4m3(x + at, 1.0f / scale, row + at, n);
         }
@@ -13636,12 +13643,6 @@ static void cpu_select_keys(struct rank *r, int il) {
  * queries and keys of the indexer are turned by a Hadamard matrix, which alone leaves their products as they are, and are
  * then what E2M1 holds of them.
  * ============================================================================================================ */
-
-/* The least power of two that is not below x. */
-static float power_above(float x) {
-    const uint32_t u = f32_to_bits(x);
-    return f32_from_bits(((u >> 23) + ((u & 0x7fffff) != 0)) << 23);
-}
 
 /* Rounds x (n) to E4M3, in blocks whose scale is the least power of two that keeps them at 448 or below. */
 static void round_key(const struct kernels *k, float *x, int n) {
@@ -16142,7 +16143,7 @@ static const struct option options[] = {
     {"top-k", IS_INT(top_k, 0, INT32_MAX), .arg = "K", .in_chat = true,
      .help = "sample from the K most likely tokens (default: 40)"},
     {"top-p", IS_NUM(top_p, 0, 1), .arg = "P", .in_chat = true,
-     .help = "sample from the most likely tokens whose probabilities add up to P (default: 0.95)"},
+     .help = "sample from tokens that add up to P (default: 0.95)"},
     {"min-p", IS_NUM(min_p, 0, 1), .arg = "P", .in_chat = true,
      .help = "drop tokens less likely than P times the likeliest (default: 0; pruned models 0.05)"},
     {"repeat-penalty", IS_NUM(repeat_penalty, 0.1, 10), .arg = "R", .in_chat = true,
@@ -16154,7 +16155,7 @@ static const struct option options[] = {
      .help = "tokens of context (default: 0, as trained or what fits)"},
     {"threads", "-t", IS_INT(threads, -1, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
     {"kv", "--cache-type-k|--cache-type-v|-ctk|-ctv", IS_CHOICE(kv, kv_names), .arg = "TYPE",
-     .help = "KV cache (default: fp8; on a CPU bf16)"},
+     .help = "KV cache (default: fp8; of DeepSeek-V4 and on a CPU bf16)"},
     {"qat", IS_CHOICE(qat, qat_names), .rare = true, .arg = "WHEN",
      .help = "round keys and the indexer as DeepSeek-V4 was trained (default: on)"},
     {"cpu", IS_FLAG(cpu), .help = "use no GPU"},
@@ -16699,9 +16700,10 @@ static uint64_t settings_seed(const struct settings *s) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* The type of the KV cache; settles the default. */
-static enum kv_type settings_kv(struct settings *s, bool gpu) {
-    if (s->kv < 0) s->kv = gpu ? KV_FP8 : KV_BF16;
+/* The type of the KV cache; settles the default. BF16 holds keys that are rounded as in training exactly, and compressed
+ * keys are few. */
+static enum kv_type settings_kv(struct settings *s, const struct model *m, bool gpu) {
+    if (s->kv < 0) s->kv = gpu && !m->family->qat ? KV_FP8 : KV_BF16;
     return (enum kv_type)s->kv;
 }
 
@@ -21365,7 +21367,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     char *text = NULL;
     p->m = m;
     p->cpu = !gpu;
-    p->kv = settings_kv(set, gpu);
+    p->kv = settings_kv(set, m, gpu);
     p->kv_name = kv_names[p->kv];
     p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
     p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
@@ -21514,7 +21516,7 @@ static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
     const uint64_t have = memory_available(), budget = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0;
     if (e->set->n_ctx) return e->set->n_ctx;
-    return int_max(context_fit(m, settings_kv(e->set, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
+    return int_max(context_fit(m, settings_kv(e->set, m, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
 }
 
 /* Shows how much of the model is on the GPU, on a terminal. */
@@ -21606,7 +21608,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     char number[32];
     struct cuda_options o = {.n_ctx = set->n_ctx,
                              .kv_splits = set->kv_splits,
-                             .kv = settings_kv(set, true),
+                             .kv = settings_kv(set, &e->model, true),
                              .allreduce = set->allreduce,
                              .moe_act = set->moe_act,
                              .stats = set->calibrate != NULL,
@@ -21681,7 +21683,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
                          (struct cpu_options){.k = set->cpu_ref ? &kernels_ref : kernels_choose(),
                                               .n_threads = settings_threads(set),
                                               .n_ctx = choose_context(e),
-                                              .kv = settings_kv(set, false),
+                                              .kv = settings_kv(set, &e->model, false),
                                               .stats = set->calibrate != NULL,
                                               .in_sum2 = set->activations != NULL});
     if (e->session.n_ctx > e->model.n_ctx_train)

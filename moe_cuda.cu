@@ -3194,8 +3194,14 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
  * of the cache.
  * ============================================================================================================ */
 
+/* Returns the least power of two that is not below x. */
+DEVICE float power_above(float x) {
+    const uint32_t u = __float_as_uint(x);
+    return __uint_as_float(((u >> 23) + ((u & 0x7FFFFF) != 0)) << 23);
+}
+
 /* Stores a group of n values into a row of a plane, from element `at` on, with one warp: value i is x[i / 32] of lane
- * i % 32. FP8: the group's scale is amax / 448. */
+ * i % 32. FP8: see kv_store of moe.c. */
 template <int PER>
 DEVICE void plane_store(const struct plane &p, size_t at_row, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
@@ -3203,7 +3209,7 @@ DEVICE void plane_store(const struct plane &p, size_t at_row, int at, int group,
     float amax = 0;
     UNROLL for (int i = 0; i < PER; i++) if (lane + 32 * i < n) amax = fmaxf(amax, fabsf(x[i]));
     amax = warp_max(amax);
-    float scale = amax > 0x1p-100f ? amax / 448.0f : 1.0f, inv = 1.0f / scale;
+    float scale = amax > 0x1p-100f ? power_above(amax * (1.0f / 448.0f)) : 1.0f, inv = 1.0f / scale;
     const bool fp8 = p.type == KV_FP8;
     if (fp8 && !lane) p.scale[at_row * (size_t)p.n_group + (size_t)group] = scale;
     UNROLL for (int i = 0; i < PER; i++) {
@@ -5389,10 +5395,6 @@ DEVICE void rope_last(const float *src, bool normed, const float *w, int n, int 
 }
 
 /* Roundings as in "CPU operations: compressed keys" of moe.c, with one warp: value lane + 32 j is x[j]. */
-DEVICE float power_above(float x) {
-    const uint32_t u = __float_as_uint(x);
-    return __uint_as_float(((u >> 23) + ((u & 0x7FFFFF) != 0)) << 23);
-}
 DEVICE void round_key(float x[SHARED_PER], int n) {
     const int lane = threadIdx.x & 31;
     UNROLL for (int j = 0; j < SHARED_PER; j += QAT_KEY / 32) {

@@ -480,7 +480,7 @@ static int64_t streams_fit(const json_t *o, const struct streamed_shape *p, int6
         const int64_t scratch = plan_int(r, "scratch_about");
         CHECK(scratch > 1ll << 30 && scratch < 4ll << 30, "%lld bytes of activations", (long long)scratch);
         for (; fit > 6; fit--) {
-            const struct streams_hand s = streams_by_hand(p, false, true, fit, tp, k % tp, plan_int(r, "first_layer"),
+            const struct streams_hand s = streams_by_hand(p, false, false, fit, tp, k % tp, plan_int(r, "first_layer"),
                                                           plan_int(r, "layers"), ctx);
             if (s.h.weights + s.h.rounding + s.h.cache + scratch <= usable) break;
         }
@@ -497,7 +497,7 @@ static void check_streams_pruned(int gpus, int ctx, int64_t keep) {
     for (int tp = gpus; tp; tp /= 2) {
         snprintf(args, sizeof args, "%s --tp %d --pp %d", common, tp, gpus / tp);
         json_t *o = plan_of(args, 1);
-        check_streams(o, args, p, false, true);
+        check_streams(o, args, p, false, false);
         plan_says(o, "verdict", "needs pruning");
         const int64_t fit = streams_fit(o, p, ctx);
         CHECK_INT(plan_int(o, "keep_experts"), fit, "%s", args);
@@ -506,7 +506,7 @@ static void check_streams_pruned(int gpus, int ctx, int64_t keep) {
     }
     json_t *o = plan_of(common, 1);
     plan_says(o, "verdict", "needs pruning");
-    check_streams(o, common, p, false, true);
+    check_streams(o, common, p, false, false);
     CHECK(plan_int(o, "keep_experts") == keep && best == keep, "%s: %d experts, by hand %d, expected %d", common,
           (int)plan_int(o, "keep_experts"), (int)best, (int)keep);
     json_decref(o);
@@ -523,11 +523,11 @@ static void test_plan_streams(void) {
     static const struct {
         const char *args, *verdict;
         int model, tp, pp, ctx, keep;
-        bool q8, bf16;
+        bool q8, fp8;
     } t[] = {{"--gpus 2x96", "fits", 0, 2, 1, 1048576, 256, false, false},
              {"--gpus 4x96", "fits", 0, 4, 1, 1048576, 256, false, false},
-             {"--gpus 2x96 --kv bf16", "fits", 0, 2, 1, 1048576, 256, true, true},
-             {"--gpus 4x96 --kv bf16 -c 4351", "fits", 0, 4, 1, 4351, 256, true, true},
+             {"--gpus 2x96 --kv fp8", "fits", 0, 2, 1, 1048576, 256, true, true},
+             {"--gpus 4x96 --kv fp8 -c 4351", "fits", 0, 4, 1, 4351, 256, true, true},
              {"--gpus 2x96 --pp 2", "fits with --pp", 0, 1, 2, 1048576, 256, false, false},
              {"--gpus 4x96 --tp 2 --pp 2 -c 4096", "fits with --pp", 0, 2, 2, 4096, 256, false, false},
              {"--gpus 4x96 --pp 4 -c 30", "fits with --pp", 0, 1, 4, 30, 256, true, false},
@@ -545,7 +545,7 @@ static void test_plan_streams(void) {
                   plan_int(o, "keep_experts") == t[i].keep,
               "%s: --tp %d --pp %d, a context of %d, %d experts", args, (int)plan_int(o, "tp"), (int)plan_int(o, "pp"),
               (int)plan_int(o, "context"), (int)plan_int(o, "keep_experts"));
-        check_streams(o, args, p, t[i].q8, !t[i].bf16);
+        check_streams(o, args, p, t[i].q8, t[i].fp8);
         json_decref(o);
     }
     for (int i = 0; i < 2; i++) { /* four parts make the whole */
@@ -555,7 +555,7 @@ static void test_plan_streams(void) {
             snprintf(args, sizeof args, "--gpus %s@1792 -c 4096 --spec-type none --synth %s", k ? "1x1000" : "4x300",
                      streamed_shapes[i].name);
             json_t *o = plan_of(args, 0);
-            sum[k] = check_streams(o, args, &streamed_shapes[i], false, true);
+            sum[k] = check_streams(o, args, &streamed_shapes[i], false, false);
             json_decref(o);
         }
         CHECK(sum[0] == sum[1], "%s: four parts do not make the whole", streamed_shapes[i].name);
@@ -567,7 +567,7 @@ static void test_plan_streams(void) {
 static void test_plan_streams_context(void) {
     const struct streamed_shape *p = &streamed_shapes[0];
     json_t *o = plan_of("--gpus 2x96 --spec-type none --synth deepseek-v4-flash", 0);
-    const int64_t most = plan_int(json_array_get(json_object_get(o, "layouts"), 0), "largest_context_fp8");
+    const int64_t most = plan_int(json_array_get(json_object_get(o, "layouts"), 0), "largest_context_bf16");
     json_decref(o);
     for (int more = 0; more < 2; more++) {
         const int64_t ctx = most + 256 * more;
@@ -575,14 +575,14 @@ static void test_plan_streams_context(void) {
         snprintf(args, sizeof args, "--gpus 2x96 --spec-type none --tp 2 --synth deepseek-v4-flash -c %d", (int)ctx);
         o = plan_of(args, more);
         const json_t *r = plan_rank_of(o, 0);
-        const struct streams_hand s = streams_by_hand(p, false, true, 256, 2, 0, 0, 43, ctx);
+        const struct streams_hand s = streams_by_hand(p, false, false, 256, 2, 0, 0, 43, ctx);
         const int64_t room = plan_int(r, "usable") - plan_int(r, "scratch_about") - s.h.weights - s.h.rounding;
         CHECK((s.h.cache > room) == more, "%s: a cache of %lld bytes in %lld", args, (long long)s.h.cache,
               (long long)room);
         json_decref(o);
     }
     /* of a snapshot 16 tokens behind the window of 43 layers, and those that the keys of 21 and 20 are made of */
-    const int64_t snapshot = 43 * 143 * 528 + 21 * 23 * 4 * 4 * (512 + 128) + 20 * 143 * 4 * 2 * 512;
+    const int64_t snapshot = 43 * 143 * 1024 + 21 * 23 * 4 * 4 * (512 + 128) + 20 * 143 * 4 * 2 * 512;
     char *out = NULL, text[64];
     snprintf(text, sizeof text, "\nsnapshots   %.1f MiB of host memory for 8 snapshots",
              8 * (double)snapshot * 0x1p-20);
@@ -591,11 +591,11 @@ static void test_plan_streams_context(void) {
                         " --plan --gpus 4x96 --spec-type none --synth deepseek-v4 </dev/null",
                 &out, NULL);
     CHECK_HAS(sb_cstr(&out), text, "of 143 tokens");
-    CHECK_HAS(sb_cstr(&out), "\nindex keys  693.0 MiB of a GPU's cache; a token reads all of them\n", "of 21 layers");
-    CHECK_HAS(sb_cstr(&out), "\nindex keys  1.4 MiB of a GPU's cache, not read: a token sees all keys\n",
+    CHECK_HAS(sb_cstr(&out), "\nindex keys  1.3 GiB of a GPU's cache; a token reads all of them\n", "of 21 layers");
+    CHECK_HAS(sb_cstr(&out), "\nindex keys  2.6 MiB of a GPU's cache, not read: a token sees all keys\n",
               "of 512 keys");
     CHECK_HAS(sb_cstr(&out),
-              "(moe-reap --keep 131)\n            with all experts: short by 129.4 GiB on a GPU\n"
+              "(moe-reap --keep 131)\n            with all experts: short by 129.5 GiB on a GPU\n"
               "            3 layers with experts by token ids keep all\n",
               "of four cards");
     arrfree(out);
@@ -775,7 +775,7 @@ static double hand_mla(double ctx) {
 /* A rank of deepseek-v4-flash on two cards: norms wait for the streams, but for the query's. Keys of 4 tokens are
  * chosen. Catches streams or a step of attention that are not in the forecast, and a norm that is there twice. */
 static double hand_streams(double ctx) {
-    const struct streams_hand s = streams_by_hand(&streamed_shapes[0], false, true, 256, 2, 0, 0, 43, (int64_t)ctx);
+    const struct streams_hand s = streams_by_hand(&streamed_shapes[0], false, false, 256, 2, 0, 0, 43, (int64_t)ctx);
     const double query = 2.0 * 1024 * 32 * 512, output = 2.0 * 1024 * (32 * 512 + 4 * 4096),
                  reduce = plan_reduce[0] * 1e6;
     const double mix = hand_us(DECODE_STREAMS) + hand_us(DECODE_STREAMS_NORM), sum = hand_us(DECODE_ADD_NORM) + reduce;

@@ -70,6 +70,34 @@ static void test_qat_index(void) {
     }
 }
 
+/* What is rounded as in training stays as it is in a cache in BF16 or FP8: keys but for their rotated values, and keys of
+ * the indexer. Catches FP8 scales that are no powers of two. */
+static void test_qat_cache(void) {
+    enum { D = 512, ROPE = 64, INDEX = 128 };
+    static const enum kv_type types[] = {KV_BF16, KV_FP8};
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        for (int index = 0; index < 2; index++) {
+            const int d = index ? INDEX : D, kept = index ? INDEX : D - ROPE;
+            const struct kernels *k = kernels_choose();
+            struct plane p = plane_make(types[i], d, index ? INDEX : LATENT_GROUP);
+            float x[D], got[D], scale[D / LATENT_GROUP];
+            uint8_t row[2 * D];
+            uint64_t seed = 7;
+            p.data = row, p.scale = scale;
+            for (int turn = 0; turn < 100; turn++) {
+                for (int c = 0; c < d; c++) /* blocks of other sizes */
+                    x[c] = ldexpf((float)rng_uniform(&seed) + 0.25f, (turn + c / 64) % 3) * (c % 2 ? 3.3f : -0.7f);
+                if (index) round_index(k, x, d);
+                else round_key(k, x, kept);
+                kv_store(k, &p, 0, x);
+                kv_load(k, &p, 0, 1, 0, d, got, d);
+                if (!CHECK(!memcmp(got, x, (size_t)kept * sizeof *x), "%s: another %s", kv_names[types[i]],
+                           index ? "key of the indexer" : "key"))
+                    break;
+            }
+        }
+}
+
 /* Logits of every 15th position. Where rounding takes a value to another neighbour because of its last bits, the rows
  * behind it differ by 1e-9 to 1e-3, so half of the rows are to agree closely, and all of them roughly. Catches rotated
  * values that are rounded, keys or queries of the indexer that are not, and other blocks of its values. */
@@ -171,6 +199,6 @@ static void test_qat_option(void) {
     check_command(cmd, 1, "0\n", NULL);
 }
 
-#define TESTS_QAT                                                                                  \
-    {"qat/key", test_qat_key}, {"qat/index", test_qat_index}, {"qat/fixtures", test_qat_fixtures}, \
-        {"qat/state", test_qat_state}, {"qat/option", test_qat_option},
+#define TESTS_QAT                                                                            \
+    {"qat/key", test_qat_key}, {"qat/index", test_qat_index}, {"qat/cache", test_qat_cache}, \
+        {"qat/fixtures", test_qat_fixtures}, {"qat/state", test_qat_state}, {"qat/option", test_qat_option},
