@@ -10181,6 +10181,7 @@ struct kernels {
     void (*mul_add)(float *y, const float *w, const float *x, int n); /* y += w * x */
     void (*scale)(const float *x, float f, float *y, int n);          /* y = f * x; y may be x */
     void (*scale_add)(const float *x, float f, float *y, int n);      /* y += f * x */
+    void (*relu_add)(const float *x, float f, float *y, int n);       /* y += f * max(x, 0) */
     /* One token of the gated delta rule over n columns of the state S (dk, lds): u = beta (v - a S^T k); S = a S + k
      * u^T; o = S^T q. q, k (dk); v, o (n). */
     void (*delta_step)(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
@@ -10338,6 +10339,10 @@ static void ref_scale_add(const float *x, float f, float *y, int n) {
     for (int i = 0; i < n; i++) y[i] += f * x[i];
 }
 
+static void ref_relu_add(const float *x, float f, float *y, int n) {
+    for (int i = 0; i < n; i++) y[i] += f * fmaxf(x[i], 0);
+}
+
 static void ref_mul_add(float *y, const float *w, const float *x, int n) {
     for (int i = 0; i < n; i++) y[i] += w[i] * x[i];
 }
@@ -10394,6 +10399,7 @@ static const struct kernels kernels_ref = {.name = "reference",
                                            .mul_add = ref_mul_add,
                                            .scale = ref_scale,
                                            .scale_add = ref_scale_add,
+                                           .relu_add = ref_relu_add,
                                            .delta_step = ref_delta_step,
                                            .amax = ref_amax,
                                            .max = ref_max};
@@ -10712,6 +10718,15 @@ INLINE void vec_scale_add(const float *x, float f, float *y, int n) {
     ref_scale_add(x + i, f, y + i, n - i);
 }
 
+INLINE void vec_relu_add(const float *x, float f, float *y, int n) {
+    int i = 0;
+    for (; i + VL <= n; i += VL) {
+        const vf v = VLOAD(vf, x + i);
+        VSTORE(vf, y + i) += VSELECT(v > 0, v, (vf){0}) * f;
+    }
+    ref_relu_add(x + i, f, y + i, n - i);
+}
+
 INLINE void vec_mul_add(float *y, const float *w, const float *x, int n) {
     int i = 0;
     for (; i + VL <= n; i += VL) VSTORE(vf, y + i) = VLOAD(vf, y + i) + VLOAD(vf, w + i) * VLOAD(vf, x + i);
@@ -10831,6 +10846,7 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     TARGET static void isa##_mul_add(float *y, const float *w, const float *x, int n) { vec_mul_add(y, w, x, n); } \
     TARGET static void isa##_scale(const float *x, float f, float *y, int n) { vec_scale(x, f, y, n); }            \
     TARGET static void isa##_scale_add(const float *x, float f, float *y, int n) { vec_scale_add(x, f, y, n); }    \
+    TARGET static void isa##_relu_add(const float *x, float f, float *y, int n) { vec_relu_add(x, f, y, n); }      \
     TARGET static void isa##_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k,          \
                                         const float *v, float a, float beta, float *o) {                           \
         vec_delta_step(S, lds, dk, n, q, k, v, a, beta, o);                                                        \
@@ -10853,7 +10869,7 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul, .sigmoid_mul = isa##_sigmoid_mul,                         \
     .from_bf16 = isa##_from_bf16, .from_e4m3 = isa##_from_e4m3, .to_e4m3 = isa##_to_e4m3, .to_bf16 = isa##_to_bf16, \
     .rmsnorm = isa##_rmsnorm, .mul_add = isa##_mul_add, .scale = isa##_scale, .scale_add = isa##_scale_add,         \
-    .delta_step = isa##_delta_step, .amax = isa##_amax, .max = isa##_max
+    .relu_add = isa##_relu_add, .delta_step = isa##_delta_step, .amax = isa##_amax, .max = isa##_max
 
 /* ============================================================================================================
  * CPU kernels: GEMM with integer activations
@@ -13554,17 +13570,18 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
     float *keys = cpu_scratch(r), *rows = keys + (ptrdiff_t)width * KEY_BLOCK, *s = rows + (ptrdiff_t)width * KEY_BLOCK;
     for (int end = pos + n, some; pos < end; pos += some) {
         some = int_min(end - pos, KEY_BLOCK);
+        const int whole =
+            ceil_to(some, TRANSPOSE_ROWS); /* whole vectors: a key's bits do not depend on those behind it */
         kv_load_columns(r->k, &r->planes[il][PLANE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
         for (int t = 0; t < n_tok; t++) {
             const float *w = act_row(r, A_IW, first + t);
             float *out = index_row(r, a, t) + pos / block;
             memset(s, 0, (size_t)heads * KEY_BLOCK * sizeof *s);
-            r->k->sgemm_add(heads, ceil_to(some, TRANSPOSE_ROWS), width, act_row(r, A_IQ, first + t), width, keys,
-                            KEY_BLOCK, s, KEY_BLOCK);
+            r->k->sgemm_add(heads, whole, width, act_row(r, A_IQ, first + t), width, keys, KEY_BLOCK, s, KEY_BLOCK);
             if (!(layer->has & HAS_GQA)) {
-                memset(out, 0, (size_t)some * sizeof *out);
-                for (int h = 0; h < heads; h++)
-                    for (int i = 0; i < some; i++) out[i] += w[h] * fmaxf(s[h * KEY_BLOCK + i], 0);
+                float sum[KEY_BLOCK] = {0};
+                for (int h = 0; h < heads; h++) r->k->relu_add(s + h * KEY_BLOCK, w[h], sum, whole);
+                memcpy(out, sum, (size_t)some * sizeof *out);
                 continue;
             }
             for (int h = 0; h < heads; h++)

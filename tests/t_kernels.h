@@ -402,6 +402,12 @@ static void test_kernels_vectors(void) {
                 CHECK(fabsf(a[i] - b[i]) <= 2e-7f * fabsf(w[i]) + 2e-7f * fabsf(b[i]), "%s: scale_add %d of %d",
                       k->name, i, n);
             memcpy(a, b, (size_t)n * sizeof *a);
+            k->relu_add(x, 0.5f, a, n);
+            kernels_ref.relu_add(x, 0.5f, b, n);
+            for (int i = 0; i < n; i++)
+                CHECK(fabsf(a[i] - b[i]) <= 2e-7f * fabsf(x[i]) + 2e-7f * fabsf(b[i]), "%s: relu_add %d of %d", k->name,
+                      i, n);
+            memcpy(a, b, (size_t)n * sizeof *a);
             k->mul_add(a, w, w, n);
             kernels_ref.mul_add(b, w, w, n);
             for (int i = 0; i < n; i++)
