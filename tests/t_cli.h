@@ -992,6 +992,19 @@ static void test_readme_families(void) {
     arrfree(help);
 }
 
+/* The number of tiny models in README.md is that of the directories in tests/fixtures. */
+static void test_readme_models(void) {
+    char *text = NULL, want[64], err[ERR_MAX];
+    int n = 0;
+    DIR *dir = opendir("tests/fixtures");
+    if (!CHECK(dir && !read_file("README.md", &text, err), "no tests/fixtures or README.md")) return;
+    for (const struct dirent *e; (e = readdir(dir));) n += !strchr(e->d_name, '.');
+    closedir(dir);
+    snprintf(want, sizeof want, "checked with the demo model and %d tiny ones;", n);
+    CHECK_HAS(sb_cstr(&text), want, "the table of what has run");
+    arrfree(text);
+}
+
 /* The shapes behind "`--synth` knows" in README.md are those of the table, in its order. */
 static void test_readme_shapes(void) {
     char *text = NULL, *want = NULL, *found = NULL, err[ERR_MAX];
@@ -1027,4 +1040,4 @@ static void test_readme_shapes(void) {
         {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench},   \
         {"cli/bench-depth", test_cli_bench_depth}, {"cli/measure", test_cli_measure},                                \
         {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                          \
-        {"readme/shapes", test_readme_shapes},
+        {"readme/models", test_readme_models}, {"readme/shapes", test_readme_shapes},
