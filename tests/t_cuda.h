@@ -1905,7 +1905,8 @@ static void batches_agree(const char *name, const struct model *m, const struct 
 }
 
 /* Logits against Hugging Face's: of a prefill, then of decoding behind half of it. Where an indexer chooses keys rounding
- * decides one of 20,000 choices, see pair_out_select_keys; it changes that token and those that see it. */
+ * decides one of 20,000 choices, see pair_out_select_keys; it changes that token and those that see it: in deepseek_v32
+ * 13 of 128, by which the NMSE of all is 5e-3, in the others at most 3, and it is 2.4e-4 or less. */
 static void test_cuda_fixtures(void) {
     cuda_test_begin(17);
     for (int f = 0; f < RANK_FIXTURES; f++) {
@@ -1918,7 +1919,7 @@ static void test_cuda_fixtures(void) {
         const int n = fixture_logits(name, &m, &ids, &want), half = n / 2;
         const size_t v = (size_t)m.n_vocab;
         if (!cuda_session(&s, &m, n, KV_BF16, MOE_ACT_F16)) return;
-        const double limit = m.max.top_k ? 1e-2 : 1e-3;
+        const double limit = strcmp(name, "deepseek_v32") ? 1e-3 : 1e-2;
         cuda_compare(&s, name, ids, n, want, limit, 1e-3);
         session_free(&s);
         float *got = batches_logits(&m, &one_rank, KV_BF16, ids, half, n, DECODE_MAX_TOKENS, 3);
