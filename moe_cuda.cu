@@ -1553,8 +1553,9 @@ DEVICE float warp_sums(float (&v)[32]) {
 }
 
 /* streams = post * delta + mix^T streams, and the sums of their products with fn.
- * Grid: (ceil(n / STREAM_COLUMNS), any), block: STREAM_COLUMNS, a thread per column, with its column of fn in registers.
- * Moves 36 bytes per column and token, and reads fn once per block row, before the kernel in front has ended. */
+ * Grid: (ceil(n / STREAM_COLUMNS), ceil(n_tok / STREAM_TOKENS)), block: STREAM_COLUMNS, a thread per column, with its
+ * column of fn in registers. Moves 36 bytes per column and token, and reads fn once per block row, before the kernel in
+ * front has ended. */
 __global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_constant__ struct streams_args a) {
     SHARED(float, part, STREAM_TOKENS *(STREAM_COLUMNS / WARP) * STREAM_SUMS);
     grid_dependency_launch();
@@ -1564,43 +1565,39 @@ __global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_con
     UNROLL for (int i = 0; i < STREAM_ROWS; i++) UNROLL for (int j = 0; j < GPU_STREAMS; j++) w[i][j] =
         in && i < a.n_row ? a.fn[(size_t)(i * GPU_STREAMS + j) * (size_t)a.n + (size_t)col] : 0.0f;
     grid_dependency_wait();
-    for (int first = (int)blockIdx.y * STREAM_TOKENS; first < a.n_tok; first += (int)gridDim.y * STREAM_TOKENS) {
-        const int some = min(a.n_tok - first, (int)STREAM_TOKENS);
-        UNROLL_BY(1) for (int t = 0; t < some; t++) {
-            float *row = a.streams + (size_t)(first + t) * (size_t)(GPU_STREAMS * a.n) + col, x[GPU_STREAMS],
-                  v[32] = {};
-            const float *from = a.joined ? a.joined + (row - a.streams) : row;
-            UNROLL for (int j = 0; j < GPU_STREAMS; j++) x[j] = in ? from[(size_t)j * (size_t)a.n] : 0.0f;
-            if (a.joined && in) UNROLL for (int j = 0; j < GPU_STREAMS; j++) row[(size_t)j * (size_t)a.n] = x[j];
-            if (a.delta) {
-                const float y = in ? a.delta[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
-                const float *post = a.mix + (size_t)(first + t) * (STREAM_ROWS + 1) + GPU_STREAMS;
-                const float *mix = post + GPU_STREAMS;
-                float to[GPU_STREAMS];
-                UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
-                    to[k] = post[k] * y;
-                    UNROLL for (int j = 0; j < GPU_STREAMS; j++) to[k] = fmaf(mix[j * GPU_STREAMS + k], x[j], to[k]);
-                }
-                UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
-                    x[k] = to[k];
-                    if (in) row[(size_t)k * (size_t)a.n] = to[k];
-                }
+    const int first = (int)blockIdx.y * STREAM_TOKENS, some = min(a.n_tok - first, (int)STREAM_TOKENS);
+    UNROLL_BY(1) for (int t = 0; t < some; t++) {
+        float *row = a.streams + (size_t)(first + t) * (size_t)(GPU_STREAMS * a.n) + col, x[GPU_STREAMS], v[32] = {};
+        const float *from = a.joined ? a.joined + (row - a.streams) : row;
+        UNROLL for (int j = 0; j < GPU_STREAMS; j++) x[j] = in ? from[(size_t)j * (size_t)a.n] : 0.0f;
+        if (a.joined && in) UNROLL for (int j = 0; j < GPU_STREAMS; j++) row[(size_t)j * (size_t)a.n] = x[j];
+        if (a.delta) {
+            const float y = in ? a.delta[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
+            const float *post = a.mix + (size_t)(first + t) * (STREAM_ROWS + 1) + GPU_STREAMS;
+            const float *mix = post + GPU_STREAMS;
+            float to[GPU_STREAMS];
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
+                to[k] = post[k] * y;
+                UNROLL for (int j = 0; j < GPU_STREAMS; j++) to[k] = fmaf(mix[j * GPU_STREAMS + k], x[j], to[k]);
             }
-            UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
-                UNROLL for (int i = 0; i < STREAM_ROWS; i++) v[i] = fmaf(w[i][j], x[j], v[i]);
-                v[STREAM_ROWS] = fmaf(x[j], x[j], v[STREAM_ROWS]);
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
+                x[k] = to[k];
+                if (in) row[(size_t)k * (size_t)a.n] = to[k];
             }
-            part[(t * (STREAM_COLUMNS / WARP) + warp) * STREAM_SUMS + lane] = warp_sums<16>(v);
         }
-        __syncthreads(); /* the sums of all warps are written */
-        for (int i = tid; i < some * STREAM_SUMS && a.n_row; i += STREAM_COLUMNS) {
-            const int t = i / STREAM_SUMS;
-            float s = 0;
-            for (int k = 0; k < STREAM_COLUMNS / WARP; k++)
-                s += part[(t * (STREAM_COLUMNS / WARP) + k) * STREAM_SUMS + i % STREAM_SUMS];
-            a.sums[((size_t)(first + t) * gridDim.x + blockIdx.x) * STREAM_SUMS + i % STREAM_SUMS] = s;
+        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
+            UNROLL for (int i = 0; i < STREAM_ROWS; i++) v[i] = fmaf(w[i][j], x[j], v[i]);
+            v[STREAM_ROWS] = fmaf(x[j], x[j], v[STREAM_ROWS]);
         }
-        __syncthreads(); /* the sums have been read */
+        part[(t * (STREAM_COLUMNS / WARP) + warp) * STREAM_SUMS + lane] = warp_sums<16>(v);
+    }
+    __syncthreads(); /* the sums of all warps are written */
+    for (int i = tid; i < some * STREAM_SUMS && a.n_row; i += STREAM_COLUMNS) {
+        const int t = i / STREAM_SUMS;
+        float s = 0;
+        for (int k = 0; k < STREAM_COLUMNS / WARP; k++)
+            s += part[(t * (STREAM_COLUMNS / WARP) + k) * STREAM_SUMS + i % STREAM_SUMS];
+        a.sums[((size_t)(first + t) * gridDim.x + blockIdx.x) * STREAM_SUMS + i % STREAM_SUMS] = s;
     }
 }
 
@@ -3995,7 +3992,7 @@ DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
 /* Joins the splits of a row tile, by the block that comes last: of ATTN_JOIN neighboring splits to the place of the first,
  * of ATTN_JOIN such groups likewise, and so on; the last writes the result. A split that has no key of a row adds zeros:
  * the row's bits depend on its own splits alone. Block: 8 threads a row of the tile. smem: (ROWS, ATTN_JOIN) floats and
- * 2 ROWS more. */
+ * 2 ROWS more, which warps may still read when others begin. */
 template <int D, int ROWS, bool BACK>
 DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, float *smem) {
     uint32_t *arrived = a.arrived + (blockIdx.z * gridDim.y + blockIdx.y) * ATTN_COUNTERS;
@@ -4377,10 +4374,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             if (slice + u < SLICES) attn_store<ONE_KV, false, ONE_KV>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
     }
-    if (ONE_KV && w.n_split > 1 && a.arrived) {
-        __syncthreads(); /* all warps are done with shared memory */
-        attn_join<LAT, 32, true>(a, w, (float *)smem);
-    }
+    if (ONE_KV && w.n_split > 1 && a.arrived) attn_join<LAT, 32, true>(a, w, (float *)smem);
 }
 
 /* Returns the byte of 16-byte piece c of row `row` in an f16 tile, permuted so that the 8 rows of a matrix use

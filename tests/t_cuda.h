@@ -981,12 +981,12 @@ void cuda_test_sparse(void) {
     }
 }
 
-/* Streams of residuals, compressed keys of both kinds, experts by token ids in two layers: operations against a CPU's
- * behind a key of 128 tokens, and whole forwards. */
+/* Streams of residuals, whose columns are divided among warps, compressed keys of both kinds, experts by token ids in two
+ * layers: operations against a CPU's behind a key of 128 tokens, and whole forwards. */
 void cuda_test_streams(void) {
     /* clang-format off */
     static const struct synth shape = {
-        "streams", "deepseek4", 3, 128, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
+        "streams", "deepseek4", 3, 192, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
         .scale = 1.5f, .window = 60, .n_index = 6, .index_k = 64, .top_k = 24, .ff_type = GGUF_MXFP4, .o_lora = 32,
         .head_groups = 2, .n_stream = 4, .n_hash = 2, .first_ratio = 128, .predicts = true};
     /* clang-format on */
