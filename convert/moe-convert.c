@@ -225,16 +225,16 @@ static size_t block_row(const struct linear *l, size_t row) {
 }
 
 /* Describes the FP8 layer x, whose blocks begin anew in each of `chunks` equal parts of its rows. w: (rows, cols) E4M3.
- * weight_scale_inv is a multiplier like weight_scale, despite its name. It is by blocks, so that a matrix of one block
- * is rounded like its neighbors. */
+ * weight_scale_inv is a multiplier like weight_scale, despite its name. It is by blocks, as DeepSeek-V4's scale is, so that
+ * a matrix of one block is rounded like its neighbors. */
 static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .chunk = w->shape[0] / chunks, .factor = 1.0f};
     const size_t block_rows = chunks * ceil128(l.chunk);
     struct tensor *s = tensor_find(fmt("%s.weight_scale_inv", x)), *in = tensor_find(fmt("%s.input_scale", x));
-    const bool inv = s != NULL;
+    bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
-    if (!s) s = find_powers(x);
-    if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv' nor '%s.weight_scale' exists", where(w), x, x);
+    if (!s) s = tensor_find(fmt("%s.scale", x)), inv = s; /* DeepSeek-V4 */
+    if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv', '.weight_scale' nor '.scale' exists", where(w), x);
     const bool blocks = s->rank == 2 && s->shape[0] == block_rows && s->shape[1] == ceil128(l.cols);
     if (are_powers(s)) l.format = blocks ? FP8_BLOCK : check_block_scales(w, s, l.cols);
     else if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
