@@ -8035,8 +8035,18 @@ static void read_deepseek4(struct loader *l) {
     m->stream_eps = loader_num(l, "hyper_connection.epsilon", NAN);
     l->n_expert_ids = loader_int(l, "hash_layer_count", KEY_REQUIRED, 0, m->n_layer);
     loader_ratios(l);
+    loader_num(l, "expert_weights_scale", NAN); /* required */
+    char key[128];
+    if (!loader_key(l, "swiglu_clamp_exp", key)) loader_fail(l, "metadata key '%s' is missing", key);
     loader_nums(l, "swiglu_clamp_exp", l->clamp);
-    loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
+    if (loader_key(l, "swiglu_clamp_shexp", key)) loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
+    else memcpy(l->clamp_shared, l->clamp, sizeof l->clamp); /* as in llama.cpp */
+    if (!l->failed && m->gating != GATING_SQRT_SOFTPLUS)
+        loader_fail(l, "metadata key '%s.expert_gating_func' is %d, expected %d", l->arch, m->gating,
+                    GATING_SQRT_SOFTPLUS);
+    if (!l->failed && loader_num(l, "rope.scaling.attn_factor", 1) != 1)
+        loader_fail(l, "metadata key '%s.rope.scaling.attn_factor' is %g, expected 1", l->arch,
+                    loader_num(l, "rope.scaling.attn_factor", 1));
     for (int il = 0; il < blocks && !l->failed; il++) {
         if (l->n_head_kv[il] != 1) loader_fail(l, "layer %d has %d KV heads, expected 1", il, l->n_head_kv[il]);
         else if (l->n_head[il] % a->n_group)
@@ -8311,6 +8321,9 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
                     "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
                     "is not 2",
                     il, l->arch);
+    if (layer->has & HAS_STREAMS && !(layer->has & HAS_EXPERT_IDS) && !layer->router_bias)
+        loader_fail(l, "tensor 'blk.%d.exp_probs_b.bias' is missing, and '%s.hash_layer_count' is %d", il, l->arch,
+                    l->n_expert_ids);
     if (layer->has & HAS_EXPERTS) loader_retained(l, layer, il);
     loader_same_type(l, il, &layer->gate, &layer->up);
     loader_same_type(l, il, &layer->sh_gate, &layer->sh_up);
@@ -8615,7 +8628,8 @@ static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
 /* Returns the fewest heads whose results fill whole quantization blocks of wo's rows in every layer: query heads of
  * attention (recurrent: key heads of gated delta nets). Ranks divide heads in multiples of it. */
 static int heads_unit(const struct model *m, bool recurrent) {
-    int unit = 1;
+    enum { MOST = 1 << 20 }; /* more heads than a layer can have: one rank gets all */
+    int64_t unit = 1;
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         const struct delta *d = &layer->delta;
@@ -8625,9 +8639,10 @@ static int heads_unit(const struct model *m, bool recurrent) {
         const int heads = a->n_group ? a->n_head / a->n_group : 1; /* that ranks do not divide */
         if (a->n_group) values = a->o_lora;
         int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, values) * heads;
-        unit = unit / int_gcd(unit, u) * u;
+        unit = unit / int_gcd((int)unit, u) * u;
+        if (unit > MOST) unit = MOST;
     }
-    return unit;
+    return (int)unit;
 }
 
 /* Returns items first..first+n-1. */
@@ -21674,7 +21689,7 @@ static void engine_qat(struct engine *e) {
     if (!m->family->qat && e->set->qat >= 0) note("--qat has no effect: %s is no model of DeepSeek-V4", m->name);
     m->qat = m->family->qat && e->set->qat != QAT_OFF;
     for (int il = 0; m->qat && il < model_blocks(m); il++)
-        if (m->layers[il].attn.index_k & (m->layers[il].attn.index_k - 1))
+        if (m->layers[il].has & HAS_INDEXER && m->layers[il].attn.index_k & (m->layers[il].attn.index_k - 1))
             die("%s: the indexer of layer %d has keys of %d values, not a power of two; use --qat off", m->name, il,
                 m->layers[il].attn.index_k);
 }

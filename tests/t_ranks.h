@@ -331,8 +331,21 @@ static void test_ranks_cli(void) {
     check_command(MOE "--cpu --gpus 0 -p x", 2, "", "cannot be combined");
 }
 
-#define TESTS_RANKS                                                                                                  \
-    {"ranks/stages", test_ranks_stages}, {"ranks/cuts", test_ranks_cuts}, {"ranks/shares", test_ranks_shares},       \
-        {"ranks/heads", test_ranks_heads}, {"ranks/fixtures", test_ranks_fixtures}, {"ranks/fast", test_ranks_fast}, \
-        {"ranks/demo", test_ranks_demo}, {"ranks/save", test_ranks_save}, {"ranks/faults", test_ranks_faults},       \
-        {"ranks/cli", test_ranks_cli},
+/* Of layers whose heads have no common divisor, one rank has all. Catches a unit of heads that overflows. */
+static void test_ranks_odd_heads(void) {
+    static const int heads[] = {1021, 1019, 1013, 1009, 997, 991};
+    struct layer layers[6] = {0};
+    struct model m = {.n_layer = 6, .layers = layers};
+    for (int il = 0; il < 6; il++) {
+        layers[il].attn = (struct attn){.n_head = heads[il], .n_group = 1, .o_lora = 32};
+        layers[il].wo.type = GGUF_Q8_0;
+    }
+    const int unit = heads_unit(&m, false);
+    CHECK(unit >= 1021 && unit < 1 << 30, "units of %d heads", unit);
+}
+
+#define TESTS_RANKS                                                                                                \
+    {"ranks/stages", test_ranks_stages}, {"ranks/cuts", test_ranks_cuts}, {"ranks/shares", test_ranks_shares},     \
+        {"ranks/heads", test_ranks_heads}, {"ranks/odd-heads", test_ranks_odd_heads},                              \
+        {"ranks/fixtures", test_ranks_fixtures}, {"ranks/fast", test_ranks_fast}, {"ranks/demo", test_ranks_demo}, \
+        {"ranks/save", test_ranks_save}, {"ranks/faults", test_ranks_faults}, {"ranks/cli", test_ranks_cli},

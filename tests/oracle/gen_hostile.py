@@ -212,7 +212,7 @@ def streams(predicts=0):
     f = File(hparams("deepseek4", block_count=u32(3 + predicts), **more, **{a + "head_count": u32(2), a + "head_count_kv": u32(1), a + "value_length": u32(4), a + "q_lora_rank": u32(4), a + "sliding_window": u32(4),
                      a + "output_group_count": u32(2), a + "output_lora_rank": u32(2), a + "compress_ratios": arr(I32, [0, 4, 8, 0]), a + "compress_rope_freq_base": val(F32, 160000),
                      a + "indexer.head_count": u32(2), a + "indexer.key_length": u32(4), a + "indexer.top_k": u32(2), "rope.dimension_count": u32(2), "hash_layer_count": u32(1),
-                     "hyper_connection.count": u32(2), "hyper_connection.sinkhorn_iterations": u32(2), "hyper_connection.epsilon": val(F32, 1e-6), "expert_gating_func": u32(4),
+                     "hyper_connection.count": u32(2), "hyper_connection.sinkhorn_iterations": u32(2), "hyper_connection.epsilon": val(F32, 1e-6), "expert_gating_func": u32(4), "expert_weights_scale": val(F32, 1.5),
                      "swiglu_clamp_exp": arr(F32, [10] * (3 + predicts)), "swiglu_clamp_shexp": val(F32, 10)}) + VOCABULARY, [])
     f.tensors = [Tensor("token_embd.weight", [64, 8], T_BF16), Tensor("output_norm.weight", [64], T_F32), Tensor("output_hc_fn.weight", [128, 2], T_F32), Tensor("output_hc_base.weight", [2], T_F32),
                  Tensor("output_hc_scale.weight", [1], T_F32)]
@@ -505,6 +505,12 @@ def stream_cases():
     for name in ("attention.sliding_window", "attention.output_group_count", "attention.output_lora_rank", "attention.q_lora_rank", "attention.compress_rope_freq_base", "attention.indexer.top_k",
                  "rope.dimension_count", "hash_layer_count", "hyper_connection.count", "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon"):
         case("streams-no-" + name, f"metadata key '{at}{name}' is missing", S, setting(at + name, None))
+    for name in ("expert_weights_scale", "swiglu_clamp_exp"):
+        case("streams-no-" + name, f"metadata key '{at}{name}' is missing", S, setting(at + name, None))
+    case("streams-no-swiglu_clamp_shexp", "-", S, setting(at + "swiglu_clamp_shexp", None))
+    case("streams-gating", f"metadata key '{at}expert_gating_func' is 2, expected 4", S, setting(at + "expert_gating_func", u32(2)))
+    case("streams-attn-factor", f"metadata key '{at}rope.scaling.attn_factor' is 0.5, expected 1", S, setting(at + "rope.scaling.attn_factor", val(F32, 0.5)))
+    case("streams-no-bias", "tensor 'blk.2.exp_probs_b.bias' is missing", S, lambda f: f.drop("blk.2.exp_probs_b.bias"))
     case("ratios-missing", f"metadata key '{ratios}' is missing or has no number for each of 3 layers", S, setting(ratios, None))
     case("ratios-short", f"metadata key '{ratios}' is missing or has no number for each of 3 layers", S, setting(ratios, arr(I32, [0, 4])))
     case("ratios-one", f"metadata key '{ratios}' is missing or has no number for each of 3 layers", S, setting(ratios, u32(4)))
@@ -528,7 +534,7 @@ def stream_cases():
     case("shared-rotation", "rope.dimension_count' is", S, setting(at + "rope.dimension_count", u32(6)))
     case("hash-many", "hash_layer_count' is 4, expected 0 to 3", S, setting(at + "hash_layer_count", u32(4)))
     case("hash-more", "tensor 'blk.1.ffn_gate_tid2eid.weight' is missing", S, setting(at + "hash_layer_count", u32(2)))
-    case("hash-none", "tensor 'blk.0.ffn_gate_tid2eid.weight'", S, setting(at + "hash_layer_count", u32(0)))
+    case("hash-none", "tensor 'blk.0.exp_probs_b.bias' is missing, and 'deepseek4.hash_layer_count' is 0", S, setting(at + "hash_layer_count", u32(0)))
     case("table-beyond", f"tensor '{table}' holds 2 at index 3, expected an expert below 2", S, lambda f: f.put(table, [1, 8], T_I32, struct.pack("<8i", 0, 1, 0, 2, 0, 0, 0, 0)))
     case("table-negative", f"tensor '{table}' holds -1 at index 7", S, lambda f: f.put(table, [1, 8], T_I32, struct.pack("<8i", *[0] * 7, -1)))
     case("table-twice", f"tensor '{table}' holds 1 twice for a token, at index 5", S,
