@@ -13008,11 +13008,15 @@ static int keys_chosen(const struct attn *a, int pos) {
 /* Compressed keys that the query at position pos sees, or an indexer chooses from: those that end with it or before. */
 static int keys_compressed(const struct attn *a, int pos) { return a->ratio ? (pos + 1) / a->ratio : 0; }
 
+/* Keys of its window and compressed keys that the query at position pos sees. */
+static int keys_shared(const struct attn *a, int pos) {
+    const int compressed = keys_compressed(a, pos);
+    return int_min(pos + 1, a->window) + (a->top_k ? int_min(compressed, a->top_k) : compressed);
+}
+
 /* Keys of a query at position pos where keys are numbered as in a list: those chosen, or those of ATTEND_SHARED. */
 static int keys_listed(const struct attend *a, const struct attn *shape, int pos) {
-    if (a->kind != ATTEND_SHARED) return keys_chosen(shape, pos);
-    const int compressed = keys_compressed(shape, pos);
-    return int_min(pos + 1, shape->window) + (shape->top_k ? int_min(compressed, shape->top_k) : compressed);
+    return a->kind == ATTEND_SHARED ? keys_shared(shape, pos) : keys_chosen(shape, pos);
 }
 
 /* Whether keys are numbered so. */
@@ -15690,14 +15694,15 @@ static int session_score(struct session *s, const int32_t *ids, int n,
     return prefill_run(&(struct prefill){.sessions = &s, .n_session = 1, .row = score_row, .ctx = &score}, ids, n);
 }
 
-/* Keys that n tokens behind n_past others see together; window: of a layer, 0: none. */
-static double keys_seen(int n_past, int n, int window) {
-    const int all = window ? int_max(0, int_min(n, window - n_past)) : n; /* tokens that see all keys before them */
-    return all * (n_past + (all + 1) / 2.0) + (double)(n - all) * window;
+/* Keys that the query at position pos sees. */
+static int keys_seen(const struct attn *a, int pos) {
+    if (a->ratio) return keys_shared(a, pos);
+    if (a->top_k) return keys_chosen(a, pos);
+    return a->window ? int_min(pos + 1, a->window) : pos + 1;
 }
 
 /* Multiplications and additions of a forward of n tokens after n_past others, with logits of the last one:
- * attention as the model defines it, whatever form of it is computed. */
+ * attention as the model defines it, its indexers included, whatever form of it is computed. */
 static double session_forward_ops(const struct session *s, int n) {
     const struct model *m = s->m;
     double per_token, attention = 0;
@@ -15706,8 +15711,10 @@ static double session_forward_ops(const struct session *s, int n) {
     for (int il = 0; il < m->n_layer; il++) {
         const struct attn *a = &m->layers[il].attn;
         const struct delta *d = &m->layers[il].delta;
-        const double pairs = keys_seen(s->n_past, n, a->window); /* of a query and a key that it sees */
-        attention += pairs * a->n_head * (a->head_k + a->head_v);
+        const int indexed = m->layers[il].has & HAS_INDEXER ? a->n_index * a->index_k : 0;
+        for (int pos = s->n_past; pos < s->n_past + n; pos++)
+            attention += (double)keys_seen(a, pos) * a->n_head * (a->head_k + a->head_v) +
+                         (double)keys_indexed(a, pos) * indexed;
         rule += 3.0 * d->n_value * d->head_k * d->head_v;
     }
     return 2 * ((per_token + rule) * n + attention + (double)m->output.n_in * m->output.n_out);

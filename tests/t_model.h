@@ -436,6 +436,25 @@ static void test_top_positions(void) {
     }
 }
 
+/* Keys that a query sees, counted by hand: all, of a window, chosen one by one and in blocks, and compressed ones behind a
+ * window. */
+static void test_keys_seen(void) {
+    static const struct {
+        struct attn a;
+        int pos, want;
+    } c[] = {{{0}, 9, 10},
+             {{.window = 4}, 9, 4},
+             {{.window = 4}, 2, 3},
+             {{.top_k = 8, .index_block = 1}, 20, 8},
+             {{.top_k = 8, .index_block = 1}, 3, 4},
+             {{.top_k = 32, .index_block = 16}, 99, 20}, /* a whole block, and four keys of its own */
+             {{.window = 16, .ratio = 4, .top_k = 8}, 300, 24},
+             {{.window = 16, .ratio = 4, .top_k = 8}, 3, 5},
+             {{.window = 16, .ratio = 4, .top_k = 8}, 22, 21},
+             {{.window = 16, .ratio = 128}, 300, 18}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) CHECK_INT(keys_seen(&c[i].a, c[i].pos), c[i].want, "case %zu", i);
+}
+
 static void test_fixtures_dsa(void) {
     check_fixture("deepseek_v32", NULL);
     check_fixture("deepseek_v32_fp8", NULL);
@@ -1471,24 +1490,24 @@ static void test_cpu_profile(void) {
     }
 }
 
-#define TESTS_MODEL                                                                                                  \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},        \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                      \
-        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},            \
-        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},      \
-        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},              \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                      \
-        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                       \
-        {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                           \
-        {"model/sparse-begins", test_sparse_begins}, {"model/top-positions", test_top_positions},                    \
-        {"model/prediction", test_prediction}, {"model/prediction-chain", test_prediction_chain},                    \
-        {"model/fixtures-qwen35", test_fixtures_qwen35}, {"model/fixtures-qwen3next", test_fixtures_qwen3next},      \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                            \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                    \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},        \
-        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                        \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, \
-        {"model/router", test_router}, {"model/glu", test_glu}, {"model/sampler", test_sampler},                     \
-        {"model/kv-planes", test_kv_planes}, {"model/contents-list", test_contents_list},                            \
-        {"model/banners", test_banners},
+#define TESTS_MODEL                                                                                                   \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
+        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},             \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},       \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},               \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                       \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                        \
+        {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                            \
+        {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                             \
+        {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                           \
+        {"model/prediction-chain", test_prediction_chain}, {"model/fixtures-qwen35", test_fixtures_qwen35},           \
+        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
+        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                 \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
+        {"model/glu", test_glu}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                \
+        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
