@@ -301,6 +301,39 @@ static void test_prediction_chain(void) {
     model_free(&m);
 }
 
+/* The bits of what a prediction layer gives do not depend on the other tokens of a pass of up to 16. Catches a format of
+ * activations that is chosen by the number of streams. */
+static void test_prediction_batches(void) {
+    enum { N = 16 };
+    struct model m;
+    if (!fixture_load("deepseek_v4", &m)) return;
+    const size_t row = (size_t)m.n_vocab;
+    float *logits[2] = {xmalloc(N * row * sizeof **logits), xmalloc(N * row * sizeof **logits)};
+    int32_t ids[N + 1];
+    for (int i = 0; i <= N; i++) ids[i] = (11 + 17 * i) % m.n_vocab;
+    for (size_t i = 0; i <= sizeof kernel_sets / sizeof *kernel_sets; i++) {
+        const struct kernels *k = i ? kernel_sets[i - 1] : &kernels_ref;
+        if (i && !kernels_runnable(k)) continue;
+        for (int whole = 0; whole < 2; whole++) {
+            struct session s;
+            const int n = whole ? N : 1;
+            session_cpu(&s, &m, k, 2, 32, KV_BF16);
+            session_forward(&s, ids, N + 1);
+            for (int at = 0; at < N; at += n) {
+                session_predict(&s, PASS_PREDICTION, ids + at + 1, n, at);
+                session_head(&s, 0, n);
+                for (int t = 0; t < n; t++)
+                    memcpy(logits[whole] + (size_t)(at + t) * row, s.r->ops->read_logits(s.r, t),
+                           row * sizeof **logits);
+            }
+            session_free(&s);
+        }
+        CHECK(!memcmp(logits[0], logits[1], N * row * sizeof **logits), "%s: other bits in a batch", k->name);
+    }
+    for (int i = 0; i < 2; i++) free(logits[i]);
+    model_free(&m);
+}
+
 static bool demo_load(struct model *m) {
     char err[ERR_MAX];
     return CHECK(model_load(m, "build/demo.gguf", err) == 0, "%s", err);
@@ -358,6 +391,65 @@ static void test_unnamed_router(void) {
     arrfree(file);
 }
 
+/* Every layer has the limits of its own entries, the shared expert others than the experts. */
+static void test_clamps(void) {
+    static const char *const keys[] = {"deepseek4.swiglu_clamp_exp", "deepseek4.swiglu_clamp_shexp"};
+    struct model m;
+    char path[256], err[ERR_MAX];
+    size_t n = 0;
+    if (!fixture_load("deepseek_v4", &m)) return;
+    const int blocks = model_blocks(&m);
+    model_free(&m);
+    snprintf(path, sizeof path, "%s/deepseek_v4.gguf", test_dir());
+    char *file = slurp(path, &n);
+    for (int k = 0; k < 2; k++) {
+        char *key = file ? memmem(file, n, keys[k], strlen(keys[k])) : NULL;
+        if (!CHECK(key, "'%s' is not in %s", keys[k], path)) return;
+        key += strlen(keys[k]) + 4 + 4 + 8; /* behind the types of an array and of its numbers, and their count */
+        for (int il = 0; il < blocks; il++) memcpy(key + 4 * il, &(float){(float)(2 + il + 20 * k)}, 4);
+    }
+    write_test_file(path, file, n);
+    arrfree(file);
+    if (!CHECK(model_load(&m, path, err) == 0, "%s", err)) return;
+    for (int il = 0; il < blocks; il++) {
+        const struct layer *y = &m.layers[il];
+        CHECK(y->glu == GLU_CLAMP_SILU && y->glu_limit == (float)(2 + il) && y->sh_glu_limit == (float)(22 + il),
+              "layer %d: kind %d, limits %g and %g", il, (int)y->glu, (double)y->glu_limit, (double)y->sh_glu_limit);
+    }
+    model_free(&m);
+}
+
+/* Matrices that a file holds as one below the other, with one scale: each has it. */
+static void test_groups(void) {
+    enum { IN = 4, OUT = 2, GROUPS = 3 };
+    const uint64_t ne[2] = {IN, OUT * GROUPS}, one[1] = {1};
+    struct gguf_writer w = {0};
+    struct gguf g;
+    struct model m = {0};
+    struct weight x = {0};
+    bool used[2] = {false};
+    char err[ERR_MAX] = "";
+    size_t n = 0;
+    gguf_add_tensor(&w, "x.weight", GGUF_F32, 2, ne);
+    gguf_add_tensor(&w, "x.scale", GGUF_F32, 1, one);
+    uint8_t *h = gguf_header(&w, &n);
+    h = xrealloc(h, n + 128); /* tensors begin at multiples of 32 */
+    memset(h + n, 0, 128);
+    memcpy(h + n + 96, &(float){0.25f}, 4);
+    struct loader l = {.m = &m, .g = &g, .arch = "a", .used = used, .err = err};
+    if (CHECK(gguf_parse(&g, h, n + 128, err, ERR_MAX) == 0, "%s", err)) {
+        loader_groups(&l, &x, IN, OUT, GROUPS, "x");
+        CHECK(!l.failed && x.n_in == IN && x.n_out == OUT && x.n_expert == GROUPS && x.expert_bytes == IN * OUT * 4,
+              "%s: %d matrices (%d, %d) of %zu bytes", err, x.n_expert, x.n_out, x.n_in, x.expert_bytes);
+        for (int i = 0; i < GROUPS && x.scale; i++) CHECK(x.scale[i] == 0.25f, "scale %d: %g", i, (double)x.scale[i]);
+        CHECK(x.scale && used[0] && used[1], "the scale is not bound");
+        model_free(&m);
+        gguf_close(&g);
+    }
+    gguf_writer_free(&w);
+    free(h);
+}
+
 static void test_fixtures_qwen35(void) {
     check_fixture("qwen3_5_moe", NULL);
     check_fixture("qwen3_5_moe_text", NULL);
@@ -407,8 +499,6 @@ static void test_fixtures_mimo(void) {
     check_fixture("mimo_v2_flash_fp8", NULL);
 }
 
-/* Prompts longer than index_topk, so that the choice of keys decides the logits: a wrong one has an NMSE of 1e-2 or
- * more. */
 /* The positions that an indexer's scores choose, against a sort: equal scores, also of 0 and -0, and of either sign. */
 static void test_top_positions(void) {
     enum { MOST = 700 };
@@ -455,6 +545,8 @@ static void test_keys_seen(void) {
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) CHECK_INT(keys_seen(&c[i].a, c[i].pos), c[i].want, "case %zu", i);
 }
 
+/* Prompts longer than index_topk, so that the choice of keys decides the logits: a wrong one has an NMSE of 1e-2 or
+ * more. */
 static void test_fixtures_dsa(void) {
     check_fixture("deepseek_v32", NULL);
     check_fixture("deepseek_v32_fp8", NULL);
@@ -809,7 +901,33 @@ static const struct synth batch_shapes[] = {
      .index_k = 32,
      .top_k = 24,
      .index_block = 8,
-     .index_local = 2}};
+     .index_local = 2},
+    /* a compressed key for every token in two layers; chosen keys of several splits in the third one */
+    {"compressed keys",
+     "deepseek4",
+     3,
+     128,
+     16,
+     1,
+     32,
+     16,
+     4,
+     64,
+     96,
+     1 << 16,
+     72,
+     .rope = 8,
+     .ff_shared = 64,
+     .scale = 1.5f,
+     .window = 4,
+     .n_index = 3,
+     .index_k = 16,
+     .top_k = 300,
+     .n_stream = 4,
+     .n_hash = 1,
+     .head_groups = 4,
+     .o_lora = 32,
+     .first_ratio = 1}};
 
 enum {
     BATCH_SHAPES = sizeof batch_shapes / sizeof *batch_shapes,
@@ -852,13 +970,14 @@ static void batch_fill(struct session *s, int past) {
 }
 
 /* Appends the rows that a run left in the planes to *out (stb_ds): those of its tokens; of rings, what a forward still
- * reads; states as a whole. */
+ * reads; of blocks those that it completed; states as a whole. */
 static void batch_state(const struct session *s, int past, uint8_t **out) {
     for (int i = 0; i < s->pg.n * s->m->n_layer * PLANE_USES; i++) {
         struct rank *r = &s->pg.ranks[i / PLANE_USES / s->m->n_layer];
         const struct plane *p = &r->planes[i / PLANE_USES % s->m->n_layer][i % PLANE_USES];
-        const int from = p->kind == PLANE_TOKENS ? past : p->kind == PLANE_RING ? s->state_pos - p->window : 0;
-        const int end = p->kind == PLANE_STATE ? p->n_row : s->n_past;
+        const int ratio = p->kind == PLANE_BLOCKS ? p->ratio : 1;
+        const int from = p->kind == PLANE_RING ? s->state_pos - p->window : p->kind == PLANE_STATE ? 0 : past / ratio;
+        const int end = p->kind == PLANE_STATE ? p->n_row : s->n_past / ratio;
         for (int row = int_max(0, from); row < end && p->width; row++) {
             const size_t at = (size_t)(p->kind == PLANE_RING ? row % p->n_row : row);
             float scale[64];
@@ -1246,6 +1365,14 @@ static void test_router(void) {
     route_token(&m, &y, NULL, soft, ids, w);
     CHECK(ids[0] == 7 && ids[1] == 6 && fabsf(w[0] / w[1] - expf(1)) < 1e-5f && w[0] + w[1] < 0.9f,
           "softmax chose %d %d with %g %g", ids[0], ids[1], w[0], w[1]);
+    float plus[8] = {100, -100, 0, 1, 2, 3, 4, 5}; /* the square root of softplus; experts that a table gives */
+    const int32_t given[2] = {2, 0};
+    m.gating = GATING_SQRT_SOFTPLUS;
+    m.routed_scaling_factor = 3;
+    route_token(&m, &y, given, plus, ids, w);
+    CHECK(ids[0] == 2 && ids[1] == 0 && fabsf(w[0] - 3 * sqrtf(logf(2))) < 1e-5f && fabsf(w[1] - 30) < 1e-5f,
+          "a table gives %d %d with %g %g", ids[0], ids[1], w[0], w[1]);
+    m.routed_scaling_factor = 1;
     float chosen[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     m.gating = GATING_CHOSEN;
     route_token(&m, &y, NULL, chosen, ids, w);
@@ -1267,6 +1394,8 @@ static void test_glu(void) {
     } c[] = {{GLU_SILU, false, {-1.2366922e-7f, 1.698933f, 25.719501f, 2.2497224f}},
              {GLU_SILU_CLAMP, false, {-8.2446145e-8f, 0.37754067f, 4, 0.5f}},
              {GLU_SILU_CLAMP, true, {-1.2366922e-7f, 0.94385167f, 14.288612f, 1.25f}},
+             {GLU_CLAMP_SILU, false, {-8.2446145e-8f, 0.37754067f, 3.5231883f, 0.44039854f}},
+             {GLU_CLAMP_SILU, true, {-1.2366922e-7f, 0.94385167f, 14.288612f, 1.2416339f}},
              {GLU_OAI, false, {0, 0.22441735f, 8.6275484f, 3.0812673f}},
              {GLU_OAI, true, {0, 0.59844625f, 17.891572f, 6.2487412f}}};
     struct layer y = {.n_ff = 4};
@@ -1284,6 +1413,110 @@ static void test_glu(void) {
         for (int k = 0; k < 4; k++)
             CHECK(fabsf(g[k] - c[i].want[k]) < 1e-6f * fmaxf(1, fabsf(c[i].want[k])),
                   "case %zu: %g and %g give %.9g, expected %.9g", i, gate[k], up[k], g[k], c[i].want[k]);
+    }
+}
+
+/* ---- hyper-connections ---- */
+
+enum { HYPER_STREAMS = 3, HYPER_EMBD = 1100, HYPER_MIX = (2 + HYPER_STREAMS) * HYPER_STREAMS, HYPER_TOKENS = 2 };
+
+/* What streams_coefficients makes of a token's streams, in double: c (HYPER_MIX), or with `head` its first part. */
+static void hyper_coefficients(const struct model *m, const struct hyper *hc, bool head, const double *streams,
+                               double *c) {
+    enum { K = HYPER_STREAMS, N = K * HYPER_EMBD };
+    double square = 0, *mix = c + 2 * K;
+    for (int i = 0; i < N; i++) square += streams[i] * streams[i];
+    for (int i = 0; i < (head ? K : HYPER_MIX); i++) {
+        double sum = 0;
+        for (int j = 0; j < N; j++) sum += (double)hc->fn[i * N + j] * streams[j];
+        c[i] = sum / sqrt(square / N + (double)m->rms_eps) *
+                   (double)hc->scale[i < K       ? 0
+                                     : i < 2 * K ? 1
+                                                 : 2] +
+               (double)hc->base[i];
+        if (i < 2 * K) c[i] = (i < K ? 1 : 2) / (1 + exp(-c[i])) + (i < K ? (double)m->stream_eps : 0);
+    }
+    for (int turn = 0; turn < 2 * m->n_sinkhorn && !head; turn++) /* rows at first, then columns, rows, .. */
+        for (int i = 0; i < K; i++) {
+            const int step = turn % 2 ? K : 1, line = turn % 2 ? i : i * K;
+            double sum = turn ? (double)m->stream_eps : 0;
+            for (int j = 0; j < K && !turn; j++) mix[line + j] = exp(mix[line + j]);
+            for (int j = 0; j < K; j++) sum += mix[line + j * step];
+            for (int j = 0; j < K; j++)
+                mix[line + j * step] = mix[line + j * step] / sum + (turn ? 0 : (double)m->stream_eps);
+        }
+}
+
+static void check_near(const char *what, const float *x, const double *want, int n) {
+    for (int i = 0; i < n; i++)
+        if (!CHECK(fabs((double)x[i] - want[i]) < 1e-4 * fmax(1, fabs(want[i])), "%s, value %d: %g, expected %g", what,
+                   i, (double)x[i], want[i]))
+            return;
+}
+
+/* Streams so wide that threads divide a token's columns, where one rank has the whole delta and where two have a part
+ * each: against the formulas. Catches columns of another part, a rank that is left out, streams that are mixed with new
+ * ones, and other ends of the iterations. */
+static void test_streams(void) {
+    enum { K = HYPER_STREAMS, N = HYPER_EMBD, MIX = HYPER_MIX, T = HYPER_TOKENS, PART = 512 };
+    static float fn[MIX * K * N], base[MIX], w[N], x[2][T * N], h[2][T * N], out[2][T * N], joined[2][T * K * N],
+        streams[2][T * K * N], mix[2][T * (MIX + 1)];
+    static double now[T * K * N], sum[N], c[MIX];
+    const float scale[3] = {0.03f, 0.04f, 0.05f};
+    const struct hyper hc = {fn, base, scale};
+    uint64_t rng = 4;
+    for (int i = 0; i < MIX * K * N; i++) fn[i] = (float)rng_uniform(&rng) - 0.5f;
+    for (int i = 0; i < MIX; i++) base[i] = (float)rng_uniform(&rng) - 0.5f;
+    for (int i = 0; i < N; i++) w[i] = 1 + (float)rng_uniform(&rng);
+    for (int turn = 0; turn < 6; turn++) {
+        const int n_rank = 1 + turn % 2;
+        const enum act delta = turn < 2 ? A_OUT : turn < 4 ? A_JOINED : ACT_COUNT;
+        const bool head = turn == 5;
+        struct model m[2];
+        struct rank r[2] = {{.k = &kernels_ref, .n_tok = T}, {.k = &kernels_ref, .n_tok = T}};
+        for (int i = 0; i < 2; i++) {
+            m[i] = (struct model){.n_embd = N, .n_stream = K, .n_sinkhorn = 2, .stream_eps = 0.02f, .rms_eps = 0.01f};
+            m[i].shard = (struct shard){i, n_rank, 0, 1};
+            r[i].m = &m[i];
+            r[i].act[A_X] = x[i], r[i].act[A_H] = h[i], r[i].act[A_OUT] = out[i], r[i].act[A_MIX] = mix[i];
+            r[i].act[A_STREAMS] = streams[i], r[i].act[A_JOINED] = joined[i];
+            r[i].width[A_X] = r[i].width[A_H] = r[i].width[A_OUT] = N;
+            r[i].width[A_STREAMS] = r[i].width[A_JOINED] = K * N;
+            r[i].width[A_MIX] = MIX + 1;
+            for (int j = 0; j < T * N; j++) out[i][j] = (float)rng_uniform(&rng) - 0.5f;
+            for (int j = 0; j < T * K * N; j++) joined[i][j] = (float)rng_uniform(&rng) - 0.5f;
+            for (int j = 0; j < T * K * N; j++) streams[i][j] = (float)rng_uniform(&rng) - 0.5f;
+            for (int j = 0; j < T * (MIX + 1); j++) mix[i][j] = (float)rng_uniform(&rng);
+        }
+        const int last = head ? 0 : n_rank - 1; /* the rank that is looked at */
+        for (int i = 0; i < T * K * N; i++) {
+            const int t = i / (K * N), k = i / N % K, at = i % N;
+            const float *const how = mix[last] + t * (MIX + 1), *const was = streams[last] + t * K * N;
+            double d = 0;
+            for (int p = 0; p < n_rank; p++)
+                d += delta == A_JOINED ? (double)joined[p][i] : (double)how[K + k] * (double)out[p][t * N + at];
+            for (int j = 0; j < K && delta == A_OUT; j++) d += (double)how[2 * K + j * K + k] * (double)was[j * N + at];
+            now[i] = delta == ACT_COUNT ? (double)streams[last][i] : d;
+        }
+        for (int t = 0; t < T && n_rank > 1 && !head; t++)
+            for (int from = 0; from < N; from += PART) {
+                if (delta == A_OUT) streams_add(&r[1], A_OUT, t, from, int_min(PART, N - from));
+                if (delta == A_JOINED) streams_set(&r[1], t, from, int_min(PART, N - from));
+            }
+        m[0].shard.n_rank = 1; /* ranks would wait for each other */
+        if (!last) streams_mix(&r[0], A_X, delta, &hc, head, w, A_H);
+        check_near("streams", streams[last], now, T * K * N);
+        for (int t = 0; t < T && !last; t++) {
+            double square = 0;
+            hyper_coefficients(&m[0], &hc, head, now + t * K * N, c);
+            check_near("coefficients", mix[0] + t * (MIX + 1), c, head ? K : MIX);
+            for (int i = 0; i < N; i++) sum[i] = 0;
+            for (int i = 0; i < K * N; i++) sum[i % N] += c[i / N] * now[t * K * N + i];
+            check_near("x", x[0] + t * N, sum, N);
+            for (int i = 0; i < N; i++) square += sum[i] * sum[i];
+            for (int i = 0; i < N; i++) sum[i] *= (double)w[i] / sqrt(square / N + (double)m[0].rms_eps);
+            check_near("norm", h[0] + t * N, sum, N);
+        }
     }
 }
 
@@ -1490,24 +1723,26 @@ static void test_cpu_profile(void) {
     }
 }
 
-#define TESTS_MODEL                                                                                                   \
-    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},         \
-        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                       \
-        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},             \
-        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},       \
-        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},               \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                       \
-        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                        \
-        {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                            \
-        {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                             \
-        {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                           \
-        {"model/prediction-chain", test_prediction_chain}, {"model/fixtures-qwen35", test_fixtures_qwen35},           \
-        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},           \
-        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                           \
-        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},               \
-        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill}, \
-        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                 \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                               \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},          \
-        {"model/glu", test_glu}, {"model/sampler", test_sampler}, {"model/kv-planes", test_kv_planes},                \
-        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
+#define TESTS_MODEL                                                                                                    \
+    {"model/fixtures-qwen3moe", test_fixtures_qwen3moe}, {"model/fixtures-deepseek", test_fixtures_deepseek},          \
+        {"model/fixtures-hy3", test_fixtures_hy3}, {"model/fixtures-glm4", test_fixtures_glm4},                        \
+        {"model/unnamed-router", test_unnamed_router}, {"model/fixtures-gpt-oss", test_fixtures_gpt_oss},              \
+        {"model/fixtures-minimax", test_fixtures_minimax}, {"model/fixtures-classics", test_fixtures_classics},        \
+        {"model/fixtures-step3", test_fixtures_step3}, {"model/fixtures-laguna", test_fixtures_laguna},                \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
+        {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
+        {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \
+        {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                            \
+        {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
+        {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
+        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},            \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},                \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill},  \
+        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
+        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/sampler", test_sampler},                     \
+        {"model/kv-planes", test_kv_planes}, {"model/contents-list", test_contents_list},                              \
+        {"model/banners", test_banners},
