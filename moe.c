@@ -8044,9 +8044,9 @@ static void read_deepseek4(struct loader *l) {
     if (!l->failed && m->gating != GATING_SQRT_SOFTPLUS)
         loader_fail(l, "metadata key '%s.expert_gating_func' is %d, expected %d", l->arch, m->gating,
                     GATING_SQRT_SOFTPLUS);
-    if (!l->failed && loader_num(l, "rope.scaling.attn_factor", 1) != 1)
-        loader_fail(l, "metadata key '%s.rope.scaling.attn_factor' is %g, expected 1", l->arch,
-                    loader_num(l, "rope.scaling.attn_factor", 1));
+    const double factor = loader_num(l, "rope.scaling.attn_factor", 1);
+    if (!l->failed && factor != 1)
+        loader_fail(l, "metadata key '%s.rope.scaling.attn_factor' is %g, expected 1", l->arch, factor);
     for (int il = 0; il < blocks && !l->failed; il++) {
         if (l->n_head_kv[il] != 1) loader_fail(l, "layer %d has %d KV heads, expected 1", il, l->n_head_kv[il]);
         else if (l->n_head[il] % a->n_group)
@@ -16182,7 +16182,7 @@ static const struct option options[] = {
     {"top-k", IS_INT(top_k, 0, INT32_MAX), .arg = "K", .in_chat = true,
      .help = "sample from the K most likely tokens (default: 40)"},
     {"top-p", IS_NUM(top_p, 0, 1), .arg = "P", .in_chat = true,
-     .help = "sample from tokens that add up to P (default: 0.95)"},
+     .help = "keep the likeliest that add up to P (default: 0.95)"},
     {"min-p", IS_NUM(min_p, 0, 1), .arg = "P", .in_chat = true,
      .help = "drop tokens less likely than P times the likeliest (default: 0; pruned models 0.05)"},
     {"repeat-penalty", IS_NUM(repeat_penalty, 0.1, 10), .arg = "R", .in_chat = true,
