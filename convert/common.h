@@ -94,8 +94,22 @@ static inline FILE *input_file(const char *path) {
     return f;
 }
 
+/* A JSON object, and its place for messages: the file, and the object's key in it (NULL: it is the whole file). */
+struct doc {
+    json_t *obj; /* NULL: all keys are missing */
+    const char *file, *in;
+};
+
+/* Files whose contents have defaults: what is broken in them is a note and counts as missing, as in transformers. */
+static const char files_with_defaults[] = "generation_config.json tokenizer_config.json chat_template.json "
+                                          "processor_config.json model.safetensors.index.json";
+
+static const char json_infinity[] = "9e307"; /* stands for infinity, which JSON does not have */
+
 /* Returns a value as JSON, shortened to 80 bytes, for a message. */
 static inline const char *json_show(const json_t *j) {
+    if (json_is_real(j) && fabs(json_real_value(j)) >= strtod(json_infinity, NULL))
+        return json_real_value(j) < 0 ? "-Infinity" : "Infinity";
     char *s = json_dumps(j, JSON_ENCODE_ANY | JSON_COMPACT | JSON_ENSURE_ASCII);
     const char *out = "none";
     if (s) out = fmt("%.80s%s", s, strlen(s) > 80 ? "..." : "");
@@ -103,26 +117,131 @@ static inline const char *json_show(const json_t *j) {
     return out;
 }
 
-/* A JSON object, and its place for messages: the file, and the object's key in it (NULL: it is the whole file). */
-struct doc {
-    json_t *obj; /* NULL: all keys are missing */
-    const char *file, *in;
-};
+/* Returns the code of the escape \uXXXX at p, -1 if there is none. */
+static inline long json_escape(const char *p) {
+    char digits[5] = "";
+    if (p[0] != '\\' || p[1] != 'u' || strspn(p + 2, "0123456789abcdefABCDEF") < 4) return -1;
+    memcpy(digits, p + 2, 4);
+    return strtol(digits, NULL, 16);
+}
+
+/* Returns how many bytes the value or the escape at p has that Python's json module reads and jansson does not; 0: there
+ * is none. to (n + 2 bytes, n being those at p that may belong to a number): what jansson reads in its place, of the same
+ * length where that is possible. *value: what it means, for a note; "": the same. quoted: p is in a string. */
+static inline size_t json_foreign(const char *p, bool quoted, size_t n, char *to, const char **value) {
+    const bool minus = *p == '-', named = starts_with(p + minus, "Infinity");
+    if (quoted) {
+        const long a = json_escape(p), b = a >> 10 == 0xd800 >> 10 ? json_escape(p + 6) : -1;
+        const bool pair = b >> 10 == 0xdc00 >> 10, lone = a >> 11 == 0xd800 >> 11 && !pair;
+        if (pair) snprintf(to, 13, "%s", p);
+        else strcpy(to, "\\ufffd");
+        *value = pair ? "" : to;
+        return pair ? 12 : lone || !a ? 6 : 0;
+    }
+    if (starts_with(p, "NaN")) {
+        strcpy(to, *value = "null");
+        return 3;
+    }
+    if (named) n = minus + strlen("Infinity");
+    if (!n) return 0;
+    errno = 0;
+    strtoll(p, NULL, 10);
+    const bool whole = strspn(p, "-0123456789") >= n, large = named || isinf(strtod(p, NULL));
+    *value = large ? minus ? "-9e307" : json_infinity : "";
+    if (large) snprintf(to, n + 1, "%-*s", (int)n, *value);
+    else if (whole && errno == ERANGE) snprintf(to, n + 1, "%.*se2", (int)n - 2, p); /* 17 digits or more are left */
+    else return 0;
+    return n;
+}
+
+/* Returns a text of n bytes, behind which there is a zero, in a form that jansson reads as Python's json module reads the
+ * text: whole numbers of any size become doubles, NaN null, infinity 9e307, and \u0000 and halves of surrogate pairs
+ * U+FFFD. Lines stay as they are. Prints the first value that changes by that. An stb_ds array. */
+static inline char *json_mend(const char *name, const char *text, size_t n) {
+    enum { DIGITS = 4300 /* the most that Python reads */ };
+    char *out = NULL, to[DIGITS + 2];
+    const char *first = NULL;
+    const char *from = text, *value;
+    bool quoted = false;
+    int line = 1;
+    size_t changed = 0, step;
+    for (const char *p = text; p < text + n; p += step) {
+        const bool escape = quoted && *p == '\\', number = !quoted && strchr("-0123456789IN", *p);
+        const size_t digits = number ? strspn(p, "-+.eE0123456789") : 0;
+        line += *p == '\n';
+        if (*p == '"') quoted = !quoted;
+        step = escape ? 2 : digits ? digits : 1;
+        const size_t foreign = (escape || number) && digits <= DIGITS ? json_foreign(p, quoted, digits, to, &value) : 0;
+        if (!foreign) continue;
+        step = foreign;
+        sb_put(&out, from, (size_t)(p - from));
+        sb_puts(&out, to);
+        from = p + step;
+        if (*value && !changed++)
+            first = xstrdup(fmt("line %d: %.*s is read as %s", line, step > 40 ? 40 : (int)step, p, value));
+    }
+    sb_put(&out, from, (size_t)(text + n - from));
+    if (changed) message_print("'%s': %s%s", name, first, changed > 1 ? fmt(", and %zu more", changed - 1) : "");
+    return out;
+}
+
+/* Whether n bytes are UTF-16 or UTF-32: they begin with its mark, or with a zero beside an ASCII character. */
+static inline bool is_utf16(const char *s, size_t n) {
+    return n >= 2 && ((uint8_t)s[0] + (uint8_t)s[1] == 0xff + 0xfe || !s[0] != !s[1]);
+}
+
+/* Appends the text of a file to *text, without a byte-order mark. Returns 0, or -1 with a message. */
+static inline int text_read(const char *path, char **text, char *err) {
+    close(input_open(path));
+    if (read_file(path, text, err)) return -1;
+    if (is_utf16(*text, arrlenu(*text))) return fail(err, "'%s' is UTF-16: save it as UTF-8", path);
+    if (arrlenu(*text) >= 3 && !memcmp(*text, "\xef\xbb\xbf", 3)) arrdeln(*text, 0, 3);
+    sb_cstr(text);
+    return 0;
+}
+
+/* Returns the JSON object in a file as Python's json module reads it; of a key that stands twice the last value counts.
+ * NULL: there is none; err says why. */
+static inline json_t *json_read_hf(const char *path, const char *name, char *err) {
+    char *raw = NULL, *text = NULL;
+    json_error_t e;
+    json_t *j = NULL;
+    if (text_read(path, &raw, err)) goto end;
+    text = json_mend(name, raw, arrlenu(raw));
+    j = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &e);
+    if (!j && json_error_code(&e) == json_error_duplicate_key) {
+        message_print("'%s': line %d: %s: the last one counts", name, e.line, e.text);
+        j = json_loadb(text, arrlenu(text), 0, &e);
+    }
+    if (!arrlen(raw)) fail(err, "'%s' is empty", path);
+    else if (!j) fail(err, "'%s': %s (line %d, column %d)", path, e.text, e.line, e.column);
+    else if (!json_is_object(j)) {
+        fail(err, "'%s': expected a JSON object, found %s", path, json_show(j));
+        json_decref(j);
+        j = NULL;
+    }
+end:
+    arrfree(raw);
+    arrfree(text);
+    return j;
+}
 
 /* Reads a JSON file, which messages about its contents call `name`. */
 static inline struct doc doc_open(const char *path, const char *name) {
-    json_error_t e;
-    FILE *f = input_file(path);
-    json_t *j = json_loadf(f, JSON_REJECT_DUPLICATES, &e);
-    fclose(f);
-    if (!j) die("'%s': %s (line %d, column %d)", path, e.text, e.line, e.column);
-    if (!json_is_object(j)) die("'%s': expected a JSON object", path);
+    char err[ERR_MAX];
+    json_t *j = json_read_hf(path, name, err);
+    if (!j) die("%s", err);
     return (struct doc){j, name, NULL};
 }
 
 /* Reads a JSON file of model_dir; obj is NULL if the file is missing. */
 static inline struct doc doc_read(const char *file) {
-    return access(in_dir(file), F_OK) ? (struct doc){NULL, file, NULL} : doc_open(in_dir(file), file);
+    char err[ERR_MAX];
+    if (access(in_dir(file), F_OK)) return (struct doc){NULL, file, NULL};
+    if (!one_of(file, files_with_defaults)) return doc_open(in_dir(file), file);
+    json_t *j = json_read_hf(in_dir(file), file, err);
+    if (!j) message_print("%s: it is not used", err);
+    return (struct doc){j, file, NULL};
 }
 
 /* Returns the value of a key, NULL if it is missing or null. */
@@ -131,11 +250,36 @@ static inline json_t *get(struct doc d, const char *key) {
     return json_is_null(j) ? NULL : j;
 }
 
+/* Returns "expected WHAT, found VALUE" of a key for a message. */
+static inline const char *misfit(struct doc d, const char *key, const char *what) {
+    return fmt("%s: key '%s': expected %s, found %s", d.file, d.in ? fmt("%s.%s", d.in, key) : key, what,
+               json_show(get(d, key)));
+}
+
 /* Dies unless ok, with the value of the key. what: the value that was expected. */
 static inline void expect(struct doc d, const char *key, bool ok, const char *what) {
-    if (ok) return;
-    const char *path = d.in ? fmt("%s.%s", d.in, key) : key;
-    die("%s: key '%s': expected %s, found %s", d.file, path, what, json_show(get(d, key)));
+    if (!ok) die("%s", misfit(d, key, what));
+}
+
+/* Returns ok, whether a value is of the right kind. Where it is not, dies or, in a file with defaults, says so. */
+static inline bool fits(struct doc d, const char *key, bool ok, const char *what) {
+    if (!ok && one_of(d.file, files_with_defaults)) message_print("%s: it is not used", misfit(d, key, what));
+    else expect(d, key, ok, what);
+    return ok;
+}
+
+/* Whether j is a whole number, also one that is written as 1024.0 or 1e3; *v: the number. */
+static inline bool json_whole(const json_t *j, int64_t *v) {
+    const double x = json_number_value(j);
+    const bool real = json_is_real(j) && fabs(x) < 0x1p53 && x == floor(x);
+    *v = real ? (int64_t)x : json_integer_value(j);
+    return real || json_is_integer(j);
+}
+
+/* Returns the number of a list's element, -1 if it is no whole number. */
+static inline int64_t json_element(const json_t *list, size_t i) {
+    int64_t v;
+    return json_whole(json_array_get(list, i), &v) ? v : -1;
 }
 
 #define REQUIRED INT64_MIN /* a fallback that makes the key mandatory */
@@ -143,42 +287,166 @@ static inline void expect(struct doc d, const char *key, bool ok, const char *wh
 /* The functions below return the value of a key, and `fallback` if it is missing. get_int: from lo to hi. */
 static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t hi, int64_t fallback) {
     json_t *j = get(d, key);
+    int64_t v;
     if (!j && fallback != REQUIRED) return fallback;
-    expect(d, key, json_is_integer(j) && json_integer_value(j) >= lo && json_integer_value(j) <= hi,
-           fmt("an integer from %lld to %lld", (long long)lo, (long long)hi));
-    return json_integer_value(j);
+    const bool whole = json_whole(j, &v);
+    if (!fits(d, key, whole && v >= lo && v <= hi, fmt("an integer from %lld to %lld", (long long)lo, (long long)hi)))
+        return fallback;
+    return v;
+}
+
+/* The same of a limit from 1 up: a number above hi is hi; 0 and what stands for no limit, -1 and false, is `fallback`. */
+static inline int64_t get_limit(struct doc d, const char *key, int64_t hi, int64_t fallback) {
+    const json_t *j = get(d, key);
+    int64_t v;
+    if (json_is_false(j) || (json_whole(j, &v) && (v == 0 || v == -1))) return fallback;
+    return json_is_number(j) && json_number_value(j) > (double)hi ? hi : get_int(d, key, 1, hi, fallback);
 }
 
 /* fallback NAN: the key is mandatory. */
 static inline double get_num(struct doc d, const char *key, double fallback) {
     json_t *j = get(d, key);
     if (!j && !isnan(fallback)) return fallback;
-    expect(d, key, json_is_number(j), "a number");
-    return json_number_value(j);
+    return fits(d, key, json_is_number(j), "a number") ? json_number_value(j) : fallback;
 }
 
+/* 0 and 1 are false and true. */
 static inline bool get_bool(struct doc d, const char *key, bool fallback) {
     json_t *j = get(d, key);
-    expect(d, key, !j || json_is_boolean(j), "true or false");
-    return j ? json_is_true(j) : fallback;
+    int64_t v;
+    if (json_whole(j, &v) && v >> 1 == 0) return v;
+    return fits(d, key, !j || json_is_boolean(j), "true or false") && j ? json_is_true(j) : fallback;
 }
 
 static inline const char *get_str(struct doc d, const char *key, const char *fallback) {
     json_t *j = get(d, key);
-    expect(d, key, !j || json_is_string(j), "a string");
-    return j ? json_string_value(j) : fallback;
+    return fits(d, key, !j || json_is_string(j), "a string") && j ? json_string_value(j) : fallback;
 }
 
 static inline json_t *get_list(struct doc d, const char *key) {
     json_t *j = get(d, key);
-    expect(d, key, !j || json_is_array(j), "a list");
-    return j;
+    return fits(d, key, !j || json_is_array(j), "a list") ? j : NULL;
 }
 
 static inline struct doc get_obj(struct doc d, const char *key) {
     json_t *j = get(d, key);
-    expect(d, key, !j || json_is_object(j), "an object");
-    return (struct doc){j, d.file, key};
+    return (struct doc){fits(d, key, !j || json_is_object(j), "an object") ? j : NULL, d.file, key};
+}
+
+/* ============================================================================================================
+ * Directories
+ *
+ * What may be given as a model: its directory, a file in it, or a folder of the Hugging Face cache, which is
+ * models--ORG--NAME/{refs/main, snapshots/COMMIT/config.json, blobs/..}. What else is given is refused with what to type.
+ * ============================================================================================================ */
+
+static const char config_json[] = "config.json";
+
+static inline int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* Returns the names in a directory that begin and end so, in order; an stb_ds array of strings that nobody frees. It is
+ * empty where the directory cannot be read. */
+static inline char **dir_list(const char *path, const char *head, const char *tail) {
+    char **names = NULL;
+    DIR *d = opendir(path);
+    for (struct dirent *e; d && (e = readdir(d));)
+        if (*e->d_name != '.' && starts_with(e->d_name, head) && ends_with(e->d_name, tail))
+            arrput(names, xstrdup(e->d_name));
+    if (d) closedir(d);
+    if (names) qsort(names, arrlenu(names), sizeof *names, by_text);
+    return names;
+}
+
+static inline bool path_exists(const char *path) { return !access(path, F_OK); }
+
+/* Returns the name of a model of Hugging Face, ORG/NAME, by its folder in the cache, models--ORG--NAME. */
+static inline const char *cache_model(const char *root) {
+    const char *folder = strrchr(root, '/'), *name = folder ? folder + 1 : root;
+    if (!starts_with(name, "models--")) return name;
+    name += strlen("models--");
+    const char *dashes = strstr(name, "--");
+    return dashes ? fmt("%.*s/%s", (int)(dashes - name), name, dashes + 2) : name;
+}
+
+/* Returns the snapshot in a folder of the cache that refs/main names, or else its only one. */
+static inline const char *cache_snapshot(const char *root) {
+    char *commit = NULL, err[ERR_MAX], **names = dir_list(fmt("%s/snapshots", root), "", "");
+    const char *found = NULL, *taken = NULL;
+    size_t whole = 0;
+    if (!read_file(fmt("%s/refs/main", root), &commit, err)) commit[strcspn(sb_cstr(&commit), " \r\n")] = 0;
+    for (size_t i = 0; i < arrlenu(names); i++) {
+        if (!path_exists(fmt("%s/snapshots/%s/%s", root, names[i], config_json))) continue;
+        if (commit && !strcmp(names[i], commit)) taken = names[i];
+        found = names[i];
+        whole++;
+    }
+    if (!found)
+        die("'%s' has no snapshot with a %s: complete it with: hf download %s", root, config_json, cache_model(root));
+    if (!taken && whole > 1)
+        die("'%s' has %zu snapshots, and refs/main names none of them: type %s/snapshots/%s or another", root, whole,
+            root, found);
+    message_print("'%s': taking the snapshot %s%s", root, taken ? taken : found,
+                  taken ? ", which refs/main names" : "");
+    return xstrdup(fmt("%s/snapshots/%s", root, taken ? taken : found));
+}
+
+/* Dies with what to type in place of a path that is neither a file nor a directory. */
+__attribute__((noreturn)) static inline void refuse_missing(const char *path) {
+    const int why = errno;
+    const char *slash = strchr(path, '/'), *home = getenv("HOME");
+    const int org = slash ? (int)(slash - path) : 0;
+    if (why == ENOENT && org && *path != '.' && *path != '~' && slash[1] && !strchr(slash + 1, '/') &&
+        !path_exists(fmt("%.*s", org, path))) {
+        const char *folder = fmt("%s/.cache/huggingface/hub/models--%.*s--%s", home ? home : "", org, path, slash + 1);
+        if (path_exists(folder)) die("'%s' is no directory; the cache of Hugging Face has it: type %s", path, folder);
+        die("'%s' is no directory; download the model with: hf download %s --local-dir %s", path, path, slash + 1);
+    }
+    die("cannot open '%s': %s", path, strerror(why));
+}
+
+/* Dies with what to type in place of a directory without config.json. */
+__attribute__((noreturn)) static inline void refuse_directory(const char *dir) {
+    static const char *const hubs[] = {"", "/hub"};
+    char **gguf = dir_list(dir, "", ".gguf"), **all = dir_list(dir, "", ""), **inside = NULL;
+    for (size_t i = 0; i < COUNT(hubs); i++) {
+        char **models = dir_list(fmt("%s%s", dir, hubs[i]), "models--", "");
+        if (models)
+            die("'%s' is the cache of Hugging Face: type %s%s/%s%s", dir, dir, hubs[i], models[0],
+                arrlen(models) > 1 ? " or another" : "");
+    }
+    for (size_t i = 0; i < arrlenu(all); i++)
+        if (path_exists(fmt("%s/%s/%s", dir, all[i], config_json))) arrput(inside, all[i]);
+    if (inside) die("'%s' has no %s: type %s/%s%s", dir, config_json, dir, inside[0], arrlen(inside) > 1 ? " or another" : "");
+    if (gguf) die("'%s' has no %s; its GGUF files need no conversion: moe -m %s/%s", dir, config_json, dir, gguf[0]);
+    die("'%s' has no %s", dir, config_json);
+}
+
+/* Returns the directory of the model that `path` is, is in or leads to. */
+static inline const char *model_dir_find(const char *path) {
+    static const char *const parts[] = {"snapshots", "blobs", "refs"};
+    struct stat st;
+    char copy[PATH_MAX], magic[4] = "";
+    const char *dir = path;
+    if (stat(path, &st)) refuse_missing(path);
+    snprintf(copy, sizeof copy, "%s", path);
+    if (S_ISREG(st.st_mode)) {
+        const int fd = open(path, O_RDONLY | O_CLOEXEC);
+        if (fd >= 0 && read(fd, magic, sizeof magic) == sizeof magic && !memcmp(magic, "GGUF", sizeof magic))
+            die("'%s' is a GGUF file already: moe -m %s", path, path);
+        if (fd >= 0) close(fd);
+        dir = xstrdup(dirname(copy));
+    }
+    if (!path_exists(fmt("%s/%s", dir, config_json))) {
+        char *root = xstrdup(dir);
+        while (strlen(root) > 1 && ends_with(root, "/")) root[strlen(root) - 1] = 0;
+        const char *last = strrchr(root, '/') ? strrchr(root, '/') + 1 : root;
+        for (size_t i = 0; i < COUNT(parts); i++)
+            if (!strcmp(last, parts[i])) root = xstrdup(fmt("%s/..", root));
+        if (!path_exists(fmt("%s/snapshots", root))) refuse_directory(dir);
+        return cache_snapshot(ends_with(root, "/..") ? xstrdup(realpath(root, copy) ? copy : root) : root);
+    }
+    if (dir != path) message_print("'%s' is a file: reading the directory '%s'", path, dir);
+    return dir;
 }
 
 /* ============================================================================================================
@@ -361,40 +629,234 @@ static inline struct tensor *tensor_find(const char *name) {
     return bsearch(&key, tensors, arrlenu(tensors), sizeof *tensors, by_name);
 }
 
-/* Opens all files that the index names, or model.safetensors. Every tensor of the index must be in its file and every
- * tensor of a file in the index, but those of a prediction layer in mtp.safetensors: quantized releases of GLM-4.7 have
- * that file and do not list it. */
-static inline void source_open(void) {
-    static const char unlisted[] = "mtp.safetensors";
-    struct doc index = doc_read("model.safetensors.index.json"), map = get_obj(index, "weight_map");
-    const char *name;
-    json_t *file, *seen = json_object();
-    expect(index, "weight_map", !index.obj || map.obj, "an object");
-    if (!index.obj && access(in_dir("model.safetensors"), F_OK))
-        die("'%s' has neither %s nor model.safetensors", model_dir, index.file);
-    if (!index.obj) shard_open("model.safetensors");
-    json_object_foreach(map.obj, name, file) {
+/* Returns buffer number `which` (0 to 5) with at least n bytes. Its contents are lost when it grows. */
+static inline uint8_t *scratch(int which, size_t n) {
+    static struct {
+        uint8_t *p;
+        size_t n;
+    } buf[6];
+    if (n > buf[which].n) {
+        free(buf[which].p);
+        buf[which].p = xrealloc(NULL, n);
+        buf[which].n = n;
+    }
+    return buf[which].p;
+}
+
+/* qsort: by name, then by file. */
+static inline int by_name_and_file(const void *a, const void *b) {
+    const int order = by_name(a, b);
+    const struct tensor *x = a, *y = b;
+    return order ? order : (x->shard > y->shard) - (x->shard < y->shard);
+}
+
+/* Whether two tensors have the same type, shape and bytes. */
+static inline bool same_tensor(const struct tensor *a, const struct tensor *b) {
+    enum { BYTES = 1 << 20 /* compared at a time */ };
+    bool same = a->dtype == b->dtype && a->rank == b->rank;
+    for (uint32_t i = 0; same && i < a->rank; i++) same = a->shape[i] == b->shape[i];
+    for (size_t at = 0; same && at < a->bytes; at += BYTES) {
+        size_t n = a->bytes - at < BYTES ? a->bytes - at : BYTES;
+        uint8_t *x = scratch(0, n), *y = scratch(1, n);
+        tensor_read(a, at, x, n);
+        tensor_read(b, at, y, n);
+        same = !memcmp(x, y, n);
+    }
+    return same;
+}
+
+/* How many things of a kind were found, and the first of them, for one line about all. */
+struct finding {
+    size_t n;
+    const char *first;
+};
+
+static inline void finding_add(struct finding *f, const char *what) {
+    if (!f->n++) f->first = xstrdup(what);
+}
+
+static const char index_file[] = "model.safetensors.index.json", single_file[] = "model.safetensors";
+static struct doc source_index;   /* of the files that were read; obj NULL: there is none */
+static bool source_index_differs; /* it does not say where every tensor is */
+
+/* Dies if files of a set, such as model-00002-of-00003.safetensors, are missing from a list. */
+static inline void check_set(char *const *files) {
+    for (size_t i = 0; i < arrlenu(files); i++) {
+        const char *of = strstr(files[i], "-of-");
+        const int n = of ? atoi(of + 4) : 0, digits = of ? (int)strspn(of + 4, "0123456789") : 0;
+        if (n < 1 || n > 9999 || of - files[i] <= digits) continue;
+        const int head = (int)(of - files[i]) - digits;
+        for (int k = 1; k <= n; k++) {
+            const char *want = fmt("%.*s%0*d%s", head, files[i], digits, k, of);
+            bool have = false;
+            for (size_t j = 0; j < arrlenu(files); j++) have |= !strcmp(files[j], want);
+            if (!have) die("'%s' is missing, of %d files: the download of '%s' is incomplete", want, n, model_dir);
+        }
+    }
+}
+
+/* Returns the safetensors files of a directory without an index. Mistral's own files are copies of the others with other
+ * names of tensors. */
+static inline char **files_without_index(void) {
+    static const char *const others[][2] = {{"consolidated", "names of Mistral's own"},
+                                            {"adapter_", "a LoRA adapter, which is not merged"},
+                                            {"optimizer", "the state of a training"}};
+    char **all = dir_list(model_dir, "", ".safetensors"), **files = NULL;
+    for (size_t i = 0; i < arrlenu(all); i++) {
+        size_t k = 0;
+        while (k < COUNT(others) && !starts_with(all[i], others[k][0])) k++;
+        if (k == COUNT(others)) arrput(files, all[i]);
+        else message_print("'%s' is not read: %s", all[i], others[k][1]);
+    }
+    check_set(files);
+    return files;
+}
+
+/* Dies because a directory has no safetensors file, with what to do. */
+__attribute__((noreturn)) static inline void refuse_no_tensors(void) {
+    static const char *const tails[] = {".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".gguf", ".incomplete"};
+    for (size_t k = 0; k < COUNT(tails); k++) {
+        char **names = dir_list(model_dir, "", tails[k]);
+        if (!names) continue;
+        if (!strcmp(tails[k], ".gguf"))
+            die("'%s' has GGUF files and no safetensors file: moe -m %s/%s", model_dir, model_dir, names[0]);
+        if (!strcmp(tails[k], ".incomplete")) die("'%s': the download of '%s' is incomplete", model_dir, names[0]);
+        die("'%s' has %s and no safetensors file: save the model as safetensors first, as save_pretrained of "
+            "transformers does",
+            model_dir, names[0]);
+    }
+    die("'%s' has neither %s nor another safetensors file", model_dir, single_file);
+}
+
+/* Returns the files that the index names, each once; NULL, with a line, if none of them is there and others are: then the
+ * index belongs to other files. Dies if only some are there. */
+static inline char **files_of_index(struct doc map) {
+    char **files = NULL;
+    const char *name, *missing = NULL;
+    size_t n_missing = 0;
+    json_t *v, *seen = json_object();
+    json_object_foreach(map.obj, name, v) {
         const char *f = get_str(map, name, NULL);
         expect(map, name, f && !strchr(f, '/') && !strstr(f, ".."), "a file name without a directory");
         if (json_object_get(seen, f)) continue;
         json_object_set_new(seen, f, json_true());
-        shard_open(f);
+        arrput(files, xstrdup(f));
+        if (path_exists(in_dir(f))) continue;
+        if (!n_missing++) missing = arrlast(files);
     }
-    if (index.obj && !json_object_get(seen, unlisted) && !access(in_dir(unlisted), F_OK)) shard_open(unlisted);
     json_decref(seen);
-    if (!arrlenu(tensors)) die("'%s': the safetensors files hold no tensor", model_dir);
-    qsort(tensors, arrlenu(tensors), sizeof *tensors, by_name);
+    if (n_missing && n_missing == arrlenu(files) && dir_list(model_dir, "", ".safetensors")) {
+        message_print("%s names '%s' and other files that '%s' does not have: it is not used", index_file, missing,
+                      model_dir);
+        arrfree(files);
+        return NULL;
+    }
+    if (n_missing)
+        die("'%s' is missing, one of %zu of the %zu files that %s names: the download of '%s' is incomplete", missing,
+            n_missing, arrlenu(files), index_file, model_dir);
+    return files;
+}
+
+/* Reads the index. One that is broken is a note, and is not used. */
+static inline struct doc index_read(void) {
+    struct doc index = doc_read(index_file), map = get_obj(index, "weight_map");
+    if (index.obj && !get(index, "weight_map")) message_print("%s has no weight_map: it is not used", index_file);
+    return (struct doc){map.obj ? index.obj : NULL, index_file, NULL};
+}
+
+static const char unlisted_file[] = "mtp.safetensors";
+
+/* Chooses the files of the source: model.safetensors, which transformers looks for first, those of the index, or all. A
+ * prediction layer in mtp.safetensors is read in any case: quantized releases of GLM-4.7 have that file and do not list
+ * it. */
+static inline char **files_choose(void) {
+    const bool single = path_exists(in_dir(single_file));
+    char **files = NULL, **all = dir_list(model_dir, "", ".safetensors");
+    struct finding unread = {0};
+    source_index = index_read();
+    const struct doc map = get_obj(source_index, "weight_map");
+    bool named = !single;
+    const char *name;
+    json_t *v;
+    json_object_foreach(map.obj, name, v) named |= json_is_string(v) && !strcmp(json_string_value(v), single_file);
+    if (map.obj && named) files = files_of_index(map);
+    else if (map.obj) message_print("%s names other files than '%s': it is not used", index_file, single_file);
+    if (!files) source_index.obj = NULL;
+    if (!files && single) arrput(files, xstrdup(single_file));
+    if (!files) return files_without_index();
+    for (size_t i = 0; i < arrlenu(all); i++) {
+        bool have = false;
+        for (size_t k = 0; k < arrlenu(files); k++) have |= !strcmp(files[k], all[i]);
+        if (have) continue;
+        if (!strcmp(all[i], unlisted_file)) arrput(files, all[i]);
+        else finding_add(&unread, all[i]);
+    }
+    if (unread.n)
+        message_print("'%s'%s not read: %s", unread.first,
+                      unread.n > 1 ? fmt(" and %zu more safetensors files are", unread.n - 1) : " is",
+                      source_index.obj ? "the index does not name it" : "'model.safetensors' is there");
+    return files;
+}
+
+/* Takes tensors once that are in several files with the same bytes: from the file that the index names, or the first. */
+static inline void drop_copies(struct doc map) {
+    struct finding copies = {0};
+    size_t n = 0;
     for (size_t i = 0; i < arrlenu(tensors); i++) {
-        struct tensor *t = &tensors[i];
-        if (i && !strcmp(t[-1].name, t->name)) die("%s: also in '%s'", where(t), shards[t[-1].shard].name);
-        const char *f = get_str(map, t->name, NULL);
-        if (index.obj && !f && strcmp(shards[t->shard].name, unlisted)) die("%s: the index does not list it", where(t));
-        if (f && strcmp(f, shards[t->shard].name)) die("%s: the index says that it is in '%s'", where(t), f);
+        struct tensor t = tensors[i], *kept = n ? &tensors[n - 1] : NULL;
+        if (!kept || strcmp(kept->name, t.name)) {
+            tensors[n++] = t;
+            continue;
+        }
+        if (!same_tensor(kept, &t)) die("%s: also in '%s', with another value", where(kept), shards[t.shard].name);
+        finding_add(&copies, fmt("'%s' in '%s' and '%s'", t.name, shards[kept->shard].name, shards[t.shard].name));
+        const char *file = get_str(map, t.name, NULL);
+        if (file && !strcmp(file, shards[t.shard].name)) *kept = t;
     }
-    json_object_foreach(map.obj, name, file) {
-        if (!tensor_find(name)) die("%s: tensor '%s' is not in '%s'", index.file, name, json_string_value(file));
+    arrsetlen(tensors, n);
+    if (copies.n)
+        message_print("%zu tensor%s twice with the same bytes: each is taken once (%s)", copies.n,
+                      copies.n > 1 ? "s are there" : " is there", copies.first);
+}
+
+/* Says where the index and the files disagree. The files count. */
+static inline void check_index(struct doc map) {
+    struct finding elsewhere = {0}, unlisted = {0}, absent = {0};
+    const char *name;
+    json_t *v;
+    for (size_t i = 0; i < arrlenu(tensors) && map.obj; i++) {
+        const struct tensor *t = &tensors[i];
+        const char *file = get_str(map, t->name, NULL), *in = shards[t->shard].name;
+        if (!file && strcmp(in, unlisted_file)) finding_add(&unlisted, where(t));
+        if (file && strcmp(file, in)) finding_add(&elsewhere, fmt("%s, not in '%s'", where(t), file));
     }
-    json_decref(index.obj);
+    json_object_foreach(map.obj, name, v) {
+        if (!tensor_find(name)) finding_add(&absent, name);
+    }
+    const struct {
+        struct finding f;
+        const char *what;
+    } lines[] = {{unlisted, "the index does not list it"},
+                 {elsewhere, "the index names another file"},
+                 {absent, "the index lists this tensor, but no file has it"}};
+    for (size_t k = 0; k < COUNT(lines); k++) {
+        const struct finding f = lines[k].f;
+        if (f.n)
+            message_print("%s: %s%s", f.first, lines[k].what, f.n > 1 ? fmt("; so it is with %zu more", f.n - 1) : "");
+        source_index_differs |= f.n;
+    }
+}
+
+/* Opens the files of the source. */
+static inline void source_open(void) {
+    char **files = files_choose();
+    for (size_t i = 0; i < arrlenu(files); i++) shard_open(files[i]);
+    if (!files) refuse_no_tensors();
+    if (!arrlenu(tensors)) die("'%s': the safetensors files hold no tensor", model_dir);
+    const struct doc map = get_obj(source_index, "weight_map");
+    qsort(tensors, arrlenu(tensors), sizeof *tensors, by_name_and_file);
+    drop_copies(map);
+    check_index(map);
 }
 
 /* ============================================================================================================
@@ -435,20 +897,6 @@ static inline void out_write(const void *p, size_t n) {
     if (n && fwrite(p, 1, n, dest.f) != n) die("cannot write '%s': %s", dest.path, strerror(errno));
     dest.done += n;
     progress(false);
-}
-
-/* Returns buffer number `which` (0 to 5) with at least n bytes. Its contents are lost when it grows. */
-static inline uint8_t *scratch(int which, size_t n) {
-    static struct {
-        uint8_t *p;
-        size_t n;
-    } buf[6];
-    if (n > buf[which].n) {
-        free(buf[which].p);
-        buf[which].p = xrealloc(NULL, n);
-        buf[which].n = n;
-    }
-    return buf[which].p;
 }
 
 static inline void on_signal(int sig) { stop_signal = sig; }

@@ -22,10 +22,9 @@
 #include "quantize.h"
 
 enum {
-    MAX_VOCAB = 4 << 20,    /* tokens */
-    MAX_MTP = 16,           /* layers for multi-token prediction */
-    PARALLEL = 1 << 17,     /* fewer weights than these are converted by one thread */
-    COMPARE_BYTES = 1 << 20 /* of two tensors that are compared at a time */
+    MAX_VOCAB = 4 << 20, /* tokens */
+    MAX_MTP = 16,        /* layers for multi-token prediction */
+    PARALLEL = 1 << 17   /* fewer weights than these are converted by one thread */
 };
 
 /* ============================================================================================================
@@ -81,16 +80,19 @@ static const struct {
                         {".lora_A.weight", "a LoRA adapter"},
                         {".absmax", "bitsandbytes weights"}};
 
-/* Tensors that the forward pass does not need: scales of an FP8 KV cache (moe computes its own) and tables that it
- * computes. */
-static const char *const skipped_suffixes[] = {".k_scale",
-                                               ".v_scale",
-                                               ".q_scale",
-                                               ".kv_scale",
-                                               ".k_proj.output_scale",
-                                               ".v_proj.output_scale",
-                                               ".activation_scale",
-                                               ".rotary_emb.inv_freq"};
+/* Tensors that the forward pass does not need, and why. */
+static const char of_cache[] = "the cache of keys and values has scales of its own",
+                  of_inputs[] = "inputs of FP8 matrices are not rounded to FP8";
+static const struct {
+    const char *suffix, *why;
+} skipped_suffixes[] = {{".k_scale", of_cache},
+                        {".v_scale", of_cache},
+                        {".q_scale", of_cache},
+                        {".kv_scale", of_cache},
+                        {".k_proj.output_scale", of_cache},
+                        {".v_proj.output_scale", of_cache},
+                        {".activation_scale", of_inputs},
+                        {".rotary_emb.inv_freq", "frequencies follow from config.json"}};
 
 /* Reads n values of an F32, BF16 or F16 tensor from value `first` on. */
 static void read_floats(const struct tensor *t, size_t first, size_t n, float *out) {
@@ -122,20 +124,6 @@ static bool all_zero(const struct tensor *t, size_t from, size_t n) {
             if (buf[i] & 0x77) return false;
     }
     return true;
-}
-
-/* Whether two tensors have the same type, shape and bytes. */
-static bool same_tensor(const struct tensor *a, const struct tensor *b) {
-    bool same = a->dtype == b->dtype && a->rank == b->rank;
-    for (uint32_t i = 0; same && i < a->rank; i++) same = a->shape[i] == b->shape[i];
-    for (size_t at = 0; same && at < a->bytes; at += COMPARE_BYTES) {
-        size_t n = a->bytes - at < COMPARE_BYTES ? a->bytes - at : COMPARE_BYTES;
-        uint8_t *x = scratch(0, n), *y = scratch(1, n);
-        tensor_read(a, at, x, n);
-        tensor_read(b, at, y, n);
-        same = !memcmp(x, y, n);
-    }
-    return same;
 }
 
 /* Returns the scale v of a whole NVFP4 matrix, read from t, as a factor. The matrix is n bytes of w from `from` on.
@@ -712,6 +700,14 @@ static struct checkpoint {
     int experts[MAX_LAYERS];         /* per block; 0: dense */
 } m;
 
+/* Returns max_position_embeddings, MAX_TRAINED where that is more. */
+static int64_t context_length(void) {
+    const char *key = "max_position_embeddings";
+    expect(m.cfg, key, json_is_number(get(m.cfg, key)) && json_number_value(get(m.cfg, key)) >= 1,
+           fmt("an integer from 1 to %d", MAX_TRAINED));
+    return get_limit(m.cfg, key, MAX_TRAINED, REQUIRED);
+}
+
 /* Returns a size from the config. */
 static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
 
@@ -815,12 +811,19 @@ static struct linear resolve_plain(const char *src, enum dim rows, enum dim cols
     return l;
 }
 
-static size_t n_skipped; /* tensors of the source that are skipped on purpose */
-static size_t n_copies;  /* of these: copies of the model's embedding or output matrix */
+static size_t n_skipped;        /* tensors of the source that are skipped on purpose */
+static size_t n_copies;         /* of these: copies of the model's embedding or output matrix */
+static struct finding unchosen; /* of these: biases for the choice of experts in layers that do not choose */
 
 static void skip(struct tensor *t) {
     t->used = true;
     n_skipped++;
+}
+
+/* Says which tensors of a kind are left out, and why. */
+static void report_skipped(struct finding f, const char *why) {
+    if (f.n > 1) message_print("%zu tensors such as '%s' are left out: %s", f.n, f.first, why);
+    else if (f.n) message_print("tensor '%s' is left out: %s", f.first, why);
 }
 
 /* Skips the embedding or the output matrix of a prediction layer if it has the bytes of the model's. A reader takes the
@@ -875,7 +878,9 @@ static void plan_layer_vector(const struct tensor_rule *r, int layer, const char
     const bool optional = r->optional && !bias && !qkv_bias && !gate && !norm;
     if (bias && layer < m.n_hash) { /* nothing is chosen there */
         struct tensor *unused = tensor_find(src);
-        if (unused) skip(unused);
+        if (!unused) return;
+        skip(unused);
+        finding_add(&unchosen, unused->name);
         return;
     }
     if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
@@ -1061,7 +1066,7 @@ static void check_count_lists(int layer) {
     for (size_t i = 0; i < COUNT(lists); i++) {
         json_t *list = get(lists[i].d, lists[i].key), *v = json_array_get(list, (size_t)layer);
         if (!json_is_array(list) || (!v && layer >= m.n_layer)) continue;
-        if (!json_is_integer(v) || json_integer_value(v) != m.experts[layer])
+        if (json_element(list, (size_t)layer) != m.experts[layer])
             die("%s: key '%s': expected %d experts for layer %d, as its tensors have, found %s", lists[i].d.file,
                 lists[i].d.in ? fmt("%s.%s", lists[i].d.in, lists[i].key) : lists[i].key, m.experts[layer], layer,
                 v ? json_show(v) : "the end of the list");
@@ -1258,6 +1263,7 @@ static void screen_names(void) {
                                          "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp."};
     const bool multimodal = m.wrapped || get(m.top, "vision_config") || get(m.top, "audio_config");
     size_t n_vision = 0, n_draft = 0, n_dspark = 0;
+    struct finding needless[COUNT(skipped_suffixes)] = {{0}};
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         bool skipped = false, draft = false, dspark = m.dspark && starts_with(t->name, m.mtp);
@@ -1271,7 +1277,10 @@ static void screen_names(void) {
         n_dspark += dspark;
         n_copies += copy;
         skipped |= draft || dspark || copy;
-        for (size_t k = 0; k < COUNT(skipped_suffixes); k++) skipped |= ends_with(t->name, skipped_suffixes[k]);
+        for (size_t k = 0; k < COUNT(skipped_suffixes) && !skipped; k++) {
+            skipped = ends_with(t->name, skipped_suffixes[k].suffix);
+            if (skipped) finding_add(&needless[k], t->name);
+        }
         if (skipped) {
             skip(t);
             continue;
@@ -1280,6 +1289,7 @@ static void screen_names(void) {
             if (ends_with(t->name, refused_suffixes[k].suffix))
                 die("%s: %s are not supported", where(t), refused_suffixes[k].format);
     }
+    for (size_t k = 0; k < COUNT(needless); k++) report_skipped(needless[k], skipped_suffixes[k].why);
     if (n_vision) message_print("%zu tensors that read pictures or sound are left out: moe reads text only", n_vision);
     if (n_draft)
         message_print("%zu tensors for multi-token prediction are left out: moe does not run such layers", n_draft);
@@ -1309,10 +1319,11 @@ static void check_all_used(void) {
     }
 }
 
-/* Returns the object of RoPE parameters, rope_parameters or the older rope_scaling; where there is another one for
- * layers with a window, that of `windowed` layers or the others. */
+/* Returns the object of RoPE parameters, rope_scaling if it is not empty, else the newer rope_parameters, as in
+ * transformers; where there is another one for layers with a window, that of `windowed` layers or the others. */
 static struct doc rope_doc(bool windowed) {
-    struct doc r = get_obj(m.cfg, get(m.cfg, "rope_parameters") ? "rope_parameters" : "rope_scaling");
+    struct doc r = get_obj(m.cfg, "rope_scaling");
+    if (!json_object_size(r.obj)) r = get_obj(m.cfg, "rope_parameters");
     if (get(r, "full_attention") || get(r, "sliding_attention"))
         return get_obj(r, windowed ? "sliding_attention" : "full_attention");
     if (windowed && get(m.cfg, "swa_rope_parameters")) return get_obj(m.cfg, "swa_rope_parameters");
@@ -1342,6 +1353,25 @@ static double layer_number(const char *key, bool windowed, double dflt) {
     return isnan(found) ? dflt : found;
 }
 
+/* Returns the base of the rotation: of the RoPE parameters r, else of config.json, else dflt. Sets *d to where it is. */
+static double rope_base(struct doc r, bool windowed, double dflt, struct doc *d) {
+    *d = get(r, "rope_theta") || !get(m.cfg, "rope_theta") ? r : m.cfg;
+    return d->obj == r.obj ? get_num(r, "rope_theta", dflt) : layer_number("rope_theta", windowed, dflt);
+}
+
+/* Returns the context before the scaling: original_max_position_embeddings of config.json, else of the RoPE parameters r,
+ * else all of it, as in transformers. Where layers have several rotations, that of config.json does not count. */
+static int64_t original_context(struct doc r) {
+    const char *key = "original_max_position_embeddings";
+    const bool own = r.in && one_of(r.in, "rope_scaling rope_parameters") && get(m.cfg, key);
+    return get_int(own ? m.cfg : r, key, 1, INT32_MAX, context_length());
+}
+
+/* Returns how much longer the context becomes. Without a number it follows from the two contexts. */
+static double rope_factor(struct doc r) {
+    return get_num(r, "factor", (double)context_length() / (double)original_context(r));
+}
+
 /* Returns how many values of a head are rotated: the share of partial_rotary_factor, which is in r, or in config.json,
  * for all layers or in a list. */
 static size_t rotated(struct doc r, bool windowed) {
@@ -1363,10 +1393,11 @@ static void plan_rope_factors(void) {
     float *factors = NULL;
     if (!m.llama3 || strcmp(rope_type(r), "llama3")) return;
     const size_t n = rotated(r, false);
-    const double theta = layer_number("rope_theta", false, get_num(r, "rope_theta", m.rope_theta));
-    const double factor = get_num(r, "factor", NAN), low = get_num(r, "low_freq_factor", NAN),
+    struct doc in;
+    const double theta = rope_base(r, false, m.rope_theta, &in);
+    const double factor = rope_factor(r), low = get_num(r, "low_freq_factor", NAN),
                  high = get_num(r, "high_freq_factor", NAN);
-    const double original = (double)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED);
+    const double original = (double)original_context(r);
     expect(r, "factor", factor >= 1 && factor <= 1e6, "a number from 1 to 1e+06");
     expect(r, "low_freq_factor", low > 0 && low < high, "a number above 0 and below high_freq_factor");
     for (size_t i = 0; i < m.dim[DIM_HEAD_K] / 2; i++) {
@@ -1377,13 +1408,40 @@ static void plan_rope_factors(void) {
     plan_values("rope_freqs.weight", factors);
 }
 
+/* Settles whether the output matrix is the embedding, as transformers does: an lm_head.weight that is another matrix is
+ * used whatever config.json says. */
+static void settle_head(void) {
+    const char *name = hf_name(-1, "lm_head.weight");
+    struct tensor *head = tensor_find(name), *embd = tensor_find(hf_name(-1, "model.embed_tokens.weight"));
+    const bool any = head || has_linear(hf_name(-1, "lm_head")), same = head && embd && same_tensor(head, embd);
+    const char *said = get(m.top, "tie_word_embeddings") ? json_show(get(m.top, "tie_word_embeddings")) : "missing";
+    if (!any && !m.tied)
+        die("'%s': tensor '%s' is missing, and 'tie_word_embeddings' of config.json is %s: set it to true if the "
+            "output "
+            "matrix is the embedding",
+            model_dir, name, said);
+    if (m.tied && same) {
+        skip(head);
+        message_print("tensor '%s' is left out: it is a copy of the embedding", name);
+    } else if (m.tied && any) {
+        m.tied = false;
+        message_print("tensor '%s' is used: it is not the embedding, though config.json says so (tie_word_embeddings)",
+                      name);
+    } else if (m.tied && !get_bool(m.top, "tie_word_embeddings", true)) {
+        message_print(
+            "config.json: 'tie_word_embeddings' is false, but true in 'text_config', and there is no '%s': the "
+            "embedding is the output matrix",
+            name);
+    }
+}
+
 /* Makes the plan. */
 static void plan_model(void) {
     find_names();
     if (m.n_typed && m.n_typed < m.n_layer + m.n_mtp)
         die("config.json: key 'layer_types': expected %d layers, found %d", m.n_layer + m.n_mtp, m.n_typed);
     screen_names();
-    struct tensor *head = tensor_find(hf_name(-1, "lm_head.weight"));
+    settle_head();
     struct linear embd = resolve_plain(hf_name(-1, "model.embed_tokens"), DIM_VOCAB, DIM_EMBD);
     struct piece *p = NULL, one = {.lin = embd, .rows = embd.rows};
     arrput(p, one);
@@ -1391,10 +1449,10 @@ static void plan_model(void) {
     plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
                 m.zero_centered ? LESS_ONE : VALUES);
     if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
-    else if (head) skip(head);
     plan_rope_factors();
     plan_stream_head();
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
+    report_skipped(unchosen, "token ids have their experts in such a layer");
     if (n_copies)
         message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
                       "left out: moe uses the model's own",
@@ -1420,7 +1478,7 @@ static void read_expert_count(const char *key) {
         return;
     }
     json_array_foreach(list, i, v) {
-        const int64_t n = json_is_integer(v) ? json_integer_value(v) : -1;
+        const int64_t n = json_element(list, i);
         expect(m.cfg, key, json_is_null(v) || (n >= 0 && n <= MAX_EXPERTS), fmt("numbers up to %d", MAX_EXPERTS));
         if (n > m.n_expert) m.n_expert = (int)n;
     }
@@ -1436,6 +1494,7 @@ static void read_expert_count_of(const char *first, const char *second) {
 static void read_heads(const char *heads_kv, int64_t dflt) {
     size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[DIM_EMBD] / m.n_head);
     m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
+    if (json_is_null(json_object_get(m.cfg.obj, heads_kv))) dflt = m.n_head; /* as in transformers */
     m.n_head_kv = (int)get_int(m.cfg, heads_kv, 1, INT32_MAX, dflt);
     set_dim(DIM_HEAD_K, head, "head_dim");
     set_dim(DIM_HEAD_V, head, "head_dim");
@@ -1472,10 +1531,12 @@ static void read_shared(const char *key, int64_t dflt) {
 }
 
 static bool is_dense_qwen3(int layer) {
+    int64_t dense;
     size_t i;
     json_t *v, *list = get_list(m.cfg, "mlp_only_layers");
     json_array_foreach(list, i, v) {
-        if (json_is_integer(v) && json_integer_value(v) == layer) return true;
+        expect(m.cfg, "mlp_only_layers", json_whole(v, &dense), "numbers of layers");
+        if (dense == layer) return true;
     }
     return (layer + 1) % (int)get_int(m.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
 }
@@ -1685,11 +1746,11 @@ static const struct {
 
 /* Returns the row of `compressions` of a layer by one of two lists of config.json; of an unknown kind their number. */
 static size_t compression_of(json_t *ratios, json_t *kinds, int layer) {
-    const json_t *v = json_array_get(ratios ? ratios : kinds, (size_t)layer);
-    const char *type = json_string_value(v);
+    const int64_t ratio = json_element(ratios, (size_t)layer);
+    const char *type = json_string_value(json_array_get(kinds, (size_t)layer));
     size_t k = 0;
-    while (k < COUNT(compressions) && (ratios ? !json_is_integer(v) || json_integer_value(v) != compressions[k].ratio
-                                              : !type || strcmp(type, compressions[k].type)))
+    while (k < COUNT(compressions) &&
+           (ratios ? ratio != compressions[k].ratio : !type || strcmp(type, compressions[k].type)))
         k++;
     return k;
 }
@@ -1898,7 +1959,7 @@ static void read_windows(void) {
     }
     m.n_typed = n;
     for (int l = 0; l < MAX_LAYERS; l++) any |= m.windowed[l];
-    m.window = (size_t)get_int(c, "sliding_window", 0, MAX_TRAINED, any ? REQUIRED : 0);
+    m.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     expect(c, "sliding_window", !any || m.window, "a number above 0");
     if (!any) m.window = 0;
 }
@@ -1926,8 +1987,7 @@ static const struct renaming gpt_oss_names[] = {{"mlp.gate", "mlp.router", EVERY
 /* Reads the keys of MiniMax-M2. */
 static void read_minimax_m2(void) {
     struct doc c = m.cfg;
-    json_t *v, *list = get_list(c, "attn_type_list");
-    size_t i;
+    json_t *list = get_list(c, "attn_type_list");
     read_heads("num_key_value_heads", REQUIRED);
     read_expert_count_of("num_local_experts", "num_experts");
     m.has |= HAS_ROW_NORM;
@@ -1939,7 +1999,8 @@ static void read_minimax_m2(void) {
     if (get(c, "rotary_dim"))
         m.rotary =
             (double)get_int(c, "rotary_dim", 2, (int64_t)m.dim[DIM_HEAD_K], REQUIRED) / (double)m.dim[DIM_HEAD_K];
-    json_array_foreach(list, i, v) expect(c, "attn_type_list", json_integer_value(v) == 1, "1 for every layer");
+    for (size_t i = 0; i < json_array_size(list); i++)
+        expect(c, "attn_type_list", json_element(list, i) == 1, "1 for every layer");
     expect(c, "use_qk_norm", get_bool(c, "use_qk_norm", true), "true");
     expect(c, "qk_norm_type", !strcmp(get_str(c, "qk_norm_type", "per_layer"), "per_layer"), "\"per_layer\"");
     expect(c, "use_routing_bias", get_bool(c, "use_routing_bias", true), "true");
@@ -1971,7 +2032,9 @@ static void read_mixtral(void) {
     m.norm_topk_prob = m.pairs = m.llama3 = true;
     m.eps = 1e-5;
     expect(c, "head_dim", m.dim[DIM_HEAD_K] % 2 == 0, "an even number");
-    expect(c, "sliding_window", !get(c, "sliding_window"), "none (GGUF files of llama cannot have windows)");
+    const int64_t window = get_limit(c, "sliding_window", MAX_TRAINED, MAX_TRAINED);
+    expect(c, "sliding_window", window >= get_limit(c, "max_position_embeddings", MAX_TRAINED, MAX_TRAINED),
+           "none or the whole context (GGUF files of llama cannot have windows)");
 }
 
 /* Reads the keys of OLMoE (arXiv 2409.02060). */
@@ -2119,11 +2182,9 @@ static void read_laguna(void) {
     expect(c, "num_attention_heads_per_layer", !list || json_array_size(list) == (size_t)m.n_layer,
            fmt("%d numbers", m.n_layer));
     for (int l = 0; l < m.n_layer; l++) {
-        json_t *v = json_array_get(list, (size_t)l);
-        expect(c, "num_attention_heads_per_layer",
-               !list || (json_is_integer(v) && json_integer_value(v) > 0 && json_integer_value(v) <= 65536),
-               "numbers from 1 to 65536");
-        m.heads_of[l] = list ? (int)json_integer_value(v) : m.n_head;
+        const int64_t heads = list ? json_element(list, (size_t)l) : m.n_head;
+        expect(c, "num_attention_heads_per_layer", heads > 0 && heads <= 65536, "numbers from 1 to 65536");
+        m.heads_of[l] = (int)heads;
         m.gate_of[l] = gates_values(l);
     }
     m.heads_kv[0] = m.heads_kv[1] = m.n_head_kv;
@@ -2152,11 +2213,10 @@ static const struct renaming laguna_names[] = {
 /* Returns the value of a layer in a list of 0 and 1. */
 static bool listed_bit(struct doc d, const char *key, int layer) {
     json_t *list = get_list(d, key), *v = json_array_get(list, (size_t)layer);
-    expect(d, key,
-           json_array_size(list) == (size_t)m.n_layer && json_is_integer(v) &&
-               (json_integer_value(v) == 0 || json_integer_value(v) == 1),
+    const int64_t bit = json_is_boolean(v) ? json_is_true(v) : json_element(list, (size_t)layer);
+    expect(d, key, json_array_size(list) == (size_t)m.n_layer && bit >> 1 == 0,
            fmt("0 or 1 for each of %d layers", m.n_layer));
-    return json_integer_value(v) == 1;
+    return bit;
 }
 static bool is_dense_mimo(int layer) { return !listed_bit(m.cfg, "moe_layer_freq", layer); }
 
@@ -2168,7 +2228,8 @@ static void read_mimo(void) {
     read_expert_count("n_routed_experts");
     set_dim(DIM_HEAD_V, size_of("v_head_dim"), "v_head_dim");
     for (int l = 0; l < MAX_LAYERS; l++) m.windowed[l] = l >= m.n_layer || listed_bit(c, "hybrid_layer_pattern", l);
-    m.window = (size_t)get_int(c, "sliding_window", 1, MAX_TRAINED, REQUIRED);
+    m.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
+    expect(c, "sliding_window", m.window, "a number above 0");
     m.heads[0] = m.n_head;
     m.heads_kv[0] = m.n_head_kv;
     m.heads[1] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, m.n_head);
@@ -2192,7 +2253,7 @@ static void read_mimo(void) {
     expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
     expect(c, "n_shared_experts", get_int(c, "n_shared_experts", 0, 64, 0) == 0, "0");
     expect(c, "sliding_window_size",
-           get_int(c, "sliding_window_size", 1, MAX_TRAINED, (int64_t)m.window) == (int64_t)m.window,
+           get_limit(c, "sliding_window_size", MAX_TRAINED, (int64_t)m.window) == (int64_t)m.window,
            fmt("%zu as sliding_window", m.window));
     expect(c, "swa_head_dim",
            get_int(c, "swa_head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_K]) == (int64_t)m.dim[DIM_HEAD_K],
@@ -2404,7 +2465,7 @@ static void read_config(void) {
     set_dim(DIM_VOCAB, (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED), "vocab_size");
     set_dim(DIM_TOKENS, m.dim[DIM_VOCAB], "vocab_size");
     m.ff_expert = size_of(m.width_key);
-    m.tied = get_bool(m.cfg, "tie_word_embeddings", get_bool(m.top, "tie_word_embeddings", false));
+    m.tied = get_bool(m.cfg, "tie_word_embeddings", false) || get_bool(m.top, "tie_word_embeddings", false);
     const char *act = get_str(m.cfg, "hidden_act", "silu");
     const char *other = families[f].act;
     expect(m.cfg, "hidden_act", !strcmp(act, "silu") || (other && !strcmp(act, other)),
@@ -3112,10 +3173,12 @@ static void kv_strings(const char *key, char *const *s, size_t n) {
 static void put_rope_sections(struct doc r) {
     static const int32_t usual[4] = {11, 11, 10, 0};
     int32_t sections[4] = {0};
-    json_t *v, *list = get_list(r, "mrope_section");
-    size_t i;
-    expect(r, "mrope_section", json_array_size(list) <= 4, "at most four numbers");
-    json_array_foreach(list, i, v) sections[i] = (int32_t)json_integer_value(v);
+    json_t *list = get_list(r, "mrope_section");
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const int64_t n = json_element(list, i);
+        expect(r, "mrope_section", i < 4 && n >= 0 && n <= INT32_MAX, "at most four numbers from 0 up");
+        sections[i] = (int32_t)n;
+    }
     gguf_put_array(&writer, arch_key("rope.dimension_sections"), GGUF_V_I32, 4, list ? sections : usual);
 }
 
@@ -3143,6 +3206,16 @@ static void put_window_base(void) {
     expect(w, "rope_type", one_of(rope_type(w), "default none"), "\"default\"");
 }
 
+/* Says which RoPE parameters are not among the known ones, words with spaces between them. transformers warns of them. */
+static void note_unknown(struct doc r, const char *known) {
+    const char *key;
+    json_t *v;
+    json_object_foreach(r.obj, key, v) {
+        if (!one_of(key, known) && !json_is_null(v))
+            message_print("%s: key '%s.%s' is not used: it is no parameter of '%s'", r.file, r.in, key, rope_type(r));
+    }
+}
+
 /* Writes the base of DeepSeek-V4's rotation of one kind of layers, which is in their RoPE parameters or in config.json. */
 static void put_base(struct doc r, const char *name, const char *key) {
     const bool own = get(r, "rope_theta");
@@ -3155,11 +3228,8 @@ static void put_two_rotations(void) {
     static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
                                 "attention_factor partial_rotary_factor truncate";
     const struct doc plain = rope_part(false), r = rope_part(true);
-    const char *key;
-    json_t *v;
-    json_object_foreach(r.obj, key, v) expect(r, key, one_of(key, known), "no such RoPE parameter");
-    json_object_foreach(plain.obj, key, v)
-        expect(plain, key, one_of(key, "type rope_type rope_theta partial_rotary_factor"), "no such RoPE parameter");
+    note_unknown(r, known);
+    note_unknown(plain, "type rope_type rope_theta partial_rotary_factor");
     kv_u32("rope.dimension_count", (size_t)m.rope);
     put_base(plain, "rope_theta", "rope.freq_base");
     put_base(r, "compress_rope_theta", "attention.compress_rope_freq_base");
@@ -3167,14 +3237,13 @@ static void put_two_rotations(void) {
     expect(r, "partial_rotary_factor", rotated(r, false) == (size_t)m.rope, "the same as in the other layers");
     if (one_of(rope_type(r), "default none")) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(rope_type(r), "yarn"), "\"default\" or \"yarn\"");
-    const double factor = get_num(r, "factor", NAN);
+    const double factor = rope_factor(r);
     expect(r, "factor", factor >= 1, "a number from 1");
     expect(r, "attention_factor", get_num(r, "attention_factor", 1) == 1, "1");
     expect(r, "truncate", get_bool(r, "truncate", true), "true");
     kv_str(arch_key("rope.scaling.type"), "yarn");
     kv_num(r, "factor", factor, "rope.scaling.factor");
-    kv_u32("rope.scaling.original_context_length",
-           (size_t)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED));
+    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
     kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
     kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
 }
@@ -3188,26 +3257,26 @@ static void put_rope(void) {
     static const char only[] = "[\"full_attention\"]"; /* layers whose frequencies rope_scaling changes */
     struct doc r = rope_doc(false);
     const bool mla = m.has & HAS_MLA, llama3 = m.llama3 && !strcmp(rope_type(r), "llama3");
-    const char *key;
-    json_t *v;
     if (m.has & HAS_SHARED_KV) {
         put_two_rotations();
         return;
     }
-    json_object_foreach(r.obj, key, v) {
-        bool ok = one_of(key, known) || (m.has_delta && one_of(key, "mrope_section mrope_interleaved"));
-        expect(r, key, ok || (llama3 && one_of(key, "low_freq_factor high_freq_factor")), "no such RoPE parameter");
-    }
-    double theta = layer_number("rope_theta", false, get_num(r, "rope_theta", m.rope_theta));
-    kv_num(get(m.cfg, "rope_theta") ? m.cfg : r, "rope_theta", theta, "rope.freq_base");
+    note_unknown(r, llama3        ? fmt("%s low_freq_factor high_freq_factor", known)
+                    : m.has_delta ? fmt("%s mrope_section mrope_interleaved", known)
+                                  : known);
+    struct doc in;
+    const double theta = rope_base(r, false, m.rope_theta, &in);
+    kv_num(in, "rope_theta", theta, "rope.freq_base");
+    if (r.in && !strcmp(r.in, "rope_scaling") && get(m.cfg, "rope_parameters"))
+        message_print("config.json: key 'rope_parameters' is not used: there is rope_scaling");
     const char *type = rope_type(r);
     put_rotated(r);
     put_window_base();
-    if (m.window_rope && m.window && !one_of(type, "default none") && get(m.cfg, "rope_scaling"))
+    if (m.window_rope && m.window && !one_of(type, "default none") && get(m.cfg, "yarn_only_types"))
         expect(m.cfg, "yarn_only_types", !strcmp(json_show(get(m.cfg, "yarn_only_types")), only), only);
     if (one_of(type, "default none") || llama3) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
-    double factor = get_num(r, "factor", NAN), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
+    double factor = rope_factor(r), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
     double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
     expect(r, "factor", factor >= 1, "a number from 1");
     expect(r, "truncate", get_bool(r, "truncate", true) != m.exact_yarn, m.exact_yarn ? "false" : "true");
@@ -3216,8 +3285,7 @@ static void put_rope(void) {
     expect(r, "attention_factor", fabs(attention - (mla ? 0 : usual)) <= 1e-4, mla ? "none" : fmt("%g or none", usual));
     kv_str(arch_key("rope.scaling.type"), "yarn");
     kv_num(r, "factor", factor, "rope.scaling.factor");
-    kv_u32("rope.scaling.original_context_length",
-           (size_t)get_int(r, "original_max_position_embeddings", 1, INT32_MAX, REQUIRED));
+    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
     if (get(r, "attention_factor") && !mla)
         gguf_put_f32(&writer, arch_key("rope.scaling.yarn_attn_factor"), (float)attention);
     kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
@@ -3260,9 +3328,8 @@ static void put_experts(const char *name) {
             expect(reap, "kept", json_array_size(ids) == (size_t)m.experts[l],
                    fmt("%d ids for layer %d", m.experts[l], l));
             for (int i = 0; i < m.experts[l]; i++) {
-                json_t *id = json_array_get(ids, (size_t)i);
-                list[i] =
-                    json_is_integer(id) && json_integer_value(id) < original ? (int32_t)json_integer_value(id) : -1;
+                const int64_t id = json_element(ids, (size_t)i);
+                list[i] = id < original ? (int32_t)id : -1;
                 expect(reap, "kept", list[i] >= 0 && (!i || list[i] > list[i - 1]),
                        fmt("rising ids below %lld for layer %d", (long long)original, l));
             }
@@ -3298,9 +3365,9 @@ static void put_limits(const char *key, const char *name) {
     for (size_t l = 0; l < json_array_size(list) && l < MAX_LAYERS; l++) {
         json_t *v = json_array_get(list, l);
         const double limit = json_number_value(v);
-        expect(m.cfg, key, json_is_null(v) || (json_is_number(v) && limit >= range->lo && limit <= range->hi),
-               fmt("null or numbers from %g to %g", range->lo, range->hi));
-        limits[l] = (float)limit;
+        expect(m.cfg, key, json_is_null(v) || (json_is_number(v) && limit >= range->lo),
+               fmt("null or numbers from %g", range->lo));
+        limits[l] = limit > range->hi ? 0 : (float)limit;
     }
     if (list) gguf_put_array(&writer, arch_key(name), GGUF_V_F32, (size_t)(m.n_layer + m.n_mtp), limits);
 }
@@ -3326,14 +3393,15 @@ static void put_deepseek_v4(void) {
     static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
     const struct key_range *range = key_range_of(clamps[0]);
     const double limit = get_num(c, "swiglu_limit", NAN);
+    const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     const json_t *ratios = get_list(c, "compress_ratios");
     const size_t blocks = (size_t)(m.n_layer + m.n_mtp), listed = json_array_size(ratios);
     float limits[MAX_LAYERS];
-    for (size_t l = 0; l < blocks; l++) limits[l] = (float)limit;
-    expect(c, "swiglu_limit", limit >= range->lo && limit <= range->hi,
-           fmt("a number from %g to %g", range->lo, range->hi));
+    for (size_t l = 0; l < blocks; l++) limits[l] = limit > range->hi ? 0 : (float)limit;
+    expect(c, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
     kv_u32("attention.q_lora_rank", m.dim[DIM_Q_LORA]);
-    kv_u32("attention.sliding_window", (size_t)get_int(c, "sliding_window", 1, MAX_TRAINED, REQUIRED));
+    expect(c, "sliding_window", window, "a number above 0");
+    kv_u32("attention.sliding_window", window);
     for (size_t i = 0; i < COUNT(clamps); i++) gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, blocks, limits);
     kv_u32("attention.indexer.head_count", m.dim[DIM_INDEXES]);
     kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
@@ -3387,7 +3455,10 @@ static void put_architecture(void) {
         heads_kv[l] = m.heads_kv[m.windowed[l]];
     }
     kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
-    kv_u32("context_length", (size_t)get_int(c, "max_position_embeddings", 1, MAX_TRAINED, REQUIRED));
+    kv_u32("context_length", (size_t)context_length());
+    if (json_number_value(get(c, "max_position_embeddings")) > MAX_TRAINED)
+        message_print("config.json: key 'max_position_embeddings': %s is read as %d",
+                      json_show(get(c, "max_position_embeddings")), MAX_TRAINED);
     kv_u32("embedding_length", m.dim[DIM_EMBD]);
     if (m.dense_key && get(c, m.dense_key)) kv_u32("feed_forward_length", size_of(m.dense_key));
     kv_u32("vocab_size", m.dim[DIM_VOCAB]);
@@ -3431,14 +3502,20 @@ static int32_t token_id(struct doc config, const char *key) {
     return -1;
 }
 
-/* Appends the token ids of a key, which has one or a list, to *ids, each once. */
-static void collect_ids(struct doc d, const char *key, int32_t **ids) {
+/* Appends the token ids of a key, which has one or a list, to *ids, each once. null and negative numbers are none. tell: say
+ * what else is no token. */
+static void collect_ids(struct doc d, const char *key, int32_t **ids, bool tell) {
     json_t *v = get(d, key);
     size_t n = json_is_array(v) ? json_array_size(v) : v != NULL;
     for (size_t i = 0; i < n; i++) {
-        json_t *e = json_is_array(v) ? json_array_get(v, i) : v;
-        int64_t id = json_is_integer(e) ? json_integer_value(e) : -1;
-        expect(d, key, id >= 0 && (size_t)id < m.dim[DIM_VOCAB], fmt("token ids below %zu", m.dim[DIM_VOCAB]));
+        const json_t *e = json_is_array(v) ? json_array_get(v, i) : v;
+        int64_t id;
+        const bool whole = json_whole(e, &id);
+        if (json_is_null(e) || (whole && id < 0)) continue;
+        if (!whole || (size_t)id >= m.dim[DIM_VOCAB]) {
+            if (tell) message_print("%s: not used", misfit(d, key, fmt("token ids below %zu", m.dim[DIM_VOCAB])));
+            continue;
+        }
         bool have = false;
         for (size_t k = 0; k < arrlenu(*ids); k++) have |= (*ids)[k] == (int32_t)id;
         if (!have) arrput(*ids, (int32_t)id);
@@ -3446,11 +3523,13 @@ static void collect_ids(struct doc d, const char *key, int32_t **ids) {
 }
 
 /* Returns the id of the special token `name`, found as in llama.cpp: by its text in tokenizer_config.json, else by its
- * id in config.json; -1 if there is none. */
-static int32_t special_id(struct doc config, const char *name) {
-    int32_t id = token_id(config, fmt("%s_token", name)), *ids = NULL;
-    const char *key = fmt("%s_token_id", name);
-    if (id < 0) collect_ids(get(m.cfg, key) ? m.cfg : m.top, key, &ids);
+ * id in config.json; -1 if there is none. tell: say what is no token. */
+static int32_t special_id(struct doc config, const char *name, bool tell) {
+    const char *text = fmt("%s_token", name), *key = fmt("%s_token_id", name);
+    int32_t id = token_id(config, text), *ids = NULL;
+    if (tell && id < 0 && get(config, text) && !json_is_false(get(config, text)))
+        message_print("%s: not used", misfit(config, text, "a token of the vocabulary"));
+    if (id < 0) collect_ids(get(m.cfg, key) ? m.cfg : m.top, key, &ids, tell && strcmp(name, "eos"));
     if (arrlen(ids)) id = ids[0];
     arrfree(ids);
     return id;
@@ -3488,50 +3567,119 @@ static void put_deepseek_v4_template(const char *name) {
                   graded ? "s high and max" : " max");
 }
 
-/* Writes the chat template: chat_template.jinja, else that of tokenizer_config.json, as in transformers, else that of the
- * family. Of a list, the one named "default". name: the model's. */
-static void put_template(struct doc config, const char *name) {
-    json_t *v = get(config, "chat_template"), *e;
+/* Returns the template in the key chat_template: a text, or of a list of {name, template} or an object {name: template} the
+ * one named "default", or the only one. NULL: there is none. Says which are left out. */
+static const char *template_of(struct doc d) {
+    static const char key[] = "chat_template";
+    json_t *v = get(d, key), *e, *named = json_is_array(v) ? json_object() : v;
+    char *others = NULL;
+    const char *name;
     size_t i;
-    char *text = NULL;
-    if (!access(in_dir("chat_template.jinja"), F_OK)) {
-        FILE *f = input_file(in_dir("chat_template.jinja"));
-        for (size_t n = 1; n;) {
-            char *p = arraddnptr(text, 4096);
-            n = fread(p, 1, 4096, f);
-            arrsetlen(text, arrlenu(text) - 4096 + n);
-        }
-        if (ferror(f)) die("cannot read '%s': %s", in_dir("chat_template.jinja"), strerror(errno));
-        fclose(f);
-        gguf_put_str(&writer, "tokenizer.chat_template", text, arrlenu(text));
-        arrfree(text);
-        return;
+    if (json_is_string(v) || !v) return v && *json_string_value(v) ? json_string_value(v) : NULL;
+    json_array_foreach(v, i, e) {
+        name = json_string_value(json_object_get(e, "name"));
+        if (name) json_object_set(named, name, json_object_get(e, "template"));
     }
-    if (json_is_array(v)) {
-        json_t *list = v;
-        v = NULL;
-        json_array_foreach(list, i, e) {
-            const char *key = json_string_value(json_object_get(e, "name"));
-            if (key && !strcmp(key, "default")) v = json_object_get(e, "template");
-        }
-        expect(config, "chat_template", v, "a template named \"default\" in the list");
+    if (!fits(d, key, json_object_size(named), "a text, or texts with names")) return NULL;
+    json_t *found = json_object_get(named, "default");
+    if (!found && json_object_size(named) == 1) found = json_object_iter_value(json_object_iter(named));
+    json_object_foreach(named, name, e) {
+        if (e != found) sb_printf(&others, "%s'%s'", others ? ", " : "", name);
     }
-    expect(config, "chat_template", !v || json_is_string(v), "a string or a list");
-    if (v) kv_str("tokenizer.chat_template", json_string_value(v));
+    if (others)
+        message_print("%s: left out: chat template%s %s%s", d.file, strchr(others, ',') ? "s" : "", sb_cstr(&others),
+                      found ? "" : " (none is named 'default')");
+    arrfree(others);
+    if (found) fits(d, key, json_is_string(found), "a text as template");
+    return json_string_value(found);
+}
+
+/* Returns the text of a template file as Python reads it, with \n for all ends of lines; an stb_ds array. NULL: there is
+ * no such file. */
+static char *template_file_read(const char *file) {
+    char *text = NULL, err[ERR_MAX], *to;
+    if (!path_exists(in_dir(file))) return NULL;
+    if (text_read(in_dir(file), &text, err)) die("%s", err);
+    const size_t n = arrlenu(text);
+    if (memchr(text, 0, n) || !utf8_valid(text, n)) die("'%s' is not UTF-8", in_dir(file));
+    to = text;
+    for (const char *p = text; p < text + n; p++) {
+        if (*p == '\n' && p > text && p[-1] == '\r') continue;
+        *to++ = *p == '\r' ? '\n' : *p;
+    }
+    *to = 0;
+    arrsetlen(text, (size_t)(to - text));
+    return text;
+}
+
+/* Writes the chat template: of the files below the first that has one, in transformers' order, else that of the family.
+ * config: tokenizer_config.json; name: the model's. */
+static void put_template(struct doc config, const char *name) {
+    static const char folder[] = "additional_chat_templates", jinja[] = "chat_template.jinja";
+    const struct doc legacy = doc_read("chat_template.json"), processor = doc_read("processor_config.json");
+    char **more = dir_list(in_dir(folder), "", ".jinja"), *other = template_file_read(fmt("%s/default.jinja", folder)),
+         *text = other ? other : template_file_read(jinja);
+    const struct {
+        const char *file, *text;
+    } sources[] = {{other ? folder : jinja, text},
+                   {config.file, template_of(config)},
+                   {legacy.file, template_of(legacy)},
+                   {processor.file, template_of(processor)}};
+    size_t k = 0;
+    while (k < COUNT(sources) && !sources[k].text) k++;
+    for (size_t i = k + 1; i < COUNT(sources); i++)
+        if (sources[i].text && strcmp(sources[i].text, sources[k].text))
+            message_print("%s has another chat template than %s, which is taken", sources[i].file, sources[k].file);
+    for (size_t i = 0; i < arrlenu(more); i++)
+        if (strcmp(more[i], "default.jinja")) message_print("left out: chat template '%s/%s'", folder, more[i]);
+    if (k < COUNT(sources)) kv_str("tokenizer.chat_template", sources[k].text);
     else if (m.put_template) m.put_template(name);
     else message_print("'%s' has no chat template", model_dir);
+    arrfree(text);
+    json_decref(legacy.obj);
+    json_decref(processor.obj);
+}
+
+/* Whether a value of generation_config.json turns nothing on. */
+static bool is_off(const json_t *v) {
+    return !json_is_true(v) && !json_object_size(v) && !json_array_size(v) &&
+           (!json_is_number(v) || json_number_value(v) == 0 || json_number_value(v) == 1);
 }
 
 /* Writes the sampling defaults of generation_config.json, if it says do_sample. */
 static void put_sampling(struct doc g) {
-    static const char *const numbers[][2] = {{"temperature", "general.sampling.temp"},
-                                             {"top_p", "general.sampling.top_p"},
-                                             {"min_p", "general.sampling.min_p"},
-                                             {"repetition_penalty", "general.sampling.penalty_repeat"}};
-    if (!get_bool(g, "do_sample", false)) return;
-    for (size_t i = 0; i < COUNT(numbers); i++)
-        if (get(g, numbers[i][0])) gguf_put_f32(&writer, numbers[i][1], (float)get_num(g, numbers[i][0], NAN));
-    if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_int(g, "top_k", 0, INT32_MAX, 0));
+    static const struct {
+        const char *name, *key;
+        double lo, hi;
+    } numbers[] = {{"temperature", "general.sampling.temp", 0, 100},
+                   {"top_p", "general.sampling.top_p", 0, 1},
+                   {"min_p", "general.sampling.min_p", 0, 1},
+                   {"repetition_penalty", "general.sampling.penalty_repeat", 0.1, 10}};
+    static const char *const unknown[] = {"typical_p",     "epsilon_cutoff",       "eta_cutoff",
+                                          "top_h",         "no_repeat_ngram_size", "encoder_repetition_penalty",
+                                          "num_beams",     "penalty_alpha",        "guidance_scale",
+                                          "sequence_bias", "bad_words_ids",        "suppress_tokens",
+                                          "min_length",    "begin_suppress_tokens"};
+    struct finding unused = {0};
+    int64_t k;
+    for (size_t i = 0; i < COUNT(unknown); i++)
+        if (!is_off(get(g, unknown[i]))) message_print("%s: key '%s' is not used", g.file, unknown[i]);
+    const bool sampled = get_bool(g, "do_sample", false);
+    for (size_t i = 0; i < COUNT(numbers); i++) {
+        const json_t *v = get(g, numbers[i].name);
+        const double x = json_number_value(v), lo = numbers[i].lo, hi = numbers[i].hi;
+        if (!v) continue;
+        if (!sampled) finding_add(&unused, numbers[i].name);
+        else if (fits(g, numbers[i].name, json_is_number(v) && x >= lo && x <= hi,
+                      fmt("a number from %g to %g", lo, hi)))
+            gguf_put_f32(&writer, numbers[i].key, (float)x);
+    }
+    if (get(g, "top_k") && !sampled) finding_add(&unused, "top_k");
+    else if (json_whole(get(g, "top_k"), &k) && k < 0) kv_i32("general.sampling.top_k", 0); /* off */
+    else if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_limit(g, "top_k", INT32_MAX, 0));
+    if (unused.n)
+        message_print("%s: key '%s'%s not used: do_sample is not true", g.file, unused.first,
+                      unused.n > 1 ? fmt(" and %zu more are", unused.n - 1) : " is");
 }
 
 /* Writes how tokens are merged, and what is done to the text before. */
@@ -3564,11 +3712,11 @@ static void put_vocabulary(const char *name) {
                                               {"unk", "tokenizer.ggml.unknown_token_id"}};
     int32_t id, *stops = NULL;
     for (int i = 0; i < 3 + vocab.spm; i++)
-        if ((id = special_id(config, specials[i][0])) >= 0) gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
-    collect_ids(generation, "eos_token_id", &stops);
-    collect_ids(m.cfg, "eos_token_id", &stops);
-    collect_ids(m.top, "eos_token_id", &stops);
-    id = special_id(config, "eos");
+        if ((id = special_id(config, specials[i][0], true)) >= 0) gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
+    collect_ids(generation, "eos_token_id", &stops, true);
+    collect_ids(m.cfg, "eos_token_id", &stops, true);
+    if (m.wrapped) collect_ids(m.top, "eos_token_id", &stops, true);
+    id = special_id(config, "eos", false);
     bool have = id < 0;
     for (size_t i = 0; i < arrlenu(stops); i++) have |= stops[i] == id;
     if (!have) arrput(stops, id);
@@ -3576,7 +3724,7 @@ static void put_vocabulary(const char *name) {
     gguf_put_array(&writer, "tokenizer.ggml.eos_token_ids", GGUF_V_I32, arrlenu(stops), stops);
     arrfree(stops);
     bool add_bos = get_bool(config, "add_bos_token", vocab.add_bos);
-    expect(config, "bos_token", !add_bos || special_id(config, "bos") >= 0,
+    expect(config, "bos_token", !add_bos || special_id(config, "bos", false) >= 0,
            "a token, because every text begins with it");
     gguf_put_bool(&writer, "tokenizer.ggml.add_bos_token", add_bos);
     put_template(config, name);
@@ -3585,14 +3733,19 @@ static void put_vocabulary(const char *name) {
 }
 
 /* Returns --name, else the name of the directory. A directory in a Hugging Face cache is named by its commit; then the
- * name in config.json is taken. */
+ * name is that of the cache's folder, models--ORG--NAME, or the one in config.json. */
 static const char *model_name(const char *given) {
     static char dir[PATH_MAX];
     if (given) return given;
     if (!realpath(model_dir, dir)) die("'%s': %s", model_dir, strerror(errno));
-    const char *base = strrchr(dir, '/') + 1, *path = get_str(m.top, "_name_or_path", "");
-    if (strlen(base) == 40 && strspn(base, "0123456789abcdef") == 40 && *path)
-        return strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
+    const char *base = strrchr(dir, '/') + 1, *path = json_string_value(get(m.top, "_name_or_path"));
+    const bool commit = strlen(base) == 40 && strspn(base, "0123456789abcdef") == 40;
+    char *folder = commit ? strstr(dir, "/models--") : NULL;
+    if (folder) {
+        folder[1 + strcspn(folder + 1, "/")] = 0;
+        path = cache_model(folder);
+    }
+    if (commit && path && *path) return xstrdup(strrchr(path, '/') ? strrchr(path, '/') + 1 : path);
     return *base ? base : "model";
 }
 
@@ -4256,6 +4409,7 @@ int main(int argc, char **argv) {
     apply_options();
     strcpy(target, opt.out ? opt.out : "");
 
+    model_dir = model_dir_find(model_dir);
     read_config();
     source_open();
     if (opt.importance) importance_open(opt.importance);

@@ -1099,8 +1099,6 @@ static void hf_read_retained(void) {
     }
 }
 
-static int by_text(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
-
 /* qsort: indices of tensors by shard and offset. */
 static int by_shard_offset(const void *a, const void *b) {
     const struct tensor *x = &tensors[*(const uint32_t *)a], *y = &tensors[*(const uint32_t *)b];
@@ -1131,7 +1129,8 @@ static void hf_read_others(void) {
         bool known = one_of(names[i], "config.json hf_quant_config.json model.safetensors.index.json . ..");
         for (size_t k = 0; k < arrlenu(shards); k++) known |= !strcmp(shards[k].name, names[i]);
         bool regular = !stat(in_dir(names[i]), &st) && S_ISREG(st.st_mode);
-        bool copied = regular && !known && hf_is_inside(names[i]);
+        bool weights = ends_with(names[i], ".safetensors"); /* that were not read are not pruned either */
+        bool copied = regular && !known && !weights && hf_is_inside(names[i]);
         if (copied || (regular && known)) m.bytes += (size_t)st.st_size;
         if (copied) {
             struct other_file o = {{names[i], input_open(in_dir(names[i]))}, (size_t)st.st_size, st.st_mode & 0777};
@@ -1140,7 +1139,9 @@ static void hf_read_others(void) {
         }
         if (!known)
             message_print("'%s' is %s: not copied", in_dir(names[i]),
-                          regular ? "a link to a file elsewhere" : "not a regular file");
+                          !regular  ? "not a regular file"
+                          : weights ? "not read"
+                                    : "a link to a file elsewhere");
         free(names[i]);
     }
     arrfree(names);
@@ -1206,7 +1207,7 @@ static void hf_read(const char *path) {
     hf_text = get_obj(hf_config, "text_config");
     hf_quant = doc_read("hf_quant_config.json");
     source_open();
-    hf_index = doc_read("model.safetensors.index.json");
+    hf_index = source_index;
     m.n_trunk = hf_int("num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
     size_t top_k = COUNT(top_k_keys);
     while (--top_k && !get(hf_doc_of(top_k_keys[top_k]), top_k_keys[top_k])) continue;
@@ -1478,14 +1479,20 @@ static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     }
 }
 
-/* Adds the index. all: the bytes of all data. */
+/* Adds the index. all: the bytes of all data. Where the source has none, or one that does not say where every tensor is,
+ * it lists the tensors. */
 static void hf_add_index(size_t all) {
-    json_t *index = json_deep_copy(hf_index.obj), *meta = json_object_get(index, "metadata"), *map = json_object(),
-           *file;
+    json_t *index = hf_index.obj ? json_deep_copy(hf_index.obj) : json_pack("{s:{}}", "metadata"),
+           *meta = json_object_get(index, "metadata"), *map = json_object(), *file;
+    const bool list = !hf_index.obj || source_index_differs;
     const char *name;
     json_object_foreach(json_object_get(hf_index.obj, "weight_map"), name, file) {
-        const char *to = hf_rename(name);
+        const char *to = list ? NULL : hf_rename(name);
         if (to) json_object_set(map, to, file);
+    }
+    for (size_t i = 0; i < arrlenu(tensors) && list; i++) {
+        const char *to = hf_rename(tensors[i].name);
+        if (to) json_object_set_new(map, to, json_string(shards[tensors[i].shard].name));
     }
     json_object_set_new(index, "weight_map", map);
     if (json_is_object(meta) && json_number_value(json_object_get(meta, "total_size")) != (double)all) {
@@ -1509,7 +1516,7 @@ static size_t hf_plan(void) {
         for (last = first; last < arrlenu(tensors) && (int)tensors[by_place[last]].shard == s; last++) continue;
         hf_add_shard(s, first, last, &all);
     }
-    if (hf_index.obj) hf_add_index(all);
+    if (hf_index.obj || arrlenu(shards) > 1) hf_add_index(all);
     for (int i = 0; i < (int)arrlen(others); i++) {
         struct out_file f = {.name = xstrdup(others[i].source.name), .shard = -1, .other = i, .bytes = others[i].bytes};
         arrput(hf_files, f);
@@ -1735,6 +1742,8 @@ int main(int argc, char **argv) {
     random_state = opts.seed > 0 ? (uint64_t)opts.seed : 0;
 
     struct stat st;
+    const bool part = ends_with(m.path, ".json") || ends_with(m.path, ".safetensors");
+    if (!stat(m.path, &st) && (S_ISDIR(st.st_mode) || part)) m.path = model_dir_find(m.path);
     if (stat(m.path, &st)) die("cannot open '%s': %s", m.path, strerror(errno));
     bool dir = S_ISDIR(st.st_mode);
     if (dir && opts.name) die_usage("--name works only with a GGUF file");
