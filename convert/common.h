@@ -226,11 +226,14 @@ end:
     return j;
 }
 
-/* Reads a JSON file, which messages about its contents call `name`. */
+/* Reads a JSON file of ours, which messages about its contents call `name`. */
 static inline struct doc doc_open(const char *path, const char *name) {
-    char err[ERR_MAX];
-    json_t *j = json_read_hf(path, name, err);
-    if (!j) die("%s", err);
+    json_error_t e;
+    FILE *f = input_file(path);
+    json_t *j = json_loadf(f, JSON_REJECT_DUPLICATES, &e);
+    fclose(f);
+    if (!j) die("'%s': %s (line %d, column %d)", path, e.text, e.line, e.column);
+    if (!json_is_object(j)) die("'%s': expected a JSON object", path);
     return (struct doc){j, name, NULL};
 }
 
@@ -238,8 +241,8 @@ static inline struct doc doc_open(const char *path, const char *name) {
 static inline struct doc doc_read(const char *file) {
     char err[ERR_MAX];
     if (access(in_dir(file), F_OK)) return (struct doc){NULL, file, NULL};
-    if (!one_of(file, files_with_defaults)) return doc_open(in_dir(file), file);
     json_t *j = json_read_hf(in_dir(file), file, err);
+    if (!j && !one_of(file, files_with_defaults)) die("%s", err);
     if (!j) message_print("%s: it is not used", err);
     return (struct doc){j, file, NULL};
 }
@@ -416,7 +419,8 @@ __attribute__((noreturn)) static inline void refuse_directory(const char *dir) {
     }
     for (size_t i = 0; i < arrlenu(all); i++)
         if (path_exists(fmt("%s/%s/%s", dir, all[i], config_json))) arrput(inside, all[i]);
-    if (inside) die("'%s' has no %s: type %s/%s%s", dir, config_json, dir, inside[0], arrlen(inside) > 1 ? " or another" : "");
+    if (inside)
+        die("'%s' has no %s: type %s/%s%s", dir, config_json, dir, inside[0], arrlen(inside) > 1 ? " or another" : "");
     if (gguf) die("'%s' has no %s; its GGUF files need no conversion: moe -m %s/%s", dir, config_json, dir, gguf[0]);
     die("'%s' has no %s", dir, config_json);
 }

@@ -3228,6 +3228,8 @@ static void put_two_rotations(void) {
     static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
                                 "attention_factor partial_rotary_factor truncate";
     const struct doc plain = rope_part(false), r = rope_part(true);
+    expect(r, "mscale", !get(r, "mscale"), "none");
+    expect(r, "mscale_all_dim", !get(r, "mscale_all_dim"), "none");
     note_unknown(r, known);
     note_unknown(plain, "type rope_type rope_theta partial_rotary_factor");
     kv_u32("rope.dimension_count", (size_t)m.rope);

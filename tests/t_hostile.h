@@ -281,9 +281,13 @@ static bool hostile_run(const char *cmd, const char *program, bool may_succeed) 
     if (!may_succeed || rc) {
         CHECK(rc == 1, "`%s` gave %d: %.300s", cmd, rc, said);
         CHECK(!arrlenu(out), "`%s` printed %zu bytes", cmd, arrlenu(out));
-        CHECK(n > prefix && !strncmp(said, program, prefix) && memchr(said, '\n', n) == said + n - 1,
-              "`%s` said '%.300s'", cmd, said);
-        if (n > 1) said[n - 1] = 0, fuzz_message(said);
+        CHECK(n > prefix && said[n - 1] == '\n', "`%s` said '%.300s'", cmd, said);
+        for (char *line = said, *end; n && line < said + n; line = end + 1) {
+            end = line + strcspn(line, "\n");
+            CHECK(!strncmp(line, program, prefix), "`%s` said '%.300s'", cmd, line);
+            *end = 0;
+            fuzz_message(line);
+        }
     }
     arrfree(out);
     arrfree(said);
@@ -370,7 +374,7 @@ static void test_hostile_convert(void) {
         for (int k = 0; !cut && k < 2; k++) sb[rng_next(&rng) % reach] ^= (char)(1 << rng_next(&rng) % 8);
         write_test_file(path, sb, arrlenu(sb));
         snprintf(cmd, sizeof cmd, "timeout 10 " CONVERT_BIN " %s -o %s", dir, out);
-        bool no = hostile_run(cmd, "moe-convert: ", !cut);
+        bool no = hostile_run(cmd, "moe-convert: ", !cut || !strcmp(file, "tokenizer_config.json"));
         struct model m;
         if (no) {
             snprintf(cmd, sizeof cmd, "ls %s*", out);
