@@ -16008,7 +16008,7 @@ struct settings {
     /* sampling */
     bool greedy;
     double temp, top_p, min_p, repeat_penalty; /* NAN: unset */
-    int top_k;                                 /* -1: unset */
+    int top_k;                                 /* -2: unset; 0, -1: off */
     int seed;                                  /* -1: from the clock */
     /* machine */
     int n_ctx, threads;       /* 0: chosen by the program */
@@ -16179,8 +16179,8 @@ static const struct option options[] = {
     {"greedy", IS_FLAG(greedy), .in_chat = true, .help = "always take the most likely token, until --temp is set"},
     {"temp", "--temperature", IS_NUM(temp, 0, 100), .arg = "T", .in_chat = true,
      .help = "temperature (default: 0.7; 0: greedy)"},
-    {"top-k", IS_INT(top_k, 0, INT32_MAX), .arg = "K", .in_chat = true,
-     .help = "sample from the K most likely tokens (default: 40)"},
+    {"top-k", IS_INT(top_k, -1, INT32_MAX), .arg = "K", .in_chat = true,
+     .help = "sample from the K most likely tokens (default: 40; 0 or -1: all)"},
     {"top-p", IS_NUM(top_p, 0, 1), .arg = "P", .in_chat = true,
      .help = "keep the likeliest that add up to P (default: 0.95)"},
     {"min-p", IS_NUM(min_p, 0, 1), .arg = "P", .in_chat = true,
@@ -16392,7 +16392,7 @@ static void settings_init(struct settings *s) {
                            .top_p = NAN,
                            .min_p = NAN,
                            .repeat_penalty = NAN,
-                           .top_k = -1,
+                           .top_k = -2,
                            .seed = -1,
                            .kv = -1,
                            .qat = -1,
@@ -16714,10 +16714,10 @@ static void settings_resolve(struct settings *s, const struct model *m) {
             if (kv && gguf_elem_f64(kv, 0, &v) && v >= o->lo && v <= o->hi) *at = v;
         }
     }
-    if (s->top_k < 0) {
+    if (s->top_k < -1) {
         const struct gguf_kv *kv = gguf_find(&m->gguf, "general.sampling.top_k");
         int64_t k;
-        s->top_k = kv && gguf_elem_int(kv, 0, &k) && k >= 0 && k <= INT32_MAX ? (int)k : 40;
+        s->top_k = kv && gguf_elem_int(kv, 0, &k) && k >= -1 && k <= INT32_MAX ? (int)k : 40;
     }
 }
 
@@ -16728,7 +16728,7 @@ static struct sampling settings_sampling(const struct settings *s) {
                              .top_p = (float)s->top_p,
                              .min_p = (float)s->min_p,
                              .repeat_penalty = (float)s->repeat_penalty,
-                             .top_k = s->top_k};
+                             .top_k = s->top_k > 0 ? s->top_k : 0};
 }
 
 /* --seed, or nanoseconds of the clock: two runs within a second differ. */

@@ -1279,7 +1279,9 @@ static void screen_names(void) {
         skipped |= draft || dspark || copy;
         for (size_t k = 0; k < COUNT(skipped_suffixes) && !skipped; k++) {
             skipped = ends_with(t->name, skipped_suffixes[k].suffix);
-            if (skipped) finding_add(&needless[k], t->name);
+            size_t first = 0; /* row with the same reason */
+            while (skipped_suffixes[first].why != skipped_suffixes[k].why) first++;
+            if (skipped) finding_add(&needless[first], t->name);
         }
         if (skipped) {
             skip(t);
@@ -3597,17 +3599,19 @@ static const char *template_of(struct doc d) {
 }
 
 /* Returns the text of a template file as Python reads it, with \n for all ends of lines; an stb_ds array. NULL: there is
- * no such file. */
+ * no such file, or it is empty. */
 static char *template_file_read(const char *file) {
     char *text = NULL, err[ERR_MAX], *to;
     if (!path_exists(in_dir(file))) return NULL;
     if (text_read(in_dir(file), &text, err)) die("%s", err);
     const size_t n = arrlenu(text);
+    if (!n) return NULL;
     if (memchr(text, 0, n) || !utf8_valid(text, n)) die("'%s' is not UTF-8", in_dir(file));
     to = text;
     for (const char *p = text; p < text + n; p++) {
-        if (*p == '\n' && p > text && p[-1] == '\r') continue;
+        const bool windows = p[0] == '\r' && p[1] == '\n'; /* behind the text there is a zero */
         *to++ = *p == '\r' ? '\n' : *p;
+        p += windows;
     }
     *to = 0;
     arrsetlen(text, (size_t)(to - text));

@@ -58,6 +58,7 @@ static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS};
 #include "t_convert.h"
 #include "t_tokens.h"
 #include "t_families.h"
+#include "t_sources.h"
 #include "t_prompt.h"
 #include "t_state.h"
 #include "t_qat.h"
@@ -71,7 +72,7 @@ static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS};
 #include "t_docs.h"
 
 static const struct test table[] = {
-    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_THINK TESTS_KERNELS TESTS_CONVERT TESTS_TOKENS TESTS_FAMILIES
+    TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_THINK TESTS_KERNELS TESTS_CONVERT TESTS_TOKENS TESTS_FAMILIES TESTS_SOURCES
         TESTS_PROMPT TESTS_MODEL TESTS_TEAM TESTS_STATE TESTS_QAT TESTS_DRAFT TESTS_QUANTIZE TESTS_REAP TESTS_CLI
             TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR
                 TESTS_DOCS};
