@@ -1,6 +1,6 @@
-/* What moe-convert and moe-reap share: JSON, the safetensors reader, output files that appear only when they are
- * complete, and the reading of the command line. Messages, memory, temporary files, the line of progress and the form
- * of the table of options are those of moe.c. The including program defines PROGRAM, its name in messages, and
+/* What moe-convert and moe-reap share: JSON, directories, the safetensors reader, output files that appear only when
+ * they are complete, and the reading of the command line. Messages, memory, temporary files, the line of progress and
+ * the form of the table of options are those of moe.c. The including program defines PROGRAM, its name in messages, and
  * `manual`. */
 #ifndef CONVERT_COMMON_H
 #define CONVERT_COMMON_H
@@ -64,8 +64,8 @@ static inline const char *human(double bytes) {
 /* ============================================================================================================
  * JSON
  *
- * Typed access to configuration files. null is the same as a missing key; a wrong type is an error that shows the
- * value.
+ * Typed access to configuration files, which are read as Python's json module reads them. null is the same as a missing
+ * key; a wrong type is an error that shows the value or, in a file whose contents have defaults, a note.
  * ============================================================================================================ */
 
 static const char *model_dir; /* the Hugging Face directory */
@@ -686,12 +686,11 @@ static bool source_index_differs; /* it does not say where every tensor is */
 /* Dies if files of a set, such as model-00002-of-00003.safetensors, are missing from a list. */
 static inline void check_set(char *const *files) {
     for (size_t i = 0; i < arrlenu(files); i++) {
-        const char *of = strstr(files[i], "-of-");
-        const int n = of ? atoi(of + 4) : 0, digits = of ? (int)strspn(of + 4, "0123456789") : 0;
-        if (n < 1 || n > 9999 || of - files[i] <= digits) continue;
-        const int head = (int)(of - files[i]) - digits;
-        for (int k = 1; k <= n; k++) {
-            const char *want = fmt("%.*s%0*d%s", head, files[i], digits, k, of);
+        const char *of = strstr(files[i], "-of-"), *number = of;
+        const int n = of ? atoi(of + strlen("-of-")) : 0;
+        while (number > files[i] && number[-1] >= '0' && number[-1] <= '9') number--;
+        for (int k = 1; k <= n && n <= 9999 && number < of; k++) {
+            const char *want = fmt("%.*s%0*d%s", (int)(number - files[i]), files[i], (int)(of - number), k, of);
             bool have = false;
             for (size_t j = 0; j < arrlenu(files); j++) have |= !strcmp(files[j], want);
             if (!have) die("'%s' is missing, of %d files: the download of '%s' is incomplete", want, n, model_dir);

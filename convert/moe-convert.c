@@ -12,9 +12,9 @@
  *   Main          listing, report, options
  *
  * All of the plan is made before the first byte is written, from the headers of the source, and the data of what may be
- * a copy of the embedding or the output matrix (skip_copy), so that an unknown model leaves no file. A tensor of the
- * source is used, skipped on purpose (skipped_suffixes, skip_copy) or an error. Data are copied in chunks; memory does
- * not grow with the model.
+ * a copy of the embedding or the output matrix (skip_copy, settle_head), so that an unknown model leaves no file. A
+ * tensor of the source is used, skipped on purpose with a line on stderr, or an error. Data are copied in chunks; memory
+ * does not grow with the model.
  */
 #define PROGRAM "moe-convert"
 #include "common.h"

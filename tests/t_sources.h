@@ -237,6 +237,7 @@ static void test_sources_files(void) {
     CHECK_SOURCES(
         {"shards without an index", "qwen3moe_nvfp4", "rm *.index.json", .says = SOURCE_ONLY, SOURCE_CONTEXT},
         {"other names without an index", "qwen3moe_nvfp4", "rm *.index.json; mv model-00001-of-00002.safetensors a.safetensors; mv model-00002-of-00002.safetensors b.safetensors", .says = SOURCE_ONLY, SOURCE_CONTEXT},
+        {"files that are counted with more digits", "qwen3moe_nvfp4", "rm *.index.json; mv model-00001-of-00002.safetensors model-00001-of-000002.safetensors; mv model-00002-of-00002.safetensors model-00002-of-000002.safetensors", .says = SOURCE_ONLY, SOURCE_CONTEXT},
         {"a set without one of its files", "qwen3moe_nvfp4", "rm *.index.json model-00001-of-00002.safetensors", .says = "'model-00001-of-00002.safetensors' is missing, of 2 files: the download of 's' is incomplete"},
         {"Mistral's files beside them", "qwen3moe_nvfp4", "rm *.index.json; cp model-00001-of-00002.safetensors consolidated-00001-of-00001.safetensors", .says = "'consolidated-00001-of-00001.safetensors' is not read: names of Mistral's own", SOURCE_CONTEXT},
         {"Mistral's files beside an index", "qwen3moe_nvfp4", "cp model-00001-of-00002.safetensors consolidated.safetensors", .says = "'consolidated.safetensors' is not read: the index does not name it", SOURCE_CONTEXT},
