@@ -16180,7 +16180,7 @@ static const struct option options[] = {
     {"temp", "--temperature", IS_NUM(temp, 0, 100), .arg = "T", .in_chat = true,
      .help = "temperature (default: 0.7; 0: greedy)"},
     {"top-k", IS_INT(top_k, -1, INT32_MAX), .arg = "K", .in_chat = true,
-     .help = "sample from the K most likely tokens (default: 40; 0 or -1: all)"},
+     .help = "sample from the K most likely tokens (default: 40)"},
     {"top-p", IS_NUM(top_p, 0, 1), .arg = "P", .in_chat = true,
      .help = "keep the likeliest that add up to P (default: 0.95)"},
     {"min-p", IS_NUM(min_p, 0, 1), .arg = "P", .in_chat = true,

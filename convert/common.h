@@ -754,6 +754,8 @@ static inline char **files_of_index(struct doc map) {
         arrfree(files);
         return NULL;
     }
+    for (size_t i = 0; i < arrlenu(files) && n_missing; i++)
+        if (path_exists(in_dir(files[i]))) close(input_open(in_dir(files[i]))); /* a Git LFS pointer explains more */
     if (n_missing)
         die("'%s' is missing, one of %zu of the %zu files that %s names: the download of '%s' is incomplete", missing,
             n_missing, arrlenu(files), index_file, model_dir);

@@ -2094,9 +2094,18 @@ static const struct renaming ernie_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
 
-/* Step-3.5: moe_layers_enum names the mixtures, "3,4,5". */
+/* Step-3.5: moe_layers_enum names the mixtures, "3,4,5" or a list; without it they are the layers from 3 on, as in
+ * transformers. */
 static bool is_dense_step(int layer) {
     char *end;
+    const json_t *list = get(m.cfg, "moe_layers_enum");
+    if (!list) return layer < 3;
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const int64_t n = json_element(list, i);
+        expect(m.cfg, "moe_layers_enum", n >= 0, "numbers of layers");
+        if (n == layer) return false;
+    }
+    if (json_is_array(list)) return true;
     for (const char *p = get_str(m.cfg, "moe_layers_enum", ""); *p; p = *end == ',' ? end + 1 : end) {
         const long n = strtol(p, &end, 10);
         expect(m.cfg, "moe_layers_enum", end > p && (!*end || *end == ','), "numbers with commas between them");
@@ -2129,7 +2138,6 @@ static void read_step(void) {
     m.eps = 1e-5;
     m.put = put_step;
     set_dim(DIM_SHARED, size_of("share_expert_dim"), "share_expert_dim");
-    expect(c, "moe_layers_enum", get_str(c, "moe_layers_enum", NULL), "the numbers of the mixtures");
     count_leading_dense();
     expect(c, "moe_router_activation", !strcmp(get_str(c, "moe_router_activation", "sigmoid"), "sigmoid"),
            "\"sigmoid\"");
