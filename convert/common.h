@@ -79,6 +79,8 @@ static struct stat *inputs; /* stb_ds: all files that were opened for reading */
 static inline int input_open(const char *path) {
     struct stat st;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0 && errno == ENOENT && !lstat(path, &st))
+        die("'%s' is a link to a file that is missing: the download is incomplete", path);
     if (fd < 0 || fstat(fd, &st)) die("cannot open '%s': %s", path, strerror(errno));
     if (!S_ISREG(st.st_mode)) die("'%s' is not a regular file", path);
     char head[64];
@@ -728,7 +730,8 @@ __attribute__((noreturn)) static inline void refuse_no_tensors(void) {
             "transformers does",
             model_dir, names[0]);
     }
-    die("'%s' has neither %s nor another safetensors file", model_dir, single_file);
+    die("'%s' has neither %s nor another safetensors file%s", model_dir, single_file,
+        dir_list(model_dir, "", ".safetensors") ? " of a whole model with transformers' names" : "");
 }
 
 /* Returns the files that the index names, each once; NULL, with a line, if none of them is there and others are: then the
@@ -757,8 +760,8 @@ static inline char **files_of_index(struct doc map) {
     for (size_t i = 0; i < arrlenu(files) && n_missing; i++)
         if (path_exists(in_dir(files[i]))) close(input_open(in_dir(files[i]))); /* a Git LFS pointer explains more */
     if (n_missing)
-        die("'%s' is missing, one of %zu of the %zu files that %s names: the download of '%s' is incomplete", missing,
-            n_missing, arrlenu(files), index_file, model_dir);
+        die("'%s'%s missing, of %zu files that %s names: the download of '%s' is incomplete", missing,
+            n_missing > 1 ? fmt(" and %zu more are", n_missing - 1) : " is", arrlenu(files), index_file, model_dir);
     return files;
 }
 

@@ -1864,7 +1864,7 @@ static void test_convert_index(void) {
         {"model.extra", "a.safetensors", "model.extra: the index lists this tensor, but no file has it", 0},
         {"lm_head.weight", "b.safetensors", "'lm_head.weight', not in 'b.safetensors': the index names another", 0},
         {"lm_head.weight", NULL, "'lm_head.weight': the index does not list it", 0},
-        {"lm_head.weight", "c.safetensors", "'c.safetensors' is missing, one of 1 of the 3 files", 1},
+        {"lm_head.weight", "c.safetensors", "'c.safetensors' is missing, of 3 files", 1},
         {"lm_head.weight", "../index/a.safetensors", "a file name without a directory", 1}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         json_t *copy = json_deep_copy(index), *m2 = json_object_get(copy, "weight_map");
