@@ -1234,9 +1234,9 @@ static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
                                          "model.language_model.model.language_model."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
-    if (tensor_find("language_model.model.embed_tokens.weight")) m.prefix = "language_model.";
+    if (tensor_find("language_model.model.norm.weight")) m.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
-        if (tensor_find(fmt("%s%sembed_tokens.weight", m.prefix, bodies[k]))) m.body = bodies[k];
+        if (tensor_find(fmt("%s%snorm.weight", m.prefix, bodies[k]))) m.body = bodies[k];
     if (m.n_stream && tensor_find("embed.weight")) m.body = "";
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
@@ -1411,30 +1411,28 @@ static void plan_rope_factors(void) {
 }
 
 /* Settles whether the output matrix is the embedding, as transformers does: an lm_head.weight that is another matrix is
- * used whatever config.json says. */
+ * used whatever config.json says. Of two that are the same, either may be missing. */
 static void settle_head(void) {
-    const char *name = hf_name(-1, "lm_head.weight");
+    static const char key[] = "tie_word_embeddings";
+    char *name = xstrdup(hf_name(-1, "lm_head.weight"));
     struct tensor *head = tensor_find(name), *embd = tensor_find(hf_name(-1, "model.embed_tokens.weight"));
-    const bool any = head || has_linear(hf_name(-1, "lm_head")), same = head && embd && same_tensor(head, embd);
-    const char *said = get(m.top, "tie_word_embeddings") ? json_show(get(m.top, "tie_word_embeddings")) : "missing";
+    const bool any = has_linear(hf_name(-1, "lm_head")), input = has_linear(hf_name(-1, "model.embed_tokens"));
     if (!any && !m.tied)
-        die("'%s': tensor '%s' is missing, and 'tie_word_embeddings' of config.json is %s: set it to true if the "
-            "output "
-            "matrix is the embedding",
-            model_dir, name, said);
-    if (m.tied && same) {
+        die("'%s': tensor '%s' is missing, and config.json does not say that it is the embedding: key '%s': %s",
+            model_dir, name, key, get(m.top, key) ? json_show(get(m.top, key)) : "none");
+    if (m.tied && any && !input) {
+        message_print("'%s' has no embedding: it is '%s', as '%s' of config.json says", model_dir, name, key);
+    } else if (m.tied && head && embd && same_tensor(head, embd)) {
         skip(head);
         message_print("tensor '%s' is left out: it is a copy of the embedding", name);
     } else if (m.tied && any) {
         m.tied = false;
-        message_print("tensor '%s' is used: it is not the embedding, though config.json says so (tie_word_embeddings)",
-                      name);
-    } else if (m.tied && !get_bool(m.top, "tie_word_embeddings", true)) {
-        message_print(
-            "config.json: 'tie_word_embeddings' is false, but true in 'text_config', and there is no '%s': the "
-            "embedding is the output matrix",
-            name);
+        message_print("tensor '%s' is used: it is not the embedding, though '%s' of config.json says so", name, key);
+    } else if (m.tied && !get_bool(m.top, key, true)) {
+        message_print("'%s' is missing: it is the embedding, as '%s' of text_config says; config.json says no", name,
+                      key);
     }
+    free(name);
 }
 
 /* Makes the plan. */
@@ -1444,7 +1442,8 @@ static void plan_model(void) {
         die("config.json: key 'layer_types': expected %d layers, found %d", m.n_layer + m.n_mtp, m.n_typed);
     screen_names();
     settle_head();
-    struct linear embd = resolve_plain(hf_name(-1, "model.embed_tokens"), DIM_VOCAB, DIM_EMBD);
+    const bool own = !m.tied || has_linear(hf_name(-1, "model.embed_tokens"));
+    struct linear embd = resolve_plain(hf_name(-1, own ? "model.embed_tokens" : "lm_head"), DIM_VOCAB, DIM_EMBD);
     struct piece *p = NULL, one = {.lin = embd, .rows = embd.rows};
     arrput(p, one);
     plan_matrix("token_embd", p, SINGLE);

@@ -363,11 +363,13 @@ static void test_sources_tensors(void) {
 
 /* The output matrix: config.json says that it is the embedding, in either object, or not; it is there, or not. */
 static void test_sources_head(void) {
-    static const char tied[] = "but true in 'text_config', and there is no 'lm_head.weight'";
-    static const char missing[] = "tensor 'lm_head.weight' is missing, and 'tie_word_embeddings' of config.json is ";
+    static const char tied[] =
+        "'lm_head.weight' is missing: it is the embedding, as 'tie_word_embeddings' of text_config";
+    static const char missing[] = "tensor 'lm_head.weight' is missing, and config.json does not say that it is the "
+                                  "embedding: key 'tie_word_embeddings': ";
     static const struct {
         const char *outer, *inner; /* values of tie_word_embeddings; NULL: none */
-        enum { OWN, COPY, NONE } head;
+        enum { OWN, COPY, NONE, ALONE /* there is no embedding */ } head;
         bool kept; /* in the GGUF file */
         const char *says;
     } c[] = {{NULL, NULL, OWN, true, NULL},
@@ -385,6 +387,8 @@ static void test_sources_head(void) {
              {"true", NULL, NONE, false, NULL},
              {NULL, "true", NONE, false, NULL},
              {"false", "true", NONE, false, tied},
+             {"true", "false", ALONE, false, "has no embedding: it is 'lm_head.weight', as 'tie_word"},
+             {"false", "true", ALONE, false, "has no embedding: it is 'lm_head.weight', as 'tie_word"},
              {"false", "false", NONE, false, missing},
              {NULL, NULL, NONE, false, missing}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
@@ -401,13 +405,16 @@ static void test_sources_head(void) {
         if (!CHECK(head && embd && arrlen(head->data) == arrlen(embd->data), "the fixture")) return;
         if (c[i].head == COPY) memcpy(head->data, embd->data, arrlenu(embd->data));
         if (c[i].head == NONE) hf_drop(&h, "lm_head.weight");
-        const char *const what =
-            in_dir(c[i].outer ? c[i].outer : "none", ""); /* the row stands in the message too: i below */
+        if (c[i].head == ALONE) hf_drop(&h, "model.language_model.embed_tokens.weight");
         if (c[i].says == missing) {
             const int rc = hf_convert_to(&h, "out.gguf");
-            CHECK(rc == 1 && strstr(h.err, missing), "row %zu, %s: exit %d: %s", i, what, rc, h.err);
+            CHECK(rc == 1 && strstr(h.err, missing), "row %zu: exit %d: %s", i, rc, h.err);
         } else if (hf_convert(&h)) {
-            CHECK(!gguf_find_tensor(&h.g, "output.weight") == !c[i].kept, "row %zu, %s", i, what);
+            CHECK(!gguf_find_tensor(&h.g, "output.weight") == !c[i].kept, "row %zu", i);
+            const struct gguf_tensor *t = gguf_find_tensor(&h.g, "token_embd.weight");
+            const struct hf_tensor *of =
+                hf_find(&h, c[i].head == ALONE ? "lm_head.weight" : "model.language_model.embed_tokens.weight");
+            CHECK(t && of && t->bytes == arrlenu(of->data) && !memcmp(t->data, of->data, t->bytes), "row %zu", i);
             CHECK(c[i].says ? strstr(h.err, c[i].says) != NULL : !strstr(h.err, "lm_head"), "row %zu: %s", i, h.err);
         }
         hf_end(&h);
