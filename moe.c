@@ -1984,6 +1984,51 @@ static bool utf8_valid(const char *s, size_t n) {
     return true;
 }
 
+/* Bytes of a line without the line break at its end, LF or CR LF. */
+static size_t line_length(const char *s, size_t n) {
+    n -= n && s[n - 1] == '\n';
+    return n - (n && s[n - 1] == '\r');
+}
+
+/* Whether a line has nothing but blanks, tabs and line breaks. */
+static bool is_blank(const char *s, size_t n) {
+    while (n && strchr(" \t\r\n", s[n - 1])) n--;
+    return !n;
+}
+
+/* Bytes of the byte-order mark that s (n) begins with: 3 for that of UTF-8, 0 if there is none. Returns -1 with a
+ * message for that of another encoding. name: of the text, for the message. */
+static int text_mark(const char *name, const char *s, size_t n, char *err) {
+    static const struct {
+        const char *mark, *encoding; /* of UTF-32 before the shorter one of UTF-16 with which it begins */
+        size_t n;
+    } others[] = {{"\xff\xfe\0\0", "UTF-32", 4},
+                  {"\0\0\xfe\xff", "UTF-32", 4},
+                  {"\xff\xfe", "UTF-16", 2},
+                  {"\xfe\xff", "UTF-16", 2}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (n >= others[i].n && !memcmp(s, others[i].mark, others[i].n))
+            return fail(err, "%s is %s text, expected UTF-8: convert it with iconv -f %s -t UTF-8", name,
+                        others[i].encoding, others[i].encoding);
+    return n >= 3 && !memcmp(s, "\xef\xbb\xbf", 3) ? 3 : 0;
+}
+
+/* Removes the byte-order mark of the text that begins at byte `at` of *sb. Every text that moe reads as a whole comes
+ * through here. name: see text_mark. Returns 0, or -1 with a message. */
+static int text_start(const char *name, char **sb, size_t at, char *err) {
+    const int mark = text_mark(name, *sb ? *sb + at : "", arrlenu(*sb) - at, err);
+    if (mark > 0) arrdeln(*sb, at, (size_t)mark);
+    return mark < 0 ? -1 : 0;
+}
+
+/* Appends a whole file of text, without a byte-order mark. Returns 0, or -1 with a message. */
+static int read_text_file(const char *path, char **sb, char *err) {
+    char name[PATH_MAX + 3];
+    const size_t at = arrlenu(*sb);
+    snprintf(name, sizeof name, "'%s'", path);
+    return read_file(path, sb, err) || text_start(name, sb, at, err) ? -1 : 0;
+}
+
 /* Whether a terminal would obey a character instead of showing it: the control characters, and those of the
  * bidirectional algorithm, which change the order in which other text is shown. */
 static bool is_control(utf8proc_int32_t cp) {
@@ -17347,7 +17392,7 @@ static int chat_template(struct template **out, const struct settings *set, cons
                          char *err) {
     char why[ERR_MAX];
     if (set->template_file) {
-        if (read_file(set->template_file, source, err)) return -1;
+        if (read_text_file(set->template_file, source, err)) return -1;
     } else if (!m || !m->vocab->n_tokens || !m->vocab->chat_template.p) {
         return fail(err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
     } else {
@@ -18411,7 +18456,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     struct message *messages = NULL;
     struct stat st;
     if (chat_path(name, ".jsonl", path, err) || file_check(path, &st, err)) return -1;
-    int rc = read_file(path, &text, err);
+    int rc = read_text_file(path, &text, err);
     if (!rc && chat_parse(text, arrlenu(text), &messages, why)) rc = fail(err, "'%s': %s", path, why);
     arrfree(text);
     if (rc) {
@@ -19245,7 +19290,7 @@ static int read_text(const char *path, char **out, char *err) {
         return fail(err, "'%s' is %lld MiB, at most %d MiB can be read", path, (long long)st.st_size >> 20,
                     READ_MAX >> 20);
     size_t at = arrlenu(*out);
-    if (read_file(path, out, err)) return -1;
+    if (read_text_file(path, out, err)) return -1;
     size_t n = arrlenu(*out) - at;
     if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
     if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
@@ -21784,24 +21829,28 @@ static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool sp
     free(origin);
 }
 
-/* Appends all of stdin; ends the program if it cannot be read. */
+/* Appends the text on stdin, without a byte-order mark; ends the program if it cannot be read. */
 static void read_stdin(char **out) {
-    if (!read_fd(0, out)) return;
+    char err[ERR_MAX];
+    const size_t at = arrlenu(*out);
+    if (!read_fd(0, out)) {
+        if (text_start("stdin", out, at, err)) die("%s", err);
+        return;
+    }
     if (interrupted) exit(EXIT_INTERRUPT);
     die("cannot read stdin: %s", strerror(errno));
 }
 
-/* Appends all of a file, "-": of stdin; ends the program if it cannot be read. */
+/* Appends the text of a file, "-": of stdin, without a byte-order mark; ends the program if it cannot be read. */
 static void read_input(const char *path, char **out) {
     char err[ERR_MAX];
     if (!strcmp(path, "-")) read_stdin(out);
-    else if (read_file(path, out, err)) die("%s", err);
+    else if (read_text_file(path, out, err)) die("%s", err);
 }
 
 /* Drops one line break at the end. */
 static void drop_newline(char **text) {
-    if (arrlen(*text) && arrlast(*text) == '\n') (void)arrpop(*text);
-    if (arrlen(*text) && arrlast(*text) == '\r') (void)arrpop(*text);
+    if (arrlen(*text)) arrsetlen(*text, line_length(*text, arrlenu(*text)));
 }
 
 /* Reports a prompt that could not be answered. The exit code. */
@@ -22287,7 +22336,7 @@ static int haystack_read(const struct settings *set, char **hay, char *err) {
     char path[4096];
     size_t bytes = 0; /* without newlines, of which a message cannot consist */
     if (!set->haystack && prompts_path("haystack.txt", path, err)) return -1;
-    if (read_file(set->haystack ? set->haystack : path, hay, err)) return -1;
+    if (read_text_file(set->haystack ? set->haystack : path, hay, err)) return -1;
     for (size_t i = 0; i < arrlenu(*hay); i++) bytes += (*hay)[i] != '\n';
     if (utf8_valid(*hay, arrlenu(*hay)) && bytes >= 100) return 0;
     return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
@@ -23613,17 +23662,18 @@ static int answer_prompt(struct engine *e, const char *text, size_t n, char *err
     return saved ? EXIT_OK : EXIT_RUN;
 }
 
-/* Answers every line of stdin that is not empty with `answer`, which returns an exit code. A line that fails does not
+/* Answers every line of stdin that is not blank with `answer`, which returns an exit code. A line that fails does not
  * keep the others from being answered. */
 static int answer_lines(struct engine *e, int (*answer)(struct engine *e, const char *line, size_t n, int number)) {
-    char *line = NULL;
+    char *line = NULL, err[ERR_MAX];
     size_t cap = 0;
-    ssize_t n;
+    ssize_t got;
     int code = EXIT_OK;
-    for (int number = 1; code != EXIT_INTERRUPT && (n = line_next(stdin, "stdin", &line, &cap)) >= 0; number++) {
-        if (n && line[n - 1] == '\n') n--;
-        if (n && line[n - 1] == '\r') n--;
-        const int rc = n ? answer(e, line, (size_t)n, number) : EXIT_OK;
+    for (int number = 1; code != EXIT_INTERRUPT && (got = line_next(stdin, "stdin", &line, &cap)) >= 0; number++) {
+        const int mark = number > 1 ? 0 : text_mark("stdin", line, (size_t)got, err);
+        if (mark < 0) die("%s", err);
+        const size_t n = line_length(line, (size_t)got) - (size_t)mark;
+        const int rc = is_blank(line + mark, n) ? EXIT_OK : answer(e, line + mark, n, number);
         if (rc) code = rc;
     }
     free(line);

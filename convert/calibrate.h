@@ -405,11 +405,6 @@ static const char *corpus_line(const struct corpus *s, size_t *at, size_t *n) {
     return p;
 }
 
-static bool is_blank(const char *s, size_t n) {
-    while (n && strchr(" \t\r", s[n - 1])) n--;
-    return !n;
-}
-
 /* Parses all lines of a .jsonl before the first is counted. 0, or -1 with a message. */
 static int corpus_check(const struct corpus *s, char *err) {
     char why[ERR_MAX];
@@ -443,7 +438,7 @@ static struct corpus *corpus_find(struct calibration *c, const char *path, uint6
 static ptrdiff_t corpus_open(struct calibration *c, const char *path, char *err) {
     const int window = c->e->session.n_ctx;
     char *text = NULL;
-    if (read_file(path, &text, err)) return -1;
+    if (read_text_file(path, &text, err)) return -1;
     const size_t bytes = arrlenu(text), n = strlen(path);
     const bool lines = n > 6 && !strcmp(path + n - 6, ".jsonl");
     if (!bytes || !utf8_valid(text, bytes)) {
@@ -782,7 +777,7 @@ static int mode_compare(struct engine *e) {
     struct engine models[2];
     char err[ERR_MAX], *text = NULL;
     int32_t *ids = NULL;
-    if (read_file(set->compare[2], &text, err)) die("%s", err);
+    if (read_text_file(set->compare[2], &text, err)) die("%s", err);
     for (int i = 0; i < 2; i++) {
         sets[i].model = set->compare[i];
         engine_open(&models[i], &sets[i]);
