@@ -17616,7 +17616,7 @@ static bool system_move(json_t *messages) {
             content_text(json_object_get(m, "content"), &held, err);
             json_object_set_new(m, "content", json_stringn(held, arrlenu(held)));
         } else {
-            json_array_insert_new(messages, i, json_pack("{sssss%}", "role", "user", "content", held, arrlenu(held)));
+            json_array_insert_new(messages, i, json_pack("{ssss%}", "role", "user", "content", held, arrlenu(held)));
         }
         arrsetlen(held, 0);
     }

@@ -80,43 +80,6 @@ static void test_cli_lines(void) {
                   NULL);
 }
 
-/* A byte-order mark is dropped wherever a text begins, with CR LF at its end; that of UTF-16 is refused by name. */
-static void test_cli_byte_order_mark(void) {
-    static const struct {
-        const char *cmd;
-        int code;
-        const char *out, *said;
-    } t[] = {
-        {MOE "--greedy --think off -f @/m.txt </dev/null", 0, "49\n", NULL},
-        {MOE "--greedy --think off <@/m.txt", 0, "49\n", NULL},
-        {"printf '\r\n \t\r\n' | cat @/m.txt - | " MOE "--greedy --think off --lines", 0, "49\n", NULL},
-        {MOE "--greedy --think off -p - --chat-template-file @/m.jinja --system-file @/s.txt </dev/null", 0, "49\n",
-         NULL},
-        {"printf '\357\273\277 \r\n\n{\"prompt\":\"Hi\",\"max_tokens\":0}\r\n' | " MOE "--jsonl", 0,
-         "{\"id\":3,\"text\":\"\",\"finish\":\"length\",\"usage\":{\"prompt_tokens\":11,\"cached_tokens\":0,"
-         "\"completion_tokens\":0}}\n",
-         NULL},
-        {"[ \"$(printf '\357\273\277a b' | " MOE "--tokenize)\" = \"$(printf 'a b' | " MOE "--tokenize)\" ]", 0, "",
-         NULL},
-        {"printf '\357\273\277{\"messages\":[]}' | " MOE "--render", 0, "", NULL},
-        {"printf '\357\273\277a b' >@/p.txt; [ \"$(" MOE
-         "--perplexity @/p.txt | cut -d, -f1)\" = \"$(printf 'a b' | " MOE "--perplexity - | cut -d, -f1)\" ]",
-         0, "", NULL},
-        {MOE "-f @/u.txt </dev/null", 1, "", "u.txt' is UTF-16 text, expected UTF-8: convert it with iconv -f UTF-16"},
-        {MOE "--lines <@/u.txt", 1, "", "stdin is UTF-16 text"},
-        {"printf '\376\377\\0h' | " MOE "-p x", 1, "", "stdin is UTF-16 text"},
-        {"printf '\377\376\\0\\0h\\0\\0\\0' | " MOE "--tokenize", 1, "", "stdin is UTF-32 text"},
-        {"printf '\357\273\277' | " MOE "-n 1", 2, "", "stdin is empty"},
-    };
-    run_command(IN_DIR("printf '\357\273\277What is 7 squared? One word.\r\n' >@/m.txt;"
-                       "printf '\357\273\277Be brief.\r\n' >@/s.txt; printf '\377\376h\\0i\\0' >@/u.txt;"
-                       "printf '\357\273\277<|im_start|>user\nWhat is 7 squared? One word.<|im_end|>\n<|im_start|>"
-                       "assistant\n<think>\n\n</think>\n\n{%% if messages[0].content != \"Be brief.\" %%}"
-                       "{{ raise_exception(\"mark\") }}{%% endif %%}' >@/m.jinja"),
-                NULL, NULL);
-    for (size_t i = 0; i < sizeof t / sizeof *t; i++) check_command(IN_DIR(t[i].cmd), t[i].code, t[i].out, t[i].said);
-}
-
 /* A line that cannot be answered does not keep the others from it. */
 static void test_cli_bad_line(void) {
     check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE "--raw --lines --greedy -n 1 -c 64", 1,
@@ -1063,20 +1026,19 @@ static void test_readme_shapes(void) {
     arrfree(found);
 }
 
-#define TESTS_CLI                                                                                                  \
-    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                   \
-        {"cli/jsonl", test_cli_jsonl}, {"cli/continue", test_cli_continue}, {"cli/bad-line", test_cli_bad_line},   \
-        {"cli/byte-order-mark", test_cli_byte_order_mark}, {"cli/temporary", test_cli_temporary},                  \
-        {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},   \
-        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},       \
-        {"cli/help", test_cli_help}, {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options},         \
-        {"cli/quiet", test_cli_quiet}, {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, \
-        {"cli/info", test_cli_info}, {"cli/info-indexer", test_cli_info_indexer},                                  \
-        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                \
-        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                \
-        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
-        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \
-        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench}, \
-        {"cli/bench-depth", test_cli_bench_depth}, {"cli/measure", test_cli_measure},                              \
-        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                        \
+#define TESTS_CLI                                                                                                    \
+    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                     \
+        {"cli/jsonl", test_cli_jsonl}, {"cli/continue", test_cli_continue}, {"cli/bad-line", test_cli_bad_line},     \
+        {"cli/temporary", test_cli_temporary}, {"cli/terminate", test_cli_terminate},                                \
+        {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize},       \
+        {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, {"cli/help", test_cli_help},                 \
+        {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet},         \
+        {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},     \
+        {"cli/info-indexer", test_cli_info_indexer}, {"cli/stdout-full", test_cli_stdout_full},                      \
+        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, \
+        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                  \
+        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},              \
+        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench},   \
+        {"cli/bench-depth", test_cli_bench_depth}, {"cli/measure", test_cli_measure},                                \
+        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                          \
         {"readme/models", test_readme_models}, {"readme/shapes", test_readme_shapes},
