@@ -16104,18 +16104,33 @@ struct settings {
     bool mute;                       /* chats print neither answers nor statistics */
 };
 
-static const char jsonl_details[] = "Every line of stdin is a request, an object with these keys:\n"
-                                    "\n"
-                                    "  prompt       a string, or in its place\n"
-                                    "  messages     a list of objects {\"role\": ..., \"content\": ...}\n"
-                                    "  id           any value (default: the number of the line)\n"
-                                    "  max_tokens, temperature, seed   as -n, --temp and --seed\n"
-                                    "  stop         a string or a list of strings that end the answer\n"
-                                    "\n"
-                                    "Every answer is a line of stdout, in the order of the requests: id, text,\n"
-                                    "reasoning (the thinking, if there is any), finish (stop, length or interrupted)\n"
-                                    "and usage (prompt_tokens, cached_tokens of them, completion_tokens). A request\n"
-                                    "that fails is answered with id and error, and the exit code is 1.\n";
+static const char jsonl_details[] =
+    "Every line of stdin is a request, an object with these keys, which mean what they\n"
+    "mean to OpenAI's API, vLLM and llama.cpp's server:\n"
+    "\n"
+    "  messages     a list of objects {\"role\": ..., \"content\": ...}, or in its place\n"
+    "  prompt       text of the user, or such a list\n"
+    "  id           any value (default: the number of the line)\n"
+    "  max_tokens, max_completion_tokens, n_predict, temperature, top_p, top_k, min_p,\n"
+    "  repeat_penalty, repetition_penalty, seed   as -n, --temp and so on\n"
+    "  reasoning_effort, enable_thinking, thinking   as --think\n"
+    "  stop         a string or a list of strings that end the answer\n"
+    "  tools, functions, documents, chat_template_kwargs   for the chat template\n"
+    "\n"
+    "The roles are system, developer, user, assistant and tool. Content is text or a\n"
+    "list of parts; a newline joins parts of text unless the template takes the list.\n"
+    "tool_calls, tool_call_id, reasoning_content and name go to the template, if it\n"
+    "takes them. A key for services, such as model or user, is ignored with a note. A\n"
+    "key that would change the answer (n, logprobs, response_format, logit_bias ..) is\n"
+    "refused unless its value is the usual one. So is an unknown key. A line may also\n"
+    "be one of OpenAI's batches: {\"custom_id\": ..., \"body\": the request}.\n"
+    "\n"
+    "Every answer is a line of stdout, in the order of the requests: id, text,\n"
+    "reasoning (the thinking, if there is any), tool (the one that an answer in\n"
+    "channels calls), finish (stop, length or interrupted) and usage (prompt_tokens,\n"
+    "cached_tokens of them, completion_tokens). Calls of tools are text as the model\n"
+    "writes them. A request that fails is answered with id and error, and the exit\n"
+    "code is 1.\n";
 
 static const char plan_details[] = "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o\n"
                                    "header.gguf). --synth takes a known shape. Without --gpus the plan is for the\n"
@@ -16134,8 +16149,10 @@ static const char doctor_details[] = "Checks in the order in which things fail: 
                                      "errors, 1 errors.\n";
 
 static const char calibrate_details[] =
-    "A .jsonl file has one JSON object per line: {\"messages\": [...]}, {\"text\": ...},\n"
-    "or {\"prompt\": ..., \"completion\": ...}. Any other file is plain text; it runs in\n"
+    "A .jsonl file has one JSON object per line: {\"messages\": [...]} as --jsonl takes\n"
+    "them, {\"conversations\": [...]} of ShareGPT, {\"prompt\": ..., \"completion\": ...}\n"
+    "with two lists of messages or two texts, {\"instruction\": ..., \"input\": ...,\n"
+    "\"output\": ...}, or {\"text\": ...}. Any other file is plain text; it runs in\n"
     "windows of -c tokens (default: 2048).\n"
     "\n"
     "A unit of work is a line of a .jsonl file or a window of a text. Every unit\n"
@@ -17371,26 +17388,39 @@ static bool template_shows(const struct template *t, const json_t *vars, json_t 
     return shown;
 }
 
+/* Whether a template takes null as the content beside tool_calls: it renders the call, with its arguments as an object or
+ * as text, and does not print the null. */
+static bool template_takes_none(const struct template *t, const json_t *vars) {
+    bool takes = false;
+    for (int text = 0; text < 2 && !takes; text++) {
+        struct text out = {0};
+        json_t *arguments = text ? json_string("{}") : json_object();
+        json_t *call = json_pack("{sssss{ssso}}", "id", "call00000", "type", "function", "function", "name", FORM_MARK,
+                                 "arguments", arguments);
+        json_t *messages = json_pack("[{ssss}{sssns[o]}{ssssss}{ssss}]", "role", "user", "content", "x", "role",
+                                     "assistant", "content", "tool_calls", call, "role", "tool", "content", "x",
+                                     "tool_call_id", "call00000", "role", "user", "content", "x");
+        takes = template_shows(t, vars, messages, &out) && !text_has(out.s, arrlenu(out.s), "None");
+        text_free(&out);
+    }
+    return takes;
+}
+
 /* Finds what a template with this source (n) takes. vars: its variables beside messages. A template that does not even
  * take one message of a user says nothing about a system message. */
 static struct message_forms message_forms_find(const struct template *t, const char *source, size_t n,
                                                const json_t *vars) {
-    static const char *const none[] = {"content is no", "content'] is no", "content\"] is no", "content == none"};
     struct text plain = {0}, parts = {0}, system = {0};
     struct message_forms f = {.developer = text_has(source, n, "developer"),
                               .calls = text_has(source, n, "tool_calls")};
     const bool works = template_shows(t, vars, json_pack("[{ssss}]", "role", "user", "content", FORM_MARK), &plain);
-    f.system = template_shows(
-                   t, vars,
-                   json_pack("[{ssss}{ssss}]", "role", "system", "content", FORM_MARK, "role", "user", "content", "x"),
-                   &system) ||
-               !works;
-    f.parts = works &&
-              template_shows(t, vars,
-                             json_pack("[{sss[{ssss}]}]", "role", "user", "content", "type", "text", "text", FORM_MARK),
-                             &parts) &&
-              arrlen(parts.s) == arrlen(plain.s) && !memcmp(parts.s, plain.s, arrlenu(plain.s));
-    for (size_t i = 0; i < sizeof none / sizeof *none; i++) f.none |= text_has(source, n, none[i]);
+    json_t *with_system =
+        json_pack("[{ssss}{ssss}]", "role", "system", "content", FORM_MARK, "role", "user", "content", "x");
+    json_t *with_parts = json_pack("[{sss[{ssss}]}]", "role", "user", "content", "type", "text", "text", FORM_MARK);
+    f.system = template_shows(t, vars, with_system, &system) || !works;
+    f.parts = template_shows(t, vars, with_parts, &parts) && works && arrlen(parts.s) == arrlen(plain.s) &&
+              !memcmp(parts.s, plain.s, arrlenu(plain.s));
+    f.none = f.calls && template_takes_none(t, vars);
     text_free(&plain);
     text_free(&parts);
     text_free(&system);
