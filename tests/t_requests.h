@@ -289,8 +289,7 @@ static void test_requests_keys(void) {
 
 /* --help lists what is obeyed; no key stands twice in the table. */
 static void test_requests_table(void) {
-    const char *all = ""; /* names so far, separated by blanks */
-    char *names = NULL;
+    char *names = NULL; /* so far, separated by blanks */
     for (size_t i = 0; i < sizeof request_keys / sizeof *request_keys; i++) {
         const struct request_key *k = &request_keys[i];
         CHECK(!k->option || option_find(k->option), "--%s", k->option);
@@ -299,11 +298,10 @@ static void test_requests_table(void) {
             char name[64];
             snprintf(name, sizeof name, "%.*s", (int)strcspn(p, " "), p);
             p += strlen(name);
-            CHECK(!word_find(all, name, NULL, NULL), "%s stands twice", name);
+            CHECK(!word_find(sb_cstr(&names), name, NULL, NULL), "%s stands twice", name);
             if (k->option || k->read) CHECK_HAS(jsonl_details, name, "--help");
             sb_printf(&names, " %s", name);
         }
-        all = sb_cstr(&names) + 1;
     }
     arrfree(names);
 }
