@@ -100,6 +100,7 @@
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                       160  tags, and messages with channels (harmony)
+ *   Chat: forms of messages                         310  messages of requests and data sets as a template takes them
  *   Chat                                            320  messages, their rendering, their tokens
  *   Chat: printing an answer                        310  from tokens to the screen
  *   Chat: generation                                340  turns
