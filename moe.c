@@ -100,6 +100,7 @@
  *   Keyboard                                        260  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                       160  tags, and messages with channels (harmony)
+ *   Chat: forms of messages                         310  messages of requests and data sets as a template takes them
  *   Chat                                            320  messages, their rendering, their tokens
  *   Chat: printing an answer                        310  from tokens to the screen
  *   Chat: generation                                340  turns
@@ -1984,6 +1985,51 @@ static bool utf8_valid(const char *s, size_t n) {
     return true;
 }
 
+/* Bytes of a line without the line break at its end, LF or CR LF. */
+static size_t line_length(const char *s, size_t n) {
+    n -= n && s[n - 1] == '\n';
+    return n - (n && s[n - 1] == '\r');
+}
+
+/* Whether a line has nothing but blanks, tabs and line breaks. */
+static bool is_blank(const char *s, size_t n) {
+    while (n && strchr(" \t\r\n", s[n - 1])) n--;
+    return !n;
+}
+
+/* Bytes of the byte-order mark that s (n) begins with: 3 for that of UTF-8, 0 if there is none. Returns -1 with a
+ * message for that of another encoding. name: of the text, for the message. */
+static int text_mark(const char *name, const char *s, size_t n, char *err) {
+    static const struct {
+        const char *mark, *encoding; /* of UTF-32 before the shorter one of UTF-16 with which it begins */
+        size_t n;
+    } others[] = {{"\xff\xfe\0\0", "UTF-32", 4},
+                  {"\0\0\xfe\xff", "UTF-32", 4},
+                  {"\xff\xfe", "UTF-16", 2},
+                  {"\xfe\xff", "UTF-16", 2}};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        if (n >= others[i].n && !memcmp(s, others[i].mark, others[i].n))
+            return fail(err, "%s is %s text, expected UTF-8: convert it with iconv -f %s -t UTF-8", name,
+                        others[i].encoding, others[i].encoding);
+    return n >= 3 && !memcmp(s, "\xef\xbb\xbf", 3) ? 3 : 0;
+}
+
+/* Removes the byte-order mark of the text that begins at byte `at` of *sb. Every text that moe reads as a whole comes
+ * through here. name: see text_mark. Returns 0, or -1 with a message. */
+static int text_start(const char *name, char **sb, size_t at, char *err) {
+    const int mark = text_mark(name, *sb ? *sb + at : "", arrlenu(*sb) - at, err);
+    if (mark > 0) arrdeln(*sb, at, (size_t)mark);
+    return mark < 0 ? -1 : 0;
+}
+
+/* Appends a whole file of text, without a byte-order mark. Returns 0, or -1 with a message. */
+static int read_text_file(const char *path, char **sb, char *err) {
+    char name[PATH_MAX + 3];
+    const size_t at = arrlenu(*sb);
+    snprintf(name, sizeof name, "'%s'", path);
+    return read_file(path, sb, err) || text_start(name, sb, at, err) ? -1 : 0;
+}
+
 /* Whether a terminal would obey a character instead of showing it: the control characters, and those of the
  * bidirectional algorithm, which change the order in which other text is shown. */
 static bool is_control(utf8proc_int32_t cp) {
@@ -2156,6 +2202,21 @@ __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     va_end(ap);
     line_print("2", sb_cstr(&line));
     arrfree(line);
+}
+
+/* Prints a note unless the same has been printed before. */
+__attribute__((format(printf, 1, 2))) static void note_once(const char *fmt, ...) {
+    static char **printed; /* stb_ds */
+    char *line = NULL;
+    va_list ap;
+    va_start(ap, fmt);
+    sb_vprintf(&line, fmt, ap);
+    va_end(ap);
+    bool again = false;
+    for (size_t i = 0; i < arrlenu(printed); i++) again |= !strcmp(printed[i], sb_cstr(&line));
+    if (!again) note("%s", sb_cstr(&line));
+    if (again) arrfree(line);
+    else arrput(printed, line);
 }
 
 /* Handles SIGBUS: a page of the mapped model file cannot be read. Ends the program. */
@@ -7252,7 +7313,7 @@ static enum flow node_exec(struct job *j, const struct node *n) {
 /* What template_render hands to render_body. */
 struct rendering {
     const struct template *t;
-    const json_t *vars;
+    const json_t *vars, *data;
     struct text *out;
 };
 
@@ -7272,6 +7333,8 @@ static void render_body(struct job *j, void *arg) {
         bool is_data = tv_is(name, data[0]) || tv_is(name, data[1]) || tv_is(name, data[2]);
         dict_set(j, &j->scope->vars, name, tv_json(j, value, is_data));
     }
+    json_object_keylen_foreach((json_t *)r->data, key, n, value)
+        dict_set(j, &j->scope->vars, tv_text(j, key, n, ORIGIN_TEMPLATE), tv_json(j, value, true));
     node_exec(j, r->t->body);
     if (!b.n) return;
     memcpy(arraddnptr(r->out->s, b.n), b.s, b.n);
@@ -7306,16 +7369,23 @@ static struct template *template_parse(const char *src, size_t n, char *err) {
 }
 
 /* Renders a template and appends the text to *out. Every key of the JSON object vars is a variable; `now`
- * (2026-11-20T10:00:00) is also the time of strftime_now. Returns 0; or -1 and "line N: ..."; or -2 and exactly the
- * message that the template gave to raise_exception. */
-static int template_render(const struct template *t, const json_t *vars, struct text *out, char *err) {
+ * (2026-11-20T10:00:00) is also the time of strftime_now. data: an object of variables that come from a user, so that
+ * none of their text is the template's; or NULL. Returns 0; or -1 and "line N: ..."; or -2 and exactly the message that
+ * the template gave to raise_exception. */
+static int template_render_data(const struct template *t, const json_t *vars, const json_t *data, struct text *out,
+                                char *err) {
     struct job j = {.err = err};
     if (!json_is_object(vars)) return fail(err, "template variables: expected a JSON object");
-    int rc = job_run(&j, render_body, &(struct rendering){t, vars, out});
+    int rc = job_run(&j, render_body, &(struct rendering){t, vars, data, out});
     for (size_t i = 0; i < arrlenu(j.parsed); i++) json_decref(j.parsed[i]);
     arrfree(j.parsed);
     pool_free(j.pool);
     return rc;
+}
+
+/* template_render_data without variables of a user beside messages, tools and documents. */
+static int template_render(const struct template *t, const json_t *vars, struct text *out, char *err) {
+    return template_render_data(t, vars, NULL, out, err);
 }
 
 /* ============================================================================================================
@@ -16035,18 +16105,33 @@ struct settings {
     bool mute;                       /* chats print neither answers nor statistics */
 };
 
-static const char jsonl_details[] = "Every line of stdin is a request, an object with these keys:\n"
-                                    "\n"
-                                    "  prompt       a string, or in its place\n"
-                                    "  messages     a list of objects {\"role\": ..., \"content\": ...}\n"
-                                    "  id           any value (default: the number of the line)\n"
-                                    "  max_tokens, temperature, seed   as -n, --temp and --seed\n"
-                                    "  stop         a string or a list of strings that end the answer\n"
-                                    "\n"
-                                    "Every answer is a line of stdout, in the order of the requests: id, text,\n"
-                                    "reasoning (the thinking, if there is any), finish (stop, length or interrupted)\n"
-                                    "and usage (prompt_tokens, cached_tokens of them, completion_tokens). A request\n"
-                                    "that fails is answered with id and error, and the exit code is 1.\n";
+static const char jsonl_details[] =
+    "Every line of stdin is a request, an object with these keys, which mean what\n"
+    "they mean to OpenAI's API, vLLM and llama.cpp's server:\n"
+    "\n"
+    "  messages     a list of objects {\"role\": ..., \"content\": ...}, or in its place\n"
+    "  prompt       text of the user, or such a list\n"
+    "  id           any value (default: the number of the line)\n"
+    "  max_tokens, max_completion_tokens, n_predict, temperature, top_p, top_k,\n"
+    "  min_p, repeat_penalty, repetition_penalty, seed   as -n, --temp and so on\n"
+    "  reasoning_effort, enable_thinking, thinking   as --think\n"
+    "  stop         a string or a list of strings that end the answer\n"
+    "  tools, functions, documents, chat_template_kwargs   for the chat template\n"
+    "\n"
+    "The roles are system, developer, user, assistant and tool. Content is text or a\n"
+    "list of parts; a newline joins parts of text unless the template takes the list.\n"
+    "tool_calls, tool_call_id, reasoning_content and name go to the template, if it\n"
+    "takes them. A key for services, such as model or user, is ignored with a note.\n"
+    "A key that would change the answer (n, logprobs, response_format, logit_bias ..)\n"
+    "is refused unless its value is the usual one. So is an unknown key. A line may\n"
+    "also be one of OpenAI's batches: {\"custom_id\": ..., \"body\": the request}.\n"
+    "\n"
+    "Every answer is a line of stdout, in the order of the requests: id, text,\n"
+    "reasoning (the thinking, if there is any), tool (the one that an answer in\n"
+    "channels calls), finish (stop, length or interrupted) and usage (prompt_tokens,\n"
+    "cached_tokens of them, completion_tokens). Calls of tools are text as the model\n"
+    "writes them. A request that fails is answered with id and error, and the exit\n"
+    "code is 1.\n";
 
 static const char plan_details[] = "-m takes a GGUF file, or only its header (moe-convert DIR --dry-run -o\n"
                                    "header.gguf). --synth takes a known shape. Without --gpus the plan is for the\n"
@@ -16065,8 +16150,10 @@ static const char doctor_details[] = "Checks in the order in which things fail: 
                                      "errors, 1 errors.\n";
 
 static const char calibrate_details[] =
-    "A .jsonl file has one JSON object per line: {\"messages\": [...]}, {\"text\": ...},\n"
-    "or {\"prompt\": ..., \"completion\": ...}. Any other file is plain text; it runs in\n"
+    "A .jsonl file has one JSON object per line: {\"messages\": [...]} as --jsonl takes\n"
+    "them, {\"conversations\": [...]} of ShareGPT, {\"prompt\": ..., \"completion\": ...}\n"
+    "with two lists of messages or two texts, {\"instruction\": ..., \"input\": ...,\n"
+    "\"output\": ...}, or {\"text\": ...}. Any other file is plain text; it runs in\n"
     "windows of -c tokens (default: 2048).\n"
     "\n"
     "A unit of work is a line of a .jsonl file or a window of a text. Every unit\n"
@@ -17272,6 +17359,303 @@ static bool header_may_be(const struct channel_header *h) {
 }
 
 /* ============================================================================================================
+ * Chat: forms of messages
+ *
+ * Messages come as OpenAI's API has them, and as data sets do. What a template takes of that is found by rendering short
+ * conversations, and by its source. The rest is brought into a form that it takes, or refused by name.
+ * ============================================================================================================ */
+
+/* What a template takes. */
+struct message_forms {
+    bool system;    /* messages of the role system */
+    bool developer; /* messages of the role developer */
+    bool parts;     /* content as a list of parts */
+    bool none;      /* null as the content beside tool_calls */
+    bool calls;     /* tool_calls */
+};
+
+#define FORM_MARK "\ue000" /* a private character, to be found again */
+
+/* Whether a template renders the messages, which are freed, so that the text of FORM_MARK comes out. vars: the other
+ * variables. The text is appended to *out. */
+static bool template_shows(const struct template *t, const json_t *vars, json_t *messages, struct text *out) {
+    char err[ERR_MAX];
+    json_t *all = json_copy((json_t *)vars);
+    json_object_set_new(all, "messages", messages);
+    json_object_set_new(all, "add_generation_prompt", json_true());
+    const bool shown =
+        !template_render(t, all, out, err) && arrlenu(out->s) && text_has(out->s, arrlenu(out->s), FORM_MARK);
+    json_decref(all);
+    return shown;
+}
+
+/* Whether a template takes null as the content beside tool_calls: it renders the call, with its arguments as an object or
+ * as text, and does not print the null. */
+static bool template_takes_none(const struct template *t, const json_t *vars) {
+    bool takes = false;
+    for (int text = 0; text < 2 && !takes; text++) {
+        struct text out = {0};
+        json_t *arguments = text ? json_string("{}") : json_object();
+        json_t *call = json_pack("{sssss{ssso}}", "id", "call00000", "type", "function", "function", "name", FORM_MARK,
+                                 "arguments", arguments);
+        json_t *messages = json_pack("[{ssss}{sssns[o]}{ssssss}{ssss}]", "role", "user", "content", "x", "role",
+                                     "assistant", "content", "tool_calls", call, "role", "tool", "content", "x",
+                                     "tool_call_id", "call00000", "role", "user", "content", "x");
+        takes = template_shows(t, vars, messages, &out) && !text_has(out.s, arrlenu(out.s), "None");
+        text_free(&out);
+    }
+    return takes;
+}
+
+/* Finds what a template with this source (n) takes. vars: its variables beside messages. A template that does not even
+ * take one message of a user says nothing about a system message. */
+static struct message_forms message_forms_find(const struct template *t, const char *source, size_t n,
+                                               const json_t *vars) {
+    struct text plain = {0}, parts = {0}, system = {0};
+    struct message_forms f = {.developer = text_has(source, n, "developer"),
+                              .calls = text_has(source, n, "tool_calls")};
+    const bool works = template_shows(t, vars, json_pack("[{ssss}]", "role", "user", "content", FORM_MARK), &plain);
+    json_t *with_system =
+        json_pack("[{ssss}{ssss}]", "role", "system", "content", FORM_MARK, "role", "user", "content", "x");
+    json_t *with_parts = json_pack("[{sss[{ssss}]}]", "role", "user", "content", "type", "text", "text", FORM_MARK);
+    f.system = template_shows(t, vars, with_system, &system) || !works;
+    f.parts = template_shows(t, vars, with_parts, &parts) && works && arrlen(parts.s) == arrlen(plain.s) &&
+              !memcmp(parts.s, plain.s, arrlenu(plain.s));
+    f.none = f.calls && template_takes_none(t, vars);
+    text_free(&plain);
+    text_free(&parts);
+    text_free(&system);
+    return f;
+}
+
+/* ---- content ---- */
+
+static const char *json_type_name(const json_t *v) {
+    static const char *const names[] = {
+        [JSON_OBJECT] = "an object", [JSON_ARRAY] = "a list", [JSON_STRING] = "text", [JSON_INTEGER] = "a number",
+        [JSON_REAL] = "a number",    [JSON_TRUE] = "true",    [JSON_FALSE] = "false", [JSON_NULL] = "null"};
+    return v ? names[json_typeof(v)] : "missing";
+}
+
+/* Whether a value says nothing: null, "" or []. */
+static bool json_is_empty(const json_t *v) {
+    return json_is_null(v) || (json_is_string(v) && !json_string_length(v)) ||
+           (json_is_array(v) && !json_array_size(v));
+}
+
+/* The text of a part of a message, a string or an object with a type; NULL with a message if it is none. */
+static const char *part_text(const json_t *part, char *err) {
+    static const char *const types[][2] = {
+        {"text", "text"}, {"input_text", "text"}, {"output_text", "text"}, {"refusal", "refusal"}};
+    const char *type = json_string_value(json_object_get(part, "type")), *text = json_string_value(part), *key;
+    json_t *value;
+    if (text) return text;
+    if (!type && json_is_string(json_object_get(part, "text"))) type = "text";
+    for (size_t i = 0; type && i < sizeof types / sizeof *types; i++)
+        if (!strcmp(type, types[i][0])) text = json_string_value(json_object_get(part, types[i][1]));
+    if (!text && type && strlen(type) < 64)
+        fail(err, "a part of type \"%s\" cannot be read: moe takes text, not images, audio or files", type);
+    else if (!text) fail(err, "a part of \"content\" is %s without a type", json_type_name(part));
+    json_object_foreach((json_t *)part, key, value) {
+        if (text && strcmp(key, "type") && json_string_value(value) != text)
+            note_once("\"%s\" of a part of a message has no effect", key);
+    }
+    return text;
+}
+
+/* Appends the text of content that is a string, null or a list of parts, which a newline separates, as in llama.cpp and
+ * vLLM. Returns 0, or -1 with a message. */
+static int content_text(const json_t *content, char **out, char *err) {
+    size_t i;
+    const json_t *part;
+    if (!content || json_is_null(content)) return 0;
+    if (json_is_string(content)) sb_puts(out, json_string_value(content));
+    else if (!json_is_array(content))
+        return fail(err, "\"content\" is %s, expected text or a list of parts", json_type_name(content));
+    json_array_foreach(content, i, part) {
+        const char *text = part_text(part, err);
+        if (!text) return -1;
+        if (i) arrput(*out, '\n');
+        sb_puts(out, text);
+    }
+    return 0;
+}
+
+/* Returns a list of parts as templates read it. */
+static json_t *content_parts(const json_t *content) {
+    char err[ERR_MAX];
+    size_t i;
+    const json_t *part;
+    json_t *list = json_array();
+    json_array_foreach(content, i, part) {
+        json_array_append_new(list, json_pack("{ssss}", "type", "text", "text", part_text(part, err)));
+    }
+    return list;
+}
+
+/* ---- tool calls ---- */
+
+/* Sets the arguments of all tool calls to objects, which most templates expect and other clients send as JSON text; or
+ * with `text` to that text. Returns whether a message has calls. */
+static bool calls_convert(json_t *messages, bool text) {
+    size_t i, k;
+    json_t *m, *call;
+    bool any = false;
+    json_array_foreach(messages, i, m) {
+        json_t *calls = json_deep_copy(json_object_get(m, "tool_calls"));
+        json_array_foreach(calls, k, call) {
+            json_t *function = json_object_get(call, "function");
+            json_t *arguments = json_object_get(function ? function : call, "arguments"), *other = NULL;
+            if (text && json_is_object(arguments)) {
+                char *dump = json_dumps(arguments, 0);
+                other = json_string(dump);
+                free(dump);
+            } else if (!text && json_is_string(arguments)) {
+                const char *given = json_string_value(arguments);
+                other = *given ? json_loads(given, 0, NULL) : json_object();
+            }
+            if (other) json_object_set_new(function ? function : call, "arguments", other);
+        }
+        any |= json_array_size(calls) > 0;
+        if (calls) json_object_set_new(m, "tool_calls", calls);
+    }
+    return any;
+}
+
+/* Checks the tool calls of a message and puts the older form, function_call, into their place. Sets *given to whether
+ * there are some, be the list empty. Returns 0, or -1 with a message. */
+static int message_calls(const struct message_forms *f, json_t *m, bool *given, char *err) {
+    json_t *one = json_object_get(m, "function_call"), *calls, *call;
+    size_t i;
+    if (json_is_object(one))
+        json_object_set_new(m, "tool_calls", json_pack("[{sssO}]", "type", "function", "function", one));
+    calls = json_object_get(m, "tool_calls");
+    *given = calls != NULL || one != NULL;
+    if (one) json_object_del(m, "function_call");
+    if (!calls || json_is_null(calls)) return 0;
+    if (!json_is_array(calls)) return fail(err, "\"tool_calls\" is %s, expected a list", json_type_name(calls));
+    json_array_foreach(calls, i, call) {
+        const json_t *function = json_object_get(call, "function");
+        if (!json_is_string(json_object_get(function ? function : call, "name")))
+            return fail(err, "tool_calls[%zu] names no function", i);
+    }
+    if (i && !f->calls) return fail(err, "the chat template does not take \"tool_calls\"");
+    return 0;
+}
+
+/* ---- messages ---- */
+
+/* The role that templates know for one of OpenAI's API or of ShareGPT; NULL: there is none. */
+static const char *message_role(const struct message_forms *f, const char *given) {
+    static const char *const roles[][2] = {{"system", "system"},     {"user", "user"},      {"assistant", "assistant"},
+                                           {"tool", "tool"},         {"function", "tool"},  {"observation", "tool"},
+                                           {"human", "user"},        {"gpt", "assistant"},  {"model", "assistant"},
+                                           {"chatgpt", "assistant"}, {"bing", "assistant"}, {"bard", "assistant"}};
+    if (!given) return NULL;
+    if (!strcmp(given, "developer") && f->developer) return "developer";
+    if (!strcmp(given, "developer"))
+        note_once("the chat template does not know the role developer: its messages become system messages");
+    if (!strcmp(given, "developer")) return "system";
+    for (size_t i = 0; i < sizeof roles / sizeof *roles; i++)
+        if (!strcmp(given, roles[i][0])) return roles[i][1];
+    return NULL;
+}
+
+/* Moves the first of two keys that the message has to `key`, unless it is there. */
+static void key_rename(json_t *m, const char *from, const char *key) {
+    json_t *value = json_object_get(m, from);
+    if (value && !json_object_get(m, key)) json_object_set(m, key, value);
+    if (value) json_object_del(m, from);
+}
+
+/* Settles the content of a message: text, or what the template takes of a list of parts or null. Returns 0, or -1 with a
+ * message. calls: it has tool_calls, which may be empty. */
+static int message_content(const struct message_forms *f, json_t *m, bool calls, char *err) {
+    json_t *content = json_object_get(m, "content"), *refusal = json_object_get(m, "refusal");
+    char *text = NULL;
+    const bool none = !content || json_is_null(content), refused = json_string_length(refusal) > 0;
+    if (none && !calls && !refused && !json_object_get(m, "reasoning_content"))
+        return fail(err, "\"content\" is %s, expected text or a list of parts", json_type_name(content));
+    if (content_text(content, &text, err)) {
+        arrfree(text);
+        return -1;
+    }
+    if (refused) sb_printf(&text, "%s%s", arrlen(text) ? "\n" : "", json_string_value(refusal));
+    if (refusal) json_object_del(m, "refusal");
+    if (json_array_size(content) > 1 && f->parts && !refused) json_object_set_new(m, "content", content_parts(content));
+    else if (none && f->none && json_array_size(json_object_get(m, "tool_calls")))
+        json_object_set_new(m, "content", json_null());
+    else json_object_set_new(m, "content", json_stringn(text ? text : "", arrlenu(text)));
+    arrfree(text);
+    return 0;
+}
+
+/* Returns a message in the form that the template takes: a known role, content, the thinking as reasoning_content, and
+ * the other keys that have a value. NULL with a message if it cannot be. */
+static json_t *message_normalize(const struct message_forms *f, const json_t *given, char *err) {
+    static const char *const thinking[] = {"reasoning", "thinking"};
+    json_t *m = json_copy((json_t *)given), *value;
+    const char *key;
+    void *next;
+    bool calls = false;
+    if (!json_is_object(given)) {
+        json_decref(m);
+        fail(err, "a message is %s, expected an object", json_type_name(given));
+        return NULL;
+    }
+    key_rename(m, "from", "role");
+    key_rename(m, "value", "content");
+    const char *name = json_string_value(json_object_get(m, "role")), *role = message_role(f, name);
+    int rc = role ? 0
+                  : fail(err, "the role must be system, developer, user, assistant or tool, found %.40s",
+                         name ? name : json_type_name(json_object_get(m, "role")));
+    if (role) json_object_set_new(m, "role", json_string(role));
+    if (role && !strcmp(role, "assistant")) {
+        if (json_is_null(json_object_get(m, "reasoning_content"))) json_object_del(m, "reasoning_content");
+        for (int i = 0; i < 2; i++)
+            if (json_is_string(json_object_get(m, thinking[i]))) key_rename(m, thinking[i], "reasoning_content");
+    }
+    if (!rc) rc = message_calls(f, m, &calls, err);
+    if (!rc) rc = message_content(f, m, calls, err);
+    json_object_foreach_safe(m, next, key, value) {
+        if (json_is_empty(value) && strcmp(key, "content")) json_object_del(m, key);
+    }
+    if (!rc) return m;
+    json_decref(m);
+    return NULL;
+}
+
+/* Puts the text of every system message before that of the next message of the user, with a blank line between them;
+ * where another message follows, it becomes a user's. For templates without system messages. Returns whether there was
+ * one. */
+static bool system_move(json_t *messages) {
+    char *held = NULL, err[ERR_MAX];
+    bool any = false;
+    for (size_t i = 0; i <= json_array_size(messages); i++) {
+        json_t *m = json_array_get(messages, i);
+        const char *role = json_string_value(json_object_get(m, "role"));
+        if (role && (!strcmp(role, "system") || !strcmp(role, "developer"))) {
+            if (arrlen(held)) sb_puts(&held, "\n\n");
+            content_text(json_object_get(m, "content"), &held, err);
+            json_array_remove(messages, i--);
+            any = true;
+            continue;
+        }
+        if (!arrlen(held)) continue;
+        if (role && !strcmp(role, "user")) {
+            sb_puts(&held, "\n\n");
+            content_text(json_object_get(m, "content"), &held, err);
+            json_object_set_new(m, "content", json_stringn(held, arrlenu(held)));
+        } else {
+            json_array_insert_new(messages, i, json_pack("{ssss%}", "role", "user", "content", held, arrlenu(held)));
+        }
+        arrsetlen(held, 0);
+    }
+    arrfree(held);
+    return any;
+}
+
+/* ============================================================================================================
  * Chat
  *
  * A conversation is a list of messages. A turn renders all of them with the model's template, tokenizes the text, syncs
@@ -17288,7 +17672,9 @@ static bool header_may_be(const struct channel_header *h) {
 /* All malloc'ed. An assistant's thinking is in its content as generated, between tags, or beside it. */
 struct message {
     char *role, *content;
-    char *thinking; /* of a format with channels, or NULL */
+    char *thinking; /* of a format with channels, or of a request; or NULL */
+    json_t *more;   /* of a request: what else the template gets of it, instead of content too; or NULL */
+    char *tool;     /* of an answer with channels: the tool that it calls, or NULL */
 };
 
 enum stop_reason {
@@ -17319,6 +17705,9 @@ struct chat {
     const struct think_format *format; /* NULL without a template */
     const char *reasoning_key;         /* where the template reads the thinking beside content; NULL: nowhere */
     bool strips_reasoning;             /* the template removes the thinking from content itself */
+    char *source;                      /* stb_ds: the template's text; NULL without one */
+    struct message_forms forms;        /* what the template takes */
+    json_t *vars;                      /* of a request: variables for the template; or NULL */
     uint64_t rng;                      /* state of the sampler's random numbers */
     struct turn_stats last, total;     /* of the last turn, of all turns */
     int turns;                         /* turns in `total` */
@@ -17347,7 +17736,7 @@ static int chat_template(struct template **out, const struct settings *set, cons
                          char *err) {
     char why[ERR_MAX];
     if (set->template_file) {
-        if (read_file(set->template_file, source, err)) return -1;
+        if (read_text_file(set->template_file, source, err)) return -1;
     } else if (!m || !m->vocab->n_tokens || !m->vocab->chat_template.p) {
         return fail(err, "the file has no chat template: use --chat-template-file, or --raw to continue plain text");
     } else {
@@ -17374,12 +17763,84 @@ static void message_free(struct message *msg) {
     free(msg->role);
     free(msg->content);
     free(msg->thinking);
+    free(msg->tool);
+    json_decref(msg->more);
 }
 
 /* Removes the last message. */
 static void chat_pop(struct chat *c) {
     struct message msg = arrpop(c->messages);
     message_free(&msg);
+}
+
+/* Appends a message of a request or data set. Returns 0, or -1 with a message. */
+static int chat_push_json(struct chat *c, const json_t *given, char *err) {
+    json_t *m = message_normalize(&c->forms, given, err), *content;
+    char *text = NULL, why[ERR_MAX];
+    if (!m) return -1;
+    content = json_object_get(m, "content");
+    content_text(content, &text, why);
+    struct message msg = {.role = xstrdup(json_string_value(json_object_get(m, "role"))),
+                          .content = xstrndup(text ? text : "", arrlenu(text)),
+                          .more = m};
+    const char *thinking = json_string_value(json_object_get(m, "reasoning_content"));
+    if (thinking) msg.thinking = xstrdup(thinking);
+    if (thinking && !c->reasoning_key)
+        note_once(
+            "\"reasoning_content\" has no effect: the chat template does not read the thinking of earlier answers");
+    json_object_del(m, "reasoning_content");
+    json_object_del(m, "role");
+    if (json_is_string(content)) json_object_del(m, "content");
+    if (!json_object_size(m)) {
+        json_decref(m);
+        msg.more = NULL;
+    }
+    arrput(c->messages, msg);
+    arrfree(text);
+    return 0;
+}
+
+/* Appends the messages of a request or data set, a list. name: the key that it stands under. Returns 0, or -1 with a
+ * message. */
+static int chat_push_list(struct chat *c, const char *name, const json_t *list, char *err) {
+    char why[ERR_MAX];
+    size_t i;
+    const json_t *m;
+    if (!json_array_size(list)) return fail(err, "\"%s\" is not a list of messages", name);
+    json_array_foreach(list, i, m) {
+        if (chat_push_json(c, m, why)) return fail(err, "%s[%zu]: %.*s", name, i, ERR_MAX - 64, why);
+    }
+    return 0;
+}
+
+/* Whether the source of the template has a word; false without one. */
+static bool template_reads(const struct chat *c, const char *word) {
+    return c->t && text_has(c->source, arrlenu(c->source), word);
+}
+
+/* Takes over `tools`, `documents` or `functions` (the older form of tools), lists for the template. Returns 0, or -1 with
+ * a message. */
+static int chat_take_list(struct chat *c, const char *key, json_t *value, char *err) {
+    const bool older = !strcmp(key, "functions");
+    const char *name = older ? "tools" : key;
+    json_t *list = json_array(), *one;
+    size_t i;
+    if (!json_is_array(value)) {
+        json_decref(list);
+        return fail(err, "\"%s\" is %s, expected a list", key, json_type_name(value));
+    }
+    json_array_foreach(value, i, one) {
+        json_array_append_new(list,
+                              older ? json_pack("{sssO}", "type", "function", "function", one) : json_incref(one));
+    }
+    if (i && !template_reads(c, name)) {
+        json_decref(list);
+        return fail(err, c->t ? "the chat template does not take \"%s\"" : "--raw does not take \"%s\"", key);
+    }
+    if (!c->vars) c->vars = json_object();
+    if (i) json_object_set(c->vars, name, list);
+    json_decref(list);
+    return 0;
 }
 
 /* The key under which a template reads the thinking of a message, or NULL. */
@@ -17401,33 +17862,59 @@ static bool template_strips(const char *source, size_t n, const char *close) {
     return text_has(source, n, single) || text_has(source, n, quoted);
 }
 
+/* Sets the variables that any template may use, as Hugging Face's apply_chat_template does. */
+static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set,
+                             const struct think_format *f) {
+    const enum think think = set->think;
+    const char *effort = think_effort(f, think), *mode = think == THINK_OFF ? f->mode_off : f->mode_on;
+    json_object_set_new(vars, "tools", json_null());
+    json_object_set_new(vars, "documents", json_null());
+    if (m && m->vocab->n_tokens) {
+        int32_t id[2] = {m->vocab->bos, m->vocab->eos};
+        const char *name[2] = {"bos_token", "eos_token"};
+        for (int i = 0; i < 2; i++)
+            if (id[i] >= 0) {
+                struct gguf_str s = vocab_bytes(m->vocab, id[i]);
+                json_object_set_new(vars, name[i], json_stringn(s.p, s.n));
+            }
+    }
+    if (think == THINK_AUTO) return;
+    bool on = think != THINK_OFF;
+    json_object_set_new(vars, "enable_thinking", json_boolean(on));
+    json_object_set_new(vars, "thinking", json_boolean(on));
+    if (effort) json_object_set_new(vars, "reasoning_effort", json_string(effort));
+    if (mode) json_object_set_new(vars, "thinking_mode", json_string(mode));
+}
+
 /* Starts a conversation with --system as its first message, if given. Returns 0, or -1 with a message; free it in both
  * cases. */
 static int chat_init(struct chat *c, struct settings *set, const struct model *m, struct session *s, char *err) {
-    char *source = NULL;
     memset(c, 0, sizeof *c);
     c->set = set;
     c->m = m;
     c->s = s;
     if (set->system && message_check("the system message", set->system, strlen(set->system), err)) return -1;
-    int rc = chat_template(&c->t, set, m, &source, err);
-    if (!rc) {
-        const size_t n = arrlenu(source);
-        c->format = think_format_find(source, n, m ? m->vocab : NULL);
-        c->reasoning_key = reasoning_key(source, n);
-        c->strips_reasoning = c->format->close && template_strips(source, n, c->format->close);
-        c->rng = settings_seed(set);
-        if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
-    }
-    arrfree(source);
-    return rc;
+    if (chat_template(&c->t, set, m, &c->source, err)) return -1;
+    const size_t n = arrlenu(c->source);
+    json_t *vars = json_object();
+    c->format = think_format_find(c->source, n, m ? m->vocab : NULL);
+    c->reasoning_key = reasoning_key(c->source, n);
+    c->strips_reasoning = c->format->close && template_strips(c->source, n, c->format->close);
+    chat_common_vars(vars, m, set, c->format);
+    c->forms = message_forms_find(c->t, c->source, n, vars);
+    json_decref(vars);
+    c->rng = settings_seed(set);
+    if (set->system && *set->system) chat_push(c, "system", set->system, strlen(set->system));
+    return 0;
 }
 
 static void chat_free(struct chat *c) {
     while (arrlen(c->messages)) chat_pop(c);
     arrfree(c->messages);
     arrfree(c->stops);
+    arrfree(c->source);
     free(c->name);
+    json_decref(c->vars);
     template_free(c->t);
 }
 
@@ -17487,31 +17974,8 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
     json_object_set_new(o, "content", message_json(content, strlen(content), channels));
     if (c->reasoning_key && (msg->thinking || answer != msg->content))
         json_object_set_new(o, c->reasoning_key, message_json(think, n, channels));
+    json_object_update(o, msg->more);
     return o;
-}
-
-/* Sets the variables that any template may use, as Hugging Face's apply_chat_template does. */
-static void chat_common_vars(json_t *vars, const struct model *m, const struct settings *set,
-                             const struct think_format *f) {
-    const enum think think = set->think;
-    const char *effort = think_effort(f, think), *mode = think == THINK_OFF ? f->mode_off : f->mode_on;
-    json_object_set_new(vars, "tools", json_null());
-    json_object_set_new(vars, "documents", json_null());
-    if (m && m->vocab->n_tokens) {
-        int32_t id[2] = {m->vocab->bos, m->vocab->eos};
-        const char *name[2] = {"bos_token", "eos_token"};
-        for (int i = 0; i < 2; i++)
-            if (id[i] >= 0) {
-                struct gguf_str s = vocab_bytes(m->vocab, id[i]);
-                json_object_set_new(vars, name[i], json_stringn(s.p, s.n));
-            }
-    }
-    if (think == THINK_AUTO) return;
-    bool on = think != THINK_OFF;
-    json_object_set_new(vars, "enable_thinking", json_boolean(on));
-    json_object_set_new(vars, "thinking", json_boolean(on));
-    if (effort) json_object_set_new(vars, "reasoning_effort", json_string(effort));
-    if (mode) json_object_set_new(vars, "thinking_mode", json_string(mode));
 }
 
 static bool text_ends(const struct text *t, const char *with) {
@@ -17519,18 +17983,45 @@ static bool text_ends(const struct text *t, const char *with) {
     return n >= len && !memcmp(t->s + n - len, with, len);
 }
 
-/* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt). An
- * answer with channels that was stopped in its thinking has no text: it is left out. Returns 0, or -1 with a message. */
-static int chat_render(const struct chat *c, bool answer, struct text *out, char *err) {
-    json_t *vars = json_object(), *list = json_array();
+/* Names in the message of a template that refused the messages the roles that it got, which most often are the cause. */
+static void roles_report(const struct chat *c, char *err) {
+    char *text = NULL;
+    sb_printf(&text, "%.*s (the chat template got ", ERR_MAX / 2, err);
+    for (size_t i = 0; i < arrlenu(c->messages) && i < 8; i++)
+        sb_printf(&text, "%s%s", i ? ", " : "", c->messages[i].role);
+    fail(err, "%s%s)", sb_cstr(&text), arrlen(c->messages) > 8 ? ", ..." : "");
+    arrfree(text);
+}
+
+/* Returns all messages as the template takes them. An answer with channels that was stopped in its thinking has no text:
+ * it is left out. */
+static json_t *chat_messages_json(const struct chat *c) {
+    json_t *list = json_array();
     for (size_t i = 0; i < arrlenu(c->messages); i++)
-        if (!c->messages[i].thinking || *c->messages[i].content)
+        if (!c->messages[i].thinking || *c->messages[i].content || c->messages[i].more)
             json_array_append_new(list, chat_message_json(c, &c->messages[i]));
+    if (!c->forms.system && system_move(list))
+        note_once("the chat template has no system message: it is put before the first user message");
+    return list;
+}
+
+/* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt). Returns
+ * 0, or -1 with a message. */
+static int chat_render(const struct chat *c, bool answer, struct text *out, char *err) {
+    json_t *vars = json_object(), *list = chat_messages_json(c);
     json_object_set_new(vars, "messages", list);
     json_object_set_new(vars, "add_generation_prompt", json_boolean(answer));
     chat_common_vars(vars, c->m, c->set, c->format);
-    int rc = template_render(c->t, vars, out, err);
+    const bool calls = calls_convert(list, false);
+    int rc = template_render_data(c->t, vars, c->vars, out, err);
+    if (rc == -1 && calls) { /* it puts the text of the arguments together */
+        list = chat_messages_json(c);
+        calls_convert(list, true);
+        json_object_set_new(vars, "messages", list);
+        rc = template_render_data(c->t, vars, c->vars, out, err);
+    }
     json_decref(vars);
+    if (rc == -2) roles_report(c, err);
     if (!rc && !c->format->open) quotes_restore(out);
     if (!rc && answer && c->set->think == THINK_OFF && c->format->off && text_ends(out, "<|start|>assistant")) {
         const size_t n = strlen(c->format->off);
@@ -17538,6 +18029,55 @@ static int chat_render(const struct chat *c, bool answer, struct text *out, char
         memset(arraddnptr(out->origin, n), ORIGIN_TEMPLATE, n);
     }
     return rc;
+}
+
+/* Whether the template renders the same text without a key of the messages. `with`: the text with it. */
+static bool key_is_idle(struct chat *c, const char *key, const struct text *with) {
+    struct text without = {0};
+    json_t **before = NULL; /* stb_ds: of every message */
+    char err[ERR_MAX];
+    for (size_t i = 0; i < arrlenu(c->messages); i++) {
+        json_t *more = c->messages[i].more;
+        arrput(before, more);
+        if (!more) continue;
+        c->messages[i].more = json_copy(more);
+        json_object_del(c->messages[i].more, key);
+    }
+    const bool idle = !chat_render(c, true, &without, err) && arrlen(without.s) == arrlen(with->s) &&
+                      !memcmp(without.s, with->s, arrlenu(with->s));
+    for (size_t i = 0; i < arrlenu(before); i++) {
+        if (before[i]) json_decref(c->messages[i].more);
+        c->messages[i].more = before[i];
+    }
+    arrfree(before);
+    text_free(&without);
+    return idle;
+}
+
+/* Says once what the template leaves out of the messages of requests: keys that it does not read, and whole messages.
+ * Ids of calls only tell calls apart. */
+static void chat_report_idle(struct chat *c) {
+    struct text all = {0};
+    char err[ERR_MAX];
+    if (chat_render(c, true, &all, err) || !arrlen(all.s)) {
+        text_free(&all);
+        return;
+    }
+    for (size_t i = 0; i < arrlenu(c->messages); i++) {
+        const struct message *m = &c->messages[i];
+        json_t *keys = json_copy(m->more), *value;
+        const char *key, *text = m->content + strspn(m->content, " \t\r\n");
+        size_t n = strlen(text);
+        json_object_foreach(keys, key, value) {
+            if (strcmp(key, "content") && strcmp(key, "tool_call_id") && key_is_idle(c, key, &all))
+                note_once("\"%s\" of a message has no effect: the chat template does not read it", key);
+        }
+        json_decref(keys);
+        while (n && strchr(" \t\r\n", text[n - 1])) n--;
+        if (strcmp(m->role, "user") && strcmp(m->role, "assistant") && n && !memmem(all.s, arrlenu(all.s), text, n))
+            note_once("the chat template leaves out messages of the role %s", m->role);
+    }
+    text_free(&all);
 }
 
 /* Whether a token is special. No ordinary token spans one, so text can be tokenized from there on by itself. */
@@ -18073,8 +18613,10 @@ static void answer_generate(struct chat *c, struct printer *p, struct turn_stats
 static void message_take(struct message *msg, const struct printer *p) {
     free(msg->content);
     free(msg->thinking);
+    free(msg->tool);
     msg->content = xstrndup(p->text, arrlenu(p->text));
     msg->thinking = arrlen(p->thought) ? xstrndup(p->thought, arrlenu(p->thought)) : NULL;
+    msg->tool = arrlen(p->tool) ? xstrndup(p->tool, arrlenu(p->tool)) : NULL;
 }
 
 /* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
@@ -18362,7 +18904,9 @@ static bool chat_parse_line(const char *line, size_t n, struct message *out) {
                *content = json_string_value(json_object_get(o, "content")),
                *thinking = json_string_value(json_object_get(o, "thinking"));
     bool ok = role && content && (!strcmp(role, "system") || !strcmp(role, "user") || !strcmp(role, "assistant"));
-    if (ok) *out = (struct message){xstrdup(role), xstrdup(content), thinking ? xstrdup(thinking) : NULL};
+    if (ok)
+        *out = (struct message){
+            .role = xstrdup(role), .content = xstrdup(content), .thinking = thinking ? xstrdup(thinking) : NULL};
     json_decref(o);
     return ok;
 }
@@ -18411,7 +18955,7 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     struct message *messages = NULL;
     struct stat st;
     if (chat_path(name, ".jsonl", path, err) || file_check(path, &st, err)) return -1;
-    int rc = read_file(path, &text, err);
+    int rc = read_text_file(path, &text, err);
     if (!rc && chat_parse(text, arrlenu(text), &messages, why)) rc = fail(err, "'%s': %s", path, why);
     arrfree(text);
     if (rc) {
@@ -19245,7 +19789,7 @@ static int read_text(const char *path, char **out, char *err) {
         return fail(err, "'%s' is %lld MiB, at most %d MiB can be read", path, (long long)st.st_size >> 20,
                     READ_MAX >> 20);
     size_t at = arrlenu(*out);
-    if (read_file(path, out, err)) return -1;
+    if (read_text_file(path, out, err)) return -1;
     size_t n = arrlenu(*out) - at;
     if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
     if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
@@ -21784,24 +22328,28 @@ static void tokenize_all(const struct vocab *v, const char *s, size_t n, bool sp
     free(origin);
 }
 
-/* Appends all of stdin; ends the program if it cannot be read. */
+/* Appends the text on stdin, without a byte-order mark; ends the program if it cannot be read. */
 static void read_stdin(char **out) {
-    if (!read_fd(0, out)) return;
+    char err[ERR_MAX];
+    const size_t at = arrlenu(*out);
+    if (!read_fd(0, out)) {
+        if (text_start("stdin", out, at, err)) die("%s", err);
+        return;
+    }
     if (interrupted) exit(EXIT_INTERRUPT);
     die("cannot read stdin: %s", strerror(errno));
 }
 
-/* Appends all of a file, "-": of stdin; ends the program if it cannot be read. */
+/* Appends the text of a file, "-": of stdin, without a byte-order mark; ends the program if it cannot be read. */
 static void read_input(const char *path, char **out) {
     char err[ERR_MAX];
     if (!strcmp(path, "-")) read_stdin(out);
-    else if (read_file(path, out, err)) die("%s", err);
+    else if (read_text_file(path, out, err)) die("%s", err);
 }
 
 /* Drops one line break at the end. */
 static void drop_newline(char **text) {
-    if (arrlen(*text) && arrlast(*text) == '\n') (void)arrpop(*text);
-    if (arrlen(*text) && arrlast(*text) == '\r') (void)arrpop(*text);
+    if (arrlen(*text)) arrsetlen(*text, line_length(*text, arrlenu(*text)));
 }
 
 /* Reports a prompt that could not be answered. The exit code. */
@@ -21905,6 +22453,41 @@ static int mode_tokenize(struct engine *e) {
     return EXIT_OK;
 }
 
+/* Joins the parts of messages for a template that takes only text, which jinja2 would print as a list or refuse. Messages
+ * in other forms are the template's business. Returns 0, or -1 with a message. */
+static int render_parts(const struct message_forms *f, json_t *messages, char *err) {
+    char why[ERR_MAX];
+    size_t i;
+    json_t *m;
+    json_array_foreach(messages, i, m) {
+        json_t *content = json_object_get(m, "content");
+        char *text = NULL;
+        if (f->parts || !json_is_array(content)) continue;
+        const int rc = content_text(content, &text, why);
+        if (!rc) json_object_set_new(m, "content", json_stringn(text ? text : "", arrlenu(text)));
+        arrfree(text);
+        if (rc) return fail(err, "messages[%zu]: %.*s", i, ERR_MAX - 64, why);
+        note_once("the chat template takes no lists of parts: the text of \"content\" is joined");
+    }
+    return 0;
+}
+
+/* Says what became of the system message in a template that takes none. rc: of the rendering, whose message it ends. */
+static void render_system(const struct template *t, json_t *vars, int rc, char *err) {
+    json_t *messages = json_deep_copy(json_object_get(vars, "messages"));
+    struct text without = {0};
+    char why[ERR_MAX];
+    if (!system_move(messages)) {
+        json_decref(messages);
+        return;
+    }
+    json_object_set_new(vars, "messages", messages);
+    if (!rc) note("the chat template leaves out the system message");
+    else if (!template_render(t, vars, &without, why))
+        snprintf(err + strlen(err), ERR_MAX - strlen(err), " (the chat template takes no system message)");
+    text_free(&without);
+}
+
 /* --render: the chat template filled in with the variables on stdin. */
 static int mode_render(struct engine *e) {
     const struct settings *set = e->set;
@@ -21923,9 +22506,12 @@ static int mode_render(struct engine *e) {
         die("stdin is not a JSON object: %s (line %d)", given ? "another value" : why.text, given ? 1 : why.line);
     if (json_object_get(given, "now") && !json_is_string(json_object_get(given, "now"))) die("\"now\" is not a string");
     chat_common_vars(vars, m, set, think_format_find(source, arrlenu(source), m ? m->vocab : NULL));
+    const struct message_forms forms = message_forms_find(t, source, arrlenu(source), vars);
     json_object_update(vars, given);
+    if (render_parts(&forms, json_object_get(vars, "messages"), err)) die("%s", err);
     const int rc = template_render(t, vars, &out, err);
     if (!rc) out_put(out.s, arrlenu(out.s));
+    if (!forms.system) render_system(t, vars, rc, err);
     json_decref(given);
     json_decref(vars);
     text_free(&out);
@@ -22287,7 +22873,7 @@ static int haystack_read(const struct settings *set, char **hay, char *err) {
     char path[4096];
     size_t bytes = 0; /* without newlines, of which a message cannot consist */
     if (!set->haystack && prompts_path("haystack.txt", path, err)) return -1;
-    if (read_file(set->haystack ? set->haystack : path, hay, err)) return -1;
+    if (read_text_file(set->haystack ? set->haystack : path, hay, err)) return -1;
     for (size_t i = 0; i < arrlenu(*hay); i++) bytes += (*hay)[i] != '\n';
     if (utf8_valid(*hay, arrlenu(*hay)) && bytes >= 100) return 0;
     return fail(err, "the haystack is not UTF-8 text of at least 100 bytes");
@@ -23613,17 +24199,18 @@ static int answer_prompt(struct engine *e, const char *text, size_t n, char *err
     return saved ? EXIT_OK : EXIT_RUN;
 }
 
-/* Answers every line of stdin that is not empty with `answer`, which returns an exit code. A line that fails does not
+/* Answers every line of stdin that is not blank with `answer`, which returns an exit code. A line that fails does not
  * keep the others from being answered. */
 static int answer_lines(struct engine *e, int (*answer)(struct engine *e, const char *line, size_t n, int number)) {
-    char *line = NULL;
+    char *line = NULL, err[ERR_MAX];
     size_t cap = 0;
-    ssize_t n;
+    ssize_t got;
     int code = EXIT_OK;
-    for (int number = 1; code != EXIT_INTERRUPT && (n = line_next(stdin, "stdin", &line, &cap)) >= 0; number++) {
-        if (n && line[n - 1] == '\n') n--;
-        if (n && line[n - 1] == '\r') n--;
-        const int rc = n ? answer(e, line, (size_t)n, number) : EXIT_OK;
+    for (int number = 1; code != EXIT_INTERRUPT && (got = line_next(stdin, "stdin", &line, &cap)) >= 0; number++) {
+        const int mark = number > 1 ? 0 : text_mark("stdin", line, (size_t)got, err);
+        if (mark < 0) die("%s", err);
+        const size_t n = line_length(line, (size_t)got) - (size_t)mark;
+        const int rc = is_blank(line + mark, n) ? EXIT_OK : answer(e, line + mark, n, number);
         if (rc) code = rc;
     }
     free(line);
@@ -23643,41 +24230,172 @@ static int mode_lines(struct engine *e) { return answer_lines(e, answer_line); }
 
 /* ---- requests of --jsonl ---- */
 
-/* The keys of a request that are options. */
-static const char *const request_options[][2] = {{"max_tokens", "predict"}, {"temperature", "temp"}, {"seed", "seed"}};
+typedef int request_reader(struct chat *c, const char *key, json_t *value, char *err);
+static request_reader request_stops, request_think, request_kwargs;
 
-/* Takes over the text of a request: `prompt` or `messages`. Returns 0, or -1 with a message. */
-static int request_text(struct chat *c, const json_t *prompt, const json_t *messages, char *err) {
-    size_t i;
-    const json_t *m;
-    if (!prompt == !messages) return fail(err, "a request needs either \"prompt\" or \"messages\"");
-    if (prompt && !json_is_string(prompt)) return fail(err, "\"prompt\" is not a string");
-    if (prompt) chat_push(c, "user", json_string_value(prompt), json_string_length(prompt));
-    if (prompt) return 0;
-    if (c->set->raw) return fail(err, "--raw takes \"prompt\", not \"messages\"");
-    if (!json_array_size(messages)) return fail(err, "\"messages\" is not a list of messages");
-    json_array_foreach(messages, i, m) {
-        const json_t *content = json_object_get(m, "content");
-        const char *role = json_string_value(json_object_get(m, "role"));
-        const bool known = role && (!strcmp(role, "user") || !strcmp(role, "assistant") || !strcmp(role, "system"));
-        if (!known) return fail(err, "messages[%zu]: the role must be system, user or assistant", i);
-        if (!json_is_string(content) || json_object_size(m) != 2)
-            return fail(err, "messages[%zu]: expected \"role\" and \"content\", both strings", i);
-        if (!i && !strcmp(role, "system")) chat_set_system(c, NULL); /* it replaces that of --system */
-        chat_push(c, role, json_string_value(content), json_string_length(content));
+/* The keys of a request beside id, prompt and messages: those that the API of OpenAI, vLLM or llama.cpp's server has. */
+static const struct request_key {
+    const char *names;    /* separated by blanks */
+    const char *option;   /* that it sets */
+    request_reader *read; /* or what takes its value */
+    const char *values; /* with `option`: FROM=TO, values that stand for others; else, as JSON, those without effect */
+    const char *why;    /* other values are refused, or ignored */
+    bool ignored;
+} request_keys[] = {
+    {"max_tokens max_completion_tokens n_predict", .option = "predict"},
+    {"temperature", .option = "temp"},
+    {"top_p", .option = "top-p"},
+    {"top_k", .option = "top-k", .values = "-1=0"},
+    {"min_p", .option = "min-p"},
+    {"repetition_penalty repeat_penalty", .option = "repeat-penalty"},
+    {"seed", .option = "seed"},
+    {"reasoning_effort", .option = "think", .values = "none=off minimal=low xhigh=max"},
+    {"enable_thinking thinking", .read = request_think},
+    {"stop", .read = request_stops},
+    {"tools functions documents", .read = chat_take_list},
+    {"chat_template_kwargs", .read = request_kwargs},
+    {"tool_choice function_call", .values = "\"auto\" \"none\"", .why = "no tool can be forced"},
+    {"parallel_tool_calls", .values = "true", .why = "the model decides how many tools it calls"},
+    {"n best_of", .values = "1", .why = "a request gets one answer"},
+    {"stream", .values = "false", .why = "an answer is one line"},
+    {"logprobs echo", .values = "false", .why = "an answer is text only"},
+    {"top_logprobs prompt_logprobs n_probs", .values = "0", .why = "an answer is text only"},
+    {"response_format", .values = "{\"type\":\"text\"}", .why = "grammars are not supported"},
+    {"guided_json guided_regex guided_choice guided_grammar structured_outputs grammar json_schema",
+     .why = "grammars are not supported"},
+    {"presence_penalty frequency_penalty mirostat dry_multiplier xtc_probability dynatemp_range", .values = "0",
+     .why = "use repeat_penalty, top_k, top_p, min_p or temperature"},
+    {"typical_p length_penalty", .values = "1", .why = "use repeat_penalty, top_k, top_p, min_p or temperature"},
+    {"logit_bias", .values = "{}", .why = "use repeat_penalty, top_k, top_p, min_p or temperature"},
+    {"stop_token_ids bad_words allowed_token_ids", .values = "[]", .why = "use stop"},
+    {"min_tokens", .values = "0", .why = "an answer ends where the model ends it"},
+    {"use_beam_search ignore_eos continue_final_message include_stop_str_in_output add_special_tokens",
+     .values = "false", .why = "an answer begins and ends as the chat template and the model have it"},
+    {"add_generation_prompt skip_special_tokens spaces_between_special_tokens", .values = "true",
+     .why = "an answer begins and ends as the chat template and the model have it"},
+    {"chat_template", .why = "use --chat-template-file"},
+    {"modalities", .values = "[\"text\"]", .why = "an answer is text only"},
+    {"verbosity", .values = "\"medium\"", .why = "models have no such setting"},
+    {"audio suffix web_search_options", .why = "moe cannot do that"},
+    {"model", .ignored = true, .why = "-m gives the model"},
+    {"user metadata store service_tier safety_identifier request_id priority", .ignored = true,
+     .why = "moe is no service"},
+    {"prompt_cache_key prompt_cache_retention cache_prompt cache_salt id_slot slot_id prediction", .ignored = true,
+     .why = "the beginning that a request has in common with the one before is always reused"},
+    {"stream_options", .ignored = true, .why = "an answer is one line"},
+};
+
+/* Whether a list of words that blanks separate has this one; with `part` a word WORD=PART, whose part and length it
+ * gets. */
+static bool word_find(const char *list, const char *word, const char **part, size_t *n) {
+    const size_t len = strlen(word);
+    for (const char *p = list; p && *p; p += strspn(p, " ")) {
+        const size_t all = strcspn(p, " ");
+        const bool same = all >= len && !memcmp(p, word, len);
+        if (same && !part && all == len) return true;
+        if (same && part && p[len] == '=') {
+            *part = p + len + 1;
+            *n = all - len - 1;
+            return true;
+        }
+        p += all;
     }
-    return chat_last_is(c, "user") ? 0 : fail(err, "the last message must be the user's");
+    return false;
+}
+
+/* Returns a value as JSON, as an option takes it: a string without quotes if `bare`, 5.0 as 5. malloc'ed. */
+static char *value_text(const json_t *value, bool bare) {
+    const double x = json_is_real(value) ? json_real_value(value) : 0.5;
+    char whole[32];
+    snprintf(whole, sizeof whole, "%.0f", x);
+    if (bare && json_is_string(value)) return xstrdup(json_string_value(value));
+    if (fabs(x) < 0x1p53 && x == floor(x)) return xstrdup(whole);
+    return json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
 }
 
 /* Takes over `stop`, a string or a list of strings. Returns 0, or -1 with a message. */
-static int request_stops(struct chat *c, const json_t *stop, char *err) {
+static int request_stops(struct chat *c, const char *key, json_t *stop, char *err) {
     const size_t n = json_is_array(stop) ? json_array_size(stop) : 1;
     for (size_t i = 0; i < n; i++) {
         const json_t *one = json_is_array(stop) ? json_array_get(stop, i) : stop;
-        if (!json_string_length(one)) return fail(err, "\"stop\" must be a string or a list of strings, none empty");
+        if (!json_string_length(one)) return fail(err, "\"%s\" must be a string or a list of strings, none empty", key);
         arrput(c->stops, json_string_value(one));
     }
     return 0;
+}
+
+/* Takes over whether to think: true or false, or {"type": "enabled" or "disabled"}. Returns 0, or -1 with a message. */
+static int request_think(struct chat *c, const char *key, json_t *value, char *err) {
+    const char *type = json_string_value(json_object_get(value, "type"));
+    const bool on = json_is_true(value) || (type && !strcmp(type, "enabled"));
+    if (!on && !json_is_false(value) && !(type && !strcmp(type, "disabled")))
+        return fail(err, "\"%s\" is %s, expected true or false", key, json_type_name(value));
+    c->set->think = on ? THINK_ON : THINK_OFF;
+    return 0;
+}
+
+/* Takes over variables for the template. Those that say how to think are settings. Returns 0, or -1 with a message. */
+static int request_kwargs(struct chat *c, const char *key, json_t *value, char *err) {
+    const char *name;
+    json_t *one;
+    if (!json_is_object(value)) return fail(err, "\"%s\" is %s, expected an object", key, json_type_name(value));
+    if (!c->vars) c->vars = json_object();
+    json_object_foreach(value, name, one) {
+        if (word_find("messages tools documents add_generation_prompt bos_token eos_token now", name, NULL, NULL))
+            return fail(err, "\"%s\" cannot set \"%s\"", key, name);
+        if (json_is_boolean(one) && word_find("enable_thinking thinking", name, NULL, NULL))
+            c->set->think = json_is_true(one) ? THINK_ON : THINK_OFF;
+        else if (!template_reads(c, name))
+            note_once("\"%s\" of %s has no effect: the chat template does not read it", name, key);
+        else json_object_set(c->vars, name, one);
+    }
+    return 0;
+}
+
+/* Takes over a key of a request beside id, prompt and messages. Returns 0, or -1 with a message. */
+static int request_key_read(struct chat *c, const char *key, json_t *value, char *err) {
+    const struct request_key *k = request_keys, *end = k + sizeof request_keys / sizeof *request_keys;
+    char typed[96];
+    const char *other;
+    size_t n;
+    while (k < end && !word_find(k->names, key, NULL, NULL)) k++;
+    if (k == end) return fail(err, "unknown key \"%.64s\"; moe --jsonl --help lists the known ones", key);
+    if (k->read) return k->read(c, key, value, err);
+    char *text = value_text(value, k->option != NULL);
+    int rc = 0;
+    snprintf(typed, sizeof typed, "\"%s\"", key);
+    if (k->option) {
+        char *stands = word_find(k->values, text, &other, &n) ? xstrndup(other, n) : NULL;
+        rc = settings_store(c->set, option_find(k->option), typed, stands ? stands : text, err);
+        free(stands);
+    } else if (k->ignored) {
+        note_once("\"%s\" of a request is ignored: %s", key, k->why);
+    } else if (!word_find(k->values, text, NULL, NULL)) {
+        rc = fail(err, "\"%s\": %.64s is not supported: %s", key, text, k->why);
+    }
+    free(text);
+    return rc;
+}
+
+/* Takes over the text of a request: `prompt`, text or a list of messages, or `messages`. Returns 0, or -1 with a
+ * message. */
+static int request_text(struct chat *c, const json_t *prompt, const json_t *messages, char *err) {
+    const json_t *list = messages ? messages : prompt;
+    if (!prompt == !messages) return fail(err, "a request needs either \"prompt\" or \"messages\"");
+    if (json_is_string(prompt)) {
+        chat_push(c, "user", json_string_value(prompt), json_string_length(prompt));
+        return 0;
+    }
+    if (prompt && !json_is_object(json_array_get(prompt, 0)))
+        return fail(err, "\"prompt\" is not a string and not a list of messages");
+    if (c->set->raw) return fail(err, "--raw takes \"prompt\" with text, not messages");
+    const char *first = json_string_value(json_object_get(json_array_get(list, 0), "role"));
+    if (first && (!strcmp(first, "system") || !strcmp(first, "developer")))
+        chat_set_system(c, NULL); /* it replaces that of --system */
+    if (chat_push_list(c, messages ? "messages" : "prompt", list, err)) return -1;
+    chat_report_idle(c);
+    if (chat_last_is(c, "user") || chat_last_is(c, "tool")) return 0;
+    return fail(err, "the last message must be the user's, or a tool's result");
 }
 
 /* Takes over a request: its messages and options. Returns 0, or -1 with a message. */
@@ -23685,26 +24403,34 @@ static int request_read(struct chat *c, json_t *request, char *err) {
     json_t *prompt = NULL, *messages = NULL, *value;
     const char *key;
     json_object_foreach(request, key, value) {
-        const char *option = NULL;
-        for (size_t i = 0; i < sizeof request_options / sizeof *request_options; i++)
-            if (!strcmp(key, request_options[i][0])) option = request_options[i][1];
         if (json_is_null(value) || !strcmp(key, "id")) continue;
         if (!strcmp(key, "prompt")) prompt = value;
         else if (!strcmp(key, "messages")) messages = value;
-        else if (!strcmp(key, "stop") && request_stops(c, value, err)) return -1;
-        else if (option) {
-            char typed[96], *text = json_dumps(value, JSON_ENCODE_ANY);
-            snprintf(typed, sizeof typed, "\"%s\"", key);
-            const int rc = settings_store(c->set, option_find(option), typed, text, err);
-            free(text);
-            if (rc) return -1;
-        } else if (strcmp(key, "stop")) {
-            return fail(err, "unknown key \"%s\"; known: id, prompt, messages, max_tokens, temperature, seed, stop",
-                        key);
-        }
+        else if (request_key_read(c, key, value, err)) return -1;
     }
     c->rng = settings_seed(c->set);
     return request_text(c, prompt, messages, err);
+}
+
+/* The request in a line of OpenAI's batches, {"custom_id", "method", "url", "body"}, or the line itself. Sets *id to its
+ * id. NULL with a message if the batch asks for something else than the answer to a chat. */
+static json_t *request_body(json_t *line, json_t **id, char *err) {
+    json_t *body = json_object_get(line, "body"), *value;
+    const char *key, *url = json_string_value(json_object_get(line, "url"));
+    *id = json_object_get(line, body ? "custom_id" : "id");
+    if (!body) return line;
+    if (!json_is_object(body)) fail(err, "\"body\" is %s, expected an object", json_type_name(body));
+    else if (url && strcmp(url, "/v1/chat/completions"))
+        fail(err, "\"url\": %.64s is not supported; expected /v1/chat/completions", url);
+    else {
+        json_object_foreach(line, key, value) {
+            if (word_find("custom_id method url body", key, NULL, NULL)) continue;
+            fail(err, "unknown key \"%.64s\" beside \"body\"", key);
+            return NULL;
+        }
+        return body;
+    }
+    return NULL;
 }
 
 /* Prints an object on one line and frees it. */
@@ -23734,6 +24460,7 @@ static void response_answer(const struct chat *c, json_t *response) {
     }
     json_object_set_new(response, "text", json_string(text));
     if (n) json_object_set_new(response, "reasoning", json_stringn(think, n));
+    if (arrlast(c->messages).tool) json_object_set_new(response, "tool", json_string(arrlast(c->messages).tool));
     json_object_set_new(response, "finish", json_string(finish[st->why]));
     json_object_set_new(response, "usage",
                         json_pack("{sisisi}", "prompt_tokens", st->n_cached + st->n_prompt, "cached_tokens",
@@ -23747,13 +24474,13 @@ static int answer_request(struct engine *e, const char *line, size_t n, int numb
     struct settings set = *e->set;
     json_error_t why;
     enum turn_result r = TURN_FAILED;
-    json_t *request = json_loadb(line, n, JSON_REJECT_DUPLICATES, &why), *response = json_object();
-    json_t *id = json_object_get(request, "id");
+    json_t *given = json_loadb(line, n, JSON_REJECT_DUPLICATES, &why), *response = json_object();
+    json_t *id = NULL, *request = json_is_object(given) ? request_body(given, &id, err) : NULL;
     set.mute = true;
     prompt_chat(e, &set, &c);
-    if (!request) fail(err, "%s at byte %d", why.text, why.position);
-    else if (!json_is_object(request)) fail(err, "not a JSON object");
-    else if (!request_read(&c, request, err))
+    if (!given) fail(err, "%s at byte %d", why.text, why.position);
+    else if (!json_is_object(given)) fail(err, "not a JSON object");
+    else if (request && !request_read(&c, request, err))
         r = set.raw ? raw_turn(e, &c, c.messages[0].content, strlen(c.messages[0].content), err) : chat_answer(&c, err);
     json_object_set_new(response, "id", id ? json_incref(id) : json_integer(number));
     if (r == TURN_FAILED) json_object_set_new(response, "error", json_string(err));
@@ -23761,7 +24488,7 @@ static int answer_request(struct engine *e, const char *line, size_t n, int numb
     if (r == TURN_ROLLED_BACK) json_decref(response);
     else print_json_line(response);
     chat_free(&c);
-    json_decref(request);
+    json_decref(given);
     return r == TURN_FAILED ? EXIT_RUN : r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
 }
 

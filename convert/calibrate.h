@@ -377,24 +377,149 @@ static void calibration_save(struct calibration *c) {
 
 /* ---- texts ---- */
 
-/* Parses a line of a .jsonl: {"messages": [{"role", "content"}, ..]}, {"prompt", "completion"} or {"text"}. NULL with a
- * message. */
-static json_t *line_parse(const char *s, size_t n, char *err) {
-    json_error_t why;
-    json_t *j = json_loadb(s, n, 0, &why), *msg;
-    const json_t *list = json_object_get(j, "messages");
-    size_t i;
-    int rc = j ? 0 : fail(err, "%s", why.text);
-    if (j && !json_is_array(list) && !json_is_string(json_object_get(j, "prompt")) &&
-        !json_is_string(json_object_get(j, "completion")) && !json_is_string(json_object_get(j, "text")))
-        rc = fail(err, "expected \"messages\", \"text\", or \"prompt\" and \"completion\"");
-    json_array_foreach(list, i, msg) {
-        if (!json_is_string(json_object_get(msg, "role")) || !json_is_string(json_object_get(msg, "content")))
-            rc = fail(err, "message %zu needs a role and a content, both strings", i);
+/* The forms of a line: chats, single texts, and pairs of a question and its answer. Keys that are not in the line are
+ * NULL. */
+struct line_keys {
+    const json_t *messages, *prompt, *completion, *text, *system, *tools;
+    const json_t *question, *input, *answer;
+};
+
+/* The keys of a line, and their place in struct line_keys. Data sets name the same things differently. */
+static const struct {
+    const char *name;
+    size_t at;
+} line_names[] = {
+    {"messages", offsetof(struct line_keys, messages)},     {"conversations", offsetof(struct line_keys, messages)},
+    {"conversation", offsetof(struct line_keys, messages)}, {"prompt", offsetof(struct line_keys, prompt)},
+    {"completion", offsetof(struct line_keys, completion)}, {"text", offsetof(struct line_keys, text)},
+    {"system", offsetof(struct line_keys, system)},         {"tools", offsetof(struct line_keys, tools)},
+    {"instruction", offsetof(struct line_keys, question)},  {"question", offsetof(struct line_keys, question)},
+    {"input", offsetof(struct line_keys, input)},           {"context", offsetof(struct line_keys, input)},
+    {"output", offsetof(struct line_keys, answer)},         {"response", offsetof(struct line_keys, answer)},
+    {"answer", offsetof(struct line_keys, answer)}};
+
+/* Names once the keys of a line that its form does not use. */
+static void line_report(const json_t *line, const struct line_keys *k, const char *path) {
+    const json_t *const *all = (const json_t *const *)k;
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)line, key, value) {
+        bool used = json_is_empty(value);
+        for (size_t i = 0; i < sizeof *k / sizeof *all; i++) used |= all[i] == value;
+        if (!used) note_once("'%s': the key \"%.64s\" is not used", path, key);
     }
-    if (!rc) return j;
-    json_decref(j);
-    return NULL;
+}
+
+/* Sorts the keys of a line into the form that it has. */
+static void line_sort(const json_t *line, struct line_keys *k) {
+    enum { N = sizeof line_names / sizeof *line_names };
+    const json_t **all = (const json_t **)k;
+    const char *key;
+    json_t *value;
+    *k = (struct line_keys){0};
+    json_object_foreach((json_t *)line, key, value) {
+        int i = 0;
+        while (i < N && strcmp(line_names[i].name, key)) i++;
+        const json_t **at = i < N ? all + line_names[i].at / sizeof *all : NULL;
+        if (at && !*at && !json_is_null(value)) *at = value;
+    }
+    const bool lists = json_is_array(k->prompt) || (!k->prompt && json_is_array(k->completion));
+    if (!k->question && k->answer && !k->completion && !lists) k->question = k->prompt;
+    if (k->messages) *k = (struct line_keys){.messages = k->messages, .system = k->system, .tools = k->tools};
+    else if (lists)
+        *k = (struct line_keys){
+            .prompt = k->prompt, .completion = k->completion, .system = k->system, .tools = k->tools};
+    else if (k->question && k->answer)
+        *k = (struct line_keys){
+            .question = k->question, .input = k->input, .answer = k->answer, .system = k->system, .tools = k->tools};
+    else if (k->text) *k = (struct line_keys){.text = k->text};
+    else *k = (struct line_keys){.prompt = k->prompt, .completion = k->completion};
+}
+
+/* Appends the messages of a line to the chat: those of a list; a system message and a question with its answer. 0, or -1
+ * with a message. */
+static int line_messages(struct chat *chat, const struct line_keys *k, char *err) {
+    const char *question = json_string_value(k->question), *input = json_string_value(k->input),
+               *answer = json_string_value(k->answer);
+    char *text = NULL;
+    if (k->system && !json_is_string(k->system)) return fail(err, "\"system\" is not text");
+    if (json_string_length(k->system))
+        chat_push(chat, "system", json_string_value(k->system), json_string_length(k->system));
+    if (k->messages) return chat_push_list(chat, "messages", k->messages, err);
+    if (k->prompt && chat_push_list(chat, "prompt", k->prompt, err)) return -1;
+    if (k->prompt) return k->completion ? chat_push_list(chat, "completion", k->completion, err) : 0;
+    if (!question || !answer || (k->input && !input))
+        return fail(err, "a question and its answer must be text, and so must what stands between them");
+    sb_puts(&text, question);
+    if (input && *input) sb_printf(&text, "\n\n%s", input);
+    chat_push(chat, "user", sb_cstr(&text), arrlenu(text));
+    chat_push(chat, "assistant", answer, strlen(answer));
+    arrfree(text);
+    return 0;
+}
+
+/* The message for a line of no known form: -1. */
+static int line_unknown(const json_t *line, char *err) {
+    char *found = NULL;
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)line, key, value) {
+        if (arrlen(found) < ERR_MAX / 4) sb_printf(&found, "%s\"%.64s\"", arrlen(found) ? ", " : "", key);
+    }
+    fail(err,
+         "expected \"messages\", \"conversations\", \"text\", \"prompt\" and \"completion\", or \"instruction\" and "
+         "\"output\"; found %s",
+         arrlen(found) ? sb_cstr(&found) : "no keys");
+    arrfree(found);
+    return -1;
+}
+
+/* Takes the line s (n) of a .jsonl: the messages of a chat, which are appended to c->chat, or texts, of which at most two
+ * are set. 0, or -1 with a message. *line owns the texts. */
+static int line_read(struct calibration *c, const char *path, const char *s, size_t n, json_t **line,
+                     const char *texts[2], char *err) {
+    json_error_t why;
+    struct line_keys k;
+    char why_tools[ERR_MAX];
+    *line = json_loadb(s, n, 0, &why);
+    texts[0] = texts[1] = NULL;
+    if (!*line) return fail(err, "%s", why.text);
+    if (!json_is_object(*line)) return fail(err, "the line is %s, expected an object", json_type_name(*line));
+    line_sort(*line, &k);
+    if (k.tools) {
+        json_t *tools =
+            json_is_string(k.tools) ? json_loads(json_string_value(k.tools), 0, NULL) : json_incref((json_t *)k.tools);
+        const int rc = chat_take_list(&c->chat, "tools", tools, why_tools);
+        json_decref(tools);
+        if (rc) return fail(err, "%s", why_tools);
+    }
+    if (k.messages || k.question || json_is_array(k.prompt) || json_is_array(k.completion)) {
+        line_report(*line, &k, path);
+        return line_messages(&c->chat, &k, err);
+    }
+    const json_t *const plain[] = {k.text ? k.text : k.prompt, k.completion};
+    for (int i = 0; i < 2; i++) {
+        if (plain[i] && !json_is_string(plain[i]))
+            return fail(err, "\"%s\" is %s, expected text",
+                        k.text ? "text"
+                        : i    ? "completion"
+                               : "prompt",
+                        json_type_name(plain[i]));
+        texts[i] = json_string_value(plain[i]);
+    }
+    if (texts[0] || texts[1]) {
+        line_report(*line, &k, path);
+        return 0;
+    }
+    return line_unknown(*line, err);
+}
+
+/* Frees what line_read has made. */
+static void line_free(struct calibration *c, json_t *line) {
+    while (arrlen(c->chat.messages) > 0) chat_pop(&c->chat);
+    json_decref(c->chat.vars);
+    c->chat.vars = NULL;
+    json_decref(line);
 }
 
 /* The line that begins at byte *at, which moves behind it: its *n bytes. */
@@ -405,21 +530,18 @@ static const char *corpus_line(const struct corpus *s, size_t *at, size_t *n) {
     return p;
 }
 
-static bool is_blank(const char *s, size_t n) {
-    while (n && strchr(" \t\r", s[n - 1])) n--;
-    return !n;
-}
-
 /* Parses all lines of a .jsonl before the first is counted. 0, or -1 with a message. */
-static int corpus_check(const struct corpus *s, char *err) {
+static int corpus_check(struct calibration *c, const struct corpus *s, char *err) {
     char why[ERR_MAX];
+    const char *texts[2];
+    json_t *j;
     int64_t line = 1;
     for (size_t at = 0, n; s->lines && at < arrlenu(s->text); line++) {
         const char *p = corpus_line(s, &at, &n);
         if (is_blank(p, n)) continue;
-        json_t *j = line_parse(p, n, why);
-        if (!j) return fail(err, "'%s', line %lld: %s", s->name, (long long)line, why);
-        json_decref(j);
+        const int rc = line_read(c, s->name, p, n, &j, texts, why);
+        line_free(c, j);
+        if (rc) return fail(err, "'%s', line %lld: %s", s->name, (long long)line, why);
     }
     return 0;
 }
@@ -443,7 +565,7 @@ static struct corpus *corpus_find(struct calibration *c, const char *path, uint6
 static ptrdiff_t corpus_open(struct calibration *c, const char *path, char *err) {
     const int window = c->e->session.n_ctx;
     char *text = NULL;
-    if (read_file(path, &text, err)) return -1;
+    if (read_text_file(path, &text, err)) return -1;
     const size_t bytes = arrlenu(text), n = strlen(path);
     const bool lines = n > 6 && !strcmp(path + n - 6, ".jsonl");
     if (!bytes || !utf8_valid(text, bytes)) {
@@ -459,36 +581,26 @@ static ptrdiff_t corpus_open(struct calibration *c, const char *path, char *err)
         return fail(err, "'%s' counts '%s' in windows of %d tokens, not %d: continue with -c %d", c->e->set->output,
                     s->name, s->window, window, s->window);
     if (!s->done) s->window = window;
-    return corpus_check(s, err) ? -1 : s - c->sources;
+    return corpus_check(c, s, err) ? -1 : s - c->sources;
 }
 
 /* Appends the tokens of a line of a .jsonl: conversations by the model's template, other text as it is. 0, or -1 with a
  * message. */
-static int line_tokens(struct calibration *c, const char *s, size_t n, int32_t **ids, char *err) {
-    static const char *const plain[] = {"prompt", "completion", "text"};
-    json_t *j = line_parse(s, n, err), *msg;
-    const json_t *list = json_object_get(j, "messages");
+static int line_tokens(struct calibration *c, const char *path, const char *s, size_t n, int32_t **ids, char *err) {
+    const char *texts[2];
+    json_t *line;
     struct text t = {0};
-    size_t i;
-    if (!j) return -1;
-    int rc = 0;
-    json_array_foreach(list, i, msg) {
-        const char *content = json_string_value(json_object_get(msg, "content"));
-        chat_push(&c->chat, json_string_value(json_object_get(msg, "role")), content, strlen(content));
-    }
-    if (json_is_array(list)) {
+    int rc = line_read(c, path, s, n, &line, texts, err);
+    if (!rc && arrlen(c->chat.messages)) {
         session_truncate(&c->e->session, 0); /* chat_tokenize must not reuse tokens of the line before */
+        chat_report_idle(&c->chat);
         rc = chat_render(&c->chat, false, &t, err);
         if (!rc) chat_tokenize(&c->chat, &t, ids);
         text_free(&t);
-    } else {
-        for (i = 0; i < 3; i++) {
-            const char *text = json_string_value(json_object_get(j, plain[i]));
-            if (text) tokenize_all(c->e->model.vocab, text, strlen(text), false, ids);
-        }
     }
-    while (arrlen(c->chat.messages) > 0) chat_pop(&c->chat);
-    json_decref(j);
+    for (int i = 0; !rc && i < 2; i++)
+        if (texts[i]) tokenize_all(c->e->model.vocab, texts[i], strlen(texts[i]), false, ids);
+    line_free(c, line);
     return rc;
 }
 
@@ -562,7 +674,7 @@ static enum run_end lines_run(struct calibration *c, struct corpus *s) {
     for (int64_t line = 0; at < size && end == RUN_DONE; line++) {
         const char *p = corpus_line(s, &at, &n);
         arrsetlen(ids, 0);
-        if (line >= s->unit && !is_blank(p, n) && line_tokens(c, p, n, &ids, err)) {
+        if (line >= s->unit && !is_blank(p, n) && line_tokens(c, s->name, p, n, &ids, err)) {
             calibration_save(c);
             die("'%s', line %lld: %s", s->name, (long long)line + 1, err);
         }
@@ -782,7 +894,7 @@ static int mode_compare(struct engine *e) {
     struct engine models[2];
     char err[ERR_MAX], *text = NULL;
     int32_t *ids = NULL;
-    if (read_file(set->compare[2], &text, err)) die("%s", err);
+    if (read_text_file(set->compare[2], &text, err)) die("%s", err);
     for (int i = 0; i < 2; i++) {
         sets[i].model = set->compare[i];
         engine_open(&models[i], &sets[i]);

@@ -400,7 +400,8 @@ static void test_calibrate_refuses(void) {
         IN_DIR("printf '{\"text\": \"a b c\"}\\r\\n \\t\\r\\n{\"text\": \"d\"}' >@/\351.jsonl; for i in 1 2; do " MOE
                "--calibrate @/\351.jsonl -o @/w.json | tail -1; done | uniq | wc -l"),
         0, "1\n", NULL);
-    check_command(IN_DIR(MOE "--calibrate @/r.jsonl -o @/r.json"), 1, "", "line 1: message 0");
+    check_command(IN_DIR(MOE "--calibrate @/r.jsonl -o @/r.json"), 1, "",
+                  "line 1: messages[0]: \"content\" is missing");
     check_command(IN_DIR(MOE_BIN " -m @/deepseek_v3.gguf --calibrate @/a.txt -o @/w.json"), 1, "", "another model");
     check_command(IN_DIR(REAP_BIN " build/demo.gguf @/w.json @/w.json --keep 12 --dry-run"), 1, "",
                   "would count twice");

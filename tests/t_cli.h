@@ -98,7 +98,7 @@ static void test_cli_jsonl(void) {
         "{\"id\":5,\"prompt\":\"hi\",\"n\":2}\n"
         "{\"id\":6\n"
         "{\"id\":7,\"prompt\":\"hi\",\"temperature\":-1}\n"
-        "{\"id\":8,\"messages\":[{\"role\":\"tool\",\"content\":\"x\"}]}\n"
+        "{\"id\":8,\"messages\":[{\"role\":\"robot\",\"content\":\"x\"}]}\n"
         "{\"id\":9,\"prompt\":\"hi\",\"stop\":\"\"}\n"
         "{\"id\":10,\"prompt\":\"hi\",\"messages\":[]}\n"
         "{\"id\":11,\"messages\":[{\"role\":\"assistant\",\"content\":\"x\"}]}\n"
@@ -109,10 +109,11 @@ static void test_cli_jsonl(void) {
     } want[] = {{"\"a\"", "49", "7 squared is 7 times 7, which is 49.", "stop", NULL, 19, 19},
                 {"3", "4", "7 squared is 7 times 7, which is 49.", "stop", NULL, 19, 19},
                 {"[4]", "", "The user wants a story. I", "length", NULL, 23, 7},
-                {"5", NULL, NULL, NULL, "unknown key \"n\"", 0, 0},
+                {"5", NULL, NULL, NULL, "\"n\": 2 is not supported: a request gets one answer", 0, 0},
                 {"6", NULL, NULL, NULL, "byte 7", 0, 0},
                 {"7", NULL, NULL, NULL, "\"temperature\": expected a number from 0 to 100", 0, 0},
-                {"8", NULL, NULL, NULL, "messages[0]: the role must be system, user or assistant", 0, 0},
+                {"8", NULL, NULL, NULL,
+                 "messages[0]: the role must be system, developer, user, assistant or tool, found robot", 0, 0},
                 {"9", NULL, NULL, NULL, "\"stop\" must be", 0, 0},
                 {"10", NULL, NULL, NULL, "either \"prompt\" or \"messages\"", 0, 0},
                 {"11", NULL, NULL, NULL, "the last message must be the user's", 0, 0},
