@@ -2050,8 +2050,10 @@ static struct {
     bool err_moves;            /* stderr is a terminal that can rewrite its line */
     bool status;               /* the cursor is at the end of a line of progress */
     bool color_out, color_err; /* a terminal, NO_COLOR unset, TERM not dumb */
-    atomic_bool raw;           /* the line editor has changed the terminal's mode */
+    atomic_bool raw;           /* the program reads keys: it has changed the terminal's mode */
     struct termios cooked;     /* the mode before that; valid while raw */
+    bool pastes;               /* the terminal was asked to mark what is pasted */
+    bool holds;                /* term_hold has a handler of SIGTSTP */
     bool dialogue;             /* the user can type commands */
     bool quiet;                /* --quiet: notes only answer commands */
     bool simple;               /* --simple-io: no line editor */
@@ -2073,11 +2075,11 @@ static void term_init(void) {
 /* Restores the mode, the color and the cursor of the terminal. Safe in a signal handler. */
 static void term_restore(void) {
     static const char reset[] = "\033[0m\033[?2004l\033[?25h";
-    if (term.raw) {
-        tcsetattr(0, TCSANOW, &term.cooked);
-        term.raw = false; /* last, so that a signal in between restores again */
-        if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
-    } else if (term.color_out && write(1, reset, 4) < 0) return;
+    const bool keys = term.raw;
+    if (keys) tcsetattr(0, TCSANOW, &term.cooked);
+    term.raw = false; /* behind that, so that a signal in between restores again */
+    if (keys && term.pastes && write(1, reset, sizeof reset - 1) < 0) return;
+    if (!(keys && term.pastes) && term.color_out && write(1, reset, 4) < 0) return;
 }
 
 /* Flushes stdout. Keeps the first error in term.out_error. */
@@ -16000,7 +16002,7 @@ struct settings {
     /* model and prompt; NULL: not given */
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
     char *load;
-    bool go_on, lines, jsonl, raw, special, escape, quiet, verbose, simple_io;
+    bool go_on, lines, jsonl, raw, special, escape, quiet, verbose, simple_io, interactive;
     enum color color;
     int n_predict; /* tokens of an answer at most; -1: no limit */
     enum think think;
@@ -16160,6 +16162,8 @@ static const struct option options[] = {
      .help = "system message read from FILE"},
     {"continue", IS_FLAG(go_on), .help = "resume the last conversation; with -p, one turn of it"},
     {"load", IS_STR(load), .arg = "NAME", .help = "resume the conversation that /save NAME saved"},
+    {"interactive", "-i", IS_FLAG(interactive), .rare = true,
+     .help = "chat, also where stdin is a pipe; -p or -f begins it"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"jsonl", IS_FLAG(jsonl), .help = "the same with a JSON object per line, in and out", .details = jsonl_details},
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
@@ -16282,8 +16286,8 @@ static const struct foreign foreigners[] = {
     {"--reasoning-format=", IGNORE = "--show-think says whether the thinking is printed"},
     {"--reasoning-preserve --chat-template-kwargs", REFUSE = "the only template argument is --think"},
     {"--no-reasoning-preserve", IGNORE = "the chat template decides which thinking stays"},
-    {"-cnv --conversation -i --interactive -if --interactive-first -ins --instruct",
-     IGNORE = "without a prompt, moe opens a chat on a terminal"},
+    {"-cnv --conversation -if --interactive-first -ins --instruct",
+     IGNORE = "without a prompt, moe opens a chat on a terminal; -i opens one anyway"},
     {"-st --single-turn", IGNORE = "-p, -f and piped stdin are answered once"},
     {"-mli --multiline-input", IGNORE = "Ctrl-J or \\ before Enter begins a new line"},
     {"--jinja --no-jinja --skip-chat-parsing --no-skip-chat-parsing",
@@ -16749,10 +16753,13 @@ static enum kv_type settings_kv(struct settings *s, const struct model *m, bool 
 /* ============================================================================================================
  * Keyboard
  *
- * Turns the bytes that a terminal sends into keys. The terminal is in raw mode while the editor reads: term_raw
+ * Turns the bytes that a terminal sends into keys. The terminal is in raw mode while the program reads: term_raw
  * switches to it, term_restore switches back. Escape sequences are read up to their final byte (ECMA-48), so that an
  * unknown one is ignored as a whole. Signals also arrive as keys: KEY_REDRAW after a change of the window size or a
  * stop, Ctrl-C after SIGINT.
+ *
+ * A terminal that cannot move its cursor is in raw mode too: the lines that it edits itself end at 4,095 bytes. Bytes
+ * are read from it, not keys, and what the program echoes waits until the terminal takes it.
  * ============================================================================================================ */
 
 enum {
@@ -16789,6 +16796,11 @@ struct keyboard {
     char *paste;  /* stb_ds: the last paste */
     int pushed;   /* a key that key_read returns once more; 0: none */
     bool woken;   /* a signal arrived in the middle of an escape sequence */
+    bool plain;   /* of a terminal that cannot move its cursor: */
+    bool cr;      /* the last byte was CR: a LF behind it belongs to it */
+    char *echo;   /* stb_ds: what goes to echo_fd, from echo_at on */
+    size_t echo_at;
+    int echo_fd;
 };
 
 /* Appends s (n), which was typed, pasted or saved, as text for the editor: NUL and malformed UTF-8 become U+FFFD, CR LF
@@ -16842,26 +16854,52 @@ enum {
     BYTE_WAKE = -3  /* a signal; only with an unlimited wait */
 };
 
+/* Writes a part of the echo. What cannot be written at all is dropped. */
+static void input_echo(struct keyboard *kb) {
+    enum { PART = 256 /* bytes: a terminal that takes one takes so many at once */ };
+    const size_t left = arrlenu(kb->echo) - kb->echo_at;
+    const ssize_t n = write(kb->echo_fd, kb->echo + kb->echo_at, size_min(left, PART));
+    if (n < 0 && (errno == EINTR || errno == EAGAIN)) return;
+    kb->echo_at += n < 0 ? left : (size_t)n;
+    if (kb->echo_at < arrlenu(kb->echo)) return;
+    arrsetlen(kb->echo, 0);
+    kb->echo_at = 0;
+}
+
+/* Waits until bytes come, a signal, or the terminal takes a part of the echo. Appends the bytes to kb->in. Reading goes
+ * on while the echo waits: who types may read nothing before all is typed. Returns 0 or one of the above; wait_ms: how
+ * long to wait, -1: without limit. */
+static int input_wait(struct keyboard *kb, int wait_ms) {
+    enum { PART = 4096 };
+    struct pollfd p[3] = {{.fd = 0, .events = POLLIN},
+                          {.fd = wake_pipe[0], .events = POLLIN},
+                          {.fd = arrlenu(kb->echo) ? kb->echo_fd : -1, .events = POLLOUT}};
+    char drain[64];
+    const int k = poll(p, 3, wait_ms);
+    if (k == 0) return BYTE_NONE;
+    if (k < 0) return errno == EINTR ? 0 : BYTE_EOF;
+    if (p[2].revents) input_echo(kb);
+    if (p[1].revents) {
+        while (read(wake_pipe[0], drain, sizeof drain) > 0) continue;
+        if (wait_ms < 0) return BYTE_WAKE;
+        kb->woken = true;
+    }
+    if (!p[0].revents) return 0;
+    if (kb->in_at == arrlenu(kb->in)) {
+        arrsetlen(kb->in, 0);
+        kb->in_at = 0;
+    }
+    const size_t had = arrlenu(kb->in);
+    const ssize_t n = read(0, arraddnptr(kb->in, PART), PART);
+    arrsetlen(kb->in, had + (n > 0 ? (size_t)n : 0));
+    return n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN) ? BYTE_EOF : 0;
+}
+
 /* Returns the next byte or one of the above. wait_ms: how long to wait, -1: without limit. */
 static int input_byte(struct keyboard *kb, int wait_ms) {
     while (kb->in_at == arrlenu(kb->in)) {
-        struct pollfd p[2] = {{.fd = 0, .events = POLLIN}, {.fd = wake_pipe[0], .events = POLLIN}};
-        char drain[64];
-        int k = poll(p, 2, wait_ms);
-        if (k == 0) return BYTE_NONE;
-        if (k < 0 && errno != EINTR) return BYTE_EOF;
-        if (k < 0) continue;
-        if (p[1].revents) {
-            while (read(wake_pipe[0], drain, sizeof drain) > 0) continue;
-            if (wait_ms < 0) return BYTE_WAKE;
-            kb->woken = true;
-        }
-        if (!p[0].revents) continue;
-        arrsetlen(kb->in, 4096);
-        kb->in_at = 0;
-        ssize_t n = read(0, kb->in, 4096);
-        arrsetlen(kb->in, n > 0 ? (size_t)n : 0);
-        if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) return BYTE_EOF;
+        const int why = input_wait(kb, wait_ms);
+        if (why) return why;
     }
     return (uint8_t)kb->in[kb->in_at++];
 }
@@ -16884,22 +16922,56 @@ static void input_typeahead(struct keyboard *kb, bool late) {
     }
 }
 
-/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters.
- * The processing of output does not change. What was typed in cooked mode goes to kb. */
+static void signal_stop(int sig);
+
+/* Lets the terminal keep what is typed before the chat opens: the lines that it edits itself end at 4,095 bytes. Ctrl-C
+ * and Ctrl-Z work as in cooked mode. */
+static void term_hold(void) {
+    if (tcgetattr(0, &term.cooked)) return;
+    term.raw = true;
+    struct termios t = term.cooked;
+    t.c_iflag &= ~(tcflag_t)(ICRNL | INLCR | IGNCR);
+    t.c_lflag &= ~(tcflag_t)(ECHO | ICANON);
+    t.c_cc[VMIN] = 1;
+    t.c_cc[VTIME] = 0;
+    tcsetattr(0, TCSANOW, &t);
+    struct sigaction old;
+    term.holds = !sigaction(SIGTSTP, NULL, &old) && old.sa_handler != SIG_IGN;
+    if (term.holds) signal(SIGTSTP, signal_stop);
+}
+
+/* SIGTSTP between term_hold and the chat: the shell gets the terminal as it was. */
+static void signal_stop(int sig) {
+    sigset_t stop;
+    term_restore();
+    signal(sig, SIG_DFL);
+    raise(sig);
+    sigemptyset(&stop);
+    sigaddset(&stop, sig);
+    pthread_sigmask(SIG_UNBLOCK, &stop, NULL); /* here it stops */
+    if (tcgetpgrp(0) == getpgrp()) term_hold();
+}
+
+/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters;
+ * a plain terminal keeps its flow control by Ctrl-S and Ctrl-Q. The processing of output does not change. What was typed
+ * in cooked mode goes to kb. */
 static void term_raw(struct keyboard *kb) {
     bool cooked = !term.raw;
+    if (term.holds) signal(SIGTSTP, SIG_DFL);
+    term.holds = false;
     if (cooked) input_typeahead(kb, false);
     if (cooked && tcgetattr(0, &term.cooked)) return;
     term.raw = true;
     struct termios t = term.cooked;
-    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
+    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | (kb->plain ? 0 : IXON));
     t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
     t.c_cflag |= CS8;
     t.c_cc[VMIN] = 1;
     t.c_cc[VTIME] = 0;
     tcsetattr(0, TCSADRAIN, &t);
     if (cooked) input_typeahead(kb, true);
-    write_all(1, "\033[?2004h", 8); /* bracketed paste */
+    term.pastes = !kb->plain;
+    if (term.pastes) write_all(1, "\033[?2004h", 8); /* bracketed paste */
 }
 
 /* Reads a bracketed paste up to its end mark into kb->paste. */
@@ -17058,7 +17130,7 @@ static void watch_bytes(struct keyboard *kb, const char *s, size_t n, bool *past
         else if (act && s[i] == CONTROL('\\')) kill(0, SIGQUIT);
         else arrput(kb->in, s[i]);
         const size_t have = arrlenu(kb->in);
-        if (have >= 6 && !memcmp(kb->in + have - 6, marks[*pasting], 6)) *pasting = !*pasting;
+        if (!kb->plain && have >= 6 && !memcmp(kb->in + have - 6, marks[*pasting], 6)) *pasting = !*pasting;
     }
 }
 
@@ -19031,8 +19103,8 @@ static void text_undo(struct editor *e) {
  * caller passes a function that completes it.
  *
  * Every refresh computes the whole picture from the text, the cursor and the width, and draws it with one write(). All
- * that is remembered of the screen is the row of the cursor. If the terminal cannot move its cursor (TERM=dumb, or
- * stdout is redirected), lines are read as the terminal edits them.
+ * that is remembered of the screen is the row of the cursor. Where nothing can be drawn (--simple-io, TERM=dumb, a
+ * redirected stdout, a pipe) "Line editor: keys" reads lines.
  * ============================================================================================================ */
 
 enum edit_result {
@@ -19514,30 +19586,143 @@ static enum edit_result editor_key(struct editor *e, int key) {
     return EDIT_MORE;
 }
 
-/* Reads lines as the terminal itself edits them. The prompt goes to stdout or stderr, whichever is a terminal. */
-static enum edit_result editor_read_plain(struct editor *e) {
-    const char *prompt = e->prompt;
+/* ---- lines without a picture ---- */
+
+/* Appends what a terminal shows of a character of k bytes, or of a malformed one; returns its columns. */
+static int plain_show(const char *s, size_t k, char **out) {
+    const size_t from = arrlenu(*out);
+    if (*s == '\t') sb_puts(out, "    ");
+    else if ((uint8_t)*s < 32 || *s == 127) sb_printf(out, "^%c", *s ^ 64);
+    else term_escape(out, s, k);
+    return text_width(*out + from, arrlenu(*out) - from, NULL);
+}
+
+/* Bytes of the last character of s (n), n > 0; a malformed byte is one. */
+static size_t plain_last(const char *s, size_t n) {
+    for (size_t k = 2; k <= 4 && k <= n; k++)
+        if (utf8_sequence(s + n - k, k) == (int)k) return k;
+    return 1;
+}
+
+/* Echoes the characters of a line from byte `from` on that are whole. Returns where the others begin. */
+static size_t plain_echo(struct keyboard *kb, const char *line, size_t from) {
+    while (from < arrlenu(line)) {
+        const int k = utf8_sequence(line + from, arrlenu(line) - from);
+        if (!k) break;
+        plain_show(line + from, k > 0 ? (size_t)k : 1, &kb->echo);
+        from += k > 0 ? (size_t)k : 1;
+    }
+    return from;
+}
+
+/* Takes the last character from a line, and from the terminal, with the marks that stand on it. */
+static void plain_erase(struct keyboard *kb, char **line, bool echo) {
+    int columns = 0;
+    while (arrlenu(*line) && !columns) {
+        const size_t n = arrlenu(*line), k = plain_last(*line, n);
+        char *shown = NULL;
+        columns = plain_show(*line + n - k, k, &shown);
+        arrfree(shown);
+        arrsetlen(*line, n - k);
+    }
+    for (; columns > 0 && echo; columns--) sb_puts(&kb->echo, "\b \b");
+}
+
+/* Whether a byte is one of the terminal's control characters, or what most terminals have in its place, and that is not
+ * switched off. */
+static bool plain_control(int c, int which, int usual) {
+    const int own = term.cooked.c_cc[which];
+    return own != _POSIX_VDISABLE && (c == own || c == usual);
+}
+
+/* Takes the blanks and the word at the end of a line away. */
+static void plain_erase_word(struct keyboard *kb, char **line, bool echo) {
+    while (arrlenu(*line) && isspace((uint8_t)arrlast(*line))) plain_erase(kb, line, echo);
+    while (arrlenu(*line) && !isspace((uint8_t)arrlast(*line))) plain_erase(kb, line, echo);
+}
+
+/* Reads a line from a terminal in raw mode, as long as it may be, with the control characters that work where terminals
+ * edit lines themselves. Ctrl-D ends the input where nothing was typed since the line began or since another Ctrl-D.
+ * Returns '\n', BYTE_EOF, or BYTE_WAKE after Ctrl-C. */
+static int plain_line(struct keyboard *kb, const char *prompt, char **line) {
+    size_t shown = 0, sent = 0;
     for (;;) {
+        const bool echo = term.cooked.c_lflag & ECHO;
+        if (echo) shown = plain_echo(kb, *line, shown);
+        const int c = input_byte(kb, -1);
+        const bool again = (c == BYTE_WAKE && !interrupted) || c == CONTROL('Z'), cr = kb->cr;
+        kb->cr = c == '\r';
+        if (c == BYTE_EOF || (c == BYTE_WAKE && interrupted)) return c;
+        if (c == '\n' && cr) continue;
+        if (c == CONTROL('Z')) {
+            write_all(kb->echo_fd, "^Z\n", 3);
+            term_restore();
+            kill(0, SIGTSTP); /* the whole job, as the terminal does it */
+        }
+        if (again) term_raw(kb);
+        if (again || plain_control(c, VKILL, CONTROL('U'))) {
+            if (!again) arrsetlen(*line, 0);
+            sb_printf(&kb->echo, "%s%s", again || !echo ? "" : "^U\n", prompt);
+            shown = 0;
+        } else if (c == '\r' || c == '\n' || c == CONTROL('C')) {
+            if (echo) sb_puts(&kb->echo, c == CONTROL('C') ? "^C" : "\n");
+            return c == CONTROL('C') ? BYTE_WAKE : '\n';
+        } else if (c == CONTROL('D')) {
+            if (arrlenu(*line) == sent) return BYTE_EOF;
+            sent = arrlenu(*line);
+        } else if (c == CONTROL('\\')) {
+            kill(0, SIGQUIT);
+        } else if (plain_control(c, VERASE, 127) || plain_control(c, VERASE, CONTROL('H'))) {
+            plain_erase(kb, line, echo);
+        } else if (plain_control(c, VWERASE, CONTROL('W'))) {
+            plain_erase_word(kb, line, echo);
+        } else {
+            arrput(*line, (char)c);
+        }
+        if (shown > arrlenu(*line)) shown = arrlenu(*line);
+    }
+}
+
+/* Reads a line of what is no terminal. Returns '\n', BYTE_EOF, or BYTE_WAKE after SIGINT. */
+static int pipe_line(struct keyboard *kb, char **line) {
+    int c;
+    while ((c = input_byte(kb, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
+        if (c >= 0) arrput(*line, (char)c);
+    if (arrlen(*line) && arrlast(*line) == '\r') (void)arrpop(*line);
+    return c;
+}
+
+/* Reads lines until they are a text. A prompt goes to stdout or stderr, whichever is a terminal. */
+static enum edit_result editor_read_plain(struct editor *e) {
+    struct keyboard *kb = &e->keys;
+    const struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART};
+    struct sigaction old;
+    const char *prompt = e->prompt;
+    enum edit_result r = EDIT_MORE;
+    sigaction(SIGCONT, &sa, &old);
+    if (kb->plain) term_raw(kb);
+    while (r == EDIT_MORE) {
         char *line = NULL;
-        int c;
-        if (term.in_tty && (term.out_tty || term.err_tty)) write_all(term.out_tty ? 1 : 2, prompt, strlen(prompt));
-        while ((c = input_byte(&e->keys, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
-            if (c >= 0) arrput(line, (char)c);
-        if (arrlen(line) && arrlast(line) == '\r') (void)arrpop(line);
+        if (kb->plain) sb_puts(&kb->echo, prompt);
+        const int c = term.raw ? plain_line(kb, prompt, &line) : pipe_line(kb, &line);
+        while (arrlenu(kb->echo) && input_wait(kb, -1) != BYTE_EOF) continue;
         input_sanitize(&e->text, line, arrlenu(line));
         arrfree(line);
+        const int why = text_continues(e);
         if (c == BYTE_WAKE) {
             interrupted = 0;
             if (term.err_tty) write_all(2, "\n", 1);
-            return EDIT_INTERRUPT;
+            r = EDIT_INTERRUPT;
+        } else if (c == BYTE_EOF || !why) {
+            r = c == BYTE_EOF && !arrlen(e->text) ? EDIT_EOF : EDIT_LINE;
+        } else {
+            if (why == '\\') (void)arrpop(e->text);
+            arrput(e->text, '\n');
+            prompt = e->continuation;
         }
-        int why = text_continues(e);
-        if (c == BYTE_EOF) return arrlen(e->text) ? EDIT_LINE : EDIT_EOF;
-        if (!why) return EDIT_LINE;
-        if (why == '\\') (void)arrpop(e->text);
-        arrput(e->text, '\n');
-        prompt = e->continuation;
     }
+    sigaction(SIGCONT, &old, NULL);
+    return r;
 }
 
 /* Reads a text key by key in raw mode. Keys that have already arrived are handled before the screen is drawn. */
@@ -19584,6 +19769,8 @@ static void editor_init(struct editor *e, const char *history_path) {
     const char *t = getenv("TERM");
     memset(e, 0, sizeof *e);
     e->screen = term.in_tty && term.out_tty && !term.simple && t && *t && strcmp(t, "dumb");
+    e->keys.plain = term.in_tty && !e->screen;
+    e->keys.echo_fd = term.out_tty ? 1 : term.err_tty ? 2 : 0;
     wake_open();
     if (!history_path) return;
     e->history_path = xstrdup(history_path);
@@ -19602,6 +19789,7 @@ static void editor_free(struct editor *e) {
     passage_free(&e->draft);
     arrfree(e->keys.in);
     arrfree(e->keys.paste);
+    arrfree(e->keys.echo);
     free(e->history_path);
     memset(e, 0, sizeof *e);
 }
@@ -19692,8 +19880,9 @@ static void signals_install(void) {
 struct repl {
     struct chat *chat;
     struct editor editor;
-    bool hinted; /* how to exit has been said */
-    bool force;  /* the command was given with an exclamation mark */
+    bool hinted;     /* how to exit has been said */
+    bool said_lines; /* what becomes of several lines has been said */
+    bool force;      /* the command was given with an exclamation mark */
 };
 
 /* An entry of the table of commands, which the parser, /help and Tab completion use. */
@@ -20138,8 +20327,20 @@ static int repl_line(struct repl *r, char *line, size_t n) {
     return 0;
 }
 
-/* Runs the dialogue until /quit or the end of input. Returns the exit code. */
-static int repl_run(struct chat *c) {
+/* Says once what becomes of lines that have been pasted where a paste cannot be told from what is typed. */
+static void repl_lines_waiting(struct repl *r) {
+    struct keyboard *kb = &r->editor.keys;
+    if (!kb->plain || r->said_lines) return;
+    while (input_ready() && !input_wait(kb, 0)) continue;
+    const size_t left = arrlenu(kb->in) - kb->in_at;
+    if (!left || (!memchr(kb->in + kb->in_at, '\r', left) && !memchr(kb->in + kb->in_at, '\n', left))) return;
+    note("[more lines wait: each is a message of its own, unless they stand between \"\"\" and \"\"\"]");
+    r->said_lines = true;
+}
+
+/* Runs the dialogue until /quit or the end of input. first (stb_ds): the first message, empty: none. Returns the exit
+ * code. */
+static int repl_run(struct chat *c, const char *first) {
     const char *home = getenv("HOME");
     struct repl r = {.chat = c};
     char *path = NULL, *line = NULL;
@@ -20148,9 +20349,16 @@ static int repl_run(struct chat *c) {
     if (home && *home) sb_printf(&path, "%s/.moe_history", home);
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
     r.editor.complete = repl_complete;
-    if (r.editor.screen) c->keys = &r.editor.keys;
-    c->autosave = r.editor.screen;
+    if (term.in_tty) c->keys = &r.editor.keys;
+    c->autosave = true;
     term.dialogue = true;
+    if (arrlen(first)) {
+        r.editor.prompt = "> ";
+        r.editor.continuation = ". ";
+        if (term.in_tty) print_sent(&r.editor, first, arrlenu(first));
+        repl_send(&r, first, arrlenu(first));
+        chat_autosave(c, false);
+    }
     while (rc != COMMAND_QUIT) {
         interrupted = 0; /* only here, so that a Ctrl-C between Enter and the turn still stops the turn */
         got = editor_read(&r.editor, "> ", ". ", &line);
@@ -20158,13 +20366,14 @@ static int repl_run(struct chat *c) {
         if (got == EDIT_LINE) {
             size_t n = arrlenu(line);
             (void)sb_cstr(&line); /* commands split their arguments in place */
+            repl_lines_waiting(&r);
             rc = repl_line(&r, line, n);
         } else if (!r.hinted) {
             note("(Ctrl-D or /quit to exit)");
             r.hinted = true;
         }
     }
-    if (got == EDIT_EOF && (term.out_tty || term.err_tty)) fputc('\n', term.out_tty ? stdout : stderr);
+    if (got == EDIT_EOF && term.in_tty && (term.out_tty || term.err_tty)) fputc('\n', term.out_tty ? stdout : stderr);
     chat_autosave(c, true);
     term_restore();
     c->keys = NULL;
@@ -21820,7 +22029,7 @@ static bool same_file(const char *a, const char *b) {
 static bool gather_prompt(const struct settings *set, char **out) {
     char *file = NULL;
     bool any = false;
-    if (!term.in_tty && !(set->prompt_file && !strcmp(set->prompt_file, "-"))) {
+    if (!term.in_tty && !set->interactive && !(set->prompt_file && !strcmp(set->prompt_file, "-"))) {
         read_stdin(out);
         drop_newline(out);
         any = arrlen(*out) > 0;
@@ -23785,8 +23994,8 @@ static void banner(const struct engine *e) {
     note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D exits");
 }
 
-/* Opens a chat at the terminal. */
-static int answer_chat(struct engine *e) {
+/* Opens a chat; first (stb_ds): its first message, empty: there is none yet. */
+static int answer_chat(struct engine *e, const char *first) {
     char err[ERR_MAX];
     struct chat c;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
@@ -23794,21 +24003,24 @@ static int answer_chat(struct engine *e) {
     if (name && chat_load(&c, name, err)) die("%s", err);
     banner(e);
     if (name) repl_loaded(&c);
-    const int code = repl_run(&c);
+    const int code = repl_run(&c, first);
     chat_free(&c);
     return code;
+}
+
+/* Whether a chat opens where there is no other mode. */
+static bool chat_wanted(const struct settings *set) {
+    return set->interactive || (term.in_tty && !set->ids && !set->prompt && !set->prompt_file);
 }
 
 /* Without a mode: answers --ids or the prompt, or opens a chat when stdin is a terminal. */
 static int mode_answer(struct engine *e) {
     const struct settings *set = e->set;
     char *text = NULL, err[ERR_MAX];
-    if (!set->ids && !gather_prompt(set, &text)) {
-        if (!term.in_tty) die_usage("no prompt: stdin is empty");
-        if (set->raw) die_usage("--raw needs a prompt: -p, -f or piped stdin");
-        return answer_chat(e);
-    }
-    const int code = answer_prompt(e, text, arrlenu(text), err);
+    const bool chat = chat_wanted(set);
+    if (!set->ids && !gather_prompt(set, &text) && !chat) die_usage("no prompt: stdin is empty");
+    if (chat && set->raw) die_usage("--raw needs a prompt: -p, -f or piped stdin");
+    const int code = chat ? answer_chat(e, text) : answer_prompt(e, text, arrlenu(text), err);
     arrfree(text);
     return code < 0 ? report(err) : code;
 }
@@ -23892,6 +24104,9 @@ static const struct mode *mode_find(const struct settings *s) {
     const char *other = found->option ? found->option : s->raw ? "raw" : s->ids ? "ids" : NULL;
     if (other && settings_resume(s))
         die_usage("--%s and --%s cannot be combined", s->load ? "load" : "continue", other);
+    if (other && s->interactive) die_usage("--interactive and --%s cannot be combined", other);
+    if (s->interactive && s->prompt_file && !strcmp(s->prompt_file, "-"))
+        die_usage("--interactive and -f - cannot be combined: both read stdin");
     return found;
 }
 
@@ -23935,6 +24150,7 @@ static int run(struct settings *set) {
     settings_read_system(set);
     if (!set->n_ctx) set->n_ctx = mode->default_ctx;
     if (mode->needs == NEEDS_NOTHING) return mode->run(&e);
+    if (!mode->option && term.in_tty && chat_wanted(set)) term_hold();
     if (mode->needs == NEEDS_MODEL) engine_load(&e, set, true);
     else engine_open(&e, set);
     const int code = mode->run(&e);
