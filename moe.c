@@ -2688,6 +2688,7 @@ static struct {
     int done, n;         /* tokens; n: of the prompt */
     double since, drawn; /* now_seconds() */
     bool stopping;
+    bool keys; /* keys act on the turn */
 } turn_progress = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Draws the line of progress at most ten times a second, and that of a prompt not in the first 0.4 seconds. */
@@ -2701,7 +2702,8 @@ static void progress_draw(void) {
         turn_progress.drawn = now;
         if (turn_progress.stopping) status_line("stopping...");
         else if (turn_progress.what == PROGRESS_THINKING)
-            status_line("thinking... %d tok %.1f s", turn_progress.done, t);
+            status_line("thinking... %d tok %.1f s%s", turn_progress.done, t,
+                        turn_progress.keys ? "  Ctrl-T: answer" : "");
         else if (!turn_progress.done)
             status_line("reading %s tokens  %.1f s", with_commas((uint64_t)turn_progress.n, a), t);
         else
@@ -2930,7 +2932,8 @@ enum tokenize_flags {
     TOKENIZE_CONTROL = 1,       /* recognize control tokens in template text */
     TOKENIZE_TAGS = 2,          /* recognize user-defined tokens that look like tags in data, too */
     TOKENIZE_AFTER_CONTROL = 4, /* the text does not begin here: a control token stands in front of it */
-    TOKENIZE_AFTER_DEFINED = 8  /* the same with a user-defined token */
+    TOKENIZE_AFTER_DEFINED = 8, /* the same with a user-defined token */
+    TOKENIZE_WITHIN = 16        /* the same with ordinary text: no blank goes in between */
 };
 
 /* Where SentencePiece puts a blank in front of a stretch of text between special tokens. */
@@ -3763,6 +3766,7 @@ static bool blank_wanted(const struct vocab *v, unsigned flags, const char *s, s
                           : flags & TOKENIZE_AFTER_DEFINED ? BLANK_AFTER_DEFINED
                                                            : BLANK_AT_START;
     const bool begins = n && (*s == ' ' || (n >= 3 && !memcmp(s, SPM_BLANK, 3)));
+    if (flags & TOKENIZE_WITHIN) return false;
     return v->blanks & rule && !(begins && v->blanks & BLANK_UNLESS_BLANK);
 }
 
@@ -15524,8 +15528,9 @@ static void session_choose_all(struct session *s, const struct sampling *o, uint
     s->late = 0;
 }
 
-/* Returns the next token, chosen by the logits of the last. It has to go to session_decode, or not into the timeline. A
- * call draws one number from *rng, unless the choice is greedy, whatever was drafted. */
+/* Returns the next token, chosen by the logits of the last. It has to go to session_decode, or not into the timeline;
+ * before another one goes there in its place, session_overrule. A call draws one number from *rng, unless the choice is
+ * greedy, whatever was drafted. */
 static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
     const bool greedy = o->greedy || o->temp <= 0;
     if (s->row < s->chosen_from || s->row >= s->chosen_to) session_choose_all(s, o, greedy ? 0 : *rng);
@@ -15533,6 +15538,9 @@ static int32_t session_sample(struct session *s, const struct sampling *o, uint6
     s->chosen_from = s->row + 1;
     return s->chosen[s->row];
 }
+
+/* The next token is another than session_sample returned: a forward of that one, ahead, does not count. */
+static void session_overrule(struct session *s) { s->ahead = false; }
 
 /* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
 static struct rates session_measure(struct session *s, struct rates each[MAX_RANKS]) {
@@ -16004,7 +16012,8 @@ struct settings {
     char *load;
     bool go_on, lines, jsonl, raw, special, escape, quiet, verbose, simple_io, interactive;
     enum color color;
-    int n_predict; /* tokens of an answer at most; -1: no limit */
+    int n_predict;    /* tokens of an answer at most; -1: no limit */
+    int think_budget; /* tokens of its thinking at most; -1: no limit */
     enum think think;
     enum show_think show_think;
     /* sampling */
@@ -16178,6 +16187,8 @@ static const struct option options[] = {
      .help = "at most N tokens (default: -1, until the model stops)"},
     {"think", "--reasoning|--reasoning-effort|-rea", IS_CHOICE(think, think_names), .arg = "MODE", .in_chat = true,
      .help = "how hard to think (default: auto)"},
+    {"think-budget", "--reasoning-budget", IS_INT(think_budget, -1, INT32_MAX), .arg = "N", .in_chat = true,
+     .help = "end the thinking after N tokens (default: -1, no limit)"},
     {"show-think", IS_CHOICE(show_think, show_think_names), .arg = "MODE", .in_chat = true,
      .help = "print the thinking (auto: on a terminal)"},
     {"greedy", IS_FLAG(greedy), .in_chat = true, .help = "always take the most likely token, until --temp is set"},
@@ -16280,9 +16291,7 @@ static const struct foreign foreigners[] = {
     {"-ngl= --gpu-layers= --n-gpu-layers=", IGNORE = "all layers run on the GPUs, or with --cpu on the CPU"},
     {"-dev= --device=", "none", .as = "--cpu"},
     {"-dev= --device= -mg --main-gpu", REFUSE = "choose GPUs with --gpus 0,1; --list-devices lists them"},
-    {"--reasoning-budget=", "0", .as = "--think=off"},
-    {"--reasoning-budget=", "-1", IGNORE = "only -n limits the thinking"},
-    {"--reasoning-budget --reasoning-budget-message", REFUSE = "thinking has no budget of its own; use --think or -n"},
+    {"--reasoning-budget-message", REFUSE = "thinking ends in the words of the chat template; use --think-budget N"},
     {"--reasoning-format=", IGNORE = "--show-think says whether the thinking is printed"},
     {"--reasoning-preserve --chat-template-kwargs", REFUSE = "the only template argument is --think"},
     {"--no-reasoning-preserve", IGNORE = "the chat template decides which thinking stays"},
@@ -16392,6 +16401,7 @@ static const struct manual manual = {
 /* Sets every option to its default, or to unset. */
 static void settings_init(struct settings *s) {
     *s = (struct settings){.n_predict = -1,
+                           .think_budget = -1,
                            .temp = NAN,
                            .top_p = NAN,
                            .min_p = NAN,
@@ -17079,7 +17089,7 @@ static int key_read(struct keyboard *kb) {
  * Keys during a turn
  *
  * While the model reads and answers, a thread reads the keyboard. Ctrl-C stops the turn at its next token or chunk; a
- * second one within a second ends the program. Ctrl-\\ acts at once, and so does Ctrl-Z unless ranks are on GPUs (see
+ * second one within a second ends the program. Ctrl-T ends the thinking. Ctrl-\\ acts at once, and so does Ctrl-Z unless ranks are on GPUs (see
  * pg_run); other keys wait for the next prompt. The thread also renews the line of progress, which the work itself would
  * do only between two chunks.
  * ============================================================================================================ */
@@ -17088,6 +17098,7 @@ static struct {
     pthread_t thread;
     struct keyboard *keys; /* NULL: the terminal is not in raw mode, keys are not read */
     atomic_bool running;
+    atomic_bool answer_now; /* Ctrl-T: the thinking of this turn is to end */
 } watch;
 
 /* Acts on Ctrl-C. Every turn before this one has been saved. */
@@ -17127,6 +17138,7 @@ static void watch_bytes(struct keyboard *kb, const char *s, size_t n, bool *past
         const bool act = !*pasting;
         if (act && s[i] == CONTROL('C')) watch_interrupt();
         else if (act && s[i] == CONTROL('Z')) watch_suspend(kb);
+        else if (act && s[i] == CONTROL('T')) watch.answer_now = true;
         else if (act && s[i] == CONTROL('\\')) kill(0, SIGQUIT);
         else arrput(kb->in, s[i]);
         const size_t have = arrlenu(kb->in);
@@ -17159,6 +17171,8 @@ static void *watch_run(void *unused) {
 /* Starts to watch a turn. kb: the keyboard of a dialogue whose terminal is in raw mode, or NULL. */
 static void watch_begin(struct keyboard *kb) {
     struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART};
+    watch.answer_now = false;
+    turn_progress.keys = kb != NULL;
     if (!kb && !term.err_moves) return;
     wake_open();
     if (kb) {
@@ -17370,8 +17384,13 @@ enum stop_reason {
     STOP_INTERRUPT
 };
 
+/* What ended the thinking before the model did. */
+enum think_end { THINK_END_NONE, THINK_END_KEY, THINK_END_BUDGET };
+
 struct turn_stats {
     enum stop_reason why;      /* why the answer ended */
+    enum think_end think_end;  /* and its thinking, */
+    int think_tokens;          /* after so many tokens, if something ended that */
     int n_cached;              /* tokens of the prompt that were in the cache */
     int n_prompt, n_generated; /* tokens of the prompt that were computed, tokens of the answer */
     double prompt_seconds;     /* to compute the prompt */
@@ -18016,13 +18035,85 @@ static bool answer_stops(const struct chat *c, struct printer *p, size_t from) {
     return true;
 }
 
-/* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. */
+/* Whether the thinking, which p is in, has to end now: Ctrl-T, or --think-budget. Not within a character. */
+static bool thinking_ends(const struct chat *c, const struct printer *p, struct turn_stats *st) {
+    const int budget = c->set->think_budget;
+    const bool asked = watch.answer_now, spent = budget >= 0 && p->think_tokens >= budget;
+    if (!p->thinking || p->detok.n || (!asked && !spent)) return false;
+    watch.answer_now = false;
+    st->think_end = asked ? THINK_END_KEY : THINK_END_BUDGET;
+    st->think_tokens = p->think_tokens;
+    return true;
+}
+
+/* Appends what the template writes between an opening tag of thinking and the thinking to *before, and between thinking
+ * and answer to *behind; with channels *before stays empty. False: it writes no thinking. */
+static bool thinking_frame(const struct chat *c, char **before, char **behind) {
+    static const char thought[] = "\ue000", answer[] = "\ue001"; /* private characters, to be found again */
+    const char *open = c->format->open, *close = open ? c->format->close : channel_marks[MARK_END];
+    struct chat probe = *c;
+    struct text text = {0};
+    char err[ERR_MAX];
+    probe.messages = NULL;
+    chat_push(&probe, "user", "?", 1);
+    chat_push(&probe, "assistant", answer, strlen(answer));
+    arrlast(probe.messages).thinking = xstrdup(thought);
+    const bool rendered = !chat_render(&probe, false, &text, err);
+    const char *s = sb_cstr(&text.s), *at = rendered ? strstr(s, thought) : NULL, *end = at ? strstr(at, answer) : NULL;
+    const char *from = at;
+    if (end) {
+        while (open && from > s && strncmp(from, open, strlen(open))) from--;
+        if (open && !strncmp(from, open, strlen(open)))
+            sb_put(before, from + strlen(open), (size_t)(at - from) - strlen(open));
+        sb_put(behind, at + strlen(thought), (size_t)(end - at) - strlen(thought));
+    }
+    const bool found = end && text_has(*behind, arrlenu(*behind), close);
+    while (arrlen(probe.messages)) chat_pop(&probe);
+    arrfree(probe.messages);
+    text_free(&text);
+    return found;
+}
+
+/* Appends the tokens that end the thinking of p and begin the answer, in the words of the template. Where it writes no
+ * thinking, newlines stand around the closing tag if one stands behind the opening tag. */
+static void thinking_end(const struct chat *c, const struct printer *p, int32_t **ids) {
+    const struct vocab *v = c->m->vocab;
+    const struct think_format *f = c->format;
+    const int32_t last = c->s->tokens[c->s->n_past - 1];
+    const struct gguf_str prompt = vocab_bytes(v, c->s->tokens[c->answer_past - 1]); /* its end */
+    char *before = NULL, *behind = NULL, *all = NULL;
+    const char *text = sb_cstr((char **)&p->text), *thought = f->open ? strstr(text, f->open) : NULL;
+    thought = thought ? thought + strlen(f->open) : text + strlen(text);
+    const bool newline = c->answer_opens ? prompt.n && prompt.p[prompt.n - 1] == '\n' : *thought == '\n';
+    if (!thinking_frame(c, &before, &behind)) {
+        arrsetlen(before, 0);
+        arrsetlen(behind, 0);
+        if (f->open) sb_printf(&behind, newline ? "\n%s\n\n" : "%s", f->close);
+        else sb_printf(&behind, "%s%sassistant%s", channel_marks[MARK_END], channel_marks[MARK_START], f->off);
+    }
+    if (!p->think_tokens && !c->answer_opens) sb_put(&all, before, arrlenu(before)); /* the model wrote the tag alone */
+    /* newlines at the end of the thinking are among those before the tag */
+    thought += *thought == '\n';
+    size_t n = strlen(thought), skip = 0;
+    while (n && thought[--n] == '\n' && skip < arrlenu(behind) && behind[skip] == '\n') skip++;
+    sb_put(&all, behind + skip, arrlenu(behind) - skip);
+    tokenize(v, all, arrlenu(all), NULL,
+             TOKENIZE_CONTROL | (token_is_special(v, last) ? tokenize_after(v, last) : TOKENIZE_WITHIN), ids);
+    arrfree(before);
+    arrfree(behind);
+    arrfree(all);
+}
+
+/* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. The tokens
+ * that end a thinking take the place of chosen ones. */
 static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
     struct sampling o = settings_sampling(c->set);
     double t0 = now_seconds();
     if (s->r->m->n_prediction) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
     const struct draft_stats drafts_before = s->drafting.total;
+    int32_t *ending = NULL;
+    size_t ended = 0; /* tokens of `ending` that were taken */
     st->why = STOP_LENGTH;
     while (c->set->n_predict < 0 || st->n_generated < c->set->n_predict) {
         if (interrupted) {
@@ -18031,7 +18122,11 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
         }
         int32_t id = session_sample(s, &o, &c->rng);
         if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
-        if (vocab_is_stop(c->m->vocab, id) || channel_stops(p, id)) {
+        if (ended == arrlenu(ending) && thinking_ends(c, p, st)) thinking_end(c, p, &ending);
+        if (ended < arrlenu(ending)) {
+            id = ending[ended++];
+            session_overrule(s);
+        } else if (vocab_is_stop(c->m->vocab, id) || channel_stops(p, id)) {
             st->why = STOP_END;
             break;
         }
@@ -18051,6 +18146,7 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     }
     s->n_wanted = INT_MAX;
     st->seconds = now_seconds() - t0;
+    arrfree(ending);
     st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
@@ -18125,6 +18221,9 @@ static void answer_report(const struct chat *c, const struct printer *p, const s
     if (c->set->mute) return;
     snprintf(tool, sizeof tool, "%.*s", (int)arrlen(p->tool), arrlen(p->tool) ? p->tool : "");
     message_sanitize(tool);
+    if (st->think_end)
+        note("[thinking ended after %d token%s (%s)]", st->think_tokens, st->think_tokens == 1 ? "" : "s",
+             st->think_end == THINK_END_KEY ? "Ctrl-T" : "--think-budget");
     if (*tool) note("[the model called '%s', but there are no tools]", tool);
     if (st->why == STOP_INTERRUPT) note("[stopped%s]", thinking);
     if (st->why == STOP_LENGTH) note("[stopped after %d tokens (-n)%s]", st->n_generated, thinking);
@@ -19657,7 +19756,8 @@ static int plain_line(struct keyboard *kb, const char *prompt, char **line) {
         if (c == CONTROL('Z')) {
             write_all(kb->echo_fd, "^Z\n", 3);
             term_restore();
-            kill(0, SIGTSTP); /* the whole job, as the terminal does it */
+            kill(0, SIGTSTP);  /* the whole job, as the terminal does it */
+            input_wait(kb, 0); /* takes the signal that it goes on */
         }
         if (again) term_raw(kb);
         if (again || plain_control(c, VKILL, CONTROL('U'))) {
@@ -20274,7 +20374,7 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
           "and \"\"\".\n"
           "Up, Down and Ctrl-R: history. Tab completes commands, names and values.\n"
           "Ctrl-W, Ctrl-U, Ctrl-K and Alt-D cut, Ctrl-Y and Alt-Y paste. Ctrl-_ undoes. Ctrl-X Ctrl-E opens $EDITOR.\n"
-          "Ctrl-C stops the answer, Ctrl-D exits.\n",
+          "Ctrl-C stops the answer, Ctrl-T only its thinking. Ctrl-D exits.\n",
           stderr);
     return 0;
 }
@@ -23991,7 +24091,7 @@ static void banner(const struct engine *e) {
     note("%s; loaded in %.2f s", session_name(&e->session, name), m->load_seconds);
     note("context %s tokens, cache %.1f MiB (%s)", with_commas((uint64_t)e->session.n_ctx, a),
          (double)session_kv_bytes(&e->session) / 0x1p20, kv_names[e->session.r->kv_type]);
-    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D exits");
+    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-T its thinking, Ctrl-D exits");
 }
 
 /* Opens a chat; first (stb_ds): its first message, empty: there is none yet. */
@@ -24128,6 +24228,9 @@ static void settings_check(const struct settings *s) {
         die_usage("--compare cannot be combined with -m or --synth: it names both models");
     if (s->model && !s->synth) model_check(s->model);
     for (size_t i = 0; i + 1 < arrlenu(s->compare); i++) model_check(s->compare[i]);
+    if (s->think_budget >= 0 && (s->raw || s->ids))
+        die_usage("--think-budget and --%s cannot be combined: without a template no thinking is known",
+                  s->raw ? "raw" : "ids");
     if (s->logits && s->model && same_file(s->logits, s->model)) die("--logits would replace the model '%s'", s->model);
 }
 
