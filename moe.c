@@ -1052,6 +1052,9 @@ struct profile_row {
        (n, n_group), NULL: not this one; waits */                                                                      \
     X(void, plane_copy, (struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,   \
                       bool store), (r, p, first, n, data, scale, store))                                               \
+    /* makes the state one for contexts of n_ctx tokens; what it held is lost. False with a message, and with the       \
+       state as it was: there is no room; waits */                                                                     \
+    X(bool, resize, (struct rank *r, int n_ctx, char *err), (r, n_ctx, err))                                           \
     /* waits for everything that was enqueued */                                                                       \
     X(void, wait, (struct rank *r), (r))                                                                               \
     /* copies the statistics since the start, see struct rank; in_sum2 NULL: not these; waits */                       \
@@ -1442,7 +1445,8 @@ struct rank {
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
     struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
-    void **owned;           /* stb_ds: allocations in the backend's memory */
+    void **owned;           /* stb_ds: allocations in the backend's memory, */
+    void **owned_state;     /* and those whose size depends on n_ctx */
     size_t bytes;           /* of activations */
     size_t kv_bytes;        /* of all planes */
     size_t weight_bytes;    /* GPU: of its copy of the weights */
@@ -12103,6 +12107,7 @@ struct pg_start {
 
 enum rank_step_kind {
     RANK_START,           /* start the rank: start */
+    RANK_RESIZE,          /* make its state one for n tokens: failed, err */
     RANK_FORWARD,         /* run a pass of ids (n) at positions pos.. with recurrent states at state_pos */
     RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest pass, on the last stage */
     RANK_WAIT,            /* wait until everything is computed */
@@ -12126,6 +12131,8 @@ struct rank_step {
     float *in_sum2;            /* (in_sum2_before(whole, model_blocks)), or NULL */
     struct rates *rates;       /* (MAX_RANKS) */
     double *seconds;           /* (MAX_RANKS) */
+    bool *failed;              /* (MAX_RANKS) */
+    char (*err)[ERR_MAX];      /* (MAX_RANKS) */
 };
 
 /* Does a rank's part of a step. Defined in "Session", because it calls the forward. */
@@ -14463,11 +14470,18 @@ static int cpu_profile(struct rank *r, void (*body)(void *), void *arg, struct p
     return cpu_timing.n;
 }
 
+static void cpu_free(void ***owned) {
+    for (size_t i = 0; i < arrlenu(*owned); i++) free((*owned)[i]);
+    arrfree(*owned);
+}
+
 static void cpu_close(struct rank *r) {
     team_stop(r->team);
-    for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
-    arrfree(r->owned);
+    cpu_free(&r->owned);
+    cpu_free(&r->owned_state);
 }
+
+static bool cpu_resize(struct rank *r, int n_ctx, char *err);
 
 static const struct ops cpu_ops = {
 #define CPU_OP(type, name, params, args) .name = cpu_##name,
@@ -14481,21 +14495,70 @@ static const struct ops cpu_ops = {
  * Everything is allocated here, at the start; nothing while tokens are computed.
  * ============================================================================================================ */
 
-/* Returns n zeroed elements of `size` bytes, aligned to 64 bytes, which cpu_close frees; counts them in r->bytes. */
-static void *cpu_own(struct rank *r, size_t n, size_t size) {
+/* Returns n zeroed elements of `size` bytes, aligned to 64 bytes, which are freed with the list *owned. */
+static void *cpu_memory(void ***owned, size_t n, size_t size) {
     /* calloc: pages that are never touched, above all of the cache, cost nothing */
     void *p = n && size && n > SIZE_MAX / size ? NULL : calloc(n * size + 64, 1);
     if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; try a smaller -c", n, size);
-    r->bytes += n * size;
-    arrput(r->owned, p);
+    arrput(*owned, p);
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
+}
+
+/* The same until cpu_close; counts them in r->bytes. */
+static void *cpu_own(struct rank *r, size_t n, size_t size) {
+    r->bytes += n * size;
+    return cpu_memory(&r->owned, n, size);
 }
 
 static void cpu_plane(struct rank *r, struct plane *p) {
     const size_t rows = plane_rows(p, (size_t)r->n_ctx);
-    p->data = cpu_own(r, rows, p->row_bytes);
-    r->kv_bytes += rows * (p->row_bytes + plane_scale_bytes(p));
-    if (p->type == KV_FP8) p->scale = cpu_own(r, rows * (size_t)p->n_group, sizeof(float));
+    p->data = cpu_memory(&r->owned_state, rows, p->row_bytes);
+    if (p->type == KV_FP8) p->scale = cpu_memory(&r->owned_state, rows * (size_t)p->n_group, sizeof(float));
+}
+
+/* Scores of the indexers of sparse attention for a token in contexts of n_ctx tokens; 0: every query sees all keys. */
+static size_t cpu_index_scores(const struct model *m, int n_ctx) {
+    size_t scores = 0;
+    for (int il = 0; il < model_blocks(m) && m->max.top_k && m->max.top_k < n_ctx; il++) {
+        const struct attn *a = &m->layers[il].attn;
+        if (a->top_k) scores = size_max(scores, (size_t)attn_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
+    }
+    return scores;
+}
+
+/* Allocates what depends on r->n_ctx: the planes of all layers, and what sparse attention chooses by. */
+static void cpu_state(struct rank *r) {
+    const struct model *m = r->m;
+    const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(m, r->n_ctx);
+    const size_t chosen = scores ? (size_t)r->chunk * m->max.listed : 0;
+    r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
+    r->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->index_scores);
+    r->chosen_keys = cpu_memory(&r->owned_state, chosen, sizeof *r->chosen_keys);
+    for (int il = 0; il < model_blocks(m); il++) {
+        layer_planes(m, &m->layers[il], r->kv_type, r->planes[il]);
+        for (int u = 0; u < PLANE_USES; u++)
+            if (r->planes[il][u].width) cpu_plane(r, &r->planes[il][u]);
+    }
+}
+
+static bool cpu_resize(struct rank *r, int n_ctx, char *err) {
+    const size_t bytes = state_bytes(r->m, r->kv_type, (size_t)n_ctx), n = r->pg ? (size_t)r->pg->n : 1;
+    const size_t more = bytes > r->kv_bytes ? (bytes - r->kv_bytes) * n : 0;
+    const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(r->m, n_ctx) * sizeof(float);
+    const uint64_t free_bytes = memory_available();
+    if (n_ctx == r->n_ctx) return true;
+    /* behind this nothing may fail: the memory is asked for once before */
+    void *volatile whole = more > free_bytes ? NULL : malloc(bytes + scores);
+    if (!whole) {
+        fail(err, "%.2f GiB more are needed, and %.2f GiB are free", (double)more / 0x1p30,
+             (double)free_bytes / 0x1p30);
+        return false;
+    }
+    free(whole);
+    cpu_free(&r->owned_state);
+    r->n_ctx = n_ctx;
+    cpu_state(r);
+    return true;
 }
 
 /* Whether the rank is the root: the first of the last stage, which gathers the logits. */
@@ -14578,14 +14641,6 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
     if (x->kv_lora) r->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
     r->partials = cpu_own(r, PARTIALS * n_head * (dv + 2), sizeof(float));
-    const bool sparse = x->top_k && x->top_k < n_ctx;
-    size_t scores = 0;
-    for (int il = 0; il < model_blocks(m) && sparse; il++) {
-        const struct attn *a = &m->layers[il].attn;
-        if (a->top_k) scores = size_max(scores, (size_t)attn_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
-    }
-    r->index_scores = cpu_own(r, DECODE_MAX_TOKENS * scores, sizeof(float));
-    r->chosen_keys = cpu_own(r, sparse ? c * x->listed : 0, sizeof *r->chosen_keys);
     if (rank_is_root(m)) {
         r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
@@ -14605,13 +14660,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
     r->planes = cpu_own(r, (size_t)model_blocks(m), sizeof *r->planes);
     r->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->taps);
-    for (int il = 0; il < model_blocks(m); il++) {
+    for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].has & HAS_DELTA) r->taps[il] = delta_taps(r, il);
-        layer_planes(m, &m->layers[il], kv, r->planes[il]);
-        for (int u = 0; u < PLANE_USES; u++)
-            if (r->planes[il][u].width) cpu_plane(r, &r->planes[il][u]);
-    }
-    r->bytes -= r->kv_bytes;
+    cpu_state(r);
 }
 
 /* Allocates the statistics of --calibrate, and with in_sum2 the sums of --activations. */
@@ -15162,6 +15213,9 @@ static void session_free(struct session *s) {
     for (int i = 0; i < SNAPSHOTS; i++) free(s->snapshots[i].data);
 }
 
+static void session_catch_up(struct session *s, int n, enum pass last);
+static void session_wait(struct session *s);
+
 /* ---- the length of the timeline ---- */
 
 /* Returns the shortest length to which the timeline can be truncated without a snapshot: rings and recurrent states no
@@ -15254,6 +15308,58 @@ static int session_truncate(struct session *s, int n) {
     return s->n_past;
 }
 
+/* Copies the rows in use of all planes of all ranks to `data`, or from it (store); NULL: copies nothing. Returns their
+ * bytes. */
+static size_t session_copy_state(struct session *s, uint8_t *data, bool store) {
+    size_t bytes = 0;
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
+        for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
+            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+            const size_t rows = plane_rows(p, (size_t)s->n_past);
+            uint8_t *at = data ? data + bytes : NULL;
+            if (at && rows)
+                r->ops->plane_copy(r, p, 0, rows, at,
+                                   p->type == KV_FP8 ? (float *)(void *)(at + rows * p->row_bytes) : NULL, store);
+            bytes += rows * (p->row_bytes + plane_scale_bytes(p));
+        }
+    }
+    return bytes;
+}
+
+/* Makes the state of all ranks one for n tokens. False with a message if one of them has no room. */
+static bool session_resize_ranks(struct session *s, int n, char *err) {
+    bool failed[MAX_RANKS] = {false};
+    char why[MAX_RANKS][ERR_MAX];
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_RESIZE, .n = n, .failed = failed, .err = why});
+    for (int i = 0; i < s->pg.n; i++)
+        if (failed[i]) return memcpy(err, why[i], ERR_MAX), false;
+    return true;
+}
+
+/* Makes the context one of n >= n_past tokens. The state moves through host memory; snapshots stay. 0, or -1 with a
+ * message and everything as it was. */
+static int session_resize(struct session *s, int n, char *err) {
+    char lost[ERR_MAX];
+    session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
+    session_wait(s);
+    s->ahead = false;
+    s->n_draft = 0;
+    const size_t bytes = session_copy_state(s, NULL, false);
+    uint8_t *data = malloc(bytes + 1);
+    if (!data) return fail(err, "there is no memory to move %.2f GiB of state", (double)bytes / 0x1p30);
+    session_copy_state(s, data, false);
+    const bool done = session_resize_ranks(s, n, err);
+    if (!done && !session_resize_ranks(s, s->n_ctx, lost)) die("the state of the session is lost: %s", lost);
+    if (done) {
+        s->tokens = xrealloc(s->tokens, (size_t)n * sizeof *s->tokens);
+        s->n_ctx = n;
+    }
+    session_copy_state(s, data, true);
+    free(data);
+    return done ? 0 : -1;
+}
+
 /* Takes a snapshot of rings and recurrent states at the end of the timeline. It replaces the least recently used one.
  * Does nothing where every plane has a row per token. */
 static void session_keep(struct session *s) {
@@ -15323,6 +15429,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
         alloc_guard_end();
         break;
     case RANK_WAIT: r->ops->wait(r); break;
+    case RANK_RESIZE: step->failed[r->index] = !r->ops->resize(r, step->n, step->err[r->index]); break;
     case RANK_READ_STATS: {
         const int il = r->m->first_layer;
         r->ops->read_stats(r, step->stats + (size_t)il * (size_t)step->whole->n_expert_max * STATS,
@@ -15598,9 +15705,10 @@ static const char *context_remedy(const struct session *s, int64_t n, char out[1
         snprintf(out, 160, "%s (the model is trained for %s tokens)", shorten,
                  with_commas((uint64_t)s->m->n_ctx_train, a));
     else if (n)
-        snprintf(out, 160, "%s, or restart with -c %lld (%s more)", shorten, (long long)n,
-                 with_unit((double)session_more_bytes(s, (int)(n - s->n_ctx)), a));
-    else snprintf(out, 160, "%s, or restart with a larger -c", term.dialogue ? "/undo, /clear" : shorten);
+        snprintf(out, 160, "%s, or %s %lld (%s more)", shorten, term.dialogue ? "/ctx" : "restart with -c",
+                 (long long)n, with_unit((double)session_more_bytes(s, (int)(n - s->n_ctx)), a));
+    else if (term.dialogue) snprintf(out, 160, "/undo, /clear, or /ctx N for more tokens");
+    else snprintf(out, 160, "%s, or restart with a larger -c", shorten);
     return out;
 }
 
@@ -16205,7 +16313,7 @@ static const struct option options[] = {
     {"seed", "-s", IS_INT(seed, -1, INT32_MAX), .arg = "N", .in_chat = true,
      .help = "random seed (default: -1, taken from the clock)"},
     {.help = "Machine"},
-    {"ctx", "-c|--ctx-size", IS_INT(n_ctx, 0, 1 << 28), .arg = "N",
+    {"ctx", "-c|--ctx-size", IS_INT(n_ctx, 0, 1 << 28), .arg = "N", .in_chat = true,
      .help = "tokens of context (default: 0, as trained or what fits)"},
     {"threads", "-t", IS_INT(threads, -1, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
     {"kv", "--cache-type-k|--cache-type-v|-ctk|-ctv", IS_CHOICE(kv, kv_names), .arg = "TYPE",
@@ -18393,8 +18501,32 @@ static int chat_undo(struct chat *c, char *err) {
     return 0;
 }
 
+/* Changes the context of the chat to as many tokens as `value` says; 0: as the model was trained. The conversation stays in
+ * it. Returns 0, or -1 with a message and the context as it was. */
+static int chat_resize(struct chat *c, const char *value, char *err) {
+    char a[32], b[32], why[ERR_MAX], typed[64];
+    struct settings set = *c->set;
+    struct session *s = c->s;
+    snprintf(typed, sizeof typed, "ctx %.48s", value);
+    if (settings_store(&set, option_find("ctx"), typed, value, err)) return -1;
+    const int n = set.n_ctx ? set.n_ctx : c->m->n_ctx_train;
+    if (n < s->n_past)
+        return fail(err, "a context of %s tokens is too small: the conversation takes %s; /undo and /clear shorten it",
+                    with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_past, b));
+    if (session_resize(s, n, why))
+        return fail(err, "a context of %s tokens does not fit, and that of %s stays: %.600s",
+                    with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), why);
+    c->set->n_ctx = n;
+    if (n > c->m->n_ctx_train)
+        note("a context of %d tokens is beyond the %d that the model was trained for", n, c->m->n_ctx_train);
+    note("[context %s tokens, cache %.1f MiB%s]", with_commas((uint64_t)n, a), (double)session_kv_bytes(s) / 0x1p20,
+         s->n_past ? "; the conversation is still in it" : "");
+    return 0;
+}
+
 /* Changes an option. A new seed restarts the random numbers. Returns 0, or -1 with a message. */
 static int chat_set(struct chat *c, const char *name, const char *value, char *err) {
+    if (!strcmp(name, "ctx")) return chat_resize(c, value, err);
     if (option_set(c->set, name, value, err)) return -1;
     if (!strcmp(name, "seed")) c->rng = settings_seed(c->set);
     return 0;
@@ -20274,8 +20406,7 @@ static int cmd_list(struct repl *r, char *arg, char *err) {
 }
 
 static int cmd_ctx(struct repl *r, char *arg, char *err) {
-    (void)arg;
-    (void)err;
+    if (*arg) return chat_resize(r->chat, arg, err);
     chat_print_context(r->chat);
     return 0;
 }
@@ -20324,7 +20455,7 @@ static const struct command commands[] = {
     {"rename", "NAME", "rename the saved conversation", cmd_rename},
     {"delete", "NAME", "delete a saved conversation", cmd_delete},
     {"list", NULL, "list the saved conversations", cmd_list},
-    {"ctx", NULL, "show how full the context is", cmd_ctx},
+    {"ctx", "[N]", "show how full the context is, or change it to N tokens", cmd_ctx},
     {"stats", NULL, "show the speed of the last turn and of all turns", cmd_stats},
     {"clear", NULL, "start a new conversation", cmd_clear},
     {"quit", NULL, "exit (also /exit, /bye, Ctrl-D)", cmd_quit},
@@ -24099,6 +24230,7 @@ static int answer_chat(struct engine *e, const char *first) {
     char err[ERR_MAX];
     struct chat c;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
+    e->set->n_ctx = e->session.n_ctx; /* for /set */
     const char *name = settings_resume(e->set);
     if (name && chat_load(&c, name, err)) die("%s", err);
     banner(e);

@@ -1518,7 +1518,7 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/set", "temp");
     moe_ask(&p, "/set no-such-option 1", "unknown option 'no-such-option'");
     moe_ask(&p, "/set no-such-option", "unknown option 'no-such-option'");
-    moe_ask(&p, "/set ctx 256", "can only be set on the command line");
+    moe_ask(&p, "/set kv bf16", "can only be set on the command line");
     moe_ask(&p, "/set system x", "/system changes the message");
     moe_ask(&p, "/set top-k 7", "top-k            7       sample from the K most likely tokens\r");
     moe_ask(&p, "/show perhaps", "perhaps");
@@ -1759,6 +1759,30 @@ static void test_moe_typeahead(void) {
     EXPECT(&p, "line three typed");
     pty_send(&p, "\3"); /* drops the text */
     EXPECT(&p, "> \033[0m");
+    moe_end(&p);
+}
+
+/* /ctx: up, down, too small, too large, and no number; the conversation stays in the cache. */
+static void test_moe_context(void) {
+    NEED_MOE();
+    struct pty p;
+    if (!moe_start(&p, "xterm", moe_argv)) return;
+    moe_ask(&p, "/ctx 64", "[context 64 tokens, cache 0.");
+    moe_ask(&p, "What is 7 squared? One word.", "49");
+    moe_ask(&p, "/ctx 20", "a context of 20 tokens is too small: the conversation takes ");
+    moe_ask(&p, "What is the capital of France, and which river flows through it?", "/ctx N for more tokens");
+    moe_ask(&p, "/ctx 4096", "; the conversation is still in it]");
+    moe_ask(&p, "And 8 squared?", "prompt ");
+    moe_ask(&p, "/regen", "prompt 1 at");
+    moe_ask(&p, "/ctx 200000000", "a context of 200,000,000 tokens does not fit, and that of 4,096 stays: ");
+    moe_ask(&p, "/ctx much", "much");
+    moe_ask(&p, "/ctx -1", "-1");
+    moe_ask(&p, "/set ctx 70000", "is beyond the 65536 that the model was trained for");
+    moe_ask(&p, "/set ctx", "70000");
+    moe_ask(&p, "/ctx 0", "[context 65,536 tokens");
+    moe_ask(&p, "/ctx", " of 65,536 tokens");
+    moe_ask(&p, "/clear", "cleared");
+    moe_ask(&p, "What is 7 squared? One word.", "49");
     moe_end(&p);
 }
 
@@ -2100,7 +2124,7 @@ static void test_moe_interactive(void) {
         {"repl/dumb-blind", test_repl_dumb_blind}, {"repl/dumb-keys", test_repl_dumb_keys},                          \
         {"repl/dumb-emacs", test_repl_dumb_emacs}, {"repl/held", test_repl_held}, {"repl/plain", test_moe_plain},    \
         {"repl/plain-ahead", test_moe_plain_ahead}, {"repl/interactive", test_moe_interactive},                      \
-        {"repl/ctrl-t", test_moe_answer_now}, {"repl/dialogue", test_moe_dialogue},                                  \
+        {"repl/ctrl-t", test_moe_answer_now}, {"repl/ctx", test_moe_context}, {"repl/dialogue", test_moe_dialogue},  \
         {"repl/complete", test_repl_complete}, {"repl/complete-names", test_moe_complete},                           \
         {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},              \
         {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \

@@ -266,6 +266,66 @@ static void test_state_file(void) {
     for (int which = 0; which <= STATE_MODELS; which++) check_file(which);
 }
 
+/* ---- another context ---- */
+
+/* The last rank has no room for 333 tokens. */
+static bool narrow_resize(struct rank *r, int n_ctx, char *err) {
+    if (n_ctx == 333 && r->index == r->pg->n - 1) return fail(err, "narrow"), false;
+    return cpu_resize(r, n_ctx, err);
+}
+
+/* The state moves to a larger context and to one that it fills, and goes on; without room everything is as it was. */
+static void check_resize(struct model *m, const int32_t *ids, int which, enum kv_type kv) {
+    const int *const layout = state_layouts[which % STATE_LAYOUTS];
+    struct session s;
+    struct ops ops[MAX_RANKS];
+    char err[ERR_MAX] = "";
+    int32_t other[120];
+    state_open(&s, m, layout[0], layout[1], kv);
+    for (int i = 0; i < s.pg.n; i++) {
+        ops[i] = *s.pg.ranks[i].ops;
+        ops[i].resize = narrow_resize;
+        s.pg.ranks[i].ops = &ops[i];
+    }
+    const uint64_t before = session_kv_bytes(&s);
+    state_sync(&s, m, ids, 60, 40, 60, "from nothing");
+    for (int i = 60; i < 65; i++) session_decode(&s, ids[i]);
+    CHECK(!session_resize(&s, 400, err) && s.n_ctx == 400 && s.n_past == 65, "%s", err);
+    CHECK(session_kv_bytes(&s) > before, "the cache does not grow");
+    state_sync(&s, m, ids, 75, 0, 10, "in a larger context");
+    CHECK(session_resize(&s, 333, err) && !strcmp(err, "narrow") && s.n_ctx == 400, "'%s'", err);
+    state_sync(&s, m, ids, 78, 0, 3, "without room");
+    CHECK(session_resize(&s, 1 << 28, err) && strstr(err, "GiB") && s.n_ctx == 400, "'%s'", err);
+    CHECK(!session_resize(&s, 80, err) && s.n_ctx == 80 && session_kv_bytes(&s) < before, "%s", err);
+    state_sync(&s, m, ids, 80, 0, 2, "in a context that is full");
+    CHECK(session_sync(&s, ids, 81, 0, err) == SYNC_FAILED && strstr(err, "holds 80"), "'%s'", err);
+    memcpy(other, ids, sizeof other);
+    other[55] ^= 1;
+    if (which < STATE_MODELS) state_sync(&s, m, other, 80, 0, 40, "from a snapshot");
+    CHECK(!session_resize(&s, 200, err), "%s", err);
+    session_truncate(&s, 0);
+    CHECK(!session_resize(&s, 100, err), "%s", err);
+    state_sync(&s, m, other, 90, 0, 90, "from nothing");
+    session_free(&s);
+}
+
+static void test_state_resize(void) {
+    static const char *const others[] = {"deepseek_v32", "deepseek_v3"};
+    struct model m;
+    int32_t ids[120];
+    for (int which = 0; which <= STATE_MODELS; which++) {
+        if (!state_model(&m, ids, 120, which)) return;
+        check_resize(&m, ids, which, KV_F32);
+        model_free(&m);
+    }
+    for (int i = 0; i < 2; i++) {
+        if (!fixture_load(others[i], &m)) return;
+        for (int k = 0; k < 120; k++) ids[k] %= m.n_vocab;
+        check_resize(&m, ids, STATE_MODELS + i, i ? KV_FP8 : KV_BF16);
+        model_free(&m);
+    }
+}
+
 /* ---- windows: rings of rows ---- */
 
 enum { WINDOW_TOKENS = 9000 /* more than two rounds of a ring */ };
@@ -861,12 +921,12 @@ static void test_state_compressed_back(void) {
     model_free(&m);
 }
 
-#define TESTS_STATE                                                                                                  \
-    {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                      \
-        {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
-        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
-        {"state/dialogue", test_state_dialogue}, {"state/ended", test_state_ended}, {"state/ring", test_state_ring}, \
-        {"state/ring-back", test_state_ring_back}, {"state/ring-twice", test_state_ring_twice},                      \
-        {"state/ring-shared", test_state_ring_shared}, {"state/sinks", test_state_sinks},                            \
-        {"state/chosen", test_state_chosen}, {"state/compressed", test_state_compressed},                            \
-        {"state/compressed-back", test_state_compressed_back},
+#define TESTS_STATE                                                                                                    \
+    {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                        \
+        {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                              \
+        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file},                                    \
+        {"state/resize", test_state_resize}, {"state/chat", test_state_chat}, {"state/dialogue", test_state_dialogue}, \
+        {"state/ended", test_state_ended}, {"state/ring", test_state_ring}, {"state/ring-back", test_state_ring_back}, \
+        {"state/ring-twice", test_state_ring_twice}, {"state/ring-shared", test_state_ring_shared},                    \
+        {"state/sinks", test_state_sinks}, {"state/chosen", test_state_chosen},                                        \
+        {"state/compressed", test_state_compressed}, {"state/compressed-back", test_state_compressed_back},
