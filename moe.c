@@ -1053,6 +1053,9 @@ struct profile_row {
        (n, n_group), NULL: not this one; waits */                                                                      \
     X(void, plane_copy, (struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,   \
                       bool store), (r, p, first, n, data, scale, store))                                               \
+    /* makes the state one for contexts of n_ctx tokens; what it held is lost. False with a message, and with the       \
+       state as it was: there is no room; waits */                                                                     \
+    X(bool, resize, (struct rank *r, int n_ctx, char *err), (r, n_ctx, err))                                           \
     /* waits for everything that was enqueued */                                                                       \
     X(void, wait, (struct rank *r), (r))                                                                               \
     /* copies the statistics since the start, see struct rank; in_sum2 NULL: not these; waits */                       \
@@ -1443,7 +1446,8 @@ struct rank {
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
     struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
-    void **owned;           /* stb_ds: allocations in the backend's memory */
+    void **owned;           /* stb_ds: allocations in the backend's memory, */
+    void **owned_state;     /* and those whose size depends on n_ctx */
     size_t bytes;           /* of activations */
     size_t kv_bytes;        /* of all planes */
     size_t weight_bytes;    /* GPU: of its copy of the weights */
@@ -2096,8 +2100,10 @@ static struct {
     bool err_moves;            /* stderr is a terminal that can rewrite its line */
     bool status;               /* the cursor is at the end of a line of progress */
     bool color_out, color_err; /* a terminal, NO_COLOR unset, TERM not dumb */
-    atomic_bool raw;           /* the line editor has changed the terminal's mode */
+    atomic_bool raw;           /* the program reads keys: it has changed the terminal's mode */
     struct termios cooked;     /* the mode before that; valid while raw */
+    bool pastes;               /* the terminal was asked to mark what is pasted */
+    bool holds;                /* term_hold has a handler of SIGTSTP */
     bool dialogue;             /* the user can type commands */
     bool quiet;                /* --quiet: notes only answer commands */
     bool simple;               /* --simple-io: no line editor */
@@ -2119,11 +2125,11 @@ static void term_init(void) {
 /* Restores the mode, the color and the cursor of the terminal. Safe in a signal handler. */
 static void term_restore(void) {
     static const char reset[] = "\033[0m\033[?2004l\033[?25h";
-    if (term.raw) {
-        tcsetattr(0, TCSANOW, &term.cooked);
-        term.raw = false; /* last, so that a signal in between restores again */
-        if (term.out_tty && write(1, reset, sizeof reset - 1) < 0) return;
-    } else if (term.color_out && write(1, reset, 4) < 0) return;
+    const bool keys = term.raw;
+    if (keys) tcsetattr(0, TCSANOW, &term.cooked);
+    term.raw = false; /* behind that, so that a signal in between restores again */
+    if (keys && term.pastes && write(1, reset, sizeof reset - 1) < 0) return;
+    if (!(keys && term.pastes) && term.color_out && write(1, reset, 4) < 0) return;
 }
 
 /* Flushes stdout. Keeps the first error in term.out_error. */
@@ -2747,6 +2753,7 @@ static struct {
     int done, n;         /* tokens; n: of the prompt */
     double since, drawn; /* now_seconds() */
     bool stopping;
+    bool keys; /* keys act on the turn */
 } turn_progress = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Draws the line of progress at most ten times a second, and that of a prompt not in the first 0.4 seconds. */
@@ -2760,7 +2767,8 @@ static void progress_draw(void) {
         turn_progress.drawn = now;
         if (turn_progress.stopping) status_line("stopping...");
         else if (turn_progress.what == PROGRESS_THINKING)
-            status_line("thinking... %d tok %.1f s", turn_progress.done, t);
+            status_line("thinking... %d tok %.1f s%s", turn_progress.done, t,
+                        turn_progress.keys ? "  Ctrl-T: answer" : "");
         else if (!turn_progress.done)
             status_line("reading %s tokens  %.1f s", with_commas((uint64_t)turn_progress.n, a), t);
         else
@@ -2989,7 +2997,8 @@ enum tokenize_flags {
     TOKENIZE_CONTROL = 1,       /* recognize control tokens in template text */
     TOKENIZE_TAGS = 2,          /* recognize user-defined tokens that look like tags in data, too */
     TOKENIZE_AFTER_CONTROL = 4, /* the text does not begin here: a control token stands in front of it */
-    TOKENIZE_AFTER_DEFINED = 8  /* the same with a user-defined token */
+    TOKENIZE_AFTER_DEFINED = 8, /* the same with a user-defined token */
+    TOKENIZE_WITHIN = 16        /* the same with ordinary text: no blank goes in between */
 };
 
 /* Where SentencePiece puts a blank in front of a stretch of text between special tokens. */
@@ -3822,6 +3831,7 @@ static bool blank_wanted(const struct vocab *v, unsigned flags, const char *s, s
                           : flags & TOKENIZE_AFTER_DEFINED ? BLANK_AFTER_DEFINED
                                                            : BLANK_AT_START;
     const bool begins = n && (*s == ' ' || (n >= 3 && !memcmp(s, SPM_BLANK, 3)));
+    if (flags & TOKENIZE_WITHIN) return false;
     return v->blanks & rule && !(begins && v->blanks & BLANK_UNLESS_BLANK);
 }
 
@@ -12167,6 +12177,7 @@ struct pg_start {
 
 enum rank_step_kind {
     RANK_START,           /* start the rank: start */
+    RANK_RESIZE,          /* make its state one for n tokens: failed, err */
     RANK_FORWARD,         /* run a pass of ids (n) at positions pos.. with recurrent states at state_pos */
     RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest pass, on the last stage */
     RANK_WAIT,            /* wait until everything is computed */
@@ -12190,6 +12201,8 @@ struct rank_step {
     float *in_sum2;            /* (in_sum2_before(whole, model_blocks)), or NULL */
     struct rates *rates;       /* (MAX_RANKS) */
     double *seconds;           /* (MAX_RANKS) */
+    bool *failed;              /* (MAX_RANKS) */
+    char (*err)[ERR_MAX];      /* (MAX_RANKS) */
 };
 
 /* Does a rank's part of a step. Defined in "Session", because it calls the forward. */
@@ -14527,11 +14540,18 @@ static int cpu_profile(struct rank *r, void (*body)(void *), void *arg, struct p
     return cpu_timing.n;
 }
 
+static void cpu_free(void ***owned) {
+    for (size_t i = 0; i < arrlenu(*owned); i++) free((*owned)[i]);
+    arrfree(*owned);
+}
+
 static void cpu_close(struct rank *r) {
     team_stop(r->team);
-    for (size_t i = 0; i < arrlenu(r->owned); i++) free(r->owned[i]);
-    arrfree(r->owned);
+    cpu_free(&r->owned);
+    cpu_free(&r->owned_state);
 }
+
+static bool cpu_resize(struct rank *r, int n_ctx, char *err);
 
 static const struct ops cpu_ops = {
 #define CPU_OP(type, name, params, args) .name = cpu_##name,
@@ -14545,21 +14565,70 @@ static const struct ops cpu_ops = {
  * Everything is allocated here, at the start; nothing while tokens are computed.
  * ============================================================================================================ */
 
-/* Returns n zeroed elements of `size` bytes, aligned to 64 bytes, which cpu_close frees; counts them in r->bytes. */
-static void *cpu_own(struct rank *r, size_t n, size_t size) {
+/* Returns n zeroed elements of `size` bytes, aligned to 64 bytes, which are freed with the list *owned. */
+static void *cpu_memory(void ***owned, size_t n, size_t size) {
     /* calloc: pages that are never touched, above all of the cache, cost nothing */
     void *p = n && size && n > SIZE_MAX / size ? NULL : calloc(n * size + 64, 1);
     if (!p) die("out of memory: %zu x %zu bytes for activations or the KV cache; try a smaller -c", n, size);
-    r->bytes += n * size;
-    arrput(r->owned, p);
+    arrput(*owned, p);
     return (void *)(((uintptr_t)p + 63) / 64 * 64);
+}
+
+/* The same until cpu_close; counts them in r->bytes. */
+static void *cpu_own(struct rank *r, size_t n, size_t size) {
+    r->bytes += n * size;
+    return cpu_memory(&r->owned, n, size);
 }
 
 static void cpu_plane(struct rank *r, struct plane *p) {
     const size_t rows = plane_rows(p, (size_t)r->n_ctx);
-    p->data = cpu_own(r, rows, p->row_bytes);
-    r->kv_bytes += rows * (p->row_bytes + plane_scale_bytes(p));
-    if (p->type == KV_FP8) p->scale = cpu_own(r, rows * (size_t)p->n_group, sizeof(float));
+    p->data = cpu_memory(&r->owned_state, rows, p->row_bytes);
+    if (p->type == KV_FP8) p->scale = cpu_memory(&r->owned_state, rows * (size_t)p->n_group, sizeof(float));
+}
+
+/* Scores of the indexers of sparse attention for a token in contexts of n_ctx tokens; 0: every query sees all keys. */
+static size_t cpu_index_scores(const struct model *m, int n_ctx) {
+    size_t scores = 0;
+    for (int il = 0; il < model_blocks(m) && m->max.top_k && m->max.top_k < n_ctx; il++) {
+        const struct attn *a = &m->layers[il].attn;
+        if (a->top_k) scores = size_max(scores, (size_t)attn_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
+    }
+    return scores;
+}
+
+/* Allocates what depends on r->n_ctx: the planes of all layers, and what sparse attention chooses by. */
+static void cpu_state(struct rank *r) {
+    const struct model *m = r->m;
+    const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(m, r->n_ctx);
+    const size_t chosen = scores ? (size_t)r->chunk * m->max.listed : 0;
+    r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
+    r->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->index_scores);
+    r->chosen_keys = cpu_memory(&r->owned_state, chosen, sizeof *r->chosen_keys);
+    for (int il = 0; il < model_blocks(m); il++) {
+        layer_planes(m, &m->layers[il], r->kv_type, r->planes[il]);
+        for (int u = 0; u < PLANE_USES; u++)
+            if (r->planes[il][u].width) cpu_plane(r, &r->planes[il][u]);
+    }
+}
+
+static bool cpu_resize(struct rank *r, int n_ctx, char *err) {
+    const size_t bytes = state_bytes(r->m, r->kv_type, (size_t)n_ctx), n = r->pg ? (size_t)r->pg->n : 1;
+    const size_t more = bytes > r->kv_bytes ? (bytes - r->kv_bytes) * n : 0;
+    const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(r->m, n_ctx) * sizeof(float);
+    const uint64_t free_bytes = memory_available();
+    if (n_ctx == r->n_ctx) return true;
+    /* behind this nothing may fail: the memory is asked for once before */
+    void *volatile whole = more > free_bytes ? NULL : malloc(bytes + scores);
+    if (!whole) {
+        fail(err, "%.2f GiB more are needed, and %.2f GiB are free", (double)more / 0x1p30,
+             (double)free_bytes / 0x1p30);
+        return false;
+    }
+    free(whole);
+    cpu_free(&r->owned_state);
+    r->n_ctx = n_ctx;
+    cpu_state(r);
+    return true;
 }
 
 /* Whether the rank is the root: the first of the last stage, which gathers the logits. */
@@ -14642,14 +14711,6 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
     if (x->kv_lora) r->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
     r->partials = cpu_own(r, PARTIALS * n_head * (dv + 2), sizeof(float));
-    const bool sparse = x->top_k && x->top_k < n_ctx;
-    size_t scores = 0;
-    for (int il = 0; il < model_blocks(m) && sparse; il++) {
-        const struct attn *a = &m->layers[il].attn;
-        if (a->top_k) scores = size_max(scores, (size_t)attn_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
-    }
-    r->index_scores = cpu_own(r, DECODE_MAX_TOKENS * scores, sizeof(float));
-    r->chosen_keys = cpu_own(r, sparse ? c * x->listed : 0, sizeof *r->chosen_keys);
     if (rank_is_root(m)) {
         r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
@@ -14669,13 +14730,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
     r->planes = cpu_own(r, (size_t)model_blocks(m), sizeof *r->planes);
     r->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->taps);
-    for (int il = 0; il < model_blocks(m); il++) {
+    for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].has & HAS_DELTA) r->taps[il] = delta_taps(r, il);
-        layer_planes(m, &m->layers[il], kv, r->planes[il]);
-        for (int u = 0; u < PLANE_USES; u++)
-            if (r->planes[il][u].width) cpu_plane(r, &r->planes[il][u]);
-    }
-    r->bytes -= r->kv_bytes;
+    cpu_state(r);
 }
 
 /* Allocates the statistics of --calibrate, and with in_sum2 the sums of --activations. */
@@ -15226,6 +15283,9 @@ static void session_free(struct session *s) {
     for (int i = 0; i < SNAPSHOTS; i++) free(s->snapshots[i].data);
 }
 
+static void session_catch_up(struct session *s, int n, enum pass last);
+static void session_wait(struct session *s);
+
 /* ---- the length of the timeline ---- */
 
 /* Returns the shortest length to which the timeline can be truncated without a snapshot: rings and recurrent states no
@@ -15318,6 +15378,58 @@ static int session_truncate(struct session *s, int n) {
     return s->n_past;
 }
 
+/* Copies the rows in use of all planes of all ranks to `data`, or from it (store); NULL: copies nothing. Returns their
+ * bytes. */
+static size_t session_copy_state(struct session *s, uint8_t *data, bool store) {
+    size_t bytes = 0;
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
+        for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
+            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+            const size_t rows = plane_rows(p, (size_t)s->n_past);
+            uint8_t *at = data ? data + bytes : NULL;
+            if (at && rows)
+                r->ops->plane_copy(r, p, 0, rows, at,
+                                   p->type == KV_FP8 ? (float *)(void *)(at + rows * p->row_bytes) : NULL, store);
+            bytes += rows * (p->row_bytes + plane_scale_bytes(p));
+        }
+    }
+    return bytes;
+}
+
+/* Makes the state of all ranks one for n tokens. False with a message if one of them has no room. */
+static bool session_resize_ranks(struct session *s, int n, char *err) {
+    bool failed[MAX_RANKS] = {false};
+    char why[MAX_RANKS][ERR_MAX];
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_RESIZE, .n = n, .failed = failed, .err = why});
+    for (int i = 0; i < s->pg.n; i++)
+        if (failed[i]) return memcpy(err, why[i], ERR_MAX), false;
+    return true;
+}
+
+/* Makes the context one of n >= n_past tokens. The state moves through host memory; snapshots stay. 0, or -1 with a
+ * message and everything as it was. */
+static int session_resize(struct session *s, int n, char *err) {
+    char lost[ERR_MAX];
+    session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
+    session_wait(s);
+    s->ahead = false;
+    s->n_draft = 0;
+    const size_t bytes = session_copy_state(s, NULL, false);
+    uint8_t *data = malloc(bytes + 1);
+    if (!data) return fail(err, "there is no memory to move %.2f GiB of state", (double)bytes / 0x1p30);
+    session_copy_state(s, data, false);
+    const bool done = session_resize_ranks(s, n, err);
+    if (!done && !session_resize_ranks(s, s->n_ctx, lost)) die("the state of the session is lost: %s", lost);
+    if (done) {
+        s->tokens = xrealloc(s->tokens, (size_t)n * sizeof *s->tokens);
+        s->n_ctx = n;
+    }
+    session_copy_state(s, data, true);
+    free(data);
+    return done ? 0 : -1;
+}
+
 /* Takes a snapshot of rings and recurrent states at the end of the timeline. It replaces the least recently used one.
  * Does nothing where every plane has a row per token. */
 static void session_keep(struct session *s) {
@@ -15387,6 +15499,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
         alloc_guard_end();
         break;
     case RANK_WAIT: r->ops->wait(r); break;
+    case RANK_RESIZE: step->failed[r->index] = !r->ops->resize(r, step->n, step->err[r->index]); break;
     case RANK_READ_STATS: {
         const int il = r->m->first_layer;
         r->ops->read_stats(r, step->stats + (size_t)il * (size_t)step->whole->n_expert_max * STATS,
@@ -15592,8 +15705,9 @@ static void session_choose_all(struct session *s, const struct sampling *o, uint
     s->late = 0;
 }
 
-/* Returns the next token, chosen by the logits of the last. It has to go to session_decode, or not into the timeline. A
- * call draws one number from *rng, unless the choice is greedy, whatever was drafted. */
+/* Returns the next token, chosen by the logits of the last. It has to go to session_decode, or not into the timeline;
+ * before another one goes there in its place, session_overrule. A call draws one number from *rng, unless the choice is
+ * greedy, whatever was drafted. */
 static int32_t session_sample(struct session *s, const struct sampling *o, uint64_t *rng) {
     const bool greedy = o->greedy || o->temp <= 0;
     if (s->row < s->chosen_from || s->row >= s->chosen_to) session_choose_all(s, o, greedy ? 0 : *rng);
@@ -15601,6 +15715,9 @@ static int32_t session_sample(struct session *s, const struct sampling *o, uint6
     s->chosen_from = s->row + 1;
     return s->chosen[s->row];
 }
+
+/* The next token is another than session_sample returned: a forward of that one, ahead, does not count. */
+static void session_overrule(struct session *s) { s->ahead = false; }
 
 /* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
 static struct rates session_measure(struct session *s, struct rates each[MAX_RANKS]) {
@@ -15658,9 +15775,10 @@ static const char *context_remedy(const struct session *s, int64_t n, char out[1
         snprintf(out, 160, "%s (the model is trained for %s tokens)", shorten,
                  with_commas((uint64_t)s->m->n_ctx_train, a));
     else if (n)
-        snprintf(out, 160, "%s, or restart with -c %lld (%s more)", shorten, (long long)n,
-                 with_unit((double)session_more_bytes(s, (int)(n - s->n_ctx)), a));
-    else snprintf(out, 160, "%s, or restart with a larger -c", term.dialogue ? "/undo, /clear" : shorten);
+        snprintf(out, 160, "%s, or %s %lld (%s more)", shorten, term.dialogue ? "/ctx" : "restart with -c",
+                 (long long)n, with_unit((double)session_more_bytes(s, (int)(n - s->n_ctx)), a));
+    else if (term.dialogue) snprintf(out, 160, "/undo, /clear, or /ctx N for more tokens");
+    else snprintf(out, 160, "%s, or restart with a larger -c", shorten);
     return out;
 }
 
@@ -16070,9 +16188,10 @@ struct settings {
     /* model and prompt; NULL: not given */
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
     char *load;
-    bool go_on, lines, jsonl, raw, special, escape, quiet, verbose, simple_io;
+    bool go_on, lines, jsonl, raw, special, escape, quiet, verbose, simple_io, interactive;
     enum color color;
-    int n_predict; /* tokens of an answer at most; -1: no limit */
+    int n_predict;    /* tokens of an answer at most; -1: no limit */
+    int think_budget; /* tokens of its thinking at most; -1: no limit */
     enum think think;
     enum show_think show_think;
     /* sampling */
@@ -16247,6 +16366,8 @@ static const struct option options[] = {
      .help = "system message read from FILE"},
     {"continue", IS_FLAG(go_on), .help = "resume the last conversation; with -p, one turn of it"},
     {"load", IS_STR(load), .arg = "NAME", .help = "resume the conversation that /save NAME saved"},
+    {"interactive", "-i", IS_FLAG(interactive), .rare = true,
+     .help = "chat, also where stdin is a pipe; -p or -f begins it"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"jsonl", IS_FLAG(jsonl), .help = "the same with a JSON object per line, in and out", .details = jsonl_details},
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
@@ -16261,6 +16382,8 @@ static const struct option options[] = {
      .help = "at most N tokens (default: -1, until the model stops)"},
     {"think", "--reasoning|--reasoning-effort|-rea", IS_CHOICE(think, think_names), .arg = "MODE", .in_chat = true,
      .help = "how hard to think (default: auto)"},
+    {"think-budget", "--reasoning-budget", IS_INT(think_budget, -1, INT32_MAX), .rare = true, .arg = "N",
+     .in_chat = true, .help = "end the thinking after N tokens (default: -1, no limit)"},
     {"show-think", IS_CHOICE(show_think, show_think_names), .arg = "MODE", .in_chat = true,
      .help = "print the thinking (auto: on a terminal)"},
     {"greedy", IS_FLAG(greedy), .in_chat = true, .help = "always take the most likely token, until --temp is set"},
@@ -16277,7 +16400,7 @@ static const struct option options[] = {
     {"seed", "-s", IS_INT(seed, -1, INT32_MAX), .arg = "N", .in_chat = true,
      .help = "random seed (default: -1, taken from the clock)"},
     {.help = "Machine"},
-    {"ctx", "-c|--ctx-size", IS_INT(n_ctx, 0, 1 << 28), .arg = "N",
+    {"ctx", "-c|--ctx-size", IS_INT(n_ctx, 0, 1 << 28), .arg = "N", .in_chat = true,
      .help = "tokens of context (default: 0, as trained or what fits)"},
     {"threads", "-t", IS_INT(threads, -1, 1024), .arg = "N", .help = "CPU threads (default: 0, all processors)"},
     {"kv", "--cache-type-k|--cache-type-v|-ctk|-ctv", IS_CHOICE(kv, kv_names), .arg = "TYPE",
@@ -16363,14 +16486,12 @@ static const struct foreign foreigners[] = {
     {"-ngl= --gpu-layers= --n-gpu-layers=", IGNORE = "all layers run on the GPUs, or with --cpu on the CPU"},
     {"-dev= --device=", "none", .as = "--cpu"},
     {"-dev= --device= -mg --main-gpu", REFUSE = "choose GPUs with --gpus 0,1; --list-devices lists them"},
-    {"--reasoning-budget=", "0", .as = "--think=off"},
-    {"--reasoning-budget=", "-1", IGNORE = "only -n limits the thinking"},
-    {"--reasoning-budget --reasoning-budget-message", REFUSE = "thinking has no budget of its own; use --think or -n"},
+    {"--reasoning-budget-message", REFUSE = "thinking ends in the words of the chat template; use --think-budget N"},
     {"--reasoning-format=", IGNORE = "--show-think says whether the thinking is printed"},
     {"--reasoning-preserve --chat-template-kwargs", REFUSE = "the only template argument is --think"},
     {"--no-reasoning-preserve", IGNORE = "the chat template decides which thinking stays"},
-    {"-cnv --conversation -i --interactive -if --interactive-first -ins --instruct",
-     IGNORE = "without a prompt, moe opens a chat on a terminal"},
+    {"-cnv --conversation -if --interactive-first -ins --instruct",
+     IGNORE = "without a prompt, moe opens a chat on a terminal; -i opens one anyway"},
     {"-st --single-turn", IGNORE = "-p, -f and piped stdin are answered once"},
     {"-mli --multiline-input", IGNORE = "Ctrl-J or \\ before Enter begins a new line"},
     {"--jinja --no-jinja --skip-chat-parsing --no-skip-chat-parsing",
@@ -16475,6 +16596,7 @@ static const struct manual manual = {
 /* Sets every option to its default, or to unset. */
 static void settings_init(struct settings *s) {
     *s = (struct settings){.n_predict = -1,
+                           .think_budget = -1,
                            .temp = NAN,
                            .top_p = NAN,
                            .min_p = NAN,
@@ -16836,10 +16958,13 @@ static enum kv_type settings_kv(struct settings *s, const struct model *m, bool 
 /* ============================================================================================================
  * Keyboard
  *
- * Turns the bytes that a terminal sends into keys. The terminal is in raw mode while the editor reads: term_raw
+ * Turns the bytes that a terminal sends into keys. The terminal is in raw mode while the program reads: term_raw
  * switches to it, term_restore switches back. Escape sequences are read up to their final byte (ECMA-48), so that an
  * unknown one is ignored as a whole. Signals also arrive as keys: KEY_REDRAW after a change of the window size or a
  * stop, Ctrl-C after SIGINT.
+ *
+ * A terminal that cannot move its cursor is in raw mode too: the lines that it edits itself end at 4,095 bytes. Bytes
+ * are read from it, not keys, and what the program echoes waits until the terminal takes it.
  * ============================================================================================================ */
 
 enum {
@@ -16876,6 +17001,11 @@ struct keyboard {
     char *paste;  /* stb_ds: the last paste */
     int pushed;   /* a key that key_read returns once more; 0: none */
     bool woken;   /* a signal arrived in the middle of an escape sequence */
+    bool plain;   /* of a terminal that cannot move its cursor: */
+    bool cr;      /* the last byte was CR: a LF behind it belongs to it */
+    char *echo;   /* stb_ds: what goes to echo_fd, from echo_at on */
+    size_t echo_at;
+    int echo_fd;
 };
 
 /* Appends s (n), which was typed, pasted or saved, as text for the editor: NUL and malformed UTF-8 become U+FFFD, CR LF
@@ -16929,26 +17059,52 @@ enum {
     BYTE_WAKE = -3  /* a signal; only with an unlimited wait */
 };
 
+/* Writes a part of the echo. What cannot be written at all is dropped. */
+static void input_echo(struct keyboard *kb) {
+    enum { PART = 256 /* bytes: a terminal that takes one takes so many at once */ };
+    const size_t left = arrlenu(kb->echo) - kb->echo_at;
+    const ssize_t n = write(kb->echo_fd, kb->echo + kb->echo_at, size_min(left, PART));
+    if (n < 0 && (errno == EINTR || errno == EAGAIN)) return;
+    kb->echo_at += n < 0 ? left : (size_t)n;
+    if (kb->echo_at < arrlenu(kb->echo)) return;
+    arrsetlen(kb->echo, 0);
+    kb->echo_at = 0;
+}
+
+/* Waits until bytes come, a signal, or the terminal takes a part of the echo. Appends the bytes to kb->in. Reading goes
+ * on while the echo waits: who types may read nothing before all is typed. Returns 0 or one of the above; wait_ms: how
+ * long to wait, -1: without limit. */
+static int input_wait(struct keyboard *kb, int wait_ms) {
+    enum { PART = 4096 };
+    struct pollfd p[3] = {{.fd = 0, .events = POLLIN},
+                          {.fd = wake_pipe[0], .events = POLLIN},
+                          {.fd = arrlenu(kb->echo) ? kb->echo_fd : -1, .events = POLLOUT}};
+    char drain[64];
+    const int k = poll(p, 3, wait_ms);
+    if (k == 0) return BYTE_NONE;
+    if (k < 0) return errno == EINTR ? 0 : BYTE_EOF;
+    if (p[2].revents) input_echo(kb);
+    if (p[1].revents) {
+        while (read(wake_pipe[0], drain, sizeof drain) > 0) continue;
+        if (wait_ms < 0) return BYTE_WAKE;
+        kb->woken = true;
+    }
+    if (!p[0].revents) return 0;
+    if (kb->in_at == arrlenu(kb->in)) {
+        arrsetlen(kb->in, 0);
+        kb->in_at = 0;
+    }
+    const size_t had = arrlenu(kb->in);
+    const ssize_t n = read(0, arraddnptr(kb->in, PART), PART);
+    arrsetlen(kb->in, had + (n > 0 ? (size_t)n : 0));
+    return n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN) ? BYTE_EOF : 0;
+}
+
 /* Returns the next byte or one of the above. wait_ms: how long to wait, -1: without limit. */
 static int input_byte(struct keyboard *kb, int wait_ms) {
     while (kb->in_at == arrlenu(kb->in)) {
-        struct pollfd p[2] = {{.fd = 0, .events = POLLIN}, {.fd = wake_pipe[0], .events = POLLIN}};
-        char drain[64];
-        int k = poll(p, 2, wait_ms);
-        if (k == 0) return BYTE_NONE;
-        if (k < 0 && errno != EINTR) return BYTE_EOF;
-        if (k < 0) continue;
-        if (p[1].revents) {
-            while (read(wake_pipe[0], drain, sizeof drain) > 0) continue;
-            if (wait_ms < 0) return BYTE_WAKE;
-            kb->woken = true;
-        }
-        if (!p[0].revents) continue;
-        arrsetlen(kb->in, 4096);
-        kb->in_at = 0;
-        ssize_t n = read(0, kb->in, 4096);
-        arrsetlen(kb->in, n > 0 ? (size_t)n : 0);
-        if (n == 0 || (n < 0 && errno != EINTR && errno != EAGAIN)) return BYTE_EOF;
+        const int why = input_wait(kb, wait_ms);
+        if (why) return why;
     }
     return (uint8_t)kb->in[kb->in_at++];
 }
@@ -16971,22 +17127,56 @@ static void input_typeahead(struct keyboard *kb, bool late) {
     }
 }
 
-/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters.
- * The processing of output does not change. What was typed in cooked mode goes to kb. */
+static void signal_stop(int sig);
+
+/* Lets the terminal keep what is typed before the chat opens: the lines that it edits itself end at 4,095 bytes. Ctrl-C
+ * and Ctrl-Z work as in cooked mode. */
+static void term_hold(void) {
+    if (tcgetattr(0, &term.cooked)) return;
+    term.raw = true;
+    struct termios t = term.cooked;
+    t.c_iflag &= ~(tcflag_t)(ICRNL | INLCR | IGNCR);
+    t.c_lflag &= ~(tcflag_t)(ECHO | ICANON);
+    t.c_cc[VMIN] = 1;
+    t.c_cc[VTIME] = 0;
+    tcsetattr(0, TCSANOW, &t);
+    struct sigaction old;
+    term.holds = !sigaction(SIGTSTP, NULL, &old) && old.sa_handler != SIG_IGN;
+    if (term.holds) signal(SIGTSTP, signal_stop);
+}
+
+/* SIGTSTP between term_hold and the chat: the shell gets the terminal as it was. */
+static void signal_stop(int sig) {
+    sigset_t stop;
+    term_restore();
+    signal(sig, SIG_DFL);
+    raise(sig);
+    sigemptyset(&stop);
+    sigaddset(&stop, sig);
+    pthread_sigmask(SIG_UNBLOCK, &stop, NULL); /* here it stops */
+    if (tcgetpgrp(0) == getpgrp()) term_hold();
+}
+
+/* Switches the terminal to raw mode, also again after a stop. Ctrl-C, Ctrl-Z and the like are then read as characters;
+ * a plain terminal keeps its flow control by Ctrl-S and Ctrl-Q. The processing of output does not change. What was typed
+ * in cooked mode goes to kb. */
 static void term_raw(struct keyboard *kb) {
     bool cooked = !term.raw;
+    if (term.holds) signal(SIGTSTP, SIG_DFL);
+    term.holds = false;
     if (cooked) input_typeahead(kb, false);
     if (cooked && tcgetattr(0, &term.cooked)) return;
     term.raw = true;
     struct termios t = term.cooked;
-    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | IXON);
+    t.c_iflag &= ~(tcflag_t)(BRKINT | ICRNL | INLCR | IGNCR | INPCK | ISTRIP | (kb->plain ? 0 : IXON));
     t.c_lflag &= ~(tcflag_t)(ECHO | ICANON | IEXTEN | ISIG);
     t.c_cflag |= CS8;
     t.c_cc[VMIN] = 1;
     t.c_cc[VTIME] = 0;
     tcsetattr(0, TCSADRAIN, &t);
     if (cooked) input_typeahead(kb, true);
-    write_all(1, "\033[?2004h", 8); /* bracketed paste */
+    term.pastes = !kb->plain;
+    if (term.pastes) write_all(1, "\033[?2004h", 8); /* bracketed paste */
 }
 
 /* Reads a bracketed paste up to its end mark into kb->paste. */
@@ -17094,7 +17284,7 @@ static int key_read(struct keyboard *kb) {
  * Keys during a turn
  *
  * While the model reads and answers, a thread reads the keyboard. Ctrl-C stops the turn at its next token or chunk; a
- * second one within a second ends the program. Ctrl-\\ acts at once, and so does Ctrl-Z unless ranks are on GPUs (see
+ * second one within a second ends the program. Ctrl-T ends the thinking. Ctrl-\\ acts at once, and so does Ctrl-Z unless ranks are on GPUs (see
  * pg_run); other keys wait for the next prompt. The thread also renews the line of progress, which the work itself would
  * do only between two chunks.
  * ============================================================================================================ */
@@ -17103,6 +17293,7 @@ static struct {
     pthread_t thread;
     struct keyboard *keys; /* NULL: the terminal is not in raw mode, keys are not read */
     atomic_bool running;
+    atomic_bool answer_now; /* Ctrl-T: the thinking of this turn is to end */
 } watch;
 
 /* Acts on Ctrl-C. Every turn before this one has been saved. */
@@ -17142,10 +17333,11 @@ static void watch_bytes(struct keyboard *kb, const char *s, size_t n, bool *past
         const bool act = !*pasting;
         if (act && s[i] == CONTROL('C')) watch_interrupt();
         else if (act && s[i] == CONTROL('Z')) watch_suspend(kb);
+        else if (act && s[i] == CONTROL('T')) watch.answer_now = true;
         else if (act && s[i] == CONTROL('\\')) kill(0, SIGQUIT);
         else arrput(kb->in, s[i]);
         const size_t have = arrlenu(kb->in);
-        if (have >= 6 && !memcmp(kb->in + have - 6, marks[*pasting], 6)) *pasting = !*pasting;
+        if (!kb->plain && have >= 6 && !memcmp(kb->in + have - 6, marks[*pasting], 6)) *pasting = !*pasting;
     }
 }
 
@@ -17174,6 +17366,8 @@ static void *watch_run(void *unused) {
 /* Starts to watch a turn. kb: the keyboard of a dialogue whose terminal is in raw mode, or NULL. */
 static void watch_begin(struct keyboard *kb) {
     struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART};
+    watch.answer_now = false;
+    turn_progress.keys = kb != NULL;
     if (!kb && !term.err_moves) return;
     wake_open();
     if (kb) {
@@ -17684,8 +17878,13 @@ enum stop_reason {
     STOP_INTERRUPT
 };
 
+/* What ended the thinking before the model did. */
+enum think_end { THINK_END_NONE, THINK_END_KEY, THINK_END_BUDGET };
+
 struct turn_stats {
     enum stop_reason why;      /* why the answer ended */
+    enum think_end think_end;  /* and its thinking, */
+    int think_tokens;          /* after so many tokens, if something ended that */
     int n_cached;              /* tokens of the prompt that were in the cache */
     int n_prompt, n_generated; /* tokens of the prompt that were computed, tokens of the answer */
     double prompt_seconds;     /* to compute the prompt */
@@ -18484,13 +18683,85 @@ static bool answer_stops(const struct chat *c, struct printer *p, size_t from) {
     return true;
 }
 
-/* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. */
+/* Whether the thinking, which p is in, has to end now: Ctrl-T, or --think-budget. Not within a character. */
+static bool thinking_ends(const struct chat *c, const struct printer *p, struct turn_stats *st) {
+    const int budget = c->set->think_budget;
+    const bool asked = watch.answer_now, spent = budget >= 0 && p->think_tokens >= budget;
+    if (!p->thinking || p->detok.n || (!asked && !spent)) return false;
+    watch.answer_now = false;
+    st->think_end = asked ? THINK_END_KEY : THINK_END_BUDGET;
+    st->think_tokens = p->think_tokens;
+    return true;
+}
+
+/* Appends what the template writes between an opening tag of thinking and the thinking to *before, and between thinking
+ * and answer to *behind; with channels *before stays empty. False: it writes no thinking. */
+static bool thinking_frame(const struct chat *c, char **before, char **behind) {
+    static const char thought[] = "\ue000", answer[] = "\ue001"; /* private characters, to be found again */
+    const char *open = c->format->open, *close = open ? c->format->close : channel_marks[MARK_END];
+    struct chat probe = *c;
+    struct text text = {0};
+    char err[ERR_MAX];
+    probe.messages = NULL;
+    chat_push(&probe, "user", "?", 1);
+    chat_push(&probe, "assistant", answer, strlen(answer));
+    arrlast(probe.messages).thinking = xstrdup(thought);
+    const bool rendered = !chat_render(&probe, false, &text, err);
+    const char *s = sb_cstr(&text.s), *at = rendered ? strstr(s, thought) : NULL, *end = at ? strstr(at, answer) : NULL;
+    const char *from = at;
+    if (end) {
+        while (open && from > s && strncmp(from, open, strlen(open))) from--;
+        if (open && !strncmp(from, open, strlen(open)))
+            sb_put(before, from + strlen(open), (size_t)(at - from) - strlen(open));
+        sb_put(behind, at + strlen(thought), (size_t)(end - at) - strlen(thought));
+    }
+    const bool found = end && text_has(*behind, arrlenu(*behind), close);
+    while (arrlen(probe.messages)) chat_pop(&probe);
+    arrfree(probe.messages);
+    text_free(&text);
+    return found;
+}
+
+/* Appends the tokens that end the thinking of p and begin the answer, in the words of the template. Where it writes no
+ * thinking, newlines stand around the closing tag if one stands behind the opening tag. */
+static void thinking_end(const struct chat *c, const struct printer *p, int32_t **ids) {
+    const struct vocab *v = c->m->vocab;
+    const struct think_format *f = c->format;
+    const int32_t last = c->s->tokens[c->s->n_past - 1];
+    const struct gguf_str prompt = vocab_bytes(v, c->s->tokens[c->answer_past - 1]); /* its end */
+    char *before = NULL, *behind = NULL, *all = NULL;
+    const char *text = sb_cstr((char **)&p->text), *thought = f->open ? strstr(text, f->open) : NULL;
+    thought = thought ? thought + strlen(f->open) : text + strlen(text);
+    const bool newline = c->answer_opens ? prompt.n && prompt.p[prompt.n - 1] == '\n' : *thought == '\n';
+    if (!thinking_frame(c, &before, &behind)) {
+        arrsetlen(before, 0);
+        arrsetlen(behind, 0);
+        if (f->open) sb_printf(&behind, newline ? "\n%s\n\n" : "%s", f->close);
+        else sb_printf(&behind, "%s%sassistant%s", channel_marks[MARK_END], channel_marks[MARK_START], f->off);
+    }
+    if (!p->think_tokens && !c->answer_opens) sb_put(&all, before, arrlenu(before)); /* the model wrote the tag alone */
+    /* newlines at the end of the thinking are among those before the tag */
+    thought += *thought == '\n';
+    size_t n = strlen(thought), skip = 0;
+    while (n && thought[--n] == '\n' && skip < arrlenu(behind) && behind[skip] == '\n') skip++;
+    sb_put(&all, behind + skip, arrlenu(behind) - skip);
+    tokenize(v, all, arrlenu(all), NULL,
+             TOKENIZE_CONTROL | (token_is_special(v, last) ? tokenize_after(v, last) : TOKENIZE_WITHIN), ids);
+    arrfree(before);
+    arrfree(behind);
+    arrfree(all);
+}
+
+/* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. The tokens
+ * that end a thinking take the place of chosen ones. */
 static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
     struct sampling o = settings_sampling(c->set);
     double t0 = now_seconds();
     if (s->r->m->n_prediction) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
     const struct draft_stats drafts_before = s->drafting.total;
+    int32_t *ending = NULL;
+    size_t ended = 0; /* tokens of `ending` that were taken */
     st->why = STOP_LENGTH;
     while (c->set->n_predict < 0 || st->n_generated < c->set->n_predict) {
         if (interrupted) {
@@ -18499,7 +18770,11 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
         }
         int32_t id = session_sample(s, &o, &c->rng);
         if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
-        if (vocab_is_stop(c->m->vocab, id) || channel_stops(p, id)) {
+        if (ended == arrlenu(ending) && thinking_ends(c, p, st)) thinking_end(c, p, &ending);
+        if (ended < arrlenu(ending)) {
+            id = ending[ended++];
+            session_overrule(s);
+        } else if (vocab_is_stop(c->m->vocab, id) || channel_stops(p, id)) {
             st->why = STOP_END;
             break;
         }
@@ -18519,6 +18794,7 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     }
     s->n_wanted = INT_MAX;
     st->seconds = now_seconds() - t0;
+    arrfree(ending);
     st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
@@ -18593,6 +18869,9 @@ static void answer_report(const struct chat *c, const struct printer *p, const s
     if (c->set->mute) return;
     snprintf(tool, sizeof tool, "%.*s", (int)arrlen(p->tool), arrlen(p->tool) ? p->tool : "");
     message_sanitize(tool);
+    if (st->think_end)
+        note("[thinking ended after %d token%s (%s)]", st->think_tokens, st->think_tokens == 1 ? "" : "s",
+             st->think_end == THINK_END_KEY ? "Ctrl-T" : "--think-budget");
     if (*tool) note("[the model called '%s', but there are no tools]", tool);
     if (st->why == STOP_INTERRUPT) note("[stopped%s]", thinking);
     if (st->why == STOP_LENGTH) note("[stopped after %d tokens (-n)%s]", st->n_generated, thinking);
@@ -18764,8 +19043,32 @@ static int chat_undo(struct chat *c, char *err) {
     return 0;
 }
 
+/* Changes the context of the chat to as many tokens as `value` says; 0: as the model was trained. The conversation stays in
+ * it. Returns 0, or -1 with a message and the context as it was. */
+static int chat_resize(struct chat *c, const char *value, char *err) {
+    char a[32], b[32], why[ERR_MAX], typed[64];
+    struct settings set = *c->set;
+    struct session *s = c->s;
+    snprintf(typed, sizeof typed, "ctx %.48s", value);
+    if (settings_store(&set, option_find("ctx"), typed, value, err)) return -1;
+    const int n = set.n_ctx ? set.n_ctx : c->m->n_ctx_train;
+    if (n < s->n_past)
+        return fail(err, "a context of %s tokens is too small: the conversation takes %s; /undo and /clear shorten it",
+                    with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_past, b));
+    if (session_resize(s, n, why))
+        return fail(err, "a context of %s tokens does not fit, and that of %s stays: %.600s",
+                    with_commas((uint64_t)n, a), with_commas((uint64_t)s->n_ctx, b), why);
+    c->set->n_ctx = n;
+    if (n > c->m->n_ctx_train)
+        note("a context of %d tokens is beyond the %d that the model was trained for", n, c->m->n_ctx_train);
+    note("[context %s tokens, cache %.1f MiB%s]", with_commas((uint64_t)n, a), (double)session_kv_bytes(s) / 0x1p20,
+         s->n_past ? "; the conversation is still in it" : "");
+    return 0;
+}
+
 /* Changes an option. A new seed restarts the random numbers. Returns 0, or -1 with a message. */
 static int chat_set(struct chat *c, const char *name, const char *value, char *err) {
+    if (!strcmp(name, "ctx")) return chat_resize(c, value, err);
     if (option_set(c->set, name, value, err)) return -1;
     if (!strcmp(name, "seed")) c->rng = settings_seed(c->set);
     return 0;
@@ -19575,8 +19878,8 @@ static void text_undo(struct editor *e) {
  * caller passes a function that completes it.
  *
  * Every refresh computes the whole picture from the text, the cursor and the width, and draws it with one write(). All
- * that is remembered of the screen is the row of the cursor. If the terminal cannot move its cursor (TERM=dumb, or
- * stdout is redirected), lines are read as the terminal edits them.
+ * that is remembered of the screen is the row of the cursor. Where nothing can be drawn (--simple-io, TERM=dumb, a
+ * redirected stdout, a pipe) "Line editor: keys" reads lines.
  * ============================================================================================================ */
 
 enum edit_result {
@@ -20058,30 +20361,144 @@ static enum edit_result editor_key(struct editor *e, int key) {
     return EDIT_MORE;
 }
 
-/* Reads lines as the terminal itself edits them. The prompt goes to stdout or stderr, whichever is a terminal. */
-static enum edit_result editor_read_plain(struct editor *e) {
-    const char *prompt = e->prompt;
+/* ---- lines without a picture ---- */
+
+/* Appends what a terminal shows of a character of k bytes, or of a malformed one; returns its columns. */
+static int plain_show(const char *s, size_t k, char **out) {
+    const size_t from = arrlenu(*out);
+    if (*s == '\t') sb_puts(out, "    ");
+    else if ((uint8_t)*s < 32 || *s == 127) sb_printf(out, "^%c", *s ^ 64);
+    else term_escape(out, s, k);
+    return text_width(*out + from, arrlenu(*out) - from, NULL);
+}
+
+/* Bytes of the last character of s (n), n > 0; a malformed byte is one. */
+static size_t plain_last(const char *s, size_t n) {
+    for (size_t k = 2; k <= 4 && k <= n; k++)
+        if (utf8_sequence(s + n - k, k) == (int)k) return k;
+    return 1;
+}
+
+/* Echoes the characters of a line from byte `from` on that are whole. Returns where the others begin. */
+static size_t plain_echo(struct keyboard *kb, const char *line, size_t from) {
+    while (from < arrlenu(line)) {
+        const int k = utf8_sequence(line + from, arrlenu(line) - from);
+        if (!k) break;
+        plain_show(line + from, k > 0 ? (size_t)k : 1, &kb->echo);
+        from += k > 0 ? (size_t)k : 1;
+    }
+    return from;
+}
+
+/* Takes the last character from a line, and from the terminal, with the marks that stand on it. */
+static void plain_erase(struct keyboard *kb, char **line, bool echo) {
+    int columns = 0;
+    while (arrlenu(*line) && !columns) {
+        const size_t n = arrlenu(*line), k = plain_last(*line, n);
+        char *shown = NULL;
+        columns = plain_show(*line + n - k, k, &shown);
+        arrfree(shown);
+        arrsetlen(*line, n - k);
+    }
+    for (; columns > 0 && echo; columns--) sb_puts(&kb->echo, "\b \b");
+}
+
+/* Whether a byte is one of the terminal's control characters, or what most terminals have in its place, and that is not
+ * switched off. */
+static bool plain_control(int c, int which, int usual) {
+    const int own = term.cooked.c_cc[which];
+    return own != _POSIX_VDISABLE && (c == own || c == usual);
+}
+
+/* Takes the blanks and the word at the end of a line away. */
+static void plain_erase_word(struct keyboard *kb, char **line, bool echo) {
+    while (arrlenu(*line) && isspace((uint8_t)arrlast(*line))) plain_erase(kb, line, echo);
+    while (arrlenu(*line) && !isspace((uint8_t)arrlast(*line))) plain_erase(kb, line, echo);
+}
+
+/* Reads a line from a terminal in raw mode, as long as it may be, with the control characters that work where terminals
+ * edit lines themselves. Ctrl-D ends the input where nothing was typed since the line began or since another Ctrl-D.
+ * Returns '\n', BYTE_EOF, or BYTE_WAKE after Ctrl-C. */
+static int plain_line(struct keyboard *kb, const char *prompt, char **line) {
+    size_t shown = 0, sent = 0;
     for (;;) {
+        const bool echo = term.cooked.c_lflag & ECHO;
+        if (echo) shown = plain_echo(kb, *line, shown);
+        const int c = input_byte(kb, -1);
+        const bool again = (c == BYTE_WAKE && !interrupted) || c == CONTROL('Z'), cr = kb->cr;
+        kb->cr = c == '\r';
+        if (c == BYTE_EOF || (c == BYTE_WAKE && interrupted)) return c;
+        if (c == '\n' && cr) continue;
+        if (c == CONTROL('Z')) {
+            write_all(kb->echo_fd, "^Z\n", 3);
+            term_restore();
+            kill(0, SIGTSTP);  /* the whole job, as the terminal does it */
+            input_wait(kb, 0); /* takes the signal that it goes on */
+        }
+        if (again) term_raw(kb);
+        if (again || plain_control(c, VKILL, CONTROL('U'))) {
+            if (!again) arrsetlen(*line, 0);
+            sb_printf(&kb->echo, "%s%s", again || !echo ? "" : "^U\n", prompt);
+            shown = 0;
+        } else if (c == '\r' || c == '\n' || c == CONTROL('C')) {
+            if (echo) sb_puts(&kb->echo, c == CONTROL('C') ? "^C" : "\n");
+            return c == CONTROL('C') ? BYTE_WAKE : '\n';
+        } else if (c == CONTROL('D')) {
+            if (arrlenu(*line) == sent) return BYTE_EOF;
+            sent = arrlenu(*line);
+        } else if (c == CONTROL('\\')) {
+            kill(0, SIGQUIT);
+        } else if (plain_control(c, VERASE, 127) || plain_control(c, VERASE, CONTROL('H'))) {
+            plain_erase(kb, line, echo);
+        } else if (plain_control(c, VWERASE, CONTROL('W'))) {
+            plain_erase_word(kb, line, echo);
+        } else {
+            arrput(*line, (char)c);
+        }
+        if (shown > arrlenu(*line)) shown = arrlenu(*line);
+    }
+}
+
+/* Reads a line of what is no terminal. Returns '\n', BYTE_EOF, or BYTE_WAKE after SIGINT. */
+static int pipe_line(struct keyboard *kb, char **line) {
+    int c;
+    while ((c = input_byte(kb, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
+        if (c >= 0) arrput(*line, (char)c);
+    if (arrlen(*line) && arrlast(*line) == '\r') (void)arrpop(*line);
+    return c;
+}
+
+/* Reads lines until they are a text. A prompt goes to stdout or stderr, whichever is a terminal. */
+static enum edit_result editor_read_plain(struct editor *e) {
+    struct keyboard *kb = &e->keys;
+    const struct sigaction sa = {.sa_handler = wake_up, .sa_flags = SA_RESTART};
+    struct sigaction old;
+    const char *prompt = e->prompt;
+    enum edit_result r = EDIT_MORE;
+    sigaction(SIGCONT, &sa, &old);
+    if (kb->plain) term_raw(kb);
+    while (r == EDIT_MORE) {
         char *line = NULL;
-        int c;
-        if (term.in_tty && (term.out_tty || term.err_tty)) write_all(term.out_tty ? 1 : 2, prompt, strlen(prompt));
-        while ((c = input_byte(&e->keys, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
-            if (c >= 0) arrput(line, (char)c);
-        if (arrlen(line) && arrlast(line) == '\r') (void)arrpop(line);
+        if (kb->plain) sb_puts(&kb->echo, prompt);
+        const int c = term.raw ? plain_line(kb, prompt, &line) : pipe_line(kb, &line);
+        while (arrlenu(kb->echo) && input_wait(kb, -1) != BYTE_EOF) continue;
         input_sanitize(&e->text, line, arrlenu(line));
         arrfree(line);
+        const int why = text_continues(e);
         if (c == BYTE_WAKE) {
             interrupted = 0;
             if (term.err_tty) write_all(2, "\n", 1);
-            return EDIT_INTERRUPT;
+            r = EDIT_INTERRUPT;
+        } else if (c == BYTE_EOF || !why) {
+            r = c == BYTE_EOF && !arrlen(e->text) ? EDIT_EOF : EDIT_LINE;
+        } else {
+            if (why == '\\') (void)arrpop(e->text);
+            arrput(e->text, '\n');
+            prompt = e->continuation;
         }
-        int why = text_continues(e);
-        if (c == BYTE_EOF) return arrlen(e->text) ? EDIT_LINE : EDIT_EOF;
-        if (!why) return EDIT_LINE;
-        if (why == '\\') (void)arrpop(e->text);
-        arrput(e->text, '\n');
-        prompt = e->continuation;
     }
+    sigaction(SIGCONT, &old, NULL);
+    return r;
 }
 
 /* Reads a text key by key in raw mode. Keys that have already arrived are handled before the screen is drawn. */
@@ -20128,6 +20545,8 @@ static void editor_init(struct editor *e, const char *history_path) {
     const char *t = getenv("TERM");
     memset(e, 0, sizeof *e);
     e->screen = term.in_tty && term.out_tty && !term.simple && t && *t && strcmp(t, "dumb");
+    e->keys.plain = term.in_tty && !e->screen;
+    e->keys.echo_fd = term.out_tty ? 1 : term.err_tty ? 2 : 0;
     wake_open();
     if (!history_path) return;
     e->history_path = xstrdup(history_path);
@@ -20146,6 +20565,7 @@ static void editor_free(struct editor *e) {
     passage_free(&e->draft);
     arrfree(e->keys.in);
     arrfree(e->keys.paste);
+    arrfree(e->keys.echo);
     free(e->history_path);
     memset(e, 0, sizeof *e);
 }
@@ -20236,8 +20656,9 @@ static void signals_install(void) {
 struct repl {
     struct chat *chat;
     struct editor editor;
-    bool hinted; /* how to exit has been said */
-    bool force;  /* the command was given with an exclamation mark */
+    bool hinted;     /* how to exit has been said */
+    bool said_lines; /* what becomes of several lines has been said */
+    bool force;      /* the command was given with an exclamation mark */
 };
 
 /* An entry of the table of commands, which the parser, /help and Tab completion use. */
@@ -20529,8 +20950,7 @@ static int cmd_list(struct repl *r, char *arg, char *err) {
 }
 
 static int cmd_ctx(struct repl *r, char *arg, char *err) {
-    (void)arg;
-    (void)err;
+    if (*arg) return chat_resize(r->chat, arg, err);
     chat_print_context(r->chat);
     return 0;
 }
@@ -20579,7 +20999,7 @@ static const struct command commands[] = {
     {"rename", "NAME", "rename the saved conversation", cmd_rename},
     {"delete", "NAME", "delete a saved conversation", cmd_delete},
     {"list", NULL, "list the saved conversations", cmd_list},
-    {"ctx", NULL, "show how full the context is", cmd_ctx},
+    {"ctx", "[N]", "show how full the context is, or change it to N tokens", cmd_ctx},
     {"stats", NULL, "show the speed of the last turn and of all turns", cmd_stats},
     {"clear", NULL, "start a new conversation", cmd_clear},
     {"quit", NULL, "exit (also /exit, /bye, Ctrl-D)", cmd_quit},
@@ -20629,7 +21049,7 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
           "and \"\"\".\n"
           "Up, Down and Ctrl-R: history. Tab completes commands, names and values.\n"
           "Ctrl-W, Ctrl-U, Ctrl-K and Alt-D cut, Ctrl-Y and Alt-Y paste. Ctrl-_ undoes. Ctrl-X Ctrl-E opens $EDITOR.\n"
-          "Ctrl-C stops the answer, Ctrl-D exits.\n",
+          "Ctrl-C stops the answer, Ctrl-T only its thinking. Ctrl-D exits.\n",
           stderr);
     return 0;
 }
@@ -20682,8 +21102,20 @@ static int repl_line(struct repl *r, char *line, size_t n) {
     return 0;
 }
 
-/* Runs the dialogue until /quit or the end of input. Returns the exit code. */
-static int repl_run(struct chat *c) {
+/* Says once what becomes of lines that have been pasted where a paste cannot be told from what is typed. */
+static void repl_lines_waiting(struct repl *r) {
+    struct keyboard *kb = &r->editor.keys;
+    if (!kb->plain || r->said_lines) return;
+    while (input_ready() && !input_wait(kb, 0)) continue;
+    const size_t left = arrlenu(kb->in) - kb->in_at;
+    if (!left || (!memchr(kb->in + kb->in_at, '\r', left) && !memchr(kb->in + kb->in_at, '\n', left))) return;
+    note("[more lines wait: each is a message of its own, unless they stand between \"\"\" and \"\"\"]");
+    r->said_lines = true;
+}
+
+/* Runs the dialogue until /quit or the end of input. first (stb_ds): the first message, empty: none. Returns the exit
+ * code. */
+static int repl_run(struct chat *c, const char *first) {
     const char *home = getenv("HOME");
     struct repl r = {.chat = c};
     char *path = NULL, *line = NULL;
@@ -20692,9 +21124,16 @@ static int repl_run(struct chat *c) {
     if (home && *home) sb_printf(&path, "%s/.moe_history", home);
     editor_init(&r.editor, arrlen(path) && term.in_tty ? sb_cstr(&path) : NULL);
     r.editor.complete = repl_complete;
-    if (r.editor.screen) c->keys = &r.editor.keys;
-    c->autosave = r.editor.screen;
+    if (term.in_tty) c->keys = &r.editor.keys;
+    c->autosave = true;
     term.dialogue = true;
+    if (arrlen(first)) {
+        r.editor.prompt = "> ";
+        r.editor.continuation = ". ";
+        if (term.in_tty) print_sent(&r.editor, first, arrlenu(first));
+        repl_send(&r, first, arrlenu(first));
+        chat_autosave(c, false);
+    }
     while (rc != COMMAND_QUIT) {
         interrupted = 0; /* only here, so that a Ctrl-C between Enter and the turn still stops the turn */
         got = editor_read(&r.editor, "> ", ". ", &line);
@@ -20702,13 +21141,14 @@ static int repl_run(struct chat *c) {
         if (got == EDIT_LINE) {
             size_t n = arrlenu(line);
             (void)sb_cstr(&line); /* commands split their arguments in place */
+            repl_lines_waiting(&r);
             rc = repl_line(&r, line, n);
         } else if (!r.hinted) {
             note("(Ctrl-D or /quit to exit)");
             r.hinted = true;
         }
     }
-    if (got == EDIT_EOF && (term.out_tty || term.err_tty)) fputc('\n', term.out_tty ? stdout : stderr);
+    if (got == EDIT_EOF && term.in_tty && (term.out_tty || term.err_tty)) fputc('\n', term.out_tty ? stdout : stderr);
     chat_autosave(c, true);
     term_restore();
     c->keys = NULL;
@@ -22368,7 +22808,7 @@ static bool same_file(const char *a, const char *b) {
 static bool gather_prompt(const struct settings *set, char **out) {
     char *file = NULL;
     bool any = false;
-    if (!term.in_tty && !(set->prompt_file && !strcmp(set->prompt_file, "-"))) {
+    if (!term.in_tty && !set->interactive && !(set->prompt_file && !strcmp(set->prompt_file, "-"))) {
         read_stdin(out);
         drop_newline(out);
         any = arrlen(*out) > 0;
@@ -24509,33 +24949,37 @@ static void banner(const struct engine *e) {
     note("%s; loaded in %.2f s", session_name(&e->session, name), m->load_seconds);
     note("context %s tokens, cache %.1f MiB (%s)", with_commas((uint64_t)e->session.n_ctx, a),
          (double)session_kv_bytes(&e->session) / 0x1p20, kv_names[e->session.r->kv_type]);
-    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D exits");
+    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-T its thinking, Ctrl-D exits");
 }
 
-/* Opens a chat at the terminal. */
-static int answer_chat(struct engine *e) {
+/* Opens a chat; first (stb_ds): its first message, empty: there is none yet. */
+static int answer_chat(struct engine *e, const char *first) {
     char err[ERR_MAX];
     struct chat c;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) die("%s", err);
+    e->set->n_ctx = e->session.n_ctx; /* for /set */
     const char *name = settings_resume(e->set);
     if (name && chat_load(&c, name, err)) die("%s", err);
     banner(e);
     if (name) repl_loaded(&c);
-    const int code = repl_run(&c);
+    const int code = repl_run(&c, first);
     chat_free(&c);
     return code;
+}
+
+/* Whether a chat opens where there is no other mode. */
+static bool chat_wanted(const struct settings *set) {
+    return set->interactive || (term.in_tty && !set->ids && !set->prompt && !set->prompt_file);
 }
 
 /* Without a mode: answers --ids or the prompt, or opens a chat when stdin is a terminal. */
 static int mode_answer(struct engine *e) {
     const struct settings *set = e->set;
     char *text = NULL, err[ERR_MAX];
-    if (!set->ids && !gather_prompt(set, &text)) {
-        if (!term.in_tty) die_usage("no prompt: stdin is empty");
-        if (set->raw) die_usage("--raw needs a prompt: -p, -f or piped stdin");
-        return answer_chat(e);
-    }
-    const int code = answer_prompt(e, text, arrlenu(text), err);
+    const bool chat = chat_wanted(set);
+    if (!set->ids && !gather_prompt(set, &text) && !chat) die_usage("no prompt: stdin is empty");
+    if (chat && set->raw) die_usage("--raw needs a prompt: -p, -f or piped stdin");
+    const int code = chat ? answer_chat(e, text) : answer_prompt(e, text, arrlenu(text), err);
     arrfree(text);
     return code < 0 ? report(err) : code;
 }
@@ -24619,6 +25063,9 @@ static const struct mode *mode_find(const struct settings *s) {
     const char *other = found->option ? found->option : s->raw ? "raw" : s->ids ? "ids" : NULL;
     if (other && settings_resume(s))
         die_usage("--%s and --%s cannot be combined", s->load ? "load" : "continue", other);
+    if (other && s->interactive) die_usage("--interactive and --%s cannot be combined", other);
+    if (s->interactive && s->prompt_file && !strcmp(s->prompt_file, "-"))
+        die_usage("--interactive and -f - cannot be combined: both read stdin");
     return found;
 }
 
@@ -24640,6 +25087,9 @@ static void settings_check(const struct settings *s) {
         die_usage("--compare cannot be combined with -m or --synth: it names both models");
     if (s->model && !s->synth) model_check(s->model);
     for (size_t i = 0; i + 1 < arrlenu(s->compare); i++) model_check(s->compare[i]);
+    if (s->think_budget >= 0 && (s->raw || s->ids))
+        die_usage("--think-budget and --%s cannot be combined: without a template no thinking is known",
+                  s->raw ? "raw" : "ids");
     if (s->logits && s->model && same_file(s->logits, s->model)) die("--logits would replace the model '%s'", s->model);
 }
 
@@ -24662,6 +25112,7 @@ static int run(struct settings *set) {
     settings_read_system(set);
     if (!set->n_ctx) set->n_ctx = mode->default_ctx;
     if (mode->needs == NEEDS_NOTHING) return mode->run(&e);
+    if (!mode->option && term.in_tty && chat_wanted(set)) term_hold();
     if (mode->needs == NEEDS_MODEL) engine_load(&e, set, true);
     else engine_open(&e, set);
     const int code = mode->run(&e);

@@ -6519,6 +6519,7 @@ struct cuda {
     int l2_bytes;      /* of its second-level cache */
     int device, n_sm;  /* number of the GPU; its multiprocessors */
     int sharers;       /* ranks on the same GPU */
+    size_t reserve;    /* bytes to leave free, of this rank's part of it */
     int reduce_blocks; /* blocks of an all-reduce by our own kernel at most, the same for all ranks */
     bool fuses_norms;  /* kernels make the norms that they read; bench_decode.cu switches it off */
     enum launching launching;
@@ -8638,6 +8639,15 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
  * see what context fits beside the weights, allocate, link the ranks.
  * ============================================================================================================ */
 
+/* Frees the recordings of passes: they have addresses of the cache. */
+static void graphs_free(struct cuda *c) {
+    for (auto &of_pass : c->graph)
+        for (cudaGraphExec_t &graph : of_pass) {
+            if (graph) cudaGraphExecDestroy(graph);
+            graph = NULL;
+        }
+}
+
 /* Waits for the GPU and for the other ranks, and frees everything; also what a start that failed has left. */
 static void cuda_close(struct rank *r) {
     struct cuda *c = r->cuda;
@@ -8645,19 +8655,19 @@ static void cuda_close(struct rank *r) {
     cudaSetDevice(r->cuda->device);
     if (c->stream) cudaStreamSynchronize(c->stream);
     rank_barrier(r); /* nobody writes to this rank's memory any more */
-    for (auto &of_pass : c->graph)
-        for (cudaGraphExec_t graph : of_pass)
-            if (graph) cudaGraphExecDestroy(graph);
+    graphs_free(c);
 #ifdef HAVE_NCCL
     if (c->comm) ncclCommDestroy(c->comm); /* after the graphs: it waits for those that recorded its calls */
 #endif
     for (size_t i = 0; i < arrlenu(r->owned); i++) cudaFree(r->owned[i]);
+    for (size_t i = 0; i < arrlenu(r->owned_state); i++) cudaFree(r->owned_state[i]);
     for (size_t i = 0; i < arrlenu(c->pinned); i++) cudaFreeHost(c->pinned[i]);
     for (struct staging &s : c->staging) staging_free(&s);
     for (struct staging &s : c->sent) staging_free(&s);
     if (c->token_ready) cudaEventDestroy(c->token_ready);
     if (c->stream) cudaStreamDestroy(c->stream);
     arrfree(r->owned);
+    arrfree(r->owned_state);
     arrfree(c->pinned);
     hmfree(c->copies);
     free(c);
@@ -8666,6 +8676,8 @@ static void cuda_close(struct rank *r) {
     free(r->tokens);
     r->cuda = NULL;
 }
+
+static bool cuda_resize(struct rank *r, int n_ctx, char *err);
 
 #define CUDA_OP(type, name, params, args) cuda_##name,
 static const struct ops cuda_ops = {OPS(CUDA_OP)};
@@ -8849,6 +8861,20 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     s->stats = o->stats;
 }
 
+/* Whether the indexers can choose among the keys of such a context; if not, why says so. */
+static bool index_fits(const struct model *m, int n_ctx, char *why) {
+    for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *layer = &m->layers[il];
+        const int lists = attn_lists(&layer->attn);
+        if (!(layer->has & HAS_INDEXER) || index_scores_of(layer, n_ctx) <= INDEX_SCORES / lists) continue;
+        snprintf(why, ERR_MAX,
+                 "a context of %d tokens: an indexer on a GPU chooses among %d scores at most, for each of %d lists",
+                 n_ctx, INDEX_SCORES / lists, lists);
+        return false;
+    }
+    return true;
+}
+
 /* Tokens of a forward and of the context that fit beside the weights, the same for all ranks. */
 static void rank_fit(struct rank *r, const struct cuda_options *o) {
     const struct model *m = r->m;
@@ -8870,15 +8896,9 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
         rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB%s",
                   (double)free / 0x1p30, (double)r->bytes / 0x1p30,
                   m->n_prediction ? "; --spec-type none leaves out the prediction layer" : "");
-    for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
-        const struct layer *layer = &m->layers[il];
-        const int lists = attn_lists(&layer->attn);
-        if ((layer->has & HAS_INDEXER) && index_scores_of(layer, r->n_ctx) > INDEX_SCORES / lists)
-            rank_fail(r,
-                      "a context of %d tokens: an indexer on a GPU chooses among %d scores at most, for each of %d "
-                      "lists; use a smaller -c",
-                      r->n_ctx, INDEX_SCORES / lists, lists);
-    }
+    char why[ERR_MAX];
+    if (!c->failed && !index_fits(m, r->n_ctx, why)) rank_fail(r, "%s; use a smaller -c", why);
+    c->reserve = o->reserve / sharers;
     rank_agree(r);
     c->sizes.chunk = r->chunk;
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
@@ -8927,7 +8947,10 @@ static void rank_allocate(struct rank *r) {
         c->freq[i] = (const float *)cuda_vector(r, m->ropes[i].freq, m->ropes[i].freq,
                                                 (size_t)m->ropes[i].dim / 2 * sizeof(float), "activations");
     uint8_t *cache = (uint8_t *)cuda_memory(r, cache_layout(r, NULL), "the KV cache");
-    if (cache) cache_layout(r, cache);
+    if (cache) {
+        cache_layout(r, cache);
+        arrput(r->owned_state, arrpop(r->owned));
+    }
 #define ALLOCATE(field, type, count) c->field = (type *)activations(r, sizeof(type) * (count));
     GPU_BUFFERS(ALLOCATE)
 #undef ALLOCATE
@@ -8949,6 +8972,42 @@ static void rank_allocate(struct rank *r) {
     memcpy(r->act, c->x32, sizeof r->act);
     c->x_first = c->x32[A_X];
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
+}
+
+static bool cuda_resize(struct rank *r, int n_ctx, char *err) {
+    struct cuda *c = r->cuda;
+    const int before = r->n_ctx;
+    const size_t had = cache_layout(r, NULL);
+    void *cache = NULL;
+    if (n_ctx == before) return true;
+    if (!index_fits(r->m, n_ctx, err)) return false;
+    cuda_sync(r, "a forward pass");
+    r->n_ctx = n_ctx;
+    size_t bytes = cache_layout(r, NULL);
+    const size_t room = rank_facts(r).free / (size_t)c->sharers + had;
+    bool done = room >= bytes + c->reserve;
+    if (done) {
+        graphs_free(c);
+        cudaFree(r->owned_state[0]);
+        done = cudaMalloc(&cache, bytes + 256) == cudaSuccess;
+        if (!done) errors_clear();
+        if (!done && cudaMalloc(&cache, had + 256) != cudaSuccess)
+            rank_fatal("the memory of the KV cache is lost: another program took it");
+        r->owned_state[0] = cache;
+    }
+    if (!done) {
+        snprintf(err, ERR_MAX, "%s: the cache takes %.2f GiB, and there is room for %.2f GiB", r->name,
+                 (double)bytes / 0x1p30, (double)(room > c->reserve ? room - c->reserve : 0) / 0x1p30);
+        r->n_ctx = before;
+        bytes = had;
+    }
+    if (cache) {
+        CUDA_OK(r, cudaMemsetAsync(cache, 0, bytes + 256, c->stream), "clearing memory");
+        cache_layout(r, (uint8_t *)cache);
+        cuda_sync(r, "clearing memory");
+    }
+    r->kv_bytes = state_bytes(r->m, r->kv_type, (size_t)r->n_ctx);
+    return done;
 }
 
 /* The steps of a start. 0, or -1 with a message and nothing held. */

@@ -434,7 +434,7 @@ static void test_cli_llama(void) {
 static bool names_counted(const struct settings *s, char **argv) {
     (void)argv;
     return s->n_predict == 16 && s->n_ctx == 4096 && s->seed == 7 && s->temp == 1.5 && !s->greedy && s->kv == KV_FP8 &&
-           s->think == THINK_OFF && s->cpu && s->raw && !strcmp(s->prompt, "a\nb\\x41A") && !strcmp(s->system, "-st") &&
+           s->think_budget == 0 && s->cpu && s->raw && !strcmp(s->prompt, "a\nb\\x41A") && !strcmp(s->system, "-st") &&
            !strcmp(s->model, "x");
 }
 

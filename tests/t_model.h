@@ -1166,6 +1166,7 @@ static void note_call(void (*body)(void *)) { (void)body; }
         const struct sampling *: note_sampling,  \
         const int32_t *: note_ids,               \
         bool *: note_out,                        \
+        char *: note_out,                        \
         int32_t *: note_out,                     \
         uint8_t *: note_out,                     \
         float *: note_out,                       \

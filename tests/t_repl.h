@@ -24,7 +24,7 @@ struct vt_table {
     } * clusters; /* stb_ds: several code points that a third terminal draws in one place, with its columns */
 };
 
-/* Just what the editor uses: printing with deferred wrap, CR LF, CSI A B C D H J, ESC 7 8, modes ignored. Cells hold a
+/* Just what the editor uses: printing with deferred wrap, BS CR LF, CSI A B C D H J, ESC 7 8, modes ignored. Cells hold a
  * cluster; the second column of a wide one holds "\1". Rows that wrapped are joined and wrapped anew when the width
  * changes. */
 struct vt {
@@ -154,6 +154,8 @@ static void vt_byte(struct vt *v, char ch) {
     } else if (b == '\n') {
         vt_line_feed(v);
         v->pending = false;
+    } else if (b == '\b') {
+        v->c -= v->c > 0;
     } else if (b >= 32) {
         vt_code_point(v, &ch, 1);
     }
@@ -234,10 +236,12 @@ static bool pty_over(const struct pty *p) {
     return p->ended && poll(&f, 1, 0) <= 0;
 }
 
-/* fn(arg) runs in the child, or argv is executed. term: TERM. */
+/* fn(arg) runs in the child, or argv is executed, with the tests' directory as its home: history and saved conversations
+ * go there. terminal: TERM; NULL: it is not set. */
 static bool pty_start(struct pty *p, int rows, int cols, const char *terminal, void (*fn)(const char *),
                       const char *arg, char **argv) {
     struct winsize w = {.ws_row = (unsigned short)rows, .ws_col = (unsigned short)cols};
+    char home[PATH_MAX];
     memset(p, 0, sizeof *p);
     if (!CHECK(!openpty(&p->master, &p->slave, NULL, NULL, &w), "%s", strerror(errno))) return false;
     tcgetattr(p->slave, &p->mode);
@@ -251,9 +255,13 @@ static bool pty_start(struct pty *p, int rows, int cols, const char *terminal, v
         for (int sig = 1; sig < 32; sig++) signal(sig, SIG_DFL); /* whatever started the tests ignores */
         /* as a script's background job hands it on; at a terminal Ctrl-C works all the same */
         signal(SIGINT, SIG_IGN);
-        setenv("TERM", terminal, 1);
-        if (argv) execv(argv[0], argv);
-        else fn(arg);
+        if (terminal) setenv("TERM", terminal, 1);
+        else unsetenv("TERM");
+        if (argv && realpath(test_dir(), home)) {
+            setenv("HOME", home, 1);
+            execv(argv[0], argv);
+        }
+        if (fn) fn(arg);
         _exit(99);
     }
     return CHECK(p->pid > 0, "fork: %s", strerror(errno));
@@ -1252,26 +1260,213 @@ static void test_repl_restore(void) {
     editor_end(&p);
 }
 
+/* ---- terminals without an editor ---- */
+
+static void editor_simple_child(const char *history) {
+    setenv("NO_COLOR", "1", 1);
+    term.simple = true;
+    editor_serve(history, editor_words);
+}
+
+static const struct {
+    const char *name, *terminal;
+    void (*child)(const char *history);
+} plain_terminals[] = {{"TERM=dumb", "dumb", editor_child},
+                       {"without TERM", NULL, editor_child},
+                       {"TERM empty", "", editor_child},
+                       {"--simple-io", "xterm", editor_simple_child}};
+
+enum { PLAIN_TERMINALS = sizeof plain_terminals / sizeof *plain_terminals };
+
+static bool plain_start(struct pty *p, int i) {
+    return pty_start(p, 24, 80, plain_terminals[i].terminal, plain_terminals[i].child, NULL, NULL) && EXPECT(p, "> ");
+}
+
+/* Ends the editor: nothing that it wrote is an escape sequence. */
+static void plain_end(struct pty *p, int i) {
+    pty_send(p, "\4");
+    EXPECT(p, "=EOF");
+    CHECK(!memchr(p->log, 27, arrlenu(p->log)), "%s: an escape sequence", plain_terminals[i].name);
+    CHECK_INT(pty_end(p), 7, "the exit code");
+}
+
 static void test_repl_dumb(void) {
+    for (int i = 0; i < PLAIN_TERMINALS; i++) {
+        struct pty p;
+        if (!plain_start(&p, i)) return;
+        pty_send(&p, "plain \xc3\xbc\xff\n");
+        EXPECT(&p, "plain \xc3\xbc\xef\xbf\xbd\r\n=plain \xc3\xbc\xef\xbf\xbd\r\n"); /* the echo, and what was read */
+        pty_send(&p, "one\\\n");
+        EXPECT(&p, ". ");
+        pty_send(&p, "two\n");
+        EXPECT(&p, "=one\\x0atwo");
+        pty_send(&p, "\"\"\"\na\\\n\nb\"\"\"\n");
+        EXPECT(&p, "=a\\\\x0a\\x0ab");
+        EXPECT(&p, "> ");
+        pty_send(&p, "half\3");
+        EXPECT(&p, "half^C\r\n=INT");
+        EXPECT(&p, "> "); /* a signal between two lines is nobody's */
+        kill(p.pid, SIGINT);
+        EXPECT(&p, "=INT");
+        pty_send(&p, "\32more\r"); /* Ctrl-Z; the child leads an orphaned group, so nothing stops */
+        EXPECT(&p, "=more");
+        plain_end(&p, i);
+    }
+}
+
+/* Lines that are longer than a terminal's own, of bytes and of characters that lie across its limit, come whole, whoever
+ * ends them with what. */
+static void test_repl_dumb_long(void) {
+    static const struct {
+        const char *unit;
+        int n;
+    } t[] = {{"x", 1000},
+             {"x", 4093},
+             {"x", 4096},
+             {"ab", 2100},
+             {"\xc3\xa9", 2100},
+             {"\xe6\x97\xa5", 1400},
+             {"0123456 \xf0\x9f\x91\x8d", 5834}};
+    static const char *const ends[] = {"\r", "\n", "\r\n"};
+    for (int i = 0; i < PLAIN_TERMINALS; i++) {
+        struct pty p;
+        if (!plain_start(&p, i)) return;
+        for (size_t k = 0; k < sizeof t / sizeof *t; k++) {
+            char *line = NULL, *want = NULL;
+            sb_puts(&line, k & 1 ? "a" : "");
+            for (int j = 0; j < t[k].n; j++) sb_puts(&line, t[k].unit);
+            sb_printf(&want, "=%sEND\r\n", sb_cstr(&line));
+            sb_puts(&line, "END");
+            sb_puts(&line, ends[k % 3]);
+            pty_send_n(&p, line, arrlenu(line));
+            CHECK(pty_expect(&p, sb_cstr(&want)), "%s: a line of %td bytes is not whole", plain_terminals[i].name,
+                  arrlen(line));
+            arrfree(line);
+            arrfree(want);
+        }
+        plain_end(&p, i);
+    }
+}
+
+/* Who types may read nothing before all is typed, and the next lines wait. */
+static void test_repl_dumb_blind(void) {
     struct pty p;
-    if (!pty_start(&p, 24, 80, "dumb", editor_child, NULL, NULL)) return;
+    char *line = NULL;
+    if (!plain_start(&p, 0)) return;
+    for (int i = 0; i < 30000; i++) sb_puts(&line, "0123456789");
+    sb_puts(&line, "END\rnext\rlast\r");
+    fcntl(p.master, F_SETFL, O_NONBLOCK);
+    const double end = now_seconds() + PTY_SECONDS;
+    for (size_t at = 0; at < arrlenu(line);) {
+        struct pollfd f = {.fd = p.master, .events = POLLOUT};
+        const ssize_t n = poll(&f, 1, 100) > 0 ? write(p.master, line + at, arrlenu(line) - at) : 0;
+        if (n > 0) at += (size_t)n;
+        if (!CHECK(now_seconds() < end, "only %zu of %zu bytes are taken", at, arrlenu(line))) break;
+    }
+    EXPECT(&p, "789END\r\n=0123456789");
+    EXPECT(&p, "789END\r\n");
+    EXPECT(&p, "next\r\n=next");
+    EXPECT(&p, "last\r\n=last");
+    plain_end(&p, 0);
+    arrfree(line);
+}
+
+/* The control characters that work where a terminal edits its lines itself. */
+static void test_repl_dumb_keys(void) {
+    static const char *const t[][2] = {
+        {"abc\177d", "abd"},
+        {"abc\10\10\10\10d", "d"},
+        {"gr\xc3\xbc\xc3\x9f\177\177x", "grx"}, /* whole characters, with the marks on them */
+        {"\xe6\x97\xa5\xe6\x9c\xac\177!", "\xe6\x97\xa5!"},
+        {"ae\xcc\x81\177z", "az"},
+        {"a\xff\xc3\177\177b", "ab"},
+        {"one two  \027three", "one three"},
+        {"gone\025kept", "kept"},
+        {"\001\t\033[A", "\\x01\\x09\\x1b[A"}, /* others are text */
+        {"cut\4 by\4 an old Emacs", "cut by an old Emacs"},
+        {"twice\4\4", "twice"}, /* nothing was typed in between: the text ends, without Enter */
+    };
+    enum { N = sizeof t / sizeof *t };
+    struct pty p;
+    char want[128];
+    if (!plain_start(&p, 0)) return;
+    for (size_t i = 0; i < N; i++) {
+        snprintf(want, sizeof want, "=%s\r\n", t[i][1]);
+        pty_send(&p, t[i][0]);
+        if (i + 1 < N) pty_send(&p, "\r");
+        EXPECT(&p, want);
+    }
+    pty_send(&p, "x\r");
+    EXPECT(&p, "=x");
+    SCREEN(&p, p.vt->r, p.vt->r, 2, ">");
+    pty_send(&p, "\14ab \xe6\x97\xa5\t\1\xc3\xbc|");
+    EXPECT(&p, "|");
+    pty_send(&p, "\177\177\177\177\177");
+    SCREEN(&p, p.vt->r, p.vt->r, 7, "> ^Lab"); /* what is erased is gone from the screen */
+    pty_send(&p, "\025\3");
+    EXPECT(&p, "^U\r\n> ^C\r\n=INT");
     EXPECT(&p, "> ");
-    pty_send(&p, "plain \xc3\xbc\xff\n");
-    EXPECT(&p, "=plain \xc3\xbc\xef\xbf\xbd\r\n");
-    pty_send(&p, "one\\\n");
-    EXPECT(&p, ". ");
-    pty_send(&p, "two\n");
-    EXPECT(&p, "=one\\x0atwo");
-    pty_send(&p, "\"\"\"\na\\\n\nb\"\"\"\n");
-    EXPECT(&p, "=a\\\\x0a\\x0ab");
-    EXPECT(&p, "> "); /* Ctrl-C between two lines is nobody's */
-    pty_send(&p, "half\3");
-    EXPECT(&p, "=INT");
-    CHECK(pty_mode_kept(&p), "a dumb terminal was changed");
-    pty_send(&p, "\4");
-    EXPECT(&p, "=EOF");
-    CHECK(!memchr(p.log, 27, arrlenu(p.log)), "an escape sequence");
-    CHECK_INT(pty_end(&p), 7, "the exit code");
+    CHECK(!pty_mode_kept(&p), "the terminal edits its lines itself");
+    plain_end(&p, 0);
+}
+
+/* A terminal as Emacs makes it: no echo, no character that erases. */
+static void emacs_mode(struct termios *t) {
+    t->c_lflag &= ~(tcflag_t)ECHO;
+    t->c_oflag &= ~(tcflag_t)ONLCR;
+    t->c_cc[VERASE] = t->c_cc[VKILL] = _POSIX_VDISABLE;
+}
+
+static void editor_emacs_child(const char *history) {
+    struct termios t;
+    tcgetattr(0, &t);
+    emacs_mode(&t);
+    tcsetattr(0, TCSANOW, &t);
+    editor_child(history);
+}
+
+static void test_repl_dumb_emacs(void) {
+    struct pty p;
+    if (!pty_start(&p, 24, 80, "dumb", editor_emacs_child, NULL, NULL) || !EXPECT(&p, "> ")) return;
+    emacs_mode(&p.mode);
+    const size_t from = p.log_at;
+    pty_send(&p, "a\177b\025c\n");
+    EXPECT(&p, "=a\\x7fb\\x15c\n> ");
+    CHECK(p.log_at - from == strlen("=a\\x7fb\\x15c\n> "), "something is echoed: %.*s", (int)(p.log_at - from),
+          p.log + from);
+    plain_end(&p, 0);
+}
+
+/* The child: reads only when the terminal has all the bytes that it holds. */
+static void editor_held_child(const char *history) {
+    int n = 0;
+    term_init();
+    term_hold();
+    write_all(1, "=held\n", 6);
+    while (n < 4000 && !ioctl(0, FIONREAD, &n)) poll(NULL, 0, 1);
+    kill(0, SIGTSTP); /* nothing stops: the group is orphaned. The terminal is held all the same */
+    editor_child(history);
+}
+
+/* What is typed before the chat opens is not cut off, and Enter is Enter. */
+static void test_repl_held(void) {
+    static const char *const terminals[] = {"dumb", "xterm"};
+    for (int i = 0; i < 2; i++) {
+        struct pty p;
+        char *line = NULL, *want = NULL;
+        if (!pty_start(&p, 24, 80, terminals[i], editor_held_child, NULL, NULL) || !EXPECT(&p, "=held")) return;
+        for (int k = 0; k < 600; k++) sb_puts(&line, "0123456789");
+        sb_printf(&want, "=%sEND\r\n", sb_cstr(&line));
+        sb_puts(&line, "END\rnext\r");
+        pty_send_n(&p, line, arrlenu(line));
+        CHECK(pty_expect(&p, sb_cstr(&want)), "%s: the line is not whole", terminals[i]);
+        EXPECT(&p, "=next");
+        arrfree(line);
+        arrfree(want);
+        pty_send(&p, "\4");
+        EXPECT(&p, "=EOF");
+        CHECK_INT(pty_end(&p), 7, "the exit code");
+    }
 }
 
 /* ---- the whole program ---- */
@@ -1281,15 +1476,10 @@ static char *moe_argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", NULL};
 #define NEED_MOE() \
     if (access(MOE_BIN, X_OK) || access("build/demo.gguf", R_OK)) SKIP("no " MOE_BIN " or build/demo.gguf")
 
-/* The home directory of the children: their history and saved sessions. */
+/* Opens the chat on a terminal and waits for its prompt. */
 static bool moe_start(struct pty *p, const char *terminal, char **argv) {
-    char home[PATH_MAX], *before = xstrdup(getenv("HOME") ? getenv("HOME") : "/");
-    if (!CHECK(realpath(test_dir(), home), "%s", strerror(errno))) return false;
-    setenv("HOME", home, 1);
-    bool started = pty_start(p, 24, 80, terminal, NULL, NULL, argv);
-    setenv("HOME", before, 1);
-    free(before);
-    return started && EXPECT(p, strcmp(terminal, "dumb") ? "\033[?2004h" : "> ");
+    return pty_start(p, 24, 80, terminal, NULL, NULL, argv) &&
+           EXPECT(p, strcmp(terminal, "dumb") ? "\033[?2004h" : "> ");
 }
 
 static void moe_ask(struct pty *p, const char *line, const char *answer) {
@@ -1328,7 +1518,7 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/set", "temp");
     moe_ask(&p, "/set no-such-option 1", "unknown option 'no-such-option'");
     moe_ask(&p, "/set no-such-option", "unknown option 'no-such-option'");
-    moe_ask(&p, "/set ctx 256", "can only be set on the command line");
+    moe_ask(&p, "/set kv bf16", "can only be set on the command line");
     moe_ask(&p, "/set system x", "/system changes the message");
     moe_ask(&p, "/set top-k 7", "top-k            7       sample from the K most likely tokens\r");
     moe_ask(&p, "/show perhaps", "perhaps");
@@ -1572,6 +1762,55 @@ static void test_moe_typeahead(void) {
     moe_end(&p);
 }
 
+/* /ctx: up, down, too small, too large, and no number; the conversation stays in the cache. */
+static void test_moe_context(void) {
+    NEED_MOE();
+    struct pty p;
+    if (!moe_start(&p, "xterm", moe_argv)) return;
+    moe_ask(&p, "/ctx 64", "[context 64 tokens, cache 0.");
+    moe_ask(&p, "What is 7 squared? One word.", "49");
+    moe_ask(&p, "/ctx 20", "a context of 20 tokens is too small: the conversation takes ");
+    moe_ask(&p, "What is the capital of France, and which river flows through it?", "/ctx N for more tokens");
+    moe_ask(&p, "/ctx 4096", "; the conversation is still in it]");
+    moe_ask(&p, "And 8 squared?", "prompt ");
+    moe_ask(&p, "/regen", "prompt 1 at");
+    moe_ask(&p, "/ctx 200000000", "a context of 200,000,000 tokens does not fit, and that of 4,096 stays: ");
+    moe_ask(&p, "/ctx much", "much");
+    moe_ask(&p, "/ctx -1", "-1");
+    moe_ask(&p, "/set ctx 70000", "is beyond the 65536 that the model was trained for");
+    moe_ask(&p, "/set ctx", "70000");
+    moe_ask(&p, "/ctx 0", "[context 65,536 tokens");
+    moe_ask(&p, "/ctx", " of 65,536 tokens");
+    moe_ask(&p, "/clear", "cleared");
+    moe_ask(&p, "What is 7 squared? One word.", "49");
+    moe_end(&p);
+}
+
+/* Ctrl-T ends the thinking of an answer, on any terminal, and is no key of the next prompt. */
+static void test_moe_answer_now(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", ENDLESS, "--show-think", "off", NULL};
+    for (int dumb = 0; dumb < 2; dumb++) {
+        struct pty p;
+        if (!moe_start(&p, dumb ? "dumb" : "xterm", argv)) return;
+        pty_send(&p, "Tell me a story.\r");
+        if (dumb) EXPECT(&p, "Tell me a story.\r\n");
+        else EXPECT(&p, "  Ctrl-T: answer");
+        pty_send(&p, "/system ab\24");
+        if (!dumb) EXPECT(&p, "\r\033[K"); /* the line of progress is gone */
+        pty_send(&p, "\24c");
+        for (int i = 0; i < 3; i++) pty_pump(&p, 20);
+        pty_send(&p, "\3");
+        EXPECT(&p, "[thinking ended after ");
+        EXPECT(&p, "(Ctrl-T)]");
+        EXPECT(&p, "/system abc");
+        pty_send(&p, "\r");
+        EXPECT(&p, "[system message set]");
+        EXPECT(&p, dumb ? "> " : "\033[?2004h");
+        moe_end(&p);
+    }
+}
+
 /* Names of conversations, what is shown of them, and what a slash means. */
 static void test_moe_conversations(void) {
     NEED_MOE();
@@ -1771,19 +2010,124 @@ static void test_moe_color(void) {
     unsetenv("NO_COLOR");
 }
 
-#define TESTS_REPL                                                                                                 \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},           \
-        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},               \
-        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                        \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                      \
-        {"repl/screen", test_repl_screen}, {"repl/screen-random", test_repl_screen_random},                        \
-        {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, {"repl/wrap", test_repl_wrap},   \
-        {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},      \
-        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/switch", test_repl_switch}, \
-        {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dialogue", test_moe_dialogue},  \
-        {"repl/complete", test_repl_complete}, {"repl/complete-names", test_moe_complete},                         \
-        {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},            \
-        {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                               \
-        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                          \
-        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                          \
+/* ---- chats on terminals without an editor ---- */
+
+/* Whether the conversation that was saved last holds `text`. */
+static bool plain_saved(const char *text) {
+    char path[300], *data = NULL, err[ERR_MAX];
+    snprintf(path, sizeof path, "%s/.moe/last.jsonl", test_dir());
+    const bool has = !read_file(path, &data, err) && strstr(sb_cstr(&data), text);
+    unlink(path);
+    arrfree(data);
+    return has;
+}
+
+/* A chat is saved, and resumed, wherever there is no line editor. */
+static void test_moe_plain(void) {
+    NEED_MOE();
+    static char *simple[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--simple-io", NULL};
+    static char *again[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", "--simple-io", "--continue", NULL};
+    struct pty p;
+    for (int dumb = 0; dumb < 2; dumb++) {
+        char *line = NULL;
+        if (!pty_start(&p, 24, 80, dumb ? "dumb" : "xterm", NULL, NULL, dumb ? moe_argv : simple)) return;
+        EXPECT(&p, "\n> ");
+        sb_puts(&line, "/system ");
+        for (int i = 0; i < 7000; i++) sb_puts(&line, "0123456789");
+        sb_puts(&line, "END\r/system\r");
+        pty_send_n(&p, line, arrlenu(line));
+        EXPECT(&p, "[more lines wait: each is a message of its own");
+        EXPECT(&p, "[system message set]");
+        line[arrlenu(line) - strlen("\r/system\r")] = 0;
+        CHECK(pty_expect(&p, line + strlen("/system ")), "the line is not whole");
+        pty_send(&p, "/system \"\"\r");
+        EXPECT(&p, "removed");
+        pty_send(&p, "What is 7 squared? One word.\r");
+        EXPECT(&p, "49\r\n# ");
+        EXPECT(&p, "> ");
+        CHECK(!memchr(p.log, 27, arrlenu(p.log)), "an escape sequence");
+        moe_end(&p);
+        arrfree(line);
+        if (dumb) CHECK(plain_saved("7 squared"), "the conversation is not saved");
+        else if (pty_start(&p, 24, 80, "xterm", NULL, NULL, again)) {
+            EXPECT(&p, "[loaded 2 messages]");
+            EXPECT(&p, "\n> ");
+            pty_send(&p, "/regen\r");
+            EXPECT(&p, "49\r\n# ");
+            moe_end(&p);
+            CHECK(plain_saved("7 squared"), "the conversation is not saved");
+        }
+    }
+}
+
+/* What is typed during an answer waits, and Ctrl-C stops it. */
+static void test_moe_plain_ahead(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", ENDLESS, NULL};
+    struct pty p;
+    if (!moe_start(&p, "dumb", argv)) return;
+    pty_send(&p, "Tell me a story.\r");
+    EXPECT(&p, "[thinking]\r\n");
+    pty_send(&p, "/syst\3");
+    size_t from = p.log_at;
+    EXPECT(&p, "[stopped");
+    CHECK(!memmem(p.log + from, p.log_at - from, "/syst", 5), "what is typed is echoed into the answer");
+    EXPECT(&p, "> /syst");
+    pty_send(&p, "em kept\r");
+    EXPECT(&p, "[system message set]");
+    EXPECT(&p, "> ");
+    moe_end(&p);
+    CHECK(plain_saved("Tell me a story."), "the conversation is not saved");
+}
+
+/* A chat whose stdin is a pipe: lines of any length, blocks, commands; stdout has the answers alone. */
+static void test_moe_interactive(void) {
+    NEED_MOE();
+    char home[PATH_MAX], command[PATH_MAX + 256], *out = NULL, *said = NULL;
+    if (!CHECK(realpath(test_dir(), home), "%s", strerror(errno))) return;
+    snprintf(command, sizeof command,
+             "{ printf '/system %%070000d\n/system\n/system \"\"\nWhat is 7 squared? \\\\\nOne word.'; } | "
+             "HOME='%s' exec " MOE_BIN " -m build/demo.gguf --greedy -i",
+             home);
+    CHECK_INT(run_command(command, &out, &said), 0, "%s", sb_cstr(&said));
+    CHECK(strstr(sb_cstr(&out), "49") && arrlen(out) < 24, "the answer is '%s'", sb_cstr(&out));
+    CHECK(strspn(strstr(sb_cstr(&said), "[system message set]\n") + 21, "0") == 70000, "the line is not whole");
+    CHECK(plain_saved("What is 7 squared? \\nOne word."), "the conversation is not saved");
+    arrfree(out);
+    arrfree(said);
+    out = said = NULL;
+    snprintf(command, sizeof command,
+             "printf '/regen\n/undo\n/undo\n' | HOME='%s' exec " MOE_BIN " -m build/demo.gguf --greedy -i -q --load "
+             "last -p 'What is 7 squared? One word.'",
+             home);
+    CHECK_INT(run_command(command, &out, &said), 1, "it was deleted");
+    arrfree(said);
+    command[strlen(command) - strlen("--load last -p 'What is 7 squared? One word.'")] = 0;
+    strcat(command, "-p 'What is 7 squared? One word.'");
+    CHECK_INT(run_command(command, &out, &said), 0, "%s", sb_cstr(&said));
+    CHECK_STR(sb_cstr(&out), "49\n49\n", "a first message, and /regen");
+    CHECK_HAS(sb_cstr(&said), "[last turn removed]\nthere is nothing to undo\n", "commands");
+    arrfree(out);
+    arrfree(said);
+}
+
+#define TESTS_REPL                                                                                                   \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
+        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                 \
+        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                          \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
+        {"repl/screen", test_repl_screen}, {"repl/screen-random", test_repl_screen_random},                          \
+        {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, {"repl/wrap", test_repl_wrap},     \
+        {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},        \
+        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/switch", test_repl_switch},   \
+        {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dumb-long", test_repl_dumb_long}, \
+        {"repl/dumb-blind", test_repl_dumb_blind}, {"repl/dumb-keys", test_repl_dumb_keys},                          \
+        {"repl/dumb-emacs", test_repl_dumb_emacs}, {"repl/held", test_repl_held}, {"repl/plain", test_moe_plain},    \
+        {"repl/plain-ahead", test_moe_plain_ahead}, {"repl/interactive", test_moe_interactive},                      \
+        {"repl/ctrl-t", test_moe_answer_now}, {"repl/ctx", test_moe_context}, {"repl/dialogue", test_moe_dialogue},  \
+        {"repl/complete", test_repl_complete}, {"repl/complete-names", test_moe_complete},                           \
+        {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},              \
+        {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \
+        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                            \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                            \
         {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},

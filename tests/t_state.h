@@ -266,6 +266,66 @@ static void test_state_file(void) {
     for (int which = 0; which <= STATE_MODELS; which++) check_file(which);
 }
 
+/* ---- another context ---- */
+
+/* The last rank has no room for 333 tokens. */
+static bool narrow_resize(struct rank *r, int n_ctx, char *err) {
+    if (n_ctx == 333 && r->index == r->pg->n - 1) return fail(err, "narrow"), false;
+    return cpu_resize(r, n_ctx, err);
+}
+
+/* The state moves to a larger context and to one that it fills, and goes on; without room everything is as it was. */
+static void check_resize(struct model *m, const int32_t *ids, int which, enum kv_type kv) {
+    const int *const layout = state_layouts[which % STATE_LAYOUTS];
+    struct session s;
+    struct ops ops[MAX_RANKS];
+    char err[ERR_MAX] = "";
+    int32_t other[120];
+    state_open(&s, m, layout[0], layout[1], kv);
+    for (int i = 0; i < s.pg.n; i++) {
+        ops[i] = *s.pg.ranks[i].ops;
+        ops[i].resize = narrow_resize;
+        s.pg.ranks[i].ops = &ops[i];
+    }
+    const uint64_t before = session_kv_bytes(&s);
+    state_sync(&s, m, ids, 60, 40, 60, "from nothing");
+    for (int i = 60; i < 65; i++) session_decode(&s, ids[i]);
+    CHECK(!session_resize(&s, 400, err) && s.n_ctx == 400 && s.n_past == 65, "%s", err);
+    CHECK(session_kv_bytes(&s) > before, "the cache does not grow");
+    state_sync(&s, m, ids, 75, 0, 10, "in a larger context");
+    CHECK(session_resize(&s, 333, err) && !strcmp(err, "narrow") && s.n_ctx == 400, "'%s'", err);
+    state_sync(&s, m, ids, 78, 0, 3, "without room");
+    CHECK(session_resize(&s, 1 << 28, err) && strstr(err, "GiB") && s.n_ctx == 400, "'%s'", err);
+    CHECK(!session_resize(&s, 80, err) && s.n_ctx == 80 && session_kv_bytes(&s) < before, "%s", err);
+    state_sync(&s, m, ids, 80, 0, 2, "in a context that is full");
+    CHECK(session_sync(&s, ids, 81, 0, err) == SYNC_FAILED && strstr(err, "holds 80"), "'%s'", err);
+    memcpy(other, ids, sizeof other);
+    other[55] ^= 1;
+    if (which < STATE_MODELS) state_sync(&s, m, other, 80, 0, 40, "from a snapshot");
+    CHECK(!session_resize(&s, 200, err), "%s", err);
+    session_truncate(&s, 0);
+    CHECK(!session_resize(&s, 100, err), "%s", err);
+    state_sync(&s, m, other, 90, 0, 90, "from nothing");
+    session_free(&s);
+}
+
+static void test_state_resize(void) {
+    static const char *const others[] = {"deepseek_v32", "deepseek_v3"};
+    struct model m;
+    int32_t ids[120];
+    for (int which = 0; which <= STATE_MODELS; which++) {
+        if (!state_model(&m, ids, 120, which)) return;
+        check_resize(&m, ids, which, KV_F32);
+        model_free(&m);
+    }
+    for (int i = 0; i < 2; i++) {
+        if (!fixture_load(others[i], &m)) return;
+        for (int k = 0; k < 120; k++) ids[k] %= m.n_vocab;
+        check_resize(&m, ids, STATE_MODELS + i, i ? KV_FP8 : KV_BF16);
+        model_free(&m);
+    }
+}
+
 /* ---- windows: rings of rows ---- */
 
 enum { WINDOW_TOKENS = 9000 /* more than two rounds of a ring */ };
@@ -671,6 +731,65 @@ static void test_state_dialogue(void) {
     close(null);
 }
 
+/* A turn of 18 tokens of which the budget ends the thinking. Whatever is drafted, the answer is the one to a prompt that holds
+ * the same thinking; *text: the message, which the caller frees. */
+static void run_ended(const struct model *m, struct settings *set, char **text) {
+    struct session s, fresh;
+    struct chat c;
+    char err[ERR_MAX] = "";
+    const struct sampling o = settings_sampling(set);
+    uint64_t rng = 1;
+    static const char question[] = "What is 7 squared?", end[] = "\n</think>\n\n";
+    if (!dialogue_open(&c, &s, set, m)) return;
+    CHECK(chat_turn(&c, question, strlen(question), err) == TURN_DONE, "%s", err);
+    *text = xstrdup(arrlast(c.messages).content);
+    CHECK(c.last.think_end == THINK_END_BUDGET && c.last.think_tokens == set->think_budget && strstr(*text, end),
+          "after %d tokens of %d: '%s'", c.last.think_tokens, set->think_budget, *text);
+    int32_t *ids = NULL;
+    tokenize(m->vocab, end, strlen(end), NULL, TOKENIZE_CONTROL | TOKENIZE_WITHIN, &ids);
+    int n = c.answer_past + set->think_budget;
+    const int n_end = (int)arrlen(ids);
+    CHECK(n + n_end < s.n_past && !memcmp(s.tokens + n, ids, (size_t)n_end * sizeof *ids), "its end in tokens");
+    n += n_end;
+    session_open_cpu(&fresh, m, 1, 1, (struct cpu_options){&kernels_ref, 2, 2048, KV_F32, false, false});
+    CHECK(n < s.n_past && session_sync(&fresh, s.tokens, n, 0, err) == SYNC_DONE, "%d of %d: %s", n, s.n_past, err);
+    for (; n < s.n_past; n++) {
+        const int32_t id = session_sample(&fresh, &o, &rng);
+        if (!CHECK(id == s.tokens[n], "token %d is %d, behind such a prompt %d", n, s.tokens[n], id)) break;
+        session_decode(&fresh, id);
+    }
+    arrfree(ids);
+    chat_free(&c);
+    session_free(&fresh);
+    session_free(&s);
+}
+
+static void test_state_ended(void) {
+    char path[256];
+    snprintf(path, sizeof path, "%s/think.jinja", test_dir());
+    write_test_file(path, dialogue_template, strlen(dialogue_template));
+    for (int which = 1; which < STATE_MODELS; which++) {
+        struct model m;
+        struct settings set;
+        if (!fixture_load(state_models[which], &m)) break;
+        settings_init(&set);
+        set.greedy = set.mute = true;
+        set.n_predict = 18;
+        set.template_file = xstrdup(path);
+        for (set.think_budget = 0; set.think_budget < 6; set.think_budget += 4) {
+            char *text[2] = {NULL};
+            for (int k = 0; k < 2; k++) {
+                set.draft_min = set.draft_max = 3 * k;
+                run_ended(&m, &set, &text[k]);
+            }
+            CHECK_STR(text[1], text[0], "with drafts");
+            for (int k = 0; k < 2; k++) free(text[k]);
+        }
+        settings_free(&set);
+        model_free(&m);
+    }
+}
+
 /* The same keys are chosen whatever the chunks, also where a chunk begins before top_k tokens and ends behind them, and
  * behind a truncation. Catches keys of an indexer that are not written where all are seen, and choices of another token
  * of the batch. */
@@ -802,12 +921,12 @@ static void test_state_compressed_back(void) {
     model_free(&m);
 }
 
-#define TESTS_STATE                                                                                                  \
-    {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                      \
-        {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                            \
-        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file}, {"state/chat", test_state_chat}, \
-        {"state/dialogue", test_state_dialogue}, {"state/ring", test_state_ring},                                    \
-        {"state/ring-back", test_state_ring_back}, {"state/ring-twice", test_state_ring_twice},                      \
-        {"state/ring-shared", test_state_ring_shared}, {"state/sinks", test_state_sinks},                            \
-        {"state/chosen", test_state_chosen}, {"state/compressed", test_state_compressed},                            \
-        {"state/compressed-back", test_state_compressed_back},
+#define TESTS_STATE                                                                                                    \
+    {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                        \
+        {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                              \
+        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file},                                    \
+        {"state/resize", test_state_resize}, {"state/chat", test_state_chat}, {"state/dialogue", test_state_dialogue}, \
+        {"state/ended", test_state_ended}, {"state/ring", test_state_ring}, {"state/ring-back", test_state_ring_back}, \
+        {"state/ring-twice", test_state_ring_twice}, {"state/ring-shared", test_state_ring_shared},                    \
+        {"state/sinks", test_state_sinks}, {"state/chosen", test_state_chosen},                                        \
+        {"state/compressed", test_state_compressed}, {"state/compressed-back", test_state_compressed_back},

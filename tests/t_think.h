@@ -384,11 +384,13 @@ static struct {
     const struct ops *plain;
     int32_t *ids; /* stb_ds */
     int at, stop; /* Ctrl-C at the choice of this token; -1: never */
+    int answer;   /* Ctrl-T at the choice of this one; 0: never */
 } scripted;
 
 static int script_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
     const int n = scripted.plain->read_tokens(r, chosen, on_device);
     if (scripted.at == scripted.stop) interrupted = 1;
+    if (scripted.answer && scripted.at == scripted.answer) watch.answer_now = true;
     if (CHECK(scripted.at < arrlen(scripted.ids), "more tokens than the script has"))
         chosen[0] = scripted.ids[scripted.at++];
     else interrupted = 1;
@@ -542,6 +544,188 @@ static void test_think_turns(void) {
     CHECK_HAS(x.said[1], "[the model called 'f?', but there are no tools]", "a call");
     CHECK(script_turn(&x, "v", FINAL "A" START "user" MESSAGE, -1) == TURN_DONE && x.c.last.why == STOP_END, "foreign");
     check_answer(&x, "A", "");
+    script_close(&x);
+}
+
+/* ---- thinking that is ended ---- */
+
+/* A template with tags; BOUND stands where the answer begins. */
+#define TAGS_TEMPLATE(thought, bound)                                                                        \
+    "{%- for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}" thought                            \
+    "{{ m.content }}{% else %}{{ m.content }}{% endif %}<|other|>{% endfor %}{% if add_generation_prompt %}" \
+    "assistant:" bound "{% endif %}"
+
+/* Qwen's form, GLM's, and two that drop what was thought: DeepSeek's old and new one. */
+static const char tags_lines[] = TAGS_TEMPLATE("<think>{{ '\\n' + m.reasoning_content + '\\n' }}</think>{{ '\\n\\n' }}",
+                                               "{% if enable_thinking %}<think>{{ '\\n' }}{% endif %}");
+static const char tags_close[] =
+    TAGS_TEMPLATE("<think>{{ m.reasoning_content }}</think>{{ '\\n' }}", "{% if enable_thinking %}<think>{% endif %}");
+static const char tags_lost[] = TAGS_TEMPLATE("", "<think>{{ '\\n' }}");
+static const char tags_tight[] = TAGS_TEMPLATE("", "<think>");
+
+/* x: choices in whose place the end of the thinking goes. */
+static const struct ended {
+    const char *name, *template; /* NULL: with channels */
+    enum think think;
+    int budget, key;
+    const char *said;    /* by the model */
+    const char *content; /* of the message; of one with channels its tokens */
+    int tokens;          /* of thinking; -1: it ended by itself */
+} endings[] = {
+    {"channels, 2", NULL, THINK_AUTO, 2, 0,
+     ANALYSIS "Hmxxxxxxxxxxxxxxxxxx"
+              "A" RETURN,
+     ANALYSIS "Hm" NEXT FINAL "A", 2},
+    {"channels, 0", NULL, THINK_AUTO, 0, 0,
+     ANALYSIS "xxxxxxxxxxxxxxxxxx"
+              "A" RETURN,
+     ANALYSIS NEXT FINAL "A", 0},
+    {"channels, 1, within a character", NULL, THINK_AUTO, 1, 0,
+     ANALYSIS "\303\251xxxxxxxxxxxxxxxxxx"
+              "A" RETURN,
+     ANALYSIS "\303\251" NEXT FINAL "A", 2},
+    {"channels, more than it thinks", NULL, THINK_AUTO, 9, 0, ANALYSIS "Hm" NEXT FINAL "A" RETURN,
+     ANALYSIS "Hm" NEXT FINAL "A", -1},
+    {"channels, a key", NULL, THINK_AUTO, -1, 4,
+     ANALYSIS "Hxxxxxxxxxxxxxxxxxx"
+              "A" RETURN,
+     ANALYSIS "H" NEXT FINAL "A", 1},
+    {"channels, a key before they begin", NULL, THINK_AUTO, -1, 1,
+     ANALYSIS "xxxxxxxxxxxxxxxxxx"
+              "A" RETURN,
+     ANALYSIS NEXT FINAL "A", 0},
+    {"channels, a key in the answer", NULL, THINK_AUTO, -1, 4, FINAL "Abc" RETURN, FINAL "Abc", -1},
+    {"lines, 3", tags_lines, THINK_ON, 3, 0,
+     "Hm."
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\nHm.\n</think>\n\nA", 3},
+    {"lines, 0", tags_lines, THINK_ON, 0, 0,
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\n\n</think>\n\nA", 0},
+    {"lines, 1", tags_lines, THINK_ON, 1, 0,
+     "H"
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\nH\n</think>\n\nA", 1},
+    {"lines, behind a newline", tags_lines, THINK_ON, 2, 0,
+     "H\n"
+     "xxxxxxxxxx"
+     "A" RETURN,
+     "<think>\nH\n</think>\n\nA", 2},
+    {"lines, opened by the model, 0", tags_lines, THINK_AUTO, 0, 0,
+     "<think>"
+     "xxxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\n\n</think>\n\nA", 0},
+    {"lines, opened by the model, 1", tags_lines, THINK_AUTO, 1, 0,
+     "<think>\n"
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\n\n</think>\n\nA", 1},
+    {"lines, a key", tags_lines, THINK_ON, -1, 3,
+     "Hm."
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\nHm.\n</think>\n\nA", 3},
+    {"lines, no thinking", tags_lines, THINK_AUTO, 0, 2, "Answer" RETURN, "Answer", -1},
+    {"no newlines, 2", tags_close, THINK_ON, 2, 0,
+     "Hm"
+     "xxxxxxxxx"
+     "A" RETURN,
+     "<think>\nHm</think>\nA", 2},
+    {"no newlines, 0, by the model", tags_close, THINK_AUTO, 0, 0,
+     "<think>"
+     "xxxxxxxxx"
+     "A" RETURN,
+     "<think></think>\nA", 0},
+    {"dropped, 2", tags_lost, THINK_ON, 2, 0,
+     "Hm"
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\nHm\n</think>\n\nA", 2},
+    {"dropped, 0", tags_lost, THINK_ON, 0, 0,
+     "xxxxxxxxxxx"
+     "A" RETURN,
+     "<think>\n\n</think>\n\nA", 0},
+    {"dropped, without newlines", tags_tight, THINK_ON, 2, 0,
+     "Hm"
+     "xxxxxxxx"
+     "A" RETURN,
+     "<think>\nHm</think>A", 2},
+};
+
+/* A turn whose thinking is ended: its message, what is said of it, and the tokens of the session. */
+static void check_ending(struct script_chat *x, const struct ended *e) {
+    char want[80];
+    x->set.think = e->think;
+    x->set.think_budget = e->budget;
+    scripted.answer = e->key;
+    chat_clear(&x->c);
+    CHECK(script_turn(x, "q", e->said, -1) == TURN_DONE && x->c.last.why == STOP_END, "%s", e->name);
+    CHECK_INT(x->c.last.n_generated, (int)arrlen(scripted.ids) - 1, "%s: tokens", e->name);
+    snprintf(want, sizeof want, "[thinking ended after %d token%s (%s)]", e->tokens, e->tokens == 1 ? "" : "s",
+             e->key ? "Ctrl-T" : "--think-budget");
+    CHECK(!strstr(x->said[1], "thinking ended") == (e->tokens < 0), "%s: '%s'", e->name, x->said[1]);
+    if (e->tokens >= 0) CHECK_HAS(x->said[1], want, "%s", e->name);
+    if (e->template) {
+        CHECK_STR(arrlast(x->c.messages).content, e->content, "%s", e->name);
+        return;
+    }
+    char *text = NULL;
+    for (int i = x->c.answer_past; i < x->s.n_past; i++) {
+        const struct gguf_str b = vocab_bytes(&x->t.v, x->s.tokens[i]);
+        sb_put(&text, b.p, b.n);
+    }
+    CHECK_STR(sb_cstr(&text), e->content, "%s: the tokens", e->name);
+    arrfree(text);
+}
+
+static void test_think_ended(void) {
+    struct script_chat x;
+    const char *template = "";
+    char path[256];
+    bool open = false;
+    snprintf(path, sizeof path, "%s/tags.jinja", test_dir());
+    for (size_t i = 0; i < sizeof endings / sizeof *endings; i++) {
+        if (endings[i].template != template) {
+            if (open) script_close(&x);
+            template = endings[i].template;
+            if (template) write_test_file(path, template, strlen(template));
+            open = script_open(&x, template ? path : OWN_HARMONY);
+            if (!open) return;
+            x.set.quiet = false;
+        }
+        check_ending(&x, &endings[i]);
+    }
+    script_close(&x);
+    scripted.answer = 0;
+}
+
+/* The end of a thinking that -n cuts, and /continue; hidden and shown; a budget of a chat. */
+static void test_think_ended_turns(void) {
+    struct script_chat x;
+    char err[ERR_MAX] = "";
+    if (!script_open(&x, OWN_HARMONY)) return;
+    x.set.show_think = SHOW_ON;
+    CHECK(!chat_set(&x.c, "think-budget", "2", err), "%s", err);
+    x.set.n_predict = 6; /* 3 tokens of the header, 2 of thinking */
+    CHECK(script_turn(&x, "q", ANALYSIS "Hmxxx", -1) == TURN_DONE && x.c.last.why == STOP_LENGTH, "-n");
+    x.set.n_predict = -1;
+    CHECK(script_turn(&x, "", START "assistant" FINAL "A" RETURN, -1) == TURN_DONE, "/continue");
+    check_answer(&x, "A", "Hm");
+    CHECK(script_turn(&x, NULL,
+                      ANALYSIS "So"
+                               "xxxxxxxxxxxxxxxxxx"
+                               "B" RETURN,
+                      -1) == TURN_DONE,
+          "/regen");
+    check_answer(&x, "B", "So");
+    CHECK_STR(x.said[0], "[thinking]\nSo\n[answer]\nB\n", "shown");
+    CHECK(!chat_set(&x.c, "think-budget", "-1", err), "%s", err);
+    CHECK(script_turn(&x, NULL, ANALYSIS "Hm. So." NEXT FINAL "C" RETURN, -1) == TURN_DONE, "without a budget");
+    check_answer(&x, "C", "Hm. So.");
     script_close(&x);
 }
 
@@ -716,5 +900,6 @@ static void test_think_official(void) {
 #define TESTS_THINK                                                                                                  \
     {"think/streams", test_think_streams}, {"think/header", test_think_header}, {"think/styles", test_think_styles}, \
         {"think/formats", test_think_formats}, {"think/tags", test_think_tags}, {"think/turns", test_think_turns},   \
+        {"think/ended", test_think_ended}, {"think/ended-turns", test_think_ended_turns},                            \
         {"think/saved", test_think_saved}, {"think/off", test_think_off}, {"think/quoted", test_think_quoted},       \
         {"think/history", test_think_history}, {"think/official", test_think_official},
