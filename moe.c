@@ -4019,21 +4019,29 @@ enum tv_kind {
     TV_INT,
     TV_FLOAT,
     TV_STR,
-    TV_LIST, /* also a range, or the keys, values or items of a dictionary */
+    TV_LIST,
     TV_TUPLE,
-    TV_GEN, /* a generator: always true, without a length, used up by the first loop over it */
+    TV_RANGE, /* with all its elements; list.range says what it was made of */
+    TV_VIEW,  /* keys(), values() or items() of a dictionary */
+    TV_GEN,   /* a generator: always true, without a length, used up by the first loop over it */
     TV_DICT,
     TV_NAMESPACE, /* the only value whose members can be assigned to */
     TV_FUNC,
     TV_MACRO,
+    TV_CYCLER,
+    TV_JOINER,
     TV_LOOP
 };
+
+/* What a dictionary is asked for, and the forms of views and tuples (tv.form). */
+enum { DICT_KEYS = 1, DICT_VALUES, DICT_ITEMS, DICT_ITEMS_FILTER, TUPLE_GROUP };
 
 /* A template value. */
 struct tv {
     uint8_t kind;
-    bool data;   /* made from data: all that it prints, punctuation included, is ORIGIN_DATA */
-    bool markup; /* a string from `safe` or `escape`: + escapes the other operand */
+    bool data;    /* made from data: all that it prints, punctuation included, is ORIGIN_DATA */
+    bool markup;  /* a string from `safe` or `escape`: + escapes the other operand */
+    uint8_t form; /* TV_VIEW: DICT_KEYS, DICT_VALUES or DICT_ITEMS; a tuple of groupby: TUPLE_GROUP */
     union {
         int64_t i; /* TV_BOOL too */
         double f;
@@ -4041,9 +4049,10 @@ struct tv {
         const struct func *func;
         const struct macro *macro;
         struct loop *loop;
-        struct {              /* TV_STR */
-            const char *s;    /* (n); TV_UNDEF: the message for using the value, with a NUL */
-            const uint8_t *o; /* (n) ORIGIN_* of every byte */
+        struct cycler *cycler; /* TV_CYCLER, TV_JOINER */
+        struct {               /* TV_STR */
+            const char *s;     /* (n); TV_UNDEF: the message for using the value, with a NUL */
+            const uint8_t *o;  /* (n) ORIGIN_* of every byte */
             size_t n;
         };
     };
@@ -4053,12 +4062,19 @@ struct tv {
 struct list {
     struct tv *v;
     size_t n, cap;
+    int64_t range[3]; /* TV_RANGE: start, stop, step */
+};
+
+/* A cycler and its position; a joiner, whose only item is the separator: at = 1 once it was called. */
+struct cycler {
+    struct list items;
+    size_t at;
 };
 
 /* The arguments of a call. */
 struct args {
     struct list pos, kw; /* positional arguments; keyword arguments, a dictionary */
-    struct tv v[4];      /* by the parameters of the function; TV_ABSENT where not passed */
+    struct tv v[5];      /* by the parameters of the function; TV_ABSENT where not passed */
     int mode;            /* builtin.mode */
     const char *name;    /* of the function, for messages */
 };
@@ -4262,8 +4278,9 @@ static const char *tv_type(struct tv v) {
     static const char *const name[] = {
         [TV_ABSENT] = "",       [TV_UNDEF] = "Undefined", [TV_NONE] = "NoneType",   [TV_BOOL] = "bool",
         [TV_INT] = "int",       [TV_FLOAT] = "float",     [TV_STR] = "str",         [TV_LIST] = "list",
-        [TV_TUPLE] = "tuple",   [TV_GEN] = "generator",   [TV_DICT] = "dict",       [TV_NAMESPACE] = "Namespace",
-        [TV_FUNC] = "function", [TV_MACRO] = "Macro",     [TV_LOOP] = "LoopContext"};
+        [TV_TUPLE] = "tuple",   [TV_RANGE] = "range",     [TV_VIEW] = "dict view",  [TV_GEN] = "generator",
+        [TV_DICT] = "dict",     [TV_FUNC] = "function",   [TV_MACRO] = "Macro",     [TV_NAMESPACE] = "Namespace",
+        [TV_CYCLER] = "Cycler", [TV_JOINER] = "Joiner",   [TV_LOOP] = "LoopContext"};
     return name[v.kind];
 }
 
@@ -4282,7 +4299,7 @@ static bool tv_truthy(struct tv v) {
     if (v.kind == TV_UNDEF || v.kind == TV_NONE) return false;
     if (tv_number(v)) return tv_double(v) != 0;
     if (v.kind == TV_STR) return v.n != 0;
-    return !(v.kind == TV_LIST || v.kind == TV_TUPLE || v.kind == TV_DICT) || v.list->n;
+    return !(v.kind >= TV_LIST && v.kind <= TV_DICT && v.kind != TV_GEN) || v.list->n;
 }
 
 /* ---- code points ---- */
@@ -4458,6 +4475,14 @@ static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) 
     list_push(j, d, v);
 }
 
+/* Whether an element of the list equals v. */
+static bool list_contains(struct job *j, const struct list *l, struct tv v) {
+    job_charge(j, l->n);
+    for (size_t i = 0; i < l->n; i++)
+        if (tv_eq(j, l->v[i], v)) return true;
+    return false;
+}
+
 /* Python's a == b. */
 static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     if (a.kind == TV_STR && b.kind == TV_STR) {
@@ -4468,13 +4493,15 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b) {
     if (tv_number(a) && tv_number(b)) return number_order(a, b) == 0;
     if (a.kind != b.kind) return false;
     if (a.kind == TV_UNDEF || a.kind == TV_NONE || a.list == b.list) return true;
-    if ((a.kind != TV_LIST && a.kind != TV_TUPLE && a.kind != TV_DICT) || a.list->n != b.list->n) return false;
+    if (a.kind < TV_LIST || a.kind > TV_DICT || a.kind == TV_GEN || a.list->n != b.list->n) return false;
+    if (a.kind == TV_VIEW && (a.form == DICT_VALUES || a.form != b.form)) return false;
     bool eq = true, dict = a.kind == TV_DICT;
     job_enter(j);
     job_charge(j, a.list->n);
     for (size_t i = 0; eq && i < a.list->n; i += dict ? 2 : 1) {
         struct tv *v = dict ? dict_find(j, b.list, a.list->v[i]) : &b.list->v[i];
-        eq = v && tv_eq(j, a.list->v[dict ? i + 1 : i], *v);
+        if (a.kind == TV_VIEW) eq = list_contains(j, b.list, a.list->v[i]); /* keys and items compare as sets */
+        else eq = v && tv_eq(j, a.list->v[dict ? i + 1 : i], *v);
     }
     j->depth--;
     return eq;
@@ -4505,7 +4532,7 @@ static bool tv_less(struct job *j, struct tv a, struct tv b) {
 /* The elements that a loop over v sees. They must not be modified: the list may be v's own. Uses up a generator. */
 static struct list *tv_iter(struct job *j, struct tv v) {
     int32_t cp;
-    if (v.kind == TV_LIST || v.kind == TV_TUPLE) return v.list;
+    if (v.kind >= TV_LIST && v.kind <= TV_VIEW) return v.list;
     struct list *l = job_alloc(j, sizeof *l);
     if (v.kind == TV_GEN) {
         *l = *v.list;
@@ -4559,7 +4586,8 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &cp);
         int c = utf8proc_category(cp);
-        bool hidden = st->json ? cp < ' ' || (st->ascii && cp > 0x7e) : (c >= UTF8PROC_CATEGORY_ZS && cp != ' ') || !c;
+        bool hidden = st->json ? cp < ' ' : (c >= UTF8PROC_CATEGORY_ZS && cp != ' ') || !c;
+        hidden |= st->ascii && cp > 0x7e;
         const char *esc = cp && cp < 0x80 ? strchr(plain, cp) : NULL;
         if (esc && esc >= plain + 4 && !st->json) esc = NULL; /* repr() has no \b, \f and \" */
         if (!esc && !hidden && cp != quote) continue;
@@ -4598,8 +4626,10 @@ static void write_newline(struct job *j, struct buf *b, const struct style *st, 
 
 /* Appends a container other than a generator. `origin` is that of its punctuation. */
 static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
+    static const char *const view[] = {[DICT_KEYS] = "keys", [DICT_VALUES] = "values", [DICT_ITEMS] = "items"};
     bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
     const char *brackets = dict ? "{}" : "[]";
+    if (v.kind == TV_VIEW) buf_printf(j, b, origin, "dict_%s(", view[v.form]);
     if (tuple) brackets = "()";
     struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
     for (size_t i = 1; dict && i < v.list->n; i += 2) list_push(j, &values, v.list->v[i]);
@@ -4628,7 +4658,17 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
     if (tuple && keys->n == 1) buf_fill(j, b, ",", 1, origin);
     if (keys->n) write_newline(j, b, st, level, origin);
     buf_fill(j, b, brackets + 1, 1, origin);
+    if (v.kind == TV_VIEW) buf_fill(j, b, ")", 1, origin);
 }
+
+/* Appends a range as repr() does. */
+static void write_range(struct job *j, struct buf *b, const int64_t r[3], int origin) {
+    buf_printf(j, b, origin, "range(%lld, %lld", (long long)r[0], (long long)r[1]);
+    if (r[2] != 1) buf_printf(j, b, origin, ", %lld", (long long)r[2]);
+    buf_fill(j, b, ")", 1, origin);
+}
+
+static struct tv macro_name(const struct macro *m);
 
 /* Appends a value in a style. What is added to data is data; else it has `origin`, which is that of the container. */
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
@@ -4636,7 +4676,7 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
     char num[40];
     if (v.data) origin = ORIGIN_DATA;
     job_enter(j);
-    if (st->json && (v.kind == TV_UNDEF || (v.kind >= TV_GEN && v.kind != TV_DICT)))
+    if (st->json && (v.kind == TV_UNDEF || (v.kind >= TV_RANGE && v.kind != TV_DICT)))
         job_fail(j, "Object of type %s is not JSON serializable", tv_type(v));
     switch (v.kind) {
     case TV_STR: write_quoted(j, b, v, st, origin); break;
@@ -4651,7 +4691,15 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
         break;
     case TV_LIST:
     case TV_TUPLE:
+    case TV_VIEW:
     case TV_DICT: write_items(j, b, v, st, level, origin); break;
+    case TV_RANGE: write_range(j, b, v.list->range, origin); break;
+    case TV_MACRO:
+        buf_printf(j, b, origin, "<Macro ");
+        if (macro_name(v.macro).n) write_quoted(j, b, macro_name(v.macro), st, origin);
+        else buf_printf(j, b, origin, "anonymous");
+        buf_printf(j, b, origin, ">");
+        break;
     case TV_NAMESPACE:
         buf_printf(j, b, origin, "<Namespace ");
         write_items(j, b, v, st, level, origin);
@@ -4663,13 +4711,18 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
     j->depth--;
 }
 
+/* Python's repr(v), or with `ascii` its ascii(v). */
+static struct tv tv_repr(struct job *j, struct tv v, bool ascii) {
+    struct style st = {.ascii = ascii, .comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
+    struct buf b = {0};
+    tv_write(j, &b, v, &st, 0, ORIGIN_TEMPLATE);
+    return buf_str(&b);
+}
+
 /* Python's str(v). A string stays as it is; an undefined value is empty. */
 static struct tv tv_str(struct job *j, struct tv v) {
-    struct style st = {.comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
-    struct buf b = {0};
     if (v.kind == TV_STR) return v;
-    if (v.kind != TV_UNDEF) tv_write(j, &b, v, &st, 0, ORIGIN_TEMPLATE);
-    return buf_str(&b);
+    return v.kind == TV_UNDEF ? tv_lit(j, "") : tv_repr(j, v, false);
 }
 
 /* str(v) as markup, with & < > ' and " escaped, unless it is markup already. */
@@ -5091,11 +5144,7 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
     if (in.kind == TV_STR && x.kind != TV_STR)
         job_fail(j, "'in <string>' requires string as left operand, not %s", tv_type(x));
     if (in.kind == TV_STR) return str_find(j, in, x, false) >= 0;
-    const struct list *l = tv_iter(j, in);
-    job_charge(j, l->n);
-    for (size_t i = 0; i < l->n; i++)
-        if (tv_eq(j, l->v[i], x)) return true;
-    return false;
+    return list_contains(j, tv_iter(j, in), x);
 }
 
 /* a op b, for comparisons. */
@@ -5126,7 +5175,7 @@ static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, 
 /* v[start:stop:step], with TV_NONE for what is left out. Counts code points in strings. */
 static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
     bool str = v.kind == TV_STR;
-    if (!str && v.kind != TV_LIST && v.kind != TV_TUPLE) tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
+    if (!str && !(v.kind >= TV_LIST && v.kind <= TV_RANGE)) tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
     int64_t n = (int64_t)(str ? cp_count(j, v.s, v.n) : v.list->n);
     int64_t step = slice_index(j, by, 0, 1, INT64_MIN, INT64_MAX);
     if (!step) job_fail(j, "slice step cannot be zero");
@@ -5141,6 +5190,10 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
     const struct list *l = tv_iter(j, v);
     struct tv out = tv_list(j, v.kind);
     struct buf b = {0};
+    const int64_t *r = l->range, ends[] = {i, end};
+    for (int k = 0; k < 2 && v.kind == TV_RANGE; k++) out.list->range[k] = r[0] + ends[k] * r[2];
+    if (v.kind == TV_RANGE && __builtin_mul_overflow(r[2], step, &out.list->range[2]))
+        job_fail(j, "integer overflow in the slice of a range");
     for (; step < 0 ? i > end : i < end; i += step) {
         if (str) buf_put(j, &b, l->v[i]);
         else list_push(j, out.list, l->v[i]);
@@ -5153,6 +5206,25 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
 
 static const struct builtin *method_find(struct tv o, struct tv name);
 static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
+static struct tv macro_get(struct job *j, const struct macro *m, struct tv key);
+
+/* A member that is a value: of `loop`, a group of groupby, a range, cycler, joiner or macro. TV_ABSENT: nothing. */
+static struct tv tv_field(struct job *j, struct tv o, struct tv key) {
+    static const char *const range_names[] = {"start", "stop", "step"}, *const group_names[] = {"grouper", "list"};
+    for (int i = 0; i < 3 && o.kind == TV_RANGE; i++)
+        if (tv_is(key, range_names[i])) return tv_int(o.list->range[i]);
+    for (int i = 0; i < 2 && o.kind == TV_TUPLE && o.form == TUPLE_GROUP; i++)
+        if (tv_is(key, group_names[i])) return o.list->v[i];
+    if (o.kind == TV_CYCLER) {
+        if (tv_is(key, "pos")) return tv_int((int64_t)o.cycler->at);
+        if (tv_is(key, "current")) return o.cycler->items.v[o.cycler->at];
+        if (tv_is(key, "items")) return (struct tv){.kind = TV_TUPLE, .list = &o.cycler->items};
+    }
+    if (o.kind == TV_JOINER && tv_is(key, "sep")) return o.cycler->items.v[0];
+    if (o.kind == TV_JOINER && tv_is(key, "used")) return tv_bool(o.cycler->at);
+    if (o.kind == TV_MACRO) return macro_get(j, o.macro, key);
+    return o.kind == TV_LOOP ? loop_get(j, o.loop, key) : (struct tv){0};
+}
 
 /* What Python's getattr finds: a method, a member of a namespace or of `loop`. TV_ABSENT: nothing. */
 static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
@@ -5161,7 +5233,7 @@ static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
     if ((m && !m->fn) || (found && key.n && key.s[0] == '_'))
         return tv_undef(j, "access to attribute '%.*s' of '%s' object is unsafe.", SHOW(key), tv_type(o));
     if (found) return *found;
-    if (!m) return o.kind == TV_LOOP ? loop_get(j, o.loop, key) : (struct tv){0};
+    if (!m) return tv_field(j, o, key);
     struct func *f = job_alloc(j, sizeof *f);
     *f = (struct func){m, o};
     return (struct tv){.kind = TV_FUNC, .func = f};
@@ -5172,7 +5244,7 @@ static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
     bool str = o.kind == TV_STR;
     struct tv *v = o.kind == TV_DICT && key.kind != TV_LIST && key.kind != TV_DICT ? dict_find(j, o.list, key) : NULL;
     if (v) return *v;
-    if (!tv_whole(key) || !(str || o.kind == TV_LIST || o.kind == TV_TUPLE)) return (struct tv){0};
+    if (!tv_whole(key) || !(str || (o.kind >= TV_LIST && o.kind <= TV_RANGE))) return (struct tv){0};
     int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n);
     int64_t i = key.i < 0 ? key.i + n : key.i;
     if (i < 0 || i >= n) return (struct tv){0};
@@ -5498,6 +5570,105 @@ static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
     return buf_str(&b);
 }
 
+enum { JUSTIFY_LEFT, JUSTIFY_RIGHT, JUSTIFY_CENTER, JUSTIFY_ZERO };
+
+/* center, ljust, rjust, zfill. */
+static struct tv f_justify(struct job *j, struct tv self, struct args *a) {
+    struct tv v = tv_str(j, self), fill = tv_lit(j, a->mode == JUSTIFY_ZERO ? "0" : " ");
+    int64_t width = arg_int(j, a, 0, 80), n = (int64_t)cp_count(j, v.s, v.n), pad = width > n ? width - n : 0;
+    int64_t left = a->mode == JUSTIFY_LEFT ? 0 : pad;
+    struct buf b = {0};
+    if (a->v[1].kind) fill = arg_str(j, a, 1);
+    if (cp_count(j, fill.s, fill.n) != 1) job_fail(j, "%s(): the fill is not one character", a->name);
+    if (a->mode == JUSTIFY_CENTER) left = pad / 2 + (pad & width & 1);
+    size_t sign = a->mode == JUSTIFY_ZERO && v.n && (*v.s == '-' || *v.s == '+');
+    buf_put(j, &b, tv_sub(v, 0, sign));
+    buf_put(j, &b, tv_repeat(j, fill, left));
+    buf_put(j, &b, tv_sub(v, sign, v.n));
+    buf_put(j, &b, tv_repeat(j, fill, pad - left));
+    return buf_str(&b);
+}
+
+/* partition and, with mode 1, rpartition. */
+static struct tv f_partition(struct job *j, struct tv v, struct args *a) {
+    struct tv sep = arg_str(j, a, 0), out = tv_list(j, TV_TUPLE);
+    if (!sep.n) job_fail(j, "empty separator");
+    ptrdiff_t at = str_find(j, v, sep, a->mode);
+    size_t cut = at >= 0 ? (size_t)at : a->mode ? 0 : v.n;
+    list_push(j, out.list, tv_sub(v, 0, cut));
+    list_push(j, out.list, at < 0 ? tv_sub(v, 0, 0) : tv_sub(v, cut, cut + sep.n));
+    list_push(j, out.list, tv_sub(v, at < 0 ? cut : cut + sep.n, v.n));
+    return out;
+}
+
+static struct tv f_truncate(struct job *j, struct tv self, struct args *a) {
+    struct tv v = self, end = a->v[2].kind ? arg_str(j, a, 2) : tv_lit(j, "...");
+    if (v.kind != TV_STR) tv_fail(j, v, "truncate: '%s' is not a string", tv_type(v));
+    int64_t length = arg_int(j, a, 0, 255), leeway = arg_int(j, a, 3, 5), n = (int64_t)cp_count(j, v.s, v.n);
+    int64_t keep = length - (int64_t)cp_count(j, end.s, end.n);
+    if (keep < 0)
+        job_fail(j, "truncate: expected length >= %lld, got %lld", (long long)(length - keep), (long long)length);
+    if (leeway < 0) job_fail(j, "truncate: expected leeway >= 0, got %lld", (long long)leeway);
+    if (n - leeway <= length) return v;
+    v = tv_sub(v, 0, cp_offset(v, keep));
+    ptrdiff_t blank = arg_bool(a, 1) ? -1 : str_find(j, v, tv_lit(j, " "), true);
+    return tv_concat(j, blank < 0 ? v : tv_sub(v, 0, (size_t)blank), end);
+}
+
+/* Appends v in percent-encoding. In the parts of a query a blank is + and a slash is encoded. */
+static void url_quote(struct job *j, struct buf *b, struct tv v, bool query) {
+    v = tv_str(j, v);
+    for (size_t i = 0; i < v.n; i++) {
+        uint8_t c = (uint8_t)v.s[i];
+        bool plain = (c < 0x80 && isalnum(c)) || (c && strchr(query ? "_.-~" : "_.-~/", c));
+        if (plain) buf_put(j, b, tv_sub(v, i, i + 1));
+        else if (query && c == ' ') buf_fill(j, b, "+", 1, v.o[i]);
+        else buf_printf(j, b, v.o[i], "%%%02X", c);
+    }
+}
+
+/* Encodes a string, or a mapping or sequence of pairs as a query. */
+static struct tv f_urlencode(struct job *j, struct tv self, struct args *a) {
+    (void)a;
+    struct buf b = {0};
+    bool dict = self.kind == TV_DICT;
+    if (!dict && !tv_listy(self)) {
+        url_quote(j, &b, self, false);
+        return buf_str(&b);
+    }
+    const struct list *l = dict ? self.list : tv_iter(j, self);
+    for (size_t i = 0; i < l->n; i += dict ? 2 : 1) {
+        const struct list *pair = dict ? &(struct list){.v = l->v + i, .n = 2} : tv_iter(j, l->v[i]);
+        if (pair->n != 2) job_fail(j, "urlencode: expected pairs, found %zu values", pair->n);
+        if (i) buf_put(j, &b, tv_lit(j, "&"));
+        url_quote(j, &b, pair->v[0], true);
+        buf_put(j, &b, tv_lit(j, "="));
+        url_quote(j, &b, pair->v[1], true);
+    }
+    return buf_str(&b);
+}
+
+/* Whether a code point is part of a word: a letter, a number or _. */
+static bool cp_word(int32_t cp) {
+    int c = utf8proc_category(cp);
+    return cp == '_' || (c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO) ||
+           (c >= UTF8PROC_CATEGORY_ND && c <= UTF8PROC_CATEGORY_NO);
+}
+
+static struct tv f_wordcount(struct job *j, struct tv self, struct args *a) {
+    (void)a;
+    struct tv v = tv_str(j, self);
+    int64_t count = 0;
+    bool in = false;
+    int32_t cp;
+    for (size_t i = 0; i < v.n;) {
+        i += cp_next(v.s + i, v.n - i, &cp);
+        count += cp_word(cp) && !in;
+        in = cp_word(cp);
+    }
+    return tv_int(count);
+}
+
 enum { STRING_PLAIN, STRING_SAFE, STRING_ESCAPE };
 
 /* string, safe, escape. */
@@ -5611,7 +5782,8 @@ static struct tv f_length(struct job *j, struct tv v, struct args *a) {
     (void)a;
     if (v.kind == TV_STR) return tv_int((int64_t)cp_count(j, v.s, v.n));
     if (v.kind == TV_UNDEF) return tv_int(0);
-    if (v.kind != TV_LIST && v.kind != TV_TUPLE && v.kind != TV_DICT)
+    if (v.kind == TV_LOOP) return loop_get(j, v.loop, tv_lit(j, "length"));
+    if (v.kind < TV_LIST || v.kind > TV_DICT || v.kind == TV_GEN)
         job_fail(j, "object of type '%s' has no len()", tv_type(v));
     return tv_int((int64_t)v.list->n / (v.kind == TV_DICT ? 2 : 1));
 }
@@ -5677,11 +5849,11 @@ static struct tv f_sort(struct job *j, struct tv self, struct args *a) {
     return (struct tv){.kind = TV_LIST, .list = list_sorted(j, l, &keys, arg_bool(a, 0))};
 }
 
-enum { DICT_KEYS = 1, DICT_VALUES, DICT_ITEMS, DICT_ITEMS_FILTER };
-
 /* keys, values, items. */
 static struct tv f_items(struct job *j, struct tv self, struct args *a) {
-    struct tv out = tv_list(j, a->mode == DICT_ITEMS_FILTER ? TV_GEN : TV_LIST);
+    struct tv out = tv_list(j, a->mode == DICT_ITEMS_FILTER ? TV_GEN : TV_VIEW);
+    out.form = (uint8_t)a->mode;
+    out.data = self.data;
     if (self.kind == TV_UNDEF && a->mode == DICT_ITEMS_FILTER) return out;
     if (self.kind != TV_DICT) tv_fail(j, self, "Can only get item pairs from a mapping.");
     for (size_t i = 0; i < self.list->n; i += 2) {
@@ -5696,6 +5868,22 @@ static struct tv f_items(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
+static struct tv f_copy(struct job *j, struct tv self, struct args *a) {
+    (void)a;
+    struct tv out = tv_list(j, TV_DICT);
+    for (size_t i = 0; i < self.list->n; i++) list_push(j, out.list, self.list->v[i]);
+    out.data = self.data;
+    return out;
+}
+
+static struct tv f_fromkeys(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    struct tv out = tv_list(j, TV_DICT);
+    const struct list *l = tv_iter(j, a->v[0]);
+    for (size_t i = 0; i < l->n; i++) dict_set(j, out.list, l->v[i], a->v[1].kind ? a->v[1] : tv_none());
+    return out;
+}
+
 static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
     struct args items = {.mode = DICT_ITEMS};
     struct tv out = f_items(j, self, &items), by = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "key");
@@ -5703,8 +5891,7 @@ static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
     struct list keys = {0};
     for (size_t i = 0; i < out.list->n; i++)
         list_push(j, &keys, sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0)));
-    out.list = list_sorted(j, out.list, &keys, arg_bool(a, 2));
-    return out;
+    return (struct tv){.kind = TV_LIST, .list = list_sorted(j, out.list, &keys, arg_bool(a, 2))};
 }
 
 static struct tv f_get(struct job *j, struct tv self, struct args *a) {
@@ -5766,6 +5953,111 @@ static struct tv f_unique(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
+/* The elements of self in lists of n: the last one filled up with `fill` unless that is None. */
+static struct tv f_batch(struct job *j, struct tv self, struct args *a) {
+    const struct list *l = tv_iter(j, self);
+    struct tv out = tv_list(j, TV_GEN), part = {0};
+    int64_t n = arg_int(j, a, 0, 0);
+    bool fill = a->v[1].kind && a->v[1].kind != TV_NONE;
+    if (n < 1) job_fail(j, "batch: the number of elements must be positive");
+    for (size_t i = 0; i < l->n; i++) {
+        if (i % (size_t)n == 0) list_push(j, out.list, part = tv_list(j, TV_LIST));
+        list_push(j, part.list, l->v[i]);
+    }
+    while (fill && part.kind && part.list->n < (size_t)n) list_push(j, part.list, a->v[1]);
+    return out;
+}
+
+/* The elements of self in n lists, the first ones longer by one; `fill` makes the others as long. */
+static struct tv f_slice(struct job *j, struct tv self, struct args *a) {
+    const struct list *l = tv_iter(j, self);
+    struct tv out = tv_list(j, TV_GEN);
+    int64_t n = arg_int(j, a, 0, 0);
+    bool fill = a->v[1].kind && a->v[1].kind != TV_NONE;
+    if (n < 1) job_fail(j, "slice: the number of slices must be positive");
+    size_t each = l->n / (size_t)n, longer = l->n % (size_t)n, at = 0;
+    for (size_t i = 0; i < (size_t)n; i++) {
+        struct tv part = tv_list(j, TV_LIST);
+        for (size_t k = 0; k < each + (i < longer); k++) list_push(j, part.list, l->v[at++]);
+        if (fill && i >= longer) list_push(j, part.list, a->v[1]);
+        list_push(j, out.list, part);
+    }
+    return out;
+}
+
+/* Groups by an attribute: tuples (grouper, list), sorted by the grouper. */
+static struct tv f_groupby(struct job *j, struct tv self, struct args *a) {
+    const struct list *l = tv_iter(j, self);
+    struct tv out = {.kind = TV_LIST, .list = job_alloc(j, sizeof *out.list)};
+    struct list keys = {0}, at = {0};
+    bool has_default = a->v[1].kind && a->v[1].kind != TV_NONE;
+    for (size_t i = 0; i < l->n; i++) {
+        struct tv key = attribute_path(j, l->v[i], a->v[0]);
+        if (has_default && key.kind == TV_UNDEF) key = a->v[1];
+        list_push(j, &at, key);
+        list_push(j, &keys, key.kind == TV_STR && !arg_bool(a, 2) ? str_case(j, key, CASE_LOWER) : key);
+    }
+    const struct list *items = list_sorted(j, l, &keys, false), *groupers = list_sorted(j, &at, &keys, false);
+    const struct list *sorted = list_sorted(j, &keys, &keys, false);
+    struct tv group = {0};
+    for (size_t i = 0; i < items->n; i++) {
+        if (!i || !tv_eq(j, sorted->v[i - 1], sorted->v[i])) {
+            group = tv_list(j, TV_TUPLE);
+            group.form = TUPLE_GROUP;
+            list_push(j, group.list, groupers->v[i]);
+            list_push(j, group.list, tv_list(j, TV_LIST));
+            list_push(j, out.list, group);
+        }
+        list_push(j, group.list->v[1].list, items->v[i]);
+    }
+    return out;
+}
+
+/* An attribute of a value, and not an element. */
+static struct tv f_attr(struct job *j, struct tv self, struct args *a) {
+    struct tv name = arg_str(j, a, 0), v = tv_member(j, self, name);
+    return v.kind ? v : tv_undef(j, "'%s object' has no attribute '%.*s'", tv_type(self), SHOW(name));
+}
+
+/* name="value" for each item of a mapping. */
+static struct tv f_xmlattr(struct job *j, struct tv self, struct args *a) {
+    struct buf b = {0};
+    if (self.kind != TV_DICT) tv_fail(j, self, "xmlattr: '%s' is not a mapping", tv_type(self));
+    for (size_t i = 0; i < self.list->n; i += 2) {
+        struct tv key = tv_str(j, self.list->v[i]), v = self.list->v[i + 1];
+        if (v.kind == TV_NONE || v.kind == TV_UNDEF) continue;
+        for (size_t k = 0; k < key.n; k++)
+            if (strchr("/>=", key.s[k]) || space_start(key.s + k, key.n - k))
+                job_fail(j, "Invalid character in attribute name: '%.*s'", SHOW(key));
+        if (b.n || !a->v[0].kind || arg_bool(a, 0)) buf_put(j, &b, tv_lit(j, " "));
+        buf_put(j, &b, html_escape(j, key));
+        buf_put(j, &b, tv_lit(j, "=\""));
+        buf_put(j, &b, html_escape(j, v));
+        buf_put(j, &b, tv_lit(j, "\""));
+    }
+    return buf_str(&b);
+}
+
+static struct tv f_filesizeformat(struct job *j, struct tv self, struct args *a) {
+    bool binary = arg_bool(a, 0);
+    double base = binary ? 1024 : 1000, unit = base;
+    const char *prefix = "kMGTPEZY";
+    struct buf b = {0};
+    int origin = tv_has_data(self) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
+    struct tv number = self.kind == TV_STR ? str_number(self) : self;
+    if (!tv_number(number)) tv_fail(j, self, "filesizeformat: '%s' is not a number", tv_type(self));
+    double bytes = tv_double(number);
+    if (bytes == 1) buf_printf(j, &b, origin, "1 Byte");
+    else if (bytes < base) buf_printf(j, &b, origin, "%lld Bytes", (long long)float_int(j, bytes, "filesizeformat"));
+    else {
+        if (!isfinite(bytes)) job_fail(j, "filesizeformat: the number is not finite");
+        for (unit *= base; prefix[1] && bytes >= unit; prefix++) unit *= base;
+        char c = binary && *prefix == 'k' ? 'K' : *prefix;
+        buf_printf(j, &b, origin, "%.1f %c%sB", base * bytes / unit, c, binary ? "i" : "");
+    }
+    return buf_str(&b);
+}
+
 static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct tv sum = a->v[1].kind ? a->v[1] : tv_int(0);
@@ -5782,7 +6074,8 @@ enum {
     OF_DICT = 16,
     OF_LIST = 32,
     OF_TUPLE = 64,
-    OF_LOOP = 128
+    OF_LOOP = 128,
+    OF_CYCLER = 256
 };
 
 static const struct builtin *builtin_find(int where, struct tv name);
@@ -5886,8 +6179,8 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 /* ---- tests ---- */
 
 #define KIND(k)        (1 << TV_##k)
-#define KINDS_SEQUENCE (KIND(LIST) | KIND(TUPLE) | KIND(STR) | KIND(DICT) | KIND(UNDEF))
-#define KINDS_CALLABLE (KIND(FUNC) | KIND(MACRO) | KIND(LOOP) | KIND(UNDEF))
+#define KINDS_SEQUENCE (KIND(LIST) | KIND(TUPLE) | KIND(RANGE) | KIND(STR) | KIND(DICT) | KIND(UNDEF))
+#define KINDS_CALLABLE (KIND(FUNC) | KIND(MACRO) | KIND(LOOP) | KIND(JOINER) | KIND(UNDEF))
 #define KINDS_NUMBER   (KIND(INT) | KIND(FLOAT) | KIND(BOOL))
 
 /* Whether the kind of v is in the set of kinds `mode`. */
@@ -5918,7 +6211,61 @@ static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
     return tv_bool(same && (v.kind != TV_STR || v.n == w.n));
 }
 
+static struct tv t_escaped(struct job *j, struct tv v, struct args *a) {
+    (void)j;
+    (void)a;
+    return tv_bool(v.kind == TV_STR && v.markup);
+}
+
+/* filter, test: whether v is the name of one. */
+static struct tv t_exists(struct job *j, struct tv v, struct args *a) {
+    (void)j;
+    return tv_bool(v.kind == TV_STR && builtin_find(a->mode, v));
+}
+
 /* ---- globals and loop ---- */
+
+static struct tv g_cycler(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    struct cycler *c = job_alloc(j, sizeof *c);
+    if (!a->pos.n) job_fail(j, "at least one item has to be provided");
+    c->items = a->pos;
+    return (struct tv){.kind = TV_CYCLER, .cycler = c};
+}
+
+/* next and, with mode 1, reset. */
+static struct tv l_next(struct job *j, struct tv self, struct args *a) {
+    (void)j;
+    struct cycler *c = self.cycler;
+    if (a->mode) {
+        c->at = 0;
+        return tv_none();
+    }
+    struct tv v = c->items.v[c->at];
+    c->at = (c->at + 1) % c->items.n;
+    return v;
+}
+
+static struct tv g_joiner(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    struct cycler *c = job_alloc(j, sizeof *c);
+    list_push(j, &c->items, a->v[0].kind ? a->v[0] : tv_lit(j, ", "));
+    return (struct tv){.kind = TV_JOINER, .cycler = c};
+}
+
+/* What a joiner gives when it is called: nothing at first, then its separator. */
+static struct tv joiner_call(struct job *j, struct cycler *c) { return c->at++ ? c->items.v[0] : tv_lit(j, ""); }
+
+/* Refuses what has no place in the template of a prompt; the mode says why. */
+enum { REFUSE_RANDOM, REFUSE_LINKS, REFUSE_BYTES };
+__attribute__((noreturn)) static struct tv f_refuse(struct job *j, struct tv self, struct args *a) {
+    static const char *const reason[] = {
+        [REFUSE_RANDOM] = "its result is random, and a prompt is the same text whenever it is rendered",
+        [REFUSE_LINKS] = "it makes links for web pages",
+        [REFUSE_BYTES] = "a template has no values of the type bytes"};
+    (void)self;
+    job_fail(j, "%s is not supported: %s", a->name, reason[a->mode]);
+}
 
 /* range(stop) or range(start, stop, step), made at once as a list. */
 static struct tv g_range(struct job *j, struct tv self, struct args *a) {
@@ -5927,8 +6274,9 @@ static struct tv g_range(struct job *j, struct tv self, struct args *a) {
     int64_t from = two ? arg_int(j, a, 0, 0) : 0;
     int64_t to = arg_int(j, a, two ? 1 : 0, 0);
     int64_t step = arg_int(j, a, 2, 1);
-    struct tv out = tv_list(j, TV_LIST);
+    struct tv out = tv_list(j, TV_RANGE);
     if (!step) job_fail(j, "range() arg 3 must not be zero");
+    memcpy(out.list->range, (int64_t[]){from, to, step}, sizeof out.list->range);
     for (int64_t i = from; step > 0 ? i < to : i > to;) {
         list_push(j, out.list, tv_int(i));
         if (out.list->n > TEMPLATE_RANGE)
@@ -5942,9 +6290,15 @@ static struct tv g_range(struct job *j, struct tv self, struct args *a) {
 static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
     (void)self;
     struct tv out = tv_list(j, a->mode);
-    if (a->pos.n > 1 || (a->pos.n && a->pos.v[0].kind != TV_DICT))
-        job_fail(j, "%s() takes one mapping and keywords", a->name);
-    for (size_t i = 0; a->pos.n && i < a->pos.v[0].list->n; i++) list_push(j, out.list, a->pos.v[0].list->v[i]);
+    if (a->pos.n > 1) job_fail(j, "%s() takes one mapping and keywords", a->name);
+    struct tv from = a->pos.n ? a->pos.v[0] : tv_list(j, TV_DICT);
+    for (size_t i = 0; from.kind == TV_DICT && i < from.list->n; i++) list_push(j, out.list, from.list->v[i]);
+    const struct list *pairs = from.kind == TV_DICT ? &(struct list){0} : tv_iter(j, from);
+    for (size_t i = 0; i < pairs->n; i++) {
+        const struct list *pair = tv_iter(j, pairs->v[i]);
+        if (pair->n != 2) job_fail(j, "%s(): element %zu has %zu values instead of 2", a->name, i, pair->n);
+        dict_set(j, out.list, pair->v[0], pair->v[1]);
+    }
     for (size_t i = 0; i < a->kw.n; i += 2) dict_set(j, out.list, a->kw.v[i], a->kw.v[i + 1]);
     return out;
 }
@@ -5993,6 +6347,9 @@ struct loop {
     struct scope *outer;              /* the scope around the loop */
     struct tv prev, cur, next;        /* next: TV_ABSENT, or an element that was taken ahead of its turn */
     int64_t index0;                   /* of cur */
+    const struct node *def;           /* N_FOR */
+    int depth0;                       /* calls of a recursive loop around this one */
+    struct tv changed;                /* a tuple: what changed() was called with last; TV_ABSENT: it was not */
 };
 
 static bool loop_take(struct job *j, struct loop *l, struct tv *out);
@@ -6017,7 +6374,8 @@ static int64_t loop_length(struct job *j, struct loop *l) {
 static struct tv loop_get(struct job *j, struct loop *l, struct tv key) {
     if (tv_is(key, "index0")) return tv_int(l->index0);
     if (tv_is(key, "index")) return tv_int(l->index0 + 1);
-    if (tv_is(key, "depth0") || tv_is(key, "depth")) return tv_int(key.n == 5); /* 1 and 0: loops are not recursive */
+    if (tv_is(key, "depth0")) return tv_int(l->depth0);
+    if (tv_is(key, "depth")) return tv_int(l->depth0 + 1);
     if (tv_is(key, "first")) return tv_bool(!l->index0);
     if (tv_is(key, "last")) return tv_bool(!loop_peek(j, l));
     if (tv_is(key, "length")) return tv_int(loop_length(j, l));
@@ -6033,10 +6391,25 @@ static struct tv l_cycle(struct job *j, struct tv self, struct args *a) {
     return a->pos.v[(size_t)self.loop->index0 % a->pos.n];
 }
 
+static struct tv l_changed(struct job *j, struct tv self, struct args *a) {
+    struct tv last = self.loop->changed, v = tv_list(j, TV_TUPLE);
+    *v.list = a->pos;
+    self.loop->changed = v;
+    return tv_bool(!last.kind || !tv_eq(j, last, v));
+}
+
 /* clang-format off */
 /* where, name, parameters, function, mode */
 static const struct builtin builtins[] = {
     {AS_FILTER, "abs", "", f_abs, 0},                        {AS_FILTER, "count", "", f_length, 0},
+    {AS_FILTER, "attr", "name", f_attr, 0},                  {AS_FILTER, "batch", "linecount fill_with?", f_batch, 0},
+    {AS_FILTER, "center", "width?", f_justify, JUSTIFY_CENTER},
+    {AS_FILTER, "filesizeformat", "binary?", f_filesizeformat, 0},
+    {AS_FILTER, "groupby", "attribute default? case_sensitive?", f_groupby, 0},
+    {AS_FILTER, "random", "", f_refuse, REFUSE_RANDOM},      {AS_FILTER, "slice", "slices fill_with?", f_slice, 0},
+    {AS_FILTER, "truncate", "length? killwords? end? leeway?", f_truncate, 0},
+    {AS_FILTER, "urlencode", "", f_urlencode, 0},            {AS_FILTER, "urlize", "*", f_refuse, REFUSE_LINKS},
+    {AS_FILTER, "wordcount", "", f_wordcount, 0},            {AS_FILTER, "xmlattr", "autospace?", f_xmlattr, 0},
     {AS_FILTER, "d", "default_value? boolean?", f_default, 0},
     {AS_FILTER, "default", "default_value? boolean?", f_default, 0},
     {AS_FILTER, "dictsort", "case_sensitive? by? reverse?", f_dictsort, 0},
@@ -6065,6 +6438,11 @@ static const struct builtin builtins[] = {
     {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},   {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
     {AS_FILTER | OF_STR, "replace", "old new count?", f_replace, 0},
     {OF_STR, "count", "sub start? end?", f_find, FIND_COUNT},
+    {OF_STR, "center", "width fillchar?", f_justify, JUSTIFY_CENTER},
+    {OF_STR, "ljust", "width fillchar?", f_justify, JUSTIFY_LEFT},
+    {OF_STR, "rjust", "width fillchar?", f_justify, JUSTIFY_RIGHT},
+    {OF_STR, "zfill", "width", f_justify, JUSTIFY_ZERO},     {OF_STR, "encode", "*", f_refuse, REFUSE_BYTES},
+    {OF_STR, "partition", "sep", f_partition, 0},            {OF_STR, "rpartition", "sep", f_partition, 1},
     {OF_STR, "format", "*", f_format, 0},                    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST},
     {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
     {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST},
@@ -6088,6 +6466,10 @@ static const struct builtin builtins[] = {
     {OF_LIST, "extend", "", NULL, 0},                        {OF_LIST, "insert", "", NULL, 0},
     {OF_LIST, "remove", "", NULL, 0},                        {OF_LIST, "reverse", "", NULL, 0},
     {OF_LIST, "sort", "", NULL, 0},                          {OF_LOOP, "cycle", "*", l_cycle, 0},
+    {OF_LOOP, "changed", "*", l_changed, 0},                 {OF_CYCLER, "next", "", l_next, 0},
+    {OF_CYCLER, "reset", "", l_next, 1},
+    {OF_LIST, "copy", "", f_list, 0},                        {OF_DICT, "copy", "", f_copy, 0},
+    {OF_DICT, "fromkeys", "iterable value?", f_fromkeys, 0},
     {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},      {OF_LIST | OF_TUPLE, "index", "value", f_index, 0},
 
     {AS_TEST, "==", "other", t_compare, OP_EQ},              {AS_TEST, "!=", "other", t_compare, OP_NE},
@@ -6108,8 +6490,12 @@ static const struct builtin builtins[] = {
     {AS_TEST, "mapping", "", t_kind, KIND(DICT)},            {AS_TEST, "none", "", t_kind, KIND(NONE)},
     {AS_TEST, "number", "", t_kind, KINDS_NUMBER},           {AS_TEST, "string", "", t_kind, KIND(STR)},
     {AS_TEST, "sequence", "", t_kind, KINDS_SEQUENCE},
-    {AS_TEST, "iterable", "", t_kind, KINDS_SEQUENCE | KIND(GEN) | KIND(LOOP)},
+    {AS_TEST, "iterable", "", t_kind, KINDS_SEQUENCE | KIND(VIEW) | KIND(GEN) | KIND(LOOP)},
+    {AS_TEST, "escaped", "", t_escaped, 0},                  {AS_TEST, "filter", "", t_exists, AS_FILTER},
+    {AS_TEST, "test", "", t_exists, AS_TEST},
 
+    {AS_GLOBAL, "cycler", "*", g_cycler, 0},                 {AS_GLOBAL, "joiner", "sep?", g_joiner, 0},
+    {AS_GLOBAL, "lipsum", "*", f_refuse, REFUSE_RANDOM},
     {AS_GLOBAL, "dict", "*", g_dict, TV_DICT},               {AS_GLOBAL, "namespace", "*", g_dict, TV_NAMESPACE},
     {AS_GLOBAL, "raise_exception", "message", g_raise, 0},   {AS_GLOBAL, "range", "start stop? step?", g_range, 0},
     {AS_GLOBAL, "strftime_now", "format", g_strftime, 0},
@@ -6125,8 +6511,8 @@ static const struct builtin *builtin_find(int where, struct tv name) {
 
 /* Finds a method of a value; NULL: there is none. */
 static const struct builtin *method_find(struct tv o, struct tv name) {
-    static const int of[] = {
-        [TV_STR] = OF_STR, [TV_LIST] = OF_LIST, [TV_TUPLE] = OF_TUPLE, [TV_DICT] = OF_DICT, [TV_LOOP] = OF_LOOP};
+    static const int of[] = {[TV_STR] = OF_STR,   [TV_LIST] = OF_LIST,   [TV_TUPLE] = OF_TUPLE,  [TV_DICT] = OF_DICT,
+                             [TV_LOOP] = OF_LOOP, [TV_RANGE] = OF_TUPLE, [TV_CYCLER] = OF_CYCLER};
     return of[o.kind] ? builtin_find(of[o.kind], name) : NULL;
 }
 
@@ -6367,12 +6753,12 @@ enum node_kind {
     N_DATA,
     N_PRINT,       /* [expression] */
     N_IF,          /* [test, body, test, body, ..., body of else] */
-    N_FOR,         /* [target, iterable, if or NULL, body, else or NULL] */
+    N_FOR,         /* [target, iterable, if or NULL, body, else or NULL]; op: OP_OR if it is recursive */
     N_SET,         /* [target, value] */
     N_MEMBER,      /* [N_NAME, N_CONST], the target ns.member */
     N_SETBLOCK,    /* [body, filters or NULL, target] */
     N_FILTERBLOCK, /* [body, filters] */
-    N_MACRO,       /* val is the name [N_KEYWORD..., body] */
+    N_MACRO,       /* val is the name [N_KEYWORD..., body]; op: set of EXTRA_* */
     N_CALLBLOCK,   /* [N_CALL, N_MACRO] */
     N_WITH,        /* [target, value, target, value, ..., body] */
     N_BREAK,
@@ -6388,12 +6774,17 @@ struct node {
     size_t n, cap;
 };
 
+/* What a macro has beside its parameters if its body uses the name. */
+enum { EXTRA_CALLER = 1, EXTRA_VARARGS = 2, EXTRA_KWARGS = 4 };
+static const char *const macro_extra[] = {"caller", "varargs", "kwargs"};
+
 /* A filter or test that does not exist is an error of the source. In a condition it fails when it is evaluated, as in
  * jinja2: parse_expr and parse_if take it off `unknown` again. */
 struct parser {
     struct job *j;
     const struct token *at; /* the current token */
     int loops;              /* number of loops around the current place, in the same macro */
+    int extras;             /* set of EXTRA_* that the current macro uses */
     struct list unknown;    /* names and lines of filters and tests that do not exist */
 };
 
@@ -6586,7 +6977,8 @@ static struct node *parse_name(struct parser *p, int flags) {
     else if (tv_is(name, "false") || tv_is(name, "False")) n->val = tv_bool(false);
     else if (tv_is(name, "none") || tv_is(name, "None")) n->val = tv_none();
     else n->kind = N_NAME;
-    if (tv_is(name, "varargs") || tv_is(name, "kwargs")) job_fail(p->j, "'%.*s' is not supported", SHOW(name));
+    for (int i = 0; i < 3 && n->kind == N_NAME; i++)
+        if (tv_is(name, macro_extra[i])) p->extras |= 1 << i;
     if (n->kind == N_CONST || !(flags & MAY_BE_MEMBER) || !tok_skip(p, ".")) return n;
     struct node *member = node_add(p, node_new(p, N_MEMBER), n), *key = node_new(p, N_CONST);
     key->val = tok_name(p);
@@ -6846,7 +7238,7 @@ static struct node *parse_for(struct parser *p, struct node *n) {
     tok_expect(p, "in");
     node_add(p, n, parse_tuple(p, 0));
     node_add(p, n, tok_skip(p, "if") ? parse_expr(p) : NULL);
-    if (tok_is(p, "recursive")) job_fail(p->j, "recursive loops are not supported");
+    n->op = tok_skip(p, "recursive") ? OP_OR : OP_NONE;
     parse_block(p, n, "endfor else");
     p->loops--;
     bool other = tok_is(p, "else");
@@ -6868,26 +7260,29 @@ static struct node *parse_filter_block(struct parser *p, struct node *n) {
     return node_add(p, parse_last_block(p, n, "endfilter"), apply);
 }
 
+/* Parses the body of a macro up to the closing tag `end`. A name that a macro inside of it uses counts, too. */
+static struct node *parse_macro_body(struct parser *p, struct node *n, const char *end) {
+    int loops = p->loops, extras = p->extras;
+    p->loops = p->extras = 0;
+    parse_last_block(p, n, end);
+    n->op = (uint8_t)p->extras;
+    p->loops = loops;
+    p->extras |= extras;
+    return n;
+}
+
 static struct node *parse_macro(struct parser *p, struct node *n) {
-    int loops = p->loops;
     n->val = tok_name(p);
     parse_args(p, n, true);
-    p->loops = 0;
-    parse_last_block(p, n, "endmacro");
-    p->loops = loops;
-    return n;
+    return parse_macro_body(p, n, "endmacro");
 }
 
 static struct node *parse_call_block(struct parser *p, struct node *n) {
     struct node *caller = node_new(p, N_MACRO);
-    int loops = p->loops;
     if (tok_is(p, "(")) parse_args(p, caller, true);
     struct node *call = parse_expr(p);
     if (call->kind != N_CALL) tok_unexpected(p, "a call");
-    p->loops = 0;
-    parse_last_block(p, caller, "endcall");
-    p->loops = loops;
-    return node_add(p, node_add(p, n, call), caller);
+    return node_add(p, node_add(p, n, call), parse_macro_body(p, caller, "endcall"));
 }
 
 static struct node *parse_with(struct parser *p, struct node *n) {
@@ -6933,6 +7328,15 @@ static struct node *parse_statement(struct parser *p) {
         tok_next(p);
         return statements[i].parse(p, n);
     }
+    static const struct {
+        const char *words, *reason;
+    } refused[] = {{" include import from extends ", "a template cannot read other files"},
+                   {" autoescape ", "the text of a prompt is not HTML"}};
+    char word[32];
+    snprintf(word, sizeof word, " %.*s ", p->at->n < 20 ? (int)p->at->n : 20, p->at->s);
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++)
+        if (strstr(refused[i].words, word))
+            job_fail(p->j, "the statement '%.*s' is not supported: %s", SHOW(*p->at), refused[i].reason);
     if (!tok_is_name(p)) tok_unexpected(p, "the name of a statement");
     job_fail(p->j, "the statement '%.*s' is unknown, not supported or out of place", SHOW(*p->at));
 }
@@ -7054,27 +7458,70 @@ static struct tv node_capture(struct job *j, const struct node *body, enum flow 
     return buf_str(&b);
 }
 
+/* Whether a parameter of the macro has this name. */
+static bool macro_has(const struct macro *m, const char *name) {
+    for (size_t i = 0; i + 1 < m->def->n; i++)
+        if (tv_is(m->def->kid[i]->val, name)) return true;
+    return false;
+}
+
+static struct tv macro_name(const struct macro *m) { return m->def->val; }
+
+/* A member of a macro; TV_ABSENT: there is none of this name. */
+static struct tv macro_get(struct job *j, const struct macro *m, struct tv key) {
+    if (tv_is(key, "name")) return macro_name(m).kind ? macro_name(m) : tv_none();
+    if (tv_is(key, "caller")) return tv_bool(m->def->op & EXTRA_CALLER);
+    if (tv_is(key, "catch_varargs")) return tv_bool(m->def->op & EXTRA_VARARGS);
+    if (tv_is(key, "catch_kwargs")) return tv_bool(m->def->op & EXTRA_KWARGS);
+    if (!tv_is(key, "arguments")) return (struct tv){0};
+    struct tv names = tv_list(j, TV_TUPLE);
+    for (size_t i = 0; i + 1 < m->def->n; i++) list_push(j, names.list, m->def->kid[i]->val);
+    return names;
+}
+
+/* Sets what a macro has beside its parameters: `caller`, the body of a {% call %} block; `varargs` and `kwargs`, the
+ * arguments that no parameter takes. Without varargs or kwargs in the body such an argument is an error. */
+static void macro_extras(struct job *j, const struct macro *m, struct args *a) {
+    size_t params = m->def->n - 1;
+    int extras = m->def->op;
+    struct tv more = tv_list(j, TV_TUPLE), rest = tv_list(j, TV_DICT), *body = NULL;
+    for (size_t i = 0; i < a->kw.n; i += 2) {
+        struct tv name = a->kw.v[i];
+        bool taken = false;
+        for (size_t k = 0; k < params; k++) {
+            bool same = tv_eq(j, m->def->kid[k]->val, name);
+            if (same && k < a->pos.n) job_fail(j, "the macro got '%.*s' twice", SHOW(name));
+            taken |= same;
+        }
+        if (!taken && extras & EXTRA_CALLER && tv_is(name, "caller")) body = &a->kw.v[i + 1];
+        else if (!taken && extras & EXTRA_KWARGS) dict_set(j, rest.list, name, a->kw.v[i + 1]);
+        else if (!taken) job_fail(j, "the macro has no parameter '%.*s' and does not use kwargs", SHOW(name));
+    }
+    if (a->pos.n > params && !(extras & EXTRA_VARARGS))
+        job_fail(j, "the macro takes not more than %zu argument(s)", params);
+    for (size_t i = params; i < a->pos.n; i++) list_push(j, more.list, a->pos.v[i]);
+    struct tv value[] = {body ? *body : tv_undef(j, "No caller defined"), more, rest};
+    for (int i = 0; i < 3; i++)
+        if (extras >> i & 1 && !macro_has(m, macro_extra[i]))
+            dict_set(j, &j->scope->vars, tv_lit(j, macro_extra[i]), value[i]);
+}
+
 /* Calls a macro and returns what it prints. The keyword `caller` is the body of a {% call %} block. */
 static struct tv macro_call(struct job *j, const struct macro *m, struct args *a) {
     struct scope *outer = j->scope;
-    size_t params = m->def->n - 1, used = 0;
+    size_t params = m->def->n - 1;
     int line = j->line;
     enum flow flow;
-    struct tv caller = tv_lit(j, "caller"), *body = dict_find(j, &a->kw, caller);
-    if (a->pos.n > params) job_fail(j, "the macro takes not more than %zu argument(s)", params);
     scope_open(j, m->scope);
-    dict_set(j, &j->scope->vars, caller, body ? *body : tv_undef(j, "No caller defined"));
+    macro_extras(j, m, a);
     for (size_t i = 0; i < params; i++) {
         const struct node *param = m->def->kid[i];
         struct tv *given = i < a->pos.n ? &a->pos.v[i] : dict_find(j, &a->kw, param->val), v;
         if (given) v = *given;
         else if (param->n) v = node_eval(j, param->kid[0]);
         else v = tv_undef(j, "parameter '%.*s' was not provided", SHOW(param->val));
-        used += given && i >= a->pos.n && !tv_is(param->val, "caller");
         dict_set(j, &j->scope->vars, param->val, v);
     }
-    if (2 * (used + (body != NULL)) < a->kw.n)
-        job_fail(j, "the macro got a keyword twice, or one that is not a parameter");
     struct tv v = node_capture(j, m->def->kid[params], &flow);
     j->scope = outer;
     j->line = line;
@@ -7106,12 +7553,16 @@ static struct args eval_args(struct job *j, const struct node *n) {
     return a;
 }
 
-/* Calls a macro or a function. caller: the body of a {% call %} block, or NULL. */
+static struct tv loop_call(struct job *j, struct loop *l, struct args *a);
+
+/* Calls a macro, a function, a joiner or a recursive loop. caller: the body of a {% call %} block, or NULL. */
 static struct tv eval_call(struct job *j, const struct node *n, const struct macro *caller) {
     struct tv f = node_eval(j, n->kid[0]);
     struct args a = eval_args(j, n);
     if (caller) dict_set(j, &a.kw, tv_lit(j, "caller"), (struct tv){.kind = TV_MACRO, .macro = caller});
     if (f.kind == TV_MACRO) return macro_call(j, f.macro, &a);
+    if (f.kind == TV_JOINER && !a.pos.n && !a.kw.n) return joiner_call(j, f.cycler);
+    if (f.kind == TV_LOOP) return loop_call(j, f.loop, &a);
     if (f.kind != TV_FUNC) tv_fail(j, f, "'%s' object is not callable", tv_type(f));
     return builtin_call(j, f.func->fn, f.func->self, &a);
 }
@@ -7222,13 +7673,13 @@ static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
     return false;
 }
 
-/* Runs a loop, or its `else`. */
-static enum flow exec_for(struct job *j, const struct node *n) {
-    struct scope *outer = j->scope;
+/* Runs a loop over v, or its `else`, inside of the scope `outer`. */
+static enum flow loop_run(struct job *j, const struct node *n, struct tv v, struct scope *outer, int depth0) {
     struct loop *l = job_alloc(j, sizeof *l);
-    *l = (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1};
-    l->src = tv_iter(j, node_eval(j, n->kid[1]));
-    struct scope *scope = scope_open(j, outer);
+    *l =
+        (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1, .def = n, .depth0 = depth0};
+    l->src = tv_iter(j, v);
+    struct scope *back = j->scope, *scope = scope_open(j, outer);
     bool ran = false; /* a round ran to its end; as in jinja2, break and continue do not count */
     enum flow flow = FLOW_NEXT;
     while (flow != FLOW_BREAK && loop_peek(j, l)) {
@@ -7247,8 +7698,25 @@ static enum flow exec_for(struct job *j, const struct node *n) {
         scope_open(j, outer);
         flow = node_exec(j, n->kid[4]);
     }
-    j->scope = outer;
+    j->scope = back;
     return flow;
+}
+
+static enum flow exec_for(struct job *j, const struct node *n) {
+    return loop_run(j, n, node_eval(j, n->kid[1]), j->scope, 0);
+}
+
+/* loop(iterable) inside of a recursive loop: what the loop prints for these elements. */
+static struct tv loop_call(struct job *j, struct loop *l, struct args *a) {
+    struct buf b = {0}, *out = j->out;
+    int line = j->line;
+    if (!l->def->op) job_fail(j, "The loop must have the 'recursive' marker to be called recursively.");
+    if (a->pos.n != 1 || a->kw.n) job_fail(j, "loop() takes one iterable");
+    j->out = &b;
+    loop_run(j, l->def, a->pos.v[0], l->outer, l->depth0 + 1);
+    j->out = out;
+    j->line = line;
+    return buf_str(&b);
 }
 
 /* Runs a {% set x %} or {% filter f %} block. */
