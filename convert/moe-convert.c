@@ -57,6 +57,7 @@ struct linear {
     size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
     size_t chunk;               /* FP8_BLOCK: rows after which new blocks begin; of a fused tensor R */
     float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
+    bool fold;                  /* the weights are multiplied by `factor` as they are read; there is no NAME.scale */
     float input_scale;          /* of W4A4 activations; 0: none */
     size_t groups; /* columns are heads in `groups` groups and are written in tiled order; 0: as they are */
     size_t head;   /* columns of a head */
@@ -93,6 +94,21 @@ static const struct {
                         {".v_proj.output_scale", of_cache},
                         {".activation_scale", of_inputs},
                         {".rotary_emb.inv_freq", "frequencies follow from config.json"}};
+
+static size_t n_skipped; /* tensors of the source that are skipped on purpose */
+
+static void skip(struct tensor *t) {
+    t->used = true;
+    n_skipped++;
+}
+
+/* Names of the tensors of a linear layer X: X.weight and what may stand beside it. */
+static const char *const linear_parts[] = {
+    "weight",         "weight_packed",       "weight_scale", "weight_scale_inv",  "scale",
+    "weight_scale_2", "weight_global_scale", "input_scale",  "input_global_scale"};
+
+/* Scales of inputs that are not used: of FP8 matrices, and of matrices that are not quantized. */
+static struct finding fp8_inputs, plain_inputs;
 
 /* Reads n values of an F32, BF16 or F16 tensor from value `first` on. */
 static void read_floats(const struct tensor *t, size_t first, size_t n, float *out) {
@@ -205,11 +221,27 @@ static float fp8_factor(const struct tensor *t, float v) {
     return v;
 }
 
+/* The factor that becomes NAME.scale. */
+static float outer_factor(const struct linear *l) { return l->fold ? 1.0f : l->factor; }
+
 static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
 
 /* Returns the row of an FP8_BLOCK matrix's scales that belongs to a row of its weights. */
 static size_t block_row(const struct linear *l, size_t row) {
     return row / l->chunk * ceil128(l->chunk) + row % l->chunk / 128;
+}
+
+/* Whether scales have the sizes (rows, cols) or, as ModelOpt writes them for FP8_PB_WO, (rows, 1, cols, 1). */
+static bool is_grid(const struct tensor *s, size_t rows, size_t cols) {
+    const bool apart = s->rank == 4 && s->shape[1] == 1 && s->shape[3] == 1;
+    return (s->rank == 2 || apart) && s->shape[0] == rows && s->shape[apart ? 2 : 1] == cols;
+}
+
+/* Marks the scale of inputs `in`, if there is one, as left out. */
+static void leave_input_scale(struct tensor *in, struct finding *f) {
+    if (!in || in->used) return;
+    skip(in);
+    finding_add(f, in->name);
 }
 
 /* Describes the FP8 layer x, whose blocks begin anew in each of `chunks` equal parts of its rows. w: (rows, cols) E4M3.
@@ -223,7 +255,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) s = tensor_find(fmt("%s.scale", x)), inv = s; /* DeepSeek-V4 */
     if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv', '.weight_scale' nor '.scale' exists", where(w), x);
-    const bool blocks = s->rank == 2 && s->shape[0] == block_rows && s->shape[1] == ceil128(l.cols);
+    const bool blocks = is_grid(s, block_rows, ceil128(l.cols));
     if (are_powers(s)) l.format = blocks ? FP8_BLOCK : check_block_scales(w, s, l.cols);
     else if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
     else if (is_float(s) && is_scalar(s) && (!inv || s->rank < 2)) l.format = FP8_TENSOR;
@@ -234,7 +266,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
         die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
             l.rows, block_rows, ceil128(l.cols), shape_text(s));
     s->used = true;
-    if (in) in->used = true; /* for FP8 activations, which moe does not use */
+    leave_input_scale(in, &fp8_inputs);
     if (l.format == FP8_TENSOR) l.factor = fp8_factor(s, read_scalar(s));
     else l.scale = s;
     return l;
@@ -254,6 +286,8 @@ static struct linear resolve_chunks(const char *x, size_t chunks) {
     if (compressed || !is_float(w))
         die("%s: weights of the form %s are not supported (NVFP4, MXFP4, MXFP8, FP8 E4M3, BF16, F16 and F32 are)",
             where(w), shape_text(w));
+    leave_input_scale(tensor_find(fmt("%s.input_scale", x)), &plain_inputs);
+    leave_input_scale(tensor_find(fmt("%s.input_global_scale", x)), &plain_inputs);
     return (struct linear){.format = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
 }
 
@@ -306,6 +340,8 @@ static struct linear resolve_fused(const struct fused *f) {
         l.input_scale = in ? valid_input_scale(fused_number(f, in)) : 0.0f;
     } else if (w->dtype == F8_E4M3) {
         struct tensor *inv = fused_side(f->x, "scale_inv");
+        const bool by_row = s && is_float(s) && s->rank > 1 && s->shape[0] == n && s->shape[1] == rows &&
+                            s->bytes * 8 == n * rows * dtypes[s->dtype].bits;
         if (!inv) inv = fused_side(f->x, "weight_scale_inv");
         if (!s && !inv)
             die("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x, f->x);
@@ -313,12 +349,13 @@ static struct linear resolve_fused(const struct fused *f) {
                     inv->shape[2] != ceil128(l.cols)))
             die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
                 rows, l.cols, shape_text(inv));
-        l.format = inv ? FP8_BLOCK : FP8_TENSOR;
-        l.scale = inv;
+        l.format = inv ? FP8_BLOCK : by_row ? FP8_ROW : FP8_TENSOR;
+        l.scale = inv ? inv : by_row ? s : NULL;
         l.chunk = rows;
         if (inv) inv->used = true;
+        else if (by_row) s->used = true;
         else l.factor = fp8_factor(s, fused_number(f, s));
-        if (in) in->used = true; /* for FP8 activations, which moe does not use */
+        leave_input_scale(in, &fp8_inputs);
     }
     return l;
 }
@@ -443,11 +480,11 @@ static bool matches_keep(const char *name) {
 
 static size_t n_misaligned; /* matrices that keep their type because n_in is not a multiple of the block */
 
-/* Returns the type of a matrix with rows of n_in weights. stored: its type without options. */
-static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t stored, enum stacking how, size_t n_in) {
+/* Returns the type of a matrix with rows of n_in weights. stored: its type without options. fp4: all its weights have 4
+ * bits in the source. */
+static uint32_t matrix_type(const char *name, bool fp4, uint32_t stored, enum stacking how, size_t n_in) {
     bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
     uint32_t type = expert ? types.experts : types.backbone;
-    const bool fp4 = l->format == NVFP4 || l->format == MXFP4;
     if (type == AS_STORED || type == stored || fp4 || matches_keep(name)) return stored;
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
@@ -462,7 +499,8 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
  *
  * The list of output tensors in file order. A tensor is a sequence of pieces, which are row ranges of source matrices
  * (the experts of a stack, the heads of kv_b_proj or of a delta net), or a few F32 values that are computed here
- * (.scale). All pieces of a tensor have the same format.
+ * (.scale). Where the pieces of a tensor, or gate and up, have several formats, most of them decide: few experts in BF16
+ * are quantized like the others, and a few in four bits are stored as BF16, exactly.
  * ============================================================================================================ */
 
 /* Part of a source matrix: rows [row, row + rows), or those that the fields below say. */
@@ -508,13 +546,11 @@ struct output {
     const char *remark;    /* for the listing of --dry-run */
 
     /* for matrices that are quantized here */
-    float *scale2; /* NVFP4: the values of NAME.scale, one per piece, set when the piece is written; else NULL */
+    size_t n_quantized; /* weights that are; rounding to BF16 does not count */
+    float *scale2;      /* NVFP4: the values of NAME.scale, one per piece, set when the piece is written; else NULL */
     const struct gguf_tensor *sum2, *counts; /* of --importance; NULL: all columns have the same weight */
     struct quantize_sums sums;               /* error of what has been written */
 };
-
-/* Whether the weights are quantized here. Rounding to BF16 does not count. */
-static bool is_quantized(const struct output *o) { return o->scale2 || o->type == GGUF_Q8_0; }
 
 static struct output *plan; /* stb_ds */
 
@@ -537,23 +573,32 @@ static void plan_values(const char *name, float *values) {
     o->values = values;
 }
 
-/* Appends base.scale and base.input_scale, if the matrix has them. p: its pieces. per_piece: one value per piece, else
- * one for all. with_input: the matrix may have input scales. */
-static void plan_scales(const char *base, const struct piece *p, bool per_piece, bool with_input) {
-    size_t n = per_piece ? arrlenu(p) : 1, missing = 0;
-    float *factor = NULL, *input = NULL, largest = 0.0f;
-    if (p[0].lin.format == NVFP4 || p[0].lin.format == FP8_TENSOR) {
-        for (size_t i = 0; i < n; i++) arrput(factor, p[i].lin.factor);
-        plan_values(fmt("%s.scale", base), factor);
+/* Returns base.scale of n matrices, an stb_ds array; NULL: none of them has a factor. */
+static float *outer_factors(const struct piece *p, size_t n) {
+    float *factor = NULL;
+    bool any = false;
+    for (size_t i = 0; i < n; i++) {
+        any |= !p[i].lin.fold && (p[i].lin.format == NVFP4 || p[i].lin.format == FP8_TENSOR);
+        arrput(factor, outer_factor(&p[i].lin));
     }
+    if (!any) arrfree(factor);
+    return factor;
+}
+
+/* Appends base.input_scale of n matrices, if NVFP4 ones among them have input scales. */
+static void plan_input_scales(const char *base, const struct piece *p, size_t n) {
+    size_t missing = 0, count = 0;
+    float *input = NULL, largest = 0.0f;
     for (size_t i = 0; i < n; i++) {
         if (p[i].lin.input_scale > largest) largest = p[i].lin.input_scale;
-        missing += p[i].lin.input_scale == 0.0f;
+        missing += p[i].lin.format == NVFP4 && p[i].lin.input_scale == 0.0f;
+        count += p[i].lin.format == NVFP4;
     }
-    if (!with_input || missing == n) return;
+    if (largest == 0.0f) return;
     for (size_t i = 0; i < n; i++) arrput(input, p[i].lin.input_scale > 0 ? p[i].lin.input_scale : largest);
     if (missing)
-        message_print("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, n);
+        message_print("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing,
+                      count);
     plan_values(fmt("%s.input_scale", base), input);
 }
 
@@ -569,40 +614,181 @@ static void importance_bind(struct output *o, size_t n) {
     else importance.unweighted++;
 }
 
-/* Appends base.weight and its scales. p: pieces, of the same size unless they are parts of a single matrix; the array
- * is taken over. */
-static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
-    const struct linear *l = &p[0].lin;
-    const bool nvfp4 = l->format == NVFP4 && !p->height && l->cols % 64 == 0 && l->head % 16 == 0;
-    const bool mxfp4 = l->format == MXFP4 && !p->height && l->head % 32 == 0;
-    bool single = how == SINGLE || how == DENSE_FFN;
-    uint32_t stored = nvfp4 ? GGUF_NVFP4 : mxfp4 ? GGUF_MXFP4 : GGUF_BF16;
-    size_t n_in = piece_width(p), n_out = p->rows, n = how == EXPERTS ? arrlenu(p) : 1;
-    for (size_t i = 1; single && i < arrlenu(p); i++) n_out += p[i].rows;
-    if (l->format == PLAIN) stored = float_type(l->w);
-    for (size_t i = 1; i < arrlenu(p); i++)
-        if (p[i].lin.format != l->format || (l->format == PLAIN && p[i].lin.w->dtype != l->w->dtype))
-            die("%s: %s %s, while '%s' is %s %s: they form one tensor and must have the same format", where(p[i].lin.w),
-                format_names[p[i].lin.format], shape_text(p[i].lin.w), l->w->name, format_names[l->format],
-                shape_text(l->w));
-    uint32_t type = matrix_type(fmt("%s.weight", base), l, stored, how, n_in);
+/* Whether a piece is written as a type of four bits without a change. */
+static bool repacks(const struct piece *p, uint32_t type) {
+    const struct linear *l = &p->lin;
+    if (p->height || p->beside || l->fold) return false;
+    if (type == GGUF_NVFP4) return l->format == NVFP4 && l->cols % 64 == 0 && l->head % 16 == 0;
+    return type == GGUF_MXFP4 && l->format == MXFP4 && l->head % 32 == 0;
+}
+
+/* Whether two matrices have the same format, and floats the same type. */
+static bool same_format(const struct linear *a, const struct linear *b) {
+    return a->format == b->format && (a->format != PLAIN || a->w->dtype == b->w->dtype);
+}
+
+static const char *format_name(const struct linear *l) {
+    return l->format == PLAIN ? dtypes[l->w->dtype].name : format_names[l->format];
+}
+
+/* Whether all pieces of two matrices have the same format. q: the other one of gate and up, or NULL. */
+static bool is_uniform(const struct piece *p, const struct piece *q) {
+    const struct linear *first = &p[0].lin;
+    bool same = !p->beside || same_format(first, p->beside);
+    for (size_t i = 0; i < arrlenu(p); i++) same &= same_format(first, &p[i].lin);
+    for (size_t i = 0; i < arrlenu(q); i++) same &= same_format(first, &q[i].lin);
+    return same;
+}
+
+/* Returns the type of a matrix without options. q: the other one of gate and up, which must have the same type, or
+ * NULL. */
+static uint32_t stored_type(const char *name, const struct piece *p, const struct piece *q) {
+    const struct piece *both[] = {p, q};
+    const size_t n = arrlenu(p) + arrlenu(q);
+    size_t n_nvfp4 = 0, n_mxfp4 = 0;
+    for (size_t k = 0; k < COUNT(both); k++)
+        for (size_t i = 0; i < arrlenu(both[k]); i++) {
+            n_nvfp4 += repacks(&both[k][i], GGUF_NVFP4);
+            n_mxfp4 += repacks(&both[k][i], GGUF_MXFP4);
+        }
+    if (n_nvfp4 == n) return GGUF_NVFP4;
+    if (n_mxfp4 == n) return GGUF_MXFP4;
+    if (is_uniform(p, q)) return p[0].lin.format == PLAIN ? float_type(p[0].lin.w) : GGUF_BF16;
+    if (2 * (n_nvfp4 + n_mxfp4) > n && !matches_keep(name)) return n_nvfp4 >= n_mxfp4 ? GGUF_NVFP4 : GGUF_MXFP4;
+    return GGUF_BF16;
+}
+
+/* A line about matrices of a layer whose pieces have several formats, which is printed once for all that it is true of. */
+static struct {
+    char *names; /* such as "blk.0.ffn_gate_exps, blk.0.ffn_up_exps"; NULL: there is no line */
+    char *text;
+} mixture;
+
+static void mixture_print(void) {
+    if (mixture.names) message_print("%s: %s", mixture.names, mixture.text);
+    free(mixture.names);
+    free(mixture.text);
+    mixture.names = mixture.text = NULL;
+}
+
+static void mixture_add(const char *base, const char *text) {
+    const bool more = mixture.names && !strcmp(mixture.text, text) && strlen(mixture.names) < 256;
+    char *names = xstrdup(more ? fmt("%s, %s", mixture.names, base) : base);
+    if (!more) mixture_print();
+    free(mixture.names);
+    mixture.names = names;
+    if (!more) mixture.text = xstrdup(text);
+}
+
+/* Says what becomes of a matrix that is stored as `type` because its pieces, or gate and up, differ. Of experts, those
+ * are named that are not like most of the others. */
+static void note_mixture(const char *base, const struct piece *p, uint32_t type) {
+    enum { LISTED = 8 };
+    const size_t n = arrlenu(p);
+    const bool fp4 = type == GGUF_NVFP4 || type == GGUF_MXFP4;
+    const char *name = gguf_type_info(type).name, *lossless = fp4 ? " (--keep stores them all as BF16)" : "";
+    size_t most = 0, best = 0, odd = 0;
+    for (size_t i = 0; i < n; i++) {
+        size_t same = 0;
+        for (size_t k = 0; k < n; k++) same += same_format(&p[i].lin, &p[k].lin);
+        if (same > most) most = same, best = i;
+    }
+    char *list = NULL;
+    for (size_t i = 0; i < n && most < n; i++)
+        if (!same_format(&p[i].lin, &p[best].lin) && odd++ < LISTED)
+            sb_printf(&list, "%s%zu (%s)", odd > 1 ? ", " : "", i, format_name(&p[i].lin));
+    if (odd > LISTED) sb_printf(&list, " and %zu more", odd - LISTED);
+    if (odd && fp4 && repacks(&p[best], type))
+        mixture_add(base, fmt("expert%s %s %s quantized to %s like the other %zu%s", odd > 1 ? "s" : "", sb_cstr(&list),
+                              odd > 1 ? "are" : "is", name, most, lossless));
+    else if (odd)
+        mixture_add(base, fmt("expert%s %s %s, and the other %zu %s: all are stored as %s%s", odd > 1 ? "s" : "",
+                              sb_cstr(&list), odd > 1 ? "differ" : "differs", most, format_name(&p[best].lin), name,
+                              lossless));
+    else if (stored_type(fmt("%s.weight", base), p, NULL) != type)
+        mixture_add(base, fmt("%s is stored as %s, because gate and up must have the same type%s",
+                              format_name(&p[0].lin), name, lossless));
+    arrfree(list);
+}
+
+/* Returns what --dry-run says of a matrix that is stored as `type`. */
+static const char *stored_remark(const struct piece *p, uint32_t type) {
+    const struct linear *l = &p->lin;
+    if (repacks(p, type) || (l->format == PLAIN && float_type(l->w) == type)) return "";
+    if (l->format == MXFP4) return "BF16 of E2M1 x E8M0, exact";
+    if (l->format == MXFP8 || (l->format == FP8_BLOCK && are_powers(l->scale))) return "BF16 of E4M3 x E8M0, exact";
+    if (l->format == NVFP4) return l->fold ? "BF16 from NVFP4, rounded" : "BF16 of E2M1 x E4M3, exact";
+    if (l->format == FP8_TENSOR && !l->fold) return "BF16 of E4M3, exact";
+    return l->format == PLAIN ? "rounded" : "BF16 from FP8, rounded";
+}
+
+/* Appends base.weight as `type` and its scales. stored: its type without options. uniform: its pieces, and gate and up,
+ * have the same format. p: pieces, of the same size unless they are parts of a single matrix; the array is taken over. */
+static void plan_typed(const char *base, struct piece *p, enum stacking how, uint32_t stored, uint32_t type,
+                       bool uniform) {
+    const bool single = how == SINGLE || how == DENSE_FFN, fp4 = type == GGUF_NVFP4 || type == GGUF_MXFP4;
+    const size_t n_in = piece_width(p), n = how == EXPERTS ? arrlenu(p) : 1;
+    size_t n_out = 0, n_quantized = 0;
+    for (size_t i = 0; i < arrlenu(p); i++) {
+        const bool as_is = !fp4 && type != GGUF_Q8_0;
+        n_out += single || !i ? p[i].rows : 0;
+        if (as_is || repacks(&p[i], type)) continue;
+        n_quantized += p[i].rows * n_in;
+        p[i].lin.fold = type == GGUF_MXFP4; /* which has no NAME.scale */
+    }
     struct output *o = plan_add(fmt("%s.weight", base), type, single ? 2 : 3, n_in, n_out, single ? 1 : arrlenu(p));
     o->pieces = p;
-    if (type != stored) o->remark = type == GGUF_BF16 ? "rounded" : "quantized";
-    else if (l->format == NVFP4 && !nvfp4) o->remark = "BF16 of E2M1 x E4M3, exact";
-    else if (l->format == MXFP4 && !mxfp4) o->remark = "BF16 of E2M1 x E8M0, exact";
-    else if (l->format == MXFP8) o->remark = "BF16 of E4M3 x E8M0, exact";
-    else if (l->format == FP8_TENSOR) o->remark = "BF16 of E4M3, exact";
-    else if (l->format == FP8_BLOCK && are_powers(l->scale)) o->remark = "BF16 of E4M3 x E8M0, exact";
-    else if (l->format == FP8_ROW || l->format == FP8_BLOCK) o->remark = "BF16 from FP8, rounded";
-    if (type == GGUF_NVFP4 && !nvfp4) {
-        float *scale2 = NULL;
-        arrsetlen(scale2, n);
-        memset(scale2, 0, n * sizeof *scale2);
-        o->scale2 = scale2;
+    o->n_quantized = n_quantized;
+    o->remark = type != stored    ? type == GGUF_BF16 ? "rounded" : "quantized"
+                : !uniform && fp4 ? "partly quantized"
+                : !uniform        ? "BF16 of several formats"
+                                  : stored_remark(p, type);
+    float *scale = outer_factors(p, n);
+    if (type == GGUF_NVFP4 && n_quantized) {
+        if (!scale) arrsetlen(scale, n);
+        o->scale2 = scale;
         importance_bind(o, n);
-        plan_values(fmt("%s.scale", base), scale2);
-    } else plan_scales(base, p, how == EXPERTS, l->format == NVFP4 && !p->height);
+    }
+    bool has_inputs = false;
+    for (size_t i = 0; i < arrlenu(p); i++) has_inputs |= p[i].lin.format == NVFP4 && !p[i].height && !p[i].lin.fold;
+    if (scale) plan_values(fmt("%s.scale", base), scale);
+    if (has_inputs) plan_input_scales(base, p, n);
+}
+
+/* Whether all weights of a matrix have four bits in the source and are not decoded for a tensor without scales. */
+static bool is_fp4(const struct piece *p) {
+    bool fp4 = true;
+    for (size_t i = 0; i < arrlenu(p); i++)
+        fp4 &= (p[i].lin.format == NVFP4 || p[i].lin.format == MXFP4) && !p[i].lin.fold;
+    return fp4;
+}
+
+/* Appends base.weight and its scales. p: see plan_typed. */
+static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
+    const char *name = fmt("%s.weight", base);
+    const bool uniform = is_uniform(p, NULL);
+    const uint32_t stored = stored_type(name, p, NULL),
+                   type = matrix_type(name, is_fp4(p), stored, how, piece_width(p));
+    if (!uniform && how == EXPERTS) note_mixture(base, p, type);
+    plan_typed(base, p, how, stored, type, uniform);
+}
+
+/* Appends gate and up of a feed-forward or of its experts, which must have the same type, because they have the same
+ * inputs. */
+static void plan_pair(const char *const base[2], struct piece *const p[2], enum stacking how) {
+    const bool uniform = is_uniform(p[0], p[1]);
+    uint32_t stored = GGUF_BF16, type[2];
+    for (int k = 0; k < 2; k++) {
+        const uint32_t one = stored_type(fmt("%s.weight", base[k]), p[k], p[!k]);
+        stored = !k || one == stored ? one : GGUF_BF16; /* --keep may name only one of them */
+    }
+    for (int k = 0; k < 2; k++)
+        type[k] = matrix_type(fmt("%s.weight", base[k]), is_fp4(p[k]), stored, how, piece_width(p[k]));
+    for (int k = 0; k < 2; k++) {
+        const bool same = type[0] == type[1];
+        if (!uniform) note_mixture(base[k], p[k], same ? type[k] : stored);
+        plan_typed(base[k], p[k], how, stored, same ? type[k] : stored, uniform);
+    }
 }
 
 /* ============================================================================================================
@@ -753,6 +939,18 @@ static struct linear as_rows(const struct tensor *t) {
     return l;
 }
 
+static bool has_linear(const char *x) {
+    return tensor_find(fmt("%s.weight", x)) || tensor_find(fmt("%s.weight_packed", x));
+}
+
+/* Describes a tensor of values as rows: floats, or a matrix with scales, such as the gate of a shared expert (1, n). */
+static struct linear resolve_values(const char *name) {
+    const struct tensor *t = tensor_find(name);
+    const char *x = ends_with(name, ".weight") ? fmt("%.*s", (int)(strlen(name) - strlen(".weight")), name) : name;
+    const bool scaled = t ? !is_float(t) && t->rank == 2 && x != name : has_linear(x);
+    return scaled ? resolve_linear(x) : as_rows(resolve_vector(name));
+}
+
 /* Returns the pieces of a tensor with these rows. Where they are heads of values, each one is a piece. */
 static struct piece *pieces_of(struct linear l, enum dim rows) {
     size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? m.dim[DIM_VALUE_HEAD] : 0;
@@ -770,7 +968,8 @@ static struct piece *pieces_of(struct linear l, enum dim rows) {
 /* Appends a tensor of F32. out DIM_ONE: it is a vector. */
 static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out, enum meaning meaning) {
     struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, m.dim[in], m.dim[out], 1);
-    if (out == DIM_ONE) {
+    l.fold = true;
+    if (out == DIM_ONE && l.format == PLAIN) {
         l.rows = m.dim[in];
         l.cols = 1;
     }
@@ -781,44 +980,36 @@ static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out
 
 /* The same of a tensor whose shape is checked. */
 static void plan_vector(const char *dst, const char *src, enum dim in, enum dim out, enum meaning meaning) {
-    struct linear l = as_rows(resolve_vector(src));
+    struct linear l = resolve_values(src);
     if (out == DIM_ONE) check_shape(l.w, l.cols, l.rows, in, out);
     else check_shape(l.w, l.rows, l.cols, out, in);
     plan_f32(dst, l, in, out, meaning);
 }
 
-static bool has_linear(const char *x) {
-    return tensor_find(fmt("%s.weight", x)) || tensor_find(fmt("%s.weight_packed", x));
-}
-
-/* A matrix of the source with its shape checked, as one of GGUF. */
-static void plan_linear(const char *dst, const char *src, enum dim rows, enum dim cols, enum stacking how) {
-    struct linear l = resolve_linear(src);
+/* Returns the pieces of a matrix with these sizes. */
+static struct piece *matrix_pieces(struct linear l, enum dim rows, enum dim cols) {
     check_shape(l.w, l.rows, l.cols, rows, cols);
     if (m.tiled && cols == DIM_VALUE) {
         l.groups = m.n_key;
         l.head = m.dim[DIM_VALUE_HEAD];
     }
-    plan_matrix(dst, pieces_of(l, rows), how);
+    return pieces_of(l, rows);
 }
 
-/* A matrix that must be stored without scales: a table of embeddings or a router. */
-static struct linear resolve_plain(const char *src, enum dim rows, enum dim cols) {
+/* A matrix of the source with its shape checked, as one of GGUF. */
+static void plan_linear(const char *dst, struct linear l, enum dim rows, enum dim cols, enum stacking how) {
+    plan_matrix(dst, matrix_pieces(l, rows, cols), how);
+}
+
+/* A matrix that is stored without scales: a table of embeddings. */
+static struct linear resolve_folded(const char *src) {
     struct linear l = resolve_linear(src);
-    check_shape(l.w, l.rows, l.cols, rows, cols);
-    if (l.format != PLAIN)
-        die("%s: expected BF16, F16 or F32, found %s (%s)", where(l.w), format_names[l.format], shape_text(l.w));
+    l.fold = l.format != PLAIN;
     return l;
 }
 
-static size_t n_skipped;        /* tensors of the source that are skipped on purpose */
-static size_t n_copies;         /* of these: copies of the model's embedding or output matrix */
-static struct finding unchosen; /* of these: biases for the choice of experts in layers that do not choose */
-
-static void skip(struct tensor *t) {
-    t->used = true;
-    n_skipped++;
-}
+static size_t n_copies;         /* skipped tensors that are copies of the model's embedding or output matrix */
+static struct finding unchosen; /* skipped biases for the choice of experts in layers that do not choose */
 
 /* Says which tensors of a kind are left out, and why. */
 static void report_skipped(struct finding f, const char *why) {
@@ -826,15 +1017,36 @@ static void report_skipped(struct finding f, const char *why) {
     else if (f.n) message_print("tensor '%s' is left out: %s", f.first, why);
 }
 
+/* Returns tensor i of linear_parts of a linear layer, or NULL. */
+static struct tensor *find_part(const char *x, size_t i) {
+    char name[PATH_MAX];
+    snprintf(name, sizeof name, "%s.%s", x, linear_parts[i]);
+    return tensor_find(name);
+}
+
+/* Whether two linear layers have the same tensors, byte for byte. */
+static bool same_linear(const char *x, const char *y) {
+    if (!has_linear(x)) return false;
+    for (size_t i = 0; i < COUNT(linear_parts); i++) {
+        const struct tensor *a = find_part(x, i), *b = find_part(y, i);
+        if (!a != !b || (a && !same_tensor(a, b))) return false;
+    }
+    return true;
+}
+
+/* Skips all tensors of a linear layer. */
+static void skip_linear(const char *x) {
+    for (size_t i = 0; i < COUNT(linear_parts); i++) {
+        struct tensor *t = find_part(x, i);
+        if (t && !t->used) skip(t);
+    }
+}
+
 /* Skips the embedding or the output matrix of a prediction layer if it has the bytes of the model's. A reader takes the
  * model's where a layer has none. */
 static bool skip_copy(const char *src, bool embedding) {
-    const char *own = embedding || m.tied ? "model.embed_tokens.weight" : "lm_head.weight";
-    struct tensor *t = tensor_find(fmt("%s.weight", src));
-    if (!t || !is_float(t)) return false;
-    const struct tensor *of = tensor_find(hf_name(-1, own));
-    if (!of || !same_tensor(t, of)) return false;
-    skip(t);
+    if (!same_linear(src, hf_name(-1, embedding || m.tied ? "model.embed_tokens" : "lm_head"))) return false;
+    skip_linear(src);
     n_copies++;
     return true;
 }
@@ -843,7 +1055,7 @@ static void plan_kv_b(int layer);
 static void plan_eh_proj(int layer);
 static void plan_qkvz(int layer);
 static void plan_qkv(int layer);
-static void plan_experts(const struct tensor_rule *rule, int layer);
+static struct piece *expert_pieces(const struct tensor_rule *r, int layer);
 static void plan_expert_biases(const struct tensor_rule *rule, int layer);
 
 /* A table of the experts of every token id. */
@@ -890,9 +1102,26 @@ static void plan_layer_vector(const struct tensor_rule *r, int layer, const char
     if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
 }
 
+/* Whether a row is the gate of a feed-forward, shared or not, or of experts. The row of up follows it. */
+static bool is_gate(const struct tensor_rule *r) {
+    return r->kind == TENSOR_MATRIX &&
+           (r->field == offsetof(struct layer, gate) || r->field == offsetof(struct layer, sh_gate));
+}
+
+/* Gate and up, whose rows are r and the one after it. */
+static void plan_gate_up(const struct tensor_rule *r, int layer) {
+    struct piece *p[2];
+    for (int k = 0; k < 2; k++)
+        p[k] = r->n == DIM_EXPERTS ? expert_pieces(&r[k], layer)
+                                   : matrix_pieces(resolve_linear(hf_name(layer, r[k].hf)), r[k].out, r[k].in);
+    const char *const base[2] = {fmt("blk.%d.%s", layer, r[0].name), fmt("blk.%d.%s", layer, r[1].name)};
+    plan_pair(base, p, r->n == DIM_EXPERTS ? EXPERTS : r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+}
+
 /* The tensor of one row of the table, for a layer. */
 static void plan_rule(const struct tensor_rule *r, int layer) {
-    if (!r->name) return; /* a part of the row before */
+    if (!r->name || (r != tensor_rules && is_gate(r - 1)))
+        return; /* a part of the row before, or up, planned with gate */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
     const bool qkv = !strcmp(r->name, "attn_qkv"), fused = m.has_delta & HAS_DELTA_BA; /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
@@ -903,7 +1132,9 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     }
     if (!r->hf || (fused && (qkv || r->field == offsetof(struct layer, wz)))) return;
     if (r->n == DIM_EXPERTS) {
-        plan_experts(r, layer);
+        struct piece *p = is_gate(r) ? NULL : expert_pieces(r, layer);
+        if (p) plan_matrix(fmt("blk.%d.%s", layer, r->name), p, EXPERTS);
+        else plan_gate_up(r, layer);
         return;
     }
     const char *src = hf_name(layer, r->hf);
@@ -915,16 +1146,19 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     } else if (r->kind == TENSOR_IDS) {
         plan_ids(r, layer);
     } else if (r->n == DIM_GROUPS) { /* one matrix with the rows of all groups */
-        plan_linear(dst, src, DIM_GROUPS_OUT, r->in, SINGLE);
-    } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
-        plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
-    } else if (r->field == offsetof(struct layer, w_index) && resolve_linear(src).format == PLAIN) {
-        plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
+        plan_linear(dst, resolve_linear(src), DIM_GROUPS_OUT, r->in, SINGLE);
+    } else if (r->kind == TENSOR_ROUTER || /* F32: routing decides on small differences */
+               (r->field == offsetof(struct layer, w_index) && resolve_linear(src).format == PLAIN)) {
+        const struct linear l = resolve_linear(src);
+        check_shape(l.w, l.rows, l.cols, r->out, r->in);
+        plan_f32(fmt("%s.weight", dst), l, r->in, r->out, VALUES);
+    } else if (is_gate(r)) {
+        plan_gate_up(r, layer);
     } else if (!r->optional || has_linear(src)) {
         const bool embedding = r->out == DIM_TOKENS;
         if ((embedding || r->out == DIM_VOCAB) && skip_copy(src, embedding)) return;
-        if (embedding) resolve_plain(src, r->out, r->in);
-        plan_linear(dst, src, r->out, r->in, r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+        plan_linear(dst, embedding ? resolve_folded(src) : resolve_linear(src), r->out, r->in,
+                    r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
     }
 }
 
@@ -952,18 +1186,10 @@ static void plan_kv_b(int layer) {
 static void plan_eh_proj(int layer) {
     struct linear *h = xrealloc(NULL, sizeof *h); /* kept: the plan lives as long as the program */
     struct piece *p = NULL,
-                 one = {.lin = resolve_linear(hf_name(layer, "e_proj")), .rows = m.dim[DIM_EMBD], .beside = h};
-    *h = resolve_linear(hf_name(layer, "h_proj"));
-    const struct linear *both[] = {&one.lin, h};
-    for (int i = 0; i < 2; i++) {
-        const struct linear *l = both[i];
-        check_shape(l->w, l->rows, l->cols, DIM_EMBD, DIM_EMBD);
-        if (l->format != PLAIN && l->format != FP8_BLOCK)
-            die("%s: expected floats or FP8 in blocks, found %s", where(l->w), format_names[l->format]);
-        if (l->format != one.lin.format || l->w->dtype != one.lin.w->dtype)
-            die("%s: %s, while '%s' is %s: they form one tensor and must have the same format", where(l->w),
-                format_names[l->format], one.lin.w->name, format_names[one.lin.format]);
-    }
+                 one = {.lin = resolve_folded(hf_name(layer, "e_proj")), .rows = m.dim[DIM_EMBD], .beside = h};
+    *h = resolve_folded(hf_name(layer, "h_proj"));
+    check_shape(one.lin.w, one.lin.rows, one.lin.cols, DIM_EMBD, DIM_EMBD);
+    check_shape(h->w, h->rows, h->cols, DIM_EMBD, DIM_EMBD);
     arrput(p, one);
     plan_matrix(fmt("blk.%d.nextn.eh_proj", layer), p, SINGLE);
 }
@@ -1117,8 +1343,8 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
         .lin = resolve_fused(&f), .row = e * cols, .rows = rows, .col = s->part, .step = s->n_part, .height = cols};
 }
 
-/* A stack of a layer's experts; every expert is one piece. */
-static void plan_experts(const struct tensor_rule *r, int layer) {
+/* Returns a stack of a layer's experts; every expert is one piece. */
+static struct piece *expert_pieces(const struct tensor_rule *r, int layer) {
     const struct expert_source s =
         find_experts(layer, r->field == offsetof(struct layer, up), r->field == offsetof(struct layer, down));
     struct piece *p = NULL;
@@ -1126,7 +1352,7 @@ static void plan_experts(const struct tensor_rule *r, int layer) {
         struct piece one = expert_piece(r, layer, &s, e);
         arrput(p, one);
     }
-    plan_matrix(fmt("blk.%d.%s", layer, r->name), p, EXPERTS);
+    return p;
 }
 
 /* Biases of a layer's experts: down_proj_bias (E, rows), or gate_up_proj_bias (E, 2 rows), where those of gate and up
@@ -1210,6 +1436,7 @@ static void plan_layer(int layer) {
     set_dim(DIM_EXPERTS, (size_t)m.experts[layer], "the layer's experts");
     set_dim(DIM_FF, dense ? size_of(m.dense_key) : m.ff_expert, dense ? m.dense_key : m.width_key);
     for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
+    mixture_print();
 }
 
 /* Whether the source has tensors whose names begin so. */
@@ -1234,9 +1461,9 @@ static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
                                          "model.language_model.model.language_model."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
-    if (tensor_find("language_model.model.embed_tokens.weight")) m.prefix = "language_model.";
+    if (has_linear("language_model.model.embed_tokens")) m.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
-        if (tensor_find(fmt("%s%sembed_tokens.weight", m.prefix, bodies[k]))) m.body = bodies[k];
+        if (has_linear(fmt("%s%sembed_tokens", m.prefix, bodies[k]))) m.body = bodies[k];
     if (m.n_stream && tensor_find("embed.weight")) m.body = "";
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
@@ -1412,8 +1639,8 @@ static void plan_rope_factors(void) {
  * used whatever config.json says. */
 static void settle_head(void) {
     const char *name = hf_name(-1, "lm_head.weight");
-    struct tensor *head = tensor_find(name), *embd = tensor_find(hf_name(-1, "model.embed_tokens.weight"));
-    const bool any = head || has_linear(hf_name(-1, "lm_head")), same = head && embd && same_tensor(head, embd);
+    const char *x = hf_name(-1, "lm_head");
+    const bool any = has_linear(x), same = any && same_linear(x, hf_name(-1, "model.embed_tokens"));
     const char *said = get(m.top, "tie_word_embeddings") ? json_show(get(m.top, "tie_word_embeddings")) : "missing";
     if (!any && !m.tied)
         die("'%s': tensor '%s' is missing, and 'tie_word_embeddings' of config.json is %s: set it to true if the "
@@ -1421,7 +1648,7 @@ static void settle_head(void) {
             "matrix is the embedding",
             model_dir, name, said);
     if (m.tied && same) {
-        skip(head);
+        skip_linear(x);
         message_print("tensor '%s' is left out: it is a copy of the embedding", name);
     } else if (m.tied && any) {
         m.tied = false;
@@ -1442,16 +1669,15 @@ static void plan_model(void) {
         die("config.json: key 'layer_types': expected %d layers, found %d", m.n_layer + m.n_mtp, m.n_typed);
     screen_names();
     settle_head();
-    struct linear embd = resolve_plain(hf_name(-1, "model.embed_tokens"), DIM_VOCAB, DIM_EMBD);
-    struct piece *p = NULL, one = {.lin = embd, .rows = embd.rows};
-    arrput(p, one);
-    plan_matrix("token_embd", p, SINGLE);
+    plan_linear("token_embd", resolve_folded(hf_name(-1, "model.embed_tokens")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
                 m.zero_centered ? LESS_ONE : VALUES);
-    if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
+    if (!m.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
     plan_stream_head();
     for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
+    report_skipped(fp8_inputs, of_inputs);
+    report_skipped(plain_inputs, "the weights beside it are not quantized");
     report_skipped(unchosen, "token ids have their experts in such a layer");
     if (n_copies)
         message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
@@ -2474,6 +2700,13 @@ static void read_config(void) {
     expect(m.cfg, "attention_bias", m.qkv_bias || !get_bool(m.cfg, "attention_bias", false), "false");
 }
 
+/* Returns the first source of an output that is NVFP4, or NULL. */
+static const struct tensor *nvfp4_source(const struct output *o) {
+    for (size_t i = 0; i < arrlenu(o->pieces); i++)
+        if (o->pieces[i].lin.format == NVFP4) return o->pieces[i].lin.w;
+    return NULL;
+}
+
 /* Checks what the release says about its quantization: it must be known here and must agree with the tensors. */
 static void check_quantization(void) {
     static const char algos[] = "NVFP4 W4A16_NVFP4 MXFP8 FP8 FP8_PB_WO MIXED_PRECISION none";
@@ -2507,8 +2740,7 @@ static void check_quantization(void) {
     struct doc sparsity = get_obj(q, "moe_sparsity_config");
     const char *method = get_str(sparsity, "method", "prune");
     expect(sparsity, "method", !strcmp(method, "prune"), "\"prune\"");
-    for (size_t i = 0; i < arrlenu(plan); i++)
-        found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.format == NVFP4;
+    for (size_t i = 0; i < arrlenu(plan); i++) found |= nvfp4_source(&plan[i]) != NULL;
     if (announced && !found) die("%s says NVFP4, but no tensor is NVFP4", q.obj ? q.file : hf.file);
     json_decref(hf.obj);
 }
@@ -3791,8 +4023,8 @@ static void put_precision(void) {
     if (!get(q, "quant_algo")) q = get_obj(m.top, "quantization_config");
     if (!get(q, "quant_algo")) q = get_obj(hf, "quantization");
     for (size_t i = 0; i < arrlenu(plan); i++)
-        if (plan[i].type == GGUF_NVFP4 && plan[i].pieces[0].lin.format == NVFP4 &&
-            !strcmp(quantization_of(plan[i].pieces[0].lin.w->name, q), "W4A16_NVFP4"))
+        if (plan[i].type == GGUF_NVFP4 && nvfp4_source(&plan[i]) &&
+            !strcmp(quantization_of(nvfp4_source(&plan[i])->name, q), "W4A16_NVFP4"))
             arrput(names, plan[i].name);
     bool *a4 = xrealloc(NULL, arrlenu(names) + 1);
     memset(a4, 0, arrlenu(names) + 1);
@@ -3874,7 +4106,7 @@ static void read_powers(const struct piece *p, size_t first, size_t n, uint8_t *
                 piece_row(p, first + i / per_row), i % per_row);
 }
 
-/* dst (cols) = one row of raw bytes as F32, without `factor`. s: its block scales (NVFP4, MXFP4, MXFP8). scale: its scale, or
+/* dst (cols) = one row of raw bytes as F32, without a `factor` that is not folded. s: its block scales (NVFP4, MXFP4, MXFP8). scale: its scale, or
  * one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity
  * and NaN are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
@@ -3891,6 +4123,7 @@ static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint
     else
         for (size_t c = 0; c < l->cols; c += step, scale++)
             for (size_t i = c; i < c + step && i < l->cols; i++) dst[i] = e4m3[raw[i]] * *scale;
+    for (size_t c = 0; c < l->cols && l->fold; c++) dst[c] *= l->factor;
 #pragma omp simd reduction(max : most)
     for (size_t c = 0; c < l->cols; c++) {
         int32_t u = (int32_t)(f32_to_bits(dst[c]) & 0x7fffffff);
@@ -4024,7 +4257,7 @@ static size_t rows_at_a_time(const struct piece *p) {
     return p->height ? p->rows : CHUNK_BYTES / (piece_width(p) * 4) + 1;
 }
 
-/* dst (n, width) = rows of a piece as F32, without `factor`, as many as rows_at_a_time says. Returns the largest
+/* dst (n, width) = rows of a piece as F32, without outer_factor(), as many as rows_at_a_time says. Returns the largest
  * magnitude, which only in plain matrices may be infinite or NaN. */
 static float read_rows(const struct piece *p, size_t first, size_t n, float *dst) {
     if (p->beside) return read_joined(p, first, n, dst);
@@ -4048,13 +4281,12 @@ static void apply_meaning(enum meaning meaning, float *v, size_t n) {
 }
 
 /* Dies if weights v of a piece cannot be Q8_0: the scale of a block, largest / 127, must be finite in F16. */
-static void check_q8_0(const struct piece *p, size_t first, const float *v, float largest) {
-    check_finite(p, first, v, largest);
+static void check_q8_0(const struct piece *p, float largest) {
     if (largest / 127.0f >= 65520.0f)
         die("%s: weights up to %g are too large for Q8_0", where(p->lin.w), (double)largest);
 }
 
-/* Quantizes v, n rows of the output that come from l, and writes them. r NULL: to Q8_0. The work is divided into parts
+/* Quantizes v, n rows of the output that come from l, and writes them. r NULL: to Q8_0 or MXFP4. The work is divided into parts
  * of a fixed size, so that the sums of errors do not depend on the number of threads. */
 static void write_quantized(struct output *o, const struct linear *l, const struct nvfp4_rule *r, const float *v,
                             size_t n) {
@@ -4068,9 +4300,11 @@ static void write_quantized(struct output *o, const struct linear *l, const stru
         size_t row = i * step, rows = n - row < step ? n - row : step;
         const float *from = v + row * o->ne[0];
         void *out = to + row * bytes;
-        sums[i] = r ? quantize(from, rows * o->ne[0], r, out) : quantize_q8_0(from, rows * o->ne[0], out);
+        sums[i] = r                       ? quantize(from, rows * o->ne[0], r, out)
+                  : o->type == GGUF_MXFP4 ? quantize_mxfp4(from, rows * o->ne[0], out)
+                                          : quantize_q8_0(from, rows * o->ne[0], out);
     }
-    double unit = (double)l->factor * (r ? (double)r->scale2 : 1);
+    double unit = (double)outer_factor(l) * (r ? (double)r->scale2 : 1);
     for (size_t i = 0; i < parts; i++) {
         o->sums.error += unit * unit * sums[i].error;
         o->sums.power += unit * unit * sums[i].power;
@@ -4108,7 +4342,7 @@ static void write_as_nvfp4(struct output *o, size_t index) {
         out_write(v, 0); /* writes nothing, but handles signals */
     }
     struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, width, column_weights(o, index)};
-    o->scale2[index] = rule.scale2 * l->factor;
+    o->scale2[index] = rule.scale2 * outer_factor(l);
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (step < p->rows) read_rows(p, r, n, v);
@@ -4172,21 +4406,23 @@ static void write_piece(struct output *o, size_t index) {
     const struct linear *l = &p->lin;
     const size_t step = rows_at_a_time(p), width = piece_width(p);
     const bool same = l->format == PLAIN && float_type(l->w) == o->type && !o->finite && !p->height && !p->beside;
+    const bool repacked = repacks(p, o->type);
     uint8_t most = 0;
-    if (o->scale2) {
+    if (o->type == GGUF_NVFP4 && !repacked) {
         write_as_nvfp4(o, index);
         return;
     }
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
-        if (same || o->type == GGUF_NVFP4 || o->type == GGUF_MXFP4) {
+        if (same || repacked) {
             write_rows_as_stored(p, o->type, r, n, &most);
             continue;
         }
         float *v = (float *)(void *)scratch(3, n * width * sizeof *v);
         float largest = read_rows(p, r, n, v);
-        if (o->type == GGUF_Q8_0) {
-            check_q8_0(p, r, v, largest);
+        if (o->type == GGUF_Q8_0 || o->type == GGUF_MXFP4) {
+            check_finite(p, r, v, largest);
+            if (o->type == GGUF_Q8_0) check_q8_0(p, largest);
             write_quantized(o, l, NULL, v, n);
             continue;
         }
@@ -4295,13 +4531,15 @@ static const char *error_text(struct quantize_sums s) {
  * signal-to-noise ratio; then totals. Warns of matrices below LEAST_DB. */
 static void report_errors(void) {
     enum { LEAST_DB = 18 };
-    for (uint32_t type = GGUF_Q8_0; type <= GGUF_NVFP4; type += GGUF_NVFP4 - GGUF_Q8_0) {
+    static const uint32_t quantized[] = {GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4};
+    for (size_t k = 0; k < COUNT(quantized); k++) {
+        const uint32_t type = quantized[k];
         struct quantize_sums sum = {0, 0};
         size_t count = 0, weights = 0;
         for (size_t i = 0; i < arrlenu(plan); i++) {
             const struct output *o = &plan[i];
-            size_t n = o->ne[0] * o->ne[1] * o->ne[2];
-            if (!is_quantized(o) || o->type != type) continue;
+            const size_t n = o->n_quantized;
+            if (!n || o->type != type) continue;
             const char *name = gguf_type_info(type).name;
             printf("%-36s %-6s %12zu weights  %s\n", o->name, name, n, error_text(o->sums));
             if (o->sums.error > 0 && 10 * log10(o->sums.power / o->sums.error) < LEAST_DB)
