@@ -2707,25 +2707,176 @@ static const struct tensor *nvfp4_source(const struct output *o) {
     return NULL;
 }
 
+/* Where a key about quantization stands. */
+enum quant_place {
+    QUANT_WHOLE, /* quantization_config of config.json, or "quantization" of hf_quant_config.json */
+    QUANT_GROUP, /* an object of config_groups */
+    QUANT_ARGS,  /* weights, input_activations or output_activations of a group */
+    QUANT_LAYER  /* an object of quantized_layers */
+};
+
+/* The keys that ModelOpt, compressed-tensors, vLLM and transformers write about quantization, and what moe does with
+ * them. Another key is named in a line. */
+static const struct {
+    enum quant_place place;
+    const char *keys;
+    const char
+        *refusal; /* why a value other than null, false, 0 and nothing is refused; NULL: the key is harmless or is
+                            read below */
+} quant_keys[] = {
+    /* read: what they say must be known here */
+    {QUANT_WHOLE, "quant_method quant_algo format weight_block_size fmt group_size moe_sparsity_config", NULL},
+    {QUANT_WHOLE, "config_groups quantized_layers", NULL},
+    {QUANT_GROUP, "format quant_algo", NULL},
+    {QUANT_LAYER, "quant_algo", NULL},
+    /* harmless: the tensors tell which modules are quantized and how; moe has a cache and rounds inputs as it likes */
+    {QUANT_WHOLE,
+     "ignore ignored_layers modules_to_not_convert modules_to_convert exclude_modules packed_modules_mapping producer "
+     "version quantization_status global_compression_ratio dequantize run_compressed use_optimized_inference "
+     "is_checkpoint_fp8_serialized activation_scheme activation_scale_ub scale_fmt expert_dtype kv_cache_scheme "
+     "kv_cache_quant_algo bits _pre_quantization_dtype",
+     NULL},
+    {QUANT_GROUP, "targets weights input_activations output_activations", NULL},
+    {QUANT_ARGS,
+     "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer "
+     "observer_kwargs is_mx",
+     NULL},
+    {QUANT_LAYER, "group_size weight_block_size", NULL},
+    /* arithmetic that moe does not have */
+    {QUANT_WHOLE, "transform_config", "moe does not apply transforms"},
+    {QUANT_WHOLE,
+     "rotation rotate online_rotation online_rotations rotation_config hadamard hadamard_config use_hadamard",
+     "moe does not rotate the inputs of matrices"},
+    {QUANT_WHOLE, "sparsity_config", "moe does not read compressed sparse weights"},
+    {QUANT_WHOLE, "pre_quant_scale smoothquant smoothquant_val smooth_quant",
+     "moe does not scale the inputs of matrices"},
+    {QUANT_WHOLE, "has_zero_point zero_point clamp_val", "moe has neither zero points nor clamped inputs"},
+    {QUANT_WHOLE, "desc_act static_groups", "moe does not reorder the inputs of matrices"},
+    {QUANT_WHOLE, "lora_rank lora_config svd svd_rank", "moe does not add low-rank matrices"},
+    {QUANT_GROUP, "pre_quant_scale", "moe does not scale the inputs of matrices"},
+    {QUANT_GROUP, "has_zero_point", "moe has no zero points"},
+    {QUANT_GROUP, "lora_rank", "moe does not add low-rank matrices"},
+    {QUANT_LAYER, "pre_quant_scale", "moe does not scale the inputs of matrices"},
+    {QUANT_LAYER, "has_zero_point", "moe has no zero points"},
+    {QUANT_LAYER, "lora_rank", "moe does not add low-rank matrices"}};
+
+/* The algorithms of ModelOpt that moe reads, and the weights with one scale; 0: it may be any number. */
+static const struct {
+    const char *name;
+    int64_t group;
+} quant_algos[] = {{"NVFP4", 16},
+                   {"W4A16_NVFP4", 16},
+                   {"W4A8_NVFP4_FP8", 16},
+                   {"MXFP4", 32},
+                   {"W4A16_MXFP4", 32},
+                   {"W4A8_MXFP4_FP8", 32},
+                   {"W4A8_MXFP4_MXFP8", 32},
+                   {"MXFP8", 32},
+                   {"FP8", 0},
+                   {"FP8_PER_CHANNEL_PER_TOKEN", 0},
+                   {"FP8_PB_WO", 0},
+                   {"FP8_BLOCK_SCALES", 0},
+                   {"MIXED_PRECISION", 0},
+                   {"none", 0}};
+
+static const char quant_formats[] = "nvfp4-pack-quantized mxfp4-pack-quantized mxfp8-quantized float-quantized "
+                                    "naive-quantized mixed-precision dense";
+
+/* Dies unless quant_algo of an object is known here, and its group_size belongs to it. */
+static void check_quant_algo(struct doc d) {
+    const char *algo = get_str(d, "quant_algo", "none");
+    char *known = NULL;
+    size_t k = 0;
+    for (size_t i = 0; i < COUNT(quant_algos); i++) sb_printf(&known, "%s%s", i ? " " : "", quant_algos[i].name);
+    while (k < COUNT(quant_algos) && strcmp(quant_algos[k].name, algo)) k++;
+    expect(d, "quant_algo", k < COUNT(quant_algos), fmt("one of %s", sb_cstr(&known)));
+    const int64_t group = quant_algos[k].group;
+    const json_t *given = get(d, "group_size");
+    if (group && given && json_number_value(given) != 0) get_int(d, "group_size", group, group, group);
+    arrfree(known);
+}
+
+/* Whether a value says that a feature is not used: null, false, 0, "", "none", nothing, the format dense, or an object of such values. */
+static bool is_unused(const json_t *j) {
+    const char *key, *text = json_string_value(j);
+    json_t *v;
+    bool unused = true;
+    if (json_is_object(j)) {
+        text = json_string_value(json_object_get(j, "format")); /* of sparsity_config */
+        if (text) return !strcmp(text, "dense");
+        json_object_foreach((json_t *)(uintptr_t)j, key, v) unused &= is_unused(v);
+        return unused;
+    }
+    if (text) return !*text || !strcmp(text, "none");
+    return json_is_null(j) || json_is_false(j) || (json_is_array(j) && !json_array_size(j)) ||
+           (json_is_number(j) && json_number_value(j) == 0);
+}
+
+static struct finding quant_unknown; /* keys about quantization that are not known here; the last of them is `first` */
+
+/* Checks the keys of an object about quantization and of those in it. path: its place in the file, for messages. */
+static void check_quant_keys(struct doc d, enum quant_place place, const char *path) {
+    const char *key, *name;
+    json_t *v, *in;
+    if (place != QUANT_ARGS) check_quant_algo(d);
+    expect(d, "format", place == QUANT_ARGS || one_of(get_str(d, "format", "dense"), quant_formats),
+           fmt("one of %s", quant_formats));
+    json_object_foreach(d.obj, key, v) {
+        size_t k = 0;
+        char at[512], below[768];
+        while (k < COUNT(quant_keys) && (quant_keys[k].place != place || !one_of(key, quant_keys[k].keys))) k++;
+        snprintf(at, sizeof at, "%s.%s", path, key);
+        if (k == COUNT(quant_keys)) {
+            if (!is_unused(v)) finding_add(&quant_unknown, fmt("%s: key '%s' (%s)", d.file, at, json_show(v)));
+        } else if (quant_keys[k].refusal && !is_unused(v))
+            die("%s: key '%s': %s (expected null or nothing, found %s)", d.file, at, quant_keys[k].refusal,
+                json_show(v));
+        if (place == QUANT_GROUP && json_is_object(v) && strcmp(key, "targets"))
+            check_quant_keys((struct doc){v, d.file, at}, QUANT_ARGS, at);
+        const bool groups = place == QUANT_WHOLE && !strcmp(key, "config_groups");
+        if (!json_is_object(v) || (!groups && (place != QUANT_WHOLE || strcmp(key, "quantized_layers")))) continue;
+        json_object_foreach(v, name, in) {
+            snprintf(below, sizeof below, "%s.%s", at, name);
+            if (json_is_object(in))
+                check_quant_keys((struct doc){in, d.file, below}, groups ? QUANT_GROUP : QUANT_LAYER, below);
+        }
+    }
+}
+
+/* Checks the keys of all objects about quantization that the release has. */
+static void check_quantization_keys(void) {
+    struct doc hf = doc_read("hf_quant_config.json");
+    const struct {
+        struct doc in;
+        const char *key;
+    } places[] = {{m.top, "quantization_config"},
+                  {m.wrapped ? m.cfg : (struct doc){NULL, NULL, NULL}, "quantization_config"},
+                  {m.top, "compression_config"}, /* of compressed-tensors before 0.8 */
+                  {hf, "quantization"}};
+    for (size_t i = 0; i < COUNT(places); i++) {
+        struct doc d = get_obj(places[i].in, places[i].key);
+        char path[128];
+        snprintf(path, sizeof path, "%s%s", places[i].in.in ? fmt("%s.", places[i].in.in) : "", places[i].key);
+        d.in = path;
+        if (d.obj) check_quant_keys(d, QUANT_WHOLE, path);
+    }
+    if (quant_unknown.n)
+        message_print("%s is unknown here and not used%s", quant_unknown.first,
+                      quant_unknown.n > 1 ? fmt("; so are %zu more about quantization", quant_unknown.n - 1) : "");
+    json_decref(hf.obj);
+}
+
 /* Checks what the release says about its quantization: it must be known here and must agree with the tensors. */
 static void check_quantization(void) {
-    static const char algos[] = "NVFP4 W4A16_NVFP4 MXFP8 FP8 FP8_PB_WO MIXED_PRECISION none";
     struct doc hf = doc_read("hf_quant_config.json"), q;
     q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
-    const struct {
-        struct doc d;
-        const char *key, *known;
-    } checks[] = {{q, "quant_method", "modelopt compressed-tensors fp8 mxfp4 mxfp8 none"},
-                  {q, "quant_algo", algos},
-                  {q, "format", "nvfp4-pack-quantized mxfp4-pack-quantized float-quantized mixed-precision dense"},
-                  {get_obj(hf, "quantization"), "quant_algo", algos}};
+    const struct doc whole = get_obj(hf, "quantization");
+    static const char methods[] = "modelopt modelopt_fp4 compressed-tensors fp8 mxfp4 mxfp8 nvfp4 none";
+    expect(q, "quant_method", one_of(get_str(q, "quant_method", "none"), methods), fmt("one of %s", methods));
     bool announced = false, found = false;
-    for (size_t i = 0; i < COUNT(checks); i++) {
-        const char *v = get_str(checks[i].d, checks[i].key, "none");
-        expect(checks[i].d, checks[i].key, !get(checks[i].d, checks[i].key) || one_of(v, checks[i].known),
-               fmt("one of %s", checks[i].known));
-        announced |= one_of(v, "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
-    }
+    const char *const said[] = {get_str(q, "quant_algo", ""), get_str(q, "format", ""),
+                                get_str(whole, "quant_algo", "")};
+    for (size_t i = 0; i < COUNT(said); i++) announced |= one_of(said[i], "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
     const bool mxfp8 = !strcmp(get_str(q, "quant_method", "none"), "mxfp8");
     json_t *block = get_list(q, "weight_block_size");
     for (size_t i = 0; i < json_array_size(block); i++)
@@ -2734,9 +2885,7 @@ static void check_quantization(void) {
                                                                 : i    ? 32
                                                                        : 1),
                mxfp8 ? "[1, 32]" : "[128, 128]");
-    const struct doc whole = get_obj(hf, "quantization");
-    const int64_t group = strcmp(get_str(whole, "quant_algo", "none"), "MXFP8") ? 16 : 32;
-    get_int(whole, "group_size", group, group, group);
+    expect(q, "fmt", strcasestr(get_str(q, "fmt", "e4m3"), "e4m3") != NULL, "e4m3");
     struct doc sparsity = get_obj(q, "moe_sparsity_config");
     const char *method = get_str(sparsity, "method", "prune");
     expect(sparsity, "method", !strcmp(method, "prune"), "\"prune\"");
@@ -4653,6 +4802,7 @@ int main(int argc, char **argv) {
     read_config();
     source_open();
     if (opt.importance) importance_open(opt.importance);
+    check_quantization_keys();
     plan_model();
     check_quantization();
     put_metadata(model_name(opt.name));

@@ -1623,7 +1623,7 @@ static const struct refusal refusals[] = {
     {"top-k method", "topk_method", REFUSE_DEEPSEEK, .config = "{\"topk_method\":\"group_limited_greedy\"}"},
     {"sparse attention", "index_topk", REFUSE_DEEPSEEK, .config = "{\"index_topk\":2048}"},
     {"groups", "not a multiple of n_group = 3", REFUSE_DEEPSEEK, .config = "{\"n_group\":3}"},
-    {"quantization method", "quant_method': expected one of modelopt compressed-tensors fp8 mxfp4 mxfp8 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
+    {"quantization method", "quant_method': expected one of modelopt modelopt_fp4 compressed-tensors fp8 mxfp4 mxfp8 nvfp4 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
     {"FP8 blocks", "weight_block_size", .config = "{\"quantization_config\":{\"quant_method\":\"fp8\",\"weight_block_size\":[64,64]}}"},
     {"announced NVFP4", "no tensor is NVFP4", .config = "{\"quantization_config\":{\"quant_method\":\"modelopt\",\"quant_algo\":\"NVFP4\"}}"},
     {"shape", "expected [384, 64] (num_attention_heads x head_dim, hidden_size)", .config = "{\"head_dim\":128}"},
