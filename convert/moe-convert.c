@@ -21,6 +21,8 @@
 #include "pre_tokenizers.h"
 #include "quantize.h"
 
+#include <setjmp.h>
+
 enum {
     MAX_VOCAB = 4 << 20, /* tokens */
     MAX_MTP = 16,        /* layers for multi-token prediction */
@@ -34,6 +36,24 @@ enum {
  * the scales that the source has for it, never from quantization_config. A scale that is missing or has an unexpected
  * shape or size is an error, because a model with wrong scales fluently generates nonsense.
  * ============================================================================================================ */
+
+/* While a layer for multi-token prediction is planned: where refuse_part returns to, and with what message. */
+static struct {
+    bool planned;
+    jmp_buf out;
+    char why[PATH_MAX];
+} prediction;
+
+/* Dies because a part of the model is missing or has another size than it should have. The model runs without a layer for
+ * multi-token prediction, so that such a layer is left out instead. */
+__attribute__((noreturn, format(printf, 1, 2))) static void refuse_part(const char *f, ...) {
+    va_list ap;
+    va_start(ap, f);
+    vsnprintf(prediction.why, sizeof prediction.why, f, ap);
+    va_end(ap);
+    if (prediction.planned) longjmp(prediction.out, 1);
+    die("%s", prediction.why);
+}
 
 /* How the weights of a matrix are stored. */
 enum format {
@@ -95,7 +115,8 @@ static const struct {
                         {".activation_scale", of_inputs},
                         {".rotary_emb.inv_freq", "frequencies follow from config.json"}};
 
-static size_t n_skipped; /* tensors of the source that are skipped on purpose */
+static size_t n_skipped;   /* tensors of the source that are skipped on purpose */
+static bool no_prediction; /* --no-mtp: layers for multi-token prediction are left out */
 
 static void skip(struct tensor *t) {
     t->used = true;
@@ -203,13 +224,13 @@ static struct linear resolve_fp4(const char *x, struct tensor *w, bool compresse
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1] * 2, .factor = 1.0f};
     struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) s = find_powers(x);
-    if (!s) die("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
+    if (!s) refuse_part("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
     l.format = check_block_scales(w, s, l.cols);
     l.scale = s;
     if (l.format == MXFP4) return l;
     const char *name = compressed ? "weight_global_scale" : "weight_scale_2";
     struct tensor *t = tensor_find(fmt("%s.%s", x, name));
-    if (!t) die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
+    if (!t) refuse_part("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
     l.factor = global_factor(t, read_scalar(t), compressed, w, 0, w->bytes);
     l.input_scale = read_input_scale(x, compressed);
     return l;
@@ -254,7 +275,9 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
     bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) s = tensor_find(fmt("%s.scale", x)), inv = s; /* DeepSeek-V4 */
-    if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv', '.weight_scale' nor '.scale' exists", where(w), x);
+    if (!s)
+        refuse_part("%s: FP8 weights, but neither '%s.weight_scale_inv', '.weight_scale' nor '.scale' exists", where(w),
+                    x);
     const bool blocks = is_grid(s, block_rows, ceil128(l.cols));
     if (are_powers(s)) l.format = blocks ? FP8_BLOCK : check_block_scales(w, s, l.cols);
     else if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
@@ -278,7 +301,7 @@ static struct linear resolve_chunks(const char *x, size_t chunks) {
     struct tensor *w = tensor_find(fmt("%s.weight_packed", x));
     bool compressed = w != NULL;
     if (!w) w = tensor_find(fmt("%s.weight", x));
-    if (!w) die("'%s': tensor '%s.weight' is missing", model_dir, x);
+    if (!w) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, x);
     w->used = true;
     if (w->rank != 2 || !w->bytes) die("%s: expected a matrix, found %s", where(w), shape_text(w));
     if (w->dtype == U8 || (w->dtype == I8 && find_powers(x))) return resolve_fp4(x, w, compressed);
@@ -329,12 +352,12 @@ static struct linear resolve_fused(const struct fused *f) {
     if (w->dtype == U8) {
         struct tensor *global = fused_side(f->x, "weight_scale_2");
         const size_t bytes = w->bytes / n / f->n_part;
-        if (!s) die("%s: 4-bit codes, but '%s_weight_scale' is missing", where(w), f->x);
+        if (!s) refuse_part("%s: 4-bit codes, but '%s_weight_scale' is missing", where(w), f->x);
         l.cols *= 2;
         l.scale = s;
         l.format = check_block_scales(w, s, l.cols);
         if (l.format == MXFP4) return l;
-        if (!global) die("%s: NVFP4 codes, but '%s_weight_scale_2' is missing", where(w), f->x);
+        if (!global) refuse_part("%s: NVFP4 codes, but '%s_weight_scale_2' is missing", where(w), f->x);
         l.factor =
             global_factor(global, fused_number(f, global), false, w, (f->e * f->n_part + f->part) * bytes, bytes);
         l.input_scale = in ? valid_input_scale(fused_number(f, in)) : 0.0f;
@@ -344,7 +367,8 @@ static struct linear resolve_fused(const struct fused *f) {
                             s->bytes * 8 == n * rows * dtypes[s->dtype].bits;
         if (!inv) inv = fused_side(f->x, "weight_scale_inv");
         if (!s && !inv)
-            die("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x, f->x);
+            refuse_part("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x,
+                        f->x);
         if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] != ceil128(rows) ||
                     inv->shape[2] != ceil128(l.cols)))
             die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
@@ -366,7 +390,7 @@ static struct linear resolve_blocks(const char *x, struct tensor *w) {
     struct tensor *s = tensor_find(fmt("%s_scales", x));
     if (w->dtype != U8 || w->rank != 4 || w->shape[3] != 16 || !w->bytes)
         die("%s: expected U8 [experts, rows, blocks, 16], found %s", where(w), shape_text(w));
-    if (!s) die("%s: MXFP4 codes, but '%s_scales' is missing", where(w), x);
+    if (!s) refuse_part("%s: MXFP4 codes, but '%s_scales' is missing", where(w), x);
     struct tensor want = *w;
     want.rank = 3;
     if (s->dtype != U8 || s->rank != 3 || memcmp(s->shape, w->shape, 3 * sizeof *s->shape))
@@ -383,7 +407,7 @@ static struct linear resolve_blocks(const char *x, struct tensor *w) {
 /* Returns a tensor of F32, F16 or BF16 and marks it as used. */
 static struct tensor *resolve_vector(const char *name) {
     struct tensor *t = tensor_find(name);
-    if (!t) die("'%s': tensor '%s' is missing", model_dir, name);
+    if (!t) refuse_part("'%s': tensor '%s' is missing", model_dir, name);
     if (!is_float(t)) die("%s: expected BF16, F16 or F32, found %s", where(t), shape_text(t));
     t->used = true;
     return t;
@@ -905,9 +929,10 @@ static void set_dim(enum dim d, size_t n, const char *name) {
 /* Dies unless a tensor has the sizes r and c; c ONE: it is a vector. */
 static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
     if (rows == m.dim[r] && cols == m.dim[c]) return;
-    if (c == DIM_ONE) die("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], m.dim_name[r], shape_text(t));
-    die("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], m.dim_name[r], m.dim_name[c],
-        shape_text(t));
+    if (c == DIM_ONE)
+        refuse_part("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], m.dim_name[r], shape_text(t));
+    refuse_part("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], m.dim_name[r],
+                m.dim_name[c], shape_text(t));
 }
 
 /* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model: "model." begins the names in
@@ -1061,7 +1086,7 @@ static void plan_expert_biases(const struct tensor_rule *rule, int layer);
 /* A table of the experts of every token id. */
 static void plan_ids(const struct tensor_rule *r, int layer) {
     struct tensor *t = tensor_find(hf_name(layer, r->hf));
-    if (!t) die("'%s': tensor '%s' is missing", model_dir, hf_name(layer, r->hf));
+    if (!t) refuse_part("'%s': tensor '%s' is missing", model_dir, hf_name(layer, r->hf));
     if ((t->dtype != I64 && t->dtype != I32) || t->rank != 2)
         die("%s: expected a matrix of I64 or I32, found %s", where(t), shape_text(t));
     check_shape(t, t->shape[0], t->shape[1], r->out, r->in);
@@ -1291,7 +1316,7 @@ static void check_count_lists(int layer) {
         {get_obj(q, "moe_sparsity_config"), "num_experts"}, {m.cfg, "per_layer_num_experts"}, {m.cfg, m.experts_key}};
     for (size_t i = 0; i < COUNT(lists); i++) {
         json_t *list = get(lists[i].d, lists[i].key), *v = json_array_get(list, (size_t)layer);
-        if (!json_is_array(list) || (!v && layer >= m.n_layer)) continue;
+        if (!json_is_array(list) || layer >= m.n_layer) continue;
         if (json_element(list, (size_t)layer) != m.experts[layer])
             die("%s: key '%s': expected %d experts for layer %d, as its tensors have, found %s", lists[i].d.file,
                 lists[i].d.in ? fmt("%s.%s", lists[i].d.in, lists[i].key) : lists[i].key, m.experts[layer], layer,
@@ -1307,12 +1332,13 @@ static int count_experts(int layer) {
     if (s.w) n = s.w->shape[0] > MAX_EXPERTS ? MAX_EXPERTS + 1 : (int)s.w->shape[0];
     else
         while (n <= MAX_EXPERTS && has_linear(expert_name(layer, hf, (size_t)n))) n++;
-    if (!n) die("'%s': tensor '%s.weight' is missing", model_dir, expert_name(layer, hf, 0));
-    if (n > m.n_expert || n < m.top_k)
-        die("layer %d has %d experts; expected from %s = %d to the %d of config.json", layer, n, m.top_k_key, m.top_k,
-            m.n_expert);
+    if (!n) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, expert_name(layer, hf, 0));
+    const int most = layer < m.n_layer ? m.n_expert : MAX_EXPERTS; /* pruning may have spared a prediction layer */
+    if (n > most || n < m.top_k)
+        refuse_part("layer %d has %d experts; expected from %s = %d to %s", layer, n, m.top_k_key, m.top_k,
+                    layer < m.n_layer ? fmt("the %d of config.json", most) : fmt("%d", most));
     if (m.n_group > 1 && n % m.n_group)
-        die("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
+        refuse_part("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
     return n;
 }
 
@@ -1455,6 +1481,26 @@ static bool is_dspark(void) {
     return false;
 }
 
+/* Leaves out the layers for multi-token prediction from `first` on: each needs the one before. why: for the message. */
+static void leave_prediction(int first, const char *why) {
+    const int last = m.n_layer + m.n_mtp - 1;
+    char below[256] = ""; /* begins the names of all such layers, if all are left out and have no other names */
+    size_t n = 0;
+    if (m.mtp && first == m.n_layer) snprintf(below, sizeof below, "%s%s", m.prefix, m.mtp);
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        struct tensor *t = &tensors[i];
+        bool left = *below && starts_with(t->name, below);
+        for (int layer = first; layer <= last && !*below && !left; layer++)
+            left = starts_with(t->name, hf_name(layer, ""));
+        n += left;
+        if (left && !t->used) skip(t);
+    }
+    message_print("layer%s %d%s for multi-token prediction %s left out, %zu tensor%s: %s", last > first ? "s" : "",
+                  first, last > first ? fmt(" to %d", last) : "", last > first ? "are" : "is", n, n == 1 ? "" : "s",
+                  why);
+    m.n_mtp = first - m.n_layer;
+}
+
 /* Finds out how the names begin, and how many layers for multi-token prediction there are. Exports have more than one
  * form of names, and some lack the prediction layers that their config.json announces. */
 static void find_names(void) {
@@ -1466,7 +1512,7 @@ static void find_names(void) {
         if (has_linear(fmt("%s%sembed_tokens", m.prefix, bodies[k]))) m.body = bodies[k];
     if (m.n_stream && tensor_find("embed.weight")) m.body = "";
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
-        if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
+        if (has_below(fmt("%s%s", m.prefix, mtps[k]))) m.mtp = mtps[k];
     for (size_t k = 0; k < COUNT(mtps) && m.n_stream; k++)
         if (has_below(fmt("%s0.", mtps[k]))) m.mtp = mtps[k];
     m.dspark = is_dspark();
@@ -1474,7 +1520,9 @@ static void find_names(void) {
     const int announced = m.n_mtp, most = m.mtp_unsaid ? MAX_MTP : announced;
     m.n_mtp = m.has_delta && m.mtp;
     while (!m.has_delta && m.n_mtp < most && has_below(hf_name(m.n_layer + m.n_mtp, ""))) m.n_mtp++;
-    for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced; layer++)
+    if (no_prediction && m.n_mtp) leave_prediction(m.n_layer, "--no-mtp");
+    else if (no_prediction) message_print("--no-mtp: the model has no layer for multi-token prediction");
+    for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced && !no_prediction; layer++)
         message_print("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                       "it is left out",
                       model_dir, layer);
@@ -1493,6 +1541,7 @@ static void screen_names(void) {
     struct finding needless[COUNT(skipped_suffixes)] = {{0}};
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
+        if (t->used) continue; /* left out with its layer */
         bool skipped = false, draft = false, dspark = m.dspark && starts_with(t->name, m.mtp);
         for (size_t k = 0; k < COUNT(vision) && multimodal; k++) skipped |= starts_with(t->name, vision[k]);
         for (size_t k = 0; k < COUNT(drafts); k++) draft |= starts_with(t->name, drafts[k]);
@@ -1662,6 +1711,35 @@ static void settle_head(void) {
     }
 }
 
+/* Plans a layer for multi-token prediction. Where a part of it is missing or has another size, leaves it out and all
+ * layers of that kind after it; false. */
+static bool plan_prediction(int layer) {
+    const size_t planned = arrlenu(plan), skipped = n_skipped, copies = n_copies, weighted = importance.weighted,
+                 unweighted = importance.unweighted;
+    const struct finding of_fp8 = fp8_inputs, of_plain = plain_inputs, biases = unchosen;
+    bool *used = xrealloc(NULL, arrlenu(tensors) * sizeof *used);
+    for (size_t i = 0; i < arrlenu(tensors); i++) used[i] = tensors[i].used;
+    prediction.planned = true;
+    const bool whole = !setjmp(prediction.out);
+    if (whole) plan_layer(layer);
+    prediction.planned = false;
+    if (!whole) {
+        for (size_t i = 0; i < arrlenu(tensors); i++) tensors[i].used = used[i];
+        arrsetlen(plan, planned);
+        n_skipped = skipped;
+        n_copies = copies;
+        importance.weighted = weighted;
+        importance.unweighted = unweighted;
+        fp8_inputs = of_fp8;
+        plain_inputs = of_plain;
+        unchosen = biases;
+        mixture_print();
+        leave_prediction(layer, prediction.why);
+    }
+    free(used);
+    return whole;
+}
+
 /* Makes the plan. */
 static void plan_model(void) {
     find_names();
@@ -1675,7 +1753,8 @@ static void plan_model(void) {
     if (!m.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
     plan_stream_head();
-    for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
+    for (int l = 0; l < m.n_layer; l++) plan_layer(l);
+    for (int l = m.n_layer; l < m.n_layer + m.n_mtp && plan_prediction(l); l++) continue;
     report_skipped(fp8_inputs, of_inputs);
     report_skipped(plain_inputs, "the weights beside it are not quantized");
     report_skipped(unchosen, "token ids have their experts in such a layer");
@@ -2643,6 +2722,13 @@ static const struct {
     {.type = "laguna", .arch = "laguna", .read = read_laguna, .renaming = laguna_names},
     {.type = "mimo_v2_flash", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names},
     {.type = "mimo_v2", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names}};
+
+/* Whether a tensor of the index belongs to a layer for multi-token prediction, by its name. */
+static bool is_of_prediction(const char *name) {
+    const char *at = strstr(name, "layers.");
+    if (starts_with(name, "mtp.") || strstr(name, ".mtp.")) return true;
+    return at && isdigit((unsigned char)at[7]) && strtol(at + 7, NULL, 10) >= m.n_layer;
+}
 
 /* The model types, for a message. */
 static const char *family_types(void) {
@@ -4720,7 +4806,7 @@ static const char *const backbone_names[] = {[BACKBONE_BF16] = "bf16", [BACKBONE
 struct settings {
     char *out, *name, *importance, *keep;
     int quantize, search, backbone; /* indices of the names above */
-    bool dense, dry_run;
+    bool dense, no_mtp, dry_run;
     struct common_settings common;
 };
 
@@ -4741,6 +4827,8 @@ static const struct option options[] = {
     {"backbone", IS_CHOICE(backbone, backbone_names), .arg = "TYPE",
      .help = "type of all other matrices that are not NVFP4 (default: as stored)"},
     {"keep", IS_STR(keep), .arg = "REGEX", .help = "keep the type of tensors whose GGUF name matches"},
+    {"no-mtp", IS_FLAG(no_mtp),
+     .help = "leave out the layers for multi-token prediction, with which moe drafts tokens"},
     {"dry-run", IS_FLAG(dry_run),
      .help = "list the tensors without writing them; with -o write the header of the file, for moe --plan"},
     COMMON_OPTIONS,
@@ -4781,6 +4869,7 @@ static void apply_options(void) {
     if (opt.quantize >= 0) types.experts = GGUF_NVFP4;
     if (opt.backbone >= 0) types.backbone = opt.backbone == BACKBONE_BF16 ? GGUF_BF16 : GGUF_Q8_0;
     types.dense = opt.dense;
+    no_prediction = opt.no_mtp;
     types.amax = opt.search == SEARCH_AMAX;
     if (opt.keep) keep_regex_compile(opt.keep);
 }
@@ -4800,6 +4889,7 @@ int main(int argc, char **argv) {
 
     model_dir = model_dir_find(model_dir);
     read_config();
+    may_lack = is_of_prediction;
     source_open();
     if (opt.importance) importance_open(opt.importance);
     check_quantization_keys();
