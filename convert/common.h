@@ -734,6 +734,18 @@ __attribute__((noreturn)) static inline void refuse_no_tensors(void) {
         dir_list(model_dir, "", ".safetensors") ? " of a whole model with transformers' names" : "");
 }
 
+/* Whether the model runs without a tensor, by its name; NULL: without none. */
+static bool (*may_lack)(const char *tensor);
+
+/* Whether the model runs without all tensors that the index has in a file. */
+static inline bool may_lack_file(struct doc map, const char *file) {
+    const char *name;
+    json_t *v;
+    bool may = may_lack != NULL;
+    json_object_foreach(map.obj, name, v) may = may && (strcmp(get_str(map, name, ""), file) || may_lack(name));
+    return may;
+}
+
 /* Returns the files that the index names, each once; NULL, with a line, if none of them is there and others are: then the
  * index belongs to other files. Dies if only some are there. */
 static inline char **files_of_index(struct doc map) {
@@ -746,6 +758,10 @@ static inline char **files_of_index(struct doc map) {
         expect(map, name, f && !strchr(f, '/') && !strstr(f, ".."), "a file name without a directory");
         if (json_object_get(seen, f)) continue;
         json_object_set_new(seen, f, json_true());
+        if (!path_exists(in_dir(f)) && may_lack_file(map, f)) {
+            message_print("'%s' is missing; it has only tensors for multi-token prediction", f);
+            continue;
+        }
         arrput(files, xstrdup(f));
         if (path_exists(in_dir(f))) continue;
         if (!n_missing++) missing = arrlast(files);

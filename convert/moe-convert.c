@@ -21,6 +21,8 @@
 #include "pre_tokenizers.h"
 #include "quantize.h"
 
+#include <setjmp.h>
+
 enum {
     MAX_VOCAB = 4 << 20, /* tokens */
     MAX_MTP = 16,        /* layers for multi-token prediction */
@@ -34,6 +36,24 @@ enum {
  * the scales that the source has for it, never from quantization_config. A scale that is missing or has an unexpected
  * shape or size is an error, because a model with wrong scales fluently generates nonsense.
  * ============================================================================================================ */
+
+/* While a layer for multi-token prediction is planned: where refuse_part returns to, and with what message. */
+static struct {
+    bool planned;
+    jmp_buf out;
+    char why[PATH_MAX];
+} prediction;
+
+/* Dies because a part of the model is missing or has another size than it should have. The model runs without a layer for
+ * multi-token prediction, so that such a layer is left out instead. */
+__attribute__((noreturn, format(printf, 1, 2))) static void refuse_part(const char *f, ...) {
+    va_list ap;
+    va_start(ap, f);
+    vsnprintf(prediction.why, sizeof prediction.why, f, ap);
+    va_end(ap);
+    if (prediction.planned) longjmp(prediction.out, 1);
+    die("%s", prediction.why);
+}
 
 /* How the weights of a matrix are stored. */
 enum format {
@@ -57,6 +77,7 @@ struct linear {
     size_t rows, cols;          /* in weights; a fused expert tensor (E, R, C) has E * R rows */
     size_t chunk;               /* FP8_BLOCK: rows after which new blocks begin; of a fused tensor R */
     float factor;               /* of all weights; it becomes NAME.scale. 1 if the format has none */
+    bool fold;                  /* the weights are multiplied by `factor` as they are read; there is no NAME.scale */
     float input_scale;          /* of W4A4 activations; 0: none */
     size_t groups; /* columns are heads in `groups` groups and are written in tiled order; 0: as they are */
     size_t head;   /* columns of a head */
@@ -93,6 +114,22 @@ static const struct {
                         {".v_proj.output_scale", of_cache},
                         {".activation_scale", of_inputs},
                         {".rotary_emb.inv_freq", "frequencies follow from config.json"}};
+
+static size_t n_skipped;   /* tensors of the source that are skipped on purpose */
+static bool no_prediction; /* --no-mtp: layers for multi-token prediction are left out */
+
+static void skip(struct tensor *t) {
+    t->used = true;
+    n_skipped++;
+}
+
+/* Names of the tensors of a linear layer X: X.weight and what may stand beside it. */
+static const char *const linear_parts[] = {
+    "weight",         "weight_packed",       "weight_scale", "weight_scale_inv",  "scale",
+    "weight_scale_2", "weight_global_scale", "input_scale",  "input_global_scale"};
+
+/* Scales of inputs that are not used: of FP8 matrices, and of matrices that are not quantized. */
+static struct finding fp8_inputs, plain_inputs;
 
 /* Reads n values of an F32, BF16 or F16 tensor from value `first` on. */
 static void read_floats(const struct tensor *t, size_t first, size_t n, float *out) {
@@ -187,13 +224,13 @@ static struct linear resolve_fp4(const char *x, struct tensor *w, bool compresse
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1] * 2, .factor = 1.0f};
     struct tensor *s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) s = find_powers(x);
-    if (!s) die("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
+    if (!s) refuse_part("%s: %s, but '%s.weight_scale' is missing", where(w), shape_text(w), x);
     l.format = check_block_scales(w, s, l.cols);
     l.scale = s;
     if (l.format == MXFP4) return l;
     const char *name = compressed ? "weight_global_scale" : "weight_scale_2";
     struct tensor *t = tensor_find(fmt("%s.%s", x, name));
-    if (!t) die("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
+    if (!t) refuse_part("%s: NVFP4 codes, but '%s.%s' is missing", where(w), x, name);
     l.factor = global_factor(t, read_scalar(t), compressed, w, 0, w->bytes);
     l.input_scale = read_input_scale(x, compressed);
     return l;
@@ -205,11 +242,27 @@ static float fp8_factor(const struct tensor *t, float v) {
     return v;
 }
 
+/* The factor that becomes NAME.scale. */
+static float outer_factor(const struct linear *l) { return l->fold ? 1.0f : l->factor; }
+
 static size_t ceil128(size_t n) { return n / 128 + (n % 128 != 0); }
 
 /* Returns the row of an FP8_BLOCK matrix's scales that belongs to a row of its weights. */
 static size_t block_row(const struct linear *l, size_t row) {
     return row / l->chunk * ceil128(l->chunk) + row % l->chunk / 128;
+}
+
+/* Whether scales have the sizes (rows, cols) or, as ModelOpt writes them for FP8_PB_WO, (rows, 1, cols, 1). */
+static bool is_grid(const struct tensor *s, size_t rows, size_t cols) {
+    const bool apart = s->rank == 4 && s->shape[1] == 1 && s->shape[3] == 1;
+    return (s->rank == 2 || apart) && s->shape[0] == rows && s->shape[apart ? 2 : 1] == cols;
+}
+
+/* Marks the scale of inputs `in`, if there is one, as left out. */
+static void leave_input_scale(struct tensor *in, struct finding *f) {
+    if (!in || in->used) return;
+    skip(in);
+    finding_add(f, in->name);
 }
 
 /* Describes the FP8 layer x, whose blocks begin anew in each of `chunks` equal parts of its rows. w: (rows, cols) E4M3.
@@ -222,8 +275,10 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
     bool inv = s != NULL;
     if (!s) s = tensor_find(fmt("%s.weight_scale", x));
     if (!s) s = tensor_find(fmt("%s.scale", x)), inv = s; /* DeepSeek-V4 */
-    if (!s) die("%s: FP8 weights, but neither '%s.weight_scale_inv', '.weight_scale' nor '.scale' exists", where(w), x);
-    const bool blocks = s->rank == 2 && s->shape[0] == block_rows && s->shape[1] == ceil128(l.cols);
+    if (!s)
+        refuse_part("%s: FP8 weights, but neither '%s.weight_scale_inv', '.weight_scale' nor '.scale' exists", where(w),
+                    x);
+    const bool blocks = is_grid(s, block_rows, ceil128(l.cols));
     if (are_powers(s)) l.format = blocks ? FP8_BLOCK : check_block_scales(w, s, l.cols);
     else if (is_float(s) && inv && blocks) l.format = FP8_BLOCK;
     else if (is_float(s) && is_scalar(s) && (!inv || s->rank < 2)) l.format = FP8_TENSOR;
@@ -234,7 +289,7 @@ static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks)
         die("%s: expected one scale, one per row (%zu) or one per 128 x 128 block [%zu, %zu], found %s", where(s),
             l.rows, block_rows, ceil128(l.cols), shape_text(s));
     s->used = true;
-    if (in) in->used = true; /* for FP8 activations, which moe does not use */
+    leave_input_scale(in, &fp8_inputs);
     if (l.format == FP8_TENSOR) l.factor = fp8_factor(s, read_scalar(s));
     else l.scale = s;
     return l;
@@ -246,7 +301,7 @@ static struct linear resolve_chunks(const char *x, size_t chunks) {
     struct tensor *w = tensor_find(fmt("%s.weight_packed", x));
     bool compressed = w != NULL;
     if (!w) w = tensor_find(fmt("%s.weight", x));
-    if (!w) die("'%s': tensor '%s.weight' is missing", model_dir, x);
+    if (!w) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, x);
     w->used = true;
     if (w->rank != 2 || !w->bytes) die("%s: expected a matrix, found %s", where(w), shape_text(w));
     if (w->dtype == U8 || (w->dtype == I8 && find_powers(x))) return resolve_fp4(x, w, compressed);
@@ -254,6 +309,8 @@ static struct linear resolve_chunks(const char *x, size_t chunks) {
     if (compressed || !is_float(w))
         die("%s: weights of the form %s are not supported (NVFP4, MXFP4, MXFP8, FP8 E4M3, BF16, F16 and F32 are)",
             where(w), shape_text(w));
+    leave_input_scale(tensor_find(fmt("%s.input_scale", x)), &plain_inputs);
+    leave_input_scale(tensor_find(fmt("%s.input_global_scale", x)), &plain_inputs);
     return (struct linear){.format = PLAIN, .w = w, .rows = w->shape[0], .cols = w->shape[1], .factor = 1.0f};
 }
 
@@ -295,30 +352,34 @@ static struct linear resolve_fused(const struct fused *f) {
     if (w->dtype == U8) {
         struct tensor *global = fused_side(f->x, "weight_scale_2");
         const size_t bytes = w->bytes / n / f->n_part;
-        if (!s) die("%s: 4-bit codes, but '%s_weight_scale' is missing", where(w), f->x);
+        if (!s) refuse_part("%s: 4-bit codes, but '%s_weight_scale' is missing", where(w), f->x);
         l.cols *= 2;
         l.scale = s;
         l.format = check_block_scales(w, s, l.cols);
         if (l.format == MXFP4) return l;
-        if (!global) die("%s: NVFP4 codes, but '%s_weight_scale_2' is missing", where(w), f->x);
+        if (!global) refuse_part("%s: NVFP4 codes, but '%s_weight_scale_2' is missing", where(w), f->x);
         l.factor =
             global_factor(global, fused_number(f, global), false, w, (f->e * f->n_part + f->part) * bytes, bytes);
         l.input_scale = in ? valid_input_scale(fused_number(f, in)) : 0.0f;
     } else if (w->dtype == F8_E4M3) {
         struct tensor *inv = fused_side(f->x, "scale_inv");
+        const bool by_row = s && is_float(s) && s->rank > 1 && s->shape[0] == n && s->shape[1] == rows &&
+                            s->bytes * 8 == n * rows * dtypes[s->dtype].bits;
         if (!inv) inv = fused_side(f->x, "weight_scale_inv");
         if (!s && !inv)
-            die("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x, f->x);
+            refuse_part("%s: FP8 weights, but neither '%s_weight_scale' nor '%s_scale_inv' exists", where(w), f->x,
+                        f->x);
         if (inv && (!is_float(inv) || inv->rank != 3 || inv->shape[0] != n || inv->shape[1] != ceil128(rows) ||
                     inv->shape[2] != ceil128(l.cols)))
             die("%s: expected one scale per 128 x 128 block of %zu matrices of %zu x %zu, found %s", where(inv), n,
                 rows, l.cols, shape_text(inv));
-        l.format = inv ? FP8_BLOCK : FP8_TENSOR;
-        l.scale = inv;
+        l.format = inv ? FP8_BLOCK : by_row ? FP8_ROW : FP8_TENSOR;
+        l.scale = inv ? inv : by_row ? s : NULL;
         l.chunk = rows;
         if (inv) inv->used = true;
+        else if (by_row) s->used = true;
         else l.factor = fp8_factor(s, fused_number(f, s));
-        if (in) in->used = true; /* for FP8 activations, which moe does not use */
+        leave_input_scale(in, &fp8_inputs);
     }
     return l;
 }
@@ -329,7 +390,7 @@ static struct linear resolve_blocks(const char *x, struct tensor *w) {
     struct tensor *s = tensor_find(fmt("%s_scales", x));
     if (w->dtype != U8 || w->rank != 4 || w->shape[3] != 16 || !w->bytes)
         die("%s: expected U8 [experts, rows, blocks, 16], found %s", where(w), shape_text(w));
-    if (!s) die("%s: MXFP4 codes, but '%s_scales' is missing", where(w), x);
+    if (!s) refuse_part("%s: MXFP4 codes, but '%s_scales' is missing", where(w), x);
     struct tensor want = *w;
     want.rank = 3;
     if (s->dtype != U8 || s->rank != 3 || memcmp(s->shape, w->shape, 3 * sizeof *s->shape))
@@ -346,7 +407,7 @@ static struct linear resolve_blocks(const char *x, struct tensor *w) {
 /* Returns a tensor of F32, F16 or BF16 and marks it as used. */
 static struct tensor *resolve_vector(const char *name) {
     struct tensor *t = tensor_find(name);
-    if (!t) die("'%s': tensor '%s' is missing", model_dir, name);
+    if (!t) refuse_part("'%s': tensor '%s' is missing", model_dir, name);
     if (!is_float(t)) die("%s: expected BF16, F16 or F32, found %s", where(t), shape_text(t));
     t->used = true;
     return t;
@@ -443,11 +504,11 @@ static bool matches_keep(const char *name) {
 
 static size_t n_misaligned; /* matrices that keep their type because n_in is not a multiple of the block */
 
-/* Returns the type of a matrix with rows of n_in weights. stored: its type without options. */
-static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t stored, enum stacking how, size_t n_in) {
+/* Returns the type of a matrix with rows of n_in weights. stored: its type without options. fp4: all its weights have 4
+ * bits in the source. */
+static uint32_t matrix_type(const char *name, bool fp4, uint32_t stored, enum stacking how, size_t n_in) {
     bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
     uint32_t type = expert ? types.experts : types.backbone;
-    const bool fp4 = l->format == NVFP4 || l->format == MXFP4;
     if (type == AS_STORED || type == stored || fp4 || matches_keep(name)) return stored;
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
@@ -462,7 +523,8 @@ static uint32_t matrix_type(const char *name, const struct linear *l, uint32_t s
  *
  * The list of output tensors in file order. A tensor is a sequence of pieces, which are row ranges of source matrices
  * (the experts of a stack, the heads of kv_b_proj or of a delta net), or a few F32 values that are computed here
- * (.scale). All pieces of a tensor have the same format.
+ * (.scale). Where the pieces of a tensor, or gate and up, have several formats, most of them decide: few experts in BF16
+ * are quantized like the others, and a few in four bits are stored as BF16, exactly.
  * ============================================================================================================ */
 
 /* Part of a source matrix: rows [row, row + rows), or those that the fields below say. */
@@ -508,13 +570,11 @@ struct output {
     const char *remark;    /* for the listing of --dry-run */
 
     /* for matrices that are quantized here */
-    float *scale2; /* NVFP4: the values of NAME.scale, one per piece, set when the piece is written; else NULL */
+    size_t n_quantized; /* weights that are; rounding to BF16 does not count */
+    float *scale2;      /* NVFP4: the values of NAME.scale, one per piece, set when the piece is written; else NULL */
     const struct gguf_tensor *sum2, *counts; /* of --importance; NULL: all columns have the same weight */
     struct quantize_sums sums;               /* error of what has been written */
 };
-
-/* Whether the weights are quantized here. Rounding to BF16 does not count. */
-static bool is_quantized(const struct output *o) { return o->scale2 || o->type == GGUF_Q8_0; }
 
 static struct output *plan; /* stb_ds */
 
@@ -537,23 +597,32 @@ static void plan_values(const char *name, float *values) {
     o->values = values;
 }
 
-/* Appends base.scale and base.input_scale, if the matrix has them. p: its pieces. per_piece: one value per piece, else
- * one for all. with_input: the matrix may have input scales. */
-static void plan_scales(const char *base, const struct piece *p, bool per_piece, bool with_input) {
-    size_t n = per_piece ? arrlenu(p) : 1, missing = 0;
-    float *factor = NULL, *input = NULL, largest = 0.0f;
-    if (p[0].lin.format == NVFP4 || p[0].lin.format == FP8_TENSOR) {
-        for (size_t i = 0; i < n; i++) arrput(factor, p[i].lin.factor);
-        plan_values(fmt("%s.scale", base), factor);
+/* Returns base.scale of n matrices, an stb_ds array; NULL: none of them has a factor. */
+static float *outer_factors(const struct piece *p, size_t n) {
+    float *factor = NULL;
+    bool any = false;
+    for (size_t i = 0; i < n; i++) {
+        any |= !p[i].lin.fold && (p[i].lin.format == NVFP4 || p[i].lin.format == FP8_TENSOR);
+        arrput(factor, outer_factor(&p[i].lin));
     }
+    if (!any) arrfree(factor);
+    return factor;
+}
+
+/* Appends base.input_scale of n matrices, if NVFP4 ones among them have input scales. */
+static void plan_input_scales(const char *base, const struct piece *p, size_t n) {
+    size_t missing = 0, count = 0;
+    float *input = NULL, largest = 0.0f;
     for (size_t i = 0; i < n; i++) {
         if (p[i].lin.input_scale > largest) largest = p[i].lin.input_scale;
-        missing += p[i].lin.input_scale == 0.0f;
+        missing += p[i].lin.format == NVFP4 && p[i].lin.input_scale == 0.0f;
+        count += p[i].lin.format == NVFP4;
     }
-    if (!with_input || missing == n) return;
+    if (largest == 0.0f) return;
     for (size_t i = 0; i < n; i++) arrput(input, p[i].lin.input_scale > 0 ? p[i].lin.input_scale : largest);
     if (missing)
-        message_print("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, n);
+        message_print("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing,
+                      count);
     plan_values(fmt("%s.input_scale", base), input);
 }
 
@@ -569,40 +638,181 @@ static void importance_bind(struct output *o, size_t n) {
     else importance.unweighted++;
 }
 
-/* Appends base.weight and its scales. p: pieces, of the same size unless they are parts of a single matrix; the array
- * is taken over. */
-static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
-    const struct linear *l = &p[0].lin;
-    const bool nvfp4 = l->format == NVFP4 && !p->height && l->cols % 64 == 0 && l->head % 16 == 0;
-    const bool mxfp4 = l->format == MXFP4 && !p->height && l->head % 32 == 0;
-    bool single = how == SINGLE || how == DENSE_FFN;
-    uint32_t stored = nvfp4 ? GGUF_NVFP4 : mxfp4 ? GGUF_MXFP4 : GGUF_BF16;
-    size_t n_in = piece_width(p), n_out = p->rows, n = how == EXPERTS ? arrlenu(p) : 1;
-    for (size_t i = 1; single && i < arrlenu(p); i++) n_out += p[i].rows;
-    if (l->format == PLAIN) stored = float_type(l->w);
-    for (size_t i = 1; i < arrlenu(p); i++)
-        if (p[i].lin.format != l->format || (l->format == PLAIN && p[i].lin.w->dtype != l->w->dtype))
-            die("%s: %s %s, while '%s' is %s %s: they form one tensor and must have the same format", where(p[i].lin.w),
-                format_names[p[i].lin.format], shape_text(p[i].lin.w), l->w->name, format_names[l->format],
-                shape_text(l->w));
-    uint32_t type = matrix_type(fmt("%s.weight", base), l, stored, how, n_in);
+/* Whether a piece is written as a type of four bits without a change. */
+static bool repacks(const struct piece *p, uint32_t type) {
+    const struct linear *l = &p->lin;
+    if (p->height || p->beside || l->fold) return false;
+    if (type == GGUF_NVFP4) return l->format == NVFP4 && l->cols % 64 == 0 && l->head % 16 == 0;
+    return type == GGUF_MXFP4 && l->format == MXFP4 && l->head % 32 == 0;
+}
+
+/* Whether two matrices have the same format, and floats the same type. */
+static bool same_format(const struct linear *a, const struct linear *b) {
+    return a->format == b->format && (a->format != PLAIN || a->w->dtype == b->w->dtype);
+}
+
+static const char *format_name(const struct linear *l) {
+    return l->format == PLAIN ? dtypes[l->w->dtype].name : format_names[l->format];
+}
+
+/* Whether all pieces of two matrices have the same format. q: the other one of gate and up, or NULL. */
+static bool is_uniform(const struct piece *p, const struct piece *q) {
+    const struct linear *first = &p[0].lin;
+    bool same = !p->beside || same_format(first, p->beside);
+    for (size_t i = 0; i < arrlenu(p); i++) same &= same_format(first, &p[i].lin);
+    for (size_t i = 0; i < arrlenu(q); i++) same &= same_format(first, &q[i].lin);
+    return same;
+}
+
+/* Returns the type of a matrix without options. q: the other one of gate and up, which must have the same type, or
+ * NULL. */
+static uint32_t stored_type(const char *name, const struct piece *p, const struct piece *q) {
+    const struct piece *both[] = {p, q};
+    const size_t n = arrlenu(p) + arrlenu(q);
+    size_t n_nvfp4 = 0, n_mxfp4 = 0;
+    for (size_t k = 0; k < COUNT(both); k++)
+        for (size_t i = 0; i < arrlenu(both[k]); i++) {
+            n_nvfp4 += repacks(&both[k][i], GGUF_NVFP4);
+            n_mxfp4 += repacks(&both[k][i], GGUF_MXFP4);
+        }
+    if (n_nvfp4 == n) return GGUF_NVFP4;
+    if (n_mxfp4 == n) return GGUF_MXFP4;
+    if (is_uniform(p, q)) return p[0].lin.format == PLAIN ? float_type(p[0].lin.w) : GGUF_BF16;
+    if (2 * (n_nvfp4 + n_mxfp4) > n && !matches_keep(name)) return n_nvfp4 >= n_mxfp4 ? GGUF_NVFP4 : GGUF_MXFP4;
+    return GGUF_BF16;
+}
+
+/* A line about matrices of a layer whose pieces have several formats, which is printed once for all that it is true of. */
+static struct {
+    char *names; /* such as "blk.0.ffn_gate_exps, blk.0.ffn_up_exps"; NULL: there is no line */
+    char *text;
+} mixture;
+
+static void mixture_print(void) {
+    if (mixture.names) message_print("%s: %s", mixture.names, mixture.text);
+    free(mixture.names);
+    free(mixture.text);
+    mixture.names = mixture.text = NULL;
+}
+
+static void mixture_add(const char *base, const char *text) {
+    const bool more = mixture.names && !strcmp(mixture.text, text) && strlen(mixture.names) < 256;
+    char *names = xstrdup(more ? fmt("%s, %s", mixture.names, base) : base);
+    if (!more) mixture_print();
+    free(mixture.names);
+    mixture.names = names;
+    if (!more) mixture.text = xstrdup(text);
+}
+
+/* Says what becomes of a matrix that is stored as `type` because its pieces, or gate and up, differ. Of experts, those
+ * are named that are not like most of the others. */
+static void note_mixture(const char *base, const struct piece *p, uint32_t type) {
+    enum { LISTED = 8 };
+    const size_t n = arrlenu(p);
+    const bool fp4 = type == GGUF_NVFP4 || type == GGUF_MXFP4;
+    const char *name = gguf_type_info(type).name, *lossless = fp4 ? " (--keep stores them all as BF16)" : "";
+    size_t most = 0, best = 0, odd = 0;
+    for (size_t i = 0; i < n; i++) {
+        size_t same = 0;
+        for (size_t k = 0; k < n; k++) same += same_format(&p[i].lin, &p[k].lin);
+        if (same > most) most = same, best = i;
+    }
+    char *list = NULL;
+    for (size_t i = 0; i < n && most < n; i++)
+        if (!same_format(&p[i].lin, &p[best].lin) && odd++ < LISTED)
+            sb_printf(&list, "%s%zu (%s)", odd > 1 ? ", " : "", i, format_name(&p[i].lin));
+    if (odd > LISTED) sb_printf(&list, " and %zu more", odd - LISTED);
+    if (odd && fp4 && repacks(&p[best], type))
+        mixture_add(base, fmt("expert%s %s %s quantized to %s like the other %zu%s", odd > 1 ? "s" : "", sb_cstr(&list),
+                              odd > 1 ? "are" : "is", name, most, lossless));
+    else if (odd)
+        mixture_add(base, fmt("expert%s %s %s, and the other %zu %s: all are stored as %s%s", odd > 1 ? "s" : "",
+                              sb_cstr(&list), odd > 1 ? "differ" : "differs", most, format_name(&p[best].lin), name,
+                              lossless));
+    else if (stored_type(fmt("%s.weight", base), p, NULL) != type)
+        mixture_add(base, fmt("%s is stored as %s, because gate and up must have the same type%s",
+                              format_name(&p[0].lin), name, lossless));
+    arrfree(list);
+}
+
+/* Returns what --dry-run says of a matrix that is stored as `type`. */
+static const char *stored_remark(const struct piece *p, uint32_t type) {
+    const struct linear *l = &p->lin;
+    if (repacks(p, type) || (l->format == PLAIN && float_type(l->w) == type)) return "";
+    if (l->format == MXFP4) return "BF16 of E2M1 x E8M0, exact";
+    if (l->format == MXFP8 || (l->format == FP8_BLOCK && are_powers(l->scale))) return "BF16 of E4M3 x E8M0, exact";
+    if (l->format == NVFP4) return l->fold ? "BF16 from NVFP4, rounded" : "BF16 of E2M1 x E4M3, exact";
+    if (l->format == FP8_TENSOR && !l->fold) return "BF16 of E4M3, exact";
+    return l->format == PLAIN ? "rounded" : "BF16 from FP8, rounded";
+}
+
+/* Appends base.weight as `type` and its scales. stored: its type without options. uniform: its pieces, and gate and up,
+ * have the same format. p: pieces, of the same size unless they are parts of a single matrix; the array is taken over. */
+static void plan_typed(const char *base, struct piece *p, enum stacking how, uint32_t stored, uint32_t type,
+                       bool uniform) {
+    const bool single = how == SINGLE || how == DENSE_FFN, fp4 = type == GGUF_NVFP4 || type == GGUF_MXFP4;
+    const size_t n_in = piece_width(p), n = how == EXPERTS ? arrlenu(p) : 1;
+    size_t n_out = 0, n_quantized = 0;
+    for (size_t i = 0; i < arrlenu(p); i++) {
+        const bool as_is = !fp4 && type != GGUF_Q8_0;
+        n_out += single || !i ? p[i].rows : 0;
+        if (as_is || repacks(&p[i], type)) continue;
+        n_quantized += p[i].rows * n_in;
+        p[i].lin.fold = type == GGUF_MXFP4; /* which has no NAME.scale */
+    }
     struct output *o = plan_add(fmt("%s.weight", base), type, single ? 2 : 3, n_in, n_out, single ? 1 : arrlenu(p));
     o->pieces = p;
-    if (type != stored) o->remark = type == GGUF_BF16 ? "rounded" : "quantized";
-    else if (l->format == NVFP4 && !nvfp4) o->remark = "BF16 of E2M1 x E4M3, exact";
-    else if (l->format == MXFP4 && !mxfp4) o->remark = "BF16 of E2M1 x E8M0, exact";
-    else if (l->format == MXFP8) o->remark = "BF16 of E4M3 x E8M0, exact";
-    else if (l->format == FP8_TENSOR) o->remark = "BF16 of E4M3, exact";
-    else if (l->format == FP8_BLOCK && are_powers(l->scale)) o->remark = "BF16 of E4M3 x E8M0, exact";
-    else if (l->format == FP8_ROW || l->format == FP8_BLOCK) o->remark = "BF16 from FP8, rounded";
-    if (type == GGUF_NVFP4 && !nvfp4) {
-        float *scale2 = NULL;
-        arrsetlen(scale2, n);
-        memset(scale2, 0, n * sizeof *scale2);
-        o->scale2 = scale2;
+    o->n_quantized = n_quantized;
+    o->remark = type != stored    ? type == GGUF_BF16 ? "rounded" : "quantized"
+                : !uniform && fp4 ? "partly quantized"
+                : !uniform        ? "BF16 of several formats"
+                                  : stored_remark(p, type);
+    float *scale = outer_factors(p, n);
+    if (type == GGUF_NVFP4 && n_quantized) {
+        if (!scale) arrsetlen(scale, n);
+        o->scale2 = scale;
         importance_bind(o, n);
-        plan_values(fmt("%s.scale", base), scale2);
-    } else plan_scales(base, p, how == EXPERTS, l->format == NVFP4 && !p->height);
+    }
+    bool has_inputs = false;
+    for (size_t i = 0; i < arrlenu(p); i++) has_inputs |= p[i].lin.format == NVFP4 && !p[i].height && !p[i].lin.fold;
+    if (scale) plan_values(fmt("%s.scale", base), scale);
+    if (has_inputs) plan_input_scales(base, p, n);
+}
+
+/* Whether all weights of a matrix have four bits in the source and are not decoded for a tensor without scales. */
+static bool is_fp4(const struct piece *p) {
+    bool fp4 = true;
+    for (size_t i = 0; i < arrlenu(p); i++)
+        fp4 &= (p[i].lin.format == NVFP4 || p[i].lin.format == MXFP4) && !p[i].lin.fold;
+    return fp4;
+}
+
+/* Appends base.weight and its scales. p: see plan_typed. */
+static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
+    const char *name = fmt("%s.weight", base);
+    const bool uniform = is_uniform(p, NULL);
+    const uint32_t stored = stored_type(name, p, NULL),
+                   type = matrix_type(name, is_fp4(p), stored, how, piece_width(p));
+    if (!uniform && how == EXPERTS) note_mixture(base, p, type);
+    plan_typed(base, p, how, stored, type, uniform);
+}
+
+/* Appends gate and up of a feed-forward or of its experts, which must have the same type, because they have the same
+ * inputs. */
+static void plan_pair(const char *const base[2], struct piece *const p[2], enum stacking how) {
+    const bool uniform = is_uniform(p[0], p[1]);
+    uint32_t stored = GGUF_BF16, type[2];
+    for (int k = 0; k < 2; k++) {
+        const uint32_t one = stored_type(fmt("%s.weight", base[k]), p[k], p[!k]);
+        stored = !k || one == stored ? one : GGUF_BF16; /* --keep may name only one of them */
+    }
+    for (int k = 0; k < 2; k++)
+        type[k] = matrix_type(fmt("%s.weight", base[k]), is_fp4(p[k]), stored, how, piece_width(p[k]));
+    for (int k = 0; k < 2; k++) {
+        const bool same = type[0] == type[1];
+        if (!uniform) note_mixture(base[k], p[k], same ? type[k] : stored);
+        plan_typed(base[k], p[k], how, stored, same ? type[k] : stored, uniform);
+    }
 }
 
 /* ============================================================================================================
@@ -719,9 +929,10 @@ static void set_dim(enum dim d, size_t n, const char *name) {
 /* Dies unless a tensor has the sizes r and c; c ONE: it is a vector. */
 static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
     if (rows == m.dim[r] && cols == m.dim[c]) return;
-    if (c == DIM_ONE) die("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], m.dim_name[r], shape_text(t));
-    die("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], m.dim_name[r], m.dim_name[c],
-        shape_text(t));
+    if (c == DIM_ONE)
+        refuse_part("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], m.dim_name[r], shape_text(t));
+    refuse_part("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], m.dim_name[r],
+                m.dim_name[c], shape_text(t));
 }
 
 /* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model: "model." begins the names in
@@ -753,6 +964,18 @@ static struct linear as_rows(const struct tensor *t) {
     return l;
 }
 
+static bool has_linear(const char *x) {
+    return tensor_find(fmt("%s.weight", x)) || tensor_find(fmt("%s.weight_packed", x));
+}
+
+/* Describes a tensor of values as rows: floats, or a matrix with scales, such as the gate of a shared expert (1, n). */
+static struct linear resolve_values(const char *name) {
+    const struct tensor *t = tensor_find(name);
+    const char *x = ends_with(name, ".weight") ? fmt("%.*s", (int)(strlen(name) - strlen(".weight")), name) : name;
+    const bool scaled = t ? !is_float(t) && t->rank == 2 && x != name : has_linear(x);
+    return scaled ? resolve_linear(x) : as_rows(resolve_vector(name));
+}
+
 /* Returns the pieces of a tensor with these rows. Where they are heads of values, each one is a piece. */
 static struct piece *pieces_of(struct linear l, enum dim rows) {
     size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? m.dim[DIM_VALUE_HEAD] : 0;
@@ -770,7 +993,8 @@ static struct piece *pieces_of(struct linear l, enum dim rows) {
 /* Appends a tensor of F32. out DIM_ONE: it is a vector. */
 static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out, enum meaning meaning) {
     struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, m.dim[in], m.dim[out], 1);
-    if (out == DIM_ONE) {
+    l.fold = true;
+    if (out == DIM_ONE && l.format == PLAIN) {
         l.rows = m.dim[in];
         l.cols = 1;
     }
@@ -781,44 +1005,36 @@ static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out
 
 /* The same of a tensor whose shape is checked. */
 static void plan_vector(const char *dst, const char *src, enum dim in, enum dim out, enum meaning meaning) {
-    struct linear l = as_rows(resolve_vector(src));
+    struct linear l = resolve_values(src);
     if (out == DIM_ONE) check_shape(l.w, l.cols, l.rows, in, out);
     else check_shape(l.w, l.rows, l.cols, out, in);
     plan_f32(dst, l, in, out, meaning);
 }
 
-static bool has_linear(const char *x) {
-    return tensor_find(fmt("%s.weight", x)) || tensor_find(fmt("%s.weight_packed", x));
-}
-
-/* A matrix of the source with its shape checked, as one of GGUF. */
-static void plan_linear(const char *dst, const char *src, enum dim rows, enum dim cols, enum stacking how) {
-    struct linear l = resolve_linear(src);
+/* Returns the pieces of a matrix with these sizes. */
+static struct piece *matrix_pieces(struct linear l, enum dim rows, enum dim cols) {
     check_shape(l.w, l.rows, l.cols, rows, cols);
     if (m.tiled && cols == DIM_VALUE) {
         l.groups = m.n_key;
         l.head = m.dim[DIM_VALUE_HEAD];
     }
-    plan_matrix(dst, pieces_of(l, rows), how);
+    return pieces_of(l, rows);
 }
 
-/* A matrix that must be stored without scales: a table of embeddings or a router. */
-static struct linear resolve_plain(const char *src, enum dim rows, enum dim cols) {
+/* A matrix of the source with its shape checked, as one of GGUF. */
+static void plan_linear(const char *dst, struct linear l, enum dim rows, enum dim cols, enum stacking how) {
+    plan_matrix(dst, matrix_pieces(l, rows, cols), how);
+}
+
+/* A matrix that is stored without scales: a table of embeddings. */
+static struct linear resolve_folded(const char *src) {
     struct linear l = resolve_linear(src);
-    check_shape(l.w, l.rows, l.cols, rows, cols);
-    if (l.format != PLAIN)
-        die("%s: expected BF16, F16 or F32, found %s (%s)", where(l.w), format_names[l.format], shape_text(l.w));
+    l.fold = l.format != PLAIN;
     return l;
 }
 
-static size_t n_skipped;        /* tensors of the source that are skipped on purpose */
-static size_t n_copies;         /* of these: copies of the model's embedding or output matrix */
-static struct finding unchosen; /* of these: biases for the choice of experts in layers that do not choose */
-
-static void skip(struct tensor *t) {
-    t->used = true;
-    n_skipped++;
-}
+static size_t n_copies;         /* skipped tensors that are copies of the model's embedding or output matrix */
+static struct finding unchosen; /* skipped biases for the choice of experts in layers that do not choose */
 
 /* Says which tensors of a kind are left out, and why. */
 static void report_skipped(struct finding f, const char *why) {
@@ -826,15 +1042,36 @@ static void report_skipped(struct finding f, const char *why) {
     else if (f.n) message_print("tensor '%s' is left out: %s", f.first, why);
 }
 
+/* Returns tensor i of linear_parts of a linear layer, or NULL. */
+static struct tensor *find_part(const char *x, size_t i) {
+    char name[PATH_MAX];
+    snprintf(name, sizeof name, "%s.%s", x, linear_parts[i]);
+    return tensor_find(name);
+}
+
+/* Whether two linear layers have the same tensors, byte for byte. */
+static bool same_linear(const char *x, const char *y) {
+    if (!has_linear(x)) return false;
+    for (size_t i = 0; i < COUNT(linear_parts); i++) {
+        const struct tensor *a = find_part(x, i), *b = find_part(y, i);
+        if (!a != !b || (a && !same_tensor(a, b))) return false;
+    }
+    return true;
+}
+
+/* Skips all tensors of a linear layer. */
+static void skip_linear(const char *x) {
+    for (size_t i = 0; i < COUNT(linear_parts); i++) {
+        struct tensor *t = find_part(x, i);
+        if (t && !t->used) skip(t);
+    }
+}
+
 /* Skips the embedding or the output matrix of a prediction layer if it has the bytes of the model's. A reader takes the
  * model's where a layer has none. */
 static bool skip_copy(const char *src, bool embedding) {
-    const char *own = embedding || m.tied ? "model.embed_tokens.weight" : "lm_head.weight";
-    struct tensor *t = tensor_find(fmt("%s.weight", src));
-    if (!t || !is_float(t)) return false;
-    const struct tensor *of = tensor_find(hf_name(-1, own));
-    if (!of || !same_tensor(t, of)) return false;
-    skip(t);
+    if (!same_linear(src, hf_name(-1, embedding || m.tied ? "model.embed_tokens" : "lm_head"))) return false;
+    skip_linear(src);
     n_copies++;
     return true;
 }
@@ -843,13 +1080,13 @@ static void plan_kv_b(int layer);
 static void plan_eh_proj(int layer);
 static void plan_qkvz(int layer);
 static void plan_qkv(int layer);
-static void plan_experts(const struct tensor_rule *rule, int layer);
+static struct piece *expert_pieces(const struct tensor_rule *r, int layer);
 static void plan_expert_biases(const struct tensor_rule *rule, int layer);
 
 /* A table of the experts of every token id. */
 static void plan_ids(const struct tensor_rule *r, int layer) {
     struct tensor *t = tensor_find(hf_name(layer, r->hf));
-    if (!t) die("'%s': tensor '%s' is missing", model_dir, hf_name(layer, r->hf));
+    if (!t) refuse_part("'%s': tensor '%s' is missing", model_dir, hf_name(layer, r->hf));
     if ((t->dtype != I64 && t->dtype != I32) || t->rank != 2)
         die("%s: expected a matrix of I64 or I32, found %s", where(t), shape_text(t));
     check_shape(t, t->shape[0], t->shape[1], r->out, r->in);
@@ -890,9 +1127,26 @@ static void plan_layer_vector(const struct tensor_rule *r, int layer, const char
     if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
 }
 
+/* Whether a row is the gate of a feed-forward, shared or not, or of experts. The row of up follows it. */
+static bool is_gate(const struct tensor_rule *r) {
+    return r->kind == TENSOR_MATRIX &&
+           (r->field == offsetof(struct layer, gate) || r->field == offsetof(struct layer, sh_gate));
+}
+
+/* Gate and up, whose rows are r and the one after it. */
+static void plan_gate_up(const struct tensor_rule *r, int layer) {
+    struct piece *p[2];
+    for (int k = 0; k < 2; k++)
+        p[k] = r->n == DIM_EXPERTS ? expert_pieces(&r[k], layer)
+                                   : matrix_pieces(resolve_linear(hf_name(layer, r[k].hf)), r[k].out, r[k].in);
+    const char *const base[2] = {fmt("blk.%d.%s", layer, r[0].name), fmt("blk.%d.%s", layer, r[1].name)};
+    plan_pair(base, p, r->n == DIM_EXPERTS ? EXPERTS : r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+}
+
 /* The tensor of one row of the table, for a layer. */
 static void plan_rule(const struct tensor_rule *r, int layer) {
-    if (!r->name) return; /* a part of the row before */
+    if (!r->name || (r != tensor_rules && is_gate(r - 1)))
+        return; /* a part of the row before, or up, planned with gate */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
     const bool qkv = !strcmp(r->name, "attn_qkv"), fused = m.has_delta & HAS_DELTA_BA; /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
@@ -903,7 +1157,9 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     }
     if (!r->hf || (fused && (qkv || r->field == offsetof(struct layer, wz)))) return;
     if (r->n == DIM_EXPERTS) {
-        plan_experts(r, layer);
+        struct piece *p = is_gate(r) ? NULL : expert_pieces(r, layer);
+        if (p) plan_matrix(fmt("blk.%d.%s", layer, r->name), p, EXPERTS);
+        else plan_gate_up(r, layer);
         return;
     }
     const char *src = hf_name(layer, r->hf);
@@ -915,16 +1171,19 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     } else if (r->kind == TENSOR_IDS) {
         plan_ids(r, layer);
     } else if (r->n == DIM_GROUPS) { /* one matrix with the rows of all groups */
-        plan_linear(dst, src, DIM_GROUPS_OUT, r->in, SINGLE);
-    } else if (r->kind == TENSOR_ROUTER) { /* F32: routing decides on small differences */
-        plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
-    } else if (r->field == offsetof(struct layer, w_index) && resolve_linear(src).format == PLAIN) {
-        plan_f32(fmt("%s.weight", dst), resolve_plain(src, r->out, r->in), r->in, r->out, VALUES);
+        plan_linear(dst, resolve_linear(src), DIM_GROUPS_OUT, r->in, SINGLE);
+    } else if (r->kind == TENSOR_ROUTER || /* F32: routing decides on small differences */
+               (r->field == offsetof(struct layer, w_index) && resolve_linear(src).format == PLAIN)) {
+        const struct linear l = resolve_linear(src);
+        check_shape(l.w, l.rows, l.cols, r->out, r->in);
+        plan_f32(fmt("%s.weight", dst), l, r->in, r->out, VALUES);
+    } else if (is_gate(r)) {
+        plan_gate_up(r, layer);
     } else if (!r->optional || has_linear(src)) {
         const bool embedding = r->out == DIM_TOKENS;
         if ((embedding || r->out == DIM_VOCAB) && skip_copy(src, embedding)) return;
-        if (embedding) resolve_plain(src, r->out, r->in);
-        plan_linear(dst, src, r->out, r->in, r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+        plan_linear(dst, embedding ? resolve_folded(src) : resolve_linear(src), r->out, r->in,
+                    r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
     }
 }
 
@@ -952,18 +1211,10 @@ static void plan_kv_b(int layer) {
 static void plan_eh_proj(int layer) {
     struct linear *h = xrealloc(NULL, sizeof *h); /* kept: the plan lives as long as the program */
     struct piece *p = NULL,
-                 one = {.lin = resolve_linear(hf_name(layer, "e_proj")), .rows = m.dim[DIM_EMBD], .beside = h};
-    *h = resolve_linear(hf_name(layer, "h_proj"));
-    const struct linear *both[] = {&one.lin, h};
-    for (int i = 0; i < 2; i++) {
-        const struct linear *l = both[i];
-        check_shape(l->w, l->rows, l->cols, DIM_EMBD, DIM_EMBD);
-        if (l->format != PLAIN && l->format != FP8_BLOCK)
-            die("%s: expected floats or FP8 in blocks, found %s", where(l->w), format_names[l->format]);
-        if (l->format != one.lin.format || l->w->dtype != one.lin.w->dtype)
-            die("%s: %s, while '%s' is %s: they form one tensor and must have the same format", where(l->w),
-                format_names[l->format], one.lin.w->name, format_names[one.lin.format]);
-    }
+                 one = {.lin = resolve_folded(hf_name(layer, "e_proj")), .rows = m.dim[DIM_EMBD], .beside = h};
+    *h = resolve_folded(hf_name(layer, "h_proj"));
+    check_shape(one.lin.w, one.lin.rows, one.lin.cols, DIM_EMBD, DIM_EMBD);
+    check_shape(h->w, h->rows, h->cols, DIM_EMBD, DIM_EMBD);
     arrput(p, one);
     plan_matrix(fmt("blk.%d.nextn.eh_proj", layer), p, SINGLE);
 }
@@ -1065,7 +1316,7 @@ static void check_count_lists(int layer) {
         {get_obj(q, "moe_sparsity_config"), "num_experts"}, {m.cfg, "per_layer_num_experts"}, {m.cfg, m.experts_key}};
     for (size_t i = 0; i < COUNT(lists); i++) {
         json_t *list = get(lists[i].d, lists[i].key), *v = json_array_get(list, (size_t)layer);
-        if (!json_is_array(list) || (!v && layer >= m.n_layer)) continue;
+        if (!json_is_array(list) || layer >= m.n_layer) continue;
         if (json_element(list, (size_t)layer) != m.experts[layer])
             die("%s: key '%s': expected %d experts for layer %d, as its tensors have, found %s", lists[i].d.file,
                 lists[i].d.in ? fmt("%s.%s", lists[i].d.in, lists[i].key) : lists[i].key, m.experts[layer], layer,
@@ -1081,12 +1332,13 @@ static int count_experts(int layer) {
     if (s.w) n = s.w->shape[0] > MAX_EXPERTS ? MAX_EXPERTS + 1 : (int)s.w->shape[0];
     else
         while (n <= MAX_EXPERTS && has_linear(expert_name(layer, hf, (size_t)n))) n++;
-    if (!n) die("'%s': tensor '%s.weight' is missing", model_dir, expert_name(layer, hf, 0));
-    if (n > m.n_expert || n < m.top_k)
-        die("layer %d has %d experts; expected from %s = %d to the %d of config.json", layer, n, m.top_k_key, m.top_k,
-            m.n_expert);
+    if (!n) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, expert_name(layer, hf, 0));
+    const int most = layer < m.n_layer ? m.n_expert : MAX_EXPERTS; /* pruning may have spared a prediction layer */
+    if (n > most || n < m.top_k)
+        refuse_part("layer %d has %d experts; expected from %s = %d to %s", layer, n, m.top_k_key, m.top_k,
+                    layer < m.n_layer ? fmt("the %d of config.json", most) : fmt("%d", most));
     if (m.n_group > 1 && n % m.n_group)
-        die("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
+        refuse_part("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
     return n;
 }
 
@@ -1117,8 +1369,8 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
         .lin = resolve_fused(&f), .row = e * cols, .rows = rows, .col = s->part, .step = s->n_part, .height = cols};
 }
 
-/* A stack of a layer's experts; every expert is one piece. */
-static void plan_experts(const struct tensor_rule *r, int layer) {
+/* Returns a stack of a layer's experts; every expert is one piece. */
+static struct piece *expert_pieces(const struct tensor_rule *r, int layer) {
     const struct expert_source s =
         find_experts(layer, r->field == offsetof(struct layer, up), r->field == offsetof(struct layer, down));
     struct piece *p = NULL;
@@ -1126,7 +1378,7 @@ static void plan_experts(const struct tensor_rule *r, int layer) {
         struct piece one = expert_piece(r, layer, &s, e);
         arrput(p, one);
     }
-    plan_matrix(fmt("blk.%d.%s", layer, r->name), p, EXPERTS);
+    return p;
 }
 
 /* Biases of a layer's experts: down_proj_bias (E, rows), or gate_up_proj_bias (E, 2 rows), where those of gate and up
@@ -1210,6 +1462,7 @@ static void plan_layer(int layer) {
     set_dim(DIM_EXPERTS, (size_t)m.experts[layer], "the layer's experts");
     set_dim(DIM_FF, dense ? size_of(m.dense_key) : m.ff_expert, dense ? m.dense_key : m.width_key);
     for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
+    mixture_print();
 }
 
 /* Whether the source has tensors whose names begin so. */
@@ -1228,6 +1481,26 @@ static bool is_dspark(void) {
     return false;
 }
 
+/* Leaves out the layers for multi-token prediction from `first` on: each needs the one before. why: for the message. */
+static void leave_prediction(int first, const char *why) {
+    const int last = m.n_layer + m.n_mtp - 1;
+    char below[256] = ""; /* begins the names of all such layers, if all are left out and have no other names */
+    size_t n = 0;
+    if (m.mtp && first == m.n_layer) snprintf(below, sizeof below, "%s%s", m.prefix, m.mtp);
+    for (size_t i = 0; i < arrlenu(tensors); i++) {
+        struct tensor *t = &tensors[i];
+        bool left = *below && starts_with(t->name, below);
+        for (int layer = first; layer <= last && !*below && !left; layer++)
+            left = starts_with(t->name, hf_name(layer, ""));
+        n += left;
+        if (left && !t->used) skip(t);
+    }
+    message_print("layer%s %d%s for multi-token prediction %s left out, %zu tensor%s: %s", last > first ? "s" : "",
+                  first, last > first ? fmt(" to %d", last) : "", last > first ? "are" : "is", n, n == 1 ? "" : "s",
+                  why);
+    m.n_mtp = first - m.n_layer;
+}
+
 /* Finds out how the names begin, and how many layers for multi-token prediction there are. Exports have more than one
  * form of names, and some lack the prediction layers that their config.json announces. */
 static void find_names(void) {
@@ -1239,7 +1512,7 @@ static void find_names(void) {
         if (tensor_find(fmt("%s%snorm.weight", m.prefix, bodies[k]))) m.body = bodies[k];
     if (m.n_stream && tensor_find("embed.weight")) m.body = "";
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
-        if (has_linear(fmt("%s%sfc", m.prefix, mtps[k]))) m.mtp = mtps[k];
+        if (has_below(fmt("%s%s", m.prefix, mtps[k]))) m.mtp = mtps[k];
     for (size_t k = 0; k < COUNT(mtps) && m.n_stream; k++)
         if (has_below(fmt("%s0.", mtps[k]))) m.mtp = mtps[k];
     m.dspark = is_dspark();
@@ -1247,7 +1520,9 @@ static void find_names(void) {
     const int announced = m.n_mtp, most = m.mtp_unsaid ? MAX_MTP : announced;
     m.n_mtp = m.has_delta && m.mtp;
     while (!m.has_delta && m.n_mtp < most && has_below(hf_name(m.n_layer + m.n_mtp, ""))) m.n_mtp++;
-    for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced; layer++)
+    if (no_prediction && m.n_mtp) leave_prediction(m.n_layer, "--no-mtp");
+    else if (no_prediction) message_print("--no-mtp: the model has no layer for multi-token prediction");
+    for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced && !no_prediction; layer++)
         message_print("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                       "it is left out",
                       model_dir, layer);
@@ -1266,6 +1541,7 @@ static void screen_names(void) {
     struct finding needless[COUNT(skipped_suffixes)] = {{0}};
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
+        if (t->used) continue; /* left out with its layer */
         bool skipped = false, draft = false, dspark = m.dspark && starts_with(t->name, m.mtp);
         for (size_t k = 0; k < COUNT(vision) && multimodal; k++) skipped |= starts_with(t->name, vision[k]);
         for (size_t k = 0; k < COUNT(drafts); k++) draft |= starts_with(t->name, drafts[k]);
@@ -1414,16 +1690,16 @@ static void plan_rope_factors(void) {
  * used whatever config.json says. Of two that are the same, either may be missing. */
 static void settle_head(void) {
     static const char key[] = "tie_word_embeddings";
-    char *name = xstrdup(hf_name(-1, "lm_head.weight"));
-    struct tensor *head = tensor_find(name), *embd = tensor_find(hf_name(-1, "model.embed_tokens.weight"));
-    const bool any = has_linear(hf_name(-1, "lm_head")), input = has_linear(hf_name(-1, "model.embed_tokens"));
+    char *head = xstrdup(hf_name(-1, "lm_head")), *name = xstrdup(hf_name(-1, "lm_head.weight"));
+    char *embd = xstrdup(hf_name(-1, "model.embed_tokens"));
+    const bool any = has_linear(head), input = has_linear(embd);
     if (!any && !m.tied)
         die("'%s': tensor '%s' is missing, and config.json does not say that it is the embedding: key '%s': %s",
             model_dir, name, key, get(m.top, key) ? json_show(get(m.top, key)) : "none");
     if (m.tied && any && !input) {
         message_print("'%s' has no embedding: it is '%s', as '%s' of config.json says", model_dir, name, key);
-    } else if (m.tied && head && embd && same_tensor(head, embd)) {
-        skip(head);
+    } else if (m.tied && any && same_linear(head, embd)) {
+        skip_linear(head);
         message_print("tensor '%s' is left out: it is a copy of the embedding", name);
     } else if (m.tied && any) {
         m.tied = false;
@@ -1432,7 +1708,38 @@ static void settle_head(void) {
         message_print("'%s' is missing: it is the embedding, as '%s' of text_config says; config.json says no", name,
                       key);
     }
+    free(head);
     free(name);
+    free(embd);
+}
+
+/* Plans a layer for multi-token prediction. Where a part of it is missing or has another size, leaves it out and all
+ * layers of that kind after it; false. */
+static bool plan_prediction(int layer) {
+    const size_t planned = arrlenu(plan), skipped = n_skipped, copies = n_copies, weighted = importance.weighted,
+                 unweighted = importance.unweighted;
+    const struct finding of_fp8 = fp8_inputs, of_plain = plain_inputs, biases = unchosen;
+    bool *used = xrealloc(NULL, arrlenu(tensors) * sizeof *used);
+    for (size_t i = 0; i < arrlenu(tensors); i++) used[i] = tensors[i].used;
+    prediction.planned = true;
+    const bool whole = !setjmp(prediction.out);
+    if (whole) plan_layer(layer);
+    prediction.planned = false;
+    if (!whole) {
+        for (size_t i = 0; i < arrlenu(tensors); i++) tensors[i].used = used[i];
+        arrsetlen(plan, planned);
+        n_skipped = skipped;
+        n_copies = copies;
+        importance.weighted = weighted;
+        importance.unweighted = unweighted;
+        fp8_inputs = of_fp8;
+        plain_inputs = of_plain;
+        unchosen = biases;
+        mixture_print();
+        leave_prediction(layer, prediction.why);
+    }
+    free(used);
+    return whole;
 }
 
 /* Makes the plan. */
@@ -1443,16 +1750,17 @@ static void plan_model(void) {
     screen_names();
     settle_head();
     const bool own = !m.tied || has_linear(hf_name(-1, "model.embed_tokens"));
-    struct linear embd = resolve_plain(hf_name(-1, own ? "model.embed_tokens" : "lm_head"), DIM_VOCAB, DIM_EMBD);
-    struct piece *p = NULL, one = {.lin = embd, .rows = embd.rows};
-    arrput(p, one);
-    plan_matrix("token_embd", p, SINGLE);
+    plan_linear("token_embd", resolve_folded(hf_name(-1, own ? "model.embed_tokens" : "lm_head")), DIM_VOCAB, DIM_EMBD,
+                SINGLE);
     plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
                 m.zero_centered ? LESS_ONE : VALUES);
-    if (!m.tied) plan_linear("output", hf_name(-1, "lm_head"), DIM_VOCAB, DIM_EMBD, SINGLE);
+    if (!m.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
     plan_stream_head();
-    for (int l = 0; l < m.n_layer + m.n_mtp; l++) plan_layer(l);
+    for (int l = 0; l < m.n_layer; l++) plan_layer(l);
+    for (int l = m.n_layer; l < m.n_layer + m.n_mtp && plan_prediction(l); l++) continue;
+    report_skipped(fp8_inputs, of_inputs);
+    report_skipped(plain_inputs, "the weights beside it are not quantized");
     report_skipped(unchosen, "token ids have their experts in such a layer");
     if (n_copies)
         message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
@@ -2427,6 +2735,13 @@ static const struct {
     {.type = "mimo_v2_flash", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names},
     {.type = "mimo_v2", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names}};
 
+/* Whether a tensor of the index belongs to a layer for multi-token prediction, by its name. */
+static bool is_of_prediction(const char *name) {
+    const char *at = strstr(name, "layers.");
+    if (starts_with(name, "mtp.") || strstr(name, ".mtp.")) return true;
+    return at && isdigit((unsigned char)at[7]) && strtol(at + 7, NULL, 10) >= m.n_layer;
+}
+
 /* The model types, for a message. */
 static const char *family_types(void) {
     const char *list = families[0].type;
@@ -2483,25 +2798,183 @@ static void read_config(void) {
     expect(m.cfg, "attention_bias", m.qkv_bias || !get_bool(m.cfg, "attention_bias", false), "false");
 }
 
+/* Returns the first source of an output that is NVFP4, or NULL. */
+static const struct tensor *nvfp4_source(const struct output *o) {
+    for (size_t i = 0; i < arrlenu(o->pieces); i++)
+        if (o->pieces[i].lin.format == NVFP4) return o->pieces[i].lin.w;
+    return NULL;
+}
+
+/* Where a key about quantization stands. */
+enum quant_place {
+    QUANT_WHOLE, /* quantization_config of config.json, or "quantization" of hf_quant_config.json */
+    QUANT_GROUP, /* an object of config_groups */
+    QUANT_ARGS,  /* weights, input_activations or output_activations of a group */
+    QUANT_LAYER  /* an object of quantized_layers */
+};
+
+/* The keys that ModelOpt, compressed-tensors, vLLM and transformers write about quantization, and what moe does with
+ * them. Another key is named in a line. */
+static const struct {
+    enum quant_place place;
+    const char *keys;
+    const char
+        *refusal; /* why a value other than null, false, 0 and nothing is refused; NULL: the key is harmless or is
+                            read below */
+} quant_keys[] = {
+    /* read: what they say must be known here */
+    {QUANT_WHOLE, "quant_method quant_algo format weight_block_size fmt group_size moe_sparsity_config", NULL},
+    {QUANT_WHOLE, "config_groups quantized_layers", NULL},
+    {QUANT_GROUP, "format quant_algo", NULL},
+    {QUANT_LAYER, "quant_algo", NULL},
+    /* harmless: the tensors tell which modules are quantized and how; moe has a cache and rounds inputs as it likes */
+    {QUANT_WHOLE,
+     "ignore ignored_layers modules_to_not_convert modules_to_convert exclude_modules packed_modules_mapping producer "
+     "version quantization_status global_compression_ratio dequantize run_compressed use_optimized_inference "
+     "is_checkpoint_fp8_serialized activation_scheme activation_scale_ub scale_fmt expert_dtype kv_cache_scheme "
+     "kv_cache_quant_algo bits _pre_quantization_dtype",
+     NULL},
+    {QUANT_GROUP, "targets weights input_activations output_activations", NULL},
+    {QUANT_ARGS,
+     "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer "
+     "observer_kwargs is_mx",
+     NULL},
+    {QUANT_LAYER, "group_size weight_block_size", NULL},
+    /* arithmetic that moe does not have */
+    {QUANT_WHOLE, "transform_config", "moe does not apply transforms"},
+    {QUANT_WHOLE,
+     "rotation rotate online_rotation online_rotations rotation_config hadamard hadamard_config use_hadamard",
+     "moe does not rotate the inputs of matrices"},
+    {QUANT_WHOLE, "sparsity_config", "moe does not read compressed sparse weights"},
+    {QUANT_WHOLE, "pre_quant_scale smoothquant smoothquant_val smooth_quant",
+     "moe does not scale the inputs of matrices"},
+    {QUANT_WHOLE, "has_zero_point zero_point clamp_val", "moe has neither zero points nor clamped inputs"},
+    {QUANT_WHOLE, "desc_act static_groups", "moe does not reorder the inputs of matrices"},
+    {QUANT_WHOLE, "lora_rank lora_config svd svd_rank", "moe does not add low-rank matrices"},
+    {QUANT_GROUP, "pre_quant_scale", "moe does not scale the inputs of matrices"},
+    {QUANT_GROUP, "has_zero_point", "moe has no zero points"},
+    {QUANT_GROUP, "lora_rank", "moe does not add low-rank matrices"},
+    {QUANT_LAYER, "pre_quant_scale", "moe does not scale the inputs of matrices"},
+    {QUANT_LAYER, "has_zero_point", "moe has no zero points"},
+    {QUANT_LAYER, "lora_rank", "moe does not add low-rank matrices"}};
+
+/* The algorithms of ModelOpt that moe reads, and the weights with one scale; 0: it may be any number. */
+static const struct {
+    const char *name;
+    int64_t group;
+} quant_algos[] = {{"NVFP4", 16},
+                   {"W4A16_NVFP4", 16},
+                   {"W4A8_NVFP4_FP8", 16},
+                   {"MXFP4", 32},
+                   {"W4A16_MXFP4", 32},
+                   {"W4A8_MXFP4_FP8", 32},
+                   {"W4A8_MXFP4_MXFP8", 32},
+                   {"MXFP8", 32},
+                   {"FP8", 0},
+                   {"FP8_PER_CHANNEL_PER_TOKEN", 0},
+                   {"FP8_PB_WO", 0},
+                   {"FP8_BLOCK_SCALES", 0},
+                   {"MIXED_PRECISION", 0},
+                   {"none", 0}};
+
+static const char quant_formats[] = "nvfp4-pack-quantized mxfp4-pack-quantized mxfp8-quantized float-quantized "
+                                    "naive-quantized mixed-precision dense";
+
+/* Dies unless quant_algo of an object is known here, and its group_size belongs to it. */
+static void check_quant_algo(struct doc d) {
+    const char *algo = get_str(d, "quant_algo", "none");
+    char *known = NULL;
+    size_t k = 0;
+    for (size_t i = 0; i < COUNT(quant_algos); i++) sb_printf(&known, "%s%s", i ? " " : "", quant_algos[i].name);
+    while (k < COUNT(quant_algos) && strcmp(quant_algos[k].name, algo)) k++;
+    expect(d, "quant_algo", k < COUNT(quant_algos), fmt("one of %s", sb_cstr(&known)));
+    const int64_t group = quant_algos[k].group;
+    const json_t *given = get(d, "group_size");
+    if (group && given && json_number_value(given) != 0) get_int(d, "group_size", group, group, group);
+    arrfree(known);
+}
+
+/* Whether a value says that a feature is not used: null, false, 0, "", "none", nothing, the format dense, or an object of such values. */
+static bool is_unused(const json_t *j) {
+    const char *key, *text = json_string_value(j);
+    json_t *v;
+    bool unused = true;
+    if (json_is_object(j)) {
+        text = json_string_value(json_object_get(j, "format")); /* of sparsity_config */
+        if (text) return !strcmp(text, "dense");
+        json_object_foreach((json_t *)(uintptr_t)j, key, v) unused &= is_unused(v);
+        return unused;
+    }
+    if (text) return !*text || !strcmp(text, "none");
+    return json_is_null(j) || json_is_false(j) || (json_is_array(j) && !json_array_size(j)) ||
+           (json_is_number(j) && json_number_value(j) == 0);
+}
+
+static struct finding quant_unknown; /* keys about quantization that are not known here; the last of them is `first` */
+
+/* Checks the keys of an object about quantization and of those in it. path: its place in the file, for messages. */
+static void check_quant_keys(struct doc d, enum quant_place place, const char *path) {
+    const char *key, *name;
+    json_t *v, *in;
+    if (place != QUANT_ARGS) check_quant_algo(d);
+    expect(d, "format", place == QUANT_ARGS || one_of(get_str(d, "format", "dense"), quant_formats),
+           fmt("one of %s", quant_formats));
+    json_object_foreach(d.obj, key, v) {
+        size_t k = 0;
+        char at[512], below[768];
+        while (k < COUNT(quant_keys) && (quant_keys[k].place != place || !one_of(key, quant_keys[k].keys))) k++;
+        snprintf(at, sizeof at, "%s.%s", path, key);
+        if (k == COUNT(quant_keys)) {
+            if (!is_unused(v)) finding_add(&quant_unknown, fmt("%s: key '%s' (%s)", d.file, at, json_show(v)));
+        } else if (quant_keys[k].refusal && !is_unused(v))
+            die("%s: key '%s': %s (expected null or nothing, found %s)", d.file, at, quant_keys[k].refusal,
+                json_show(v));
+        if (place == QUANT_GROUP && json_is_object(v) && strcmp(key, "targets"))
+            check_quant_keys((struct doc){v, d.file, at}, QUANT_ARGS, at);
+        const bool groups = place == QUANT_WHOLE && !strcmp(key, "config_groups");
+        if (!json_is_object(v) || (!groups && (place != QUANT_WHOLE || strcmp(key, "quantized_layers")))) continue;
+        json_object_foreach(v, name, in) {
+            snprintf(below, sizeof below, "%s.%s", at, name);
+            if (json_is_object(in))
+                check_quant_keys((struct doc){in, d.file, below}, groups ? QUANT_GROUP : QUANT_LAYER, below);
+        }
+    }
+}
+
+/* Checks the keys of all objects about quantization that the release has. */
+static void check_quantization_keys(void) {
+    struct doc hf = doc_read("hf_quant_config.json");
+    const struct {
+        struct doc in;
+        const char *key;
+    } places[] = {{m.top, "quantization_config"},
+                  {m.wrapped ? m.cfg : (struct doc){NULL, NULL, NULL}, "quantization_config"},
+                  {m.top, "compression_config"}, /* of compressed-tensors before 0.8 */
+                  {hf, "quantization"}};
+    for (size_t i = 0; i < COUNT(places); i++) {
+        struct doc d = get_obj(places[i].in, places[i].key);
+        char path[128];
+        snprintf(path, sizeof path, "%s%s", places[i].in.in ? fmt("%s.", places[i].in.in) : "", places[i].key);
+        d.in = path;
+        if (d.obj) check_quant_keys(d, QUANT_WHOLE, path);
+    }
+    if (quant_unknown.n)
+        message_print("%s is unknown here and not used%s", quant_unknown.first,
+                      quant_unknown.n > 1 ? fmt("; so are %zu more about quantization", quant_unknown.n - 1) : "");
+    json_decref(hf.obj);
+}
+
 /* Checks what the release says about its quantization: it must be known here and must agree with the tensors. */
 static void check_quantization(void) {
-    static const char algos[] = "NVFP4 W4A16_NVFP4 MXFP8 FP8 FP8_PB_WO MIXED_PRECISION none";
     struct doc hf = doc_read("hf_quant_config.json"), q;
     q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
-    const struct {
-        struct doc d;
-        const char *key, *known;
-    } checks[] = {{q, "quant_method", "modelopt compressed-tensors fp8 mxfp4 mxfp8 none"},
-                  {q, "quant_algo", algos},
-                  {q, "format", "nvfp4-pack-quantized mxfp4-pack-quantized float-quantized mixed-precision dense"},
-                  {get_obj(hf, "quantization"), "quant_algo", algos}};
+    const struct doc whole = get_obj(hf, "quantization");
+    static const char methods[] = "modelopt modelopt_fp4 compressed-tensors fp8 mxfp4 mxfp8 nvfp4 none";
+    expect(q, "quant_method", one_of(get_str(q, "quant_method", "none"), methods), fmt("one of %s", methods));
     bool announced = false, found = false;
-    for (size_t i = 0; i < COUNT(checks); i++) {
-        const char *v = get_str(checks[i].d, checks[i].key, "none");
-        expect(checks[i].d, checks[i].key, !get(checks[i].d, checks[i].key) || one_of(v, checks[i].known),
-               fmt("one of %s", checks[i].known));
-        announced |= one_of(v, "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
-    }
+    const char *const said[] = {get_str(q, "quant_algo", ""), get_str(q, "format", ""),
+                                get_str(whole, "quant_algo", "")};
+    for (size_t i = 0; i < COUNT(said); i++) announced |= one_of(said[i], "NVFP4 W4A16_NVFP4 nvfp4-pack-quantized");
     const bool mxfp8 = !strcmp(get_str(q, "quant_method", "none"), "mxfp8");
     json_t *block = get_list(q, "weight_block_size");
     for (size_t i = 0; i < json_array_size(block); i++)
@@ -2510,14 +2983,11 @@ static void check_quantization(void) {
                                                                 : i    ? 32
                                                                        : 1),
                mxfp8 ? "[1, 32]" : "[128, 128]");
-    const struct doc whole = get_obj(hf, "quantization");
-    const int64_t group = strcmp(get_str(whole, "quant_algo", "none"), "MXFP8") ? 16 : 32;
-    get_int(whole, "group_size", group, group, group);
+    expect(q, "fmt", strcasestr(get_str(q, "fmt", "e4m3"), "e4m3") != NULL, "e4m3");
     struct doc sparsity = get_obj(q, "moe_sparsity_config");
     const char *method = get_str(sparsity, "method", "prune");
     expect(sparsity, "method", !strcmp(method, "prune"), "\"prune\"");
-    for (size_t i = 0; i < arrlenu(plan); i++)
-        found |= arrlenu(plan[i].pieces) && plan[i].pieces[0].lin.format == NVFP4;
+    for (size_t i = 0; i < arrlenu(plan); i++) found |= nvfp4_source(&plan[i]) != NULL;
     if (announced && !found) die("%s says NVFP4, but no tensor is NVFP4", q.obj ? q.file : hf.file);
     json_decref(hf.obj);
 }
@@ -3802,8 +4272,8 @@ static void put_precision(void) {
     if (!get(q, "quant_algo")) q = get_obj(m.top, "quantization_config");
     if (!get(q, "quant_algo")) q = get_obj(hf, "quantization");
     for (size_t i = 0; i < arrlenu(plan); i++)
-        if (plan[i].type == GGUF_NVFP4 && plan[i].pieces[0].lin.format == NVFP4 &&
-            !strcmp(quantization_of(plan[i].pieces[0].lin.w->name, q), "W4A16_NVFP4"))
+        if (plan[i].type == GGUF_NVFP4 && nvfp4_source(&plan[i]) &&
+            !strcmp(quantization_of(nvfp4_source(&plan[i])->name, q), "W4A16_NVFP4"))
             arrput(names, plan[i].name);
     bool *a4 = xrealloc(NULL, arrlenu(names) + 1);
     memset(a4, 0, arrlenu(names) + 1);
@@ -3885,7 +4355,7 @@ static void read_powers(const struct piece *p, size_t first, size_t n, uint8_t *
                 piece_row(p, first + i / per_row), i % per_row);
 }
 
-/* dst (cols) = one row of raw bytes as F32, without `factor`. s: its block scales (NVFP4, MXFP4, MXFP8). scale: its scale, or
+/* dst (cols) = one row of raw bytes as F32, without a `factor` that is not folded. s: its block scales (NVFP4, MXFP4, MXFP8). scale: its scale, or
  * one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity
  * and NaN are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
@@ -3902,6 +4372,7 @@ static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint
     else
         for (size_t c = 0; c < l->cols; c += step, scale++)
             for (size_t i = c; i < c + step && i < l->cols; i++) dst[i] = e4m3[raw[i]] * *scale;
+    for (size_t c = 0; c < l->cols && l->fold; c++) dst[c] *= l->factor;
 #pragma omp simd reduction(max : most)
     for (size_t c = 0; c < l->cols; c++) {
         int32_t u = (int32_t)(f32_to_bits(dst[c]) & 0x7fffffff);
@@ -4035,7 +4506,7 @@ static size_t rows_at_a_time(const struct piece *p) {
     return p->height ? p->rows : CHUNK_BYTES / (piece_width(p) * 4) + 1;
 }
 
-/* dst (n, width) = rows of a piece as F32, without `factor`, as many as rows_at_a_time says. Returns the largest
+/* dst (n, width) = rows of a piece as F32, without outer_factor(), as many as rows_at_a_time says. Returns the largest
  * magnitude, which only in plain matrices may be infinite or NaN. */
 static float read_rows(const struct piece *p, size_t first, size_t n, float *dst) {
     if (p->beside) return read_joined(p, first, n, dst);
@@ -4059,13 +4530,12 @@ static void apply_meaning(enum meaning meaning, float *v, size_t n) {
 }
 
 /* Dies if weights v of a piece cannot be Q8_0: the scale of a block, largest / 127, must be finite in F16. */
-static void check_q8_0(const struct piece *p, size_t first, const float *v, float largest) {
-    check_finite(p, first, v, largest);
+static void check_q8_0(const struct piece *p, float largest) {
     if (largest / 127.0f >= 65520.0f)
         die("%s: weights up to %g are too large for Q8_0", where(p->lin.w), (double)largest);
 }
 
-/* Quantizes v, n rows of the output that come from l, and writes them. r NULL: to Q8_0. The work is divided into parts
+/* Quantizes v, n rows of the output that come from l, and writes them. r NULL: to Q8_0 or MXFP4. The work is divided into parts
  * of a fixed size, so that the sums of errors do not depend on the number of threads. */
 static void write_quantized(struct output *o, const struct linear *l, const struct nvfp4_rule *r, const float *v,
                             size_t n) {
@@ -4079,9 +4549,11 @@ static void write_quantized(struct output *o, const struct linear *l, const stru
         size_t row = i * step, rows = n - row < step ? n - row : step;
         const float *from = v + row * o->ne[0];
         void *out = to + row * bytes;
-        sums[i] = r ? quantize(from, rows * o->ne[0], r, out) : quantize_q8_0(from, rows * o->ne[0], out);
+        sums[i] = r                       ? quantize(from, rows * o->ne[0], r, out)
+                  : o->type == GGUF_MXFP4 ? quantize_mxfp4(from, rows * o->ne[0], out)
+                                          : quantize_q8_0(from, rows * o->ne[0], out);
     }
-    double unit = (double)l->factor * (r ? (double)r->scale2 : 1);
+    double unit = (double)outer_factor(l) * (r ? (double)r->scale2 : 1);
     for (size_t i = 0; i < parts; i++) {
         o->sums.error += unit * unit * sums[i].error;
         o->sums.power += unit * unit * sums[i].power;
@@ -4119,7 +4591,7 @@ static void write_as_nvfp4(struct output *o, size_t index) {
         out_write(v, 0); /* writes nothing, but handles signals */
     }
     struct nvfp4_rule rule = {nvfp4_scale2(amax), !types.amax, width, column_weights(o, index)};
-    o->scale2[index] = rule.scale2 * l->factor;
+    o->scale2[index] = rule.scale2 * outer_factor(l);
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (step < p->rows) read_rows(p, r, n, v);
@@ -4183,21 +4655,23 @@ static void write_piece(struct output *o, size_t index) {
     const struct linear *l = &p->lin;
     const size_t step = rows_at_a_time(p), width = piece_width(p);
     const bool same = l->format == PLAIN && float_type(l->w) == o->type && !o->finite && !p->height && !p->beside;
+    const bool repacked = repacks(p, o->type);
     uint8_t most = 0;
-    if (o->scale2) {
+    if (o->type == GGUF_NVFP4 && !repacked) {
         write_as_nvfp4(o, index);
         return;
     }
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
-        if (same || o->type == GGUF_NVFP4 || o->type == GGUF_MXFP4) {
+        if (same || repacked) {
             write_rows_as_stored(p, o->type, r, n, &most);
             continue;
         }
         float *v = (float *)(void *)scratch(3, n * width * sizeof *v);
         float largest = read_rows(p, r, n, v);
-        if (o->type == GGUF_Q8_0) {
-            check_q8_0(p, r, v, largest);
+        if (o->type == GGUF_Q8_0 || o->type == GGUF_MXFP4) {
+            check_finite(p, r, v, largest);
+            if (o->type == GGUF_Q8_0) check_q8_0(p, largest);
             write_quantized(o, l, NULL, v, n);
             continue;
         }
@@ -4306,13 +4780,15 @@ static const char *error_text(struct quantize_sums s) {
  * signal-to-noise ratio; then totals. Warns of matrices below LEAST_DB. */
 static void report_errors(void) {
     enum { LEAST_DB = 18 };
-    for (uint32_t type = GGUF_Q8_0; type <= GGUF_NVFP4; type += GGUF_NVFP4 - GGUF_Q8_0) {
+    static const uint32_t quantized[] = {GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4};
+    for (size_t k = 0; k < COUNT(quantized); k++) {
+        const uint32_t type = quantized[k];
         struct quantize_sums sum = {0, 0};
         size_t count = 0, weights = 0;
         for (size_t i = 0; i < arrlenu(plan); i++) {
             const struct output *o = &plan[i];
-            size_t n = o->ne[0] * o->ne[1] * o->ne[2];
-            if (!is_quantized(o) || o->type != type) continue;
+            const size_t n = o->n_quantized;
+            if (!n || o->type != type) continue;
             const char *name = gguf_type_info(type).name;
             printf("%-36s %-6s %12zu weights  %s\n", o->name, name, n, error_text(o->sums));
             if (o->sums.error > 0 && 10 * log10(o->sums.power / o->sums.error) < LEAST_DB)
@@ -4344,7 +4820,7 @@ static const char *const backbone_names[] = {[BACKBONE_BF16] = "bf16", [BACKBONE
 struct settings {
     char *out, *name, *importance, *keep;
     int quantize, search, backbone; /* indices of the names above */
-    bool dense, dry_run;
+    bool dense, no_mtp, dry_run;
     struct common_settings common;
 };
 
@@ -4365,6 +4841,8 @@ static const struct option options[] = {
     {"backbone", IS_CHOICE(backbone, backbone_names), .arg = "TYPE",
      .help = "type of all other matrices that are not NVFP4 (default: as stored)"},
     {"keep", IS_STR(keep), .arg = "REGEX", .help = "keep the type of tensors whose GGUF name matches"},
+    {"no-mtp", IS_FLAG(no_mtp),
+     .help = "leave out the layers for multi-token prediction, with which moe drafts tokens"},
     {"dry-run", IS_FLAG(dry_run),
      .help = "list the tensors without writing them; with -o write the header of the file, for moe --plan"},
     COMMON_OPTIONS,
@@ -4405,6 +4883,7 @@ static void apply_options(void) {
     if (opt.quantize >= 0) types.experts = GGUF_NVFP4;
     if (opt.backbone >= 0) types.backbone = opt.backbone == BACKBONE_BF16 ? GGUF_BF16 : GGUF_Q8_0;
     types.dense = opt.dense;
+    no_prediction = opt.no_mtp;
     types.amax = opt.search == SEARCH_AMAX;
     if (opt.keep) keep_regex_compile(opt.keep);
 }
@@ -4424,8 +4903,10 @@ int main(int argc, char **argv) {
 
     model_dir = model_dir_find(model_dir);
     read_config();
+    may_lack = is_of_prediction;
     source_open();
     if (opt.importance) importance_open(opt.importance);
+    check_quantization_keys();
     plan_model();
     check_quantization();
     put_metadata(model_name(opt.name));

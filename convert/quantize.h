@@ -1,9 +1,11 @@
-/* Quantizes plain weights to NVFP4, with a scale for each block of 16 weights and one for the matrix, and to Q8_0.
+/* Quantizes plain weights to NVFP4, with a scale for each block of 16 weights and one for the matrix, to MXFP4 and to
+ * Q8_0.
  *
  *   nvfp4_fastest               returns the fastest of the three below that this processor runs; all give the same bits
  *   quantize_nvfp4_scalar       one block after the other; the reference of the other two
  *   quantize_nvfp4_lanes8, 16   8 or 16 blocks at a time, one in each lane (AVX2, AVX-512)
  *   quantize_q8_0               as ggml's quantize_row_q8_0_ref
+ *   quantize_mxfp4              with the better of two powers of two for each block
  *
  * Lanes and loops give the same bits because every sum is taken in the order of the weights and every multiply-add is
  * an explicit fused one.
@@ -277,6 +279,40 @@ static inline struct quantize_sums quantize_q8_0(const float *x, size_t n, struc
             power += x[i] * x[i];
         }
         s.error += (double)error;
+        s.power += (double)power;
+    }
+    return s;
+}
+
+/* Quantizes x (n) to out (n / 32), and returns the sums of squared errors and of squares. The scale of a block is the
+ * power of two with the smaller error of two: the one with which the largest magnitude is in [4, 8), where 6 is the
+ * largest code, and twice that. */
+static inline struct quantize_sums quantize_mxfp4(const float *x, size_t n, struct block_mxfp4 *out) {
+    struct quantize_sums s = {0, 0};
+    for (size_t b = 0; b < n / 32; b++, x += 32, out++) {
+        float amax = 0.0f, power = 0.0f, best = INFINITY;
+        for (int i = 0; i < 32; i++) {
+            amax = fmaxf(amax, fabsf(x[i]));
+            power += x[i] * x[i];
+        }
+        int exponent = 0;
+        frexpf(amax, &exponent); /* amax = [0.5, 1) 2^exponent */
+        for (int k = 0; k < 2; k++) {
+            const int e = exponent - 3 + k + 127, code = e < 0 ? 0 : e > 254 ? 254 : e;
+            const float d = e8m0_to_f32((uint8_t)code);
+            uint8_t qs[16] = {0};
+            float error = 0.0f;
+            for (int i = 0; i < 32; i++) {
+                const float q = e2m1_round(fabsf(x[i]) / d), e2 = fabsf(x[i]) - q * d;
+                qs[i % 16] |= (uint8_t)((e2m1_code(q) | (x[i] < 0.0f ? 8u : 0u)) << (i < 16 ? 0 : 4));
+                error += e2 * e2;
+            }
+            if (!(error < best)) continue;
+            best = error;
+            out->e = (uint8_t)code;
+            memcpy(out->qs, qs, sizeof qs);
+        }
+        s.error += (double)best;
         s.power += (double)power;
     }
     return s;

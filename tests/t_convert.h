@@ -1128,18 +1128,6 @@ static void test_convert_prediction_layers(void) {
     }
     hf_end(&h);
 
-    for (int k = 0; k < 3; k++) {
-        static const char *const says[] = {"'model.layers.2.eh_proj.weight' is missing",
-                                           "embed_tokens.weight': expected [300, 64] (vocab_size, hidden_size)",
-                                           "embed_tokens.weight': expected BF16, F16 or F32, found FP8 per tensor"};
-        hf_begin(&h, "refused");
-        hf_deepseek(&h);
-        if (!k) hf_drop(&h, "model.layers.2.eh_proj.weight");
-        else hf_linear(&h, "model.layers.2.embed_tokens", k == 1 ? 299 : 300, 64, k == 1 ? HF_BF16 : HF_FP8_TENSOR);
-        CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, says[k]), "%s", h.err);
-        hf_end(&h);
-    }
-
     static const char *const gone[] = {"gate.weight", "experts.3.gate_proj.weight", "experts.3.up_proj.weight",
                                        "experts.3.down_proj.weight"};
     hf_begin(&h, "fewer");
@@ -1157,6 +1145,120 @@ static void test_convert_prediction_layers(void) {
         CHECK(key_int(&h.g, "qwen3next.expert_count") == 4, "the largest count");
         CHECK(per && per->n == 3 && gguf_rd32(per->data + 4) == 4 && gguf_rd32(per->data + 8) == 3, "the counts");
     }
+    hf_end(&h);
+}
+
+/* Whether moe loads a file that was written; the message else. */
+static void check_loads(const char *path, const char *what) {
+    struct model model;
+    char err[ERR_MAX];
+    if (CHECK(!model_load(&model, path, err), "%s: %s", what, err)) model_free(&model);
+}
+
+/* A prediction layer that is not whole is left out with a line, and the file is the one that --no-mtp gives. In the
+ * trunk the same is an error. */
+static void test_convert_left_out(void) {
+    static const struct {
+        const char *drop; /* a tensor that is missing; NULL: none */
+        const char *add;  /* a matrix with a row too few, in place of the tensor; NULL: none */
+        const char *says; /* with "%d" for the number of the layer */
+        enum hf_form form;
+        bool file; /* the layer's tensors are in a file that is not there */
+    } c[] = {
+        {"model.layers.%d.eh_proj.weight", NULL, "eh_proj.weight' is missing", HF_BF16, false},
+        {"model.layers.%d.mlp.experts.0.gate_proj.weight", NULL, "experts.0.gate_proj.weight' is missing", HF_BF16,
+         false},
+        {"model.layers.%d.mlp.experts.3.up_proj.weight", NULL, "experts.3.up_proj.weight' is missing", HF_BF16, false},
+        {"model.layers.%d.mlp.experts.1.down_proj.weight_scale", NULL, "weight_scale' is missing", HF_NVFP4, false},
+        {"model.layers.%d.mlp.experts.1.down_proj.weight_scale_2", NULL, "weight_scale_2' is missing", HF_NVFP4, false},
+        {"model.layers.%d.self_attn.q_a_layernorm.weight", NULL, "q_a_layernorm.weight' is missing", HF_FP8_BLOCK,
+         false},
+        {"model.layers.%d.mlp.gate.weight", "model.layers.%d.mlp.gate",
+         "(the layer's experts, hidden_size), found BF16 [3, 64]", HF_BF16, false},
+        {"model.layers.%d.mlp.shared_experts.up_proj.weight", "model.layers.%d.mlp.shared_experts.up_proj",
+         "found BF16 [3, 64]", HF_BF16, false},
+        {NULL, NULL, "announces layer 2 for multi-token prediction, but its tensors are missing", HF_BF16, true}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++)
+        for (int layer = 2; layer >= 1 + !i; layer--) { /* the trunk has no eh_proj */
+            char name[256], add[128], path[2][160], *file[2] = {NULL, NULL}, err[ERR_MAX];
+            struct hf h;
+            hf_begin(&h, "left");
+            h.experts = h.attn = c[i].form;
+            hf_deepseek(&h);
+            for (int k = 0; k < 2; k++) snprintf(path[k], sizeof path[k], "%s/%d.gguf", h.dir, k);
+            if (layer == 2) {
+                hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+                snprintf(name, sizeof name, "--no-mtp -o %s", path[1]);
+                CHECK(!hf_run(&h, name) && strstr(h.err, "layer 2 for multi-token prediction is left out, ") &&
+                          strstr(h.err, ": --no-mtp\n"),
+                      "%s", h.err);
+                CHECK(!read_file(path[1], &file[1], err), "%s", err);
+            }
+            snprintf(name, sizeof name, c[i].drop ? c[i].drop : "%d", layer);
+            snprintf(add, sizeof add, c[i].add ? c[i].add : "%d", layer);
+            if (c[i].drop) hf_drop(&h, name);
+            if (c[i].add) hf_linear(&h, add, 3, 64, HF_BF16);
+            json_t *map = json_object();
+            for (size_t k = arrlenu(h.t); k-- > 0 && c[i].file;) {
+                const bool away = !strncmp(h.t[k].name, layer == 2 ? "model.layers.2." : "model.layers.1.", 15);
+                json_object_set_new(map, h.t[k].name, json_string(away ? "mtp.safetensors" : "model.safetensors"));
+                if (away) arrfree(h.t[k].data), arrdel(h.t, k);
+            }
+            json_t *index = json_pack("{s:o}", "weight_map", map);
+            if (c[i].file) hf_json(&h, "model.safetensors.index.json", index);
+            json_decref(index);
+            const int rc = hf_convert_to(&h, "0.gguf");
+            if (layer == 1) CHECK(rc == 1 && !strstr(h.err, "left out,"), "case %zu: %d: %s", i, rc, h.err);
+            else if (CHECK(!rc && strstr(h.err, c[i].says) &&
+                               (c[i].file || strstr(h.err, "layer 2 for multi-token prediction is left out, ")),
+                           "case %zu: %d: %s", i, rc, h.err)) {
+                CHECK(!read_file(path[0], &file[0], err), "%s", err);
+                CHECK(arrlenu(file[0]) == arrlenu(file[1]) && !memcmp(file[0], file[1], arrlenu(file[0])),
+                      "case %zu: another file than with --no-mtp", i);
+                check_loads(path[0], c[i].says);
+            }
+            arrfree(file[0]);
+            arrfree(file[1]);
+            hf_end(&h);
+        }
+}
+
+/* Parts of a Qwen release's prediction layer, which has names of its own, and one with more experts than the trunk. */
+static void test_convert_odd_prediction(void) {
+    struct hf h;
+    char path[160];
+    for (int k = 0; k < 3; k++) {
+        static const char *const drop[] = {"mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight",
+                                           "mtp.layers.0.mlp.shared_expert_gate.weight"};
+        hf_begin(&h, "parts");
+        hf_delta(&h, k == 1, "mtp.");
+        hf_drop(&h, drop[k]);
+        snprintf(path, sizeof path, "%s' is missing", drop[k]);
+        if (hf_convert(&h)) {
+            CHECK(strstr(h.err, "layer 2 for multi-token prediction is left out, ") && strstr(h.err, path), "%s",
+                  h.err);
+            CHECK(!gguf_find_tensor(&h.g, "blk.2.attn_norm.weight"), "%s", drop[k]);
+        }
+        hf_end(&h);
+    }
+    hf_begin(&h, "spared");
+    h.n_experts[0] = h.n_experts[1] = 3;
+    hf_delta(&h, false, "mtp.");
+    hf_set(h.config, "{\"num_experts\":3}");
+    if (hf_convert(&h)) {
+        const struct gguf_kv *per = gguf_find(&h.g, "qwen35moe.expert_count_per_layer");
+        CHECK(key_int(&h.g, "qwen35moe.expert_count") == 4, "the largest count");
+        CHECK(per && per->n == 3 && gguf_rd32(per->data + 4) == 3 && gguf_rd32(per->data + 8) == 4, "the counts");
+        check_slice(&h, out_tensor(&h.g, "blk.2.ffn_up_exps.weight", GGUF_BF16, 64, 128, 4), 3,
+                    "mtp.layers.0.mlp.experts.3.up_proj", HF_BF16);
+        snprintf(path, sizeof path, "%s/out.gguf", h.dir);
+        check_loads(path, "more experts than the trunk");
+    }
+    hf_end(&h);
+    hf_begin(&h, "none");
+    hf_delta(&h, false, NULL);
+    hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+    CHECK(!hf_run(&h, "--dry-run --no-mtp") && strstr(h.err, "--no-mtp: the model has no layer for"), "%s", h.err);
     hf_end(&h);
 }
 
@@ -1504,7 +1606,6 @@ static void check_golden_conversion(const struct golden_case *c) {
                 {"model.layers.0.self_attn.k_proj", 64, 0},
                 {"model.layers.0.self_attn.v_proj", 64, 0},
                 {"model.layers.0.self_attn.o_proj", 0, 192},
-                {"model.layers.0.mlp.gate_proj", 1, 0},
                 {"model.layers.0.mlp.down_proj", 0, 1}};
     static const char *const norm[] = {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm",
                                        "post_attention_layernorm"};
@@ -1520,14 +1621,16 @@ static void check_golden_conversion(const struct golden_case *c) {
     snprintf(shape, sizeof shape, "[%u]", c->cols);
     hf_plain(&h, "model.norm.weight", shape, c->cols, HF_BF16);
     bool ct = c->global_scale > 0;
-    const char *x = "model.layers.0.mlp.up_proj";
-    snprintf(text, sizeof text, "%s.%s", x, ct ? "weight_packed" : "weight");
-    snprintf(shape, sizeof shape, "[%u,%u]", c->rows, c->cols / 2);
-    hf_add(&h, text, "U8", shape, c->weight, arrlenu(c->weight));
-    snprintf(text, sizeof text, "%s.weight_scale", x);
-    snprintf(shape, sizeof shape, "[%u,%u]", c->rows, c->cols / 16);
-    hf_add(&h, text, "F8_E4M3", shape, c->scale, arrlenu(c->scale));
-    hf_scalar(&h, x, ct ? "weight_global_scale" : "weight_scale_2", ct ? c->global_scale : c->scale2);
+    for (int i = 0; i < 2; i++) { /* gate and up, which have the same type in a file */
+        const char *x = i ? "model.layers.0.mlp.up_proj" : "model.layers.0.mlp.gate_proj";
+        snprintf(text, sizeof text, "%s.%s", x, ct ? "weight_packed" : "weight");
+        snprintf(shape, sizeof shape, "[%u,%u]", c->rows, c->cols / 2);
+        hf_add(&h, text, "U8", shape, c->weight, arrlenu(c->weight));
+        snprintf(text, sizeof text, "%s.weight_scale", x);
+        snprintf(shape, sizeof shape, "[%u,%u]", c->rows, c->cols / 16);
+        hf_add(&h, text, "F8_E4M3", shape, c->scale, arrlenu(c->scale));
+        hf_scalar(&h, x, ct ? "weight_global_scale" : "weight_scale_2", ct ? c->global_scale : c->scale2);
+    }
     if (c->scale2 > 1) {
         CHECK(hf_convert_to(&h, "out.gguf") == 1 && strstr(h.err, "weight_scale_2") && strstr(h.err, "divisor"),
               "%s: %s", c->name, h.err);
@@ -1623,7 +1726,7 @@ static const struct refusal refusals[] = {
     {"top-k method", "topk_method", REFUSE_DEEPSEEK, .config = "{\"topk_method\":\"group_limited_greedy\"}"},
     {"sparse attention", "index_topk", REFUSE_DEEPSEEK, .config = "{\"index_topk\":2048}"},
     {"groups", "not a multiple of n_group = 3", REFUSE_DEEPSEEK, .config = "{\"n_group\":3}"},
-    {"quantization method", "quant_method': expected one of modelopt compressed-tensors fp8 mxfp4 mxfp8 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
+    {"quantization method", "quant_method': expected one of modelopt modelopt_fp4 compressed-tensors fp8 mxfp4 mxfp8 nvfp4 none, found \"awq\"", .config = "{\"quantization_config\":{\"quant_method\":\"awq\"}}"},
     {"FP8 blocks", "weight_block_size", .config = "{\"quantization_config\":{\"quant_method\":\"fp8\",\"weight_block_size\":[64,64]}}"},
     {"announced NVFP4", "no tensor is NVFP4", .config = "{\"quantization_config\":{\"quant_method\":\"modelopt\",\"quant_algo\":\"NVFP4\"}}"},
     {"shape", "expected [384, 64] (num_attention_heads x head_dim, hidden_size)", .config = "{\"head_dim\":128}"},
@@ -1651,7 +1754,6 @@ static const struct refusal refusals[] = {
     {"convolution", "expected [288, 3] (heads of queries, keys and values, linear_conv_kernel_dim), found BF16 [288, 1, 4]", REFUSE_QWEN35, .config = "{\"linear_conv_kernel_dim\":3}"},
     {"no shared gate", "shared_expert_gate.weight' is missing", REFUSE_QWEN35, .drop = "model.layers.0.mlp.shared_expert_gate.weight"},
     {"dense without a width", "intermediate_size", REFUSE_NEXT, .config = "{\"mlp_only_layers\":[0],\"intermediate_size\":null}"},
-    {"part of a prediction layer", "'mtp.norm.weight': F32 []: nothing in qwen35moe uses it", REFUSE_QWEN35, .add = "mtp.norm.weight"},
     {"tokenizer type", "expected BPE", .tokenizer = "{\"model\":{\"type\":\"Unigram\",\"vocab\":{}}}"},
     {"normalizer", "expected none, NFC or a Sequence", .tokenizer = "{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Lowercase\"}]}}"},
     {"pre-tokenizer", "the pre-tokenizer is unknown: \\w+", .tokenizer = "{\"pre_tokenizer\":{\"type\":\"Split\",\"pattern\":{\"Regex\":\"\\\\w+\"},\"behavior\":\"Isolated\"}}"},
@@ -2370,17 +2472,17 @@ static void test_convert_header_target(void) {
         {"convert/delta_names", test_convert_delta_names}, {"convert/fused", test_convert_fused},                     \
         {"convert/fused_refusals", test_convert_fused_refusals}, {"convert/delta_narrow", test_convert_delta_narrow}, \
         {"convert/prediction", test_convert_prediction},                                                              \
-        {"convert/prediction_layers", test_convert_prediction_layers},                                                \
-        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
-        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                         \
-        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
-        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                           \
-        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},                   \
-        {"convert/refusals", test_convert_refusals}, {"convert/norms", test_convert_norms},                           \
-        {"convert/scales", test_convert_scales}, {"convert/safetensors", test_convert_safetensors},                   \
-        {"convert/index", test_convert_index}, {"convert/atomic", test_convert_atomic},                               \
-        {"convert/interrupt", test_convert_interrupt}, {"convert/usage", test_convert_usage},                         \
-        {"convert/demo", test_convert_demo}, {"convert/dry_run", test_convert_dry_run},                               \
-        {"convert/copies", test_convert_copies}, {"convert/header", test_convert_header},                             \
-        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes},       \
-        {"convert/header_target", test_convert_header_target},
+        {"convert/prediction_layers", test_convert_prediction_layers}, {"convert/left_out", test_convert_left_out},   \
+        {"convert/odd_prediction", test_convert_odd_prediction}, {"convert/delta_dense", test_convert_delta_dense},   \
+        {"convert/precision", test_convert_precision}, {"convert/keys", test_convert_keys},                           \
+        {"convert/vocabulary", test_convert_vocabulary}, {"convert/pre_tokenizers", test_convert_pre_tokenizers},     \
+        {"convert/kimi", test_convert_kimi}, {"convert/experts", test_convert_experts},                               \
+        {"convert/golden", test_convert_golden}, {"convert/narrow", test_convert_narrow},                             \
+        {"convert/input_scale", test_convert_input_scale}, {"convert/refusals", test_convert_refusals},               \
+        {"convert/norms", test_convert_norms}, {"convert/scales", test_convert_scales},                               \
+        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},                     \
+        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                       \
+        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                                   \
+        {"convert/dry_run", test_convert_dry_run}, {"convert/copies", test_convert_copies},                           \
+        {"convert/header", test_convert_header}, {"convert/header_cuts", test_convert_header_cuts},                   \
+        {"convert/header_sizes", test_convert_header_sizes}, {"convert/header_target", test_convert_header_target},
