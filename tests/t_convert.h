@@ -69,7 +69,7 @@ static void hf_scalar(struct hf *h, const char *x, const char *side, float v) {
 
 /* A linear layer x of any form, random. */
 static void hf_linear(struct hf *h, const char *x, size_t rows, size_t cols, enum hf_form form) {
-    char name[128], shape[48];
+    char name[160], shape[48];
     bool fp4 = form == HF_NVFP4 || form == HF_CT_NVFP4;
     snprintf(name, sizeof name, "%s.%s", x, form == HF_CT_NVFP4 ? "weight_packed" : "weight");
     snprintf(shape, sizeof shape, "[%zu,%zu]", rows, fp4 ? cols / 2 : cols);
