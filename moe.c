@@ -16708,10 +16708,11 @@ static const char jsonl_details[] =
     "The roles are system, developer, user, assistant and tool. Content is text or a\n"
     "list of parts; a newline joins parts of text unless the template takes the list.\n"
     "tool_calls, tool_call_id, reasoning_content and name go to the template, if it\n"
-    "takes them. A key for services, such as model or user, is ignored with a note.\n"
-    "A key that would change the answer (n, logprobs, response_format, logit_bias ..)\n"
-    "is refused unless its value is the usual one. So is an unknown key. A line may\n"
-    "also be one of OpenAI's batches: {\"custom_id\": ..., \"body\": the request}.\n"
+    "takes them. With tool_choice none it gets no tools. A key for services, such as\n"
+    "model or user, is ignored with a note. A key that would change the answer (n,\n"
+    "logprobs, response_format, logit_bias ..) is refused unless its value is the\n"
+    "usual one. So is an unknown key. A line may also be one of OpenAI's batches:\n"
+    "{\"custom_id\": ..., \"body\": the request}.\n"
     "\n"
     "Every answer is a line of stdout, in the order of the requests: id, text,\n"
     "reasoning (the thinking, if there is any), tool (the one that an answer in\n"
@@ -18073,20 +18074,24 @@ static bool template_takes_none(const struct template *t, const json_t *vars) {
  * take one message of a user says nothing about a system message. */
 static struct message_forms message_forms_find(const struct template *t, const char *source, size_t n,
                                                const json_t *vars) {
-    struct text plain = {0}, parts = {0}, system = {0};
-    struct message_forms f = {.developer = text_has(source, n, "developer"),
-                              .calls = text_has(source, n, "tool_calls")};
+    struct text plain = {0}, parts = {0}, system = {0}, developer = {0};
+    struct message_forms f = {.calls = text_has(source, n, "tool_calls")};
     const bool works = template_shows(t, vars, json_pack("[{ssss}]", "role", "user", "content", FORM_MARK), &plain);
     json_t *with_system =
         json_pack("[{ssss}{ssss}]", "role", "system", "content", FORM_MARK, "role", "user", "content", "x");
+    json_t *with_developer =
+        json_pack("[{ssss}{ssss}]", "role", "developer", "content", FORM_MARK, "role", "user", "content", "x");
     json_t *with_parts = json_pack("[{sss[{ssss}]}]", "role", "user", "content", "type", "text", "text", FORM_MARK);
     f.system = template_shows(t, vars, with_system, &system) || !works;
+    /* a template may show any role, or have the word in its own text */
+    f.developer = template_shows(t, vars, with_developer, &developer) && text_has(source, n, "developer");
     f.parts = template_shows(t, vars, with_parts, &parts) && works && arrlen(parts.s) == arrlen(plain.s) &&
               !memcmp(parts.s, plain.s, arrlenu(plain.s));
     f.none = f.calls && template_takes_none(t, vars);
     text_free(&plain);
     text_free(&parts);
     text_free(&system);
+    text_free(&developer);
     return f;
 }
 
@@ -18110,12 +18115,18 @@ static const char *part_text(const json_t *part, char *err) {
     static const char *const types[][2] = {
         {"text", "text"}, {"input_text", "text"}, {"output_text", "text"}, {"refusal", "refusal"}};
     const char *type = json_string_value(json_object_get(part, "type")), *text = json_string_value(part), *key;
+    const json_t *given = NULL;
     json_t *value;
+    bool known = false;
     if (text) return text;
     if (!type && json_is_string(json_object_get(part, "text"))) type = "text";
-    for (size_t i = 0; type && i < sizeof types / sizeof *types; i++)
-        if (!strcmp(type, types[i][0])) text = json_string_value(json_object_get(part, types[i][1]));
-    if (!text && type && strlen(type) < 64)
+    for (size_t i = 0; type && !known && i < sizeof types / sizeof *types; i++) {
+        known = !strcmp(type, types[i][0]);
+        if (known) given = json_object_get(part, types[i][1]);
+    }
+    text = json_string_value(given);
+    if (known && !text) fail(err, "a part of type \"%s\": its text is %s, expected text", type, json_type_name(given));
+    else if (!text && type && strlen(type) < 64)
         fail(err, "a part of type \"%s\" cannot be read: moe takes text, not images, audio or files", type);
     else if (!text) fail(err, "a part of \"content\" is %s without a type", json_type_name(part));
     json_object_foreach((json_t *)part, key, value) {
@@ -25315,6 +25326,11 @@ static int request_read(struct chat *c, json_t *request, char *err) {
         if (!strcmp(key, "prompt")) prompt = value;
         else if (!strcmp(key, "messages")) messages = value;
         else if (request_key_read(c, key, value, err)) return -1;
+    }
+    for (int i = 0; i < 2; i++) {
+        const char *choice = json_string_value(json_object_get(request, i ? "function_call" : "tool_choice"));
+        if (choice && !strcmp(choice, "none") && !json_object_del(c->vars, "tools"))
+            note_once("the tools of a request with \"tool_choice\": \"none\" are left out");
     }
     c->rng = settings_seed(c->set);
     return request_text(c, prompt, messages, err);

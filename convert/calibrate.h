@@ -567,11 +567,13 @@ static ptrdiff_t corpus_open(struct calibration *c, const char *path, char *err)
     char *text = NULL;
     if (read_text_file(path, &text, err)) return -1;
     const size_t bytes = arrlenu(text), n = strlen(path);
-    const bool lines = n > 6 && !strcmp(path + n - 6, ".jsonl");
+    const bool lines = n > 6 && !strcasecmp(path + n - 6, ".jsonl");
     if (!bytes || !utf8_valid(text, bytes)) {
         arrfree(text);
         return fail(err, "'%s' is %s", path, bytes ? "not valid UTF-8 text" : "empty");
     }
+    if (n > 5 && !strcasecmp(path + n - 5, ".json"))
+        note("'%s' counts as plain text; jq -c '.[]' writes its chats as lines of a .jsonl file", path);
     const uint64_t h = hash_bytes(hash_bytes(HASH_START, text, bytes), "lines", lines ? 5 : 0);
     struct corpus *s = corpus_find(c, path, h);
     arrfree(s->text); /* the same file may be named twice */

@@ -23,6 +23,8 @@
 #define FORM_DEVELOPER                                                                                            \
     "{% for m in messages %}{% if m.role == 'developer' %}<D>{% else %}<{{ m.role }}>{% endif %}{{ m.content }};" \
     "{% endfor %}"
+#define FORM_WORD \
+    "{% for m in messages %}{% if m.role != 'developer' %}<{{ m.role }}>{{ m.content }};{% endif %}{% endfor %}"
 #define FORM_THINKING                                                                                                \
     "{% for m in messages %}<{{ m.role }}>{{ '{' + m.reasoning_content + '}' if m.reasoning_content }}{{ m.content " \
     "}};{% endfor %}"
@@ -38,6 +40,8 @@
 #define PART(text)       "{\"type\":\"text\",\"text\":\"" text "\"}"
 #define CALLS(arguments) \
     "{\"id\":\"1\",\"type\":\"function\",\"function\":{\"name\":\"f\",\"arguments\":" arguments "}}"
+
+#define TOOLS(name) "\"tools\":[{\"type\":\"function\",\"function\":{\"name\":\"" name "\"}}]"
 
 /* Opens a chat with a template and the messages of a request, without a model. */
 static bool form_open(struct chat *c, struct settings *set, const char *source, const char *messages, char *err) {
@@ -70,6 +74,9 @@ static void test_requests_forms(void) {
         {FORM_PARTS, SAYS("user", "[" PART("a") ",{\"type\":\"image_url\"}]"),
          "!messages[0]: a part of type \"image_url\""},
         {FORM_TEXT, SAYS("user", "[{\"type\":\"input_audio\"}]"), "!a part of type \"input_audio\" cannot be read"},
+        {FORM_TEXT, SAYS("user", "[{\"type\":\"text\"}]"), "!a part of type \"text\": its text is missing"},
+        {FORM_TEXT, SAYS("user", "[" PART("a") ",{\"type\":\"input_text\",\"text\":null}]"),
+         "!a part of type \"input_text\": its text is null"},
         {FORM_TEXT, SAYS("user", "[{\"a\":1}]"), "!a part of \"content\" is an object without a type"},
         {FORM_TEXT, SAYS("user", "null"), "!\"content\" is null, expected text or a list of parts"},
         {FORM_TEXT, SAYS("assistant", "5"), "!\"content\" is a number"},
@@ -99,6 +106,7 @@ static void test_requests_forms(void) {
         {FORM_TEXT, "{\"role\":\"user\",\"content\":\"a\",\"name\":\"kim\"}", "<user>a=kim;"},
         {FORM_TEXT, SAYS("developer", "\"a\"") "," SAYS("user", "\"b\""), "<system>a;<user>b;"},
         {FORM_DEVELOPER, SAYS("developer", "\"a\"") "," SAYS("user", "\"b\""), "<D>a;<user>b;"},
+        {FORM_WORD, SAYS("developer", "\"a\"") "," SAYS("user", "\"b\""), "<system>a;<user>b;"},
         {FORM_TURNS, SAYS("developer", "[" PART("a") "]") "," SAYS("user", "\"b\""), "<user>a\n\nb;"},
         {FORM_TEXT, "{\"from\":\"human\",\"value\":\"a\"},{\"from\":\"gpt\",\"value\":\"b\"}", "<user>a;<assistant>b;"},
         {FORM_TEXT, SAYS("<|im_start|>", "\"a\""), "!assistant or tool, found <|im_start|>"},
@@ -287,6 +295,40 @@ static void test_requests_keys(void) {
 #undef HI
 }
 
+/* A request that chooses no tool gets none, whatever the order of its keys. */
+static void test_requests_choice(void) {
+    static const struct {
+        const char *keys, *names; /* of the tools that the template gets */
+    } t[] = {
+        {TOOLS("f"), "f"},
+        {TOOLS("f") ",\"tool_choice\":\"auto\"", "f"},
+        {TOOLS("f") ",\"tool_choice\":\"none\"", ""},
+        {"\"tool_choice\":\"none\"," TOOLS("f"), ""},
+        {"\"functions\":[{\"name\":\"f\"}],\"function_call\":\"none\"", ""},
+        {"\"tool_choice\":\"none\"", ""},
+    };
+    struct chat c;
+    struct settings set;
+    char err[ERR_MAX] = "";
+    const bool ok = form_open(&c, &set, "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}",
+                              "[" SAYS("user", "\"a\"") "]", err);
+    CHECK(ok, "%s", err);
+    for (size_t i = 0; ok && i < sizeof t / sizeof *t; i++) {
+        struct text out = {0};
+        char line[256];
+        snprintf(line, sizeof line, "{\"prompt\":\"a\",%s}", t[i].keys);
+        json_t *request = json_loads(line, 0, NULL);
+        CHECK(!request_read(&c, request, err) && !chat_render(&c, false, &out, err), "%s: %s", line, err);
+        CHECK_STR(sb_cstr(&out.s), t[i].names, "%s", line);
+        json_decref(request);
+        json_decref(c.vars);
+        c.vars = NULL;
+        text_free(&out);
+    }
+    chat_free(&c);
+    settings_free(&set);
+}
+
 /* --help lists what is obeyed; no key stands twice in the table. */
 static void test_requests_table(void) {
     char *names = NULL; /* so far, separated by blanks */
@@ -427,8 +469,27 @@ static void test_requests_lines(void) {
     settings_free(&set);
 }
 
-#define TESTS_REQUESTS                                                                      \
-    {"requests/forms", test_requests_forms}, {"requests/origin", test_requests_origin},     \
-        {"requests/marks", test_requests_marks}, {"requests/keys", test_requests_keys},     \
-        {"requests/table", test_requests_table}, {"requests/system", test_requests_system}, \
-        {"requests/render", test_requests_render}, {"requests/lines", test_requests_lines},
+/* The end of a file's name says whether --calibrate takes lines or text, in capitals too. */
+static void test_requests_suffix(void) {
+    static const struct {
+        const char *name;
+        bool lines, notes; /* that it is text */
+    } t[] = {{"a.jsonl", true, false}, {"A.JSONL", true, false}, {"a.json", false, true}, {"a.txt", false, false}};
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char cmd[512], *out = NULL;
+        snprintf(cmd, sizeof cmd,
+                 "printf '{\"text\":\"a\"}\\n' >@/%s; " MOE "--calibrate @/%s -o @/suffix%zu.json 2>&1", t[i].name,
+                 t[i].name, i);
+        CHECK_INT(run_command(IN_DIR(cmd), &out, NULL), 0, "%s", sb_cstr(&out));
+        CHECK_INT(strstr(sb_cstr(&out), "counts as plain text") != NULL, t[i].notes, "%s", sb_cstr(&out));
+        CHECK_INT(strstr(sb_cstr(&out), "\n1 tokens;") != NULL, t[i].lines, "%s", sb_cstr(&out));
+        arrfree(out);
+    }
+}
+
+#define TESTS_REQUESTS                                                                        \
+    {"requests/forms", test_requests_forms}, {"requests/origin", test_requests_origin},       \
+        {"requests/marks", test_requests_marks}, {"requests/keys", test_requests_keys},       \
+        {"requests/choice", test_requests_choice}, {"requests/table", test_requests_table},   \
+        {"requests/system", test_requests_system}, {"requests/render", test_requests_render}, \
+        {"requests/lines", test_requests_lines}, {"requests/suffix", test_requests_suffix},
