@@ -429,6 +429,7 @@ static struct {
     bool dense;                 /* feed-forward matrices of dense layers have the type of experts */
     bool amax;                  /* --search amax: do not search for better scales */
     pcre2_code *keep;           /* --keep: tensors that keep the type of the source; NULL: none */
+    size_t n_kept;              /* tensors that would have another type without it */
 } types = {.experts = AS_STORED, .backbone = AS_STORED};
 
 /* An importance matrix as llama-imatrix writes it. For a matrix NAME it has NAME.in_sum2 (n_in, experts), the sums of
@@ -499,6 +500,7 @@ static bool matches_keep(const char *name) {
     int rc = pcre2_match(types.keep, (PCRE2_SPTR)name, PCRE2_ZERO_TERMINATED, 0, 0, match, NULL);
     pcre2_match_data_free(match);
     if (rc < 0 && rc != PCRE2_ERROR_NOMATCH) die("--keep: the expression takes too many steps for '%s'", name);
+    types.n_kept += rc >= 0;
     return rc >= 0;
 }
 
@@ -1766,6 +1768,7 @@ static void plan_model(void) {
         message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
                       "left out: moe uses the model's own",
                       n_copies, n_copies > 1 ? "ies" : "y", n_copies > 1 ? "are" : "is");
+    if (types.keep && !types.n_kept) message_print("--keep: no tensor that would change matches");
     if (n_misaligned > 1)
         message_print("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();
@@ -4840,7 +4843,8 @@ static const struct option options[] = {
              "moe --calibrate --activations writes"},
     {"backbone", IS_CHOICE(backbone, backbone_names), .arg = "TYPE",
      .help = "type of all other matrices that are not NVFP4 (default: as stored)"},
-    {"keep", IS_STR(keep), .arg = "REGEX", .help = "keep the type of tensors whose GGUF name matches"},
+    {"keep", IS_STR(keep), .arg = "REGEX",
+     .help = "keep the type of tensors whose GGUF name matches; experts of several formats become BF16"},
     {"no-mtp", IS_FLAG(no_mtp),
      .help = "leave out the layers for multi-token prediction, with which moe drafts tokens"},
     {"dry-run", IS_FLAG(dry_run),
@@ -4879,7 +4883,6 @@ static void apply_options(void) {
     if (opt.quantize < 0 && unused) die_usage("%s needs --quantize nvfp4", unused);
     if (opt.importance && opt.search == SEARCH_AMAX)
         die_usage("--importance works only with --search sweep: amax looks only at the largest weight");
-    if (opt.quantize < 0 && opt.backbone < 0 && opt.keep) die_usage("--keep works only with --quantize or --backbone");
     if (opt.quantize >= 0) types.experts = GGUF_NVFP4;
     if (opt.backbone >= 0) types.backbone = opt.backbone == BACKBONE_BF16 ? GGUF_BF16 : GGUF_Q8_0;
     types.dense = opt.dense;

@@ -627,6 +627,208 @@ static void test_convert_forms(void) {
     }
 }
 
+/* Whether moe loads a file that was written. */
+static void check_loads(const char *path, const char *what) {
+    struct model model;
+    char err[ERR_MAX];
+    if (CHECK(!model_load(&model, path, err), "%s: %s", what, err)) model_free(&model);
+}
+
+static bool ends_in(const char *s, const char *tail) {
+    return strlen(s) >= strlen(tail) && !strcmp(s + strlen(s) - strlen(tail), tail);
+}
+
+/* Rounds a tensor of F32 to values that BF16 has, and stores them so. */
+static void hf_narrow(struct hf_tensor *t) {
+    const size_t n = arrlenu(t->data) / 4;
+    for (size_t i = 0; i < n; i++) {
+        float v;
+        memcpy(&v, t->data + 4 * i, 4);
+        const uint16_t b = bf16_from_f32(v);
+        memcpy(t->data + 2 * i, &b, 2);
+    }
+    arrsetlen(t->data, 2 * n);
+    snprintf(t->dtype, sizeof t->dtype, "BF16");
+}
+
+/* Value (r, c) of a layer as it was put into the directory, with all scales and without rounding. */
+static float hf_full(struct hf *h, const char *x, enum hf_form form, size_t cols, size_t r, size_t c) {
+    char name[128];
+    float v;
+    if (form == HF_FP8_TENSOR) return hf_value(h, x, form, cols, r, c) * hf_side(h, x, "weight_scale");
+    if (form == HF_NVFP4) return hf_value(h, x, form, cols, r, c) * hf_side(h, x, "weight_scale_2");
+    if (form == HF_CT_NVFP4) return hf_value(h, x, form, cols, r, c) * (1 / hf_side(h, x, "weight_global_scale"));
+    if (form != HF_FP8_ROW && form != HF_FP8_BLOCK) return hf_value(h, x, form, cols, r, c);
+    snprintf(name, sizeof name, "%s.%s", x, form == HF_FP8_BLOCK ? "weight_scale_inv" : "weight_scale");
+    const struct hf_tensor *s = hf_find(h, name);
+    const size_t at = form == HF_FP8_ROW ? r : r / 128 * ((cols + 127) / 128) + c / 128;
+    uint16_t b;
+    memcpy(&b, s->data + 2 * at, 2);
+    if (!strcmp(s->dtype, "BF16")) v = bf16_to_f32(b);
+    else memcpy(&v, s->data + 4 * at, 4);
+    snprintf(name, sizeof name, "%s.weight", x);
+    return e4m3_to_f32(hf_find(h, name)->data[r * cols + c]) * v;
+}
+
+/* Small matrices that quantize-everything tools write with scales: they become floats without NAME.scale, the table of
+ * embeddings BF16 and what routes F32. The output matrix keeps its scale. */
+static void test_convert_small(void) {
+    static const enum hf_form forms[] = {HF_FP8_TENSOR, HF_FP8_ROW, HF_FP8_BLOCK, HF_NVFP4, HF_CT_NVFP4};
+    static const struct {
+        const char *x, *name;
+        uint32_t type;
+        size_t rows;
+    } c[] = {{"model.embed_tokens", "token_embd", GGUF_BF16, HF_VOCAB},
+             {"model.layers.0.mlp.gate", "blk.0.ffn_gate_inp", GGUF_F32, 4},
+             {"model.layers.1.mlp.shared_expert_gate", "blk.1.ffn_gate_inp_shexp", GGUF_F32, 1},
+             {"mtp.layers.0.mlp.gate", "blk.2.ffn_gate_inp", GGUF_F32, 4}};
+    for (size_t k = 0; k < sizeof forms / sizeof *forms; k++) {
+        struct hf h;
+        char name[128];
+        float row[HF_EMBD];
+        hf_begin(&h, "small");
+        hf_delta(&h, false, "mtp.");
+        for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+            snprintf(name, sizeof name, "%s.weight", c[i].x);
+            hf_drop(&h, name);
+            hf_linear(&h, c[i].x, c[i].rows, HF_EMBD, forms[k]);
+        }
+        if (k % 2) /* scales of BF16 */
+            for (size_t i = 0; i < arrlenu(h.t); i++)
+                if (ends_in(h.t[i].name, "mlp.gate.weight_scale") && !strcmp(h.t[i].dtype, "F32")) hf_narrow(&h.t[i]);
+        if (hf_convert(&h)) {
+            for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+                size_t bad = 0;
+                snprintf(name, sizeof name, "%s.weight", c[i].name);
+                const struct gguf_tensor *t = out_tensor(&h.g, name, c[i].type, HF_EMBD, c[i].rows, 1);
+                for (size_t r = 0; t && r < c[i].rows; r++) {
+                    gguf_dequantize_row(t->type, t->data + r * gguf_row_bytes(t->type, HF_EMBD), row, HF_EMBD);
+                    for (size_t j = 0; j < HF_EMBD; j++) {
+                        const float v = hf_full(&h, c[i].x, forms[k], HF_EMBD, r, j);
+                        bad += row[j] != (c[i].type == GGUF_BF16 ? bf16_to_f32(bf16_from_f32(v)) : v);
+                    }
+                }
+                CHECK(!bad, "form %d: %zu values of %s differ", (int)forms[k], bad, name);
+                snprintf(name, sizeof name, "%s.scale", c[i].name);
+                CHECK(!gguf_find_tensor(&h.g, name), "%s is there", name);
+            }
+            snprintf(name, sizeof name, "%s/out.gguf", h.dir);
+            check_loads(name, "small matrices");
+        }
+        hf_end(&h);
+    }
+    /* a prediction layer's copy of the embedding, scales included, and a scale with sizes of 1 between the others */
+    for (int other = 0; other < 2; other++) {
+        struct hf h;
+        hf_begin(&h, "copies");
+        hf_deepseek(&h);
+        hf_drop(&h, "model.embed_tokens.weight");
+        hf_linear(&h, "model.embed_tokens", HF_VOCAB, HF_EMBD, HF_FP8_BLOCK);
+        const struct hf_tensor w = *hf_find(&h, "model.embed_tokens.weight"),
+                               s = *hf_find(&h, "model.embed_tokens.weight_scale_inv");
+        hf_add(&h, "model.layers.2.embed_tokens.weight", w.dtype, w.shape, w.data, arrlenu(w.data));
+        hf_add(&h, "model.layers.2.embed_tokens.weight_scale_inv", s.dtype, "[3,1,1,1]", s.data, arrlenu(s.data));
+        struct hf_tensor *scale = &arrlast(h.t);
+        if (!other) snprintf(scale->shape, sizeof scale->shape, "%s", s.shape);
+        if (hf_convert(&h)) {
+            const struct gguf_tensor *t = gguf_find_tensor(&h.g, "blk.2.nextn.embed_tokens.weight");
+            const bool copy = strstr(h.err, "1 copy of the model's embedding");
+            CHECK(copy == !other && (t != NULL) == other, "%s", h.err);
+            check_slice(&h, t, 0, "model.embed_tokens", HF_FP8_BLOCK);
+        }
+        hf_end(&h);
+    }
+}
+
+/* Puts a matrix of an expert into another form. */
+static void hf_reform(struct hf *h, const char *x, size_t rows, size_t cols, enum hf_form form) {
+    const size_t n = strlen(x);
+    for (size_t i = arrlenu(h->t); i-- > 0;)
+        if (!strncmp(h->t[i].name, x, n) && h->t[i].name[n] == '.') arrfree(h->t[i].data), arrdel(h->t, i);
+    hf_linear(h, x, rows, cols, form);
+}
+
+/* Compares a stack of layer 1 with its experts. forms: a digit for each. What has the type of the stack, and all of a
+ * stack of BF16, is exact; what was quantized has a relative squared error below 2 %. */
+static void check_mixed(struct hf *h, int p, const char *forms, uint32_t type) {
+    static const char *const part[] = {"gate_proj", "up_proj", "down_proj"}, *const ours[] = {"gate", "up", "down"};
+    const size_t cols = p < 2 ? HF_EMBD : HF_FF, rows = p < 2 ? HF_FF : HF_EMBD;
+    char x[96], name[64];
+    float row[HF_FF];
+    snprintf(name, sizeof name, "blk.1.ffn_%s_exps.weight", ours[p]);
+    const struct gguf_tensor *t = out_tensor(&h->g, name, type, cols, rows, 4);
+    snprintf(name, sizeof name, "blk.1.ffn_%s_exps.scale", ours[p]);
+    const struct gguf_tensor *scale = gguf_find_tensor(&h->g, name);
+    CHECK(scale || (!strchr(forms, '3') && !strchr(forms, '5')), "%s is missing", name);
+    for (size_t e = 0; e < 4 && t; e++) {
+        const enum hf_form form = (enum hf_form)(forms[e] - '0');
+        const float factor = scale ? f32_from_bits(gguf_rd32(scale->data + 4 * e)) : 1;
+        const bool exact = type == GGUF_BF16 || form == HF_NVFP4;
+        double error = 0, power = 0;
+        snprintf(x, sizeof x, "model.layers.1.mlp.experts.%zu.%s", e, part[p]);
+        for (size_t r = e; r < rows; r += 5) {
+            gguf_dequantize_row(type, t->data + (e * rows + r) * gguf_row_bytes(type, cols), row, cols);
+            for (size_t i = 0; i < cols; i++) {
+                float v = hf_full(h, x, form, cols, r, i);
+                if (exact && form >= HF_FP8_ROW) v = bf16_to_f32(bf16_from_f32(v));
+                const double d = (double)(row[i] * factor) - (double)v;
+                error += d * d;
+                power += (double)v * (double)v;
+            }
+        }
+        CHECK(power > 0 && error <= (exact ? 0 : 0.02) * power, "%s: error %g", x, error / power);
+    }
+}
+
+/* Experts of a layer in several formats. */
+static void test_convert_mixed(void) {
+    static const char *const part[] = {"gate_proj", "up_proj", "down_proj"};
+    static const struct {
+        const char *odd; /* a digit for each expert of layer 1: enum hf_form */
+        const char *parts, *options, *says;
+        uint32_t type; /* of the layer's gate and up */
+    } c[] = {{"3330", "012", "", "expert 3 (BF16) is quantized to NVFP4 like the other 3 (--keep", GGUF_NVFP4},
+             {"7333", "012", "", "expert 0 (FP8 in blocks) is quantized to NVFP4", GGUF_NVFP4},
+             {"3133", "1", "", "blk.1.ffn_up_exps: expert 1 (F16) is quantized to NVFP4", GGUF_NVFP4},
+             {"3353", "2", "", "blk.1.ffn_down_exps: expert 2 (FP8 per tensor) is quantized", GGUF_NVFP4},
+             {"3330", "012", "--keep exps", "expert 3 (BF16) differs, and the other 3 NVFP4: all are stored as BF16",
+              GGUF_BF16},
+             {"0003", "012", "", "expert 3 (NVFP4) differs, and the other 3 BF16: all are stored as BF16", GGUF_BF16},
+             {"0500", "012", "", "expert 1 (FP8 per tensor) differs, and the other 3 BF16", GGUF_BF16},
+             {"0606", "012", "", "experts 1 (FP8 per row), 3 (FP8 per row) differ", GGUF_BF16},
+             {"3333", "", "", "", GGUF_NVFP4},
+             {"0000", "0", "", "blk.1.ffn_up_exps: NVFP4 is stored as BF16, because gate and up", GGUF_BF16}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct hf h;
+        char x[128], path[160];
+        bool odd[3];
+        hf_begin(&h, "mixed");
+        h.experts = HF_NVFP4;
+        hf_qwen3(&h);
+        for (int p = 0; p < 3; p++) {
+            odd[p] = strchr(c[i].parts, '0' + p);
+            for (int e = 0; e < 4 && odd[p]; e++) {
+                snprintf(x, sizeof x, "model.layers.1.mlp.experts.%d.%s", e, part[p]);
+                if (c[i].odd[e] != '3')
+                    hf_reform(&h, x, p < 2 ? HF_FF : HF_EMBD, p < 2 ? HF_EMBD : HF_FF,
+                              (enum hf_form)(c[i].odd[e] - '0'));
+            }
+        }
+        hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+        snprintf(path, sizeof path, "%s -o %s/out.gguf", c[i].options, h.dir);
+        int rc = hf_run(&h, path);
+        snprintf(path, sizeof path, "%s/out.gguf", h.dir);
+        if (CHECK(!rc && strstr(h.err, c[i].says) && (*c[i].says || !strstr(h.err, "exps")), "case %zu: %d: %s", i, rc,
+                  h.err) &&
+            CHECK(!gguf_open(&h.g, path, x, sizeof x), "%s", x)) {
+            for (int p = 0; p < 3; p++)
+                check_mixed(&h, p, odd[p] ? c[i].odd : "3333", p < 2 ? c[i].type : odd[p] ? c[i].type : GGUF_NVFP4);
+            check_loads(path, c[i].says);
+        }
+        hf_end(&h);
+    }
+}
+
 /* Multi-head latent attention: the two halves of kv_b_proj, shared experts, router, bias, the prediction layer. */
 static void test_convert_deepseek(void) {
     static const enum hf_form forms[] = {HF_BF16, HF_NVFP4, HF_FP8_TENSOR, HF_FP8_BLOCK};
@@ -1146,13 +1348,6 @@ static void test_convert_prediction_layers(void) {
         CHECK(per && per->n == 3 && gguf_rd32(per->data + 4) == 4 && gguf_rd32(per->data + 8) == 3, "the counts");
     }
     hf_end(&h);
-}
-
-/* Whether moe loads a file that was written; the message else. */
-static void check_loads(const char *path, const char *what) {
-    struct model model;
-    char err[ERR_MAX];
-    if (CHECK(!model_load(&model, path, err), "%s: %s", what, err)) model_free(&model);
 }
 
 /* A prediction layer that is not whole is left out with a line, and the file is the one that --no-mtp gives. In the
@@ -1793,6 +1988,71 @@ static void test_convert_refusals(void) {
         CHECK(!strncmp(h.err, "moe-convert: ", 13), "%s: %s", r->what, h.err);
         hf_end(&h);
     }
+}
+
+/* Keys about quantization: what changes arithmetic is refused by name, what is unknown is a line, what is not used or
+ * harmless says nothing. */
+static void test_convert_quantization_keys(void) {
+    static const struct {
+        const char *config, *hf; /* quantization_config, "quantization" of hf_quant_config.json; NULL: none */
+        int rc;
+        const char *says; /* "": nothing about quantization */
+    } c[] = {
+        {"{\"transform_config\":{\"config_groups\":{\"R\":{\"type\":\"hadamard\"}}}}", NULL, 1,
+         "'quantization_config.transform_config': moe does not apply transforms"},
+        {"{\"transform_config\":null,\"sparsity_config\":{},\"kv_cache_scheme\":null}", NULL, 0, ""},
+        {"{\"transform_config\":{\"config_groups\":{}},\"sparsity_config\":{\"format\":\"dense\",\"global_sparsity\":0."
+         "2}}",
+         NULL, 0, ""},
+        {"{\"sparsity_config\":{\"format\":\"sparse-24-bitmask\"}}", NULL, 1,
+         "moe does not read compressed sparse weights"},
+        {"{\"online_rotation\":true}", NULL, 1, "moe does not rotate the inputs"},
+        {"{\"rotation_config\":{\"r1\":true}}", NULL, 1, "moe does not rotate the inputs"},
+        {"{\"desc_act\":true}", NULL, 1, "'quantization_config.desc_act'"},
+        {"{\"desc_act\":false,\"zero_point\":false,\"clamp_val\":null}", NULL, 0, ""},
+        {"{\"smoothquant\":{\"alpha\":0.5}}", NULL, 1, "moe does not scale the inputs"},
+        {"{\"lora_rank\":16}", NULL, 1, "low-rank"},
+        {"{\"config_groups\":{\"g\":{\"targets\":[\"Linear\"],\"pre_quant_scale\":true}}}", NULL, 1,
+         "'quantization_config.config_groups.g.pre_quant_scale'"},
+        {"{\"config_groups\":{\"g\":{\"targets\":[\"Linear\"],\"format\":\"int-quantized\"}}}", NULL, 1,
+         "'quantization_config.config_groups.g.format': expected one of"},
+        {"{\"config_groups\":{\"g\":{\"weights\":{\"num_bits\":8,\"warp\":3}}}}", NULL, 0,
+         "key 'quantization_config.config_groups.g.weights.warp' (3) is unknown here and not used"},
+        {"{\"quant_method\":\"fp8\",\"fmt\":\"e4m3\",\"scale_fmt\":\"ue8m0\",\"activation_scheme\":\"static\",\"weight_"
+         "block_size\":null,\"ignored_layers\":[\"x\"],\"modules_to_convert\":null}",
+         NULL, 0, ""},
+        {"{\"quant_method\":\"fp8\",\"fmt\":\"e5m2\"}", NULL, 1, "'quantization_config.fmt': expected e4m3"},
+        {"{\"quant_method\":\"fp8\",\"color\":\"blue\",\"size\":2}", NULL, 0,
+         "key 'quantization_config.color' (\"blue\") is unknown here and not used; so are 1 more"},
+        {NULL,
+         "{\"quant_algo\":\"MIXED_PRECISION\",\"kv_cache_quant_algo\":\"FP8\",\"quantized_layers\":{\"a\":{\"quant_"
+         "algo\":\"FP8_BLOCK_SCALES\",\"group_size\":128},\"b\":{\"quant_algo\":\"FP8\"}},\"exclude_modules\":[]}",
+         0, ""},
+        {NULL,
+         "{\"quant_algo\":\"MIXED_PRECISION\",\"quantized_layers\":{\"a\":{\"quant_algo\":\"NVFP4_AWQ\",\"group_size\":"
+         "16}}}",
+         1, "'quantization.quantized_layers.a.quant_algo': expected one of"},
+        {NULL, "{\"quant_algo\":\"MXFP8\",\"group_size\":16}", 1,
+         "'quantization.group_size': expected an integer from 32 to 32"},
+        {NULL, "{\"quant_algo\":\"FP8\",\"has_zero_point\":false,\"pre_quant_scale\":true}", 1,
+         "'quantization.pre_quant_scale': moe does not scale"},
+        {NULL, "{\"quant_algo\":\"FP8\",\"trick\":1}", 0,
+         "hf_quant_config.json: key 'quantization.trick' (1) is unknown here"}};
+    struct hf h;
+    hf_begin(&h, "keys");
+    hf_qwen3(&h);
+    hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        char text[1024];
+        snprintf(text, sizeof text, "{\"quantization_config\":%s}", c[i].config ? c[i].config : "null");
+        hf_set(h.config, text);
+        snprintf(text, sizeof text, "{\"quantization\":%s}", c[i].hf ? c[i].hf : "{}");
+        hf_write(&h, "hf_quant_config.json", text, strlen(text));
+        const int rc = hf_run(&h, "--dry-run");
+        CHECK(rc == c[i].rc && strstr(h.err, c[i].says) && (*c[i].says || !strstr(h.err, "quant")),
+              "case %zu: exit %d: %s", i, rc, h.err);
+    }
+    hf_end(&h);
 }
 
 /* A norm that is not finite, which moe refuses. */
@@ -2472,17 +2732,19 @@ static void test_convert_header_target(void) {
         {"convert/delta_names", test_convert_delta_names}, {"convert/fused", test_convert_fused},                     \
         {"convert/fused_refusals", test_convert_fused_refusals}, {"convert/delta_narrow", test_convert_delta_narrow}, \
         {"convert/prediction", test_convert_prediction},                                                              \
-        {"convert/prediction_layers", test_convert_prediction_layers}, {"convert/left_out", test_convert_left_out},   \
-        {"convert/odd_prediction", test_convert_odd_prediction}, {"convert/delta_dense", test_convert_delta_dense},   \
-        {"convert/precision", test_convert_precision}, {"convert/keys", test_convert_keys},                           \
-        {"convert/vocabulary", test_convert_vocabulary}, {"convert/pre_tokenizers", test_convert_pre_tokenizers},     \
-        {"convert/kimi", test_convert_kimi}, {"convert/experts", test_convert_experts},                               \
-        {"convert/golden", test_convert_golden}, {"convert/narrow", test_convert_narrow},                             \
-        {"convert/input_scale", test_convert_input_scale}, {"convert/refusals", test_convert_refusals},               \
-        {"convert/norms", test_convert_norms}, {"convert/scales", test_convert_scales},                               \
-        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},                     \
-        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                       \
-        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                                   \
-        {"convert/dry_run", test_convert_dry_run}, {"convert/copies", test_convert_copies},                           \
-        {"convert/header", test_convert_header}, {"convert/header_cuts", test_convert_header_cuts},                   \
-        {"convert/header_sizes", test_convert_header_sizes}, {"convert/header_target", test_convert_header_target},
+        {"convert/prediction_layers", test_convert_prediction_layers}, {"convert/small", test_convert_small},         \
+        {"convert/mixed", test_convert_mixed}, {"convert/quantization_keys", test_convert_quantization_keys},         \
+        {"convert/left_out", test_convert_left_out}, {"convert/odd_prediction", test_convert_odd_prediction},         \
+        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
+        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                         \
+        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
+        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                           \
+        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},                   \
+        {"convert/refusals", test_convert_refusals}, {"convert/norms", test_convert_norms},                           \
+        {"convert/scales", test_convert_scales}, {"convert/safetensors", test_convert_safetensors},                   \
+        {"convert/index", test_convert_index}, {"convert/atomic", test_convert_atomic},                               \
+        {"convert/interrupt", test_convert_interrupt}, {"convert/usage", test_convert_usage},                         \
+        {"convert/demo", test_convert_demo}, {"convert/dry_run", test_convert_dry_run},                               \
+        {"convert/copies", test_convert_copies}, {"convert/header", test_convert_header},                             \
+        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes},       \
+        {"convert/header_target", test_convert_header_target},

@@ -1366,9 +1366,9 @@ static const struct family_refusal {
     {"deepseek_v4", "tensor 'mtp.0.hc_head_base' is missing", NULL, "mtp.0.hc_head_base", NULL, 0},
     {"deepseek_v4", "tensor 'mtp.0.enorm.weight' is missing", NULL, "mtp.0.enorm.weight", NULL, 0},
     {"deepseek_v4", "tensor 'mtp.0.norm.weight' is missing", NULL, "mtp.0.norm.weight", NULL, 0},
-    {"deepseek_v4", "tensor 'mtp.0.ffn.gate.bias' is missing", NULL, "mtp.0.ffn.gate.bias", NULL, 0},
+    {"deepseek_v4", "tensor 'layers.4.ffn.gate.bias' is missing", NULL, "layers.4.ffn.gate.bias", NULL, 0},
     {"deepseek_v4", "hc_head_fn': expected [4, 512] (hc_mult, hc_mult x hidden_size), found F32 [512, 4]", NULL,
-     "mtp.0.hc_head_fn", "[512,4]", 0},
+     "hc_head_fn", "[512,4]", 0},
     {"deepseek_v4", "tensor 'mtp.0.ffn.gate.tid2eid': BF16 [4]: nothing in deepseek4 uses it", NULL,
      "mtp.0.ffn.gate.tid2eid", NULL, 0},
     {"deepseek_v4", "is out of range: num_hidden_layers is 5, num_nextn_predict_layers 0",
@@ -1642,8 +1642,8 @@ static const struct family_refusal {
      "{\"indexer_types\":null,\"index_topk_freq\":null}", NULL, NULL, 0},
     {"glm_moe_dsa_types", "tensor 'model.layers.3.self_attn.indexer.wk.weight' is missing", NULL,
      "model.layers.3.self_attn.indexer.wk.weight", NULL, 0},
-    {"glm_moe_dsa_types", "tensor 'model.layers.5.self_attn.indexer.k_norm.bias' is missing", NULL,
-     "model.layers.5.self_attn.indexer.k_norm.bias", NULL, 0},
+    {"glm_moe_dsa_types", "tensor 'model.layers.3.self_attn.indexer.k_norm.bias' is missing", NULL,
+     "model.layers.3.self_attn.indexer.k_norm.bias", NULL, 0},
     {"glm_moe_dsa_types", "'model.layers.1.self_attn.indexer.wk.weight': BF16 [4]: nothing in glm-dsa uses it", NULL,
      "model.layers.1.self_attn.indexer.wk.weight", NULL, 0}};
 
