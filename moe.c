@@ -12697,12 +12697,41 @@ struct process_group {
     bool alarm;                                  /* a rank has failed */
 };
 
-/* A number that grows as long as anything in the program moves: processor time, pages read from disk, heartbeats. */
-static double pg_activity(const struct process_group *pg) {
+/* What grows as long as anything in the program moves. */
+struct activity {
+    double ran;    /* seconds that all threads have run on a processor */
+    double queued; /* seconds that the living threads have waited for one; 0 where the kernel does not count them */
+    double events; /* pages and blocks read from disk, heartbeats */
+};
+
+static struct activity pg_activity(const struct process_group *pg) {
     struct rusage u;
+    uint64_t queued = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    for (const struct dirent *e; tasks && (e = readdir(tasks));) {
+        char path[64], text[64];
+        unsigned long long waited;
+        snprintf(path, sizeof path, "/proc/self/task/%.20s/schedstat", e->d_name);
+        const int fd = e->d_name[0] == '.' ? -1 : open(path, O_RDONLY | O_CLOEXEC);
+        const ssize_t n = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+        if (fd >= 0) close(fd);
+        text[n > 0 ? n : 0] = 0;
+        if (sscanf(text, "%*u %llu", &waited) == 1)
+            queued += waited; /* nanoseconds: running, waiting for a processor */
+    }
+    if (tasks) closedir(tasks);
     getrusage(RUSAGE_SELF, &u);
-    return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + 1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) +
-           (double)u.ru_majflt + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED);
+    return (struct activity){
+        (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + 1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec),
+        1e-9 * (double)queued,
+        (double)u.ru_majflt + (double)u.ru_inblock + (double)__atomic_load_n(&pg->heartbeats, __ATOMIC_RELAXED)};
+}
+
+/* Whether something has moved in a second that changed the activity from a to b. A thread with work to do runs or waits
+ * for a processor all the time, so that a busy machine does not make it look stopped. The limits leave out the ranks that
+ * only wait: each looks once a second. */
+static bool pg_moved(struct activity a, struct activity b) {
+    return b.ran - a.ran > 0.05 || b.queued - a.queued > 0.5 || b.events > a.events;
 }
 
 /* Waits, with the lock held, until the counters each[first..first+n-1] have reached `want` (modulo 2^32). owner: the
@@ -12711,8 +12740,9 @@ static double pg_activity(const struct process_group *pg) {
  * progress for PG_STALL seconds. */
 static void pg_wait_for(struct process_group *pg, const char *event, const struct rank *r, const unsigned *each,
                         int first, int n, int owner, unsigned want) {
-    double t = now_seconds(), effort = pg_activity(pg);
-    for (int still = 0;;) {
+    struct activity was = {0};
+    double t = now_seconds();
+    for (int still = -1;;) { /* seconds without progress; -1: no activity is known yet */
         struct timespec until;
         char who[64] = "", what[64];
         for (int i = 0; i < n; i++)
@@ -12722,12 +12752,13 @@ static void pg_wait_for(struct process_group *pg, const char *event, const struc
         clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec++;
         pthread_cond_timedwait(&pg->changed, &pg->lock, &until);
-        double now = now_seconds(), did = pg_activity(pg);
+        const double now = now_seconds();
         if (now - t < 1) continue;
-        bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
-        still = stopped || did - effort > 0.02 ? 0 : still + 1;
+        const bool stopped = now - t > 2; /* nobody ran, this thread neither: the program was suspended */
+        const struct activity is = pg_activity(pg);
+        still = still < 0 || stopped || pg_moved(was, is) ? 0 : still + 1;
         t = now;
-        effort = did;
+        was = is;
         if (still < PG_STALL + !r) continue; /* a rank in an all-reduce knows who is missing: let it report first */
         snprintf(what, sizeof what, "%s", event);
         if (r)

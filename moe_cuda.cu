@@ -6669,9 +6669,9 @@ static void rank_barrier(struct rank *r) {
 /* How long a rank has waited for its GPU. */
 struct backoff {
     uint64_t turns; /* polls so far */
-    double idle;    /* seconds without an all-reduce of any rank; while the program is suspended they do not count */
+    double idle;    /* seconds without progress of any rank; while the program is suspended they do not count */
     double last;    /* time of the latest poll */
-    uint32_t seen;  /* all-reduces of all ranks at that time */
+    uint32_t seen;  /* the progress of all ranks at that time: the number of all-reduces */
 };
 
 /* Fails with a message that names the ranks that kernels have reported to wait for. */
@@ -6701,8 +6701,10 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
               what, seconds, who);
 }
 
-/* Call between two polls of a busy GPU. Sleeps after a while, and fails when no rank makes progress. False: a rank has
- * failed, stop waiting. */
+/* Call between two polls of a busy GPU. Sleeps after a while, and fails when no rank makes progress. Elapsed time is the
+ * measure: a GPU does not slow down on a busy host, and between two all-reduces the host only launches some kernels,
+ * microseconds of work that wait for a processor much less than ALLREDUCE_STALL. Kernels of the emulator run on threads
+ * of the program, so there all that they do counts, but for polling. False: a rank has failed, stop waiting. */
 static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
     enum {
         SPINS = 20000,       /* polls before it sleeps between them */
@@ -6717,6 +6719,9 @@ static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *wha
     uint32_t done = 0;
     for (int i = 0; i < shard->n_rank * shard->n_stage; i++)
         done += *(volatile uint32_t *)&c->heartbeat[i]->all_reduces;
+#ifdef CUEMU
+    done += (uint32_t)__atomic_load_n(&cuemu::events, __ATOMIC_RELAXED);
+#endif
     p->idle = done != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
     p->seen = done;
     p->last = now;

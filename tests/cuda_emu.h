@@ -457,8 +457,10 @@ inline std::condition_variable news_came;
 inline uint64_t news, announced;         // counts work queued or done; a thread without work waits for a change
 inline unsigned host_threads;            // threads that are alive and have made a call
 inline std::atomic<unsigned> contenders; // threads that want the lock
-inline double deadlock_seconds = 20;     // seconds without news until a deadlock is reported; 0 with one thread
-inline pthread_t runner;                 // the thread that runs the fibers
+// Seconds without news until a deadlock is reported; 0 with one thread. Long, because the other threads may have work
+// that makes no news, and a busy machine stretches it.
+inline double deadlock_seconds = 120;
+inline pthread_t runner; // the thread that runs the fibers
 inline thread_local unsigned lock_depth;
 
 struct host_thread {

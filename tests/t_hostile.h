@@ -294,7 +294,8 @@ static bool hostile_run(const char *cmd, const char *program, bool may_succeed) 
     return rc != 0;
 }
 
-#define HOSTILE_RUN "timeout 20 " MOE_BIN " -m %s --raw -p 'ab c' -n 2 -c 16 -t 1 </dev/null"
+#define HOSTILE_SECONDS "600" /* until a program that hangs is ended: long, for busy machines */
+#define HOSTILE_RUN     "timeout " HOSTILE_SECONDS " " MOE_BIN " -m %s --raw -p 'ab c' -n 2 -c 16 -t 1 </dev/null"
 
 static void hostile_program(const char *path, const char *expect) {
     char cmd[1024];
@@ -373,7 +374,7 @@ static void test_hostile_convert(void) {
         if (cut) arrsetlen(sb, rng_next(&rng) % (i % 2 ? reach : arrlenu(sb)));
         for (int k = 0; !cut && k < 2; k++) sb[rng_next(&rng) % reach] ^= (char)(1 << rng_next(&rng) % 8);
         write_test_file(path, sb, arrlenu(sb));
-        snprintf(cmd, sizeof cmd, "timeout 10 " CONVERT_BIN " %s -o %s", dir, out);
+        snprintf(cmd, sizeof cmd, "timeout " HOSTILE_SECONDS " " CONVERT_BIN " %s -o %s", dir, out);
         bool no = hostile_run(cmd, "moe-convert: ", !cut || !strcmp(file, "tokenizer_config.json"));
         struct model m;
         if (no) {

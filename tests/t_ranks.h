@@ -269,7 +269,8 @@ static int rank_fault(const char *name, const char *path) {
     struct cpu_options o = {&kernels_ref, 2, 64, KV_F32, false, false};
     int32_t ids[32] = {1, 2, 3, 4, 5, 6, 7, 8};
     signal(SIGALRM, SIG_DFL);
-    alarm(120); /* a hang ends here, with another exit code; waiting for others ends after 7 s */
+    /* A hang ends here, with another exit code. Waiting for others ends in 8 s on an idle machine. */
+    alarm(PROGRAM_SECONDS);
 #ifdef CUEMU
     if (!strncmp(name, "gpu-", 4)) return rank_fault_gpu(name + 4, path), 0;
 #endif
@@ -311,6 +312,40 @@ static void check_faults(const struct fault *f, int n) {
     }
 }
 
+static void *spin_on_processor(void *seconds) {
+    struct timespec t = {0};
+    while ((double)t.tv_sec + 1e-9 * (double)t.tv_nsec < *(const double *)seconds)
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return NULL;
+}
+
+/* Threads that wait for a processor are alive: two share one, while this thread sleeps. What only sleeps is not. */
+static void test_ranks_busy(void) {
+    static struct process_group pg;
+    const struct activity none = {1, 1, 1};
+    double seconds = 0.1;
+    pthread_t threads[2];
+    cpu_set_t all, one;
+    int first = 0;
+    if (access("/proc/self/schedstat", R_OK)) SKIP("the kernel does not count the time that threads wait");
+    sched_getaffinity(0, sizeof all, &all);
+    while (!CPU_ISSET(first, &all)) first++;
+    CPU_ZERO(&one);
+    CPU_SET(first, &one);
+    sched_setaffinity(0, sizeof one, &one);
+    const struct activity before = pg_activity(&pg);
+    for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, spin_on_processor, &seconds);
+    struct activity during = before;
+    for (double ran = 0; ran < seconds; ran = during.ran - before.ran) poll(NULL, 0, 1), during = pg_activity(&pg);
+    CHECK(during.queued - before.queued > 0.25 * seconds, "queued for %g s", during.queued - before.queued);
+    CHECK(pg_moved(before, during), "ran for %g s", during.ran - before.ran);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+    sched_setaffinity(0, sizeof all, &all);
+    CHECK(pg_moved(none, (struct activity){1, 1.9, 1}), "a starved thread");
+    CHECK(pg_moved(none, (struct activity){1, 1, 2}), "a disk");
+    CHECK(!pg_moved(none, (struct activity){1.01, 1.2, 1}), "ranks that look once a second");
+}
+
 static void test_ranks_faults(void) {
     static const struct fault faults[] = {
         {"stuck", {"the all-reduce after the attention of layer ", "missing rank: 1 ("}},
@@ -348,4 +383,5 @@ static void test_ranks_odd_heads(void) {
     {"ranks/stages", test_ranks_stages}, {"ranks/cuts", test_ranks_cuts}, {"ranks/shares", test_ranks_shares},     \
         {"ranks/heads", test_ranks_heads}, {"ranks/odd-heads", test_ranks_odd_heads},                              \
         {"ranks/fixtures", test_ranks_fixtures}, {"ranks/fast", test_ranks_fast}, {"ranks/demo", test_ranks_demo}, \
-        {"ranks/save", test_ranks_save}, {"ranks/faults", test_ranks_faults}, {"ranks/cli", test_ranks_cli},
+        {"ranks/save", test_ranks_save}, {"ranks/busy", test_ranks_busy}, {"ranks/faults", test_ranks_faults},     \
+        {"ranks/cli", test_ranks_cli},

@@ -121,7 +121,7 @@ static int run_command(const char *cmd, char **out, char **errout) {
 
 enum {
     PROGRAM_SECONDS = 600, /* a program that does not do what a test waits for is ended then */
-    REPEAT_SECONDS = 10    /* a SIGINT that was not noticed is sent again then */
+    REPEAT_SECONDS = 3     /* a SIGINT that was not noticed is sent again then */
 };
 
 /* Its stdin is a pipe, what it prints goes to two files in the tests' directory. */
@@ -197,11 +197,20 @@ static bool program_write(struct program *p, const char *text, size_t n) {
 }
 
 /* Sends SIGINT and waits for the end; stdin stays open meanwhile. A signal just in front of a read() is noticed only by
- * the next. */
+ * the next: it is sent again to a program that sleeps, which has used no processor for REPEAT_SECONDS. */
 static void program_interrupt(struct program *p) {
-    const double begin = now_seconds();
-    for (int sent = 0; !program_ended(p, false); poll(NULL, 0, 1))
-        if (now_seconds() > begin + REPEAT_SECONDS * sent) kill(p->pid, ++sent < 5 ? SIGINT : SIGKILL);
+    double used = -1, since = 0;
+    clockid_t clock;
+    clock_getcpuclockid(p->pid, &clock);
+    for (int sent = 0; !program_ended(p, false); poll(NULL, 0, 1)) {
+        struct timespec t = {0};
+        clock_gettime(clock, &t);
+        const double now = now_seconds(), uses = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+        if (sent && uses > used) used = uses, since = now;
+        if (sent && now - since < REPEAT_SECONDS) continue;
+        kill(p->pid, ++sent < 5 ? SIGINT : SIGKILL);
+        used = uses, since = now;
+    }
 }
 
 /* Closes stdin and waits for the end. The exit code, or 128 + signal; stdout and stderr are appended to *out and
