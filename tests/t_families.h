@@ -1660,8 +1660,10 @@ static void test_families_refusals(void) {
         else if (r->shape) snprintf(t->shape, sizeof t->shape, "%s", r->shape);
         else if (t) hf_drop(&h, r->tensor);
         const int rc = hf_convert_to(&h, "out.gguf");
-        CHECK(rc == 1 && strstr(h.err, r->message), "%s, expected '%s': exit %d: %s", r->fixture, r->message, rc,
-              h.err);
+        /* a prediction layer that is not whole is left out */
+        const bool left = strstr(r->message, "tensor 'mtp.0.") && ends_in(r->message, "is missing");
+        CHECK(rc == !left && strstr(h.err, r->message) && (!left || strstr(h.err, "is left out,")),
+              "%s, expected '%s': exit %d: %s", r->fixture, r->message, rc, h.err);
         const char *nl = strrchr(h.err, '\n');
         const bool last = nl && !nl[1] && !strncmp(h.err, "moe-convert: ", 13);
         CHECK(last, "%s: %s", r->fixture, h.err);
