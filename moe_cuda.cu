@@ -508,12 +508,13 @@ static thread_local bool launches_overlap;
 #define UNROLL_BY(n)  UNROLL_BY_(unroll n)
 #define UNROLL_BY_(x) _Pragma(#x)
 
-/* Returns the address within shared memory that PTX instructions take. */
+/* Return the address within shared memory, and within global memory, that PTX instructions take. */
 DEVICE uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+DEVICE size_t global_address(const void *p) { return __cvta_generic_to_global(p); }
 
 /* Copies 16 bytes from global to shared memory asynchronously. !valid: writes zeros and reads nothing. */
 DEVICE void cp_async16(void *smem, const void *gmem, bool valid = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)), "l"(gmem),
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(smem)), "l"(global_address(gmem)),
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
@@ -593,8 +594,10 @@ ONE_INSTRUCTION2(uint32_t, "=r", f16x2_mul, uint32_t, "r", "mul.rn.f16x2 %0, %1,
 ONE_INSTRUCTION2(uint32_t, "=r", f16x2_add, uint32_t, "r", "add.rn.f16x2 %0, %1, %2;")
 ONE_INSTRUCTION2(uint32_t, "=r", f32_to_f16x2, float, "f", "cvt.rn.f16x2.f32 %0, %2, %1;")
 ONE_INSTRUCTION2(uint32_t, "=r", f32_to_bf16x2, float, "f", "cvt.rn.bf16x2.f32 %0, %2, %1;")
-/* Clamps to the largest half: an overflow may cost accuracy, but never makes an infinity. */
+/* Clamp to the largest half: an overflow may cost accuracy, but never makes an infinity. NaN stays NaN (0x7FFF), so that
+ * a fault in what a kernel reads is seen in the logits. */
 ONE_INSTRUCTION2(uint32_t, "=r", clamped_f16x2, float, "f", "cvt.rn.satfinite.f16x2.f32 %0, %2, %1;")
+ONE_INSTRUCTION(uint16_t, "=h", clamped_f16, float, "f", "cvt.rn.satfinite.f16.f32 %0, %1;")
 ONE_INSTRUCTION(float, "=f", exp2_fast, float, "f", "ex2.approx.ftz.f32 %0, %1;") /* results below 2^-126 are 0 */
 ONE_INSTRUCTION(float, "=f", half_to_f32, uint16_t, "h", "cvt.f32.f16 %0, %1;")
 ONE_INSTRUCTION(uint16_t, "=h", f32_to_f16, float, "f", "cvt.rn.f16.f32 %0, %1;")
@@ -627,14 +630,14 @@ DEVICE uint4 ldg_stream(const void *p) {
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-                 : "l"(p));
+                 : "l"(global_address(p)));
     return r;
 }
 
-/* Requests n bytes into L2. p and n are multiples of 16. */
+/* Requests n bytes into L2. p and n are multiples of 16. Changes no memory, so that loads may move over it. */
 DEVICE void prefetch_l2(const void *p, uint32_t n) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(n) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global_address(p)), "r"(n));
 #endif
 }
 
@@ -642,30 +645,31 @@ DEVICE void prefetch_l2(const void *p, uint32_t n) {
  * it. */
 DEVICE uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
     uint32_t r;
-    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(r) : "l"(global_address(p)), "r"(v) : "memory");
     return r;
 }
 
 /* Memory that other GPUs write or read: 16-byte stores, 16-byte loads, and flags. A release store of a flag publishes
  * what the whole block wrote before a barrier; an acquire load that sees the flag sees these writes. */
 DEVICE void st_sys16(void *p, uint4 v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(global_address(p)), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
                  : "memory");
 }
 DEVICE uint4 ld_sys16(const void *p) {
     uint4 r;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-                 : "l"(p)
+                 : "l"(global_address(p))
                  : "memory");
     return r;
 }
 DEVICE void st_release_sys(uint32_t *p, uint32_t v) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(global_address(p)), "r"(v) : "memory");
 }
 DEVICE uint32_t ld_acquire_sys(const uint32_t *p) {
     uint32_t v;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(global_address(p)) : "memory");
     return v;
 }
 DEVICE uint64_t global_timer() { /* nanoseconds */
@@ -1055,7 +1059,9 @@ struct tp_rank {
 
 /* Waits until *flag has reached `want`, or for an abort. Called by one thread. */
 DEVICE void flag_wait(const uint32_t *flag, uint32_t want, const struct tp_rank &p, uint32_t code) {
-    enum { LOOK_NS = 10000000 /* nanoseconds between looks at the host's flag */ };
+    /* Nanoseconds between looks at the host's flag. Much longer than a step of %globaltimer, which the ISA leaves open:
+     * 1 us is usual, 1 ms has been seen. */
+    enum { LOOK_NS = 10000000 };
     uint64_t t = global_timer();
     while ((int32_t)(ld_acquire_sys(flag) - want) < 0 && !*(volatile uint32_t *)&p.sequence->aborted) {
         if (global_timer() - t < LOOK_NS) continue;
@@ -1191,9 +1197,6 @@ DEVICE bool last_block(uint32_t *arrived, uint32_t n) {
     __syncthreads(); /* all threads have written before the first one counts the block */
     return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == n - 1);
 }
-
-/* Converts to a half, clamped as by clamped_f16x2. */
-DEVICE uint16_t clamped_f16(float x) { return f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
 /* Cosines and sines of a rotation's angles for the tokens of a forward. */
 struct rope_table {
@@ -2039,7 +2042,9 @@ struct glu_args {
 };
 
 /* Grid: (rows of tiles, jobs.max or 1, and 1 for entry 1), block: 256: four warps for gate, four for up. Bytes and aim
- * as for k_gemv_linear. The next kernel may start when the router has ended: it reads the jobs before its wait. */
+ * as for k_gemv_linear. The next kernel, k_gemv_down, reads the router's jobs and weights before its own wait. So it may
+ * start only when the router's writes are visible: the launch stands after the wait, and the order of these two calls is
+ * a contract. */
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(const __grid_constant__ struct glu_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
@@ -3504,7 +3509,9 @@ static void mla_query(const struct mla_query_args *p, cudaStream_t s) {
  * blocks fill the GPU: each split leaves (sums, m, l) in `partials`, and attn_merge joins them. Query token i sees keys
  * 0 .. pos + i, or with a window the last of these. Keys after the newest are never read: they arrive as zeros. Keys
  * before a window are read as far as the step of 64 keys that it begins in, and masked. In a ring a step of keys is
- * consecutive rows: rings have a multiple of 64 rows. A head's sink joins the denominator of its result.
+ * consecutive rows: rings have a multiple of 64 rows. There other blocks of the launch may be writing the rows before the
+ * window and their scales. Every word of these is a finite number at any time, so that a masked weight of 0 stays 0. A
+ * head's sink joins the denominator of its result.
  *
  * MMA operands (g = lane / 4, t = lane % 4): the order of the inner dimension is free as long as both operands use it,
  * and so is the order of the output columns. Decode chooses both so that a lane reads consecutive bytes of a cache row

@@ -2137,9 +2137,10 @@ inline uint4 ldg_stream(const void *p, CUEMU_AT) {
 }
 #define UNROLL /* pragmas that g++ does not know */
 #define UNROLL_BY(n)
-inline uint32_t clamped_f16x2(float lo, float hi) {
-    return f32_to_f16x2(fminf(fmaxf(lo, -65504.0f), 65504.0f), fminf(fmaxf(hi, -65504.0f), 65504.0f));
+inline uint16_t clamped_f16(float x) {
+    return x != x ? (uint16_t)0x7FFF : f32_to_f16(fminf(fmaxf(x, -65504.0f), 65504.0f));
 }
+inline uint32_t clamped_f16x2(float lo, float hi) { return clamped_f16(lo) | (uint32_t)clamped_f16(hi) << 16; }
 inline float exp2_fast(float x) { return exp2f(x); }
 template <class T>
 inline T load_l2(const T *p) {

@@ -1837,6 +1837,71 @@ static void test_cuda_finite(void) {
     }
 }
 
+/* A session whose context was changed goes on with the bits of one that had that context from the start, recorded forwards
+ * included. Where there is no room, it keeps its context and its state. */
+static void test_cuda_resize(void) {
+    static const struct {
+        const char *name;
+        enum kv_type kv;
+    } of[] = {{"qwen3moe", KV_FP8}, {"qwen3_5_moe", KV_BF16}, {"deepseek_v32", KV_BF16}, {"deepseek_v4", KV_BF16}};
+    static const int steps[] = {40, 1, 1, 1, 0, 1, 1, 12, 20, 1, 0, 1, 1}; /* tokens of a forward; 0: a change */
+    for (size_t f = 0; f < sizeof of / sizeof *of; f++) {
+        struct model m;
+        struct session s, want;
+        char err[ERR_MAX] = "";
+        int32_t ids[96];
+        if (!fixture_load(of[f].name, &m)) return;
+        for (int i = 0; i < 96; i++) ids[i] = (7 * i + 2) % m.n_vocab;
+        cuda_test_begin((int)f);
+        if (!cuda_session(&s, &m, 64, of[f].kv, MOE_ACT_F16) || !cuda_session(&want, &m, 128, of[f].kv, MOE_ACT_F16))
+            return;
+        for (size_t i = 0, at = 0, changes = 0; i < sizeof steps / sizeof *steps; at += (size_t)steps[i++]) {
+            if (!steps[i]) {
+                CHECK(!session_resize(&s, changes++ ? 96 : 128, err), "%s: %s", of[f].name, err);
+                CHECK(session_resize(&s, 1 << 28, err) && *err && s.n_ctx == (changes > 1 ? 96 : 128),
+                      "%s: a context of 2^28 tokens: %d, '%s'", of[f].name, s.n_ctx, err);
+                continue;
+            }
+            for (int k = 0; k < 2; k++) {
+                session_forward(k ? &want : &s, ids + at, steps[i]);
+                session_head(k ? &want : &s, steps[i] - 1, 1);
+            }
+            CHECK(!memcmp(session_logits(&s), session_logits(&want), (size_t)m.n_vocab * sizeof(float)),
+                  "%s: step %zu has other logits", of[f].name, i);
+        }
+        session_free(&s), session_free(&want);
+        model_free(&m);
+    }
+}
+
+/* One norm weight that is NaN makes every logit NaN, in decoding and in prefill: no kernel turns it into a number, and
+ * none reads or writes beyond its rows for it. */
+static void test_cuda_nan(void) {
+    static const char *const names[] = {"qwen3moe", "deepseek_v3", "qwen3_5_moe"};
+    static const int n[] = {1, 12, 40};
+    for (int f = 0; f < 3; f++) {
+        struct model m;
+        struct session s;
+        float *norm = NULL;
+        int32_t ids[40];
+        if (!fixture_load(names[f], &m)) return;
+        for (int i = 0; i < m.n_embd; i++) arrput(norm, m.layers[0].attn_norm[i]);
+        norm[3] = NAN;
+        m.layers[0].attn_norm = norm;
+        for (int i = 0; i < 40; i++) ids[i] = (7 * i + 2) % m.n_vocab;
+        for (int i = 0; i < 3 && cuda_session(&s, &m, 64, KV_BF16, MOE_ACT_F16); i++) {
+            int numbers = 0;
+            session_forward(&s, ids, n[i]);
+            session_head(&s, n[i] - 1, 1);
+            for (int k = 0; k < m.n_vocab; k++) numbers += !isnan(session_logits(&s)[k]);
+            CHECK(!numbers, "%s, %d tokens: %d logits are numbers", names[f], n[i], numbers);
+            session_free(&s);
+        }
+        arrfree(norm);
+        model_free(&m);
+    }
+}
+
 #ifdef CUEMU
 /* For up to 16 tokens every kind of all-reduce gives the same bits. */
 static void test_cuda_same_bits(void) {
@@ -2480,5 +2545,5 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/demo", test_cuda_demo},                                \
         {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth},         \
         {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},                                          \
-        {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite},                                  \
-        {"cuda/images", test_cuda_images},
+        {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},     \
+        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images},

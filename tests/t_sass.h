@@ -28,6 +28,7 @@ enum operation {
     OP_IMAD = 0x024,
     OP_IMAD_WIDE = 0x025,
     OP_IMAD_HI = 0x027,
+    OP_PREEXIT = 0x02d, /* griddepcontrol.launch_dependents */
     OP_ACQBULK = 0x02e, /* griddepcontrol.wait */
     OP_HADD2 = 0x030,
     OP_HFMA2 = 0x031,
@@ -885,6 +886,26 @@ static int sass_check_waits(const struct sass_image *m, char **said) {
     return failed;
 }
 
+/* k_gemv_glu lets k_gemv_down start only after its own wait, in the order of addresses: k_gemv_down reads what the router
+ * wrote before it waits itself. */
+static int sass_check_launches(const struct sass_image *m, char **said) {
+    int failed = 0, launches = 0;
+    for (size_t i = 0; i < arrlenu(m->kernels); i++) {
+        const struct sass_kernel *k = &m->kernels[i];
+        bool waited = false;
+        for (int at = 0; at < k->n && !strncmp(k->name, "k_gemv_glu", 10); at++) {
+            const enum operation op = insn_operation(insn_at(k, at));
+            launches += op == OP_PREEXIT;
+            if (op == OP_PREEXIT && !waited)
+                failed += sass_fail(said, "%s lets the next kernel start at 0x%x, before it waits", k->name,
+                                    16 * (unsigned)at);
+            if (op == OP_PREEXIT || op == OP_ACQBULK) waited = op == OP_ACQBULK;
+        }
+    }
+    if (!launches) failed += sass_fail(said, "no k_gemv_glu lets the next kernel start");
+    return failed;
+}
+
 /* Returns the kernel of this name, NULL if there is none. */
 static const struct sass_kernel *sass_find(const struct sass_image *m, const char *name) {
     for (size_t i = 0; i < arrlenu(m->kernels); i++)
@@ -921,7 +942,7 @@ static void test_sass_image(int target) {
     CHECK(rc >= 0, "%s: %s", t->chip, err);
     if (rc > 0) snprintf(reason, sizeof reason, "%s", err);
     if (!rc) {
-        int failed = sass_check_waits(&m, &said);
+        int failed = sass_check_waits(&m, &said) + sass_check_launches(&m, &said);
         if (strcmp(m.release, SASS_RELEASE)) {
             snprintf(reason, sizeof reason, "budgets are of nvcc " SASS_RELEASE ", these kernels of nvcc %s",
                      m.release[0] ? m.release : "unknown");
@@ -1150,6 +1171,26 @@ static void gate_waits(struct sass_image *m) {
     arrfree(said);
 }
 
+/* A launch before its wait, and no launch at all, are errors. */
+static void gate_launches(struct sass_image *m) {
+    const struct sass_kernel *k = sass_find(m, "k_gemv_glu<1>");
+    int wait = 0, launch = 0;
+    char *said = NULL;
+    if (!CHECK(k, "there is no k_gemv_glu<1>")) return;
+    while (wait < k->n && insn_operation(insn_at(k, wait)) != OP_ACQBULK) wait++;
+    while (launch < k->n && insn_operation(insn_at(k, launch)) != OP_PREEXIT) launch++;
+    if (!CHECK(wait < launch && launch < k->n, "a wait at %d, a launch at %d", wait, launch)) return;
+    const struct insn first = insn_at(k, wait), second = insn_at(k, launch);
+    insn_put(m, k, wait, second);
+    insn_put(m, k, launch, first);
+    CHECK_INT(sass_check_launches(m, &said), 1, "%s", sb_cstr(&said));
+    CHECK_HAS(sb_cstr(&said), "k_gemv_glu<1> lets the next kernel start at 0x", "launches");
+    insn_put(m, k, wait, first);
+    insn_put(m, k, launch, second);
+    CHECK_INT(sass_check_launches(m, &said), 0, "%s", sb_cstr(&said));
+    arrfree(said);
+}
+
 /* A longer stall, a lost hint and a lost product are errors. */
 static void gate_code(struct sass_image *m, int target) {
     const struct sass_kernel *k = sass_find(m, "k_gemv_glu<1>");
@@ -1288,6 +1329,7 @@ static void test_sass_gate(void) {
             gate_budgets(&m);
             gate_layers(&m, i);
             gate_waits(&m);
+            gate_launches(&m);
             gate_code(&m, i);
             gate_cuts(&m, i);
             gate_noise(&m, i);

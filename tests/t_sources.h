@@ -59,9 +59,10 @@ static void sources_check(const struct source_case *s, size_t n) {
 #define SOURCE_CONTEXT .key = "qwen3moe.context_length", .value = "4096"
 
 /* The only line besides the last of the fixture with two files. */
-#define SOURCE_ONLY                                                                                                 \
-    "moe-convert: 4 tensors such as 'model.layers.0.self_attn.k_proj.k_scale' are left out: the cache of keys and " \
-    "values has scales of its own\nmoe-convert: 's.gguf'"
+#define SOURCE_ONLY                                                                                                   \
+    "moe-convert: 4 tensors such as 'model.layers.0.self_attn.k_proj.k_scale' are left out: the cache of keys and "   \
+    "values has scales of its own\nmoe-convert: 8 tensors such as 'model.layers.0.self_attn.q_proj.input_scale' are " \
+    "left out: inputs of FP8 matrices are not rounded to FP8\nmoe-convert: 's.gguf'"
 
 /* clang-format off */
 
