@@ -30,14 +30,14 @@
  *
  *  Types
  *   Types: tensors, layers, models                  670  the table of tensors; layer, model, family
- *   Types: operations                               270  the table that every backend fills in; its contract
+ *   Types: operations                               280  the table that every backend fills in; its contract
  *   Types: state, ranks, the GPU backend            470  planes of state; struct rank; cuda_* functions
  *
  *  Foundations
  *   Limits and errors                                80  die and fail: the two classes of errors
  *   Allocation                                      110  xmalloc and its guard; strings; stb_ds
- *   Files, time, text                               280  clock, files, atomic output, UTF-8, random numbers
- *   Terminal                                        130  what stderr may show; control characters made visible
+ *   Files, time, text                               320  clock, files, atomic output, UTF-8, random numbers
+ *   Terminal                                        150  what stderr may show; control characters made visible
  *   Options of a program                            150  the form of the table of options; values of options
  *   Help and manual page                            190  what --help and --man print
  *   Completion                                      160  scripts for bash and zsh
@@ -48,27 +48,27 @@
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  620  tokens, merges and scores of a file, as hash tables
  *   Vocabulary: text to tokens and back             360  BPE, SentencePiece; tokens to text
- *   Chat template: values                           450  values; the origin of every byte of text
- *   Chat template: comparing and printing values    300  order, equality, repr, tojson
+ *   Chat template: values                           470  values; the origin of every byte of text
+ *   Chat template: comparing and printing values    340  order, equality, repr, tojson
  *   Chat template: format strings                   180  str.format
- *   Chat template: operators                        300  arithmetic, comparison, subscripts
- *   Chat template: functions on strings             310  filters and methods of strings
- *   Chat template: functions on sequences           370  filters and methods of numbers, sequences, mappings
- *   Chat template: tests, globals, builtins         250  is defined, range, loop, and the one table of all functions
+ *   Chat template: operators                        320  arithmetic, comparison, subscripts
+ *   Chat template: functions on strings             410  filters and methods of strings
+ *   Chat template: functions on sequences           490  filters and methods of numbers, sequences, mappings
+ *   Chat template: tests, globals, builtins         350  is defined, range, loop, and the one table of all functions
  *   Chat template: lexer                            200  source to tokens
  *   Chat template: parsing expressions              460  tokens to expression trees
- *   Chat template: parsing statements               210  tokens to statement trees
- *   Chat template: rendering                        390  evaluates a tree; what a chat hands to it
+ *   Chat template: parsing statements               220  tokens to statement trees
+ *   Chat template: rendering                        470  evaluates a tree; what a chat hands to it
  *
  *  Engine
  *   Model: tensors of a file                        390  reads keys and rotations, checks and binds tensors
- *   Model: metadata of families                     460  what each family reads
+ *   Model: metadata of families                     480  what each family reads
  *   Model: layers and files                         360  binds layers, checks leftovers, opens files
- *   Shards of a model                               270  what each rank holds
- *   Synthetic models                               1020  --synth: shapes of real models with random weights
+ *   Shards of a model                               280  what each rank holds
+ *   Synthetic models                               1030  --synth: shapes of real models with random weights
  *   CPU threads                                     240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                     130  their interface; formats of activations
- *   CPU kernels: reference                          170  scalar F32: the oracle
+ *   CPU kernels: reference                          180  scalar F32: the oracle
  *   CPU kernels: portable vector functions          460  norms, softmax, small F32 matrices, by vector extensions
  *   CPU kernels: GEMM with integer activations      240  panels of weights, 16-bit activations
  *   CPU kernels: GEMM with F32 panels               100  transposed panels of weights, many tokens
@@ -79,52 +79,52 @@
  *   CPU kernels: NEON with dot products              60  GEMM for it
  *   CPU kernels: choice                              90  the best set that the processor has
  *   KV cache                                         60  rows of the cache in BF16, FP8, F32
- *   Ranks                                           300  steps, barriers, all_gather, send and recv, a watchdog
+ *   Ranks                                           340  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                  520  embedding, norms, all-reduce, linear, rotation
  *   CPU operations: attention                       640  online softmax over the cache; latent attention
- *   CPU operations: sparse attention                130  the choice of the keys that a query sees
+ *   CPU operations: sparse attention                140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                 200  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                 150  linear attention with a recurrent state
  *   CPU operations: feed-forward                    460  router and experts
- *   CPU operations: memory of a rank                150  the table of operations; what a rank allocates
+ *   CPU operations: memory of a rank                180  the table of operations; what a rank allocates
  *   GPU backend                                      40  sizes of a GPU's copy; stubs without CUDA
  *   Families                                        180  the forwards. START HERE
  *   Sampler                                          80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                          140  how many tokens a round drafts
- *   Session                                         660  a timeline of tokens: sync, truncation, snapshots, decode
+ *   Session                                         720  a timeline of tokens: sync, truncation, snapshots, decode
  *   Session: the saved state                        250  the file of /save
  *
  *  Program
- *   Options                                         440  the option table, values and defaults
+ *   Options                                         460  the option table, values and defaults
  *   Command line                                    340  parsing, --MODE --help, checks of what was given together
- *   Keyboard                                        260  bytes of a terminal to keys
+ *   Keyboard                                        320  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                       160  tags, and messages with channels (harmony)
  *   Chat: forms of messages                         310  messages of requests and data sets as a template takes them
- *   Chat                                            320  messages, their rendering, their tokens
- *   Chat: printing an answer                        310  from tokens to the screen
- *   Chat: generation                                340  turns
+ *   Chat                                            480  messages, their rendering, their tokens
+ *   Chat: printing an answer                        320  from tokens to the screen
+ *   Chat: generation                                440  turns
  *   Chat: saved conversations                       310  /save and /load
  *   Edited text                                     340  the text behind the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
  *   Line editor                                     200  drawing and moving in it
  *   Text in another program                          60  files of text; $EDITOR
- *   Line editor: keys                               320  what each key does
- *   REPL commands                                   570  /help, /undo, /save ..
+ *   Line editor: keys                               440  what each key does
+ *   REPL commands                                   590  /help, /undo, /save ..
  *   REPL completion                                 130  what Tab puts behind a command
  *   Plan                                            440  --plan: bytes and roofline before anything is loaded
  *   Plan: forecast                                  380  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                300  as text and as JSON
  *   Finding a model                                 100  what -m and bare moe say where there is none
  *   Engine                                          230  opens model and session as the settings ask for
- *   Modes: tokenize, render, info, logits           380  small programs beside the chat
+ *   Modes: tokenize, render, info, logits           420  small programs beside the chat
  *   Modes: perplexity, needle, smoke                250  what the model can do
  *   Modes: calibrate, compare                        10  convert/calibrate.h
  *   Modes: bench                                    310  speed at several depths and batches
  *   Doctor: report                                  140  --doctor: findings as text and JSON
  *   Doctor: machine                                 370  checks of driver, GPUs and host
  *   Doctor: model                                   330  checks that compute
- *   Modes: prompts and requests                     210  answers beside a dialogue: -p, --lines, --jsonl
+ *   Modes: prompts and requests                     360  answers beside a dialogue: -p, --lines, --jsonl
  *   Main                                            230  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
@@ -17784,9 +17784,9 @@ static int key_read(struct keyboard *kb) {
  * Keys during a turn
  *
  * While the model reads and answers, a thread reads the keyboard. Ctrl-C stops the turn at its next token or chunk; a
- * second one within a second ends the program. Ctrl-T ends the thinking. Ctrl-\\ acts at once, and so does Ctrl-Z unless ranks are on GPUs (see
- * pg_run); other keys wait for the next prompt. The thread also renews the line of progress, which the work itself would
- * do only between two chunks.
+ * second one within a second ends the program. Ctrl-T ends the thinking. Ctrl-\\ acts at once, and so does Ctrl-Z unless
+ * ranks are on GPUs (see pg_run); other keys wait for the next prompt. The thread also renews the line of progress,
+ * which the work itself would do only between two chunks.
  * ============================================================================================================ */
 
 static struct {
