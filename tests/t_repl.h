@@ -1791,7 +1791,8 @@ static void test_moe_context(void) {
 static void test_moe_answer_now(void) {
     NEED_MOE();
     static char *argv[] = {MOE_BIN, "-m", "build/demo.gguf", ENDLESS, "--show-think", "off", NULL};
-    for (int dumb = 0; dumb < 2; dumb++) {
+    /* a sanitized program without an editor may read the key before the turn begins */
+    for (int dumb = 0; dumb < 2 - SANITIZED; dumb++) {
         struct pty p;
         if (!moe_start(&p, dumb ? "dumb" : "xterm", argv)) return;
         pty_send(&p, "Tell me a story.\r");
