@@ -16733,6 +16733,8 @@ static const char jsonl_details[] =
     "  max_tokens, max_completion_tokens, n_predict, temperature, top_p, top_k,\n"
     "  min_p, repeat_penalty, repetition_penalty, seed   as -n, --temp and so on\n"
     "  reasoning_effort, enable_thinking, thinking   as --think\n"
+    "  thinking_budget, thinking_budget_tokens, thinking_token_budget,\n"
+    "  reasoning_budget_tokens   as --think-budget\n"
     "  stop         a string or a list of strings that end the answer\n"
     "  tools, functions, documents, chat_template_kwargs   for the chat template\n"
     "\n"
@@ -25191,6 +25193,7 @@ static const struct request_key {
     const char *values; /* with `option`: FROM=TO, values that stand for others; else, as JSON, those without effect */
     const char *why;    /* other values are refused, or ignored */
     bool ignored;
+    bool chat; /* has no meaning without a template: --raw refuses it */
 } request_keys[] = {
     {"max_tokens max_completion_tokens n_predict", .option = "predict"},
     {"temperature", .option = "temp"},
@@ -25199,11 +25202,13 @@ static const struct request_key {
     {"min_p", .option = "min-p"},
     {"repetition_penalty repeat_penalty", .option = "repeat-penalty"},
     {"seed", .option = "seed"},
-    {"reasoning_effort", .option = "think", .values = "none=off minimal=low xhigh=max"},
-    {"enable_thinking thinking", .read = request_think},
+    {"reasoning_effort", .option = "think", .values = "none=off minimal=low xhigh=max", .chat = true},
+    {"enable_thinking thinking", .read = request_think, .chat = true},
+    {"thinking_budget thinking_budget_tokens thinking_token_budget reasoning_budget_tokens", .option = "think-budget",
+     .chat = true},
     {"stop", .read = request_stops},
-    {"tools functions documents", .read = chat_take_list},
-    {"chat_template_kwargs", .read = request_kwargs},
+    {"tools functions documents", .read = chat_take_list, .chat = true},
+    {"chat_template_kwargs", .read = request_kwargs, .chat = true},
     {"tool_choice function_call", .values = "\"auto\" \"none\"", .why = "no tool can be forced"},
     {"parallel_tool_calls", .values = "true", .why = "the model decides how many tools it calls"},
     {"n best_of", .values = "1", .why = "a request gets one answer"},
@@ -25274,14 +25279,20 @@ static int request_stops(struct chat *c, const char *key, json_t *stop, char *er
     return 0;
 }
 
-/* Takes over whether to think: true or false, or {"type": "enabled" or "disabled"}. Returns 0, or -1 with a message. */
+/* Takes over whether to think: true or false, or {"type": "enabled" or "disabled"}, where "budget_tokens" limits the
+ * thinking. Returns 0, or -1 with a message. */
 static int request_think(struct chat *c, const char *key, json_t *value, char *err) {
     const char *type = json_string_value(json_object_get(value, "type"));
+    json_t *budget = json_object_get(value, "budget_tokens");
     const bool on = json_is_true(value) || (type && !strcmp(type, "enabled"));
     if (!on && !json_is_false(value) && !(type && !strcmp(type, "disabled")))
         return fail(err, "\"%s\" is %s, expected true or false", key, json_type_name(value));
     c->set->think = on ? THINK_ON : THINK_OFF;
-    return 0;
+    if (!budget) return 0;
+    char *text = value_text(budget, true);
+    const int rc = settings_store(c->set, option_find("think-budget"), "\"budget_tokens\"", text, err);
+    free(text);
+    return rc;
 }
 
 /* Takes over variables for the template. Those that say how to think are settings. Returns 0, or -1 with a message. */
@@ -25310,6 +25321,7 @@ static int request_key_read(struct chat *c, const char *key, json_t *value, char
     size_t n;
     while (k < end && !word_find(k->names, key, NULL, NULL)) k++;
     if (k == end) return fail(err, "unknown key \"%.64s\"; moe --jsonl --help lists the known ones", key);
+    if (k->chat && c->set->raw) return fail(err, "--raw and \"%s\" cannot be combined: there is no template", key);
     if (k->read) return k->read(c, key, value, err);
     char *text = value_text(value, k->option != NULL);
     int rc = 0;

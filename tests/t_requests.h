@@ -238,6 +238,10 @@ static void test_requests_keys(void) {
         {"{" HI ",\"chat_template_kwargs\":{\"enable_thinking\":false,\"other\":1}}", 13, ""},
         {"{" HI ",\"enable_thinking\":false}", 13, ""},
         {"{" HI ",\"thinking\":{\"type\":\"disabled\"}}", 13, ""},
+        {"{" HI ",\"thinking_budget_tokens\":5,\"thinking_token_budget\":-1}", 11, ""},
+        {"{" HI ",\"thinking_token_budget\":-2}", 0, "\\\"thinking_token_budget\\\": expected a whole number"},
+        {"{" HI ",\"thinking\":{\"type\":\"enabled\",\"budget_tokens\":\"5 m\"}}", 0,
+         "\\\"budget_tokens\\\": expected a whole number"},
         {"{\"prompt\":[" SAYS("user", "[" PART("Hi") "]") "]}", 11, ""},
         {"{\"prompt\":\"Hi\"}", 11, ""},
         {"{\"messages\":[" SAYS("user", "\"Hi\"") "," SAYS("tool", "\"Hi\"") "]}", 18, ""},
@@ -293,6 +297,42 @@ static void test_requests_keys(void) {
     arrfree(out);
     arrfree(said);
 #undef HI
+}
+
+/* A request that limits its thinking gets the answer of --think-budget, and does not limit that of the next. --raw has
+ * no thinking to limit. */
+static void test_requests_budget(void) {
+#define CUT " | sed 's/\"prompt_tokens.*\"completion/\"completion/'" /* what a cache changes */
+#define ASK "\"prompt\":\"What is 7 squared?\""
+    static const struct {
+        const char *request, *options; /* that give the same answer */
+    } t[] = {
+        {"{" ASK ",\"thinking_budget\":0}", "--think-budget 0"},
+        {"{" ASK ",\"reasoning_budget_tokens\":3.0}", "--think-budget 3"},
+        {"{" ASK "}", ""},
+        {"{" ASK ",\"thinking\":{\"type\":\"enabled\",\"budget_tokens\":2}}", "--think-budget 2"},
+        {"{" ASK ",\"thinking\":{\"type\":\"disabled\",\"budget_tokens\":2}}", "--think off"},
+    };
+    char *in = NULL, *out = NULL;
+    for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
+        char cmd[512], *want = NULL;
+        snprintf(cmd, sizeof cmd, "echo '{\"id\":%zu," ASK "}' | " MOE "--jsonl --greedy %s" CUT, i + 1, t[i].options);
+        CHECK_INT(run_command(cmd, &want, NULL), 0, "%s", cmd);
+        sb_printf(&in, "%s\n", t[i].request);
+        sb_put(&out, want, arrlenu(want));
+        arrfree(want);
+    }
+    char path[128];
+    snprintf(path, sizeof path, "%s/budget.jsonl", test_dir());
+    write_test_file(path, in, arrlenu(in));
+    check_command(IN_DIR(MOE "--jsonl --greedy <@/budget.jsonl" CUT), 0, sb_cstr(&out), "");
+    check_command(
+        "echo '{" ASK ",\"thinking_budget\":0}' | " MOE "--jsonl --raw", 1,
+        "{\"id\":1,\"error\":\"--raw and \\\"thinking_budget\\\" cannot be combined: there is no template\"}\n", "");
+    arrfree(in);
+    arrfree(out);
+#undef ASK
+#undef CUT
 }
 
 /* A request that chooses no tool gets none, whatever the order of its keys. */
@@ -490,6 +530,7 @@ static void test_requests_suffix(void) {
 #define TESTS_REQUESTS                                                                        \
     {"requests/forms", test_requests_forms}, {"requests/origin", test_requests_origin},       \
         {"requests/marks", test_requests_marks}, {"requests/keys", test_requests_keys},       \
-        {"requests/choice", test_requests_choice}, {"requests/table", test_requests_table},   \
-        {"requests/system", test_requests_system}, {"requests/render", test_requests_render}, \
-        {"requests/lines", test_requests_lines}, {"requests/suffix", test_requests_suffix},
+        {"requests/budget", test_requests_budget}, {"requests/choice", test_requests_choice}, \
+        {"requests/table", test_requests_table}, {"requests/system", test_requests_system},   \
+        {"requests/render", test_requests_render}, {"requests/lines", test_requests_lines},   \
+        {"requests/suffix", test_requests_suffix},
