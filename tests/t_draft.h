@@ -33,18 +33,25 @@ static void force_drafts(struct session *s, struct ops *ops, enum draft_force ho
     s->r->ops = ops;
 }
 
-/* Generates n tokens behind ids[0..n_ids), computed in chunks of at most `chunk`, with n_min to n_max drafts a round. */
-static void draft_run(struct session *s, const struct sampling *o, uint64_t seed, int n_min, int n_max,
-                      const int32_t *ids, int n_ids, int chunk, int32_t *out, int n) {
+/* Generates n tokens after ids[0..n_ids), with n_min to n_max drafts a round. The first `kept` ids are in the session;
+ * the others are computed in chunks of at most `chunk`. */
+static void draft_resume(struct session *s, const struct sampling *o, uint64_t seed, int n_min, int n_max,
+                         const int32_t *ids, int n_ids, int kept, int chunk, int32_t *out, int n) {
     s->drafting = (struct drafting){0};
     drafting_limit(&s->drafting, n_min, n_max);
-    session_truncate(s, 0);
-    for (int at = 0; at < n_ids; at += chunk) session_forward(s, ids + at, int_min(chunk, n_ids - at));
+    CHECK_INT(session_truncate(s, kept), kept, "ids in the session");
+    for (int at = kept; at < n_ids; at += chunk) session_forward(s, ids + at, int_min(chunk, n_ids - at));
     session_head(s, s->r->n_tok - 1, 1);
     for (int i = 0; i < n; i++) {
         out[i] = session_sample(s, o, &seed);
         if (i + 1 < n) session_decode(s, out[i]);
     }
+}
+
+/* The same, where none is. */
+static void draft_run(struct session *s, const struct sampling *o, uint64_t seed, int n_min, int n_max,
+                      const int32_t *ids, int n_ids, int chunk, int32_t *out, int n) {
+    draft_resume(s, o, seed, n_min, n_max, ids, n_ids, 0, chunk, out, n);
 }
 
 static const struct sampling draft_samplings[] = {{.greedy = true, .repeat_penalty = 1},
@@ -59,10 +66,11 @@ static const char *const draft_models[] = {
 enum { DRAFT_MODELS = sizeof draft_models / sizeof *draft_models };
 
 /* Compares texts with all depths, drafts chosen by the model and forced, with those of plain decoding. all: with every
- * sampling, otherwise with one for each depth. */
+ * sampling, otherwise with one for each depth. Every sampling has the prompt in chunks of its own; the last token of it
+ * is computed alone, so that all texts of a sampling begin with the same state. */
 static void check_same_text(const char *name, struct session *s, const char *kernels, int n, bool all) {
     static const int depths[][2] = {{1, 1}, {2, 2}, {3, 3}, {DRAFTS_MAX, DRAFTS_MAX}, {0, 3}};
-    static const int chunks[] = {37, 16, 7, 1, 20}; /* of the prompt */
+    static const int chunks[DRAFT_SAMPLINGS] = {36, 16, 7, 1};
     enum { PROMPT = 37, DEPTHS = sizeof depths / sizeof *depths };
     int32_t *want = xmalloc(((size_t)PROMPT + (size_t)n) * sizeof *want), *got = xmalloc((size_t)n * sizeof *got);
     const size_t n_vocab = (size_t)s->m->n_vocab;
@@ -72,14 +80,18 @@ static void check_same_text(const char *name, struct session *s, const char *ker
     some_ids(want, PROMPT, s->m->n_vocab);
     for (int k = 0; k < DRAFT_SAMPLINGS; k++) {
         const struct sampling *o = &draft_samplings[k];
+        session_truncate(s, 0);
+        for (int at = 0; at < PROMPT - 1; at += chunks[k])
+            session_forward(s, want + at, int_min(chunks[k], PROMPT - 1 - at));
+        session_keep(s);
+        draft_resume(s, o, 7, 0, 0, want, PROMPT, PROMPT - 1, 1, want + PROMPT, n);
+        memcpy(logits, session_logits(s), n_vocab * sizeof *logits);
         for (int d = 0; d < DEPTHS; d++) {
             const enum draft_force how = (enum draft_force)((k + d) % 4);
             if (!all && (d + n) % DRAFT_SAMPLINGS != k) continue;
-            draft_run(s, o, 7, 0, 0, want, PROMPT, chunks[d], want + PROMPT, n);
-            memcpy(logits, session_logits(s), n_vocab * sizeof *logits);
             force_drafts(s, &ops, how, want, PROMPT + n);
             s->first_ids = d % 2 ? 100 : s->m->n_ids;
-            draft_run(s, o, 7, depths[d][0], depths[d][1], want, PROMPT, chunks[d], got, n);
+            draft_resume(s, o, 7, depths[d][0], depths[d][1], want, PROMPT, PROMPT - 1, 1, got, n);
             s->r->ops = plain;
             int same = 0;
             while (same < n && got[same] == want[PROMPT + same]) same++;
@@ -250,23 +262,23 @@ static uint8_t *draft_planes(struct session *s, size_t *n) {
 /* Rounds whose drafts are all right, all wrong or right by chance leave the state that plain decoding leaves. One more
  * token without drafts makes recurrent states absorb the same tokens in both. */
 static void check_state(const char *name, const struct model *m, int tp, enum kv_type kv) {
-    enum { PROMPT = 30, N = 40 };
+    enum { PROMPT = 30, CHUNK = 7, N = 40 };
     const struct sampling *o = &draft_samplings[2];
     int32_t text[PROMPT + N], got[N];
     struct session plain, s;
     struct ops ops;
     size_t n_want, n;
-    const struct cpu_options opts = {&kernels_ref, 2, 128, kv, false, false};
+    const struct cpu_options opts = {kernels_choose(), 2, 128, kv, false, false};
     some_ids(text, PROMPT, m->n_vocab);
     session_open_cpu(&plain, m, tp, 1, opts);
-    draft_run(&plain, o, 5, 0, 0, text, PROMPT, PROMPT, text + PROMPT, N);
+    draft_run(&plain, o, 5, 0, 0, text, PROMPT, CHUNK, text + PROMPT, N);
     session_decode(&plain, text[PROMPT + N - 1]);
     uint8_t *want = draft_planes(&plain, &n_want);
     for (enum draft_force how = FORCE_RIGHT; how <= FORCE_HALF; how++)
         for (int k = 1; k <= DRAFTS_MAX; k += 7) {
             session_open_cpu(&s, m, tp, 1, opts);
             force_drafts(&s, &ops, how, text, PROMPT + N);
-            draft_run(&s, o, 5, k, k, text, PROMPT, 7, got, N);
+            draft_run(&s, o, 5, k, k, text, PROMPT, CHUNK, got, N);
             CHECK(!memcmp(got, text + PROMPT, sizeof got), "%s, %d drafts (%d): another text", name, k, how);
             session_truncate(&s, PROMPT + N - 1); /* the last drafts go */
             session_forward(&s, text + PROMPT + N - 1, 1);
