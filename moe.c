@@ -105,13 +105,13 @@
  *   Chat: printing an answer                        320  from tokens to the screen
  *   Chat: generation                                440  turns
  *   Chat: saved conversations                       310  /save and /load
- *   Edited text                                     340  the text behind the prompt, what was cut from it
+ *   Edited text                                     340  the text after the prompt, what was cut from it
  *   History of texts                                120  texts of former times; undo
  *   Line editor                                     200  drawing and moving in it
  *   Text in another program                          60  files of text; $EDITOR
  *   Line editor: keys                               440  what each key does
  *   REPL commands                                   590  /help, /undo, /save ..
- *   REPL completion                                 130  what Tab puts behind a command
+ *   REPL completion                                 130  what Tab puts after a command
  *   Plan                                            440  --plan: bytes and roofline before anything is loaded
  *   Plan: forecast                                  380  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                300  as text and as JSON
@@ -281,7 +281,7 @@ struct hyper {
 };
 
 /* Makes compressed keys of width d from the `ratio` tokens of each, or with overlap from twice as many: then the first d
- * values of a token go to the key behind its own. */
+ * values of a token go to the key after its own. */
 struct compressor {
     struct weight kv, gate; /* (span / ratio * d, n_embd) */
     const float *ape;       /* (ratio, span / ratio * d) added to gates, by the token's place in its key */
@@ -628,7 +628,7 @@ struct model {
     const struct family *family;
     char name[128];
     int n_layer;      /* of the forward */
-    int n_prediction; /* prediction layers, which stand behind them */
+    int n_prediction; /* prediction layers, which stand after them */
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;
@@ -667,7 +667,7 @@ struct family {
     enum gating gating;  /* the router's function where the file does not name it */
     bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
     bool softmax_bias;   /* routing biases are used without a sigmoid, too */
-    bool plain_final;    /* prediction layers get the rows before the final norm, not behind it; all streams of them */
+    bool plain_final;    /* prediction layers get the rows before the final norm, not after it; all streams of them */
     bool qat;            /* its training rounded keys and the indexer (quantization-aware) */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
@@ -879,7 +879,7 @@ enum { QAT_KEY = 64, QAT_INDEX = 32 /* model.qat: values with one scale; the las
 
 enum { LINEAR_MAX = 7 /* matrices of a layer's projections */ };
 
-/* The matrices that a layer multiplies its first norm by, and where their results go; behind them NULL. */
+/* The matrices that a layer multiplies its first norm by, and where their results go; after them NULL. */
 static inline void layer_projections(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
                                      enum act out[LINEAR_MAX]) {
     const bool mla = l->has & (HAS_MLA | HAS_SHARED_KV), low_rank = l->has & HAS_Q_LORA;
@@ -941,7 +941,7 @@ static inline int sampling_ids(const struct sampling *o, const struct model *m) 
 enum pass {
     PASS_FORWARD,    /* the family's forward */
     PASS_PREDICTION, /* the prediction layer, see forward_prediction */
-    PASS_DRAFT,      /* the same, and its last result becomes the final row of the position behind the batch */
+    PASS_DRAFT,      /* the same, and its last result becomes the final row of the position after the batch */
     PASSES
 };
 
@@ -1004,7 +1004,7 @@ struct profile_row {
        takes the tokens that the layer's state lacks into it, see session_forward */                                   \
     X(void, delta_net, (struct rank *r, int il, enum act out), (r, il, out))                                           \
     /* writes the indexer's keys of layer il to the cache, from A_IK; then chooses the keys that each query sees, by    \
-       A_IQ and A_IW, for the attention of this layer and of those behind it without an indexer */                     \
+       A_IQ and A_IW, for the attention of this layer and of those after it without an indexer */                     \
     X(void, select_keys, (struct rank *r, int il), (r, il))                                                            \
     /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
        writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
@@ -1031,9 +1031,9 @@ struct profile_row {
     /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on every rank of the last stage; the root gathers them */ \
     X(void, logits, (struct rank *r, const float *norm, const struct weight *w, int first, int n),                     \
       (r, norm, w, first, n))                                                                                          \
-    /* chooses n tokens by rows first.. of the logits: the i-th behind tokens[0..n_past + i), of which the repeat      \
+    /* chooses n tokens by rows first.. of the logits: the i-th after tokens[0..n_past + i), of which the repeat      \
        penalty looks at the latest; uniform (n): draws from [0, 1). A choice that is not tokens[n_past + i] makes      \
-       those behind it meaningless */                                                                                  \
+       those after it meaningless */                                                                                  \
     X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *tokens, int n_past, int first, int n,    \
                      const double *uniform),                                                                           \
       (r, o, tokens, n_past, first, n, uniform))
@@ -1213,7 +1213,7 @@ static inline void window_plane(struct plane *p, int window, int n_ctx_train) {
 }
 
 /* A ring of what compressed keys of n_value values will be made of: of the tokens that the next one is made of, those
- * behind them that may be taken back, and those of a decode forward. */
+ * after them that may be taken back, and those of a decode forward. */
 static inline struct plane compressor_ring(const struct attn *a, int n_value) {
     struct plane p = plane_make(KV_F32, 2 * (a->span / a->ratio) * n_value, 1);
     p.kind = PLANE_RING;
@@ -1325,7 +1325,7 @@ static inline bool plane_is_snapshot(const struct plane *p) {
     return p->width && (p->kind == PLANE_RING || p->kind == PLANE_STATE);
 }
 
-/* Rows of a snapshot of such a plane: of a ring those that the tokens behind it read, and those that a state lacks. */
+/* Rows of a snapshot of such a plane: of a ring those that the tokens after it read, and those that a state lacks. */
 static inline size_t snapshot_rows(const struct plane *p) {
     const int need = p->window + MAX_LAG;
     return (size_t)(p->kind == PLANE_RING && need < p->n_row ? need : p->n_row);
@@ -1429,7 +1429,7 @@ struct rank {
     int32_t pos;           /* position of the first */
     int32_t state_pos;     /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
     int32_t *tokens;       /* (chunk) ids; the only one may be TOKEN_CHOSEN, see goes_ahead */
-    bool goes_ahead;       /* a forward of the token that `sample` is about to choose can be enqueued behind it */
+    bool goes_ahead;       /* a forward of the token that `sample` is about to choose can be enqueued after it */
     unsigned n_all_reduce; /* all-reduces of this forward that have begun */
 
     /* memory; "the backend's" is the device's on a GPU */
@@ -1440,9 +1440,9 @@ struct rank {
     struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
     float *final;   /* (n_final, hidden_width) ring of final rows, that of position p in row p % n_final, the backend's:
                      * the latest positions' rows of A_X after the final norm (family.plain_final: before it; of
-                     * A_STREAMS where there are streams), and behind the timeline what prediction layers give in their
+                     * A_STREAMS where there are streams), and after the timeline what prediction layers give in their
                      * place; NULL: there is no prediction layer */
-    int n_final;    /* rows: more than the tokens of a forward and the drafts behind them */
+    int n_final;    /* rows: more than the tokens of a forward and the drafts after them */
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
     struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
@@ -1613,7 +1613,7 @@ static struct {
     void *arg;
 } last_words;
 
-/* Prints a message on a line of its own on stderr, behind the name of the program. */
+/* Prints a message on a line of its own on stderr, after the name of the program. */
 __attribute__((format(printf, 1, 2))) static void message_print(const char *fmt, ...) {
     char line[2048];
     va_list ap;
@@ -1757,7 +1757,7 @@ __attribute__((format(printf, 2, 3))) static void sb_printf(char **sb, const cha
     va_end(ap);
 }
 
-/* Returns the string with a NUL behind its last byte, which arrlen does not count. Valid until the next change. */
+/* Returns the string with a NUL after its last byte, which arrlen does not count. Valid until the next change. */
 static const char *sb_cstr(char **sb) {
     arrput(*sb, 0);
     (void)arrpop(*sb);
@@ -2127,7 +2127,7 @@ static void term_restore(void) {
     static const char reset[] = "\033[0m\033[?2004l\033[?25h";
     const bool keys = term.raw;
     if (keys) tcsetattr(0, TCSANOW, &term.cooked);
-    term.raw = false; /* behind that, so that a signal in between restores again */
+    term.raw = false; /* after that, so that a signal in between restores again */
     if (keys && term.pastes && write(1, reset, sizeof reset - 1) < 0) return;
     if (!(keys && term.pastes) && term.color_out && write(1, reset, 4) < 0) return;
 }
@@ -2510,7 +2510,7 @@ static void option_names(const struct option *o, void (*each)(const char *name, 
     }
 }
 
-/* Appends a name of an option, behind a comma unless it is the first. */
+/* Appends a name of an option, after a comma unless it is the first. */
 static void man_name(const char *name, void *line) {
     char **out = line;
     sb_puts(out, arrlenu(*out) ? "\\fP, \\fB" : "\\fB");
@@ -2595,7 +2595,7 @@ static enum value_kind option_kind(const struct option *o) {
     return !strcmp(o->arg, "DIR") ? VALUE_DIR : VALUE_OTHER;
 }
 
-/* The ending of the files that an option takes, such as .gguf; "": any. It stands behind FILE in `arg`. */
+/* The ending of the files that an option takes, such as .gguf; "": any. It stands after FILE in `arg`. */
 static const char *option_ending(const struct option *o) { return !strncmp(o->arg, "FILE.", 5) ? o->arg + 4 : ""; }
 
 /* Appends a name of an option to the pattern of a case of bash. */
@@ -3004,8 +3004,8 @@ enum tokenize_flags {
 /* Where SentencePiece puts a blank in front of a stretch of text between special tokens. */
 enum blank_rule {
     BLANK_AT_START = 1,        /* at the beginning of a text */
-    BLANK_AFTER_CONTROL = 2,   /* behind a control token */
-    BLANK_AFTER_DEFINED = 4,   /* behind a user-defined token */
+    BLANK_AFTER_CONTROL = 2,   /* after a control token */
+    BLANK_AFTER_DEFINED = 4,   /* after a user-defined token */
     BLANK_UNLESS_BLANK = 8,    /* but not if the stretch begins with one */
     BLANK_BEFORE_DEFINED = 16, /* even if the stretch is empty and a user-defined token follows */
     BLANK_ALWAYS = BLANK_AT_START | BLANK_AFTER_CONTROL | BLANK_AFTER_DEFINED
@@ -3060,7 +3060,7 @@ struct vocab {
     int32_t *rank;               /* (n_tokens) without merges: the rank of the merge that makes a token; NULL: its id */
     int by_bytes_bits, merges_bits;
     int32_t byte_id[256];     /* token of each single byte; -1: none, the byte is dropped */
-    uint8_t follows[256][32]; /* of SentencePiece: bit b of [a]: some ordinary token has byte b behind byte a */
+    uint8_t follows[256][32]; /* of SentencePiece: bit b of [a]: some ordinary token has byte b after byte a */
 
     struct special_token *special; /* (n_special) sorted by text, then id; special_match walks it like a trie */
     uint32_t n_special;
@@ -3734,7 +3734,7 @@ static void bpe_piece(struct tokenizer *t, const char *piece, uint32_t n) {
             return;
         }
     }
-    arrsetlen(t->symbols, (size_t)n + 1); /* one more: bpe_rate takes the address of the symbol behind the last */
+    arrsetlen(t->symbols, (size_t)n + 1); /* one more: bpe_rate takes the address of the symbol after the last */
     arrsetlen(t->heap, 0);
     for (uint32_t i = 0, prev = 0, k; i < n; prev = i, i += k) {
         const int length = v->spm ? utf8_sequence(piece + i, n - i) : 1;
@@ -3820,7 +3820,7 @@ static bool is_trivially_nfc(const char *s, size_t n) {
     return true;
 }
 
-/* The flag for text behind special token `id`. */
+/* The flag for text after special token `id`. */
 static unsigned tokenize_after(const struct vocab *v, int32_t id) {
     return v->type[id] == TOKEN_USER_DEFINED ? TOKENIZE_AFTER_DEFINED : TOKENIZE_AFTER_CONTROL;
 }
@@ -3835,7 +3835,7 @@ static bool blank_wanted(const struct vocab *v, unsigned flags, const char *s, s
     return v->blanks & rule && !(begins && v->blanks & BLANK_UNLESS_BLANK);
 }
 
-/* Appends text with blanks for U+2581, behind one more blank if `blank`. */
+/* Appends text with blanks for U+2581, after one more blank if `blank`. */
 static void spm_append(char **out, const char *s, size_t n, bool blank) {
     if (blank) arrput(*out, ' ');
     for (const char *hit; (hit = memmem(s, n, SPM_BLANK, 3)); n -= (size_t)(hit - s) + 3, s = hit + 3) {
@@ -3845,7 +3845,7 @@ static void spm_append(char **out, const char *s, size_t n, bool blank) {
     sb_put(out, s, n);
 }
 
-/* Cuts text of SentencePiece wherever no token has the byte on the right behind the byte on the left. Merging never
+/* Cuts text of SentencePiece wherever no token has the byte on the right after the byte on the left. Merging never
  * reaches across such a place, so the pieces give the tokens of the whole. */
 static void spm_split(struct tokenizer *t, const char *s, size_t n) {
     for (size_t i = 1; i < n; i++) {
@@ -8541,7 +8541,7 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
     else layer->attn.top_k = 0;
 }
 
-/* Reads how many tokens a compressed key of each layer has. The list may go on behind the layers of the file. A
+/* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. A
  * prediction layer has a window alone: drafts that are taken back leave no compressed keys. */
 static void loader_ratios(struct loader *l) {
     char key[128];
@@ -9327,7 +9327,7 @@ struct stage_cuts {
     uint64_t least[MAX_RANKS + 1][MAX_LAYERS + 1]; /* of the largest of stages k.., from layer il on; or UINT64_MAX */
 };
 
-/* Bytes of weights of the largest of stage k, of layers from..to-1, and the stages behind it. */
+/* Bytes of weights of the largest of stage k, of layers from..to-1, and the stages after it. */
 static uint64_t stages_largest(const struct stage_cuts *c, int k, int from, int to) {
     const uint64_t own = c->before[to] - c->before[from], later = c->least[k + 1][to];
     return own > later ? own : later;
@@ -9971,7 +9971,7 @@ static const struct synth synths[] = {
      .window_head_kv = 8},
 };
 
-/* Moves *p behind `word` if that stands there. */
+/* Moves *p after `word` if that stands there. */
 static bool skip_word(const char **p, const char *word) {
     const size_t n = strlen(word);
     if (strncmp(*p, word, n)) return false;
@@ -10242,7 +10242,7 @@ static void synth_put_windows(struct gguf_writer *w, const struct synth *y) {
     }
 }
 
-/* The GGUF header of those tensors, malloc'ed, *bytes of it; *data: the bytes of tensors behind it. */
+/* The GGUF header of those tensors, malloc'ed, *bytes of it; *data: the bytes of tensors after it. */
 static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
     struct gguf_writer w = {0};
     char key[96];
@@ -10370,7 +10370,7 @@ static bool synth_fill_ids(uint8_t *p, const struct synth_tensor *t, int n_exper
 /* Fills a tensor of a gated delta net whose numbers are no norm's: decays of -1 to 0, taps of -0.25 to 0.25. False: it
  * is another tensor. */
 static bool synth_fill_delta(uint8_t *p, const struct synth_tensor *t, uint64_t *rng) {
-    const char *name = strchr(t->name + 4, '.'); /* behind blk.N */
+    const char *name = strchr(t->name + 4, '.'); /* after blk.N */
     const bool decay = name && !strcmp(name, ".ssm_a");
     if (!decay && (!name || strcmp(name, ".ssm_conv1d.weight"))) return false;
     for (uint64_t i = 0; i < t->bytes / 4; i++) {
@@ -10753,7 +10753,7 @@ struct kernels {
     float (*max)(const float *x, int n);  /* returns the largest x; n > 0, no NaN */
 };
 
-/* Whether a tile of F32 products prefetches the rows behind its own: it is the first that reads them, and they follow in
+/* Whether a tile of F32 products prefetches the rows after its own: it is the first that reads them, and they follow in
  * memory. */
 static inline bool gemm_prefetches(const struct gemm *g, int t0, size_t weight_size) {
     return t0 == 0 && g->n_tok <= PREFETCH_TOKENS && g->w_stride == weight_size * (size_t)g->n_in;
@@ -12661,7 +12661,7 @@ struct rank_step {
     enum pass pass;
     const int32_t *ids; /* NULL: the token that was chosen */
     int n, pos, state_pos, first;
-    int n_ids; /* RANK_LOGITS behind a pass of the prediction layer: of the first n_ids ids; 0: of all */
+    int n_ids; /* RANK_LOGITS after a pass of the prediction layer: of the first n_ids ids; 0: of all */
     bool nccl;
     struct pg_start *start;
     const struct model *whole; /* the model of which the ranks have shards; the sizes of stats and in_sum2 */
@@ -13010,7 +13010,7 @@ __attribute__((format(printf, 2, 3))) static void op_end(double bytes, const cha
     team_release();
 }
 
-/* The same for products with up to LINEAR_MAX matrices, of which w is NULL behind the last. */
+/* The same for products with up to LINEAR_MAX matrices, of which w is NULL after the last. */
 static void op_end_matrices(const char *what, const struct weight *const *w) {
     char rows[16 * LINEAR_MAX];
     double bytes = 0;
@@ -14172,7 +14172,7 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
     for (int end = pos + n, some; pos < end; pos += some) {
         some = int_min(end - pos, KEY_BLOCK);
         const int whole =
-            ceil_to(some, TRANSPOSE_ROWS); /* whole vectors: a key's bits do not depend on those behind it */
+            ceil_to(some, TRANSPOSE_ROWS); /* whole vectors: a key's bits do not depend on those after it */
         kv_load_columns(r->k, &r->planes[il][PLANE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
         for (int t = 0; t < n_tok; t++) {
             const float *w = act_row(r, A_IW, first + t);
@@ -14254,7 +14254,7 @@ static void cpu_select_keys(struct rank *r, int il) {
  * CPU operations: compressed keys
  *
  * Attention of DeepSeek-V4: a query sees the keys of a window, and compressed keys of all tokens whose last token is not
- * behind it. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every column,
+ * after it. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every column,
  * normed, and rotated as the first of its tokens. Keys are values, and the result is rotated back.
  *
  * model.qat: numbers are rounded as in training. Every key of attention but its rotated values is what E4M3 holds of it;
@@ -14318,7 +14318,7 @@ struct compress {
     bool index; /* it makes keys of the indexer */
 };
 
-/* The values of token `pos` for a compressor, behind which its gates stand in *gate: of the batch, or of the ring. */
+/* The values of token `pos` for a compressor, after which its gates stand in *gate: of the batch, or of the ring. */
 static const float *compressor_values(const struct rank *r, const struct compress *c, int pos, const float **gate) {
     if (pos >= r->pos) {
         *gate = act_row(r, c->gate, pos - r->pos);
@@ -15116,7 +15116,7 @@ static bool cpu_resize(struct rank *r, int n_ctx, char *err) {
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(r->m, n_ctx) * sizeof(float);
     const uint64_t free_bytes = memory_available();
     if (n_ctx == r->n_ctx) return true;
-    /* behind this nothing may fail: the memory is asked for once before */
+    /* after this nothing may fail: the memory is asked for once before */
     void *volatile whole = more > free_bytes ? NULL : malloc(bytes + scores);
     if (!whole) {
         fail(err, "%.2f GiB more are needed, and %.2f GiB are free", (double)more / 0x1p30,
@@ -15375,7 +15375,7 @@ static void forward_layers(struct rank *r) {
 
 /* Multi-token prediction (arXiv 2412.19437, section 2.2): the first prediction layer over the batch. For position t it
  * combines the final row of t with the token of t + 1, and its result predicts the token of t + 2. The batch's tokens
- * are those behind its positions. With hyper-connections each stream of the final row is combined with the token. */
+ * are those after its positions. With hyper-connections each stream of the final row is combined with the token. */
 static void forward_prediction(struct rank *r) {
     const struct model *m = r->m;
     const int il = m->n_layer;
@@ -15567,7 +15567,7 @@ enum {
 /* What became of rounds. */
 struct draft_stats {
     long rounds, tokens;                         /* tokens that they gave */
-    long drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* i-th drafts behind right ones, and how many of them were right */
+    long drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* i-th drafts after right ones, and how many of them were right */
 };
 
 /* What has become of rounds since `before`. */
@@ -15704,7 +15704,7 @@ struct session {
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
     int state_pos;   /* recurrent states stand for tokens[0..state_pos), <= n_past */
-    bool ahead;      /* a forward of the token behind the timeline, as the device chose it, is under way */
+    bool ahead;      /* a forward of the token after the timeline, as the device chose it, is under way */
     bool host_chose; /* the latest token: the device left the choice to the host */
     int row;         /* of the logits: the timeline's last token */
     int n_draft;     /* tokens[n_past..) of the latest forward are drafts: they are not in the timeline yet */
@@ -15713,7 +15713,7 @@ struct session {
     struct sampling sampling;   /* how */
     int n_predicted; /* rows of its cache that the prediction layer has made, of tokens[0..n_predicted). It makes the rest
                       * from the final rows; after /load or a long truncation some are missing, and drafts are worse */
-    int n_wanted;    /* tokens wanted behind the next one at most: a round drafts no more; INT_MAX: no limit */
+    int n_wanted;    /* tokens wanted after the next one at most: a round drafts no more; INT_MAX: no limit */
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
     double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
@@ -15723,7 +15723,7 @@ struct session {
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
-        int reach;        /* session_reach behind it */
+        int reach;        /* session_reach after it */
         unsigned used;    /* when it was taken or restored last */
         uint8_t *data;    /* (snapshot_size) rows of rings and states, by rank, layer and use */
     } snapshots[SNAPSHOTS];
@@ -15789,7 +15789,7 @@ static void session_wait(struct session *s);
 
 /* Returns the shortest length to which the timeline can be truncated without a snapshot: rings and recurrent states no
  * longer hold what came before. It is the same whatever was drafted, so that what is computed again is, too: a state lags
- * by up to 16 tokens behind drafts, else by one, and by none behind a forward ahead. */
+ * by up to 16 tokens after drafts, else by one, and by none after a forward ahead. */
 static int session_reach(const struct session *s) {
     struct plane planes[PLANE_USES];
     int reach = s->restored;
@@ -15799,7 +15799,7 @@ static int session_reach(const struct session *s) {
             const struct plane *p = &planes[u];
             if (!p->width) continue;
             if (p->kind == PLANE_STATE) reach = int_max(reach, int_max(s->state_pos, s->n_past - !s->r->goes_ahead));
-            /* drafts behind the timeline have overwritten rows, too */
+            /* drafts after the timeline have overwritten rows, too */
             const int written = int_max(s->n_past, s->longest) + DECODE_MAX_TOKENS;
             if (p->kind == PLANE_RING && written > p->n_row) reach = int_max(reach, written - p->n_row + p->window);
         }
@@ -15818,7 +15818,7 @@ static void snapshot_copy(struct rank *r, const struct plane *p, size_t first, s
     }
 }
 
-/* Copies what a snapshot behind n tokens has of rings and states of all ranks to `data`, or from it (store). */
+/* Copies what a snapshot after n tokens has of rings and states of all ranks to `data`, or from it (store). */
 static void session_copy_snapshot(struct session *s, uint8_t *data, int n, bool store) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
@@ -16014,7 +16014,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
     }
 }
 
-/* Runs a pass of the prediction layer on n tokens: ids stand behind positions pos... */
+/* Runs a pass of the prediction layer on n tokens: ids stand after positions pos... */
 static void session_predict(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
     pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .pos = pos});
 }
@@ -16032,7 +16032,7 @@ static void session_catch_up(struct session *s, int n, enum pass last) {
     }
 }
 
-/* Whether the final rows of n further tokens, and of drafts behind them, would overwrite some that the prediction layer
+/* Whether the final rows of n further tokens, and of drafts after them, would overwrite some that the prediction layer
  * has yet to read. */
 static bool session_is_behind(const struct session *s, int n) {
     return s->n_past + n - s->n_predicted > s->r->n_final - DECODE_MAX_TOKENS;
@@ -16074,7 +16074,7 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
     pg_run(&s->pg, (struct rank_step){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
 
-/* Chooses n tokens by rows first.. of the logits, the i-th behind tokens[0..n_past + i), from draws of rng. Returns
+/* Chooses n tokens by rows first.. of the logits, the i-th after tokens[0..n_past + i), from draws of rng. Returns
  * how many were chosen: a choice that is not the next of `tokens` is the last. */
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
@@ -16082,7 +16082,7 @@ static int session_choose(struct session *s, const struct sampling *o, int n_pas
         n == 1 && on_device && s->r->goes_ahead && !s->host_chose && !s->drafting.next && s->n_past < s->n_ctx;
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
-    /* not behind the choice, which stays in the batch */
+    /* not after the choice, which stays in the batch */
     if (ahead && session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
     alloc_guard_begin("the choice of a token");
     s->r->ops->sample(s->r, o, s->tokens, n_past, first, n, uniform);
@@ -16101,7 +16101,7 @@ static int session_draft_ids(const struct session *s) {
     return s->drafting.other_ids > DRAFT_OTHER ? s->m->n_ids : s->first_ids;
 }
 
-/* Writes k drafts behind tokens[n_past], which is the next token: what the prediction layer thinks best, each from the
+/* Writes k drafts after tokens[n_past], which is the next token: what the prediction layer thinks best, each from the
  * one before. */
 static void session_draft(struct session *s, int k) {
     struct sampling best = s->sampling;
@@ -16156,7 +16156,7 @@ static double session_draft_bytes(const struct session *s) {
 }
 
 /* Takes the next token into the timeline and computes its logits. A round of drafts: a forward of the token and of
- * drafts behind it, whose logits cost little more than its own alone. As long as the next tokens are those that were
+ * drafts after it, whose logits cost little more than its own alone. As long as the next tokens are those that were
  * drafted, they need no forward; the first other one takes the rest of the drafts back. Returns the bytes that it reads. */
 static double session_decode(struct session *s, int32_t id) {
     int k = 0;
@@ -16189,7 +16189,7 @@ static double session_decode(struct session *s, int32_t id) {
 /* Returns the logits (n_vocab) of the last token, after a sync or decode. */
 static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, s->row); }
 
-/* Chooses by all rows of the latest forward that lie behind the timeline, as long as the choices are its drafts. */
+/* Chooses by all rows of the latest forward that lie after the timeline, as long as the choices are its drafts. */
 static void session_choose_all(struct session *s, const struct sampling *o, uint64_t rng) {
     bool on_device;
     s->sampling = *o;
@@ -16831,7 +16831,7 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "  round_steps               its time, in those of a round without drafts\n"
                                     "  gen_tps                   tokens per second\n"
                                     "  right                     share of right drafts: of the first, of the second\n"
-                                    "                            behind a right first, and so on\n"
+                                    "                            after a right first, and so on\n"
                                     "\n"
                                     "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
                                     "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0, or\n"
@@ -17227,7 +17227,7 @@ static void options_help(const struct settings *s, FILE *f) {
     manual_help(s->help_all, f);
 }
 
-/* Whether one of the patterns matches; *takes becomes what stands behind it: '=', '~' or 0. */
+/* Whether one of the patterns matches; *takes becomes what stands after it: '=', '~' or 0. */
 static bool foreign_matches(const char *patterns, const char *name, char *takes) {
     char one[64];
     for (const char *p = patterns; *p; p += *p == ' ') {
@@ -17263,7 +17263,7 @@ static int positional_parse(struct settings *s, const char *a, char *err) {
 }
 
 /* Reads one option and its values, or a model. Appends a malloc'ed note for what is ignored. Returns the number of
- * arguments behind the first that it has taken, or -1 with a message. */
+ * arguments after the first that it has taken, or -1 with a message. */
 static int option_parse(struct settings *s, int argc, char **argv, char ***notes, char *err) {
     char name[64], takes = 0, *text = NULL;
     const char *a = argv[0], *next = argc > 1 ? argv[1] : NULL;
@@ -17504,7 +17504,7 @@ struct keyboard {
     int pushed;   /* a key that key_read returns once more; 0: none */
     bool woken;   /* a signal arrived in the middle of an escape sequence */
     bool plain;   /* of a terminal that cannot move its cursor: */
-    bool cr;      /* the last byte was CR: a LF behind it belongs to it */
+    bool cr;      /* the last byte was CR: a LF after it belongs to it */
     char *echo;   /* stb_ds: what goes to echo_fd, from echo_at on */
     size_t echo_at;
     int echo_fd;
@@ -17796,6 +17796,7 @@ static struct {
     struct keyboard *keys; /* NULL: the terminal is not in raw mode, keys are not read */
     atomic_bool running;
     atomic_bool answer_now; /* Ctrl-T: the thinking of this turn is to end */
+    bool pasting;           /* the bytes that come are pasted */
 } watch;
 
 /* Acts on Ctrl-C. Every turn before this one has been saved. */
@@ -17829,24 +17830,25 @@ static void watch_suspend(struct keyboard *kb) {
 }
 
 /* Keeps the bytes s (n) for the next prompt and acts on those that are commands. Within a paste no byte is one. */
-static void watch_bytes(struct keyboard *kb, const char *s, size_t n, bool *pasting) {
+static void watch_bytes(struct keyboard *kb, const char *s, size_t n) {
     static const char marks[2][7] = {"\033[200~", "\033[201~"};
     for (size_t i = 0; i < n; i++) {
-        const bool act = !*pasting;
+        const bool act = !watch.pasting;
         if (act && s[i] == CONTROL('C')) watch_interrupt();
         else if (act && s[i] == CONTROL('Z')) watch_suspend(kb);
         else if (act && s[i] == CONTROL('T')) watch.answer_now = true;
         else if (act && s[i] == CONTROL('\\')) kill(0, SIGQUIT);
         else arrput(kb->in, s[i]);
         const size_t have = arrlenu(kb->in);
-        if (!kb->plain && have >= 6 && !memcmp(kb->in + have - 6, marks[*pasting], 6)) *pasting = !*pasting;
+        if (!kb->plain && have >= 6 && !memcmp(kb->in + have - 6, marks[watch.pasting], 6))
+            watch.pasting = !watch.pasting;
     }
 }
 
 static void *watch_run(void *unused) {
     (void)unused;
     struct keyboard *kb = watch.keys;
-    bool pasting = false, open = kb != NULL;
+    bool open = kb != NULL;
     while (watch.running) {
         struct pollfd p[2] = {{.fd = wake_pipe[0], .events = POLLIN}, {.fd = 0, .events = POLLIN}};
         char s[4096];
@@ -17858,7 +17860,7 @@ static void *watch_run(void *unused) {
         if (open && p[1].revents) {
             const ssize_t n = read(0, s, sizeof s);
             open = n > 0 || (n < 0 && (errno == EINTR || errno == EAGAIN));
-            if (n > 0) watch_bytes(kb, s, (size_t)n, &pasting);
+            if (n > 0) watch_bytes(kb, s, (size_t)n);
         }
         progress_draw();
     }
@@ -17873,10 +17875,15 @@ static void watch_begin(struct keyboard *kb) {
     if (!kb && !term.err_moves) return;
     wake_open();
     if (kb) {
-        arrdeln(kb->in, 0, kb->in_at);
+        char *ahead = NULL; /* typed with the line that began the turn, or pasted after it */
+        sb_put(&ahead, kb->in + kb->in_at, arrlenu(kb->in) - kb->in_at);
+        arrsetlen(kb->in, 0);
         kb->in_at = 0;
         if (!term.raw) term_raw(kb);
         sigaction(SIGCONT, &sa, NULL);
+        watch.pasting = false;
+        watch_bytes(kb, ahead, arrlenu(ahead));
+        arrfree(ahead);
     }
     watch.keys = kb;
     watch.running = true;
@@ -17919,7 +17926,7 @@ static const struct think_format {
     const char *mark;         /* what the source of a template with this format has; NULL: anything */
     const char *open, *close; /* the tags; NULL: messages with channels */
     const char *effort_on, *effort_off, *effort_max; /* for --think on, off and max; NULL: as for other models */
-    const char *off; /* with --think off stands behind the role of a prompt; NULL: the template alone does it */
+    const char *off; /* with --think off stands after the role of a prompt; NULL: the template alone does it */
     const char *mode_on, *mode_off; /* thinking_mode of the template; NULL: it has none */
     bool verbatim; /* newlines around the tags belong to what is between them; only a tag in front begins thinking */
 } think_formats[] = {
@@ -17962,7 +17969,7 @@ static const char *think_effort(const struct think_format *f, enum think think) 
     return own || think < THINK_LOW ? own : think_names[think];
 }
 
-/* split_answer of a verbatim format: a text that begins with the tag, and the newline that printer_answer puts behind it,
+/* split_answer of a verbatim format: a text that begins with the tag, and the newline that printer_answer puts after it,
  * is thinking up to the first closing tag. */
 static const char *split_verbatim(const struct think_format *f, const char *content, const char **think, size_t *n) {
     const size_t n_open = strlen(f->open);
@@ -18020,7 +18027,7 @@ struct channel_header {
     bool bare;      /* it has no role: that is the prompt's */
 };
 
-/* Finds the word of a header's text that begins with `start`, behind it. Returns its length, 0: there is none. */
+/* Finds the word of a header's text that begins with `start`, after it. Returns its length, 0: there is none. */
 static size_t header_word(const char *s, const char *start, const char **word) {
     for (size_t n; *(s += strspn(s, " ")); s += n) {
         n = strcspn(s, " ");
@@ -18972,7 +18979,7 @@ static void channel_open(struct printer *p, bool bare) {
     arrsetlen(p->header.text, 0);
 }
 
-/* Begins the text of a message. Thinking behind a part of the answer is told from it as if it came first. */
+/* Begins the text of a message. Thinking after a part of the answer is told from it as if it came first. */
 static void channel_begin(struct printer *p, enum message_kind kind) {
     p->in_header = false;
     p->fresh = true;
@@ -19207,8 +19214,8 @@ static bool thinking_ends(const struct chat *c, const struct printer *p, struct 
 }
 
 /* Appends what the template writes between an opening tag of thinking and the thinking to *before, and between thinking
- * and answer to *behind; with channels *before stays empty. False: it writes no thinking. */
-static bool thinking_frame(const struct chat *c, char **before, char **behind) {
+ * and answer to *after; with channels *before stays empty. False: it writes no thinking. */
+static bool thinking_frame(const struct chat *c, char **before, char **after) {
     static const char thought[] = "\ue000", answer[] = "\ue001"; /* private characters, to be found again */
     const char *open = c->format->open, *close = open ? c->format->close : channel_marks[MARK_END];
     struct chat probe = *c;
@@ -19225,9 +19232,9 @@ static bool thinking_frame(const struct chat *c, char **before, char **behind) {
         while (open && from > s && strncmp(from, open, strlen(open))) from--;
         if (open && !strncmp(from, open, strlen(open)))
             sb_put(before, from + strlen(open), (size_t)(at - from) - strlen(open));
-        sb_put(behind, at + strlen(thought), (size_t)(end - at) - strlen(thought));
+        sb_put(after, at + strlen(thought), (size_t)(end - at) - strlen(thought));
     }
-    const bool found = end && text_has(*behind, arrlenu(*behind), close);
+    const bool found = end && text_has(*after, arrlenu(*after), close);
     while (arrlen(probe.messages)) chat_pop(&probe);
     arrfree(probe.messages);
     text_free(&text);
@@ -19235,32 +19242,32 @@ static bool thinking_frame(const struct chat *c, char **before, char **behind) {
 }
 
 /* Appends the tokens that end the thinking of p and begin the answer, in the words of the template. Where it writes no
- * thinking, newlines stand around the closing tag if one stands behind the opening tag. */
+ * thinking, newlines stand around the closing tag if one stands after the opening tag. */
 static void thinking_end(const struct chat *c, const struct printer *p, int32_t **ids) {
     const struct vocab *v = c->m->vocab;
     const struct think_format *f = c->format;
     const int32_t last = c->s->tokens[c->s->n_past - 1];
     const struct gguf_str prompt = vocab_bytes(v, c->s->tokens[c->answer_past - 1]); /* its end */
-    char *before = NULL, *behind = NULL, *all = NULL;
+    char *before = NULL, *after = NULL, *all = NULL;
     const char *text = sb_cstr((char **)&p->text), *thought = f->open ? strstr(text, f->open) : NULL;
     thought = thought ? thought + strlen(f->open) : text + strlen(text);
     const bool newline = c->answer_opens ? prompt.n && prompt.p[prompt.n - 1] == '\n' : *thought == '\n';
-    if (!thinking_frame(c, &before, &behind)) {
+    if (!thinking_frame(c, &before, &after)) {
         arrsetlen(before, 0);
-        arrsetlen(behind, 0);
-        if (f->open) sb_printf(&behind, newline ? "\n%s\n\n" : "%s", f->close);
-        else sb_printf(&behind, "%s%sassistant%s", channel_marks[MARK_END], channel_marks[MARK_START], f->off);
+        arrsetlen(after, 0);
+        if (f->open) sb_printf(&after, newline ? "\n%s\n\n" : "%s", f->close);
+        else sb_printf(&after, "%s%sassistant%s", channel_marks[MARK_END], channel_marks[MARK_START], f->off);
     }
     if (!p->think_tokens && !c->answer_opens) sb_put(&all, before, arrlenu(before)); /* the model wrote the tag alone */
     /* newlines at the end of the thinking are among those before the tag */
     thought += *thought == '\n';
     size_t n = strlen(thought), skip = 0;
-    while (n && thought[--n] == '\n' && skip < arrlenu(behind) && behind[skip] == '\n') skip++;
-    sb_put(&all, behind + skip, arrlenu(behind) - skip);
+    while (n && thought[--n] == '\n' && skip < arrlenu(after) && after[skip] == '\n') skip++;
+    sb_put(&all, after + skip, arrlenu(after) - skip);
     tokenize(v, all, arrlenu(all), NULL,
              TOKENIZE_CONTROL | (token_is_special(v, last) ? tokenize_after(v, last) : TOKENIZE_WITHIN), ids);
     arrfree(before);
-    arrfree(behind);
+    arrfree(after);
     arrfree(all);
 }
 
@@ -21305,7 +21312,7 @@ static int cmd_read(struct repl *r, char *arg, char *err) {
     return rc;
 }
 
-/* Shows a message that was not typed behind the prompt as if it had been; of a long one the beginning. */
+/* Shows a message that was not typed after the prompt as if it had been; of a long one the beginning. */
 static void print_sent(const struct editor *e, const char *text, size_t n) {
     enum { ROWS = 20 };
     char *safe = NULL;
@@ -21720,7 +21727,7 @@ static bool name_usable(const char *s) {
     return utf8_valid(s, strlen(s));
 }
 
-/* Appends the names in a directory that begin with `base`, each behind `before`. suffix: takes only files that end in
+/* Appends the names in a directory that begin with `base`, each after `before`. suffix: takes only files that end in
  * it, without it; NULL: takes all files, and directories with a slash. */
 static void complete_directory(const char *path, const char *before, const char *base, const char *suffix,
                                char ***out) {
@@ -21757,7 +21764,7 @@ static void complete_file(char *arg, char ***out, size_t *from) {
     char *path = NULL, **found = NULL;
     const char *name = arg + quoted, *slash = strrchr(name, '/');
     (void)from;
-    if (name[strcspn(name, quoted ? "\"" : " \t\n")]) return; /* the cursor is behind the name */
+    if (name[strcspn(name, quoted ? "\"" : " \t\n")]) return; /* the cursor is after the name */
     char *dir = xstrndup(name, slash ? (size_t)(slash + 1 - name) : 0);
     sb_path(&path, *dir ? dir : "./");
     complete_directory(sb_cstr(&path), dir, name + strlen(dir), NULL, &found);
@@ -21819,7 +21826,7 @@ enum {
     PLAN_CTX = 4096,     /* tokens of context that a model needs room for to fit, unless -c asks for fewer */
     PLAN_CTX_STEP = 256, /* the largest context is rounded down to a multiple of so many tokens */
     PLAN_LAYOUTS = 3,    /* most ways to write the number of GPUs, up to MAX_RANKS, as tp x pp */
-    PLAN_RIGHT = 70      /* percent of right drafts among those behind right ones, assumed */
+    PLAN_RIGHT = 70      /* percent of right drafts among those after right ones, assumed */
 };
 
 /* Seconds of an all-reduce of one token's activations, assumed: the one-shot kernel, NCCL. --doctor measures them. */
@@ -21851,7 +21858,7 @@ struct forecast {
     int kernels;
 };
 
-/* Decoding with the prediction layer, if PLAN_RIGHT percent of the drafts behind right ones are right. */
+/* Decoding with the prediction layer, if PLAN_RIGHT percent of the drafts after right ones are right. */
 struct draft_forecast {
     int depth;      /* drafts of a round; 0: none, or they do not pay */
     double seconds; /* of a round, */
@@ -22334,7 +22341,7 @@ struct launch {
     bool reduces; /* it adds the deltas of several ranks */
     double bytes; /* that it reads */
     double dense; /* those of them that kernels in front may request */
-    int ahead;    /* it requests the dense bytes of the launches behind it, up to this one; 0: of none */
+    int ahead;    /* it requests the dense bytes of the launches after it, up to this one; 0: of none */
 };
 
 /* The launch of a layer that reads a tensor. Norms are counted where their result is used. */
@@ -22482,7 +22489,7 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
     return router;
 }
 
-/* Adds the launches behind the last layer: its sum, the logits and the choice of a token. router: as in
+/* Adds the launches after the last layer: its sum, the logits and the choice of a token. router: as in
  * launch_add_layer. keep: the final row is kept for the prediction layer. */
 static void launch_add_head(struct launch **list, const struct model *m, const struct weight *w, int router,
                             bool keep) {
@@ -22793,7 +22800,7 @@ static void plan_drafts_text(const struct plan *p, const struct plan_layout *d, 
               with_unit((double)r->prediction + cache, a), d->tp > 1 ? " of each GPU" : "");
     if (f->depth)
         sb_printf(text,
-                  ";\n            a round with %d draft%s takes %.2f steps; if a draft behind right ones\n"
+                  ";\n            a round with %d draft%s takes %.2f steps; if a draft after right ones\n"
                   "            is right with %d %%, it gives %.2f tokens: about %.0f tok/s",
                   f->depth, f->depth > 1 ? "s" : "", f->seconds / d->forecast.seconds, PLAN_RIGHT, f->tokens,
                   f->tokens / f->seconds);
@@ -24312,7 +24319,7 @@ struct doctor {
     char measured[ERR_MAX];                   /* by the last probe that found something */
 };
 
-/* Prints text behind a head of `indent` columns, broken between words. */
+/* Prints text after a head of `indent` columns, broken between words. */
 static void doctor_wrap(const char *head, int indent, const char *text) {
     int room = DOCTOR_COLUMNS - indent, n = (int)strlen(text);
     printf("%-*s", indent, head);
@@ -24427,7 +24434,7 @@ __attribute__((format(printf, 2, 3))) static const char *fact(char out[FACT_MAX]
     return out;
 }
 
-/* The number behind a word in a text; 0: the word is not there. */
+/* The number after a word in a text; 0: the word is not there. */
 static double fact_number(const char *text, const char *word) {
     const char *at = strstr(text, word);
     return at ? strtod(at + strlen(word), NULL) : 0;

@@ -21,7 +21,7 @@
  *   attention, its gates  attn_gqa_decode, or attn_mla_kernel and    attn_gqa_prefill, or attn_mla_kernel or
  *                           k_mla_value                                attn_mla_expanded; attn_merge; k_head_gate
  *   sparse attention      before it k_index_store, k_index_scores or k_index_blocks, k_index_choose; then the kernels
- *                           of decode, grouped-query attention behind k_rope_gqa
+ *                           of decode, grouped-query attention after k_rope_gqa
  *   one KV head           k_shared_store, the indexer's choice, attn_mla_kernel; groups of heads by k_gemv_linear or
  *                           gemm_kernel
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
@@ -30,7 +30,7 @@
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
- *   prediction layer      k_prediction_input; k_keep_final, also behind a forward
+ *   prediction layer      k_prediction_input; k_keep_final, also after a forward
  *   sampling              k_sample; k_share_token where there are several ranks
  *
  * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with its indexer, 10 with that
@@ -1242,7 +1242,7 @@ struct ahead {
     int count;
 };
 
-/* Requests the thread's share. Call it when the kernel in front reads little, or behind grid_dependency_wait. */
+/* Requests the thread's share. Call it when the kernel in front reads little, or after grid_dependency_wait. */
 DEVICE void ahead_request(const struct ahead &a) {
     const uint32_t blocks = gridDim.x * gridDim.y * gridDim.z;
     const uint32_t first = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z) + threadIdx.x * blocks;
@@ -1768,7 +1768,7 @@ DEVICE void gemv_multiply(const struct gemv_tile<FMT> &w, const uint4 (&b)[NT][2
  *   jobs.tile(j)      the first tile of the row of tiles that job j multiplies, see tile_index
  *   jobs.x(j, t)      the row of x for token t; of a token that does not count any row, or where the job is MASKED NULL,
  *                     which stands for zeros
- * ready() is called once, after the first weights have been requested: jobs.x is called behind it. */
+ * ready() is called once, after the first weights have been requested: jobs.x is called after it. */
 template <int FMT, int NT, class JOBS, class READY>
 DEVICE void gemv_stream(const struct device_matrix &w, int k0, int k1, const JOBS &jobs, READY ready,
                         float (&acc)[NT][4]) {
@@ -2241,7 +2241,7 @@ struct route_args {
     int32_t *n_jobs;
     float *shared_weight;    /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
     struct norm_input input; /* with NORM: what x is */
-    struct ahead ahead;      /* behind the feed-forward */
+    struct ahead ahead;      /* after the feed-forward */
 };
 
 /* Maps floats to unsigned numbers of the same order. NaN counts as -infinity. Never 0. */
@@ -3450,7 +3450,7 @@ struct mla_query_args {
 __host__ __device__ inline int mla_query_warps(int n_kt) { return n_kt >= 8 ? 8 : n_kt >= 4 ? 4 : n_kt >= 2 ? 2 : 1; }
 
 /* MLA in decode: every head's query in the latent space and its rotated part, to q_rope; and the new rows of the cache,
- * by the blocks behind the last head.
+ * by the blocks after the last head.
  * Grid: (rows of tiles / (8 / mla_query_warps), n_head + 1), block: 256. Bytes and aim as for k_gemv_linear. */
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_query(const __grid_constant__ struct mla_query_args p) {
@@ -3593,7 +3593,7 @@ DEVICE int attn_longer(const struct attn_args &a, int pos, int n_tok) {
     return min(n_tok, attn_split_keys(a, pos + 1) * a.max_splits - pos);
 }
 
-/* Finds the keys of a block's split where there is a window. end: behind the last key that a row of the tile sees.
+/* Finds the keys of a block's split where there is a window. end: after the last key that a row of the tile sees.
  * Splits lie between fixed positions, so that a row's bits do not depend on the other rows. */
 DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end) {
     const int begin = max(w->seen - a.window, 0) / ATTN_SPLIT_KEYS * ATTN_SPLIT_KEYS;
@@ -4855,7 +4855,7 @@ __global__ void __launch_bounds__(256)
 
 struct mla_args {
     const uint16_t *q;      /* (n_tok, n_head, nope + rope) f16; the rotated values lie elsewhere: */
-    const uint16_t *q_rope; /* (n_tok, n_head, latent + rope) f16: behind the latents */
+    const uint16_t *q_rope; /* (n_tok, n_head, latent + rope) f16: after the latents */
     uint16_t *out;          /* (n_tok, n_head, v) f16, tokens out_stride halves apart */
     size_t out_stride;
     struct mla_buffers buffer; /* with the segment's latents, keys and values */
@@ -5149,7 +5149,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     const int stride = (int)gridDim.x * (INDEX_THREADS / 32) * INDEX_KEYS;
     for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < len; base += stride) {
         L keys;
-        keys.load(a.rope.kp, base, len, lane); /* scores of keys behind the last are not stored */
+        keys.load(a.rope.kp, base, len, lane); /* scores of keys after the last are not stored */
         for (int tok = 0; tok < n; tok++) {
             const float *w = a.w + (size_t)(t0 + tok) * a.w_stride;
             float sum[L::GROUPS][2] = {};
@@ -5174,7 +5174,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
 
 /* scores (n_tok, n_index, n_scores): for each head the largest q.k of every part of a block, for tokens with more than
  * top_k keys. The queries of consecutive tokens and heads are the rows of the MMA, the keys its columns. Keys that a token
- * does not see count too: they lie in its own block, which it sees whatever the score, or behind that.
+ * does not see count too: they lie in its own block, which it sees whatever the score, or after that.
  * Grid: (any, ceil(n_tok / tokens of INDEX_ROWS rows)), block: 256. A warp takes 32 keys at a time, one or two parts.
  * Reads keys * width values of the cache per block row, and is limited by that. */
 template <int WIDTH, int FP8>
@@ -5549,7 +5549,7 @@ __global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ st
 static void shared_store(const struct shared_args *args, cudaStream_t s) {
     struct shared_args a = *args;
     const bool decode =
-        a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch behind what keys are made of */
+        a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
     a.head_blocks = (a.rope.n_head + a.n_index + 1 + 7) / 8;
     a.key_blocks = a.n_with ? a.n_tok / a.ratio + 1 : 0;
     const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;
@@ -5709,7 +5709,7 @@ DEVICE void delta_keep(const struct delta_args &a, int pos, int t, int j) {
  * 32 rows of its column of S; a head's 64 KB are in registers. A row costs one pass over them and one barrier: S^T k
  * and S^T q are summed together, because the result is a S^T q + (q.k) u. Reads and writes each state once: 128 KB a
  * head. An SM has one head, so that the limit is what one SM moves, not the memory: expect 3 us for 1 token, of which 1
- * us is latency, and 10 us for 16 behind 16 that lag. */
+ * us is latency, and 10 us for 16 after 16 that lag. */
 __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_constant__ struct delta_args a) {
     SHARED(float, qs, DELTA_STEP *DELTA_HEAD);
     SHARED(float, ks, DELTA_STEP *DELTA_HEAD);
@@ -5893,7 +5893,7 @@ static_assert(2 * DELTA_TILE * DELTA_PITCH * 4 <= DELTA_PREPARE_SMEM, "A and T f
 /* What a tile of 64 rows of a value head needs besides the state. With G the running sum of the decays' logarithms:
  *   A[t][s] = beta_t e^(G_t - G_s) k_t.k_s, s < t;  T = (I + A)^-1 diag(beta);
  *   P[t][s] = e^(G_t - G_s) q_t.k_s, s <= t.
- * fades: e^(G_t) (64), e^(G_m - G_t) (64), e^(G_m), where m is the last row that goes into the state; rows behind it
+ * fades: e^(G_t) (64), e^(G_m - G_t) (64), e^(G_m), where m is the last row that goes into the state; rows after it
  * get 0. T and P are stored in halves as A fragments: m16-tile w and k16-step s at ((4 w + s) * 32 + lane) * 16 bytes;
  * only s <= w are written.
  * Grid: (tiles, n_value), block: 128, a warp per 16 rows. 2 M multiplications by MMA, 50,000 for the inverse: two
@@ -7299,7 +7299,7 @@ static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
     }
 }
 
-/* What is read behind the feed-forward of layer il: the first products of the next layer, or the head. */
+/* What is read after the feed-forward of layer il: the first products of the next layer, or the head. */
 static struct ahead ahead_of_ffn(struct rank *r, int il) {
     struct ahead a = {};
     const struct weight *w[LINEAR_MAX + 1];
@@ -7313,16 +7313,16 @@ static struct ahead ahead_of_ffn(struct rank *r, int il) {
     return a;
 }
 
-/* What is read behind the first products of layer il, up to its feed-forward; attended: behind its attention. */
+/* What is read after the first products of layer il, up to its feed-forward; attended: after its attention. */
 static struct ahead ahead_of_half(struct rank *r, int il, bool attended) {
     const struct layer *layer = &r->m->layers[il];
-    const struct weight *const behind[] = {&layer->wk_b, &layer->wv_b, &layer->wo_a, &layer->wo};
+    const struct weight *const after[] = {&layer->wk_b, &layer->wv_b, &layer->wo_a, &layer->wo};
     const struct weight *w[LINEAR_MAX + 1];
     enum act out[LINEAR_MAX];
     struct ahead a = {};
     layer_queries(layer, w, out);
     for (int i = 0; layer->has & HAS_Q_LORA && !attended && w[i]; i++) ahead_add(r, &a, w[i]);
-    for (int i = attended; i < 4; i++) ahead_add(r, &a, behind[i]);
+    for (int i = attended; i < 4; i++) ahead_add(r, &a, after[i]);
     return a;
 }
 
@@ -7543,7 +7543,7 @@ static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum 
     a.rope.v_stride = (size_t)r->width[v];
     a.softplus = layer->head_gate == GATE_SOFTPLUS;
     if (layer->has & HAS_Q_GATE) {
-        a.gate = c->x32[q] + shape.head_k; /* behind each head's query */
+        a.gate = c->x32[q] + shape.head_k; /* after each head's query */
         a.gate_stride = (size_t)r->width[q];
         a.gate_head = 2 * shape.head_k;
     } else if (gates && decode) {

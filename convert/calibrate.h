@@ -522,7 +522,7 @@ static void line_free(struct calibration *c, json_t *line) {
     json_decref(line);
 }
 
-/* The line that begins at byte *at, which moves behind it: its *n bytes. */
+/* The line that begins at byte *at, which moves after it: its *n bytes. */
 static const char *corpus_line(const struct corpus *s, size_t *at, size_t *n) {
     const char *p = s->text + *at, *end = memchr(p, '\n', arrlenu(s->text) - *at);
     *n = end ? (size_t)(end - p) : arrlenu(s->text) - *at;

@@ -161,7 +161,7 @@ static inline size_t json_foreign(const char *p, bool quoted, size_t n, char *to
     return n;
 }
 
-/* Returns a text of n bytes, behind which there is a zero, in a form that jansson reads as Python's json module reads the
+/* Returns a text of n bytes, after which there is a zero, in a form that jansson reads as Python's json module reads the
  * text: whole numbers of any size become doubles, NaN null, infinity 9e307, and \u0000 and halves of surrogate pairs
  * U+FFFD. Lines stay as they are. Prints the first value that changes by that. An stb_ds array. */
 static inline char *json_mend(const char *name, const char *text, size_t n) {
@@ -1029,7 +1029,7 @@ struct common_settings {
         "help", "-h", IS_FLAG(common.help), .help = "this text"                   \
     }
 
-/* Reads one option. next: the argument behind it; NULL: there is none. Returns whether it was taken as the value. */
+/* Reads one option. next: the argument after it; NULL: there is none. Returns whether it was taken as the value. */
 static inline bool argument_read(struct settings *s, const char *a, const char *next) {
     char name[64], err[ERR_MAX], *typed = NULL;
     const char *value = argument_split(a, name);

@@ -862,7 +862,7 @@ static struct checkpoint {
     int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
     int n_hash;                  /* the first layers, in which a token id has its experts */
     size_t n_stream;             /* streams of residuals; 0: hyper-connections are not used */
-    bool mtp_bare;               /* their numbers stand behind `mtp`, "mtp.0." in place of "mtp.layers.0." */
+    bool mtp_bare;               /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
     bool dspark;                 /* tensors below `mtp` are a DSpark module, which is left out */
     size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
     bool tiled;                  /* GGUF files have the heads of values in tiled order */
@@ -1446,7 +1446,7 @@ static void plan_stream_head(void) {
     set_mixing((2 + m.n_stream) * m.n_stream, "(2 + hc_mult) hc_mult", 3);
 }
 
-/* Plans every tensor that layer has. Layers behind the last ordinary one predict further tokens and are mixtures. */
+/* Plans every tensor that layer has. Layers after the last ordinary one predict further tokens and are mixtures. */
 static void plan_layer(int layer) {
     struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
     const bool dense = layer < m.n_layer ? m.is_dense(layer) : m.mtp_dense;
@@ -4089,7 +4089,7 @@ static char *template_file_read(const char *file) {
     if (memchr(text, 0, n) || !utf8_valid(text, n)) die("'%s' is not UTF-8", in_dir(file));
     to = text;
     for (const char *p = text; p < text + n; p++) {
-        const bool windows = p[0] == '\r' && p[1] == '\n'; /* behind the text there is a zero */
+        const bool windows = p[0] == '\r' && p[1] == '\n'; /* after the text there is a zero */
         *to++ = *p == '\r' ? '\n' : *p;
         p += windows;
     }

@@ -921,7 +921,7 @@ static int digits(const char *s, size_t *n) {
     return *n && *n <= 6 ? (int)strtol(s, NULL, 10) : -1;
 }
 
-/* Whether the name p of a tensor, behind "mlp." or the like, is one of these words or begins with one and a dot. */
+/* Whether the name p of a tensor, after "mlp." or the like, is one of these words or begins with one and a dot. */
 static bool begins_with_word(const char *p, const char *words) {
     const size_t n = strcspn(p, ".");
     return one_of(fmt("%.*s", (int)n, p), words);
@@ -929,7 +929,7 @@ static bool begins_with_word(const char *p, const char *words) {
 
 /* Returns where `word`, such as ".layers.", ends in a name, which may begin with it without its first dot; NULL: it is
  * not there. */
-static const char *behind(const char *name, const char *word) {
+static const char *after(const char *name, const char *word) {
     const char *p = strstr(name, word);
     if (starts_with(name, word + 1)) return name + strlen(word + 1);
     return p ? p + strlen(word) : NULL;
@@ -941,7 +941,7 @@ static struct parsed_name name_parse(const char *name) {
     static const char routers[] = "gate router moe_statics e_score_correction_bias expert_bias router_bias";
     struct parsed_name r = {.block = -1, .rest = ""};
     r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");
-    const char *p = behind(name, ".layers."), *mtp = p ? NULL : behind(name, ".mtp.");
+    const char *p = after(name, ".layers."), *mtp = p ? NULL : after(name, ".mtp.");
     size_t n;
     if (mtp) p = mtp;
     if (!p) return r;
@@ -1043,7 +1043,7 @@ static void hf_read_layers(void) {
     }
 }
 
-/* Returns which size of a tensor with one slice for each of n experts is n: the first, behind sizes of 1. */
+/* Returns which size of a tensor with one slice for each of n experts is n: the first, after sizes of 1. */
 static uint32_t slice_axis(const struct tensor *t, size_t n) {
     uint32_t d = 0;
     while (d + 1 < t->rank && t->shape[d] == 1 && n != 1) d++;

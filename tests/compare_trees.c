@@ -132,7 +132,7 @@ static void launches_write(void) {
 enum {
     PROMPT = 70,       /* tokens */
     LONG_PROMPT = 530, /* more than a forward takes at once */
-    LONG_STEPS = 3,    /* single tokens behind it */
+    LONG_STEPS = 3,    /* single tokens after it */
     LARGE_STEPS = 12,  /* single tokens of a large model */
     THREADS = 2        /* of the prompt at once; of what else is computed: 1, or they wait for each other */
 };
@@ -163,7 +163,7 @@ static void must(bool ok, const char *what, const char *err) {
     exit(1);
 }
 
-/* The first of the ids, up to each of the numbers in `upto`, which ends with 0: the logits behind each piece. */
+/* The first of the ids, up to each of the numbers in `upto`, which ends with 0: the logits after each piece. */
 static struct digest by_pieces(X_SESSION *s, int n_vocab, const int32_t *ids, const int *upto) {
     struct digest d = digest_begin(n_vocab);
     char err[X_ERROR] = "";

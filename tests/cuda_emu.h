@@ -309,7 +309,7 @@ struct launch { // a kernel that has begun
     uint64_t started = 0, done = 0, triggered = 0;
     bool early = false;        // PDL: the kernel before it in the stream has not ended
     bool waited = false;       // some thread called grid_dependency_wait
-    bool next_decided = false; // it has been drawn whether the launch behind it starts early
+    bool next_decided = false; // it has been drawn whether the launch after it starts early
 };
 
 struct communicator {          // the ranks of an NCCL communicator
@@ -681,7 +681,7 @@ inline void unskip() {
 
 // ---- Blocks -----------------------------------------------------------------------------------------------
 
-// Places a shared array of this block behind the others.
+// Places a shared array of this block after the others.
 inline char *place_array(block &b, const void *key, const char *label, size_t bytes, size_t align) {
     char *p = (char *)(((uintptr_t)b.top + align - 1) & ~(uintptr_t)(align - 1));
     b.smem_bytes += bytes;
@@ -822,7 +822,7 @@ inline bool may_start(const CUstream_st &s, const op &o) {
 }
 
 // Programmatic dependent launch: when the i-th kernel of a stream begins, or has let its dependents go, the kernel
-// behind it may start. Its blocks then run up to grid_dependency_wait.
+// after it may start. Its blocks then run up to grid_dependency_wait.
 inline void start_next_early(CUstream_st &s, size_t i) {
     launch &l = *s.q[i].run;
     if (l.next_decided) return;
@@ -2196,7 +2196,7 @@ inline uint4 ld_sys16(const void *p, CUEMU_AT) {
         if (stores[i].dst == p && cuemu::visible(stores[i])) return stores[i].v;
     return *(const uint4 *)p;
 }
-// Others may look now at what this announces as done: often the rest of the warp falls behind here.
+// Others may look now at what this announces as done: often the rest of the warp falls after here.
 inline uint32_t atom_add_acq_rel(uint32_t *p, uint32_t v) {
     cuemu::release_stores();
     if (cuemu::coin()) cuemu::pass_lanes = 0, cuemu::me->w->priority = 0;

@@ -223,7 +223,7 @@ static __global__ void emu_k_diverge(int *out, int how) {
         if (t < 32) named_barrier(1, 64);
         else named_barrier(2, 64);
         break;
-    case 5: out[64] = 1; break;  // just behind the end: within the slack
+    case 5: out[64] = 1; break;  // just after the end: within the slack
     case 6: out[256] = 1; break; // in the guard page
     case 7: out[-1] = 1; break;
     case 8: dynamic[512 + t] = 1; break;

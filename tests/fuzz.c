@@ -58,7 +58,7 @@ static void fuzz_forward(const struct model *m, const struct kernels *k, enum kv
 static bool fuzz_bind(const uint8_t *data, size_t size, bool run) {
     struct model m;
     char err[ERR_MAX] = "";
-    uint8_t *copy = xmalloc(size); /* of exactly this size, so that the sanitizer sees what lies behind it */
+    uint8_t *copy = xmalloc(size); /* of exactly this size, so that the sanitizer sees what lies after it */
     memcpy(copy, data, size);
     memset(&m, 0, sizeof m);
     bool ok = !gguf_parse(&m.gguf, copy, size, err, sizeof err) && !model_bind(&m, err);
@@ -66,7 +66,7 @@ static bool fuzz_bind(const uint8_t *data, size_t size, bool run) {
     if (ok && run && size <= FUZZ_MODEL)
         fuzz_forward(&m, size & 1 ? &kernels_ref : kernels_choose(), (enum kv_type)(size % 3));
     if (ok) model_free(&m);
-    FUZZ_CHECK(!m.gguf.kv && !m.layers, "a refused file leaves something behind");
+    FUZZ_CHECK(!m.gguf.kv && !m.layers, "a refused file leaves something");
     free(copy);
     return ok;
 }
@@ -351,7 +351,7 @@ struct fuzz_shared {
 };
 static struct fuzz_shared *fuzz_shared;
 
-/* Ends the child behind all that the converter does at exit, and before what libFuzzer does. */
+/* Ends the child after all that the converter does at exit, and before what libFuzzer does. */
 static void fuzz_child_end(int code, void *arg) {
     (void)arg;
     memcpy(fuzz_shared->counters, fuzz_edges[0], (size_t)(fuzz_edges[1] - fuzz_edges[0]));
@@ -436,7 +436,7 @@ static void fuzz_write_safetensors(const char *name, const char *header, size_t 
     arrfree(file);
 }
 
-/* Writes the files of a text to "in": behind each line "=== NAME" is one, up to the line feed before the next. */
+/* Writes the files of a text to "in": after each line "=== NAME" is one, up to the line feed before the next. */
 static void fuzz_write_files(const char *text, size_t n) {
     const char *end = text + n, *p = n ? memmem(text, n, "=== ", 4) : NULL;
     while (p) {
@@ -580,7 +580,7 @@ static void fuzz_print(struct settings *s, const struct settings *unset, const s
     arrfree(text[0]), arrfree(text[1]);
 }
 
-/* Arguments with a NUL behind each: a command line; or, behind "/set", names and values of options in a chat. */
+/* Arguments with a NUL after each: a command line; or, after "/set", names and values of options in a chat. */
 static void fuzz_options(const uint8_t *data, size_t size) {
     struct settings s, unset;
     char err[ERR_MAX] = "", **argv = NULL, *text = NULL, *said = NULL;
@@ -613,7 +613,7 @@ static void fuzz_options(const uint8_t *data, size_t size) {
 }
 
 static const struct {
-    const char *name; /* of the program behind "fuzz-", and of the seeds' directory in tests/corpus */
+    const char *name; /* of the program after "fuzz-", and of the seeds' directory in tests/corpus */
     void (*fn)(const uint8_t *data, size_t size);
 } fuzz_targets[] = {{"gguf", fuzz_gguf},       {"tokenizer", fuzz_tokenizer},     {"template", fuzz_template},
                     {"session", fuzz_session}, {"safetensors", fuzz_safetensors}, {"hf", fuzz_hf},

@@ -387,7 +387,7 @@ static void test_calibrate_refuses(void) {
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/none/n.gguf"), 1, "", "cannot write");
     check_command(IN_DIR(MOE "--calibrate @/k.jsonl -o @/n.json"), 1, "", "k.jsonl', line 2: expected \"messages\"");
     check_command(IN_DIR("[ ! -e @/n.json ]"), 0, NULL, NULL); /* nothing was counted */
-    /* a run that stopped behind its first window of 512 tokens, and one that stopped within it */
+    /* a run that stopped after its first window of 512 tokens, and one that stopped within it */
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/u.json -c 512; sed 's/\"done\": true/\"done\": false/; "
                              "s/\"unit\": [0-9]*/\"unit\": 1/' @/u.json >@/v.json; " MOE
                              "--calibrate @/a.txt -o @/v.json -c 256"),

@@ -1271,7 +1271,7 @@ static void test_convert_prediction(void) {
             int block = -1;
             gguf_printable(g.tensors[k].name, name, sizeof name);
             if (sscanf(name, "blk.%d.", &block) != 1 || block < c[i].block) continue;
-            CHECK(block == c[i].block, "%s: %s is behind the last layer", c[i].name, name);
+            CHECK(block == c[i].block, "%s: %s is after the last layer", c[i].name, name);
             if (!strstr(name, "scale")) weights += g.tensors[k].ne[0] * g.tensors[k].ne[1] * g.tensors[k].ne[2];
         }
         CHECK(weights == release_weights(&s, below), "%s: %zu weights of %zu", c[i].name, weights,
@@ -2241,7 +2241,7 @@ static void test_convert_index(void) {
     hf_end(&h);
 }
 
-/* Neither the target nor a temporary file may stay behind; what was there before stays. */
+/* Neither the target nor a temporary file may stay after; what was there before stays. */
 static void test_convert_atomic(void) {
     struct hf h;
     char cmd[512], *listing = NULL;
@@ -2591,7 +2591,7 @@ static void test_convert_copies(void) {
     }
 }
 
-/* Every cut of a file: in the header, in the padding behind it, in the data. */
+/* Every cut of a file: in the header, in the padding after it, in the data. */
 static void test_convert_header_cuts(void) {
     struct gguf_writer w = {0};
     struct gguf g;

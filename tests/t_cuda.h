@@ -448,7 +448,7 @@ static void test_cuda_forms(void) {
         }
 }
 
-/* A ring as it is in a model, shorter than the context: the logits are the CPU's before and behind its end, also after
+/* A ring as it is in a model, shorter than the context: the logits are the CPU's before and after its end, also after
  * tokens are taken back. */
 static void test_cuda_ring(void) {
     enum { CTX = 4500 };
@@ -670,7 +670,7 @@ static void test_cuda_sample(void) {
         r.ops->sample(&r, &s, recent, n_recent, 0, 1, &uniform);
         r.ops->read_tokens(&r, &got, &(bool){false});
         chosen += cuda_test_chose(&r);
-        if (!CHECK(cuda_test_counted(&r), "choice %d leaves counts behind", c)) break;
+        if (!CHECK(cuda_test_counted(&r), "choice %d leaves counts that are not zero", c)) break;
         if (!CHECK(got == want, "temp %g, top-k %d, top-p %g, min-p %g, penalty %g: chose %d, expected %d", s.temp,
                    s.top_k, s.top_p, s.min_p, s.repeat_penalty, got, want))
             break;
@@ -890,7 +890,7 @@ static void step_forward(struct rank *r) {
     rank_pass(r);
 }
 
-/* The logits of the last token of each forward, behind them the id that is chosen, and the logits of a draft behind it:
+/* The logits of the last token of each forward, after them the id that is chosen, and the logits of a draft after it:
  * (forwards, 2 n_vocab + 1). */
 static float *forward_logits(const struct model *m, enum kv_type kv, bool steps) {
     static const int n[] = {1, 2, 1, 17, 1, 16, 2, 40, 1, 0};
@@ -922,7 +922,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         row[n_vocab] = (float)id;
         memcpy(row, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
         if (m->n_prediction) {
-            r.pass = PASS_DRAFT; /* the same tokens stand for those behind */
+            r.pass = PASS_DRAFT; /* the same tokens stand for those after */
             r.ops->forward(&r);
             rank_logits(&r, &(struct rank_step){.first = n[i] - 1, .n = 1});
             memcpy(row + n_vocab + 1, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
@@ -982,7 +982,7 @@ void cuda_test_sparse(void) {
 }
 
 /* Streams of residuals, whose columns are divided among warps, compressed keys of both kinds, experts by token ids in two
- * layers: operations against a CPU's behind a key of 128 tokens, and whole forwards. */
+ * layers: operations against a CPU's after a key of 128 tokens, and whole forwards. */
 void cuda_test_streams(void) {
     /* clang-format off */
     static const struct synth shape = {
@@ -1121,7 +1121,7 @@ static void test_cuda_synth(void) {
     cuda_test_memory((size_t)16 << 30);
 }
 
-/* Launches of each kernel in a forward and the logits behind it. */
+/* Launches of each kernel in a forward and the logits after it. */
 static void profile_check(struct engine *e, int n, const char *const *kernel, const int *calls) {
     struct session *s = &e->session;
     struct profile_row *row;
@@ -1153,7 +1153,7 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
     free(row);
 }
 
-/* A token behind 60 others. */
+/* A token after 60 others. */
 static void launches_call(void *arg) {
     const struct bench_call *b = arg;
     session_fake_fill(b->s, 60);
@@ -1226,7 +1226,7 @@ static void test_cuda_profile(void) {
         session_truncate(&e.session, 0);
         session_decode(&e.session, 5);
         CHECK(!memcmp(before, session_logits(&e.session), (size_t)e.model.n_vocab * sizeof *before),
-              "%s: other logits behind a profile", e.model.name);
+              "%s: other logits after a profile", e.model.name);
         free(before);
         engine_close(&e);
     }
@@ -1402,7 +1402,7 @@ static void recurrent_sync(struct session *s, const int32_t *ids, int n, int mar
     session_free(&fresh);
 }
 
-/* A CPU goes on from what a GPU has saved, and the GPU from what the CPU has: s is behind ids[0..70). */
+/* A CPU goes on from what a GPU has saved, and the GPU from what the CPU has: s is after ids[0..70). */
 static void recurrent_file(struct session *s, const int32_t *ids) {
     struct session cpu;
     char err[ERR_MAX] = "", path[256];
@@ -1418,7 +1418,7 @@ static void recurrent_file(struct session *s, const int32_t *ids) {
             session_decode(&cpu, ids[cpu.n_past]);
         }
         const double e = nmse(session_logits(s), session_logits(&cpu), (size_t)s->m->n_vocab);
-        CHECK(e <= 1e-4, "behind a state from %s: NMSE %.1e", turn ? "a CPU" : "a GPU", e);
+        CHECK(e <= 1e-4, "after a state from %s: NMSE %.1e", turn ? "a CPU" : "a GPU", e);
     }
     session_free(&cpu);
 }
@@ -1581,7 +1581,7 @@ static void test_cuda_images(void) {
 
 /* ---- several ranks ---- */
 
-/* Logits behind n ids and behind each of three more, (4, n_vocab), malloc'ed; NULL after a failed check. */
+/* Logits after n ids and after each of three more, (4, n_vocab), malloc'ed; NULL after a failed check. */
 static float *layout_logits(const struct model *m, const struct layout *d, const int32_t *ids, int n) {
     struct session s;
     size_t v = (size_t)m->n_vocab;
@@ -1967,7 +1967,7 @@ static void batches_agree(const char *name, const struct model *m, const struct 
     free(want);
 }
 
-/* Logits against Hugging Face's: of a prefill, then of decoding behind half of it. Where an indexer chooses keys rounding
+/* Logits against Hugging Face's: of a prefill, then of decoding after half of it. Where an indexer chooses keys rounding
  * decides one of 20,000 choices, see pair_out_select_keys; it changes that token and those that see it: in deepseek_v32
  * 13 of 128, by which the NMSE of all is 5e-3, in the others at most 3, and it is 2.4e-4 or less. */
 static void test_cuda_fixtures(void) {

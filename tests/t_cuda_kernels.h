@@ -1,5 +1,5 @@
 /* The kernels of moe_cuda.cu one by one, with the shapes and edges that the fixtures' operations (t_cuda.h) do not
- * have, against plain sums in double precision. Included by test_cuda.cu behind moe_cuda.cu; compiles for the emulator
+ * have, against plain sums in double precision. Included by test_cuda.cu after moe_cuda.cu; compiles for the emulator
  * and for a device. The tests are extern "C" functions without arguments, called from t_cuda.h. */
 #include <algorithm>
 #include <cmath>
@@ -70,7 +70,7 @@ extern "C" bool cuda_test_begin(int seed) {
     return major == 12;
 }
 
-/* words of `to` = those of `from`. Whoever runs behind this and does not wait for it finds what was there before. */
+/* words of `to` = those of `from`. Whoever runs after this and does not wait for it finds what was there before. */
 __global__ void k_arrive(uint32_t *to, const uint32_t *from, size_t words) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -240,7 +240,7 @@ static double glu(const struct glu_kind &k, double g, double u) {
 }
 static struct glu_limit limit_of(const struct glu_kind &k) { return glu_limit_of(k.glu, (float)k.limit); }
 
-/* Rows of tokens in halves, `stride` apart: what lies behind n_in is NaN and must not be read. */
+/* Rows of tokens in halves, `stride` apart: what lies after n_in is NaN and must not be read. */
 struct tokens {
     size_t stride;
     int n_in;
@@ -1220,7 +1220,7 @@ struct attn_case {
     enum test_gates gates;
 };
 
-/* A cache plane with random rows 0..len-1 of `width` values, and NaN behind; a ring of so many rows has the latest. */
+/* A cache plane with random rows 0..len-1 of `width` values, and NaN after; a ring of so many rows has the latest. */
 struct test_plane {
     std::vector<double> value; /* (len, width) */
     int ring;
@@ -1474,7 +1474,7 @@ static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
     a.buffer.latents = latents_d, a.buffer.keys = k_d, a.buffer.values = v_d, a.buffer.max_den = max_den;
     for (size_t first = 0; first < len; first += SEGMENT) {
         const size_t n = std::min(len - first, (size_t)SEGMENT);
-        std::vector<uint16_t> ks(k_d.n, 0x7E00), vs(v_d.n, 0x7E00), ls(latents_d.n, 0x7E00); /* NaN behind the end */
+        std::vector<uint16_t> ks(k_d.n, 0x7E00), vs(v_d.n, 0x7E00), ls(latents_d.n, 0x7E00); /* NaN after the end */
         for (size_t h = 0; h < heads; h++) {
             std::copy_n(&k[(h * len + first) * NOPE], n * NOPE, &ks[h * SEGMENT * NOPE]);
             std::copy_n(&v[(h * len + first) * V], n * V, &vs[h * SEGMENT * V]);
@@ -1941,7 +1941,7 @@ static void run_delta(const struct delta_case &c) {
     const double limit = c.alike ? 1e-5 : 1e-6; /* of results in halves */
     expect(
         sum.nmse() <= limit && states.nmse() <= 1e-10 && !bad,
-        "%d keys of %d, %d values of %d, %s, from %d, %d tokens behind %d at %d, size %g, decay %g%s: NMSE %.1e, state "
+        "%d keys of %d, %d values of %d, %s, from %d, %d tokens after %d at %d, size %g, decay %g%s: NMSE %.1e, state "
         "%.1e, %d wrong in rings and gaps",
         c.n_key, c.dk, n_value, c.dv, c.tiled ? "tiled" : "grouped", c.before, c.n_tok, c.lag, c.pos, c.size, c.decay,
         c.alike ? ", alike" : "", sum.nmse(), states.nmse(), bad);

@@ -1,5 +1,5 @@
 /* What only the emulator offers: its own tests, and mutants of moe_cuda.cu in which one barrier is left out, or whose host
- * makes a mistake. Included by test_cuda.cu behind t_cuda_kernels.h. */
+ * makes a mistake. Included by test_cuda.cu after t_cuda_kernels.h. */
 #include <ctime>
 #include <string>
 #include <sys/wait.h>
@@ -245,7 +245,7 @@ static const struct {
                 {"sparse", "a KV head sees the blocks of another", other_list},
                 {"sparse", "a query does not always see its own block", local_dropped},
                 {"sparse", "the indexer's queries are not normed", queries_not_normed},
-                {"feed-forwards", "gate is limited behind SiLU", limit_behind_silu},
+                {"feed-forwards", "gate is limited after SiLU", limit_behind_silu},
                 {"streams", "two streams are exchanged", streams_exchanged},
                 {"streams", "streams have the coefficients of the next", next_coefficients},
                 {"streams", "windows are longer by a key", shared_window_longer},
@@ -348,7 +348,7 @@ static std::vector<mutation> find_mutations() {
             m->count[i] = now[k].count - (k < before.size() ? before[k].count : 0);
         }
     }
-    for (size_t i = 0; i < lines.size(); i++) { /* calls behind the instructions' definitions */
+    for (size_t i = 0; i < lines.size(); i++) { /* calls after the instructions' definitions */
         bool call = false, seen = false;
         for (const char *name :
              {"__syncthreads(", "__syncwarp(", "named_barrier(", "cp_async_wait<", "grid_dependency_wait("})

@@ -275,7 +275,7 @@ static void test_doctor_cli(void) {
     check_command(MOE "--json </dev/null", 2, "", "--json works only with");
 }
 
-/* Ctrl-C ends the report: without a line behind it, and as JSON without any output. */
+/* Ctrl-C ends the report: without a line after it, and as JSON without any output. */
 static void test_doctor_interrupt(void) {
     for (int json = 0; json < 2; json++) {
         struct program p;

@@ -12,7 +12,7 @@ static struct {
     uint64_t rng;
 } forced;
 
-/* The choice of a draft becomes what is wanted. The draft stands two positions behind the last one of the pass. */
+/* The choice of a draft becomes what is wanted. The draft stands two positions after the last one of the pass. */
 static int forced_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
     const int n = forced.plain->read_tokens(r, chosen, on_device), at = r->pos + r->n_tok + 1;
     if (r->pass != PASS_DRAFT || forced.how == FORCE_NOTHING || at >= forced.n) return n;
@@ -109,7 +109,7 @@ static void check_same_text(const char *name, struct session *s, const char *ker
     free(logits);
 }
 
-/* n tokens behind a prompt; is_short: of a session that has computed nothing yet, whose ring of final rows becomes so
+/* n tokens after a prompt; is_short: of a session that has computed nothing yet, whose ring of final rows becomes so
  * short that the prediction layer must catch up again and again. */
 static void short_ring_text(struct session *s, bool is_short, int32_t *text, int n) {
     enum { PROMPT = 30, CHUNK = 4 };
@@ -120,7 +120,7 @@ static void short_ring_text(struct session *s, bool is_short, int32_t *text, int
     CHECK(is_short == (s->n_predicted > PROMPT), "the prediction layer has made %d rows", s->n_predicted);
 }
 
-/* A turn behind an answer gives the same logits whatever was drafted in the answer, also where the end of the answer is
+/* A turn after an answer gives the same logits whatever was drafted in the answer, also where the end of the answer is
  * taken back: rounds end with other lags of recurrent states. */
 static void check_next_turn(const char *name, struct session *s, const char *kernels) {
     enum { PROMPT = 40, MARK = 30, ANSWER = 21, NEW = 40, ALL = PROMPT + ANSWER + NEW };
@@ -150,8 +150,8 @@ static void check_next_turn(const char *name, struct session *s, const char *ker
             CHECK(session_sync(s, ids, n + NEW, n + NEW / 2, err) == SYNC_DONE, "%s", err);
             if (!depth) memcpy(want, session_logits(s), bytes);
             CHECK(!memcmp(want, session_logits(s), bytes),
-                  "%s, %s: other logits in the turn behind %d tokens less %d with %d drafts", name, kernels,
-                  c[i].answer, c[i].cut, depth);
+                  "%s, %s: other logits in the turn after %d tokens less %d with %d drafts", name, kernels, c[i].answer,
+                  c[i].cut, depth);
         }
     free(want);
 }
@@ -317,7 +317,7 @@ static void test_draft_distribution(void) {
     if (!fixture_load("deepseek_v3_mtp", &m)) return;
     some_ids(ids, PROMPT, m.n_vocab);
     session_cpu(&s, &m, kernels_choose(), 1, 32, KV_F32);
-    for (int a = -1; a < K; a++) { /* the best four, then the best four behind each */
+    for (int a = -1; a < K; a++) { /* the best four, then the best four after each */
         struct candidate best[K] = {{0}};
         double sum = 0;
         session_truncate(&s, 0);
@@ -379,7 +379,7 @@ static void test_draft_depth(void) {
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct drafting d = {0};
         uint64_t rng = 9;
-        int most = 0, used[4] = {0}, behind = 0; /* rounds by which the prediction layer is behind */
+        int most = 0, used[4] = {0}, missed = 0; /* rounds that the prediction layer has not seen */
         double seconds = 0, plain = 0;
         drafting_limit(&d, 0, 3);
         for (int round = 0; round < 2000; round++) {
@@ -389,9 +389,9 @@ static void test_draft_depth(void) {
             while (right < k && rng_uniform(&rng) < c[i].right) right++;
             const double step = c[i].step[k] * (k && round < 50 && c[i].slow > 0 ? c[i].slow : 1);
             const double noisy = step * (round % 100 == 99 ? 50 : 0.95 + 0.1 * rng_uniform(&rng));
-            const int late = k && behind > DECODE_MAX_TOKENS ? behind : 0;
+            const int late = k && missed > DECODE_MAX_TOKENS ? missed : 0;
             drafting_end(&d, right, noisy + 0.001 * late, late);
-            behind = k ? 0 : behind + 1;
+            missed = k ? 0 : missed + 1;
             used[k]++;
             seconds += step;
             plain += 1 + right;
@@ -449,7 +449,7 @@ static void test_draft_ends(void) {
                 CHECK(!strcmp(got, want) && s.n_past == n_past && c.last.logit_hash == hash && c.rng == rng,
                       "end %d, n %d, %d drafts: '%s' (%d tokens), expected '%s' (%d)", end, n, depth, got, s.n_past,
                       want, n_past);
-                CHECK(c.last.why != STOP_LENGTH || !s.n_draft, "%d drafts behind the last of %d tokens", s.n_draft, n);
+                CHECK(c.last.why != STOP_LENGTH || !s.n_draft, "%d drafts after the last of %d tokens", s.n_draft, n);
                 const struct draft_stats *t = &c.last.drafts;
                 CHECK(t->tokens >= t->rounds, "%ld rounds gave %ld tokens", t->rounds, t->tokens);
                 chat_free(&c);

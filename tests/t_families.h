@@ -732,7 +732,7 @@ static void test_families_prediction(void) {
 
 /* The numbers that frequencies are divided by, as transformers divides them: wavelengths above L / low by `factor`,
  * those below L / high not at all, those between by something between. They are for the rotated half of a head, and 1
- * behind. */
+ * after. */
 static void check_rope_freqs(const char *fixture, const char *config, double theta, size_t n, size_t head,
                              double factor, double low, double high, double original) {
     size_t count[3] = {0};
@@ -1034,7 +1034,7 @@ static void check_v4_formats(struct hf *h) {
     CHECK(t && !bad, "%zu ids differ", bad);
 }
 
-/* e_proj and h_proj of the prediction layer, FP8 in one block each, side by side. Catches another order, rows behind rows,
+/* e_proj and h_proj of the prediction layer, FP8 in one block each, side by side. Catches another order, rows after rows,
  * and the scale of one for both. */
 static void check_v4_joined(struct hf *h, const char *args, uint32_t type) {
     enum { N = 128 };
@@ -1062,7 +1062,7 @@ static void check_v4_joined(struct hf *h, const char *args, uint32_t type) {
 }
 
 /* A DSpark module in the place of the prediction layer is left out with all of its tensors, whatever the list of ratios
- * says behind the last layer: the file is that of a release without either. */
+ * says after the last layer: the file is that of a release without either. */
 static void check_v4_dspark(void) {
     static const char *const parts[] = {"mtp.0.main_proj.weight", "mtp.2.markov_head.weight",
                                         "mtp.1.confidence_head.w"};

@@ -6,7 +6,7 @@
 
 static const uint32_t kt_types[] = {GGUF_NVFP4, GGUF_MXFP4, GGUF_Q8_0, GGUF_BF16, GGUF_F16, GGUF_F32};
 
-/* The sets to be tested, NULL behind the last. */
+/* The sets to be tested, NULL after the last. */
 static const struct kernels *kt_set(size_t i) {
     for (size_t j = 0; j < sizeof kernel_sets / sizeof *kernel_sets; j++)
         if (kernels_runnable(kernel_sets[j]) && !i--) return kernel_sets[j];
@@ -451,7 +451,7 @@ static void test_kernels_sgemm(void) {
         }
 }
 
-/* Rows between guarded pages become columns, then zeros up to the next multiple of 16; nothing behind them changes. */
+/* Rows between guarded pages become columns, then zeros up to the next multiple of 16; nothing after them changes. */
 static void test_kernels_transpose(void) {
     enum { LD = 96 };
     static const uint32_t types[] = {GGUF_F32, GGUF_BF16, GGUF_F16};

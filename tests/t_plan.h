@@ -377,7 +377,7 @@ static int64_t compressor_by_hand(struct by_hand *h, int bits, int64_t d, int64_
     return both + vector_by_hand(h, wide * ratio) + vector_by_hand(h, values);
 }
 
-/* Adds the cache of a layer at a context. The window is a ring for a prefill of 4096 tokens and a decode of 16 behind
+/* Adds the cache of a layer at a context. The window is a ring for a prefill of 4096 tokens and a decode of 16 after
  * 127 keys, in steps of 128. Keys of 4 tokens are made of 8. Values and gates of tokens are rings in F32, for those that
  * a key is made of but one, and 32 more; a token reads, on average, as many as there are for each token of a key. */
 static void streams_cache(struct streams_hand *s, bool fp8, int64_t ratio, int64_t top_k, int64_t ctx) {
@@ -581,7 +581,7 @@ static void test_plan_streams_context(void) {
               (long long)room);
         json_decref(o);
     }
-    /* of a snapshot 16 tokens behind the window of 43 layers, and those that the keys of 21 and 20 are made of */
+    /* of a snapshot 16 tokens after the window of 43 layers, and those that the keys of 21 and 20 are made of */
     const int64_t snapshot = 43 * 143 * 1024 + 21 * 23 * 4 * 4 * (512 + 128) + 20 * 143 * 4 * 2 * 512;
     char *out = NULL, text[64];
     snprintf(text, sizeof text, "\nsnapshots   %.1f MiB of host memory for 8 snapshots",
@@ -701,7 +701,7 @@ static double hand_hidden(double us, double bytes) {
     return fmin(fmin(us * 1e-6 * forecast_rate * 1792e9, bytes), 32 << 20);
 }
 
-/* Tokens per second, with what stands before and behind the layers: an embedding, two norms, the head, the choice. */
+/* Tokens per second, with what stands before and after the layers: an embedding, two norms, the head, the choice. */
 static double hand_rate(struct hand h, double head, double reduce) {
     h.us += hand_us(DECODE_EMBED) + 2 * hand_us(DECODE_ADD_NORM) + reduce + hand_us(DECODE_LINEAR);
     h.us += hand_us(DECODE_SAMPLE) + (reduce > 0 ? hand_us(DECODE_SEND) + hand_us(DECODE_SHARE) : 0);
@@ -952,7 +952,7 @@ static void test_plan_header(void) {
     }
 }
 
-/* A file of nothing but holes behind a header. */
+/* A file of nothing but holes after a header. */
 static void plan_write(const char *path, const uint8_t *header, size_t n, uint64_t data) {
     FILE *f = fopen(path, "wb");
     bool ok = f && fwrite(header, 1, n, f) == n;

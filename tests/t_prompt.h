@@ -221,7 +221,7 @@ static void check_prompt_marks(const struct vocab *v) {
         arrfree(ids);
         json_decref(vars);
     }
-    /* 1 in front, 13 in the text about tools, 1 of the user, 3 of the assistant, 6 around the call, 1 behind it, 3 more */
+    /* 1 in front, 13 in the text about tools, 1 of the user, 3 of the assistant, 6 around the call, 1 after it, 3 more */
     for (int i = 0; i < 2; i++) CHECK_INT(counts[i], 28, "special tokens, marks in the data: %d", i);
     int32_t *ids = NULL;
     tokenize(v, marks, strlen(marks), NULL, TOKENIZE_CONTROL, &ids);
@@ -360,7 +360,7 @@ static void check_prompt_chat(const char *template, const char *bos) {
     (void)sb_cstr(&text.s);
     rest[strlen(rest) - strlen("</think>")] = 0;
     CHECK(effort && !strncmp(text.s + strlen(bos), effort, 40), "the effort of '%.100s'", text.s);
-    CHECK_HAS(text.s, "\n\nBe brief.", "the system's message behind it");
+    CHECK_HAS(text.s, "\n\nBe brief.", "the system's message after it");
     snprintf(err, sizeof err, "%.200s<think>", rest + strlen(rest) - 60);
     CHECK(strlen(text.s) > strlen(err) && !strcmp(text.s + strlen(text.s) - strlen(err), err), "the end: %s", text.s);
     text_free(&text);

@@ -2,7 +2,7 @@
  * tests/fixtures/NAME/qat.f32, which tests/oracle/gen_qat.py makes. */
 
 /* A block of 448 and one of 449, whose scale is 2; the least scale, 2^-22; values near the largest; the last block has 16
- * values, and the one behind it stays. Catches the floor of the logarithm, blocks of 128, no least scale, other ties. */
+ * values, and the one after it stays. Catches the floor of the logarithm, blocks of 128, no least scale, other ties. */
 static void test_qat_key(void) {
     enum { BLOCKS = 5, N = 4 * 64 + 16 };
     static const struct {
@@ -33,7 +33,7 @@ static void test_qat_key(void) {
     }
 }
 
-/* E2M1 and its ties; the matrix; blocks of 6 and of 6.25, whose scale is 2, behind it; nothing but zeros. */
+/* E2M1 and its ties; the matrix; blocks of 6 and of 6.25, whose scale is 2, after it; nothing but zeros. */
 static void test_qat_index(void) {
     static const float e2m1[][2] = {{0, 0},       {.2f, 0},   {.25f, 0},   {.26f, .5f}, {.75f, 1},
                                     {-1.25f, -1}, {1.75f, 2}, {1.76f, 2},  {2.25f, 2},  {2.5f, 2},
@@ -99,7 +99,7 @@ static void test_qat_cache(void) {
 }
 
 /* Logits of every 15th position. Where rounding takes a value to another neighbour because of its last bits, the rows
- * behind it differ by 1e-9 to 1e-3, so half of the rows are to agree closely, and all of them roughly. Catches rotated
+ * after it differ by 1e-9 to 1e-3, so half of the rows are to agree closely, and all of them roughly. Catches rotated
  * values that are rounded, keys or queries of the indexer that are not, and other blocks of its values. */
 static void check_qat(const char *name, const struct model *m, int tp, int pp, const int32_t *ids, int n) {
     enum { EVERY = 15 };

@@ -130,7 +130,7 @@ static void test_ranks_cuts(void) {
     }
 }
 
-/* Logits of n ids, (n, n_vocab), and n_out greedy ids behind the first `from`; malloc'ed logits. */
+/* Logits of n ids, (n, n_vocab), and n_out greedy ids after the first `from`; malloc'ed logits. */
 static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_type kv, int tp, int pp,
                         const int32_t *ids, int n, int from, int32_t *out, int n_out) {
     struct session s;

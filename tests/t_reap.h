@@ -6,7 +6,7 @@
 
 enum { TOY_BLOCKS = 6, TOY_EXPERTS = 16 };
 
-/* Blocks from 0; those behind blocks - mtp are for multi-token prediction. */
+/* Blocks from 0; those after blocks - mtp are for multi-token prediction. */
 struct toy {
     int blocks, mtp, n_group, n_group_used, top_k, hashed; /* hashed: the block that is routed by id; 0: none */
     uint32_t type;                                         /* of the experts' gate */
@@ -1603,7 +1603,7 @@ static void test_reap_directory_files(void) {
         CHECK(changed || json_equal(v, json_object_iter_value(it)), "the value of %s", key);
         it = json_object_iter_next(b, it);
     }
-    CHECK(it && !strcmp(json_object_iter_key(it), "reap") && !json_object_iter_next(b, it), "what is behind it");
+    CHECK(it && !strcmp(json_object_iter_key(it), "reap") && !json_object_iter_next(b, it), "what is after it");
     CHECK(json_integer_value(json_object_get(b, "num_experts")) == 5, "num_experts");
     json_t *list = json_object_get(json_object_get(b, "quantization_config"), "ignore");
     static const char *const ignored[] = {"lm_head", "model.layers.0.mlp.experts.0.up_proj",

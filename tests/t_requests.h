@@ -59,7 +59,7 @@ static bool form_open(struct chat *c, struct settings *set, const char *source, 
 
 static void test_requests_forms(void) {
     static const struct {
-        const char *source, *messages, *want; /* the text, or behind ! the error */
+        const char *source, *messages, *want; /* the text, or after ! the error */
     } t[] = {
         /* content */
         {FORM_TEXT, SAYS("user", "\"a\""), "<user>a;"},
@@ -446,7 +446,7 @@ static void test_requests_render(void) {
 /* Lines of --calibrate: the chat that a template gets, or texts as they are. */
 static void test_requests_lines(void) {
     static const struct {
-        const char *line, *want; /* chats in the form of FORM_TEXT; texts between |; errors behind ! */
+        const char *line, *want; /* chats in the form of FORM_TEXT; texts between |; errors after ! */
     } t[] = {
         {"{\"messages\":[" SAYS("user", "[" PART("a") "]") "," SAYS("assistant", "\"b\"") "]}",
          "<user>a;<assistant>b;"},

@@ -497,7 +497,7 @@ static int insn_target(const struct sass_kernel *k, int i) {
     return to >= 0 && to < 16 * (int64_t)k->n && to % 16 == 0 ? (int)(to / 16) : -1;
 }
 
-/* Whether the next instruction is never run behind this one. */
+/* Whether the next instruction is never run after this one. */
 static bool insn_ends(struct insn x) {
     const enum operation o = insn_operation(x);
     const bool leaves = o == OP_EXIT || o == OP_RET || (x.lo & 0xfff) == (OP_BRA | 4 << 9);
@@ -577,7 +577,7 @@ static bool insn_fma(struct insn x, bool sm120) {
 /* ---- loops ---- */
 
 /* Whether instruction `last` can be reached from `first` without leaving the range between them. A branch back from
- * code that the compiler moved behind a loop is no loop: its target does not lead to it within that range. */
+ * code that the compiler moved after a loop is no loop: its target does not lead to it within that range. */
 static bool sass_reaches(const struct sass_kernel *k, int first, int last) {
     bool *seen = xcalloc((size_t)(last - first) + 1, sizeof *seen), more = true;
     seen[0] = true;
@@ -870,7 +870,7 @@ static int sass_check_loops(const struct sass_image *m, const struct sass_budget
     return failed;
 }
 
-/* Every kernel waits for those in front of it, and changes global memory only behind that, in the order of addresses. */
+/* Every kernel waits for those in front of it, and changes global memory only after that, in the order of addresses. */
 static int sass_check_waits(const struct sass_image *m, char **said) {
     int failed = 0;
     for (size_t i = 0; i < arrlenu(m->kernels); i++) {
@@ -1236,7 +1236,7 @@ static void gate_flow(void) {
     code[4] = product;
     code[6] = insn_branch(6, 5, false);  /* a loop without products in the hot one */
     code[7] = insn_branch(7, 3, false);  /* the hot loop goes back in two places */
-    code[8] = insn_branch(8, 12, false); /* to code behind the kernel's end, which goes back into the loop */
+    code[8] = insn_branch(8, 12, false); /* to code after the kernel's end, which goes back into the loop */
     code[9] = insn_branch(9, 3, false);
     code[10] = insn_branch(10, 0, false); /* the loop around it */
     code[11] = exit;

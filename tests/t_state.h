@@ -79,7 +79,7 @@ static void state_adopt(struct model *m) {
     m->family = &state_family;
 }
 
-/* A session; that of the test's family has state_op behind attention. */
+/* A session; that of the test's family has state_op after attention. */
 static void state_open(struct session *s, const struct model *m, int tp, int pp, enum kv_type kv) {
     static struct ops ops;
     ops = cpu_ops;
@@ -89,7 +89,7 @@ static void state_open(struct session *s, const struct model *m, int tp, int pp,
     for (int i = 0; i < s->pg.n && m->family == &state_family; i++) s->pg.ranks[i].ops = &ops;
 }
 
-/* The logits behind ids[0..n) of a session that has seen nothing else, in chunks of at most `chunk` tokens; malloc'ed.
+/* The logits after ids[0..n) of a session that has seen nothing else, in chunks of at most `chunk` tokens; malloc'ed.
  * */
 static float *state_fresh(const struct model *m, int tp, int pp, enum kv_type kv, const int32_t *ids, int n,
                           int chunk) {
@@ -124,7 +124,7 @@ static void state_sync(struct session *s, const struct model *m, const int32_t *
 static const int state_layouts[][2] = {{1, 1}, {2, 1}, {1, 2}, {2, 2}};
 enum { STATE_LAYOUTS = sizeof state_layouts / sizeof *state_layouts };
 
-/* Models with state beyond a row per token: the test's own family, those with gated delta nets, and behind them one whose
+/* Models with state beyond a row per token: the test's own family, those with gated delta nets, and after them one whose
  * rings make compressed keys. */
 static const char *const state_models[] = {"qwen3moe", "qwen3_5_moe", "qwen3_next", "deepseek_v4"};
 enum { STATE_MODELS = sizeof state_models / sizeof *state_models - 1 /* without that */ };
@@ -184,7 +184,7 @@ static void check_truncation(int which) {
         struct session s;
         state_open(&s, &m, state_layouts[k][0], state_layouts[k][1], KV_F32);
         state_sync(&s, &m, ids, 60, 40, 60, "from nothing");
-        CHECK(session_reach(&s) == 59, "reach %d behind a prefill", session_reach(&s));
+        CHECK(session_reach(&s) == 59, "reach %d after a prefill", session_reach(&s));
         for (int i = 60; i < 70; i++) session_decode(&s, ids[i]);
         CHECK(session_reach(&s) == 69 && s.state_pos == 69, "reach %d, state at %d after decoding", session_reach(&s),
               s.state_pos);
@@ -192,7 +192,7 @@ static void check_truncation(int which) {
         other[69] ^= 1;
         state_sync(&s, &m, other, 72, 0, 3, "the last token changed");
         other[55] ^= 1;
-        state_sync(&s, &m, other, 72, 0, 32, "a token behind the snapshot changed");
+        state_sync(&s, &m, other, 72, 0, 32, "a token after the snapshot changed");
         other[30] ^= 1;
         state_sync(&s, &m, other, 72, 0, 72, "a token before the snapshot changed");
         session_free(&s);
@@ -249,7 +249,7 @@ static void check_file(int which) {
             state_open(&s, &m, to[0], to[1], KV_BF16);
             CHECK(session_sync(&s, ids + 7, 100, 90, err) == SYNC_DONE, "%s", err); /* nothing of it may remain */
             CHECK(session_load(&s, path, err) == 0 && s.n_past == 50 + decoded, "%s", err);
-            state_sync(&s, &m, ids, 60 + decoded, 0, 10, "behind a state from a file");
+            state_sync(&s, &m, ids, 60 + decoded, 0, 10, "after a state from a file");
             session_free(&s);
         }
     struct session s;
@@ -373,7 +373,7 @@ static void window_open(struct session *s, const struct model *m, int tp, enum k
     session_open_cpu(s, m, tp, 1, (struct cpu_options){kernels_choose(), 2, WINDOW_TOKENS + 50, kv, false, false});
 }
 
-/* The logits behind ids[0..n) in chunks of `chunk` tokens; malloc'ed. */
+/* The logits after ids[0..n) in chunks of `chunk` tokens; malloc'ed. */
 static float *window_logits(const struct model *m, int tp, enum kv_type kv, const int32_t *ids, int n, int chunk) {
     struct session s;
     float *out = xmalloc((size_t)m->n_vocab * sizeof *out);
@@ -755,7 +755,7 @@ static void run_ended(const struct model *m, struct settings *set, char **text) 
     CHECK(n < s.n_past && session_sync(&fresh, s.tokens, n, 0, err) == SYNC_DONE, "%d of %d: %s", n, s.n_past, err);
     for (; n < s.n_past; n++) {
         const int32_t id = session_sample(&fresh, &o, &rng);
-        if (!CHECK(id == s.tokens[n], "token %d is %d, behind such a prompt %d", n, s.tokens[n], id)) break;
+        if (!CHECK(id == s.tokens[n], "token %d is %d, after such a prompt %d", n, s.tokens[n], id)) break;
         session_decode(&fresh, id);
     }
     arrfree(ids);
@@ -790,8 +790,8 @@ static void test_state_ended(void) {
     }
 }
 
-/* The same keys are chosen whatever the chunks, also where a chunk begins before top_k tokens and ends behind them, and
- * behind a truncation. Catches keys of an indexer that are not written where all are seen, and choices of another token
+/* The same keys are chosen whatever the chunks, also where a chunk begins before top_k tokens and ends after them, and
+ * after a truncation. Catches keys of an indexer that are not written where all are seen, and choices of another token
  * of the batch. */
 static void test_state_chosen(void) {
     static const char *const names[] = {"deepseek_v32", "glm_moe_dsa_types", "minimax_m3"};
@@ -818,7 +818,7 @@ static void test_state_chosen(void) {
             session_truncate(&s, 70);
             CHECK(session_sync(&s, ids, 96, 0, err) == SYNC_DONE, "%s", err);
             const double e = nmse(session_logits(&s), want, (size_t)m.n_vocab);
-            CHECK(e < 1e-9, "%s, --tp %d --pp %d, behind a truncation: NMSE %.3g", names[f], tp, pp, e);
+            CHECK(e < 1e-9, "%s, --tp %d --pp %d, after a truncation: NMSE %.3g", names[f], tp, pp, e);
             session_free(&s);
             free(want);
         }
@@ -826,7 +826,7 @@ static void test_state_chosen(void) {
     }
 }
 
-/* A session in chunks: the first of `first` tokens, then the rest. Compares the logits behind both with those of one
+/* A session in chunks: the first of `first` tokens, then the rest. Compares the logits after both with those of one
  * forward over all, `want` (n, n_vocab). */
 static void check_edge(const char *name, const struct model *m, int tp, int pp, const int32_t *ids, int n, int first,
                        const float *want) {
@@ -837,7 +837,7 @@ static void check_edge(const char *name, const struct model *m, int tp, int pp, 
         session_forward(&s, ids + at, some);
         session_head(&s, some - 1, 1);
         const double e = nmse(session_logits(&s), want + (size_t)(at + some - 1) * row, row);
-        CHECK(e < 1e-9, "%s, --tp %d --pp %d, an edge at %d, behind %d tokens: NMSE %.3g", name, tp, pp, first,
+        CHECK(e < 1e-9, "%s, --tp %d --pp %d, an edge at %d, after %d tokens: NMSE %.3g", name, tp, pp, first,
               at + some, e);
     }
     session_free(&s);
@@ -855,12 +855,12 @@ static void check_cut(const char *name, const struct model *m, const int32_t *id
     session_truncate(&s, back);
     CHECK(session_sync(&s, ids, n, 0, err) == SYNC_DONE, "%s", err);
     const double e = nmse(session_logits(&s), want + (size_t)(n - 1) * row, row);
-    CHECK(e < 1e-9, "%s, %d wrong tokens behind %d: NMSE %.3g", name, wrong, back, e);
+    CHECK(e < 1e-9, "%s, %d wrong tokens after %d: NMSE %.3g", name, wrong, back, e);
     session_free(&s);
 }
 
 /* Compressed keys of DeepSeek-V4 are the same wherever chunks end: at every place in a key of 4 tokens, around the ends
- * of those of 128, token by token; and behind a truncation into a key that is not whole yet. Catches keys made of the
+ * of those of 128, token by token; and after a truncation into a key that is not whole yet. Catches keys made of the
  * wrong rows, a key that a truncation keeps, and halves of the key before that are lost between chunks. */
 static void test_state_compressed(void) {
     static const char *const names[] = {"deepseek_v4", "deepseek_v4_pro"};
@@ -911,10 +911,10 @@ static void test_state_compressed_back(void) {
             s.n_past -= DECODE_MAX_TOKENS; /* as session_decode takes drafts back */
             const int reach = session_reach(&s), at = back ? mark - before[back] : reach;
             CHECK(reach == n - DECODE_MAX_TOKENS, "reach %d of %d", reach, n);
-            if (back) CHECK(session_truncate(&s, reach - 1) == mark, "no snapshot behind %d tokens", mark);
+            if (back) CHECK(session_truncate(&s, reach - 1) == mark, "no snapshot after %d tokens", mark);
             memcpy(other, ids, sizeof ids);
             other[at] ^= 1;
-            state_sync(&s, &m, other, n + NEW, 0, n + NEW - at, back ? "behind a snapshot" : "within rings");
+            state_sync(&s, &m, other, n + NEW, 0, n + NEW - at, back ? "after a snapshot" : "within rings");
             session_free(&s);
         }
     }

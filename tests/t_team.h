@@ -6,7 +6,7 @@ static const int team_sizes[] = {1, 2, 3, 8, 33};
 
 struct team_test {
     atomic_int taken[TEAM_LOOPS][TEAM_ITEMS]; /* times that each item was done */
-    bool barriers;                            /* one behind each loop */
+    bool barriers;                            /* one after each loop */
     int reached[64];                          /* rounds of each thread */
     bool late;                                /* the leader waits before its first item, not after it */
     atomic_int wrong, by_leader, by_others;   /* errors; items */

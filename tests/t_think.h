@@ -109,7 +109,7 @@ static const struct stream {
      "[thinking]\na\n\nb\n[answer]\nc\n", NULL, 0},
     {"a preamble", NULL, CHANNEL "commentary" MESSAGE "I look." NEXT FINAL "c", "I look.\n\nc", "", NULL, NULL, NULL,
      0},
-    {"thinking behind a preamble", NULL, CHANNEL "commentary" MESSAGE "p" NEXT ANALYSIS "t" NEXT FINAL "c", "p\n\nc",
+    {"thinking after a preamble", NULL, CHANNEL "commentary" MESSAGE "p" NEXT ANALYSIS "t" NEXT FINAL "c", "p\n\nc",
      "t", "p\n\nc\n", "p\n[thinking]\nt\n[answer]\nc\n", NULL, 0},
     {"final first", NULL, FINAL "A" START "assistant" ANALYSIS "t" NEXT FINAL "B", "A\n\nB", "t", "A\n\nB\n",
      "A\n[thinking]\nt\n[answer]\nB\n", NULL, 0},
@@ -126,7 +126,7 @@ static const struct stream {
      "[thinking]\nt\n[answer]\n{}\n", "f", 1},
     {"a built-in tool", NULL, CHANNEL "analysis to=python code" MESSAGE "1+1" CALL, "", "1+1", "\n",
      "[thinking]\n1+1\n", "python", 1},
-    {"an answer behind a built-in tool", NULL, CHANNEL "analysis to=python" MESSAGE "1" NEXT FINAL "A", "A", "1", "A\n",
+    {"an answer after a built-in tool", NULL, CHANNEL "analysis to=python" MESSAGE "1" NEXT FINAL "A", "A", "1", "A\n",
      "[thinking]\n1\n[answer]\nA\n", NULL, 0},
     {"a stray channel", NULL, CHANNEL "commentary to=assistant" ANALYSIS "t" NEXT FINAL "A", "A", "t", "A\n",
      "[thinking]\nt\n[answer]\nA\n", NULL, 0},
@@ -314,7 +314,7 @@ static void test_think_formats(void) {
     CHECK(!template_strips("{{ '<think></think>' }}", 23, "</think>"), "printed alone");
 }
 
-/* An answer without thinking that begins with a closing tag, alone or behind blanks; and what only looks like one. Catches
+/* An answer without thinking that begins with a closing tag, alone or after blanks; and what only looks like one. Catches
  * a tag that is printed, held back for ever, or left out inside of an answer. */
 static void check_bare(struct chat *c, const struct think_format *f) {
     static const char *const begins[] = {"", "\n ", "x"};
@@ -498,8 +498,8 @@ static void test_think_turns(void) {
     json_decref(o);
     struct text text = {0};
     CHECK(!chat_render_next(&x.c, &text, err) && arrlen(x.c.messages) == 2, "%s", err);
-    char *next = xstrndup(text.s, arrlenu(text.s)), *behind = strstr(next, FINAL "A" END START "user" MESSAGE);
-    CHECK(behind && !behind[strlen(FINAL "A" END START "user" MESSAGE)], "/ctx counts '%s'", next);
+    char *next = xstrndup(text.s, arrlenu(text.s)), *after = strstr(next, FINAL "A" END START "user" MESSAGE);
+    CHECK(after && !after[strlen(FINAL "A" END START "user" MESSAGE)], "/ctx counts '%s'", next);
     free(next);
     text_free(&text);
     CHECK(script_turn(&x, NULL, FINAL "B" END "x", -1) == TURN_DONE && scripted.at == 5, "/regen");
@@ -518,7 +518,7 @@ static void test_think_turns(void) {
     char *prompt = script_prompt(&x, "2026-03-07");
     static const char tail[] = START "user" MESSAGE "r" END START "assistant"; /* without the answer that has no text */
     const size_t at = strlen(prompt) - strlen(tail);
-    CHECK_STR(prompt + at, tail, "the prompt behind a stopped thought");
+    CHECK_STR(prompt + at, tail, "the prompt after a stopped thought");
     free(prompt);
     CHECK(script_turn(&x, "", "So." NEXT FINAL "C", 9) == TURN_DONE, "/continue");
     check_answer(&x, "C", "Hm. So.");
@@ -609,7 +609,7 @@ static const struct ended {
      "xxxxxxxxxxx"
      "A" RETURN,
      "<think>\nH\n</think>\n\nA", 1},
-    {"lines, behind a newline", tags_lines, THINK_ON, 2, 0,
+    {"lines, after a newline", tags_lines, THINK_ON, 2, 0,
      "H\n"
      "xxxxxxxxxx"
      "A" RETURN,

@@ -417,7 +417,7 @@ static void test_vocab_origins(void) {
             mixed[i] = ORIGIN_TEMPLATE;
         }
         mixed[10] = ORIGIN_DATA;
-        CHECK(test_ids(v, "<|im_end|>x", 11, mixed, both, IDS(end, 'x')), "data behind it");
+        CHECK(test_ids(v, "<|im_end|>x", 11, mixed, both, IDS(end, 'x')), "data after it");
         CHECK(test_ids(v, "<think>", 7, NULL, 0, IDS(think)), "a tag of the template");
         CHECK(test_ids(v, "<think>", 7, data, TOKENIZE_TAGS, IDS(think)), "a tag in data, wanted");
         CHECK(test_ids(v, "<think>", 7, data, TOKENIZE_CONTROL, IDS('<', 't', 'h', 'i', 'n', 'k', '>')), "not wanted");
@@ -476,7 +476,7 @@ static void test_vocab_nfc(void) {
             CHECK(test_ids(&t.v, "\303\251", 2, NULL, 0, IDS(0xc3, 0xa9)), "composed already");
             CHECK(test_ids(&t.v, "\377e\314\201", 4, NULL, 0, nfc ? IDS(0xff, 0xc3, 0xa9) : IDS(0xff, 'e', 0xcc, 0x81)),
                   "beside a malformed byte");
-            CHECK(test_ids(&t.v, "x\0\342\204\253", 5, NULL, 0, /* U+212B, behind a NUL */
+            CHECK(test_ids(&t.v, "x\0\342\204\253", 5, NULL, 0, /* U+212B, after a NUL */
                            nfc ? IDS('x', 0, 0xc3, 0x85) : IDS('x', 0, 0xe2, 0x84, 0xab)),
                   "%d", nfc);
         }
@@ -608,7 +608,7 @@ static void test_vocab_marks(void) {
         {"\340\275\263", 6},         /* U+0F73: class 0, two marks of classes 129 and 130 */
         {"\340\275\265", 6},         /* U+0F75: the same */
         {"\340\276\201", 6},         /* U+0F81: the same */
-        {"\340\275\263\314\201", 8}, /* a third class behind them */
+        {"\340\275\263\314\201", 8}, /* a third class after them */
     };
     char *text = xmalloc(1 << 20);
     struct test_vocab t = test_vocab_begin("qwen2");
@@ -659,7 +659,7 @@ static void test_spm_blanks(void) {
     static const struct {
         const char *rule; /* "": none given; NULL: add_space_prefix is false */
         int32_t start, blank, control, defined,
-            alone; /* the first token of "x", " x", "x" behind </s>, behind [R], [R] */
+            alone; /* the first token of "x", " x", "x" after </s>, after [R], [R] */
     } rules[] = {{"", BLANK_X, BLANK, BLANK_X, BLANK_X, REF},
                  {NULL, X, BLANK_X, X, X, REF},
                  {"start", BLANK_X, BLANK_X, X, X, REF},
@@ -1006,7 +1006,7 @@ static void test_vocab_hostile(void) {
         CHECK(test_ids(&t.v, "xy", 2, NULL, TOKENIZE_CONTROL, IDS(256)), "the template's");
     }
     test_vocab_end(&t);
-    /* merges whose result is the token behind that of the merge before, but not by the rules */
+    /* merges whose result is the token after that of the merge before, but not by the rules */
     t = test_vocab_begin("gpt-2");
     xy = test_add(&t, "xy", TOKEN_NORMAL);
     test_merge(&t, "a", "b");

@@ -1,4 +1,4 @@
-/* What the groups of tests (t_*.h) share: checks, skips, paths, commands. Included by test_moe.c behind ../moe.c. */
+/* What the groups of tests (t_*.h) share: checks, skips, paths, commands. Included by test_moe.c after ../moe.c. */
 #ifndef MOE_TEST_H
 #define MOE_TEST_H
 
@@ -76,7 +76,7 @@ static const char *shared_path(const char *rel) {
     return access(p, R_OK) ? NULL : p;
 }
 
-/* The directory of a test's files, below build/. The runner makes it before a test runs and removes it behind the last.
+/* The directory of a test's files, below build/. The runner makes it before a test runs and removes it after the last.
  * */
 static char test_dir_path[32];
 
