@@ -18781,20 +18781,22 @@ static void chat_report_idle(struct chat *c) {
         text_free(&all);
         return;
     }
+    json_t *keys = json_object(), *value; /* of all messages: each is asked for once */
+    const char *key;
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
         const struct message *m = &c->messages[i];
-        json_t *keys = json_copy(m->more), *value;
-        const char *key, *text = m->content + strspn(m->content, " \t\r\n");
+        const char *text = m->content + strspn(m->content, " \t\r\n");
         size_t n = strlen(text);
-        json_object_foreach(keys, key, value) {
-            if (strcmp(key, "content") && strcmp(key, "tool_call_id") && key_is_idle(c, key, &all))
-                note_once("\"%s\" of a message has no effect: the chat template does not read it", key);
-        }
-        json_decref(keys);
+        if (m->more) json_object_update(keys, m->more);
         while (n && strchr(" \t\r\n", text[n - 1])) n--;
         if (strcmp(m->role, "user") && strcmp(m->role, "assistant") && n && !memmem(all.s, arrlenu(all.s), text, n))
             note_once("the chat template leaves out messages of the role %s", m->role);
     }
+    json_object_foreach(keys, key, value) {
+        if (strcmp(key, "content") && strcmp(key, "tool_call_id") && key_is_idle(c, key, &all))
+            note_once("\"%s\" of a message has no effect: the chat template does not read it", key);
+    }
+    json_decref(keys);
     text_free(&all);
 }
 

@@ -1199,6 +1199,12 @@ static void hf_count_mtp(void) {
     }
 }
 
+/* Whether --mtp drop removes a tensor of the index, by its name. */
+static bool is_dropped(const char *name) {
+    const struct parsed_name p = name_parse(name);
+    return p.mtp || p.block >= m.n_trunk;
+}
+
 /* Opens the source and fills in m. */
 static void hf_read(const char *path) {
     model_dir = path;
@@ -1206,9 +1212,10 @@ static void hf_read(const char *path) {
     if (!hf_config.obj) die("'%s' has no config.json", path);
     hf_text = get_obj(hf_config, "text_config");
     hf_quant = doc_read("hf_quant_config.json");
+    m.n_trunk = hf_int("num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
+    if (opts.mtp == MTP_DROP) may_lack = is_dropped;
     source_open();
     hf_index = source_index;
-    m.n_trunk = hf_int("num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
     size_t top_k = COUNT(top_k_keys);
     while (--top_k && !get(hf_doc_of(top_k_keys[top_k]), top_k_keys[top_k])) continue;
     m.top_k = hf_int(top_k_keys[top_k], 1, MAX_EXPERTS, REQUIRED);

@@ -1452,6 +1452,17 @@ static void test_reap_directory_drop(void) {
     json_decref(j);
 }
 
+/* A prediction layer whose file is absent may go, but not stay. */
+static void test_reap_directory_absent(void) {
+    fixture_copy("glm4_moe", "dir");
+    shell("rm -rf cut dir/mtp.safetensors");
+    reap_refused("dir -o cut --keep 5 --criterion random", "mtp.safetensors");
+    if (!CHECK(!reap_run("dir -o cut --keep 5 --criterion random --mtp drop"), "%s", reap_err)) return;
+    CHECK_HAS(reap_err, "'mtp.safetensors' is missing; it has only tensors for multi-token prediction", "its note");
+    shell("! grep -q mtp cut/model.safetensors.index.json");
+    dir_convert("cut", "b.gguf");
+}
+
 /* A prediction layer in a file that the index lacks. */
 static void test_reap_directory_unlisted(void) {
     struct gguf g;
@@ -1802,6 +1813,7 @@ static void test_reap_interrupt(void) {
         {"reap/target", test_reap_target}, {"reap/directory", test_reap_directory},                                    \
         {"reap/directory_forms", test_reap_directory_forms}, {"reap/directory_uneven", test_reap_directory_uneven},    \
         {"reap/directory_lists", test_reap_directory_lists}, {"reap/directory_drop", test_reap_directory_drop},        \
+        {"reap/directory_absent", test_reap_directory_absent},                                                         \
         {"reap/directory_unlisted", test_reap_directory_unlisted}, {"reap/transformers", test_reap_transformers},      \
         {"reap/directory_layers", test_reap_directory_layers}, {"reap/directory_files", test_reap_directory_files},    \
         {"reap/directory_twice", test_reap_directory_twice},                                                           \
