@@ -38,7 +38,7 @@
  *   Allocation                                      110  xmalloc and its guard; strings; stb_ds
  *   Files, time, text                               320  clock, files, atomic output, UTF-8, random numbers
  *   Terminal                                        150  what stderr may show; control characters made visible
- *   Options of a program                            150  the form of the table of options; values of options
+ *   Options of a program                            200  the form of the table of options; values of options
  *   Help and manual page                            190  what --help and --man print
  *   Completion                                      160  scripts for bash and zsh
  *   Progress of a turn                               70  the line that is shown until an answer begins
@@ -96,7 +96,7 @@
  *
  *  Program
  *   Options                                         460  the option table, values and defaults
- *   Command line                                    340  parsing, --MODE --help, checks of what was given together
+ *   Command line                                    400  parsing, --MODE --help, checks of what was given together
  *   Keyboard                                        320  bytes of a terminal to keys
  *   Keys during a turn                              110  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                       160  tags, and messages with channels (harmony)
@@ -1733,6 +1733,14 @@ static void sb_put(char **sb, const char *s, size_t n) {
 
 static void sb_puts(char **sb, const char *s) { sb_put(sb, s, strlen(s)); }
 
+/* Moves *p after `word` if that stands there. */
+static bool skip_word(const char **p, const char *word) {
+    const size_t n = strlen(word);
+    if (strncmp(*p, word, n)) return false;
+    *p += n;
+    return true;
+}
+
 /* Appends formatted text of any length. */
 __attribute__((format(printf, 2, 0))) static void sb_vprintf(char **sb, const char *fmt, va_list ap) {
     char tmp[1024];
@@ -2328,6 +2336,59 @@ static const char *argument_split(const char *a, char name[64]) {
     return eq ? eq + 1 : NULL;
 }
 
+/* Returns how many letters tell two names apart: missing, more, other or exchanged ones, of any case (the optimal string
+ * alignment distance). b may end at |. */
+static int name_distance(const char *a, const char *b) {
+    enum { MOST = 40 };
+    int d[MOST + 1][MOST + 1];
+    const int n = (int)strnlen(a, MOST), m = (int)strcspn(b, "|") < MOST ? (int)strcspn(b, "|") : MOST;
+    for (int i = 0; i <= n; i++) d[i][0] = i;
+    for (int j = 0; j <= m; j++) d[0][j] = j;
+    for (int i = 1; i <= n; i++)
+        for (int j = 1; j <= m; j++) {
+            const int x = tolower((uint8_t)a[i - 1]), y = tolower((uint8_t)b[j - 1]);
+            d[i][j] = int_min(d[i - 1][j - 1] + (x != y), 1 + int_min(d[i - 1][j], d[i][j - 1]));
+            if (i > 1 && j > 1 && x == tolower((uint8_t)b[j - 2]) && y == tolower((uint8_t)a[i - 2]))
+                d[i][j] = int_min(d[i][j], d[i - 2][j - 2] + 1);
+        }
+    return d[n][m];
+}
+
+/* The known name that a mistyped one may stand for. */
+struct nearest {
+    const char *typed, *name; /* name: NULL if none is near */
+    int distance;
+};
+
+/* Takes `name`, which may end at |, if it is nearer than those before: it begins with what was typed, or a letter of four at most differs. */
+static void nearest_try(struct nearest *k, const char *name) {
+    const size_t n = strlen(k->typed);
+    const int begins = n >= 3 && !strncasecmp(name, k->typed, n), distance = begins ? 1 : name_distance(k->typed, name);
+    if (distance > int_max(1, (int)n / 4) || (k->name && distance >= k->distance)) return;
+    k->name = name;
+    k->distance = distance;
+}
+
+/* Fails because `typed`, an argument with its dashes, is no option. Returns -1 with a message. */
+static int option_unknown(const char *typed, char *err) {
+    char name[64];
+    argument_split(typed, name);
+    struct nearest k = {.typed = name + strspn(name, "-")};
+    for (int i = 0; i < manual.n_options && strlen(k.typed) > 2; i++) {
+        const struct option *o = &manual.options[i];
+        if (!o->name) continue;
+        nearest_try(&k, o->name);
+        for (const char *p = o->also; p; p = strchr(p, '|')) {
+            p += *p == '|';
+            if (p[1] == '-') nearest_try(&k, p + 2);
+        }
+    }
+    if (k.name)
+        return fail(err, "unknown option '%s': did you mean --%.*s? (see --help)", typed, (int)strcspn(k.name, "|"),
+                    k.name);
+    return fail(err, "unknown option '%s' (see --help)", typed);
+}
+
 /* The choices of an option, such as bf16|fp8|f32. */
 static const char *option_choices(const struct option *o, char out[64]) {
     int n = 0;
@@ -2394,13 +2455,12 @@ static int option_store(struct settings *s, const struct option *o, const char *
 
 enum { HELP_INDENT = 25, HELP_COLUMNS = 80 };
 
-/* Appends a list of names whose separator is | in brackets. */
+/* Appends a list of names whose separator is |, with other words before them and between them. */
 static void names_print(char **text, const char *begin, const char *between, const char *list) {
     sb_puts(text, begin);
     for (const char *p = list; *p; p++)
         if (*p == '|') sb_puts(text, between);
         else arrput(*text, *p);
-    sb_puts(text, "]");
 }
 
 /* The lines of an option in --help: its names and value, then the help, whose words are wrapped. all: tells the other
@@ -2417,8 +2477,8 @@ static void option_help_line(const struct option *o, bool all, FILE *f) {
     if (o->arg) at += fprintf(f, " %s", o->arg);
     if (o->choices) sb_printf(&text, "%s: ", option_choices(o, choices));
     sb_puts(&text, o->help);
-    if (all && o->of) names_print(&text, " [with --", ", --", o->of);
-    if (all && more) names_print(&text, " [also ", ", ", more);
+    if (all && o->of) names_print(&text, " [with --", ", --", o->of), sb_puts(&text, "]");
+    if (all && more) names_print(&text, " [also ", ", ", more), sb_puts(&text, "]");
     for (const char *p = sb_cstr(&text); *p;) {
         const int n = (int)strcspn(p, " ");
         const bool full = at >= HELP_INDENT && (p == text || at + 1 + n > HELP_COLUMNS);
@@ -2533,7 +2593,7 @@ static void man_option(const struct option *o, FILE *f) {
         sb_puts(&line, ": ");
     }
     man_escape(&line, o->help, !o->choices);
-    if (o->of) names_print(&line, " [with \\-\\-", ", \\-\\-", o->of);
+    if (o->of) names_print(&line, " [with \\-\\-", ", \\-\\-", o->of), sb_puts(&line, "]");
     fprintf(f, ".TP\n%s\n", sb_cstr(&line));
     arrfree(line);
 }
@@ -9971,14 +10031,6 @@ static const struct synth synths[] = {
      .window_head_kv = 8},
 };
 
-/* Moves *p after `word` if that stands there. */
-static bool skip_word(const char **p, const char *word) {
-    const size_t n = strlen(word);
-    if (strncmp(*p, word, n)) return false;
-    *p += n;
-    return true;
-}
-
 /* Moves *p after the number that stands there; 0: none does. */
 static long skip_number(const char **p) {
     char *end;
@@ -9988,17 +10040,33 @@ static long skip_number(const char **p) {
     return v;
 }
 
+/* The shape of a name of n bytes: of any case, and with or without the organization before a slash. NULL: there is none;
+ * `near`, unless NULL, gets the name that it may stand for. */
+static const struct synth *synth_find(const char *name, size_t n, struct nearest *near) {
+    static char typed[64];
+    const char *slash = memchr(name, '/', n);
+    if (slash) n -= (size_t)(slash + 1 - name), name = slash + 1;
+    snprintf(typed, sizeof typed, "%.*s", (int)n, name);
+    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++)
+        if (!strcasecmp(synths[i].name, typed)) return &synths[i];
+    for (size_t i = 0; i < sizeof synths / sizeof *synths && near; i++) {
+        near->typed = typed;
+        nearest_try(near, synths[i].name);
+    }
+    return NULL;
+}
+
 /* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0, all optional. */
 static struct synth synth_parse(const char *arg) {
     const size_t n = strcspn(arg, ":");
-    const struct synth *found = NULL;
+    struct nearest near = {0};
+    const struct synth *found = synth_find(arg, n, &near);
     char *names = NULL;
-    for (size_t i = 0; i < sizeof synths / sizeof *synths; i++) {
-        if (strlen(synths[i].name) == n && !memcmp(arg, synths[i].name, n)) found = &synths[i];
+    if (!found && near.name)
+        die_usage("--synth %s: did you mean %s? (--synth --help lists the known shapes)", arg, near.name);
+    for (size_t i = 0; i < sizeof synths / sizeof *synths && !found; i++)
         sb_printf(&names, "%s%s", i ? ", " : "", synths[i].name);
-    }
     if (!found) die_usage("--synth %s: known shapes are %s", arg, sb_cstr(&names));
-    arrfree(names);
     struct synth y = *found;
     const bool groups = y.n_group > 1;
     const int step = groups ? y.n_group : 1, least = groups ? y.n_used * step / y.n_group_used : y.n_used;
@@ -10014,10 +10082,13 @@ static struct synth synth_parse(const char *arg) {
             layers = skip_number(&p);
         }
     }
-    if (*p || layers < 1 || layers > y.n_layer || experts < least || experts > y.n_expert || experts % step)
-        die_usage("--synth %s: expected :layers=N,experts=M,backbone=bf16|q8_0 with layers from 1 to %d and "
-                  "experts from %d to %d in steps of %d",
-                  arg, y.n_layer, least, y.n_expert, step);
+    if (*p || layers < 1 || layers > y.n_layer || experts < least || experts > y.n_expert || experts % step) {
+        char steps[32] = "";
+        if (step > 1) snprintf(steps, sizeof steps, " in steps of %d", step);
+        die_usage("--synth %s: expected %s, with layers=N from 1 to %d, experts=M from %d to %d%s, backbone=bf16 or "
+                  "backbone=q8_0, separated by commas, after a colon",
+                  arg, y.name, y.n_layer, least, y.n_expert, steps);
+    }
     y.n_layer = (int)layers;
     y.n_expert = (int)experts;
     return y;
@@ -15869,8 +15940,8 @@ static int session_truncate(struct session *s, int n) {
     s->n_past = n;
     if (restore) s->n_past = best ? best->n : 0;
     s->n_predicted = int_min(s->n_predicted, int_max(0, s->n_past - 1)); /* the row before gets another next token */
+    s->state_pos = restore && best ? best->state_pos : int_min(s->state_pos, s->n_past);
     if (!restore) return n;
-    s->state_pos = best ? best->state_pos : 0;
     if (best) best->used = ++s->snapshot_clock;
     if (best) session_copy_snapshot(s, best->data, best->n, true);
     else session_clear_states(s);
@@ -16875,8 +16946,8 @@ static const struct option options[] = {
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
     {"escape", "-e", IS_FLAG(escape), .rare = true, .help = "process \\n, \\t, \\\\ and \\xHH in the text of -p"},
     {"ids", IS_STR(ids), .rare = true, .arg = "1,2,3", .help = "use these token ids as the prompt; stdin is not read"},
-    {"special", IS_FLAG(special), .rare = true,
-     .help = "with --raw or --tokenize: recognize control tokens such as <|im_end|> in the text"},
+    {"special", IS_FLAG(special), .rare = true, .of = "raw|tokenize",
+     .help = "recognize control tokens such as <|im_end|> in the text"},
     {"chat-template-file", IS_STR(template_file), .rare = true, .arg = "FILE",
      .help = "Jinja template in place of the model's"},
     {.help = "Answer (sampling: the model file's own defaults win)"},
@@ -17053,7 +17124,22 @@ static const struct foreign foreigners[] = {
     {"--override-kv --rope-* --yarn-* -gan --grp-attn-n -gaw --grp-attn-w",
      REFUSE = "the metadata of the model file cannot be changed"},
     {"--rpc", REFUSE = "several machines are not supported"},
-    {"--server-base", REFUSE = "there is no server"},
+    {"--server-base --host --port --api-key* --ssl-* -a --alias --props --slots --metrics",
+     REFUSE = "there is no server"},
+    {"-tp --tensor-parallel-size", REFUSE = "use --tp N"},
+    {"-pp --pipeline-parallel-size", REFUSE = "use --pp N"},
+    {"--max-model-len --num-ctx --n-ctx", REFUSE = "use -c N"},
+    {"--max-tokens --max-new-tokens --num-predict", REFUSE = "use -n N"},
+    {"--gpu-memory-utilization --mem-fraction-static", REFUSE = "use --vram-reserve MIB, the memory that stays free"},
+    {"--kv-cache-dtype --kv-cache-type", REFUSE = "use --kv bf16, fp8 or f32"},
+    {"--dtype --quantization --load-format", REFUSE = "the model file says how its weights are stored"},
+    {"--max-num-seqs -kvu --kv-unified", REFUSE = "there is one conversation at a time"},
+    {"-g --gpu --num-gpus", REFUSE = "choose GPUs with --gpus 0,1; --list-devices lists them"},
+    {"--no-think --nothink --no-thinking --disable-thinking", .as = "--think=off"},
+    {"--thinking --enable-thinking", REFUSE = "use --think on or --think off"},
+    {"-lcs --lookup-cache-static -lcd --lookup-cache-dynamic", REFUSE = "drafts by n-grams are not supported"},
+    {"-V", .as = "--version"},
+    {"-? -help", .as = "--help"},
     {"--prompt-cache --prompt-cache-all --prompt-cache-ro",
      REFUSE = "/save and /load keep a conversation with its cache"},
     {"-bf --binary-file", REFUSE = "a prompt is UTF-8 text: use -f"},
@@ -17155,11 +17241,28 @@ static int drafts_check(const struct settings *s, char *err) {
     return fail(err, "--spec-draft-n-min %d is more than --spec-draft-n-max %d", s->draft_min, s->draft_max);
 }
 
+/* The option that /set means by a name: that of --help, or another one of the command line without its dashes. */
+static const struct option *option_of_chat(const char *name) {
+    char dashed[64];
+    const struct option *o = option_find(name);
+    for (int dashes = 2; dashes > 0 && !o; dashes--) {
+        snprintf(dashed, sizeof dashed, "%.*s%s", dashes, "--", name);
+        o = option_by_argument(dashed);
+    }
+    return o;
+}
+
 /* /set: stores a value if the option may change during a chat. */
 static int option_set(struct settings *s, const char *name, const char *value, char *err) {
-    const struct option *o = option_find(name);
+    const struct option *o = option_of_chat(name);
     char typed[128];
-    if (!o) return fail(err, "unknown option '%s' (/set lists them)", name);
+    if (!o) {
+        struct nearest k = {.typed = name};
+        for (int i = 0; i < N_OPTIONS; i++)
+            if (options[i].name && options[i].in_chat) nearest_try(&k, options[i].name);
+        return k.name ? fail(err, "unknown option '%s': did you mean %s? (/set lists them)", name, k.name)
+                      : fail(err, "unknown option '%s' (/set lists them)", name);
+    }
     if (!o->in_chat)
         return fail(err, "--%s can only be set on the command line%s", name,
                     strcmp(name, "system") ? "" : "; /system changes the message");
@@ -17210,7 +17313,7 @@ static void option_details(const struct option *o, FILE *f) {
     option_help_line(o, false, f);
     for (int i = 0; i < N_OPTIONS; i++)
         if (options[i].of && list_has(options[i].of, o->name)) option_help_line(&options[i], false, f);
-    fprintf(f, "\n%s", o->details);
+    if (o->details) fprintf(f, "\n%s", o->details);
 }
 
 /* --help: the details of the modes that are given too; else the options that most people need, or with `all` every
@@ -17219,7 +17322,7 @@ static void options_help(const struct settings *s, FILE *f) {
     int detailed = 0;
     for (int i = 0; i < N_OPTIONS; i++) {
         const struct option *o = &options[i];
-        if (!o->name || !o->details || (o != s->help_about && !option_given(s, o))) continue;
+        if (!o->name || (o != s->help_about && (!o->details || !option_given(s, o)))) continue;
         if (detailed++) putc('\n', f);
         option_details(o, f);
     }
@@ -17250,13 +17353,42 @@ static const struct foreign *foreign_find(const char *name, const char *value, c
     return NULL;
 }
 
+/* Whether a name ends in .gguf. */
+static bool is_gguf_name(const char *name) {
+    const char *dot = strrchr(name, '.');
+    return dot && !strcmp(dot, ".gguf");
+}
+
+/* Whether a file begins as a GGUF file does. */
+static bool is_gguf_file(const char *path) {
+    char magic[4] = "";
+    FILE *f = fopen(path, "rb");
+    const bool is = f && fread(magic, 1, 4, f) == 4 && !memcmp(magic, "GGUF", 4);
+    if (f) fclose(f);
+    return is;
+}
+
 /* An argument that is no option: a model. 0, or -1 with a message. */
 static int positional_parse(struct settings *s, const char *a, char *err) {
-    const char *dot = strrchr(a, '.');
+    static const char *const verbs[][2] = {{"run", "moe MODEL.gguf opens a chat"},
+                                           {"chat", "moe MODEL.gguf opens a chat"},
+                                           {"list", "moe without a model lists the models that it finds"},
+                                           {"ls", "moe without a model lists the models that it finds"},
+                                           {"pull", "moe does not download; see moe-convert --help"},
+                                           {"show", "moe MODEL.gguf --info describes a model"},
+                                           {"serve", "there is no server"},
+                                           {"help", "use --help"},
+                                           {"version", "use --version"}};
     struct stat st;
-    const bool there = !stat(a, &st), file = there && S_ISREG(st.st_mode) && dot && !strcmp(dot, ".gguf");
-    if (!file && !(there && S_ISDIR(st.st_mode)))
-        return fail(err, "unexpected argument '%s': use -p for a prompt, -m for a model", a);
+    const bool there = !stat(a, &st);
+    const int error = errno;
+    for (size_t i = 0; i < sizeof verbs / sizeof *verbs && !there; i++)
+        if (!strcmp(verbs[i][0], a)) return fail(err, "unexpected argument '%s': %s", a, verbs[i][1]);
+    if (there ? !S_ISDIR(st.st_mode) && !(S_ISREG(st.st_mode) && (is_gguf_name(a) || is_gguf_file(a)))
+              : !is_gguf_name(a))
+        return fail(err, "unexpected argument '%s': use -p for a prompt, -m for a model%s", a,
+                    s->plan ? ", --synth for a shape" : "");
+    if (!there) return fail(err, "cannot open '%s': %s", a, strerror(error));
     if (s->model) return fail(err, "unexpected argument '%s': the model is '%s'", a, s->model);
     s->model = xstrdup(a);
     return 0;
@@ -17289,14 +17421,14 @@ static int option_parse(struct settings *s, int argc, char **argv, char ***notes
         if (o && o->type == OPT_INT) value = a + 2;
         else o = NULL;
     }
-    if (!o) return fail(err, "unknown option '%s' (see --help)", a);
+    if (!o) return option_unknown(a, err);
     if (o->type == OPT_FLAG && !value) value = "on";
     else if (!value && next) {
         value = next;
         taken = 1;
     }
     if (!value) return fail(err, "%s needs a value: %s", a, o->choices ? option_choices(o, name) : o->arg);
-    if (o->details && (!strcmp(value, "--help") || !strcmp(value, "-h"))) {
+    if ((!strcmp(value, "--help") || (o->details && !strcmp(value, "-h"))) && (!o->arg || strcmp(o->arg, "TEXT"))) {
         s->help = true;
         s->help_about = o;
         return taken;
@@ -17381,14 +17513,27 @@ static struct gpu_list gpus_parse(const char *text) {
     struct gpu_list g = {0};
     if (!text) return g;
     if (!*text) die_usage("--gpus needs at least one number");
-    if (strchr(text, 'x')) {
-        const bool rate = strchr(text, '@');
-        int end = 0, got = rate ? sscanf(text, "%1dx%lf@%lf%n", &g.n, &g.gib, &g.gb_per_s, &end)
-                                : sscanf(text, "%1dx%lf%n", &g.n, &g.gib, &end);
-        const bool whole = got == 2 + rate && !text[end] && !text[strspn(text, "0123456789.x@")];
-        if (!whole || g.n < 1 || g.n > MAX_RANKS || !(g.gib >= 1 && g.gib <= 1e6) ||
+    if (strpbrk(text, "xX*")) {
+        static const char *const units[] = {"gib", "gb", "g", ""};
+        char plain[48] = ""; /* in lower case, without blanks */
+        for (size_t n = 0; *text && n + 1 < sizeof plain; text++)
+            if (*text != ' ') plain[n++] = *text == '*' ? 'x' : (char)tolower((uint8_t)*text);
+        const bool rate = strchr(plain, '@');
+        const char *p = plain;
+        int end = 0, got = sscanf(p, "%1dx%lf%n", &g.n, &g.gib, &end);
+        p += end;
+        for (size_t i = 0; i < sizeof units / sizeof *units && got == 2; i++)
+            if (skip_word(&p, units[i])) break;
+        if (rate && got == 2) {
+            end = 0;
+            got += sscanf(p, "@%lf%n", &g.gb_per_s, &end);
+            p += end;
+            skip_word(&p, "gb/s");
+        }
+        if (strchr(plain, ',')) die_usage("--gpus %s: GPUs of different sizes cannot be planned", plain);
+        if (got != 2 + rate || *p || g.n < 1 || g.n > MAX_RANKS || !(g.gib >= 1 && g.gib <= 1e6) ||
             (rate && !(g.gb_per_s >= 1 && g.gb_per_s <= 1e6)))
-            die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", text,
+            die_usage("--gpus %s: expected NxGIB or NxGIB@GBPS with N from 1 to %d, such as 4x96 or 2x48@960", plain,
                       MAX_RANKS);
         return g;
     }
@@ -17396,7 +17541,10 @@ static struct gpu_list gpus_parse(const char *text) {
         char *end;
         const long v = *p >= '0' && *p <= '9' ? strtol(p, &end, 10) : -1;
         if (v < 0 || v > 63 || (*end && (*end != ',' || !end[1])) || g.n == MAX_RANKS)
-            die_usage("--gpus %s: expected 1 to %d GPU numbers from 0 to 63, separated by commas", text, MAX_RANKS);
+            die_usage(
+                "--gpus %s: expected 1 to %d GPU numbers from 0 to 63, such as 0,1; or, for --plan, a machine such "
+                "as 2x96",
+                text, MAX_RANKS);
         g.device[g.n++] = (int)v;
         p = *end ? end + 1 : end;
     }
@@ -17505,6 +17653,7 @@ struct keyboard {
     bool woken;   /* a signal arrived in the middle of an escape sequence */
     bool plain;   /* of a terminal that cannot move its cursor: */
     bool cr;      /* the last byte was CR: a LF after it belongs to it */
+    bool foreign; /* bytes came that are not UTF-8 */
     char *echo;   /* stb_ds: what goes to echo_fd, from echo_at on */
     size_t echo_at;
     int echo_fd;
@@ -17779,6 +17928,7 @@ static int key_read(struct keyboard *kb) {
     if (k < 0 && n > 1) kb->in_at--; /* the byte that does not fit begins the next sequence */
     utf8proc_int32_t cp = 0xfffd;
     if (k > 0) utf8proc_iterate((const uint8_t *)s, k, &cp);
+    kb->foreign |= k <= 0;
     return cp;
 }
 
@@ -18467,8 +18617,12 @@ static int chat_template(struct template **out, const struct settings *set, cons
 /* Checks that s (n) is UTF-8 without NUL, as templates need. what: its name in the error. Returns 0, or -1 with a
  * message. */
 static int message_check(const char *what, const char *s, size_t n, char *err) {
-    if (n && memchr(s, 0, n)) return fail(err, "%s has a NUL byte: it is not text", what);
-    return utf8_valid(s, n) ? 0 : fail(err, "%s is not valid UTF-8", what);
+    const char *nul = n ? memchr(s, 0, n) : NULL;
+    size_t at = 0;
+    int k;
+    if (nul) return fail(err, "%s has a NUL byte, byte %td: it is not text", what, nul - s);
+    while (at < n && (k = utf8_sequence(s + at, n - at)) > 0) at += (size_t)k;
+    return at == n ? 0 : fail(err, "%s is not UTF-8 at byte %zu: convert it with iconv -t UTF-8", what, at);
 }
 
 /* Appends a message. */
@@ -18619,6 +18773,9 @@ static int chat_init(struct chat *c, struct settings *set, const struct model *m
     c->reasoning_key = reasoning_key(c->source, n);
     c->strips_reasoning = c->format->close && template_strips(c->source, n, c->format->close);
     chat_common_vars(vars, m, set, c->format);
+    if (set->think != THINK_AUTO && !c->format->off && !template_reads(c, "thinking") &&
+        !template_reads(c, "reasoning_effort"))
+        note_once("--think has no effect: the chat template does not read it");
     c->forms = message_forms_find(c->t, c->source, n, vars);
     json_decref(vars);
     c->rng = settings_seed(set);
@@ -19401,11 +19558,10 @@ static void answer_report(const struct chat *c, const struct printer *p, const s
              context_remedy(c->s, 0, remedy));
 }
 
-/* Generates, says why it ended, and remembers whether /continue can go on. */
+/* Generates, and remembers whether /continue can go on. */
 static void answer_generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     generate(c, p, st);
     watch_end();
-    answer_report(c, p, st);
     c->open_past = st->why == STOP_INTERRUPT || st->why == STOP_LENGTH ? c->s->n_past : 0;
 }
 
@@ -19433,6 +19589,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     chat_tokenize(c, &text, &ids);
     const bool opens = prompt_opens_think(c->format, &text);
     struct printer p = printer_answer(c, ids, (int)arrlen(ids), opens);
+    c->open_past = 0; /* the session leaves the answer before, also if this turn is rolled back */
     watch_begin(c->keys);
     enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
     st.n_prompt = c->s->sync_tokens;
@@ -19446,8 +19603,10 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         answer_generate(c, &p, &st);
         result = st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
         if (st.why == STOP_INTERRUPT && arrlenu(p.text) == before && !arrlen(p.thought)) {
+            c->open_past = 0;
             result = TURN_ROLLED_BACK;
         } else {
+            answer_report(c, &p, &st);
             chat_push(c, "assistant", "", 0);
             message_take(&arrlast(c->messages), &p);
             chat_count(c, &st);
@@ -19508,6 +19667,7 @@ static int chat_continue(struct chat *c, char *err) {
     const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
     if (sync == SYNC_DONE) {
         answer_generate(c, &p, &st);
+        answer_report(c, &p, &st);
         message_take(&arrlast(c->messages), &p);
         chat_count(c, &st);
         chat_stats_line(c, &st, c->set->verbose);
@@ -19778,7 +19938,12 @@ static int chat_load(struct chat *c, const char *name, char *err) {
     char path[4096], why[ERR_MAX], *text = NULL;
     struct message *messages = NULL;
     struct stat st;
-    if (chat_path(name, ".jsonl", path, err) || file_check(path, &st, err)) return -1;
+    if (chat_path(name, ".jsonl", path, err)) return -1;
+    if (access(path, F_OK) && errno == ENOENT)
+        return strcmp(name, LAST_CHAT)
+                   ? fail(err, "there is no conversation '%.256s' (no '%s'); /list lists them", name, path)
+                   : fail(err, "there is no conversation to continue (no '%s')", path);
+    if (file_check(path, &st, err)) return -1;
     int rc = read_text_file(path, &text, err);
     if (!rc && chat_parse(text, arrlenu(text), &messages, why)) rc = fail(err, "'%s': %s", path, why);
     arrfree(text);
@@ -21244,15 +21409,23 @@ static void frame_file(char **out, const char *name, const char *data, size_t n)
 
 /* Changes an option. Without a value prints it; without a name prints all. Returns 0, or -1 with a message. */
 static int option_command(struct repl *r, const char *name, const char *value, char *err) {
-    if (*value && chat_set(r->chat, name, value, err)) return -1;
-    if (*name && !option_find(name)) return option_set(r->chat->set, name, value, err);
-    option_print(r->chat->set, *name ? name : NULL, stderr);
+    const struct option *o = option_of_chat(name);
+    const bool greedy = r->chat->set->greedy;
+    if (*value && chat_set(r->chat, o ? o->name : name, value, err)) return -1;
+    if (*name && !o) return option_set(r->chat->set, name, value, err);
+    option_print(r->chat->set, o ? o->name : NULL, stderr);
+    if (greedy != r->chat->set->greedy && strcmp(o->name, "greedy")) option_print(r->chat->set, "greedy", stderr);
     return 0;
 }
 
 static int cmd_set(struct repl *r, char *arg, char *err) {
     char *value;
     size_t n = split_word(arg, &value);
+    if (memchr(arg, '=', n)) { /* NAME=VALUE */
+        n = strcspn(arg, "=");
+        value = arg + n + 1;
+        value += strspn(value, " \t");
+    }
     arg[n] = 0;
     return option_command(r, arg, value, err);
 }
@@ -21508,19 +21681,19 @@ static const struct command commands[] = {
     {"think", "[on|off|auto|LEVEL]", "set whether, or how hard, the model thinks", cmd_think},
     {"show", "[N]", "print the conversation, or its last N messages", cmd_show},
     {"system", "[TEXT]", "show or replace the system message; \"\" removes it", cmd_system},
-    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" if the name has spaces", cmd_read},
-    {"edit", "![TEXT]", "write a message in $VISUAL or $EDITOR; /edit! changes the last one", cmd_edit},
+    {"read", "FILE [TEXT]", "send TEXT and a text file; \"FILE\" with spaces", cmd_read},
+    {"edit", "![TEXT]", "write a message in $EDITOR; /edit! the last one", cmd_edit},
     {"undo", NULL, "remove the last message and its answer", cmd_undo},
     {"regen", NULL, "regenerate the last answer", cmd_regen},
     {"continue", NULL, "continue an answer that was stopped", cmd_continue},
     {"copy", NULL, "copy the last answer to the clipboard", cmd_copy},
-    {"export", "!FILE", "write the conversation as Markdown; /export! replaces FILE", cmd_export},
-    {"save", "!NAME", "save the conversation; /save! replaces another one", cmd_save},
+    {"export", "!FILE", "write Markdown; /export! replaces FILE", cmd_export},
+    {"save", "!NAME", "save the conversation; /save! replaces another", cmd_save},
     {"load", "NAME", "resume a saved conversation", cmd_load},
     {"rename", "NAME", "rename the saved conversation", cmd_rename},
     {"delete", "NAME", "delete a saved conversation", cmd_delete},
     {"list", NULL, "list the saved conversations", cmd_list},
-    {"ctx", "[N]", "show how full the context is, or change it to N tokens", cmd_ctx},
+    {"ctx", "[N]", "show how full the context is, or make it N tokens", cmd_ctx},
     {"stats", NULL, "show the speed of the last turn and of all turns", cmd_stats},
     {"clear", NULL, "start a new conversation", cmd_clear},
     {"quit", NULL, "exit (also /exit, /bye, Ctrl-D)", cmd_quit},
@@ -21533,6 +21706,8 @@ enum { N_COMMANDS = sizeof commands / sizeof *commands };
 static const struct command *command_find(const char *name, size_t n, char *err) {
     const struct command *found = NULL;
     static const char *const others[][2] = {{"exit", "quit"}, {"bye", "quit"}, {"?", "help"}};
+    static const char *const elsewhere[][2] = {{"new", "clear"},    {"reset", "clear"},   {"retry", "regen"},
+                                               {"history", "show"}, {"parameter", "set"}, {"context", "ctx"}};
     char *list = NULL;
     int count = 0;
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
@@ -21541,19 +21716,33 @@ static const struct command *command_find(const char *name, size_t n, char *err)
         n = strlen(name);
     }
     for (int i = 0; i < N_COMMANDS; i++) {
-        if (!n || strncmp(commands[i].name, name, n)) continue;
+        if (!n || strncasecmp(commands[i].name, name, n)) continue;
         found = &commands[i];
         sb_printf(&list, "%s/%s", count++ ? ", " : "", found->name);
         if (found->name[n]) continue;
         count = 1;
         break;
     }
-    if (!count)
-        fail(err, "unknown command /%.*s (see /help); to send a message that starts with /, type //",
-             (int)(n < 40 ? n : 40), name);
+    if (!count) {
+        char typed[41];
+        snprintf(typed, sizeof typed, "%.*s", (int)n, name);
+        struct nearest k = {.typed = typed};
+        for (int i = 0; i < N_COMMANDS; i++) nearest_try(&k, commands[i].name);
+        for (size_t i = 0; i < sizeof elsewhere / sizeof *elsewhere; i++)
+            if (!strcasecmp(elsewhere[i][0], typed)) k.name = elsewhere[i][1];
+        if (k.name) fail(err, "unknown command /%s: did you mean /%s? (see /help)", typed, k.name);
+        else fail(err, "unknown command /%s (see /help); to send a message that starts with /, type //", typed);
+    }
     if (count > 1) fail(err, "/%.*s is ambiguous: %s", (int)n, name, sb_cstr(&list));
     arrfree(list);
     return count == 1 ? found : NULL;
+}
+
+/* Prints the line of a command in /help. */
+static void command_help(const struct command *c) {
+    char usage[48];
+    snprintf(usage, sizeof usage, "/%s %s", c->name, c->arg ? c->arg + (*c->arg == '!') : "");
+    fprintf(stderr, "  %-27s %s\n", usage, c->help);
 }
 
 static int cmd_help(struct repl *r, char *arg, char *err) {
@@ -21562,14 +21751,14 @@ static int cmd_help(struct repl *r, char *arg, char *err) {
     if (*arg == '/') arg++;
     if (*arg && !(one = command_find(arg, strlen(arg), err))) return -1;
     for (const struct command *c = commands; c < commands + N_COMMANDS; c++)
-        if (!one || c == one)
-            fprintf(stderr, "  /%-6s %-19s  %s\n", c->name, c->arg ? c->arg + (*c->arg == '!') : "", c->help);
+        if (!one || c == one) command_help(c);
     if (one) return 0;
     fputs("Commands may be shortened as long as they stay unique. //text sends /text.\n"
-          "Enter sends. For a new line use Ctrl-J, Alt-Enter, a backslash before Enter, or a block between \"\"\" "
-          "and \"\"\".\n"
+          "Enter sends. For a new line use Ctrl-J, Alt-Enter, a backslash before Enter, or\n"
+          "a block between \"\"\" and \"\"\".\n"
           "Up, Down and Ctrl-R: history. Tab completes commands, names and values.\n"
-          "Ctrl-W, Ctrl-U, Ctrl-K and Alt-D cut, Ctrl-Y and Alt-Y paste. Ctrl-_ undoes. Ctrl-X Ctrl-E opens $EDITOR.\n"
+          "Ctrl-W, Ctrl-U, Ctrl-K and Alt-D cut, Ctrl-Y and Alt-Y paste. Ctrl-_ undoes.\n"
+          "Ctrl-X Ctrl-E opens $EDITOR.\n"
           "Ctrl-C stops the answer, Ctrl-T only its thinking. Ctrl-D exits.\n",
           stderr);
     return 0;
@@ -21662,6 +21851,8 @@ static int repl_run(struct chat *c, const char *first) {
         if (got == EDIT_LINE) {
             size_t n = arrlenu(line);
             (void)sb_cstr(&line); /* commands split their arguments in place */
+            if (r.editor.keys.foreign) note("[U+FFFD stands for what the terminal sent that is not UTF-8]");
+            r.editor.keys.foreign = false;
             repl_lines_waiting(&r);
             rc = repl_line(&r, line, n);
         } else if (!r.hinted) {
@@ -22191,8 +22382,10 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
         l2 = usual[i][2];
     }
     if (gb < 1)
-        die_usage("--gpus %s: unknown memory bandwidth for a GPU of %g GiB: give it in GB/s, --gpus %s@GBPS", text, gib,
-                  text);
+        die_usage(
+            "--gpus %s: the memory bandwidth of a GPU of %g GiB is unknown: give it in GB/s, --gpus %s@GBPS (known "
+            "are 12, 16, 24, 32, 48, 80, 96, 128 and 141 GiB)",
+            text, gib, text);
     p->n_device = n;
     for (int i = 0; i < n; i++) {
         struct plan_device *d = &p->device[i];
@@ -22987,12 +23180,13 @@ static const char *convert_command(void) {
     return beside_program("build/moe-convert", path) ? "moe-convert" : path;
 }
 
-/* Ends the program because no model was given. Lists those in the current directory, in ~/.moe/models, and where make
+/* Ends the program because no model was given, with `plan` to --plan. Lists those in the current directory, in ~/.moe/models, and where make
  * install puts the demo model. */
-__attribute__((noreturn)) static void model_missing(void) {
+__attribute__((noreturn)) static void model_missing(bool plan) {
     const char *home = getenv("HOME");
     char *dir = NULL, shipped[PATH_MAX];
-    message_print("no model: give -m MODEL.gguf or set MOE_MODEL");
+    message_print("no model: give -m MODEL.gguf%s or set MOE_MODEL",
+                  plan ? ", --synth NAME for a known shape (--synth --help lists them)" : "");
     models_list("", "Models in this directory:");
     if (home && *home) {
         sb_printf(&dir, "%s/.moe/models", home);
@@ -23090,7 +23284,8 @@ static bool gpu_wanted(const struct settings *set) {
     if (set->tp > 1 || set->pp > 1 || (set->gpus && strchr(set->gpus, ','))) setenv("CUDA_MODULE_LOADING", "EAGER", 1);
     if (cuda_device_count(err)) return true;
     if (set->gpus) die("--gpus %s: %s", set->gpus, err);
-    if (set->verbose) note("%s", err);
+    const bool driver = !access("/proc/driver/nvidia/version", F_OK);
+    if (set->verbose || (cuda_targets() && (term.err_tty || driver))) note("%s", err);
     return false;
 }
 
@@ -23255,7 +23450,7 @@ static void engine_load(struct engine *e, struct settings *set, bool synthetic) 
     char err[ERR_MAX];
     *e = (struct engine){.set = set};
     if (set->synth) synth_load(e, synthetic);
-    else if (!set->model) model_missing();
+    else if (!set->model) model_missing(false);
     else if (model_load(&e->model, set->model, err)) die("%s", err);
     settings_resolve(set, &e->model);
 }
@@ -25450,11 +25645,13 @@ static int answer_request(struct engine *e, const char *line, size_t n, int numb
     struct settings set = *e->set;
     json_error_t why;
     enum turn_result r = TURN_FAILED;
-    json_t *given = json_loadb(line, n, JSON_REJECT_DUPLICATES, &why), *response = json_object();
+    json_t *given = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &why), *response = json_object();
     json_t *id = NULL, *request = json_is_object(given) ? request_body(given, &id, err) : NULL;
     set.mute = true;
     prompt_chat(e, &set, &c);
-    if (!given) fail(err, "%s at byte %d", why.text, why.position);
+    if (!given)
+        fail(err, "%s at byte %d%s", why.text, why.position,
+             json_error_code(&why) == json_error_premature_end_of_input ? ": a request is one line" : "");
     else if (!json_is_object(given)) fail(err, "not a JSON object");
     else if (request && !request_read(&c, request, err))
         r = set.raw ? raw_turn(e, &c, c.messages[0].content, strlen(c.messages[0].content), err) : chat_answer(&c, err);
@@ -25485,7 +25682,7 @@ static void banner(const struct engine *e) {
     note("%s; loaded in %.2f s", session_name(&e->session, name), m->load_seconds);
     note("context %s tokens, cache %.1f MiB (%s)", with_commas((uint64_t)e->session.n_ctx, a),
          (double)session_kv_bytes(&e->session) / 0x1p20, kv_names[e->session.r->kv_type]);
-    note("/help lists the commands, Ctrl-C stops an answer, Ctrl-T its thinking, Ctrl-D exits");
+    note("/help lists commands, Ctrl-C stops an answer, Ctrl-T its thinking, Ctrl-D exits");
 }
 
 /* Opens a chat; first (stb_ds): its first message, empty: there is none yet. */
@@ -25529,7 +25726,7 @@ static int run_plan(struct engine *e) {
     if (described && (set->cpu || set->cpu_ref)) die_usage("--cpu and --gpus cannot be combined");
     const bool gpu = described || gpu_wanted(set);
     if (set->synth) synth_load(e, true);
-    else if (!set->model) model_missing();
+    else if (!set->model) model_missing(true);
     else if (model_open(&e->model, set->model, true, err)) die("%s", err);
     engine_drafts(e);
     const int code = mode_plan(&e->model, set, gpu, list.device, described ? 0 : list.n);
@@ -25605,17 +25802,34 @@ static const struct mode *mode_find(const struct settings *s) {
     return found;
 }
 
+/* Dies if an option of other modes was changed. */
+static void settings_check_modes(const struct settings *s) {
+    static const size_t sizes[] = {
+        [OPT_FLAG] = sizeof(bool),  [OPT_INT] = sizeof(int),    [OPT_NUM] = sizeof(double),
+        [OPT_CHOICE] = sizeof(int), [OPT_STR] = sizeof(char *), [OPT_FILES] = sizeof(char **)};
+    struct settings unset;
+    settings_init(&unset);
+    for (int i = 0; i < N_OPTIONS; i++) {
+        const struct option *o = &options[i];
+        bool may = !o->of || !memcmp(option_value(s, o), option_value(&unset, o), sizes[o->type]);
+        char *modes = NULL;
+        if (may) continue;
+        for (int k = 0; k < N_OPTIONS; k++)
+            if (options[k].name && list_has(o->of, options[k].name)) may |= option_given(s, &options[k]);
+        names_print(&modes, "--", " or --", o->of);
+        if (!may) die_usage("--%s works only with %s", o->name, sb_cstr(&modes));
+        arrfree(modes);
+    }
+}
+
 /* Options that cannot be used together, or without another one, end the program instead of being ignored. */
 static void settings_check(const struct settings *s) {
+    settings_check_modes(s);
     if (s->system && s->system_file) die_usage("--system and --system-file cannot be combined");
-    if (s->profile && !s->bench) die_usage("--profile works only with --bench");
-    if (s->json && !s->plan && !s->doctor) die_usage("--json works only with --plan or --doctor");
     if (s->plan && s->synth && s->model) die_usage("--plan needs -m or --synth, not both");
     if (gpus_parse(s->gpus).gib > 0 && !s->plan)
         die_usage("--gpus %s describes a machine, which only --plan takes; to run, give GPU numbers", s->gpus);
-    if (s->shard && !s->synth) die_usage("--shard works only with --synth");
-    if (!s->calibrate != !s->output) die_usage("--calibrate needs -o FILE, and -o works only with --calibrate");
-    if (s->activations && !s->calibrate) die_usage("--activations works only with --calibrate");
+    if (s->calibrate && !s->output) die_usage("--calibrate needs -o FILE");
     if (s->calibrate && s->synth) die_usage("--calibrate and --synth cannot be combined");
     if (s->compare && arrlen(s->compare) != 3)
         die_usage("--compare needs A.gguf B.gguf TEXT, found %d names", (int)arrlen(s->compare));

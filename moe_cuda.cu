@@ -9074,8 +9074,13 @@ int cuda_device_count(char *err) {
     int n = 0;
     cudaError_t e = cudaGetDeviceCount(&n);
     if (e == cudaSuccess && n) return n;
-    snprintf(err, ERR_MAX, "no usable GPU: %s%s", e == cudaSuccess ? "none was found" : cudaGetErrorString(e),
-             e == cudaErrorInsufficientDriver ? " (a newer driver is needed)" : "");
+    int driver = 0, needed = 0; /* 1000 major + 10 minor versions of CUDA; driver 0: none is installed */
+    if (e == cudaErrorInsufficientDriver) cudaDriverGetVersion(&driver), cudaRuntimeGetVersion(&needed);
+    if (driver)
+        snprintf(err, ERR_MAX, "no usable GPU: the NVIDIA driver has CUDA %d.%d, a driver with CUDA %d.%d is needed",
+                 driver / 1000, driver % 1000 / 10, needed / 1000, needed % 1000 / 10);
+    else if (e == cudaErrorInsufficientDriver) snprintf(err, ERR_MAX, "no usable GPU: no NVIDIA driver is installed");
+    else snprintf(err, ERR_MAX, "no usable GPU: %s", e == cudaSuccess ? "none was found" : cudaGetErrorString(e));
     cudaGetLastError();
     return 0;
 }

@@ -426,8 +426,11 @@ __attribute__((noreturn)) static inline void refuse_directory(const char *dir) {
     }
     for (size_t i = 0; i < arrlenu(all); i++)
         if (path_exists(fmt("%s/%s/%s", dir, all[i], config_json))) arrput(inside, all[i]);
-    if (inside)
-        die("'%s' has no %s: type %s/%s%s", dir, config_json, dir, inside[0], arrlen(inside) > 1 ? " or another" : "");
+    const char *names = inside ? fmt("%s/%s", dir, inside[0]) : NULL;
+    for (size_t i = 1; i < arrlenu(inside) && i < 8; i++) names = fmt("%s, %s/%s", names, dir, inside[i]);
+    if (names)
+        die("'%s' has no %s; %s: %s%s", dir, config_json, arrlen(inside) > 1 ? "type one of these" : "type", names,
+            arrlen(inside) > 8 ? ", .." : "");
     if (gguf) die("'%s' has no %s; its GGUF files need no conversion: moe -m %s/%s", dir, config_json, dir, gguf[0]);
     die("'%s' has no %s", dir, config_json);
 }
@@ -1034,7 +1037,10 @@ static inline bool argument_read(struct settings *s, const char *a, const char *
     char name[64], err[ERR_MAX], *typed = NULL;
     const char *value = argument_split(a, name);
     const struct option *o = option_by_argument(name);
-    if (!o) die_usage("unknown option '%s' (see --help)", a);
+    if (!o) {
+        option_unknown(a, err);
+        die_usage("%s", err);
+    }
     if (o->type == OPT_FLAG && !value) value = "on";
     const bool taken = !value && next;
     if (taken) value = next;

@@ -2752,6 +2752,15 @@ static const char *family_types(void) {
     return fmt("%s, qwen3_5_moe, kimi_k25, minimax_m3_vl or step3p7", list);
 }
 
+/* Whether a config.json says how many experts there are. */
+static bool has_experts(struct doc d) {
+    static const char *const keys[] = {"num_experts",     "n_routed_experts",    "num_local_experts",
+                                       "moe_num_experts", "num_experts_per_tok", "num_experts_per_token"};
+    bool has = false;
+    for (size_t i = 0; i < COUNT(keys) && d.obj; i++) has |= get(d, keys[i]) != NULL;
+    return has;
+}
+
 /* Reads config.json into m. */
 static void read_config(void) {
     m.top = doc_read("config.json");
@@ -2775,6 +2784,8 @@ static void read_config(void) {
         const char *name = untold ? families[f].wrapper : families[f].type;
         if (name && !strcmp(name, type)) break;
     }
+    if (f == n && !has_experts(m.cfg) && !has_experts(get_obj(m.top, "text_config")))
+        die("config.json: '%s' is a dense model; moe runs mixtures of experts", type);
     expect(m.cfg, "model_type", f < n && (!wrapped || (families[f].wrapper && !strcmp(families[f].wrapper, wrapper))),
            family_types());
     m.arch = families[f].arch;
@@ -4876,6 +4887,7 @@ static const struct manual manual = {
 static void apply_options(void) {
     if (!model_dir) die_usage("no Hugging Face directory given (see --help)");
     if (!opt.out && !opt.dry_run) die_usage("give -o OUT.gguf or --dry-run (see --help)");
+    if (opt.out && !strcmp(opt.out, "-")) die_usage("-o -: the output cannot go to stdout");
     if (opt.out && strlen(opt.out) >= PATH_MAX - 1) die_usage("the name given with -o is too long");
     const char *unused = opt.importance ? "--importance" : NULL;
     if (opt.search >= 0) unused = "--search";

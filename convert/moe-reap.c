@@ -1723,6 +1723,7 @@ static void find_amount(void) {
 static void check_usage(size_t n_files) {
     if (!m.path) die_usage("no model given (see --help)");
     if (!opts.out && !opts.dry_run) die_usage("give -o OUT or --dry-run (see --help)");
+    if (opts.out && !strcmp(opts.out, "-")) die_usage("-o -: the output cannot go to stdout");
     if (opts.out && strlen(opts.out) >= PATH_MAX - 1) die_usage("the name given with -o is too long");
     if (amount == NONE) die_usage("give one of --keep, --ratio, --budget and --counts (see --help)");
     if (opts.per_layer && amount == COUNTS) die_usage("--per-layer works only with --keep, --ratio or --budget");

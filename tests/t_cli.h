@@ -84,7 +84,7 @@ static void test_cli_lines(void) {
 static void test_cli_bad_line(void) {
     check_command("printf 'Once upon a\\n%0999d\\nOnce upon a\\n' 0 | " MOE "--raw --lines --greedy -n 1 -c 64", 1,
                   " time\n time\n", "line 2: ");
-    check_command("printf '\\n\\n\\377\\n' | " MOE "--lines -n 1", 1, "", "line 3: the message is not valid UTF-8");
+    check_command("printf '\\n\\n\\377\\n' | " MOE "--lines -n 1", 1, "", "line 3: the message is not UTF-8 at byte 0");
     check_command("printf '' | " MOE "--raw -p ''", 1, "", "no tokens");
 }
 
@@ -162,7 +162,7 @@ static void test_cli_jsonl(void) {
 /* --continue and --load with a prompt: one turn of that conversation, which becomes the last one. */
 static void test_cli_continue(void) {
     check_command(IN_DIR("mkdir -p @/home; rm -rf @/home/.moe; HOME=@/home " MOE "--greedy --continue -p hi"), 1, "",
-                  "last.jsonl': No such file");
+                  "there is no conversation to continue");
     check_command(IN_DIR("HOME=@/home " MOE
                          "--greedy -p 'What is 7 squared? One word.' --load tests/corpus/session/header.jsonl"),
                   1, "", "line 1 is not the header");
@@ -244,7 +244,16 @@ static void test_cli_usage(void) {
              {"-sys a --system-file Makefile -p hi", "--system and --system-file cannot be combined", 2},
              {"--logits '' --ids 1", "--logits needs the name of a file", 2},
              {"-hv", "unknown option '-hv'", 2},
-             {"-help", "unknown option '-help'", 2},
+             {"--temprature 1", "unknown option '--temprature': did you mean --temperature? (see --help)", 2},
+             {"--topk=1", "unknown option '--topk=1': did you mean --top-k? (see --help)", 2},
+             {"--verbos", "unknown option '--verbos': did you mean --verbose? (see --help)", 2},
+             {"--xyzzy", "unknown option '--xyzzy' (see --help)", 2},
+             {"--tensor-parallel-size 2", "--tensor-parallel-size: use --tp N", 2},
+             {"--max-model-len=9", "--max-model-len=9: use -c N", 2},
+             {"--perplexity Makefile --depth 40", "--depth works only with --needle", 2},
+             {"-p hi --special", "--special works only with --raw or --tokenize", 2},
+             {"-p hi --json", "--json works only with --plan or --doctor", 2},
+             {"-p hi -o x.json", "--output works only with --calibrate", 2},
              {"-mbuild/demo.gguf", "unknown option '-mbuild/demo.gguf'", 2},
              {"-n1x", "-n1x: expected a whole number from -1", 2},
              {"-c 0x10", "-c 0x10: expected a whole number from 0", 2},
@@ -256,13 +265,15 @@ static void test_cli_usage(void) {
              {"build/demo.gguf", "unexpected argument 'build/demo.gguf': the model is 'build/demo.gguf'", 2},
              {"Makefile", "unexpected argument 'Makefile': use -p for a prompt, -m for a model", 2},
              {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
-             {"--synth qwen3-30b-a3b:1abc --info", "layers from 1 to 48", 2},
-             {"--synth qwen3-30b --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, ", 2},
-             {"--synth kimi-k2: --info", "layers from 1 to 61 and experts from 8 to 384 in steps of 1", 2},
-             {"--synth deepseek-v3:layers=62 --info", "layers from 1 to 61", 2},
-             {"--synth deepseek-v3:experts=20 --info", "experts from 16 to 256 in steps of 8", 2},
-             {"--synth qwen3-30b-a3b:layers=2,experts=7 --info", "experts from 8 to 128", 2},
-             {"--synth qwen3-30b-a3b:experts=16x --info", "experts from 8 to 128", 2},
+             {"--synth qwen3-30b-a3b:1abc --info", "layers=N from 1 to 48", 2},
+             {"--synth llama --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, ", 2},
+             {"--synth qwen3-30b --info", "did you mean qwen3-30b-a3b?", 2},
+             {"--synth Zai/glm4.7 --info", "did you mean glm-4.7?", 2},
+             {"--synth kimi-k2: --info", "layers=N from 1 to 61, experts=M from 8 to 384, backbone=bf16", 2},
+             {"--synth deepseek-v3:layers=62 --info", "layers=N from 1 to 61", 2},
+             {"--synth deepseek-v3:experts=20 --info", "experts=M from 16 to 256 in steps of 8", 2},
+             {"--synth qwen3-30b-a3b:layers=2,experts=7 --info", "experts=M from 8 to 128", 2},
+             {"--synth qwen3-30b-a3b:experts=16x --info", "experts=M from 8 to 128", 2},
              {"--synth qwen3-30b-a3b --shard 2/2 --info", "R from 0 to N - 1", 2},
              {"--synth qwen3-30b-a3b --shard 0/9 --info", "N from 1 to 8", 2},
              {"--synth qwen3-30b-a3b --shard 0/3 --info", "32 attention heads, not a multiple of 3", 2},
@@ -280,11 +291,12 @@ static void test_cli_usage(void) {
         check_command(cmd, t[i].rc, "", t[i].said);
     }
     check_command(MOE_BIN " --help", 0, NULL, NULL);
-    check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not valid UTF-8");
-    check_command(IN_DIR("printf 'a\\377b' | " MOE "--logits @/x.npy"), 1, "", "the prompt is not valid UTF-8");
-    check_command(MOE "-sys \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "", "the system message is not valid UTF-8");
+    check_command("printf 'a\\377b' | " MOE, 1, "", "the message is not UTF-8 at byte 1");
+    check_command(IN_DIR("printf 'a\\377b' | " MOE "--logits @/x.npy"), 1, "", "the prompt is not UTF-8 at byte 1");
+    check_command(MOE "-sys \"$(printf 'a\\377b')\" -p hi </dev/null", 1, "",
+                  "the system message is not UTF-8 at byte 1");
     check_command(IN_DIR("printf 'a\\0b' >@/s.txt; " MOE "--system-file @/s.txt -p hi </dev/null"), 1, "",
-                  "the system message has a NUL byte");
+                  "the system message has a NUL byte, byte ");
     check_command(MOE "-c 1 --perplexity Makefile </dev/null", 1, "", "too short");
     check_command(IN_DIR("yes '' | head -200 >@/hay.txt; " MOE "--needle 100 --haystack @/hay.txt </dev/null"), 1, "",
                   "the haystack is not");

@@ -1019,28 +1019,37 @@ static void test_plan_usage(void) {
     static const struct {
         const char *args, *said;
         int rc;
-    } t[] = {{"--plan --gpus 4x --synth kimi-k2", "--gpus 4x: expected NxGIB or NxGIB@GBPS with N from 1 to 4", 2},
-             {"--plan --gpus 5x96 --synth kimi-k2", "with N from 1 to 4", 2},
-             {"--plan --gpus 4x96@ --synth kimi-k2", "with N from 1 to 4", 2},
-             {"--plan --gpus 4x96@0 --synth kimi-k2", "with N from 1 to 4", 2},
-             {"--plan --gpus 4x96,0 --synth kimi-k2", "with N from 1 to 4", 2},
-             {"--plan --gpus 4x1e9 --synth kimi-k2", "with N from 1 to 4", 2},
-             {"--plan --gpus 4x97 --synth kimi-k2", "of 97 GiB: give it in GB/s, --gpus 4x97@GBPS", 2},
-             {"--gpus 4x96 -m build/demo.gguf -p hi", "--gpus 4x96 describes a machine, which only --plan takes", 2},
-             {"--plan --gpus 4x96 --tp 3 --synth kimi-k2", "4 GPUs cannot share this model as --tp and --pp ask", 2},
-             {"--plan --gpus 4x96 --pp 4 --synth kimi-k2:layers=3", "each --pp stage needs one of the 3 layers", 2},
-             {"--plan --gpus 4x96 --tp 4 -m $d/narrow.gguf", "4 GPUs cannot share this model as", 2},
-             {"--plan --gpus 4x96 --cpu --synth kimi-k2", "--cpu and --gpus cannot be combined", 2},
-             {"--plan --cpu --tp 2 --synth kimi-k2", "--tp and --pp need GPUs: describe them, such as --gpus 4x96", 2},
-             {"--plan --gpus 4x96 --kv f32 --synth kimi-k2", "--kv f32 works only on the CPU", 2},
-             {"--plan --gpus 4x96", "no model", 2},
-             {"--plan --info -m build/demo.gguf", "--info and --plan cannot be combined", 2},
-             {"--plan -p hi -m build/demo.gguf", "--plan and -p cannot be combined", 2},
-             {"--plan --synth kimi-k2 -m new.gguf", "--plan needs -m or --synth, not both", 2},
-             {"--json -m build/demo.gguf", "--json works only with --plan", 2},
-             {"--plan --gpus 4x96 --synth kimi-k2:backbone=q4", "backbone=bf16|q8_0", 2},
-             {"--plan --gpus 4x96 -m $d/nothing.gguf", "No such file", 1},
-             {"--plan --gpus 4x96 -m Makefile", "not a GGUF file", 1}};
+    } t[] = {
+        {"--plan --gpus 1x96,1x32 --synth kimi-k2", "--gpus 1x96,1x32: GPUs of different sizes cannot be planned", 2},
+        {"--plan --gpus 96 --synth kimi-k2", "or, for --plan, a machine such as 2x96", 2},
+        {"--plan --gpus 2x96GBx --synth kimi-k2", "expected NxGIB or NxGIB@GBPS", 2},
+        {"--plan --gpus 1x20 --synth kimi-k2", "known are 12, 16, 24,", 2},
+        {"--plan --gpus 2x96", "--synth NAME for a known shape", 2},
+        {"--plan glm-4.7", "--synth for a shape", 2},
+        {"--plan --gpus 4x --synth kimi-k2", "--gpus 4x: expected NxGIB or NxGIB@GBPS with N from 1 to 4", 2},
+        {"--plan --gpus 5x96 --synth kimi-k2", "with N from 1 to 4", 2},
+        {"--plan --gpus 4x96@ --synth kimi-k2", "with N from 1 to 4", 2},
+        {"--plan --gpus 4x96@0 --synth kimi-k2", "with N from 1 to 4", 2},
+        {"--plan --gpus 4x96,0 --synth kimi-k2", "GPUs of different sizes cannot be planned", 2},
+        {"--plan --gpus 4x1e9 --synth kimi-k2", "with N from 1 to 4", 2},
+        {"--plan --gpus 4x97 --synth kimi-k2", "of 97 GiB is unknown: give it in GB/s, --gpus 4x97@GBPS", 2},
+        {"--gpus 4x96 -m build/demo.gguf -p hi", "--gpus 4x96 describes a machine, which only --plan takes", 2},
+        {"--plan --gpus 4x96 --tp 3 --synth kimi-k2", "4 GPUs cannot share this model as --tp and --pp ask", 2},
+        {"--plan --gpus 4x96 --pp 4 --synth kimi-k2:layers=3", "each --pp stage needs one of the 3 layers", 2},
+        {"--plan --gpus 4x96 --tp 4 -m $d/narrow.gguf", "4 GPUs cannot share this model as", 2},
+        {"--plan --gpus 4x96 --cpu --synth kimi-k2", "--cpu and --gpus cannot be combined", 2},
+        {"--plan --cpu --tp 2 --synth kimi-k2", "--tp and --pp need GPUs: describe them, such as --gpus 4x96", 2},
+        {"--plan --gpus 4x96 --kv f32 --synth kimi-k2", "--kv f32 works only on the CPU", 2},
+        {"--plan --gpus 4x96", "no model", 2},
+        {"--plan --info -m build/demo.gguf", "--info and --plan cannot be combined", 2},
+        {"--plan -p hi -m build/demo.gguf", "--plan and -p cannot be combined", 2},
+        {"--plan --synth kimi-k2 -m new.gguf", "--plan needs -m or --synth, not both", 2},
+        {"--json -m build/demo.gguf", "--json works only with --plan", 2},
+        {"--plan --gpus 4x96 --synth kimi-k2:backbone=q4", "backbone=bf16 or backbone=q8_0", 2},
+        {"--plan --gpus 4x96 -m $d/nothing.gguf", "No such file", 1},
+        {"--plan --gpus 4x96 -m Makefile", "not a GGUF file", 1}};
+    json_decref(plan_of("--gpus 2X96GB --synth gpt-oss-120b", 0));
+    json_decref(plan_of("--gpus '2 x 96 GiB @ 1792 GB/s' --synth OpenAI/GPT-OSS-120B", 0));
     /* widths of one unit of 64 */
     const struct synth narrow = {"narrow", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 512, 256, .ff_dense = 64};
     struct synth_tensor *tensors = synth_tensors(&narrow);

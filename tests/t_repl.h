@@ -1509,6 +1509,13 @@ static void test_moe_dialogue(void) {
     moe_ask(&p, "/help", "/quit");
     moe_ask(&p, "/help re", "is ambiguous: /read, /regen");
     moe_ask(&p, "/sq", "unknown command /sq");
+    moe_ask(&p, "/hlep", "unknown command /hlep: did you mean /help?");
+    moe_ask(&p, "/new", "unknown command /new: did you mean /clear?");
+    moe_ask(&p, "/SET seed", "seed");
+    moe_ask(&p, "/set temperature=0.5", "temp             0.5");
+    moe_ask(&p, "/set n 7", "predict          7");
+    moe_ask(&p, "/set sed 1", "unknown option 'sed': did you mean seed?");
+    moe_ask(&p, "/set predict -1", "predict          -1");
     size_t from = p.log_at;
     moe_ask(&p, "//sq what is this?", "");
     CHECK(!memmem(p.log + from, arrlenu(p.log) - from, "unknown command", 15), "// does not send a slash");
@@ -1649,7 +1656,7 @@ static void test_moe_files(void) {
     unsetenv("EDITOR");
     if (!started) return;
     snprintf(line, sizeof line, "/read %s", bad);
-    moe_ask(&p, line, "is not valid UTF-8");
+    moe_ask(&p, line, "is not UTF-8 at byte 3");
     moe_ask(&p, "/read /nonexistent", "cannot open '/nonexistent'");
     moe_ask(&p, "/read /tmp", "not a regular file");
     snprintf(line, sizeof line, "/read %s Answer the question in the file.", good);
@@ -1666,7 +1673,7 @@ static void test_moe_files(void) {
     moe_ask(&p, "/list", "kept");
     moe_ask(&p, "/load no-such-session", "no-such-session");
     moe_ask(&p, "/save ~/home.jsonl", "[saved ");
-    moe_ask(&p, "/load home.jsonl", "cannot open");
+    moe_ask(&p, "/load home.jsonl", "there is no conversation 'home.jsonl'");
     moe_ask(&p, "/load ~/home", "[loaded 2 messages]");
     struct stat st;
     char *data = NULL, err[ERR_MAX];
@@ -1847,7 +1854,7 @@ static void test_moe_conversations(void) {
     arrfree(data);
     moe_ask(&p, "/copy", "\033]52;c;");
     moe_ask(&p, "/delete two", "[deleted two]");
-    moe_ask(&p, "/load two", "cannot open");
+    moe_ask(&p, "/load two", "there is no conversation 'two'");
     moe_ask(&p, "exit", "type /exit for the command");
     pty_send(&p, "/exit\r");
     CHECK_INT(pty_end(&p), 0, "the exit code");

@@ -228,7 +228,7 @@ static void test_sources_places(void) {
         {"the folder above it", "qwen3moe", SOURCE_CACHE "mkdir ../hub/models--Org--Other", .says = "type ./hub/models--Org--Other or another", .source = "."},
         {"the name of a model", "qwen3moe", "true", .says = "'Org/Tiny' is no directory; download the model with: hf download Org/Tiny --local-dir Tiny", .source = "Org/Tiny"},
         {"the name of a model that the cache has", "qwen3moe", SOURCE_CACHE "mkdir -p ../.cache/huggingface; cp -r ../hub ../.cache/huggingface", .says = ".cache/huggingface/hub/models--Org--Tiny-8x1B\n", .source = "Org/Tiny-8x1B"},
-        {"the directory above", "qwen3moe", "rm -rf ../hub; mkdir m; mv *.json *.safetensors m", .says = "'s' has no config.json: type s/m\n", .source = "s"},
+        {"the directory above", "qwen3moe", "rm -rf ../hub; mkdir m; mv *.json *.safetensors m", .says = "'s' has no config.json; type: s/m\n", .source = "s"},
         {"GGUF files", "qwen3moe", "rm *; text m.gguf GGUF", .says = "its GGUF files need no conversion: moe -m s/m.gguf", .source = "s"},
         {"a GGUF file", "qwen3moe", "text m.gguf GGUF", .says = "'s/m.gguf' is a GGUF file already: moe -m s/m.gguf", .source = "s/m.gguf"},
         {"nothing", "qwen3moe", "true", .says = "cannot open 'nothing': No such file or directory", .source = "nothing"});

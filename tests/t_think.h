@@ -538,7 +538,10 @@ static void test_think_turns(void) {
     CHECK(script_turn(&x, "", "\251" NEXT FINAL "E" RETURN, -1) == TURN_DONE, "/continue");
     check_answer(&x, "E", "t\303\251");
     CHECK(script_turn(&x, "t", ANALYSIS "Hm.", 0) == TURN_ROLLED_BACK && chat_last_is(&x.c, "assistant"), "at once");
+    CHECK(!strstr(x.said[1], "[stopped"), "at once: '%s'", x.said[1]);
     CHECK(script_turn(&x, "t", ANALYSIS "Hm.", 2) == TURN_ROLLED_BACK && chat_last_is(&x.c, "assistant"), "header");
+    CHECK(chat_continue(&x.c, err) && strstr(err, "no answer was stopped"), "/continue after a turn that is gone");
+    check_answer(&x, "E", "t\303\251");
     CHECK(arrlen(x.c.messages) == 6 && !chat_undo(&x.c, err) && arrlen(x.c.messages) == 4, "/undo");
     CHECK(script_turn(&x, "u", CHANNEL "commentary to=f\033 json" MESSAGE "{}" CALL, -1) == TURN_DONE, "a call");
     CHECK_HAS(x.said[1], "[the model called 'f?', but there are no tools]", "a call");
