@@ -3202,17 +3202,43 @@ DEVICE float power_above(float x) {
     return __uint_as_float(((u >> 23) + ((u & 0x7FFFFF) != 0)) << 23);
 }
 
+/* Returns x less the nearest value of E4M3, where that is in range. */
+DEVICE float e4m3_error(float x) {
+    const uint32_t power = max(__float_as_uint(x) & 0x7F800000u, 0x3C800000u); /* of x, at least 2^-6 */
+    const float round = __uint_as_float(power + (20u << 23)), a = fabsf(x);    /* its ulp is the step of E4M3 */
+    return a - ((a + round) - round);
+}
+
+/* Returns the scale of a group of an FP8 row, as fp8_scale of moe.c. With one warp: value i is x[i / 32] of lane i % 32. */
+template <int PER>
+DEVICE float fp8_scale(int n, const float x[PER], bool pow2) {
+    const int lane = threadIdx.x & 31;
+    float amax = 0, best = FP8_TOP, least = INFINITY;
+    UNROLL for (int i = 0; i < PER; i++) if (lane + 32 * i < n) amax = fmaxf(amax, fabsf(x[i]));
+    amax = warp_max(amax);
+    if (!(amax > 0x1p-100f)) return 1.0f;
+    if (pow2) return power_above(amax * (1.0f / FP8_TOP));
+    UNROLL for (int c = 0; c < FP8_TOPS; c++) {
+        const float top = FP8_TOP - FP8_TOP_STEP * c, inv = top * (1.0f / amax);
+        float error = 0;
+        UNROLL for (int i = 0; i < PER; i++) {
+            const float e = lane + 32 * i < n ? e4m3_error(x[i] * inv) : 0.0f;
+            error = fmaf(e, e, error);
+        }
+        error = warp_sum(error) * (1.0f / (top * top));
+        if (error < least) least = error, best = top;
+    }
+    return amax / best;
+}
+
 /* Stores a group of n values into a row of a plane, from element `at` on, with one warp: value i is x[i / 32] of lane
- * i % 32. FP8: see kv_store of moe.c. */
+ * i % 32. */
 template <int PER>
 DEVICE void plane_store(const struct plane &p, size_t at_row, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
     uint8_t *row = p.data + at_row * p.row_bytes;
-    float amax = 0;
-    UNROLL for (int i = 0; i < PER; i++) if (lane + 32 * i < n) amax = fmaxf(amax, fabsf(x[i]));
-    amax = warp_max(amax);
-    float scale = amax > 0x1p-100f ? power_above(amax * (1.0f / 448.0f)) : 1.0f, inv = 1.0f / scale;
     const bool fp8 = p.type == KV_FP8;
+    const float scale = fp8 ? fp8_scale<PER>(n, x, p.pow2) : 1.0f, inv = 1.0f / scale;
     if (fp8 && !lane) p.scale[at_row * (size_t)p.n_group + (size_t)group] = scale;
     UNROLL for (int i = 0; i < PER; i++) {
         int k = lane + 32 * i;

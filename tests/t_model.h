@@ -1565,28 +1565,59 @@ static void test_sampler(void) {
     CHECK(sample(&o, x, N, recent, 3) == 10, "greedy is not the largest");
 }
 
+/* The squared error of x (n) in E4M3 with that scale: steps of 2^-3 of a power of two, and of 2^-9 below 2^-6. */
+static double e4m3_squares(const float *x, int n, double scale) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) {
+        const double v = fabs((double)x[i]) / scale, step = exp2(floor(log2(fmax(v, 0x1p-6))) - 3);
+        const double e = (v - rint(v / step) * step) * scale;
+        sum += e * e;
+    }
+    return sum;
+}
+
+/* Checks a group of an FP8 row, x (n), against what the cache gives back, y. Its largest magnitude is exact and its squared
+ * error the least of four scales; pow2: its scale is a power of two. */
+static void check_e4m3_group(const float *x, const float *y, int n, float scale, bool pow2) {
+    double amax = 0, sum = 0, least = INFINITY;
+    for (int i = 0; i < n; i++) amax = fmax(amax, fabs((double)x[i]));
+    for (double top = 448; top >= 256; top -= 64) least = fmin(least, e4m3_squares(x, n, amax / top));
+    if (pow2) {
+        const double want = exp2(ceil(log2(amax / 448)));
+        CHECK((double)scale == want, "scale %g, expected %g", scale, want);
+        least = e4m3_squares(x, n, want);
+    }
+    for (int i = 0; i < n; i++) {
+        const double e = fabs((double)y[i] - (double)x[i]), v = fabs((double)x[i]);
+        const double tol = v == amax && !pow2 ? v * 1e-6 : fmax(v / 17, (double)scale * 0x1p-10) * 1.00001;
+        CHECK(e <= tol, "value %d of a group up to %g: %g became %g", i, amax, x[i], y[i]);
+        sum += e * e;
+    }
+    CHECK(fabs(sum / least - 1) < 1e-4, "a group up to %g: squared error %g, expected %g", amax, sum, least);
+}
+
 /* Every cache format gives back what was stored, at its own precision. */
 static void test_kv_planes(void) {
     enum { W = 192, ROWS = 70 };
     float x[W], y[W];
     uint64_t rng = 9;
-    for (int type = KV_BF16; type <= KV_F32; type++) {
-        struct plane p = plane_make((enum kv_type)type, W, 128);
+    for (int turn = 0; turn < 4; turn++) {
+        const enum kv_type type = turn < 3 ? (enum kv_type)turn : KV_FP8;
+        struct plane p = plane_make(type, W, 128);
+        p.pow2 = turn == 3;
         p.data = xcalloc(ROWS, p.row_bytes);
         if (type == KV_FP8) p.scale = xcalloc(ROWS * (size_t)p.n_group, sizeof(float));
         CHECK(p.row_bytes % 16 == 0, "rows of %zu bytes", p.row_bytes);
-        for (int row = 0; row + 1 < ROWS; row += 23) {
+        for (int row = 0; row + 1 < ROWS; row += 3) {
             for (int i = 0; i < W; i++) x[i] = (float)(rng_uniform(&rng) - 0.5) * (i < 128 ? 1e-3f : 1e3f);
             x[5] = 0;
             kv_store(kernels_choose(), &p, row, x);
             kv_load(kernels_choose(), &p, row, 1, 0, W, y, W);
-            for (int i = 0; i < W; i++) {
-                float amax = i < 128 ? 0.5e-3f : 0.5e3f,
-                      tol = type == KV_F32    ? 0
-                            : type == KV_BF16 ? fabsf(x[i]) / 256
-                                              : fmaxf(fabsf(x[i]) / 16, amax * 0x1p-9f / 448 * 1.01f);
-                CHECK(fabsf(x[i] - y[i]) <= tol, "type %d row %d value %d: %g became %g", type, row, i, x[i], y[i]);
-            }
+            for (int i = 0; i < W && type != KV_FP8; i++)
+                CHECK(fabsf(x[i] - y[i]) <= (type == KV_F32 ? 0 : fabsf(x[i]) / 256),
+                      "type %d row %d value %d: %g became %g", type, row, i, x[i], y[i]);
+            for (int g = 0; g < p.n_group && type == KV_FP8; g++)
+                check_e4m3_group(x + 128 * g, y + 128 * g, g ? W - 128 : 128, p.scale[row * p.n_group + g], p.pow2);
             float tiny[W]; /* its scale has no finite reciprocal */
             for (int i = 0; i < W; i++) tiny[i] = 1e-38f;
             kv_store(kernels_choose(), &p, row + 1, tiny);
