@@ -2150,17 +2150,22 @@ static void out_flush(void) {
     if ((fflush(stdout) || ferror(stdout)) && !term.out_error) term.out_error = errno ? errno : EIO;
 }
 
+/* Columns of the terminal at stderr; 80 if it does not say. */
+static int err_columns(void) {
+    struct winsize w;
+    return !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
+}
+
 /* Shows a line of progress on stderr in place of the last one, cut to the width of the terminal; "" removes it. Does
  * nothing where a line cannot be rewritten. */
 __attribute__((format(printf, 1, 2))) static void status_line(const char *fmt, ...) {
-    struct winsize w;
     char line[256];
     va_list ap;
     if (!term.err_moves) return;
     va_start(ap, fmt);
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
-    int cols = !ioctl(2, TIOCGWINSZ, &w) && w.ws_col ? w.ws_col : 80;
+    const int cols = err_columns();
     if (cols <= (int)sizeof line) line[cols - 1] = 0;
     message_sanitize(line);
     fprintf(stderr, "\r%s\033[K", line);
@@ -2202,10 +2207,29 @@ static void out_put(const char *s, size_t n) {
     arrfree(shown);
 }
 
-/* Prints a line on stderr, on a terminal in a color (a parameter of SGR). */
+/* Appends s to *out with new rows between words, none of more than `columns` code points unless a word is longer. */
+static void rows_put(char **out, const char *s, int columns) {
+    for (int at = 0; *s;) {
+        const int blanks = (int)strspn(s, " "), n = (int)strcspn(s + blanks, " \n");
+        int width = 0;
+        for (int i = 0; i < n; i++) width += ((uint8_t)s[blanks + i] & 0xc0) != 0x80;
+        const bool full = at && n && at + blanks + width > columns;
+        if (full) sb_puts(out, "\n");
+        sb_put(out, full ? s + blanks : s, (size_t)(n + (full ? 0 : blanks)));
+        at = full ? width : at + blanks + width;
+        s += blanks + n;
+        if (*s != '\n') continue;
+        arrput(*out, *s++);
+        at = 0;
+    }
+}
+
+/* Prints a line on stderr, on a terminal in a color (a parameter of SGR) and broken between words. */
 static void line_print(const char *color, const char *text) {
-    char *shown = NULL;
-    term_put(&shown, text, strlen(text), term.err_tty);
+    char *shown = NULL, *plain = NULL;
+    term_put(term.err_tty ? &plain : &shown, text, strlen(text), term.err_tty);
+    if (term.err_tty) rows_put(&shown, sb_cstr(&plain), err_columns());
+    arrfree(plain);
     if (term.color_err) fprintf(stderr, "\033[%sm%s\033[0m\n", color, sb_cstr(&shown));
     else fprintf(stderr, "%s\n", sb_cstr(&shown));
     arrfree(shown);
@@ -22132,6 +22156,7 @@ struct plan {
     int chosen, context;    /* index of the layout; tokens of context */
     int experts;            /* per layer, after pruning; if even that does not fit, all */
     double percent;         /* of the model's experts that these are */
+    int first_experts;      /* per layer, with which the first layout fits where another one keeps more; 0: none */
     int fewest;             /* experts per layer that a token needs */
     int shorter;            /* tokens: the largest context with all experts where they do not fit with -c N; 0: none */
     bool fits_undrafted;    /* they fit without the prediction layers */
@@ -22366,6 +22391,16 @@ static int64_t plan_missing(struct plan *p) {
     return -best;
 }
 
+/* Tries n experts per layer in every layout; whether one fits. */
+static bool plan_try(struct plan *p, int n) {
+    struct model pruned;
+    p->experts = n;
+    p->percent = plan_prune(&pruned, p->m, n);
+    const bool fits = plan_choose(p, &pruned);
+    free(pruned.layers);
+    return fits;
+}
+
 /* The search: all experts first, then fewer per layer, each time in every layout, until one fits. */
 static void plan_solve(struct plan *p) {
     const struct model *m = p->m;
@@ -22375,12 +22410,10 @@ static void plan_solve(struct plan *p) {
         if (plan_prunable(&m->layers[il])) most = int_max(most, m->layers[il].n_expert);
     p->fewest = (m->max.n_expert_used + m->n_group_used - 1) / m->n_group_used * step;
     for (int n = all; n == all || n >= p->fewest; n = (int_min(n, most) - 1) / step * step) {
-        struct model pruned;
-        p->experts = n;
-        p->percent = plan_prune(&pruned, m, n);
-        bool fits = plan_choose(p, &pruned);
-        free(pruned.layers);
-        if (fits) {
+        if (plan_try(p, n)) {
+            for (int k = n - step; n < all && p->chosen && k >= p->fewest; k -= step)
+                if (plan_try(p, k) && !p->chosen) p->first_experts = k;
+            if (p->first_experts || p->experts != n) plan_try(p, n);
             p->missing_pruned = 0;
             p->outcome = n < all ? PLAN_NEEDS_PRUNING : p->layout[p->chosen].pp > 1 ? PLAN_FITS_STAGES : PLAN_FITS;
             return;
@@ -23002,6 +23035,9 @@ static void plan_head(const struct plan *p, char **text) {
     if (p->shorter) sb_printf(text, "\n            with all experts: fits with -c %d", p->shorter);
     if (p->fits_undrafted) sb_printf(text, "\n            with all experts: fits without drafts (--spec-type none)");
     if (!p->cpu) sb_printf(text, "\nlayout      %s", p->layout[p->chosen].name);
+    if (p->first_experts)
+        sb_printf(text, "\n            %s is faster and has room for %d experts per layer", p->layout[0].name,
+                  p->first_experts);
     sb_printf(text, "\ncontext     %s tokens (trained: %s), %s cache\n\n", with_commas((uint64_t)p->context, a),
               with_commas((uint64_t)m->n_ctx_train, b), p->kv_name);
     if (snapshot_bytes(m, p->kv))

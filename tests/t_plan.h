@@ -1015,6 +1015,24 @@ static void test_plan_cpu(void) {
     json_decref(plan_of("--cpu -t 1 --synth kimi-k2:backbone=q8_0", 1));
 }
 
+/* Where stages keep more experts than tensor parallelism, which is faster, the plan names both. */
+static void test_plan_layouts(void) {
+    char *text = NULL, want[96];
+    json_t *o = plan_of("--gpus 2x96 --tp 2 --synth glm-4.7", 1), *most = plan_of("--gpus 2x96 --synth glm-4.7", 1);
+    const int64_t first = plan_int(o, "keep_experts"), n = plan_int(most, "keep_experts");
+    CHECK(first > 0 && first < n && plan_int(most, "pp") == 2, "%lld and %lld experts", (long long)first, (long long)n);
+    snprintf(want, sizeof want, "\n            --tp 2 --pp 1 is faster and has room for %lld experts per layer\n",
+             (long long)first);
+    run_command(MOE_BIN " --plan --gpus 2x96 --synth glm-4.7 </dev/null", &text, NULL);
+    CHECK_HAS(text, want, "%s", sb_cstr(&text));
+    arrsetlen(text, 0);
+    run_command(MOE_BIN " --plan --gpus 4x96 --synth glm-4.7 </dev/null", &text, NULL);
+    CHECK(!strstr(sb_cstr(&text), "is faster"), "%s", sb_cstr(&text));
+    arrfree(text);
+    json_decref(o);
+    json_decref(most);
+}
+
 static void test_plan_usage(void) {
     static const struct {
         const char *args, *said;
@@ -1175,4 +1193,5 @@ static void test_plan_device(void) {
         {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},     \
         {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                              \
         {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
-        {"plan/cpu", test_plan_cpu}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},
+        {"plan/cpu", test_plan_cpu}, {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage},         \
+        {"plan/absurd", test_plan_absurd},
