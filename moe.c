@@ -4553,7 +4553,7 @@ static bool tv_hashable(struct job *j, struct tv v) {
 /* Finds the value of a key in a dictionary; NULL: there is none. */
 static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) {
     if (key.kind >= TV_LIST && !tv_hashable(j, key)) job_fail(j, "unhashable type: '%s'", tv_type(key));
-    job_charge(j, 1 + d->n / 16);
+    job_charge(j, 1 + d->n / 4);
     for (size_t i = 0; i < d->n; i += 2)
         if (tv_eq(j, d->v[i], key)) return &d->v[i + 1];
     return NULL;
@@ -4611,6 +4611,8 @@ static bool tv_less(struct job *j, struct tv a, struct tv b) {
         int c = memcmp(a.s, b.s, n);
         return c ? c < 0 : a.n < b.n;
     }
+    if (a.kind == TV_VIEW && b.kind == TV_VIEW)
+        job_fail(j, "the order of views is not supported: a template has no values of the type set");
     if (a.kind != b.kind || (a.kind != TV_LIST && a.kind != TV_TUPLE))
         tv_fail(j, a.kind == TV_UNDEF ? a : b, "'%s' and '%s' cannot be ordered", tv_type(a), tv_type(b));
     for (size_t i = 0; i < a.list->n && i < b.list->n; i++) {
@@ -4772,6 +4774,7 @@ static void write_range(struct job *j, struct buf *b, const int64_t r[3], int or
 }
 
 static struct tv macro_name(const struct macro *m);
+static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
 
 /* Appends a value in a style. What is added to data is data; else it has `origin`, which is that of the container. */
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
@@ -4807,6 +4810,10 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
         buf_printf(j, b, origin, "<Namespace ");
         write_items(j, b, v, st, level, origin);
         buf_printf(j, b, origin, ">");
+        break;
+    case TV_LOOP:
+        buf_printf(j, b, origin, "<LoopContext %lld/%lld>", (long long)loop_get(j, v.loop, tv_lit(j, "index")).i,
+                   (long long)loop_get(j, v.loop, tv_lit(j, "length")).i);
         break;
     case TV_UNDEF: buf_printf(j, b, origin, "Undefined"); break;
     default: buf_printf(j, b, origin, "<%s>", tv_type(v));
@@ -4899,6 +4906,8 @@ static int64_t float_int(struct job *j, double f, const char *what) {
     if (!(fabs(f) < 0x1p63)) job_fail(j, "integer overflow in %s", what);
     return (int64_t)f;
 }
+
+enum { FORMAT_DIGITS = 65536 }; /* the largest precision of a float */
 
 /* The layout of a value: [[fill]align][sign][z][#][0][width][group][.precision][type] in Python's format language. */
 struct format_spec {
@@ -5033,6 +5042,8 @@ static char *format_general(struct job *j, double d, int precision, bool alterna
 static void format_float(struct job *j, struct buf *b, double d, const struct format_spec *f, int origin) {
     char type = f->type == 'n' ? 'g' : f->type == '%' ? 'f' : f->type, repr[40], *s = repr;
     int precision = f->precision < 0 ? 6 : (int)f->precision;
+    if (precision > FORMAT_DIGITS)
+        job_fail(j, "the precision %d of a float is larger than %d", precision, FORMAT_DIGITS);
     if (f->type == '%') d *= 100;
     if (!isfinite(d))
         strcpy(repr, isnan(d) ? f->type && isupper(f->type) ? "NAN" : "nan" : isupper(f->type) ? "INF" : "inf");
@@ -5056,9 +5067,10 @@ static struct tv format_groups(struct job *j, const struct format_spec *f, struc
     while (digits < body.n && isxdigit((uint8_t)body.s[digits]) &&
            (isdigit((uint8_t)body.s[digits]) || (f->type && strchr("xX", f->type))))
         digits++;
+    if (!digits) return body; /* inf, nan */
     size_t rest = body.n - digits + head, n = digits;
     if (f->align == '=' && tv_is(f->fill, "0") && f->width > rest)
-        while (n + (n ? (n - 1) / size : 0) < f->width - rest) n++;
+        while (n + (n - 1) / size < f->width - rest) n++;
     struct buf b = {0};
     for (size_t i = n; i > 0; i--) {
         if (i < n && i % size == 0) buf_fill(j, &b, &f->group, 1, origin);
@@ -5460,11 +5472,22 @@ static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
     return tv_int(r);
 }
 
+/* a / b, b not 0, rounded once. */
+static double int_divide(int64_t a, int64_t b) {
+    unsigned __int128 x = a < 0 ? -(unsigned __int128)a : (unsigned __int128)a;
+    uint64_t y = b < 0 ? -(uint64_t)b : (uint64_t)b;
+    if (!a) return b < 0 ? -0.0 : 0.0;
+    int shift = 63 + __builtin_clzll((uint64_t)x);
+    x <<= shift; /* now the quotient has more than 62 bits, and the last one stands for all that follow */
+    return ldexp((double)(x / y | (x % y != 0)), -shift) * ((a < 0) != (b < 0) ? -1 : 1);
+}
+
 /* Arithmetic on numbers: in integers if both are, else in double. */
 static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b), m, q;
     if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
-    if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
+    if (tv_whole(a) && tv_whole(b) && op == OP_DIV) return tv_float(int_divide(a.i, b.i));
+    if (tv_whole(a) && tv_whole(b) && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
     switch (op) {
     case OP_ADD: return tv_float(x + y);
     case OP_SUB: return tv_float(x - y);
@@ -5586,6 +5609,10 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
     if (in.kind == TV_DICT) return dict_find(j, in.list, x) != NULL;
     if (in.kind != TV_STR && !tv_listy(in) && in.kind != TV_UNDEF)
         job_fail(j, "argument of type '%s' is not iterable", tv_type(in));
+    bool pair = in.kind == TV_VIEW && in.form == DICT_ITEMS && x.kind == TV_TUPLE && x.list->n == 2;
+    struct tv key = pair ? x.list->v[0] : x;
+    if ((pair || (in.kind == TV_VIEW && in.form == DICT_KEYS)) && !tv_hashable(j, key))
+        job_fail(j, "unhashable type: '%s'", tv_type(key));
     if (in.kind == TV_STR && x.kind != TV_STR)
         job_fail(j, "'in <string>' requires string as left operand, not %s", tv_type(x));
     if (in.kind == TV_STR) return str_find(j, in, x, false) >= 0;
@@ -5652,7 +5679,6 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
 }
 
 static const struct builtin *method_find(struct tv o, struct tv name);
-static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
 static struct tv macro_get(struct job *j, const struct macro *m, struct tv key);
 
 /* A member that is a value: of `loop`, a group of groupby, a range, cycler, joiner or macro. TV_ABSENT: nothing. */
@@ -5799,12 +5825,17 @@ static bool arg_flag(struct job *j, struct args *a, int i) {
     return a->v[i].kind && a->v[i].i;
 }
 
-/* Argument i as an integer; `none` if it is None or was not passed. */
+/* Argument i as an integer; `none` if it was not passed. */
 static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
     struct tv v = a->v[i];
-    if (!v.kind || v.kind == TV_NONE) return none;
+    if (!v.kind) return none;
     if (!tv_whole(v)) tv_fail(j, v, "%s(): '%s' is not an integer", a->name, tv_type(v));
     return v.i;
+}
+
+/* The same; `none` if it is None, too. */
+static int64_t arg_int_or_none(struct job *j, struct args *a, int i, int64_t none) {
+    return a->v[i].kind == TV_NONE ? none : arg_int(j, a, i, none);
 }
 
 /* Argument i, which must be a string. */
@@ -5864,10 +5895,15 @@ static bool sigma_ends(struct job *j, struct tv v, size_t i) {
 
 /* Appends the upper or title case of cp, which is of one origin. */
 static void case_up(struct job *j, struct buf *b, int32_t cp, bool title, int origin) {
-    for (size_t i = 0; i < sizeof special_cases / sizeof *special_cases; i++) {
-        if (special_cases[i].cp != cp) continue;
-        const char *s = title ? special_cases[i].title : special_cases[i].upper;
-        buf_fill(j, b, s, strlen(s), origin);
+    size_t low = 0, high = sizeof special_cases / sizeof *special_cases;
+    while (low < high) {
+        size_t mid = (low + high) / 2;
+        if (special_cases[mid].cp < cp) low = mid + 1;
+        else high = mid;
+    }
+    if (low < sizeof special_cases / sizeof *special_cases && special_cases[low].cp == cp) {
+        const char *text = title ? special_cases[low].title : special_cases[low].upper;
+        buf_fill(j, b, text, strlen(text), origin);
         return;
     }
     if (cp >= 0x1f80 && cp < 0x1fb0 && !title) {
@@ -5910,6 +5946,7 @@ static struct tv str_case(struct job *j, struct tv v, int mode) {
             size_t end = i + k;
             while (end < v.n && !space_start(v.s + end, v.n - end) && !strchr("-({[<", v.s[end] ? v.s[end] : 'x'))
                 end++;
+            job_charge(j, 4 * (end - i));
             size_t from = word + cp_next(v.s + word, v.n - word, &(int32_t){0});
             case_down(j, &b, tv_sub(v, from, end), i - from, cp, false);
         } else if (down) case_down(j, &b, v, i, cp, mode == CASE_FOLD);
@@ -6012,7 +6049,7 @@ static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
     struct tv v = tv_str(j, self), old = method ? arg_str(j, a, 0) : tv_str(j, a->v[0]);
     struct tv new = method ? arg_str(j, a, 1) : tv_str(j, a->v[1]);
     if (method && v.markup) new = html_escape(j, new);
-    int64_t count = arg_int(j, a, 2, -1);
+    int64_t count = method ? arg_int(j, a, 2, -1) : arg_int_or_none(j, a, 2, -1);
     struct buf b = {0};
     int32_t cp;
     for (; count; count--) {
@@ -6214,7 +6251,9 @@ static struct tv f_partition(struct job *j, struct tv v, struct args *a) {
     ptrdiff_t at = str_find(j, v, sep, a->mode);
     size_t cut = at >= 0 ? (size_t)at : a->mode ? 0 : v.n;
     list_push(j, out.list, tv_sub(v, 0, cut));
-    list_push(j, out.list, at < 0 ? tv_sub(v, 0, 0) : tv_sub(v, cut, cut + sep.n));
+    struct tv middle = at < 0 ? tv_sub(v, 0, 0) : tv_sub(v, cut, cut + sep.n);
+    middle.markup |= at >= 0 && sep.markup; /* Python gives sep itself */
+    list_push(j, out.list, middle);
     list_push(j, out.list, tv_sub(v, at < 0 ? cut : cut + sep.n, v.n));
     return out;
 }
@@ -6223,7 +6262,7 @@ static struct tv f_length(struct job *j, struct tv v, struct args *a);
 
 static struct tv f_truncate(struct job *j, struct tv self, struct args *a) {
     struct tv v = self, end = a->v[2].kind ? arg_str(j, a, 2) : tv_lit(j, "...");
-    int64_t length = arg_int(j, a, 0, 255), leeway = arg_int(j, a, 3, 5), n = f_length(j, v, a).i;
+    int64_t length = arg_int(j, a, 0, 255), leeway = arg_int_or_none(j, a, 3, 5), n = f_length(j, v, a).i;
     int64_t keep = length - (int64_t)cp_count(j, end.s, end.n);
     if (keep < 0)
         job_fail(j, "truncate: expected length >= %lld, got %lld", (long long)(length - keep), (long long)length);
@@ -6457,7 +6496,8 @@ static struct tv f_number(struct job *j, struct tv v, struct args *a) {
     struct tv none = to_float ? tv_float(0) : tv_int(0), n;
     if (a->v[0].kind) none = a->v[0];
     if (v.kind == TV_UNDEF) job_fail(j, "%s", v.s);
-    int64_t base = to_float ? 10 : arg_int(j, a, 1, 10);
+    int64_t base = 10; /* -1: none that int() knows; the string may be a float then */
+    if (!to_float && a->v[1].kind) base = tv_whole(a->v[1]) ? a->v[1].i : -1;
     if (str) v = str_number(j, v, base);
     if (!tv_number(v) || (!to_float && v.kind == TV_FLOAT && (isnan(v.f) || (str && isinf(v.f))))) return none;
     if (to_float) n = tv_float(tv_double(v));
@@ -6495,15 +6535,18 @@ static struct tv float_round(struct job *j, double d, int64_t digits) {
 
 static struct tv f_round(struct job *j, struct tv v, struct args *a) {
     struct tv method = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "common"), out;
-    int64_t digits = arg_int(j, a, 0, 0);
+    int64_t digits = arg_int_or_none(j, a, 0, 0);
+    bool whole = a->v[0].kind == TV_NONE; /* the result is an integer */
     bool up = tv_is(method, "ceil");
     if (!tv_number(v)) tv_fail(j, v, "type %s does not define round()", tv_type(v));
+    if (whole && !tv_is(method, "common")) job_fail(j, "round: the precision is None");
     if (up || tv_is(method, "floor")) {
         double scale = pow(10, (double)digits), d = tv_double(v) * scale;
         if (!scale || !isfinite(d)) job_fail(j, "round: the number or the precision is out of range");
         out = tv_float(((up ? ceil(d) : floor(d)) + 0.0) / scale); /* + 0.0: no minus zero */
     } else if (!tv_is(method, "common")) job_fail(j, "round: the method must be common, ceil or floor");
     else out = tv_whole(v) ? int_round(j, v.i, digits) : float_round(j, v.f, digits);
+    if (whole && out.kind == TV_FLOAT) out = tv_int(float_int(j, out.f, "round()"));
     out.data = v.data;
     return out;
 }
@@ -6834,7 +6877,7 @@ static struct tv f_xmlattr(struct job *j, struct tv self, struct args *a) {
         if (v.kind == TV_NONE || v.kind == TV_UNDEF) continue;
         if (key.kind != TV_STR) tv_fail(j, key, "xmlattr: '%s' is not the name of an attribute", tv_type(key));
         for (size_t k = 0; k < key.n; k++)
-            if (strchr("/>=", key.s[k]) || space_start(key.s + k, key.n - k))
+            if (key.s[k] && strchr("/>= \t\n\r\f\v", key.s[k]))
                 job_fail(j, "Invalid character in attribute name: '%.*s'", SHOW(key));
         if (b.n || !a->v[0].kind || arg_bool(a, 0)) buf_put(j, &b, tv_lit(j, " "));
         buf_put(j, &b, html_escape(j, key));
@@ -6857,9 +6900,9 @@ static struct tv f_filesizeformat(struct job *j, struct tv self, struct args *a)
     if (bytes == 1) buf_printf(j, &b, origin, "1 Byte");
     else if (bytes < base) buf_printf(j, &b, origin, "%lld Bytes", (long long)float_int(j, bytes, "filesizeformat"));
     else {
-        if (!isfinite(bytes)) job_fail(j, "filesizeformat: the number is not finite");
-        for (unit *= base; prefix[1] && bytes >= unit; prefix++) unit *= base;
+        for (unit *= base; prefix[1] && !(bytes < unit); prefix++) unit *= base;
         char c = binary && *prefix == 'k' ? 'K' : *prefix;
+        if (isnan(bytes)) bytes = NAN; /* without a sign */
         buf_printf(j, &b, origin, "%.1f %c%sB", base * bytes / unit, c, binary ? "i" : "");
     }
     return buf_str(&b);
@@ -7036,8 +7079,10 @@ static bool wrap_is_space(const struct paragraph *w, size_t from, size_t to) {
 }
 
 /* Appends the lines into which a line is wrapped to *out. */
-static void wrap_line(const struct paragraph *w, size_t width, bool long_words, bool hyphens, struct list *out) {
-    size_t i = 0, end = 0; /* the rest, whose first piece ends at `end` */
+static void wrap_line(const struct paragraph *w, size_t width, bool long_words, struct tv on_hyphens,
+                      struct list *out) {
+    bool hyphens = on_hyphens.kind == TV_BOOL && on_hyphens.i; /* as textwrap, which asks for True itself here */
+    size_t i = 0, end = 0;                                     /* the rest, whose first piece ends at `end` */
     bool first = true;
     while (i < w->n) {
         size_t from, last;
@@ -7052,7 +7097,7 @@ static void wrap_line(const struct paragraph *w, size_t width, bool long_words, 
         }
         if (i < w->n && end - i > width && (long_words || i == from)) {
             last = i;
-            i = long_words ? wrap_cut(w, i, end, width - (i - from), hyphens) : end;
+            i = long_words ? wrap_cut(w, i, end, width - (i - from), tv_truthy(on_hyphens)) : end;
         }
         size_t stop = i > last && wrap_is_space(w, last, i) ? last : i;
         job_charge(w->j, 1 + (stop - from) / 16);
@@ -7079,7 +7124,8 @@ static struct tv f_wordwrap(struct job *j, struct tv self, struct args *a) {
         if (width <= 0) job_fail(j, "wordwrap: invalid width %lld (must be > 0)", (long long)width);
         for (size_t k = 0; k < line.n; at[++n] = k) k += cp_next(line.s + k, line.n - k, &cp[n]);
         const struct paragraph w = {j, line, cp, at, n};
-        wrap_line(&w, (size_t)width, !a->v[1].kind || tv_truthy(a->v[1]), !a->v[3].kind || tv_truthy(a->v[3]), &parts);
+        wrap_line(&w, (size_t)width, !a->v[1].kind || tv_truthy(a->v[1]), a->v[3].kind ? a->v[3] : tv_bool(true),
+                  &parts);
         list_push(j, &out, str_join(j, sep, &parts));
     }
     return str_join(j, sep, &out);
@@ -7152,7 +7198,7 @@ static int32_t entity_number(uint64_t n) {
     return control || (n >= 0xfdd0 && n < 0xfdf0) || (n & 0xfffe) == 0xfffe ? -1 : (int32_t)n;
 }
 
-/* Python's html.unescape. What a reference stands for has the origin of its &. */
+/* Python's html.unescape. What a reference stands for is data if a byte of the reference is. */
 static struct tv html_unescape(struct job *j, struct tv v) {
     struct buf b = {0};
     for (size_t i = 0; i < v.n;) {
@@ -7160,6 +7206,7 @@ static struct tv html_unescape(struct job *j, struct tv v) {
         size_t at = amp ? (size_t)(amp - v.s) : v.n, k = at + 1, n = 0;
         buf_put(j, &b, tv_sub(v, i, at));
         if (!amp) break;
+        job_charge(j, 16);
         int32_t cp = 0;
         if (k < v.n && v.s[k] == '#') {
             bool hex = k + 1 < v.n && (v.s[k + 1] | 32) == 'x';
@@ -7183,7 +7230,7 @@ static struct tv html_unescape(struct job *j, struct tv v) {
             k += n + (cp && whole && n == name);
         }
         if (!cp) buf_put(j, &b, tv_sub(v, at, at + 1)), k = at + 1;
-        else if (cp > 0) buf_cp(j, &b, cp, v.o[at]);
+        else if (cp > 0) buf_cp(j, &b, cp, memchr(v.o + at, ORIGIN_DATA, k - at) ? ORIGIN_DATA : ORIGIN_TEMPLATE);
         i = k;
     }
     return buf_str(&b);

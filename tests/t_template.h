@@ -258,17 +258,50 @@ static void test_template_operations(void) {
         {"u.partition(' ')|join ~ [u[:1]]|batch(2, 'x')|first|join", "aB <|x|>ax", "dddddddddt"},
         {"{u[:1]: u[3:4]}|xmlattr ~ messages[1]|groupby(0)|map(attribute='grouper')|first", " a=\"&lt;\"d",
          "tdttddddtd"},
+        {"u[:1].center(3, '*') ~ u[:1].ljust(3) ~ u[:1].rjust(3, u[1:2])", "*a*a  BBa", "tdtdttddd"},
+        {"u.rpartition('|')|join('_')", "aB <|x_|_>", "ddddddtdtd"},
+        {"messages[0].n|filesizeformat ~ 7|filesizeformat", "7 Bytes7 Bytes", "dddddddttttttt"},
+        {"[u[:1], 'x', u[1:2]]|slice(2, 'y')|map('join')|join", "axBy", "dtdt"},
+        {"[u[:1], 'x', u[1:2]]|batch(2, 'y')|map('join')|join", "axBy", "dtdt"},
+        {"ns|attr('v') ~ cycler(u[:2], 'x').next() ~ cycler('x').next()", "aB <|x|>aBx", "ddddddddddt"},
+        {"jo() ~ jo() ~ joiner('x')()", "aB", "dd"},
+        {"k('x', a=u[:1]) ~ self.b()", "ax<a>", "dttdt"},
+        {"(u ~ ' yy')|wordwrap(5) ~ 'x y'|wordwrap(1, true, u[:1])", "aB\n<|x|>\nyyxay", "ddtdddddttttdt"},
+        {"('<b>' ~ u[:1] ~ '</b>  x&lt;&' ~ messages[1].lt)|striptags ~ u|striptags", "a x<<aB", "dtttddd"},
+        {"'%3s|%d|%03d|%c|%r' % (u[:1], messages[0].n, 5, messages[0].n + 58, u[:1])", "  a|7|005|A|'a'",
+         "dddtdtttttdtddd"},
+        {"'%*d' % (messages[0].n, 5) ~ (digit ~ '%d') % 5", "      575", "ddddddddt"},
+        {"'%(a)s' % {'a': u[:1]} ~ '%s%s'|format(u[1:2], 'x')", "aBx", "ddt"},
+        {"('<%s'|safe) % u[3:4] ~ ('-'|safe).join([u[3:4], 1])", "<&lt;&lt;-1", "tddddddddtt"},
+        {"'{:+d}|{:,}|{!r:>4}|{:{}}'.format(messages[0].n, 1234, u[:1], 'x', 3)", "+7|1,234| 'a'|x  ",
+         "ddttttttt"
+         "ddddtttt"},
+        {"'{:{}}'.format('x', messages[0].n) ~ '{m[0].u}'.format(m=messages)", "x      aB <|x|>", "tdddddddddddddd"},
+        {"'{a}-'.format_map({'a': u[:1]}) ~ messages[1].tab.expandtabs(3) ~ 'x\\ty'.expandtabs(2)", "a-a  bx y",
+         "dtddddttt"},
+        {"u[:2]|capitalize ~ u[:2].swapcase() ~ u[:2].casefold() ~ ('ß' ~ u[:1])|upper", "AbAbabSSA", "ddddddttd"},
+        {"u[:2].translate({97: 'x', 66: 98}) ~ 'ab'.translate({97: u[:2], 98: messages[0].n + 58})", "xbaBA", "tdddd"},
+        {"'ab'.translate(''.maketrans('a', u[1:2])) ~ u[3:4]|e|forceescape", "Bb&amp;lt;", "dtdddddddd"},
+        {"[u[:1], 'x']|pprint ~ ('0x' ~ digit)|int(0, 16)", "['a', 'x']7", "tdddttttttd"},
+        {"{'k': u[:1] * 40, 'l': 'y' * 40}|pprint",
+         "{'k': 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa',\n 'l': 'yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy'}",
+         "ttttttdddddddddddddddddddddddddddddddddddddddddd"
+         "ttttttttttttttttttttttttttttttttttttttttttttttttttt"},
+        {"messages[0].n.bit_length() ~ messages[0].n.real ~ messages[0].n.as_integer_ratio()", "37(7, 1)", "ddtdttdt"},
         {"u if true else 'x'", "aB <|x|>", "dddddddd"},
         {"'x' and u or 'y'", "aB <|x|>", "dddddddd"},
     };
     static const char head[] = "{%- set u = messages[0].u -%}{%- set digit = messages[1].digit -%}"
                                "{%- set lines = messages[1].lines -%}{%- set fmt = messages[1].fmt -%}{%- macro m(a) "
                                "-%}({{ a }}){%- endmacro -%}"
+                               "{%- macro k() -%}{{ kwargs.a }}{{ varargs[0] }}{%- endmacro -%}"
+                               "{%- set jo = joiner(u[:2]) -%}{%- if false -%}{%- block b -%}<{{ messages[0].u[:1] }}>"
+                               "{%- endblock -%}{%- endif -%}"
                                "{%- set ns = namespace(v=u) -%}{%- set s -%}[{{ u }}]{%- endset -%}";
-    json_t *vars =
-        json_loads("{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}, {\"digit\": \"7\", "
-                   "\"lines\": \"a\\nb\", \"fmt\": \"-{}{:2}\"}], \"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
-                   0, NULL);
+    json_t *vars = json_loads("{\"messages\": [{\"u\": \"aB <|x|>\", \"n\": 7}, {\"digit\": \"7\", "
+                              "\"lines\": \"a\\nb\", \"fmt\": \"-{}{:2}\", \"lt\": \"lt;\", \"tab\": \"a\\tb\"}], "
+                              "\"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
+                              0, NULL);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
         struct text out = {0};
         char *src = NULL, err[ERR_MAX] = "";
@@ -641,6 +674,29 @@ static void test_template_limits(void) {
          "endfor %}",
          "", 0, "", "MiB"},
         {"{{ ['x'] * 1000000000000 }}", "", 0, "", "the template needs more than 512 MiB"},
+        {"{{ [1]|batch(999999999, 'x')|list|length }}", "", 0, "", "the template needs more than 512 MiB"},
+        {"{{ [1]|slice(999999999, 'x')|list|length }}", "", 0, "", "the template needs more than 512 MiB"},
+        {"{{ {}.fromkeys(range(100000))|length }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}", "", 0, "", "recursion deeper than 1000 levels"},
+        {"{% block a %}{{ self.a() }}{% endblock %}", "", 0, "", "recursion deeper than 1000 levels"},
+        {"{{ 'a'|center(9223372036854775807) }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ 'a'.ljust(999999999999) }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ 'a'.rjust(999999999999, 'é') }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ '\\t'.expandtabs(9223372036854775807) }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ '%999999999d' % 1 }}", "", 0, "", "a number in the format '%999999999d' is larger than 134217728"},
+        {"{{ '%*d' % (999999999, 1) }}", "", 0, "", "a number for the format '%*d' is larger than 134217728"},
+        {"{{ '%.*f' % (999999999, 1) }}", "", 0, "", "a number for the format '%.*f' is larger than 134217728"},
+        {"{{ '%134217728d' % 1 }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ '%.134217728d' % 1 }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ '%.65537f' % 1 }}", "", 0, "", "the precision 65537 of a float is larger than 65536"},
+        {"{{ '{:999999999}'.format(1) }}", "", 0, "", "a number in the format '999999999' is larger than 134217728"},
+        {"{{ '{:{}}'.format(1, 999999999) }}", "", 0, "", "a number in the format '999999999' is larger"},
+        {"{{ '{:.65537}'.format(1.5) }}", "", 0, "", "the precision 65537 of a float is larger than 65536"},
+        {"{{ '{:0134217728,}'.format(1) }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ ('a ' * 60000000)|wordwrap(1) }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ ('a ' * 6000000)|wordwrap(1, true, 'x' * 1000) }}", "", 0, "", "MiB"},
+        {"{{ ('&' * 60000000)|striptags }}", "", 0, "", "the template takes more than 50000000 steps"},
+        {"{{ ('\\u03a3' * 1000000)|title|length }}", "", 0, "", "the template takes more than 50000000 steps"},
         {"{{ 9223372036854775807 + 1 }}", "", 0, "", "integer overflow in +"},
         {"{{ 'a'|map(", "'map',", 15000, "'upper')|list }}", "recursion deeper than 1000 levels"},
         {"{{ ('[' ~ '{},' * 2200000 ~ '1]')|from_json }}", "", 0, "", "the template needs more than 512 MiB"},

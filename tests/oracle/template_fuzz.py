@@ -45,6 +45,8 @@ class Gen:
         return self.quote(self.r.choice(PARTS)) if self.r.random() < 0.93 else "(" + self.quote(self.r.choice(PARTS)) + "|safe)"
 
     def small(self):
+        if self.r.random() < 0.02:
+            return self.pick("none", "'a'", "1.0")
         return self.pick(*map(str, range(-4, 14)), "true", "20", "30")
 
     def int(self):
@@ -94,6 +96,8 @@ class Gen:
                          lambda: self.dict() + ".keys()", lambda: self.dict() + ".values()", "missing")
 
     def any(self):
+        if self.r.random() < 0.15:
+            return "(" + self.expression() + ")"
         return self.pick(self.scalar, self.scalar, self.number, self.seq, self.deep)
 
     def records(self):
@@ -332,6 +336,13 @@ class Gen:
             lambda: "{% autoescape " + self.pick("false", "0", "none") + " %}{% set q = " + e() + " %}{{ q }}{% endautoescape %}{{ q }}",
             lambda: "{% macro m(a, b=" + self.scalar() + ") %}{{ [a, b] }}{% endmacro %}{{ m(" + e() + ") }}{{ [m(1)] }}",
             lambda: "{% if " + e() + " %}y{% else %}n{% endif %}",
+            lambda: "{% for x in " + s() + " %}{{ loop }}{{ loop.cycle(" + self.scalar() + ", 1) }}{{ loop.changed(x) }}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}",
+            lambda: "{% print " + e() + ", " + self.scalar() + " %}",
+            lambda: "{% set n = namespace(a=" + e() + ") %}{% set n.b = n.a %}{{ [n.b, n.c, n['a']] }}",
+            lambda: "{% for k, v in " + self.dict() + "|dictsort %}{{ [k, v] }}{% endfor %}",
+            lambda: "{% set c = cycler(" + e() + ", 1) %}{{ [c.next(), c.current, c.next()] }}{% set j = joiner(" + self.part() + ") %}{{ [j(), j()] }}",
+            lambda: "{% call(q) m2(" + self.scalar() + ") %}{{ [q] }}{% endcall %}",
+            lambda: "{% macro m2(a) %}{{ caller(a) }}{{ varargs }}{{ kwargs }}{% endmacro %}{% call(q) m2(" + e() + ", " + self.scalar() + ", z=1) %}{{ [q] }}{% endcall %}",
             lambda: "{% with a = " + e() + " %}{{ [a] }}{% endwith %}{{ a }}")
 
     VARS = {"inf": "inf", "nan": "nan"}  # as constants, jinja2 cannot compile these numbers
