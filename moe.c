@@ -48,17 +48,18 @@
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  620  tokens, merges and scores of a file, as hash tables
  *   Vocabulary: text to tokens and back             360  BPE, SentencePiece; tokens to text
- *   Chat template: values                           470  values; the origin of every byte of text
- *   Chat template: comparing and printing values    340  order, equality, repr, tojson
- *   Chat template: format strings                   180  str.format
- *   Chat template: operators                        320  arithmetic, comparison, subscripts
- *   Chat template: functions on strings             410  filters and methods of strings
- *   Chat template: functions on sequences           490  filters and methods of numbers, sequences, mappings
- *   Chat template: tests, globals, builtins         350  is defined, range, loop, and the one table of all functions
- *   Chat template: lexer                            200  source to tokens
- *   Chat template: parsing expressions              460  tokens to expression trees
- *   Chat template: parsing statements               220  tokens to statement trees
- *   Chat template: rendering                        470  evaluates a tree; what a chat hands to it
+ *   Chat template: values                           560  values; the origin of every byte of text
+ *   Chat template: comparing and printing values    370  order, equality, repr, tojson
+ *   Chat template: format strings                   510  the operator % and str.format
+ *   Chat template: operators                        350  arithmetic, comparison, subscripts
+ *   Chat template: functions on strings             660  filters and methods of strings
+ *   Chat template: functions on sequences           600  filters and methods of numbers, sequences, mappings
+ *   Chat template: wordwrap, striptags, pprint      350  the filters that follow Python's library
+ *   Chat template: tests, globals, builtins         370  is defined, range, loop, and the one table of all functions
+ *   Chat template: lexer                            220  source to tokens
+ *   Chat template: parsing expressions              470  tokens to expression trees
+ *   Chat template: parsing statements               250  tokens to statement trees
+ *   Chat template: rendering                        510  evaluates a tree; what a chat hands to it
  *
  *  Engine
  *   Model: tensors of a file                        390  reads keys and rotations, checks and binds tensors
@@ -5045,8 +5046,8 @@ static void format_float(struct job *j, struct buf *b, double d, const struct fo
     if (precision > FORMAT_DIGITS)
         job_fail(j, "the precision %d of a float is larger than %d", precision, FORMAT_DIGITS);
     if (f->type == '%') d *= 100;
-    if (!isfinite(d))
-        strcpy(repr, isnan(d) ? f->type && isupper(f->type) ? "NAN" : "nan" : isupper(f->type) ? "INF" : "inf");
+    if (!isfinite(d) && isupper(type)) strcpy(repr, isnan(d) ? "NAN" : "INF");
+    else if (!isfinite(d)) strcpy(repr, isnan(d) ? "nan" : "inf");
     else if (type) s = format_c(j, d, type, precision, f->alternate);
     else if (f->precision >= 0) s = format_general(j, d, precision, f->alternate);
     else {
@@ -5063,10 +5064,9 @@ static void format_float(struct job *j, struct buf *b, double d, const struct fo
 
 /* The digits before the point of `body` in groups, with zeros to fill `width` code points when f pads with zeros. */
 static struct tv format_groups(struct job *j, const struct format_spec *f, struct tv body, size_t head, int origin) {
-    size_t size = f->type && strchr("boxX", f->type) ? 4 : 3, digits = 0;
-    while (digits < body.n && isxdigit((uint8_t)body.s[digits]) &&
-           (isdigit((uint8_t)body.s[digits]) || (f->type && strchr("xX", f->type))))
-        digits++;
+    bool hex = f->type == 'x' || f->type == 'X', based = hex || f->type == 'b' || f->type == 'o';
+    size_t size = based ? 4 : 3, digits = 0;
+    while (format_any(body, digits, hex ? "0123456789abcdefABCDEF" : "0123456789")) digits++;
     if (!digits) return body; /* inf, nan */
     size_t rest = body.n - digits + head, n = digits;
     if (f->align == '=' && tv_is(f->fill, "0") && f->width > rest)
@@ -5094,9 +5094,9 @@ static struct tv format_number(struct job *j, struct tv v, struct format_spec *f
         double d = tv_double(v);
         format_float(j, &body, fabs(d), f, origin);
         negative = signbit(d) && !isnan(d);
-        bool zero = true;
-        for (size_t i = 0; i < body.n && body.s[i] != 'e' && body.s[i] != 'E'; i++)
-            zero &= !isalnum((uint8_t)body.s[i]) || body.s[i] == '0';
+        size_t zeros = 0; /* digits and points before the first other digit */
+        while (format_any(buf_str(&body), zeros, "0.")) zeros++;
+        bool zero = zeros == body.n || !isalnum((uint8_t)body.s[zeros]) || (body.s[zeros] | 32) == 'e';
         if (zero && f->positive_zero) negative = false;
     } else if (f->type == 'c') {
         if (v.i < 0 || v.i > 0x10ffff) job_fail(j, "%%c arg not in range(0x110000)");
@@ -7008,7 +7008,7 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 }
 
 /* ============================================================================================================
- * Chat template: wrapping, markup, pretty printing
+ * Chat template: wordwrap, striptags, pprint
  *
  * The filters that follow modules of Python's library: wordwrap does what textwrap does, striptags what markupsafe and
  * html do, pprint what pprint does.
