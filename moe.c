@@ -4817,7 +4817,7 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
                    (long long)loop_get(j, v.loop, tv_lit(j, "length")).i);
         break;
     case TV_UNDEF: buf_printf(j, b, origin, "Undefined"); break;
-    default: buf_printf(j, b, origin, "<%s>", tv_type(v));
+    default: job_fail(j, "the text of a %s is not supported: in Python it has an address of memory", tv_type(v));
     }
     j->depth--;
 }
@@ -7720,9 +7720,10 @@ static const struct builtin *builtin_find(int where, struct tv name) {
 
 /* Finds a method of a value; NULL: there is none. */
 static const struct builtin *method_find(struct tv o, struct tv name) {
-    static const int of[] = {[TV_STR] = OF_STR,   [TV_LIST] = OF_LIST,   [TV_TUPLE] = OF_TUPLE,   [TV_DICT] = OF_DICT,
-                             [TV_LOOP] = OF_LOOP, [TV_RANGE] = OF_TUPLE, [TV_CYCLER] = OF_CYCLER, [TV_BOOL] = OF_INT,
-                             [TV_INT] = OF_INT,   [TV_FLOAT] = OF_FLOAT};
+    static const int of[TV_SELF + 1] = {
+        [TV_STR] = OF_STR,   [TV_LIST] = OF_LIST,   [TV_TUPLE] = OF_TUPLE,   [TV_DICT] = OF_DICT,
+        [TV_LOOP] = OF_LOOP, [TV_RANGE] = OF_TUPLE, [TV_CYCLER] = OF_CYCLER, [TV_BOOL] = OF_INT,
+        [TV_INT] = OF_INT,   [TV_FLOAT] = OF_FLOAT};
     return of[o.kind] ? builtin_find(of[o.kind], name) : NULL;
 }
 

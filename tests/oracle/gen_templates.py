@@ -207,7 +207,7 @@ BY_DESIGN = [
     "is too large",                 # .. and literals, too
     "is larger than 134217728",     # limits of sizes
     "half of a character",          # texts are UTF-8, without surrogates
-    "is not supported: ",           # random, urlize, lipsum, encode, autoescape
+    "is not supported: ",           # random, urlize, lipsum, encode, autoescape; sets; addresses of objects
     "is not supported for markup",  # formats of markup in markup
     "' is not an integer",          # counts are integers; jinja2 compares whatever it is given
     "cannot be sliced",             # jinja2 fails, too, unless the operand is a constant
