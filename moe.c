@@ -4925,7 +4925,7 @@ struct format_spec {
     bool percent;       /* of the operator %: the precision of an integer is the least number of its digits */
 };
 
-/* Parses the digits at text[*i] and moves *i behind them. A number above TEMPLATE_TEXT is an error. */
+/* Parses the digits at text[*i] and moves *i past them. A number above TEMPLATE_TEXT is an error. */
 static int64_t format_digits(struct job *j, struct tv text, size_t *i) {
     int64_t n = 0;
     for (; *i < text.n && isdigit((uint8_t)text.s[*i]); ++*i) {
@@ -4971,7 +4971,7 @@ static struct format_spec format_parse(struct job *j, struct tv spec, bool numbe
     return f;
 }
 
-/* head and body with the padding that the width asks for: before them, behind them, or with = between them. */
+/* head and body with the padding that the width asks for: before them, after them, or with = between them. */
 static struct tv format_layout(struct job *j, const struct format_spec *f, struct tv head, struct tv body, int origin) {
     size_t n = cp_count(j, head.s, head.n) + cp_count(j, body.s, body.n), pad = f->width > n ? f->width - n : 0;
     size_t left = f->align == '<' ? 0 : f->align == '^' ? pad / 2 : pad;
@@ -5021,7 +5021,7 @@ static char *format_c(struct job *j, double d, char type, int precision, bool al
     return s;
 }
 
-/* What Python does without a type: g, with a digit behind the point, and an exponent one digit earlier. */
+/* What Python does without a type: g, with a digit after the point, and an exponent one digit earlier. */
 static char *format_general(struct job *j, double d, int precision, bool alternate) {
     if (precision < 1) precision = 1;
     char *s = format_c(j, d, 'e', precision - 1, alternate), *e = strchr(s, 'e');
@@ -5194,7 +5194,7 @@ static struct tv percent_text(struct job *j, const struct percent *p, struct tv 
     return p->f.markup ? html_escape(j, text) : tv_str(j, text);
 }
 
-/* Appends one conversion; p->at is behind its %. */
+/* Appends one conversion; p->at is after its %. */
 static void percent_conversion(struct job *j, struct percent *p, struct buf *b) {
     struct format_spec f = {.fill = tv_lit(j, " "), .align = '>', .precision = -1, .percent = true};
     size_t from = p->at;
@@ -5275,7 +5275,7 @@ struct format_field {
     char conversion; /* 0: none */
 };
 
-/* Parses the field whose { stands before text[i]. Returns the offset behind its }. */
+/* Parses the field whose { stands before text[i]. Returns the offset after its }. */
 static size_t format_field_parse(struct job *j, struct tv text, size_t i, struct format_field *f) {
     size_t from = i;
     for (; i < text.n && !format_any(text, i, "}:!"); i++) {
@@ -7031,14 +7031,14 @@ static bool wrap_blank(int32_t cp) { return cp == ' ' || (cp >= '\t' && cp <= '\
 static bool wrap_letter(int32_t cp) { return cp_word(cp) && cp_decimal(cp) < 0; }
 static bool wrap_punct(int32_t cp) { return cp_word(cp) || (cp && cp < 0x80 && strchr("!\"'&.,?", cp)); }
 
-/* Number of dashes at i if they are two or more with a word behind them; else 0. */
+/* Number of dashes at i if they are two or more with a word after them; else 0. */
 static size_t wrap_dashes(const struct paragraph *w, size_t i) {
     size_t k = i;
     while (k < w->n && w->cp[k] == '-') k++;
     return k >= i + 2 && k < w->n && cp_word(w->cp[k]) ? k - i : 0;
 }
 
-/* Whether the dash at i joins two parts of a word, which may be parted behind it. */
+/* Whether the dash at i joins two parts of a word, which may be parted after it. */
 static bool wrap_hyphen(const struct paragraph *w, size_t i) {
     const int32_t *c = w->cp + i;
     if (i < 2 || c[0] != '-' || !wrap_letter(c[-1])) return false;
@@ -7047,7 +7047,7 @@ static bool wrap_hyphen(const struct paragraph *w, size_t i) {
     return wrap_letter(c[2]) || (c[2] == '-' && i + 3 < w->n && wrap_letter(c[3]));
 }
 
-/* The end of the piece that begins at i: white space, dashes between words, or a word, which ends behind a hyphen. */
+/* The end of the piece that begins at i: white space, dashes between words, or a word, which ends after a hyphen. */
 static size_t wrap_piece(const struct paragraph *w, size_t i, bool hyphens) {
     size_t k = i, dashes = hyphens && i && wrap_punct(w->cp[i - 1]) ? wrap_dashes(w, i) : 0;
     bool blank = wrap_blank(w->cp[i]);
@@ -7060,7 +7060,7 @@ static size_t wrap_piece(const struct paragraph *w, size_t i, bool hyphens) {
     return k;
 }
 
-/* Where the word [from, to), longer than a line, is cut if `room` code points of it fit: behind a hyphen if it has one. */
+/* Where the word [from, to), longer than a line, is cut if `room` code points of it fit: after a hyphen if it has one. */
 static size_t wrap_cut(const struct paragraph *w, size_t from, size_t to, size_t room, bool hyphens) {
     size_t end = from + room < to ? from + room : to;
     for (size_t k = end; hyphens && to - from > room && k-- > from + 1;) {
@@ -7279,7 +7279,7 @@ static void pprint_string(struct job *j, struct buf *b, struct tv v, size_t inde
             list_push(j, &chunks, rep);
             continue;
         }
-        for (size_t at = 0, k; at < line.n; at = k) { /* parts of text with the white space behind it */
+        for (size_t at = 0, k; at < line.n; at = k) { /* parts of text with the white space after it */
             int32_t cp;
             for (k = at; k < line.n && !space_start(line.s + k, line.n - k);) k += cp_next(line.s + k, line.n - k, &cp);
             k += space_start(line.s + k, line.n - k);
@@ -7832,7 +7832,7 @@ static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
     return lex_end(l, lex_space(l, at + strlen(word)), "%}", end);
 }
 
-/* The offset behind the digits at `at`, of which each but the first may have a _ before it; with `under` that one, too. */
+/* The offset after the digits at `at`, of which each but the first may have a _ before it; with `under` that one, too. */
 static size_t lex_digits(const struct lexer *l, size_t at, const char *digits, bool under) {
     for (size_t k; k = at + (under && lex_is(l, at, "_")), lex_any(l, k, digits); under = true) at = k + 1;
     return at;
@@ -8001,7 +8001,7 @@ struct node {
     size_t n, cap;
 };
 
-/* The words behind the name of a {% block %}. */
+/* The words after the name of a {% block %}. */
 enum { BLOCK_SCOPED = 1, BLOCK_REQUIRED = 2 };
 
 /* What a macro has beside its parameters if its body uses the name. */
