@@ -48,17 +48,18 @@
  *   Vocabulary: pre-tokenizers                       20  the expressions that cut text into pieces
  *   Vocabulary: tables and loading                  620  tokens, merges and scores of a file, as hash tables
  *   Vocabulary: text to tokens and back             360  BPE, SentencePiece; tokens to text
- *   Chat template: values                           470  values; the origin of every byte of text
- *   Chat template: comparing and printing values    340  order, equality, repr, tojson
- *   Chat template: format strings                   180  str.format
- *   Chat template: operators                        320  arithmetic, comparison, subscripts
- *   Chat template: functions on strings             410  filters and methods of strings
- *   Chat template: functions on sequences           490  filters and methods of numbers, sequences, mappings
- *   Chat template: tests, globals, builtins         350  is defined, range, loop, and the one table of all functions
- *   Chat template: lexer                            200  source to tokens
- *   Chat template: parsing expressions              460  tokens to expression trees
- *   Chat template: parsing statements               220  tokens to statement trees
- *   Chat template: rendering                        470  evaluates a tree; what a chat hands to it
+ *   Chat template: values                           560  values; the origin of every byte of text
+ *   Chat template: comparing and printing values    370  order, equality, repr, tojson
+ *   Chat template: format strings                   510  the operator % and str.format
+ *   Chat template: operators                        350  arithmetic, comparison, subscripts
+ *   Chat template: functions on strings             660  filters and methods of strings
+ *   Chat template: functions on sequences           600  filters and methods of numbers, sequences, mappings
+ *   Chat template: wordwrap, striptags, pprint      350  the filters that follow Python's library
+ *   Chat template: tests, globals, builtins         370  is defined, range, loop, and the one table of all functions
+ *   Chat template: lexer                            220  source to tokens
+ *   Chat template: parsing expressions              470  tokens to expression trees
+ *   Chat template: parsing statements               250  tokens to statement trees
+ *   Chat template: rendering                        510  evaluates a tree; what a chat hands to it
  *
  *  Engine
  *   Model: tensors of a file                        390  reads keys and rotations, checks and binds tensors
@@ -4119,7 +4120,9 @@ enum tv_kind {
     TV_MACRO,
     TV_CYCLER,
     TV_JOINER,
-    TV_LOOP
+    TV_LOOP,
+    TV_BLOCK, /* a {% block %} */
+    TV_SELF   /* the variable self, whose members are the blocks */
 };
 
 /* What a dictionary is asked for, and the forms of views and tuples (tv.form). */
@@ -4134,14 +4137,15 @@ struct tv {
     union {
         int64_t i; /* TV_BOOL too */
         double f;
-        struct list *list; /* TV_LIST ... TV_NAMESPACE */
+        struct list *list; /* TV_LIST ... TV_NAMESPACE, TV_SELF */
         const struct func *func;
         const struct macro *macro;
         struct loop *loop;
-        struct cycler *cycler; /* TV_CYCLER, TV_JOINER */
-        struct {               /* TV_STR */
-            const char *s;     /* (n); TV_UNDEF: the message for using the value, with a NUL */
-            const uint8_t *o;  /* (n) ORIGIN_* of every byte */
+        const struct node *block; /* N_BLOCK */
+        struct cycler *cycler;    /* TV_CYCLER, TV_JOINER */
+        struct {                  /* TV_STR */
+            const char *s;        /* (n); TV_UNDEF: the message for using the value, with a NUL */
+            const uint8_t *o;     /* (n) ORIGIN_* of every byte */
             size_t n;
         };
     };
@@ -4172,7 +4176,7 @@ struct job;
 
 /* A filter, test, method or global function. `self` is the value to the left of the | or the dot. */
 struct builtin {
-    int where; /* AS_*, OF_*: what the name stands for */
+    int where; /* AS_*, OF_*: what the name stands for; KEEPS_MARKUP */
     const char *name;
     const char *sig; /* names of the parameters, `?` behind the optional ones; "*": fn reads pos and kw itself */
     struct tv (*fn)(struct job *j, struct tv self, struct args *a); /* NULL: the immutable sandbox refuses it */
@@ -4224,7 +4228,8 @@ struct job {
     const char *stack;  /* where the job's first frame is, */
     size_t stack_bytes; /* and how far below it the last one may be */
     int64_t steps;
-    struct scope *scope;
+    struct scope *scope, *global; /* the current variables; those of the template, which blocks see */
+    struct list *blocks;          /* of the template */
     struct buf *out;
     struct tv captured;  /* the text of a {% set %} or {% filter %} block, for N_CAPTURED */
     struct buf tail[28]; /* [i]: the last text of 2^i to 2^(i + 1) - 1 bytes that tv_concat made */
@@ -4364,12 +4369,27 @@ static void list_push(struct job *j, struct list *l, struct tv v) {
 
 /* Python's name for the type of a value. */
 static const char *tv_type(struct tv v) {
-    static const char *const name[] = {
-        [TV_ABSENT] = "",       [TV_UNDEF] = "Undefined", [TV_NONE] = "NoneType",   [TV_BOOL] = "bool",
-        [TV_INT] = "int",       [TV_FLOAT] = "float",     [TV_STR] = "str",         [TV_LIST] = "list",
-        [TV_TUPLE] = "tuple",   [TV_RANGE] = "range",     [TV_VIEW] = "dict view",  [TV_GEN] = "generator",
-        [TV_DICT] = "dict",     [TV_FUNC] = "function",   [TV_MACRO] = "Macro",     [TV_NAMESPACE] = "Namespace",
-        [TV_CYCLER] = "Cycler", [TV_JOINER] = "Joiner",   [TV_LOOP] = "LoopContext"};
+    static const char *const name[] = {[TV_ABSENT] = "",
+                                       [TV_UNDEF] = "Undefined",
+                                       [TV_NONE] = "NoneType",
+                                       [TV_BOOL] = "bool",
+                                       [TV_INT] = "int",
+                                       [TV_FLOAT] = "float",
+                                       [TV_STR] = "str",
+                                       [TV_LIST] = "list",
+                                       [TV_TUPLE] = "tuple",
+                                       [TV_RANGE] = "range",
+                                       [TV_VIEW] = "dict view",
+                                       [TV_GEN] = "generator",
+                                       [TV_DICT] = "dict",
+                                       [TV_FUNC] = "function",
+                                       [TV_MACRO] = "Macro",
+                                       [TV_NAMESPACE] = "Namespace",
+                                       [TV_CYCLER] = "Cycler",
+                                       [TV_JOINER] = "Joiner",
+                                       [TV_LOOP] = "LoopContext",
+                                       [TV_BLOCK] = "BlockReference",
+                                       [TV_SELF] = "TemplateReference"};
     return name[v.kind];
 }
 
@@ -4458,6 +4478,73 @@ static size_t space_start(const char *s, size_t n) {
     return i;
 }
 
+/* Properties of code points that their category does not tell. */
+enum { CP_LOWER = 1, CP_UPPER = 2, CP_DIGIT = 4, CP_NUMERIC = 8, CP_ID_START = 16, CP_ID_NEXT = 32 };
+
+/* clang-format off */
+/* The ranges of code points that have such properties: lower or upper case besides Ll and Lu, digits besides Nd, numbers
+ * besides N*. CP_ID_START and CP_ID_NEXT: whether an identifier may begin or go on with it is not what the category says. */
+static const struct cp_range {
+    int32_t first, last;
+    int flags;
+} cp_ranges[] = {
+    {0xaa, 0xaa, 1}, {0xb2, 0xb3, 4}, {0xb7, 0xb7, 32}, {0xb9, 0xb9, 4}, {0xba, 0xba, 1},
+    {0x2b0, 0x2b8, 1}, {0x2c0, 0x2c1, 1}, {0x2e0, 0x2e4, 1}, {0x345, 0x345, 1}, {0x37a, 0x37a, 49},
+    {0x387, 0x387, 32}, {0xe33, 0xe33, 16}, {0xeb3, 0xeb3, 16}, {0x1369, 0x1371, 36}, {0x1885, 0x1886, 16},
+    {0x19da, 0x19da, 36}, {0x1d2c, 0x1d6a, 1}, {0x1d78, 0x1d78, 1}, {0x1d9b, 0x1dbf, 1}, {0x2070, 0x2070, 4},
+    {0x2071, 0x2071, 1}, {0x2074, 0x2079, 4}, {0x207f, 0x207f, 1}, {0x2080, 0x2089, 4}, {0x2090, 0x209c, 1},
+    {0x2118, 0x2118, 48}, {0x212e, 0x212e, 48}, {0x2160, 0x216f, 2}, {0x2170, 0x217f, 1}, {0x2460, 0x2468, 4},
+    {0x2474, 0x247c, 4}, {0x2488, 0x2490, 4}, {0x24b6, 0x24cf, 2}, {0x24d0, 0x24e9, 1}, {0x24ea, 0x24ea, 4},
+    {0x24f5, 0x24fd, 4}, {0x24ff, 0x24ff, 4}, {0x2776, 0x277e, 4}, {0x2780, 0x2788, 4}, {0x278a, 0x2792, 4},
+    {0x2c7c, 0x2c7d, 1}, {0x2e2f, 0x2e2f, 48}, {0x3405, 0x3405, 8}, {0x3483, 0x3483, 8}, {0x382a, 0x382a, 8},
+    {0x3b4d, 0x3b4d, 8}, {0x4e00, 0x4e00, 8}, {0x4e03, 0x4e03, 8}, {0x4e07, 0x4e07, 8}, {0x4e09, 0x4e09, 8},
+    {0x4e5d, 0x4e5d, 8}, {0x4e8c, 0x4e8c, 8}, {0x4e94, 0x4e94, 8}, {0x4e96, 0x4e96, 8}, {0x4ebf, 0x4ec0, 8},
+    {0x4edf, 0x4edf, 8}, {0x4ee8, 0x4ee8, 8}, {0x4f0d, 0x4f0d, 8}, {0x4f70, 0x4f70, 8}, {0x5104, 0x5104, 8},
+    {0x5146, 0x5146, 8}, {0x5169, 0x5169, 8}, {0x516b, 0x516b, 8}, {0x516d, 0x516d, 8}, {0x5341, 0x5341, 8},
+    {0x5343, 0x5345, 8}, {0x534c, 0x534c, 8}, {0x53c1, 0x53c4, 8}, {0x56db, 0x56db, 8}, {0x58f1, 0x58f1, 8},
+    {0x58f9, 0x58f9, 8}, {0x5e7a, 0x5e7a, 8}, {0x5efe, 0x5eff, 8}, {0x5f0c, 0x5f0e, 8}, {0x5f10, 0x5f10, 8},
+    {0x62fe, 0x62fe, 8}, {0x634c, 0x634c, 8}, {0x67d2, 0x67d2, 8}, {0x6f06, 0x6f06, 8}, {0x7396, 0x7396, 8},
+    {0x767e, 0x767e, 8}, {0x8086, 0x8086, 8}, {0x842c, 0x842c, 8}, {0x8cae, 0x8cae, 8}, {0x8cb3, 0x8cb3, 8},
+    {0x8d30, 0x8d30, 8}, {0x9621, 0x9621, 8}, {0x9646, 0x9646, 8}, {0x964c, 0x964c, 8}, {0x9678, 0x9678, 8},
+    {0x96f6, 0x96f6, 8}, {0xa69c, 0xa69d, 1}, {0xa770, 0xa770, 1}, {0xa7f8, 0xa7f9, 1}, {0xab5c, 0xab5f, 1},
+    {0xf96b, 0xf96b, 8}, {0xf973, 0xf973, 8}, {0xf978, 0xf978, 8}, {0xf9b2, 0xf9b2, 8}, {0xf9d1, 0xf9d1, 8},
+    {0xf9d3, 0xf9d3, 8}, {0xf9fd, 0xf9fd, 8}, {0xfc5e, 0xfc63, 48}, {0xfdfa, 0xfdfb, 48}, {0xfe70, 0xfe70, 48},
+    {0xfe72, 0xfe72, 48}, {0xfe74, 0xfe74, 48}, {0xfe76, 0xfe76, 48}, {0xfe78, 0xfe78, 48}, {0xfe7a, 0xfe7a, 48},
+    {0xfe7c, 0xfe7c, 48}, {0xfe7e, 0xfe7e, 48}, {0xff9e, 0xff9f, 16}, {0x10780, 0x10780, 1}, {0x10783, 0x10785, 1},
+    {0x10787, 0x107b0, 1}, {0x107b2, 0x107ba, 1}, {0x10a40, 0x10a43, 4}, {0x10e60, 0x10e68, 4}, {0x11052, 0x1105a, 4},
+    {0x1f100, 0x1f10a, 4}, {0x1f130, 0x1f149, 2}, {0x1f150, 0x1f169, 2}, {0x1f170, 0x1f189, 2}, {0x20001, 0x20001, 8},
+    {0x20064, 0x20064, 8}, {0x200e2, 0x200e2, 8}, {0x20121, 0x20121, 8}, {0x2092a, 0x2092a, 8}, {0x20983, 0x20983, 8},
+    {0x2098c, 0x2098c, 8}, {0x2099c, 0x2099c, 8}, {0x20aea, 0x20aea, 8}, {0x20afd, 0x20afd, 8}, {0x20b19, 0x20b19, 8},
+    {0x22390, 0x22390, 8}, {0x22998, 0x22998, 8}, {0x23b1b, 0x23b1b, 8}, {0x2626d, 0x2626d, 8}, {0x2f890, 0x2f890, 8}};
+/* clang-format on */
+
+/* Whether a code point has the property `flag` in cp_ranges. */
+static bool cp_has(int32_t cp, int flag) {
+    size_t low = 0, high = sizeof cp_ranges / sizeof *cp_ranges;
+    while (low < high) {
+        size_t mid = (low + high) / 2;
+        if (cp_ranges[mid].last < cp) low = mid + 1;
+        else high = mid;
+    }
+    return low < sizeof cp_ranges / sizeof *cp_ranges && cp_ranges[low].first <= cp && cp_ranges[low].flags & flag;
+}
+
+/* Python's lower case, upper case, and either of these or title case. */
+static bool cp_lower(int32_t cp) { return utf8proc_category(cp) == UTF8PROC_CATEGORY_LL || cp_has(cp, CP_LOWER); }
+static bool cp_upper(int32_t cp) { return utf8proc_category(cp) == UTF8PROC_CATEGORY_LU || cp_has(cp, CP_UPPER); }
+static bool cp_cased(int32_t cp) {
+    return cp_lower(cp) || cp_upper(cp) || utf8proc_category(cp) == UTF8PROC_CATEGORY_LT;
+}
+
+/* The value of a decimal digit of any script, or -1. Those of a script stand in a row, from 0 on. */
+static int cp_decimal(int32_t cp) {
+    int n = 0;
+    if (cp < 0x80) return cp >= '0' && cp <= '9' ? cp - '0' : -1;
+    if (utf8proc_category(cp) != UTF8PROC_CATEGORY_ND) return -1;
+    while (utf8proc_category(cp - n - 1) == UTF8PROC_CATEGORY_ND) n++;
+    return n % 10;
+}
+
 /* ---- text that grows ---- */
 
 /* Makes room for `more` bytes, and charges for writing them. */
@@ -4544,10 +4631,19 @@ static int number_order(struct tv a, struct tv b) {
     return (i > k) - (i < k);
 }
 
+/* Whether a value may be the key of a dictionary. */
+static bool tv_hashable(struct job *j, struct tv v) {
+    bool ok = v.kind != TV_LIST && v.kind != TV_DICT && !(v.kind == TV_VIEW && v.form != DICT_VALUES);
+    job_enter(j);
+    for (size_t i = 0; v.kind == TV_TUPLE && i < v.list->n && ok; i++) ok = tv_hashable(j, v.list->v[i]);
+    j->depth--;
+    return ok;
+}
+
 /* Finds the value of a key in a dictionary; NULL: there is none. */
 static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) {
-    if (key.kind == TV_LIST || key.kind == TV_DICT) job_fail(j, "unhashable type: '%s'", tv_type(key));
-    job_charge(j, 1 + d->n / 16);
+    if (key.kind >= TV_LIST && !tv_hashable(j, key)) job_fail(j, "unhashable type: '%s'", tv_type(key));
+    job_charge(j, 1 + d->n / 4);
     for (size_t i = 0; i < d->n; i += 2)
         if (tv_eq(j, d->v[i], key)) return &d->v[i + 1];
     return NULL;
@@ -4605,6 +4701,8 @@ static bool tv_less(struct job *j, struct tv a, struct tv b) {
         int c = memcmp(a.s, b.s, n);
         return c ? c < 0 : a.n < b.n;
     }
+    if (a.kind == TV_VIEW && b.kind == TV_VIEW)
+        job_fail(j, "the order of views is not supported: a template has no values of the type set");
     if (a.kind != b.kind || (a.kind != TV_LIST && a.kind != TV_TUPLE))
         tv_fail(j, a.kind == TV_UNDEF ? a : b, "'%s' and '%s' cannot be ordered", tv_type(a), tv_type(b));
     for (size_t i = 0; i < a.list->n && i < b.list->n; i++) {
@@ -4623,6 +4721,8 @@ static struct list *tv_iter(struct job *j, struct tv v) {
     int32_t cp;
     if (v.kind >= TV_LIST && v.kind <= TV_VIEW) return v.list;
     struct list *l = job_alloc(j, sizeof *l);
+    struct tv plain = v; /* a loop over markup sees plain text */
+    plain.markup = false;
     if (v.kind == TV_GEN) {
         *l = *v.list;
         v.list->n = 0;
@@ -4631,7 +4731,7 @@ static struct list *tv_iter(struct job *j, struct tv v) {
     else if (v.kind == TV_STR)
         for (size_t i = 0, k; i < v.n; i += k) {
             k = cp_next(v.s + i, v.n - i, &cp);
-            list_push(j, l, tv_sub(v, i, i + k));
+            list_push(j, l, tv_sub(plain, i, i + k));
         }
     else if (v.kind != TV_UNDEF) job_fail(j, "'%s' object is not iterable", tv_type(v));
     return l;
@@ -4659,6 +4759,7 @@ static void float_repr(double d, char out[40]) {
 /* How tv_write prints values: as repr(), or as JSON like json.dumps. */
 struct style {
     bool json, ascii, sort; /* JSON; escape all but ASCII; sort the keys */
+    bool pretty;            /* as repr(), but with the keys in the order of pprint */
     struct tv indent;       /* indentation of one level; not a string: everything in one line */
     struct tv comma, colon; /* separators */
 };
@@ -4699,6 +4800,7 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
 
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin);
 static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
+static const struct list *dict_sorted(struct job *j, const struct list *d);
 
 /* Appends a part of the style. In data it is data; else it has its own origin. */
 static void write_style(struct job *j, struct buf *b, struct tv part, int origin) {
@@ -4722,6 +4824,10 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
     if (tuple) brackets = "()";
     struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
     for (size_t i = 1; dict && i < v.list->n; i += 2) list_push(j, &values, v.list->v[i]);
+    if (v.kind == TV_DICT && st->pretty) {
+        const struct list *sorted = dict_sorted(j, v.list);
+        for (size_t i = 0; i < sorted->n; i += 2) keys->v[i / 2] = sorted->v[i], values.v[i / 2] = sorted->v[i + 1];
+    }
     if (dict && st->sort) {
         values = *list_sorted(j, &values, keys, false);
         keys = list_sorted(j, keys, keys, false);
@@ -4758,6 +4864,7 @@ static void write_range(struct job *j, struct buf *b, const int64_t r[3], int or
 }
 
 static struct tv macro_name(const struct macro *m);
+static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
 
 /* Appends a value in a style. What is added to data is data; else it has `origin`, which is that of the container. */
 static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
@@ -4794,8 +4901,12 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
         write_items(j, b, v, st, level, origin);
         buf_printf(j, b, origin, ">");
         break;
+    case TV_LOOP:
+        buf_printf(j, b, origin, "<LoopContext %lld/%lld>", (long long)loop_get(j, v.loop, tv_lit(j, "index")).i,
+                   (long long)loop_get(j, v.loop, tv_lit(j, "length")).i);
+        break;
     case TV_UNDEF: buf_printf(j, b, origin, "Undefined"); break;
-    default: buf_printf(j, b, origin, "<%s>", tv_type(v));
+    default: job_fail(j, "the text of a %s is not supported: in Python it has an address of memory", tv_type(v));
     }
     j->depth--;
 }
@@ -4803,6 +4914,14 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
 /* Python's repr(v), or with `ascii` its ascii(v). */
 static struct tv tv_repr(struct job *j, struct tv v, bool ascii) {
     struct style st = {.ascii = ascii, .comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
+    struct buf b = {0};
+    tv_write(j, &b, v, &st, 0, ORIGIN_TEMPLATE);
+    return buf_str(&b);
+}
+
+/* The repr(v) of pprint, which sorts the keys of dictionaries. */
+static struct tv tv_pretty(struct job *j, struct tv v) {
+    struct style st = {.pretty = true, .comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
     struct buf b = {0};
     tv_write(j, &b, v, &st, 0, ORIGIN_TEMPLATE);
     return buf_str(&b);
@@ -4864,9 +4983,13 @@ static struct tv tv_json(struct job *j, const json_t *json, bool data) {
 /* ============================================================================================================
  * Chat template: format strings
  *
- * Python's two ways to fill values into a text: the operator % and str.format. Every part of the result keeps its
- * origin.
+ * Python's two ways to fill values into a text: the operator %, and str.format with fields in braces. Both describe the
+ * layout of a value by a struct format_spec, by which format_number and format_string print it. Every part of the
+ * result keeps its origin.
  * ============================================================================================================ */
+
+static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute);
+static struct tv str_number(struct job *j, struct tv v, int64_t base);
 
 /* The integer part of a float. `what` names the operation in the message. */
 static int64_t float_int(struct job *j, double f, const char *what) {
@@ -4874,144 +4997,462 @@ static int64_t float_int(struct job *j, double f, const char *what) {
     return (int64_t)f;
 }
 
-/* Python's format % args, with %s, %d and %%. */
-static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
-    struct list one = {.v = &args, .n = 1}, *l = args.kind == TV_TUPLE ? args.list : &one;
-    struct buf b = {0};
-    size_t used = 0;
-    for (size_t i = 0; i < f.n; i++) {
-        char conv = f.s[i] == '%' && i + 1 < f.n ? f.s[i + 1] : 0;
-        if (f.s[i] != '%' || conv == '%') {
-            buf_put(j, &b, tv_sub(f, i, i + 1));
-            i += conv == '%';
-            continue;
-        }
-        if (conv != 's' && conv != 'd') job_fail(j, "the format '%%%c' is not supported", conv ? conv : ' ');
-        if (used == l->n) job_fail(j, "not enough arguments for format string");
-        struct tv v = l->v[used++];
-        if (conv == 'd' && !tv_number(v)) tv_fail(j, v, "%%d format: a number is required, not %s", tv_type(v));
-        if (conv == 'd')
-            v = (struct tv){.kind = TV_INT, .data = v.data, .i = v.kind == TV_FLOAT ? float_int(j, v.f, "%d") : v.i};
-        buf_put(j, &b, tv_str(j, v));
-        i++;
-    }
-    if (used < l->n && args.kind != TV_DICT && args.kind != TV_LIST && args.kind != TV_UNDEF)
-        job_fail(j, "not all arguments converted during string formatting");
-    return buf_str(&b);
-}
+enum { FORMAT_DIGITS = 65536 }; /* the largest precision of a float */
 
-/* ---- str.format ---- */
-
-/* What stands after the colon of a replacement field: [[fill]align][0][width][.precision][type]. The rest of Python's
- * format language (signs, separators, `#`, other types, fields in fields) is refused. */
+/* The layout of a value: [[fill]align][sign][z][#][0][width][group][.precision][type] in Python's format language. */
 struct format_spec {
-    struct tv fill; /* one code point */
-    char align;     /* < left, > right, ^ center, = between sign and digits; 0: not given */
-    size_t width;   /* code points; 0: not given */
-    int precision;  /* digits behind the point, or the most code points of a string; -1: not given */
-    char type;      /* s, d or f; 0: not given */
+    struct tv text;     /* as it was written, for messages */
+    struct tv fill;     /* one code point */
+    char align;         /* < left, > right, ^ center, = between sign and digits; 0: not given */
+    char sign;          /* + or a blank stands before a number that is not negative; 0 or -: nothing does */
+    bool positive_zero; /* z: what rounds to -0 is 0 */
+    bool alternate;     /* #: a prefix for the bases 2, 8 and 16; floats keep their point and zeros */
+    size_t width;       /* code points; 0: not given */
+    char group;         /* , or _ between groups of digits; 0: none */
+    int64_t precision;  /* digits, or the most code points of a string; -1: not given */
+    char type;          /* the letter of the conversion; 0: not given */
+    bool percent;       /* of the operator %: the precision of an integer is the least number of its digits */
 };
 
-/* Parses the digits at spec[*i] and moves *i behind them. A number above `max` is an error. */
-static int64_t format_digits(struct job *j, struct tv spec, size_t *i, int64_t max) {
+/* Parses the digits at text[*i] and moves *i past them. A number above TEMPLATE_TEXT is an error. */
+static int64_t format_digits(struct job *j, struct tv text, size_t *i) {
     int64_t n = 0;
-    for (; *i < spec.n && isdigit((uint8_t)spec.s[*i]); ++*i) {
-        n = 10 * n + (spec.s[*i] - '0');
-        if (n > max) job_fail(j, "a number in the format '%.*s' is larger than %lld", SHOW(spec), (long long)max);
+    for (; *i < text.n && isdigit((uint8_t)text.s[*i]); ++*i) {
+        n = 10 * n + (text.s[*i] - '0');
+        if (n > TEMPLATE_TEXT)
+            job_fail(j, "a number in the format '%.*s' is larger than %d", SHOW(text), TEMPLATE_TEXT);
     }
     return n;
 }
 
-/* Whether spec[i] is an alignment. */
-static bool format_is_align(struct tv spec, size_t i) { return i < spec.n && spec.s[i] && strchr("<>^=", spec.s[i]); }
+/* Whether text[i] is one of the characters of `set`. */
+static bool format_any(struct tv text, size_t i, const char *set) {
+    return i < text.n && text.s[i] && strchr(set, text.s[i]);
+}
 
 /* Parses a format. For a number, a 0 before the width pads between sign and digits. */
 static struct format_spec format_parse(struct job *j, struct tv spec, bool number) {
-    struct format_spec f = {.fill = tv_lit(j, " "), .precision = -1};
+    struct format_spec f = {.text = spec, .fill = tv_lit(j, " "), .precision = -1};
     int32_t cp;
     size_t i = 0, first = cp_next(spec.s, spec.n, &cp);
-    bool filled = format_is_align(spec, first);
+    bool filled = format_any(spec, first, "<>^=");
     if (filled) f.fill = tv_sub(spec, 0, first);
     if (filled) i = first;
-    if (format_is_align(spec, i)) f.align = spec.s[i++];
-    if (!filled && i < spec.n && spec.s[i] == '0') {
+    if (format_any(spec, i, "<>^=")) f.align = spec.s[i++];
+    if (format_any(spec, i, "+- ")) f.sign = spec.s[i++];
+    if (format_any(spec, i, "z")) f.positive_zero = i++ + 1;
+    if (format_any(spec, i, "#")) f.alternate = i++ + 1;
+    if (!filled && format_any(spec, i, "0")) {
         f.fill = tv_lit(j, "0");
         if (!f.align && number) f.align = '=';
         i++;
     }
-    f.width = (size_t)format_digits(j, spec, &i, TEMPLATE_TEXT);
-    if (i + 1 < spec.n && spec.s[i] == '.' && isdigit((uint8_t)spec.s[i + 1])) {
-        i++;
-        f.precision = (int)format_digits(j, spec, &i, TEMPLATE_TEXT);
+    f.width = (size_t)format_digits(j, spec, &i);
+    if (format_any(spec, i, ",_")) f.group = spec.s[i++];
+    if (f.group && format_any(spec, i, ",_")) job_fail(j, "the format '%.*s' has two signs for groups", SHOW(spec));
+    if (format_any(spec, i, ".")) {
+        size_t digits = ++i;
+        f.precision = format_digits(j, spec, &i);
+        if (i == digits) job_fail(j, "the format '%.*s' has no precision after the point", SHOW(spec));
     }
-    if (i < spec.n && spec.s[i] && strchr("sdf", spec.s[i])) f.type = spec.s[i++];
-    if (i < spec.n) job_fail(j, "the format '%.*s' is not supported", SHOW(spec));
+    if (i < spec.n && spec.s[i] > 0 && spec.s[i] < 0x7f) f.type = spec.s[i++];
+    if (i < spec.n) job_fail(j, "invalid format '%.*s'", SHOW(spec));
     return f;
 }
 
-/* The text of a value without its padding. `origin` is that of the digits of a number. */
-static struct tv format_text(struct job *j, struct tv v, struct tv spec, const struct format_spec *f, int origin) {
-    char num[512];
-    bool str = v.kind == TV_STR, fixed = f->type == 'f' && !str, wrong;
-    if (str) wrong = (f->type && f->type != 's') || f->align == '=';
-    else if (fixed) wrong = f->precision > 100;
-    else wrong = f->precision >= 0 || f->type == 's' || (f->type == 'd' && v.kind == TV_FLOAT);
-    if (wrong) job_fail(j, "the format '%.*s' is not supported for an object of type '%s'", SHOW(spec), tv_type(v));
-    if (str) return f->precision < 0 ? v : tv_sub(v, 0, cp_offset(v, f->precision));
-    if (fixed && isfinite(tv_double(v)))
-        snprintf(num, sizeof num, "%.*f", f->precision < 0 ? 6 : f->precision, tv_double(v));
-    else if (v.kind == TV_FLOAT) float_repr(v.f, num);
-    else snprintf(num, sizeof num, "%lld", (long long)v.i);
-    size_t n = strlen(num);
-    return tv_text(j, memcpy(job_alloc(j, n), num, n), n, origin);
+/* head and body with the padding that the width asks for: before them, after them, or with = between them. */
+static struct tv format_layout(struct job *j, const struct format_spec *f, struct tv head, struct tv body, int origin) {
+    size_t n = cp_count(j, head.s, head.n) + cp_count(j, body.s, body.n), pad = f->width > n ? f->width - n : 0;
+    size_t left = f->align == '<' ? 0 : f->align == '^' ? pad / 2 : pad;
+    struct buf b = {0};
+    if (f->align == '=') buf_put(j, &b, head);
+    for (size_t i = 0; i < left; i++) buf_fill(j, &b, f->fill.s, f->fill.n, origin);
+    if (f->align != '=') buf_put(j, &b, head);
+    buf_put(j, &b, body);
+    for (size_t i = left; i < pad; i++) buf_fill(j, &b, f->fill.s, f->fill.n, origin);
+    return buf_str(&b);
+}
+
+/* Fails because f cannot be a format of v. */
+__attribute__((noreturn)) static void format_fail(struct job *j, const struct format_spec *f, struct tv v) {
+    tv_fail(j, v, "the format '%.*s' is not supported for an object of type '%s'", SHOW(f->text), tv_type(v));
+}
+
+/* A string by its format. `origin` is that of the padding. */
+static struct tv format_string(struct job *j, struct tv v, struct format_spec *f, int origin) {
+    if (f->type != 's' && f->type) format_fail(j, f, v);
+    if (f->align == '=' || f->sign || f->alternate || f->positive_zero || f->group) format_fail(j, f, v);
+    if (!f->align) f->align = '<';
+    if (f->precision >= 0) v = tv_sub(v, 0, cp_offset(v, f->precision));
+    return format_layout(j, f, tv_lit(j, ""), v, origin);
+}
+
+/* Appends the digits of a number to the base of f. */
+static void format_int(struct job *j, struct buf *b, uint64_t u, const struct format_spec *f, int origin) {
+    const char *digits = f->type == 'X' ? "0123456789ABCDEF" : "0123456789abcdef";
+    unsigned base = f->type == 'b' ? 2 : f->type == 'o' ? 8 : f->type == 'x' || f->type == 'X' ? 16 : 10;
+    char tmp[64];
+    size_t at = sizeof tmp;
+    do tmp[--at] = digits[u % base];
+    while (u /= base);
+    for (int64_t i = (int64_t)(sizeof tmp - at); f->percent && i < f->precision; i++) buf_fill(j, b, "0", 1, origin);
+    buf_fill(j, b, tmp + at, sizeof tmp - at, origin);
+}
+
+/* Prints d in the way of the C conversion `type` with `precision` digits to the pool; the text. */
+static char *format_c(struct job *j, double d, char type, int precision, bool alternate) {
+    char fmt[8];
+    size_t n = (size_t)precision + 400;
+    snprintf(fmt, sizeof fmt, "%%%s.*%c", alternate ? "#" : "", type);
+    job_charge(j, n / 16);
+    char *s = job_alloc(j, n);
+    snprintf(s, n, fmt, precision, d);
+    return s;
+}
+
+/* What Python does without a type: g, with a digit after the point, and an exponent one digit earlier. */
+static char *format_general(struct job *j, double d, int precision, bool alternate) {
+    if (precision < 1) precision = 1;
+    char *s = format_c(j, d, 'e', precision - 1, alternate), *e = strchr(s, 'e');
+    int exponent = atoi(e + 1);
+    bool fixed = exponent >= -4 && exponent < precision - 1;
+    if (fixed) {
+        s = format_c(j, d, 'f', precision - 1 - exponent, alternate);
+        e = s + strlen(s);
+    }
+    char *end = e, *dot = strchr(s, '.');
+    if (dot && !alternate)
+        while (end > dot + fixed + 1 && end[-1] == '0') end--;
+    if (end == dot + 1 && !fixed && !alternate) end--;
+    memmove(end, e, strlen(e) + 1);
+    return s;
+}
+
+/* Appends the digits of a float that is not negative. */
+static void format_float(struct job *j, struct buf *b, double d, const struct format_spec *f, int origin) {
+    char type = f->type == 'n' ? 'g' : f->type == '%' ? 'f' : f->type, repr[40], *s = repr;
+    int precision = f->precision < 0 ? 6 : (int)f->precision;
+    if (precision > FORMAT_DIGITS)
+        job_fail(j, "the precision %d of a float is larger than %d", precision, FORMAT_DIGITS);
+    if (f->type == '%') d *= 100;
+    if (!isfinite(d) && isupper(type)) strcpy(repr, isnan(d) ? "NAN" : "INF");
+    else if (!isfinite(d)) strcpy(repr, isnan(d) ? "nan" : "inf");
+    else if (type) s = format_c(j, d, type, precision, f->alternate);
+    else if (f->precision >= 0) s = format_general(j, d, precision, f->alternate);
+    else {
+        float_repr(d, repr);
+        char *e = strchr(repr, 'e');
+        if (f->alternate && e && !strchr(repr, '.')) {
+            memmove(e + 1, e, strlen(e) + 1);
+            *e = '.';
+        }
+    }
+    buf_fill(j, b, s, strlen(s), origin);
+    if (f->type == '%') buf_fill(j, b, "%", 1, origin);
+}
+
+/* The digits before the point of `body` in groups, with zeros to fill `width` code points when f pads with zeros. */
+static struct tv format_groups(struct job *j, const struct format_spec *f, struct tv body, size_t head, int origin) {
+    bool hex = f->type == 'x' || f->type == 'X', based = hex || f->type == 'b' || f->type == 'o';
+    size_t size = based ? 4 : 3, digits = 0;
+    while (format_any(body, digits, hex ? "0123456789abcdefABCDEF" : "0123456789")) digits++;
+    if (!digits) return body; /* inf, nan */
+    size_t rest = body.n - digits + head, n = digits;
+    if (f->align == '=' && tv_is(f->fill, "0") && f->width > rest)
+        while (n + (n - 1) / size < f->width - rest) n++;
+    struct buf b = {0};
+    for (size_t i = n; i > 0; i--) {
+        if (i < n && i % size == 0) buf_fill(j, &b, &f->group, 1, origin);
+        buf_fill(j, &b, i > digits ? "0" : body.s + digits - i, 1, origin);
+    }
+    buf_put(j, &b, tv_sub(body, digits, body.n));
+    return buf_str(&b);
+}
+
+/* A number by its format. `origin` is that of the digits and the padding. */
+static struct tv format_number(struct job *j, struct tv v, struct format_spec *f, int origin) {
+    static const char floats[] = "eEfFgG%", ints[] = "bcdoxXn";
+    struct buf head = {0}, body = {0};
+    bool real = (f->type && strchr(floats, f->type)) || (v.kind == TV_FLOAT && (!f->type || f->type == 'n')), negative;
+    bool based = f->type && strchr("boxX", f->type);
+    if (!real && ((f->type && !strchr(ints, f->type)) || v.kind == TV_FLOAT)) format_fail(j, f, v);
+    if (!real && ((f->precision >= 0 && !f->percent) || f->positive_zero)) format_fail(j, f, v);
+    if (f->type == 'c' && (f->sign || f->alternate)) format_fail(j, f, v);
+    if (f->group && f->type && (strchr("cn", f->type) || (based && f->group == ','))) format_fail(j, f, v);
+    if (real) {
+        double d = tv_double(v);
+        format_float(j, &body, fabs(d), f, origin);
+        negative = signbit(d) && !isnan(d);
+        size_t zeros = 0; /* digits and points before the first other digit */
+        while (format_any(buf_str(&body), zeros, "0.")) zeros++;
+        bool zero = zeros == body.n || !isalnum((uint8_t)body.s[zeros]) || (body.s[zeros] | 32) == 'e';
+        if (zero && f->positive_zero) negative = false;
+    } else if (f->type == 'c') {
+        if (v.i < 0 || v.i > 0x10ffff) job_fail(j, "%%c arg not in range(0x110000)");
+        if (v.i >= 0xd800 && v.i < 0xe000) job_fail(j, "the code point %lld is half of a character", (long long)v.i);
+        negative = false;
+        buf_cp(j, &body, (int32_t)v.i, origin);
+    } else {
+        negative = v.i < 0;
+        format_int(j, &body, negative ? -(uint64_t)v.i : (uint64_t)v.i, f, origin);
+    }
+    if (negative) buf_fill(j, &head, "-", 1, origin);
+    else if (f->sign && f->sign != '-') buf_fill(j, &head, &f->sign, 1, origin);
+    if (f->alternate && based) buf_printf(j, &head, origin, "0%c", f->type);
+    struct tv digits = buf_str(&body);
+    if (f->group) digits = format_groups(j, f, digits, head.n, origin);
+    if (!f->align) f->align = '>';
+    return format_layout(j, f, buf_str(&head), digits, origin);
 }
 
 /* Python's format(v, spec). The padding, and the digits of a number, are data if the value or the spec is. */
 static struct tv format_value(struct job *j, struct tv v, struct tv spec) {
-    struct buf b = {0};
     if (!spec.n) return tv_str(j, v);
     if (v.kind != TV_STR && !tv_number(v)) job_fail(j, "unsupported format string passed to %s.__format__", tv_type(v));
     int origin = tv_has_data(v) || tv_has_data(spec) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
     struct format_spec f = format_parse(j, spec, v.kind != TV_STR);
-    struct tv text = format_text(j, v, spec, &f, origin);
-    size_t n = cp_count(j, text.s, text.n), pad = f.width > n ? f.width - n : 0, left = 0;
-    if (!f.align) f.align = v.kind == TV_STR ? '<' : '>';
-    if (f.align == '^') left = pad / 2;
-    if (f.align == '>' || f.align == '=') left = pad;
-    size_t sign = f.align == '=' && text.s[0] == '-';
-    buf_put(j, &b, tv_sub(text, 0, sign));
-    for (size_t i = 0; i < left; i++) buf_fill(j, &b, f.fill.s, f.fill.n, origin);
-    buf_put(j, &b, tv_sub(text, sign, text.n));
-    for (size_t i = left; i < pad; i++) buf_fill(j, &b, f.fill.s, f.fill.n, origin);
-    return buf_str(&b);
+    return v.kind == TV_STR ? format_string(j, v, &f, origin) : format_number(j, v, &f, origin);
 }
 
-/* The argument that a field names. Fields without a name take the positional arguments in turn, and *next counts them.
- * Python does not allow both those and fields with a number; *next is -1 once there was one with a number. */
+/* ---- the operator % ---- */
+
+/* A format for % and the values that are left for it. */
+struct percent {
+    struct tv f;
+    size_t at;                /* offset of the next byte of f */
+    const struct tv *mapping; /* for %(name)s; NULL: the right side is not a mapping */
+    const struct tv *next;    /* (left) the values for the next conversions */
+    size_t left;
+    struct tv named; /* the value of the last name */
+};
+
+/* Takes the next value. */
+static struct tv percent_value(struct job *j, struct percent *p) {
+    if (!p->left) job_fail(j, "not enough arguments for format string");
+    p->left--;
+    return *p->next++;
+}
+
+/* Parses a name in parentheses, whose value becomes the only one that is left. */
+static void percent_name(struct job *j, struct percent *p) {
+    size_t from = ++p->at;
+    for (int depth = 1; depth; p->at++) {
+        if (p->at >= p->f.n) job_fail(j, "incomplete format key");
+        depth += (p->f.s[p->at] == '(') - (p->f.s[p->at] == ')');
+    }
+    struct tv name = tv_sub(p->f, from, p->at - 1);
+    if (!p->mapping) job_fail(j, "format requires a mapping");
+    if (p->mapping->kind != TV_DICT) tv_fail(j, *p->mapping, "format requires a mapping");
+    const struct tv *v = dict_find(j, p->mapping->list, name);
+    if (!v) job_fail(j, "the mapping has no key '%.*s'", SHOW(name));
+    p->named = *v;
+    p->next = &p->named;
+    p->left = 1;
+}
+
+/* Parses a number, or a * that takes it from the values. *data: set if that value is data. */
+static int64_t percent_digits(struct job *j, struct percent *p, bool *data) {
+    if (!format_any(p->f, p->at, "*")) return format_digits(j, p->f, &p->at);
+    p->at++;
+    struct tv v = percent_value(j, p);
+    if (!tv_whole(v) || p->f.markup) tv_fail(j, v, "* wants int");
+    if (v.i > TEMPLATE_TEXT || v.i < -TEMPLATE_TEXT)
+        job_fail(j, "a number for the format '%.*s' is larger than %d", SHOW(p->f), TEMPLATE_TEXT);
+    *data |= v.data;
+    return v.i;
+}
+
+/* The value of a conversion to a number as that number. In markup, strings are converted as by int() and float(). */
+static struct tv percent_number(struct job *j, const struct percent *p, struct tv v, char type) {
+    bool index = strchr("xXo", type), real = strchr("eEfFgG", type);
+    struct tv given = v;
+    if (p->f.markup && v.kind == TV_STR) v = str_number(j, v, 10);
+    if (!tv_number(v) || (index && (v.kind == TV_FLOAT || p->f.markup)) ||
+        (p->f.markup && given.kind == TV_STR && !real && v.kind == TV_FLOAT))
+        tv_fail(j, given, "%%%c format: %s is required, not %s", type, index ? "an integer" : "a number",
+                tv_type(given));
+    if (!real && v.kind == TV_FLOAT) v.i = float_int(j, v.f, "%d");
+    if (!real) v.kind = TV_INT;
+    v.data = tv_has_data(given);
+    return v;
+}
+
+/* The text of a value in a conversion to text: str(), repr() or ascii(). Markup escapes it. */
+static struct tv percent_text(struct job *j, const struct percent *p, struct tv v, char type) {
+    struct tv text = type == 's' ? v : tv_repr(j, v, type == 'a');
+    return p->f.markup ? html_escape(j, text) : tv_str(j, text);
+}
+
+/* Appends one conversion; p->at is after its %. */
+static void percent_conversion(struct job *j, struct percent *p, struct buf *b) {
+    struct format_spec f = {.fill = tv_lit(j, " "), .align = '>', .precision = -1, .percent = true};
+    size_t from = p->at;
+    bool zero = false, data = false;
+    if (format_any(p->f, p->at, "%")) {
+        buf_put(j, b, tv_sub(p->f, p->at, p->at + 1));
+        p->at++;
+        return;
+    }
+    if (format_any(p->f, p->at, "(")) percent_name(j, p);
+    for (; format_any(p->f, p->at, "-+ #0"); p->at++) {
+        char c = p->f.s[p->at];
+        if (c == '-') f.align = '<';
+        else if (c == '+' || (c == ' ' && !f.sign)) f.sign = c;
+        else if (c == '#') f.alternate = true;
+        else if (c == '0') zero = true;
+    }
+    int64_t width = percent_digits(j, p, &data);
+    if (width < 0) f.align = '<';
+    f.width = (size_t)(width < 0 ? -width : width);
+    if (format_any(p->f, p->at, ".")) {
+        p->at++;
+        f.precision = percent_digits(j, p, &data);
+        if (f.precision < 0) f.precision = 0;
+    }
+    if (format_any(p->f, p->at, "hlL")) p->at++;
+    if (p->at >= p->f.n) job_fail(j, "incomplete format");
+    char type = p->f.s[p->at++];
+    f.text = tv_sub(p->f, from, p->at);
+    if (!type || !strchr("diuoxXeEfFgGcrsa", type))
+        job_fail(j, "unsupported format character in '%%%.*s'", SHOW(f.text));
+    struct tv v = percent_value(j, p);
+    data |= tv_has_data(v) || tv_has_data(f.text);
+    int origin = data ? ORIGIN_DATA : ORIGIN_TEMPLATE;
+    bool text = strchr("rsa", type), letter = type == 'c';
+    if (text || letter) f.sign = 0, f.alternate = false;
+    f.type = strchr("diu", type) ? 'd' : type;
+    if (letter && (p->f.markup || !(tv_whole(v) || (v.kind == TV_STR && cp_count(j, v.s, v.n) == 1))))
+        tv_fail(j, v, "%%c requires int or char");
+    if (letter) f.precision = -1;
+    if (text || (letter && v.kind == TV_STR)) {
+        f.type = 's';
+        buf_put(j, b, format_string(j, text ? percent_text(j, p, v, type) : v, &f, origin));
+        return;
+    }
+    if (!letter) v = percent_number(j, p, v, type);
+    if (zero && f.align == '>' && !letter) f.align = '=', f.fill = tv_lit(j, "0");
+    buf_put(j, b, format_number(j, v, &f, origin));
+}
+
+/* Python's format % args. */
+static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
+    struct percent p = {.f = f, .next = &args, .left = 1};
+    struct buf b = {0};
+    if (args.kind == TV_TUPLE) p.next = args.list->v, p.left = args.list->n;
+    if (args.kind == TV_DICT || args.kind == TV_LIST || args.kind == TV_RANGE || args.kind == TV_UNDEF)
+        p.mapping = &args;
+    while (p.at < f.n) {
+        const char *sign = memchr(f.s + p.at, '%', f.n - p.at);
+        size_t to = sign ? (size_t)(sign - f.s) : f.n;
+        buf_put(j, &b, tv_sub(f, p.at, to));
+        p.at = to + 1;
+        if (sign) percent_conversion(j, &p, &b);
+    }
+    if (p.left && !p.mapping) job_fail(j, "not all arguments converted during string formatting");
+    struct tv out = buf_str(&b);
+    out.markup = f.markup;
+    return out;
+}
+
+/* ---- str.format ---- */
+
+enum { FORMAT_DEPTH = 2 }; /* fields in fields: a format may have fields, and theirs may not */
+
+/* The parts of a replacement field {name!conversion:spec}. */
+struct format_field {
+    struct tv name, spec;
+    char conversion; /* 0: none */
+};
+
+/* Parses the field whose { stands before text[i]. Returns the offset after its }. */
+static size_t format_field_parse(struct job *j, struct tv text, size_t i, struct format_field *f) {
+    size_t from = i;
+    for (; i < text.n && !format_any(text, i, "}:!"); i++) {
+        if (text.s[i] == '{') job_fail(j, "unexpected '{' in field name");
+        if (text.s[i] != '[') continue;
+        while (i + 1 < text.n && text.s[i] != ']') i++;
+    }
+    if (i >= text.n) job_fail(j, "expected '}' before end of string");
+    *f = (struct format_field){.name = tv_sub(text, from, i), .spec = tv_sub(text, i, i)};
+    char c = text.s[i++];
+    if (c == '!') {
+        if (i >= text.n) job_fail(j, "end of string while looking for conversion specifier");
+        f->conversion = text.s[i++];
+        if (i >= text.n) job_fail(j, "unmatched '{' in format spec");
+        c = text.s[i++];
+        if (c != '}' && c != ':') job_fail(j, "expected ':' after conversion specifier");
+    }
+    if (c == '}') return i;
+    from = i;
+    for (int depth = 1; depth; i++) {
+        if (i >= text.n) job_fail(j, "unmatched '{' in format spec");
+        depth += (text.s[i] == '{') - (text.s[i] == '}');
+    }
+    f->spec = tv_sub(text, from, i - 1);
+    return i;
+}
+
+/* Whether text is not empty and has only digits. */
+static bool format_is_number(struct tv text) {
+    for (size_t i = 0; i < text.n; i++)
+        if (!isdigit((uint8_t)text.s[i])) return false;
+    return text.n;
+}
+
+/* The argument that a field names, or a member of it: 0, name, name.attribute, 0[element]. Fields without a name take
+ * the positional arguments in turn, and *next counts them. Python does not allow both those and fields with a number;
+ * *next is -1 once there was one with a number. */
 static struct tv format_argument(struct job *j, struct args *a, struct tv name, int64_t *next) {
-    size_t i = 0;
-    int64_t index = format_digits(j, name, &i, INT32_MAX);
-    struct tv *v = NULL;
-    if (i < name.n) v = dict_find(j, &a->kw, name);
-    else {
+    size_t i = 0, at = 0;
+    struct tv *found = NULL;
+    while (i < name.n && !format_any(name, i, ".[")) i++;
+    struct tv first = tv_sub(name, 0, i);
+    if (!name.n || format_is_number(name)) {
         if (name.n ? *next > 0 : *next < 0)
             job_fail(j, "cannot switch between automatic field numbering and manual field specification");
         if (name.n) *next = -1;
-        else index = (*next)++;
-        if (index < (int64_t)a->pos.n) v = &a->pos.v[index];
     }
-    if (!v) job_fail(j, "format() has no argument for the field '{%.*s}'", SHOW(name));
-    return *v;
+    if (!name.n || format_is_number(first)) {
+        size_t index = (size_t)(name.n ? format_digits(j, first, &at) : (*next)++);
+        if (index < a->pos.n) found = &a->pos.v[index];
+    } else found = dict_find(j, &a->kw, first);
+    if (!found) job_fail(j, "format() has no argument for the field '{%.*s}'", SHOW(name));
+    struct tv v = *found;
+    while (i < name.n) {
+        bool attribute = name.s[i++] == '.';
+        size_t from = i;
+        while (i < name.n && !format_any(name, i, attribute ? ".[" : "]")) i++;
+        struct tv key = tv_sub(name, from, i);
+        if (!attribute && i++ == name.n) job_fail(j, "Missing ']' in format string");
+        if (!key.n) job_fail(j, "Empty attribute in format string");
+        if (!attribute && i < name.n && !format_any(name, i, ".["))
+            job_fail(j, "Only '.' or '[' may follow ']' in format field specifier");
+        at = 0;
+        if (!attribute && format_is_number(key)) key = tv_int(format_digits(j, key, &at));
+        v = tv_get(j, v, key, attribute);
+    }
+    return v;
 }
 
-/* Python's text.format(...): {} and {0} are positional arguments, {name} is a keyword argument, {{ and }} are
- * braces. */
-static struct tv f_format(struct job *j, struct tv text, struct args *a) {
+/* The value of a field as text. In markup, text that is not markup is escaped. */
+static struct tv format_convert(struct job *j, struct tv v, struct tv spec, char conversion, bool markup) {
+    if (conversion && !strchr("sra", conversion)) job_fail(j, "Unknown conversion specifier %c", conversion);
+    if (conversion == 's') v = tv_str(j, v);
+    else if (conversion) v = tv_repr(j, v, conversion == 'a');
+    if (conversion) v.markup = false;
+    if (markup && v.kind == TV_STR && v.markup && spec.n)
+        job_fail(j, "the format '%.*s' is not supported for markup in markup", SHOW(spec));
+    v = format_value(j, v, spec);
+    return markup ? html_escape(j, v) : v;
+}
+
+/* Fills the fields of a text, whose specs may have fields of their own. */
+static struct tv format_fill(struct job *j, struct tv text, struct args *a, int64_t *next, bool markup, int depth) {
     struct buf b = {0};
-    int64_t next = 0;
+    if (depth < 0) job_fail(j, "Max string recursion exceeded");
     for (size_t i = 0; i < text.n;) {
         size_t k = i;
-        while (k < text.n && text.s[k] != '{' && text.s[k] != '}') k++;
+        while (k < text.n && !format_any(text, k, "{}")) k++;
         buf_put(j, &b, tv_sub(text, i, k));
         if (k == text.n) break;
         char brace = text.s[k];
@@ -5020,25 +5461,36 @@ static struct tv f_format(struct job *j, struct tv text, struct args *a) {
             i = k + 2;
             continue;
         }
-        const char *close = memchr(text.s + k, '}', text.n - k);
         if (brace == '}' || k + 1 == text.n) job_fail(j, "Single '%c' encountered in format string", brace);
-        if (!close) job_fail(j, "expected '}' before end of string");
-        struct tv field = tv_sub(text, k + 1, (size_t)(close - text.s));
-        const char *colon = memchr(field.s, ':', field.n);
-        size_t n = colon ? (size_t)(colon - field.s) : field.n;
-        struct tv name = tv_sub(field, 0, n), spec = tv_sub(field, colon ? n + 1 : n, field.n);
-        if (memchr(field.s, '{', field.n) || memchr(name.s, '!', n) || memchr(name.s, '.', n) || memchr(name.s, '[', n))
-            job_fail(j, "the format field '{%.*s}' is not supported", SHOW(field));
-        struct tv v = format_argument(j, a, name, &next);
-        if (text.markup && v.markup && spec.n)
-            job_fail(j, "the format '%.*s' is not supported for markup in markup", SHOW(spec));
-        v = format_value(j, v, spec);
-        buf_put(j, &b, text.markup ? html_escape(j, v) : v);
-        i = (size_t)(close - text.s) + 1;
+        struct format_field f;
+        i = format_field_parse(j, text, k + 1, &f);
+        struct tv v = format_argument(j, a, f.name, next);
+        struct tv spec = format_fill(j, f.spec, a, next, false, depth - 1);
+        buf_put(j, &b, format_convert(j, v, spec, f.conversion, markup));
     }
-    struct tv out = buf_str(&b);
+    return buf_str(&b);
+}
+
+/* text.format(...) and, with mode 1, text.format_map(mapping). */
+static struct tv f_format(struct job *j, struct tv text, struct args *a) {
+    int64_t next = 0;
+    struct args given = *a;
+    if (a->mode) {
+        if (a->pos.n != 1 || a->kw.n) job_fail(j, "format_map() takes exactly one argument");
+        if (a->pos.v[0].kind != TV_DICT) tv_fail(j, a->pos.v[0], "format_map() wants a mapping");
+        given = (struct args){.kw = *a->pos.v[0].list};
+    }
+    struct tv out = format_fill(j, text, &given, &next, text.markup, FORMAT_DEPTH);
     out.markup = text.markup;
     return out;
+}
+
+/* The filter format: text % its arguments. */
+static struct tv f_percent(struct job *j, struct tv self, struct args *a) {
+    if (a->pos.n && a->kw.n) job_fail(j, "can't handle positional and keyword arguments at the same time");
+    struct list *l = job_alloc(j, sizeof *l);
+    *l = a->kw.n ? a->kw : a->pos;
+    return str_percent(j, tv_str(j, self), (struct tv){.kind = a->kw.n ? TV_DICT : TV_TUPLE, .list = l});
 }
 
 /* ============================================================================================================
@@ -5109,11 +5561,22 @@ static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
     return tv_int(r);
 }
 
+/* a / b, b not 0, rounded once. */
+static double int_divide(int64_t a, int64_t b) {
+    unsigned __int128 x = a < 0 ? -(unsigned __int128)a : (unsigned __int128)a;
+    uint64_t y = b < 0 ? -(uint64_t)b : (uint64_t)b;
+    if (!a) return b < 0 ? -0.0 : 0.0;
+    int shift = 63 + __builtin_clzll((uint64_t)x);
+    x <<= shift; /* now the quotient has more than 62 bits, and the last one stands for all that follow */
+    return ldexp((double)(x / y | (x % y != 0)), -shift) * ((a < 0) != (b < 0) ? -1 : 1);
+}
+
 /* Arithmetic on numbers: in integers if both are, else in double. */
 static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b), m, q;
     if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
-    if (tv_whole(a) && tv_whole(b) && op != OP_DIV && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
+    if (tv_whole(a) && tv_whole(b) && op == OP_DIV) return tv_float(int_divide(a.i, b.i));
+    if (tv_whole(a) && tv_whole(b) && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
     switch (op) {
     case OP_ADD: return tv_float(x + y);
     case OP_SUB: return tv_float(x - y);
@@ -5169,7 +5632,10 @@ static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
             for (size_t i = 0; i < v.list->n; i++) list_push(j, l.list, v.list->v[i]);
         job_charge(j, 1);
     }
-    return v.kind == TV_STR ? buf_str(&b) : l;
+    if (v.kind != TV_STR) return l;
+    l = buf_str(&b);
+    l.markup = v.markup;
+    return l;
 }
 
 /* a op b, for arithmetic operators and ~. */
@@ -5189,6 +5655,8 @@ static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) 
     }
     if (op == OP_ADD && str) return tv_concat(j, a, b);
     if (op == OP_MOD && a.kind == TV_STR) return str_percent(j, a, b);
+    if (op == OP_SUB && (a.kind == TV_VIEW || b.kind == TV_VIEW))
+        job_fail(j, "the difference of views is not supported: a template has no values of the type set");
     if (op == OP_MUL && tv_whole(a)) { /* 3 * 'x' */
         v = a;
         a = b;
@@ -5230,6 +5698,10 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
     if (in.kind == TV_DICT) return dict_find(j, in.list, x) != NULL;
     if (in.kind != TV_STR && !tv_listy(in) && in.kind != TV_UNDEF)
         job_fail(j, "argument of type '%s' is not iterable", tv_type(in));
+    bool pair = in.kind == TV_VIEW && in.form == DICT_ITEMS && x.kind == TV_TUPLE && x.list->n == 2;
+    struct tv key = pair ? x.list->v[0] : x;
+    if ((pair || (in.kind == TV_VIEW && in.form == DICT_KEYS)) && !tv_hashable(j, key))
+        job_fail(j, "unhashable type: '%s'", tv_type(key));
     if (in.kind == TV_STR && x.kind != TV_STR)
         job_fail(j, "'in <string>' requires string as left operand, not %s", tv_type(x));
     if (in.kind == TV_STR) return str_find(j, in, x, false) >= 0;
@@ -5238,7 +5710,8 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
 
 /* a op b, for comparisons. */
 static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
-    if ((a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f))) return op == OP_NE || op == OP_NOT_IN;
+    bool nan = (a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f));
+    if (nan && tv_number(a) && tv_number(b) && op <= OP_GE) return op == OP_NE;
     switch (op) {
     case OP_EQ: return tv_eq(j, a, b);
     case OP_NE: return !tv_eq(j, a, b);
@@ -5288,13 +5761,13 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
         else list_push(j, out.list, l->v[i]);
         if (step > n || step < -n) break; /* i + step must not overflow */
     }
-    if (str) return buf_str(&b);
-    out.data = v.data;
+    if (str) out = buf_str(&b);
+    out.markup = str && v.markup;
+    out.data = !str && v.data;
     return out;
 }
 
 static const struct builtin *method_find(struct tv o, struct tv name);
-static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
 static struct tv macro_get(struct job *j, const struct macro *m, struct tv key);
 
 /* A member that is a value: of `loop`, a group of groupby, a range, cycler, joiner or macro. TV_ABSENT: nothing. */
@@ -5304,6 +5777,14 @@ static struct tv tv_field(struct job *j, struct tv o, struct tv key) {
         if (tv_is(key, range_names[i])) return tv_int(o.list->range[i]);
     for (int i = 0; i < 2 && o.kind == TV_TUPLE && o.form == TUPLE_GROUP; i++)
         if (tv_is(key, group_names[i])) return o.list->v[i];
+    if (tv_number(o)) {
+        struct tv same = o, other = {.kind = o.kind == TV_FLOAT ? TV_FLOAT : TV_INT, .data = o.data};
+        if (tv_whole(o)) same.kind = TV_INT;
+        if (tv_is(key, "real") || (tv_whole(o) && tv_is(key, "numerator"))) return same;
+        if (tv_is(key, "imag")) return other;
+        other.i = 1;
+        if (tv_whole(o) && tv_is(key, "denominator")) return other;
+    }
     if (o.kind == TV_CYCLER) {
         if (tv_is(key, "pos")) return tv_int((int64_t)o.cycler->at);
         if (tv_is(key, "current")) return o.cycler->items.v[o.cycler->at];
@@ -5331,7 +5812,8 @@ static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
 /* o[key]; TV_ABSENT: nothing. */
 static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
     bool str = o.kind == TV_STR;
-    struct tv *v = o.kind == TV_DICT && key.kind != TV_LIST && key.kind != TV_DICT ? dict_find(j, o.list, key) : NULL;
+    bool dict = o.kind == TV_DICT || o.kind == TV_SELF;
+    struct tv *v = dict && tv_hashable(j, key) ? dict_find(j, o.list, key) : NULL;
     if (v) return *v;
     if (!tv_whole(key) || !(str || (o.kind >= TV_LIST && o.kind <= TV_RANGE))) return (struct tv){0};
     int64_t n = (int64_t)(str ? cp_count(j, o.s, o.n) : o.list->n);
@@ -5365,6 +5847,23 @@ static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribut
  *
  * This section binds arguments to parameters; then come the functions on strings.
  * ============================================================================================================ */
+
+/* What a name of a built-in function stands for: a filter, a test, a global function, or a method of a type. */
+enum {
+    AS_FILTER = 1,
+    AS_TEST = 2,
+    AS_GLOBAL = 4,
+    OF_STR = 8,
+    OF_DICT = 16,
+    OF_LIST = 32,
+    OF_TUPLE = 64,
+    OF_LOOP = 128,
+    OF_CYCLER = 256,
+    OF_INT = 512,
+    OF_FLOAT = 1024,
+    OF_NUMBER = OF_INT | OF_FLOAT,
+    KEEPS_MARKUP = 2048 /* the result is markup if self is */
+};
 
 /* Binds the arguments to the parameters of f, in a->v. */
 static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
@@ -5400,6 +5899,7 @@ static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv 
     job_charge(j, tv_size(self));
     for (size_t i = 0; i < a->pos.n; i++) job_charge(j, tv_size(a->pos.v[i]));
     struct tv v = f->fn(j, self, a);
+    if (f->where & KEEPS_MARKUP) v.markup = v.kind == TV_STR && self.kind == TV_STR && self.markup;
     j->depth--;
     return v;
 }
@@ -5407,12 +5907,24 @@ static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv 
 /* Argument i as a bool; false if it was not passed. */
 static bool arg_bool(struct args *a, int i) { return a->v[i].kind && tv_truthy(a->v[i]); }
 
-/* Argument i as an integer; `none` if it is None or was not passed. */
+/* Argument i as a bool that Python wants to be an integer; false if it was not passed. */
+static bool arg_flag(struct job *j, struct args *a, int i) {
+    if (a->v[i].kind && !tv_whole(a->v[i]))
+        tv_fail(j, a->v[i], "%s(): '%s' is not an integer", a->name, tv_type(a->v[i]));
+    return a->v[i].kind && a->v[i].i;
+}
+
+/* Argument i as an integer; `none` if it was not passed. */
 static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
     struct tv v = a->v[i];
-    if (!v.kind || v.kind == TV_NONE) return none;
+    if (!v.kind) return none;
     if (!tv_whole(v)) tv_fail(j, v, "%s(): '%s' is not an integer", a->name, tv_type(v));
     return v.i;
+}
+
+/* The same; `none` if it is None, too. */
+static int64_t arg_int_or_none(struct job *j, struct args *a, int i, int64_t none) {
+    return a->v[i].kind == TV_NONE ? none : arg_int(j, a, i, none);
 }
 
 /* Argument i, which must be a string. */
@@ -5421,32 +5933,113 @@ static struct tv arg_str(struct job *j, struct args *a, int i) {
     return a->v[i];
 }
 
-enum { CASE_UPPER, CASE_LOWER, CASE_CAPITALIZE, CASE_TITLE, CASE_TITLE_FILTER };
+enum { CASE_UPPER, CASE_LOWER, CASE_CAPITALIZE, CASE_TITLE, CASE_TITLE_FILTER, CASE_SWAP, CASE_FOLD };
 
-/* Whether a code point has upper and lower case. */
-static bool cp_cased(int32_t cp) {
+/* clang-format off */
+/* The code points whose upper or title case has several code points, besides those of Greek with iota: U+1F80-1FAF. */
+static const struct {
+    int32_t cp;
+    const char *upper, *title;
+} special_cases[] = {
+    {0xdf, "SS", "Ss"}, {0x149, "ʼN", "ʼN"}, {0x1f0, "J̌", "J̌"}, {0x390, "Ϊ́", "Ϊ́"},
+    {0x3b0, "Ϋ́", "Ϋ́"}, {0x587, "ԵՒ", "Եւ"}, {0x1e96, "H̱", "H̱"}, {0x1e97, "T̈", "T̈"},
+    {0x1e98, "W̊", "W̊"}, {0x1e99, "Y̊", "Y̊"}, {0x1e9a, "Aʾ", "Aʾ"}, {0x1f50, "Υ̓", "Υ̓"},
+    {0x1f52, "Υ̓̀", "Υ̓̀"}, {0x1f54, "Υ̓́", "Υ̓́"}, {0x1f56, "Υ̓͂", "Υ̓͂"}, {0x1fb2, "ᾺΙ", "Ὰͅ"},
+    {0x1fb3, "ΑΙ", "ᾼ"}, {0x1fb4, "ΆΙ", "Άͅ"}, {0x1fb6, "Α͂", "Α͂"}, {0x1fb7, "Α͂Ι", "ᾼ͂"},
+    {0x1fbc, "ΑΙ", "ᾼ"}, {0x1fc2, "ῊΙ", "Ὴͅ"}, {0x1fc3, "ΗΙ", "ῌ"}, {0x1fc4, "ΉΙ", "Ήͅ"},
+    {0x1fc6, "Η͂", "Η͂"}, {0x1fc7, "Η͂Ι", "ῌ͂"}, {0x1fcc, "ΗΙ", "ῌ"}, {0x1fd2, "Ϊ̀", "Ϊ̀"},
+    {0x1fd3, "Ϊ́", "Ϊ́"}, {0x1fd6, "Ι͂", "Ι͂"}, {0x1fd7, "Ϊ͂", "Ϊ͂"}, {0x1fe2, "Ϋ̀", "Ϋ̀"},
+    {0x1fe3, "Ϋ́", "Ϋ́"}, {0x1fe4, "Ρ̓", "Ρ̓"}, {0x1fe6, "Υ͂", "Υ͂"}, {0x1fe7, "Ϋ͂", "Ϋ͂"},
+    {0x1ff2, "ῺΙ", "Ὼͅ"}, {0x1ff3, "ΩΙ", "ῼ"}, {0x1ff4, "ΏΙ", "Ώͅ"}, {0x1ff6, "Ω͂", "Ω͂"},
+    {0x1ff7, "Ω͂Ι", "ῼ͂"}, {0x1ffc, "ΩΙ", "ῼ"}, {0xfb00, "FF", "Ff"}, {0xfb01, "FI", "Fi"},
+    {0xfb02, "FL", "Fl"}, {0xfb03, "FFI", "Ffi"}, {0xfb04, "FFL", "Ffl"}, {0xfb05, "ST", "St"},
+    {0xfb06, "ST", "St"}, {0xfb13, "ՄՆ", "Մն"}, {0xfb14, "ՄԵ", "Մե"}, {0xfb15, "ՄԻ", "Մի"},
+    {0xfb16, "ՎՆ", "Վն"}, {0xfb17, "ՄԽ", "Մխ"}};
+/* clang-format on */
+
+/* Whether a code point does not end a word for the final sigma: marks, modifiers, and what stands inside of words. */
+static bool cp_ignored(int32_t cp) {
+    static const int32_t inside[] = {0x27,   0x2e,   0x3a,   0xb7,   0x387,  0x55f,  0x5f4,  0x2018, 0x2019,
+                                     0x2024, 0x2027, 0xfe13, 0xfe52, 0xfe55, 0xff07, 0xff0e, 0xff1a};
     int c = utf8proc_category(cp);
-    return c == UTF8PROC_CATEGORY_LU || c == UTF8PROC_CATEGORY_LL || c == UTF8PROC_CATEGORY_LT;
+    for (size_t i = 0; i < sizeof inside / sizeof *inside; i++)
+        if (inside[i] == cp) return true;
+    return c == UTF8PROC_CATEGORY_MN || c == UTF8PROC_CATEGORY_ME || c == UTF8PROC_CATEGORY_CF ||
+           c == UTF8PROC_CATEGORY_LM || c == UTF8PROC_CATEGORY_SK;
 }
 
-/* Changes the case: upper, lower, capitalize, str.title, and the filter title, for which a word begins after white
- * space or one of -({[<. Each code point maps to one, except the German sharp s. */
+/* Whether the capital sigma of 2 bytes at v.s[i] ends a word. */
+static bool sigma_ends(struct job *j, struct tv v, size_t i) {
+    size_t before = i, after = i + 2;
+    int32_t cp = 0;
+    while (before && (before -= cp_prev(v.s, before, &cp), cp_ignored(cp))) job_charge(j, 1);
+    if (!cp_cased(cp) || cp_ignored(cp)) return false;
+    for (cp = 0; after < v.n;) {
+        after += cp_next(v.s + after, v.n - after, &cp);
+        job_charge(j, 1);
+        if (!cp_ignored(cp)) return !cp_cased(cp);
+    }
+    return true;
+}
+
+/* Appends the upper or title case of cp, which is of one origin. */
+static void case_up(struct job *j, struct buf *b, int32_t cp, bool title, int origin) {
+    size_t low = 0, high = sizeof special_cases / sizeof *special_cases;
+    while (low < high) {
+        size_t mid = (low + high) / 2;
+        if (special_cases[mid].cp < cp) low = mid + 1;
+        else high = mid;
+    }
+    if (low < sizeof special_cases / sizeof *special_cases && special_cases[low].cp == cp) {
+        const char *text = title ? special_cases[low].title : special_cases[low].upper;
+        buf_fill(j, b, text, strlen(text), origin);
+        return;
+    }
+    if (cp >= 0x1f80 && cp < 0x1fb0 && !title) {
+        static const int32_t row[] = {0x1f08, 0x1f28, 0x1f68};
+        buf_cp(j, b, row[(cp - 0x1f80) >> 4] + (cp & 7), origin);
+        buf_cp(j, b, 0x399, origin);
+    } else buf_cp(j, b, title ? utf8proc_totitle(cp) : utf8proc_toupper(cp), origin);
+}
+
+/* Appends the lower case of cp, the code point at v.s[i], or what casefold makes of it. */
+static void case_down(struct job *j, struct buf *b, struct tv v, size_t i, int32_t cp, bool fold) {
+    utf8proc_int32_t folded[8];
+    int last = 0;
+    utf8proc_ssize_t n = fold ? utf8proc_decompose_char(cp, folded, 8, UTF8PROC_CASEFOLD, &last) : 0;
+    for (int k = 0; k < n && k < 8; k++) buf_cp(j, b, folded[k], v.o[i]);
+    if (n > 0) return;
+    if (cp == 0x130) buf_fill(j, b, "i\xcc\x87", 3, v.o[i]);
+    else if (cp == 0x3a3 && sigma_ends(j, v, i)) buf_cp(j, b, 0x3c2, v.o[i]);
+    else buf_cp(j, b, utf8proc_tolower(cp), v.o[i]);
+}
+
+/* Changes the case: upper, lower, capitalize, swapcase, casefold, str.title, and the filter title, for which a word
+ * begins after white space or one of -({[<. What a code point becomes has its origin. */
 static struct tv str_case(struct job *j, struct tv v, int mode) {
     struct buf b = {0};
     bool start = true; /* at the start of a word, or of the string for capitalize */
-    bool upper = mode == CASE_UPPER || mode == CASE_TITLE_FILTER;
+    size_t word = 0;   /* where the filter's word begins: a sigma in it does not see what stands before */
     int32_t cp;
     for (size_t i = 0, k; i < v.n; i += k) {
         k = cp_next(v.s + i, v.n - i, &cp);
-        bool up = mode == CASE_UPPER || (mode != CASE_LOWER && start);
-        start = mode == CASE_TITLE
-                    ? !cp_cased(cp)
-                    : mode == CASE_TITLE_FILTER && (cp_space(cp) || strchr("-({[<", cp < 0x80 && cp ? cp : 'x'));
-        int32_t to = utf8proc_tolower(cp);
-        if (up) to = upper ? utf8proc_toupper(cp) : utf8proc_totitle(cp);
-        if (cp == 0xdf && up) buf_printf(j, &b, v.o[i], upper ? "SS" : "Ss");
-        else if (to == cp) buf_put(j, &b, tv_sub(v, i, i + k));
-        else buf_cp(j, &b, to, v.o[i]);
+        bool up =
+            mode == CASE_UPPER || (mode == CASE_SWAP ? cp_lower(cp) : mode != CASE_LOWER && mode != CASE_FOLD && start);
+        bool down = !up && (mode != CASE_SWAP || cp_upper(cp));
+        bool breaks = mode == CASE_TITLE_FILTER && (cp_space(cp) || strchr("-({[<", cp < 0x80 && cp ? cp : 'x'));
+        if (start) word = i;
+        start = mode == CASE_TITLE ? !cp_cased(cp) : breaks;
+        if (cp >= 0xdc00 && cp < 0xe000) buf_put(j, &b, tv_sub(v, i, i + k)); /* not UTF-8 */
+        else if (up) case_up(j, &b, cp, mode == CASE_TITLE || mode == CASE_CAPITALIZE, v.o[i]);
+        else if (cp == 0x3a3 && mode == CASE_TITLE_FILTER) {
+            size_t end = i + k;
+            while (end < v.n && !space_start(v.s + end, v.n - end) && !strchr("-({[<", v.s[end] ? v.s[end] : 'x'))
+                end++;
+            job_charge(j, 4 * (end - i));
+            size_t from = word + cp_next(v.s + word, v.n - word, &(int32_t){0});
+            case_down(j, &b, tv_sub(v, from, end), i - from, cp, false);
+        } else if (down) case_down(j, &b, v, i, cp, mode == CASE_FOLD);
+        else buf_put(j, &b, tv_sub(v, i, i + k));
     }
     return buf_str(&b);
 }
@@ -5539,10 +6132,13 @@ static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
     return out;
 }
 
-/* replace(old, new, count). */
+/* replace(old, new, count): the filter and, with mode 1, the method, whose arguments must be strings. */
 static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
-    struct tv v = tv_str(j, self), old = tv_str(j, a->v[0]), new = tv_str(j, a->v[1]);
-    int64_t count = arg_int(j, a, 2, -1);
+    bool method = a->mode;
+    struct tv v = tv_str(j, self), old = method ? arg_str(j, a, 0) : tv_str(j, a->v[0]);
+    struct tv new = method ? arg_str(j, a, 1) : tv_str(j, a->v[1]);
+    if (method && v.markup) new = html_escape(j, new);
+    int64_t count = method ? arg_int(j, a, 2, -1) : arg_int_or_none(j, a, 2, -1);
     struct buf b = {0};
     int32_t cp;
     for (; count; count--) {
@@ -5564,35 +6160,52 @@ static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
 
 static struct tv attribute_path(struct job *j, struct tv item, struct tv path);
 
-/* items|join(sep, attribute) or, with mode 1, sep.join(items), whose items must be strings. */
-static struct tv f_join(struct job *j, struct tv self, struct args *a) {
-    bool method = a->mode;
-    const struct list *l = tv_iter(j, method ? a->v[0] : self);
-    struct tv sep = tv_lit(j, "");
-    if (method) sep = self;
-    else if (a->v[0].kind) sep = tv_str(j, a->v[0]);
+/* Python's sep.join(l). The items must be strings. If sep is markup, they can be any values, which are escaped. */
+static struct tv str_join(struct job *j, struct tv sep, const struct list *l) {
     struct buf b = {0};
     for (size_t i = 0; i < l->n; i++) {
-        struct tv item = method ? l->v[i] : attribute_path(j, l->v[i], a->v[1]);
-        if (method && item.kind != TV_STR)
-            job_fail(j, "sequence item %zu: expected str instance, %s found", i, tv_type(item));
+        struct tv item = sep.markup ? html_escape(j, l->v[i]) : l->v[i];
+        if (item.kind != TV_STR) job_fail(j, "sequence item %zu: expected str instance, %s found", i, tv_type(item));
         if (i) buf_put(j, &b, sep);
-        buf_put(j, &b, tv_str(j, item));
+        buf_put(j, &b, item);
     }
-    return buf_str(&b);
+    struct tv out = buf_str(&b);
+    out.markup = sep.markup;
+    return out;
+}
+
+/* items|join(sep, attribute) or, with mode 1, sep.join(items). */
+static struct tv f_join(struct job *j, struct tv self, struct args *a) {
+    if (a->mode) return str_join(j, self, tv_iter(j, a->v[0]));
+    const struct list *l = tv_iter(j, self);
+    struct tv sep = a->v[0].kind ? tv_str(j, a->v[0]) : tv_lit(j, "");
+    struct list items = {0};
+    sep.markup = false;
+    for (size_t i = 0; i < l->n; i++) list_push(j, &items, tv_str(j, attribute_path(j, l->v[i], a->v[1])));
+    return str_join(j, sep, &items);
+}
+
+/* Arguments i and i + 1 as the bounds of a part of n elements: *from and *to. Returns whether there is such a part. */
+static bool arg_range(struct job *j, struct args *a, int i, int64_t n, int64_t *from, int64_t *to) {
+    *from = a->v[i].kind ? slice_index(j, a->v[i], n, 0, 0, INT64_MAX) : 0;
+    *to = a->v[i + 1].kind ? slice_index(j, a->v[i + 1], n, n, 0, n) : n;
+    return *from <= *to;
 }
 
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
-/* startswith and endswith, of a string or one of a tuple; removeprefix, removesuffix. */
+/* startswith and endswith, of a string or one of a tuple, in a part of v; removeprefix, removesuffix. */
 static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
     bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, test = a->mode <= AFFIX_ENDS, found = false;
     struct list one = {.v = a->v, .n = 1}, *l = test && a->v[0].kind == TV_TUPLE ? a->v[0].list : &one;
-    struct tv affix = l->n ? l->v[0] : v;
+    struct tv affix = l->n ? l->v[0] : v, part = v;
+    int64_t from = 0, to = 0;
+    bool any = !test || arg_range(j, a, 1, (int64_t)cp_count(j, v.s, v.n), &from, &to);
+    if (test && any) part = tv_sub(v, cp_offset(v, from), cp_offset(v, to));
     for (size_t i = 0; i < l->n && !found; i++) {
         affix = l->v[i];
         if (affix.kind != TV_STR) tv_fail(j, affix, "%s(): '%s' is not a string", a->name, tv_type(affix));
-        found = affix.n <= v.n && !memcmp(v.s + (end ? v.n - affix.n : 0), affix.s, affix.n);
+        found = any && affix.n <= part.n && !memcmp(part.s + (end ? part.n - affix.n : 0), affix.s, affix.n);
     }
     if (test) return tv_bool(found);
     if (!found) return v;
@@ -5603,15 +6216,12 @@ enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
 
 /* find, rfind, index, rindex, count. Positions count code points. */
 static struct tv f_find(struct job *j, struct tv v, struct args *a) {
-    struct tv sub = arg_str(j, a, 0), none = tv_none();
-    struct tv start = a->v[1].kind ? a->v[1] : none;
-    struct tv stop = a->v[2].kind ? a->v[2] : none;
-    struct tv in = tv_slice(j, v, start, stop, none);
-    int64_t count = 0;
-    int64_t n = (int64_t)cp_count(j, v.s, v.n), from = 0, to = n;
-    if (a->v[1].kind) from = slice_index(j, a->v[1], n, 0, 0, INT64_MAX);
-    if (a->v[2].kind) to = slice_index(j, a->v[2], n, n, 0, n);
-    bool beyond = from > to; /* where not even an empty string is found */
+    struct tv sub = arg_str(j, a, 0), in = v;
+    int64_t count = 0, from, to;
+    bool beyond =
+        !arg_range(j, a, 1, (int64_t)cp_count(j, v.s, v.n), &from, &to); /* not even an empty string is found */
+    if (!beyond) in = tv_sub(v, cp_offset(v, from), cp_offset(v, to));
+    else in.n = 0;
     if (a->mode == FIND_COUNT && !sub.n) return tv_int(beyond ? 0 : to - from + 1);
     for (const char *at; a->mode == FIND_COUNT && (at = memmem(in.s, in.n, sub.s, sub.n)); count++)
         in = tv_sub(in, (size_t)(at - in.s) + sub.n, in.n);
@@ -5621,20 +6231,64 @@ static struct tv f_find(struct job *j, struct tv v, struct args *a) {
     return tv_int(at < 0 ? -1 : (int64_t)cp_count(j, v.s, (size_t)(in.s - v.s + at)));
 }
 
-enum { IS_ALPHA, IS_DIGIT, IS_ALNUM, IS_SPACE, IS_UPPER, IS_LOWER };
+enum {
+    IS_ALPHA,
+    IS_DECIMAL,
+    IS_DIGIT,
+    IS_NUMERIC,
+    IS_ALNUM,
+    IS_SPACE,
+    IS_UPPER,
+    IS_LOWER,
+    IS_TITLE,
+    IS_ASCII, /* the last three hold for an empty string, too */
+    IS_PRINTABLE,
+    IS_IDENTIFIER
+};
 
-/* Python's str.isalpha and so on: there is a code point, and all of them qualify. For isupper and islower only those
- * with case matter. */
+/* Whether an identifier may begin with a code point, or go on with it. */
+static bool cp_identifier(int32_t cp, bool start) {
+    int c = utf8proc_category(cp);
+    bool letter = (c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO) || c == UTF8PROC_CATEGORY_NL;
+    if (start) return (letter || cp == '_') != cp_has(cp, CP_ID_START);
+    letter |= c == UTF8PROC_CATEGORY_MN || c == UTF8PROC_CATEGORY_MC || c == UTF8PROC_CATEGORY_ND ||
+              c == UTF8PROC_CATEGORY_PC;
+    return letter != cp_has(cp, CP_ID_NEXT);
+}
+
+/* Whether a code point qualifies for a test up to IS_SPACE, or IS_ASCII and IS_PRINTABLE. */
+static bool cp_is(int32_t cp, int mode) {
+    int c = utf8proc_category(cp);
+    bool alpha = c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO, decimal = c == UTF8PROC_CATEGORY_ND;
+    bool numeric = (c >= UTF8PROC_CATEGORY_ND && c <= UTF8PROC_CATEGORY_NO) || cp_has(cp, CP_NUMERIC);
+    switch (mode) {
+    case IS_ALPHA: return alpha;
+    case IS_DECIMAL: return decimal;
+    case IS_DIGIT: return decimal || cp_has(cp, CP_DIGIT);
+    case IS_NUMERIC: return numeric;
+    case IS_ALNUM: return alpha || numeric;
+    case IS_SPACE: return cp_space(cp);
+    case IS_ASCII: return cp < 0x80;
+    default: return cp == ' ' || (c && c < UTF8PROC_CATEGORY_ZS);
+    }
+}
+
+/* Python's str.isalpha and so on: there is a code point, and all of them qualify. For isupper, islower and istitle only
+ * those with case matter. */
 static bool str_is(struct tv v, int mode) {
-    bool any = false;
+    bool any = mode == IS_ASCII || mode == IS_PRINTABLE, cased = false;
     int32_t cp;
     for (size_t i = 0; i < v.n;) {
+        bool start = !i, after = cased, ok;
         i += cp_next(v.s + i, v.n - i, &cp);
-        int c = utf8proc_category(cp);
-        bool alpha = c >= UTF8PROC_CATEGORY_LU && c <= UTF8PROC_CATEGORY_LO, digit = c == UTF8PROC_CATEGORY_ND;
-        if (mode >= IS_UPPER && !cp_cased(cp)) continue;
-        bool ok[] = {alpha, digit, alpha || digit, cp_space(cp), c == UTF8PROC_CATEGORY_LU, c == UTF8PROC_CATEGORY_LL};
-        if (!ok[mode]) return false;
+        cased = mode >= IS_UPPER && mode <= IS_TITLE && cp_cased(cp);
+        if (mode >= IS_UPPER && mode <= IS_TITLE && !cased) continue;
+        if (mode == IS_TITLE) ok = after ? cp_lower(cp) : !cp_lower(cp);
+        else if (mode == IS_UPPER) ok = cp_upper(cp);
+        else if (mode == IS_LOWER) ok = cp_lower(cp);
+        else if (mode == IS_IDENTIFIER) ok = cp_identifier(cp, start);
+        else ok = cp_is(cp, mode);
+        if (!ok) return false;
         any = true;
     }
     return any;
@@ -5648,6 +6302,7 @@ static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
     struct args none = {.name = a->name};
     if (v.kind != TV_STR) tv_fail(j, v, "indent: '%s' is not a string", tv_type(v));
     struct tv width = a->v[0].kind == TV_STR ? a->v[0] : tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 0, 4));
+    if (width.markup && !v.markup) job_fail(j, "indent is not supported: the width is markup, and the text is not");
     const struct list *l = f_splitlines(j, tv_concat(j, v, tv_lit(j, "\n")), &none).list;
     struct buf b = {0};
     if (arg_bool(a, 1)) buf_put(j, &b, width);
@@ -5667,7 +6322,7 @@ static struct tv f_justify(struct job *j, struct tv self, struct args *a) {
     int64_t width = arg_int(j, a, 0, 80), n = (int64_t)cp_count(j, v.s, v.n), pad = width > n ? width - n : 0;
     int64_t left = a->mode == JUSTIFY_LEFT ? 0 : pad;
     struct buf b = {0};
-    if (a->v[1].kind) fill = arg_str(j, a, 1);
+    if (a->v[1].kind) fill = v.markup ? html_escape(j, arg_str(j, a, 1)) : arg_str(j, a, 1);
     if (cp_count(j, fill.s, fill.n) != 1) job_fail(j, "%s(): the fill is not one character", a->name);
     if (a->mode == JUSTIFY_CENTER) left = pad / 2 + (pad & width & 1);
     size_t sign = a->mode == JUSTIFY_ZERO && v.n && (*v.s == '-' || *v.s == '+');
@@ -5685,22 +6340,27 @@ static struct tv f_partition(struct job *j, struct tv v, struct args *a) {
     ptrdiff_t at = str_find(j, v, sep, a->mode);
     size_t cut = at >= 0 ? (size_t)at : a->mode ? 0 : v.n;
     list_push(j, out.list, tv_sub(v, 0, cut));
-    list_push(j, out.list, at < 0 ? tv_sub(v, 0, 0) : tv_sub(v, cut, cut + sep.n));
+    struct tv middle = at < 0 ? tv_sub(v, 0, 0) : tv_sub(v, cut, cut + sep.n);
+    middle.markup |= at >= 0 && sep.markup; /* Python gives sep itself */
+    list_push(j, out.list, middle);
     list_push(j, out.list, tv_sub(v, at < 0 ? cut : cut + sep.n, v.n));
     return out;
 }
 
+static struct tv f_length(struct job *j, struct tv v, struct args *a);
+
 static struct tv f_truncate(struct job *j, struct tv self, struct args *a) {
     struct tv v = self, end = a->v[2].kind ? arg_str(j, a, 2) : tv_lit(j, "...");
-    if (v.kind != TV_STR) tv_fail(j, v, "truncate: '%s' is not a string", tv_type(v));
-    int64_t length = arg_int(j, a, 0, 255), leeway = arg_int(j, a, 3, 5), n = (int64_t)cp_count(j, v.s, v.n);
+    int64_t length = arg_int(j, a, 0, 255), leeway = arg_int_or_none(j, a, 3, 5), n = f_length(j, v, a).i;
     int64_t keep = length - (int64_t)cp_count(j, end.s, end.n);
     if (keep < 0)
         job_fail(j, "truncate: expected length >= %lld, got %lld", (long long)(length - keep), (long long)length);
     if (leeway < 0) job_fail(j, "truncate: expected leeway >= 0, got %lld", (long long)leeway);
-    if (n - leeway <= length) return v;
+    if (n - leeway <= length) return v; /* a short list, too */
+    if (v.kind != TV_STR) tv_fail(j, v, "truncate: '%s' is not a string", tv_type(v));
     v = tv_sub(v, 0, cp_offset(v, keep));
     ptrdiff_t blank = arg_bool(a, 1) ? -1 : str_find(j, v, tv_lit(j, " "), true);
+    if (v.markup) end = html_escape(j, end);
     return tv_concat(j, blank < 0 ? v : tv_sub(v, 0, (size_t)blank), end);
 }
 
@@ -5758,12 +6418,80 @@ static struct tv f_wordcount(struct job *j, struct tv self, struct args *a) {
     return tv_int(count);
 }
 
-enum { STRING_PLAIN, STRING_SAFE, STRING_ESCAPE };
+static struct tv f_expandtabs(struct job *j, struct tv v, struct args *a) {
+    int64_t size = arg_int(j, a, 0, 8), column = 0;
+    struct buf b = {0};
+    for (size_t i = 0, k; i < v.n; i += k) {
+        int32_t cp;
+        k = cp_next(v.s + i, v.n - i, &cp);
+        if (cp == '\t') {
+            for (int64_t n = size > 0 ? size - column % size : 0; n > 0; n--, column++) buf_fill(j, &b, " ", 1, v.o[i]);
+            continue;
+        }
+        buf_put(j, &b, tv_sub(v, i, i + k));
+        column = cp == '\n' || cp == '\r' ? 0 : column + 1;
+    }
+    return buf_str(&b);
+}
 
-/* string, safe, escape. */
+static struct tv tv_element(struct job *j, struct tv o, struct tv key);
+
+/* translate(table): each code point becomes what the table has under its number: a string, a number, None for nothing.
+ * The text of a string has its own origin; a code point that is a number has the origin of what it stands for. */
+static struct tv f_translate(struct job *j, struct tv v, struct args *a) {
+    struct buf b = {0};
+    for (size_t i = 0, k; i < v.n; i += k) {
+        int32_t cp;
+        k = cp_next(v.s + i, v.n - i, &cp);
+        struct tv to = tv_element(j, a->v[0], tv_int(cp));
+        if (to.kind == TV_STR) buf_put(j, &b, to);
+        else if (!to.kind) buf_put(j, &b, tv_sub(v, i, i + k));
+        else if (tv_whole(to)) {
+            if (to.i < 0 || to.i > 0x10ffff || (to.i >= 0xd800 && to.i < 0xe000))
+                job_fail(j, "character mapping must be in range(0x110000), and not half of a character");
+            buf_cp(j, &b, (int32_t)to.i, to.data ? ORIGIN_DATA : v.o[i]);
+        } else if (to.kind != TV_NONE) tv_fail(j, to, "character mapping must return integer, None or str");
+    }
+    return buf_str(&b);
+}
+
+/* The number of a string's only code point. */
+static struct tv str_ord(struct job *j, struct tv v) {
+    int32_t cp = 0;
+    if (v.kind != TV_STR || !v.n || cp_next(v.s, v.n, &cp) != v.n) tv_fail(j, v, "maketrans: expected one character");
+    return (struct tv){.kind = TV_INT, .data = tv_has_data(v), .i = cp};
+}
+
+/* maketrans(mapping), or maketrans(from, to, deleted) of strings: a table for translate. */
+static struct tv f_maketrans(struct job *j, struct tv self, struct args *a) {
+    (void)self;
+    struct tv out = tv_list(j, TV_DICT);
+    if (!a->v[1].kind) {
+        if (a->v[0].kind != TV_DICT)
+            tv_fail(j, a->v[0], "if you give only one argument to maketrans it must be a dict");
+        for (size_t i = 0; i < a->v[0].list->n; i += 2) {
+            struct tv key = a->v[0].list->v[i];
+            dict_set(j, out.list, tv_whole(key) ? key : str_ord(j, key), a->v[0].list->v[i + 1]);
+        }
+        return out;
+    }
+    const struct list *from = tv_iter(j, arg_str(j, a, 0)), *to = tv_iter(j, arg_str(j, a, 1));
+    if (from->n != to->n) job_fail(j, "the first two maketrans arguments must have equal length");
+    for (size_t i = 0; i < from->n; i++) dict_set(j, out.list, str_ord(j, from->v[i]), str_ord(j, to->v[i]));
+    if (!a->v[2].kind) return out;
+    const struct list *gone = tv_iter(j, arg_str(j, a, 2));
+    for (size_t i = 0; i < gone->n; i++) dict_set(j, out.list, str_ord(j, gone->v[i]), tv_none());
+    return out;
+}
+
+enum { STRING_PLAIN, STRING_SAFE, STRING_ESCAPE, STRING_FORCE_ESCAPE };
+
+/* string, safe, escape, forceescape. */
 static struct tv f_string(struct job *j, struct tv self, struct args *a) {
     if (a->mode == STRING_ESCAPE) return html_escape(j, self);
     struct tv v = tv_str(j, self);
+    if (a->mode == STRING_FORCE_ESCAPE) v.markup = false;
+    if (a->mode == STRING_FORCE_ESCAPE) return html_escape(j, v);
     v.markup |= a->mode == STRING_SAFE;
     return v;
 }
@@ -5787,36 +6515,80 @@ static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
     return v;
 }
 
-/* Reads a string as Python's int() or float() does: an integer if it is written as one. TV_NONE: it is not a number. */
-static struct tv str_number(struct tv v) {
-    char tmp[64], *end;
+enum { NUMBER_TEXT = 64 }; /* bytes of a number in a string, with the NUL */
+
+/* Copies a number that is written in a string to tmp (NUMBER_TEXT bytes): without the space around it and the _ between
+ * its digits, and with decimal digits of any script as ASCII. `letters` are digits, too. Returns its length, or 0 if it
+ * is not a number. */
+static size_t number_clean(struct job *j, struct tv v, char *tmp, bool letters) {
+    size_t n = 0, k;
+    char last = 0;
+    bool plain = true; /* looks like a number so far */
     v = tv_sub(v, space_start(v.s, v.n), space_end(v.s, v.n));
-    if (!v.n || v.n >= sizeof tmp) return tv_none();
-    size_t n = 0;
-    for (size_t i = 0; i < v.n; i++) /* without the _ of 1_000 */
-        if (v.s[i] != '_' || !i || i + 1 == v.n || !isdigit((uint8_t)v.s[i - 1]) || !isdigit((uint8_t)v.s[i + 1]))
-            tmp[n++] = v.s[i];
-    tmp[n] = 0;
-    size_t sign = strspn(tmp, "+-") == 1, digits = strspn(tmp + sign, "0123456789");
-    errno = 0;
-    if (digits && sign + digits == n) {
-        struct tv whole = tv_int(strtoll(tmp, NULL, 10));
-        if (!errno) return whole;
+    for (size_t i = 0; i < v.n && plain; i += k) {
+        int32_t cp;
+        k = cp_next(v.s + i, v.n - i, &cp);
+        int digit = cp_decimal(cp), c = digit < 0 ? cp : '0' + digit;
+        int next = i + k < v.n ? (uint8_t)v.s[i + k] : 0;
+        bool between = letters ? isalnum((uint8_t)last) && (isalnum(next) || next & 0x80)
+                               : isdigit((uint8_t)last) && (isdigit(next) || next & 0x80);
+        plain = c < 0x80 && (isdigit(c) || (letters && isalpha(c)) || (c && strchr("+-.eE_infatyINFATY", c)));
+        last = plain ? (char)c : 0;
+        if (c == '_' && between) continue;
+        if (plain && n < NUMBER_TEXT) tmp[n++] = last;
     }
-    if (strspn(tmp, "0123456789+-.eE") != n && strcasecmp(tmp + sign, "inf") && strcasecmp(tmp + sign, "nan"))
-        return tv_none();
+    if (!plain) return 0;
+    if (n == NUMBER_TEXT) job_fail(j, "a number in a string is longer than %d bytes", NUMBER_TEXT - 1);
+    tmp[n] = 0;
+    return n;
+}
+
+/* Reads an integer to the base 2 to 36; base 0 takes it from a prefix 0b, 0o or 0x. TV_NONE: it is not one, or a decimal
+ * one that is too large. */
+static struct tv str_int(struct job *j, struct tv v, int64_t base) {
+    static const char letters[] = "box";
+    static const int bases[] = {2, 8, 16};
+    char tmp[NUMBER_TEXT + 1], *end, *digits = tmp;
+    if (base < 0 || base == 1 || base > 36 || !number_clean(j, v, tmp, base != 10)) return tv_none();
+    digits += *tmp == '-' || *tmp == '+';
+    for (int i = 0; i < 3; i++) {
+        if (digits[0] != '0' || (digits[1] | 32) != letters[i] || (base && base != bases[i])) continue;
+        base = bases[i];
+        memmove(digits, digits + 2, strlen(digits + 2) + 1);
+        if ((digits[1] | 32) == 'x') return tv_none();
+        break;
+    }
+    if (!base && digits[0] == '0' && digits[strspn(digits, "0")]) return tv_none();
+    if (!isalnum((uint8_t)digits[0])) return tv_none();
+    errno = 0;
+    struct tv out = tv_int(strtoll(tmp, &end, base ? (int)base : 10));
+    if (errno == ERANGE && !*end && base && base != 10) job_fail(j, "integer overflow in int()");
+    return *end || errno ? tv_none() : out;
+}
+
+/* Reads a string as Python's int(v, base) or else float() does. TV_NONE: it is not a number. */
+static struct tv str_number(struct job *j, struct tv v, int64_t base) {
+    char tmp[NUMBER_TEXT + 1], *end;
+    struct tv whole = str_int(j, v, base);
+    if (whole.kind == TV_INT) return whole;
+    size_t n = number_clean(j, v, tmp, false);
+    char *digits = tmp + (n && (*tmp == '-' || *tmp == '+'));
+    bool word = n && (!strcasecmp(digits, "inf") || !strcasecmp(digits, "nan") || !strcasecmp(digits, "infinity"));
+    if (!n || (!word && strspn(tmp, "0123456789+-.eE") != n)) return tv_none();
     double d = strtod(tmp, &end);
     return *end ? tv_none() : tv_float(d);
 }
 
-/* int and, with mode 1, float. */
+/* int(default, base) and, with mode 1, float(default). */
 static struct tv f_number(struct job *j, struct tv v, struct args *a) {
-    bool to_float = a->mode, data = tv_has_data(v);
+    bool to_float = a->mode, data = tv_has_data(v), str = v.kind == TV_STR;
     struct tv none = to_float ? tv_float(0) : tv_int(0), n;
     if (a->v[0].kind) none = a->v[0];
     if (v.kind == TV_UNDEF) job_fail(j, "%s", v.s);
-    if (v.kind == TV_STR) v = str_number(v);
-    if (!tv_number(v) || (!to_float && v.kind == TV_FLOAT && !isfinite(v.f))) return none;
+    int64_t base = 10; /* -1: none that int() knows; the string may be a float then */
+    if (!to_float && a->v[1].kind) base = tv_whole(a->v[1]) ? a->v[1].i : -1;
+    if (str) v = str_number(j, v, base);
+    if (!tv_number(v) || (!to_float && v.kind == TV_FLOAT && (isnan(v.f) || (str && isinf(v.f))))) return none;
     if (to_float) n = tv_float(tv_double(v));
     else n = tv_int(tv_whole(v) ? v.i : float_int(j, v.f, "int()"));
     n.data = data;
@@ -5852,16 +6624,55 @@ static struct tv float_round(struct job *j, double d, int64_t digits) {
 
 static struct tv f_round(struct job *j, struct tv v, struct args *a) {
     struct tv method = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "common"), out;
-    int64_t digits = arg_int(j, a, 0, 0);
+    int64_t digits = arg_int_or_none(j, a, 0, 0);
+    bool whole = a->v[0].kind == TV_NONE; /* the result is an integer */
     bool up = tv_is(method, "ceil");
     if (!tv_number(v)) tv_fail(j, v, "type %s does not define round()", tv_type(v));
+    if (whole && !tv_is(method, "common")) job_fail(j, "round: the precision is None");
     if (up || tv_is(method, "floor")) {
         double scale = pow(10, (double)digits), d = tv_double(v) * scale;
         if (!scale || !isfinite(d)) job_fail(j, "round: the number or the precision is out of range");
         out = tv_float(((up ? ceil(d) : floor(d)) + 0.0) / scale); /* + 0.0: no minus zero */
     } else if (!tv_is(method, "common")) job_fail(j, "round: the method must be common, ceil or floor");
     else out = tv_whole(v) ? int_round(j, v.i, digits) : float_round(j, v.f, digits);
+    if (whole && out.kind == TV_FLOAT) out = tv_int(float_int(j, out.f, "round()"));
     out.data = v.data;
+    return out;
+}
+
+enum { NUMBER_INTEGER, NUMBER_BITS, NUMBER_ONES, NUMBER_SAME, NUMBER_RATIO, NUMBER_HEX };
+
+/* is_integer, bit_length, bit_count, conjugate, as_integer_ratio, hex. */
+static struct tv f_number_method(struct job *j, struct tv v, struct args *a) {
+    bool real = v.kind == TV_FLOAT;
+    uint64_t u = real ? 0 : v.i < 0 ? -(uint64_t)v.i : (uint64_t)v.i;
+    int exponent = 0;
+    struct tv out = tv_list(j, TV_TUPLE), num = {.kind = TV_INT, .data = v.data, .i = real ? 0 : v.i}, den = num;
+    struct buf b = {0};
+    switch (a->mode) {
+    case NUMBER_INTEGER: return tv_bool(!real || (isfinite(v.f) && v.f == floor(v.f)));
+    case NUMBER_BITS: num.i = u ? 64 - __builtin_clzll(u) : 0; return num;
+    case NUMBER_ONES: num.i = __builtin_popcountll(u); return num;
+    case NUMBER_SAME: return real ? v : num;
+    case NUMBER_HEX:
+        if (!isfinite(v.f)) buf_printf(j, &b, v.data, "%s", isnan(v.f) ? "nan" : v.f < 0 ? "-inf" : "inf");
+        else if (v.f == 0) buf_printf(j, &b, v.data, "%s0x0.0p+0", signbit(v.f) ? "-" : "");
+        else buf_printf(j, &b, v.data, "%.13a", v.f);
+        return buf_str(&b);
+    default: break;
+    }
+    den.i = 1;
+    if (real) {
+        if (!isfinite(v.f)) job_fail(j, "cannot convert %s to integer ratio", isnan(v.f) ? "NaN" : "Infinity");
+        double m = frexp(v.f, &exponent);
+        for (; m != floor(m); exponent--) m *= 2;
+        if (exponent > 62 || exponent < -62 || (exponent > 0 && fabs(ldexp(m, exponent)) >= 0x1p63))
+            job_fail(j, "integer overflow in as_integer_ratio()");
+        num.i = exponent > 0 ? (int64_t)ldexp(m, exponent) : (int64_t)m;
+        den.i = exponent < 0 ? (int64_t)1 << -exponent : 1;
+    }
+    list_push(j, out.list, num);
+    list_push(j, out.list, den);
     return out;
 }
 
@@ -5890,7 +6701,7 @@ static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
         const char *dot = memchr(path.s, '.', path.n);
         size_t n = dot ? (size_t)(dot - path.s) : path.n;
         struct tv part = tv_sub(path, 0, n);
-        item = tv_get(j, item, str_is(part, IS_DIGIT) ? str_number(part) : part, false);
+        item = tv_get(j, item, str_is(part, IS_DIGIT) ? str_number(j, part, 10) : part, false);
         if (!dot) return item;
         path = tv_sub(path, n + 1, path.n);
     }
@@ -5898,10 +6709,22 @@ static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
 
 /* What an element is sorted by: itself or an attribute; strings in lower case unless case_sensitive. */
 static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool case_sensitive) {
-    if (path.kind == TV_STR && memchr(path.s, ',', path.n))
-        job_fail(j, "several attributes to sort by are not supported");
     struct tv v = attribute_path(j, item, path);
     return v.kind == TV_STR && !case_sensitive ? str_case(j, v, CASE_LOWER) : v;
+}
+
+/* The same by several attributes with commas between their paths: a list. */
+static struct tv sort_keys(struct job *j, struct tv item, struct tv paths, bool case_sensitive) {
+    struct tv keys = tv_list(j, TV_LIST);
+    while (paths.kind == TV_STR) {
+        const char *comma = memchr(paths.s, ',', paths.n);
+        size_t n = comma ? (size_t)(comma - paths.s) : paths.n;
+        list_push(j, keys.list, sort_key(j, item, tv_sub(paths, 0, n), case_sensitive));
+        if (!comma) return keys;
+        paths = tv_sub(paths, n + 1, paths.n);
+    }
+    list_push(j, keys.list, sort_key(j, item, paths, case_sensitive));
+    return keys;
 }
 
 /* Sorts l by keys, one for each element: a stable merge sort. With `reverse`, equal elements keep their order, too. */
@@ -5931,11 +6754,33 @@ static struct list *list_sorted(struct job *j, const struct list *l, const struc
     return out;
 }
 
+/* The keys and values of a dictionary in the order of pprint: by key, keys of different types by the names of these. */
+static const struct list *dict_sorted(struct job *j, const struct list *d) {
+    static const int rank[] = {
+        [TV_NONE] = 0, [TV_BOOL] = 1, [TV_INT] = 1, [TV_FLOAT] = 1, [TV_STR] = 2, [TV_TUPLE] = 3};
+    struct list *out = job_alloc(j, sizeof *out), items = {0}, keys = {0};
+    for (size_t i = 0; i < d->n; i += 2) {
+        struct tv key = tv_list(j, TV_TUPLE), item = tv_list(j, TV_TUPLE);
+        bool sorts = d->v[i].kind > TV_UNDEF && d->v[i].kind <= TV_TUPLE;
+        if (!sorts && d->n > 2) tv_fail(j, d->v[i], "pprint: keys of the type %s cannot be sorted", tv_type(d->v[i]));
+        list_push(j, key.list, tv_int(sorts ? rank[d->v[i].kind] : 0));
+        list_push(j, key.list, d->v[i]);
+        list_push(j, item.list, d->v[i]);
+        list_push(j, item.list, d->v[i + 1]);
+        list_push(j, &keys, key);
+        list_push(j, &items, item);
+    }
+    const struct list *sorted = list_sorted(j, &items, &keys, false);
+    for (size_t i = 0; i < sorted->n; i++)
+        for (int k = 0; k < 2; k++) list_push(j, out, sorted->v[i].list->v[k]);
+    return out;
+}
+
 static struct tv f_sort(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct list keys = {0};
-    for (size_t i = 0; i < l->n; i++) list_push(j, &keys, sort_key(j, l->v[i], a->v[2], arg_bool(a, 1)));
-    return (struct tv){.kind = TV_LIST, .list = list_sorted(j, l, &keys, arg_bool(a, 0))};
+    for (size_t i = 0; i < l->n; i++) list_push(j, &keys, sort_keys(j, l->v[i], a->v[2], arg_bool(a, 1)));
+    return (struct tv){.kind = TV_LIST, .list = list_sorted(j, l, &keys, arg_flag(j, a, 0))};
 }
 
 /* keys, values, items. */
@@ -5980,7 +6825,7 @@ static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
     struct list keys = {0};
     for (size_t i = 0; i < out.list->n; i++)
         list_push(j, &keys, sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0)));
-    return (struct tv){.kind = TV_LIST, .list = list_sorted(j, out.list, &keys, arg_bool(a, 2))};
+    return (struct tv){.kind = TV_LIST, .list = list_sorted(j, out.list, &keys, arg_flag(j, a, 2))};
 }
 
 static struct tv f_get(struct job *j, struct tv self, struct args *a) {
@@ -5995,6 +6840,7 @@ static struct tv f_end(struct job *j, struct tv self, struct args *a) {
     struct list *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
     if (!l->n) return tv_undef(j, "No %s item, sequence was empty.", a->name);
     struct tv v = l->v[a->mode ? l->n - 1 : 0];
+    v.markup |= a->mode && self.kind == TV_STR && self.markup; /* Python reverses markup by its subscripts */
     if (self.kind == TV_GEN) {
         l->v++;
         l->n--;
@@ -6048,12 +6894,12 @@ static struct tv f_batch(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, TV_GEN), part = {0};
     int64_t n = arg_int(j, a, 0, 0);
     bool fill = a->v[1].kind && a->v[1].kind != TV_NONE;
-    if (n < 1) job_fail(j, "batch: the number of elements must be positive");
     for (size_t i = 0; i < l->n; i++) {
-        if (i % (size_t)n == 0) list_push(j, out.list, part = tv_list(j, TV_LIST));
+        if (!i || (int64_t)part.list->n == n) list_push(j, out.list, part = tv_list(j, TV_LIST));
+        if (!i && !n) list_push(j, out.list, part = tv_list(j, TV_LIST)); /* as jinja2: an empty batch, then the rest */
         list_push(j, part.list, l->v[i]);
     }
-    while (fill && part.kind && part.list->n < (size_t)n) list_push(j, part.list, a->v[1]);
+    while (fill && part.kind && (int64_t)part.list->n < n) list_push(j, part.list, a->v[1]);
     return out;
 }
 
@@ -6063,7 +6909,8 @@ static struct tv f_slice(struct job *j, struct tv self, struct args *a) {
     struct tv out = tv_list(j, TV_GEN);
     int64_t n = arg_int(j, a, 0, 0);
     bool fill = a->v[1].kind && a->v[1].kind != TV_NONE;
-    if (n < 1) job_fail(j, "slice: the number of slices must be positive");
+    if (!n) job_fail(j, "slice: the number of slices must not be 0");
+    if (n < 0) return out;
     size_t each = l->n / (size_t)n, longer = l->n % (size_t)n, at = 0;
     for (size_t i = 0; i < (size_t)n; i++) {
         struct tv part = tv_list(j, TV_LIST);
@@ -6104,7 +6951,9 @@ static struct tv f_groupby(struct job *j, struct tv self, struct args *a) {
 
 /* An attribute of a value, and not an element. */
 static struct tv f_attr(struct job *j, struct tv self, struct args *a) {
-    struct tv name = arg_str(j, a, 0), v = tv_member(j, self, name);
+    struct tv name = arg_str(j, a, 0);
+    if (self.kind == TV_UNDEF) job_fail(j, "%s", self.s);
+    struct tv v = tv_member(j, self, name);
     return v.kind ? v : tv_undef(j, "'%s object' has no attribute '%.*s'", tv_type(self), SHOW(name));
 }
 
@@ -6113,10 +6962,11 @@ static struct tv f_xmlattr(struct job *j, struct tv self, struct args *a) {
     struct buf b = {0};
     if (self.kind != TV_DICT) tv_fail(j, self, "xmlattr: '%s' is not a mapping", tv_type(self));
     for (size_t i = 0; i < self.list->n; i += 2) {
-        struct tv key = tv_str(j, self.list->v[i]), v = self.list->v[i + 1];
+        struct tv key = self.list->v[i], v = self.list->v[i + 1];
         if (v.kind == TV_NONE || v.kind == TV_UNDEF) continue;
+        if (key.kind != TV_STR) tv_fail(j, key, "xmlattr: '%s' is not the name of an attribute", tv_type(key));
         for (size_t k = 0; k < key.n; k++)
-            if (strchr("/>=", key.s[k]) || space_start(key.s + k, key.n - k))
+            if (key.s[k] && strchr("/>= \t\n\r\f\v", key.s[k]))
                 job_fail(j, "Invalid character in attribute name: '%.*s'", SHOW(key));
         if (b.n || !a->v[0].kind || arg_bool(a, 0)) buf_put(j, &b, tv_lit(j, " "));
         buf_put(j, &b, html_escape(j, key));
@@ -6133,15 +6983,15 @@ static struct tv f_filesizeformat(struct job *j, struct tv self, struct args *a)
     const char *prefix = "kMGTPEZY";
     struct buf b = {0};
     int origin = tv_has_data(self) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
-    struct tv number = self.kind == TV_STR ? str_number(self) : self;
+    struct tv number = self.kind == TV_STR ? str_number(j, self, 10) : self;
     if (!tv_number(number)) tv_fail(j, self, "filesizeformat: '%s' is not a number", tv_type(self));
     double bytes = tv_double(number);
     if (bytes == 1) buf_printf(j, &b, origin, "1 Byte");
     else if (bytes < base) buf_printf(j, &b, origin, "%lld Bytes", (long long)float_int(j, bytes, "filesizeformat"));
     else {
-        if (!isfinite(bytes)) job_fail(j, "filesizeformat: the number is not finite");
-        for (unit *= base; prefix[1] && bytes >= unit; prefix++) unit *= base;
+        for (unit *= base; prefix[1] && !(bytes < unit); prefix++) unit *= base;
         char c = binary && *prefix == 'k' ? 'K' : *prefix;
+        if (isnan(bytes)) bytes = NAN; /* without a sign */
         buf_printf(j, &b, origin, "%.1f %c%sB", base * bytes / unit, c, binary ? "i" : "");
     }
     return buf_str(&b);
@@ -6153,19 +7003,6 @@ static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
     for (size_t i = 0; i < l->n; i++) sum = tv_binary(j, OP_ADD, sum, attribute_path(j, l->v[i], a->v[0]));
     return sum;
 }
-
-/* What a name of a built-in function stands for: a filter, a test, a global function, or a method of a type. */
-enum {
-    AS_FILTER = 1,
-    AS_TEST = 2,
-    AS_GLOBAL = 4,
-    OF_STR = 8,
-    OF_DICT = 16,
-    OF_LIST = 32,
-    OF_TUPLE = 64,
-    OF_LOOP = 128,
-    OF_CYCLER = 256
-};
 
 static const struct builtin *builtin_find(int where, struct tv name);
 
@@ -6217,10 +7054,11 @@ static struct tv f_select(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
-/* index and, with mode 1, count, of a list or tuple. */
+/* index and, with mode 1, count, of a list, tuple or range. */
 static struct tv f_index(struct job *j, struct tv self, struct args *a) {
-    int64_t count = 0;
-    for (size_t i = 0; i < self.list->n; i++) {
+    int64_t count = 0, from = 0, to = (int64_t)self.list->n;
+    if (!a->mode) arg_range(j, a, 1, to, &from, &to);
+    for (size_t i = (size_t)from; i < (size_t)to; i++) {
         bool eq = tv_eq(j, self.list->v[i], a->v[0]);
         if (eq && !a->mode) return tv_int((int64_t)i);
         count += eq;
@@ -6256,6 +7094,351 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
     if (!json) job_fail(j, "%s: %s at byte %d", a->name, e.text, e.position);
     arrput(j->parsed, json);
     return tv_json(j, json, tv_has_data(self));
+}
+
+/* ============================================================================================================
+ * Chat template: wordwrap, striptags, pprint
+ *
+ * The filters that follow modules of Python's library: wordwrap does what textwrap does, striptags what markupsafe and
+ * html do, pprint what pprint does.
+ * ============================================================================================================ */
+
+/* ---- wordwrap ---- */
+
+/* A line to be wrapped, as code points. */
+struct paragraph {
+    struct job *j;
+    struct tv line;
+    const int32_t *cp; /* (n) */
+    const size_t *at;  /* (n + 1) byte offsets */
+    size_t n;
+};
+
+/* The classes of code points that textwrap's expressions name: white space, letters, characters of words, and
+ * those after which a dash may end a word. */
+static bool wrap_blank(int32_t cp) { return cp == ' ' || (cp >= '\t' && cp <= '\r'); }
+static bool wrap_letter(int32_t cp) { return cp_word(cp) && cp_decimal(cp) < 0; }
+static bool wrap_punct(int32_t cp) { return cp_word(cp) || (cp && cp < 0x80 && strchr("!\"'&.,?", cp)); }
+
+/* Number of dashes at i if they are two or more with a word after them; else 0. */
+static size_t wrap_dashes(const struct paragraph *w, size_t i) {
+    size_t k = i;
+    while (k < w->n && w->cp[k] == '-') k++;
+    return k >= i + 2 && k < w->n && cp_word(w->cp[k]) ? k - i : 0;
+}
+
+/* Whether the dash at i joins two parts of a word, which may be parted after it. */
+static bool wrap_hyphen(const struct paragraph *w, size_t i) {
+    const int32_t *c = w->cp + i;
+    if (i < 2 || c[0] != '-' || !wrap_letter(c[-1])) return false;
+    if (!wrap_letter(c[-2]) && !(i >= 3 && c[-2] == '-' && wrap_letter(c[-3]))) return false;
+    if (i + 2 >= w->n || !wrap_letter(c[1])) return false;
+    return wrap_letter(c[2]) || (c[2] == '-' && i + 3 < w->n && wrap_letter(c[3]));
+}
+
+/* The end of the piece that begins at i: white space, dashes between words, or a word, which ends after a hyphen. */
+static size_t wrap_piece(const struct paragraph *w, size_t i, bool hyphens) {
+    size_t k = i, dashes = hyphens && i && wrap_punct(w->cp[i - 1]) ? wrap_dashes(w, i) : 0;
+    bool blank = wrap_blank(w->cp[i]);
+    if (!blank && dashes) return i + dashes;
+    for (k++; k < w->n && wrap_blank(w->cp[k]) == blank; k++) {
+        if (blank || !hyphens) continue;
+        if (wrap_hyphen(w, k)) return k + 1;
+        if (wrap_punct(w->cp[k - 1]) && wrap_dashes(w, k)) return k;
+    }
+    return k;
+}
+
+/* Where the word [from, to), longer than a line, is cut if `room` code points of it fit: after a hyphen if it has one. */
+static size_t wrap_cut(const struct paragraph *w, size_t from, size_t to, size_t room, bool hyphens) {
+    size_t end = from + room < to ? from + room : to;
+    for (size_t k = end; hyphens && to - from > room && k-- > from + 1;) {
+        if (w->cp[k] != '-') continue;
+        for (size_t i = from; i < k; i++)
+            if (w->cp[i] != '-') return k + 1;
+        break;
+    }
+    return end;
+}
+
+/* Whether all of [from, to) is white space. */
+static bool wrap_is_space(const struct paragraph *w, size_t from, size_t to) {
+    while (from < to && cp_space(w->cp[from])) from++;
+    return from == to;
+}
+
+/* Appends the lines into which a line is wrapped to *out. */
+static void wrap_line(const struct paragraph *w, size_t width, bool long_words, struct tv on_hyphens,
+                      struct list *out) {
+    bool hyphens = on_hyphens.kind == TV_BOOL && on_hyphens.i; /* as textwrap, which asks for True itself here */
+    size_t i = 0, end = 0;                                     /* the rest, whose first piece ends at `end` */
+    bool first = true;
+    while (i < w->n) {
+        size_t from, last;
+        if (end <= i) end = wrap_piece(w, i, hyphens);
+        if (!first && wrap_is_space(w, i, end)) i = end;
+        from = last = i; /* last: where the line's last piece begins */
+        if (i < w->n && end <= i) end = wrap_piece(w, i, hyphens);
+        while (i < w->n && end - from <= width) {
+            last = i;
+            i = end;
+            if (i < w->n) end = wrap_piece(w, i, hyphens);
+        }
+        if (i < w->n && end - i > width && (long_words || i == from)) {
+            last = i;
+            i = long_words ? wrap_cut(w, i, end, width - (i - from), tv_truthy(on_hyphens)) : end;
+        }
+        size_t stop = i > last && wrap_is_space(w, last, i) ? last : i;
+        job_charge(w->j, 1 + (stop - from) / 16);
+        if (stop == from) continue;
+        list_push(w->j, out, tv_sub(w->line, w->at[from], w->at[stop]));
+        first = false;
+    }
+}
+
+static struct tv f_wordwrap(struct job *j, struct tv self, struct args *a) {
+    struct args none = {.name = a->name};
+    struct tv sep = a->v[2].kind && a->v[2].kind != TV_NONE ? arg_str(j, a, 2) : tv_lit(j, "\n");
+    if (self.kind != TV_STR) tv_fail(j, self, "wordwrap: '%s' is not a string", tv_type(self));
+    self.markup = false;
+    int64_t width = arg_int(j, a, 0, 79);
+    const struct list *lines = f_splitlines(j, self, &none).list;
+    struct list out = {0};
+    for (size_t i = 0; i < lines->n; i++) {
+        struct tv line = lines->v[i];
+        struct list parts = {0};
+        size_t n = 0;
+        int32_t *cp = job_alloc(j, (line.n + 1) * sizeof *cp);
+        size_t *at = job_alloc(j, (line.n + 1) * sizeof *at);
+        if (width <= 0) job_fail(j, "wordwrap: invalid width %lld (must be > 0)", (long long)width);
+        for (size_t k = 0; k < line.n; at[++n] = k) k += cp_next(line.s + k, line.n - k, &cp[n]);
+        const struct paragraph w = {j, line, cp, at, n};
+        wrap_line(&w, (size_t)width, !a->v[1].kind || tv_truthy(a->v[1]), a->v[3].kind ? a->v[3] : tv_bool(true),
+                  &parts);
+        list_push(j, &out, str_join(j, sep, &parts));
+    }
+    return str_join(j, sep, &out);
+}
+
+/* ---- striptags ---- */
+
+/* v without what stands between `open` and `close`, these included. */
+static struct tv strip_between(struct job *j, struct tv v, const char *open, const char *close) {
+    struct buf b = {0};
+    for (;;) {
+        ptrdiff_t from = str_find(j, v, tv_lit(j, open), false);
+        ptrdiff_t to = from < 0 ? -1 : str_find(j, tv_sub(v, (size_t)from, v.n), tv_lit(j, close), false);
+        if (to < 0) break;
+        buf_put(j, &b, tv_sub(v, 0, (size_t)from));
+        v = tv_sub(v, (size_t)(from + to) + strlen(close), v.n);
+    }
+    buf_put(j, &b, v);
+    return buf_str(&b);
+}
+
+/* The names of U+00A0 to U+00FF, and others, which HTML knows without a semicolon, too. */
+static const char entity_latin1[] =
+    "nbsp iexcl cent pound curren yen brvbar sect uml copy ordf laquo not shy reg macr deg plusmn sup2 sup3 acute "
+    "micro "
+    "para middot cedil sup1 ordm raquo frac14 frac12 frac34 iquest Agrave Aacute Acirc Atilde Auml Aring AElig Ccedil "
+    "Egrave Eacute Ecirc Euml Igrave Iacute Icirc Iuml ETH Ntilde Ograve Oacute Ocirc Otilde Ouml times Oslash Ugrave "
+    "Uacute Ucirc Uuml Yacute THORN szlig agrave aacute acirc atilde auml aring aelig ccedil egrave eacute ecirc euml "
+    "igrave iacute icirc iuml eth ntilde ograve oacute ocirc otilde ouml divide oslash ugrave uacute ucirc uuml yacute "
+    "thorn yuml";
+static const struct {
+    const char *name;
+    int32_t cp;
+    bool semicolon; /* only with one */
+} entity_other[] = {{"amp", '&', false},     {"AMP", '&', false},      {"lt", '<', false},      {"LT", '<', false},
+                    {"gt", '>', false},      {"GT", '>', false},       {"quot", '"', false},    {"QUOT", '"', false},
+                    {"COPY", 0xa9, false},   {"REG", 0xae, false},     {"apos", 0x27, true},    {"bull", 0x2022, true},
+                    {"euro", 0x20ac, true},  {"hellip", 0x2026, true}, {"ldquo", 0x201c, true}, {"lsquo", 0x2018, true},
+                    {"mdash", 0x2014, true}, {"ndash", 0x2013, true},  {"rdquo", 0x201d, true}, {"rsquo", 0x2019, true},
+                    {"trade", 0x2122, true}};
+
+/* The longest of those names that begins the n bytes at s, which a semicolon follows: its code point, or 0. *length: its
+ * bytes. */
+static int32_t entity_find(const char *s, size_t n, bool semicolon, size_t *length) {
+    int32_t cp = 0, at = 0xa0;
+    *length = 0;
+    for (size_t i = 0; i < sizeof entity_other / sizeof *entity_other; i++) {
+        size_t k = strlen(entity_other[i].name);
+        bool fits = entity_other[i].semicolon ? k == n && semicolon : k <= n;
+        if (fits && k > *length && !memcmp(s, entity_other[i].name, k)) cp = entity_other[i].cp, *length = k;
+    }
+    for (const char *p = entity_latin1; *p; at++) {
+        size_t k = strcspn(p, " ");
+        if (k <= n && k > *length && !memcmp(s, p, k)) cp = at, *length = k;
+        p += k + (p[k] == ' ');
+    }
+    return cp;
+}
+
+/* What a number in a reference stands for; -1: nothing. */
+static int32_t entity_number(uint64_t n) {
+    static const uint16_t windows[32] = {0x20ac, 0x81,   0x201a, 0x192,  0x201e, 0x2026, 0x2020, 0x2021,
+                                         0x2c6,  0x2030, 0x160,  0x2039, 0x152,  0x8d,   0x17d,  0x8f,
+                                         0x90,   0x2018, 0x2019, 0x201c, 0x201d, 0x2022, 0x2013, 0x2014,
+                                         0x2dc,  0x2122, 0x161,  0x203a, 0x153,  0x9d,   0x17e,  0x178};
+    if (n >= 0x80 && n < 0xa0) return windows[n - 0x80];
+    if (!n || (n >= 0xd800 && n < 0xe000) || n > 0x10ffff) return 0xfffd;
+    if (n == '\r') return '\r';
+    bool control = (n < 0x20 && n != '\t' && n != '\n' && n != '\f') || n == 0x7f;
+    return control || (n >= 0xfdd0 && n < 0xfdf0) || (n & 0xfffe) == 0xfffe ? -1 : (int32_t)n;
+}
+
+/* Python's html.unescape. What a reference stands for is data if a byte of the reference is. */
+static struct tv html_unescape(struct job *j, struct tv v) {
+    struct buf b = {0};
+    for (size_t i = 0; i < v.n;) {
+        const char *amp = memchr(v.s + i, '&', v.n - i);
+        size_t at = amp ? (size_t)(amp - v.s) : v.n, k = at + 1, n = 0;
+        buf_put(j, &b, tv_sub(v, i, at));
+        if (!amp) break;
+        job_charge(j, 16);
+        int32_t cp = 0;
+        if (k < v.n && v.s[k] == '#') {
+            bool hex = k + 1 < v.n && (v.s[k + 1] | 32) == 'x';
+            uint64_t number = 0;
+            size_t from = k += 1 + hex;
+            for (; k < v.n && (hex ? isxdigit((uint8_t)v.s[k]) : isdigit((uint8_t)v.s[k])); k++)
+                if (number <= 0x10ffff)
+                    number = number * (hex ? 16 : 10) +
+                             (uint64_t)(isdigit((uint8_t)v.s[k]) ? v.s[k] - '0' : (v.s[k] | 32) - 'a' + 10);
+            if (k > from) cp = entity_number(number);
+            else k = at + 1;
+            if (cp && k < v.n && v.s[k] == ';') k++;
+        } else {
+            size_t name = 0, letters = 0;
+            while (k + name < v.n && name < 32 && !strchr("\t\n\f <&#;", v.s[k + name])) name++;
+            while (letters < name && isalnum((uint8_t)v.s[k + letters])) letters++;
+            bool whole = k + name < v.n && v.s[k + name] == ';';
+            cp = entity_find(v.s + k, name, whole, &n);
+            if (whole && letters == name && name && n < name && isalpha((uint8_t)v.s[k]))
+                job_fail(j, "striptags: the character reference '&%.*s;' is not supported", (int)name, v.s + k);
+            k += n + (cp && whole && n == name);
+        }
+        if (!cp) buf_put(j, &b, tv_sub(v, at, at + 1)), k = at + 1;
+        else if (cp > 0) buf_cp(j, &b, cp, memchr(v.o + at, ORIGIN_DATA, k - at) ? ORIGIN_DATA : ORIGIN_TEMPLATE);
+        i = k;
+    }
+    return buf_str(&b);
+}
+
+/* Removes comments and tags, makes all white space one blank, and replaces character references. */
+static struct tv f_striptags(struct job *j, struct tv self, struct args *a) {
+    (void)a;
+    struct list words = {0};
+    struct tv v = tv_str(j, self);
+    v.markup = false;
+    v = strip_between(j, strip_between(j, v, "<!--", "-->"), "<", ">");
+    split_space(j, &words, v, SIZE_MAX, false);
+    struct buf b = {0};
+    for (size_t i = 0; i < words.n; i++) {
+        if (i) buf_fill(j, &b, " ", 1, words.v[i].o[-1]); /* the origin of the white space before the word */
+        buf_put(j, &b, words.v[i]);
+    }
+    return html_unescape(j, buf_str(&b));
+}
+
+/* ---- pprint ---- */
+
+enum { PPRINT_WIDTH = 80 };
+
+static void pprint_value(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level);
+
+/* Starts a line that is indented. */
+static void pprint_newline(struct job *j, struct buf *b, size_t indent, int origin) {
+    buf_fill(j, b, "\n", 1, origin);
+    for (size_t i = 0; i < indent; i++) buf_fill(j, b, " ", 1, origin);
+}
+
+/* Prints a string that does not fit: its lines, and parts of them, as strings that Python joins. */
+static void pprint_string(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level) {
+    struct args keep = {.v = {tv_bool(true)}};
+    const struct list *lines = f_splitlines(j, v, &keep).list;
+    struct list chunks = {0};
+    int origin = tv_has_data(v) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
+    if (level == 1) indent++, allowance++;
+    size_t width = PPRINT_WIDTH > indent ? PPRINT_WIDTH - indent : 0, less = width > allowance ? width - allowance : 0;
+    for (size_t i = 0; i < lines->n; i++) {
+        struct tv line = lines->v[i], rep = tv_repr(j, line, false), current = tv_sub(line, 0, 0);
+        bool last = i + 1 == lines->n;
+        if (cp_count(j, rep.s, rep.n) <= (last ? less : width)) {
+            list_push(j, &chunks, rep);
+            continue;
+        }
+        for (size_t at = 0, k; at < line.n; at = k) { /* parts of text with the white space after it */
+            int32_t cp;
+            for (k = at; k < line.n && !space_start(line.s + k, line.n - k);) k += cp_next(line.s + k, line.n - k, &cp);
+            k += space_start(line.s + k, line.n - k);
+            struct tv longer = tv_sub(line, (size_t)(current.s - line.s), k);
+            rep = tv_repr(j, longer, false);
+            if (cp_count(j, rep.s, rep.n) > (last && k == line.n ? less : width)) {
+                if (current.n) list_push(j, &chunks, tv_repr(j, current, false));
+                current = tv_sub(line, at, k);
+            } else current = longer;
+        }
+        if (current.n) list_push(j, &chunks, tv_repr(j, current, false));
+    }
+    bool several = chunks.n > 1 && level == 1;
+    if (several) buf_fill(j, b, "(", 1, origin);
+    for (size_t i = 0; i < chunks.n; i++) {
+        if (i) pprint_newline(j, b, indent, origin);
+        buf_put(j, b, chunks.v[i]);
+    }
+    if (several) buf_fill(j, b, ")", 1, origin);
+}
+
+/* Prints a list, tuple or dictionary that does not fit, an element a line. */
+static void pprint_items(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level) {
+    bool dict = v.kind == TV_DICT;
+    const char *open = dict                 ? "{"
+                       : v.kind == TV_TUPLE ? "("
+                                            : "[",
+               *close = dict                 ? "}"
+                        : v.kind == TV_TUPLE ? ")"
+                                             : "]";
+    int origin = v.data ? ORIGIN_DATA : ORIGIN_TEMPLATE;
+    struct list sorted = dict ? *dict_sorted(j, v.list) : *v.list;
+    if (v.kind == TV_TUPLE && sorted.n == 1) close = ",)";
+    size_t step = dict ? 2 : 1;
+    indent++;
+    allowance += strlen(close);
+    buf_fill(j, b, open, 1, origin);
+    for (size_t i = 0; i < sorted.n; i += step) {
+        size_t at = indent;
+        if (i) buf_fill(j, b, ",", 1, origin);
+        if (i) pprint_newline(j, b, indent, origin);
+        if (dict) {
+            struct tv key = tv_pretty(j, sorted.v[i]);
+            buf_put(j, b, key);
+            buf_fill(j, b, ": ", 2, origin);
+            at += cp_count(j, key.s, key.n) + 2;
+        }
+        pprint_value(j, b, sorted.v[i + step - 1], at, i + step == sorted.n ? allowance : 1, level);
+    }
+    buf_fill(j, b, close, strlen(close), origin);
+}
+
+/* Prints a value at column `indent`, if it fits before the last `allowance` columns in one line. level: containers
+ * around it. */
+static void pprint_value(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level) {
+    struct tv rep = tv_pretty(j, v);
+    job_enter(j);
+    bool fits = cp_count(j, rep.s, rep.n) + indent + allowance <= PPRINT_WIDTH;
+    if (!fits && v.kind == TV_STR && !v.markup && v.n) pprint_string(j, b, v, indent, allowance, level + 1);
+    else if (!fits && (v.kind == TV_DICT || v.kind == TV_LIST || v.kind == TV_TUPLE))
+        pprint_items(j, b, v, indent, allowance, level + 1);
+    else buf_put(j, b, rep);
+    j->depth--;
+}
+
+static struct tv f_pprint(struct job *j, struct tv self, struct args *a) {
+    (void)a;
+    struct buf b = {0};
+    pprint_value(j, &b, self, 0, 0, 0);
+    return buf_str(&b);
 }
 
 /* ============================================================================================================
@@ -6308,7 +7491,7 @@ static struct tv t_escaped(struct job *j, struct tv v, struct args *a) {
 
 /* filter, test: whether v is the name of one. */
 static struct tv t_exists(struct job *j, struct tv v, struct args *a) {
-    (void)j;
+    if (!tv_hashable(j, v)) job_fail(j, "unhashable type: '%s'", tv_type(v));
     return tv_bool(v.kind == TV_STR && builtin_find(a->mode, v));
 }
 
@@ -6346,12 +7529,13 @@ static struct tv g_joiner(struct job *j, struct tv self, struct args *a) {
 static struct tv joiner_call(struct job *j, struct cycler *c) { return c->at++ ? c->items.v[0] : tv_lit(j, ""); }
 
 /* Refuses what has no place in the template of a prompt; the mode says why. */
-enum { REFUSE_RANDOM, REFUSE_LINKS, REFUSE_BYTES };
+enum { REFUSE_RANDOM, REFUSE_LINKS, REFUSE_BYTES, REFUSE_HEX };
 __attribute__((noreturn)) static struct tv f_refuse(struct job *j, struct tv self, struct args *a) {
     static const char *const reason[] = {
         [REFUSE_RANDOM] = "its result is random, and a prompt is the same text whenever it is rendered",
         [REFUSE_LINKS] = "it makes links for web pages",
-        [REFUSE_BYTES] = "a template has no values of the type bytes"};
+        [REFUSE_BYTES] = "a template has no values of the type bytes",
+        [REFUSE_HEX] = "it makes a number of a text, for which there is the filter float"};
     (void)self;
     job_fail(j, "%s is not supported: %s", a->name, reason[a->mode]);
 }
@@ -6492,11 +7676,11 @@ static struct tv l_changed(struct job *j, struct tv self, struct args *a) {
 static const struct builtin builtins[] = {
     {AS_FILTER, "abs", "", f_abs, 0},                        {AS_FILTER, "count", "", f_length, 0},
     {AS_FILTER, "attr", "name", f_attr, 0},                  {AS_FILTER, "batch", "linecount fill_with?", f_batch, 0},
-    {AS_FILTER, "center", "width?", f_justify, JUSTIFY_CENTER},
+    {AS_FILTER | KEEPS_MARKUP, "center", "width?", f_justify, JUSTIFY_CENTER},
     {AS_FILTER, "filesizeformat", "binary?", f_filesizeformat, 0},
     {AS_FILTER, "groupby", "attribute default? case_sensitive?", f_groupby, 0},
     {AS_FILTER, "random", "", f_refuse, REFUSE_RANDOM},      {AS_FILTER, "slice", "slices fill_with?", f_slice, 0},
-    {AS_FILTER, "truncate", "length? killwords? end? leeway?", f_truncate, 0},
+    {AS_FILTER | KEEPS_MARKUP, "truncate", "length? killwords? end? leeway?", f_truncate, 0},
     {AS_FILTER, "urlencode", "", f_urlencode, 0},            {AS_FILTER, "urlize", "*", f_refuse, REFUSE_LINKS},
     {AS_FILTER, "wordcount", "", f_wordcount, 0},            {AS_FILTER, "xmlattr", "autospace?", f_xmlattr, 0},
     {AS_FILTER, "d", "default_value? boolean?", f_default, 0},
@@ -6504,8 +7688,12 @@ static const struct builtin builtins[] = {
     {AS_FILTER, "dictsort", "case_sensitive? by? reverse?", f_dictsort, 0},
     {AS_FILTER, "e", "", f_string, STRING_ESCAPE},           {AS_FILTER, "escape", "", f_string, STRING_ESCAPE},
     {AS_FILTER, "first", "", f_end, 0},                      {AS_FILTER, "last", "", f_end, 1},
-    {AS_FILTER, "float", "default?", f_number, 1},           {AS_FILTER, "int", "default?", f_number, 0},
-    {AS_FILTER, "from_json", "", f_from_json, 0},            {AS_FILTER, "indent", "width? first? blank?", f_indent, 0},
+    {AS_FILTER, "float", "default?", f_number, 1},           {AS_FILTER, "int", "default? base?", f_number, 0},
+    {AS_FILTER, "forceescape", "", f_string, STRING_FORCE_ESCAPE},
+    {AS_FILTER, "format", "*", f_percent, 0},                {AS_FILTER, "pprint", "", f_pprint, 0},
+    {AS_FILTER, "replace", "old new count?", f_replace, 0},  {AS_FILTER, "striptags", "", f_striptags, 0},
+    {AS_FILTER, "wordwrap", "width? break_long_words? wrapstring? break_on_hyphens?", f_wordwrap, 0},
+    {AS_FILTER, "from_json", "", f_from_json, 0},            {AS_FILTER | KEEPS_MARKUP, "indent", "width? first? blank?", f_indent, 0},
     {AS_FILTER, "items", "", f_items, DICT_ITEMS_FILTER},    {AS_FILTER, "join", "d? attribute?", f_join, 0},
     {AS_FILTER, "length", "", f_length, 0},                  {AS_FILTER, "list", "", f_list, 0},
     {AS_FILTER, "map", "*", f_map, 0},
@@ -6523,29 +7711,49 @@ static const struct builtin builtins[] = {
     {AS_FILTER, "trim", "chars?", f_strip, STRIP_BOTH},
     {AS_FILTER, "unique", "case_sensitive? attribute?", f_unique, 0},
 
-    {AS_FILTER | OF_STR, "capitalize", "", f_case, CASE_CAPITALIZE},
-    {AS_FILTER | OF_STR, "lower", "", f_case, CASE_LOWER},   {AS_FILTER | OF_STR, "upper", "", f_case, CASE_UPPER},
-    {AS_FILTER | OF_STR, "replace", "old new count?", f_replace, 0},
+    {AS_FILTER | OF_STR | KEEPS_MARKUP, "capitalize", "", f_case, CASE_CAPITALIZE},
+    {AS_FILTER | OF_STR | KEEPS_MARKUP, "lower", "", f_case, CASE_LOWER},
+    {AS_FILTER | OF_STR | KEEPS_MARKUP, "upper", "", f_case, CASE_UPPER},
+    {OF_STR | KEEPS_MARKUP, "casefold", "", f_case, CASE_FOLD},
+    {OF_STR | KEEPS_MARKUP, "swapcase", "", f_case, CASE_SWAP},
+    {OF_STR | KEEPS_MARKUP, "title", "", f_case, CASE_TITLE},
+    {OF_STR | KEEPS_MARKUP, "replace", "old new count?", f_replace, 1},
+    {OF_STR | KEEPS_MARKUP, "center", "width fillchar?", f_justify, JUSTIFY_CENTER},
+    {OF_STR | KEEPS_MARKUP, "ljust", "width fillchar?", f_justify, JUSTIFY_LEFT},
+    {OF_STR | KEEPS_MARKUP, "rjust", "width fillchar?", f_justify, JUSTIFY_RIGHT},
+    {OF_STR | KEEPS_MARKUP, "zfill", "width", f_justify, JUSTIFY_ZERO},
+    {OF_STR | KEEPS_MARKUP, "expandtabs", "tabsize?", f_expandtabs, 0},
+    {OF_STR | KEEPS_MARKUP, "translate", "table", f_translate, 0},
+    {OF_STR, "maketrans", "x y? z?", f_maketrans, 0},        {OF_STR, "encode", "*", f_refuse, REFUSE_BYTES},
     {OF_STR, "count", "sub start? end?", f_find, FIND_COUNT},
-    {OF_STR, "center", "width fillchar?", f_justify, JUSTIFY_CENTER},
-    {OF_STR, "ljust", "width fillchar?", f_justify, JUSTIFY_LEFT},
-    {OF_STR, "rjust", "width fillchar?", f_justify, JUSTIFY_RIGHT},
-    {OF_STR, "zfill", "width", f_justify, JUSTIFY_ZERO},     {OF_STR, "encode", "*", f_refuse, REFUSE_BYTES},
     {OF_STR, "partition", "sep", f_partition, 0},            {OF_STR, "rpartition", "sep", f_partition, 1},
-    {OF_STR, "format", "*", f_format, 0},                    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST},
+    {OF_STR, "format", "*", f_format, 0},                    {OF_STR, "format_map", "*", f_format, 1},
+    {OF_STR, "find", "sub start? end?", f_find, FIND_FIRST},
     {OF_STR, "index", "sub start? end?", f_find, FIND_FIRST | FIND_MUST},
     {OF_STR, "rfind", "sub start? end?", f_find, FIND_LAST},
     {OF_STR, "rindex", "sub start? end?", f_find, FIND_LAST | FIND_MUST},
-    {OF_STR, "startswith", "prefix", f_affix, AFFIX_STARTS}, {OF_STR, "endswith", "suffix", f_affix, AFFIX_ENDS},
+    {OF_STR, "startswith", "prefix start? end?", f_affix, AFFIX_STARTS},
+    {OF_STR, "endswith", "suffix start? end?", f_affix, AFFIX_ENDS},
     {OF_STR, "removeprefix", "prefix", f_affix, AFFIX_REMOVE_PREFIX},
     {OF_STR, "removesuffix", "suffix", f_affix, AFFIX_REMOVE_SUFFIX},
     {OF_STR, "isalnum", "", f_str_is, IS_ALNUM},             {OF_STR, "isalpha", "", f_str_is, IS_ALPHA},
-    {OF_STR, "isdigit", "", f_str_is, IS_DIGIT},             {OF_STR, "isspace", "", f_str_is, IS_SPACE},
-    {OF_STR, "islower", "", f_str_is, IS_LOWER},             {OF_STR, "isupper", "", f_str_is, IS_UPPER},
-    {OF_STR, "join", "iterable", f_join, 1},                 {OF_STR, "title", "", f_case, CASE_TITLE},
-    {OF_STR, "lstrip", "chars?", f_strip, STRIP_LEFT},       {OF_STR, "rstrip", "chars?", f_strip, STRIP_RIGHT},
-    {OF_STR, "strip", "chars?", f_strip, STRIP_BOTH},        {OF_STR, "splitlines", "keepends?", f_splitlines, 0},
+    {OF_STR, "isascii", "", f_str_is, IS_ASCII},             {OF_STR, "isdecimal", "", f_str_is, IS_DECIMAL},
+    {OF_STR, "isdigit", "", f_str_is, IS_DIGIT},             {OF_STR, "isidentifier", "", f_str_is, IS_IDENTIFIER},
+    {OF_STR, "islower", "", f_str_is, IS_LOWER},             {OF_STR, "isnumeric", "", f_str_is, IS_NUMERIC},
+    {OF_STR, "isprintable", "", f_str_is, IS_PRINTABLE},     {OF_STR, "isspace", "", f_str_is, IS_SPACE},
+    {OF_STR, "istitle", "", f_str_is, IS_TITLE},             {OF_STR, "isupper", "", f_str_is, IS_UPPER},
+    {OF_STR, "join", "iterable", f_join, 1},                 {OF_STR, "lstrip", "chars?", f_strip, STRIP_LEFT},
+    {OF_STR, "rstrip", "chars?", f_strip, STRIP_RIGHT},      {OF_STR, "strip", "chars?", f_strip, STRIP_BOTH},
     {OF_STR, "split", "sep? maxsplit?", f_split, 0},         {OF_STR, "rsplit", "sep? maxsplit?", f_split, 1},
+    {OF_STR, "splitlines", "keepends?", f_splitlines, 0},
+
+    {OF_NUMBER, "as_integer_ratio", "", f_number_method, NUMBER_RATIO},
+    {OF_NUMBER, "conjugate", "", f_number_method, NUMBER_SAME},
+    {OF_NUMBER, "is_integer", "", f_number_method, NUMBER_INTEGER},
+    {OF_INT, "bit_length", "", f_number_method, NUMBER_BITS},
+    {OF_INT, "bit_count", "", f_number_method, NUMBER_ONES}, {OF_FLOAT, "hex", "", f_number_method, NUMBER_HEX},
+    {OF_INT, "to_bytes", "*", f_refuse, REFUSE_BYTES},       {OF_INT, "from_bytes", "*", f_refuse, REFUSE_BYTES},
+    {OF_FLOAT, "fromhex", "*", f_refuse, REFUSE_HEX},
 
     {OF_DICT, "get", "key default?", f_get, 0},              {OF_DICT, "items", "", f_items, DICT_ITEMS},
     {OF_DICT, "keys", "", f_items, DICT_KEYS},               {OF_DICT, "values", "", f_items, DICT_VALUES},
@@ -6559,7 +7767,8 @@ static const struct builtin builtins[] = {
     {OF_CYCLER, "reset", "", l_next, 1},
     {OF_LIST, "copy", "", f_list, 0},                        {OF_DICT, "copy", "", f_copy, 0},
     {OF_DICT, "fromkeys", "iterable value?", f_fromkeys, 0},
-    {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},      {OF_LIST | OF_TUPLE, "index", "value", f_index, 0},
+    {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},
+    {OF_LIST | OF_TUPLE, "index", "value start? stop?", f_index, 0},
 
     {AS_TEST, "==", "other", t_compare, OP_EQ},              {AS_TEST, "!=", "other", t_compare, OP_NE},
     {AS_TEST, "<", "other", t_compare, OP_LT},               {AS_TEST, "<=", "other", t_compare, OP_LE},
@@ -6600,8 +7809,10 @@ static const struct builtin *builtin_find(int where, struct tv name) {
 
 /* Finds a method of a value; NULL: there is none. */
 static const struct builtin *method_find(struct tv o, struct tv name) {
-    static const int of[] = {[TV_STR] = OF_STR,   [TV_LIST] = OF_LIST,   [TV_TUPLE] = OF_TUPLE,  [TV_DICT] = OF_DICT,
-                             [TV_LOOP] = OF_LOOP, [TV_RANGE] = OF_TUPLE, [TV_CYCLER] = OF_CYCLER};
+    static const int of[TV_SELF + 1] = {
+        [TV_STR] = OF_STR,   [TV_LIST] = OF_LIST,   [TV_TUPLE] = OF_TUPLE,   [TV_DICT] = OF_DICT,
+        [TV_LOOP] = OF_LOOP, [TV_RANGE] = OF_TUPLE, [TV_CYCLER] = OF_CYCLER, [TV_BOOL] = OF_INT,
+        [TV_INT] = OF_INT,   [TV_FLOAT] = OF_FLOAT};
     return of[o.kind] ? builtin_find(of[o.kind], name) : NULL;
 }
 
@@ -6710,17 +7921,31 @@ static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
     return lex_end(l, lex_space(l, at + strlen(word)), "%}", end);
 }
 
-/* Adds a number. An integer only, if it is after a dot: a.0.1 has no 0.1. */
+/* The offset after the digits at `at`, of which each but the first may have a _ before it; with `under` that one, too. */
+static size_t lex_digits(const struct lexer *l, size_t at, const char *digits, bool under) {
+    for (size_t k; k = at + (under && lex_is(l, at, "_")), lex_any(l, k, digits); under = true) at = k + 1;
+    return at;
+}
+
+/* Adds a number: 12, 1_000, 0x1f, 0o17, 0b11, 1.5, 1e-5. An integer only, if it is after a dot: a.0.1 has no 0.1. */
 static void lex_number(struct lexer *l) {
-    static const char digits[] = "0123456789";
-    size_t k = l->at, e;
-    bool element = k && l->s[k - 1] == '.', real = false;
-    while (lex_any(l, k, digits)) k++;
-    if (!element && lex_is(l, k, ".") && lex_any(l, k + 1, digits))
-        for (real = true, k++; lex_any(l, k, digits);) k++;
+    static const char decimal[] = "0123456789";
+    static const struct {
+        const char *prefix, *digits;
+    } bases[] = {{"bB", "01"}, {"oO", "01234567"}, {"xX", "0123456789abcdefABCDEF"}};
+    bool element = l->at && l->s[l->at - 1] == '.', real = false;
+    size_t k = lex_digits(l, l->at, decimal, false), e;
+    if (!element && lex_is(l, k, ".") && lex_any(l, k + 1, decimal))
+        real = true, k = lex_digits(l, k + 1, decimal, false);
     e = k + (lex_sign(l, k + 1) ? 2 : 1);
-    if (!element && lex_any(l, k, "eE") && lex_any(l, e, digits))
-        for (real = true, k = e; lex_any(l, k, digits);) k++;
+    if (!element && lex_any(l, k, "eE") && lex_any(l, e, decimal)) real = true, k = lex_digits(l, e, decimal, false);
+    if (!real && lex_is(l, l->at, "0")) {
+        k = lex_digits(l, l->at, "0", false);
+        for (int i = 0; i < 3; i++) {
+            e = lex_any(l, l->at + 1, bases[i].prefix) ? lex_digits(l, l->at + 2, bases[i].digits, true) : 0;
+            if (e > l->at + 2) k = e;
+        }
+    }
     lex_token(l, real ? T_FLOAT : T_INT, k - l->at, 0);
 }
 
@@ -6850,6 +8075,8 @@ enum node_kind {
     N_MACRO,       /* val is the name [N_KEYWORD..., body]; op: set of EXTRA_* */
     N_CALLBLOCK,   /* [N_CALL, N_MACRO] */
     N_WITH,        /* [target, value, target, value, ..., body] */
+    N_BLOCK,       /* val is the name [body]; op: set of BLOCK_* */
+    N_AUTOESCAPE,  /* [whether, body] */
     N_BREAK,
     N_CONTINUE
 };
@@ -6863,6 +8090,9 @@ struct node {
     size_t n, cap;
 };
 
+/* The words after the name of a {% block %}. */
+enum { BLOCK_SCOPED = 1, BLOCK_REQUIRED = 2 };
+
 /* What a macro has beside its parameters if its body uses the name. */
 enum { EXTRA_CALLER = 1, EXTRA_VARARGS = 2, EXTRA_KWARGS = 4 };
 static const char *const macro_extra[] = {"caller", "varargs", "kwargs"};
@@ -6875,6 +8105,7 @@ struct parser {
     int loops;              /* number of loops around the current place, in the same macro */
     int extras;             /* set of EXTRA_* that the current macro uses */
     struct list unknown;    /* names and lines of filters and tests that do not exist */
+    struct list blocks;     /* a dictionary: names and TV_BLOCK of the blocks */
 };
 
 /* A node without kids, at the current line. */
@@ -7001,12 +8232,18 @@ static struct tv parse_string(struct parser *p) {
 
 /* Parses an integer or a float. */
 static struct tv parse_number(struct parser *p) {
-    bool real = p->at->kind == T_FLOAT;
-    char tmp[64];
-    snprintf(tmp, sizeof tmp, "%.*s", SHOW(*p->at));
-    errno = 0;
-    struct tv v = real ? tv_float(strtod(tmp, NULL)) : tv_int(strtoll(tmp, NULL, 10));
-    if (p->at->n >= sizeof tmp || (errno && !real)) job_fail(p->j, "the number '%s' is too large", tmp);
+    const struct token *t = p->at;
+    bool real = t->kind == T_FLOAT;
+    char tmp[512];
+    size_t n = 0;
+    struct tv v = {0};
+    for (size_t i = 0; i < t->n && n < sizeof tmp; i++)
+        if (t->s[i] != '_') tmp[n++] = t->s[i];
+    if (n == sizeof tmp) job_fail(p->j, "the number '%.*s' is too long", SHOW(*t));
+    tmp[n] = 0;
+    if (real) v = tv_float(strtod(tmp, NULL));
+    else v = str_int(p->j, tv_text(p->j, tmp, n, ORIGIN_TEMPLATE), 0);
+    if (!v.kind || v.kind == TV_NONE) job_fail(p->j, "the number '%.*s' is too large", SHOW(*t));
     tok_next(p);
     return v;
 }
@@ -7344,6 +8581,15 @@ static struct node *parse_set(struct parser *p, struct node *n) {
     return node_add(p, node_add(p, n, apply), target);
 }
 
+static struct node *parse_print(struct parser *p, struct node *n) {
+    while (p->at->kind != T_BLOCK_END) {
+        if (n->n) tok_expect(p, ",");
+        struct node *print = node_new(p, N_PRINT);
+        node_add(p, n, node_add(p, print, parse_expr(p)));
+    }
+    return n;
+}
+
 static struct node *parse_filter_block(struct parser *p, struct node *n) {
     struct node *apply = parse_filter(p, node_new(p, N_CAPTURED));
     return node_add(p, parse_last_block(p, n, "endfilter"), apply);
@@ -7390,6 +8636,30 @@ static struct node *parse_generation(struct parser *p, struct node *n) {
     return parse_last_block(p, n, "endgeneration");
 }
 
+/* {% block name scoped required %}. No template extends another one, so a block is rendered where it stands. */
+static struct node *parse_template_block(struct parser *p, struct node *n) {
+    int loops = p->loops;
+    n->val = tok_name(p);
+    if (dict_find(p->j, &p->blocks, n->val)) job_fail(p->j, "block '%.*s' defined twice", SHOW(n->val));
+    dict_set(p->j, &p->blocks, n->val, (struct tv){.kind = TV_BLOCK, .block = n});
+    if (tok_skip(p, "scoped")) n->op |= BLOCK_SCOPED;
+    if (tok_skip(p, "required")) n->op |= BLOCK_REQUIRED;
+    p->loops = 0;
+    parse_last_block(p, n, "endblock");
+    p->loops = loops;
+    const struct node *body = n->kid[0];
+    for (size_t i = 0; n->op & BLOCK_REQUIRED && i < body->n; i++)
+        if (body->kid[i]->kind != N_DATA ||
+            space_start(body->kid[i]->val.s, body->kid[i]->val.n) != body->kid[i]->val.n)
+            job_fail(p->j, "Required blocks can only contain comments or whitespace");
+    if (tok_is_name(p) && tv_eq(p->j, n->val, tv_text(p->j, p->at->s, p->at->n, ORIGIN_TEMPLATE))) tok_next(p);
+    return n;
+}
+
+static struct node *parse_autoescape(struct parser *p, struct node *n) {
+    return parse_last_block(p, node_add(p, n, parse_expr(p)), "endautoescape");
+}
+
 static struct node *parse_jump(struct parser *p, struct node *n) {
     if (!p->loops) job_fail(p->j, "'%s' outside of a loop", n->kind == N_BREAK ? "break" : "continue");
     return n;
@@ -7409,6 +8679,9 @@ static struct node *parse_statement(struct parser *p) {
                       {"filter", parse_filter_block, N_FILTERBLOCK},
                       {"with", parse_with, N_WITH},
                       {"generation", parse_generation, N_WITH},
+                      {"block", parse_template_block, N_BLOCK},
+                      {"print", parse_print, N_BODY},
+                      {"autoescape", parse_autoescape, N_AUTOESCAPE},
                       {"break", parse_jump, N_BREAK},
                       {"continue", parse_jump, N_CONTINUE}};
     for (size_t i = 0; i < sizeof statements / sizeof statements[0]; i++) {
@@ -7417,15 +8690,10 @@ static struct node *parse_statement(struct parser *p) {
         tok_next(p);
         return statements[i].parse(p, n);
     }
-    static const struct {
-        const char *words, *reason;
-    } refused[] = {{" include import from extends ", "a template cannot read other files"},
-                   {" autoescape ", "the text of a prompt is not HTML"}};
-    char word[32];
-    snprintf(word, sizeof word, " %.*s ", p->at->n < 20 ? (int)p->at->n : 20, p->at->s);
-    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++)
-        if (strstr(refused[i].words, word))
-            job_fail(p->j, "the statement '%.*s' is not supported: %s", SHOW(*p->at), refused[i].reason);
+    static const char *const files[] = {"include", "import", "from", "extends"};
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++)
+        if (tok_is(p, files[i]))
+            job_fail(p->j, "the statement '%s' is not supported: a template cannot read other files", files[i]);
     if (!tok_is_name(p)) tok_unexpected(p, "the name of a statement");
     job_fail(p->j, "the statement '%.*s' is unknown, not supported or out of place", SHOW(*p->at));
 }
@@ -7459,6 +8727,7 @@ static struct node *parse_body(struct parser *p, const char *ends) {
 struct template {
     struct pool_block *pool;
     struct node *body;
+    struct list blocks; /* a dictionary: names and TV_BLOCK */
 };
 
 /* What template_parse hands to parse_source. */
@@ -7483,6 +8752,7 @@ static void parse_source(struct job *j, void *arg) {
     for (int i = 0; i < 2; i++) lex_token(&l, T_EOF, 0, 0); /* the parser looks one token ahead */
     struct parser p = {.j = j, .at = l.token};
     src->t->body = parse_body(&p, NULL);
+    src->t->blocks = p.blocks;
     if (!p.unknown.n) return;
     j->line = (int)p.unknown.v[1].i;
     job_fail(j, "No filter or test named '%.*s'.", SHOW(p.unknown.v[0]));
@@ -7643,6 +8913,7 @@ static struct args eval_args(struct job *j, const struct node *n) {
 }
 
 static struct tv loop_call(struct job *j, struct loop *l, struct args *a);
+static struct tv block_call(struct job *j, const struct node *n, struct args *a);
 
 /* Calls a macro, a function, a joiner or a recursive loop. caller: the body of a {% call %} block, or NULL. */
 static struct tv eval_call(struct job *j, const struct node *n, const struct macro *caller) {
@@ -7652,6 +8923,7 @@ static struct tv eval_call(struct job *j, const struct node *n, const struct mac
     if (f.kind == TV_MACRO) return macro_call(j, f.macro, &a);
     if (f.kind == TV_JOINER && !a.pos.n && !a.kw.n) return joiner_call(j, f.cycler);
     if (f.kind == TV_LOOP) return loop_call(j, f.loop, &a);
+    if (f.kind == TV_BLOCK) return block_call(j, f.block, &a);
     if (f.kind != TV_FUNC) tv_fail(j, f, "'%s' object is not callable", tv_type(f));
     return builtin_call(j, f.func->fn, f.func->self, &a);
 }
@@ -7661,6 +8933,7 @@ static struct tv eval_name(struct job *j, const struct node *n) {
     struct tv *v = variable_find(j, n->val);
     const struct builtin *global = v ? NULL : builtin_find(AS_GLOBAL, n->val);
     if (v) return *v;
+    if (tv_is(n->val, "self")) return (struct tv){.kind = TV_SELF, .list = j->blocks};
     if (!global) return tv_undef(j, "'%.*s' is undefined", SHOW(n->val));
     struct func *f = job_alloc(j, sizeof *f);
     f->fn = global;
@@ -7844,6 +9117,40 @@ static enum flow exec_if(struct job *j, const struct node *n) {
     return i < n->n ? node_exec(j, n->kid[i]) : FLOW_NEXT;
 }
 
+/* Runs a {% block %} inside of the scope `outer`. */
+static void block_run(struct job *j, const struct node *n, struct scope *outer) {
+    struct scope *back = j->scope;
+    if (n->op & BLOCK_REQUIRED) job_fail(j, "Required block '%.*s' not found", SHOW(n->val));
+    scope_open(j, outer);
+    struct tv none = tv_undef(j, "there is no parent block called '%.*s'.", SHOW(n->val));
+    dict_set(j, &j->scope->vars, tv_lit(j, "super"), none);
+    node_exec(j, n->kid[0]);
+    j->scope = back;
+}
+
+/* self.name(): what the block prints. */
+static struct tv block_call(struct job *j, const struct node *n, struct args *a) {
+    struct buf b = {0}, *out = j->out;
+    int line = j->line;
+    if (a->pos.n || a->kw.n) job_fail(j, "a block takes no arguments");
+    j->out = &b;
+    block_run(j, n, j->global);
+    j->out = out;
+    j->line = line;
+    return buf_str(&b);
+}
+
+/* Runs an {% autoescape %} block, which may only turn off what is off. */
+static enum flow exec_autoescape(struct job *j, const struct node *n) {
+    struct scope *outer = j->scope;
+    if (tv_truthy(node_eval(j, n->kid[0])))
+        job_fail(j, "autoescape is not supported: the text of a prompt is not HTML");
+    scope_open(j, outer);
+    enum flow flow = node_exec(j, n->kid[1]);
+    j->scope = outer;
+    return flow;
+}
+
 /* Defines a macro, or runs a {% call %} block. */
 static void exec_macro(struct job *j, const struct node *n) {
     struct macro *m = job_alloc(j, sizeof *m);
@@ -7868,6 +9175,8 @@ static enum flow node_exec(struct job *j, const struct node *n) {
     case N_MACRO:
     case N_CALLBLOCK: exec_macro(j, n); break;
     case N_WITH: flow = exec_with(j, n); break;
+    case N_BLOCK: block_run(j, n, n->op & BLOCK_SCOPED ? j->scope : j->global); break;
+    case N_AUTOESCAPE: flow = exec_autoescape(j, n); break;
     case N_BREAK: flow = FLOW_BREAK; break;
     case N_CONTINUE: flow = FLOW_CONTINUE; break;
     default: /* N_BODY */
@@ -7893,7 +9202,8 @@ static void render_body(struct job *j, void *arg) {
     json_t *value;
     size_t n;
     j->out = &b;
-    scope_open(j, NULL);
+    j->global = scope_open(j, NULL);
+    j->blocks = &(struct list){.v = r->t->blocks.v, .n = r->t->blocks.n};
     for (int i = 1; i < 3; i++) dict_set(j, &j->scope->vars, tv_lit(j, data[i]), tv_none()); /* as transformers does */
     json_object_keylen_foreach((json_t *)r->vars, key, n, value) {
         struct tv name = tv_text(j, key, n, ORIGIN_TEMPLATE);

@@ -247,6 +247,7 @@ static int run_other(int argc, char **argv) {
 #else
     if (!strcmp(what, "--editor")) editor_sync_child(NULL);
 #endif
+    if (!strcmp(what, "--render-lines")) return template_render_lines();
     if (!strcmp(what, "--interrupt") && argc > 3) return calibrate_interrupted(atoi(argv[2]), argc - 2, argv + 2);
     if (!strcmp(what, "--fault") && argc == 4) {
         static struct settings set = {.json = true};

@@ -654,6 +654,14 @@ TEMPLATES = {
     "unterminated": (b"{}", b"{% if a %}{{ 'x\\"), "exception": (b"{}", b"{{ raise_exception('no\nway \x1b[31m') }}"),
     "controls": (b"{}", b"{{ raise 'no\nway \x1b[31m\xc2\x9b\xff' }}"),
     "format": (b'{"u":"a"}', b"{{ '{:>{}}{0:*^99999999d}{:.2f}{{{k}}}{1:\xc3\xa9=08}{!r}{0[1]}{' .format(1, 2.5, k='x') }}{{ '{:0134217728s}{}{' .format(1) }}\n"),
+    "percent": (b'{"u":"a\\u00e9","d":{"k":-7}}', b"{{ '%5d|%-*.3x|%+08.2f|%#o|%c|%r|%a|%%' % (d.k, 9, 255, 1e100, 8, 955, u, u) }}{{ '%(k)05d%(k)s' % d }}{{ '%*.*g|%s' | format(-5, 3, 2.5, u) }}{{ ('%s' | safe) % u }}{{ '%999999999d' % 1 }}{{ '%(' % d }}"),
+    "spec": (b'{"u":"<a>","d":{"k":[1,{"x":2}]}}', b"{{ '{:+,}{:_x}{:#b}{:e}{:.3}{:%}{:n}{:c}{:z.1f}{!a:^9.3}'.format(-1234, 65535, 5, 1e-5, 12.5, 0.5, 3, 97, -0.01, u) }}{{ '{0[k][1][x]}{0.k!r:{1}}'.format(d, 30) }}{{ ('{}{{}}' | safe).format(u) }}{{ '{a}'.format_map({'a': u}) }}{{ '{:{:{}}}'.format(1, 2, 3) }}"),
+    "wrap": (b'{"s":"well-known state--of the-art\\n\\nabcdefghijklmnop \\u00e9\\u2028x"}', b"{{ s | wordwrap(5) }}{{ s | wordwrap(3, false, '<br>', false) }}{{ s | wordwrap(1) }}{{ (s ~ s) | wordwrap(wrapstring='' | safe) }}"),
+    "tags": (b'{"s":"<p>a<!-- <b> --> &amp;&#65;&#x110000;&copy&notit;</p"}', b"{{ s | striptags }}{{ s | forceescape | striptags }}{{ ('&#' ~ s) | striptags }}"),
+    "pretty": (b'{"d":{"b":[1,"x y z \\n w"],"a":{"k":null}},"s":"word word word "}', b"{{ d | pprint }}{{ {1: d, 'a': [s * 9, s * 9], none: (s * 20,), 2.5: [d, d, d, d, d]} | pprint }}{{ range(50) | list | pprint }}"),
+    "blocks": (b'{"x":[1,2]}', b"{% block a scoped %}{{ x }}{% block b %}{% endblock b %}{% endblock %}{{ self.b() }}{% for i in x %}{% block c required %} {% endblock %}{% endfor %}{% autoescape x[0] %}{% endautoescape %}{% print x, 1 %}"),
+    "literals": (b"{}", b"{{ 0x1F + 0b1_0 + 0o17 + 1_000 + 1_0.5e-1_0 }}{{ 00.5 }}{{ '0x_f' | int(0, 16) }}{{ '\xd9\xa3' | int(1, 0) }}{{ (255).bit_length() }}{{ (0.1).hex() }}{{ (0.1).as_integer_ratio() }}{{ 0x }}"),
+    "letters": (b'{"s":"\\u00df\\u03a3\\ufb01\\u0130 a\\tb"}', b"{{ s | upper }}{{ s.lower() }}{{ s | title }}{{ s.swapcase() }}{{ s.casefold() }}{{ s.expandtabs(3) }}{{ s.translate({97: 'x', 98: none, 9: 955}) }}{{ s.translate(''.maketrans('ab', 'ba', 'c')) }}{{ s.istitle() }}{{ s.isidentifier() }}{{ s.startswith(('a', s), 0, -1) }}"),
     "bytes": (b"[1]", b"\xff\xfe\0{{ '\xff' ~ '\\ud800' }}{# \xc3"), "self": (b'{"a":[]}', b"{% set a = a + [a] %}{% set d = {'k': a, 1: 2} %}{{ d.items() | list }}{{ d }}"),
 }
 

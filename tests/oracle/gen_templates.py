@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Renders chat templates with jinja2, in the environment of transformers' apply_chat_template.
 
-    gen_templates.py                    writes the cases of our own templates to tests/golden/templates/cases.jsonl,
-                                        behind those of the demo model's template, which stay as they are
+    gen_templates.py                    writes to tests/golden/templates: to cases.jsonl the cases of our own templates,
+                                        behind those of the demo model's template, which stay as they are; to
+                                        snippets.jsonl and language.jsonl the templates of template_snippets.py
+    gen_templates.py --fuzz N [--seed S] renders N random templates with jinja2 and with build/test_moe; exit 1 if any
+                                        differs, except where moe refuses by design
     gen_templates.py --compare FILE...  renders the dialogues below with these templates and with `./moe --render`, byte
                                         for byte; exit 1 if any differs
 
-Needs jinja2 3.1.6. Runs at the top of the tree.
+Needs jinja2 3.1.6 and Python 3.11. Runs at the top of the tree.
 """
 import datetime
 import json
@@ -16,7 +19,12 @@ import sys
 
 import jinja2
 import jinja2.ext
+import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+import template_fuzz
+import template_snippets
 
 DIR = "tests/golden/templates"
 OWN = ["harmony", "suffixed", "listed", "bracketed"]
@@ -89,7 +97,7 @@ OTHER_TOOLS = [{"name": "bare", "description": "é", "parameters": {"type": "obj
                {"type": "function", "function": {"name": "late", "defer_loading": True}}, TOOLS[1]]
 
 
-def environment():
+def environment(now=NOW):
     def raise_exception(message):
         raise jinja2.exceptions.TemplateError(message)
 
@@ -107,7 +115,7 @@ def environment():
                                         extensions=[Generation, jinja2.ext.loopcontrols])
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
-    env.globals["strftime_now"] = lambda form: datetime.datetime.fromisoformat(NOW).strftime(form)
+    env.globals["strftime_now"] = lambda form: datetime.datetime.fromisoformat(now).strftime(form)
     return env
 
 
@@ -166,6 +174,85 @@ def write():
     print(f"{len(lines)} cases in {path}")
 
 
+def names(env):
+    """The names that jinja2 and the types of Python have, by group, from these themselves."""
+    loop = jinja2.runtime.LoopContext([], jinja2.Undefined)
+    tags = jinja2.parser._statement_keywords | env.extensions["jinja2.ext.LoopControlExtension"].tags
+    out = {"filter": env.filters, "test": env.tests, "global": env.globals, "loop": dir(loop),
+           "statement": tags | {"call", "filter", "raw", "generation"}}
+    out.update({t.__name__: dir(t) for t in (str, int, float, list, tuple, dict)})
+    return {group: sorted(n for n in listed if n[0] != "_") for group, listed in out.items()}
+
+
+def write_snippets():
+    env = environment(template_snippets.VARS["now"])
+    given = {"tools": None, "documents": None, **template_snippets.VARS}
+
+    def row(source, **more):
+        return {**more, "template": source, "expected": env.from_string(source).render(**given)}
+
+    def lines(name, rows):
+        with open(os.path.join(DIR, name), "w", encoding="utf8") as f:
+            f.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
+        print(f"{name}: {len(rows) - 1} templates")
+
+    lines("snippets.jsonl", [{"vars": template_snippets.VARS}] + [row(s) for s in template_snippets.SNIPPETS])
+    lines("language.jsonl", [{"vars": template_snippets.VARS, "names": names(env)}] +
+          [row(s, name=n) for n, s in template_snippets.LANGUAGE.items()])
+
+
+# What moe refuses although jinja2 renders it: a part of the message, for the reason that it gives.
+BY_DESIGN = [
+    "integer overflow in",          # integers have 64 bits
+    "is too large",                 # .. and literals, too
+    "is larger than 134217728",     # limits of sizes
+    "half of a character",          # texts are UTF-8, without surrogates
+    "is not supported: ",           # random, urlize, lipsum, encode, autoescape; sets; addresses of objects
+    "is not supported for markup",  # formats of markup in markup
+    "' is not an integer",          # counts are integers; jinja2 compares whatever it is given
+    "cannot be sliced",             # jinja2 fails, too, unless the operand is a constant
+    "slice indices must be",
+    "the character reference '&",   # of HTML 5 beyond Latin-1
+]
+
+
+def fuzz(count, seed):
+    """Renders random templates with jinja2 and with moe, prints the differences, and returns 1 if there are any."""
+    env = environment()
+    gen = template_fuzz.Gen(seed)
+    bad = done = refused = failed = 0
+    while done < count:
+        sources = [gen.template() for _ in range(min(500, count - done))]
+        done += len(sources)
+        lines = "".join(json.dumps(x) + "\n" for x in [{"vars": {"messages": [], **gen.VARS}}] + [{"template": t} for t in sources])
+        run = subprocess.run(["build/test_moe", "--render-lines"], input=lines.encode(), capture_output=True, check=False)
+        replies = [json.loads(line) for line in run.stdout.decode().splitlines()]
+        if len(replies) < len(sources):
+            print(f"moe ends at {sources[len(replies)]!r}: {run.stderr.decode()[-500:]}")
+            return 1
+        for source, reply in zip(sources, replies):
+            try:
+                text = env.from_string(source).render(messages=[], tools=None, documents=None, **gen.VARS)
+                text.encode()
+            except Exception as e:  # of any kind: the other side must refuse, too
+                text, error = None, e
+            # addresses of objects, and constants that jinja2 cannot compile
+            if text is not None and (" at 0x" in text or "<bound method" in text):
+                continue
+            if text is None and isinstance(error, NameError):
+                continue
+            if text is not None and "error" in reply and any(x in reply["error"] for x in BY_DESIGN):
+                refused += 1
+            elif text == reply.get("text"):
+                failed += text is None
+            else:
+                bad += 1
+                print(f"{source}\n    jinja2 {text!r}" + (f" {type(error).__name__} {error}" if text is None else "") +
+                      f"\n    moe    {reply.get('text', reply.get('error'))!r}")
+    print(f"{done} templates, {bad} differ, both refuse {failed}, moe alone {refused} by design")
+    return 1 if bad else 0
+
+
 def compare(paths):
     env = environment()
     bad = total = refused = 0
@@ -191,4 +278,7 @@ def compare(paths):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--compare"]:
         sys.exit(compare(sys.argv[2:]))
+    if sys.argv[1:2] == ["--fuzz"]:
+        sys.exit(fuzz(int(sys.argv[2]), int(sys.argv[4]) if sys.argv[3:4] == ["--seed"] else 1))
     write()
+    write_snippets()
