@@ -4178,7 +4178,7 @@ struct job;
 struct builtin {
     int where; /* AS_*, OF_*: what the name stands for; KEEPS_MARKUP */
     const char *name;
-    const char *sig; /* names of the parameters, `?` behind the optional ones; "*": fn reads pos and kw itself */
+    const char *sig; /* names of the parameters, `?` after the optional ones; "*": fn reads pos and kw itself */
     struct tv (*fn)(struct job *j, struct tv self, struct args *a); /* NULL: the immutable sandbox refuses it */
     int mode;                                                       /* tells apart the functions that share fn */
 };
@@ -6079,7 +6079,7 @@ static void split_space(struct job *j, struct list *out, struct tv v, size_t max
         }
         list_push(j, &words, tv_sub(v, from, i));
     }
-    size_t n = words.n, cut = right ? n - max : max; /* first word of the unsplit rest; right: first word behind it */
+    size_t n = words.n, cut = right ? n - max : max; /* first word of the unsplit rest; right: first word after it */
     for (size_t i = 0; i < n; i++) {
         struct tv w = words.v[i];
         if (n <= max || (right ? i >= cut : i < cut)) list_push(j, out, w);
@@ -7899,7 +7899,7 @@ static void lex_data(struct lexer *l, size_t to, char sign, bool var) {
     lex_skip(l, to - l->at);
 }
 
-/* If the end of a tag stands at `at`, returns the offset behind it and the white space that it removes; else 0. A -
+/* If the end of a tag stands at `at`, returns the offset after it and the white space that it removes; else 0. A -
  * removes all white space. With `trim` (blocks and comments) trim_blocks removes one line end, unless there is a +. */
 static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool trim) {
     bool plus = trim && lex_is(l, at, "+"), minus = lex_is(l, at, "-");
@@ -7912,7 +7912,7 @@ static size_t lex_end(const struct lexer *l, size_t at, const char *end, bool tr
 /* The sign at `at`, or 0. */
 static char lex_sign(const struct lexer *l, size_t at) { return lex_any(l, at, "-+") ? l->s[at] : 0; }
 
-/* If {% raw %} or {% endraw %}, as `word` says, stands at `at`, returns the offset behind it; else 0. */
+/* If {% raw %} or {% endraw %}, as `word` says, stands at `at`, returns the offset after it; else 0. */
 static size_t lex_raw(const struct lexer *l, size_t at, const char *word) {
     bool end = word[0] == 'e';
     if (!lex_is(l, at, "{%")) return 0;
@@ -7962,7 +7962,7 @@ static void lex_bracket(struct lexer *l, char *open, size_t *depth) {
     } else if (strchr(")]}", c) && (!*depth || open[--*depth] != c)) job_fail(l->j, "unexpected '%c'", c);
 }
 
-/* Adds the tokens of a tag behind its beginning, and its end. Inside brackets, }} and %} are not the end. */
+/* Adds the tokens of a tag after its beginning, and its end. Inside brackets, }} and %} are not the end. */
 static void lex_tag(struct lexer *l, bool var) {
     static const char two[][3] = {"//", "**", "==", "!=", ">=", "<="};
     char open[TEMPLATE_NESTING];
@@ -8184,7 +8184,7 @@ static struct tv tok_name(struct parser *p) {
     return tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
 }
 
-/* Appends what an escape sequence of a Python string means; s[i] is behind its backslash. Returns the offset behind
+/* Appends what an escape sequence of a Python string means; s[i] is after its backslash. Returns the offset after
  * it. */
 static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_t n, size_t i) {
     static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
@@ -8414,7 +8414,7 @@ static struct node *parse_filter(struct parser *p, struct node *value) {
     return value;
 }
 
-/* Parses a test behind `is`: `not`, the name, and an argument that may stand without parentheses. */
+/* Parses a test after `is`: `not`, the name, and an argument that may stand without parentheses. */
 static struct node *parse_test(struct parser *p, struct node *value) {
     bool negate = tok_skip(p, "not");
     struct node *n = parse_callee(p, N_TEST, value);
@@ -8487,7 +8487,7 @@ static struct node *parse_binary(struct parser *p, int prec) {
     return left;
 }
 
-/* Parses an expression, with any `if` and `else` behind it. */
+/* Parses an expression, with any `if` and `else` after it. */
 static struct node *parse_expr(struct parser *p) {
     size_t known = p->unknown.n;
     parse_nest(p);
@@ -8514,7 +8514,7 @@ static struct node *parse_expr(struct parser *p) {
 
 static struct node *parse_body(struct parser *p, const char *ends);
 
-/* Parses the end of the current tag and the body behind it, which becomes a kid of n. Stops at the name of one of the
+/* Parses the end of the current tag and the body after it, which becomes a kid of n. Stops at the name of one of the
  * tags in `ends`. */
 static struct node *parse_block(struct parser *p, struct node *n, const char *ends) {
     tok_skip(p, ":");
@@ -8891,7 +8891,7 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
 static void eval_spread(struct job *j, struct args *a, const struct node *n) {
     const struct tv v = node_eval(j, n->kid[0]);
     const bool mapping = n->op == OP_POW;
-    if (mapping && v.kind != TV_DICT) tv_fail(j, v, "the argument behind ** is not a mapping, but '%s'", tv_type(v));
+    if (mapping && v.kind != TV_DICT) tv_fail(j, v, "the argument after ** is not a mapping, but '%s'", tv_type(v));
     const struct list *l = mapping ? v.list : tv_iter(j, v);
     for (size_t i = 0; i < l->n; i += mapping ? 2 : 1) {
         if (mapping) dict_set(j, &a->kw, l->v[i], l->v[i + 1]);
@@ -22154,10 +22154,9 @@ static int read_text(const char *path, char **out, char *err) {
                     READ_MAX >> 20);
     size_t at = arrlenu(*out);
     if (read_text_file(path, out, err)) return -1;
-    size_t n = arrlenu(*out) - at;
-    if (n && memchr(*out + at, 0, n)) return fail(err, "'%s' is not a text file: it holds a NUL byte", path);
-    if (!utf8_valid(*out + at, n)) return fail(err, "'%s' is not valid UTF-8", path);
-    return 0;
+    char name[PATH_MAX + 3];
+    snprintf(name, sizeof name, "'%s'", path);
+    return message_check(name, *out + at, arrlenu(*out) - at, err);
 }
 
 /* Runs the user's editor on text (n). Appends what it saved to *out, without white space at its end. Returns 0, or -1

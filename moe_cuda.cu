@@ -3218,7 +3218,7 @@ DEVICE float fp8_scale(int n, const float x[PER], bool pow2) {
     amax = warp_max(amax);
     if (!(amax > 0x1p-100f)) return 1.0f;
     if (pow2) return power_above(amax * (1.0f / FP8_TOP));
-    UNROLL for (int c = 0; c < FP8_TOPS; c++) {
+    UNROLL_BY(1) for (int c = 0; c < FP8_TOPS; c++) { /* code is dearer than four short passes */
         const float top = FP8_TOP - FP8_TOP_STEP * c, inv = top * (1.0f / amax);
         float error = 0;
         UNROLL for (int i = 0; i < PER; i++) {
@@ -5574,8 +5574,7 @@ __global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ st
 /* Launches it. */
 static void shared_store(const struct shared_args *args, cudaStream_t s) {
     struct shared_args a = *args;
-    const bool decode =
-        a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
+    const bool decode = a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
     a.head_blocks = (a.rope.n_head + a.n_index + 1 + 7) / 8;
     a.key_blocks = a.n_with ? a.n_tok / a.ratio + 1 : 0;
     const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;

@@ -518,7 +518,7 @@ static void test_template_errors(void) {
         {"{{ 'a'.split(1, 2, 3) }}", -1, "line 1: split() takes at most 2 arguments, not 3"},
         {"{{ 'a'.strip(x=1) }}", -1, "line 1: strip() got a keyword twice, or one that is not a parameter (chars?)"},
         {"{{ {[]: 1} }}", -1, "line 1: unhashable type: 'list'"},
-        {"{{ dict(**[1]) }}", -1, "line 1: the argument behind ** is not a mapping, but 'list'"},
+        {"{{ dict(**[1]) }}", -1, "line 1: the argument after ** is not a mapping, but 'list'"},
         {"{{ range(*5) }}", -1, "line 1: 'int' object is not iterable"},
         {"{{ range(*[1], 2) }}", -3, "line 1: positional argument follows keyword argument"},
         {"{% macro f(*a) %}{% endmacro %}", -3, "line 1: expected a name, found '*'"},
