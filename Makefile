@@ -76,7 +76,7 @@ build/moe_cuda.o: $(ENGINE) | build
 	$(if $(CUDA_SM120),,@echo "nvcc before 12.9: without native code for RTX PRO 6000, RTX 5090 and DGX Spark")
 	$(if $(NCCL_LIBS),,@echo "no NCCL: our own kernel alone adds over GPUs")
 	@mkdir -p build/nvcc
-	@echo "$(NVCC) -c moe_cuda.cu -o $@ ($(CUDA_TARGETS))"
+	@echo "$(NVCC) -c moe_cuda.cu -o $@ ($(CUDA_TARGETS)): takes some minutes"
 	@$(NVCC) $(CUDA_FLAGS) -Xptxas -v --keep --keep-dir build/nvcc -c moe_cuda.cu -o $@ 2>build/nvcc/log || { cat build/nvcc/log; rm -f $@; exit 1; }
 
 build/moe-convert build/moe-reap: build/%: convert/%.c $(ENGINE) | build

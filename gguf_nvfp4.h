@@ -612,8 +612,10 @@ static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor 
         if (off % align)
             gguf_fail(c, "tensor '%s': offset %llu is not a multiple of %u", name, (unsigned long long)off, align);
         else if (off > c->size - start || t[i].bytes > c->size - start - off)
-            gguf_fail(c, "tensor '%s': data of %llu bytes at offset %llu end beyond the file of %zu bytes", name,
-                      (unsigned long long)t[i].bytes, (unsigned long long)off, c->size);
+            gguf_fail(c,
+                      "tensor '%s': data of %llu bytes at offset %llu end beyond the file of %zu bytes: is the "
+                      "download complete?",
+                      name, (unsigned long long)t[i].bytes, (unsigned long long)off, c->size);
         else t[i].data = c->base + start + off;
         by[i] = &t[i];
     }

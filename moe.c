@@ -18534,7 +18534,8 @@ static const struct manual manual = {
     .name = PROGRAM,
     .summary = "chat with mixture-of-experts models on your own machine",
     .usage = "  moe -m MODEL.gguf [options]          chat, or answer the prompt on piped stdin\n"
-             "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n",
+             "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n"
+             "  moe --plan --synth NAME --gpus 4x96  will a known model fit?\n",
     .about = "Models are GGUF files with mixture-of-experts layers and often NVFP4 weights.\n"
              "They run on one to four NVIDIA GPUs or on the CPU. moe-convert makes them from\n"
              "releases on Hugging Face, moe-reap removes experts, and --plan says whether one\n"
@@ -20871,7 +20872,7 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
     if (st->drafts.drafted[0]) note("%s | context %.0f %%", line, 100 * use);
     else note("%s | context %.0f %% of %s", line, 100 * use, with_commas((uint64_t)c->s->n_ctx, a));
     if (details)
-        note("# first token %.2f s | %.1f GB/s | context %s | logits #%08x", st->first_seconds,
+        note("# first token %.2f s | %.1f GB/s | context %s tokens | logits #%08x", st->first_seconds,
              st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, with_commas((uint64_t)c->s->n_past, a),
              st->logit_hash);
     snprintf(line, sizeof line, "context %.0f %% full: %s", 100 * use, context_remedy(c->s, 0, remedy));
