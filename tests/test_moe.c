@@ -246,8 +246,8 @@ static int run_other(int argc, char **argv) {
     if (!strcmp(what, "--sass")) return sass_print();
 #else
     if (!strcmp(what, "--editor")) editor_sync_child(NULL);
-#endif
     if (!strcmp(what, "--render-lines")) return template_render_lines();
+#endif
     if (!strcmp(what, "--interrupt") && argc > 3) return calibrate_interrupted(atoi(argv[2]), argc - 2, argv + 2);
     if (!strcmp(what, "--fault") && argc == 4) {
         static struct settings set = {.json = true};
