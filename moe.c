@@ -18395,7 +18395,8 @@ static const struct option options[] = {
     {"needle", IS_INT(needle, 64, 1 << 28), .arg = "N", .help = "find a fact in N tokens of prose; exit 0 if found",
      .details = needle_details},
     {"depth", IS_INT(depth, 0, 100), .arg = "PERCENT", .of = "needle", .help = "position of the fact (default: 50)"},
-    {"haystack", IS_STR(haystack), .arg = "FILE", .of = "needle", .help = "the prose (default: the shipped stories)"},
+    {"haystack", IS_STR(haystack), .arg = "FILE", .of = "needle|smoke|doctor",
+     .help = "the prose (default: the shipped stories)"},
     {"smoke", IS_FLAG(smoke), .help = "three quick tests of the model; exit 0 if all pass"},
     {"bench", IS_FLAG(bench), .help = "prefill and decode speed at several depths, as CSV", .details = bench_details},
     {"n-depth", "-d", IS_INT(n_depth, 0, 1 << 28), .arg = "N", .of = "bench", .help = "only at a depth of N tokens"},
@@ -18534,8 +18535,7 @@ static const struct manual manual = {
     .name = PROGRAM,
     .summary = "chat with mixture-of-experts models on your own machine",
     .usage = "  moe -m MODEL.gguf [options]          chat, or answer the prompt on piped stdin\n"
-             "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n"
-             "  moe --plan --synth NAME --gpus 4x96  will a known model fit?\n",
+             "  moe -m MODEL.gguf -p TEXT [options]  answer TEXT and exit\n",
     .about = "Models are GGUF files with mixture-of-experts layers and often NVFP4 weights.\n"
              "They run on one to four NVIDIA GPUs or on the CPU. moe-convert makes them from\n"
              "releases on Hugging Face, moe-reap removes experts, and --plan says whether one\n"

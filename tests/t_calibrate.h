@@ -406,7 +406,7 @@ static void test_calibrate_refuses(void) {
     check_command(IN_DIR(REAP_BIN " build/demo.gguf @/w.json @/w.json --keep 12 --dry-run"), 1, "",
                   "would count twice");
     check_command(IN_DIR(MOE "--calibrate @/a.txt"), 2, "", "--calibrate needs -o FILE");
-    check_command(IN_DIR(MOE "-o @/n.json -p hello"), 2, "", "--calibrate needs -o FILE");
+    check_command(IN_DIR(MOE "-o @/n.json -p hello"), 2, "", "--output works only with --calibrate");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --tp 2 --cpu"), 2, "", "--pp instead of --tp");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --bench"), 2, "", "cannot be combined");
     check_command(IN_DIR(MOE "--activations @/n.gguf -p hello"), 2, "", "--activations works only with --calibrate");

@@ -7,6 +7,7 @@
  *   build/test_moe --fault NAME MODEL goes wrong on purpose: the tests of faults start it
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
  *   build/test_moe --editor     reads texts with the line editor, for tests/oracle/gen_screen.py
+ *   build/test_moe --render-lines renders templates from stdin, for tests/oracle/gen_templates.py --fuzz
  *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
  *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost, in Markdown
  *
