@@ -1828,6 +1828,15 @@ static int file_check(const char *path, struct stat *st, char *err) {
     return S_ISREG(st->st_mode) ? 0 : fail(err, "'%s' is not a regular file", path);
 }
 
+/* Whether a file begins as a GGUF file does. */
+static bool is_gguf_file(const char *path) {
+    char magic[4] = "";
+    FILE *f = fopen(path, "rb");
+    const bool is = f && fread(magic, 1, 4, f) == 4 && !memcmp(magic, "GGUF", 4);
+    if (f) fclose(f);
+    return is;
+}
+
 enum { TEMPS = 2 }; /* output files that get their names together, at most */
 
 /* The output files that are being written. Only the last one is open. Whatever ends the program removes them. */
@@ -2371,7 +2380,7 @@ static const char *argument_split(const char *a, char name[64]) {
 static int name_distance(const char *a, const char *b) {
     enum { MOST = 40 };
     int d[MOST + 1][MOST + 1];
-    const int n = (int)strnlen(a, MOST), m = (int)strcspn(b, "|") < MOST ? (int)strcspn(b, "|") : MOST;
+    const int n = (int)strnlen(a, MOST), m = int_min(MOST, (int)strcspn(b, "|"));
     for (int i = 0; i <= n; i++) d[i][0] = i;
     for (int j = 0; j <= m; j++) d[0][j] = j;
     for (int i = 1; i <= n; i++)
@@ -18735,15 +18744,6 @@ static bool is_gguf_name(const char *name) {
     return dot && !strcmp(dot, ".gguf");
 }
 
-/* Whether a file begins as a GGUF file does. */
-static bool is_gguf_file(const char *path) {
-    char magic[4] = "";
-    FILE *f = fopen(path, "rb");
-    const bool is = f && fread(magic, 1, 4, f) == 4 && !memcmp(magic, "GGUF", 4);
-    if (f) fclose(f);
-    return is;
-}
-
 /* An argument that is no option: a model. 0, or -1 with a message. */
 static int positional_parse(struct settings *s, const char *a, char *err) {
     static const char *const verbs[][2] = {{"run", "moe MODEL.gguf opens a chat"},
@@ -23765,11 +23765,13 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
         if (!given) gb = usual[i][1];
         l2 = usual[i][2];
     }
-    if (gb < 1)
-        die_usage(
-            "--gpus %s: the memory bandwidth of a GPU of %g GiB is unknown: give it in GB/s, --gpus %s@GBPS (known "
-            "are 12, 16, 24, 32, 48, 80, 96, 128 and 141 GiB)",
-            text, gib, text);
+    if (gb < 1) {
+        char *known = NULL;
+        for (size_t i = 0; i < sizeof usual / sizeof *usual; i++) sb_printf(&known, "%s%g", i ? ", " : "", usual[i][0]);
+        die_usage("--gpus %s: the memory bandwidth of a GPU of %g GiB is unknown: give it in GB/s, --gpus %s@GBPS "
+                  "(known are GPUs of %s GiB)",
+                  text, gib, text, sb_cstr(&known));
+    }
     p->n_device = n;
     for (int i = 0; i < n; i++) {
         struct plan_device *d = &p->device[i];
@@ -27189,16 +27191,21 @@ static const struct mode *mode_find(const struct settings *s) {
     return found;
 }
 
-/* Dies if an option of other modes was changed. */
-static void settings_check_modes(const struct settings *s) {
+/* Whether an option has one value in both settings; of texts and lists, whether both are unset. */
+static bool option_same(const struct settings *a, const struct settings *b, const struct option *o) {
     static const size_t sizes[] = {
         [OPT_FLAG] = sizeof(bool),  [OPT_INT] = sizeof(int),    [OPT_NUM] = sizeof(double),
         [OPT_CHOICE] = sizeof(int), [OPT_STR] = sizeof(char *), [OPT_FILES] = sizeof(char **)};
+    return !memcmp(option_value(a, o), option_value(b, o), sizes[o->type]);
+}
+
+/* Dies if an option of other modes was changed. */
+static void settings_check_modes(const struct settings *s) {
     struct settings unset;
     settings_init(&unset);
     for (int i = 0; i < N_OPTIONS; i++) {
         const struct option *o = &options[i];
-        bool may = !o->of || !memcmp(option_value(s, o), option_value(&unset, o), sizes[o->type]);
+        bool may = !o->of || option_same(s, &unset, o);
         char *modes = NULL;
         if (may) continue;
         for (int k = 0; k < N_OPTIONS; k++)

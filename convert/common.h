@@ -439,15 +439,12 @@ __attribute__((noreturn)) static inline void refuse_directory(const char *dir) {
 static inline const char *model_dir_find(const char *path) {
     static const char *const parts[] = {"snapshots", "blobs", "refs"};
     struct stat st;
-    char copy[PATH_MAX], magic[4] = "";
+    char copy[PATH_MAX];
     const char *dir = path;
     if (stat(path, &st)) refuse_missing(path);
     snprintf(copy, sizeof copy, "%s", path);
     if (S_ISREG(st.st_mode)) {
-        const int fd = open(path, O_RDONLY | O_CLOEXEC);
-        if (fd >= 0 && read(fd, magic, sizeof magic) == sizeof magic && !memcmp(magic, "GGUF", sizeof magic))
-            die("'%s' is a GGUF file already: moe -m %s", path, path);
-        if (fd >= 0) close(fd);
+        if (is_gguf_file(path)) die("'%s' is a GGUF file already: moe -m %s", path, path);
         dir = xstrdup(dirname(copy));
     }
     if (!path_exists(fmt("%s/%s", dir, config_json))) {

@@ -565,13 +565,8 @@ static void fuzz_settings(const struct settings *s, const struct settings *unset
 
 /* What /set prints of an option that was set is what it takes. */
 static void fuzz_print(struct settings *s, const struct settings *unset, const struct option *o) {
-    static const size_t sizes[] = {[OPT_FLAG] = sizeof(bool),
-                                   [OPT_INT] = sizeof(int),
-                                   [OPT_NUM] = sizeof(double),
-                                   [OPT_CHOICE] = sizeof(int),
-                                   [OPT_FILES] = 0};
     char *text[2] = {NULL, NULL}, err[ERR_MAX] = "";
-    if (!memcmp(option_value(s, o), option_value(unset, o), sizes[o->type])) return;
+    if (o->type == OPT_FILES || option_same(s, unset, o)) return;
     for (int i = 0; i < 2; i++) {
         option_text(s, o, &text[i]);
         if (!i) FUZZ_CHECK(!option_set(s, o->name, sb_cstr(&text[0]), err), "%s", err);
