@@ -2399,7 +2399,8 @@ struct nearest {
     int distance;
 };
 
-/* Takes `name`, which may end at |, if it is nearer than those before: it begins with what was typed, or a letter of four at most differs. */
+/* Takes `name`, which may end at |, if it is nearer than the names before. A name is near if it begins with what was
+ * typed, or if at most one letter of four differs. */
 static void nearest_try(struct nearest *k, const char *name) {
     const size_t n = strlen(k->typed);
     const int begins = n >= 3 && !strncasecmp(name, k->typed, n), distance = begins ? 1 : name_distance(k->typed, name);
@@ -20965,7 +20966,7 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     chat_tokenize(c, &text, &ids);
     const bool opens = prompt_opens_think(c->format, &text);
     struct printer p = printer_answer(c, ids, (int)arrlen(ids), opens);
-    c->open_past = 0; /* the session leaves the answer before, also if this turn is rolled back */
+    c->open_past = 0; /* the session drops the earlier answer, even if this turn is rolled back */
     watch_begin(c->keys);
     enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
     st.n_prompt = c->s->sync_tokens;
@@ -23226,7 +23227,7 @@ static int repl_run(struct chat *c, const char *first) {
         if (got == EDIT_LINE) {
             size_t n = arrlenu(line);
             (void)sb_cstr(&line); /* commands split their arguments in place */
-            if (r.editor.keys.foreign) note("[U+FFFD stands for what the terminal sent that is not UTF-8]");
+            if (r.editor.keys.foreign) note("[the terminal sent bytes that are not UTF-8; they became U+FFFD]");
             r.editor.keys.foreign = false;
             repl_lines_waiting(&r);
             rc = repl_line(&r, line, n);
@@ -27199,7 +27200,7 @@ static bool option_same(const struct settings *a, const struct settings *b, cons
     return !memcmp(option_value(a, o), option_value(b, o), sizes[o->type]);
 }
 
-/* Dies if an option of other modes was changed. */
+/* Dies if an option was given without the mode that it belongs to. */
 static void settings_check_modes(const struct settings *s) {
     struct settings unset;
     settings_init(&unset);

@@ -3218,7 +3218,7 @@ DEVICE float fp8_scale(int n, const float x[PER], bool pow2) {
     amax = warp_max(amax);
     if (!(amax > 0x1p-100f)) return 1.0f;
     if (pow2) return power_above(amax * (1.0f / FP8_TOP));
-    UNROLL_BY(1) for (int c = 0; c < FP8_TOPS; c++) { /* code is dearer than four short passes */
+    UNROLL_BY(1) for (int c = 0; c < FP8_TOPS; c++) { /* unrolled, it adds a tenth to the code of a layer */
         const float top = FP8_TOP - FP8_TOP_STEP * c, inv = top * (1.0f / amax);
         float error = 0;
         UNROLL for (int i = 0; i < PER; i++) {
