@@ -835,7 +835,7 @@ static inline double experts_expected(const struct layer *layer, int n) {
  * Types: operations
  *
  * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
- * The contract, which graph capture, tensor-parallel ranks and the kernel emulator depend on:
+ * The contract, which graph capture, tensor-parallel ranks and the kernel simulator depend on:
  *   - an operation of ENQUEUE_OPS returns nothing. On a GPU it enqueues work and does not wait (except that ranks which
  *     share a GPU may wait for each other in an all-reduce); on a CPU the work is done when it returns;
  *   - a forward never branches on data;
@@ -26163,9 +26163,9 @@ static const struct check doctor_checks[] = {
      "check what nvidia-smi lists, and CUDA_VISIBLE_DEVICES"},
     {ON_CUDA, SEVERITY_WARNING, driver_older, "the driver supports CUDA %s", ADVICE_DRIVER},
 
-    {ON_GPU, SEVERITY_ERROR, image_fails, "a kernel does not run: %s",
+    {ON_GPU, SEVERITY_ERROR, chip_too_old, "capability %s is too old: expected at least 8.0", ADVICE_OMIT},
+    {ON_GPU | ELSE, SEVERITY_ERROR, image_fails, "a kernel does not run: %s",
      "build again with nvcc 12.9 or newer (make clean, make), or install a newer driver"},
-    {ON_GPU | ELSE, SEVERITY_ERROR, chip_too_old, "capability %s is too old: expected at least 8.0", ADVICE_OMIT},
     {ON_GPU | ELSE, SEVERITY_WARNING, image_without_fp4,
      "this program has no sm_120f image, so its FP4 GEMMs are not used",
      "build again with nvcc 12.9 or newer (make clean, make)"},

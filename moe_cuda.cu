@@ -91,18 +91,10 @@
 
 #include "gguf_nvfp4.h"
 
-#ifdef CUEMU
-#include "tests/cuda_emu.h"
-#define DEVICE           static inline
-#define DEVICE_MEMBER    inline
-#define HAVE_NCCL        1
-#define MOE_CUDA_TARGETS "emulated"
-#else
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #ifdef HAVE_NCCL
 #include <nccl.h>
-#endif
 #endif
 
 #define MOE_TYPES_ONLY
@@ -117,11 +109,8 @@
  * allocates and launches in every build, with CUDA or without.
  * ============================================================================================================ */
 
-#ifdef CUEMU
-#define ALLREDUCE_SLOT_FLOATS 3072 /* small, so that an all-reduce takes several pieces */
-#define DELTA_SEGMENT_TOKENS  128  /* and a prefill several segments, */
-#define MLA_SEGMENT_KEYS      64   /* of keys, too */
-#else
+/* The tests make these small, so that an all-reduce takes several pieces and a prefill several segments. */
+#ifndef ALLREDUCE_SLOT_FLOATS
 #define ALLREDUCE_SLOT_FLOATS (1 << 20)
 #define DELTA_SEGMENT_TOKENS  1024
 #define MLA_SEGMENT_KEYS      2048
@@ -493,14 +482,12 @@ static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, boo
 /* ============================================================================================================
  * Instructions
  *
- * One function per PTX instruction, with the same names as in tests/cuda_emu.h, and the launch macro.
+ * One function per PTX instruction, and the launch macro.
  * ============================================================================================================ */
 
 /* Whether kernels that this thread launches may start before those in front of them have ended (programmatic dependent
  * launch): on chips from 9.0 on, unless it failed (cuda_forward). */
 static thread_local bool launches_overlap;
-
-#ifndef CUEMU
 
 #define DEVICE        static __device__ __forceinline__
 #define DEVICE_MEMBER __device__ __forceinline__
@@ -715,11 +702,6 @@ static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem,
     config.attrs = attr;
     cudaLaunchKernelEx(&config, kernel, P(args)...);
 }
-#define LAUNCH_NAMED(kernel, name, ...) launch_pdl(kernel, __VA_ARGS__)
-#else
-#undef LAUNCH_PDL
-#define LAUNCH_NAMED(kernel, name, ...) cuemu::enqueue_kernel(kernel, name, launches_overlap, __VA_ARGS__)
-#endif
 
 /* The launches of a forward, while a thread profiles its rank. */
 static thread_local struct {
@@ -780,12 +762,12 @@ static void errors_clear() {
     kernel_failed = NULL;
 }
 
-#define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)                     \
-    do {                                                                       \
-        profile_begin(#kernel, stream);                                        \
-        LAUNCH_NAMED(kernel, #kernel, grid, block, smem, stream, __VA_ARGS__); \
-        launch_note(#kernel);                                                  \
-        profile_end(stream);                                                   \
+#define LAUNCH_PDL(kernel, grid, block, smem, stream, ...)          \
+    do {                                                            \
+        profile_begin(#kernel, stream);                             \
+        launch_pdl(kernel, grid, block, smem, stream, __VA_ARGS__); \
+        launch_note(#kernel);                                       \
+        profile_end(stream);                                        \
     } while (0)
 
 /* ============================================================================================================
@@ -3534,10 +3516,9 @@ static void mla_query(const struct mla_query_args *p, cudaStream_t s) {
  * and the weighted sum of values of every row (online softmax, base 2). The context is cut into splits, so that the
  * blocks fill the GPU: each split leaves (sums, m, l) in `partials`, and attn_merge joins them. Query token i sees keys
  * 0 .. pos + i, or with a window the last of these. Keys after the newest are never read: they arrive as zeros. Keys
- * before a window are read as far as the step of 64 keys that it begins in, and masked. In a ring a step of keys is
- * consecutive rows: rings have a multiple of 64 rows. There other blocks of the launch may be writing the rows before the
- * window and their scales. Every word of these is a finite number at any time, so that a masked weight of 0 stays 0. A
- * head's sink joins the denominator of its result.
+ * before a window are masked as far as the step of 64 keys that it begins in. Decode does not read those that no row of
+ * a tile sees: in a ring other blocks of the launch may be writing their rows. In a ring a step of keys is consecutive
+ * rows: rings have a multiple of 64 rows. A head's sink joins the denominator of its result.
  *
  * MMA operands (g = lane / 4, t = lane % 4): the order of the inner dimension is free as long as both operands use it,
  * and so is the order of the output columns. Decode chooses both so that a lane reads consecutive bytes of a cache row
@@ -3597,6 +3578,7 @@ struct attn_work {
     int kvh, group, row0; /* group: query heads per KV head; row0: the tile's first row */
     uint32_t rows;        /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
     int pos, from, seen;  /* pos: of the first token; all rows of the tile see keys from..seen-1 */
+    int low;              /* no row of the tile sees a key before it */
     int split, n_split, begin, end;
     int ring, wrap;        /* of a plane's rows: key `wrap` is again in row 0, as key `ring` <= begin was */
     const int32_t *chosen; /* blocks of 2^shift rows of the plane, of which keys begin..end-1 are meant; NULL: keys are
@@ -3622,7 +3604,8 @@ DEVICE int attn_longer(const struct attn_args &a, int pos, int n_tok) {
 /* Finds the keys of a block's split where there is a window. end: after the last key that a row of the tile sees.
  * Splits lie between fixed positions, so that a row's bits do not depend on the other rows. */
 DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end) {
-    const int begin = max(w->seen - a.window, 0) / ATTN_SPLIT_KEYS * ATTN_SPLIT_KEYS;
+    w->low = max(w->seen - a.window, 0);
+    const int begin = w->low / ATTN_SPLIT_KEYS * ATTN_SPLIT_KEYS;
     const int shift = a.window_shift ? a.window_shift : 31, first = begin >> shift, split = first + w->split;
     w->from = end - a.window;
     w->n_split = ((end - 1) >> shift) + 1 - first;
@@ -3665,7 +3648,7 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     } else {
         const int keys = attn_split_keys(a, w->pos + last_tok);
         w->n_split = (w->pos + last_tok + keys - 1) / keys;
-        w->from = 0;
+        w->from = w->low = 0;
         w->begin = w->split * keys;
         w->end = min(w->begin + keys, end);
     }
@@ -3812,16 +3795,16 @@ DEVICE int kv_at(int row, int at) {
 }
 
 /* Starts to copy the rows of keys key..key+N-1, which are rows key - back.. of the plane: ROW bytes each, from byte
- * `first` of a row; zeros from key `len` on. With LANES threads, of which this is `lane`. */
+ * `first` of a row; zeros before key `low` and from key `len` > low on. With LANES threads, of which this is `lane`. */
 template <int ROW, int N, int LANES>
-DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int back, int len, int lane) {
+DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int back, int low, int len, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
     const uint8_t *from = p.data + (size_t)(key - back + row) * p.row_bytes + first + at;
     UNROLL_BY(PASSES > 8 ? 1 : 4)
     for (int i = 0; i < PASSES; i++, row += STEP, from += STEP * p.row_bytes)
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES))
-            cp_async16(to + kv_at<ROW>(row, at), from, key + row < len);
+            cp_async16(to + kv_at<ROW>(row, at), from, (uint32_t)(key + row - low) < (uint32_t)(len - low));
 }
 
 /* The same of chosen keys, blocks of one. */
@@ -3861,18 +3844,18 @@ DEVICE void kv_gather_shared(uint8_t *to, const struct attn_args &a, const struc
         }
 }
 
-/* Returns the FP8 scale of a key's group, in row key - back; 0 from key `len` on. */
-DEVICE float kv_scale(const struct plane &p, int key, int back, int group, int len) {
-    return key < len ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
+/* Returns the FP8 scale of a key's group, in row key - back; 0 before key `low` and from key `len` > low on. */
+DEVICE float kv_scale(const struct plane &p, int key, int back, int group, int low, int len) {
+    return (uint32_t)(key - low) < (uint32_t)(len - low) ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
 }
 
 /* Factors of a key, which is in row key - back: of its scores (v false), and of its softmax weights (v true), clamped to
  * fit f16. scale: of the FP8 cache. */
 DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f); }
 template <int FP8>
-DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key, int back) {
+DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key, int back, int low) {
     float scale = 1.0f;
-    if (FP8) scale = kv_scale(v ? a.v : a.k, key, back, w.kvh, w.end);
+    if (FP8) scale = kv_scale(v ? a.v : a.k, key, back, w.kvh, low, w.end);
     return v ? attn_v_factor(scale) : w.factor * scale;
 }
 
@@ -4114,6 +4097,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
+    const int low = CHOSEN ? 0 : w.low;
     uint8_t *ring = smem + warp * DEPTH * L::SLOT;
     /* Queries, on their way from a warp per row to fragments: four rows in the slot of each warp's ring that is filled last.
      */
@@ -4132,10 +4116,11 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         uint8_t *to = next_slot(write_slot);
         int key = first + 64 * (u >> 1);
         if (u < 2 * n && K == V) {
-            kv_copy<K_ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * K_ROW, key, attn_back<CHOSEN>(w, key), w.end, lane);
+            kv_copy<K_ROW, 16, 32>(to, u & 1 ? a.v : a.k, w.kvh * K_ROW, key, attn_back<CHOSEN>(w, key), low, w.end,
+                                   lane);
         } else if (u < 2 * n) {
-            if (u & 1) kv_copy<V_ROW, 16, 32>(to, a.v, w.kvh * V_ROW, key, attn_back<CHOSEN>(w, key), w.end, lane);
-            else kv_copy<K_ROW, 16, 32>(to, a.k, w.kvh * K_ROW, key, attn_back<CHOSEN>(w, key), w.end, lane);
+            if (u & 1) kv_copy<V_ROW, 16, 32>(to, a.v, w.kvh * V_ROW, key, attn_back<CHOSEN>(w, key), low, w.end, lane);
+            else kv_copy<K_ROW, 16, 32>(to, a.k, w.kvh * K_ROW, key, attn_back<CHOSEN>(w, key), low, w.end, lane);
         }
         cp_async_commit();
     };
@@ -4166,7 +4151,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
     auto factors = [&](int i) {
         const int key = first + 64 * i;
-        return attn_factor<FP8>(a, w, lane >= 16, key + (lane & 15), attn_back<CHOSEN>(w, key));
+        return attn_factor<FP8>(a, w, lane >= 16, key + (lane & 15), attn_back<CHOSEN>(w, key), low);
     };
     float next = factors(0);
 
@@ -4288,8 +4273,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             kv_gather<ROW, KEYS, 256>(to, a.k, w, key, tid);
             kv_gather<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, w, key, tid);
         } else if (i < n) {
-            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, 0, w.end, tid);
-            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, 0, w.end, tid);
+            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, 0, 0, w.end, tid);
+            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, 0, 0, w.end, tid);
         }
         cp_async_commit();
     };
@@ -4302,8 +4287,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             return p->scale[(size_t)key * p->n_group + tid % GROUPS];
         }
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
-            return kv_scale(a.k, w.chosen[key], 0, tid % GROUPS, INT_MAX);
-        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, 0, tid % GROUPS, w.end) : 0.0f;
+            return kv_scale(a.k, w.chosen[key], 0, tid % GROUPS, 0, INT_MAX);
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, 0, tid % GROUPS, 0, w.end) : 0.0f;
     };
     for (int i = 0; i < DEPTH - 1; i++) copy(i);
     float next = scales(0);
@@ -4471,11 +4456,11 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
     auto copy = [&](int i) {
         const int key = w.begin + i * KEYS, back = a.k.kind == PLANE_RING ? key / a.k.n_row * a.k.n_row : 0;
         if (i < n) {
-            kv_copy<L::K_ROW, KEYS, 128>(raw, a.k, w.kvh * L::K_ROW, key, back, w.end, tid);
-            kv_copy<L::V_ROW, KEYS, 128>(raw + L::V_RAW, a.v, w.kvh * L::V_ROW, key, back, w.end, tid);
+            kv_copy<L::K_ROW, KEYS, 128>(raw, a.k, w.kvh * L::K_ROW, key, back, 0, w.end, tid);
+            kv_copy<L::V_ROW, KEYS, 128>(raw + L::V_RAW, a.v, w.kvh * L::V_ROW, key, back, 0, w.end, tid);
         }
         cp_async_commit();
-        return attn_factor<FP8>(a, w, tid >= KEYS, key + tid % KEYS, back);
+        return attn_factor<FP8>(a, w, tid >= KEYS, key + tid % KEYS, back, 0);
     };
     float next = copy(0);
 
@@ -6733,16 +6718,17 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
               what, seconds, who);
 }
 
-/* Call between two polls of a busy GPU. Sleeps after a while, and fails when no rank makes progress. Elapsed time is the
- * measure: a GPU does not slow down on a busy host, and between two all-reduces the host only launches some kernels,
- * microseconds of work that wait for a processor much less than ALLREDUCE_STALL. Kernels of the emulator run on threads
- * of the program, so there all that they do counts, but for polling. False: a rank has failed, stop waiting. */
+/* Seconds without an all-reduce after which the ranks have stalled: with one stage, and with several, because another
+ * stage may compute for long. Elapsed time is the measure: a GPU does not slow down on a busy host, and between two
+ * all-reduces the host only launches some kernels, microseconds of work that wait for a processor much less than that. */
+static int stall_seconds[2] = {7, 60};
+
+/* Call between two polls of a busy GPU. Sleeps after a while, and fails when no rank makes progress. False: a rank has
+ * failed, stop waiting. */
 static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *what) {
     enum {
-        SPINS = 20000,       /* polls before it sleeps between them */
-        NAP = 50000,         /* nanoseconds of a sleep */
-        ALLREDUCE_STALL = 7, /* seconds without an all-reduce after which the ranks have stalled */
-        STAGE_STALL = 60     /* the same with several stages: another stage may compute for long */
+        SPINS = 20000, /* polls before it sleeps between them */
+        NAP = 50000    /* nanoseconds of a sleep */
     };
     struct cuda *c = r->cuda;
     const struct timespec nap = {0, NAP};
@@ -6751,15 +6737,11 @@ static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *wha
     uint32_t done = 0;
     for (int i = 0; i < shard->n_rank * shard->n_stage; i++)
         done += *(volatile uint32_t *)&c->heartbeat[i]->all_reduces;
-#ifdef CUEMU
-    done += (uint32_t)__atomic_load_n(&cuemu::events, __ATOMIC_RELAXED);
-#endif
     p->idle = done != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
     p->seen = done;
     p->last = now;
     if (rank_heartbeat(r, false)) c->failed = true;
-    if (p->idle > (shard->n_stage > 1 ? STAGE_STALL : ALLREDUCE_STALL) && !c->failed)
-        rank_stalled(r, what, (int)p->idle);
+    if (p->idle > stall_seconds[shard->n_stage > 1] && !c->failed) rank_stalled(r, what, (int)p->idle);
     if (c->failed) *(volatile uint32_t *)&c->heartbeat[r->index]->abort = 1;
     if (p->turns++ > SPINS || c->failed) nanosleep(&nap, NULL);
     return !c->failed;
@@ -8866,7 +8848,6 @@ static int attn_splits(int n_sm, int n_head_blocks) {
 /* Which of the program's images a chip of capability major.minor runs. */
 static const char *gpu_image(int major, int minor) {
     const char *built = MOE_CUDA_TARGETS;
-    if (!strcmp(built, "emulated")) return "emulated";
     if (major == 12 && strstr(built, "sm_120f")) return "sm_120f";
     if (major == 9 && !minor && strstr(built, "sm_90")) return "sm_90";
     return major >= 9 ? "PTX for compute_90" : "PTX for compute_80";

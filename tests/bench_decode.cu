@@ -1,16 +1,17 @@
 /* Times decode: what it costs to hand over from kernel to kernel, forwards with each part of the engine that can be
  * switched on and off, and batches of up to 16 tokens. Prints tables in Markdown. All switches must give the same bits:
- * on the emulator this file is part of test_cuda.cu, and the test cuda/decode-bench compares them with tiny shapes. */
-#ifndef CUEMU
+ * on the simulator this file is part of test_cuda.cu, and the test cuda/decode-bench compares them with tiny shapes. */
+#ifndef SIMULATED
 #include "../moe_cuda.cu"
 #endif
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 extern "C" {
-/* The other half, in C: bench_decode.c, on the emulator t_cuda.h. */
+/* The other half, in C: bench_decode.c, on the simulator t_cuda.h. */
 
 /* Makes shape number `shape` of those that are timed, with n_layer layers at most. Returns how many the whole shape
  * has; 0: there is no such shape. */
@@ -36,7 +37,7 @@ static const struct setting {
 enum { SETTINGS = sizeof settings / sizeof *settings };
 
 static const int batches[] = {1, 2, 4, 8, DECODE_MAX_TOKENS}; /* tokens of a forward */
-#ifdef CUEMU
+#ifdef SIMULATED
 enum { CHAIN = 6, ROUNDS = 1, WARM = 0, RUNS = 1, DEPTH = 40, BUSY_TURNS = 1, BUSY_MS = 0, HOLD_TURNS = 1 };
 static const int switched[] = {2};
 #else
@@ -364,7 +365,7 @@ static bool run(FILE *out) {
 
 } // namespace bench_decode
 
-#ifdef CUEMU
+#ifdef SIMULATED
 /* Checks that each switch does what it says. */
 static void check_settings() {
     double bytes;
@@ -374,15 +375,18 @@ static void check_settings() {
     for (const bench_decode::setting &s : bench_decode::settings) {
         bool any = false, overlap = true;
         d.set(s);
-        cuemu::prefetches.clear(), cuemu::prefetches_logged = true;
+        sim_log_prefetches(true);
         d.forward(16, 1, 1);
         d.r.ops->wait(&d.r);
-        any = !cuemu::prefetches.empty(), cuemu::prefetches_logged = false;
+        any = sim_prefetches() > 0;
+        sim_log_prefetches(false);
         expect(any == s.ahead, "%s: weights are%s requested", s.name, any ? "" : " not");
         const cudaGraphExec_t graph = d.r.cuda->graph[PASS_FORWARD][1];
         expect((graph != NULL) == (s.launching != LAUNCHES_EAGER), "%s: recorded or not", s.name);
-        if (graph)
-            for (const cuemu::op &o : graph->ops) overlap &= !o.k || o.k->pdl;
+        if (graph) {
+            int overlapping, launches = sim_graph_launches(graph, &overlapping);
+            overlap = overlapping == launches;
+        }
         expect(!graph || overlap == s.overlap, "%s: launches overlap or not", s.name);
         const int n = d.kernels(16, 1, &bytes);
         if (!fused) fused = n;
@@ -400,7 +404,7 @@ extern "C" void cuda_test_decode_bench(void) {
     fclose(f);
     auto lines = [&](const std::string &part) {
         int n = 0;
-        for (const char *p = text; (p = strstr(p, part.c_str())); p += part.size()) n++;
+        for (const char *p = text; (p = strstr(p, part.c_str())) != NULL; p += part.size()) n++;
         return n;
     };
     expect(good && !lines("OTHER BITS") && !lines("NOT RECORDED") && !lines("WRONG"), "the results differ:\n%s", text);

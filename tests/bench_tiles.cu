@@ -1,7 +1,7 @@
 /* Times the tiled GEMM of moe_cuda.cu (prefill), one tile size after the other, with random weights and tokens of real
- * shapes, and prints a table in Markdown. All tile sizes must give the same results: on the emulator this file is part
+ * shapes, and prints a table in Markdown. All tile sizes must give the same results: on the simulator this file is part
  * of test_cuda.cu, and the test cuda/tiles compares them with tiny shapes. */
-#ifndef CUEMU
+#ifndef SIMULATED
 #include "../moe_cuda.cu"
 #endif
 
@@ -15,12 +15,12 @@ static const struct shape {
     int fmt, glu, n_expert, n_used, n_out, n_in; /* n_expert 1: dense, not grouped */
     std::vector<int> n_tok;
 } shapes[] = {
-#ifdef CUEMU
+#ifdef SIMULATED
     {"gate+up", FMT_FP4, 1, 3, 2, 40, 424, {70}},
     {"down", FMT_FP4, 0, 3, 2, 72, 328, {70}},
     {"dense", FMT_F16, 0, 1, 1, 136, 200, {70}},
 };
-enum { RUNS = 1, FLUSH = 4096, EMULATED = true };
+enum { RUNS = 1, FLUSH = 4096, SMALL = true };
 #else
     {"qwen3-30b-a3b gate+up", FMT_FP4, 1, 128, 8, 768, 2048, {512, 4096}},
     {"qwen3-30b-a3b down", FMT_FP4, 0, 128, 8, 2048, 768, {512, 4096}},
@@ -28,7 +28,7 @@ enum { RUNS = 1, FLUSH = 4096, EMULATED = true };
     {"deepseek-v3 0/4 gate+up", FMT_FP4, 1, 256, 8, 512, 7168, {512, 4096}},
     {"deepseek-v3 0/4 down", FMT_FP4, 0, 256, 8, 7168, 512, {512, 4096}},
 };
-enum { RUNS = 7, FLUSH = 256 << 20 /* bytes, more than L2 holds */, EMULATED = false };
+enum { RUNS = 7, FLUSH = 256 << 20 /* bytes, more than L2 holds */, SMALL = false };
 #endif
 
 /* WM, WN, DEPTH, KT (2: K = 128) of gemm_kernel; those of gemm_prefill are among them. */
@@ -150,7 +150,7 @@ struct bench {
             double num = 0, den = 0, rate = 2e-9 * g.n_tok * s->n_out * s->n_in * (GLU + 1) / t;
             for (size_t i = 0; i < n_check; i++) num += pow(got[i] - want[i], 2), den += pow(want[i], 2);
             const bool same = sqrt(num / den) <= 1e-3; /* false if all results are 0 */
-            if (EMULATED && same) return;
+            if (SMALL && same) return;
             printf("| %s | %d | %s | %d x %d | %d | %d | %d | %.1f | %.1f | %.1f |%s\n", s->name, g.n_tok,
                    A4 ? "FP4" : "F16", 32 * WM, N, DEPTH, 64 * KT, BYTES, t * 1e3, rate, 100 * rate / mma,
                    same ? "" : " OTHER RESULTS");
@@ -177,8 +177,8 @@ static bool bench_tiles() {
     while ((ms = b.milliseconds(probe)) < 4) turns *= 2;
     b.mma = 2e-9 * 16 * 8 * 16 * 8 * turns * 16 * 2 * f.n_sm / ms;
     const char *built = cuda_targets();
-    const bool a4 = f.major == 12 && (strstr(built, "sm_120f") || !strcmp(built, "emulated"));
-    if (!EMULATED)
+    const bool a4 = f.major == 12 && (strstr(built, "sm_120f"));
+    if (!SMALL)
         printf("%s, m16n8k16 at %.1f TFLOP/s\n\n| GEMM | rows | tokens in | block | depth | K | shared bytes |"
                " us | TFLOP/s | %% of m16n8k16 |\n|---|---|---|---|---|---|---|---|---|---|\n",
                f.name, b.mma);
@@ -196,7 +196,7 @@ static bool bench_tiles() {
     return !b.bad;
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
 extern "C" void cuda_test_tile_sizes(void) {
     begin_test(0);
     expect(bench_tiles(), "a tile size gives other results");

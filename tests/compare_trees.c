@@ -10,15 +10,12 @@
  * and then single ones, which partition the context. HASH is of the bits of the logits, of every position where they
  * are to be had; NORM tells how much they differ when the hashes do.
  *
- * With -DMOE_CUDA -DCUEMU, and this file once more, as C++, it has the CUDA backend on the emulator. Then the kernels
- * that are launched are written to FILE: thread by thread, in order, one a line.
+ * With -DMOE_CUDA it has the CUDA backend on the PTX simulator. Then the kernels that are launched are written to FILE:
+ * thread by thread, in order, one a line.
  */
-#ifdef __cplusplus
-#include "tests/cuda_emu.h"
-extern "C" const char *compare_launch(const char *kernel); /* notes it, returns the same */
-#define enqueue_kernel(kernel, name, ...) enqueue_kernel(kernel, compare_launch(name), __VA_ARGS__)
-#include "moe_cuda.cu"
-#else
+#ifdef MOE_CUDA
+#include "ptxsim/ptxsim.h"
+#endif
 #define main engine_main
 #include "moe.c"
 #undef main
@@ -68,7 +65,6 @@ extern "C" const char *compare_launch(const char *kernel); /* notes it, returns 
 #define X_SYNC(s, ids, n, err)             (session_sync(s, ids, n, 0, err) == SYNC_DONE)
 #define X_LOGITS(s)                        session_logits(s)
 #endif
-/* And of the emulator, above, how a kernel is enqueued. */
 
 /* ---- the launches of kernels ---- */
 
@@ -85,9 +81,9 @@ static struct launch_log *launch_logs[LOG_THREADS];
 static int n_launch_logs;
 static _Thread_local struct launch_log *launch_log;
 
-const char *compare_launch(const char *kernel);
-const char *compare_launch(const char *kernel) {
+static void log_launch(const char *kernel, void *argument) {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    (void)argument;
     if (!launch_log) {
         launch_log = calloc(1, sizeof *launch_log);
         pthread_mutex_lock(&lock);
@@ -97,11 +93,9 @@ const char *compare_launch(const char *kernel) {
     }
     const int n = launch_log->n++;
     if (n == LOG_MAX) abort();
-    const char *name = kernel + (*kernel == '('); /* and without the arguments of a template */
-    launch_log->kernel[n] = strndup(name, strcspn(name, "<,)"));
+    launch_log->kernel[n] = strdup(kernel);
     int *at = &launch_log->first[n];
     while (strcmp(launch_log->kernel[*at], launch_log->kernel[n])) ++*at;
-    return kernel;
 }
 
 /* Threads begin in any order: by what they launched, then, but not by its name. */
@@ -243,6 +237,7 @@ static void by_all(const char *model, bool quick) {
 int main(int argc, char **argv) {
 #ifdef MOE_CUDA
     atexit(launches_write);
+    sim_change_arguments(log_launch);
     if (argc > 3 && !strcmp(argv[1], "launches")) { /* then as if without these two */
         launches_path = argv[2];
         argv += 2;
@@ -257,4 +252,3 @@ int main(int argc, char **argv) {
     by_all(argv[2], argc > 3 && !strcmp(argv[3], "quick"));
     return 0;
 }
-#endif

@@ -13,9 +13,9 @@
 #   program   what the program says and writes: sampled answers, perplexity, the scores of --calibrate
 #   plan      the numbers of --plan --json, without the words around them: the shapes of --synth, some models, several
 #             machines
-#   launches  the kernels that a GPU is told to run, in their order, on the emulator. Their names do not count: each is
+#   launches  the kernels that a GPU is told to run, in their order, on simulated GPUs (with nvcc). Their names do not count: each is
 #             known by when it first appeared
-#   emulated  the logits that come out of them
+#   simulated the logits that come out of them
 #
 # Prints for each of these how many results are equal, and every one that is not; with -v all of them, and the kernels
 # of both trees side by side. --quick takes less than a minute: the best and the plainest vector kernels, --tp 1 and 2,
@@ -36,8 +36,16 @@ done
 [ $# = 2 ] && [ -f "$1/moe.c" ] && [ -f "$2/moe.c" ] ||
     { echo "usage: tests/compare_trees.sh [--quick] [--fresh] [-v] BASE NEW" >&2; exit 2; }
 source=$(cd "$(dirname "$0")" && pwd) base=$(cd "$1" && pwd) new=$(cd "$2" && pwd)
-cores=$(nproc) sections=(gguf logits program plan launches emulated)
+cores=$(nproc) sections=(gguf logits program plan launches simulated)
 [ $quick ] && sections=(gguf logits plan)
+# How nvcc makes PTX, and the simulator that runs it: the same for both trees.
+{ read -ra nvcc; read -ra simulator; } < <(make -s --no-print-directory -C "$source/.." DEPS=ok --eval='
+compare-simulator:;@echo "$(if $(NVCC),$(NVCC) $(PTX_FLAGS) -w)"; echo "$(SIM_PARTS:%=build/ptxsim_%.o)"' compare-simulator)
+gpu=$([ $quick ] || [ ${#nvcc[@]} = 0 ] || echo gpu)
+if [ ! $quick ] && [ ! $gpu ]; then
+    echo "no nvcc: the CUDA backend is not compared"
+    sections=(gguf logits program plan)
+fi
 unset MOE_MODEL MAKEFLAGS MAKELEVEL
 export OMP_WAIT_POLICY=passive LC_ALL=C HOME=/nonexistent
 prompt=$(awk 'BEGIN {for (i = 0; i < 70; i++) printf "%s%d", i ? "," : "", (i * 389 + 17) % 500}')
@@ -94,18 +102,24 @@ engine() {
     fi
     compiled "$file" "$input" "${options[@]}" $names "$@"
 }
+make_simulator() {
+    make -s -C "$source/.." DEPS=ok "${simulator[@]}" >/dev/null &&
+        made "$1" "$(cat "$source"/ptxsim/* | key)" ld -r "${simulator[@]/#/$source/../}" -o "$1"
+}
 # build DIR TREE NAMES: starts the compilers
 build() {
     local dir=$1 tree=$2 names=$3 c cxx libs lock
     mkdir -p "$dir" && exec {lock}>"$dir/lock" && flock "$lock" || exit 2 # two comparisons take turns
     { read -ra c; read -ra libs; read -ra cxx; } < <(make -s --no-print-directory -C "$tree" DEPS=ok NVCC= --eval='
-compare-flags:;@echo "$(CC) $(FLAGS) -w -fopenmp"; echo "$(LIBS)"; echo "$(CXX) $(or $(EMULATED),-std=c++17 -x c++ -DCUEMU -O2 -fno-strict-aliasing -fopenmp) -w"' compare-flags)
-    [ ${#cxx[@]} -gt 2 ] || { echo "$tree/Makefile does not tell how to compile" >&2; exit 2; }
+compare-flags:;@echo "$(CC) $(FLAGS) -w -fopenmp"; echo "$(LIBS)"; echo "$(CXX)"' compare-flags)
+    [ ${#cxx[@]} -gt 0 ] || { echo "$tree/Makefile does not tell how to compile" >&2; exit 2; }
     echo "${libs[*]}" >"$dir/libs"
     echo "${cxx[0]}" >"$dir/linker"
-    [ $quick ] || job compiled "$dir/emulated.o" "$source/compare_trees.c" -I"$tree" -- "${cxx[@]}" -c
     job engine "$dir/program.o" "$tree" "$names" -- "${c[@]}" -c
-    [ $quick ] || job engine "$dir/program_gpu.o" "$tree" "$names" -DMOE_CUDA -DCUEMU -- "${c[@]}" -c
+    [ ! $gpu ] || job engine "$dir/program_gpu.o" "$tree" "$names" -DMOE_CUDA -- "${c[@]}" -c
+    [ ! $gpu ] || job make_simulator "$dir/simulator.o"
+    [ ! $gpu ] || job made "$dir/simulated.o" "$(cat "$tree"/{moe_cuda.cu,moe.c,gguf_nvfp4.h} | key)" \
+        "${nvcc[@]}" -c "$tree/moe_cuda.cu" -o "$dir/simulated.o"
     job compiled "$dir/convert.o" "$tree/convert/moe-convert.c" -- "${c[@]}" -c
 }
 # linked DIR FILE OBJECT..
@@ -116,7 +130,7 @@ linked() {
 }
 link_all() {
     linked "$1" program "$1/program.o" && linked "$1" convert "$1/convert.o" || return
-    [ $quick ] || linked "$1" program_gpu "$1/program_gpu.o" "$1/emulated.o"
+    [ ! $gpu ] || linked "$1" program_gpu "$1/program_gpu.o" "$1/simulated.o" "$1/simulator.o"
 }
 
 # ---- results: lines of a name, a tab, a value ----
@@ -249,7 +263,7 @@ launches_of() {
     [ -s "$list" ] || { echo "$name: no launches were noted" >&2; return 1; }
     line "$name" "$(by_appearance <"$list")" >"$file.part"
     [ -e "$file.npy" ] || cp "$file.out" "$file.npy"
-    line "$name" "$(hash_of "$file.npy")" >"$dir/emulated.$name.part"
+    line "$name" "$(hash_of "$file.npy")" >"$dir/simulated.$name.part"
     rm -f "$file".{out,err,npy}
 }
 run_launches() {
@@ -281,19 +295,19 @@ results() {
     inputs=$({ echo "$prompt"; cat "$dir/convert.key"; grep -m 1 ^flags /proc/cpuinfo
         find "$base/tests/fixtures" "$base/convert/demo" "$base/prompts" -type f | sort | xargs cat; } | key)
     for s in "${sections[@]}"; do
-        text=$(text_of "$dir" $s) by=${s/emulated/launches}
+        text=$(text_of "$dir" $s) by=${s/simulated/launches}
         what=$inputs$(declare -f run_$by ${by}_of plan_cpu line numbers hash_of attempt by_appearance | key)
         case $s in
         gguf) ;;
-        launches | emulated) what+=$(cat "$dir/program_gpu.key") ;;
+        launches | simulated) what+=$(cat "$dir/program_gpu.key") ;;
         *) what+=$(cat "$dir/program.key") ;;
         esac
-        # what is emulated comes with the launches: neither is current without the other
-        current "$text" "$what" && { [ $s != launches ] || current "$(text_of "$dir" emulated)" "$what"; } && continue
+        # what is simulated comes with the launches: neither is current without the other
+        current "$text" "$what" && { [ $s != launches ] || current "$(text_of "$dir" simulated)" "$what"; } && continue
         rm -f "$text.key"
-        if [ $s != emulated ]; then
+        if [ $s != simulated ]; then
             rm -f "$dir/$s".*.part
-            [ $s = launches ] && rm -f "$dir"/emulated.*.part
+            [ $s = launches ] && rm -f "$dir"/simulated.*.part
             run_$s "$dir"
             finish "$s of $dir"
         fi

@@ -6,17 +6,17 @@ void cuda_test_batch(struct rank *r);
 void cuda_test_final(struct rank *r, float *rows, int n, bool read); /* the first n floats of the ring of final rows */
 void cuda_test_logits(struct rank *r, const float *x, int n);
 size_t cuda_test_free_bytes(void);
-void cuda_test_fail(const char *api, int n);        /* emulator: its n-th call from now on fails; 0: none */
-void cuda_test_memory(size_t bytes);                /* emulator: of the GPU; a device keeps what it has */
-void cuda_test_memory_of(int device, size_t bytes); /* emulator */
-void cuda_test_devices(int n, bool peers);          /* emulator: how many GPUs, and whether they reach each other */
-void cuda_test_capability(int device, int major, int minor); /* emulator */
+void cuda_test_fail(const char *api, int n);        /* simulator: its n-th call from now on fails; 0: none */
+void cuda_test_memory(size_t bytes);                /* simulator: of the GPU; a device keeps what it has */
+void cuda_test_memory_of(int device, size_t bytes); /* simulator */
+void cuda_test_devices(int n, bool peers);          /* simulator: how many GPUs, and whether they reach each other */
+void cuda_test_capability(int device, int major, int minor); /* simulator */
 bool cuda_test_by_nccl(struct rank *r, int n);
 int cuda_test_launching(struct rank *r);
-void cuda_test_integrated(int device, bool is); /* emulator */
-void cuda_test_l2(int device, int bytes);       /* emulator */
-void cuda_test_log_prefetches(bool on);         /* emulator; forgets what was logged */
-/* emulator: how much of a matrix was prefetched, and its bytes */
+void cuda_test_integrated(int device, bool is); /* simulator */
+void cuda_test_l2(int device, int bytes);       /* simulator */
+void cuda_test_log_prefetches(bool on);         /* simulator; forgets what was logged */
+/* simulator: how much of a matrix was prefetched, and its bytes */
 size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *bytes);
 int cuda_test_turns(void);            /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
@@ -25,10 +25,12 @@ size_t cuda_test_not_finite(struct rank *r);
 void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read); /* of the indexer, or to the GPU */
 
 /* Kernel by kernel: t_cuda_kernels.h. */
-bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
-void cuda_test_emulator(void);
-void cuda_test_tile_sizes(void);   /* bench_tiles.cu */
-void cuda_test_decode_bench(void); /* bench_decode.cu */
+bool cuda_test_begin(int seed);       /* true: the device multiplies FP4 by FP4 */
+void cuda_test_seed(uint64_t seed);   /* simulator: of all tests, for a random order of warps and blocks */
+void cuda_test_patience(int seconds); /* simulator: after which waiting ranks have stalled */
+void cuda_test_races(void);           /* t_cuda_races.h */
+void cuda_test_tile_sizes(void);      /* bench_tiles.cu */
+void cuda_test_decode_bench(void);    /* bench_decode.cu */
 void cuda_test_upload(void);
 void cuda_test_gemv(void);
 void cuda_test_router(void);
@@ -39,7 +41,7 @@ void cuda_test_attention(void);
 void cuda_test_windows(void);
 void cuda_test_delta_net(void);
 void cuda_test_delta_recall(void);
-int cuda_test_mutate(void); /* t_cuda_mutate.h */
+int cuda_test_mutate(int part, int parts); /* t_cuda_mutate.h */
 
 /* A check of the tests in C++. */
 void cuda_test_check(bool ok, const char *what) { CHECK(ok, "%s", what); }
@@ -408,7 +410,7 @@ static const struct synth form_shapes[] = {
     {"rows, q8", "olmoe", 2, 128, 4, 4, 64, 16, 2, 64, 200, 1024, .q8 = true}};
 static const struct synth ring_shape = {"ring", "laguna", 1, 64, 2, 1, 32, 4, 1, 64, 96, 1 << 16, .rope = 16,
                                         .ff_shared = 64, .window = 100, .period = 2, .head_gate = true};
-#ifdef CUEMU
+#ifdef SIMULATED
 /* Norms of rows, gates, sinks, windows and biases that ranks divide; four ranks have copies of the KV heads of the first
  * shape. */
 static const struct synth divided_shapes[] = {
@@ -819,7 +821,7 @@ static void test_cuda_turns(void) {
     cuda_turns(&two, cuda_test_turns() > 500 ? 500 : 6);
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
 /* Calls that can fail at the start do so, the first ones each and then some: one line says what, and nothing is left on
  * the GPU. */
 static void test_cuda_failures(void) {
@@ -1043,7 +1045,7 @@ static bool tiny_open(struct engine *e, struct settings *set, int which) {
     return CHECK(session_open(&e->session, &e->model, 1, 1, cuda_rank_start, &g, err) == 0, "%s", err);
 }
 
-/* The shapes of bench_decode.cu on the emulator. */
+/* The shapes of bench_decode.cu on the simulator. */
 int bench_decode_model(struct model *m, int shape, int n_layer, char name[64]) {
     static const int which[] = {0, 1, 3};
     if (shape >= (int)(sizeof which / sizeof *which)) return 0;
@@ -1232,7 +1234,7 @@ static void test_cuda_profile(void) {
     }
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
 /* Checks that `times` times a matrix's bytes were prefetched; times -1: once, but not the whole of it. Returns what was. */
 static size_t ahead_check(struct engine *e, const struct weight *w, const char *what, int il, int times) {
     size_t bytes = 0, got = cuda_test_prefetched(e->session.r, w, &bytes);
@@ -1607,7 +1609,7 @@ static float *layout_logits(const struct model *m, const struct layout *d, const
 
 static const struct layout one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
 
-#ifdef CUEMU
+#ifdef SIMULATED
 /* A model in layouts and on a CPU: NMSE of the logits at most `limit`. */
 static void logits_agree(const struct model *m, const char *name, const struct layout *d, int n_d, int n,
                          double limit) {
@@ -1668,7 +1670,7 @@ static void test_cuda_ranks(void) {
     static const struct layout stages = {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true};
     layouts_agree("qwen3_5_moe", &stages, 1, 50);
     layouts_agree("qwen3_next", &stages, 1, 20);
-#ifdef CUEMU
+#ifdef SIMULATED
     static const struct layout several[] = {
         {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
         {"two GPUs, NCCL", 2, 1, {1, 0}, ALLREDUCE_NCCL, true},
@@ -1707,7 +1709,7 @@ static void test_cuda_drafts(void) {
         {"deepseek_v3_mtp", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"qwen3_5_moe_nvfp4", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"deepseek_v3_mtp", {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_ONESHOT, true}},
-#ifdef CUEMU
+#ifdef SIMULATED
         {"deepseek_v3_plain", {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true}},
         {"glm4_moe_air", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"step3p7", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
@@ -1791,7 +1793,7 @@ static void test_cuda_goes_ahead(void) {
     goes_ahead_check("qwen3_5_moe", &one_rank);
     goes_ahead_check("deepseek_v3", &two);
     goes_ahead_check("qwen3_5_moe", &stages);
-#ifdef CUEMU
+#ifdef SIMULATED
     static const struct layout four = {
         "two by two GPUs without peer access", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, false};
     goes_ahead_check("qwen3moe", &four);
@@ -1902,7 +1904,7 @@ static void test_cuda_nan(void) {
     }
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
 /* For up to 16 tokens every kind of all-reduce gives the same bits. */
 static void test_cuda_same_bits(void) {
     static const struct layout ways[] = {{"own kernel", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
@@ -2028,7 +2030,7 @@ static void test_cuda_batches(void) {
     }
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
 static volatile sig_atomic_t *steps_busy; /* shared with a child: ranks that are in a forward */
 static const struct ops *steps_ops;
 
@@ -2199,7 +2201,7 @@ static void test_cuda_rank_errors(void) {
     model_free(&m);
 }
 
-/* --doctor on emulated GPUs: two that reach each other or not, chips and images that do not do, and a model on one. */
+/* --doctor on simulated GPUs: two that reach each other or not, chips and images that do not do, and a model on one. */
 static void test_cuda_doctor(void) {
     static const struct {
         bool peers, lose;     /* lose: the first kernel does not start */
@@ -2217,8 +2219,8 @@ static void test_cuda_doctor(void) {
               NULL,
               NULL,
               EXIT_OK,
-              {{SEVERITY_OK, "GPU 0: emulated GPU, capability 12.0, image emulated", NULL},
-               {SEVERITY_OK, "GPU 1: emulated GPU, capability 8.0, image emulated", NULL},
+              {{SEVERITY_OK, "GPU 0: simulated GPU, capability 12.0, image sm_120f", NULL},
+               {SEVERITY_OK, "GPU 1: simulated GPU, capability 8.0, image PTX for compute_80", NULL},
                {SEVERITY_WARNING, "GPU 0: PCIe 6.0 x8 of ", "riser"},
                {SEVERITY_OK, "GPU 1: PCIe 6.0 x16 of at most 4.0 x16, 126.0 GB/s", NULL},
                {SEVERITY_WARNING, "us, less than a quarter of the link's rate", "iommu=pt"}}},
@@ -2262,7 +2264,7 @@ static void test_cuda_doctor(void) {
               NULL,
               "build/demo.gguf",
               EXIT_OK,
-              {{SEVERITY_OK, "moe-demo loaded on GPU 0 emulated GPU", NULL},
+              {{SEVERITY_OK, "moe-demo loaded on GPU 0 simulated GPU", NULL},
                {SEVERITY_OK, "A: an answer in ", NULL},
                {SEVERITY_OK, "B: 7 squared is 49", NULL},
                {SEVERITY_NOTE, "C: a context of 160 tokens is too small", "-c 1200"}}}};
@@ -2500,7 +2502,7 @@ static void test_cuda_feed_forwards(void) {
         if (fp4 && weight_format(m.layers[m.n_layer - 1].gate.type) == FMT_FP4)
             pair_forwards(c->shape.name, &m, KV_BF16, 128, 1, MOE_ACT_FP4, wide);
         if (c->limit > 0 && c->limit < 1) stats_agree(&m, c->shape.name, ids);
-#ifdef CUEMU
+#ifdef SIMULATED
         static const struct layout ranks[] = {{"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true},
                                               {"three ranks", 3, 1, {0, 1, 2}, ALLREDUCE_ONESHOT, true},
                                               {"four ranks", 4, 1, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true}};
@@ -2516,26 +2518,26 @@ static void test_cuda_feed_forwards(void) {
 void cuda_test_stats(void) { test_cuda_stats(); }
 void cuda_test_feed_forwards(void) { test_cuda_feed_forwards(); }
 void cuda_test_forward(void) { test_cuda_forward(); }
+void cuda_test_operations(void) { test_cuda_operations(); }
 void cuda_test_sample(void) { test_cuda_sample(); }
 void cuda_test_synthetic(void) { test_cuda_synth(); }
 
-#ifdef CUEMU
-#define TESTS_EMULATOR                                                                                              \
-    {"cuda/emulator", cuda_test_emulator}, {"cuda/same-bits", test_cuda_same_bits},                                 \
-        {"cuda/batches", test_cuda_batches}, {"cuda/fixtures", test_cuda_fixtures},                                 \
-        {"cuda/recording", test_cuda_recording}, {"cuda/ahead", test_cuda_ahead},                                   \
-        {"cuda/ahead-forecast", test_cuda_ahead_forecast}, {"cuda/integrated", test_cuda_integrated},               \
-        {"cuda/all_reduce", cuda_test_all_reduce}, {"cuda/rank-errors", test_cuda_rank_errors},                     \
-        {"cuda/rank-faults", test_cuda_rank_faults}, {"cuda/doctor", test_cuda_doctor},                             \
-        {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop}, {"cuda/tiles", cuda_test_tile_sizes}, \
-        {"cuda/decode-bench", cuda_test_decode_bench},
+#ifdef SIMULATED
+#define TESTS_SIMULATOR                                                                                            \
+    {"cuda/races", cuda_test_races}, {"cuda/same-bits", test_cuda_same_bits}, {"cuda/batches", test_cuda_batches}, \
+        {"cuda/fixtures", test_cuda_fixtures}, {"cuda/recording", test_cuda_recording},                            \
+        {"cuda/ahead", test_cuda_ahead}, {"cuda/ahead-forecast", test_cuda_ahead_forecast},                        \
+        {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},                      \
+        {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                  \
+        {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop},   \
+        {"cuda/tiles", cuda_test_tile_sizes}, {"cuda/decode-bench", cuda_test_decode_bench},
 #else
-#define TESTS_EMULATOR
+#define TESTS_SIMULATOR
 #endif
 #define TESTS_CUDA                                                                                                     \
-    TESTS_EMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/gemv", cuda_test_gemv}, {"cuda/router", cuda_test_router}, \
-        {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links}, {"cuda/gemm", cuda_test_gemm},                 \
-        {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},                                  \
+    TESTS_SIMULATOR{"cuda/upload", cuda_test_upload}, {"cuda/gemv", cuda_test_gemv},                                   \
+        {"cuda/router", cuda_test_router}, {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links},             \
+        {"cuda/gemm", cuda_test_gemm}, {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},   \
         {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
         {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms}, {"cuda/sparse", test_cuda_sparse}, \
         {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring}, {"cuda/expanded", test_cuda_expanded},     \

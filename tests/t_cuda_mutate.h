@@ -1,22 +1,12 @@
-/* What only the emulator offers: its own tests, and mutants of moe_cuda.cu in which one barrier is left out, or whose host
- * makes a mistake. Included by test_cuda.cu after t_cuda_kernels.h. */
+/* Mutants of the CUDA backend, on the simulator: one instruction of the PTX that synchronizes is left out, or something
+ * in it is changed, or the host makes a mistake. A test must fail, or the simulator notice. Included by test_cuda.cu. */
 #include <ctime>
+#include <regex>
 #include <string>
 #include <sys/wait.h>
 
-#define CHECK(cond) expect(cond, "%s:%d: %s", __FILE__, __LINE__, #cond)
-#include "emu_selftest.h"
-
-extern "C" void cuda_test_emulator(void) {
-    begin_test(0);
-    emu_test_index(), emu_test_barriers(), emu_test_shared(), emu_test_named_barriers(), emu_test_shuffles();
-    emu_test_reports(), emu_test_cp_async(), emu_test_ldmatrix(), emu_test_mma(), emu_test_gemm();
-    emu_test_conversions(), emu_test_intrinsics(), emu_test_queue(), emu_test_memory(), emu_test_graph();
-    emu_test_waiting_kernels(), emu_test_pdl(), emu_test_devices(), emu_test_stores(), emu_test_threads();
-    emu_test_waits(), emu_test_nccl();
-}
-
 extern "C" void cuda_test_forward(void); /* t_cuda.h */
+extern "C" void cuda_test_operations(void);
 extern "C" void cuda_test_sample(void);
 extern "C" void cuda_test_synthetic(void);
 extern "C" void cuda_test_stats(void);
@@ -27,32 +17,35 @@ extern "C" void cuda_test_streams(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
-enum { MUTANT_TESTS = 17, MUTANT_ROUNDS = 3, MUTANT_SECONDS = 900 };
+enum { MUTANT_SECONDS = 900 };
 static const struct {
     const char *name;
     void (*fn)();
-} mutant_tests[MUTANT_TESTS] = {{"sort", cuda_test_sort},
-                                {"router", cuda_test_router},
-                                {"upload", cuda_test_upload},
-                                {"gemv", cuda_test_gemv},
-                                {"gemm", cuda_test_gemm},
-                                {"forward", cuda_test_forward},
-                                {"attention", cuda_test_attention},
-                                {"sample", cuda_test_sample},
-                                {"synthetic", cuda_test_synthetic},
-                                {"all-reduce", cuda_test_all_reduce},
-                                {"links", cuda_test_links},
-                                {"stats", cuda_test_stats},
-                                {"delta_net", cuda_test_delta_net},
-                                {"windows", cuda_test_windows},
-                                {"feed-forwards", cuda_test_feed_forwards},
-                                {"sparse", cuda_test_sparse},
-                                {"streams", cuda_test_streams}};
+} mutant_tests[] = {{"upload", cuda_test_upload},
+                    {"router", cuda_test_router},
+                    {"sort", cuda_test_sort},
+                    {"links", cuda_test_links},
+                    {"delta_net", cuda_test_delta_net},
+                    {"gemv", cuda_test_gemv},
+                    {"sample", cuda_test_sample},
+                    {"stats", cuda_test_stats},
+                    {"synthetic", cuda_test_synthetic},
+                    {"forward", cuda_test_forward},
+                    {"all-reduce", cuda_test_all_reduce},
+                    {"gemm", cuda_test_gemm},
+                    {"attention", cuda_test_attention},
+                    {"windows", cuda_test_windows},
+                    {"feed-forwards", cuda_test_feed_forwards},
+                    {"sparse", cuda_test_sparse},
+                    {"streams", cuda_test_streams},
+                    {"operations", cuda_test_operations}};
+enum { MUTANT_TESTS = sizeof mutant_tests / sizeof *mutant_tests };
+
+/* ---- mistakes of the host ---- */
 
 /* Calls f with the arguments of a launch if it is one of `kernel`. */
 template <class ARGS, class F>
 static void change_if(const char *launch, const char *kernel, void *args, F f) {
-    launch += *launch == '('; /* around the arguments of a template */
     if (!strncmp(launch, kernel, strlen(kernel))) f(*(ARGS *)args);
 }
 template <class F>
@@ -96,12 +89,19 @@ static void window_shorter(const char *launch, void *args) {
 static void sinks_without_splits(const char *launch, void *args) {
     change_attention(launch, args, [](auto &a) { a.sinks = a.max_splits > 1 ? NULL : a.sinks; });
 }
-static float changed_sinks[256]; /* of the latest launch */
+/* n floats that kernels can read, of a mutant: never freed. */
+static float *changed_floats(size_t n) {
+    float *p = NULL;
+    must(cudaMallocHost((void **)&p, n * sizeof *p), "memory of a mutant");
+    return p;
+}
 template <class F>
 static void change_sinks(const char *launch, void *args, F sink) {
     change_attention(launch, args, [&](auto &a) {
-        for (int h = 0; h < a.n_head && a.sinks; h++) changed_sinks[h] = sink(a, a.sinks[h]);
-        if (a.sinks) a.sinks = changed_sinks;
+        if (!a.sinks) return;
+        float *changed = changed_floats((size_t)a.n_head);
+        for (int h = 0; h < a.n_head; h++) changed[h] = sink(a, a.sinks[h]);
+        a.sinks = changed;
     });
 }
 static void sinks_by_split(const char *launch, void *args) { /* as many are one of an exponential times that */
@@ -167,13 +167,12 @@ static void change_shared(const char *launch, void *args, F f) {
     });
 }
 static void streams_exchanged(const char *launch, void *args) {
-    static std::vector<float> fn;
     change_streams(launch, args, [](auto &a) {
         const size_t n = (size_t)a.n, rows = (size_t)a.n_row * GPU_STREAMS;
         if (!a.fn) return;
-        fn.resize(rows * n);
+        float *fn = changed_floats(rows * n);
         for (size_t i = 0; i < rows; i++) memcpy(&fn[i * n], a.fn + (i < 2 ? i ^ 1 : i) * n, n * sizeof(float));
-        a.fn = fn.data();
+        a.fn = fn;
     });
 }
 static void next_coefficients(const char *launch, void *args) {
@@ -220,7 +219,7 @@ static void table_of_another_layer(const char *launch, void *args) {
     });
 }
 
-/* Mistakes of the host, and the test that finds them. */
+/* The mistakes, and the test that finds them. */
 static const struct {
     const char *test, *what;
     void (*change)(const char *launch, void *args); /* NULL: cuda_test_sums */
@@ -259,114 +258,127 @@ static const struct {
                 {"streams", "keys are not rounded as in training", keys_not_rounded},
                 {"streams", "experts are those of another layer's table", table_of_another_layer}};
 
-/* Barriers whose absence no schedule of the emulator's can show: the function, the line's text, and why they are there.
- * */
+/* ---- changes of the PTX ---- */
+
+/* In kernels whose mangled name has `kernel` in it, each match of `pattern` (ECMAScript) becomes `by`. */
+static const struct edit {
+    const char *test, *what, *kernel, *pattern, *by;
+} edits[] = {
+    {"gemm", "FP4 MMA: scales of a and b are exchanged", "gemm_kernelILi3E",
+     R"((ue4m3 \{[^}]*\}, \{[^}]*\}, \{[^}]*\}, \{[^}]*\}, )(%r\d+)(, \{0,0\}, )(%r\d+))", "$1$4$3$2"},
+    {"gemm", "FP4 MMA: a1 and a2 are exchanged", "gemm_kernelILi3E", R"((ue4m3 \{[^}]*\}, \{%r\d+),(%r\d+),(%r\d+),)",
+     "$1,$3,$2,"},
+    {"gemm", "FP4 MMA: b0 and b1 are exchanged", "gemm_kernelILi3E",
+     R"((ue4m3 \{[^}]*\}, \{[^}]*\}, \{)(%r\d+),(%r\d+))", "$1$3,$2"},
+    {"gemv", "F16 MMA: a1 and a2 are exchanged", "k_gemv_linear",
+     R"((f16\.f16\.f32 \{[^}]*\}, \{%r\d+),(%r\d+),(%r\d+),)", "$1,$3,$2,"},
+    {"gemv", "F16 MMA: b0 and b1 are exchanged", "k_gemv_linear",
+     R"((f16\.f16\.f32 \{[^}]*\}, \{[^}]*\}, \{)(%r\d+),(%r\d+))", "$1$3,$2"},
+    {"attention", "ldmatrix does not transpose", "attn_gqa_prefill", R"(m8n8\.x4\.trans\.)", "m8n8.x4."},
+    {"gemm", "ldmatrix transposes", "gemm_kernelILi3E", R"(m8n8\.x4\.shared)", "m8n8.x4.trans.shared"},
+    {"operations", "pairs of halves are exchanged", "k_gemv_linear",
+     R"((cvt\.rn\.satfinite\.f16x2\.f32 %r\d+, )(%f\d+), (%f\d+))", "$1$3, $2"},
+    {"operations", "pairs of E4M3 are exchanged", "", R"((cvt\.rn\.satfinite\.e4m3x2\.f32 %rs\d+, )(%f\d+), (%f\d+))",
+     "$1$3, $2"},
+    {"gemm", "pairs of E2M1 are exchanged", "", R"((cvt\.rn\.satfinite\.e2m1x2\.f32 x, )(%f\d+), (%f\d+))", "$1$3, $2"},
+    {"gemm", "a copy may be in flight longer", "gemm_kernel", R"(cp\.async\.wait_group 2)", "cp.async.wait_group 3"},
+    {"attention", "copies may be in flight longer", "attn_gqa_decode", R"(cp\.async\.wait_group 0)",
+     "cp.async.wait_group 1"},
+    {"attention", "copies read beyond the keys", "attn_gqa_decode",
+     R"((cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 16), %r\d+)", "$1"},
+    {"operations", "a warp sums over the wrong lanes", "k_add_norm",
+     R"((shfl\.sync\.bfly\.b32\s+%r\d+\|%p\d+, %r\d+, )16(, 31, -1))", "$018$2"},
+    {"gemv", "an address beyond the matrix", "k_gemv_linear",
+     R"((ld\.global\.nc\.L1::no_allocate\.v4\.u32 \{[^}]*\}, \[%rd\d+)\])", "$1+1073741824]"},
+    {"gemv", "an address that is not aligned", "k_gemv_linear",
+     R"((ld\.global\.nc\.L1::no_allocate\.v4\.u32 \{[^}]*\}, \[%rd\d+)\])", "$1+8]"},
+    {"attention", "a vote has the opposite sense", "attn_", R"(vote\.sync\.any\.pred(\s+)(%p\d+), (%p\d+))",
+     "vote.sync.any.pred$1$2, !$3"},
+    {"sparse", "a ballot has the opposite sense", "index_choose", R"(vote\.sync\.ballot\.b32(\s+)(%r\d+), (%p\d+))",
+     "vote.sync.ballot.b32$1$2, !$3"},
+    {"router", "the last block is not known", "k_route_decode",
+     R"(atom\.add\.acq_rel\.gpu\.global\.u32 (%r\d+), \[(%rd\d+)\], (%r\d+))", "mov.u32 $1, $3"},
+    {"links", "a flag is stored without a release", "", R"(st\.release\.sys\.global\.u32)",
+     "st.relaxed.sys.global.u32"},
+    {"gemv", "an exponential has another base", "", R"((ex2\.approx\.ftz\.f32 %f\d+, )(%f\d+))",
+     "lg2.approx.f32 %f0, $2"},
+};
+static const struct edit *edit_of_mutant;
+
+static std::string edited(const char *kernel, std::string body) {
+    if (!strstr(kernel, edit_of_mutant->kernel)) return body;
+    return std::regex_replace(body, std::regex(edit_of_mutant->pattern), edit_of_mutant->by);
+}
+
+/* ---- running mutants ---- */
+
+/* Instructions whose absence changes nothing: kernel, text, and why. */
 static const struct {
-    const char *function, *text, *why;
-} unshown[] = {
-    {"k_delta_scan", "__syncwarp(); /* the warp's rows of the queries and of the keys' rest have landed */",
-     "ldmatrix stands in between; it waits for all lanes, but does not order memory"},
-    {"k_index_store", "__syncwarp(); /* the row is normed */",
-     "a shuffle stands in between; it waits for all lanes, but does not order memory"},
-    {"k_repack", "grid_dependency_wait();",
-     "in front of it is always a copy, the clearing of memory or itself, which has ended when it starts"},
-    {"k_mma_rate", "grid_dependency_wait();", "it reads and writes nothing"},
-    {"k_probe", "grid_dependency_wait();", "it alone writes its answer, into memory that nobody else has"},
+    const char *kernel, *text, *why;
+} equivalents[] = {
+    {"k_repack", "griddepcontrol.wait",
+     "before it is always a copy, the clearing of memory or itself, which has ended"},
+    {"k_mma_rate", "griddepcontrol.wait", "it reads and writes nothing"},
+    {"k_probe", "griddepcontrol.wait", "it alone writes its answer, into memory that nobody else has"},
 };
 
 struct mutation {
-    cuemu::barrier_site site;
-    uint64_t count[MUTANT_TESTS]; /* executions by each test */
-    std::string function, text;   /* without arguments of templates; the source line */
+    const char *what, *test; /* the one test that is to find it; NULL: all that reach it */
+    const struct edit *edit; /* NULL: none */
+    int mistake;             /* of `mistakes`; -1: none */
+    struct sim_site site;    /* text NULL: none */
+    bool reached[MUTANT_TESTS];
     pid_t pid;
-    int mistake; /* 1: the first of `mistakes`, in place of a barrier */
 };
 
-/* In a child: runs the tests that reach the barrier, without it; or with the mistake. */
+/* In a child: runs the tests that reach the mutation. */
 [[noreturn]] static void run_mutant(const mutation &m) {
     if (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)) _exit(2);
     alarm(MUTANT_SECONDS);
-    mutant = true, cuemu::deadlock_seconds = 3;
-    if (m.site.line) cuemu::skip(m.site.file, m.site.line, m.site.kind);
-    if (m.mistake) {
-        cuemu::change_argument = mistakes[m.mistake - 1].change;
-        cuda_test_sums = !cuemu::change_argument;
+    mutant = true, test_stream = NULL, seed_offset = 1;
+    if (m.site.text) sim_remove_site(m.site.text);
+    if (m.edit) edit_of_mutant = m.edit, sim_edit(edited);
+    if (m.mistake >= 0) {
+        cuda_test_sums = !mistakes[m.mistake].change;
+        if (!cuda_test_sums) sim_change_arguments(mistakes[m.mistake].change);
     }
-    for (int round = 0; round < MUTANT_ROUNDS; round++) {
-        seed_offset = 1000 * (uint64_t)round;
-        for (int i = 0; i < MUTANT_TESTS; i++) {
-            if (!m.count[i]) continue;
-            mutant_tests[i].fn();
-            if (cuda_test_failures()) _exit(1);
-        }
+    for (int i = 0; i < MUTANT_TESTS; i++) {
+        if (m.test ? strcmp(m.test, mutant_tests[i].name) : m.site.text && !m.reached[i]) continue;
+        mutant_tests[i].fn();
+        if (cuda_test_failures() || sim_violations()) _exit(1);
     }
     _exit(0);
 }
 
-/* The lines of moe_cuda.cu; the tests run at the top of the tree. */
-static std::vector<std::string> source_lines() {
-    std::vector<std::string> lines(1);
-    FILE *f = fopen("moe_cuda.cu", "r");
-    if (!f) rank_fatal("cannot read moe_cuda.cu: run at the top of the tree");
-    for (int c; (c = fgetc(f)) != EOF;) {
-        if (c == '\n') lines.emplace_back();
-        else if (c != ' ' || !lines.back().empty()) lines.back() += (char)c;
-    }
-    fclose(f);
-    return lines;
+static bool same_kernel(const char *mangled, const char *name) { return strstr(mangled, name) != NULL; }
+
+/* Prints how a mutant ended. Returns whether that is a failure of the tests. */
+static bool mutant_ended(const mutation &m, int status) {
+    const std::string text(m.site.text ? m.site.text : "", m.site.text ? strcspn(m.site.text, ";") : 0);
+    const char *why = NULL;
+    for (auto &e : equivalents)
+        if (m.site.text && same_kernel(m.site.kernel, e.kernel) && text.find(e.text) != std::string::npos) why = e.why;
+    const bool none = !m.site.text && !m.edit && m.mistake < 0, dies = status != 0;
+    printf("%-6s %s%s%s%s%s\n",
+           dies   ? "dies"
+           : why  ? "known"
+           : none ? "lives"
+                  : "LIVES",
+           m.site.text ? m.site.kernel : m.what, m.site.text ? ": " : "", text.c_str(),
+           WIFSIGNALED(status) ? ": "
+           : why               ? ": "
+                               : "",
+           WIFSIGNALED(status) ? strsignal(WTERMSIG(status))
+           : why               ? why
+                               : "");
+    return none ? dies : !dies && !why;
 }
 
-/* One run of all tests: which barriers there are, and who reaches them. The first mutation is none: it has to live. */
-static std::vector<mutation> find_mutations() {
-    std::vector<mutation> all = {
-        {{"", 0, "", "nothing", 0, false}, {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, "", "", 0, 0}};
-    for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++) {
-        all.push_back({{"", 0, "", "mistake", 0, false}, {}, mistakes[i].test, mistakes[i].what, 0, i + 1});
-        for (int k = 0; k < MUTANT_TESTS; k++) all.back().count[k] = !strcmp(mutant_tests[k].name, mistakes[i].test);
-    }
-    std::vector<std::string> lines = source_lines();
-    for (int i = 0; i < MUTANT_TESTS; i++) {
-        std::vector<cuemu::barrier_site> before = cuemu::barriers();
-        timespec a, b;
-        clock_gettime(CLOCK_MONOTONIC, &a);
-        mutant_tests[i].fn();
-        clock_gettime(CLOCK_MONOTONIC, &b);
-        printf("%-10s %6.2f s\n", mutant_tests[i].name,
-               (double)(b.tv_sec - a.tv_sec) + 1e-9 * (double)(b.tv_nsec - a.tv_nsec));
-        std::vector<cuemu::barrier_site> now = cuemu::barriers();
-        for (size_t k = 0; k < now.size(); k++) {
-            std::string file = now[k].file;
-            if (file.size() < 11 || file.compare(file.size() - 11, 11, "moe_cuda.cu")) continue;
-            mutation *m = nullptr;
-            for (mutation &x : all)
-                if (x.site.line == now[k].line && !strcmp(x.site.kind, now[k].kind)) m = &x;
-            std::string function = now[k].function;
-            if (!m)
-                all.push_back(
-                    {now[k], {}, function.substr(0, function.find('<')), lines.at((size_t)now[k].line - 1), 0, 0}),
-                    m = &all.back();
-            m->count[i] = now[k].count - (k < before.size() ? before[k].count : 0);
-        }
-    }
-    for (size_t i = 0; i < lines.size(); i++) { /* calls after the instructions' definitions */
-        bool call = false, seen = false;
-        for (const char *name :
-             {"__syncthreads(", "__syncwarp(", "named_barrier(", "cp_async_wait<", "grid_dependency_wait("})
-            call |= lines[i].find(name) != std::string::npos && lines[i].compare(0, 6, "DEVICE");
-        for (const mutation &m : all) seen |= m.site.line == (int)i + 1;
-        expect(!call || seen, "no test reaches line %zu: %s", i + 1, lines[i].c_str());
-    }
-    return all;
-}
-
-/* Runs every mutant, as many at a time as there are processors. 0: all die, or are known to live. */
-extern "C" int cuda_test_mutate(void) {
-    setvbuf(stdout, NULL, _IOLBF, 0);
-    std::vector<mutation> all = find_mutations();
-    std::vector<bool> explained(sizeof unshown / sizeof *unshown);
-    int known = 0, lives = 0;
-    if (cuda_test_failures()) return puts("there are failures without a mutation"), 1;
-    long running = 0, most = sysconf(_SC_NPROCESSORS_ONLN);
+/* Runs mutants, as many at a time as there are processors. Returns how many should have died and have not. */
+static int run_mutants(std::vector<mutation> &all) {
+    const long most = sysconf(_SC_NPROCESSORS_ONLN);
+    long running = 0;
+    int failures = 0;
     for (size_t next = 0; next < all.size() || running;) {
         if (next < all.size() && running < most) {
             mutation &m = all[next++];
@@ -377,36 +389,48 @@ extern "C" int cuda_test_mutate(void) {
             continue;
         }
         int status = 0;
-        pid_t pid = wait(&status);
+        const pid_t pid = wait(&status);
         running--;
-        for (mutation &m : all) {
-            if (m.pid != pid) continue;
-            const char *why = nullptr;
-            for (size_t i = 0; i < explained.size() && !status && !m.mistake; i++)
-                if (m.text == unshown[i].text && m.function == unshown[i].function)
-                    why = unshown[i].why, explained[i] = true;
-            if (!m.site.line && !m.mistake) {
-                lives += status != 0;
-                printf("%-6s with all barriers, %d schedules\n", status ? "DIES" : "lives", (int)MUTANT_ROUNDS);
-                continue;
-            }
-            const char *end = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "wrong results";
-            known += why != nullptr, lives += !status && !why;
-            printf("%-6s %5d %-20s %-21s %s\n",
-                   status ? "dies"
-                   : why  ? "known"
-                          : "LIVES",
-                   m.site.line, m.function.c_str(), m.site.kind,
-                   m.mistake ? m.text.c_str()
-                   : status  ? end
-                   : why     ? why
-                             : m.text.c_str());
+        for (mutation &m : all)
+            if (m.pid == pid) failures += mutant_ended(m, status);
+    }
+    return failures;
+}
+
+/* Runs the tests, to see which of them execute which synchronizing instructions. */
+static std::vector<mutation> find_sites() {
+    std::vector<mutation> all;
+    for (int i = 0; i < MUTANT_TESTS; i++) {
+        sim_forget_runs();
+        mutant_tests[i].fn();
+        std::vector<struct sim_site> sites((size_t)sim_sites(NULL, 0));
+        sim_sites(sites.data(), (int)sites.size());
+        for (const struct sim_site &s : sites) {
+            if (!s.ran) continue;
+            auto m = std::find_if(all.begin(), all.end(), [&](const mutation &x) { return x.site.text == s.text; });
+            if (m == all.end()) m = all.insert(m, {NULL, NULL, NULL, -1, s, {}, 0});
+            m->reached[i] = true;
         }
     }
-    for (size_t i = 0; i < explained.size(); i++)
-        if (!explained[i]) lives++, printf("STALE  %s: %s\n", unshown[i].function, unshown[i].text);
-    const size_t n_mistake = sizeof mistakes / sizeof *mistakes;
-    printf("%zu barriers, %d known to be invisible, %zu mistakes, %d failures\n", all.size() - 1 - n_mistake, known,
-           n_mistake, lives);
-    return lives != 0;
+    return all;
+}
+
+/* Runs every mutant, those that synchronize less if their number modulo `parts` is `part`. 0: all die, or are known to
+ * live. */
+extern "C" int cuda_test_mutate(int part, int parts) {
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    sim_races(true);
+    std::vector<mutation> first = {{"no mutation", NULL, NULL, -1, {}, {}, 0}}, sites;
+    for (const edit &e : edits) first.push_back({e.what, e.test, &e, -1, {}, {}, 0});
+    for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++)
+        first.push_back({mistakes[i].what, mistakes[i].test, NULL, i, {}, {}, 0});
+    int failures = run_mutants(first); /* before kernels are decoded here */
+    std::vector<mutation> all = find_sites();
+    if (cuda_test_failures() || sim_violations()) return puts("there are failures without a mutation"), 1;
+    for (size_t i = 0; i < all.size(); i++)
+        if ((int)i % parts == part) sites.push_back(all[i]);
+    failures += run_mutants(sites);
+    printf("%zu changes and mistakes, %zu of %zu synchronizing instructions left out, %d failures\n", first.size() - 1,
+           sites.size(), all.size(), failures);
+    return failures != 0;
 }

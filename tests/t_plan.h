@@ -1142,7 +1142,7 @@ static void test_plan_engine(void) {
         struct cuda_options o = {.n_ctx = 256, .kv = i % 2 ? KV_FP8 : KV_BF16, .allreduce = ALLREDUCE_ONESHOT};
         struct plan p = {.m = &m, .kv = o.kv};
         o.kv_splits = SPLITS_MAX; /* as is counted */
-#ifdef CUEMU
+#ifdef SIMULATED
         o.moe_act = MOE_ACT_FP4;
 #endif
         if (c[i].shape) synth_make(&m, c[i].shape, NULL, true);

@@ -256,7 +256,7 @@ static int fault_start(struct rank *r, const struct model *shard, const void *op
     return cpu_rank_start(r, shard, &o, err);
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
 static void rank_fault_gpu(const char *name, const char *path);
 #endif
 
@@ -271,7 +271,7 @@ static int rank_fault(const char *name, const char *path) {
     signal(SIGALRM, SIG_DFL);
     /* A hang ends here, with another exit code. Waiting for others ends in 8 s on an idle machine. */
     alarm(PROGRAM_SECONDS);
-#ifdef CUEMU
+#ifdef SIMULATED
     if (!strncmp(name, "gpu-", 4)) return rank_fault_gpu(name + 4, path), 0;
 #endif
     if (model_load(&m, path, err)) die("%s", err);
@@ -290,7 +290,7 @@ struct fault {
     const char *name, *says[2];
 };
 
-/* Each fault ends with one line that says so, before its alarm. One after the other: beside others an emulated GPU may
+/* Each fault ends with one line that says so, before its alarm. One after the other: beside others a simulated GPU may
  * be so slow that the ranks give up while they start. */
 static void check_faults(const struct fault *f, int n) {
     char self[512], cmd[1024];

@@ -1,6 +1,8 @@
-/* The CUDA backend as the tests see it: moe_cuda.cu itself, with the emulator (g++ -x c++ -DCUEMU) or on a device
- * (nvcc), and the few functions by which tests/t_cuda.h, which is C, reaches into it. */
+/* The CUDA backend as the tests see it: moe_cuda.cu itself, for a device or (SIMULATED) for the PTX simulator, and the few functions by which tests/t_cuda.h, which is C, reaches into it. */
 #include "../moe_cuda.cu"
+#ifdef SIMULATED
+#include "ptxsim/ptxsim.h"
+#endif
 #include "t_cuda_kernels.h"
 
 extern "C" {
@@ -76,32 +78,24 @@ size_t cuda_test_free_bytes(void) {
     return n;
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
 int cuda_test_turns(void) { return 60; }
-void cuda_test_fail(const char *api, int n) {
-    cuemu::failures.erase(api);
-    if (n) cuemu::fail_next(api, n);
-}
-void cuda_test_memory(size_t bytes) { cuemu::memory(bytes); }
-void cuda_test_memory_of(int device, size_t bytes) { cuemu::memory(bytes, device); }
-void cuda_test_devices(int n, bool peers) { cuemu::devices(n), cuemu::peers(peers); }
-void cuda_test_l2(int device, int bytes) { cuemu::l2_bytes_of(device, bytes); }
-void cuda_test_log_prefetches(bool on) {
-    cuemu::prefetches.clear();
-    cuemu::prefetches_logged = on;
-}
+void cuda_test_fail(const char *function, int n) { sim_fail(function, n); }
+void cuda_test_memory(size_t bytes) { sim_memory(-1, bytes); }
+void cuda_test_memory_of(int device, size_t bytes) { sim_memory(device, bytes); }
+void cuda_test_devices(int n, bool peers) { sim_devices(n, peers); }
+void cuda_test_l2(int device, int bytes) { sim_l2(device, bytes); }
+void cuda_test_log_prefetches(bool on) { sim_log_prefetches(on); }
 size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *bytes) {
     const struct device_matrix *d = device_matrix_of(r->cuda, w);
-    const uint8_t *const at[2] = {d->codes, d->scales};
-    size_t n[2], got = 0;
+    size_t n[2];
     device_matrix_bytes(d, n);
-    for (int i = 0; i < 2; i++)
-        for (auto &p : cuemu::prefetches) got += n[i] && p.first >= at[i] && p.first < at[i] + n[i] ? p.second : 0;
     *bytes = n[0] + n[1];
-    return got;
+    return (n[0] ? sim_prefetched(d->codes, n[0]) : 0) + (n[1] ? sim_prefetched(d->scales, n[1]) : 0);
 }
-void cuda_test_integrated(int device, bool is) { cuemu::integrated_of(device, is); }
-void cuda_test_capability(int device, int major, int minor) { cuemu::capability_of(device, major, minor); }
+void cuda_test_integrated(int device, bool is) { sim_integrated(device, is); }
+void cuda_test_capability(int device, int major, int minor) { sim_capability(device, major, minor); }
+void cuda_test_patience(int seconds) { stall_seconds[0] = stall_seconds[1] = seconds; }
 #else
 int cuda_test_turns(void) { return 1000; }
 void cuda_test_devices(int, bool) {}
@@ -156,7 +150,8 @@ void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uin
 }
 }
 
-#ifdef CUEMU
+#ifdef SIMULATED
+#include "t_cuda_races.h"
 #include "t_cuda_mutate.h"
 #include "bench_tiles.cu"
 #include "bench_decode.cu"

@@ -8,18 +8,21 @@
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
  *   build/test_moe --editor     reads texts with the line editor, for tests/oracle/gen_screen.py
  *   build/test_moe --render-lines renders templates from stdin, for tests/oracle/gen_templates.py --fuzz
- *   build/test_cuda --mutate    leaves out every barrier of the CUDA backend once
+ *   build/test_cuda --mutate [PART PARTS] leaves out every synchronizing instruction of the CUDA backend once
+ *   build/test_cuda [--capability 120|90|80] [--seed N] [--truncate 8|16] [--races 1] .. simulates another chip, a random
+ *                               order of warps and blocks, tensor cores that cut sums off; looks for races
  *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost, in Markdown
  *
- * build/test_cuda (on the emulator) and build/test_gpu (on a device) have the tests of the CUDA backend, cuda/..., alone.
+ * build/test_cuda (on the PTX simulator) and build/test_gpu (on a device) have the tests of the CUDA backend, cuda/..., alone.
  *
  * Run at the top of the tree. Third-party test data are read from ../shared; without it the tests that need them are
  * skipped. The last line is "N passed, M failed, K skipped".
  */
 #define MOE_NO_MAIN
 #include "../moe.c"
-#ifdef CUEMU
+#ifdef SIMULATED
 #include <omp.h>
+#include "ptxsim/ptxsim.h"
 #endif
 
 #ifndef MOE_BIN
@@ -146,6 +149,9 @@ static enum outcome test_run(const struct test *t) {
     const double wall = now_seconds(), cpu = cpu_seconds_all();
     test_failures = 0, test_skip_reason[0] = 0;
     t->fn();
+#ifdef SIMULATED
+    CHECK(!sim_violations(), "the simulator found %d violations", sim_violations());
+#endif
     const enum outcome o = test_failures ? FAILED : test_skip_reason[0] ? SKIPPED : PASSED;
     printf("%s %-40s %6.2f s %6.2f s CPU%s%s\n", (const char *[]){"ok  ", "FAIL", "skip"}[o - PASSED], t->name,
            now_seconds() - wall, cpu_seconds_all() - cpu, o == SKIPPED ? "  " : "",
@@ -234,11 +240,11 @@ static bool test_wanted(const char *name, int argc, char **argv) {
 /* What is no run of tests: exit code, or -1 for a run. */
 static int run_other(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
-#ifdef CUEMU
+#ifdef SIMULATED
     if (!strcmp(what, "--mutate")) {
         omp_set_num_threads(1); /* children of a process with threads have none of them */
         test_dir_make(0);
-        int rc = cuda_test_mutate();
+        int rc = argc > 3 ? cuda_test_mutate(atoi(argv[2]), atoi(argv[3])) : cuda_test_mutate(0, 1);
         test_dir_remove();
         return rc;
     }
@@ -251,6 +257,9 @@ static int run_other(int argc, char **argv) {
 #endif
     if (!strcmp(what, "--interrupt") && argc > 3) return calibrate_interrupted(atoi(argv[2]), argc - 2, argv + 2);
     if (!strcmp(what, "--fault") && argc == 4) {
+#ifdef SIMULATED
+        cuda_test_patience(7);
+#endif
         static struct settings set = {.json = true};
         static struct doctor d = {.set = &set};
         if (!strcmp(argv[2], "doctor"))
@@ -260,7 +269,27 @@ static int run_other(int argc, char **argv) {
     return -1;
 }
 
+#ifdef SIMULATED
+/* Takes what the simulator is to be off the arguments. */
+static void simulate(int *argc, char ***argv) {
+    for (; *argc > 2; *argc -= 2, *argv += 2) {
+        char **a = *argv;
+        const int x = atoi(a[2]);
+        if (!strcmp(a[1], "--capability")) sim_capability(-1, x / 10, x % 10);
+        else if (!strcmp(a[1], "--seed")) cuda_test_seed((uint64_t)x);
+        else if (!strcmp(a[1], "--truncate")) sim_truncate_sums(x);
+        else if (!strcmp(a[1], "--races")) sim_races(x != 0);
+        else break;
+        a[2] = a[0];
+    }
+    cuda_test_patience(600); /* a simulated GPU is as slow as the processor is busy */
+}
+#endif
+
 int main(int argc, char **argv) {
+#ifdef SIMULATED
+    simulate(&argc, &argv);
+#endif
     const int n = sizeof table / sizeof *table, other = run_other(argc, argv);
     const bool list = argc > 1 && !strcmp(argv[1], "--list");
     const bool parallel = argc > 1 && !strncmp(argv[1], "-j", 2);

@@ -1,0 +1,92 @@
+/* The PTX simulator: a CUDA runtime for tests, whose GPUs are this machine's processor.
+ *
+ * A program that nvcc compiled to PTX (code=compute_XX, uncompressed), linked with the simulator instead of libcudart,
+ * runs its kernels in an interpreter. What is executed is the compiler's output, inline assembler included; each
+ * instruction follows the PTX ISA, not a wrapper of the program under test.
+ *
+ *   warp         32 lanes in lock-step over decoded instructions. Lanes that diverge become splits; the one with the
+ *                lowest address runs, and splits that meet merge. Instructions with .sync wait for all lanes that they
+ *                name.
+ *   block        warps run one after another, each up to a barrier, in an order that the seed shuffles
+ *   grid         blocks in an order that the seed shuffles; one that polls memory by ld.acquire lets others run
+ *   stream       a thread that works off a queue: the host sees what it has not waited for as late as on a GPU
+ *   image        of several targets in the program, a device takes the newest that its capability allows
+ *
+ * Checks: every address lies in an allocation that the device may use and is aligned for the access; shared memory is
+ * bounded, and poisoned at the start of a block; cp.async writes garbage at once and the data at the wait, the latest
+ * moment that the ISA allows; .aligned instructions need the whole warp; limits of launches; what a kernel that may
+ * overlap with those before it reads and writes before griddepcontrol.wait.
+ *
+ * memory.cpp, decode.cpp with instructions.h, execute.cpp, runtime.cpp and nccl.cpp are the parts; machine.h is what
+ * they share. This file is what tests change of the machine. Its functions are called while no kernel runs. */
+#ifndef PTXSIM_H
+#define PTXSIM_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The order of warps and blocks from now on; 0: first to last. */
+void sim_seed(uint64_t seed);
+
+/* How many GPUs there are (1 to 8), and whether they can reach each other's memory. Turns peer access off. */
+void sim_devices(int n, bool peers);
+/* Of one GPU, or of all (device -1): bytes of memory, bytes of L2, compute capability, memory shared with the host. */
+void sim_memory(int device, size_t bytes);
+void sim_l2(int device, int bytes);
+void sim_capability(int device, int major, int minor);
+void sim_integrated(int device, bool is);
+
+/* Cuts sums of tensor cores off after so many products (8 or 16), as Ampere and Hopper do; 0: rounds them. */
+void sim_truncate_sums(int products);
+
+/* Looks for races from the next launch on, which takes several times as long: see races.h. */
+void sim_races(bool on);
+
+/* Lets the n-th call of a function of the runtime or of NCCL fail, 1 for the next one; "LAUNCH" for a kernel's launch. 0:
+ * none any more. */
+void sim_fail(const char *function, int n);
+
+/* Begins or ends a list of prefetches into L2; sim_prefetched: bytes of [p, p + n) in it. sim_prefetches: how many. */
+void sim_log_prefetches(bool on);
+size_t sim_prefetched(const void *p, size_t n);
+size_t sim_prefetches(void);
+
+/* The launches of a graph: how many, and how many of them may overlap with the one before. */
+int sim_graph_launches(const void *graph_exec, int *overlapping);
+
+/* ---- mutations ---- */
+
+/* An instruction that synchronizes or orders memory: a barrier, a fence, a wait for copies or for earlier launches. */
+struct sim_site {
+    const char *kernel; /* its mangled name */
+    const char *text;   /* in the PTX, up to a semicolon: also stands for the instruction */
+    bool ran;           /* since sim_forget_runs */
+};
+/* Writes those of the kernels that were launched, at most n. Returns how many there are. */
+int sim_sites(struct sim_site *out, int n);
+void sim_forget_runs(void);
+/* From now on the instruction does nothing. */
+void sim_remove_site(const char *text);
+
+/* Calls f before each launch, with the kernel's name in the source and its first argument, which it may change. */
+void sim_change_arguments(void (*f)(const char *kernel, void *argument));
+
+/* Violations that did not end a launch, since the program began or sim_take_violations, which forgets them. */
+int sim_violations(void);
+int sim_take_violations(void);
+/* Whether violations are printed. */
+void sim_quiet(bool on);
+/* Prints each kernel that was launched, with counts and the share of its instructions that ran. */
+void sim_print_kernels(void);
+
+#ifdef __cplusplus
+}
+#include <string>
+/* Calls f with the PTX of each kernel that is decoded from now on: it returns what is executed. */
+void sim_edit(std::string (*f)(const char *kernel, std::string body));
+#endif
+#endif
