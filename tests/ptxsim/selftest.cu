@@ -1045,15 +1045,15 @@ __global__ void k_barriers(u32 *out, const u32 *in) {
         asm volatile("{ bar.sync 0; }" ::: "memory");
     }
     out[i] = x;
-    for (u32 bit = 0; bit < 3; bit++) { /* bit 0 of all threads, of some, of none */
+    for (u32 votes = 0; votes < 4; votes++) { /* of all threads, of one, of none, of all but one of each warp */
         u32 any, all;
-        const u32 p = bit == 0 ? 1 : bit == 1 ? i == 77 : 0;
+        const u32 p = votes == 0 || (votes == 1 && i == 77) || (votes == 3 && i % 32 != 5);
         asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %2, 0; bar.red.or.pred q, 0, p; selp.u32 %0, 1, 0, q;"
                      "  bar.red.and.pred q, 0, p; selp.u32 %1, 1, 0, q; }"
                      : "=r"(any), "=r"(all)
                      : "r"(p)
                      : "memory");
-        out[THREADS * (1 + bit) + i] = 2 * any + all;
+        out[THREADS * (1 + votes) + i] = 2 * any + all;
     }
     x = in[i];
     const u32 pair = i / 64;
@@ -1065,11 +1065,11 @@ __global__ void k_barriers(u32 *out, const u32 *in) {
         if (pair) asm volatile("{ bar.sync 2, 64; }" ::: "memory");
         else asm volatile("{ bar.sync 1, 64; }" ::: "memory");
     }
-    out[THREADS * 4 + i] = x;
+    out[THREADS * 5 + i] = x;
 }
 static Outcome test_barriers() {
     const std::vector<u32> v = random_words(THREADS);
-    const Array<u32> in(v), out(5 * THREADS);
+    const Array<u32> in(v), out(6 * THREADS);
     k_barriers<<<1, THREADS>>>(out.p, in.p);
     const std::vector<u32> got = out.get();
     std::vector<u32> x = v, y = v, before;
@@ -1082,12 +1082,12 @@ static Outcome test_barriers() {
         for (u32 i = 0; i < THREADS; i++)
             if (round < 3 + 4 * (i / 64)) y[i] = before[i / 64 * 64 + (i + 33) % 64] * 5 + 1;
     }
-    static const u32 votes[3] = {3, 2, 0};
+    static const u32 votes[4] = {3, 2, 0, 2};
     for (u32 i = 0; i < THREADS; i++) {
         if (got[i] != x[i]) return fail("bar.sync 0, thread %u", i);
-        for (u32 k = 0; k < 3; k++)
+        for (u32 k = 0; k < 4; k++)
             if (got[THREADS * (1 + k) + i] != votes[k]) return fail("bar.red, thread %u, case %u", i, k);
-        if (got[THREADS * 4 + i] != y[i]) return fail("bar.sync %u, 64, thread %u", 1 + i / 64, i);
+        if (got[THREADS * 5 + i] != y[i]) return fail("bar.sync %u, 64, thread %u", 1 + i / 64, i);
     }
     return PASSED;
 }
@@ -1169,16 +1169,17 @@ static Outcome test_divergence() {
 }
 
 /* S(register, what it holds) */
-#define SPECIAL(S)                                                                                                   \
-    S("%%tid.x", t % 4)                                                                                              \
-    S("%%tid.y", t / 4 % 3)                                                                                          \
-    S("%%tid.z", t / 12)                                                                                             \
-    S("%%ntid.x", 4)                                                                                                 \
-    S("%%ntid.y", 3)                                                                                                 \
-    S("%%ntid.z", 5)                                                                                                 \
-    S("%%ctaid.x", block % 3)                                                                                        \
-    S("%%ctaid.y", block / 3 % 2) S("%%ctaid.z", block / 6) S("%%nctaid.x", 3) S("%%nctaid.y", 2) S("%%nctaid.z", 2) \
-        S("%%laneid", t % 32) S("%%lanemask_lt", (1u << t % 32) - 1)
+#define SPECIAL(S)                                                                                           \
+    S("%%tid.x", t % 4)                                                                                      \
+    S("%%tid.y", t / 4 % 3)                                                                                  \
+    S("%%tid.z", t / 12)                                                                                     \
+    S("%%ntid.x", 4)                                                                                         \
+    S("%%ntid.y", 3)                                                                                         \
+    S("%%ntid.z", 5)                                                                                         \
+    S("%%ctaid.x", block % 3)                                                                                \
+    S("%%ctaid.y", block / 3 % 2)                                                                            \
+    S("%%ctaid.z", block / 6) S("%%nctaid.x", 3) S("%%nctaid.y", 2) S("%%nctaid.z", 2) S("%%laneid", t % 32) \
+        S("%%lanemask_lt", (1u << t % 32) - 1)
 enum { SPECIALS = 14, BLOCK = 4 * 3 * 5, BLOCKS = 3 * 2 * 2 };
 __global__ void k_special(u32 *out, u64 *time) {
     const u32 t = threadIdx.x + 4 * (threadIdx.y + 3 * threadIdx.z);
