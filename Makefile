@@ -102,9 +102,15 @@ bench-vs: all
 # Threads sleep while they wait: on a busy machine, spinning ones take the time of others.
 test mutate asan tsan: export OMP_WAIT_POLICY = passive
 
-test: all build/test_moe $(if $(NVCC),build/test_cuda)
+test: all build/test_moe $(if $(NVCC),build/test_cuda build/selftest)
 	build/test_moe -j$(CORES)
-	$(if $(NVCC),build/test_cuda -j$(CORES),@echo "no nvcc: the CUDA backend is not tested")
+ifeq ($(NVCC),)
+	@echo "no nvcc: the CUDA backend is not tested"
+else
+	build/test_cuda --ptx build/test_cuda.ptx && build/selftest --instructions build/test_cuda.ptx
+	build/selftest
+	build/test_cuda -j$(CORES)
+endif
 
 build/test_moe: $(TESTS) | build
 	$(CC) $(FLAGS) -g1 tests/test_moe.c -o $@ $(LIBS)
@@ -129,6 +135,13 @@ build/simulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu tests/bench_
 
 build/ptxsim_%.o: tests/ptxsim/%.cpp $(wildcard tests/ptxsim/*.h) | build
 	$(CXX) $(SIM_FLAGS) -c $< -o $@
+
+# The simulator's own tests.
+build/selftest: build/selftest_cuda.o $(filter-out build/ptxsim_nccl.o,$(SIM_PARTS:%=build/ptxsim_%.o))
+	$(CXX) $^ -lpthread -o $@
+
+build/selftest_cuda.o: tests/ptxsim/selftest.cu tests/ptxsim/selftest_arithmetic.h gguf_nvfp4.h | build
+	$(NVCC) $(PTX_FLAGS) -c $< -o $@
 
 ## make sim-chat  opens a chat on two simulated GPUs: ARGS='--gpus 1 --bench' and so on go to the program
 sim-chat: build/moe-sim build/demo.gguf
@@ -271,7 +284,7 @@ endif
 
 ## make format    runs clang-format; make clean removes what was built
 format:
-	clang-format -i moe.c moe_cuda.cu gguf_nvfp4.h convert/*.[ch] tests/*.c tests/*.h tests/*.cu
+	clang-format -i moe.c moe_cuda.cu gguf_nvfp4.h convert/*.[ch] tests/*.c tests/*.h tests/*.cu tests/ptxsim/*
 
 clean:
 	rm -rf build moe

@@ -11,6 +11,7 @@
  *   build/test_cuda --mutate [PART PARTS] leaves out every synchronizing instruction of the CUDA backend once
  *   build/test_cuda [--capability 120|90|80] [--seed N] [--truncate 8|16] [--races 1] .. simulates another chip, a random
  *                               order of warps and blocks, tensor cores that cut sums off; looks for races
+ *   build/test_cuda --ptx FILE  writes the PTX that it runs
  *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost, in Markdown
  *
  * build/test_cuda (on the PTX simulator) and build/test_gpu (on a device) have the tests of the CUDA backend, cuda/..., alone.
@@ -241,6 +242,7 @@ static bool test_wanted(const char *name, int argc, char **argv) {
 static int run_other(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
 #ifdef SIMULATED
+    if (!strcmp(what, "--ptx") && argc > 2) return !sim_write_ptx(argv[2]);
     if (!strcmp(what, "--mutate")) {
         omp_set_num_threads(1); /* children of a process with threads have none of them */
         test_dir_make(0);

@@ -37,7 +37,8 @@ static Type type_of(const std::string &s) {
                                : name<u64, u64>;                                                                       \
     }
 PICK(load)
-PICK(load_acquire) PICK(load_param) PICK(store) PICK(store_release)
+PICK(load_acquire)
+PICK(load_param) PICK(store) PICK(store_release)
 
     /* All widths of an integer operation; signed where that matters. */
     template <template <class> class F>
@@ -90,6 +91,72 @@ static Fn redux_op(Type t) {
     return t.is_signed() ? redux<s32, OP> : redux<u32, OP>;
 }
 
+/* The modifiers that are implemented, by opcode. Those of mma are compared as a whole. */
+#define INTS "u16 s16 u32 s32 u64 s64 "
+#define BITS "b16 b32 b64 "
+#define ACCESS \
+    "global shared local param weak volatile relaxed sys gpu cta L1::no_allocate v2 v4 b8 u8 s8 f32 f64 " INTS BITS
+#define UPDATE                                                                                                       \
+    "global shared relaxed acquire release acq_rel sys gpu cta add min max and or xor exch cas inc b32 b64 u32 s32 " \
+    "u64 s64"
+static const std::map<std::string, const char *> known_modifiers = {
+    {"abs", "f32 f64 " INTS},
+    {"add", "f16x2 rn rz rm rp f32 f64 " INTS},
+    {"and", "pred " BITS},
+    {"atom", UPDATE},
+    {"bar", "sync red warp or and pred"},
+    {"barrier", "sync red or and pred"},
+    {"bfe", "u32"},
+    {"bfi", "b32 b64"},
+    {"bfind", "shiftamt u32"},
+    {"bra", "uni"},
+    {"brev", "b32"},
+    {"clz", "b32"},
+    {"copysign", "f32"},
+    {"cp", "async ca cg shared global commit_group wait_group wait_all bulk prefetch L2 L2::128B L2::256B"},
+    {"cvt", "rn rni rzi rmi rpi sat satfinite f16 f32 f64 f16x2 bf16x2 e4m3x2 e2m1x2 u8 s8 " INTS},
+    {"cvta", "to global shared local param u64"},
+    {"div", "rn approx full f32 f64 " INTS},
+    {"ex2", "approx ftz f32"},
+    {"exit", ""},
+    {"fence", "sc acq_rel sys gpu cta"},
+    {"fma", "rn rz rm rp f32 f64"},
+    {"griddepcontrol", "wait launch_dependents"},
+    {"ld", "acquire ca cg cs cv lu nc " ACCESS},
+    {"ldmatrix", "sync aligned m8n8 x1 x2 x4 trans shared b16"},
+    {"lg2", "approx f32"},
+    {"mad", "lo wide " INTS},
+    {"max", "f32 f64 " INTS},
+    {"membar", "cta gl sys"},
+    {"min", "f32 f64 " INTS},
+    {"mov", "pred f32 f64 " INTS BITS},
+    {"mul", "lo hi wide rn f16x2 f32 f64 " INTS},
+    {"neg", "f32 f64 " INTS},
+    {"not", "pred " BITS},
+    {"or", "pred " BITS},
+    {"popc", "b32"},
+    {"prmt", "b32"},
+    {"rcp", "rn approx f32"},
+    {"red", UPDATE},
+    {"redux", "sync add min max and or xor u32 s32 b32"},
+    {"rem", INTS},
+    {"ret", ""},
+    {"rsqrt", "approx f32"},
+    {"selp", "f32 f64 " INTS BITS},
+    {"setp", "eq ne lt le gt ge lo ls hi hs equ neu ltu leu gtu geu num nan f32 f64 " INTS BITS},
+    {"shf", "l r wrap b32"},
+    {"shfl", "sync up down bfly idx b32"},
+    {"shl", BITS},
+    {"shr", INTS BITS},
+    {"sin", "approx f32"},
+    {"cos", "approx f32"},
+    {"tanh", "approx f32"},
+    {"sqrt", "rn approx f32 f64"},
+    {"st", "release wb cg cs wt " ACCESS},
+    {"sub", "rn f32 f64 " INTS},
+    {"vote", "sync any all uni ballot pred b32"},
+    {"xor", "pred " BITS}};
+
 struct Decoder {
     Kernel &k;
     Image &image;
@@ -104,8 +171,15 @@ struct Decoder {
     std::vector<Reg> regs;
     std::vector<std::unordered_map<std::string, Family>> families;
     std::vector<std::unordered_map<std::string, int>> names;
-    std::unordered_map<std::string, s32> labels;
-    std::vector<std::pair<s32, std::string>> branches;
+    std::map<std::pair<int, std::string>, s32> labels; /* by scope and name */
+    std::vector<int> outer = {-1};                     /* of each scope the one around it */
+    int scope = 0;
+    struct Branch {
+        s32 insn;
+        std::string label;
+        int scope;
+    };
+    std::vector<Branch> branches;
     std::map<std::pair<u64, int>, s32> const_index;
     std::vector<u8> consts;
     std::map<std::string, u64> local_symbols;
@@ -308,6 +382,13 @@ struct Decoder {
         auto has = [&](const char *m) { return std::find(op.begin() + 1, op.end(), m) != op.end(); };
         const Type t = type_of(op.back());
         const int w = std::max(t.bits, 16);
+        if (o != "mma") {
+            auto known = known_modifiers.find(o);
+            if (known == known_modifiers.end()) fail("unknown instruction");
+            const std::string all = std::string(" ") + known->second + " ";
+            for (size_t j = 1; j < op.size(); j++)
+                if (all.find(" " + op[j] + " ") == std::string::npos) fail(("unknown modifier ." + op[j]).c_str());
+        }
         auto three = [&](int wd, int wa) { /* d, a, b, (c) */
                                            operand(0, x[0], true, wd);
                                            for (size_t j = 1; j < x.size(); j++) operand((int)j, x[j], false, wa);
@@ -316,7 +397,7 @@ struct Decoder {
 
         if (o == "bra") {
             in.kind = BRANCH;
-            branches.push_back({(s32)k.code.size(), x[0]});
+            branches.push_back({(s32)k.code.size(), x[0], scope});
         } else if (o == "ret" || o == "exit") {
             in.kind = EXIT;
         } else if (o == "bar" || o == "barrier") {
@@ -342,11 +423,13 @@ struct Decoder {
         } else if (o == "mov") {
             if (x[1][0] == '{') { /* pack */
                 const auto p = parts(x[1]);
+                if (p.size() != 2) fail("vector");
                 operand(0, x[0], true, w);
                 for (int j = 0; j < 2; j++) operand(1 + j, p[(size_t)j], false, w / 2);
                 in.fn = w == 64 ? mov_pack<u64, u32> : mov_pack<u32, u16>;
             } else if (x[0][0] == '{') {
                 const auto p = parts(x[0]);
+                if (p.size() != 2) fail("vector");
                 for (int j = 0; j < 2; j++) operand(j, p[(size_t)j], true, w / 2);
                 operand(2, x[1], false, w);
                 in.fn = w == 64 ? mov_unpack<u64, u32> : mov_unpack<u32, u16>;
@@ -560,7 +643,7 @@ struct Decoder {
             const std::string &ts = op.back(), &td = op[op.size() - 2];
             const Type d = type_of(td), q = type_of(ts);
             if (td == "f16x2" && ts == "f32") in.fn = has("satfinite") ? cvt_f16x2_sat : cvt_f16x2;
-            else if (td == "bf16x2" && ts == "f32") in.fn = cvt_bf16x2;
+            else if (td == "bf16x2" && ts == "f32" && !has("satfinite")) in.fn = cvt_bf16x2;
             else if (td == "e4m3x2" && ts == "f32") in.fn = cvt_e4m3x2;
             else if (td == "e2m1x2" && ts == "f32") in.fn = cvt_e2m1x2;
             else if (td == "f16x2" && ts == "e4m3x2") in.fn = cvt_f16x2_e4m3x2;
@@ -594,7 +677,8 @@ struct Decoder {
                     }
                 } else if (!di && !qi) {
                     if (d.bits == 32 && q.bits == 16) in.fn = cvt_f32_f16;
-                    else if (d.bits == 16 && q.bits == 32) in.fn = has("rn") && !has("sat") ? cvt_f16_f32 : (Fn)NULL;
+                    else if (d.bits == 16 && q.bits == 32)
+                        in.fn = !has("rn") || has("sat") ? (Fn)NULL : has("satfinite") ? cvt_f16_f32_sat : cvt_f16_f32;
                     else if (d.bits == 64 && q.bits == 32) in.fn = unary<f64, f32, Cast<f64, f32>>;
                     else if (d.bits == 32 && q.bits == 64)
                         in.fn = has("rn") ? unary<f32, f64, Cast<f32, f64>> : (Fn)NULL;
@@ -784,9 +868,11 @@ struct Decoder {
                 while (p < end && *p != '\n') p++;
             } else if (*p == '{') {
                 names.emplace_back(), families.emplace_back();
+                outer.push_back(scope), scope = (int)outer.size() - 1;
                 p++;
             } else if (*p == '}') {
                 names.pop_back(), families.pop_back();
+                scope = outer[(size_t)scope];
                 p++;
             } else if (*p == '.') {
                 const char *e = p;
@@ -801,7 +887,7 @@ struct Decoder {
                 const char *e = p;
                 while (e < end && (isalnum((u8)*e) || *e == '_' || *e == '$')) e++;
                 if (e < end && *e == ':' && e[1] != ':') {
-                    labels[std::string(p, e)] = (s32)k.code.size();
+                    labels[{scope, std::string(p, e)}] = (s32)k.code.size();
                     p = e + 1;
                     continue;
                 }
@@ -814,9 +900,10 @@ struct Decoder {
         in.kind = EXIT;
         emit();
         for (auto &b : branches) {
-            auto l = labels.find(b.second);
-            if (l == labels.end()) fail(("label " + b.second).c_str());
-            k.code[(size_t)b.first].target = l->second;
+            auto l = labels.end();
+            for (int i = b.scope; i >= 0 && l == labels.end(); i = outer[(size_t)i]) l = labels.find({i, b.label});
+            if (l == labels.end()) fail(("label " + b.label).c_str());
+            k.code[(size_t)b.insn].target = l->second;
         }
     }
 

@@ -171,9 +171,12 @@ static void run_warp(Warp &w) {
             w.waited = b.waited = true;
             continue;
         }
-        const u32 need = in.kind == MEMBERS ? src<u32>(w, in.o[in.space])[__builtin_ctz(m)] & w.live : w.live;
-        if (in.kind == MEMBERS && !(need >> __builtin_ctz(m) & 1)) {
-            trap(b, &in, "a lane executes it that is not in its mask");
+        const u32 *const members = in.kind == MEMBERS ? src<u32>(w, in.o[in.space]) : NULL;
+        u32 need = members ? 0 : w.live, outside = 0;
+        for (int l = 0; members && l < LANES; l++)
+            if (m >> l & 1) need |= members[l] & w.live, outside |= (u32) !(members[l] >> l & 1) << l;
+        if (outside) {
+            trap(b, &in, "lanes %08x execute it that are not in their masks", outside);
             break;
         }
         if (need & ~m) { /* others have to come first */
@@ -189,8 +192,20 @@ static void run_warp(Warp &w) {
             limit = next_meeting(w, pc);
             continue;
         }
+        if (in.kind == ALIGNED && m != FULL) { /* the others have ended, or never were */
+            trap(b, &in, "executed by lanes %08x only", m);
+            break;
+        }
         pc++;
         w.m = m;
+        if (members) { /* those that name each other together */
+            for (u32 rest = m; rest && !b.leave; rest &= ~w.m) {
+                w.m = members[__builtin_ctz(rest)] & rest;
+                in.fn(w, in);
+            }
+            if (b.leave) break;
+            continue;
+        }
         if (in.kind != BARRIER) {
             in.fn(w, in);
             if (b.leave) break;
@@ -316,7 +331,10 @@ static void block_run(Block &b) {
             b.status = STALLED;
             return;
         }
-        trap(b, NULL, "deadlock at barriers");
+        for (Warp &w : b.warps) /* the first that waits */
+            if (w.bar_arrived)
+                trap(b, &b.k->code[(size_t)w.pc - 1],
+                     "deadlock at barriers: warp %u waits at one that is never complete", w.index);
         break;
     }
     b.status = ENDED;

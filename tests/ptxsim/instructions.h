@@ -78,8 +78,9 @@ static void compare(Warp &w, const Insn &in) {
         static inline bool f(T a, T b) { return e; } \
     };
 OP2(Add, T, a + b)
-OP2(Sub, T, a - b) OP2(Mul, T, a *b) OP2(And, T, a &b) OP2(Or, T, a | b) OP2(Xor, T, a ^ b) OP1(Not, T, ~a)
-    OP1(Mov, T, a) OP2(MinI, T, a < b ? a : b) OP2(MaxI, T, a > b ? a : b) OP1(NegI, T, 0 - a) OP1(NegF, T, -a)
+OP2(Sub, T, a - b)
+OP2(Mul, T, a *b) OP2(And, T, a &b) OP2(Or, T, a | b) OP2(Xor, T, a ^ b) OP1(Not, T, ~a) OP1(Mov, T, a)
+    OP2(MinI, T, a < b ? a : b) OP2(MaxI, T, a > b ? a : b) OP1(NegI, T, 0 - a) OP1(NegF, T, -a)
         OP1(AbsI, T, a < 0 ? 0 - a : a) OP2(DivF, T, a / b)
     /* minNum: a NaN gives way to a number, -0 < +0 */
     OP2(MinF, T,
@@ -383,6 +384,12 @@ static void cvt_f32_f16(Warp &w, const Insn &in) {
     const u16 *a = src<u16>(w, in.o[1]);
     const u32 m = w.m;
     EACH_LANE d[l] = m >> l & 1 ? half_value(a[l]) : d[l];
+}
+static void cvt_f16_f32_sat(Warp &w, const Insn &in) {
+    u16 *d = dst<u16>(w, in.o[0]);
+    const f32 *a = src<f32>(w, in.o[1]);
+    const u32 m = w.m;
+    EACH_LANE d[l] = m >> l & 1 ? to_half_sat(a[l]) : d[l];
 }
 static void cvt_f16_f32(Warp &w, const Insn &in) {
     u16 *d = dst<u16>(w, in.o[0]);
@@ -826,7 +833,7 @@ static void cp_async(Warp &w, const Insn &in) {
             races_shared(w, in, l, (u32)(d[l] - (uintptr_t)b.shared), in.bytes, WRITE);
         }
         memset((void *)d[l], 0xFF, in.bytes);
-        w.copies.push_back({(u32)(d[l] - (uintptr_t)b.shared), w.groups[l], (u8)l, (u8)n, n ? s[l] : 0});
+        w.copies.push_back({(u32)(d[l] - (uintptr_t)b.shared), w.groups[l], (u8)l, (u8)n, in.bytes, n ? s[l] : 0});
     }
 }
 static void cp_async_commit(Warp &w, const Insn &) {
@@ -841,8 +848,8 @@ static void cp_async_wait(Warp &w, const Insn &in) { /* imm: groups that may sta
             continue;
         }
         u8 *d = w.b->shared + c.dst;
-        if (machine.races) races_shared(w, in, c.lane, c.dst, 16, WRITE);
-        memset(d, 0, 16);
+        if (machine.races) races_shared(w, in, c.lane, c.dst, c.whole, WRITE);
+        memset(d, 0, c.whole);
         if (c.size) memcpy(d, (const void *)c.src, c.size);
     }
     w.copies.resize(kept);
@@ -929,7 +936,10 @@ static void redux(Warp &w, const Insn &in) { /* d, a, members */
 template <bool TRANS>
 static void ldmatrix(Warp &w, const Insn &in) {
     uintptr_t a[LANES];
-    if (!addresses(w, in, SHARED, 16, a, in.o[0])) return;
+    w.m = in.n == 4 ? FULL : (1u << 8 * in.n) - 1;
+    const bool ok = addresses(w, in, SHARED, 16, a, in.o[0]);
+    w.m = FULL;
+    if (!ok) return;
     for (int l = 0; machine.races && l < 8 * in.n; l++)
         races_shared(w, in, l, (u32)(a[l] - (uintptr_t)w.b->shared), 16, READ);
     u32 r[4][LANES];

@@ -254,7 +254,7 @@ struct Launch {
 
 struct AsyncCopy {
     u32 dst, group;
-    u8 lane, size;
+    u8 lane, size, whole; /* bytes from memory, bytes in all */
     uintptr_t src;
 };
 

@@ -75,6 +75,9 @@ void sim_remove_site(const char *text);
 /* Calls f before each launch, with the kernel's name in the source and its first argument, which it may change. */
 void sim_change_arguments(void (*f)(const char *kernel, void *argument));
 
+/* Writes the PTX of the program, all images one after the other. False: the file cannot be written. */
+bool sim_write_ptx(const char *path);
+
 /* Violations that did not end a launch, since the program began or sim_take_violations, which forgets them. */
 int sim_violations(void);
 int sim_take_violations(void);

@@ -431,6 +431,13 @@ int sim_graph_launches(const void *graph_exec, int *overlapping) {
         if (node.launch) n++, *overlapping += node.launch->overlaps;
     return n;
 }
+bool sim_write_ptx(const char *path) {
+    FILE *f = fopen(path, "w");
+    if (!f) return false;
+    for (Module *m : modules)
+        for (auto &t : m->text) fwrite(t.first, 1, t.second, f);
+    return !fclose(f);
+}
 void sim_print_kernels(void) { kernels_print(); }
 
 int sim_sites(struct sim_site *out, int n) {
