@@ -1,7 +1,7 @@
 /* Races that the simulator must find, each beside the same kernel with what orders it. Included by test_cuda.cu. */
 
 /* Threads read what other warps of the block write; with `ordered` after a barrier. */
-__global__ void k_race_shared(int *out, bool ordered) {
+__global__ void k_race_shared(int *out, int ordered) {
     SHARED(int, x, 64);
     x[threadIdx.x] = (int)threadIdx.x;
     if (ordered) __syncthreads();
@@ -9,7 +9,7 @@ __global__ void k_race_shared(int *out, bool ordered) {
 }
 
 /* Threads overwrite what other warps have yet to read. */
-__global__ void k_race_reused(int *out, bool ordered) {
+__global__ void k_race_reused(int *out, int ordered) {
     SHARED(int, x, 64);
     x[threadIdx.x] = (int)threadIdx.x;
     __syncthreads();
@@ -20,7 +20,7 @@ __global__ void k_race_reused(int *out, bool ordered) {
 }
 
 /* Lanes read what others of the warp write. */
-__global__ void k_race_lanes(int *out, bool ordered) {
+__global__ void k_race_lanes(int *out, int ordered) {
     SHARED(int, x, WARP);
     x[threadIdx.x] = (int)threadIdx.x;
     if (ordered) __syncwarp();
@@ -28,7 +28,7 @@ __global__ void k_race_lanes(int *out, bool ordered) {
 }
 
 /* A block reads what another one writes before it counts itself. */
-__global__ void k_race_blocks(int *x, uint32_t *count, int *out, bool ordered) {
+__global__ void k_race_blocks(int *x, uint32_t *count, int *out, int ordered) {
     __shared__ uint32_t before;
     x[blockIdx.x * 64 + threadIdx.x] = (int)threadIdx.x;
     if (ordered) __syncthreads();
@@ -38,7 +38,7 @@ __global__ void k_race_blocks(int *x, uint32_t *count, int *out, bool ordered) {
 }
 
 /* A block publishes by a counter that releases nothing. */
-__global__ void k_race_release(int *x, uint32_t *count, int *out, bool ordered) {
+__global__ void k_race_release(int *x, uint32_t *count, int *out, int ordered) {
     __shared__ uint32_t before;
     x[blockIdx.x * 64 + threadIdx.x] = (int)threadIdx.x;
     __syncthreads();
@@ -48,12 +48,12 @@ __global__ void k_race_release(int *x, uint32_t *count, int *out, bool ordered) 
 }
 
 /* Two blocks write the same place. */
-__global__ void k_race_writes(int *x, bool ordered) {
+__global__ void k_race_writes(int *x, int ordered) {
     x[(ordered ? blockIdx.x : 0) * 64 + threadIdx.x] = (int)blockIdx.x;
 }
 
 /* A launch reads what the one before it writes; with `ordered` after the wait. */
-__global__ void k_race_overlap(int *x, int *out, bool ordered) {
+__global__ void k_race_overlap(int *x, int *out, int ordered) {
     grid_dependency_launch();
     if (ordered) grid_dependency_wait();
     const int y = load_l2(x + threadIdx.x);
@@ -75,7 +75,7 @@ extern "C" void cuda_test_races(void) {
     gpu_array<int> x(std::vector<int>(128)), out(std::vector<int>(128));
     gpu_array<uint32_t> count(std::vector<uint32_t>(2));
     for (int ordered = 0; ordered < 2; ordered++) {
-        const bool o = ordered;
+        const int o = ordered;
         const struct {
             const char *what;
             int n;

@@ -79,9 +79,9 @@ static void compare(Warp &w, const Insn &in) {
     };
 OP2(Add, T, a + b)
 OP2(Sub, T, a - b)
-OP2(Mul, T, a *b) OP2(And, T, a &b) OP2(Or, T, a | b) OP2(Xor, T, a ^ b) OP1(Not, T, ~a) OP1(Mov, T, a)
-    OP2(MinI, T, a < b ? a : b) OP2(MaxI, T, a > b ? a : b) OP1(NegI, T, 0 - a) OP1(NegF, T, -a)
-        OP1(AbsI, T, a < 0 ? 0 - a : a) OP2(DivF, T, a / b)
+OP2(Mul, T, a *b)
+OP2(And, T, a &b) OP2(Or, T, a | b) OP2(Xor, T, a ^ b) OP1(Not, T, ~a) OP1(Mov, T, a) OP2(MinI, T, a < b ? a : b)
+    OP2(MaxI, T, a > b ? a : b) OP1(NegI, T, 0 - a) OP1(NegF, T, -a) OP1(AbsI, T, a < 0 ? 0 - a : a) OP2(DivF, T, a / b)
     /* minNum: a NaN gives way to a number, -0 < +0 */
     OP2(MinF, T,
         a != a            ? b
@@ -585,6 +585,19 @@ static void shadow_load(Block &b, const Insn &in, uintptr_t p) {
              b.k->name.c_str(), insn_text(in).c_str());
 }
 
+/* Those of the active lanes. Most find nothing to look at closer: an earlier launch wrote it, after which this one waited. */
+static inline void shadow_loads(Warp &w, const Insn &in, const uintptr_t a[LANES]) {
+    Block &b = *w.b;
+    const u64 own = b.launch->seq;
+    u64 closer = 0;
+    for (int l = 0; l < LANES; l++) {
+        const u64 *s = shadow_of(a[l]), seq = s ? *s >> 32 : 0;
+        closer |= seq == own || (!b.waited && seq);
+    }
+    for (int l = 0; closer && l < LANES; l++)
+        if (w.m >> l & 1) shadow_load(b, in, a[l]);
+}
+
 /* The addresses of the active lanes, checked; inactive lanes get that of an active one. False: the launch has failed. */
 static inline __attribute__((always_inline)) bool addresses(Warp &w, const Insn &in, int space, size_t bytes,
                                                             uintptr_t a[LANES], s32 operand) {
@@ -670,10 +683,8 @@ static void load(Warp &w, const Insn &in) {
     const int n = in.n;
     if (!addresses(w, in, in.space, sizeof(M) * (size_t)n, a, in.o[0])) return;
     const u32 m = w.m;
-    if (in.space <= GLOBAL && arena.shadow)
-        for (int l = 0; l < LANES; l++)
-            if (m >> l & 1) shadow_load(*w.b, in, a[l]);
-    races_lanes(w, in, a, sizeof(M) * (size_t)n, in.strong ? ATOMIC_READ : READ);
+    if (in.space <= GLOBAL) shadow_loads(w, in, a);
+    if (machine.races) races_lanes(w, in, a, sizeof(M) * (size_t)n, in.strong ? ATOMIC_READ : READ);
     for (int j = 0; j < n; j++) {
         R *d = dst<R>(w, in.o[1 + j]);
         if (m == FULL)
@@ -980,22 +991,19 @@ static inline f32 cut_sum(const f64 *x, int n, int more) {
 static void mma_16816(Warp &w, const Insn &in) {
     const s32 *o = w.b->k->ext.data() + in.ext;
     alignas(64) f32 A[16][16], B[16][8], C[16][8];
-    for (int r = 0; r < 4; r++) {
-        const u32 *a = src<u32>(w, o[4 + r]);
-        alignas(64) f32 lo[LANES], hi[LANES];
-        EACH_LANE lo[l] = half_value((u16)a[l]);
-        EACH_LANE hi[l] = half_value((u16)(a[l] >> 16));
-        for (int l = 0; l < LANES; l++) {
-            const int g = l / 4, t = l % 4, row = g + (r & 1 ? 8 : 0), col = 2 * t + (r & 2 ? 8 : 0);
-            A[row][col] = lo[l], A[row][col + 1] = hi[l];
-        }
+    for (int r = 0; r < 4; r++) { /* the halves of lanes 4g .. 4g + 3 are eight columns of a row */
+        u16 a[2 * LANES];
+        memcpy(a, src<u32>(w, o[4 + r]), sizeof a);
+        for (int g = 0; g < 8; g++)
+            for (int k = 0; k < 8; k++) A[g + (r & 1 ? 8 : 0)][k + (r & 2 ? 8 : 0)] = half_value(a[8 * g + k]);
     }
     for (int r = 0; r < 2; r++) {
-        const u32 *b = src<u32>(w, o[8 + r]);
-        for (int l = 0; l < LANES; l++) {
-            const int g = l / 4, t = l % 4, row = 2 * t + (r ? 8 : 0);
-            B[row][g] = half_value((u16)b[l]), B[row + 1][g] = half_value((u16)(b[l] >> 16));
-        }
+        u16 b[2 * LANES];
+        alignas(64) f32 v[2 * LANES];
+        memcpy(b, src<u32>(w, o[8 + r]), sizeof b);
+        for (int i = 0; i < 2 * LANES; i++) v[i] = half_value(b[i]);
+        for (int k = 0; k < 8; k++)
+            for (int c = 0; c < 8; c++) B[8 * r + k][c] = v[8 * c + k];
     }
     for (int i = 0; i < 4; i++) {
         const f32 *c = src<f32>(w, o[10 + i]);
