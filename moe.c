@@ -12231,6 +12231,7 @@ static double ref_dot_wide(const float *a, const float *b, int n) {
     double s[8] = {0};
     int i = 0;
     for (; i + 8 <= n; i += 8)
+#pragma GCC unroll 8
         for (int j = 0; j < 8; j++) s[j] += (double)a[i + j] * (double)b[i + j];
     for (; i < n; i++) s[0] += (double)a[i] * (double)b[i];
     return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
@@ -12258,13 +12259,27 @@ static void ref_gemm(const struct gemm *g) {
     }
 }
 
+/* Eight columns at a time; each sum in order of p. */
 static void ref_sgemm_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc) {
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < n; j++) {
-            double s = 0;
-            for (int p = 0; p < k; p++) s += (double)a[(ptrdiff_t)i * lda + p] * (double)b[(ptrdiff_t)p * ldb + j];
-            c[(ptrdiff_t)i * ldc + j] += (float)s;
+    enum { COLUMNS = 8 };
+    for (int i = 0; i < m; i++, a += lda, c += ldc) {
+        int j0 = 0;
+        for (; j0 + COLUMNS <= n; j0 += COLUMNS) {
+            double s[COLUMNS] = {0};
+            for (int p = 0; p < k; p++) {
+                const float *row = b + (ptrdiff_t)p * ldb + j0;
+#pragma GCC unroll 8
+                for (int j = 0; j < COLUMNS; j++) s[j] += (double)a[p] * (double)row[j];
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMNS; j++) c[j0 + j] += (float)s[j];
         }
+        for (int j = j0; j < n; j++) {
+            double s = 0;
+            for (int p = 0; p < k; p++) s += (double)a[p] * (double)b[(ptrdiff_t)p * ldb + j];
+            c[j] += (float)s;
+        }
+    }
 }
 
 static void ref_transpose(uint32_t type, const uint8_t *x, size_t x_stride, int m, int n, float *y, int ldy) {
