@@ -704,7 +704,7 @@ static void demo_expand(struct hf *h, const char *path) {
 
 /* The demo model loses less than 1 % of perplexity when its dequantized experts are quantized once more. */
 static void test_quantize_perplexity(void) {
-    enum { TOKENS = 4096, WINDOW = 1024 };
+    enum { TOKENS = 4096, WINDOW = 512 };
     struct hf h = {.rng = 1};
     struct model m;
     char cmd[512], path[256], err[ERR_MAX], *text = NULL, *out = NULL, *said = NULL;
