@@ -25596,11 +25596,14 @@ static void bench_ids(const struct model *m, int32_t ids[BENCH_PREFILL]) {
     for (int i = 0; i < BENCH_PREFILL; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
 }
 
+/* Seconds of CPU and of GPU in which the runs of one forward should end. Tests set less. */
+static double bench_budget[2] = {4, 0.5};
+
 /* Median seconds of a forward of n of the BENCH_PREFILL ids after `depth` other tokens, with the logits of the last
  * `rows` of them; 0: interrupted. Two runs are not counted: one warms up, one tells how often to repeat. If forwards
  * take too long for that, the first one counts. */
 static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
-    const double budget = s->r->cuda ? 0.5 : 4; /* seconds */
+    const double budget = bench_budget[s->r->cuda != NULL];
     double t[BENCH_RUNS], spent = 0;
     int got = 0, repeat = 1;
     for (int run = -2; run < BENCH_RUNS && (!got || spent < budget); run++) {

@@ -1039,9 +1039,10 @@ static void batch_check(const struct batch_case *c) {
     }
 }
 
-/* A model on every set of kernels: with every type of cache from the start and around the second split of a context; with
- * one, if `deep`, around the first context whose splits are longer. */
-static void batch_model(const char *name, struct model *m, bool deep) {
+/* A model on every set of kernels: with every type of cache from the start and around the second split of a context; on
+ * the set number `deep`, and on the one that this machine chooses, around the first context whose splits are longer.
+ * deep < 0: on none. */
+static void batch_model(const char *name, struct model *m, int deep) {
     static const int past[] = {0, SPLIT_KEYS - 4, CPU_SPLITS_MAX * SPLIT_KEYS - 9};
     const size_t bytes = (size_t)m->n_vocab * m->embd.row_bytes;
     uint8_t *embd = xmalloc(bytes); /* its last row is broken */
@@ -1051,9 +1052,9 @@ static void batch_model(const char *name, struct model *m, bool deep) {
     for (size_t i = 0; i <= sizeof kernel_sets / sizeof *kernel_sets; i++) {
         const struct kernels *k = i ? kernel_sets[i - 1] : &kernels_ref;
         if (i && !kernels_runnable(k)) continue;
-        const int cases = deep && (!SANITIZED || k == kernels_choose()) ? 7 : 6;
+        const int cases = deep >= 0 && (k == kernels_choose() || (int)i == deep) ? 7 : 6;
         for (int j = 0; j < cases; j++) {
-            const enum kv_type kv = (enum kv_type)((j < 6 ? j : (int)i) % 3);
+            const enum kv_type kv = (enum kv_type)((j < 6 ? j : (int)i + deep) % 3);
             batch_check(&(struct batch_case){name, m, k, kv, 1, past[j / 3]});
         }
         batch_check(&(struct batch_case){name, m, k, KV_FP8, 2, past[1]});
@@ -1067,10 +1068,10 @@ static void test_batches(void) {
     struct model m = {0};
     for (int f = 0; f < BATCH_SHAPES; f++) {
         synth_make(&m, &batch_shapes[f], NULL, false);
-        batch_model(batch_shapes[f].name, &m, true);
+        batch_model(batch_shapes[f].name, &m, f % (1 + (int)(sizeof kernel_sets / sizeof *kernel_sets)));
     }
-    if (fixture_load("hy_v3", &m)) batch_model("hy_v3", &m, false);               /* experts in BF16 */
-    if (fixture_load("glm4_moe_air", &m)) batch_model("glm4_moe_air", &m, false); /* 3 heads share keys */
+    if (fixture_load("hy_v3", &m)) batch_model("hy_v3", &m, -1);               /* experts in BF16 */
+    if (fixture_load("glm4_moe_air", &m)) batch_model("glm4_moe_air", &m, -1); /* 3 heads share keys */
 }
 
 /* Scales of matrices do not apply to biases: with scales of a sixteenth and sixteenfold scales of blocks all weights
