@@ -273,7 +273,7 @@ static void test_calibrate_resumes(void) {
     const ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
     if (!CHECK(n > 0, "no path of the program")) return;
     self[n] = 0;
-    run_command(IN_DIR("head -c 20000 prompts/haystack.txt >@/part.txt; echo '{\"text\": \"a b c\"}' >@/part.jsonl; "
+    run_command(IN_DIR("head -c 12000 prompts/haystack.txt >@/part.txt; echo '{\"text\": \"a b c\"}' >@/part.jsonl; "
                        "head -c 5000 prompts/haystack.txt | tr '\\n\"' '  ' | "
                        "sed 's/.*/{\"text\": \"&\"}/' >>@/part.jsonl"),
                 NULL, NULL);
