@@ -180,7 +180,7 @@ static void test_draft_text(void) {
             const int tp = 1 + (f + k / 2) % 2;
             struct session s;
             session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels, tp, 512, kv[(f + k) % 3], false, false});
-            check_same_text(name, &s, kernels->name, k, SANITIZED ? 10 : 24, f < 4);
+            check_same_text(name, &s, kernels->name, k, 24, f < 4);
             check_next_turn(name, &s, kernels->name, k);
             if (k == f % DRAFT_SAMPLINGS) {
                 int32_t text[2][20];
@@ -195,7 +195,7 @@ static void test_draft_text(void) {
 
 /* The demo model's own drafts: most are right, and the texts are the same. */
 static void test_draft_demo(void) {
-    enum { N = SANITIZED ? 30 : 120 };
+    enum { N = 120 };
     static const int depths[][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {0, 3}};
     struct model m;
     struct session s;
@@ -312,7 +312,7 @@ static void test_draft_state(void) {
         struct model m;
         if (!fixture_load(draft_models[f], &m)) return;
         check_state(draft_models[f], &m, 1, KV_FP8);
-        if (!SANITIZED) check_state(draft_models[f], &m, 2, KV_F32);
+        check_state(draft_models[f], &m, 2, KV_F32);
         model_free(&m);
     }
 }
@@ -320,7 +320,7 @@ static void test_draft_state(void) {
 /* The distribution of two tokens of which the first is verified and the second drafted half of the time, against
  * probabilities computed from the logits: chi-square over the 16 pairs that top-k 4 leaves. */
 static void test_draft_distribution(void) {
-    enum { K = 4, DRAWS = SANITIZED ? 2000 : 20000, PROMPT = 5 };
+    enum { K = 4, DRAWS = 20000, PROMPT = 5 };
     const struct sampling o = {.temp = 1, .top_k = K, .top_p = 1, .repeat_penalty = 1};
     struct model m;
     struct session s;

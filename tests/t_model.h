@@ -1651,7 +1651,6 @@ static void test_demo_perplexity(void) {
     char *text = NULL, err[ERR_MAX];
     int32_t *ids = NULL;
     if (!path) SKIP("../shared/prose is absent");
-    if (SANITIZED) SKIP("it takes minutes under sanitizers and calls nothing that others do not");
     if (!demo_load(&m) || !CHECK(read_file(path, &text, err) == 0, "%s", err)) return;
     tokenize(m.vocab, text, 40000, NULL, 0, &ids);
     if (!CHECK(arrlen(ids) > 6144, "only %td tokens", arrlen(ids))) return;

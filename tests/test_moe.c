@@ -3,6 +3,7 @@
  *   build/test_moe              runs all tests
  *   build/test_moe vocab nvfp4  runs those whose names contain one of the words
  *   build/test_moe -j2 [WORDS]  runs two tests at a time, each in a process of its own
+ *   build/test_moe -j2 -vocab   leaves out those whose names contain a word after a dash
  *   build/test_moe --list       prints the names
  *   build/test_moe --fault NAME MODEL goes wrong on purpose: the tests of faults start it
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
@@ -257,9 +258,14 @@ static void run_parallel(struct test_job *jobs, int n, int most) {
 }
 
 static bool test_wanted(const char *name, int argc, char **argv) {
-    for (int i = 0; i < argc; i++)
-        if (strstr(name, argv[i])) return true;
-    return !argc;
+    bool some = false, named = false;
+    for (int i = 0; i < argc; i++) {
+        const bool out = argv[i][0] == '-', match = strstr(name, argv[i] + out);
+        if (out && match) return false;
+        some = some || !out;
+        named = named || (!out && match);
+    }
+    return named || !some;
 }
 
 /* What is no run of tests: exit code, or -1 for a run. */
