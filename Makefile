@@ -102,6 +102,16 @@ bench-vs: all
 # Threads sleep while they wait: on a busy machine, spinning ones take the time of others.
 test mutate asan tsan: export OMP_WAIT_POLICY = passive
 
+# The models of tests/fixtures, which the tests map.
+FIXTURES := $(patsubst tests/fixtures/%/config.json,build/fixtures/%.gguf,$(wildcard tests/fixtures/*/config.json))
+build/test_moe build/test_cuda build/test_gpu: | $(FIXTURES)
+
+.SECONDEXPANSION:
+$(FIXTURES): build/fixtures/%.gguf: build/moe-convert $$(wildcard tests/fixtures/$$*/*)
+	@mkdir -p $(@D)
+	@build/moe-convert tests/fixtures/$* -o $@ 2>$@.log || { cat $@.log; exit 1; }
+	@rm $@.log
+
 test: all build/test_moe $(if $(NVCC),build/test_cuda build/selftest)
 	build/test_moe -j$(CORES)
 ifeq ($(NVCC),)
@@ -191,13 +201,18 @@ measure:
 	@tests/measure.sh
 
 ## make asan      runs the tests, and the programs that they start, under the address and undefined-behavior sanitizers
+# Without what computes long texts: every parser, mixer, set of kernels and program is in a test that stays.
+asan: ONLY := -model/fixtures-deepseek -prediction-chain -model/demo -model/threads -model/decode -model/batches -think/official -think/ended \
+    -draft/text -draft/demo -draft/state -draft/distribution -draft/ends -state/chunks -state/chosen -state/compressed -state/dialogue \
+    -state/file -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
+    -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -reap/calibrated
 asan: SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
 tsan: SAN  := -fsanitize=thread
 tsan: private CC := $(CLANG)
 tsan: ONLY := team/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
 tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
-asan tsan: build/demo.gguf
+asan tsan: build/demo.gguf $(FIXTURES)
 	@command -v $(CC) >/dev/null || { echo "make $@ wants $(CC)"; exit 1; }
 	mkdir -p build/$@ && ln -sfn ../../prompts build/$@/prompts
 	for p in moe convert/moe-convert convert/moe-reap tests/test_moe; do $(CC) $(FLAGS) -O1 -g $(SAN) -DSANITIZED=1 -DMOE_BIN='"build/$@/moe"' \
@@ -226,7 +241,7 @@ build/%.fuzz.o: %.c tests/fuzz.c $(ENGINE) | build
 	$(CLANG) $(FUZZ_FLAGS) $(if $(filter convert/%,$<),-Dmain=$(patsubst moe-%,%,$(*F))_main) -c $< -o $@
 
 ## make test-arm64 builds for 64-bit ARM and runs some tests under qemu-user
-test-arm64: build/demo.gguf
+test-arm64: build/demo.gguf $(FIXTURES)
 	CFLAGS="$(CFLAGS) $(WARN)" tests/arm64.sh
 
 PROGRAMS := moe build/moe-convert build/moe-reap

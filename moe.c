@@ -12231,6 +12231,7 @@ static double ref_dot_wide(const float *a, const float *b, int n) {
     double s[8] = {0};
     int i = 0;
     for (; i + 8 <= n; i += 8)
+#pragma GCC unroll 8
         for (int j = 0; j < 8; j++) s[j] += (double)a[i + j] * (double)b[i + j];
     for (; i < n; i++) s[0] += (double)a[i] * (double)b[i];
     return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
@@ -12258,13 +12259,27 @@ static void ref_gemm(const struct gemm *g) {
     }
 }
 
+/* Eight columns at a time; each sum in order of p. */
 static void ref_sgemm_add(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc) {
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < n; j++) {
-            double s = 0;
-            for (int p = 0; p < k; p++) s += (double)a[(ptrdiff_t)i * lda + p] * (double)b[(ptrdiff_t)p * ldb + j];
-            c[(ptrdiff_t)i * ldc + j] += (float)s;
+    enum { COLUMNS = 8 };
+    for (int i = 0; i < m; i++, a += lda, c += ldc) {
+        int j0 = 0;
+        for (; j0 + COLUMNS <= n; j0 += COLUMNS) {
+            double s[COLUMNS] = {0};
+            for (int p = 0; p < k; p++) {
+                const float *row = b + (ptrdiff_t)p * ldb + j0;
+#pragma GCC unroll 8
+                for (int j = 0; j < COLUMNS; j++) s[j] += (double)a[p] * (double)row[j];
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < COLUMNS; j++) c[j0 + j] += (float)s[j];
         }
+        for (int j = j0; j < n; j++) {
+            double s = 0;
+            for (int p = 0; p < k; p++) s += (double)a[p] * (double)b[(ptrdiff_t)p * ldb + j];
+            c[j] += (float)s;
+        }
+    }
 }
 
 static void ref_transpose(uint32_t type, const uint8_t *x, size_t x_stride, int m, int n, float *y, int ldy) {
@@ -25581,11 +25596,14 @@ static void bench_ids(const struct model *m, int32_t ids[BENCH_PREFILL]) {
     for (int i = 0; i < BENCH_PREFILL; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
 }
 
+/* Seconds of CPU and of GPU in which the runs of one forward should end. Tests set less. */
+static double bench_budget[2] = {4, 0.5};
+
 /* Median seconds of a forward of n of the BENCH_PREFILL ids after `depth` other tokens, with the logits of the last
  * `rows` of them; 0: interrupted. Two runs are not counted: one warms up, one tells how often to repeat. If forwards
  * take too long for that, the first one counts. */
 static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
-    const double budget = s->r->cuda ? 0.5 : 4; /* seconds */
+    const double budget = bench_budget[s->r->cuda != NULL];
     double t[BENCH_RUNS], spent = 0;
     int got = 0, repeat = 1;
     for (int run = -2; run < BENCH_RUNS && (!got || spent < budget); run++) {

@@ -273,7 +273,7 @@ static void test_calibrate_resumes(void) {
     const ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
     if (!CHECK(n > 0, "no path of the program")) return;
     self[n] = 0;
-    run_command(IN_DIR("head -c 20000 prompts/haystack.txt >@/part.txt; echo '{\"text\": \"a b c\"}' >@/part.jsonl; "
+    run_command(IN_DIR("head -c 12000 prompts/haystack.txt >@/part.txt; echo '{\"text\": \"a b c\"}' >@/part.jsonl; "
                        "head -c 5000 prompts/haystack.txt | tr '\\n\"' '  ' | "
                        "sed 's/.*/{\"text\": \"&\"}/' >>@/part.jsonl"),
                 NULL, NULL);
@@ -355,10 +355,7 @@ static void test_calibrate_stages(void) {
 }
 
 static void test_calibrate_refuses(void) {
-    struct model m;
     calibration_texts();
-    if (!fixture_load("deepseek_v3", &m)) return;
-    model_free(&m);
     run_command(
         IN_DIR("echo '{\"format\": \"moe-scores\", \"version\": 1, \"model\": {\"routers\": \"1\"}}' >@/o.json;"
                "echo '[1' >@/bad.json; echo '{\"a\": 1}' >@/none.json; printf '' >@/empty.txt;"
@@ -382,8 +379,9 @@ static void test_calibrate_refuses(void) {
                   "is also an input or the other output");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/n.json"), 1, "",
                   "is also an input or the other output");
-    check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/deepseek_v3.gguf"), 1, "",
-                  "was not written by --activations");
+    check_command(IN_DIR("cp " FIXTURES "deepseek_v3.gguf @/other.gguf; " MOE
+                         "--calibrate @/a.txt -o @/n.json --activations @/other.gguf"),
+                  1, "", "was not written by --activations");
     check_command(IN_DIR(MOE "--calibrate @/a.txt -o @/n.json --activations @/none/n.gguf"), 1, "", "cannot write");
     check_command(IN_DIR(MOE "--calibrate @/k.jsonl -o @/n.json"), 1, "", "k.jsonl', line 2: expected \"messages\"");
     check_command(IN_DIR("[ ! -e @/n.json ]"), 0, NULL, NULL); /* nothing was counted */
@@ -402,7 +400,8 @@ static void test_calibrate_refuses(void) {
         0, "1\n", NULL);
     check_command(IN_DIR(MOE "--calibrate @/r.jsonl -o @/r.json"), 1, "",
                   "line 1: messages[0]: \"content\" is missing");
-    check_command(IN_DIR(MOE_BIN " -m @/deepseek_v3.gguf --calibrate @/a.txt -o @/w.json"), 1, "", "another model");
+    check_command(IN_DIR(MOE_BIN " -m " FIXTURES "deepseek_v3.gguf --calibrate @/a.txt -o @/w.json"), 1, "",
+                  "another model");
     check_command(IN_DIR(REAP_BIN " build/demo.gguf @/w.json @/w.json --keep 12 --dry-run"), 1, "",
                   "would count twice");
     check_command(IN_DIR(MOE "--calibrate @/a.txt"), 2, "", "--calibrate needs -o FILE");
@@ -449,9 +448,9 @@ static void test_compare(void) {
     for (int i = 0; i < n; i++) bytes += vocab_bytes(m[0].vocab, ids[i]).n;
     char cmd[1024];
     snprintf(cmd, sizeof cmd,
-             "head -c %zu %s/t.txt >%s/u.txt; %s --cpu-ref --kv f32 --compare %s/deepseek_v3.gguf "
-             "%s/deepseek_v3_plain.gguf %s/u.txt",
-             bytes, test_dir(), test_dir(), MOE_BIN, test_dir(), test_dir(), test_dir());
+             "head -c %zu %s/t.txt >%s/u.txt; " MOE_BIN " --cpu-ref --kv f32 --compare " FIXTURES
+             "deepseek_v3.gguf " FIXTURES "deepseek_v3_plain.gguf %s/u.txt",
+             bytes, test_dir(), test_dir(), test_dir());
     CHECK(run_command(cmd, &said, NULL) == 0, "%s", sb_cstr(&said));
     const char *p = strstr(sb_cstr(&said), "mean ");
     CHECK(p && sscanf(p, "mean %lf", &mean) == 1 && fabs(mean - kl / n) < 1e-5, "KL %.7f in '%s'", kl / n, said);
@@ -462,14 +461,15 @@ static void test_compare(void) {
     CHECK(sscanf(said, "perplexity A %lf", &a) == 1 && p && sscanf(p, "perplexity B %lf", &b) == 1 &&
               fabs(a / exp(nll[0] / (n - 1)) - 1) < 1e-4 && fabs(b / exp(nll[1] / (n - 1)) - 1) < 1e-4,
           "perplexities %.4f and %.4f in '%s'", exp(nll[0] / (n - 1)), exp(nll[1] / (n - 1)), said);
-    check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf @/deepseek_v3.gguf @/t.txt"), 1, "", "different");
+    check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf " FIXTURES "deepseek_v3.gguf @/t.txt"), 1, "",
+                  "different");
     check_command(MOE_BIN " --compare build/demo.gguf build/demo.gguf", 2, "", "A.gguf B.gguf TEXT");
     check_command(IN_DIR(MOE "--compare build/demo.gguf build/demo.gguf @/t.txt"), 2, "", "cannot be combined with -m");
     check_command(IN_DIR(MOE_BIN " --compare build/demo.gguf @/nothing.gguf README.md"), 1, "", "nothing.gguf");
     /* weights that are no numbers */
     char *file = NULL;
     struct gguf g;
-    if (CHECK(!read_file(in_dir("@/deepseek_v3.gguf", test_dir()), &file, err) &&
+    if (CHECK(!read_file(FIXTURES "deepseek_v3.gguf", &file, err) &&
                   !gguf_parse(&g, (uint8_t *)file, arrlenu(file), err, sizeof err),
               "%s", err)) {
         const struct gguf_tensor *head = gguf_find_tensor(&g, "output.weight");
@@ -477,9 +477,9 @@ static void test_compare(void) {
         FILE *f = fopen(in_dir("@/nan.gguf", test_dir()), "wb");
         CHECK(f && fwrite(file, arrlenu(file), 1, f) == 1 && !fclose(f), "@/nan.gguf");
         gguf_close(&g);
-        check_command(IN_DIR(MOE_BIN " --compare @/deepseek_v3.gguf @/nan.gguf @/t.txt"), 1, "",
+        check_command(IN_DIR(MOE_BIN " --compare " FIXTURES "deepseek_v3.gguf @/nan.gguf @/t.txt"), 1, "",
                       "model B gives logits that are not finite");
-        check_command(IN_DIR(MOE_BIN " --compare @/nan.gguf @/deepseek_v3.gguf @/t.txt"), 1, "",
+        check_command(IN_DIR(MOE_BIN " --compare @/nan.gguf " FIXTURES "deepseek_v3.gguf @/t.txt"), 1, "",
                       "model A gives logits that are not finite");
     }
     arrfree(said), arrfree(ids), arrfree(text), arrfree(file);

@@ -33,6 +33,13 @@ static void force_drafts(struct session *s, struct ops *ops, enum draft_force ho
     s->r->ops = ops;
 }
 
+/* Computes ids[0..n) in chunks of at most `chunk`, of a session that then can come back to them. */
+static void draft_prompt(struct session *s, const int32_t *ids, int n, int chunk) {
+    session_truncate(s, 0);
+    for (int at = 0; at < n; at += chunk) session_forward(s, ids + at, int_min(chunk, n - at));
+    session_keep(s);
+}
+
 /* Generates n tokens after ids[0..n_ids), with n_min to n_max drafts a round. The first `kept` ids are in the session;
  * the others are computed in chunks of at most `chunk`. */
 static void draft_resume(struct session *s, const struct sampling *o, uint64_t seed, int n_min, int n_max,
@@ -65,44 +72,39 @@ static const char *const draft_models[] = {
     "glm4_moe",        "step3p7",           "mimo_v2_flash_fp8", "glm_moe_dsa_types", "deepseek_v4"};
 enum { DRAFT_MODELS = sizeof draft_models / sizeof *draft_models };
 
-/* Compares texts with all depths, drafts chosen by the model and forced, with those of plain decoding. all: with every
- * sampling, otherwise with one for each depth. Every sampling has the prompt in chunks of its own; the last token of it
- * is computed alone, so that all texts of a sampling begin with the same state. */
-static void check_same_text(const char *name, struct session *s, const char *kernels, int n, bool all) {
+/* Compares texts of sampling k with all depths, drafts chosen by the model and forced, with that of plain decoding. all:
+ * with every depth, otherwise with one or two. Every sampling has the prompt in chunks of its own; the last token of it is
+ * computed alone, so that all texts begin with the same state. */
+static void check_same_text(const char *name, struct session *s, const char *kernels, int k, int n, bool all) {
     static const int depths[][2] = {{1, 1}, {2, 2}, {3, 3}, {DRAFTS_MAX, DRAFTS_MAX}, {0, 3}};
     static const int chunks[DRAFT_SAMPLINGS] = {36, 16, 7, 1};
     enum { PROMPT = 37, DEPTHS = sizeof depths / sizeof *depths };
+    const struct sampling *o = &draft_samplings[k];
     int32_t *want = xmalloc(((size_t)PROMPT + (size_t)n) * sizeof *want), *got = xmalloc((size_t)n * sizeof *got);
     const size_t n_vocab = (size_t)s->m->n_vocab;
     float *logits = xmalloc(n_vocab * sizeof *logits);
     const struct ops *plain = s->r->ops;
     struct ops ops;
     some_ids(want, PROMPT, s->m->n_vocab);
-    for (int k = 0; k < DRAFT_SAMPLINGS; k++) {
-        const struct sampling *o = &draft_samplings[k];
-        session_truncate(s, 0);
-        for (int at = 0; at < PROMPT - 1; at += chunks[k])
-            session_forward(s, want + at, int_min(chunks[k], PROMPT - 1 - at));
-        session_keep(s);
-        draft_resume(s, o, 7, 0, 0, want, PROMPT, PROMPT - 1, 1, want + PROMPT, n);
-        memcpy(logits, session_logits(s), n_vocab * sizeof *logits);
-        for (int d = 0; d < DEPTHS; d++) {
-            const enum draft_force how = (enum draft_force)((k + d) % 4);
-            if (!all && (d + n) % DRAFT_SAMPLINGS != k) continue;
-            force_drafts(s, &ops, how, want, PROMPT + n);
-            s->first_ids = d % 2 ? 100 : s->m->n_ids;
-            draft_resume(s, o, 7, depths[d][0], depths[d][1], want, PROMPT, PROMPT - 1, 1, got, n);
-            s->r->ops = plain;
-            int same = 0;
-            while (same < n && got[same] == want[PROMPT + same]) same++;
-            CHECK(same == n && !memcmp(session_logits(s), logits, n_vocab * sizeof *logits),
-                  "%s, %s, sampling %d, %d drafts (%d): token %d of %d differs", name, kernels, k, depths[d][1], how,
-                  same, n);
-            const struct draft_stats *t = &s->drafting.total;
-            CHECK(how != FORCE_RIGHT || depths[d][0] == 0 || t->right[0] == t->drafted[0],
-                  "%s: right drafts were refused", name);
-            CHECK(how != FORCE_WRONG || t->right[0] <= t->drafted[0] / 20, "%s: wrong drafts were taken", name);
-        }
+    draft_prompt(s, want, PROMPT - 1, chunks[k]);
+    draft_resume(s, o, 7, 0, 0, want, PROMPT, PROMPT - 1, 1, want + PROMPT, n);
+    memcpy(logits, session_logits(s), n_vocab * sizeof *logits);
+    for (int d = 0; d < DEPTHS; d++) {
+        const enum draft_force how = (enum draft_force)((k + d) % 4);
+        if (!all && (d + n) % DRAFT_SAMPLINGS != k) continue;
+        force_drafts(s, &ops, how, want, PROMPT + n);
+        s->first_ids = d % 2 ? 100 : s->m->n_ids;
+        draft_resume(s, o, 7, depths[d][0], depths[d][1], want, PROMPT, PROMPT - 1, 1, got, n);
+        s->r->ops = plain;
+        int same = 0;
+        while (same < n && got[same] == want[PROMPT + same]) same++;
+        CHECK(same == n && !memcmp(session_logits(s), logits, n_vocab * sizeof *logits),
+              "%s, %s, sampling %d, %d drafts (%d): token %d of %d differs", name, kernels, k, depths[d][1], how, same,
+              n);
+        const struct draft_stats *t = &s->drafting.total;
+        CHECK(how != FORCE_RIGHT || depths[d][0] == 0 || t->right[0] == t->drafted[0], "%s: right drafts were refused",
+              name);
+        CHECK(how != FORCE_WRONG || t->right[0] <= t->drafted[0] / 20, "%s: wrong drafts were taken", name);
     }
     free(want);
     free(got);
@@ -121,58 +123,70 @@ static void short_ring_text(struct session *s, bool is_short, int32_t *text, int
 }
 
 /* A turn after an answer gives the same logits whatever was drafted in the answer, also where the end of the answer is
- * taken back: rounds end with other lags of recurrent states. */
-static void check_next_turn(const char *name, struct session *s, const char *kernels) {
+ * taken back: rounds end with other lags of recurrent states. which: 0 to 3, the length of the answer. */
+static void check_next_turn(const char *name, struct session *s, const char *kernels, int which) {
     enum { PROMPT = 40, MARK = 30, ANSWER = 21, NEW = 40, ALL = PROMPT + ANSWER + NEW };
     static const struct {
         int answer, cut; /* tokens; tokens taken back at its end */
-    } c[] = {{6, 0}, {ANSWER, 0}, {ANSWER, 1}, {9, 3}};
+    } cases[DRAFT_SAMPLINGS] = {{6, 0}, {ANSWER, 0}, {ANSWER, 1}, {9, 3}};
     static const int depths[] = {0, 2, 5};
     const size_t bytes = (size_t)s->m->n_vocab * sizeof(float);
     float *want = xmalloc(bytes);
     int32_t ids[ALL];
     char err[ERR_MAX];
-    for (size_t i = 0; i < sizeof c / sizeof *c; i++)
-        for (size_t d = 0; d < sizeof depths / sizeof *depths; d++) {
-            const int depth = depths[d];
-            uint64_t seed = 5;
-            s->drafting = (struct drafting){0};
-            drafting_limit(&s->drafting, depth, depth);
-            session_truncate(s, 0);
-            some_ids(ids, ALL, s->m->n_vocab);
-            CHECK(session_sync(s, ids, PROMPT, MARK, err) == SYNC_DONE, "%s", err);
-            for (int k = 0; k < c[i].answer; k++) {
-                ids[PROMPT + k] = session_sample(s, &draft_samplings[2], &seed);
-                session_decode(s, ids[PROMPT + k]);
-            }
-            const int n = PROMPT + c[i].answer - c[i].cut;
-            some_ids(ids + n, ALL - n, s->m->n_vocab);
-            CHECK(session_sync(s, ids, n + NEW, n + NEW / 2, err) == SYNC_DONE, "%s", err);
-            if (!depth) memcpy(want, session_logits(s), bytes);
-            CHECK(!memcmp(want, session_logits(s), bytes),
-                  "%s, %s: other logits in the turn after %d tokens less %d with %d drafts", name, kernels, c[i].answer,
-                  c[i].cut, depth);
+    for (size_t d = 0; d < sizeof depths / sizeof *depths; d++) {
+        const int depth = depths[d];
+        uint64_t seed = 5;
+        s->drafting = (struct drafting){0};
+        drafting_limit(&s->drafting, depth, depth);
+        session_truncate(s, 0);
+        some_ids(ids, ALL, s->m->n_vocab);
+        CHECK(session_sync(s, ids, PROMPT, MARK, err) == SYNC_DONE, "%s", err);
+        for (int k = 0; k < cases[which].answer; k++) {
+            ids[PROMPT + k] = session_sample(s, &draft_samplings[2], &seed);
+            session_decode(s, ids[PROMPT + k]);
         }
+        const int n = PROMPT + cases[which].answer - cases[which].cut;
+        some_ids(ids + n, ALL - n, s->m->n_vocab);
+        CHECK(session_sync(s, ids, n + NEW, n + NEW / 2, err) == SYNC_DONE, "%s", err);
+        if (!depth) memcpy(want, session_logits(s), bytes);
+        CHECK(!memcmp(want, session_logits(s), bytes),
+              "%s, %s: other logits in the turn after %d tokens less %d with %d drafts", name, kernels,
+              cases[which].answer, cases[which].cut, depth);
+    }
     free(want);
 }
 
-/* The models from the fifth on take one sampling for each depth. */
+/* Set of kernels number i of those that this machine runs; further numbers begin again. */
+static const struct kernels *draft_kernels(int i) {
+    enum { SETS = sizeof kernel_sets / sizeof *kernel_sets };
+    const struct kernels *runnable[SETS];
+    int n = 0;
+    for (int k = 0; k < SETS; k++)
+        if (kernels_runnable(kernel_sets[k])) runnable[n++] = kernel_sets[k];
+    return runnable[i % n];
+}
+
+/* Kernels change from sampling to sampling, and begin with another set in the next model: each set meets every mixer. The
+ * models from the fifth on take one sampling for each depth. */
 static void test_draft_text(void) {
     for (int f = 0; f < DRAFT_MODELS; f++) {
+        const char *const name = draft_models[f];
         struct model m;
-        if (!fixture_load(draft_models[f], &m)) return;
-        for (size_t i = 0; i < sizeof kernel_sets / sizeof *kernel_sets; i++) {
-            const struct kernels *k = kernel_sets[i];
+        if (!fixture_load(name, &m)) return;
+        for (int k = 0; k < DRAFT_SAMPLINGS; k++) {
+            const struct kernels *const kernels = draft_kernels(f + k);
             const enum kv_type kv[] = {KV_F32, KV_BF16, KV_FP8};
+            const int tp = 1 + (f + k / 2) % 2;
             struct session s;
-            if (!kernels_runnable(k) || (k == &kernels_ref && f % 2)) continue; /* which is slow */
-            session_open_cpu(&s, &m, 1 + (f + (int)i) % 2, 1,
-                             (struct cpu_options){k, 2, 512, kv[(f + (int)i) % 3], false, false});
-            check_same_text(draft_models[f], &s, k->name, SANITIZED ? 10 : 24, f < 4);
-            int32_t text[2][20];
-            for (int is_short = 0; is_short < 2; is_short++) short_ring_text(&s, is_short, text[is_short], 20);
-            CHECK(!memcmp(text[0], text[1], sizeof text[0]), "%s: another text with a short ring", draft_models[f]);
-            check_next_turn(draft_models[f], &s, k->name);
+            session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels, tp, 512, kv[(f + k) % 3], false, false});
+            check_same_text(name, &s, kernels->name, k, 24, f < 4);
+            check_next_turn(name, &s, kernels->name, k);
+            if (k == f % DRAFT_SAMPLINGS) {
+                int32_t text[2][20];
+                for (int is_short = 0; is_short < 2; is_short++) short_ring_text(&s, is_short, text[is_short], 20);
+                CHECK(!memcmp(text[0], text[1], sizeof text[0]), "%s: another text with a short ring", name);
+            }
             session_free(&s);
         }
         model_free(&m);
@@ -181,7 +195,7 @@ static void test_draft_text(void) {
 
 /* The demo model's own drafts: most are right, and the texts are the same. */
 static void test_draft_demo(void) {
-    enum { N = SANITIZED ? 30 : 120 };
+    enum { N = 120 };
     static const int depths[][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {0, 3}};
     struct model m;
     struct session s;
@@ -189,10 +203,11 @@ static void test_draft_demo(void) {
     int32_t *ids = NULL, out[2][N];
     if (!demo_load(&m) || !CHECK(!read_file("prompts/haystack.txt", &text, err), "%s", err)) return;
     tokenize_all(m.vocab, text, 1200, false, &ids);
-    session_cpu(&s, &m, kernels_choose(), 2, 1024, KV_BF16);
+    session_cpu(&s, &m, kernels_choose(), 1, 1024, KV_BF16);
+    draft_prompt(&s, ids, 199, 199);
     for (int k = 0; k < DRAFT_SAMPLINGS; k++)
         for (int d = 0; d < 5; d++) {
-            draft_run(&s, &draft_samplings[k], 11, depths[d][0], depths[d][1], ids, 200, 200, out[d > 0], N);
+            draft_resume(&s, &draft_samplings[k], 11, depths[d][0], depths[d][1], ids, 200, 199, 1, out[d > 0], N);
             CHECK(!d || !memcmp(out[0], out[1], sizeof out[0]), "sampling %d: another text with %d to %d drafts", k,
                   depths[d][0], depths[d][1]);
             const struct draft_stats *t = &s.drafting.total;
@@ -268,7 +283,7 @@ static void check_state(const char *name, const struct model *m, int tp, enum kv
     struct session plain, s;
     struct ops ops;
     size_t n_want, n;
-    const struct cpu_options opts = {kernels_choose(), 2, 128, kv, false, false};
+    const struct cpu_options opts = {kernels_choose(), tp, 128, kv, false, false};
     some_ids(text, PROMPT, m->n_vocab);
     session_open_cpu(&plain, m, tp, 1, opts);
     draft_run(&plain, o, 5, 0, 0, text, PROMPT, CHUNK, text + PROMPT, N);
@@ -297,7 +312,7 @@ static void test_draft_state(void) {
         struct model m;
         if (!fixture_load(draft_models[f], &m)) return;
         check_state(draft_models[f], &m, 1, KV_FP8);
-        if (!SANITIZED) check_state(draft_models[f], &m, 2, KV_F32);
+        check_state(draft_models[f], &m, 2, KV_F32);
         model_free(&m);
     }
 }
@@ -305,7 +320,7 @@ static void test_draft_state(void) {
 /* The distribution of two tokens of which the first is verified and the second drafted half of the time, against
  * probabilities computed from the logits: chi-square over the 16 pairs that top-k 4 leaves. */
 static void test_draft_distribution(void) {
-    enum { K = 4, DRAWS = SANITIZED ? 2000 : 20000, PROMPT = 5 };
+    enum { K = 4, DRAWS = 20000, PROMPT = 5 };
     const struct sampling o = {.temp = 1, .top_k = K, .top_p = 1, .repeat_penalty = 1};
     struct model m;
     struct session s;

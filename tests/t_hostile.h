@@ -139,10 +139,9 @@ static void test_hostile_seeds(void) {
 }
 
 /* The converted fixture, stb_ds; begin: of its tensor data, end: of the last tensor. */
-static char *hostile_fixture(char path[256], size_t **edges, size_t *begin, size_t *end) {
+static char *hostile_fixture(size_t **edges, size_t *begin, size_t *end) {
     struct model m;
     *begin = SIZE_MAX, *end = 0;
-    snprintf(path, 256, "%s/deepseek_v3_nvfp4.gguf", test_dir());
     if (!fixture_load("deepseek_v3_nvfp4", &m)) return NULL;
     const struct gguf *g = &m.gguf;
     const uint8_t *base = g->images[0].base;
@@ -158,13 +157,13 @@ static char *hostile_fixture(char path[256], size_t **edges, size_t *begin, size
         *begin = at < *begin ? at : *begin, *end = last > *end ? last : *end;
     }
     model_free(&m);
-    return hostile_read(path);
+    return hostile_read(FIXTURES "deepseek_v3_nvfp4.gguf");
 }
 
 /* No head of a file is a file. */
 static void test_hostile_cuts(void) {
     size_t *edges = NULL, begin, end;
-    char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
+    char *sb = hostile_fixture(&edges, &begin, &end);
     for (size_t cut = 0; cut < 24; cut++) arrput(edges, cut);
     for (size_t cut = 24; cut < end; cut += 997) arrput(edges, cut);
     arrput(edges, end - 1);
@@ -178,7 +177,7 @@ static void test_hostile_cuts(void) {
 /* One to three flipped bits, mostly in the header; what still loads is run now and then. */
 static void test_hostile_flips(void) {
     size_t *edges = NULL, begin, end;
-    char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
+    char *sb = hostile_fixture(&edges, &begin, &end);
     uint64_t rng = 11;
     int n = SANITIZED ? 1000 : 10000, bound = 0;
     for (int i = 0; sb && i < n; i++) {
@@ -225,7 +224,7 @@ static void hostile_header_expected(const char *path, const char *expect) {
 /* The corpus and flipped headers without data. */
 static void test_hostile_headers(void) {
     size_t *edges = NULL, begin, end;
-    char path[256], *sb = hostile_fixture(path, &edges, &begin, &end);
+    char path[256], *sb = hostile_fixture(&edges, &begin, &end);
     uint64_t rng = 15;
     int n = SANITIZED ? 300 : 1000, taken = 0;
     hostile_each("gguf", hostile_header_expected);
@@ -332,9 +331,11 @@ static void test_hostile_program(void) {
 /* The file loses its end after it was mapped, before its weights are read. */
 static void test_hostile_shrinks(void) {
     size_t *edges = NULL, begin, end;
-    char path[256], cmd[2048], *said = NULL, *sb = hostile_fixture(path, &edges, &begin, &end);
+    char path[256], cmd[2048], *said = NULL, *sb = hostile_fixture(&edges, &begin, &end);
     arrfree(edges);
     if (!sb) return;
+    snprintf(path, sizeof path, "%s/shrinks.gguf", test_dir());
+    write_test_file(path, sb, arrlenu(sb));
     arrfree(sb);
     struct program p;
     snprintf(cmd, sizeof cmd, "exec " MOE_BIN " --verbose -m %s --raw -n 4 -c 64 -t 2", path);

@@ -19,15 +19,13 @@ static int state_save(struct session *s, const char *path, char *err) {
     return session_save(s, path, err) || temp_commit(err) ? -1 : 0;
 }
 
-/* Converts tests/fixtures/NAME into the test directory and loads it. */
+#define FIXTURES "build/fixtures/" /* of these, which make has converted: NAME.gguf */
+
+/* Loads what tests/fixtures/NAME became. */
 static bool fixture_load(const char *name, struct model *m) {
-    char cmd[512], path[256], err[ERR_MAX], *said = NULL;
-    snprintf(path, sizeof path, "%s/%s.gguf", test_dir(), name);
-    snprintf(cmd, sizeof cmd, "%s tests/fixtures/%s -o %s", CONVERT_BIN, name, path);
-    int rc = run_command(cmd, NULL, &said);
-    CHECK(rc == 0, "%s: %s", name, sb_cstr(&said));
-    arrfree(said);
-    return rc == 0 && CHECK(model_load(m, path, err) == 0, "%s", err);
+    char path[256], err[ERR_MAX];
+    snprintf(path, sizeof path, FIXTURES "%s.gguf", name);
+    return CHECK(model_load(m, path, err) == 0, "%s (make %s)", err, path);
 }
 
 static void *slurp(const char *path, size_t *n) {
@@ -163,7 +161,7 @@ static void check_fixture(const char *name, const int *experts) {
     json_t *greedy = json_load_file(path, 0, NULL), *list = json_object_get(greedy, "greedy_from_17");
     const int n_greedy = (int)json_array_size(list);
     CHECK(n_greedy > 8, "%s: the fixture is incomplete", name);
-    float *x = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
+    float *x = all_logits(&m, &kernels_ref, KV_F32, 1, ids, n);
     double e = nmse(x, ref, (size_t)n * (size_t)m.n_vocab);
     CHECK(e <= 1e-6, "%s: NMSE %.3g against Hugging Face", name, e);
     free(x);
@@ -210,7 +208,7 @@ static float *prediction_logits(const struct model *m, const struct kernels *k, 
     const size_t n_vocab = (size_t)m->n_vocab;
     struct session s;
     float *out = xmalloc((size_t)n * n_vocab * sizeof *out);
-    session_open_cpu(&s, m, tp, 1, (struct cpu_options){k, 2, n, KV_F32, false, false});
+    session_open_cpu(&s, m, tp, 1, (struct cpu_options){k, tp, n, KV_F32, false, false});
     for (int pos = 0, b = 0; pos < n; b++) {
         const int some = int_min(n - pos, batches[b % 7]), from = int_max(pos - 1, 0), to = pos + some - 1;
         session_forward(&s, ids + pos, some);
@@ -269,7 +267,7 @@ static void test_prediction_chain(void) {
     if (!CHECK(n_want == FROM * DRAFTS * row * sizeof *want, "drafts.f32: %zu bytes", n_want)) return;
     for (int tp = 1; tp <= 4; tp++) {
         struct session s;
-        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){&kernels_ref, 2, 300, KV_F32, false, false});
+        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){&kernels_ref, tp, 300, KV_F32, false, false});
         for (int k = 0; k < FROM; k++) {
             const int t = from[k];
             if (k) session_forward(&s, ids + s.n_past, t - 7 - s.n_past);
@@ -377,12 +375,10 @@ static void test_unnamed_router(void) {
     struct model m;
     char path[256], err[ERR_MAX];
     size_t n = 0;
-    if (!fixture_load("glm4_moe_lite", &m)) return;
-    model_free(&m);
-    snprintf(path, sizeof path, "%s/glm4_moe_lite.gguf", test_dir());
-    char *file = slurp(path, &n), *key = file ? memmem(file, n, name, strlen(name)) : NULL;
-    if (!CHECK(key, "'%s' is not in %s", name, path)) return;
+    char *file = slurp(FIXTURES "glm4_moe_lite.gguf", &n), *key = file ? memmem(file, n, name, strlen(name)) : NULL;
+    if (!CHECK(key, "there is no '%s'", name)) return;
     key[0] = 'E';
+    snprintf(path, sizeof path, "%s/unnamed.gguf", test_dir());
     write_test_file(path, file, n);
     if (CHECK(model_load(&m, path, err) == 0, "%s", err)) {
         CHECK(m.gating == GATING_SIGMOID, "router %d", m.gating);
@@ -400,14 +396,14 @@ static void test_clamps(void) {
     if (!fixture_load("deepseek_v4", &m)) return;
     const int blocks = model_blocks(&m);
     model_free(&m);
-    snprintf(path, sizeof path, "%s/deepseek_v4.gguf", test_dir());
-    char *file = slurp(path, &n);
+    char *file = slurp(FIXTURES "deepseek_v4.gguf", &n);
     for (int k = 0; k < 2; k++) {
         char *key = file ? memmem(file, n, keys[k], strlen(keys[k])) : NULL;
-        if (!CHECK(key, "'%s' is not in %s", keys[k], path)) return;
+        if (!CHECK(key, "there is no '%s'", keys[k])) return;
         key += strlen(keys[k]) + 4 + 4 + 8; /* after the types of an array and of its numbers, and their count */
         for (int il = 0; il < blocks; il++) memcpy(key + 4 * il, &(float){(float)(2 + il + 20 * k)}, 4);
     }
+    snprintf(path, sizeof path, "%s/clamps.gguf", test_dir());
     write_test_file(path, file, n);
     arrfree(file);
     if (!CHECK(model_load(&m, path, err) == 0, "%s", err)) return;
@@ -642,9 +638,8 @@ static void test_demo_reference(void) {
     CHECK(json_array_size(all) == 12, "reference_hf.json has %zu prompts", json_array_size(all));
     if (!demo_load(&m)) return;
     settings_init(&set);
-    session_cpu(&s, &m, &kernels_ref, 2, 512, KV_F32);
+    session_cpu(&s, &m, &kernels_ref, 1, 512, KV_F32);
     json_array_foreach(all, i, x) {
-        if (SANITIZED && i % 4) continue;
         struct chat c;
         struct text text = {0};
         int32_t *ids = NULL, out[256];
@@ -664,8 +659,11 @@ static void test_demo_reference(void) {
         bool same = arrlenu(ids) == json_array_size(v);
         for (k = 0; same && k < arrlenu(ids); k++) same = ids[k] == json_integer_value(json_array_get(v, k));
         CHECK(same, "prompt %zu is tokenized differently", i);
+        const size_t n = arrlenu(ids);
+        v = json_object_get(x, "greedy_ids"); /* the text, and what follows but for its last token */
+        for (k = 0; k + 1 < json_array_size(v); k++) arrput(ids, (int32_t)json_integer_value(json_array_get(v, k)));
         float *l = xmalloc(arrlenu(ids) * (size_t)m.n_vocab * sizeof *l);
-        float *last = l + (arrlenu(ids) - 1) * (size_t)m.n_vocab;
+        float *last = l + (n - 1) * (size_t)m.n_vocab;
         struct collect logits = {l, m.n_vocab};
         CHECK(session_score(&s, ids, (int)arrlen(ids), collect_row, &logits, err) == 0, "%s", err);
         for (k = 0; k < 8; k++) {
@@ -679,15 +677,15 @@ static void test_demo_reference(void) {
                   "prompt %zu: logit %zu (id %d) is %.5f at rank %d, expected %.5f", i, k, (int)id, last[id], better,
                   want);
         }
-        for (k = 0; k < arrlenu(ids); k++) {
+        for (k = 0; k < n; k++) {
             double sum = 0, want = json_number_value(json_array_get(json_object_get(x, "logits_l2_per_position"), k));
             for (int t = 0; t < m.n_vocab; t++)
                 sum += (double)l[k * (size_t)m.n_vocab + (size_t)t] * (double)l[k * (size_t)m.n_vocab + (size_t)t];
             CHECK(fabs(sqrt(sum) / want - 1) < 1e-5, "prompt %zu, position %zu: norm %.4f, expected %.4f", i, k,
                   sqrt(sum), want);
         }
-        v = json_object_get(x, "greedy_ids");
-        greedy_run(&s, ids, (int)arrlen(ids), out, (int)json_array_size(v));
+        for (k = 0; k < json_array_size(v); k++) out[k] = argmax(last + k * (size_t)m.n_vocab, m.n_vocab);
+        if (i % 4 == 0) greedy_run(&s, ids, (int)n, out, (int)json_array_size(v)); /* decodes it */
         for (k = 0; k < json_array_size(v); k++)
             CHECK(out[k] == json_integer_value(json_array_get(v, k)), "prompt %zu: greedy token %zu is %d", i, k,
                   out[k]);
@@ -709,7 +707,7 @@ static int compare_float_desc(const void *a, const void *b) {
 /* DESIGN level 2: the fast kernels, teacher-forced over 4,096 tokens of the shipped stories, against the scalar ones.
  * */
 static void test_demo_fast_path(void) {
-    enum { N = SANITIZED ? 512 : 2048, WINDOW = SANITIZED ? 512 : 1024 };
+    enum { N = 4096, WINDOW = 256 };
     struct model m;
     char *text = NULL, err[ERR_MAX];
     int32_t *ids = NULL;
@@ -720,8 +718,8 @@ static void test_demo_fast_path(void) {
     tokenize(m.vocab, text, 40000, NULL, 0, &ids);
     if (!CHECK(arrlen(ids) >= N, "only %td tokens", arrlen(ids))) return;
     for (int at = 0; at < N; at += WINDOW) {
-        float *ref = all_logits(&m, &kernels_ref, KV_F32, 2, ids + at, WINDOW),
-              *x = all_logits(&m, kernels_choose(), KV_F32, 2, ids + at, WINDOW);
+        float *ref = all_logits(&m, &kernels_ref, KV_F32, 1, ids + at, WINDOW),
+              *x = all_logits(&m, kernels_choose(), KV_F32, 1, ids + at, WINDOW);
         for (int t = 0; t < WINDOW; t++) {
             const float *a = x + (size_t)t * (size_t)m.n_vocab;
             float *b = ref + (size_t)t * (size_t)m.n_vocab;
@@ -771,7 +769,7 @@ static void test_session_decode_equals_prefill(void) {
     uint64_t rng = 5;
     if (!demo_load(&m)) return;
     for (int i = 0; i < 700; i++) ids[i] = (int32_t)(rng_next(&rng) % 8000);
-    session_cpu(&s, &m, &kernels_ref, 2, 700, KV_F32);
+    session_cpu(&s, &m, &kernels_ref, 1, 700, KV_F32);
     CHECK(session_sync(&s, ids, 700, 0, err) == SYNC_DONE, "%s", err);
     float *want = xmalloc((size_t)m.n_vocab * sizeof *want);
     memcpy(want, session_logits(&s), (size_t)m.n_vocab * sizeof *want);
@@ -1041,9 +1039,10 @@ static void batch_check(const struct batch_case *c) {
     }
 }
 
-/* A model on every set of kernels: with every type of cache from the start and around the second split of a context; with
- * one, if `deep`, around the first context whose splits are longer. */
-static void batch_model(const char *name, struct model *m, bool deep) {
+/* A model on every set of kernels: with every type of cache from the start and around the second split of a context; on
+ * the set number `deep`, and on the one that this machine chooses, around the first context whose splits are longer.
+ * deep < 0: on none. */
+static void batch_model(const char *name, struct model *m, int deep) {
     static const int past[] = {0, SPLIT_KEYS - 4, CPU_SPLITS_MAX * SPLIT_KEYS - 9};
     const size_t bytes = (size_t)m->n_vocab * m->embd.row_bytes;
     uint8_t *embd = xmalloc(bytes); /* its last row is broken */
@@ -1053,9 +1052,9 @@ static void batch_model(const char *name, struct model *m, bool deep) {
     for (size_t i = 0; i <= sizeof kernel_sets / sizeof *kernel_sets; i++) {
         const struct kernels *k = i ? kernel_sets[i - 1] : &kernels_ref;
         if (i && !kernels_runnable(k)) continue;
-        const int cases = deep && (!SANITIZED || k == kernels_choose()) ? 7 : 6;
+        const int cases = deep >= 0 && (k == kernels_choose() || (int)i == deep) ? 7 : 6;
         for (int j = 0; j < cases; j++) {
-            const enum kv_type kv = (enum kv_type)((j < 6 ? j : (int)i) % 3);
+            const enum kv_type kv = (enum kv_type)((j < 6 ? j : (int)i + deep) % 3);
             batch_check(&(struct batch_case){name, m, k, kv, 1, past[j / 3]});
         }
         batch_check(&(struct batch_case){name, m, k, KV_FP8, 2, past[1]});
@@ -1069,10 +1068,10 @@ static void test_batches(void) {
     struct model m = {0};
     for (int f = 0; f < BATCH_SHAPES; f++) {
         synth_make(&m, &batch_shapes[f], NULL, false);
-        batch_model(batch_shapes[f].name, &m, true);
+        batch_model(batch_shapes[f].name, &m, f % (1 + (int)(sizeof kernel_sets / sizeof *kernel_sets)));
     }
-    if (fixture_load("hy_v3", &m)) batch_model("hy_v3", &m, false);               /* experts in BF16 */
-    if (fixture_load("glm4_moe_air", &m)) batch_model("glm4_moe_air", &m, false); /* 3 heads share keys */
+    if (fixture_load("hy_v3", &m)) batch_model("hy_v3", &m, -1);               /* experts in BF16 */
+    if (fixture_load("glm4_moe_air", &m)) batch_model("glm4_moe_air", &m, -1); /* 3 heads share keys */
 }
 
 /* Scales of matrices do not apply to biases: with scales of a sixteenth and sixteenfold scales of blocks all weights
@@ -1636,7 +1635,7 @@ static double perplexity(const struct model *m, const struct kernels *k, enum kv
     struct session s;
     struct nll x = {.n = window, .n_vocab = m->n_vocab};
     char err[ERR_MAX] = "";
-    session_cpu(&s, m, k, 2, window, kv);
+    session_cpu(&s, m, k, 1, window, kv);
     for (int at = 0; at + window <= n; at += window) {
         x.ids = ids + at;
         CHECK(session_score(&s, x.ids, window, nll_add, &x, err) == 0, "%s", err);
@@ -1652,7 +1651,6 @@ static void test_demo_perplexity(void) {
     char *text = NULL, err[ERR_MAX];
     int32_t *ids = NULL;
     if (!path) SKIP("../shared/prose is absent");
-    if (SANITIZED) SKIP("it takes minutes under sanitizers and calls nothing that others do not");
     if (!demo_load(&m) || !CHECK(read_file(path, &text, err) == 0, "%s", err)) return;
     tokenize(m.vocab, text, 40000, NULL, 0, &ids);
     if (!CHECK(arrlen(ids) > 6144, "only %td tokens", arrlen(ids))) return;

@@ -182,11 +182,7 @@ static void test_qat_state(void) {
 
 /* The option: on where the family has it, also in the shards of ranks; a line where it has no effect. */
 static void test_qat_option(void) {
-    char path[512], cmd[1024];
-    struct model m;
-    if (!fixture_load("deepseek_v4", &m)) return;
-    model_free(&m);
-    snprintf(path, sizeof path, "%s/deepseek_v4.gguf", test_dir());
+    char path[] = FIXTURES "deepseek_v4.gguf", cmd[1024];
     for (int i = 0; i < 3; i++) {
         static const char *const value[] = {NULL, "on", "off"};
         char *argv[] = {

@@ -12,7 +12,7 @@ struct rewrite {
 static bool rewrite_open(struct rewrite *x, const char *fixture) {
     char path[256], err[ERR_MAX];
     memset(x, 0, sizeof *x);
-    snprintf(path, sizeof path, "%s/%s.gguf", test_dir(), fixture);
+    snprintf(path, sizeof path, FIXTURES "%s.gguf", fixture);
     return CHECK(gguf_open(&x->from, path, err, ERR_MAX) == 0, "%s", err);
 }
 

@@ -570,7 +570,7 @@ static void test_vocab_pastes(void) {
     size_t n = 1 << 20;
     char *text = xmalloc(n + 4), pre[64];
     for (int p = 0; p < N_PRE_TOKENIZERS; p++) {
-        n = p ? 1 << 18 : 1 << 20;
+        n = p ? 1 << 17 : 1 << 20;
         snprintf(pre, sizeof pre, "%.*s", (int)strcspn(pre_tokenizers[p].names, " "), pre_tokenizers[p].names);
         struct test_vocab t = test_vocab_begin(pre);
         const char *grown[] = {"a", "aa", "aaaa", "aaaaaaaa", " ", "  ", "    ", "\n", "\n\n"};
@@ -871,7 +871,7 @@ static void test_spm_refusals(void) {
 /* Megabytes without a place to cut, and others. Quadratic time would be hours. */
 static void test_spm_pastes(void) {
     static const char *const units[] = {"a", " ", "\n", "ab", "aab ", "\344\270\255", "\360\237\230\200", SPM_BLANK};
-    enum { BYTES = SANITIZED ? 1 << 18 : 4 << 20 };
+    enum { BYTES = SANITIZED ? 1 << 18 : 1 << 20 };
     char *text = xmalloc(BYTES), grown[20];
     struct test_vocab t = test_spm_begin();
     gguf_put_bool(&t.w, "tokenizer.ggml.add_space_prefix", false);

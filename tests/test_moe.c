@@ -3,6 +3,7 @@
  *   build/test_moe              runs all tests
  *   build/test_moe vocab nvfp4  runs those whose names contain one of the words
  *   build/test_moe -j2 [WORDS]  runs two tests at a time, each in a process of its own
+ *   build/test_moe -j2 -vocab   leaves out those whose names contain a word after a dash
  *   build/test_moe --list       prints the names
  *   build/test_moe --fault NAME MODEL goes wrong on purpose: the tests of faults start it
  *   build/test_moe --interrupt N OPTIONS runs `moe OPTIONS` with --calibrate and interrupts it in forward N
@@ -54,6 +55,7 @@
 #include "t_sass.h"
 
 static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS};
+static const char *const longest[] = {"cuda/fixtures", "cuda/drafts", "cuda/streams", "cuda/ranks"}; /* as below */
 #else
 #include "t_nvfp4.h"
 #include "t_vocab.h"
@@ -82,6 +84,27 @@ static const struct test table[] = {
         TESTS_SOURCES TESTS_PROMPT TESTS_REQUESTS TESTS_MODEL TESTS_TEAM TESTS_STATE TESTS_QAT TESTS_DRAFT
             TESTS_QUANTIZE TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL
                 TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR TESTS_DOCS};
+
+/* What -j starts first, the longest first, so that no processor waits for one at the end. */
+static const char *const longest[] = {"model/demo-fast-path",
+                                      "model/demo-perplexity",
+                                      "cli/needle-long",
+                                      "model/batches",
+                                      "ranks/fixtures",
+                                      "state/compressed",
+                                      "doctor/cli",
+                                      "draft/text",
+                                      "template/limits",
+                                      "plan/streams",
+                                      "cli/needle-books",
+                                      "quantize/perplexity",
+                                      "calibrate/resumes",
+                                      "draft/state",
+                                      "draft/ends",
+                                      "state/dialogue",
+                                      "state/chosen",
+                                      "calibrate/files",
+                                      "model/decode-equals-prefill"};
 #endif
 
 /* ---- the runner ---- */
@@ -209,6 +232,16 @@ static void job_print(struct test_job *j) {
     runner.count[o - PASSED]++;
 }
 
+/* The next job to start, -1 if all have been. */
+static int job_next(const struct test_job *jobs, int n) {
+    for (size_t k = 0; k < sizeof longest / sizeof *longest; k++)
+        for (int i = 0; i < n; i++)
+            if (!jobs[i].pid && !strcmp(jobs[i].test->name, longest[k])) return i;
+    for (int i = 0; i < n; i++)
+        if (!jobs[i].pid) return i;
+    return -1;
+}
+
 /* Runs n tests, up to `most` at a time. Their lines appear in the order of the table. */
 static void run_parallel(struct test_job *jobs, int n, int most) {
     int printed = 0, busy = 0;
@@ -216,12 +249,11 @@ static void run_parallel(struct test_job *jobs, int n, int most) {
         const struct sigaction catch = {.sa_handler = runner_catch}; /* wait() returns */
         sigaction((const int[]){SIGINT, SIGTERM, SIGHUP}[i], &catch, NULL);
     }
-    for (int next = 0; next < n || busy;) {
-        if (next < n && busy < most) {
+    for (int next; (next = job_next(jobs, n)) >= 0 || busy;) {
+        if (next >= 0 && busy < most) {
             int slot = 0;
             while (runner.running[slot]) slot++;
             job_start(&jobs[next], slot, next);
-            next++;
             busy++;
             continue;
         }
@@ -233,9 +265,14 @@ static void run_parallel(struct test_job *jobs, int n, int most) {
 }
 
 static bool test_wanted(const char *name, int argc, char **argv) {
-    for (int i = 0; i < argc; i++)
-        if (strstr(name, argv[i])) return true;
-    return !argc;
+    bool some = false, named = false;
+    for (int i = 0; i < argc; i++) {
+        const bool out = argv[i][0] == '-', match = strstr(name, argv[i] + out);
+        if (out && match) return false;
+        some = some || !out;
+        named = named || (!out && match);
+    }
+    return named || !some;
 }
 
 /* What is no run of tests: exit code, or -1 for a run. */
