@@ -204,7 +204,7 @@ measure:
 # Without what computes long texts: every parser, mixer, set of kernels and program is in a test that stays.
 asan: ONLY := -model/fixtures-deepseek -prediction-chain -model/demo -model/threads -model/decode -model/batches -think/official -think/ended \
     -draft/text -draft/demo -draft/state -draft/distribution -draft/ends -state/chunks -state/chosen -state/compressed -state/dialogue \
-    -state/file -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
+    -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
     -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -reap/calibrated
 asan: SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
