@@ -1721,8 +1721,9 @@ static void test_cuda_drafts(void) {
         cuda_test_begin(5 + (int)i);
         if (!fixture_load(c[i].fixture, &m)) return;
         if (layout_session(&s, &m, &c[i].d, 128, i % 2 ? KV_BF16 : KV_FP8)) {
-            check_same_text(c[i].fixture, &s, c[i].d.name, 4 + (int)i % 4, false);
-            if (i == 1) check_next_turn(c[i].fixture, &s, c[i].d.name); /* recurrent states */
+            for (int k = 0; k < 2; k++)
+                check_same_text(c[i].fixture, &s, c[i].d.name, ((int)i + 2 * k) % DRAFT_SAMPLINGS, 4 + (int)i % 4, false);
+            if (i == 1) check_next_turn(c[i].fixture, &s, c[i].d.name, 0); /* recurrent states */
             session_free(&s);
         }
         int32_t text[2][20] = {{0}};
