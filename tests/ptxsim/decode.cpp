@@ -38,7 +38,9 @@ static Type type_of(const std::string &s) {
     }
 PICK(load)
 PICK(load_acquire)
-PICK(load_param) PICK(store) PICK(store_release)
+PICK(load_param)
+PICK(store)
+PICK(store_release)
 
     /* All widths of an integer operation; signed where that matters. */
     template <template <class> class F>
@@ -156,6 +158,14 @@ static const std::map<std::string, const char *> known_modifiers = {
     {"sub", "rn f32 f64 " INTS},
     {"vote", "sync any all uni ballot pred b32"},
     {"xor", "pred " BITS}};
+
+/* Instructions whose operands all have 32 bits, and which come in one form. */
+static const std::map<std::string, Fn> words_of_32_bits = {
+    {"ex2", unary<f32, f32, Ex2<false>>},     {"lg2", unary<f32, f32, Lg2>},     {"rcp", unary<f32, f32, Rcp>},
+    {"sqrt", unary<f32, f32, Sqrt>},          {"rsqrt", unary<f32, f32, Rsqrt>}, {"sin", unary<f32, f32, SinA>},
+    {"cos", unary<f32, f32, CosA>},           {"tanh", unary<f32, f32, TanhA>},  {"popc", unary<u32, u32, Popc>},
+    {"copysign", binary<f32, f32, CopySign>}, {"brev", unary<u32, u32, Brev>},   {"clz", unary<u32, u32, Clz>},
+    {"prmt", ternary<u32, u32, Prmt>},        {"bfe", ternary<u32, u32, Bfe>}};
 
 struct Decoder {
     Kernel &k;
@@ -351,7 +361,484 @@ struct Decoder {
         }
     }
 
-    void emit() { k.code.push_back(in); }
+    /* The instruction that is decoded. */
+    std::string full;               /* opcode and modifiers, */
+    std::vector<std::string> words; /* one by one; */
+    std::string opcode;             /* the first of them */
+    Type suffix;                    /* what the last one says, */
+    int reg_width;                  /* and bits of a register for it */
+    bool is_float;
+    std::vector<std::string> arg; /* operands */
+
+    bool has(const char *modifier) const { return std::find(words.begin() + 1, words.end(), modifier) != words.end(); }
+    void three(int wd, int wa) { /* operands d, a, b, (c): bits of the first and of the others */
+        operand(0, arg[0], true, wd);
+        for (size_t j = 1; j < arg.size(); j++) operand((int)j, arg[j], false, wa);
+    }
+
+    void decode_barrier() { /* bar, barrier */
+        if (has("warp")) {
+            in.kind = MEMBERS, in.fn = warp_sync, in.space = 0;
+            operand(0, arg[0], false, 32);
+        } else {
+            in.kind = BARRIER;
+            size_t j = 0;
+            if (has("red")) {
+                if (!has("or") && !has("and")) fail("bar.red");
+                in.n = has("or") ? 1 : 2;
+                operand(0, arg[j++], true, 1);
+            }
+            in.imm = atoi(arg[j++].c_str());
+            if (has("red")) operand(1, arg.back(), false, 1), arg.pop_back();
+            if (j < arg.size()) in.target = atoi(arg[j].c_str());
+            else in.target = 0;
+        }
+    }
+    void decode_move() {        /* mov of numbers */
+        if (arg[1][0] == '{') { /* pack */
+            const auto p = parts(arg[1]);
+            if (p.size() != 2) fail("vector");
+            operand(0, arg[0], true, reg_width);
+            for (int j = 0; j < 2; j++) operand(1 + j, p[(size_t)j], false, reg_width / 2);
+            in.fn = reg_width == 64 ? mov_pack<u64, u32> : mov_pack<u32, u16>;
+        } else if (arg[0][0] == '{') {
+            const auto p = parts(arg[0]);
+            if (p.size() != 2) fail("vector");
+            for (int j = 0; j < 2; j++) operand(j, p[(size_t)j], true, reg_width / 2);
+            operand(2, arg[1], false, reg_width);
+            in.fn = reg_width == 64 ? mov_unpack<u64, u32> : mov_unpack<u32, u16>;
+        } else if (arg[1][0] == '%' && find_reg(arg[1]) < 0) {
+            static const std::map<std::string, int> special = {
+                {"%tid.x", S_TID_X},       {"%tid.y", S_TID_Y},       {"%tid.z", S_TID_Z},
+                {"%ntid.x", S_NTID_X},     {"%ntid.y", S_NTID_Y},     {"%ntid.z", S_NTID_Z},
+                {"%ctaid.x", S_CTAID_X},   {"%ctaid.y", S_CTAID_Y},   {"%ctaid.z", S_CTAID_Z},
+                {"%nctaid.x", S_NCTAID_X}, {"%nctaid.y", S_NCTAID_Y}, {"%nctaid.z", S_NCTAID_Z},
+                {"%laneid", S_LANE},       {"%warpid", S_WARP},       {"%globaltimer", S_TIME},
+                {"%clock64", S_CLOCK},     {"%clock", S_CLOCK},       {"%lanemask_lt", S_LT},
+                {"%smid", S_SMID}};
+            auto sp = special.find(arg[1]);
+            if (sp == special.end()) fail("special register");
+            in.fn = mov_special, in.imm = sp->second, in.bytes = (u8)(reg_width / 8);
+            operand(0, arg[0], true, reg_width);
+        } else {
+            three(reg_width, reg_width);
+            in.fn = reg_width == 16   ? unary<u16, u16, Mov<u16>>
+                    : reg_width == 32 ? unary<u32, u32, Mov<u32>>
+                                      : unary<u64, u64, Mov<u64>>;
+        }
+    }
+    void decode_access() { /* ld, st */
+        const bool ld = opcode == "ld";
+        in.space = has("global")   ? GLOBAL
+                   : has("shared") ? SHARED
+                   : has("local")  ? LOCAL
+                   : has("param")  ? PARAM
+                                   : GENERIC;
+        in.nc = has("nc");
+        in.strong = has("volatile") || has("relaxed") || has("acquire") || has("release");
+        in.cached = !(has("cg") || has("volatile") || has("relaxed") || has("acquire") || has("cv"));
+        in.bytes = (u8)(suffix.bits / 8);
+        const auto v = parts(ld ? arg[0] : arg[1]);
+        in.n = (u8)v.size();
+        if (in.n > 4 || (has("v2") ? 2u : has("v4") ? 4u : 1u) != in.n) fail("vector");
+        int r = suffix.bits < 16 ? 16 : suffix.bits;
+        for (size_t j = 0; j < v.size(); j++) {
+            const int vw = width_of(v[j]);
+            if (vw) r = vw;
+        }
+        if (r < suffix.bits) fail("register is too narrow");
+        for (size_t j = 0; j < v.size(); j++) operand(1 + (int)j, v[j], ld, r);
+        const std::string &a = ld ? arg[1] : arg[0];
+        std::string base = a.substr(1, a.find_first_of("+]") - 1);
+        const bool sgn = suffix.is_signed();
+        if (in.space == PARAM && find_reg(base) < 0) {
+            address(0, a, 64);
+            u64 p = 0;
+            if (!symbol(base, &p)) fail("parameter");
+            in.imm += (s64)p;
+            in.o[0] = NONE;
+            if (in.imm < 0 || in.imm + in.bytes * in.n > k.param_bytes) fail("parameter bounds");
+            in.fn = pick_load_param(suffix.bits, sgn, r);
+        } else {
+            address(0, a, in.space == SHARED ? 32 : 64);
+            in.fn = ld ? has("acquire") ? pick_load_acquire(suffix.bits, sgn, r) : pick_load(suffix.bits, sgn, r)
+                    : has("release") ? pick_store_release(suffix.bits, sgn, r)
+                                     : pick_store(suffix.bits, sgn, r);
+        }
+        if (!in.fn) fail("widths");
+    }
+    void decode_atomic() { /* atom, red */
+        const bool returns = opcode == "atom";
+        size_t j = 0;
+        in.space = has("global") ? GLOBAL : has("shared") ? SHARED : GENERIC;
+        if (returns) operand(1, arg[j++], true, reg_width);
+        address(0, arg[j++], in.space == SHARED ? 32 : 64);
+        operand(2, arg[j++], false, reg_width);
+        if (j < arg.size()) operand(3, arg[j++], false, reg_width);
+        if (is_float) fail("floating-point atomic");
+        in.fn = has("add")    ? atomic_op<A_ADD>(suffix)
+                : has("min")  ? atomic_op<A_MIN>(suffix)
+                : has("max")  ? atomic_op<A_MAX>(suffix)
+                : has("or")   ? atomic_op<A_OR>(suffix)
+                : has("and")  ? atomic_op<A_AND>(suffix)
+                : has("xor")  ? atomic_op<A_XOR>(suffix)
+                : has("exch") ? atomic_op<A_EXCH>(suffix)
+                : has("cas")  ? atomic_op<A_CAS>(suffix)
+                : has("inc")  ? atomic_op<A_INC>(suffix)
+                              : (Fn)NULL;
+        in.cached = false;
+        in.nc = has("acq_rel") || has("acquire");
+    }
+    void decode_copy() { /* cp.async and its waits, prefetches */
+        if (full == "cp.async.commit_group") in.fn = cp_async_commit;
+        else if (has("wait_group")) in.fn = cp_async_wait, in.imm = atoi(arg[0].c_str());
+        else if (has("wait_all")) in.fn = cp_async_wait, in.imm = -1;
+        else if (has("prefetch")) {
+            address(0, arg[0], 64);
+            operand(1, arg[1], false, 32);
+            if (in.imm) fail("offset");
+            in.fn = prefetch_l2;
+        } else if (has("bulk")) fail("cp.async.bulk");
+        else {
+            address(1, arg[1], 64);
+            in.target = (s32)in.imm;
+            address(0, arg[0], 32);
+            in.bytes = (u8)atoi(arg[2].c_str());
+            if (arg.size() > 3) operand(2, arg[3], false, 32);
+            in.fn = cp_async;
+            in.space = GLOBAL;
+            in.cached = has("ca");
+        }
+    }
+    void decode_multiply() { /* mma */
+        in.kind = ALIGNED;
+        in.ext = (s32)k.ext.size();
+        k.ext.resize(k.ext.size() + 16, NONE);
+        int slot = 6;
+        const size_t want[4] = {4, 4, 2, 4};
+        for (size_t j = 0; j < 4; j++) {
+            const auto v = parts(arg[j]);
+            if (v.size() != want[j]) fail("fragment");
+            for (const auto &y : v) operand(slot++, y, j == 0, 32);
+        }
+        if (full == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") in.fn = mma_16816;
+        else if (has("m16n8k64") && has("kind::mxf4nvf4") && has("block_scale") && has("scale_vec::4X") &&
+                 suffix.kind == 0 && words.back() == "ue4m3") {
+            operand(slot++, arg[4], false, 32);
+            const auto a = parts(arg[5]), b = parts(arg[7]);
+            operand(slot++, arg[6], false, 32);
+            if (a[0] != "0" || b[0] != "0") fail("byte-id"); /* must be 0 for 4X */
+            in.imm = atoi(a[1].c_str()) | atoi(b[1].c_str()) << 4;
+            if ((in.imm & 15) > 1 || (in.imm >> 4) > 3) fail("thread-id");
+            in.fn = mma_16864;
+        } else fail("mma");
+    }
+    void decode_set_predicate() { /* setp */
+        const size_t bar = arg[0].find('|');
+        operand(0, arg[0].substr(0, bar), true, 1);
+        if (bar != std::string::npos) operand(1, arg[0].substr(bar + 1), true, 1);
+        operand(2, arg[1], false, reg_width);
+        operand(3, arg[2], false, reg_width);
+        if (arg.size() > 3) fail("setp with a predicate");
+        const std::string &c = words[1];
+        Type u = suffix;
+        if (u.kind == 'b') u.kind = 'u';
+        in.fn = c == "eq"                ? cmp_op<Eq>(u)
+                : c == "ne"              ? is_float ? cmp_op<Ne>(u) : cmp_op<NeI>(u)
+                             : c == "lt" || c == "lo" ? cmp_op<Lt>(u)
+                : c == "le" || c == "ls" ? cmp_op<Le>(u)
+                : c == "gt" || c == "hi" ? cmp_op<Gt>(u)
+                : c == "ge" || c == "hs" ? cmp_op<Ge>(u)
+                : c == "equ"             ? cmp_op<Equ>(u)
+                : c == "neu"             ? cmp_op<Neu>(u)
+                : c == "ltu"             ? cmp_op<Ltu>(u)
+                : c == "leu"             ? cmp_op<Leu>(u)
+                : c == "gtu"             ? cmp_op<Gtu>(u)
+                : c == "geu"             ? cmp_op<Geu>(u)
+                : c == "num"             ? cmp_op<Num>(u)
+                : c == "nan"             ? cmp_op<Nan>(u)
+                                         : (Fn)NULL;
+    }
+    void decode_convert() { /* cvt */
+        const std::string &ts = words.back(), &td = words[words.size() - 2];
+        const Type d = type_of(td), q = type_of(ts);
+        if (td == "f16x2" && ts == "f32") in.fn = has("satfinite") ? cvt_f16x2_sat : cvt_f16x2;
+        else if (td == "bf16x2" && ts == "f32" && !has("satfinite")) in.fn = cvt_bf16x2;
+        else if (td == "e4m3x2" && ts == "f32") in.fn = cvt_e4m3x2;
+        else if (td == "e2m1x2" && ts == "f32") in.fn = cvt_e2m1x2;
+        else if (td == "f16x2" && ts == "e4m3x2") in.fn = cvt_f16x2_e4m3x2;
+        if (in.fn) {
+            if (!has("rn")) fail("rounding");
+            if (ts == "f32" && !has("satfinite") && td[0] == 'e') fail("satfinite");
+            operand(0, arg[0], true, td == "e4m3x2" || td == "e2m1x2" ? 16 : 32);
+            for (size_t j = 1; j < arg.size(); j++) operand((int)j, arg[j], false, ts == "e4m3x2" ? 16 : 32);
+        } else {
+            if (!d.kind || !q.kind) fail("cvt");
+            const int sw = std::max({q.bits, width_of(arg[1]), 16}), dw = std::max({d.bits, width_of(arg[0]), 16});
+            operand(0, arg[0], true, dw);
+            operand(1, arg[1], false, sw);
+            const bool di = d.kind != 'f', qi = q.kind != 'f';
+            const int how = has("rzi") ? 1 : has("rmi") ? 2 : has("rpi") ? 3 : 0;
+            if (di && qi) {
+                if (has("sat")) fail("cvt.sat");
+                if (d.bits == 32 && q.bits == 64 && dw == 32 && sw == 64) in.fn = unary<u32, u64, Cast<u32, u64>>;
+                else if (d.bits == 64 && q.bits == 32 && dw == 64 && sw == 32)
+                    in.fn = q.is_signed() ? unary<s64, s32, Cast<s64, s32>> : unary<u64, u32, Cast<u64, u32>>;
+                else if (d.bits == 16 && q.bits == 32 && dw == 16 && sw == 32) in.fn = unary<u16, u32, Cast<u16, u32>>;
+                else if (d.bits == 32 && q.bits == 16 && dw == 32 && sw == 16 && !q.is_signed())
+                    in.fn = unary<u32, u16, Cast<u32, u16>>;
+                else {
+                    in.fn = cvt_int;
+                    in.n = (u8)q.bits, in.bytes = (u8)d.bits;
+                    auto code = [](int v) { return v == 16 ? 0 : v == 32 ? 1 : 2; };
+                    in.space = (u8)((q.is_signed() ? 1 : 0) | (d.is_signed() ? 2 : 0) | code(sw) << 2 | code(dw) << 4);
+                }
+            } else if (!di && !qi) {
+                if (d.bits == 32 && q.bits == 16) in.fn = cvt_f32_f16;
+                else if (d.bits == 16 && q.bits == 32)
+                    in.fn = !has("rn") || has("sat") ? (Fn)NULL : has("satfinite") ? cvt_f16_f32_sat : cvt_f16_f32;
+                else if (d.bits == 64 && q.bits == 32) in.fn = unary<f64, f32, Cast<f64, f32>>;
+                else if (d.bits == 32 && q.bits == 64) in.fn = has("rn") ? unary<f32, f64, Cast<f32, f64>> : (Fn)NULL;
+                else if (d.bits == 32)
+                    in.fn = has("sat")   ? unary<f32, f32, CvtSat>
+                            : has("rni") ? unary<f32, f32, Rint>
+                            : has("rzi") ? unary<f32, f32, Trunc>
+                            : has("rmi") ? unary<f32, f32, Floor>
+                            : has("rpi") ? unary<f32, f32, Ceil>
+                                         : (Fn)NULL;
+            } else if (di) {
+                if (q.bits != 32 || d.bits != 32) fail("cvt float to integer");
+                if (d.is_signed())
+                    in.fn = how == 0   ? unary<s32, f32, ToInt<s32, 0>>
+                            : how == 1 ? unary<s32, f32, ToInt<s32, 1>>
+                            : how == 2 ? unary<s32, f32, ToInt<s32, 2>>
+                                       : unary<s32, f32, ToInt<s32, 3>>;
+                else
+                    in.fn = how == 0   ? unary<u32, f32, ToInt<u32, 0>>
+                            : how == 1 ? unary<u32, f32, ToInt<u32, 1>>
+                            : how == 2 ? unary<u32, f32, ToInt<u32, 2>>
+                                       : unary<u32, f32, ToInt<u32, 3>>;
+            } else {
+                if (!has("rn")) fail("rounding");
+                const bool sgn = q.is_signed();
+                if (sw != q.bits) fail("cvt integer to float");
+                if (d.bits == 32)
+                    in.fn = q.bits == 16   ? sgn ? unary<f32, s16, Cast<f32, s16>> : unary<f32, u16, Cast<f32, u16>>
+                              : q.bits == 32 ? sgn ? unary<f32, s32, Cast<f32, s32>> : unary<f32, u32, Cast<f32, u32>>
+                              : sgn ? unary<f32, s64, Cast<f32, s64>>
+                                           : unary<f32, u64, Cast<f32, u64>>;
+                else
+                    in.fn = q.bits == 32   ? sgn ? unary<f64, s32, Cast<f64, s32>> : unary<f64, u32, Cast<f64, u32>>
+                              : q.bits == 64 ? sgn ? unary<f64, s64, Cast<f64, s64>> : unary<f64, u64, Cast<f64, u64>>
+                                             : (Fn)NULL;
+            }
+        }
+    }
+    void decode_arithmetic() { /* add, sub, mul, mad, fma, min, max, div, rem */
+        if (words.back() == "f16x2") {
+            if (!has("rn") || (opcode != "add" && opcode != "mul")) fail("f16x2");
+            three(32, 32);
+            in.fn = opcode == "add" ? f16_pairs<Add<f32>> : f16_pairs<Mul<f32>>;
+        } else if (is_float) {
+            if (has("ftz") || has("sat")) fail("modifier");
+            three(reg_width, reg_width);
+            if (has("rm") || has("rz") || has("rp")) {
+                if (suffix.bits != 32) fail("rounding");
+                if (opcode == "fma")
+                    in.fn = has("rm")   ? rounded<FE_DOWNWARD, true>
+                            : has("rz") ? rounded<FE_TOWARDZERO, true>
+                                        : rounded<FE_UPWARD, true>;
+                else if (opcode == "add")
+                    in.fn = has("rm")   ? rounded<FE_DOWNWARD, false>
+                            : has("rz") ? rounded<FE_TOWARDZERO, false>
+                                        : rounded<FE_UPWARD, false>;
+            } else
+                in.fn = opcode == "add"   ? float_op<Add>(suffix)
+                        : opcode == "sub" ? float_op<Sub>(suffix)
+                        : opcode == "mul" ? float_op<Mul>(suffix)
+                        : opcode == "min" ? float_op<MinF>(suffix)
+                        : opcode == "max" ? float_op<MaxF>(suffix)
+                        : opcode == "div" ? has("approx") ? binary<f32, f32, DivApprox> : float_op<DivF>(suffix)
+                        : opcode == "fma" || opcode == "mad"
+                            ? suffix.bits == 32 ? ternary<f32, f32, Fma32> : ternary<f64, f64, Fma64>
+                            : (Fn)NULL;
+        } else {
+            const bool wide = has("wide"), hi = has("hi"), sgn = suffix.is_signed();
+            const int wd = wide ? 2 * reg_width : reg_width;
+            if (has("sat") || has("cc")) fail("modifier");
+            operand(0, arg[0], true, wd);
+            operand(1, arg[1], false, reg_width);
+            operand(2, arg[2], false, reg_width);
+            if (arg.size() > 3) operand(3, arg[3], false, wd);
+            if (wide)
+                in.fn = opcode == "mul" ? suffix.bits == 16 ? sgn ? binary<s32, s16, MulWide<s32, s16>>
+                                                                  : binary<u32, u16, MulWide<u32, u16>>
+                                          : sgn ? binary<s64, s32, MulWide<s64, s32>>
+                                                            : binary<u64, u32, MulWide<u64, u32>>
+                        : suffix.bits == 16
+                            ? sgn ? ternary<s32, s16, MadWide<s32, s16>> : ternary<u32, u16, MadWide<u32, u16>>
+                        : sgn ? ternary<s64, s32, MadWide<s64, s32>>
+                              : ternary<u64, u32, MadWide<u64, u32>>;
+            else if (hi) {
+                if (opcode != "mul") fail("mad.hi");
+                in.fn = suffix.bits == 16 ? sgn ? binary<s16, s16, MulHi<s32, s16>> : binary<u16, u16, MulHi<u32, u16>>
+                        : suffix.bits == 32
+                            ? sgn ? binary<s32, s32, MulHi<s64, s32>> : binary<u32, u32, MulHi<u64, u32>>
+                        : sgn ? binary<s64, s64, MulHi<__int128, s64>>
+                              : binary<u64, u64, MulHi<unsigned __int128, u64>>;
+            } else if (opcode == "mad")
+                in.fn = suffix.bits == 16   ? ternary<u16, u16, MadLo<u16>>
+                        : suffix.bits == 32 ? ternary<u32, u32, MadLo<u32>>
+                                            : ternary<u64, u64, MadLo<u64>>;
+            else {
+                Type u = suffix;
+                if (opcode == "add" || opcode == "sub" || opcode == "mul") u.kind = 'u'; /* wraps */
+                in.fn = opcode == "add"   ? int_op<Add>(u)
+                        : opcode == "sub" ? int_op<Sub>(u)
+                        : opcode == "mul" ? int_op<Mul>(u)
+                        : opcode == "min" ? int_op<MinI>(u)
+                        : opcode == "max" ? int_op<MaxI>(u)
+                        : opcode == "div" ? int_op<DivI>(u)
+                        : opcode == "rem" ? int_op<RemI>(u)
+                                          : (Fn)NULL;
+            }
+        }
+    }
+
+    /* Chooses the function of the instruction, and its operands. */
+    void decode_any() {
+        if (opcode == "bra") {
+            in.kind = BRANCH;
+            branches.push_back({(s32)k.code.size(), arg[0], scope});
+        } else if (opcode == "ret" || opcode == "exit") {
+            in.kind = EXIT;
+        } else if (opcode == "bar" || opcode == "barrier") {
+            decode_barrier();
+        } else if (opcode == "mov" && suffix.kind == 'p') {
+            in.fn = pred_mov;
+            three(1, 1);
+        } else if (opcode == "mov") {
+            decode_move();
+        } else if (opcode == "ld" || opcode == "st") {
+            decode_access();
+        } else if (opcode == "atom" || opcode == "red") {
+            decode_atomic();
+        } else if (opcode == "cvta") {
+            const bool to = has("to");
+            operand(0, arg[0], true, 64);
+            operand(1, arg[1], false, 64);
+            in.fn = has("global")         ? unary<u64, u64, Mov<u64>>
+                    : has("shared")       ? to ? cvta_to_shared : cvta_shared
+                    : has("local") && !to ? cvta_local
+                    : has("param") && !to ? cvta_param
+                                          : (Fn)NULL;
+        } else if (opcode == "cp") {
+            decode_copy();
+        } else if (opcode == "griddepcontrol") {
+            in.kind = has("wait") ? DEPENDS : TRIGGERS;
+        } else if (opcode == "membar" || opcode == "fence") {
+            in.fn = fence;
+        } else if (opcode == "shfl") {
+            in.kind = MEMBERS, in.space = 5;
+            const size_t bar = arg[0].find('|');
+            operand(0, arg[0].substr(0, bar), true, 32);
+            if (bar != std::string::npos) operand(1, arg[0].substr(bar + 1), true, 1);
+            for (int j = 1; j < 5; j++) operand(1 + j, arg[(size_t)j], false, 32);
+            in.fn = has("up")     ? shfl<SHFL_UP>
+                    : has("down") ? shfl<SHFL_DOWN>
+                    : has("bfly") ? shfl<SHFL_BFLY>
+                                  : shfl<SHFL_IDX>;
+        } else if (opcode == "vote") {
+            in.kind = MEMBERS, in.space = 2;
+            const bool ballot = has("ballot");
+            operand(0, arg[0], true, ballot ? 32 : 1);
+            in.n = arg[1][0] == '!' ? 2 : 1;
+            operand(1, arg[1].substr(arg[1][0] == '!'), false, 1);
+            operand(2, arg[2], false, 32);
+            in.fn = ballot       ? vote<VOTE_BALLOT>
+                    : has("any") ? vote<VOTE_ANY>
+                    : has("all") ? vote<VOTE_ALL>
+                                 : vote<VOTE_UNI>;
+        } else if (opcode == "redux") {
+            in.kind = MEMBERS, in.space = 2;
+            three(32, 32);
+            in.fn = has("add")   ? redux_op<A_ADD>(suffix)
+                    : has("min") ? redux_op<A_MIN>(suffix)
+                    : has("max") ? redux_op<A_MAX>(suffix)
+                    : has("or")  ? redux_op<A_OR>(suffix)
+                    : has("and") ? redux_op<A_AND>(suffix)
+                                 : redux_op<A_XOR>(suffix);
+        } else if (opcode == "ldmatrix") {
+            in.kind = ALIGNED;
+            const auto v = parts(arg[0]);
+            in.n = (u8)v.size();
+            if (!has("m8n8") || !has("b16")) fail("shape");
+            for (size_t j = 0; j < v.size(); j++) operand(1 + (int)j, v[j], true, 32);
+            address(0, arg[1], 32);
+            in.fn = has("trans") ? ldmatrix<true> : ldmatrix<false>;
+        } else if (opcode == "mma") {
+            decode_multiply();
+        } else if (opcode == "setp") {
+            decode_set_predicate();
+        } else if (opcode == "selp") {
+            operand(0, arg[0], true, reg_width);
+            operand(1, arg[1], false, reg_width);
+            operand(2, arg[2], false, reg_width);
+            operand(3, arg[3], false, 1);
+            in.fn = reg_width == 16 ? selp<u16> : reg_width == 32 ? selp<u32> : selp<u64>;
+        } else if ((opcode == "and" || opcode == "or" || opcode == "xor" || opcode == "not") && suffix.kind == 'p') {
+            three(1, 1);
+            in.fn = opcode == "and" ? pred_and : opcode == "or" ? pred_or : opcode == "xor" ? pred_xor : pred_not;
+        } else if (opcode == "cvt") {
+            decode_convert();
+        } else if (opcode == "add" || opcode == "sub" || opcode == "mul" || opcode == "mad" || opcode == "fma" ||
+                   opcode == "min" || opcode == "max" || opcode == "div" || opcode == "rem") {
+            decode_arithmetic();
+        } else if (opcode == "and" || opcode == "or" || opcode == "xor") {
+            three(reg_width, reg_width);
+            in.fn = opcode == "and"  ? int_op<And>({'u', suffix.bits})
+                    : opcode == "or" ? int_op<Or>({'u', suffix.bits})
+                                     : int_op<Xor>({'u', suffix.bits});
+        } else if (opcode == "not") {
+            three(reg_width, reg_width);
+            in.fn = int_op1<Not>(suffix);
+        } else if (opcode == "neg") {
+            three(reg_width, reg_width);
+            in.fn = is_float ? suffix.bits == 32 ? unary<f32, f32, NegF<f32>> : unary<f64, f64, NegF<f64>>
+                             : int_op1<NegI>(suffix);
+        } else if (opcode == "abs") {
+            three(reg_width, reg_width);
+            in.fn =
+                is_float ? suffix.bits == 32 ? unary<f32, f32, AbsF> : unary<f64, f64, AbsD> : int_op1<AbsI>(suffix);
+        } else if (opcode == "shl" || opcode == "shr") {
+            operand(0, arg[0], true, reg_width);
+            operand(1, arg[1], false, reg_width);
+            operand(2, arg[2], false, 32);
+            in.fn = opcode == "shl" ? shift_op<Shl>({'u', suffix.bits}) : shift_op<Shr>(suffix);
+        } else if (opcode == "sqrt" && suffix.bits == 64) {
+            three(64, 64);
+            in.fn = unary<f64, f64, SqrtD>;
+        } else if (opcode == "bfind") {
+            three(32, 32);
+            in.fn = has("shiftamt") ? unary<u32, u32, BfindShift> : unary<u32, u32, Bfind>;
+        } else if (opcode == "shf") {
+            three(32, 32);
+            in.fn = has("l") ? ternary<u32, u32, ShfL> : ternary<u32, u32, ShfR>;
+        } else if (opcode == "ex2" && has("ftz")) {
+            three(32, 32);
+            in.fn = unary<f32, f32, Ex2<true>>;
+        } else if (words_of_32_bits.count(opcode)) {
+            three(32, 32);
+            in.fn = words_of_32_bits.at(opcode);
+        } else if (opcode == "bfi") {
+            operand(0, arg[0], true, reg_width);
+            operand(1, arg[1], false, reg_width);
+            operand(2, arg[2], false, reg_width);
+            operand(3, arg[3], false, 32);
+            operand(4, arg[4], false, 32);
+            in.fn = reg_width == 64 ? bfi<u64> : bfi<u32>;
+        }
+    }
 
     void instruction(const char *begin, const char *end) {
         in = Insn();
@@ -369,493 +856,32 @@ struct Decoder {
         }
         size_t e = i;
         while (e < s.size() && !isspace((u8)s[e])) e++;
-        const std::string full = s.substr(i, e - i);
-        std::vector<std::string> op;
+        full = s.substr(i, e - i);
+        words.clear();
         for (size_t a = 0; a <= full.size();) {
             size_t b = full.find('.', a);
             if (b == std::string::npos) b = full.size();
-            op.push_back(full.substr(a, b - a));
+            words.push_back(full.substr(a, b - a));
             a = b + 1;
         }
-        std::vector<std::string> x = split(s.substr(e), ',');
-        const std::string &o = op[0];
-        auto has = [&](const char *m) { return std::find(op.begin() + 1, op.end(), m) != op.end(); };
-        const Type t = type_of(op.back());
-        const int w = std::max(t.bits, 16);
-        if (o != "mma") {
-            auto known = known_modifiers.find(o);
+        arg = split(s.substr(e), ',');
+        opcode = words[0];
+        suffix = type_of(words.back());
+        reg_width = std::max(suffix.bits, 16);
+        is_float = suffix.kind == 'f';
+        if (opcode != "mma") {
+            auto known = known_modifiers.find(opcode);
             if (known == known_modifiers.end()) fail("unknown instruction");
             const std::string all = std::string(" ") + known->second + " ";
-            for (size_t j = 1; j < op.size(); j++)
-                if (all.find(" " + op[j] + " ") == std::string::npos) fail(("unknown modifier ." + op[j]).c_str());
+            for (size_t j = 1; j < words.size(); j++)
+                if (all.find(" " + words[j] + " ") == std::string::npos)
+                    fail(("unknown modifier ." + words[j]).c_str());
         }
-        auto three = [&](int wd, int wa) { /* d, a, b, (c) */
-                                           operand(0, x[0], true, wd);
-                                           for (size_t j = 1; j < x.size(); j++) operand((int)j, x[j], false, wa);
-        };
-        const bool fl = t.kind == 'f';
-
-        if (o == "bra") {
-            in.kind = BRANCH;
-            branches.push_back({(s32)k.code.size(), x[0], scope});
-        } else if (o == "ret" || o == "exit") {
-            in.kind = EXIT;
-        } else if (o == "bar" || o == "barrier") {
-            if (has("warp")) {
-                in.kind = MEMBERS, in.fn = warp_sync, in.space = 0;
-                operand(0, x[0], false, 32);
-            } else {
-                in.kind = BARRIER;
-                size_t j = 0;
-                if (has("red")) {
-                    if (!has("or") && !has("and")) fail("bar.red");
-                    in.n = has("or") ? 1 : 2;
-                    operand(0, x[j++], true, 1);
-                }
-                in.imm = atoi(x[j++].c_str());
-                if (has("red")) operand(1, x.back(), false, 1), x.pop_back();
-                if (j < x.size()) in.target = atoi(x[j].c_str());
-                else in.target = 0;
-            }
-        } else if (o == "mov" && t.kind == 'p') {
-            in.fn = pred_mov;
-            three(1, 1);
-        } else if (o == "mov") {
-            if (x[1][0] == '{') { /* pack */
-                const auto p = parts(x[1]);
-                if (p.size() != 2) fail("vector");
-                operand(0, x[0], true, w);
-                for (int j = 0; j < 2; j++) operand(1 + j, p[(size_t)j], false, w / 2);
-                in.fn = w == 64 ? mov_pack<u64, u32> : mov_pack<u32, u16>;
-            } else if (x[0][0] == '{') {
-                const auto p = parts(x[0]);
-                if (p.size() != 2) fail("vector");
-                for (int j = 0; j < 2; j++) operand(j, p[(size_t)j], true, w / 2);
-                operand(2, x[1], false, w);
-                in.fn = w == 64 ? mov_unpack<u64, u32> : mov_unpack<u32, u16>;
-            } else if (x[1][0] == '%' && find_reg(x[1]) < 0) {
-                static const std::map<std::string, int> special = {
-                    {"%tid.x", S_TID_X},       {"%tid.y", S_TID_Y},       {"%tid.z", S_TID_Z},
-                    {"%ntid.x", S_NTID_X},     {"%ntid.y", S_NTID_Y},     {"%ntid.z", S_NTID_Z},
-                    {"%ctaid.x", S_CTAID_X},   {"%ctaid.y", S_CTAID_Y},   {"%ctaid.z", S_CTAID_Z},
-                    {"%nctaid.x", S_NCTAID_X}, {"%nctaid.y", S_NCTAID_Y}, {"%nctaid.z", S_NCTAID_Z},
-                    {"%laneid", S_LANE},       {"%warpid", S_WARP},       {"%globaltimer", S_TIME},
-                    {"%clock64", S_CLOCK},     {"%clock", S_CLOCK},       {"%lanemask_lt", S_LT},
-                    {"%smid", S_SMID}};
-                auto sp = special.find(x[1]);
-                if (sp == special.end()) fail("special register");
-                in.fn = mov_special, in.imm = sp->second, in.bytes = (u8)(w / 8);
-                operand(0, x[0], true, w);
-            } else {
-                three(w, w);
-                in.fn = w == 16   ? unary<u16, u16, Mov<u16>>
-                        : w == 32 ? unary<u32, u32, Mov<u32>>
-                                  : unary<u64, u64, Mov<u64>>;
-            }
-        } else if (o == "ld" || o == "st") {
-            const bool ld = o == "ld";
-            in.space = has("global")   ? GLOBAL
-                       : has("shared") ? SHARED
-                       : has("local")  ? LOCAL
-                       : has("param")  ? PARAM
-                                       : GENERIC;
-            in.nc = has("nc");
-            in.strong = has("volatile") || has("relaxed") || has("acquire") || has("release");
-            in.cached = !(has("cg") || has("volatile") || has("relaxed") || has("acquire") || has("cv"));
-            in.bytes = (u8)(t.bits / 8);
-            const auto v = parts(ld ? x[0] : x[1]);
-            in.n = (u8)v.size();
-            if (in.n > 4 || (has("v2") ? 2u : has("v4") ? 4u : 1u) != in.n) fail("vector");
-            int r = t.bits < 16 ? 16 : t.bits;
-            for (size_t j = 0; j < v.size(); j++) {
-                const int vw = width_of(v[j]);
-                if (vw) r = vw;
-            }
-            if (r < t.bits) fail("register is too narrow");
-            for (size_t j = 0; j < v.size(); j++) operand(1 + (int)j, v[j], ld, r);
-            const std::string &a = ld ? x[1] : x[0];
-            std::string base = a.substr(1, a.find_first_of("+]") - 1);
-            const bool sgn = t.is_signed();
-            if (in.space == PARAM && find_reg(base) < 0) {
-                address(0, a, 64);
-                u64 p = 0;
-                if (!symbol(base, &p)) fail("parameter");
-                in.imm += (s64)p;
-                in.o[0] = NONE;
-                if (in.imm < 0 || in.imm + in.bytes * in.n > k.param_bytes) fail("parameter bounds");
-                in.fn = pick_load_param(t.bits, sgn, r);
-            } else {
-                address(0, a, in.space == SHARED ? 32 : 64);
-                in.fn = ld ? has("acquire") ? pick_load_acquire(t.bits, sgn, r) : pick_load(t.bits, sgn, r)
-                        : has("release") ? pick_store_release(t.bits, sgn, r)
-                                         : pick_store(t.bits, sgn, r);
-            }
-            if (!in.fn) fail("widths");
-        } else if (o == "atom" || o == "red") {
-            const bool returns = o == "atom";
-            size_t j = 0;
-            in.space = has("global") ? GLOBAL : has("shared") ? SHARED : GENERIC;
-            if (returns) operand(1, x[j++], true, w);
-            address(0, x[j++], in.space == SHARED ? 32 : 64);
-            operand(2, x[j++], false, w);
-            if (j < x.size()) operand(3, x[j++], false, w);
-            if (fl) fail("floating-point atomic");
-            in.fn = has("add")    ? atomic_op<A_ADD>(t)
-                    : has("min")  ? atomic_op<A_MIN>(t)
-                    : has("max")  ? atomic_op<A_MAX>(t)
-                    : has("or")   ? atomic_op<A_OR>(t)
-                    : has("and")  ? atomic_op<A_AND>(t)
-                    : has("xor")  ? atomic_op<A_XOR>(t)
-                    : has("exch") ? atomic_op<A_EXCH>(t)
-                    : has("cas")  ? atomic_op<A_CAS>(t)
-                    : has("inc")  ? atomic_op<A_INC>(t)
-                                  : (Fn)NULL;
-            in.cached = false;
-            in.nc = has("acq_rel") || has("acquire");
-        } else if (o == "cvta") {
-            const bool to = has("to");
-            operand(0, x[0], true, 64);
-            operand(1, x[1], false, 64);
-            in.fn = has("global")         ? unary<u64, u64, Mov<u64>>
-                    : has("shared")       ? to ? cvta_to_shared : cvta_shared
-                    : has("local") && !to ? cvta_local
-                    : has("param") && !to ? cvta_param
-                                          : (Fn)NULL;
-        } else if (o == "cp") {
-            if (full == "cp.async.commit_group") in.fn = cp_async_commit;
-            else if (has("wait_group")) in.fn = cp_async_wait, in.imm = atoi(x[0].c_str());
-            else if (has("wait_all")) in.fn = cp_async_wait, in.imm = -1;
-            else if (has("prefetch")) {
-                address(0, x[0], 64);
-                operand(1, x[1], false, 32);
-                if (in.imm) fail("offset");
-                in.fn = prefetch_l2;
-            } else if (has("bulk")) fail("cp.async.bulk");
-            else {
-                address(1, x[1], 64);
-                in.target = (s32)in.imm;
-                address(0, x[0], 32);
-                in.bytes = (u8)atoi(x[2].c_str());
-                if (x.size() > 3) operand(2, x[3], false, 32);
-                in.fn = cp_async;
-                in.space = GLOBAL;
-                in.cached = has("ca");
-            }
-        } else if (o == "griddepcontrol") {
-            in.kind = has("wait") ? DEPENDS : TRIGGERS;
-        } else if (o == "membar" || o == "fence") {
-            in.fn = fence;
-        } else if (o == "shfl") {
-            in.kind = MEMBERS, in.space = 5;
-            const size_t bar = x[0].find('|');
-            operand(0, x[0].substr(0, bar), true, 32);
-            if (bar != std::string::npos) operand(1, x[0].substr(bar + 1), true, 1);
-            for (int j = 1; j < 5; j++) operand(1 + j, x[(size_t)j], false, 32);
-            in.fn = has("up")     ? shfl<SHFL_UP>
-                    : has("down") ? shfl<SHFL_DOWN>
-                    : has("bfly") ? shfl<SHFL_BFLY>
-                                  : shfl<SHFL_IDX>;
-        } else if (o == "vote") {
-            in.kind = MEMBERS, in.space = 2;
-            const bool ballot = has("ballot");
-            operand(0, x[0], true, ballot ? 32 : 1);
-            in.n = x[1][0] == '!' ? 2 : 1;
-            operand(1, x[1].substr(x[1][0] == '!'), false, 1);
-            operand(2, x[2], false, 32);
-            in.fn = ballot       ? vote<VOTE_BALLOT>
-                    : has("any") ? vote<VOTE_ANY>
-                    : has("all") ? vote<VOTE_ALL>
-                                 : vote<VOTE_UNI>;
-        } else if (o == "redux") {
-            in.kind = MEMBERS, in.space = 2;
-            three(32, 32);
-            in.fn = has("add")   ? redux_op<A_ADD>(t)
-                    : has("min") ? redux_op<A_MIN>(t)
-                    : has("max") ? redux_op<A_MAX>(t)
-                    : has("or")  ? redux_op<A_OR>(t)
-                    : has("and") ? redux_op<A_AND>(t)
-                                 : redux_op<A_XOR>(t);
-        } else if (o == "ldmatrix") {
-            in.kind = ALIGNED;
-            const auto v = parts(x[0]);
-            in.n = (u8)v.size();
-            if (!has("m8n8") || !has("b16")) fail("shape");
-            for (size_t j = 0; j < v.size(); j++) operand(1 + (int)j, v[j], true, 32);
-            address(0, x[1], 32);
-            in.fn = has("trans") ? ldmatrix<true> : ldmatrix<false>;
-        } else if (o == "mma") {
-            in.kind = ALIGNED;
-            in.ext = (s32)k.ext.size();
-            k.ext.resize(k.ext.size() + 16, NONE);
-            int slot = 6;
-            const size_t want[4] = {4, 4, 2, 4};
-            for (size_t j = 0; j < 4; j++) {
-                const auto v = parts(x[j]);
-                if (v.size() != want[j]) fail("fragment");
-                for (const auto &y : v) operand(slot++, y, j == 0, 32);
-            }
-            if (full == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") in.fn = mma_16816;
-            else if (has("m16n8k64") && has("kind::mxf4nvf4") && has("block_scale") && has("scale_vec::4X") &&
-                     t.kind == 0 && op.back() == "ue4m3") {
-                operand(slot++, x[4], false, 32);
-                const auto a = parts(x[5]), b = parts(x[7]);
-                operand(slot++, x[6], false, 32);
-                if (a[0] != "0" || b[0] != "0") fail("byte-id"); /* must be 0 for 4X */
-                in.imm = atoi(a[1].c_str()) | atoi(b[1].c_str()) << 4;
-                if ((in.imm & 15) > 1 || (in.imm >> 4) > 3) fail("thread-id");
-                in.fn = mma_16864;
-            } else fail("mma");
-        } else if (o == "setp") {
-            const size_t bar = x[0].find('|');
-            operand(0, x[0].substr(0, bar), true, 1);
-            if (bar != std::string::npos) operand(1, x[0].substr(bar + 1), true, 1);
-            operand(2, x[1], false, w);
-            operand(3, x[2], false, w);
-            if (x.size() > 3) fail("setp with a predicate");
-            const std::string &c = op[1];
-            Type u = t;
-            if (u.kind == 'b') u.kind = 'u';
-            in.fn = c == "eq"                ? cmp_op<Eq>(u)
-                    : c == "ne"              ? fl ? cmp_op<Ne>(u) : cmp_op<NeI>(u)
-                                 : c == "lt" || c == "lo" ? cmp_op<Lt>(u)
-                    : c == "le" || c == "ls" ? cmp_op<Le>(u)
-                    : c == "gt" || c == "hi" ? cmp_op<Gt>(u)
-                    : c == "ge" || c == "hs" ? cmp_op<Ge>(u)
-                    : c == "equ"             ? cmp_op<Equ>(u)
-                    : c == "neu"             ? cmp_op<Neu>(u)
-                    : c == "ltu"             ? cmp_op<Ltu>(u)
-                    : c == "leu"             ? cmp_op<Leu>(u)
-                    : c == "gtu"             ? cmp_op<Gtu>(u)
-                    : c == "geu"             ? cmp_op<Geu>(u)
-                    : c == "num"             ? cmp_op<Num>(u)
-                    : c == "nan"             ? cmp_op<Nan>(u)
-                                             : (Fn)NULL;
-        } else if (o == "selp") {
-            operand(0, x[0], true, w);
-            operand(1, x[1], false, w);
-            operand(2, x[2], false, w);
-            operand(3, x[3], false, 1);
-            in.fn = w == 16 ? selp<u16> : w == 32 ? selp<u32> : selp<u64>;
-        } else if ((o == "and" || o == "or" || o == "xor" || o == "not") && t.kind == 'p') {
-            three(1, 1);
-            in.fn = o == "and" ? pred_and : o == "or" ? pred_or : o == "xor" ? pred_xor : pred_not;
-        } else if (o == "cvt") {
-            const std::string &ts = op.back(), &td = op[op.size() - 2];
-            const Type d = type_of(td), q = type_of(ts);
-            if (td == "f16x2" && ts == "f32") in.fn = has("satfinite") ? cvt_f16x2_sat : cvt_f16x2;
-            else if (td == "bf16x2" && ts == "f32" && !has("satfinite")) in.fn = cvt_bf16x2;
-            else if (td == "e4m3x2" && ts == "f32") in.fn = cvt_e4m3x2;
-            else if (td == "e2m1x2" && ts == "f32") in.fn = cvt_e2m1x2;
-            else if (td == "f16x2" && ts == "e4m3x2") in.fn = cvt_f16x2_e4m3x2;
-            if (in.fn) {
-                if (!has("rn")) fail("rounding");
-                if (ts == "f32" && !has("satfinite") && td[0] == 'e') fail("satfinite");
-                operand(0, x[0], true, td == "e4m3x2" || td == "e2m1x2" ? 16 : 32);
-                for (size_t j = 1; j < x.size(); j++) operand((int)j, x[j], false, ts == "e4m3x2" ? 16 : 32);
-            } else {
-                if (!d.kind || !q.kind) fail("cvt");
-                const int sw = std::max({q.bits, width_of(x[1]), 16}), dw = std::max({d.bits, width_of(x[0]), 16});
-                operand(0, x[0], true, dw);
-                operand(1, x[1], false, sw);
-                const bool di = d.kind != 'f', qi = q.kind != 'f';
-                const int how = has("rzi") ? 1 : has("rmi") ? 2 : has("rpi") ? 3 : 0;
-                if (di && qi) {
-                    if (has("sat")) fail("cvt.sat");
-                    if (d.bits == 32 && q.bits == 64 && dw == 32 && sw == 64) in.fn = unary<u32, u64, Cast<u32, u64>>;
-                    else if (d.bits == 64 && q.bits == 32 && dw == 64 && sw == 32)
-                        in.fn = q.is_signed() ? unary<s64, s32, Cast<s64, s32>> : unary<u64, u32, Cast<u64, u32>>;
-                    else if (d.bits == 16 && q.bits == 32 && dw == 16 && sw == 32)
-                        in.fn = unary<u16, u32, Cast<u16, u32>>;
-                    else if (d.bits == 32 && q.bits == 16 && dw == 32 && sw == 16 && !q.is_signed())
-                        in.fn = unary<u32, u16, Cast<u32, u16>>;
-                    else {
-                        in.fn = cvt_int;
-                        in.n = (u8)q.bits, in.bytes = (u8)d.bits;
-                        auto code = [](int v) { return v == 16 ? 0 : v == 32 ? 1 : 2; };
-                        in.space =
-                            (u8)((q.is_signed() ? 1 : 0) | (d.is_signed() ? 2 : 0) | code(sw) << 2 | code(dw) << 4);
-                    }
-                } else if (!di && !qi) {
-                    if (d.bits == 32 && q.bits == 16) in.fn = cvt_f32_f16;
-                    else if (d.bits == 16 && q.bits == 32)
-                        in.fn = !has("rn") || has("sat") ? (Fn)NULL : has("satfinite") ? cvt_f16_f32_sat : cvt_f16_f32;
-                    else if (d.bits == 64 && q.bits == 32) in.fn = unary<f64, f32, Cast<f64, f32>>;
-                    else if (d.bits == 32 && q.bits == 64)
-                        in.fn = has("rn") ? unary<f32, f64, Cast<f32, f64>> : (Fn)NULL;
-                    else if (d.bits == 32)
-                        in.fn = has("sat")   ? unary<f32, f32, CvtSat>
-                                : has("rni") ? unary<f32, f32, Rint>
-                                : has("rzi") ? unary<f32, f32, Trunc>
-                                : has("rmi") ? unary<f32, f32, Floor>
-                                : has("rpi") ? unary<f32, f32, Ceil>
-                                             : (Fn)NULL;
-                } else if (di) {
-                    if (q.bits != 32 || d.bits != 32) fail("cvt float to integer");
-                    if (d.is_signed())
-                        in.fn = how == 0   ? unary<s32, f32, ToInt<s32, 0>>
-                                : how == 1 ? unary<s32, f32, ToInt<s32, 1>>
-                                : how == 2 ? unary<s32, f32, ToInt<s32, 2>>
-                                           : unary<s32, f32, ToInt<s32, 3>>;
-                    else
-                        in.fn = how == 0   ? unary<u32, f32, ToInt<u32, 0>>
-                                : how == 1 ? unary<u32, f32, ToInt<u32, 1>>
-                                : how == 2 ? unary<u32, f32, ToInt<u32, 2>>
-                                           : unary<u32, f32, ToInt<u32, 3>>;
-                } else {
-                    if (!has("rn")) fail("rounding");
-                    const bool sgn = q.is_signed();
-                    if (sw != q.bits) fail("cvt integer to float");
-                    if (d.bits == 32)
-                        in.fn = q.bits == 16   ? sgn ? unary<f32, s16, Cast<f32, s16>> : unary<f32, u16, Cast<f32, u16>>
-                                  : q.bits == 32 ? sgn ? unary<f32, s32, Cast<f32, s32>> : unary<f32, u32, Cast<f32, u32>>
-                                  : sgn ? unary<f32, s64, Cast<f32, s64>>
-                                               : unary<f32, u64, Cast<f32, u64>>;
-                    else
-                        in.fn = q.bits == 32   ? sgn ? unary<f64, s32, Cast<f64, s32>> : unary<f64, u32, Cast<f64, u32>>
-                                  : q.bits == 64 ? sgn ? unary<f64, s64, Cast<f64, s64>> : unary<f64, u64, Cast<f64, u64>>
-                                                 : (Fn)NULL;
-                }
-            }
-        } else if (o == "add" || o == "sub" || o == "mul" || o == "mad" || o == "fma" || o == "min" || o == "max" ||
-                   o == "div" || o == "rem") {
-            if (op.back() == "f16x2") {
-                if (!has("rn") || (o != "add" && o != "mul")) fail("f16x2");
-                three(32, 32);
-                in.fn = o == "add" ? f16_pairs<Add<f32>> : f16_pairs<Mul<f32>>;
-            } else if (fl) {
-                if (has("ftz") || has("sat")) fail("modifier");
-                three(w, w);
-                if (has("rm") || has("rz") || has("rp")) {
-                    if (t.bits != 32) fail("rounding");
-                    if (o == "fma")
-                        in.fn = has("rm")   ? rounded<FE_DOWNWARD, true>
-                                : has("rz") ? rounded<FE_TOWARDZERO, true>
-                                            : rounded<FE_UPWARD, true>;
-                    else if (o == "add")
-                        in.fn = has("rm")   ? rounded<FE_DOWNWARD, false>
-                                : has("rz") ? rounded<FE_TOWARDZERO, false>
-                                            : rounded<FE_UPWARD, false>;
-                } else
-                    in.fn = o == "add"   ? float_op<Add>(t)
-                            : o == "sub" ? float_op<Sub>(t)
-                            : o == "mul" ? float_op<Mul>(t)
-                            : o == "min" ? float_op<MinF>(t)
-                            : o == "max" ? float_op<MaxF>(t)
-                            : o == "div" ? has("approx") ? binary<f32, f32, DivApprox> : float_op<DivF>(t)
-                            : o == "fma" || o == "mad"
-                                ? t.bits == 32 ? ternary<f32, f32, Fma32> : ternary<f64, f64, Fma64>
-                                : (Fn)NULL;
-            } else {
-                const bool wide = has("wide"), hi = has("hi"), sgn = t.is_signed();
-                const int wd = wide ? 2 * w : w;
-                if (has("sat") || has("cc")) fail("modifier");
-                operand(0, x[0], true, wd);
-                operand(1, x[1], false, w);
-                operand(2, x[2], false, w);
-                if (x.size() > 3) operand(3, x[3], false, wd);
-                if (wide)
-                    in.fn = o == "mul" ? t.bits == 16 ? sgn ? binary<s32, s16, MulWide<s32, s16>>
-                                                            : binary<u32, u16, MulWide<u32, u16>>
-                                         : sgn ? binary<s64, s32, MulWide<s64, s32>>
-                                                      : binary<u64, u32, MulWide<u64, u32>>
-                            : t.bits == 16
-                                ? sgn ? ternary<s32, s16, MadWide<s32, s16>> : ternary<u32, u16, MadWide<u32, u16>>
-                            : sgn ? ternary<s64, s32, MadWide<s64, s32>>
-                                  : ternary<u64, u32, MadWide<u64, u32>>;
-                else if (hi) {
-                    if (o != "mul") fail("mad.hi");
-                    in.fn = t.bits == 16   ? sgn ? binary<s16, s16, MulHi<s32, s16>> : binary<u16, u16, MulHi<u32, u16>>
-                              : t.bits == 32 ? sgn ? binary<s32, s32, MulHi<s64, s32>> : binary<u32, u32, MulHi<u64, u32>>
-                              : sgn ? binary<s64, s64, MulHi<__int128, s64>>
-                                           : binary<u64, u64, MulHi<unsigned __int128, u64>>;
-                } else if (o == "mad")
-                    in.fn = t.bits == 16   ? ternary<u16, u16, MadLo<u16>>
-                            : t.bits == 32 ? ternary<u32, u32, MadLo<u32>>
-                                           : ternary<u64, u64, MadLo<u64>>;
-                else {
-                    Type u = t;
-                    if (o == "add" || o == "sub" || o == "mul") u.kind = 'u'; /* wraps */
-                    in.fn = o == "add"   ? int_op<Add>(u)
-                            : o == "sub" ? int_op<Sub>(u)
-                            : o == "mul" ? int_op<Mul>(u)
-                            : o == "min" ? int_op<MinI>(u)
-                            : o == "max" ? int_op<MaxI>(u)
-                            : o == "div" ? int_op<DivI>(u)
-                            : o == "rem" ? int_op<RemI>(u)
-                                         : (Fn)NULL;
-                }
-            }
-        } else if (o == "and" || o == "or" || o == "xor") {
-            three(w, w);
-            in.fn = o == "and"  ? int_op<And>({'u', t.bits})
-                    : o == "or" ? int_op<Or>({'u', t.bits})
-                                : int_op<Xor>({'u', t.bits});
-        } else if (o == "not") {
-            three(w, w);
-            in.fn = int_op1<Not>(t);
-        } else if (o == "neg") {
-            three(w, w);
-            in.fn = fl ? t.bits == 32 ? unary<f32, f32, NegF<f32>> : unary<f64, f64, NegF<f64>> : int_op1<NegI>(t);
-        } else if (o == "abs") {
-            three(w, w);
-            in.fn = fl ? t.bits == 32 ? unary<f32, f32, AbsF> : unary<f64, f64, AbsD> : int_op1<AbsI>(t);
-        } else if (o == "shl" || o == "shr") {
-            operand(0, x[0], true, w);
-            operand(1, x[1], false, w);
-            operand(2, x[2], false, 32);
-            in.fn = o == "shl" ? shift_op<Shl>({'u', t.bits}) : shift_op<Shr>(t);
-        } else if (fl && t.bits == 32 &&
-                   (o == "ex2" || o == "lg2" || o == "rcp" || o == "sqrt" || o == "rsqrt" || o == "sin" || o == "cos" ||
-                    o == "tanh")) {
-            three(32, 32);
-            if (has("ftz") && o != "ex2") fail("ftz");
-            in.fn = o == "ex2"     ? has("ftz") ? unary<f32, f32, Ex2<true>> : unary<f32, f32, Ex2<false>>
-                        : o == "lg2" ? unary<f32, f32, Lg2>
-                    : o == "rcp"   ? unary<f32, f32, Rcp>
-                    : o == "sqrt"  ? unary<f32, f32, Sqrt>
-                    : o == "rsqrt" ? unary<f32, f32, Rsqrt>
-                    : o == "sin"   ? unary<f32, f32, SinA>
-                    : o == "cos"   ? unary<f32, f32, CosA>
-                                   : unary<f32, f32, TanhA>;
-        } else if (o == "sqrt" && fl) {
-            three(64, 64);
-            in.fn = unary<f64, f64, SqrtD>;
-        } else if (o == "copysign" && t.bits == 32) {
-            three(32, 32);
-            in.fn = binary<f32, f32, CopySign>;
-        } else if (o == "popc" && t.bits == 32) {
-            three(32, 32);
-            in.fn = unary<u32, u32, Popc>;
-        } else if (o == "brev" && t.bits == 32) {
-            three(32, 32);
-            in.fn = unary<u32, u32, Brev>;
-        } else if (o == "clz" && t.bits == 32) {
-            three(32, 32);
-            in.fn = unary<u32, u32, Clz>;
-        } else if (o == "bfind" && t.bits == 32 && t.kind == 'u') {
-            three(32, 32);
-            in.fn = has("shiftamt") ? unary<u32, u32, BfindShift> : unary<u32, u32, Bfind>;
-        } else if (o == "prmt" && op.size() == 2) {
-            three(32, 32);
-            in.fn = ternary<u32, u32, Prmt>;
-        } else if (o == "bfe" && t.bits == 32 && t.kind == 'u') {
-            three(32, 32);
-            in.fn = ternary<u32, u32, Bfe>;
-        } else if (o == "shf" && has("wrap")) {
-            three(32, 32);
-            in.fn = has("l") ? ternary<u32, u32, ShfL> : ternary<u32, u32, ShfR>;
-        } else if (o == "bfi") {
-            operand(0, x[0], true, w);
-            operand(1, x[1], false, w);
-            operand(2, x[2], false, w);
-            operand(3, x[3], false, 32);
-            operand(4, x[4], false, 32);
-            in.fn = w == 64 ? bfi<u64> : bfi<u32>;
-        }
+        decode_any();
         if (!in.fn && in.kind != BRANCH && in.kind != EXIT && in.kind != BARRIER && in.kind != DEPENDS &&
             in.kind != TRIGGERS)
             fail("unknown instruction");
-        emit();
+        k.code.push_back(in);
     }
 
     void body() {
@@ -898,7 +924,7 @@ struct Decoder {
         }
         in = Insn();
         in.kind = EXIT;
-        emit();
+        k.code.push_back(in);
         for (auto &b : branches) {
             auto l = labels.end();
             for (int i = b.scope; i >= 0 && l == labels.end(); i = outer[(size_t)i]) l = labels.find({i, b.label});
@@ -910,7 +936,7 @@ struct Decoder {
     /* Gives registers their places: by linear scan over the instructions where they live, so that a warp's registers fit
      * into the cache. A write under a guard, or by some lanes only, keeps the others: lanes are independent. */
     void place() {
-        const size_t n = k.code.size(), nr = regs.size(), words = (nr + 63) / 64;
+        const size_t n = k.code.size(), nr = regs.size(), n_word = (nr + 63) / 64;
         std::vector<s32> block_of(n), starts;
         std::vector<char> leader(n + 1, 0);
         leader[0] = 1;
@@ -924,7 +950,7 @@ struct Decoder {
         }
         const size_t nb = starts.size();
         starts.push_back((s32)n);
-        std::vector<u64> gen(nb * words), kill(nb * words), live_in(nb * words), live_out(nb * words);
+        std::vector<u64> gen(nb * n_word), kill(nb * n_word), live_in(nb * n_word), live_out(nb * n_word);
         std::vector<size_t> first(n + 1);
         size_t u = 0;
         for (size_t i = 0; i < n; i++) {
@@ -936,7 +962,7 @@ struct Decoder {
             return v[base + (size_t)r / 64] >> (r % 64) & 1;
         };
         for (size_t i = 0; i < n; i++) {
-            const size_t base = (size_t)block_of[i] * words;
+            const size_t base = (size_t)block_of[i] * n_word;
             for (size_t j = first[i]; j < first[i + 1]; j++)
                 if (!uses[j].def && !bit(kill, base, uses[j].reg))
                     gen[base + (size_t)uses[j].reg / 64] |= (u64)1 << (uses[j].reg % 64);
@@ -957,13 +983,13 @@ struct Decoder {
                 const bool falls =
                     !((last.kind == BRANCH || last.kind == EXIT) && !guarded((size_t)starts[b + 1] - 1, first));
                 if (falls && b + 1 < nb) next[1] = (s32)b + 1;
-                for (size_t wd = 0; wd < words; wd++) {
+                for (size_t wd = 0; wd < n_word; wd++) {
                     u64 out = 0;
                     for (s32 x : next)
-                        if (x >= 0) out |= live_in[(size_t)x * words + wd];
-                    live_out[b * words + wd] = out;
-                    const u64 now = gen[b * words + wd] | (out & ~kill[b * words + wd]);
-                    if (now != live_in[b * words + wd]) live_in[b * words + wd] = now, changed = true;
+                        if (x >= 0) out |= live_in[(size_t)x * n_word + wd];
+                    live_out[b * n_word + wd] = out;
+                    const u64 now = gen[b * n_word + wd] | (out & ~kill[b * n_word + wd]);
+                    if (now != live_in[b * n_word + wd]) live_in[b * n_word + wd] = now, changed = true;
                 }
             }
         }
@@ -973,8 +999,8 @@ struct Decoder {
         };
         for (size_t b = 0; b < nb; b++)
             for (size_t r = 0; r < nr; r++) {
-                if (bit(live_in, b * words, (s32)r)) extend((s32)r, starts[b]);
-                if (bit(live_out, b * words, (s32)r)) extend((s32)r, starts[b + 1] - 1);
+                if (bit(live_in, b * n_word, (s32)r)) extend((s32)r, starts[b]);
+                if (bit(live_out, b * n_word, (s32)r)) extend((s32)r, starts[b + 1] - 1);
             }
         for (const Use &x : uses) extend(x.reg, x.insn);
         std::vector<s32> order;
