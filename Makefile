@@ -127,7 +127,7 @@ build/test_moe: $(TESTS) | build
 
 # The tests of the CUDA backend: as nvcc compiles it to PTX, with a simulator in place of the CUDA runtime and its GPUs.
 SIMULATED  := -DSIMULATED -DALLREDUCE_SLOT_FLOATS=3072 -DDELTA_SEGMENT_TOKENS=128 -DMLA_SEGMENT_KEYS=64
-SIM_PARTS  := memory decode races execute runtime $(if $(NCCL_LIBS),nccl)
+SIM_PARTS  := memory decode races execute runtime nccl
 SIM_FLAGS   = -std=c++17 -O3 -g1 $(filter-out -Wvla,$(WARN)) -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-strict-aliasing $(SIM_ARCH) -I$(CUDA_LIB)/../include
 # Vectors of the host's, where the compiler has them: 32 lanes are a loop.
 SIM_ARCH    = -march=native
@@ -140,6 +140,7 @@ build/test_cuda.o: $(TESTS) | build
 
 PTX_FLAGS   = $(CUDA_COMMON) --compress-mode=none $(foreach t,$(PTX_TARGETS),-gencode arch=$t$(,)code=$t)
 build/simulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu tests/bench_decode.cu tests/ptxsim/ptxsim.h | build
+	@[ -n "$(NVCC)" ] || { echo "the simulator wants nvcc"; exit 1; }
 	@echo "$(NVCC) -c tests/test_cuda.cu -o $@ ($(PTX_TARGETS)): takes some minutes"
 	@$(NVCC) $(PTX_FLAGS) $(SIMULATED) -c tests/test_cuda.cu -o $@
 
@@ -147,7 +148,7 @@ build/ptxsim_%.o: tests/ptxsim/%.cpp $(wildcard tests/ptxsim/*.h) | build
 	$(CXX) $(SIM_FLAGS) -c $< -o $@
 
 # The simulator's own tests.
-build/selftest: build/selftest_cuda.o $(filter-out build/ptxsim_nccl.o,$(SIM_PARTS:%=build/ptxsim_%.o))
+build/selftest: build/selftest_cuda.o $(SIM_PARTS:%=build/ptxsim_%.o)
 	$(CXX) $^ -lpthread -o $@
 
 build/selftest_cuda.o: tests/ptxsim/selftest.cu tests/ptxsim/selftest_arithmetic.h gguf_nvfp4.h | build
@@ -161,6 +162,7 @@ build/moe-sim: moe.c build/moe_sim_cuda.o $(SIM_PARTS:%=build/ptxsim_%.o) build/
 	$(CC) $(FLAGS) moe.c -DMOE_CUDA $(filter %.o,$^) -o $@ $(LIBS) -lstdc++ -lpthread
 
 build/moe_sim_cuda.o: $(ENGINE) | build
+	@[ -n "$(NVCC)" ] || { echo "the simulator wants nvcc"; exit 1; }
 	$(NVCC) $(PTX_FLAGS) -c moe_cuda.cu -o $@
 
 ## make sass      prints what the hot loops of the CUDA kernels cost, from their machine code

@@ -1,5 +1,6 @@
 /* NCCL's functions that the engine calls, between simulated GPUs. Ranks are threads of one process: a collective runs
  * when the streams of all ranks have reached it. */
+#if __has_include(<nccl.h>)
 #include <nccl.h>
 
 #include <condition_variable>
@@ -103,6 +104,7 @@ static void take_part(Communicator &c, size_t rank, const Part &p) {
         c.wake.notify_all();
     }
     c.wake.wait(g, [&] { return c.done != turn || c.aborted[rank]; });
+    if (c.done == turn) c.arrived--; /* aborted: its part does not count */
 }
 
 } // namespace ptxsim
@@ -215,3 +217,4 @@ ncclResult_t ncclAllGather(const void *send, void *recv, size_t count, ncclDataT
     return enqueue("ncclAllGather", send, recv, count, type, comm, stream);
 }
 }
+#endif
