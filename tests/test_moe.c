@@ -12,6 +12,7 @@
  *   build/test_cuda --mutate [PART PARTS] leaves out every synchronizing instruction of the CUDA backend once
  *   build/test_cuda [--capability 120|90|80] [--seed N] [--truncate 8|16] [--races 1] .. simulates another chip, a random
  *                               order of warps and blocks, tensor cores that cut sums off; looks for races
+ *   build/test_cuda --coverage FILE .. appends which instructions of the PTX ran; --covered FILE prints what did not
  *   build/test_cuda --ptx FILE  writes the PTX that it runs
  *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost, in Markdown
  *
@@ -168,6 +169,10 @@ static double cpu_seconds_all(void) {
            1e-6 * (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec);
 }
 
+#ifdef SIMULATED
+static const char *coverage_path; /* NULL: it is not asked for */
+#endif
+
 /* Runs a test and prints its line: outcome, name, elapsed seconds, seconds of CPU time. */
 static enum outcome test_run(const struct test *t) {
     const double wall = now_seconds(), cpu = cpu_seconds_all();
@@ -175,6 +180,7 @@ static enum outcome test_run(const struct test *t) {
     t->fn();
 #ifdef SIMULATED
     CHECK(!sim_violations(), "the simulator found %d violations", sim_violations());
+    if (coverage_path) CHECK(sim_append_coverage(coverage_path), "cannot write %s", coverage_path);
 #endif
     const enum outcome o = test_failures ? FAILED : test_skip_reason[0] ? SKIPPED : PASSED;
     printf("%s %-40s %6.2f s %6.2f s CPU%s%s\n", (const char *[]){"ok  ", "FAIL", "skip"}[o - PASSED], t->name,
@@ -280,6 +286,7 @@ static int run_other(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
 #ifdef SIMULATED
     if (!strcmp(what, "--ptx") && argc > 2) return !sim_write_ptx(argv[2]);
+    if (!strcmp(what, "--covered") && argc > 2) return !sim_print_coverage(argv[2]);
     if (!strcmp(what, "--mutate")) {
         omp_set_num_threads(1); /* children of a process with threads have none of them */
         test_dir_make(0);
@@ -318,6 +325,7 @@ static void simulate(int *argc, char ***argv) {
         else if (!strcmp(a[1], "--seed")) cuda_test_seed((uint64_t)x);
         else if (!strcmp(a[1], "--truncate")) sim_truncate_sums(x);
         else if (!strcmp(a[1], "--races")) sim_races(x != 0);
+        else if (!strcmp(a[1], "--coverage")) coverage_path = a[2];
         else break;
         a[2] = a[0];
     }

@@ -42,9 +42,9 @@ PICK(load_param)
 PICK(store)
 PICK(store_release)
 
-    /* All widths of an integer operation; signed where that matters. */
-    template <template <class> class F>
-    static Fn int_op(Type t) {
+/* All widths of an integer operation; signed where that matters. */
+template <template <class> class F>
+static Fn int_op(Type t) {
     const bool s = t.is_signed();
     switch (t.bits) {
     case 16: return s ? binary<s16, s16, F<s16>> : binary<u16, u16, F<u16>>;

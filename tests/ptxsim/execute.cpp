@@ -80,7 +80,6 @@ static void run_warp(Warp &w) {
     s32 pc = w.pc;
     u32 active = w.active;
     s32 limit = next_meeting(w, pc);
-    u64 steps = 0, lanes = 0;
     for (;;) {
         if (__builtin_expect(pc >= limit, 0)) {
             for (size_t i = 0; i < w.others.size();)
@@ -110,8 +109,6 @@ static void run_warp(Warp &w) {
             const u32 g = *(const u32 *)(w.regs + in.guard);
             m &= in.guard_not ? ~g : g;
         }
-        steps++;
-        lanes += (u64)__builtin_popcount(m);
         if (!ran[pc].load(std::memory_order_relaxed)) ran[pc].store(1, std::memory_order_relaxed);
         if (__builtin_expect(in.kind == SIMPLE, 1)) {
             pc++;
@@ -220,8 +217,6 @@ static void run_warp(Warp &w) {
     }
     w.pc = pc;
     w.active = active;
-    b.steps += steps;
-    b.lanes += lanes;
 }
 
 /* Lets go the warps at a barrier that is complete. Returns false if none is. */
@@ -262,7 +257,7 @@ static void block_begin(Block &b, Launch &L, u64 id) {
     b.launch = &L, b.k = &k, b.id = id, b.status = READY;
     b.ctaid = {(u32)(id % L.grid.x), (u32)(id / L.grid.x % L.grid.y), (u32)(id / L.grid.x / L.grid.y)};
     b.triggered = b.waited = b.acquired = b.leave = false;
-    b.steps = b.lanes = b.polls = 0;
+    b.polls = 0;
     b.shared_bytes = L.dynamic ? k.dynamic_at + (u32)L.dynamic : k.static_shared;
     auto reserve = [](std::vector<u8> &v, size_t bytes) {
         if (v.size() < bytes) v.assign(bytes, 0xFF);
@@ -372,7 +367,6 @@ static void launch_begin(Launch &L, bool first) {
     running[L.seq % RUNNING_MAX].seq = L.seq, running[L.seq % RUNNING_MAX].stream = L.stream;
     L.rng.seed((u32)(machine.seed * 104729 + L.seq));
     L.pauses = !machine.seed || L.rng() & 64;
-    L.k->launches++;
     if (!machine.seed) return;
     L.order.resize(L.n_blocks());
     for (u64 i = 0; i < L.n_blocks(); i++) L.order[i] = (u32)i;
@@ -391,12 +385,9 @@ static Block &launch_next_block(Launch &L) {
 /* Runs block i of those that were begun. */
 static void launch_step(Launch &L, size_t i) {
     Block &b = *L.blocks[i];
-    const u64 t0 = time_ns();
     block_run(b);
-    L.k->ns += time_ns() - t0;
     if (b.status == POLLING) std::rotate(L.blocks.begin() + (long)i, L.blocks.begin() + (long)i + 1, L.blocks.end());
     if (b.status != ENDED) return;
-    L.k->blocks++, L.k->steps += b.steps, L.k->lanes += b.lanes;
     spare_blocks.push_back(std::move(L.blocks[i]));
     L.blocks.erase(L.blocks.begin() + (long)i);
     L.ended++;

@@ -80,7 +80,8 @@ static void compare(Warp &w, const Insn &in) {
 OP2(Add, T, a + b)
 OP2(Sub, T, a - b)
 OP2(Mul, T, a *b)
-OP2(And, T, a &b) OP2(Or, T, a | b) OP2(Xor, T, a ^ b) OP1(Not, T, ~a) OP1(Mov, T, a) OP2(MinI, T, a < b ? a : b)
+OP2(And, T, a &b)
+OP2(Or, T, a | b) OP2(Xor, T, a ^ b) OP1(Not, T, ~a) OP1(Mov, T, a) OP2(MinI, T, a < b ? a : b)
     OP2(MaxI, T, a > b ? a : b) OP1(NegI, T, 0 - a) OP1(NegF, T, -a) OP1(AbsI, T, a < 0 ? 0 - a : a) OP2(DivF, T, a / b)
     /* minNum: a NaN gives way to a number, -0 < +0 */
     OP2(MinF, T,

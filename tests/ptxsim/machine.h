@@ -174,7 +174,6 @@ struct Kernel {
     u8 *consts = NULL;
     u32 reg_bytes = 0, static_shared = 0, dynamic_at = 0, local_bytes = 0;
     std::unique_ptr<std::atomic<u8>[]> ran; /* by instruction: whether it was executed */
-    std::atomic<u64> launches{0}, blocks{0}, steps{0}, ns{0}, lanes{0};
 };
 
 struct Symbol {
@@ -311,7 +310,7 @@ struct Block {
     } cache[32]; /* of allocations that its device may use, see cache_slot */
     std::vector<u8> buffer, shared_buffer, local_buffer;
     std::vector<u32> order; /* of warps */
-    u64 steps, lanes, polls;
+    u64 polls;              /* loads that acquire */
     std::minstd_rand rng;
     BlockRaces races;
 };

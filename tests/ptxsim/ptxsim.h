@@ -83,8 +83,10 @@ int sim_violations(void);
 int sim_take_violations(void);
 /* Whether violations are printed. */
 void sim_quiet(bool on);
-/* Prints each kernel that was launched, with counts and the share of its instructions that ran. */
-void sim_print_kernels(void);
+/* Appends to a file which instructions of which kernels ran in this process. sim_print_coverage prints what is left out
+ * by all that a file has: kernels of which less than 97 % ran, or none, and sums. False: the file cannot be opened. */
+bool sim_append_coverage(const char *path);
+bool sim_print_coverage(const char *path);
 
 #ifdef __cplusplus
 }

@@ -2,6 +2,7 @@
 #include <condition_variable>
 #include <deque>
 #include <sched.h>
+#include <sys/file.h>
 #include <thread>
 
 #include "machine.h"
@@ -317,28 +318,35 @@ static void each_device(int device, const std::function<void(Device &)> &f) {
         if (device < 0 || i == device) f(machine.device[i]);
 }
 
-static void kernels_print() {
-    std::vector<const Kernel *> all;
-    size_t insns = 0, ran = 0, used = 0;
+/* A line for each kernel that was launched: target, name, and for each instruction whether it ran. */
+static void coverage_append(FILE *f) {
     for (Module *m : modules)
-        for (auto &i : m->image)
-            if (i)
-                for (auto &k : i->kernels) all.push_back(k.second.get());
-    std::sort(all.begin(), all.end(), [](const Kernel *a, const Kernel *b) { return a->ns > b->ns; });
-    fprintf(stderr, "%-56s %8s %9s %10s %9s %6s %8s %s\n", "kernel", "launches", "blocks", "warp insns", "ms", "lanes",
-            "insns", "covered");
-    for (const Kernel *k : all) {
-        if (!k->launches) continue;
-        size_t n = 0;
-        for (size_t i = 0; i < k->code.size(); i++) n += k->ran[i].load();
-        insns += k->code.size(), ran += n, used++;
-        fprintf(stderr, "%-56s %8llu %9llu %10llu %9.1f %6.1f %8zu %5.1f %%\n", k->name.substr(0, 56).c_str(),
-                (unsigned long long)k->launches, (unsigned long long)k->blocks, (unsigned long long)k->steps,
-                (double)k->ns * 1e-6, k->steps ? (double)k->lanes / (double)k->steps : 0, k->code.size(),
-                100.0 * (double)n / (double)k->code.size());
+        for (auto &image : m->image)
+            if (image)
+                for (auto &k : image->kernels) {
+                    std::string ran;
+                    for (size_t i = 0; i < k.second->code.size(); i++) ran += k.second->ran[i] ? '1' : '0';
+                    if (ran.find('1') != std::string::npos)
+                        fprintf(f, "%d %s %s\n", image->cc, k.first.c_str(), ran.c_str());
+                }
+}
+
+/* What all lines of a file say, by target and kernel. */
+static std::map<std::pair<int, std::string>, std::string> coverage_read(FILE *f) {
+    std::map<std::pair<int, std::string>, std::string> all;
+    char *line = NULL;
+    size_t cap = 0;
+    while (getline(&line, &cap, f) > 0) {
+        char name[1024];
+        int cc, at;
+        if (sscanf(line, "%d %1023s %n", &cc, name, &at) != 2) continue;
+        std::string ran(line + at, strcspn(line + at, "\n"));
+        std::string &sum = all[{cc, name}];
+        sum.resize(ran.size(), '0');
+        for (size_t i = 0; i < ran.size(); i++) sum[i] = std::max(sum[i], ran[i]);
     }
-    fprintf(stderr, "%zu of %zu kernels were launched; %zu of their %zu instructions ran (%.1f %%)\n", used, all.size(),
-            ran, insns, insns ? 100.0 * (double)ran / (double)insns : 0);
+    free(line);
+    return all;
 }
 
 /* The synchronizing instructions of the decoded kernels. */
@@ -431,6 +439,37 @@ int sim_graph_launches(const void *graph_exec, int *overlapping) {
         if (node.launch) n++, *overlapping += node.launch->overlaps;
     return n;
 }
+bool sim_append_coverage(const char *path) {
+    FILE *f = fopen(path, "a");
+    if (!f) return false;
+    const bool alone = !flock(fileno(f), LOCK_EX); /* until it is closed */
+    coverage_append(f);
+    return !fclose(f) && alone;
+}
+bool sim_print_coverage(const char *path) {
+    FILE *f = fopen(path, "r");
+    if (!f) return false;
+    const auto all = coverage_read(f);
+    fclose(f);
+    std::map<int, std::pair<size_t, size_t>> sum; /* by target: instructions, those that ran */
+    for (auto &k : all) {
+        const size_t n = k.second.size(), ran = (size_t)std::count(k.second.begin(), k.second.end(), '1');
+        auto &s = sum[k.first.first];
+        s.first += n, s.second += ran;
+        if (ran * 100 < n * 97)
+            printf("sm_%d %6.1f %% of %6zu  %s\n", k.first.first, 100.0 * (double)ran / (double)n, n,
+                   k.first.second.c_str());
+    }
+    for (Module *m : modules)
+        for (size_t i = 0; i < m->text.size(); i++)
+            for (auto &k : module_image(*m, (int)i)->kernels)
+                if (sum.count(m->target[i]) && !all.count({m->target[i], k.first}))
+                    printf("sm_%d never launched      %s\n", m->target[i], k.first.c_str());
+    for (auto &s : sum)
+        printf("sm_%d: %zu of %zu instructions of the kernels that were launched ran, %.1f %%\n", s.first,
+               s.second.second, s.second.first, 100.0 * (double)s.second.second / (double)s.second.first);
+    return true;
+}
 bool sim_write_ptx(const char *path) {
     FILE *f = fopen(path, "w");
     if (!f) return false;
@@ -438,7 +477,6 @@ bool sim_write_ptx(const char *path) {
         for (auto &t : m->text) fwrite(t.first, 1, t.second, f);
     return !fclose(f);
 }
-void sim_print_kernels(void) { kernels_print(); }
 
 int sim_sites(struct sim_site *out, int n) {
     int i = 0;
