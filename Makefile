@@ -48,7 +48,7 @@ CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCC
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all chat sim-chat test sass mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
+.PHONY: all chat sim-chat test test-chips sass mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
@@ -100,7 +100,7 @@ bench-vs: all
 	tests/bench_vs.sh "$(LLAMA_BENCH)" "$(MODEL)"
 
 # Threads sleep while they wait: on a busy machine, spinning ones take the time of others.
-test mutate asan tsan: export OMP_WAIT_POLICY = passive
+test test-chips mutate asan tsan: export OMP_WAIT_POLICY = passive
 
 # The models of tests/fixtures, which the tests map.
 FIXTURES := $(patsubst tests/fixtures/%/config.json,build/fixtures/%.gguf,$(wildcard tests/fixtures/*/config.json))
@@ -121,6 +121,15 @@ else
 	build/selftest
 	build/test_cuda -j$(CORES)
 endif
+
+## make test-chips runs the CUDA backend's PTX as other chips do, with sums that tensor cores cut off, and looks for races
+SIM_KERNELS := cuda/upload cuda/gemv cuda/router cuda/sort cuda/links cuda/gemm cuda/attention cuda/windows cuda/delta_net
+test-chips: build/test_cuda
+	build/test_cuda --capability 90 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
+	build/test_cuda --capability 80 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
+	build/test_cuda --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/forward cuda/demo
+	build/test_cuda --races 1 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/stats cuda/all_reduce
+	build/test_cuda --seed 1 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/all_reduce
 
 build/test_moe: $(TESTS) | build
 	$(CC) $(FLAGS) -g1 tests/test_moe.c -o $@ $(LIBS)

@@ -1117,6 +1117,7 @@ static void test_plan_absurd(void) {
 
 #ifdef MOE_CUDA
 size_t cuda_test_activations(struct rank *r);
+bool cuda_test_begin(int seed); /* true: the device multiplies FP4 by FP4 */
 bool cuda_test_w4a4(struct rank *r);
 
 /* What the engine allocates is what the plan counted: its weights, with the range of a matrix and without the
@@ -1142,9 +1143,7 @@ static void test_plan_engine(void) {
         struct cuda_options o = {.n_ctx = 256, .kv = i % 2 ? KV_FP8 : KV_BF16, .allreduce = ALLREDUCE_ONESHOT};
         struct plan p = {.m = &m, .kv = o.kv};
         o.kv_splits = SPLITS_MAX; /* as is counted */
-#ifdef SIMULATED
-        o.moe_act = MOE_ACT_FP4;
-#endif
+        if (cuda_test_begin(0)) o.moe_act = MOE_ACT_FP4;
         if (c[i].shape) synth_make(&m, c[i].shape, NULL, true);
         else if (!CHECK(!model_load(&m, "build/demo.gguf", err), "%s", err)) return;
         if (!CHECK(!session_open(&s, &m, tp, pp, cuda_rank_start, &o, err), "%s", err)) return;

@@ -120,7 +120,7 @@ struct sass_budget {
 #define SASS_RELEASE "13.0"
 
 static const struct sass_budget sass_sm120[] = {
-    {"attn_gqa_decode<32,32,0,0>", 8, 0, 295, 668, 96, 2048},
+    {"attn_gqa_decode<32,32,0,0>", 8, 0, 296, 668, 96, 2048},
     {"attn_gqa_decode<32,32,1,0>", 8, 0, 270, 649, 112, 1152},
     {"attn_gqa_decode<64,64,0,0>", 16, 0, 407, 898, 128, 4096},
     {"attn_gqa_decode<64,64,0,1>", 16, 0, 431, 984, 128, 4096},
@@ -130,7 +130,7 @@ static const struct sass_budget sass_sm120[] = {
     {"attn_gqa_decode<128,128,0,1>", 32, 0, 650, 1392, 184, 8192},
     {"attn_gqa_decode<128,128,1,0>", 32, 0, 474, 1150, 200, 4224},
     {"attn_gqa_decode<128,128,1,1>", 32, 0, 498, 1277, 200, 4224},
-    {"attn_gqa_decode<192,128,0,0>", 40, 0, 674, 1523, 208, 10240},
+    {"attn_gqa_decode<192,128,0,0>", 40, 0, 674, 1523, 210, 10240},
     {"attn_gqa_decode<192,128,1,0>", 40, 0, 505, 1298, 216, 5248},
     {"attn_gqa_decode<256,256,0,0>", 64, 0, 1048, 2258, 255, 16384},
     {"attn_gqa_decode<256,256,1,0>", 64, 0, 840, 2028, 255, 8320},
@@ -272,7 +272,7 @@ static const struct sass_budget sass_sm120[] = {
 };
 static const struct sass_budget sass_sm90[] = {
     {"attn_gqa_decode<32,32,0,0>", 8, 0, 334, 686, 96, 2048},
-    {"attn_gqa_decode<32,32,1,0>", 8, 0, 305, 651, 96, 1152},
+    {"attn_gqa_decode<32,32,1,0>", 8, 0, 305, 708, 96, 1152},
     {"attn_gqa_decode<64,64,0,0>", 16, 0, 497, 884, 120, 4096},
     {"attn_gqa_decode<64,64,0,1>", 16, 0, 527, 1004, 120, 4096},
     {"attn_gqa_decode<64,64,1,0>", 16, 0, 421, 912, 128, 2176},
