@@ -127,7 +127,7 @@ SIM_KERNELS := cuda/upload cuda/gemv cuda/router cuda/sort cuda/links cuda/gemm 
 test-chips: build/test_cuda
 	build/test_cuda --capability 90 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
 	build/test_cuda --capability 80 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
-	build/test_cuda --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/forward cuda/demo
+	build/test_cuda --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
 	build/test_cuda --races 1 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/stats cuda/all_reduce
 	build/test_cuda --seed 1 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/all_reduce
 

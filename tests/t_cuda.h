@@ -25,12 +25,14 @@ size_t cuda_test_not_finite(struct rank *r);
 void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read); /* of the indexer, or to the GPU */
 
 /* Kernel by kernel: t_cuda_kernels.h. */
-bool cuda_test_begin(int seed);       /* true: the device multiplies FP4 by FP4 */
-void cuda_test_seed(uint64_t seed);   /* simulator: of all tests, for a random order of warps and blocks */
-void cuda_test_patience(int seconds); /* simulator: after which waiting ranks have stalled */
-void cuda_test_races(void);           /* t_cuda_races.h */
-void cuda_test_tile_sizes(void);      /* bench_tiles.cu */
-void cuda_test_decode_bench(void);    /* bench_decode.cu */
+bool cuda_test_begin(int seed);        /* true: the device multiplies FP4 by FP4 */
+void cuda_test_seed(uint64_t seed);    /* simulator: of all tests, for a random order of warps and blocks */
+void cuda_test_truncate(int products); /* simulator: see sim_truncate_sums */
+bool cuda_test_sums_cut(void);         /* tensor cores cut sums off, as all do */
+void cuda_test_patience(int seconds);  /* simulator: after which waiting ranks have stalled */
+void cuda_test_races(void);            /* t_cuda_races.h */
+void cuda_test_tile_sizes(void);       /* bench_tiles.cu */
+void cuda_test_decode_bench(void);     /* bench_decode.cu */
 void cuda_test_upload(void);
 void cuda_test_gemv(void);
 void cuda_test_router(void);
@@ -1722,7 +1724,8 @@ static void test_cuda_drafts(void) {
         if (!fixture_load(c[i].fixture, &m)) return;
         if (layout_session(&s, &m, &c[i].d, 128, i % 2 ? KV_BF16 : KV_FP8)) {
             for (int k = 0; k < 2; k++)
-                check_same_text(c[i].fixture, &s, c[i].d.name, ((int)i + 2 * k) % DRAFT_SAMPLINGS, 4 + (int)i % 4, false);
+                check_same_text(c[i].fixture, &s, c[i].d.name, ((int)i + 2 * k) % DRAFT_SAMPLINGS, 4 + (int)i % 4,
+                                false);
             if (i == 1) check_next_turn(c[i].fixture, &s, c[i].d.name, 0); /* recurrent states */
             session_free(&s);
         }
@@ -1972,7 +1975,8 @@ static void batches_agree(const char *name, const struct model *m, const struct 
 
 /* Logits against Hugging Face's: of a prefill, then of decoding after half of it. Where an indexer chooses keys rounding
  * decides one of 20,000 choices, see pair_out_select_keys; it changes that token and those that see it: in deepseek_v32
- * 13 of 128, by which the NMSE of all is 5e-3, in the others at most 3, and it is 2.4e-4 or less. */
+ * 13 of 128, by which the NMSE of all is 5e-3, in the others at most 3, and it is 2.4e-4 or less. Where tensor cores cut
+ * sums off it decides more: NMSEs of 1.4e-2 and 5.6e-3, with medians as small as before. */
 static void test_cuda_fixtures(void) {
     cuda_test_begin(17);
     for (int f = 0; f < RANK_FIXTURES; f++) {
@@ -1985,7 +1989,8 @@ static void test_cuda_fixtures(void) {
         const int n = fixture_logits(name, &m, &ids, &want), half = n / 2;
         const size_t v = (size_t)m.n_vocab;
         if (!cuda_session(&s, &m, n, KV_BF16, MOE_ACT_F16)) return;
-        const double limit = strcmp(name, "deepseek_v32") ? 1e-3 : 1e-2;
+        const bool dsa = !strcmp(name, "deepseek_v32") || !strncmp(name, "glm_moe_dsa", 11);
+        const double limit = dsa && cuda_test_sums_cut() ? 3e-2 : strcmp(name, "deepseek_v32") ? 1e-3 : 1e-2;
         cuda_compare(&s, name, ids, n, want, limit, 1e-3);
         session_free(&s);
         float *got = batches_logits(&m, &one_rank, KV_BF16, ids, half, n, DECODE_MAX_TOKENS, 3);

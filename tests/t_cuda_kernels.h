@@ -54,6 +54,17 @@ static uint64_t seed_offset;     /* not 0: tests run in a random order of warps 
 
 extern "C" void cuda_test_seed(uint64_t seed) { seed_offset = seed; }
 
+#ifdef SIMULATED
+static bool sums_cut; /* tensor cores cut sums off */
+extern "C" void cuda_test_truncate(int products) {
+    sim_truncate_sums(products);
+    sums_cut = products > 0;
+}
+#else
+static const bool sums_cut = true;
+#endif
+extern "C" bool cuda_test_sums_cut(void) { return sums_cut; }
+
 /* Begins a test: its numbers, and on the simulator its schedules, are the same every time. */
 static void begin_test(uint64_t seed) {
     random_state = seed * 0x9E3779B97F4A7C15u | 1;
@@ -350,14 +361,7 @@ struct tile_list {
 /* The NMSE that F32 sums of n_in products may have. Tensor cores cut a sum off, where the simulator rounds: all errors
  * have one sign, so they grow with the number of sums, of 16 products each. A sum is cut off by 2^-24 of itself on
  * average; twice that is allowed. */
-static double sum_limit(int n_in) {
-#ifdef SIMULATED
-    (void)n_in;
-    return 1e-11;
-#else
-    return fmax(1e-11, pow(2 * ldexp(n_in / 16, -24), 2));
-#endif
-}
+static double sum_limit(int n_in) { return sums_cut ? fmax(1e-11, pow(2 * ldexp(n_in / 16, -24), 2)) : 1e-11; }
 
 static void run_gemm(const struct gemm_case &t) {
     const int n_matrix = t.mode == BATCH ? t.n_expert : 1;

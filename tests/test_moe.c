@@ -323,7 +323,7 @@ static void simulate(int *argc, char ***argv) {
         const int x = atoi(a[2]);
         if (!strcmp(a[1], "--capability")) sim_capability(-1, x / 10, x % 10);
         else if (!strcmp(a[1], "--seed")) cuda_test_seed((uint64_t)x);
-        else if (!strcmp(a[1], "--truncate")) sim_truncate_sums(x);
+        else if (!strcmp(a[1], "--truncate")) cuda_test_truncate(x);
         else if (!strcmp(a[1], "--races")) sim_races(x != 0);
         else if (!strcmp(a[1], "--coverage")) coverage_path = a[2];
         else break;
