@@ -45,7 +45,7 @@
  * Numbers: activations between GEMMs are halves, clamped to the largest half, never infinite. Sums, norms, router,
  * softmax and the residual stream are F32. No floating-point sum uses atomics: the same input gives the same bits.
  * Limits: no kernel uses more than the 101,376 bytes of shared memory of SM120.
- * Tests: the same source compiles with g++ against tests/cuda_emu.h, which runs every CUDA thread on a CPU.
+ * Tests: the PTX that nvcc makes of it runs on a CPU, on the simulator of tests/ptxsim.
  *
  * The first section is also part of moe.c. Then come the kernels, each with the host function that launches it. From
  * "The GPU state of a rank" on stands the host's side: how a rank starts, and the table of operations.
