@@ -354,14 +354,12 @@ struct mutation {
     _exit(m.edit && !edits_made ? CHANGED_NOTHING : 0);
 }
 
-static bool same_kernel(const char *mangled, const char *name) { return strstr(mangled, name) != NULL; }
-
 /* Prints how a mutant ended. Returns whether that is a failure of the tests. */
 static bool mutant_ended(const mutation &m, int status) {
     const std::string text(m.site.text ? m.site.text : "", m.site.text ? strcspn(m.site.text, ";") : 0);
     const char *why = NULL;
     for (auto &e : equivalents)
-        if (m.site.text && same_kernel(m.site.kernel, e.kernel) && text.find(e.text) != std::string::npos) why = e.why;
+        if (m.site.text && strstr(m.site.kernel, e.kernel) && text.find(e.text) != std::string::npos) why = e.why;
     const bool none = !m.site.text && !m.edit && m.mistake < 0,
                dies = status && (!WIFEXITED(status) || WEXITSTATUS(status) != CHANGED_NOTHING);
     printf("%-6s %s%s%s%s%s\n",

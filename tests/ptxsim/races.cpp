@@ -1,11 +1,12 @@
+/* What two accesses know of each other: see races.h. */
 #include "races.h"
 
 namespace ptxsim {
 
 /* ---- global cells ---- */
 
-enum { SEQ_BITS = 15, BLOCK_BITS = 16, CLOCK_BITS = 16 };
-struct Stamp { /* of an access */
+enum { SEQ_BITS = 15 }; /* of the number of a launch that a stamp keeps */
+struct Stamp {          /* of an access */
     u32 seq, block, warp, lane, clock;
     u32 bytes; /* of the two: 1, 2 or 3 */
     bool atomic;
