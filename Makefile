@@ -163,9 +163,9 @@ build/selftest: build/selftest_cuda.o $(SIM_PARTS:%=build/ptxsim_%.o)
 build/selftest_cuda.o: tests/ptxsim/selftest.cu tests/ptxsim/selftest_arithmetic.h gguf_nvfp4.h | build
 	$(NVCC) $(PTX_FLAGS) -c $< -o $@
 
-## make sim-chat  opens a chat on two simulated GPUs: ARGS='--gpus 1 --bench' and so on go to the program
+## make sim-chat  opens a chat on two simulated GPUs: ARGS='--tp 1 --bench' and so on go to the program
 sim-chat: build/moe-sim build/demo.gguf
-	@build/moe-sim -m build/demo.gguf --greedy --gpus 2 $(ARGS)
+	@build/moe-sim -m build/demo.gguf --greedy --tp 2 $(ARGS)
 
 build/moe-sim: moe.c build/moe_sim_cuda.o $(SIM_PARTS:%=build/ptxsim_%.o) build/ptxsim_two_gpus.o $(HEADERS)
 	$(CC) $(FLAGS) moe.c -DMOE_CUDA $(filter %.o,$^) -o $@ $(LIBS) -lstdc++ -lpthread

@@ -23810,7 +23810,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         struct plan_device *d = &p->device[i];
         int gpu = n ? device[i] : i, ranks = 0;
         struct gpu_facts f;
-        if (gpu >= found) die("there is no GPU %d; this machine has %d", gpu, found);
+        if (gpu >= found) die("there is no GPU %d; this machine has %d, numbered from 0", gpu, found);
         for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
         if (cuda_facts(gpu, &f, false)) die("cannot read the memory size of GPU %d", gpu);
         snprintf(d->name, sizeof d->name, "%s", f.label);
@@ -24706,6 +24706,7 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     if (list.n && list.n != n)
         die_usage("--gpus %s lists %d GPU%s; --tp %d with --pp %d needs %d", s->gpus, list.n, list.n == 1 ? "" : "s",
                   s->tp, s->pp, n);
+    if (s->profile && n > 1) die_usage("--profile works only with a single rank, found %d: give --tp 1 --pp 1", n);
     const int most = layer_beginnings(m);
     if (s->pp > most)
         die_usage("--pp %d: the model has only %d layer%s%s", s->pp, most, most == 1 ? "" : "s",
@@ -25816,18 +25817,22 @@ static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, i
 /* The second table: drafts over the shipped stories. False: interrupted. */
 static bool bench_drafts(struct engine *e) {
     struct session *s = &e->session;
-    char *prose = NULL, err[ERR_MAX];
+    char *prose = NULL, err[ERR_MAX] = "";
     int32_t *ids = NULL;
     double step = 0;
     bool done = true;
+    const int context = BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS;
     if (!s->r->m->n_prediction) return true;
-    if (e->model.vocab->n_tokens && !haystack_read(e->set, &prose, err)) {
+    if (!e->model.vocab->n_tokens) fail(err, "the model has no vocabulary");
+    else if (s->n_ctx < context) fail(err, "that needs a context of %d tokens, found %d (-c)", context, s->n_ctx);
+    else if (!haystack_read(e->set, &prose, err)) {
         const size_t n = strlen(sb_cstr(&prose));
         tokenize_all(e->model.vocab, prose, n < 16 * BENCH_PROSE ? n : 16 * BENCH_PROSE, false, &ids);
+        if (arrlen(ids) < BENCH_PROSE)
+            fail(err, "that needs a text of %d tokens, found %d (--haystack)", BENCH_PROSE, (int)arrlen(ids));
     }
-    if (arrlen(ids) < BENCH_PROSE || s->n_ctx < BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS) {
-        note("drafts are not timed: that needs a vocabulary, a context of %d tokens and a text of %d (--haystack)",
-             BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS, BENCH_PROSE);
+    if (*err) {
+        note("drafts are not timed: %s", err);
         arrfree(prose);
         arrfree(ids);
         return true;
@@ -25849,7 +25854,6 @@ static int mode_bench(struct engine *e) {
     char name[192];
     if (s->n_ctx - b.depth < largest)
         die("a context of %d tokens is too small for --bench: expected at least %d", s->n_ctx, b.depth + largest);
-    if (e->set->profile && s->pg.n > 1) die("--profile works only with a single rank, found %d", s->pg.n);
     struct rates each[MAX_RANKS];
     b.rates = session_measure(s, each);
     note("%s, memory %s at %.1f GB/s", session_name(s, name), s->r->cuda ? "copies" : "reads", b.rates.bytes * 1e-9);
@@ -25916,6 +25920,7 @@ struct doctor {
     char bus[DOCTOR_DEVICES][24];             /* NVIDIA's devices, as sysfs names them */
     int n_bus, n_gpu;                         /* how many; GPUs that CUDA can use */
     int device[MAX_RANKS];                    /* GPUs of the ranks */
+    bool absent;                              /* one of them does not exist */
     double link[DOCTOR_DEVICES];              /* bytes per second between host and GPU, 0: not known */
     struct gpu_facts gpu;                     /* the GPU that is checked now, */
     int cores;                                /* processors */
@@ -26351,9 +26356,11 @@ static void doctor_gpus(struct doctor *d) {
     doctor_check(d, ON_CUDA, NULL);
     for (int i = 0; i < n && !interrupted; i++) doctor_gpu(d, i);
     for (int i = 0; i < ranks; i++)
-        if (d->device[i] >= d->n_gpu)
-            doctor_find(d, SEVERITY_ERROR, "numbers start at 0; give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
-                        "rank %d needs GPU %d; this machine has %d", i, d->device[i], d->n_gpu);
+        if (d->device[i] >= d->n_gpu) {
+            d->absent = true;
+            doctor_find(d, SEVERITY_ERROR, "give fewer ranks (--tp, --pp) or name GPUs (--gpus)",
+                        "rank %d needs GPU %d; this machine has %d, numbered from 0", i, d->device[i], d->n_gpu);
+        }
     for (int a = 0; a < n && a < MAX_RANKS; a++)
         for (int b = a + 1; b < n && b < MAX_RANKS && !interrupted; b++) doctor_pair(d, a, b);
 }
@@ -26567,7 +26574,7 @@ static bool doctor_answer(struct doctor *d, struct engine *e) {
 
 /* Runs C of the smoke test. */
 static void doctor_needle(struct doctor *d, struct engine *e) {
-    char err[ERR_MAX] = "";
+    char err[ERR_MAX] = "", path[PATH_MAX];
     int n = smoke_tokens(&e->session), secret;
     double seconds;
     if (!e->model.vocab->n_tokens) return;
@@ -26575,6 +26582,11 @@ static void doctor_needle(struct doctor *d, struct engine *e) {
     if (n < 64) {
         doctor_find(d, SEVERITY_NOTE, "run with -c 1200", "C: a context of %d tokens is too small for the needle",
                     e->session.n_ctx);
+        return;
+    }
+    if (!e->set->haystack && prompts_path("haystack.txt", path, err)) {
+        doctor_find(d, SEVERITY_NOTE, "run with --haystack FILE",
+                    "C is not checked: prompts/haystack.txt was not found beside the program");
         return;
     }
     int found = needle_run(e, n, 50, &secret, &seconds, err);
@@ -26691,9 +26703,9 @@ static int doctor_run(struct doctor *d) {
     bool gpu = d->n_gpu > 0;
     if (!interrupted) doctor_host(d);
     int n = set->tp > 1 ? set->tp : !set->gpus && set->pp == 1 ? int_min(d->n_gpu, MAX_RANKS) : 1;
-    if (n > 1 && !interrupted) doctor_all_reduce(d, gpu, n);
-    if ((set->model || set->synth) && !interrupted) doctor_model(d, gpu);
-    else if (!interrupted)
+    if (n > 1 && !interrupted && !d->absent) doctor_all_reduce(d, gpu, n);
+    if ((set->model || set->synth) && !interrupted && !d->absent) doctor_model(d, gpu);
+    else if (!set->model && !set->synth && !interrupted)
         doctor_find(d, SEVERITY_NOTE, "moe --doctor -m FILE", "without a model only the machine is checked");
     last_words.run = NULL;
     return interrupted ? EXIT_INTERRUPT : doctor_end(d);

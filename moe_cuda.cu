@@ -8628,7 +8628,7 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
     const bool wanted = c->sizes.nccl, both = wanted && o->allreduce == ALLREDUCE_AUTO;
     const int version = cuda_nccl_version();
     float us[SIZES][2] = {}, all[MAX_RANKS][SIZES][2];
-    char list[64] = "";
+    char list[96] = "";
     for (int i = 0; i < SIZES && (shard.n_rank > 1 || wanted); i++)
         for (int k = 0; k < 2; k++)
             if (both || (k == (int)wanted && i % (SIZES - 1) == 0))
@@ -8641,13 +8641,13 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
         const bool nccl = both ? worst[1] < worst[0] : wanted;
         for (; n <= size[i]; n++) c->by_nccl[n] = nccl;
         if (i % (SIZES - 1) == 0)
-            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d: %s %.1f us", i ? ", " : "", size[i],
-                     nccl ? "NCCL" : "own", (double)worst[nccl]);
+            snprintf(list + strlen(list), sizeof list - strlen(list), "%s%d token%s: %s %.1f us", i ? ", " : "",
+                     size[i], size[i] == 1 ? "" : "s", nccl ? "NCCL" : "own kernel", (double)worst[nccl]);
     }
     if (shard.n_rank == 1 && !wanted) snprintf(r->link, sizeof r->link, "stages send through %s", way);
-    else if (!wanted) snprintf(r->link, sizeof r->link, "all-reduce through %s (tokens: %s)", way, list);
+    else if (!wanted) snprintf(r->link, sizeof r->link, "all-reduce through %s (%s)", way, list);
     else
-        snprintf(r->link, sizeof r->link, "all-reduce: NCCL %d.%d in prefill, in decode %s (tokens: %s); through %s",
+        snprintf(r->link, sizeof r->link, "all-reduce: NCCL %d.%d in prefill, in decode %s (%s); through %s",
                  version / 10000, version / 100 % 100, both ? "the faster one" : "as requested", list, way);
 }
 
@@ -8822,7 +8822,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     c->err = err;
     if (found) err[0] = 0;
     if (found && c->device >= found)
-        snprintf(err, ERR_MAX, "there is no GPU %d; this machine has %d", c->device, found);
+        snprintf(err, ERR_MAX, "there is no GPU %d; this machine has %d, numbered from 0", c->device, found);
     if (!err[0]) shard_check(m, o->kv, err);
     c->failed = err[0] != 0;
     c->reduce_blocks = ALLREDUCE_BLOCKS;

@@ -83,6 +83,8 @@ int sim_violations(void);
 int sim_take_violations(void);
 /* Whether violations are printed. */
 void sim_quiet(bool on);
+/* From now on a violation ends the process, with exit code 1. */
+void sim_end_at_violation(void);
 /* Appends to a file which instructions of which kernels ran in this process. sim_print_coverage prints what is left out
  * by all that a file has: kernels of which less than 97 % ran, or none, and sums. False: the file cannot be opened. */
 bool sim_append_coverage(const char *path);
