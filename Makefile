@@ -217,17 +217,19 @@ asan: ONLY := -model/fixtures-deepseek -prediction-chain -model/demo -model/thre
     -draft/text -draft/demo -draft/state -draft/distribution -draft/ends -state/chunks -state/chosen -state/compressed -state/dialogue \
     -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
     -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -reap/calibrated
-asan: SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
-tsan: SAN  := -fsanitize=thread
-tsan: private CC := $(CLANG)
 tsan: ONLY := team/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
 tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
-asan tsan: build/demo.gguf $(FIXTURES)
-	@command -v $(CC) >/dev/null || { echo "make $@ wants $(CC)"; exit 1; }
-	mkdir -p build/$@ && ln -sfn ../../prompts build/$@/prompts
-	for p in moe convert/moe-convert convert/moe-reap tests/test_moe; do $(CC) $(FLAGS) -O1 -g $(SAN) -DSANITIZED=1 -DMOE_BIN='"build/$@/moe"' \
-	    -DCONVERT_BIN='"build/$@/moe-convert"' -DREAP_BIN='"build/$@/moe-reap"' $$p.c -o build/$@/$${p##*/} $(LIBS) || exit 1; done
+SANITIZED = $(addprefix build/$(1)/,moe moe-convert moe-reap test_moe)
+$(call SANITIZED,asan): private SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+$(call SANITIZED,tsan): private SAN := -fsanitize=thread
+$(call SANITIZED,tsan): private CC := $(CLANG)
+$(call SANITIZED,asan) $(call SANITIZED,tsan): $(TESTS) $(wildcard convert/*.c) | build
+	@command -v $(CC) >/dev/null || { echo "$@ wants $(CC)"; exit 1; }
+	@mkdir -p $(@D) && ln -sfn ../../prompts $(@D)/prompts
+	$(CC) $(FLAGS) -O1 -g $(SAN) -DSANITIZED=1 -DMOE_BIN='"$(@D)/moe"' -DCONVERT_BIN='"$(@D)/moe-convert"' -DREAP_BIN='"$(@D)/moe-reap"' \
+	    $(wildcard $(@F).c convert/$(@F).c tests/$(@F).c) -o $@ $(LIBS)
+asan tsan: %: build/demo.gguf $(FIXTURES) $$(call SANITIZED,%)
 	build/$@/test_moe -j$(CORES) $(ONLY)
 
 ## make oom       fails every allocation of the programs, one after the other: each must end in a message or the same result

@@ -43,7 +43,7 @@ void cuda_test_attention(void);
 void cuda_test_windows(void);
 void cuda_test_delta_net(void);
 void cuda_test_delta_recall(void);
-int cuda_test_mutate(int part, int parts); /* t_cuda_mutate.h */
+int cuda_test_mutate(const char *text); /* t_cuda_mutate.h */
 
 /* A check of the tests in C++. */
 void cuda_test_check(bool ok, const char *what) { CHECK(ok, "%s", what); }
