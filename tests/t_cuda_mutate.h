@@ -138,14 +138,13 @@ static void copies_counted(const char *launch, void *args) {
 }
 
 static void change_index(const char *launch, void *args, void (*f)(struct index_args &a)) {
-    for (const char *kernel : {"k_index_store", "index_scores", "index_choose"})
-        change_if<struct index_args>(launch, kernel, args, f);
+    change_if<struct index_args>(launch, "k_index_", args, f);
 }
 static void other_pairs(const char *launch, void *args) {
     change_index(launch, args, [](index_args &a) { a.rope.pairs = !a.rope.pairs; });
 }
 static void head_dropped(const char *launch, void *args) {
-    change_if<struct index_args>(launch, "index_scores", args, [](auto &a) { a.rope.n_head--; });
+    change_if<struct index_args>(launch, "k_index_scores", args, [](auto &a) { a.rope.n_head--; });
 }
 static void choice_off_by_one(const char *launch, void *args) {
     change_attention(launch, args, [](auto &a) { a.chosen += a.top_k > 0; });
@@ -155,7 +154,7 @@ static void other_list(const char *launch, void *args) {
     change_attention(launch, args, [](auto &a) { a.chosen += a.top_k && a.n_head_kv > 1 ? a.listed : 0; });
 }
 static void local_dropped(const char *launch, void *args) {
-    change_if<struct index_args>(launch, "index_choose", args, [](auto &a) { a.local = 0; });
+    change_if<struct index_args>(launch, "k_index_choose", args, [](auto &a) { a.local = 0; });
 }
 static void queries_not_normed(const char *launch, void *args) {
     change_if<struct index_args>(launch, "k_index_store", args, [](auto &a) { a.rope.q_norm = NULL; });
