@@ -429,6 +429,7 @@ struct Decoder {
     }
     void decode_access() { /* ld, st */
         const bool ld = opcode == "ld";
+        in.access = ld ? LOADS : STORES;
         in.space = has("global")   ? GLOBAL
                    : has("shared") ? SHARED
                    : has("local")  ? LOCAL
@@ -469,6 +470,7 @@ struct Decoder {
     }
     void decode_atomic() { /* atom, red */
         const bool returns = opcode == "atom";
+        in.access = UPDATES, in.bytes = (u8)(suffix.bits / 8);
         size_t j = 0;
         in.space = has("global") ? GLOBAL : has("shared") ? SHARED : GENERIC;
         if (returns) operand(1, arg[j++], true, reg_width);
@@ -497,7 +499,7 @@ struct Decoder {
             address(0, arg[0], 64);
             operand(1, arg[1], false, 32);
             if (in.imm) fail("offset");
-            in.fn = prefetch_l2;
+            in.fn = prefetch_l2, in.access = PREFETCHES;
         } else if (has("bulk")) fail("cp.async.bulk");
         else {
             address(1, arg[1], 64);
@@ -505,7 +507,7 @@ struct Decoder {
             address(0, arg[0], 32);
             in.bytes = (u8)atoi(arg[2].c_str());
             if (arg.size() > 3) operand(2, arg[3], false, 32);
-            in.fn = cp_async;
+            in.fn = cp_async, in.access = COPIES;
             in.space = GLOBAL;
             in.cached = has("ca");
         }
@@ -775,7 +777,7 @@ struct Decoder {
             if (!has("m8n8") || !has("b16")) fail("shape");
             for (size_t j = 0; j < v.size(); j++) operand(1 + (int)j, v[j], true, 32);
             address(0, arg[1], 32);
-            in.fn = has("trans") ? ldmatrix<true> : ldmatrix<false>;
+            in.fn = has("trans") ? ldmatrix<true> : ldmatrix<false>, in.access = MATRICES;
         } else if (opcode == "mma") {
             decode_multiply();
         } else if (opcode == "setp") {

@@ -2,6 +2,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include "counts.h"
 #include "races.h"
 
 namespace ptxsim {
@@ -74,7 +75,8 @@ static bool next_split(Warp &w, s32 *pc, u32 *active) {
     return true;
 }
 
-/* Runs a warp until it ends or all its lanes are at a barrier. */
+/* Runs a warp until it ends or all its lanes are at a barrier. COUNTS: counts what it does. */
+template <bool COUNTS>
 static void run_warp(Warp &w) {
     Block &b = *w.b;
     const Insn *const code = b.k->code.data();
@@ -112,6 +114,7 @@ static void run_warp(Warp &w) {
             m &= in.guard_not ? ~g : g;
         }
         if (!ran[pc].load(std::memory_order_relaxed)) ran[pc].store(1, std::memory_order_relaxed);
+        if (COUNTS) counts_insn(w, in, pc, m);
         if (__builtin_expect(in.kind == SIMPLE, 1)) {
             pc++;
             if (!m) continue;
@@ -315,7 +318,8 @@ static void block_run(Block &b) {
                 continue;
             }
             w.stalled = false;
-            run_warp(w);
+            if (L.counts) run_warp<true>(w);
+            else run_warp<false>(w);
             if (w.stalled) stalled = true;
             else any = true;
             if (L.failed) b.status = ENDED;
@@ -368,6 +372,7 @@ static void launch_begin(Launch &L, bool first) {
     L.overlaps &= !first;
     running[L.seq % RUNNING_MAX].seq = L.seq, running[L.seq % RUNNING_MAX].stream = L.stream;
     L.rng.seed((u32)(machine.seed * 104729 + L.seq));
+    if (machine.counts) counts_begin(L);
     L.pauses = !machine.seed || L.rng() & 64;
     if (!machine.seed) return;
     L.order.resize(L.n_blocks());
@@ -455,6 +460,7 @@ void launches_run(std::shared_ptr<Launch> first, const std::function<std::shared
         }
         while (!flight.empty() && flight[0]->ended == flight[0]->n_blocks()) {
             running[flight[0]->seq % RUNNING_MAX].stream = NULL;
+            if (flight[0]->counts) counts_end(*flight[0]);
             flight.erase(flight.begin());
             if (!flight.empty()) flight[0]->released = true;
         }

@@ -67,6 +67,7 @@ struct Machine {
     /* Products that tensor cores add at once before they cut the sum off; 0: sums are rounded. */
     int mma_truncates = 0;
     bool races = false;                                               /* look for races: see races.h */
+    bool counts = false;                                              /* count accesses: see sim_count */
     void (*change)(const char *kernel, void *argument) = NULL;        /* see sim_change_arguments, */
     std::string (*edit)(const char *kernel, std::string body) = NULL; /* sim_edit */
     std::atomic<bool> logs_prefetches{false};
@@ -138,6 +139,8 @@ enum Kind : u8 {
     TRIGGERS /* griddepcontrol.launch_dependents */
 };
 enum Space : u8 { GENERIC, GLOBAL, SHARED, LOCAL, PARAM };
+/* What counts.cpp counts an instruction as; MATRICES: ldmatrix. */
+enum Touch : u8 { NO_ACCESS, LOADS, STORES, UPDATES, COPIES, MATRICES, PREFETCHES };
 enum { NONE = INT32_MAX };
 
 struct Insn {
@@ -146,6 +149,7 @@ struct Insn {
     s32 guard = NONE;
     s32 ext = 0; /* index of the first operand in Kernel::ext, where there are more than six */
     s32 target = -1;
+    Touch access = NO_ACCESS;
     const char *text = NULL; /* of the instruction, up to its semicolon */
     s64 imm = 0;
     Kind kind = SIMPLE;
@@ -227,6 +231,21 @@ struct LaunchRaces {
     std::unordered_map<uintptr_t, View> published; /* by address of a release */
 };
 
+/* ---- What the counters keep: see counts.cpp ---- */
+
+struct SiteCounts { /* of an instruction, as in struct sim_counts */
+    u64 issued = 0, requests = 0, sectors = 0, bytes = 0, wavefronts = 0, conflicts = 0;
+};
+struct TouchedPage { /* of 4096 bytes of global memory: the bytes of each sector that were read, and written */
+    u32 read[128] = {}, written[128] = {};
+};
+struct LaunchCounts {
+    std::vector<SiteCounts> sites;                                     /* by instruction */
+    std::unordered_map<uintptr_t, std::unique_ptr<TouchedPage>> pages; /* by number */
+    std::array<std::pair<uintptr_t, TouchedPage *>, 64> recent = {};   /* of them */
+    std::vector<std::pair<uintptr_t, u32>> prefetches;                 /* address, bytes */
+};
+
 /* ---- Execution state ---- */
 
 struct Stream;
@@ -248,6 +267,7 @@ struct Launch {
     std::vector<std::unique_ptr<Block>> blocks; /* begun, not ended */
     std::minstd_rand rng;
     LaunchRaces races;
+    std::unique_ptr<LaunchCounts> counts; /* NULL: nothing is counted */
     u64 n_blocks() const { return (u64)grid.x * grid.y * grid.z; }
 };
 

@@ -17,8 +17,9 @@
  * moment that the ISA allows; .aligned instructions need the whole warp; limits of launches; what a kernel that may
  * overlap with those before it reads and writes before griddepcontrol.wait.
  *
- * memory.cpp, decode.cpp with instructions.h, execute.cpp, runtime.cpp and nccl.cpp are the parts; machine.h is what
- * they share. This file is what tests change of the machine. Its functions are called while no kernel runs. */
+ * memory.cpp, decode.cpp with instructions.h, execute.cpp, runtime.cpp and nccl.cpp are the parts; races.cpp and
+ * counts.cpp watch what runs; machine.h is what they share. This file is what tests change of the machine. Its functions
+ * are called while no kernel runs. */
 #ifndef PTXSIM_H
 #define PTXSIM_H
 #include <stdbool.h>
@@ -45,6 +46,55 @@ void sim_truncate_sums(int products);
 
 /* Looks for races from the next launch on, which takes several times as long: see races.h. */
 void sim_races(bool on);
+
+/* ---- counters ---- */
+
+/* Traffic of warps with global memory. A request is one executed instruction of a warp, with at least one active lane. A
+ * sector is 32 bytes, the unit of L1, L2 and DRAM. */
+struct sim_traffic {
+    uint64_t requests;
+    uint64_t sectors;          /* of each request; sectors / requests is Nsight Compute's sectors per request */
+    uint64_t bytes;            /* of each request that lanes ask for; a byte of several lanes counts once. bytes / (32
+                                * sectors) is the share of the sectors that is needed */
+    uint64_t distinct_sectors; /* of each launch: its DRAM traffic at least, and not more if L2 keeps them */
+    uint64_t distinct_bytes;   /* of these that some lane asks for */
+};
+
+/* What the launches of a kernel did. Terms are Nsight Compute's:
+ *   instructions  executed by warps, also those whose lanes are all off by a guard: PTX, not SASS. One takes one issue
+ *                 slot.
+ *   loads         of ld and cp.async, before L1: "L1 global load sectors". What L1 holds needs no sector of L2.
+ *   stores        of st; atomics: of atom and red, whose distinct sectors are not counted
+ *   wavefronts    of shared memory: a wavefront reads or writes one word of 4 bytes in each of 32 banks. Lanes of one word
+ *                 share it, those of an atomic do not. An access of up to 4 bytes is made by all lanes at once, of 8 by
+ *                 halves of the warp, of 16 by quarters; ldmatrix by matrices; cp.async writes by quarters.
+ *   conflicts     wavefronts beyond one for each of these parts: "excessive" wavefronts
+ *   prefetched    bytes that cp.async.bulk.prefetch.L2 asks for
+ *   unread        of these that no load of its launch, or of one that ends later, reads; or that were asked for before,
+ *                 and not read since
+ * A card has more: caches, whose hits and evictions depend on time; the compiler's SASS, which merges and splits
+ * instructions; conflicts between the wavefronts of several warps; pairs of lanes that share a wavefront of 8 or 16 bytes
+ * by rules that NVIDIA does not document; local memory, which is not counted here. */
+struct sim_counts {
+    const char *kernel; /* its mangled name */
+    uint64_t launches, warps, instructions;
+    struct sim_traffic loads, stores, atomics;
+    uint64_t wavefronts, conflicts;
+    uint64_t prefetched, unread;
+};
+/* An instruction that accesses global or shared memory. */
+struct sim_site_counts {
+    const char *kernel, *text;  /* as in struct sim_site */
+    struct sim_traffic traffic; /* without distinct sectors and bytes */
+    uint64_t wavefronts, conflicts;
+    uint64_t loop;           /* instructions of the innermost loop around it, or of the kernel if there is none, */
+    uint64_t loop_conflicts; /* and conflicts of these */
+};
+/* Counts launches from now on, beginning with nothing, or ends that; what has been counted stays. */
+void sim_count(bool on);
+/* Write what was counted, of at most n kernels or instructions. Return how many there are. */
+int sim_counted(struct sim_counts *out, int n);
+int sim_counted_sites(struct sim_site_counts *out, int n);
 
 /* Lets the n-th call of a function of the runtime or of NCCL fail, 1 for the next one; "LAUNCH" for a kernel's launch. 0:
  * none any more. */

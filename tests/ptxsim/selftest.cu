@@ -10,8 +10,8 @@
  *   selftest --instructions FILE..  lists the instructions of PTX files that no inline assembler here has; exit 1 if
  *                                   there are any
  *
- * Contents: tests, arithmetic (selftest_arithmetic.h), loads and stores, atomics, lanes, matrices, control, violations,
- * instructions, main. */
+ * Contents: tests, arithmetic (selftest_arithmetic.h), loads and stores, atomics, lanes, matrices, control, counters,
+ * violations, instructions, main. */
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -41,6 +41,7 @@
 #include <vector>
 
 #include "../../gguf_nvfp4.h"
+#include "ptxsim.h"
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -1225,6 +1226,178 @@ static Outcome test_dependents() {
     return x.get()[0] == 148 ? PASSED : fail("%u instead of 148", x.get()[0]);
 }
 
+/* ---- Counters ---------------------------------------------------------------------------------------------------- */
+
+/* An access of the first lanes of a warp at byte step * lane + first of global memory (%1) or of shared memory (%2). */
+/* A(name, instruction) */
+/* clang-format off */
+#define COUNTED(A)                                                                                                     \
+    A(load_1, "ld.global.u8 %0, [%1];")                                                                                \
+    A(load_4, "ld.global.u32 %0, [%1];")                                                                               \
+    A(load_16, "ld.global.v4.u32 {%0, _, _, _}, [%1];")                                                                \
+    A(store_4, "st.global.u32 [%1], %0;")                                                                              \
+    A(update_4, "red.global.add.u32 [%1], %0;")                                                                        \
+    A(generic_4, "{ .reg .b64 a; cvt.u64.u32 a, %2; cvta.shared.u64 a, a; ld.u32 %0, [a]; }")                          \
+    A(shared_1, "ld.shared.u8 %0, [%2];")                                                                              \
+    A(shared_4, "ld.shared.u32 %0, [%2];")                                                                             \
+    A(shared_8, "ld.shared.v2.u32 {%0, _}, [%2];")                                                                     \
+    A(shared_16, "ld.shared.v4.u32 {%0, _, _, _}, [%2];")                                                              \
+    A(shared_store, "st.shared.u32 [%2], %0;")                                                                         \
+    A(shared_update, "atom.shared.add.u32 %0, [%2], 1;")                                                               \
+    A(matrix_1, "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%2];")                                                \
+    A(matrix_4, "{ .reg .b32 r<3>; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, r0, r1, r2}, [%2]; }")                \
+    A(copy_16, "cp.async.cg.shared.global [%2], [%1], 16; cp.async.wait_all;")                                         \
+    A(copy_zeros, "cp.async.cg.shared.global [%2], [%1], 16, 0; cp.async.wait_all;")
+/* clang-format on */
+enum { COUNTED_BYTES = 32 * 144 };
+#define COUNTED_KERNEL(name, text)                                                                    \
+    __global__ void counts_##name(u8 *memory, u32 step, u32 first, u32 lanes) {                       \
+        __shared__ __align__(128) u8 s[COUNTED_BYTES];                                                \
+        const u32 at = step * threadIdx.x + first, a = (u32)__cvta_generic_to_shared(s) + at;         \
+        u32 x = 0;                                                                                    \
+        if (threadIdx.x >= lanes) return;                                                             \
+        asm volatile(text : "+r"(x) : "l"(__cvta_generic_to_global(memory + at)), "r"(a) : "memory"); \
+    }
+COUNTED(COUNTED_KERNEL)
+
+static const struct Counted {
+    const char *name;
+    void (*kernel)(u8 *, u32, u32, u32);
+    u32 step, first, lanes;
+    u64 sectors, bytes, wavefronts, conflicts; /* expected */
+} counted[] = {
+    /* requests of global memory */
+    {"floats side by side", counts_load_4, 4, 0, 32, 4, 128, 0, 0},
+    {"floats beside sectors", counts_load_4, 4, 4, 32, 5, 128, 0, 0},
+    {"every second float", counts_load_4, 8, 0, 32, 8, 128, 0, 0},
+    {"every 32nd float", counts_load_4, 128, 0, 32, 32, 128, 0, 0},
+    {"one float for all", counts_load_4, 0, 0, 32, 1, 4, 0, 0},
+    {"a float of one lane", counts_load_4, 4, 0, 1, 1, 4, 0, 0},
+    {"bytes", counts_load_1, 1, 0, 32, 1, 32, 0, 0},
+    {"vectors side by side", counts_load_16, 16, 0, 32, 16, 512, 0, 0},
+    {"every second vector", counts_load_16, 32, 0, 32, 32, 512, 0, 0},
+    {"stored floats", counts_store_4, 8, 0, 32, 8, 128, 0, 0},
+    {"atomics", counts_update_4, 4, 0, 32, 4, 128, 0, 0},
+    /* banks */
+    {"words", counts_shared_4, 4, 0, 32, 0, 0, 1, 0},
+    {"words by generic addresses", counts_generic_4, 4, 0, 32, 0, 0, 1, 0},
+    {"every second word", counts_shared_4, 8, 0, 32, 0, 0, 2, 1},
+    {"a column of 32 words", counts_shared_4, 128, 0, 32, 0, 0, 32, 31},
+    {"a column of padded rows", counts_shared_4, 132, 0, 32, 0, 0, 1, 0},
+    {"one word for all", counts_shared_4, 0, 0, 32, 0, 0, 1, 0},
+    {"bytes of words", counts_shared_1, 1, 0, 32, 0, 0, 1, 0},
+    {"a column of bytes", counts_shared_1, 128, 3, 32, 0, 0, 32, 31},
+    {"pairs", counts_shared_8, 8, 0, 32, 0, 0, 2, 0},
+    {"every second pair", counts_shared_8, 16, 0, 32, 0, 0, 4, 2},
+    {"pairs of a half of the warp", counts_shared_8, 16, 0, 16, 0, 0, 2, 1},
+    {"quads", counts_shared_16, 16, 0, 32, 0, 0, 4, 0},
+    {"every second quad", counts_shared_16, 32, 0, 32, 0, 0, 8, 4},
+    {"a column of quads", counts_shared_16, 128, 0, 32, 0, 0, 32, 28},
+    {"stored words", counts_shared_store, 8, 0, 32, 0, 0, 2, 1},
+    {"atomics of one word", counts_shared_update, 0, 0, 32, 0, 0, 32, 31},
+    {"atomics of words", counts_shared_update, 4, 0, 32, 0, 0, 1, 0},
+    {"a matrix of rows of 128 bytes", counts_matrix_1, 128, 0, 32, 0, 0, 8, 7},
+    {"matrices of rows of 128 bytes", counts_matrix_4, 128, 0, 32, 0, 0, 32, 28},
+    {"matrices of rows of 144 bytes", counts_matrix_4, 144, 0, 32, 0, 0, 4, 0},
+    /* cp.async, of both */
+    {"copies", counts_copy_16, 16, 0, 32, 16, 512, 4, 0},
+    {"a column of copies", counts_copy_16, 128, 0, 32, 32, 512, 32, 28},
+    {"copies of zeros", counts_copy_zeros, 16, 0, 32, 0, 0, 4, 0}};
+
+/* What the only kernel that was launched has done; with no launches if it is not the only one. */
+static sim_counts counted_kernel() {
+    sim_counts c = {};
+    CUDA(cudaDeviceSynchronize());
+    sim_count(false);
+    if (sim_counted(&c, 1) != 1) c.launches = 0;
+    return c;
+}
+/* Whether the sites of the kernel add up to what it has done, and are in a loop as long as the kernel. */
+static bool counted_sites(const sim_counts &c) {
+    std::vector<sim_site_counts> sites((size_t)sim_counted_sites(NULL, 0));
+    sim_counted_sites(sites.data(), (int)sites.size());
+    u64 sectors = 0, conflicts = 0;
+    bool whole = true;
+    for (auto &s : sites) {
+        sectors += s.traffic.sectors, conflicts += s.conflicts;
+        whole &= s.loop == c.instructions && s.loop_conflicts == c.conflicts && !strcmp(s.kernel, c.kernel);
+    }
+    return whole && sectors == c.loads.sectors + c.stores.sectors + c.atomics.sectors && conflicts == c.conflicts;
+}
+static Outcome run_counted(const Counted &t) {
+    const Array<u8> memory(COUNTED_BYTES);
+    sim_count(true);
+    t.kernel<<<1, LANES>>>(memory.p, t.step, t.first, t.lanes);
+    const sim_counts c = counted_kernel();
+    const u64 sectors = c.loads.sectors + c.stores.sectors + c.atomics.sectors,
+              bytes = c.loads.bytes + c.stores.bytes + c.atomics.bytes,
+              requests = c.loads.requests + c.stores.requests + c.atomics.requests;
+    if (c.launches != 1 || c.warps != 1 || c.instructions < 5 || !counted_sites(c))
+        return fail("%llu launches, %llu warps, %llu instructions", (unsigned long long)c.launches,
+                    (unsigned long long)c.warps, (unsigned long long)c.instructions);
+    if (sectors == t.sectors && bytes == t.bytes && requests == (t.sectors > 0) && c.wavefronts == t.wavefronts &&
+        c.conflicts == t.conflicts)
+        return PASSED;
+    return fail("%llu sectors, %llu bytes, %llu wavefronts, %llu of them conflicts", (unsigned long long)sectors,
+                (unsigned long long)bytes, (unsigned long long)c.wavefronts, (unsigned long long)c.conflicts);
+}
+
+/* Each warp of two blocks of two reads the same 128 bytes in a loop, and the block's own 64; in another launch, too. */
+__global__ void counts_repeated(const u8 *memory, u32 times) {
+    u32 x = 0;
+    for (u32 i = 0; i < times; i++) {
+        asm volatile("ld.global.u32 %0, [%1];" : "+r"(x) : "l"(memory + 4 * (threadIdx.x % LANES)));
+        if (i == 1 && threadIdx.x < 16)
+            asm volatile("ld.global.u32 %0, [%1];" : "+r"(x) : "l"(memory + 128 + 64 * blockIdx.x + 4 * threadIdx.x));
+    }
+}
+static Outcome test_distinct() {
+    const Array<u8> memory(256);
+    sim_count(true);
+    for (int i = 0; i < 2; i++) counts_repeated<<<2, 2 * LANES>>>(memory.p, 3);
+    const sim_counts c = counted_kernel();
+    const sim_traffic &l = c.loads;
+    if (c.launches != 2 || c.warps != 8 || l.requests != 2 * 14 || l.sectors != 2 * (12 * 4 + 4) ||
+        l.distinct_sectors != 2 * 8 || l.distinct_bytes != 2 * 256)
+        return fail("%llu requests, %llu sectors, %llu distinct", (unsigned long long)l.requests,
+                    (unsigned long long)l.sectors, (unsigned long long)l.distinct_sectors);
+    sim_site_counts s[8];
+    const int n = sim_counted_sites(s, 8);
+    for (int i = 0; i < n; i++)
+        if (s[i].traffic.requests == 24) return s[i].loop < c.instructions ? PASSED : fail("no loop");
+    return fail("%d sites", n);
+}
+
+/* Asks for 256 bytes ahead, twice if `again`; reads so many words of them. */
+__global__ void counts_ahead(const u8 *memory, u32 again, u32 words) {
+    u32 x = 0;
+    FROM_90(for (u32 i = 0; i <= again; i++) if (!threadIdx.x) asm volatile(
+                "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(memory), "r"(256u));)
+    if (threadIdx.x < words) asm volatile("ld.global.u32 %0, [%1];" : "+r"(x) : "l"(memory + 4 * threadIdx.x));
+}
+static Outcome test_ahead() {
+    static const struct {
+        u32 again, words, later; /* later: words that the next launch reads */
+        u64 prefetched, unread;
+    } cases[] = {
+        {0, 0, 0, 256, 256}, {0, 64, 0, 256, 0}, {0, 9, 0, 256, 192}, {0, 0, 64, 256, 0}, {1, 64, 0, 512, 256}};
+    const Array<u8> memory(256);
+    for (auto &t : cases) {
+        sim_count(true);
+        counts_ahead<<<1, 64>>>(memory.p, t.again, t.words);
+        if (t.later)
+            counts_load_4<<<2, LANES>>>(memory.p, 4, 0, LANES), counts_load_4<<<1, LANES>>>(memory.p, 4, 128, LANES);
+        CUDA(cudaDeviceSynchronize());
+        sim_count(false);
+        sim_counts c[2] = {};
+        const int n = sim_counted(c, 2), i = c[0].prefetched ? 0 : 1;
+        if (n != 1 + (t.later > 0) || c[i].prefetched != t.prefetched || c[i].unread != t.unread)
+            return fail("%u words: %llu of %llu bytes are not read", t.words, (unsigned long long)c[i].unread,
+                        (unsigned long long)c[i].prefetched);
+    }
+    return PASSED;
+}
+
 /* ---- Violations -------------------------------------------------------------------------------------------------- */
 
 /* V(name, threads, the instruction that a message has to name, code): each ends in an error that stays. p: 64 words. */
@@ -1430,6 +1603,9 @@ static void add_tests() {
     add("control", "divergence", test_divergence);
     add("control", "special_registers", test_special);
     add("control", "dependents", test_dependents);
+    for (const Counted &t : counted) add("counters", t.name, [&t] { return run_counted(t); });
+    add("counters", "distinct sectors", test_distinct);
+    add("counters", "prefetches", test_ahead, 90);
     for (const Violation &v : violations)
         add(
             "violation", v.name, [&v] { return run_violation(v); }, strcmp(v.name, "unknown_bf16x2") ? 80 : 90);
