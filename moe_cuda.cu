@@ -3726,16 +3726,19 @@ DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args
     }
 }
 
-/* Returns the A operand of one k16-step: elements at..at+3 of this lane's two rows. */
-DEVICE pack<4> attn_q(const uint16_t *const q[2], int at) {
-    pack<4> f = {};
-    UNROLL for (int h = 0; h < 2; h++) {
-        if (!q[h]) continue;
-        pack<2> x = *(const pack<2> *)(q[h] + at);
-        f.x[h] = x.x[0];
-        f.x[h + 2] = x.x[1];
+/* Loads the A operands of a chunk, those of RUN / 4 k16-steps: elements at..at+RUN-1 of this lane's two rows. permuted: the
+ * rows' 16-byte pieces are, by the exclusive or with it. */
+template <int RUN>
+DEVICE void attn_chunk(pack<4> f[RUN / 4], const uint16_t *const q[2], int at, int permuted = 0) {
+    constexpr int N = RUN < 8 ? RUN : 8;
+    UNROLL for (int h = 0; h < 2; h++) UNROLL for (int i = 0; i < RUN; i += N) {
+        pack<N / 2> x = {};
+        if (q[h]) x = *(const pack<N / 2> *)(q[h] + ((at + i) ^ permuted * 8));
+        UNROLL for (int k = 0; k < N / 4; k++) {
+            f[i / 4 + k].x[h] = x.x[2 * k];
+            f[i / 4 + k].x[h + 2] = x.x[2 * k + 1];
+        }
     }
-    return f;
 }
 
 /* The k16-steps of Q as A operands: the first REG in registers, the others in shared memory. */
@@ -4135,6 +4138,14 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         for (int u = 0; u < DEPTH - 1; u++) copy(u);
     };
     const int new_row = max(w.pos, w.begin), n_new = CHOSEN ? 0 : max(w.end - new_row, 0);
+    if (CHOSEN) {
+        UNROLL for (int i = tid; i < 16 * K / 8; i += 128) {
+            const int r = i / (K / 8), at = i % (K / 8) * 8;
+            const int2 th = attn_row(w, r);
+            cp_async16(q_row(r) + at, a.q + th.x * a.q_stride + (size_t)th.y * K + at, th.x >= 0);
+        }
+        cp_async_commit();
+    }
     if (!n_new) copies();
     UNROLL_BY(1)
     for (int i = warp; i < 2 * n_new; i += 4) gqa_store<STORE>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
@@ -4146,7 +4157,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
                           a.rope.q_norm, K, th.x, x);
         UNROLL for (int j = 0; j < K / 32; j++) q_row(r)[lane + 32 * j] = clamped_f16(x[j]);
     }
-    if (!CHOSEN) __syncthreads(); /* the new rows and the queries are written */
+    if (CHOSEN) cp_async_wait<DEPTH - 1>(); /* the queries have landed */
+    __syncthreads();                        /* the new rows and the queries are written */
     if (n_new) copies();
     /* Lanes 0..15 hold the factors of the 16 keys of K, lanes 16..31 those of V, one turn ahead. */
     auto factors = [&](int i) {
@@ -4158,10 +4170,10 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     const uint16_t *rows[2];
     int limit[2];
     attn_rows(rows, limit, a, w, g);
-    UNROLL for (int h = 0; h < 2 && !CHOSEN; h++) if (limit[h]) rows[h] = q_row(g + 8 * h);
+    UNROLL for (int h = 0; h < 2; h++) if (limit[h]) rows[h] = q_row(g + 8 * h);
     pack<4> q[K / 16];
-    UNROLL for (int s = 0; s < K / 16; s++) q[s] = attn_q(rows, (4 * (s / PER_RUN) + t) * RUN + s % PER_RUN * 4);
-    if (!CHOSEN) __syncthreads(); /* all warps have read the queries: their slots may be filled */
+    UNROLL for (int c = 0; c < K / 4 / RUN; c++) attn_chunk<RUN>(q + c * PER_RUN, rows, (4 * c + t) * RUN);
+    __syncthreads(); /* all warps have read the queries: their slots may be filled */
     float m[2] = {ATTN_NO_KEY, ATTN_NO_KEY}, l[2] = {0, 0}, acc[1][V / 8][4] = {};
     const int window = attn_span(a);
 
@@ -4240,6 +4252,9 @@ struct attn_mla {
     static constexpr int Q_SHARED = Q_FITS ? 0 : 8 + 2 * FP8;
     static constexpr int GROUPS = (LAT + ATTN_GROUP - 1) / ATTN_GROUP, SCALES = FP8 ? KEYS * GROUPS : 0;
     static constexpr int PITCH = KEYS + 8, SCORES = 2 * 16 * MT * PITCH; /* no bank conflicts for pairs */
+    /* Q comes through the last Q_SLOTS slots, where a row is a multiple of 128 bytes. */
+    static constexpr int Q_SLOTS = (16 * MT * (LAT + ROPE) * 2 + SLOT - 1) / SLOT;
+    static constexpr bool Q_STAGED = (LAT + ROPE) % 64 == 0 && Q_SLOTS < DEPTH;
     static constexpr int SMEM = DEPTH * SLOT + 4 * (SCORES + 2 * SCALES) + 2 * MT * Q_SHARED * 512;
 };
 template <int LAT, int ROPE, int FP8, int MT, bool CHOSEN>
@@ -4290,8 +4305,25 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             return kv_scale(a.k, w.chosen[key], 0, tid % GROUPS, 0, INT_MAX);
         return FP8 && tid < L::SCALES ? kv_scale(a.k, key, 0, tid % GROUPS, 0, w.end) : 0.0f;
     };
-    for (int i = 0; i < DEPTH - 1; i++) copy(i);
+    /* Q in shared memory: rows of WIDTH halves, whose pieces are permuted so that 8 lanes meet in no bank. */
+    constexpr int WIDTH = LAT + ROPE, FIRST = L::Q_STAGED ? DEPTH - L::Q_SLOTS : DEPTH - 1; /* tiles beside it */
+    uint16_t *const q_rows = (uint16_t *)(smem + FIRST * L::SLOT);
+    auto permuted = [](int r) { return RUN == 16 ? r & 7 : (r & 1) << 2; };
+    if (L::Q_STAGED) {
+        UNROLL_BY(1) for (int i = tid; i < 16 * MT * WIDTH / 8; i += 256) {
+            const int r = i / (WIDTH / 8), piece = i % (WIDTH / 8);
+            const int2 th = attn_row(w, r);
+            cp_async16(q_rows + r * WIDTH + 8 * (piece ^ permuted(r)),
+                       a.q + th.x * a.q_stride + (size_t)th.y * WIDTH + 8 * piece, th.x >= 0);
+        }
+        cp_async_commit();
+    }
+    for (int i = 0; i < FIRST; i++) copy(i);
     float next = scales(0);
+    if (L::Q_STAGED) {
+        cp_async_wait<FIRST>();
+        __syncthreads(); /* the queries have landed */
+    }
 
     /* The warp's chunks: latents from half * HALF on, rotated part from (1 - half) * RHALF on. An odd chunk of the
      * latents and an odd one of the rotated part so go to different halves. */
@@ -4300,14 +4332,29 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     UNROLL for (int j = 0; j < MT; j++) {
         const uint16_t *rows[2];
         attn_rows(rows, limit[j], a, w, 16 * j + g);
+        UNROLL for (int h = 0; h < 2 && L::Q_STAGED; h++) if (limit[j][h]) rows[h] =
+            q_rows + (16 * j + g + 8 * h) * WIDTH;
+        const int by = L::Q_STAGED ? permuted(g) : 0;
         q[j].rest = q_shared + ((half * MT + j) * L::Q_SHARED * 32 + lane) * 16;
-        UNROLL for (int s = 0; s < STEPS + RSTEPS; s++) {
-            pack<4> f = {};
-            int c = half * HALF + s / (RUN / 4), rs = s - STEPS, rc = (1 - half) * RHALF + rs / (RRUN / 4);
-            if (s < STEPS && c < CHUNKS) f = attn_q(rows, (4 * c + t) * RUN + s % (RUN / 4) * 4);
-            if (s >= STEPS && rc < RCHUNKS) f = attn_q(rows, LAT + (4 * rc + t) * RRUN + rs % (RRUN / 4) * 4);
+        auto keep = [&](int s, const pack<4> &f) {
             if (s < Q_REG || nt == 0) q[j].at(s) = f;
+        };
+        UNROLL for (int k = 0; k < HALF; k++) {
+            pack<4> f[RUN / 4] = {};
+            const int c = half * HALF + k;
+            if (c < CHUNKS) attn_chunk<RUN>(f, rows, (4 * c + t) * RUN, by);
+            UNROLL for (int x = 0; x < RUN / 4; x++) keep(k * (RUN / 4) + x, f[x]);
         }
+        UNROLL for (int k = 0; k < RHALF; k++) {
+            pack<4> f[RRUN / 4] = {};
+            const int c = (1 - half) * RHALF + k;
+            if (c < RCHUNKS) attn_chunk<RRUN>(f, rows, LAT + (4 * c + t) * RRUN, by);
+            UNROLL for (int x = 0; x < RRUN / 4; x++) keep(STEPS + k * (RRUN / 4) + x, f[x]);
+        }
+    }
+    if (FIRST < DEPTH - 1) {
+        __syncthreads(); /* all warps have read the queries: their slots may be filled */
+        for (int i = FIRST; i < DEPTH - 1; i++) copy(i);
     }
     /* d (16, 8) += k16-step s of m16-tile j of Q times 8 keys */
     auto multiply = [&](float d[4], int j, int s, const uint32_t b[2]) {
@@ -5112,11 +5159,18 @@ struct index_tile {
      * with a barrier. */
     template <class F>
     static DEVICE_MEMBER void queries(pack<4> *q, int tiles, F row) {
-        for (int i = (int)threadIdx.x; i < tiles * STEPS * 32; i += INDEX_THREADS) {
-            const int s = i >> 5 & (STEPS - 1), l = i & 31;
-            const uint16_t *rows[2];
-            UNROLL for (int h = 0; h < 2; h++) rows[h] = row((i >> 5) / STEPS, (l >> 2) + 8 * h);
-            q[i] = attn_q(rows, (4 * (s / (RUN / 4)) + (l & 3)) * RUN + s % (RUN / 4) * 4);
+        constexpr int PIECES = WIDTH / 8;
+        for (int i = (int)threadIdx.x; i < tiles * 16 * PIECES; i += INDEX_THREADS) {
+            const int tile = i / (16 * PIECES), r = i / PIECES & 15, at = i % PIECES * 8;
+            const uint16_t *from = row(tile, r);
+            pack<4> x = {};
+            if (from) x = *(const pack<4> *)(from + at);
+            UNROLL for (int k = 0; k < 2; k++) { /* four values of a lane and step each */
+                const int s = at / (4 * RUN) * (RUN / 4) + at % RUN / 4 + k, lane = (r & 7) * 4 + at / RUN % 4;
+                pack<4> &to = q[(tile * STEPS + s) * 32 + lane];
+                to.x[r >> 3] = x.x[2 * k];
+                to.x[(r >> 3) + 2] = x.x[2 * k + 1];
+            }
         }
         __syncthreads(); /* the queries have come */
     }
