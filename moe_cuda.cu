@@ -3910,9 +3910,12 @@ DEVICE void attn_weights(uint32_t p[4], const float s0[4], const float s1[4], co
     p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
 }
 
+/* 32 columns of values are those of four n8-tiles: column n of each tile is one of four neighbors. Returns which four. In
+ * this order lanes 2t and 2t + 1 of a row store 32 neighboring bytes at once, a whole sector. */
+DEVICE int attn_four(int n) { return (n & 4) | (n & 1) << 1 | (n >> 1 & 1); }
+
 /* acc (16 MT, 32) += weights p of 16 keys times 32 columns of their values. key: first row in the tile; at: byte of
- * this lane's first of 4 columns. Column g of n8-tile j is column 4 g + j of the 32, so that lane t ends up with
- * columns 8t..8t+7. */
+ * this lane's four columns, number attn_four(g) of the 32. Lane t ends up with fours attn_four(2t) and attn_four(2t + 1). */
 template <int FP8, int ROW, int MT, int NA>
 DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4], const uint8_t *tile, int key, int at,
                         int t) {
@@ -3926,12 +3929,13 @@ DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4],
     }
 }
 
-/* Index of (split, token, head) in `partials`. The (m, l) of all splits and rows follow the sums. */
+/* Index of (split, token, head) in `partials`. The (m, l) of all rows follow the sums, those of a row's splits in turn. */
 DEVICE size_t attn_partial_row(const struct attn_args &a, int split, int2 th) {
     return ((size_t)split * a.n_tok + th.x) * a.n_head + th.y;
 }
-DEVICE float2 *attn_max_den(const struct attn_args &a) {
-    return (float2 *)(a.partials + attn_partial_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
+DEVICE float2 *attn_max_den(const struct attn_args &a, int2 th) {
+    float2 *const all = (float2 *)(a.partials + attn_partial_row(a, a.max_splits, make_int2(0, 0)) * a.dv);
+    return all + ((size_t)th.x * a.n_head + th.y) * a.max_splits;
 }
 
 /* Returns the factor that a gate g stands for. ANY: it may be a softplus; log(1 + e) is computed so that small e count. */
@@ -3965,9 +3969,8 @@ struct attn_place {
             inverse = 1.0f / (ATTN_P * l);
             return true;
         }
-        const size_t row = attn_partial_row(a, w.split, th);
-        at = (uint8_t *)(a.partials + row * a.dv);
-        if (first) attn_max_den(a)[row] = make_float2(m, l);
+        at = (uint8_t *)(a.partials + attn_partial_row(a, w.split, th) * a.dv);
+        if (first) attn_max_den(a, th)[w.split] = make_float2(m, l);
         return true;
     }
     /* Stores N columns from `col` on. FORMS: there may be gates; DECODE: of any kind. BACK: a result may be rotated back. */
@@ -4032,8 +4035,7 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
             UNROLL for (int k = 0; k < 2; k++) {
                 const int split = tid % 8 + 8 * k;
                 const bool in = split < count && mine.x >= 0;
-                ml[k] = in ? load_l2(attn_max_den(a) + attn_partial_row(a, (first + split) * step, mine))
-                           : make_float2(ATTN_NO_KEY, 0);
+                ml[k] = in ? load_l2(attn_max_den(a, mine) + (first + split) * step) : make_float2(ATTN_NO_KEY, 0);
                 m = fmaxf(m, ml[k].x);
             }
             for (int o = 1; o < 8; o *= 2) m = fmaxf(m, __shfl_xor_sync(0xFFFFFFFFu, m, o));
@@ -4084,7 +4086,9 @@ struct attn_gqa {
     static constexpr int ES = FP8 ? 1 : 2, SLOT = 16 * (K > V ? K : V) * ES, FIT = ATTN_SMEM / (4 * SLOT);
     static constexpr int AT_MOST_8 = FIT > 8 ? 8 : FIT;
     static constexpr int DEPTH = FIT < 3 ? 3 : AT_MOST_8;
-    static constexpr int SMEM = 4 * DEPTH * SLOT; /* at least the 128 * V bytes of the final sum */
+    static constexpr int SMEM = 4 * DEPTH * SLOT;
+    static constexpr int PITCH = V + 8; /* floats of a row of the final sum: no bank conflicts */
+    static_assert(4 * 8 * PITCH * 4 <= SMEM, "the final sum fits");
 };
 template <int K, int V, int FP8, bool CHOSEN>
 __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
@@ -4198,7 +4202,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         attn_weights(p[0], s[0], s[1], fv);
         tile = arrive(2 * i + 1);
         UNROLL for (int c = 0; c < V / 32; c++)
-            attn_values<FP8, V_ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * g) * ES, t);
+            attn_values<FP8, V_ROW>(acc, 4 * c, p, tile, 0, (32 * c + 4 * attn_four(g)) * ES, t);
     }
 
     /* Add the warps' sums, in the order of the warps, 8 rows at a time. */
@@ -4207,7 +4211,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         if (t == 0) max_den[warp * 16 + g + 8 * h] = make_float2(m[h], l[h]);
     }
     __syncthreads();               /* max_den is written, and all warps are done with their rings */
-    float *merged = (float *)smem; /* (4 warps, 8 rows, V) */
+    float *merged = (float *)smem; /* (4 warps, 8 rows, PITCH) */
     auto top = [&](int r) {
         return fmaxf(fmaxf(max_den[r].x, max_den[16 + r].x), fmaxf(max_den[32 + r].x, max_den[48 + r].x));
     };
@@ -4217,9 +4221,9 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
             __syncthreads(); /* the first 8 rows have been read */
         }
         UNROLL for (int c = 0; c < V / 8; c += 4) UNROLL for (int e = 0; e < 2; e++) {
-            floats4 x;
-            UNROLL for (int j = 0; j < 4; j++) x.x[j] = (h ? acc[0][c + j][2 + e] : acc[0][c + j][e]) * f;
-            *(floats4 *)(merged + (warp * 8 + g) * V + 8 * c + 8 * t + 4 * e) = x;
+            float4 x;
+            UNROLL for (int j = 0; j < 4; j++)(&x.x)[j] = (h ? acc[0][c + j][2 + e] : acc[0][c + j][e]) * f;
+            *(float4 *)(merged + (warp * 8 + g) * L::PITCH + 8 * c + 4 * attn_four(2 * t + e)) = x;
         }
         __syncthreads(); /* the sums of all 4 warps are written */
         UNROLL_BY(1) for (int i = tid; i < 8 * V / 4; i += 128) {
@@ -4227,7 +4231,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
             floats4 x = {};
             float den = 0, mx = top(row);
             UNROLL for (int v = 0; v < 4; v++) {
-                floats4 y = *(const floats4 *)(merged + (v * 8 + r) * V + col);
+                floats4 y = *(const floats4 *)(merged + (v * 8 + r) * L::PITCH + col);
                 UNROLL for (int j = 0; j < 4; j++) x.x[j] += y.x[j];
                 den += max_den[v * 16 + row].y * exp2f(max_den[v * 16 + row].x - mx);
             }
@@ -4427,7 +4431,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             }
         }
         UNROLL for (int u = 0; u < PER_WARP; u++) if (slice + u < SLICES) UNROLL for (int k = 0; k < KEYS / 16; k++)
-            attn_values<FP8, ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (slice + u) + 4 * g) * ES, t);
+            attn_values<FP8, ROW>(acc, 4 * u, p[k], tile, 16 * k, (32 * (slice + u) + 4 * attn_four(g)) * ES, t);
     }
 
     UNROLL for (int j = 0; j < MT; j++) UNROLL for (int h = 0; h < 2; h++) {
@@ -4435,7 +4439,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         UNROLL for (int u = 0; u < PER_WARP; u++) UNROLL for (int e = 2 * h; e < 2 * h + 2; e++) {
             floats4 x;
             UNROLL for (int y = 0; y < 4; y++) x.x[y] = acc[j][4 * u + y][e];
-            const int col = 32 * (slice + u) + 8 * t + 4 * (e & 1);
+            const int col = 32 * (slice + u) + 4 * attn_four(2 * t + (e & 1));
             if (slice + u < SLICES) attn_store<ONE_KV, false, ONE_KV>(a, w, 16 * j + g + 8 * h, col, x, m[j][h], den);
         }
     }
@@ -4595,12 +4599,12 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     const int keys = attn_split_keys(a, len), n_split = (len + keys - 1) / keys;
     if (n_split == 1 || tok >= n_tok) return;
     auto from = [&](int split) { return attn_partial_row(a, split, make_int2(0, row)); };
-    const float2 *max_den = attn_max_den(a);
+    const float2 *max_den = attn_max_den(a, make_int2(0, row));
     float top = ATTN_NO_KEY, den = 0;
-    for (int s = tid & 31; s < n_split; s += 32) top = fmaxf(top, max_den[from(s)].x);
+    for (int s = tid & 31; s < n_split; s += 32) top = fmaxf(top, max_den[s].x);
     top = warp_max(top);
     for (int s = tid; s < n_split; s += 256) {
-        float2 ml = max_den[from(s)];
+        float2 ml = max_den[s];
         weight[s] = exp2f(ml.x - top);
         den += weight[s] * ml.y;
     }
@@ -4640,24 +4644,24 @@ struct mla_value_args {
 DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint16_t *x, int stride) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pos = a.batch->pos;
     const int longer = attn_longer(a, pos, a.n_tok), col = 4 * (lane & 15);
-    const float2 *max_den = attn_max_den(a);
     float *den = smem + a.n_tok * GEMV_WARPS * TILE_COLS;
     for (int t = 0; t < a.n_tok; t++) {
         const int len = attn_keys(a, pos, t, longer, a.n_tok), keys = attn_split_keys(a, len);
         const int n_split = (len + keys - 1) / keys;
-        float top = ATTN_NO_KEY, l = 0;
-        UNROLL_BY(4)
-        for (int s = lane; s < n_split; s += WARP) top = fmaxf(top, max_den[attn_partial_row(a, s, make_int2(t, h))].x);
-        top = warp_max(top);
+        const float2 *max_den = attn_max_den(a, make_int2(t, h));
+        float m = ATTN_NO_KEY, l = 0; /* of this lane's splits */
         UNROLL_BY(4) for (int s = lane; s < n_split; s += WARP) {
-            const float2 ml = max_den[attn_partial_row(a, s, make_int2(t, h))];
-            l = fmaf(exp2f(ml.x - top), ml.y, l);
+            const float2 ml = max_den[s];
+            const float larger = fmaxf(m, ml.x);
+            l = fmaf(exp2f(ml.x - larger), ml.y, exp2f(m - larger) * l);
+            m = larger;
         }
-        l = warp_sum(l);
+        const float top = warp_max(m);
+        l = warp_sum(exp2f(m - top) * l);
         float4 x4 = make_float4(0, 0, 0, 0);
         UNROLL_BY(4) for (int s = 2 * warp + (lane >> 4); s < n_split; s += 2 * GEMV_WARPS) {
             const size_t row = attn_partial_row(a, s, make_int2(t, h));
-            const float f = exp2f(max_den[row].x - top);
+            const float f = exp2f(max_den[s].x - top);
             const float4 y = *(const float4 *)(a.partials + row * (size_t)a.dv + c * TILE_COLS + col);
             x4 = make_float4(fmaf(f, y.x, x4.x), fmaf(f, y.y, x4.y), fmaf(f, y.z, x4.z), fmaf(f, y.w, x4.w));
         }
