@@ -6421,38 +6421,65 @@ DEVICE T block_scan(T *buffer) {
     return buffer[SAMPLE_CANDIDATES - 1];
 }
 
-/* Sorts keys (bitonic), best first. Thread i leaves keys 2i and 2i + 1 itself; before reading others' keys it needs a
- * barrier. */
+/* Swaps a and b unless a is the larger one, or with `rising` the smaller one. */
+DEVICE void key_order(uint64_t &a, uint64_t &b, bool rising) {
+    if ((a < b) == rising) return;
+    const uint64_t t = a;
+    a = b;
+    b = t;
+}
+
+/* Sorts keys (bitonic), best first. A warp keeps 64 of them in registers, lane l numbers l and l + 32, for rounds that
+ * compare keys less than 64 apart, and leaves them in its part of `key`: before reading others' it needs a barrier. */
 DEVICE void block_sort(uint64_t *key) {
-    for (int run = 2; run <= SAMPLE_CANDIDATES; run *= 2)
-        for (int o = run / 2; o; o /= 2) {
-            __syncthreads(); /* the round before is written */
-            const int i = 2 * ((int)threadIdx.x & ~(o - 1)) + ((int)threadIdx.x & (o - 1));
-            const uint64_t a = key[i], b = key[i + o];
-            if ((a < b) == !(i & run)) {
-                key[i] = b;
-                key[i + o] = a;
+    const int lane = (int)threadIdx.x & 31, first = 2 * ((int)threadIdx.x - lane) + lane;
+    uint64_t x[2];
+    __syncthreads(); /* the caller has written */
+    UNROLL for (int u = 0; u < 2; u++) x[u] = key[first + 32 * u];
+    UNROLL_BY(1) for (int run = 2; run <= SAMPLE_CANDIDATES; run *= 2) {
+        if (run > 64) {
+            UNROLL for (int u = 0; u < 2; u++) key[first + 32 * u] = x[u];
+            UNROLL_BY(1) for (int o = run / 2; o >= 64; o /= 2) {
+                __syncthreads(); /* the round before is written */
+                const int i = 2 * ((int)threadIdx.x & ~(o - 1)) + ((int)threadIdx.x & (o - 1));
+                key_order(key[i], key[i + o], i & run);
             }
+            __syncthreads(); /* the last of them is written */
+            UNROLL for (int u = 0; u < 2; u++) x[u] = key[first + 32 * u];
         }
+        if (run > 32) key_order(x[0], x[1], first & run);
+        UNROLL_BY(1) for (int o = min(run / 2, 16); o; o /= 2) UNROLL for (int u = 0; u < 2; u++) {
+            const uint64_t other = __shfl_xor_sync(0xFFFFFFFFu, x[u], o);
+            const bool larger = !((first + 32 * u) & run) == !(lane & o); /* this lane keeps the larger one */
+            x[u] = larger == (x[u] < other) ? other : x[u];
+        }
+    }
+    UNROLL for (int u = 0; u < 2; u++) key[first + 32 * u] = x[u];
 }
 
 /* Finds the lowest wanted bin: its ids and those of all better bins fit SAMPLE_CANDIDATES, and the better bins do not
  * have p.limit ids yet. bin (SAMPLE_BINS) counts; buffer (SAMPLE_CANDIDATES). */
 DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *buffer, int *lowest) {
     enum { PER = SAMPLE_BINS / SAMPLE_CANDIDATES };
+    static_assert(PER == 4, "a thread's bins are an int4");
+    auto bins = [&](int g) { return *(const int4 *)(bin + SAMPLE_BINS - PER * (g + 1)); };
     for (int g = (int)threadIdx.x; g < SAMPLE_CANDIDATES; g += SAMPLE_THREADS) {
-        buffer[g] = 0;
-        for (int k = 0; k < PER; k++) buffer[g] += bin[SAMPLE_BINS - 1 - PER * g - k];
+        const int4 b = bins(g);
+        buffer[g] = b.x + b.y + b.z + b.w;
     }
     block_scan(buffer);
+    int own = SAMPLE_BINS;
     for (int g = (int)threadIdx.x; g < SAMPLE_CANDIDATES; g += SAMPLE_THREADS) {
+        const int4 b = bins(g);
         int better = g ? buffer[g - 1] : 0;
-        for (int k = 0; k < PER; k++) {
-            const int b = SAMPLE_BINS - 1 - PER * g - k, with = better + bin[b];
-            if (with <= SAMPLE_CANDIDATES && better < p.limit) atomicMin(lowest, b);
+        UNROLL for (int k = 0; k < PER; k++) {
+            const int with = better + (&b.x)[PER - 1 - k];
+            if (with <= SAMPLE_CANDIDATES && better < p.limit) own = min(own, SAMPLE_BINS - 1 - PER * g - k);
             better = with;
         }
     }
+    own = __reduce_min_sync(0xFFFFFFFFu, own);
+    if (!(threadIdx.x & 31)) atomicMin(lowest, own);
 }
 
 /* Chooses tokens. Grid: (at most SAMPLE_BLOCKS, rows), block: SAMPLE_THREADS; a row's block that ends last chooses. Reads the
@@ -6535,8 +6562,10 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) k_sample(const __grid_const
     }
     block_sort(key);
     const int n = counter[CANDIDATES];
-    for (int i = 2 * tid; i < 2 * tid + 2; i++) /* the keys that this thread sorted */
+    for (int u = 0; u < 2; u++) { /* the keys that this thread sorted */
+        const int i = 2 * (tid & ~31) + (tid & 31) + 32 * u;
         mass[i] = i < n ? exp(above_top(key[i])) : 0;
+    }
     block_scan(mass);
     if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_CANDIDATES - 1];
     for (int i = tid; i < n && i < p.limit; i += SAMPLE_THREADS)
