@@ -2897,7 +2897,8 @@ __global__ void __launch_bounds__(256, 2) k_route_logits(struct route_args p) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int e0 = blockIdx.x * SIDE, t0 = blockIdx.y * SIDE, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int r = threadIdx.x >> 3, k4 = 4 * (threadIdx.x & 7); /* this thread loads 4 columns of rows r and r + 32 */
+    /* This thread loads 4 columns of rows r and r + 32. The two rows of 16 lanes are 4 apart: no bank conflicts. */
+    const int r8 = threadIdx.x >> 3, r = (r8 & ~7) | (r8 & 1) << 2 | (r8 >> 1 & 3), k4 = 4 * (threadIdx.x & 7);
     float4 x[2], w[2];
     auto load = [&](int col) {
         UNROLL for (int i = 0; i < 2; i++) {
@@ -3079,7 +3080,7 @@ __global__ void __launch_bounds__(SORT_MAX_EXPERTS) k_tiles(struct sort_args p, 
 
 /* out (n_tok, n) = (with `add`: out) + HIDDEN_SCALE * sum over j of weight[t][j] * y[inverse[t][j]], y halves, n % 8 ==
  * 0. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok, n).
- * Grid: n_tok, block: 256, 8 columns per thread and turn. Moves k * n halves and n F32 per token (with `add` 2 n), with
+ * Grid: n_tok, block: 256, 4 columns per thread and turn. Moves k * n halves and n F32 per token (with `add` 2 n), with
  * a gate n F32 more; the limit is the bandwidth of L2, or of memory where y exceeds it. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_combine(const uint16_t *y, const int32_t *inverse, const float *weight, int k, int n, int add, const float *gate,
@@ -3094,20 +3095,18 @@ __global__ void __launch_bounds__(ROW_THREADS)
     inverse += (size_t)blockIdx.x * k;
     weight += (size_t)blockIdx.x * k;
     out += (size_t)blockIdx.x * n;
-    for (int i = 8 * threadIdx.x; i < n; i += 8 * ROW_THREADS) {
-        float s[8] = {};
-        UNROLL_BY(4) for (int j = 0; j < k; j++) {
-            const uint4 v = *(const uint4 *)(y + (size_t)inverse[j] * n + i);
-            UNROLL for (int c = 0; c < 8; c++) {
+    for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
+        float s[4] = {};
+        UNROLL_BY(8) for (int j = 0; j < k; j++) {
+            const uint2 v = *(const uint2 *)(y + (size_t)inverse[j] * n + i);
+            UNROLL for (int c = 0; c < 4; c++) {
                 s[c] += weight[j] * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
             }
         }
-        UNROLL for (int c = 0; c < 8; c += 4) {
-            float4 *to = (float4 *)(out + i + c);
-            const float4 v = add ? *to : make_float4(0, 0, 0, 0);
-            *to = make_float4(f * v.x + HIDDEN_SCALE * s[c], f * v.y + HIDDEN_SCALE * s[c + 1],
-                              f * v.z + HIDDEN_SCALE * s[c + 2], f * v.w + HIDDEN_SCALE * s[c + 3]);
-        }
+        float4 *to = (float4 *)(out + i);
+        const float4 v = add ? *to : make_float4(0, 0, 0, 0);
+        *to = make_float4(f * v.x + HIDDEN_SCALE * s[0], f * v.y + HIDDEN_SCALE * s[1], f * v.z + HIDDEN_SCALE * s[2],
+                          f * v.w + HIDDEN_SCALE * s[3]);
     }
 }
 
@@ -3392,7 +3391,8 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
 /* Rotates neighbors 2i and 2i + 1 of x against each other (DeepSeek); returns the pair. */
 DEVICE float2 rope_pair(const struct rope_args &p, const float *x, int t, int i) {
     const float c = p.cs[(size_t)t * (p.rope / 2) + i], s = p.sn[(size_t)t * (p.rope / 2) + i];
-    return make_float2(x[2 * i] * c - x[2 * i + 1] * s, x[2 * i] * s + x[2 * i + 1] * c);
+    const float2 v = ((const float2 *)x)[i];
+    return make_float2(v.x * c - v.y * s, v.x * s + v.y * c);
 }
 
 /* The rotated part of head h's query of token t, to q_rope, with threads i0, i0 + step, .. */
