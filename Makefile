@@ -174,7 +174,7 @@ build/moe_sim_cuda.o: $(ENGINE) | build
 	@[ -n "$(NVCC)" ] || { echo "the simulator wants nvcc"; exit 1; }
 	$(NVCC) $(PTX_FLAGS) -c moe_cuda.cu -o $@
 
-## make sass      prints what the hot loops of the CUDA kernels cost, from their machine code
+## make sass      prints what the hot loops of the CUDA kernels cost, from their machine code, and their memory traffic
 sass: moe build/test_cuda
 	@build/test_cuda --sass
 

@@ -14,7 +14,8 @@
  *                               order of warps and blocks, tensor cores that cut sums off; looks for races
  *   build/test_cuda --coverage FILE .. appends which instructions of the PTX ran; --covered FILE prints what did not
  *   build/test_cuda --ptx FILE  writes the PTX that it runs
- *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost, in Markdown
+ *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost and what the kernels ask of memory, in
+ *                               Markdown
  *
  * build/test_cuda (on the PTX simulator) and build/test_gpu (on a device) have the tests of the CUDA backend, cuda/..., alone.
  *
@@ -54,8 +55,13 @@
 #ifdef MOE_CUDA /* build/test_cuda, build/test_gpu: the tests of the CUDA backend, linked with test_cuda.cu */
 #include "t_cuda.h"
 #include "t_sass.h"
+#ifdef SIMULATED
+#include "t_cuda_counts.h"
+#else
+#define TESTS_COUNTS
+#endif
 
-static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS};
+static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS TESTS_COUNTS};
 static const char *const longest[] = {"cuda/fixtures", "cuda/drafts", "cuda/streams", "cuda/ranks"}; /* as below */
 #else
 #include "t_nvfp4.h"
@@ -296,7 +302,13 @@ static int run_other(int argc, char **argv) {
     }
 #endif
 #ifdef MOE_CUDA
-    if (!strcmp(what, "--sass")) return sass_print();
+    if (!strcmp(what, "--sass")) {
+        const int rc = sass_print();
+#ifdef SIMULATED
+        count_print_all();
+#endif
+        return rc;
+    }
 #else
     if (!strcmp(what, "--editor")) editor_sync_child(NULL);
     if (!strcmp(what, "--render-lines")) return template_render_lines();
