@@ -215,7 +215,8 @@ enum {
     NORM_THREADS = 256,
     FUSED_NORM_VECS = 4,                                 /* of norms in the kernel that needs them: */
     FUSED_NORM_MAX = FUSED_NORM_VECS * 4 * NORM_THREADS, /* values of a row, */
-    FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and of all rows at most */
+    FUSED_NORM_TOKENS = 8,                               /* rows, */
+    FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and values of all rows at most */
     INDEX_SCORES = 1 << 22,                              /* scores of the indexer at once: limits the context */
     AHEAD_SHARE = 4,      /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
     GPU_STREAMS = 4,      /* streams of residuals, */
@@ -227,7 +228,7 @@ enum {
 /* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
  * unless the deltas of several ranks are to be added (own: they are not). */
 static inline bool gpu_norm_fuses(int n_tok, int width, bool own) {
-    return n_tok <= 8 && width <= FUSED_NORM_MAX && n_tok * width <= FUSED_NORM_VALUES && own;
+    return n_tok <= FUSED_NORM_TOKENS && width <= FUSED_NORM_MAX && n_tok * width <= FUSED_NORM_VALUES && own;
 }
 
 /* What the sizes of a rank's activations depend on besides its shard. */
@@ -916,8 +917,7 @@ DEVICE float raw_float(const struct repack &r, const uint8_t *row, int col) {
 
 /* Reads the 8 E2M1 codes of columns col..col+7 (col % 8 == 0) in fp4_pair's order. NVFP4: 36 bytes per 64 columns,
  * MXFP4: 17 per 32. */
-DEVICE uint32_t raw_fp4(const struct repack &r, const uint8_t *row, int col) {
-    const bool nv = r.type == GGUF_NVFP4;
+DEVICE uint32_t raw_fp4(bool nv, const uint8_t *row, int col) {
     const uint8_t *q = row + (nv ? col / 64 * 36 + 4 + col % 64 / 16 * 8 : col / 32 * 17 + 1 + (col & 8));
     const int half = nv ? 8 : 16; /* columns between a byte's low nibble and its high one */
     const int shift = col & half ? 4 : 0;
@@ -959,7 +959,7 @@ __global__ void __launch_bounds__(256)
         const bool in = row < rows && col < w.n_in;
         uint32_t *to = codes + 4 * lane + hi;
         if (w.fmt == FMT_FP4) {
-            const uint32_t read = in ? raw_fp4(r, src, col) : 0;
+            const uint32_t read = in ? raw_fp4(r.type == GGUF_NVFP4, src, col) : 0;
             const int x = in && r.type == GGUF_MXFP4 ? src[col / 32 * 17] - r.shift : 0;
             to[2 * h] = x < -9 ? fp4_divide(read, min(-9 - x, 5)) : read;
             if (t & 1) continue; /* one lane per 16 columns writes the scale */
@@ -970,7 +970,7 @@ __global__ void __launch_bounds__(256)
             } else if (in) {
                 /* 2^x is exact in UE4M3 for -9 <= x <= 8; above 8 is what is zero, or repacked with another shift */
                 s = (uint8_t)(x > 8 ? 0x78 : x >= -6 ? (x + 7) << 3 : 1 << (max(x, -9) + 9));
-                if ((read | raw_fp4(r, src, col + 8)) & 0x77777777u) {
+                if ((read | raw_fp4(false, src, col + 8)) & 0x77777777u) {
                     top = max(top, (uint32_t)(x + r.shift));
                     low = max(low, 255u - (uint32_t)(x + r.shift));
                 }
@@ -1160,15 +1160,16 @@ DEVICE float warp_max(float x) {
     return x;
 }
 
-/* Sums x over a block of up to 1024 threads; every thread gets the same bits. There is one `partial` per kernel: put a
- * barrier before the next call, or it overwrites sums that are still read. */
+/* Sums x over a block of THREADS; every thread gets the same bits. There is one `partial` per kernel: put a barrier
+ * before the next call, or it overwrites sums that are still read. */
+template <int THREADS>
 DEVICE float block_sum(float x) {
-    SHARED(float, partial, 32);
+    SHARED(float, partial, THREADS / WARP);
     x = warp_sum(x);
     if (!(threadIdx.x & 31)) partial[threadIdx.x >> 5] = x;
     __syncthreads(); /* all warps' sums are written */
     float s = 0;
-    for (int i = 0; i < (int)(blockDim.x >> 5); i++) s += partial[i];
+    for (int i = 0; i < THREADS / WARP; i++) s += partial[i];
     return s;
 }
 
@@ -1201,10 +1202,11 @@ __global__ void __launch_bounds__(ROW_THREADS)
             const __grid_constant__ struct rope_tables ropes) {
     grid_dependency_launch();
     grid_dependency_wait();
+    __builtin_assume(copies > 0);
     int t = blockIdx.x;
     for (int i = threadIdx.x; i < w.n_in; i += ROW_THREADS) {
         const float v = device_matrix_value(w, max(tokens[t], 0), i);
-        for (int k = 0; k < copies; k++) x[((size_t)t * copies + k) * w.n_in + i] = v;
+        UNROLL_BY(1) for (int k = 0; k < copies; k++) x[((size_t)t * copies + k) * w.n_in + i] = v;
     }
     UNROLL_BY(1) for (int k = 0; k < ropes.n; k++) {
         const struct rope_table &r = ropes.table[k];
@@ -1254,7 +1256,7 @@ DEVICE float norm_factor(const float4 (&v)[VECS], int n, float eps) {
         ss = fmaf(v[u].z, v[u].z, ss);
         ss = fmaf(v[u].w, v[u].w, ss);
     }
-    return rsqrtf(block_sum(ss) / (float)n + eps);
+    return rsqrtf(block_sum<NORM_THREADS>(ss) / (float)n + eps);
 }
 DEVICE float4 norm_value(float4 v, float f, float4 w) {
     return make_float4(v.x * f * w.x, v.y * f * w.y, v.z * f * w.z, v.w * f * w.w);
@@ -1359,14 +1361,8 @@ DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
             u = ld_sys16(a.slot[a.p.rank] + ((size_t)(seq & 1) * (size_t)a.p.n_rank + (size_t)k) * ALLREDUCE_SLOT + at);
         const float4 v =
             make_float4(__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w));
-        if (!k) {
-            sum = v;
-        } else {
-            sum.x += v.x;
-            sum.y += v.y;
-            sum.z += v.z;
-            sum.w += v.w;
-        }
+        const float4 more = add4(sum, v);
+        sum = k ? more : v;
     }
     return sum;
 }
@@ -1492,6 +1488,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(const __grid_
         if (!half) *(float4 *)(x + i) = make_float4(0, 0, 0, 0);
         if (column < a.from || column >= a.to) continue;
         const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
+        UNROLL_BY(1)
         for (int j = first; j < end; j++)
             *(uint2 *)(a.out + (size_t)(t * n_stream + j) * a.out_stride + (size_t)(column - a.from)) =
                 make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
@@ -1750,6 +1747,7 @@ DEVICE void gemv_multiply(const struct gemv_tile<FMT> &w, const uint4 (&b)[NT][2
  *   jobs.tile(j)      the first tile of the row of tiles that job j multiplies, see tile_index
  *   jobs.x(j, t)      the row of x for token t; of a token that does not count any row, or where the job is MASKED NULL,
  *                     which stands for zeros
+ *   JOBS::SINGLE      there is one tile at most
  * ready() is called once, after the first weights have been requested: jobs.x is called after it. */
 template <int FMT, int NT, class JOBS, class READY>
 DEVICE void gemv_stream(const struct device_matrix &w, int k0, int k1, const JOBS &jobs, READY ready,
@@ -1808,7 +1806,7 @@ DEVICE void gemv_stream(const struct device_matrix &w, int k0, int k1, const JOB
             }
             gemv_multiply<FMT, NT>(ring[u], b[u & 1], t, acc);
             request(ring[u]);
-            if (--left == 0) return;
+            if (JOBS::SINGLE || --left == 0) return;
         }
     }
 }
@@ -1848,7 +1846,7 @@ DEVICE void gemv_store(float *sums, const float (&acc)[NT][4], float f, bool add
 
 /* All tokens of a forward times one matrix. */
 struct gemv_one {
-    static constexpr bool LIST = false, MASKED = false;
+    static constexpr bool LIST = false, MASKED = false, SINGLE = false;
     static constexpr int n = 1;
     size_t first;         /* tile */
     const uint16_t *rows; /* (n_tok, stride) */
@@ -1856,6 +1854,11 @@ struct gemv_one {
     int n_tok;
     DEVICE_MEMBER size_t tile(int) const { return first; }
     DEVICE_MEMBER const uint16_t *x(int, int t) const { return rows + (size_t)min(t, n_tok - 1) * stride; }
+};
+
+/* The same where that is a tile. */
+struct gemv_single : gemv_one {
+    static constexpr bool SINGLE = true;
 };
 
 struct linear_args {
@@ -1906,10 +1909,9 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
                 }
                 float4 weight[FUSED_NORM_VECS];
                 norm_load(weight, p.norm.weight, p.norm.n);
-                for (int i = threadIdx.x; i < p.n_tok * 16; i += GEMV_THREADS) { /* columns beyond n */
-                    const int c = w.n_kt * TILE_COLS - 4 * (i % 16 + 1);
-                    if (c >= p.norm.n) *(uint2 *)(normed + i / 16 * stride + c) = make_uint2(0, 0);
-                }
+                static_assert(FUSED_NORM_TOKENS * 16 <= GEMV_THREADS, "a thread has four columns");
+                const int beyond = w.n_kt * TILE_COLS - 4 * ((int)threadIdx.x % 16 + 1), row = (int)threadIdx.x / 16;
+                if (row < p.n_tok && beyond >= p.norm.n) *(uint2 *)(normed + row * stride + beyond) = make_uint2(0, 0);
                 grid_dependency_wait();
                 norm_rows(p.norm, p.n_tok, weight, [&](int t, int c, float4 y) {
                     *(uint2 *)(normed + t * stride + c) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
@@ -2116,7 +2118,7 @@ struct down_bias {
 
 /* The routed experts, each for its tokens. */
 struct down_jobs {
-    static constexpr bool LIST = true, MASKED = true;
+    static constexpr bool LIST = true, MASKED = true, SINGLE = false;
     int n;
     const struct down_job *job; /* (n) in shared memory */
     const uint16_t *hidden;
@@ -2138,7 +2140,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
     const int tid = threadIdx.x, warp = tid >> 5, rt = blockIdx.x;
     const struct down_jobs list = {load_l2(p.jobs.n), jobs, p.hidden, (size_t)p.w.n_in};
     struct down_bias *biases = (struct down_bias *)(jobs + p.jobs.max);
-    for (int i = tid; i < p.jobs.max; i += GEMV_THREADS) {
+    UNROLL_BY(1) for (int i = tid; i < p.jobs.max; i += GEMV_THREADS) {
         const uint2 head = load_l2((const uint2 *)p.jobs.job + i);
         jobs[i] = {tile_index(p.w, (int)head.x, rt), head.y};
         if (p.w.bias && i < list.n) {
@@ -2248,16 +2250,17 @@ DEVICE int route_warp(const struct route_args &p, int t, float *scratch, float *
         top = fmaxf(top, score[e]);
     }
     top = warp_max(top);
-    UNROLL_BY(4) for (int e = lane; e < n && p.gating != GATING_CHOSEN; e += WARP) {
-        const float l = score[e], small = expf(p.gating == GATING_SOFTMAX         ? l - top
-                                               : p.gating == GATING_SQRT_SOFTPLUS ? -fabsf(l)
-                                                                                  : -l);
-        const float v = p.gating == GATING_SOFTMAX         ? small
-                        : p.gating == GATING_SQRT_SOFTPLUS ? sqrtf(fmaxf(l, 0.0f) + log1pf(small))
-                                                           : 1.0f / (1.0f + small);
-        score[e] = v;
-        sum += v;
-    }
+    auto rate = [&](auto score_of) {
+        UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
+            const float v = score_of(score[e]);
+            score[e] = v;
+            sum += v;
+        }
+    };
+    if (p.gating == GATING_SOFTMAX) rate([&](float l) { return expf(l - top); });
+    else if (p.gating == GATING_SIGMOID) rate([](float l) { return 1.0f / (1.0f + expf(-l)); });
+    else if (p.gating == GATING_SQRT_SOFTPLUS)
+        rate([](float l) { return sqrtf(fmaxf(l, 0.0f) + log1pf(expf(-fabsf(l)))); });
     sum = p.gating == GATING_SOFTMAX ? warp_sum(sum) : 1.0f;
     UNROLL_BY(4) for (int e = lane; e < n; e += WARP) {
         score[e] /= sum;
@@ -2395,6 +2398,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
         grid_dependency_wait();
     }
     const float *x = NORM ? scratch : p.x;
+    static_assert(FUSED_NORM_MAX <= ROUTE_STEP * ROUTE_IN_FLIGHT, "NORM: all columns are in flight");
     for (; col < p.n_embd; col += ROUTE_STEP * ROUTE_IN_FLIGHT) {
         UNROLL for (int u = 0; u < ROUTE_IN_FLIGHT; u++) {
             const int i = col + ROUTE_STEP * u;
@@ -2406,7 +2410,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
                 acc[t] = fmaf(w[u].z, y.z, acc[t]);
                 acc[t] = fmaf(w[u].w, y.w, acc[t]);
             }
-            w[u] = route_weights(p, e, i + ROUTE_STEP * ROUTE_IN_FLIGHT);
+            if (!NORM) w[u] = route_weights(p, e, i + ROUTE_STEP * ROUTE_IN_FLIGHT);
         }
     }
     UNROLL for (int t = 0; t < T; t++) {
@@ -2446,7 +2450,7 @@ static void route_decode(const struct route_args *p, cudaStream_t s) {
     const bool norm = p->input.x != NULL;
     if (p->n_tok == 1) (norm ? route_launch<1, true> : route_launch<1, false>)(p, s);
     else if (p->n_tok <= 4) (norm ? route_launch<4, true> : route_launch<4, false>)(p, s);
-    else (norm ? route_launch<DECODE_MAX_TOKENS, true> : route_launch<DECODE_MAX_TOKENS, false>)(p, s);
+    else (norm ? route_launch<FUSED_NORM_TOKENS, true> : route_launch<DECODE_MAX_TOKENS, false>)(p, s);
 }
 
 /* ============================================================================================================
@@ -3087,10 +3091,11 @@ __global__ void __launch_bounds__(ROW_THREADS)
               const float *x, float *out) {
     grid_dependency_launch();
     grid_dependency_wait();
+    __builtin_assume(k > 0);
     float f = 1, dot = 0;
     if (gate) {
         for (int i = threadIdx.x; i < n; i += ROW_THREADS) dot += gate[i] * x[(size_t)blockIdx.x * n + i];
-        f = sigmoid(block_sum(dot));
+        f = sigmoid(block_sum<ROW_THREADS>(dot));
     }
     inverse += (size_t)blockIdx.x * k;
     weight += (size_t)blockIdx.x * k;
@@ -3133,7 +3138,7 @@ __global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
             const float v = HIDDEN_SCALE * half_to_f32(y[i]);
             sum += v * v;
         }
-        const double norm = sqrt((double)block_sum(sum));
+        const double norm = sqrt((double)block_sum<256>(sum));
         const size_t token = (size_t)p.row[at] * (size_t)p.k;
         for (int j = 0; j < p.k && !threadIdx.x; j++) {
             all += p.weight[token + j];
@@ -3191,35 +3196,42 @@ DEVICE float e4m3_error(float x) {
 }
 
 /* Returns the scale of a group of an FP8 row, as fp8_scale of moe.c. With one warp: value i is x[i / 32] of lane i % 32. */
-template <int PER>
-DEVICE float fp8_scale(int n, const float x[PER], bool pow2) {
+template <int PER, bool POW2>
+DEVICE float fp8_scale(int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
-    float amax = 0, best = FP8_TOP, least = INFINITY;
+    float amax = 0;
     UNROLL for (int i = 0; i < PER; i++) if (lane + 32 * i < n) amax = fmaxf(amax, fabsf(x[i]));
     amax = warp_max(amax);
     if (!(amax > 0x1p-100f)) return 1.0f;
-    if (pow2) return power_above(amax * (1.0f / FP8_TOP));
-    UNROLL_BY(1) for (int c = 0; c < FP8_TOPS; c++) { /* unrolled, it adds a tenth to the code of a layer */
-        const float top = FP8_TOP - FP8_TOP_STEP * c, inv = top * (1.0f / amax);
-        float error = 0;
-        UNROLL for (int i = 0; i < PER; i++) {
-            const float e = lane + 32 * i < n ? e4m3_error(x[i] * inv) : 0.0f;
-            error = fmaf(e, e, error);
+    if constexpr (POW2) {
+        return power_above(amax * (1.0f / FP8_TOP));
+    } else {
+        float best = FP8_TOP, least = INFINITY;
+        UNROLL_BY(1) for (int c = 0; c < FP8_TOPS; c++) { /* unrolled, it adds a tenth to the code of a layer */
+            const float top = FP8_TOP - FP8_TOP_STEP * c, inv = top * (1.0f / amax);
+            float error = 0;
+            UNROLL for (int i = 0; i < PER; i++) {
+                const float e = lane + 32 * i < n ? e4m3_error(x[i] * inv) : 0.0f;
+                error = fmaf(e, e, error);
+            }
+            error = warp_sum(error) * (1.0f / (top * top));
+            if (error < least) least = error, best = top;
         }
-        error = warp_sum(error) * (1.0f / (top * top));
-        if (error < least) least = error, best = top;
+        return amax / best;
     }
-    return amax / best;
 }
+
+/* What a kernel knows of a plane. */
+enum plane_form { ROWS_BF16, ROWS_FP8, ROWS_ANY, ROWS_POW2 /* FP8 has pow2 */ };
 
 /* Stores a group of n values into a row of a plane, from element `at` on, with one warp: value i is x[i / 32] of lane
  * i % 32. */
-template <int PER>
+template <int PER, int FORM = ROWS_ANY>
 DEVICE void plane_store(const struct plane &p, size_t at_row, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
     uint8_t *row = p.data + at_row * p.row_bytes;
-    const bool fp8 = p.type == KV_FP8;
-    const float scale = fp8 ? fp8_scale<PER>(n, x, p.pow2) : 1.0f, inv = 1.0f / scale;
+    const bool fp8 = FORM >= ROWS_ANY ? p.type == KV_FP8 : FORM == ROWS_FP8;
+    const float scale = fp8 ? fp8_scale<PER, FORM == ROWS_POW2>(n, x) : 1.0f, inv = 1.0f / scale;
     if (fp8 && !lane) p.scale[at_row * (size_t)p.n_group + (size_t)group] = scale;
     UNROLL for (int i = 0; i < PER; i++) {
         int k = lane + 32 * i;
@@ -3259,7 +3271,7 @@ DEVICE float row_squares(const struct row_norm_args &a, int i) {
         const float4 v = *(const float4 *)(x + k);
         ss = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, ss))));
     }
-    ss = block_sum(ss);
+    ss = block_sum<NORM_THREADS>(ss);
     return a.counted[i & 1] ? ss : 0;
 }
 
@@ -3355,7 +3367,7 @@ DEVICE void rope_head(const struct rope_args &p, const float *src, const float *
 }
 
 /* Writes the key (v false) or the value of token t and KV head i to the cache, with one warp. */
-template <int PER>
+template <int PER, int FORM = ROWS_ANY>
 DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     const int lane = threadIdx.x & 31, n = v ? p.dv : p.d;
     const struct plane &plane = v ? p.vp : p.kp;
@@ -3368,7 +3380,7 @@ DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     } else {
         rope_head<PER>(p, src, p.k_norm, n, t, x);
     }
-    plane_store<PER>(plane, (size_t)row, i * n, i, n, x);
+    plane_store<PER, FORM>(plane, (size_t)row, i * n, i, n, x);
 }
 
 /* GQA in prefill: norm and rotation of the heads of q and k; k and v go to the cache. In decode attention does it.
@@ -3406,16 +3418,17 @@ DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step
     }
 }
 
-/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block. Ends with a barrier.
- */
+/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block of THREADS. Ends with a
+ * barrier. */
+template <int THREADS>
 DEVICE void mla_store(const struct rope_args &p, int t) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, threads = (int)blockDim.x;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float *k = p.k + (size_t)t * (p.latent + p.rope);
     const size_t pos = (size_t)(p.batch->pos + t);
     float ss = 0;
-    for (int i = threadIdx.x; i < p.latent; i += threads) ss = fmaf(k[i], k[i], ss);
-    const float f = rsqrtf(block_sum(ss) / (float)p.latent + p.eps);
-    for (int g = warp; g * LATENT_GROUP < p.latent; g += threads / WARP) {
+    for (int i = threadIdx.x; i < p.latent; i += THREADS) ss = fmaf(k[i], k[i], ss);
+    const float f = rsqrtf(block_sum<THREADS>(ss) / (float)p.latent + p.eps);
+    for (int g = warp; g * LATENT_GROUP < p.latent; g += THREADS / WARP) {
         float x[LATENT_GROUP / 32];
         const int n = min((int)LATENT_GROUP, p.latent - g * LATENT_GROUP);
         UNROLL for (int j = 0; j < LATENT_GROUP / 32; j++) {
@@ -3424,7 +3437,7 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
         }
         plane_store<LATENT_GROUP / 32>(p.kp, pos, g * LATENT_GROUP, g, n, x);
     }
-    for (int i = threadIdx.x; i < p.rope / 2; i += threads) {
+    for (int i = threadIdx.x; i < p.rope / 2; i += THREADS) {
         const float2 y = rope_pair(p, k + p.latent, t, i);
         ((uint32_t *)(p.vp.data + pos * p.vp.row_bytes))[i] = f32_to_bf16x2(y.x, y.y);
     }
@@ -3439,7 +3452,7 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, t = blockIdx.y, h = ((int)blockIdx.x - 1) * 4 + (int)(threadIdx.x >> 5);
     if (!blockIdx.x) {
-        mla_store(p, t);
+        mla_store<128>(p, t);
         return;
     }
     if (h >= p.n_head) return;
@@ -3469,7 +3482,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_query(const __grid_cons
     const int tid = threadIdx.x, warp = tid >> 5, h = blockIdx.y;
     if (h == r.n_head) {
         grid_dependency_wait();
-        for (int t = blockIdx.x; t < p.n_tok; t += (int)gridDim.x) mla_store(r, t);
+        for (int t = blockIdx.x; t < p.n_tok; t += (int)gridDim.x) mla_store<GEMV_THREADS>(r, t);
         return;
     }
     const int part = mla_query_warps(p.w.n_kt), tiles = GEMV_WARPS / part, rt0 = blockIdx.x * tiles;
@@ -3669,10 +3682,11 @@ DEVICE int attn_shared_keys(const struct attn_args &a, int pos, int *compressed)
     return min(pos + 1, a.window) + (a.top_k ? min(*compressed, a.top_k) : *compressed);
 }
 
-/* Returns how many keys count for the split of token t's context. longer: see attn_longer. */
+/* Returns how many keys count for the split of token t's context. longer: see attn_longer. ONE_KV: there may be one KV head. */
+template <bool ONE_KV>
 DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int n_tok) {
     int compressed;
-    if (a.one_kv) return attn_shared_keys(a, pos + t, &compressed);
+    if (ONE_KV && a.one_kv) return attn_shared_keys(a, pos + t, &compressed);
     return a.top_k ? attn_seen(a, pos + t) : pos + (t < longer ? longer : n_tok);
 }
 
@@ -3955,13 +3969,14 @@ struct attn_place {
     float inverse;     /* factor of the result */
 
     /* For row r with maximum m and denominator l, both of which go to `partials` too (first: by this thread). The result's
-     * denominator has the sink. Returns false if there is no such row. FORMS: there may be sinks and gates. */
-    template <bool FORMS>
+     * denominator has the sink. Returns false if there is no such row. FORMS: there may be sinks and gates. RESULT: it is the
+     * result. */
+    template <bool FORMS, bool RESULT = false>
     DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
         const int2 th = attn_row(w, r);
         if (th.x < 0) return false;
         token = th.x;
-        whole = w.n_split == 1 && a.out;
+        whole = RESULT || (w.n_split == 1 && a.out);
         if (whole) {
             if (FORMS && a.sinks) l += exp2f(a.sinks[th.y] * ATTN_LOG2_E - m);
             at = (uint8_t *)(a.out + th.x * a.out_stride + (size_t)th.y * a.dv);
@@ -4152,7 +4167,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     }
     if (!n_new) copies();
     UNROLL_BY(1)
-    for (int i = warp; i < 2 * n_new; i += 4) gqa_store<STORE>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
+    for (int i = warp; i < 2 * n_new; i += 4)
+        gqa_store<STORE, FP8 ? ROWS_FP8 : ROWS_BF16>(a.rope, new_row + i / 2 - w.pos, w.kvh, i & 1);
     UNROLL_BY(1) for (int r = warp; r < 16 && !CHOSEN; r += 4) {
         const int2 th = attn_row(w, r);
         float x[K / 32];
@@ -4595,20 +4611,20 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int pos = a.batch->pos, n_tok = min(a.batch->n_tok, a.n_tok), tok = row / a.n_head;
-    const int len = attn_keys(a, pos, tok, attn_longer(a, pos, n_tok), n_tok);
+    const int len = attn_keys<true>(a, pos, tok, attn_longer(a, pos, n_tok), n_tok);
     const int keys = attn_split_keys(a, len), n_split = (len + keys - 1) / keys;
     if (n_split == 1 || tok >= n_tok) return;
     auto from = [&](int split) { return attn_partial_row(a, split, make_int2(0, row)); };
     const float2 *max_den = attn_max_den(a, make_int2(0, row));
     float top = ATTN_NO_KEY, den = 0;
-    for (int s = tid & 31; s < n_split; s += 32) top = fmaxf(top, max_den[s].x);
+    UNROLL_BY(4) for (int s = tid & 31; s < n_split; s += 32) top = fmaxf(top, max_den[s].x);
     top = warp_max(top);
-    for (int s = tid; s < n_split; s += 256) {
+    UNROLL_BY(1) for (int s = tid; s < n_split; s += 256) {
         float2 ml = max_den[s];
         weight[s] = exp2f(ml.x - top);
         den += weight[s] * ml.y;
     }
-    den = block_sum(den); /* its barrier also publishes the weights */
+    den = block_sum<256>(den); /* its barrier also publishes the weights */
     int cols = a.dv / 4, n = 256 / cols, group = tid / cols, col = tid % cols * 4;
     floats4 x = {};
     auto add = [&](float f, const void *p) {
@@ -4622,12 +4638,13 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     __syncthreads(); /* the sums of all groups are written */
     if (group) return;
     for (int i = 1; i < n; i++) add(1, &partial[tid + i * cols]);
-    w.n_split = 1;
     w.kvh = 0;
     w.row0 = row;
     w.group = a.n_head;
     w.rows = 1u << 16;
-    attn_store<true, false, true>(a, w, 0, col, x, top, den);
+    struct attn_place place;
+    place.find<true, true>(a, w, 0, false, top, den);
+    place.store<true, false, true>(a, col, x);
 }
 
 struct mla_value_args {
@@ -4646,7 +4663,7 @@ DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint1
     const int longer = attn_longer(a, pos, a.n_tok), col = 4 * (lane & 15);
     float *den = smem + a.n_tok * GEMV_WARPS * TILE_COLS;
     for (int t = 0; t < a.n_tok; t++) {
-        const int len = attn_keys(a, pos, t, longer, a.n_tok), keys = attn_split_keys(a, len);
+        const int len = attn_keys<false>(a, pos, t, longer, a.n_tok), keys = attn_split_keys(a, len);
         const int n_split = (len + keys - 1) / keys;
         const float2 *max_den = attn_max_den(a, make_int2(t, h));
         float m = ATTN_NO_KEY, l = 0; /* of this lane's splits */
@@ -4670,7 +4687,7 @@ DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint1
         if (!tid) den[t] = l;
     }
     __syncthreads(); /* the sums of all warps are written */
-    for (int i = tid; i < a.n_tok * TILE_COLS; i += GEMV_THREADS) {
+    UNROLL_BY(1) for (int i = tid; i < a.n_tok * TILE_COLS; i += GEMV_THREADS) {
         const int t = i / TILE_COLS, k = i % TILE_COLS;
         float v = 0;
         for (int w = 0; w < GEMV_WARPS; w++) v += smem[(t * GEMV_WARPS + w) * TILE_COLS + k];
@@ -4696,7 +4713,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_value(const __grid_cons
         /* warps without a row of tiles take part in the join */
         for (int rt = warp; rt == warp || rt < p.w.n_rt; rt += GEMV_WARPS) {
             const bool is = rt < p.w.n_rt;
-            const struct gemv_one one = {tile_index(p.w, h, is ? rt : 0) + (size_t)c, x, STRIDE, a.n_tok};
+            const struct gemv_single one = {{tile_index(p.w, h, is ? rt : 0) + (size_t)c, x, STRIDE, a.n_tok}};
             float acc[NT][4] = {};
             auto ready = [&] {
                 if (rt != warp) return;
@@ -5164,7 +5181,7 @@ struct index_tile {
     template <class F>
     static DEVICE_MEMBER void queries(pack<4> *q, int tiles, F row) {
         constexpr int PIECES = WIDTH / 8;
-        for (int i = (int)threadIdx.x; i < tiles * 16 * PIECES; i += INDEX_THREADS) {
+        UNROLL_BY(2) for (int i = (int)threadIdx.x; i < tiles * 16 * PIECES; i += INDEX_THREADS) {
             const int tile = i / (16 * PIECES), r = i / PIECES & 15, at = i % PIECES * 8;
             const uint16_t *from = row(tile, r);
             pack<4> x = {};
@@ -5508,7 +5525,7 @@ DEVICE void round_index(float x[INDEX_PER], int n) {
 /* Stores a key of n values, x[j] being value lane + 32 j, to row `row` of a plane, with one warp. */
 DEVICE void shared_key_store(const struct plane &p, int row, int n, const float x[SHARED_PER]) {
     enum { PER = LATENT_GROUP / 32 };
-    UNROLL for (int g = 0; g < SHARED_PER / PER; g++) if (g * LATENT_GROUP < n) plane_store<PER>(
+    UNROLL for (int g = 0; g < SHARED_PER / PER; g++) if (g * LATENT_GROUP < n) plane_store<PER, ROWS_POW2>(
         p, (size_t)row, g * LATENT_GROUP, g, min((int)LATENT_GROUP, n - g * LATENT_GROUP), x + g * PER);
 }
 
@@ -5755,19 +5772,19 @@ DEVICE void delta_finish(const struct delta_args &a, const float *o, const float
 }
 
 /* Keeps the inputs of the forward's token t in the rings: those of value head j, and of key head j where there is one.
- * The block's threads divide the channels. */
+ * The block's threads, DELTA_HEAD or more, divide the channels. */
 DEVICE void delta_keep(const struct delta_args &a, int pos, int t, int j) {
     const struct delta &d = a.shape;
     const int dk = d.head_k, dv = d.head_v, key = d.n_key * dk;
     const size_t row = (size_t)((pos + t) % a.n_ring);
-    for (int i = threadIdx.x; i < dv; i += (int)blockDim.x)
-        a.ring_v[row * a.ring_v_stride + j * dv + i] = a.v[(size_t)t * a.v_stride + j * dv + i];
-    for (int i = threadIdx.x; i < 2 * dk && j < d.n_key; i += (int)blockDim.x) {
+    const int tid = threadIdx.x;
+    if (tid < dv) a.ring_v[row * a.ring_v_stride + j * dv + tid] = a.v[(size_t)t * a.v_stride + j * dv + tid];
+    for (int i = tid; i < 2 * dk && j < d.n_key; i += (int)blockDim.x) {
         const int c = j * dk + i % dk;
         a.ring_qk[row * a.ring_qk_stride + i / dk * key + c] =
             i < dk ? a.q[(size_t)t * a.q_stride + c] : a.k[(size_t)t * a.k_stride + c];
     }
-    if (threadIdx.x) return;
+    if (tid) return;
     a.ring_gates[row * a.ring_gates_stride + j] = a.alpha[(size_t)t * a.gate_stride + j];
     a.ring_gates[row * a.ring_gates_stride + d.n_value + j] = a.beta[(size_t)t * a.gate_stride + j];
 }
@@ -5890,6 +5907,7 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     if (unit == n_head) {
         for (int i = lane; i < rows * d.n_value; i += WARP) {
             const int row = i / d.n_value, j = i % d.n_value;
+            __builtin_assume(p0 + row >= pos);
             const float2 g = delta_gates(a, pos, p0 + row, j);
             float *to = a.t.gates + (size_t)(row0 + row) * 2 * (size_t)d.n_value + j;
             to[0] = g.x;
@@ -5910,6 +5928,7 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
         float y[4];
         UNROLL for (int v = 0; v < 4; v++) {
             UNROLL for (int u = 0; u < DELTA_TAPS - 1; u++) x[v][u] = x[v][u + 1];
+            __builtin_assume(p0 + row >= pos && pos >= 0);
             x[v][3] = delta_input(ch, pos, p0 + row, lane + 32 * v);
             y[v] = w[v].x * x[v][0] + w[v].y * x[v][1] + w[v].z * x[v][2] + w[v].w * x[v][3];
             y[v] *= sigmoid(y[v]);
@@ -6108,14 +6127,15 @@ DEVICE void delta_operand(uint32_t b[4][2], const uint8_t *from, int s) {
         ldmatrix_x4_trans(b[n], from + (16 * s + (lane & 15)) * DELTA_S_PITCH + (n + (lane >> 4)) * 16);
 }
 
-/* Stores rows r and r + 8 (16, 32) of x * f in halves, and to `rest`, unless that is NULL, what this leaves. */
+/* Stores rows r and r + 8 (16, 32) of x * f in halves, and with REST to `rest` what this leaves. */
+template <bool REST>
 DEVICE void delta_store(uint8_t *to, uint8_t *rest, int r, const float x[4][4], float f0, float f1) {
     const int t = threadIdx.x & 3;
     UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
         const int at = (r + 8 * e) * DELTA_S_PITCH + (8 * n + 2 * t) * 2;
         const float f = e ? f1 : f0, a = x[n][2 * e] * f, b = x[n][2 * e + 1] * f;
         *(uint32_t *)(to + at) = clamped_f16x2(a, b);
-        if (rest) *(uint32_t *)(rest + at) = half_rest2(a, b);
+        if (REST) *(uint32_t *)(rest + at) = half_rest2(a, b);
     }
 }
 
@@ -6186,7 +6206,7 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     /* S in halves, for all warps */
     auto keep = [&]() {
         const float2 f = delta_scale(fmaxf(delta_largest(S[0]), delta_largest(S[1])));
-        UNROLL for (int i = 0; i < 2; i++) delta_store(s16, s_rest, 32 * warp + 16 * i + g, S[i], f.x, f.x);
+        UNROLL for (int i = 0; i < 2; i++) delta_store<true>(s16, s_rest, 32 * warp + 16 * i + g, S[i], f.x, f.x);
         if (!lane) scale[warp] = f.y;
     };
     UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) {
@@ -6248,7 +6268,7 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
             Y[n][e] *= f[e >> 1];
         }
         const float2 fr = delta_scale(delta_largest(R));
-        delta_store(r16, r_rest, row, R, fr.x, fr.x);
+        delta_store<true>(r16, r_rest, row, R, fr.x, fr.x);
         if (!lane) scale[4 + warp] = fr.y;
         __syncthreads(); /* R is written; all warps are done with the queries, the state and the keys before these */
         copy_keys(at + 1);
@@ -6265,8 +6285,9 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
             delta_add(U, x, scale[4 + s]);
         }
         const float2 fu = delta_scale(delta_largest(U));
-        delta_store(u16, NULL, row, U, fu.x, fu.x);
-        delta_store(faded, faded_rest, row, U, fu.x * fades[DELTA_TILE + row], fu.x * fades[DELTA_TILE + row + 8]);
+        delta_store<false>(u16, NULL, row, U, fu.x, fu.x);
+        delta_store<true>(faded, faded_rest, row, U, fu.x * fades[DELTA_TILE + row],
+                          fu.x * fades[DELTA_TILE + row + 8]);
         if (!lane) scale[8 + warp] = fu.y;
         __syncthreads(); /* U is written in both forms */
         UNROLL for (int s = 0; s < 4; s++) {
@@ -6568,6 +6589,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) k_sample(const __grid_const
     }
     block_scan(mass);
     if (!all_mass) total = mass[p.limit < n ? p.limit - 1 : SAMPLE_CANDIDATES - 1];
+    UNROLL_BY(1)
     for (int i = tid; i < n && i < p.limit; i += SAMPLE_THREADS)
         if (i && ((p.top_p < 1.0f && mass[i - 1] >= (double)p.top_p * total) ||
                   (p.min_p > 0 && exp(above_top(key[i])) < (double)p.min_p)))
@@ -6579,6 +6601,7 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) k_sample(const __grid_const
         mass[i] = i < kept ? exp(above_top(key[i]) / (double)p.temp) : 0;
     if (!tid) counter[CHOICE] = kept - 1;
     const double want = p.uniform[r] * block_scan(mass);
+    UNROLL_BY(1)
     for (int i = tid; i < kept; i += SAMPLE_THREADS)
         if (mass[i] > want) atomicMin(&counter[CHOICE], i);
     __syncthreads(); /* CHOICE is final */
