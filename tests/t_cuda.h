@@ -43,6 +43,10 @@ void cuda_test_attention(void);
 void cuda_test_windows(void);
 void cuda_test_delta_net(void);
 void cuda_test_delta_recall(void);
+void cuda_test_norms(void); /* t_cuda_rows.h */
+void cuda_test_rotations(void);
+void cuda_test_indexer(void);
+void cuda_test_rows(void);
 int cuda_test_mutate(const char *text); /* t_cuda_mutate.h */
 
 /* A check of the tests in C++. */
@@ -641,7 +645,7 @@ static const struct model *fixture_keep(const char *name) {
  * them. */
 static void test_cuda_sample(void) {
     static const int top_k[] = {0, 1, 20, 40, 1000, 5000};
-    static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f}, steep[] = {0.01f, 1, 4},
+    static const float top_p[] = {1.0f, 0.95f, 0.5f, 0.001f}, min_p[] = {0, 0.05f, 1.0f}, steep[] = {0.01f, 1, 4, 720},
                        penalty[] = {1.0f, 1.3f};
     const struct model *kept = fixture_keep("qwen3moe");
     struct rank r = {0};
@@ -656,14 +660,14 @@ static void test_cuda_sample(void) {
     uint64_t rng = 5;
     int32_t recent[PENALTY_WINDOW];
     int chosen = 0;
-    for (int c = 0; c < 6 * 4 * 3 * 3 * 2; c++) {
+    for (int c = 0; c < 6 * 4 * 3 * 4 * 2; c++) {
         struct sampling s = {.temp = c % 7 ? 0.2f + (float)rng_uniform(&rng) : 0,
                              .top_k = top_k[c % 6],
                              .top_p = top_p[c / 6 % 4],
                              .min_p = min_p[c / 24 % 3],
-                             .repeat_penalty = penalty[c / 216 % 2]};
+                             .repeat_penalty = penalty[c / 288 % 2]};
         for (int i = 0; i < m.n_ids; i++) /* in steps: many are equal, also 0 and -0 */
-            x[i] = steep[c / 72 % 3] * roundf(16 * (float)(rng_uniform(&rng) + rng_uniform(&rng) - 1)) / 4;
+            x[i] = steep[c / 72 % 4] * roundf(16 * (float)(rng_uniform(&rng) + rng_uniform(&rng) - 1)) / 4;
         for (int i = 0; i < PENALTY_WINDOW; i++)
             recent[i] = i % 2 ? argmax(x, m.n_ids) : (int32_t)(rng_next(&rng) % (uint64_t)m.n_ids);
         double uniform = rng_uniform(&rng);
@@ -679,7 +683,7 @@ static void test_cuda_sample(void) {
                    s.top_k, s.top_p, s.min_p, s.repeat_penalty, got, want))
             break;
     }
-    CHECK(chosen > 216, "%d of 432 choices were made on the device", chosen);
+    CHECK(chosen > 288, "%d of 576 choices were made on the device", chosen);
     free(x), free(work);
     r.ops->close(&r);
 }
@@ -2545,13 +2549,14 @@ void cuda_test_synthetic(void) { test_cuda_synth(); }
         {"cuda/router", cuda_test_router}, {"cuda/sort", cuda_test_sort}, {"cuda/links", cuda_test_links},             \
         {"cuda/gemm", cuda_test_gemm}, {"cuda/attention", cuda_test_attention}, {"cuda/windows", cuda_test_windows},   \
         {"cuda/delta_net", cuda_test_delta_net}, {"cuda/recall", cuda_test_delta_recall},                              \
-        {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms}, {"cuda/sparse", test_cuda_sparse}, \
-        {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring}, {"cuda/expanded", test_cuda_expanded},     \
-        {"cuda/delta", test_cuda_delta}, {"cuda/recurrent", test_cuda_recurrent},                                      \
-        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
-        {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
-        {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/demo", test_cuda_demo},                                \
-        {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth},         \
-        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},                                          \
+        {"cuda/norms", cuda_test_norms}, {"cuda/rotations", cuda_test_rotations}, {"cuda/indexer", cuda_test_indexer}, \
+        {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
+        {"cuda/sparse", test_cuda_sparse}, {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring},         \
+        {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
+        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
+        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
+        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
+        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
+        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
         {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},     \
         {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images},

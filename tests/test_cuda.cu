@@ -4,6 +4,7 @@
 #include "ptxsim/ptxsim.h"
 #endif
 #include "t_cuda_kernels.h"
+#include "t_cuda_rows.h"
 
 extern "C" {
 

@@ -1,0 +1,632 @@
+/* The kernels of moe_cuda.cu that work on rows, at the widest that they take: norms and sums over ranks, rotations, the
+ * indexer of sparse attention, statistics, quantization. Included by test_cuda.cu after t_cuda_kernels.h. */
+
+/* Returns the factor that gives a row an RMS of 1. */
+static double rms_factor(const float *x, int n) {
+    double ss = 0;
+    for (int i = 0; i < n; i++) ss += (double)x[i] * (double)x[i];
+    return 1 / sqrt(ss / n + 1e-6);
+}
+
+/* ---- norms ---- */
+
+/* Sums and norms of two rows of n values by a rank of several. What the others push is there already. base: there is an x;
+ * delta, norm: the kernel adds, and norms. */
+template <int SOURCE>
+static void run_add_norm(int n, int ranks, int rank, bool base, bool delta, bool norm, int blocks) {
+    enum { TOKENS = 2 };
+    const bool pushed = SOURCE == DELTA_PUSHED;
+    const size_t count = TOKENS * (size_t)n, slots = pushed ? 2 * (size_t)ranks * ALLREDUCE_SLOT : 0;
+    const size_t step = pushed ? (size_t)ALLREDUCE_SLOT : count; /* from a rank's delta to the next one's */
+    const size_t first = slots / 2;                              /* of slots: the first sequence is odd */
+    const std::vector<float> x = random_floats((int)count, 1), w = random_floats(n, 1);
+    std::vector<float> own = random_floats((int)count, 1), all(first + (size_t)ranks * step + count);
+    for (size_t k = 0; k < (size_t)ranks; k++)
+        for (size_t i = 0; i < count; i++) all[first + k * step + i] = (float)normal();
+    std::vector<uint16_t> bf16;
+    for (float &f : own) {
+        bf16.push_back(bf16_from_f32(f));
+        if (SOURCE == DELTA_BF16) f = bf16_to_f32(bf16.back());
+    }
+    gpu_array<float> x_d(x), w_d(w), own_d(own), all_d(all), sent(slots + count), sum(x), h32(count);
+    gpu_array<uint16_t> bf16_d(bf16), h16(count);
+    const size_t words = sizeof(struct sequence) / 4, flags = (size_t)ranks * ALLREDUCE_BLOCKS;
+    gpu_array<uint32_t> state(std::vector<uint32_t>(words, 0u)), heartbeat(std::vector<uint32_t>(3));
+    gpu_array<uint32_t> came(std::vector<uint32_t>(flags, 1u)), went(std::vector<uint32_t>(flags, 0u));
+    struct norm_args a = {};
+    a.x = base ? x_d.p : NULL, a.sum = sum, a.weight = norm ? w_d.p : NULL, a.eps = 1e-6f, a.n = n, a.n_tok = TOKENS;
+    a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL;
+    a.p = {rank, ranks, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
+    for (int k = 0; k < ranks && pushed; k++) a.slot[k] = k == rank ? all_d : sent, a.flag[k] = k == rank ? came : went;
+    if (delta) a.delta = SOURCE == DELTA_BF16 ? (void *)bf16_d.p : SOURCE == DELTA_GATHERED ? all_d.p : own_d.p;
+    own_d.arrive(), bf16_d.arrive(), x_d.arrive();
+    add_norm<SOURCE>(&a, (unsigned)blocks, test_stream);
+    finish("sums and norms");
+    std::vector<float> want(count);
+    for (size_t i = 0; i < count; i++) {
+        float d = own[i];
+        for (int k = 0; k < ranks && (pushed || SOURCE == DELTA_GATHERED); k++) {
+            const float one = pushed && k == rank ? own[i] : all[first + (size_t)k * step + i];
+            d = k ? d + one : one;
+        }
+        want[i] = (base ? x[i] : 0) + (delta ? d : 0);
+    }
+    error_sum e;
+    int bad = 0;
+    const std::vector<float> got = sum.get(), normed = h32.get(), there = sent.get();
+    const std::vector<uint16_t> halves = h16.get();
+    for (size_t i = 0; i < count; i++) {
+        bad += got[i] != (delta ? want[i] : x[i]);
+        if (pushed && ranks > 1) bad += there[first + (size_t)rank * step + i] != own[i];
+    }
+    for (size_t t = 0; t < TOKENS && norm; t++) {
+        const double f = rms_factor(&want[t * (size_t)n], n);
+        for (size_t i = t * (size_t)n; i < (t + 1) * (size_t)n; i++) {
+            const double y = (double)want[i] * f * (double)w[i % (size_t)n];
+            if (a.h32) e.add((double)normed[i], y);
+            bad += !(fabs((double)f16_to_f32(halves[i]) - y) <= 6e-4 * fabs(y) + 1e-7);
+        }
+    }
+    if (SOURCE != DELTA_OWN) bad += state.get()[CH_ALLREDUCE] != 1;
+    expect(e.nmse() < 1e-12 && !bad,
+           "sums of kind %d, %d values, rank %d of %d, x %d, delta %d, norm %d: NMSE %.1e, %d wrong", SOURCE, n, rank,
+           ranks, base, delta, norm, e.nmse(), bad);
+}
+
+/* Final rows of wide models, and the inputs of prediction layers, of which a rank has columns from..to-1. */
+static void run_final(int n, int streams, bool norm, int from, int to) {
+    enum { ROWS = 5, TOKENS = 2, POS = 7 };
+    const size_t wide = (size_t)n, per = (size_t)streams * wide, gap = wide + 4, stride = (size_t)(to - from) + 8;
+    const std::vector<float> x = random_floats((int)(3 * per), 2), w[2] = {random_floats(n, 1), random_floats(n, 1)},
+                             own = random_floats((int)(TOKENS * gap), 1), before = random_floats((int)(ROWS * per), 3);
+    gpu_array<float> x_d(x), w0(w[0]), w1(w[1]), ring(before), own_d(own);
+    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    gpu_array<uint16_t> out(std::vector<uint16_t>(TOKENS * (size_t)streams * stride, 0xABCD));
+    const struct final_rows final = {ring, ROWS, streams, n, b};
+    const struct prediction_args a = {own_d, gap, final, {w0, w1}, 1e-6f, from, to, out, stride};
+    own_d.arrive(), ring.arrive();
+    LAUNCH_PDL(k_prediction_input, dim3(TOKENS, 1 + (unsigned)streams), NORM_THREADS, 0, test_stream, a);
+    x_d.arrive();
+    LAUNCH_PDL(k_keep_final, dim3(2, (unsigned)streams), NORM_THREADS, 0, test_stream, x_d.p, norm ? w0.p : NULL, 1e-6f,
+               1, 1, final);
+    finish("final rows");
+    error_sum sum;
+    int bad = 0;
+    const std::vector<float> kept = ring.get(), left = own_d.get();
+    const std::vector<uint16_t> got = out.get();
+    for (size_t r = 0; r < ROWS * (size_t)streams; r++) { /* rows 4 and 0 are new: of positions 9 and 10 */
+        const size_t row = r / (size_t)streams, at = r * wide;
+        const float *new_row = &x[(row ? 1 : 2) * per + r % (size_t)streams * wide];
+        const double f = rms_factor(new_row, n);
+        for (size_t i = 0; i < wide; i++) {
+            if (row % 4) bad += kept[at + i] != before[at + i];
+            else if (norm) sum.add((double)kept[at + i], (double)new_row[i] * f * (double)w[0][i]);
+            else bad += kept[at + i] != new_row[i];
+        }
+    }
+    for (size_t r = 0; r < TOKENS * (size_t)streams; r++) {
+        const size_t t = r / (size_t)streams;
+        const float *half[2] = {&own[t * gap],
+                                &before[((POS + t) % ROWS * (size_t)streams + r % (size_t)streams) * wide]};
+        const double f[2] = {rms_factor(half[0], n), rms_factor(half[1], n)};
+        for (size_t i = 0; i < stride; i++) {
+            const size_t c = ((size_t)from + i) % wide, k = ((size_t)from + i) / wide;
+            const uint16_t h = got[r * stride + i];
+            if (i + 8 >= stride) bad += h != 0xABCD;
+            else sum.add((double)f16_to_f32(h), (double)half[k][c] * f[k] * (double)w[k][c]);
+        }
+    }
+    for (size_t i = 0; i < left.size(); i++) bad += left[i] != (i % gap < wide ? 0 : own[i]);
+    expect(sum.nmse() < 1e-6 && !bad, "final rows, %d streams of %d, norm %d, columns %d - %d: NMSE %.1e, %d wrong",
+           streams, n, norm, from, to, sum.nmse(), bad);
+}
+
+/* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model. */
+template <int VECS>
+static void run_streams_norm(int n, int parts, bool last) {
+    enum { TOKENS = 2, S = GPU_STREAMS };
+    const size_t wide = (size_t)n;
+    const std::vector<float> x = random_floats(TOKENS * S * n, 1), w = random_floats(n, 1),
+                             base = random_floats(STREAM_ROWS, 1), scale = random_floats(3, 1),
+                             ahead = random_floats(64, 1);
+    std::vector<float> sums = random_floats(TOKENS * parts * STREAM_SUMS, 1);
+    for (size_t i = STREAM_ROWS; i < sums.size(); i += STREAM_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
+    gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums), ahead_d(ahead);
+    gpu_array<float> mix(TOKENS * (STREAM_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
+    gpu_array<uint16_t> h16(TOKENS * wide);
+    struct streams_args a = {};
+    a.streams = x_d, a.mix = mix, a.base = base_d, a.scale = scale_d, a.sums = sums_d,
+    a.n_row = last ? (int)S : (int)STREAM_ROWS;
+    a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.stream_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
+    a.h16 = h16, a.h32 = h32, a.x = y, a.ahead.count = 1, a.ahead.at[0] = (uint8_t *)ahead_d.p, a.ahead.n[0] = 256;
+    sums_d.arrive(), x_d.arrive();
+    LAUNCH_PDL(k_streams_norm<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a, parts);
+    finish("coefficients of streams");
+    const std::vector<float> got = last ? y.get() : h32.get(), m = mix.get();
+    const std::vector<uint16_t> halves = h16.get();
+    error_sum e;
+    int bad = 0;
+    for (size_t t = 0; t < TOKENS; t++) {
+        double row[STREAM_ROWS], squares = 0;
+        std::vector<float> want(wide);
+        for (size_t k = 0; k <= STREAM_ROWS; k++) {
+            double s = 0;
+            for (size_t p = 0; p < (size_t)parts; p++) s += (double)sums[(t * (size_t)parts + p) * STREAM_SUMS + k];
+            if (k < STREAM_ROWS) row[k] = s;
+            else squares = s;
+        }
+        const double factor = 1 / sqrt(squares / (S * n) + 1e-6);
+        for (size_t k = 0; k < 2 * S; k++)
+            row[k] = (k < S ? 1 : 2) / (1 + exp(-(row[k] * factor * (double)scale[k / S] + (double)base[k]))) +
+                     (k < S ? 1e-6 : 0);
+        for (size_t i = 0; i < wide; i++)
+            for (size_t j = 0; j < S; j++) want[i] += (float)row[j] * x[(t * S + j) * wide + i];
+        const double f = rms_factor(want.data(), n);
+        for (size_t i = 0; i < wide; i++) {
+            const double v = (double)want[i] * (last ? 1 : f * (double)w[i]);
+            e.add((double)got[t * wide + i], v);
+            bad += !last && !(fabs((double)f16_to_f32(halves[t * wide + i]) - v) <= 7e-4 * fabs(v) + 1e-6);
+        }
+        const float *c = &m[t * (STREAM_ROWS + 1)];
+        for (size_t k = 0; k < 2 * S && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-5);
+        double *mixed = row + 2 * S; /* rows, then columns come to sums of 1 */
+        for (size_t k = 0; k < S * S; k++)
+            mixed[k] = exp(mixed[k] * factor * (double)scale[2] + (double)base[2 * S + k]);
+        for (int turn = 0; turn < 20; turn++)
+            for (size_t step : {(size_t)1, (size_t)S})
+                for (size_t k = 0; k < S; k++) {
+                    double *at = mixed + k * (step > 1 ? 1 : S), total = 0;
+                    for (size_t i = 0; i < S; i++) total += at[i * step];
+                    for (size_t i = 0; i < S; i++) at[i * step] /= total;
+                }
+        for (size_t k = 2 * S; k < STREAM_ROWS && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-4);
+    }
+    expect(e.nmse() < 1e-10 && !bad, "streams of %d, sums of %d blocks, last %d: NMSE %.1e, %d wrong", n, parts, last,
+           e.nmse(), bad);
+}
+
+extern "C" void cuda_test_norms(void) {
+    begin_test(21);
+    static const int widths[] = {4088, 8184, 16376}; /* of each instance the most, less two threads' values */
+    for (int n : widths) {
+        for (int k = 0; k < 4; k++) run_add_norm<DELTA_OWN>(n, 1, 0, true, k & 1, k < 3, 2);
+        for (int k = 1; k < 4; k++) run_add_norm<DELTA_BF16>(n, 2, 0, k & 1, true, k & 2, k);
+        for (int ranks : {1, 2, 3, 15})
+            run_add_norm<DELTA_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 2);
+        for (int ranks = 1; ranks <= MAX_RANKS; ranks++) {
+            for (int rank = 0; rank < ranks; rank++)
+                run_add_norm<DELTA_PUSHED>(n, ranks, rank, rank & 1, true, ranks % 3 || rank, 1 + rank % 2);
+        }
+    }
+    run_add_norm<DELTA_OWN>(48, 1, 0, true, true, true, 1); /* no norm in F32 */
+    run_add_norm<DELTA_PUSHED>(48, 3, 1, true, true, true, 1);
+    for (int n : {16376, 40})
+        for (int streams : {1, 4})
+            run_final(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64));
+    run_streams_norm<4>(4088, 45, false), run_streams_norm<4>(4088, 16, true);
+    run_streams_norm<8>(8184, 45, false), run_streams_norm<8>(8184, 32, true);
+}
+
+/* ---- rotations, and the new rows of the cache ---- */
+
+struct rope_case {
+    int d, dv, q_head, rope;
+    bool pairs, fp8, norm;
+    int ring; /* rows; 0: none */
+};
+
+/* Grouped-query attention in prefill. */
+static void run_rope_gqa(const struct rope_case &c) {
+    enum { TOKENS = 3, HEADS = 3, KV = 2, POS = 70 };
+    test_plane k(POS + TOKENS, KV * c.d, c.d, c.fp8, c.ring), v(POS + TOKENS, KV * c.dv, c.dv, c.fp8, c.ring);
+    test_heads q32(TOKENS, HEADS, c.q_head, c.d, 3), k32(TOKENS, KV, c.d, c.d, 0.5), v32(TOKENS, KV, c.dv, c.dv, 1);
+    const int n_norm = c.norm ? c.d : 0, angles = TOKENS * c.rope / 2;
+    const std::vector<float> q_norm = random_floats(n_norm, 1), k_norm = random_floats(n_norm, 1),
+                             cs = random_floats(angles, 0.7), sn = random_floats(angles, 0.7);
+    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn);
+    gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * c.d));
+    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    struct rope_args r = {};
+    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = c.pairs, r.q = q32.d, r.k = k32.d, r.v = v32.d, r.q16 = q16;
+    if (c.norm) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
+    r.q_stride = (size_t)q32.stride, r.k_stride = (size_t)k32.stride, r.v_stride = (size_t)v32.stride;
+    r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = KV, r.d = c.d, r.q_head = c.q_head, r.dv = c.dv;
+    r.rope = c.rope, r.eps = 1e-6f;
+    k.forget(POS, TOKENS), v.forget(POS, TOKENS);
+    q32.d.arrive(), k32.d.arrive(), v32.d.arrive();
+    LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(HEADS + 2 * KV, 4), TOKENS), 128, 0, test_stream, r);
+    finish("rotations");
+    k.read(POS, TOKENS), v.read(POS, TOKENS);
+    const std::vector<uint16_t> got = q16.get();
+    error_sum sum;
+    int bad = 0;
+    for (int t = 0; t < TOKENS; t++) {
+        for (int h = 0; h < HEADS; h++) {
+            const std::vector<double> want = q32.roped(t, h, q_norm, cs, sn, c.rope, c.pairs);
+            for (int i = 0; i < c.d; i++)
+                sum.add((double)f16_to_f32(got[(size_t)((t * HEADS + h) * c.d + i)]), want[(size_t)i]);
+        }
+        for (int h = 0; h < KV; h++) {
+            const size_t at = (size_t)((POS + t) * KV + h);
+            const float *x = v32.row(t, h);
+            bad += !row_near(k.p, &k.value[at * (size_t)c.d], k32.roped(t, h, k_norm, cs, sn, c.rope, c.pairs));
+            bad += !row_near(v.p, &v.value[at * (size_t)c.dv], std::vector<double>(x, x + c.dv));
+        }
+    }
+    expect(sum.nmse() < 1e-6 && !bad,
+           "heads of %d and %d, %d rotated, pairs %d, fp8 %d, norm %d: NMSE %.1e, %d wrong rows", c.d, c.dv, c.rope,
+           c.pairs, c.fp8, c.norm, sum.nmse(), bad);
+}
+
+/* Latent attention in prefill. */
+static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
+    enum { TOKENS = 2, HEADS = 5, POS = 5 };
+    const int d = nope + rope, key = latent + rope;
+    test_plane k(POS + TOKENS, latent, ATTN_GROUP, fp8), v(POS + TOKENS, rope, rope, false);
+    test_heads q(TOKENS, HEADS, d, d, 1), kv(TOKENS, 1, key, latent, 0.5);
+    const std::vector<float> norm = random_floats(latent, 1), cs = random_floats(TOKENS * rope / 2, 0.7),
+                             sn = random_floats(TOKENS * rope / 2, 0.7);
+    gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
+    gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * d)), y((size_t)(TOKENS * HEADS * key));
+    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    struct rope_args r = {};
+    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q16 = q16, r.q_rope = y;
+    r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope;
+    r.eps = 1e-6f;
+    k.forget(POS, TOKENS), v.forget(POS, TOKENS);
+    q.d.arrive(), kv.d.arrive();
+    LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(HEADS, 4), TOKENS), 128, 0, test_stream, r);
+    finish("rotations of MLA");
+    const std::vector<uint16_t> own = q16.get(), rotated = y.get();
+    error_sum sum;
+    int bad = 0;
+    k.read(POS, TOKENS), v.read(POS, TOKENS);
+    for (int t = 0; t < TOKENS; t++) {
+        std::vector<double> want;
+        for (int i = 0; i < rope; i++) want.push_back(mla_turned(kv.row(t, 0) + latent, cs, sn, rope, t, i));
+        bad += !row_near(k.p, &k.value[(size_t)((POS + t) * latent)], kv.roped(t, 0, norm, cs, sn, 0));
+        bad += !row_near(v.p, &v.value[(size_t)((POS + t) * rope)], want);
+        for (int h = 0; h < HEADS; h++)
+            for (int i = 0; i < d; i++) {
+                const size_t row = (size_t)(t * HEADS + h);
+                const float *x = q.row(t, h);
+                if (i < nope) bad += own[row * (size_t)d + (size_t)i] != f16_from_f32(x[i]);
+                else
+                    sum.add((double)f16_to_f32(rotated[row * (size_t)key + (size_t)(latent + i - nope)]),
+                            mla_turned(x + nope, cs, sn, rope, t, i - nope));
+            }
+    }
+    expect(sum.nmse() < 1e-6 && !bad, "fp8 %d, %d + %d of %d latents: NMSE %.1e, %d wrong", fp8, nope, rope, latent,
+           sum.nmse(), bad);
+}
+
+/* Queries, keys and compressed keys of attention with one KV head of d values, of which any number is rotated, far into a
+ * long text: keys of RATIO tokens are means over SPAN, of which the ring has some. */
+static void run_shared_store(int d, int rope, int pos) {
+    enum { TOKENS = 8, HEADS = 2, RATIO = 4, SPAN = 8, RING = 39 };
+    const int wide = SPAN / RATIO * d, pairs = rope / 2, first = pos - SPAN;
+    const size_t width = (size_t)wide, heads = (size_t)d;
+    test_plane window(RING, d, ATTN_GROUP, false, RING),
+        blocks((pos + TOKENS) / RATIO - pos / RATIO, d, ATTN_GROUP, false);
+    test_heads q(TOKENS, HEADS, d, d, 2), k(TOKENS, 1, d, d, 2);
+    const std::vector<float> k_norm = random_floats(d, 1), norm = random_floats(d, 1),
+                             ape = random_floats(RATIO * wide, 1), cs = random_floats(TOKENS * pairs, 0.7),
+                             sn = random_floats(TOKENS * pairs, 0.7), value = random_floats((SPAN + TOKENS) * wide, 1),
+                             gate = random_floats((SPAN + TOKENS) * wide, 1);
+    std::vector<float> freq, rows(RING * 2 * width, NAN);
+    for (int i = 0; i < pairs; i++) freq.push_back(powf(0.97f, (float)i));
+    for (size_t i = 0; i < SPAN; i++) { /* of the tokens before the batch */
+        const size_t row = ((size_t)first + i) % RING * 2 * width;
+        std::copy_n(&value[i * width], width, &rows[row]), std::copy_n(&gate[i * width], width, &rows[row + width]);
+    }
+    gpu_array<float> k_norm_d(k_norm), norm_d(norm), ape_d(ape), cs_d(cs), sn_d(sn), freq_d(freq), rows_d(rows),
+        value_d(value), gate_d(gate);
+    gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * d));
+    gpu_array<struct batch> b(std::vector<struct batch>{{pos, TOKENS, pos}});
+    struct shared_args a = {};
+    struct rope_args &r = a.rope;
+    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = k.d, r.q_stride = (size_t)q.stride, r.k_stride = heads;
+    r.k_norm = k_norm_d, r.q16 = q16, r.kp = window.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope;
+    r.eps = 1e-6f;
+    struct compress_args &c = a.with[0];
+    c.ring = plane_make(KV_F32, 2 * wide, 1), c.ring.kind = PLANE_RING, c.ring.n_row = RING,
+    c.ring.data = (uint8_t *)rows_d.p;
+    c.keys = blocks.p, c.keys.data -= (size_t)(pos / RATIO) * c.keys.row_bytes; /* rows of the batch alone */
+    c.value = value_d + SPAN * width, c.gate = gate_d + SPAN * width, c.stride = width, c.ape = ape_d, c.norm = norm_d,
+    c.d = d;
+    a.table = {freq_d, pairs, 1.5f, NULL, NULL}, a.n_with = 1, a.ratio = RATIO, a.span = SPAN, a.n_tok = TOKENS;
+    q.d.arrive(), k.d.arrive(), value_d.arrive();
+    shared_store(&a, test_stream);
+    finish("attention with one KV head: rows");
+    const std::vector<uint16_t> got = q16.get();
+    const std::vector<float> kept = rows_d.get();
+    error_sum sum;
+    int bad = 0;
+    auto turn = [&](std::vector<double> x, const std::vector<float> &w, bool own,
+                    auto angle) { /* normed, and rotated */
+                                  double ss = 0;
+                                  for (double v : x) ss += v * v;
+                                  for (size_t i = 0; i < heads; i++)
+                                      x[i] *= (own ? (double)w[i] : 1) / sqrt(ss / d + 1e-6);
+                                  for (int i = 0; i < pairs; i++) {
+                                      double &u = x[(size_t)(d - rope + 2 * i)], &v = x[(size_t)(d - rope + 2 * i + 1)];
+                                      const auto [co, si] = angle(i);
+                                      const double old = u;
+                                      u = old * co - v * si, v = old * si + v * co;
+                                  }
+                                  return x;
+    };
+    window.read(pos % RING, 1); /* sizes the values */
+    for (int t = 0; t < TOKENS; t++) {
+        auto angle = [&](int i) {
+            return std::pair<double, double>(cs[(size_t)(t * pairs + i)], sn[(size_t)(t * pairs + i)]);
+        };
+        for (int h = 0; h < HEADS; h++) {
+            const float *x = q.row(t, h);
+            const std::vector<double> want = turn(std::vector<double>(x, x + d), norm, false, angle);
+            for (size_t i = 0; i < heads; i++)
+                sum.add((double)f16_to_f32(got[(size_t)(t * HEADS + h) * heads + i]), want[i]);
+        }
+        const float *x = k.row(t, 0);
+        const int row = (pos + t) % RING;
+        window.read(row, 1);
+        bad += !row_near(window.p, &window.value[(size_t)row * heads],
+                         turn(std::vector<double>(x, x + d), k_norm, true, angle));
+        bad += memcmp(&kept[(size_t)row * 2 * width], &value[(size_t)(SPAN + t) * width], width * sizeof(float)) != 0;
+    }
+    blocks.read(0, TOKENS / RATIO);
+    for (int key = pos / RATIO; key < (pos + TOKENS) / RATIO; key++) {
+        std::vector<double> mean;
+        for (int i = 0; i < d; i++) {
+            double top = -INFINITY, den = 0, x = 0;
+            for (int pass = 0; pass < 2; pass++)
+                for (int p = (key + 1) * RATIO - SPAN; p < (key + 1) * RATIO; p++) {
+                    const size_t column = (size_t)((p < key * RATIO ? 0 : wide - d) + i);
+                    const size_t at = (size_t)(p - first) * width + column;
+                    const double g = (double)gate[at] + (double)ape[(size_t)(p % RATIO) * width + column];
+                    if (!pass) top = fmax(top, g);
+                    else den += exp(g - top), x += exp(g - top) * (double)value[at];
+                }
+            mean.push_back(x / den);
+        }
+        auto angle = [&](int i) {
+            const double at = (double)((float)(key * RATIO) * freq[(size_t)i]);
+            return std::pair<double, double>(1.5 * cos(at), 1.5 * sin(at));
+        };
+        bad += !row_near(blocks.p, &blocks.value[(size_t)(key - pos / RATIO) * heads], turn(mean, norm, true, angle));
+    }
+    expect(sum.nmse() < 1e-6 && !bad, "rows of one KV head of %d, %d rotated, at %d: NMSE %.1e, %d wrong", d, rope, pos,
+           sum.nmse(), bad);
+}
+
+extern "C" void cuda_test_rotations(void) {
+    begin_test(22);
+    run_shared_store(512, 512, 400004), run_shared_store(320, 64, 36);
+    for (bool fp8 : {false, true}) {
+        run_rope_gqa({256, 256, 512, 256, false, fp8, true, 0}),
+            run_rope_gqa({256, 256, 256, 256, true, fp8, false, 64});
+        run_rope_gqa({192, 128, 192, 64, fp8, fp8, fp8, 0});
+        run_rope_mla(fp8, 128, 512, 64), run_rope_mla(fp8, 200, 4000, 1000);
+    }
+}
+
+/* ---- the indexer ---- */
+
+/* Norms and rotations of queries and keys; bias: of a LayerNorm of the keys. */
+static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias) {
+    enum { TOKENS = 2, HEADS = 4, POS = 9 };
+    test_plane k(POS + TOKENS, width, width, fp8);
+    test_heads q(TOKENS, HEADS, width, width, 2), k32(TOKENS, 1, width, width, 1);
+    const std::vector<float> q_norm = random_floats(bias ? 0 : width, 1), k_norm = random_floats(width, 1),
+                             more = random_floats(width, 1), cs = random_floats(TOKENS * rope / 2, 0.7),
+                             sn = random_floats(TOKENS * rope / 2, 0.7);
+    gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), more_d(more), cs_d(cs), sn_d(sn);
+    gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * width));
+    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    struct index_args a = {};
+    struct rope_args &r = a.rope;
+    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = pairs, r.q = q.d, r.k = k32.d, r.q_norm = bias ? NULL : q_norm_d.p;
+    r.k_norm = k_norm_d, r.q16 = q16, r.q_stride = (size_t)q.stride, r.k_stride = (size_t)k32.stride, r.kp = k.p;
+    r.n_head = HEADS, r.n_head_kv = 1, r.d = width, r.rope = rope, r.eps = 1e-6f, a.bias = bias ? more_d.p : NULL;
+    k.forget(POS, TOKENS);
+    q.d.arrive(), k32.d.arrive();
+    LAUNCH_PDL(k_index_store, dim3(ceil_div(HEADS + 1, 4), TOKENS), 128, 0, test_stream, a);
+    finish("the indexer's rows");
+    k.read(POS, TOKENS);
+    for (int t = 0; t < TOKENS && bias; t++) { /* what the rotation finds */
+        float *x = &k32.x[(size_t)(t * width)];
+        double mean = 0, square = 0;
+        for (int i = 0; i < width; i++) mean += (double)x[i] / width;
+        for (int i = 0; i < width; i++) square += pow((double)x[i] - mean, 2);
+        for (int i = 0; i < width; i++)
+            x[i] = (float)(((double)x[i] - mean) / sqrt(square / width + 1e-6) * (double)k_norm[(size_t)i] +
+                           (double)more[(size_t)i]);
+    }
+    const std::vector<uint16_t> got = q16.get();
+    error_sum sum;
+    int bad = 0;
+    for (int t = 0; t < TOKENS; t++) {
+        bad += !row_near(k.p, &k.value[(size_t)((POS + t) * width)],
+                         k32.roped(t, 0, bias ? std::vector<float>() : k_norm, cs, sn, rope, pairs));
+        for (int h = 0; h < HEADS; h++) {
+            const std::vector<double> want = q.roped(t, h, q_norm, cs, sn, rope, pairs);
+            for (int i = 0; i < width; i++)
+                sum.add((double)f16_to_f32(got[(size_t)((t * HEADS + h) * width + i)]), want[(size_t)i]);
+        }
+    }
+    expect(sum.nmse() < 1e-6 && !bad,
+           "an indexer's %d values, %d rotated, fp8 %d, pairs %d, bias %d: NMSE %.1e, %d wrong", width, rope, fp8,
+           pairs, bias, sum.nmse(), bad);
+}
+
+/* Scores of keys, or with a block those of parts of blocks, for tokens that see `len` keys and more. */
+static void run_index_scores(int width, bool fp8, int n_index, int block, int n_tok, int len) {
+    const int keys = len + n_tok - 1, per_score = block ? index_part(block) : 1,
+              n_scores = (keys + per_score - 1) / per_score;
+    const int lists = block ? n_index : 1, per = block ? INDEX_ROWS / lists : (int)INDEX_TOKENS;
+    test_plane k(keys, width, width, fp8);
+    const int w_stride = n_index + 3;
+    std::vector<uint16_t> q;
+    for (int i = 0; i < n_tok * n_index * width; i++) q.push_back(f16_from_f32((float)normal()));
+    const std::vector<float> w = random_floats(n_tok * w_stride, 1);
+    gpu_array<uint16_t> q_d(q);
+    gpu_array<float> w_d(w), scores(std::vector<float>((size_t)(n_tok * lists * n_scores), NAN));
+    gpu_array<struct batch> b(std::vector<struct batch>{{len - 1, n_tok, len - 1}});
+    struct index_args a = {};
+    a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p, a.w = w_d;
+    a.w_stride = (size_t)w_stride, a.unit = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
+    a.lists = lists, a.n_scores = n_scores, a.block = block;
+    const int tokens = min(n_tok, per);
+    const size_t smem = block ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
+    index_kernel *const kernel = index_find(width, fp8, block > 0);
+    if (smem > 48 << 10)
+        must(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem), "smem");
+    q_d.arrive(), w_d.arrive();
+    LAUNCH_PDL(kernel, dim3(1, ceil_div(n_tok, per)), INDEX_THREADS, smem, test_stream, a);
+    finish("scores");
+    const std::vector<float> got = scores.get();
+    error_sum sum;
+    for (int t = 0; t < n_tok; t++)
+        for (int l = 0; l < lists; l++)
+            for (int s = 0; s < n_scores; s++) {
+                double want = block ? -INFINITY : 0;
+                if (s * per_score >= len + t) continue; /* the token does not see it */
+                for (int x = s * per_score; x < min((s + 1) * per_score, block ? keys : len + t); x++)
+                    for (int h = block ? l : 0; h < (block ? l + 1 : n_index); h++) {
+                        double dot = 0;
+                        for (int i = 0; i < width; i++)
+                            dot += (double)f16_to_f32(q[(size_t)((t * n_index + h) * width + i)]) *
+                                   k.value[(size_t)(x * width + i)];
+                        if (block) want = fmax(want, dot);
+                        else want += 0.125 * (double)w[(size_t)(t * w_stride + h)] * fmax(dot, 0);
+                    }
+                sum.add((double)got[(size_t)((t * lists + l) * n_scores + s)], want);
+            }
+    expect(sum.nmse() < 1e-9, "scores by %d heads of %d, fp8 %d, blocks of %d, %d tokens, %d keys: NMSE %.1e", n_index,
+           width, fp8, block, n_tok, len, sum.nmse());
+}
+
+/* Choices of `listed` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores. */
+static void run_index_choose(int n, int listed, int block, int local, int levels) {
+    const int lists = 2, parts = block ? index_parts(block) : 1, n_scores = n * parts, unit = block ? block : 1;
+    std::vector<float> score = random_floats(lists * n_scores, 1);
+    for (float &f : score) f = roundf(f * (float)levels) / (float)levels; /* many are equal, also 0 and -0 */
+    gpu_array<float> score_d(score);
+    gpu_array<int32_t> chosen((size_t)(lists * listed));
+    gpu_array<struct batch> b(std::vector<struct batch>{{n * unit - 2, 1, 0}});
+    struct index_args a = {};
+    a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = listed * unit, a.lists = lists;
+    a.listed = listed, a.n_scores = n_scores, a.block = block, a.local = local;
+    score_d.arrive();
+    LAUNCH_PDL((block ? k_index_choose<true> : k_index_choose<false>), (unsigned)lists, CHOOSE_THREADS, 0, test_stream,
+               a);
+    finish("choices");
+    const std::vector<int32_t> got = chosen.get();
+    const int last = (n * unit - 1 + unit - 1) / unit; /* blocks that the token sees */
+    for (int l = 0; l < lists; l++) {
+        std::vector<float> best;
+        std::vector<int32_t> want;
+        for (int i = 0; i < last; i++) {
+            const float *s = &score[(size_t)(l * n_scores + i * parts)];
+            best.push_back(i >= last - local && block ? INFINITY : *std::max_element(s, s + parts));
+            want.push_back(i);
+        }
+        std::stable_sort(want.begin(), want.end(), [&](int x, int y) { return best[(size_t)x] > best[(size_t)y]; });
+        want.resize((size_t)listed);
+        std::sort(want.begin(), want.end());
+        expect(std::equal(want.begin(), want.end(), got.begin() + l * listed),
+               "%d of %d blocks of %d keys are not those with the largest scores, list %d", listed, n, block, l);
+    }
+}
+
+extern "C" void cuda_test_indexer(void) {
+    begin_test(23);
+    for (bool fp8 : {false, true}) {
+        for (bool bias : {false, true})
+            run_index_store(128, 128, fp8, fp8 != bias, bias), run_index_store(64, 32, fp8, bias, bias);
+        for (int width : {64, 128}) {
+            run_index_scores(width, fp8, 36, 0, 3, 300);
+            for (int block : {16, 64}) run_index_scores(width, fp8, 3, block, 23, 300);
+        }
+    }
+    run_index_choose(9001, 2048, 0, 0, 8), run_index_choose(70, 33, 0, 0, 1), run_index_choose(9001, 700, 0, 0, 100000);
+    run_index_choose(7100, 2100, 0, 0, 8), run_index_choose(9001, 40, 16, 2, 8),
+        run_index_choose(8300, 16, 32 * 31, 1, 100);
+    run_index_choose(7100, 16, 32 * 31, 1, 100), run_index_choose(20, 4, 64, 1, 2);
+}
+
+/* ---- statistics, FP4 ---- */
+
+/* What experts gave their tokens: n values for each of n_tok tokens, which chose k experts. */
+static void run_stats(int n, int n_tok, int k, int n_expert) {
+    const size_t choices = (size_t)(n_tok * k), wide = (size_t)n;
+    std::vector<int32_t> id, row, first;
+    for (int t = 0; t < n_tok; t++)
+        for (int j = 0; j < k; j++) id.push_back((3 * t + j) % n_expert);
+    for (int e = 0; e < n_expert; e++) {
+        first.push_back((int)row.size());
+        for (size_t i = 0; i < choices; i++)
+            if (id[i] == e) row.push_back((int)i / k);
+    }
+    first.push_back((int)row.size());
+    std::vector<uint16_t> y;
+    for (size_t i = 0; i < choices * wide; i++) y.push_back(f16_from_f32((float)normal()));
+    std::vector<float> weight = random_floats((int)choices, 1);
+    for (float &f : weight) f = fabsf(f);
+    gpu_array<uint16_t> y_d(y);
+    gpu_array<int32_t> id_d(id), row_d(row), first_d(first);
+    gpu_array<float> weight_d(weight);
+    gpu_array<double> stats(std::vector<double>((size_t)(n_expert * STATS), 0.0));
+    y_d.arrive(), first_d.arrive();
+    const struct stats_args a = {y_d, n, k, first_d, row_d, id_d, weight_d, stats};
+    LAUNCH_PDL(k_stats, (unsigned)n_expert, 256, 0, test_stream, a);
+    finish("statistics");
+    const std::vector<double> got = stats.get();
+    double worst = 0;
+    for (size_t e = 0; e < (size_t)n_expert; e++) {
+        double want[STATS] = {};
+        for (int32_t at = first[e]; at < first[e + 1]; at++) {
+            double ss = 0, all = 0, mine = 0;
+            for (size_t i = 0; i < wide; i++) {
+                const double v = (double)HIDDEN_SCALE * (double)f16_to_f32(y[(size_t)at * wide + i]);
+                ss += v * v;
+            }
+            for (int j = 0; j < k; j++) {
+                const size_t c = (size_t)(row[(size_t)at] * k + j);
+                all += (double)weight[c];
+                if (id[c] == (int)e) mine = (double)weight[c];
+            }
+            const double gave = mine / all * sqrt(ss);
+            want[STAT_TOKENS]++, want[STAT_WEIGHTED] += gave, want[STAT_NORM] += sqrt(ss),
+                want[STAT_GATE] += mine / all;
+            want[STAT_WEIGHTED_MAX] = fmax(want[STAT_WEIGHTED_MAX], gave);
+        }
+        for (size_t i = 0; i < STATS; i++) worst = fmax(worst, fabs(got[e * STATS + i] - want[i]) / (want[i] + 1e-300));
+    }
+    expect(worst < 1e-5, "statistics of %d values, %d of %d experts: off by %.1e", n, k, n_expert, worst);
+}
+
+/* Rows in FP4, of more blocks than a block of the kernel takes in four turns. */
+static void run_quantize(int n_row, int n_in) {
+    tokens x(n_row, n_in);
+    const size_t code_bytes = (size_t)((n_in + 63) / 64) * 32, scale_bytes = FP4_SCALE_BYTES(n_in),
+                 rows = (size_t)n_row;
+    gpu_array<uint16_t> x_d(x.half);
+    gpu_array<uint8_t> codes(rows * code_bytes), scales(rows * scale_bytes);
+    gpu_array<float> row_scale(rows);
+    x_d.arrive();
+    quantize_fp4(x_d, x.stride, n_row, n_in, {codes, scales, row_scale}, test_stream);
+    finish("FP4");
+    const std::vector<uint8_t> c = codes.get(), s = scales.get();
+    int bad = 0;
+    for (size_t i = 0; i < rows; i++)
+        bad += check_quantized(&x.value[i * (size_t)n_in], n_in, &c[i * code_bytes], &s[i * scale_bytes],
+                               row_scale.get()[i]);
+    expect(!bad, "%d rows of %d values in FP4: %d codes and scales are wrong", n_row, n_in, bad);
+}
+
+extern "C" void cuda_test_rows(void) {
+    const bool fp4 = cuda_test_begin(24);
+    run_stats(3900, 5, 5, 7), run_stats(40, 17, 2, 3);
+    if (fp4) run_quantize(2, 16424);
+}
