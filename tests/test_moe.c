@@ -12,7 +12,8 @@
  *   build/test_cuda --mutate [TEXT]   leaves out every synchronizing instruction of the CUDA backend once
  *   build/test_cuda [--capability 120|90|80] [--seed N] [--truncate 8|16] [--races 1] .. simulates another chip, a random
  *                               order of warps and blocks, tensor cores that cut sums off; looks for races
- *   build/test_cuda --coverage FILE .. appends which instructions of the PTX ran; --covered FILE prints what did not
+ *   build/test_cuda --coverage FILE .. appends which instructions of the PTX ran
+ *   build/test_cuda --covered FILE [KERNEL] prints the kernels of which less than 97 % ran; a kernel's instructions
  *   build/test_cuda --ptx FILE  writes the PTX that it runs
  *   build/test_cuda --sass      prints what the loops of the CUDA kernels cost and what the kernels ask of memory, in
  *                               Markdown
@@ -292,7 +293,9 @@ static int run_other(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
 #ifdef SIMULATED
     if (!strcmp(what, "--ptx") && argc > 2) return !sim_write_ptx(argv[2]);
-    if (!strcmp(what, "--covered") && argc > 2) return !sim_print_coverage(argv[2]);
+    if (!strcmp(what, "--covered") && argc == 3)
+        return sim_print_coverage(argv[2], cuda_uncovered, CUDA_UNCOVERED) != 0;
+    if (!strcmp(what, "--covered") && argc == 4) return !sim_print_left_out(argv[2], argv[3]);
     if (!strcmp(what, "--mutate")) {
         omp_set_num_threads(1); /* children of a process with threads have none of them */
         test_dir_make(0);

@@ -135,10 +135,17 @@ int sim_take_violations(void);
 void sim_quiet(bool on);
 /* From now on a violation ends the process, with exit code 1. */
 void sim_end_at_violation(void);
-/* Appends to a file which instructions of which kernels ran in this process. sim_print_coverage prints what is left out
- * by all that a file has: kernels of which less than 97 % ran, or none, and sums. False: the file cannot be opened. */
+/* Appends to a file which instructions of which kernels ran in this process. False: it cannot be opened. */
 bool sim_append_coverage(const char *path);
-bool sim_print_coverage(const char *path);
+/* A kernel of which less may run than of the others: a pattern of its mangled name, see fnmatch. */
+struct sim_uncovered {
+    const char *kernel, *why;
+};
+/* Prints the kernels of device 0's image of which, by all that a file has, less than 97 % ran, with the reason where `known`
+ * (n) has one. Returns how many have none, and how many reasons no kernel needs; -1: the file cannot be opened. */
+int sim_print_coverage(const char *path, const struct sim_uncovered *known, int n);
+/* Prints the instructions of kernels whose mangled names contain `kernel`, each after a 1 if it ran. */
+bool sim_print_left_out(const char *path, const char *kernel);
 
 #ifdef __cplusplus
 }
