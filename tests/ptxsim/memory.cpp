@@ -1,5 +1,6 @@
 /* Memory of the simulated GPUs, and the host's that is pinned. */
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "machine.h"
 
@@ -8,12 +9,28 @@ namespace ptxsim {
 Machine machine EARLY;
 Arena arena EARLY;
 
-enum { PAGE = 4096, FILLED_MAX = 64 << 20 /* bytes of an allocation that are filled */ };
+enum { PAGE = 4096, POISON = 4 << 20 /* bytes of the file that new memory is a copy of */ };
 
 static void *reserve(size_t bytes, int access) {
     void *p = mmap(NULL, bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) perror("ptxsim: mmap"), abort();
     return p;
+}
+
+/* Makes reserved memory usable, every byte 0xFF. Pages that nobody touches take no time: they are a private mapping of a
+ * file of such bytes. */
+static bool poisoned(uintptr_t at, size_t bytes) {
+    static int file = -1;
+    if (file < 0) {
+        const std::vector<u8> ones(POISON, 0xFF);
+        file = memfd_create("poison", MFD_CLOEXEC);
+        if (file < 0 || write(file, ones.data(), POISON) != POISON) perror("ptxsim: memfd"), abort();
+    }
+    for (size_t done = 0; done < bytes; done += POISON)
+        if (mmap((void *)(at + done), std::min(bytes - done, (size_t)POISON), PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, file, 0) == MAP_FAILED)
+            return false;
+    return true;
 }
 
 void arena_watch() {
@@ -32,9 +49,9 @@ void *arena_alloc(size_t bytes, int device) {
     if (d && (bytes > d->memory || d->used > d->memory - bytes)) return NULL;
     if (bytes > arena.size || whole > arena.base + arena.size - arena.next) return NULL;
     const uintptr_t at = arena.next;
-    if (mprotect((void *)at, whole - PAGE, PROT_READ | PROT_WRITE)) return NULL;
+    if (d ? !poisoned(at, whole - PAGE) : mprotect((void *)at, whole - PAGE, PROT_READ | PROT_WRITE)) return NULL;
     arena.next += whole;
-    if (d) memset((void *)at, 0xFF, std::min(bytes, (size_t)FILLED_MAX)), d->used += bytes;
+    if (d) d->used += bytes;
     auto v = std::make_shared<Allocs>(*arena.all);
     v->push_back({at, at + bytes, device});
     arena.all = v;
@@ -51,8 +68,8 @@ bool arena_free(void *p) {
         arena.all = v;
         if (a.device != HOST) machine.device[a.device].used -= a.hi - a.lo;
         const size_t whole = (a.hi - a.lo + PAGE - 1) / PAGE * PAGE;
-        mprotect(p, whole, PROT_NONE);
-        madvise(p, whole, MADV_DONTNEED);
+        if (whole && mmap(p, whole, PROT_NONE, MAP_PRIVATE | MAP_FIXED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) != p)
+            perror("ptxsim: mmap"), abort();
         madvise(shadow_of(a.lo), whole * 2, MADV_DONTNEED);
         if (arena.cells) madvise(arena.cells + (a.lo - arena.base) / 2, whole / 2 * sizeof *arena.cells, MADV_DONTNEED);
         return true;
