@@ -295,7 +295,7 @@ struct Decoder {
             dynamic_symbol = false;
         }
         if (slot < 6) in.o[slot] = value;
-        else k.ext[(size_t)in.ext + (size_t)slot - 6] = value;
+        else k.ext[(size_t)in.target + (size_t)slot - 6] = value;
     }
     int width_of(const std::string &s) {
         const int r = find_reg(s);
@@ -514,7 +514,7 @@ struct Decoder {
     }
     void decode_multiply() { /* mma */
         in.kind = ALIGNED;
-        in.ext = (s32)k.ext.size();
+        in.target = (s32)k.ext.size();
         k.ext.resize(k.ext.size() + 16, NONE);
         int slot = 6;
         const size_t want[4] = {4, 4, 2, 4};
@@ -590,10 +590,17 @@ struct Decoder {
                 else if (d.bits == 32 && q.bits == 16 && dw == 32 && sw == 16 && !q.is_signed())
                     in.fn = unary<u32, u16, Cast<u32, u16>>;
                 else {
-                    in.fn = cvt_int;
+                    in.fn = dw == 16   ? sw == 16   ? cvt_int<u16, u16>
+                                         : sw == 32 ? cvt_int<u16, u32>
+                                                    : cvt_int<u16, u64>
+                              : dw == 32 ? sw == 16   ? cvt_int<u32, u16>
+                                           : sw == 32 ? cvt_int<u32, u32>
+                                                      : cvt_int<u32, u64>
+                              : sw == 16 ? cvt_int<u64, u16>
+                            : sw == 32 ? cvt_int<u64, u32>
+                                       : cvt_int<u64, u64>;
                     in.n = (u8)q.bits, in.bytes = (u8)d.bits;
-                    auto code = [](int v) { return v == 16 ? 0 : v == 32 ? 1 : 2; };
-                    in.space = (u8)((q.is_signed() ? 1 : 0) | (d.is_signed() ? 2 : 0) | code(sw) << 2 | code(dw) << 4);
+                    in.space = (u8)((q.is_signed() ? 1 : 0) | (d.is_signed() ? 2 : 0));
                 }
             } else if (!di && !qi) {
                 if (d.bits == 32 && q.bits == 16) in.fn = cvt_f32_f16;
@@ -1034,7 +1041,7 @@ struct Decoder {
             const s32 where = regs[(size_t)x.reg].at;
             if (x.slot < 0) i.guard = where;
             else if (x.slot < 6) i.o[x.slot] = where;
-            else k.ext[(size_t)i.ext + (size_t)x.slot - 6] = where;
+            else k.ext[(size_t)i.target + (size_t)x.slot - 6] = where;
         }
     }
     bool guarded(size_t i, const std::vector<size_t> &first) {

@@ -62,17 +62,17 @@ static s32 next_meeting(const Warp &w, s32 pc) {
     return limit;
 }
 
-/* The next split after all lanes of the last one wait or have ended. Returns false if there is none. */
-static bool next_split(Warp &w, s32 *pc, u32 *active) {
+/* The next split after all lanes of the last one wait or have ended; one of no lanes if there is none. */
+static Split next_split(Warp &w) {
     int best = -1;
     for (size_t i = 0; i < w.others.size(); i++)
         if (!w.others[i].blocked && (best < 0 || w.others[i].pc < w.others[(size_t)best].pc)) best = (int)i;
     for (size_t i = 0; best < 0 && i < w.others.size(); i++)
         if (!(w.others[i].need & w.live & ~w.others[i].mask)) best = (int)i;
-    if (best < 0) return false;
-    *pc = w.others[(size_t)best].pc, *active = w.others[(size_t)best].mask;
+    if (best < 0) return {};
+    const Split next = w.others[(size_t)best];
     w.others.erase(w.others.begin() + best);
-    return true;
+    return next;
 }
 
 /* Runs a warp until it ends or all its lanes are at a barrier. COUNTS: counts what it does. */
@@ -150,11 +150,13 @@ static void run_warp(Warp &w) {
             pc++;
             if (active) continue;
             if (!w.live) break;
-            if (!next_split(w, &pc, &active)) {
+            const Split next = next_split(w);
+            if (!next.mask) {
                 trap(b, &code[w.others[0].pc], "lanes %08x wait for others that have ended or wait elsewhere",
                      w.others[0].mask);
                 break;
             }
+            pc = next.pc, active = next.mask;
             limit = next_meeting(w, pc);
             continue;
         }
@@ -175,22 +177,23 @@ static void run_warp(Warp &w) {
         }
         const u32 *const members = in.kind == MEMBERS ? src<u32>(w, in.o[in.space]) : NULL;
         u32 need = members ? 0 : w.live, outside = 0;
-        for (int l = 0; members && l < LANES; l++)
-            if (m >> l & 1) need |= members[l] & w.live, outside |= (u32) !(members[l] >> l & 1) << l;
+        if (members && in.o[in.space] < 0) need = members[0] & w.live, outside = m & ~members[0]; /* a constant */
+        else
+            for (int l = 0; members && l < LANES; l++)
+                if (m >> l & 1) need |= members[l] & w.live, outside |= (u32) !(members[l] >> l & 1) << l;
         if (outside) {
             trap(b, &in, "lanes %08x execute it that are not in their masks", outside);
             break;
         }
         if (need & ~m) { /* others have to come first */
-            const u32 rest = active & ~m;
+            Split next = {pc + 1, active & ~m, false, 0};
             w.others.push_back({pc, m, true, need});
-            if (rest) {
-                active = rest;
-                pc++;
-            } else if (!next_split(w, &pc, &active)) {
+            if (!next.mask) next = next_split(w);
+            if (!next.mask) {
                 trap(b, &in, "executed by lanes %08x only, others wait elsewhere", m);
                 break;
             }
+            pc = next.pc, active = next.mask;
             limit = next_meeting(w, pc);
             continue;
         }
@@ -273,9 +276,9 @@ static void block_begin(Block &b, Launch &L, u64 id) {
     b.warps.resize(n);
     b.rng.seed((u32)(machine.seed * 7919 + L.seq * 31 + id));
     auto all = arena_snapshot();
-    if (all != b.all)
+    if (all != b.all || b.device != L.device)
         for (auto &c : b.cache) c = {1, 0};
-    b.all = std::move(all);
+    b.all = std::move(all), b.device = L.device;
     b.shared = (u8 *)(((uintptr_t)b.shared_buffer.data() + 1023) / 1024 * 1024);
     memset(b.shared, 0xFF, b.shared_bytes);
     u8 *regs = (u8 *)(((uintptr_t)b.buffer.data() + 63) / 64 * 64);
@@ -363,11 +366,16 @@ bool launch_runs(u64 seq, const Stream *stream) {
     return r.stream == stream && r.seq == seq;
 }
 
-static thread_local std::vector<std::unique_ptr<Block>> spare_blocks; /* kept for their buffers */
+/* Kept for their buffers, by all streams: a thread of one lives no longer than a session. */
+static std::mutex spare_lock;
+static std::vector<std::unique_ptr<Block>> spare_blocks;
 
-static void launch_begin(Launch &L, bool first) {
+/* oldest: of those of its stream that have not ended; NULL: all have. */
+static void launch_begin(Launch &L, const Launch *oldest) {
+    const bool first = !oldest;
     decode(*L.k);
     L.seq = ++launch_count;
+    L.oldest = first ? L.seq : oldest->seq;
     L.released = first;
     L.overlaps &= !first;
     running[L.seq % RUNNING_MAX].seq = L.seq, running[L.seq % RUNNING_MAX].stream = L.stream;
@@ -381,9 +389,12 @@ static void launch_begin(Launch &L, bool first) {
 }
 
 static Block &launch_next_block(Launch &L) {
-    if (spare_blocks.empty()) spare_blocks.emplace_back(new Block);
-    L.blocks.push_back(std::move(spare_blocks.back()));
-    spare_blocks.pop_back();
+    std::unique_ptr<Block> b;
+    {
+        std::lock_guard<std::mutex> g(spare_lock);
+        if (!spare_blocks.empty()) b = std::move(spare_blocks.back()), spare_blocks.pop_back();
+    }
+    L.blocks.push_back(b ? std::move(b) : std::make_unique<Block>());
     const u64 i = L.next++;
     block_begin(*L.blocks.back(), L, L.order.empty() ? i : L.order[i]);
     return *L.blocks.back();
@@ -395,7 +406,10 @@ static void launch_step(Launch &L, size_t i) {
     block_run(b);
     if (b.status == POLLING) std::rotate(L.blocks.begin() + (long)i, L.blocks.begin() + (long)i + 1, L.blocks.end());
     if (b.status != ENDED) return;
-    spare_blocks.push_back(std::move(L.blocks[i]));
+    {
+        std::lock_guard<std::mutex> g(spare_lock);
+        spare_blocks.push_back(std::move(L.blocks[i]));
+    }
     L.blocks.erase(L.blocks.begin() + (long)i);
     L.ended++;
 }
@@ -437,12 +451,12 @@ static void nap(int looks) {
 void launches_run(std::shared_ptr<Launch> first, const std::function<std::shared_ptr<Launch>()> &next) {
     std::vector<std::shared_ptr<Launch>> flight; /* oldest first */
     int idle = 0;                                /* looks since something else ran */
-    launch_begin(*first, true);
+    launch_begin(*first, NULL);
     flight.push_back(std::move(first));
     while (!flight.empty()) {
         if (flight.size() < FLIGHT_MAX && launch_lets_follow(*flight.back()))
             if (auto L = next()) {
-                launch_begin(*L, false);
+                launch_begin(*L, flight[0].get());
                 flight.push_back(std::move(L));
                 continue;
             }

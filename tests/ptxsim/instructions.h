@@ -43,17 +43,22 @@ static void shift(Warp &w, const Insn &in) {
     const u32 m = w.m;
     EACH_LANE d[l] = m >> l & 1 ? F::f(a[l], b[l]) : d[l];
 }
+/* Bit 0 of each byte. */
+static inline u32 gathered_bits(const u8 t[LANES]) {
+    u32 r = 0;
+    for (int i = 0; i < 4; i++) {
+        u64 x;
+        memcpy(&x, t + 8 * i, 8);
+        r |= (u32)(x * 0x0102040810204080ull >> 56) << 8 * i;
+    }
+    return r;
+}
 template <class T, class F>
 static void compare(Warp &w, const Insn &in) {
     const T *a = src<T>(w, in.o[2]), *b = src<T>(w, in.o[3]);
     alignas(64) u8 t[LANES];
     EACH_LANE t[l] = F::f(a[l], b[l]) ? 1 : 0;
-    u32 r = 0;
-    for (int i = 0; i < 4; i++) { /* gathers bit 0 of 8 bytes */
-        u64 x;
-        memcpy(&x, t + 8 * i, 8);
-        r |= (u32)(x * 0x0102040810204080ull >> 56) << 8 * i;
-    }
+    const u32 r = gathered_bits(t);
     u32 *d = dst<u32>(w, in.o[0]);
     *d = (*d & ~w.m) | (r & w.m);
     if (in.o[1] != NONE) {
@@ -322,12 +327,11 @@ static u8 to_small(f32 x, const f32 *value, int n) { /* value (n) ascending, cod
     return (u8)i;
 }
 static struct Small {
-    f32 e2m1[8], e2m1_signed[16], e4m3[127];
+    f32 e2m1[8], e4m3[127];
     Small() {
         for (int i = 0; i < 8; i++) {
             const int e = i >> 1, m = i & 1;
             e2m1[i] = e ? ldexpf(1 + m / 2.0f, e - 1) : m * 0.5f;
-            e2m1_signed[i] = e2m1[i], e2m1_signed[i + 8] = -e2m1[i];
         }
         for (int i = 0; i < 127; i++) {
             const int e = i >> 3, m = i & 7;
@@ -343,9 +347,9 @@ static u8 to_e2m1(f32 x) {
     const u8 s = std::signbit(x) ? 8 : 0;
     return x != x ? 7 : (u8)(s | to_small(x, small_formats.e2m1, 8));
 }
-static inline f32 e4m3_value(u8 c) {
-    const f32 v = (c & 127) == 127 ? NAN : small_formats.e4m3[c & 127];
-    return c & 128 ? -v : v;
+static inline f32 e4m3_value(u32 c) {
+    const f32 v = float_of((c & 127) << 20) * 0x1p120f; /* the bias of 7 becomes 127; subnormals are exact */
+    return float_of((c & 128) << 24 | bits_of((c & 127) == 127 ? NAN : v));
 }
 
 /* cvt.*x2.f32 d, a, b: a goes to the high half. */
@@ -374,11 +378,22 @@ static void cvt_e2m1x2(Warp &w, const Insn &in) {
     for (int l = 0; l < LANES; l++)
         if (w.m >> l & 1) d[l] = (u16)(to_e2m1(a[l]) << 4 | to_e2m1(b[l]));
 }
+/* The halves of two in each lane. */
+static inline void half_values(const u16 *from, f32 *to) {
+    for (int i = 0; i < 2 * LANES; i++) to[i] = half_value(from[i]);
+}
+static inline void write_halves(Warp &w, s32 o, const f32 *from) {
+    u32 *d = dst<u32>(w, o);
+    const u32 m = w.m;
+    alignas(64) u32 h[2 * LANES];
+    for (int i = 0; i < 2 * LANES; i++) h[i] = to_half(from[i]);
+    EACH_LANE d[l] = m >> l & 1 ? h[2 * l + 1] << 16 | h[2 * l] : d[l];
+}
 static void cvt_f16x2_e4m3x2(Warp &w, const Insn &in) {
-    u32 *d = dst<u32>(w, in.o[0]);
-    const u16 *a = src<u16>(w, in.o[1]);
-    for (int l = 0; l < LANES; l++)
-        if (w.m >> l & 1) d[l] = (u32)to_half(e4m3_value((u8)(a[l] >> 8))) << 16 | to_half(e4m3_value((u8)a[l]));
+    const u8 *a = (const u8 *)src<u16>(w, in.o[1]);
+    alignas(64) f32 v[2 * LANES];
+    for (int i = 0; i < 2 * LANES; i++) v[i] = e4m3_value(a[i]);
+    write_halves(w, in.o[0], v);
 }
 static void cvt_f32_f16(Warp &w, const Insn &in) {
     f32 *d = dst<f32>(w, in.o[0]);
@@ -398,17 +413,13 @@ static void cvt_f16_f32(Warp &w, const Insn &in) {
     const u32 m = w.m;
     EACH_LANE d[l] = m >> l & 1 ? to_half(a[l]) : d[l];
 }
-template <class F>
-static void f16_pairs(Warp &w,
-                      const Insn &in) { /* products and sums in F32 round once more without harm: 24 >= 2 * 11 + 2 */
-    u32 *d = dst<u32>(w, in.o[0]);
-    const u32 *a = src<u32>(w, in.o[1]), *b = src<u32>(w, in.o[2]);
-    const u32 m = w.m;
-    EACH_LANE {
-        const u32 lo = to_half(F::f(half_value((u16)a[l]), half_value((u16)b[l])));
-        const u32 hi = to_half(F::f(half_value((u16)(a[l] >> 16)), half_value((u16)(b[l] >> 16))));
-        d[l] = m >> l & 1 ? hi << 16 | lo : d[l];
-    }
+template <class F> /* products and sums in F32 round once more without harm: 24 >= 2 * 11 + 2 */
+static void f16_pairs(Warp &w, const Insn &in) {
+    alignas(64) f32 a[2 * LANES], b[2 * LANES];
+    half_values((const u16 *)src<u32>(w, in.o[1]), a);
+    half_values((const u16 *)src<u32>(w, in.o[2]), b);
+    for (int i = 0; i < 2 * LANES; i++) a[i] = F::f(a[i], b[i]);
+    write_halves(w, in.o[0], a);
 }
 struct CvtSat {
     static inline f32 f(f32 a) { return a > 1 ? 1.0f : a > 0 ? a : 0.0f; }
@@ -440,29 +451,20 @@ struct Cast {
     static inline D f(T a) { return (D)a; }
 };
 
-/* Integer to integer of any widths: in.n = bits of the source, in.bytes = bits of the result, in.space: its signs and the
- * widths of both registers. */
-static u64 read_reg(const Warp &w, s32 o, int width, int l) {
-    return width == 16 ? src<u16>(w, o)[l] : width == 32 ? src<u32>(w, o)[l] : src<u64>(w, o)[l];
-}
-static void write_reg(Warp &w, s32 o, int width, int l, u64 v) {
-    if (width == 16) dst<u16>(w, o)[l] = (u16)v;
-    else if (width == 32) dst<u32>(w, o)[l] = (u32)v;
-    else dst<u64>(w, o)[l] = v;
-}
-static u64 narrowed(u64 v, int bits, bool is_signed) {
-    if (bits == 64) return v;
-    v &= ((u64)1 << bits) - 1;
-    return is_signed && v >> (bits - 1) ? v | ~(((u64)1 << bits) - 1) : v;
-}
+/* Integer to integer of any widths: in.n = bits of the source, in.bytes = bits of the result, in.space: its signs. */
+template <class D, class T>
 static void cvt_int(Warp &w, const Insn &in) {
-    const int from = in.n, to = in.bytes, wide[3] = {16, 32, 64};
+    const int from = 64 - in.n, to = 64 - in.bytes;
     const bool from_signed = in.space & 1, to_signed = in.space & 2;
-    const int rs = wide[in.space >> 2 & 3], rd = wide[in.space >> 4 & 3];
-    for (int l = 0; l < LANES; l++)
-        if (w.m >> l & 1)
-            write_reg(w, in.o[0], rd, l,
-                      narrowed(narrowed(read_reg(w, in.o[1], rs, l), from, from_signed), to, to_signed));
+    D *d = dst<D>(w, in.o[0]);
+    const T *a = src<T>(w, in.o[1]);
+    const u32 m = w.m;
+    EACH_LANE {
+        u64 v = (u64)a[l] << from;
+        v = (from_signed ? (u64)((s64)v >> from) : v >> from) << to;
+        v = to_signed ? (u64)((s64)v >> to) : v >> to;
+        d[l] = m >> l & 1 ? (D)v : d[l];
+    }
 }
 
 /* ---- Predicates, moves --------------------------------------------------------------------------------------------- */
@@ -560,6 +562,13 @@ static void mov_special(Warp &w, const Insn &in) {
 
 /* ---- Loads and stores ---- */
 
+/* Where the active lanes access memory; inactive lanes have the address of an active one. */
+struct Places {
+    uintptr_t a[LANES], lo, hi; /* hi: behind all of them, where the space is global or generic */
+    bool row;                   /* all lanes are active, each right behind the one before */
+    bool same;                  /* all active lanes have one address */
+};
+
 /* A launch that may overlap must not read what those before it write until it has executed griddepcontrol.wait, and not
  * write at all. Within a launch, what another block wrote must not be read through L1 or as constant data. */
 static void shadow_store(Block &b, const Insn &in, uintptr_t p, size_t n) {
@@ -569,7 +578,27 @@ static void shadow_store(Block &b, const Insn &in, uintptr_t p, size_t n) {
         note("kernel %s: stores to global memory before griddepcontrol.wait\n    at: %s", b.k->name.c_str(),
              insn_text(in).c_str());
     const u64 v = b.launch->seq << 32 | (u32)b.id;
+    latest_write(p, (u32)b.launch->seq);
     for (size_t i = 0; i < n; i += 4) s[i / 4] = v;
+}
+/* Those of the active lanes, n bytes each. */
+static void shadow_stores(Warp &w, const Insn &in, const Places &at, size_t n) {
+    Block &b = *w.b;
+    const u64 v = b.launch->seq << 32 | (u32)b.id;
+    u64 *const s = shadow_of(at.lo);
+    const uintptr_t word = at.lo & ~(uintptr_t)3; /* that s[0] stands for */
+    const bool plain = s && shadow_of(at.hi - 1) && (!b.launch->overlaps || b.waited);
+    if (plain && at.row) {
+        for (uintptr_t p = at.lo; p < at.hi; p = (p | (LATEST_BYTES - 1)) + 1) latest_write(p, (u32)b.launch->seq);
+        for (size_t i = 0, e = (at.hi - word + 3) / 4; i < e; i++) s[i] = v;
+        return;
+    }
+    const bool near = plain && at.hi - at.lo <= LATEST_BYTES;
+    if (near) latest_write(at.lo, (u32)b.launch->seq), latest_write(at.hi - 1, (u32)b.launch->seq);
+    for (size_t i = 0; near && i < n; i += 4)
+        for (int l = 0; l < LANES; l++) s[(at.a[l] - word + i) / 4] = v;
+    for (int l = 0; !near && l < LANES; l++)
+        if (w.m >> l & 1) shadow_store(b, in, at.a[l], n);
 }
 static void shadow_load(Block &b, const Insn &in, uintptr_t p) {
     const u64 *s = shadow_of(p);
@@ -586,32 +615,36 @@ static void shadow_load(Block &b, const Insn &in, uintptr_t p) {
              b.k->name.c_str(), insn_text(in).c_str());
 }
 
-/* Those of the active lanes. Most find nothing to look at closer: an earlier launch wrote it, after which this one waited. */
-static inline void shadow_loads(Warp &w, const Insn &in, const uintptr_t a[LANES]) {
+/* Those of the active lanes. Most find nothing to look at closer: launches that had ended wrote it. */
+static inline void shadow_loads(Warp &w, const Insn &in, const Places &at) {
     Block &b = *w.b;
+    if (at.hi - at.lo <= LATEST_BYTES && is_settled(at.lo, b.launch->oldest) && is_settled(at.hi - 1, b.launch->oldest))
+        return;
     const u64 own = b.launch->seq;
     u64 closer = 0;
     for (int l = 0; l < LANES; l++) {
-        const u64 *s = shadow_of(a[l]), seq = s ? *s >> 32 : 0;
+        const u64 *s = shadow_of(at.a[l]), seq = s ? *s >> 32 : 0;
         closer |= seq == own || (!b.waited && seq);
     }
     for (int l = 0; closer && l < LANES; l++)
-        if (w.m >> l & 1) shadow_load(b, in, a[l]);
+        if (w.m >> l & 1) shadow_load(b, in, at.a[l]);
 }
 
-/* The addresses of the active lanes, checked; inactive lanes get that of an active one. False: the launch has failed. */
+/* The addresses of the active lanes, checked. False: the launch has failed. */
 static inline __attribute__((always_inline)) bool addresses(Warp &w, const Insn &in, int space, size_t bytes,
-                                                            uintptr_t a[LANES], s32 operand) {
+                                                            Places &at, s32 operand, s64 imm) {
     Block &b = *w.b;
     const u32 m = w.m;
     const int first = __builtin_ctz(m);
+    uintptr_t *const a = at.a;
     if (space == SHARED) {
         const u32 *p = src<u32>(w, operand);
-        u32 top = 0, any = 0;
-        const u32 at = (u32)in.imm, f = p[first] + at;
+        u32 top = 0, any = 0, other = 0, differ = 0;
+        const u32 offset = (u32)imm, f = p[first] + offset;
         u32 x[LANES];
-        EACH_LANE x[l] = m >> l & 1 ? p[l] + at : f;
-        for (int l = 0; l < LANES; l++) top = x[l] > top ? x[l] : top, any |= x[l];
+        EACH_LANE x[l] = m >> l & 1 ? p[l] + offset : f;
+        for (int l = 0; l < LANES; l++)
+            top = x[l] > top ? x[l] : top, any |= x[l], differ |= x[l] - f, other |= x[l] - (f + (u32)l * (u32)bytes);
         if (top + bytes > b.shared_bytes || top + bytes < top) {
             trap(b, &in, "shared memory: address %u of %u bytes, %zu wide, thread %u", top, b.shared_bytes, bytes,
                  w.index * LANES);
@@ -622,35 +655,41 @@ static inline __attribute__((always_inline)) bool addresses(Warp &w, const Insn 
             return false;
         }
         EACH_LANE a[l] = (uintptr_t)b.shared + x[l];
+        at.row = m == FULL && !other, at.same = !differ;
         return true;
     }
     const u64 *p = src<u64>(w, operand);
+    const u64 offset = (u64)imm, f = p[first] + offset;
+    EACH_LANE a[l] = m >> l & 1 ? p[l] + offset : f;
+    u64 lo = f, hi = f, any = f, other = 0;
+    for (int l = 0; l < LANES; l++) other |= a[l] - (f + (u64)l * bytes);
+    at.row = m == FULL && !other;
+    if (at.row) hi += (LANES - 1) * bytes;
+    else
+        for (int l = 0; l < LANES; l++) lo = a[l] < lo ? a[l] : lo, hi = a[l] > hi ? a[l] : hi, any |= a[l];
+    at.same = lo == hi;
+    hi += bytes;
     if (space == PARAM || space == LOCAL) {
         const size_t size = space == PARAM ? b.launch->params.size() : b.k->local_bytes;
-        for (int l = 0; l < LANES; l++) {
-            const u64 x = p[m >> l & 1 ? l : first] + (u64)in.imm;
-            if (x + bytes > size || x & (bytes - 1)) {
-                trap(b, &in, "%s memory: address %llu of %zu", space == PARAM ? "parameter" : "local",
-                     (unsigned long long)x, size);
-                return false;
-            }
-            a[l] = (uintptr_t)(space == PARAM ? b.launch->params.data()
-                                              : w.local + (size_t)(m >> l & 1 ? l : first) * b.k->local_bytes) +
-                   x;
+        if (lo > size || hi > size || hi < bytes || any & (bytes - 1)) {
+            trap(b, &in, "%s memory: address %llu of %zu", space == PARAM ? "parameter" : "local",
+                 (unsigned long long)(hi - bytes), size);
+            return false;
         }
+        const uintptr_t base = space == PARAM ? (uintptr_t)b.launch->params.data() : (uintptr_t)w.local;
+        const size_t each = space == PARAM ? 0 : b.k->local_bytes;
+        EACH_LANE a[l] += base + (m >> l & 1 ? (size_t)l : (size_t)first) * each;
+        at.row &= !each, at.same &= !each;
         return true;
     }
-    const u64 at = (u64)in.imm, f = p[first] + at;
-    u64 lo = ~(u64)0, hi = 0, any = 0;
-    EACH_LANE a[l] = m >> l & 1 ? p[l] + at : f;
-    for (int l = 0; l < LANES; l++) lo = a[l] < lo ? a[l] : lo, hi = a[l] > hi ? a[l] : hi, any |= a[l];
-    hi += bytes;
     if (any & (bytes - 1)) {
         trap(b, &in, "misaligned global address, %zu wide, e.g. %#llx", bytes, (unsigned long long)f);
         return false;
     }
-    for (auto &c : b.cache)
-        if (lo >= c.lo && hi <= c.hi) return true;
+    at.lo = lo, at.hi = hi;
+    const auto &known = b.cache[cache_slot(lo)];
+    if (lo >= known.lo && hi <= known.hi && lo < hi) return true;
+    if (lo < hi && alloc_find(*b.all, lo, hi) && may_access(b, lo, hi)) return true;
     for (int l = 0; l < LANES; l++) {
         if (!(m >> l & 1)) continue;
         if (space == GENERIC && a[l] >= (uintptr_t)b.shared && a[l] + bytes <= (uintptr_t)b.shared + b.shared_bytes)
@@ -678,21 +717,44 @@ static inline void races_lanes(Warp &w, const Insn &in, const uintptr_t a[LANES]
     }
 }
 
+/* Between the registers of all lanes and a row of memory, in which the N numbers of a lane stand together. */
+template <class M, class R, int N>
+static inline void load_row(Warp &w, const Insn &in, const M *from) {
+    R *d[N];
+    for (int j = 0; j < N; j++) d[j] = dst<R>(w, in.o[1 + j]);
+    EACH_LANE for (int j = 0; j < N; j++) d[j][l] = (R)from[N * l + j];
+}
+template <class M, class R, int N>
+static inline void store_row(Warp &w, const Insn &in, M *to) {
+    const R *s[N];
+    for (int j = 0; j < N; j++) s[j] = src<R>(w, in.o[1 + j]);
+    EACH_LANE for (int j = 0; j < N; j++) to[N * l + j] = (M)s[j][l];
+}
+
 template <class M, class R>
 static void load(Warp &w, const Insn &in) {
-    uintptr_t a[LANES];
+    Places at;
     const int n = in.n;
-    if (!addresses(w, in, in.space, sizeof(M) * (size_t)n, a, in.o[0])) return;
+    if (!addresses(w, in, in.space, sizeof(M) * (size_t)n, at, in.o[0], in.imm)) return;
     const u32 m = w.m;
-    if (in.space <= GLOBAL) shadow_loads(w, in, a);
-    if (machine.races) races_lanes(w, in, a, sizeof(M) * (size_t)n, in.strong ? ATOMIC_READ : READ);
+    if (in.space <= GLOBAL) shadow_loads(w, in, at);
+    if (machine.races) races_lanes(w, in, at.a, sizeof(M) * (size_t)n, in.strong ? ATOMIC_READ : READ);
+    if (at.row && !in.strong) {
+        const M *from = (const M *)at.a[0];
+        if (n == 1) return load_row<M, R, 1>(w, in, from);
+        if (n == 2) return load_row<M, R, 2>(w, in, from);
+        if (n == 4) return load_row<M, R, 4>(w, in, from);
+    }
     for (int j = 0; j < n; j++) {
         R *d = dst<R>(w, in.o[1 + j]);
-        if (m == FULL)
-            for (int l = 0; l < LANES; l++) d[l] = (R)((const volatile M *)a[l])[j];
+        if (at.same && !in.strong) {
+            const R x = (R)((const M *)at.a[0])[j];
+            EACH_LANE d[l] = m >> l & 1 ? x : d[l];
+        } else if (m == FULL)
+            for (int l = 0; l < LANES; l++) d[l] = (R)((const volatile M *)at.a[l])[j];
         else
             for (int l = 0; l < LANES; l++)
-                if (m >> l & 1) d[l] = (R)((const volatile M *)a[l])[j];
+                if (m >> l & 1) d[l] = (R)((const volatile M *)at.a[l])[j];
     }
 }
 /* A release before, and an acquire after, the access of the active lanes. */
@@ -728,26 +790,30 @@ static void load_param(Warp &w, const Insn &in) { /* a constant address */
 }
 template <class M, class R>
 static void store(Warp &w, const Insn &in) {
-    uintptr_t a[LANES];
+    Places at;
     const int n = in.n;
-    if (!addresses(w, in, in.space, sizeof(M) * (size_t)n, a, in.o[0])) return;
+    if (!addresses(w, in, in.space, sizeof(M) * (size_t)n, at, in.o[0], in.imm)) return;
     const u32 m = w.m;
-    if (in.space <= GLOBAL && arena.shadow)
-        for (int l = 0; l < LANES; l++)
-            if (m >> l & 1) shadow_store(*w.b, in, a[l], sizeof(M) * (size_t)n);
+    if (in.space <= GLOBAL && arena.shadow) shadow_stores(w, in, at, sizeof(M) * (size_t)n);
     if (machine.races) {
         u32 same = 0;
         for (int l = 0; l < LANES; l++) {
             if (!(m >> l & 1)) continue;
             bool equal = true;
-            for (int j = 0; j < n; j++) equal &= ((volatile M *)a[l])[j] == (M)src<R>(w, in.o[1 + j])[l];
+            for (int j = 0; j < n; j++) equal &= ((volatile M *)at.a[l])[j] == (M)src<R>(w, in.o[1 + j])[l];
             same |= (u32)equal << l;
         }
-        races_lanes(w, in, a, sizeof(M) * (size_t)n, in.strong ? ATOMIC : WRITE, same);
+        races_lanes(w, in, at.a, sizeof(M) * (size_t)n, in.strong ? ATOMIC : WRITE, same);
+    }
+    if (at.row && !in.strong) {
+        M *to = (M *)at.a[0];
+        if (n == 1) return store_row<M, R, 1>(w, in, to);
+        if (n == 2) return store_row<M, R, 2>(w, in, to);
+        if (n == 4) return store_row<M, R, 4>(w, in, to);
     }
     for (int l = 0; l < LANES; l++)
         if (m >> l & 1)
-            for (int j = 0; j < n; j++) ((volatile M *)a[l])[j] = (M)src<R>(w, in.o[1 + j])[l];
+            for (int j = 0; j < n; j++) ((volatile M *)at.a[l])[j] = (M)src<R>(w, in.o[1 + j])[l];
 }
 template <class M, class R>
 static void store_release(Warp &w, const Insn &in) {
@@ -760,14 +826,14 @@ static void store_release(Warp &w, const Insn &in) {
 enum { A_ADD, A_MIN, A_MAX, A_OR, A_AND, A_XOR, A_EXCH, A_CAS, A_INC };
 template <class T, int OP>
 static void atomic(Warp &w, const Insn &in) { /* o[0] address, o[1] result or NONE, o[2] operand, o[3] of cas */
-    uintptr_t a[LANES];
-    if (!addresses(w, in, in.space, sizeof(T), a, in.o[0])) return;
+    Places at;
+    if (!addresses(w, in, in.space, sizeof(T), at, in.o[0], in.imm)) return;
     const T *v = src<T>(w, in.o[2]);
-    races_lanes(w, in, a, sizeof(T), ATOMIC);
+    races_lanes(w, in, at.a, sizeof(T), ATOMIC);
     if (in.nc) w.b->acquired = true, races_released(w, in), races_acquired(w, in);
     for (int l = 0; l < LANES; l++) {
         if (!(w.m >> l & 1)) continue;
-        T *p = (T *)a[l], old = __atomic_load_n(p, __ATOMIC_SEQ_CST), now;
+        T *p = (T *)at.a[l], old = __atomic_load_n(p, __ATOMIC_SEQ_CST), now;
         do {
             const T x = v[l];
             now = OP == A_ADD    ? (T)(old + x)
@@ -780,7 +846,7 @@ static void atomic(Warp &w, const Insn &in) { /* o[0] address, o[1] result or NO
                   : OP == A_CAS  ? (old == x ? src<T>(w, in.o[3])[l] : old)
                                  : (T)(old >= x ? 0 : old + 1);
         } while (!__atomic_compare_exchange_n(p, &old, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-        if (in.space <= GLOBAL && arena.shadow) shadow_store(*w.b, in, a[l], sizeof(T));
+        if (in.space <= GLOBAL && arena.shadow) shadow_store(*w.b, in, at.a[l], sizeof(T));
         if (in.o[1] != NONE) dst<T>(w, in.o[1])[l] = old;
     }
 }
@@ -818,34 +884,32 @@ static void cvta_param(Warp &w, const Insn &in) {
 
 /* cp.async.cg.shared.global [o0], [o1], 16, o2: the bytes beyond o2 are zeros. Writes garbage now, the data at the wait. */
 static void cp_async(Warp &w, const Insn &in) {
-    uintptr_t d[LANES], s[LANES];
+    Places to, from;
     Block &b = *w.b;
     const u32 all = w.m;
     const u32 *size = in.o[2] == NONE ? NULL : src<u32>(w, in.o[2]);
-    Insn to = in, from = in;
-    to.imm = (s32)in.imm, from.imm = in.target;
-    if (!addresses(w, to, SHARED, in.bytes, d, in.o[0])) return;
+    if (!addresses(w, in, SHARED, in.bytes, to, in.o[0], (s32)in.imm)) return;
     u32 reads = all;
     if (size)
         for (int l = 0; l < LANES; l++)
             if (all >> l & 1 && !size[l]) reads &= ~(1u << l);
     if (reads) {
         w.m = reads;
-        const bool ok = addresses(w, from, GLOBAL, in.bytes, s, in.o[1]);
+        const bool ok = addresses(w, in, GLOBAL, in.bytes, from, in.o[1], in.target);
+        if (ok) shadow_loads(w, in, from);
         w.m = all;
         if (!ok) return;
     }
     for (int l = 0; l < LANES; l++) {
         if (!(all >> l & 1)) continue;
-        const u32 n = size ? size[l] : in.bytes;
+        const u32 n = size ? size[l] : in.bytes, d = (u32)(to.a[l] - (uintptr_t)b.shared);
         if (n > in.bytes) return trap(b, &in, "cp.async: source size %u", n);
-        if (reads >> l & 1) shadow_load(b, in, s[l]);
         if (machine.races) {
-            if (reads >> l & 1) races_global(w, in, l, s[l], n, READ, false);
-            races_shared(w, in, l, (u32)(d[l] - (uintptr_t)b.shared), in.bytes, WRITE);
+            if (reads >> l & 1) races_global(w, in, l, from.a[l], n, READ, false);
+            races_shared(w, in, l, d, in.bytes, WRITE);
         }
-        memset((void *)d[l], 0xFF, in.bytes);
-        w.copies.push_back({(u32)(d[l] - (uintptr_t)b.shared), w.groups[l], (u8)l, (u8)n, in.bytes, n ? s[l] : 0});
+        memset((void *)to.a[l], 0xFF, in.bytes);
+        w.copies.push_back({d, w.groups[l], (u8)l, (u8)n, in.bytes, n ? from.a[l] : 0});
     }
 }
 static void cp_async_commit(Warp &w, const Insn &) {
@@ -887,22 +951,44 @@ static void prefetch_l2(Warp &w, const Insn &in) {
 /* ---- Across the lanes ---------------------------------------------------------------------------------------------- */
 
 enum { SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX };
+template <int BY> /* lanes l and l ^ BY exchange */
+static inline void exchange(u32 *d, const u32 *a) {
+    u32 r[LANES];
+    for (int i = 0; i < LANES; i += 2 * BY)
+        for (int l = i; l < i + BY; l++) r[l] = a[l + BY], r[l + BY] = a[l];
+    memcpy(d, r, sizeof r);
+}
 template <int HOW>
 static void shfl(Warp &w, const Insn &in) { /* d, p, a, b, c, members */
-    u32 *d = dst<u32>(w, in.o[0]), r[LANES], valid = 0;
-    const u32 *a = src<u32>(w, in.o[2]), *b = src<u32>(w, in.o[3]), *c = src<u32>(w, in.o[4]);
-    for (int l = 0; l < LANES; l++) {
+    u32 *d = dst<u32>(w, in.o[0]);
+    const u32 *a = src<u32>(w, in.o[2]), *b = src<u32>(w, in.o[3]), *c = src<u32>(w, in.o[4]), m = w.m;
+    if (HOW == SHFL_BFLY && m == FULL && in.o[3] < 0 && in.o[4] < 0 && (c[0] & 0x1F1F) == 31) {
+        if (in.o[1] != NONE) set_pred(w, in.o[1], FULL);
+        switch (b[0] & 31) { /* what sums over a warp are made of */
+        case 1: return exchange<1>(d, a);
+        case 2: return exchange<2>(d, a);
+        case 4: return exchange<4>(d, a);
+        case 8: return exchange<8>(d, a);
+        case 16: return exchange<16>(d, a);
+        }
+    }
+    alignas(64) u32 r[LANES], taken[LANES];
+    alignas(64) s32 from[LANES];
+    alignas(64) u8 valid[LANES];
+    EACH_LANE {
         const int by = (int)(b[l] & 31), clamp = (int)(c[l] & 31), seg = (int)(c[l] >> 8 & 31);
         const int top = (l & seg) | (clamp & ~seg), bottom = l & seg;
-        int j = HOW == SHFL_UP ? l - by : HOW == SHFL_DOWN ? l + by : HOW == SHFL_BFLY ? l ^ by : bottom | (by & ~seg);
+        const int j = HOW == SHFL_UP     ? l - by
+                      : HOW == SHFL_DOWN ? l + by
+                      : HOW == SHFL_BFLY ? l ^ by
+                                         : bottom | (by & ~seg);
         const bool p = HOW == SHFL_UP ? j >= top : j <= top;
-        if (!p) j = l;
-        valid |= (u32)p << l;
-        r[l] = w.m >> j & 1 ? a[j] : 0xDEADBEEFu; /* of a lane that does not take part: undefined */
+        from[l] = p ? j : l, valid[l] = p;
     }
-    for (int l = 0; l < LANES; l++)
-        if (w.m >> l & 1) d[l] = r[l];
-    if (in.o[1] != NONE) set_pred(w, in.o[1], valid);
+    EACH_LANE taken[l] = m >> l & 1 ? a[l] : 0xDEADBEEFu; /* of a lane that does not take part: undefined */
+    for (int l = 0; l < LANES; l++) r[l] = taken[from[l]];
+    EACH_LANE d[l] = m >> l & 1 ? r[l] : d[l];
+    if (in.o[1] != NONE) set_pred(w, in.o[1], gathered_bits(valid));
 }
 enum { VOTE_ANY, VOTE_ALL, VOTE_UNI, VOTE_BALLOT };
 template <int HOW>
@@ -943,28 +1029,35 @@ static void redux(Warp &w, const Insn &in) { /* d, a, members */
 
 /* ---- Tensor cores: PTX ISA, "Matrix fragments for mma.m16n8k16 / m16n8k64", "Block scaling", "ldmatrix" --------------- */
 
+/* A matrix of eight rows of eight halves, its columns one after the other. */
+static inline void transpose(const u16 *const row[8], u16 *out) {
+    typedef u16 Halves __attribute__((vector_size(16)));
+    for (int k = 0; k < 8; k++) {
+        const Halves column = {row[0][k], row[1][k], row[2][k], row[3][k], row[4][k], row[5][k], row[6][k], row[7][k]};
+        memcpy(out + 8 * k, &column, sizeof column);
+    }
+}
+
 /* ldmatrix.m8n8.x4: matrix i has its row addresses in lanes 8i .. 8i + 7, rows of 16 bytes. Lane l gets of matrix i row
  * l / 4, elements 2 (l % 4) and the next one; transposed: of column l / 4. o[0]: addresses, o[1..4]: results. */
 template <bool TRANS>
 static void ldmatrix(Warp &w, const Insn &in) {
-    uintptr_t a[LANES];
+    Places at;
+    const uintptr_t *const a = at.a;
     w.m = in.n == 4 ? FULL : (1u << 8 * in.n) - 1;
-    const bool ok = addresses(w, in, SHARED, 16, a, in.o[0]);
+    const bool ok = addresses(w, in, SHARED, 16, at, in.o[0], in.imm);
     w.m = FULL;
     if (!ok) return;
     for (int l = 0; machine.races && l < 8 * in.n; l++)
         races_shared(w, in, l, (u32)(a[l] - (uintptr_t)w.b->shared), 16, READ);
-    u32 r[4][LANES];
-    for (int i = 0; i < in.n; i++)
-        for (int l = 0; l < LANES; l++) {
-            u16 e[2];
-            for (int k = 0; k < 2; k++) {
-                const int row = TRANS ? 2 * (l % 4) + k : l / 4, col = TRANS ? l / 4 : 2 * (l % 4) + k;
-                e[k] = ((const u16 *)a[8 * i + row])[col];
-            }
-            r[i][l] = e[0] | (u32)e[1] << 16;
-        }
-    for (int i = 0; i < in.n; i++) memcpy(dst<u32>(w, in.o[1 + i]), r[i], sizeof r[i]);
+    for (int i = 0; i < 4 && i < in.n; i++) { /* after all addresses are read */
+        const u16 *row[8];
+        u16 *const d = dst<u16>(w, in.o[1 + i]);
+        for (int g = 0; g < 8; g++) row[g] = (const u16 *)a[8 * i + g];
+        if (TRANS) transpose(row, d);
+        else
+            for (int g = 0; g < 8; g++) memcpy(d + 8 * g, row[g], 16);
+    }
 }
 
 /* Adds n numbers: aligned to the largest exponent, cut off `more` bits behind the 24 of F32, and then to F32. */
@@ -985,53 +1078,71 @@ static inline f32 cut_sum(const f64 *x, int n, int more) {
     return std::fabs((f64)r) > std::fabs(s) ? float_of(bits_of(r) - 1) : r;
 }
 
+/* A row of eight columns. */
+typedef f32 Columns __attribute__((vector_size(32)));
+static inline Columns fma_columns(f32 a, Columns b, Columns c) {
+    for (int i = 0; i < 8; i++) c[i] = __builtin_fmaf(a, b[i], c[i]);
+    return c;
+}
+/* A row of C as registers have it: its even columns before its odd ones. The columns of B are put into that order. */
+static const int column_order[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+static inline void read_sums(const Warp &w, const s32 *o, Columns C[16]) {
+    for (int i = 0; i < 4; i++)
+        for (int g = 0; g < 8; g++) memcpy((f32 *)&C[g + 8 * (i / 2)] + 4 * (i % 2), src<f32>(w, o[i]) + 4 * g, 16);
+}
+static inline void write_sums(Warp &w, const s32 *o, const Columns C[16]) {
+    for (int i = 0; i < 4; i++)
+        for (int g = 0; g < 8; g++)
+            memcpy(dst<f32>(w, o[i]) + 4 * g, (const f32 *)&C[g + 8 * (i / 2)] + 4 * (i % 2), 16);
+}
+
 /* mma.m16n8k16, f16 with f32 sums: with g = lane / 4, t = lane % 4
  *   a_i (i = 0..7): row g for i in {0,1,4,5}, otherwise g + 8; column 2t + (i & 1), + 8 for i >= 4
  *   b_i (i = 0..3): row 2t + (i & 1), + 8 for i >= 2; column g
- *   c_i (i = 0..3): row g, + 8 for i >= 2; column 2t + (i & 1) */
+ *   c_i (i = 0..3): row g, + 8 for i >= 2; column 2t + (i & 1)
+ * The halves of a register of A are eight rows of eight, those of B eight columns of eight. */
 static void mma_16816(Warp &w, const Insn &in) {
-    const s32 *o = w.b->k->ext.data() + in.ext;
-    alignas(64) f32 A[16][16], B[16][8], C[16][8];
-    for (int r = 0; r < 4; r++) { /* the halves of lanes 4g .. 4g + 3 are eight columns of a row */
-        u16 a[2 * LANES];
+    const s32 *o = w.b->k->ext.data() + in.target;
+    alignas(64) f32 A[4][8][8]; /* of each register */
+    alignas(64) Columns B[16], C[16];
+    for (int r = 0; r < 4; r++) {
+        alignas(64) u16 a[2 * LANES];
         memcpy(a, src<u32>(w, o[4 + r]), sizeof a);
-        for (int g = 0; g < 8; g++)
-            for (int k = 0; k < 8; k++) A[g + (r & 1 ? 8 : 0)][k + (r & 2 ? 8 : 0)] = half_value(a[8 * g + k]);
+        half_values(a, A[r][0]);
     }
     for (int r = 0; r < 2; r++) {
-        u16 b[2 * LANES];
-        alignas(64) f32 v[2 * LANES];
+        alignas(64) u16 b[2 * LANES], t[2 * LANES];
+        const u16 *column[8];
         memcpy(b, src<u32>(w, o[8 + r]), sizeof b);
-        for (int i = 0; i < 2 * LANES; i++) v[i] = half_value(b[i]);
-        for (int k = 0; k < 8; k++)
-            for (int c = 0; c < 8; c++) B[8 * r + k][c] = v[8 * c + k];
+        for (int c = 0; c < 8; c++) column[c] = b + 8 * column_order[c];
+        transpose(column, t);
+        half_values(t, (f32 *)&B[8 * r]);
     }
-    for (int i = 0; i < 4; i++) {
-        const f32 *c = src<f32>(w, o[10 + i]);
-        for (int l = 0; l < LANES; l++) C[l / 4 + (i & 2 ? 8 : 0)][2 * (l % 4) + (i & 1)] = c[l];
-    }
-    if (machine.mma_truncates) {
-        for (int r = 0; r < 16; r++)
-            for (int c = 0; c < 8; c++)
-                for (int k0 = 0; k0 < 16; k0 += machine.mma_truncates) {
-                    f64 x[17];
-                    for (int k = 0; k < machine.mma_truncates; k++) x[k] = (f64)A[r][k0 + k] * B[k0 + k][c];
-                    x[machine.mma_truncates] = C[r][c];
-                    C[r][c] = cut_sum(x, machine.mma_truncates + 1, machine.mma_truncates == 16 ? 2 : 1);
-                }
-    } else {
-        for (int r = 0; r < 16; r++) {
-            f32 s[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            for (int k = 0; k < 16; k++)
-                for (int c = 0; c < 8; c++) s[c] = __builtin_fmaf(A[r][k], B[k][c], s[c]);
-            for (int c = 0; c < 8; c++) C[r][c] += s[c];
+    read_sums(w, o + 10, C);
+    const int cut = machine.mma_truncates;
+    for (int r = 0; cut && r < 16; r++)
+        for (int c = 0; c < 8; c++)
+            for (int k0 = 0; k0 < 16; k0 += cut) {
+                f64 x[17];
+                for (int i = 0, k = k0; i < cut; i++, k++) x[i] = (f64)A[r / 8 + 2 * (k / 8)][r % 8][k % 8] * B[k][c];
+                x[cut] = C[r][c];
+                C[r][c] = cut_sum(x, cut + 1, cut == 16 ? 2 : 1);
+            }
+    for (int half = 0; !cut && half < 2; half++) {
+        Columns s[8] = {};
+        for (int k = 0; k < 16; k++) {
+            const f32(*a)[8] = A[half + 2 * (k / 8)];
+#pragma GCC unroll 8
+            for (int g = 0; g < 8; g++) s[g] = fma_columns(a[g][k % 8], B[k], s[g]);
         }
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; g++) C[8 * half + g] += s[g];
     }
-    for (int i = 0; i < 4; i++) {
-        f32 *d = dst<f32>(w, o[i]);
-        for (int l = 0; l < LANES; l++) d[l] = C[l / 4 + (i & 2 ? 8 : 0)][2 * (l % 4) + (i & 1)];
-    }
+    write_sums(w, o, C);
 }
+
+/* The four bits of an E2M1 number, as the upper ones of an F32 with its smallest exponents. */
+static inline f32 e2m1_value(u32 code) { return float_of((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
 
 /* mma.m16n8k64, e2m1 with ue4m3 scales per 16 values (scale_vec::4X):
  *   a_i (i = 0..31, four bits each): row g for i < 8 and 16 <= i < 24, otherwise g + 8; column 8t + (i & 7), + 32 for i >= 16
@@ -1039,51 +1150,58 @@ static void mma_16816(Warp &w, const Insn &in) {
  * Scales: a register holds the four of one row of A or column of B, byte j for k = 16j .. 16j + 15. With thread-id-a = p,
  * row g comes from lane 4g + 2p, row g + 8 from lane 4g + 2p + 1; with thread-id-b = q, column g from lane 4g + q. */
 static void mma_16864(Warp &w, const Insn &in) {
-    const s32 *o = w.b->k->ext.data() + in.ext;
+    const s32 *o = w.b->k->ext.data() + in.target;
     const int p = (int)(in.imm & 15), q = (int)(in.imm >> 4 & 15);
-    f32 A[16][64], B[64][8], C[16][8];
+    alignas(64) f32 A[4][8][32]; /* of each register */
+    alignas(64) Columns B[64], C[16], SB[4];
+    f32 SA[16][4];
     const u32 *sa = src<u32>(w, o[14]), *sb = src<u32>(w, o[15]);
-    for (int l = 0; l < LANES; l++) {
-        const int g = l / 4, t = l % 4;
-        for (int i = 0; i < 32; i++) {
-            const int row = i < 8 || (i >= 16 && i < 24) ? g : g + 8, col = 8 * t + (i & 7) + (i >= 16 ? 32 : 0);
-            A[row][col] = small_formats.e2m1_signed[src<u32>(w, o[4 + i / 8])[l] >> 4 * (i & 7) & 15];
-        }
-        for (int i = 0; i < 16; i++)
-            B[8 * t + (i & 7) + (i >= 8 ? 32 : 0)][g] =
-                small_formats.e2m1_signed[src<u32>(w, o[8 + i / 8])[l] >> 4 * (i & 7) & 15];
-        for (int i = 0; i < 4; i++) C[g + (i & 2 ? 8 : 0)][2 * t + (i & 1)] = src<f32>(w, o[10 + i])[l];
+    for (int r = 0; r < 4; r++) {
+        const u32 *a = src<u32>(w, o[4 + r]);
+        f32 *v = A[r][0];
+        for (int l = 0; l < LANES; l++, v += 8)
+            for (int i = 0; i < 8; i++) v[i] = e2m1_value(a[l] >> 4 * i);
     }
-    f32 SA[16][4], SB[4][8];
+    for (int at = 0; at < 8; at++) { /* eight numbers of each column */
+        const u32 *b = src<u32>(w, o[8 + at / 4]) + at % 4;
+        u32 column[8];
+        f32 *v = (f32 *)&B[8 * at];
+        for (int c = 0; c < 8; c++) column[c] = b[4 * column_order[c]];
+        for (int i = 0; i < 8; i++, v += 8)
+            for (int c = 0; c < 8; c++) v[c] = e2m1_value(column[c] >> 4 * i);
+    }
+    read_sums(w, o + 10, C);
     for (int j = 0; j < 4; j++) {
         for (int r = 0; r < 16; r++)
-            SA[r][j] = e4m3_value((u8)(sa[4 * (r % 8) + 2 * p + r / 8] >> 8 * j & 0x7F)); /* unsigned */
-        for (int c = 0; c < 8; c++) SB[j][c] = e4m3_value((u8)(sb[4 * c + q] >> 8 * j & 0x7F));
+            SA[r][j] = e4m3_value((sa[4 * (r % 8) + 2 * p + r / 8] >> 8 * j & 0x7F)); /* unsigned */
+        for (int c = 0; c < 8; c++) SB[j][c] = e4m3_value((sb[4 * column_order[c] + q] >> 8 * j & 0x7F));
     }
-    for (int r = 0; r < 16; r++) {
-        if (machine.mma_truncates) {
-            for (int c = 0; c < 8; c++) {
-                f64 x[65];
-                for (int k = 0; k < 64; k++) x[k] = (f64)A[r][k] * B[k][c] * ((f64)SA[r][k / 16] * SB[k / 16][c]);
-                x[64] = C[r][c];
-                C[r][c] = cut_sum(x, 65, 2);
-            }
-            continue;
+    for (int r = 0; machine.mma_truncates && r < 16; r++)
+        for (int c = 0; c < 8; c++) {
+            f64 x[65];
+            for (int k = 0; k < 64; k++)
+                x[k] = (f64)A[r / 8 + 2 * (k / 32)][r % 8][k % 32] * B[k][c] * ((f64)SA[r][k / 16] * SB[k / 16][c]);
+            x[64] = C[r][c];
+            C[r][c] = cut_sum(x, 65, 2);
         }
-        f64 sum[8];
-        for (int c = 0; c < 8; c++) sum[c] = C[r][c];
+    for (int half = 0; !machine.mma_truncates && half < 2; half++) {
+        f64 sum[8][8];
+        for (int g = 0; g < 8; g++)
+            for (int c = 0; c < 8; c++) sum[g][c] = C[8 * half + g][c];
         for (int j = 0; j < 4; j++) { /* 16 products of E2M1 add up exactly in F32 */
-            f32 s[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-            for (int k = 16 * j; k < 16 * j + 16; k++)
-                for (int c = 0; c < 8; c++) s[c] += A[r][k] * B[k][c];
-            for (int c = 0; c < 8; c++) sum[c] += (f64)s[c] * ((f64)SA[r][j] * SB[j][c]);
+            Columns s[8] = {};
+            for (int k = 16 * j; k < 16 * j + 16; k++) {
+                const f32(*a)[32] = A[half + 2 * (k / 32)];
+#pragma GCC unroll 8
+                for (int g = 0; g < 8; g++) s[g] = fma_columns(a[g][k % 32], B[k], s[g]);
+            }
+            for (int g = 0; g < 8; g++)
+                for (int c = 0; c < 8; c++) sum[g][c] += (f64)s[g][c] * ((f64)SA[8 * half + g][j] * SB[j][c]);
         }
-        for (int c = 0; c < 8; c++) C[r][c] = (f32)sum[c];
+        for (int g = 0; g < 8; g++)
+            for (int c = 0; c < 8; c++) C[8 * half + g][c] = (f32)sum[g][c];
     }
-    for (int i = 0; i < 4; i++) {
-        f32 *d = dst<f32>(w, o[i]);
-        for (int l = 0; l < LANES; l++) d[l] = C[l / 4 + (i & 2 ? 8 : 0)][2 * (l % 4) + (i & 1)];
-    }
+    write_sums(w, o, C);
 }
 
 } // namespace ptxsim

@@ -84,7 +84,7 @@ struct GlobalCell { /* of two bytes, see races.h */
 
 /* ---- Memory ---- */
 
-enum { HOST = -1 };
+enum { HOST = -1, LATEST_BYTES = 4096 };
 struct Alloc {
     uintptr_t lo, hi;
     int device; /* HOST: pinned */
@@ -98,8 +98,9 @@ struct Arena {
     size_t size = (size_t)1 << 40;
     std::mutex lock;
     std::shared_ptr<const Allocs> all = std::make_shared<Allocs>();
-    u64 *shadow = NULL;       /* (size / 4): see shadow_of */
-    GlobalCell *cells = NULL; /* (size / 2), while races are looked for */
+    u64 *shadow = NULL;              /* (size / 4): see shadow_of */
+    std::atomic<u32> *latest = NULL; /* (size / LATEST_BYTES): the latest launch that wrote there */
+    GlobalCell *cells = NULL;        /* (size / 2), while races are looked for */
 };
 extern Arena arena;
 
@@ -119,6 +120,18 @@ bool range_ok(const void *p, size_t n);
 /* For 4 bytes of the arena each, the launch that wrote them last (upper half) and its block (lower half). */
 inline u64 *shadow_of(uintptr_t p) {
     return arena.shadow && p - arena.base < arena.size ? arena.shadow + (p - arena.base) / 4 : NULL;
+}
+
+/* A launch writes to p. */
+inline void latest_write(uintptr_t p, u32 seq) {
+    auto &x = arena.latest[(p - arena.base) / LATEST_BYTES];
+    u32 was = x.load(std::memory_order_relaxed);
+    while (was < seq && !x.compare_exchange_weak(was, seq, std::memory_order_relaxed)) continue;
+}
+/* Whether no launch from `seq` on has written to p or near it. */
+inline bool is_settled(uintptr_t p, u64 seq) {
+    return !in_arena((const void *)p) ||
+           arena.latest[(p - arena.base) / LATEST_BYTES].load(std::memory_order_relaxed) < seq;
 }
 
 /* ---- Decoded programs ---- */
@@ -143,19 +156,19 @@ enum Space : u8 { GENERIC, GLOBAL, SHARED, LOCAL, PARAM };
 enum Touch : u8 { NO_ACCESS, LOADS, STORES, UPDATES, COPIES, MATRICES, PREFETCHES };
 enum { NONE = INT32_MAX };
 
-struct Insn {
+struct alignas(64) Insn {
     Fn fn = NULL;
     s32 o[6] = {NONE, NONE, NONE, NONE, NONE, NONE}; /* operands: offsets of registers; bit 31: of constants */
     s32 guard = NONE;
-    s32 ext = 0; /* index of the first operand in Kernel::ext, where there are more than six */
-    s32 target = -1;
-    Touch access = NO_ACCESS;
-    const char *text = NULL; /* of the instruction, up to its semicolon */
-    s64 imm = 0;
+    s32 target = -1; /* of a branch; of mma: index of the first operand in Kernel::ext */
     Kind kind = SIMPLE;
-    bool guard_not = false;
-    bool cached = true, strong = false; /* cached: a plain load, through L1; strong: not torn, see the memory model */
-    u8 n = 1, bytes = 0, space = 0, nc = 0;
+    Touch access = NO_ACCESS;
+    u8 n = 1, bytes = 0, space = 0;
+    bool guard_not : 1, nc : 1;
+    bool cached : 1, strong : 1; /* a plain load, through L1; not torn, see the memory model */
+    s64 imm = 0;
+    const char *text = NULL; /* of the instruction, up to its semicolon */
+    Insn() : guard_not(false), nc(false), cached(true), strong(false) {}
 };
 
 struct Param {
@@ -260,6 +273,7 @@ struct Launch {
     /* Those have ended. Written and read by the thread of its stream. */
     bool released;
     u64 seq = 0;             /* counts launches of all streams from 1 */
+    u64 oldest = 0;          /* those of its stream before this one had ended when it began */
     std::vector<u32> order;  /* of blocks; empty: 0, 1, .. */
     u64 next = 0, ended = 0; /* blocks that were begun, and that have ended */
     bool pauses;             /* its blocks pause after griddepcontrol.launch_dependents: the next launch goes first */
@@ -328,6 +342,7 @@ struct Block {
     struct {
         uintptr_t lo, hi;
     } cache[32]; /* of allocations that its device may use, see cache_slot */
+    int device;
     std::vector<u8> buffer, shared_buffer, local_buffer;
     std::vector<u32> order; /* of warps */
     u64 polls;              /* loads that acquire */

@@ -43,6 +43,8 @@ void *arena_alloc(size_t bytes, int device) {
     if (!arena.base) {
         arena.base = arena.next = (uintptr_t)reserve(arena.size, PROT_NONE);
         arena.shadow = (u64 *)reserve(arena.size * 2, PROT_READ | PROT_WRITE);
+        arena.latest =
+            (std::atomic<u32> *)reserve(arena.size / LATEST_BYTES * sizeof *arena.latest, PROT_READ | PROT_WRITE);
     }
     const size_t whole = (bytes + PAGE - 1) / PAGE * PAGE + PAGE;
     Device *d = device == HOST ? NULL : &machine.device[device];
@@ -95,17 +97,13 @@ bool range_ok(const void *p, size_t n) {
 }
 
 bool may_access(Block &b, uintptr_t lo, uintptr_t hi) {
-    for (int again = 0; again < 2; again++) {
-        const Alloc *a = alloc_find(*b.all, lo, hi);
-        if (a) {
-            const int own = b.launch->device;
-            if (a->device != HOST && a->device != own && !machine.peer_enabled[own][a->device]) return false;
-            b.cache[cache_slot(lo)] = {a->lo, a->hi};
-            return true;
-        }
-        b.all = arena_snapshot();
-    }
-    return false;
+    const Alloc *a = alloc_find(*b.all, lo, hi);
+    if (!a) b.all = arena_snapshot(), a = alloc_find(*b.all, lo, hi);
+    if (!a) return false;
+    const int own = b.launch->device;
+    if (a->device != HOST && a->device != own && !machine.peer_enabled[own][a->device]) return false;
+    b.cache[cache_slot(lo)] = {a->lo, a->hi};
+    return true;
 }
 
 } // namespace ptxsim
