@@ -138,10 +138,10 @@ coverage: build/test_cuda
 	build/test_cuda --covered build/coverage
 
 build/test_moe: $(TESTS) | build
-	$(CC) $(FLAGS) -g1 tests/test_moe.c -o $@ $(LIBS)
+	$(CC) $(FLAGS) -g1 -DBANDWIDTH_PIECES=64 tests/test_moe.c -o $@ $(LIBS)
 
 # The tests of the CUDA backend: as nvcc compiles it to PTX, with a simulator in place of the CUDA runtime and its GPUs.
-SIMULATED  := -DSIMULATED -DALLREDUCE_SLOT_FLOATS=3072 -DDELTA_SEGMENT_TOKENS=128 -DMLA_SEGMENT_KEYS=64
+SIMULATED  := -DSIMULATED -DALLREDUCE_SLOT_FLOATS=3072 -DDELTA_SEGMENT_TOKENS=128 -DMLA_SEGMENT_KEYS=64 -DBANDWIDTH_PIECES=64
 SIM_PARTS  := memory decode races counts execute runtime nccl
 SIM_FLAGS   = -std=c++17 -O3 -g1 $(filter-out -Wvla,$(WARN)) -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-strict-aliasing $(SIM_ARCH) -I$(CUDA_LIB)/../include
 # Vectors of the host's, where the compiler has them: 32 lanes are a loop.
@@ -151,7 +151,7 @@ build/test_cuda: build/test_cuda.o build/simulated.o $(SIM_PARTS:%=build/ptxsim_
 	$(CXX) $^ -fopenmp -lpthread -o $@ $(LIBS)
 
 build/test_cuda.o: $(TESTS) | build
-	$(CC) $(FLAGS) -O1 -g1 -DMOE_CUDA $(SIMULATED) -Wno-unused-function -Wno-format-truncation -c tests/test_moe.c -o $@
+	$(CC) $(FLAGS) -O1 -ftree-vectorize -g1 -DMOE_CUDA $(SIMULATED) -Wno-unused-function -Wno-format-truncation -c tests/test_moe.c -o $@
 
 PTX_FLAGS   = $(CUDA_COMMON) --compress-mode=none $(foreach t,$(PTX_TARGETS),-gencode arch=$t$(,)code=$t)
 build/simulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu tests/bench_decode.cu tests/ptxsim/ptxsim.h | build

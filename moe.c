@@ -12226,16 +12226,19 @@ static void ref_act_pack(enum act_format f, const float *x, int n, void *out) {
     memset((char *)out + (size_t)n * sizeof *x, 0, act_bytes(f, n) - (size_t)n * sizeof *x);
 }
 
-/* Returns the dot product of a (n) and b (n), summed in double. */
-static double ref_dot_wide(const float *a, const float *b, int n) {
-    double s[8] = {0};
-    int i = 0;
-    for (; i + 8 <= n; i += 8)
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) s[j] += (double)a[i + j] * (double)b[i + j];
-    for (; i < n; i++) s[0] += (double)a[i] * (double)b[i];
-    return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-}
+/* Return the dot product of a (n) and b (n), summed in double. */
+#define REF_DOT(name, type)                                                                                  \
+    static double name(const type *a, const float *b, int n) {                                               \
+        double s[8] = {0};                                                                                   \
+        int i = 0;                                                                                           \
+        for (; i + 8 <= n; i += 8)                                                                           \
+            _Pragma("GCC unroll 8") for (int j = 0; j < 8; j++) s[j] += (double)a[i + j] * (double)b[i + j]; \
+        for (; i < n; i++) s[0] += (double)a[i] * (double)b[i];                                              \
+        return ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));                            \
+    }
+REF_DOT(ref_dot_wide, float)
+REF_DOT(ref_dot_decoded, double)
+#undef REF_DOT
 
 static float ref_dot(const float *a, const float *b, int n) { return (float)ref_dot_wide(a, b, n); }
 
@@ -12243,6 +12246,7 @@ static float ref_dot(const float *a, const float *b, int n) { return (float)ref_
 static void ref_gemm(const struct gemm *g) {
     enum { PIECE = 512, TOKENS = 16 };
     float w[PIECE];
+    double wide[PIECE];
     for (int t0 = 0; t0 < g->n_tok; t0 += TOKENS) {
         int nt = g->n_tok - t0 < TOKENS ? g->n_tok - t0 : TOKENS;
         for (int r = 0; r < g->n_out; r++) {
@@ -12251,8 +12255,9 @@ static void ref_gemm(const struct gemm *g) {
             for (int i = 0; i < g->n_in; i += PIECE) {
                 int n = g->n_in - i < PIECE ? g->n_in - i : PIECE;
                 gguf_dequantize_row(g->type, row + gguf_row_bytes(g->type, (size_t)i), w, (size_t)n);
+                for (int k = 0; k < n; k++) wide[k] = (double)w[k];
                 for (int t = 0; t < nt; t++)
-                    sum[t] += ref_dot_wide(w, (const float *)(const void *)gemm_x(g, t0 + t) + i, n);
+                    sum[t] += ref_dot_decoded(wide, (const float *)(const void *)gemm_x(g, t0 + t) + i, n);
             }
             for (int t = 0; t < nt; t++) g->y[(size_t)(t0 + t) * g->y_stride + (size_t)r] = (float)(g->scale * sum[t]);
         }
@@ -13947,6 +13952,9 @@ struct bandwidth {
 };
 
 enum { BANDWIDTH_PIECE = 1 << 20 };
+#ifndef BANDWIDTH_PIECES
+#define BANDWIDTH_PIECES 1024 /* tests read less */
+#endif
 
 static void bandwidth_fill(void *arg) {
     const struct bandwidth *b = arg;
@@ -13969,7 +13977,7 @@ static void bandwidth_read(void *arg) {
 static double memory_bandwidth(int n_threads) {
     struct bandwidth b = {.k = kernels_choose(), .n = 1};
     const size_t mib = (size_t)(memory_available() >> 20);
-    if (mib > 4) b.n = mib > 4096 ? 1024 : (int)(mib / 4);
+    if (mib > 4) b.n = mib > 4 * BANDWIDTH_PIECES ? BANDWIDTH_PIECES : (int)(mib / 4);
     const size_t bytes = (size_t)b.n * BANDWIDTH_PIECE;
     b.p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (b.p == MAP_FAILED) return 0;
