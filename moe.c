@@ -11848,7 +11848,9 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
  * Outside team_run a thread is alone: its loops have all items, and it waits for nobody.
  * ============================================================================================================ */
 
+#ifndef TEAM_SPIN
 #define TEAM_SPIN 50e-6 /* seconds; waking a thread takes about as long */
+#endif
 
 enum { ITEM_BITS = 20, LOOP_BITS = 24, ITEM_MASK = (1 << ITEM_BITS) - 1 };
 
