@@ -437,6 +437,7 @@ struct Decoder {
                                    : GENERIC;
         in.nc = has("nc");
         in.strong = has("volatile") || has("relaxed") || has("acquire") || has("release");
+        in.late = !ld && has("relaxed") && in.space <= GLOBAL;
         in.cached = !(has("cg") || has("volatile") || has("relaxed") || has("acquire") || has("cv"));
         in.bytes = (u8)(suffix.bits / 8);
         const auto v = parts(ld ? arg[0] : arg[1]);

@@ -53,6 +53,19 @@ void trap(Block &b, const Insn *in, const char *format, ...) {
     machine_fail();
 }
 
+void stores_land(Block &b, size_t n) {
+    for (size_t i = b.late.size() - n; i < b.late.size(); i++) {
+        const LateStore &s = b.late[i];
+        if (s.bytes == 1) *(volatile u8 *)s.at = (u8)s.value;
+        else if (s.bytes == 2) *(volatile u16 *)s.at = (u16)s.value;
+        else if (s.bytes == 4) *(volatile u32 *)s.at = (u32)s.value;
+        else *(volatile u64 *)s.at = s.value;
+    }
+    if (!n) return;
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    b.late.resize(b.late.size() - n);
+}
+
 /* ---- Warps ---- */
 
 static s32 next_meeting(const Warp &w, s32 pc) {
@@ -265,6 +278,7 @@ static void block_begin(Block &b, Launch &L, u64 id) {
     b.launch = &L, b.k = &k, b.id = id, b.status = READY;
     b.ctaid = {(u32)(id % L.grid.x), (u32)(id / L.grid.x % L.grid.y), (u32)(id / L.grid.x / L.grid.y)};
     b.triggered = b.waited = b.acquired = b.leave = false;
+    b.late.clear();
     b.polls = 0;
     b.shared_bytes = L.dynamic ? k.dynamic_at + (u32)L.dynamic : k.static_shared;
     auto reserve = [](std::vector<u8> &v, size_t bytes) {
@@ -341,6 +355,7 @@ static void block_run(Block &b) {
                      "deadlock at barriers: warp %u waits at one that is never complete", w.index);
         break;
     }
+    stores_land(b, b.late.size());
     b.status = ENDED;
     if (L.overlaps && !b.waited && !L.failed)
         note("kernel %s: a block ends without griddepcontrol.wait: what follows may overtake the kernel before",

@@ -772,7 +772,10 @@ template <class M, class R>
 static void load_acquire(Warp &w,
                          const Insn &in) { /* a poll, perhaps: of what another block, stream or device writes */
     load<M, R>(w, in);
-    if (!(++w.b->polls & 63)) w.b->status = POLLING, w.b->leave = true;
+    if (!(++w.b->polls & 63)) {
+        stores_land(*w.b, (w.b->late.size() + 1) / 2); /* at some time all become visible: the last ones first */
+        w.b->status = POLLING, w.b->leave = true;
+    }
     std::atomic_thread_fence(std::memory_order_acquire);
     w.b->acquired = true;
     races_acquired(w, in);
@@ -812,11 +815,15 @@ static void store(Warp &w, const Insn &in) {
         if (n == 4) return store_row<M, R, 4>(w, in, to);
     }
     for (int l = 0; l < LANES; l++)
-        if (m >> l & 1)
-            for (int j = 0; j < n; j++) ((volatile M *)at.a[l])[j] = (M)src<R>(w, in.o[1 + j])[l];
+        for (int j = 0; j < n && m >> l & 1; j++) {
+            const M x = (M)src<R>(w, in.o[1 + j])[l];
+            if (in.late) w.b->late.push_back({at.a[l] + (size_t)j * sizeof(M), (u64)x, sizeof(M)});
+            else ((volatile M *)at.a[l])[j] = x;
+        }
 }
 template <class M, class R>
 static void store_release(Warp &w, const Insn &in) {
+    stores_land(*w.b, w.b->late.size());
     std::atomic_thread_fence(std::memory_order_release);
     races_released(w, in);
     store<M, R>(w, in);
@@ -830,7 +837,10 @@ static void atomic(Warp &w, const Insn &in) { /* o[0] address, o[1] result or NO
     if (!addresses(w, in, in.space, sizeof(T), at, in.o[0], in.imm)) return;
     const T *v = src<T>(w, in.o[2]);
     races_lanes(w, in, at.a, sizeof(T), ATOMIC);
-    if (in.nc) w.b->acquired = true, races_released(w, in), races_acquired(w, in);
+    if (in.nc) {
+        stores_land(*w.b, w.b->late.size());
+        w.b->acquired = true, races_released(w, in), races_acquired(w, in);
+    }
     for (int l = 0; l < LANES; l++) {
         if (!(w.m >> l & 1)) continue;
         T *p = (T *)at.a[l], old = __atomic_load_n(p, __ATOMIC_SEQ_CST), now;
@@ -851,6 +861,7 @@ static void atomic(Warp &w, const Insn &in) { /* o[0] address, o[1] result or NO
     }
 }
 static void fence(Warp &w, const Insn &) {
+    stores_land(*w.b, w.b->late.size());
     std::atomic_thread_fence(std::memory_order_seq_cst);
     w.b->acquired = true;
 }

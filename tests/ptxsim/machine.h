@@ -166,9 +166,10 @@ struct alignas(64) Insn {
     u8 n = 1, bytes = 0, space = 0;
     bool guard_not : 1, nc : 1;
     bool cached : 1, strong : 1; /* a plain load, through L1; not torn, see the memory model */
+    bool late : 1;               /* a relaxed store, which lands as late as it may */
     s64 imm = 0;
     const char *text = NULL; /* of the instruction, up to its semicolon */
-    Insn() : guard_not(false), nc(false), cached(true), strong(false) {}
+    Insn() : guard_not(false), nc(false), cached(true), strong(false), late(false) {}
 };
 
 struct Param {
@@ -291,6 +292,12 @@ struct AsyncCopy {
     uintptr_t src;
 };
 
+struct LateStore { /* a relaxed store to memory that has not landed */
+    uintptr_t at;
+    u64 value;
+    u8 bytes;
+};
+
 struct Split { /* lanes that are elsewhere than those that run */
     s32 pc;
     u32 mask;
@@ -346,6 +353,7 @@ struct Block {
     std::vector<u8> buffer, shared_buffer, local_buffer;
     std::vector<u32> order; /* of warps */
     u64 polls;              /* loads that acquire */
+    std::vector<LateStore> late;
     std::minstd_rand rng;
     BlockRaces races;
 };
@@ -366,6 +374,9 @@ std::string insn_text(const Insn &in);
 /* Whether the block's device may use [lo, hi). */
 bool may_access(Block &b, uintptr_t lo, uintptr_t hi);
 inline size_t cache_slot(uintptr_t p) { return p >> 12 & 31; }
+/* The latest n of the block's late stores land. */
+void stores_land(Block &b, size_t n);
+
 /* Runs a launch, and those after it that may begin before it has ended: `next` gives them, or nothing. On return all have
  * ended. */
 void launches_run(std::shared_ptr<Launch> first, const std::function<std::shared_ptr<Launch>()> &next);

@@ -14,8 +14,9 @@
  *
  * Checks: every address lies in an allocation that the device may use and is aligned for the access; shared memory is
  * bounded, and poisoned at the start of a block; cp.async writes garbage at once and the data at the wait, the latest
- * moment that the ISA allows; .aligned instructions need the whole warp; limits of launches; what a kernel that may
- * overlap with those before it reads and writes before griddepcontrol.wait.
+ * moment that the ISA allows; relaxed stores land when their block releases or ends, and while it polls, the last ones
+ * first; .aligned instructions need the whole warp; limits of launches; what a kernel that may overlap with those before
+ * it reads and writes before griddepcontrol.wait.
  *
  * memory.cpp, decode.cpp with instructions.h, execute.cpp, runtime.cpp and nccl.cpp are the parts; races.cpp and
  * counts.cpp watch what runs; machine.h is what they share. This file is what tests change of the machine. Its functions

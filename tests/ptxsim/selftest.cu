@@ -1398,6 +1398,42 @@ static Outcome test_ahead() {
     return PASSED;
 }
 
+/* ---- Order of stores -------------------------------------------------------------------------------------------- */
+
+__device__ void wait_for(const u32 *flag) {
+    u32 x;
+    do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
+    while (!x);
+}
+/* Block 0 writes p[0] and then the flag p[1]; block 1 waits for the flag and copies p[0] to p[2]. */
+__global__ void flag_kernel(u32 *p, bool release) {
+    if (!blockIdx.x) {
+        asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(p) : "memory");
+        if (release) asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(p + 1) : "memory");
+        else asm volatile("st.relaxed.sys.global.u32 [%0], 1;" ::"l"(p + 1) : "memory");
+        wait_for(p + 3);
+    } else {
+        u32 x;
+        wait_for(p + 1);
+        asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+        p[2] = x;
+        asm volatile("st.release.sys.global.u32 [%0], 1;" ::"l"(p + 3) : "memory");
+    }
+}
+/* A flag that is stored without a release may be seen before what was stored before it. */
+static Outcome test_flags() {
+    for (int release = 0; release < 2; release++) {
+        const Array<u32> p(4);
+        u32 got[4];
+        CUDA(cudaMemset(p.p, 0, sizeof got));
+        flag_kernel<<<2, 1>>>(p.p, release);
+        CUDA(cudaMemcpy(got, p.p, sizeof got, cudaMemcpyDefault));
+        if (got[0] != 1 || got[1] != 1 || got[2] != (u32)release)
+            return fail("%s release: %u, %u, %u", release ? "with" : "without", got[0], got[1], got[2]);
+    }
+    return PASSED;
+}
+
 /* ---- Violations -------------------------------------------------------------------------------------------------- */
 
 /* V(name, threads, the instruction that a message has to name, code): each ends in an error that stays. p: 64 words. */
@@ -1606,6 +1642,7 @@ static void add_tests() {
     for (const Counted &t : counted) add("counters", t.name, [&t] { return run_counted(t); });
     add("counters", "distinct sectors", test_distinct);
     add("counters", "prefetches", test_ahead, 90);
+    add("stores", "flags", test_flags);
     for (const Violation &v : violations)
         add(
             "violation", v.name, [&v] { return run_violation(v); }, strcmp(v.name, "unknown_bf16x2") ? 80 : 90);
