@@ -557,8 +557,11 @@ extern "C" void cuda_test_upload(void) {
                 sn((size_t)s.n_out * n_half), cs_2((size_t)s.n_out * 3), sn_2((size_t)s.n_out * 3);
             gpu_array<struct batch> b(std::vector<struct batch>{{pos, s.n_out, pos}});
             ids_d.arrive();
+            struct device_matrix d = w.d; /* some have no factors of their own */
+            if (wide) d.scale = NULL;
+            const double factor = wide ? 1 / (double)w.scale[0] : 1;
             const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
-            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, w.d, ids_d.p, b.p, x.p,
+            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, d, ids_d.p, b.p, x.p,
                        copies, ropes);
             finish("embedding");
             std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
@@ -566,7 +569,7 @@ extern "C" void cuda_test_upload(void) {
             for (int i = 0; i < s.n_out; i++) {
                 for (int k = 0; k < copies * n_in; k++)
                     sum.add((double)got[(size_t)(i * copies * n_in + k)] / s.size,
-                            w.v[(size_t)(ids[(size_t)i] * n_in + k % n_in)] / s.size);
+                            w.v[(size_t)(ids[(size_t)i] * n_in + k % n_in)] * factor / s.size);
                 for (int k = 0; k < n_half; k++) {
                     const double a = (double)((float)(pos + i) * freq[(size_t)k]);
                     angles.add((double)c[(size_t)(i * n_half + k)], 1.5 * cos(a));
@@ -1043,7 +1046,7 @@ extern "C" void cuda_test_router(void) {
         c.input = true, c.n_embd = 4096;
         for (int n : {1, 4, 5}) c.n_tok = n, run_route(c);
         c.n_embd = 2600, c.n_tok = 8, run_route(c);
-        for (int n : {1, 3, 16, 17})
+        for (int n : {1, 3, 7, 16, 17})
             for (enum gating gating : {GATING_SOFTMAX, GATING_SIGMOID, GATING_SQRT_SOFTPLUS, GATING_CHOSEN})
                 for (int input = 0; input <= (n < 8); input++)
                     run_route(

@@ -129,7 +129,7 @@ static void run_streams_norm(int n, int parts, bool last) {
     const std::vector<float> x = random_floats(TOKENS * S * n, 1), w = random_floats(n, 1),
                              base = random_floats(STREAM_ROWS, 1), scale = random_floats(3, 1),
                              ahead = random_floats(64, 1);
-    std::vector<float> sums = random_floats(TOKENS * parts * STREAM_SUMS, 1);
+    std::vector<float> sums = random_floats(TOKENS * parts * STREAM_SUMS, 0.1);
     for (size_t i = STREAM_ROWS; i < sums.size(); i += STREAM_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
     gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums), ahead_d(ahead);
     gpu_array<float> mix(TOKENS * (STREAM_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
@@ -303,7 +303,7 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
 /* Queries, keys and compressed keys of attention with one KV head of d values, of which any number is rotated, far into a
  * long text: keys of RATIO tokens are means over SPAN, of which the ring has some. */
 static void run_shared_store(int d, int rope, int pos) {
-    enum { TOKENS = 8, HEADS = 2, RATIO = 4, SPAN = 8, RING = 39 };
+    enum { TOKENS = 8, HEADS = 2, RATIO = 3, SPAN = 6, RING = 39 };
     const int wide = SPAN / RATIO * d, pairs = rope / 2, first = pos - SPAN;
     const size_t width = (size_t)wide, heads = (size_t)d;
     test_plane window(RING, d, ATTN_GROUP, false, RING),
@@ -374,7 +374,7 @@ static void run_shared_store(int d, int rope, int pos) {
                          turn(std::vector<double>(x, x + d), k_norm, true, angle));
         bad += memcmp(&kept[(size_t)row * 2 * width], &value[(size_t)(SPAN + t) * width], width * sizeof(float)) != 0;
     }
-    blocks.read(0, TOKENS / RATIO);
+    blocks.read(0, (pos + TOKENS) / RATIO - pos / RATIO);
     for (int key = pos / RATIO; key < (pos + TOKENS) / RATIO; key++) {
         std::vector<double> mean;
         for (int i = 0; i < d; i++) {
@@ -629,4 +629,8 @@ extern "C" void cuda_test_rows(void) {
     const bool fp4 = cuda_test_begin(24);
     run_stats(3900, 5, 5, 7), run_stats(40, 17, 2, 3);
     if (fp4) run_quantize(2, 16424);
+    gpu_array<float> rate(std::vector<float>{7});
+    LAUNCH_PDL(k_mma_rate, 1, 512, 0, test_stream, 31, rate.p);
+    finish("the rate of products");
+    expect(rate.get()[0] == 7, "products of 1 have a sum below 0");
 }

@@ -739,7 +739,7 @@ struct Decoder {
             operand(1, arg[1], false, 64);
             in.fn = has("global")         ? unary<u64, u64, Mov<u64>>
                     : has("shared")       ? to ? cvta_to_shared : cvta_shared
-                    : has("local") && !to ? cvta_local
+                    : has("local")        ? to ? cvta_to_local : cvta_local
                     : has("param") && !to ? cvta_param
                                           : (Fn)NULL;
         } else if (opcode == "cp") {

@@ -886,6 +886,12 @@ static void cvta_local(Warp &w, const Insn &in) {
     for (int l = 0; l < LANES; l++)
         if (w.m >> l & 1) d[l] = (u64)(uintptr_t)(w.local + (size_t)l * w.b->k->local_bytes) + a[l];
 }
+static void cvta_to_local(Warp &w, const Insn &in) {
+    u64 *d = dst<u64>(w, in.o[0]);
+    const u64 *a = src<u64>(w, in.o[1]);
+    for (int l = 0; l < LANES; l++)
+        if (w.m >> l & 1) d[l] = a[l] - (u64)(uintptr_t)(w.local + (size_t)l * w.b->k->local_bytes);
+}
 static void cvta_param(Warp &w, const Insn &in) {
     u64 *d = dst<u64>(w, in.o[0]);
     const u64 *a = src<u64>(w, in.o[1]);

@@ -360,7 +360,8 @@ __global__ void k_local(u32 *out, const u32 *v) {
         "{ .local .align 8 .b8 buffer[64]; .reg .b64 p, g; .reg .b32 x; mov.u64 p, buffer;"
         "  st.local.u32 [buffer+4], %4; st.local.v2.u32 [p+16], {%5, %4}; bar.warp.sync -1;"
         "  ld.local.u32 %0, [p+4]; ld.local.v2.u32 {%1, %2}, [buffer+16];"
-        "  add.u64 p, p, 24; ld.local.u32 %3, [p+-8]; cvta.local.u64 g, p; ld.u32 x, [g+-4]; xor.b32 %3, %3, x; }"
+        "  add.u64 p, p, 24; cvta.local.u64 g, p; ld.u32 x, [g+-4]; cvta.to.local.u64 p, g; ld.local.u32 %3, [p+-8];"
+        "  xor.b32 %3, %3, x; }"
         : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
         : "r"(v[l]), "r"(v[l + LANES])
         : "memory");
