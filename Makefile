@@ -123,7 +123,8 @@ else
 endif
 
 ## make test-chips runs the CUDA backend's PTX as other chips do, with sums that tensor cores cut off, and looks for races
-SIM_KERNELS := cuda/upload cuda/gemv cuda/router cuda/sort cuda/links cuda/gemm cuda/attention cuda/windows cuda/delta_net
+SIM_KERNELS := cuda/upload cuda/gemv cuda/router cuda/sort cuda/links cuda/gemm cuda/attention cuda/windows cuda/delta_net \
+    cuda/norms cuda/rotations cuda/indexer cuda/rows
 test-chips: build/test_cuda
 	build/test_cuda --capability 90 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
 	build/test_cuda --capability 80 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
@@ -196,7 +197,8 @@ build/test_gpu: $(TESTS) tests/test_cuda.cu | build
 	$(CC) build/test_gpu.o build/test_gpu_cuda.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
 
 ## make test-gpu  runs the tests of the CUDA backend on a GPU, and those of its kernels under compute-sanitizer
-KERNELS   := cuda/upload cuda/gemv cuda/router cuda/sort cuda/gemm cuda/attention cuda/delta_net
+KERNELS   := cuda/upload cuda/gemv cuda/router cuda/sort cuda/gemm cuda/attention cuda/delta_net cuda/norms cuda/rotations \
+    cuda/indexer cuda/rows
 SANITIZER  = $(firstword $(shell command -v compute-sanitizer) $(wildcard $(dir $(NVCC))compute-sanitizer))
 test-gpu: build/demo.gguf $(if $(NVCC),build/test_gpu)
 	@[ -n "$(NVCC)" ] || { echo "make test-gpu wants nvcc"; exit 1; }
