@@ -26264,8 +26264,8 @@ static void doctor_bus(struct doctor *d) {
 
 /* Generation of a PCIe link by its billions of transfers per second; 0: unknown. */
 static int link_generation(double gt) {
-    static const double rate[] = {2.5, 5, 8, 16, 32, 64};
-    for (int i = 0; i < 6; i++)
+    static const double rate[] = {2.5, 5, 8, 16, 32, 64, 128};
+    for (int i = 0; i < 7; i++)
         if (gt > 0.9 * rate[i] && gt < 1.1 * rate[i]) return i + 1;
     return 0;
 }

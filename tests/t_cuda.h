@@ -2232,8 +2232,8 @@ static void test_cuda_doctor(void) {
               EXIT_OK,
               {{SEVERITY_OK, "GPU 0: simulated GPU, capability 12.0, image sm_120f", NULL},
                {SEVERITY_OK, "GPU 1: simulated GPU, capability 8.0, image PTX for compute_80", NULL},
-               {SEVERITY_WARNING, "GPU 0: PCIe 6.0 x8 of ", "riser"},
-               {SEVERITY_OK, "GPU 1: PCIe 6.0 x16 of at most 4.0 x16, 126.0 GB/s", NULL},
+               {SEVERITY_WARNING, "GPU 0: PCIe 7.0 x8 of ", "riser"},
+               {SEVERITY_OK, "GPU 1: PCIe 7.0 x16 of at most 4.0 x16, 252.1 GB/s", NULL},
                {SEVERITY_WARNING, "us, less than a quarter of the link's rate", "iommu=pt"}}},
              {false,
               false,
@@ -2283,7 +2283,7 @@ static void test_cuda_doctor(void) {
         struct settings set;
         struct doctor *d = doctor_new(&set);
         machine_begin();
-        if (!i) machine_gpu(1, 8, "64.0 GT/s PCIe\n", 64), machine_gpu(2, 16, "64.0 GT/s PCIe\n", (size_t)16 << 30);
+        if (!i) machine_gpu(1, 8, "128.0 GT/s PCIe\n", 64), machine_gpu(2, 16, "128.0 GT/s PCIe\n", (size_t)16 << 30);
         cuda_test_devices(t[i].devices, t[i].peers);
         cuda_test_memory((size_t)512 << 20);
         for (int k = 0; k < 2; k++) cuda_test_capability(k, t[i].chip[k], 0);
