@@ -280,7 +280,7 @@ static void test_cli_usage(void) {
              {"--synth qwen3-30b-a3b --shard 0/8 --info", "768 columns of the experts, not a multiple of 512", 2},
              {"--shard 0/2 -p hi", "--shard works only with --synth", 2},
              {"--profile -p hi", "--profile works only with --bench", 2},
-             {"--cpu --bench --profile --tp 2", "--profile works only with a single rank, found 2", 1},
+             {"--cpu --bench --profile --tp 2", "--profile works only with a single rank, found 2", 2},
              {"--bench -c 15", "too small for --bench: expected at least 16", 1},
              {"--smoke -c 50", "too small for --smoke: expected at least 192", 1},
              {"--needle 99999999 -c 500", "99,999,999 tokens, and the context holds 500: shorten the prompt", 1},

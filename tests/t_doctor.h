@@ -272,7 +272,6 @@ static void test_doctor_cli(void) {
     check_command(IN_DIR("ln moe @/moe && @/moe --doctor --cpu -m build/demo.gguf -c 1200 </dev/null | "
                          "grep -o 'note.*C is not checked'"),
                   0, "note     C is not checked\n", NULL); /* a program without its prompts */
-    check_command(MOE "--bench --profile --cpu --tp 2 </dev/null", 2, "", "--profile works only with a single rank");
     check_command(MOE_BIN " --doctor --smoke </dev/null", 2, "", "cannot be combined");
     check_command(MOE_BIN " --doctor --cpu --gpus 0 </dev/null", 2, "", "cannot be combined");
     check_command(MOE_BIN " --doctor --cpu --tp 3 --pp 2 </dev/null", 2, "", "makes 6 ranks; at most 4");
