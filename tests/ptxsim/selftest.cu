@@ -144,6 +144,7 @@ enum { ROW = 64, AT = 32 };
 #define LOADS(L)                                                                                                       \
     L(ld_f32, "ld.f32", generic, 1, r, 32, 0) L(ld_v2_f32, "ld.v2.f32", generic, 2, r, 32, 0)                          \
     L(ld_v2_u32, "ld.v2.u32", generic, 2, r, 32, 0) L(ld_v4_f32, "ld.v4.f32", generic, 4, r, 32, 0)                    \
+    L(ld_v4_u32, "ld.v4.u32", generic, 4, r, 32, 0)                                                                    \
     L(ld_s8, "ld.s8", generic, 1, r, 8, 1) L(ld_u64, "ld.u64", generic, 1, l, 64, 0)                                   \
     L(ldg_u8, "ld.global.u8", global, 1, r, 8, 0) L(ldg_u8_16, "ld.global.u8", global, 1, h, 8, 0)                     \
     L(ldg_u8_64, "ld.global.u8", global, 1, l, 8, 0) L(ldg_s8, "ld.global.s8", global, 1, r, 8, 1)                     \
