@@ -1176,8 +1176,7 @@ DEVICE float block_sum(float x) {
 /* Counts the block in *arrived, which was 0 before the launch. Returns true in the last of n blocks: it then sees what all
  * of them wrote. */
 DEVICE bool last_block(uint32_t *arrived, uint32_t n) {
-    __threadfence(); /* this thread's writes come before the count */
-    __syncthreads(); /* all threads have written before the first one counts the block */
+    __syncthreads(); /* all threads have written before the first one counts the block: its release is for all of them */
     return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == n - 1);
 }
 

@@ -332,6 +332,7 @@ struct mutation {
     const struct edit *edit; /* NULL: none */
     int mistake;             /* of `mistakes`; -1: none */
     struct sim_site site;    /* text NULL: none */
+    int number;              /* of the site among those of its kernel, in the order of the PTX */
     bool reached[MUTANT_TESTS];
     pid_t pid;
 };
@@ -358,7 +359,8 @@ struct mutation {
 
 /* Prints how a mutant ended. Returns whether that is a failure of the tests. */
 static bool mutant_ended(const mutation &m, int status) {
-    const std::string text(m.site.text ? m.site.text : "", m.site.text ? strcspn(m.site.text, ";") : 0);
+    std::string text(m.site.text ? m.site.text : "", m.site.text ? strcspn(m.site.text, ";") : 0);
+    if (m.site.text) text += " (" + std::to_string(m.number) + ")";
     const char *why = NULL;
     for (auto &e : equivalents)
         if (m.site.text && strstr(m.site.kernel, e.kernel) && text.find(e.text) != std::string::npos) why = e.why;
@@ -413,10 +415,14 @@ static std::vector<mutation> find_sites() {
         for (const struct sim_site &s : sites) {
             if (!s.ran) continue;
             auto m = std::find_if(all.begin(), all.end(), [&](const mutation &x) { return x.site.text == s.text; });
-            if (m == all.end()) m = all.insert(m, {NULL, NULL, NULL, -1, s, {}, 0});
+            if (m == all.end()) m = all.insert(m, {NULL, NULL, NULL, -1, s, 0, {}, 0});
             m->reached[i] = true;
         }
     }
+    for (mutation &m : all)
+        m.number = 1 + (int)std::count_if(all.begin(), all.end(), [&](const mutation &x) {
+                       return !strcmp(x.site.kernel, m.site.kernel) && x.site.text < m.site.text;
+                   });
     return all;
 }
 
@@ -435,10 +441,10 @@ extern "C" int cuda_test_mutate(const char *text) {
     const auto add = [&](const mutation &m, std::vector<mutation> &to) {
         if (mutant_wanted(m, text)) to.push_back(m);
     };
-    add({"no mutation", NULL, NULL, -1, {}, {}, 0}, first);
-    for (const edit &e : edits) add({e.what, e.test, &e, -1, {}, {}, 0}, first);
+    add({"no mutation", NULL, NULL, -1, {}, 0, {}, 0}, first);
+    for (const edit &e : edits) add({e.what, e.test, &e, -1, {}, 0, {}, 0}, first);
     for (int i = 0; i < (int)(sizeof mistakes / sizeof *mistakes); i++)
-        add({mistakes[i].what, mistakes[i].test, NULL, i, {}, {}, 0}, first);
+        add({mistakes[i].what, mistakes[i].test, NULL, i, {}, 0, {}, 0}, first);
     int failures = run_mutants(first); /* before kernels are decoded here */
     for (const mutation &m : find_sites()) add(m, sites);
     if (cuda_test_failures() || sim_violations()) return puts("there are failures without a mutation"), 1;
