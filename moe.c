@@ -16203,18 +16203,49 @@ static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const 
                          .scratch = cpu_scratch(r)};
 }
 
-/* Packs the hidden rows of all jobs in format f, those of the last job in format `last`. As in pack_rows, every thread
- * packs all of them itself up to OWN_PACK bytes. */
-static const uint8_t *ffn_pack_hidden(const struct rank *r, enum act_format f, enum act_format last, size_t stride,
-                                      int n_rows) {
+/* What the jobs of one type of weights have in common: the experts' (or the dense feed-forward's), and the shared
+ * expert's, which is the last job. */
+struct ffn_part {
+    enum act_format in, hidden; /* of the inputs, and of the hidden rows */
+    const uint8_t *x;           /* (r->n_tok) packed inputs */
+    size_t stride;              /* bytes between them */
+};
+
+/* Packs the inputs of the jobs and chooses the format of their hidden rows. Jobs of one format share their inputs.
+ * per_job: average tokens of a job. */
+static void ffn_parts(const struct rank *r, enum act x, int per_job, struct ffn_part part[2]) {
+    const struct ffn_job *const job[2] = {&r->jobs[0], &r->jobs[r->n_jobs - 1]};
+    const int n_in = job[0]->gate->n_in;
+    size_t at = 0; /* in r->pack */
+    for (int i = 0; i < 2; i++) {
+        const int n = i && !job[i]->rows ? job[i]->n_tok : per_job;
+        const enum act_format in = r->k->act_format(job[i]->gate->type, n);
+        part[i].hidden = r->k->act_format(job[i]->down->type, n);
+        part[i].in = in;
+        part[i].stride = r->k->act_bytes(in, n_in);
+        part[i].x = i && in == part[0].in
+                        ? part[0].x
+                        : pack_rows(r, in, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack + at, i);
+        at += (size_t)r->n_tok * part[i].stride;
+    }
+}
+
+/* The part of job i. */
+static const struct ffn_part *ffn_part(const struct rank *r, const struct ffn_part part[2], int i) {
+    return &part[i == r->n_jobs - 1];
+}
+
+/* Packs the hidden rows of all jobs, `stride` bytes apart. As in pack_rows, every thread packs all of them itself up to
+ * OWN_PACK bytes. */
+static const uint8_t *ffn_pack_hidden(const struct rank *r, const struct ffn_part part[2], size_t stride, int n_rows) {
     const bool own = (size_t)n_rows * stride <= OWN_PACK;
     uint8_t *out = own ? scratch_pack(r, 2) : r->pack_h;
-    for (int j = 0; j < r->n_jobs; j++) {
-        const struct ffn_job *b = &r->jobs[j];
-        const size_t ff = (size_t)b->gate->n_out;
-        for (int t = own ? 0 : team_first(b->n_tok); t >= 0 && t < b->n_tok; t = own ? t + 1 : team_next())
-            r->k->act_pack(j == r->n_jobs - 1 ? last : f, r->hidden + b->hidden + (size_t)t * ff, (int)ff,
-                           out + (b->slot + (size_t)t) * stride);
+    for (int i = 0; i < r->n_jobs; i++) {
+        const struct ffn_job *j = &r->jobs[i];
+        const size_t ff = (size_t)j->gate->n_out;
+        for (int t = own ? 0 : team_first(j->n_tok); t >= 0 && t < j->n_tok; t = own ? t + 1 : team_next())
+            r->k->act_pack(ffn_part(r, part, i)->hidden, r->hidden + j->hidden + (size_t)t * ff, (int)ff,
+                           out + (j->slot + (size_t)t) * stride);
     }
     if (!own) team_barrier();
     return out;
@@ -16318,33 +16349,24 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
         team_barrier();
         return;
     }
-    const struct ffn_job *j0 = &r->jobs[0];
-    /* the shared expert, if there is one: it has all tokens, and its weights may be of another type */
-    const struct ffn_job *jn = &r->jobs[r->n_jobs - 1];
-    int per_last = jn->rows ? per_job : jn->n_tok;
-    enum act_format f = k->act_format(j0->gate->type, per_job), fs = k->act_format(jn->gate->type, per_last);
-    enum act_format fd = k->act_format(j0->down->type, per_job), fds = k->act_format(jn->down->type, per_last);
-    int n_in = j0->gate->n_in, n_ff = 0, n_rows = 0;
-    size_t stride = k->act_bytes(f, n_in), stride_s = k->act_bytes(fs, n_in);
-    const uint8_t *pack = pack_rows(r, f, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack, 0), *pack_s = pack;
-    if (fs != f)
-        pack_s =
-            pack_rows(r, fs, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack + (size_t)r->n_tok * stride, 1);
-    for (int j = 0; j < r->n_jobs; j++) {
-        n_ff = r->jobs[j].gate->n_out > n_ff ? r->jobs[j].gate->n_out : n_ff;
-        n_rows += r->jobs[j].n_tok;
+    struct ffn_part part[2];
+    int n_ff = 0, n_rows = 0;
+    ffn_parts(r, x, per_job, part);
+    for (int i = 0; i < r->n_jobs; i++) {
+        n_ff = int_max(n_ff, r->jobs[i].gate->n_out);
+        n_rows += r->jobs[i].n_tok;
     }
     float *tile = scratch_tile(r);
-    size_t h_stride = size_max(k->act_bytes(fd, n_ff), k->act_bytes(fds, n_ff));
-    int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = r->n_jobs * ff_tiles;
+    const size_t h_stride = size_max(k->act_bytes(part[0].hidden, n_ff), k->act_bytes(part[1].hidden, n_ff));
+    const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = r->n_jobs * ff_tiles;
     for (int i = team_first(tiles); i >= 0; i = team_next()) {
         const struct ffn_job *j = &r->jobs[i / ff_tiles];
-        int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
-        bool shared = j == jn;
+        const struct ffn_part *p = ffn_part(r, part, i / ff_tiles);
+        const int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
         if (row >= ff) continue;
-        struct gemm g = ffn_gemm(r, j->gate, j, shared ? fs : f, row), u = ffn_gemm(r, j->up, j, shared ? fs : f, row);
-        g.x = u.x = shared ? pack_s : pack;
-        g.x_stride = u.x_stride = shared ? stride_s : stride;
+        struct gemm g = ffn_gemm(r, j->gate, j, p->in, row), u = ffn_gemm(r, j->up, j, p->in, row);
+        g.x = u.x = p->x;
+        g.x_stride = u.x_stride = p->stride;
         g.rows = u.rows = j->rows;
         g.y = r->hidden + j->hidden + row;
         g.y_stride = (size_t)ff;
@@ -16356,7 +16378,7 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
             ffn_glu(r, il, j, row, g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
     op_end(jobs_bytes(r, false), "%s gate, up", jobs_name(r));
-    const uint8_t *pack_h = ffn_pack_hidden(r, fd, fds, h_stride, n_rows);
+    const uint8_t *pack_h = ffn_pack_hidden(r, part, h_stride, n_rows);
     /* many tokens: several tiles an item, between which a job's hidden rows stay in the second cache */
     const int width = r->width[out], n_tile = ceil_by(width, ROW_TILE);
     const int by = ROW_TILE * (r->n_tok > SAME_BITS_TOKENS ? int_max(1, int_min(8, n_tile / (4 * team_size()))) : 1);
@@ -16367,7 +16389,7 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
         for (int i = 0; i < r->n_jobs; i++)
             for (int row = c * by; row < end; row += ROW_TILE) {
                 const struct ffn_job *j = &r->jobs[i];
-                struct gemm g = ffn_gemm(r, j->down, j, j == jn ? fds : fd, row);
+                struct gemm g = ffn_gemm(r, j->down, j, ffn_part(r, part, i)->hidden, row);
                 g.x = pack_h + j->slot * h_stride;
                 g.x_stride = h_stride;
                 g.y = tile;
@@ -16380,8 +16402,9 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
                     k->scale_add(tile + t * ROW_TILE, j->w ? j->w[t] : 1.0f,
                                  act_row(r, out, j->rows ? j->rows[t] : t) + row, g.n_out);
                 if (!r->norm_parts || !j->rows) continue;
-                float *part = norm_part(r, row / ROW_TILE, j->slot);
-                for (int t = 0; t < j->n_tok; t++) part[t] = k->dot(tile + t * ROW_TILE, tile + t * ROW_TILE, g.n_out);
+                float *square = norm_part(r, row / ROW_TILE, j->slot);
+                for (int t = 0; t < j->n_tok; t++)
+                    square[t] = k->dot(tile + t * ROW_TILE, tile + t * ROW_TILE, g.n_out);
             }
     }
     op_end(jobs_bytes(r, true), "%s down", jobs_name(r));
