@@ -71,42 +71,51 @@ static void compare(Warp &w, const Insn &in) {
     template <class T>                            \
     struct name {                                 \
         static inline T f(T a) { return (T)(e); } \
-    };
+    }
 #define OP2(name, T, e)                                \
     template <class T>                                 \
     struct name {                                      \
         static inline T f(T a, T b) { return (T)(e); } \
-    };
+    }
 #define OPC(name, e)                                 \
     template <class T>                               \
     struct name {                                    \
         static inline bool f(T a, T b) { return e; } \
-    };
-OP2(Add, T, a + b)
-OP2(Sub, T, a - b)
-OP2(Mul, T, a *b)
-OP2(And, T, a &b)
-OP2(Or, T, a | b) OP2(Xor, T, a ^ b) OP1(Not, T, ~a) OP1(Mov, T, a) OP2(MinI, T, a < b ? a : b)
-    OP2(MaxI, T, a > b ? a : b) OP1(NegI, T, 0 - a) OP1(NegF, T, -a) OP1(AbsI, T, a < 0 ? 0 - a : a) OP2(DivF, T, a / b)
-    /* minNum: a NaN gives way to a number, -0 < +0 */
-    OP2(MinF, T,
-        a != a            ? b
-        : b != b          ? a
-        : a < b           ? a
-        : b < a           ? b
-        : std::signbit(a) ? a
-                          : b)
-        OP2(MaxF, T,
-            a != a            ? b
-            : b != b          ? a
-            : a > b           ? a
-            : b > a           ? b
-            : std::signbit(a) ? b
-                              : a) OPC(Eq, a == b) OPC(Ne, (a < b) | (a > b)) OPC(NeI, a != b) OPC(Lt, a < b)
-            OPC(Le, a <= b) OPC(Gt, a > b) OPC(Ge, a >= b) OPC(Equ, !((a < b) | (a > b))) OPC(Neu, !(a == b))
-                OPC(Ltu, !(a >= b)) OPC(Leu, !(a > b)) OPC(Gtu, !(a <= b)) OPC(Geu, !(a < b))
-                    OPC(Num, (a == a) & (b == b)) OPC(Nan, (a != a) | (b != b)) template <class T>
-                    struct DivI {
+    }
+OP2(Add, T, a + b);
+OP2(Sub, T, a - b);
+OP2(Mul, T, (a) * (b));
+OP2(And, T, (a) & (b));
+OP2(Or, T, a | b);
+OP2(Xor, T, a ^ b);
+OP1(Not, T, ~a);
+OP1(Mov, T, a);
+OP2(MinI, T, a < b ? a : b);
+OP2(MaxI, T, a > b ? a : b);
+OP1(NegI, T, 0 - a);
+OP1(NegF, T, -a);
+OP1(AbsI, T, a < 0 ? 0 - a : a);
+OP2(DivF, T, a / b);
+/* minNum: a NaN gives way to a number, -0 < +0 */
+OP2(MinF, T, a != a ? b : b != b ? a : a < b ? a : b < a ? b : std::signbit(a) ? a : b);
+OP2(MaxF, T, a != a ? b : b != b ? a : a > b ? a : b > a ? b : std::signbit(a) ? b : a);
+OPC(Eq, a == b);
+OPC(Ne, (a < b) | (a > b));
+OPC(NeI, a != b);
+OPC(Lt, a < b);
+OPC(Le, a <= b);
+OPC(Gt, a > b);
+OPC(Ge, a >= b);
+OPC(Equ, !((a < b) | (a > b)));
+OPC(Neu, !(a == b));
+OPC(Ltu, !(a >= b));
+OPC(Leu, !(a > b));
+OPC(Gtu, !(a <= b));
+OPC(Geu, !(a < b));
+OPC(Num, (a == a) & (b == b));
+OPC(Nan, (a != a) | (b != b));
+template <class T>
+struct DivI {
     static inline T f(T a, T b) {
         return b == 0 ? (T)-1 : std::is_signed<T>::value && b == (T)-1 ? (T)(0 - a) : (T)(a / b);
     }

@@ -1172,17 +1172,18 @@ static Outcome test_divergence() {
 }
 
 /* S(register, what it holds) */
-#define SPECIAL(S)                                                                                           \
-    S("%%tid.x", t % 4)                                                                                      \
-    S("%%tid.y", t / 4 % 3)                                                                                  \
-    S("%%tid.z", t / 12)                                                                                     \
-    S("%%ntid.x", 4)                                                                                         \
-    S("%%ntid.y", 3)                                                                                         \
-    S("%%ntid.z", 5)                                                                                         \
-    S("%%ctaid.x", block % 3)                                                                                \
-    S("%%ctaid.y", block / 3 % 2)                                                                            \
-    S("%%ctaid.z", block / 6) S("%%nctaid.x", 3) S("%%nctaid.y", 2) S("%%nctaid.z", 2) S("%%laneid", t % 32) \
-        S("%%lanemask_lt", (1u << t % 32) - 1)
+#define SPECIAL(S)                \
+    S("%%tid.x", t % 4)           \
+    S("%%tid.y", t / 4 % 3)       \
+    S("%%tid.z", t / 12)          \
+    S("%%ntid.x", 4)              \
+    S("%%ntid.y", 3)              \
+    S("%%ntid.z", 5)              \
+    S("%%ctaid.x", block % 3)     \
+    S("%%ctaid.y", block / 3 % 2) \
+    S("%%ctaid.z", block / 6)     \
+    S("%%nctaid.x", 3)            \
+    S("%%nctaid.y", 2) S("%%nctaid.z", 2) S("%%laneid", t % 32) S("%%lanemask_lt", (1u << t % 32) - 1)
 enum { SPECIALS = 14, BLOCK = 4 * 3 * 5, BLOCKS = 3 * 2 * 2 };
 __global__ void k_special(u32 *out, u64 *time) {
     const u32 t = threadIdx.x + 4 * (threadIdx.y + 3 * threadIdx.z);
