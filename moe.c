@@ -16203,15 +16203,16 @@ static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const 
                          .scratch = cpu_scratch(r)};
 }
 
-/* What the jobs of one type of weights have in common: the experts' (or the dense feed-forward's), and the shared
- * expert's, which is the last job. */
+/* The activations of some jobs of a feed-forward, in the formats that their weights ask for. Part 1 belongs to the last
+ * job, which may be the shared expert and of another type; part 0 to all others. */
 struct ffn_part {
-    enum act_format in, hidden; /* of the inputs, and of the hidden rows */
-    const uint8_t *x;           /* (r->n_tok) packed inputs */
-    size_t stride;              /* bytes between them */
+    enum act_format in;     /* of the inputs */
+    enum act_format hidden; /* of the hidden rows */
+    const uint8_t *x;       /* (r->n_tok) packed inputs */
+    size_t stride;          /* bytes from one packed input to the next */
 };
 
-/* Packs the inputs of the jobs and chooses the format of their hidden rows. Jobs of one format share their inputs.
+/* Packs the inputs and chooses the format of the hidden rows. Parts of one input format share the packed inputs.
  * per_job: average tokens of a job. */
 static void ffn_parts(const struct rank *r, enum act x, int per_job, struct ffn_part part[2]) {
     const struct ffn_job *const job[2] = {&r->jobs[0], &r->jobs[r->n_jobs - 1]};
@@ -16230,8 +16231,8 @@ static void ffn_parts(const struct rank *r, enum act x, int per_job, struct ffn_
     }
 }
 
-/* The part of job i. */
-static const struct ffn_part *ffn_part(const struct rank *r, const struct ffn_part part[2], int i) {
+/* Returns the part of job i. */
+static const struct ffn_part *ffn_part_of(const struct rank *r, const struct ffn_part part[2], int i) {
     return &part[i == r->n_jobs - 1];
 }
 
@@ -16244,7 +16245,7 @@ static const uint8_t *ffn_pack_hidden(const struct rank *r, const struct ffn_par
         const struct ffn_job *j = &r->jobs[i];
         const size_t ff = (size_t)j->gate->n_out;
         for (int t = own ? 0 : team_first(j->n_tok); t >= 0 && t < j->n_tok; t = own ? t + 1 : team_next())
-            r->k->act_pack(ffn_part(r, part, i)->hidden, r->hidden + j->hidden + (size_t)t * ff, (int)ff,
+            r->k->act_pack(ffn_part_of(r, part, i)->hidden, r->hidden + j->hidden + (size_t)t * ff, (int)ff,
                            out + (j->slot + (size_t)t) * stride);
     }
     if (!own) team_barrier();
@@ -16361,7 +16362,7 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
     const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = r->n_jobs * ff_tiles;
     for (int i = team_first(tiles); i >= 0; i = team_next()) {
         const struct ffn_job *j = &r->jobs[i / ff_tiles];
-        const struct ffn_part *p = ffn_part(r, part, i / ff_tiles);
+        const struct ffn_part *p = ffn_part_of(r, part, i / ff_tiles);
         const int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
         if (row >= ff) continue;
         struct gemm g = ffn_gemm(r, j->gate, j, p->in, row), u = ffn_gemm(r, j->up, j, p->in, row);
@@ -16389,7 +16390,7 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
         for (int i = 0; i < r->n_jobs; i++)
             for (int row = c * by; row < end; row += ROW_TILE) {
                 const struct ffn_job *j = &r->jobs[i];
-                struct gemm g = ffn_gemm(r, j->down, j, ffn_part(r, part, i)->hidden, row);
+                struct gemm g = ffn_gemm(r, j->down, j, ffn_part_of(r, part, i)->hidden, row);
                 g.x = pack_h + j->slot * h_stride;
                 g.x_stride = h_stride;
                 g.y = tile;

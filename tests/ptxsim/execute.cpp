@@ -18,9 +18,9 @@ std::string insn_text(const Insn &in) {
 
 static std::atomic<int> violations;
 static std::map<std::string, int> violations_seen;
-static std::atomic<bool> quiet{false}, last{false};
+static std::atomic<bool> quiet{false}, ends_at_violation{false};
 extern "C" void sim_quiet(bool on) { quiet = on; }
-extern "C" void sim_end_at_violation(void) { last = true; }
+extern "C" void sim_end_at_violation(void) { ends_at_violation = true; }
 extern "C" int sim_violations(void) { return violations; }
 extern "C" int sim_take_violations(void) {
     violations_seen.clear();
@@ -34,7 +34,7 @@ void note(const char *format, ...) {
     va_start(v, format);
     vsnprintf(s, sizeof s, format, v);
     va_end(v);
-    if (last) _exit(1);
+    if (ends_at_violation) _exit(1);
     std::lock_guard<std::mutex> g(lock);
     violations++;
     if (!violations_seen[s]++ && !quiet) fprintf(stderr, "ptxsim: %s\n", s);
