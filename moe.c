@@ -264,13 +264,38 @@ enum layer_has {
     HAS_EXPERT_IDS = 1 << 24  /* a table has the experts of every token id */
 };
 
-/* How a feed-forward joins gate and up. */
-enum glu {
-    GLU_SILU,       /* silu(gate) * up */
-    GLU_SILU_CLAMP, /* min(silu(gate), limit) * clamp(up, -limit, limit) */
-    GLU_CLAMP_SILU, /* silu(min(gate, limit)) * clamp(up, -limit, limit) */
-    GLU_OAI         /* gpt-oss: g = min(gate, limit): g sigmoid(1.702 g) * (clamp(up, -limit, limit) + 1) */
+/* How a feed-forward joins gate and up: silu(g) * u of g = alpha * min(gate, gate_max) and u = clamp(up, -up_max, up_max) *
+ * factor + offset. */
+struct glu {
+    float gate_max, up_max; /* up_max 0: g is gate and u is up */
+    float alpha, factor, offset;
 };
+
+/* silu(min(gate, limit)) * clamp(up, -limit, limit). Limit 0 here and below: there is none. */
+static inline struct glu glu_clamp_silu(float limit) {
+    const struct glu g = {limit, limit, 1, 1, 0};
+    return g;
+}
+
+/* gpt-oss: g sigmoid(1.702 g) * (clamp(up, -limit, limit) + 1), where g = min(gate, limit). */
+static inline struct glu glu_oai(float limit) {
+    const float alpha = 1.702f;
+    const struct glu g = {limit, limit, alpha, 1 / alpha, 1 / alpha};
+    return g;
+}
+
+/* min(silu(gate), limit) * clamp(up, -limit, limit). Where silu is positive it grows, so that min(silu(gate), limit) is
+ * silu(min(gate, x)) with silu(x) = limit. */
+static inline struct glu glu_silu_clamp(float limit) {
+    double lo = (double)limit, hi = lo + 0.3; /* x - silu(x) is at most 0.28 */
+    for (int i = 0; i < 40; i++) {
+        const double x = (lo + hi) / 2;
+        if (x / (1 + exp(-x)) < (double)limit) lo = x;
+        else hi = x;
+    }
+    const struct glu g = {(float)lo, limit, 1, 1, 0};
+    return g;
+}
 
 /* How a head's gate scales its result. */
 enum head_gate { GATE_SIGMOID, GATE_SOFTPLUS };
@@ -326,15 +351,14 @@ struct layer {
     const float *decay, *dt_bias;  /* (whole model's n_value): -exp(A_log); added to alpha */
     const float *delta_norm;       /* (head_v) */
     /* feed-forward: dense when n_expert is 0 */
-    int n_expert;              /* routed experts of this layer; pruning makes it differ between layers */
-    int n_expert_used;         /* of them per token */
-    int n_ff, n_ff_shared;     /* hidden width of an expert or dense feed-forward; of the shared expert */
-    struct weight router;      /* (n_expert, n_embd) */
-    const float *router_bias;  /* (n_expert), added for the selection only; NULL: none */
-    const int32_t *expert_ids; /* (n_vocab, n_expert_used) experts of a token id; NULL: the router chooses */
-    enum glu glu;
-    float glu_limit, sh_glu_limit; /* of the experts or the dense feed-forward; of the shared expert; 0: GLU_SILU */
-    struct weight gate, up, down;  /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
+    int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
+    int n_expert_used;            /* of them per token */
+    int n_ff, n_ff_shared;        /* hidden width of an expert or dense feed-forward; of the shared expert */
+    struct weight router;         /* (n_expert, n_embd) */
+    const float *router_bias;     /* (n_expert), added for the selection only; NULL: none */
+    const int32_t *expert_ids;    /* (n_vocab, n_expert_used) experts of a token id; NULL: the router chooses */
+    struct glu glu, sh_glu;       /* of the experts or the dense feed-forward; of the shared expert */
+    struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
     const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
@@ -1459,39 +1483,8 @@ struct rank {
     size_t weight_bytes;    /* GPU: of its copy of the weights */
     size_t free_bytes;      /* GPU: that are left after the start */
 
-    struct cuda *cuda; /* the rest of a GPU's, see moe_cuda.cu; NULL: the rank is on the CPU */
-
-    /* the rest of a CPU's */
-    const struct kernels *k;                /* the kernels for its instruction set */
-    struct team *team;                      /* its threads; NULL: the caller is the only one */
-    float *cos[MAX_ROPES], *sin[MAX_ROPES]; /* (chunk, rope dim / 2) of the batch's positions, for each rotation */
-    uint8_t *pack;                          /* packed inputs: 2 * chunk rows, or MLA absorbed: one per token and head */
-    uint8_t *pack_h;                        /* packed hidden rows of the feed-forward */
-    float *hidden;                          /* hidden rows of the feed-forward, one after the other */
-    float *route;                           /* (chunk, n_expert_max) router logits */
-    int32_t *route_id;                      /* (chunk, n_expert_used) the chosen experts, */
-    float *route_w;                         /* (chunk, n_expert_used) and their weights */
-    struct ffn_job *jobs;                   /* (n_expert_max + 1), of which n_jobs are used */
-    int n_jobs;
-    int32_t *job_rows; /* (chunk * n_expert_used) tokens of the jobs */
-    float *job_w;      /* (chunk * n_expert_used) weights of their results */
-    float *shared_w;   /* (chunk) weights of the shared expert */
-    float *row_sums;   /* (chunk, 2) HAS_ROW_NORM: sums of squares of the rank's part of q and k */
-    float *mix;        /* (chunk + MAX_LAG, 2 K + V) delta net: q, k, v after the convolution */
-    float **taps;      /* (n_layer) of layers with a delta net: the taps of its convolution, see delta_taps */
-    float *decay_beta; /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
-    float *norm_parts; /* with stats: (tiles of an expert's output, chunk * n_expert_used) squared norm of each tile */
-    float *q_absorbed; /* MLA absorbed: (n, n_head, kv_lora + rope_dim), and the latent outputs */
-    /* of sparse attention: scores (DECODE_MAX_TOKENS, attn_lists, blocks of keys) by the indexer; (chunk, attn_lists,
-     * attn_listed) ascending blocks of keys that a query sees, of a query whose context is longer than top_k */
-    float *index_scores;
-    int32_t *chosen_keys;
-    float *partials;            /* partial results of a partitioned context */
-    float *logits;              /* (LOGIT_ROWS, n_vocab) */
-    int32_t chosen[LOGIT_ROWS]; /* the tokens of `sample`, */
-    int n_chosen;               /* and how many */
-    uint8_t *scratch;           /* (n_threads, scratch_bytes) of each thread */
-    size_t scratch_bytes;       /* a multiple of 4096 */
+    struct cpu *cpu;   /* what only a CPU has, see the section "CPU operations"; NULL: the rank is on a GPU */
+    struct cuda *cuda; /* what only a GPU has, see moe_cuda.cu; NULL: the rank is on the CPU */
 };
 
 /* Activations of the routed experts in prefill on a GPU. */
@@ -9820,8 +9813,7 @@ static void layer_gqa(struct loader *l, struct layer *layer, int il) {
 /* A layer of gpt-oss. */
 static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
     layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
-    layer->glu = GLU_OAI;
-    layer->glu_limit = 7;
+    layer->glu = glu_oai(7);
     layer_attn(l, layer, il);
 }
 
@@ -9857,9 +9849,8 @@ static void layer_gates(struct loader *l, struct layer *layer, int il, enum head
 static void layer_step35(struct loader *l, struct layer *layer, int il) {
     layer_plain(l, layer, il);
     if (layer_has_tensor(l, il, "attn_q_norm.weight")) layer->has |= HAS_HEAD_NORM;
-    layer->glu = GLU_SILU_CLAMP;
-    layer->sh_glu_limit = l->clamp_shared[il];
-    layer->glu_limit = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? l->clamp[il] : l->clamp_shared[il];
+    layer->sh_glu = glu_silu_clamp(l->clamp_shared[il]);
+    layer->glu = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? glu_silu_clamp(l->clamp[il]) : layer->sh_glu;
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
@@ -9944,8 +9935,7 @@ static void layer_sparse(struct loader *l, struct layer *layer, int il) {
 /* A layer of MiniMax-M3. Those without an indexer see all keys. */
 static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
     layer_gqa(l, layer, il);
-    layer->glu = GLU_OAI;
-    layer->glu_limit = layer->sh_glu_limit = 7;
+    layer->glu = layer->sh_glu = glu_oai(7);
     if (layer_has_tensor(l, il, "indexer.k_proj.weight")) layer->has |= HAS_INDEXER;
     else layer->attn.top_k = 0;
 }
@@ -10031,9 +10021,8 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
     if (ratio == OVERLAPPING) layer->has |= HAS_INDEXER;
     else a->top_k = 0;
     if (il < l->n_expert_ids) layer->has |= HAS_EXPERT_IDS;
-    layer->glu = GLU_CLAMP_SILU;
-    layer->glu_limit = l->clamp[il];
-    layer->sh_glu_limit = l->clamp_shared[il];
+    layer->glu = glu_clamp_silu(l->clamp[il]);
+    layer->sh_glu = glu_clamp_silu(l->clamp_shared[il]);
 }
 
 /* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
@@ -14506,6 +14495,38 @@ static void op_end_matrix(const char *what, const struct weight *w) {
     op_end_matrices(what, (const struct weight *const[]){w, NULL});
 }
 
+/* What a rank on a CPU computes with besides what struct rank has. */
+struct cpu {
+    const struct kernels *k;                /* the kernels for its instruction set */
+    struct team *team;                      /* its threads; NULL: the caller is the only one */
+    float *cos[MAX_ROPES], *sin[MAX_ROPES]; /* (chunk, rope dim / 2) of the batch's positions, for each rotation */
+    uint8_t *pack;     /* inputs in the kernels' format: 2 * chunk rows; absorbed latent attention: n * n_head rows */
+    uint8_t *pack_h;   /* hidden rows of the feed-forward in the kernels' format */
+    float *hidden;     /* hidden rows of the feed-forward's jobs, job by job */
+    float *route;      /* (chunk, n_expert_max) logits of the router */
+    int32_t *route_id; /* (chunk, n_expert_used) the chosen experts */
+    float *route_w;    /* (chunk, n_expert_used) weights of the chosen experts */
+    struct ffn_job *jobs; /* (n_expert_max + 1), of which n_jobs are used */
+    int n_jobs;
+    int32_t *job_rows;    /* (chunk * n_expert_used) tokens of the jobs */
+    float *job_w;         /* (chunk * n_expert_used) weights of the jobs' results */
+    float *shared_w;      /* (chunk) weights of the shared expert */
+    float *row_sums;      /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
+    float *mix;           /* (chunk + MAX_LAG, 2 K + V) delta net: q, k, v after the convolution */
+    float **taps;         /* (model_blocks) taps of a delta net's convolution, see delta_taps; NULL: another layer */
+    float *decay_beta;    /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
+    float *norm_parts;    /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
+    float *q_absorbed;    /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
+    float *index_scores;  /* (DECODE_MAX_TOKENS, attn_lists, blocks of keys) scores of the indexer */
+    int32_t *chosen_keys; /* (chunk, attn_lists, attn_listed) the indexer's choice: blocks of keys, ascending */
+    float *partials;      /* partial results of a partitioned context */
+    float *logits;        /* (LOGIT_ROWS, n_vocab) */
+    int32_t chosen[LOGIT_ROWS]; /* (n_chosen) the tokens that `sample` chose */
+    int n_chosen;
+    uint8_t *scratch;     /* (n_threads, scratch_bytes) of each thread */
+    size_t scratch_bytes; /* a multiple of 4096 */
+};
+
 static size_t size_max(size_t a, size_t b) { return a > b ? a : b; }
 static size_t size_min(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -14513,7 +14534,9 @@ static size_t size_min(size_t a, size_t b) { return a < b ? a : b; }
 static float *act_row(const struct rank *r, enum act a, int t) { return r->act[a] + (size_t)t * (size_t)r->width[a]; }
 
 /* The calling thread's scratch. */
-static void *cpu_scratch(const struct rank *r) { return r->scratch + (size_t)team_me.index * r->scratch_bytes; }
+static void *cpu_scratch(const struct rank *r) {
+    return r->cpu->scratch + (size_t)team_me.index * r->cpu->scratch_bytes;
+}
 
 /* The rank `rank` of r's stage: they lie side by side. */
 static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard.rank + rank; }
@@ -14533,8 +14556,8 @@ static void cpu_embed(struct rank *r, const struct weight *w, enum act x) {
             const int half = rope->dim / 2;
             for (int i = 0; i < half; i++) {
                 float angle = (float)(r->pos + t) * rope->freq[i];
-                r->cos[k][t * half + i] = cosf(angle) * rope->factor;
-                r->sin[k][t * half + i] = sinf(angle) * rope->factor;
+                r->cpu->cos[k][t * half + i] = cosf(angle) * rope->factor;
+                r->cpu->sin[k][t * half + i] = sinf(angle) * rope->factor;
             }
         }
         if (before) {
@@ -14552,7 +14575,7 @@ static void cpu_embed(struct rank *r, const struct weight *w, enum act x) {
 
 static void rmsnorm_rows(struct rank *r, enum act x, const float *w, enum act out) {
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-        r->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
+        r->cpu->k->rmsnorm(act_row(r, x, t), w, r->m->rms_eps, act_row(r, out, t), r->width[x]);
     op_end(0, "norm");
 }
 
@@ -14577,7 +14600,7 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
             for (int k = 1; k < n_rank; k++) sum += d[k][i];
             a[i] += sum;
         }
-        if (w) r->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
+        if (w) r->cpu->k->rmsnorm(a, w, r->m->rms_eps, act_row(r, out, t), n);
     }
     stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
     op_end(0, w ? "sum, norm" : "sum");
@@ -14598,8 +14621,8 @@ static void streams_add(struct rank *r, enum act delta, int t, int from, int n) 
         for (int j = 0; j < hc; j++) memcpy(was[j], streams + j * n_embd + from, (size_t)some * sizeof *sum);
         for (int k = 0; k < hc; k++) {
             float *to = streams + k * n_embd + from;
-            r->k->scale(sum, post[k], to, some);
-            for (int j = 0; j < hc; j++) r->k->scale_add(was[j], mix[j * hc + k], to, some);
+            r->cpu->k->scale(sum, post[k], to, some);
+            for (int j = 0; j < hc; j++) r->cpu->k->scale_add(was[j], mix[j * hc + k], to, some);
         }
     }
 }
@@ -14667,16 +14690,16 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
     for (int i = team_first(hc ? r->n_tok * (n + 1) : 0); i >= 0; i = team_next()) {
         const float *row = act_row(r, A_STREAMS, i / (n + 1));
         const float *with = i % (n + 1) < n ? hc->fn + (ptrdiff_t)(i % (n + 1)) * k * n_embd : row;
-        act_row(r, A_MIX, i / (n + 1))[i % (n + 1)] = r->k->dot(with, row, k * n_embd);
+        act_row(r, A_MIX, i / (n + 1))[i % (n + 1)] = r->cpu->k->dot(with, row, k * n_embd);
     }
     team_barrier();
     for (int t = team_first(hc ? r->n_tok : 0); t >= 0; t = team_next()) {
         float *mix = act_row(r, A_MIX, t), *to = act_row(r, x, t);
         streams_coefficients(m, hc, head, mix, n);
-        r->k->scale(act_row(r, A_STREAMS, t), mix[0], to, n_embd);
+        r->cpu->k->scale(act_row(r, A_STREAMS, t), mix[0], to, n_embd);
         for (int j = 1; j < k; j++)
-            r->k->scale_add(act_row(r, A_STREAMS, t) + (ptrdiff_t)j * n_embd, mix[j], to, n_embd);
-        if (w) r->k->rmsnorm(to, w, m->rms_eps, act_row(r, out, t), n_embd);
+            r->cpu->k->scale_add(act_row(r, A_STREAMS, t) + (ptrdiff_t)j * n_embd, mix[j], to, n_embd);
+        if (w) r->cpu->k->rmsnorm(to, w, m->rms_eps, act_row(r, out, t), n_embd);
     }
     team_barrier();
     op_end(hc ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
@@ -14705,9 +14728,9 @@ static uint8_t *scratch_pack(const struct rank *r, int i) {
 /* Packs n rows of x (n_in, x_stride floats apart) into `shared`, act_bytes apart. The threads divide the rows. */
 static void pack_shared(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n, int n_in,
                         uint8_t *shared) {
-    const size_t stride = r->k->act_bytes(f, n_in);
+    const size_t stride = r->cpu->k->act_bytes(f, n_in);
     for (int t = team_first(n); t >= 0; t = team_next())
-        r->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
+        r->cpu->k->act_pack(f, x + (size_t)t * x_stride, n_in, shared + (size_t)t * stride);
     team_barrier();
 }
 
@@ -14716,10 +14739,10 @@ static void pack_shared(const struct rank *r, enum act_format f, const float *x,
  * `shared`. */
 static const uint8_t *pack_rows(const struct rank *r, enum act_format f, const float *x, size_t x_stride, int n,
                                 int n_in, uint8_t *shared, int i) {
-    size_t stride = r->k->act_bytes(f, n_in);
+    size_t stride = r->cpu->k->act_bytes(f, n_in);
     if ((size_t)n * stride <= OWN_PACK) {
         uint8_t *own = scratch_pack(r, i);
-        for (int t = 0; t < n; t++) r->k->act_pack(f, x + (size_t)t * x_stride, n_in, own + (size_t)t * stride);
+        for (int t = 0; t < n; t++) r->cpu->k->act_pack(f, x + (size_t)t * x_stride, n_in, own + (size_t)t * stride);
         return own;
     }
     pack_shared(r, f, x, x_stride, n, n_in, shared);
@@ -14740,7 +14763,7 @@ static void linear_tile(struct rank *r, const struct weight *w, enum act_format 
                      .n_out = n_row,
                      .n_in = n_in,
                      .x = x,
-                     .x_stride = r->k->act_bytes(f, n_in),
+                     .x_stride = r->cpu->k->act_bytes(f, n_in),
                      .n_tok = n,
                      .scale = w->scale ? w->scale[0] : 1.0f,
                      .y = y + row,
@@ -14750,38 +14773,38 @@ static void linear_tile(struct rank *r, const struct weight *w, enum act_format 
         g.y = scratch_tile(r);
         g.y_stride = ROW_TILE;
     }
-    r->k->gemm(&g);
+    r->cpu->k->gemm(&g);
     for (int t = 0; t < n && (col || w->bias); t++)
-        r->k->scale_add(col ? g.y + (size_t)t * g.y_stride : w->bias + row, 1.0f,
-                        y + (size_t)t * (size_t)y_stride + row, n_row);
+        r->cpu->k->scale_add(col ? g.y + (size_t)t * g.y_stride : w->bias + row, 1.0f,
+                             y + (size_t)t * (size_t)y_stride + row, n_row);
 }
 
 /* n rows of input of a matrix, packed. */
 struct packed {
     enum act_format f;
     int n_run, n_in;    /* runs of columns, each with packed rows of its own; columns of a run */
-    const uint8_t *own; /* the thread's copy; NULL: it is in r->pack */
+    const uint8_t *own; /* the thread's copy; NULL: it is in r->cpu->pack */
 };
 
 static struct packed linear_pack(struct rank *r, const struct weight *w, const float *x, int x_stride, int n) {
-    struct packed p = {.f = r->k->act_format(w->type, n), .n_in = w->col_run ? w->col_run : w->n_in};
+    struct packed p = {.f = r->cpu->k->act_format(w->type, n), .n_in = w->col_run ? w->col_run : w->n_in};
     if (!w->n_in) return p; /* this rank's shard is empty */
     p.n_run = w->n_in / p.n_in;
-    const size_t run_bytes = (size_t)n * r->k->act_bytes(p.f, p.n_in);
+    const size_t run_bytes = (size_t)n * r->cpu->k->act_bytes(p.f, p.n_in);
     if (p.n_run == 1) {
-        const uint8_t *rows = pack_rows(r, p.f, x, (size_t)x_stride, n, p.n_in, r->pack, 0);
-        if (rows != r->pack) p.own = rows;
+        const uint8_t *rows = pack_rows(r, p.f, x, (size_t)x_stride, n, p.n_in, r->cpu->pack, 0);
+        if (rows != r->cpu->pack) p.own = rows;
         return p;
     }
     for (int k = 0; k < p.n_run; k++)
         pack_shared(r, p.f, x + (size_t)k * (size_t)p.n_in, (size_t)x_stride, n, p.n_in,
-                    r->pack + (size_t)k * run_bytes);
+                    r->cpu->pack + (size_t)k * run_bytes);
     return p;
 }
 
 /* y = W x for n rows of packed x. Ends without a barrier. */
 static void linear_rows(struct rank *r, const struct weight *w, const struct packed *x, int n, float *y, int y_stride) {
-    const size_t run_bytes = (size_t)n * r->k->act_bytes(x->f, x->n_in);
+    const size_t run_bytes = (size_t)n * r->cpu->k->act_bytes(x->f, x->n_in);
     for (int t = w->n_in ? -1 : team_first(n); t >= 0; t = team_next())
         memset(y + (size_t)t * (size_t)y_stride, 0, (size_t)w->n_out * sizeof *y);
     for (int i = w->n_in ? team_first(ceil_by(w->n_out, ROW_TILE)) : -1; i >= 0; i = team_next()) {
@@ -14789,8 +14812,8 @@ static void linear_rows(struct rank *r, const struct weight *w, const struct pac
         for (int row = i * ROW_TILE, m; row < end; row += m) {
             m = w->row_run ? int_min(end - row, w->row_run - row % w->row_run) : end - row;
             for (int k = 0; k < x->n_run; k++)
-                linear_tile(r, w, x->f, x->own ? x->own : r->pack + (size_t)k * run_bytes, k * x->n_in, x->n_in, n, row,
-                            m, y, y_stride);
+                linear_tile(r, w, x->f, x->own ? x->own : r->cpu->pack + (size_t)k * run_bytes, k * x->n_in, x->n_in, n,
+                            row, m, y, y_stride);
         }
     }
 }
@@ -14799,7 +14822,7 @@ static void linear_rows(struct rank *r, const struct weight *w, const struct pac
 static void linear_each(struct rank *r, enum act x, const struct weight *const *w, const enum act *out) {
     struct packed p;
     for (int i = 0; w[i]; i++) {
-        const bool same = i && r->k->act_format(w[i]->type, r->n_tok) == p.f && w[i]->n_in == w[i - 1]->n_in &&
+        const bool same = i && r->cpu->k->act_format(w[i]->type, r->n_tok) == p.f && w[i]->n_in == w[i - 1]->n_in &&
                           w[i]->col_run == w[i - 1]->col_run;
         if (i && !same && !p.own) team_barrier(); /* others may still read what is packed */
         if (!same) p = linear_pack(r, w[i], r->act[x], r->width[x], r->n_tok);
@@ -14841,7 +14864,7 @@ static void cpu_keep_final(struct rank *r, enum act x, const float *norm, int fi
     for (int t = team_first(n); t >= 0; t = team_next()) {
         const float *from = act_row(r, x, first + t);
         float *to = final_row(r, r->pos + first + t + shift);
-        if (norm) r->k->rmsnorm(from, norm, r->m->rms_eps, to, r->m->n_embd);
+        if (norm) r->cpu->k->rmsnorm(from, norm, r->m->rms_eps, to, r->m->n_embd);
         else memcpy(to, from, (size_t)r->width[x] * sizeof *to);
     }
     op_end(0, "final norm");
@@ -14855,11 +14878,11 @@ static void cpu_prediction_input(struct rank *r, int il, enum act x) {
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *final = final_row(r, r->pos + t);
         float *half = act_row(r, A_H, t), *out = act_row(r, A_EH, t);
-        r->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
+        r->cpu->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
         for (int j = 0; j < n_stream && split > from; j++) /* the rank's columns below n, of the embedding */
             memcpy(out + (ptrdiff_t)j * (to - from), half + from, (size_t)(split - from) * sizeof *out);
         for (int j = 0; j < n_stream && to > split; j++) { /* and those from n on */
-            r->k->rmsnorm(final + (ptrdiff_t)j * n, layer->h_norm, r->m->rms_eps, half, n);
+            r->cpu->k->rmsnorm(final + (ptrdiff_t)j * n, layer->h_norm, r->m->rms_eps, half, n);
             memcpy(out + (ptrdiff_t)j * (to - from) + (split - from), half + (split - n),
                    (size_t)(to - split) * sizeof *out);
         }
@@ -14921,16 +14944,16 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim, q_head = query_stride(layer);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
             float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
             if (layer->has & HAS_HEAD_NORM)
-                r->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
+                r->cpu->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
             (m->ropes[a->rope].pairs ? rope_pairs : rope_halves)(x, c, s, dim);
         }
-        kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
-        kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, act_row(r, v, t));
+        kv_store(r->cpu->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
+        kv_store(r->cpu->k, &r->planes[il][PLANE_V], r->pos + t, act_row(r, v, t));
     }
     op_end(0, "rotation, cache");
 }
@@ -14942,13 +14965,13 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim, nope = a->head_k - dim;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
         float *latent = act_row(r, kv, t);
         for (int h = 0; h < a->n_head; h++) rope_pairs(act_row(r, q, t) + h * a->head_k + nope, c, s, dim);
-        r->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
+        r->cpu->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
         rope_pairs(latent + a->kv_lora, c, s, dim);
-        kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, latent);
-        kv_store(r->k, &r->planes[il][PLANE_V], r->pos + t, latent + a->kv_lora);
+        kv_store(r->cpu->k, &r->planes[il][PLANE_K], r->pos + t, latent);
+        kv_store(r->cpu->k, &r->planes[il][PLANE_V], r->pos + t, latent + a->kv_lora);
     }
     op_end(0, "rotation, cache");
 }
@@ -15055,10 +15078,10 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
                 gguf_dequantize_row(b->type,
                                     b->data + (size_t)a->head * b->expert_bytes + (size_t)(row + j) * b->row_bytes, x,
                                     (size_t)b->n_in);
-                if (scale != 1.0f) r->k->scale(x, scale, x, b->n_in);
+                if (scale != 1.0f) r->cpu->k->scale(x, scale, x, b->n_in);
             }
-            r->k->transpose(GGUF_F32, (const uint8_t *)w->rows, (size_t)b->n_in * sizeof(float), n, b->n_in,
-                            to[i] + row, ld[i]);
+            r->cpu->k->transpose(GGUF_F32, (const uint8_t *)w->rows, (size_t)b->n_in * sizeof(float), n, b->n_in,
+                                 to[i] + row, ld[i]);
         }
     }
 }
@@ -15101,7 +15124,7 @@ static void attend_rows(const struct rank *r, const struct attend *a, int head, 
     for (int i = 0, run; i < n; i += run) {
         run = n - i;
         const int pos = attend_position(r, a, head, at + i, &run);
-        kv_load(r->k, p, pos, run, first, len, out + i * len, len);
+        kv_load(r->cpu->k, p, pos, run, first, len, out + i * len, len);
     }
 }
 
@@ -15111,11 +15134,11 @@ static void attend_columns(const struct rank *r, const struct attend *a, int hea
     int run = n;
     const int pos = attend_position(r, a, head, at, &run);
     if (run == n) {
-        kv_load_columns(r->k, p, pos, n, first, len, rows, out, KEY_BLOCK);
+        kv_load_columns(r->cpu->k, p, pos, n, first, len, rows, out, KEY_BLOCK);
         return;
     }
     attend_rows(r, a, head, p, at, n, first, len, rows);
-    r->k->transpose(GGUF_F32, (const uint8_t *)rows, (size_t)len * sizeof *rows, n, len, out, KEY_BLOCK);
+    r->cpu->k->transpose(GGUF_F32, (const uint8_t *)rows, (size_t)len * sizeof *rows, n, len, out, KEY_BLOCK);
 }
 
 /* Loads keys at..at+n-1 of the list of ATTEND_SHARED, which are the values. */
@@ -15136,9 +15159,9 @@ static void attend_load_shared(const struct rank *r, const struct attend *a, con
             run = a->chosen ? 1 : n - i;
             if (a->chosen) key = a->chosen[key];
         }
-        kv_load(r->k, p, key, run, 0, d, w->values + i * d, d);
+        kv_load(r->cpu->k, p, key, run, 0, d, w->values + i * d, d);
     }
-    r->k->transpose(GGUF_F32, (const uint8_t *)w->values, (size_t)d * sizeof(float), n, d, w->keys, KEY_BLOCK);
+    r->cpu->k->transpose(GGUF_F32, (const uint8_t *)w->values, (size_t)d * sizeof(float), n, d, w->keys, KEY_BLOCK);
 }
 
 /* Loads keys pos..pos+n-1 of the latent cache and their values. */
@@ -15151,15 +15174,15 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
     const size_t row = (size_t)lat * sizeof(float);
     if (a->kind == ATTEND_LATENT) {
         attend_rows(r, a, 0, keys, pos, n, 0, lat, w->values);
-        r->k->transpose(GGUF_F32, (const uint8_t *)w->values, row, n, lat, w->keys, KEY_BLOCK);
+        r->cpu->k->transpose(GGUF_F32, (const uint8_t *)w->values, row, n, lat, w->keys, KEY_BLOCK);
     } else {
-        kv_load(r->k, keys, pos, n, 0, lat, w->rows, lat);
-        r->k->transpose(GGUF_F32, (const uint8_t *)w->rows, row, n, lat, w->latents, KEY_BLOCK);
+        kv_load(r->cpu->k, keys, pos, n, 0, lat, w->rows, lat);
+        r->cpu->k->transpose(GGUF_F32, (const uint8_t *)w->rows, row, n, lat, w->latents, KEY_BLOCK);
         memset(w->values, 0, (size_t)n * (size_t)a->dv * sizeof *w->values);
-        r->k->sgemm_add(n, a->dv, lat, w->rows, lat, w->w_v, w->n_v, w->values, a->dv);
+        r->cpu->k->sgemm_add(n, a->dv, lat, w->rows, lat, w->w_v, w->n_v, w->values, a->dv);
         memset(w->keys, 0, (size_t)nope * KEY_BLOCK * sizeof *w->keys);
-        r->k->sgemm_add(nope, ceil_to(n, TRANSPOSE_ROWS), lat, w->w_k, w->n_lat, w->latents, KEY_BLOCK, w->keys,
-                        KEY_BLOCK);
+        r->cpu->k->sgemm_add(nope, ceil_to(n, TRANSPOSE_ROWS), lat, w->w_k, w->n_lat, w->latents, KEY_BLOCK, w->keys,
+                             KEY_BLOCK);
     }
     attend_columns(r, a, 0, values, pos, n, 0, rope, w->rows, w->keys + (ptrdiff_t)nope * KEY_BLOCK);
 }
@@ -15201,8 +15224,8 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
         if (a->kind == ATTEND_GQA)
             attend_columns(r, a, a->head + set, keys, pos + i, some, (a->head + set) * dk, dk, w->rows, w->keys + i);
         attend_prefetch(w);
-        r->k->sgemm_add(rows, ceil_to(some, TRANSPOSE_ROWS), dk, w->q + (size_t)at * (size_t)dk, dk, w->keys + i,
-                        KEY_BLOCK, w->s + i, KEY_BLOCK);
+        r->cpu->k->sgemm_add(rows, ceil_to(some, TRANSPOSE_ROWS), dk, w->q + (size_t)at * (size_t)dk, dk, w->keys + i,
+                             KEY_BLOCK, w->s + i, KEY_BLOCK);
         attend_prefetch(w);
     }
     for (int i = 0; i < rows; i++) {
@@ -15210,13 +15233,13 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
         const int t = i / a->n_head, from = int_min(n, first_in_window(window, first_own + t, pos));
         const int seen = int_max(0, int_min(n, first_seen + t) - from);
         p += from;
-        mx = seen ? r->k->max(p, seen) : top[i];
+        mx = seen ? r->cpu->k->max(p, seen) : top[i];
         if (mx > top[i]) {
             const float f = expf(top[i] - mx);
             den[i] *= f, top[i] = mx;
-            r->k->scale(acc + i * dv, f, acc + i * dv, dv);
+            r->cpu->k->scale(acc + i * dv, f, acc + i * dv, dv);
         }
-        if (seen) den[i] += r->k->exp_sum(p, seen, top[i]);
+        if (seen) den[i] += r->cpu->k->exp_sum(p, seen, top[i]);
         attend_prefetch(w);
     }
     for (int i = 0; i < n; i += KEY_GROUP) {
@@ -15230,8 +15253,8 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
             const int seen = int_min(some, first_seen + t - i) - from;
             m = seen < some || window ? a->n_head : rows - row;
             if (seen > 0)
-                r->k->sgemm_add(m, dv, seen, w->s + row * KEY_BLOCK + i + from, KEY_BLOCK, v + from * dv, dv,
-                                acc + row * dv, dv);
+                r->cpu->k->sgemm_add(m, dv, seen, w->s + row * KEY_BLOCK + i + from, KEY_BLOCK, v + from * dv, dv,
+                                     acc + row * dv, dv);
         }
         attend_prefetch(w);
     }
@@ -15257,7 +15280,7 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     for (int i = 0; i < rows; i++) {
         const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
         const float *src = a->q + (size_t)t * a->q_tok + (size_t)h * a->q_head;
-        r->k->scale(src, shape->scale, w.q + i * dk, dk);
+        r->cpu->k->scale(src, shape->scale, w.q + i * dk, dk);
         w.top[i] = a->sinks ? r->m->layers[a->il].sinks[a->head * a->n_head + h] : -INFINITY;
         w.den[i] = a->sinks; /* exp(sink - top) */
     }
@@ -15279,7 +15302,7 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
         float *o = a->out + (size_t)t * a->out_tok + (size_t)h * a->out_head;
         const float f = a->partial ? 1.0f : 1.0f / w.den[i];
-        r->k->scale(w.acc + i * dv, f, o, dv);
+        r->cpu->k->scale(w.acc + i * dv, f, o, dv);
         if (a->partial) o[dv] = w.top[i], o[dv + 1] = w.den[i];
     }
 }
@@ -15320,7 +15343,8 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
                         int_max(1, all->n_head * TILE_TOKENS / (tile * group)));
     const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
-    const size_t row = (size_t)all->dv + 2, split = (size_t)all->n_tok * (size_t)all->n_head * row; /* in r->partials */
+    const size_t row = (size_t)all->dv + 2,
+                 split = (size_t)all->n_tok * (size_t)all->n_head * row; /* in r->cpu->partials */
     for (int i = team_first(n_item); i >= 0; i = team_next()) {
         struct attend a = *all;
         const int g = i % n_part * n_set, p = i / n_part / n_tile;
@@ -15337,7 +15361,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         a.sinks = layer->sinks && !p;
         a.partial = n_split > 1;
         if (a.partial) {
-            a.out = r->partials + (size_t)p * split;
+            a.out = r->cpu->partials + (size_t)p * split;
             a.out_tok = (size_t)all->n_head * row;
             a.out_head = row;
         }
@@ -15348,14 +15372,14 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
     team_barrier();
     if (n_split == 1) return;
     for (int i = team_first(all->n_tok * all->n_head); i >= 0; i = team_next())
-        attend_merge(r->k, r->partials + (size_t)i * row, n_split, split, all->dv,
+        attend_merge(r->cpu->k, r->cpu->partials + (size_t)i * row, n_split, split, all->dv,
                      all->out + (size_t)(i / all->n_head) * all->out_tok + (size_t)(i % all->n_head) * all->out_head);
     team_barrier();
 }
 
 /* All rows of the all->n_tok tokens from all->first on against the cache; see attend_tokens. In prefill the context is
  * one partition. In decode the tokens are computed together whose contexts have the same partitions, as many as
- * r->partials has room for. */
+ * r->cpu->partials has room for. */
 static void attend_all(struct rank *r, const struct attend *all, int group) {
     const struct attn *shape = &r->m->layers[all->il].attn;
     const int end = all->first + all->n_tok, window = attend_listed(all) ? 0 : shape->window;
@@ -15406,7 +15430,7 @@ static void head_gates(struct rank *r, int il, enum act x) {
             const float f =
                 layer->head_gate == GATE_SIGMOID ? 1.0f / (1.0f + expf(-g)) : fmaxf(g, 0.0f) + log1pf(expf(-fabsf(g)));
             float *values = act_row(r, x, t) + i * per_gate;
-            r->k->scale(values, f, values, per_gate);
+            r->cpu->k->scale(values, f, values, per_gate);
         }
     op_end(0, "attention gates");
 }
@@ -15416,7 +15440,8 @@ static void attention_gate(struct rank *r, int il, enum act q, enum act x) {
     const struct attn *a = &r->m->layers[il].attn;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         for (int h = 0; h < a->n_head; h++)
-            r->k->sigmoid_mul(act_row(r, x, t) + h * a->head_v, act_row(r, q, t) + (2 * h + 1) * a->head_k, a->head_v);
+            r->cpu->k->sigmoid_mul(act_row(r, x, t) + h * a->head_v, act_row(r, q, t) + (2 * h + 1) * a->head_k,
+                                   a->head_v);
     op_end(0, "attention gates");
 }
 
@@ -15454,7 +15479,7 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
-        a.chosen = r->chosen_keys + (size_t)dense * blocks_listed(shape);
+        a.chosen = r->cpu->chosen_keys + (size_t)dense * blocks_listed(shape);
         attend_all(r, &a, group);
     }
     op_end(cache_bytes(r, il), "attention");
@@ -15467,7 +15492,7 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
 static float row_sum(const struct rank *r, int il, int i, enum act x, int t) {
     const struct attn *a = &r->m->layers[il].attn;
     const float *row = act_row(r, x, t);
-    return i && a->copied_kv ? 0 : r->k->dot(row, row, (i ? a->n_head_kv : a->n_head) * a->head_k);
+    return i && a->copied_kv ? 0 : r->cpu->k->dot(row, row, (i ? a->n_head_kv : a->n_head) * a->head_k);
 }
 
 /* Every rank adds up its part of the rows; then each reads the sums of the stage's ranks. */
@@ -15479,12 +15504,12 @@ static void cpu_row_norm(struct rank *r, int il, enum act q, enum act k) {
     const enum act x[2] = {q, k};
     const float *norm[2] = {layer->q_norm, layer->k_norm};
     for (int t = n_rank > 1 ? team_first(r->n_tok) : -1; t >= 0; t = team_next())
-        for (int i = 0; i < 2; i++) r->row_sums[2 * t + i] = row_sum(r, il, i, x[i], t);
+        for (int i = 0; i < 2; i++) r->cpu->row_sums[2 * t + i] = row_sum(r, il, i, x[i], t);
     stage_team_barrier(r);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         for (int i = 0; i < 2; i++) {
             float sum = n_rank > 1 ? 0 : row_sum(r, il, i, x[i], t), *row = act_row(r, x[i], t);
-            for (int p = 0; p < n_rank && n_rank > 1; p++) sum += rank_peer(r, p)->row_sums[2 * t + i];
+            for (int p = 0; p < n_rank && n_rank > 1; p++) sum += rank_peer(r, p)->cpu->row_sums[2 * t + i];
             const float f = 1.0f / sqrtf(sum / (float)whole[i] + r->m->rms_eps);
             for (int c = 0; c < n[i]; c++) row[c] *= f * norm[i][c];
         }
@@ -15506,14 +15531,14 @@ static bool mla_expands(const struct model *m, const struct layer *layer, int n)
  * input vector are copied to follow its result. Ends without a barrier. */
 static void heads_linear(struct rank *r, const struct weight *w, int n_tok, const float *x, size_t x_tok, size_t x_head,
                          float *y, size_t y_tok, size_t y_head, int n_copy) {
-    enum act_format f = r->k->act_format(w->type, r->n_tok);
-    size_t stride = r->k->act_bytes(f, w->n_in);
+    enum act_format f = r->cpu->k->act_format(w->type, r->n_tok);
+    size_t stride = r->cpu->k->act_bytes(f, w->n_in);
     for (int h = team_first(w->n_expert); h >= 0; h = team_next()) {
-        uint8_t *pack = r->pack + (size_t)h * (size_t)n_tok * stride;
+        uint8_t *pack = r->cpu->pack + (size_t)h * (size_t)n_tok * stride;
         const float *xh = x + (size_t)h * x_head;
         float *yh = y + (size_t)h * y_head;
         for (int t = 0; t < n_tok; t++) {
-            r->k->act_pack(f, xh + (size_t)t * x_tok, w->n_in, pack + (size_t)t * stride);
+            r->cpu->k->act_pack(f, xh + (size_t)t * x_tok, w->n_in, pack + (size_t)t * stride);
             if (n_copy)
                 memcpy(yh + (size_t)t * y_tok + w->n_out, xh + (size_t)t * x_tok + w->n_in, (size_t)n_copy * sizeof *y);
         }
@@ -15531,7 +15556,7 @@ static void heads_linear(struct rank *r, const struct weight *w, int n_tok, cons
                              .y = yh + row,
                              .y_stride = y_tok,
                              .scratch = cpu_scratch(r)};
-            r->k->gemm(&g);
+            r->cpu->k->gemm(&g);
         }
     }
 }
@@ -15563,19 +15588,19 @@ static void mla_tokens(struct rank *r, int il, enum act q, enum act out, int fir
         return;
     }
     const size_t key = lat + (size_t)rope; /* values of an absorbed query */
-    float *latent_out = r->q_absorbed + (size_t)n * (size_t)n_head * key;
+    float *latent_out = r->cpu->q_absorbed + (size_t)n * (size_t)n_head * key;
     a.kind = ATTEND_LATENT;
     a.dk = (int)key;
     a.dv = shape->kv_lora;
-    a.q = r->q_absorbed;
+    a.q = r->cpu->q_absorbed;
     a.q_tok = (size_t)n_head * key;
     a.q_head = key;
     a.out = latent_out;
     a.out_tok = (size_t)n_head * lat;
     a.out_head = lat;
-    if (chosen) a.chosen = r->chosen_keys + (size_t)first * blocks_listed(shape);
+    if (chosen) a.chosen = r->cpu->chosen_keys + (size_t)first * blocks_listed(shape);
     int group = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
-    heads_linear(r, &layer->wk_b, n, act_row(r, q, first), q_tok, head_k, r->q_absorbed, a.q_tok, key, rope);
+    heads_linear(r, &layer->wk_b, n, act_row(r, q, first), q_tok, head_k, r->cpu->q_absorbed, a.q_tok, key, rope);
     team_barrier();
     attend_all(r, &a, group);
     heads_linear(r, &layer->wv_b, n, latent_out, a.out_tok, a.out_head, act_row(r, out, first), out_tok, head_v, 0);
@@ -15619,18 +15644,18 @@ static void index_store(struct rank *r, int il) {
     const float unit = 1.0f / sqrtf((float)(a->n_index * n));
     void (*rotate)(float *, const float *, const float *, int) = a->index_pairs ? rope_pairs : rope_halves;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cos[a->rope] + t * (dim / 2), *s = r->sin[a->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
         float *w = act_row(r, A_IW, t);
-        if (layer->has & (HAS_MLA | HAS_SHARED_KV)) r->k->scale(w, unit, w, a->n_index);
+        if (layer->has & (HAS_MLA | HAS_SHARED_KV)) r->cpu->k->scale(w, unit, w, a->n_index);
         if (layer->has & HAS_SHARED_KV) continue; /* shared_store has done the rest */
         float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
-        else r->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
+        else r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
         rotate(key, c, s, dim);
-        kv_store(r->k, &r->planes[il][PLANE_INDEX], r->pos + t, key);
+        kv_store(r->cpu->k, &r->planes[il][PLANE_INDEX], r->pos + t, key);
         for (int h = 0; h < a->n_index; h++) {
             float *q = act_row(r, A_IQ, t) + h * n;
-            if (layer->index_q_norm) r->k->rmsnorm(q, layer->index_q_norm, r->m->rms_eps, q, n);
+            if (layer->index_q_norm) r->cpu->k->rmsnorm(q, layer->index_q_norm, r->m->rms_eps, q, n);
             rotate(q, c, s, dim);
         }
     }
@@ -15639,7 +15664,7 @@ static void index_store(struct rank *r, int il) {
 
 /* Scores of all lists of the t-th token that index_scores takes at once, (attn_lists, blocks). */
 static float *index_row(const struct rank *r, const struct attn *a, int t) {
-    return r->index_scores + (size_t)t * (size_t)attn_lists(a) * (size_t)ceil_by(r->n_ctx, a->index_block);
+    return r->cpu->index_scores + (size_t)t * (size_t)attn_lists(a) * (size_t)ceil_by(r->n_ctx, a->index_block);
 }
 
 /* Scores keys pos..pos+n-1 for tokens first..first+n_tok-1, to index_row. Latent attention: sums over the heads of
@@ -15654,15 +15679,16 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
         some = int_min(end - pos, KEY_BLOCK);
         const int whole =
             ceil_to(some, TRANSPOSE_ROWS); /* whole vectors: a key's bits do not depend on those after it */
-        kv_load_columns(r->k, &r->planes[il][PLANE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
+        kv_load_columns(r->cpu->k, &r->planes[il][PLANE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
         for (int t = 0; t < n_tok; t++) {
             const float *w = act_row(r, A_IW, first + t);
             float *out = index_row(r, a, t) + pos / block;
             memset(s, 0, (size_t)heads * KEY_BLOCK * sizeof *s);
-            r->k->sgemm_add(heads, whole, width, act_row(r, A_IQ, first + t), width, keys, KEY_BLOCK, s, KEY_BLOCK);
+            r->cpu->k->sgemm_add(heads, whole, width, act_row(r, A_IQ, first + t), width, keys, KEY_BLOCK, s,
+                                 KEY_BLOCK);
             if (!(layer->has & HAS_GQA)) {
                 float sum[KEY_BLOCK] = {0};
-                for (int h = 0; h < heads; h++) r->k->relu_add(s + h * KEY_BLOCK, w[h], sum, whole);
+                for (int h = 0; h < heads; h++) r->cpu->k->relu_add(s + h * KEY_BLOCK, w[h], sum, whole);
                 memcpy(out, sum, (size_t)some * sizeof *out);
                 continue;
             }
@@ -15670,7 +15696,7 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
                 for (int i = 0, run; i < some; i += run) {
                     float *to = out + (ptrdiff_t)h * blocks + i / block;
                     run = int_min(some - i, block);
-                    const float top = r->k->max(s + h * KEY_BLOCK + i, run);
+                    const float top = r->cpu->k->max(s + h * KEY_BLOCK + i, run);
                     *to = (pos + i) % block ? fmaxf(*to, top) : top;
                 }
         }
@@ -15725,7 +15751,7 @@ static void cpu_select_keys(struct rank *r, int il) {
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
             top_positions(score, blocks, listed,
-                          r->chosen_keys + ((size_t)(first + t) * (size_t)lists + (size_t)list) * (size_t)listed);
+                          r->cpu->chosen_keys + ((size_t)(first + t) * (size_t)lists + (size_t)list) * (size_t)listed);
         }
         op_end(0, "indexer: choice of keys");
     }
@@ -15830,11 +15856,11 @@ static void compress_key(struct rank *r, int il, const struct compress *c, int k
         }
     }
     for (int i = 0; i < d; i++) sum[i] /= den[i];
-    r->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
+    r->cpu->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
     rope_last(&r->m->ropes[a->rope], key * a->ratio, sum, d);
-    if (r->m->qat && c->index) round_index(r->k, sum, d);
-    else if (r->m->qat) round_key(r->k, sum, d - r->m->ropes[a->rope].dim);
-    kv_store(r->k, c->keys, key, sum);
+    if (r->m->qat && c->index) round_index(r->cpu->k, sum, d);
+    else if (r->m->qat) round_key(r->cpu->k, sum, d - r->m->ropes[a->rope].dim);
+    kv_store(r->cpu->k, c->keys, key, sum);
 }
 
 /* Writes the compressed keys that the batch completes, and then rows for those to come. */
@@ -15864,22 +15890,22 @@ static void cpu_shared_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct attn *shape = &layer->attn;
     const int d = shape->head_k, dim = m->ropes[shape->rope].dim, wide = shape->index_k;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cos[shape->rope] + t * (dim / 2), *s = r->sin[shape->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[shape->rope] + t * (dim / 2), *s = r->cpu->sin[shape->rope] + t * (dim / 2);
         float *key = act_row(r, kv, t);
         for (int h = 0; h < shape->n_head; h++) {
             float *x = act_row(r, q, t) + h * d;
-            r->k->scale(x, 1.0f / sqrtf(r->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
+            r->cpu->k->scale(x, 1.0f / sqrtf(r->cpu->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
             rope_pairs(x + d - dim, c, s, dim);
         }
         for (int h = 0; h < shape->n_index && layer->has & HAS_INDEXER; h++) {
             float *x = act_row(r, A_IQ, t) + h * wide;
             rope_pairs(x + wide - dim, c, s, dim);
-            if (m->qat) round_index(r->k, x, wide);
+            if (m->qat) round_index(r->cpu->k, x, wide);
         }
-        r->k->rmsnorm(key, layer->kv_a_norm, m->rms_eps, key, d);
+        r->cpu->k->rmsnorm(key, layer->kv_a_norm, m->rms_eps, key, d);
         rope_pairs(key + d - dim, c, s, dim);
-        if (m->qat) round_key(r->k, key, d - dim);
-        kv_store(r->k, &r->planes[il][PLANE_K], r->pos + t, key);
+        if (m->qat) round_key(r->cpu->k, key, d - dim);
+        kv_store(r->cpu->k, &r->planes[il][PLANE_K], r->pos + t, key);
     }
     if (layer->has & HAS_COMPRESSED) compress_batch(r, il);
     op_end(0, "rotation, cache");
@@ -15909,11 +15935,11 @@ static void cpu_shared_attention(struct rank *r, int il, enum act q, enum act ou
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
-        a.chosen = r->chosen_keys + (size_t)dense * blocks_listed(shape);
+        a.chosen = r->cpu->chosen_keys + (size_t)dense * blocks_listed(shape);
         attend_all(r, &a, group);
     }
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) { /* backwards */
-        const float *c = r->cos[shape->rope] + t * (dim / 2), *s = r->sin[shape->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[shape->rope] + t * (dim / 2), *s = r->cpu->sin[shape->rope] + t * (dim / 2);
         for (int h = 0; h < shape->n_head; h++) rope_back(act_row(r, out, t) + (h + 1) * d - dim, c, s, dim);
     }
     op_end(cache_bytes(r, il), "attention");
@@ -15963,7 +15989,7 @@ static const float *delta_row(const struct rank *r, int il, enum plane_use use, 
     return (const float *)(const void *)(ring->data + (size_t)(p % ring->n_row) * ring->row_bytes);
 }
 
-/* y (n) = the convolution of token p's values from value `from` of r->mix's row on, then SiLU. at, kept: floats before
+/* y (n) = the convolution of token p's values from value `from` of r->cpu->mix's row on, then SiLU. at, kept: floats before
  * these values in a row of the slot, and of the ring. */
 static void delta_conv(const struct rank *r, int il, enum plane_use use, enum act a, int p, int from, int at, int kept,
                        int n, float *y) {
@@ -15973,24 +15999,25 @@ static void delta_conv(const struct rank *r, int il, enum plane_use use, enum ac
     for (int j = 0; j < d->n_conv; j++) {
         const int q = p - d->n_conv + 1 + j; /* the last tap is for token p */
         if (q < 0) continue;
-        r->k->mul_add(y, r->taps[il] + j * mix + from, delta_row(r, il, use, a, q) + (q < r->pos ? kept : at), n);
+        r->cpu->k->mul_add(y, r->cpu->taps[il] + j * mix + from, delta_row(r, il, use, a, q) + (q < r->pos ? kept : at),
+                           n);
     }
-    r->k->sigmoid_mul(y, y, n);
+    r->cpu->k->sigmoid_mul(y, y, n);
 }
 
 /* Scales x (n) to norm `norm`, with 1e-6 added to the sum of squares (l2norm of the reference). */
 static void delta_unit(const struct rank *r, float *x, int n, float norm) {
-    const float f = norm / sqrtf(r->k->dot(x, x, n) + 1e-6f);
+    const float f = norm / sqrtf(r->cpu->k->dot(x, x, n) + 1e-6f);
     for (int i = 0; i < n; i++) x[i] *= f;
 }
 
-/* Fills row i of r->mix (q | k | v) and of r->decay_beta (log decay | beta) for token p. */
+/* Fills row i of r->cpu->mix (q | k | v) and of r->cpu->decay_beta (log decay | beta) for token p. */
 static void delta_inputs(const struct rank *r, int il, int i, int p) {
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
     const int key = d->n_key * d->head_k;
-    float *q = r->mix + (size_t)i * (size_t)r->m->max.mix, *k = q + key, *v = k + key;
-    float *decay = r->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values, *beta = decay + d->n_value;
+    float *q = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix, *k = q + key, *v = k + key;
+    float *decay = r->cpu->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values, *beta = decay + d->n_value;
     delta_conv(r, il, PLANE_K, A_Q, p, 0, 0, 0, key, q);
     delta_conv(r, il, PLANE_K, A_K, p, key, 0, key, key, k);
     delta_conv(r, il, PLANE_V, A_V, p, 2 * key, 0, 0, d->n_value * d->head_v, v);
@@ -16010,14 +16037,14 @@ static void delta_inputs(const struct rank *r, int il, int i, int p) {
     }
 }
 
-/* Row i of r->mix, in the state S (head_k, lds) of columns first..first+n-1 of value head j; o (n): the result. */
+/* Row i of r->cpu->mix, in the state S (head_k, lds) of columns first..first+n-1 of value head j; o (n): the result. */
 static void delta_token(const struct rank *r, const struct delta *d, int j, int i, float *S, int lds, int first, int n,
                         float *o) {
     const int key = d->n_key * d->head_k;
-    const float *q = r->mix + (size_t)i * (size_t)r->m->max.mix + delta_key_head(d, j) * d->head_k;
-    const float *v = r->mix + (size_t)i * (size_t)r->m->max.mix + 2 * key + j * d->head_v + first;
-    const float *gates = r->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values + j;
-    r->k->delta_step(S, lds, d->head_k, n, q, q + key, v, expf(gates[0]), gates[d->n_value], o);
+    const float *q = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix + delta_key_head(d, j) * d->head_k;
+    const float *v = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix + 2 * key + j * d->head_v + first;
+    const float *gates = r->cpu->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values + j;
+    r->cpu->k->delta_step(S, lds, d->head_k, n, q, q + key, v, expf(gates[0]), gates[d->n_value], o);
 }
 
 /* DELTA_COLUMNS columns of a value head: takes tokens into the state as session_forward says, and writes the results of
@@ -16069,8 +16096,8 @@ static void cpu_delta_net(struct rank *r, int il, enum act out) {
     for (int i = team_first(r->n_tok * d->n_value); i >= 0; i = team_next()) {
         float *o = act_row(r, out, i / d->n_value) + i % d->n_value * d->head_v;
         float *z = act_row(r, A_Z, i / d->n_value) + i % d->n_value * d->head_v;
-        r->k->rmsnorm(o, layer->delta_norm, r->m->rms_eps, o, d->head_v);
-        r->k->silu_mul(z, o, d->head_v);
+        r->cpu->k->rmsnorm(o, layer->delta_norm, r->m->rms_eps, o, d->head_v);
+        r->cpu->k->silu_mul(z, o, d->head_v);
         memcpy(o, z, (size_t)d->head_v * sizeof *o);
     }
     if (team_leads()) delta_keep(r, il);
@@ -16151,42 +16178,42 @@ static void route_token(const struct model *m, const struct layer *layer, const 
 static void ffn_jobs_build(struct rank *r, const struct layer *layer, enum act x) {
     int k = layer->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
     size_t hidden = 0, slot = 0;
-    r->n_jobs = 0;
-    for (int i = 0; i < r->n_tok * k; i++) count[r->route_id[i]]++;
+    r->cpu->n_jobs = 0;
+    for (int i = 0; i < r->n_tok * k; i++) count[r->cpu->route_id[i]]++;
     for (int e = 0, sum = 0; e < layer->n_expert; e++) {
         at[e] = sum;
         if (!count[e] || !layer->gate.n_out) continue;
-        r->jobs[r->n_jobs++] = (struct ffn_job){.gate = &layer->gate,
-                                                .up = &layer->up,
-                                                .down = &layer->down,
-                                                .expert = e,
-                                                .n_tok = count[e],
-                                                .rows = r->job_rows + sum,
-                                                .w = r->job_w + sum,
-                                                .hidden = hidden,
-                                                .slot = slot};
+        r->cpu->jobs[r->cpu->n_jobs++] = (struct ffn_job){.gate = &layer->gate,
+                                                          .up = &layer->up,
+                                                          .down = &layer->down,
+                                                          .expert = e,
+                                                          .n_tok = count[e],
+                                                          .rows = r->cpu->job_rows + sum,
+                                                          .w = r->cpu->job_w + sum,
+                                                          .hidden = hidden,
+                                                          .slot = slot};
         sum += count[e];
         slot += (size_t)count[e];
         hidden += (size_t)count[e] * (size_t)layer->gate.n_out;
     }
     for (int i = 0; i < r->n_tok * k; i++) {
-        int j = at[r->route_id[i]]++;
-        r->job_rows[j] = i / k;
-        r->job_w[j] = r->route_w[i];
+        int j = at[r->cpu->route_id[i]]++;
+        r->cpu->job_rows[j] = i / k;
+        r->cpu->job_w[j] = r->cpu->route_w[i];
     }
     for (int t = 0; layer->sh_weight && t < r->n_tok; t++) {
-        float gate = r->k->dot(act_row(r, x, t), layer->sh_weight, r->m->n_embd), one = 1;
-        r->k->sigmoid_mul(&one, &gate, 1);
-        r->shared_w[t] = one;
+        float gate = r->cpu->k->dot(act_row(r, x, t), layer->sh_weight, r->m->n_embd), one = 1;
+        r->cpu->k->sigmoid_mul(&one, &gate, 1);
+        r->cpu->shared_w[t] = one;
     }
     if (layer->sh_gate.n_out)
-        r->jobs[r->n_jobs++] = (struct ffn_job){.gate = &layer->sh_gate,
-                                                .up = &layer->sh_up,
-                                                .down = &layer->sh_down,
-                                                .n_tok = r->n_tok,
-                                                .w = layer->sh_weight ? r->shared_w : NULL,
-                                                .hidden = hidden,
-                                                .slot = slot};
+        r->cpu->jobs[r->cpu->n_jobs++] = (struct ffn_job){.gate = &layer->sh_gate,
+                                                          .up = &layer->sh_up,
+                                                          .down = &layer->sh_down,
+                                                          .n_tok = r->n_tok,
+                                                          .w = layer->sh_weight ? r->cpu->shared_w : NULL,
+                                                          .hidden = hidden,
+                                                          .slot = slot};
 }
 
 /* The GEMM of rows row..row+ROW_TILE-1 of w for a job, without its input and output. */
@@ -16215,38 +16242,38 @@ struct ffn_part {
 /* Packs the inputs and chooses the format of the hidden rows. Parts of one input format share the packed inputs.
  * per_job: average tokens of a job. */
 static void ffn_parts(const struct rank *r, enum act x, int per_job, struct ffn_part part[2]) {
-    const struct ffn_job *const job[2] = {&r->jobs[0], &r->jobs[r->n_jobs - 1]};
+    const struct ffn_job *const job[2] = {&r->cpu->jobs[0], &r->cpu->jobs[r->cpu->n_jobs - 1]};
     const int n_in = job[0]->gate->n_in;
-    size_t at = 0; /* in r->pack */
+    size_t at = 0; /* in r->cpu->pack */
     for (int i = 0; i < 2; i++) {
         const int n = i && !job[i]->rows ? job[i]->n_tok : per_job;
-        const enum act_format in = r->k->act_format(job[i]->gate->type, n);
-        part[i].hidden = r->k->act_format(job[i]->down->type, n);
+        const enum act_format in = r->cpu->k->act_format(job[i]->gate->type, n);
+        part[i].hidden = r->cpu->k->act_format(job[i]->down->type, n);
         part[i].in = in;
-        part[i].stride = r->k->act_bytes(in, n_in);
+        part[i].stride = r->cpu->k->act_bytes(in, n_in);
         part[i].x = i && in == part[0].in
                         ? part[0].x
-                        : pack_rows(r, in, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->pack + at, i);
+                        : pack_rows(r, in, r->act[x], (size_t)r->width[x], r->n_tok, n_in, r->cpu->pack + at, i);
         at += (size_t)r->n_tok * part[i].stride;
     }
 }
 
 /* Returns the part of job i. */
 static const struct ffn_part *ffn_part_of(const struct rank *r, const struct ffn_part part[2], int i) {
-    return &part[i == r->n_jobs - 1];
+    return &part[i == r->cpu->n_jobs - 1];
 }
 
 /* Packs the hidden rows of all jobs, `stride` bytes apart. As in pack_rows, every thread packs all of them itself up to
  * OWN_PACK bytes. */
 static const uint8_t *ffn_pack_hidden(const struct rank *r, const struct ffn_part part[2], size_t stride, int n_rows) {
     const bool own = (size_t)n_rows * stride <= OWN_PACK;
-    uint8_t *out = own ? scratch_pack(r, 2) : r->pack_h;
-    for (int i = 0; i < r->n_jobs; i++) {
-        const struct ffn_job *j = &r->jobs[i];
+    uint8_t *out = own ? scratch_pack(r, 2) : r->cpu->pack_h;
+    for (int i = 0; i < r->cpu->n_jobs; i++) {
+        const struct ffn_job *j = &r->cpu->jobs[i];
         const size_t ff = (size_t)j->gate->n_out;
         for (int t = own ? 0 : team_first(j->n_tok); t >= 0 && t < j->n_tok; t = own ? t + 1 : team_next())
-            r->k->act_pack(ffn_part_of(r, part, i)->hidden, r->hidden + j->hidden + (size_t)t * ff, (int)ff,
-                           out + (j->slot + (size_t)t) * stride);
+            r->cpu->k->act_pack(ffn_part_of(r, part, i)->hidden, r->cpu->hidden + j->hidden + (size_t)t * ff, (int)ff,
+                                out + (j->slot + (size_t)t) * stride);
     }
     if (!own) team_barrier();
     return out;
@@ -16254,7 +16281,7 @@ static const uint8_t *ffn_pack_hidden(const struct rank *r, const struct ffn_par
 
 /* The squared norm of tile `tile` of the output of a (token, expert) pair. */
 static float *norm_part(const struct rank *r, int tile, size_t slot) {
-    return r->norm_parts + (size_t)tile * (size_t)r->chunk * (size_t)r->m->max.n_expert_used + slot;
+    return r->cpu->norm_parts + (size_t)tile * (size_t)r->chunk * (size_t)r->m->max.n_expert_used + slot;
 }
 
 /* Adds the squares of x (n) to sum (n). */
@@ -16268,14 +16295,14 @@ static void stats_add(struct rank *r, int il, enum act x) {
     const int k = layer->n_expert_used, tiles = ceil_by(r->m->n_embd, ROW_TILE);
     struct ffn_weights ffns[2];
     layer_ffns(layer, ffns);
-    for (int i = team_first(r->n_jobs); i >= 0; i = team_next()) {
-        const struct ffn_job *j = &r->jobs[i];
+    for (int i = team_first(r->cpu->n_jobs); i >= 0; i = team_next()) {
+        const struct ffn_job *j = &r->cpu->jobs[i];
         const bool second = j->gate != ffns[0].gate;
         const struct ffn_weights *ffn = &ffns[second];
         const size_t n_in = (size_t)j->gate->n_in, ff = (size_t)j->gate->n_out, e = (size_t)j->expert;
         double *s = r->stats + ((size_t)il * (size_t)r->m->n_expert_max + e) * STATS;
         for (int t = 0; t < j->n_tok && j->rows; t++) {
-            const float *w = r->route_w + (size_t)j->rows[t] * (size_t)k;
+            const float *w = r->cpu->route_w + (size_t)j->rows[t] * (size_t)k;
             double square = 0, sum = 0;
             for (int c = 0; c < tiles; c++) square += (double)*norm_part(r, c, j->slot + (size_t)t);
             for (int c = 0; c < k; c++) sum += (double)w[c];
@@ -16288,7 +16315,7 @@ static void stats_add(struct rank *r, int il, enum act x) {
         float *down = in + (size_t)ffn->gate->n_expert * n_in;
         for (int t = 0; t < j->n_tok; t++) {
             in_sum2_add(in + e * n_in, act_row(r, x, j->rows ? j->rows[t] : t), (int)n_in);
-            in_sum2_add(down + e * ff, r->hidden + j->hidden + (size_t)t * ff, (int)ff);
+            in_sum2_add(down + e * ff, r->cpu->hidden + j->hidden + (size_t)t * ff, (int)ff);
         }
     }
     team_barrier();
@@ -16297,8 +16324,8 @@ static void stats_add(struct rank *r, int il, enum act x) {
 /* Bytes of the jobs' matrices: gate and up, or down. */
 static double jobs_bytes(const struct rank *r, bool down) {
     double bytes = 0;
-    for (int i = 0; i < r->n_jobs; i++) {
-        const struct ffn_job *j = &r->jobs[i];
+    for (int i = 0; i < r->cpu->n_jobs; i++) {
+        const struct ffn_job *j = &r->cpu->jobs[i];
         const struct weight *w[2] = {down ? j->down : j->gate, down ? NULL : j->up};
         for (int k = 0; k < 2 && w[k]; k++) bytes += (double)w[k]->n_out * (double)w[k]->row_bytes;
     }
@@ -16306,45 +16333,31 @@ static double jobs_bytes(const struct rank *r, bool down) {
 }
 
 /* The name of the jobs' part of a forward. */
-static const char *jobs_name(const struct rank *r) { return r->n_jobs && r->jobs[0].rows ? "experts" : "dense"; }
+static const char *jobs_name(const struct rank *r) {
+    return r->cpu->n_jobs && r->cpu->jobs[0].rows ? "experts" : "dense";
+}
 
 /* gate (n), rows row.. of a job's hidden row = glu(gate + bias, up + bias). */
 static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int row, float *gate, float *up, int n) {
     const struct layer *layer = &r->m->layers[il];
-    const float limit = j->gate == &layer->gate ? layer->glu_limit : layer->sh_glu_limit;
+    const struct glu *g = j->gate == &layer->gate ? &layer->glu : &layer->sh_glu;
     const struct weight *const w[2] = {j->gate, j->up};
     float *const x[2] = {gate, up};
     for (int i = 0; i < 2; i++)
-        if (w[i]->bias) r->k->scale_add(w[i]->bias + (ptrdiff_t)j->expert * w[i]->bias_stride + row, 1.0f, x[i], n);
-    if (!limit) {
-        r->k->silu_mul(gate, up, n);
-        return;
+        if (w[i]->bias)
+            r->cpu->k->scale_add(w[i]->bias + (ptrdiff_t)j->expert * w[i]->bias_stride + row, 1.0f, x[i], n);
+    if (g->up_max > 0) {
+        for (int i = 0; i < n; i++) gate[i] = g->alpha * fminf(gate[i], g->gate_max);
+        for (int i = 0; i < n; i++) up[i] = fmaxf(-g->up_max, fminf(up[i], g->up_max)) * g->factor + g->offset;
     }
-    if (layer->glu == GLU_OAI) {
-        for (int i = 0; i < n; i++) gate[i] = 1.702f * fminf(gate[i], limit);
-        for (int i = 0; i < n; i++) up[i] = (fmaxf(-limit, fminf(up[i], limit)) + 1.0f) / 1.702f;
-        r->k->silu_mul(gate, up, n);
-        return;
-    }
-    if (layer->glu == GLU_CLAMP_SILU) {
-        for (int i = 0; i < n; i++) gate[i] = fminf(gate[i], limit);
-        for (int i = 0; i < n; i++) up[i] = fmaxf(-limit, fminf(up[i], limit));
-        r->k->silu_mul(gate, up, n);
-        return;
-    }
-    for (int i = 0; i < n; i++) {
-        const float one = fmaxf(-limit, fminf(up[i], limit));
-        up[i] = 1.0f;
-        r->k->silu_mul(gate + i, up + i, 1);
-        gate[i] = fminf(gate[i], limit) * one;
-    }
+    r->cpu->k->silu_mul(gate, up, n);
 }
 
 /* out = sum over the jobs of weight * down(glu(gate x, up x)). per_job: average tokens of a job, which chooses the
  * format of activations. */
 static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
-    const struct kernels *k = r->k;
-    if (!r->n_jobs) { /* this rank's shard is empty */
+    const struct kernels *k = r->cpu->k;
+    if (!r->cpu->n_jobs) { /* this rank's shard is empty */
         for (int t = team_first(r->n_tok); t >= 0; t = team_next())
             memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
         team_barrier();
@@ -16353,15 +16366,15 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
     struct ffn_part part[2];
     int n_ff = 0, n_rows = 0;
     ffn_parts(r, x, per_job, part);
-    for (int i = 0; i < r->n_jobs; i++) {
-        n_ff = int_max(n_ff, r->jobs[i].gate->n_out);
-        n_rows += r->jobs[i].n_tok;
+    for (int i = 0; i < r->cpu->n_jobs; i++) {
+        n_ff = int_max(n_ff, r->cpu->jobs[i].gate->n_out);
+        n_rows += r->cpu->jobs[i].n_tok;
     }
     float *tile = scratch_tile(r);
     const size_t h_stride = size_max(k->act_bytes(part[0].hidden, n_ff), k->act_bytes(part[1].hidden, n_ff));
-    const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = r->n_jobs * ff_tiles;
+    const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = r->cpu->n_jobs * ff_tiles;
     for (int i = team_first(tiles); i >= 0; i = team_next()) {
-        const struct ffn_job *j = &r->jobs[i / ff_tiles];
+        const struct ffn_job *j = &r->cpu->jobs[i / ff_tiles];
         const struct ffn_part *p = ffn_part_of(r, part, i / ff_tiles);
         const int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
         if (row >= ff) continue;
@@ -16369,7 +16382,7 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
         g.x = u.x = p->x;
         g.x_stride = u.x_stride = p->stride;
         g.rows = u.rows = j->rows;
-        g.y = r->hidden + j->hidden + row;
+        g.y = r->cpu->hidden + j->hidden + row;
         g.y_stride = (size_t)ff;
         u.y = tile;
         u.y_stride = ROW_TILE;
@@ -16387,9 +16400,9 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
         const int end = int_min((c + 1) * by, width);
         for (int t = 0; t < r->n_tok; t++)
             memset(act_row(r, out, t) + c * by, 0, sizeof(float) * (size_t)(end - c * by));
-        for (int i = 0; i < r->n_jobs; i++)
+        for (int i = 0; i < r->cpu->n_jobs; i++)
             for (int row = c * by; row < end; row += ROW_TILE) {
-                const struct ffn_job *j = &r->jobs[i];
+                const struct ffn_job *j = &r->cpu->jobs[i];
                 struct gemm g = ffn_gemm(r, j->down, j, ffn_part_of(r, part, i)->hidden, row);
                 g.x = pack_h + j->slot * h_stride;
                 g.x_stride = h_stride;
@@ -16402,7 +16415,7 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
                 for (int t = 0; t < j->n_tok; t++)
                     k->scale_add(tile + t * ROW_TILE, j->w ? j->w[t] : 1.0f,
                                  act_row(r, out, j->rows ? j->rows[t] : t) + row, g.n_out);
-                if (!r->norm_parts || !j->rows) continue;
+                if (!r->cpu->norm_parts || !j->rows) continue;
                 float *square = norm_part(r, row / ROW_TILE, j->slot);
                 for (int t = 0; t < j->n_tok; t++)
                     square[t] = k->dot(tile + t * ROW_TILE, tile + t * ROW_TILE, g.n_out);
@@ -16415,8 +16428,9 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
 static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     if (team_leads()) {
-        r->jobs[0] = (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
-        r->n_jobs = layer->gate.n_out > 0;
+        r->cpu->jobs[0] =
+            (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
+        r->cpu->n_jobs = layer->gate.n_out > 0;
     }
     team_barrier();
     ffn_run(r, il, x, out, r->n_tok);
@@ -16429,11 +16443,12 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
     const struct layer *layer = &m->layers[il];
     const int k = layer->n_expert_used, per_job = ceil_by(r->n_tok * k, layer->n_expert);
     const struct packed p = linear_pack(r, &layer->router, r->act[x], r->width[x], r->n_tok);
-    linear_rows(r, &layer->router, &p, r->n_tok, r->route, m->n_expert_max);
+    linear_rows(r, &layer->router, &p, r->n_tok, r->cpu->route, m->n_expert_max);
     team_barrier();
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
         route_token(m, layer, layer->expert_ids ? layer->expert_ids + (ptrdiff_t)r->tokens[t] * k : NULL,
-                    r->route + (size_t)t * (size_t)m->n_expert_max, r->route_id + t * k, r->route_w + t * k);
+                    r->cpu->route + (size_t)t * (size_t)m->n_expert_max, r->cpu->route_id + t * k,
+                    r->cpu->route_w + t * k);
     if (team_arrive()) {
         ffn_jobs_build(r, layer, x);
         team_release();
@@ -16468,40 +16483,42 @@ static void logits_body(void *arg) {
     const struct logit_rows *a = arg;
     struct rank *r = a->r;
     for (int i = team_first(a->n); i >= 0; i = team_next())
-        r->k->rmsnorm(act_row(r, A_X, a->first + i), a->norm, r->m->rms_eps, act_row(r, A_H, a->first + i),
-                      r->m->n_embd);
+        r->cpu->k->rmsnorm(act_row(r, A_X, a->first + i), a->norm, r->m->rms_eps, act_row(r, A_H, a->first + i),
+                           r->m->n_embd);
     team_barrier();
     const struct packed p = linear_pack(r, a->w, act_row(r, A_H, a->first), r->width[A_H], a->n);
-    linear_rows(r, a->w, &p, a->n, rank_peer(r, 0)->logits + r->m->first_id, r->m->n_vocab);
+    linear_rows(r, a->w, &p, a->n, rank_peer(r, 0)->cpu->logits + r->m->first_id, r->m->n_vocab);
     op_end_matrix("output", a->w);
 }
 
 static void cpu_logits(struct rank *r, const float *norm, const struct weight *w, int first, int n) {
-    team_run(r->team, logits_body, &(struct logit_rows){r, norm, w, first, n});
+    team_run(r->cpu->team, logits_body, &(struct logit_rows){r, norm, w, first, n});
 }
 
-static const float *cpu_read_logits(struct rank *r, int row) { return r->logits + (size_t)row * (size_t)r->m->n_vocab; }
+static const float *cpu_read_logits(struct rank *r, int row) {
+    return r->cpu->logits + (size_t)row * (size_t)r->m->n_vocab;
+}
 
 static void cpu_sample(struct rank *r, const struct sampling *o, const int32_t *tokens, int n_past, int first, int n,
                        const double *uniform) {
     for (int i = 0; i < n; i++) {
         const int n_recent = int_min(n_past + i, PENALTY_WINDOW);
-        r->chosen[i] = sampling_choose(o, r->work, sampling_ids(o, r->m), cpu_read_logits(r, first + i),
-                                       tokens + n_past + i - n_recent, n_recent, uniform[i]);
-        r->n_chosen = i + 1;
-        if (i + 1 < n && r->chosen[i] != tokens[n_past + i]) break;
+        r->cpu->chosen[i] = sampling_choose(o, r->work, sampling_ids(o, r->m), cpu_read_logits(r, first + i),
+                                            tokens + n_past + i - n_recent, n_recent, uniform[i]);
+        r->cpu->n_chosen = i + 1;
+        if (i + 1 < n && r->cpu->chosen[i] != tokens[n_past + i]) break;
     }
 }
 
 static int cpu_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
     *on_device = false;
-    memcpy(chosen, r->chosen, (size_t)r->n_chosen * sizeof *chosen);
-    return r->n_chosen;
+    memcpy(chosen, r->cpu->chosen, (size_t)r->cpu->n_chosen * sizeof *chosen);
+    return r->cpu->n_chosen;
 }
 
 static void forward_body(void *r) { rank_pass(r); }
 
-static void cpu_forward(struct rank *r) { team_run(r->team, forward_body, r); }
+static void cpu_forward(struct rank *r) { team_run(r->cpu->team, forward_body, r); }
 
 static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
                            bool store) {
@@ -16515,7 +16532,7 @@ static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, 
 
 static void cpu_wait(struct rank *r) { (void)r; }
 static struct rates cpu_measure(struct rank *r) {
-    return (struct rates){.bytes = memory_bandwidth(r->team ? r->team->n : 1)};
+    return (struct rates){.bytes = memory_bandwidth(r->cpu->team ? r->cpu->team->n : 1)};
 }
 
 enum { ALL_REDUCES_TIMED = 100 };
@@ -16529,7 +16546,7 @@ static double cpu_time_all_reduce(struct rank *r, int n_tok, bool nccl) {
     if (nccl || n_tok > r->chunk) return 0;
     double t0 = now_seconds();
     r->n_tok = n_tok;
-    team_run(r->team, all_reduces_body, r);
+    team_run(r->cpu->team, all_reduces_body, r);
     return (now_seconds() - t0) / ALL_REDUCES_TIMED;
 }
 
@@ -16550,7 +16567,7 @@ static void cpu_free(void ***owned) {
 }
 
 static void cpu_close(struct rank *r) {
-    team_stop(r->team);
+    team_stop(r->cpu->team);
     cpu_free(&r->owned);
     cpu_free(&r->owned_state);
 }
@@ -16606,8 +16623,8 @@ static void cpu_state(struct rank *r) {
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(m, r->n_ctx);
     const size_t chosen = scores ? (size_t)r->chunk * m->max.listed : 0;
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
-    r->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->index_scores);
-    r->chosen_keys = cpu_memory(&r->owned_state, chosen, sizeof *r->chosen_keys);
+    r->cpu->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->cpu->index_scores);
+    r->cpu->chosen_keys = cpu_memory(&r->owned_state, chosen, sizeof *r->cpu->chosen_keys);
     for (int il = 0; il < model_blocks(m); il++) {
         layer_planes(m, &m->layers[il], r->kv_type, r->planes[il]);
         for (int u = 0; u < PLANE_USES; u++)
@@ -16638,7 +16655,7 @@ static bool cpu_resize(struct rank *r, int n_ctx, char *err) {
 /* Whether the rank is the root: the first of the last stage, which gathers the logits. */
 static bool rank_is_root(const struct model *m) { return !m->shard.rank && m->shard.stage == m->shard.n_stage - 1; }
 
-/* The convolution's taps for the rank's own values in the order of r->mix: (n_conv, mix). */
+/* The convolution's taps for the rank's own values in the order of r->cpu->mix: (n_conv, mix). */
 static float *delta_taps(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
@@ -16661,7 +16678,8 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     memset(r, 0, sizeof *r);
     r->m = m;
     r->ops = &cpu_ops;
-    r->k = k;
+    r->cpu = cpu_memory(&r->owned, 1, sizeof *r->cpu);
+    r->cpu->k = k;
     r->n_ctx = n_ctx;
     r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
@@ -16674,8 +16692,8 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->n_final = m->n_prediction ? r->chunk + FINAL_MORE : 0;
     r->final = cpu_own(r, (size_t)r->n_final * (size_t)hidden_width(m), sizeof(float));
     for (int i = 0; i < m->n_rope; i++) {
-        r->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
-        r->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
+        r->cpu->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
+        r->cpu->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
     }
 
     int absorbed = 1; /* the most tokens for which queries are taken into the latent space */
@@ -16699,24 +16717,24 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     }
     size_t used = (size_t)x->n_expert_used, shared = (size_t)x->n_ff_shared,
            hidden = size_max((size_t)x->n_ff_dense, used * (size_t)x->n_ff_expert + shared);
-    r->pack = cpu_own(r, pack, 1);
-    r->pack_h = cpu_own(r, c * (used + 1), pack_h);
-    r->hidden = cpu_own(r, c * hidden, sizeof(float));
-    r->route = cpu_own(r, c * (size_t)m->n_expert_max, sizeof(float));
-    r->route_id = cpu_own(r, c * used, sizeof *r->route_id);
-    r->route_w = cpu_own(r, c * used, sizeof(float));
-    r->job_rows = cpu_own(r, c * used, sizeof *r->job_rows);
-    r->job_w = cpu_own(r, c * used, sizeof(float));
-    r->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
-    r->row_sums = cpu_own(r, m->shard.n_rank > 1 ? 2 * c : 0, sizeof(float));
-    r->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
-    r->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
-    r->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->jobs);
+    r->cpu->pack = cpu_own(r, pack, 1);
+    r->cpu->pack_h = cpu_own(r, c * (used + 1), pack_h);
+    r->cpu->hidden = cpu_own(r, c * hidden, sizeof(float));
+    r->cpu->route = cpu_own(r, c * (size_t)m->n_expert_max, sizeof(float));
+    r->cpu->route_id = cpu_own(r, c * used, sizeof *r->cpu->route_id);
+    r->cpu->route_w = cpu_own(r, c * used, sizeof(float));
+    r->cpu->job_rows = cpu_own(r, c * used, sizeof *r->cpu->job_rows);
+    r->cpu->job_w = cpu_own(r, c * used, sizeof(float));
+    r->cpu->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
+    r->cpu->row_sums = cpu_own(r, m->shard.n_rank > 1 ? 2 * c : 0, sizeof(float));
+    r->cpu->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
+    r->cpu->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
+    r->cpu->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->cpu->jobs);
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
-    if (x->kv_lora) r->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
-    r->partials = cpu_own(r, PARTIALS * n_head * (dv + 2), sizeof(float));
+    if (x->kv_lora) r->cpu->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
+    r->cpu->partials = cpu_own(r, PARTIALS * n_head * (dv + 2), sizeof(float));
     if (rank_is_root(m)) {
-        r->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
+        r->cpu->logits = cpu_own(r, LOGIT_ROWS * (size_t)m->n_vocab, sizeof(float));
         r->work = cpu_own(r, (size_t)m->n_ids, sizeof *r->work);
     }
 
@@ -16727,15 +16745,15 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         delta = size_max(delta, (size_t)m->layers[il].delta.head_k * DELTA_COLUMNS);
     const size_t index = KEY_BLOCK * (size_t)(2 * x->index_k + x->n_index);
     const size_t compressor = 4 * (size_t)int_max(x->compressed, x->index_compressed);
-    r->scratch_bytes =
+    r->cpu->scratch_bytes =
         size_max(size_max(attend_floats(m, (int)rows), size_max(size_max(delta, compressor), index)) * sizeof(float),
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
-    r->scratch_bytes = (r->scratch_bytes + 4095) / 4096 * 4096;
-    r->scratch = cpu_own(r, (size_t)n_threads, r->scratch_bytes);
+    r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
+    r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
     r->planes = cpu_own(r, (size_t)model_blocks(m), sizeof *r->planes);
-    r->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->taps);
+    r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].has & HAS_DELTA) r->taps[il] = delta_taps(r, il);
+        if (m->layers[il].has & HAS_DELTA) r->cpu->taps[il] = delta_taps(r, il);
     cpu_state(r);
 }
 
@@ -16744,7 +16762,7 @@ static void cpu_stats_init(struct rank *r, bool in_sum2) {
     const struct model *m = r->m;
     const size_t tiles = ((size_t)m->n_embd + ROW_TILE - 1) / ROW_TILE;
     r->stats = cpu_own(r, (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
-    r->norm_parts = cpu_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
+    r->cpu->norm_parts = cpu_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
     if (in_sum2) r->in_sum2 = cpu_own(r, in_sum2_before(m, model_blocks(m)), sizeof(float));
 }
 
@@ -17269,7 +17287,7 @@ static int cpu_rank_start(struct rank *r, const struct model *shard, const void 
     const int n = shard->shard.n_rank * shard->shard.n_stage, n_threads = int_max(1, o->n_threads / n);
     (void)err; /* what fails ends the program */
     cpu_rank_init(r, shard, o->k, n_threads, o->n_ctx, o->kv);
-    r->team = team_start(n_threads, n * n_threads > processors());
+    r->cpu->team = team_start(n_threads, n * n_threads > processors());
     if (o->stats) cpu_stats_init(r, o->in_sum2);
     return 0;
 }
@@ -25665,7 +25683,7 @@ static void bench_fill_rows(const struct rank *r, const struct plane *p, size_t 
     uint64_t rng = 1;
     for (size_t i = first; i < first + n; i++) {
         for (int k = 0; k < p->width; k++) row[k] = (float)(rng_uniform(&rng) - 0.5);
-        kv_store(r->k, p, (int)i, row);
+        kv_store(r->cpu->k, p, (int)i, row);
     }
     free(row);
 }

@@ -1956,37 +1956,10 @@ static void gemv_groups(const struct linear_args *p, cudaStream_t s) {
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
-/* The limits of a feed-forward, as steps before silu(g) * u: g = alpha * min(g, gate), u = (u clamped to +-up) * factor
- * + offset. */
-struct glu_limit {
-    float gate, up; /* up 0: no limits */
-    float alpha, factor, offset;
-};
-
-/* Returns the steps for a kind of feed-forward. GLU_CLAMP_SILU: as they are. GLU_OAI: alpha g sigmoid(alpha g) * (u + 1) /
- * alpha. GLU_SILU_CLAMP: silu grows where it is positive, so that min(silu(g), limit) = silu(min(g, x)), where silu(x) = limit. */
-static struct glu_limit glu_limit_of(enum glu glu, float limit) {
-    struct glu_limit l = {limit, limit, 1, 1, 0};
-    if (!limit) return {};
-    if (glu == GLU_CLAMP_SILU) return l;
-    if (glu == GLU_OAI) {
-        l.alpha = 1.702f;
-        l.factor = l.offset = 1 / l.alpha;
-        return l;
-    }
-    double lo = limit, hi = limit + 0.3; /* x - silu(x) is at most 0.28 */
-    for (int i = 0; i < 40; i++) {
-        const double x = (lo + hi) / 2;
-        (x / (1 + exp(-x)) < limit ? lo : hi) = x;
-    }
-    l.gate = (float)lo;
-    return l;
-}
-
-/* Takes the steps. NaN becomes the limit, as on a CPU. */
-DEVICE void glu_clamp(const struct glu_limit &l, float &g, float &u) {
-    g = l.alpha * fminf(g, l.gate);
-    u = fmaf(fmaxf(-l.up, fminf(u, l.up)), l.factor, l.offset);
+/* Makes g of gate and u of up, see struct glu. NaN becomes the limit, as on a CPU. */
+DEVICE void glu_clamp(const struct glu &l, float &g, float &u) {
+    g = l.alpha * fminf(g, l.gate_max);
+    u = fmaf(fmaxf(-l.up_max, fminf(u, l.up_max)), l.factor, l.offset);
 }
 
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
@@ -2013,7 +1986,7 @@ struct glu_job : gemv_one {
  * times its weight, y (n_tok, n_ff). */
 struct glu_args {
     struct device_matrix gate[2], up[2];
-    struct glu_limit limit[2];
+    struct glu glu[2];
     uint16_t *y[2];
     struct job_list jobs; /* of entry 0 */
     const float *down_scale;
@@ -2078,7 +2051,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
     if (!(one.tokens >> tok & 1) || row >= gate.n_out) return;
     float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, half), gate_scale, bias[r]);
     float u = fmaf(gemv_sum<NT>(red, threadIdx.x, half, half), up_scale, bias[TILE_ROWS + r]);
-    if (p.limit[entry].up > 0) glu_clamp(p.limit[entry], g, u);
+    if (p.glu[entry].up_max > 0) glu_clamp(p.glu[entry], g, u);
     p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * (size_t)gate.n_out + (size_t)row] =
         clamped_f16(silu_mul(g, u) * factor);
 }
@@ -2474,7 +2447,7 @@ struct fp4_rows {
 
 struct gemm_args {
     struct device_matrix w, w2; /* w2: the `up` matrix with GLU */
-    struct glu_limit limit;     /* with GLU */
+    struct glu glu;             /* with GLU */
     const uint16_t *x;          /* (row, x_stride) halves, x_stride % 8 == 0, 16-byte aligned */
     size_t x_stride;
     struct fp4_rows xq;  /* used instead of x where its pointers are not NULL */
@@ -2763,8 +2736,8 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
                 if (GLU) u[q] = acc[1][n][q] * (f1 * fx) + b1[q >> 1];
             }
             /* keep: else the compiler makes two copies of the whole loop, one without limits */
-            if (GLU && keep(__float_as_uint(p.limit.up))) {
-                UNROLL for (int q = 0; q < 4; q++) glu_clamp(p.limit, v[q], u[q]);
+            if (GLU && keep(__float_as_uint(p.glu.up_max))) {
+                UNROLL for (int q = 0; q < 4; q++) glu_clamp(p.glu, v[q], u[q]);
             }
             UNROLL for (int q = 0; q < 4; q++) {
                 if (GLU) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
@@ -7967,9 +7940,9 @@ static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint1
                out + (size_t)n_e * (size_t)n_in);
 }
 
-/* The limits of the feed-forward of a layer whose first matrix is `gate`. */
-static struct glu_limit ffn_limit(const struct layer *layer, const struct weight *gate) {
-    return glu_limit_of(layer->glu, gate == &layer->gate ? layer->glu_limit : layer->sh_glu_limit);
+/* How the feed-forward of a layer whose first matrix is `gate` joins gate and up. */
+static struct glu ffn_glu(const struct layer *layer, const struct weight *gate) {
+    return gate == &layer->gate ? layer->glu : layer->sh_glu;
 }
 
 /* out (+)= down(silu(gate x) * (up x)) of feed-forward `ffn` of a layer in prefill. */
@@ -7981,7 +7954,7 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     struct gemm_args g = {};
     g.w = *device_matrix_of(c, gate);
     g.w2 = *device_matrix_of(c, up);
-    g.limit = ffn_limit(&r->m->layers[il], gate);
+    g.glu = ffn_glu(&r->m->layers[il], gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
     g.n_tok = r->n_tok;
@@ -8014,7 +7987,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     for (int i = 0; i < u.n_entry; i++) {
         u.gate[i] = *device_matrix_of(c, ffns[i].gate);
         u.up[i] = *device_matrix_of(c, ffns[i].up);
-        u.limit[i] = ffn_limit(layer, ffns[i].gate);
+        u.glu[i] = ffn_glu(layer, ffns[i].gate);
         u.y[i] = routed && !i ? c->hidden : c->hidden_shared;
         down[i] = *device_matrix_of(c, ffns[i].down);
         down[i].unit *= HIDDEN_SCALE;
@@ -8084,7 +8057,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     struct gemm_args g = {};
     g.w = *device_matrix_of(c, &layer->gate);
     g.w2 = *device_matrix_of(c, &layer->up);
-    g.limit = ffn_limit(layer, &layer->gate);
+    g.glu = ffn_glu(layer, &layer->gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
     g.rows = s.row;

@@ -38,13 +38,12 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     spy_product(n->gate, e, x, g);
     spy_product(n->up, e, x, u);
     sums += (size_t)n->gate->n_expert * n_in + (size_t)e * ff;
-    const double limit = (double)(ffn ? layer->sh_glu_limit : layer->glu_limit);
+    const struct glu *glu = ffn ? &layer->sh_glu : &layer->glu;
+    const double limit = (double)glu->up_max;
     for (size_t i = 0; i < ff; i++) {
-        if ((layer->glu == GLU_OAI || layer->glu == GLU_CLAMP_SILU) && limit > 0) g[i] = fmin(g[i], limit);
-        const double sigmoid = 1 / (1 + exp((layer->glu == GLU_OAI ? -1.702 : -1.0) * g[i]));
-        if (limit > 0) u[i] = fmax(-limit, fmin(u[i], limit));
-        if (layer->glu == GLU_OAI) g[i] *= sigmoid * (u[i] + 1);
-        else g[i] = (limit > 0 ? fmin(g[i] * sigmoid, limit) : g[i] * sigmoid) * u[i];
+        if (limit > 0) g[i] = (double)glu->alpha * fmin(g[i], (double)glu->gate_max);
+        if (limit > 0) u[i] = fmax(-limit, fmin(u[i], limit)) * (double)glu->factor + (double)glu->offset;
+        g[i] *= u[i] / (1 + exp(-g[i]));
         sums[i] += g[i] * g[i];
     }
     spy_product(n->down, e, g, y);
@@ -61,10 +60,11 @@ static void spy_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enu
     for (int t = 0; t < r->n_tok && team_leads(); t++) {
         double all = 0;
         if (!layer->n_expert) spy_expert(m, il, 0, 0, act_row(r, A_H, t));
-        for (int j = 0; j < k && layer->n_expert; j++) all += (double)r->route_w[t * k + j];
+        for (int j = 0; j < k && layer->n_expert; j++) all += (double)r->cpu->route_w[t * k + j];
         for (int j = 0; j < k && layer->n_expert; j++) {
-            const int e = r->route_id[t * k + j];
-            const double norm = spy_expert(m, il, 0, e, act_row(r, A_H, t)), g = (double)r->route_w[t * k + j] / all;
+            const int e = r->cpu->route_id[t * k + j];
+            const double norm = spy_expert(m, il, 0, e, act_row(r, A_H, t)),
+                         g = (double)r->cpu->route_w[t * k + j] / all;
             double *s = stats_of(m, spy.stats, il, e);
             s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
             s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);

@@ -207,7 +207,7 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
 static void pair_out_select_keys(struct rank *r, int il) {
     const struct attn *a = &r->m->layers[il].attn;
     const int k = attn_listed(a), all = (int)blocks_listed(a), first = tokens_dense(r, a), n = (r->n_tok - first) * all;
-    int32_t *want = r->chosen_keys + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
+    int32_t *want = r->cpu->chosen_keys + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
     int other = 0;
     if (!a->ratio) pair_cache(r, il, PLANE_INDEX, "cache of the indexer");
     cuda_test_chosen(pair.gpu, got, first * all, n, true);
@@ -2421,29 +2421,29 @@ static void test_cuda_stats(void) {
 static const struct ffn_case {
     struct synth shape;
     enum gating gating;
-    enum glu glu;
-    float limit, shared_limit; /* the second of the dense feed-forward, too */
-    bool biases, pick_bias;    /* of the router and the experts; for the selection */
+    struct glu (*glu)(float limit); /* NULL: without limits */
+    float limit, shared_limit;      /* the second of the dense feed-forward, too */
+    bool biases, pick_bias;         /* of the router and the experts; for the selection */
 } ffn_cases[] = {
     {{"OAI", "qwen3moe", 1, 320, 4, 4, 32, 9, 4, 320, 200, 256, .ff_type = GGUF_MXFP4},
      .gating = GATING_CHOSEN,
-     .glu = GLU_OAI,
+     .glu = glu_oai,
      .limit = 0.75f,
      .biases = true},
     {{"OAI in BF16", "qwen3moe", 1, 64, 4, 4, 32, 33, 5, 256, 200, 256, .ff_type = GGUF_BF16},
      .gating = GATING_CHOSEN,
-     .glu = GLU_OAI,
+     .glu = glu_oai,
      .limit = 7,
      .biases = true},
     {{"clamped", "qwen3moe", 2, 128, 4, 4, 32, 9, 3, 256, 200, 256, .n_dense = 1, .ff_dense = 320, .ff_shared = 256},
      .gating = GATING_SIGMOID,
-     .glu = GLU_SILU_CLAMP,
+     .glu = glu_silu_clamp,
      .limit = 0.6f,
      .shared_limit = 0.4f,
      .pick_bias = true},
     {{"clamped inputs", "qwen3moe", 1, 128, 4, 4, 32, 12, 3, 256, 200, 256, .ff_shared = 256, .ff_type = GGUF_MXFP4},
      .gating = GATING_SQRT_SOFTPLUS,
-     .glu = GLU_CLAMP_SILU,
+     .glu = glu_clamp_silu,
      .limit = 0.6f,
      .shared_limit = 0.4f,
      .pick_bias = true},
@@ -2470,9 +2470,7 @@ static void ffn_make(struct model *m, const struct ffn_case *c, bool plain, floa
     for (int il = 0; il < m->n_layer && !plain; il++) {
         struct layer *l = &m->layers[il];
         const size_t n = (size_t)l->n_expert;
-        l->glu = c->glu;
-        l->glu_limit = n ? c->limit : c->shared_limit;
-        l->sh_glu_limit = c->shared_limit;
+        if (c->glu) l->glu = c->glu(n ? c->limit : c->shared_limit), l->sh_glu = c->glu(c->shared_limit);
         if (n && c->pick_bias) l->router_bias = ffn_numbers(own, n, 0.2f, &rng);
         if (!n || !c->biases) continue;
         l->has |= HAS_BIASES;

@@ -241,17 +241,17 @@ struct matrix {
 
 /* How gate and up are joined. */
 struct glu_kind {
-    enum glu glu = GLU_SILU;
+    struct glu (*make)(float limit) = NULL; /* NULL: without limits */
     double limit = 0;
 };
 static double glu(const struct glu_kind &k, double g, double u) {
     const double clamped = fmax(-k.limit, fmin(u, k.limit));
     double y = g / (1 + exp(-g)) * u;
-    if (k.glu == GLU_OAI) g = fmin(g, k.limit), y = g / (1 + exp(-1.702 * g)) * (clamped + 1);
-    if (k.glu == GLU_SILU_CLAMP) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
+    if (k.make == glu_oai) g = fmin(g, k.limit), y = g / (1 + exp(-1.702 * g)) * (clamped + 1);
+    if (k.make == glu_silu_clamp) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
     return y / (double)HIDDEN_SCALE;
 }
-static struct glu_limit limit_of(const struct glu_kind &k) { return glu_limit_of(k.glu, (float)k.limit); }
+static struct glu glu_of(const struct glu_kind &k) { return k.make ? k.make((float)k.limit) : (struct glu){}; }
 
 /* Rows of tokens in halves, `stride` apart: what lies after n_in is NaN and must not be read. */
 struct tokens {
@@ -379,7 +379,7 @@ static void run_gemm(const struct gemm_case &t) {
     results y(batch * (size_t)n_matrix, t.f32);
     struct gemm_args g = {};
     g.w = w.d, g.w2 = w2.d, g.x = xd, g.x_stride = x.stride, g.n_tok = n_pos, g.y = y.y.p, g.y_stride = stride,
-    g.y_f32 = t.f32, g.limit = limit_of(t.glu), g.bias_factor = t.bias_factor;
+    g.y_f32 = t.f32, g.glu = glu_of(t.glu), g.bias_factor = t.bias_factor;
     if (t.gather) g.rows = rows_d;
     if (t.mode == LIST)
         g.tile_expert = expert_d, g.tile_first = first_d, g.tile_count = count_d, g.n_tiles = n_d,
@@ -451,7 +451,7 @@ static void run_gemm_quads(uint32_t type, bool fp4, bool gated, int n_in) {
 
 extern "C" void cuda_test_gemm(void) {
     const bool fp4 = cuda_test_begin(1);
-    static const struct glu_kind oai = {GLU_OAI, 7}, low = {GLU_OAI, 0.75}, clamp = {GLU_SILU_CLAMP, 0.75};
+    static const struct glu_kind oai = {glu_oai, 7}, low = {glu_oai, 0.75}, clamp = {glu_silu_clamp, 0.75};
     for (auto &type : matrix_types)
         for (int i = 0; i < 2; i++) {
             const bool gated = i;
@@ -718,7 +718,7 @@ static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_e
     struct glu_args u = {};
     struct down_args d = {};
     u.gate[0] = gate.d, u.up[0] = up.d, u.y[0] = hidden, u.gate[1] = sh_gate.d, u.up[1] = sh_up.d,
-    u.y[1] = hidden_shared, u.limit[0] = limit_of(kind), u.limit[1] = limit_of(sh_kind);
+    u.y[1] = hidden_shared, u.glu[0] = glu_of(kind), u.glu[1] = glu_of(sh_kind);
     u.jobs = {jobs_d, weight_d, n_d, max_jobs}, u.down_scale = down.d.scale, u.down_scale_max = down.d.scale_max;
     u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok, u.x = xd, u.x_stride = x.stride;
     d.w = down.d, d.w.unit *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.unit *= HIDDEN_SCALE;
@@ -772,15 +772,15 @@ extern "C" void cuda_test_gemv(void) {
         run_gemv_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
         run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
         for (int n : {1, 3, 16}) {
-            run_gemv_ffn(type.type, shared, n, 7, 4, 192, 192, 64, true, {GLU_OAI, 0.75}, {GLU_SILU_CLAMP, 0.5});
-            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {GLU_SILU_CLAMP, 0.75}, {});
+            run_gemv_ffn(type.type, shared, n, 7, 4, 192, 192, 64, true, {glu_oai, 0.75}, {glu_silu_clamp, 0.5});
+            run_gemv_ffn(type.type, shared, n, 5, 3, 64, 64, 128, false, {glu_silu_clamp, 0.75}, {});
         }
-        run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192, true, {GLU_OAI, 7}, {});
+        run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192, true, {glu_oai, 7}, {});
     }
-    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 3, 4, 3, 2880, 64, 64, true, {GLU_OAI, 7},
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 3, 4, 3, 2880, 64, 64, true, {glu_oai, 7},
                  {}); /* of gpt-oss: rows of 45 tiles, */
-    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 2, 4, 3, 64, 704, 64, true, {GLU_OAI, 7}, {}); /* of 11 tiles */
-    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 16, 340, 330, 64, 64, 64, true, {GLU_OAI, 7},
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 2, 4, 3, 64, 704, 64, true, {glu_oai, 7}, {}); /* of 11 tiles */
+    run_gemv_ffn(GGUF_MXFP4, GGUF_BF16, 16, 340, 330, 64, 64, 64, true, {glu_oai, 7},
                  {}); /* more than 48 KB of biases */
 }
 

@@ -58,16 +58,16 @@ static void change_route(const char *launch, void *args, F f) {
     change_if<struct route_args>(launch, "k_route_prefill", args, f);
 }
 static void limit_before_silu(const char *launch, void *args) {
-    auto wrong = [](struct glu_limit &l) { l.gate = l.up; };
-    change_if<struct glu_args>(launch, "k_gemv_glu", args, [&](auto &a) { wrong(a.limit[0]), wrong(a.limit[1]); });
-    change_if<struct gemm_args>(launch, "gemm_kernel", args, [&](auto &a) { wrong(a.limit); });
+    auto wrong = [](struct glu &l) { l.gate_max = l.up_max; };
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [&](auto &a) { wrong(a.glu[0]), wrong(a.glu[1]); });
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [&](auto &a) { wrong(a.glu); });
 }
 static void limit_behind_silu(const char *launch, void *args) {
-    auto wrong = [](struct glu_limit &l) {
-        l.gate = l.gate == l.up ? glu_limit_of(GLU_SILU_CLAMP, l.up).gate : l.gate;
+    auto wrong = [](struct glu &l) {
+        l.gate_max = l.gate_max == l.up_max ? glu_silu_clamp(l.up_max).gate_max : l.gate_max;
     };
-    change_if<struct glu_args>(launch, "k_gemv_glu", args, [&](auto &a) { wrong(a.limit[0]), wrong(a.limit[1]); });
-    change_if<struct gemm_args>(launch, "gemm_kernel", args, [&](auto &a) { wrong(a.limit); });
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [&](auto &a) { wrong(a.glu[0]), wrong(a.glu[1]); });
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [&](auto &a) { wrong(a.glu); });
 }
 static void bias_in_weights(const char *launch, void *args) {
     change_route(launch, args, [](auto &a) {

@@ -1684,8 +1684,8 @@ static void test_families_limits(void) {
     snprintf(path, sizeof path, "%s/out.gguf", h.dir);
     if (hf_convert(&h) && CHECK(!model_load(&m, path, err), "%s", err)) {
         for (int il = 0; il < 3; il++)
-            CHECK(m.layers[il].glu_limit == want[il][0] && m.layers[il].sh_glu_limit == want[il][1],
-                  "layer %d has limits %g and %g", il, m.layers[il].glu_limit, m.layers[il].sh_glu_limit);
+            CHECK(m.layers[il].glu.up_max == want[il][0] && m.layers[il].sh_glu.up_max == want[il][1],
+                  "layer %d has limits %g and %g", il, m.layers[il].glu.up_max, m.layers[il].sh_glu.up_max);
         model_free(&m);
     }
     hf_end(&h);

@@ -82,7 +82,7 @@ static void routing_norm_ffn(struct rank *r, int il, enum act x, enum act delta,
     routing.plain->norm_ffn(r, il, x, delta, out);
     for (int t = 0; t < r->n_tok && il < r->m->n_layer && r->m->layers[il].n_expert; t++) {
         int32_t *to = routing.chosen + ((size_t)il * (size_t)routing.n + (size_t)(r->pos + t)) * k;
-        memcpy(to, r->route_id + (size_t)t * k, k * sizeof *to);
+        memcpy(to, r->cpu->route_id + (size_t)t * k, k * sizeof *to);
         qsort(to, k, sizeof *to, compare_id);
     }
 }
@@ -409,8 +409,9 @@ static void test_clamps(void) {
     if (!CHECK(model_load(&m, path, err) == 0, "%s", err)) return;
     for (int il = 0; il < blocks; il++) {
         const struct layer *y = &m.layers[il];
-        CHECK(y->glu == GLU_CLAMP_SILU && y->glu_limit == (float)(2 + il) && y->sh_glu_limit == (float)(22 + il),
-              "layer %d: kind %d, limits %g and %g", il, (int)y->glu, (double)y->glu_limit, (double)y->sh_glu_limit);
+        const struct glu want[2] = {glu_clamp_silu((float)(2 + il)), glu_clamp_silu((float)(22 + il))};
+        CHECK(!memcmp(&y->glu, &want[0], sizeof y->glu) && !memcmp(&y->sh_glu, &want[1], sizeof y->sh_glu),
+              "layer %d: limits %g and %g", il, (double)y->glu.gate_max, (double)y->sh_glu.gate_max);
     }
     model_free(&m);
 }
@@ -1388,27 +1389,26 @@ static void test_router(void) {
 static void test_glu(void) {
     static const float gate[] = {-20, -0.5f, 3, 9}, up[] = {3, -9, 9, 0.25f};
     static const struct {
-        enum glu glu;
+        struct glu (*glu)(float limit); /* NULL: without limits */
         bool shared;
         float want[4];
-    } c[] = {{GLU_SILU, false, {-1.2366922e-7f, 1.698933f, 25.719501f, 2.2497224f}},
-             {GLU_SILU_CLAMP, false, {-8.2446145e-8f, 0.37754067f, 4, 0.5f}},
-             {GLU_SILU_CLAMP, true, {-1.2366922e-7f, 0.94385167f, 14.288612f, 1.25f}},
-             {GLU_CLAMP_SILU, false, {-8.2446145e-8f, 0.37754067f, 3.5231883f, 0.44039854f}},
-             {GLU_CLAMP_SILU, true, {-1.2366922e-7f, 0.94385167f, 14.288612f, 1.2416339f}},
-             {GLU_OAI, false, {0, 0.22441735f, 8.6275484f, 3.0812673f}},
-             {GLU_OAI, true, {0, 0.59844625f, 17.891572f, 6.2487412f}}};
+    } c[] = {{NULL, false, {-1.2366922e-7f, 1.698933f, 25.719501f, 2.2497224f}},
+             {glu_silu_clamp, false, {-8.2446145e-8f, 0.37754067f, 4, 0.5f}},
+             {glu_silu_clamp, true, {-1.2366922e-7f, 0.94385167f, 14.288612f, 1.25f}},
+             {glu_clamp_silu, false, {-8.2446145e-8f, 0.37754067f, 3.5231883f, 0.44039854f}},
+             {glu_clamp_silu, true, {-1.2366922e-7f, 0.94385167f, 14.288612f, 1.2416339f}},
+             {glu_oai, false, {0, 0.22441735f, 8.6275484f, 3.0812673f}},
+             {glu_oai, true, {0, 0.59844625f, 17.891572f, 6.2487412f}}};
     struct layer y = {.n_ff = 4};
     struct model m = {.layers = &y};
-    const struct rank r = {.m = &m, .k = &kernels_ref};
+    struct cpu cpu = {.k = &kernels_ref};
+    const struct rank r = {.m = &m, .cpu = &cpu};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         const struct ffn_job j = {.gate = c[i].shared ? &y.sh_gate : &y.gate, .up = c[i].shared ? &y.sh_up : &y.up};
         float g[4], u[4];
         memcpy(g, gate, sizeof g);
         memcpy(u, up, sizeof u);
-        y.glu = c[i].glu;
-        y.glu_limit = c[i].glu == GLU_SILU ? 0 : c[i].glu == GLU_OAI ? 2.5f : 2;
-        y.sh_glu_limit = c[i].glu == GLU_SILU ? 0 : 5;
+        if (c[i].glu) y.glu = c[i].glu(c[i].glu == glu_oai ? 2.5f : 2), y.sh_glu = c[i].glu(5);
         ffn_glu(&r, 0, &j, 0, g, u, 4);
         for (int k = 0; k < 4; k++)
             CHECK(fabsf(g[k] - c[i].want[k]) < 1e-6f * fmaxf(1, fabsf(c[i].want[k])),
@@ -1473,7 +1473,8 @@ static void test_streams(void) {
         const enum act delta = turn < 2 ? A_OUT : turn < 4 ? A_JOINED : ACT_COUNT;
         const bool head = turn == 5;
         struct model m[2];
-        struct rank r[2] = {{.k = &kernels_ref, .n_tok = T}, {.k = &kernels_ref, .n_tok = T}};
+        struct cpu cpu = {.k = &kernels_ref};
+        struct rank r[2] = {{.cpu = &cpu, .n_tok = T}, {.cpu = &cpu, .n_tok = T}};
         for (int i = 0; i < 2; i++) {
             m[i] = (struct model){.n_embd = N, .n_stream = K, .n_sinkhorn = 2, .stream_eps = 0.02f, .rms_eps = 0.01f};
             m[i].shard = (struct shard){i, n_rank, 0, 1};

@@ -557,7 +557,8 @@ static void check_recall(bool decays) {
     enum { TOKENS = 30000, DK = 64, DV = 64, EARLY = 5 };
     const struct kernels *kernels[2] = {&kernels_ref, kernels_choose()};
     float S[2][DK * DV] = {{0}}, o[2][DV], q[DK], k[DK], v[DV], first[DV] = {0};
-    const struct rank r = {.k = &kernels_ref};
+    struct cpu cpu = {.k = &kernels_ref};
+    const struct rank r = {.cpu = &cpu};
     uint64_t rng = 11;
     for (int t = 0; t < TOKENS; t++) {
         for (int c = 0; c < DV; c++) {
