@@ -3675,6 +3675,26 @@ static int vocab_load(struct vocab *v, const struct gguf *g, char *err) {
     return rc;
 }
 
+/* Allocates a vocabulary and reads the tokenizer of a GGUF file into it; *n_tokens 0: the file has none. NULL with a
+ * message. */
+static struct vocab *vocab_open(const struct gguf *g, int *n_tokens, char *err) {
+    struct vocab *v = xcalloc(1, sizeof *v);
+    struct gguf_str model = {"", 0};
+    gguf_get_str(g, "tokenizer.ggml.model", &model);
+    if (gguf_find(g, "tokenizer.ggml.tokens") && !gguf_str_eq(model, "no_vocab") && vocab_load(v, g, err)) {
+        free(v);
+        return NULL;
+    }
+    *n_tokens = v->n_tokens;
+    return v;
+}
+
+/* NULL: does nothing. */
+static void vocab_close(struct vocab *v) {
+    if (v) vocab_free(v);
+    free(v);
+}
+
 /* ---- look-ups ---- */
 
 /* The bytes that a token stands for; none for an id outside the vocabulary. */
@@ -10371,12 +10391,15 @@ static uint64_t model_hash(const struct gguf *g) {
     return h;
 }
 
+/* Defined in the section "Vocabulary: loading". */
+static struct vocab *vocab_open(const struct gguf *g, int *n_tokens, char *err);
+static void vocab_close(struct vocab *v);
+
 /* Frees a model that model_load or synth_make has filled, with its vocabulary and mapping; never a shard. */
 static void model_free(struct model *m) {
     for (size_t i = 0; i < arrlenu(m->owned); i++) free(m->owned[i]);
     arrfree(m->owned);
-    if (m->vocab) vocab_free(m->vocab);
-    free(m->vocab);
+    vocab_close(m->vocab);
     gguf_close(&m->gguf);
     memset(m, 0, sizeof *m);
 }
@@ -10386,7 +10409,6 @@ static int model_bind(struct model *m, char *err) {
     struct loader l = {.m = m, .g = &m->gguf, .err = err};
     struct gguf_str s = {"", 0};
     char text[64], known[ERR_MAX];
-    m->vocab = xcalloc(1, sizeof *m->vocab);
     m->shard = (struct shard){0, 1, 0, 1};
     if (!gguf_get_str(l.g, "general.architecture", &s))
         loader_fail(&l, "metadata key 'general.architecture' is missing");
@@ -10422,19 +10444,16 @@ static int model_bind(struct model *m, char *err) {
     if ((kv = gguf_find(l.g, "moe.reap.original_expert_count")) && gguf_elem_int(kv, 0, &v) && v > 0 &&
         v <= MAX_EXPERTS)
         m->n_expert_original = (int)v;
-    struct gguf_str tokenizer = {"", 0};
-    gguf_get_str(l.g, "tokenizer.ggml.model", &tokenizer);
-    if (!l.failed && gguf_find(l.g, "tokenizer.ggml.tokens") && !gguf_str_eq(tokenizer, "no_vocab")) {
-        char why[ERR_MAX];
-        if (vocab_load(m->vocab, l.g, why)) loader_fail(&l, "%s", why);
-        else if (m->vocab->n_tokens > m->n_vocab)
-            loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", m->vocab->n_tokens, m->n_vocab);
-    }
+    int n_tokens = 0;
+    char why[ERR_MAX];
+    if (!l.failed && !(m->vocab = vocab_open(l.g, &n_tokens, why))) loader_fail(&l, "%s", why);
+    if (n_tokens > m->n_vocab)
+        loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", n_tokens, m->n_vocab);
     free(l.used);
     if (!l.failed) {
         for (uint32_t i = 0; i < l.g->n_images; i++) m->file_bytes += l.g->images[i].size;
         m->hash = model_hash(l.g);
-        m->n_ids = m->vocab->n_tokens ? m->vocab->n_tokens : m->n_vocab;
+        m->n_ids = n_tokens ? n_tokens : m->n_vocab;
         return 0;
     }
     model_free(m);
