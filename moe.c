@@ -10839,7 +10839,7 @@ struct synth {
     bool sizes;    /* only sizes are looked at: nothing is filled in */
 };
 
-/* clang-format off: it would give every field a line */
+/* clang-format off */
 static const struct synth synths[] = {
     {.name = "qwen3-30b-a3b", .arch = "qwen3moe", .n_layer = 48, .n_embd = 2048, .n_head = 32, .n_head_kv = 4,
      .head = 128, .n_expert = 128, .n_used = 8, .n_ff = 768, .n_vocab = 151936, .n_ctx = 40960, .ff_dense = 6144},
@@ -19084,6 +19084,7 @@ static const char *const channel_marks[] = {
     [MARK_MESSAGE] = "<|message|>", [MARK_END] = "<|end|>",
 };
 
+/* clang-format off */
 /* The efforts are the reasoning_effort of a template that knows others than low, medium, high and max. */
 static const struct think_format {
     const char *mark;         /* what the source of a template with this format has; NULL: anything */
@@ -19096,13 +19097,17 @@ static const struct think_format {
     {.mark = "<|channel|>analysis", .effort_off = "low", .effort_max = "high", .off = "<|channel|>final<|message|>"},
     {.mark = "｜DSML｜", .open = "<think>", .close = "</think>", .verbatim = true}, /* DeepSeek-V3.2 and V4 */
     /* Hy3 */
-    {"'<think{}>'", "<think:opensource>", "</think:opensource>", "high", "no_think", "high", NULL, NULL, NULL, false},
-    {"'no_think'", "<think>", "</think>", "high", "no_think", "high", NULL, NULL, NULL, false},
-    {"<seed:think>", "<seed:think>", "</seed:think>", NULL, NULL, NULL, NULL, NULL, NULL, false},
-    {"<mm:think>", "<mm:think>", "</mm:think>", NULL, NULL, NULL, NULL, "enabled", "disabled", false}, /* MiniMax-M3 */
-    {"[THINK]", "[THINK]", "[/THINK]", NULL, NULL, NULL, NULL, NULL, NULL, false},
-    {NULL, "<think>", "</think>", NULL, NULL, NULL, NULL, NULL, NULL, false},
+    {.mark = "'<think{}>'", .open = "<think:opensource>", .close = "</think:opensource>",
+     .effort_on = "high", .effort_off = "no_think", .effort_max = "high"},
+    {.mark = "'no_think'", .open = "<think>", .close = "</think>",
+     .effort_on = "high", .effort_off = "no_think", .effort_max = "high"},
+    {.mark = "<seed:think>", .open = "<seed:think>", .close = "</seed:think>"},
+    /* MiniMax-M3 */
+    {.mark = "<mm:think>", .open = "<mm:think>", .close = "</mm:think>", .mode_on = "enabled", .mode_off = "disabled"},
+    {.mark = "[THINK]", .open = "[THINK]", .close = "[/THINK]"},
+    {.open = "<think>", .close = "</think>"},
 };
+/* clang-format on */
 
 static bool text_has(const char *s, size_t n, const char *what) { return memmem(s, n, what, strlen(what)) != NULL; }
 
