@@ -198,18 +198,23 @@ struct attn {
     int kv_lora;           /* latent attention: width of the latent; 0: grouped-query attention */
     int rope;              /* index in model.ropes */
     int window;            /* keys that a token sees, its own and those before it; 0: all */
-    int n_gate;            /* HAS_HEAD_GATE: gates of a head's result, one or head_v */
+    int n_gate;            /* gates of a head's result by w_gate, one or head_v; 0: none */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
     int copied_kv;                    /* shard: a rank before it has its KV head, too, and counts it in row norms */
-    int ratio, span;                  /* HAS_COMPRESSED: tokens of a compressed key; tokens that it is made of */
-    int n_group, o_lora;              /* HAS_SHARED_KV: groups of heads that wo_a joins; values of a group's result */
-    int n_index, index_k;             /* HAS_INDEXER: heads of the indexer's queries, width of a head and of its key */
-    int top_k;                        /* keys that a query sees at most, the indexer's choice; 0: all */
-    int index_block;                  /* keys that are chosen together, a power of two that divides top_k */
-    int index_local;                  /* blocks that a query always sees, its own and those before it */
-    bool index_pairs;                 /* the indexer rotates neighbours, as struct rope says */
-    float scale;                      /* factor of q.k before the softmax */
+    int ratio;                        /* MIXER_CSA: tokens of a compressed key; 0: there are none beside the window */
+    int span;                         /* MIXER_CSA: tokens that a compressed key is made of */
+    int n_group, o_lora;              /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
+    /* An indexer chooses the keys: of MLA one by one, for all heads; of GQA in blocks, for each KV head. */
+    int n_index; /* heads of the indexer's queries; 0: none, and with top_k the layer takes the choice of the one before */
+    int index_k;      /* values of a head of the indexer and of its key */
+    int top_k;        /* keys that a query sees at most, the indexer's choice; 0: all */
+    int index_block;  /* keys that are chosen together, a power of two that divides top_k */
+    int index_local;  /* blocks that a query always sees, its own and those before it */
+    bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
+    bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
+    bool index_pairs; /* the indexer rotates neighbours, as struct rope says */
+    float scale;      /* factor of q.k before the softmax */
 };
 
 /* Shape of a layer's gated delta net. In a shard n_key and n_value count the rank's own heads. Value heads are in
@@ -220,6 +225,7 @@ struct delta {
     int head_k, head_v; /* values of a head's key and of its value */
     int n_conv;         /* tokens under the short convolution */
     bool tiled;
+    bool fused_ba;            /* a file has w_beta and w_alpha as one matrix */
     int first_key, whole_key; /* shard: the first of its key heads, and how many the whole model has */
 };
 
@@ -232,36 +238,56 @@ struct rope {
 };
 enum { MAX_ROPES = 2 /* of a model: of layers that see all keys, and of those with a window */ };
 
-/* What a layer is made of. The table of tensors says by these bits which layers have a tensor. */
+/* What mixes the tokens of a layer. */
+enum mixer {
+    MIXER_GQA,  /* grouped-query attention */
+    MIXER_MLA,  /* multi-head latent attention */
+    MIXER_CSA,  /* one KV head whose keys are its values, seen through a window and compressed (DeepSeek-V4) */
+    MIXER_DELTA /* a gated delta net */
+};
+
+/* What the norms of queries and keys go over. */
+enum qk_norm {
+    QK_NORM_NONE,  /* there are none */
+    QK_NORM_HEADS, /* the values of a head */
+    QK_NORM_ROWS   /* all heads of a token at once */
+};
+
+/* The conditions of the table of tensors: X(bit, test of layer l of model m). */
+#define LAYER_CONDITIONS(X)                                                   \
+    X(GQA, l->mixer == MIXER_GQA)                                             \
+    X(MLA, l->mixer == MIXER_MLA)                                             \
+    X(CSA, l->mixer == MIXER_CSA)                                             \
+    X(DELTA, l->mixer == MIXER_DELTA)                                         \
+    X(ATTENTION, l->mixer == MIXER_GQA || l->mixer == MIXER_MLA)              \
+    X(Q, l->mixer == MIXER_GQA || (l->mixer == MIXER_MLA && !l->attn.q_lora)) \
+    X(Q_LORA, l->attn.q_lora > 0)                                             \
+    X(HEAD_NORM, l->qk_norm == QK_NORM_HEADS)                                 \
+    X(ROW_NORM, l->qk_norm == QK_NORM_ROWS)                                   \
+    X(SINKS, l->attn.has_sinks)                                               \
+    X(HEAD_GATE, l->attn.n_gate > 0)                                          \
+    X(INDEXER, l->attn.n_index > 0)                                           \
+    X(COMPRESSED, l->attn.ratio > 0)                                          \
+    X(DELTA_AB, l->mixer == MIXER_DELTA && !l->delta.fused_ba)                \
+    X(DELTA_BA, l->mixer == MIXER_DELTA && l->delta.fused_ba)                 \
+    X(FFN_NORM, !l->post_norm)                                                \
+    X(POST_NORM, l->post_norm)                                                \
+    X(DENSE_FFN, !l->n_expert)                                                \
+    X(EXPERTS, l->n_expert > 0)                                               \
+    X(SHARED, l->n_ff_shared > 0)                                             \
+    X(EXPERT_IDS, l->has_expert_ids)                                          \
+    X(BIASES, l->has_biases)                                                  \
+    X(STREAMS, m->n_stream > 0)                                               \
+    X(PREDICTION, l->prediction)
+enum layer_condition {
+#define CONDITION(bit, test) CONDITION_##bit,
+    LAYER_CONDITIONS(CONDITION)
+#undef CONDITION
+};
 enum layer_has {
-    HAS_GQA = 1 << 0,        /* grouped-query attention */
-    HAS_MLA = 1 << 1,        /* multi-head latent attention */
-    HAS_Q = 1 << 2,          /* the query is one matmul: GQA, and latent attention without a compressed query */
-    HAS_Q_LORA = 1 << 3,     /* the query is compressed first */
-    HAS_DENSE_FFN = 1 << 4,  /* one feed-forward for all tokens */
-    HAS_EXPERTS = 1 << 5,    /* a router and experts */
-    HAS_SHARED = 1 << 6,     /* an expert that every token uses */
-    HAS_HEAD_NORM = 1 << 7,  /* the heads of queries and keys are normed */
-    HAS_PREDICTION = 1 << 8, /* a prediction layer, see forward_prediction */
-    HAS_ATTENTION = 1 << 9,  /* attention over a cache, grouped-query or latent */
-    HAS_Q_GATE = 1 << 10,    /* wq has a row of gates after each head's query: they scale the head's result */
-    HAS_DELTA = 1 << 11,     /* a gated delta net in place of attention */
-    HAS_DELTA_AB = 1 << 12,  /* whose decay and beta have a matrix each, */
-    HAS_DELTA_BA = 1 << 13,  /* or one for both */
-    HAS_FFN_NORM = 1 << 14,  /* the norm before the feed-forward is called ffn_norm, */
-    HAS_POST_NORM = 1 << 15, /* or post_attention_norm */
-    HAS_ROW_NORM = 1 << 16,  /* queries and keys are normed over all of their heads at once */
-    HAS_SINKS = 1 << 17,     /* every head has a sink: a logit in the softmax that no value belongs to */
-    HAS_BIASES = 1 << 18,    /* wo, the router and the experts have biases */
-    HAS_HEAD_GATE = 1 << 19, /* a matrix gives gates of the heads' results */
-    /* An indexer chooses the keys: of latent attention one by one, for all heads; of grouped-query attention in blocks,
-     * for each KV head. Layers with attn.top_k but without it take the choice of the layer before. */
-    HAS_INDEXER = 1 << 20,
-    /* One KV head whose keys are its values, seen through a window; the result is rotated back (DeepSeek-V4). */
-    HAS_SHARED_KV = 1 << 21,
-    HAS_COMPRESSED = 1 << 22, /* beside the window there are compressed keys of all tokens before */
-    HAS_STREAMS = 1 << 23,    /* hyper-connections mix several streams of residuals */
-    HAS_EXPERT_IDS = 1 << 24  /* a table has the experts of every token id */
+#define CONDITION(bit, test) HAS_##bit = 1 << CONDITION_##bit,
+    LAYER_CONDITIONS(CONDITION)
+#undef CONDITION
 };
 
 /* How a feed-forward joins gate and up: silu(g) * u of g = alpha * min(gate, gate_max) and u = clamp(up, -up_max, up_max) *
@@ -315,7 +341,13 @@ struct compressor {
 };
 
 struct layer {
-    uint32_t has; /* bits of enum layer_has */
+    enum mixer mixer;
+    enum qk_norm qk_norm;
+    bool prediction;     /* a layer for multi-token prediction, see forward_prediction */
+    bool post_norm;      /* a file calls ffn_norm post_attention_norm */
+    bool has_biases;     /* wo, the router and the experts have biases */
+    bool has_expert_ids; /* a table has the experts of every token id */
+    uint32_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
     struct attn attn;
     const float *attn_norm, *ffn_norm; /* (n_embd) */
     struct weight wo;                  /* (n_embd, n_head * head_v) */
@@ -323,7 +355,7 @@ struct layer {
     struct weight wq;             /* (n_head * head_k, n_embd) */
     struct weight wk;             /* (n_head_kv * head_k, n_embd) */
     struct weight wv;             /* (n_head_kv * head_v, n_embd) */
-    const float *q_norm, *k_norm; /* (head_k), NULL: the heads are not normed; HAS_ROW_NORM: (DIM_Q), (DIM_K) */
+    const float *q_norm, *k_norm; /* (head_k), NULL: the heads are not normed; QK_NORM_ROWS: (DIM_Q), (DIM_K) */
     const float *sinks;           /* (n_head) logits in the softmax that no value belongs to; NULL: none */
     struct weight w_gate;         /* (n_head * n_gate, n_embd) gates of the heads' results, of kind head_gate */
     enum head_gate head_gate;
@@ -381,7 +413,7 @@ enum dim {
     DIM_SUM,        /* n_embd: of a vector that is added to a sum over the ranks, so that the first rank alone has it */
     DIM_VOCAB,      /* n_vocab: rows of a head, which ranks divide */
     DIM_TOKENS,     /* n_vocab: rows of an embedding */
-    DIM_Q,          /* n_head * head_k; with HAS_Q_GATE twice that */
+    DIM_Q,          /* n_head * head_k; with q_gate twice that */
     DIM_K,          /* n_head_kv * head_k */
     DIM_V,          /* n_head_kv * head_v */
     DIM_ATT,        /* n_head * head_v */
@@ -475,20 +507,20 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("indexer.k_proj",        "self_attn.indexer.k_proj",     wk_index,    EMBD,    INDEX_K,  ONE,     HAS_INDEXER | HAS_GQA),
     VECTOR("indexer.k_norm.weight", "self_attn.indexer.k_norm",     index_norm,  INDEX_K,           HAS_INDEXER | HAS_GQA),
     VECTOR("indexer.q_norm.weight", "self_attn.indexer.q_norm",     index_q_norm, INDEX_K,          HAS_INDEXER | HAS_GQA),
-    MATRIX("indexer.attn_q_b",      "self_attn.compressor.indexer.q_b_proj", wq_index, Q_LORA, INDEX_Q, ONE, HAS_INDEXER | HAS_SHARED_KV),
-    MATRIX("indexer.proj",          "self_attn.compressor.indexer.scorer.weights_proj", w_index, EMBD, INDEXES, ONE, HAS_INDEXER | HAS_SHARED_KV),
-    MATRIX("indexer_compressor_kv", "self_attn.compressor.indexer.kv_proj", index_compressor.kv, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_SHARED_KV),
-    MATRIX("indexer_compressor_gate", "self_attn.compressor.indexer.gate_proj", index_compressor.gate, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_SHARED_KV),
-    VECTORS("indexer_compressor_ape.weight", "self_attn.compressor.indexer.position_bias", index_compressor.ape, INDEX_COMPRESSED, RATIO, HAS_INDEXER | HAS_SHARED_KV),
-    VECTOR("indexer_compressor_norm.weight", "self_attn.compressor.indexer.kv_norm", index_compressor.norm, INDEX_K, HAS_INDEXER | HAS_SHARED_KV),
-    MATRIX("attn_kv",               "self_attn.kv_proj",            wkv_a,       EMBD,    HEAD_K,   ONE,     HAS_SHARED_KV),
-    VECTOR("attn_kv_a_norm.weight", "self_attn.kv_norm",            kv_a_norm,   HEAD_K,            HAS_SHARED_KV),
+    MATRIX("indexer.attn_q_b",      "self_attn.compressor.indexer.q_b_proj", wq_index, Q_LORA, INDEX_Q, ONE, HAS_INDEXER | HAS_CSA),
+    MATRIX("indexer.proj",          "self_attn.compressor.indexer.scorer.weights_proj", w_index, EMBD, INDEXES, ONE, HAS_INDEXER | HAS_CSA),
+    MATRIX("indexer_compressor_kv", "self_attn.compressor.indexer.kv_proj", index_compressor.kv, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_CSA),
+    MATRIX("indexer_compressor_gate", "self_attn.compressor.indexer.gate_proj", index_compressor.gate, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_CSA),
+    VECTORS("indexer_compressor_ape.weight", "self_attn.compressor.indexer.position_bias", index_compressor.ape, INDEX_COMPRESSED, RATIO, HAS_INDEXER | HAS_CSA),
+    VECTOR("indexer_compressor_norm.weight", "self_attn.compressor.indexer.kv_norm", index_compressor.norm, INDEX_K, HAS_INDEXER | HAS_CSA),
+    MATRIX("attn_kv",               "self_attn.kv_proj",            wkv_a,       EMBD,    HEAD_K,   ONE,     HAS_CSA),
+    VECTOR("attn_kv_a_norm.weight", "self_attn.kv_norm",            kv_a_norm,   HEAD_K,            HAS_CSA),
     MATRIX("attn_compressor_kv",    "self_attn.compressor.kv_proj", compressor.kv, EMBD,  COMPRESSED, ONE,   HAS_COMPRESSED),
     MATRIX("attn_compressor_gate",  "self_attn.compressor.gate_proj", compressor.gate, EMBD, COMPRESSED, ONE, HAS_COMPRESSED),
     VECTORS("attn_compressor_ape.weight", "self_attn.compressor.position_bias", compressor.ape, COMPRESSED, RATIO, HAS_COMPRESSED),
     VECTOR("attn_compressor_norm.weight", "self_attn.compressor.kv_norm", compressor.norm, HEAD_K,   HAS_COMPRESSED),
-    MATRIX("attn_output_a",         "self_attn.o_a_proj",           wo_a,        GROUP_IN, O_LORA,  GROUPS,  HAS_SHARED_KV),
-    MATRIX("attn_output_b",         "self_attn.o_b_proj",           wo,          GROUPS_OUT, EMBD,  ONE,     HAS_SHARED_KV),
+    MATRIX("attn_output_a",         "self_attn.o_a_proj",           wo_a,        GROUP_IN, O_LORA,  GROUPS,  HAS_CSA),
+    MATRIX("attn_output_b",         "self_attn.o_b_proj",           wo,          GROUPS_OUT, EMBD,  ONE,     HAS_CSA),
     VECTORS("hc_attn_fn.weight",    "attn_hc.fn",                   hc_attn.fn,  STREAMS, STREAM_MIX,        HAS_STREAMS),
     VECTOR("hc_attn_base.weight",   "attn_hc.base",                 hc_attn.base, STREAM_MIX,       HAS_STREAMS),
     VECTOR("hc_attn_scale.weight",  "attn_hc.scale",                hc_attn.scale, STREAM_SCALES,   HAS_STREAMS),
@@ -617,6 +649,11 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
     return (rule->kind == TENSOR_VECTOR ? rule->out : rule->n) == DIM_EXPERTS;
 }
 
+/* Whether a rank has the whole model's vector, in which a gated delta net finds its heads. */
+static inline bool rule_whole(const struct tensor_rule *rule) {
+    return rule->in == DIM_CONV || (rule->kind == TENSOR_VECTOR && rule->in == DIM_VALUES);
+}
+
 /* Values of the metadata key. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
 enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3, GATING_SQRT_SOFTPLUS = 4 };
 
@@ -705,6 +742,16 @@ struct family {
     void (*planes)(const struct model *m, const struct layer *layer, struct plane *out);
 };
 
+/* The conditions of the table of tensors that hold for layer l of model m. */
+static inline uint32_t layer_conditions(const struct model *m, const struct layer *l) {
+    uint32_t has = 0;
+#define CONDITION(bit, test) \
+    if (test) has |= HAS_##bit;
+    LAYER_CONDITIONS(CONDITION)
+#undef CONDITION
+    return has;
+}
+
 /* Layers of both kinds. */
 static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_prediction; }
 
@@ -754,7 +801,7 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_2_EMBD: return 2 * m->n_embd;
     case DIM_VOCAB:
     case DIM_TOKENS: return m->n_vocab;
-    case DIM_Q: return a->n_head * a->head_k * (layer->has & HAS_Q_GATE ? 2 : 1);
+    case DIM_Q: return a->n_head * a->head_k * (a->q_gate ? 2 : 1);
     case DIM_K: return a->n_head_kv * a->head_k;
     case DIM_V: return a->n_head_kv * a->head_v;
     case DIM_ATT: return a->n_head * a->head_v;
@@ -880,7 +927,7 @@ enum act {
     A_K,       /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
     A_V,       /* (n_tok, n_head_kv * head_v) values */
     A_ATT,     /* (n_tok, n_head * head_v) outputs of the heads */
-    A_GATE,    /* (n_tok, n_head * n_gate) HAS_HEAD_GATE: gates of the heads' results, before their function */
+    A_GATE,    /* (n_tok, n_head * n_gate) gates of the heads' results, before their function */
     A_Z,       /* (n_tok, n_value * head_v) delta net: gates of the result */
     A_ALPHA,   /* (n_tok, n_value) delta net: inputs of the decay, */
     A_BETA,    /* (n_tok, n_value) and of beta */
@@ -907,34 +954,34 @@ enum { LINEAR_MAX = 7 /* matrices of a layer's projections */ };
 /* The matrices that a layer multiplies its first norm by, and where their results go; after them NULL. */
 static inline void layer_projections(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
                                      enum act out[LINEAR_MAX]) {
-    const bool mla = l->has & (HAS_MLA | HAS_SHARED_KV), low_rank = l->has & HAS_Q_LORA;
-    const struct weight *const latent[2] = {&l->wkv_a, low_rank ? &l->wq_a : &l->wq};
-    const enum act latent_out[2] = {A_K, low_rank ? A_QA : A_Q};
-    const struct weight *const heads[] = {&l->wq, &l->wk, &l->wv, &l->wz, &l->w_alpha, &l->w_beta};
-    const enum act heads_out[] = {A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA};
-    int n = mla ? 2 : l->has & HAS_DELTA ? 6 : 3;
-    for (int i = 0; i < n; i++) {
-        w[i] = mla ? latent[i] : heads[i];
-        out[i] = mla ? latent_out[i] : heads_out[i];
-    }
+    const struct attn *a = &l->attn;
+    const bool latent = l->mixer == MIXER_MLA || l->mixer == MIXER_CSA, indexer = a->n_index;
     const struct {
-        uint32_t has;
+        bool has;
         const struct weight *w;
         enum act out;
-    } more[] = {{HAS_HEAD_GATE, &l->w_gate, A_GATE},
-                {HAS_INDEXER | HAS_MLA, &l->wk_index, A_IK},
-                {HAS_INDEXER | HAS_MLA, &l->w_index, A_IW},
-                {HAS_INDEXER | HAS_GQA, &l->wk_index, A_IK},
-                {HAS_INDEXER | HAS_GQA, &l->wq_index, A_IQ},
-                {HAS_COMPRESSED, &l->compressor.kv, A_CK},
-                {HAS_COMPRESSED, &l->compressor.gate, A_CG},
-                {HAS_INDEXER | HAS_SHARED_KV, &l->index_compressor.kv, A_ICK},
-                {HAS_INDEXER | HAS_SHARED_KV, &l->index_compressor.gate, A_ICG},
-                {HAS_INDEXER | HAS_SHARED_KV, &l->w_index, A_IW}};
-    for (size_t i = 0; i < sizeof more / sizeof *more; i++) {
-        if ((l->has & more[i].has) != more[i].has) continue;
-        w[n] = more[i].w;
-        out[n++] = more[i].out;
+    } all[] = {{latent, &l->wkv_a, A_K},
+               {latent && a->q_lora, &l->wq_a, A_QA},
+               {!a->q_lora, &l->wq, A_Q},
+               {!latent, &l->wk, A_K},
+               {!latent, &l->wv, A_V},
+               {l->mixer == MIXER_DELTA, &l->wz, A_Z},
+               {l->mixer == MIXER_DELTA, &l->w_alpha, A_ALPHA},
+               {l->mixer == MIXER_DELTA, &l->w_beta, A_BETA},
+               {a->n_gate, &l->w_gate, A_GATE},
+               {indexer && l->mixer != MIXER_CSA, &l->wk_index, A_IK},
+               {indexer && l->mixer == MIXER_MLA, &l->w_index, A_IW},
+               {indexer && l->mixer == MIXER_GQA, &l->wq_index, A_IQ},
+               {a->ratio, &l->compressor.kv, A_CK},
+               {a->ratio, &l->compressor.gate, A_CG},
+               {indexer && l->mixer == MIXER_CSA, &l->index_compressor.kv, A_ICK},
+               {indexer && l->mixer == MIXER_CSA, &l->index_compressor.gate, A_ICG},
+               {indexer && l->mixer == MIXER_CSA, &l->w_index, A_IW}};
+    int n = 0;
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        if (!all[i].has) continue;
+        w[n] = all[i].w;
+        out[n++] = all[i].out;
     }
     w[n] = NULL;
 }
@@ -943,7 +990,7 @@ static inline void layer_projections(const struct layer *l, const struct weight 
 static inline void layer_queries(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
                                  enum act out[LINEAR_MAX]) {
     w[0] = &l->wq_b;
-    w[1] = l->has & HAS_INDEXER ? &l->wq_index : NULL;
+    w[1] = l->attn.n_index ? &l->wq_index : NULL;
     w[2] = NULL;
     out[0] = A_Q;
     out[1] = A_IQ;
@@ -1018,11 +1065,11 @@ struct profile_row {
     X(void, queries, (struct rank *r, int il), (r, il))                                                                \
     /* out = W x */                                                                                                    \
     X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
-    /* q and k of layer il become x / rms(x) * norm, where rms is that of the whole row, over all ranks (HAS_ROW_NORM) */ \
+    /* q and k of layer il become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */ \
     X(void, row_norm, (struct rank *r, int il, enum act q, enum act k), (r, il, q, k))                                 \
     /* out = grouped-query attention over the cache of layer il: norms the heads of q and k, rotates them, writes k    \
-       and v to the cache. With HAS_Q_GATE multiplies the result by the sigmoid of the gates that stand in q after     \
-       each head's query, with HAS_HEAD_GATE by those of A_GATE. Overwrites q and k */                                 \
+       and v to the cache. With q_gate multiplies the result by the sigmoid of the gates that stand in q after each    \
+       head's query, with n_gate by those of A_GATE. Overwrites q and k */                                             \
     X(void, attention, (struct rank *r, int il, enum act q, enum act k, enum act v, enum act out),                     \
       (r, il, q, k, v, out))                                                                                           \
     /* out = gated delta net of layer il over A_Q, A_K, A_V (before the convolution), A_ALPHA, A_BETA, gated by A_Z;   \
@@ -1265,11 +1312,11 @@ static inline void shared_planes(const struct layer *layer, enum kv_type type, i
     const struct attn *a = &layer->attn;
     out[PLANE_K] = plane_make(type, a->head_k, LATENT_GROUP);
     window_plane(&out[PLANE_K], a->window, n_ctx_train);
-    if (layer->has & HAS_COMPRESSED) {
+    if (a->ratio) {
         out[PLANE_POOL] = compressed_plane(type, a, a->head_k, LATENT_GROUP);
         out[PLANE_RECENT] = compressor_ring(a, a->head_k);
     }
-    if (layer->has & HAS_INDEXER) {
+    if (a->n_index) {
         out[PLANE_INDEX] = compressed_plane(type, a, a->index_k, a->index_k);
         out[PLANE_INDEX_RECENT] = compressor_ring(a, a->index_k);
     }
@@ -1281,15 +1328,8 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
                                 struct plane out[PLANE_USES]) {
     const struct attn *a = &layer->attn;
     memset(out, 0, PLANE_USES * sizeof *out);
-    if (layer->has & HAS_MLA) {
-        const int rope = layer_rope_dim(m, layer);
-        out[PLANE_K] = plane_make(type, a->kv_lora, LATENT_GROUP);
-        out[PLANE_V] = plane_make(type == KV_F32 ? KV_F32 : KV_BF16, rope, rope);
-    } else if (layer->has & HAS_DELTA) {
-        delta_planes(&layer->delta, out);
-    } else if (layer->has & HAS_SHARED_KV) {
-        shared_planes(layer, type, m->n_ctx_train, out);
-    } else {
+    switch (layer->mixer) {
+    case MIXER_GQA:
         out[PLANE_K] = plane_make(type, a->n_head_kv * a->head_k, a->head_k);
         out[PLANE_V] = plane_make(type, a->n_head_kv * a->head_v, a->head_v);
         out[PLANE_K].first = a->first_head_kv * a->head_k;
@@ -1297,8 +1337,16 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
         out[PLANE_K].whole = a->whole_head_kv * a->head_k;
         out[PLANE_V].whole = a->whole_head_kv * a->head_v;
         for (int u = PLANE_K; u <= PLANE_V; u++) window_plane(&out[u], a->window, m->n_ctx_train);
+        break;
+    case MIXER_MLA:
+        out[PLANE_K] = plane_make(type, a->kv_lora, LATENT_GROUP);
+        out[PLANE_V] =
+            plane_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
+        break;
+    case MIXER_CSA: shared_planes(layer, type, m->n_ctx_train, out); break;
+    case MIXER_DELTA: delta_planes(&layer->delta, out); break;
     }
-    if (layer->has & HAS_INDEXER && !a->ratio) out[PLANE_INDEX] = plane_make(type, a->index_k, a->index_k);
+    if (a->n_index && !a->ratio) out[PLANE_INDEX] = plane_make(type, a->index_k, a->index_k);
     if (m->family->planes) m->family->planes(m, layer, out);
 }
 
@@ -1409,7 +1457,7 @@ static inline double layer_index_reads(const struct model *m, const struct layer
 /* Of the rows that compressed keys are made of. */
 static inline double layer_recent_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                         size_t n_past) {
-    if (!(layer->has & HAS_COMPRESSED)) return 0;
+    if (!layer->attn.ratio) return 0;
     return layer_reads(m, layer, type, n_past, PLANE_RECENT, PLANE_RECENT) +
            layer_reads(m, layer, type, n_past, PLANE_INDEX_RECENT, PLANE_INDEX_RECENT);
 }
@@ -9816,8 +9864,10 @@ static int loader_width(struct loader *l, int il, const char *what, int axis) {
     return (int)t->ne[axis];
 }
 
-/* Sets the shape of a layer's attention from what all layers share and what the metadata say of this one. */
+/* A layer of grouped-query attention, whose shape follows from what all layers share and what the metadata say of this
+ * one. */
 static void layer_attn(struct loader *l, struct layer *layer, int il) {
+    layer->mixer = MIXER_GQA;
     layer->attn = l->window[il] ? l->attn_window : l->attn;
     layer->attn.n_head = layer->attn.whole_head = l->n_head[il];
     layer->attn.n_head_kv = layer->attn.whole_head_kv = l->n_head_kv[il];
@@ -9826,26 +9876,20 @@ static void layer_attn(struct loader *l, struct layer *layer, int il) {
 
 /* A layer with grouped-query attention whose heads are normed. */
 static void layer_gqa(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_FFN_NORM;
+    layer->qk_norm = QK_NORM_HEADS;
     layer_attn(l, layer, il);
 }
 
 /* A layer of gpt-oss. */
 static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
-    layer->glu = glu_oai(7);
     layer_attn(l, layer, il);
+    layer->attn.has_sinks = layer->has_biases = layer->post_norm = true;
+    layer->glu = glu_oai(7);
 }
 
 /* A layer of MiniMax-M2 or OLMoE: queries and keys are normed as whole rows. */
 static void layer_row_norm(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_ROW_NORM | HAS_FFN_NORM;
-    layer_attn(l, layer, il);
-}
-
-/* A layer without norms of heads. */
-static void layer_plain(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
+    layer->qk_norm = QK_NORM_ROWS;
     layer_attn(l, layer, il);
 }
 
@@ -9860,15 +9904,14 @@ static bool layer_has_tensor(const struct loader *l, int il, const char *what) {
 static void layer_gates(struct loader *l, struct layer *layer, int il, enum head_gate kind) {
     const int n = loader_width(l, il, "attn_gate", 1);
     if (!n) return;
-    layer->has |= HAS_HEAD_GATE;
     layer->head_gate = kind;
     layer->attn.n_gate = n == layer->attn.n_head ? 1 : layer->attn.head_v;
 }
 
 /* A layer of Step-3.5, some of whose feed-forwards are clamped. */
 static void layer_step35(struct loader *l, struct layer *layer, int il) {
-    layer_plain(l, layer, il);
-    if (layer_has_tensor(l, il, "attn_q_norm.weight")) layer->has |= HAS_HEAD_NORM;
+    layer_attn(l, layer, il);
+    if (layer_has_tensor(l, il, "attn_q_norm.weight")) layer->qk_norm = QK_NORM_HEADS;
     layer->sh_glu = glu_silu_clamp(l->clamp_shared[il]);
     layer->glu = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? glu_silu_clamp(l->clamp[il]) : layer->sh_glu;
     layer_gates(l, layer, il, GATE_SIGMOID);
@@ -9882,15 +9925,15 @@ static void layer_laguna(struct loader *l, struct layer *layer, int il) {
 
 /* A layer of MiMo-V2, some of which have sinks. */
 static void layer_mimo2(struct loader *l, struct layer *layer, int il) {
-    layer_plain(l, layer, il);
-    if (layer_has_tensor(l, il, "attn_sinks.weight")) layer->has |= HAS_SINKS;
+    layer_attn(l, layer, il);
+    layer->attn.has_sinks = layer_has_tensor(l, il, "attn_sinks.weight");
 }
 
 /* A layer of GLM-4.5 to 4.7. Some models have norms of heads: in all layers, if the first one has them. */
 static void layer_glm4(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
-    if (gguf_find_tensor(l->g, "blk.0.attn_q_norm.weight")) layer->has |= HAS_HEAD_NORM;
     layer_attn(l, layer, il);
+    layer->post_norm = true;
+    if (gguf_find_tensor(l->g, "blk.0.attn_q_norm.weight")) layer->qk_norm = QK_NORM_HEADS;
 }
 
 /* Reads the metadata of an indexer that chooses keys in blocks of `block`. Its heads are rotated as those of attention. */
@@ -9940,24 +9983,24 @@ static void read_glm_dsa(struct loader *l) {
 
 /* A layer with latent attention. */
 static void layer_mla(struct loader *l, struct layer *layer, int il) {
-    layer->has = HAS_ATTENTION | HAS_MLA | (l->attn.q_lora ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
     layer_attn(l, layer, il);
+    layer->mixer = MIXER_MLA;
 }
 
 /* A layer with latent attention over chosen keys. The tensors tell which layers have an indexer; a prediction layer
  * without one sees all keys. */
 static void layer_sparse(struct loader *l, struct layer *layer, int il) {
     layer_mla(l, layer, il);
-    if (layer_has_tensor(l, il, "indexer.attn_k.weight")) layer->has |= HAS_INDEXER;
-    else if (il >= l->m->n_layer) layer->attn.top_k = 0;
+    if (layer_has_tensor(l, il, "indexer.attn_k.weight")) return;
+    layer->attn.n_index = 0;
+    if (il >= l->m->n_layer) layer->attn.top_k = 0;
 }
 
 /* A layer of MiniMax-M3. Those without an indexer see all keys. */
 static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
     layer_gqa(l, layer, il);
     layer->glu = layer->sh_glu = glu_oai(7);
-    if (layer_has_tensor(l, il, "indexer.k_proj.weight")) layer->has |= HAS_INDEXER;
-    else layer->attn.top_k = 0;
+    if (!layer_has_tensor(l, il, "indexer.k_proj.weight")) layer->attn.n_index = layer->attn.top_k = 0;
 }
 
 /* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. A
@@ -10031,16 +10074,15 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
     enum { OVERLAPPING = 4 };
     const int ratio = l->ratio[il];
     struct attn *a = &layer->attn;
-    layer->has = HAS_SHARED_KV | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
+    layer->mixer = MIXER_CSA;
     *a = ratio ? l->attn : l->attn_window;
     a->n_head = a->whole_head = l->n_head[il];
     a->n_head_kv = a->whole_head_kv = 1;
     a->ratio = ratio;
     a->span = ratio == OVERLAPPING ? 2 * ratio : ratio;
-    if (ratio) layer->has |= HAS_COMPRESSED;
-    if (ratio == OVERLAPPING) layer->has |= HAS_INDEXER;
-    else a->top_k = 0;
-    if (il < l->n_expert_ids) layer->has |= HAS_EXPERT_IDS;
+    if (ratio != OVERLAPPING) a->n_index = a->top_k = 0;
+    a->has_sinks = true;
+    layer->has_expert_ids = il < l->n_expert_ids;
     layer->glu = glu_clamp_silu(l->clamp[il]);
     layer->sh_glu = glu_clamp_silu(l->clamp_shared[il]);
 }
@@ -10075,21 +10117,23 @@ static void read_qwen35(struct loader *l) {
 
 /* A layer of qwen35moe, whose value heads are tiled, with a gated delta net or gated attention. */
 static void layer_qwen35(struct loader *l, struct layer *layer, int il) {
+    layer->post_norm = true;
     if (l->recurrent[il]) {
-        layer->has = HAS_DELTA | HAS_DELTA_AB | HAS_POST_NORM;
+        layer->mixer = MIXER_DELTA;
         layer->delta = l->delta;
         layer->delta.tiled = true;
         return;
     }
-    layer->has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
     layer_attn(l, layer, il);
+    layer->attn.q_gate = true;
+    layer->qk_norm = QK_NORM_HEADS;
 }
 
 /* A layer of qwen3next, whose value heads are grouped and whose alpha and beta are one matrix. */
 static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
     layer_qwen35(l, layer, il);
     if (!l->recurrent[il]) return;
-    layer->has ^= HAS_DELTA_AB | HAS_DELTA_BA;
+    layer->delta.fused_ba = true;
     layer->delta.tiled = false;
 }
 
@@ -10169,11 +10213,9 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     const struct gguf_tensor *router = gguf_find_tensor(l->g, name);
     if (l->failed) return;
     if (!router) {
-        layer->has |= HAS_DENSE_FFN;
         layer->n_ff = loader_width(l, il, "ffn_gate", 1);
         return;
     }
-    layer->has |= HAS_EXPERTS;
     layer->n_expert_used = l->n_expert_used[il];
     if (router->ne[1] > (uint64_t)m->n_expert_max || router->ne[1] < (uint64_t)layer->n_expert_used ||
         router->ne[1] % (uint64_t)m->n_group) {
@@ -10186,7 +10228,6 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     layer->n_expert = (int)router->ne[1];
     layer->n_ff = loader_width(l, il, "ffn_down_exps", 0);
     layer->n_ff_shared = loader_width(l, il, "ffn_down_shexp", 0);
-    if (layer->n_ff_shared) layer->has |= HAS_SHARED;
 }
 
 /* Returns a view of rows from..from+n-1 of a weight, in each matrix of a stack. */
@@ -10211,7 +10252,7 @@ static void loader_fused_delta(struct loader *l, struct layer *layer, int il) {
     layer->wq = weight_view(&qkv, 0, key);
     layer->wk = weight_view(&qkv, key, key);
     layer->wv = weight_view(&qkv, 2 * key, value);
-    if (!(layer->has & HAS_DELTA_BA)) return;
+    if (!layer->delta.fused_ba) return;
     snprintf(name, sizeof name, "blk.%d.ssm_ba", il);
     loader_weight(l, &ba, n_embd, 2 * layer->delta.n_value, 1, false, name);
     ba.row_run = group;
@@ -10225,11 +10266,11 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
     struct weight both = {0}, qkv = {0};
     char name[128];
     const int n_embd = l->m->n_embd, n_ff = layer->n_ff;
-    if (layer->has & HAS_EXPERTS) {
+    if (layer->n_expert) {
         snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps", il);
         loader_weight(l, &both, n_embd, 2 * n_ff, layer->n_expert, true, name);
     }
-    if (both.data && layer->has & HAS_BIASES) {
+    if (both.data && layer->has_biases) {
         snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps.bias", il);
         both.bias = loader_vector(l, name, 2 * n_ff, layer->n_expert, true);
     }
@@ -10237,8 +10278,8 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
         layer->gate = weight_view(&both, 0, n_ff);
         layer->up = weight_view(&both, n_ff, n_ff);
     }
-    if (layer->has & HAS_DELTA) loader_fused_delta(l, layer, il);
-    if (!(layer->has & HAS_GQA)) return;
+    if (layer->mixer == MIXER_DELTA) loader_fused_delta(l, layer, il);
+    if (layer->mixer != MIXER_GQA) return;
     const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
     snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
     loader_weight(l, &qkv, n_embd, q + k + v, 1, true, name);
@@ -10269,8 +10310,9 @@ static void loader_streams(struct loader *l) {
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
     l->m->family->layer(l, layer, il);
-    if (il >= l->m->n_layer) layer->has |= HAS_PREDICTION;
+    layer->prediction = il >= l->m->n_layer;
     loader_ffn_shape(l, layer, il);
+    layer->has = layer_conditions(l->m, layer);
     loader_fused(l, layer, il);
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule && !l->failed; rule = rule_next(rule, layer))
         loader_rule(l, rule, layer, il);
@@ -10279,7 +10321,7 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
         *scale = l->value_scale * (layer->wv.scale ? layer->wv.scale[0] : 1.0f);
         layer->wv.scale = scale;
     }
-    if (layer->attn.top_k && !(layer->has & HAS_INDEXER) && !il)
+    if (layer->attn.top_k && !layer->attn.n_index && !il)
         loader_fail(l, "layer 0 has no indexer, expected tensor 'blk.0.indexer.attn_k.weight'");
     if (layer->router_bias && l->m->gating != GATING_SIGMOID && l->m->gating != GATING_SQRT_SOFTPLUS &&
         !l->m->family->softmax_bias)
@@ -10287,10 +10329,10 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
                     "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
                     "is not 2",
                     il, l->arch);
-    if (layer->has & HAS_STREAMS && !(layer->has & HAS_EXPERT_IDS) && !layer->router_bias)
+    if (l->m->n_stream && !layer->has_expert_ids && !layer->router_bias)
         loader_fail(l, "tensor 'blk.%d.exp_probs_b.bias' is missing, and '%s.hash_layer_count' is %d", il, l->arch,
                     l->n_expert_ids);
-    if (layer->has & HAS_EXPERTS) loader_retained(l, layer, il);
+    if (layer->n_expert) loader_retained(l, layer, il);
     loader_same_type(l, il, &layer->gate, &layer->up);
     loader_same_type(l, il, &layer->sh_gate, &layer->sh_up);
 }
@@ -10302,14 +10344,14 @@ static void model_maxima(struct model *m) {
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         const struct attn *a = &layer->attn;
-        const bool mla = layer->has & HAS_MLA;
+        const bool mla = layer->mixer == MIXER_MLA;
         x->n_head = int_max(x->n_head, a->n_head);
         x->head_k = int_max(x->head_k, a->head_k);
         x->head_v = int_max(x->head_v, a->head_v);
         x->q_lora = int_max(x->q_lora, a->q_lora);
         x->kv_lora = int_max(x->kv_lora, a->kv_lora);
         x->rope_dim = int_max(x->rope_dim, layer_rope_dim(m, layer));
-        const bool delta = layer->has & HAS_DELTA;
+        const bool delta = layer->mixer == MIXER_DELTA;
         x->q = int_max(x->q, layer_dim(m, layer, delta ? DIM_KEY : DIM_Q));
         x->k = int_max(x->k, layer_dim(m, layer, delta ? DIM_KEY : mla ? DIM_KV_A : DIM_K));
         x->v = int_max(x->v, delta ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
@@ -10664,7 +10706,7 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     const int n = layer_dim(m, layer, d);
     switch (d) {
     case DIM_Q: {
-        const int per = layer->has & HAS_Q_GATE ? 2 * a->head_k : a->head_k;
+        const int per = a->q_gate ? 2 * a->head_k : a->head_k;
         return range_of(h.q.first * per, h.q.n * per);
     }
     case DIM_K: return range_of(h.kv.first * a->head_k, h.kv.n * a->head_k);
@@ -10673,7 +10715,7 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_HEADS: return h.q;
     case DIM_GATES: return range_of(h.q.first * a->n_gate, h.q.n * a->n_gate);
     case DIM_INDEX_Q: /* in grouped-query attention a head for each KV head */
-        return layer->has & HAS_GQA ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k) : range_of(0, n);
+        return layer->mixer == MIXER_GQA ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k) : range_of(0, n);
     case DIM_GROUPS: return range_of(h.q.first / (a->n_head / a->n_group), h.q.n / (a->n_head / a->n_group));
     case DIM_GROUPS_OUT: {
         const int per = a->n_head / a->n_group;
@@ -10703,7 +10745,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
         if (rule->kind == TENSOR_VECTOR) {
             const float **v = rule_vector(rule, out);
             if (*v && !in.n) *v = NULL;
-            if (*v && !(rule->when & HAS_DELTA)) *v += in.first; /* a delta net finds its heads in the whole vectors */
+            if (*v && !rule_whole(rule)) *v += in.first;
             continue;
         }
         struct weight *w = rule_weight(rule, out);
@@ -10717,8 +10759,8 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
     out->attn.copied_kv = h.kv_copied;
-    if (whole->has & HAS_GQA && whole->attn.n_index) out->attn.n_index = h.kv.n;
-    if (whole->has & HAS_DELTA) {
+    if (whole->mixer == MIXER_GQA && whole->attn.n_index) out->attn.n_index = h.kv.n;
+    if (whole->mixer == MIXER_DELTA) {
         out->delta.n_value = whole->delta.n_value / whole->delta.n_key * h.key.n;
         out->delta.n_key = h.key.n;
         out->delta.first_key = h.key.first;
@@ -10729,7 +10771,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
 
 /* Whether a pipeline stage may begin with layer il: not where it takes the choice of keys of the layer before. */
 static bool layer_begins(const struct model *m, int il) {
-    return !m->layers[il].attn.top_k || m->layers[il].has & HAS_INDEXER;
+    return !m->layers[il].attn.top_k || m->layers[il].attn.n_index;
 }
 
 /* Layers that a pipeline stage may begin with. */
@@ -11098,28 +11140,24 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     struct layer layer = {0};
     char name[64];
     m->family->layer(l, &layer, il);
-    if (il >= m->n_layer) layer.has |= HAS_PREDICTION;
     const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
     const bool sees_all = y->index_block && dense;
     if (y->n_index && !sees_all && !y->n_stream && !(shares && (il - y->index_first + 1) % y->index_freq))
-        layer.has |= HAS_INDEXER;
-    if (y->head_norm) layer.has |= HAS_HEAD_NORM;
-    if (y->window_sinks && layer.attn.window) layer.has |= HAS_SINKS;
-    if (y->head_gate) {
-        layer.has |= HAS_HEAD_GATE;
-        layer.attn.n_gate = 1;
-    }
-    layer.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
-    if (!dense && y->ff_shared) layer.has |= HAS_SHARED;
+        layer.attn.n_index = y->n_index;
+    if (y->head_norm) layer.qk_norm = QK_NORM_HEADS;
+    if (y->window_sinks && layer.attn.window) layer.attn.has_sinks = true;
+    if (y->head_gate) layer.attn.n_gate = 1;
+    layer.prediction = il >= m->n_layer;
     layer.n_expert = dense ? 0 : y->n_expert;
     layer.n_expert_used = y->n_used;
     layer.n_ff = dense ? y->ff_dense : y->n_ff;
-    layer.n_ff_shared = y->ff_shared;
+    layer.n_ff_shared = dense ? 0 : y->ff_shared;
+    layer.has = layer_conditions(m, &layer);
     for (const struct tensor_rule *rule = rule_next(NULL, &layer); rule; rule = rule_next(rule, &layer)) {
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
         const int n = layer_dim(m, &layer, rule->n);
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
-        const bool bias = rule->field == offsetof(struct layer, router_bias) && !(layer.has & HAS_EXPERT_IDS) &&
+        const bool bias = rule->field == offsetof(struct layer, router_bias) && !layer.has_expert_ids &&
                           (m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS || m->family->softmax_bias);
         const bool gate = rule->field == offsetof(struct layer, sh_weight) && (y->n_key || y->sh_weight);
         const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
@@ -14503,7 +14541,7 @@ static void rope_back(float *x, const float *c, const float *s, int d) {
 
 /* Floats from one head's query to the next: its gates may stand between. */
 static int query_stride(const struct layer *layer) {
-    return layer->has & HAS_Q_GATE ? 2 * layer->attn.head_k : layer->attn.head_k;
+    return layer->attn.q_gate ? 2 * layer->attn.head_k : layer->attn.head_k;
 }
 
 /* Norms and rotates the heads of q and k in place, then writes k and v to the cache at their positions. */
@@ -14517,7 +14555,7 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
             float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
-            if (layer->has & HAS_HEAD_NORM)
+            if (layer->qk_norm == QK_NORM_HEADS)
                 r->cpu->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
             (m->ropes[a->rope].pairs ? rope_pairs : rope_halves)(x, c, s, dim);
         }
@@ -15052,8 +15090,8 @@ static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum a
         attend_all(r, &a, group);
     }
     op_end(cache_bytes(r, il), "attention");
-    if (r->m->layers[il].has & HAS_Q_GATE) attention_gate(r, il, q, out);
-    if (r->m->layers[il].has & HAS_HEAD_GATE) head_gates(r, il, out);
+    if (r->m->layers[il].attn.q_gate) attention_gate(r, il, q, out);
+    if (r->m->layers[il].attn.n_gate) head_gates(r, il, out);
 }
 
 /* The sum of the squares of the rank's part of token t's query row (i 0) or key row (i 1) in slot x. A KV head that
@@ -15215,8 +15253,8 @@ static void index_store(struct rank *r, int il) {
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
         float *w = act_row(r, A_IW, t);
-        if (layer->has & (HAS_MLA | HAS_SHARED_KV)) r->cpu->k->scale(w, unit, w, a->n_index);
-        if (layer->has & HAS_SHARED_KV) continue; /* shared_store has done the rest */
+        if (layer->mixer != MIXER_GQA) r->cpu->k->scale(w, unit, w, a->n_index);
+        if (layer->mixer == MIXER_CSA) continue; /* shared_store has done the rest */
         float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
         else r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
@@ -15255,7 +15293,7 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
             memset(s, 0, (size_t)heads * KEY_BLOCK * sizeof *s);
             r->cpu->k->sgemm_add(heads, whole, width, act_row(r, A_IQ, first + t), width, keys, KEY_BLOCK, s,
                                  KEY_BLOCK);
-            if (!(layer->has & HAS_GQA)) {
+            if (layer->mixer != MIXER_GQA) {
                 float sum[KEY_BLOCK] = {0};
                 for (int h = 0; h < heads; h++) r->cpu->k->relu_add(s + h * KEY_BLOCK, w[h], sum, whole);
                 memcpy(out, sum, (size_t)some * sizeof *out);
@@ -15440,7 +15478,7 @@ static void compress_batch(struct rank *r, int il) {
     const struct compress all[2] = {
         {&layer->compressor, &p[PLANE_RECENT], &p[PLANE_POOL], A_CK, A_CG, a->head_k, false},
         {&layer->index_compressor, &p[PLANE_INDEX_RECENT], &p[PLANE_INDEX], A_ICK, A_ICG, a->index_k, true}};
-    const int n = layer->has & HAS_INDEXER ? 2 : 1, from = r->pos / a->ratio, to = (r->pos + r->n_tok) / a->ratio;
+    const int n = a->n_index ? 2 : 1, from = r->pos / a->ratio, to = (r->pos + r->n_tok) / a->ratio;
     for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &all[i % n], from + i / n);
     team_barrier();
     const int kept = int_min(r->n_tok, p[PLANE_RECENT].n_row);
@@ -15466,7 +15504,7 @@ static void cpu_shared_store(struct rank *r, int il, enum act q, enum act kv) {
             r->cpu->k->scale(x, 1.0f / sqrtf(r->cpu->k->dot(x, x, d) / (float)d + m->rms_eps), x, d);
             rope_pairs(x + d - dim, c, s, dim);
         }
-        for (int h = 0; h < shape->n_index && layer->has & HAS_INDEXER; h++) {
+        for (int h = 0; h < shape->n_index; h++) {
             float *x = act_row(r, A_IQ, t) + h * wide;
             rope_pairs(x + wide - dim, c, s, dim);
             if (m->qat) round_index(r->cpu->k, x, wide);
@@ -15476,7 +15514,7 @@ static void cpu_shared_store(struct rank *r, int il, enum act q, enum act kv) {
         if (m->qat) round_key(r->cpu->k, key, d - dim);
         kv_store(r->cpu->k, &r->planes[il][PLANE_K], r->pos + t, key);
     }
-    if (layer->has & HAS_COMPRESSED) compress_batch(r, il);
+    if (layer->attn.ratio) compress_batch(r, il);
     op_end(0, "rotation, cache");
 }
 
@@ -16322,7 +16360,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->planes = cpu_own(r, (size_t)model_blocks(m), sizeof *r->planes);
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].has & HAS_DELTA) r->cpu->taps[il] = delta_taps(r, il);
+        if (m->layers[il].mixer == MIXER_DELTA) r->cpu->taps[il] = delta_taps(r, il);
     cpu_state(r);
 }
 
@@ -16392,7 +16430,7 @@ static const char *nccl_name(char out[24]) {
 /* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT or
  * A_JOINED, where each rank has a partial sum. */
 static enum act forward_delta(const struct model *m, int il) {
-    if (m->n_stream && m->layers[il].has & HAS_PREDICTION) return A_JOINED;
+    if (m->n_stream && m->layers[il].prediction) return A_JOINED;
     return il ? A_OUT : ACT_COUNT;
 }
 
@@ -16401,8 +16439,8 @@ static void forward_gqa_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
     o->projections(r, il, A_X, forward_delta(r->m, il));
-    if (layer->has & HAS_ROW_NORM) o->row_norm(r, il, A_Q, A_K);
-    if (layer->has & HAS_INDEXER) o->select_keys(r, il);
+    if (layer->qk_norm == QK_NORM_ROWS) o->row_norm(r, il, A_Q, A_K);
+    if (layer->attn.n_index) o->select_keys(r, il);
     o->attention(r, il, A_Q, A_K, A_V, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
@@ -16421,8 +16459,8 @@ static void forward_mla_half(struct rank *r, int il) {
     const struct ops *o = r->ops;
     const struct layer *layer = &r->m->layers[il];
     o->projections(r, il, A_X, forward_delta(r->m, il));
-    if (layer->has & HAS_Q_LORA) o->queries(r, il);
-    if (layer->has & HAS_INDEXER) o->select_keys(r, il);
+    if (layer->attn.q_lora) o->queries(r, il);
+    if (layer->attn.n_index) o->select_keys(r, il);
     o->mla_attention(r, il, A_Q, A_K, A_ATT);
     o->linear(r, &layer->wo, A_ATT, A_OUT);
 }
@@ -16434,7 +16472,7 @@ static void forward_shared_half(struct rank *r, int il) {
     o->projections(r, il, A_X, forward_delta(r->m, il));
     o->queries(r, il);
     o->shared_store(r, il, A_Q, A_K);
-    if (layer->has & HAS_INDEXER) o->select_keys(r, il);
+    if (layer->attn.n_index) o->select_keys(r, il);
     o->shared_attention(r, il, A_Q, A_ATT);
     o->group_linear(r, il, A_ATT, A_GROUPS);
     o->linear(r, &layer->wo, A_GROUPS, A_OUT);
@@ -16442,11 +16480,12 @@ static void forward_shared_half(struct rank *r, int il) {
 
 /* The first half of layer il, whatever it is made of. */
 static void forward_half(struct rank *r, int il) {
-    const uint32_t has = r->m->layers[il].has;
-    if (has & HAS_MLA) forward_mla_half(r, il);
-    else if (has & HAS_DELTA) forward_delta_half(r, il);
-    else if (has & HAS_SHARED_KV) forward_shared_half(r, il);
-    else forward_gqa_half(r, il);
+    switch (r->m->layers[il].mixer) {
+    case MIXER_GQA: forward_gqa_half(r, il); break;
+    case MIXER_MLA: forward_mla_half(r, il); break;
+    case MIXER_CSA: forward_shared_half(r, il); break;
+    case MIXER_DELTA: forward_delta_half(r, il); break;
+    }
 }
 
 /* Where a prediction layer's final rows come from. */
@@ -16527,11 +16566,11 @@ static const struct family families[] = {
     {.arch = "olmoe",     .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_gqa,      .layer = layer_row_norm, .forward = forward_layers},
     {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_llama,    .layer = layer_plain, .forward = forward_layers},
+     .read = read_llama,    .layer = layer_attn, .forward = forward_layers},
     {.arch = "qwen2moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
-     .read = read_gqa,      .layer = layer_plain, .forward = forward_layers},
+     .read = read_gqa,      .layer = layer_attn, .forward = forward_layers},
     {.arch = "ernie4_5-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .softmax_bias = true,
-     .read = read_llama,    .layer = layer_plain, .forward = forward_layers},
+     .read = read_llama,    .layer = layer_attn, .forward = forward_layers},
     {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false, .plain_final = true,
      .read = read_step35,   .layer = layer_step35, .forward = forward_layers},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
@@ -17490,7 +17529,7 @@ static double session_forward_ops(const struct session *s, int n) {
     for (int il = 0; il < m->n_layer; il++) {
         const struct attn *a = &m->layers[il].attn;
         const struct delta *d = &m->layers[il].delta;
-        const int indexed = m->layers[il].has & HAS_INDEXER ? a->n_index * a->index_k : 0;
+        const int indexed = a->n_index * a->index_k;
         for (int pos = s->n_past; pos < s->n_past + n; pos++)
             attention += (double)keys_seen(a, pos) * a->n_head * (a->head_k + a->head_v) +
                          (double)keys_indexed(a, pos) * indexed;
@@ -23235,7 +23274,7 @@ static int plan_context(const struct plan *p, const struct plan_layout *d) {
 /* All-reduces of a forward: those of every layer, and those of the sums of row norms. */
 static int plan_all_reduces(const struct model *m) {
     int n = 0;
-    for (int il = 0; il < m->n_layer; il++) n += ALL_REDUCES_PER_LAYER + !!(m->layers[il].has & HAS_ROW_NORM);
+    for (int il = 0; il < m->n_layer; il++) n += ALL_REDUCES_PER_LAYER + (m->layers[il].qk_norm == QK_NORM_ROWS);
     return n;
 }
 
@@ -23572,11 +23611,11 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     switch (rule->field) {
     case offsetof(struct layer, q_a_norm):
     case offsetof(struct layer, wq_b): return DECODE_QUERY;
-    case offsetof(struct layer, wq_index): return layer->has & HAS_GQA ? DECODE_PROJECTIONS : DECODE_QUERY;
+    case offsetof(struct layer, wq_index): return layer->mixer == MIXER_GQA ? DECODE_PROJECTIONS : DECODE_QUERY;
     case offsetof(struct layer, index_norm):
     case offsetof(struct layer, index_q_norm):
     case offsetof(struct layer, index_norm_bias): return DECODE_INDEX_STORE;
-    case offsetof(struct layer, kv_a_norm): return layer->has & HAS_MLA ? DECODE_MLA_QUERY : DECODE_SHARED_STORE;
+    case offsetof(struct layer, kv_a_norm): return layer->mixer == MIXER_MLA ? DECODE_MLA_QUERY : DECODE_SHARED_STORE;
     case offsetof(struct layer, compressor.ape):
     case offsetof(struct layer, compressor.norm):
     case offsetof(struct layer, index_compressor.ape):
@@ -23592,8 +23631,8 @@ static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const
     case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
     case offsetof(struct layer, q_norm):
     case offsetof(struct layer, k_norm):
-        return layer->has & HAS_ROW_NORM ? DECODE_ROW_NORM : layer->attn.top_k ? DECODE_ROPE : DECODE_ATTENTION;
-    case offsetof(struct layer, sinks): return layer->has & HAS_SHARED_KV ? DECODE_SHARED_ATTENTION : DECODE_ATTENTION;
+        return layer->qk_norm == QK_NORM_ROWS ? DECODE_ROW_NORM : layer->attn.top_k ? DECODE_ROPE : DECODE_ATTENTION;
+    case offsetof(struct layer, sinks): return layer->mixer == MIXER_CSA ? DECODE_SHARED_ATTENTION : DECODE_ATTENTION;
     case offsetof(struct layer, conv):
     case offsetof(struct layer, decay):
     case offsetof(struct layer, dt_bias):
@@ -23654,8 +23693,8 @@ static bool launch_add_norm(struct launch **list, const struct model *m, bool ow
 static int launch_add_layer(struct launch **list, const struct model *m, int il, enum kv_type kv, size_t n_past,
                             int router) {
     const struct layer *layer = &m->layers[il];
-    const bool alone = m->shard.n_rank == 1, mla = layer->has & HAS_MLA, delta = layer->has & HAS_DELTA;
-    const bool shared = layer->has & HAS_SHARED_KV;
+    const bool alone = m->shard.n_rank == 1, mla = layer->mixer == MIXER_MLA;
+    const bool delta = layer->mixer == MIXER_DELTA, shared = layer->mixer == MIXER_CSA;
     double bytes[DECODE_KERNELS] = {0}, dense[DECODE_KERNELS] = {0};
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         const enum decode_kernel k = launch_of_tensor(rule, layer);
@@ -23670,13 +23709,13 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
     const int first = ADD(DECODE_PROJECTIONS);
     (*list)[first].norms = fuses;
     if (router) (*list)[router].ahead = first;
-    if (layer->has & HAS_Q_LORA) {
+    if (layer->attn.q_lora) {
         const bool query_fuses = gpu_norm_fuses(1, m->max.q_lora, true);
         if (!query_fuses) launch_add(list, DECODE_ADD_NORM, 0, 0);
         const int query = ADD(DECODE_QUERY);
         (*list)[query].norms = query_fuses;
     }
-    if (layer->has & HAS_ROW_NORM) {
+    if (layer->qk_norm == QK_NORM_ROWS) {
         const int rows = ADD(DECODE_ROW_NORM);
         (*list)[rows].reduces = !alone;
     }
@@ -23684,7 +23723,7 @@ static int launch_add_layer(struct launch **list, const struct model *m, int il,
         const int store = ADD(DECODE_SHARED_STORE);
         (*list)[store].bytes += layer_recent_reads(m, layer, kv, n_past);
     }
-    if (layer->has & HAS_INDEXER) {
+    if (layer->attn.n_index) {
         if (!shared) ADD(DECODE_INDEX_STORE);
         const int scores = ADD(DECODE_INDEX_SCORES);
         (*list)[scores].bytes += layer_index_reads(m, layer, kv, n_past);
@@ -24428,7 +24467,7 @@ static void engine_qat(struct engine *e) {
     if (!m->family->qat && e->set->qat >= 0) note("--qat has no effect: %s is no model of DeepSeek-V4", m->name);
     m->qat = m->family->qat && e->set->qat != QAT_OFF;
     for (int il = 0; m->qat && il < model_blocks(m); il++)
-        if (m->layers[il].has & HAS_INDEXER && m->layers[il].attn.index_k & (m->layers[il].attn.index_k - 1))
+        if (m->layers[il].attn.n_index && m->layers[il].attn.index_k & (m->layers[il].attn.index_k - 1))
             die("%s: the indexer of layer %d has keys of %d values, not a power of two; use --qat off", m->name, il,
                 m->layers[il].attn.index_k);
 }
@@ -24713,13 +24752,13 @@ static int mode_render(struct engine *e) {
 /* Whether two layers mix tokens in the same way, whatever chooses the keys. */
 static bool info_same(const struct layer *a, const struct layer *b) {
     return !memcmp(&a->attn, &b->attn, offsetof(struct attn, n_index)) && a->attn.scale == b->attn.scale &&
-           !memcmp(&a->delta, &b->delta, sizeof a->delta) &&
-           !((a->has ^ b->has) & (HAS_DELTA | HAS_Q_GATE | HAS_HEAD_GATE | HAS_SINKS));
+           !memcmp(&a->delta, &b->delta, sizeof a->delta) && a->mixer == b->mixer && a->attn.q_gate == b->attn.q_gate &&
+           a->attn.has_sinks == b->attn.has_sinks;
 }
 
 /* Whether the keys that two layers see are chosen in the same way. */
 static bool info_same_choice(const struct layer *a, const struct layer *b) {
-    return a->attn.top_k == b->attn.top_k && !((a->has ^ b->has) & HAS_INDEXER);
+    return a->attn.top_k == b->attn.top_k && !a->attn.n_index == !b->attn.n_index;
 }
 
 typedef bool info_like(const struct layer *a, const struct layer *b);
@@ -24756,7 +24795,7 @@ static void info_attention(const struct model *m, int first) {
     const struct attn *a = &layer->attn;
     const struct delta *d = &layer->delta;
     const int rope = m->ropes[a->rope].dim;
-    printf("%s", layer->has & HAS_DELTA ? "delta net     " : "attention     ");
+    printf("%s", layer->mixer == MIXER_DELTA ? "delta net     " : "attention     ");
     info_layers(m, first, info_same);
     if (d->n_key)
         printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens", d->n_key, d->head_k, d->n_value,
@@ -24766,8 +24805,8 @@ static void info_attention(const struct model *m, int first) {
                a->q_lora ? ", low-rank query" : "");
     else
         printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s%s", a->n_head, a->n_head_kv, a->head_k, rope,
-               a->head_v, layer->has & (HAS_Q_GATE | HAS_HEAD_GATE) ? ", gated" : "",
-               layer->has & HAS_SINKS ? ", sinks" : "");
+               a->head_v, layer->attn.q_gate || layer->attn.n_gate ? ", gated" : "",
+               layer->attn.has_sinks ? ", sinks" : "");
     if (a->window) printf(", window of %d", a->window);
     if (a->ratio) printf(", compressed keys of %d tokens", a->ratio);
     putchar('\n');
@@ -24777,9 +24816,9 @@ static void info_attention(const struct model *m, int first) {
 static void info_indexer(const struct model *m, int first) {
     const struct layer *layer = &m->layers[first];
     const struct attn *a = &layer->attn;
-    printf("%s", layer->has & HAS_INDEXER ? "indexer       " : "no indexer    ");
+    printf("%s", layer->attn.n_index ? "indexer       " : "no indexer    ");
     info_layers(m, first, info_same_choice);
-    if (!(layer->has & HAS_INDEXER)) {
+    if (!layer->attn.n_index) {
         printf("a query sees the keys chosen in the layer before\n");
         return;
     }

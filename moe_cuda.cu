@@ -320,7 +320,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.final = m->n_prediction ? d.n + FINAL_MORE : 0;
     d.row_sums = 0;
     for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].has & HAS_ROW_NORM && shard->n_rank > 1 && d.n > d.decode)
+        if (m->layers[il].qk_norm == QK_NORM_ROWS && shard->n_rank > 1 && d.n > d.decode)
             d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
     d.listed = m->max.listed;
     d.scores = d.listed ? INDEX_SCORES : 0;
@@ -5136,7 +5136,7 @@ __host__ __device__ constexpr int index_parts(int block) { return block / index_
 /* Scores of a list in a context of n_ctx tokens: of keys, which may be compressed, or of parts of blocks. */
 static int index_scores_of(const struct layer *layer, int n_ctx) {
     const struct attn *a = &layer->attn;
-    const int part = layer->has & HAS_GQA ? index_part(a->index_block) : a->ratio ? a->ratio : 1;
+    const int part = layer->mixer == MIXER_GQA ? index_part(a->index_block) : a->ratio ? a->ratio : 1;
     return (n_ctx + part - 1) / part;
 }
 
@@ -7410,7 +7410,7 @@ static struct ahead ahead_of_half(struct rank *r, int il, bool attended) {
     enum act out[LINEAR_MAX];
     struct ahead a = {};
     layer_queries(layer, w, out);
-    for (int i = 0; layer->has & HAS_Q_LORA && !attended && w[i]; i++) ahead_add(r, &a, w[i]);
+    for (int i = 0; layer->attn.q_lora && !attended && w[i]; i++) ahead_add(r, &a, w[i]);
     for (int i = attended; i < 4; i++) ahead_add(r, &a, after[i]);
     return a;
 }
@@ -7511,7 +7511,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.n_head = shape.n_head;
     p.n_head_kv = shape.n_head_kv;
     p.d = shape.head_k;
-    p.q_head = layer->has & HAS_Q_GATE ? 2 * shape.head_k : shape.head_k;
+    p.q_head = layer->attn.q_gate ? 2 * shape.head_k : shape.head_k;
     p.q_stride = (size_t)r->width[q];
     p.k_stride = (size_t)r->width[k];
     p.dv = shape.head_v;
@@ -7520,7 +7520,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.latent = shape.kv_lora;
     p.eps = m->rms_eps;
     p.q_rope = c->q_absorbed;
-    if (layer->has & HAS_HEAD_NORM) {
+    if (layer->qk_norm == QK_NORM_HEADS) {
         p.q_norm = (const float *)device_vector_of(c, layer->q_norm);
         p.k_norm = (const float *)device_vector_of(c, layer->k_norm);
     }
@@ -7534,7 +7534,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
                                int dv, int n_head_kv, struct attn_args a) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const bool shared = layer->has & HAS_SHARED_KV;
+    const bool shared = layer->mixer == MIXER_CSA;
     const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][shared ? PLANE_POOL : PLANE_V];
     struct cuda *c = r->cuda;
     a.q = q;
@@ -7624,14 +7624,14 @@ static void choose_keys(const struct rank *r, const struct attn &shape, struct a
 static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const bool decode = r->n_tok <= DECODE_MAX_TOKENS, gates = layer->has & HAS_HEAD_GATE, each = shape.n_gate > 1;
+    const bool decode = r->n_tok <= DECODE_MAX_TOKENS, gates = shape.n_gate > 0, each = shape.n_gate > 1;
     struct cuda *c = r->cuda;
     struct attn_args a = {};
     a.rope = rope_of(r, il, q, k);
     a.rope.v = c->x32[v];
     a.rope.v_stride = (size_t)r->width[v];
     a.softplus = layer->head_gate == GATE_SOFTPLUS;
-    if (layer->has & HAS_Q_GATE) {
+    if (layer->attn.q_gate) {
         a.gate = c->x32[q] + shape.head_k; /* after each head's query */
         a.gate_stride = (size_t)r->width[q];
         a.gate_head = 2 * shape.head_k;
@@ -7644,7 +7644,8 @@ static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum 
     choose_keys(r, shape, &a);
     if (decode) a.arrived = c->attn_arrived;
     if (!decode || a.top_k) {
-        if (layer->has & HAS_HEAD_NORM) profile_next(8.0 * shape.head_k, "%d heads of %d", shape.n_head, shape.head_k);
+        if (layer->qk_norm == QK_NORM_HEADS)
+            profile_next(8.0 * shape.head_k, "%d heads of %d", shape.n_head, shape.head_k);
         LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
                    c->stream, a.rope);
     }
@@ -7700,7 +7701,7 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
 static void cuda_select_keys(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const bool blocks = layer->has & HAS_GQA, prefill = r->n_tok > DECODE_MAX_TOKENS;
+    const bool blocks = layer->mixer == MIXER_GQA, prefill = r->n_tok > DECODE_MAX_TOKENS;
     const int n_index = shape.n_index, width = shape.index_k;
     struct cuda *c = r->cuda;
     struct index_args a = {};
@@ -7722,7 +7723,7 @@ static void cuda_select_keys(struct rank *r, int il) {
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
     while (1 << a.shift < shape.ratio) a.shift++;
-    if (!(layer->has & HAS_SHARED_KV)) {                             /* shared_store has made keys and queries */
+    if (layer->mixer != MIXER_CSA) {                                 /* shared_store has made keys and queries */
         profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
         LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
     }
@@ -7854,7 +7855,7 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
     a.ratio = shape.ratio;
     a.span = shape.span;
     a.qat = r->m->qat;
-    if (layer->has & HAS_INDEXER) {
+    if (layer->attn.n_index) {
         a.index_q = c->x32[A_IQ];
         a.index_q16 = c->x16[A_IQ];
         a.index_stride = (size_t)r->width[A_IQ];
@@ -7877,9 +7878,8 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
         bytes += (double)(shape.ratio * to->ring.width / 2 + d) * sizeof(float) +
                  (double)to->ring.row_bytes * shape.span / shape.ratio;
     };
-    if (layer->has & HAS_COMPRESSED) add(layer->compressor, PLANE_RECENT, PLANE_POOL, A_CK, A_CG, shape.head_k);
-    if (layer->has & HAS_INDEXER)
-        add(layer->index_compressor, PLANE_INDEX_RECENT, PLANE_INDEX, A_ICK, A_ICG, shape.index_k);
+    if (layer->attn.ratio) add(layer->compressor, PLANE_RECENT, PLANE_POOL, A_CK, A_CG, shape.head_k);
+    if (layer->attn.n_index) add(layer->index_compressor, PLANE_INDEX_RECENT, PLANE_INDEX, A_ICK, A_ICG, shape.index_k);
     profile_next(bytes, "%d heads of %d", shape.n_head + 1, shape.head_k);
     shared_store(&a, c->stream);
 }
@@ -8800,7 +8800,7 @@ static struct attn attn_of(const struct model *m) {
     struct attn found = {};
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if ((layer->has & (HAS_ATTENTION | HAS_SHARED_KV)) && (!found.head_k || (found.window && !layer->attn.window)))
+        if (layer->mixer != MIXER_DELTA && (!found.head_k || (found.window && !layer->attn.window)))
             found = layer->attn;
     }
     return found;
@@ -8810,7 +8810,7 @@ static struct attn attn_of(const struct model *m) {
  * model's. Layers of grouped-query attention may differ. */
 static void attn_check(const struct model *m, const struct layer *layer, int il, const struct attn &shape, char *why) {
     const struct attn *a = &layer->attn;
-    const bool mla = layer->has & HAS_MLA, shared = layer->has & HAS_SHARED_KV;
+    const bool mla = layer->mixer == MIXER_MLA, shared = layer->mixer == MIXER_CSA;
     const enum attn_kind kind = mla ? ATTN_MLA : shared ? ATTN_SHARED : ATTN_GQA;
     const int rope = layer_rope_dim(m, layer), dk = mla ? a->kv_lora + rope : a->head_k;
     const int dv = mla ? a->kv_lora : a->head_v;
@@ -8823,7 +8823,7 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
         snprintf(why, ERR_MAX,
                  "layers with different shapes of latent attention (layer %d) are not supported on a GPU; use --cpu",
                  il);
-    else if (mla && (a->window || (layer->has & (HAS_SINKS | HAS_HEAD_GATE | HAS_ROW_NORM))))
+    else if (mla && (a->window || a->has_sinks || a->n_gate || layer->qk_norm == QK_NORM_ROWS))
         snprintf(why, ERR_MAX,
                  "latent attention with a window, sinks, gates or norms of rows (layer %d) is not supported on a GPU; "
                  "use --cpu",
@@ -8841,7 +8841,7 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
             "attention over chosen blocks of %d keys with heads of %d and %d (layer %d) is not supported on a GPU; "
             "use --cpu",
             a->index_block, dk, dv, il);
-    else if ((layer->has & HAS_Q_GATE) && (layer->has & HAS_HEAD_GATE))
+    else if (a->q_gate && a->n_gate)
         snprintf(why, ERR_MAX, "two kinds of gates in attention (layer %d) are not supported on a GPU; use --cpu", il);
 }
 
@@ -8849,7 +8849,7 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
 static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
-    if ((layer->has & HAS_DELTA) &&
+    if (layer->mixer == MIXER_DELTA &&
         (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv != DELTA_TAPS))
         snprintf(why, ERR_MAX,
                  "a gated delta net with keys of %d, values of %d and a convolution of %d is not supported on a GPU; "
@@ -8884,7 +8884,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     matrix_check(&m->output, why);
     for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if (layer->has & (HAS_ATTENTION | HAS_SHARED_KV)) attn_check(m, layer, m->first_layer + il, shape, why);
+        if (layer->mixer != MIXER_DELTA) attn_check(m, layer, m->first_layer + il, shape, why);
         delta_check(layer, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);
@@ -8966,7 +8966,7 @@ static bool index_fits(const struct model *m, int n_ctx, char *why) {
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         const int lists = attn_lists(&layer->attn);
-        if (!(layer->has & HAS_INDEXER) || index_scores_of(layer, n_ctx) <= INDEX_SCORES / lists) continue;
+        if (!layer->attn.n_index || index_scores_of(layer, n_ctx) <= INDEX_SCORES / lists) continue;
         snprintf(why, ERR_MAX,
                  "a context of %d tokens: an indexer on a GPU chooses among %d scores at most, for each of %d lists",
                  n_ctx, INDEX_SCORES / lists, lists);

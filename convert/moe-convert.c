@@ -1453,7 +1453,7 @@ static void plan_layer(int layer) {
     if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
     if (m.chosen && !m.shares[layer]) what.has |= HAS_INDEXER;
     if (m.windowed[layer]) what.has |= m.has_window;
-    if (m.has & HAS_SHARED_KV) what.has |= compression(layer);
+    if (m.has & HAS_CSA) what.has |= compression(layer);
     what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
     if (!dense && m.n_shared) what.has |= HAS_SHARED;
     if (!dense) m.experts[layer] = count_experts(layer);
@@ -1891,7 +1891,7 @@ static void read_qwen_delta(uint32_t alpha_beta) {
     struct doc c = m.cfg;
     read_gqa();
     read_delta();
-    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_Q_GATE | HAS_HEAD_NORM | HAS_POST_NORM;
+    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_POST_NORM;
     m.has_delta = HAS_DELTA | HAS_POST_NORM | alpha_beta;
     set_dim(DIM_Q, 2 * m.dim[DIM_ATT], "2 num_attention_heads x head_dim");
     set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
@@ -2126,7 +2126,7 @@ static void read_deepseek_v4(void) {
     const size_t head = size_of("head_dim"), heads = (size_t)m.n_head, groups = size_of("o_groups");
     const size_t index_heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
     const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
-    m.has = HAS_SHARED_KV | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
+    m.has = HAS_CSA | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
     m.n_head_kv = (int)get_int(c, "num_key_value_heads", 1, INT32_MAX, 1);
     m.n_stream = (size_t)get_int(c, "hc_mult", 1, STREAMS_MAX, REQUIRED);
     m.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
@@ -3752,7 +3752,7 @@ static void put_rope(void) {
     static const char only[] = "[\"full_attention\"]"; /* layers whose frequencies rope_scaling changes */
     struct doc r = rope_doc(false);
     const bool mla = m.has & HAS_MLA, llama3 = m.llama3 && !strcmp(rope_type(r), "llama3");
-    if (m.has & HAS_SHARED_KV) {
+    if (m.has & HAS_CSA) {
         put_two_rotations();
         return;
     }

@@ -245,7 +245,7 @@ static void pair_out_shared_store(struct rank *r, int il, enum act q) {
     const struct attn *a = &layer->attn;
     pair_slot(r, "shared_store, q", il, q, a->n_head * a->head_k, true);
     pair.rounded = r->m->qat;
-    if (layer->has & HAS_INDEXER) pair_slot(r, "shared_store, indexer", il, A_IQ, a->n_index * a->index_k, true);
+    if (a->n_index) pair_slot(r, "shared_store, indexer", il, A_IQ, a->n_index * a->index_k, true);
     pair_cache(r, il, PLANE_K, "window");
     pair_cache(r, il, PLANE_POOL, "compressed keys");
     pair_cache(r, il, PLANE_INDEX, "compressed keys of the indexer");
@@ -1274,7 +1274,7 @@ static void test_cuda_ahead(void) {
                     sum += ahead_check(&e, w[i], "projection", il,
                                        il && e.model.layers[il - 1].n_expert ? small ? -1 : 1 : 0);
                 sum += ahead_check(&e, &layer->wo, "wo", il, small ? -1 : 1);
-                if (layer->has & HAS_MLA) sum += ahead_check(&e, &layer->wv_b, "wv_b", il, small ? -1 : 1);
+                if (layer->mixer == MIXER_MLA) sum += ahead_check(&e, &layer->wv_b, "wv_b", il, small ? -1 : 1);
             }
             sum += ahead_check(&e, &e.model.output, "head", -1, small ? -1 : 1);
             CHECK(!small || sum <= 2 * 2048 * (size_t)e.model.n_layer, "%s: %zu bytes", e.model.name, sum);
@@ -1318,7 +1318,7 @@ static void test_cuda_ahead_forecast(void) {
             r->ops->wait(r);
             for (int il = 0; il < e.model.n_layer; il++) {
                 const struct layer *layer = &e.model.layers[il];
-                const struct weight *const index = layer->has & HAS_GQA ? &layer->wo_a : &layer->wq_index;
+                const struct weight *const index = layer->mixer == MIXER_GQA ? &layer->wo_a : &layer->wq_index;
                 const struct weight *const more[] = {&layer->wq_b, index,        &layer->wk_b,
                                                      &layer->wv_b, &layer->wo_a, &layer->wo};
                 layer_projections(layer, w, out);
@@ -1497,7 +1497,7 @@ static void test_cuda_refusals(void) {
         if (i == 2) d->head_k = 36;
         if (i == 3) d->head_v = 160;
         if (i == 4) m.layers[7].attn.head_k = 96;
-        if (i == 6) m.layers[3].has |= HAS_HEAD_GATE;
+        if (i == 6) m.layers[3].attn.n_gate = 1;
         if (i == 5) m.layers[3].attn.head_k = m.layers[7].attn.head_k = 48;
         err[0] = 0;
         CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, says[i]) && strstr(err, "use --cpu"), "'%s' lacks '%s'",
@@ -1516,7 +1516,7 @@ static void test_cuda_refusals(void) {
         if (i == 0) m.layers[1].attn.n_head = 2;
         if (i == 1)
             for (int il = 0; il < model_blocks(&m); il++) m.layers[il].attn.window = 5;
-        if (i == 2) m.layers[0].has |= HAS_SINKS;
+        if (i == 2) m.layers[0].attn.has_sinks = true;
         err[0] = 0;
         CHECK(cuda_rank_start(&r, &m, &o, err) && strstr(err, mla[i]) && strstr(err, "use --cpu"), "'%s' lacks '%s'",
               err, mla[i]);
@@ -2473,7 +2473,8 @@ static void ffn_make(struct model *m, const struct ffn_case *c, bool plain, floa
         if (c->glu) l->glu = c->glu(n ? c->limit : c->shared_limit), l->sh_glu = c->glu(c->shared_limit);
         if (n && c->pick_bias) l->router_bias = ffn_numbers(own, n, 0.2f, &rng);
         if (!n || !c->biases) continue;
-        l->has |= HAS_BIASES;
+        l->has_biases = true;
+        l->has = layer_conditions(m, l);
         l->router.bias = ffn_numbers(own, n, 1, &rng);
         l->gate.bias = ffn_numbers(own, n * (size_t)l->n_ff, 0.5f, &rng);
         l->up.bias = ffn_numbers(own, n * (size_t)l->n_ff, 0.5f, &rng);

@@ -605,8 +605,7 @@ static void test_sparse_begins(void) {
         for (int il = 0; il < model_blocks(&m); il++) {
             CHECK(!m.layers[il].attn.top_k || m.layers[il].attn.top_k == c[f].keys, "%s: layer %d chooses %d keys",
                   c[f].name, il, m.layers[il].attn.top_k);
-            m.layers[il].attn.top_k = 0;
-            m.layers[il].has &= ~(uint32_t)HAS_INDEXER;
+            m.layers[il].attn.n_index = m.layers[il].attn.top_k = 0;
         }
         float *y = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
         CHECK(!memcmp(x, y, (size_t)c[f].keys * row * sizeof *x), "%s: other bits where all keys are seen", c[f].name);

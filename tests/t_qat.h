@@ -78,7 +78,7 @@ static void test_qat_cache(void) {
     struct model m;
     int il = 0;
     if (!fixture_load("deepseek_v4", &m)) return;
-    while (!(m.layers[il].has & HAS_INDEXER)) il++;
+    while (!m.layers[il].attn.n_index) il++;
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         for (int use = PLANE_K; use < PLANE_USES; use++) {
             const bool index = use == PLANE_INDEX;

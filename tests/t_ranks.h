@@ -65,7 +65,7 @@ static void test_ranks_stages(void) {
     CHECK(first.first == 0 && first.n == 3 && second.first == 3 && second.n == 2, "stages %d+%d, %d+%d", first.first,
           first.n, second.first, second.n);
     shard_model(&pruned, &m, (struct shard){0, 1, 1, 2});
-    CHECK(pruned.layers[0].has & HAS_INDEXER && !(pruned.layers[1].has & HAS_INDEXER), "the second stage");
+    CHECK(pruned.layers[0].attn.n_index && !pruned.layers[1].attn.n_index, "the second stage");
     shard_free(&pruned);
     model_free(&m);
     check_command(MOE_BIN " -m " FIXTURES "glm_moe_dsa_types.gguf --cpu --pp 3 --raw -p x </dev/null", 2, "",
@@ -89,9 +89,9 @@ static void test_ranks_cuts(void) {
         for (int il = 0; il < n; il++) {
             const int width = equal ? 64 : 1 + (int)(rng_next(&rng) % (i % 2 ? 1000 : 3));
             layers[il].wo = (struct weight){.data = some, .type = GGUF_F32, .n_in = width, .n_out = 1, .n_expert = 1};
-            layers[il].has = HAS_ATTENTION;
             layers[il].attn.top_k = equal ? 0 : 1;
-            if (!il || rng_next(&rng) % 3) layers[il].has |= HAS_INDEXER;
+            layers[il].attn.n_index = !il || rng_next(&rng) % 3;
+            layers[il].has = layer_conditions(&m, &layers[il]);
             bytes[il] = 4 * (uint64_t)width;
         }
         for (int end = 0; end < 2 && !equal; end++) {
@@ -106,7 +106,7 @@ static void test_ranks_cuts(void) {
                 bool may = __builtin_popcount(cuts) == n_stage - 1;
                 for (int il = 0; il < n; il++) {
                     const bool begins = il && cuts >> (il - 1) & 1;
-                    may = may && (!begins || equal || layers[il].has & HAS_INDEXER);
+                    may = may && (!begins || equal || layers[il].attn.n_index);
                     sum = begins ? bytes[il] : sum + bytes[il];
                     if (sum > largest) largest = sum;
                 }
@@ -115,7 +115,7 @@ static void test_ranks_cuts(void) {
             for (int s = 0, at = 0; s < n_stage; s++) {
                 const struct range r = stage_layers(&m, n_stage, s);
                 uint64_t sum = 0;
-                CHECK(r.first == at && r.n > 0 && (equal || layers[r.first].has & HAS_INDEXER),
+                CHECK(r.first == at && r.n > 0 && (equal || layers[r.first].attn.n_index),
                       "stage %d of %d has layers %d+%d, expected from %d on", s, n_stage, r.first, r.n, at);
                 CHECK(!equal || n_stage < 4 || r.n == 2 + s % 2, "equal layers: %d in stage %d", r.n, s);
                 for (at = r.first; at < r.first + r.n; at++) sum += bytes[at];
