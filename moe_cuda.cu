@@ -1582,31 +1582,27 @@ __global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_con
     }
 }
 
-/* Makes the mix doubly stochastic. */
-DEVICE void sinkhorn(float (&m)[GPU_STREAMS][GPU_STREAMS], int n_sinkhorn, float eps) {
+/* Makes the mix, a row after the other, doubly stochastic. */
+DEVICE void sinkhorn(float (&m)[GPU_STREAMS * GPU_STREAMS], int n_sinkhorn, float eps) {
     UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
-        float top = m[j][0], sum = 0;
-        UNROLL for (int k = 1; k < GPU_STREAMS; k++) top = fmaxf(top, m[j][k]);
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += m[j][k] = expf(m[j][k] - top);
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) m[j][k] = m[j][k] / sum + eps;
+        float *row = m + j * GPU_STREAMS, top = row[0], sum = 0;
+        UNROLL for (int k = 1; k < GPU_STREAMS; k++) top = fmaxf(top, row[k]);
+        UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += row[k] = expf(row[k] - top);
+        UNROLL for (int k = 0; k < GPU_STREAMS; k++) row[k] = row[k] / sum + eps;
     }
-    auto columns = [&] {
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
-            float sum = eps;
-            UNROLL for (int j = 0; j < GPU_STREAMS; j++) sum += m[j][k];
+    /* rows begin GPU_STREAMS apart and have values 1 apart, columns the other way round */
+    auto divide_by_sums = [&](int apart, int step) {
+        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
+            float *line = m + j * apart, sum = eps;
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += line[k * step];
             const float f = __fdividef(1.0f, sum);
-            UNROLL for (int j = 0; j < GPU_STREAMS; j++) m[j][k] *= f;
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) line[k * step] *= f;
         }
     };
-    columns();
+    divide_by_sums(1, GPU_STREAMS);
     UNROLL_BY(1) for (int i = 1; i < n_sinkhorn; i++) {
-        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
-            float sum = eps;
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += m[j][k];
-            const float f = __fdividef(1.0f, sum);
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) m[j][k] *= f;
-        }
-        columns();
+        divide_by_sums(GPU_STREAMS, 1);
+        divide_by_sums(1, GPU_STREAMS);
     }
 }
 
@@ -1642,12 +1638,10 @@ __global__ void __launch_bounds__(NORM_THREADS, 1)
         row[lane] = s;
         __syncwarp(); /* the row is written */
         if (a.n_row == STREAM_ROWS) {
-            float m[GPU_STREAMS][GPU_STREAMS];
-            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) m[i / GPU_STREAMS][i % GPU_STREAMS] =
-                row[2 * GPU_STREAMS + i];
+            float m[GPU_STREAMS * GPU_STREAMS];
+            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) m[i] = row[2 * GPU_STREAMS + i];
             sinkhorn(m, a.n_sinkhorn, a.stream_eps);
-            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) if (lane == 2 * GPU_STREAMS + i) s =
-                m[i / GPU_STREAMS][i % GPU_STREAMS];
+            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) if (lane == 2 * GPU_STREAMS + i) s = m[i];
             if (lane < STREAM_ROWS) a.mix[(size_t)t * (STREAM_ROWS + 1) + lane] = s;
         }
     }
