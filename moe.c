@@ -187,7 +187,8 @@ struct weight {
     const float *scale; /* (n_expert) factors of the outputs, or NULL for 1 */
     const float *bias;  /* (n_expert, n_out) rows bias_stride apart: added to the outputs; NULL: nothing is */
     int bias_stride;
-    bool has_input_scale; /* the file was made for 4-bit activations: it has NAME.input_scale */
+    bool has_input_scale;             /* the file was made for 4-bit activations: it has NAME.input_scale */
+    const struct device_matrix *copy; /* the matrix on a GPU, in the model of a rank that runs there; otherwise NULL */
 };
 
 /* Shape of a layer's attention. In a shard n_head and n_head_kv count the rank's own heads. */
@@ -1494,7 +1495,9 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
-    const struct model *m;    /* its shard of the model */
+    /* its shard of the model; on a GPU a copy of it with the GPU's pointers: vectors and the rows of routers lie there,
+     * matrices have a `copy` */
+    const struct model *m;
     const struct ops *ops;    /* its backend; NULL: it has not started */
     struct process_group *pg; /* the ranks of the session; NULL: it is alone */
     int index;                /* among all ranks: stage * n_rank + rank */

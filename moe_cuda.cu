@@ -1582,31 +1582,27 @@ __global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_con
     }
 }
 
-/* Makes the mix doubly stochastic. */
-DEVICE void sinkhorn(float (&m)[GPU_STREAMS][GPU_STREAMS], int n_sinkhorn, float eps) {
+/* Makes the mix, a row after the other, doubly stochastic. */
+DEVICE void sinkhorn(float (&m)[GPU_STREAMS * GPU_STREAMS], int n_sinkhorn, float eps) {
     UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
-        float top = m[j][0], sum = 0;
-        UNROLL for (int k = 1; k < GPU_STREAMS; k++) top = fmaxf(top, m[j][k]);
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += m[j][k] = expf(m[j][k] - top);
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) m[j][k] = m[j][k] / sum + eps;
+        float *row = m + j * GPU_STREAMS, top = row[0], sum = 0;
+        UNROLL for (int k = 1; k < GPU_STREAMS; k++) top = fmaxf(top, row[k]);
+        UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += row[k] = expf(row[k] - top);
+        UNROLL for (int k = 0; k < GPU_STREAMS; k++) row[k] = row[k] / sum + eps;
     }
-    auto columns = [&] {
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
-            float sum = eps;
-            UNROLL for (int j = 0; j < GPU_STREAMS; j++) sum += m[j][k];
+    /* rows begin GPU_STREAMS apart and have values 1 apart, columns the other way round */
+    auto divide_by_sums = [&](int apart, int step) {
+        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
+            float *line = m + j * apart, sum = eps;
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += line[k * step];
             const float f = __fdividef(1.0f, sum);
-            UNROLL for (int j = 0; j < GPU_STREAMS; j++) m[j][k] *= f;
+            UNROLL for (int k = 0; k < GPU_STREAMS; k++) line[k * step] *= f;
         }
     };
-    columns();
+    divide_by_sums(1, GPU_STREAMS);
     UNROLL_BY(1) for (int i = 1; i < n_sinkhorn; i++) {
-        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
-            float sum = eps;
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += m[j][k];
-            const float f = __fdividef(1.0f, sum);
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) m[j][k] *= f;
-        }
-        columns();
+        divide_by_sums(GPU_STREAMS, 1);
+        divide_by_sums(1, GPU_STREAMS);
     }
 }
 
@@ -1642,12 +1638,10 @@ __global__ void __launch_bounds__(NORM_THREADS, 1)
         row[lane] = s;
         __syncwarp(); /* the row is written */
         if (a.n_row == STREAM_ROWS) {
-            float m[GPU_STREAMS][GPU_STREAMS];
-            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) m[i / GPU_STREAMS][i % GPU_STREAMS] =
-                row[2 * GPU_STREAMS + i];
+            float m[GPU_STREAMS * GPU_STREAMS];
+            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) m[i] = row[2 * GPU_STREAMS + i];
             sinkhorn(m, a.n_sinkhorn, a.stream_eps);
-            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) if (lane == 2 * GPU_STREAMS + i) s =
-                m[i / GPU_STREAMS][i % GPU_STREAMS];
+            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) if (lane == 2 * GPU_STREAMS + i) s = m[i];
             if (lane < STREAM_ROWS) a.mix[(size_t)t * (STREAM_ROWS + 1) + lane] = s;
         }
     }
@@ -6586,13 +6580,6 @@ __global__ void __launch_bounds__(SAMPLE_THREADS, 1) k_sample(const __grid_const
  * What a rank on a GPU holds; its errors, how it waits for its GPU, and its memory.
  * ============================================================================================================ */
 
-/* The copy of a tensor of the model: of a matrix in tiles, of anything else as it is. */
-struct device_copy {
-    const void *key; /* the host's */
-    struct device_matrix mat;
-    void *data;
-};
-
 /* A pinned buffer on the host, its copy on the GPU, and an event after which it may be written again. */
 struct staging {
     uint8_t *host, *device; /* device NULL: the contents go elsewhere */
@@ -6626,30 +6613,33 @@ struct cuda {
     char *err;              /* host: (ERR_MAX) the first error of the start; NULL later: an error ends the program */
     bool failed;            /* there was an error */
 
+    /* the weights */
+    const struct model *shard;     /* host: the rank's shard with the host's pointers */
+    struct model model;            /* host: r->m, the same with the GPU's pointers, see weights_upload */
+    struct device_matrix **copies; /* host, stb_ds: what `copy` of its matrices points to */
+
     /* memory and the batch */
     cudaStream_t stream;
-    void **pinned;              /* stb_ds: allocations in host memory */
-    size_t allocated;           /* bytes of r->owned: allocations on the device */
-    struct device_copy *copies; /* host, stb_ds: by the address of the tensor in the model */
-    struct batch *batch;        /* followed by the token ids, so that one copy per forward brings both */
-    int32_t *tokens;            /* (chunk) these ids */
-    struct staging sent[2];     /* two pinned copies of the batch, used in turn: the previous copy may be in flight */
-    int turn;                   /* index of the one used last */
+    void **pinned;          /* stb_ds: allocations in host memory */
+    size_t allocated;       /* bytes of r->owned: allocations on the device */
+    struct batch *batch;    /* followed by the token ids, so that one copy per forward brings both */
+    int32_t *tokens;        /* (chunk) these ids */
+    struct staging sent[2]; /* two pinned copies of the batch, used in turn: the previous copy may be in flight */
+    int turn;               /* index of the one used last */
 
     /* activations, see GPU_BUFFERS; a pair is a token and an expert that it uses */
-    float *x32[ACT_COUNT];        /* activation slots in F32, where something reads that */
-    float *x_first;               /* what x32[A_X] is when a forward begins and when it has ended */
-    float *x_other;               /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
-    uint16_t *x16[ACT_COUNT];     /* activation slots in halves: inputs of GEMMs and of attention */
-    float *cs, *sn;               /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
-    const float *freq[MAX_ROPES]; /* of each rotation (dim / 2) radians per position */
-    float *row_sums;              /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
-    float *stream_sums;           /* sums of the streams, see struct streams_args */
-    float *index_scores;          /* (INDEX_SCORES) scores by the indexer, as in struct index_args, */
-    int32_t *chosen_keys;         /* and the blocks that it chose, as in struct attn_args */
-    uint16_t *q_absorbed;         /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
-    uint16_t *latent_out; /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
-    float *mla_parts;     /* MLA: see struct mla_value_args */
+    float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
+    float *x_first;           /* what x32[A_X] is when a forward begins and when it has ended */
+    float *x_other;           /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
+    uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
+    float *cs, *sn;           /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
+    float *row_sums;          /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
+    float *stream_sums;       /* sums of the streams, see struct streams_args */
+    float *index_scores;      /* (INDEX_SCORES) scores by the indexer, as in struct index_args, */
+    int32_t *chosen_keys;     /* and the blocks that it chose, as in struct attn_args */
+    uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
+    uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
+    float *mla_parts;         /* MLA: see struct mla_value_args */
     uint32_t *mla_arrived;
     struct mla_buffers mla;   /* expanded keys and values of a prefill's latent attention */
     float *partials;          /* partial outputs of attention over a split context */
@@ -6926,22 +6916,11 @@ static void staging_free(struct staging *s) {
     *s = {};
 }
 
-/* The copy of a matrix that was uploaded. */
-static struct device_matrix *device_matrix_of(struct cuda *c, const struct weight *w) {
-    return &hmgetp(c->copies, w->data)->mat;
-}
-
-/* The copy of a vector that was uploaded; NULL: there is none. */
-static void *device_vector_of(struct cuda *c, const void *key) { return hmgetp(c->copies, key)->data; }
-
-/* The copy of what `key` names, made from `from` at the first call. NULL: there is no key, or after an error. */
-static const void *cuda_vector(struct rank *r, const void *key, const void *from, size_t bytes, const char *what) {
-    struct device_copy t = *hmgetp(r->cuda->copies, key);
-    t.key = key;
-    if (!key || t.data || !(t.data = cuda_memory(r, bytes, what))) return t.data;
-    cuda_copy(r, t.data, from, bytes, what);
-    hmputs(r->cuda->copies, t);
-    return t.data;
+/* Returns a copy on the GPU of bytes of the host. NULL: `from` is NULL, or after an error. */
+static void *cuda_vector(struct rank *r, const void *from, size_t bytes, const char *what) {
+    void *to = from ? cuda_memory(r, bytes, what) : NULL;
+    if (to) cuda_copy(r, to, from, bytes, what);
+    return to;
 }
 
 /* ============================================================================================================
@@ -7089,7 +7068,8 @@ static void send_rows(struct rank *r, struct send_args a) {
 static struct rope_table rope_table_of(const struct rank *r, int rope) {
     const struct cuda *c = r->cuda;
     const size_t at = (size_t)rope * (size_t)c->sizes.chunk * (size_t)r->m->max.rope_dim / 2;
-    return {c->freq[rope], r->m->ropes[rope].dim / 2, r->m->ropes[rope].factor, c->cs + at, c->sn + at};
+    const struct rope *p = &r->m->ropes[rope];
+    return {p->freq, p->dim / 2, p->factor, c->cs + at, c->sn + at};
 }
 
 /* Embeddings, cosines and sines of the batch; a later stage then waits for the hidden states of the one before. */
@@ -7099,9 +7079,8 @@ static void cuda_embed(struct rank *r, const struct weight *w, enum act out) {
     struct rope_tables ropes = {};
     for (; ropes.n < r->m->n_rope; ropes.n++) ropes.table[ropes.n] = rope_table_of(r, ropes.n);
     float *x = c->x32[r->m->n_stream ? A_STREAMS : out];
-    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream,
-               w->data ? *device_matrix_of(c, w) : device_matrix{}, c->tokens, c->batch, x, max(r->m->n_stream, 1),
-               ropes);
+    LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, w->copy ? *w->copy : device_matrix{}, c->tokens,
+               c->batch, x, max(r->m->n_stream, 1), ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const int n = hidden_width(r->m);
@@ -7117,7 +7096,7 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
     struct norm_args a = {};
     a.x = a.sum = x;
     a.delta = delta;
-    a.weight = (const float *)device_vector_of(c, w);
+    a.weight = w;
     a.eps = r->m->rms_eps;
     a.n = n;
     a.n_tok = n_tok;
@@ -7244,12 +7223,12 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
     a.eps = m->rms_eps;
     a.stream_eps = m->stream_eps;
     if (hc) {
-        a.fn = (const float *)device_vector_of(c, hc->fn);
-        a.base = (const float *)device_vector_of(c, hc->base);
-        a.scale = (const float *)device_vector_of(c, hc->scale);
+        a.fn = hc->fn;
+        a.base = hc->base;
+        a.scale = hc->scale;
         a.n_row = w ? (int)STREAM_ROWS : (int)GPU_STREAMS;
     }
-    a.weight = (const float *)device_vector_of(c, w);
+    a.weight = w;
     a.h16 = c->x16[h];
     a.h32 = c->x32[h];
     a.x = c->x32[x];
@@ -7289,7 +7268,7 @@ static struct final_rows final_of(const struct rank *r) {
 static void cuda_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
     struct cuda *c = r->cuda;
     LAUNCH_PDL(k_keep_final, dim3((unsigned)n, (unsigned)max(r->m->n_stream, 1)), NORM_THREADS, 0, c->stream, c->x32[x],
-               (const float *)device_vector_of(c, norm), r->m->rms_eps, first, shift, final_of(r));
+               norm, r->m->rms_eps, first, shift, final_of(r));
 }
 
 static void cuda_prediction_input(struct rank *r, int il, enum act x) {
@@ -7299,8 +7278,8 @@ static void cuda_prediction_input(struct rank *r, int il, enum act x) {
     a.x = c->x32[r->m->n_stream ? A_STREAMS : x]; /* k_embed has written it to every stream */
     a.x_stride = (size_t)hidden_width(r->m);
     a.final = final_of(r);
-    a.norm[0] = (const float *)device_vector_of(c, layer->e_norm);
-    a.norm[1] = (const float *)device_vector_of(c, layer->h_norm);
+    a.norm[0] = layer->e_norm;
+    a.norm[1] = layer->h_norm;
     a.eps = r->m->rms_eps;
     a.from = layer->first_eh;
     a.to = a.from + layer->eh_proj.n_in;
@@ -7350,8 +7329,7 @@ static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t
 
 static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    matmul(r, device_matrix_of(c, w), c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out],
-           (size_t)r->width[out], 0);
+    matmul(r, w->copy, c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
 /* In decode the streams of up to 16 tokens are taken 16 at a time. */
@@ -7359,8 +7337,8 @@ static void cuda_stream_linear(struct rank *r, const struct weight *w, enum act 
     struct cuda *c = r->cuda;
     const int n = r->n_tok * r->m->n_stream, step = r->n_tok <= DECODE_MAX_TOKENS ? (int)DECODE_MAX_TOKENS : n;
     for (int i = 0; i < n; i += step)
-        matmul(r, device_matrix_of(c, w), c->x16[x] + (size_t)i * (size_t)w->n_in, (size_t)w->n_in, 0, min(n - i, step),
-               0, NULL, c->x32[out] + (size_t)i * (size_t)w->n_out, (size_t)w->n_out, 0);
+        matmul(r, w->copy, c->x16[x] + (size_t)i * (size_t)w->n_in, (size_t)w->n_in, 0, min(n - i, step), 0, NULL,
+               c->x32[out] + (size_t)i * (size_t)w->n_out, (size_t)w->n_out, 0);
 }
 
 /* Bytes of all experts of a matrix: codes, scales. */
@@ -7372,7 +7350,7 @@ static void device_matrix_bytes(const struct device_matrix *d, size_t n[2]) {
 
 /* Adds a matrix to what a kernel requests ahead of its use, within its share of L2. */
 static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
-    const struct device_matrix *d = w->data ? device_matrix_of(r->cuda, w) : NULL;
+    const struct device_matrix *d = w->copy;
     if (!d || r->n_tok > DECODE_MAX_TOKENS) return;
     size_t room = (size_t)r->cuda->l2_bytes / AHEAD_SHARE / (size_t)r->cuda->sharers;
     for (int i = 0; i < a->count; i++) room -= a->n[i];
@@ -7425,7 +7403,7 @@ static struct norm_input norm_input_of(struct rank *r, enum act x, enum act delt
     struct cuda *c = r->cuda;
     struct norm_input p = {};
     p.x = c->x32[x];
-    p.weight = (const float *)device_vector_of(c, w);
+    p.weight = w;
     p.eps = r->m->rms_eps;
     p.n = r->width[x];
     if (delta == ACT_COUNT) return p;
@@ -7449,7 +7427,7 @@ static void linear_each(struct rank *r, struct linear_args *p, enum act x, const
     struct cuda *c = r->cuda;
     for (; *w && r->n_tok > DECODE_MAX_TOKENS; w++) cuda_linear(r, *w, x, *out++);
     for (; *w; w++, out++) {
-        const struct device_matrix *d = device_matrix_of(c, *w);
+        const struct device_matrix *d = (*w)->copy;
         profile_matrices(d, 1, 4.0 * r->n_tok * d->n_out);
         p->w[p->n_matrix] = *d;
         p->y[p->n_matrix] = c->x32[*out];
@@ -7521,10 +7499,10 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.eps = m->rms_eps;
     p.q_rope = c->q_absorbed;
     if (layer->qk_norm == QK_NORM_HEADS) {
-        p.q_norm = (const float *)device_vector_of(c, layer->q_norm);
-        p.k_norm = (const float *)device_vector_of(c, layer->k_norm);
+        p.q_norm = layer->q_norm;
+        p.k_norm = layer->k_norm;
     }
-    if (layer->kv_a_norm) p.k_norm = (const float *)device_vector_of(c, layer->kv_a_norm);
+    if (layer->kv_a_norm) p.k_norm = layer->kv_a_norm;
     return p;
 }
 
@@ -7552,7 +7530,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.out_stride = out_stride;
     a.scale = shape.scale;
     a.window = shape.window;
-    a.sinks = (const float *)device_vector_of(c, layer->sinks);
+    a.sinks = layer->sinks;
     a.max_splits = r->cuda->sizes.splits;
     const double key = (double)(k->row_bytes + plane_scale_bytes(k)),
                  value = (double)(v->row_bytes + plane_scale_bytes(v));
@@ -7580,7 +7558,7 @@ static void cuda_row_norm(struct rank *r, int il, enum act q, enum act k) {
     for (int i = 0; i < 2; i++) {
         a.x[i] = c->x32[i ? k : q];
         a.stride[i] = (size_t)r->width[i ? k : q];
-        a.weight[i] = (const float *)device_vector_of(c, i ? layer->k_norm : layer->q_norm);
+        a.weight[i] = i ? layer->k_norm : layer->q_norm;
         a.n[i] = (i ? shape.n_head_kv : shape.n_head) * shape.head_k;
         a.whole[i] = (i ? shape.whole_head_kv : shape.whole_head) * shape.head_k;
         a.counted[i] = !i || !shape.copied_kv;
@@ -7684,10 +7662,10 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
     a.ring_gates_stride = planes[PLANE_RECENT].row_bytes / sizeof(float);
     a.n_ring = planes[PLANE_K].n_row;
     a.state = (float *)planes[PLANE_SUM].data;
-    a.conv = (const float *)device_vector_of(c, layer->conv);
-    a.decay = (const float *)device_vector_of(c, layer->decay);
-    a.dt_bias = (const float *)device_vector_of(c, layer->dt_bias);
-    a.norm = (const float *)device_vector_of(c, layer->delta_norm);
+    a.conv = layer->conv;
+    a.decay = layer->decay;
+    a.dt_bias = layer->dt_bias;
+    a.norm = layer->delta_norm;
     a.eps = r->m->rms_eps;
     a.out = c->x16[out];
     a.out_stride = (size_t)r->width[out];
@@ -7708,11 +7686,11 @@ static void cuda_select_keys(struct rank *r, int il) {
     a.rope = rope_of(r, il, A_IQ, A_IK);
     a.rope.pairs = shape.index_pairs;
     a.rope.kp = r->planes[il][PLANE_INDEX];
-    a.rope.q_norm = (const float *)device_vector_of(c, layer->index_q_norm);
-    a.rope.k_norm = (const float *)device_vector_of(c, layer->index_norm);
+    a.rope.q_norm = layer->index_q_norm;
+    a.rope.k_norm = layer->index_norm;
     a.rope.n_head = n_index;
     a.rope.d = width;
-    a.bias = (const float *)device_vector_of(c, layer->index_norm_bias);
+    a.bias = layer->index_norm_bias;
     a.w_stride = (size_t)r->width[A_IW];
     a.unit = 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;
@@ -7759,7 +7737,7 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
     const int latent = shape.kv_lora, rope = layer_rope_dim(r->m, layer), nope = layer_nope(r->m, layer);
     const int width = latent + rope, v = shape.head_v, heads = shape.n_head, len = r->pos + r->n_tok;
     const bool fp8 = planes[PLANE_K].type == KV_FP8;
-    const struct device_matrix *wk_b = device_matrix_of(c, &layer->wk_b);
+    const struct device_matrix *wk_b = layer->wk_b.copy;
     struct device_matrix w = *wk_b;
     w.codes = c->mla.wk_b;
     w.scales = NULL;
@@ -7787,8 +7765,8 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
                    planes[PLANE_K], planes[PLANE_V], latent, rope, a.first, a.n_key, c->mla.latents);
         matmul(r, &w, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.keys, NULL, (size_t)nope,
                (size_t)MLA_SEGMENT * (size_t)nope);
-        matmul(r, device_matrix_of(c, &layer->wv_b), c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.values,
-               NULL, (size_t)v, (size_t)MLA_SEGMENT * (size_t)v);
+        matmul(r, layer->wv_b.copy, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.values, NULL, (size_t)v,
+               (size_t)MLA_SEGMENT * (size_t)v);
         profile_next((double)a.n_key * heads * (nope + v) * 2, "%d keys", a.n_key);
         mla_launch(&a, nope, rope, v, c->stream);
     }
@@ -7799,7 +7777,7 @@ static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enu
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
-    const struct mla_query_args query = {rope, *device_matrix_of(c, &layer->wk_b), r->n_tok};
+    const struct mla_query_args query = {rope, *layer->wk_b.copy, r->n_tok};
     profile_matrices(&query.w, shape.n_head, 0);
     mla_query(&query, c->stream);
     struct mla_value_args value = {};
@@ -7807,7 +7785,7 @@ static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enu
     a.ahead = ahead_of_half(r, il, true);
     choose_keys(r, shape, &a);
     value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, a);
-    value.w = *device_matrix_of(c, &layer->wv_b);
+    value.w = *layer->wv_b.copy;
     value.parts = c->mla_parts;
     value.arrived = c->mla_arrived;
     value.out = c->x16[out];
@@ -7836,11 +7814,11 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, 
     }
     const size_t key = (size_t)(shape.kv_lora + layer_rope_dim(r->m, layer)), lat = (size_t)shape.kv_lora;
     const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
-    matmul(r, device_matrix_of(c, &layer->wk_b), c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head,
-           c->q_absorbed, NULL, heads * key, key);
+    matmul(r, layer->wk_b.copy, c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head, c->q_absorbed, NULL,
+           heads * key, key);
     attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1, a);
-    matmul(r, device_matrix_of(c, &layer->wv_b), c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out],
-           NULL, heads * head_v, head_v);
+    matmul(r, layer->wv_b.copy, c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out], NULL,
+           heads * head_v, head_v);
 }
 
 static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
@@ -7871,8 +7849,8 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
         to->value = c->x32[value];
         to->gate = c->x32[gate];
         to->stride = (size_t)r->width[value];
-        to->ape = (const float *)device_vector_of(c, with.ape);
-        to->norm = (const float *)device_vector_of(c, with.norm);
+        to->ape = with.ape;
+        to->norm = with.norm;
         to->d = d;
         to->index = keys == PLANE_INDEX;
         bytes += (double)(shape.ratio * to->ring.width / 2 + d) * sizeof(float) +
@@ -7906,7 +7884,7 @@ static void cuda_shared_attention(struct rank *r, int il, enum act q, enum act o
 
 static void cuda_group_linear(struct rank *r, int il, enum act x, enum act out) {
     const struct weight *w = &r->m->layers[il].wo_a;
-    const struct device_matrix *d = device_matrix_of(r->cuda, w);
+    const struct device_matrix *d = w->copy;
     struct cuda *c = r->cuda;
     if (r->n_tok > DECODE_MAX_TOKENS) {
         matmul(r, d, c->x16[x], (size_t)r->width[x], (size_t)w->n_in, r->n_tok, w->n_expert, c->x16[out], NULL,
@@ -7952,8 +7930,8 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     layer_ffns(&r->m->layers[il], ffns);
     const struct weight *gate = ffns[ffn].gate, *up = ffns[ffn].up, *down = ffns[ffn].down;
     struct gemm_args g = {};
-    g.w = *device_matrix_of(c, gate);
-    g.w2 = *device_matrix_of(c, up);
+    g.w = *gate->copy;
+    g.w2 = *up->copy;
     g.glu = ffn_glu(&r->m->layers[il], gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
@@ -7963,7 +7941,7 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     profile_matrices(&g.w, 2, 0);
     gemm_prefill(&g, 1, c->stream);
     in_sum2_add(r, il, ffn, x, c->hidden_shared, NULL, NULL);
-    struct device_matrix d = *device_matrix_of(c, down);
+    struct device_matrix d = *down->copy;
     d.unit *= HIDDEN_SCALE;
     matmul(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
@@ -7985,11 +7963,11 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     const double jobs[2] = {routed ? experts_expected(layer, r->n_tok) : 1, 1}; /* matrices that are read */
     struct device_matrix down[2] = {};
     for (int i = 0; i < u.n_entry; i++) {
-        u.gate[i] = *device_matrix_of(c, ffns[i].gate);
-        u.up[i] = *device_matrix_of(c, ffns[i].up);
+        u.gate[i] = *ffns[i].gate->copy;
+        u.up[i] = *ffns[i].up->copy;
         u.glu[i] = ffn_glu(layer, ffns[i].gate);
         u.y[i] = routed && !i ? c->hidden : c->hidden_shared;
-        down[i] = *device_matrix_of(c, ffns[i].down);
+        down[i] = *ffns[i].down->copy;
         down[i].unit *= HIDDEN_SCALE;
         profile_matrices(&u.gate[i], 2 * jobs[i], 0);
     }
@@ -8022,13 +8000,12 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
     struct route_args p = c->route;
-    const void *router = device_vector_of(c, layer->router.data);
-    if (router_halves(&layer->router)) p.w16 = (const uint16_t *)router;
-    else p.w32 = (const float *)router;
-    p.logit_bias = (const float *)device_vector_of(c, layer->router.bias);
-    p.bias = (const float *)device_vector_of(c, layer->router_bias);
-    p.shared = (const float *)device_vector_of(c, layer->sh_weight);
-    p.given = (const int32_t *)device_vector_of(c, layer->expert_ids);
+    if (router_halves(&layer->router)) p.w16 = (const uint16_t *)layer->router.data;
+    else p.w32 = (const float *)layer->router.data;
+    p.logit_bias = layer->router.bias;
+    p.bias = layer->router_bias;
+    p.shared = layer->sh_weight;
+    p.given = layer->expert_ids;
     p.tokens = c->tokens;
     p.x = c->x32[x];
     p.n_tok = r->n_tok;
@@ -8055,8 +8032,8 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     LAUNCH_PDL(k_tiles, 1, SORT_MAX_EXPERTS, 0, c->stream, s, (int)TN);
     if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
     struct gemm_args g = {};
-    g.w = *device_matrix_of(c, &layer->gate);
-    g.w2 = *device_matrix_of(c, &layer->up);
+    g.w = *layer->gate.copy;
+    g.w2 = *layer->up.copy;
     g.glu = ffn_glu(layer, &layer->gate);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
@@ -8069,7 +8046,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     g.n_tok = s.n_choices;
     g.y = c->hidden;
     g.y_stride = (size_t)layer->gate.n_out;
-    const bool w4a4 = r->cuda->sizes.w4a4 && g.w.fmt == FMT_FP4 && device_matrix_of(c, &layer->down)->fmt == FMT_FP4;
+    const bool w4a4 = r->cuda->sizes.w4a4 && g.w.fmt == FMT_FP4 && layer->down.copy->fmt == FMT_FP4;
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
         profile_matrices(&g.w, (1 + glu) * experts_expected(layer, r->n_tok), 0);
@@ -8077,7 +8054,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     };
     experts(1, r->n_tok, c->x4);
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
-    g.w = *device_matrix_of(c, &layer->down);
+    g.w = *layer->down.copy;
     g.bias_factor = 1 / HIDDEN_SCALE;
     g.x = c->hidden; /* divided by HIDDEN_SCALE, and so is expert_out */
     g.x_stride = g.y_stride;
@@ -8117,7 +8094,7 @@ static void cuda_logits(struct rank *r, const float *norm, const struct weight *
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, norm, A_H);
     add_norm<DELTA_OWN>(&a, (unsigned)n, c->stream);
     /* With tied embeddings this is the whole embedding; the first rows are the first rank's. */
-    struct device_matrix w = *device_matrix_of(c, head);
+    struct device_matrix w = *head->copy;
     w.n_out = head->n_out;
     w.n_rt = (w.n_out + TILE_ROWS - 1) / TILE_ROWS;
     if (w.n_out) matmul(r, &w, c->x16[A_H], (size_t)r->width[A_H], 0, n, 0, NULL, c->logits, c->logits_stride, 0);
@@ -8351,19 +8328,29 @@ static const float *bias_upload(struct rank *r, const struct weight *w, const ch
     float *tiles = (float *)host_memory(n + 1, sizeof *tiles);
     for (int e = 0; e < w->n_expert; e++)
         memcpy(tiles + (size_t)e * rows, w->bias + (ptrdiff_t)e * w->bias_stride, (size_t)w->n_out * sizeof *tiles);
-    const float *bias = (const float *)cuda_vector(r, w->bias, tiles, n * sizeof *tiles, what);
+    const float *bias = (const float *)cuda_vector(r, tiles, n * sizeof *tiles, what);
     cuda_sync(r, what);
     free(tiles);
     return bias;
 }
 
-/* Allocates a matrix in tiles, and copies its factors and biases. False: it is there already, or after an error. */
-static bool matrix_allocate(struct rank *r, const struct weight *w, const char *what) {
+/* The copy of a matrix's factors, which the matrices of a layer share that are parts of one tensor. layer NULL: it is of
+ * none. NULL: it has none, or after an error. */
+static const float *factors_upload(struct rank *r, const struct layer *layer, const struct weight *w,
+                                   const char *what) {
+    for (const struct tensor_rule *rule = layer ? rule_next(NULL, layer) : NULL; rule; rule = rule_next(rule, layer)) {
+        const struct weight *other = rule_is_weight(rule) ? rule_weight(rule, layer) : NULL;
+        if (other && other->copy && other->scale == w->scale) return other->copy->scale;
+    }
+    return (const float *)cuda_vector(r, w->scale, (size_t)w->n_expert * sizeof *w->scale, what);
+}
+
+/* Allocates the copy of a matrix, and copies its factors and biases. NULL after an error. */
+static struct device_matrix *matrix_allocate(struct rank *r, const struct layer *layer, const struct weight *w,
+                                             const char *what) {
     struct cuda *c = r->cuda;
-    struct device_copy t = *hmgetp(c->copies, w->data);
-    struct device_matrix *d = &t.mat;
-    if (d->codes || c->failed) return false;
-    t.key = w->data;
+    struct device_matrix *d = (struct device_matrix *)host_memory(1, sizeof *d);
+    arrput(c->copies, d);
     d->fmt = weight_format(w->type);
     d->n_out = w->n_out;
     d->n_in = w->n_in;
@@ -8372,18 +8359,16 @@ static bool matrix_allocate(struct rank *r, const struct weight *w, const char *
     d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
     d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);
     if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
-    d->scale = (const float *)cuda_vector(r, w->scale, w->scale, (size_t)w->n_expert * sizeof(float), what);
+    d->scale = factors_upload(r, layer, w, what);
     for (int e = 0; w->scale && e < w->n_expert; e++) d->scale_max = fmaxf(d->scale_max, fabsf(w->scale[e]));
     if (!(d->scale_max > 0)) d->scale_max = 1;
     d->bias = bias_upload(r, w, what);
-    hmputs(c->copies, t);
-    return !c->failed;
+    return c->failed ? NULL : d;
 }
 
 /* Sends `bytes` of a staging buffer to the GPU, 0: they are there already, and makes tiles of the rows that k names. */
-static void matrix_repack(struct rank *r, const struct weight *w, struct repack k, struct staging *s, size_t bytes) {
+static void matrix_repack(struct rank *r, struct device_matrix *d, struct repack k, struct staging *s, size_t bytes) {
     struct cuda *c = r->cuda;
-    struct device_matrix *d = device_matrix_of(c, w);
     const size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
     if (bytes) cuda_copy(r, s->device, s->host, bytes, "uploading weights");
     d->unit = k.unit;
@@ -8432,7 +8417,7 @@ static void staging_rows(const struct weight *w, const struct repack *k, int row
 
 /* Uploads all rows of a matrix; k says how they are stored. Synthetic rows are made once per format and repacked again
  * and again. */
-static void matrix_upload_rows(struct rank *r, const struct weight *w, struct repack k) {
+static void matrix_upload_rows(struct rank *r, const struct weight *w, struct device_matrix *d, struct repack k) {
     struct cuda *c = r->cuda;
     const size_t expert = (size_t)w->n_out * k.row_bytes;
     const bool whole = expert <= STAGING_BYTES, synthetic = r->m->synthetic;
@@ -8454,7 +8439,7 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct re
                 else staging_rows(w, &k, rows, out);
                 c->staging_filled |= 1u << buffer;
             }
-            matrix_repack(r, w, k, &c->staging[buffer], bytes);
+            matrix_repack(r, d, k, &c->staging[buffer], bytes);
         }
 #ifdef MADV_PAGEOUT
     /* The file's pages need not stay beside their copy in the same memory; where they may not be dropped, they are the
@@ -8465,17 +8450,20 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct re
 #endif
 }
 
-/* Copies a matrix in tiles. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix
+/* Makes the copy of a matrix in tiles, if there is one. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix
  * with weights beyond 255 gets another power of two. MXFP4's scales become UE4M3, which has 18 octaves: exact where the
  * matrix has no more. Otherwise its largest 18 are, and a weight below them is off by at most 2^-19 of the largest
  * scale. */
-static void matrix_upload(struct rank *r, const struct weight *w, const char *what) {
+static void matrix_upload(struct rank *r, const struct layer *layer, struct weight *w, const char *what) {
     const bool mx = w->type == GGUF_MXFP4;
     struct repack k = {};
     k.type = w->type;
     k.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
     k.shift = mx ? 116 : 8;
-    if (!matrix_allocate(r, w, what)) return;
+    struct device_matrix *d = w->data ? matrix_allocate(r, layer, w, what) : NULL;
+    if (!d) return;
+    w->copy = d;
+    w->bias = d->bias;
     for (int tries = 0; !r->cuda->failed; tries++) {
         uint32_t range[2];
         float top;
@@ -8484,7 +8472,7 @@ static void matrix_upload(struct rank *r, const struct weight *w, const char *wh
                  : w->type == GGUF_NVFP4 ? 128
                  : w->type == GGUF_Q8_0  ? 1
                                          : 1 / k.factor;
-        matrix_upload_rows(r, w, k);
+        matrix_upload_rows(r, w, d, k);
         if (w->type == GGUF_NVFP4 || w->type == GGUF_Q8_0 || !matrix_range(r, range)) return;
         const int low = 255 - (int)range[1], high = (int)range[0];
         memcpy(&top, range, sizeof top);
@@ -8495,29 +8483,32 @@ static void matrix_upload(struct rank *r, const struct weight *w, const char *wh
 }
 
 /* Copies a router's rows in BF16, or in F32 with its factor applied. */
-static void router_upload(struct rank *r, const struct weight *w) {
+static void router_upload(struct rank *r, struct weight *w) {
     const size_t n_in = (size_t)w->n_in, n = (size_t)w->n_out * n_in;
     float *rows = NULL;
     if (!router_halves(w)) rows = (float *)host_memory(n + 1, sizeof *rows);
     for (int i = 0; i < w->n_out && rows; i++)
         gguf_dequantize_row(w->type, w->data + (size_t)i * w->row_bytes, rows + (size_t)i * n_in, n_in);
     for (size_t i = 0; w->scale && i < n; i++) rows[i] *= w->scale[0];
-    cuda_vector(r, w->data, rows ? (const void *)rows : w->data, n * (rows ? sizeof *rows : 2), "routers");
+    const void *from = rows ? (const void *)rows : w->data;
+    w->data = (const uint8_t *)cuda_vector(r, from, n * (rows ? sizeof *rows : 2), "routers");
     if (!rows) return;
     cuda_sync(r, "routers");
     free(rows);
 }
 
-/* Copies a vector of n floats, or nothing where x is NULL. */
-static void floats_upload(struct rank *r, const float *x, size_t n, const char *what) {
-    cuda_vector(r, x, x, n * sizeof *x, what);
+/* Makes *x, a vector of n values or NULL, the copy of it. */
+template <class T>
+static void vector_upload(struct rank *r, const T **x, size_t n, const char *what) {
+    *x = (const T *)cuda_vector(r, *x, n * sizeof **x, what);
 }
 
-/* Copies every tensor that a forward uses; tells `progress` the bytes that are done. */
+/* Copies every tensor that a forward uses, and makes the pointers of r->m those of the copies: of matrices `copy`, with
+ * the biases, and the vectors and the rows of routers themselves. Tells `progress` the bytes that are done. */
 static void weights_upload(struct rank *r, void (*progress)(double done, double total)) {
-    const struct model *m = r->m;
     const struct gpu_facts f = rank_facts(r);
     struct cuda *c = r->cuda;
+    struct model *m = &c->model;
     char what[64];
     double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
     for (int il = 0; il < model_blocks(m); il++)
@@ -8530,34 +8521,34 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
         rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or use %s--cpu",
                   total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30,
                   m->n_prediction ? "--spec-type none or " : "");
-    if (m->embd.data) matrix_upload(r, &m->embd, "token_embd");
-    if (m->output.data) matrix_upload(r, &m->output, "output");
-    floats_upload(r, m->output_norm, (size_t)m->n_embd, "norms");
-    if (m->n_stream) {
-        floats_upload(r, m->hc_head.fn, (size_t)(m->n_stream * m->n_stream) * (size_t)m->n_embd, "norms");
-        floats_upload(r, m->hc_head.base, (size_t)m->n_stream, "norms");
-        floats_upload(r, m->hc_head.scale, 1, "norms");
-    }
+    matrix_upload(r, NULL, &m->embd, "token_embd");
+    if (m->output.data == m->embd.data) m->output.copy = m->embd.copy;
+    else matrix_upload(r, NULL, &m->output, "output");
+    vector_upload(r, &m->output_norm, (size_t)m->n_embd, "norms");
+    vector_upload(r, &m->hc_head.fn, (size_t)(m->n_stream * m->n_stream) * (size_t)m->n_embd, "norms");
+    vector_upload(r, &m->hc_head.base, (size_t)m->n_stream, "norms");
+    vector_upload(r, &m->hc_head.scale, 1, "norms");
     for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
-        const struct layer *layer = &m->layers[il];
+        struct layer *layer = &m->layers[il];
         snprintf(what, sizeof what, "layer %d", il);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
             if (rule->field == NOT_BOUND) continue;
             if (rule->kind == TENSOR_VECTOR) { /* biases of matrices have come with these, which stand before them */
-                floats_upload(r, *rule_vector(rule, layer), rule_floats(rule, m, layer), "norms");
+                const float **v = rule_vector(rule, layer);
+                if (*v == *rule_vector(rule, &c->shard->layers[il]))
+                    vector_upload(r, v, rule_floats(rule, m, layer), "norms");
                 continue;
             }
             if (rule->kind == TENSOR_IDS) {
-                cuda_vector(r, layer->expert_ids, layer->expert_ids,
-                            (size_t)m->n_vocab * (size_t)layer->n_expert_used * sizeof *layer->expert_ids, "routers");
+                vector_upload(r, &layer->expert_ids, (size_t)m->n_vocab * (size_t)layer->n_expert_used, "routers");
                 continue;
             }
-            const struct weight *w = rule_weight(rule, layer);
+            struct weight *w = rule_weight(rule, layer);
             if (rule->kind == TENSOR_ROUTER) {
                 router_upload(r, w);
                 continue;
             }
-            if (w->data) matrix_upload(r, w, what);
+            matrix_upload(r, layer, w, what);
             done += (double)weight_gpu_bytes(w, true);
             if (progress) progress(done, total);
         }
@@ -8567,6 +8558,42 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "uploading weights");
     for (struct staging &s : c->staging) staging_free(&s);
     r->weight_bytes = c->allocated;
+}
+
+/* Whether the rank holds a tensor of which the upload has made no copy. own, host: of r->m and of the shard. */
+static bool matrix_missing(const struct weight *own) { return own->data && !own->copy; }
+static bool vector_missing(const void *own, const void *host) { return host && own == host; }
+
+/* Fails, with its name, if a tensor has no copy: a kernel would read the host's memory, or leave out what it takes for
+ * not being there. */
+static void upload_check(struct rank *r) {
+    const struct model *m = r->m, *shard = r->cuda->shard;
+    const struct {
+        const char *name;
+        bool left;
+    } whole[] = {{"token_embd.weight", matrix_missing(&m->embd)},
+                 {"output.weight", matrix_missing(&m->output)},
+                 {"output_norm.weight", vector_missing(m->output_norm, shard->output_norm)},
+                 {"output_hc_fn.weight", vector_missing(m->hc_head.fn, shard->hc_head.fn)},
+                 {"output_hc_base.weight", vector_missing(m->hc_head.base, shard->hc_head.base)},
+                 {"output_hc_scale.weight", vector_missing(m->hc_head.scale, shard->hc_head.scale)}};
+    static const char left[] = "was not copied to the GPU, which is a mistake in the program";
+    for (const auto &x : whole)
+        if (x.left) rank_fail(r, "tensor '%s' %s", x.name, left);
+    for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *own = &m->layers[il], *host = &shard->layers[il];
+        const char *name = ""; /* of the row, or of the row that it is a part of */
+        for (const struct tensor_rule *rule = rule_next(NULL, own); rule; rule = rule_next(rule, own)) {
+            if (rule->name) name = rule->name;
+            if (rule->field == NOT_BOUND) continue;
+            const struct weight *w = rule_weight(rule, own);
+            if (rule->kind == TENSOR_MATRIX   ? matrix_missing(w)
+                : rule->kind == TENSOR_ROUTER ? vector_missing(w->data, rule_weight(rule, host)->data)
+                                              : vector_missing(*rule_vector(rule, own), *rule_vector(rule, host)))
+                rank_fail(r, "tensor 'blk.%d.%s%s' %s", m->first_layer + il, name,
+                          rule_is_weight(rule) ? ".weight" : "", left);
+        }
+    }
 }
 
 /* ============================================================================================================
@@ -8736,8 +8763,8 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
 /* ============================================================================================================
  * Start and end
  *
- * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload,
- * see what context fits beside the weights, allocate, link the ranks.
+ * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload and
+ * check that every tensor came, see what context fits beside the weights, allocate, link the ranks.
  * ============================================================================================================ */
 
 /* Frees the recordings of passes: they have addresses of the cache. */
@@ -8770,7 +8797,10 @@ static void cuda_close(struct rank *r) {
     arrfree(r->owned);
     arrfree(r->owned_state);
     arrfree(c->pinned);
-    hmfree(c->copies);
+    for (size_t i = 0; i < arrlenu(c->copies); i++) free(c->copies[i]);
+    arrfree(c->copies);
+    free(c->model.layers);
+    r->m = c->shard;
     free(c);
     free(r->work);
     free(r->planes);
@@ -8891,11 +8921,15 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     }
 }
 
-/* Gives the rank its struct cuda, with which it can fail, and opens its GPU. */
+/* Gives the rank its struct cuda, with which it can fail, and a copy of the shard, and opens its GPU. */
 static void rank_open(struct rank *r, const struct model *m, const struct cuda_options *o, char *err) {
     struct cuda *c = (struct cuda *)host_memory(1, sizeof *c);
     const int found = cuda_device_count(err);
-    r->m = m;
+    c->shard = m;
+    c->model = *m;
+    c->model.layers = (struct layer *)host_memory((size_t)model_blocks(m), sizeof *m->layers);
+    memcpy(c->model.layers, m->layers, (size_t)model_blocks(m) * sizeof *m->layers);
+    r->m = &c->model;
     r->ops = &cuda_ops;
     r->cuda = c;
     r->kv_type = o->kv;
@@ -9044,8 +9078,7 @@ static void rank_allocate(struct rank *r) {
     r->goes_ahead = true;
     for (struct staging &x : c->sent) staging_take(r, &x, batch_bytes, false, "host memory");
     for (int i = 0; i < m->n_rope; i++)
-        c->freq[i] = (const float *)cuda_vector(r, m->ropes[i].freq, m->ropes[i].freq,
-                                                (size_t)m->ropes[i].dim / 2 * sizeof(float), "activations");
+        vector_upload(r, &c->model.ropes[i].freq, (size_t)m->ropes[i].dim / 2, "activations");
     uint8_t *cache = (uint8_t *)cuda_memory(r, cache_layout(r, NULL), "the KV cache");
     if (cache) {
         cache_layout(r, cache);
@@ -9117,6 +9150,7 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     struct cuda *c = r->cuda;
     if (!c->failed) rank_choose(r, o);
     if (!c->failed) weights_upload(r, r->index ? NULL : o->progress);
+    if (!c->failed) upload_check(r);
     if (o->stats)
         r->stats = (double *)cuda_memory(
             r, (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");

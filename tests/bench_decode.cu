@@ -237,7 +237,7 @@ struct decoder {
         random = 2;
         forward(context - n, n, 0);
         forward(context, n, n);
-        r.ops->logits(&r, m.output_norm, &r.m->output, 0, n);
+        r.ops->logits(&r, r.m->output_norm, &r.m->output, 0, n);
         for (int i = 0; i < n; i++) {
             const float *row = r.ops->read_logits(&r, i);
             all.insert(all.end(), row, row + m.n_vocab);
@@ -255,7 +255,7 @@ struct decoder {
             demand(cudaEventRecord(event[0], r.cuda->stream));
             forward(context, n, n);
             demand(cudaEventRecord(event[1], r.cuda->stream));
-            r.ops->logits(&r, m.output_norm, &r.m->output, 0, n);
+            r.ops->logits(&r, r.m->output_norm, &r.m->output, 0, n);
             demand(cudaEventRecord(event[2], r.cuda->stream));
             r.ops->wait(&r);
             for (int k = 0; k < 2; k++) demand(cudaEventElapsedTime(&ms[k], event[k], event[k + 1]));

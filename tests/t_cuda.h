@@ -16,8 +16,8 @@ int cuda_test_launching(struct rank *r);
 void cuda_test_integrated(int device, bool is); /* simulator */
 void cuda_test_l2(int device, int bytes);       /* simulator */
 void cuda_test_log_prefetches(bool on);         /* simulator; forgets what was logged */
-/* simulator: how much of a matrix was prefetched, and its bytes */
-size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *bytes);
+/* simulator: how much of a matrix of a rank was prefetched, and its bytes */
+size_t cuda_test_prefetched(const struct weight *w, size_t *bytes);
 int cuda_test_turns(void);            /* of a chat: many on a device */
 bool cuda_test_chose(struct rank *r); /* the device chose, not the host */
 bool cuda_test_counted(struct rank *r);
@@ -53,6 +53,7 @@ int cuda_test_mutate(const char *text); /* t_cuda_mutate.h */
 void cuda_test_check(bool ok, const char *what) { CHECK(ok, "%s", what); }
 int cuda_test_failures(void) { return test_failures; }
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales);
+void cuda_test_upload_check(struct rank *r, char *err);
 
 /* ---- one table that runs every operation on both backends and compares ---- */
 
@@ -283,55 +284,97 @@ static void pair_final(struct rank *r) {
     free(got);
 }
 
-/* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first,
- * and what is compared afterwards. An operation without these two lines does not compile. cuda/sample compares choices. */
+/* What the GPU's rank has in place of a matrix, and of a norm, of the CPU's model. */
+static const struct weight *pair_matrix(const struct weight *w) {
+    static struct weight own;
+    const struct model *m = pair.gpu->m;
+    own = *w;
+    if (w->data == m->embd.data) own.copy = m->embd.copy;
+    if (w->data == m->output.data) own.copy = m->output.copy;
+    for (int il = 0; il < model_blocks(m); il++)
+        for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
+             rule = rule_next(rule, &m->layers[il])) {
+            const struct weight *of = rule_weight(rule, &m->layers[il]);
+            if (rule_is_weight(rule) && of->data == w->data) own.copy = of->copy;
+        }
+    return &own;
+}
+static const float *pair_norm(const struct rank *cpu, const float *norm) {
+    const struct model *m = pair.gpu->m;
+    if (!norm) return NULL;
+    return norm == cpu->m->output_norm ? m->output_norm : prediction_norm(m, &m->layers[m->n_layer]);
+}
+
+/* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first;
+ * what the GPU has in place of the CPU's matrices and norms; and what is compared afterwards. An operation without these
+ * three lines does not compile. cuda/sample compares choices. */
 #define PAIR_IN(...)              pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
 #define PAIR_IN_embed             (void)0
+#define PAIR_OWN_embed            w = pair_matrix(w)
 #define PAIR_OUT_embed            pair_residual(r, "embed", -1, x)
 #define PAIR_IN_prediction_input  pair_in_prediction(r, x)
+#define PAIR_OWN_prediction_input (void)0
 #define PAIR_OUT_prediction_input pair_out_prediction(r, il, x)
 #define PAIR_IN_keep_final        PAIR_IN(x)
+#define PAIR_OWN_keep_final       norm = pair_norm(cpu, norm)
 #define PAIR_OUT_keep_final       pair_final(r)
 #define PAIR_IN_projections       pair_in_residual(r, x, delta)
+#define PAIR_OWN_projections      (void)0
 #define PAIR_OUT_projections      pair_out_projections(r, il, x)
 #define PAIR_IN_queries           PAIR_IN(A_QA)
+#define PAIR_OWN_queries          (void)0
 #define PAIR_OUT_queries          pair_out_queries(r, il)
 #define PAIR_IN_select_keys       PAIR_IN(A_IQ, A_IK, A_IW)
+#define PAIR_OWN_select_keys      (void)0
 #define PAIR_OUT_select_keys      pair_out_select_keys(r, il)
 #define PAIR_IN_final_reduce      pair_in_residual(r, x, delta)
+#define PAIR_OWN_final_reduce     (void)0
 #define PAIR_OUT_final_reduce     pair_out_final_reduce(r, x)
 #define PAIR_IN_linear            PAIR_IN(x)
+#define PAIR_OWN_linear           w = pair_matrix(w)
 #define PAIR_OUT_linear           pair_slot(r, "linear", -1, out, w->n_out, false)
 #define PAIR_IN_row_norm          PAIR_IN(q, k)
+#define PAIR_OWN_row_norm         (void)0
 #define PAIR_OUT_row_norm         pair_out_row_norm(r, il, q, k)
 #define PAIR_IN_attention         PAIR_IN(q, k, v, A_GATE)
+#define PAIR_OWN_attention        (void)0
 #define PAIR_OUT_attention        pair_out_attention(r, il, out)
 #define PAIR_IN_delta_net         PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
+#define PAIR_OWN_delta_net        (void)0
 #define PAIR_OUT_delta_net        pair_delta(r, il, out)
 #define PAIR_IN_mla_attention     PAIR_IN(q, kv)
+#define PAIR_OWN_mla_attention    (void)0
 #define PAIR_OUT_mla_attention    pair_out_attention(r, il, out)
 #define PAIR_IN_shared_store      pair_in_shared_store(r, q, kv)
+#define PAIR_OWN_shared_store     (void)0
 #define PAIR_OUT_shared_store     pair_out_shared_store(r, il, q)
 #define PAIR_IN_shared_attention  (void)0
+#define PAIR_OWN_shared_attention (void)0
 #define PAIR_OUT_shared_attention pair_heads(r, "shared_attention", il, out)
 #define PAIR_IN_group_linear      PAIR_IN(x)
+#define PAIR_OWN_group_linear     (void)0
 #define PAIR_OUT_group_linear     pair_out_group_linear(r, il, out)
 #define PAIR_IN_stream_linear     PAIR_IN(x)
+#define PAIR_OWN_stream_linear    w = pair_matrix(w)
 #define PAIR_OUT_stream_linear    pair_slot(r, "stream_linear", -1, out, r->m->n_stream * w->n_out, false)
 #define PAIR_IN_norm_ffn          pair_in_residual(r, x, delta)
+#define PAIR_OWN_norm_ffn         (void)0
 #define PAIR_OUT_norm_ffn         pair_out_ffn(r, il, x, out)
 #define PAIR_IN_logits            PAIR_IN(A_X)
+#define PAIR_OWN_logits           norm = pair_norm(cpu, norm), w = pair_matrix(w)
 #define PAIR_OUT_logits           pair_logits_rows(r, n)
 #define PAIR_IN_sample            (void)0
+#define PAIR_OWN_sample           (void)0
 #define PAIR_OUT_sample           (void)0
 
-/* Runs the operation on both backends with the same arguments. */
+/* Runs the operation on both backends with the same arguments, but that each has matrices and norms of its own. */
 #define OP_PAIR(type, name, params, args) \
     static type pair_##name params {      \
         struct rank *cpu = r;             \
         PAIR_IN_##name;                   \
         pair.cpu->name args;              \
         r = pair.gpu;                     \
+        PAIR_OWN_##name;                  \
         r->ops->name args;                \
         r = cpu;                          \
         PAIR_OUT_##name;                  \
@@ -1107,10 +1150,11 @@ static void test_cuda_synth(void) {
     for (int which = 0; which < 4; which++) {
         if (!tiny_open(&e, &set, which)) return;
         struct session *s = &e.session;
-        const struct layer *layer = &e.model.layers[e.model.n_layer - 1];
+        const struct model *m = s->r->m;
+        const struct layer *layer = &m->layers[m->n_layer - 1];
         struct rates rates = which == 1 ? s->r->ops->measure(s->r) : (struct rates){.bytes = 1, .mma = 1};
         CHECK(rates.bytes > 0 && rates.mma > 0, "%g bytes, %g operations per second", rates.bytes, rates.mma);
-        tiny_matrix(&e, &e.model.output, "output"), tiny_matrix(&e, &layer->wo, "wo");
+        tiny_matrix(&e, &m->output, "output"), tiny_matrix(&e, &layer->wo, "wo");
         tiny_matrix(&e, &layer->gate, "gate"), tiny_matrix(&e, &layer->down, "down");
         if (which == 1) tiny_matrix(&e, &layer->wq_b, "wq_b"), tiny_matrix(&e, &layer->wv_b, "wv_b");
         for (int i = 0; i < 3; i++) {
@@ -1243,7 +1287,7 @@ static void test_cuda_profile(void) {
 #ifdef SIMULATED
 /* Checks that `times` times a matrix's bytes were prefetched; times -1: once, but not the whole of it. Returns what was. */
 static size_t ahead_check(struct engine *e, const struct weight *w, const char *what, int il, int times) {
-    size_t bytes = 0, got = cuda_test_prefetched(e->session.r, w, &bytes);
+    size_t bytes = 0, got = cuda_test_prefetched(w, &bytes);
     CHECK(times < 0 ? got < bytes : got == (size_t)times * bytes, "%s, layer %d, %s: %zu of %zu bytes", e->model.name,
           il, what, got, bytes);
     return got;
@@ -1264,28 +1308,28 @@ static void test_cuda_ahead(void) {
             cuda_test_l2(0, small ? 8192 : 64 << 20);
             if (!tiny_open(&e, &set, shapes[which])) return;
             struct rank *r = e.session.r;
+            const struct layer *layers = r->m->layers;
             cuda_test_log_prefetches(true);
             session_decode(&e.session, 5);
             r->ops->wait(r);
             for (int il = 0; il < e.model.n_layer; il++) {
-                const struct layer *layer = &e.model.layers[il];
+                const struct layer *layer = &layers[il];
                 layer_projections(layer, w, out);
                 for (int i = 0; w[i]; i++)
-                    sum += ahead_check(&e, w[i], "projection", il,
-                                       il && e.model.layers[il - 1].n_expert ? small ? -1 : 1 : 0);
+                    sum += ahead_check(&e, w[i], "projection", il, il && layers[il - 1].n_expert ? small ? -1 : 1 : 0);
                 sum += ahead_check(&e, &layer->wo, "wo", il, small ? -1 : 1);
                 if (layer->mixer == MIXER_MLA) sum += ahead_check(&e, &layer->wv_b, "wv_b", il, small ? -1 : 1);
             }
-            sum += ahead_check(&e, &e.model.output, "head", -1, small ? -1 : 1);
+            sum += ahead_check(&e, &r->m->output, "head", -1, small ? -1 : 1);
             CHECK(!small || sum <= 2 * 2048 * (size_t)e.model.n_layer, "%s: %zu bytes", e.model.name, sum);
             cuda_test_log_prefetches(true);
             session_forward(&e.session, ids, 20);
             r->ops->wait(r);
-            ahead_check(&e, &e.model.layers[0].wo, "wo of a prompt", 0, 0);
+            ahead_check(&e, &layers[0].wo, "wo of a prompt", 0, 0);
             session_forward(&e.session, ids, 12); /* a kernel of its own makes the norm */
             r->ops->wait(r);
-            ahead_check(&e, &e.model.layers[0].wo, "wo of 12 tokens", 0, small ? -1 : 2);
-            if (!small && which == 1) ahead_check(&e, &e.model.layers[0].wk_b, "wk_b", 0, 1);
+            ahead_check(&e, &layers[0].wo, "wo of 12 tokens", 0, small ? -1 : 2);
+            if (!small && which == 1) ahead_check(&e, &layers[0].wk_b, "wk_b", 0, 1);
             cuda_test_log_prefetches(false);
             engine_close(&e);
         }
@@ -1317,16 +1361,16 @@ static void test_cuda_ahead_forecast(void) {
             session_decode(&e.session, 5);
             r->ops->wait(r);
             for (int il = 0; il < e.model.n_layer; il++) {
-                const struct layer *layer = &e.model.layers[il];
+                const struct layer *layer = &r->m->layers[il];
                 const struct weight *const index = layer->mixer == MIXER_GQA ? &layer->wo_a : &layer->wq_index;
                 const struct weight *const more[] = {&layer->wq_b, index,        &layer->wk_b,
                                                      &layer->wv_b, &layer->wo_a, &layer->wo};
                 layer_projections(layer, w, out);
-                for (int i = 0; w[i]; i++) sum += cuda_test_prefetched(r, w[i], &(size_t){0});
+                for (int i = 0; w[i]; i++) sum += cuda_test_prefetched(w[i], &(size_t){0});
                 for (int i = 0; i < 6; i++)
-                    if (more[i]->data) sum += cuda_test_prefetched(r, more[i], &(size_t){0});
+                    if (more[i]->data) sum += cuda_test_prefetched(more[i], &(size_t){0});
             }
-            sum += cuda_test_prefetched(r, &e.model.output, &(size_t){0});
+            sum += cuda_test_prefetched(&r->m->output, &(size_t){0});
             CHECK((double)sum == asked && sum > 0, "%s: %zu bytes are prefetched, the forecast has %g", e.model.name,
                   sum, asked);
             cuda_test_log_prefetches(false);
@@ -1393,6 +1437,95 @@ static void test_cuda_bench(void) {
     arrfree(out), arrfree(said);
     engine_close(&e);
     cuda_test_memory((size_t)16 << 30);
+}
+
+/* ---- an upload that leaves a tensor out ---- */
+
+/* Says that the upload has left out the tensor of a row in layer il: the rank has no copy, or the host's pointer. host:
+ * the model that it was made of. Returns whether the layer has the tensor. */
+static bool upload_forget(const struct rank *r, const struct model *host, const struct tensor_rule *rule, int il) {
+    struct layer *own = &r->m->layers[il];
+    const struct layer *from = &host->layers[il];
+    const bool weight = rule_is_weight(rule);
+    if (rule->kind == TENSOR_MATRIX) rule_weight(rule, own)->copy = NULL;
+    else if (weight) rule_weight(rule, own)->data = rule_weight(rule, from)->data;
+    else *rule_vector(rule, own) = *rule_vector(rule, from);
+    return weight ? rule_weight(rule, from)->data != NULL : *rule_vector(rule, from) != NULL;
+}
+
+/* Without one of its tensors, each in turn, the check of the rank's start says so by its name. */
+static void upload_check_each(struct rank *r, const struct model *host) {
+    char err[ERR_MAX], want[96];
+    cuda_test_upload_check(r, err);
+    CHECK(!*err, "%s: %s", host->name, err);
+    for (int il = 0; il < model_blocks(host); il++) {
+        struct layer *own = &r->m->layers[il];
+        const struct layer was = *own;
+        const char *name = "";
+        for (const struct tensor_rule *rule = rule_next(NULL, own); rule; rule = rule_next(rule, own)) {
+            if (rule->name) name = rule->name; /* the rows after it without one are its parts */
+            if (rule->field == NOT_BOUND) continue;
+            const bool there = upload_forget(r, host, rule, il);
+            snprintf(want, sizeof want, "tensor 'blk.%d.%s%s' was not", il, name,
+                     rule_is_weight(rule) ? ".weight" : "");
+            cuda_test_upload_check(r, err);
+            CHECK(there ? strstr(err, want) != NULL : !*err, "%s: '%s' lacks '%s'", host->name, err, want);
+            *own = was;
+        }
+    }
+    struct model *m = (struct model *)(uintptr_t)r->m;
+    const struct model was = *m;
+    for (int i = 0; i < 6; i++) {
+        static const char *const names[] = {"token_embd",   "output",         "output_norm",
+                                            "output_hc_fn", "output_hc_base", "output_hc_scale"};
+        if (i == 0) m->embd.copy = NULL;
+        if (i == 1) m->output.copy = NULL;
+        if (i == 2) m->output_norm = host->output_norm;
+        if (i == 3) m->hc_head.fn = host->hc_head.fn;
+        if (i == 4) m->hc_head.base = host->hc_head.base;
+        if (i == 5) m->hc_head.scale = host->hc_head.scale;
+        snprintf(want, sizeof want, "tensor '%s.weight' was not", names[i]);
+        cuda_test_upload_check(r, err);
+        CHECK(i < 3 || host->n_stream ? strstr(err, want) != NULL : !*err, "%s: '%s' lacks '%s'", host->name, err,
+              want);
+        *m = was;
+    }
+}
+
+/* The rank whose upload leaves out the first layer's norm before attention, and what it is made of. */
+static struct {
+    struct rank r;
+    const struct model *host;
+} forgetful;
+static void forgetful_progress(double done, double total) {
+    if (done == total) upload_forget(&forgetful.r, forgetful.host, tensor_rules, 0);
+}
+
+/* A tensor that the upload leaves out ends the start, by its name. */
+static void test_cuda_forgotten(void) {
+    static const int tiny[] = {3, 7, 9, 10, 11};
+    static const char *const fixtures[] = {"gpt_oss", "qwen3_next"};
+    struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
+    char err[ERR_MAX] = "";
+    for (int i = 0; i < 7; i++) {
+        struct model m = {0};
+        struct rank r = {0};
+        if (i < 5) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
+        else if (!fixture_load(fixtures[i - 5], &m)) return;
+        if (!CHECK(cuda_rank_start(&r, &m, &o, err) == 0, "%s: %s", m.name, err)) return;
+        upload_check_each(&r, &m);
+        r.ops->close(&r);
+        if (!i) {
+            const size_t before = cuda_test_free_bytes();
+            o.progress = forgetful_progress;
+            forgetful.host = &m;
+            CHECK(cuda_rank_start(&forgetful.r, &m, &o, err) && strstr(err, "tensor 'blk.0.attn_norm.weight' was not"),
+                  "'%s'", err);
+            CHECK(cuda_test_free_bytes() == before, "%zu bytes of the GPU are lost", before - cuda_test_free_bytes());
+            o.progress = NULL;
+        }
+        model_free(&m);
+    }
 }
 
 /* ---- recurrent states ---- */
@@ -2580,4 +2713,4 @@ static void test_cuda_decode_bench(void) {
         {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
         {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
         {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},     \
-        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images},
+        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},

@@ -211,9 +211,9 @@ struct matrix {
         w.bias_stride = n_out + 5; /* as in a shard: rows of biases lie farther apart than they are long */
         for (int i = 0; with_bias && i < n_expert * w.bias_stride; i++) bias.push_back(uniform());
         w.data = raw.data(), w.scale = scale.data(), w.bias = with_bias ? bias.data() : NULL;
-        matrix_upload(r, &w, "a test's matrix");
+        matrix_upload(r, NULL, &w, "a test's matrix");
         must(cudaStreamSynchronize(test_stream), "uploading");
-        d = *device_matrix_of(c, &w);
+        d = *w.copy;
         std::vector<float> row((size_t)n_in);
         for (int i = 0; i < n_expert * n_out; i++) {
             gguf_dequantize_row(type, &raw[(size_t)i * w.row_bytes], row.data(), (size_t)n_in);
@@ -226,9 +226,7 @@ struct matrix {
     matrix(const matrix &) = delete;
     ~matrix() {
         while (arrlenu(r->owned) > mark) cudaFree(arrpop(r->owned));
-        const void *hosts[3] = {w.bias, w.scale, w.data};
-        for (const void *host : hosts)
-            if (host) hmdel(c->copies, host);
+        free(arrpop(c->copies));
     }
     double bias_of(int e, int row) const { return bias.empty() ? 0 : (double)bias[(size_t)(e * w.bias_stride + row)]; }
     double dot(int e, int row, const float *x) const {

@@ -87,8 +87,8 @@ void cuda_test_memory_of(int device, size_t bytes) { sim_memory(device, bytes); 
 void cuda_test_devices(int n, bool peers) { sim_devices(n, peers); }
 void cuda_test_l2(int device, int bytes) { sim_l2(device, bytes); }
 void cuda_test_log_prefetches(bool on) { sim_log_prefetches(on); }
-size_t cuda_test_prefetched(struct rank *r, const struct weight *w, size_t *bytes) {
-    const struct device_matrix *d = device_matrix_of(r->cuda, w);
+size_t cuda_test_prefetched(const struct weight *w, size_t *bytes) {
+    const struct device_matrix *d = w->copy;
     size_t n[2];
     device_matrix_bytes(d, n);
     *bytes = n[0] + n[1];
@@ -142,9 +142,18 @@ int cuda_test_launching(struct rank *r) { return r->cuda->launching; }
 /* Whether sums of n tokens are NCCL's. */
 bool cuda_test_by_nccl(struct rank *r, int n) { return r->cuda->by_nccl[n]; }
 
-/* The copy of a matrix: bytes of codes and of scales. */
+/* What the start says of copies that the upload has not made; err (ERR_MAX): "" where all are there. */
+void cuda_test_upload_check(struct rank *r, char *err) {
+    err[0] = 0;
+    r->cuda->err = err;
+    upload_check(r);
+    r->cuda->err = NULL;
+    r->cuda->failed = false;
+}
+
+/* The copy of a matrix of r->m: bytes of codes and of scales. */
 void cuda_test_tiles(struct rank *r, const struct weight *w, uint8_t *codes, uint8_t *scales) {
-    const struct device_matrix *d = device_matrix_of(r->cuda, w);
+    const struct device_matrix *d = w->copy;
     cudaStreamSynchronize(r->cuda->stream);
     cudaMemcpy(codes, d->codes, weight_tiles(w) * (size_t)TILE_BYTES(d->fmt), cudaMemcpyDeviceToHost);
     if (d->scales) cudaMemcpy(scales, d->scales, weight_tiles(w) * TILE_SCALES, cudaMemcpyDeviceToHost);
