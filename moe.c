@@ -736,8 +736,6 @@ struct family {
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
     void (*layer)(struct loader *l, struct layer *layer, int il);
-    /* Writes the operations of one forward pass: the batch's tokens to hidden rows. */
-    void (*forward)(struct rank *r);
     /* Adds planes to those of attention, whose own stay as they are: its operations index them by position. GPUs refuse
      * families with this function. NULL: there are none. */
     void (*planes)(const struct model *m, const struct layer *layer, struct plane *out);
@@ -919,83 +917,41 @@ static inline double experts_expected(const struct layer *layer, int n) {
  * ============================================================================================================ */
 
 /* The slots of activations. */
+/* clang-format off */
+#define ACTS(ACT)                                                                                                   \
+    ACT(X)         /* (n_tok, n_embd) the residual stream */                                                        \
+    ACT(H)         /* (n_tok, n_embd) its norm */                                                                   \
+    ACT(OUT)       /* (n_tok, n_embd) partial sums of attention or feed-forward, which are added to it */           \
+    ACT(QA)        /* (n_tok, q_lora) MLA: the low-rank query */                                                    \
+    ACT(Q)         /* (n_tok, n_head * head_k) queries */                                                           \
+    ACT(K)         /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */   \
+    ACT(V)         /* (n_tok, n_head_kv * head_v) values */                                                         \
+    ACT(ATT)       /* (n_tok, n_head * head_v) outputs of the heads */                                              \
+    ACT(GATE)      /* (n_tok, n_head * n_gate) gates of the heads' results, before their function */                \
+    ACT(Z)         /* (n_tok, n_value * head_v) delta net: gates of the result */                                   \
+    ACT(ALPHA)     /* (n_tok, n_value) delta net: inputs of the decay */                                            \
+    ACT(BETA)      /* (n_tok, n_value) delta net: inputs of beta */                                                 \
+    ACT(IQ)        /* (n_tok, n_index * index_k) indexer: queries */                                                \
+    ACT(IK)        /* (n_tok, index_k) indexer: keys */                                                             \
+    ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
+    ACT(STREAMS)   /* (n_tok, n_stream * n_embd) hyper-connections: streams of residuals */                         \
+    ACT(MIX)       /* (n_tok, (2 + n_stream) * n_stream + 1) how they are mixed, see streams_coefficients */        \
+    ACT(CK)        /* (n_tok, span / ratio * head_k) compressor: values */                                          \
+    ACT(CG)        /* (n_tok, span / ratio * head_k) compressor: their gates */                                     \
+    ACT(ICK)       /* (n_tok, span / ratio * index_k) compressor of the indexer: values */                          \
+    ACT(ICG)       /* (n_tok, span / ratio * index_k) compressor of the indexer: their gates */                     \
+    ACT(GROUPS)    /* (n_tok, n_group * o_lora) results of groups of heads */                                       \
+    ACT(EH)        /* (n_tok, [n_stream,] columns of eh_proj) prediction layer: norms of embedding and final row */ \
+    ACT(JOINED)    /* (n_tok, n_stream * n_embd) what eh_proj makes of these: partial sums of the streams */
+/* clang-format on */
 enum act {
-    A_X,       /* (n_tok, n_embd) the residual stream */
-    A_H,       /* (n_tok, n_embd) its norm */
-    A_OUT,     /* (n_tok, n_embd) the output of attention or feed-forward, which is added to it */
-    A_QA,      /* (n_tok, q_lora) MLA: the low-rank query */
-    A_Q,       /* (n_tok, n_head * head_k) queries */
-    A_K,       /* (n_tok, n_head_kv * head_k) keys; MLA: (n_tok, kv_lora + rope_dim) latent and shared key */
-    A_V,       /* (n_tok, n_head_kv * head_v) values */
-    A_ATT,     /* (n_tok, n_head * head_v) outputs of the heads */
-    A_GATE,    /* (n_tok, n_head * n_gate) gates of the heads' results, before their function */
-    A_Z,       /* (n_tok, n_value * head_v) delta net: gates of the result */
-    A_ALPHA,   /* (n_tok, n_value) delta net: inputs of the decay, */
-    A_BETA,    /* (n_tok, n_value) and of beta */
-    A_IQ,      /* (n_tok, n_index * index_k) indexer: queries, */
-    A_IK,      /* (n_tok, index_k) keys, */
-    A_IW,      /* (n_tok, n_index) and, of latent attention, weights of its heads */
-    A_STREAMS, /* (n_tok, n_stream * n_embd) hyper-connections: streams of residuals, */
-    A_MIX,     /* (n_tok, (2 + n_stream) * n_stream + 1) and how the latest half mixes them, see streams_coefficients */
-    A_CK,      /* (n_tok, span / ratio * head_k) compressor: values, */
-    A_CG,      /* and their gates */
-    A_ICK,     /* (n_tok, span / ratio * index_k) the same of the indexer's */
-    A_ICG,
-    A_GROUPS, /* (n_tok, n_group * o_lora) results of groups of heads */
-    A_EH,     /* (n_tok, columns of eh_proj) prediction layer: the norms of embedding and final row, side by side; with
-               * hyper-connections (n_tok, n_stream, columns of eh_proj) */
-    A_JOINED, /* (n_tok, n_stream * n_embd) and what eh_proj makes of these: a partial sum of the streams */
-    ACT_COUNT
+#define ACT(name) A_##name,
+    ACTS(ACT)
+#undef ACT
+        ACT_COUNT
 };
 
 enum { QAT_KEY = 64, QAT_INDEX = 32 /* model.qat: values with one scale; the last block may be shorter */ };
-
-enum { LINEAR_MAX = 7 /* matrices of a layer's projections */ };
-
-/* The matrices that a layer multiplies its first norm by, and where their results go; after them NULL. */
-static inline void layer_projections(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
-                                     enum act out[LINEAR_MAX]) {
-    const struct attn *a = &l->attn;
-    const bool latent = l->mixer == MIXER_MLA || l->mixer == MIXER_CSA, indexer = a->n_index;
-    const struct {
-        bool has;
-        const struct weight *w;
-        enum act out;
-    } all[] = {{latent, &l->wkv_a, A_K},
-               {latent && a->q_lora, &l->wq_a, A_QA},
-               {!a->q_lora, &l->wq, A_Q},
-               {!latent, &l->wk, A_K},
-               {!latent, &l->wv, A_V},
-               {l->mixer == MIXER_DELTA, &l->wz, A_Z},
-               {l->mixer == MIXER_DELTA, &l->w_alpha, A_ALPHA},
-               {l->mixer == MIXER_DELTA, &l->w_beta, A_BETA},
-               {a->n_gate, &l->w_gate, A_GATE},
-               {indexer && l->mixer != MIXER_CSA, &l->wk_index, A_IK},
-               {indexer && l->mixer == MIXER_MLA, &l->w_index, A_IW},
-               {indexer && l->mixer == MIXER_GQA, &l->wq_index, A_IQ},
-               {a->ratio, &l->compressor.kv, A_CK},
-               {a->ratio, &l->compressor.gate, A_CG},
-               {indexer && l->mixer == MIXER_CSA, &l->index_compressor.kv, A_ICK},
-               {indexer && l->mixer == MIXER_CSA, &l->index_compressor.gate, A_ICG},
-               {indexer && l->mixer == MIXER_CSA, &l->w_index, A_IW}};
-    int n = 0;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        if (!all[i].has) continue;
-        w[n] = all[i].w;
-        out[n++] = all[i].out;
-    }
-    w[n] = NULL;
-}
-
-/* The same for those that it multiplies the norm of the compressed query by. */
-static inline void layer_queries(const struct layer *l, const struct weight *w[LINEAR_MAX + 1],
-                                 enum act out[LINEAR_MAX]) {
-    w[0] = &l->wq_b;
-    w[1] = l->attn.n_index ? &l->wq_index : NULL;
-    w[2] = NULL;
-    out[0] = A_Q;
-    out[1] = A_IQ;
-}
 
 /* How a token is chosen; the options of the same names. */
 struct sampling {
@@ -1045,62 +1001,68 @@ struct profile_row {
     double fixed;   /* seconds of all of them beside moving bytes, by the forecast; 0: it does not know them */
 };
 
-/* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and
- * cuda_ops (of functions cpu_NAME and cuda_NAME) and the wrappers of the tests are generated from these lists, so none
- * of them can miss an operation. clang-format is off: it would read `type *name` as a multiplication. */
+enum {
+    STEP_IN = 7,   /* slots that an operation reads */
+    LINEAR_MAX = 7 /* matrices that an operation multiplies by */
+};
+
+/* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops and cuda_ops (of functions cpu_NAME and cuda_NAME)
+ * and the wrappers of the tests are generated from these lists, so none of them can miss an operation. clang-format is
+ * off: it would read `type *name` as a multiplication. */
 /* clang-format off */
 
-/* Operations that only enqueue work. */
-#define ENQUEUE_OPS(X)                                                                                                 \
-    /* x = the batch's tokens as rows of w; on a later pipeline stage waits for the hidden states of the one before.   \
+/* The operations that a forward consists of. Each enqueues the work of step s of rank r's program: x, in, out, w, norm,
+ * hc and partial are the step's. "The input" is x, to which the partial sums of the stage's ranks are
+ * added in rank order, which gives the same bits on each; with hyper-connections the streams, into which they are mixed,
+ * and what hc reads of these. norm(input) overwrites in[0]. */
+#define STEP_PARAMS (struct rank *r, const struct step *s)
+#define STEP_ARGS   (r, s)
+#define STEP_OPS(X)                                                                                                    \
+    /* out = the batch's tokens as rows of w; on a later pipeline stage waits for the hidden states of the one before. \
        Also computes cos and sin of the batch's positions */                                                           \
-    X(void, embed, (struct rank *r, const struct weight *w, enum act x), (r, w, x))                                    \
-    /* A_EH = the rank's columns of [norm(x) * e_norm, norm(final row of the position) * h_norm] of prediction layer   \
-       il, with hyper-connections for each stream of the final row; then x = 0. Overwrites A_H */                      \
-    X(void, prediction_input, (struct rank *r, int il, enum act x), (r, il, x))                                        \
-    /* x += the deltas of the stage's ranks, added in rank order: the same bits on each (delta ACT_COUNT: none;        \
-       A_JOINED: the streams become their sum); then norm(x) times the matrices of layer_projections of layer il.      \
-       Overwrites A_H */                                                                                               \
-    X(void, projections, (struct rank *r, int il, enum act x, enum act delta), (r, il, x, delta))                      \
-    /* out = W norm(A_QA): the queries of layer il's attention, and of its indexer. Overwrites A_QA */                 \
-    X(void, queries, (struct rank *r, int il), (r, il))                                                                \
-    /* out = W x */                                                                                                    \
-    X(void, linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))                \
-    /* q and k of layer il become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */ \
-    X(void, row_norm, (struct rank *r, int il, enum act q, enum act k), (r, il, q, k))                                 \
-    /* out = grouped-query attention over the cache of layer il: norms the heads of q and k, rotates them, writes k    \
-       and v to the cache. With q_gate multiplies the result by the sigmoid of the gates that stand in q after each    \
-       head's query, with n_gate by those of A_GATE. Overwrites q and k */                                             \
-    X(void, attention, (struct rank *r, int il, enum act q, enum act k, enum act v, enum act out),                     \
-      (r, il, q, k, v, out))                                                                                           \
-    /* out = gated delta net of layer il over A_Q, A_K, A_V (before the convolution), A_ALPHA, A_BETA, gated by A_Z;   \
-       takes the tokens that the layer's state lacks into it, see session_forward */                                   \
-    X(void, delta_net, (struct rank *r, int il, enum act out), (r, il, out))                                           \
-    /* writes the indexer's keys of layer il to the cache, from A_IK; then chooses the keys that each query sees, by    \
-       A_IQ and A_IW, for the attention of this layer and of those after it without an indexer */                     \
-    X(void, select_keys, (struct rank *r, int il), (r, il))                                                            \
-    /* out = multi-head latent attention (MLA) over the cache of layer il: norms the latent in kv, rotates, and        \
-       writes the latent and the shared key to the cache. Overwrites q and kv */                                       \
-    X(void, mla_attention, (struct rank *r, int il, enum act q, enum act kv, enum act out), (r, il, q, kv, out))       \
-    /* what attention of one KV head needs of layer il: norms and rotates the heads of q and the key in kv, and rotates \
-       the indexer's queries in A_IQ; writes the key to the window, the compressed keys that the batch completes, from \
-       A_CK, A_CG, A_ICK and A_ICG, and rows of these to their rings. Overwrites q, kv and A_IQ */                     \
-    X(void, shared_store, (struct rank *r, int il, enum act q, enum act kv), (r, il, q, kv))                           \
-    /* out = attention of one KV head over window and compressed keys of layer il, rotated back */                     \
-    X(void, shared_attention, (struct rank *r, int il, enum act q, enum act out), (r, il, q, out))                     \
-    /* out = wo_a of layer il times the groups of heads in x */                                                        \
-    X(void, group_linear, (struct rank *r, int il, enum act x, enum act out), (r, il, x, out))                         \
-    /* each stream of out (n_tok, n_stream, w->n_out) = w times that of x (n_tok, n_stream, w->n_in) */                \
-    X(void, stream_linear, (struct rank *r, const struct weight *w, enum act x, enum act out), (r, w, x, out))         \
-    /* x += the deltas as in projections; out = the feed-forward of layer il of norm(x): dense SwiGLU, or router,      \
-       routed experts and shared expert. Overwrites A_H */                                                             \
-    X(void, norm_ffn, (struct rank *r, int il, enum act x, enum act delta, enum act out), (r, il, x, delta, out))      \
-    /* x += the deltas as in projections; then x is sent to the next pipeline stage, if there is one */                \
-    X(void, final_reduce, (struct rank *r, enum act x, enum act delta), (r, x, delta))                                 \
-    /* norm(x) * norm of rows first..first+n-1 becomes the final rows of their positions + shift; norm NULL: x itself  \
-       does */                                                                                                         \
-    X(void, keep_final, (struct rank *r, enum act x, const float *norm, int first, int n, int shift),                  \
-      (r, x, norm, first, n, shift))                                                                                   \
+    X(void, embed, STEP_PARAMS, STEP_ARGS)                                                                             \
+    /* out = the rank's columns of [norm(x) * e_norm, norm(final row of the position) * h_norm] of the prediction      \
+       layer, with hyper-connections for each stream of the final row; then x = 0. Overwrites A_H */                   \
+    X(void, prediction_input, STEP_PARAMS, STEP_ARGS)                                                                  \
+    /* in = norm(input) unless norm is NULL; out[i] = w[i] in, for every matrix */                                     \
+    X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
+    /* each stream of out (n_tok, n_stream, w->n_out) = w times that of in (n_tok, n_stream, w->n_in) */               \
+    X(void, stream_linear, STEP_PARAMS, STEP_ARGS)                                                                     \
+    /* out = w times the groups of heads in `in` */                                                                    \
+    X(void, group_linear, STEP_PARAMS, STEP_ARGS)                                                                      \
+    /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
+    X(void, row_norm, STEP_PARAMS, STEP_ARGS)                                                                          \
+    /* out = grouped-query attention over the layer's cache, of q, k, v (in): norms the heads of q and k, rotates      \
+       them, writes k and v to the cache. With q_gate multiplies the result by the sigmoid of the gates that stand in  \
+       q after each head's query, with n_gate by those of in[3]. Overwrites q and k */                                 \
+    X(void, attention, STEP_PARAMS, STEP_ARGS)                                                                         \
+    /* writes the indexer's keys to the cache, from A_IK; then chooses the keys that each query sees, by A_IQ and      \
+       A_IW, for the attention of this layer and of those after it without an indexer */                               \
+    X(void, select_keys, STEP_PARAMS, STEP_ARGS)                                                                       \
+    /* out = multi-head latent attention (MLA) over the layer's cache, of q and kv (in): norms the latent in kv,       \
+       rotates, and writes the latent and the shared key to the cache. Overwrites q and kv */                          \
+    X(void, mla_attention, STEP_PARAMS, STEP_ARGS)                                                                     \
+    /* what attention of one KV head needs, of q and kv (in): norms and rotates the heads of q and the key in kv, and  \
+       rotates the indexer's queries in A_IQ; writes the key to the window, the compressed keys that the batch         \
+       completes, from A_CK, A_CG, A_ICK and A_ICG, and rows of these to their rings. Overwrites q, kv and A_IQ */     \
+    X(void, shared_store, STEP_PARAMS, STEP_ARGS)                                                                      \
+    /* out = attention of one KV head over window and compressed keys of q (in), rotated back */                       \
+    X(void, shared_attention, STEP_PARAMS, STEP_ARGS)                                                                  \
+    /* out = gated delta net of q, k, v before the convolution, gates, alpha and beta (in); takes the tokens that the  \
+       layer's state lacks into it, see session_forward */                                                             \
+    X(void, delta_net, STEP_PARAMS, STEP_ARGS)                                                                         \
+    /* in = norm(input); out = the layer's feed-forward of that: dense SwiGLU, or router, routed experts and shared    \
+       expert */                                                                                                       \
+    X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
+    /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
+    X(void, final_reduce, STEP_PARAMS, STEP_ARGS)                                                                      \
+    /* norm(x) of all rows becomes the final rows of their positions; `next`: that of the last row becomes the final   \
+       row of the position after it; norm NULL: x itself does */                                                       \
+    X(void, keep_final, STEP_PARAMS, STEP_ARGS)
+
+/* All operations that only enqueue work. */
+#define ENQUEUE_OPS(X)                                                                                                 \
+    STEP_OPS(X)                                                                                                        \
     /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on every rank of the last stage; the root gathers them */ \
     X(void, logits, (struct rank *r, const float *norm, const struct weight *w, int first, int n),                     \
       (r, norm, w, first, n))                                                                                          \
@@ -1153,6 +1115,34 @@ enum { ALL_REDUCES_PER_LAYER = 2 };
 static inline const char *all_reduce_after(unsigned i) {
     return i % ALL_REDUCES_PER_LAYER ? "feed-forward" : "attention";
 }
+
+/* Names of the operations of a forward. */
+enum op {
+#define OP_NAME(type, name, params, args) OP_##name,
+    STEP_OPS(OP_NAME)
+#undef OP_NAME
+        OP_COUNT
+};
+
+/* A step of a forward: an operation and its operands. */
+struct step {
+    enum op op;
+    int il;                                 /* the layer; -1: none */
+    const struct weight *w[LINEAR_MAX + 1]; /* matrices, NULL after the last */
+    enum act out[LINEAR_MAX + 1];           /* slots of the results, ACT_COUNT after the last: of linear one a matrix */
+    enum act in[STEP_IN + 1];               /* slots that are read, ACT_COUNT after the last */
+    enum act x;                             /* the slot that is normed or added to; ACT_COUNT: none */
+    enum act partial;  /* partial sums over the ranks that x or the streams get before; ACT_COUNT: none; A_JOINED: the
+                       * streams become their sum */
+    const float *norm; /* (width of x) weights of the norm; NULL: none */
+    const struct hyper *hc; /* how the streams are read, with hyper-connections; NULL: they are not */
+    bool next;              /* keep_final: the last row's result belongs to the position after it */
+};
+
+/* The steps of a pass, in order. */
+struct program {
+    struct step *step; /* stb_ds */
+};
 
 struct ops {
 #define OPS_MEMBER(type, name, params, args) type(*name) params;
@@ -1504,6 +1494,8 @@ struct rank {
     char name[128];           /* what it runs on */
     char link[224];           /* GPU: how all-reduces and stages are connected, for the start line; empty: one rank */
 
+    struct program program[PASSES]; /* what the rank does in each pass */
+
     /* the batch of a pass */
     enum pass pass;
     int n_tok;             /* tokens */
@@ -1604,6 +1596,9 @@ int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts,
 
 /* The functions of moe.c that moe_cuda.cu calls. */
 
+/* Records the programs of a rank, for the model in r->m; frees them. */
+void rank_record(struct rank *r);
+void rank_forget(struct rank *r);
 /* Enqueues the operations of r->pass. */
 void rank_pass(struct rank *r);
 /* Ends the program with one line. */
@@ -5574,27 +5569,27 @@ static struct tv f_percent(struct job *j, struct tv self, struct args *a) {
  * result that would need more in Python is an error.
  * ============================================================================================================ */
 
-enum op {
-    OP_NONE,
-    OP_OR,
-    OP_AND,
-    OP_EQ,
-    OP_NE,
-    OP_LT,
-    OP_LE,
-    OP_GT,
-    OP_GE,
-    OP_IN,
-    OP_NOT_IN,
-    OP_ADD,
-    OP_SUB,
-    OP_CONCAT,
-    OP_MUL,
-    OP_DIV,
-    OP_FLOORDIV,
-    OP_MOD,
-    OP_POW,
-    OP_COUNT
+enum binary_op {
+    BIN_NONE,
+    BIN_OR,
+    BIN_AND,
+    BIN_EQ,
+    BIN_NE,
+    BIN_LT,
+    BIN_LE,
+    BIN_GT,
+    BIN_GE,
+    BIN_IN,
+    BIN_NOT_IN,
+    BIN_ADD,
+    BIN_SUB,
+    BIN_CONCAT,
+    BIN_MUL,
+    BIN_DIV,
+    BIN_FLOORDIV,
+    BIN_MOD,
+    BIN_POW,
+    BIN_COUNT
 };
 
 /* Precedence of the operators, the loosest first. `not` binds less than a comparison, + less than ~. */
@@ -5603,33 +5598,33 @@ enum { PREC_OR, PREC_AND, PREC_NOT, PREC_COMPARE, PREC_ADD, PREC_CONCAT, PREC_MU
 static const struct {
     const char *text;
     int prec;
-} op_table[OP_COUNT] = {
-    [OP_NONE] = {"", -1},           [OP_OR] = {"or", PREC_OR},           [OP_AND] = {"and", PREC_AND},
-    [OP_EQ] = {"==", PREC_COMPARE}, [OP_NE] = {"!=", PREC_COMPARE},      [OP_LT] = {"<", PREC_COMPARE},
-    [OP_LE] = {"<=", PREC_COMPARE}, [OP_GT] = {">", PREC_COMPARE},       [OP_GE] = {">=", PREC_COMPARE},
-    [OP_IN] = {"in", PREC_COMPARE}, [OP_NOT_IN] = {"not", PREC_COMPARE}, /* the first of its two words */
-    [OP_ADD] = {"+", PREC_ADD},     [OP_SUB] = {"-", PREC_ADD},          [OP_CONCAT] = {"~", PREC_CONCAT},
-    [OP_MUL] = {"*", PREC_MUL},     [OP_DIV] = {"/", PREC_MUL},          [OP_FLOORDIV] = {"//", PREC_MUL},
-    [OP_MOD] = {"%", PREC_MUL},     [OP_POW] = {"**", PREC_POW}};
+} op_table[BIN_COUNT] = {
+    [BIN_NONE] = {"", -1},           [BIN_OR] = {"or", PREC_OR},           [BIN_AND] = {"and", PREC_AND},
+    [BIN_EQ] = {"==", PREC_COMPARE}, [BIN_NE] = {"!=", PREC_COMPARE},      [BIN_LT] = {"<", PREC_COMPARE},
+    [BIN_LE] = {"<=", PREC_COMPARE}, [BIN_GT] = {">", PREC_COMPARE},       [BIN_GE] = {">=", PREC_COMPARE},
+    [BIN_IN] = {"in", PREC_COMPARE}, [BIN_NOT_IN] = {"not", PREC_COMPARE}, /* the first of its two words */
+    [BIN_ADD] = {"+", PREC_ADD},     [BIN_SUB] = {"-", PREC_ADD},          [BIN_CONCAT] = {"~", PREC_CONCAT},
+    [BIN_MUL] = {"*", PREC_MUL},     [BIN_DIV] = {"/", PREC_MUL},          [BIN_FLOORDIV] = {"//", PREC_MUL},
+    [BIN_MOD] = {"%", PREC_MUL},     [BIN_POW] = {"**", PREC_POW}};
 
 /* Arithmetic on integers. b is not 0 for // and %, and not negative for **. */
-static struct tv int_binary(struct job *j, enum op op, int64_t a, int64_t b) {
-    int64_t r = op == OP_POW;
+static struct tv int_binary(struct job *j, enum binary_op op, int64_t a, int64_t b) {
+    int64_t r = op == BIN_POW;
     bool over = false;
     switch (op) {
-    case OP_ADD: over = __builtin_add_overflow(a, b, &r); break;
-    case OP_SUB: over = __builtin_sub_overflow(a, b, &r); break;
-    case OP_MUL: over = __builtin_mul_overflow(a, b, &r); break;
-    case OP_POW:
+    case BIN_ADD: over = __builtin_add_overflow(a, b, &r); break;
+    case BIN_SUB: over = __builtin_sub_overflow(a, b, &r); break;
+    case BIN_MUL: over = __builtin_mul_overflow(a, b, &r); break;
+    case BIN_POW:
         for (; b && !over; b >>= 1) {
             if (b & 1) over = __builtin_mul_overflow(r, a, &r);
             if (b > 1) over |= __builtin_mul_overflow(a, a, &a);
         }
         break;
     default: /* // and %: round down; the remainder has the sign of b */
-        if (b == -1) return op == OP_MOD ? tv_int(0) : int_binary(j, OP_SUB, 0, a);
-        r = op == OP_MOD ? a % b : a / b;
-        if (a % b && (a < 0) != (b < 0)) r += op == OP_MOD ? b : -1;
+        if (b == -1) return op == BIN_MOD ? tv_int(0) : int_binary(j, BIN_SUB, 0, a);
+        r = op == BIN_MOD ? a % b : a / b;
+        if (a % b && (a < 0) != (b < 0)) r += op == BIN_MOD ? b : -1;
     }
     if (over) job_fail(j, "integer overflow in %s", op_table[op].text);
     return tv_int(r);
@@ -5646,17 +5641,17 @@ static double int_divide(int64_t a, int64_t b) {
 }
 
 /* Arithmetic on numbers: in integers if both are, else in double. */
-static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv b) {
+static struct tv number_binary(struct job *j, enum binary_op op, struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b), m, q;
-    if (y == 0 && (op == OP_DIV || op == OP_FLOORDIV || op == OP_MOD)) job_fail(j, "division by zero");
-    if (tv_whole(a) && tv_whole(b) && op == OP_DIV) return tv_float(int_divide(a.i, b.i));
-    if (tv_whole(a) && tv_whole(b) && !(op == OP_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
+    if (y == 0 && (op == BIN_DIV || op == BIN_FLOORDIV || op == BIN_MOD)) job_fail(j, "division by zero");
+    if (tv_whole(a) && tv_whole(b) && op == BIN_DIV) return tv_float(int_divide(a.i, b.i));
+    if (tv_whole(a) && tv_whole(b) && !(op == BIN_POW && b.i < 0)) return int_binary(j, op, a.i, b.i);
     switch (op) {
-    case OP_ADD: return tv_float(x + y);
-    case OP_SUB: return tv_float(x - y);
-    case OP_MUL: return tv_float(x * y);
-    case OP_DIV: return tv_float(x / y);
-    case OP_POW:
+    case BIN_ADD: return tv_float(x + y);
+    case BIN_SUB: return tv_float(x - y);
+    case BIN_MUL: return tv_float(x * y);
+    case BIN_DIV: return tv_float(x / y);
+    case BIN_POW:
         if ((x == 0 && y < 0) || (x < 0 && y != floor(y))) job_fail(j, "the result of ** is not a real number");
         return tv_float(pow(x, y));
     default:
@@ -5667,7 +5662,7 @@ static struct tv number_binary(struct job *j, enum op op, struct tv a, struct tv
             m += y;
             q -= 1;
         }
-        if (op == OP_MOD) return tv_float(m);
+        if (op == BIN_MOD) return tv_float(m);
         if (q == 0) return tv_float(copysign(0, x / y));
         return tv_float(floor(q) + (q - floor(q) > 0.5));
     }
@@ -5713,35 +5708,35 @@ static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
 }
 
 /* a op b, for arithmetic operators and ~. */
-static struct tv tv_binary(struct job *j, enum op op, struct tv a, struct tv b) {
+static struct tv tv_binary(struct job *j, enum binary_op op, struct tv a, struct tv b) {
     struct tv v = {0};
     bool str = a.kind == TV_STR && b.kind == TV_STR,
          alike = a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE);
-    if (op == OP_CONCAT) {
+    if (op == BIN_CONCAT) {
         v = tv_concat(j, tv_str(j, a), tv_str(j, b));
         v.markup = false;
         return v;
     }
-    if (op == OP_ADD && str && (a.markup || b.markup)) {
+    if (op == BIN_ADD && str && (a.markup || b.markup)) {
         v = tv_concat(j, html_escape(j, a), html_escape(j, b));
         v.markup = true;
         return v;
     }
-    if (op == OP_ADD && str) return tv_concat(j, a, b);
-    if (op == OP_MOD && a.kind == TV_STR) return str_percent(j, a, b);
-    if (op == OP_SUB && (a.kind == TV_VIEW || b.kind == TV_VIEW))
+    if (op == BIN_ADD && str) return tv_concat(j, a, b);
+    if (op == BIN_MOD && a.kind == TV_STR) return str_percent(j, a, b);
+    if (op == BIN_SUB && (a.kind == TV_VIEW || b.kind == TV_VIEW))
         job_fail(j, "the difference of views is not supported: a template has no values of the type set");
-    if (op == OP_MUL && tv_whole(a)) { /* 3 * 'x' */
+    if (op == BIN_MUL && tv_whole(a)) { /* 3 * 'x' */
         v = a;
         a = b;
         b = v;
     }
     if (tv_number(a) && tv_number(b)) v = number_binary(j, op, a, b);
-    else if (op == OP_ADD && alike) {
+    else if (op == BIN_ADD && alike) {
         v = tv_list(j, a.kind);
         for (size_t i = 0; i < a.list->n; i++) list_push(j, v.list, a.list->v[i]);
         for (size_t i = 0; i < b.list->n; i++) list_push(j, v.list, b.list->v[i]);
-    } else if (op == OP_MUL && tv_whole(b) && a.kind >= TV_STR && a.kind <= TV_TUPLE) v = tv_repeat(j, a, b.i);
+    } else if (op == BIN_MUL && tv_whole(b) && a.kind >= TV_STR && a.kind <= TV_TUPLE) v = tv_repeat(j, a, b.i);
     else
         tv_fail(j, a.kind == TV_UNDEF ? a : b, "unsupported operand type(s) for %s: '%s' and '%s'", op_table[op].text,
                 tv_type(a), tv_type(b));
@@ -5783,17 +5778,17 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
 }
 
 /* a op b, for comparisons. */
-static bool tv_compare(struct job *j, enum op op, struct tv a, struct tv b) {
+static bool tv_compare(struct job *j, enum binary_op op, struct tv a, struct tv b) {
     bool nan = (a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f));
-    if (nan && tv_number(a) && tv_number(b) && op <= OP_GE) return op == OP_NE;
+    if (nan && tv_number(a) && tv_number(b) && op <= BIN_GE) return op == BIN_NE;
     switch (op) {
-    case OP_EQ: return tv_eq(j, a, b);
-    case OP_NE: return !tv_eq(j, a, b);
-    case OP_LT: return tv_less(j, a, b);
-    case OP_GT: return tv_less(j, b, a);
-    case OP_LE: return !tv_less(j, b, a);
-    case OP_GE: return !tv_less(j, a, b);
-    case OP_IN: return tv_in(j, a, b);
+    case BIN_EQ: return tv_eq(j, a, b);
+    case BIN_NE: return !tv_eq(j, a, b);
+    case BIN_LT: return tv_less(j, a, b);
+    case BIN_GT: return tv_less(j, b, a);
+    case BIN_LE: return !tv_less(j, b, a);
+    case BIN_GE: return !tv_less(j, a, b);
+    case BIN_IN: return tv_in(j, a, b);
     default: return !tv_in(j, a, b);
     }
 }
@@ -6583,7 +6578,7 @@ static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
     if (!tv_number(v)) tv_fail(j, v, "bad operand type for %s(): '%s'", a->name, tv_type(v));
     if (v.kind == TV_FLOAT) v.f = fabs(v.f);
     else {
-        if (v.i < 0) v.i = int_binary(j, OP_SUB, 0, v.i).i;
+        if (v.i < 0) v.i = int_binary(j, BIN_SUB, 0, v.i).i;
         v.kind = TV_INT;
     }
     return v;
@@ -7074,7 +7069,7 @@ static struct tv f_filesizeformat(struct job *j, struct tv self, struct args *a)
 static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
     const struct list *l = tv_iter(j, self);
     struct tv sum = a->v[1].kind ? a->v[1] : tv_int(0);
-    for (size_t i = 0; i < l->n; i++) sum = tv_binary(j, OP_ADD, sum, attribute_path(j, l->v[i], a->v[0]));
+    for (size_t i = 0; i < l->n; i++) sum = tv_binary(j, BIN_ADD, sum, attribute_path(j, l->v[i], a->v[0]));
     return sum;
 }
 
@@ -7541,13 +7536,13 @@ static struct tv t_bool(struct job *j, struct tv v, struct args *a) {
 }
 
 static struct tv t_compare(struct job *j, struct tv v, struct args *a) {
-    return tv_bool(tv_compare(j, (enum op)a->mode, v, a->v[0]));
+    return tv_bool(tv_compare(j, (enum binary_op)a->mode, v, a->v[0]));
 }
 
 /* odd, even, divisibleby: whether the remainder is `mode`. */
 static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
     struct tv by = a->v[0].kind ? a->v[0] : tv_int(2);
-    return tv_bool(tv_eq(j, tv_binary(j, OP_MOD, v, by), tv_int(a->mode)));
+    return tv_bool(tv_eq(j, tv_binary(j, BIN_MOD, v, by), tv_int(a->mode)));
 }
 
 static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
@@ -7844,14 +7839,14 @@ static const struct builtin builtins[] = {
     {OF_LIST | OF_TUPLE, "count", "value", f_index, 1},
     {OF_LIST | OF_TUPLE, "index", "value start? stop?", f_index, 0},
 
-    {AS_TEST, "==", "other", t_compare, OP_EQ},              {AS_TEST, "!=", "other", t_compare, OP_NE},
-    {AS_TEST, "<", "other", t_compare, OP_LT},               {AS_TEST, "<=", "other", t_compare, OP_LE},
-    {AS_TEST, ">", "other", t_compare, OP_GT},               {AS_TEST, ">=", "other", t_compare, OP_GE},
-    {AS_TEST, "eq", "other", t_compare, OP_EQ},              {AS_TEST, "equalto", "other", t_compare, OP_EQ},
-    {AS_TEST, "ne", "other", t_compare, OP_NE},              {AS_TEST, "lt", "other", t_compare, OP_LT},
-    {AS_TEST, "lessthan", "other", t_compare, OP_LT},        {AS_TEST, "le", "other", t_compare, OP_LE},
-    {AS_TEST, "gt", "other", t_compare, OP_GT},              {AS_TEST, "greaterthan", "other", t_compare, OP_GT},
-    {AS_TEST, "ge", "other", t_compare, OP_GE},              {AS_TEST, "in", "seq", t_compare, OP_IN},
+    {AS_TEST, "==", "other", t_compare, BIN_EQ},              {AS_TEST, "!=", "other", t_compare, BIN_NE},
+    {AS_TEST, "<", "other", t_compare, BIN_LT},               {AS_TEST, "<=", "other", t_compare, BIN_LE},
+    {AS_TEST, ">", "other", t_compare, BIN_GT},               {AS_TEST, ">=", "other", t_compare, BIN_GE},
+    {AS_TEST, "eq", "other", t_compare, BIN_EQ},              {AS_TEST, "equalto", "other", t_compare, BIN_EQ},
+    {AS_TEST, "ne", "other", t_compare, BIN_NE},              {AS_TEST, "lt", "other", t_compare, BIN_LT},
+    {AS_TEST, "lessthan", "other", t_compare, BIN_LT},        {AS_TEST, "le", "other", t_compare, BIN_LE},
+    {AS_TEST, "gt", "other", t_compare, BIN_GT},              {AS_TEST, "greaterthan", "other", t_compare, BIN_GT},
+    {AS_TEST, "ge", "other", t_compare, BIN_GE},              {AS_TEST, "in", "seq", t_compare, BIN_IN},
     {AS_TEST, "divisibleby", "num", t_remainder, 0},         {AS_TEST, "even", "", t_remainder, 0},
     {AS_TEST, "odd", "", t_remainder, 1},                    {AS_TEST, "sameas", "other", t_sameas, 0},
     {AS_TEST, "true", "", t_bool, 1},                        {AS_TEST, "false", "", t_bool, 0},
@@ -8129,7 +8124,7 @@ enum node_kind {
     N_FILTER,   /* [value, arguments]; fn, or NULL and a name that is unknown */
     N_TEST,     /* as N_FILTER */
     N_KEYWORD,  /* val=[value] in arguments, val[=value] in the parameters of a macro */
-    N_SPREAD,   /* *[sequence] in arguments, or with OP_POW **[mapping] */
+    N_SPREAD,   /* *[sequence] in arguments, or with BIN_POW **[mapping] */
     N_NOT,      /* [operand] */
     N_NEG,      /* [operand] */
     N_POS,      /* [operand] */
@@ -8141,7 +8136,7 @@ enum node_kind {
     N_DATA,
     N_PRINT,       /* [expression] */
     N_IF,          /* [test, body, test, body, ..., body of else] */
-    N_FOR,         /* [target, iterable, if or NULL, body, else or NULL]; op: OP_OR if it is recursive */
+    N_FOR,         /* [target, iterable, if or NULL, body, else or NULL]; op: BIN_OR if it is recursive */
     N_SET,         /* [target, value] */
     N_MEMBER,      /* [N_NAME, N_CONST], the target ns.member */
     N_SETBLOCK,    /* [body, filters or NULL, target] */
@@ -8156,7 +8151,7 @@ enum node_kind {
 };
 
 struct node {
-    uint8_t kind, op; /* enum node_kind, enum op */
+    uint8_t kind, op; /* enum node_kind, enum binary_op */
     int line, height; /* height: nodes on the longest path down, this one included */
     const struct builtin *fn;
     struct tv val;     /* of a constant, or a name */
@@ -8418,7 +8413,7 @@ static struct node *parse_args(struct parser *p, struct node *n, bool macro) {
         struct node *arg;
         if (spread) {
             arg = node_new(p, N_SPREAD);
-            arg->op = mapping ? OP_POW : OP_MUL;
+            arg->op = mapping ? BIN_POW : BIN_MUL;
             tok_next(p);
             node_add(p, arg, parse_expr(p));
         } else arg = keyword || macro ? node_new(p, N_KEYWORD) : parse_expr(p);
@@ -8521,16 +8516,16 @@ static struct node *parse_unary(struct parser *p, bool with_filters) {
     return n;
 }
 
-/* Moves on after an operator of this precedence and returns it; OP_NONE: there is none here. */
-static enum op parse_operator(struct parser *p, int prec) {
-    for (int op = OP_OR; op < OP_COUNT; op++) {
+/* Moves on after an operator of this precedence and returns it; BIN_NONE: there is none here. */
+static enum binary_op parse_operator(struct parser *p, int prec) {
+    for (int op = BIN_OR; op < BIN_COUNT; op++) {
         if (op_table[op].prec != prec || !tok_is(p, op_table[op].text)) continue;
-        if (op == OP_NOT_IN && !tok_equal(p->at + 1, "in")) continue;
+        if (op == BIN_NOT_IN && !tok_equal(p->at + 1, "in")) continue;
         tok_next(p);
-        if (op == OP_NOT_IN) tok_next(p);
-        return (enum op)op;
+        if (op == BIN_NOT_IN) tok_next(p);
+        return (enum binary_op)op;
     }
-    return OP_NONE;
+    return BIN_NONE;
 }
 
 /* Parses operators of this precedence and tighter ones. All are left-associative, even **, as in jinja2. a < b < c
@@ -8547,13 +8542,13 @@ static struct node *parse_binary(struct parser *p, int prec) {
         return n;
     }
     left = parse_binary(p, prec + 1);
-    for (enum op op; (op = parse_operator(p, prec)) != OP_NONE;) {
+    for (enum binary_op op; (op = parse_operator(p, prec)) != BIN_NONE;) {
         struct node *right = parse_binary(p, prec + 1);
         n = node_add(p, node_add(p, node_new(p, N_BINARY), middle ? middle : left), right);
         n->op = (uint8_t)op;
         if (middle) {
             n = node_add(p, node_add(p, node_new(p, N_BINARY), left), n);
-            n->op = OP_AND;
+            n->op = BIN_AND;
         }
         if (prec == PREC_COMPARE) middle = right;
         left = n;
@@ -8638,7 +8633,7 @@ static struct node *parse_for(struct parser *p, struct node *n) {
     tok_expect(p, "in");
     node_add(p, n, parse_tuple(p, 0));
     node_add(p, n, tok_skip(p, "if") ? parse_expr(p) : NULL);
-    n->op = tok_skip(p, "recursive") ? OP_OR : OP_NONE;
+    n->op = tok_skip(p, "recursive") ? BIN_OR : BIN_NONE;
     parse_block(p, n, "endfor else");
     p->loops--;
     bool other = tok_is(p, "else");
@@ -8964,7 +8959,7 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
 /* Evaluates *sequence or **mapping. */
 static void eval_spread(struct job *j, struct args *a, const struct node *n) {
     const struct tv v = node_eval(j, n->kid[0]);
-    const bool mapping = n->op == OP_POW;
+    const bool mapping = n->op == BIN_POW;
     if (mapping && v.kind != TV_DICT) tv_fail(j, v, "the argument after ** is not a mapping, but '%s'", tv_type(v));
     const struct list *l = mapping ? v.list : tv_iter(j, v);
     for (size_t i = 0; i < l->n; i += mapping ? 2 : 1) {
@@ -9030,7 +9025,7 @@ static struct tv eval_sign(struct job *j, const struct node *n) {
     bool negate = n->kind == N_NEG;
     struct tv v = node_eval(j, n->kid[0]);
     if (!tv_number(v)) tv_fail(j, v, "bad operand type for unary %s: '%s'", negate ? "-" : "+", tv_type(v));
-    return negate ? tv_binary(j, OP_MUL, tv_int(-1), v) : tv_binary(j, OP_ADD, tv_int(0), v);
+    return negate ? tv_binary(j, BIN_MUL, tv_int(-1), v) : tv_binary(j, BIN_ADD, tv_int(0), v);
 }
 
 static struct tv eval_apply(struct job *j, const struct node *n) {
@@ -9048,8 +9043,8 @@ static struct tv eval_slice(struct job *j, const struct node *n) {
 
 static struct tv eval_binary(struct job *j, const struct node *n) {
     struct tv a = node_eval(j, n->kid[0]);
-    enum op op = (enum op)n->op;
-    if (op == OP_AND || op == OP_OR) return tv_truthy(a) == (op == OP_AND) ? node_eval(j, n->kid[1]) : a;
+    enum binary_op op = (enum binary_op)n->op;
+    if (op == BIN_AND || op == BIN_OR) return tv_truthy(a) == (op == BIN_AND) ? node_eval(j, n->kid[1]) : a;
     struct tv b = node_eval(j, n->kid[1]);
     j->line = n->line;
     return op_table[op].prec == PREC_COMPARE ? tv_bool(tv_compare(j, op, a, b)) : tv_binary(j, op, a, b);
@@ -14151,7 +14146,9 @@ static void *cpu_scratch(const struct rank *r) {
 /* The rank `rank` of r's stage: they lie side by side. */
 static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard.rank + rank; }
 
-static void cpu_embed(struct rank *r, const struct weight *w, enum act x) {
+static void cpu_embed(struct rank *r, const struct step *s) {
+    const struct weight *w = s->w[0];
+    const enum act x = s->out[0];
     const struct rank *before = pg_neighbor(r, -1);
     float scale = w->scale ? w->scale[0] : 1.0f;
     if (team_leads()) {
@@ -14315,13 +14312,18 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
     op_end(hc ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
 }
 
-static void cpu_final_reduce(struct rank *r, enum act x, enum act delta) {
+static void cpu_final_reduce(struct rank *r, const struct step *s) {
     struct rank *next = pg_neighbor(r, 1);
-    const struct model *m = r->m;
-    const struct hyper *hc = r->pass == PASS_FORWARD ? &m->hc_head : &m->layers[m->n_layer].hc_head;
-    if (m->n_stream) streams_mix(r, x, delta, next ? NULL : hc, true, NULL, x);
-    else all_reduce_add_rmsnorm(r, x, delta, NULL, x);
+    if (r->m->n_stream) streams_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
+    else all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
     if (next && team_leads()) pg_send(next);
+}
+
+/* in[0] = norm(input), see STEP_OPS. */
+static void norm_input(struct rank *r, const struct step *s) {
+    if (s->hc) streams_mix(r, s->x, s->partial, s->hc, false, s->norm, s->in[0]);
+    else if (s->partial == ACT_COUNT) rmsnorm_rows(r, s->x, s->norm, s->in[0]);
+    else all_reduce_add_rmsnorm(r, s->x, s->partial, s->norm, s->in[0]);
 }
 
 /* A thread's scratch: KERNEL_SCRATCH bytes for the kernels, a tile of results for `chunk` tokens, then three buffers of
@@ -14441,28 +14443,9 @@ static void linear_each(struct rank *r, enum act x, const struct weight *const *
     op_end_matrices("linear", w);
 }
 
-static void cpu_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
-    linear_each(r, x, (const struct weight *const[]){w, NULL}, &out);
-}
-
-static void cpu_queries(struct rank *r, int il) {
-    const struct layer *layer = &r->m->layers[il];
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
-    layer_queries(layer, w, out);
-    rmsnorm_rows(r, A_QA, layer->q_a_norm, A_QA);
-    linear_each(r, A_QA, w, out);
-}
-
-static void cpu_projections(struct rank *r, int il, enum act x, enum act delta) {
-    const struct layer *layer = &r->m->layers[il];
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
-    layer_projections(layer, w, out);
-    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_attn, false, layer->attn_norm, A_H);
-    else if (delta == ACT_COUNT) rmsnorm_rows(r, x, layer->attn_norm, A_H);
-    else all_reduce_add_rmsnorm(r, x, delta, layer->attn_norm, A_H);
-    linear_each(r, A_H, w, out);
+static void cpu_linear(struct rank *r, const struct step *s) {
+    if (s->norm) norm_input(r, s);
+    linear_each(r, s->in[0], s->w, s->out);
 }
 
 /* The final row of a position. */
@@ -14470,24 +14453,26 @@ static float *final_row(const struct rank *r, int pos) {
     return r->final + (size_t)(pos % r->n_final) * (size_t)hidden_width(r->m);
 }
 
-static void cpu_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
-    for (int t = team_first(n); t >= 0; t = team_next()) {
-        const float *from = act_row(r, x, first + t);
-        float *to = final_row(r, r->pos + first + t + shift);
-        if (norm) r->cpu->k->rmsnorm(from, norm, r->m->rms_eps, to, r->m->n_embd);
-        else memcpy(to, from, (size_t)r->width[x] * sizeof *to);
+static void cpu_keep_final(struct rank *r, const struct step *s) {
+    const int first = s->next ? r->n_tok - 1 : 0;
+    for (int t = team_first(r->n_tok - first); t >= 0; t = team_next()) {
+        const float *from = act_row(r, s->x, first + t);
+        float *to = final_row(r, r->pos + first + t + s->next);
+        if (s->norm) r->cpu->k->rmsnorm(from, s->norm, r->m->rms_eps, to, r->m->n_embd);
+        else memcpy(to, from, (size_t)r->width[s->x] * sizeof *to);
     }
     op_end(0, "final norm");
 }
 
-static void cpu_prediction_input(struct rank *r, int il, enum act x) {
-    const struct layer *layer = &r->m->layers[il];
+static void cpu_prediction_input(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const enum act x = s->x;
     const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
               split = int_max(from, int_min(to, n));
     const int n_stream = int_max(1, r->m->n_stream);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *final = final_row(r, r->pos + t);
-        float *half = act_row(r, A_H, t), *out = act_row(r, A_EH, t);
+        float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t);
         r->cpu->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
         for (int j = 0; j < n_stream && split > from; j++) /* the rank's columns below n, of the embedding */
             memcpy(out + (ptrdiff_t)j * (to - from), half + from, (size_t)(split - from) * sizeof *out);
@@ -14503,7 +14488,9 @@ static void cpu_prediction_input(struct rank *r, int il, enum act x) {
 
 /* The streams are further rows. A forward of up to 16 tokens takes 16 rows at a time, so that the bits of a row do not
  * depend on the other tokens. */
-static void cpu_stream_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
+static void cpu_stream_linear(struct rank *r, const struct step *s) {
+    const struct weight *w = s->w[0];
+    const enum act x = s->in[0], out = s->out[0];
     const int n = r->n_tok * r->m->n_stream;
     const int step = int_min(r->n_tok <= DECODE_MAX_TOKENS ? DECODE_MAX_TOKENS : n, r->chunk);
     for (int i = 0; i < n; i += step) {
@@ -15066,7 +15053,9 @@ static int tokens_dense(const struct rank *r, const struct attn *a) {
 static int keys_indexed(const struct attn *a, int pos) { return a->ratio ? keys_compressed(a, pos) : pos + 1; }
 
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
-static void cpu_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
+static void cpu_attention(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], k = s->in[1], v = s->in[2], out = s->out[0];
     const struct attn *shape = &r->m->layers[il].attn;
     if (!shape->n_head) return;
     rope_store_kv(r, il, q, k, v);
@@ -15106,12 +15095,13 @@ static float row_sum(const struct rank *r, int il, int i, enum act x, int t) {
 }
 
 /* Every rank adds up its part of the rows; then each reads the sums of the stage's ranks. */
-static void cpu_row_norm(struct rank *r, int il, enum act q, enum act k) {
+static void cpu_row_norm(struct rank *r, const struct step *s) {
+    const int il = s->il;
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
     const int n_rank = r->m->shard.n_rank, whole[2] = {a->whole_head * a->head_k, a->whole_head_kv * a->head_k};
     const int n[2] = {a->n_head * a->head_k, a->n_head_kv * a->head_k};
-    const enum act x[2] = {q, k};
+    const enum act *x = s->in;
     const float *norm[2] = {layer->q_norm, layer->k_norm};
     for (int t = n_rank > 1 ? team_first(r->n_tok) : -1; t >= 0; t = team_next())
         for (int i = 0; i < 2; i++) r->cpu->row_sums[2 * t + i] = row_sum(r, il, i, x[i], t);
@@ -15216,7 +15206,9 @@ static void mla_tokens(struct rank *r, int il, enum act q, enum act out, int fir
     heads_linear(r, &layer->wv_b, n, latent_out, a.out_tok, a.out_head, act_row(r, out, first), out_tok, head_v, 0);
 }
 
-static void cpu_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
+static void cpu_mla_attention(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], kv = s->in[1], out = s->out[0];
     const struct attn *a = &r->m->layers[il].attn;
     const int dense = tokens_dense(r, a);
     mla_store(r, il, q, kv);
@@ -15345,7 +15337,8 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
 }
 
 /* Chooses the blocks of keys of the tokens that do not see all, of DECODE_MAX_TOKENS at a time. */
-static void cpu_select_keys(struct rank *r, int il) {
+static void cpu_select_keys(struct rank *r, const struct step *s) {
+    const int il = s->il;
     const struct attn *a = &r->m->layers[il].attn;
     const int lists = attn_lists(a), listed = attn_listed(a), step = int_max(KEY_BLOCK, a->index_block);
     index_store(r, il);
@@ -15494,7 +15487,9 @@ static void compress_batch(struct rank *r, int il) {
     }
 }
 
-static void cpu_shared_store(struct rank *r, int il, enum act q, enum act kv) {
+static void cpu_shared_store(struct rank *r, const struct step *step) {
+    const int il = step->il;
+    const enum act q = step->in[0], kv = step->in[1];
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     const struct attn *shape = &layer->attn;
@@ -15521,7 +15516,9 @@ static void cpu_shared_store(struct rank *r, int il, enum act q, enum act kv) {
     op_end(0, "rotation, cache");
 }
 
-static void cpu_shared_attention(struct rank *r, int il, enum act q, enum act out) {
+static void cpu_shared_attention(struct rank *r, const struct step *step) {
+    const int il = step->il;
+    const enum act q = step->in[0], out = step->out[0];
     const struct model *m = r->m;
     const struct attn *shape = &m->layers[il].attn;
     const int d = shape->head_k, dim = m->ropes[shape->rope].dim, dense = tokens_dense(r, shape);
@@ -15555,9 +15552,10 @@ static void cpu_shared_attention(struct rank *r, int il, enum act q, enum act ou
     op_end(cache_bytes(r, il), "attention");
 }
 
-static void cpu_group_linear(struct rank *r, int il, enum act x, enum act out) {
-    const struct attn *a = &r->m->layers[il].attn;
-    const struct weight *w = &r->m->layers[il].wo_a;
+static void cpu_group_linear(struct rank *r, const struct step *s) {
+    const struct attn *a = &r->m->layers[s->il].attn;
+    const struct weight *w = s->w[0];
+    const enum act x = s->in[0], out = s->out[0];
     if (a->n_group)
         heads_linear(r, w, r->n_tok, r->act[x], (size_t)r->width[x], (size_t)w->n_in, r->act[out],
                      (size_t)r->width[out], (size_t)a->o_lora, 0);
@@ -15693,7 +15691,9 @@ static void delta_keep(struct rank *r, int il) {
     }
 }
 
-static void cpu_delta_net(struct rank *r, int il, enum act out) {
+static void cpu_delta_net(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
     const int n = r->pos - r->state_pos + r->n_tok;
@@ -16068,12 +16068,10 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
     if (r->stats) stats_add(r, il, x);
 }
 
-static void cpu_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
-    const struct layer *layer = &r->m->layers[il];
-    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_ffn, false, layer->ffn_norm, A_H);
-    else all_reduce_add_rmsnorm(r, x, delta, layer->ffn_norm, A_H);
-    if (layer->n_expert) ffn_routed(r, il, A_H, out);
-    else ffn_dense(r, il, A_H, out);
+static void cpu_norm_ffn(struct rank *r, const struct step *s) {
+    norm_input(r, s);
+    if (r->m->layers[s->il].n_expert) ffn_routed(r, s->il, s->in[0], s->out[0]);
+    else ffn_dense(r, s->il, s->in[0], s->out[0]);
 }
 
 static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
@@ -16177,6 +16175,7 @@ static void cpu_free(void ***owned) {
 }
 
 static void cpu_close(struct rank *r) {
+    rank_forget(r);
     team_stop(r->cpu->team);
     cpu_free(&r->owned);
     cpu_free(&r->owned_state);
@@ -16296,6 +16295,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     snprintf(r->name, sizeof r->name, "CPU (%s), %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
     const struct maxima *x = &m->max;
     size_t c = (size_t)r->chunk, n_head = (size_t)x->n_head;
+    rank_record(r);
     act_widths(m, r->width);
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = cpu_own(r, c, sizeof *r->tokens);
@@ -16417,9 +16417,12 @@ static const char *nccl_name(char out[24]) {
 /* ============================================================================================================
  * Families
  *
- * Start here. A forward pass is a straight line of operations (struct ops) over the layers of a rank's shard. The
- * batch, its tokens and position, is in struct rank. A forward never looks at data; it may look at what a layer is made
- * of.
+ * Start here. A forward pass is a straight line of operations (STEP_OPS) over the layers of a rank's shard. The batch,
+ * its tokens and position, is in struct rank.
+ *
+ * Recorded once for a rank, it is a list of steps: an operation, the slots and matrices that it works on, a norm, partial
+ * sums. Backends run the list (rank_pass). A kernel finds in it what is read next, the forecast of --plan what a token
+ * costs, and --info --verbose prints it.
  *
  * A new family whose operations exist is a row of `families`; the functions that read its metadata (section "Model:
  * metadata of families"); for tensors that no family has had, rows of `tensor_rules` and a bit of `enum layer_has`; a
@@ -16430,156 +16433,244 @@ static const char *nccl_name(char out[24]) {
  * norms of heads or of rows, rotations, clamps.
  * ============================================================================================================ */
 
-/* What the norm before attention adds to A_X: what the layer before, or a prediction layer's eh_proj, left in A_OUT or
- * A_JOINED, where each rank has a partial sum. */
-static enum act forward_delta(const struct model *m, int il) {
-    if (m->n_stream && m->layers[il].prediction) return A_JOINED;
-    return il ? A_OUT : ACT_COUNT;
+/* ---- recording a forward ---- */
+
+/* What an operation reads; see struct step. */
+struct input {
+    enum act in, x, partial;
+    const float *norm;
+    const struct hyper *hc;
+};
+
+/* A slot as it is. */
+static struct input plain(enum act in) { return (struct input){in, ACT_COUNT, ACT_COUNT, NULL, NULL}; }
+
+/* The norm of a slot, which overwrites it. */
+static struct input normed(enum act x, const float *norm) { return (struct input){x, x, ACT_COUNT, norm, NULL}; }
+
+/* The norm of the residual after the partial sums have been added to it, in A_H. */
+static struct input residual(const struct model *m, enum act partial, const float *norm, const struct hyper *hc) {
+    return (struct input){A_H, A_X, partial, norm, m->n_stream ? hc : NULL};
 }
 
-/* The first half of a layer with grouped-query attention: A_X to A_OUT. */
-static void forward_gqa_half(struct rank *r, int il) {
-    const struct ops *o = r->ops;
-    const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(r->m, il));
-    if (layer->qk_norm == QK_NORM_ROWS) o->row_norm(r, il, A_Q, A_K);
-    if (layer->attn.n_index) o->select_keys(r, il);
-    o->attention(r, il, A_Q, A_K, A_V, A_ATT);
-    o->linear(r, &layer->wo, A_ATT, A_OUT);
+/* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or a prediction
+ * layer's eh_proj, has left. */
+static struct input layer_input(const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    const enum act partial = m->n_stream && l->prediction ? A_JOINED : il ? A_OUT : ACT_COUNT;
+    return residual(m, partial, l->attn_norm, &l->hc_attn);
 }
 
-/* The first half of a layer with a gated delta net: A_X to A_OUT. */
-static void forward_delta_half(struct rank *r, int il) {
-    const struct ops *o = r->ops;
-    const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(r->m, il));
-    o->delta_net(r, il, A_ATT);
-    o->linear(r, &layer->wo, A_ATT, A_OUT);
+/* Slots, as a list that ends with ACT_COUNT. */
+#define SLOTS(...) ((const enum act[]){__VA_ARGS__, ACT_COUNT})
+
+/* Adds a step to a program: il -1: of no layer; in ends with ACT_COUNT. The caller fills in what else it has. */
+static struct step *step_add(struct program *p, enum op op, int il, const enum act *in, enum act out) {
+    struct step s = {.op = op, .il = il, .x = ACT_COUNT, .partial = ACT_COUNT};
+    for (int i = 0; i <= LINEAR_MAX; i++) s.out[i] = i ? ACT_COUNT : out;
+    for (int i = 0; i <= STEP_IN; i++) s.in[i] = ACT_COUNT;
+    for (int i = 0; in[i] != ACT_COUNT; i++) s.in[i] = in[i];
+    arrput(p->step, s);
+    return &arrlast(p->step);
 }
 
-/* The first half of a layer with multi-head latent attention: A_X to A_OUT. The query may go through a low rank. */
-static void forward_mla_half(struct rank *r, int il) {
-    const struct ops *o = r->ops;
-    const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(r->m, il));
-    if (layer->attn.q_lora) o->queries(r, il);
-    if (layer->attn.n_index) o->select_keys(r, il);
-    o->mla_attention(r, il, A_Q, A_K, A_ATT);
-    o->linear(r, &layer->wo, A_ATT, A_OUT);
+/* The same of an operation whose input is normed, or of which partial sums are a part. */
+static struct step *step_add_input(struct program *p, enum op op, int il, struct input in, enum act out) {
+    struct step *s = step_add(p, op, il, SLOTS(in.in), out);
+    s->x = in.x;
+    s->partial = in.partial;
+    s->norm = in.norm;
+    s->hc = in.hc;
+    return s;
 }
 
-/* The first half of a layer with attention of one KV head: A_X to A_OUT. */
-static void forward_shared_half(struct rank *r, int il) {
-    const struct ops *o = r->ops;
-    const struct layer *layer = &r->m->layers[il];
-    o->projections(r, il, A_X, forward_delta(r->m, il));
-    o->queries(r, il);
-    o->shared_store(r, il, A_Q, A_K);
-    if (layer->attn.n_index) o->select_keys(r, il);
-    o->shared_attention(r, il, A_Q, A_ATT);
-    o->group_linear(r, il, A_ATT, A_GROUPS);
-    o->linear(r, &layer->wo, A_GROUPS, A_OUT);
-}
+/* A matrix and the slot that its products go to. */
+struct product {
+    const struct weight *w;
+    enum act out;
+};
 
-/* The first half of layer il, whatever it is made of. */
-static void forward_half(struct rank *r, int il) {
-    switch (r->m->layers[il].mixer) {
-    case MIXER_GQA: forward_gqa_half(r, il); break;
-    case MIXER_MLA: forward_mla_half(r, il); break;
-    case MIXER_CSA: forward_shared_half(r, il); break;
-    case MIXER_DELTA: forward_delta_half(r, il); break;
+/* Adds the products of an input with matrices, up to one without an address. Those that a layer lacks are left out. */
+static void step_add_products(struct program *p, enum op op, int il, struct input in, const struct product *list) {
+    struct step *s = step_add_input(p, op, il, in, ACT_COUNT);
+    for (int n = 0; list->w; list++) {
+        if (!list->w->data) continue;
+        s->w[n] = list->w;
+        s->out[n++] = list->out;
     }
 }
+#define LINEAR(p, il, input, ...) \
+    step_add_products(p, OP_linear, il, input, (const struct product[]){__VA_ARGS__, {NULL, ACT_COUNT}})
 
-/* Where a prediction layer's final rows come from. */
-static enum act final_act(const struct model *m) { return m->n_stream ? A_STREAMS : A_X; }
+/* A layer's grouped-query attention: A_X to partial sums in A_OUT, as of all mixers. */
+static void forward_gqa(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->w_gate, A_GATE},
+           {&l->wk_index, A_IK}, {&l->wq_index, A_IQ});
+    if (l->qk_norm == QK_NORM_ROWS) step_add(p, OP_row_norm, il, SLOTS(A_Q, A_K), ACT_COUNT);
+    if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK), ACT_COUNT);
+    step_add(p, OP_attention, il, SLOTS(A_Q, A_K, A_V, l->attn.n_gate ? A_GATE : ACT_COUNT), A_ATT);
+    LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
+}
 
-/* The forward of all families here: layers of attention or gated delta net, each with a feed-forward. */
-static void forward_layers(struct rank *r) {
-    const struct model *m = r->m;
-    r->ops->embed(r, &m->embd, A_X);
-    for (int il = 0; il < m->n_layer; il++) {
-        forward_half(r, il);
-        r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
+/* A layer's gated delta net. */
+static void forward_delta(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz, A_Z},
+           {&l->w_alpha, A_ALPHA}, {&l->w_beta, A_BETA});
+    step_add(p, OP_delta_net, il, SLOTS(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA), A_ATT);
+    LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
+}
+
+/* A layer's multi-head latent attention. The query may go through a low rank. */
+static void forward_mla(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    LINEAR(p, il, layer_input(m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->wq, A_Q}, {&l->wk_index, A_IK},
+           {&l->w_index, A_IW});
+    if (l->attn.q_lora) LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
+    if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK, A_IW), ACT_COUNT);
+    struct step *s = step_add(p, OP_mla_attention, il, SLOTS(A_Q, A_K), A_ATT);
+    s->w[0] = &l->wk_b;
+    s->w[1] = &l->wv_b;
+    LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
+}
+
+/* A layer's attention of one KV head over a window and compressed keys. */
+static void forward_shared(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    LINEAR(p, il, layer_input(m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->compressor.kv, A_CK},
+           {&l->compressor.gate, A_CG}, {&l->index_compressor.kv, A_ICK}, {&l->index_compressor.gate, A_ICG},
+           {&l->w_index, A_IW});
+    LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
+    step_add(p, OP_shared_store, il,
+             l->attn.n_index ? SLOTS(A_Q, A_K, A_CK, A_CG, A_IQ, A_ICK, A_ICG)
+             : l->attn.ratio ? SLOTS(A_Q, A_K, A_CK, A_CG)
+                             : SLOTS(A_Q, A_K),
+             ACT_COUNT);
+    if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IW), ACT_COUNT);
+    step_add(p, OP_shared_attention, il, SLOTS(A_Q), A_ATT);
+    step_add_products(p, OP_group_linear, il, plain(A_ATT), (const struct product[]){{&l->wo_a, A_GROUPS}, {NULL, 0}});
+    LINEAR(p, il, plain(A_GROUPS), {&l->wo, A_OUT});
+}
+
+/* A layer: what mixes its tokens, then its feed-forward. */
+static void forward_layer(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    switch (l->mixer) {
+    case MIXER_GQA: forward_gqa(p, m, il); break;
+    case MIXER_MLA: forward_mla(p, m, il); break;
+    case MIXER_CSA: forward_shared(p, m, il); break;
+    case MIXER_DELTA: forward_delta(p, m, il); break;
     }
-    r->ops->final_reduce(r, A_X, A_OUT);
-    if (m->n_prediction)
-        r->ops->keep_final(r, final_act(m), m->family->plain_final ? NULL : m->output_norm, 0, r->n_tok, 0);
+    struct step *s = step_add_input(p, OP_norm_ffn, il, residual(m, A_OUT, l->ffn_norm, &l->hc_ffn), A_OUT);
+    const struct weight *const w[] = {&l->router, &l->gate, &l->up, &l->down, &l->sh_gate, &l->sh_up, &l->sh_down};
+    for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
+        if (w[i]->data) s->w[n++] = w[i];
+}
+
+/* Adds the last partial sums to the residual. hc: how the streams become one row. */
+static void forward_end(struct program *p, const struct model *m, const struct hyper *hc) {
+    step_add_input(p, OP_final_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, m->n_stream ? hc : NULL}, A_X);
+}
+
+/* Keeps final rows for the prediction layer: the norms of the residual's rows, or all streams as they are. */
+static void forward_keep(struct program *p, const struct model *m, const float *norm, bool next) {
+    struct step *s = step_add(p, OP_keep_final, -1, SLOTS(ACT_COUNT), ACT_COUNT);
+    s->x = m->n_stream ? A_STREAMS : A_X;
+    s->norm = m->family->plain_final ? NULL : norm;
+    s->next = next;
+}
+
+/* The forward of all families. */
+static void forward_layers(struct program *p, const struct model *m) {
+    step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = &m->embd;
+    for (int il = 0; il < m->n_layer; il++) forward_layer(p, m, il);
+    forward_end(p, m, &m->hc_head);
+    if (m->n_prediction) forward_keep(p, m, m->output_norm, false);
 }
 
 /* Multi-token prediction (arXiv 2412.19437, section 2.2): the first prediction layer over the batch. For position t it
  * combines the final row of t with the token of t + 1, and its result predicts the token of t + 2. The batch's tokens
  * are those after its positions. With hyper-connections each stream of the final row is combined with the token. */
-static void forward_prediction(struct rank *r) {
-    const struct model *m = r->m;
+static void forward_prediction(struct program *p, const struct model *m) {
     const int il = m->n_layer;
-    const struct layer *layer = &m->layers[il];
-    r->ops->embed(r, prediction_embd(m, layer), A_X);
-    r->ops->prediction_input(r, il, A_X);
-    if (m->n_stream) r->ops->stream_linear(r, &layer->eh_proj, A_EH, A_JOINED);
-    else r->ops->linear(r, &layer->eh_proj, A_EH, A_OUT);
-    forward_half(r, il);
-    r->ops->norm_ffn(r, il, A_X, A_OUT, A_OUT);
-    r->ops->final_reduce(r, A_X, A_OUT);
+    const struct layer *l = &m->layers[il];
+    step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = prediction_embd(m, l);
+    step_add(p, OP_prediction_input, il, SLOTS(ACT_COUNT), A_EH)->x = A_X;
+    step_add_products(p, m->n_stream ? OP_stream_linear : OP_linear, il, plain(A_EH),
+                      (const struct product[]){{&l->eh_proj, m->n_stream ? A_JOINED : A_OUT}, {NULL, 0}});
+    forward_layer(p, m, il);
+    forward_end(p, m, &l->hc_head);
 }
 
 /* The same for a draft. A pass of the token that is drafted, at the next position, then finds its final row. */
-static void forward_draft(struct rank *r) {
-    const struct model *m = r->m;
-    forward_prediction(r);
-    const float *norm = m->family->plain_final ? NULL : prediction_norm(m, &m->layers[m->n_layer]);
-    r->ops->keep_final(r, final_act(m), norm, r->n_tok - 1, 1, 1);
+static void forward_draft(struct program *p, const struct model *m) {
+    forward_prediction(p, m);
+    forward_keep(p, m, prediction_norm(m, &m->layers[m->n_layer]), true);
+}
+
+void rank_record(struct rank *r) {
+    forward_layers(&r->program[PASS_FORWARD], r->m);
+    if (!r->m->n_prediction) return;
+    forward_prediction(&r->program[PASS_PREDICTION], r->m);
+    forward_draft(&r->program[PASS_DRAFT], r->m);
+}
+
+void rank_forget(struct rank *r) {
+    for (int i = 0; i < PASSES; i++) arrfree(r->program[i].step);
 }
 
 void rank_pass(struct rank *r) {
-    switch (r->pass) {
-    case PASS_FORWARD: r->m->family->forward(r); break;
-    case PASS_PREDICTION: forward_prediction(r); break;
-    case PASS_DRAFT: forward_draft(r); break;
-    case PASSES: break;
-    }
+    const struct program *p = &r->program[r->pass];
+    for (const struct step *s = p->step; s < p->step + arrlen(p->step); s++) switch (s->op) {
+#define OP_RUN(type, name, params, args) \
+    case OP_##name: r->ops->name args; break;
+            STEP_OPS(OP_RUN)
+#undef OP_RUN
+        case OP_COUNT: break;
+        }
 }
 
 /* clang-format off */
 static const struct family families[] = {
     {.arch = "qwen3moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_qwen3moe, .layer = layer_gqa, .forward = forward_layers},
+     .read = read_qwen3moe, .layer = layer_gqa},
     {.arch = "qwen35moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_qwen35,   .layer = layer_qwen35, .forward = forward_layers},
+     .read = read_qwen35,   .layer = layer_qwen35},
     {.arch = "qwen3next", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_qwen35,   .layer = layer_qwen3next, .forward = forward_layers},
+     .read = read_qwen35,   .layer = layer_qwen3next},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
-     .read = read_mla,      .layer = layer_mla, .forward = forward_layers},
+     .read = read_mla,      .layer = layer_mla},
     {.arch = "deepseek32", .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .read = read_sparse,   .layer = layer_sparse, .forward = forward_layers},
+     .read = read_sparse,   .layer = layer_sparse},
     {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .read = read_glm_dsa,  .layer = layer_sparse, .forward = forward_layers},
+     .read = read_glm_dsa,  .layer = layer_sparse},
     {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .plain_final = true, .qat = true,
-     .read = read_deepseek4, .layer = layer_deepseek4, .forward = forward_layers},
+     .read = read_deepseek4, .layer = layer_deepseek4},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .read = read_gqa,      .layer = layer_gqa, .forward = forward_layers},
+     .read = read_gqa,      .layer = layer_gqa},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .read = read_gqa,      .layer = layer_glm4, .forward = forward_layers},
+     .read = read_gqa,      .layer = layer_glm4},
     {.arch = "gpt-oss",   .gating = GATING_CHOSEN, .norm_topk_prob = false,
-     .read = read_gptoss,   .layer = layer_gptoss, .forward = forward_layers},
+     .read = read_gptoss,   .layer = layer_gptoss},
     {.arch = "minimax-m2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .read = read_gqa,      .layer = layer_row_norm, .forward = forward_layers},
+     .read = read_gqa,      .layer = layer_row_norm},
     {.arch = "minimax-m3", .gating = GATING_SIGMOID, .norm_topk_prob = true,
-     .read = read_minimax_m3, .layer = layer_minimax_m3, .forward = forward_layers},
+     .read = read_minimax_m3, .layer = layer_minimax_m3},
     {.arch = "olmoe",     .gating = GATING_SOFTMAX, .norm_topk_prob = false,
-     .read = read_gqa,      .layer = layer_row_norm, .forward = forward_layers},
+     .read = read_gqa,      .layer = layer_row_norm},
     {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true,
-     .read = read_llama,    .layer = layer_attn, .forward = forward_layers},
+     .read = read_llama,    .layer = layer_attn},
     {.arch = "qwen2moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
-     .read = read_gqa,      .layer = layer_attn, .forward = forward_layers},
+     .read = read_gqa,      .layer = layer_attn},
     {.arch = "ernie4_5-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .softmax_bias = true,
-     .read = read_llama,    .layer = layer_attn, .forward = forward_layers},
+     .read = read_llama,    .layer = layer_attn},
     {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false, .plain_final = true,
-     .read = read_step35,   .layer = layer_step35, .forward = forward_layers},
+     .read = read_step35,   .layer = layer_step35},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
-     .read = read_laguna,   .layer = layer_laguna, .forward = forward_layers},
+     .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .plain_final = true,
-     .read = read_mimo2,    .layer = layer_mimo2, .forward = forward_layers},
+     .read = read_mimo2,    .layer = layer_mimo2},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -18094,7 +18185,7 @@ static const struct option options[] = {
     {"shard", IS_STR(shard), .arg = "R/N", .of = "synth", .help = "only what GPU R of N would hold"},
     {.help = "Messages"},
     {"quiet", "-q|--log-disable", IS_FLAG(quiet), .in_chat = true, .help = "no banner, no statistics, no notes"},
-    {"verbose", "-v|--log-verbose", IS_FLAG(verbose), .in_chat = true, .help = "print more on stderr"},
+    {"verbose", "-v|--log-verbose", IS_FLAG(verbose), .in_chat = true, .help = "print more"},
     {"color", "-co", IS_CHOICE(color, color_names), .rare = true, .arg = "WHEN",
      .help = "color (default: auto, on a terminal)"},
     {"simple-io", IS_FLAG(simple_io), .rare = true, .help = "no line editor, no color, as with TERM=dumb"},
@@ -21193,7 +21284,7 @@ struct passage {
 };
 
 /* A state of the editor to which undo goes back. */
-struct step {
+struct edit_step {
     struct passage was;
     size_t cursor, history_at;
 };
@@ -21213,7 +21304,7 @@ struct editor {
     struct passage *cuts;          /* stb_ds: texts cut, the newest last */
     size_t yanked;                 /* the cut that was inserted last, */
     size_t yanked_at;              /* and where */
-    struct step *steps;            /* stb_ds: former states, the newest last */
+    struct edit_step *steps;       /* stb_ds: former states, the newest last */
     bool chord;                    /* the key before this one was Ctrl-X */
     bool in_step;                  /* the newest of steps is the state before the present change */
     enum edit_action last, action; /* of the key before, and of this one */
@@ -21349,8 +21440,8 @@ static size_t word_right(const struct editor *e, size_t pos) {
 
 /* ---- changes ---- */
 
-static struct step step_take(const struct editor *e) {
-    return (struct step){passage_copy(e->text, e->folds, 0, arrlenu(e->text)), e->cursor, e->history_at};
+static struct edit_step step_take(const struct editor *e) {
+    return (struct edit_step){passage_copy(e->text, e->folds, 0, arrlenu(e->text)), e->cursor, e->history_at};
 }
 
 static void steps_clear(struct editor *e) {
@@ -21362,7 +21453,7 @@ static void steps_clear(struct editor *e) {
 static void edit_step(struct editor *e) {
     if (e->in_step) return;
     e->in_step = true;
-    const struct step now = step_take(e);
+    const struct edit_step now = step_take(e);
     arrput(e->steps, now);
     size_t bytes = 0;
     int keep = 0, n = (int)arrlen(e->steps);
@@ -21599,7 +21690,7 @@ static void history_move(struct editor *e, int step) {
 }
 
 /* Brings a state back. */
-static void step_restore(struct editor *e, const struct step *s) {
+static void step_restore(struct editor *e, const struct edit_step *s) {
     if (e->history_at != s->history_at) history_go(e, s->history_at);
     text_set(e, "", 0);
     text_insert_passage(e, &s->was);
@@ -21610,7 +21701,7 @@ static void step_restore(struct editor *e, const struct step *s) {
 static void text_undo(struct editor *e) {
     e->in_step = true; /* undo is no step of its own */
     for (bool same = true; same && arrlen(e->steps);) {
-        struct step s = arrpop(e->steps);
+        struct edit_step s = arrpop(e->steps);
         same = passage_is(&s.was, e->text, arrlenu(e->text));
         step_restore(e, &s);
         passage_free(&s.was);
@@ -21953,7 +22044,7 @@ static void editor_complete(struct editor *e) {
 static void editor_search(struct editor *e) {
     const char *prompt = e->prompt;
     char *query = NULL, *shown = NULL;
-    struct step before = step_take(e);
+    struct edit_step before = step_take(e);
     bool missed = false;
     int key, at = (int)arrlen(e->history);
     for (;;) {
@@ -23528,9 +23619,8 @@ enum decode_kernel {
     DECODE_ADD_NORM,
     DECODE_STREAMS,
     DECODE_STREAMS_NORM,
-    DECODE_PROJECTIONS,
+    DECODE_LINEAR,
     DECODE_ROW_NORM,
-    DECODE_QUERY, /* MLA: out of the low-rank query */
     DECODE_INDEX_STORE,
     DECODE_INDEX_SCORES,
     DECODE_INDEX_CHOOSE,
@@ -23541,10 +23631,8 @@ enum decode_kernel {
     DECODE_ATTENTION,
     DECODE_MLA_ATTENTION,
     DECODE_SHARED_ATTENTION,
-    DECODE_GROUPS,
     DECODE_MLA_VALUE,
     DECODE_DELTA,
-    DECODE_LINEAR, /* attention's output, a dense layer's down, the head */
     DECODE_ROUTER,
     DECODE_GLU,
     DECODE_DOWN,
@@ -23568,9 +23656,8 @@ static const struct {
     [DECODE_ADD_NORM] = {"k_add_norm", 0.8},                 /* four latencies of L2, and a sum over the block */
     [DECODE_STREAMS] = {"k_streams_mix", 1.0},               /* three latencies of L2, and sums over a block */
     [DECODE_STREAMS_NORM] = {"k_streams_norm", 2.4},         /* five latencies of L2, 20 iterations, a sum */
-    [DECODE_PROJECTIONS] = {"k_gemv_linear", 0.4},           /* run: 0.3 to 0.4 */
+    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},                /* run: 0.2 to 1.0 */
     [DECODE_ROW_NORM] = {"k_row_norm", 0.9},                 /* three latencies of L2, and a sum over the block */
-    [DECODE_QUERY] = {"k_gemv_linear", 0.4},                 /* run: 0.3 to 1.0 */
     [DECODE_INDEX_STORE] = {"k_index_store", 0.6},           /* a norm, and a rotation */
     [DECODE_INDEX_SCORES] = {"index_scores", 1.0},           /* two latencies of L2 for the queries, one of memory */
     [DECODE_INDEX_CHOOSE] = {"index_choose", 6.0},           /* 5 readings of the scores of 32K keys by one SM */
@@ -23581,10 +23668,8 @@ static const struct {
     [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},           /* run: 1.6 a tile of keys, 2 to 3 before the first */
     [DECODE_SHARED_STORE] = {"k_shared_store", 1.2},         /* two latencies of L2, exponentials, a norm, a rotation */
     [DECODE_SHARED_ATTENTION] = {"attn_kernel", 4.7},        /* as of MLA, and 0.7 to join splits */
-    [DECODE_GROUPS] = {"k_gemv_linear", 0.4},                /* as DECODE_LINEAR */
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},   /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},    /* a latency of memory, and an SM moves a head's state */
-    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},    /* run: 0.2 to 0.9 */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},   /* two passes of latencies: the logits, the choice */
     [DECODE_GLU] = {"k_gemv_glu", 1.4},          /* run: 1.4 */
     [DECODE_DOWN] = {"k_gemv_down", 1.0},        /* run: 0.6 to 1.7 */
@@ -23609,195 +23694,200 @@ struct launch {
     int ahead;    /* it requests the dense bytes of the launches after it, up to this one; 0: of none */
 };
 
-/* The launch of a layer that reads a tensor. Norms are counted where their result is used. */
-static enum decode_kernel launch_of_tensor(const struct tensor_rule *rule, const struct layer *layer) {
-    switch (rule->field) {
-    case offsetof(struct layer, q_a_norm):
-    case offsetof(struct layer, wq_b): return DECODE_QUERY;
-    case offsetof(struct layer, wq_index): return layer->mixer == MIXER_GQA ? DECODE_PROJECTIONS : DECODE_QUERY;
-    case offsetof(struct layer, index_norm):
-    case offsetof(struct layer, index_q_norm):
-    case offsetof(struct layer, index_norm_bias): return DECODE_INDEX_STORE;
-    case offsetof(struct layer, kv_a_norm): return layer->mixer == MIXER_MLA ? DECODE_MLA_QUERY : DECODE_SHARED_STORE;
-    case offsetof(struct layer, compressor.ape):
-    case offsetof(struct layer, compressor.norm):
-    case offsetof(struct layer, index_compressor.ape):
-    case offsetof(struct layer, index_compressor.norm): return DECODE_SHARED_STORE;
-    case offsetof(struct layer, hc_attn.fn):
-    case offsetof(struct layer, hc_attn.base):
-    case offsetof(struct layer, hc_attn.scale):
-    case offsetof(struct layer, hc_ffn.fn):
-    case offsetof(struct layer, hc_ffn.base):
-    case offsetof(struct layer, hc_ffn.scale): return DECODE_STREAMS;
-    case offsetof(struct layer, wo_a): return DECODE_GROUPS;
-    case offsetof(struct layer, wk_b): return DECODE_MLA_QUERY;
-    case offsetof(struct layer, wv_b): return DECODE_MLA_VALUE;
-    case offsetof(struct layer, q_norm):
-    case offsetof(struct layer, k_norm):
-        return layer->qk_norm == QK_NORM_ROWS ? DECODE_ROW_NORM : layer->attn.top_k ? DECODE_ROPE : DECODE_ATTENTION;
-    case offsetof(struct layer, sinks): return layer->mixer == MIXER_CSA ? DECODE_SHARED_ATTENTION : DECODE_ATTENTION;
-    case offsetof(struct layer, conv):
-    case offsetof(struct layer, decay):
-    case offsetof(struct layer, dt_bias):
-    case offsetof(struct layer, delta_norm): return DECODE_DELTA;
-    case offsetof(struct layer, wo.bias):
-    case offsetof(struct layer, wo): return DECODE_LINEAR;
-    case offsetof(struct layer, ffn_norm): return layer->n_expert ? DECODE_ROUTER : DECODE_GLU;
-    case offsetof(struct layer, expert_ids):
-    case offsetof(struct layer, router):
-    case offsetof(struct layer, router.bias):
-    case offsetof(struct layer, router_bias):
-    case offsetof(struct layer, sh_weight): return DECODE_ROUTER;
-    case offsetof(struct layer, gate):
-    case offsetof(struct layer, up):
-    case offsetof(struct layer, gate.bias):
-    case offsetof(struct layer, up.bias):
-    case offsetof(struct layer, sh_gate):
-    case offsetof(struct layer, sh_up): return DECODE_GLU;
-    case offsetof(struct layer, down):
-    case offsetof(struct layer, down.bias):
-    case offsetof(struct layer, sh_down): return DECODE_DOWN;
-    default: return DECODE_PROJECTIONS;
-    }
-}
+/* The launches of a forward, while they are listed. */
+struct launches {
+    struct launch *list; /* stb_ds */
+    const struct model *m;
+    enum kv_type kv;
+    size_t n_past;
+    /* launches that request bytes ahead, see struct launch; -1: none */
+    int first;     /* the layer's first products, unless they make the norm of their input */
+    int attention; /* what mixes the layer's tokens */
+    int router;    /* the latest router */
+};
 
-/* Adds a launch to a stb_ds array; returns its index. */
-static int launch_add(struct launch **list, enum decode_kernel kernel, double bytes, double dense) {
+/* Adds a launch; returns its index. */
+static int launch_add(struct launches *k, enum decode_kernel kernel, double bytes, double dense) {
     const struct launch l = {.kernel = kernel, .bytes = bytes, .dense = dense};
-    arrput(*list, l);
-    return (int)arrlen(*list) - 1;
+    arrput(k->list, l);
+    return (int)arrlen(k->list) - 1;
 }
 
-/* Adds the launches that mix streams of residuals: by a matrix of so many bytes, 0: they are not read. own: as below. */
-static void launch_add_streams(struct launch **list, bool own, double bytes) {
-    if (!own) {
-        const int sum = launch_add(list, DECODE_ADD_NORM, 0, 0);
-        (*list)[sum].reduces = true;
-    }
-    launch_add(list, DECODE_STREAMS, bytes, 0);
-    if (bytes > 0) launch_add(list, DECODE_STREAMS_NORM, 0, 0);
+/* Bytes that a token reads of the tensor in a field of layer il; 0: the layer has none. */
+static double tensor_reads(const struct launches *k, int il, const void *field) {
+    const struct layer *l = &k->m->layers[il];
+    for (const struct tensor_rule *rule = rule_next(NULL, l); rule; rule = rule_next(rule, l))
+        if (field == (const uint8_t *)l + rule->field) return (double)plan_tensor_reads(false, rule, k->m, l);
+    return 0;
 }
 
-/* Adds the launch of a norm of the residual stream, unless the next kernel makes it; or, by a matrix of `streams` bytes,
- * those of its streams. own: no deltas of other ranks are to be added to it. Returns whether the next kernel makes it. */
-static bool launch_add_norm(struct launch **list, const struct model *m, bool own, bool may_fuse, double streams) {
-    if (m->n_stream) {
-        launch_add_streams(list, own, streams);
-        return false;
+/* The same of several fields, up to NULL. */
+static double tensors_read(const struct launches *k, int il, const void *const *field) {
+    double bytes = 0;
+    for (; *field; field++) bytes += tensor_reads(k, il, *field);
+    return bytes;
+}
+#define READS(...) tensors_read(k, il, (const void *const[]){__VA_ARGS__, NULL})
+
+/* Bytes that a token reads of the matrices of a step. */
+static double products_read(const struct step *s) {
+    double bytes = 0;
+    for (int i = 0; s->w[i]; i++) bytes += (double)plan_matrix_reads(false, s->w[i], s->w[i]->n_expert);
+    return bytes;
+}
+
+/* Adds what makes the input of a step (see STEP_OPS), unless the next kernel does; returns whether it does. streams:
+ * bytes by which the streams are read, 0: they are not. */
+static bool launch_add_input(struct launches *k, const struct step *s, bool may_fuse, double streams) {
+    const struct model *m = k->m;
+    const bool own = m->shard.n_rank == 1 || s->partial == ACT_COUNT;
+    const bool mixes = m->n_stream && s->x == A_X;
+    const int width = s->x == A_QA ? m->max.q_lora : m->n_embd;
+    if (may_fuse && !mixes && gpu_norm_fuses(1, width, own)) return true;
+    if (!mixes || !own) {
+        const int at = launch_add(k, DECODE_ADD_NORM, 0, 0);
+        k->list[at].reduces = !own;
     }
-    if (may_fuse && gpu_norm_fuses(1, m->n_embd, own)) return true;
-    const int at = launch_add(list, DECODE_ADD_NORM, 0, 0);
-    (*list)[at].reduces = !own;
+    if (mixes) launch_add(k, DECODE_STREAMS, streams, 0);
+    if (mixes && streams > 0) launch_add(k, DECODE_STREAMS_NORM, 0, 0);
     return false;
 }
 
-/* Adds the launches of layer il of a shard. router: the launch of the layer before that requests the first products of
- * this one, or 0; returns that of this layer. */
-static int launch_add_layer(struct launch **list, const struct model *m, int il, enum kv_type kv, size_t n_past,
-                            int router) {
-    const struct layer *layer = &m->layers[il];
-    const bool alone = m->shard.n_rank == 1, mla = layer->mixer == MIXER_MLA;
-    const bool delta = layer->mixer == MIXER_DELTA, shared = layer->mixer == MIXER_CSA;
-    double bytes[DECODE_KERNELS] = {0}, dense[DECODE_KERNELS] = {0};
-    for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
-        const enum decode_kernel k = launch_of_tensor(rule, layer);
-        if (rule->when & HAS_PREDICTION) continue; /* draft_launches adds them */
-        const double reads = (double)plan_tensor_reads(false, rule, m, layer);
-        bytes[k] += reads;
-        if (rule->kind == TENSOR_MATRIX && k != DECODE_GLU && k != DECODE_DOWN) dense[k] += reads;
+/* Adds the products of a step with matrices. */
+static void launch_add_linear(struct launches *k, const struct step *s) {
+    const struct layer *l = &k->m->layers[s->il];
+    const int il = s->il;
+    const double products = products_read(s);
+    const bool layers_first = s->norm && s->x == A_X;
+    const double streams = s->hc ? READS(&l->hc_attn.fn, &l->hc_attn.base, &l->hc_attn.scale) : 0;
+    const bool fuses = s->norm && launch_add_input(k, s, true, streams);
+    double vectors = 0;
+    if (layers_first) vectors = READS(&l->attn_norm, &l->wq.bias, &l->wk.bias, &l->wv.bias);
+    else if (s->norm) vectors = READS(&l->q_a_norm);
+    else if (s->w[0] == &l->wo) vectors = READS(&l->wo.bias);
+    const int at = launch_add(k, DECODE_LINEAR, products + vectors, products);
+    k->list[at].norms = fuses;
+    if (layers_first) {
+        if (k->router >= 0) k->list[k->router].ahead = at;
+        k->first = fuses ? -1 : at;
+    } else if (s->w[0] == &l->wo) {
+        k->list[k->attention].ahead = at;
+        if (k->first >= 0) k->list[k->first].ahead = at;
     }
-#define ADD(kernel) launch_add(list, kernel, bytes[kernel], dense[kernel])
-    const double streams = bytes[DECODE_STREAMS] / 2; /* of a half of the layer */
-    bool fuses = launch_add_norm(list, m, alone || !il, true, streams);
-    const int first = ADD(DECODE_PROJECTIONS);
-    (*list)[first].norms = fuses;
-    if (router) (*list)[router].ahead = first;
-    if (layer->attn.q_lora) {
-        const bool query_fuses = gpu_norm_fuses(1, m->max.q_lora, true);
-        if (!query_fuses) launch_add(list, DECODE_ADD_NORM, 0, 0);
-        const int query = ADD(DECODE_QUERY);
-        (*list)[query].norms = query_fuses;
-    }
-    if (layer->qk_norm == QK_NORM_ROWS) {
-        const int rows = ADD(DECODE_ROW_NORM);
-        (*list)[rows].reduces = !alone;
-    }
-    if (shared) {
-        const int store = ADD(DECODE_SHARED_STORE);
-        (*list)[store].bytes += layer_recent_reads(m, layer, kv, n_past);
-    }
-    if (layer->attn.n_index) {
-        if (!shared) ADD(DECODE_INDEX_STORE);
-        const int scores = ADD(DECODE_INDEX_SCORES);
-        (*list)[scores].bytes += layer_index_reads(m, layer, kv, n_past);
-        launch_add(list, mla ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
-    }
-    if (mla) ADD(DECODE_MLA_QUERY);
-    else if (layer->attn.top_k && !shared) ADD(DECODE_ROPE);
-    const int attention = ADD(mla      ? DECODE_MLA_ATTENTION
-                              : delta  ? DECODE_DELTA
-                              : shared ? DECODE_SHARED_ATTENTION
-                                       : DECODE_ATTENTION);
-    (*list)[attention].bytes += layer_state_reads(m, layer, kv, n_past) - layer_index_reads(m, layer, kv, n_past) -
-                                layer_recent_reads(m, layer, kv, n_past);
-    if (mla) ADD(DECODE_MLA_VALUE);
-    if (shared) ADD(DECODE_GROUPS);
-    const int out = ADD(DECODE_LINEAR);
-    (*list)[attention].ahead = out;
-    if (!fuses) (*list)[first].ahead = out;
-    fuses = launch_add_norm(list, m, alone, layer->n_expert > 0, streams);
-    router = layer->n_expert ? ADD(DECODE_ROUTER) : 0;
-    if (router) (*list)[router].norms = fuses;
-    ADD(DECODE_GLU);
-    launch_add(list, router ? DECODE_DOWN : DECODE_LINEAR, bytes[DECODE_DOWN], 0);
-#undef ADD
-    return router;
 }
 
-/* Adds the launches after the last layer: its sum, the logits and the choice of a token. router: as in
- * launch_add_layer. keep: the final row is kept for the prediction layer. */
-static void launch_add_head(struct launch **list, const struct model *m, const struct weight *w, int router,
-                            bool keep) {
-    const bool alone = m->shard.n_rank == 1, ends = m->shard.stage + 1 == m->shard.n_stage;
-    launch_add_norm(list, m, alone, false, ends ? (double)plan_head_streams(m) : 0);
-    if (keep) launch_add(list, DECODE_KEEP_FINAL, 0, 0);
-    if (!ends) {
-        launch_add(list, DECODE_SEND, 0, 0);
-        return;
+/* Adds a layer's feed-forward. */
+static void launch_add_ffn(struct launches *k, const struct step *s) {
+    const struct layer *l = &k->m->layers[s->il];
+    const int il = s->il;
+    const double norm = READS(&l->ffn_norm);
+    const double streams = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
+    const bool fuses = launch_add_input(k, s, l->n_expert > 0, streams);
+    k->router = -1;
+    if (l->n_expert) {
+        k->router =
+            launch_add(k, DECODE_ROUTER,
+                       norm + READS(&l->expert_ids, &l->router, &l->router.bias, &l->router_bias, &l->sh_weight), 0);
+        k->list[k->router].norms = fuses;
     }
-    launch_add(list, DECODE_ADD_NORM, 0, 0);
-    const double head = (double)plan_matrix_reads(false, w, 1);
-    const int last = launch_add(list, DECODE_LINEAR, head, head);
-    if (router) (*list)[router].ahead = last;
-    if (!alone) launch_add(list, DECODE_SEND, 0, 0);
-    if (!m->shard.rank) launch_add(list, DECODE_SAMPLE, 0, 0);
+    launch_add(k, DECODE_GLU,
+               (l->n_expert ? 0 : norm) + READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias, &l->sh_gate, &l->sh_up),
+               0);
+    launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR, READS(&l->down, &l->down.bias, &l->sh_down), 0);
 }
 
-/* The launches of a shard for one token at position n_past, up to the choice of the next one, as a stb_ds array. */
-static struct launch *decode_launches(const struct model *m, enum kv_type kv, size_t n_past) {
+/* Adds the launches of a step. Norms are counted where their result is used. */
+static void launches_of(struct launches *k, const struct step *s) {
+    const struct model *m = k->m;
+    const int il = s->il;
+    const struct layer *l = il < 0 ? NULL : &m->layers[il];
+    const double state = l ? layer_state_reads(m, l, k->kv, k->n_past) : 0;
+    const double index = l ? layer_index_reads(m, l, k->kv, k->n_past) : 0;
+    const double recent = l ? layer_recent_reads(m, l, k->kv, k->n_past) : 0;
+    switch (s->op) {
+    case OP_embed:
+        launch_add(k, DECODE_EMBED, 0, 0);
+        if (m->shard.stage) launch_add(k, DECODE_SEND, 0, 0);
+        break;
+    case OP_prediction_input: launch_add(k, DECODE_PREDICTION_INPUT, 0, 0); break;
+    case OP_linear:
+    case OP_stream_linear:
+    case OP_group_linear: launch_add_linear(k, s); break;
+    case OP_row_norm: {
+        const int rows = launch_add(k, DECODE_ROW_NORM, READS(&l->q_norm, &l->k_norm), 0);
+        k->list[rows].reduces = m->shard.n_rank > 1;
+        break;
+    }
+    case OP_select_keys:
+        if (l->mixer != MIXER_CSA)
+            launch_add(k, DECODE_INDEX_STORE, READS(&l->index_norm, &l->index_norm_bias, &l->index_q_norm), 0);
+        launch_add(k, DECODE_INDEX_SCORES, index, 0);
+        launch_add(k, l->mixer == MIXER_MLA ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
+        break;
+    case OP_attention: {
+        const double norms = l->qk_norm == QK_NORM_HEADS ? READS(&l->q_norm, &l->k_norm) : 0;
+        if (l->attn.top_k) launch_add(k, DECODE_ROPE, norms, 0);
+        k->attention =
+            launch_add(k, DECODE_ATTENTION, (l->attn.top_k ? 0 : norms) + READS(&l->sinks) + state - index - recent, 0);
+        break;
+    }
+    case OP_mla_attention:
+        launch_add(k, DECODE_MLA_QUERY, READS(&l->wk_b, &l->kv_a_norm), READS(&l->wk_b));
+        k->attention = launch_add(k, DECODE_MLA_ATTENTION, state - index - recent, 0);
+        launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b), READS(&l->wv_b));
+        break;
+    case OP_shared_store:
+        launch_add(k, DECODE_SHARED_STORE,
+                   recent + READS(&l->kv_a_norm, &l->compressor.ape, &l->compressor.norm, &l->index_compressor.ape,
+                                  &l->index_compressor.norm),
+                   0);
+        break;
+    case OP_shared_attention:
+        k->attention = launch_add(k, DECODE_SHARED_ATTENTION, READS(&l->sinks) + state - index - recent, 0);
+        break;
+    case OP_delta_net:
+        k->attention = launch_add(k, DECODE_DELTA,
+                                  READS(&l->conv, &l->decay, &l->dt_bias, &l->delta_norm) + state - index - recent, 0);
+        break;
+    case OP_norm_ffn: launch_add_ffn(k, s); break;
+    case OP_final_reduce: {
+        const bool ends = m->shard.stage + 1 == m->shard.n_stage;
+        launch_add_input(k, s, false, ends ? (double)plan_head_streams(m) : 0);
+        if (!ends) launch_add(k, DECODE_SEND, 0, 0);
+        break;
+    }
+    case OP_keep_final: launch_add(k, DECODE_KEEP_FINAL, 0, 0); break;
+    case OP_COUNT: break;
+    }
+}
+#undef READS
+
+/* The launches of a shard for a pass of one token at position n_past, up to the choice of the next one by the products
+ * with `head`, as a stb_ds array. */
+static struct launch *decode_launches(const struct model *m, enum pass pass, const struct weight *head, enum kv_type kv,
+                                      size_t n_past) {
     const struct shard *shard = &m->shard;
-    struct launch *list = NULL;
-    int router = 0;
-    if (shard->n_rank * shard->n_stage > 1) launch_add(&list, DECODE_SHARE, 0, 0);
-    launch_add(&list, DECODE_EMBED, 0, 0);
-    if (shard->stage) launch_add(&list, DECODE_SEND, 0, 0);
-    for (int il = 0; il < m->n_layer; il++) router = launch_add_layer(&list, m, il, kv, n_past, router);
-    launch_add_head(&list, m, &m->output, router, m->n_prediction > 0);
-    return list;
+    struct launches k = {.m = m, .kv = kv, .n_past = n_past, .first = -1, .attention = -1, .router = -1};
+    struct rank r = {.m = m};
+    if (pass == PASS_FORWARD && shard->n_rank * shard->n_stage > 1) launch_add(&k, DECODE_SHARE, 0, 0);
+    rank_record(&r);
+    const struct program *p = &r.program[pass];
+    for (ptrdiff_t i = 0; i < arrlen(p->step); i++) launches_of(&k, &p->step[i]);
+    rank_forget(&r);
+    if (shard->stage + 1 < shard->n_stage) return k.list;
+    launch_add(&k, DECODE_ADD_NORM, 0, 0);
+    const double bytes = (double)plan_matrix_reads(false, head, 1);
+    const int last = launch_add(&k, DECODE_LINEAR, bytes, bytes);
+    if (k.router >= 0) k.list[k.router].ahead = last;
+    if (shard->n_rank > 1) launch_add(&k, DECODE_SEND, 0, 0);
+    if (!shard->rank) launch_add(&k, DECODE_SAMPLE, 0, 0);
+    return k.list;
 }
 
 /* The launches of a draft, by the prediction layer. */
 static struct launch *draft_launches(const struct model *m, enum kv_type kv, size_t n_past) {
-    const struct layer *layer = &m->layers[m->n_layer];
-    const double eh = (double)plan_matrix_reads(false, &layer->eh_proj, 1);
-    struct launch *list = NULL;
-    launch_add(&list, DECODE_EMBED, 0, 0);
-    launch_add(&list, DECODE_PREDICTION_INPUT, 0, 0);
-    launch_add(&list, DECODE_LINEAR, eh, eh);
-    const int router = launch_add_layer(&list, m, m->n_layer, kv, n_past, 0);
-    const struct weight head = prediction_head_rows(m, layer, DRAFT_IDS);
-    launch_add_head(&list, m, &head, router, true);
-    return list;
+    const struct weight head = prediction_head_rows(m, &m->layers[m->n_layer], DRAFT_IDS);
+    return decode_launches(m, PASS_DRAFT, &head, kv, n_past);
 }
 
 /* Seconds of a launch beside reading its bytes. */
@@ -23838,7 +23928,8 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
     for (int stage = 0; stage < d->pp; stage++) {
         struct forecast slowest = {0};
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
-            struct launch *list = decode_launches(&d->rank[i].m, p->kv, (size_t)ctx);
+            struct launch *list =
+                decode_launches(&d->rank[i].m, PASS_FORWARD, &d->rank[i].m.output, p->kv, (size_t)ctx);
             const int early = stage ? 2 : 0; /* later stages have the id and its embedding before their input comes */
             const struct forecast f = forecast_launches(list, early, p->device[i].rate, p->device[i].l2);
             if (f.seconds > slowest.seconds) slowest = f;
@@ -23885,7 +23976,7 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
 /* Sets `fixed` of the n rows that profile an engine's decode of one token at position 0, if these are the launches that
  * the forecast knows. */
 static void forecast_profile(const struct session *s, struct profile_row *row, int n) {
-    struct launch *list = decode_launches(s->r->m, s->r->kv_type, 1);
+    struct launch *list = decode_launches(s->r->m, PASS_FORWARD, &s->r->m->output, s->r->kv_type, 1);
     bool same = arrlen(list) == n + 1; /* the token is not chosen */
     for (int i = 0; i < n && same; i++) {
         const char *name = decode_costs[list[i].kernel].name;
@@ -24880,6 +24971,87 @@ static void info_tensors(const struct model *m) {
     printf(", %.1f MiB\n", (double)total / 0x1p20);
 }
 
+/* The name of a matrix in a file; il -1: of no layer. */
+static const char *weight_name(const struct model *m, int il, const struct weight *w) {
+    if (il < 0) return w == &m->embd ? "token_embd" : w == &m->output ? "output" : "nextn.embed_tokens";
+    const struct layer *l = &m->layers[il];
+    const char *name = "";
+    for (const struct tensor_rule *rule = rule_next(NULL, l); rule; rule = rule_next(rule, l)) {
+        if (rule->name) name = rule->name; /* parts of the row before have none */
+        if (rule_is_weight(rule) && rule_weight(rule, l) == w) break;
+    }
+    return name;
+}
+
+/* Appends a line on a step. */
+static void info_step(char **out, const struct model *m, const struct step *s) {
+#define OP_TEXT(type, name, params, args) #name,
+    static const char *const ops[] = {STEP_OPS(OP_TEXT)};
+#undef OP_TEXT
+#define ACT_TEXT(name) #name,
+    static const char *const acts[] = {ACTS(ACT_TEXT)};
+#undef ACT_TEXT
+    char *slots = NULL, *matrices = NULL, number[32] = "";
+    double bytes = 0;
+    if (s->x == ACT_COUNT) {
+        for (int i = 0; s->in[i] != ACT_COUNT; i++) sb_printf(&slots, "%s ", acts[s->in[i]]);
+    } else {
+        sb_printf(&slots, s->norm ? "norm(%s" : "%s", acts[s->hc ? A_STREAMS : s->x]);
+        if (s->partial != ACT_COUNT) sb_printf(&slots, " + %s", acts[s->partial]);
+        sb_puts(&slots, s->norm ? ") " : " ");
+    }
+    for (int i = 0; s->out[i] != ACT_COUNT; i++) sb_printf(&slots, i ? " %s" : "-> %s", acts[s->out[i]]);
+    for (int i = 0; s->w[i]; i++) {
+        const struct weight *w = s->w[i];
+        const bool routed = s->op == OP_norm_ffn && w->n_expert > 1;
+        const int used = routed ? m->layers[s->il].n_expert_used : w->n_expert;
+        sb_printf(&matrices, i ? ", %s " : "  %s ", weight_name(m, s->il, w));
+        if (routed) sb_printf(&matrices, "%d of ", used);
+        if (w->n_expert > 1) sb_printf(&matrices, "%d x ", w->n_expert);
+        sb_printf(&matrices, "%d x %d %s", w->n_out, w->n_in, gguf_type_info(w->type).name);
+        bytes += s->op == OP_embed ? (double)w->row_bytes : (double)weight_bytes(w) / w->n_expert * used;
+    }
+    if (s->w[0])
+        sb_printf(out, "  %-16s  %-34s %13s%s\n", ops[s->op], sb_cstr(&slots), with_commas((uint64_t)bytes, number),
+                  sb_cstr(&matrices));
+    else sb_printf(out, "  %-16s  %s\n", ops[s->op], sb_cstr(&slots));
+    arrfree(slots);
+    arrfree(matrices);
+}
+
+/* Appends the lines on the steps of one layer, or of none, from step i on. Returns the first step after them. */
+static ptrdiff_t info_layer(char **out, const struct model *m, const struct program *p, ptrdiff_t i) {
+    const int il = p->step[i].il;
+    arrsetlen(*out, 0);
+    for (; i < arrlen(p->step) && p->step[i].il == il; i++) info_step(out, m, &p->step[i]);
+    return i;
+}
+
+/* --info --verbose: the steps of a forward; those of consecutive layers once if they are the same. */
+static void info_program(const struct model *m) {
+    struct program p = {0};
+    char *text = NULL, *other = NULL;
+    forward_layers(&p, m);
+    printf("forward       operation, slots that it reads -> writes, bytes that a token reads, matrices\n");
+    for (ptrdiff_t i = 0; i < arrlen(p.step);) {
+        const int first = p.step[i].il;
+        int last = first;
+        i = info_layer(&text, m, &p, i);
+        while (first >= 0 && i < arrlen(p.step) && p.step[i].il >= 0) {
+            const ptrdiff_t next = info_layer(&other, m, &p, i);
+            if (strcmp(sb_cstr(&text), sb_cstr(&other))) break;
+            last = p.step[i].il;
+            i = next;
+        }
+        if (last > first) printf(" layers %d-%d\n", first, last);
+        else if (first >= 0) printf(" layer %d\n", first);
+        fputs(sb_cstr(&text), stdout);
+    }
+    arrfree(text);
+    arrfree(other);
+    arrfree(p.step);
+}
+
 /* --list-devices: the GPUs, and the CPU. */
 static int mode_list_devices(struct engine *e) {
     char err[ERR_MAX];
@@ -24919,6 +25091,7 @@ static int mode_info(struct engine *e) {
            m->vocab->n_tokens && m->vocab->chat_template.p ? "yes" : "no");
     printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", set->temp, set->top_k,
            set->top_p, set->min_p, set->repeat_penalty);
+    if (set->verbose) info_program(m);
     return EXIT_OK;
 }
 

@@ -7073,7 +7073,9 @@ static struct rope_table rope_table_of(const struct rank *r, int rope) {
 }
 
 /* Embeddings, cosines and sines of the batch; a later stage then waits for the hidden states of the one before. */
-static void cuda_embed(struct rank *r, const struct weight *w, enum act out) {
+static void cuda_embed(struct rank *r, const struct step *s) {
+    const struct weight *w = s->w[0];
+    const enum act out = s->out[0];
     struct cuda *c = r->cuda;
     r->n_all_reduce = 0;
     struct rope_tables ropes = {};
@@ -7239,17 +7241,16 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
 
 /* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones.
  * */
-static void cuda_final_reduce(struct rank *r, enum act x, enum act delta) {
+static void cuda_final_reduce(struct rank *r, const struct step *s) {
     const struct shard *shard = &r->m->shard;
     const bool last = shard->stage + 1 == shard->n_stage;
     const int n = hidden_width(r->m);
     float *first = r->cuda->x_first;
+    const enum act x = s->x;
     if (r->m->n_stream) {
-        const struct model *m = r->m;
-        const struct hyper *head = r->pass == PASS_FORWARD ? &m->hc_head : &m->layers[m->n_layer].hc_head;
-        streams_mix(r, x, delta, last ? head : NULL, NULL, A_H, {});
+        streams_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H, {});
     } else {
-        all_reduce_add_rmsnorm(r, x, delta, NULL, A_H, first);
+        all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
         if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
     }
     if (last) return;
@@ -7265,17 +7266,18 @@ static struct final_rows final_of(const struct rank *r) {
     return {r->final, r->n_final, max(r->m->n_stream, 1), r->m->n_embd, r->cuda->batch};
 }
 
-static void cuda_keep_final(struct rank *r, enum act x, const float *norm, int first, int n, int shift) {
+static void cuda_keep_final(struct rank *r, const struct step *s) {
     struct cuda *c = r->cuda;
-    LAUNCH_PDL(k_keep_final, dim3((unsigned)n, (unsigned)max(r->m->n_stream, 1)), NORM_THREADS, 0, c->stream, c->x32[x],
-               norm, r->m->rms_eps, first, shift, final_of(r));
+    const int first = s->next ? r->n_tok - 1 : 0;
+    LAUNCH_PDL(k_keep_final, dim3((unsigned)(r->n_tok - first), (unsigned)max(r->m->n_stream, 1)), NORM_THREADS, 0,
+               c->stream, c->x32[s->x], s->norm, r->m->rms_eps, first, (int)s->next, final_of(r));
 }
 
-static void cuda_prediction_input(struct rank *r, int il, enum act x) {
-    const struct layer *layer = &r->m->layers[il];
+static void cuda_prediction_input(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
     struct cuda *c = r->cuda;
     struct prediction_args a = {};
-    a.x = c->x32[r->m->n_stream ? A_STREAMS : x]; /* k_embed has written it to every stream */
+    a.x = c->x32[r->m->n_stream ? A_STREAMS : s->x]; /* k_embed has written it to every stream */
     a.x_stride = (size_t)hidden_width(r->m);
     a.final = final_of(r);
     a.norm[0] = layer->e_norm;
@@ -7283,8 +7285,8 @@ static void cuda_prediction_input(struct rank *r, int il, enum act x) {
     a.eps = r->m->rms_eps;
     a.from = layer->first_eh;
     a.to = a.from + layer->eh_proj.n_in;
-    a.out = c->x16[A_EH];
-    a.out_stride = (size_t)r->width[A_EH] / (size_t)a.final.n_stream;
+    a.out = c->x16[s->out[0]];
+    a.out_stride = (size_t)r->width[s->out[0]] / (size_t)a.final.n_stream;
     LAUNCH_PDL(k_prediction_input, dim3((unsigned)r->n_tok, 1 + (unsigned)a.final.n_stream), NORM_THREADS, 0, c->stream,
                a);
 }
@@ -7327,13 +7329,10 @@ static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t
     gemm_prefill(&g, 0, c->stream);
 }
 
-static void cuda_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
-    struct cuda *c = r->cuda;
-    matmul(r, w->copy, c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
-}
-
 /* In decode the streams of up to 16 tokens are taken 16 at a time. */
-static void cuda_stream_linear(struct rank *r, const struct weight *w, enum act x, enum act out) {
+static void cuda_stream_linear(struct rank *r, const struct step *s) {
+    const struct weight *w = s->w[0];
+    const enum act x = s->in[0], out = s->out[0];
     struct cuda *c = r->cuda;
     const int n = r->n_tok * r->m->n_stream, step = r->n_tok <= DECODE_MAX_TOKENS ? (int)DECODE_MAX_TOKENS : n;
     for (int i = 0; i < n; i += step)
@@ -7366,30 +7365,22 @@ static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
     }
 }
 
-/* What is read after the feed-forward of layer il: the first products of the next layer, or the head. */
-static struct ahead ahead_of_ffn(struct rank *r, int il) {
+/* What is read after the feed-forward of step s: the first products of the next layer, or the head. */
+static struct ahead ahead_of_ffn(struct rank *r, const struct step *s) {
     struct ahead a = {};
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
-    if (il + 1 < r->m->n_layer) {
-        layer_projections(&r->m->layers[il + 1], w, out);
-        for (int i = 0; w[i]; i++) ahead_add(r, &a, w[i]);
-    } else if (r->m->shard.stage + 1 == r->m->shard.n_stage) {
-        ahead_add(r, &a, il < r->m->n_layer ? &r->m->output : prediction_head(r->m, &r->m->layers[il]));
-    }
+    const struct model *m = r->m;
+    if (s[1].op == OP_linear)
+        for (int i = 0; s[1].w[i]; i++) ahead_add(r, &a, s[1].w[i]);
+    else if (m->shard.stage + 1 == m->shard.n_stage)
+        ahead_add(r, &a, s->il < m->n_layer ? &m->output : prediction_head(m, &m->layers[s->il]));
     return a;
 }
 
-/* What is read after the first products of layer il, up to its feed-forward; attended: after its attention. */
-static struct ahead ahead_of_half(struct rank *r, int il, bool attended) {
-    const struct layer *layer = &r->m->layers[il];
-    const struct weight *const after[] = {&layer->wk_b, &layer->wv_b, &layer->wo_a, &layer->wo};
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
+/* What is read after step s up to its layer's feed-forward. first: of its own matrices those from this one on are, too. */
+static struct ahead ahead_of_mixer(struct rank *r, const struct step *s, int first) {
     struct ahead a = {};
-    layer_queries(layer, w, out);
-    for (int i = 0; layer->attn.q_lora && !attended && w[i]; i++) ahead_add(r, &a, w[i]);
-    for (int i = attended; i < 4; i++) ahead_add(r, &a, after[i]);
+    for (; s->op != OP_norm_ffn; s++, first = 0)
+        for (int i = first; s->w[i]; i++) ahead_add(r, &a, s->w[i]);
     return a;
 }
 
@@ -7420,53 +7411,39 @@ static void norm_rows_of(struct rank *r, enum act x, enum act delta, const float
     else all_reduce_add_rmsnorm(r, x, delta, w, h, r->cuda->x32[x]);
 }
 
-/* out[i] = w[i] x, or of the norm in p. In decode one kernel does all of them, so that small matrices fill the GPU
- * together. */
-static void linear_each(struct rank *r, struct linear_args *p, enum act x, const struct weight *const *w,
-                        const enum act *out) {
+/* The product of a matrix with the rows of a slot, in F32. */
+static void linear_rows(struct rank *r, const struct weight *w, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    for (; *w && r->n_tok > DECODE_MAX_TOKENS; w++) cuda_linear(r, *w, x, *out++);
-    for (; *w; w++, out++) {
-        const struct device_matrix *d = (*w)->copy;
+    matmul(r, w->copy, c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
+}
+
+/* In decode one kernel does all products, so that small matrices fill the GPU together. */
+static void cuda_linear(struct rank *r, const struct step *s) {
+    struct cuda *c = r->cuda;
+    struct linear_args p = {};
+    const enum act x = s->in[0];
+    if (s->norm && !s->hc && norm_fuses(r, s->x, s->partial)) {
+        p.norm = norm_input_of(r, s->x, s->partial, s->norm);
+    } else if (s->norm) {
+        if (s->hc) streams_mix(r, s->x, s->partial, s->hc, s->norm, x, {});
+        else norm_rows_of(r, s->x, s->partial, s->norm, x);
+        if (s->x == A_X) p.ahead = ahead_of_mixer(r, s + 1, 0);
+    }
+    if (r->n_tok > DECODE_MAX_TOKENS) {
+        for (int i = 0; s->w[i]; i++) linear_rows(r, s->w[i], x, s->out[i]);
+        return;
+    }
+    for (int i = 0; s->w[i]; i++) {
+        const struct device_matrix *d = s->w[i]->copy;
         profile_matrices(d, 1, 4.0 * r->n_tok * d->n_out);
-        p->w[p->n_matrix] = *d;
-        p->y[p->n_matrix] = c->x32[*out];
-        p->y_stride[p->n_matrix++] = (size_t)r->width[*out];
+        p.w[p.n_matrix] = *d;
+        p.y[p.n_matrix] = c->x32[s->out[i]];
+        p.y_stride[p.n_matrix++] = (size_t)r->width[s->out[i]];
     }
-    if (!p->n_matrix) return;
-    p->n_tok = r->n_tok;
-    p->x = c->x16[x];
-    p->x_stride = (size_t)r->width[x];
-    gemv_linear(p, c->stream);
-}
-
-static void cuda_projections(struct rank *r, int il, enum act x, enum act delta) {
-    const struct layer *layer = &r->m->layers[il];
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
-    struct linear_args p = {};
-    layer_projections(layer, w, out);
-    if (r->m->n_stream) {
-        streams_mix(r, x, delta, &layer->hc_attn, layer->attn_norm, A_H, {});
-        p.ahead = ahead_of_half(r, il, false);
-    } else if (norm_fuses(r, x, delta)) {
-        p.norm = norm_input_of(r, x, delta, layer->attn_norm);
-    } else {
-        norm_rows_of(r, x, delta, layer->attn_norm, A_H);
-        p.ahead = ahead_of_half(r, il, false);
-    }
-    linear_each(r, &p, A_H, w, out);
-}
-
-static void cuda_queries(struct rank *r, int il) {
-    const struct layer *layer = &r->m->layers[il];
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
-    struct linear_args p = {};
-    layer_queries(layer, w, out);
-    if (norm_fuses(r, A_QA, ACT_COUNT)) p.norm = norm_input_of(r, A_QA, ACT_COUNT, layer->q_a_norm);
-    else norm_rows_of(r, A_QA, ACT_COUNT, layer->q_a_norm, A_QA);
-    linear_each(r, &p, A_QA, w, out);
+    p.n_tok = r->n_tok;
+    p.x = c->x16[x];
+    p.x_stride = (size_t)r->width[x];
+    gemv_linear(&p, c->stream);
 }
 
 /* Arguments of k_rope_gqa and k_rope_mla, but for v. */
@@ -7548,7 +7525,9 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
 
 /* Norms q and k as whole rows. With several ranks a decode forward needs one kernel, and more tokens an all-reduce
  * between two. */
-static void cuda_row_norm(struct rank *r, int il, enum act q, enum act k) {
+static void cuda_row_norm(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], k = s->in[1];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
@@ -7599,7 +7578,9 @@ static void choose_keys(const struct rank *r, const struct attn &shape, struct a
     while (1 << a->block_shift < shape.index_block) a->block_shift++;
 }
 
-static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
+static void cuda_attention(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], k = s->in[1], v = s->in[2], out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS, gates = shape.n_gate > 0, each = shape.n_gate > 1;
@@ -7627,7 +7608,7 @@ static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum 
         LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
                    c->stream, a.rope);
     }
-    a.ahead = ahead_of_half(r, il, true);
+    a.ahead = ahead_of_mixer(r, s, 1);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
     if (!gates || decode) return;
     const struct gate_args g = {c->x16[out],  (size_t)r->width[out], c->x32[A_GATE], (size_t)r->width[A_GATE],
@@ -7636,7 +7617,9 @@ static void cuda_attention(struct rank *r, int il, enum act q, enum act k, enum 
                g);
 }
 
-static void cuda_delta_net(struct rank *r, int il, enum act out) {
+static void cuda_delta_net(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct plane *planes = r->planes[il];
     struct cuda *c = r->cuda;
@@ -7669,14 +7652,15 @@ static void cuda_delta_net(struct rank *r, int il, enum act out) {
     a.eps = r->m->rms_eps;
     a.out = c->x16[out];
     a.out_stride = (size_t)r->width[out];
-    a.ahead = ahead_of_half(r, il, true);
+    a.ahead = ahead_of_mixer(r, s, 1);
     a.t = c->delta;
     delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
 }
 
 /* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host knows
  * which these are. */
-static void cuda_select_keys(struct rank *r, int il) {
+static void cuda_select_keys(struct rank *r, const struct step *s) {
+    const int il = s->il;
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     const bool blocks = layer->mixer == MIXER_GQA, prefill = r->n_tok > DECODE_MAX_TOKENS;
@@ -7773,7 +7757,9 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
 }
 
 /* Latent attention of a decode forward: queries into the latent space, attention there, and values out of it. */
-static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enum act out) {
+static void mla_attend_decode(struct rank *r, const struct step *s, struct rope_args rope) {
+    const int il = s->il;
+    const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
@@ -7782,7 +7768,7 @@ static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enu
     mla_query(&query, c->stream);
     struct mla_value_args value = {};
     struct attn_args a = {};
-    a.ahead = ahead_of_half(r, il, true);
+    a.ahead = ahead_of_mixer(r, s, 1);
     choose_keys(r, shape, &a);
     value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, a);
     value.w = *layer->wv_b.copy;
@@ -7796,13 +7782,15 @@ static void mla_attend_decode(struct rank *r, int il, struct rope_args rope, enu
 
 /* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
  * C). Not so for many tokens, see mla_expands_on_gpu. */
-static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
+static void cuda_mla_attention(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], kv = s->in[1], out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
     const struct rope_args p = rope_of(r, il, q, kv);
     if (r->n_tok <= DECODE_MAX_TOKENS) {
-        mla_attend_decode(r, il, p, out);
+        mla_attend_decode(r, s, p);
         return;
     }
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, c->stream, p);
@@ -7821,7 +7809,9 @@ static void cuda_mla_attention(struct rank *r, int il, enum act q, enum act kv, 
            heads * head_v, head_v);
 }
 
-static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
+static void cuda_shared_store(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], kv = s->in[1];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     const struct plane *p = r->planes[il];
@@ -7862,7 +7852,9 @@ static void cuda_shared_store(struct rank *r, int il, enum act q, enum act kv) {
     shared_store(&a, c->stream);
 }
 
-static void cuda_shared_attention(struct rank *r, int il, enum act q, enum act out) {
+static void cuda_shared_attention(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act q = s->in[0], out = s->out[0];
     const struct attn shape = r->m->layers[il].attn;
     const struct rope_table table = rope_table_of(r, shape.rope);
     struct cuda *c = r->cuda;
@@ -7878,12 +7870,13 @@ static void cuda_shared_attention(struct rank *r, int il, enum act q, enum act o
     a.rope.sn = table.sn;
     a.rope.rope = 2 * table.n;
     if (r->n_tok <= DECODE_MAX_TOKENS) a.arrived = c->attn_arrived;
-    a.ahead = ahead_of_half(r, il, true);
+    a.ahead = ahead_of_mixer(r, s, 1);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, 1, a);
 }
 
-static void cuda_group_linear(struct rank *r, int il, enum act x, enum act out) {
-    const struct weight *w = &r->m->layers[il].wo_a;
+static void cuda_group_linear(struct rank *r, const struct step *s) {
+    const struct weight *w = s->w[0];
+    const enum act x = s->in[0], out = s->out[0];
     const struct device_matrix *d = w->copy;
     struct cuda *c = r->cuda;
     if (r->n_tok > DECODE_MAX_TOKENS) {
@@ -7995,7 +7988,9 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
  * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them. Prefill, and any forward
  * whose statistics are collected: tokens are sorted by expert, and grouped GEMMs run over the list; the results are
  * weighted and added at the end. */
-static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, enum act out) {
+static void moe_ffn(struct rank *r, const struct step *step, struct norm_input norm) {
+    const int il = step->il;
+    const enum act x = step->in[0], out = step->out[0];
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
@@ -8014,7 +8009,7 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
         p.input = norm;
         p.input.h16 = c->x16[x];
-        p.ahead = ahead_of_ffn(r, il);
+        p.ahead = ahead_of_ffn(r, step);
         profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
                      m->n_embd, p.w16 ? "bf16" : "f32");
         route_decode(&p, c->stream);
@@ -8072,16 +8067,17 @@ static void moe_ffn(struct rank *r, int il, enum act x, struct norm_input norm, 
                r->width[out], layer->sh_gate.data != NULL, p.shared, c->x32[x], c->x32[out]);
 }
 
-static void cuda_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
-    const struct layer *layer = &r->m->layers[il];
+static void cuda_norm_ffn(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
-    if (r->m->n_stream) streams_mix(r, x, delta, &layer->hc_ffn, layer->ffn_norm, A_H, {});
-    else if (decode && layer->n_expert && norm_fuses(r, x, delta)) norm = norm_input_of(r, x, delta, layer->ffn_norm);
-    else norm_rows_of(r, x, delta, layer->ffn_norm, A_H);
-    if (layer->n_expert) moe_ffn(r, il, A_H, norm, out);
-    else if (decode) ffn_decode(r, il, false, A_H, out);
-    else dense_ffn_prefill(r, il, 0, A_H, out);
+    if (s->hc) streams_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0], {});
+    else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial))
+        norm = norm_input_of(r, s->x, s->partial, s->norm);
+    else norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
+    if (layer->n_expert) moe_ffn(r, s, norm);
+    else if (decode) ffn_decode(r, s->il, false, s->in[0], s->out[0]);
+    else dense_ffn_prefill(r, s->il, 0, s->in[0], s->out[0]);
 }
 
 /* Each rank of the last stage computes its rows of the head; all but the root send theirs to the root's mailbox. */
@@ -8784,6 +8780,7 @@ static void cuda_close(struct rank *r) {
     if (c->stream) cudaStreamSynchronize(c->stream);
     rank_barrier(r); /* nobody writes to this rank's memory any more */
     graphs_free(c);
+    rank_forget(r);
 #ifdef HAVE_NCCL
     if (c->comm) ncclCommDestroy(c->comm); /* after the graphs: it waits for those that recorded its calls */
 #endif
@@ -9151,6 +9148,7 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     if (!c->failed) rank_choose(r, o);
     if (!c->failed) weights_upload(r, r->index ? NULL : o->progress);
     if (!c->failed) upload_check(r);
+    if (!c->failed) rank_record(r);
     if (o->stats)
         r->stats = (double *)cuda_memory(
             r, (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");

@@ -52,11 +52,12 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     return sqrt(norm);
 }
 
-static void spy_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
+static void spy_norm_ffn(struct rank *r, const struct step *step) {
     const struct model *m = r->m;
+    const int il = step->il;
     const struct layer *layer = &m->layers[il];
     const int k = layer->n_expert_used;
-    spy.plain->norm_ffn(r, il, x, delta, out);
+    spy.plain->norm_ffn(r, step);
     for (int t = 0; t < r->n_tok && team_leads(); t++) {
         double all = 0;
         if (!layer->n_expert) spy_expert(m, il, 0, 0, act_row(r, A_H, t));
@@ -213,9 +214,9 @@ static struct {
     int left; /* forwards until the interrupt */
 } interruption;
 
-static void interrupt_embed(struct rank *r, const struct weight *w, enum act out) {
+static void interrupt_embed(struct rank *r, const struct step *s) {
     if (!--interruption.left) raise(SIGINT);
-    interruption.plain->embed(r, w, out);
+    interruption.plain->embed(r, s);
 }
 
 /* build/test_moe --interrupt N OPTIONS: `moe OPTIONS` with --calibrate on the CPU, which gets a SIGINT in its Nth

@@ -547,6 +547,23 @@ static void test_cli_quiet(void) {
     check_command(MOE "--quiet -p '' --raw </dev/null", 1, "", "no tokens");
 }
 
+/* The steps of a forward. Layers with the same steps are printed once. */
+static void test_cli_program(void) {
+    static const char *const want[] = {
+        "\n  embed             -> X                                           128  token_embd 512 x 64 BF16\n",
+        "\n layer 0\n  linear            norm(X) -> Q K V                            65,536  attn_q 256 x 64 BF16, "
+        "attn_k 128 x 64 BF16, attn_v 128 x 64 BF16\n  attention         Q K V -> ATT\n",
+        ", ffn_down_exps 2 of 8 x 64 x 192 BF16\n layer 1\n  linear            norm(X + OUT) -> Q K V ",
+        "\n  final_reduce      X + OUT -> X\n"};
+    char *out = NULL, *lines = NULL;
+    CHECK_INT(run_command(MOE_BIN " --info --verbose -m " FIXTURES "qwen3moe.gguf", &out, NULL), 0, "--info --verbose");
+    for (size_t i = 0; i < sizeof want / sizeof *want; i++) CHECK_HAS(sb_cstr(&out), want[i], "step %zu", i);
+    CHECK_INT(run_command(MOE "--info --verbose", &lines, NULL), 0, "--info --verbose");
+    CHECK_HAS(sb_cstr(&lines), "\n layers ", "equal layers");
+    arrfree(out);
+    arrfree(lines);
+}
+
 static void test_cli_info(void) {
     char *out = NULL;
     CHECK(run_command(MOE "--info", &out, NULL) == 0, "--info failed");
@@ -862,12 +879,12 @@ static void test_cli_interrupt(void) {
     } t[] = {{"", NULL},        {"--tokenize", NULL},    {"--render", NULL},
              {"--lines", NULL}, {"--lines --raw", NULL}, {"--smoke --cpu-ref", "\n"}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
-        struct program p;
+        struct child p;
         char cmd[256];
         snprintf(cmd, sizeof cmd, "exec " MOE "%s", t[i].mode);
-        if (!program_start(&p, cmd)) return;
-        if ((t[i].after || program_write(&p, "x", 1)) && program_expect(&p, t[i].after)) program_interrupt(&p);
-        CHECK_INT(program_end(&p, NULL, NULL), EXIT_INTERRUPT, "moe %s", t[i].mode);
+        if (!child_start(&p, cmd)) return;
+        if ((t[i].after || child_write(&p, "x", 1)) && child_expect(&p, t[i].after)) child_interrupt(&p);
+        CHECK_INT(child_end(&p, NULL, NULL), EXIT_INTERRUPT, "moe %s", t[i].mode);
     }
 }
 
@@ -939,10 +956,10 @@ static void test_cli_memory_available(void) {
  * */
 static void test_cli_needle_long(void) {
     if (SANITIZED) SKIP("it takes minutes under sanitizers, which need memory of their own");
-    struct program p;
+    struct child p;
     char *said = NULL;
-    if (!program_start(&p, "exec " MOE "--needle 8000 --depth 50")) return;
-    CHECK_INT(program_end(&p, NULL, &said), 0, "%s", sb_cstr(&said));
+    if (!child_start(&p, "exec " MOE "--needle 8000 --depth 50")) return;
+    CHECK_INT(child_end(&p, NULL, &said), 0, "%s", sb_cstr(&said));
     CHECK_HAS(said, "found", "--needle");
     CHECK(p.usage.ru_maxrss > 1000 && p.usage.ru_maxrss < 150 * 1024, "%ld KiB", p.usage.ru_maxrss);
     arrfree(said);
@@ -1076,19 +1093,20 @@ static void test_readme_shapes(void) {
     arrfree(found);
 }
 
-#define TESTS_CLI                                                                                                    \
-    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                     \
-        {"cli/jsonl", test_cli_jsonl}, {"cli/continue", test_cli_continue}, {"cli/bad-line", test_cli_bad_line},     \
-        {"cli/temporary", test_cli_temporary}, {"cli/terminate", test_cli_terminate},                                \
-        {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize},       \
-        {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, {"cli/help", test_cli_help},                 \
-        {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet},         \
-        {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},     \
-        {"cli/info-indexer", test_cli_info_indexer}, {"cli/stdout-full", test_cli_stdout_full},                      \
-        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, \
-        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                  \
-        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},              \
-        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench},   \
-        {"cli/bench-depth", test_cli_bench_depth}, {"cli/measure", test_cli_measure},                                \
-        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                          \
+#define TESTS_CLI                                                                                                  \
+    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                   \
+        {"cli/jsonl", test_cli_jsonl}, {"cli/continue", test_cli_continue}, {"cli/bad-line", test_cli_bad_line},   \
+        {"cli/temporary", test_cli_temporary}, {"cli/terminate", test_cli_terminate},                              \
+        {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize},     \
+        {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, {"cli/help", test_cli_help},               \
+        {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet},       \
+        {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},   \
+        {"cli/program", test_cli_program}, {"cli/info-indexer", test_cli_info_indexer},                            \
+        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                \
+        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                \
+        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
+        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \
+        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench}, \
+        {"cli/bench-depth", test_cli_bench_depth}, {"cli/measure", test_cli_measure},                              \
+        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                        \
         {"readme/models", test_readme_models}, {"readme/shapes", test_readme_shapes},

@@ -174,28 +174,28 @@ static void pair_residual(struct rank *r, const char *op, int il, enum act x) {
     if (k && il >= 0) pair_slot(r, op, il, A_MIX, (2 + k) * k, false);
 }
 
-static void pair_in_residual(struct rank *r, enum act x, enum act delta) {
-    if (r->m->n_stream) pair_in(r, (const enum act[]){A_STREAMS, A_MIX, delta, ACT_COUNT});
-    else pair_in(r, (const enum act[]){x, delta, ACT_COUNT});
+/* The slots that a step reads. */
+static void pair_in_step(struct rank *r, const struct step *s) {
+    const bool streams = r->m->n_stream && s->x == A_X;
+    if (s->x == ACT_COUNT) pair_in(r, s->in);
+    else if (streams) pair_in(r, (const enum act[]){A_STREAMS, A_MIX, s->partial, ACT_COUNT});
+    else pair_in(r, (const enum act[]){s->x, s->partial, ACT_COUNT});
 }
 
-static void pair_out_final_reduce(struct rank *r, enum act x) {
-    pair_residual(r, "final_reduce, streams", -1, x);
-    pair_out(r, "final_reduce", -1, x);
+static void pair_out_final_reduce(struct rank *r, const struct step *s) {
+    pair_residual(r, "final_reduce, streams", -1, s->x);
+    pair_out(r, "final_reduce", -1, s->x);
 }
 
-static void pair_out_projections(struct rank *r, int il, enum act x) {
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
-    layer_projections(&r->m->layers[il], w, out);
-    pair_residual(r, "projections, sum", il, x);
-    for (int i = 0; w[i]; i++) /* not one number alone: its terms may cancel out */
-        if (w[i]->n_out * r->n_tok > 8) pair_slot(r, "projections", il, out[i], w[i]->n_out, false);
+static void pair_out_linear(struct rank *r, const struct step *s) {
+    if (s->norm && s->x == A_X) pair_residual(r, "linear, sum", s->il, s->x);
+    for (int i = 0; s->w[i]; i++) /* not one number alone: its terms may cancel out */
+        if (s->w[i]->n_out * r->n_tok > 8) pair_slot(r, "linear", s->il, s->out[i], s->w[i]->n_out, false);
 }
 
-static void pair_out_ffn(struct rank *r, int il, enum act x, enum act out) {
-    pair_residual(r, "norm_ffn, sum", il, x);
-    pair_out(r, "norm_ffn", il, out);
+static void pair_out_ffn(struct rank *r, const struct step *s) {
+    pair_residual(r, "norm_ffn, sum", s->il, s->x);
+    pair_out(r, "norm_ffn", s->il, s->out[0]);
 }
 
 static void pair_out_attention(struct rank *r, int il, enum act out) {
@@ -229,17 +229,6 @@ static void pair_out_select_keys(struct rank *r, int il) {
     free(got);
 }
 
-static void pair_out_queries(struct rank *r, int il) {
-    const struct weight *w[LINEAR_MAX + 1];
-    enum act out[LINEAR_MAX];
-    layer_queries(&r->m->layers[il], w, out);
-    for (int i = 0; w[i]; i++) pair_slot(r, "queries", il, out[i], w[i]->n_out, false);
-}
-
-static void pair_in_shared_store(struct rank *r, enum act q, enum act kv) {
-    pair_in(r, (const enum act[]){q, kv, A_IQ, A_CK, A_CG, A_ICK, A_ICG, ACT_COUNT});
-}
-
 /* Queries, the window's key, compressed keys, and what those to come are made of. */
 static void pair_out_shared_store(struct rank *r, int il, enum act q) {
     const struct layer *layer = &r->m->layers[il];
@@ -260,20 +249,21 @@ static void pair_out_group_linear(struct rank *r, int il, enum act out) {
     pair_slot(r, "group_linear", il, out, a->n_group * a->o_lora, true);
 }
 
-static void pair_out_row_norm(struct rank *r, int il, enum act q, enum act k) {
-    const struct attn *a = &r->m->layers[il].attn;
-    pair_slot(r, "row_norm, q", il, q, a->n_head * a->head_k, false);
-    pair_slot(r, "row_norm, k", il, k, a->n_head_kv * a->head_k, false);
+static void pair_out_row_norm(struct rank *r, const struct step *s) {
+    const struct attn *a = &r->m->layers[s->il].attn;
+    pair_slot(r, "row_norm, q", s->il, s->in[0], a->n_head * a->head_k, false);
+    pair_slot(r, "row_norm, k", s->il, s->in[1], a->n_head_kv * a->head_k, false);
 }
 
-static void pair_in_prediction(struct rank *r, enum act x) {
-    if (!r->m->n_stream) pair_in(r, (const enum act[]){x, ACT_COUNT});
+static void pair_in_prediction(struct rank *r, const struct step *s) {
+    if (!r->m->n_stream) pair_in(r, (const enum act[]){s->x, ACT_COUNT});
     cuda_test_final(pair.gpu, r->final, r->n_final * hidden_width(r->m), false);
 }
 
-static void pair_out_prediction(struct rank *r, int il, enum act x) {
-    if (!r->m->n_stream) pair_out(r, "prediction_input, x", il, x);
-    pair_slot(r, "prediction_input", il, A_EH, int_max(r->m->n_stream, 1) * r->m->layers[il].eh_proj.n_in, true);
+static void pair_out_prediction(struct rank *r, const struct step *s) {
+    const int n_in = int_max(r->m->n_stream, 1) * r->m->layers[s->il].eh_proj.n_in;
+    if (!r->m->n_stream) pair_out(r, "prediction_input, x", s->il, s->x);
+    pair_slot(r, "prediction_input", s->il, s->out[0], n_in, true);
 }
 
 static void pair_final(struct rank *r) {
@@ -284,103 +274,61 @@ static void pair_final(struct rank *r) {
     free(got);
 }
 
-/* What the GPU's rank has in place of a matrix, and of a norm, of the CPU's model. */
-static const struct weight *pair_matrix(const struct weight *w) {
-    static struct weight own;
-    const struct model *m = pair.gpu->m;
-    own = *w;
-    if (w->data == m->embd.data) own.copy = m->embd.copy;
-    if (w->data == m->output.data) own.copy = m->output.copy;
-    for (int il = 0; il < model_blocks(m); il++)
-        for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
-             rule = rule_next(rule, &m->layers[il])) {
-            const struct weight *of = rule_weight(rule, &m->layers[il]);
-            if (rule_is_weight(rule) && of->data == w->data) own.copy = of->copy;
-        }
-    return &own;
-}
-static const float *pair_norm(const struct rank *cpu, const float *norm) {
-    const struct model *m = pair.gpu->m;
-    if (!norm) return NULL;
-    return norm == cpu->m->output_norm ? m->output_norm : prediction_norm(m, &m->layers[m->n_layer]);
-}
-
-/* For each operation, by the names of its parameters: the slots that it reads, which the GPU gets from the CPU first;
- * what the GPU has in place of the CPU's matrices and norms; and what is compared afterwards. An operation without these
- * three lines does not compile. cuda/sample compares choices. */
-#define PAIR_IN(...)              pair_in(r, (const enum act[]){__VA_ARGS__, ACT_COUNT})
+/* For each operation of a forward: the slots that it reads, which the GPU gets from the CPU first, and what is compared
+ * afterwards. An operation without these two lines does not compile. */
 #define PAIR_IN_embed             (void)0
-#define PAIR_OWN_embed            w = pair_matrix(w)
-#define PAIR_OUT_embed            pair_residual(r, "embed", -1, x)
-#define PAIR_IN_prediction_input  pair_in_prediction(r, x)
-#define PAIR_OWN_prediction_input (void)0
-#define PAIR_OUT_prediction_input pair_out_prediction(r, il, x)
-#define PAIR_IN_keep_final        PAIR_IN(x)
-#define PAIR_OWN_keep_final       norm = pair_norm(cpu, norm)
-#define PAIR_OUT_keep_final       pair_final(r)
-#define PAIR_IN_projections       pair_in_residual(r, x, delta)
-#define PAIR_OWN_projections      (void)0
-#define PAIR_OUT_projections      pair_out_projections(r, il, x)
-#define PAIR_IN_queries           PAIR_IN(A_QA)
-#define PAIR_OWN_queries          (void)0
-#define PAIR_OUT_queries          pair_out_queries(r, il)
-#define PAIR_IN_select_keys       PAIR_IN(A_IQ, A_IK, A_IW)
-#define PAIR_OWN_select_keys      (void)0
-#define PAIR_OUT_select_keys      pair_out_select_keys(r, il)
-#define PAIR_IN_final_reduce      pair_in_residual(r, x, delta)
-#define PAIR_OWN_final_reduce     (void)0
-#define PAIR_OUT_final_reduce     pair_out_final_reduce(r, x)
-#define PAIR_IN_linear            PAIR_IN(x)
-#define PAIR_OWN_linear           w = pair_matrix(w)
-#define PAIR_OUT_linear           pair_slot(r, "linear", -1, out, w->n_out, false)
-#define PAIR_IN_row_norm          PAIR_IN(q, k)
-#define PAIR_OWN_row_norm         (void)0
-#define PAIR_OUT_row_norm         pair_out_row_norm(r, il, q, k)
-#define PAIR_IN_attention         PAIR_IN(q, k, v, A_GATE)
-#define PAIR_OWN_attention        (void)0
-#define PAIR_OUT_attention        pair_out_attention(r, il, out)
-#define PAIR_IN_delta_net         PAIR_IN(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA)
-#define PAIR_OWN_delta_net        (void)0
-#define PAIR_OUT_delta_net        pair_delta(r, il, out)
-#define PAIR_IN_mla_attention     PAIR_IN(q, kv)
-#define PAIR_OWN_mla_attention    (void)0
-#define PAIR_OUT_mla_attention    pair_out_attention(r, il, out)
-#define PAIR_IN_shared_store      pair_in_shared_store(r, q, kv)
-#define PAIR_OWN_shared_store     (void)0
-#define PAIR_OUT_shared_store     pair_out_shared_store(r, il, q)
+#define PAIR_OUT_embed            pair_residual(r, "embed", -1, s->out[0])
+#define PAIR_IN_prediction_input  pair_in_prediction(r, s)
+#define PAIR_OUT_prediction_input pair_out_prediction(r, s)
+#define PAIR_IN_linear            pair_in_step(r, s)
+#define PAIR_OUT_linear           pair_out_linear(r, s)
+#define PAIR_IN_stream_linear     pair_in_step(r, s)
+#define PAIR_OUT_stream_linear    pair_slot(r, "stream_linear", s->il, s->out[0], r->m->n_stream * s->w[0]->n_out, false)
+#define PAIR_IN_group_linear      pair_in_step(r, s)
+#define PAIR_OUT_group_linear     pair_out_group_linear(r, s->il, s->out[0])
+#define PAIR_IN_row_norm          pair_in_step(r, s)
+#define PAIR_OUT_row_norm         pair_out_row_norm(r, s)
+#define PAIR_IN_attention         pair_in_step(r, s)
+#define PAIR_OUT_attention        pair_out_attention(r, s->il, s->out[0])
+#define PAIR_IN_select_keys       pair_in_step(r, s)
+#define PAIR_OUT_select_keys      pair_out_select_keys(r, s->il)
+#define PAIR_IN_mla_attention     pair_in_step(r, s)
+#define PAIR_OUT_mla_attention    pair_out_attention(r, s->il, s->out[0])
+#define PAIR_IN_shared_store      pair_in_step(r, s)
+#define PAIR_OUT_shared_store     pair_out_shared_store(r, s->il, s->in[0])
 #define PAIR_IN_shared_attention  (void)0
-#define PAIR_OWN_shared_attention (void)0
-#define PAIR_OUT_shared_attention pair_heads(r, "shared_attention", il, out)
-#define PAIR_IN_group_linear      PAIR_IN(x)
-#define PAIR_OWN_group_linear     (void)0
-#define PAIR_OUT_group_linear     pair_out_group_linear(r, il, out)
-#define PAIR_IN_stream_linear     PAIR_IN(x)
-#define PAIR_OWN_stream_linear    w = pair_matrix(w)
-#define PAIR_OUT_stream_linear    pair_slot(r, "stream_linear", -1, out, r->m->n_stream * w->n_out, false)
-#define PAIR_IN_norm_ffn          pair_in_residual(r, x, delta)
-#define PAIR_OWN_norm_ffn         (void)0
-#define PAIR_OUT_norm_ffn         pair_out_ffn(r, il, x, out)
-#define PAIR_IN_logits            PAIR_IN(A_X)
-#define PAIR_OWN_logits           norm = pair_norm(cpu, norm), w = pair_matrix(w)
-#define PAIR_OUT_logits           pair_logits_rows(r, n)
-#define PAIR_IN_sample            (void)0
-#define PAIR_OWN_sample           (void)0
-#define PAIR_OUT_sample           (void)0
+#define PAIR_OUT_shared_attention pair_heads(r, "shared_attention", s->il, s->out[0])
+#define PAIR_IN_delta_net         pair_in_step(r, s)
+#define PAIR_OUT_delta_net        pair_delta(r, s->il, s->out[0])
+#define PAIR_IN_norm_ffn          pair_in_step(r, s)
+#define PAIR_OUT_norm_ffn         pair_out_ffn(r, s)
+#define PAIR_IN_final_reduce      pair_in_step(r, s)
+#define PAIR_OUT_final_reduce     pair_out_final_reduce(r, s)
+#define PAIR_IN_keep_final        pair_in_step(r, s)
+#define PAIR_OUT_keep_final       pair_final(r)
 
-/* Runs the operation on both backends with the same arguments, but that each has matrices and norms of its own. */
-#define OP_PAIR(type, name, params, args) \
-    static type pair_##name params {      \
-        struct rank *cpu = r;             \
-        PAIR_IN_##name;                   \
-        pair.cpu->name args;              \
-        r = pair.gpu;                     \
-        PAIR_OWN_##name;                  \
-        r->ops->name args;                \
-        r = cpu;                          \
-        PAIR_OUT_##name;                  \
+/* Runs a step of the CPU's program on both backends; the GPU's program has its own at the same place. */
+#define OP_PAIR(type, name, params, args)                                                      \
+    static type pair_##name params {                                                           \
+        const struct rank *gpu = pair.gpu;                                                     \
+        PAIR_IN_##name;                                                                        \
+        pair.cpu->name args;                                                                   \
+        gpu->ops->name(pair.gpu, gpu->program[r->pass].step + (s - r->program[r->pass].step)); \
+        PAIR_OUT_##name;                                                                       \
     }
-ENQUEUE_OPS(OP_PAIR)
+STEP_OPS(OP_PAIR)
 #undef OP_PAIR
+
+/* The same of the logits of a pass. */
+static void pair_logits(struct rank *r, const float *norm, const struct weight *w, int first, int n) {
+    const struct model *m = pair.gpu->m;
+    const struct layer *mtp = r->pass == PASS_FORWARD ? NULL : &m->layers[m->n_layer];
+    const struct weight *own = mtp ? prediction_head(m, mtp) : &m->output;
+    pair_in(r, (const enum act[]){A_X, ACT_COUNT});
+    pair.cpu->logits(r, norm, w, first, n);
+    pair.gpu->ops->logits(pair.gpu, mtp ? prediction_norm(m, mtp) : m->output_norm, own, first, n);
+    pair_logits_rows(r, n);
+}
 
 /* Makes rings of so many rows of the planes of layers with a window. */
 static void pair_rings(struct rank *r, int n_row) {
@@ -408,8 +356,9 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
     if (n_row) pair_rings(&cpu, n_row), pair_rings(&gpu, n_row);
     struct ops table = cpu_ops;
 #define OP_PAIRED(type, name, params, args) table.name = pair_##name;
-    ENQUEUE_OPS(OP_PAIRED)
+    STEP_OPS(OP_PAIRED)
 #undef OP_PAIRED
+    table.logits = pair_logits;
     pair.gpu = &gpu, pair.cpu = &cpu_ops, pair.name = name, pair.limit = 2e-3, pair.worst = 0;
     pair.chosen = pair.other = 0;
     pair.values = pair.turned = 0;
@@ -1222,7 +1171,7 @@ static void launches_check(struct engine *e) {
     struct profile_row row[CAP];
     int32_t ids[1] = {5};
     struct bench_call call = {.s = s, .ids = ids, .n = 1, .rows = 1};
-    struct launch *list = decode_launches(s->r->m, s->r->kv_type, 61);
+    struct launch *list = decode_launches(s->r->m, PASS_FORWARD, &s->r->m->output, s->r->kv_type, 61);
     const int n = s->r->ops->profile(s->r, launches_call, &call, row, CAP);
     double counted = 0;
     CHECK(n + 1 == arrlen(list) && n < CAP, "%s: %d launches, the forecast has %d", e->model.name, n,
@@ -1302,8 +1251,6 @@ static void test_cuda_ahead(void) {
     for (int which = 0; which < 3; which++)
         for (int small = 0; small < 2; small++) {
             const int32_t ids[20] = {1, 2, 3};
-            const struct weight *w[LINEAR_MAX + 1];
-            enum act out[LINEAR_MAX];
             size_t sum = 0;
             cuda_test_l2(0, small ? 8192 : 64 << 20);
             if (!tiny_open(&e, &set, shapes[which])) return;
@@ -1312,11 +1259,13 @@ static void test_cuda_ahead(void) {
             cuda_test_log_prefetches(true);
             session_decode(&e.session, 5);
             r->ops->wait(r);
+            const struct program *p = &r->program[PASS_FORWARD];
+            for (const struct step *s = p->step; s < p->step + arrlen(p->step); s++)
+                for (int i = 0; s->w[i] && s->op == OP_linear && s->x == A_X; i++)
+                    sum += ahead_check(&e, s->w[i], "projection", s->il,
+                                       s->il && layers[s->il - 1].n_expert ? small ? -1 : 1 : 0);
             for (int il = 0; il < e.model.n_layer; il++) {
                 const struct layer *layer = &layers[il];
-                layer_projections(layer, w, out);
-                for (int i = 0; w[i]; i++)
-                    sum += ahead_check(&e, w[i], "projection", il, il && layers[il - 1].n_expert ? small ? -1 : 1 : 0);
                 sum += ahead_check(&e, &layer->wo, "wo", il, small ? -1 : 1);
                 if (layer->mixer == MIXER_MLA) sum += ahead_check(&e, &layer->wv_b, "wv_b", il, small ? -1 : 1);
             }
@@ -1342,15 +1291,13 @@ static void test_cuda_ahead_forecast(void) {
     struct settings set;
     for (int which = 0; which < (int)(sizeof tiny_synths / sizeof *tiny_synths); which++)
         for (int small = 0; small < 2; small++) {
-            const struct weight *w[LINEAR_MAX + 1];
-            enum act out[LINEAR_MAX];
             const int l2 = small ? 8192 : 64 << 20;
             size_t sum = 0;
             double asked = 0;
             cuda_test_l2(0, l2);
             if (!tiny_open(&e, &set, which)) return;
             struct rank *r = e.session.r;
-            struct launch *list = decode_launches(r->m, r->kv_type, 1);
+            struct launch *list = decode_launches(r->m, PASS_FORWARD, &r->m->output, r->kv_type, 1);
             for (int i = 0; i < (int)arrlen(list); i++) {
                 double share = l2 / AHEAD_SHARE;
                 for (int k = i + 1; k <= list[i].ahead; k++) share -= fmin(share, list[k].dense);
@@ -1360,16 +1307,10 @@ static void test_cuda_ahead_forecast(void) {
             cuda_test_log_prefetches(true);
             session_decode(&e.session, 5);
             r->ops->wait(r);
-            for (int il = 0; il < e.model.n_layer; il++) {
-                const struct layer *layer = &r->m->layers[il];
-                const struct weight *const index = layer->mixer == MIXER_GQA ? &layer->wo_a : &layer->wq_index;
-                const struct weight *const more[] = {&layer->wq_b, index,        &layer->wk_b,
-                                                     &layer->wv_b, &layer->wo_a, &layer->wo};
-                layer_projections(layer, w, out);
-                for (int i = 0; w[i]; i++) sum += cuda_test_prefetched(w[i], &(size_t){0});
-                for (int i = 0; i < 6; i++)
-                    if (more[i]->data) sum += cuda_test_prefetched(more[i], &(size_t){0});
-            }
+            const struct program *p = &r->program[PASS_FORWARD];
+            for (const struct step *step = p->step; step < p->step + arrlen(p->step); step++)
+                for (int i = 0; step->w[i] && step->op != OP_embed && step->op != OP_norm_ffn; i++)
+                    sum += cuda_test_prefetched(step->w[i], &(size_t){0});
             sum += cuda_test_prefetched(&r->m->output, &(size_t){0});
             CHECK((double)sum == asked && sum > 0, "%s: %zu bytes are prefetched, the forecast has %g", e.model.name,
                   sum, asked);
@@ -2444,8 +2385,8 @@ static void test_cuda_doctor(void) {
 }
 
 /* Ranks on GPUs that go wrong: build/test_cuda --fault gpu-NAME. */
-static void fault_gpu_skips(struct rank *r, int il, enum act x, enum act delta, enum act out) {
-    if (!fault_now(r)) fault_ops->norm_ffn(r, il, x, delta, out);
+static void fault_gpu_skips(struct rank *r, const struct step *s) {
+    if (!fault_now(r)) fault_ops->norm_ffn(r, s);
 }
 
 /* From the third norm of rows on a rank launches nothing more. */
@@ -2456,9 +2397,9 @@ static bool gone;
     }
 ENQUEUE_OPS(OP_GONE)
 #undef OP_GONE
-static void fault_gpu_goes(struct rank *r, int il, enum act q, enum act k) {
+static void fault_gpu_goes(struct rank *r, const struct step *s) {
     gone |= fault_now(r);
-    gone_row_norm(r, il, q, k);
+    gone_row_norm(r, s);
 }
 
 static void rank_fault_gpu(const char *name, const char *path) {

@@ -281,13 +281,13 @@ static void test_doctor_cli(void) {
 /* Ctrl-C ends the report: without a line after it, and as JSON without any output. */
 static void test_doctor_interrupt(void) {
     for (int json = 0; json < 2; json++) {
-        struct program p;
+        struct child p;
         char *out = NULL;
-        if (!program_start(&p,
-                           json ? "exec " MOE "--doctor --json --cpu-ref --verbose" : "exec " MOE "--doctor --cpu-ref"))
+        if (!child_start(&p,
+                         json ? "exec " MOE "--doctor --json --cpu-ref --verbose" : "exec " MOE "--doctor --cpu-ref"))
             return;
-        if (program_expect(&p, json ? "loaded in" : "Forward completes?")) program_interrupt(&p);
-        CHECK_INT(program_end(&p, &out, NULL), EXIT_INTERRUPT, "%s", sb_cstr(&out));
+        if (child_expect(&p, json ? "loaded in" : "Forward completes?")) child_interrupt(&p);
+        CHECK_INT(child_end(&p, &out, NULL), EXIT_INTERRUPT, "%s", sb_cstr(&out));
         if (json) CHECK_STR(sb_cstr(&out), "", "--json");
         else CHECK(!strstr(sb_cstr(&out), "errors, "), "the last line is there: %s", out);
         arrfree(out);

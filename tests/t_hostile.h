@@ -337,12 +337,12 @@ static void test_hostile_shrinks(void) {
     snprintf(path, sizeof path, "%s/shrinks.gguf", test_dir());
     write_test_file(path, sb, arrlenu(sb));
     arrfree(sb);
-    struct program p;
+    struct child p;
     snprintf(cmd, sizeof cmd, "exec " MOE_BIN " --verbose -m %s --raw -n 4 -c 64 -t 2", path);
-    if (!program_start(&p, cmd)) return;
-    if (program_expect(&p, "loaded in") && CHECK(!truncate(path, 4096), "%s", strerror(errno)))
-        program_write(&p, "ab\n", 3);
-    int rc = program_end(&p, NULL, &said);
+    if (!child_start(&p, cmd)) return;
+    if (child_expect(&p, "loaded in") && CHECK(!truncate(path, 4096), "%s", strerror(errno)))
+        child_write(&p, "ab\n", 3);
+    int rc = child_end(&p, NULL, &said);
     static const char last[] = "moe: the model file was truncated or its disk failed while in use\n";
     size_t n = arrlenu(said), k = sizeof last - 1;
     CHECK(rc == 1 && n >= k && !memcmp(said + n - k, last, k), "exit %d: %s", rc, sb_cstr(&said));

@@ -77,9 +77,10 @@ static int compare_id(const void *a, const void *b) {
     return (*(const int32_t *)a > *(const int32_t *)b) - (*(const int32_t *)a < *(const int32_t *)b);
 }
 
-static void routing_norm_ffn(struct rank *r, int il, enum act x, enum act delta, enum act out) {
+static void routing_norm_ffn(struct rank *r, const struct step *s) {
     const size_t k = (size_t)r->m->max.n_expert_used;
-    routing.plain->norm_ffn(r, il, x, delta, out);
+    const int il = s->il;
+    routing.plain->norm_ffn(r, s);
     for (int t = 0; t < r->n_tok && il < r->m->n_layer && r->m->layers[il].n_expert; t++) {
         int32_t *to = routing.chosen + ((size_t)il * (size_t)routing.n + (size_t)(r->pos + t)) * k;
         memcpy(to, r->cpu->route_id + (size_t)t * k, k * sizeof *to);
@@ -1139,11 +1140,11 @@ static void note_add(uintptr_t x) { op_log.hash = (op_log.hash ^ (uint32_t)(x ^ 
  * results are data, which may differ. */
 static void note_rank(struct rank *r) { (void)r; }
 static void note_int(int x) { note_add((uintptr_t)x); }
-static void note_act(enum act a) { note_add(a); }
 static void note_bool(bool x) { note_add(x); }
 static void note_size(size_t x) { note_add(x); }
 static void note_floats(const float *w) { note_add((uintptr_t)w); }
 static void note_weight(const struct weight *w) { note_add((uintptr_t)w); }
+static void note_step(const struct step *s) { note_add((uintptr_t)s); }
 static void note_plane(const struct plane *p) { note_add((uintptr_t)p); }
 static void note_sampling(const struct sampling *o) { (void)o; }
 static void note_ids(const int32_t *ids) { (void)ids; }
@@ -1155,12 +1156,12 @@ static void note_call(void (*body)(void *)) { (void)body; }
     _Generic((x),                                \
         struct rank *: note_rank,                \
         int: note_int,                           \
-        enum act: note_act,                      \
         bool: note_bool,                         \
         size_t: note_size,                       \
         const double *: note_draws,              \
         const float *: note_floats,              \
         const struct weight *: note_weight,      \
+        const struct step *: note_step,          \
         const struct plane *: note_plane,     \
         const struct sampling *: note_sampling,  \
         const int32_t *: note_ids,               \
@@ -1217,13 +1218,13 @@ static void test_ops_replay(void) {
     static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp", "deepseek_v4"};
     static const int buckets[] = {1, 5, 16, 40};
     enum { NAMES = sizeof names / sizeof *names };
-    const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_projections | 1u << LOG_linear |
-                          1u << LOG_norm_ffn | 1u << LOG_final_reduce | 1u << LOG_logits;
+    const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_linear | 1u << LOG_norm_ffn |
+                          1u << LOG_final_reduce | 1u << LOG_logits;
     for (int f = 0; f < NAMES; f++) {
         struct model m;
         struct session s;
         unsigned want = both, seen = 0;
-        want |= f ? 1u << LOG_queries : 1u << LOG_attention;
+        if (!f) want |= 1u << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
         if (m.n_stream)
             want |= 1u << LOG_shared_store | 1u << LOG_select_keys | 1u << LOG_shared_attention |

@@ -714,7 +714,7 @@ static double hand_gqa(double ctx) {
     const double router = hand_us(DECODE_ROUTER) + forecast_norm, expert = 3 * (d * 768 * 36 / 64 + 4);
     struct hand h = {0};
     for (int il = 0; il < 48; il++) {
-        h.us += hand_us(DECODE_PROJECTIONS) + forecast_norm + hand_us(DECODE_ATTENTION) + hand_us(DECODE_LINEAR);
+        h.us += hand_us(DECODE_LINEAR) + forecast_norm + hand_us(DECODE_ATTENTION) + hand_us(DECODE_LINEAR);
         h.us += router + hand_us(DECODE_GLU) + hand_us(DECODE_DOWN);
         h.bytes += 4 * 2 * d + projections + 4 * 2 * 128 + 2 * 4 * (128 + 4) * ctx + wo;
         h.bytes += 4 * 128 * d + 8 * expert;
@@ -731,7 +731,7 @@ static double hand_delta(double ctx) {
     struct hand h = {0};
     for (int il = 0; il < 60; il++) {
         const bool full = il % 4 == 3, next = (il + 1) % 4 == 3;
-        const double first = hand_us(DECODE_PROJECTIONS), mix = hand_us(full ? DECODE_ATTENTION : DECODE_DELTA);
+        const double first = hand_us(DECODE_LINEAR), mix = hand_us(full ? DECODE_ATTENTION : DECODE_DELTA);
         const double early = il ? hand_hidden(norm + first, wo) : 0;
         h.us += first + (il ? norm : forecast_norm) + mix + hand_us(DECODE_LINEAR);
         h.us += norm + hand_us(DECODE_ROUTER) + hand_us(DECODE_GLU) + hand_us(DECODE_DOWN);
@@ -754,8 +754,8 @@ static double hand_mla(double ctx) {
     struct hand h = {0};
     for (int il = 0; il < 61; il++) {
         const double norm = hand_us(DECODE_ADD_NORM), ffn = norm + reduce, window = norm + (il ? reduce : 0);
-        const double early = hand_hidden(window + hand_us(DECODE_PROJECTIONS), query + wk_b + wv_b + wo);
-        h.us += window + hand_us(DECODE_PROJECTIONS) + hand_us(DECODE_QUERY) + forecast_norm;
+        const double early = hand_hidden(window + hand_us(DECODE_LINEAR), query + wk_b + wv_b + wo);
+        h.us += window + hand_us(DECODE_LINEAR) + hand_us(DECODE_LINEAR) + forecast_norm;
         h.us += hand_us(DECODE_MLA_QUERY) + hand_us(DECODE_MLA_ATTENTION) + hand_us(DECODE_MLA_VALUE);
         h.us += hand_us(DECODE_LINEAR) + ffn + hand_us(DECODE_GLU);
         h.bytes += 4 * (2 * d + 1536 + 512) + first + query + wk_b + wv_b + wo + (512 + 16 + 128) * ctx;
@@ -781,11 +781,11 @@ static double hand_streams(double ctx) {
     const double mix = hand_us(DECODE_STREAMS) + hand_us(DECODE_STREAMS_NORM), sum = hand_us(DECODE_ADD_NORM) + reduce;
     struct hand h = {.us = mix, .bytes = (double)(s.h.experts + s.backbone + s.cache_reads)};
     for (int il = 0; il < 43; il++) {
-        h.us += 2 * mix + (il ? 2 : 1) * sum + hand_us(DECODE_PROJECTIONS) + hand_us(DECODE_QUERY) + forecast_norm;
-        h.us += hand_us(DECODE_SHARED_STORE) + hand_us(DECODE_SHARED_ATTENTION) + hand_us(DECODE_GROUPS);
+        h.us += 2 * mix + (il ? 2 : 1) * sum + hand_us(DECODE_LINEAR) + hand_us(DECODE_LINEAR) + forecast_norm;
+        h.us += hand_us(DECODE_SHARED_STORE) + hand_us(DECODE_SHARED_ATTENTION) + hand_us(DECODE_LINEAR);
         h.us += hand_us(DECODE_LINEAR) + hand_us(DECODE_ROUTER) + hand_us(DECODE_GLU) + hand_us(DECODE_DOWN);
         if (il >= 2 && il % 2 == 0) h.us += hand_us(DECODE_INDEX_SCORES) + hand_us(DECODE_INDEX_BLOCKS);
-        h.hidden += hand_hidden(hand_us(DECODE_PROJECTIONS), query);
+        h.hidden += hand_hidden(hand_us(DECODE_LINEAR), query);
         h.hidden += hand_hidden(hand_us(DECODE_SHARED_ATTENTION), output);
         h.hidden += hand_hidden(hand_us(DECODE_ROUTER), 2.0 * 4096 * (1024 + 512)); /* at least that is next */
     }
@@ -830,7 +830,7 @@ static void test_plan_launches(void) {
             for (int r = 0; r < tp[k] * pp[k]; r++) {
                 struct plan_rank *rank = &p->layout[0].rank[r];
                 plan_rank(rank, p, &m, (struct shard){r % tp[k], tp[k], r / tp[k], pp[k]});
-                struct launch *list = decode_launches(&rank->m, KV_FP8, 5000);
+                struct launch *list = decode_launches(&rank->m, PASS_FORWARD, &rank->m.output, KV_FP8, 5000);
                 const int64_t *reads = rank->bytes_per_token;
                 double want = state_reads(&rank->m, KV_FP8, 5000), sum = 0;
                 want += (double)(reads[READ_EXPERTS] + reads[READ_BACKBONE] + reads[READ_HEAD]);

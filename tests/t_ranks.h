@@ -237,14 +237,14 @@ static bool fault_now(const struct rank *r) {
     return r->m->shard.rank == 1 && r->m->shard.stage == 0 && ++fault_turns > 2;
 }
 
-static void fault_stuck(struct rank *r, int il, enum act q, enum act kv, enum act out) {
+static void fault_stuck(struct rank *r, const struct step *s) {
     while (fault_now(r)) pause();
-    fault_ops->mla_attention(r, il, q, kv, out);
+    fault_ops->mla_attention(r, s);
 }
 
-static void fault_fails(struct rank *r, int il, enum act q, enum act kv, enum act out) {
-    if (fault_now(r)) die("layer %d: an operation failed", il);
-    fault_ops->mla_attention(r, il, q, kv, out);
+static void fault_fails(struct rank *r, const struct step *s) {
+    if (fault_now(r)) die("layer %d: an operation failed", s->il);
+    fault_ops->mla_attention(r, s);
 }
 
 /* opts NULL: the rank's memory runs out. */
@@ -269,7 +269,7 @@ static int rank_fault(const char *name, const char *path) {
     int32_t ids[32] = {1, 2, 3, 4, 5, 6, 7, 8};
     signal(SIGALRM, SIG_DFL);
     /* A hang ends here, with another exit code. Waiting for others ends in 8 s on an idle machine. */
-    alarm(PROGRAM_SECONDS);
+    alarm(CHILD_SECONDS);
 #ifdef SIMULATED
     if (!strncmp(name, "gpu-", 4)) return rank_fault_gpu(name + 4, path), 0;
 #endif

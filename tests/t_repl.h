@@ -8,7 +8,7 @@
 #include <pty.h>
 #include <utmp.h>
 
-enum { PTY_SECONDS = PROGRAM_SECONDS, VT_ROWS = 40, VT_COLS = 120, VT_CELL = 64 };
+enum { PTY_SECONDS = CHILD_SECONDS, VT_ROWS = 40, VT_COLS = 120, VT_CELL = 64 };
 
 /* ---- a terminal ---- */
 

@@ -56,15 +56,15 @@ static void state_op(struct rank *r, int il, enum act a) {
     }
 }
 
-static void state_attention(struct rank *r, int il, enum act q, enum act k, enum act v, enum act out) {
-    cpu_attention(r, il, q, k, v, out);
-    if (team_leads()) state_op(r, il, out);
+static void state_attention(struct rank *r, const struct step *s) {
+    cpu_attention(r, s);
+    if (team_leads()) state_op(r, s->il, s->out[0]);
     team_barrier();
 }
 
-static void state_mla_attention(struct rank *r, int il, enum act q, enum act kv, enum act out) {
-    cpu_mla_attention(r, il, q, kv, out);
-    if (team_leads()) state_op(r, il, out);
+static void state_mla_attention(struct rank *r, const struct step *s) {
+    cpu_mla_attention(r, s);
+    if (team_leads()) state_op(r, s->il, s->out[0]);
     team_barrier();
 }
 

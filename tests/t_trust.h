@@ -306,22 +306,22 @@ static void test_trust_links(void) {
 static void test_trust_bus(void) {
     static const char zeros[4096], last[] = "moe-reap: the model file was truncated or its disk failed while in use\n";
     char cmd[512], maps[64], *said = NULL, err[ERR_MAX];
-    struct program p;
+    struct child p;
     const char *fifo = trust_path("fifo");
     CHECK(!mkfifo(fifo, 0600), "%s", strerror(errno));
     const int fd = open(fifo, O_RDWR | O_NONBLOCK | O_CLOEXEC);
     while (write(fd, zeros, sizeof zeros) > 0) continue;
     snprintf(cmd, sizeof cmd, "exec " REAP_BIN " build/demo.gguf -o %s/no --keep 4 --criterion random >%s", test_dir(),
              fifo);
-    if (!program_start(&p, cmd)) return;
+    if (!child_start(&p, cmd)) return;
     snprintf(maps, sizeof maps, "/proc/%d/maps", (int)p.pid);
-    for (bool mapped = false; !mapped && !program_ended(&p, false); poll(NULL, 0, 1)) {
+    for (bool mapped = false; !mapped && !child_ended(&p, false); poll(NULL, 0, 1)) {
         char *text = NULL;
         if (!read_file(maps, &text, err)) mapped = strstr(sb_cstr(&text), "demo.gguf") != NULL;
         arrfree(text);
     }
     kill(p.pid, SIGBUS);
-    const int rc = program_end(&p, NULL, &said);
+    const int rc = child_end(&p, NULL, &said);
     CHECK(rc == 1 && !strcmp(sb_cstr(&said), last), "exit %d: %s", rc, sb_cstr(&said));
     close(fd);
     unlink(fifo);

@@ -120,12 +120,12 @@ static int run_command(const char *cmd, char **out, char **errout) {
 /* ---- a program that a test watches while it runs ---- */
 
 enum {
-    PROGRAM_SECONDS = 600, /* a program that does not do what a test waits for is ended then */
-    REPEAT_SECONDS = 3     /* a SIGINT that was not noticed is sent again then */
+    CHILD_SECONDS = 600, /* a program that does not do what a test waits for is ended then */
+    REPEAT_SECONDS = 3   /* a SIGINT that was not noticed is sent again then */
 };
 
 /* Its stdin is a pipe, what it prints goes to two files in the tests' directory. */
-struct program {
+struct child {
     pid_t pid;
     int in;           /* the end of the pipe to write to */
     char out[2][128]; /* paths of stdout and stderr */
@@ -135,13 +135,13 @@ struct program {
 };
 
 /* Whether the program has ended. wait: waits for that. */
-static bool program_ended(struct program *p, bool wait) {
+static bool child_ended(struct child *p, bool wait) {
     if (!p->ended) p->ended = wait4(p->pid, &p->status, wait ? 0 : WNOHANG, &p->usage) == p->pid;
     return p->ended;
 }
 
 /* Starts a shell command, which should begin with exec: signals go to its process. */
-static bool program_start(struct program *p, const char *cmd) {
+static bool child_start(struct child *p, const char *cmd) {
     static int serial;
     int in[2];
     memset(p, 0, sizeof *p);
@@ -163,7 +163,7 @@ static bool program_start(struct program *p, const char *cmd) {
 }
 
 /* Whether the program has printed `text` to stdout or stderr. */
-static bool program_printed(const struct program *p, const char *text) {
+static bool child_printed(const struct child *p, const char *text) {
     bool found = false;
     for (int i = 0; i < 2 && !found; i++) {
         char *all = NULL, err[ERR_MAX];
@@ -175,16 +175,16 @@ static bool program_printed(const struct program *p, const char *text) {
 }
 
 /* Whether it has read everything that was written to its stdin. */
-static bool program_drained(const struct program *p) {
+static bool child_drained(const struct child *p) {
     int left = 1;
     return !ioctl(p->in, FIONREAD, &left) && !left;
 }
 
 /* Waits until the program has printed `text`; NULL: until it has read its stdin. */
-static bool program_expect(struct program *p, const char *text) {
-    for (double end = now_seconds() + PROGRAM_SECONDS;; poll(NULL, 0, 1)) {
-        const bool ended = program_ended(p, false);
-        if (text ? program_printed(p, text) : program_drained(p)) return true;
+static bool child_expect(struct child *p, const char *text) {
+    for (double end = now_seconds() + CHILD_SECONDS;; poll(NULL, 0, 1)) {
+        const bool ended = child_ended(p, false);
+        if (text ? child_printed(p, text) : child_drained(p)) return true;
         if (ended) break;
         if (now_seconds() > end) kill(p->pid, SIGKILL);
     }
@@ -192,17 +192,17 @@ static bool program_expect(struct program *p, const char *text) {
 }
 
 /* Writes to the program's stdin; false when it is gone. */
-static bool program_write(struct program *p, const char *text, size_t n) {
+static bool child_write(struct child *p, const char *text, size_t n) {
     return CHECK(write(p->in, text, n) == (ssize_t)n, "the program's stdin: %s", strerror(errno));
 }
 
 /* Sends SIGINT and waits for the end; stdin stays open meanwhile. A signal just in front of a read() is noticed only by
  * the next: it is sent again to a program that sleeps, which has used no processor for REPEAT_SECONDS. */
-static void program_interrupt(struct program *p) {
+static void child_interrupt(struct child *p) {
     double used = -1, since = 0;
     clockid_t clock;
     clock_getcpuclockid(p->pid, &clock);
-    for (int sent = 0; !program_ended(p, false); poll(NULL, 0, 1)) {
+    for (int sent = 0; !child_ended(p, false); poll(NULL, 0, 1)) {
         struct timespec t = {0};
         clock_gettime(clock, &t);
         const double now = now_seconds(), uses = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -215,10 +215,10 @@ static void program_interrupt(struct program *p) {
 
 /* Closes stdin and waits for the end. The exit code, or 128 + signal; stdout and stderr are appended to *out and
  * *errout unless NULL. */
-static int program_end(struct program *p, char **out, char **errout) {
+static int child_end(struct child *p, char **out, char **errout) {
     char err[ERR_MAX];
     close(p->in);
-    if (!program_ended(p, true)) return -1;
+    if (!child_ended(p, true)) return -1;
     if (out) read_file(p->out[0], out, err);
     if (errout) read_file(p->out[1], errout, err);
     unlink(p->out[0]);
