@@ -177,7 +177,7 @@ enum {
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
 struct weight {
     const uint8_t *data; /* (n_expert, n_out, n_in) blocks of `type`; NULL: the model has no such tensor */
-    uint32_t type;       /* enum gguf_type */
+    enum gguf_type type;
     int n_in, n_out, n_expert;
     size_t row_bytes, expert_bytes; /* strides */
     /* 0, or of a matrix that is part of another: its rows come in runs of row_run, row_run_bytes apart; the columns of
@@ -1580,7 +1580,7 @@ uint64_t rank_host_memory(void);
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
 /* Fills rows of a type with synthetic weights; vector: of a norm. */
-void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
+void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, uint64_t *rng);
 #ifdef __cplusplus
 }
 #endif
@@ -9453,13 +9453,13 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
 static const float *loader_vector(struct loader *l, const char *name, int n_in, int n_out, bool optional) {
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, 1, optional);
     if (!t) return NULL;
-    if (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16) {
+    if (!gguf_is_float(t->type)) {
         loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name, gguf_type_info(t->type).name);
         return NULL;
     }
     const size_t n = (size_t)n_in * (size_t)n_out;
     float *v = loader_own(l, n * sizeof *v);
-    gguf_dequantize_row(t->type, t->data, v, n);
+    gguf_dequantize_row((enum gguf_type)t->type, t->data, v, n);
     for (size_t i = 0; i < n; i++)
         if (!isfinite(v[i])) {
             loader_fail(l, "tensor '%s' holds %g at index %zu", name, v[i], i);
@@ -9497,12 +9497,13 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     snprintf(name, sizeof name, "%s.weight", base);
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
     if (!t) return;
-    if (t->type >= GGUF_I8 && t->type <= GGUF_F64) {
+    const struct gguf_format *format = gguf_find_format(t->type);
+    if (!format) {
         loader_fail(l, "tensor '%s' has the type %s, which is not a weight type", name, gguf_type_info(t->type).name);
         return;
     }
     w->data = t->data;
-    w->type = t->type;
+    w->type = format->type;
     w->n_in = n_in;
     w->n_out = n_out;
     w->n_expert = n_expert;
@@ -10823,7 +10824,7 @@ struct synth {
     /* DeepSeek-V4: streams of residuals, layers that find experts by token ids, groups of heads, values of a group's
      * result; tokens of a compressed key in the first two layers, in all others 4 and 128 in turn */
     int n_stream, n_hash, head_groups, o_lora, first_ratio;
-    uint32_t ff_type;                    /* of feed-forwards; 0: NVFP4 */
+    enum gguf_type ff_type;              /* of feed-forwards; 0: NVFP4 */
     bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
     bool window_sinks, sh_weight, norm_topk;
     bool predicts; /* it has a prediction layer */
@@ -11471,45 +11472,48 @@ static void synth_shard(struct synth *y, const char *text) {
     if (y->window_head_kv) y->window_head_kv = y->window_head_kv > n ? y->window_head_kv / n : 1;
 }
 
+/* Fills n bytes, a multiple of 8, with random bits. */
+static void synth_codes(uint8_t *p, int n, uint64_t *rng) {
+    for (int i = 0; i < n; i += 8) {
+        const uint64_t v = rng_next(rng);
+        memcpy(p + i, &v, 8);
+    }
+}
+
 /* Fills a tensor with numbers that keep a forward pass finite: norms near 1, matrices that keep the scale of their
  * input. */
-void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
-    enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB of whole blocks of every type; repeated */
-    const uint64_t n = bytes < PATTERN ? bytes : PATTERN;
-    if (type == GGUF_NVFP4) {
-        for (uint64_t i = 0; i < n; i += 36) {
-            for (int s = 0; s < 4; s++) p[i + (uint64_t)s] = (uint8_t)(0x30 + rng_next(rng) % 16);
-            for (int q = 0; q < 4; q++) {
-                const uint64_t v = rng_next(rng);
-                memcpy(p + i + 4 + 8 * q, &v, 8);
-            }
-        }
-    } else if (type == GGUF_F32) {
-        for (uint64_t i = 0; i + 4 <= n; i += 4) {
+void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, uint64_t *rng) {
+    enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB: as many whole blocks are random, and repeated */
+    const uint64_t block = gguf_type_info(type).bytes, whole = PATTERN / block * block;
+    const uint64_t n = bytes < whole ? bytes : whole;
+    for (uint64_t i = 0; i + block <= n; i += block) {
+        uint8_t *to = p + i;
+        switch (type) {
+        case GGUF_F32: {
             const float u = (float)(rng_uniform(rng) - 0.5), v = vector ? 1.0f + 0.1f * u : 0.05f * u;
-            memcpy(p + i, &v, 4);
+            memcpy(to, &v, 4);
+            break;
         }
-    } else if (type == GGUF_MXFP4) {
-        for (uint64_t i = 0; i < n; i += 17) {
-            p[i] = (uint8_t)(118 + rng_next(rng) % 3);
-            for (int q = 0; q < 2; q++) {
-                const uint64_t v = rng_next(rng);
-                memcpy(p + i + 1 + 8 * q, &v, 8);
-            }
+        case GGUF_F16:
+        case GGUF_BF16: {
+            const float v = 0.05f * (float)(rng_uniform(rng) - 0.5);
+            const uint16_t h = type == GGUF_F16 ? f16_from_f32(v) : bf16_from_f32(v);
+            memcpy(to, &h, 2);
+            break;
         }
-    } else if (type == GGUF_Q8_0) {
-        const uint16_t scale = f16_from_f32(0.025f / 128);
-        for (uint64_t i = 0; i < n; i += 34) {
-            memcpy(p + i, &scale, 2);
-            for (int q = 0; q < 4; q++) {
-                const uint64_t v = rng_next(rng);
-                memcpy(p + i + 2 + 8 * q, &v, 8);
-            }
+        case GGUF_Q8_0: {
+            const uint16_t scale = f16_from_f32(0.025f / 128);
+            memcpy(to, &scale, 2);
+            synth_codes(to + 2, 32, rng);
+            break;
         }
-    } else {
-        for (uint64_t i = 0; i + 2 <= n; i += 2) {
-            const uint16_t v = bf16_from_f32(0.05f * (float)(rng_uniform(rng) - 0.5));
-            memcpy(p + i, &v, 2);
+        case GGUF_MXFP4:
+            to[0] = (uint8_t)(118 + rng_next(rng) % 3);
+            synth_codes(to + 1, 16, rng);
+            break;
+        case GGUF_NVFP4:
+            for (int s = 0; s < 4; s++) to[s] = (uint8_t)(0x30 + rng_next(rng) % 16);
+            synth_codes(to + 4, 32, rng);
         }
     }
     for (uint64_t at = n; at < bytes; at += n) memcpy(p + at, p, bytes - at < n ? bytes - at : n);
@@ -11535,8 +11539,8 @@ static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1,
 static void synth_add_layer(struct synth_tensor **list, const struct synth *y, struct loader *l, int il) {
     const struct model *m = l->m;
     const bool dense = il < y->n_dense;
-    const uint32_t backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
-    const uint32_t ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
+    const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    const enum gguf_type ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
     struct layer layer = {0};
     char name[64];
     m->family->layer(l, &layer, il);
@@ -11579,7 +11583,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
         }
         const bool f32 = rule->kind != TENSOR_MATRIX || rule->field == offsetof(struct layer, w_index);
         synth_add(list, f32 ? GGUF_F32 : ffn ? ff_type : backbone, in, out, n, name, il);
-        if (rule->kind != TENSOR_MATRIX || !ffn || ff_type != GGUF_NVFP4) continue;
+        if (rule->kind != TENSOR_MATRIX || !ffn || gguf_format(ff_type)->factor != GGUF_FACTOR_OWN) continue;
         snprintf(name, sizeof name, "blk.%%d.%s.scale", rule->name);
         synth_add(list, GGUF_F32, n, 1, 1, name, il);
     }
@@ -11590,7 +11594,7 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
 /* The tensors of a shape (stb_ds). Its family reads the metadata, as from a file. */
 static struct synth_tensor *synth_tensors(const struct synth *y) {
     struct synth_tensor *list = NULL;
-    const uint32_t backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
     char err[ERR_MAX];
     size_t bytes;
     uint64_t data;
