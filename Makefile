@@ -18,7 +18,7 @@ ifeq ($(word 2,$(MAKECMDGOALS)),)
 MAKEFLAGS += -j$(CORES)
 endif
 
-WARN    := -Wall -Wextra -Wshadow -Wvla $(if $(WERROR),-Werror)
+WARN    := -Wall -Wextra -Wshadow -Wvla -Werror=switch $(if $(WERROR),-Werror)
 HEADERS := gguf_nvfp4.h $(wildcard convert/*.h convert/*.jinja) Makefile
 ENGINE  := moe.c moe_cuda.cu $(HEADERS)
 TESTS   := tests/test_moe.c $(wildcard tests/*.h) $(ENGINE)
@@ -43,7 +43,7 @@ CUDA_FLAGS    = $(CUDA_COMMON) $(CUDA_CODE)
 CUDA_CODE     = $(if $(CUDA_SM120),-gencode arch=compute_120f$(,)code=sm_120f) \
     -gencode 'arch=compute_90$(,)code=[sm_90$(,)compute_90]' -gencode arch=compute_80$(,)code=compute_80
 CUDA_COMMON   = -std=c++17 -O3 --threads 0 -DMOE_CUDA_TARGETS='"$(CUDA_TARGETS)"' $(if $(NCCL_LIBS),-DHAVE_NCCL) \
-    -Xcompiler -fopenmp$(,)-Wall$(,)-Wextra$(,)-Wno-unused-function $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
+    -Xcompiler -fopenmp$(,)-Wall$(,)-Wextra$(,)-Wno-unused-function$(,)-Werror=switch $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
 CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCCL_LIBS)
 endif
 

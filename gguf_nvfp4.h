@@ -4,7 +4,8 @@
  * C11 and C++17.
  *
  *   numbers    BF16, F16, E4M3, UE4M3, E8M0, E2M1: to and from F32
- *   blocks     NVFP4, MXFP4, Q8_0: dequantize, quantize, repack from the Hugging Face order
+ *   formats    the table of the formats of weights
+ *   blocks     NVFP4, MXFP4, Q8_0: decode, quantize, repack from the Hugging Face order
  *   reader     gguf_open (maps a file and its parts), gguf_open_header (also a header without data), gguf_parse (one
  *              image in memory), typed look-ups
  *   writer     gguf_put_*, gguf_add_tensor, gguf_header: the header in memory; the caller streams the tensor data
@@ -176,41 +177,84 @@ struct block_q8_0 {
 };
 static_assert(sizeof(struct block_q8_0) == 34, "a Q8_0 block is 34 bytes");
 
-enum gguf_type {
-    GGUF_F32 = 0,
-    GGUF_F16 = 1,
-    GGUF_Q8_0 = 8,
-    GGUF_I8 = 24,
-    GGUF_I16 = 25,
-    GGUF_I32 = 26,
-    GGUF_I64 = 27,
-    GGUF_F64 = 28,
-    GGUF_BF16 = 30,
-    GGUF_MXFP4 = 39,
-    GGUF_NVFP4 = 40,
-    GGUF_TYPE_COUNT = 43
+/* Whether NAME.scale, a factor of each matrix, belongs to a format. */
+enum gguf_factor {
+    GGUF_FACTOR_NONE, /* nothing that quantizes to it writes one */
+    GGUF_FACTOR_ANY,  /* a matrix has one if its source has */
+    GGUF_FACTOR_OWN   /* every matrix has one: the scales of its blocks are relative to it */
 };
 
-/* A type of ggml. The table has all of them, so that an error can name the type that was found. */
+/* The types of ggml in the order of their numbers in a file (enum ggml_type); an error can name whatever type was found.
+ * An O has the bytes of a value; 0: the type is not supported. An X is a format of weights. Whatever depends on the
+ * format is a column here, a switch over enum gguf_type without default, or stands beside an assertion of
+ * GGUF_FORMAT_COUNT: the compiler names what a new row lacks.
+ *   NAME, name   GGUF_NAME is the type, name_decode_row decodes it
+ *   block        weights of a block; 1: the format is one of floats
+ *   bytes        of a block
+ *   file_type    number of a file that has most of its bytes in this format (llama_ftype)
+ *   factor       enum gguf_factor without its GGUF_FACTOR_ */
+/* clang-format off */
+#define GGUF_TYPES(X, O)                                                                                    \
+    /* NAME  name   block  bytes                       file_type  factor */                                 \
+    X(F32,   f32,       1, 4,                                  0, ANY)                                      \
+    X(F16,   f16,       1, 2,                                  1, ANY)                                      \
+    O(Q4_0, 0) O(Q4_1, 0) O(Q4_2, 0) O(Q4_3, 0) O(Q5_0, 0) O(Q5_1, 0)                                       \
+    X(Q8_0,  q8_0,     32, sizeof(struct block_q8_0),          7, ANY)                                      \
+    O(Q8_1, 0) O(Q2_K, 0) O(Q3_K, 0) O(Q4_K, 0) O(Q5_K, 0) O(Q6_K, 0) O(Q8_K, 0) O(IQ2_XXS, 0) O(IQ2_XS, 0) \
+    O(IQ3_XXS, 0) O(IQ1_S, 0) O(IQ4_NL, 0) O(IQ3_S, 0) O(IQ2_S, 0) O(IQ4_XS, 0)                             \
+    O(I8, 1) O(I16, 2) O(I32, 4) O(I64, 8) O(F64, 8) O(IQ1_M, 0)                                            \
+    X(BF16,  bf16,      1, 2,                                 32, ANY)                                      \
+    O(Q4_0_4_4, 0) O(Q4_0_4_8, 0) O(Q4_0_8_8, 0) O(TQ1_0, 0) O(TQ2_0, 0)                                    \
+    O(IQ4_NL_4_4, 0) O(IQ4_NL_4_8, 0) O(IQ4_NL_8_8, 0)                                                      \
+    X(MXFP4, mxfp4,    32, sizeof(struct block_mxfp4),        38, NONE)                                     \
+    X(NVFP4, nvfp4,    64, sizeof(struct block_nvfp4),        39, OWN)                                      \
+    O(Q1_0, 0) O(Q2_0, 0)
+/* clang-format on */
+
+#define GGUF_NOTHING(...)
+#define GGUF_FORMATS(X) GGUF_TYPES(X, GGUF_NOTHING)
+#define GGUF_OTHERS(O)  GGUF_TYPES(GGUF_NOTHING, O)
+
+#define GGUF_NUMBER(NAME, ...) GGUF_NUMBER_##NAME,
+#define GGUF_MEMBER(NAME, ...) GGUF_##NAME = GGUF_NUMBER_##NAME,
+#define GGUF_INDEX(NAME, ...)  GGUF_INDEX_##NAME,
+enum { GGUF_TYPES(GGUF_NUMBER, GGUF_NUMBER) GGUF_TYPE_COUNT };
+enum gguf_type { GGUF_FORMATS(GGUF_MEMBER) };
+enum { GGUF_OTHERS(GGUF_MEMBER) };
+enum { GGUF_FORMATS(GGUF_INDEX) GGUF_FORMAT_COUNT }; /* of gguf_formats */
+
+static_assert(GGUF_Q8_0 == 8 && GGUF_BF16 == 30 && GGUF_NVFP4 == 40, "each type has the number that ggml gives it");
+
+/* The labels of a switch for all formats of floats, and for all formats of blocks. */
+#define GGUF_FLOATS \
+    GGUF_F32:       \
+    case GGUF_F16:  \
+    case GGUF_BF16
+#define GGUF_BLOCKS  \
+    GGUF_Q8_0:       \
+    case GGUF_MXFP4: \
+    case GGUF_NVFP4
+
+/* What a type is called, and what a row of it takes. */
 struct gguf_type_traits {
     const char *name;
     uint32_t block, bytes; /* elements and bytes of a block; 0: not supported here */
 };
 
+#define GGUF_FORMAT_TRAITS(NAME, name, block, bytes, ...) {#NAME, block, bytes},
+#define GGUF_OTHER_TRAITS(NAME, bytes)                    {#NAME, (bytes) > 0, bytes},
+
 /* Returns the traits of a type, of "unknown" if ggml has no such type. */
 static inline struct gguf_type_traits gguf_type_info(uint32_t type) {
-    static const struct gguf_type_traits t[GGUF_TYPE_COUNT] = {
-        {"F32", 1, 4},     {"F16", 1, 2},        {"Q4_0", 0, 0},       {"Q4_1", 0, 0},       {"Q4_2", 0, 0},
-        {"Q4_3", 0, 0},    {"Q5_0", 0, 0},       {"Q5_1", 0, 0},       {"Q8_0", 32, 34},     {"Q8_1", 0, 0},
-        {"Q2_K", 0, 0},    {"Q3_K", 0, 0},       {"Q4_K", 0, 0},       {"Q5_K", 0, 0},       {"Q6_K", 0, 0},
-        {"Q8_K", 0, 0},    {"IQ2_XXS", 0, 0},    {"IQ2_XS", 0, 0},     {"IQ3_XXS", 0, 0},    {"IQ1_S", 0, 0},
-        {"IQ4_NL", 0, 0},  {"IQ3_S", 0, 0},      {"IQ2_S", 0, 0},      {"IQ4_XS", 0, 0},     {"I8", 1, 1},
-        {"I16", 1, 2},     {"I32", 1, 4},        {"I64", 1, 8},        {"F64", 1, 8},        {"IQ1_M", 0, 0},
-        {"BF16", 1, 2},    {"Q4_0_4_4", 0, 0},   {"Q4_0_4_8", 0, 0},   {"Q4_0_8_8", 0, 0},   {"TQ1_0", 0, 0},
-        {"TQ2_0", 0, 0},   {"IQ4_NL_4_4", 0, 0}, {"IQ4_NL_4_8", 0, 0}, {"IQ4_NL_8_8", 0, 0}, {"MXFP4", 32, 17},
-        {"NVFP4", 64, 36}, {"Q1_0", 0, 0},       {"Q2_0", 0, 0}};
+    static const struct gguf_type_traits t[] = {GGUF_TYPES(GGUF_FORMAT_TRAITS, GGUF_OTHER_TRAITS)};
     static const struct gguf_type_traits unknown = {"unknown", 0, 0};
     return type < GGUF_TYPE_COUNT ? t[type] : unknown;
+}
+
+/* Ends the program: `where`, a function, was called with a type that it never gets. */
+__attribute__((noreturn, cold)) static inline void gguf_unexpected(const char *where, uint32_t type) {
+    fprintf(stderr, "internal error: %s: weights of the type %s (%u)\n", where, gguf_type_info(type).name, type);
+    abort();
 }
 
 /* Returns the bytes of n elements, a multiple of the block; 0 for a type that is not supported. */
@@ -283,29 +327,73 @@ static inline void q8_0_decode_block(const struct block_q8_0 *b, float *out) {
     for (int j = 0; j < 32; j++) out[j] = (float)b->qs[j] * d;
 }
 
-/* out (n) = one row as F32, without the factor in NAME.scale. n is a multiple of the block. Returns false for a type
- * that is not one of weights. */
-static inline bool gguf_dequantize_row(uint32_t type, const void *row, float *out, size_t n) {
-    const uint8_t *p = (const uint8_t *)row;
+/* Decode a row of n weights, a multiple of the block, to F32 without the factor in NAME.scale. */
+typedef void gguf_decode(const uint8_t *row, float *out, size_t n);
+
+static inline void f32_decode_row(const uint8_t *row, float *out, size_t n) { memcpy(out, row, n * 4); }
+
+static inline void f16_decode_row(const uint8_t *row, float *out, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = f16_to_f32((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
+}
+
+static inline void bf16_decode_row(const uint8_t *row, float *out, size_t n) {
+    for (size_t i = 0; i < n; i++) out[i] = bf16_to_f32((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
+}
+
+static inline void q8_0_decode_row(const uint8_t *row, float *out, size_t n) {
+    for (size_t i = 0; i < n / 32; i++) q8_0_decode_block((const struct block_q8_0 *)row + i, out + 32 * i);
+}
+
+static inline void mxfp4_decode_row(const uint8_t *row, float *out, size_t n) {
+    for (size_t i = 0; i < n / 32; i++) mxfp4_decode_block((const struct block_mxfp4 *)row + i, out + 32 * i);
+}
+
+static inline void nvfp4_decode_row(const uint8_t *row, float *out, size_t n) {
+    for (size_t i = 0; i < n / 64; i++) nvfp4_decode_block((const struct block_nvfp4 *)row + i, out + 64 * i);
+}
+
+/* A format of weights; gguf_type_info has its name and sizes. */
+struct gguf_format {
+    enum gguf_type type;
+    gguf_decode *decode;
+    uint32_t file_type;
+    enum gguf_factor factor;
+};
+
+#define GGUF_FORMAT_ROW(NAME, name, block, bytes, file_type, factor) \
+    {GGUF_##NAME, name##_decode_row, file_type, GGUF_FACTOR_##factor},
+static const struct gguf_format gguf_formats[GGUF_FORMAT_COUNT] = {GGUF_FORMATS(GGUF_FORMAT_ROW)};
+
+/* Returns the row of a type that a file names; NULL: it is not a type of weights. */
+static inline const struct gguf_format *gguf_find_format(uint32_t type) {
+#define GGUF_FOUND(NAME, ...) \
+    case GGUF_##NAME: return &gguf_formats[GGUF_INDEX_##NAME];
     switch (type) {
-    case GGUF_F32: memcpy(out, p, n * 4); return true;
-    case GGUF_F16:
-        for (size_t i = 0; i < n; i++) out[i] = f16_to_f32((uint16_t)(p[2 * i] | p[2 * i + 1] << 8));
-        return true;
-    case GGUF_BF16:
-        for (size_t i = 0; i < n; i++) out[i] = bf16_to_f32((uint16_t)(p[2 * i] | p[2 * i + 1] << 8));
-        return true;
-    case GGUF_Q8_0:
-        for (size_t i = 0; i < n / 32; i++) q8_0_decode_block((const struct block_q8_0 *)p + i, out + 32 * i);
-        return true;
-    case GGUF_MXFP4:
-        for (size_t i = 0; i < n / 32; i++) mxfp4_decode_block((const struct block_mxfp4 *)p + i, out + 32 * i);
-        return true;
-    case GGUF_NVFP4:
-        for (size_t i = 0; i < n / 64; i++) nvfp4_decode_block((const struct block_nvfp4 *)p + i, out + 64 * i);
-        return true;
-    default: return false;
+        GGUF_FORMATS(GGUF_FOUND)
+    default: return NULL;
     }
+}
+
+static inline const struct gguf_format *gguf_format(enum gguf_type type) {
+    const struct gguf_format *f = gguf_find_format(type);
+    if (!f) gguf_unexpected(__func__, type);
+    return f;
+}
+
+/* Whether a type that a file names is one of weights in floats. */
+static inline bool gguf_is_float(uint32_t type) {
+    const struct gguf_format *f = gguf_find_format(type);
+    if (!f) return false;
+    switch (f->type) {
+    case GGUF_FLOATS: return true;
+    case GGUF_BLOCKS: return false;
+    }
+    return false;
+}
+
+/* out (n) = one row as F32, without the factor in NAME.scale. n is a multiple of the block. */
+static inline void gguf_dequantize_row(enum gguf_type type, const void *row, float *out, size_t n) {
+    gguf_format(type)->decode((const uint8_t *)row, out, n);
 }
 
 /* ============================================================================================================
@@ -370,7 +458,7 @@ struct gguf_kv {
 
 struct gguf_tensor {
     struct gguf_str name;
-    uint32_t type; /* enum gguf_type, a supported one */
+    uint32_t type; /* number of a type that gguf_type_info supports */
     uint32_t n_dims;
     uint64_t ne[4]; /* sizes, the contiguous one first; unused ones are 1 */
     uint64_t bytes; /* of the data */
@@ -526,9 +614,19 @@ static inline void gguf_take_value(struct gguf_cursor *c, struct gguf_kv *kv) {
     }
 }
 
+/* Writes the names of all formats of weights, such as "F32, F16 or BF16". Returns out. */
+static inline const char *gguf_format_names(char *out, size_t cap) {
+    size_t n = 0;
+    for (int i = 0; i < GGUF_FORMAT_COUNT && n < cap; i++) {
+        const char *before = !i ? "" : i + 1 < GGUF_FORMAT_COUNT ? ", " : " or ";
+        n += (size_t)snprintf(out + n, cap - n, "%s%s", before, gguf_type_info(gguf_formats[i].type).name);
+    }
+    return out;
+}
+
 /* Reads one entry of the tensor table. t->bytes is the offset of the data until gguf_place_tensors. */
 static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t) {
-    char name[64];
+    char name[64], formats[128];
     t->name = gguf_take_str(c, GGUF_MAX_NAME, "a tensor name");
     gguf_printable(t->name, name, sizeof name);
     if (!c->failed && !t->name.n) gguf_fail(c, "a tensor without a name");
@@ -551,10 +649,8 @@ static inline void gguf_take_tensor(struct gguf_cursor *c, struct gguf_tensor *t
     if (c->failed) return;
     struct gguf_type_traits ti = gguf_type_info(t->type);
     if (!ti.block)
-        gguf_fail(c,
-                  "tensor '%s' has the type %s (%u), expected F32, F16, BF16, Q8_0, MXFP4 or NVFP4; moe-convert "
-                  "makes those of the original release",
-                  name, ti.name, t->type);
+        gguf_fail(c, "tensor '%s' has the type %s (%u), expected %s; moe-convert makes those of the original release",
+                  name, ti.name, t->type, gguf_format_names(formats, sizeof formats));
     else if (t->ne[0] % ti.block)
         gguf_fail(c, "tensor '%s': rows of %llu elements are not whole %s blocks of %u", name,
                   (unsigned long long)t->ne[0], ti.name, ti.block);

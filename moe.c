@@ -177,7 +177,7 @@ enum {
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
 struct weight {
     const uint8_t *data; /* (n_expert, n_out, n_in) blocks of `type`; NULL: the model has no such tensor */
-    uint32_t type;       /* enum gguf_type */
+    enum gguf_type type;
     int n_in, n_out, n_expert;
     size_t row_bytes, expert_bytes; /* strides */
     /* 0, or of a matrix that is part of another: its rows come in runs of row_run, row_run_bytes apart; the columns of
@@ -1619,7 +1619,7 @@ uint64_t rank_host_memory(void);
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
 /* Fills rows of a type with synthetic weights; vector: of a norm. */
-void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng);
+void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, uint64_t *rng);
 #ifdef __cplusplus
 }
 #endif
@@ -9512,13 +9512,13 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
 static const float *loader_vector(struct loader *l, const char *name, int n_in, int n_out, bool optional) {
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, 1, optional);
     if (!t) return NULL;
-    if (t->type != GGUF_F32 && t->type != GGUF_F16 && t->type != GGUF_BF16) {
+    if (!gguf_is_float(t->type)) {
         loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name, gguf_type_info(t->type).name);
         return NULL;
     }
     const size_t n = (size_t)n_in * (size_t)n_out;
     float *v = loader_own(l, n * sizeof *v);
-    gguf_dequantize_row(t->type, t->data, v, n);
+    gguf_dequantize_row((enum gguf_type)t->type, t->data, v, n);
     for (size_t i = 0; i < n; i++)
         if (!isfinite(v[i])) {
             loader_fail(l, "tensor '%s' holds %g at index %zu", name, v[i], i);
@@ -9556,12 +9556,13 @@ static void loader_weight(struct loader *l, struct weight *w, int n_in, int n_ou
     snprintf(name, sizeof name, "%s.weight", base);
     const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, (uint64_t)n_expert, optional);
     if (!t) return;
-    if (t->type >= GGUF_I8 && t->type <= GGUF_F64) {
+    const struct gguf_format *format = gguf_find_format(t->type);
+    if (!format) {
         loader_fail(l, "tensor '%s' has the type %s, which is not a weight type", name, gguf_type_info(t->type).name);
         return;
     }
     w->data = t->data;
-    w->type = t->type;
+    w->type = format->type;
     w->n_in = n_in;
     w->n_out = n_out;
     w->n_expert = n_expert;
@@ -10871,7 +10872,7 @@ struct synth {
     /* DeepSeek-V4: streams of residuals, layers that find experts by token ids, groups of heads, values of a group's
      * result; tokens of a compressed key in the first two layers, in all others 4 and 128 in turn */
     int n_stream, n_hash, head_groups, o_lora, first_ratio;
-    uint32_t ff_type;                    /* of feed-forwards; 0: NVFP4 */
+    enum gguf_type ff_type;              /* of feed-forwards; 0: NVFP4 */
     bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
     bool window_sinks, sh_weight, norm_topk;
     bool predicts; /* it has a prediction layer */
@@ -11069,45 +11070,48 @@ static void synth_shard(struct synth *y, const char *text) {
     if (y->window_head_kv) y->window_head_kv = y->window_head_kv > n ? y->window_head_kv / n : 1;
 }
 
+/* Fills n bytes, a multiple of 8, with random bits. */
+static void synth_codes(uint8_t *p, int n, uint64_t *rng) {
+    for (int i = 0; i < n; i += 8) {
+        const uint64_t v = rng_next(rng);
+        memcpy(p + i, &v, 8);
+    }
+}
+
 /* Fills a tensor with numbers that keep a forward pass finite: norms near 1, matrices that keep the scale of their
  * input. */
-void synth_fill(uint8_t *p, uint64_t bytes, uint32_t type, bool vector, uint64_t *rng) {
-    enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB of whole blocks of every type; repeated */
-    const uint64_t n = bytes < PATTERN ? bytes : PATTERN;
-    if (type == GGUF_NVFP4) {
-        for (uint64_t i = 0; i < n; i += 36) {
-            for (int s = 0; s < 4; s++) p[i + (uint64_t)s] = (uint8_t)(0x30 + rng_next(rng) % 16);
-            for (int q = 0; q < 4; q++) {
-                const uint64_t v = rng_next(rng);
-                memcpy(p + i + 4 + 8 * q, &v, 8);
-            }
-        }
-    } else if (type == GGUF_F32) {
-        for (uint64_t i = 0; i + 4 <= n; i += 4) {
+void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, uint64_t *rng) {
+    enum { PATTERN = 36 * 34 * 857 }; /* about 1 MiB: as many whole blocks are random, and repeated */
+    const uint64_t block = gguf_type_info(type).bytes, whole = PATTERN / block * block;
+    const uint64_t n = bytes < whole ? bytes : whole;
+    for (uint64_t i = 0; i + block <= n; i += block) {
+        uint8_t *to = p + i;
+        switch (type) {
+        case GGUF_F32: {
             const float u = (float)(rng_uniform(rng) - 0.5), v = vector ? 1.0f + 0.1f * u : 0.05f * u;
-            memcpy(p + i, &v, 4);
+            memcpy(to, &v, 4);
+            break;
         }
-    } else if (type == GGUF_MXFP4) {
-        for (uint64_t i = 0; i < n; i += 17) {
-            p[i] = (uint8_t)(118 + rng_next(rng) % 3);
-            for (int q = 0; q < 2; q++) {
-                const uint64_t v = rng_next(rng);
-                memcpy(p + i + 1 + 8 * q, &v, 8);
-            }
+        case GGUF_F16:
+        case GGUF_BF16: {
+            const float v = 0.05f * (float)(rng_uniform(rng) - 0.5);
+            const uint16_t h = type == GGUF_F16 ? f16_from_f32(v) : bf16_from_f32(v);
+            memcpy(to, &h, 2);
+            break;
         }
-    } else if (type == GGUF_Q8_0) {
-        const uint16_t scale = f16_from_f32(0.025f / 128);
-        for (uint64_t i = 0; i < n; i += 34) {
-            memcpy(p + i, &scale, 2);
-            for (int q = 0; q < 4; q++) {
-                const uint64_t v = rng_next(rng);
-                memcpy(p + i + 2 + 8 * q, &v, 8);
-            }
+        case GGUF_Q8_0: {
+            const uint16_t scale = f16_from_f32(0.025f / 128);
+            memcpy(to, &scale, 2);
+            synth_codes(to + 2, 32, rng);
+            break;
         }
-    } else {
-        for (uint64_t i = 0; i + 2 <= n; i += 2) {
-            const uint16_t v = bf16_from_f32(0.05f * (float)(rng_uniform(rng) - 0.5));
-            memcpy(p + i, &v, 2);
+        case GGUF_MXFP4:
+            to[0] = (uint8_t)(118 + rng_next(rng) % 3);
+            synth_codes(to + 1, 16, rng);
+            break;
+        case GGUF_NVFP4:
+            for (int s = 0; s < 4; s++) to[s] = (uint8_t)(0x30 + rng_next(rng) % 16);
+            synth_codes(to + 4, 32, rng);
         }
     }
     for (uint64_t at = n; at < bytes; at += n) memcpy(p + at, p, bytes - at < n ? bytes - at : n);
@@ -11133,8 +11137,8 @@ static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1,
 static void synth_add_layer(struct synth_tensor **list, const struct synth *y, struct loader *l, int il) {
     const struct model *m = l->m;
     const bool dense = il < y->n_dense;
-    const uint32_t backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
-    const uint32_t ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
+    const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    const enum gguf_type ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
     struct layer layer = {0};
     char name[64];
     m->family->layer(l, &layer, il);
@@ -11173,7 +11177,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
         }
         const bool f32 = rule->kind != TENSOR_MATRIX || rule->field == offsetof(struct layer, w_index);
         synth_add(list, f32 ? GGUF_F32 : ffn ? ff_type : backbone, in, out, n, name, il);
-        if (rule->kind != TENSOR_MATRIX || !ffn || ff_type != GGUF_NVFP4) continue;
+        if (rule->kind != TENSOR_MATRIX || !ffn || gguf_format(ff_type)->factor != GGUF_FACTOR_OWN) continue;
         snprintf(name, sizeof name, "blk.%%d.%s.scale", rule->name);
         synth_add(list, GGUF_F32, n, 1, 1, name, il);
     }
@@ -11184,7 +11188,7 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
 /* The tensors of a shape (stb_ds). Its family reads the metadata, as from a file. */
 static struct synth_tensor *synth_tensors(const struct synth *y) {
     struct synth_tensor *list = NULL;
-    const uint32_t backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
+    const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
     char err[ERR_MAX];
     size_t bytes;
     uint64_t data;
@@ -11706,7 +11710,7 @@ enum { KERNEL_SCRATCH = 1 << 17 }; /* bytes of gemm.scratch */
 /* The arguments of one GEMM: y[t * y_stride + r] = scale * sum_i w[r][i] * x[row(t)][i] for r < n_out and t < n_tok,
  * where row(t) = rows ? rows[t] : t. n_in is a multiple of the block of the weight type. */
 struct gemm {
-    uint32_t type;          /* enum gguf_type of the weights */
+    enum gguf_type type;    /* of the weights */
     enum act_format format; /* of x, as kernels.act_format(type, n_tok) returned it */
     const uint8_t *w;       /* (n_out, n_in) weights, unaligned */
     size_t w_stride;        /* bytes from row to row */
@@ -11730,16 +11734,17 @@ enum {
 /* C (m, n) += A (m, k) B (k, n), row-major. lda, ldb, ldc: floats per row. */
 typedef void sgemm_function(int m, int n, int k, const float *a, int lda, const float *b, int ldb, float *c, int ldc);
 
-/* y (n, ldy) = the transpose of m rows of n F32, BF16 or F16 values, x_stride bytes apart, as F32. Columns from m on, up
- * to the next multiple of TRANSPOSE_ROWS, become 0; ldy is at least that. */
-typedef void transpose_function(uint32_t type, const uint8_t *x, size_t x_stride, int m, int n, float *y, int ldy);
+/* y (n, ldy) = the transpose of m rows of n values of a type of floats, x_stride bytes apart, as F32. Columns from m on,
+ * up to the next multiple of TRANSPOSE_ROWS, become 0; ldy is at least that. */
+typedef void transpose_function(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n, float *y,
+                                int ldy);
 
 /* The kernels of one instruction set. */
 struct kernels {
     const char *name;
     /* Activations: the format that gemm wants for weights of `type` and n_tok tokens, the bytes of a packed row of n (a
      * multiple of 64), and a function that packs one. */
-    enum act_format (*act_format)(uint32_t type, int n_tok);
+    enum act_format (*act_format)(enum gguf_type type, int n_tok);
     size_t (*act_bytes)(enum act_format f, int n);
     void (*act_pack)(enum act_format f, const float *x, int n, void *out);
     void (*gemm)(const struct gemm *g);
@@ -11810,7 +11815,7 @@ static size_t act_bytes(enum act_format f, int n) {
  * Plain C with F32 activations and sums in double. The tests compare all other kernels with these; --cpu-ref runs them.
  * ============================================================================================================ */
 
-static enum act_format ref_act_format(uint32_t type, int n_tok) {
+static enum act_format ref_act_format(enum gguf_type type, int n_tok) {
     (void)type;
     (void)n_tok;
     return ACT_F32;
@@ -11883,7 +11888,7 @@ static void ref_sgemm_add(int m, int n, int k, const float *a, int lda, const fl
     }
 }
 
-static void ref_transpose(uint32_t type, const uint8_t *x, size_t x_stride, int m, int n, float *y, int ldy) {
+static void ref_transpose(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n, float *y, int ldy) {
     enum { PIECE = 64 };
     for (int r = 0; r < m || r % TRANSPOSE_ROWS; r++)
         for (int i = 0; i < n; i += PIECE) {
@@ -12111,8 +12116,8 @@ INLINE float vec_dot(const float *a, const float *b, int n) {
 
 /* Multiplies R <= 4 rows of weights from r0 on by the F32 activations of T <= 4 tokens from t0 on and stores the
  * results in g->y. The order in which an element is summed does not depend on R or T. */
-INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0, int T) {
-    const size_t size = g->type == GGUF_F32 ? 4 : 2, step = VL * (size_t)R * size; /* bytes of a step of the loop */
+INLINE void vec_tile(enum gguf_type type, vec_load *load, const struct gemm *g, int r0, int R, int t0, int T) {
+    const size_t size = gguf_type_info(type).bytes, step = VL * (size_t)R * size; /* bytes of a step of the loop */
     const bool ahead = gemm_prefetches(g, t0, size);
     const uint8_t *w[4], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
@@ -12136,7 +12141,7 @@ INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0
         UNROLL for (int r = 0; r < R; r++) {
             float sum = vec_sum(&s[t][r]), tail[VL];
             if (i < g->n_in) {
-                gguf_dequantize_row(g->type, w[r] + gguf_row_bytes(g->type, (size_t)i), tail, (size_t)(g->n_in - i));
+                gguf_dequantize_row(type, w[r] + size * (size_t)i, tail, (size_t)(g->n_in - i));
                 for (int j = i; j < g->n_in; j++) sum += tail[j - i] * x[t][j];
             }
             g->y[(size_t)(t0 + t) * g->y_stride + (size_t)(r0 + r)] = g->scale * sum;
@@ -12145,15 +12150,15 @@ INLINE void vec_tile(vec_load *load, const struct gemm *g, int r0, int R, int t0
 }
 
 /* GEMM with F32 activations, in tiles of 2 rows by 4 tokens or 4 rows by 1 token. */
-INLINE void vec_gemm(vec_load *load, const struct gemm *g) {
+INLINE void vec_gemm(enum gguf_type type, vec_load *load, const struct gemm *g) {
     int t = 0, r;
     for (; t + 4 <= g->n_tok; t += 4) {
-        for (r = 0; r + 2 <= g->n_out; r += 2) vec_tile(load, g, r, 2, t, 4);
-        if (r < g->n_out) vec_tile(load, g, r, 1, t, 4);
+        for (r = 0; r + 2 <= g->n_out; r += 2) vec_tile(type, load, g, r, 2, t, 4);
+        if (r < g->n_out) vec_tile(type, load, g, r, 1, t, 4);
     }
     for (; t < g->n_tok; t++) {
-        for (r = 0; r + 4 <= g->n_out; r += 4) vec_tile(load, g, r, 4, t, 1);
-        for (; r < g->n_out; r++) vec_tile(load, g, r, 1, t, 1);
+        for (r = 0; r + 4 <= g->n_out; r += 4) vec_tile(type, load, g, r, 4, t, 1);
+        for (; r < g->n_out; r++) vec_tile(type, load, g, r, 1, t, 1);
     }
 }
 
@@ -12454,12 +12459,16 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
 
 /* Defines the GEMM with F32 activations of one instruction set. load_bf16, load_f16: its functions of type vec_load. */
-#define VECTOR_GEMM(isa, TARGET, load_bf16, load_f16)          \
-    TARGET static void isa##_gemm_f32(const struct gemm *g) {  \
-        if (g->type == GGUF_F32) vec_gemm(vec_load_f32, g);    \
-        else if (g->type == GGUF_BF16) vec_gemm(load_bf16, g); \
-        else vec_gemm(load_f16, g);                            \
-    }                                                          \
+#define VECTOR_GEMM(isa, TARGET, load_bf16, load_f16)               \
+    TARGET static void isa##_gemm_f32(const struct gemm *g) {       \
+        switch (g->type) {                                          \
+        case GGUF_F32: vec_gemm(GGUF_F32, vec_load_f32, g); return; \
+        case GGUF_BF16: vec_gemm(GGUF_BF16, load_bf16, g); return;  \
+        case GGUF_F16: vec_gemm(GGUF_F16, load_f16, g); return;     \
+        case GGUF_BLOCKS: break;                                    \
+        }                                                           \
+        gguf_unexpected(__func__, g->type);                         \
+    }                                                               \
     SGEMM_ADD(isa, TARGET, VL, 4)
 
 /* Initializes the members of struct kernels that the two macros above define. */
@@ -12493,34 +12502,53 @@ enum {
     PANEL_ROWS = 16,    /* most rows of a panel */
     PANEL_BLOCKS = 16,  /* most blocks of 32 weights of a row in a panel */
     PANEL_TOKENS = 512, /* tokens whose sums are in gemm.scratch at a time */
-    PANEL_GROUP = 4     /* tokens whose sums are in registers at a time */
+    PANEL_GROUP = 4,    /* tokens whose sums are in registers at a time */
+    PANEL_BYTES = 34    /* most bytes of 32 weights in a file */
 };
 
-/* The panel functions of one instruction set. */
+/* The panel functions of one instruction set for one format of blocks. */
+struct panel_format {
+    /* Decodes n_blocks * 32 weights of n_rows rows, which are w_stride bytes apart. next: what will be decoded next; it
+     * may be prefetched. */
+    void (*decode)(const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks, void *panel);
+    /* sum (n_tok, n_rows) += panel times x[t], n_tok <= PANEL_GROUP */
+    void (*dot)(const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok, float *sum);
+    /* sum (n_tok, n_rows) = n_rows rows of n_blocks * 32 weights, w_stride bytes apart, times x[t], without a panel;
+     * n_tok <= PANEL_GROUP; NULL: there is none */
+    void (*direct)(const uint8_t *w, size_t w_stride, int n_blocks, const struct act_i16 *const *x, int n_tok,
+                   float *sum);
+};
+
+/* The panels of one instruction set. */
 struct panel_isa {
     int n_rows;         /* rows of a panel */
     size_t block_bytes; /* bytes of a panel for 32 weights of every row */
-    /* Decodes n_blocks * 32 weights of n_rows rows, which are w_stride bytes apart. next: what will be decoded next; it
-     * may be prefetched. */
-    void (*decode)(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks, void *panel);
-    /* sum (n_tok, n_rows) += panel times x[t], n_tok <= PANEL_GROUP */
-    void (*dot)(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok, float *sum);
-    /* sum (n_tok, n_rows) = n_rows rows of n_blocks * 32 weights, w_stride bytes apart, times x[t], without a panel;
-     * n_tok <= PANEL_GROUP; NULL: there is none */
-    void (*direct)(uint32_t type, const uint8_t *w, size_t w_stride, int n_blocks, const struct act_i16 *const *x,
-                   int n_tok, float *sum);
+    const struct panel_format *(*format)(enum gguf_type type);
 };
+
+/* Defines the function that finds the panel functions of a format. */
+#define PANEL_FORMATS(isa)                                                      \
+    static const struct panel_format *isa##_panel_format(enum gguf_type type) { \
+        switch (type) {                                                         \
+        case GGUF_Q8_0: return &isa##_panel_q8_0;                               \
+        case GGUF_MXFP4: return &isa##_panel_mxfp4;                             \
+        case GGUF_NVFP4: return &isa##_panel_nvfp4;                             \
+        case GGUF_FLOATS: break;                                                \
+        }                                                                       \
+        gguf_unexpected(__func__, type);                                        \
+    }
 
 /* Computes rows [r0, r0 + n) of g for the tokens [t0, t0 + n_tok), n <= n_rows and n_tok <= PANEL_TOKENS. Scratch: the
  * panel, copies of the last rows, the sums (n_tok, n_rows). */
 static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0, int n, int t0, int n_tok) {
+    const struct panel_format *f = isa->format(g->type);
     uint8_t *panel = g->scratch, *copy = panel + PANEL_BLOCKS * isa->block_bytes;
-    float *sum = (float *)(void *)(copy + PANEL_ROWS * PANEL_BLOCKS * sizeof(struct block_q8_0));
-    const bool direct = isa->direct && n_tok <= PANEL_GROUP && n == isa->n_rows;
+    float *sum = (float *)(void *)(copy + PANEL_ROWS * PANEL_BLOCKS * PANEL_BYTES);
+    const bool direct = f->direct && n_tok <= PANEL_GROUP && n == isa->n_rows;
     if (direct) {
         const struct act_i16 *x[PANEL_GROUP];
         for (int i = 0; i < n_tok; i++) x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + i);
-        isa->direct(g->type, g->w + (size_t)r0 * g->w_stride, g->w_stride, g->n_in / 32, x, n_tok, sum);
+        f->direct(g->w + (size_t)r0 * g->w_stride, g->w_stride, g->n_in / 32, x, n_tok, sum);
     } else {
         memset(sum, 0, (size_t)(n_tok * isa->n_rows) * sizeof *sum);
     }
@@ -12537,12 +12565,12 @@ static void panel_run(const struct gemm *g, const struct panel_isa *isa, int r0,
             w = copy;
             stride = bytes;
         }
-        isa->decode(g->type, w, stride, next, nb, panel);
+        f->decode(w, stride, next, nb, panel);
         for (int t = 0; t < n_tok; t += PANEL_GROUP) {
             const struct act_i16 *x[PANEL_GROUP];
             int nt = int_min(n_tok - t, PANEL_GROUP);
             for (int i = 0; i < nt; i++) x[i] = (const struct act_i16 *)(const void *)gemm_x(g, t0 + t + i) + b;
-            isa->dot(g->type, panel, nb, x, nt, sum + (size_t)(t * isa->n_rows));
+            f->dot(panel, nb, x, nt, sum + (size_t)(t * isa->n_rows));
         }
     }
     for (int t = 0; t < n_tok; t++)
@@ -12556,9 +12584,9 @@ static void panel_gemm(const struct gemm *g, const struct panel_isa *isa) {
             panel_run(g, isa, r, int_min(g->n_out - r, isa->n_rows), t, int_min(g->n_tok - t, PANEL_TOKENS));
 }
 
-/* Integers for the block types; float weights stay with F32 activations. */
-static enum act_format panel_act_format(uint32_t type, int n_tok) {
-    if (type != GGUF_F32 && type != GGUF_F16 && type != GGUF_BF16) return ACT_I16;
+/* Integers for blocks; float weights stay with F32 activations. */
+static enum act_format panel_act_format(enum gguf_type type, int n_tok) {
+    if (!gguf_is_float(type)) return ACT_I16;
     return n_tok > SAME_BITS_TOKENS ? ACT_F32_PANEL : ACT_F32;
 }
 
@@ -12579,141 +12607,128 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
         isa##_vf d[2];                                                             \
     };
 
+/* Defines isa##_panel_##name, the panel functions of one format. A block of it has 32 * step weights, which
+ * isa##_decode_##name decodes. fp4: see PANEL_FUNCTIONS. */
+#define PANEL_FORMAT(isa, TARGET, rows, name, step, fp4)                                                           \
+    static_assert(sizeof(struct block_##name) <= PANEL_BYTES * (step), "PANEL_BYTES is the most of all blocks");   \
+    TARGET static void isa##_decode_rows_##name(const uint8_t *w, size_t stride, const uint8_t *next, int n,       \
+                                                void *panel) {                                                     \
+        const size_t bytes = sizeof(struct block_##name);                                                          \
+        struct isa##_block *p = panel;                                                                             \
+        for (int b = 0; b < n; b += (step), w += bytes, next += bytes) {                                           \
+            panel_prefetch(next, stride, rows);                                                                    \
+            isa##_decode_##name(w, stride, p + b);                                                                 \
+        }                                                                                                          \
+    }                                                                                                              \
+    TARGET static void isa##_dot_##name(const void *panel, int n, const struct act_i16 *const *x, int n_tok,       \
+                                        float *sum) {                                                              \
+        if (n_tok == PANEL_GROUP) isa##_dot_tokens(fp4, PANEL_GROUP, panel, n, x, (isa##_vf *)sum);                \
+        else                                                                                                       \
+            for (int t = 0; t < n_tok; t++) isa##_dot_tokens(fp4, 1, panel, n, x + t, (isa##_vf *)sum + t);        \
+    }                                                                                                              \
+    /* The block and the sums stay in registers. The rows that follow are prefetched in the order of memory. */    \
+    TARGET INLINE void isa##_direct_tokens_##name(int n_tok, const uint8_t *w, size_t stride, int n,               \
+                                                  const struct act_i16 *const *x, float *sum) {                    \
+        const size_t bytes = sizeof(struct block_##name);                                                          \
+        const uint8_t *next = w + (rows)*stride;                                                                   \
+        isa##_vf s[PANEL_GROUP];                                                                                   \
+        UNROLL for (int t = 0; t < n_tok; t++) s[t] = (isa##_vf){0};                                               \
+        for (int b = 0; b < n; b += (step), w += bytes, next += (rows)*bytes) {                                    \
+            struct isa##_block p[step];                                                                            \
+            const struct act_i16 *at[PANEL_GROUP];                                                                 \
+            UNROLL for (size_t i = 0; i < (rows)*bytes; i += 64) __builtin_prefetch(next + i, 0, 2);               \
+            isa##_decode_##name(w, stride, p);                                                                     \
+            UNROLL for (int t = 0; t < n_tok; t++) at[t] = x[t] + b;                                               \
+            isa##_dot_tokens(fp4, n_tok, p, step, at, s);                                                          \
+        }                                                                                                          \
+        UNROLL for (int t = 0; t < n_tok; t++)((isa##_vf *)(void *)sum)[t] = s[t];                                 \
+    }                                                                                                              \
+    TARGET static void isa##_direct_##name(const uint8_t *w, size_t stride, int n, const struct act_i16 *const *x, \
+                                           int n_tok, float *sum) {                                                \
+        switch (n_tok) {                                                                                           \
+        case 1: isa##_direct_tokens_##name(1, w, stride, n, x, sum); break;                                        \
+        case 2: isa##_direct_tokens_##name(2, w, stride, n, x, sum); break;                                        \
+        case 3: isa##_direct_tokens_##name(3, w, stride, n, x, sum); break;                                        \
+        case 4: isa##_direct_tokens_##name(4, w, stride, n, x, sum); break;                                        \
+        }                                                                                                          \
+    }                                                                                                              \
+    static const struct panel_format isa##_panel_##name = {                                                        \
+        .decode = isa##_decode_rows_##name, .dot = isa##_dot_##name, .direct = isa##_direct_##name};
+
 /* Defines isa##_panel, the panel functions of one instruction set, from its
  *   columns(p, stride, out): transposes `rows` rows of four dwords, `stride` bytes apart: lane r of out[j] is dword j
  *     of row r;
  *   codes(q, lo, hi): translates the FP4 codes in the low and high nibbles of q to 2 * E2M1 plus a constant;
- *   dot16(type, w, hi, lo, bias, sum): sum = 16 weights w[4] times 16 activations, without that constant;
- *   q8_0_flip: what Q8_0 weights are XORed with. */
-#define PANEL_FUNCTIONS(isa, TARGET, rows, q8_0_flip)                                                                 \
-    /* See vec_rebias. */                                                                                             \
-    TARGET INLINE void isa##_rebias(const isa##_vu *bits, uint32_t rebias, isa##_vf *out) {                           \
-        isa##_vf v = (isa##_vf)(*bits + (rebias << 23)), least = (isa##_vf)((isa##_vu){0} + ((rebias + 1) << 23));    \
-        isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                              \
-        *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                           \
-    }                                                                                                                 \
-    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                   \
-        isa##_vu q[12], d;                                                                                            \
-        isa##_columns(w, stride, q);                                                                                  \
-        isa##_columns(w + 16, stride, q + 4);                                                                         \
-        isa##_columns(w + 20, stride, q + 8);                                                                         \
-        q[8] = q[11]; /* q[0] are the four scales, q[1..8] the codes */                                               \
-        UNROLL for (int i = 0; i < 8; i++) {                                                                          \
-            int at = i / 2 % 2 * 4 + i % 2;                                                                           \
-            isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                             \
-        }                                                                                                             \
-        d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                                \
-        UNROLL for (int i = 0; i < 4; i++) {                                                                          \
-            /* See vec_e4m3. Half of the scale, because the codes are 2 * E2M1. */                                    \
-            isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                        \
-            p[i / 2].d[i % 2] = (isa##_vf)bits * 0x1p119f;                                                            \
-        }                                                                                                             \
-    }                                                                                                                 \
-    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                   \
-        isa##_vu q[4], e[4];                                                                                          \
-        isa##_columns(w, stride, e);                                                                                  \
-        isa##_columns(w + 1, stride, q);                                                                              \
-        UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                                \
-        e[0] = (e[0] & 255) << 23;                                                                                    \
-        e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* code 0 means 2^-127 */                                         \
-        p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                    \
-    }                                                                                                                 \
-    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, struct isa##_block *p) {                    \
-        isa##_vu d[4], bits;                                                                                          \
-        isa##_columns(w, stride, d);                                                                                  \
-        isa##_columns(w + 2, stride, p->w);                                                                           \
-        isa##_columns(w + 18, stride, p->w + 4);                                                                      \
-        UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (q8_0_flip);                                                    \
-        bits = (d[0] & 0x7fff) << 13;                                                                                 \
-        isa##_rebias(&bits, 112, &p->d[0]);                                                                           \
-        bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                                    \
-        p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                             \
-    }                                                                                                                 \
-    /* Decodes a block of a row's format: 64 weights of NVFP4, else 32. */                                            \
-    TARGET INLINE void isa##_decode_block(uint32_t type, const uint8_t *w, size_t stride, struct isa##_block *p) {    \
-        if (type == GGUF_NVFP4) isa##_decode_nvfp4(w, stride, p);                                                     \
-        else if (type == GGUF_MXFP4) isa##_decode_mxfp4(w, stride, p);                                                \
-        else isa##_decode_q8_0(w, stride, p);                                                                         \
-    }                                                                                                                 \
-    TARGET INLINE void isa##_decode_type(uint32_t type, size_t bytes, int step, const uint8_t *w, size_t stride,      \
-                                         const uint8_t *next, int n, struct isa##_block *p) {                         \
-        for (int b = 0; b < n; b += step, w += bytes, next += bytes) {                                                \
-            panel_prefetch(next, stride, rows);                                                                       \
-            isa##_decode_block(type, w, stride, p + b);                                                               \
-        }                                                                                                             \
-    }                                                                                                                 \
-    TARGET static void isa##_panel_decode(uint32_t type, const uint8_t *w, size_t stride, const uint8_t *next, int n, \
-                                          void *panel) {                                                              \
-        if (type == GGUF_NVFP4)                                                                                       \
-            isa##_decode_type(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, w, stride, next, n, panel);                  \
-        else if (type == GGUF_MXFP4)                                                                                  \
-            isa##_decode_type(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, w, stride, next, n, panel);                  \
-        else isa##_decode_type(GGUF_Q8_0, sizeof(struct block_q8_0), 1, w, stride, next, n, panel);                   \
-    }                                                                                                                 \
-    TARGET INLINE void isa##_dot_tokens(uint32_t type, int n_tok, const struct isa##_block *p, int n,                 \
-                                        const struct act_i16 *const *x, isa##_vf *sum) {                              \
-        isa##_vf s[PANEL_GROUP];                                                                                      \
-        UNROLL for (int t = 0; t < n_tok; t++) s[t] = sum[t];                                                         \
-        for (int b = 0; b < n; b++, p++) {                                                                            \
-            UNROLL for (int t = 0; t < n_tok; t++) {                                                                  \
-                const struct act_i16 *a = x[t] + b;                                                                   \
-                isa##_vi i0, i1;                                                                                      \
-                isa##_dot16(type, p->w, a->hi, a->lo, a->bias[0], &i0);                                               \
-                isa##_dot16(type, p->w + 4, a->hi + 16, a->lo + 16, a->bias[1], &i1);                                 \
-                isa##_vf v = __builtin_convertvector(i0, isa##_vf) * p->d[0];                                         \
-                v = __builtin_convertvector(i1, isa##_vf) * p->d[1] + v;                                              \
-                s[t] = v * a->d + s[t];                                                                               \
-            }                                                                                                         \
-        }                                                                                                             \
-        UNROLL for (int t = 0; t < n_tok; t++) sum[t] = s[t];                                                         \
-    }                                                                                                                 \
-    TARGET INLINE void isa##_dot_type(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,        \
-                                      int n_tok, float *sum) {                                                        \
-        if (n_tok == PANEL_GROUP) isa##_dot_tokens(type, PANEL_GROUP, panel, n, x, (isa##_vf *)sum);                  \
-        else                                                                                                          \
-            for (int t = 0; t < n_tok; t++) isa##_dot_tokens(type, 1, panel, n, x + t, (isa##_vf *)sum + t);          \
-    }                                                                                                                 \
-    TARGET static void isa##_panel_dot(uint32_t type, const void *panel, int n, const struct act_i16 *const *x,       \
-                                       int n_tok, float *sum) {                                                       \
-        if (type == GGUF_Q8_0) isa##_dot_type(GGUF_Q8_0, panel, n, x, n_tok, sum);                                    \
-        else isa##_dot_type(GGUF_NVFP4, panel, n, x, n_tok, sum);                                                     \
-    }                                                                                                                 \
-    /* The block and the sums stay in registers. The rows that follow are prefetched in the order of memory. */       \
-    TARGET INLINE void isa##_direct_type(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,          \
-                                         size_t stride, int n, const struct act_i16 *const *x, float *sum) {          \
-        const uint8_t *next = w + (rows)*stride;                                                                      \
-        isa##_vf s[PANEL_GROUP];                                                                                      \
-        UNROLL for (int t = 0; t < n_tok; t++) s[t] = (isa##_vf){0};                                                  \
-        for (int b = 0; b < n; b += step, w += bytes, next += (rows)*bytes) {                                         \
-            struct isa##_block p[2];                                                                                  \
-            const struct act_i16 *at[PANEL_GROUP];                                                                    \
-            UNROLL for (size_t i = 0; i < (rows)*bytes; i += 64) __builtin_prefetch(next + i, 0, 2);                  \
-            isa##_decode_block(type, w, stride, p);                                                                   \
-            UNROLL for (int t = 0; t < n_tok; t++) at[t] = x[t] + b;                                                  \
-            isa##_dot_tokens(type, n_tok, p, step, at, s);                                                            \
-        }                                                                                                             \
-        UNROLL for (int t = 0; t < n_tok; t++)((isa##_vf *)(void *)sum)[t] = s[t];                                    \
-    }                                                                                                                 \
-    TARGET INLINE void isa##_direct_tokens(uint32_t type, size_t bytes, int step, int n_tok, const uint8_t *w,        \
-                                           size_t stride, int n, const struct act_i16 *const *x, float *sum) {        \
-        if (n_tok == 1) isa##_direct_type(type, bytes, step, 1, w, stride, n, x, sum);                                \
-        else if (n_tok == 2) isa##_direct_type(type, bytes, step, 2, w, stride, n, x, sum);                           \
-        else if (n_tok == 3) isa##_direct_type(type, bytes, step, 3, w, stride, n, x, sum);                           \
-        else isa##_direct_type(type, bytes, step, 4, w, stride, n, x, sum);                                           \
-    }                                                                                                                 \
-    TARGET static void isa##_panel_direct(uint32_t type, const uint8_t *w, size_t stride, int n,                      \
-                                          const struct act_i16 *const *x, int n_tok, float *sum) {                    \
-        if (type == GGUF_NVFP4)                                                                                       \
-            isa##_direct_tokens(GGUF_NVFP4, sizeof(struct block_nvfp4), 2, n_tok, w, stride, n, x, sum);              \
-        else if (type == GGUF_MXFP4)                                                                                  \
-            isa##_direct_tokens(GGUF_MXFP4, sizeof(struct block_mxfp4), 1, n_tok, w, stride, n, x, sum);              \
-        else isa##_direct_tokens(GGUF_Q8_0, sizeof(struct block_q8_0), 1, n_tok, w, stride, n, x, sum);               \
-    }                                                                                                                 \
-    static const struct panel_isa isa##_panel = {.n_rows = rows,                                                      \
-                                                 .block_bytes = sizeof(struct isa##_block),                           \
-                                                 .decode = isa##_panel_decode,                                        \
-                                                 .dot = isa##_panel_dot,                                              \
-                                                 .direct = isa##_panel_direct};
+ *   dot16(fp4, w, hi, lo, bias, sum): sum = 16 weights w[4] times 16 activations, without that constant; fp4: the weights
+ *     are translated codes, else 8-bit integers;
+ *   int8_flip: what 8-bit integers are XORed with. */
+#define PANEL_FUNCTIONS(isa, TARGET, rows, int8_flip)                                                              \
+    /* See vec_rebias. */                                                                                          \
+    TARGET INLINE void isa##_rebias(const isa##_vu *bits, uint32_t rebias, isa##_vf *out) {                        \
+        isa##_vf v = (isa##_vf)(*bits + (rebias << 23)), least = (isa##_vf)((isa##_vu){0} + ((rebias + 1) << 23)); \
+        isa##_vu small = (isa##_vu)(*bits < (1u << 23));                                                           \
+        *out = (isa##_vf)((small & (isa##_vu)(v * 2.0f - least)) | (~small & (isa##_vu)v));                        \
+    }                                                                                                              \
+    TARGET INLINE void isa##_decode_nvfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                \
+        isa##_vu q[12], d;                                                                                         \
+        isa##_columns(w, stride, q);                                                                               \
+        isa##_columns(w + 16, stride, q + 4);                                                                      \
+        isa##_columns(w + 20, stride, q + 8);                                                                      \
+        q[8] = q[11]; /* q[0] are the four scales, q[1..8] the codes */                                            \
+        UNROLL for (int i = 0; i < 8; i++) {                                                                       \
+            int at = i / 2 % 2 * 4 + i % 2;                                                                        \
+            isa##_codes(&q[i + 1], &p[i / 4].w[at], &p[i / 4].w[at + 2]);                                          \
+        }                                                                                                          \
+        d = q[0] & (isa##_vu)((isa##_vb)q[0] != 0x7f);                                                             \
+        UNROLL for (int i = 0; i < 4; i++) {                                                                       \
+            /* See vec_e4m3. Half of the scale, because the codes are 2 * E2M1. */                                 \
+            isa##_vu bits = (i < 3 ? d << (20 - 8 * i) : d >> 4) & 0x07f00000;                                     \
+            p[i / 2].d[i % 2] = (isa##_vf)bits * 0x1p119f;                                                         \
+        }                                                                                                          \
+    }                                                                                                              \
+    TARGET INLINE void isa##_decode_mxfp4(const uint8_t *w, size_t stride, struct isa##_block *p) {                \
+        isa##_vu q[4], e[4];                                                                                       \
+        isa##_columns(w, stride, e);                                                                               \
+        isa##_columns(w + 1, stride, q);                                                                           \
+        UNROLL for (int i = 0; i < 4; i++) isa##_codes(&q[i], &p->w[i], &p->w[i + 4]);                             \
+        e[0] = (e[0] & 255) << 23;                                                                                 \
+        e[0] |= (isa##_vu)(e[0] == 0) & 0x00400000; /* code 0 means 2^-127 */                                      \
+        p->d[0] = p->d[1] = (isa##_vf)e[0] * 0.5f;                                                                 \
+    }                                                                                                              \
+    TARGET INLINE void isa##_decode_q8_0(const uint8_t *w, size_t stride, struct isa##_block *p) {                 \
+        isa##_vu d[4], bits;                                                                                       \
+        isa##_columns(w, stride, d);                                                                               \
+        isa##_columns(w + 2, stride, p->w);                                                                        \
+        isa##_columns(w + 18, stride, p->w + 4);                                                                   \
+        UNROLL for (int i = 0; i < 8; i++) p->w[i] ^= (int8_flip);                                                 \
+        bits = (d[0] & 0x7fff) << 13;                                                                              \
+        isa##_rebias(&bits, 112, &p->d[0]);                                                                        \
+        bits = (isa##_vu)(bits >= 0x0f800000) & 0x7f800000; /* infinity and NaN */                                 \
+        p->d[0] = p->d[1] = (isa##_vf)((isa##_vu)p->d[0] | bits | (d[0] & 0x8000) << 16);                          \
+    }                                                                                                              \
+    TARGET INLINE void isa##_dot_tokens(bool fp4, int n_tok, const struct isa##_block *p, int n,                   \
+                                        const struct act_i16 *const *x, isa##_vf *sum) {                           \
+        isa##_vf s[PANEL_GROUP];                                                                                   \
+        UNROLL for (int t = 0; t < n_tok; t++) s[t] = sum[t];                                                      \
+        for (int b = 0; b < n; b++, p++) {                                                                         \
+            UNROLL for (int t = 0; t < n_tok; t++) {                                                               \
+                const struct act_i16 *a = x[t] + b;                                                                \
+                isa##_vi i0, i1;                                                                                   \
+                isa##_dot16(fp4, p->w, a->hi, a->lo, a->bias[0], &i0);                                             \
+                isa##_dot16(fp4, p->w + 4, a->hi + 16, a->lo + 16, a->bias[1], &i1);                               \
+                isa##_vf v = __builtin_convertvector(i0, isa##_vf) * p->d[0];                                      \
+                v = __builtin_convertvector(i1, isa##_vf) * p->d[1] + v;                                           \
+                s[t] = v * a->d + s[t];                                                                            \
+            }                                                                                                      \
+        }                                                                                                          \
+        UNROLL for (int t = 0; t < n_tok; t++) sum[t] = s[t];                                                      \
+    }                                                                                                              \
+    PANEL_FORMAT(isa, TARGET, rows, nvfp4, 2, true)                                                                \
+    PANEL_FORMAT(isa, TARGET, rows, mxfp4, 1, true)                                                                \
+    PANEL_FORMAT(isa, TARGET, rows, q8_0, 1, false)                                                                \
+    PANEL_FORMATS(isa)                                                                                             \
+    static const struct panel_isa isa##_panel = {                                                                  \
+        .n_rows = rows, .block_bytes = sizeof(struct isa##_block), .format = isa##_panel_format};
 
 /* ============================================================================================================
  * CPU kernels: GEMM with F32 panels
@@ -12772,7 +12787,8 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
 #define TRANSPOSE(isa, TARGET, rows)                                                                                   \
     typedef isa##_vu isa##_vu_mem __attribute__((aligned(1), may_alias));                                              \
     /* 16 bytes of every row become columns of y. */                                                                   \
-    TARGET INLINE void isa##_transpose_step(uint32_t type, const uint8_t *x, size_t stride, float *y, ptrdiff_t ldy) { \
+    TARGET INLINE void isa##_transpose_step(enum gguf_type type, const uint8_t *x, size_t stride, float *y,            \
+                                            ptrdiff_t ldy) {                                                           \
         isa##_vu q[4], v[2];                                                                                           \
         isa##_columns(x, stride, q);                                                                                   \
         UNROLL for (int j = 0; j < 4; j++) {                                                                           \
@@ -12782,20 +12798,26 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
             }                                                                                                          \
             v[0] = q[j] << 16, v[1] = q[j] & 0xffff0000;                                                               \
             UNROLL for (int h = 0; h < 2; h++) {                                                                       \
-                if (type == GGUF_F16) {                                                                                \
+                switch (type) {                                                                                        \
+                case GGUF_F16: {                                                                                       \
                     isa##_vu bits = (v[h] & 0x7fff0000) >> 3, sign = v[h] & 0x80000000;                                \
                     isa##_vf f;                                                                                        \
                     isa##_rebias(&bits, 112, &f);                                                                      \
                     v[h] = (isa##_vu)f | ((isa##_vu)(bits >= 0x0f800000) & 0x7f800000) | sign;                         \
+                    break;                                                                                             \
+                }                                                                                                      \
+                case GGUF_BF16: break;                                                                                 \
+                case GGUF_F32: /* above */                                                                             \
+                case GGUF_BLOCKS: gguf_unexpected(__func__, type);                                                     \
                 }                                                                                                      \
                 VSTORE(isa##_vu, y + (2 * j + h) * ldy) = v[h];                                                        \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
     /* Rows and values that do not fill a step go through a copy. */                                                   \
-    TARGET INLINE void isa##_transpose_type(uint32_t type, int size, const uint8_t *x, size_t x_stride, int m, int n,  \
+    TARGET INLINE void isa##_transpose_type(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n,      \
                                             float *y, ptrdiff_t ldy) {                                                 \
-        const int step = 16 / size;                                                                                    \
+        const int size = (int)gguf_type_info(type).bytes, step = 16 / size;                                            \
         for (int r = 0; r < m || r % TRANSPOSE_ROWS; r += (rows))                                                      \
             for (int i = 0; i < n; i += step) {                                                                        \
                 const uint8_t *from = x + (ptrdiff_t)r * (ptrdiff_t)x_stride + i * size;                               \
@@ -12812,11 +12834,15 @@ static void f32_panel_gemm(const struct gemm *g, sgemm_function *sgemm_add, tran
                 for (int j = 0; j < some; j++) memcpy(y + (i + j) * ldy + r, out + j * (rows), 4 * (rows));            \
             }                                                                                                          \
     }                                                                                                                  \
-    TARGET static void isa##_transpose(uint32_t type, const uint8_t *x, size_t x_stride, int m, int n, float *y,       \
+    TARGET static void isa##_transpose(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n, float *y, \
                                        int ldy) {                                                                      \
-        if (type == GGUF_F32) isa##_transpose_type(GGUF_F32, 4, x, x_stride, m, n, y, ldy);                            \
-        else if (type == GGUF_BF16) isa##_transpose_type(GGUF_BF16, 2, x, x_stride, m, n, y, ldy);                     \
-        else isa##_transpose_type(GGUF_F16, 2, x, x_stride, m, n, y, ldy);                                             \
+        switch (type) {                                                                                                \
+        case GGUF_F32: isa##_transpose_type(GGUF_F32, x, x_stride, m, n, y, ldy); return;                              \
+        case GGUF_BF16: isa##_transpose_type(GGUF_BF16, x, x_stride, m, n, y, ldy); return;                            \
+        case GGUF_F16: isa##_transpose_type(GGUF_F16, x, x_stride, m, n, y, ldy); return;                              \
+        case GGUF_BLOCKS: break;                                                                                       \
+        }                                                                                                              \
+        gguf_unexpected(__func__, type);                                                                               \
     }
 
 /* ============================================================================================================
@@ -12831,43 +12857,34 @@ struct scalar_block {
     float d[4][2];
 };
 
-/* Decodes 32 weights of the block at w to q (32) and d (2). half: which 32 of an NVFP4 block. */
-static void scalar_decode_block(uint32_t type, const uint8_t *w, int half, int8_t *q, float *d) {
-    if (type == GGUF_Q8_0) {
-        memcpy(q, w + 2, 32);
-        d[0] = d[1] = f16_to_f32((uint16_t)(w[0] | w[1] << 8));
-    } else if (type == GGUF_MXFP4) {
-        for (int j = 0; j < 16; j++) {
-            q[j] = e2m1_doubled[w[1 + j] & 15];
-            q[j + 16] = e2m1_doubled[w[1 + j] >> 4];
-        }
-        d[0] = d[1] = 0.5f * e8m0_to_f32(w[0]);
-    } else {
-        for (int j = 0; j < 16; j++) {
-            uint8_t codes = w[4 + 16 * half + j];
-            int at = (j & 7) + 2 * (j & 8);
-            q[at] = e2m1_doubled[codes & 15];
-            q[at + 8] = e2m1_doubled[codes >> 4];
-        }
-        for (int h = 0; h < 2; h++) d[h] = 0.5f * ue4m3_to_f32(w[2 * half + h]);
+/* Decode 32 weights of a block to q (32) and d (2); half: which 32 of a longer one. */
+static void scalar_decode_q8_0(const struct block_q8_0 *b, int half, int8_t *q, float *d) {
+    (void)half;
+    memcpy(q, b->qs, 32);
+    d[0] = d[1] = f16_to_f32((uint16_t)(b->d[0] | b->d[1] << 8));
+}
+
+static void scalar_decode_mxfp4(const struct block_mxfp4 *b, int half, int8_t *q, float *d) {
+    (void)half;
+    for (int j = 0; j < 16; j++) {
+        q[j] = e2m1_doubled[b->qs[j] & 15];
+        q[j + 16] = e2m1_doubled[b->qs[j] >> 4];
     }
+    d[0] = d[1] = 0.5f * e8m0_to_f32(b->e);
 }
 
-static void scalar_panel_decode(uint32_t type, const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks,
-                                void *panel) {
-    struct scalar_block *p = panel;
-    (void)next;
-    for (int r = 0; r < 4; r++, w += w_stride)
-        for (int b = 0; b < n_blocks; b++)
-            scalar_decode_block(type,
-                                w + gguf_row_bytes(type, type == GGUF_NVFP4 ? (size_t)b / 2 * 64 : (size_t)b * 32),
-                                b & 1, p[b].w[r], p[b].d[r]);
+static void scalar_decode_nvfp4(const struct block_nvfp4 *b, int half, int8_t *q, float *d) {
+    for (int j = 0; j < 16; j++) {
+        const uint8_t codes = b->qs[16 * half + j];
+        const int at = (j & 7) + 2 * (j & 8);
+        q[at] = e2m1_doubled[codes & 15];
+        q[at + 8] = e2m1_doubled[codes >> 4];
+    }
+    for (int h = 0; h < 2; h++) d[h] = 0.5f * ue4m3_to_f32(b->d[2 * half + h]);
 }
 
-static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok,
-                             float *sum) {
+static void scalar_panel_dot(const void *panel, int n_blocks, const struct act_i16 *const *x, int n_tok, float *sum) {
     const struct scalar_block *p = panel;
-    (void)type;
     for (int t = 0; t < n_tok; t++)
         for (int b = 0; b < n_blocks; b++)
             for (int r = 0; r < 4; r++) {
@@ -12879,14 +12896,29 @@ static void scalar_panel_dot(uint32_t type, const void *panel, int n_blocks, con
             }
 }
 
+/* Defines scalar_panel_##name, the panel functions of a format of which a block has 32 * step weights. */
+#define SCALAR_FORMAT(name, step)                                                                                    \
+    static void scalar_decode_rows_##name(const uint8_t *w, size_t w_stride, const uint8_t *next, int n_blocks,      \
+                                          void *panel) {                                                             \
+        struct scalar_block *p = panel;                                                                              \
+        (void)next;                                                                                                  \
+        for (int r = 0; r < 4; r++, w += w_stride)                                                                   \
+            for (int b = 0; b < n_blocks; b++)                                                                       \
+                scalar_decode_##name((const struct block_##name *)w + b / (step), b % (step), p[b].w[r], p[b].d[r]); \
+    }                                                                                                                \
+    static const struct panel_format scalar_panel_##name = {.decode = scalar_decode_rows_##name,                     \
+                                                            .dot = scalar_panel_dot};
+
+SCALAR_FORMAT(q8_0, 1)
+SCALAR_FORMAT(mxfp4, 1)
+SCALAR_FORMAT(nvfp4, 2)
+PANEL_FORMATS(scalar)
 VECTOR_FUNCTIONS(scalar, , vec_load_bf16, vec_load_e4m3)
 VECTOR_GEMM(scalar, , vec_load_bf16, vec_load_f16)
 
 static void scalar_gemm(const struct gemm *g) {
-    static const struct panel_isa isa = {.n_rows = 4,
-                                         .block_bytes = sizeof(struct scalar_block),
-                                         .decode = scalar_panel_decode,
-                                         .dot = scalar_panel_dot};
+    static const struct panel_isa isa = {
+        .n_rows = 4, .block_bytes = sizeof(struct scalar_block), .format = scalar_panel_format};
     if (g->format == ACT_I16) panel_gemm(g, &isa);
     else if (g->format == ACT_F32_PANEL) f32_panel_gemm(g, scalar_sgemm_add, ref_transpose);
     else scalar_gemm_f32(g);
@@ -12937,29 +12969,29 @@ AVX2_INLINE void avx2_codes(const avx2_vu *q, avx2_vu *lo, avx2_vu *hi) {
 }
 
 /* out = 16 weights times 16 digits. vpmaddubsw adds two products in 16 bits. For FP4 weights four such pairs fit into
- * 16 bits (4 x 2 x 28 x 127 < 2^15), so they are widened to 32 bits once. Q8_0 weights stay signed, and only one pair
+ * 16 bits (4 x 2 x 28 x 127 < 2^15), so they are widened to 32 bits once. 8-bit weights stay signed, and only one pair
  * fits (2 x 128 x 127). */
-AVX2_INLINE void avx2_dot_digit(uint32_t type, const avx2_vu w[4], const int8_t *q, avx2_vi *out) {
+AVX2_INLINE void avx2_dot_digit(bool fp4, const avx2_vu w[4], const int8_t *q, avx2_vi *out) {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = _mm256_setzero_si256();
     UNROLL for (int j = 0; j < 4; j++) {
         int32_t four;
         memcpy(&four, q + 4 * j, 4);
         __m256i x = _mm256_set1_epi32(four), v = (__m256i)w[j];
-        if (type == GGUF_Q8_0) {
+        if (!fp4) {
             x = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(x, v));
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x, ones));
         } else sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(v, x));
     }
-    *out = (avx2_vi)(type == GGUF_Q8_0 ? sum : _mm256_madd_epi16(sum, ones));
+    *out = (avx2_vi)(fp4 ? _mm256_madd_epi16(sum, ones) : sum);
 }
 
-AVX2_INLINE void avx2_dot16(uint32_t type, const avx2_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
+AVX2_INLINE void avx2_dot16(bool fp4, const avx2_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
                             avx2_vi *out) {
     avx2_vi h, l;
-    avx2_dot_digit(type, w, hi, &h);
-    avx2_dot_digit(type, w, lo, &l);
-    *out = (h << 8) + l + (type == GGUF_Q8_0 ? 0 : bias);
+    avx2_dot_digit(fp4, w, hi, &h);
+    avx2_dot_digit(fp4, w, lo, &l);
+    *out = (h << 8) + l + (fp4 ? bias : 0);
 }
 
 PANEL_FUNCTIONS(avx2, AVX2, 8, 0)
@@ -13026,12 +13058,12 @@ AVX512_INLINE void avx512_codes(const avx512_vu *q, avx512_vu *lo, avx512_vu *hi
     *hi = (avx512_vu)_mm512_shuffle_epi8(table, (__m512i)(*q >> 4 & 0x0f0f0f0f));
 }
 
-/* out = 16 weights times 16 activations. vpdpbusd multiplies unsigned by signed bytes, so Q8_0 weights are stored with
- * 128 added; the bias, which is for 16 added, then counts 8 times. */
-AVX512_INLINE void avx512_dot16(uint32_t type, const avx512_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
+/* out = 16 weights times 16 activations. vpdpbusd multiplies unsigned by signed bytes, so 8-bit weights are stored
+ * with 128 added; the bias, which is for 16 added, then counts 8 times. */
+AVX512_INLINE void avx512_dot16(bool fp4, const avx512_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
                                 avx512_vi *out) {
     __m512i h = _mm512_setzero_si512(), l = _mm512_set1_epi32(bias);
-    if (type == GGUF_Q8_0) l = _mm512_slli_epi32(l, 3);
+    if (!fp4) l = _mm512_slli_epi32(l, 3);
     UNROLL for (int j = 0; j < 4; j++) {
         int32_t four[2];
         memcpy(&four[0], hi + 4 * j, 4);
@@ -13067,17 +13099,22 @@ AVX512_INLINE __m512 avx512_sum_lanes(const __m512 s[16]) {
 }
 
 /* Loads the weights i..i+15 of a row as F32, those of the mask only; the others are 0. */
-AVX512_INLINE __m512 avx512_load(uint32_t type, const uint8_t *row, int i, __mmask16 m) {
+AVX512_INLINE __m512 avx512_load(enum gguf_type type, const uint8_t *row, int i, __mmask16 m) {
     if (type == GGUF_F32) return _mm512_maskz_loadu_ps(m, row + 4 * (ptrdiff_t)i);
     __m256i h = _mm256_maskz_loadu_epi16(m, row + 2 * (ptrdiff_t)i);
-    if (type == GGUF_F16) return _mm512_cvtph_ps(h);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+    switch (type) {
+    case GGUF_F16: return _mm512_cvtph_ps(h);
+    case GGUF_BF16: return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+    case GGUF_F32: /* above */
+    case GGUF_BLOCKS: break;
+    }
+    gguf_unexpected(__func__, type);
 }
 
 /* Returns R rows of weights times the F32 activations of T tokens, R * T <= 16, in lane R * t + r. Unlike vec_tile it
  * adds the lanes of all sums at once. */
-AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, int R, int t0, int T) {
-    const size_t size = type == GGUF_F32 ? 4 : 2, step = 16 * (size_t)R * size; /* bytes of a step of the loop */
+AVX512_INLINE __m512 avx512_tile(enum gguf_type type, const struct gemm *g, int r0, int R, int t0, int T) {
+    const size_t size = gguf_type_info(type).bytes, step = 16 * (size_t)R * size; /* bytes of a step of the loop */
     const bool ahead = gemm_prefetches(g, t0, size);
     const uint8_t *w[16], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
@@ -13102,7 +13139,7 @@ AVX512_INLINE __m512 avx512_tile(uint32_t type, const struct gemm *g, int r0, in
 }
 
 /* GEMM with F32 activations: tiles of 4 rows by 4 tokens, then of 8 rows by 2 tokens or by 1. */
-AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
+AVX512_INLINE void avx512_gemm_typed(enum gguf_type type, const struct gemm *g) {
     float y[16];
     int t = 0, r;
     for (; t + 4 <= g->n_tok; t += 4) {
@@ -13132,9 +13169,13 @@ AVX512_INLINE void avx512_gemm_typed(uint32_t type, const struct gemm *g) {
 }
 
 AVX512 static void avx512_gemm_f32(const struct gemm *g) {
-    if (g->type == GGUF_F32) avx512_gemm_typed(GGUF_F32, g);
-    else if (g->type == GGUF_BF16) avx512_gemm_typed(GGUF_BF16, g);
-    else avx512_gemm_typed(GGUF_F16, g);
+    switch (g->type) {
+    case GGUF_F32: avx512_gemm_typed(GGUF_F32, g); return;
+    case GGUF_BF16: avx512_gemm_typed(GGUF_BF16, g); return;
+    case GGUF_F16: avx512_gemm_typed(GGUF_F16, g); return;
+    case GGUF_BLOCKS: break;
+    }
+    gguf_unexpected(__func__, g->type);
 }
 
 SGEMM_ADD(avx512, AVX512, 16, 8)
@@ -13219,16 +13260,25 @@ AMX_INLINE __m512i amx_decode_fp4(const uint8_t *q, const uint8_t *d0, const uin
     return _mm512_permutexvar_epi8(codes, table);
 }
 
-/* Returns the order of a decoded row: qword i holds the weights 4 * order[i] to 4 * order[i] + 3 of its 32. */
-static const uint8_t *amx_order(uint32_t type) {
+/* What amx_decode_row makes of the weights of a format. */
+struct amx_format {
+    int planes;           /* BF16 numbers that a weight is the sum of */
+    const uint8_t *order; /* (8) qword i of a row holds the weights 4 * order[i] to 4 * order[i] + 3 of its 32 */
+};
+
+static struct amx_format amx_format(enum gguf_type type) {
     static const uint8_t natural[8] = {0, 1, 2, 3, 4, 5, 6, 7}, nvfp4[8] = {0, 4, 1, 5, 2, 6, 3, 7},
                          mxfp4[8] = {0, 2, 1, 3, 4, 6, 5, 7};
-    if (type == GGUF_NVFP4) return nvfp4;
-    return type == GGUF_MXFP4 ? mxfp4 : natural;
+    switch (type) {
+    case GGUF_BF16: return (struct amx_format){1, natural};
+    case GGUF_F16:
+    case GGUF_Q8_0: return (struct amx_format){2, natural};
+    case GGUF_MXFP4: return (struct amx_format){1, mxfp4};
+    case GGUF_NVFP4: return (struct amx_format){1, nvfp4};
+    case GGUF_F32: break; /* keeps F32 activations */
+    }
+    gguf_unexpected(__func__, type);
 }
-
-/* Returns how many BF16 numbers a weight is the sum of. */
-static int amx_planes(uint32_t type) { return type == GGUF_F16 || type == GGUF_Q8_0 ? 2 : 1; }
 
 /* Writes 32 F32 numbers as the sum of two BF16 numbers: hi (32) and lo (32). */
 AMX_INLINE void amx_split(__m512 x0, __m512 x1, uint8_t *hi, uint8_t *lo) {
@@ -13243,31 +13293,41 @@ AMX_INLINE void amx_split(__m512 x0, __m512 x1, uint8_t *hi, uint8_t *lo) {
 
 /* Decodes n weights of one row to BF16: 32 at out, the next 32 AMX_TILE bytes further, and so on. rest: the second
  * plane, in the same layout. */
-AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *out, uint8_t *rest) {
-    if (type == GGUF_NVFP4)
+AMX_INLINE void amx_decode_row(enum gguf_type type, const uint8_t *w, int n, uint8_t *out, uint8_t *rest) {
+    switch (type) {
+    case GGUF_NVFP4:
         for (; n > 0; n -= 64, w += sizeof(struct block_nvfp4), out += 2 * AMX_TILE) {
             _mm512_store_si512(out, amx_decode_fp4(w + 4, amx_fp4_values[0][w[0]], amx_fp4_values[0][w[1]]));
             _mm512_store_si512(out + AMX_TILE,
                                amx_decode_fp4(w + 20, amx_fp4_values[0][w[2]], amx_fp4_values[0][w[3]]));
         }
-    else if (type == GGUF_MXFP4)
+        return;
+    case GGUF_MXFP4:
         for (; n > 0; n -= 32, w += sizeof(struct block_mxfp4), out += AMX_TILE)
             _mm512_store_si512(out, amx_decode_fp4(w + 1, amx_fp4_values[1][w[0]], amx_fp4_values[1][w[0]]));
-    else if (type == GGUF_Q8_0)
+        return;
+    case GGUF_Q8_0:
         for (; n > 0; n -= 32, w += sizeof(struct block_q8_0), out += AMX_TILE, rest += AMX_TILE) {
             __m512 d = _mm512_set1_ps(_cvtsh_ss((uint16_t)(w[0] | w[1] << 8)));
             __m512i q0 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 2)));
             __m512i q1 = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i_u *)(w + 18)));
             amx_split(_mm512_mul_ps(_mm512_cvtepi32_ps(q0), d), _mm512_mul_ps(_mm512_cvtepi32_ps(q1), d), out, rest);
         }
-    else
+        return;
+    case GGUF_BF16:
+        for (; n > 0; n -= 32, w += 64, out += AMX_TILE)
+            _mm512_store_si512(out, _mm512_maskz_loadu_epi16(n < 32 ? (1u << n) - 1 : 0xffffffff, w));
+        return;
+    case GGUF_F16:
         for (; n > 0; n -= 32, w += 64, out += AMX_TILE, rest += AMX_TILE) {
             __m512i h = _mm512_maskz_loadu_epi16(n < 32 ? (1u << n) - 1 : 0xffffffff, w);
-            if (type == GGUF_BF16) _mm512_store_si512(out, h);
-            else
-                amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)),
-                          out, rest);
+            amx_split(_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1)), out,
+                      rest);
         }
+        return;
+    case GGUF_F32: break;
+    }
+    gguf_unexpected(__func__, type);
 }
 
 /* Decodes the weights [k, k + n) of n_rows <= 16 rows from r0 on to the tiles b. Columns of b for rows that do not
@@ -13275,21 +13335,13 @@ AMX_INLINE void amx_decode_row(uint32_t type, const uint8_t *w, int n, uint8_t *
 AMX static void amx_decode(const struct gemm *g, int r0, int n_rows, int k, int n, struct amx_work *work,
                            uint8_t b[2][AMX_K / 32][AMX_TILE]) {
     const uint8_t *w = g->w + (size_t)r0 * g->w_stride + gguf_row_bytes(g->type, (size_t)k);
-    const uint8_t *order = amx_order(g->type);
-    for (int r = 0; r < n_rows; r++, w += g->w_stride) {
-        uint8_t *out = work->row[0][0][r], *rest = work->row[1][0][r];
-        switch (g->type) {
-        case GGUF_NVFP4: amx_decode_row(GGUF_NVFP4, w, n, out, rest); break;
-        case GGUF_MXFP4: amx_decode_row(GGUF_MXFP4, w, n, out, rest); break;
-        case GGUF_Q8_0: amx_decode_row(GGUF_Q8_0, w, n, out, rest); break;
-        case GGUF_BF16: amx_decode_row(GGUF_BF16, w, n, out, rest); break;
-        default: amx_decode_row(GGUF_F16, w, n, out, rest);
-        }
-    }
-    for (int p = 0; p < amx_planes(g->type); p++)
+    const struct amx_format format = amx_format(g->type);
+    for (int r = 0; r < n_rows; r++, w += g->w_stride)
+        amx_decode_row(g->type, w, n, work->row[0][0][r], work->row[1][0][r]);
+    for (int p = 0; p < format.planes; p++)
         for (int s = 0; s < (n + 31) / 32; s++) {
             for (int c = 0; c < 4; c++) { /* 8 weights: 4 pairs */
-                uint8_t *even = b[p][s] + 128 * order[2 * c], *odd = b[p][s] + 128 * order[2 * c + 1];
+                uint8_t *even = b[p][s] + 128 * format.order[2 * c], *odd = b[p][s] + 128 * format.order[2 * c + 1];
                 avx512_vu m[4];
                 avx512_columns(work->row[p][s][0] + 16 * c, 64, m);
                 memcpy(even, m, 128);
@@ -13368,7 +13420,7 @@ AMX static void amx_store(const struct gemm *g, const float c[16][16], int t0, i
 /* Computes up to 32 rows from r0 on for n_tok <= AMX_TOKENS tokens from t0 on. */
 AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok) {
     struct amx_work *work = g->scratch;
-    int n_rows = int_min(g->n_out - r0, 32);
+    const int n_rows = int_min(g->n_out - r0, 32), planes = amx_format(g->type).planes;
     for (int k = 0; k < g->n_in; k += AMX_K) {
         int n = int_min(g->n_in - k, AMX_K);
         amx_decode(g, r0, int_min(n_rows, 16), k, n, work, work->b[0]);
@@ -13378,7 +13430,7 @@ AMX static void amx_panel(const struct gemm *g, int r0, int t0, int n_tok) {
             struct amx_tokens a[2];
             for (int j = 0; j < 2 && 16 * j < toks; j++)
                 a[j] = amx_gather(g, t0 + t + 16 * j, int_min(toks - 16 * j, 16), k, n, work->a[j][0][0]);
-            amx_multiply(work->c[t / 32], a, toks > 16, work->b, n_rows > 16, amx_planes(g->type), (n + 31) / 32, !k);
+            amx_multiply(work->c[t / 32], a, toks > 16, work->b, n_rows > 16, planes, (n + 31) / 32, !k);
         }
     }
     for (int t = 0; t < n_tok; t += 16)
@@ -13407,7 +13459,7 @@ static void amx_gemm(const struct gemm *g) {
 
 /* Decoding to tiles is faster from 8 tokens on where the alternative is F32 arithmetic, else from 16 (measured). But for
  * up to SAME_BITS_TOKENS tokens the format is that of one. */
-static enum act_format amx_act_format(uint32_t type, int n_tok) {
+static enum act_format amx_act_format(enum gguf_type type, int n_tok) {
     return type == GGUF_F32 || n_tok <= SAME_BITS_TOKENS ? panel_act_format(type, n_tok) : ACT_BF16;
 }
 
@@ -13472,10 +13524,10 @@ NEON_INLINE void neon_dot_digit(const neon_vu w[4], const int8_t *q, neon_vi *ou
     *out = (neon_vi)vdotq_laneq_s32(sum, (int8x16_t)w[3], x, 3);
 }
 
-NEON_INLINE void neon_dot16(uint32_t type, const neon_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
+NEON_INLINE void neon_dot16(bool fp4, const neon_vu w[4], const int8_t *hi, const int8_t *lo, int32_t bias,
                             neon_vi *out) {
     neon_vi h, l;
-    (void)type;
+    (void)fp4;
     (void)bias;
     neon_dot_digit(w, hi, &h);
     neon_dot_digit(w, lo, &l);

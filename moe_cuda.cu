@@ -134,16 +134,23 @@ enum {
 
 /* How a GPU stores a matrix: in tiles of 16 rows x 64 columns, each expert's last ones padded. */
 enum weight_format {
-    FMT_FP4, /* NVFP4, MXFP4: 512 bytes of codes a tile, 64 of scales */
-    FMT_Q8,  /* Q8_0: 1024 and 64 */
-    FMT_F16  /* BF16, F16, F32: 2048 bytes of halves */
+    FMT_FP4, /* 512 bytes of codes a tile, 64 of scales */
+    FMT_Q8,  /* 1024 and 64 */
+    FMT_F16  /* 2048 bytes of halves */
 };
-enum { TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
+enum { FMT_COUNT = FMT_F16 + 1, TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
 #define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_Q8 ? 1024 : 2048)
+static_assert(FMT_COUNT == 3, "TILE_BYTES has every format");
 
 /* The format of a matrix whose type in the file is `type`. */
-static inline enum weight_format weight_format(uint32_t type) {
-    return type == GGUF_NVFP4 || type == GGUF_MXFP4 ? FMT_FP4 : type == GGUF_Q8_0 ? FMT_Q8 : FMT_F16;
+static inline enum weight_format weight_format(enum gguf_type type) {
+    switch (type) {
+    case GGUF_NVFP4:
+    case GGUF_MXFP4: return FMT_FP4;
+    case GGUF_Q8_0: return FMT_Q8;
+    case GGUF_FLOATS: return FMT_F16;
+    }
+    gguf_unexpected(__func__, type);
 }
 
 /* Tiles of all experts of a matrix. */
@@ -807,7 +814,8 @@ struct device_matrix {
     float scale_max;    /* the largest of their absolute values, not 0 */
     const float *bias;  /* (n_expert, 16 n_rt) added to the results, zero where a tile has no row; NULL: nothing is */
     float unit;         /* factor that undoes the power of two of fragment_dequantize */
-    int n_out, n_in, n_rt, n_kt, n_expert, fmt;
+    int n_out, n_in, n_rt, n_kt, n_expert;
+    enum weight_format fmt;
 };
 
 /* Returns the index of the first tile in row of tiles rt of expert e. */
@@ -846,7 +854,7 @@ DEVICE uint32_t fp4_scale(uint32_t scales, int shift) {
 template <int FMT>
 DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32_t a[4]) {
     int h = step >> 1, q = 2 * (step & 1);
-    if (FMT == FMT_FP4) {
+    if constexpr (FMT == FMT_FP4) {
         int shift = 8 * (2 * h + (t >> 1));
         uint32_t lo = h ? c[0].z : c[0].x;
         uint32_t hi = h ? c[0].w : c[0].y;
@@ -855,7 +863,7 @@ DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32
         a[2] = f16x2_mul(fp4_pair(lo, q + 1), s0);
         a[1] = f16x2_mul(fp4_pair(hi, q), s1);
         a[3] = f16x2_mul(fp4_pair(hi, q + 1), s1);
-    } else if (FMT == FMT_Q8) { /* the half 0x6400 | byte is 1024 + byte */
+    } else if constexpr (FMT == FMT_Q8) { /* the half 0x6400 | byte is 1024 + byte */
         uint32_t lo = q ? c[h].y : c[h].x;
         uint32_t hi = q ? c[h].w : c[h].z;
         const uint32_t bias = 0xE480E480u; /* -1152 = -(1024 + 128) */
@@ -864,6 +872,7 @@ DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32
         a[1] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4140), bias);
         a[3] = f16x2_add(__byte_perm(hi, 0x64646464u, 0x4342), bias);
     } else {
+        static_assert(FMT == FMT_F16, "no other format");
         a[0] = c[step].x;
         a[1] = c[step].y;
         a[2] = c[step].z;
@@ -873,6 +882,7 @@ DEVICE void fragment_dequantize(const uint4 *c, uint2 s, int t, int step, uint32
 
 /* Returns one weight of expert 0, all scales applied: for single rows of the embedding. */
 DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col) {
+    static_assert(FMT_COUNT == 3, "device_matrix_value reads every format");
     size_t tile = tile_index(w, 0, row / TILE_ROWS) + (size_t)(col / TILE_COLS);
     int g = row & 7, hi = row >> 3 & 1, h = col >> 5 & 1, lane = 4 * g + (col >> 3 & 3), i = col & 7;
     const uint8_t *c = w.codes + tile * (size_t)TILE_BYTES(w.fmt);
@@ -901,7 +911,7 @@ DEVICE float device_matrix_value(const struct device_matrix &w, int row, int col
  * as there are. */
 struct repack {
     size_t row_bytes;
-    uint32_t type; /* enum gguf_type */
+    enum gguf_type type;
     int e0, n_e, rt0, n_rt;
     int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
     float factor; /* 2^shift */
@@ -942,6 +952,7 @@ DEVICE uint32_t fp4_divide(uint32_t codes, int n) {
  * Grid: tiles / 8, block: 256, one warp per tile. Reads and writes each matrix once; the PCIe upload is slower. */
 __global__ void __launch_bounds__(256)
     k_repack(struct repack r, const uint8_t *raw, struct device_matrix w, uint32_t *range) {
+    static_assert(GGUF_FORMAT_COUNT == 6 && FMT_COUNT == 3, "k_repack reads and writes every format");
     grid_dependency_wait();
     int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     size_t n = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
@@ -1806,7 +1817,8 @@ DEVICE void gemv_stream(const struct device_matrix &w, int k0, int k1, const JOB
 
 /* Calls f with the format of a matrix as a compile-time constant. */
 template <class F>
-DEVICE void with_format(int fmt, F f) {
+DEVICE void with_format(enum weight_format fmt, F f) {
+    static_assert(FMT_COUNT == 3, "with_format calls f with every format");
     if (fmt == FMT_FP4) f(std::integral_constant<int, FMT_FP4>());
     else if (fmt == FMT_Q8) f(std::integral_constant<int, FMT_Q8>());
     else f(std::integral_constant<int, FMT_F16>());
@@ -2429,7 +2441,8 @@ static void route_decode(const struct route_args *p, cudaStream_t s) {
  * ============================================================================================================ */
 
 enum { TN = LIST_TILE }; /* tokens of a token tile of the grouped GEMM */
-enum { FMT_A4 = 3 }; /* no storage format: the kernel variant that multiplies FMT_FP4 weights by FP4 tokens (W4A4) */
+/* No storage format: the kernel variant that multiplies FMT_FP4 weights by FP4 tokens (W4A4). */
+enum { FMT_A4 = FMT_COUNT };
 
 /* Tokens in FP4, made by quantize_fp4: value = e2m1 * ue4m3 * scale. The nibbles of 8 columns have fp4_pair's order.
  * Columns from n_in to the row's end are zeros. */
@@ -2775,11 +2788,15 @@ static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
     /* A4, operations per byte from L2: 228 in a block of 128 x 128, 303 in one of 256 x 128. At 2 PFLOP/s (RTX PRO 6000)
      * that is 8.8 and 6.6 TB/s, of 8.7 that L2 has at best. But only one block of 256 x 128 fits an SM, and nothing runs
      * beside its epilogue, which takes as long as four k-tiles. From 64 k-tiles on that is less than what L2 saves. */
-    if (g->xq.codes && g->w.n_kt >= 64) gemm_choose<FMT_A4, 8, 2, 5, 5>(g, glu, s);
-    else if (g->xq.codes) gemm_choose<FMT_A4, 4, 2, 5, 5>(g, glu, s);
-    else if (g->w.fmt == FMT_FP4) gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s);
-    else if (g->w.fmt == FMT_Q8) gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s);
-    else gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s);
+    if (g->xq.codes) {
+        (g->w.n_kt >= 64 ? gemm_choose<FMT_A4, 8, 2, 5, 5> : gemm_choose<FMT_A4, 4, 2, 5, 5>)(g, glu, s);
+        return;
+    }
+    switch (g->w.fmt) {
+    case FMT_FP4: gemm_choose<FMT_FP4, 8, 1, 4, 3>(g, glu, s); break;
+    case FMT_Q8: gemm_choose<FMT_Q8, 4, 2, 4, 2>(g, glu, s); break;
+    case FMT_F16: gemm_choose<FMT_F16, 4, 2, 3, 2>(g, glu, s); break;
+    }
 }
 
 /* Quantizes x (n_row, n_in) F16 to FP4: a row scale amax / (448 * 6), a UE4M3 scale amax16 / 6 / row scale per 16
@@ -6586,9 +6603,10 @@ struct staging {
     cudaEvent_t free;
 };
 
+/* Buffers for the upload: two take turns, or each holds synthetic rows of one format. */
 enum {
-    STAGING_BUFFERS = FMT_F16 + 1, /* for the upload: two take turns, or one for each format holds synthetic rows */
-    STAGING_BYTES = 32 << 20       /* of each */
+    STAGING_BUFFERS = GGUF_FORMAT_COUNT,
+    STAGING_BYTES = 32 << 20 /* of each */
 };
 
 /* How decode forwards are launched; each way is taken if the one before it fails. */
@@ -7294,6 +7312,7 @@ static void cuda_prediction_input(struct rank *r, const struct step *s) {
 /* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
 static void profile_matrices(const struct device_matrix *w, double count, double more) {
     static const char *const format[] = {"fp4", "q8", "f16"};
+    static_assert(sizeof format / sizeof *format == FMT_COUNT, "every format has a name");
     profile_next(count * w->n_rt * w->n_kt * (TILE_BYTES(w->fmt) + (w->scales ? TILE_SCALES : 0)) + more,
                  "%.0f of %dx%d %s", count, w->n_out, w->n_in, format[w->fmt]);
 }
@@ -8422,7 +8441,7 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct de
     for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
         for (k.rt0 = 0; k.rt0 < n_rt && !c->failed; k.rt0 += step) {
             const int rows = min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
-            const int buffer = synthetic ? (int)weight_format(w->type) : c->staging_next++ % 2;
+            const int buffer = synthetic ? (int)(gguf_format(w->type) - gguf_formats) : c->staging_next++ % 2;
             size_t bytes = 0; /* that are new in the buffer */
             k.n_e = min(w->n_expert - k.e0, n_e);
             k.n_rt = min(n_rt - k.rt0, step);
@@ -8453,9 +8472,15 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct de
 static void matrix_upload(struct rank *r, const struct layer *layer, struct weight *w, const char *what) {
     const bool mx = w->type == GGUF_MXFP4;
     struct repack k = {};
+    bool exact = false; /* whether tiles represent all values of the format */
     k.type = w->type;
     k.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
-    k.shift = mx ? 116 : 8;
+    switch (w->type) {
+    case GGUF_FLOATS: k.shift = 8; break;
+    case GGUF_Q8_0: exact = true, k.unit = 1; break;
+    case GGUF_MXFP4: k.shift = 116; break;
+    case GGUF_NVFP4: exact = true, k.unit = 128; break;
+    }
     struct device_matrix *d = w->data ? matrix_allocate(r, layer, w, what) : NULL;
     if (!d) return;
     w->copy = d;
@@ -8464,12 +8489,9 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
         uint32_t range[2];
         float top;
         k.factor = ldexpf(1, k.shift);
-        k.unit = mx                      ? ldexpf(128, k.shift - 127)
-                 : w->type == GGUF_NVFP4 ? 128
-                 : w->type == GGUF_Q8_0  ? 1
-                                         : 1 / k.factor;
+        if (!exact) k.unit = mx ? ldexpf(128, k.shift - 127) : 1 / k.factor;
         matrix_upload_rows(r, w, d, k);
-        if (w->type == GGUF_NVFP4 || w->type == GGUF_Q8_0 || !matrix_range(r, range)) return;
+        if (exact || !matrix_range(r, range)) return;
         const int low = 255 - (int)range[1], high = (int)range[0];
         memcpy(&top, range, sizeof top);
         if (mx ? tries || !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;

@@ -519,9 +519,13 @@ static inline const char *shape_text(const struct tensor *t) {
 static inline bool is_float(const struct tensor *t) { return t->dtype == F32 || t->dtype == F16 || t->dtype == BF16; }
 
 /* Returns the GGUF type with the same bits as an F32, F16 or BF16 tensor. */
-static inline uint32_t float_type(const struct tensor *t) {
-    if (t->dtype == F32) return GGUF_F32;
-    return t->dtype == F16 ? GGUF_F16 : GGUF_BF16;
+static inline enum gguf_type float_type(const struct tensor *t) {
+    switch (t->dtype) {
+    case F32: return GGUF_F32;
+    case F16: return GGUF_F16;
+    case BF16: return GGUF_BF16;
+    default: die("internal error: tensor '%s' holds no floats", t->name);
+    }
 }
 
 /* Returns file and name of a tensor for a message. */

@@ -508,7 +508,7 @@ static size_t n_misaligned; /* matrices that keep their type because n_in is not
 
 /* Returns the type of a matrix with rows of n_in weights. stored: its type without options. fp4: all its weights have 4
  * bits in the source. */
-static uint32_t matrix_type(const char *name, bool fp4, uint32_t stored, enum stacking how, size_t n_in) {
+static enum gguf_type matrix_type(const char *name, bool fp4, enum gguf_type stored, enum stacking how, size_t n_in) {
     bool expert = how == EXPERTS || (how == DENSE_FFN && types.dense);
     uint32_t type = expert ? types.experts : types.backbone;
     if (type == AS_STORED || type == stored || fp4 || matches_keep(name)) return stored;
@@ -562,7 +562,7 @@ enum meaning {
 
 struct output {
     char name[64];
-    uint32_t type, n_dims; /* type: enum gguf_type */
+    uint32_t type, n_dims; /* type: enum gguf_type, or GGUF_I32 */
     size_t ne[4], bytes;   /* sizes, the contiguous one first */
     struct piece *pieces;  /* stb_ds; empty: the data are `values` */
     float *values;         /* stb_ds */
@@ -573,7 +573,7 @@ struct output {
 
     /* for matrices that are quantized here */
     size_t n_quantized; /* weights that are; rounding to BF16 does not count */
-    float *scale2;      /* NVFP4: the values of NAME.scale, one per piece, set when the piece is written; else NULL */
+    float *scale2;      /* the values of NAME.scale, one per piece, set when the piece is written; NULL: not NVFP4 */
     const struct gguf_tensor *sum2, *counts; /* of --importance; NULL: all columns have the same weight */
     struct quantize_sums sums;               /* error of what has been written */
 };
@@ -640,12 +640,26 @@ static void importance_bind(struct output *o, size_t n) {
     else importance.unweighted++;
 }
 
-/* Whether a piece is written as a type of four bits without a change. */
-static bool repacks(const struct piece *p, uint32_t type) {
+/* Types of blocks that sources have, too, in another order of bytes. */
+static const struct repacking {
+    enum gguf_type type;
+    enum format format; /* of the source */
+    size_t scaled;      /* weights with a scale */
+} repackings[] = {{GGUF_NVFP4, NVFP4, 16}, {GGUF_MXFP4, MXFP4, 32}};
+
+/* NULL: no source has the blocks of this type. */
+static const struct repacking *repacking_of(enum gguf_type type) {
+    for (size_t i = 0; i < COUNT(repackings); i++)
+        if (repackings[i].type == type) return &repackings[i];
+    return NULL;
+}
+
+/* Whether a piece is written as a type of blocks without a change. */
+static bool repacks(const struct piece *p, enum gguf_type type) {
+    const struct repacking *r = repacking_of(type);
     const struct linear *l = &p->lin;
-    if (p->height || p->beside || l->fold) return false;
-    if (type == GGUF_NVFP4) return l->format == NVFP4 && l->cols % 64 == 0 && l->head % 16 == 0;
-    return type == GGUF_MXFP4 && l->format == MXFP4 && l->head % 32 == 0;
+    return r && !p->height && !p->beside && !l->fold && l->format == r->format &&
+           l->cols % gguf_type_info(type).block == 0 && l->head % r->scaled == 0;
 }
 
 /* Whether two matrices have the same format, and floats the same type. */
@@ -668,20 +682,19 @@ static bool is_uniform(const struct piece *p, const struct piece *q) {
 
 /* Returns the type of a matrix without options. q: the other one of gate and up, which must have the same type, or
  * NULL. */
-static uint32_t stored_type(const char *name, const struct piece *p, const struct piece *q) {
+static enum gguf_type stored_type(const char *name, const struct piece *p, const struct piece *q) {
     const struct piece *both[] = {p, q};
     const size_t n = arrlenu(p) + arrlenu(q);
-    size_t n_nvfp4 = 0, n_mxfp4 = 0;
-    for (size_t k = 0; k < COUNT(both); k++)
-        for (size_t i = 0; i < arrlenu(both[k]); i++) {
-            n_nvfp4 += repacks(&both[k][i], GGUF_NVFP4);
-            n_mxfp4 += repacks(&both[k][i], GGUF_MXFP4);
-        }
-    if (n_nvfp4 == n) return GGUF_NVFP4;
-    if (n_mxfp4 == n) return GGUF_MXFP4;
+    size_t count[COUNT(repackings)] = {0}, best = 0, sum = 0;
+    for (size_t r = 0; r < COUNT(repackings); r++) {
+        for (size_t k = 0; k < COUNT(both); k++)
+            for (size_t i = 0; i < arrlenu(both[k]); i++) count[r] += repacks(&both[k][i], repackings[r].type);
+        if (count[r] > count[best]) best = r;
+        sum += count[r];
+    }
+    if (count[best] == n) return repackings[best].type;
     if (is_uniform(p, q)) return p[0].lin.format == PLAIN ? float_type(p[0].lin.w) : GGUF_BF16;
-    if (2 * (n_nvfp4 + n_mxfp4) > n && !matches_keep(name)) return n_nvfp4 >= n_mxfp4 ? GGUF_NVFP4 : GGUF_MXFP4;
-    return GGUF_BF16;
+    return 2 * sum > n && !matches_keep(name) ? repackings[best].type : GGUF_BF16;
 }
 
 /* A line about matrices of a layer whose pieces have several formats, which is printed once for all that it is true of. */
@@ -708,10 +721,10 @@ static void mixture_add(const char *base, const char *text) {
 
 /* Says what becomes of a matrix that is stored as `type` because its pieces, or gate and up, differ. Of experts, those
  * are named that are not like most of the others. */
-static void note_mixture(const char *base, const struct piece *p, uint32_t type) {
+static void note_mixture(const char *base, const struct piece *p, enum gguf_type type) {
     enum { LISTED = 8 };
     const size_t n = arrlenu(p);
-    const bool fp4 = type == GGUF_NVFP4 || type == GGUF_MXFP4;
+    const bool fp4 = repacking_of(type);
     const char *name = gguf_type_info(type).name, *lossless = fp4 ? " (--keep stores them all as BF16)" : "";
     size_t most = 0, best = 0, odd = 0;
     for (size_t i = 0; i < n; i++) {
@@ -738,7 +751,7 @@ static void note_mixture(const char *base, const struct piece *p, uint32_t type)
 }
 
 /* Returns what --dry-run says of a matrix that is stored as `type`. */
-static const char *stored_remark(const struct piece *p, uint32_t type) {
+static const char *stored_remark(const struct piece *p, enum gguf_type type) {
     const struct linear *l = &p->lin;
     if (repacks(p, type) || (l->format == PLAIN && float_type(l->w) == type)) return "";
     if (l->format == MXFP4) return "BF16 of E2M1 x E8M0, exact";
@@ -750,27 +763,27 @@ static const char *stored_remark(const struct piece *p, uint32_t type) {
 
 /* Appends base.weight as `type` and its scales. stored: its type without options. uniform: its pieces, and gate and up,
  * have the same format. p: pieces, of the same size unless they are parts of a single matrix; the array is taken over. */
-static void plan_typed(const char *base, struct piece *p, enum stacking how, uint32_t stored, uint32_t type,
+static void plan_typed(const char *base, struct piece *p, enum stacking how, enum gguf_type stored, enum gguf_type type,
                        bool uniform) {
-    const bool single = how == SINGLE || how == DENSE_FFN, fp4 = type == GGUF_NVFP4 || type == GGUF_MXFP4;
+    const bool single = how == SINGLE || how == DENSE_FFN, floats = gguf_is_float(type);
+    const enum gguf_factor factor = gguf_format(type)->factor;
     const size_t n_in = piece_width(p), n = how == EXPERTS ? arrlenu(p) : 1;
     size_t n_out = 0, n_quantized = 0;
     for (size_t i = 0; i < arrlenu(p); i++) {
-        const bool as_is = !fp4 && type != GGUF_Q8_0;
         n_out += single || !i ? p[i].rows : 0;
-        if (as_is || repacks(&p[i], type)) continue;
+        if (floats || repacks(&p[i], type)) continue;
         n_quantized += p[i].rows * n_in;
-        p[i].lin.fold = type == GGUF_MXFP4; /* which has no NAME.scale */
+        p[i].lin.fold = factor == GGUF_FACTOR_NONE;
     }
     struct output *o = plan_add(fmt("%s.weight", base), type, single ? 2 : 3, n_in, n_out, single ? 1 : arrlenu(p));
     o->pieces = p;
     o->n_quantized = n_quantized;
-    o->remark = type != stored    ? type == GGUF_BF16 ? "rounded" : "quantized"
-                : !uniform && fp4 ? "partly quantized"
-                : !uniform        ? "BF16 of several formats"
-                                  : stored_remark(p, type);
+    o->remark = type != stored ? floats ? "rounded" : "quantized"
+                : uniform      ? stored_remark(p, type)
+                : floats       ? "BF16 of several formats"
+                               : "partly quantized";
     float *scale = outer_factors(p, n);
-    if (type == GGUF_NVFP4 && n_quantized) {
+    if (factor == GGUF_FACTOR_OWN && n_quantized) {
         if (!scale) arrsetlen(scale, n);
         o->scale2 = scale;
         importance_bind(o, n);
@@ -793,8 +806,8 @@ static bool is_fp4(const struct piece *p) {
 static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
     const char *name = fmt("%s.weight", base);
     const bool uniform = is_uniform(p, NULL);
-    const uint32_t stored = stored_type(name, p, NULL),
-                   type = matrix_type(name, is_fp4(p), stored, how, piece_width(p));
+    const enum gguf_type stored = stored_type(name, p, NULL),
+                         type = matrix_type(name, is_fp4(p), stored, how, piece_width(p));
     if (!uniform && how == EXPERTS) note_mixture(base, p, type);
     plan_typed(base, p, how, stored, type, uniform);
 }
@@ -803,9 +816,9 @@ static void plan_matrix(const char *base, struct piece *p, enum stacking how) {
  * inputs. */
 static void plan_pair(const char *const base[2], struct piece *const p[2], enum stacking how) {
     const bool uniform = is_uniform(p[0], p[1]);
-    uint32_t stored = GGUF_BF16, type[2];
+    enum gguf_type stored = GGUF_BF16, type[2];
     for (int k = 0; k < 2; k++) {
-        const uint32_t one = stored_type(fmt("%s.weight", base[k]), p[k], p[!k]);
+        const enum gguf_type one = stored_type(fmt("%s.weight", base[k]), p[k], p[!k]);
         stored = !k || one == stored ? one : GGUF_BF16; /* --keep may name only one of them */
     }
     for (int k = 0; k < 2; k++)
@@ -4252,15 +4265,8 @@ static uint32_t file_type(void) {
     uint32_t best = GGUF_F32;
     for (size_t i = 0; i < arrlenu(plan); i++) sum[plan[i].type] += plan[i].bytes;
     for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++)
-        if (sum[t] > sum[best]) best = t;
-    switch (best) { /* llama_ftype of llama.cpp */
-    case GGUF_NVFP4: return 39;
-    case GGUF_MXFP4: return 38;
-    case GGUF_BF16: return 32;
-    case GGUF_Q8_0: return 7;
-    case GGUF_F16: return 1;
-    default: return 0;
-    }
+        if (sum[t] > sum[best] && gguf_find_format(t)) best = t;
+    return gguf_format((enum gguf_type)best)->file_type;
 }
 
 /* Returns the algorithm that a release names for a tensor of its own: of the innermost module that quantized_layers
@@ -4376,16 +4382,23 @@ static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint
                           const float e4m3[256], float *dst) {
     size_t step = l->format == FP8_BLOCK ? 128 : l->cols;
     int32_t most = 0;
-    if (l->format == PLAIN) gguf_dequantize_row(float_type(l->w), raw, dst, l->cols);
-    else if (l->format == NVFP4 || l->format == MXFP4)
+    switch (l->format) {
+    case PLAIN: gguf_dequantize_row(float_type(l->w), raw, dst, l->cols); break;
+    case NVFP4:
+    case MXFP4:
         for (size_t c = 0; c < l->cols; c++)
             dst[c] = e2m1_to_f32(raw[c / 2] >> (c & 1) * 4 & 15) *
                      (l->format == NVFP4 ? e4m3[s[c / 16]] : e8m0_to_f32(s[c / 32]));
-    else if (l->format == MXFP8)
+        break;
+    case MXFP8:
         for (size_t c = 0; c < l->cols; c++) dst[c] = e4m3[raw[c]] * e8m0_to_f32(s[c / 32]);
-    else
+        break;
+    case FP8_TENSOR:
+    case FP8_ROW:
+    case FP8_BLOCK:
         for (size_t c = 0; c < l->cols; c += step, scale++)
             for (size_t i = c; i < c + step && i < l->cols; i++) dst[i] = e4m3[raw[i]] * *scale;
+    }
     for (size_t c = 0; c < l->cols && l->fold; c++) dst[c] *= l->factor;
 #pragma omp simd reduction(max : most)
     for (size_t c = 0; c < l->cols; c++) {
@@ -4527,14 +4540,20 @@ static float read_rows(const struct piece *p, size_t first, size_t n, float *dst
     return p->height ? read_transposed(p, dst) : read_straight(p, first, n, dst);
 }
 
-/* Writes v (n) as F32, F16 or BF16. v is converted in place. */
-static void write_floats(uint32_t type, float *v, size_t n) {
+/* Writes v (n) as a type of floats. v is converted in place. */
+static void write_floats(enum gguf_type type, float *v, size_t n) {
     uint8_t *p = (uint8_t *)v;
     for (size_t i = 0; type != GGUF_F32 && i < n; i++) {
-        uint16_t h = type == GGUF_BF16 ? bf16_from_f32(v[i]) : f16_from_f32(v[i]);
+        uint16_t h = 0;
+        switch (type) {
+        case GGUF_F16: h = f16_from_f32(v[i]); break;
+        case GGUF_BF16: h = bf16_from_f32(v[i]); break;
+        case GGUF_F32: /* above */
+        case GGUF_BLOCKS: gguf_unexpected(__func__, type);
+        }
         memcpy(p + 2 * i, &h, 2);
     }
-    out_write(p, n * (type == GGUF_F32 ? 4 : 2));
+    out_write(p, gguf_row_bytes(type, n));
 }
 
 /* Turns values of the source into those that are written. */
@@ -4543,29 +4562,31 @@ static void apply_meaning(enum meaning meaning, float *v, size_t n) {
     for (size_t i = 0; i < n && meaning == LOGARITHM; i++) v[i] = (float)-exp((double)v[i]);
 }
 
-/* Dies if weights v of a piece cannot be Q8_0: the scale of a block, largest / 127, must be finite in F16. */
-static void check_q8_0(const struct piece *p, float largest) {
-    if (largest / 127.0f >= 65520.0f)
-        die("%s: weights up to %g are too large for Q8_0", where(p->lin.w), (double)largest);
+/* Dies if a type cannot have the scale of a block whose largest weight is `largest`. */
+static void check_scale(const struct piece *p, enum gguf_type type, float largest) {
+    switch (type) {
+    case GGUF_Q8_0: /* largest / 127 must be finite in F16 */
+        if (largest / 127.0f >= 65520.0f)
+            die("%s: weights up to %g are too large for Q8_0", where(p->lin.w), (double)largest);
+        return;
+    case GGUF_MXFP4:
+    case GGUF_NVFP4: /* after NAME.scale */
+    case GGUF_FLOATS: return;
+    }
 }
 
-/* Quantizes v, n rows of the output that come from l, and writes them. r NULL: to Q8_0 or MXFP4. The work is divided into parts
- * of a fixed size, so that the sums of errors do not depend on the number of threads. */
+/* Quantizes v, n rows of the output that come from l, and writes them. r: how to NVFP4, else NULL. The work is divided
+ * into parts of a fixed size, so that the sums of errors do not depend on the number of threads. */
 static void write_quantized(struct output *o, const struct linear *l, const struct nvfp4_rule *r, const float *v,
                             size_t n) {
     enum { WEIGHTS = 1 << 14 };
     size_t step = WEIGHTS / o->ne[0] + 1, parts = (n + step - 1) / step, bytes = gguf_row_bytes(o->type, o->ne[0]);
-    nvfp4_quantizer *quantize = nvfp4_fastest();
     uint8_t *to = scratch(0, n * bytes);
     struct quantize_sums *sums = (struct quantize_sums *)(void *)scratch(1, parts * sizeof *sums);
 #pragma omp parallel for schedule(dynamic) if (n * o->ne[0] > PARALLEL)
     for (size_t i = 0; i < parts; i++) {
         size_t row = i * step, rows = n - row < step ? n - row : step;
-        const float *from = v + row * o->ne[0];
-        void *out = to + row * bytes;
-        sums[i] = r                       ? quantize(from, rows * o->ne[0], r, out)
-                  : o->type == GGUF_MXFP4 ? quantize_mxfp4(from, rows * o->ne[0], out)
-                                          : quantize_q8_0(from, rows * o->ne[0], out);
+        sums[i] = quantize_blocks(o->type, v + row * o->ne[0], rows * o->ne[0], r, to + row * bytes);
     }
     double unit = (double)outer_factor(l) * (r ? (double)r->scale2 : 1);
     for (size_t i = 0; i < parts; i++) {
@@ -4651,16 +4672,24 @@ static void write_mxfp4_rows(const struct piece *p, size_t first, size_t n) {
 
 /* Writes n rows of a piece as they are: of the same type, or MXFP4 and NVFP4 in blocks of GGUF. *most: see
  * write_nvfp4_rows. */
-static void write_rows_as_stored(const struct piece *p, uint32_t type, size_t first, size_t n, uint8_t *most) {
-    if (type == GGUF_NVFP4) write_nvfp4_rows(p, first, n, most);
-    else if (type == GGUF_MXFP4) write_mxfp4_rows(p, first, n);
-    else {
-        const size_t bytes = row_bytes(&p->lin);
-        uint8_t *raw = scratch(0, n * bytes);
+static void write_rows_as_stored(const struct piece *p, size_t first, size_t n, uint8_t *most) {
+    const size_t bytes = row_bytes(&p->lin);
+    uint8_t *raw;
+    switch (p->lin.format) {
+    case NVFP4: write_nvfp4_rows(p, first, n, most); return;
+    case MXFP4: write_mxfp4_rows(p, first, n); return;
+    case PLAIN:
+        raw = scratch(0, n * bytes);
         read_picked(p->lin.w, bytes, p, first, n, raw);
         order_columns(&p->lin, raw, n, bytes);
         out_write(raw, n * bytes);
+        return;
+    case MXFP8:
+    case FP8_TENSOR:
+    case FP8_ROW:
+    case FP8_BLOCK: break;
     }
+    die("internal error: %s: %s cannot be written as stored", where(p->lin.w), format_name(&p->lin));
 }
 
 /* Writes piece `index` in chunks of whole rows. */
@@ -4671,21 +4700,21 @@ static void write_piece(struct output *o, size_t index) {
     const bool same = l->format == PLAIN && float_type(l->w) == o->type && !o->finite && !p->height && !p->beside;
     const bool repacked = repacks(p, o->type);
     uint8_t most = 0;
-    if (o->type == GGUF_NVFP4 && !repacked) {
+    if (o->scale2 && !repacked) {
         write_as_nvfp4(o, index);
         return;
     }
     for (size_t r = 0; r < p->rows; r += step) {
         size_t n = p->rows - r < step ? p->rows - r : step;
         if (same || repacked) {
-            write_rows_as_stored(p, o->type, r, n, &most);
+            write_rows_as_stored(p, r, n, &most);
             continue;
         }
         float *v = (float *)(void *)scratch(3, n * width * sizeof *v);
         float largest = read_rows(p, r, n, v);
-        if (o->type == GGUF_Q8_0 || o->type == GGUF_MXFP4) {
+        if (!gguf_is_float(o->type)) {
             check_finite(p, r, v, largest);
-            if (o->type == GGUF_Q8_0) check_q8_0(p, largest);
+            check_scale(p, o->type, largest);
             write_quantized(o, l, NULL, v, n);
             continue;
         }
@@ -4794,9 +4823,7 @@ static const char *error_text(struct quantize_sums s) {
  * signal-to-noise ratio; then totals. Warns of matrices below LEAST_DB. */
 static void report_errors(void) {
     enum { LEAST_DB = 18 };
-    static const uint32_t quantized[] = {GGUF_Q8_0, GGUF_MXFP4, GGUF_NVFP4};
-    for (size_t k = 0; k < COUNT(quantized); k++) {
-        const uint32_t type = quantized[k];
+    for (uint32_t type = 0; type < GGUF_TYPE_COUNT; type++) {
         struct quantize_sums sum = {0, 0};
         size_t count = 0, weights = 0;
         for (size_t i = 0; i < arrlenu(plan); i++) {
@@ -4827,8 +4854,11 @@ static void report_errors(void) {
 enum search { SEARCH_SWEEP, SEARCH_AMAX };
 static const char *const search_names[] = {[SEARCH_SWEEP] = "sweep", [SEARCH_AMAX] = "amax", NULL};
 static const char *const quantize_names[] = {"nvfp4", NULL};
-enum backbone { BACKBONE_BF16, BACKBONE_Q8_0 };
-static const char *const backbone_names[] = {[BACKBONE_BF16] = "bf16", [BACKBONE_Q8_0] = "q8_0", NULL};
+static const enum gguf_type quantize_types[] = {GGUF_NVFP4};
+static_assert(COUNT(quantize_names) == COUNT(quantize_types) + 1, "each choice has a type");
+static const char *const backbone_names[] = {"bf16", "q8_0", NULL};
+static const enum gguf_type backbone_types[] = {GGUF_BF16, GGUF_Q8_0};
+static_assert(COUNT(backbone_names) == COUNT(backbone_types) + 1, "each choice has a type");
 
 /* The options as they were given; NULL and -1: not given. */
 struct settings {
@@ -4895,8 +4925,8 @@ static void apply_options(void) {
     if (opt.quantize < 0 && unused) die_usage("%s needs --quantize nvfp4", unused);
     if (opt.importance && opt.search == SEARCH_AMAX)
         die_usage("--importance works only with --search sweep: amax looks only at the largest weight");
-    if (opt.quantize >= 0) types.experts = GGUF_NVFP4;
-    if (opt.backbone >= 0) types.backbone = opt.backbone == BACKBONE_BF16 ? GGUF_BF16 : GGUF_Q8_0;
+    if (opt.quantize >= 0) types.experts = quantize_types[opt.quantize];
+    if (opt.backbone >= 0) types.backbone = backbone_types[opt.backbone];
     types.dense = opt.dense;
     no_prediction = opt.no_mtp;
     types.amax = opt.search == SEARCH_AMAX;

@@ -622,12 +622,14 @@ static size_t gguf_offset(const struct gguf_tensor *t) { return (size_t)(t->data
 static void gguf_hash_router(const struct gguf_tensor *t) {
     size_t cols = (size_t)t->ne[0], bytes = gguf_row_bytes(t->type, cols);
     float *row = (float *)(void *)scratch(1, cols * sizeof *row);
+    const struct gguf_format *format = gguf_find_format(t->type);
+    if (!format)
+        die("'%s': tensor '%s' has the type %s, which is not a weight type", m.path, kv_name(t->name),
+            gguf_type_info(t->type).name);
     for (uint64_t r = 0; r < t->ne[1]; r++) {
         uint8_t *raw = scratch(0, bytes);
         read_exact(&shards[t->shard], gguf_offset(t) + r * bytes, raw, bytes);
-        if (!gguf_dequantize_row(t->type, raw, row, cols))
-            die("'%s': tensor '%s' has the type %s, which is not a weight type", m.path, kv_name(t->name),
-                gguf_type_info(t->type).name);
+        format->decode(raw, row, cols);
         m.router_hash = hash_bytes(m.router_hash, row, cols * sizeof *row);
     }
 }

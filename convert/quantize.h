@@ -6,6 +6,7 @@
  *   quantize_nvfp4_lanes8, 16   8 or 16 blocks at a time, one in each lane (AVX2, AVX-512)
  *   quantize_q8_0               as ggml's quantize_row_q8_0_ref
  *   quantize_mxfp4              with the better of two powers of two for each block
+ *   quantize_blocks             to a type, by these
  *
  * Lanes and loops give the same bits because every sum is taken in the order of the weights and every multiply-add is
  * an explicit fused one.
@@ -316,6 +317,19 @@ static inline struct quantize_sums quantize_mxfp4(const float *x, size_t n, stru
         s.power += (double)power;
     }
     return s;
+}
+
+/* Quantizes x (n) to blocks of a type at `out`, and returns the sums of squared errors and of squares. r: how to
+ * NVFP4. */
+static inline struct quantize_sums quantize_blocks(enum gguf_type type, const float *x, size_t n,
+                                                   const struct nvfp4_rule *r, void *out) {
+    switch (type) {
+    case GGUF_Q8_0: return quantize_q8_0(x, n, out);
+    case GGUF_MXFP4: return quantize_mxfp4(x, n, out);
+    case GGUF_NVFP4: return nvfp4_fastest()(x, n, r, out);
+    case GGUF_FLOATS: break;
+    }
+    gguf_unexpected(__func__, type);
 }
 
 #endif

@@ -12,7 +12,8 @@
 
 static const struct shape {
     const char *name;
-    int fmt, glu, n_expert, n_used, n_out, n_in; /* n_expert 1: dense, not grouped */
+    enum weight_format fmt;
+    int glu, n_expert, n_used, n_out, n_in; /* n_expert 1: dense, not grouped */
     std::vector<int> n_tok;
 } shapes[] = {
 #ifdef SIMULATED
@@ -66,8 +67,8 @@ struct bench {
         return must(cudaMemcpy(p, v.data(), v.size() * sizeof *p, cudaMemcpyHostToDevice)), p;
     }
     /* Makes random weights of moderate size. Expert e has the rows from e on of one list. */
-    struct device_matrix matrix(int fmt, int n_expert, int n_out, int n_in, uint64_t rng) {
-        static const uint32_t types[] = {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16};
+    struct device_matrix matrix(enum weight_format fmt, int n_expert, int n_out, int n_in, uint64_t rng) {
+        static const enum gguf_type types[] = {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16};
         const int n_rt = (n_out + TILE_ROWS - 1) / TILE_ROWS, n_kt = (n_in + TILE_COLS - 1) / TILE_COLS;
         const size_t n = (size_t)n_rt * (size_t)n_kt, row = gguf_row_bytes(types[fmt], (size_t)n_kt * TILE_COLS);
         std::vector<uint8_t> list((size_t)(n_out + n_expert) * row);

@@ -138,32 +138,38 @@ struct error_sum {
 
 /* ---- matrices ---- */
 
-static int type_block(uint32_t type) {
-    return type == GGUF_NVFP4 ? 64 : type == GGUF_MXFP4 || type == GGUF_Q8_0 ? 32 : 8;
-}
+/* Weights that random_row makes at a time. */
+static int type_block(enum gguf_type type) { return std::max(8, (int)gguf_type_info(type).block); }
 
 static const struct {
-    uint32_t type;
+    enum gguf_type type;
     const char *name;
 } matrix_types[] = {{GGUF_NVFP4, "NVFP4"}, {GGUF_MXFP4, "MXFP4"}, {GGUF_Q8_0, "Q8_0"},
                     {GGUF_BF16, "BF16"},   {GGUF_F16, "F16"},     {GGUF_F32, "F32"}};
+static_assert(sizeof matrix_types / sizeof *matrix_types == GGUF_FORMAT_COUNT, "the tests multiply every format");
 
 /* n weights of a row, as in a file. The exponents of MXFP4 are 108 + octaves and up to `span` - 1 more; `size`: of the largest of the plain
  * formats. */
-static void random_row(uint8_t *row, uint32_t type, int n, int octaves, float size, int span) {
+static void random_row(uint8_t *row, enum gguf_type type, int n, int octaves, float size, int span) {
     for (int i = 0; i < n; i += type_block(type)) {
-        if (type == GGUF_NVFP4) {
+        switch (type) {
+        case GGUF_NVFP4:
             for (int k = 0; k < 36; k++)
                 *row++ = (uint8_t)(k >= 4 ? rnd() : rnd() % 16 ? 0x28 + rnd() % 32 : rnd() % 0x80);
-        } else if (type == GGUF_MXFP4) {
+            break;
+        case GGUF_MXFP4: {
             bool zero = rnd() % 16 == 0; /* whose exponent means nothing */
             *row++ = (uint8_t)(zero ? rnd() % 250 : 108 + octaves + (int)(rnd() % (uint32_t)span));
             for (int k = 0; k < 16; k++) *row++ = zero ? 0x80 : (uint8_t)rnd();
-        } else if (type == GGUF_Q8_0) {
+            break;
+        }
+        case GGUF_Q8_0: {
             uint16_t d = f16_from_f32(0.01f * (1.1f + uniform()));
             memcpy(row, &d, 2), row += 2;
             for (int k = 0; k < 32; k++) *row++ = (uint8_t)rnd();
-        } else {
+            break;
+        }
+        case GGUF_FLOATS:
             for (int k = 0; k < 8; k++) {
                 float x = uniform() * size * (rnd() % 8 ? 1 : 1e-3f);
                 uint16_t h = type == GGUF_F16 ? f16_from_f32(x) : bf16_from_f32(x);
@@ -198,8 +204,8 @@ struct matrix {
     struct cuda *c = r->cuda;
     size_t mark = arrlenu(r->owned);
 
-    matrix(uint32_t type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0, float size = 1,
-           int span = 16)
+    matrix(enum gguf_type type, int n_expert, int n_out, int n_in, bool with_bias = false, int octaves = 0,
+           float size = 1, int span = 16)
         : scale((size_t)n_expert) {
         n_in = (n_in + type_block(type) - 1) / type_block(type) * type_block(type);
         w.type = type, w.n_in = n_in, w.n_out = n_out, w.n_expert = n_expert;
@@ -291,7 +297,7 @@ enum gemm_mode { DENSE, LIST, BATCH };
 
 struct gemm_case {
     const char *name;
-    uint32_t type;
+    enum gguf_type type;
     bool fp4, gated;
     enum gemm_mode mode;
     int n_expert, n_out, n_in;
@@ -426,7 +432,7 @@ static void run_gemm(const struct gemm_case &t) {
 
 /* Results of both types, in rows that are and are not whole quads, of blocks of both sizes; tiles of tokens in which all but
  * one n8-tile of a warp have some. */
-static void run_gemm_quads(uint32_t type, bool fp4, bool gated, int n_in) {
+static void run_gemm_quads(enum gguf_type type, bool fp4, bool gated, int n_in) {
     for (int n_out : {130, 136})
         for (bool f32 : {false, true}) {
             run_gemm({"quads",
@@ -473,9 +479,9 @@ extern "C" void cuda_test_gemm(void) {
             run_gemm({"heads", type.type, 0, gated, BATCH, 3, 16, 64, {20}, false, false, false});
             run_gemm({"long rows", type.type, 0, gated, i ? LIST : DENSE, 1, 40, 2112, {70}, true, false, false});
         }
-    for (uint32_t type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
+    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16})
         for (bool gated : {false, true}) run_gemm_quads(type, false, gated, 328);
-    for (uint32_t type : {GGUF_NVFP4, GGUF_MXFP4})
+    for (enum gguf_type type : {GGUF_NVFP4, GGUF_MXFP4})
         for (int i = 0; fp4 && i < 2; i++) {
             const bool gated = i;
             run_gemm({"few rows", type, true, gated, DENSE, 1, 130, 72, {17}, true, true, false});
@@ -607,7 +613,7 @@ extern "C" void cuda_test_upload(void) {
 /* ---- GEMV: up to 16 tokens ---- */
 
 /* y = W x + bias for 1..16 tokens; norm: of the norm of x + delta, for few short rows. */
-static void run_gemv(uint32_t type, int n_tok, int n_out, int n_in, bool norm) {
+static void run_gemv(enum gguf_type type, int n_tok, int n_out, int n_in, bool norm) {
     matrix w(type, 1, n_out, n_in, true);
     const int n = w.w.n_in, stride = n_out + 3;
     tokens x(n_tok, n, 0x7BFF);
@@ -652,7 +658,7 @@ static void run_gemv(uint32_t type, int n_tok, int n_out, int n_in, bool norm) {
 }
 
 /* The groups of n_in values of each token times a matrix each. */
-static void run_gemv_groups(uint32_t type, int n_tok, int groups, int n_out, int n_in) {
+static void run_gemv_groups(enum gguf_type type, int n_tok, int groups, int n_out, int n_in) {
     matrix w(type, groups, n_out, n_in);
     const int n = w.w.n_in, stride = groups * n_out + 8;
     tokens x(n_tok, groups * n, 0x7BFF);
@@ -694,8 +700,9 @@ static std::vector<struct expert_job> random_jobs(int n_tok, int n_expert, int u
 
 /* The two halves of a feed-forward: routed experts, `used` of which are chosen and which may have biases, and the shared
  * one. kind, sh_kind: of both. */
-static void run_gemv_ffn(uint32_t type, uint32_t shared_type, int n_tok, int n_expert, int used, int n_embd, int n_ff,
-                         int n_ff_shared, bool bias = false, struct glu_kind kind = {}, struct glu_kind sh_kind = {}) {
+static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_tok, int n_expert, int used, int n_embd,
+                         int n_ff, int n_ff_shared, bool bias = false, struct glu_kind kind = {},
+                         struct glu_kind sh_kind = {}) {
     matrix gate(type, n_expert, n_ff, n_embd, bias), up(type, n_expert, n_ff, n_embd, bias),
         down(type, n_expert, n_embd, n_ff, bias);
     matrix sh_gate(shared_type, 1, n_ff_shared, n_embd), sh_up(shared_type, 1, n_ff_shared, n_embd),
@@ -756,7 +763,7 @@ extern "C" void cuda_test_gemv(void) {
             run_gemv(type.type, n, 24, 1088, false);
         }
     run_gemv(GGUF_NVFP4, 8, 40, 1024, true);
-    for (uint32_t type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) { /* more tiles than a warp has in flight */
+    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) { /* more tiles than a warp has in flight */
         run_gemv(type, 2, 24, 4096, true);
         for (int n : {2, 9}) {
             run_gemv(type, n, 24, 4096, false), run_gemv_groups(type, n, 2, 24, 4096),
@@ -765,7 +772,7 @@ extern "C" void cuda_test_gemv(void) {
         }
     }
     for (auto &type : matrix_types) {
-        uint32_t shared = type.type == GGUF_NVFP4 ? (uint32_t)GGUF_BF16 : type.type;
+        const enum gguf_type shared = type.type == GGUF_NVFP4 ? GGUF_BF16 : type.type;
         run_gemv_ffn(type.type, shared, 1, 5, 2, 192, 64, 128);
         run_gemv_ffn(type.type, shared, 16, 9, 9, 64, 192, 64);
         run_gemv_ffn(type.type, shared, 9, 4, 0, 128, 64, 192);
@@ -1731,7 +1738,7 @@ static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
 }
 
 /* Transposed matrices of heads, by what the GEMM makes of them. */
-static void run_transpose(uint32_t type) {
+static void run_transpose(enum gguf_type type) {
     enum { HEADS = 3, LATENT = 72, TOKENS = 20 };
     matrix w(type, HEADS, LATENT, 40);
     const int n_out = w.w.n_in;
@@ -1788,7 +1795,7 @@ static double mla_turned(const float *x, const std::vector<float> &cs, const std
 }
 
 /* Queries into the latent space, and the new rows of the cache. */
-static void run_mla_query(uint32_t type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope) {
+static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope) {
     matrix wk(type, n_head, latent, nope);
     const int pos = 5, d = nope + rope, key = latent + rope;
     test_plane k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
@@ -1969,7 +1976,7 @@ extern "C" void cuda_test_attention(void) {
         run_mla_query(matrix_types[i].type, i & 1, 1 + 5 * i, 2, 128, 512, 64);
         run_mla_query(matrix_types[i].type, !(i & 1), 16 - 3 * i, 3, 64 << i % 2, 72, 16);
     }
-    for (uint32_t type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) /* loops that go round several times */
+    for (enum gguf_type type : {GGUF_NVFP4, GGUF_Q8_0, GGUF_BF16}) /* loops that go round several times */
         for (int n : {1, 9}) run_mla_query(type, n > 1, n, 1, n > 1 ? 2048 : 2112, type == GGUF_BF16 ? 7936 : 24, 3584);
     run_mla_expanded(150, 0, 2, 1), run_mla_expanded(40, 300, 1, 8);
     for (auto &type : matrix_types) run_transpose(type.type);

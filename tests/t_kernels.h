@@ -4,8 +4,6 @@
  * only F32 rounding is left to tolerate: at most one unit of 2^-24 per addition, of the sum of |w x|. What rounding the
  * activations may cost is checked apart, in pack. Weights end where their memory ends: reading on is a crash. */
 
-static const uint32_t kt_types[] = {GGUF_NVFP4, GGUF_MXFP4, GGUF_Q8_0, GGUF_BF16, GGUF_F16, GGUF_F32};
-
 /* The sets to be tested, NULL after the last. */
 static const struct kernels *kt_set(size_t i) {
     for (size_t j = 0; j < sizeof kernel_sets / sizeof *kernel_sets; j++)
@@ -33,18 +31,20 @@ static void kt_guarded_free(uint8_t *p, size_t n) {
 }
 
 /* n weights, all codes and many scales. */
-static void kt_weights(uint32_t type, uint8_t *w, size_t n, uint64_t *rng) {
+static void kt_weights(enum gguf_type type, uint8_t *w, size_t n, uint64_t *rng) {
     struct gguf_type_traits t = gguf_type_info(type);
     for (size_t i = 0; i < n / t.block; i++, w += t.bytes) {
-        float f = kt_normal(rng);
-        uint16_t h = type == GGUF_BF16 ? bf16_from_f32(f) : f16_from_f32(type == GGUF_Q8_0 ? 0.01f * f : f);
-        if (type == GGUF_F32) memcpy(w, &f, 4);
-        else if (type == GGUF_F16 || type == GGUF_BF16) memcpy(w, &h, 2);
-        else {
-            for (uint32_t j = 0; j < t.bytes; j++) w[j] = (uint8_t)rng_next(rng);
-            if (type == GGUF_Q8_0) memcpy(w, &h, 2);
-            if (type == GGUF_MXFP4) w[0] = (uint8_t)(120 + w[0] % 12);
-            for (int j = 0; type == GGUF_NVFP4 && j < 4; j++) w[j] = (uint8_t)(0x28 + w[j] % 32);
+        const float f = kt_normal(rng);
+        uint16_t h;
+        for (uint32_t j = 0; t.block > 1 && j < t.bytes; j++) w[j] = (uint8_t)rng_next(rng);
+        switch (type) {
+        case GGUF_F32: memcpy(w, &f, 4); break;
+        case GGUF_F16: h = f16_from_f32(f), memcpy(w, &h, 2); break;
+        case GGUF_BF16: h = bf16_from_f32(f), memcpy(w, &h, 2); break;
+        case GGUF_Q8_0: h = f16_from_f32(0.01f * f), memcpy(w, &h, 2); break;
+        case GGUF_MXFP4: w[0] = (uint8_t)(120 + w[0] % 12); break;
+        case GGUF_NVFP4:
+            for (int j = 0; j < 4; j++) w[j] = (uint8_t)(0x28 + w[j] % 32);
         }
     }
 }
@@ -64,7 +64,7 @@ static void kt_unpack(enum act_format f, const uint8_t *x, int n, float *out) {
 /* The GEMM of a whole matrix with all tokens, and how much of it rounding may take: `unit` per weight and activation.
  * */
 struct kt_case {
-    uint32_t type;
+    enum gguf_type type;
     enum act_format format;
     int n_out, n_in, n_tok;
     uint8_t *w, *x; /* x packed */
@@ -177,12 +177,12 @@ static void kt_case_cuts(const struct kt_case *c, const struct kernels *k) {
 }
 
 /* Every format that a set asks for, for one type. */
-static int kt_formats(const struct kernels *k, uint32_t type, enum act_format f[2]) {
+static int kt_formats(const struct kernels *k, enum gguf_type type, enum act_format f[2]) {
     f[0] = k->act_format(type, 1), f[1] = k->act_format(type, 512);
     return f[0] == f[1] ? 1 : 2;
 }
 
-static void kt_product(const struct kernels *k, uint32_t type, int n_in, int n_out, int n_tok) {
+static void kt_product(const struct kernels *k, enum gguf_type type, int n_in, int n_out, int n_tok) {
     uint64_t rng = (uint64_t)n_in * 64 + type;
     enum act_format f[2];
     uint8_t *w = kt_guarded(gguf_row_bytes(type, (size_t)n_in) * (size_t)n_out);
@@ -203,12 +203,13 @@ static void test_kernels_gemm(void) {
     static const int sizes[] = {64, 128, 192, 384, 2048, 7168};
     const struct kernels *k;
     for (size_t s = 0; (k = kt_set(s)); s++)
-        for (size_t i = 0; i < sizeof kt_types / sizeof *kt_types; i++) {
+        for (int i = 0; i < GGUF_FORMAT_COUNT; i++) {
+            const enum gguf_type type = gguf_formats[i].type;
             for (size_t j = 0; j < sizeof sizes / sizeof *sizes; j++)
-                kt_product(k, kt_types[i], sizes[j], sizes[j] > 2048 ? 17 : 64, 33);
-            if (gguf_type_info(kt_types[i]).block == 32) kt_product(k, kt_types[i], 96, 33, 17);
-            if (gguf_type_info(kt_types[i]).block == 1)
-                for (int n = 1; n < 80; n += 13) kt_product(k, kt_types[i], n, 19, 9);
+                kt_product(k, type, sizes[j], sizes[j] > 2048 ? 17 : 64, 33);
+            if (gguf_type_info(type).block == 32) kt_product(k, type, 96, 33, 17);
+            if (gguf_type_info(type).block == 1)
+                for (int n = 1; n < 80; n += 13) kt_product(k, type, n, 19, 9);
         }
     kt_product(kernels_choose(), GGUF_NVFP4, 192, 17, 700); /* more tokens than are kept at a time */
 }
@@ -231,7 +232,7 @@ static void test_kernels_choice(void) {
 /* All scale bytes and all codes: with the unit matrix as activations the result is the matrix of weights. */
 static void test_kernels_scales(void) {
     enum { N_IN = 64, N_OUT = 256 };
-    static const uint32_t types[] = {GGUF_NVFP4, GGUF_MXFP4};
+    static const enum gguf_type types[] = {GGUF_NVFP4, GGUF_MXFP4};
     const struct kernels *k;
     float row[N_IN], *x = xcalloc(N_IN * N_IN, 4);
     for (int i = 0; i < N_IN; i++) x[i * N_IN + i] = 1;
@@ -283,19 +284,19 @@ static void test_kernels_extremes(void) {
             if (t == 5 && i == 77) x[t * N_IN + i] = 1e6f;
         }
     for (size_t s = 0; (k = kt_set(s)); s++)
-        for (size_t i = 0; i < sizeof kt_types / sizeof *kt_types; i++) {
+        for (int i = 0; i < GGUF_FORMAT_COUNT; i++) {
+            const enum gguf_type type = gguf_formats[i].type;
             enum act_format f[2];
-            uint8_t *w = kt_guarded(gguf_row_bytes(kt_types[i], N_IN) * N_OUT);
-            kt_weights(kt_types[i], w, N_IN * N_OUT, &rng);
-            for (int j = 0, n = kt_formats(k, kt_types[i], f); j < n; j++) {
-                struct kt_case c = {
-                    .type = kt_types[i], .format = f[j], .n_out = N_OUT, .n_in = N_IN, .n_tok = N_TOK, .w = w};
+            uint8_t *w = kt_guarded(gguf_row_bytes(type, N_IN) * N_OUT);
+            kt_weights(type, w, N_IN * N_OUT, &rng);
+            for (int j = 0, n = kt_formats(k, type, f); j < n; j++) {
+                struct kt_case c = {.type = type, .format = f[j], .n_out = N_OUT, .n_in = N_IN, .n_tok = N_TOK, .w = w};
                 kt_case_run(&c, k, x);
                 kt_case_check(&c, k->name, "extremes");
                 for (int r = 0; r < N_OUT; r++) CHECK(c.y[r] == 0, "%s: zeros give %g", k->name, (double)c.y[r]);
                 kt_case_free(&c);
             }
-            kt_guarded_free(w, gguf_row_bytes(kt_types[i], N_IN) * N_OUT);
+            kt_guarded_free(w, gguf_row_bytes(type, N_IN) * N_OUT);
         }
     free(x);
 }
@@ -454,7 +455,7 @@ static void test_kernels_sgemm(void) {
 /* Rows between guarded pages become columns, then zeros up to the next multiple of 16; nothing after them changes. */
 static void test_kernels_transpose(void) {
     enum { LD = 96 };
-    static const uint32_t types[] = {GGUF_F32, GGUF_BF16, GGUF_F16};
+    static const enum gguf_type types[] = {GGUF_F32, GGUF_BF16, GGUF_F16};
     static const int shape[][2] = {{1, 1}, {16, 8}, {7, 13}, {17, 64}, {32, 128}, {33, 21}, {64, 40}, {80, 9}};
     const struct kernels *k;
     uint64_t rng = 3;

@@ -392,8 +392,86 @@ static void test_nvfp4_q8_0(void) {
     for (size_t i = 0; i < sizeof b; i++) CHECK(!((uint8_t *)b)[i], "zeros: byte %zu", i);
 }
 
+/* x (n) as a row of a type. */
+static void formats_encode(enum gguf_type type, const float *x, size_t n, uint8_t *row) {
+    const struct nvfp4_rule rule = {.scale2 = 1, .sweep = true, .n_in = n};
+    switch (type) {
+    case GGUF_F32: memcpy(row, x, n * sizeof *x); return;
+    case GGUF_F16:
+    case GGUF_BF16:
+        for (size_t i = 0; i < n; i++) {
+            const uint16_t h = type == GGUF_F16 ? f16_from_f32(x[i]) : bf16_from_f32(x[i]);
+            memcpy(row + 2 * i, &h, 2);
+        }
+        return;
+    case GGUF_BLOCKS: quantize_blocks(type, x, n, &rule, row);
+    }
+}
+
+/* The error of a type: of floats the largest relative one, of blocks the relative root mean square. */
+static double formats_error(enum gguf_type type) {
+    switch (type) {
+    case GGUF_F32: return 0;
+    case GGUF_F16: return 0x1p-11;
+    case GGUF_BF16: return 0x1p-8;
+    case GGUF_Q8_0: return 0.01;
+    case GGUF_MXFP4: return 0.13;
+    case GGUF_NVFP4: return 0.1;
+    }
+    return NAN;
+}
+
+/* A row of the table of formats takes the bytes that it says, and decoding gives back what was encoded. Each is found by
+ * its number, has a name of its own, and is among the floats or the blocks as its block says. */
+static void test_nvfp4_formats(void) {
+    enum { N = 512, MARK = 0x5a };
+    float x[N], y[N + 1];
+    uint64_t rng = 5;
+    for (int i = 0; i < N; i++) x[i] = (float)normal(&rng);
+    for (int i = 0; i < GGUF_FORMAT_COUNT; i++) {
+        const struct gguf_format *f = &gguf_formats[i];
+        const struct gguf_type_traits t = gguf_type_info(f->type);
+        const size_t bytes = gguf_row_bytes(f->type, N);
+        uint8_t *row = xmalloc(bytes + 64);
+        double error = 0, power = 0, largest = 0;
+        memset(row, MARK, bytes + 64);
+        y[N] = MARK;
+        formats_encode(f->type, x, N, row);
+        for (size_t k = bytes; k < bytes + 64; k++) CHECK(row[k] == MARK, "%s: byte %zu is written", t.name, k);
+        gguf_dequantize_row(f->type, row, y, N);
+        CHECK(y[N] == MARK, "%s: a weight too many", t.name);
+        for (int k = 0; k < N; k++) {
+            const double e = fabs((double)y[k] - (double)x[k]);
+            error += e * e, power += (double)x[k] * (double)x[k], largest = fmax(largest, e / fabs((double)x[k]));
+        }
+        const double got = t.block == 1 ? largest : sqrt(error / power), most = formats_error(f->type);
+        CHECK(got <= most && got >= 0.4 * most, "%s: error %g, not up to %g", t.name, got, most);
+        CHECK(N % t.block == 0 && bytes == N / t.block * t.bytes, "%s: %zu bytes", t.name, bytes);
+        CHECK(gguf_format(f->type) == f && gguf_is_float(f->type) == (t.block == 1), "%s is not found", t.name);
+        switch (f->type) {
+        case GGUF_FLOATS: CHECK(t.block == 1, "%s: floats in blocks of %u", t.name, t.block); break;
+        case GGUF_BLOCKS: CHECK(t.block % 32 == 0, "%s: blocks of %u", t.name, t.block); break;
+        }
+        free(row);
+    }
+}
+
+/* Every number of a type has a name of its own; numbers beyond have none, and are no format. */
+static void test_nvfp4_type_names(void) {
+    for (uint32_t t = 0; t < GGUF_TYPE_COUNT; t++) {
+        const char *name = gguf_type_info(t).name;
+        CHECK(strcmp(name, "unknown"), "type %u has no name", t);
+        for (uint32_t k = 0; k < t; k++) CHECK(strcmp(name, gguf_type_info(k).name), "%u and %u are %s", k, t, name);
+    }
+    static const uint32_t none[] = {GGUF_I32, GGUF_F64, GGUF_Q4_0, GGUF_TYPE_COUNT, UINT32_MAX};
+    for (size_t i = 0; i < sizeof none / sizeof *none; i++)
+        CHECK(!gguf_find_format(none[i]) && !gguf_is_float(none[i]), "%u is a format", none[i]);
+    CHECK_STR(gguf_type_info(GGUF_TYPE_COUNT).name, "unknown", "the number after the last");
+}
+
 #define TESTS_NVFP4                                                                                              \
     {"nvfp4/e2m1", test_nvfp4_e2m1}, {"nvfp4/e4m3", test_nvfp4_e4m3}, {"nvfp4/ue4m3", test_nvfp4_ue4m3},         \
         {"nvfp4/quantize_ref", test_nvfp4_quantize}, {"nvfp4/repack", test_nvfp4_repack},                        \
         {"nvfp4/amax", test_nvfp4_amax}, {"nvfp4/lanes", test_nvfp4_lanes}, {"nvfp4/search", test_nvfp4_search}, \
-        {"nvfp4/q8_0", test_nvfp4_q8_0},
+        {"nvfp4/q8_0", test_nvfp4_q8_0}, {"nvfp4/formats", test_nvfp4_formats},                                  \
+        {"nvfp4/type-names", test_nvfp4_type_names},

@@ -347,7 +347,7 @@ def reader_cases():
     case("tensor-type-99", "has the type unknown (99)", B, tensor(kind=99))
     case("tensor-type-all-ones", "has the type unknown (4294967295)", B, tensor(kind=(1 << 32) - 1))
     for kind, name in [(T_Q4_0, "Q4_0"), (T_Q4_K, "Q4_K"), (14, "Q6_K"), (23, "IQ4_XS"), (34, "TQ1_0")]:
-        case("tensor-type-" + name.lower(), f"has the type {name} ({kind}), expected F32, F16, BF16", B, tensor(kind=kind))
+        case("tensor-type-" + name.lower(), f"has the type {name} ({kind}), expected F32, F16, Q8_0, BF16", B, tensor(kind=kind))
     case("row-not-whole-blocks", "rows of 63 elements are not whole NVFP4 blocks of 64", B, tensor(ne=[63, 1]))
     case("offset-misaligned", "offset 4 is not a multiple of 32", B, tensor(offset=4))
     case("offset-beyond", "at offset 1048576 end beyond the file", B, tensor(offset=1 << 20))
