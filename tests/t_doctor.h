@@ -91,13 +91,10 @@ static void doctor_done(struct doctor *d) {
 
 /* All of a doctor's work, without its words. The exit code. */
 static int doctor_silent(struct doctor *d) {
-    int kept[2], null = open("/dev/null", O_WRONLY);
-    fflush(stdout);
-    for (int i = 0; i < 2; i++) kept[i] = dup(i + 1), dup2(null, i + 1);
-    int code = doctor_run(d);
-    fflush(stdout);
-    for (int i = 0; i < 2; i++) dup2(kept[i], i + 1), close(kept[i]);
-    close(null);
+    struct caught c;
+    catch_begin(&c);
+    const int code = doctor_run(d);
+    catch_end(&c, NULL, NULL);
     return code;
 }
 

@@ -12,33 +12,6 @@
 
 /* ---- what is printed ---- */
 
-/* stdout and stderr of this process, caught in files. */
-struct caught {
-    int fd[2], saved[2];
-};
-
-static void catch_begin(struct caught *c) {
-    fflush(NULL);
-    for (int i = 0; i < 2; i++) {
-        c->fd[i] = memfd_create("caught", 0);
-        c->saved[i] = dup(i + 1);
-        dup2(c->fd[i], i + 1);
-    }
-}
-
-/* Appends what was caught to text[0] and text[1]. */
-static void catch_end(struct caught *c, char *text[2]) {
-    fflush(NULL);
-    for (int i = 0; i < 2; i++) {
-        dup2(c->saved[i], i + 1);
-        close(c->saved[i]);
-        const off_t n = lseek(c->fd[i], 0, SEEK_END);
-        if (n > 0) CHECK(pread(c->fd[i], arraddnptr(text[i], (size_t)n), (size_t)n, 0) == n, "%s", strerror(errno));
-        close(c->fd[i]);
-        (void)sb_cstr(&text[i]);
-    }
-}
-
 /* A vocabulary of bytes, the marks of channels, and some words. */
 static bool think_vocab(struct test_vocab *t) {
     static const char *const marks[] = {"<|constrain|>", START, CHANNEL, MESSAGE, END, RETURN, CALL, "<|other|>"};
@@ -176,7 +149,7 @@ static void check_stream(struct chat *c, const struct stream *s, bool words) {
             snprintf(want, sizeof want, "%s", shown ? s->shown : s->hidden);
         catch_begin(&caught);
         struct printer p = think_print(c, prompt, ids, (int)arrlen(ids), &used);
-        catch_end(&caught, whole);
+        catch_end(&caught, &whole[0], &whole[1]);
         CHECK_STR(whole[0], want, "%s, shown %d, words %d", s->name, shown, words);
         CHECK_STR(sb_cstr(&p.text), s->answer, "%s", s->name);
         CHECK_STR(sb_cstr(&p.thought), s->thought, "%s", s->name);
@@ -190,7 +163,7 @@ static void check_stream(struct chat *c, const struct stream *s, bool words) {
             int n;
             catch_begin(&caught);
             p = think_print(c, prompt, ids, k, &n);
-            catch_end(&caught, part);
+            catch_end(&caught, &part[0], &part[1]);
             size_t len = think_trimmed(part[0], arrlenu(part[0]));
             if (!strncmp(s->text, " to=", 4) && len < 3) len = 0; /* until then it may be an answer */
             CHECK(!strncmp(whole[0], part[0], len), "%s: after %d tokens '%s', of '%s'", s->name, k, part[0], whole[0]);
@@ -248,7 +221,7 @@ static void test_think_styles(void) {
             printer_token(&p, ids[i]);
         }
         printer_end(&p);
-        catch_end(&caught, out);
+        catch_end(&caught, &out[0], &out[1]);
         CHECK_STR(out[0], "\033[2mt\033[0m\nA\n" ANALYSIS "t" NEXT FINAL "A" END, "styles");
         CHECK_STR(sb_cstr(&p.text), text, "a raw text");
         printer_free(&p);
@@ -329,7 +302,7 @@ static void check_bare(struct chat *c, const struct think_format *f) {
         int32_t *ids = think_ids(c->m->vocab, text, false);
         catch_begin(&caught);
         struct printer p = think_print(c, "", ids, (int)arrlen(ids), &used);
-        catch_end(&caught, out);
+        catch_end(&caught, &out[0], &out[1]);
         CHECK_STR(out[0], want, "'%s'", text);
         CHECK_STR(sb_cstr(&p.text), text, "as generated");
         printer_free(&p);
@@ -360,7 +333,7 @@ static void test_think_tags(void) {
                 set.show_think = shown ? SHOW_ON : SHOW_OFF;
                 catch_begin(&caught);
                 struct printer p = think_print(&c, "", ids, (int)arrlen(ids), &used);
-                catch_end(&caught, out);
+                catch_end(&caught, &out[0], &out[1]);
                 CHECK_STR(sb_cstr(&p.text), text, "as generated");
                 printer_free(&p);
                 arrfree(ids);
@@ -454,7 +427,7 @@ static enum turn_result script_turn(struct script_chat *x, const char *user, con
     if (!user) CHECK(!chat_regenerate(&x->c, &r, err), "%s", err);
     else if (!*user) CHECK(!chat_continue(&x->c, err), "%s", err);
     else r = chat_turn(&x->c, user, strlen(user), err);
-    catch_end(&caught, x->said);
+    catch_end(&caught, &x->said[0], &x->said[1]);
     interrupted = 0;
     CHECK(r != TURN_FAILED, "%s", err);
     return r;

@@ -117,6 +117,39 @@ static int run_command(const char *cmd, char **out, char **errout) {
     return WIFEXITED(rc) ? WEXITSTATUS(rc) : 128 + WTERMSIG(rc);
 }
 
+/* ---- what this process prints ---- */
+
+/* stdout and stderr, caught in files. A check that fails meanwhile is caught, too. */
+struct caught {
+    int fd[2], saved[2];
+};
+
+static void catch_begin(struct caught *c) {
+    fflush(NULL);
+    for (int i = 0; i < 2; i++) {
+        c->fd[i] = memfd_create("caught", 0);
+        c->saved[i] = dup(i + 1);
+        dup2(c->fd[i], i + 1);
+    }
+}
+
+/* Appends what was caught to *out and *errout (either may be NULL: thrown away). */
+static void catch_end(struct caught *c, char **out, char **errout) {
+    char **const text[2] = {out, errout};
+    fflush(NULL);
+    for (int i = 0; i < 2; i++) {
+        dup2(c->saved[i], i + 1);
+        close(c->saved[i]);
+    }
+    for (int i = 0; i < 2; i++) {
+        const off_t n = lseek(c->fd[i], 0, SEEK_END);
+        if (text[i] && n > 0)
+            CHECK(pread(c->fd[i], arraddnptr(*text[i], (size_t)n), (size_t)n, 0) == n, "%s", strerror(errno));
+        if (text[i]) (void)sb_cstr(text[i]);
+        close(c->fd[i]);
+    }
+}
+
 /* ---- a program that a test watches while it runs ---- */
 
 enum {
