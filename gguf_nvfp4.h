@@ -184,9 +184,9 @@ enum gguf_factor {
     GGUF_FACTOR_OWN   /* every matrix has one: the scales of its blocks are relative to it */
 };
 
-/* The types of ggml in the order of their numbers in a file (enum ggml_type); an error can name whatever type was found.
- * An O has the bytes of a value; 0: the type is not supported. An X is a format of weights. Whatever depends on the
- * format is a column here, a switch over enum gguf_type without default, or stands beside an assertion of
+/* The types of ggml in the order of their numbers in a file (enum ggml_type); an error can name whatever type was
+ * found. An O has the bytes of a value; 0: the type is not supported. An X is a format of weights. Whatever depends
+ * on the format is a column here, a switch over enum gguf_type without default, or stands beside an assertion of
  * GGUF_FORMAT_COUNT: the compiler names what a new row lacks.
  *   NAME, name   GGUF_NAME is the type, name_decode_row decodes it
  *   block        weights of a block; 1: the format is one of floats
@@ -734,6 +734,12 @@ static inline void gguf_close(struct gguf *g) {
     free(g->tensor_order);
     memset(g, 0, sizeof *g);
 }
+
+/* ============================================================================================================
+ * Reader: files and look-ups
+ *
+ * Maps a file and its parts, and finds keys and tensors by name.
+ * ============================================================================================================ */
 
 struct gguf_sort_item {
     struct gguf_str name;

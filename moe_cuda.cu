@@ -4,8 +4,8 @@
  * operations such as cuda_linear and cuda_attention; each enqueues one kernel or a few on the rank's stream. The host
  * waits only for a token, for logits or for statistics, and enqueues the next forward before it reads the token.
  *
- * Start here: "Operations" shows which kernels a step of a layer launches. Then read one kernel, for example
- * k_gemv_linear, with the tile format of "Weights on the device" beside it.
+ * Start here: the sections "Operations: .." show which kernels a step of a layer launches. Then read one kernel, for
+ * example k_gemv_linear, with the tile format of "Weights on the device" beside it.
  *
  *   step                  decode (1 to 16 tokens)                    prefill (more tokens)
  *   embedding             k_embed                                    k_embed
@@ -47,34 +47,48 @@
  * Limits: no kernel uses more than the 101,376 bytes of shared memory of SM120.
  * Tests: the PTX that nvcc makes of it runs on a CPU, on the simulator of tests/ptxsim.
  *
- * The first section is also part of moe.c. Then come the kernels, each with the host function that launches it. From
+ * What its copies of weights and its buffers take is in moe.c, "State: sizes on a GPU". First come the kernels, each
+ * with the host function that launches it. From
  * "The GPU state of a rank" on stands the host's side: how a rank starts, and the table of operations.
  *
  * Contents:
- *   Sizes on a GPU                                what its copies of weights and its buffers take
  *   Instructions                                  PTX wrappers, launches
  *   Weights on the device                         the tile format, dequantization
  *   Upload: from the file's blocks to tiles
  *   All-reduce and send between ranks             flags, k_send_rows; the all-reduce itself is in k_add_norm
  *   Embedding, residual add, norm
  *   Streams of residuals                          hyper-connections
- *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear, k_gemv_glu, k_gemv_down
+ *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear
+ *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
  *   Router
- *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations, the sort by expert, --calibrate's sums
+ *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations
+ *   Prefill: router, lists of experts, statistics k_route_prefill, k_sort, k_tiles
  *   RoPE and the KV cache
- *   Attention over the KV cache
+ *   Attention over the KV cache                   splits of a context, which keys a row sees
+ *   Attention: reading the cache                  rows to fragments
+ *   Attention: grouped queries                    attn_gqa_decode
+ *   Attention: latents                            attn_mla_kernel
+ *   Attention: prefill, merge, gates              attn_gqa_prefill, attn_merge, k_mla_value
+ *   Attention: choice and launch                  which kernel a shape of heads has
+ *   Attention: expanded latents                   attn_mla_expanded
  *   Sparse attention: the indexer                 the keys that a query sees
  *   Attention of one KV head: what it reads       compressed keys
- *   Gated delta net
+ *   Gated delta net                               k_delta_decode
+ *   Gated delta net: tiles                        k_delta_mix, k_delta_prepare
+ *   Gated delta net: scan                         k_delta_scan, k_delta_finish
  *   Sampling
  *   The GPU state of a rank
- *   Operations
+ *   Operations: forwards                          graphs. START HERE
+ *   Operations: norms and sums over ranks
+ *   Operations: matrices                          and L2 prefetch
+ *   Operations: attention
+ *   Operations: feed-forward
+ *   Operations: logits and results
  *   Upload
  *   Several GPUs
  *   Start and end
  *   Facts about GPUs
  */
-#ifndef MOE_GPU_SIZES_ONLY
 #include <climits>
 #include <cmath>
 #include <cstdarg>
@@ -99,393 +113,6 @@
 
 #define MOE_TYPES_ONLY
 #include "moe.c"
-#endif /* MOE_GPU_SIZES_ONLY */
-
-/* ============================================================================================================
- * Sizes on a GPU
- *
- * How many bytes a GPU takes for the weights and activations of a shard, and what its launches depend on. This section
- * is plain C as well as C++: moe.c includes it alone, by MOE_GPU_SIZES_ONLY, so that --plan counts what the engine
- * allocates and launches in every build, with CUDA or without.
- * ============================================================================================================ */
-
-/* The tests make these small, so that an all-reduce takes several pieces and a prefill several segments. */
-#ifndef ALLREDUCE_SLOT_FLOATS
-#define ALLREDUCE_SLOT_FLOATS (1 << 20)
-#define DELTA_SEGMENT_TOKENS  1024
-#define MLA_SEGMENT_KEYS      2048
-#endif
-enum {
-    SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
-    LIST_TILE = 128,                        /* tokens of a tile in the list of a grouped GEMM */
-    SPLITS_MAX = 384,                       /* splits of a context in attention at most */
-    ATTN_COUNTERS = 32,                     /* counters of a row of blocks, see attn_join: for 24 + 2 + 1 groups */
-    SAMPLE_BLOCKS = 64,                     /* blocks of k_sample at most */
-    SAMPLE_BINS = 4096,                     /* bins of its histogram of the logits */
-    ALLREDUCE_BLOCKS = 32,                  /* blocks of an all-reduce at most */
-    ALLREDUCE_SLOT = ALLREDUCE_SLOT_FLOATS, /* floats that a rank pushes at once */
-    ROW_SUMS = 1024,                        /* sums of row norms that are a row of an all-reduce in prefill */
-    DELTA_TILE = 64,                        /* tokens that a gated delta net takes at once in prefill */
-    DELTA_SEGMENT = DELTA_SEGMENT_TOKENS,   /* tokens whose tiles are prepared at once; whole tiles */
-    DELTA_FADES = 2 * DELTA_TILE + 4,       /* floats of a tile's decays, see k_delta_prepare */
-    MLA_SEGMENT = MLA_SEGMENT_KEYS,         /* keys that latent attention expands at once; whole tiles of 64 */
-    PAGE_BYTES = 2 << 20                    /* the driver rounds large allocations up to multiples of this */
-};
-
-/* How a GPU stores a matrix: in tiles of 16 rows x 64 columns, each expert's last ones padded. */
-enum weight_format {
-    FMT_FP4, /* 512 bytes of codes a tile, 64 of scales */
-    FMT_Q8,  /* 1024 and 64 */
-    FMT_F16  /* 2048 bytes of halves */
-};
-enum { FMT_COUNT = FMT_F16 + 1, TILE_ROWS = 16, TILE_COLS = 64, TILE_SCALES = 64 /* bytes */ };
-#define TILE_BYTES(fmt) ((fmt) == FMT_FP4 ? 512 : (fmt) == FMT_Q8 ? 1024 : 2048)
-static_assert(FMT_COUNT == 3, "TILE_BYTES has every format");
-
-/* The format of a matrix whose type in the file is `type`. */
-static inline enum weight_format weight_format(enum gguf_type type) {
-    switch (type) {
-    case GGUF_NVFP4:
-    case GGUF_MXFP4: return FMT_FP4;
-    case GGUF_Q8_0: return FMT_Q8;
-    case GGUF_FLOATS: return FMT_F16;
-    }
-    gguf_unexpected(__func__, type);
-}
-
-/* Tiles of all experts of a matrix. */
-static inline size_t weight_tiles(const struct weight *w) {
-    const size_t rows = (size_t)(w->n_out + TILE_ROWS - 1) / TILE_ROWS;
-    const size_t cols = (size_t)(w->n_in + TILE_COLS - 1) / TILE_COLS;
-    return (size_t)w->n_expert * rows * cols;
-}
-
-/* Bytes of an allocation as the driver makes it. */
-static inline size_t gpu_rounded(size_t n) {
-    return n > PAGE_BYTES / 2 ? (n + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES : n;
-}
-
-/* Bytes of a GPU's copy of a matrix without its biases; rounded: as the driver allocates its codes and scales. */
-static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
-    const enum weight_format f = weight_format(w->type);
-    const size_t part[2] = {weight_tiles(w) * TILE_BYTES(f), f == FMT_F16 ? 0 : weight_tiles(w) * TILE_SCALES};
-    size_t n = 0;
-    for (int i = 0; i < 2; i++) n += rounded ? gpu_rounded(part[i]) : part[i];
-    return n;
-}
-
-/* Whether a GPU keeps a router's rows in BF16, as they are in the file; otherwise it has them in F32. */
-static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
-
-/* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for the cache's
- * planes. */
-static inline size_t gpu_rounding(const struct model *m) {
-    return (size_t)64 * PAGE_BYTES + (size_t)model_blocks(m) * 1024;
-}
-
-/* Row stride, in floats, of the logits that are gathered from several ranks: their shards are copied 16 bytes at a
- * time. */
-static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) / 4 * 4; }
-
-/* Bytes of a row of activations in FP4: its codes, a tile of 64 columns having 32, and its scales, a copy moving 16. */
-#define FP4_CODE_BYTES(n_in)  (((n_in) + 63) / 64 * 32)
-#define FP4_SCALE_BYTES(n_in) (((n_in) + 255) / 256 * 16)
-
-/* An expert that tokens of a decode forward chose. */
-struct expert_job {
-    int32_t expert;
-    uint32_t tokens; /* bit t: token t chose it */
-};
-
-/* The shapes of latent attention whose keys and values prefill can expand: values of a key that are not rotated, its
- * rotated ones, and values of a head. The second is that of the tests. */
-#define MLA_EXPANDED_SHAPES(X) X(128, 64, 128) X(32, 16, 32)
-
-/* Whether a forward of n tokens expands keys and values from the latents, by wk_b and wv_b, instead of absorbing these
- * into queries and outputs. Multiplications per head, key and query that sees it: nope + rope + v when expanded, 2
- * kv_lora + rope when absorbed. To expand takes (nope + v) * kv_lora per head and key, and where the tokens are their
- * own context only half of them see a key: DeepSeek-V3 expands from 342 tokens on. */
-static inline bool mla_expands_on_gpu(const struct model *m, const struct layer *layer, int n) {
-    const struct attn *a = &layer->attn;
-    const int nope = layer_nope(m, layer), rope = layer_rope_dim(m, layer), v = a->head_v;
-    const int64_t saved = 2 * a->kv_lora - nope - v;
-    bool found = false;
-#define SAME_SHAPE(x, y, z) found |= nope == x && rope == y && v == z;
-    MLA_EXPANDED_SHAPES(SAME_SHAPE)
-#undef SAME_SHAPE
-    /* latent_out must hold F32 sums */
-    return found && 2 * v <= a->kv_lora && 2 * (int64_t)(nope + v) * a->kv_lora < saved * n;
-}
-
-enum {
-    NORM_MAX = 16384, /* values of a row at most */
-    NORM_THREADS = 256,
-    FUSED_NORM_VECS = 4,                                 /* of norms in the kernel that needs them: */
-    FUSED_NORM_MAX = FUSED_NORM_VECS * 4 * NORM_THREADS, /* values of a row, */
-    FUSED_NORM_TOKENS = 8,                               /* rows, */
-    FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and values of all rows at most */
-    INDEX_SCORES = 1 << 22,                              /* scores of the indexer at once: limits the context */
-    AHEAD_SHARE = 4,      /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
-    GPU_STREAMS = 4,      /* streams of residuals, */
-    STREAM_WIDTH = 8192,  /* of so many values at most */
-    STREAM_COLUMNS = 256, /* columns of a block of k_streams_mix */
-    STREAM_SUMS = 32 /* sums that it leaves for a token, of which at most (2 + GPU_STREAMS) * GPU_STREAMS + 1 count */
-};
-
-/* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
- * unless the deltas of several ranks are to be added (own: they are not). */
-static inline bool gpu_norm_fuses(int n_tok, int width, bool own) {
-    return n_tok <= FUSED_NORM_TOKENS && width <= FUSED_NORM_MAX && n_tok * width <= FUSED_NORM_VALUES && own;
-}
-
-/* What the sizes of a rank's activations depend on besides its shard. */
-struct gpu_sizes {
-    int chunk;  /* tokens of a forward at most */
-    int splits; /* splits of a context in decode at most */
-    bool w4a4;  /* prefill of routed experts multiplies FP4 by FP4 */
-    bool nccl;  /* NCCL does all-reduces, in decode or in prefill */
-    bool stats; /* statistics of experts are collected */
-};
-
-/* Lengths of which those of GPU_BUFFERS are made. */
-struct gpu_dims {
-    size_t n, decode;       /* tokens of a forward, of a decode forward, at most */
-    size_t used, pairs;     /* experts that a token uses; (token, expert) pairs of a forward */
-    size_t n4, pairs4;      /* n and pairs where activations of experts are in FP4, otherwise 0 */
-    size_t experts, jobs;   /* experts of a layer at most; those that a decode forward can use */
-    size_t tiles;           /* of the list of a grouped GEMM */
-    size_t hidden;          /* hidden_width */
-    size_t embd, ff, dense; /* n_embd; hidden values of a routed expert; of the dense or shared feed-forward */
-    size_t shared_weight;   /* tokens of a decode forward where gates scale shared experts, otherwise 0 */
-    size_t ropes, rope;     /* rotations; values that one rotates at most */
-    size_t heads;           /* n_head */
-    size_t latent, value;   /* kv_lora; values of one head that attention adds up */
-    size_t expanded;        /* keys that latent attention expands at once, or 0; */
-    size_t nope, head_v;    /* their values that are not rotated, values of a head */
-    size_t wk_b;            /* tiles of a head's transposed wk_b, or 0 */
-    size_t results;         /* rows of expert_out */
-    size_t ranks;           /* that NCCL gathers from, or 0 */
-    size_t sum16;           /* tokens of an all-reduce by NCCL in BF16, or 0 */
-    size_t logits;          /* floats of a row of logits, or 0 */
-    size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
-    size_t keys, values;    /* its queries' and keys' values, its value heads */
-    size_t final;           /* final rows, or 0 */
-    size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
-    size_t scores, listed;  /* scores of the indexer at once; blocks of keys in the lists of a query, or 0 */
-    size_t joins;           /* rows of blocks in decode whose splits are joined */
-    size_t streams;         /* sums of a token's streams, or 0 */
-    size_t act[ACT_COUNT];  /* values of a token in each activation slot */
-};
-
-/* What kernels lack for every layer of the model; NULL: nothing. */
-static inline const char *gpu_lacks(const struct model *m) {
-    if (m->n_stream && m->n_stream != GPU_STREAMS) return "other than four streams of residuals (hyper-connections)";
-    return m->n_stream && m->n_embd > STREAM_WIDTH ? "streams of residuals of more than 8192 values" : NULL;
-}
-
-static inline size_t gpu_larger(size_t a, size_t b) { return a > b ? a : b; }
-
-/* For the shard m and the sizes s. */
-static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_sizes s) {
-    const struct shard *shard = &m->shard;
-    struct gpu_dims d;
-    int width[ACT_COUNT];
-    act_widths(m, width);
-    for (int a = 0; a < ACT_COUNT; a++) d.act[a] = (size_t)width[a];
-    d.n = (size_t)s.chunk;
-    d.decode = DECODE_MAX_TOKENS;
-    d.used = (size_t)m->max.n_expert_used;
-    d.pairs = d.n * d.used;
-    d.n4 = s.w4a4 ? d.n : 0;
-    d.pairs4 = s.w4a4 ? d.pairs : 0;
-    d.experts = (size_t)m->n_expert_max;
-    d.jobs = d.decode * d.used < d.experts ? d.decode * d.used : d.experts;
-    d.tiles = d.pairs / LIST_TILE + d.experts + 1;
-    d.embd = (size_t)m->n_embd;
-    d.hidden = (size_t)hidden_width(m);
-    d.ff = (size_t)m->max.n_ff_expert;
-    d.dense = (size_t)(m->max.n_ff_dense > m->max.n_ff_shared ? m->max.n_ff_dense : m->max.n_ff_shared);
-    d.shared_weight = m->max.sh_weight ? d.decode : 0;
-    d.ropes = (size_t)m->n_rope;
-    d.rope = (size_t)m->max.rope_dim;
-    d.heads = (size_t)m->max.n_head;
-    d.latent = (size_t)m->max.kv_lora;
-    d.value = d.latent ? d.latent : (size_t)m->max.head_v;
-    d.expanded = 0;
-    for (int il = 0; il < model_blocks(m); il++)
-        if (mla_expands_on_gpu(m, &m->layers[il], s.chunk)) d.expanded = MLA_SEGMENT;
-    d.nope = (size_t)(m->max.head_k - m->max.rope_dim);
-    d.head_v = (size_t)m->max.head_v;
-    d.wk_b = d.expanded ? (d.nope + TILE_ROWS - 1) / TILE_ROWS * ((d.latent + TILE_COLS - 1) / TILE_COLS) : 0;
-    d.results = d.n > d.decode || s.stats ? d.pairs : 0;
-    d.ranks = s.nccl ? (size_t)shard->n_rank : 0;
-    d.sum16 = s.nccl ? d.n : 0;
-    d.keys = (size_t)(m->max.mix - m->max.z);
-    d.values = (size_t)m->max.values;
-    d.delta = d.values && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
-    if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
-    d.final = m->n_prediction ? d.n + FINAL_MORE : 0;
-    d.row_sums = 0;
-    for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].qk_norm == QK_NORM_ROWS && shard->n_rank > 1 && d.n > d.decode)
-            d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
-    d.listed = m->max.listed;
-    d.scores = d.listed ? INDEX_SCORES : 0;
-    d.joins = ((d.listed && !d.latent) || m->max.groups ? d.decode : 2) * d.heads;
-    d.streams = m->n_stream ? (d.embd + STREAM_COLUMNS - 1) / STREAM_COLUMNS * STREAM_SUMS : 0;
-    d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
-    if (shard->stage < shard->n_stage - 1) d.logits = 0;
-    if (shard->n_rank > 1 && !shard->rank)
-        d.logits = 0; /* they are in the mailbox, where the other ranks push theirs */
-    return d;
-}
-
-/* The activations of a rank, each once as X(field of struct cuda, type, count); a count of 0: there is no such buffer.
- * `d` is a struct gpu_dims and `s` the struct gpu_sizes that it was made for. clang-format would read `n * m` as a
- * pointer. */
-/* clang-format off */
-#define GPU_BUFFERS(X)                                                                          \
-    X(x32[A_X], float, d.n * d.act[A_X])                                                        \
-    X(x_other, float, d.decode * d.act[A_X])                                                    \
-    X(x32[A_H], float, d.n * d.act[A_H])                                                        \
-    X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                    \
-    X(x32[A_QA], float, d.n * d.act[A_QA])                                                      \
-    X(x32[A_Q], float, d.n * d.act[A_Q])                                                        \
-    X(x32[A_K], float, d.n * d.act[A_K])                                                        \
-    X(x32[A_V], float, d.n * d.act[A_V])                                                        \
-    X(x32[A_Z], float, d.n * d.act[A_Z])                                                        \
-    X(x32[A_GATE], float, d.n * d.act[A_GATE])                                                  \
-    X(x32[A_ALPHA], float, d.n * d.act[A_ALPHA])                                                \
-    X(x32[A_BETA], float, d.n * d.act[A_BETA])                                                  \
-    X(x16[A_H], uint16_t, d.n * d.act[A_H])                                                     \
-    X(x16[A_QA], uint16_t, d.n * d.act[A_QA])                                                   \
-    X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                     \
-    X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                 \
-    X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                   \
-    X(x32[A_IQ], float, d.n * d.act[A_IQ])                                                      \
-    X(x32[A_IK], float, d.n * d.act[A_IK])                                                      \
-    X(x32[A_IW], float, d.n * d.act[A_IW])                                                      \
-    X(x16[A_IQ], uint16_t, d.n * d.act[A_IQ])                                                   \
-    X(x32[A_CK], float, d.n * d.act[A_CK])                                                      \
-    X(x32[A_CG], float, d.n * d.act[A_CG])                                                      \
-    X(x32[A_ICK], float, d.n * d.act[A_ICK])                                                    \
-    X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                    \
-    X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                           \
-    X(x32[A_STREAMS], float, d.n * d.act[A_STREAMS])                                            \
-    X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                              \
-    X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                    \
-    X(stream_sums, float, d.n * d.streams)                                                      \
-    X(index_scores, float, d.scores)                                                            \
-    X(chosen_keys, int32_t, d.n * d.listed)                                                     \
-    X(final, float, d.final * d.hidden)                                                         \
-    X(cs, float, d.n * d.ropes * d.rope / 2)                                                    \
-    X(sn, float, d.n * d.ropes * d.rope / 2)                                                    \
-    X(row_sums, float, d.row_sums)                                                              \
-    X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
-    X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
-    X(mla_parts, float, d.latent ? (d.latent + TILE_COLS - 1) / TILE_COLS * d.decode * d.act[A_ATT] : 0) \
-    X(mla_arrived, uint32_t, d.latent ? d.heads : 0)                                            \
-    X(mla.latents, uint16_t, d.expanded * (d.latent + d.rope))                                  \
-    X(mla.keys, uint16_t, d.expanded * d.heads * d.nope)                                        \
-    X(mla.values, uint16_t, d.expanded * d.heads * d.head_v)                                    \
-    X(mla.max_den, float, d.expanded ? d.n * d.heads * 2 : 0)                                   \
-    X(mla.wk_b, uint8_t, d.heads * d.wk_b * TILE_BYTES(FMT_F16))                                \
-    X(partials, float, (size_t)s.splits * d.decode * d.heads * (d.value + 2))                   \
-    X(attn_arrived, uint32_t, d.joins * ATTN_COUNTERS)                                          \
-    X(hidden, uint16_t, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff)                          \
-    X(hidden_shared, uint16_t, gpu_larger(d.n, d.decode) * d.dense)                             \
-    X(x4.codes, uint8_t, d.n4 * FP4_CODE_BYTES(d.embd))                                         \
-    X(x4.scales, uint8_t, d.n4 * FP4_SCALE_BYTES(d.embd))                                       \
-    X(x4.scale, float, d.n4)                                                                    \
-    X(hidden4.codes, uint8_t, d.pairs4 * FP4_CODE_BYTES(d.ff))                                  \
-    X(hidden4.scales, uint8_t, d.pairs4 * FP4_SCALE_BYTES(d.ff))                                \
-    X(hidden4.scale, float, d.pairs4)                                                           \
-    X(expert_out, uint16_t, d.results * d.embd)                                                 \
-    X(route.logits, float, d.n * d.experts)                                                     \
-    X(route.id, int32_t, d.pairs)                                                               \
-    X(route.weight, float, d.pairs)                                                             \
-    X(route.arrived, uint32_t, 1)                                                               \
-    X(route.n_jobs, int32_t, 1)                                                                 \
-    X(route.jobs, struct expert_job, d.jobs)                                                    \
-    X(route.job_weight, float, d.jobs * d.decode)                                               \
-    X(route.shared_weight, float, d.shared_weight)                                              \
-    X(sort.row, int32_t, d.pairs)                                                               \
-    X(sort.inverse, int32_t, d.pairs)                                                           \
-    X(sort.first, int32_t, d.experts + 1)                                                       \
-    X(sort.tile_expert, int32_t, d.tiles)                                                       \
-    X(sort.tile_first, int32_t, d.tiles)                                                        \
-    X(sort.tile_count, int32_t, d.tiles)                                                        \
-    X(sort.n_tiles, int32_t, 1)                                                                 \
-    X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                             \
-    X(delta.v, float, d.delta * d.act[A_Z])                                                     \
-    X(delta.gates, float, d.delta * 2 * d.values)                                               \
-    X(delta.tiles, uint16_t, d.delta * d.values * 3 * DELTA_TILE)                               \
-    X(delta.fades, float, d.delta / DELTA_TILE * d.values * DELTA_FADES)                        \
-    X(logits, float, LOGIT_ROWS * d.logits)                                                     \
-    X(gathered, float, d.ranks * d.decode * d.embd)                                             \
-    X(sum16, uint16_t, d.sum16 * d.embd)                                                        \
-    X(sample.block_best, uint64_t, LOGIT_ROWS * SAMPLE_BLOCKS)                                  \
-    X(sample.block_mass, double, LOGIT_ROWS * SAMPLE_BLOCKS)                                    \
-    X(sample.bins, int, LOGIT_ROWS * SAMPLE_BINS)                                               \
-    X(sample.arrived, uint32_t, LOGIT_ROWS)
-/* clang-format on */
-
-/* What the other ranks write to: memory of the receiver's GPU, or of the host where GPUs cannot reach each other. */
-struct mailbox {
-    uint32_t *reduce_flag; /* (n_rank, ALLREDUCE_BLOCKS) all-reduces whose deltas have come */
-    uint32_t *logits_flag; /* (n_rank) logits that have come */
-    uint32_t *hidden_flag; /* batches of hidden states that have come from the stage before */
-    uint32_t *credit;      /* batches that the next stage has received from this one */
-    uint32_t *token_flag;  /* tokens that have come from the root */
-    int32_t *token;        /* (4) the latest, and three zeros */
-    float *slot;           /* (2, n_rank, ALLREDUCE_SLOT) deltas; for several ranks */
-    float *x;              /* (chunk, hidden_width) hidden states from the stage before */
-    float *logits;         /* (LOGIT_ROWS, logits_stride) of all ranks of the last stage, in the root of several */
-};
-
-/* Lays out the mailbox of the rank that has the shard, at base unless that is NULL. Returns its bytes. */
-static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const struct model *m, struct shard shard,
-                                    struct gpu_sizes s) {
-    const size_t n = (size_t)shard.n_rank;
-    const bool root = n > 1 && !shard.rank && shard.stage == shard.n_stage - 1;
-    size_t at = 0;
-#define PLACE(field, type, count)                                 \
-    a->field = base ? (type *)(void *)(base + at) : (type *)NULL; \
-    at += (sizeof(type) * (count) + 255) / 256 * 256;
-    PLACE(reduce_flag, uint32_t, n * ALLREDUCE_BLOCKS)
-    PLACE(logits_flag, uint32_t, n)
-    PLACE(hidden_flag, uint32_t, 1)
-    PLACE(credit, uint32_t, 1)
-    PLACE(token_flag, uint32_t, 1)
-    PLACE(token, int32_t, 4)
-    PLACE(slot, float, n > 1 ? 2 * n * ALLREDUCE_SLOT : 0)
-    PLACE(x, float, shard.stage ? (size_t)s.chunk *(size_t)hidden_width(m) : 0)
-    PLACE(logits, float, root ? LOGIT_ROWS *logits_stride(m->n_vocab) : 0)
-#undef PLACE
-    return at;
-}
-
-/* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for; stats: and statistics. */
-static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
-    const struct shard *shard = &m->shard;
-    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats};
-    const struct gpu_dims d = gpu_dims_of(m, s);
-    struct mailbox none;
-    size_t bytes = 0;
-#define ADD_BYTES(field, type, count) bytes += sizeof(type) * (count);
-    GPU_BUFFERS(ADD_BYTES)
-#undef ADD_BYTES
-    return bytes + (shard->n_rank * shard->n_stage > 1 ? mailbox_layout(&none, NULL, m, *shard, s) : 0);
-}
-
-/* Tokens of a forward, so that activations take no large part of the memory. */
-static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
-    int chunk = n_ctx < FORWARD_MAX ? n_ctx : FORWARD_MAX;
-    while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
-    return chunk;
-}
-
-#ifndef MOE_GPU_SIZES_ONLY
 
 /* ============================================================================================================
  * Instructions
@@ -589,8 +216,8 @@ ONE_INSTRUCTION2(uint32_t, "=r", f16x2_mul, uint32_t, "r", "mul.rn.f16x2 %0, %1,
 ONE_INSTRUCTION2(uint32_t, "=r", f16x2_add, uint32_t, "r", "add.rn.f16x2 %0, %1, %2;")
 ONE_INSTRUCTION2(uint32_t, "=r", f32_to_f16x2, float, "f", "cvt.rn.f16x2.f32 %0, %2, %1;")
 ONE_INSTRUCTION2(uint32_t, "=r", f32_to_bf16x2, float, "f", "cvt.rn.bf16x2.f32 %0, %2, %1;")
-/* Clamp to the largest half: an overflow may cost accuracy, but never makes an infinity. NaN stays NaN (0x7FFF), so that
- * a fault in what a kernel reads is seen in the logits. */
+/* Clamp to the largest half: an overflow may cost accuracy, but never makes an infinity. NaN stays NaN (0x7FFF), so
+ * that a fault in what a kernel reads is seen in the logits. */
 ONE_INSTRUCTION2(uint32_t, "=r", clamped_f16x2, float, "f", "cvt.rn.satfinite.f16x2.f32 %0, %2, %1;")
 ONE_INSTRUCTION(uint16_t, "=h", clamped_f16, float, "f", "cvt.rn.satfinite.f16.f32 %0, %1;")
 ONE_INSTRUCTION(float, "=f", exp2_fast, float, "f", "ex2.approx.ftz.f32 %0, %1;") /* results below 2^-126 are 0 */
@@ -688,8 +315,8 @@ DEVICE void grid_dependency_launch() {}
     T *name = (T *)dyn_smem
 #define SHARED(T, name, count) __shared__ __align__(16) T name[count]
 
-/* Launches a kernel, which may start before the one in front of it has ended if launches overlap. The same carve-out for
- * all: an SM has to drain before it changes, so that kernels of different ones cannot overlap. Errors stay for
+/* Launches a kernel, which may start before the one in front of it has ended if launches overlap. The same carve-out
+ * for all: an SM has to drain before it changes, so that kernels of different ones cannot overlap. Errors stay for
  * cudaGetLastError, see launch_note. */
 template <class... P, class... A>
 static void launch_pdl(void (*kernel)(P...), dim3 grid, dim3 block, size_t smem, cudaStream_t stream, A... args) {
@@ -1184,8 +811,8 @@ DEVICE float block_sum(float x) {
     return s;
 }
 
-/* Counts the block in *arrived, which was 0 before the launch. Returns true in the last of n blocks: it then sees what all
- * of them wrote. */
+/* Counts the block in *arrived, which was 0 before the launch. Returns true in the last of n blocks: it then sees
+ * what all of them wrote. */
 DEVICE bool last_block(uint32_t *arrived, uint32_t n) {
     __syncthreads(); /* all threads have written before the first one counts the block: its release is for all of them */
     return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == n - 1);
@@ -1283,7 +910,8 @@ struct norm_input {
     uint16_t *h16; /* (n_tok, n) where it stores the norm; NULL: nowhere */
 };
 
-/* Calls store(t, i, y) for values i..i+3 of the norm of every row t. w: the weights, by norm_load. Ends with a barrier. */
+/* Calls store(t, i, y) for values i..i+3 of the norm of every row t. w: the weights, by norm_load. Ends with a
+ * barrier. */
 template <class STORE>
 DEVICE void norm_rows(const struct norm_input &p, int n_tok, const float4 (&w)[FUSED_NORM_VECS], STORE store) {
     UNROLL_BY(1) for (int t = 0; t < n_tok; t++) {
@@ -1452,8 +1080,9 @@ struct final_rows {
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* The norm of x (n_tok, n_stream, n) times weight (n), NULL: x itself, becomes the final rows of the positions from that of
- * batch row `first` + shift on. Grid: (rows, n_stream), block: NORM_THREADS. Some KB, bound by latency: 2 us. */
+/* The norm of x (n_tok, n_stream, n) times weight (n), NULL: x itself, becomes the final rows of the positions from
+ * that of batch row `first` + shift on. Grid: (rows, n_stream), block: NORM_THREADS. Some KB, bound by latency: 2
+ * us. */
 __global__ void __launch_bounds__(NORM_THREADS)
     k_keep_final(const float *x, const float *weight, float eps, int first, int shift, struct final_rows final) {
     float4 v[LONG_NORM_VECS];
@@ -1508,9 +1137,9 @@ __global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(const __grid_
 /* ============================================================================================================
  * Streams of residuals
  *
- * Hyper-connections (DeepSeek-V4), see streams_mix of moe.c. k_streams_mix takes the result of a half of a layer into the
- * streams, and multiplies them by the rows of `fn`; k_streams_norm makes coefficients of the products, and the next half's
- * input. The residual stays in F32.
+ * Hyper-connections (DeepSeek-V4), see streams_mix of moe.c. k_streams_mix takes the result of a half of a layer into
+ * the streams, and multiplies them by the rows of `fn`; k_streams_norm makes coefficients of the products, and the
+ * next half's input. The residual stays in F32.
  * ============================================================================================================ */
 
 enum { STREAM_ROWS = (2 + GPU_STREAMS) * GPU_STREAMS, STREAM_TOKENS = 16 /* of a block of k_streams_mix at most */ };
@@ -1532,7 +1161,8 @@ struct streams_args {
     struct ahead ahead;
 };
 
-/* Adds v[i] over the lanes of a warp: lane i gets the sum of v[i]. STEP: lanes that exchange their halves of the values. */
+/* Adds v[i] over the lanes of a warp: lane i gets the sum of v[i]. STEP: lanes that exchange their halves of the
+ * values. */
 template <int STEP>
 DEVICE float warp_sums(float (&v)[32]) {
     const bool high = threadIdx.x & STEP;
@@ -1883,12 +1513,12 @@ struct linear_args {
 /* Halves from row to row of the norm in shared memory: whole tiles, and neighboring rows half a set of banks apart. */
 __host__ __device__ inline int linear_stride(const struct linear_args &p) { return p.w[0].n_kt * TILE_COLS + 32; }
 
-/* y[i] = w[i] x + bias for each of up to LINEAR_MAX matrices. NORM: x is first normed, for up to 8 tokens. GROUPS: y16 = the
- * products of the groups of x, n_in values each, with the w[0] of each group.
- * Grid: (rows of tiles of all matrices, groups), block: 256. Reads every tile once, and per block n_tok rows of x from L2.
- * Memory-bound: a block has 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy bandwidth for matrices of 8
- * MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s for FP4. A warp requests its first tiles before the
- * kernel in front has ended. */
+/* y[i] = w[i] x + bias for each of up to LINEAR_MAX matrices. NORM: x is first normed, for up to 8 tokens. GROUPS:
+ * y16 = the products of the groups of x, n_in values each, with the w[0] of each group.
+ * Grid: (rows of tiles of all matrices, groups), block: 256. Reads every tile once, and per block n_tok rows of x
+ * from L2. Memory-bound: a block has 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy bandwidth for
+ * matrices of 8 MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s for FP4. A warp requests its first
+ * tiles before the kernel in front has ended. */
 template <int NT, bool NORM, bool GROUPS>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_constant__ struct linear_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
@@ -1959,6 +1589,12 @@ static void gemv_groups(const struct linear_args *p, cudaStream_t s) {
  * exact. */
 #define HIDDEN_SCALE 16.0f
 
+/* ============================================================================================================
+ * Decode: feed-forwards
+ *
+ * Gate and up joined, and down with the weighted sum of experts, for 1 to 16 tokens.
+ * ============================================================================================================ */
+
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
@@ -2004,9 +1640,9 @@ struct glu_args {
 };
 
 /* Grid: (rows of tiles, jobs.max or 1, and 1 for entry 1), block: 256: four warps for gate, four for up. Bytes and aim
- * as for k_gemv_linear. The next kernel, k_gemv_down, reads the router's jobs and weights before its own wait. So it may
- * start only when the router's writes are visible: the launch stands after the wait, and the order of these two calls is
- * a contract. */
+ * as for k_gemv_linear. The next kernel, k_gemv_down, reads the router's jobs and weights before its own wait. So it
+ * may start only when the router's writes are visible: the launch stands after the wait, and the order of these two
+ * calls is a contract. */
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(const __grid_constant__ struct glu_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
@@ -2107,9 +1743,9 @@ struct down_jobs {
     }
 };
 
-/* Grid: rows of tiles, block: 256. A warp has the same share of the width of every job, and reads its shares of all jobs
- * as one list. Tokens that did not choose a job's expert have zeros there. The jobs and the first weights are requested
- * before the kernel in front has ended: see k_gemv_glu. Bytes and aim as for k_gemv_linear. */
+/* Grid: rows of tiles, block: 256. A warp has the same share of the width of every job, and reads its shares of all
+ * jobs as one list. Tokens that did not choose a job's expert have zeros there. The jobs and the first weights are
+ * requested before the kernel in front has ended: see k_gemv_glu. Bytes and aim as for k_gemv_linear. */
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_constant__ struct down_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
@@ -2785,9 +2421,10 @@ static void gemm_choose(const struct gemm_args *g, int glu, cudaStream_t s) {
  * FP4 for FP4 weights without batch. FP4 tokens need SM120: elsewhere the kernel leaves sums of zero. */
 static void gemm_prefill(const struct gemm_args *g, int glu, cudaStream_t s) {
     /* Depths: an SM of SM120 has 100 KB (one big block or two small ones), of sm_90 228 KB (two or four). */
-    /* A4, operations per byte from L2: 228 in a block of 128 x 128, 303 in one of 256 x 128. At 2 PFLOP/s (RTX PRO 6000)
-     * that is 8.8 and 6.6 TB/s, of 8.7 that L2 has at best. But only one block of 256 x 128 fits an SM, and nothing runs
-     * beside its epilogue, which takes as long as four k-tiles. From 64 k-tiles on that is less than what L2 saves. */
+    /* A4, operations per byte from L2: 228 in a block of 128 x 128, 303 in one of 256 x 128. At 2 PFLOP/s (RTX PRO
+     * 6000) that is 8.8 and 6.6 TB/s, of 8.7 that L2 has at best. But only one block of 256 x 128 fits an SM, and
+     * nothing runs beside its epilogue, which takes as long as four k-tiles. From 64 k-tiles on that is less than
+     * what L2 saves. */
     if (g->xq.codes) {
         (g->w.n_kt >= 64 ? gemm_choose<FMT_A4, 8, 2, 5, 5> : gemm_choose<FMT_A4, 4, 2, 5, 5>)(g, glu, s);
         return;
@@ -2856,6 +2493,12 @@ __global__ void __launch_bounds__(256)
 static void quantize_fp4(const uint16_t *x, size_t x_stride, int n_row, int n_in, struct fp4_rows q, cudaStream_t s) {
     if (n_row) LAUNCH_PDL(quantize_fp4_kernel, dim3(n_row), dim3(256), 0, s, x, x_stride, n_in, q);
 }
+
+/* ============================================================================================================
+ * Prefill: router, lists of experts, statistics
+ *
+ * The router for many tokens, the sort of (token, expert) pairs by expert, and what --calibrate sums up.
+ * ============================================================================================================ */
 
 /* Splits each of four floats into two halves, x = hi + lo / 2^11: 22 bits of it, or 2^-36 where that is more. */
 DEVICE void split_halves(float4 x, uint2 *hi, uint2 *lo) {
@@ -3161,8 +2804,8 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
 /* ============================================================================================================
  * RoPE and the KV cache
  *
- * Norms of whole rows of queries and keys; then one kernel per kind of attention: head norms, rotation, and the new rows
- * of the cache.
+ * Norms of whole rows of queries and keys; then one kernel per kind of attention: head norms, rotation, and the new
+ * rows of the cache.
  * ============================================================================================================ */
 
 /* Returns the least power of two that is not below x. */
@@ -3178,7 +2821,8 @@ DEVICE float e4m3_error(float x) {
     return a - ((a + round) - round);
 }
 
-/* Returns the scale of a group of an FP8 row, as fp8_scale of moe.c. With one warp: value i is x[i / 32] of lane i % 32. */
+/* Returns the scale of a group of an FP8 row, as fp8_scale of moe.c. With one warp: value i is x[i / 32] of lane i %
+ * 32. */
 template <int PER, bool POW2>
 DEVICE float fp8_scale(int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
@@ -3324,8 +2968,8 @@ struct rope_args {
 
 enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
 
-/* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's weights,
- * NULL: no norm; t: the token. */
+/* x = a head (n values at src), normed and rotated, with one warp: x[i] is value lane + 32 i. w (n): the norm's
+ * weights, NULL: no norm; t: the token. */
 template <int PER>
 DEVICE void rope_head(const struct rope_args &p, const float *src, const float *w, int n, int t, float x[PER]) {
     const int lane = threadIdx.x & 31, half = p.rope / 2;
@@ -3401,8 +3045,8 @@ DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step
     }
 }
 
-/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block of THREADS. Ends with a
- * barrier. */
+/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block of THREADS. Ends
+ * with a barrier. */
 template <int THREADS>
 DEVICE void mla_store(const struct rope_args &p, int t) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -3427,8 +3071,8 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
     __syncthreads(); /* the next row's block_sum overwrites this one's */
 }
 
-/* MLA in prefill: latents and shared key to the cache (block x = 0); the heads of q are split into the part for wk_b and
- * the rotated part.
+/* MLA in prefill: latents and shared key to the cache (block x = 0); the heads of q are split into the part for wk_b
+ * and the rotated part.
  * Grid: (1 + ceil(n_head / 4), n_tok), block: 128. Reads q and k once. */
 __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
     grid_dependency_launch();
@@ -3609,8 +3253,8 @@ DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end)
     w->end = w->split + 1 < w->n_split ? (split + 1) << shift : end;
 }
 
-/* Returns by how many rows key `key`, the first of a step, lies before row `key` of its plane. CHOSEN: there are no rings,
- * and a step is 16 keys of one block. */
+/* Returns by how many rows key `key`, the first of a step, lies before row `key` of its plane. CHOSEN: there are no
+ * rings, and a step is 16 keys of one block. */
 template <bool CHOSEN>
 DEVICE int attn_back(const struct attn_work &w, int key) {
     if (!CHOSEN) return key < w.wrap ? w.ring : w.wrap;
@@ -3618,9 +3262,9 @@ DEVICE int attn_back(const struct attn_work &w, int key) {
     return key - (w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1)));
 }
 
-/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one token
- * or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Returns false if there is no
- * work. Rows that see the most keys start first. FORMS: there may be a window or a ring. */
+/* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one
+ * token or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Returns false if there
+ * is no work. Rows that see the most keys start first. FORMS: there may be a window or a ring. */
 template <bool FORMS>
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
@@ -3665,7 +3309,8 @@ DEVICE int attn_shared_keys(const struct attn_args &a, int pos, int *compressed)
     return min(pos + 1, a.window) + (a.top_k ? min(*compressed, a.top_k) : *compressed);
 }
 
-/* Returns how many keys count for the split of token t's context. longer: see attn_longer. ONE_KV: there may be one KV head. */
+/* Returns how many keys count for the split of token t's context. longer: see attn_longer. ONE_KV: there may be one
+ * KV head. */
 template <bool ONE_KV>
 DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int n_tok) {
     int compressed;
@@ -3673,8 +3318,8 @@ DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int 
     return a.top_k ? attn_seen(a, pos + t) : pos + (t < longer ? longer : n_tok);
 }
 
-/* The same as attn_begin where tokens see keys of a list, each its own: a tile has rows of one token and KV head. ONE_KV:
- * the list is that of attn_shared_keys.
+/* The same as attn_begin where tokens see keys of a list, each its own: a tile has rows of one token and KV head.
+ * ONE_KV: the list is that of attn_shared_keys.
  * Grid: (splits, n_tok * row tiles of a token and KV head * KV heads). */
 template <bool ONE_KV>
 DEVICE bool attn_begin_listed(struct attn_work *w, const struct attn_args &a, int tile_rows) {
@@ -3723,8 +3368,8 @@ DEVICE void attn_rows(const uint16_t *q[2], int limit[2], const struct attn_args
     }
 }
 
-/* Loads the A operands of a chunk, those of RUN / 4 k16-steps: elements at..at+RUN-1 of this lane's two rows. permuted: the
- * rows' 16-byte pieces are, by the exclusive or with it. */
+/* Loads the A operands of a chunk, those of RUN / 4 k16-steps: elements at..at+RUN-1 of this lane's two rows.
+ * permuted: the rows' 16-byte pieces are, by the exclusive or with it. */
 template <int RUN>
 DEVICE void attn_chunk(pack<4> f[RUN / 4], const uint16_t *const q[2], int at, int permuted = 0) {
     constexpr int N = RUN < 8 ? RUN : 8;
@@ -3748,6 +3393,13 @@ struct attn_steps {
 
 /* Converts a word of the cache to f16: FP8 to two words, BF16 to one. */
 template <int FP8>
+
+/* ============================================================================================================
+ * Attention: reading the cache
+ *
+ * Rows of the cache become fragments of MMAs, and scores become weights.
+ * ============================================================================================================ */
+
 DEVICE void kv_word(uint32_t *h, uint32_t w) {
     if constexpr (FP8) {
         h[0] = e4m3x2_to_f16x2((uint16_t)w);
@@ -3849,8 +3501,8 @@ DEVICE float kv_scale(const struct plane &p, int key, int back, int group, int l
     return (uint32_t)(key - low) < (uint32_t)(len - low) ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
 }
 
-/* Factors of a key, which is in row key - back: of its scores (v false), and of its softmax weights (v true), clamped to
- * fit f16. scale: of the FP8 cache. */
+/* Factors of a key, which is in row key - back: of its scores (v false), and of its softmax weights (v true), clamped
+ * to fit f16. scale: of the FP8 cache. */
 DEVICE float attn_v_factor(float scale) { return fminf(ATTN_P * scale, 65504.0f); }
 template <int FP8>
 DEVICE float attn_factor(const struct attn_args &a, const struct attn_work &w, bool v, int key, int back, int low) {
@@ -3907,12 +3559,13 @@ DEVICE void attn_weights(uint32_t p[4], const float s0[4], const float s1[4], co
     p[3] = f32_to_f16x2(s1[2] * f[2], s1[3] * f[3]);
 }
 
-/* 32 columns of values are those of four n8-tiles: column n of each tile is one of four neighbors. Returns which four. In
- * this order lanes 2t and 2t + 1 of a row store 32 neighboring bytes at once, a whole sector. */
+/* 32 columns of values are those of four n8-tiles: column n of each tile is one of four neighbors. Returns which
+ * four. In this order lanes 2t and 2t + 1 of a row store 32 neighboring bytes at once, a whole sector. */
 DEVICE int attn_four(int n) { return (n & 4) | (n & 1) << 1 | (n >> 1 & 1); }
 
 /* acc (16 MT, 32) += weights p of 16 keys times 32 columns of their values. key: first row in the tile; at: byte of
- * this lane's four columns, number attn_four(g) of the 32. Lane t ends up with fours attn_four(2t) and attn_four(2t + 1). */
+ * this lane's four columns, number attn_four(g) of the 32. Lane t ends up with fours attn_four(2t) and attn_four(2t +
+ * 1). */
 template <int FP8, int ROW, int MT, int NA>
 DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4], const uint8_t *tile, int key, int at,
                         int t) {
@@ -3926,7 +3579,8 @@ DEVICE void attn_values(float (&acc)[MT][NA][4], int n0, const uint32_t (*p)[4],
     }
 }
 
-/* Index of (split, token, head) in `partials`. The (m, l) of all rows follow the sums, those of a row's splits in turn. */
+/* Index of (split, token, head) in `partials`. The (m, l) of all rows follow the sums, those of a row's splits in
+ * turn. */
 DEVICE size_t attn_partial_row(const struct attn_args &a, int split, int2 th) {
     return ((size_t)split * a.n_tok + th.x) * a.n_head + th.y;
 }
@@ -3935,13 +3589,20 @@ DEVICE float2 *attn_max_den(const struct attn_args &a, int2 th) {
     return all + ((size_t)th.x * a.n_head + th.y) * a.max_splits;
 }
 
-/* Returns the factor that a gate g stands for. ANY: it may be a softplus; log(1 + e) is computed so that small e count. */
+/* Returns the factor that a gate g stands for. ANY: it may be a softplus; log(1 + e) is computed so that small e
+ * count. */
 template <bool ANY>
 DEVICE float gate_factor(float g, bool softplus) {
     if (!ANY || !softplus) return sigmoid(g);
     const float e = __expf(-fabsf(g)), y = 1.0f + e;
     return fmaxf(g, 0.0f) + __logf(y) + __fdividef(e - (y - 1.0f), y);
 }
+
+/* ============================================================================================================
+ * Attention: grouped queries
+ *
+ * attn_gqa_decode, and how the splits of a context are joined.
+ * ============================================================================================================ */
 
 /* Where a row's columns go, which are sums of weighted values. */
 struct attn_place {
@@ -3951,9 +3612,9 @@ struct attn_place {
     const float *gate; /* of the result; NULL: none */
     float inverse;     /* factor of the result */
 
-    /* For row r with maximum m and denominator l, both of which go to `partials` too (first: by this thread). The result's
-     * denominator has the sink. Returns false if there is no such row. FORMS: there may be sinks and gates. RESULT: it is the
-     * result. */
+    /* For row r with maximum m and denominator l, both of which go to `partials` too (first: by this thread). The
+     * result's denominator has the sink. Returns false if there is no such row. FORMS: there may be sinks and gates.
+     * RESULT: it is the result. */
     template <bool FORMS, bool RESULT = false>
     DEVICE_MEMBER bool find(const struct attn_args &a, const struct attn_work &w, int r, bool first, float m, float l) {
         const int2 th = attn_row(w, r);
@@ -3971,7 +3632,8 @@ struct attn_place {
         if (first) attn_max_den(a, th)[w.split] = make_float2(m, l);
         return true;
     }
-    /* Stores N columns from `col` on. FORMS: there may be gates; DECODE: of any kind. BACK: a result may be rotated back. */
+    /* Stores N columns from `col` on. FORMS: there may be gates; DECODE: of any kind. BACK: a result may be rotated
+     * back. */
     template <bool FORMS, bool DECODE, bool BACK, int N>
     DEVICE_MEMBER void store(const struct attn_args &a, int col, const pack<N, float> &x) const {
         if (!whole) {
@@ -4009,10 +3671,10 @@ DEVICE float quad_sum(float x) { /* over the 4 lanes of a row */
     return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
 }
 
-/* Joins the splits of a row tile, by the block that comes last: of ATTN_JOIN neighboring splits to the place of the first,
- * of ATTN_JOIN such groups likewise, and so on; the last writes the result. A split that has no key of a row adds zeros:
- * the row's bits depend on its own splits alone. Block: 8 threads a row of the tile. smem: (ROWS, ATTN_JOIN) floats and
- * 2 ROWS more, which warps may still read when others begin. */
+/* Joins the splits of a row tile, by the block that comes last: of ATTN_JOIN neighboring splits to the place of the
+ * first, of ATTN_JOIN such groups likewise, and so on; the last writes the result. A split that has no key of a row
+ * adds zeros: the row's bits depend on its own splits alone. Block: 8 threads a row of the tile. smem: (ROWS,
+ * ATTN_JOIN) floats and 2 ROWS more, which warps may still read when others begin. */
 template <int D, int ROWS, bool BACK>
 DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, float *smem) {
     uint32_t *arrived = a.arrived + (blockIdx.z * gridDim.y + blockIdx.y) * ATTN_COUNTERS;
@@ -4072,8 +3734,8 @@ DEVICE void attn_join(const struct attn_args &a, const struct attn_work &w, floa
     }
 }
 
-/* GQA decode: rotation of the queries, new rows of the cache, and the result of 16 rows of one KV head. A block stores the
- * new rows that it reads itself.
+/* GQA decode: rotation of the queries, new rows of the cache, and the result of 16 rows of one KV head. A block
+ * stores the new rows that it reads itself.
  * Grid: (splits, row tiles of 16 * KV heads), block: 128. Of every 64 keys each of the 4 warps takes 16, with a softmax
  * and a ring in shared memory of its own (slots: 16 rows of K, of V, of K, ..); warps meet only at the end. Reads
  * keys * (K + V) values of the cache per row tile (FP8: + 8 bytes per key), and that is the limit: with 2 blocks per SM
@@ -4104,7 +3766,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
     const int low = CHOSEN ? 0 : w.low;
     uint8_t *ring = smem + warp * DEPTH * L::SLOT;
-    /* Queries, on their way from a warp per row to fragments: four rows in the slot of each warp's ring that is filled last.
+    /* Queries, on their way from a warp per row to fragments: four rows in the slot of each warp's ring that is
+     * filled last.
      */
     auto q_row = [&](int r) {
         return (uint16_t *)(smem + (r / 4 * DEPTH + DEPTH - 1) * L::SLOT + r % 4 * (2 * K + 16));
@@ -4239,6 +3902,12 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     }
     if (w.n_split > 1 && a.arrived) attn_join<V, 16, false>(a, w, merged);
 }
+
+/* ============================================================================================================
+ * Attention: latents
+ *
+ * attn_mla_kernel: absorbed latent attention, and attention of one KV head.
+ * ============================================================================================================ */
 
 /* MLA with absorbed wk_b, for decode and prefill: `out` or `partials` (16 MT rows, LAT) of one split. Keys are
  * [latent | rotated], values are the latents. ROPE 0: attention of one KV head, whose keys are its values.
@@ -4475,6 +4144,12 @@ DEVICE void attn_values_f16(float (*acc)[4], const uint32_t *p, const uint8_t *v
     }
 }
 
+/* ============================================================================================================
+ * Attention: prefill, merge, gates
+ *
+ * attn_gqa_prefill, the merge of splits, values of latents, and gates of heads.
+ * ============================================================================================================ */
+
 /* GQA prefill: `out` or `partials` (64 rows, V) of one KV head and split. Grid: (splits, row tiles * KV heads), block:
  * 128, 4 warps of 16 rows each. A tile of keys is copied raw while the tile before is multiplied, then converted to f16
  * once and read by ldmatrix. 64 (K + V) multiplications per key for the 64 rows of a KV head. Every warp reads every
@@ -4639,8 +4314,8 @@ struct mla_value_args {
     size_t out_stride;
 };
 
-/* Joins the splits of latents 64c .. 64c + 63 of head h, with one block: to (n_tok, stride) halves. smem: (n_tok, 8 warps,
- * 64) floats, then n_tok. Ends with a barrier. */
+/* Joins the splits of latents 64c .. 64c + 63 of head h, with one block: to (n_tok, stride) halves. smem: (n_tok, 8
+ * warps, 64) floats, then n_tok. Ends with a barrier. */
 DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint16_t *x, int stride) {
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pos = a.batch->pos;
     const int longer = attn_longer(a, pos, a.n_tok), col = 4 * (lane & 15);
@@ -4741,8 +4416,8 @@ struct gate_args {
     bool each, softplus;
 };
 
-/* x *= the gates. Grid: (ceil(n_head * head_v / 1024), n_tok), block: 128, 8 values a thread. Moves 4 bytes per value and
- * the gates. */
+/* x *= the gates. Grid: (ceil(n_head * head_v / 1024), n_tok), block: 128, 8 values a thread. Moves 4 bytes per value
+ * and the gates. */
 __global__ void __launch_bounds__(128) k_head_gate(struct gate_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -4759,8 +4434,14 @@ __global__ void __launch_bounds__(128) k_head_gate(struct gate_args a) {
     *(pack<4> *)x = h;
 }
 
-/* Divides the keys of a window among splits: in decode, at most max_splits, of which a block joins all at once. Up to 16
- * tokens see `keys` different keys; where these are few, they are one split. */
+/* ============================================================================================================
+ * Attention: choice and launch
+ *
+ * The kernel for a shape of heads and a type of cache.
+ * ============================================================================================================ */
+
+/* Divides the keys of a window among splits: in decode, at most max_splits, of which a block joins all at once. Up to
+ * 16 tokens see `keys` different keys; where these are few, they are one split. */
 static void attn_window_splits(struct attn_args *a) {
     const int keys = a->window + DECODE_MAX_TOKENS - 1, most = min(a->max_splits, (int)ATTN_JOIN);
     auto splits = [&](int shift) { return ((keys - 2) >> shift) + 2; }; /* the first keys may be the last of a split */
@@ -4858,7 +4539,11 @@ static void attn_launch(const struct attn_args *a, enum attn_kind kind, bool pre
     attn_find(kind, a->dk, a->dv, a->k.type == KV_FP8)(a, prefill, s);
 }
 
-/* ---- expanded keys and values of latent attention (prefill, see mla_expands_on_gpu) ---- */
+/* ============================================================================================================
+ * Attention: expanded latents
+ *
+ * Prefill expands keys and values from the latents, see mla_expands_on_gpu.
+ * ============================================================================================================ */
 
 /* For a segment of MLA_SEGMENT keys of a layer. */
 struct mla_buffers {
@@ -4947,10 +4632,10 @@ struct mla_tile {
 
 /* Latent attention over the expanded keys and values of a segment, with an online softmax whose state goes from segment
  * to segment through `sums` and max_den. `out` is written with the last segment that a block's tokens see.
- * Grid: (n_head, ceil(n_tok / 128)), block: 256, 8 warps of 16 tokens each. Tokens that see the most keys start first. A
- * tile of 64 keys is copied while the one before is multiplied: 320 multiplications per key, token and head, 160 MMAs
- * of a warp beside 80 ldmatrix. Reads 640 bytes per key for 128 tokens from L2, and 1,040 bytes of state per token, head
- * and segment. Limit: the MMA rate. */
+ * Grid: (n_head, ceil(n_tok / 128)), block: 256, 8 warps of 16 tokens each. Tokens that see the most keys start
+ * first. A tile of 64 keys is copied while the one before is multiplied: 320 multiplications per key, token and head,
+ * 160 MMAs of a warp beside 80 ldmatrix. Reads 640 bytes per key for 128 tokens from L2, and 1,040 bytes of state per
+ * token, head and segment. Limit: the MMA rate. */
 template <int NOPE, int ROPE, int V>
 __global__ void __launch_bounds__(256, 1) attn_mla_expanded(const __grid_constant__ struct mla_args a) {
     using L = mla_tile<NOPE, ROPE, V>;
@@ -5064,12 +4749,12 @@ static void mla_launch(const struct mla_args *a, int nope, int rope, int v, cuda
 /* ============================================================================================================
  * Sparse attention: the indexer
  *
- * Chooses the keys that a query sees. k_index_store norms and rotates the indexer's keys and queries. For latent attention
- * (DeepSeek-V3.2, arXiv 2512.02556, section 2.1) k_index_scores adds up, over the indexer's heads, weight * max(0, q.k).
- * For grouped-query attention (MiniMax-M3) k_index_blocks finds the largest q.k of parts of every block of keys, for each
- * head, whose KV head has a list of its own. k_index_choose finds the last score of a query that is among the largest, by
- * radix selection, and lists the blocks from it on. A query whose context has at most top_k keys sees all of them, and has
- * no list.
+ * Chooses the keys that a query sees. k_index_store norms and rotates the indexer's keys and queries. For latent
+ * attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1) k_index_scores adds up, over the indexer's heads, weight *
+ * max(0, q.k). For grouped-query attention (MiniMax-M3) k_index_blocks finds the largest q.k of parts of every block
+ * of keys, for each head, whose KV head has a list of its own. k_index_choose finds the last score of a query that is
+ * among the largest, by radix selection, and lists the blocks from it on. A query whose context has at most top_k
+ * keys sees all of them, and has no list.
  * ============================================================================================================ */
 
 enum {
@@ -5159,8 +4844,8 @@ struct index_tile {
     typedef float products[GROUPS][4];
     pack<RUN / 2> b[GROUPS][CHUNKS]; /* keys as B operands */
 
-    /* Makes A operands of tiles of queries: (tiles, STEPS, 32 lanes). row(tile, r): query r of the tile; NULL: none. Ends
-     * with a barrier. */
+    /* Makes A operands of tiles of queries: (tiles, STEPS, 32 lanes). row(tile, r): query r of the tile; NULL: none.
+     * Ends with a barrier. */
     template <class F>
     static DEVICE_MEMBER void queries(pack<4> *q, int tiles, F row) {
         constexpr int PIECES = WIDTH / 8;
@@ -5196,11 +4881,11 @@ struct index_tile {
     }
 };
 
-/* scores (n_tok, n_scores) of the keys that a token sees, for tokens with more than top_k. The heads are the rows of the
- * MMA, the keys its columns.
+/* scores (n_tok, n_scores) of the keys that a token sees, for tokens with more than top_k. The heads are the rows of
+ * the MMA, the keys its columns.
  * Grid: (any, ceil(n_tok / INDEX_TOKENS)), block: 256. A warp takes 32 keys at a time, which it reads once for
- * INDEX_TOKENS tokens. Reads keys * width values of the cache per block row. Decode is limited by that and, with 64 heads
- * of 128, by the MMAs, 8192 multiplications per key and token. */
+ * INDEX_TOKENS tokens. Reads keys * width values of the cache per block row. Decode is limited by that and, with 64
+ * heads of 128, by the MMAs, 8192 multiplications per key and token. */
 template <int WIDTH, int FP8>
 __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_constant__ struct index_args a) {
     using L = index_tile<WIDTH, FP8>;
@@ -5242,8 +4927,8 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
 }
 
 /* scores (n_tok, n_index, n_scores): for each head the largest q.k of every part of a block, for tokens with more than
- * top_k keys. The queries of consecutive tokens and heads are the rows of the MMA, the keys its columns. Keys that a token
- * does not see count too: they lie in its own block, which it sees whatever the score, or after that.
+ * top_k keys. The queries of consecutive tokens and heads are the rows of the MMA, the keys its columns. Keys that a
+ * token does not see count too: they lie in its own block, which it sees whatever the score, or after that.
  * Grid: (any, ceil(n_tok / tokens of INDEX_ROWS rows)), block: 256. A warp takes 32 keys at a time, one or two parts.
  * Reads keys * width values of the cache per block row, and is limited by that. */
 template <int WIDTH, int FP8>
@@ -5404,8 +5089,8 @@ static index_kernel *index_find(int width, bool fp8, bool blocks) {
 /* ============================================================================================================
  * Attention of one KV head: what it reads
  *
- * DeepSeek-V4, see "CPU operations: compressed keys" of moe.c. k_shared_store makes queries, the key of each token, and the
- * compressed keys that the batch completes; attn_mla_kernel attends.
+ * DeepSeek-V4, see "CPU operations: compressed keys" of moe.c. k_shared_store makes queries, the key of each token,
+ * and the compressed keys that the batch completes; attn_mla_kernel attends.
  * ============================================================================================================ */
 
 enum {
@@ -5512,7 +5197,8 @@ DEVICE void shared_key_store(const struct plane &p, int row, int n, const float 
         p, (size_t)row, g * LATENT_GROUP, g, min((int)LATENT_GROUP, n - g * LATENT_GROUP), x + g * PER);
 }
 
-/* A head of the queries, of the indexer's queries, or the key of token t, with one warp: h counts them in this order. */
+/* A head of the queries, of the indexer's queries, or the key of token t, with one warp: h counts them in this
+ * order. */
 DEVICE void shared_head(const struct shared_args &a, int t, int h) {
     const struct rope_args &p = a.rope;
     const int lane = threadIdx.x & 31;
@@ -5581,10 +5267,10 @@ DEVICE void compress_key(const struct shared_args &a, const struct compress_args
     shared_key_store(c.keys, key, c.d, x);
 }
 
-/* Queries, keys, compressed keys and rows of the rings; or in prefill, in a launch of its own because the keys are made of
- * rows that it overwrites, the rings alone (head_blocks and key_blocks 0).
- * Grid: n_tok * head_blocks + n_with * (key_blocks + rows), block: 256. Limited by latency: a key of 128 tokens is a block
- * that reads 512 KB, once in 128 tokens. */
+/* Queries, keys, compressed keys and rows of the rings; or in prefill, in a launch of its own because the keys are
+ * made of rows that it overwrites, the rings alone (head_blocks and key_blocks 0).
+ * Grid: n_tok * head_blocks + n_with * (key_blocks + rows), block: 256. Limited by latency: a key of 128 tokens is a
+ * block that reads 512 KB, once in 128 tokens. */
 __global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ struct shared_args a) {
     SHARED(float, row, SHARED_HEAD);
     SHARED(float2, turn, SHARED_HEAD / 2); /* cosines and sines */
@@ -5873,6 +5559,12 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     for (int t = 0; t < n - lag; t++) delta_keep(a, pos, t, j); /* no row that another block reads */
 }
 
+/* ============================================================================================================
+ * Gated delta net: tiles
+ *
+ * Prefill prepares tiles of DELTA_TILE tokens: the convolution, and what of a tile does not depend on the state.
+ * ============================================================================================================ */
+
 /* Returns what rounding x to a half takes from it, as a half. */
 DEVICE uint16_t half_rest(float x) { return f32_to_f16(x - half_to_f32(f32_to_f16(x))); }
 DEVICE uint32_t half_rest2(float x, float y) { return (uint32_t)half_rest(x) | (uint32_t)half_rest(y) << 16; }
@@ -6087,6 +5779,12 @@ __global__ void __launch_bounds__(128, 2) k_delta_prepare(const __grid_constant_
         *(uint4 *)(to + 2 * DELTA_TILE * DELTA_TILE + s * WARP * 8) = make_uint4(rest[0], rest[1], rest[2], rest[3]);
     }
 }
+
+/* ============================================================================================================
+ * Gated delta net: scan
+ *
+ * The state goes through the tiles one after the other.
+ * ============================================================================================================ */
 
 /* A power of two that makes the largest of a warp's numbers 16 to 32 (x), and its inverse (y). */
 DEVICE float2 delta_scale(float largest) {
@@ -6486,9 +6184,9 @@ DEVICE void lowest_bin(const struct sample_args &p, const int *bin, int *buffer,
     if (!(threadIdx.x & 31)) atomicMin(lowest, own);
 }
 
-/* Chooses tokens. Grid: (at most SAMPLE_BLOCKS, rows), block: SAMPLE_THREADS; a row's block that ends last chooses. Reads the
- * logits twice, 1.2 MB from L2 for a vocabulary of 150,000. About 15 us: 6 for the last block's reading, the rest its
- * barriers. */
+/* Chooses tokens. Grid: (at most SAMPLE_BLOCKS, rows), block: SAMPLE_THREADS; a row's block that ends last chooses.
+ * Reads the logits twice, 1.2 MB from L2 for a vocabulary of 150,000. About 15 us: 6 for the last block's reading,
+ * the rest its barriers. */
 __global__ void __launch_bounds__(SAMPLE_THREADS, 1) k_sample(const __grid_constant__ struct sample_args p) {
     SHARED(uint64_t, key, SAMPLE_CANDIDATES);
     SHARED(double, mass, SAMPLE_CANDIDATES);
@@ -6748,8 +6446,8 @@ static void *host_memory(size_t n, size_t size) {
     return p;
 }
 
-/* Waits for all ranks, and gives each the smallest context, chunk and number of blocks of an all-reduce of any. False: a
- * rank has failed. */
+/* Waits for all ranks, and gives each the smallest context, chunk and number of blocks of an all-reduce of any.
+ * False: a rank has failed. */
 static bool rank_agree(struct rank *r) {
     struct cuda *c = r->cuda;
     const int mine[4] = {c->failed, r->n_ctx, r->chunk, c->reduce_blocks};
@@ -6810,7 +6508,8 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
 
 /* Seconds without an all-reduce after which the ranks have stalled: with one stage, and with several, because another
  * stage may compute for long. Elapsed time is the measure: a GPU does not slow down on a busy host, and between two
- * all-reduces the host only launches some kernels, microseconds of work that wait for a processor much less than that. */
+ * all-reduces the host only launches some kernels, microseconds of work that wait for a processor much less than
+ * that. */
 static int stall_seconds[2] = {7, 60};
 
 /* Call between two polls of a busy GPU. Sleeps after a while, and fails when no rank makes progress. False: a rank has
@@ -6942,9 +6641,9 @@ static void *cuda_vector(struct rank *r, const void *from, size_t bytes, const c
 }
 
 /* ============================================================================================================
- * Operations
+ * Operations: forwards
  *
- * The functions of the table cuda_ops: what they enqueue, and what they wait for.
+ * Recording and replaying a forward, and its first operation. Every operation of struct ops is a function cuda_NAME.
  * ============================================================================================================ */
 
 static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
@@ -7109,6 +6808,12 @@ static void cuda_embed(struct rank *r, const struct step *s) {
     send_rows(r, a);
 }
 
+/* ============================================================================================================
+ * Operations: norms and sums over ranks
+ *
+ * Residual adds, norms and all-reduces, and what prediction layers read and leave.
+ * ============================================================================================================ */
+
 /* Arguments of k_add_norm for n_tok rows of n values: out is written in halves, A_H in F32, too. */
 static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w,
                                 enum act out) {
@@ -7164,8 +6869,8 @@ static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
 static bool all_reduce_by_nccl(struct rank *, struct norm_args *) { return false; }
 #endif
 
-/* Waits for the forward's kernels where ranks share a GPU: they must not fill its launch queue with many tokens' kernels,
- * of which a waiting one could block the one it waits for. */
+/* Waits for the forward's kernels where ranks share a GPU: they must not fill its launch queue with many tokens'
+ * kernels, of which a waiting one could block the one it waits for. */
 static void sharers_sync(struct rank *r) {
     if (r->cuda->sharers > 1 && r->n_tok > DECODE_MAX_TOKENS) cuda_sync(r, "a forward pass");
 }
@@ -7219,8 +6924,8 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
     all_reduce(r, a, true);
 }
 
-/* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then h = norm(what hc reads of them) * w; w
- * NULL: x is that without a norm; hc NULL: neither. ahead: what is read next. */
+/* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then h =
+ * norm(what hc reads of them) * w; w NULL: x is that without a norm; hc NULL: neither. ahead: what is read next. */
 static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w, enum act h,
                         struct ahead ahead) {
     const struct model *m = r->m;
@@ -7309,6 +7014,12 @@ static void cuda_prediction_input(struct rank *r, const struct step *s) {
                a);
 }
 
+/* ============================================================================================================
+ * Operations: matrices
+ *
+ * Products with matrices; weights that are requested ahead; norms inside of products.
+ * ============================================================================================================ */
+
 /* Tells the profile that the next launch reads `count` matrices of w's shape, and moves `more` bytes. */
 static void profile_matrices(const struct device_matrix *w, double count, double more) {
     static const char *const format[] = {"fp4", "q8", "f16"};
@@ -7395,7 +7106,8 @@ static struct ahead ahead_of_ffn(struct rank *r, const struct step *s) {
     return a;
 }
 
-/* What is read after step s up to its layer's feed-forward. first: of its own matrices those from this one on are, too. */
+/* What is read after step s up to its layer's feed-forward. first: of its own matrices those from this one on are,
+ * too. */
 static struct ahead ahead_of_mixer(struct rank *r, const struct step *s, int first) {
     struct ahead a = {};
     for (; s->op != OP_norm_ffn; s++, first = 0)
@@ -7464,6 +7176,12 @@ static void cuda_linear(struct rank *r, const struct step *s) {
     p.x_stride = (size_t)r->width[x];
     gemv_linear(&p, c->stream);
 }
+
+/* ============================================================================================================
+ * Operations: attention
+ *
+ * All kinds of attention, the indexer and the gated delta net.
+ * ============================================================================================================ */
 
 /* Arguments of k_rope_gqa and k_rope_mla, but for v. */
 static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) {
@@ -7676,8 +7394,8 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
 }
 
-/* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host knows
- * which these are. */
+/* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host
+ * knows which these are. */
 static void cuda_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct layer *layer = &r->m->layers[il];
@@ -7914,6 +7632,12 @@ static void cuda_group_linear(struct rank *r, const struct step *s) {
     gemv_groups(&p, c->stream);
 }
 
+/* ============================================================================================================
+ * Operations: feed-forward
+ *
+ * Dense feed-forwards, and router and experts, in decode and in prefill.
+ * ============================================================================================================ */
+
 /* Adds the squared inputs of feed-forward `ffn` of a layer, x and hidden rows, to in_sum2. first, rows: as in
  * k_in_sum2. */
 static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint16_t *hidden, const int32_t *first,
@@ -8098,6 +7822,12 @@ static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     else if (decode) ffn_decode(r, s->il, false, s->in[0], s->out[0]);
     else dense_ffn_prefill(r, s->il, 0, s->in[0], s->out[0]);
 }
+
+/* ============================================================================================================
+ * Operations: logits and results
+ *
+ * Logits, the choice of tokens, and the operations that wait or measure.
+ * ============================================================================================================ */
 
 /* Each rank of the last stage computes its rows of the head; all but the root send theirs to the root's mailbox. */
 static void cuda_logits(struct rank *r, const float *norm, const struct weight *head, int first, int n) {
@@ -8349,8 +8079,8 @@ static const float *bias_upload(struct rank *r, const struct weight *w, const ch
     return bias;
 }
 
-/* The copy of a matrix's factors, which the matrices of a layer share that are parts of one tensor. layer NULL: it is of
- * none. NULL: it has none, or after an error. */
+/* The copy of a matrix's factors, which the matrices of a layer share that are parts of one tensor. layer NULL: it is
+ * of none. NULL: it has none, or after an error. */
 static const float *factors_upload(struct rank *r, const struct layer *layer, const struct weight *w,
                                    const char *what) {
     for (const struct tensor_rule *rule = layer ? rule_next(NULL, layer) : NULL; rule; rule = rule_next(rule, layer)) {
@@ -8465,10 +8195,10 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, struct de
 #endif
 }
 
-/* Makes the copy of a matrix in tiles, if there is one. Halves hold 2^8 times the weight, so that whatever BF16 has above 2^-33 is exact; a matrix
- * with weights beyond 255 gets another power of two. MXFP4's scales become UE4M3, which has 18 octaves: exact where the
- * matrix has no more. Otherwise its largest 18 are, and a weight below them is off by at most 2^-19 of the largest
- * scale. */
+/* Makes the copy of a matrix in tiles, if there is one. Halves hold 2^8 times the weight, so that whatever BF16 has
+ * above 2^-33 is exact; a matrix with weights beyond 255 gets another power of two. MXFP4's scales become UE4M3,
+ * which has 18 octaves: exact where the matrix has no more. Otherwise its largest 18 are, and a weight below them is
+ * off by at most 2^-19 of the largest scale. */
 static void matrix_upload(struct rank *r, const struct layer *layer, struct weight *w, const char *what) {
     const bool mx = w->type == GGUF_MXFP4;
     struct repack k = {};
@@ -8781,8 +8511,8 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
 /* ============================================================================================================
  * Start and end
  *
- * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload and
- * check that every tensor came, see what context fits beside the weights, allocate, link the ranks.
+ * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload
+ * and check that every tensor came, see what context fits beside the weights, allocate, link the ranks.
  * ============================================================================================================ */
 
 /* Frees the recordings of passes: they have addresses of the cache. */
@@ -8844,7 +8574,8 @@ static void matrix_check(const struct weight *w, char *why) {
                  w->n_in);
 }
 
-/* The shape of the first attention that sees all keys, or else of the first with a window; zeros where there is none. */
+/* The shape of the first attention that sees all keys, or else of the first with a window; zeros where there is
+ * none. */
 static struct attn attn_of(const struct model *m) {
     struct attn found = {};
     for (int il = 0; il < model_blocks(m); il++) {
@@ -9304,5 +9035,3 @@ void cuda_pair(int from, int to, double *rate, double *latency) {
     cudaFree(a), cudaFree(b);
     cudaGetLastError();
 }
-
-#endif /* MOE_GPU_SIZES_ONLY */

@@ -436,8 +436,8 @@ static void line_sort(const json_t *line, struct line_keys *k) {
     else *k = (struct line_keys){.prompt = k->prompt, .completion = k->completion};
 }
 
-/* Appends the messages of a line to the chat: those of a list; a system message and a question with its answer. 0, or -1
- * with a message. */
+/* Appends the messages of a line to the chat: those of a list; a system message and a question with its answer. 0, or
+ * -1 with a message. */
 static int line_messages(struct chat *chat, const struct line_keys *k, char *err) {
     const char *question = json_string_value(k->question), *input = json_string_value(k->input),
                *answer = json_string_value(k->answer);
@@ -474,8 +474,8 @@ static int line_unknown(const json_t *line, char *err) {
     return -1;
 }
 
-/* Takes the line s (n) of a .jsonl: the messages of a chat, which are appended to c->chat, or texts, of which at most two
- * are set. 0, or -1 with a message. *line owns the texts. */
+/* Takes the line s (n) of a .jsonl: the messages of a chat, which are appended to c->chat, or texts, of which at most
+ * two are set. 0, or -1 with a message. *line owns the texts. */
 static int line_read(struct calibration *c, const char *path, const char *s, size_t n, json_t **line,
                      const char *texts[2], char *err) {
     json_error_t why;

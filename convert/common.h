@@ -15,7 +15,8 @@
 #include <sys/statvfs.h>
 
 #ifdef SANITIZED
-/* A converter ends when its one file is written, and what it has allocated lives until then: leaks are not looked for. */
+/* A converter ends when its one file is written, and what it has allocated lives until then: leaks are not looked
+ * for. */
 const char *__asan_default_options(void) { return "detect_leaks=0"; }
 #endif
 
@@ -132,9 +133,10 @@ static inline long json_escape(const char *p) {
     return strtol(digits, NULL, 16);
 }
 
-/* Returns how many bytes the value or the escape at p has that Python's json module reads and jansson does not; 0: there
- * is none. to (n + 2 bytes, n being those at p that may belong to a number): what jansson reads in its place, of the same
- * length where that is possible. *value: what it means, for a note; "": the same. quoted: p is in a string. */
+/* Returns how many bytes the value or the escape at p has that Python's json module reads and jansson does not; 0:
+ * there is none. to (n + 2 bytes, n being those at p that may belong to a number): what jansson reads in its place,
+ * of the same length where that is possible. *value: what it means, for a note; "": the same. quoted: p is in a
+ * string. */
 static inline size_t json_foreign(const char *p, bool quoted, size_t n, char *to, const char **value) {
     const bool minus = *p == '-', named = starts_with(p + minus, "Infinity");
     if (quoted) {
@@ -161,9 +163,9 @@ static inline size_t json_foreign(const char *p, bool quoted, size_t n, char *to
     return n;
 }
 
-/* Returns a text of n bytes, after which there is a zero, in a form that jansson reads as Python's json module reads the
- * text: whole numbers of any size become doubles, NaN null, infinity 9e307, and \u0000 and halves of surrogate pairs
- * U+FFFD. Lines stay as they are. Prints the first value that changes by that. An stb_ds array. */
+/* Returns a text of n bytes, after which there is a zero, in a form that jansson reads as Python's json module reads
+ * the text: whole numbers of any size become doubles, NaN null, infinity 9e307, and \u0000 and halves of surrogate
+ * pairs U+FFFD. Lines stay as they are. Prints the first value that changes by that. An stb_ds array. */
 static inline char *json_mend(const char *name, const char *text, size_t n) {
     enum { DIGITS = 4300 /* the most that Python reads */ };
     char *out = NULL, to[DIGITS + 2];
@@ -305,7 +307,8 @@ static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t
     return v;
 }
 
-/* The same of a limit from 1 up: a number above hi is hi; 0 and what stands for no limit, -1 and false, is `fallback`. */
+/* The same of a limit from 1 up: a number above hi is hi; 0 and what stands for no limit, -1 and false, is
+ * `fallback`. */
 static inline int64_t get_limit(struct doc d, const char *key, int64_t hi, int64_t fallback) {
     const json_t *j = get(d, key);
     int64_t v;
@@ -347,8 +350,8 @@ static inline struct doc get_obj(struct doc d, const char *key) {
  * Directories
  *
  * What may be given as a model: its directory, a file in it, or a folder of the Hugging Face cache, which is
- * models--ORG--NAME/{refs/main, snapshots/COMMIT/config.json, blobs/..}. What else is given is refused with what to type.
- * ============================================================================================================ */
+ * models--ORG--NAME/{refs/main, snapshots/COMMIT/config.json, blobs/..}. What else is given is refused with what to
+ * type. ============================================================================================================ */
 
 static const char config_json[] = "config.json";
 
@@ -709,8 +712,8 @@ static inline void check_set(char *const *files) {
     }
 }
 
-/* Returns the safetensors files of a directory without an index. Mistral's own files are copies of the others with other
- * names of tensors. */
+/* Returns the safetensors files of a directory without an index. Mistral's own files are copies of the others with
+ * other names of tensors. */
 static inline char **files_without_index(void) {
     static const char *const others[][2] = {{"consolidated", "names of Mistral's own"},
                                             {"adapter_", "a LoRA adapter, which is not merged"},
@@ -755,8 +758,8 @@ static inline bool may_lack_file(struct doc map, const char *file) {
     return may;
 }
 
-/* Returns the files that the index names, each once; NULL, with a line, if none of them is there and others are: then the
- * index belongs to other files. Dies if only some are there. */
+/* Returns the files that the index names, each once; NULL, with a line, if none of them is there and others are: then
+ * the index belongs to other files. Dies if only some are there. */
 static inline char **files_of_index(struct doc map) {
     char **files = NULL;
     const char *name, *missing = NULL;
@@ -831,7 +834,8 @@ static inline char **files_choose(void) {
     return files;
 }
 
-/* Takes tensors once that are in several files with the same bytes: from the file that the index names, or the first. */
+/* Takes tensors once that are in several files with the same bytes: from the file that the index names, or the
+ * first. */
 static inline void drop_copies(struct doc map) {
     struct finding copies = {0};
     size_t n = 0;

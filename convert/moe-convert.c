@@ -4,17 +4,18 @@
  *   Weights       how a linear layer is stored in the source (NVFP4, MXFP4, MXFP8, FP8, plain), with its scales
  *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
  *   Plan          the list of output tensors: name, type, shape, and where their data come from
- *   Model         the sizes of config.json; the table from Hugging Face names to GGUF names
- *   Families      what config.json says in each family, and the table of families
- *   Vocabulary    tokenizer.json or tiktoken.model to tokens, types and merges
- *   Metadata      the keys of the GGUF file
+ *   Model         the sizes of config.json; the table from Hugging Face names to GGUF names; in four sections
+ *   Families      what config.json says in each family, and the table of families; in four sections
+ *   What config.json says of quantization
+ *   Vocabulary    tokenizer.json, tiktoken.model or tokenizer.model to tokens, types and merges; in three sections
+ *   Metadata      the keys of the GGUF file; in two sections
  *   Output        writes the tensors
  *   Main          listing, report, options
  *
  * All of the plan is made before the first byte is written, from the headers of the source, and the data of what may be
  * a copy of the embedding or the output matrix (skip_copy, settle_head), so that an unknown model leaves no file. A
- * tensor of the source is used, skipped on purpose with a line on stderr, or an error. Data are copied in chunks; memory
- * does not grow with the model.
+ * tensor of the source is used, skipped on purpose with a line on stderr, or an error. Data are copied in chunks;
+ * memory does not grow with the model.
  */
 #define PROGRAM "moe-convert"
 #include "common.h"
@@ -44,8 +45,8 @@ static struct {
     char why[PATH_MAX];
 } prediction;
 
-/* Dies because a part of the model is missing or has another size than it should have. The model runs without a layer for
- * multi-token prediction, so that such a layer is left out instead. */
+/* Dies because a part of the model is missing or has another size than it should have. The model runs without a layer
+ * for multi-token prediction, so that such a layer is left out instead. */
 __attribute__((noreturn, format(printf, 1, 2))) static void refuse_part(const char *f, ...) {
     va_list ap;
     va_start(ap, f);
@@ -266,8 +267,8 @@ static void leave_input_scale(struct tensor *in, struct finding *f) {
 }
 
 /* Describes the FP8 layer x, whose blocks begin anew in each of `chunks` equal parts of its rows. w: (rows, cols) E4M3.
- * weight_scale_inv is a multiplier like weight_scale, despite its name. It is by blocks, as DeepSeek-V4's scale is, so that
- * a matrix of one block is rounded like its neighbors. */
+ * weight_scale_inv is a multiplier like weight_scale, despite its name. It is by blocks, as DeepSeek-V4's scale is,
+ * so that a matrix of one block is rounded like its neighbors. */
 static struct linear resolve_fp8(const char *x, struct tensor *w, size_t chunks) {
     struct linear l = {.w = w, .rows = w->shape[0], .cols = w->shape[1], .chunk = w->shape[0] / chunks, .factor = 1.0f};
     const size_t block_rows = chunks * ceil128(l.chunk);
@@ -525,8 +526,8 @@ static enum gguf_type matrix_type(const char *name, bool fp4, enum gguf_type sto
  *
  * The list of output tensors in file order. A tensor is a sequence of pieces, which are row ranges of source matrices
  * (the experts of a stack, the heads of kv_b_proj or of a delta net), or a few F32 values that are computed here
- * (.scale). Where the pieces of a tensor, or gate and up, have several formats, most of them decide: few experts in BF16
- * are quantized like the others, and a few in four bits are stored as BF16, exactly.
+ * (.scale). Where the pieces of a tensor, or gate and up, have several formats, most of them decide: few experts in
+ * BF16 are quantized like the others, and a few in four bits are stored as BF16, exactly.
  * ============================================================================================================ */
 
 /* Part of a source matrix: rows [row, row + rows), or those that the fields below say. */
@@ -697,7 +698,8 @@ static enum gguf_type stored_type(const char *name, const struct piece *p, const
     return 2 * sum > n && !matches_keep(name) ? repackings[best].type : GGUF_BF16;
 }
 
-/* A line about matrices of a layer whose pieces have several formats, which is printed once for all that it is true of. */
+/* A line about matrices of a layer whose pieces have several formats, which is printed once for all that it is true
+ * of. */
 static struct {
     char *names; /* such as "blk.0.ffn_gate_exps, blk.0.ffn_up_exps"; NULL: there is no line */
     char *text;
@@ -762,7 +764,8 @@ static const char *stored_remark(const struct piece *p, enum gguf_type type) {
 }
 
 /* Appends base.weight as `type` and its scales. stored: its type without options. uniform: its pieces, and gate and up,
- * have the same format. p: pieces, of the same size unless they are parts of a single matrix; the array is taken over. */
+ * have the same format. p: pieces, of the same size unless they are parts of a single matrix; the array is taken
+ * over. */
 static void plan_typed(const char *base, struct piece *p, enum stacking how, enum gguf_type stored, enum gguf_type type,
                        bool uniform) {
     const bool single = how == SINGLE || how == DENSE_FFN, floats = gguf_is_float(type);
@@ -982,6 +985,12 @@ static struct linear as_rows(const struct tensor *t) {
 static bool has_linear(const char *x) {
     return tensor_find(fmt("%s.weight", x)) || tensor_find(fmt("%s.weight_packed", x));
 }
+
+/* ============================================================================================================
+ * Model: matrices and vectors
+ *
+ * The plan of a tensor: where its values come from, and what becomes of fused or folded ones.
+ * ============================================================================================================ */
 
 /* Describes a tensor of values as rows: floats, or a matrix with scales, such as the gate of a shared expert (1, n). */
 static struct linear resolve_values(const char *name) {
@@ -1272,6 +1281,12 @@ static void plan_qkv(int layer) {
     plan_matrix(fmt("blk.%d.attn_qkv", layer), p, SINGLE);
 }
 
+/* ============================================================================================================
+ * Model: experts
+ *
+ * Finds the experts of a layer, stacked or one by one, and counts them.
+ * ============================================================================================================ */
+
 /* Returns the tensor (E, rows, cols) x or x.weight with all experts of a layer, or NULL. In gate_up_proj the rows of
  * gate come before those of up. */
 static struct tensor *find_fused(const char *x) {
@@ -1415,6 +1430,12 @@ static void plan_expert_biases(const struct tensor_rule *r, int layer) {
     }
 }
 
+/* ============================================================================================================
+ * Model: layers and leftovers
+ *
+ * The plan of all layers; every tensor of the source is used or reported.
+ * ============================================================================================================ */
+
 /* Sets the sizes of attention's heads. */
 static void set_heads(size_t heads, size_t heads_kv, size_t n_gate) {
     const size_t k = m.dim[DIM_HEAD_K], v = m.dim[DIM_HEAD_V];
@@ -1487,7 +1508,8 @@ static bool has_below(const char *below) {
     return false;
 }
 
-/* Whether the layers below m.mtp are a DSpark module, which DeepSeek-V4 releases may have in place of a prediction layer. */
+/* Whether the layers below m.mtp are a DSpark module, which DeepSeek-V4 releases may have in place of a prediction
+ * layer. */
 static bool is_dspark(void) {
     static const char *const parts[] = {".main_proj.", ".markov_head.", ".confidence_head."};
     for (size_t i = 0; i < arrlenu(tensors) && m.n_stream; i++)
@@ -1612,6 +1634,12 @@ static void check_all_used(void) {
     }
 }
 
+/* ============================================================================================================
+ * Model: rotations, prediction, the whole
+ *
+ * Rotations of positions, prediction layers, and the order of the plan.
+ * ============================================================================================================ */
+
 /* Returns the object of RoPE parameters, rope_scaling if it is not empty, else the newer rope_parameters, as in
  * transformers; where there is another one for layers with a window, that of `windowed` layers or the others. */
 static struct doc rope_doc(bool windowed) {
@@ -1646,14 +1674,16 @@ static double layer_number(const char *key, bool windowed, double dflt) {
     return isnan(found) ? dflt : found;
 }
 
-/* Returns the base of the rotation: of the RoPE parameters r, else of config.json, else dflt. Sets *d to where it is. */
+/* Returns the base of the rotation: of the RoPE parameters r, else of config.json, else dflt. Sets *d to where it
+ * is. */
 static double rope_base(struct doc r, bool windowed, double dflt, struct doc *d) {
     *d = get(r, "rope_theta") || !get(m.cfg, "rope_theta") ? r : m.cfg;
     return d->obj == r.obj ? get_num(r, "rope_theta", dflt) : layer_number("rope_theta", windowed, dflt);
 }
 
-/* Returns the context before the scaling: original_max_position_embeddings of config.json, else of the RoPE parameters r,
- * else all of it, as in transformers. Where layers have several rotations, that of config.json does not count. */
+/* Returns the context before the scaling: original_max_position_embeddings of config.json, else of the RoPE
+ * parameters r, else all of it, as in transformers. Where layers have several rotations, that of config.json does not
+ * count. */
 static int64_t original_context(struct doc r) {
     const char *key = "original_max_position_embeddings";
     const bool own = r.in && one_of(r.in, "rope_scaling rope_parameters") && get(m.cfg, key);
@@ -1788,9 +1818,9 @@ static void plan_model(void) {
 }
 
 /* ============================================================================================================
- * Families
+ * Families: Qwen
  *
- * Each family reads its config.json into m. A value that moe does not compute is refused by its key.
+ * What config.json says in each family, and first what families share.
  * ============================================================================================================ */
 
 /* Reads the number of experts of a layer. Configurations of pruned models may list those of all layers. */
@@ -1941,6 +1971,12 @@ static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.sh
                                                   {"eh_proj", "fc", BESIDE},
                                                   {"shared_head.norm", "norm", BESIDE},
                                                   {NULL, NULL, EVERYWHERE}};
+
+/* ============================================================================================================
+ * Families: DeepSeek, GLM, Hy3
+ *
+ * Latent attention, indexers and compressed keys; and families whose first layers are dense.
+ * ============================================================================================================ */
 
 /* Counts the layers with a dense feed-forward before the first mixture. */
 static void count_leading_dense(void) {
@@ -2267,6 +2303,12 @@ static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias",
                                             {"shared_head.norm", "final_layernorm", EVERYWHERE},
                                             {NULL, NULL, EVERYWHERE}};
 
+/* ============================================================================================================
+ * Families: grouped-query attention
+ *
+ * gpt-oss, MiniMax-M2, Mixtral, OLMoE, Qwen2-MoE, ERNIE-4.5, Step-3.5 and Laguna.
+ * ============================================================================================================ */
+
 /* Reads which layers have a window, layer_types, and how many keys it has. The list may also tell it of the layers for
  * multi-token prediction. */
 static void read_windows(void) {
@@ -2542,6 +2584,12 @@ static const struct renaming laguna_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias", EVERYWHERE},
     {"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
+
+/* ============================================================================================================
+ * Families: MiMo-V2, MiniMax-M3, the table
+ *
+ * The last families, and the table of all.
+ * ============================================================================================================ */
 
 /* Returns the value of a layer in a list of 0 and 1. */
 static bool listed_bit(struct doc d, const char *key, int layer) {
@@ -2825,6 +2873,12 @@ static void read_config(void) {
     expect(m.cfg, "attention_bias", m.qkv_bias || !get_bool(m.cfg, "attention_bias", false), "false");
 }
 
+/* ============================================================================================================
+ * What config.json says of quantization
+ *
+ * The keys of quantization_config that moe-convert knows, and what their values have to be.
+ * ============================================================================================================ */
+
 /* Returns the first source of an output that is NVFP4, or NULL. */
 static const struct tensor *nvfp4_source(const struct output *o) {
     for (size_t i = 0; i < arrlenu(o->pieces); i++)
@@ -2921,7 +2975,8 @@ static void check_quant_algo(struct doc d) {
     arrfree(known);
 }
 
-/* Whether a value says that a feature is not used: null, false, 0, "", "none", nothing, the format dense, or an object of such values. */
+/* Whether a value says that a feature is not used: null, false, 0, "", "none", nothing, the format dense, or an
+ * object of such values. */
 static bool is_unused(const json_t *j) {
     const char *key, *text = json_string_value(j);
     json_t *v;
@@ -3293,10 +3348,12 @@ static void read_tokenizer_json(struct doc d) {
     read_decoder(get_obj(d, "decoder"));
 }
 
-/* ---- tiktoken.model: lines "BASE64 RANK" ----
+/* ============================================================================================================
+ * Vocabulary: tiktoken
  *
- * The rank of a token is its id and its place in the order of merging. The file has no merges; derive_merge finds the
- * one that makes a token. */
+ * tiktoken.model has lines "BASE64 RANK". The rank of a token is its id and its place in the order of merging. The
+ * file has no merges; derive_merge finds the one that makes a token.
+ * ============================================================================================================ */
 
 struct bytes {
     uint8_t *p;
@@ -3420,11 +3477,15 @@ static void read_tiktoken(const char *file, struct doc config) {
     vocab.pre = "kimi-k2";
 }
 
-/* ---- tokenizer.model of SentencePiece: a protobuf message ----
+/* ============================================================================================================
+ * Vocabulary: SentencePiece
+ *
+ * tokenizer.model is a protobuf message:
  *
  *   1: a piece of the vocabulary, once for each id {1: text, 2: score, 3: enum token_type}
  *   2: how it was trained {3: model type, 24: blanks at the ends of words, 35: tokens for bytes}
- *   3: how text is normalized {1: name, 2: map of characters, 3: blank in front, 4: blanks are merged, 5: U+2581} */
+ *   3: how text is normalized {1: name, 2: map of characters, 3: blank in front, 4: blanks are merged, 5: U+2581}
+ * ============================================================================================================ */
 
 /* What is left of a message. */
 struct wire {
@@ -3712,7 +3773,8 @@ static void put_window_base(void) {
     expect(w, "rope_type", one_of(rope_type(w), "default none"), "\"default\"");
 }
 
-/* Says which RoPE parameters are not among the known ones, words with spaces between them. transformers warns of them. */
+/* Says which RoPE parameters are not among the known ones, words with spaces between them. transformers warns of
+ * them. */
 static void note_unknown(struct doc r, const char *known) {
     const char *key;
     json_t *v;
@@ -3722,7 +3784,8 @@ static void note_unknown(struct doc r, const char *known) {
     }
 }
 
-/* Writes the base of DeepSeek-V4's rotation of one kind of layers, which is in their RoPE parameters or in config.json. */
+/* Writes the base of DeepSeek-V4's rotation of one kind of layers, which is in their RoPE parameters or in
+ * config.json. */
 static void put_base(struct doc r, const char *name, const char *key) {
     const bool own = get(r, "rope_theta");
     kv_num(own ? r : m.cfg, own ? "rope_theta" : name, get_num(own ? r : m.cfg, own ? "rope_theta" : name, NAN), key);
@@ -4000,6 +4063,12 @@ static void put_architecture(void) {
     if (m.n_mtp) kv_u32("nextn_predict_layers", (size_t)m.n_mtp);
 }
 
+/* ============================================================================================================
+ * Metadata: tokens and templates
+ *
+ * Special tokens, chat templates and the settings of the sampler.
+ * ============================================================================================================ */
+
 /* Returns the id of the token whose text is the value of a key, "<|im_end|>" or {"content": "<|im_end|>"}; -1 if there
  * is none. */
 static int32_t token_id(struct doc config, const char *key) {
@@ -4010,8 +4079,8 @@ static int32_t token_id(struct doc config, const char *key) {
     return -1;
 }
 
-/* Appends the token ids of a key, which has one or a list, to *ids, each once. null and negative numbers are none. tell: say
- * what else is no token. */
+/* Appends the token ids of a key, which has one or a list, to *ids, each once. null and negative numbers are none.
+ * tell: say what else is no token. */
 static void collect_ids(struct doc d, const char *key, int32_t **ids, bool tell) {
     json_t *v = get(d, key);
     size_t n = json_is_array(v) ? json_array_size(v) : v != NULL;
@@ -4075,8 +4144,8 @@ static void put_deepseek_v4_template(const char *name) {
                   graded ? "s high and max" : " max");
 }
 
-/* Returns the template in the key chat_template: a text, or of a list of {name, template} or an object {name: template} the
- * one named "default", or the only one. NULL: there is none. Says which are left out. */
+/* Returns the template in the key chat_template: a text, or of a list of {name, template} or an object {name:
+ * template} the one named "default", or the only one. NULL: there is none. Says which are left out. */
 static const char *template_of(struct doc d) {
     static const char key[] = "chat_template";
     json_t *v = get(d, key), *e, *named = json_is_array(v) ? json_object() : v;
@@ -4102,8 +4171,8 @@ static const char *template_of(struct doc d) {
     return json_string_value(found);
 }
 
-/* Returns the text of a template file as Python reads it, with \n for all ends of lines; an stb_ds array. NULL: there is
- * no such file, or it is empty. */
+/* Returns the text of a template file as Python reads it, with \n for all ends of lines; an stb_ds array. NULL: there
+ * is no such file, or it is empty. */
 static char *template_file_read(const char *file) {
     char *text = NULL, err[ERR_MAX], *to;
     if (!path_exists(in_dir(file))) return NULL;
@@ -4375,9 +4444,9 @@ static void read_powers(const struct piece *p, size_t first, size_t n, uint8_t *
                 piece_row(p, first + i / per_row), i % per_row);
 }
 
-/* dst (cols) = one row of raw bytes as F32, without a `factor` that is not folded. s: its block scales (NVFP4, MXFP4, MXFP8). scale: its scale, or
- * one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the largest magnitude; infinity
- * and NaN are larger than any number. */
+/* dst (cols) = one row of raw bytes as F32, without a `factor` that is not folded. s: its block scales (NVFP4, MXFP4,
+ * MXFP8). scale: its scale, or one for each 128 columns (FP8). e4m3: the values of all bytes. Returns the bits of the
+ * largest magnitude; infinity and NaN are larger than any number. */
 static int32_t decode_row(const struct linear *l, const uint8_t *raw, const uint8_t *s, const float *scale,
                           const float e4m3[256], float *dst) {
     size_t step = l->format == FP8_BLOCK ? 128 : l->cols;

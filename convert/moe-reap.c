@@ -1285,6 +1285,12 @@ static json_t *hf_renamed(json_t *j, const char *file) {
     return out;
 }
 
+/* ============================================================================================================
+ * Hugging Face directory: output
+ *
+ * The new config.json, the shards with the retained experts, and their index.
+ * ============================================================================================================ */
+
 /* Adds the object "reap", which moe-convert reads: original ids by layer, criterion, calibration. */
 static void hf_put_reap(json_t *config) {
     json_t *kept = json_array(), *reap;
@@ -1488,8 +1494,8 @@ static void hf_add_shard(int shard, size_t first, size_t last, size_t *all) {
     }
 }
 
-/* Adds the index. all: the bytes of all data. Where the source has none, or one that does not say where every tensor is,
- * it lists the tensors. */
+/* Adds the index. all: the bytes of all data. Where the source has none, or one that does not say where every tensor
+ * is, it lists the tensors. */
 static void hf_add_index(size_t all) {
     json_t *index = hf_index.obj ? json_deep_copy(hf_index.obj) : json_pack("{s:{}}", "metadata"),
            *meta = json_object_get(index, "metadata"), *map = json_object(), *file;
