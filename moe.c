@@ -16,7 +16,7 @@
  * One forward pass (forward_layers) is a list of steps, each an operation of `struct ops`:
  *
  *   embed; per layer: linear (norm, then q, k, v), attention (rotation, cache, softmax), linear (wo), norm_ffn (norm,
- *   router, experts); final_reduce
+ *   router, experts); last_reduce
  *
  * The logits are a step of their own (session_head), because a prefill wants those of its last token only.
  * With several ranks each runs this line on its shard of the model. Attention and feed-forward leave a partial sum on
@@ -80,7 +80,7 @@
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                   290  embedding, norms, all-reduce
- *   CPU operations: matrices and rotations           250  linear, prediction input, RoPE
+ *   CPU operations: matrices and rotations           250  linear, input of MTP, RoPE
  *   CPU operations: attention                        430  online softmax over the cache
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
@@ -237,7 +237,7 @@ static bool ranks_at_work;                /* threads of several ranks run, which
 static struct {
     void (*run)(void *arg, const char *line);
     void *arg;
-} last_words;
+} die_hook;
 
 /* Prints a message on a line of its own on stderr, after the name of the program. */
 __attribute__((format(printf, 1, 2))) static void message_print(const char *fmt, ...) {
@@ -265,7 +265,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     vsnprintf(line, sizeof line, fmt, ap);
     va_end(ap);
     message_sanitize(line);
-    if (last_words.run && code == EXIT_RUN) last_words.run(last_words.arg, line);
+    if (die_hook.run && code == EXIT_RUN) die_hook.run(die_hook.arg, line);
     message_print("%s%s", rank_label, line);
     if (ranks_at_work) _exit(code);
     exit(code);
@@ -1047,7 +1047,7 @@ struct attn {
     int n_gate;            /* gates of a head's result by w_gate, one or head_v; 0: none */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
-    int copied_kv;                    /* shard: a rank before it has its KV head, too, and counts it in row norms */
+    int kv_replica;                   /* shard: a rank before it has its KV head, too, and counts it in row norms */
     int ratio;                        /* MIXER_CSA: tokens of a compressed key; 0: there are none beside the window */
     int span;                         /* MIXER_CSA: tokens that a compressed key is made of */
     int n_group, o_lora;              /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
@@ -1124,7 +1124,7 @@ enum qk_norm {
     X(EXPERT_IDS, l->has_expert_ids)                                          \
     X(BIASES, l->has_biases)                                                  \
     X(STREAMS, m->n_stream > 0)                                               \
-    X(PREDICTION, l->prediction)
+    X(MTP, l->mtp)
 enum layer_condition {
 #define CONDITION(bit, test) CONDITION_##bit,
     LAYER_CONDITIONS(CONDITION)
@@ -1189,7 +1189,7 @@ struct compressor {
 struct layer {
     enum mixer mixer;
     enum qk_norm qk_norm;
-    bool prediction;     /* a layer for multi-token prediction, see forward_prediction */
+    bool mtp;            /* a layer for multi-token prediction, see forward_mtp */
     bool post_norm;      /* a file calls ffn_norm post_attention_norm */
     bool has_biases;     /* wo, the router and the experts have biases */
     bool has_expert_ids; /* a table has the experts of every token id */
@@ -1240,8 +1240,8 @@ struct layer {
     struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
     const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
-    /* prediction layer */
-    struct weight eh_proj;        /* (n_embd, 2 n_embd): columns of the embedding, then of the final row */
+    /* MTP layer */
+    struct weight eh_proj;        /* (n_embd, 2 n_embd): columns of the embedding, then of the hidden state */
     const float *e_norm, *h_norm; /* (n_embd) norms of the two */
     const float *head_norm;       /* (n_embd) before the head; NULL: last_norm */
     const float *last_norm;       /* (n_embd) the same under another name; NULL: the model's output_norm */
@@ -1427,16 +1427,16 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ffn_up_shexp",          "mlp.shared_experts.up_proj",   sh_up,       EMBD,    SHARED,   ONE,     HAS_SHARED),
     MATRIX("ffn_down_shexp",        "mlp.shared_experts.down_proj", sh_down,     SHARED,  EMBD,     ONE,     HAS_SHARED),
     OPTIONAL("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate", sh_weight,   EMBD,              HAS_SHARED),
-    VECTOR("nextn.enorm.weight",    "enorm",                        e_norm,      EMBD,              HAS_PREDICTION),
-    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_PREDICTION),
-    MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_PREDICTION),
-    OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_PREDICTION),
-    OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_PREDICTION),
-    VECTORS("nextn.hc_head_fn.weight", "hc_head.fn",                hc_head.fn,  STREAMS, STREAM,            HAS_PREDICTION | HAS_STREAMS),
-    VECTOR("nextn.hc_head_base.weight", "hc_head.base",             hc_head.base, STREAM,           HAS_PREDICTION | HAS_STREAMS),
-    VECTOR("nextn.hc_head_scale.weight", "hc_head.scale",           hc_head.scale, ONE,             HAS_PREDICTION | HAS_STREAMS),
-    OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_PREDICTION),
-    OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_PREDICTION),
+    VECTOR("nextn.enorm.weight",    "enorm",                        e_norm,      EMBD,              HAS_MTP),
+    VECTOR("nextn.hnorm.weight",    "hnorm",                        h_norm,      EMBD,              HAS_MTP),
+    MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_MTP),
+    OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_MTP),
+    OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_MTP),
+    VECTORS("nextn.hc_head_fn.weight", "hc_head.fn",                hc_head.fn,  STREAMS, STREAM,            HAS_MTP | HAS_STREAMS),
+    VECTOR("nextn.hc_head_base.weight", "hc_head.base",             hc_head.base, STREAM,           HAS_MTP | HAS_STREAMS),
+    VECTOR("nextn.hc_head_scale.weight", "hc_head.scale",           hc_head.scale, ONE,             HAS_MTP | HAS_STREAMS),
+    OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_MTP),
+    OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_MTP),
 };
 /* clang-format on */
 #undef MATRIX
@@ -1525,7 +1525,7 @@ struct shard {
 enum { MAX_RANKS = 4 /* of all stages together */, ALL_GATHER_MAX = 256 /* bytes */ };
 
 /* Largest sizes over the layers of a model or shard: what buffers are made for. */
-struct maxima {
+struct max_dims {
     int n_head, head_k, head_v, q_lora, kv_lora, rope_dim;
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
     int gates;                                /* of heads */
@@ -1536,7 +1536,7 @@ struct maxima {
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
-    int eh;                                   /* columns of eh_proj; 0: there is no prediction layer */
+    int eh;                                   /* columns of eh_proj; 0: there is no MTP layer */
 };
 
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
@@ -1548,8 +1548,8 @@ struct model {
     struct vocab *vocab; /* never NULL after binding; n_tokens 0: the file has none */
     const struct family *family;
     char name[128];
-    int n_layer;      /* of the forward */
-    int n_prediction; /* prediction layers, which stand after them */
+    int n_layer; /* of the forward */
+    int n_mtp;   /* MTP layers, which stand after them */
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;
@@ -1560,7 +1560,7 @@ struct model {
     bool qat;             /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
     struct rope ropes[MAX_ROPES];
     int n_rope;
-    struct maxima max;
+    struct max_dims max;
     int n_expert_max;          /* expert_count of the file; a pruned layer may have fewer */
     int n_group, n_group_used; /* routing groups; 1: no grouping */
     enum gating gating;
@@ -1570,7 +1570,7 @@ struct model {
     int n_expert_original;      /* before pruning, 0 if not recorded */
     struct weight embd, output; /* (n_vocab, n_embd) */
     const float *output_norm;   /* (n_embd) */
-    struct layer *layers;       /* (model_blocks): those of the forward, then the prediction layers */
+    struct layer *layers;       /* (model_blocks): those of the forward, then the MTP layers */
     uint64_t file_bytes;        /* of all split files; 0 for synthetic weights */
     bool synthetic;             /* matrices are addresses without contents: a GPU repacks synthetic rows */
     uint64_t hash;              /* identifies the file to saved sessions */
@@ -1584,12 +1584,12 @@ struct plane;
 
 /* A family of models: one architecture name of GGUF and what belongs to it. */
 struct family {
-    const char *arch;    /* general.architecture */
-    enum gating gating;  /* the router's function where the file does not name it */
-    bool norm_topk_prob; /* whether the chosen experts' weights are divided by their sum where the file does not say */
-    bool softmax_bias;   /* routing biases are used without a sigmoid, too */
-    bool plain_final;    /* prediction layers get the rows before the final norm, not after it; all streams of them */
-    bool qat;            /* its training rounded keys and the indexer (quantization-aware) */
+    const char *arch;     /* general.architecture */
+    enum gating gating;   /* the router's function where the file does not name it */
+    bool norm_topk_prob;  /* whether the chosen experts' weights are divided by their sum where the file does not say */
+    bool softmax_bias;    /* routing biases are used without a sigmoid, too */
+    bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
+    bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -1610,23 +1610,23 @@ static inline uint32_t layer_conditions(const struct model *m, const struct laye
 }
 
 /* Layers of both kinds. */
-static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_prediction; }
+static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_mtp; }
 
-/* What a prediction layer uses of the model unless it has its own. */
-static inline const struct weight *prediction_embd(const struct model *m, const struct layer *layer) {
+/* What an MTP layer uses of the model unless it has its own. */
+static inline const struct weight *mtp_embd(const struct model *m, const struct layer *layer) {
     return layer->own_embd.data ? &layer->own_embd : &m->embd;
 }
-static inline const struct weight *prediction_head(const struct model *m, const struct layer *layer) {
+static inline const struct weight *mtp_head(const struct model *m, const struct layer *layer) {
     return layer->own_head.data ? &layer->own_head : &m->output;
 }
 /* The first n_ids rows of the head, of which a shard may have fewer or none; 0: all. */
-static inline struct weight prediction_head_rows(const struct model *m, const struct layer *layer, int n_ids) {
-    struct weight w = *prediction_head(m, layer);
+static inline struct weight mtp_head_rows(const struct model *m, const struct layer *layer, int n_ids) {
+    struct weight w = *mtp_head(m, layer);
     const int n = n_ids - m->first_id;
     if (n_ids && n < w.n_out) w.n_out = n > 0 ? n : 0;
     return w;
 }
-static inline const float *prediction_norm(const struct model *m, const struct layer *layer) {
+static inline const float *mtp_norm(const struct model *m, const struct layer *layer) {
     return layer->head_norm ? layer->head_norm : layer->last_norm ? layer->last_norm : m->output_norm;
 }
 
@@ -1635,7 +1635,7 @@ static inline int attn_lists(const struct attn *a) { return a->kv_lora ? 1 : a->
 static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
 static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
-/* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a final row. */
+/* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a hidden state. */
 static inline int hidden_width(const struct model *m) { return (m->n_stream ? m->n_stream : 1) * m->n_embd; }
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
@@ -1799,7 +1799,7 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(ICK)       /* (n_tok, span / ratio * index_k) compressor of the indexer: values */                          \
     ACT(ICG)       /* (n_tok, span / ratio * index_k) compressor of the indexer: their gates */                     \
     ACT(GROUPS)    /* (n_tok, n_group * o_lora) results of groups of heads */                                       \
-    ACT(EH)        /* (n_tok, [n_stream,] columns of eh_proj) prediction layer: norms of embedding and final row */ \
+    ACT(EH)        /* (n_tok, [n_stream,] columns of eh_proj) MTP layer: norms of embedding and hidden state */ \
     ACT(JOINED)    /* (n_tok, n_stream * n_embd) what eh_proj makes of these: partial sums of the streams */
 /* clang-format on */
 enum act {
@@ -1826,9 +1826,9 @@ static inline int sampling_ids(const struct sampling *o, const struct model *m) 
 
 /* What a rank's batch goes through. */
 enum pass {
-    PASS_FORWARD,    /* the family's forward */
-    PASS_PREDICTION, /* the prediction layer, see forward_prediction */
-    PASS_DRAFT,      /* the same, and its last result becomes the final row of the position after the batch */
+    PASS_FORWARD, /* the family's forward */
+    PASS_MTP,     /* the MTP layer, see forward_mtp */
+    PASS_DRAFT,   /* the same, and its last result becomes the hidden state of the position after the batch */
     PASSES
 };
 
@@ -1879,9 +1879,9 @@ enum {
     /* out = the batch's tokens as rows of w; on a later pipeline stage waits for the hidden states of the one before. \
        Also computes cos and sin of the batch's positions */                                                           \
     X(void, embed, STEP_PARAMS, STEP_ARGS)                                                                             \
-    /* out = the rank's columns of [norm(x) * e_norm, norm(final row of the position) * h_norm] of the prediction      \
-       layer, with hyper-connections for each stream of the final row; then x = 0. Overwrites A_H */                   \
-    X(void, prediction_input, STEP_PARAMS, STEP_ARGS)                                                                  \
+    /* out = the rank's columns of [norm(x) * e_norm, norm(hidden state of the position) * h_norm] of the MTP layer,\
+       with hyper-connections for each stream of the hidden state; then x = 0. Overwrites A_H */                   \
+    X(void, mtp_input, STEP_PARAMS, STEP_ARGS)                                                                  \
     /* in = norm(input) unless norm is NULL; out[i] = w[i] in, for every matrix */                                     \
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
     /* each stream of out (n_tok, n_stream, w->n_out) = w times that of in (n_tok, n_stream, w->n_in) */               \
@@ -1903,9 +1903,9 @@ enum {
     /* what attention of one KV head needs, of q and kv (in): norms and rotates the heads of q and the key in kv, and  \
        rotates the indexer's queries in A_IQ; writes the key to the window, the compressed keys that the batch         \
        completes, from A_CK, A_CG, A_ICK and A_ICG, and rows of these to their rings. Overwrites q, kv and A_IQ */     \
-    X(void, shared_store, STEP_PARAMS, STEP_ARGS)                                                                      \
+    X(void, csa_store, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* out = attention of one KV head over window and compressed keys of q (in), rotated back */                       \
-    X(void, shared_attention, STEP_PARAMS, STEP_ARGS)                                                                  \
+    X(void, csa_attention, STEP_PARAMS, STEP_ARGS)                                                                  \
     /* out = gated delta net of q, k, v before the convolution, gates, alpha and beta (in); takes the tokens that the  \
        layer's state lacks into it, see session_forward */                                                             \
     X(void, delta_net, STEP_PARAMS, STEP_ARGS)                                                                         \
@@ -1913,10 +1913,10 @@ enum {
        expert */                                                                                                       \
     X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
-    X(void, final_reduce, STEP_PARAMS, STEP_ARGS)                                                                      \
-    /* norm(x) of all rows becomes the final rows of their positions; `next`: that of the last row becomes the final   \
-       row of the position after it; norm NULL: x itself does */                                                       \
-    X(void, keep_final, STEP_PARAMS, STEP_ARGS)
+    X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                      \
+    /* norm(x) of all rows becomes the hidden states of their positions; `next`: that of the last row becomes the hidden   \
+       state of the position after it; norm NULL: x itself does */                                                       \
+    X(void, keep_hidden, STEP_PARAMS, STEP_ARGS)
 
 /* All operations that only enqueue work. */
 #define ENQUEUE_OPS(X)                                                                                                 \
@@ -1994,7 +1994,7 @@ struct step {
                        * streams become their sum */
     const float *norm; /* (width of x) weights of the norm; NULL: none */
     const struct hyper *hc; /* how the streams are read, with hyper-connections; NULL: they are not */
-    bool next;              /* keep_final: the last row's result belongs to the position after it */
+    bool next;              /* keep_hidden: the last row's result belongs to the position after it */
 };
 
 /* The steps of a pass, in order. */
@@ -2080,11 +2080,11 @@ struct plane {
 };
 
 enum {
-    DECODE_MAX_TOKENS = 16,             /* tokens of a decode forward at most */
-    DRAFTS_MAX = DECODE_MAX_TOKENS - 1, /* drafts that one forward verifies beside the token before them */
-    FORWARD_MAX = 4096,                 /* tokens of a prefill forward at most */
-    FINAL_MORE = 2 * DECODE_MAX_TOKENS, /* final rows beside those of the longest forward */
-    MAX_LAG = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
+    DECODE_MAX_TOKENS = 16,                  /* tokens of a decode forward at most */
+    DRAFTS_MAX = DECODE_MAX_TOKENS - 1,      /* drafts that one forward verifies beside the token before them */
+    FORWARD_MAX = 4096,                      /* tokens of a prefill forward at most */
+    MTP_HIDDEN_MORE = 2 * DECODE_MAX_TOKENS, /* hidden states beside those of the longest forward */
+    MAX_LAG = DECODE_MAX_TOKENS              /* tokens by which recurrent states may lag behind the timeline */
 };
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
@@ -2115,11 +2115,11 @@ struct rank {
     float *act[ACT_COUNT]; /* (chunk, width) the slots in F32, the backend's; GPU: NULL where a slot has no such form */
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
-    float *final;   /* (n_final, hidden_width) ring of final rows, that of position p in row p % n_final, the backend's:
-                     * the latest positions' rows of A_X after the final norm (family.plain_final: before it; of
-                     * A_STREAMS where there are streams), and after the timeline what prediction layers give in their
-                     * place; NULL: there is no prediction layer */
-    int n_final;    /* rows: more than the tokens of a forward and the drafts after them */
+    /* (n_mtp_hidden, hidden_width) the backend's ring of hidden states, that of position p in row p % n_mtp_hidden: the
+     * latest positions' rows of A_X after the final norm (family.mtp_before_norm: before it; of A_STREAMS where there
+     * are streams), and after the timeline what MTP layers give in their place; NULL: there is no MTP layer */
+    float *mtp_hidden;
+    int n_mtp_hidden; /* rows: more than the tokens of a forward and the drafts after them */
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
     struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
@@ -2303,8 +2303,8 @@ static inline struct plane compressed_plane(enum kv_type type, const struct attn
 }
 
 /* The planes of attention with one KV head. */
-static inline void shared_planes(const struct layer *layer, enum kv_type type, int n_ctx_train,
-                                 struct plane out[PLANE_USES]) {
+static inline void csa_planes(const struct layer *layer, enum kv_type type, int n_ctx_train,
+                              struct plane out[PLANE_USES]) {
     const struct attn *a = &layer->attn;
     out[PLANE_K] = plane_make(type, a->head_k, LATENT_GROUP);
     window_plane(&out[PLANE_K], a->window, n_ctx_train);
@@ -2339,7 +2339,7 @@ static inline void layer_planes(const struct model *m, const struct layer *layer
         out[PLANE_V] =
             plane_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
         break;
-    case MIXER_CSA: shared_planes(layer, type, m->n_ctx_train, out); break;
+    case MIXER_CSA: csa_planes(layer, type, m->n_ctx_train, out); break;
     case MIXER_DELTA: delta_planes(&layer->delta, out); break;
     }
     if (a->n_index && !a->ratio) out[PLANE_INDEX] = plane_make(type, a->index_k, a->index_k);
@@ -2480,7 +2480,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_IK] = m->max.index_k;
     width[A_IW] = m->max.n_index;
     width[A_EH] = (m->n_stream ? m->n_stream : 1) * m->max.eh;
-    width[A_JOINED] = m->n_prediction ? m->n_stream * m->n_embd : 0;
+    width[A_JOINED] = m->n_mtp ? m->n_stream * m->n_embd : 0;
     width[A_STREAMS] = m->n_stream * m->n_embd;
     width[A_MIX] = m->n_stream ? (2 + m->n_stream) * m->n_stream + 1 : 0;
     width[A_CK] = width[A_CG] = m->max.compressed;
@@ -2656,7 +2656,7 @@ struct gpu_dims {
     size_t logits;          /* floats of a row of logits, or 0 */
     size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
-    size_t final;           /* final rows, or 0 */
+    size_t mtp_hidden;      /* hidden states for the MTP layer, or 0 */
     size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
     size_t scores, listed;  /* scores of the indexer at once; blocks of keys in the lists of a query, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
@@ -2711,7 +2711,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.values = (size_t)m->max.values;
     d.delta = d.values && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
     if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
-    d.final = m->n_prediction ? d.n + FINAL_MORE : 0;
+    d.mtp_hidden = m->n_mtp ? d.n + MTP_HIDDEN_MORE : 0;
     d.row_sums = 0;
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].qk_norm == QK_NORM_ROWS && shard->n_rank > 1 && d.n > d.decode)
@@ -2764,7 +2764,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(stream_sums, float, d.n * d.streams)                                                      \
     X(index_scores, float, d.scores)                                                            \
     X(chosen_keys, int32_t, d.n * d.listed)                                                     \
-    X(final, float, d.final * d.hidden)                                                         \
+    X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                         \
     X(cs, float, d.n * d.ropes * d.rope / 2)                                                    \
     X(sn, float, d.n * d.ropes * d.rope / 2)                                                    \
     X(row_sums, float, d.row_sums)                                                              \
@@ -3374,11 +3374,11 @@ static struct input residual(const struct model *m, enum act partial, const floa
     return (struct input){A_H, A_X, partial, norm, m->n_stream ? hc : NULL};
 }
 
-/* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or a prediction
+/* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or the MTP
  * layer's eh_proj, has left. */
 static struct input layer_input(const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    const enum act partial = m->n_stream && l->prediction ? A_JOINED : il ? A_OUT : ACT_COUNT;
+    const enum act partial = m->n_stream && l->mtp ? A_JOINED : il ? A_OUT : ACT_COUNT;
     return residual(m, partial, l->attn_norm, &l->hc_attn);
 }
 
@@ -3628,7 +3628,7 @@ static void read_glm_dsa(struct loader *l) {
     l->attn.index_pairs = true;
 }
 
-/* A layer with latent attention over chosen keys. The tensors tell which layers have an indexer; a prediction layer
+/* A layer with latent attention over chosen keys. The tensors tell which layers have an indexer; an MTP layer
  * without one sees all keys. */
 static void layer_sparse(struct loader *l, struct layer *layer, int il) {
     layer_mla(l, layer, il);
@@ -3657,7 +3657,7 @@ static void forward_mla(struct program *p, const struct model *m, int il) {
  * ============================================================================================================ */
 
 /* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. A
- * prediction layer has a window alone: drafts that are taken back leave no compressed keys. */
+ * MTP layer has a window alone: drafts that are taken back leave no compressed keys. */
 static void loader_ratios(struct loader *l) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, "attention.compress_ratios", key);
@@ -3741,19 +3741,19 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
 }
 
 /* A layer's attention of one KV head over a window and compressed keys. */
-static void forward_shared(struct program *p, const struct model *m, int il) {
+static void forward_csa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     LINEAR(p, il, layer_input(m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->compressor.kv, A_CK},
            {&l->compressor.gate, A_CG}, {&l->index_compressor.kv, A_ICK}, {&l->index_compressor.gate, A_ICG},
            {&l->w_index, A_IW});
     LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
-    step_add(p, OP_shared_store, il,
+    step_add(p, OP_csa_store, il,
              l->attn.n_index ? SLOTS(A_Q, A_K, A_CK, A_CG, A_IQ, A_ICK, A_ICG)
              : l->attn.ratio ? SLOTS(A_Q, A_K, A_CK, A_CG)
                              : SLOTS(A_Q, A_K),
              ACT_COUNT);
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IW), ACT_COUNT);
-    step_add(p, OP_shared_attention, il, SLOTS(A_Q), A_ATT);
+    step_add(p, OP_csa_attention, il, SLOTS(A_Q), A_ATT);
     step_add_products(p, OP_group_linear, il, plain(A_ATT), (const struct product[]){{&l->wo_a, A_GROUPS}, {NULL, 0}});
     LINEAR(p, il, plain(A_GROUPS), {&l->wo, A_OUT});
 }
@@ -3848,7 +3848,7 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     switch (l->mixer) {
     case MIXER_GQA: forward_gqa(p, m, il); break;
     case MIXER_MLA: forward_mla(p, m, il); break;
-    case MIXER_CSA: forward_shared(p, m, il); break;
+    case MIXER_CSA: forward_csa(p, m, il); break;
     case MIXER_DELTA: forward_delta(p, m, il); break;
     }
     struct step *s = step_add_input(p, OP_norm_ffn, il, residual(m, A_OUT, l->ffn_norm, &l->hc_ffn), A_OUT);
@@ -3859,14 +3859,14 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
 
 /* Adds the last partial sums to the residual. hc: how the streams become one row. */
 static void forward_end(struct program *p, const struct model *m, const struct hyper *hc) {
-    step_add_input(p, OP_final_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, m->n_stream ? hc : NULL}, A_X);
+    step_add_input(p, OP_last_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, m->n_stream ? hc : NULL}, A_X);
 }
 
-/* Keeps final rows for the prediction layer: the norms of the residual's rows, or all streams as they are. */
+/* Keeps hidden states for the MTP layer: the norms of the residual's rows, or all streams as they are. */
 static void forward_keep(struct program *p, const struct model *m, const float *norm, bool next) {
-    struct step *s = step_add(p, OP_keep_final, -1, SLOTS(ACT_COUNT), ACT_COUNT);
+    struct step *s = step_add(p, OP_keep_hidden, -1, SLOTS(ACT_COUNT), ACT_COUNT);
     s->x = m->n_stream ? A_STREAMS : A_X;
-    s->norm = m->family->plain_final ? NULL : norm;
+    s->norm = m->family->mtp_before_norm ? NULL : norm;
     s->next = next;
 }
 
@@ -3875,33 +3875,34 @@ static void forward_layers(struct program *p, const struct model *m) {
     step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = &m->embd;
     for (int il = 0; il < m->n_layer; il++) forward_layer(p, m, il);
     forward_end(p, m, &m->hc_head);
-    if (m->n_prediction) forward_keep(p, m, m->output_norm, false);
+    if (m->n_mtp) forward_keep(p, m, m->output_norm, false);
 }
 
-/* Multi-token prediction (arXiv 2412.19437, section 2.2): the first prediction layer over the batch. For position t it
- * combines the final row of t with the token of t + 1, and its result predicts the token of t + 2. The batch's tokens
- * are those after its positions. With hyper-connections each stream of the final row is combined with the token. */
-static void forward_prediction(struct program *p, const struct model *m) {
+/* Multi-token prediction (arXiv 2412.19437, section 2.2): the first MTP layer over the batch. For position t it
+ * combines the hidden state of t with the token of t + 1, and its result predicts the token of t + 2. The batch's
+ * tokens are those after its positions. With hyper-connections each stream of the hidden state is combined with the
+ * token. */
+static void forward_mtp(struct program *p, const struct model *m) {
     const int il = m->n_layer;
     const struct layer *l = &m->layers[il];
-    step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = prediction_embd(m, l);
-    step_add(p, OP_prediction_input, il, SLOTS(ACT_COUNT), A_EH)->x = A_X;
+    step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = mtp_embd(m, l);
+    step_add(p, OP_mtp_input, il, SLOTS(ACT_COUNT), A_EH)->x = A_X;
     step_add_products(p, m->n_stream ? OP_stream_linear : OP_linear, il, plain(A_EH),
                       (const struct product[]){{&l->eh_proj, m->n_stream ? A_JOINED : A_OUT}, {NULL, 0}});
     forward_layer(p, m, il);
     forward_end(p, m, &l->hc_head);
 }
 
-/* The same for a draft. A pass of the token that is drafted, at the next position, then finds its final row. */
+/* The same for a draft. A pass of the token that is drafted, at the next position, then finds its hidden state. */
 static void forward_draft(struct program *p, const struct model *m) {
-    forward_prediction(p, m);
-    forward_keep(p, m, prediction_norm(m, &m->layers[m->n_layer]), true);
+    forward_mtp(p, m);
+    forward_keep(p, m, mtp_norm(m, &m->layers[m->n_layer]), true);
 }
 
 void rank_record(struct rank *r) {
     forward_layers(&r->program[PASS_FORWARD], r->m);
-    if (!r->m->n_prediction) return;
-    forward_prediction(&r->program[PASS_PREDICTION], r->m);
+    if (!r->m->n_mtp) return;
+    forward_mtp(&r->program[PASS_MTP], r->m);
     forward_draft(&r->program[PASS_DRAFT], r->m);
 }
 
@@ -3934,7 +3935,7 @@ static const struct family families[] = {
      .read = read_sparse,   .layer = layer_sparse},
     {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_glm_dsa,  .layer = layer_sparse},
-    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .plain_final = true, .qat = true,
+    {.arch = "deepseek4", .gating = GATING_SQRT_SOFTPLUS, .norm_topk_prob = true, .mtp_before_norm = true, .qat = true,
      .read = read_deepseek4, .layer = layer_deepseek4},
     {.arch = "hy_v3",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_gqa},
@@ -3954,11 +3955,11 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_attn},
     {.arch = "ernie4_5-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .softmax_bias = true,
      .read = read_llama,    .layer = layer_attn},
-    {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false, .plain_final = true,
+    {.arch = "step35",    .gating = GATING_SIGMOID, .norm_topk_prob = false, .mtp_before_norm = true,
      .read = read_step35,   .layer = layer_step35},
     {.arch = "laguna",    .gating = GATING_SIGMOID, .norm_topk_prob = false,
      .read = read_laguna,   .layer = layer_laguna},
-    {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .plain_final = true,
+    {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
      .read = read_mimo2,    .layer = layer_mimo2},
 };
 /* clang-format on */
@@ -3994,8 +3995,8 @@ static void loader_hparams(struct loader *l) {
     m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, MAX_TRAINED);
     m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
     int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
-    m->n_prediction = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
-    m->n_layer = blocks - m->n_prediction;
+    m->n_mtp = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
+    m->n_layer = blocks - m->n_mtp;
     loader_ints(l, "attention.head_count", KEY_REQUIRED, 1, 1024, l->n_head);
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
@@ -4154,7 +4155,7 @@ static void loader_streams(struct loader *l) {
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
     l->m->family->layer(l, layer, il);
-    layer->prediction = il >= l->m->n_layer;
+    layer->mtp = il >= l->m->n_layer;
     loader_ffn_shape(l, layer, il);
     layer->has = layer_conditions(l->m, layer);
     loader_fused(l, layer, il);
@@ -4182,8 +4183,8 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
 }
 
 /* Computes m->max from the layers. */
-static void model_maxima(struct model *m) {
-    struct maxima *x = &m->max;
+static void model_max_dims(struct model *m) {
+    struct max_dims *x = &m->max;
     memset(x, 0, sizeof *x);
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
@@ -4241,16 +4242,16 @@ static bool loader_has_layer(const struct loader *l, int il) {
     return false;
 }
 
-/* Adjusts the number of prediction layers where the file lacks those that its metadata count, and refuses a file that
+/* Adjusts the number of MTP layers where the file lacks those that its metadata count, and refuses a file that
  * holds nothing else. */
-static void loader_prediction_layers(struct loader *l) {
+static void loader_mtp_layers(struct loader *l) {
     struct model *m = l->m;
     int held = 0;
     if (l->failed) return;
-    while (held < m->n_prediction && loader_has_layer(l, m->n_layer + held)) held++;
+    while (held < m->n_mtp && loader_has_layer(l, m->n_layer + held)) held++;
     if (held && !gguf_find_tensor(l->g, "blk.0.attn_norm.weight"))
         loader_fail(l, "the file holds only multi-token-prediction layers; give the file with the layers before them");
-    m->n_prediction = held;
+    m->n_mtp = held;
 }
 
 /* FNV-1a over the metadata (of each value 4 KB at most), the names, types and shapes of tensors, and the ends of their
@@ -4309,7 +4310,7 @@ static int model_bind(struct model *m, char *err) {
     gguf_get_str(l.g, "general.name", &s);
     gguf_printable(s, m->name, sizeof m->name);
     if (!l.failed) loader_hparams(&l);
-    loader_prediction_layers(&l);
+    loader_mtp_layers(&l);
     const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
     if (embd && embd->ne[1] > 1 << 24)
         loader_fail(&l, "tensor 'token_embd.weight' has %llu rows, expected at most %d",
@@ -4322,7 +4323,7 @@ static int model_bind(struct model *m, char *err) {
     if (m->n_stream) loader_streams(&l);
     if (!l.failed) m->layers = loader_own(&l, (size_t)model_blocks(m) * sizeof *m->layers);
     for (int i = 0; i < model_blocks(m) && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
-    if (!l.failed) model_maxima(m);
+    if (!l.failed) model_max_dims(m);
     loader_leftovers(&l);
     const struct gguf_kv *kv = gguf_find(l.g, "moe.reap.pruned");
     int64_t v;
@@ -4602,7 +4603,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->attn.n_head = h.q.n;
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
-    out->attn.copied_kv = h.kv_copied;
+    out->attn.kv_replica = h.kv_copied;
     if (whole->mixer == MIXER_GQA && whole->attn.n_index) out->attn.n_index = h.kv.n;
     if (whole->mixer == MIXER_DELTA) {
         out->delta.n_value = whole->delta.n_value / whole->delta.n_key * h.key.n;
@@ -4614,14 +4615,14 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
 }
 
 /* Whether a pipeline stage may begin with layer il: not where it takes the choice of keys of the layer before. */
-static bool layer_begins(const struct model *m, int il) {
+static bool stage_can_start(const struct model *m, int il) {
     return !m->layers[il].attn.top_k || m->layers[il].attn.n_index;
 }
 
 /* Layers that a pipeline stage may begin with. */
-static int layer_beginnings(const struct model *m) {
+static int stage_starts(const struct model *m) {
     int n = 0;
-    for (int il = 0; il < m->n_layer; il++) n += layer_begins(m, il);
+    for (int il = 0; il < m->n_layer; il++) n += stage_can_start(m, il);
     return n;
 }
 
@@ -4636,7 +4637,7 @@ static uint64_t stages_largest(const struct stage_cuts *c, int k, int from, int 
     return own > later ? own : later;
 }
 
-/* Returns the consecutive layers of a pipeline stage; n_stage <= layer_beginnings. The cuts minimise the bytes of
+/* Returns the consecutive layers of a pipeline stage; n_stage <= stage_starts. The cuts minimise the bytes of
  * weights of the largest stage. Where several do, each cut in turn is the one nearest to equal shares. */
 static struct range stage_layers(const struct model *m, int n_stage, int stage) {
     const int n = m->n_layer;
@@ -4648,7 +4649,7 @@ static struct range stage_layers(const struct model *m, int n_stage, int stage) 
     c.least[n_stage][n] = 0;
     for (int k = n_stage - 1; k >= 0; k--)
         for (int il = 0; il < n; il++)
-            for (int to = il + 1; to <= n && layer_begins(m, il); to++) {
+            for (int to = il + 1; to <= n && stage_can_start(m, il); to++) {
                 const uint64_t largest = stages_largest(&c, k, il, to);
                 if (largest < c.least[k][il]) c.least[k][il] = largest;
             }
@@ -4665,7 +4666,7 @@ static struct range stage_layers(const struct model *m, int n_stage, int stage) 
     }
 }
 
-/* A rank's shard of a whole model, n_stage <= layer_beginnings; shard_free frees it. */
+/* A rank's shard of a whole model, n_stage <= stage_starts; shard_free frees it. */
 static void shard_model(struct model *out, const struct model *m, struct shard shard) {
     struct range layers = stage_layers(m, shard.n_stage, shard.stage);
     struct range rows = shard_range(m->n_vocab, SHARD_UNIT, shard.n_rank, shard.rank);
@@ -4673,12 +4674,12 @@ static void shard_model(struct model *out, const struct model *m, struct shard s
     out->shard = shard;
     out->first_layer = layers.first;
     out->n_layer = layers.n;
-    if (shard.n_stage > 1) out->n_prediction = 0; /* such a layer would need the first stage's embedding on the last */
-    out->n_prediction = int_min(out->n_prediction, 1); /* drafts use the first one for any distance */
+    if (shard.n_stage > 1) out->n_mtp = 0; /* such a layer would need the first stage's embedding on the last */
+    out->n_mtp = int_min(out->n_mtp, 1);   /* drafts use the first one for any distance */
     out->layers = xcalloc((size_t)model_blocks(out), sizeof *out->layers);
     for (int il = 0; il < model_blocks(out); il++)
         shard_layer(&out->layers[il], m, &m->layers[layers.first + il], shard);
-    model_maxima(out);
+    model_max_dims(out);
     weight_rows(&out->output, rows);
     out->first_id = rows.first;
     if (shard.stage) memset(&out->embd, 0, sizeof out->embd);
@@ -4719,7 +4720,7 @@ struct synth {
     enum gguf_type ff_type;              /* of feed-forwards; 0: NVFP4 */
     bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
     bool window_sinks, sh_weight, norm_topk;
-    bool predicts; /* it has a prediction layer */
+    bool predicts; /* it has an MTP layer */
     bool q8;       /* the backbone is Q8_0 instead of BF16 */
     bool sizes;    /* only sizes are looked at: nothing is filled in */
 };
@@ -4999,7 +5000,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     if (y->head_norm) layer.qk_norm = QK_NORM_HEADS;
     if (y->window_sinks && layer.attn.window) layer.attn.has_sinks = true;
     if (y->head_gate) layer.attn.n_gate = 1;
-    layer.prediction = il >= m->n_layer;
+    layer.mtp = il >= m->n_layer;
     layer.n_expert = dense ? 0 : y->n_expert;
     layer.n_expert_used = y->n_used;
     layer.n_ff = dense ? y->ff_dense : y->n_ff;
@@ -5087,7 +5088,7 @@ static void synth_put_streams(struct gguf_writer *w, const struct synth *y) {
     gguf_put_str(w, key, "yarn", 4);
 }
 
-/* Writes what differs between layers with and without a window. A prediction layer has one. */
+/* Writes what differs between layers with and without a window. An MTP layer has one. */
 static void synth_put_windows(struct gguf_writer *w, const struct synth *y) {
     const int blocks = y->n_layer + y->predicts;
     if (!y->period) return;
@@ -7517,7 +7518,7 @@ static double memory_bandwidth(int n_threads) {
  * ============================================================================================================ */
 
 /* The least power of two that is not below x. */
-static float power_above(float x) {
+static float ceil_pow2(float x) {
     const uint32_t u = f32_to_bits(x);
     return f32_from_bits(((u >> 23) + ((u & 0x7fffff) != 0)) << 23);
 }
@@ -7530,7 +7531,7 @@ static float fp8_scale(const struct kernels *k, const float *x, int n, bool pow2
     enum { STEP = 64 };
     const float amax = k->amax(x, n);
     if (!(amax > 0x1p-100f)) return 1.0f;
-    if (pow2) return power_above(amax * (1.0f / FP8_TOP));
+    if (pow2) return ceil_pow2(amax * (1.0f / FP8_TOP));
     float best = FP8_TOP, least = INFINITY;
     for (int i = 0; i < FP8_TOPS; i++) {
         const float top = (float)(FP8_TOP - FP8_TOP_STEP * i), inv = top * (1.0f / amax);
@@ -7645,7 +7646,7 @@ struct rank_step {
     enum pass pass;
     const int32_t *ids; /* NULL: the token that was chosen */
     int n, pos, state_pos, first;
-    int n_ids; /* RANK_LOGITS after a pass of the prediction layer: of the first n_ids ids; 0: of all */
+    int n_ids; /* RANK_LOGITS after a pass of the MTP layer: of the first n_ids ids; 0: of all */
     bool nccl;
     struct pg_start *start;
     const struct model *whole; /* the model of which the ranks have shards; the sizes of stats and in_sum2 */
@@ -8221,7 +8222,7 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
     op_end(hc ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
 }
 
-static void cpu_final_reduce(struct rank *r, const struct step *s) {
+static void cpu_last_reduce(struct rank *r, const struct step *s) {
     struct rank *next = pg_neighbor(r, 1);
     if (r->m->n_stream) streams_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
     else all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
@@ -8238,7 +8239,7 @@ static void norm_input(struct rank *r, const struct step *s) {
 /* ============================================================================================================
  * CPU operations: matrices and rotations
  *
- * Products with matrices, the inputs of prediction layers, and the rotation of queries and keys.
+ * Products with matrices, the inputs of MTP layers, and the rotation of queries and keys.
  * ============================================================================================================ */
 
 /* A thread's scratch: KERNEL_SCRATCH bytes for the kernels, a tile of results for `chunk` tokens, then three buffers of
@@ -8363,42 +8364,42 @@ static void cpu_linear(struct rank *r, const struct step *s) {
     linear_each(r, s->in[0], s->w, s->out);
 }
 
-/* The final row of a position. */
-static float *final_row(const struct rank *r, int pos) {
-    return r->final + (size_t)(pos % r->n_final) * (size_t)hidden_width(r->m);
+/* The hidden state of a position. */
+static float *mtp_hidden_row(const struct rank *r, int pos) {
+    return r->mtp_hidden + (size_t)(pos % r->n_mtp_hidden) * (size_t)hidden_width(r->m);
 }
 
-static void cpu_keep_final(struct rank *r, const struct step *s) {
+static void cpu_keep_hidden(struct rank *r, const struct step *s) {
     const int first = s->next ? r->n_tok - 1 : 0;
     for (int t = team_first(r->n_tok - first); t >= 0; t = team_next()) {
         const float *from = act_row(r, s->x, first + t);
-        float *to = final_row(r, r->pos + first + t + s->next);
+        float *to = mtp_hidden_row(r, r->pos + first + t + s->next);
         if (s->norm) r->cpu->k->rmsnorm(from, s->norm, r->m->rms_eps, to, r->m->n_embd);
         else memcpy(to, from, (size_t)r->width[s->x] * sizeof *to);
     }
     op_end(0, "final norm");
 }
 
-static void cpu_prediction_input(struct rank *r, const struct step *s) {
+static void cpu_mtp_input(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     const enum act x = s->x;
     const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
               split = int_max(from, int_min(to, n));
     const int n_stream = int_max(1, r->m->n_stream);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *final = final_row(r, r->pos + t);
+        const float *hidden = mtp_hidden_row(r, r->pos + t);
         float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t);
         r->cpu->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
         for (int j = 0; j < n_stream && split > from; j++) /* the rank's columns below n, of the embedding */
             memcpy(out + (ptrdiff_t)j * (to - from), half + from, (size_t)(split - from) * sizeof *out);
         for (int j = 0; j < n_stream && to > split; j++) { /* and those from n on */
-            r->cpu->k->rmsnorm(final + (ptrdiff_t)j * n, layer->h_norm, r->m->rms_eps, half, n);
+            r->cpu->k->rmsnorm(hidden + (ptrdiff_t)j * n, layer->h_norm, r->m->rms_eps, half, n);
             memcpy(out + (ptrdiff_t)j * (to - from) + (split - from), half + (split - n),
                    (size_t)(to - split) * sizeof *out);
         }
         memset(act_row(r, x, t), 0, (size_t)n * sizeof *out);
     }
-    op_end(0, "prediction input");
+    op_end(0, "MTP input");
 }
 
 /* The streams are further rows. A forward of up to 16 tokens takes 16 rows at a time, so that the bits of a row do not
@@ -8506,7 +8507,7 @@ enum attend_kind {
     ATTEND_GQA,    /* rows: tokens x heads of one KV head */
     ATTEND_LATENT, /* rows: tokens x a group of heads; keys are [latent | k_pe], values the latents themselves */
     ATTEND_EXPAND, /* rows: tokens of one head; keys and values are expanded from the latents block by block */
-    ATTEND_SHARED  /* rows: a group of heads of a token; keys are values: its window, then compressed keys */
+    ATTEND_CSA     /* rows: a group of heads of a token; keys are values: its window, then compressed keys */
 };
 
 struct attend {
@@ -8608,18 +8609,18 @@ static int keys_chosen(const struct attn *a, int pos) {
 static int keys_compressed(const struct attn *a, int pos) { return a->ratio ? (pos + 1) / a->ratio : 0; }
 
 /* Keys of its window and compressed keys that the query at position pos sees. */
-static int keys_shared(const struct attn *a, int pos) {
+static int keys_csa(const struct attn *a, int pos) {
     const int compressed = keys_compressed(a, pos);
     return int_min(pos + 1, a->window) + (a->top_k ? int_min(compressed, a->top_k) : compressed);
 }
 
-/* Keys of a query at position pos where keys are numbered as in a list: those chosen, or those of ATTEND_SHARED. */
+/* Keys of a query at position pos where keys are numbered as in a list: those chosen, or those of ATTEND_CSA. */
 static int keys_listed(const struct attend *a, const struct attn *shape, int pos) {
-    return a->kind == ATTEND_SHARED ? keys_shared(shape, pos) : keys_chosen(shape, pos);
+    return a->kind == ATTEND_CSA ? keys_csa(shape, pos) : keys_chosen(shape, pos);
 }
 
 /* Whether keys are numbered so. */
-static bool attend_listed(const struct attend *a) { return a->chosen || a->kind == ATTEND_SHARED; }
+static bool attend_listed(const struct attend *a) { return a->chosen || a->kind == ATTEND_CSA; }
 
 /* Returns the position of key `at` of KV head `head`, and makes *n the number of keys that follow one another from it
  * on, itself among them, and no more than *n. */
@@ -8654,9 +8655,8 @@ static void attend_columns(const struct rank *r, const struct attend *a, int hea
     r->cpu->k->transpose(GGUF_F32, (const uint8_t *)rows, (size_t)len * sizeof *rows, n, len, out, KEY_BLOCK);
 }
 
-/* Loads keys at..at+n-1 of the list of ATTEND_SHARED, which are the values. */
-static void attend_load_shared(const struct rank *r, const struct attend *a, const struct attend_work *w, int at,
-                               int n) {
+/* Loads keys at..at+n-1 of the list of ATTEND_CSA, which are the values. */
+static void attend_load_csa(const struct rank *r, const struct attend *a, const struct attend_work *w, int at, int n) {
     const struct plane *planes = r->planes[a->il], *p;
     const struct attn *shape = &r->m->layers[a->il].attn;
     const int own = r->pos + a->first, window = int_min(own + 1, shape->window), d = a->dk;
@@ -8775,7 +8775,7 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
 
 /* Floats of scratch of an item with `rows` query rows in all its sets, whatever its kind. */
 static size_t attend_floats(const struct model *m, int rows) {
-    const struct maxima *x = &m->max;
+    const struct max_dims *x = &m->max;
     const int lat = x->kv_lora, nope = lat ? x->head_k : 0;
     struct attend_work w;
     const size_t latent = lat ? attend_divide(&w, NULL, rows, rows, lat + x->rope_dim, lat, 0, 0) : 0;
@@ -8807,7 +8807,7 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         if (a->n_set > 1)
             attend_ahead(r, a, &w, pos + n, int_min(last - pos - n, KEY_BLOCK),
                          a->n_set * (set_rows + 4 * KEY_BLOCK / KEY_GROUP));
-        if (a->kind == ATTEND_SHARED) attend_load_shared(r, a, &w, pos, n);
+        if (a->kind == ATTEND_CSA) attend_load_csa(r, a, &w, pos, n);
         else if (a->kind != ATTEND_GQA) attend_load_latents(r, a, &w, pos, n);
         for (int set = 0; set < a->n_set; set++) attend_keys(r, a, &w, set, pos, n);
     }
@@ -8846,9 +8846,9 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
                      : all->kind == ATTEND_EXPAND ? all->n_tok
                                                   : int_max(TILE_TOKENS, QUERY_ROWS / group);
     const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
-    const int last = all->kind == ATTEND_SHARED ? keys_listed(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
-                     : all->chosen              ? layer->attn.top_k
-                                                : r->pos + all->first + all->n_tok;
+    const int last = all->kind == ATTEND_CSA ? keys_listed(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
+                     : all->chosen           ? layer->attn.top_k
+                                             : r->pos + all->first + all->n_tok;
     const int n_split = ceil_by(last - all->begin, split_keys);
     int n_set = 1;
     /* as many as leave enough items for all threads and fit in the scratch */
@@ -8862,7 +8862,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         struct attend a = *all;
         const int g = i % n_part * n_set, p = i / n_part / n_tile;
         const int t = (n_tile - 1 - i / n_part % n_tile) * tile; /* the last tokens see the most keys: they are first */
-        a.head = all->kind == ATTEND_GQA || all->kind == ATTEND_SHARED ? g : g * group;
+        a.head = all->kind == ATTEND_GQA || all->kind == ATTEND_CSA ? g : g * group;
         a.n_set = int_min(n_set, n_group - g);
         a.n_head = group;
         a.first = all->first + t;
@@ -8899,7 +8899,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group) {
     struct attend a = *all;
     for (; a.first < end; a.first += a.n_tok) {
         const size_t before = (size_t)(a.first - all->first);
-        int split_keys = a.kind == ATTEND_SHARED ? 1 << 30 : a.chosen ? shape->top_k : r->pos + end;
+        int split_keys = a.kind == ATTEND_CSA ? 1 << 30 : a.chosen ? shape->top_k : r->pos + end;
         a.n_tok = end - a.first;
         a.begin = window_begin(window, r->pos + a.first);
         a.q = all->q + before * all->q_tok;
@@ -8907,13 +8907,13 @@ static void attend_all(struct rank *r, const struct attend *all, int group) {
         if (a.chosen) a.chosen = all->chosen + before * blocks_listed(shape);
         if (r->n_tok <= SAME_BITS_TOKENS) {
             /* from a.begin to the first token's own; or those chosen, at most as many for every token */
-            const int keys = a.kind == ATTEND_SHARED ? keys_listed(&a, shape, r->pos + a.first)
-                             : a.chosen              ? shape->top_k
-                                                     : r->pos + a.first + 1 - a.begin;
+            const int keys = a.kind == ATTEND_CSA ? keys_listed(&a, shape, r->pos + a.first)
+                             : a.chosen           ? shape->top_k
+                                                  : r->pos + a.first + 1 - a.begin;
             split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
             const int n_split = ceil_by(keys, split_keys);
             a.n_tok = int_min(a.n_tok, PARTIALS / n_split);
-            if (a.kind == ATTEND_SHARED) a.n_tok = 1;
+            if (a.kind == ATTEND_CSA) a.n_tok = 1;
             if (!attend_listed(&a)) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
             if (window) a.n_tok = int_min(a.n_tok, a.begin + KEY_BLOCK + window - 1 - r->pos - a.first);
         }
@@ -9013,7 +9013,7 @@ static void cpu_attention(struct rank *r, const struct step *s) {
 static float row_sum(const struct rank *r, int il, int i, enum act x, int t) {
     const struct attn *a = &r->m->layers[il].attn;
     const float *row = act_row(r, x, t);
-    return i && a->copied_kv ? 0 : r->cpu->k->dot(row, row, (i ? a->n_head_kv : a->n_head) * a->head_k);
+    return i && a->kv_replica ? 0 : r->cpu->k->dot(row, row, (i ? a->n_head_kv : a->n_head) * a->head_k);
 }
 
 /* Every rank adds up its part of the rows; then each reads the sums of the stage's ranks. */
@@ -9172,7 +9172,7 @@ static void index_store(struct rank *r, int il) {
         const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
         float *w = act_row(r, A_IW, t);
         if (layer->mixer != MIXER_GQA) r->cpu->k->scale(w, unit, w, a->n_index);
-        if (layer->mixer == MIXER_CSA) continue; /* shared_store has done the rest */
+        if (layer->mixer == MIXER_CSA) continue; /* csa_store has done the rest */
         float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
         else r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
@@ -9300,7 +9300,7 @@ static void round_key(const struct kernels *k, float *x, int n) {
     uint8_t code[QAT_KEY];
     for (int at = 0; at < n; at += QAT_KEY) {
         const int w = int_min(n - at, QAT_KEY);
-        const float scale = power_above(fmaxf(k->amax(x + at, w), 1e-4f) * (1.0f / 448.0f));
+        const float scale = ceil_pow2(fmaxf(k->amax(x + at, w), 1e-4f) * (1.0f / 448.0f));
         k->to_e4m3(x + at, 1.0f / scale, code, w);
         k->from_e4m3(code, scale, x + at, w);
     }
@@ -9329,7 +9329,7 @@ static void round_index(const struct kernels *k, float *x, int n) {
     hadamard(x, n);
     for (int at = 0; at < n; at += QAT_INDEX) {
         const int w = int_min(n - at, QAT_INDEX);
-        const float scale = power_above(fmaxf(k->amax(x + at, w), 6 * 0x1p-126f) * (1.0f / 6.0f)), unit = 1.0f / scale;
+        const float scale = ceil_pow2(fmaxf(k->amax(x + at, w), 6 * 0x1p-126f) * (1.0f / 6.0f)), unit = 1.0f / scale;
         for (int i = at; i < at + w; i++) x[i] = round_e2m1(x[i] * unit) * scale;
     }
 }
@@ -9410,7 +9410,7 @@ static void compress_batch(struct rank *r, int il) {
     }
 }
 
-static void cpu_shared_store(struct rank *r, const struct step *step) {
+static void cpu_csa_store(struct rank *r, const struct step *step) {
     const int il = step->il;
     const enum act q = step->in[0], kv = step->in[1];
     const struct model *m = r->m;
@@ -9439,14 +9439,14 @@ static void cpu_shared_store(struct rank *r, const struct step *step) {
     op_end(0, "rotation, cache");
 }
 
-static void cpu_shared_attention(struct rank *r, const struct step *step) {
+static void cpu_csa_attention(struct rank *r, const struct step *step) {
     const int il = step->il;
     const enum act q = step->in[0], out = step->out[0];
     const struct model *m = r->m;
     const struct attn *shape = &m->layers[il].attn;
     const int d = shape->head_k, dim = m->ropes[shape->rope].dim, dense = tokens_dense(r, shape);
     if (!shape->n_head) return;
-    struct attend a = {.kind = ATTEND_SHARED,
+    struct attend a = {.kind = ATTEND_CSA,
                        .il = il,
                        .n_tok = dense,
                        .n_head = shape->n_head,
@@ -10222,14 +10222,14 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
     snprintf(r->name, sizeof r->name, "CPU (%s), %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
-    const struct maxima *x = &m->max;
+    const struct max_dims *x = &m->max;
     size_t c = (size_t)r->chunk, n_head = (size_t)x->n_head;
     rank_record(r);
     act_widths(m, r->width);
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = cpu_own(r, c, sizeof *r->tokens);
-    r->n_final = m->n_prediction ? r->chunk + FINAL_MORE : 0;
-    r->final = cpu_own(r, (size_t)r->n_final * (size_t)hidden_width(m), sizeof(float));
+    r->n_mtp_hidden = m->n_mtp ? r->chunk + MTP_HIDDEN_MORE : 0;
+    r->mtp_hidden = cpu_own(r, (size_t)r->n_mtp_hidden * (size_t)hidden_width(m), sizeof(float));
     for (int i = 0; i < m->n_rope; i++) {
         r->cpu->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
         r->cpu->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
@@ -10469,8 +10469,8 @@ struct drafting {
     int trials[DRAFTS_MAX + 1];     /* rounds with so many drafts that were timed, */
     long latest[DRAFTS_MAX + 1];    /* and the number of the latest, as `begun` counts */
     long latest_before;             /* what `latest` was before the latest round */
-    double catch_up; /* seconds that the prediction layer takes for a row of an earlier round; 0: unknown */
-    long begun;      /* rounds that have begun */
+    double catch_up;                /* seconds that the MTP layer takes for a row of an earlier round; 0: unknown */
+    long begun;                     /* rounds that have begun */
     double drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* as in total, over the latest rounds */
     double other_ids;                              /* share of the latest tokens that have none of the first ids */
     struct draft_stats total;
@@ -10496,7 +10496,7 @@ static bool drafting_may_pay(const struct drafting *d, int k) {
 
 /* Returns the number of drafts of the next round: the best, one that was not tried yet and may be better, or one that
  * was tried long ago. The worse that one was, the longer ago: trying again costs less than 1 %. Behind rounds without
- * drafts the prediction layer has to catch up first; where that costs more, nothing is tried again. */
+ * drafts the MTP layer has to catch up first; where that costs more, nothing is tried again. */
 static int drafting_choose(struct drafting *d) {
     int tried = d->n_min;
     while (tried <= d->n_max && d->trials[tried] >= DRAFT_TRIALS) tried++;
@@ -10531,7 +10531,7 @@ static void drafting_begin(struct drafting *d, int k) {
     d->next = drafting_choose(d);
 }
 
-/* It ends after `seconds` (0: not timed), in which the prediction layer also computed `late` rows of earlier rounds,
+/* It ends after `seconds` (0: not timed), in which the MTP layer also computed `late` rows of earlier rounds,
  * and its first `right` drafts were right. */
 static void drafting_end(struct drafting *d, int right, double seconds, int late) {
     const int k = d->depth;
@@ -10583,13 +10583,14 @@ struct session {
     int32_t chosen[LOGIT_ROWS]; /* what was chosen by the rows of the logits, */
     int chosen_from, chosen_to; /* of which these are yet to be returned */
     struct sampling sampling;   /* how */
-    int n_predicted; /* rows of its cache that the prediction layer has made, of tokens[0..n_predicted). It makes the rest
-                      * from the final rows; after /load or a long truncation some are missing, and drafts are worse */
+    int n_predicted; /* rows of its cache that the MTP layer has made, of tokens[0..n_predicted). It makes the rest
+                      * from the hidden states; after /load or a long truncation some are missing, and drafts are
+                      * worse */
     int n_wanted;    /* tokens wanted after the next one at most: a round drafts no more; INT_MAX: no limit */
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
     double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
-    int late;             /* rows of earlier rounds that the prediction layer computed in this round */
+    int late;             /* rows of earlier rounds that the MTP layer computed in this round */
     int longest;          /* the most tokens that the timeline had before it was cut: rings may have rows of them */
     int restored;         /* shortest length that rings allow as a snapshot or a file left them; 0: any */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
@@ -10604,8 +10605,8 @@ struct session {
     double sync_seconds;     /* and the time it took */
 };
 
-/* Layers and prediction layers of the session: several pipeline stages have none of the latter. */
-static int session_blocks(const struct session *s) { return s->m->n_layer + s->r->m->n_prediction; }
+/* Layers and MTP layers of the session: several pipeline stages have none of the latter. */
+static int session_blocks(const struct session *s) { return s->m->n_layer + s->r->m->n_mtp; }
 
 /* Makes an empty timeline on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
 static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
@@ -10782,7 +10783,7 @@ static bool session_resize_ranks(struct session *s, int n, char *err) {
  * message and everything as it was. */
 static int session_resize(struct session *s, int n, char *err) {
     char lost[ERR_MAX];
-    session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
+    session_catch_up(s, s->n_past - 1, PASS_MTP);
     session_wait(s);
     s->ahead = false;
     s->n_draft = 0;
@@ -10843,15 +10844,15 @@ static void rank_start(struct rank *r, struct pg_start *t) {
     r->index = i;
 }
 
-/* The logits of the latest pass: of a forward by the model's head, of a prediction layer by its own. */
+/* The logits of the latest pass: of a forward by the model's head, of an MTP layer by its own. */
 static void rank_logits(struct rank *r, const struct rank_step *step) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[m->n_layer];
     if (r->pass == PASS_FORWARD) {
         r->ops->logits(r, m->output_norm, &m->output, step->first, step->n);
     } else {
-        const struct weight head = prediction_head_rows(m, layer, step->n_ids);
-        r->ops->logits(r, prediction_norm(m, layer), &head, step->first, step->n);
+        const struct weight head = mtp_head_rows(m, layer, step->n_ids);
+        r->ops->logits(r, mtp_norm(m, layer), &head, step->first, step->n);
     }
 }
 
@@ -10892,28 +10893,28 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
     }
 }
 
-/* Runs a pass of the prediction layer on n tokens: ids stand after positions pos... */
-static void session_predict(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
+/* Runs a pass of the MTP layer on n tokens: ids stand after positions pos... */
+static void session_mtp(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
     pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .pos = pos});
 }
 
-/* Lets the prediction layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
+/* Lets the MTP layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
  * them is of kind `last`. */
 static void session_catch_up(struct session *s, int n, enum pass last) {
-    if (!s->r->m->n_prediction) return;
+    if (!s->r->m->n_mtp) return;
     if (n - s->n_predicted > DECODE_MAX_TOKENS) s->late = n - s->n_predicted;
     while (s->n_predicted < n) {
         const int some = int_min(n - s->n_predicted, s->r->chunk);
-        session_predict(s, s->n_predicted + some < n ? PASS_PREDICTION : last, s->tokens + s->n_predicted + 1, some,
-                        s->n_predicted);
+        session_mtp(s, s->n_predicted + some < n ? PASS_MTP : last, s->tokens + s->n_predicted + 1, some,
+                    s->n_predicted);
         s->n_predicted += some;
     }
 }
 
-/* Whether the final rows of n further tokens, and of drafts after them, would overwrite some that the prediction layer
+/* Whether the hidden states of n further tokens, and of drafts after them, would overwrite some that the MTP layer
  * has yet to read. */
 static bool session_is_behind(const struct session *s, int n) {
-    return s->n_past + n - s->n_predicted > s->r->n_final - DECODE_MAX_TOKENS;
+    return s->n_past + n - s->n_predicted > s->r->n_mtp_hidden - DECODE_MAX_TOKENS;
 }
 
 /* Appends n <= chunk tokens to the timeline and computes their state, but no logits. Recurrent states first absorb the
@@ -10921,7 +10922,7 @@ static bool session_is_behind(const struct session *s, int n) {
  * a prefill forward leaves out the last one. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
     memmove(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
-    if (session_is_behind(s, n)) session_catch_up(s, s->n_past, PASS_PREDICTION);
+    if (session_is_behind(s, n)) session_catch_up(s, s->n_past, PASS_MTP);
     pg_run(&s->pg,
            (struct rank_step){.kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .state_pos = s->state_pos});
     s->state_pos = n <= MAX_LAG ? s->n_past : s->n_past + n - 1;
@@ -10962,7 +10963,7 @@ static int session_choose(struct session *s, const struct sampling *o, int n_pas
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
     /* not after the choice, which stays in the batch */
-    if (ahead && session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
+    if (ahead && session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_MTP);
     alloc_guard_begin("the choice of a token");
     s->r->ops->sample(s->r, o, s->tokens, n_past, first, n, uniform);
     alloc_guard_end();
@@ -10980,7 +10981,7 @@ static int session_draft_ids(const struct session *s) {
     return s->drafting.other_ids > DRAFT_OTHER ? s->m->n_ids : s->first_ids;
 }
 
-/* Writes k drafts after tokens[n_past], which is the next token: what the prediction layer thinks best, each from the
+/* Writes k drafts after tokens[n_past], which is the next token: what the MTP layer thinks best, each from the
  * one before. */
 static void session_draft(struct session *s, int k) {
     struct sampling best = s->sampling;
@@ -10988,7 +10989,7 @@ static void session_draft(struct session *s, int k) {
     best.n_ids = session_draft_ids(s);
     for (int i = 0; i < k; i++) {
         int32_t *const id = s->tokens + s->n_past + i;
-        if (i) session_predict(s, PASS_DRAFT, id, 1, s->n_past + i - 1);
+        if (i) session_mtp(s, PASS_DRAFT, id, 1, s->n_past + i - 1);
         else session_catch_up(s, s->n_past, PASS_DRAFT);
         pg_run(&s->pg, (struct rank_step){.kind = RANK_LOGITS, .first = s->r->n_tok - 1, .n = 1, .n_ids = best.n_ids});
         session_choose(s, &best, s->n_past + i + 1, 0, 1, 0, id + 1, NULL);
@@ -11024,11 +11025,11 @@ static double session_forward_bytes(const struct session *s, int n) {
            state_reads(m, s->r->kv_type, (size_t)s->n_past);
 }
 
-/* Bytes that a draft reads: the prediction layer, its cache and its head. */
+/* Bytes that a draft reads: the MTP layer, its cache and its head. */
 static double session_draft_bytes(const struct session *s) {
     const struct model *m = s->m;
     const struct layer *layer = &m->layers[m->n_layer];
-    const struct weight head = prediction_head_rows(m, layer, session_draft_ids(s));
+    const struct weight head = mtp_head_rows(m, layer, session_draft_ids(s));
     double per_token;
     return layers_use(m, m->n_layer, m->n_layer + 1, 1, &per_token) + (double)head.row_bytes * head.n_out +
            layer_state_reads(m, layer, s->r->kv_type, (size_t)s->n_past);
@@ -11245,7 +11246,7 @@ static int prefill_run(const struct prefill *p, const int32_t *ids, int n) {
         }
         if (p->chunk) p->chunk(p->ctx, n_chunk);
     }
-    for (int s = 0; s < p->n_session; s++) session_catch_up(p->sessions[s], n - 1, PASS_PREDICTION);
+    for (int s = 0; s < p->n_session; s++) session_catch_up(p->sessions[s], n - 1, PASS_MTP);
     return 0;
 }
 
@@ -11269,7 +11270,7 @@ static int session_score(struct session *s, const int32_t *ids, int n,
 
 /* Keys that the query at position pos sees. */
 static int keys_seen(const struct attn *a, int pos) {
-    if (a->ratio) return keys_shared(a, pos);
+    if (a->ratio) return keys_csa(a, pos);
     if (a->top_k) return keys_chosen(a, pos);
     return a->window ? int_min(pos + 1, a->window) : pos + 1;
 }
@@ -11304,7 +11305,7 @@ static double session_forward_ops(const struct session *s, int n) {
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
  *
- * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. Planes of a prediction layer
+ * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. Planes of an MTP layer
  * come last; a session without it skips them, and one with it does without them: drafts are then worse for a while. The
  * checksum is FNV-1a over 64-bit words: it finds damage, not malice. Load only files from people whom you trust.
  * ============================================================================================================ */
@@ -11441,7 +11442,7 @@ static struct kv_header session_header(const struct session *s, const struct kv_
 /* Writes the state to a temporary file for `path`, which temp_commit gives its name. 0, or -1 with a message. */
 static int session_save(struct session *s, const char *path, char *err) {
     struct kv_plane *list = session_planes(s);
-    session_catch_up(s, s->n_past - 1, PASS_PREDICTION);
+    session_catch_up(s, s->n_past - 1, PASS_MTP);
     s->ahead = false;
     struct kv_header h = session_header(s, list);
     FILE *f = temp_create(path, 0600, err);
@@ -11456,7 +11457,7 @@ static int session_save(struct session *s, const char *path, char *err) {
     return rc;
 }
 
-/* Reads n descriptions of planes (stb_ds). NULL unless they are those of the session, prediction layers aside. */
+/* Reads n descriptions of planes (stb_ds). NULL unless they are those of the session, MTP layers aside. */
 static struct kv_plane *session_read_planes(const struct session *s, const struct kv_plane *list, size_t n, FILE *f) {
     struct kv_plane *got = NULL;
     const size_t own = arrlenu(list);
@@ -21198,7 +21199,7 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
     struct sampling o = settings_sampling(c->set);
     double t0 = now_seconds();
-    if (s->r->m->n_prediction) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
+    if (s->r->m->n_mtp) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
     const struct draft_stats drafts_before = s->drafting.total;
     int32_t *ending = NULL;
     size_t ended = 0; /* tokens of `ending` that were taken */
@@ -23809,7 +23810,7 @@ struct plan_device {
 struct plan_rank {
     struct model m;                      /* its shard of the model */
     int64_t weights, rounding;           /* bytes; what the driver adds to them and to all other allocations */
-    int64_t prediction;                  /* of the weights, those of prediction layers */
+    int64_t mtp;                         /* of the weights, those of MTP layers */
     int64_t bytes_per_token[PLAN_READS]; /* that a token reads; of the cache at the plan's context */
     int64_t cache, scratch, left;        /* at the plan's context */
     int64_t index_keys, index_reads;     /* keys of indexers: bytes of the cache, and those that a token reads */
@@ -23822,7 +23823,7 @@ struct forecast {
     int kernels;
 };
 
-/* Decoding with the prediction layer, if PLAN_RIGHT percent of the drafts after right ones are right. */
+/* Decoding with the MTP layer, if PLAN_RIGHT percent of the drafts after right ones are right. */
 struct draft_forecast {
     int depth;      /* drafts of a round; 0: none, or they do not pay */
     double seconds; /* of a round, */
@@ -23865,7 +23866,7 @@ struct plan {
     int first_experts;      /* per layer, with which the first layout fits where another one keeps more; 0: none */
     int fewest;             /* experts per layer that a token needs */
     int shorter;            /* tokens: the largest context with all experts where they do not fit with -c N; 0: none */
-    bool fits_undrafted;    /* they fit without the prediction layers */
+    bool fits_undrafted;    /* they fit without the MTP layers */
     int64_t missing;        /* bytes that the fullest device lacks with all experts, */
     int64_t missing_pruned; /* and with the fewest; 0: it fits */
 };
@@ -23922,7 +23923,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     }
     if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_gpu_bytes(&layer->up, false))
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
-    if (il >= m->n_layer) r->prediction += r->weights - before;
+    if (il >= m->n_layer) r->mtp += r->weights - before;
 }
 
 /* Bytes of the hyper-connection that makes the last row of the streams. */
@@ -24132,8 +24133,8 @@ static void plan_solve(struct plan *p) {
             if (longest >= usual && longest > p->shorter) p->shorter = longest;
         }
         struct model trunk = *m;
-        trunk.n_prediction = 0;
-        p->fits_undrafted = m->n_prediction && plan_choose(p, &trunk);
+        trunk.n_mtp = 0;
+        p->fits_undrafted = m->n_mtp && plan_choose(p, &trunk);
     }
     plan_choose(p, m); /* sizes the ranks with all experts again */
     plan_missing(p);
@@ -24240,7 +24241,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
 /* The launches of a decode forward, by what they do. */
 enum decode_kernel {
     DECODE_EMBED,
-    DECODE_PREDICTION_INPUT,
+    DECODE_MTP_INPUT,
     DECODE_ADD_NORM,
     DECODE_STREAMS,
     DECODE_STREAMS_NORM,
@@ -24252,16 +24253,16 @@ enum decode_kernel {
     DECODE_INDEX_BLOCKS,
     DECODE_ROPE,
     DECODE_MLA_QUERY,
-    DECODE_SHARED_STORE,
+    DECODE_CSA_STORE,
     DECODE_ATTENTION,
     DECODE_MLA_ATTENTION,
-    DECODE_SHARED_ATTENTION,
+    DECODE_CSA_ATTENTION,
     DECODE_MLA_VALUE,
     DECODE_DELTA,
     DECODE_ROUTER,
     DECODE_GLU,
     DECODE_DOWN,
-    DECODE_KEEP_FINAL,
+    DECODE_KEEP_HIDDEN,
     DECODE_SEND,
     DECODE_SAMPLE,
     DECODE_SHARE,
@@ -24276,32 +24277,32 @@ static const struct {
     const char *name;
     double us;
 } decode_costs[DECODE_KERNELS] = {
-    [DECODE_EMBED] = {"k_embed", 1.0},                       /* two latencies of memory, and a sine */
-    [DECODE_PREDICTION_INPUT] = {"k_prediction_input", 0.6}, /* a norm */
-    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},                 /* four latencies of L2, and a sum over the block */
-    [DECODE_STREAMS] = {"k_streams_mix", 1.0},               /* three latencies of L2, and sums over a block */
-    [DECODE_STREAMS_NORM] = {"k_streams_norm", 2.4},         /* five latencies of L2, 20 iterations, a sum */
-    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},                /* run: 0.2 to 1.0 */
-    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},                 /* three latencies of L2, and a sum over the block */
-    [DECODE_INDEX_STORE] = {"k_index_store", 0.6},           /* a norm, and a rotation */
-    [DECODE_INDEX_SCORES] = {"index_scores", 1.0},           /* two latencies of L2 for the queries, one of memory */
-    [DECODE_INDEX_CHOOSE] = {"index_choose", 6.0},           /* 5 readings of the scores of 32K keys by one SM */
-    [DECODE_INDEX_BLOCKS] = {"index_choose", 2.0},           /* the same of few blocks: latencies of L2, barriers */
-    [DECODE_ROPE] = {"k_rope_gqa", 0.6},                     /* a norm, and a rotation */
-    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},               /* 0.4 as above, 0.4 to load and rotate the queries */
-    [DECODE_ATTENTION] = {"attn_kernel", 3.1},               /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
-    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},           /* run: 1.6 a tile of keys, 2 to 3 before the first */
-    [DECODE_SHARED_STORE] = {"k_shared_store", 1.2},         /* two latencies of L2, exponentials, a norm, a rotation */
-    [DECODE_SHARED_ATTENTION] = {"attn_kernel", 4.7},        /* as of MLA, and 0.7 to join splits */
-    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},   /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
-    [DECODE_DELTA] = {"k_delta_decode", 2.0},    /* a latency of memory, and an SM moves a head's state */
-    [DECODE_ROUTER] = {"k_route_decode", 1.6},   /* two passes of latencies: the logits, the choice */
-    [DECODE_GLU] = {"k_gemv_glu", 1.4},          /* run: 1.4 */
-    [DECODE_DOWN] = {"k_gemv_down", 1.0},        /* run: 0.6 to 1.7 */
-    [DECODE_KEEP_FINAL] = {"k_keep_final", 0.6}, /* a norm */
-    [DECODE_SEND] = {"k_send_rows", 2.5},        /* half an all-reduce */
-    [DECODE_SAMPLE] = {"k_sample", 18.0},        /* two passes over the logits, two small copies, the next graph */
-    [DECODE_SHARE] = {"k_share_token", 2.5},     /* as k_send_rows */
+    [DECODE_EMBED] = {"k_embed", 1.0},               /* two latencies of memory, and a sine */
+    [DECODE_MTP_INPUT] = {"k_mtp_input", 0.6},       /* a norm */
+    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},         /* four latencies of L2, and a sum over the block */
+    [DECODE_STREAMS] = {"k_streams_mix", 1.0},       /* three latencies of L2, and sums over a block */
+    [DECODE_STREAMS_NORM] = {"k_streams_norm", 2.4}, /* five latencies of L2, 20 iterations, a sum */
+    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},        /* run: 0.2 to 1.0 */
+    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},         /* three latencies of L2, and a sum over the block */
+    [DECODE_INDEX_STORE] = {"k_index_store", 0.6},   /* a norm, and a rotation */
+    [DECODE_INDEX_SCORES] = {"index_scores", 1.0},   /* two latencies of L2 for the queries, one of memory */
+    [DECODE_INDEX_CHOOSE] = {"index_choose", 6.0},   /* 5 readings of the scores of 32K keys by one SM */
+    [DECODE_INDEX_BLOCKS] = {"index_choose", 2.0},   /* the same of few blocks: latencies of L2, barriers */
+    [DECODE_ROPE] = {"k_rope_gqa", 0.6},             /* a norm, and a rotation */
+    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},       /* 0.4 as above, 0.4 to load and rotate the queries */
+    [DECODE_ATTENTION] = {"attn_kernel", 3.1},       /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
+    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},   /* run: 1.6 a tile of keys, 2 to 3 before the first */
+    [DECODE_CSA_STORE] = {"k_csa_store", 1.2},       /* two latencies of L2, exponentials, a norm, a rotation */
+    [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7},   /* as of MLA, and 0.7 to join splits */
+    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},       /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
+    [DECODE_DELTA] = {"k_delta_decode", 2.0},        /* a latency of memory, and an SM moves a head's state */
+    [DECODE_ROUTER] = {"k_route_decode", 1.6},       /* two passes of latencies: the logits, the choice */
+    [DECODE_GLU] = {"k_gemv_glu", 1.4},              /* run: 1.4 */
+    [DECODE_DOWN] = {"k_gemv_down", 1.0},            /* run: 0.6 to 1.7 */
+    [DECODE_KEEP_HIDDEN] = {"k_keep_hidden", 0.6},   /* a norm */
+    [DECODE_SEND] = {"k_send_rows", 2.5},            /* half an all-reduce */
+    [DECODE_SAMPLE] = {"k_sample", 18.0},            /* two passes over the logits, two small copies, the next graph */
+    [DECODE_SHARE] = {"k_share_token", 2.5},         /* as k_send_rows */
 };
 
 static const double forecast_handover = 1.0; /* microseconds from one kernel to the next, assumed */
@@ -24434,7 +24435,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add(k, DECODE_EMBED, 0, 0);
         if (m->shard.stage) launch_add(k, DECODE_SEND, 0, 0);
         break;
-    case OP_prediction_input: launch_add(k, DECODE_PREDICTION_INPUT, 0, 0); break;
+    case OP_mtp_input: launch_add(k, DECODE_MTP_INPUT, 0, 0); break;
     case OP_linear:
     case OP_stream_linear:
     case OP_group_linear: launch_add_linear(k, s); break;
@@ -24461,27 +24462,27 @@ static void launches_of(struct launches *k, const struct step *s) {
         k->attention = launch_add(k, DECODE_MLA_ATTENTION, state - index - recent, 0);
         launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b), READS(&l->wv_b));
         break;
-    case OP_shared_store:
-        launch_add(k, DECODE_SHARED_STORE,
+    case OP_csa_store:
+        launch_add(k, DECODE_CSA_STORE,
                    recent + READS(&l->kv_a_norm, &l->compressor.ape, &l->compressor.norm, &l->index_compressor.ape,
                                   &l->index_compressor.norm),
                    0);
         break;
-    case OP_shared_attention:
-        k->attention = launch_add(k, DECODE_SHARED_ATTENTION, READS(&l->sinks) + state - index - recent, 0);
+    case OP_csa_attention:
+        k->attention = launch_add(k, DECODE_CSA_ATTENTION, READS(&l->sinks) + state - index - recent, 0);
         break;
     case OP_delta_net:
         k->attention = launch_add(k, DECODE_DELTA,
                                   READS(&l->conv, &l->decay, &l->dt_bias, &l->delta_norm) + state - index - recent, 0);
         break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
-    case OP_final_reduce: {
+    case OP_last_reduce: {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
         launch_add_input(k, s, false, ends ? (double)plan_head_streams(m) : 0);
         if (!ends) launch_add(k, DECODE_SEND, 0, 0);
         break;
     }
-    case OP_keep_final: launch_add(k, DECODE_KEEP_FINAL, 0, 0); break;
+    case OP_keep_hidden: launch_add(k, DECODE_KEEP_HIDDEN, 0, 0); break;
     case OP_COUNT: break;
     }
 }
@@ -24509,9 +24510,9 @@ static struct launch *decode_launches(const struct model *m, enum pass pass, con
     return k.list;
 }
 
-/* The launches of a draft, by the prediction layer. */
+/* The launches of a draft, by the MTP layer. */
 static struct launch *draft_launches(const struct model *m, enum kv_type kv, size_t n_past) {
-    const struct weight head = prediction_head_rows(m, &m->layers[m->n_layer], DRAFT_IDS);
+    const struct weight head = mtp_head_rows(m, &m->layers[m->n_layer], DRAFT_IDS);
     return decode_launches(m, PASS_DRAFT, &head, kv, n_past);
 }
 
@@ -24568,7 +24569,7 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
 }
 
 /* The forecast of rounds of drafts for a layout without pipeline stages. A round of k drafts is a forward of k + 1
- * tokens, which reads more experts than one, and k passes of the prediction layer. */
+ * tokens, which reads more experts than one, and k passes of the MTP layer. */
 static struct draft_forecast plan_drafts(const struct plan *p, const struct plan_layout *d, int ctx) {
     struct draft_forecast best = {.seconds = d->forecast.seconds, .tokens = 1};
     double tokens = 1, chain = 1;
@@ -24577,7 +24578,7 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
         tokens += chain *= PLAN_RIGHT * 1e-2;
         for (int i = 0; i < d->tp; i++) {
             const struct model *m = &d->rank[i].m;
-            if (!m->n_prediction) return best;
+            if (!m->n_mtp) return best;
             struct launch *list = draft_launches(m, p->kv, (size_t)ctx);
             double more = 0; /* bytes of experts */
             for (int il = 0; il < m->n_layer; il++) {
@@ -24675,7 +24676,7 @@ static struct plan_row plan_memory_row(const struct plan *p, int i) {
                                          "source", v->source, "first_layer", r->m.first_layer, "layers", r->m.n_layer,
                                          "memory", (json_int_t)v->memory, "usable", (json_int_t)v->usable)};
     plan_put(&row, "weights", p->cpu ? "file" : "weights", PLAN_GIB, (double)r->weights);
-    plan_put(&row, "prediction", NULL, PLAN_GIB, (double)r->prediction); /* among the weights */
+    plan_put(&row, "prediction", NULL, PLAN_GIB, (double)r->mtp); /* among the weights */
     plan_put(&row, "cache", "cache", PLAN_GIB, (double)r->cache);
     plan_put(&row, "index_keys", NULL, PLAN_GIB, (double)r->index_keys); /* among the cache */
     plan_put(&row, "scratch_about", p->cpu ? "buffers" : "scratch*", PLAN_GIB, (double)r->scratch);
@@ -24770,18 +24771,18 @@ static void plan_index_text(const struct plan *p, const struct plan_layout *d, c
               p->cpu ? "the" : "a GPU's", reads ? "; a token reads all of them" : ", not read: a token sees all keys");
 }
 
-/* What the prediction layer takes, and what it is expected to bring. */
+/* What the MTP layer takes, and what it is expected to bring. */
 static void plan_drafts_text(const struct plan *p, const struct plan_layout *d, char **text) {
     const struct plan_rank *r = &d->rank[0];
     const struct draft_forecast *f = &d->drafts;
     struct model trunk = r->m;
     const size_t ctx = (size_t)p->context;
     char a[32];
-    if (!r->m.n_prediction) return;
-    trunk.n_prediction = 0;
+    if (!r->m.n_mtp) return;
+    trunk.n_mtp = 0;
     const double cache = (double)(state_bytes(&r->m, p->kv, ctx) - state_bytes(&trunk, p->kv, ctx));
-    sb_printf(text, "drafts      the prediction layer and its cache take %s%s",
-              with_unit((double)r->prediction + cache, a), d->tp > 1 ? " of each GPU" : "");
+    sb_printf(text, "drafts      the prediction layer and its cache take %s%s", with_unit((double)r->mtp + cache, a),
+              d->tp > 1 ? " of each GPU" : "");
     if (f->depth)
         sb_printf(text,
                   ";\n            a round with %d draft%s takes %.2f steps; if a draft after right ones\n"
@@ -25091,7 +25092,7 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
         die_usage("--gpus %s lists %d GPU%s; --tp %d with --pp %d needs %d", s->gpus, list.n, list.n == 1 ? "" : "s",
                   s->tp, s->pp, n);
     if (s->profile && n > 1) die_usage("--profile works only with a single rank, found %d: give --tp 1 --pp 1", n);
-    const int most = layer_beginnings(m);
+    const int most = stage_starts(m);
     if (s->pp > most)
         die_usage("--pp %d: the model has only %d layer%s%s", s->pp, most, most == 1 ? "" : "s",
                   most < m->n_layer ? " that a stage may begin with" : "");
@@ -25160,13 +25161,13 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     return 0;
 }
 
-/* Leaves the prediction layers of the model out where nothing drafts with them; --calibrate scores their experts. An
+/* Leaves the MTP layers of the model out where nothing drafts with them; --calibrate scores their experts. An
  * error ends the program. */
 static void engine_drafts(struct engine *e) {
     const struct settings *set = e->set;
     struct model *m = &e->model;
     const bool asked = set->spec_type == SPEC_DRAFT_MTP, silent = set->logits || set->perplexity || set->compare;
-    if (asked && !m->n_prediction)
+    if (asked && !m->n_mtp)
         die("--spec-type draft-mtp: %s has no layer for multi-token prediction; moe-convert keeps that of a release "
             "that has one",
             m->name);
@@ -25174,10 +25175,10 @@ static void engine_drafts(struct engine *e) {
         die_usage("--spec-type draft-mtp does not work with --pp %d; use %s", set->pp,
                   set->calibrate ? "one GPU (--gpus 0), or --cpu" : "--tp");
     if (asked && silent) note("--spec-type draft-mtp has no effect here: nothing is generated");
-    if (set->calibrate && set->pp > 1 && m->n_prediction && set->spec_type != SPEC_NONE)
+    if (set->calibrate && set->pp > 1 && m->n_mtp && set->spec_type != SPEC_NONE)
         note("with --pp %d the prediction layer gets no scores: moe-reap will prune it by those of the last layer",
              set->pp);
-    if (set->spec_type == SPEC_NONE || set->pp > 1 || silent) m->n_prediction = 0;
+    if (set->spec_type == SPEC_NONE || set->pp > 1 || silent) m->n_mtp = 0;
 }
 
 /* Settles whether the model is rounded as in training: --qat, or where its family has it. An error ends the program. */
@@ -25703,7 +25704,7 @@ static int mode_info(struct engine *e) {
     int dense = 0;
     for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
     printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
-           m->family->arch, m->n_layer, dense, m->n_prediction);
+           m->family->arch, m->n_layer, dense, m->n_mtp);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
            with_commas((uint64_t)m->n_ctx_train, number));
     for (int il = 0; il < m->n_layer; il++)
@@ -26288,7 +26289,7 @@ static bool bench_drafts(struct engine *e) {
     double step = 0;
     bool done = true;
     const int context = BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS;
-    if (!s->r->m->n_prediction) return true;
+    if (!s->r->m->n_mtp) return true;
     if (!e->model.vocab->n_tokens) fail(err, "the model has no vocabulary");
     else if (s->n_ctx < context) fail(err, "that needs a context of %d tokens, found %d (-c)", context, s->n_ctx);
     else if (!haystack_read(e->set, &prose, err)) {
@@ -26467,7 +26468,7 @@ static int doctor_end(struct doctor *d) {
 /* Gets the message that ends the program, so that the report ends with it. */
 static void doctor_dies(void *arg, const char *line) {
     struct doctor *d = arg;
-    last_words.run = NULL;
+    die_hook.run = NULL;
     alloc_guard_end();
     doctor_find(d, SEVERITY_ERROR,
                 d->step == STEP_START
@@ -27160,8 +27161,8 @@ static int doctor_run(struct doctor *d) {
     for (int i = 0; i < MAX_RANKS; i++) d->device[i] = i;
     settings_ranks(set, &any, d->device);
     set->mute = true;
-    last_words.run = doctor_dies;
-    last_words.arg = d;
+    die_hook.run = doctor_dies;
+    die_hook.arg = d;
     doctor_bus(d);
     doctor_build(d);
     if (cuda_targets() && (set->cpu || set->cpu_ref)) doctor_find(d, SEVERITY_OK, NULL, "no GPU is used, as requested");
@@ -27173,7 +27174,7 @@ static int doctor_run(struct doctor *d) {
     if ((set->model || set->synth) && !interrupted && !d->absent) doctor_model(d, gpu);
     else if (!set->model && !set->synth && !interrupted)
         doctor_find(d, SEVERITY_NOTE, "moe --doctor -m FILE", "without a model only the machine is checked");
-    last_words.run = NULL;
+    die_hook.run = NULL;
     return interrupted ? EXIT_INTERRUPT : doctor_end(d);
 }
 

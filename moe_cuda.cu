@@ -22,7 +22,7 @@
  *                           k_mla_value                                attn_mla_expanded; attn_merge; k_head_gate
  *   sparse attention      before it k_index_store, k_index_scores or k_index_blocks, k_index_choose; then the kernels
  *                           of decode, grouped-query attention after k_rope_gqa
- *   one KV head           k_shared_store, the indexer's choice, attn_mla_kernel; groups of heads by k_gemv_linear or
+ *   one KV head           k_csa_store, the indexer's choice, attn_mla_kernel; groups of heads by k_gemv_linear or
  *                           gemm_kernel
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
@@ -30,7 +30,7 @@
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
- *   prediction layer      k_prediction_input; k_keep_final, also after a forward
+ *   MTP layer      k_mtp_input; k_keep_hidden, also after a forward
  *   sampling              k_sample; k_share_token where there are several ranks
  *
  * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with its indexer, 10 with that
@@ -1069,8 +1069,8 @@ static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s)
     else LAUNCH_PDL((k_add_norm<SOURCE, 16>), blocks, NORM_THREADS, 0, s, *a);
 }
 
-/* Where the ring of final rows lies, see struct rank. */
-struct final_rows {
+/* Where the ring of hidden states lies, see struct rank. */
+struct mtp_hidden_rows {
     float *at; /* (n_row, n_stream, n) */
     int n_row, n_stream, n;
     const struct batch *batch;
@@ -1080,46 +1080,46 @@ struct final_rows {
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* The norm of x (n_tok, n_stream, n) times weight (n), NULL: x itself, becomes the final rows of the positions from
+/* The norm of x (n_tok, n_stream, n) times weight (n), NULL: x itself, becomes the hidden states of the positions from
  * that of batch row `first` + shift on. Grid: (rows, n_stream), block: NORM_THREADS. Some KB, bound by latency: 2
  * us. */
 __global__ void __launch_bounds__(NORM_THREADS)
-    k_keep_final(const float *x, const float *weight, float eps, int first, int shift, struct final_rows final) {
+    k_keep_hidden(const float *x, const float *weight, float eps, int first, int shift, struct mtp_hidden_rows ring) {
     float4 v[LONG_NORM_VECS];
-    const int t = first + (int)blockIdx.x, stream = (int)blockIdx.y, n = final.n;
+    const int t = first + (int)blockIdx.x, stream = (int)blockIdx.y, n = ring.n;
     grid_dependency_launch();
     grid_dependency_wait();
-    norm_load(v, x + ((size_t)t * (size_t) final.n_stream + (size_t)stream) * (size_t)n, n);
+    norm_load(v, x + ((size_t)t * (size_t)ring.n_stream + (size_t)stream) * (size_t)n, n);
     const float f = norm_factor(v, n, eps);
-    float *out = final.row(t + shift, stream);
+    float *out = ring.row(t + shift, stream);
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
         if (i < n) *(float4 *)(out + i) = weight ? norm_value(v[u], f, *(const float4 *)(weight + i)) : v[u];
     }
 }
 
-/* The input of a prediction layer. */
-struct prediction_args {
+/* The input of an MTP layer. */
+struct mtp_input_args {
     float *x; /* (n_tok, n) embeddings, x_stride apart; becomes 0 */
     size_t x_stride;
-    struct final_rows final;
-    const float *norm[2]; /* (n) of the embedding, of the final row */
+    struct mtp_hidden_rows ring;
+    const float *norm[2]; /* (n) of the embedding, of the hidden state */
     float eps;
     int from, to;  /* columns of both, side by side, that the rank has; multiples of 4 */
     uint16_t *out; /* (n_tok, n_stream, to - from), streams out_stride halves apart */
     size_t out_stride;
 };
 
-/* out = [norm(x) * norm[0], norm(final row) * norm[1]] for each stream of the final row, then x = 0. Grid: (n_tok, 1 +
- * n_stream), block: NORM_THREADS. */
-__global__ void __launch_bounds__(NORM_THREADS) k_prediction_input(const __grid_constant__ struct prediction_args a) {
+/* out = [norm(x) * norm[0], norm(hidden state) * norm[1]] for each stream of the hidden state, then x = 0. Grid:
+ * (n_tok, 1 + n_stream), block: NORM_THREADS. */
+__global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constant__ struct mtp_input_args a) {
     float4 v[LONG_NORM_VECS];
-    const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.final.n, n_stream = a.final.n_stream;
+    const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.ring.n, n_stream = a.ring.n_stream;
     const int first = half ? (int)blockIdx.y - 1 : 0, end = half ? first + 1 : n_stream; /* streams that it writes */
     float *x = a.x + (size_t)t * a.x_stride;
     grid_dependency_launch();
     grid_dependency_wait();
-    norm_load(v, half ? a.final.row(t, first) : x, n);
+    norm_load(v, half ? a.ring.row(t, first) : x, n);
     const float f = norm_factor(v, n, a.eps);
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u), column = half * n + i;
@@ -2463,7 +2463,7 @@ __global__ void __launch_bounds__(256)
     for (int b = tid; b < n_scales; b += 256) amax = fmaxf(amax, read16(b * 16, v));
     amax = warp_max(amax);
     if (!(tid & 31)) warp_amax[tid >> 5] = amax;
-    __syncthreads(); /* all warps' maxima are written */
+    __syncthreads(); /* all warps' max_dims are written */
     for (int i = 0; i < 8; i++) amax = fmaxf(amax, warp_amax[i]);
     const float row_scale = amax / (448.0f * 6.0f);
     if (!tid) q.scale[blockIdx.x] = row_scale;
@@ -2809,7 +2809,7 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
  * ============================================================================================================ */
 
 /* Returns the least power of two that is not below x. */
-DEVICE float power_above(float x) {
+DEVICE float ceil_pow2(float x) {
     const uint32_t u = __float_as_uint(x);
     return __uint_as_float(((u >> 23) + ((u & 0x7FFFFF) != 0)) << 23);
 }
@@ -2831,7 +2831,7 @@ DEVICE float fp8_scale(int n, const float x[PER]) {
     amax = warp_max(amax);
     if (!(amax > 0x1p-100f)) return 1.0f;
     if constexpr (POW2) {
-        return power_above(amax * (1.0f / FP8_TOP));
+        return ceil_pow2(amax * (1.0f / FP8_TOP));
     } else {
         float best = FP8_TOP, least = INFINITY;
         UNROLL_BY(1) for (int c = 0; c < FP8_TOPS; c++) { /* unrolled, it adds a tenth to the code of a layer */
@@ -3304,7 +3304,7 @@ DEVICE int attn_seen(const struct attn_args &a, int pos) {
 
 /* The same of attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
  * that there are. */
-DEVICE int attn_shared_keys(const struct attn_args &a, int pos, int *compressed) {
+DEVICE int attn_csa_keys(const struct attn_args &a, int pos, int *compressed) {
     *compressed = a.ratio ? (pos + 1) / a.ratio : 0;
     return min(pos + 1, a.window) + (a.top_k ? min(*compressed, a.top_k) : *compressed);
 }
@@ -3314,12 +3314,12 @@ DEVICE int attn_shared_keys(const struct attn_args &a, int pos, int *compressed)
 template <bool ONE_KV>
 DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int n_tok) {
     int compressed;
-    if (ONE_KV && a.one_kv) return attn_shared_keys(a, pos + t, &compressed);
+    if (ONE_KV && a.one_kv) return attn_csa_keys(a, pos + t, &compressed);
     return a.top_k ? attn_seen(a, pos + t) : pos + (t < longer ? longer : n_tok);
 }
 
 /* The same as attn_begin where tokens see keys of a list, each its own: a tile has rows of one token and KV head.
- * ONE_KV: the list is that of attn_shared_keys.
+ * ONE_KV: the list is that of attn_csa_keys.
  * Grid: (splits, n_tok * row tiles of a token and KV head * KV heads). */
 template <bool ONE_KV>
 DEVICE bool attn_begin_listed(struct attn_work *w, const struct attn_args &a, int tile_rows) {
@@ -3329,7 +3329,7 @@ DEVICE bool attn_begin_listed(struct attn_work *w, const struct attn_args &a, in
     const int y = (int)(gridDim.y - 1 - blockIdx.y), kvh = y % a.n_head_kv, t = y / a.n_head_kv / tiles;
     const int pos = a.batch->pos, head = y / a.n_head_kv % tiles * tile_rows;
     int compressed = 0;
-    const int keys = ONE_KV ? attn_shared_keys(a, pos + t, &compressed) : attn_seen(a, pos + t);
+    const int keys = ONE_KV ? attn_csa_keys(a, pos + t, &compressed) : attn_seen(a, pos + t);
     const int per_split = attn_split_keys(a, keys);
     w->group = group;
     w->kvh = kvh;
@@ -3474,7 +3474,7 @@ DEVICE void kv_gather(uint8_t *to, const struct plane &p, const struct attn_work
 }
 
 /* Returns the row of a key of attention with one KV head, and its plane. */
-DEVICE int shared_row(const struct attn_args &a, const struct attn_work &w, int key, const struct plane **p) {
+DEVICE int csa_row(const struct attn_args &a, const struct attn_work &w, int key, const struct plane **p) {
     const bool window = key < w.window;
     *p = window ? &a.k : &a.v;
     if (window) return a.k.kind == PLANE_RING ? (w.first + key) % a.k.n_row : w.first + key;
@@ -3483,7 +3483,7 @@ DEVICE int shared_row(const struct attn_args &a, const struct attn_work &w, int 
 
 /* The same as kv_gather for its keys. */
 template <int ROW, int N, int LANES>
-DEVICE void kv_gather_shared(uint8_t *to, const struct attn_args &a, const struct attn_work &w, int key, int lane) {
+DEVICE void kv_gather_csa(uint8_t *to, const struct attn_args &a, const struct attn_work &w, int key, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
     UNROLL_BY(PASSES > 8 ? 1 : 4)
@@ -3491,7 +3491,7 @@ DEVICE void kv_gather_shared(uint8_t *to, const struct attn_args &a, const struc
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
             const bool in = key + row < w.end;
             const struct plane *p;
-            const int from = shared_row(a, w, in ? key + row : 0, &p);
+            const int from = csa_row(a, w, in ? key + row : 0, &p);
             cp_async16(to + kv_at<ROW>(row, at), p->data + (size_t)from * p->row_bytes + at, in);
         }
 }
@@ -3955,7 +3955,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         uint8_t *to = smem + i % DEPTH * L::SLOT;
         int key = w.begin + i * KEYS;
         if constexpr (ONE_KV) {
-            if (i < n) kv_gather_shared<ROW, KEYS, 256>(to, a, w, key, tid);
+            if (i < n) kv_gather_csa<ROW, KEYS, 256>(to, a, w, key, tid);
         } else if (i < n && CHOSEN) {
             kv_gather<ROW, KEYS, 256>(to, a.k, w, key, tid);
             kv_gather<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, w, key, tid);
@@ -3970,7 +3970,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
         if (ONE_KV && FP8) {
             const struct plane *p;
             if (tid >= L::SCALES || key >= w.end) return 0.0f;
-            key = shared_row(a, w, key, &p);
+            key = csa_row(a, w, key, &p);
             return p->scale[(size_t)key * p->n_group + tid % GROUPS];
         }
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
@@ -4499,7 +4499,7 @@ static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s)
 }
 
 template <int D, int FP8>
-static void attn_run_shared(const struct attn_args *a, int, cudaStream_t s) {
+static void attn_run_csa(const struct attn_args *a, int, cudaStream_t s) {
     if constexpr (D > 64) {
         if (a->n_head > 16 && a->n_tok > 2) {
             attn_run(a, attn_mla_kernel<D, 0, FP8, 2, false>, 32, 256, attn_mla<D, 0, FP8, 2>::SMEM, s);
@@ -4510,7 +4510,7 @@ static void attn_run_shared(const struct attn_args *a, int, cudaStream_t s) {
 }
 
 typedef void attn_runner(const struct attn_args *, int prefill, cudaStream_t);
-enum attn_kind { ATTN_GQA, ATTN_MLA, ATTN_SHARED };
+enum attn_kind { ATTN_GQA, ATTN_MLA, ATTN_CSA };
 
 /* Returns the launcher for these head widths; NULL: there are no kernels for them. */
 static attn_runner *attn_find(enum attn_kind kind, int dk, int dv, int fp8) {
@@ -4527,8 +4527,8 @@ static attn_runner *attn_find(enum attn_kind kind, int dk, int dv, int fp8) {
         {ATTN_MLA, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
         {ATTN_MLA, 128 + 64, 128, {attn_run_mla<128, 64, 0>, attn_run_mla<128, 64, 1>}},
         {ATTN_MLA, 64 + 16, 64, {attn_run_mla<64, 16, 0>, attn_run_mla<64, 16, 1>}},
-        {ATTN_SHARED, 512, 512, {attn_run_shared<512, 0>, attn_run_shared<512, 1>}},
-        {ATTN_SHARED, 64, 64, {attn_run_shared<64, 0>, attn_run_shared<64, 1>}},
+        {ATTN_CSA, 512, 512, {attn_run_csa<512, 0>, attn_run_csa<512, 1>}},
+        {ATTN_CSA, 64, 64, {attn_run_csa<64, 0>, attn_run_csa<64, 1>}},
     };
     for (auto &x : table)
         if (x.kind == kind && x.dk == dk && x.dv == dv) return x.run[fp8 != 0];
@@ -5089,13 +5089,13 @@ static index_kernel *index_find(int width, bool fp8, bool blocks) {
 /* ============================================================================================================
  * Attention of one KV head: what it reads
  *
- * DeepSeek-V4, see "CPU operations: compressed keys" of moe.c. k_shared_store makes queries, the key of each token,
+ * DeepSeek-V4, see "CPU operations: compressed keys" of moe.c. k_csa_store makes queries, the key of each token,
  * and the compressed keys that the batch completes; attn_mla_kernel attends.
  * ============================================================================================================ */
 
 enum {
     SHARED_HEAD = 512, /* values of a head at most, */
-    SHARED_PER = SHARED_HEAD / 32,
+    CSA_PER = SHARED_HEAD / 32,
     INDEX_HEAD = 128, /* and of one of the indexer */
     INDEX_PER = INDEX_HEAD / 32
 };
@@ -5111,7 +5111,7 @@ struct compress_args {
     bool index;        /* it makes keys of the indexer */
 };
 
-struct shared_args {
+struct csa_args {
     struct rope_args rope; /* q, k, their norms, q16 and kp of the attention */
     struct rope_table table;
     const float *index_q; /* (n_tok, n_index * index_k) queries of the indexer, index_stride apart, */
@@ -5150,13 +5150,13 @@ DEVICE void rope_last(const float *src, bool normed, const float *w, int n, int 
 }
 
 /* Roundings as in "CPU operations: compressed keys" of moe.c, with one warp: value lane + 32 j is x[j]. */
-DEVICE void round_key(float x[SHARED_PER], int n) {
+DEVICE void round_key(float x[CSA_PER], int n) {
     const int lane = threadIdx.x & 31;
-    UNROLL for (int j = 0; j < SHARED_PER; j += QAT_KEY / 32) {
+    UNROLL for (int j = 0; j < CSA_PER; j += QAT_KEY / 32) {
         if (32 * j >= n) continue;
         float top = 0;
         UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) top = fmaxf(top, fabsf(x[k]));
-        const float scale = power_above(fmaxf(warp_max(top), 1e-4f) * (1.0f / 448.0f)), unit = 1.0f / scale;
+        const float scale = ceil_pow2(fmaxf(warp_max(top), 1e-4f) * (1.0f / 448.0f)), unit = 1.0f / scale;
         UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) {
             const uint32_t half = e4m3x2_to_f16x2(f32_to_e4m3x2(x[k] * unit, 0));
             x[k] = half_to_f32((uint16_t)half) * scale;
@@ -5185,21 +5185,21 @@ DEVICE void round_index(float x[INDEX_PER], int n) {
     hadamard(x, n);
     UNROLL for (int j = 0; j < INDEX_PER; j++) {
         if (32 * j >= n) continue;
-        const float scale = power_above(fmaxf(warp_max(fabsf(x[j])), 6 * 0x1p-126f) * (1.0f / 6.0f));
+        const float scale = ceil_pow2(fmaxf(warp_max(fabsf(x[j])), 6 * 0x1p-126f) * (1.0f / 6.0f));
         x[j] = round_e2m1(x[j] * (1.0f / scale)) * scale;
     }
 }
 
 /* Stores a key of n values, x[j] being value lane + 32 j, to row `row` of a plane, with one warp. */
-DEVICE void shared_key_store(const struct plane &p, int row, int n, const float x[SHARED_PER]) {
+DEVICE void csa_key_store(const struct plane &p, int row, int n, const float x[CSA_PER]) {
     enum { PER = LATENT_GROUP / 32 };
-    UNROLL for (int g = 0; g < SHARED_PER / PER; g++) if (g * LATENT_GROUP < n) plane_store<PER, ROWS_POW2>(
+    UNROLL for (int g = 0; g < CSA_PER / PER; g++) if (g * LATENT_GROUP < n) plane_store<PER, ROWS_POW2>(
         p, (size_t)row, g * LATENT_GROUP, g, min((int)LATENT_GROUP, n - g * LATENT_GROUP), x + g * PER);
 }
 
 /* A head of the queries, of the indexer's queries, or the key of token t, with one warp: h counts them in this
  * order. */
-DEVICE void shared_head(const struct shared_args &a, int t, int h) {
+DEVICE void shared_head(const struct csa_args &a, int t, int h) {
     const struct rope_args &p = a.rope;
     const int lane = threadIdx.x & 31;
     const bool index = h >= p.n_head && h < p.n_head + a.n_index, key = h == p.n_head + a.n_index;
@@ -5208,27 +5208,26 @@ DEVICE void shared_head(const struct shared_args &a, int t, int h) {
     const float *src = p.q + (size_t)t * p.q_stride + (size_t)h * n;
     if (index) src = a.index_q + (size_t)t * a.index_stride + (size_t)(h - p.n_head) * n;
     if (key) src = p.k + (size_t)t * p.k_stride;
-    float x[SHARED_PER];
+    float x[CSA_PER];
     auto angle = [&](int i, float *c, float *s) {
         *c = p.cs[(size_t)t * (p.rope / 2) + i];
         *s = p.sn[(size_t)t * (p.rope / 2) + i];
     };
-    rope_last<SHARED_PER>(src, !index, key ? p.k_norm : NULL, n, p.rope, p.eps, angle, x);
+    rope_last<CSA_PER>(src, !index, key ? p.k_norm : NULL, n, p.rope, p.eps, angle, x);
     if (a.qat && key) round_key(x, n - p.rope);
     if (a.qat && index) round_index(x, n);
     if (key) {
         const int pos = p.batch->pos + t;
-        shared_key_store(p.kp, p.kp.kind == PLANE_RING ? pos % p.kp.n_row : pos, n, x);
+        csa_key_store(p.kp, p.kp.kind == PLANE_RING ? pos % p.kp.n_row : pos, n, x);
         return;
     }
     uint16_t *to =
         index ? a.index_q16 + ((size_t)t * a.n_index + (h - p.n_head)) * n : p.q16 + ((size_t)t * p.n_head + h) * n;
-    UNROLL for (int j = 0; j < SHARED_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j]);
+    UNROLL for (int j = 0; j < CSA_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j]);
 }
 
 /* Key `key` of a compressor, with one block of 256. See compress_key of moe.c. */
-DEVICE void compress_key(const struct shared_args &a, const struct compress_args &c, int key, float *row,
-                         float2 *turn) {
+DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c, int key, float *row, float2 *turn) {
     enum { COLUMNS = SHARED_HEAD / 256 };
     const int tid = threadIdx.x, pos0 = a.rope.batch->pos, first = (key + 1) * a.ratio - a.span;
     const int wide = c.ring.width / 2;
@@ -5259,19 +5258,19 @@ DEVICE void compress_key(const struct shared_args &a, const struct compress_args
     UNROLL for (int k = 0; k < COLUMNS; k++) if (tid + 256 * k < c.d) row[tid + 256 * k] = sum[k] / den[k];
     __syncthreads(); /* the mean is complete, and cosines and sines */
     if (tid >= WARP) return;
-    float x[SHARED_PER];
+    float x[CSA_PER];
     auto angle = [&](int i, float *cs, float *sn) { *cs = turn[i].x, *sn = turn[i].y; };
-    rope_last<SHARED_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
+    rope_last<CSA_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
     if (a.qat && c.index) round_index(x, c.d);
     else if (a.qat) round_key(x, c.d - a.rope.rope);
-    shared_key_store(c.keys, key, c.d, x);
+    csa_key_store(c.keys, key, c.d, x);
 }
 
 /* Queries, keys, compressed keys and rows of the rings; or in prefill, in a launch of its own because the keys are
  * made of rows that it overwrites, the rings alone (head_blocks and key_blocks 0).
  * Grid: n_tok * head_blocks + n_with * (key_blocks + rows), block: 256. Limited by latency: a key of 128 tokens is a
  * block that reads 512 KB, once in 128 tokens. */
-__global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ struct shared_args a) {
+__global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struct csa_args a) {
     SHARED(float, row, SHARED_HEAD);
     SHARED(float2, turn, SHARED_HEAD / 2); /* cosines and sines */
     grid_dependency_launch();
@@ -5301,16 +5300,16 @@ __global__ void __launch_bounds__(256) k_shared_store(const __grid_constant__ st
 }
 
 /* Launches it. */
-static void shared_store(const struct shared_args *args, cudaStream_t s) {
-    struct shared_args a = *args;
+static void csa_store(const struct csa_args *args, cudaStream_t s) {
+    struct csa_args a = *args;
     const bool decode = a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
     a.head_blocks = (a.rope.n_head + a.n_index + 1 + 7) / 8;
     a.key_blocks = a.n_with ? a.n_tok / a.ratio + 1 : 0;
     const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;
-    LAUNCH_PDL(k_shared_store, (unsigned)(heads + a.n_with * (a.key_blocks + rings)), 256, 0, s, a);
+    LAUNCH_PDL(k_csa_store, (unsigned)(heads + a.n_with * (a.key_blocks + rings)), 256, 0, s, a);
     if (decode || !a.n_with) return;
     a.head_blocks = a.key_blocks = 0;
-    LAUNCH_PDL(k_shared_store, (unsigned)(a.n_with * a.n_tok), 256, 0, s, a);
+    LAUNCH_PDL(k_csa_store, (unsigned)(a.n_with * a.n_tok), 256, 0, s, a);
 }
 
 /* ============================================================================================================
@@ -6370,7 +6369,7 @@ struct cuda {
     uint16_t *expert_out;     /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
     float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
     uint16_t *sum16;          /* (chunk, n_embd) BF16 for NCCL's all-reduce */
-    float *final;             /* struct rank's */
+    float *mtp_hidden;        /* struct rank's */
 
     /* logits and tokens */
     float *logits;              /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
@@ -6811,7 +6810,7 @@ static void cuda_embed(struct rank *r, const struct step *s) {
 /* ============================================================================================================
  * Operations: norms and sums over ranks
  *
- * Residual adds, norms and all-reduces, and what prediction layers read and leave.
+ * Residual adds, norms and all-reduces, and what MTP layers read and leave.
  * ============================================================================================================ */
 
 /* Arguments of k_add_norm for n_tok rows of n values: out is written in halves, A_H in F32, too. */
@@ -6964,7 +6963,7 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
 
 /* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones.
  * */
-static void cuda_final_reduce(struct rank *r, const struct step *s) {
+static void cuda_last_reduce(struct rank *r, const struct step *s) {
     const struct shard *shard = &r->m->shard;
     const bool last = shard->stage + 1 == shard->n_stage;
     const int n = hidden_width(r->m);
@@ -6984,34 +6983,33 @@ static void cuda_final_reduce(struct rank *r, const struct step *s) {
     send_rows(r, a);
 }
 
-/* The ring of final rows. */
-static struct final_rows final_of(const struct rank *r) {
-    return {r->final, r->n_final, max(r->m->n_stream, 1), r->m->n_embd, r->cuda->batch};
+/* The ring of hidden states. */
+static struct mtp_hidden_rows mtp_hidden_of(const struct rank *r) {
+    return {r->mtp_hidden, r->n_mtp_hidden, max(r->m->n_stream, 1), r->m->n_embd, r->cuda->batch};
 }
 
-static void cuda_keep_final(struct rank *r, const struct step *s) {
+static void cuda_keep_hidden(struct rank *r, const struct step *s) {
     struct cuda *c = r->cuda;
     const int first = s->next ? r->n_tok - 1 : 0;
-    LAUNCH_PDL(k_keep_final, dim3((unsigned)(r->n_tok - first), (unsigned)max(r->m->n_stream, 1)), NORM_THREADS, 0,
-               c->stream, c->x32[s->x], s->norm, r->m->rms_eps, first, (int)s->next, final_of(r));
+    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)(r->n_tok - first), (unsigned)max(r->m->n_stream, 1)), NORM_THREADS, 0,
+               c->stream, c->x32[s->x], s->norm, r->m->rms_eps, first, (int)s->next, mtp_hidden_of(r));
 }
 
-static void cuda_prediction_input(struct rank *r, const struct step *s) {
+static void cuda_mtp_input(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     struct cuda *c = r->cuda;
-    struct prediction_args a = {};
+    struct mtp_input_args a = {};
     a.x = c->x32[r->m->n_stream ? A_STREAMS : s->x]; /* k_embed has written it to every stream */
     a.x_stride = (size_t)hidden_width(r->m);
-    a.final = final_of(r);
+    a.ring = mtp_hidden_of(r);
     a.norm[0] = layer->e_norm;
     a.norm[1] = layer->h_norm;
     a.eps = r->m->rms_eps;
     a.from = layer->first_eh;
     a.to = a.from + layer->eh_proj.n_in;
     a.out = c->x16[s->out[0]];
-    a.out_stride = (size_t)r->width[s->out[0]] / (size_t)a.final.n_stream;
-    LAUNCH_PDL(k_prediction_input, dim3((unsigned)r->n_tok, 1 + (unsigned)a.final.n_stream), NORM_THREADS, 0, c->stream,
-               a);
+    a.out_stride = (size_t)r->width[s->out[0]] / (size_t)a.ring.n_stream;
+    LAUNCH_PDL(k_mtp_input, dim3((unsigned)r->n_tok, 1 + (unsigned)a.ring.n_stream), NORM_THREADS, 0, c->stream, a);
 }
 
 /* ============================================================================================================
@@ -7102,7 +7100,7 @@ static struct ahead ahead_of_ffn(struct rank *r, const struct step *s) {
     if (s[1].op == OP_linear)
         for (int i = 0; s[1].w[i]; i++) ahead_add(r, &a, s[1].w[i]);
     else if (m->shard.stage + 1 == m->shard.n_stage)
-        ahead_add(r, &a, s->il < m->n_layer ? &m->output : prediction_head(m, &m->layers[s->il]));
+        ahead_add(r, &a, s->il < m->n_layer ? &m->output : mtp_head(m, &m->layers[s->il]));
     return a;
 }
 
@@ -7252,11 +7250,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, a.top_k) : len;
     const int compressed = !shared || !shape.ratio ? 0 : a.top_k ? min(len / shape.ratio, a.top_k) : len / shape.ratio;
     profile_next(shared ? keys * key + compressed * value : keys * (key + value), "%d keys", keys + compressed);
-    attn_launch(&a,
-                shared          ? ATTN_SHARED
-                : shape.kv_lora ? ATTN_MLA
-                                : ATTN_GQA,
-                r->n_tok > DECODE_MAX_TOKENS, c->stream);
+    attn_launch(&a, shared ? ATTN_CSA : shape.kv_lora ? ATTN_MLA : ATTN_GQA, r->n_tok > DECODE_MAX_TOKENS, c->stream);
     return a;
 }
 
@@ -7277,7 +7271,7 @@ static void cuda_row_norm(struct rank *r, const struct step *s) {
         a.weight[i] = i ? layer->k_norm : layer->q_norm;
         a.n[i] = (i ? shape.n_head_kv : shape.n_head) * shape.head_k;
         a.whole[i] = (i ? shape.whole_head_kv : shape.whole_head) * shape.head_k;
-        a.counted[i] = !i || !shape.copied_kv;
+        a.counted[i] = !i || !shape.kv_replica;
     }
     const unsigned rows = 2 * (unsigned)r->n_tok;
     profile_next(4.0 * (a.n[0] + a.n[1]), "%d values", a.n[0] + a.n[1]); /* the weights: rows come from L2 */
@@ -7422,7 +7416,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
     while (1 << a.shift < shape.ratio) a.shift++;
-    if (layer->mixer != MIXER_CSA) {                                 /* shared_store has made keys and queries */
+    if (layer->mixer != MIXER_CSA) {                                 /* csa_store has made keys and queries */
         profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
         LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
     }
@@ -7546,14 +7540,14 @@ static void cuda_mla_attention(struct rank *r, const struct step *s) {
            heads * head_v, head_v);
 }
 
-static void cuda_shared_store(struct rank *r, const struct step *s) {
+static void cuda_csa_store(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act q = s->in[0], kv = s->in[1];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     const struct plane *p = r->planes[il];
     struct cuda *c = r->cuda;
-    struct shared_args a = {};
+    struct csa_args a = {};
     a.rope = rope_of(r, il, q, kv);
     a.table = rope_table_of(r, shape.rope);
     a.n_tok = r->n_tok;
@@ -7586,10 +7580,10 @@ static void cuda_shared_store(struct rank *r, const struct step *s) {
     if (layer->attn.ratio) add(layer->compressor, PLANE_RECENT, PLANE_POOL, A_CK, A_CG, shape.head_k);
     if (layer->attn.n_index) add(layer->index_compressor, PLANE_INDEX_RECENT, PLANE_INDEX, A_ICK, A_ICG, shape.index_k);
     profile_next(bytes, "%d heads of %d", shape.n_head + 1, shape.head_k);
-    shared_store(&a, c->stream);
+    csa_store(&a, c->stream);
 }
 
-static void cuda_shared_attention(struct rank *r, const struct step *s) {
+static void cuda_csa_attention(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act q = s->in[0], out = s->out[0];
     const struct attn shape = r->m->layers[il].attn;
@@ -8268,7 +8262,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
         total > (double)f.free) /* another rank on this GPU may have uploaded already: its bytes are not free */
         rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or use %s--cpu",
                   total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30,
-                  m->n_prediction ? "--spec-type none or " : "");
+                  m->n_mtp ? "--spec-type none or " : "");
     matrix_upload(r, NULL, &m->embd, "token_embd");
     if (m->output.data == m->embd.data) m->output.copy = m->embd.copy;
     else matrix_upload(r, NULL, &m->output, "output");
@@ -8591,7 +8585,7 @@ static struct attn attn_of(const struct model *m) {
 static void attn_check(const struct model *m, const struct layer *layer, int il, const struct attn &shape, char *why) {
     const struct attn *a = &layer->attn;
     const bool mla = layer->mixer == MIXER_MLA, shared = layer->mixer == MIXER_CSA;
-    const enum attn_kind kind = mla ? ATTN_MLA : shared ? ATTN_SHARED : ATTN_GQA;
+    const enum attn_kind kind = mla ? ATTN_MLA : shared ? ATTN_CSA : ATTN_GQA;
     const int rope = layer_rope_dim(m, layer), dk = mla ? a->kv_lora + rope : a->head_k;
     const int dv = mla ? a->kv_lora : a->head_v;
     if (why[0] || !a->n_head) return;
@@ -8779,7 +8773,7 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
         rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB%s",
                   (double)free / 0x1p30, (double)r->bytes / 0x1p30,
-                  m->n_prediction ? "; --spec-type none leaves out the prediction layer" : "");
+                  m->n_mtp ? "; --spec-type none leaves out the prediction layer" : "");
     char why[ERR_MAX];
     if (!c->failed && !index_fits(m, r->n_ctx, why)) rank_fail(r, "%s; use a smaller -c", why);
     c->reserve = o->reserve / sharers;
@@ -8850,8 +8844,8 @@ static void rank_allocate(struct rank *r) {
     route->factor = m->routed_scaling_factor;
     c->sort.id = route->id;
     c->sort.k = route->k;
-    r->final = c->final;
-    r->n_final = (int)d.final;
+    r->mtp_hidden = c->mtp_hidden;
+    r->n_mtp_hidden = (int)d.mtp_hidden;
     memcpy(r->act, c->x32, sizeof r->act);
     c->x_first = c->x32[A_X];
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");

@@ -188,7 +188,7 @@ static int scores_check(const struct calibration *c, const json_t *j, const char
     if (!routers || strcmp(routers, c->routers))
         return fail(err, "'%s' belongs to another model: routers %s, here %s", path, routers ? routers : "(none)",
                     c->routers);
-    if (n_layer == (size_t)c->e->model.n_layer && c->e->model.n_prediction)
+    if (n_layer == (size_t)c->e->model.n_layer && c->e->model.n_mtp)
         return fail(err,
                     "'%s' has no scores of the prediction layer: write another file, or go on without that layer "
                     "(--spec-type none)",

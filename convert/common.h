@@ -803,7 +803,7 @@ static inline struct doc index_read(void) {
 static const char unlisted_file[] = "mtp.safetensors";
 
 /* Chooses the files of the source: model.safetensors, which transformers looks for first, those of the index, or all. A
- * prediction layer in mtp.safetensors is read in any case: quantized releases of GLM-4.7 have that file and do not list
+ * MTP layer in mtp.safetensors is read in any case: quantized releases of GLM-4.7 have that file and do not list
  * it. */
 static inline char **files_choose(void) {
     const bool single = path_exists(in_dir(single_file));

@@ -1091,7 +1091,7 @@ static void skip_linear(const char *x) {
     }
 }
 
-/* Skips the embedding or the output matrix of a prediction layer if it has the bytes of the model's. A reader takes the
+/* Skips the embedding or the output matrix of an MTP layer if it has the bytes of the model's. A reader takes the
  * model's where a layer has none. */
 static bool skip_copy(const char *src, bool embedding) {
     if (!same_linear(src, hf_name(-1, embedding || m.tied ? "model.embed_tokens" : "lm_head"))) return false;
@@ -1231,7 +1231,7 @@ static void plan_kv_b(int layer) {
     plan_matrix(fmt("blk.%d.attn_v_b", layer), v, HEADS);
 }
 
-/* Appends e_proj and h_proj of a prediction layer, which multiply the embedding and each stream, side by side. */
+/* Appends e_proj and h_proj of an MTP layer, which multiply the embedding and each stream, side by side. */
 static void plan_eh_proj(int layer) {
     struct linear *h = xrealloc(NULL, sizeof *h); /* kept: the plan lives as long as the program */
     struct piece *p = NULL,
@@ -1363,7 +1363,7 @@ static int count_experts(int layer) {
     else
         while (n <= MAX_EXPERTS && has_linear(expert_name(layer, hf, (size_t)n))) n++;
     if (!n) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, expert_name(layer, hf, 0));
-    const int most = layer < m.n_layer ? m.n_expert : MAX_EXPERTS; /* pruning may have spared a prediction layer */
+    const int most = layer < m.n_layer ? m.n_expert : MAX_EXPERTS; /* pruning may have spared an MTP layer */
     if (n > most || n < m.top_k)
         refuse_part("layer %d has %d experts; expected from %s = %d to %s", layer, n, m.top_k_key, m.top_k,
                     layer < m.n_layer ? fmt("the %d of config.json", most) : fmt("%d", most));
@@ -1484,7 +1484,7 @@ static void plan_stream_head(void) {
 static void plan_layer(int layer) {
     struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
     const bool dense = layer < m.n_layer ? m.is_dense(layer) : m.mtp_dense;
-    if (layer >= m.n_layer) what.has |= HAS_PREDICTION;
+    if (layer >= m.n_layer) what.has |= HAS_MTP;
     if (m.chosen && !m.shares[layer]) what.has |= HAS_INDEXER;
     if (m.windowed[layer]) what.has |= m.has_window;
     if (m.has & HAS_CSA) what.has |= compression(layer);
@@ -1539,7 +1539,7 @@ static void leave_prediction(int first, const char *why) {
 }
 
 /* Finds out how the names begin, and how many layers for multi-token prediction there are. Exports have more than one
- * form of names, and some lack the prediction layers that their config.json announces. */
+ * form of names, and some lack the MTP layers that their config.json announces. */
 static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
                                          "model.language_model.model.language_model."};
@@ -1637,7 +1637,7 @@ static void check_all_used(void) {
 /* ============================================================================================================
  * Model: rotations, prediction, the whole
  *
- * Rotations of positions, prediction layers, and the order of the plan.
+ * Rotations of positions, MTP layers, and the order of the plan.
  * ============================================================================================================ */
 
 /* Returns the object of RoPE parameters, rope_scaling if it is not empty, else the newer rope_parameters, as in
@@ -2169,7 +2169,7 @@ static struct doc rope_part(bool compressed) {
 
 static void put_deepseek_v4(void);
 static void put_deepseek_v4_template(const char *name);
-/* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no prediction layers. */
+/* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no MTP layers. */
 static void read_deepseek_v4(void) {
     struct doc c = m.cfg;
     const size_t head = size_of("head_dim"), heads = (size_t)m.n_head, groups = size_of("o_groups");
@@ -2692,7 +2692,7 @@ static void check_minimax_attention(void) {
 }
 
 static void put_minimax_m3(void);
-/* Reads the keys of MiniMax-M3. Its prediction layers are not in the releases. */
+/* Reads the keys of MiniMax-M3. Its MTP layers are not in the releases. */
 static void read_minimax_m3(void) {
     struct doc c = m.cfg;
     read_gqa();

@@ -115,7 +115,7 @@ static void test_calibrate_sums(void) {
             session_forward(&s, ids + 23, 1);
             session_truncate(&s, 0);
             session_forward(&s, ids + 24, 16);
-            session_catch_up(&s, 15, PASS_PREDICTION);
+            session_catch_up(&s, 15, PASS_MTP);
             session_stats(&s, got, in_sum2);
             double *sq = in_sum2_as_double(in_sum2, n_in_sum2);
             for (int i = 0; i < STATS; i++) {
@@ -195,7 +195,7 @@ static void test_calibrate_files(void) {
     const json_t *layers = json_object_get(all, "layers");
     CHECK(json_is_null(json_array_get(layers, 0)), "the first layer of the demo has no experts");
     for (size_t il = 1; il < json_array_size(layers); il++) {
-        /* in a text or window the last token has no next one, which the prediction layer would need */
+        /* in a text or window the last token has no next one, which the MTP layer would need */
         const double per = il < 6 ? 0 : 9, want = (double)tokens - per;
         double n = 0, gates = 0;
         const json_t *y = json_array_get(layers, il);

@@ -554,7 +554,7 @@ static void test_cli_program(void) {
         "\n layer 0\n  linear            norm(X) -> Q K V                            65,536  attn_q 256 x 64 BF16, "
         "attn_k 128 x 64 BF16, attn_v 128 x 64 BF16\n  attention         Q K V -> ATT\n",
         ", ffn_down_exps 2 of 8 x 64 x 192 BF16\n layer 1\n  linear            norm(X + OUT) -> Q K V ",
-        "\n  final_reduce      X + OUT -> X\n"};
+        "\n  last_reduce      X + OUT -> X\n"};
     char *out = NULL, *lines = NULL;
     CHECK_INT(run_command(MOE_BIN " --info --verbose -m " FIXTURES "qwen3moe.gguf", &out, NULL), 0, "--info --verbose");
     for (size_t i = 0; i < sizeof want / sizeof *want; i++) CHECK_HAS(sb_cstr(&out), want[i], "step %zu", i);

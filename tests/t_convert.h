@@ -338,7 +338,7 @@ static void hf_deepseek(struct hf *h) {
 /* Sizes of a delta net: 2 heads of keys of 24 and 6 heads of values of 32, so that no two orders of heads agree. */
 enum { HF_N_KEY = 2, HF_N_VALUE = 6, HF_KEY = HF_N_KEY * 24, HF_VALUE = HF_N_VALUE * 32 };
 
-/* The prediction layer (number 2) of a model by hf_delta: its tensors below `mtp`, such as "mtp.". */
+/* The MTP layer (number 2) of a model by hf_delta: its tensors below `mtp`, such as "mtp.". */
 static void hf_delta_mtp(struct hf *h, const char *mtp) {
     static const char *const norms[] = {"pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"};
     char name[96];
@@ -717,7 +717,7 @@ static void test_convert_small(void) {
         }
         hf_end(&h);
     }
-    /* a prediction layer's copy of the embedding, scales included, and a scale with sizes of 1 between the others */
+    /* an MTP layer's copy of the embedding, scales included, and a scale with sizes of 1 between the others */
     for (int other = 0; other < 2; other++) {
         struct hf h;
         hf_begin(&h, "copies");
@@ -829,7 +829,7 @@ static void test_convert_mixed(void) {
     }
 }
 
-/* Multi-head latent attention: the two halves of kv_b_proj, shared experts, router, bias, the prediction layer. */
+/* Multi-head latent attention: the two halves of kv_b_proj, shared experts, router, bias, the MTP layer. */
 static void test_convert_deepseek(void) {
     static const enum hf_form forms[] = {HF_BF16, HF_NVFP4, HF_FP8_TENSOR, HF_FP8_BLOCK};
     for (size_t k = 0; k < 4; k++) {
@@ -1174,7 +1174,7 @@ static void test_convert_delta_names(void) {
     }
 }
 
-/* ------------------------------------------------------------------------------------------------ prediction layers */
+/* ------------------------------------------------------------------------------------------------ MTP layers */
 
 static const char *const release_names[] = {"model.safetensors", "model-00001-of-00002.safetensors",
                                             "model-00002-of-00002.safetensors", "mtp.safetensors"};
@@ -1229,7 +1229,7 @@ static size_t release_weights(const struct release *s, const char *below) {
     return sum;
 }
 
-/* Every tensor that a release has of its prediction layer is in the file, under llama.cpp's names. */
+/* Every tensor that a release has of its MTP layer is in the file, under llama.cpp's names. */
 static void test_convert_prediction(void) {
     static const char *const ours[] = {"enorm.weight",   "hnorm.weight",        "shared_head_norm.weight",
                                        "eh_proj.weight", "embed_tokens.weight", "shared_head_head.weight"};
@@ -1306,7 +1306,7 @@ static void test_convert_prediction(void) {
     }
 }
 
-/* A prediction layer that config.json announces and no tensor has; one with other experts than the layers before. */
+/* An MTP layer that config.json announces and no tensor has; one with other experts than the layers before. */
 static void test_convert_prediction_layers(void) {
     struct hf h;
     hf_begin(&h, "announced");
@@ -1350,7 +1350,7 @@ static void test_convert_prediction_layers(void) {
     hf_end(&h);
 }
 
-/* A prediction layer that is not whole is left out with a line, and the file is the one that --no-mtp gives. In the
+/* An MTP layer that is not whole is left out with a line, and the file is the one that --no-mtp gives. In the
  * trunk the same is an error. */
 static void test_convert_left_out(void) {
     static const struct {
@@ -1418,7 +1418,7 @@ static void test_convert_left_out(void) {
         }
 }
 
-/* Parts of a Qwen release's prediction layer, which has names of its own, and one with more experts than the trunk. */
+/* Parts of a Qwen release's MTP layer, which has names of its own, and one with more experts than the trunk. */
 static void test_convert_odd_prediction(void) {
     struct hf h;
     char path[160];
@@ -2529,7 +2529,7 @@ static void check_dry_run(struct hf *h, int skipped) {
     header_compare(h->dir, path, whole);
 }
 
-/* The embedding and the output matrix of a prediction layer are left out if their bytes are those of the model's. */
+/* The embedding and the output matrix of an MTP layer are left out if their bytes are those of the model's. */
 static void test_convert_copies(void) {
     enum { ROWS = 9375, BYTES = 2 * 64 * ROWS /* more than the converter compares at a time */ };
     static const char *const tables[] = {"model.embed_tokens.weight", "lm_head.weight"};

@@ -3,7 +3,8 @@
 void cuda_test_write(struct rank *r, enum act a, const float *x, int n_tok);
 void cuda_test_read(struct rank *r, enum act a, float *x, int n_tok, bool half);
 void cuda_test_batch(struct rank *r);
-void cuda_test_final(struct rank *r, float *rows, int n, bool read); /* the first n floats of the ring of final rows */
+void cuda_test_mtp_hidden(struct rank *r, float *rows, int n,
+                          bool read); /* the first n floats of the ring of hidden states */
 void cuda_test_logits(struct rank *r, const float *x, int n);
 size_t cuda_test_free_bytes(void);
 void cuda_test_fail(const char *api, int n);        /* simulator: its n-th call from now on fails; 0: none */
@@ -64,7 +65,7 @@ static struct {
     double worst;            /* relative RMS error of an operation, at most */
     double limit, moe_limit; /* the second: of norm_ffn for more than 16 tokens */
     int chosen, other;       /* keys that the indexer chose, and those among them that the CPU did not */
-    bool rounded;            /* model.qat, in shared_store: values were rounded to few bits */
+    bool rounded;            /* model.qat, in csa_store: values were rounded to few bits */
     size_t values, turned;   /* such values, and those that rounding took to another one than the CPU's */
 } pair;
 
@@ -182,9 +183,9 @@ static void pair_in_step(struct rank *r, const struct step *s) {
     else pair_in(r, (const enum act[]){s->x, s->partial, ACT_COUNT});
 }
 
-static void pair_out_final_reduce(struct rank *r, const struct step *s) {
-    pair_residual(r, "final_reduce, streams", -1, s->x);
-    pair_out(r, "final_reduce", -1, s->x);
+static void pair_out_last_reduce(struct rank *r, const struct step *s) {
+    pair_residual(r, "last_reduce, streams", -1, s->x);
+    pair_out(r, "last_reduce", -1, s->x);
 }
 
 static void pair_out_linear(struct rank *r, const struct step *s) {
@@ -230,12 +231,12 @@ static void pair_out_select_keys(struct rank *r, int il) {
 }
 
 /* Queries, the window's key, compressed keys, and what those to come are made of. */
-static void pair_out_shared_store(struct rank *r, int il, enum act q) {
+static void pair_out_csa_store(struct rank *r, int il, enum act q) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
-    pair_slot(r, "shared_store, q", il, q, a->n_head * a->head_k, true);
+    pair_slot(r, "csa_store, q", il, q, a->n_head * a->head_k, true);
     pair.rounded = r->m->qat;
-    if (a->n_index) pair_slot(r, "shared_store, indexer", il, A_IQ, a->n_index * a->index_k, true);
+    if (a->n_index) pair_slot(r, "csa_store, indexer", il, A_IQ, a->n_index * a->index_k, true);
     pair_cache(r, il, PLANE_K, "window");
     pair_cache(r, il, PLANE_POOL, "compressed keys");
     pair_cache(r, il, PLANE_INDEX, "compressed keys of the indexer");
@@ -255,57 +256,57 @@ static void pair_out_row_norm(struct rank *r, const struct step *s) {
     pair_slot(r, "row_norm, k", s->il, s->in[1], a->n_head_kv * a->head_k, false);
 }
 
-static void pair_in_prediction(struct rank *r, const struct step *s) {
+static void pair_in_mtp(struct rank *r, const struct step *s) {
     if (!r->m->n_stream) pair_in(r, (const enum act[]){s->x, ACT_COUNT});
-    cuda_test_final(pair.gpu, r->final, r->n_final * hidden_width(r->m), false);
+    cuda_test_mtp_hidden(pair.gpu, r->mtp_hidden, r->n_mtp_hidden * hidden_width(r->m), false);
 }
 
-static void pair_out_prediction(struct rank *r, const struct step *s) {
+static void pair_out_mtp(struct rank *r, const struct step *s) {
     const int n_in = int_max(r->m->n_stream, 1) * r->m->layers[s->il].eh_proj.n_in;
-    if (!r->m->n_stream) pair_out(r, "prediction_input, x", s->il, s->x);
-    pair_slot(r, "prediction_input", s->il, s->out[0], n_in, true);
+    if (!r->m->n_stream) pair_out(r, "mtp_input, x", s->il, s->x);
+    pair_slot(r, "mtp_input", s->il, s->out[0], n_in, true);
 }
 
-static void pair_final(struct rank *r) {
-    const int n = r->n_final * hidden_width(r->m);
+static void pair_mtp_hidden(struct rank *r) {
+    const int n = r->n_mtp_hidden * hidden_width(r->m);
     float *got = pair_buffer((size_t)n);
-    cuda_test_final(pair.gpu, got, n, true);
-    pair_compare(r, "keep_final", -1, got, r->final, (size_t)n);
+    cuda_test_mtp_hidden(pair.gpu, got, n, true);
+    pair_compare(r, "keep_hidden", -1, got, r->mtp_hidden, (size_t)n);
     free(got);
 }
 
 /* For each operation of a forward: the slots that it reads, which the GPU gets from the CPU first, and what is compared
  * afterwards. An operation without these two lines does not compile. */
-#define PAIR_IN_embed             (void)0
-#define PAIR_OUT_embed            pair_residual(r, "embed", -1, s->out[0])
-#define PAIR_IN_prediction_input  pair_in_prediction(r, s)
-#define PAIR_OUT_prediction_input pair_out_prediction(r, s)
-#define PAIR_IN_linear            pair_in_step(r, s)
-#define PAIR_OUT_linear           pair_out_linear(r, s)
-#define PAIR_IN_stream_linear     pair_in_step(r, s)
-#define PAIR_OUT_stream_linear    pair_slot(r, "stream_linear", s->il, s->out[0], r->m->n_stream * s->w[0]->n_out, false)
-#define PAIR_IN_group_linear      pair_in_step(r, s)
-#define PAIR_OUT_group_linear     pair_out_group_linear(r, s->il, s->out[0])
-#define PAIR_IN_row_norm          pair_in_step(r, s)
-#define PAIR_OUT_row_norm         pair_out_row_norm(r, s)
-#define PAIR_IN_attention         pair_in_step(r, s)
-#define PAIR_OUT_attention        pair_out_attention(r, s->il, s->out[0])
-#define PAIR_IN_select_keys       pair_in_step(r, s)
-#define PAIR_OUT_select_keys      pair_out_select_keys(r, s->il)
-#define PAIR_IN_mla_attention     pair_in_step(r, s)
-#define PAIR_OUT_mla_attention    pair_out_attention(r, s->il, s->out[0])
-#define PAIR_IN_shared_store      pair_in_step(r, s)
-#define PAIR_OUT_shared_store     pair_out_shared_store(r, s->il, s->in[0])
-#define PAIR_IN_shared_attention  (void)0
-#define PAIR_OUT_shared_attention pair_heads(r, "shared_attention", s->il, s->out[0])
-#define PAIR_IN_delta_net         pair_in_step(r, s)
-#define PAIR_OUT_delta_net        pair_delta(r, s->il, s->out[0])
-#define PAIR_IN_norm_ffn          pair_in_step(r, s)
-#define PAIR_OUT_norm_ffn         pair_out_ffn(r, s)
-#define PAIR_IN_final_reduce      pair_in_step(r, s)
-#define PAIR_OUT_final_reduce     pair_out_final_reduce(r, s)
-#define PAIR_IN_keep_final        pair_in_step(r, s)
-#define PAIR_OUT_keep_final       pair_final(r)
+#define PAIR_IN_embed          (void)0
+#define PAIR_OUT_embed         pair_residual(r, "embed", -1, s->out[0])
+#define PAIR_IN_mtp_input      pair_in_mtp(r, s)
+#define PAIR_OUT_mtp_input     pair_out_mtp(r, s)
+#define PAIR_IN_linear         pair_in_step(r, s)
+#define PAIR_OUT_linear        pair_out_linear(r, s)
+#define PAIR_IN_stream_linear  pair_in_step(r, s)
+#define PAIR_OUT_stream_linear pair_slot(r, "stream_linear", s->il, s->out[0], r->m->n_stream * s->w[0]->n_out, false)
+#define PAIR_IN_group_linear   pair_in_step(r, s)
+#define PAIR_OUT_group_linear  pair_out_group_linear(r, s->il, s->out[0])
+#define PAIR_IN_row_norm       pair_in_step(r, s)
+#define PAIR_OUT_row_norm      pair_out_row_norm(r, s)
+#define PAIR_IN_attention      pair_in_step(r, s)
+#define PAIR_OUT_attention     pair_out_attention(r, s->il, s->out[0])
+#define PAIR_IN_select_keys    pair_in_step(r, s)
+#define PAIR_OUT_select_keys   pair_out_select_keys(r, s->il)
+#define PAIR_IN_mla_attention  pair_in_step(r, s)
+#define PAIR_OUT_mla_attention pair_out_attention(r, s->il, s->out[0])
+#define PAIR_IN_csa_store      pair_in_step(r, s)
+#define PAIR_OUT_csa_store     pair_out_csa_store(r, s->il, s->in[0])
+#define PAIR_IN_csa_attention  (void)0
+#define PAIR_OUT_csa_attention pair_heads(r, "csa_attention", s->il, s->out[0])
+#define PAIR_IN_delta_net      pair_in_step(r, s)
+#define PAIR_OUT_delta_net     pair_delta(r, s->il, s->out[0])
+#define PAIR_IN_norm_ffn       pair_in_step(r, s)
+#define PAIR_OUT_norm_ffn      pair_out_ffn(r, s)
+#define PAIR_IN_last_reduce    pair_in_step(r, s)
+#define PAIR_OUT_last_reduce   pair_out_last_reduce(r, s)
+#define PAIR_IN_keep_hidden    pair_in_step(r, s)
+#define PAIR_OUT_keep_hidden   pair_mtp_hidden(r)
 
 /* Runs a step of the CPU's program on both backends; the GPU's program has its own at the same place. */
 #define OP_PAIR(type, name, params, args)                                                      \
@@ -323,10 +324,10 @@ STEP_OPS(OP_PAIR)
 static void pair_logits(struct rank *r, const float *norm, const struct weight *w, int first, int n) {
     const struct model *m = pair.gpu->m;
     const struct layer *mtp = r->pass == PASS_FORWARD ? NULL : &m->layers[m->n_layer];
-    const struct weight *own = mtp ? prediction_head(m, mtp) : &m->output;
+    const struct weight *own = mtp ? mtp_head(m, mtp) : &m->output;
     pair_in(r, (const enum act[]){A_X, ACT_COUNT});
     pair.cpu->logits(r, norm, w, first, n);
-    pair.gpu->ops->logits(pair.gpu, mtp ? prediction_norm(m, mtp) : m->output_norm, own, first, n);
+    pair.gpu->ops->logits(pair.gpu, mtp ? mtp_norm(m, mtp) : m->output_norm, own, first, n);
     pair_logits_rows(r, n);
 }
 
@@ -352,7 +353,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
     if (!CHECK(cuda_rank_start(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
     cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
-    cpu.n_final = gpu.n_final = int_min(cpu.n_final, gpu.n_final);
+    cpu.n_mtp_hidden = gpu.n_mtp_hidden = int_min(cpu.n_mtp_hidden, gpu.n_mtp_hidden);
     if (n_row) pair_rings(&cpu, n_row), pair_rings(&gpu, n_row);
     struct ops table = cpu_ops;
 #define OP_PAIRED(type, name, params, args) table.name = pair_##name;
@@ -371,7 +372,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
         cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n, cpu.state_pos = gpu.state_pos = state_pos;
         state_pos = *n > MAX_LAG ? pos + *n - 1 : pos;
         cuda_test_batch(&gpu);
-        for (cpu.pass = PASS_FORWARD; cpu.pass <= (m->n_prediction ? PASS_DRAFT : PASS_FORWARD); cpu.pass++) {
+        for (cpu.pass = PASS_FORWARD; cpu.pass <= (m->n_mtp ? PASS_DRAFT : PASS_FORWARD); cpu.pass++) {
             const int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
             gpu.pass = cpu.pass;
             cpu.ops->forward(&cpu);
@@ -921,7 +922,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         r.ops->read_tokens(&r, &id, &(bool){false});
         row[n_vocab] = (float)id;
         memcpy(row, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
-        if (m->n_prediction) {
+        if (m->n_mtp) {
             r.pass = PASS_DRAFT; /* the same tokens stand for those after */
             r.ops->forward(&r);
             rank_logits(&r, &(struct rank_step){.first = n[i] - 1, .n = 1});
@@ -1139,7 +1140,7 @@ static void profile_check(struct engine *e, int n, const char *const *kernel, co
         CHECK(got == calls[k], "%s, %d tokens: %s runs %d times, not %d", e->model.name, n, kernel[k], got, calls[k]);
     }
     for (int i = 0; i < n_row; i++)
-        found += e->model.n_prediction && row[i].calls == 1 && !strncmp(row[i].name, "k_keep_final ", 13);
+        found += e->model.n_mtp && row[i].calls == 1 && !strncmp(row[i].name, "k_keep_hidden ", 13);
     CHECK(found == n_row, "%s, %d tokens: %d of %d rows are expected", e->model.name, n, found, n_row);
     snprintf(logits, sizeof logits, "k_gemv_linear 1 of %dx%d f16", e->model.n_vocab, e->model.n_embd);
     for (int i = 0; i < n_row; i++) {
@@ -1607,7 +1608,7 @@ static void test_cuda_refusals(void) {
 
 /* ---- what the compiler made of the kernels ---- */
 
-/* No kernel spills registers, none but k_embed and k_shared_store has an array in local memory (the sine of large angles),
+/* No kernel spills registers, none but k_embed and k_csa_store has an array in local memory (the sine of large angles),
  * shared arrays leave room, and FP4 MMAs are in the one image that has them. */
 static void test_cuda_images(void) {
     static const char *const ptx[] = {"compute_120f", "compute_90", "compute_80"};
@@ -1632,8 +1633,8 @@ static void test_cuda_images(void) {
         }
         CHECK(stores == 0 && loads == 0 && regs > 0, "%s, %s: %d registers, %d bytes of them spilled", chip, name, regs,
               stores);
-        CHECK(stack == 0 || strstr(name, "k_embed") || strstr(name, "k_shared_store"),
-              "%s, %s: %d bytes of local memory", chip, name, stack);
+        CHECK(stack == 0 || strstr(name, "k_embed") || strstr(name, "k_csa_store"), "%s, %s: %d bytes of local memory",
+              chip, name, stack);
         CHECK(smem <= 48 << 10, "%s, %s: %d bytes of static shared memory", chip, name, smem);
     }
     bool sm120 = strstr(log, "'sm_120f'") != NULL;

@@ -1888,8 +1888,8 @@ static void run_attention_long() {
 }
 
 /* Attention with one KV head: `window` keys of a ring, and keys of `ratio` tokens each, of which top_k are chosen. */
-static void run_attention_shared(int d, bool fp8, int n_head, int n_tok, int pos, int ratio, int top_k, int splits,
-                                 bool gates, bool sink = true) {
+static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, int ratio, int top_k, int splits,
+                              bool gates, bool sink = true) {
     enum { WINDOW = 40, RING = 128, ROPE = 64 };
     const int len = pos + n_tok, n_block = ratio ? len / ratio : 0, listed = max(top_k, 1);
     const size_t width = (size_t)(n_head * d), out_stride = width + 8;
@@ -1920,7 +1920,7 @@ static void run_attention_shared(int d, bool fp8, int n_head, int n_tok, int pos
     if (n_tok <= DECODE_MAX_TOKENS) a.arrived = arrived;
     a.ahead.count = 1, a.ahead.at[0] = (const uint8_t *)q_d.p, a.ahead.n[0] = 16;
     q_d.arrive();
-    attn_launch(&a, ATTN_SHARED, n_tok > DECODE_MAX_TOKENS, test_stream);
+    attn_launch(&a, ATTN_CSA, n_tok > DECODE_MAX_TOKENS, test_stream);
     finish("attention with one KV head");
     const std::vector<uint16_t> got = out.get();
     error_sum sum;
@@ -1996,14 +1996,14 @@ extern "C" void cuda_test_attention(void) {
         const int d = kind & 1 ? 64 : 512, n_head = kind & 4 ? 28 : 12;
         const bool fp8 = kind & 2;
         for (bool sink : {false, true}) {
-            run_attention_shared(d, fp8, n_head, 3, 300, 4, 0, 1, false, sink);
-            run_attention_shared(d, fp8, n_head, 3, 70, 4, 8, 1, true, sink);
-            run_attention_shared(d, fp8, n_head, 3, 200, 1, 0, 64, true, sink);
+            run_attention_csa(d, fp8, n_head, 3, 300, 4, 0, 1, false, sink);
+            run_attention_csa(d, fp8, n_head, 3, 70, 4, 8, 1, true, sink);
+            run_attention_csa(d, fp8, n_head, 3, 200, 1, 0, 64, true, sink);
         }
-        run_attention_shared(d, fp8, n_head, 3, 3900, 4, 880, 64, false),
-            run_attention_shared(d, fp8, n_head, 17, 400, 4, 64, 64, true);
-        run_attention_shared(d, fp8, n_head, 3, 1440, 1, 0, 64, false),
-            run_attention_shared(d, fp8, n_head, 3, 20, 0, 0, 1, true);
+        run_attention_csa(d, fp8, n_head, 3, 3900, 4, 880, 64, false),
+            run_attention_csa(d, fp8, n_head, 17, 400, 4, 64, 64, true);
+        run_attention_csa(d, fp8, n_head, 3, 1440, 1, 0, 64, false),
+            run_attention_csa(d, fp8, n_head, 3, 20, 0, 0, 1, true);
     }
     /* every kernel with every number of splits, lengths in turn; the rest at random */
     int turn = 0;

@@ -165,7 +165,7 @@ static void change_streams(const char *launch, void *args, F f) {
     change_if<struct streams_args>(launch, "k_streams_mix", args, f);
 }
 template <class F>
-static void change_shared(const char *launch, void *args, F f) {
+static void change_csa(const char *launch, void *args, F f) {
     change_attention(launch, args, [&](auto &a) {
         if (a.one_kv) f(a);
     });
@@ -183,25 +183,25 @@ static void next_coefficients(const char *launch, void *args) {
     change_streams(launch, args, [](auto &a) { a.mix += a.delta != NULL; });
 }
 static void shared_window_longer(const char *launch, void *args) {
-    change_shared(launch, args, [](auto &a) { a.window++; });
+    change_csa(launch, args, [](auto &a) { a.window++; });
 }
 static void shared_window_shorter(const char *launch, void *args) {
-    change_shared(launch, args, [](auto &a) { a.window--; });
+    change_csa(launch, args, [](auto &a) { a.window--; });
 }
 static void shared_sinks_missing(const char *launch, void *args) {
-    change_shared(launch, args, [](auto &a) { a.sinks = NULL; });
+    change_csa(launch, args, [](auto &a) { a.sinks = NULL; });
 }
 static void not_rotated_back(const char *launch, void *args) {
-    change_shared(launch, args, [](auto &a) { a.rope.rope = 0; });
+    change_csa(launch, args, [](auto &a) { a.rope.rope = 0; });
 }
 static void key_seen_early(const char *launch, void *args) {
-    change_shared(launch, args, [](auto &a) { a.ratio -= a.ratio == 128; });
+    change_csa(launch, args, [](auto &a) { a.ratio -= a.ratio == 128; });
 }
 static void shared_choice_off_by_one(const char *launch, void *args) {
-    change_shared(launch, args, [](auto &a) { a.chosen += a.top_k > 0; });
+    change_csa(launch, args, [](auto &a) { a.chosen += a.top_k > 0; });
 }
 static void change_compressors(const char *launch, void *args, void (*f)(struct compress_args &c)) {
-    change_if<struct shared_args>(launch, "k_shared_store", args, [&](auto &a) {
+    change_if<struct csa_args>(launch, "k_csa_store", args, [&](auto &a) {
         for (int i = 0; i < a.n_with; i++) f(a.with[i]);
     });
 }
@@ -212,7 +212,7 @@ static void other_gates_of_keys(const char *launch, void *args) {
     change_compressors(launch, args, [](auto &c) { c.gate = c.value; });
 }
 static void keys_not_rounded(const char *launch, void *args) {
-    change_if<struct shared_args>(launch, "k_shared_store", args, [](auto &a) { a.qat = false; });
+    change_if<struct csa_args>(launch, "k_csa_store", args, [](auto &a) { a.qat = false; });
 }
 static void table_of_another_layer(const char *launch, void *args) {
     static const int32_t *last;

@@ -73,8 +73,8 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool delta, bool
            ranks, base, delta, norm, e.nmse(), bad);
 }
 
-/* Final rows of wide models, and the inputs of prediction layers, of which a rank has columns from..to-1. */
-static void run_final(int n, int streams, bool norm, int from, int to) {
+/* Final rows of wide models, and the inputs of MTP layers, of which a rank has columns from..to-1. */
+static void run_keep_hidden(int n, int streams, bool norm, int from, int to) {
     enum { ROWS = 5, TOKENS = 2, POS = 7 };
     const size_t wide = (size_t)n, per = (size_t)streams * wide, gap = wide + 4, stride = (size_t)(to - from) + 8;
     const std::vector<float> x = random_floats((int)(3 * per), 2), w[2] = {random_floats(n, 1), random_floats(n, 1)},
@@ -82,13 +82,13 @@ static void run_final(int n, int streams, bool norm, int from, int to) {
     gpu_array<float> x_d(x), w0(w[0]), w1(w[1]), ring(before), own_d(own);
     gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
     gpu_array<uint16_t> out(std::vector<uint16_t>(TOKENS * (size_t)streams * stride, 0xABCD));
-    const struct final_rows final = {ring, ROWS, streams, n, b};
-    const struct prediction_args a = {own_d, gap, final, {w0, w1}, 1e-6f, from, to, out, stride};
+    const struct mtp_hidden_rows final = {ring, ROWS, streams, n, b};
+    const struct mtp_input_args a = {own_d, gap, final, {w0, w1}, 1e-6f, from, to, out, stride};
     own_d.arrive(), ring.arrive();
-    LAUNCH_PDL(k_prediction_input, dim3(TOKENS, 1 + (unsigned)streams), NORM_THREADS, 0, test_stream, a);
+    LAUNCH_PDL(k_mtp_input, dim3(TOKENS, 1 + (unsigned)streams), NORM_THREADS, 0, test_stream, a);
     x_d.arrive();
-    LAUNCH_PDL(k_keep_final, dim3(2, (unsigned)streams), NORM_THREADS, 0, test_stream, x_d.p, norm ? w0.p : NULL, 1e-6f,
-               1, 1, final);
+    LAUNCH_PDL(k_keep_hidden, dim3(2, (unsigned)streams), NORM_THREADS, 0, test_stream, x_d.p, norm ? w0.p : NULL,
+               1e-6f, 1, 1, final);
     finish("final rows");
     error_sum sum;
     int bad = 0;
@@ -202,7 +202,7 @@ extern "C" void cuda_test_norms(void) {
     run_add_norm<DELTA_PUSHED>(48, 3, 1, true, true, true, 1);
     for (int n : {16376, 40})
         for (int streams : {1, 4})
-            run_final(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64));
+            run_keep_hidden(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64));
     run_streams_norm<4>(4088, 45, false), run_streams_norm<4>(4088, 16, true);
     run_streams_norm<8>(8184, 45, false), run_streams_norm<8>(8184, 32, true);
 }
@@ -302,7 +302,7 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
 
 /* Queries, keys and compressed keys of attention with one KV head of d values, of which any number is rotated, far into a
  * long text: keys of RATIO tokens are means over SPAN, of which the ring has some. */
-static void run_shared_store(int d, int rope, int pos) {
+static void run_csa_store(int d, int rope, int pos) {
     enum { TOKENS = 8, HEADS = 2, RATIO = 3, SPAN = 6, RING = 39 };
     const int wide = SPAN / RATIO * d, pairs = rope / 2, first = pos - SPAN;
     const size_t width = (size_t)wide, heads = (size_t)d;
@@ -323,7 +323,7 @@ static void run_shared_store(int d, int rope, int pos) {
         value_d(value), gate_d(gate);
     gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * d));
     gpu_array<struct batch> b(std::vector<struct batch>{{pos, TOKENS, pos}});
-    struct shared_args a = {};
+    struct csa_args a = {};
     struct rope_args &r = a.rope;
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = k.d, r.q_stride = (size_t)q.stride, r.k_stride = heads;
     r.k_norm = k_norm_d, r.q16 = q16, r.kp = window.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope;
@@ -336,7 +336,7 @@ static void run_shared_store(int d, int rope, int pos) {
     c.d = d;
     a.table = {freq_d, pairs, 1.5f, NULL, NULL}, a.n_with = 1, a.ratio = RATIO, a.span = SPAN, a.n_tok = TOKENS;
     q.d.arrive(), k.d.arrive(), value_d.arrive();
-    shared_store(&a, test_stream);
+    csa_store(&a, test_stream);
     finish("attention with one KV head: rows");
     const std::vector<uint16_t> got = q16.get();
     const std::vector<float> kept = rows_d.get();
@@ -401,7 +401,7 @@ static void run_shared_store(int d, int rope, int pos) {
 
 extern "C" void cuda_test_rotations(void) {
     begin_test(22);
-    run_shared_store(512, 512, 400004), run_shared_store(320, 64, 36);
+    run_csa_store(512, 512, 400004), run_csa_store(320, 64, 36);
     for (bool fp8 : {false, true}) {
         run_rope_gqa({256, 256, 512, 256, false, fp8, true, 0}),
             run_rope_gqa({256, 256, 256, 256, true, fp8, false, 64});

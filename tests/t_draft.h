@@ -1,7 +1,7 @@
 /* Drafts: the text with them is the text without them, byte for byte, whatever is drafted and however much of it is
  * right. */
 
-/* What the prediction layer says is replaced by tokens of a known text, or by others. */
+/* What the MTP layer says is replaced by tokens of a known text, or by others. */
 enum draft_force { FORCE_NOTHING, FORCE_RIGHT, FORCE_WRONG, FORCE_HALF };
 
 static struct {
@@ -111,13 +111,13 @@ static void check_same_text(const char *name, struct session *s, const char *ker
     free(logits);
 }
 
-/* n tokens after a prompt; is_short: of a session that has computed nothing yet, whose ring of final rows becomes so
- * short that the prediction layer must catch up again and again. */
+/* n tokens after a prompt; is_short: of a session that has computed nothing yet, whose ring of hidden states becomes so
+ * short that the MTP layer must catch up again and again. */
 static void short_ring_text(struct session *s, bool is_short, int32_t *text, int n) {
     enum { PROMPT = 30, CHUNK = 4 };
     int32_t ids[PROMPT];
     some_ids(ids, PROMPT, s->m->n_vocab);
-    for (int i = 0; i < s->pg.n && is_short; i++) s->pg.ranks[i].n_final = DECODE_MAX_TOKENS + CHUNK + 1;
+    for (int i = 0; i < s->pg.n && is_short; i++) s->pg.ranks[i].n_mtp_hidden = DECODE_MAX_TOKENS + CHUNK + 1;
     draft_run(s, &draft_samplings[3], 21, 0, 0, ids, PROMPT, CHUNK, text, n);
     CHECK(is_short == (s->n_predicted > PROMPT), "the prediction layer has made %d rows", s->n_predicted);
 }
@@ -394,7 +394,7 @@ static void test_draft_depth(void) {
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct drafting d = {0};
         uint64_t rng = 9;
-        int most = 0, used[4] = {0}, missed = 0; /* rounds that the prediction layer has not seen */
+        int most = 0, used[4] = {0}, missed = 0; /* rounds that the MTP layer has not seen */
         double seconds = 0, plain = 0;
         drafting_limit(&d, 0, 3);
         for (int round = 0; round < 2000; round++) {
@@ -480,7 +480,7 @@ static void test_draft_ends(void) {
     model_free(&m);
 }
 
-/* A state is saved with the rows of the prediction layer, and loads with and without it. */
+/* A state is saved with the rows of the MTP layer, and loads with and without it. */
 static void check_draft_file(const char *name) {
     enum { PROMPT = 40, N = 20 };
     const struct sampling *o = &draft_samplings[0];
@@ -492,18 +492,18 @@ static void check_draft_file(const char *name) {
     snprintf(path, sizeof path, "%s/drafts.kv", test_dir());
     if (!fixture_load(name, &m)) return;
     some_ids(text, PROMPT, m.n_vocab);
-    const int n_prediction = m.n_prediction;
+    const int n_mtp = m.n_mtp;
     const size_t bytes = (size_t)m.n_vocab * sizeof(float);
     float *logits = xmalloc(bytes);
     for (int with = 0; with < 4; with++) { /* bit 0: saved with the layer, bit 1: loaded with it */
-        m.n_prediction = with & 1 ? n_prediction : 0;
+        m.n_mtp = with & 1 ? n_mtp : 0;
         session_cpu(&s, &m, &kernels_ref, 1, 128, KV_BF16);
         if (with & 1) force_drafts(&s, &ops, FORCE_HALF, text, PROMPT + N);
         draft_run(&s, o, 0, 0, with & 1 ? 3 : 0, text, PROMPT, PROMPT, with ? got : text + PROMPT, N);
         CHECK(!with || !memcmp(got, text + PROMPT, sizeof got), "%s: another text", name);
         CHECK(state_save(&s, path, err) == 0, "%s", err);
         session_free(&s);
-        m.n_prediction = with & 2 ? n_prediction : 0;
+        m.n_mtp = with & 2 ? n_mtp : 0;
         session_cpu(&s, &m, &kernels_ref, 1, 128, KV_BF16);
         CHECK(session_load(&s, path, err) == 0 && s.n_past == PROMPT + N - 1, "%s, saved and loaded %d: %s", name, with,
               err);

@@ -617,7 +617,7 @@ static void test_families_mxfp4(void) {
 
 /* ---------------------------------------------------------------------------------------------- norms and rotations */
 
-/* Step-3.5's norms are stored less 1, all of them, and its prediction layers have heads of their own. MiMo's have names
+/* Step-3.5's norms are stored less 1, all of them, and its MTP layers have heads of their own. MiMo's have names
  * of their own. So are MiniMax-M3's, those of its indexers included. Catches a norm that is left as it is, and a layer
  * that is lost. */
 #define M3 "language_model.model."
@@ -1036,7 +1036,7 @@ static void check_v4_formats(struct hf *h) {
     CHECK(t && !bad, "%zu ids differ", bad);
 }
 
-/* e_proj and h_proj of the prediction layer, FP8 in one block each, side by side. Catches another order, rows after rows,
+/* e_proj and h_proj of the MTP layer, FP8 in one block each, side by side. Catches another order, rows after rows,
  * and the scale of one for both. */
 static void check_v4_joined(struct hf *h, const char *args, uint32_t type) {
     enum { N = 128 };
@@ -1063,7 +1063,7 @@ static void check_v4_joined(struct hf *h, const char *args, uint32_t type) {
     free(v);
 }
 
-/* A DSpark module in the place of the prediction layer is left out with all of its tensors, whatever the list of ratios
+/* A DSpark module in the place of the MTP layer is left out with all of its tensors, whatever the list of ratios
  * says after the last layer: the file is that of a release without either. */
 static void check_v4_dspark(void) {
     static const char *const parts[] = {"mtp.0.main_proj.weight", "mtp.2.markov_head.weight",
@@ -1662,7 +1662,7 @@ static void test_families_refusals(void) {
         else if (r->shape) snprintf(t->shape, sizeof t->shape, "%s", r->shape);
         else if (t) hf_drop(&h, r->tensor);
         const int rc = hf_convert_to(&h, "out.gguf");
-        /* a prediction layer that is not whole is left out */
+        /* an MTP layer that is not whole is left out */
         const bool left = strstr(r->message, "tensor 'mtp.0.") && ends_in(r->message, "is missing");
         CHECK(rc == !left && strstr(h.err, r->message) && (!left || strstr(h.err, "is left out,")),
               "%s, expected '%s': exit %d: %s", r->fixture, r->message, rc, h.err);

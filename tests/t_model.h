@@ -202,7 +202,7 @@ static void test_fixtures_deepseek(void) {
     check_fixture("kimi_k2", NULL);
 }
 
-/* The logits of the prediction layer for all positions but the last, in uneven batches after a forward of as many;
+/* The logits of the MTP layer for all positions but the last, in uneven batches after a forward of as many;
  * malloc'ed. */
 static float *prediction_logits(const struct model *m, const struct kernels *k, int tp, const int32_t *ids, int n) {
     static const int batches[] = {1, 3, 17, 2, 16, 5, 40};
@@ -213,7 +213,7 @@ static float *prediction_logits(const struct model *m, const struct kernels *k, 
     for (int pos = 0, b = 0; pos < n; b++) {
         const int some = int_min(n - pos, batches[b % 7]), from = int_max(pos - 1, 0), to = pos + some - 1;
         session_forward(&s, ids + pos, some);
-        if (to > from) session_predict(&s, PASS_PREDICTION, ids + from + 1, to - from, from);
+        if (to > from) session_mtp(&s, PASS_MTP, ids + from + 1, to - from, from);
         for (int row = 0, rows; row < to - from; row += rows) {
             rows = int_min(to - from - row, LOGIT_ROWS);
             session_head(&s, row, rows);
@@ -226,8 +226,8 @@ static float *prediction_logits(const struct model *m, const struct kernels *k, 
     return out;
 }
 
-/* The first prediction layer of a model against that of Hugging Face. The files are those of a fixture, ids.i32 and
- * predict.f32: row t from the final row of t and the token after it, then the rows of further layers. */
+/* The first MTP layer of a model against that of Hugging Face. The files are those of a fixture, ids.i32 and
+ * predict.f32: row t from the hidden state of t and the token after it, then the rows of further layers. */
 static void check_prediction(const char *name, const struct model *m, const char *ids_path, const char *want_path) {
     size_t n_ids = 0, n_want = 0;
     int32_t *ids = slurp(ids_path, &n_ids);
@@ -235,9 +235,9 @@ static void check_prediction(const char *name, const struct model *m, const char
     const int n = (int)(n_ids / sizeof *ids);
     const size_t count = (size_t)int_max(n - 1, 0) * (size_t)m->n_vocab;
     size_t all = 0;
-    for (int i = 0; i < m->n_prediction; i++) all += (size_t)(n - 1 - i) * (size_t)m->n_vocab;
-    CHECK(m->n_prediction, "%s: no prediction layer", name);
-    if (CHECK(count && n_want == all * sizeof *want, "%s: %zu bytes", want_path, n_want) && m->n_prediction)
+    for (int i = 0; i < m->n_mtp; i++) all += (size_t)(n - 1 - i) * (size_t)m->n_vocab;
+    CHECK(m->n_mtp, "%s: no prediction layer", name);
+    if (CHECK(count && n_want == all * sizeof *want, "%s: %zu bytes", want_path, n_want) && m->n_mtp)
         for (int tp = 1; tp <= (m->n_stream ? 4 : 2); tp++) {
             float *ref = prediction_logits(m, &kernels_ref, tp, ids, n);
             float *fast = prediction_logits(m, kernels_choose(), tp, ids, n);
@@ -273,8 +273,8 @@ static void test_prediction_chain(void) {
             const int t = from[k];
             if (k) session_forward(&s, ids + s.n_past, t - 7 - s.n_past);
             else session_forward(&s, ids, 2);
-            session_catch_up(&s, s.n_past - 1, PASS_PREDICTION); /* rows of the other pass */
-            for (int wrong = 2; wrong > 0; wrong--) {            /* a round that is taken back, and tokens that are */
+            session_catch_up(&s, s.n_past - 1, PASS_MTP); /* rows of the other pass */
+            for (int wrong = 2; wrong > 0; wrong--) {     /* a round that is taken back, and tokens that are */
                 s.tokens[s.n_past] = wrong;
                 session_draft(&s, 3);
                 session_forward(&s, s.tokens + s.n_past, 3);
@@ -284,7 +284,7 @@ static void test_prediction_chain(void) {
             s.tokens[s.n_past] = ids[t + 1];
             session_catch_up(&s, s.n_past, PASS_DRAFT);
             for (int d = 0; d < DRAFTS; d++) {
-                if (d) session_predict(&s, PASS_DRAFT, ids + t + 1 + d, 1, t + d);
+                if (d) session_mtp(&s, PASS_DRAFT, ids + t + 1 + d, 1, t + d);
                 session_head(&s, s.r->n_tok - 1, 1);
                 memcpy(got + (size_t)(k * DRAFTS + d) * row, s.r->ops->read_logits(s.r, 0), row * sizeof *got);
             }
@@ -300,7 +300,7 @@ static void test_prediction_chain(void) {
     model_free(&m);
 }
 
-/* The bits of what a prediction layer gives do not depend on the other tokens of a pass of up to 16. Catches a format of
+/* The bits of what an MTP layer gives do not depend on the other tokens of a pass of up to 16. Catches a format of
  * activations that is chosen by the number of streams. */
 static void test_prediction_batches(void) {
     enum { N = 16 };
@@ -319,7 +319,7 @@ static void test_prediction_batches(void) {
             session_cpu(&s, &m, k, 2, 32, KV_BF16);
             session_forward(&s, ids, N + 1);
             for (int at = 0; at < N; at += n) {
-                session_predict(&s, PASS_PREDICTION, ids + at + 1, n, at);
+                session_mtp(&s, PASS_MTP, ids + at + 1, n, at);
                 session_head(&s, 0, n);
                 for (int t = 0; t < n; t++)
                     memcpy(logits[whole] + (size_t)(at + t) * row, s.r->ops->read_logits(s.r, t),
@@ -1219,7 +1219,7 @@ static void test_ops_replay(void) {
     static const int buckets[] = {1, 5, 16, 40};
     enum { NAMES = sizeof names / sizeof *names };
     const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_linear | 1u << LOG_norm_ffn |
-                          1u << LOG_final_reduce | 1u << LOG_logits;
+                          1u << LOG_last_reduce | 1u << LOG_logits;
     for (int f = 0; f < NAMES; f++) {
         struct model m;
         struct session s;
@@ -1227,10 +1227,10 @@ static void test_ops_replay(void) {
         if (!f) want |= 1u << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
         if (m.n_stream)
-            want |= 1u << LOG_shared_store | 1u << LOG_select_keys | 1u << LOG_shared_attention |
-                    1u << LOG_group_linear | 1u << LOG_stream_linear;
+            want |= 1u << LOG_csa_store | 1u << LOG_select_keys | 1u << LOG_csa_attention | 1u << LOG_group_linear |
+                    1u << LOG_stream_linear;
         else if (f) want |= 1u << LOG_mla_attention;
-        if (m.n_prediction) want |= 1u << LOG_prediction_input | 1u << LOG_keep_final;
+        if (m.n_mtp) want |= 1u << LOG_mtp_input | 1u << LOG_keep_hidden;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;
         s.r->ops = &log_ops;
@@ -1243,8 +1243,8 @@ static void test_ops_replay(void) {
                 memset(&op_log, 0, sizeof op_log);
                 session_forward(&s, ids, buckets[b]);
                 session_head(&s, buckets[b] - 1, 1);
-                for (enum pass p = PASS_PREDICTION; m.n_prediction && p < PASSES; p++)
-                    session_predict(&s, p, ids, buckets[b], s.n_past - buckets[b]);
+                for (enum pass p = PASS_MTP; m.n_mtp && p < PASSES; p++)
+                    session_mtp(&s, p, ids, buckets[b], s.n_past - buckets[b]);
                 if (!i) hash = op_log.hash, n = op_log.n;
                 CHECK(op_log.hash == hash && op_log.n == n && n > 10,
                       "%s, %d tokens: replay %d of %d operations differs", names[f], buckets[b], i, n);

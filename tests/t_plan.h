@@ -59,7 +59,7 @@ struct by_hand {
     int64_t weights, copied; /* bytes of a GPU; of what every GPU of its stage has alike */
     int64_t experts, head;   /* bytes of it that a token reads */
     int64_t cache;           /* bytes per token of context */
-    int64_t prediction;      /* of the weights, those of a prediction layer */
+    int64_t prediction;      /* of the weights, those of an MTP layer */
     int64_t rounding;        /* bytes that the driver adds to allocations of more than 1 MiB, in pieces of 2 MiB */
 };
 
@@ -82,7 +82,7 @@ static int64_t index_key_by_hand(const struct published *p, bool fp8) {
  * each 128 of them and rotary keys in BF16; or all of it in BF16. */
 static int64_t latent_by_hand(bool fp8) { return fp8 ? 512 + 4 * 4 + 64 * 2 : 2 * (512 + 64); }
 
-/* Rank r of tp in a stage of layers first..first+n-1; predicts: and of the prediction layer, which has experts. */
+/* Rank r of tp in a stage of layers first..first+n-1; predicts: and of the MTP layer, which has experts. */
 static struct by_hand count_by_hand(const struct published *p, bool q8, bool fp8, int64_t experts, int64_t tp,
                                     int64_t r, int64_t first, int64_t n, bool predicts) {
     struct by_hand h = {0};
@@ -246,7 +246,7 @@ static void test_plan_published(void) {
         }
 }
 
-/* What the prediction layer of deepseek-v3 takes, by hand: a layer with experts, eh_proj, and norms of its two inputs.
+/* What the MTP layer of deepseek-v3 takes, by hand: a layer with experts, eh_proj, and norms of its two inputs.
  * Ranks divide eh_proj by its columns. */
 static void test_plan_prediction(void) {
     for (int64_t tp = 1; tp <= 4; tp *= 2) {
@@ -325,7 +325,7 @@ static void test_plan_sparse(void) {
               common, (int)plan_int(o, "keep_experts"), (int)best, t[i].keep);
         json_decref(o);
     }
-    /* what people read: 17 layers and 78 with a prediction layer, 132 bytes for a key */
+    /* what people read: 17 layers and 78 with an MTP layer, 132 bytes for a key */
     char *out = NULL;
     run_command(MOE_BIN " --plan --gpus 4x96 -c 131072 --synth deepseek-v3.2 </dev/null; " MOE_BIN
                         " --plan --gpus 4x200@1792 -c 131072 --synth glm-5 </dev/null; " MOE_BIN
@@ -782,11 +782,11 @@ static double hand_streams(double ctx) {
     struct hand h = {.us = mix, .bytes = (double)(s.h.experts + s.backbone + s.cache_reads)};
     for (int il = 0; il < 43; il++) {
         h.us += 2 * mix + (il ? 2 : 1) * sum + hand_us(DECODE_LINEAR) + hand_us(DECODE_LINEAR) + forecast_norm;
-        h.us += hand_us(DECODE_SHARED_STORE) + hand_us(DECODE_SHARED_ATTENTION) + hand_us(DECODE_LINEAR);
+        h.us += hand_us(DECODE_CSA_STORE) + hand_us(DECODE_CSA_ATTENTION) + hand_us(DECODE_LINEAR);
         h.us += hand_us(DECODE_LINEAR) + hand_us(DECODE_ROUTER) + hand_us(DECODE_GLU) + hand_us(DECODE_DOWN);
         if (il >= 2 && il % 2 == 0) h.us += hand_us(DECODE_INDEX_SCORES) + hand_us(DECODE_INDEX_BLOCKS);
         h.hidden += hand_hidden(hand_us(DECODE_LINEAR), query);
-        h.hidden += hand_hidden(hand_us(DECODE_SHARED_ATTENTION), output);
+        h.hidden += hand_hidden(hand_us(DECODE_CSA_ATTENTION), output);
         h.hidden += hand_hidden(hand_us(DECODE_ROUTER), 2.0 * 4096 * (1024 + 512)); /* at least that is next */
     }
     return hand_rate(h, (double)s.h.head, reduce);

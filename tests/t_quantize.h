@@ -147,7 +147,7 @@ static void test_quantize_forms(void) {
     }
 }
 
-/* The types of a prediction layer are those of the layers before: of its experts, of its other matrices, and of its
+/* The types of an MTP layer are those of the layers before: of its experts, of its other matrices, and of its
  * embedding and output matrix those of the model's. */
 static void test_quantize_prediction(void) {
     static const struct {

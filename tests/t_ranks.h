@@ -61,7 +61,7 @@ static void test_ranks_stages(void) {
     struct model m, pruned;
     if (!fixture_load("glm_moe_dsa_types", &m)) return;
     const struct range first = stage_layers(&m, 2, 0), second = stage_layers(&m, 2, 1);
-    CHECK(layer_beginnings(&m) == 2, "%d beginnings", layer_beginnings(&m));
+    CHECK(stage_starts(&m) == 2, "%d beginnings", stage_starts(&m));
     CHECK(first.first == 0 && first.n == 3 && second.first == 3 && second.n == 2, "stages %d+%d, %d+%d", first.first,
           first.n, second.first, second.n);
     shard_model(&pruned, &m, (struct shard){0, 1, 1, 2});
@@ -99,7 +99,7 @@ static void test_ranks_cuts(void) {
             *ends[end] = (struct weight){.data = some, .type = GGUF_F32, .n_in = width, .n_out = 1, .n_expert = 1};
             bytes[end ? n - 1 : 0] += 4 * (uint64_t)width;
         }
-        for (int n_stage = 1; n_stage <= int_min(MAX_RANKS, layer_beginnings(&m)); n_stage++) {
+        for (int n_stage = 1; n_stage <= int_min(MAX_RANKS, stage_starts(&m)); n_stage++) {
             uint64_t best = UINT64_MAX, got = 0;
             for (unsigned cuts = 0; cuts < 1u << (n - 1); cuts++) { /* bit il - 1: a stage begins with layer il */
                 uint64_t largest = 0, sum = 0;

@@ -116,7 +116,7 @@ static uint64_t toy_routers(const struct gguf *g, int n) {
     return h;
 }
 
-/* Scores of a file, with those of `mtp` prediction layers; score(block, expert) says which. */
+/* Scores of a file, with those of `mtp` MTP layers; score(block, expert) says which. */
 static json_t *scores_make(const struct gguf *g, int trunk, int mtp, struct toy_score (*score)(int block, int e)) {
     static const char *const keys[] = {"tokens", "weighted_sum", "weighted_max", "norm_sum", "gate_sum"};
     char hash[17];
@@ -709,7 +709,7 @@ static void test_reap_model(void) {
     const struct layer *layer = &m.layers[1];
     CHECK(layer->n_expert == 2 && layer->retained && layer->retained[0] == 1 && layer->retained[1] == 3,
           "the list of the layer");
-    CHECK(m.n_prediction == 1 && !strcmp(m.name, "deepseek_v3_plain-REAP-2of4"), "%s", m.name);
+    CHECK(m.n_mtp == 1 && !strcmp(m.name, "deepseek_v3_plain-REAP-2of4"), "%s", m.name);
     model_free(&m);
 }
 
@@ -792,7 +792,7 @@ static void test_reap_mtp(void) {
         char args[128];
         snprintf(args, sizeof args, "in.gguf in.json -o out.gguf --keep 3%s", drop ? " --mtp drop" : "");
         if (!CHECK(!reap_run(args), "%s", reap_err) || !reap_load(&m, "out.gguf")) return;
-        CHECK(m.n_layer == 2 && m.n_prediction == !drop, "%d layers, %d for prediction", m.n_layer, m.n_prediction);
+        CHECK(m.n_layer == 2 && m.n_mtp == !drop, "%d layers, %d for prediction", m.n_layer, m.n_mtp);
         CHECK(key_int(&m.gguf, "deepseek2.block_count") == 3 - drop, "block_count");
         CHECK(key_int(&m.gguf, "deepseek2.nextn_predict_layers") == 1 - drop, "nextn_predict_layers");
         CHECK(!strcmp(kept_text(&m.gguf, 2), drop ? "-" : "0 1 3"), "%s", kept_text(&m.gguf, 2));
@@ -800,7 +800,7 @@ static void test_reap_mtp(void) {
         model_free(&m);
     }
     gguf_close(&a);
-    struct toy t = toy_groups; /* a file whose prediction layer has other experts than the last */
+    struct toy t = toy_groups; /* a file whose MTP layer has other experts than the last */
     t.n[3] = 16;
     toy_write(&t, "mtp.gguf", NULL);
     CHECK(reap_run("mtp.gguf -o out.gguf --keep 6 --criterion random") == 1 && strstr(reap_err, "--mtp drop"), "%s",
@@ -813,11 +813,11 @@ static void test_reap_mtp(void) {
     gguf_close(&b);
 }
 
-/* toy_plain with a prediction layer. */
+/* toy_plain with an MTP layer. */
 static const struct toy toy_mtp = {
     .blocks = 4, .mtp = 1, .top_k = 2, .type = GGUF_NVFP4, .n = {0, 8, 8, 8}, .name = "toy"};
 
-/* Those of score_plain; in the prediction layer means of 1 to 8, more tokens for lower ids, and one huge output. */
+/* Those of score_plain; in the MTP layer means of 1 to 8, more tokens for lower ids, and one huge output. */
 static struct toy_score score_mtp(int block, int e) {
     const int64_t tokens = 200 - 10 * e;
     if (block < 3) return score_plain(block, e);
@@ -828,7 +828,7 @@ static struct toy_score score_mtp_unseen(int block, int e) {
     return block < 3 ? score_plain(block, e) : (struct toy_score){0, 0, 0, 0};
 }
 
-/* Writes the model as mtp.gguf, with n experts in its prediction layer, and files of scores: with that layer, without
+/* Writes the model as mtp.gguf, with n experts in its MTP layer, and files of scores: with that layer, without
  * it, with null in its place, without a token in it. */
 static void toy_mtp_write(int n) {
     struct toy t = toy_mtp;
@@ -850,7 +850,7 @@ static const char no_scores[] =
     "moe-reap: layer 3, for multi-token prediction, has no scores: it retains the same experts "
     "as the last layer before it\n";
 
-/* A prediction layer is pruned by its own scores. Where no file has them it retains the ids of the layer before. */
+/* An MTP layer is pruned by its own scores. Where no file has them it retains the ids of the layer before. */
 static void test_reap_mtp_scores(void) {
     static const struct {
         const char *options, *kept[3]; /* of blocks 1 to 3 */
@@ -889,7 +889,7 @@ static void test_reap_mtp_scores(void) {
                       kept_text(&b, 1 + k), c[i].kept[k]);
             if (!drop) compare_listed(&a, &b, 4);
             CHECK(key_int(&b, "toy.block_count") == 4 - drop, "%s: block_count", args);
-            /* of the trunk 13 experts of 16 are covered, of the prediction layer all 8 */
+            /* of the trunk 13 experts of 16 are covered, of the MTP layer all 8 */
             const double covered = key_num(&b, "moe.reap.calibration.coverage");
             CHECK(key_int(&b, "moe.reap.calibration.tokens") > 1000 ||
                       fabs(covered - (drop || c[i].without ? 13.0 / 16 : 21.0 / 24)) < 1e-6,
@@ -902,7 +902,7 @@ static void test_reap_mtp_scores(void) {
           reap_err);
 }
 
-/* A prediction layer with more experts than the layers before; without scores it cannot do as they do. */
+/* An MTP layer with more experts than the layers before; without scores it cannot do as they do. */
 static void test_reap_mtp_counts(void) {
     static const struct {
         const char *options, *kept;
@@ -941,7 +941,7 @@ static struct toy_score score_alternate(int block, int e) {
     return (struct toy_score){100, 100 * v, v, 100};
 }
 
-/* Models that moe-convert writes, with the scores of all layers: moe loads them, and the prediction layer has lost
+/* Models that moe-convert writes, with the scores of all layers: moe loads them, and the MTP layer has lost
  * others than the last layer before it. */
 static void test_reap_mtp_fixtures(void) {
     static const struct {
@@ -962,7 +962,7 @@ static void test_reap_mtp_fixtures(void) {
         snprintf(args, sizeof args, "in.gguf in.json -o out.gguf --keep %d", c[i].keep);
         if (CHECK(!reap_run(args), "%s: %s", c[i].name, reap_err) && reap_load(&m, "out.gguf")) {
             const struct layer *layer = &m.layers[m.n_layer];
-            CHECK(m.n_prediction == 1 && layer->n_expert == c[i].keep, "%s: %d experts", c[i].name, layer->n_expert);
+            CHECK(m.n_mtp == 1 && layer->n_expert == c[i].keep, "%s: %d experts", c[i].name, layer->n_expert);
             CHECK(strcmp(kept_text(&m.gguf, trunk), kept_text(&m.gguf, trunk - 1)) &&
                       strlen(kept_text(&m.gguf, trunk)) == (size_t)(2 * c[i].keep - 1),
                   "%s: %s", c[i].name, kept_text(&m.gguf, trunk));
@@ -1452,7 +1452,7 @@ static void test_reap_directory_drop(void) {
     json_decref(j);
 }
 
-/* A prediction layer whose file is absent may go, but not stay. */
+/* An MTP layer whose file is absent may go, but not stay. */
 static void test_reap_directory_absent(void) {
     fixture_copy("glm4_moe", "dir");
     shell("rm -rf cut dir/mtp.safetensors");
@@ -1463,7 +1463,7 @@ static void test_reap_directory_absent(void) {
     dir_convert("cut", "b.gguf");
 }
 
-/* A prediction layer in a file that the index lacks. */
+/* An MTP layer in a file that the index lacks. */
 static void test_reap_directory_unlisted(void) {
     struct gguf g;
     fixture_copy("glm4_moe", "dir");

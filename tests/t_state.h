@@ -431,7 +431,7 @@ static void test_state_ring(void) {
 }
 
 /* The same of keys that are values. The last token's window goes around the end of the ring. */
-static void test_state_ring_shared(void) {
+static void test_state_ring_csa(void) {
     static int32_t ids[WINDOW_TOKENS];
     struct model m;
     struct plane planes[PLANE_USES];
@@ -930,6 +930,6 @@ static void test_state_compressed_back(void) {
         {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file},                                    \
         {"state/resize", test_state_resize}, {"state/chat", test_state_chat}, {"state/dialogue", test_state_dialogue}, \
         {"state/ended", test_state_ended}, {"state/ring", test_state_ring}, {"state/ring-back", test_state_ring_back}, \
-        {"state/ring-twice", test_state_ring_twice}, {"state/ring-shared", test_state_ring_shared},                    \
+        {"state/ring-twice", test_state_ring_twice}, {"state/ring-shared", test_state_ring_csa},                       \
         {"state/sinks", test_state_sinks}, {"state/chosen", test_state_chosen},                                        \
         {"state/compressed", test_state_compressed}, {"state/compressed-back", test_state_compressed_back},

@@ -1,5 +1,5 @@
 /* What files may say in more than one way: matrices that are stored as one, metadata by layer, tensors for 16-bit
- * activations, files without prediction layers. Each is made of a fixture's file and must give the same bits of logits.
+ * activations, files without MTP layers. Each is made of a fixture's file and must give the same bits of logits.
  * */
 
 /* A file that is being rewritten: tensors as they are, or put together. */
@@ -157,7 +157,7 @@ static void test_tables_experts_used(void) {
     rewrite_tensors(&x, none);
     if (!CHECK(model_load(&other, rewrite_close(&x), err) == 0, "%s", err)) return;
     for (int il = 0; il < m.n_layer; il++) m.layers[il].n_expert_used = (int)used[il];
-    model_maxima(&m);
+    model_max_dims(&m);
     int32_t ids[30], out[1];
     for (int i = 0; i < 30; i++) ids[i] = 5 + 13 * i;
     CHECK(other.max.n_expert_used == m.max.n_expert_used && m.max.n_expert_used == 3, "at most %d experts",
@@ -210,14 +210,14 @@ static void test_tables_prec_a4(void) {
     }
 }
 
-/* A file may leave out its prediction layers, whose number the metadata still count; one that holds nothing else is
+/* A file may leave out its MTP layers, whose number the metadata still count; one that holds nothing else is
  * refused. */
 static void test_tables_halves(void) {
     struct model m, bad;
     struct rewrite x;
     char err[ERR_MAX], block[32];
     if (!fixture_load("deepseek_v3_plain", &m)) return;
-    if (!CHECK(m.n_prediction == 1, "the fixture has %d prediction layers", m.n_prediction)) return;
+    if (!CHECK(m.n_mtp == 1, "the fixture has %d prediction layers", m.n_mtp)) return;
     snprintf(block, sizeof block, "blk.%d.", m.n_layer);
     if (!rewrite_open(&x, "deepseek_v3_plain")) return;
     rewrite_keys(&x, NULL);

@@ -11,9 +11,9 @@ extern "C" {
 /* Tokens and positions to the device, without recording what follows. */
 void cuda_test_batch(struct rank *r) { send_batch(r); }
 
-/* The first n floats of the ring of final rows, from the device (read) or to it. */
-void cuda_test_final(struct rank *r, float *rows, int n, bool read) {
-    float *ring = r->cuda->final;
+/* The first n floats of the ring of hidden states, from the device (read) or to it. */
+void cuda_test_mtp_hidden(struct rank *r, float *rows, int n, bool read) {
+    float *ring = r->cuda->mtp_hidden;
     cudaStreamSynchronize(r->cuda->stream);
     cudaMemcpy(read ? rows : ring, read ? ring : rows, (size_t)n * sizeof *rows, cudaMemcpyDefault);
 }

@@ -323,8 +323,7 @@ static int run_other(int argc, char **argv) {
 #endif
         static struct settings set = {.json = true};
         static struct doctor d = {.set = &set};
-        if (!strcmp(argv[2], "doctor"))
-            doctor_step(&d, STEP_FORWARD), last_words.run = doctor_dies, last_words.arg = &d;
+        if (!strcmp(argv[2], "doctor")) doctor_step(&d, STEP_FORWARD), die_hook.run = doctor_dies, die_hook.arg = &d;
         return rank_fault(argv[2], argv[3]);
     }
     return -1;
