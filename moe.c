@@ -1025,12 +1025,13 @@ struct weight {
     enum gguf_type type;
     int n_in, n_out, n_expert;
     size_t row_bytes, expert_bytes; /* strides */
-    /* 0, or of a matrix that is part of another: its rows come in runs of row_run, row_run_bytes apart; the columns of
-     * a row in runs of col_run, col_run_bytes apart */
-    int row_run, col_run;
-    size_t row_run_bytes, col_run_bytes;
-    const float *scale; /* (n_expert) factors of the outputs, or NULL for 1 */
-    const float *bias;  /* (n_expert, n_out) rows bias_stride apart: added to the outputs; NULL: nothing is */
+    /* A strided view into a larger matrix; 0: it is contiguous. */
+    int row_run;          /* consecutive rows of a group */
+    size_t row_run_bytes; /* from one group of rows to the next */
+    int col_run;          /* consecutive columns of a group, within a row */
+    size_t col_run_bytes; /* from one group of columns to the next */
+    const float *scale;   /* (n_expert) factors of the outputs, or NULL for 1 */
+    const float *bias;    /* (n_expert, n_out) rows bias_stride apart: added to the outputs; NULL: nothing is */
     int bias_stride;
     bool has_input_scale;             /* the file was made for 4-bit activations: it has NAME.input_scale */
     const struct device_matrix *copy; /* the matrix on a GPU, in the model of a rank that runs there; otherwise NULL */
@@ -1047,10 +1048,10 @@ struct attn {
     int n_gate;            /* gates of a head's result by w_gate, one or head_v; 0: none */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
-    int kv_replica;                   /* shard: a rank before it has its KV head, too, and counts it in row norms */
-    int ratio;                        /* MIXER_CSA: tokens of a compressed key; 0: there are none beside the window */
-    int span;                         /* MIXER_CSA: tokens that a compressed key is made of */
-    int n_group, o_lora;              /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
+    int kv_replica;      /* shard: its KV head is a replica of a lower rank's, which alone counts it in row norms */
+    int ratio;           /* MIXER_CSA: tokens per compressed key; 0: there is only the window */
+    int span;            /* MIXER_CSA: tokens that are pooled into one: ratio, or with overlap 2 ratio */
+    int n_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
     /* An indexer chooses the keys: of MLA one by one, for all heads; of GQA in blocks, for each KV head. */
     int n_index; /* heads of the indexer's queries; 0: none, and with top_k the layer takes the choice of the one before */
     int index_k;      /* values of a head of the indexer and of its key */
@@ -1178,8 +1179,8 @@ struct hyper {
     const float *base, *scale; /* ((2 + n_stream) * n_stream), (3) */
 };
 
-/* Makes compressed keys of width d from the `ratio` tokens of each, or with overlap from twice as many: then the
- * first d values of a token go to the key after its own. */
+/* Pools `ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are for
+ * its own key, the first d for the next one. */
 struct compressor {
     struct weight kv, gate; /* (span / ratio * d, n_embd) */
     const float *ape;       /* (ratio, span / ratio * d) added to gates, by the token's place in its key */
@@ -1261,29 +1262,29 @@ struct layer {
 /* Sizes that the shapes of a layer's tensors are made of; layer_dim gives their values. */
 enum dim {
     DIM_ONE,
-    DIM_EMBD,       /* n_embd */
-    DIM_2_EMBD,     /* 2 n_embd */
-    DIM_SUM,        /* n_embd: of a vector that is added to a sum over the ranks, so that the first rank alone has it */
-    DIM_VOCAB,      /* n_vocab: rows of a head, which ranks divide */
-    DIM_TOKENS,     /* n_vocab: rows of an embedding */
-    DIM_Q,          /* n_head * head_k; with q_gate twice that */
-    DIM_K,          /* n_head_kv * head_k */
-    DIM_V,          /* n_head_kv * head_v */
-    DIM_ATT,        /* n_head * head_v */
-    DIM_HEADS,      /* n_head */
-    DIM_GATES,      /* n_head * n_gate */
-    DIM_HEAD_K,     /* head_k */
-    DIM_HEAD_V,     /* head_v */
-    DIM_NOPE,       /* head_k without its rotated values */
-    DIM_Q_LORA,     /* q_lora */
-    DIM_KV_LORA,    /* kv_lora */
-    DIM_KV_A,       /* kv_lora + rotated values */
-    DIM_INDEX_Q,    /* n_index * index_k */
-    DIM_INDEX_K,    /* index_k */
-    DIM_INDEXES,    /* n_index */
-    DIM_STREAMS,    /* n_stream * n_embd */
-    DIM_STREAM,     /* n_stream */
-    DIM_STREAM_MIX, /* (2 + n_stream) * n_stream */
+    DIM_EMBD,   /* n_embd */
+    DIM_2_EMBD, /* 2 n_embd */
+    DIM_SUM, /* n_embd: bias after a row-parallel matmul; rank 0 alone has it, or the all-reduce would add it n_rank times */
+    DIM_VOCAB,            /* n_vocab: rows of a head, which ranks divide */
+    DIM_TOKENS,           /* n_vocab: rows of an embedding */
+    DIM_Q,                /* n_head * head_k; with q_gate twice that */
+    DIM_K,                /* n_head_kv * head_k */
+    DIM_V,                /* n_head_kv * head_v */
+    DIM_ATT,              /* n_head * head_v */
+    DIM_HEADS,            /* n_head */
+    DIM_GATES,            /* n_head * n_gate */
+    DIM_HEAD_K,           /* head_k */
+    DIM_HEAD_V,           /* head_v */
+    DIM_NOPE,             /* head_k without its rotated values */
+    DIM_Q_LORA,           /* q_lora */
+    DIM_KV_LORA,          /* kv_lora */
+    DIM_KV_A,             /* kv_lora + rotated values */
+    DIM_INDEX_Q,          /* n_index * index_k */
+    DIM_INDEX_K,          /* index_k */
+    DIM_INDEXES,          /* n_index */
+    DIM_STREAMS,          /* n_stream * n_embd */
+    DIM_STREAM,           /* n_stream */
+    DIM_STREAM_MIX,       /* (2 + n_stream) * n_stream */
     DIM_STREAM_SCALES,    /* 3 */
     DIM_RATIO,            /* ratio */
     DIM_COMPRESSED,       /* span / ratio * head_k */
@@ -1630,9 +1631,11 @@ static inline const float *mtp_norm(const struct model *m, const struct layer *l
     return layer->head_norm ? layer->head_norm : layer->last_norm ? layer->last_norm : m->output_norm;
 }
 
-/* What an indexer chooses for a query: lists, one for all heads or one for each KV head; blocks of a list, of all. */
+/* Lists of chosen blocks that a query has: one, or one for each KV head. */
 static inline int attn_lists(const struct attn *a) { return a->kv_lora ? 1 : a->n_head_kv; }
+/* Blocks of a list. */
 static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
+/* Blocks of all lists of a query. */
 static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
 /* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a hidden state. */
@@ -1816,7 +1819,7 @@ struct sampling {
     bool greedy; /* the best token; temp <= 0 means the same */
     float temp, top_p, min_p, repeat_penalty;
     int top_k; /* 0: off */
-    int n_ids; /* a draft: one of the first n_ids ids; 0: all that the model has */
+    int n_ids; /* > 0: choose among the ids below n_ids only (drafts) */
 };
 
 /* The ids that a choice has. */
@@ -1925,8 +1928,8 @@ enum {
     X(void, logits, (struct rank *r, const float *norm, const struct weight *w, int first, int n),                     \
       (r, norm, w, first, n))                                                                                          \
     /* chooses n tokens by rows first.. of the logits: the i-th after tokens[0..n_past + i), of which the repeat      \
-       penalty looks at the latest; uniform (n): draws from [0, 1). A choice that is not tokens[n_past + i] makes      \
-       those after it meaningless */                                                                                  \
+       penalty looks at the latest; uniform (n): draws from [0, 1). Choices after the first that   \
+       differs from tokens[n_past + i] are meaningless */                                                             \
     X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *tokens, int n_past, int first, int n,    \
                      const double *uniform),                                                                           \
       (r, o, tokens, n_past, first, n, uniform))
@@ -2106,7 +2109,7 @@ struct rank {
     int32_t pos;           /* position of the first */
     int32_t state_pos;     /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
     int32_t *tokens;       /* (chunk) ids; the only one may be TOKEN_CHOSEN, see goes_ahead */
-    bool goes_ahead;       /* a forward of the token that `sample` is about to choose can be enqueued after it */
+    bool goes_ahead;       /* the next decode may be enqueued before the host knows the token that `sample` chooses */
     unsigned n_all_reduce; /* all-reduces of this forward that have begun */
 
     /* memory; "the backend's" is the device's on a GPU */
@@ -2284,8 +2287,8 @@ static inline void window_plane(struct plane *p, int window, int n_ctx_train) {
     p->window = window - 1;
 }
 
-/* A ring of what compressed keys of n_value values will be made of: of the tokens that the next one is made of, those
- * after them that may be taken back, and those of a decode forward. */
+/* The ring of a compressor's inputs for keys of n_value values. It holds the tokens of the unfinished key, up to
+ * MAX_LAG that may be rolled back, and one decode batch. */
 static inline struct plane compressor_ring(const struct attn *a, int n_value) {
     struct plane p = plane_make(KV_F32, 2 * (a->span / a->ratio) * n_value, 1);
     p.kind = PLANE_RING;
@@ -4143,7 +4146,7 @@ static void loader_same_type(struct loader *l, int il, const struct weight *gate
                     gguf_type_info(up->type).name);
 }
 
-/* Binds what the last row is made of the streams with. */
+/* Binds output_hc_*: how the streams are merged before the output norm. */
 static void loader_streams(struct loader *l) {
     struct hyper *hc = &l->m->hc_head;
     const int n = l->m->n_stream;
@@ -5363,8 +5366,8 @@ static void team_wait(struct team *t, unsigned phase) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Waits until all threads of the team are here. Returns true in the last of them, and there at once: the others wait
- * until it calls team_release. */
+/* A barrier with a serial section: the last thread of the team to arrive returns true at once; the others block until
+ * it calls team_release, then return false. */
 static bool team_arrive(void) {
     struct team *t = team_me.team;
     if (!t) return true;
@@ -8146,9 +8149,10 @@ static void streams_add(struct rank *r, enum act delta, int t, int from, int n) 
 
 static float sigmoidf(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-/* Makes of the products of a token's streams (n of them, then the streams' squared sum) how a half of a layer reads
- * them (n_stream), writes its result to them (n_stream), and mixes them (n_stream, n_stream): row j says where stream
- * j goes. The mix is made doubly stochastic by Sinkhorn's iterations. head: only the first part. */
+/* Turns a token's raw products x (n, then the streams' squared sum) into the coefficients of hyper-connections: how the
+ * streams are read (n_stream), how a result is written to them (n_stream), and how they are mixed (n_stream, n_stream),
+ * where row j says where stream j goes. Sinkhorn's iterations make the mix doubly stochastic. head: the first part
+ * alone. */
 static void streams_coefficients(const struct model *m, const struct hyper *hc, bool head, float *x, int n) {
     const int k = m->n_stream;
     const float eps = m->stream_eps, rms = 1.0f / sqrtf(x[n] / (float)(k * m->n_embd) + m->rms_eps);
@@ -8185,8 +8189,9 @@ static void streams_set(struct rank *r, int t, int from, int n) {
     }
 }
 
-/* Takes delta into the streams (ACT_COUNT: there is none; A_JOINED: it replaces them); then x = the streams as hc reads
- * them (NULL: nothing more), and out = norm(x) * w (NULL: nothing). head: hc only reads. */
+/* Adds the partial sums in `delta` to the streams (ACT_COUNT: there are none; A_JOINED: their sum replaces the
+ * streams) and mixes these. Then x = the streams as hc reads them (NULL: nothing more), and out = norm(x) * w (NULL:
+ * nothing). head: hc only reads. */
 static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, bool head, const float *w,
                         enum act out) {
     enum { COLUMNS = 512 };
@@ -8492,10 +8497,11 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
 /* ============================================================================================================
  * CPU operations: attention
  *
- * A set of query rows shares keys and values. A work item is one or more sets over a range of the context: it computes
- * an online softmax over blocks of keys, all sets for one block after the other, so that the cache is read once. In
- * decode the context is split among items, whose partial results are merged in a fixed order. How a token's context is
- * split depends on its own length alone, so that the token's results do not depend on the others of the forward.
+ * A head group is the query heads that share a KV head. A work item is one or more head groups over a range of the
+ * context: it computes an online softmax over blocks of keys, all groups for one block after the other, so that the
+ * cache is read once. In decode the context is split among items, whose partial results are merged in a fixed order.
+ * How a token's context is split depends on its own length alone, so that the token's results do not depend on the
+ * others of the forward.
  *
  * Keys are loaded transposed, so that both products are sgemm_add: the lanes of a vector are keys, then values of a
  * row.
@@ -8600,7 +8606,7 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
     }
 }
 
-/* Keys of the blocks that the query at position pos sees, of which its own ends with it. */
+/* Keys in the blocks chosen for the query at position pos; its own block counts only up to pos. */
 static int keys_chosen(const struct attn *a, int pos) {
     return int_min(pos + 1, a->top_k - a->index_block + pos % a->index_block + 1);
 }
@@ -8614,12 +8620,13 @@ static int keys_csa(const struct attn *a, int pos) {
     return int_min(pos + 1, a->window) + (a->top_k ? int_min(compressed, a->top_k) : compressed);
 }
 
-/* Keys of a query at position pos where keys are numbered as in a list: those chosen, or those of ATTEND_CSA. */
+/* Keys that the query at position pos sees, where they are addressed through a list: those chosen, or those of
+ * ATTEND_CSA. */
 static int keys_listed(const struct attend *a, const struct attn *shape, int pos) {
     return a->kind == ATTEND_CSA ? keys_csa(shape, pos) : keys_chosen(shape, pos);
 }
 
-/* Whether keys are numbered so. */
+/* Whether keys are addressed through a list. */
 static bool attend_listed(const struct attend *a) { return a->chosen || a->kind == ATTEND_CSA; }
 
 /* Returns the position of key `at` of KV head `head`, and makes *n the number of keys that follow one another from it
@@ -10462,12 +10469,12 @@ static void draft_shares(const struct draft_stats *d, char **out) {
 struct drafting {
     int n_min, n_max;               /* drafts of a round at least and at most; 0, 0: none */
     int best;                       /* the best number of drafts that was tried */
-    int depth;                      /* drafts of the latest round, */
-    int next;                       /* and of the next one, where the context has room for them */
+    int depth;                      /* drafts of the latest round */
+    int next;                       /* drafts of the next round, where the context has room for them */
     bool open;                      /* the choices of the latest round are yet to come */
     double seconds[DRAFTS_MAX + 1]; /* running mean of a round with so many drafts; 0: none was timed */
-    int trials[DRAFTS_MAX + 1];     /* rounds with so many drafts that were timed, */
-    long latest[DRAFTS_MAX + 1];    /* and the number of the latest, as `begun` counts */
+    int trials[DRAFTS_MAX + 1];     /* timed rounds with so many drafts */
+    long latest[DRAFTS_MAX + 1];    /* number of the latest round with so many drafts, as `begun` counts */
     long latest_before;             /* what `latest` was before the latest round */
     double catch_up;                /* seconds that the MTP layer takes for a row of an earlier round; 0: unknown */
     long begun;                     /* rounds that have begun */
@@ -10580,19 +10587,18 @@ struct session {
     bool host_chose; /* the latest token: the device left the choice to the host */
     int row;         /* of the logits: the timeline's last token */
     int n_draft;     /* tokens[n_past..) of the latest forward are drafts: they are not in the timeline yet */
-    int32_t chosen[LOGIT_ROWS]; /* what was chosen by the rows of the logits, */
-    int chosen_from, chosen_to; /* of which these are yet to be returned */
-    struct sampling sampling;   /* how */
-    int n_predicted; /* rows of its cache that the MTP layer has made, of tokens[0..n_predicted). It makes the rest
-                      * from the hidden states; after /load or a long truncation some are missing, and drafts are
-                      * worse */
+    int32_t chosen[LOGIT_ROWS]; /* tokens chosen by the rows of the logits */
+    int chosen_from, chosen_to; /* chosen[chosen_from..chosen_to) are yet to be returned */
+    struct sampling sampling;   /* how `chosen` was chosen */
+    int n_predicted; /* tokens in the MTP layer's cache. The gap to n_past is filled from the hidden states while these
+                      * are there; otherwise drafts get worse */
     int n_wanted;    /* tokens wanted after the next one at most: a round drafts no more; INT_MAX: no limit */
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
-    double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
-    int late;             /* rows of earlier rounds that the MTP layer computed in this round */
-    int longest;          /* the most tokens that the timeline had before it was cut: rings may have rows of them */
-    int restored;         /* shortest length that rings allow as a snapshot or a file left them; 0: any */
+    double round_start; /* when the choice before this round's was there; 0: this round is not timed */
+    int late;           /* rows of earlier rounds that the MTP layer computed in this round */
+    int longest;        /* the most tokens that the timeline had before it was cut: rings may have rows of them */
+    int restored; /* the timeline cannot be cut below this: rings hold nothing older since the last restore or /load; 0: any */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
@@ -10601,8 +10607,8 @@ struct session {
         uint8_t *data;    /* (snapshot_size) rows of rings and states, by rank, layer and use */
     } snapshots[SNAPSHOTS];
     unsigned snapshot_clock; /* counts snapshots taken and restored */
-    int sync_tokens;         /* of the latest sync: tokens computed, */
-    double sync_seconds;     /* and the time it took */
+    int sync_tokens;         /* tokens that the latest sync computed */
+    double sync_seconds;     /* that the latest sync took */
 };
 
 /* Layers and MTP layers of the session: several pipeline stages have none of the latter. */
@@ -10661,8 +10667,8 @@ static void session_wait(struct session *s);
 /* ---- the length of the timeline ---- */
 
 /* Returns the shortest length to which the timeline can be truncated without a snapshot: rings and recurrent states no
- * longer hold what came before. It is the same whatever was drafted, so that what is computed again is, too: a state
- * lags by up to 16 tokens after drafts, else by one, and by none after a forward ahead. */
+ * longer hold what came before. It does not depend on how much was drafted, so that recomputation, and with it the
+ * text, is the same with and without drafts. */
 static int session_reach(const struct session *s) {
     struct plane planes[PLANE_USES];
     int reach = s->restored;
@@ -24269,8 +24275,8 @@ enum decode_kernel {
     DECODE_KERNELS
 };
 
-/* The kernel as --profile calls it, and microseconds that one token takes beside the handover to the kernel and the
- * reading of its bytes. The source is a timing model of the machine code for an RTX PRO 6000 at 2.4 GHz, with 358
+/* The kernel as --profile calls it, and fixed microseconds of a launch, besides the handover to the kernel and memory
+ * traffic. The source is a timing model of the machine code for an RTX PRO 6000 at 2.4 GHz, with 358
  * clocks to L2 and 877 to memory. "run": the model ran the kernel with shapes of 30B to 671B, which gave this range.
  * The others are sums of latencies. No card was measured. */
 static const struct {

@@ -437,7 +437,7 @@ static void errors_clear() {
 struct device_matrix {
     uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles: n_rt rows of tiles, n_kt tiles along k */
     uint8_t *scales;    /* (n_expert, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
-    const float *scale; /* (n_expert) factors of the results, besides `unit`; NULL: 1 */
+    const float *scale; /* (n_expert) output scale of each expert, times `unit`; NULL: 1 */
     float scale_max;    /* the largest of their absolute values, not 0 */
     const float *bias;  /* (n_expert, 16 n_rt) added to the results, zero where a tile has no row; NULL: nothing is */
     float unit;         /* factor that undoes the power of two of fragment_dequantize */
@@ -3220,7 +3220,7 @@ struct attn_work {
     int pos, from, seen;  /* pos: of the first token; all rows of the tile see keys from..seen-1 */
     int low;              /* no row of the tile sees a key before it */
     int split, n_split, begin, end;
-    int ring, wrap;        /* of a plane's rows: key `wrap` is again in row 0, as key `ring` <= begin was */
+    int ring, wrap;        /* the cache is a ring: row 0 holds key `ring` (<= begin) and, one turn later, key `wrap` */
     const int32_t *chosen; /* blocks of 2^shift rows of the plane, of which keys begin..end-1 are meant; NULL: keys are
                               rows */
     int shift;
@@ -6343,9 +6343,10 @@ struct cuda {
     int turn;               /* index of the one used last */
 
     /* activations, see GPU_BUFFERS; a pair is a token and an expert that it uses */
-    float *x32[ACT_COUNT];    /* activation slots in F32, where something reads that */
-    float *x_first;           /* what x32[A_X] is when a forward begins and when it has ended */
-    float *x_other;           /* (DECODE_MAX_TOKENS, n_embd) takes turns with it, see norm_input_of */
+    float *x32[ACT_COUNT]; /* activation slots in F32, where something reads that */
+    float *x_first;        /* what x32[A_X] is when a forward begins and when it has ended */
+    float *x_other; /* (DECODE_MAX_TOKENS, n_embd) second buffer of A_X: a fused norm writes the sum there, because
+                               * other blocks still read the old one */
     uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
     float *cs, *sn;           /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
     float *row_sums;          /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */

@@ -887,7 +887,7 @@ static struct checkpoint {
     bool mtp_unsaid;             /* config.json does not say how many there are */
     int n_head, n_head_kv, rope; /* heads; rotated values of a key with latent attention */
     int heads[2], heads_kv[2];   /* heads, KV heads of layers without a window and with one */
-    bool by_layer;               /* these differ, or the gates of a head do: */
+    bool by_layer;               /* heads_of and gate_of are set per layer */
     int heads_of[MAX_LAYERS];    /* heads of a block; 0: as `heads` says */
     bool gate_of[MAX_LAYERS];    /* a gate for every value instead of one for every head */
     bool list_heads, list_kv;    /* GGUF files list the heads of every block, the KV heads */
