@@ -1262,29 +1262,29 @@ struct layer {
 /* Sizes that the shapes of a layer's tensors are made of; layer_dim gives their values. */
 enum dim {
     DIM_ONE,
-    DIM_EMBD,   /* n_embd */
-    DIM_2_EMBD, /* 2 n_embd */
-    DIM_SUM, /* n_embd: bias after a row-parallel matmul; rank 0 alone has it, or the all-reduce would add it n_rank times */
-    DIM_VOCAB,            /* n_vocab: rows of a head, which ranks divide */
-    DIM_TOKENS,           /* n_vocab: rows of an embedding */
-    DIM_Q,                /* n_head * head_k; with q_gate twice that */
-    DIM_K,                /* n_head_kv * head_k */
-    DIM_V,                /* n_head_kv * head_v */
-    DIM_ATT,              /* n_head * head_v */
-    DIM_HEADS,            /* n_head */
-    DIM_GATES,            /* n_head * n_gate */
-    DIM_HEAD_K,           /* head_k */
-    DIM_HEAD_V,           /* head_v */
-    DIM_NOPE,             /* head_k without its rotated values */
-    DIM_Q_LORA,           /* q_lora */
-    DIM_KV_LORA,          /* kv_lora */
-    DIM_KV_A,             /* kv_lora + rotated values */
-    DIM_INDEX_Q,          /* n_index * index_k */
-    DIM_INDEX_K,          /* index_k */
-    DIM_INDEXES,          /* n_index */
-    DIM_STREAMS,          /* n_stream * n_embd */
-    DIM_STREAM,           /* n_stream */
-    DIM_STREAM_MIX,       /* (2 + n_stream) * n_stream */
+    DIM_EMBD,       /* n_embd */
+    DIM_2_EMBD,     /* 2 n_embd */
+    DIM_SUM,        /* n_embd: bias after a row-parallel matmul: rank 0 alone has it, because an all-reduce adds it */
+    DIM_VOCAB,      /* n_vocab: rows of a head, which ranks divide */
+    DIM_TOKENS,     /* n_vocab: rows of an embedding */
+    DIM_Q,          /* n_head * head_k; with q_gate twice that */
+    DIM_K,          /* n_head_kv * head_k */
+    DIM_V,          /* n_head_kv * head_v */
+    DIM_ATT,        /* n_head * head_v */
+    DIM_HEADS,      /* n_head */
+    DIM_GATES,      /* n_head * n_gate */
+    DIM_HEAD_K,     /* head_k */
+    DIM_HEAD_V,     /* head_v */
+    DIM_NOPE,       /* head_k without its rotated values */
+    DIM_Q_LORA,     /* q_lora */
+    DIM_KV_LORA,    /* kv_lora */
+    DIM_KV_A,       /* kv_lora + rotated values */
+    DIM_INDEX_Q,    /* n_index * index_k */
+    DIM_INDEX_K,    /* index_k */
+    DIM_INDEXES,    /* n_index */
+    DIM_STREAMS,    /* n_stream * n_embd */
+    DIM_STREAM,     /* n_stream */
+    DIM_STREAM_MIX, /* (2 + n_stream) * n_stream */
     DIM_STREAM_SCALES,    /* 3 */
     DIM_RATIO,            /* ratio */
     DIM_COMPRESSED,       /* span / ratio * head_k */
@@ -10595,10 +10595,10 @@ struct session {
     int n_wanted;    /* tokens wanted after the next one at most: a round drafts no more; INT_MAX: no limit */
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
-    double round_start; /* when the choice before this round's was there; 0: this round is not timed */
-    int late;           /* rows of earlier rounds that the MTP layer computed in this round */
-    int longest;        /* the most tokens that the timeline had before it was cut: rings may have rows of them */
-    int restored; /* the timeline cannot be cut below this: rings hold nothing older since the last restore or /load; 0: any */
+    double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
+    int late;             /* rows of earlier rounds that the MTP layer computed in this round */
+    int longest;          /* the most tokens that the timeline had before it was cut: rings may have rows of them */
+    int restored;         /* the timeline cannot be cut below this: rings hold nothing older; 0: any */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
         int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
@@ -18663,7 +18663,7 @@ static const struct option options[] = {
 };
 
 /* Names of llama.cpp that are no options here. They are accepted and ignored, refused, or stand for an option. */
-struct foreign {
+struct llama_option {
     const char *names; /* patterns of fnmatch, separated by blanks; = at the end: it takes a value; ~: on|off|auto may
                           follow */
     const char *value; /* the row applies to these values, separated by |; NULL: to all */
@@ -18675,7 +18675,7 @@ struct foreign {
 #define REFUSE .refused = true, .why
 #define IGNORE .why
 
-static const struct foreign foreigners[] = {
+static const struct llama_option llama_options[] = {
     {"-ngl= --gpu-layers= --n-gpu-layers=", "0", .as = "--cpu"},
     {"-ngl= --gpu-layers= --n-gpu-layers=", IGNORE = "all layers run on the GPUs, or with --cpu on the CPU"},
     {"-dev= --device=", "none", .as = "--cpu"},
@@ -18952,7 +18952,7 @@ static void options_help(const struct settings *s, FILE *f) {
 }
 
 /* Whether one of the patterns matches; *takes becomes what stands after it: '=', '~' or 0. */
-static bool foreign_matches(const char *patterns, const char *name, char *takes) {
+static bool llama_option_matches(const char *patterns, const char *name, char *takes) {
     char one[64];
     for (const char *p = patterns; *p; p += *p == ' ') {
         const size_t n = strcspn(p, " ");
@@ -18964,12 +18964,12 @@ static bool foreign_matches(const char *patterns, const char *name, char *takes)
     return false;
 }
 
-/* The row for a foreign option and its value, which may be NULL; NULL: there is none. *takes: as in foreign_matches. */
-static const struct foreign *foreign_find(const char *name, const char *value, char *takes) {
-    for (size_t i = 0; i < sizeof foreigners / sizeof *foreigners; i++) {
-        const struct foreign *f = &foreigners[i];
+/* The row for a foreign option and its value, which may be NULL; NULL: there is none. *takes: as in llama_option_matches. */
+static const struct llama_option *llama_option_find(const char *name, const char *value, char *takes) {
+    for (size_t i = 0; i < sizeof llama_options / sizeof *llama_options; i++) {
+        const struct llama_option *f = &llama_options[i];
         if (f->value && !(value && list_has(f->value, value))) continue;
-        if (foreign_matches(f->names, name, takes)) return f;
+        if (llama_option_matches(f->names, name, takes)) return f;
     }
     return NULL;
 }
@@ -19015,7 +19015,7 @@ static int option_parse(struct settings *s, int argc, char **argv, char ***notes
     if (a[0] != '-' || !a[1]) return positional_parse(s, a, err);
     const char *value = argument_split(a, name);
     const struct option *o = option_by_argument(name);
-    const struct foreign *f = o ? NULL : foreign_find(name, value ? value : next, &takes);
+    const struct llama_option *f = o ? NULL : llama_option_find(name, value ? value : next, &takes);
     if (f) {
         if (f->refused) return fail(err, "%s: %s", a, f->why);
         if (takes == '=' && !value && !next) return fail(err, "%s needs a value", a);

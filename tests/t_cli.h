@@ -432,7 +432,7 @@ static void test_cli_llama(void) {
         if (blank) *blank = 0;
         const int rc = parse_in_child(argv, lines_follow, &said);
         char takes;
-        const struct foreign *f = foreign_find(line, argv[2], &takes);
+        const struct llama_option *f = llama_option_find(line, argv[2], &takes);
         const bool known = option_by_argument(line) || (f && f->as); /* as: it stands for an option */
         CHECK(rc == 0 || rc == EXIT_USAGE, "%s: exit code %d: %s", line, rc, sb_cstr(&said));
         if (rc || !known) CHECK_HAS(sb_cstr(&said), line, "the reason of %s", line);
