@@ -1016,7 +1016,7 @@ static void progress_end(void) {
 enum {
     MAX_TOPK = 32,         /* experts used per token */
     MAX_TRAINED = 1 << 28, /* positions that a model was trained for */
-    STREAMS_MAX = 8        /* streams of residuals */
+    HC_MAX = 8             /* streams of residuals */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -1124,7 +1124,7 @@ enum qk_norm {
     X(SHARED, l->n_ff_shared > 0)                                             \
     X(EXPERT_IDS, l->has_expert_ids)                                          \
     X(BIASES, l->has_biases)                                                  \
-    X(STREAMS, m->n_stream > 0)                                               \
+    X(HC, m->n_hc > 0)                                                        \
     X(MTP, l->mtp)
 enum layer_condition {
 #define CONDITION(bit, test) CONDITION_##bit,
@@ -1173,10 +1173,10 @@ static inline struct glu glu_silu_clamp(float limit) {
 /* How a head's gate scales its result. */
 enum head_gate { GATE_SIGMOID, GATE_SOFTPLUS };
 
-/* How a half of a layer reads and writes the streams (hyper-connections, arXiv 2512.24880; see streams_mix). */
+/* How a half of a layer reads and writes the streams (hyper-connections, arXiv 2512.24880; see hc_mix). */
 struct hyper {
-    const float *fn;           /* ((2 + n_stream) * n_stream, n_stream * n_embd) */
-    const float *base, *scale; /* ((2 + n_stream) * n_stream), (3) */
+    const float *fn;           /* ((2 + n_hc) * n_hc, n_hc * n_embd) */
+    const float *base, *scale; /* ((2 + n_hc) * n_hc), (3) */
 };
 
 /* Pools `ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are for
@@ -1282,12 +1282,12 @@ enum dim {
     DIM_INDEX_Q,    /* n_index * index_k */
     DIM_INDEX_K,    /* index_k */
     DIM_INDEXES,    /* n_index */
-    DIM_STREAMS,    /* n_stream * n_embd */
-    DIM_STREAM,     /* n_stream */
-    DIM_STREAM_MIX, /* (2 + n_stream) * n_stream */
-    DIM_STREAM_SCALES,    /* 3 */
-    DIM_RATIO,            /* ratio */
-    DIM_COMPRESSED,       /* span / ratio * head_k */
+    DIM_HC_EMBD,    /* n_hc * n_embd */
+    DIM_HC,         /* n_hc */
+    DIM_HC_MIX,     /* (2 + n_hc) * n_hc */
+    DIM_HC_SCALES,  /* 3 */
+    DIM_RATIO,      /* ratio */
+    DIM_COMPRESSED, /* span / ratio * head_k */
     DIM_INDEX_COMPRESSED, /* span / ratio * index_k */
     DIM_GROUPS,           /* n_group */
     DIM_GROUP_IN,         /* n_head / n_group * head_v */
@@ -1375,12 +1375,12 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("attn_compressor_norm.weight", "self_attn.compressor.kv_norm", compressor.norm, HEAD_K,   HAS_COMPRESSED),
     MATRIX("attn_output_a",         "self_attn.o_a_proj",           wo_a,        GROUP_IN, O_LORA,  GROUPS,  HAS_CSA),
     MATRIX("attn_output_b",         "self_attn.o_b_proj",           wo,          GROUPS_OUT, EMBD,  ONE,     HAS_CSA),
-    VECTORS("hc_attn_fn.weight",    "attn_hc.fn",                   hc_attn.fn,  STREAMS, STREAM_MIX,        HAS_STREAMS),
-    VECTOR("hc_attn_base.weight",   "attn_hc.base",                 hc_attn.base, STREAM_MIX,       HAS_STREAMS),
-    VECTOR("hc_attn_scale.weight",  "attn_hc.scale",                hc_attn.scale, STREAM_SCALES,   HAS_STREAMS),
-    VECTORS("hc_ffn_fn.weight",     "ffn_hc.fn",                    hc_ffn.fn,   STREAMS, STREAM_MIX,        HAS_STREAMS),
-    VECTOR("hc_ffn_base.weight",    "ffn_hc.base",                  hc_ffn.base, STREAM_MIX,        HAS_STREAMS),
-    VECTOR("hc_ffn_scale.weight",   "ffn_hc.scale",                 hc_ffn.scale, STREAM_SCALES,    HAS_STREAMS),
+    VECTORS("hc_attn_fn.weight",    "attn_hc.fn",                   hc_attn.fn,  HC_EMBD, HC_MIX,        HAS_HC),
+    VECTOR("hc_attn_base.weight",   "attn_hc.base",                 hc_attn.base, HC_MIX,       HAS_HC),
+    VECTOR("hc_attn_scale.weight",  "attn_hc.scale",                hc_attn.scale, HC_SCALES,   HAS_HC),
+    VECTORS("hc_ffn_fn.weight",     "ffn_hc.fn",                    hc_ffn.fn,   HC_EMBD, HC_MIX,        HAS_HC),
+    VECTOR("hc_ffn_base.weight",    "ffn_hc.base",                  hc_ffn.base, HC_MIX,        HAS_HC),
+    VECTOR("hc_ffn_scale.weight",   "ffn_hc.scale",                 hc_ffn.scale, HC_SCALES,    HAS_HC),
     {"ffn_gate_tid2eid.weight", "mlp.gate.tid2eid", offsetof(struct layer, expert_ids), TENSOR_IDS, DIM_USED, DIM_TOKENS, DIM_ONE, HAS_EXPERTS | HAS_EXPERT_IDS, false},
     MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    K,        ONE,     HAS_GQA),
     MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    V,        ONE,     HAS_GQA),
@@ -1433,9 +1433,9 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("nextn.eh_proj",         "eh_proj",                      eh_proj,     2_EMBD,  EMBD,     ONE,     HAS_MTP),
     OPTIONAL("nextn.shared_head_norm.weight", "shared_head.norm",   head_norm,   EMBD,              HAS_MTP),
     OPTIONAL("layer_output_norm.weight", "layer_output_norm",       last_norm,   EMBD,              HAS_MTP),
-    VECTORS("nextn.hc_head_fn.weight", "hc_head.fn",                hc_head.fn,  STREAMS, STREAM,            HAS_MTP | HAS_STREAMS),
-    VECTOR("nextn.hc_head_base.weight", "hc_head.base",             hc_head.base, STREAM,           HAS_MTP | HAS_STREAMS),
-    VECTOR("nextn.hc_head_scale.weight", "hc_head.scale",           hc_head.scale, ONE,             HAS_MTP | HAS_STREAMS),
+    VECTORS("nextn.hc_head_fn.weight", "hc_head.fn",                hc_head.fn,  HC_EMBD, HC,            HAS_MTP | HAS_HC),
+    VECTOR("nextn.hc_head_base.weight", "hc_head.base",             hc_head.base, HC,           HAS_MTP | HAS_HC),
+    VECTOR("nextn.hc_head_scale.weight", "hc_head.scale",           hc_head.scale, ONE,             HAS_MTP | HAS_HC),
     OPTIONAL_MATRIX("nextn.shared_head_head", "shared_head.head",   own_head,    EMBD,    VOCAB,             HAS_MTP),
     OPTIONAL_MATRIX("nextn.embed_tokens",     "embed_tokens",       own_embd,    EMBD,    TOKENS,            HAS_MTP),
 };
@@ -1554,10 +1554,10 @@ struct model {
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;
-    int n_stream;   /* streams of residuals (hyper-connections); 0: one, A_X */
+    int n_hc;       /* streams of residuals (hyper-connections); 0: one, A_X */
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
-    float stream_eps;
-    struct hyper hc_head; /* how the last row is made of the streams: (n_stream, n_stream * n_embd), (n_stream), (1) */
+    float hc_eps;
+    struct hyper hc_head; /* how the last row is made of the streams: (n_hc, n_hc * n_embd), (n_hc), (1) */
     bool qat;             /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
     struct rope ropes[MAX_ROPES];
     int n_rope;
@@ -1639,7 +1639,7 @@ static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k
 static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
 
 /* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a hidden state. */
-static inline int hidden_width(const struct model *m) { return (m->n_stream ? m->n_stream : 1) * m->n_embd; }
+static inline int hidden_width(const struct model *m) { return (m->n_hc ? m->n_hc : 1) * m->n_embd; }
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
@@ -1676,10 +1676,10 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_INDEX_Q: return a->n_index * a->index_k;
     case DIM_INDEX_K: return a->index_k;
     case DIM_INDEXES: return a->n_index;
-    case DIM_STREAMS: return m->n_stream * m->n_embd;
-    case DIM_STREAM: return m->n_stream;
-    case DIM_STREAM_MIX: return (2 + m->n_stream) * m->n_stream;
-    case DIM_STREAM_SCALES: return 3;
+    case DIM_HC_EMBD: return m->n_hc * m->n_embd;
+    case DIM_HC: return m->n_hc;
+    case DIM_HC_MIX: return (2 + m->n_hc) * m->n_hc;
+    case DIM_HC_SCALES: return 3;
     case DIM_RATIO: return a->ratio;
     case DIM_COMPRESSED: return a->ratio ? a->span / a->ratio * a->head_k : 0;
     case DIM_INDEX_COMPRESSED: return a->ratio ? a->span / a->ratio * a->index_k : 0;
@@ -1795,15 +1795,15 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(IQ)        /* (n_tok, n_index * index_k) indexer: queries */                                                \
     ACT(IK)        /* (n_tok, index_k) indexer: keys */                                                             \
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
-    ACT(STREAMS)   /* (n_tok, n_stream * n_embd) hyper-connections: streams of residuals */                         \
-    ACT(MIX)       /* (n_tok, (2 + n_stream) * n_stream + 1) how they are mixed, see streams_coefficients */        \
+    ACT(HC)   /* (n_tok, n_hc * n_embd) hyper-connections: streams of residuals */                         \
+    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients */        \
     ACT(CK)        /* (n_tok, span / ratio * head_k) compressor: values */                                          \
     ACT(CG)        /* (n_tok, span / ratio * head_k) compressor: their gates */                                     \
     ACT(ICK)       /* (n_tok, span / ratio * index_k) compressor of the indexer: values */                          \
     ACT(ICG)       /* (n_tok, span / ratio * index_k) compressor of the indexer: their gates */                     \
     ACT(GROUPS)    /* (n_tok, n_group * o_lora) results of groups of heads */                                       \
-    ACT(EH)        /* (n_tok, [n_stream,] columns of eh_proj) MTP layer: norms of embedding and hidden state */ \
-    ACT(JOINED)    /* (n_tok, n_stream * n_embd) what eh_proj makes of these: partial sums of the streams */
+    ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */ \
+    ACT(JOINED)    /* (n_tok, n_hc * n_embd) what eh_proj makes of these: partial sums of the streams */
 /* clang-format on */
 enum act {
 #define ACT(name) A_##name,
@@ -1887,8 +1887,8 @@ enum {
     X(void, mtp_input, STEP_PARAMS, STEP_ARGS)                                                                  \
     /* in = norm(input) unless norm is NULL; out[i] = w[i] in, for every matrix */                                     \
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
-    /* each stream of out (n_tok, n_stream, w->n_out) = w times that of in (n_tok, n_stream, w->n_in) */               \
-    X(void, stream_linear, STEP_PARAMS, STEP_ARGS)                                                                     \
+    /* each stream of out (n_tok, n_hc, w->n_out) = w times that of in (n_tok, n_hc, w->n_in) */               \
+    X(void, hc_linear, STEP_PARAMS, STEP_ARGS)                                                                     \
     /* out = w times the groups of heads in `in` */                                                                    \
     X(void, group_linear, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
@@ -2119,7 +2119,7 @@ struct rank {
     enum kv_type kv_type;
     struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
     /* (n_mtp_hidden, hidden_width) the backend's ring of hidden states, that of position p in row p % n_mtp_hidden: the
-     * latest positions' rows of A_X after the final norm (family.mtp_before_norm: before it; of A_STREAMS where there
+     * latest positions' rows of A_X after the final norm (family.mtp_before_norm: before it; of A_HC where there
      * are streams), and after the timeline what MTP layers give in their place; NULL: there is no MTP layer */
     float *mtp_hidden;
     int n_mtp_hidden; /* rows: more than the tokens of a forward and the drafts after them */
@@ -2482,10 +2482,10 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_IQ] = m->max.n_index * m->max.index_k;
     width[A_IK] = m->max.index_k;
     width[A_IW] = m->max.n_index;
-    width[A_EH] = (m->n_stream ? m->n_stream : 1) * m->max.eh;
-    width[A_JOINED] = m->n_mtp ? m->n_stream * m->n_embd : 0;
-    width[A_STREAMS] = m->n_stream * m->n_embd;
-    width[A_MIX] = m->n_stream ? (2 + m->n_stream) * m->n_stream + 1 : 0;
+    width[A_EH] = (m->n_hc ? m->n_hc : 1) * m->max.eh;
+    width[A_JOINED] = m->n_mtp ? m->n_hc * m->n_embd : 0;
+    width[A_HC] = m->n_hc * m->n_embd;
+    width[A_MIX] = m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : 0;
     width[A_CK] = width[A_CG] = m->max.compressed;
     width[A_ICK] = width[A_ICG] = m->max.index_compressed;
     width[A_GROUPS] = m->max.groups;
@@ -2615,11 +2615,11 @@ enum {
     FUSED_NORM_TOKENS = 8,                               /* rows, */
     FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and values of all rows at most */
     INDEX_SCORES = 1 << 22,                              /* scores of the indexer at once: limits the context */
-    AHEAD_SHARE = 4,      /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
-    GPU_STREAMS = 4,      /* streams of residuals, */
-    STREAM_WIDTH = 8192,  /* of so many values at most */
-    STREAM_COLUMNS = 256, /* columns of a block of k_streams_mix */
-    STREAM_SUMS = 32 /* sums that it leaves for a token, of which at most (2 + GPU_STREAMS) * GPU_STREAMS + 1 count */
+    AHEAD_SHARE = 4,  /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
+    GPU_HC = 4,       /* streams of residuals, */
+    HC_WIDTH = 8192,  /* of so many values at most */
+    HC_COLUMNS = 256, /* columns of a block of k_hc_mix */
+    HC_SUMS = 32      /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
 };
 
 /* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
@@ -2669,8 +2669,8 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    if (m->n_stream && m->n_stream != GPU_STREAMS) return "other than four streams of residuals (hyper-connections)";
-    return m->n_stream && m->n_embd > STREAM_WIDTH ? "streams of residuals of more than 8192 values" : NULL;
+    if (m->n_hc && m->n_hc != GPU_HC) return "other than four streams of residuals (hyper-connections)";
+    return m->n_hc && m->n_embd > HC_WIDTH ? "streams of residuals of more than 8192 values" : NULL;
 }
 
 static inline size_t gpu_larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -2722,7 +2722,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.listed = m->max.listed;
     d.scores = d.listed ? INDEX_SCORES : 0;
     d.joins = ((d.listed && !d.latent) || m->max.groups ? d.decode : 2) * d.heads;
-    d.streams = m->n_stream ? (d.embd + STREAM_COLUMNS - 1) / STREAM_COLUMNS * STREAM_SUMS : 0;
+    d.streams = m->n_hc ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
@@ -2761,10 +2761,10 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_ICK], float, d.n * d.act[A_ICK])                                                    \
     X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                    \
     X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                           \
-    X(x32[A_STREAMS], float, d.n * d.act[A_STREAMS])                                            \
+    X(x32[A_HC], float, d.n * d.act[A_HC])                                            \
     X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                              \
     X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                    \
-    X(stream_sums, float, d.n * d.streams)                                                      \
+    X(hc_sums, float, d.n * d.streams)                                                      \
     X(index_scores, float, d.scores)                                                            \
     X(chosen_keys, int32_t, d.n * d.listed)                                                     \
     X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                         \
@@ -3374,14 +3374,14 @@ static struct input normed(enum act x, const float *norm) { return (struct input
 
 /* The norm of the residual after the partial sums have been added to it, in A_H. */
 static struct input residual(const struct model *m, enum act partial, const float *norm, const struct hyper *hc) {
-    return (struct input){A_H, A_X, partial, norm, m->n_stream ? hc : NULL};
+    return (struct input){A_H, A_X, partial, norm, m->n_hc ? hc : NULL};
 }
 
 /* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or the MTP
  * layer's eh_proj, has left. */
 static struct input layer_input(const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    const enum act partial = m->n_stream && l->mtp ? A_JOINED : il ? A_OUT : ACT_COUNT;
+    const enum act partial = m->n_hc && l->mtp ? A_JOINED : il ? A_OUT : ACT_COUNT;
     return residual(m, partial, l->attn_norm, &l->hc_attn);
 }
 
@@ -3696,9 +3696,9 @@ static void read_deepseek4(struct loader *l) {
     l->attn_window = *a;
     loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
     read_indexer(l, 1);
-    m->n_stream = loader_int(l, "hyper_connection.count", KEY_REQUIRED, 1, STREAMS_MAX);
+    m->n_hc = loader_int(l, "hyper_connection.count", KEY_REQUIRED, 1, HC_MAX);
     m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations", KEY_REQUIRED, 1, 1000);
-    m->stream_eps = loader_num(l, "hyper_connection.epsilon", NAN);
+    m->hc_eps = loader_num(l, "hyper_connection.epsilon", NAN);
     l->n_expert_ids = loader_int(l, "hash_layer_count", KEY_REQUIRED, 0, m->n_layer);
     loader_ratios(l);
     loader_num(l, "expert_weights_scale", NAN); /* required */
@@ -3862,13 +3862,13 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
 
 /* Adds the last partial sums to the residual. hc: how the streams become one row. */
 static void forward_end(struct program *p, const struct model *m, const struct hyper *hc) {
-    step_add_input(p, OP_last_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, m->n_stream ? hc : NULL}, A_X);
+    step_add_input(p, OP_last_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, m->n_hc ? hc : NULL}, A_X);
 }
 
 /* Keeps hidden states for the MTP layer: the norms of the residual's rows, or all streams as they are. */
 static void forward_keep(struct program *p, const struct model *m, const float *norm, bool next) {
     struct step *s = step_add(p, OP_keep_hidden, -1, SLOTS(ACT_COUNT), ACT_COUNT);
-    s->x = m->n_stream ? A_STREAMS : A_X;
+    s->x = m->n_hc ? A_HC : A_X;
     s->norm = m->family->mtp_before_norm ? NULL : norm;
     s->next = next;
 }
@@ -3890,8 +3890,8 @@ static void forward_mtp(struct program *p, const struct model *m) {
     const struct layer *l = &m->layers[il];
     step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = mtp_embd(m, l);
     step_add(p, OP_mtp_input, il, SLOTS(ACT_COUNT), A_EH)->x = A_X;
-    step_add_products(p, m->n_stream ? OP_stream_linear : OP_linear, il, plain(A_EH),
-                      (const struct product[]){{&l->eh_proj, m->n_stream ? A_JOINED : A_OUT}, {NULL, 0}});
+    step_add_products(p, m->n_hc ? OP_hc_linear : OP_linear, il, plain(A_EH),
+                      (const struct product[]){{&l->eh_proj, m->n_hc ? A_JOINED : A_OUT}, {NULL, 0}});
     forward_layer(p, m, il);
     forward_end(p, m, &l->hc_head);
 }
@@ -4147,9 +4147,9 @@ static void loader_same_type(struct loader *l, int il, const struct weight *gate
 }
 
 /* Binds output_hc_*: how the streams are merged before the output norm. */
-static void loader_streams(struct loader *l) {
+static void loader_hc(struct loader *l) {
     struct hyper *hc = &l->m->hc_head;
-    const int n = l->m->n_stream;
+    const int n = l->m->n_hc;
     hc->fn = loader_vector(l, "output_hc_fn.weight", n * l->m->n_embd, n, false);
     hc->base = loader_vector(l, "output_hc_base.weight", n, 1, false);
     hc->scale = loader_vector(l, "output_hc_scale.weight", 1, 1, false);
@@ -4177,7 +4177,7 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
                     "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
                     "is not 2",
                     il, l->arch);
-    if (l->m->n_stream && !layer->has_expert_ids && !layer->router_bias)
+    if (l->m->n_hc && !layer->has_expert_ids && !layer->router_bias)
         loader_fail(l, "tensor 'blk.%d.exp_probs_b.bias' is missing, and '%s.hash_layer_count' is %d", il, l->arch,
                     l->n_expert_ids);
     if (layer->n_expert) loader_retained(l, layer, il);
@@ -4323,7 +4323,7 @@ static int model_bind(struct model *m, char *err) {
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
     m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
-    if (m->n_stream) loader_streams(&l);
+    if (m->n_hc) loader_hc(&l);
     if (!l.failed) m->layers = loader_own(&l, (size_t)model_blocks(m) * sizeof *m->layers);
     for (int i = 0; i < model_blocks(m) && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
     if (!l.failed) model_max_dims(m);
@@ -4719,7 +4719,7 @@ struct synth {
     int index_block, index_local; /* keys of a block, of which top_k are chosen; blocks that a query always sees */
     /* DeepSeek-V4: streams of residuals, layers that find experts by token ids, groups of heads, values of a group's
      * result; tokens of a compressed key in the first two layers, in all others 4 and 128 in turn */
-    int n_stream, n_hash, head_groups, o_lora, first_ratio;
+    int n_hc, n_hash, head_groups, o_lora, first_ratio;
     enum gguf_type ff_type;              /* of feed-forwards; 0: NVFP4 */
     bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
     bool window_sinks, sh_weight, norm_topk;
@@ -4745,11 +4745,11 @@ static const struct synth synths[] = {
     {.name = "deepseek-v4-flash", .predicts = true, .arch = "deepseek4", .n_layer = 43, .n_embd = 4096, .n_head = 64,
      .n_head_kv = 1, .head = 512, .n_expert = 256, .n_used = 6, .n_ff = 2048, .n_vocab = 129280, .n_ctx = 1048576,
      .q_lora = 1024, .rope = 64, .ff_shared = 2048, .scale = 1.5f, .window = 128, .n_index = 64, .index_k = 128,
-     .top_k = 512, .n_stream = 4, .n_hash = 3, .head_groups = 8, .o_lora = 1024, .ff_type = GGUF_MXFP4},
+     .top_k = 512, .n_hc = 4, .n_hash = 3, .head_groups = 8, .o_lora = 1024, .ff_type = GGUF_MXFP4},
     {.name = "deepseek-v4", .predicts = true, .arch = "deepseek4", .n_layer = 61, .n_embd = 7168, .n_head = 128,
      .n_head_kv = 1, .head = 512, .n_expert = 384, .n_used = 6, .n_ff = 3072, .n_vocab = 129280, .n_ctx = 1048576,
      .q_lora = 1536, .rope = 64, .ff_shared = 3072, .scale = 2.5f, .window = 128, .n_index = 64, .index_k = 128,
-     .top_k = 1024, .n_stream = 4, .n_hash = 3, .head_groups = 16, .o_lora = 1024, .first_ratio = 128,
+     .top_k = 1024, .n_hc = 4, .n_hash = 3, .head_groups = 16, .o_lora = 1024, .first_ratio = 128,
      .ff_type = GGUF_MXFP4},
     {.name = "kimi-k2", .arch = "deepseek2", .n_layer = 61, .n_embd = 7168, .n_head = 64, .n_head_kv = 1, .head = 128,
      .n_expert = 384, .n_used = 8, .n_ff = 2048, .n_vocab = 163840, .n_ctx = 131072, .q_lora = 1536, .kv_lora = 512,
@@ -4998,7 +4998,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     m->family->layer(l, &layer, il);
     const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
     const bool sees_all = y->index_block && dense;
-    if (y->n_index && !sees_all && !y->n_stream && !(shares && (il - y->index_first + 1) % y->index_freq))
+    if (y->n_index && !sees_all && !y->n_hc && !(shares && (il - y->index_first + 1) % y->index_freq))
         layer.attn.n_index = y->n_index;
     if (y->head_norm) layer.qk_norm = QK_NORM_HEADS;
     if (y->window_sinks && layer.attn.window) layer.attn.has_sinks = true;
@@ -5056,9 +5056,9 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &l, il);
     synth_add(&list, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
     synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "output.weight", 0);
-    if (y->n_stream) {
-        synth_add(&list, GGUF_F32, y->n_stream * y->n_embd, y->n_stream, 1, "output_hc_fn.weight", 0);
-        synth_add(&list, GGUF_F32, y->n_stream, 1, 1, "output_hc_base.weight", 0);
+    if (y->n_hc) {
+        synth_add(&list, GGUF_F32, y->n_hc * y->n_embd, y->n_hc, 1, "output_hc_fn.weight", 0);
+        synth_add(&list, GGUF_F32, y->n_hc, 1, 1, "output_hc_base.weight", 0);
         synth_add(&list, GGUF_F32, 1, 1, 1, "output_hc_scale.weight", 0);
     }
     model_free(&m);
@@ -5067,7 +5067,7 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
 }
 
 /* Writes what only DeepSeek-V4 has beside whole numbers. */
-static void synth_put_streams(struct gguf_writer *w, const struct synth *y) {
+static void synth_put_hc(struct gguf_writer *w, const struct synth *y) {
     const struct {
         const char *key;
         float value;
@@ -5079,7 +5079,7 @@ static void synth_put_streams(struct gguf_writer *w, const struct synth *y) {
     const int blocks = y->n_layer + y->predicts;
     int32_t ratios[MAX_LAYERS];
     char key[96];
-    if (!y->n_stream) return;
+    if (!y->n_hc) return;
     for (int il = 0; il < blocks; il++) ratios[il] = il >= y->n_layer ? 0 : il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         snprintf(key, sizeof key, "%s.%s", y->arch, numbers[i].key);
@@ -5163,9 +5163,9 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
                 {"attention.indexer.local_blocks", y->index_local},
                 {"attention.output_group_count", y->head_groups},
                 {"attention.output_lora_rank", y->o_lora},
-                {"hyper_connection.count", y->n_stream},
-                {"hyper_connection.sinkhorn_iterations", y->n_stream ? 20 : 0},
-                {"rope.scaling.original_context_length", y->n_stream ? 65536 : 0},
+                {"hyper_connection.count", y->n_hc},
+                {"hyper_connection.sinkhorn_iterations", y->n_hc ? 20 : 0},
+                {"rope.scaling.original_context_length", y->n_hc ? 65536 : 0},
                 {"vocab_size", y->n_vocab}};
     gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
     gguf_put_str(&w, "general.name", y->name, strlen(y->name));
@@ -5174,11 +5174,11 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
         gguf_put_u32(&w, key, (uint32_t)ints[i].value);
     }
-    if (y->n_stream) {
+    if (y->n_hc) {
         snprintf(key, sizeof key, "%s.hash_layer_count", y->arch);
         gguf_put_u32(&w, key, (uint32_t)(y->n_hash < y->n_layer ? y->n_hash : y->n_layer));
     }
-    synth_put_streams(&w, y);
+    synth_put_hc(&w, y);
     synth_put_windows(&w, y);
     if (y->kv_lora || y->norm_topk) {
         snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
@@ -5195,7 +5195,7 @@ static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t
         gguf_put_array(&w, key, GGUF_V_I32, 4, (const int32_t[4]){11, 11, 10, 0});
     }
     snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
-    gguf_put_f32(&w, key, y->n_key ? 1e7f : y->n_stream ? 1e4f : 1e6f);
+    gguf_put_f32(&w, key, y->n_key ? 1e7f : y->n_hc ? 1e4f : 1e6f);
     gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
     for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
     *data = w.data_bytes;
@@ -8081,14 +8081,14 @@ static void cpu_embed(struct rank *r, const struct step *s) {
             }
         }
         if (before) {
-            const enum act handed = r->m->n_stream ? A_STREAMS : x;
+            const enum act handed = r->m->n_hc ? A_HC : x;
             memcpy(act_row(r, handed, t), act_row(before, handed, t), (size_t)r->width[handed] * sizeof *row);
             continue;
         }
         gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, row, (size_t)w->n_in);
         for (int i = 0; scale != 1.0f && i < w->n_in; i++) row[i] *= scale;
-        for (int k = 0; k < r->m->n_stream; k++)
-            memcpy(act_row(r, A_STREAMS, t) + (ptrdiff_t)k * w->n_in, row, (size_t)w->n_in * sizeof *row);
+        for (int k = 0; k < r->m->n_hc; k++)
+            memcpy(act_row(r, A_HC, t) + (ptrdiff_t)k * w->n_in, row, (size_t)w->n_in * sizeof *row);
     }
     op_end(0, "embedding");
 }
@@ -8128,11 +8128,11 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
 
 /* The streams of token t become post[k] * delta + sum over j of mix[j][k] * stream j, where delta is the sum over the
  * stage's ranks, for columns from..from+n-1. */
-static void streams_add(struct rank *r, enum act delta, int t, int from, int n) {
+static void hc_add(struct rank *r, enum act delta, int t, int from, int n) {
     enum { COLUMNS = 256 };
-    const int hc = r->m->n_stream, n_embd = r->m->n_embd, n_rank = r->m->shard.n_rank;
+    const int hc = r->m->n_hc, n_embd = r->m->n_embd, n_rank = r->m->shard.n_rank;
     const float *post = act_row(r, A_MIX, t) + hc, *mix = post + hc;
-    float *streams = act_row(r, A_STREAMS, t), was[STREAMS_MAX][COLUMNS], sum[COLUMNS];
+    float *streams = act_row(r, A_HC, t), was[HC_MAX][COLUMNS], sum[COLUMNS];
     for (const int end = from + n; from < end; from += COLUMNS) {
         const int some = int_min(end - from, COLUMNS);
         memcpy(sum, act_row(r, delta, t) + from, (size_t)some * sizeof *sum);
@@ -8150,12 +8150,12 @@ static void streams_add(struct rank *r, enum act delta, int t, int from, int n) 
 static float sigmoidf(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 /* Turns a token's raw products x (n, then the streams' squared sum) into the coefficients of hyper-connections: how the
- * streams are read (n_stream), how a result is written to them (n_stream), and how they are mixed (n_stream, n_stream),
+ * streams are read (n_hc), how a result is written to them (n_hc), and how they are mixed (n_hc, n_hc),
  * where row j says where stream j goes. Sinkhorn's iterations make the mix doubly stochastic. head: the first part
  * alone. */
-static void streams_coefficients(const struct model *m, const struct hyper *hc, bool head, float *x, int n) {
-    const int k = m->n_stream;
-    const float eps = m->stream_eps, rms = 1.0f / sqrtf(x[n] / (float)(k * m->n_embd) + m->rms_eps);
+static void hc_coefficients(const struct model *m, const struct hyper *hc, bool head, float *x, int n) {
+    const int k = m->n_hc;
+    const float eps = m->hc_eps, rms = 1.0f / sqrtf(x[n] / (float)(k * m->n_embd) + m->rms_eps);
     for (int i = 0; i < n; i++) x[i] = x[i] * rms * hc->scale[i < k ? 0 : i < 2 * k ? 1 : 2] + hc->base[i];
     for (int i = 0; i < k; i++) x[i] = sigmoidf(x[i]) + eps;
     if (head) return;
@@ -8178,10 +8178,10 @@ static void streams_coefficients(const struct model *m, const struct hyper *hc, 
 }
 
 /* The streams of token t become the sum of A_JOINED over the stage's ranks, for columns from..from+n-1 of each. */
-static void streams_set(struct rank *r, int t, int from, int n) {
+static void hc_set(struct rank *r, int t, int from, int n) {
     const int n_embd = r->m->n_embd, n_rank = r->m->shard.n_rank;
-    for (int j = 0; j < r->m->n_stream; j++) {
-        float *to = act_row(r, A_STREAMS, t) + (ptrdiff_t)j * n_embd + from;
+    for (int j = 0; j < r->m->n_hc; j++) {
+        float *to = act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd + from;
         for (int k = 0; k < n_rank; k++) {
             const float *part = act_row(rank_peer(r, k), A_JOINED, t) + (ptrdiff_t)j * n_embd + from;
             for (int i = 0; i < n; i++) to[i] = (k ? to[i] : 0) + part[i];
@@ -8192,35 +8192,35 @@ static void streams_set(struct rank *r, int t, int from, int n) {
 /* Adds the partial sums in `delta` to the streams (ACT_COUNT: there are none; A_JOINED: their sum replaces the
  * streams) and mixes these. Then x = the streams as hc reads them (NULL: nothing more), and out = norm(x) * w (NULL:
  * nothing). head: hc only reads. */
-static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, bool head, const float *w,
-                        enum act out) {
+static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, bool head, const float *w,
+                   enum act out) {
     enum { COLUMNS = 512 };
     const struct model *m = r->m;
-    const int k = m->n_stream, n_embd = m->n_embd, parts = ceil_by(n_embd, COLUMNS);
+    const int k = m->n_hc, n_embd = m->n_embd, parts = ceil_by(n_embd, COLUMNS);
     const int n = head ? k : (2 + k) * k;
     if (delta != ACT_COUNT) {
         if (team_leads()) r->n_all_reduce++;
         stage_team_barrier(r);
         for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
             const int from = i % parts * COLUMNS, some = int_min(COLUMNS, n_embd - from);
-            if (delta == A_JOINED) streams_set(r, i / parts, from, some);
-            else streams_add(r, delta, i / parts, from, some);
+            if (delta == A_JOINED) hc_set(r, i / parts, from, some);
+            else hc_add(r, delta, i / parts, from, some);
         }
         if (m->shard.n_rank == 1) team_barrier(); /* the threads divide a token's columns */
         else stage_team_barrier(r);               /* nobody's delta is overwritten while others read it */
     }
     for (int i = team_first(hc ? r->n_tok * (n + 1) : 0); i >= 0; i = team_next()) {
-        const float *row = act_row(r, A_STREAMS, i / (n + 1));
+        const float *row = act_row(r, A_HC, i / (n + 1));
         const float *with = i % (n + 1) < n ? hc->fn + (ptrdiff_t)(i % (n + 1)) * k * n_embd : row;
         act_row(r, A_MIX, i / (n + 1))[i % (n + 1)] = r->cpu->k->dot(with, row, k * n_embd);
     }
     team_barrier();
     for (int t = team_first(hc ? r->n_tok : 0); t >= 0; t = team_next()) {
         float *mix = act_row(r, A_MIX, t), *to = act_row(r, x, t);
-        streams_coefficients(m, hc, head, mix, n);
-        r->cpu->k->scale(act_row(r, A_STREAMS, t), mix[0], to, n_embd);
+        hc_coefficients(m, hc, head, mix, n);
+        r->cpu->k->scale(act_row(r, A_HC, t), mix[0], to, n_embd);
         for (int j = 1; j < k; j++)
-            r->cpu->k->scale_add(act_row(r, A_STREAMS, t) + (ptrdiff_t)j * n_embd, mix[j], to, n_embd);
+            r->cpu->k->scale_add(act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd, mix[j], to, n_embd);
         if (w) r->cpu->k->rmsnorm(to, w, m->rms_eps, act_row(r, out, t), n_embd);
     }
     team_barrier();
@@ -8229,14 +8229,14 @@ static void streams_mix(struct rank *r, enum act x, enum act delta, const struct
 
 static void cpu_last_reduce(struct rank *r, const struct step *s) {
     struct rank *next = pg_neighbor(r, 1);
-    if (r->m->n_stream) streams_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
+    if (r->m->n_hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
     else all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
     if (next && team_leads()) pg_send(next);
 }
 
 /* in[0] = norm(input), see STEP_OPS. */
 static void norm_input(struct rank *r, const struct step *s) {
-    if (s->hc) streams_mix(r, s->x, s->partial, s->hc, false, s->norm, s->in[0]);
+    if (s->hc) hc_mix(r, s->x, s->partial, s->hc, false, s->norm, s->in[0]);
     else if (s->partial == ACT_COUNT) rmsnorm_rows(r, s->x, s->norm, s->in[0]);
     else all_reduce_add_rmsnorm(r, s->x, s->partial, s->norm, s->in[0]);
 }
@@ -8390,14 +8390,14 @@ static void cpu_mtp_input(struct rank *r, const struct step *s) {
     const enum act x = s->x;
     const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
               split = int_max(from, int_min(to, n));
-    const int n_stream = int_max(1, r->m->n_stream);
+    const int n_hc = int_max(1, r->m->n_hc);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *hidden = mtp_hidden_row(r, r->pos + t);
         float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t);
         r->cpu->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
-        for (int j = 0; j < n_stream && split > from; j++) /* the rank's columns below n, of the embedding */
+        for (int j = 0; j < n_hc && split > from; j++) /* the rank's columns below n, of the embedding */
             memcpy(out + (ptrdiff_t)j * (to - from), half + from, (size_t)(split - from) * sizeof *out);
-        for (int j = 0; j < n_stream && to > split; j++) { /* and those from n on */
+        for (int j = 0; j < n_hc && to > split; j++) { /* and those from n on */
             r->cpu->k->rmsnorm(hidden + (ptrdiff_t)j * n, layer->h_norm, r->m->rms_eps, half, n);
             memcpy(out + (ptrdiff_t)j * (to - from) + (split - from), half + (split - n),
                    (size_t)(to - split) * sizeof *out);
@@ -8409,10 +8409,10 @@ static void cpu_mtp_input(struct rank *r, const struct step *s) {
 
 /* The streams are further rows. A forward of up to 16 tokens takes 16 rows at a time, so that the bits of a row do not
  * depend on the other tokens. */
-static void cpu_stream_linear(struct rank *r, const struct step *s) {
+static void cpu_hc_linear(struct rank *r, const struct step *s) {
     const struct weight *w = s->w[0];
     const enum act x = s->in[0], out = s->out[0];
-    const int n = r->n_tok * r->m->n_stream;
+    const int n = r->n_tok * r->m->n_hc;
     const int step = int_min(r->n_tok <= DECODE_MAX_TOKENS ? DECODE_MAX_TOKENS : n, r->chunk);
     for (int i = 0; i < n; i += step) {
         const int some = int_min(step, n - i);
@@ -18964,7 +18964,8 @@ static bool llama_option_matches(const char *patterns, const char *name, char *t
     return false;
 }
 
-/* The row for a foreign option and its value, which may be NULL; NULL: there is none. *takes: as in llama_option_matches. */
+/* The row for a foreign option and its value, which may be NULL; NULL: there is none. *takes: as in
+ * llama_option_matches. */
 static const struct llama_option *llama_option_find(const char *name, const char *value, char *takes) {
     for (size_t i = 0; i < sizeof llama_options / sizeof *llama_options; i++) {
         const struct llama_option *f = &llama_options[i];
@@ -23933,8 +23934,8 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
 }
 
 /* Bytes of the hyper-connection that makes the last row of the streams. */
-static int64_t plan_head_streams(const struct model *m) {
-    return m->n_stream ? 4 * ((int64_t)m->n_stream * (m->n_stream * m->n_embd + 1) + 1) : 0;
+static int64_t plan_head_hc(const struct model *m) {
+    return m->n_hc ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
 }
 
 /* Bytes of the activation buffers of rank i. */
@@ -24033,9 +24034,9 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
     plan_matrix(r, &shard_of->embd);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
-    if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_head_streams(m);
+    if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_head_hc(m);
     for (int il = 0; il < model_blocks(shard_of); il++) plan_layer(r, p->cpu, shard_of, il);
-    r->weights += 4 * (int64_t)m->n_embd + plan_head_streams(m); /* the last norm */
+    r->weights += 4 * (int64_t)m->n_embd + plan_head_hc(m); /* the last norm */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
     if (p->cpu) {
@@ -24249,8 +24250,8 @@ enum decode_kernel {
     DECODE_EMBED,
     DECODE_MTP_INPUT,
     DECODE_ADD_NORM,
-    DECODE_STREAMS,
-    DECODE_STREAMS_NORM,
+    DECODE_HC_MIX,
+    DECODE_HC_NORM,
     DECODE_LINEAR,
     DECODE_ROW_NORM,
     DECODE_INDEX_STORE,
@@ -24283,32 +24284,32 @@ static const struct {
     const char *name;
     double us;
 } decode_costs[DECODE_KERNELS] = {
-    [DECODE_EMBED] = {"k_embed", 1.0},               /* two latencies of memory, and a sine */
-    [DECODE_MTP_INPUT] = {"k_mtp_input", 0.6},       /* a norm */
-    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},         /* four latencies of L2, and a sum over the block */
-    [DECODE_STREAMS] = {"k_streams_mix", 1.0},       /* three latencies of L2, and sums over a block */
-    [DECODE_STREAMS_NORM] = {"k_streams_norm", 2.4}, /* five latencies of L2, 20 iterations, a sum */
-    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},        /* run: 0.2 to 1.0 */
-    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},         /* three latencies of L2, and a sum over the block */
-    [DECODE_INDEX_STORE] = {"k_index_store", 0.6},   /* a norm, and a rotation */
-    [DECODE_INDEX_SCORES] = {"index_scores", 1.0},   /* two latencies of L2 for the queries, one of memory */
-    [DECODE_INDEX_CHOOSE] = {"index_choose", 6.0},   /* 5 readings of the scores of 32K keys by one SM */
-    [DECODE_INDEX_BLOCKS] = {"index_choose", 2.0},   /* the same of few blocks: latencies of L2, barriers */
-    [DECODE_ROPE] = {"k_rope_gqa", 0.6},             /* a norm, and a rotation */
-    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},       /* 0.4 as above, 0.4 to load and rotate the queries */
-    [DECODE_ATTENTION] = {"attn_kernel", 3.1},       /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
-    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0},   /* run: 1.6 a tile of keys, 2 to 3 before the first */
-    [DECODE_CSA_STORE] = {"k_csa_store", 1.2},       /* two latencies of L2, exponentials, a norm, a rotation */
-    [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7},   /* as of MLA, and 0.7 to join splits */
-    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},       /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
-    [DECODE_DELTA] = {"k_delta_decode", 2.0},        /* a latency of memory, and an SM moves a head's state */
-    [DECODE_ROUTER] = {"k_route_decode", 1.6},       /* two passes of latencies: the logits, the choice */
-    [DECODE_GLU] = {"k_gemv_glu", 1.4},              /* run: 1.4 */
-    [DECODE_DOWN] = {"k_gemv_down", 1.0},            /* run: 0.6 to 1.7 */
-    [DECODE_KEEP_HIDDEN] = {"k_keep_hidden", 0.6},   /* a norm */
-    [DECODE_SEND] = {"k_send_rows", 2.5},            /* half an all-reduce */
-    [DECODE_SAMPLE] = {"k_sample", 18.0},            /* two passes over the logits, two small copies, the next graph */
-    [DECODE_SHARE] = {"k_share_token", 2.5},         /* as k_send_rows */
+    [DECODE_EMBED] = {"k_embed", 1.0},             /* two latencies of memory, and a sine */
+    [DECODE_MTP_INPUT] = {"k_mtp_input", 0.6},     /* a norm */
+    [DECODE_ADD_NORM] = {"k_add_norm", 0.8},       /* four latencies of L2, and a sum over the block */
+    [DECODE_HC_MIX] = {"k_hc_mix", 1.0},           /* three latencies of L2, and sums over a block */
+    [DECODE_HC_NORM] = {"k_hc_norm", 2.4},         /* five latencies of L2, 20 iterations, a sum */
+    [DECODE_LINEAR] = {"k_gemv_linear", 0.4},      /* run: 0.2 to 1.0 */
+    [DECODE_ROW_NORM] = {"k_row_norm", 0.9},       /* three latencies of L2, and a sum over the block */
+    [DECODE_INDEX_STORE] = {"k_index_store", 0.6}, /* a norm, and a rotation */
+    [DECODE_INDEX_SCORES] = {"index_scores", 1.0}, /* two latencies of L2 for the queries, one of memory */
+    [DECODE_INDEX_CHOOSE] = {"index_choose", 6.0}, /* 5 readings of the scores of 32K keys by one SM */
+    [DECODE_INDEX_BLOCKS] = {"index_choose", 2.0}, /* the same of few blocks: latencies of L2, barriers */
+    [DECODE_ROPE] = {"k_rope_gqa", 0.6},           /* a norm, and a rotation */
+    [DECODE_MLA_QUERY] = {"k_mla_query", 0.8},     /* 0.4 as above, 0.4 to load and rotate the queries */
+    [DECODE_ATTENTION] = {"attn_kernel", 3.1},     /* run: 1.9; 0.5 to rotate, 0.7 to join splits */
+    [DECODE_MLA_ATTENTION] = {"attn_kernel", 4.0}, /* run: 1.6 a tile of keys, 2 to 3 before the first */
+    [DECODE_CSA_STORE] = {"k_csa_store", 1.2},     /* two latencies of L2, exponentials, a norm, a rotation */
+    [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7}, /* as of MLA, and 0.7 to join splits */
+    [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
+    [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
+    [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
+    [DECODE_GLU] = {"k_gemv_glu", 1.4},            /* run: 1.4 */
+    [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
+    [DECODE_KEEP_HIDDEN] = {"k_keep_hidden", 0.6}, /* a norm */
+    [DECODE_SEND] = {"k_send_rows", 2.5},          /* half an all-reduce */
+    [DECODE_SAMPLE] = {"k_sample", 18.0},          /* two passes over the logits, two small copies, the next graph */
+    [DECODE_SHARE] = {"k_share_token", 2.5},       /* as k_send_rows */
 };
 
 static const double forecast_handover = 1.0; /* microseconds from one kernel to the next, assumed */
@@ -24373,15 +24374,15 @@ static double products_read(const struct step *s) {
 static bool launch_add_input(struct launches *k, const struct step *s, bool may_fuse, double streams) {
     const struct model *m = k->m;
     const bool own = m->shard.n_rank == 1 || s->partial == ACT_COUNT;
-    const bool mixes = m->n_stream && s->x == A_X;
+    const bool mixes = m->n_hc && s->x == A_X;
     const int width = s->x == A_QA ? m->max.q_lora : m->n_embd;
     if (may_fuse && !mixes && gpu_norm_fuses(1, width, own)) return true;
     if (!mixes || !own) {
         const int at = launch_add(k, DECODE_ADD_NORM, 0, 0);
         k->list[at].reduces = !own;
     }
-    if (mixes) launch_add(k, DECODE_STREAMS, streams, 0);
-    if (mixes && streams > 0) launch_add(k, DECODE_STREAMS_NORM, 0, 0);
+    if (mixes) launch_add(k, DECODE_HC_MIX, streams, 0);
+    if (mixes && streams > 0) launch_add(k, DECODE_HC_NORM, 0, 0);
     return false;
 }
 
@@ -24443,7 +24444,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         break;
     case OP_mtp_input: launch_add(k, DECODE_MTP_INPUT, 0, 0); break;
     case OP_linear:
-    case OP_stream_linear:
+    case OP_hc_linear:
     case OP_group_linear: launch_add_linear(k, s); break;
     case OP_row_norm: {
         const int rows = launch_add(k, DECODE_ROW_NORM, READS(&l->q_norm, &l->k_norm), 0);
@@ -24484,7 +24485,7 @@ static void launches_of(struct launches *k, const struct step *s) {
     case OP_norm_ffn: launch_add_ffn(k, s); break;
     case OP_last_reduce: {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
-        launch_add_input(k, s, false, ends ? (double)plan_head_streams(m) : 0);
+        launch_add_input(k, s, false, ends ? (double)plan_head_hc(m) : 0);
         if (!ends) launch_add(k, DECODE_SEND, 0, 0);
         break;
     }
@@ -25628,7 +25629,7 @@ static void info_step(char **out, const struct model *m, const struct step *s) {
     if (s->x == ACT_COUNT) {
         for (int i = 0; s->in[i] != ACT_COUNT; i++) sb_printf(&slots, "%s ", acts[s->in[i]]);
     } else {
-        sb_printf(&slots, s->norm ? "norm(%s" : "%s", acts[s->hc ? A_STREAMS : s->x]);
+        sb_printf(&slots, s->norm ? "norm(%s" : "%s", acts[s->hc ? A_HC : s->x]);
         if (s->partial != ACT_COUNT) sb_printf(&slots, " + %s", acts[s->partial]);
         sb_puts(&slots, s->norm ? ") " : " ");
     }

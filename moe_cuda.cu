@@ -13,7 +13,7 @@
  *     and all-reduce        ranks or long rows: k_add_norm, which      or with the push
  *                           also pushes and adds the ranks' deltas,
  *                           or ncclAllGather
- *   hyper-connections     in place of these two k_streams_mix and k_streams_norm; several ranks: k_add_norm before
+ *   hyper-connections     in place of these two k_hc_mix and k_hc_norm; several ranks: k_add_norm before
  *   projections           k_gemv_linear                              gemm_kernel
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
  *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
@@ -1071,17 +1071,17 @@ static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s)
 
 /* Where the ring of hidden states lies, see struct rank. */
 struct mtp_hidden_rows {
-    float *at; /* (n_row, n_stream, n) */
-    int n_row, n_stream, n;
+    float *at; /* (n_row, n_hc, n) */
+    int n_row, n_hc, n;
     const struct batch *batch;
     DEVICE_MEMBER float *row(int i, int stream) const {
-        return at + ((size_t)((batch->pos + i) % n_row) * (size_t)n_stream + (size_t)stream) * (size_t)n;
+        return at + ((size_t)((batch->pos + i) % n_row) * (size_t)n_hc + (size_t)stream) * (size_t)n;
     }
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* The norm of x (n_tok, n_stream, n) times weight (n), NULL: x itself, becomes the hidden states of the positions from
- * that of batch row `first` + shift on. Grid: (rows, n_stream), block: NORM_THREADS. Some KB, bound by latency: 2
+/* The norm of x (n_tok, n_hc, n) times weight (n), NULL: x itself, becomes the hidden states of the positions from
+ * that of batch row `first` + shift on. Grid: (rows, n_hc), block: NORM_THREADS. Some KB, bound by latency: 2
  * us. */
 __global__ void __launch_bounds__(NORM_THREADS)
     k_keep_hidden(const float *x, const float *weight, float eps, int first, int shift, struct mtp_hidden_rows ring) {
@@ -1089,7 +1089,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
     const int t = first + (int)blockIdx.x, stream = (int)blockIdx.y, n = ring.n;
     grid_dependency_launch();
     grid_dependency_wait();
-    norm_load(v, x + ((size_t)t * (size_t)ring.n_stream + (size_t)stream) * (size_t)n, n);
+    norm_load(v, x + ((size_t)t * (size_t)ring.n_hc + (size_t)stream) * (size_t)n, n);
     const float f = norm_factor(v, n, eps);
     float *out = ring.row(t + shift, stream);
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
@@ -1106,16 +1106,16 @@ struct mtp_input_args {
     const float *norm[2]; /* (n) of the embedding, of the hidden state */
     float eps;
     int from, to;  /* columns of both, side by side, that the rank has; multiples of 4 */
-    uint16_t *out; /* (n_tok, n_stream, to - from), streams out_stride halves apart */
+    uint16_t *out; /* (n_tok, n_hc, to - from), streams out_stride halves apart */
     size_t out_stride;
 };
 
 /* out = [norm(x) * norm[0], norm(hidden state) * norm[1]] for each stream of the hidden state, then x = 0. Grid:
- * (n_tok, 1 + n_stream), block: NORM_THREADS. */
+ * (n_tok, 1 + n_hc), block: NORM_THREADS. */
 __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constant__ struct mtp_input_args a) {
     float4 v[LONG_NORM_VECS];
-    const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.ring.n, n_stream = a.ring.n_stream;
-    const int first = half ? (int)blockIdx.y - 1 : 0, end = half ? first + 1 : n_stream; /* streams that it writes */
+    const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.ring.n, n_hc = a.ring.n_hc;
+    const int first = half ? (int)blockIdx.y - 1 : 0, end = half ? first + 1 : n_hc; /* streams that it writes */
     float *x = a.x + (size_t)t * a.x_stride;
     grid_dependency_launch();
     grid_dependency_wait();
@@ -1129,7 +1129,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constan
         const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
         UNROLL_BY(1)
         for (int j = first; j < end; j++)
-            *(uint2 *)(a.out + (size_t)(t * n_stream + j) * a.out_stride + (size_t)(column - a.from)) =
+            *(uint2 *)(a.out + (size_t)(t * n_hc + j) * a.out_stride + (size_t)(column - a.from)) =
                 make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
     }
 }
@@ -1137,23 +1137,23 @@ __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constan
 /* ============================================================================================================
  * Streams of residuals
  *
- * Hyper-connections (DeepSeek-V4), see streams_mix of moe.c. k_streams_mix takes the result of a half of a layer into
- * the streams, and multiplies them by the rows of `fn`; k_streams_norm makes coefficients of the products, and the
+ * Hyper-connections (DeepSeek-V4), see hc_mix of moe.c. k_hc_mix takes the result of a half of a layer into
+ * the streams, and multiplies them by the rows of `fn`; k_hc_norm makes coefficients of the products, and the
  * next half's input. The residual stays in F32.
  * ============================================================================================================ */
 
-enum { STREAM_ROWS = (2 + GPU_STREAMS) * GPU_STREAMS, STREAM_TOKENS = 16 /* of a block of k_streams_mix at most */ };
+enum { HC_ROWS = (2 + GPU_HC) * GPU_HC, HC_TOKENS = 16 /* of a block of k_hc_mix at most */ };
 
-struct streams_args {
-    float *streams;            /* (n_tok, GPU_STREAMS, n) */
+struct hc_args {
+    float *streams;            /* (n_tok, GPU_HC, n) */
     const float *delta;        /* (n_tok, n); NULL: none */
-    const float *joined;       /* (n_tok, GPU_STREAMS, n) in place of the streams; NULL: none */
-    float *mix;                /* (n_tok, STREAM_ROWS + 1) coefficients, which k_streams_norm makes for the next mix */
-    const float *fn;           /* (n_row, GPU_STREAMS * n); NULL: nothing is multiplied */
+    const float *joined;       /* (n_tok, GPU_HC, n) in place of the streams; NULL: none */
+    float *mix;                /* (n_tok, HC_ROWS + 1) coefficients, which k_hc_norm makes for the next mix */
+    const float *fn;           /* (n_row, GPU_HC * n); NULL: nothing is multiplied */
     const float *base, *scale; /* as in struct hyper */
-    float *sums;               /* (n_tok, blocks, STREAM_SUMS): products with the rows, 0, .., squares at STREAM_ROWS */
+    float *sums;               /* (n_tok, blocks, HC_SUMS): products with the rows, 0, .., squares at HC_ROWS */
     int n_row, n, n_tok, n_sinkhorn;
-    float eps, stream_eps;
+    float eps, hc_eps;
     const float *weight; /* (n) of the norm; NULL: the streams' sum is stored without one, to x */
     uint16_t *h16;       /* (n_tok, n) the norm, */
     float *h32;          /* in F32, too */
@@ -1175,75 +1175,74 @@ DEVICE float warp_sums(float (&v)[32]) {
 }
 
 /* streams = post * delta + mix^T streams, and the sums of their products with fn.
- * Grid: (ceil(n / STREAM_COLUMNS), ceil(n_tok / STREAM_TOKENS)), block: STREAM_COLUMNS, a thread per column, with its
+ * Grid: (ceil(n / HC_COLUMNS), ceil(n_tok / HC_TOKENS)), block: HC_COLUMNS, a thread per column, with its
  * column of fn in registers. Moves 36 bytes per column and token, and reads fn once per block row, before the kernel in
  * front has ended. */
-__global__ void __launch_bounds__(STREAM_COLUMNS) k_streams_mix(const __grid_constant__ struct streams_args a) {
-    SHARED(float, part, STREAM_TOKENS *(STREAM_COLUMNS / WARP) * STREAM_SUMS);
+__global__ void __launch_bounds__(HC_COLUMNS) k_hc_mix(const __grid_constant__ struct hc_args a) {
+    SHARED(float, part, HC_TOKENS *(HC_COLUMNS / WARP) * HC_SUMS);
     grid_dependency_launch();
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, col = (int)blockIdx.x * STREAM_COLUMNS + tid;
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, col = (int)blockIdx.x * HC_COLUMNS + tid;
     const bool in = col < a.n;
-    float w[STREAM_ROWS][GPU_STREAMS];
-    UNROLL for (int i = 0; i < STREAM_ROWS; i++) UNROLL for (int j = 0; j < GPU_STREAMS; j++) w[i][j] =
-        in && i < a.n_row ? a.fn[(size_t)(i * GPU_STREAMS + j) * (size_t)a.n + (size_t)col] : 0.0f;
+    float w[HC_ROWS][GPU_HC];
+    UNROLL for (int i = 0; i < HC_ROWS; i++) UNROLL for (int j = 0; j < GPU_HC; j++) w[i][j] =
+        in && i < a.n_row ? a.fn[(size_t)(i * GPU_HC + j) * (size_t)a.n + (size_t)col] : 0.0f;
     grid_dependency_wait();
-    const int first = (int)blockIdx.y * STREAM_TOKENS, some = min(a.n_tok - first, (int)STREAM_TOKENS);
+    const int first = (int)blockIdx.y * HC_TOKENS, some = min(a.n_tok - first, (int)HC_TOKENS);
     UNROLL_BY(1) for (int t = 0; t < some; t++) {
-        float *row = a.streams + (size_t)(first + t) * (size_t)(GPU_STREAMS * a.n) + col, x[GPU_STREAMS], v[32] = {};
+        float *row = a.streams + (size_t)(first + t) * (size_t)(GPU_HC * a.n) + col, x[GPU_HC], v[32] = {};
         const float *from = a.joined ? a.joined + (row - a.streams) : row;
-        UNROLL for (int j = 0; j < GPU_STREAMS; j++) x[j] = in ? from[(size_t)j * (size_t)a.n] : 0.0f;
-        if (a.joined && in) UNROLL for (int j = 0; j < GPU_STREAMS; j++) row[(size_t)j * (size_t)a.n] = x[j];
+        UNROLL for (int j = 0; j < GPU_HC; j++) x[j] = in ? from[(size_t)j * (size_t)a.n] : 0.0f;
+        if (a.joined && in) UNROLL for (int j = 0; j < GPU_HC; j++) row[(size_t)j * (size_t)a.n] = x[j];
         if (a.delta) {
             const float y = in ? a.delta[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
-            const float *post = a.mix + (size_t)(first + t) * (STREAM_ROWS + 1) + GPU_STREAMS;
-            const float *mix = post + GPU_STREAMS;
-            float to[GPU_STREAMS];
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
+            const float *post = a.mix + (size_t)(first + t) * (HC_ROWS + 1) + GPU_HC;
+            const float *mix = post + GPU_HC;
+            float to[GPU_HC];
+            UNROLL for (int k = 0; k < GPU_HC; k++) {
                 to[k] = post[k] * y;
-                UNROLL for (int j = 0; j < GPU_STREAMS; j++) to[k] = fmaf(mix[j * GPU_STREAMS + k], x[j], to[k]);
+                UNROLL for (int j = 0; j < GPU_HC; j++) to[k] = fmaf(mix[j * GPU_HC + k], x[j], to[k]);
             }
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) {
+            UNROLL for (int k = 0; k < GPU_HC; k++) {
                 x[k] = to[k];
                 if (in) row[(size_t)k * (size_t)a.n] = to[k];
             }
         }
-        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
-            UNROLL for (int i = 0; i < STREAM_ROWS; i++) v[i] = fmaf(w[i][j], x[j], v[i]);
-            v[STREAM_ROWS] = fmaf(x[j], x[j], v[STREAM_ROWS]);
+        UNROLL for (int j = 0; j < GPU_HC; j++) {
+            UNROLL for (int i = 0; i < HC_ROWS; i++) v[i] = fmaf(w[i][j], x[j], v[i]);
+            v[HC_ROWS] = fmaf(x[j], x[j], v[HC_ROWS]);
         }
-        part[(t * (STREAM_COLUMNS / WARP) + warp) * STREAM_SUMS + lane] = warp_sums<16>(v);
+        part[(t * (HC_COLUMNS / WARP) + warp) * HC_SUMS + lane] = warp_sums<16>(v);
     }
     __syncthreads(); /* the sums of all warps are written */
-    for (int i = tid; i < some * STREAM_SUMS && a.n_row; i += STREAM_COLUMNS) {
-        const int t = i / STREAM_SUMS;
+    for (int i = tid; i < some * HC_SUMS && a.n_row; i += HC_COLUMNS) {
+        const int t = i / HC_SUMS;
         float s = 0;
-        for (int k = 0; k < STREAM_COLUMNS / WARP; k++)
-            s += part[(t * (STREAM_COLUMNS / WARP) + k) * STREAM_SUMS + i % STREAM_SUMS];
-        a.sums[((size_t)(first + t) * gridDim.x + blockIdx.x) * STREAM_SUMS + i % STREAM_SUMS] = s;
+        for (int k = 0; k < HC_COLUMNS / WARP; k++) s += part[(t * (HC_COLUMNS / WARP) + k) * HC_SUMS + i % HC_SUMS];
+        a.sums[((size_t)(first + t) * gridDim.x + blockIdx.x) * HC_SUMS + i % HC_SUMS] = s;
     }
 }
 
 /* Makes the mix, a row after the other, doubly stochastic. */
-DEVICE void sinkhorn(float (&m)[GPU_STREAMS * GPU_STREAMS], int n_sinkhorn, float eps) {
-    UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
-        float *row = m + j * GPU_STREAMS, top = row[0], sum = 0;
-        UNROLL for (int k = 1; k < GPU_STREAMS; k++) top = fmaxf(top, row[k]);
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += row[k] = expf(row[k] - top);
-        UNROLL for (int k = 0; k < GPU_STREAMS; k++) row[k] = row[k] / sum + eps;
+DEVICE void sinkhorn(float (&m)[GPU_HC * GPU_HC], int n_sinkhorn, float eps) {
+    UNROLL for (int j = 0; j < GPU_HC; j++) {
+        float *row = m + j * GPU_HC, top = row[0], sum = 0;
+        UNROLL for (int k = 1; k < GPU_HC; k++) top = fmaxf(top, row[k]);
+        UNROLL for (int k = 0; k < GPU_HC; k++) sum += row[k] = expf(row[k] - top);
+        UNROLL for (int k = 0; k < GPU_HC; k++) row[k] = row[k] / sum + eps;
     }
-    /* rows begin GPU_STREAMS apart and have values 1 apart, columns the other way round */
+    /* rows begin GPU_HC apart and have values 1 apart, columns the other way round */
     auto divide_by_sums = [&](int apart, int step) {
-        UNROLL for (int j = 0; j < GPU_STREAMS; j++) {
+        UNROLL for (int j = 0; j < GPU_HC; j++) {
             float *line = m + j * apart, sum = eps;
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) sum += line[k * step];
+            UNROLL for (int k = 0; k < GPU_HC; k++) sum += line[k * step];
             const float f = __fdividef(1.0f, sum);
-            UNROLL for (int k = 0; k < GPU_STREAMS; k++) line[k * step] *= f;
+            UNROLL for (int k = 0; k < GPU_HC; k++) line[k * step] *= f;
         }
     };
-    divide_by_sums(1, GPU_STREAMS);
+    divide_by_sums(1, GPU_HC);
     UNROLL_BY(1) for (int i = 1; i < n_sinkhorn; i++) {
-        divide_by_sums(GPU_STREAMS, 1);
-        divide_by_sums(1, GPU_STREAMS);
+        divide_by_sums(GPU_HC, 1);
+        divide_by_sums(1, GPU_HC);
     }
 }
 
@@ -1251,45 +1250,44 @@ DEVICE void sinkhorn(float (&m)[GPU_STREAMS * GPU_STREAMS], int n_sinkhorn, floa
  * Grid: n_tok, block: NORM_THREADS. One token: some 4 us, half of them for the coefficients. Many: reads 16 bytes per
  * column. */
 template <int VECS>
-__global__ void __launch_bounds__(NORM_THREADS, 1)
-    k_streams_norm(const __grid_constant__ struct streams_args a, int n_part) {
-    SHARED(float, part, NORM_THREADS / WARP * STREAM_SUMS);
-    SHARED(float, row, STREAM_SUMS);
+__global__ void __launch_bounds__(NORM_THREADS, 1) k_hc_norm(const __grid_constant__ struct hc_args a, int n_part) {
+    SHARED(float, part, NORM_THREADS / WARP * HC_SUMS);
+    SHARED(float, row, HC_SUMS);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, t = blockIdx.x, n = a.n;
     float4 w[VECS], v[VECS];
     grid_dependency_launch();
     if (a.weight) norm_load(w, a.weight, n);
     const float base = lane < a.n_row ? a.base[lane] : 0.0f;
-    const float scale = lane < a.n_row ? a.scale[lane < GPU_STREAMS ? 0 : lane < 2 * GPU_STREAMS ? 1 : 2] : 0.0f;
+    const float scale = lane < a.n_row ? a.scale[lane < GPU_HC ? 0 : lane < 2 * GPU_HC ? 1 : 2] : 0.0f;
     ahead_request(a.ahead);
     grid_dependency_wait();
     float s = 0;
     UNROLL_BY(4)
     for (int i = warp; i < n_part; i += NORM_THREADS / WARP)
-        s += a.sums[((size_t)t * (size_t)n_part + (size_t)i) * STREAM_SUMS + lane];
-    part[warp * STREAM_SUMS + lane] = s;
+        s += a.sums[((size_t)t * (size_t)n_part + (size_t)i) * HC_SUMS + lane];
+    part[warp * HC_SUMS + lane] = s;
     __syncthreads(); /* the sums of all warps are written */
     if (!warp) {
         s = 0;
-        for (int k = 0; k < NORM_THREADS / WARP; k++) s += part[k * STREAM_SUMS + lane];
-        const float square = __shfl_sync(0xFFFFFFFFu, s, STREAM_ROWS);
-        s = fmaf(s * rsqrtf(square / (float)(GPU_STREAMS * n) + a.eps), scale, base);
-        if (lane < GPU_STREAMS) s = 1.0f / (1.0f + expf(-s)) + a.stream_eps;
-        else if (lane < 2 * GPU_STREAMS) s = 2.0f / (1.0f + expf(-s));
+        for (int k = 0; k < NORM_THREADS / WARP; k++) s += part[k * HC_SUMS + lane];
+        const float square = __shfl_sync(0xFFFFFFFFu, s, HC_ROWS);
+        s = fmaf(s * rsqrtf(square / (float)(GPU_HC * n) + a.eps), scale, base);
+        if (lane < GPU_HC) s = 1.0f / (1.0f + expf(-s)) + a.hc_eps;
+        else if (lane < 2 * GPU_HC) s = 2.0f / (1.0f + expf(-s));
         row[lane] = s;
         __syncwarp(); /* the row is written */
-        if (a.n_row == STREAM_ROWS) {
-            float m[GPU_STREAMS * GPU_STREAMS];
-            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) m[i] = row[2 * GPU_STREAMS + i];
-            sinkhorn(m, a.n_sinkhorn, a.stream_eps);
-            UNROLL for (int i = 0; i < GPU_STREAMS * GPU_STREAMS; i++) if (lane == 2 * GPU_STREAMS + i) s = m[i];
-            if (lane < STREAM_ROWS) a.mix[(size_t)t * (STREAM_ROWS + 1) + lane] = s;
+        if (a.n_row == HC_ROWS) {
+            float m[GPU_HC * GPU_HC];
+            UNROLL for (int i = 0; i < GPU_HC * GPU_HC; i++) m[i] = row[2 * GPU_HC + i];
+            sinkhorn(m, a.n_sinkhorn, a.hc_eps);
+            UNROLL for (int i = 0; i < GPU_HC * GPU_HC; i++) if (lane == 2 * GPU_HC + i) s = m[i];
+            if (lane < HC_ROWS) a.mix[(size_t)t * (HC_ROWS + 1) + lane] = s;
         }
     }
     __syncthreads(); /* the row is complete */
-    const float *streams = a.streams + (size_t)t * (size_t)(GPU_STREAMS * n);
+    const float *streams = a.streams + (size_t)t * (size_t)(GPU_HC * n);
     UNROLL for (int u = 0; u < VECS; u++) v[u] = make_float4(0, 0, 0, 0);
-    UNROLL_BY(VECS <= 4 ? GPU_STREAMS : 1) for (int j = 0; j < GPU_STREAMS; j++) {
+    UNROLL_BY(VECS <= 4 ? GPU_HC : 1) for (int j = 0; j < GPU_HC; j++) {
         const float f = row[j];
         UNROLL for (int u = 0; u < VECS; u++) {
             const int i = 4 * (tid + NORM_THREADS * u);
@@ -1314,14 +1312,13 @@ __global__ void __launch_bounds__(NORM_THREADS, 1)
 }
 
 /* Launches both, the second where there is something to multiply. */
-static void streams_launch(const struct streams_args *a, cudaStream_t s) {
-    const unsigned blocks = (unsigned)((a->n + STREAM_COLUMNS - 1) / STREAM_COLUMNS);
-    const unsigned rows = (unsigned)((a->n_tok + STREAM_TOKENS - 1) / STREAM_TOKENS);
-    LAUNCH_PDL(k_streams_mix, dim3(blocks, rows), STREAM_COLUMNS, 0, s, *a);
+static void hc_launch(const struct hc_args *a, cudaStream_t s) {
+    const unsigned blocks = (unsigned)((a->n + HC_COLUMNS - 1) / HC_COLUMNS);
+    const unsigned rows = (unsigned)((a->n_tok + HC_TOKENS - 1) / HC_TOKENS);
+    LAUNCH_PDL(k_hc_mix, dim3(blocks, rows), HC_COLUMNS, 0, s, *a);
     if (!a->n_row) return;
-    if (a->n <= 4 * 4 * NORM_THREADS)
-        LAUNCH_PDL(k_streams_norm<4>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
-    else LAUNCH_PDL(k_streams_norm<8>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
+    if (a->n <= 4 * 4 * NORM_THREADS) LAUNCH_PDL(k_hc_norm<4>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
+    else LAUNCH_PDL(k_hc_norm<8>, (unsigned)a->n_tok, NORM_THREADS, 0, s, *a, (int)blocks);
 }
 
 /* ============================================================================================================
@@ -6350,7 +6347,7 @@ struct cuda {
     uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
     float *cs, *sn;           /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
     float *row_sums;          /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
-    float *stream_sums;       /* sums of the streams, see struct streams_args */
+    float *hc_sums;           /* sums of the streams, see struct hc_args */
     float *index_scores;      /* (INDEX_SCORES) scores by the indexer, as in struct index_args, */
     int32_t *chosen_keys;     /* and the blocks that it chose, as in struct attn_args */
     uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
@@ -6797,9 +6794,9 @@ static void cuda_embed(struct rank *r, const struct step *s) {
     r->n_all_reduce = 0;
     struct rope_tables ropes = {};
     for (; ropes.n < r->m->n_rope; ropes.n++) ropes.table[ropes.n] = rope_table_of(r, ropes.n);
-    float *x = c->x32[r->m->n_stream ? A_STREAMS : out];
+    float *x = c->x32[r->m->n_hc ? A_HC : out];
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, w->copy ? *w->copy : device_matrix{}, c->tokens,
-               c->batch, x, max(r->m->n_stream, 1), ropes);
+               c->batch, x, max(r->m->n_hc, 1), ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const int n = hidden_width(r->m);
@@ -6926,40 +6923,40 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
 
 /* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then h =
  * norm(what hc reads of them) * w; w NULL: x is that without a norm; hc NULL: neither. ahead: what is read next. */
-static void streams_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w, enum act h,
-                        struct ahead ahead) {
+static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w, enum act h,
+                   struct ahead ahead) {
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
     if (delta != ACT_COUNT && !rank_alone(r)) {
-        const int rows = delta == A_JOINED ? GPU_STREAMS : 1; /* NCCL's buffers have room for one */
+        const int rows = delta == A_JOINED ? GPU_HC : 1; /* NCCL's buffers have room for one */
         struct norm_args sum = norm_of(r, NULL, rows * r->n_tok, m->n_embd, c->x32[delta], NULL, h);
         sum.sum = c->x32[delta];
         all_reduce(r, sum, rows == 1);
     }
-    struct streams_args a = {};
-    a.streams = c->x32[A_STREAMS];
+    struct hc_args a = {};
+    a.streams = c->x32[A_HC];
     a.delta = delta == ACT_COUNT || delta == A_JOINED ? NULL : c->x32[delta];
     a.joined = delta == A_JOINED ? c->x32[delta] : NULL;
     a.mix = c->x32[A_MIX];
-    a.sums = c->stream_sums;
+    a.sums = c->hc_sums;
     a.n = m->n_embd;
     a.n_tok = r->n_tok;
     a.n_sinkhorn = m->n_sinkhorn;
     a.eps = m->rms_eps;
-    a.stream_eps = m->stream_eps;
+    a.hc_eps = m->hc_eps;
     if (hc) {
         a.fn = hc->fn;
         a.base = hc->base;
         a.scale = hc->scale;
-        a.n_row = w ? (int)STREAM_ROWS : (int)GPU_STREAMS;
+        a.n_row = w ? (int)HC_ROWS : (int)GPU_HC;
     }
     a.weight = w;
     a.h16 = c->x16[h];
     a.h32 = c->x32[h];
     a.x = c->x32[x];
     a.ahead = ahead;
-    profile_next((double)a.n_row * GPU_STREAMS * a.n * sizeof(float), "%dx%d f32", a.n_row, GPU_STREAMS * a.n);
-    streams_launch(&a, c->stream);
+    profile_next((double)a.n_row * GPU_HC * a.n * sizeof(float), "%dx%d f32", a.n_row, GPU_HC * a.n);
+    hc_launch(&a, c->stream);
 }
 
 /* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones.
@@ -6970,8 +6967,8 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     const int n = hidden_width(r->m);
     float *first = r->cuda->x_first;
     const enum act x = s->x;
-    if (r->m->n_stream) {
-        streams_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H, {});
+    if (r->m->n_hc) {
+        hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H, {});
     } else {
         all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
         if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
@@ -6979,20 +6976,19 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     if (last) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
     struct send_args a = send_of(r, CH_SEND, r->cuda->mailbox[r->index].credit, 1);
-    send_matrix(&a, r->cuda->x32[r->m->n_stream ? A_STREAMS : x], (size_t)n, next->x, (size_t)n, r->n_tok, n,
-                next->hidden_flag);
+    send_matrix(&a, r->cuda->x32[r->m->n_hc ? A_HC : x], (size_t)n, next->x, (size_t)n, r->n_tok, n, next->hidden_flag);
     send_rows(r, a);
 }
 
 /* The ring of hidden states. */
 static struct mtp_hidden_rows mtp_hidden_of(const struct rank *r) {
-    return {r->mtp_hidden, r->n_mtp_hidden, max(r->m->n_stream, 1), r->m->n_embd, r->cuda->batch};
+    return {r->mtp_hidden, r->n_mtp_hidden, max(r->m->n_hc, 1), r->m->n_embd, r->cuda->batch};
 }
 
 static void cuda_keep_hidden(struct rank *r, const struct step *s) {
     struct cuda *c = r->cuda;
     const int first = s->next ? r->n_tok - 1 : 0;
-    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)(r->n_tok - first), (unsigned)max(r->m->n_stream, 1)), NORM_THREADS, 0,
+    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)(r->n_tok - first), (unsigned)max(r->m->n_hc, 1)), NORM_THREADS, 0,
                c->stream, c->x32[s->x], s->norm, r->m->rms_eps, first, (int)s->next, mtp_hidden_of(r));
 }
 
@@ -7000,7 +6996,7 @@ static void cuda_mtp_input(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     struct cuda *c = r->cuda;
     struct mtp_input_args a = {};
-    a.x = c->x32[r->m->n_stream ? A_STREAMS : s->x]; /* k_embed has written it to every stream */
+    a.x = c->x32[r->m->n_hc ? A_HC : s->x]; /* k_embed has written it to every stream */
     a.x_stride = (size_t)hidden_width(r->m);
     a.ring = mtp_hidden_of(r);
     a.norm[0] = layer->e_norm;
@@ -7009,8 +7005,8 @@ static void cuda_mtp_input(struct rank *r, const struct step *s) {
     a.from = layer->first_eh;
     a.to = a.from + layer->eh_proj.n_in;
     a.out = c->x16[s->out[0]];
-    a.out_stride = (size_t)r->width[s->out[0]] / (size_t)a.ring.n_stream;
-    LAUNCH_PDL(k_mtp_input, dim3((unsigned)r->n_tok, 1 + (unsigned)a.ring.n_stream), NORM_THREADS, 0, c->stream, a);
+    a.out_stride = (size_t)r->width[s->out[0]] / (size_t)a.ring.n_hc;
+    LAUNCH_PDL(k_mtp_input, dim3((unsigned)r->n_tok, 1 + (unsigned)a.ring.n_hc), NORM_THREADS, 0, c->stream, a);
 }
 
 /* ============================================================================================================
@@ -7059,11 +7055,11 @@ static void matmul(struct rank *r, const struct device_matrix *w, const uint16_t
 }
 
 /* In decode the streams of up to 16 tokens are taken 16 at a time. */
-static void cuda_stream_linear(struct rank *r, const struct step *s) {
+static void cuda_hc_linear(struct rank *r, const struct step *s) {
     const struct weight *w = s->w[0];
     const enum act x = s->in[0], out = s->out[0];
     struct cuda *c = r->cuda;
-    const int n = r->n_tok * r->m->n_stream, step = r->n_tok <= DECODE_MAX_TOKENS ? (int)DECODE_MAX_TOKENS : n;
+    const int n = r->n_tok * r->m->n_hc, step = r->n_tok <= DECODE_MAX_TOKENS ? (int)DECODE_MAX_TOKENS : n;
     for (int i = 0; i < n; i += step)
         matmul(r, w->copy, c->x16[x] + (size_t)i * (size_t)w->n_in, (size_t)w->n_in, 0, min(n - i, step), 0, NULL,
                c->x32[out] + (size_t)i * (size_t)w->n_out, (size_t)w->n_out, 0);
@@ -7155,7 +7151,7 @@ static void cuda_linear(struct rank *r, const struct step *s) {
     if (s->norm && !s->hc && norm_fuses(r, s->x, s->partial)) {
         p.norm = norm_input_of(r, s->x, s->partial, s->norm);
     } else if (s->norm) {
-        if (s->hc) streams_mix(r, s->x, s->partial, s->hc, s->norm, x, {});
+        if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, x, {});
         else norm_rows_of(r, s->x, s->partial, s->norm, x);
         if (s->x == A_X) p.ahead = ahead_of_mixer(r, s + 1, 0);
     }
@@ -7809,7 +7805,7 @@ static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
-    if (s->hc) streams_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0], {});
+    if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0], {});
     else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial))
         norm = norm_input_of(r, s->x, s->partial, s->norm);
     else norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
@@ -8268,8 +8264,8 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     if (m->output.data == m->embd.data) m->output.copy = m->embd.copy;
     else matrix_upload(r, NULL, &m->output, "output");
     vector_upload(r, &m->output_norm, (size_t)m->n_embd, "norms");
-    vector_upload(r, &m->hc_head.fn, (size_t)(m->n_stream * m->n_stream) * (size_t)m->n_embd, "norms");
-    vector_upload(r, &m->hc_head.base, (size_t)m->n_stream, "norms");
+    vector_upload(r, &m->hc_head.fn, (size_t)(m->n_hc * m->n_hc) * (size_t)m->n_embd, "norms");
+    vector_upload(r, &m->hc_head.base, (size_t)m->n_hc, "norms");
     vector_upload(r, &m->hc_head.scale, 1, "norms");
     for (int il = 0; il < model_blocks(m) && !c->failed; il++) {
         struct layer *layer = &m->layers[il];

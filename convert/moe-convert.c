@@ -877,7 +877,7 @@ static struct checkpoint {
     bool index_pairs;            /* it rotates neighbours; GGUF files list which layers have one */
     int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
     int n_hash;                  /* the first layers, in which a token id has its experts */
-    size_t n_stream;             /* streams of residuals; 0: hyper-connections are not used */
+    size_t n_hc;                 /* streams of residuals; 0: hyper-connections are not used */
     bool mtp_bare;               /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
     bool dspark;                 /* tensors below `mtp` are a DSpark module, which is left out */
     size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
@@ -1135,7 +1135,7 @@ static void plan_layer_vector(const struct tensor_rule *r, int layer, const char
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
     const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
-    const bool norm = r->field == offsetof(struct layer, head_norm) && m.n_stream; /* not the model's */
+    const bool norm = r->field == offsetof(struct layer, head_norm) && m.n_hc; /* not the model's */
     const bool optional = r->optional && !bias && !qkv_bias && !gate && !norm;
     if (bias && layer < m.n_hash) { /* nothing is chosen there */
         struct tensor *unused = tensor_find(src);
@@ -1175,7 +1175,7 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     const bool qkv = !strcmp(r->name, "attn_qkv"), fused = m.has_delta & HAS_DELTA_BA; /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
     if (fused && qkv) plan_qkvz(layer);
-    if (m.n_stream && r->field == offsetof(struct layer, eh_proj)) {
+    if (m.n_hc && r->field == offsetof(struct layer, eh_proj)) {
         plan_eh_proj(layer);
         return;
     }
@@ -1466,18 +1466,18 @@ static uint32_t compression(int layer) {
 
 /* Sets the sizes of a mixing of streams: its values, and how many kinds of them have a scale. */
 static void set_mixing(size_t values, const char *name, size_t kinds) {
-    set_dim(DIM_STREAM_MIX, values, name);
-    set_dim(DIM_STREAM_SCALES, kinds, kinds > 1 ? "reading, writing and mixing" : "1");
+    set_dim(DIM_HC_MIX, values, name);
+    set_dim(DIM_HC_SCALES, kinds, kinds > 1 ? "reading, writing and mixing" : "1");
 }
 
 /* Plans what joins the streams before the head. */
-static void plan_stream_head(void) {
-    if (!m.n_stream) return;
-    set_mixing(m.n_stream, "hc_mult", 1);
-    plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_STREAMS, DIM_STREAM_MIX, VALUES);
-    plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_STREAM_MIX, DIM_ONE, VALUES);
-    plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_STREAM_SCALES, DIM_ONE, VALUES);
-    set_mixing((2 + m.n_stream) * m.n_stream, "(2 + hc_mult) hc_mult", 3);
+static void plan_hc_head(void) {
+    if (!m.n_hc) return;
+    set_mixing(m.n_hc, "hc_mult", 1);
+    plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC_MIX, VALUES);
+    plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC_MIX, DIM_ONE, VALUES);
+    plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_HC_SCALES, DIM_ONE, VALUES);
+    set_mixing((2 + m.n_hc) * m.n_hc, "(2 + hc_mult) hc_mult", 3);
 }
 
 /* Plans every tensor that layer has. Layers after the last ordinary one predict further tokens and are mixtures. */
@@ -1512,7 +1512,7 @@ static bool has_below(const char *below) {
  * layer. */
 static bool is_dspark(void) {
     static const char *const parts[] = {".main_proj.", ".markov_head.", ".confidence_head."};
-    for (size_t i = 0; i < arrlenu(tensors) && m.n_stream; i++)
+    for (size_t i = 0; i < arrlenu(tensors) && m.n_hc; i++)
         for (size_t k = 0; k < COUNT(parts); k++)
             if (starts_with(tensors[i].name, m.mtp) && strstr(tensors[i].name, parts[k])) return true;
     return false;
@@ -1547,10 +1547,10 @@ static void find_names(void) {
     if (tensor_find("language_model.model.norm.weight")) m.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
         if (tensor_find(fmt("%s%snorm.weight", m.prefix, bodies[k]))) m.body = bodies[k];
-    if (m.n_stream && tensor_find("embed.weight")) m.body = "";
+    if (m.n_hc && tensor_find("embed.weight")) m.body = "";
     for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
         if (has_below(fmt("%s%s", m.prefix, mtps[k]))) m.mtp = mtps[k];
-    for (size_t k = 0; k < COUNT(mtps) && m.n_stream; k++)
+    for (size_t k = 0; k < COUNT(mtps) && m.n_hc; k++)
         if (has_below(fmt("%s0.", mtps[k]))) m.mtp = mtps[k];
     m.dspark = is_dspark();
     if (m.dspark) m.n_mtp = 0;
@@ -1801,7 +1801,7 @@ static void plan_model(void) {
                 m.zero_centered ? LESS_ONE : VALUES);
     if (!m.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
-    plan_stream_head();
+    plan_hc_head();
     for (int l = 0; l < m.n_layer; l++) plan_layer(l);
     for (int l = m.n_layer; l < m.n_layer + m.n_mtp && plan_prediction(l); l++) continue;
     report_skipped(fp8_inputs, of_inputs);
@@ -2175,9 +2175,9 @@ static void read_deepseek_v4(void) {
     const size_t head = size_of("head_dim"), heads = (size_t)m.n_head, groups = size_of("o_groups");
     const size_t index_heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
     const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
-    m.has = HAS_CSA | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_STREAMS;
+    m.has = HAS_CSA | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_HC;
     m.n_head_kv = (int)get_int(c, "num_key_value_heads", 1, INT32_MAX, 1);
-    m.n_stream = (size_t)get_int(c, "hc_mult", 1, STREAMS_MAX, REQUIRED);
+    m.n_hc = (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED);
     m.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
     expect(c, "num_key_value_heads", m.n_head_kv == 1, "1");
     expect(c, "o_groups", heads % groups == 0, fmt("a divisor of the %zu heads", heads));
@@ -2188,8 +2188,8 @@ static void read_deepseek_v4(void) {
     set_dim(DIM_INDEX_Q, index_heads * width, "index_n_heads x index_head_dim");
     set_dim(DIM_INDEX_K, width, "index_head_dim");
     set_dim(DIM_INDEXES, index_heads, "index_n_heads");
-    set_dim(DIM_STREAM, m.n_stream, "hc_mult");
-    set_dim(DIM_STREAMS, m.n_stream * m.dim[DIM_EMBD], "hc_mult x hidden_size");
+    set_dim(DIM_HC, m.n_hc, "hc_mult");
+    set_dim(DIM_HC_EMBD, m.n_hc * m.dim[DIM_EMBD], "hc_mult x hidden_size");
     set_dim(DIM_GROUP_IN, heads / groups * head, "num_attention_heads / o_groups x head_dim");
     set_dim(DIM_O_LORA, size_of("o_lora_rank"), "o_lora_rank");
     set_dim(DIM_GROUPS_OUT, groups * m.dim[DIM_O_LORA], "o_groups x o_lora_rank");
@@ -3981,11 +3981,11 @@ static void put_deepseek_v4(void) {
     kv_u32("attention.output_lora_rank", m.dim[DIM_O_LORA]);
     gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32, listed > blocks ? listed : blocks,
                    m.ratio);
-    kv_u32("hyper_connection.count", m.n_stream);
+    kv_u32("hyper_connection.count", m.n_hc);
     kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
     kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
     kv_u32("hash_layer_count", (size_t)m.n_hash);
-    kv_u32("embedding_length_out", m.dim[DIM_STREAMS]);
+    kv_u32("embedding_length_out", m.dim[DIM_HC_EMBD]);
 }
 
 static void put_minimax_m3(void) {

@@ -170,16 +170,16 @@ static void pair_logits_rows(struct rank *r, int n) {
 
 /* The residual x, or its streams and how the half that follows mixes them. */
 static void pair_residual(struct rank *r, const char *op, int il, enum act x) {
-    const int k = r->m->n_stream;
-    pair_out(r, op, il, k ? A_STREAMS : x);
+    const int k = r->m->n_hc;
+    pair_out(r, op, il, k ? A_HC : x);
     if (k && il >= 0) pair_slot(r, op, il, A_MIX, (2 + k) * k, false);
 }
 
 /* The slots that a step reads. */
 static void pair_in_step(struct rank *r, const struct step *s) {
-    const bool streams = r->m->n_stream && s->x == A_X;
+    const bool streams = r->m->n_hc && s->x == A_X;
     if (s->x == ACT_COUNT) pair_in(r, s->in);
-    else if (streams) pair_in(r, (const enum act[]){A_STREAMS, A_MIX, s->partial, ACT_COUNT});
+    else if (streams) pair_in(r, (const enum act[]){A_HC, A_MIX, s->partial, ACT_COUNT});
     else pair_in(r, (const enum act[]){s->x, s->partial, ACT_COUNT});
 }
 
@@ -257,13 +257,13 @@ static void pair_out_row_norm(struct rank *r, const struct step *s) {
 }
 
 static void pair_in_mtp(struct rank *r, const struct step *s) {
-    if (!r->m->n_stream) pair_in(r, (const enum act[]){s->x, ACT_COUNT});
+    if (!r->m->n_hc) pair_in(r, (const enum act[]){s->x, ACT_COUNT});
     cuda_test_mtp_hidden(pair.gpu, r->mtp_hidden, r->n_mtp_hidden * hidden_width(r->m), false);
 }
 
 static void pair_out_mtp(struct rank *r, const struct step *s) {
-    const int n_in = int_max(r->m->n_stream, 1) * r->m->layers[s->il].eh_proj.n_in;
-    if (!r->m->n_stream) pair_out(r, "mtp_input, x", s->il, s->x);
+    const int n_in = int_max(r->m->n_hc, 1) * r->m->layers[s->il].eh_proj.n_in;
+    if (!r->m->n_hc) pair_out(r, "mtp_input, x", s->il, s->x);
     pair_slot(r, "mtp_input", s->il, s->out[0], n_in, true);
 }
 
@@ -283,8 +283,8 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_OUT_mtp_input     pair_out_mtp(r, s)
 #define PAIR_IN_linear         pair_in_step(r, s)
 #define PAIR_OUT_linear        pair_out_linear(r, s)
-#define PAIR_IN_stream_linear  pair_in_step(r, s)
-#define PAIR_OUT_stream_linear pair_slot(r, "stream_linear", s->il, s->out[0], r->m->n_stream * s->w[0]->n_out, false)
+#define PAIR_IN_hc_linear      pair_in_step(r, s)
+#define PAIR_OUT_hc_linear     pair_slot(r, "hc_linear", s->il, s->out[0], r->m->n_hc * s->w[0]->n_out, false)
 #define PAIR_IN_group_linear   pair_in_step(r, s)
 #define PAIR_OUT_group_linear  pair_out_group_linear(r, s->il, s->out[0])
 #define PAIR_IN_row_norm       pair_in_step(r, s)
@@ -425,7 +425,7 @@ static const struct synth divided_shapes[] = {
      .ff_shared = 256, .scale = 2.0f, .n_index = 4, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1},
     {"divided streams", "deepseek4", 4, 128, 16, 1, 64, 16, 2, 256, 320, 256, 72, .head_v = 64, .rope = 16,
      .ff_shared = 256, .scale = 1.5f, .window = 20, .n_index = 16, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4,
-     .o_lora = 32, .head_groups = 4, .n_stream = 4, .n_hash = 1, .predicts = true}};
+     .o_lora = 32, .head_groups = 4, .n_hc = 4, .n_hash = 1, .predicts = true}};
 #endif
 /* clang-format on */
 enum { FORMS = sizeof form_shapes / sizeof *form_shapes };
@@ -525,10 +525,10 @@ static void test_cuda_sparse(void) {
 static const struct synth stream_shapes[] = {
     {"flash", "deepseek4", 4, 256, 32, 1, 512, 16, 2, 64, 200, 1024, 72, .head_v = 512, .rope = 64, .ff_shared = 64,
      .scale = 1.5f, .window = 128, .n_index = 20, .index_k = 128, .top_k = 20, .ff_type = GGUF_MXFP4, .o_lora = 32,
-     .head_groups = 8, .n_stream = 4, .n_hash = 1, .predicts = true},
+     .head_groups = 8, .n_hc = 4, .n_hash = 1, .predicts = true},
     {"wide streams", "deepseek4", 2, 4160, 8, 1, 64, 16, 2, 64, 200, 1024, 72, .head_v = 64, .rope = 16,
      .ff_shared = 64, .scale = 1.5f, .window = 40, .n_index = 6, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4,
-     .o_lora = 32, .head_groups = 2, .n_stream = 4, .n_hash = 1, .first_ratio = 128}};
+     .o_lora = 32, .head_groups = 2, .n_hc = 4, .n_hash = 1, .first_ratio = 128}};
 /* clang-format on */
 
 static void test_cuda_streams(void) {
@@ -989,7 +989,7 @@ void cuda_test_streams(void) {
     static const struct synth shape = {
         "streams", "deepseek4", 3, 192, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
         .scale = 1.5f, .window = 60, .n_index = 6, .index_k = 64, .top_k = 24, .ff_type = GGUF_MXFP4, .o_lora = 32,
-        .head_groups = 2, .n_stream = 4, .n_hash = 2, .first_ratio = 128, .predicts = true};
+        .head_groups = 2, .n_hc = 4, .n_hash = 2, .first_ratio = 128, .predicts = true};
     /* clang-format on */
     static const int n[] = {122, 9, 1, 17, 0};
     static struct {
@@ -1029,7 +1029,7 @@ static const struct synth tiny_synths[] = {
      .n_index = 6, .index_k = 64, .top_k = 24, .index_freq = 3, .index_first = 2, .predicts = true},
     {"tiny streams", "deepseek4", 4, 128, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
      .scale = 1.5f, .window = 40, .n_index = 6, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4, .o_lora = 32,
-     .head_groups = 2, .n_stream = 4, .n_hash = 1, .predicts = true},
+     .head_groups = 2, .n_hc = 4, .n_hash = 1, .predicts = true},
     {"tiny blocks", "minimax-m3", 3, 128, 8, 2, 64, 16, 2, 64, 200, 256, .rope = 32, .n_dense = 1, .ff_dense = 192,
      .ff_shared = 64, .scale = 2.0f, .n_index = 2, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1}};
 enum { SPARSE_BLOCKS = sizeof tiny_synths / sizeof *tiny_synths - 1 };
@@ -1418,8 +1418,7 @@ static void upload_check_each(struct rank *r, const struct model *host) {
         if (i == 5) m->hc_head.scale = host->hc_head.scale;
         snprintf(want, sizeof want, "tensor '%s.weight' was not", names[i]);
         cuda_test_upload_check(r, err);
-        CHECK(i < 3 || host->n_stream ? strstr(err, want) != NULL : !*err, "%s: '%s' lacks '%s'", host->name, err,
-              want);
+        CHECK(i < 3 || host->n_hc ? strstr(err, want) != NULL : !*err, "%s: '%s' lacks '%s'", host->name, err, want);
         *m = was;
     }
 }

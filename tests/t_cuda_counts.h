@@ -22,7 +22,7 @@ static const struct count_case {
       .scale = 2.0f, .n_index = 2, .index_k = 128, .top_k = 8, .index_block = 128, .index_local = 1}, KV_FP8, false},
     {{"streams, one KV head", "deepseek4", 3, 2048, 16, 1, 512, 4, 2, 512, 2048, 8192, 512, .head_v = 512, .rope = 64,
       .ff_shared = 512, .scale = 1.5f, .window = 128, .n_index = 16, .index_k = 128, .top_k = 512,
-      .ff_type = GGUF_MXFP4, .o_lora = 256, .head_groups = 2, .n_stream = 4, .n_hash = 1}, KV_FP8, false},
+      .ff_type = GGUF_MXFP4, .o_lora = 256, .head_groups = 2, .n_hc = 4, .n_hash = 1}, KV_FP8, false},
 };
 /* clang-format on */
 enum {

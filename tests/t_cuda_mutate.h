@@ -161,8 +161,8 @@ static void queries_not_normed(const char *launch, void *args) {
 }
 
 template <class F>
-static void change_streams(const char *launch, void *args, F f) {
-    change_if<struct streams_args>(launch, "k_streams_mix", args, f);
+static void change_hc(const char *launch, void *args, F f) {
+    change_if<struct hc_args>(launch, "k_hc_mix", args, f);
 }
 template <class F>
 static void change_csa(const char *launch, void *args, F f) {
@@ -171,8 +171,8 @@ static void change_csa(const char *launch, void *args, F f) {
     });
 }
 static void streams_exchanged(const char *launch, void *args) {
-    change_streams(launch, args, [](auto &a) {
-        const size_t n = (size_t)a.n, rows = (size_t)a.n_row * GPU_STREAMS;
+    change_hc(launch, args, [](auto &a) {
+        const size_t n = (size_t)a.n, rows = (size_t)a.n_row * GPU_HC;
         if (!a.fn) return;
         float *fn = changed_floats(rows * n);
         for (size_t i = 0; i < rows; i++) memcpy(&fn[i * n], a.fn + (i < 2 ? i ^ 1 : i) * n, n * sizeof(float));
@@ -180,7 +180,7 @@ static void streams_exchanged(const char *launch, void *args) {
     });
 }
 static void next_coefficients(const char *launch, void *args) {
-    change_streams(launch, args, [](auto &a) { a.mix += a.delta != NULL; });
+    change_hc(launch, args, [](auto &a) { a.mix += a.delta != NULL; });
 }
 static void shared_window_longer(const char *launch, void *args) {
     change_csa(launch, args, [](auto &a) { a.window++; });

@@ -123,36 +123,36 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to) {
 
 /* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model. */
 template <int VECS>
-static void run_streams_norm(int n, int parts, bool last) {
-    enum { TOKENS = 2, S = GPU_STREAMS };
+static void run_hc_norm(int n, int parts, bool last) {
+    enum { TOKENS = 2, S = GPU_HC };
     const size_t wide = (size_t)n;
     const std::vector<float> x = random_floats(TOKENS * S * n, 1), w = random_floats(n, 1),
-                             base = random_floats(STREAM_ROWS, 1), scale = random_floats(3, 1),
+                             base = random_floats(HC_ROWS, 1), scale = random_floats(3, 1),
                              ahead = random_floats(64, 1);
-    std::vector<float> sums = random_floats(TOKENS * parts * STREAM_SUMS, 0.1);
-    for (size_t i = STREAM_ROWS; i < sums.size(); i += STREAM_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
+    std::vector<float> sums = random_floats(TOKENS * parts * HC_SUMS, 0.1);
+    for (size_t i = HC_ROWS; i < sums.size(); i += HC_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
     gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums), ahead_d(ahead);
-    gpu_array<float> mix(TOKENS * (STREAM_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
+    gpu_array<float> mix(TOKENS * (HC_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
     gpu_array<uint16_t> h16(TOKENS * wide);
-    struct streams_args a = {};
+    struct hc_args a = {};
     a.streams = x_d, a.mix = mix, a.base = base_d, a.scale = scale_d, a.sums = sums_d,
-    a.n_row = last ? (int)S : (int)STREAM_ROWS;
-    a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.stream_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
+    a.n_row = last ? (int)S : (int)HC_ROWS;
+    a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.hc_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
     a.h16 = h16, a.h32 = h32, a.x = y, a.ahead.count = 1, a.ahead.at[0] = (uint8_t *)ahead_d.p, a.ahead.n[0] = 256;
     sums_d.arrive(), x_d.arrive();
-    LAUNCH_PDL(k_streams_norm<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a, parts);
+    LAUNCH_PDL(k_hc_norm<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a, parts);
     finish("coefficients of streams");
     const std::vector<float> got = last ? y.get() : h32.get(), m = mix.get();
     const std::vector<uint16_t> halves = h16.get();
     error_sum e;
     int bad = 0;
     for (size_t t = 0; t < TOKENS; t++) {
-        double row[STREAM_ROWS], squares = 0;
+        double row[HC_ROWS], squares = 0;
         std::vector<float> want(wide);
-        for (size_t k = 0; k <= STREAM_ROWS; k++) {
+        for (size_t k = 0; k <= HC_ROWS; k++) {
             double s = 0;
-            for (size_t p = 0; p < (size_t)parts; p++) s += (double)sums[(t * (size_t)parts + p) * STREAM_SUMS + k];
-            if (k < STREAM_ROWS) row[k] = s;
+            for (size_t p = 0; p < (size_t)parts; p++) s += (double)sums[(t * (size_t)parts + p) * HC_SUMS + k];
+            if (k < HC_ROWS) row[k] = s;
             else squares = s;
         }
         const double factor = 1 / sqrt(squares / (S * n) + 1e-6);
@@ -167,7 +167,7 @@ static void run_streams_norm(int n, int parts, bool last) {
             e.add((double)got[t * wide + i], v);
             bad += !last && !(fabs((double)f16_to_f32(halves[t * wide + i]) - v) <= 7e-4 * fabs(v) + 1e-6);
         }
-        const float *c = &m[t * (STREAM_ROWS + 1)];
+        const float *c = &m[t * (HC_ROWS + 1)];
         for (size_t k = 0; k < 2 * S && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-5);
         double *mixed = row + 2 * S; /* rows, then columns come to sums of 1 */
         for (size_t k = 0; k < S * S; k++)
@@ -179,7 +179,7 @@ static void run_streams_norm(int n, int parts, bool last) {
                     for (size_t i = 0; i < S; i++) total += at[i * step];
                     for (size_t i = 0; i < S; i++) at[i * step] /= total;
                 }
-        for (size_t k = 2 * S; k < STREAM_ROWS && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-4);
+        for (size_t k = 2 * S; k < HC_ROWS && !last; k++) bad += !(fabs((double)c[k] - row[k]) <= 1e-4);
     }
     expect(e.nmse() < 1e-10 && !bad, "streams of %d, sums of %d blocks, last %d: NMSE %.1e, %d wrong", n, parts, last,
            e.nmse(), bad);
@@ -203,8 +203,8 @@ extern "C" void cuda_test_norms(void) {
     for (int n : {16376, 40})
         for (int streams : {1, 4})
             run_keep_hidden(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64));
-    run_streams_norm<4>(4088, 45, false), run_streams_norm<4>(4088, 16, true);
-    run_streams_norm<8>(8184, 45, false), run_streams_norm<8>(8184, 32, true);
+    run_hc_norm<4>(4088, 45, false), run_hc_norm<4>(4088, 16, true);
+    run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true);
 }
 
 /* ---- rotations, and the new rows of the cache ---- */

@@ -238,11 +238,11 @@ static void check_prediction(const char *name, const struct model *m, const char
     for (int i = 0; i < m->n_mtp; i++) all += (size_t)(n - 1 - i) * (size_t)m->n_vocab;
     CHECK(m->n_mtp, "%s: no prediction layer", name);
     if (CHECK(count && n_want == all * sizeof *want, "%s: %zu bytes", want_path, n_want) && m->n_mtp)
-        for (int tp = 1; tp <= (m->n_stream ? 4 : 2); tp++) {
+        for (int tp = 1; tp <= (m->n_hc ? 4 : 2); tp++) {
             float *ref = prediction_logits(m, &kernels_ref, tp, ids, n);
             float *fast = prediction_logits(m, kernels_choose(), tp, ids, n);
             const double e = nmse(ref, want, count), f = nmse(fast, want, count);
-            CHECK(e <= (m->n_stream ? 1e-9 : 1e-6), "%s, --tp %d: NMSE %.3g", name, tp, e);
+            CHECK(e <= (m->n_hc ? 1e-9 : 1e-6), "%s, --tp %d: NMSE %.3g", name, tp, e);
             CHECK(f <= 1e-3, "%s, --tp %d, fast kernels: NMSE %.3g", name, tp, f);
             free(ref);
             free(fast);
@@ -922,7 +922,7 @@ static const struct synth batch_shapes[] = {
      .n_index = 3,
      .index_k = 16,
      .top_k = 300,
-     .n_stream = 4,
+     .n_hc = 4,
      .n_hash = 1,
      .head_groups = 4,
      .o_lora = 32,
@@ -1226,9 +1226,9 @@ static void test_ops_replay(void) {
         unsigned want = both, seen = 0;
         if (!f) want |= 1u << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
-        if (m.n_stream)
+        if (m.n_hc)
             want |= 1u << LOG_csa_store | 1u << LOG_select_keys | 1u << LOG_csa_attention | 1u << LOG_group_linear |
-                    1u << LOG_stream_linear;
+                    1u << LOG_hc_linear;
         else if (f) want |= 1u << LOG_mla_attention;
         if (m.n_mtp) want |= 1u << LOG_mtp_input | 1u << LOG_keep_hidden;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
@@ -1420,7 +1420,7 @@ static void test_glu(void) {
 
 enum { HYPER_STREAMS = 3, HYPER_EMBD = 1100, HYPER_MIX = (2 + HYPER_STREAMS) * HYPER_STREAMS, HYPER_TOKENS = 2 };
 
-/* What streams_coefficients makes of a token's streams, in double: c (HYPER_MIX), or with `head` its first part. */
+/* What hc_coefficients makes of a token's streams, in double: c (HYPER_MIX), or with `head` its first part. */
 static void hyper_coefficients(const struct model *m, const struct hyper *hc, bool head, const double *streams,
                                double *c) {
     enum { K = HYPER_STREAMS, N = K * HYPER_EMBD };
@@ -1434,16 +1434,16 @@ static void hyper_coefficients(const struct model *m, const struct hyper *hc, bo
                                      : i < 2 * K ? 1
                                                  : 2] +
                (double)hc->base[i];
-        if (i < 2 * K) c[i] = (i < K ? 1 : 2) / (1 + exp(-c[i])) + (i < K ? (double)m->stream_eps : 0);
+        if (i < 2 * K) c[i] = (i < K ? 1 : 2) / (1 + exp(-c[i])) + (i < K ? (double)m->hc_eps : 0);
     }
     for (int turn = 0; turn < 2 * m->n_sinkhorn && !head; turn++) /* rows at first, then columns, rows, .. */
         for (int i = 0; i < K; i++) {
             const int step = turn % 2 ? K : 1, line = turn % 2 ? i : i * K;
-            double sum = turn ? (double)m->stream_eps : 0;
+            double sum = turn ? (double)m->hc_eps : 0;
             for (int j = 0; j < K && !turn; j++) mix[line + j] = exp(mix[line + j]);
             for (int j = 0; j < K; j++) sum += mix[line + j * step];
             for (int j = 0; j < K; j++)
-                mix[line + j * step] = mix[line + j * step] / sum + (turn ? 0 : (double)m->stream_eps);
+                mix[line + j * step] = mix[line + j * step] / sum + (turn ? 0 : (double)m->hc_eps);
         }
 }
 
@@ -1476,13 +1476,13 @@ static void test_streams(void) {
         struct cpu cpu = {.k = &kernels_ref};
         struct rank r[2] = {{.cpu = &cpu, .n_tok = T}, {.cpu = &cpu, .n_tok = T}};
         for (int i = 0; i < 2; i++) {
-            m[i] = (struct model){.n_embd = N, .n_stream = K, .n_sinkhorn = 2, .stream_eps = 0.02f, .rms_eps = 0.01f};
+            m[i] = (struct model){.n_embd = N, .n_hc = K, .n_sinkhorn = 2, .hc_eps = 0.02f, .rms_eps = 0.01f};
             m[i].shard = (struct shard){i, n_rank, 0, 1};
             r[i].m = &m[i];
             r[i].act[A_X] = x[i], r[i].act[A_H] = h[i], r[i].act[A_OUT] = out[i], r[i].act[A_MIX] = mix[i];
-            r[i].act[A_STREAMS] = streams[i], r[i].act[A_JOINED] = joined[i];
+            r[i].act[A_HC] = streams[i], r[i].act[A_JOINED] = joined[i];
             r[i].width[A_X] = r[i].width[A_H] = r[i].width[A_OUT] = N;
-            r[i].width[A_STREAMS] = r[i].width[A_JOINED] = K * N;
+            r[i].width[A_HC] = r[i].width[A_JOINED] = K * N;
             r[i].width[A_MIX] = MIX + 1;
             for (int j = 0; j < T * N; j++) out[i][j] = (float)rng_uniform(&rng) - 0.5f;
             for (int j = 0; j < T * K * N; j++) joined[i][j] = (float)rng_uniform(&rng) - 0.5f;
@@ -1501,11 +1501,11 @@ static void test_streams(void) {
         }
         for (int t = 0; t < T && n_rank > 1 && !head; t++)
             for (int from = 0; from < N; from += PART) {
-                if (delta == A_OUT) streams_add(&r[1], A_OUT, t, from, int_min(PART, N - from));
-                if (delta == A_JOINED) streams_set(&r[1], t, from, int_min(PART, N - from));
+                if (delta == A_OUT) hc_add(&r[1], A_OUT, t, from, int_min(PART, N - from));
+                if (delta == A_JOINED) hc_set(&r[1], t, from, int_min(PART, N - from));
             }
         m[0].shard.n_rank = 1; /* ranks would wait for each other */
-        if (!last) streams_mix(&r[0], A_X, delta, &hc, head, w, A_H);
+        if (!last) hc_mix(&r[0], A_X, delta, &hc, head, w, A_H);
         check_near("streams", streams[last], now, T * K * N);
         for (int t = 0; t < T && !last; t++) {
             double square = 0;

@@ -778,7 +778,7 @@ static double hand_streams(double ctx) {
     const struct streams_hand s = streams_by_hand(&streamed_shapes[0], false, false, 256, 2, 0, 0, 43, (int64_t)ctx);
     const double query = 2.0 * 1024 * 32 * 512, output = 2.0 * 1024 * (32 * 512 + 4 * 4096),
                  reduce = plan_reduce[0] * 1e6;
-    const double mix = hand_us(DECODE_STREAMS) + hand_us(DECODE_STREAMS_NORM), sum = hand_us(DECODE_ADD_NORM) + reduce;
+    const double mix = hand_us(DECODE_HC_MIX) + hand_us(DECODE_HC_NORM), sum = hand_us(DECODE_ADD_NORM) + reduce;
     struct hand h = {.us = mix, .bytes = (double)(s.h.experts + s.backbone + s.cache_reads)};
     for (int il = 0; il < 43; il++) {
         h.us += 2 * mix + (il ? 2 : 1) * sum + hand_us(DECODE_LINEAR) + hand_us(DECODE_LINEAR) + forecast_norm;

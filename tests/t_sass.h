@@ -414,7 +414,7 @@ static const struct sass_layer {
       "k_gemv_linear<1,0,0>", "k_route_decode<1,1>", "k_gemv_glu<1>", "k_gemv_down<1>"}},
     {"one KV head",
      {454500, 471500},
-     {"k_streams_mix", "k_streams_norm<4>", "k_gemv_linear<1,0,0>", "k_gemv_linear<1,1,0>", "k_csa_store",
+     {"k_hc_mix", "k_hc_norm<4>", "k_gemv_linear<1,0,0>", "k_gemv_linear<1,1,0>", "k_csa_store",
       "attn_mla_kernel<512,0,1,1,0>", "k_gemv_linear<1,0,1>", "k_route_decode<1,0>", "k_gemv_glu<1>",
       "k_gemv_down<1>"}},
     {"gated delta net",

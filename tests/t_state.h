@@ -356,7 +356,7 @@ static const struct synth compressed_shape = {"window, compressed keys",
                                               .n_index = 2,
                                               .index_k = 16,
                                               .top_k = 8,
-                                              .n_stream = 2,
+                                              .n_hc = 2,
                                               .n_hash = 1,
                                               .head_groups = 2,
                                               .o_lora = 32};
@@ -479,7 +479,7 @@ static void window_back(struct session *s, const struct model *m, int32_t *ids, 
           computed);
     float *want = window_logits(m, s->pg.n, s->r->kv_type, ids, n, 512);
     const double e = nmse(session_logits(s), want, (size_t)m->n_vocab);
-    CHECK(e < (m->n_stream ? 1e-8 : 1e-9), "token %d of %d changed: NMSE %.3g", at, n, e);
+    CHECK(e < (m->n_hc ? 1e-8 : 1e-9), "token %d of %d changed: NMSE %.3g", at, n, e);
     free(want);
 }
 
