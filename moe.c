@@ -3573,6 +3573,19 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
     if (!layer_has_tensor(l, il, "indexer.k_proj.weight")) layer->attn.n_index = layer->attn.top_k = 0;
 }
 
+/* Grouped-query attention (GQA, arXiv 2305.13245). h_t: the normed hidden state of token t. Query head i reads KV head
+ * g(i) = i / (n_head / n_head_kv).
+ *
+ *   q_t,i = R_t N(W^Q_i h_t)        k_t,g = R_t N(W^K_g h_t)        v_t,g = W^V_g h_t
+ *   o_t,i = sum over s of softmax_s(scale q_t,i . k_s,g(i)) v_s,g(i)         s <= t, and with a window t - s < window
+ *   u_t   = W^O [o_t,1; ..; o_t,n_head]
+ *
+ * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing. R_t rotates pairs of
+ * values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a sin t w_i + b cos t w_i), where w_i is
+ * rope.freq[i] and the pair is values i and i + dim / 2, or neighbours (rope.pairs). A sink b_i adds exp(b_i) to the
+ * softmax's denominator. A gate multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and
+ * v_t: 2 n_head_kv head values a token, which n_head / n_head_kv query heads share. */
+
 /* A layer's grouped-query attention: A_X to partial sums in A_OUT, as of all mixers. */
 static void forward_gqa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
@@ -3639,6 +3652,26 @@ static void layer_sparse(struct loader *l, struct layer *layer, int il) {
     layer->attn.n_index = 0;
     if (il >= l->m->n_layer) layer->attn.top_k = 0;
 }
+
+/* Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1). Keys and values of all heads come from one latent
+ * c^KV_t of kv_lora values, and one rotated key k^R_t is shared.
+ *
+ *   c^Q_t  = N(W^DQ h_t)            q_t,i = [W^UQ_i c^Q_t; R_t W^QR_i c^Q_t]               wq_a; wq_b
+ *   c^KV_t = N(W^DKV h_t)           k^R_t = R_t W^KR h_t                                   the rows of wkv_a
+ *   k_t,i  = [W^UK_i c^KV_t; k^R_t] v_t,i = W^UV_i c^KV_t                                  wk_b is W^UK transposed; wv_b
+ *   o_t,i  = sum over s <= t of softmax_s(q_t,i . k_s,i * scale) v_s,i
+ *
+ * The cache holds c^KV_t and k^R_t alone: 576 values a token in DeepSeek-V3, where 128 heads of keys and values would
+ * be 40,960. Since q . (W^UK c) = (W^UK^T q) . c, few queries are taken into the latent space by wk_b, attend to the
+ * latents themselves, and wv_b turns the sums of latents into values (absorbed). For many queries it is cheaper to
+ * expand keys and values once (mla_expands).
+ *
+ * An indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1) scores every key for a query, and the query sees the top_k
+ * keys with the largest scores:
+ *
+ *   I_t,s = sum over j of w_t,j ReLU(q^I_t,j . k^I_s)      q^I from c^Q_t, k^I and w from h_t
+ *
+ * MiniMax-M3's has a head for each KV head and scores blocks of keys by their largest product. */
 
 /* A layer's multi-head latent attention. The query may go through a low rank. */
 static void forward_mla(struct program *p, const struct model *m, int il) {
@@ -3743,6 +3776,18 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
     layer->sh_glu = glu_clamp_silu(l->clamp_shared[il]);
 }
 
+/* Compressed sparse attention (CSA, DeepSeek-V4). All heads share one KV head, whose key k_t is its value too. A query
+ * sees the keys of a window, and keys that stand for `ratio` tokens each:
+ *
+ *   k_t = R_t N(W^KV h_t)           q_t,i = R_t N(W^UQ_i c^Q_t)          c^Q_t = N(W^DQ h_t)
+ *   C_m = R_m N(sum over j of softmax_j(g_j + a_j) * v_j)                 v_j, g_j = W h_j, for each column by itself
+ *   o_t,i = R_-t (sum of softmax(q_t,i . [k_s of the window; C_m; sink]) [k_s; C_m])
+ *   u_t = W^OB [W^OA_1 o_t,group 1; ..]                                   wo_a joins the heads of a group; wo
+ *
+ * j runs over the tokens of key m: the `ratio` own ones and, with overlap, as many before them, for which v, g and a
+ * have columns of their own. a_j depends on the token's place in its key. The result is rotated back, because values
+ * are keys, which are rotated. An indexer, whose keys are compressed likewise, chooses top_k of the C_m. */
+
 /* A layer's attention of one KV head over a window and compressed keys. */
 static void forward_csa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
@@ -3817,6 +3862,17 @@ static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
     layer->delta.tiled = false;
 }
 
+/* The gated delta net (arXiv 2412.06464): linear attention whose state S (head_k, head_v) forgets by a decay a_t and
+ * replaces what it holds for a key:
+ *
+ *   q, k, v = SiLU(convolution of n_conv taps over W h)      q and k of length 1, q over sqrt(head_k)
+ *   a_t = exp(decay softplus(W^alpha h_t + dt_bias))         b_t = sigmoid(W^beta h_t)        decay = -exp(A_log)
+ *   u_t = b_t (v_t - a_t S_t-1^T k_t)                        what v_t adds to what S says of k_t
+ *   S_t = a_t S_t-1 + k_t u_t^T                              o_t = N(S_t^T q_t) * SiLU(W^z h_t)
+ *
+ * The state is all that is kept of the tokens before, whatever their number, and cannot be taken back: it lags, and
+ * rings hold what the latest tokens will add (struct rank's state_pos). */
+
 /* A layer's gated delta net. */
 static void forward_delta(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
@@ -3844,6 +3900,23 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
  * and feed-forwards can vary in, the fields of struct attn and struct layer say: windows, sinks, biases, gates,
  * norms of heads or of rows, rotations, clamps.
  * ============================================================================================================ */
+
+/* A feed-forward of experts (arXiv 2401.06066). The router gives every expert e a score s_e, softmax or sigmoid of
+ * W^R_e h_t; the n_expert_used experts with the largest s_e + b_e are chosen, b_e being a bias for the choice alone:
+ *
+ *   y_t = sum over the chosen e of g_e E_e(h_t) + E_shared(h_t)          g_e = factor s_e / (sum of the chosen s)
+ *   E(h) = W^down (silu(W^gate h) * W^up h)
+ *
+ * Each token reads n_expert_used of n_expert experts: 8 of 256 in DeepSeek-V3, a twentieth of the bytes.
+ *
+ * Hyper-connections (arXiv 2512.24880) have n_hc residual streams X (n_hc, n_embd) in place of one. Around attention
+ * and around the feed-forward F, coefficients follow from the streams z = N(X) as one row of n_hc n_embd values:
+ *
+ *   p = sigmoid(c_1 f_1 z + base_1) + eps          x = sum over j of p_j X_j           what F reads
+ *   r = 2 sigmoid(c_2 f_2 z + base_2)              M = Sinkhorn(exp(c_3 f_3 z + base_3))
+ *   X_k = r_k F(x) + sum over j of M_j,k X_j
+ *
+ * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. */
 
 /* A layer: what mixes its tokens, then its feed-forward. */
 static void forward_layer(struct program *p, const struct model *m, int il) {
