@@ -40,7 +40,7 @@
  *   Progress of a turn                                70  the line that is shown until an answer begins
  *
  *  Types
- *   Types: matrices and layers                       240  weights, attention, delta net, layer
+ *   Types: matrices and layers                       250  weights, attention, delta net, layer
  *   Types: the table of tensors                      260  every tensor: names, field, shape, who has it
  *   Types: models                                    250  model, family; sizes that follow from them
  *   Types: operations                                270  the table that every backend fills in; its contract
@@ -53,11 +53,11 @@
  *  Model
  *   Model: tensors of a file                         390  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        150  heads, windows, rotations
- *   Families: grouped-query attention                160  what each reads, its layers, its forward
- *   Families: latent attention                        70  the same of DeepSeek-V2, V3, V3.2, GLM-5
- *   Families: DeepSeek-V4                            110  the same
- *   Families: gated delta nets                        70  the same of Qwen3-Next and Qwen3.5
- *   Families: the forward                            160  the forward of all. START HERE
+ *   Families: grouped-query attention                170  what each reads, its layers, its forward
+ *   Families: latent attention                        90  the same of DeepSeek-V2, V3, V3.2, GLM-5
+ *   Families: DeepSeek-V4                            120  the same
+ *   Families: gated delta nets                        80  the same of Qwen3-Next and Qwen3.5
+ *   Families: the forward                            180  the forward of all. START HERE
  *   Model: layers and files                          430  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
  *   Synthetic models: shapes                         230  --synth: shapes of real models
@@ -79,7 +79,7 @@
  *   CPU kernels: choice                               90  the best set that the processor has
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                   290  embedding, norms, all-reduce
+ *   CPU operations                                   300  embedding, norms, all-reduce
  *   CPU operations: matrices and rotations           250  linear, input of MTP, RoPE
  *   CPU operations: attention                        430  online softmax over the cache
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
@@ -139,7 +139,7 @@
  *   Chat: formats of thinking                        160  tags, and messages with channels (harmony)
  *   Chat: forms of messages                          310  messages of requests and data sets as a template takes them
  *   Chat                                             280  messages, their rendering, their tokens
- *   Chat: messages                                   220  as JSON, as tokens
+ *   Chat: messages                                   230  as JSON, as tokens
  *   Chat: printing an answer                         320  from tokens to the screen
  *   Chat: generation                                 450  turns
  *   Chat: saved conversations                        320  /save and /load
@@ -3907,7 +3907,7 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
  *   y_t = sum over the chosen e of g_e E_e(h_t) + E_shared(h_t)          g_e = factor s_e / (sum of the chosen s)
  *   E(h) = W^down (silu(W^gate h) * W^up h)
  *
- * Each token reads n_expert_used of n_expert experts: 8 of 256 in DeepSeek-V3, a twentieth of the bytes.
+ * A token reads n_expert_used of n_expert experts: in DeepSeek-V3 8 of 256, or 37 of 671 billion weights.
  *
  * Hyper-connections (arXiv 2512.24880) have n_hc residual streams X (n_hc, n_embd) in place of one. Around attention
  * and around the feed-forward F, coefficients follow from the streams z = N(X) as one row of n_hc n_embd values:
