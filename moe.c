@@ -2049,7 +2049,7 @@ enum plane_kind {
     PLANE_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
     PLANE_RING,   /* the latest n_row tokens: token p is row p % n_row; n_row >= window + the tokens that a forward
                      writes before it reads */
-    PLANE_STATE   /* n_row rows that stand for all tokens before struct rank's state_pos */
+    PLANE_STATE   /* n_row rows that stand for all tokens before struct rank's n_committed */
 };
 
 /* What a plane of a layer holds. */
@@ -2087,7 +2087,7 @@ enum {
     DRAFTS_MAX = DECODE_MAX_TOKENS - 1,      /* drafts that one forward verifies beside the token before them */
     FORWARD_MAX = 4096,                      /* tokens of a prefill forward at most */
     MTP_HIDDEN_MORE = 2 * DECODE_MAX_TOKENS, /* hidden states beside those of the longest forward */
-    MAX_LAG = DECODE_MAX_TOKENS              /* tokens by which recurrent states may lag behind the timeline */
+    MAX_ROLLBACK = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
@@ -2107,9 +2107,9 @@ struct rank {
     enum pass pass;
     int n_tok;             /* tokens */
     int32_t pos;           /* position of the first */
-    int32_t state_pos;     /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
-    int32_t *tokens;       /* (chunk) ids; the only one may be TOKEN_CHOSEN, see goes_ahead */
-    bool goes_ahead;       /* the next decode may be enqueued before the host knows the token that `sample` chooses */
+    int32_t n_committed;   /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
+    int32_t *tokens;       /* (chunk) ids; the only one may be TOKEN_CHOSEN, see async_decode */
+    bool async_decode;     /* the next decode may be enqueued before the host knows the token that `sample` chooses */
     unsigned n_all_reduce; /* all-reduces of this forward that have begun */
 
     /* memory; "the backend's" is the device's on a GPU */
@@ -2268,7 +2268,7 @@ static inline struct plane delta_plane(const struct delta *d, enum plane_kind ki
 static inline void delta_planes(const struct delta *d, struct plane out[PLANE_USES]) {
     const int group = d->n_key ? d->n_value / d->n_key : 0; /* value heads of a key head */
     const int run = d->tiled ? group : 1, per_run = d->tiled ? 1 : group;
-    const int n_row = d->n_conv - 1 + 2 * MAX_LAG;
+    const int n_row = d->n_conv - 1 + 2 * MAX_ROLLBACK;
     out[PLANE_K] = delta_plane(d, PLANE_RING, n_row, 2, d->head_k);
     out[PLANE_V] = delta_plane(d, PLANE_RING, n_row, run, per_run * d->head_v);
     out[PLANE_RECENT] = delta_plane(d, PLANE_RING, n_row, 2 * run, per_run);
@@ -2288,12 +2288,12 @@ static inline void window_plane(struct plane *p, int window, int n_ctx_train) {
 }
 
 /* The ring of a compressor's inputs for keys of n_value values. It holds the tokens of the unfinished key, up to
- * MAX_LAG that may be rolled back, and one decode batch. */
+ * MAX_ROLLBACK that may be rolled back, and one decode batch. */
 static inline struct plane compressor_ring(const struct attn *a, int n_value) {
     struct plane p = plane_make(KV_F32, 2 * (a->span / a->ratio) * n_value, 1);
     p.kind = PLANE_RING;
     p.window = a->span - 1;
-    p.n_row = a->span - 1 + 2 * MAX_LAG;
+    p.n_row = a->span - 1 + 2 * MAX_ROLLBACK;
     return p;
 }
 
@@ -2404,7 +2404,7 @@ static inline bool plane_is_snapshot(const struct plane *p) {
 
 /* Rows of a snapshot of such a plane: of a ring those that the tokens after it read, and those that a state lacks. */
 static inline size_t snapshot_rows(const struct plane *p) {
-    const int need = p->window + MAX_LAG;
+    const int need = p->window + MAX_ROLLBACK;
     return (size_t)(p->kind == PLANE_RING && need < p->n_row ? need : p->n_row);
 }
 
@@ -2615,11 +2615,11 @@ enum {
     FUSED_NORM_TOKENS = 8,                               /* rows, */
     FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and values of all rows at most */
     INDEX_SCORES = 1 << 22,                              /* scores of the indexer at once: limits the context */
-    AHEAD_SHARE = 4,  /* a kernel requests at most 1 / AHEAD_SHARE of L2 ahead of its use */
-    GPU_HC = 4,       /* streams of residuals, */
-    HC_WIDTH = 8192,  /* of so many values at most */
-    HC_COLUMNS = 256, /* columns of a block of k_hc_mix */
-    HC_SUMS = 32      /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
+    PREFETCH_SHARE = 4, /* a kernel requests at most 1 / PREFETCH_SHARE of L2 ahead of its use */
+    GPU_HC = 4,         /* streams of residuals, */
+    HC_WIDTH = 8192,    /* of so many values at most */
+    HC_COLUMNS = 256,   /* columns of a block of k_hc_mix */
+    HC_SUMS = 32        /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
 };
 
 /* Whether the kernels that read the norm of n_tok rows of `width` values make it themselves: for few short rows, and
@@ -3871,7 +3871,7 @@ static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
  *   S_t = a_t S_t-1 + k_t u_t^T                              o_t = N(S_t^T q_t) * SiLU(W^z h_t)
  *
  * The state is all that is kept of the tokens before, whatever their number, and cannot be taken back: it lags, and
- * rings hold what the latest tokens will add (struct rank's state_pos). */
+ * rings hold what the latest tokens will add (struct rank's n_committed). */
 
 /* A layer's gated delta net. */
 static void forward_delta(struct program *p, const struct model *m, int il) {
@@ -5476,7 +5476,7 @@ static uint64_t share_word(uint32_t loop, int next, int end) {
 }
 
 /* Returns the sign of the share's loop minus loop `to`; negative: nobody has begun the share of loop `to`. */
-static int32_t share_ahead(uint64_t left, uint32_t to) {
+static int32_t share_prefetch(uint64_t left, uint32_t to) {
     return (int32_t)(((uint32_t)(left >> 2 * ITEM_BITS) - to) << (32 - LOOP_BITS));
 }
 
@@ -5490,14 +5490,14 @@ static int share_take(struct team *t, int v) {
     _Atomic uint64_t *left = &t->shares[v].left;
     uint64_t now = atomic_load_explicit(left, memory_order_relaxed);
     for (;;) {
-        if (share_ahead(now, loop) < 0) { /* v has not begun this loop; this thread may begin it for v */
+        if (share_prefetch(now, loop) < 0) { /* v has not begun this loop; this thread may begin it for v */
             const uint64_t whole = share_word(loop, begin, end);
             if (!atomic_compare_exchange_weak_explicit(left, &now, whole, memory_order_relaxed, memory_order_relaxed))
                 continue;
             now = whole;
         }
         const int next = (int)(now >> ITEM_BITS & ITEM_MASK), stop = (int)(now & ITEM_MASK);
-        if (share_ahead(now, loop) > 0 || next == stop) return -1;
+        if (share_prefetch(now, loop) > 0 || next == stop) return -1;
         const uint64_t rest = own ? share_word(loop, next + 1, stop) : share_word(loop, next, stop - 1);
         if (atomic_compare_exchange_weak_explicit(left, &now, rest, memory_order_relaxed, memory_order_relaxed))
             return own ? next : stop - 1;
@@ -6045,7 +6045,7 @@ INLINE float vec_dot(const float *a, const float *b, int n) {
  * results in g->y. The order in which an element is summed does not depend on R or T. */
 INLINE void vec_tile(enum gguf_type type, vec_load *load, const struct gemm *g, int r0, int R, int t0, int T) {
     const size_t size = gguf_type_info(type).bytes, step = VL * (size_t)R * size; /* bytes of a step of the loop */
-    const bool ahead = gemm_prefetches(g, t0, size);
+    const bool prefetches = gemm_prefetches(g, t0, size);
     const uint8_t *w[4], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
     vf s[4][4] = {0};
@@ -6054,7 +6054,7 @@ INLINE void vec_tile(enum gguf_type type, vec_load *load, const struct gemm *g, 
     UNROLL for (int t = 0; t < T; t++) x[t] = (const float *)(const void *)gemm_x(g, t0 + t);
     for (; i + VL <= g->n_in; i += VL) {
         vf a[4];
-        if (ahead) { /* in the order of memory */
+        if (prefetches) { /* in the order of memory */
             for (size_t b = 0; b < step; b += 64) __builtin_prefetch(next + b, 0, 2);
             next += step;
         }
@@ -7048,7 +7048,7 @@ AVX512_INLINE __m512 avx512_load(enum gguf_type type, const uint8_t *row, int i,
  * adds the lanes of all sums at once. */
 AVX512_INLINE __m512 avx512_tile(enum gguf_type type, const struct gemm *g, int r0, int R, int t0, int T) {
     const size_t size = gguf_type_info(type).bytes, step = 16 * (size_t)R * size; /* bytes of a step of the loop */
-    const bool ahead = gemm_prefetches(g, t0, size);
+    const bool prefetches = gemm_prefetches(g, t0, size);
     const uint8_t *w[16], *next = g->w + (size_t)(r0 + R) * g->w_stride;
     const float *x[4];
     __m512 s[16];
@@ -7058,7 +7058,7 @@ AVX512_INLINE __m512 avx512_tile(enum gguf_type type, const struct gemm *g, int 
     for (int i = 0; i < g->n_in; i += 16) {
         __mmask16 m = g->n_in - i < 16 ? (__mmask16)((1u << (g->n_in - i)) - 1) : 0xffff;
         __m512 a[16];
-        if (ahead) { /* the rows that follow, in the order of memory */
+        if (prefetches) { /* the rows that follow, in the order of memory */
             UNROLL for (size_t b = 0; b < step; b += 64) __builtin_prefetch(next + b, 0, 2);
             next += step;
         }
@@ -7707,7 +7707,7 @@ struct pg_start {
 enum rank_step_kind {
     RANK_START,           /* start the rank: start */
     RANK_RESIZE,          /* make its state one for n tokens: failed, err */
-    RANK_FORWARD,         /* run a pass of ids (n) at positions pos.. with recurrent states at state_pos */
+    RANK_FORWARD,         /* run a pass of ids (n) at positions pos.. with recurrent states at n_committed */
     RANK_LOGITS,          /* logits of rows first..first+n-1 of the latest pass, on the last stage */
     RANK_WAIT,            /* wait until everything is computed */
     RANK_READ_STATS,      /* copy the statistics of the rank's layers of `whole` to stats and in_sum2 */
@@ -7721,7 +7721,7 @@ struct rank_step {
     enum rank_step_kind kind;
     enum pass pass;
     const int32_t *ids; /* NULL: the token that was chosen */
-    int n, pos, state_pos, first;
+    int n, pos, n_committed, first;
     int n_ids; /* RANK_LOGITS after a pass of the MTP layer: of the first n_ids ids; 0: of all */
     bool nccl;
     struct pg_start *start;
@@ -8103,9 +8103,9 @@ struct cpu {
     float *job_w;         /* (chunk * n_expert_used) weights of the jobs' results */
     float *shared_w;      /* (chunk) weights of the shared expert */
     float *row_sums;      /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
-    float *mix;           /* (chunk + MAX_LAG, 2 K + V) delta net: q, k, v after the convolution */
+    float *mix;           /* (chunk + MAX_ROLLBACK, 2 K + V) delta net: q, k, v after the convolution */
     float **taps;         /* (model_blocks) taps of a delta net's convolution, see delta_taps; NULL: another layer */
-    float *decay_beta;    /* (chunk + MAX_LAG, 2 n_value) delta net: logarithms of the decay, and beta */
+    float *decay_beta;    /* (chunk + MAX_ROLLBACK, 2 n_value) delta net: logarithms of the decay, and beta */
     float *norm_parts;    /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
     float *q_absorbed;    /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
     float *index_scores;  /* (DECODE_MAX_TOKENS, attn_lists, blocks of keys) scores of the indexer */
@@ -8621,8 +8621,8 @@ struct attend_work {
     float *latents;   /* ATTEND_EXPAND: (kv_lora, KEY_BLOCK), transposed */
     int n_lat, n_v;   /* kv_lora and head_v, rounded up to TRANSPOSE_ROWS */
     /* What is not prefetched yet of the next block of keys and of values, and the bytes of each that a step takes. */
-    const uint8_t *ahead[2], *ahead_end[2];
-    size_t ahead_step;
+    const uint8_t *prefetch[2], *prefetch_end[2];
+    size_t prefetch_step;
 };
 
 /* Divides `scratch` among an item's buffers for `rows` query rows, set_rows in a set, and returns the number of its
@@ -8781,22 +8781,22 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
 }
 
 /* Prepares to prefetch n keys and values from `pos` on in `steps` calls of attend_prefetch. */
-static void attend_ahead(const struct rank *r, const struct attend *a, struct attend_work *w, int pos, int n,
-                         int steps) {
-    w->ahead_step = 0;
+static void attend_prefetch_from(const struct rank *r, const struct attend *a, struct attend_work *w, int pos, int n,
+                                 int steps) {
+    w->prefetch_step = 0;
     for (int u = 0; u < 2 && !attend_listed(a); u++) {
         const struct plane *p = &r->planes[a->il][u ? PLANE_V : PLANE_K];
-        w->ahead[u] = p->data + plane_row(p, (size_t)pos) * p->row_bytes;
-        w->ahead_end[u] = w->ahead[u] + (size_t)n * p->row_bytes;
-        w->ahead_step = size_max(w->ahead_step, ((size_t)n * p->row_bytes / (size_t)steps + 63) / 64 * 64);
+        w->prefetch[u] = p->data + plane_row(p, (size_t)pos) * p->row_bytes;
+        w->prefetch_end[u] = w->prefetch[u] + (size_t)n * p->row_bytes;
+        w->prefetch_step = size_max(w->prefetch_step, ((size_t)n * p->row_bytes / (size_t)steps + 63) / 64 * 64);
     }
 }
 
 /* Prefetches what a step takes. Steps are small and stand between products, because a core has few reads in flight. */
 static void attend_prefetch(struct attend_work *w) {
     for (int u = 0; u < 2; u++)
-        for (size_t i = 0; i < w->ahead_step && w->ahead[u] < w->ahead_end[u]; i += 64, w->ahead[u] += 64)
-            __builtin_prefetch(w->ahead[u], 0, 2);
+        for (size_t i = 0; i < w->prefetch_step && w->prefetch[u] < w->prefetch_end[u]; i += 64, w->prefetch[u] += 64)
+            __builtin_prefetch(w->prefetch[u], 0, 2);
 }
 
 /* Returns the first of the keys from `pos` on that the token at `own` sees: 0, or more where a window ends before. */
@@ -8867,7 +8867,7 @@ static size_t attend_floats(const struct model *m, int rows) {
 static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
     const int set_rows = a->n_tok * a->n_head, rows = a->n_set * set_rows, dk = a->dk, dv = a->dv;
     const struct attn *shape = &r->m->layers[a->il].attn;
-    struct attend_work w = {.ahead_step = 0};
+    struct attend_work w = {.prefetch_step = 0};
     attend_divide(&w, scratch, rows, set_rows, dk, dv,
                   a->kind == ATTEND_EXPAND ? shape->head_k - r->m->ropes[shape->rope].dim : 0, shape->kv_lora);
     for (int i = 0; i < rows; i++) {
@@ -8885,8 +8885,8 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
         const int n = int_min(end - pos, KEY_BLOCK);
         if (a->n_set > 1)
-            attend_ahead(r, a, &w, pos + n, int_min(last - pos - n, KEY_BLOCK),
-                         a->n_set * (set_rows + 4 * KEY_BLOCK / KEY_GROUP));
+            attend_prefetch_from(r, a, &w, pos + n, int_min(last - pos - n, KEY_BLOCK),
+                                 a->n_set * (set_rows + 4 * KEY_BLOCK / KEY_GROUP));
         if (a->kind == ATTEND_CSA) attend_load_csa(r, a, &w, pos, n);
         else if (a->kind != ATTEND_GQA) attend_load_latents(r, a, &w, pos, n);
         for (int set = 0; set < a->n_set; set++) attend_keys(r, a, &w, set, pos, n);
@@ -9664,7 +9664,7 @@ static void delta_columns(struct rank *r, int il, int item, enum act out) {
     const struct delta *d = &r->m->layers[il].delta;
     const int items = ceil_by(d->head_v, DELTA_COLUMNS), j = item / items;
     const int first = item % items * DELTA_COLUMNS, n = int_min(DELTA_COLUMNS, d->head_v - first);
-    const int lag = r->pos - r->state_pos, rows = lag + r->n_tok, taken = r->n_tok > MAX_LAG ? rows - 1 : lag;
+    const int lag = r->pos - r->n_committed, rows = lag + r->n_tok, taken = r->n_tok > MAX_ROLLBACK ? rows - 1 : lag;
     float *S = cpu_scratch(r), unused[DELTA_COLUMNS];
     float *kept = (float *)(void *)r->planes[il][PLANE_SUM].data + (size_t)j * (size_t)(d->head_k * d->head_v) + first;
     for (int h = 0; h < d->head_k; h++) memcpy(S + h * n, kept + h * d->head_v, (size_t)n * sizeof *S);
@@ -9699,10 +9699,10 @@ static void cpu_delta_net(struct rank *r, const struct step *s) {
     const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
-    const int n = r->pos - r->state_pos + r->n_tok;
+    const int n = r->pos - r->n_committed + r->n_tok;
     const int items = d->n_value * ceil_by(d->head_v, DELTA_COLUMNS);
     if (!d->n_value) return; /* this rank's shard is empty */
-    for (int i = team_first(n); i >= 0; i = team_next()) delta_inputs(r, il, i, r->state_pos + i);
+    for (int i = team_first(n); i >= 0; i = team_next()) delta_inputs(r, il, i, r->n_committed + i);
     team_barrier();
     for (int i = team_first(items); i >= 0; i = team_next()) delta_columns(r, il, i, out);
     team_barrier();
@@ -10346,8 +10346,8 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->job_w = cpu_own(r, c * used, sizeof(float));
     r->cpu->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
     r->cpu->row_sums = cpu_own(r, m->shard.n_rank > 1 ? 2 * c : 0, sizeof(float));
-    r->cpu->mix = cpu_own(r, x->mix ? (c + MAX_LAG) * (size_t)x->mix : 0, sizeof(float));
-    r->cpu->decay_beta = cpu_own(r, x->mix ? (c + MAX_LAG) * 2 * (size_t)x->values : 0, sizeof(float));
+    r->cpu->mix = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * (size_t)x->mix : 0, sizeof(float));
+    r->cpu->decay_beta = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * 2 * (size_t)x->values : 0, sizeof(float));
     r->cpu->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->cpu->jobs);
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
     if (x->kv_lora) r->cpu->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
@@ -10655,8 +10655,8 @@ struct session {
     struct rank *r;  /* the root rank, which has the logits */
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
-    int state_pos;   /* recurrent states stand for tokens[0..state_pos), <= n_past */
-    bool ahead;      /* a forward of the token after the timeline, as the device chose it, is under way */
+    int n_committed; /* recurrent states stand for tokens[0..n_committed), <= n_past */
+    bool async;      /* a forward of the token after the timeline, as the device chose it, is under way */
     bool host_chose; /* the latest token: the device left the choice to the host */
     int row;         /* of the logits: the timeline's last token */
     int n_draft;     /* tokens[n_past..) of the latest forward are drafts: they are not in the timeline yet */
@@ -10674,10 +10674,10 @@ struct session {
     int restored;         /* the timeline cannot be cut below this: rings hold nothing older; 0: any */
     size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
     struct snapshot {
-        int n, state_pos; /* tokens and state_pos when it was taken; n 0: it is free */
-        int reach;        /* session_reach after it */
-        unsigned used;    /* when it was taken or restored last */
-        uint8_t *data;    /* (snapshot_size) rows of rings and states, by rank, layer and use */
+        int n, n_committed; /* tokens and n_committed when it was taken; n 0: it is free */
+        int reach;          /* session_reach after it */
+        unsigned used;      /* when it was taken or restored last */
+        uint8_t *data;      /* (snapshot_size) rows of rings and states, by rank, layer and use */
     } snapshots[SNAPSHOTS];
     unsigned snapshot_clock; /* counts snapshots taken and restored */
     int sync_tokens;         /* tokens that the latest sync computed */
@@ -10750,7 +10750,8 @@ static int session_reach(const struct session *s) {
         for (int u = 0; u < PLANE_USES; u++) {
             const struct plane *p = &planes[u];
             if (!p->width) continue;
-            if (p->kind == PLANE_STATE) reach = int_max(reach, int_max(s->state_pos, s->n_past - !s->r->goes_ahead));
+            if (p->kind == PLANE_STATE)
+                reach = int_max(reach, int_max(s->n_committed, s->n_past - !s->r->async_decode));
             /* drafts after the timeline have overwritten rows, too */
             const int written = int_max(s->n_past, s->longest) + DECODE_MAX_TOKENS;
             if (p->kind == PLANE_RING && written > p->n_row) reach = int_max(reach, written - p->n_row + p->window);
@@ -10809,7 +10810,7 @@ static int session_truncate(struct session *s, int n) {
     struct snapshot *best = NULL;
     if (n >= s->n_past) return s->n_past;
     const bool restore = s->snapshot_size && n < session_reach(s);
-    s->ahead = false;
+    s->async = false;
     s->n_draft = 0;
     for (int i = 0; i < SNAPSHOTS; i++) {
         struct snapshot *k = &s->snapshots[i];
@@ -10821,7 +10822,7 @@ static int session_truncate(struct session *s, int n) {
     s->n_past = n;
     if (restore) s->n_past = best ? best->n : 0;
     s->n_predicted = int_min(s->n_predicted, int_max(0, s->n_past - 1)); /* the row before gets another next token */
-    s->state_pos = restore && best ? best->state_pos : int_min(s->state_pos, s->n_past);
+    s->n_committed = restore && best ? best->n_committed : int_min(s->n_committed, s->n_past);
     if (!restore) return n;
     if (best) best->used = ++s->snapshot_clock;
     if (best) session_copy_snapshot(s, best->data, best->n, true);
@@ -10864,7 +10865,7 @@ static int session_resize(struct session *s, int n, char *err) {
     char lost[ERR_MAX];
     session_catch_up(s, s->n_past - 1, PASS_MTP);
     session_wait(s);
-    s->ahead = false;
+    s->async = false;
     s->n_draft = 0;
     const size_t bytes = session_copy_state(s, NULL, false);
     uint8_t *data = malloc(bytes + 1);
@@ -10892,8 +10893,8 @@ static void session_keep(struct session *s) {
         if (k->n && (!other->n || other->used < k->used)) k = other;
     }
     k->n = s->n_past;
-    k->state_pos = s->state_pos;
-    k->reach = int_max(session_reach(s), s->n_past - MAX_LAG);
+    k->n_committed = s->n_committed;
+    k->reach = int_max(session_reach(s), s->n_past - MAX_ROLLBACK);
     k->used = ++s->snapshot_clock;
     session_copy_snapshot(s, k->data, k->n, false);
 }
@@ -10908,9 +10909,9 @@ static void session_keep(struct session *s) {
  * length alone. */
 static void session_fake_fill(struct session *s, int n) {
     session_truncate(s, n);
-    s->n_past = s->state_pos = n;
+    s->n_past = s->n_committed = n;
     s->n_predicted = int_max(0, n - 1);
-    s->ahead = false;
+    s->async = false;
     s->n_draft = 0;
 }
 
@@ -10945,7 +10946,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
         else r->tokens[0] = TOKEN_CHOSEN;
         r->pass = step->pass;
         r->pos = step->pos;
-        r->state_pos = step->state_pos;
+        r->n_committed = step->n_committed;
         r->n_tok = step->n;
         r->ops->forward(r);
         alloc_guard_end();
@@ -11002,21 +11003,21 @@ static bool session_is_behind(const struct session *s, int n) {
 static void session_forward(struct session *s, const int32_t *ids, int n) {
     memmove(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
     if (session_is_behind(s, n)) session_catch_up(s, s->n_past, PASS_MTP);
-    pg_run(&s->pg,
-           (struct rank_step){.kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .state_pos = s->state_pos});
-    s->state_pos = n <= MAX_LAG ? s->n_past : s->n_past + n - 1;
+    pg_run(&s->pg, (struct rank_step){
+                       .kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .n_committed = s->n_committed});
+    s->n_committed = n <= MAX_ROLLBACK ? s->n_past : s->n_past + n - 1;
     s->n_past += n;
-    s->ahead = false;
+    s->async = false;
     s->row = s->n_draft = s->chosen_from = s->chosen_to = 0;
 }
 
 /* Enqueues the forward of the token that is being chosen, before the host knows it: the device need not wait until the
  * host has read the token and printed it. session_decode takes it into the timeline; any other forward overwrites
  * it. */
-static void session_forward_ahead(struct session *s) {
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .state_pos = s->state_pos});
-    s->state_pos = s->n_past;
-    s->ahead = true;
+static void session_decode_async(struct session *s) {
+    pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .n_committed = s->n_committed});
+    s->n_committed = s->n_past;
+    s->async = true;
 }
 
 /* Computes the logits of rows first..first+n-1 of the latest pass, n <= LOGIT_ROWS. */
@@ -11037,16 +11038,16 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
  * how many were chosen: a choice that is not the next of `tokens` is the last. */
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
-    const bool ahead =
-        n == 1 && on_device && s->r->goes_ahead && !s->host_chose && !s->drafting.next && s->n_past < s->n_ctx;
+    const bool async =
+        n == 1 && on_device && s->r->async_decode && !s->host_chose && !s->drafting.next && s->n_past < s->n_ctx;
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
     /* not after the choice, which stays in the batch */
-    if (ahead && session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_MTP);
+    if (async && session_is_behind(s, 1)) session_catch_up(s, s->n_past - 1, PASS_MTP);
     alloc_guard_begin("the choice of a token");
     s->r->ops->sample(s->r, o, s->tokens, n_past, first, n, uniform);
     alloc_guard_end();
-    if (ahead) session_forward_ahead(s);
+    if (async) session_decode_async(s);
     alloc_guard_begin("the choice of a token");
     bool has;
     const int got = s->r->ops->read_tokens(s->r, chosen, &has);
@@ -11128,9 +11129,9 @@ static double session_decode(struct session *s, int32_t id) {
     }
     s->tokens[s->n_past] = id;
     double bytes = 0;
-    if (s->ahead) {
+    if (s->async) {
         s->n_past++;
-        s->ahead = false;
+        s->async = false;
     } else {
         k = int_min(int_min(s->drafting.next, s->n_wanted), s->n_ctx - s->n_past - 1);
         session_draft(s, k);
@@ -11154,7 +11155,7 @@ static void session_choose_all(struct session *s, const struct sampling *o, uint
     bool on_device;
     s->sampling = *o;
     const int n = session_choose(s, o, s->n_past, s->row, 1 + s->n_draft, rng, s->chosen + s->row, &on_device);
-    s->ahead &= on_device;
+    s->async &= on_device;
     s->host_chose = !on_device;
     s->chosen_to = s->row + n;
     for (int i = s->row; i < s->chosen_to; i++) drafting_token(&s->drafting, s->chosen[i] >= s->first_ids);
@@ -11176,7 +11177,7 @@ static int32_t session_sample(struct session *s, const struct sampling *o, uint6
 }
 
 /* The next token is another than session_sample returned: a forward of that one, ahead, does not count. */
-static void session_overrule(struct session *s) { s->ahead = false; }
+static void session_overrule(struct session *s) { s->async = false; }
 
 /* ============================================================================================================
  * Session: sync and score
@@ -11379,7 +11380,7 @@ static double session_forward_ops(const struct session *s, int n) {
  * The file that /save writes beside the conversation. All integers are little-endian:
  *
  *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, --qat, session_reach, numbers of planes and
- *                          tokens, state_pos, checksum
+ *                          tokens, n_committed, checksum
  *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now, if it has it
  *   int32_t[]              the tokens
  *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
@@ -11394,7 +11395,7 @@ static const char kv_magic[8] = "MOEKV003";
 struct kv_header {
     char magic[8];
     uint64_t model_hash;
-    uint32_t kv_type : 3, qat : 1, reach : 28, n_plane, n_tokens, state_pos;
+    uint32_t kv_type : 3, qat : 1, reach : 28, n_plane, n_tokens, n_committed;
     uint64_t checksum; /* of all that follows */
 };
 static_assert(sizeof(struct kv_header) == 40, "the header of a saved state is 40 bytes");
@@ -11512,7 +11513,7 @@ static struct kv_header session_header(const struct session *s, const struct kv_
                           .reach = (uint32_t)session_reach(s) & 0xfffffff,
                           .n_plane = (uint32_t)arrlenu(list),
                           .n_tokens = (uint32_t)s->n_past,
-                          .state_pos = (uint32_t)s->state_pos,
+                          .n_committed = (uint32_t)s->n_committed,
                           .checksum = checksum_add(HASH_START, list, arrlenu(list) * sizeof *list)};
     memcpy(h.magic, kv_magic, sizeof h.magic);
     return h;
@@ -11522,7 +11523,7 @@ static struct kv_header session_header(const struct session *s, const struct kv_
 static int session_save(struct session *s, const char *path, char *err) {
     struct kv_plane *list = session_planes(s);
     session_catch_up(s, s->n_past - 1, PASS_MTP);
-    s->ahead = false;
+    s->async = false;
     struct kv_header h = session_header(s, list);
     FILE *f = temp_create(path, 0600, err);
     int rc = -1;
@@ -11571,7 +11572,7 @@ static int session_read_body(struct session *s, const struct kv_plane *got, size
         if (s->tokens[i] < 0 || s->tokens[i] >= s->m->n_vocab)
             return fail(err, "'%s' is damaged: it holds the token id %d", path, s->tokens[i]);
     s->n_past = s->n_predicted = (int)h->n_tokens;
-    s->state_pos = (int)h->state_pos;
+    s->n_committed = (int)h->n_committed;
     s->restored = (int)h->reach;
     return 0;
 }
@@ -11591,8 +11592,8 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
         return fail(err, "'%s' holds %u tokens, but the context only %d", path, h.n_tokens, s->n_ctx);
     if (h.reach > h.n_tokens)
         return fail(err, "'%s' is damaged: %u of %u tokens cannot be taken back", path, h.reach, h.n_tokens);
-    if (h.state_pos > h.n_tokens)
-        return fail(err, "'%s' is damaged: %u of %u tokens are in its state", path, h.state_pos, h.n_tokens);
+    if (h.n_committed > h.n_tokens)
+        return fail(err, "'%s' is damaged: %u of %u tokens are in its state", path, h.n_committed, h.n_tokens);
     struct stat st;
     const uint64_t least = sizeof h + (uint64_t)h.n_plane * sizeof *list;
     if (h.n_plane <= KV_PLANES_MAX && (fstat(fileno(f), &st) || (uint64_t)st.st_size < least))
@@ -24397,7 +24398,7 @@ struct launch {
     bool reduces; /* it adds the deltas of several ranks */
     double bytes; /* that it reads */
     double dense; /* those of them that kernels in front may request */
-    int ahead;    /* it requests the dense bytes of the launches after it, up to this one; 0: of none */
+    int prefetch; /* it requests the dense bytes of the launches after it, up to this one; 0: of none */
 };
 
 /* The launches of a forward, while they are listed. */
@@ -24474,11 +24475,11 @@ static void launch_add_linear(struct launches *k, const struct step *s) {
     const int at = launch_add(k, DECODE_LINEAR, products + vectors, products);
     k->list[at].norms = fuses;
     if (layers_first) {
-        if (k->router >= 0) k->list[k->router].ahead = at;
+        if (k->router >= 0) k->list[k->router].prefetch = at;
         k->first = fuses ? -1 : at;
     } else if (s->w[0] == &l->wo) {
-        k->list[k->attention].ahead = at;
-        if (k->first >= 0) k->list[k->first].ahead = at;
+        k->list[k->attention].prefetch = at;
+        if (k->first >= 0) k->list[k->first].prefetch = at;
     }
 }
 
@@ -24584,7 +24585,7 @@ static struct launch *decode_launches(const struct model *m, enum pass pass, con
     launch_add(&k, DECODE_ADD_NORM, 0, 0);
     const double bytes = (double)plan_matrix_reads(false, head, 1);
     const int last = launch_add(&k, DECODE_LINEAR, bytes, bytes);
-    if (k.router >= 0) k.list[k.router].ahead = last;
+    if (k.router >= 0) k.list[k.router].prefetch = last;
     if (shard->n_rank > 1) launch_add(&k, DECODE_SEND, 0, 0);
     if (!shard->rank) launch_add(&k, DECODE_SAMPLE, 0, 0);
     return k.list;
@@ -24613,10 +24614,10 @@ static struct forecast forecast_launches(const struct launch *list, int from, do
     for (int i = from; i < n; i++) {
         const struct launch *l = &list[i];
         const bool early = i && l[-1].kernel == DECODE_ADD_NORM;
-        double room = (launch_fixed(l) + (early ? launch_fixed(l - 1) : 0)) * rate, share = l2 / AHEAD_SHARE;
+        double room = (launch_fixed(l) + (early ? launch_fixed(l - 1) : 0)) * rate, share = l2 / PREFETCH_SHARE;
         f.seconds += launch_fixed(l) + (l->bytes - got[i]) / rate;
         bytes += l->bytes;
-        for (int k = i + 1; k <= l->ahead; k++) {
+        for (int k = i + 1; k <= l->prefetch; k++) {
             const double asked = fmin(share, list[k].dense), come = fmax(0, fmin(room, asked - got[k]));
             got[k] += come;
             room -= come;

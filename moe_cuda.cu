@@ -37,8 +37,8 @@
  * of grouped-query attention, 13 with streams of residuals and compressed keys, and 15 with an indexer of these. Each
  * reads its weights once, dequantizes them to halves in registers and multiplies by m16n8k16 with F32 sums (W4A16).
  * What a token gives does not depend on the other tokens of a decode forward. While attention, router, norms or sums
- * of ranks leave the memory idle, kernels request weights of the next dense products into L2 (struct ahead). Positions
- * and tokens lie in device memory, so that one CUDA graph per number of tokens replays every forward pass.
+ * of ranks leave the memory idle, kernels request weights of the next dense products into L2 (struct l2_prefetch).
+ * Positions and tokens lie in device memory, so that one CUDA graph per number of tokens replays every forward pass.
  * Prefill is compute-bound: tokens are sorted by expert, and a grouped GEMM works in tiles of K = 64. On SM120 the
  * experts may also run with FP4 activations (W4A4).
  *
@@ -782,8 +782,8 @@ __global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, si
 
 /* The position and number of tokens of one forward pass, in device memory. The host writes it before each pass. */
 struct batch {
-    int32_t pos, n_tok; /* positions pos .. pos + n_tok - 1 */
-    int32_t state_pos;  /* positions that recurrent states have taken in */
+    int32_t pos, n_tok;  /* positions pos .. pos + n_tok - 1 */
+    int32_t n_committed; /* positions that recurrent states have taken in */
 };
 
 enum { WARP = 32, ROW_THREADS = 256 };
@@ -856,20 +856,21 @@ __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 /* Weights of the next dense products. Kernels that leave the memory idle request them into L2. */
-enum { AHEAD_RANGES = 2 * LINEAR_MAX, AHEAD_PIECE = 8192 /* bytes of one request */ };
-struct ahead {
-    const uint8_t *at[AHEAD_RANGES];
-    uint32_t n[AHEAD_RANGES]; /* bytes, a multiple of 16 */
+enum { PREFETCH_RANGES = 2 * LINEAR_MAX, PREFETCH_PIECE = 8192 /* bytes of one request */ };
+struct l2_prefetch {
+    const uint8_t *at[PREFETCH_RANGES];
+    uint32_t n[PREFETCH_RANGES]; /* bytes, a multiple of 16 */
     int count;
 };
 
 /* Requests the thread's share. Call it when the kernel in front reads little, or after grid_dependency_wait. */
-DEVICE void ahead_request(const struct ahead &a) {
+DEVICE void prefetch_request(const struct l2_prefetch &a) {
     const uint32_t blocks = gridDim.x * gridDim.y * gridDim.z;
     const uint32_t first = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z) + threadIdx.x * blocks;
     for (int i = 0; i < a.count; i++)
-        for (uint32_t k = first; k < (a.n[i] + AHEAD_PIECE - 1) / AHEAD_PIECE; k += blocks * blockDim.x)
-            prefetch_l2(a.at[i] + (size_t)k * AHEAD_PIECE, min(a.n[i] - k * AHEAD_PIECE, (uint32_t)AHEAD_PIECE));
+        for (uint32_t k = first; k < (a.n[i] + PREFETCH_PIECE - 1) / PREFETCH_PIECE; k += blocks * blockDim.x)
+            prefetch_l2(a.at[i] + (size_t)k * PREFETCH_PIECE,
+                        min(a.n[i] - k * PREFETCH_PIECE, (uint32_t)PREFETCH_PIECE));
 }
 
 /* v = a thread's values of a row x (n), n <= VECS * 4 * NORM_THREADS: four, then those 4 * NORM_THREADS further on, and
@@ -1158,7 +1159,7 @@ struct hc_args {
     uint16_t *h16;       /* (n_tok, n) the norm, */
     float *h32;          /* in F32, too */
     float *x;
-    struct ahead ahead;
+    struct l2_prefetch prefetch;
 };
 
 /* Adds v[i] over the lanes of a warp: lane i gets the sum of v[i]. STEP: lanes that exchange their halves of the
@@ -1259,7 +1260,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_hc_norm(const __grid_consta
     if (a.weight) norm_load(w, a.weight, n);
     const float base = lane < a.n_row ? a.base[lane] : 0.0f;
     const float scale = lane < a.n_row ? a.scale[lane < GPU_HC ? 0 : lane < 2 * GPU_HC ? 1 : 2] : 0.0f;
-    ahead_request(a.ahead);
+    prefetch_request(a.prefetch);
     grid_dependency_wait();
     float s = 0;
     UNROLL_BY(4)
@@ -1500,8 +1501,8 @@ struct linear_args {
     int n_matrix, n_tok;
     const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart; not used with NORM */
     size_t x_stride;
-    struct norm_input norm; /* with NORM: what x is */
-    struct ahead ahead;     /* without NORM */
+    struct norm_input norm;      /* with NORM: what x is */
+    struct l2_prefetch prefetch; /* without NORM */
     /* with GROUPS there is one matrix for each group of x; the results, y16 (n_tok, n_group * n_out), have the stride
      * y_stride[0] */
     uint16_t *y16;
@@ -1535,7 +1536,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
             w, k0, k1, one,
             [&] {
                 if (!NORM) {
-                    ahead_request(p.ahead); /* the norm in front reads little, and may wait for other ranks */
+                    prefetch_request(p.prefetch); /* the norm in front reads little, and may wait for other ranks */
                     grid_dependency_wait();
                     return;
                 }
@@ -1834,9 +1835,9 @@ struct route_args {
     struct expert_job *jobs; /* (n_jobs) for k_gemv_glu and k_gemv_down: see struct job_list */
     float *job_weight;
     int32_t *n_jobs;
-    float *shared_weight;    /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
-    struct norm_input input; /* with NORM: what x is */
-    struct ahead ahead;      /* after the feed-forward */
+    float *shared_weight;        /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
+    struct norm_input input;     /* with NORM: what x is */
+    struct l2_prefetch prefetch; /* after the feed-forward */
 };
 
 /* Maps floats to unsigned numbers of the same order. NaN counts as -infinity. Never 0. */
@@ -2001,11 +2002,11 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
         float4 norm_weight[FUSED_NORM_VECS];
         norm_load(norm_weight, p.input.weight, p.n_embd);
         grid_dependency_wait();
-        ahead_request(p.ahead);
+        prefetch_request(p.prefetch);
         norm_rows(p.input, p.n_tok, norm_weight,
                   [&](int t, int c, float4 y) { *(float4 *)(scratch + t * p.n_embd + c) = y; });
     } else {
-        ahead_request(p.ahead); /* see k_gemv_linear */
+        prefetch_request(p.prefetch); /* see k_gemv_linear */
         grid_dependency_wait();
     }
     const float *x = NORM ? scratch : p.x;
@@ -3180,9 +3181,9 @@ struct attn_args {
     int gate_head;
     bool gate_one, softplus; /* gates of decode alone: there is one for a head; it is not a sigmoid's */
     /* decode of GQA */
-    struct rope_args rope; /* what q is made of, and the new rows of the cache */
-    uint32_t *arrived;     /* (rows of blocks, ATTN_COUNTERS) count blocks; 0 between launches: see attn_join */
-    struct ahead ahead;    /* decode */
+    struct rope_args rope;       /* what q is made of, and the new rows of the cache */
+    uint32_t *arrived;           /* (rows of blocks, ATTN_COUNTERS) count blocks; 0 between launches: see attn_join */
+    struct l2_prefetch prefetch; /* decode */
     /* chosen keys */
     int top_k;             /* that a token sees at most; 0: all */
     const int32_t *chosen; /* (n_tok, n_head_kv, listed) blocks of 2^block_shift keys, of tokens with more than top_k */
@@ -3757,7 +3758,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
     const bool work = CHOSEN ? attn_begin_listed<false>(&w, a, 16) : attn_begin<true>(&w, a, 16);
-    ahead_request(a.ahead);
+    prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int first = w.begin + 16 * warp, n = (w.end - w.begin + 63) / 64;
@@ -3942,7 +3943,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
     const bool work = CHOSEN || ONE_KV ? attn_begin_listed<ONE_KV>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
-    ahead_request(a.ahead);
+    prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     int half = warp >> 2, nt = warp & 3, n = (w.end - w.begin + KEYS - 1) / KEYS;
@@ -5355,8 +5356,8 @@ struct delta_args {
     float eps;
     uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
     size_t out_stride;
-    struct ahead ahead; /* decode */
-    int n_own;          /* k_delta_decode: own rows at most */
+    struct l2_prefetch prefetch; /* decode */
+    int n_own;                   /* k_delta_decode: own rows at most */
     /* prefill: own rows first..first+n_row-1, of which there are n_row_all */
     struct delta_tiles t;
     int first, n_row, n_row_all;
@@ -5470,10 +5471,10 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     SHARED(float2, sums, 2 * DELTA_PARTS * DELTA_HEAD);
     grid_dependency_launch();
     grid_dependency_wait();
-    ahead_request(a.ahead);
+    prefetch_request(a.prefetch);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, c = tid % DELTA_HEAD, part = tid / DELTA_HEAD;
     const int dk = a.shape.head_k, dv = a.shape.head_v, j = blockIdx.x, kh = delta_key_head(a.shape, j);
-    const int pos = a.batch->pos, first = a.batch->state_pos, lag = pos - first;
+    const int pos = a.batch->pos, first = a.batch->n_committed, lag = pos - first;
     const int n = lag + min(a.batch->n_tok, a.n_own);
     float *state = a.state + (size_t)j * (size_t)(dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - part * DELTA_ROWS : 0; /* of the thread's values that exist */
@@ -6654,7 +6655,7 @@ static void send_batch(struct rank *r) {
     if (!wait_for_event(r, s->free, "sending tokens")) return;
     out[0] = r->pos;
     out[1] = r->n_tok;
-    out[2] = r->state_pos;
+    out[2] = r->n_committed;
     memcpy(out + sizeof *c->batch / sizeof *out, r->tokens, bytes);
     cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
@@ -6694,7 +6695,7 @@ static void forward_prepare(struct rank *r, cudaGraphExec_t *graph) {
         c->launching = c->launching == LAUNCHES_OVERLAP ? LAUNCHES_RECORDED : LAUNCHES_EAGER;
         launches_overlap = false;
         /* two forwards, kernel by kernel, could fill the launch queue that the ranks on a GPU share */
-        if (c->launching == LAUNCHES_EAGER && c->sharers > 1) r->goes_ahead = false;
+        if (c->launching == LAUNCHES_EAGER && c->sharers > 1) r->async_decode = false;
         if (!mine) continue;
         char line[ERR_MAX];
         snprintf(line, sizeof line, "GPU %d: recording a forward failed (%s); trying %s, which is slower", c->device,
@@ -6922,9 +6923,9 @@ static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, c
 }
 
 /* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then h =
- * norm(what hc reads of them) * w; w NULL: x is that without a norm; hc NULL: neither. ahead: what is read next. */
+ * norm(what hc reads of them) * w; w NULL: x is that without a norm; hc NULL: neither. prefetch: what is read next. */
 static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w, enum act h,
-                   struct ahead ahead) {
+                   struct l2_prefetch prefetch) {
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
     if (delta != ACT_COUNT && !rank_alone(r)) {
@@ -6954,7 +6955,7 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     a.h16 = c->x16[h];
     a.h32 = c->x32[h];
     a.x = c->x32[x];
-    a.ahead = ahead;
+    a.prefetch = prefetch;
     profile_next((double)a.n_row * GPU_HC * a.n * sizeof(float), "%dx%d f32", a.n_row, GPU_HC * a.n);
     hc_launch(&a, c->stream);
 }
@@ -7073,10 +7074,10 @@ static void device_matrix_bytes(const struct device_matrix *d, size_t n[2]) {
 }
 
 /* Adds a matrix to what a kernel requests ahead of its use, within its share of L2. */
-static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
+static void prefetch_add(struct rank *r, struct l2_prefetch *a, const struct weight *w) {
     const struct device_matrix *d = w->copy;
     if (!d || r->n_tok > DECODE_MAX_TOKENS) return;
-    size_t room = (size_t)r->cuda->l2_bytes / AHEAD_SHARE / (size_t)r->cuda->sharers;
+    size_t room = (size_t)r->cuda->l2_bytes / PREFETCH_SHARE / (size_t)r->cuda->sharers;
     for (int i = 0; i < a->count; i++) room -= a->n[i];
     const uint8_t *at[2] = {d->codes, d->scales};
     size_t n[2];
@@ -7091,22 +7092,22 @@ static void ahead_add(struct rank *r, struct ahead *a, const struct weight *w) {
 }
 
 /* What is read after the feed-forward of step s: the first products of the next layer, or the head. */
-static struct ahead ahead_of_ffn(struct rank *r, const struct step *s) {
-    struct ahead a = {};
+static struct l2_prefetch prefetch_of_ffn(struct rank *r, const struct step *s) {
+    struct l2_prefetch a = {};
     const struct model *m = r->m;
     if (s[1].op == OP_linear)
-        for (int i = 0; s[1].w[i]; i++) ahead_add(r, &a, s[1].w[i]);
+        for (int i = 0; s[1].w[i]; i++) prefetch_add(r, &a, s[1].w[i]);
     else if (m->shard.stage + 1 == m->shard.n_stage)
-        ahead_add(r, &a, s->il < m->n_layer ? &m->output : mtp_head(m, &m->layers[s->il]));
+        prefetch_add(r, &a, s->il < m->n_layer ? &m->output : mtp_head(m, &m->layers[s->il]));
     return a;
 }
 
 /* What is read after step s up to its layer's feed-forward. first: of its own matrices those from this one on are,
  * too. */
-static struct ahead ahead_of_mixer(struct rank *r, const struct step *s, int first) {
-    struct ahead a = {};
+static struct l2_prefetch prefetch_of_mixer(struct rank *r, const struct step *s, int first) {
+    struct l2_prefetch a = {};
     for (; s->op != OP_norm_ffn; s++, first = 0)
-        for (int i = first; s->w[i]; i++) ahead_add(r, &a, s->w[i]);
+        for (int i = first; s->w[i]; i++) prefetch_add(r, &a, s->w[i]);
     return a;
 }
 
@@ -7153,7 +7154,7 @@ static void cuda_linear(struct rank *r, const struct step *s) {
     } else if (s->norm) {
         if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, x, {});
         else norm_rows_of(r, s->x, s->partial, s->norm, x);
-        if (s->x == A_X) p.ahead = ahead_of_mixer(r, s + 1, 0);
+        if (s->x == A_X) p.prefetch = prefetch_of_mixer(r, s + 1, 0);
     }
     if (r->n_tok > DECODE_MAX_TOKENS) {
         for (int i = 0; s->w[i]; i++) linear_rows(r, s->w[i], x, s->out[i]);
@@ -7336,7 +7337,7 @@ static void cuda_attention(struct rank *r, const struct step *s) {
         LAUNCH_PDL(k_rope_gqa, dim3(ceil_div(shape.n_head + 2 * shape.n_head_kv, 4), (unsigned)r->n_tok), 128, 0,
                    c->stream, a.rope);
     }
-    a.ahead = ahead_of_mixer(r, s, 1);
+    a.prefetch = prefetch_of_mixer(r, s, 1);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
     if (!gates || decode) return;
     const struct gate_args g = {c->x16[out],  (size_t)r->width[out], c->x32[A_GATE], (size_t)r->width[A_GATE],
@@ -7380,9 +7381,9 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     a.eps = r->m->rms_eps;
     a.out = c->x16[out];
     a.out_stride = (size_t)r->width[out];
-    a.ahead = ahead_of_mixer(r, s, 1);
+    a.prefetch = prefetch_of_mixer(r, s, 1);
     a.t = c->delta;
-    delta_launch(&a, r->n_tok, r->pos - r->state_pos, c->stream);
+    delta_launch(&a, r->n_tok, r->pos - r->n_committed, c->stream);
 }
 
 /* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host
@@ -7496,7 +7497,7 @@ static void mla_attend_decode(struct rank *r, const struct step *s, struct rope_
     mla_query(&query, c->stream);
     struct mla_value_args value = {};
     struct attn_args a = {};
-    a.ahead = ahead_of_mixer(r, s, 1);
+    a.prefetch = prefetch_of_mixer(r, s, 1);
     choose_keys(r, shape, &a);
     value.attn = attend(r, il, c->q_absorbed, rope.latent + rope.rope, NULL, 0, rope.latent, 1, a);
     value.w = *layer->wv_b.copy;
@@ -7598,7 +7599,7 @@ static void cuda_csa_attention(struct rank *r, const struct step *s) {
     a.rope.sn = table.sn;
     a.rope.rope = 2 * table.n;
     if (r->n_tok <= DECODE_MAX_TOKENS) a.arrived = c->attn_arrived;
-    a.ahead = ahead_of_mixer(r, s, 1);
+    a.prefetch = prefetch_of_mixer(r, s, 1);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, 1, a);
 }
 
@@ -7743,7 +7744,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
         p.input = norm;
         p.input.h16 = c->x16[x];
-        p.ahead = ahead_of_ffn(r, step);
+        p.prefetch = prefetch_of_ffn(r, step);
         profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
                      m->n_embd, p.w16 ? "bf16" : "f32");
         route_decode(&p, c->stream);
@@ -8816,7 +8817,7 @@ static void rank_allocate(struct rank *r) {
     c->batch = (struct batch *)cuda_memory(r, batch_bytes, "activations");
     c->tokens = (int32_t *)(c->batch + 1);
     c->sample.token = c->tokens;
-    r->goes_ahead = true;
+    r->async_decode = true;
     for (struct staging &x : c->sent) staging_take(r, &x, batch_bytes, false, "host memory");
     for (int i = 0; i < m->n_rope; i++)
         vector_upload(r, &c->model.ropes[i].freq, (size_t)m->ropes[i].dim / 2, "activations");

@@ -210,7 +210,7 @@ struct decoder {
         }
         c->launching = s.launching;
         c->fuses_norms = s.fused;
-        c->l2_bytes = s.ahead ? l2_bytes : 0;
+        c->l2_bytes = s.prefetch ? l2_bytes : 0;
         launches_overlap = s.overlap && overlaps;
     }
 
@@ -221,7 +221,7 @@ struct decoder {
             r.tokens[i] = (int32_t)((random >> 8) % (uint32_t)m.n_vocab);
         }
         r.pos = context;
-        r.state_pos = context - lag;
+        r.n_committed = context - lag;
         r.n_tok = n;
         r.ops->forward(&r);
     }
@@ -380,7 +380,7 @@ static void check_settings() {
         d.r.ops->wait(&d.r);
         any = sim_prefetches() > 0;
         sim_log_prefetches(false);
-        expect(any == s.ahead, "%s: weights are%s requested", s.name, any ? "" : " not");
+        expect(any == s.prefetch, "%s: weights are%s requested", s.name, any ? "" : " not");
         const cudaGraphExec_t graph = d.r.cuda->graph[PASS_FORWARD][1];
         expect((graph != NULL) == (s.launching != LAUNCHES_EAGER), "%s: recorded or not", s.name);
         if (graph) {

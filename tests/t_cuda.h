@@ -367,10 +367,10 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
     pair.moe_limit = act == MOE_ACT_FP4 ? sqrt(4e-2) : pair.limit;
     cpu.ops = &table;
     uint64_t rng = 7;
-    for (int pos = 0, state_pos = 0; *n; pos += *n++) {
+    for (int pos = 0, n_committed = 0; *n; pos += *n++) {
         for (int i = 0; i < *n; i++) cpu.tokens[i] = gpu.tokens[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
-        cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n, cpu.state_pos = gpu.state_pos = state_pos;
-        state_pos = *n > MAX_LAG ? pos + *n - 1 : pos;
+        cpu.pos = gpu.pos = pos, cpu.n_tok = gpu.n_tok = *n, cpu.n_committed = gpu.n_committed = n_committed;
+        n_committed = *n > MAX_ROLLBACK ? pos + *n - 1 : pos;
         cuda_test_batch(&gpu);
         for (cpu.pass = PASS_FORWARD; cpu.pass <= (m->n_mtp ? PASS_DRAFT : PASS_FORWARD); cpu.pass++) {
             const int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
@@ -911,7 +911,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     float *out = xcalloc(sizeof n / sizeof *n * (2 * n_vocab + 1), sizeof *out), *row = out;
     uint64_t rng = 9;
     for (int i = 0, pos = 0; n[i]; pos += n[i++]) {
-        r.state_pos = !i || n[i - 1] <= MAX_LAG ? pos - (i ? n[i - 1] : 0) : pos - 1;
+        r.n_committed = !i || n[i - 1] <= MAX_ROLLBACK ? pos - (i ? n[i - 1] : 0) : pos - 1;
         for (int t = 0; t < n[i]; t++) r.tokens[t] = (int32_t)(rng_next(&rng) % n_vocab);
         r.pos = pos, r.n_tok = n[i];
         r.ops->forward(&r);
@@ -1236,7 +1236,7 @@ static void test_cuda_profile(void) {
 
 #ifdef SIMULATED
 /* Checks that `times` times a matrix's bytes were prefetched; times -1: once, but not the whole of it. Returns what was. */
-static size_t ahead_check(struct engine *e, const struct weight *w, const char *what, int il, int times) {
+static size_t prefetch_check(struct engine *e, const struct weight *w, const char *what, int il, int times) {
     size_t bytes = 0, got = cuda_test_prefetched(w, &bytes);
     CHECK(times < 0 ? got < bytes : got == (size_t)times * bytes, "%s, layer %d, %s: %zu of %zu bytes", e->model.name,
           il, what, got, bytes);
@@ -1245,7 +1245,7 @@ static size_t ahead_check(struct engine *e, const struct weight *w, const char *
 
 /* One token prefetches each dense matrix of attention once, but not the first products, which nothing is in front of, and
  * the head; no kernel more than a quarter of L2. Long prompts prefetch nothing. */
-static void test_cuda_ahead(void) {
+static void test_cuda_prefetch(void) {
     static const int shapes[] = {0, 1, 3};
     struct engine e;
     struct settings set;
@@ -1263,23 +1263,23 @@ static void test_cuda_ahead(void) {
             const struct program *p = &r->program[PASS_FORWARD];
             for (const struct step *s = p->step; s < p->step + arrlen(p->step); s++)
                 for (int i = 0; s->w[i] && s->op == OP_linear && s->x == A_X; i++)
-                    sum += ahead_check(&e, s->w[i], "projection", s->il,
-                                       s->il && layers[s->il - 1].n_expert ? small ? -1 : 1 : 0);
+                    sum += prefetch_check(&e, s->w[i], "projection", s->il,
+                                          s->il && layers[s->il - 1].n_expert ? small ? -1 : 1 : 0);
             for (int il = 0; il < e.model.n_layer; il++) {
                 const struct layer *layer = &layers[il];
-                sum += ahead_check(&e, &layer->wo, "wo", il, small ? -1 : 1);
-                if (layer->mixer == MIXER_MLA) sum += ahead_check(&e, &layer->wv_b, "wv_b", il, small ? -1 : 1);
+                sum += prefetch_check(&e, &layer->wo, "wo", il, small ? -1 : 1);
+                if (layer->mixer == MIXER_MLA) sum += prefetch_check(&e, &layer->wv_b, "wv_b", il, small ? -1 : 1);
             }
-            sum += ahead_check(&e, &r->m->output, "head", -1, small ? -1 : 1);
+            sum += prefetch_check(&e, &r->m->output, "head", -1, small ? -1 : 1);
             CHECK(!small || sum <= 2 * 2048 * (size_t)e.model.n_layer, "%s: %zu bytes", e.model.name, sum);
             cuda_test_log_prefetches(true);
             session_forward(&e.session, ids, 20);
             r->ops->wait(r);
-            ahead_check(&e, &layers[0].wo, "wo of a prompt", 0, 0);
+            prefetch_check(&e, &layers[0].wo, "wo of a prompt", 0, 0);
             session_forward(&e.session, ids, 12); /* a kernel of its own makes the norm */
             r->ops->wait(r);
-            ahead_check(&e, &layers[0].wo, "wo of 12 tokens", 0, small ? -1 : 2);
-            if (!small && which == 1) ahead_check(&e, &layers[0].wk_b, "wk_b", 0, 1);
+            prefetch_check(&e, &layers[0].wo, "wo of 12 tokens", 0, small ? -1 : 2);
+            if (!small && which == 1) prefetch_check(&e, &layers[0].wk_b, "wk_b", 0, 1);
             cuda_test_log_prefetches(false);
             engine_close(&e);
         }
@@ -1287,7 +1287,7 @@ static void test_cuda_ahead(void) {
 }
 
 /* One token prefetches as many bytes as the forecast says. */
-static void test_cuda_ahead_forecast(void) {
+static void test_cuda_prefetch_forecast(void) {
     struct engine e;
     struct settings set;
     for (int which = 0; which < (int)(sizeof tiny_synths / sizeof *tiny_synths); which++)
@@ -1300,9 +1300,9 @@ static void test_cuda_ahead_forecast(void) {
             struct rank *r = e.session.r;
             struct launch *list = decode_launches(r->m, PASS_FORWARD, &r->m->output, r->kv_type, 1);
             for (int i = 0; i < (int)arrlen(list); i++) {
-                double share = l2 / AHEAD_SHARE;
-                for (int k = i + 1; k <= list[i].ahead; k++) share -= fmin(share, list[k].dense);
-                if (list[i].ahead) asked += l2 / AHEAD_SHARE - share;
+                double share = l2 / PREFETCH_SHARE;
+                for (int k = i + 1; k <= list[i].prefetch; k++) share -= fmin(share, list[k].dense);
+                if (list[i].prefetch) asked += l2 / PREFETCH_SHARE - share;
             }
             arrfree(list);
             cuda_test_log_prefetches(true);
@@ -1819,7 +1819,7 @@ static int host_choice(struct rank *r, int32_t *chosen, bool *on_device) {
 
 /* Forwards that begin before the host knows their token change nothing: the same tokens and logits, bit for bit, as
  * without them; also where the host chooses, or goes on with another token or another forward. */
-static void goes_ahead_check(const char *fixture, const struct layout *d) {
+static void async_check(const char *fixture, const struct layout *d) {
     const struct sampling o = {.temp = 1, .top_p = 0.95f, .top_k = 40, .repeat_penalty = 1.1f};
     struct session each[2]; /* without, with */
     uint64_t rng[2] = {7, 7};
@@ -1831,8 +1831,8 @@ static void goes_ahead_check(const char *fixture, const struct layout *d) {
     struct ops ops = *each[1].r->ops;
     host_choice_ops = each[1].r->ops;
     ops.read_tokens = host_choice;
-    CHECK(each[1].r->goes_ahead, "%s: nothing goes ahead", fixture);
-    each[0].r->goes_ahead = false;
+    CHECK(each[1].r->async_decode, "%s: nothing goes ahead", fixture);
+    each[0].r->async_decode = false;
     for (int k = 0; k < 2; k++) session_decode(&each[k], 5);
     for (int i = 0; i < 11; i++) {
         int32_t id[2];
@@ -1841,7 +1841,7 @@ static void goes_ahead_check(const char *fixture, const struct layout *d) {
             if (k) s->r->ops = i % 7 == 3 ? &ops : host_choice_ops;
             id[k] = session_sample(s, &o, &rng[k]);
             /* not after a choice by the host: the next one may be its, too */
-            CHECK(s->ahead == (k && i % 7 != 3 && i % 7 != 4), "choice %d: %d", i, s->ahead);
+            CHECK(s->async == (k && i % 7 != 3 && i % 7 != 4), "choice %d: %d", i, s->async);
             if (i % 5 == 2) session_forward(s, (const int32_t[]){id[k], 9, 11}, 3), session_head(s, 2, 1);
             else session_decode(s, id[k]);
         }
@@ -1857,18 +1857,18 @@ static void goes_ahead_check(const char *fixture, const struct layout *d) {
     model_free(&m);
 }
 
-static void test_cuda_goes_ahead(void) {
+static void test_cuda_async(void) {
     static const struct layout two = {"two ranks on a GPU", 2, 1, {0, 0}, ALLREDUCE_ONESHOT, true};
     static const struct layout stages = {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true};
-    goes_ahead_check("qwen3moe", &one_rank);
-    goes_ahead_check("deepseek_v3", &one_rank);
-    goes_ahead_check("qwen3_5_moe", &one_rank);
-    goes_ahead_check("deepseek_v3", &two);
-    goes_ahead_check("qwen3_5_moe", &stages);
+    async_check("qwen3moe", &one_rank);
+    async_check("deepseek_v3", &one_rank);
+    async_check("qwen3_5_moe", &one_rank);
+    async_check("deepseek_v3", &two);
+    async_check("qwen3_5_moe", &stages);
 #ifdef SIMULATED
     static const struct layout four = {
         "two by two GPUs without peer access", 2, 2, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, false};
-    goes_ahead_check("qwen3moe", &four);
+    async_check("qwen3moe", &four);
 #endif
 }
 
@@ -2631,7 +2631,7 @@ static void test_cuda_decode_bench(void) {
 #define TESTS_SIMULATOR                                                                                            \
     {"cuda/races", cuda_test_races}, {"cuda/same-bits", test_cuda_same_bits}, {"cuda/batches", test_cuda_batches}, \
         {"cuda/fixtures", test_cuda_fixtures}, {"cuda/recording", test_cuda_recording},                            \
-        {"cuda/ahead", test_cuda_ahead}, {"cuda/ahead-forecast", test_cuda_ahead_forecast},                        \
+        {"cuda/prefetch", test_cuda_prefetch}, {"cuda/prefetch-forecast", test_cuda_prefetch_forecast},            \
         {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},                      \
         {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                  \
         {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop},   \
@@ -2653,5 +2653,5 @@ static void test_cuda_decode_bench(void) {
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
         {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
         {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
-        {"cuda/goes-ahead", test_cuda_goes_ahead}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},     \
+        {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},               \
         {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},

@@ -667,7 +667,7 @@ static void run_gemv_groups(enum gguf_type type, int n_tok, int groups, int n_ou
     struct linear_args p = {};
     p.w[0] = w.d, p.y16 = (uint16_t *)y.y.p, p.y_stride[0] = (size_t)stride, p.n_tok = n_tok, p.x = xd,
     p.x_stride = x.stride;
-    p.ahead.count = 1, p.ahead.at[0] = w.d.codes, p.ahead.n[0] = 1024;
+    p.prefetch.count = 1, p.prefetch.at[0] = w.d.codes, p.prefetch.n[0] = 1024;
     xd.arrive();
     gemv_groups(&p, test_stream);
     finish("GEMV in groups");
@@ -928,7 +928,7 @@ static void run_route(const struct route_case &c) {
     gpu_array<float> base_d(base), delta_d(delta), norm_d(norm), sum_d(x.size());
     gpu_array<uint16_t> half(x.size());
     if (c.input) p.input = {base_d, delta_d, norm_d, 1e-6f, c.n_embd, sum_d, half}, p.x = NULL;
-    p.ahead.count = 1, p.ahead.at[0] = (const uint8_t *)w32_d.p, p.ahead.n[0] = 256;
+    p.prefetch.count = 1, p.prefetch.at[0] = (const uint8_t *)w32_d.p, p.prefetch.n[0] = 256;
     p.n_tok = c.n_tok, p.n_embd = c.n_embd, p.n_expert = c.n_expert, p.k = c.k, p.n_group = c.n_group;
     p.n_group_used = c.n_group_used, p.gating = c.gating, p.norm = c.norm, p.factor = 2.5f;
     p.arrived = arrived, p.n_jobs = n_jobs, p.jobs = jobs, p.job_weight = job_weight;
@@ -1598,7 +1598,7 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<float> parts((size_t)(n_part * c.n_tok * n_head * n_value));
     gpu_array<uint16_t> value_out((size_t)(c.n_tok * n_head * n_value));
     if (values) a.out = NULL;
-    a.ahead.count = 1, a.ahead.at[0] = (const uint8_t *)q_d.p, a.ahead.n[0] = 16;
+    a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;
     a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
     if (c.top_k) {
         a.top_k = c.top_k, a.chosen = chosen_d, a.listed = (int)listed;
@@ -1918,7 +1918,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
     a.chosen = chosen_d, a.listed = listed, a.rope.cs = cs_d, a.rope.sn = sn_d, a.rope.rope = ROPE;
     if (gates) a.gate = gate_d, a.gate_stride = width, a.gate_head = d;
     if (n_tok <= DECODE_MAX_TOKENS) a.arrived = arrived;
-    a.ahead.count = 1, a.ahead.at[0] = (const uint8_t *)q_d.p, a.ahead.n[0] = 16;
+    a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;
     q_d.arrive();
     attn_launch(&a, ATTN_CSA, n_tok > DECODE_MAX_TOKENS, test_stream);
     finish("attention with one KV head");
@@ -2244,7 +2244,7 @@ static void run_delta(const struct delta_case &c) {
     enum { RING = 35, PAD = 8 };
     const delta_numbers x(c);
     const int n_value = c.n_key * c.group, keys = c.n_key * c.dk, values = n_value * c.dv, first = c.pos - c.lag;
-    const int rows = c.lag + c.n_tok, taken = c.n_tok > MAX_LAG ? rows - 1 : c.lag;
+    const int rows = c.lag + c.n_tok, taken = c.n_tok > MAX_ROLLBACK ? rows - 1 : c.lag;
     auto own = [&](const std::vector<float> &from, int width) { /* the forward's rows, PAD columns wider */
                                                                 std::vector<float> to((size_t)(c.n_tok * (width + PAD)),
                                                                                       NAN);

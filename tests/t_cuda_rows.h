@@ -131,14 +131,15 @@ static void run_hc_norm(int n, int parts, bool last) {
                              ahead = random_floats(64, 1);
     std::vector<float> sums = random_floats(TOKENS * parts * HC_SUMS, 0.1);
     for (size_t i = HC_ROWS; i < sums.size(); i += HC_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
-    gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums), ahead_d(ahead);
+    gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums), prefetch_d(ahead);
     gpu_array<float> mix(TOKENS * (HC_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
     gpu_array<uint16_t> h16(TOKENS * wide);
     struct hc_args a = {};
     a.streams = x_d, a.mix = mix, a.base = base_d, a.scale = scale_d, a.sums = sums_d,
     a.n_row = last ? (int)S : (int)HC_ROWS;
     a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.hc_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
-    a.h16 = h16, a.h32 = h32, a.x = y, a.ahead.count = 1, a.ahead.at[0] = (uint8_t *)ahead_d.p, a.ahead.n[0] = 256;
+    a.h16 = h16, a.h32 = h32, a.x = y, a.prefetch.count = 1, a.prefetch.at[0] = (uint8_t *)prefetch_d.p,
+    a.prefetch.n[0] = 256;
     sums_d.arrive(), x_d.arrive();
     LAUNCH_PDL(k_hc_norm<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a, parts);
     finish("coefficients of streams");

@@ -262,7 +262,7 @@ static uint8_t *draft_planes(struct session *s, size_t *n) {
             const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
             const size_t rows = plane_rows(p, (size_t)s->n_past), scales = plane_scale_bytes(p);
             for (size_t row = 0; row < rows; row++) {
-                const int lag = s->n_past - s->state_pos + p->window;
+                const int lag = s->n_past - s->n_committed + p->window;
                 const size_t age = ((size_t)s->n_past - 1 + (size_t)p->n_row - row) % (size_t)int_max(p->n_row, 1);
                 if (p->kind == PLANE_RING && age >= (size_t)lag) continue;
                 uint8_t *at = arraddnptr(all, p->row_bytes + scales);

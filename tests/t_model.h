@@ -975,7 +975,7 @@ static void batch_state(const struct session *s, int past, uint8_t **out) {
         struct rank *r = &s->pg.ranks[i / PLANE_USES / s->m->n_layer];
         const struct plane *p = &r->planes[i / PLANE_USES % s->m->n_layer][i % PLANE_USES];
         const int ratio = p->kind == PLANE_BLOCKS ? p->ratio : 1;
-        const int from = p->kind == PLANE_RING ? s->state_pos - p->window : p->kind == PLANE_STATE ? 0 : past / ratio;
+        const int from = p->kind == PLANE_RING ? s->n_committed - p->window : p->kind == PLANE_STATE ? 0 : past / ratio;
         const int end = p->kind == PLANE_STATE ? p->n_row : s->n_past / ratio;
         for (int row = int_max(0, from); row < end && p->width; row++) {
             const size_t at = (size_t)(p->kind == PLANE_RING ? row % p->n_row : row);

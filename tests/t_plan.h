@@ -836,7 +836,8 @@ static void test_plan_launches(void) {
                 want += (double)(reads[READ_EXPERTS] + reads[READ_BACKBONE] + reads[READ_HEAD]);
                 for (int l = 0; l < (int)arrlen(list); l++) {
                     sum += list[l].bytes;
-                    CHECK(list[l].dense <= list[l].bytes && (!list[l].ahead || list[l].ahead > l), "launch %d", l);
+                    CHECK(list[l].dense <= list[l].bytes && (!list[l].prefetch || list[l].prefetch > l), "launch %d",
+                          l);
                 }
                 CHECK(sum == want, "%s, rank %d of %dx%d: launches read %.0f bytes, the plan says %.0f", y.name, r,
                       tp[k], pp[k], sum, want);

@@ -31,7 +31,7 @@ static void state_op(struct rank *r, int il, enum act a) {
     const int n = r->planes[il][PLANE_SUM].width, stride = r->width[a];
     float *sum = state_row(r, il, PLANE_SUM, 0), now[STATE_WIDTH_MAX];
     if (n > STATE_WIDTH_MAX) die("the test's state has %d values", n);
-    for (int p = r->state_pos; p < r->pos; p++) /* what the state left out */
+    for (int p = r->n_committed; p < r->pos; p++) /* what the state left out */
         for (int i = 0; i < n; i++) sum[i] = 0.9f * sum[i] + state_row(r, il, PLANE_RECENT, p % STATE_RING)[i];
     memcpy(now, sum, (size_t)n * sizeof *now);
     for (int t = 0; t < r->n_tok; t++) {
@@ -45,7 +45,7 @@ static void state_op(struct rank *r, int il, enum act a) {
                 for (int i = 0; i < n; i++) pool[i] += state_row(r, il, PLANE_RECENT, j % STATE_RING)[i];
         }
         for (int i = 0; i < n; i++) now[i] = 0.9f * now[i] + row[i];
-        if (r->n_tok > MAX_LAG && t == r->n_tok - 2) memcpy(sum, now, (size_t)n * sizeof *sum);
+        if (r->n_tok > MAX_ROLLBACK && t == r->n_tok - 2) memcpy(sum, now, (size_t)n * sizeof *sum);
         for (int i = 0; i < n; i++) {
             float window = 0, pool = 0;
             for (int j = int_max(0, p - STATE_WINDOW + 1); j <= p; j++)
@@ -186,8 +186,8 @@ static void check_truncation(int which) {
         state_sync(&s, &m, ids, 60, 40, 60, "from nothing");
         CHECK(session_reach(&s) == 59, "reach %d after a prefill", session_reach(&s));
         for (int i = 60; i < 70; i++) session_decode(&s, ids[i]);
-        CHECK(session_reach(&s) == 69 && s.state_pos == 69, "reach %d, state at %d after decoding", session_reach(&s),
-              s.state_pos);
+        CHECK(session_reach(&s) == 69 && s.n_committed == 69, "reach %d, state at %d after decoding", session_reach(&s),
+              s.n_committed);
         memcpy(other, ids, sizeof ids);
         other[69] ^= 1;
         state_sync(&s, &m, other, 72, 0, 3, "the last token changed");
@@ -899,7 +899,7 @@ static void test_state_compressed(void) {
  * without some of the rings. */
 static void test_state_compressed_back(void) {
     enum { MARK = 60, NEW = 20 };
-    static const int before[] = {0, 1, MAX_LAG}; /* the snapshot; 0: the first length that rings allow */
+    static const int before[] = {0, 1, MAX_ROLLBACK}; /* the snapshot; 0: the first length that rings allow */
     int32_t ids[160], other[160];
     struct model m;
     char err[ERR_MAX] = "";
