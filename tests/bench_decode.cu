@@ -25,7 +25,8 @@ namespace bench_decode {
 static const struct setting {
     const char *name;
     enum launching launching;
-    bool overlap, fused, ahead; /* launches overlap; norms are made by their consumers; weights are requested into L2 */
+    bool overlap, fused,
+        prefetch; /* launches overlap; norms are made by their consumers; weights are requested into L2 */
 } settings[] = {{"all on", LAUNCHES_OVERLAP, true, true, true},
                 {"launches do not overlap", LAUNCHES_RECORDED, false, true, true},
                 {"not recorded", LAUNCHES_EAGER, true, true, true},

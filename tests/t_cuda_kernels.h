@@ -255,6 +255,9 @@ static double glu(const struct glu_kind &k, double g, double u) {
     if (k.make == glu_silu_clamp) y = fmin(g / (1 + exp(-g)), k.limit) * clamped;
     return y / (double)HIDDEN_SCALE;
 }
+static const char *glu_name(const struct glu_kind &k) {
+    return k.make == glu_oai ? "OAI" : k.make == glu_silu_clamp ? "clamped SiLU" : k.make ? "clamped" : "SiLU";
+}
 static struct glu glu_of(const struct glu_kind &k) { return k.make ? k.make((float)k.limit) : (struct glu){}; }
 
 /* Rows of tokens in halves, `stride` apart: what lies after n_in is NaN and must not be read. */
@@ -424,10 +427,10 @@ static void run_gemm(const struct gemm_case &t) {
             }
     const double limit = !t.f32 ? 1e-6 : fmax(t.fp4 ? 1e-10 : 0, sum_limit(n_in));
     expect(sum.nmse() <= limit && !gaps && !bad_codes,
-           "%s, type %u%s%s, kind %d, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
+           "%s, type %u%s%s, %s, mode %d, %d experts (%d, %d), %d tokens: NMSE %.1e, %ld gaps written, %d wrong "
            "codes",
-           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", t.glu.glu, t.mode, t.n_expert, t.n_out, n_in,
-           n_pos, sum.nmse(), gaps, bad_codes);
+           t.name, t.type, t.fp4 ? " x FP4" : "", t.gated ? " gated" : "", glu_name(t.glu), t.mode, t.n_expert, t.n_out,
+           n_in, n_pos, sum.nmse(), gaps, bad_codes);
 }
 
 /* Results of both types, in rows that are and are not whole quads, of blocks of both sizes; tiles of tokens in which all but
@@ -750,8 +753,8 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
         }
         for (int k = 0; k < n_embd; k++) sum.add((double)got[(size_t)(t * n_embd + k)], want[(size_t)k]);
     }
-    expect(sum.nmse() <= 1e-6, "types %u, %u, kinds %d, %d, bias %d, %d tokens, %d of %d experts: NMSE %.1e", type,
-           shared_type, kind.glu, sh_kind.glu, bias, n_tok, used, n_expert, sum.nmse());
+    expect(sum.nmse() <= 1e-6, "types %u, %u, %s, %s, bias %d, %d tokens, %d of %d experts: NMSE %.1e", type,
+           shared_type, glu_name(kind), glu_name(sh_kind), bias, n_tok, used, n_expert, sum.nmse());
 }
 
 extern "C" void cuda_test_gemv(void) {
@@ -2277,7 +2280,7 @@ static void run_delta(const struct delta_case &c) {
         gates(std::vector<float>(most * 2 * (size_t)n_value, NAN)), fades(std::vector<float>(tiles * DELTA_FADES, NAN));
     struct delta_args a = {};
     a.batch = b;
-    a.shape = {c.n_key, n_value, c.dk, c.dv, DELTA_TAPS, c.tiled, c.before, c.before + c.n_key + c.after};
+    a.shape = {c.n_key, n_value, c.dk, c.dv, DELTA_TAPS, c.tiled, false, c.before, c.before + c.n_key + c.after};
     a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha, a.beta = beta;
     a.q_stride = a.k_stride = (size_t)(keys + PAD), a.v_stride = a.z_stride = a.out_stride = (size_t)(values + PAD);
     a.gate_stride = (size_t)(n_value + PAD);
