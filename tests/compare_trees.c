@@ -14,6 +14,7 @@
  * thread by thread, in order, one a line.
  */
 #ifdef MOE_CUDA
+#define _GNU_SOURCE /* as moe.c, which comes after this header */
 #include "ptxsim/ptxsim.h"
 #endif
 #define main engine_main

@@ -13,8 +13,8 @@
 #   program   what the program says and writes: sampled answers, perplexity, the scores of --calibrate
 #   plan      the numbers of --plan --json, without the words around them: the shapes of --synth, some models, several
 #             machines
-#   launches  the kernels that a GPU is told to run, in their order, on simulated GPUs (with nvcc). Their names do not count: each is
-#             known by when it first appeared
+#   launches  the kernels that a GPU is told to run, in their order, on simulated GPUs (with nvcc). Their names do not
+#             count: each is known by when it first appeared
 #   simulated the logits that come out of them
 #
 # Prints for each of these how many results are equal, and every one that is not; with -v all of them, and the kernels
@@ -39,7 +39,7 @@ source=$(cd "$(dirname "$0")" && pwd) base=$(cd "$1" && pwd) new=$(cd "$2" && pw
 cores=$(nproc) sections=(gguf logits program plan launches simulated)
 [ $quick ] && sections=(gguf logits plan)
 # How nvcc makes PTX, and the simulator that runs it: the same for both trees.
-{ read -ra nvcc; read -ra simulator; } < <(make -s --no-print-directory -C "$source/.." DEPS=ok --eval='
+{ read -r line; eval "nvcc=($line)"; read -ra simulator; } < <(make -s --no-print-directory -C "$source/.." DEPS=ok --eval='
 compare-simulator:;@echo "$(if $(NVCC),$(NVCC) $(PTX_FLAGS) -w)"; echo "$(SIM_PARTS:%=build/ptxsim_%.o)"' compare-simulator)
 gpu=$([ $quick ] || [ ${#nvcc[@]} = 0 ] || echo gpu)
 if [ ! $quick ] && [ ! $gpu ]; then
