@@ -8586,12 +8586,14 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
     const enum attn_kind kind = mla ? ATTN_MLA : shared ? ATTN_CSA : ATTN_GQA;
     const int rope = layer_rope_dim(m, layer), dk = mla ? a->kv_lora + rope : a->head_k;
     const int dv = mla ? a->kv_lora : a->head_v;
+    struct attn same = *a; /* layers may share the choice of an indexer before them */
+    same.n_index = shape.n_index;
     if (why[0] || !a->n_head) return;
     if (!attn_find(kind, dk, dv, 0) || (!shared && (a->head_k > HEAD_MAX || a->head_v > HEAD_MAX)))
         snprintf(why, ERR_MAX,
                  "attention with keys of %d and values of %d (layer %d) is not supported on a GPU; use --cpu", dk, dv,
                  il);
-    else if ((mla || shape.kv_lora) && memcmp(a, &shape, sizeof shape) != 0)
+    else if ((mla || shape.kv_lora) && memcmp(&same, &shape, sizeof shape) != 0)
         snprintf(why, ERR_MAX,
                  "layers with different shapes of latent attention (layer %d) are not supported on a GPU; use --cpu",
                  il);

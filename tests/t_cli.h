@@ -550,11 +550,12 @@ static void test_cli_quiet(void) {
 /* The steps of a forward. Layers with the same steps are printed once. */
 static void test_cli_program(void) {
     static const char *const want[] = {
-        "\n  embed             -> X                                           128  token_embd 512 x 64 BF16\n",
-        "\n layer 0\n  linear            norm(X) -> Q K V                            65,536  attn_q 256 x 64 BF16, "
-        "attn_k 128 x 64 BF16, attn_v 128 x 64 BF16\n  attention         Q K V -> ATT\n",
+        "\n  embed             -> X                                         128  token_embd 512 x 64 BF16\n",
+        "\n layer 0\n  linear            norm(X) -> Q K V                          65,536  attn_q 256 x 64 BF16, "
+        "attn_k "
+        "128 x 64 BF16, attn_v 128 x 64 BF16\n  attention         Q K V -> ATT\n",
         ", ffn_down_exps 2 of 8 x 64 x 192 BF16\n layer 1\n  linear            norm(X + OUT) -> Q K V ",
-        "\n  last_reduce      X + OUT -> X\n"};
+        "\n  last_reduce       X + OUT -> X\n"};
     char *out = NULL, *lines = NULL;
     CHECK_INT(run_command(MOE_BIN " --info --verbose -m " FIXTURES "qwen3moe.gguf", &out, NULL), 0, "--info --verbose");
     for (size_t i = 0; i < sizeof want / sizeof *want; i++) CHECK_HAS(sb_cstr(&out), want[i], "step %zu", i);

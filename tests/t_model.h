@@ -604,9 +604,11 @@ static void test_sparse_begins(void) {
         const size_t row = (size_t)m.n_vocab;
         float *x = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
         for (int il = 0; il < model_blocks(&m); il++) {
-            CHECK(!m.layers[il].attn.top_k || m.layers[il].attn.top_k == c[f].keys, "%s: layer %d chooses %d keys",
-                  c[f].name, il, m.layers[il].attn.top_k);
-            m.layers[il].attn.n_index = m.layers[il].attn.top_k = 0;
+            struct layer *l = &m.layers[il];
+            CHECK(!l->attn.top_k || l->attn.top_k == c[f].keys, "%s: layer %d chooses %d keys", c[f].name, il,
+                  l->attn.top_k);
+            l->attn.n_index = l->attn.top_k = 0;
+            l->wq_index = l->wk_index = l->w_index = (struct weight){0};
         }
         float *y = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
         CHECK(!memcmp(x, y, (size_t)c[f].keys * row * sizeof *x), "%s: other bits where all keys are seen", c[f].name);
