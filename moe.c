@@ -2092,8 +2092,8 @@ enum {
 
 /* What one rank computes with. Sized at start; nothing is allocated afterwards. */
 struct rank {
-    /* its shard of the model; on a GPU a copy of it with the GPU's pointers: vectors and the rows of routers lie there,
-     * matrices have a `copy` */
+    /* its shard of the model; of a rank on a GPU vectors, biases and the rows of routers are pointers to the GPU, and
+     * matrices have a `copy` there */
     const struct model *m;
     const struct ops *ops;    /* its backend; NULL: it has not started */
     struct process_group *pg; /* the ranks of the session; NULL: it is alone */

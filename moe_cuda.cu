@@ -8243,8 +8243,8 @@ static void vector_upload(struct rank *r, const T **x, size_t n, const char *wha
     *x = (const T *)cuda_vector(r, *x, n * sizeof **x, what);
 }
 
-/* Copies every tensor that a forward uses, and makes the pointers of r->m those of the copies: of matrices `copy`, with
- * the biases, and the vectors and the rows of routers themselves. Tells `progress` the bytes that are done. */
+/* Copies every tensor that a forward uses, and lets r->m point to the copies: to a matrix by `copy` and `bias`, to a
+ * vector and to the rows of a router by the pointer that was the host's. Tells `progress` the bytes that are done. */
 static void weights_upload(struct rank *r, void (*progress)(double done, double total)) {
     const struct gpu_facts f = rank_facts(r);
     struct cuda *c = r->cuda;
@@ -8262,7 +8262,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
                   total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30,
                   m->n_mtp ? "--spec-type none or " : "");
     matrix_upload(r, NULL, &m->embd, "token_embd");
-    if (m->output.data == m->embd.data) m->output.copy = m->embd.copy;
+    if (m->output.data == m->embd.data) m->output.copy = m->embd.copy; /* one matrix is both */
     else matrix_upload(r, NULL, &m->output, "output");
     vector_upload(r, &m->output_norm, (size_t)m->n_embd, "norms");
     vector_upload(r, &m->hc_head.fn, (size_t)(m->n_hc * m->n_hc) * (size_t)m->n_embd, "norms");
@@ -8300,26 +8300,25 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     r->weight_bytes = c->allocated;
 }
 
-/* Whether the rank holds a tensor of which the upload has made no copy. own, host: of r->m and of the shard. */
+/* Whether there is such a tensor but no copy of it. own: of r->m; host: of the shard. */
 static bool matrix_missing(const struct weight *own) { return own->data && !own->copy; }
 static bool vector_missing(const void *own, const void *host) { return host && own == host; }
 
-/* Fails, with its name, if a tensor has no copy: a kernel would read the host's memory, or leave out what it takes for
- * not being there. */
+/* Fails if a tensor of the shard has no copy on the GPU, with the tensor's name. */
 static void upload_check(struct rank *r) {
     const struct model *m = r->m, *shard = r->cuda->shard;
     const struct {
         const char *name;
-        bool left;
+        bool missing;
     } whole[] = {{"token_embd.weight", matrix_missing(&m->embd)},
                  {"output.weight", matrix_missing(&m->output)},
                  {"output_norm.weight", vector_missing(m->output_norm, shard->output_norm)},
                  {"output_hc_fn.weight", vector_missing(m->hc_head.fn, shard->hc_head.fn)},
                  {"output_hc_base.weight", vector_missing(m->hc_head.base, shard->hc_head.base)},
                  {"output_hc_scale.weight", vector_missing(m->hc_head.scale, shard->hc_head.scale)}};
-    static const char left[] = "was not copied to the GPU, which is a mistake in the program";
+    static const char why[] = "was not copied to the GPU, which is a mistake in the program";
     for (const auto &x : whole)
-        if (x.left) rank_fail(r, "tensor '%s' %s", x.name, left);
+        if (x.missing) rank_fail(r, "tensor '%s' %s", x.name, why);
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *own = &m->layers[il], *host = &shard->layers[il];
         const char *name = ""; /* of the row, or of the row that it is a part of */
@@ -8331,7 +8330,7 @@ static void upload_check(struct rank *r) {
                 : rule->kind == TENSOR_ROUTER ? vector_missing(w->data, rule_weight(rule, host)->data)
                                               : vector_missing(*rule_vector(rule, own), *rule_vector(rule, host)))
                 rank_fail(r, "tensor 'blk.%d.%s%s' %s", m->first_layer + il, name,
-                          rule_is_weight(rule) ? ".weight" : "", left);
+                          rule_is_weight(rule) ? ".weight" : "", why);
         }
     }
 }
