@@ -40,7 +40,7 @@ cores=$(nproc) sections=(gguf logits program plan launches simulated)
 [ $quick ] && sections=(gguf logits plan)
 # How nvcc makes PTX, and the simulator that runs it: the same for both trees.
 { read -r line; eval "nvcc=($line)"; read -ra simulator; } < <(make -s --no-print-directory -C "$source/.." DEPS=ok --eval='
-compare-simulator:;@echo "$(if $(NVCC),$(NVCC) $(PTX_FLAGS) -w)"; echo "$(SIM_PARTS:%=build/ptxsim_%.o)"' compare-simulator)
+compare-simulator:;@:$(info $(if $(NVCC),$(NVCC) $(PTX_FLAGS) -w))$(info $(SIM_PARTS:%=build/ptxsim_%.o))' compare-simulator)
 gpu=$([ $quick ] || [ ${#nvcc[@]} = 0 ] || echo gpu)
 if [ ! $quick ] && [ ! $gpu ]; then
     echo "no nvcc: the CUDA backend is not compared"
