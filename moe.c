@@ -44,10 +44,10 @@
  *   Types: the table of tensors                      260  every tensor: names, field, shape, who has it
  *   Types: models                                    250  model, family; sizes that follow from them
  *   Types: operations                                270  the table that every backend fills in; its contract
- *   Types: planes, ranks, the GPU backend            200  struct rank; cuda_* functions
+ *   Types: cache tensors, ranks, the GPU backend     200  struct rank; cuda_* functions
  *
  *  State
- *   State: planes of a layer                         260  the KV cache and recurrent states as planes
+ *   State: cache tensors of a layer                  260  the KV cache and recurrent states
  *   State: sizes on a GPU                            390  what a GPU rank allocates
  *
  *  Model
@@ -1581,7 +1581,7 @@ struct model {
 
 struct loader;
 struct rank;
-struct plane;
+struct cache_tensor;
 
 /* A family of models: one architecture name of GGUF and what belongs to it. */
 struct family {
@@ -1595,9 +1595,9 @@ struct family {
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
     void (*layer)(struct loader *l, struct layer *layer, int il);
-    /* Adds planes to those of attention, whose own stay as they are: its operations index them by position. GPUs refuse
-     * families with this function. NULL: there are none. */
-    void (*planes)(const struct model *m, const struct layer *layer, struct plane *out);
+    /* Adds cache tensors to those of attention, whose own stay as they are: its operations index them by position.
+     * GPUs refuse families with this function. NULL: there are none. */
+    void (*cache)(const struct model *m, const struct layer *layer, struct cache_tensor *out);
 };
 
 /* The conditions of the table of tensors that hold for layer l of model m. */
@@ -1945,9 +1945,9 @@ enum {
        for the choice alone. *on_device: whether the device has the first, too, and a forward of TOKEN_CHOSEN was      \
        right */                                                                                                        \
     X(int, read_tokens, (struct rank *r, int32_t *chosen, bool *on_device), (r, chosen, on_device))                    \
-    /* copies rows first..first+n-1 of a plane to host memory, or back (store): data (n, row_bytes) and scale          \
+    /* copies rows first..first+n-1 of a cache tensor to host memory, or back (store): data (n, row_bytes) and scale          \
        (n, n_group), NULL: not this one; waits */                                                                      \
-    X(void, plane_copy, (struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,   \
+    X(void, cache_copy, (struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data, float *scale,   \
                       bool store), (r, p, first, n, data, scale, store))                                               \
     /* makes the state one for contexts of n_ctx tokens; what it held is lost. False with a message, and with the       \
        state as it was: there is no room; waits */                                                                     \
@@ -2037,44 +2037,44 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
 }
 
 /* ============================================================================================================
- * Types: planes, ranks, the GPU backend
+ * Types: cache tensors, ranks, the GPU backend
  *
- * A plane is one array of a layer's state. A rank is one worker with its shard, its planes and its activations. Then
- * what moe_cuda.cu and this file call of each other.
+ * A cache tensor is one array of a layer's state. A rank is one worker with its shard, its cache tensors and its
+ * activations. Then what moe_cuda.cu and this file call of each other.
  * ============================================================================================================ */
 
-/* How the rows of a plane follow the timeline. */
-enum plane_kind {
-    PLANE_TOKENS, /* a row for every token */
-    PLANE_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
-    PLANE_RING,   /* the latest n_row tokens: token p is row p % n_row; n_row >= window + the tokens that a forward
+/* How the rows of a cache tensor follow the timeline. */
+enum cache_rows {
+    ROWS_TOKENS, /* a row for every token */
+    ROWS_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
+    ROWS_RING,   /* the latest n_row tokens: token p is row p % n_row; n_row >= window + the tokens that a forward
                      writes before it reads */
-    PLANE_STATE   /* n_row rows that stand for all tokens before struct rank's n_committed */
+    ROWS_STATE   /* n_row rows that stand for all tokens before struct rank's n_committed */
 };
 
-/* What a plane of a layer holds. */
-enum plane_use {
-    PLANE_K,      /* GQA: keys; MLA: normed latents; delta net: q and k before the convolution */
-    PLANE_V,      /* GQA: values; MLA: the rotated key that all heads share; delta net: v before the convolution */
-    PLANE_RECENT, /* a ring of what a recurrent state has not absorbed yet; delta net: alpha and beta; of what compressed
+/* What a cache tensor of a layer holds. */
+enum cache_use {
+    CACHE_K,      /* GQA: keys; MLA: normed latents; delta net: q and k before the convolution */
+    CACHE_V,      /* GQA: values; MLA: the rotated key that all heads share; delta net: v before the convolution */
+    CACHE_WINDOW, /* a ring of what a recurrent state has not absorbed yet; delta net: alpha and beta; of what compressed
                      keys will be made of: values, gates */
-    PLANE_POOL,   /* blocks: pooled rows; compressed keys */
-    PLANE_SUM,    /* a recurrent state */
-    PLANE_INDEX,  /* keys of the indexer of sparse attention */
-    PLANE_INDEX_RECENT, /* a ring of what compressed keys of the indexer will be made of */
-    PLANE_USES
+    CACHE_COMPRESSED,   /* blocks: pooled rows; compressed keys */
+    CACHE_STATE,        /* a recurrent state */
+    CACHE_INDEX,        /* keys of the indexer of sparse attention */
+    CACHE_INDEX_WINDOW, /* a ring of what compressed keys of the indexer will be made of */
+    CACHE_USES
 };
 
 /* One array of a layer's state, the same on every backend, because saved sessions record it. FP8 rows carry one F32
  * scale per `group` values, in an array of their own. A shard holds values first .. first + width - 1 of the whole row,
  * which has `whole`; ranks with all of it have first 0. */
-struct plane {
-    uint8_t *data; /* (plane_rows, row_bytes) */
-    float *scale;  /* (plane_rows, n_group); FP8 only */
+struct cache_tensor {
+    uint8_t *data; /* (cache_rows_of, row_bytes) */
+    float *scale;  /* (cache_rows_of, n_group); FP8 only */
     enum kv_type type;
-    int width, group, n_group; /* values per row (0: the layer has no such plane), per scale; scales per row */
+    int width, group, n_group; /* values per row (0: the layer has no such cache tensor), per scale; scales per row */
     size_t row_bytes;          /* a multiple of 16 */
-    enum plane_kind kind;
+    enum cache_rows kind;
     int ratio, n_row; /* blocks: tokens of a row; ring, state: rows */
     int window;       /* ring: rows before its first token that a forward reads */
     int n_run;        /* the whole row is n_run runs of whole / n_run values; a shard has width / n_run of each, */
@@ -2107,7 +2107,7 @@ struct rank {
     enum pass pass;
     int n_tok;             /* tokens */
     int32_t pos;           /* position of the first */
-    int32_t n_committed;   /* tokens that recurrent states have absorbed; PLANE_RECENT holds those from it to pos */
+    int32_t n_committed;   /* tokens that recurrent states have absorbed; CACHE_WINDOW holds those from it to pos */
     int32_t *tokens;       /* (chunk) ids; the only one may be TOKEN_CHOSEN, see async_decode */
     bool async_decode;     /* the next decode may be enqueued before the host knows the token that `sample` chooses */
     unsigned n_all_reduce; /* all-reduces of this forward that have begun */
@@ -2117,7 +2117,7 @@ struct rank {
     int width[ACT_COUNT];  /* values per row of a slot */
     float *act[ACT_COUNT]; /* (chunk, width) the slots in F32, the backend's; GPU: NULL where a slot has no such form */
     enum kv_type kv_type;
-    struct plane (*planes)[PLANE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
+    struct cache_tensor (*cache)[CACHE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
     /* (n_mtp_hidden, hidden_width) the backend's ring of hidden states, that of position p in row p % n_mtp_hidden: the
      * latest positions' rows of A_X after the final norm (family.mtp_before_norm: before it; of A_HC where there
      * are streams), and after the timeline what MTP layers give in their place; NULL: there is no MTP layer */
@@ -2129,7 +2129,7 @@ struct rank {
     void **owned;           /* stb_ds: allocations in the backend's memory, */
     void **owned_state;     /* and those whose size depends on n_ctx */
     size_t bytes;           /* of activations */
-    size_t kv_bytes;        /* of all planes */
+    size_t kv_bytes;        /* of all cache tensors */
     size_t weight_bytes;    /* GPU: of its copy of the weights */
     size_t free_bytes;      /* GPU: that are left after the start */
 
@@ -2232,15 +2232,15 @@ void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, ui
 #endif
 
 /* ============================================================================================================
- * State: planes of a layer
+ * State: cache tensors of a layer
  *
- * A layer's state is a list of planes: the KV cache, and the state of recurrent layers. Allocation, plan, save, load,
- * truncation and bench iterate over it. Attention has planes of kind PLANE_TOKENS, with a window PLANE_RING; a gated
- * delta net has rings and a state; tests/t_state.h has a family with all kinds.
+ * A layer's state is a list of cache tensors: the KV cache, and the state of recurrent layers. Allocation, plan,
+ * save, load, truncation and bench iterate over it. Attention has cache tensors of kind ROWS_TOKENS, with a window
+ * ROWS_RING; a gated delta net has rings and a state; tests/t_state.h has a family with all kinds.
  * ============================================================================================================ */
 
-static inline struct plane plane_make(enum kv_type type, int width, int group) {
-    struct plane p;
+static inline struct cache_tensor cache_make(enum kv_type type, int width, int group) {
+    struct cache_tensor p;
     memset(&p, 0, sizeof p);
     p.type = type;
     p.width = p.whole = width;
@@ -2251,9 +2251,10 @@ static inline struct plane plane_make(enum kv_type type, int width, int group) {
     return p;
 }
 
-/* A plane of F32 whose row has n_run runs of `per_key` values for each key head. */
-static inline struct plane delta_plane(const struct delta *d, enum plane_kind kind, int n_row, int n_run, int per_key) {
-    struct plane p = plane_make(KV_F32, n_run * d->n_key * per_key, 1);
+/* A cache tensor of F32 whose row has n_run runs of `per_key` values for each key head. */
+static inline struct cache_tensor delta_cache_tensor(const struct delta *d, enum cache_rows kind, int n_row, int n_run,
+                                                     int per_key) {
+    struct cache_tensor p = cache_make(KV_F32, n_run * d->n_key * per_key, 1);
     p.kind = kind;
     p.n_row = n_row;
     p.n_run = n_run;
@@ -2262,125 +2263,126 @@ static inline struct plane delta_plane(const struct delta *d, enum plane_kind ki
     return p;
 }
 
-/* The planes of a gated delta net: rings of the convolution's inputs and of alpha and beta, and the state, for each
- * value head (head_k, head_v). A ring holds the tokens under the convolution before the first that lags, those that
- * lag, and those of a decode forward. */
-static inline void delta_planes(const struct delta *d, struct plane out[PLANE_USES]) {
+/* The cache tensors of a gated delta net: rings of the convolution's inputs and of alpha and beta, and the state, for
+ * each value head (head_k, head_v). A ring holds the tokens under the convolution before the first that lags, those
+ * that lag, and those of a decode forward. */
+static inline void delta_cache(const struct delta *d, struct cache_tensor out[CACHE_USES]) {
     const int group = d->n_key ? d->n_value / d->n_key : 0; /* value heads of a key head */
     const int run = d->tiled ? group : 1, per_run = d->tiled ? 1 : group;
     const int n_row = d->n_conv - 1 + 2 * MAX_ROLLBACK;
-    out[PLANE_K] = delta_plane(d, PLANE_RING, n_row, 2, d->head_k);
-    out[PLANE_V] = delta_plane(d, PLANE_RING, n_row, run, per_run * d->head_v);
-    out[PLANE_RECENT] = delta_plane(d, PLANE_RING, n_row, 2 * run, per_run);
-    for (int u = PLANE_K; u <= PLANE_RECENT; u++) out[u].window = d->n_conv - 1;
-    out[PLANE_SUM] = delta_plane(d, PLANE_STATE, 1, run, per_run * d->head_k * d->head_v);
+    out[CACHE_K] = delta_cache_tensor(d, ROWS_RING, n_row, 2, d->head_k);
+    out[CACHE_V] = delta_cache_tensor(d, ROWS_RING, n_row, run, per_run * d->head_v);
+    out[CACHE_WINDOW] = delta_cache_tensor(d, ROWS_RING, n_row, 2 * run, per_run);
+    for (int u = CACHE_K; u <= CACHE_WINDOW; u++) out[u].window = d->n_conv - 1;
+    out[CACHE_STATE] = delta_cache_tensor(d, ROWS_STATE, 1, run, per_run * d->head_k * d->head_v);
 }
 
-/* Makes the plane of a layer with a window a ring, where that is shorter than the contexts that the model was trained
- * for. Rows are a multiple of the keys of a step of any kernel: a step's keys are consecutive rows. */
-static inline void window_plane(struct plane *p, int window, int n_ctx_train) {
+/* Makes the cache tensor of a layer with a window a ring, where that is shorter than the contexts that the model was
+ * trained for. Rows are a multiple of the keys of a step of any kernel: a step's keys are consecutive rows. */
+static inline void window_cache(struct cache_tensor *p, int window, int n_ctx_train) {
     enum { STEP = 128 };
     const int n_row = (window - 1 + FORWARD_MAX + DECODE_MAX_TOKENS + STEP - 1) / STEP * STEP;
     if (!window || n_row >= n_ctx_train) return;
-    p->kind = PLANE_RING;
+    p->kind = ROWS_RING;
     p->n_row = n_row;
     p->window = window - 1;
 }
 
 /* The ring of a compressor's inputs for keys of n_value values. It holds the tokens of the unfinished key, up to
  * MAX_ROLLBACK that may be rolled back, and one decode batch. */
-static inline struct plane compressor_ring(const struct attn *a, int n_value) {
-    struct plane p = plane_make(KV_F32, 2 * (a->span / a->ratio) * n_value, 1);
-    p.kind = PLANE_RING;
+static inline struct cache_tensor compressor_ring(const struct attn *a, int n_value) {
+    struct cache_tensor p = cache_make(KV_F32, 2 * (a->span / a->ratio) * n_value, 1);
+    p.kind = ROWS_RING;
     p.window = a->span - 1;
     p.n_row = a->span - 1 + 2 * MAX_ROLLBACK;
     return p;
 }
 
-/* A plane with a row for every compressed key. */
-static inline struct plane compressed_plane(enum kv_type type, const struct attn *a, int n_value, int group) {
-    struct plane p = plane_make(type, n_value, group);
-    p.kind = PLANE_BLOCKS;
+/* A cache tensor with a row for every compressed key. */
+static inline struct cache_tensor compressed_cache(enum kv_type type, const struct attn *a, int n_value, int group) {
+    struct cache_tensor p = cache_make(type, n_value, group);
+    p.kind = ROWS_BLOCKS;
     p.ratio = a->ratio;
     return p;
 }
 
-/* The planes of attention with one KV head. */
-static inline void csa_planes(const struct layer *layer, enum kv_type type, int n_ctx_train,
-                              struct plane out[PLANE_USES]) {
+/* The cache tensors of attention with one KV head. */
+static inline void csa_cache(const struct layer *layer, enum kv_type type, int n_ctx_train,
+                             struct cache_tensor out[CACHE_USES]) {
     const struct attn *a = &layer->attn;
-    out[PLANE_K] = plane_make(type, a->head_k, LATENT_GROUP);
-    window_plane(&out[PLANE_K], a->window, n_ctx_train);
+    out[CACHE_K] = cache_make(type, a->head_k, LATENT_GROUP);
+    window_cache(&out[CACHE_K], a->window, n_ctx_train);
     if (a->ratio) {
-        out[PLANE_POOL] = compressed_plane(type, a, a->head_k, LATENT_GROUP);
-        out[PLANE_RECENT] = compressor_ring(a, a->head_k);
+        out[CACHE_COMPRESSED] = compressed_cache(type, a, a->head_k, LATENT_GROUP);
+        out[CACHE_WINDOW] = compressor_ring(a, a->head_k);
     }
     if (a->n_index) {
-        out[PLANE_INDEX] = compressed_plane(type, a, a->index_k, a->index_k);
-        out[PLANE_INDEX_RECENT] = compressor_ring(a, a->index_k);
+        out[CACHE_INDEX] = compressed_cache(type, a, a->index_k, a->index_k);
+        out[CACHE_INDEX_WINDOW] = compressor_ring(a, a->index_k);
     }
-    out[PLANE_K].pow2 = out[PLANE_POOL].pow2 = out[PLANE_INDEX].pow2 = true; /* keys are rounded so: see round_key */
+    out[CACHE_K].pow2 = out[CACHE_COMPRESSED].pow2 = out[CACHE_INDEX].pow2 =
+        true; /* keys are rounded so: see round_key */
 }
 
-/* The planes of a layer, without memory. */
-static inline void layer_planes(const struct model *m, const struct layer *layer, enum kv_type type,
-                                struct plane out[PLANE_USES]) {
+/* The cache tensors of a layer, without memory. */
+static inline void layer_cache(const struct model *m, const struct layer *layer, enum kv_type type,
+                               struct cache_tensor out[CACHE_USES]) {
     const struct attn *a = &layer->attn;
-    memset(out, 0, PLANE_USES * sizeof *out);
+    memset(out, 0, CACHE_USES * sizeof *out);
     switch (layer->mixer) {
     case MIXER_GQA:
-        out[PLANE_K] = plane_make(type, a->n_head_kv * a->head_k, a->head_k);
-        out[PLANE_V] = plane_make(type, a->n_head_kv * a->head_v, a->head_v);
-        out[PLANE_K].first = a->first_head_kv * a->head_k;
-        out[PLANE_V].first = a->first_head_kv * a->head_v;
-        out[PLANE_K].whole = a->whole_head_kv * a->head_k;
-        out[PLANE_V].whole = a->whole_head_kv * a->head_v;
-        for (int u = PLANE_K; u <= PLANE_V; u++) window_plane(&out[u], a->window, m->n_ctx_train);
+        out[CACHE_K] = cache_make(type, a->n_head_kv * a->head_k, a->head_k);
+        out[CACHE_V] = cache_make(type, a->n_head_kv * a->head_v, a->head_v);
+        out[CACHE_K].first = a->first_head_kv * a->head_k;
+        out[CACHE_V].first = a->first_head_kv * a->head_v;
+        out[CACHE_K].whole = a->whole_head_kv * a->head_k;
+        out[CACHE_V].whole = a->whole_head_kv * a->head_v;
+        for (int u = CACHE_K; u <= CACHE_V; u++) window_cache(&out[u], a->window, m->n_ctx_train);
         break;
     case MIXER_MLA:
-        out[PLANE_K] = plane_make(type, a->kv_lora, LATENT_GROUP);
-        out[PLANE_V] =
-            plane_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
+        out[CACHE_K] = cache_make(type, a->kv_lora, LATENT_GROUP);
+        out[CACHE_V] =
+            cache_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
         break;
-    case MIXER_CSA: csa_planes(layer, type, m->n_ctx_train, out); break;
-    case MIXER_DELTA: delta_planes(&layer->delta, out); break;
+    case MIXER_CSA: csa_cache(layer, type, m->n_ctx_train, out); break;
+    case MIXER_DELTA: delta_cache(&layer->delta, out); break;
     }
-    if (a->n_index && !a->ratio) out[PLANE_INDEX] = plane_make(type, a->index_k, a->index_k);
-    if (m->family->planes) m->family->planes(m, layer, out);
+    if (a->n_index && !a->ratio) out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
+    if (m->family->cache) m->family->cache(m, layer, out);
 }
 
-/* Rows of a plane for contexts of n_ctx tokens; also the rows in use after so many. A ring for fewer tokens than it has
- * rows ends early. */
-static inline size_t plane_rows(const struct plane *p, size_t n_ctx) {
+/* Rows of a cache tensor for contexts of n_ctx tokens; also the rows in use after so many. A ring for fewer tokens
+ * than it has rows ends early. */
+static inline size_t cache_rows_of(const struct cache_tensor *p, size_t n_ctx) {
     if (!p->width) return 0;
     const size_t n_row = (size_t)p->n_row;
     switch (p->kind) {
-    case PLANE_TOKENS: return n_ctx;
-    case PLANE_BLOCKS: return n_ctx / (size_t)p->ratio;
-    case PLANE_RING: return n_ctx < n_row ? n_ctx : n_row;
-    case PLANE_STATE: break;
+    case ROWS_TOKENS: return n_ctx;
+    case ROWS_BLOCKS: return n_ctx / (size_t)p->ratio;
+    case ROWS_RING: return n_ctx < n_row ? n_ctx : n_row;
+    case ROWS_STATE: break;
     }
     return n_row;
 }
 
 /* The row of a token at that position. */
-static inline size_t plane_row(const struct plane *p, size_t pos) {
-    return p->kind == PLANE_RING ? pos % (size_t)p->n_row : pos;
+static inline size_t cache_row(const struct cache_tensor *p, size_t pos) {
+    return p->kind == ROWS_RING ? pos % (size_t)p->n_row : pos;
 }
 
 /* Bytes of a row's scales. */
-static inline size_t plane_scale_bytes(const struct plane *p) {
+static inline size_t cache_scale_bytes(const struct cache_tensor *p) {
     return p->type == KV_FP8 ? (size_t)p->n_group * sizeof(float) : 0;
 }
 
-/* Bytes of all planes of all layers for contexts of n_ctx tokens. */
+/* Bytes of all cache tensors of all layers for contexts of n_ctx tokens. */
 static inline size_t state_bytes(const struct model *m, enum kv_type type, size_t n_ctx) {
-    struct plane planes[PLANE_USES];
+    struct cache_tensor cache[CACHE_USES];
     size_t bytes = 0;
     for (int il = 0; il < model_blocks(m); il++) {
-        layer_planes(m, &m->layers[il], type, planes);
-        for (int u = 0; u < PLANE_USES; u++)
-            bytes += plane_rows(&planes[u], n_ctx) * (planes[u].row_bytes + plane_scale_bytes(&planes[u]));
+        layer_cache(m, &m->layers[il], type, cache);
+        for (int u = 0; u < CACHE_USES; u++)
+            bytes += cache_rows_of(&cache[u], n_ctx) * (cache[u].row_bytes + cache_scale_bytes(&cache[u]));
     }
     return bytes;
 }
@@ -2397,71 +2399,73 @@ static inline int context_fit(const struct model *m, enum kv_type kv, uint64_t b
     return lo * 256;
 }
 
-/* Whether a plane does not keep a row per token, so that going back needs a copy of it. */
-static inline bool plane_is_snapshot(const struct plane *p) {
-    return p->width && (p->kind == PLANE_RING || p->kind == PLANE_STATE);
+/* Whether a cache tensor does not keep a row per token, so that going back needs a copy of it. */
+static inline bool cache_is_snapshot(const struct cache_tensor *p) {
+    return p->width && (p->kind == ROWS_RING || p->kind == ROWS_STATE);
 }
 
-/* Rows of a snapshot of such a plane: of a ring those that the tokens after it read, and those that a state lacks. */
-static inline size_t snapshot_rows(const struct plane *p) {
+/* Rows of a snapshot of such a cache tensor: of a ring those that the tokens after it read, and those that a state
+ * lacks. */
+static inline size_t snapshot_rows(const struct cache_tensor *p) {
     const int need = p->window + MAX_ROLLBACK;
-    return (size_t)(p->kind == PLANE_RING && need < p->n_row ? need : p->n_row);
+    return (size_t)(p->kind == ROWS_RING && need < p->n_row ? need : p->n_row);
 }
 
 /* Bytes of a snapshot of a model's rings and recurrent states. */
 static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
-    struct plane planes[PLANE_USES];
+    struct cache_tensor cache[CACHE_USES];
     size_t bytes = 0;
     for (int il = 0; il < model_blocks(m); il++) {
-        layer_planes(m, &m->layers[il], type, planes);
-        for (int u = 0; u < PLANE_USES; u++)
-            if (plane_is_snapshot(&planes[u]))
-                bytes += snapshot_rows(&planes[u]) * (planes[u].row_bytes + plane_scale_bytes(&planes[u]));
+        layer_cache(m, &m->layers[il], type, cache);
+        for (int u = 0; u < CACHE_USES; u++)
+            if (cache_is_snapshot(&cache[u]))
+                bytes += snapshot_rows(&cache[u]) * (cache[u].row_bytes + cache_scale_bytes(&cache[u]));
     }
     return bytes;
 }
 
-/* Bytes of a plane that a forward of one token at position n_past reads, on average where compressed keys are made; a
- * recurrent state counts twice, because it is written too. */
-static inline double plane_reads(const struct layer *layer, enum plane_use use, const struct plane *p, size_t n_past) {
+/* Bytes of a cache tensor that a forward of one token at position n_past reads, on average where compressed keys are
+ * made; a recurrent state counts twice, because it is written too. */
+static inline double cache_tensor_reads(const struct layer *layer, enum cache_use use, const struct cache_tensor *p,
+                                        size_t n_past) {
     const size_t window = (size_t)layer->attn.window, top_k = (size_t)layer->attn.top_k;
     const size_t per_token = layer->attn.ratio ? (size_t)(layer->attn.span / layer->attn.ratio) : 0;
-    size_t rows = plane_rows(p, n_past);
-    if (per_token && (use == PLANE_RECENT || use == PLANE_INDEX_RECENT)) rows = rows < per_token ? rows : per_token;
-    else if (p->kind == PLANE_RING && rows > (size_t)p->window) rows = (size_t)p->window;
-    else if (p->kind == PLANE_TOKENS && window && rows > window) rows = window;
-    else if ((use <= PLANE_V || use == PLANE_POOL) && top_k && rows > top_k) rows = top_k;
-    else if (use == PLANE_INDEX && rows <= top_k) rows = 0; /* the query sees all keys */
-    return (double)(rows * (p->row_bytes + plane_scale_bytes(p))) * (p->kind == PLANE_STATE ? 2 : 1);
+    size_t rows = cache_rows_of(p, n_past);
+    if (per_token && (use == CACHE_WINDOW || use == CACHE_INDEX_WINDOW)) rows = rows < per_token ? rows : per_token;
+    else if (p->kind == ROWS_RING && rows > (size_t)p->window) rows = (size_t)p->window;
+    else if (p->kind == ROWS_TOKENS && window && rows > window) rows = window;
+    else if ((use <= CACHE_V || use == CACHE_COMPRESSED) && top_k && rows > top_k) rows = top_k;
+    else if (use == CACHE_INDEX && rows <= top_k) rows = 0; /* the query sees all keys */
+    return (double)(rows * (p->row_bytes + cache_scale_bytes(p))) * (p->kind == ROWS_STATE ? 2 : 1);
 }
 
-/* The same of planes first..last of a layer. */
+/* The same of cache tensors first..last of a layer. */
 static inline double layer_reads(const struct model *m, const struct layer *layer, enum kv_type type, size_t n_past,
-                                 enum plane_use first, enum plane_use last) {
-    struct plane planes[PLANE_USES];
+                                 enum cache_use first, enum cache_use last) {
+    struct cache_tensor cache[CACHE_USES];
     double bytes = 0;
-    layer_planes(m, layer, type, planes);
-    for (int u = first; u <= (int)last; u++) bytes += plane_reads(layer, (enum plane_use)u, &planes[u], n_past);
+    layer_cache(m, layer, type, cache);
+    for (int u = first; u <= (int)last; u++) bytes += cache_tensor_reads(layer, (enum cache_use)u, &cache[u], n_past);
     return bytes;
 }
 static inline double layer_state_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                        size_t n_past) {
-    return layer_reads(m, layer, type, n_past, PLANE_K, (enum plane_use)(PLANE_USES - 1));
+    return layer_reads(m, layer, type, n_past, CACHE_K, (enum cache_use)(CACHE_USES - 1));
 }
 static inline double layer_index_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                        size_t n_past) {
-    return layer_reads(m, layer, type, n_past, PLANE_INDEX, PLANE_INDEX);
+    return layer_reads(m, layer, type, n_past, CACHE_INDEX, CACHE_INDEX);
 }
 
 /* Of the rows that compressed keys are made of. */
 static inline double layer_recent_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                         size_t n_past) {
     if (!layer->attn.ratio) return 0;
-    return layer_reads(m, layer, type, n_past, PLANE_RECENT, PLANE_RECENT) +
-           layer_reads(m, layer, type, n_past, PLANE_INDEX_RECENT, PLANE_INDEX_RECENT);
+    return layer_reads(m, layer, type, n_past, CACHE_WINDOW, CACHE_WINDOW) +
+           layer_reads(m, layer, type, n_past, CACHE_INDEX_WINDOW, CACHE_INDEX_WINDOW);
 }
 
-/* Bytes that a forward of one token reads of all layers' planes. */
+/* Bytes that a forward of one token reads of all layers' cache tensors. */
 static inline double state_reads(const struct model *m, enum kv_type type, size_t n_past) {
     double bytes = 0;
     for (int il = 0; il < m->n_layer; il++) bytes += layer_state_reads(m, &m->layers[il], type, n_past);
@@ -2568,7 +2572,7 @@ static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
 static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
 
 /* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for the cache's
- * planes. */
+ * cache tensors. */
 static inline size_t gpu_rounding(const struct model *m) {
     return (size_t)64 * PAGE_BYTES + (size_t)model_blocks(m) * 1024;
 }
@@ -7628,8 +7632,8 @@ static float fp8_scale(const struct kernels *k, const float *x, int n, bool pow2
 }
 
 /* Writes the row of position `pos` from x (width). FP8: each group has a scale, which kv_load folds back in. */
-static void kv_store(const struct kernels *k, const struct plane *p, int pos, const float *x) {
-    const size_t at_row = plane_row(p, (size_t)pos);
+static void kv_store(const struct kernels *k, const struct cache_tensor *p, int pos, const float *x) {
+    const size_t at_row = cache_row(p, (size_t)pos);
     uint8_t *row = p->data + at_row * p->row_bytes;
     if (p->type == KV_F32) {
         memcpy(row, x, (size_t)p->width * 4);
@@ -7647,9 +7651,9 @@ static void kv_store(const struct kernels *k, const struct plane *p, int pos, co
 
 /* out (n, ld) = values first..first+len-1 of the rows of positions pos..pos+n-1, which are consecutive in a ring,
  * too; a range that starts and ends at group boundaries. */
-static void kv_load(const struct kernels *k, const struct plane *p, int pos, int n, int first, int len, float *out,
-                    int ld) {
-    const size_t from = plane_row(p, (size_t)pos);
+static void kv_load(const struct kernels *k, const struct cache_tensor *p, int pos, int n, int first, int len,
+                    float *out, int ld) {
+    const size_t from = cache_row(p, (size_t)pos);
     for (size_t i = 0; i < (size_t)n; i++, out += ld) {
         const uint8_t *row = p->data + (from + i) * p->row_bytes;
         if (p->type == KV_F32) {
@@ -7667,7 +7671,7 @@ static void kv_load(const struct kernels *k, const struct plane *p, int pos, int
 }
 
 /* out (len, ld) = the same values transposed; see transpose_function. rows (n, len): scratch. */
-static void kv_load_columns(const struct kernels *k, const struct plane *p, int pos, int n, int first, int len,
+static void kv_load_columns(const struct kernels *k, const struct cache_tensor *p, int pos, int n, int first, int len,
                             float *rows, float *out, int ld) {
     const size_t size = p->type == KV_F32 ? 4 : 2;
     if (p->type == KV_FP8) {
@@ -7675,7 +7679,7 @@ static void kv_load_columns(const struct kernels *k, const struct plane *p, int 
         k->transpose(GGUF_F32, (const uint8_t *)rows, (size_t)len * sizeof *rows, n, len, out, ld);
     } else {
         k->transpose(p->type == KV_F32 ? GGUF_F32 : GGUF_BF16,
-                     p->data + plane_row(p, (size_t)pos) * p->row_bytes + (size_t)first * size, p->row_bytes, n, len,
+                     p->data + cache_row(p, (size_t)pos) * p->row_bytes + (size_t)first * size, p->row_bytes, n, len,
                      out, ld);
     }
 }
@@ -7685,7 +7689,7 @@ static void kv_load_columns(const struct kernels *k, const struct plane *p, int 
  *
  * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The
  * root rank, the first of the last stage, gathers the logits and works in the caller's thread; every other rank has a
- * thread of its own. pg_run runs a step on all ranks; between steps the caller may use plane_copy of any rank, and
+ * thread of its own. pg_run runs a step on all ranks; between steps the caller may use cache_copy of any rank, and
  * sample, read_token and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send and pg_recv
  * only: under one lock, with a watchdog that ends the program when no thread makes progress.
  * ============================================================================================================ */
@@ -8543,8 +8547,8 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
                 r->cpu->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
             (m->ropes[a->rope].pairs ? rope_pairs : rope_halves)(x, c, s, dim);
         }
-        kv_store(r->cpu->k, &r->planes[il][PLANE_K], r->pos + t, act_row(r, k, t));
-        kv_store(r->cpu->k, &r->planes[il][PLANE_V], r->pos + t, act_row(r, v, t));
+        kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, act_row(r, k, t));
+        kv_store(r->cpu->k, &r->cache[il][CACHE_V], r->pos + t, act_row(r, v, t));
     }
     op_end(0, "rotation, cache");
 }
@@ -8561,8 +8565,8 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
         for (int h = 0; h < a->n_head; h++) rope_pairs(act_row(r, q, t) + h * a->head_k + nope, c, s, dim);
         r->cpu->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
         rope_pairs(latent + a->kv_lora, c, s, dim);
-        kv_store(r->cpu->k, &r->planes[il][PLANE_K], r->pos + t, latent);
-        kv_store(r->cpu->k, &r->planes[il][PLANE_V], r->pos + t, latent + a->kv_lora);
+        kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, latent);
+        kv_store(r->cpu->k, &r->cache[il][CACHE_V], r->pos + t, latent + a->kv_lora);
     }
     op_end(0, "rotation, cache");
 }
@@ -8712,9 +8716,9 @@ static int attend_position(const struct rank *r, const struct attend *a, int hea
     return a->chosen[head * attn_listed(shape) + at / shape->index_block] * shape->index_block + in;
 }
 
-/* out (n, len) = values first..first+len-1 of keys at..at+n-1 of a plane. */
-static void attend_rows(const struct rank *r, const struct attend *a, int head, const struct plane *p, int at, int n,
-                        int first, int len, float *out) {
+/* out (n, len) = values first..first+len-1 of keys at..at+n-1 of a cache tensor. */
+static void attend_rows(const struct rank *r, const struct attend *a, int head, const struct cache_tensor *p, int at,
+                        int n, int first, int len, float *out) {
     for (int i = 0, run; i < n; i += run) {
         run = n - i;
         const int pos = attend_position(r, a, head, at + i, &run);
@@ -8723,8 +8727,8 @@ static void attend_rows(const struct rank *r, const struct attend *a, int head, 
 }
 
 /* out (len, KEY_BLOCK) = the same transposed. rows (n, len): scratch. */
-static void attend_columns(const struct rank *r, const struct attend *a, int head, const struct plane *p, int at, int n,
-                           int first, int len, float *rows, float *out) {
+static void attend_columns(const struct rank *r, const struct attend *a, int head, const struct cache_tensor *p, int at,
+                           int n, int first, int len, float *rows, float *out) {
     int run = n;
     const int pos = attend_position(r, a, head, at, &run);
     if (run == n) {
@@ -8737,17 +8741,17 @@ static void attend_columns(const struct rank *r, const struct attend *a, int hea
 
 /* Loads keys at..at+n-1 of the list of ATTEND_CSA, which are the values. */
 static void attend_load_csa(const struct rank *r, const struct attend *a, const struct attend_work *w, int at, int n) {
-    const struct plane *planes = r->planes[a->il], *p;
+    const struct cache_tensor *cache = r->cache[a->il], *p;
     const struct attn *shape = &r->m->layers[a->il].attn;
     const int own = r->pos + a->first, window = int_min(own + 1, shape->window), d = a->dk;
     for (int i = 0, run; i < n; i += run) {
         int key = own + 1 - window + at + i;
         if (at + i < window) {
-            p = &planes[PLANE_K];
+            p = &cache[CACHE_K];
             run = int_min(n - i, window - at - i);
-            if (p->kind == PLANE_RING) run = int_min(run, p->n_row - key % p->n_row);
+            if (p->kind == ROWS_RING) run = int_min(run, p->n_row - key % p->n_row);
         } else {
-            p = &planes[PLANE_POOL];
+            p = &cache[CACHE_COMPRESSED];
             key = at + i - window;
             run = a->chosen ? 1 : n - i;
             if (a->chosen) key = a->chosen[key];
@@ -8760,7 +8764,7 @@ static void attend_load_csa(const struct rank *r, const struct attend *a, const 
 /* Loads keys pos..pos+n-1 of the latent cache and their values. */
 static void attend_load_latents(const struct rank *r, const struct attend *a, const struct attend_work *w, int pos,
                                 int n) {
-    const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
+    const struct cache_tensor *keys = &r->cache[a->il][CACHE_K], *values = &r->cache[a->il][CACHE_V];
     const struct attn *shape = &r->m->layers[a->il].attn;
     const int lat = shape->kv_lora, rope = r->m->ropes[shape->rope].dim;
     const int nope = a->dk - rope; /* values of a key before the rotated ones */
@@ -8785,8 +8789,8 @@ static void attend_prefetch_from(const struct rank *r, const struct attend *a, s
                                  int steps) {
     w->prefetch_step = 0;
     for (int u = 0; u < 2 && !attend_listed(a); u++) {
-        const struct plane *p = &r->planes[a->il][u ? PLANE_V : PLANE_K];
-        w->prefetch[u] = p->data + plane_row(p, (size_t)pos) * p->row_bytes;
+        const struct cache_tensor *p = &r->cache[a->il][u ? CACHE_V : CACHE_K];
+        w->prefetch[u] = p->data + cache_row(p, (size_t)pos) * p->row_bytes;
         w->prefetch_end[u] = w->prefetch[u] + (size_t)n * p->row_bytes;
         w->prefetch_step = size_max(w->prefetch_step, ((size_t)n * p->row_bytes / (size_t)steps + 63) / 64 * 64);
     }
@@ -8804,7 +8808,7 @@ static int first_in_window(int window, int own, int pos) { return window ? int_m
 
 /* Takes the n keys from `pos` on into the rows of a set. */
 static void attend_keys(const struct rank *r, const struct attend *a, struct attend_work *w, int set, int pos, int n) {
-    const struct plane *keys = &r->planes[a->il][PLANE_K], *values = &r->planes[a->il][PLANE_V];
+    const struct cache_tensor *keys = &r->cache[a->il][CACHE_K], *values = &r->cache[a->il][CACHE_V];
     const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
     const int first_own = r->pos + a->first; /* position of the first token */
     /* keys up to the first token's own; each token sees one more */
@@ -9257,7 +9261,7 @@ static void index_store(struct rank *r, int il) {
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
         else r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
         rotate(key, c, s, dim);
-        kv_store(r->cpu->k, &r->planes[il][PLANE_INDEX], r->pos + t, key);
+        kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], r->pos + t, key);
         for (int h = 0; h < a->n_index; h++) {
             float *q = act_row(r, A_IQ, t) + h * n;
             if (layer->index_q_norm) r->cpu->k->rmsnorm(q, layer->index_q_norm, r->m->rms_eps, q, n);
@@ -9284,7 +9288,7 @@ static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, 
         some = int_min(end - pos, KEY_BLOCK);
         const int whole =
             ceil_to(some, TRANSPOSE_ROWS); /* whole vectors: a key's bits do not depend on those after it */
-        kv_load_columns(r->cpu->k, &r->planes[il][PLANE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
+        kv_load_columns(r->cpu->k, &r->cache[il][CACHE_INDEX], pos, some, 0, width, rows, keys, KEY_BLOCK);
         for (int t = 0; t < n_tok; t++) {
             const float *w = act_row(r, A_IW, first + t);
             float *out = index_row(r, a, t) + pos / block;
@@ -9422,10 +9426,10 @@ static void rope_last(const struct rope *rope, int pos, float *x, int d) {
     }
 }
 
-/* A compressor of a layer, its planes, and where its values and gates are. */
+/* A compressor of a layer, its cache tensors, and where its values and gates are. */
 struct compress {
     const struct compressor *with;
-    const struct plane *ring, *keys;
+    const struct cache_tensor *ring, *keys;
     enum act value, gate;
     int d;      /* values of a key */
     bool index; /* it makes keys of the indexer */
@@ -9438,7 +9442,7 @@ static const float *compressor_values(const struct rank *r, const struct compres
         return act_row(r, c->value, pos - r->pos);
     }
     const float *row =
-        (const float *)(const void *)(c->ring->data + plane_row(c->ring, (size_t)pos) * c->ring->row_bytes);
+        (const float *)(const void *)(c->ring->data + cache_row(c->ring, (size_t)pos) * c->ring->row_bytes);
     *gate = row + c->ring->width / 2;
     return row;
 }
@@ -9473,18 +9477,18 @@ static void compress_key(struct rank *r, int il, const struct compress *c, int k
 static void compress_batch(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
-    const struct plane *p = r->planes[il];
+    const struct cache_tensor *p = r->cache[il];
     const struct compress all[2] = {
-        {&layer->compressor, &p[PLANE_RECENT], &p[PLANE_POOL], A_CK, A_CG, a->head_k, false},
-        {&layer->index_compressor, &p[PLANE_INDEX_RECENT], &p[PLANE_INDEX], A_ICK, A_ICG, a->index_k, true}};
+        {&layer->compressor, &p[CACHE_WINDOW], &p[CACHE_COMPRESSED], A_CK, A_CG, a->head_k, false},
+        {&layer->index_compressor, &p[CACHE_INDEX_WINDOW], &p[CACHE_INDEX], A_ICK, A_ICG, a->index_k, true}};
     const int n = a->n_index ? 2 : 1, from = r->pos / a->ratio, to = (r->pos + r->n_tok) / a->ratio;
     for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &all[i % n], from + i / n);
     team_barrier();
-    const int kept = int_min(r->n_tok, p[PLANE_RECENT].n_row);
+    const int kept = int_min(r->n_tok, p[CACHE_WINDOW].n_row);
     for (int i = team_first(n * kept); i >= 0; i = team_next()) {
         const struct compress *c = &all[i % n];
         const int t = r->n_tok - kept + i / n, wide = c->ring->width / 2;
-        float *row = (float *)(void *)(c->ring->data + plane_row(c->ring, (size_t)(r->pos + t)) * c->ring->row_bytes);
+        float *row = (float *)(void *)(c->ring->data + cache_row(c->ring, (size_t)(r->pos + t)) * c->ring->row_bytes);
         memcpy(row, act_row(r, c->value, t), (size_t)wide * sizeof *row);
         memcpy(row + wide, act_row(r, c->gate, t), (size_t)wide * sizeof *row);
     }
@@ -9513,7 +9517,7 @@ static void cpu_csa_store(struct rank *r, const struct step *step) {
         r->cpu->k->rmsnorm(key, layer->kv_a_norm, m->rms_eps, key, d);
         rope_pairs(key + d - dim, c, s, dim);
         if (m->qat) round_key(r->cpu->k, key, d - dim);
-        kv_store(r->cpu->k, &r->planes[il][PLANE_K], r->pos + t, key);
+        kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, key);
     }
     if (layer->attn.ratio) compress_batch(r, il);
     op_end(0, "rotation, cache");
@@ -9594,15 +9598,15 @@ static int delta_key_head(const struct delta *d, int j) {
 }
 
 /* Values of token p of a ring's row, before the convolution: this forward's (from slot a) or kept ones. */
-static const float *delta_row(const struct rank *r, int il, enum plane_use use, enum act a, int p) {
-    const struct plane *ring = &r->planes[il][use];
+static const float *delta_row(const struct rank *r, int il, enum cache_use use, enum act a, int p) {
+    const struct cache_tensor *ring = &r->cache[il][use];
     if (p >= r->pos) return act_row(r, a, p - r->pos);
     return (const float *)(const void *)(ring->data + (size_t)(p % ring->n_row) * ring->row_bytes);
 }
 
 /* y (n) = the convolution of token p's values from value `from` of r->cpu->mix's row on, then SiLU. at, kept: floats
  * before these values in a row of the slot, and of the ring. */
-static void delta_conv(const struct rank *r, int il, enum plane_use use, enum act a, int p, int from, int at, int kept,
+static void delta_conv(const struct rank *r, int il, enum cache_use use, enum act a, int p, int from, int at, int kept,
                        int n, float *y) {
     const struct delta *d = &r->m->layers[il].delta;
     const int mix = 2 * d->n_key * d->head_k + d->n_value * d->head_v;
@@ -9629,14 +9633,14 @@ static void delta_inputs(const struct rank *r, int il, int i, int p) {
     const int key = d->n_key * d->head_k;
     float *q = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix, *k = q + key, *v = k + key;
     float *decay = r->cpu->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values, *beta = decay + d->n_value;
-    delta_conv(r, il, PLANE_K, A_Q, p, 0, 0, 0, key, q);
-    delta_conv(r, il, PLANE_K, A_K, p, key, 0, key, key, k);
-    delta_conv(r, il, PLANE_V, A_V, p, 2 * key, 0, 0, d->n_value * d->head_v, v);
+    delta_conv(r, il, CACHE_K, A_Q, p, 0, 0, 0, key, q);
+    delta_conv(r, il, CACHE_K, A_K, p, key, 0, key, key, k);
+    delta_conv(r, il, CACHE_V, A_V, p, 2 * key, 0, 0, d->n_value * d->head_v, v);
     for (int h = 0; h < d->n_key; h++) {
         delta_unit(r, q + h * d->head_k, d->head_k, 1.0f / sqrtf((float)d->head_k));
         delta_unit(r, k + h * d->head_k, d->head_k, 1.0f);
     }
-    const struct plane *recent = &r->planes[il][PLANE_RECENT];
+    const struct cache_tensor *recent = &r->cache[il][CACHE_WINDOW];
     const float *kept = (const float *)(const void *)(recent->data + (size_t)(p % recent->n_row) * recent->row_bytes);
     const float *a = p < r->pos ? kept : act_row(r, A_ALPHA, p - r->pos);
     const float *b = p < r->pos ? kept + d->n_value : act_row(r, A_BETA, p - r->pos);
@@ -9666,7 +9670,7 @@ static void delta_columns(struct rank *r, int il, int item, enum act out) {
     const int first = item % items * DELTA_COLUMNS, n = int_min(DELTA_COLUMNS, d->head_v - first);
     const int lag = r->pos - r->n_committed, rows = lag + r->n_tok, taken = r->n_tok > MAX_ROLLBACK ? rows - 1 : lag;
     float *S = cpu_scratch(r), unused[DELTA_COLUMNS];
-    float *kept = (float *)(void *)r->planes[il][PLANE_SUM].data + (size_t)j * (size_t)(d->head_k * d->head_v) + first;
+    float *kept = (float *)(void *)r->cache[il][CACHE_STATE].data + (size_t)j * (size_t)(d->head_k * d->head_v) + first;
     for (int h = 0; h < d->head_k; h++) memcpy(S + h * n, kept + h * d->head_v, (size_t)n * sizeof *S);
     for (int i = 0; i < rows; i++) {
         float *o = i < lag ? unused : act_row(r, out, i - lag) + j * d->head_v + first;
@@ -9679,11 +9683,11 @@ static void delta_columns(struct rank *r, int il, int item, enum act out) {
 /* Keeps the convolution's inputs, alpha and beta of the forward's last tokens. */
 static void delta_keep(struct rank *r, int il) {
     const struct delta *d = &r->m->layers[il].delta;
-    const int key = d->n_key * d->head_k, n_row = r->planes[il][PLANE_K].n_row;
+    const int key = d->n_key * d->head_k, n_row = r->cache[il][CACHE_K].n_row;
     for (int t = int_max(0, r->n_tok - n_row); t < r->n_tok; t++) {
         float *row[3];
         for (int u = 0; u < 3; u++) {
-            const struct plane *p = &r->planes[il][PLANE_K + u];
+            const struct cache_tensor *p = &r->cache[il][CACHE_K + u];
             row[u] = (float *)(void *)(p->data + (size_t)((r->pos + t) % n_row) * p->row_bytes);
         }
         memcpy(row[0], act_row(r, A_Q, t), (size_t)key * sizeof(float));
@@ -10137,8 +10141,8 @@ static void forward_body(void *r) { rank_pass(r); }
 
 static void cpu_forward(struct rank *r) { team_run(r->cpu->team, forward_body, r); }
 
-static void cpu_plane_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
-                           bool store) {
+static void cpu_cache_copy(struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,
+                           float *scale, bool store) {
     (void)r;
     uint8_t *d = p->data + first * p->row_bytes;
     if (data) memcpy(store ? d : data, store ? data : d, n * p->row_bytes);
@@ -10219,8 +10223,8 @@ static void *cpu_own(struct rank *r, size_t n, size_t size) {
     return cpu_memory(&r->owned, n, size);
 }
 
-static void cpu_plane(struct rank *r, struct plane *p) {
-    const size_t rows = plane_rows(p, (size_t)r->n_ctx);
+static void cpu_cache_tensor(struct rank *r, struct cache_tensor *p) {
+    const size_t rows = cache_rows_of(p, (size_t)r->n_ctx);
     p->data = cpu_memory(&r->owned_state, rows, p->row_bytes);
     if (p->type == KV_FP8) p->scale = cpu_memory(&r->owned_state, rows * (size_t)p->n_group, sizeof(float));
 }
@@ -10235,7 +10239,7 @@ static size_t cpu_index_scores(const struct model *m, int n_ctx) {
     return scores;
 }
 
-/* Allocates what depends on r->n_ctx: the planes of all layers, and what sparse attention chooses by. */
+/* Allocates what depends on r->n_ctx: the cache tensors of all layers, and what sparse attention chooses by. */
 static void cpu_state(struct rank *r) {
     const struct model *m = r->m;
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(m, r->n_ctx);
@@ -10244,9 +10248,9 @@ static void cpu_state(struct rank *r) {
     r->cpu->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->cpu->index_scores);
     r->cpu->chosen_keys = cpu_memory(&r->owned_state, chosen, sizeof *r->cpu->chosen_keys);
     for (int il = 0; il < model_blocks(m); il++) {
-        layer_planes(m, &m->layers[il], r->kv_type, r->planes[il]);
-        for (int u = 0; u < PLANE_USES; u++)
-            if (r->planes[il][u].width) cpu_plane(r, &r->planes[il][u]);
+        layer_cache(m, &m->layers[il], r->kv_type, r->cache[il]);
+        for (int u = 0; u < CACHE_USES; u++)
+            if (r->cache[il][u].width) cpu_cache_tensor(r, &r->cache[il][u]);
     }
 }
 
@@ -10369,7 +10373,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
-    r->planes = cpu_own(r, (size_t)model_blocks(m), sizeof *r->planes);
+    r->cache = cpu_own(r, (size_t)model_blocks(m), sizeof *r->cache);
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].mixer == MIXER_DELTA) r->cpu->taps[il] = delta_taps(r, il);
@@ -10672,7 +10676,7 @@ struct session {
     int late;             /* rows of earlier rounds that the MTP layer computed in this round */
     int longest;          /* the most tokens that the timeline had before it was cut: rings may have rows of them */
     int restored;         /* the timeline cannot be cut below this: rings hold nothing older; 0: any */
-    size_t snapshot_size; /* bytes of a snapshot; 0: every plane has a row per token and none is needed */
+    size_t snapshot_size; /* bytes of a snapshot; 0: every cache tensor has a row per token and none is needed */
     struct snapshot {
         int n, n_committed; /* tokens and n_committed when it was taken; n 0: it is free */
         int reach;          /* session_reach after it */
@@ -10743,30 +10747,30 @@ static void session_wait(struct session *s);
  * longer hold what came before. It does not depend on how much was drafted, so that recomputation, and with it the
  * text, is the same with and without drafts. */
 static int session_reach(const struct session *s) {
-    struct plane planes[PLANE_USES];
+    struct cache_tensor cache[CACHE_USES];
     int reach = s->restored;
     for (int il = 0; il < s->m->n_layer && s->snapshot_size; il++) {
-        layer_planes(s->m, &s->m->layers[il], s->r->kv_type, planes);
-        for (int u = 0; u < PLANE_USES; u++) {
-            const struct plane *p = &planes[u];
+        layer_cache(s->m, &s->m->layers[il], s->r->kv_type, cache);
+        for (int u = 0; u < CACHE_USES; u++) {
+            const struct cache_tensor *p = &cache[u];
             if (!p->width) continue;
-            if (p->kind == PLANE_STATE)
-                reach = int_max(reach, int_max(s->n_committed, s->n_past - !s->r->async_decode));
+            if (p->kind == ROWS_STATE) reach = int_max(reach, int_max(s->n_committed, s->n_past - !s->r->async_decode));
             /* drafts after the timeline have overwritten rows, too */
             const int written = int_max(s->n_past, s->longest) + DECODE_MAX_TOKENS;
-            if (p->kind == PLANE_RING && written > p->n_row) reach = int_max(reach, written - p->n_row + p->window);
+            if (p->kind == ROWS_RING && written > p->n_row) reach = int_max(reach, written - p->n_row + p->window);
         }
     }
     return reach;
 }
 
 /* Copies n rows from row `first` on of a ring or state, around its end, or with `store` to them. */
-static void snapshot_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, bool store) {
+static void snapshot_copy(struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,
+                          bool store) {
     float *scale = (float *)(void *)(data + snapshot_rows(p) * p->row_bytes);
     for (size_t at = 0, some; at < n; at += some) {
-        const size_t row = plane_row(p, first + at);
+        const size_t row = cache_row(p, first + at);
         some = size_min(n - at, (size_t)p->n_row - row);
-        r->ops->plane_copy(r, p, row, some, data + at * p->row_bytes,
+        r->ops->cache_copy(r, p, row, some, data + at * p->row_bytes,
                            p->type == KV_FP8 ? scale + at * (size_t)p->n_group : NULL, store);
     }
 }
@@ -10775,12 +10779,12 @@ static void snapshot_copy(struct rank *r, const struct plane *p, size_t first, s
 static void session_copy_snapshot(struct session *s, uint8_t *data, int n, bool store) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
-            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
-            if (!plane_is_snapshot(p)) continue;
-            const size_t rows = snapshot_rows(p), have = p->kind == PLANE_RING ? size_min((size_t)n, rows) : rows;
-            snapshot_copy(r, p, p->kind == PLANE_RING ? (size_t)n - have : 0, have, data, store);
-            data += rows * (p->row_bytes + plane_scale_bytes(p));
+        for (int k = 0; k < model_blocks(r->m) * CACHE_USES; k++) {
+            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            if (!cache_is_snapshot(p)) continue;
+            const size_t rows = snapshot_rows(p), have = p->kind == ROWS_RING ? size_min((size_t)n, rows) : rows;
+            snapshot_copy(r, p, p->kind == ROWS_RING ? (size_t)n - have : 0, have, data, store);
+            data += rows * (p->row_bytes + cache_scale_bytes(p));
         }
     }
 }
@@ -10790,13 +10794,13 @@ static void session_clear_states(struct session *s) {
     uint8_t *zeros = NULL;
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
-            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
-            if (!p->width || p->kind != PLANE_STATE) continue;
+        for (int k = 0; k < model_blocks(r->m) * CACHE_USES; k++) {
+            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            if (!p->width || p->kind != ROWS_STATE) continue;
             const size_t rows = (size_t)p->n_row, bytes = rows * p->row_bytes;
-            zeros = xrealloc(zeros, bytes + rows * plane_scale_bytes(p));
-            memset(zeros, 0, bytes + rows * plane_scale_bytes(p));
-            r->ops->plane_copy(r, p, 0, rows, zeros, p->type == KV_FP8 ? (float *)(void *)(zeros + bytes) : NULL, true);
+            zeros = xrealloc(zeros, bytes + rows * cache_scale_bytes(p));
+            memset(zeros, 0, bytes + rows * cache_scale_bytes(p));
+            r->ops->cache_copy(r, p, 0, rows, zeros, p->type == KV_FP8 ? (float *)(void *)(zeros + bytes) : NULL, true);
         }
     }
     free(zeros);
@@ -10830,20 +10834,20 @@ static int session_truncate(struct session *s, int n) {
     return s->n_past;
 }
 
-/* Copies the rows in use of all planes of all ranks to `data`, or from it (store); NULL: copies nothing. Returns their
- * bytes. */
+/* Copies the rows in use of all cache tensors of all ranks to `data`, or from it (store); NULL: copies nothing.
+ * Returns their bytes. */
 static size_t session_copy_state(struct session *s, uint8_t *data, bool store) {
     size_t bytes = 0;
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        for (int k = 0; k < model_blocks(r->m) * PLANE_USES; k++) {
-            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
-            const size_t rows = plane_rows(p, (size_t)s->n_past);
+        for (int k = 0; k < model_blocks(r->m) * CACHE_USES; k++) {
+            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            const size_t rows = cache_rows_of(p, (size_t)s->n_past);
             uint8_t *at = data ? data + bytes : NULL;
             if (at && rows)
-                r->ops->plane_copy(r, p, 0, rows, at,
+                r->ops->cache_copy(r, p, 0, rows, at,
                                    p->type == KV_FP8 ? (float *)(void *)(at + rows * p->row_bytes) : NULL, store);
-            bytes += rows * (p->row_bytes + plane_scale_bytes(p));
+            bytes += rows * (p->row_bytes + cache_scale_bytes(p));
         }
     }
     return bytes;
@@ -10883,7 +10887,7 @@ static int session_resize(struct session *s, int n, char *err) {
 }
 
 /* Takes a snapshot of rings and recurrent states at the end of the timeline. It replaces the least recently used one.
- * Does nothing where every plane has a row per token. */
+ * Does nothing where every cache tensor has a row per token. */
 static void session_keep(struct session *s) {
     struct snapshot *k = &s->snapshots[0];
     if (!s->snapshot_size || !s->n_past) return;
@@ -11379,13 +11383,13 @@ static double session_forward_ops(const struct session *s, int n) {
  *
  * The file that /save writes beside the conversation. All integers are little-endian:
  *
- *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, --qat, session_reach, numbers of planes and
+ *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, --qat, session_reach, numbers of cache tensors and
  *                          tokens, n_committed, checksum
- *   struct kv_plane[]      what each plane of the whole model is; it must be what the model has now, if it has it
+ *   struct kv_tensor[]      what each cache tensor of the whole model is; it must be what the model has now, if it has it
  *   int32_t[]              the tokens
- *   planes in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
+ *   cache tensors in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
  *
- * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. Planes of an MTP layer
+ * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. Cache tensors of an MTP layer
  * come last; a session without it skips them, and one with it does without them: drafts are then worse for a while. The
  * checksum is FNV-1a over 64-bit words: it finds damage, not malice. Load only files from people whom you trust.
  * ============================================================================================================ */
@@ -11395,17 +11399,17 @@ static const char kv_magic[8] = "MOEKV003";
 struct kv_header {
     char magic[8];
     uint64_t model_hash;
-    uint32_t kv_type : 3, qat : 1, reach : 28, n_plane, n_tokens, n_committed;
+    uint32_t kv_type : 3, qat : 1, reach : 28, n_tensor, n_tokens, n_committed;
     uint64_t checksum; /* of all that follows */
 };
 static_assert(sizeof(struct kv_header) == 40, "the header of a saved state is 40 bytes");
 
-/* A plane of the whole model, as the file describes it. */
-struct kv_plane {
+/* A cache tensor of the whole model, as the file describes it. */
+struct kv_tensor {
     uint32_t layer, use, kind, ratio, n_row, width, row_bytes, scales;
 };
 
-enum { KV_PLANES_MAX = MAX_LAYERS * PLANE_USES };
+enum { KV_TENSORS_MAX = MAX_LAYERS * CACHE_USES };
 
 /* FNV-1a over words of 64 bits; the last one is filled up with zeros. */
 static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
@@ -11417,79 +11421,80 @@ static uint64_t checksum_add(uint64_t sum, const void *p, size_t n) {
     return sum;
 }
 
-/* The planes of the whole model (stb_ds), in the order of the file. */
-static struct kv_plane *session_planes(const struct session *s) {
-    struct kv_plane *list = NULL;
-    struct plane planes[PLANE_USES];
+/* The cache tensors of the whole model (stb_ds), in the order of the file. */
+static struct kv_tensor *session_cache(const struct session *s) {
+    struct kv_tensor *list = NULL;
+    struct cache_tensor cache[CACHE_USES];
     for (int il = 0; il < session_blocks(s); il++) {
-        layer_planes(s->m, &s->m->layers[il], s->r->kv_type, planes);
-        for (int u = 0; u < PLANE_USES; u++) {
-            const struct plane *p = &planes[u];
-            const struct kv_plane k = {.layer = (uint32_t)il,
-                                       .use = (uint32_t)u,
-                                       .kind = p->kind,
-                                       .ratio = (uint32_t)p->ratio,
-                                       .n_row = (uint32_t)p->n_row,
-                                       .width = (uint32_t)p->width,
-                                       .row_bytes = (uint32_t)p->row_bytes,
-                                       .scales = p->type == KV_FP8 ? (uint32_t)p->n_group : 0};
+        layer_cache(s->m, &s->m->layers[il], s->r->kv_type, cache);
+        for (int u = 0; u < CACHE_USES; u++) {
+            const struct cache_tensor *p = &cache[u];
+            const struct kv_tensor k = {.layer = (uint32_t)il,
+                                        .use = (uint32_t)u,
+                                        .kind = p->kind,
+                                        .ratio = (uint32_t)p->ratio,
+                                        .n_row = (uint32_t)p->n_row,
+                                        .width = (uint32_t)p->width,
+                                        .row_bytes = (uint32_t)p->row_bytes,
+                                        .scales = p->type == KV_FP8 ? (uint32_t)p->n_group : 0};
             if (p->width) arrput(list, k);
         }
     }
     return list;
 }
 
-/* Copies rows first..first+n-1 of a plane of the whole model, or their scales, from the ranks that have the layer;
- * store: to them. all: (n, row) bytes. buf: as many bytes, for a rank's shard of them. */
-static void session_plane_rows(struct session *s, const struct kv_plane *what, bool scales, size_t first, size_t n,
+/* Copies rows first..first+n-1 of a cache tensor of the whole model, or their scales, from the ranks that have the
+ * layer; store: to them. all: (n, row) bytes. buf: as many bytes, for a rank's shard of them. */
+static void session_cache_rows(struct session *s, const struct kv_tensor *what, bool scales, size_t first, size_t n,
                                uint8_t *all, size_t row, uint8_t *buf, bool store) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
         const int il = (int)what->layer - r->m->first_layer;
         if (il < 0 || il >= model_blocks(r->m)) continue;
-        const struct plane *p = &r->planes[il][what->use];
+        const struct cache_tensor *p = &r->cache[il][what->use];
         const size_t size = scales || p->type == KV_F32 ? 4 : p->type == KV_BF16 ? 2 : 1;
-        const size_t stride = scales ? plane_scale_bytes(p) : p->row_bytes;
+        const size_t stride = scales ? cache_scale_bytes(p) : p->row_bytes;
         const size_t from = (size_t)(scales ? p->first / p->group : p->first) * size, n_run = (size_t)p->n_run;
         const size_t used = (size_t)(scales ? p->n_group : p->width) * size / n_run;
         const size_t run = (size_t)(scales ? p->n_group : p->whole) * size / n_run; /* scales: there is one run */
         if (store) memset(buf, 0, n * stride);                                      /* rows are padded to 16 bytes */
         for (size_t k = 0; store && k < n * n_run; k++)
             memcpy(buf + k / n_run * stride + k % n_run * used, all + k / n_run * row + k % n_run * run + from, used);
-        r->ops->plane_copy(r, p, first, n, scales ? NULL : buf, scales ? (float *)(void *)buf : NULL, store);
+        r->ops->cache_copy(r, p, first, n, scales ? NULL : buf, scales ? (float *)(void *)buf : NULL, store);
         for (size_t k = 0; !store && k < n * n_run; k++)
             memcpy(all + k / n_run * row + k % n_run * run + from, buf + k / n_run * stride + k % n_run * used, used);
     }
 }
 
-/* Rows of a plane that are in use after n tokens. */
-static size_t kv_plane_rows(const struct kv_plane *k, size_t n) {
-    const struct plane p = {
-        .kind = (enum plane_kind)k->kind, .ratio = (int)k->ratio, .n_row = (int)k->n_row, .width = (int)k->width};
-    return plane_rows(&p, n);
+/* Rows of a cache tensor that are in use after n tokens. */
+static size_t kv_tensor_rows(const struct kv_tensor *k, size_t n) {
+    const struct cache_tensor p = {
+        .kind = (enum cache_rows)k->kind, .ratio = (int)k->ratio, .n_row = (int)k->n_row, .width = (int)k->width};
+    return cache_rows_of(&p, n);
 }
 
-/* Bytes of a saved state of n tokens after its header: descriptions of planes, ids and rows. */
-static uint64_t session_body_bytes(const struct kv_plane *list, size_t n) {
+/* Bytes of a saved state of n tokens after its header: descriptions of cache tensors, ids and rows. */
+static uint64_t session_body_bytes(const struct kv_tensor *list, size_t n) {
     uint64_t bytes = n * sizeof(int32_t) + arrlenu(list) * sizeof *list;
     for (size_t i = 0; i < arrlenu(list); i++)
-        bytes += kv_plane_rows(&list[i], n) * (list[i].row_bytes + list[i].scales * sizeof(float));
+        bytes += kv_tensor_rows(&list[i], n) * (list[i].row_bytes + list[i].scales * sizeof(float));
     return bytes;
 }
 
-/* Writes or reads (store) what follows the descriptions of planes, and adds it to *sum: n token ids, then per plane all
- * rows in use, and all their scales. Only the first n_own planes are the session's; others are read and dropped. */
-static bool session_body(struct session *s, const struct kv_plane *list, size_t n_own, size_t n, FILE *f, bool store,
+/* Writes or reads (store) what follows the descriptions of cache tensors, and adds it to *sum: n token ids, then per
+ * cache tensor all rows in use, and all their scales. Only the first n_own cache tensors are the session's; others
+ * are read and dropped. */
+static bool session_body(struct session *s, const struct kv_tensor *list, size_t n_own, size_t n, FILE *f, bool store,
                          uint64_t *sum) {
-    enum { ROWS = 1024 }; /* a multiple of 8: only a plane's last word can be padded */
+    enum { ROWS = 1024 }; /* a multiple of 8: only a cache tensor's last word can be padded */
     const size_t id = sizeof *s->tokens;
     uint8_t *buf = NULL;
     bool ok = (store ? fread(s->tokens, id, n, f) : fwrite(s->tokens, id, n, f)) == n;
     *sum = checksum_add(*sum, s->tokens, n * id);
     for (size_t i = 0; ok && i < 2 * arrlenu(list); i++) {
-        const struct kv_plane *k = &list[i / 2];
+        const struct kv_tensor *k = &list[i / 2];
         const bool scales = i & 1;
-        const size_t row = scales ? k->scales * sizeof(float) : k->row_bytes, rows = kv_plane_rows(k, n);
+        const size_t row = scales ? k->scales * sizeof(float) : k->row_bytes, rows = kv_tensor_rows(k, n);
         if (!row || !rows) continue;
         const size_t most = rows < ROWS ? rows : ROWS;
         buf = xrealloc(buf, 2 * most * row);
@@ -11497,7 +11502,7 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
         for (size_t at = 0; ok && at < rows; at += ROWS) {
             const size_t c = rows - at < ROWS ? rows - at : ROWS;
             if (store) ok = fread(buf, row, c, f) == c;
-            if (ok && i / 2 < n_own) session_plane_rows(s, k, scales, at, c, buf, row, buf + most * row, store);
+            if (ok && i / 2 < n_own) session_cache_rows(s, k, scales, at, c, buf, row, buf + most * row, store);
             if (!store) ok = fwrite(buf, row, c, f) == c;
             if (ok) *sum = checksum_add(*sum, buf, c * row);
         }
@@ -11506,12 +11511,12 @@ static bool session_body(struct session *s, const struct kv_plane *list, size_t 
     return ok;
 }
 
-static struct kv_header session_header(const struct session *s, const struct kv_plane *list) {
+static struct kv_header session_header(const struct session *s, const struct kv_tensor *list) {
     struct kv_header h = {.model_hash = s->m->hash,
                           .kv_type = s->r->kv_type & 7,
                           .qat = s->m->qat,
                           .reach = (uint32_t)session_reach(s) & 0xfffffff,
-                          .n_plane = (uint32_t)arrlenu(list),
+                          .n_tensor = (uint32_t)arrlenu(list),
                           .n_tokens = (uint32_t)s->n_past,
                           .n_committed = (uint32_t)s->n_committed,
                           .checksum = checksum_add(HASH_START, list, arrlenu(list) * sizeof *list)};
@@ -11521,15 +11526,15 @@ static struct kv_header session_header(const struct session *s, const struct kv_
 
 /* Writes the state to a temporary file for `path`, which temp_commit gives its name. 0, or -1 with a message. */
 static int session_save(struct session *s, const char *path, char *err) {
-    struct kv_plane *list = session_planes(s);
+    struct kv_tensor *list = session_cache(s);
     session_catch_up(s, s->n_past - 1, PASS_MTP);
     s->async = false;
     struct kv_header h = session_header(s, list);
     FILE *f = temp_create(path, 0600, err);
     int rc = -1;
     if (f) {
-        const bool whole = fwrite(&h, sizeof h, 1, f) == 1 && fwrite(list, sizeof *list, h.n_plane, f) == h.n_plane &&
-                           session_body(s, list, h.n_plane, h.n_tokens, f, false, &h.checksum) &&
+        const bool whole = fwrite(&h, sizeof h, 1, f) == 1 && fwrite(list, sizeof *list, h.n_tensor, f) == h.n_tensor &&
+                           session_body(s, list, h.n_tensor, h.n_tokens, f, false, &h.checksum) &&
                            !fseek(f, 0, SEEK_SET) && fwrite(&h, sizeof h, 1, f) == 1;
         rc = temp_close(f, path, !whole, err);
     }
@@ -11537,28 +11542,28 @@ static int session_save(struct session *s, const char *path, char *err) {
     return rc;
 }
 
-/* Reads n descriptions of planes (stb_ds). NULL unless they are those of the session, MTP layers aside. */
-static struct kv_plane *session_read_planes(const struct session *s, const struct kv_plane *list, size_t n, FILE *f) {
-    struct kv_plane *got = NULL;
+/* Reads n descriptions of cache tensors (stb_ds). NULL unless they are those of the session, MTP layers aside. */
+static struct kv_tensor *session_read_cache(const struct session *s, const struct kv_tensor *list, size_t n, FILE *f) {
+    struct kv_tensor *got = NULL;
     const size_t own = arrlenu(list);
-    if (n > KV_PLANES_MAX) return NULL;
+    if (n > KV_TENSORS_MAX) return NULL;
     arrsetlen(got, n);
     bool same = fread(got, sizeof *got, n, f) == n;
     for (size_t i = 0; same && i < (n > own ? n : own); i++) {
-        const struct kv_plane *a = i < n ? &got[i] : NULL, *b = i < own ? &list[i] : NULL;
+        const struct kv_tensor *a = i < n ? &got[i] : NULL, *b = i < own ? &list[i] : NULL;
         if (a && b) same = !memcmp(a, b, sizeof *a);
         else
             same = (a ? a : b)->layer >= (uint32_t)s->m->n_layer &&
-                   (!a || ((a->kind == PLANE_TOKENS || (a->kind == PLANE_RING && a->n_row - 1 < 1 << 24)) &&
+                   (!a || ((a->kind == ROWS_TOKENS || (a->kind == ROWS_RING && a->n_row - 1 < 1 << 24)) &&
                            (a->row_bytes | a->scales) < 1 << 24));
     }
     if (!same) arrfree(got);
     return got;
 }
 
-/* Reads the tokens and the rows of the planes `got` that a file holds, into an empty timeline. 0, or -1 with a message.
- * */
-static int session_read_body(struct session *s, const struct kv_plane *got, size_t n_own, const struct kv_header *h,
+/* Reads the tokens and the rows of the cache tensors `got` that a file holds, into an empty timeline. 0, or -1 with a
+ * message. */
+static int session_read_body(struct session *s, const struct kv_tensor *got, size_t n_own, const struct kv_header *h,
                              FILE *f, const char *path, char *err) {
     const uint64_t bytes = sizeof *h + session_body_bytes(got, h->n_tokens);
     uint64_t sum = checksum_add(HASH_START, got, arrlenu(got) * sizeof *got);
@@ -11578,7 +11583,7 @@ static int session_read_body(struct session *s, const struct kv_plane *got, size
 }
 
 /* Reads a state into an empty timeline. 0, or -1 with a message. */
-static int session_read(struct session *s, const struct kv_plane *list, FILE *f, const char *path, char *err) {
+static int session_read(struct session *s, const struct kv_tensor *list, FILE *f, const char *path, char *err) {
     struct kv_header h;
     const struct kv_header want = session_header(s, list);
     if (fread(&h, sizeof h, 1, f) != 1 || memcmp(h.magic, kv_magic, 5))
@@ -11595,11 +11600,11 @@ static int session_read(struct session *s, const struct kv_plane *list, FILE *f,
     if (h.n_committed > h.n_tokens)
         return fail(err, "'%s' is damaged: %u of %u tokens are in its state", path, h.n_committed, h.n_tokens);
     struct stat st;
-    const uint64_t least = sizeof h + (uint64_t)h.n_plane * sizeof *list;
-    if (h.n_plane <= KV_PLANES_MAX && (fstat(fileno(f), &st) || (uint64_t)st.st_size < least))
+    const uint64_t least = sizeof h + (uint64_t)h.n_tensor * sizeof *list;
+    if (h.n_tensor <= KV_TENSORS_MAX && (fstat(fileno(f), &st) || (uint64_t)st.st_size < least))
         return fail(err, "'%s' is %lld bytes long, expected %llu or more", path, (long long)st.st_size,
                     (unsigned long long)least);
-    struct kv_plane *got = session_read_planes(s, list, h.n_plane, f);
+    struct kv_tensor *got = session_read_cache(s, list, h.n_tensor, f);
     const int rc = got ? session_read_body(s, got, arrlenu(list), &h, f, path, err)
                        : fail(err, "'%s' has a different cache layout", path);
     arrfree(got);
@@ -11614,7 +11619,7 @@ static int session_load(struct session *s, const char *path, char *err) {
     if (file_check(path, &st, err)) return -1;
     FILE *f = fopen(path, "rb");
     if (!f) return fail(err, "cannot open '%s': %s", path, strerror(errno));
-    struct kv_plane *list = session_planes(s);
+    struct kv_tensor *list = session_cache(s);
     const int rc = session_read(s, list, f, path, err);
     if (rc) session_clear_states(s);
     arrfree(list);
@@ -23854,7 +23859,7 @@ static void repl_complete(const char *line, size_t cursor, char ***candidates, s
  * Plan
  *
  * Says whether a model fits a machine, in which layout, and how fast it can be there at most. Needs only the sizes of
- * the tensors; the weights are not read. Weights are counted by tensor_rules (plan_layer), the cache by layer_planes
+ * the tensors; the weights are not read. Weights are counted by tensor_rules (plan_layer), the cache by layer_cache
  * (state_bytes), scratch by GPU_BUFFERS (gpu_bytes), all on the shards that the engine makes. The roofline is the rate
  * at which tokens would come if only reading them and the all-reduces took time.
  * ============================================================================================================ */
@@ -24020,12 +24025,12 @@ static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int
 
 /* Bytes of the cache that hold the keys of indexers. */
 static int64_t plan_index_keys(const struct model *m, enum kv_type kv, int ctx) {
-    struct plane planes[PLANE_USES];
-    const struct plane *p = &planes[PLANE_INDEX];
+    struct cache_tensor cache[CACHE_USES];
+    const struct cache_tensor *p = &cache[CACHE_INDEX];
     int64_t bytes = 0;
     for (int il = 0; il < model_blocks(m); il++) {
-        layer_planes(m, &m->layers[il], kv, planes);
-        bytes += (int64_t)(plane_rows(p, (size_t)ctx) * (p->row_bytes + plane_scale_bytes(p)));
+        layer_cache(m, &m->layers[il], kv, cache);
+        bytes += (int64_t)(cache_rows_of(p, (size_t)ctx) * (p->row_bytes + cache_scale_bytes(p)));
     }
     return bytes;
 }
@@ -26173,8 +26178,8 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
     return interrupted ? 0 : median(t, got);
 }
 
-/* Fills rows first..first+n-1 of a plane on the CPU with random values. */
-static void bench_fill_rows(const struct rank *r, const struct plane *p, size_t first, size_t n) {
+/* Fills rows first..first+n-1 of a cache tensor on the CPU with random values. */
+static void bench_fill_rows(const struct rank *r, const struct cache_tensor *p, size_t first, size_t n) {
     float *row = xmalloc((size_t)p->width * sizeof *row);
     uint64_t rng = 1;
     for (size_t i = first; i < first + n; i++) {
@@ -26191,16 +26196,16 @@ static void bench_fill_rows(const struct rank *r, const struct plane *p, size_t 
 static void bench_fill_cache(struct session *s, int from, int to) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        for (int k = 0; k < PLANE_USES * r->m->n_layer && !r->cuda; k++) {
-            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
+        for (int k = 0; k < CACHE_USES * r->m->n_layer && !r->cuda; k++) {
+            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
             if (!p->data) continue;
-            const size_t first = plane_rows(p, (size_t)from), n = plane_rows(p, (size_t)to) - first;
-            if (k % PLANE_USES == PLANE_INDEX) {
+            const size_t first = cache_rows_of(p, (size_t)from), n = cache_rows_of(p, (size_t)to) - first;
+            if (k % CACHE_USES == CACHE_INDEX) {
                 bench_fill_rows(r, p, first, n);
                 continue;
             }
             memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
-            if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_group, 0, n * plane_scale_bytes(p));
+            if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_group, 0, n * cache_scale_bytes(p));
         }
     }
 }

@@ -2846,13 +2846,13 @@ DEVICE float fp8_scale(int n, const float x[PER]) {
     }
 }
 
-/* What a kernel knows of a plane. */
-enum plane_form { ROWS_BF16, ROWS_FP8, ROWS_ANY, ROWS_POW2 /* FP8 has pow2 */ };
+/* What a kernel knows of a cache tensor. */
+enum cache_form { ROWS_BF16, ROWS_FP8, ROWS_ANY, ROWS_POW2 /* FP8 has pow2 */ };
 
-/* Stores a group of n values into a row of a plane, from element `at` on, with one warp: value i is x[i / 32] of lane
- * i % 32. */
+/* Stores a group of n values into a row of a cache tensor, from element `at` on, with one warp: value i is x[i / 32]
+ * of lane i % 32. */
 template <int PER, int FORM = ROWS_ANY>
-DEVICE void plane_store(const struct plane &p, size_t at_row, int at, int group, int n, const float x[PER]) {
+DEVICE void cache_store(const struct cache_tensor &p, size_t at_row, int at, int group, int n, const float x[PER]) {
     const int lane = threadIdx.x & 31;
     uint8_t *row = p.data + at_row * p.row_bytes;
     const bool fp8 = FORM >= ROWS_ANY ? p.type == KV_FP8 : FORM == ROWS_FP8;
@@ -2959,7 +2959,7 @@ struct rope_args {
     const float *q_norm, *k_norm;        /* (d), NULL: none; MLA: k_norm (latent) */
     uint16_t *q16;    /* (n_tok, n_head, d) queries for attention; MLA: the part without rotation, input of wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which this kernel writes the last `rope` */
-    struct plane kp, vp;
+    struct cache_tensor kp, vp;
     int n_head, n_head_kv, d, q_head, dv, rope, latent, nope;
     float eps;
 };
@@ -2995,8 +2995,8 @@ DEVICE void rope_head(const struct rope_args &p, const float *src, const float *
 template <int PER, int FORM = ROWS_ANY>
 DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     const int lane = threadIdx.x & 31, n = v ? p.dv : p.d;
-    const struct plane &plane = v ? p.vp : p.kp;
-    const int pos = p.batch->pos + t, row = plane.kind == PLANE_RING ? pos % plane.n_row : pos;
+    const struct cache_tensor &to = v ? p.vp : p.kp;
+    const int pos = p.batch->pos + t, row = to.kind == ROWS_RING ? pos % to.n_row : pos;
     const float *src = v ? p.v + (size_t)t * p.v_stride : p.k + (size_t)t * p.k_stride;
     float x[PER];
     src += (size_t)i * n;
@@ -3005,7 +3005,7 @@ DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     } else {
         rope_head<PER>(p, src, p.k_norm, n, t, x);
     }
-    plane_store<PER, FORM>(plane, (size_t)row, i * n, i, n, x);
+    cache_store<PER, FORM>(to, (size_t)row, i * n, i, n, x);
 }
 
 /* GQA in prefill: norm and rotation of the heads of q and k; k and v go to the cache. In decode attention does it.
@@ -3060,7 +3060,7 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
             const int c = g * LATENT_GROUP + lane + 32 * j;
             x[j] = lane + 32 * j < n ? k[c] * f * p.k_norm[c] : 0;
         }
-        plane_store<LATENT_GROUP / 32>(p.kp, pos, g * LATENT_GROUP, g, n, x);
+        cache_store<LATENT_GROUP / 32>(p.kp, pos, g * LATENT_GROUP, g, n, x);
     }
     for (int i = threadIdx.x; i < p.rope / 2; i += THREADS) {
         const float2 y = rope_pair(p, k + p.latent, t, i);
@@ -3167,7 +3167,7 @@ struct attn_args {
     const uint16_t *q;         /* (n_tok, n_head, dk) f16, tokens q_stride halves apart */
     uint16_t *out;             /* (n_tok, n_head, dv) f16, tokens out_stride halves apart; NULL: only partials */
     float *partials;           /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2): sums, then all (m, l) */
-    struct plane k, v;         /* MLA: latents, rotated keys */
+    struct cache_tensor k, v;  /* MLA: latents, rotated keys */
     const struct batch *batch; /* its n_tok may be less than n_tok below: later rows are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
@@ -3218,8 +3218,9 @@ struct attn_work {
     int pos, from, seen;  /* pos: of the first token; all rows of the tile see keys from..seen-1 */
     int low;              /* no row of the tile sees a key before it */
     int split, n_split, begin, end;
-    int ring, wrap;        /* the cache is a ring: row 0 holds key `ring` (<= begin) and, one turn later, key `wrap` */
-    const int32_t *chosen; /* blocks of 2^shift rows of the plane, of which keys begin..end-1 are meant; NULL: keys are
+    int ring, wrap; /* the cache is a ring: row 0 holds key `ring` (<= begin) and, one turn later, key `wrap` */
+    const int32_t
+        *chosen; /* blocks of 2^shift rows of the cache tensor, of which keys begin..end-1 are meant; NULL: keys are
                               rows */
     int shift;
     int window, first; /* attention of one KV head: the first so many keys are those of positions from `first` on */
@@ -3251,8 +3252,8 @@ DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end)
     w->end = w->split + 1 < w->n_split ? (split + 1) << shift : end;
 }
 
-/* Returns by how many rows key `key`, the first of a step, lies before row `key` of its plane. CHOSEN: there are no
- * rings, and a step is 16 keys of one block. */
+/* Returns by how many rows key `key`, the first of a step, lies before row `key` of its cache tensor. CHOSEN: there
+ * are no rings, and a step is 16 keys of one block. */
 template <bool CHOSEN>
 DEVICE int attn_back(const struct attn_work &w, int key) {
     if (!CHOSEN) return key < w.wrap ? w.ring : w.wrap;
@@ -3273,7 +3274,7 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     w->group = a.n_head / a.n_head_kv;
     w->kvh = y % a.n_head_kv;
     w->row0 = y / a.n_head_kv * tile_rows;
-    const bool window = FORMS && a.window, ring = FORMS && a.k.kind == PLANE_RING;
+    const bool window = FORMS && a.window, ring = FORMS && a.k.kind == ROWS_RING;
     const int longer = window ? n_tok : attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
     const int first_row = max(w->row0, rest ? longer * w->group : 0);
     const int end_row = min(w->row0 + tile_rows, last_tok * w->group), end = w->pos + (end_row - 1) / w->group + 1;
@@ -3444,10 +3445,12 @@ DEVICE int kv_at(int row, int at) {
     return row * ROW + (at ^ (((row & 6) ^ (row & 1) << 2) & mask) << 4);
 }
 
-/* Starts to copy the rows of keys key..key+N-1, which are rows key - back.. of the plane: ROW bytes each, from byte
- * `first` of a row; zeros before key `low` and from key `len` > low on. With LANES threads, of which this is `lane`. */
+/* Starts to copy the rows of keys key..key+N-1, which are rows key - back.. of the cache tensor: ROW bytes each, from
+ * byte `first` of a row; zeros before key `low` and from key `len` > low on. With LANES threads, of which this is
+ * `lane`. */
 template <int ROW, int N, int LANES>
-DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int back, int low, int len, int lane) {
+DEVICE void kv_copy(uint8_t *to, const struct cache_tensor &p, int first, int key, int back, int low, int len,
+                    int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
     const uint8_t *from = p.data + (size_t)(key - back + row) * p.row_bytes + first + at;
@@ -3459,7 +3462,7 @@ DEVICE void kv_copy(uint8_t *to, const struct plane &p, int first, int key, int 
 
 /* The same of chosen keys, blocks of one. */
 template <int ROW, int N, int LANES>
-DEVICE void kv_gather(uint8_t *to, const struct plane &p, const struct attn_work &w, int key, int lane) {
+DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct attn_work &w, int key, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
     int row = lane / PIECES, at = lane % PIECES * 16;
     UNROLL_BY(PASSES > 8 ? 1 : 4)
@@ -3471,11 +3474,11 @@ DEVICE void kv_gather(uint8_t *to, const struct plane &p, const struct attn_work
         }
 }
 
-/* Returns the row of a key of attention with one KV head, and its plane. */
-DEVICE int csa_row(const struct attn_args &a, const struct attn_work &w, int key, const struct plane **p) {
+/* Returns the row of a key of attention with one KV head, and its cache tensor. */
+DEVICE int csa_row(const struct attn_args &a, const struct attn_work &w, int key, const struct cache_tensor **p) {
     const bool window = key < w.window;
     *p = window ? &a.k : &a.v;
-    if (window) return a.k.kind == PLANE_RING ? (w.first + key) % a.k.n_row : w.first + key;
+    if (window) return a.k.kind == ROWS_RING ? (w.first + key) % a.k.n_row : w.first + key;
     return w.chosen ? w.chosen[key - w.window] : key - w.window;
 }
 
@@ -3488,14 +3491,14 @@ DEVICE void kv_gather_csa(uint8_t *to, const struct attn_args &a, const struct a
     for (int i = 0; i < PASSES; i++, row += STEP)
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
             const bool in = key + row < w.end;
-            const struct plane *p;
+            const struct cache_tensor *p;
             const int from = csa_row(a, w, in ? key + row : 0, &p);
             cp_async16(to + kv_at<ROW>(row, at), p->data + (size_t)from * p->row_bytes + at, in);
         }
 }
 
 /* Returns the FP8 scale of a key's group, in row key - back; 0 before key `low` and from key `len` > low on. */
-DEVICE float kv_scale(const struct plane &p, int key, int back, int group, int low, int len) {
+DEVICE float kv_scale(const struct cache_tensor &p, int key, int back, int group, int low, int len) {
     return (uint32_t)(key - low) < (uint32_t)(len - low) ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
 }
 
@@ -3966,7 +3969,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     auto scales = [&](int i) {
         int key = w.begin + i * KEYS + tid / GROUPS;
         if (ONE_KV && FP8) {
-            const struct plane *p;
+            const struct cache_tensor *p;
             if (tid >= L::SCALES || key >= w.end) return 0.0f;
             key = csa_row(a, w, key, &p);
             return p->scale[(size_t)key * p->n_group + tid % GROUPS];
@@ -4177,7 +4180,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
 
     /* Starts to copy step i. Thread tid gets the factor of key tid % KEYS: of K if tid < KEYS, else of V. */
     auto copy = [&](int i) {
-        const int key = w.begin + i * KEYS, back = a.k.kind == PLANE_RING ? key / a.k.n_row * a.k.n_row : 0;
+        const int key = w.begin + i * KEYS, back = a.k.kind == ROWS_RING ? key / a.k.n_row * a.k.n_row : 0;
         if (i < n) {
             kv_copy<L::K_ROW, KEYS, 128>(raw, a.k, w.kvh * L::K_ROW, key, back, 0, w.end, tid);
             kv_copy<L::V_ROW, KEYS, 128>(raw + L::V_RAW, a.v, w.kvh * L::V_ROW, key, back, 0, w.end, tid);
@@ -4577,8 +4580,8 @@ __global__ void __launch_bounds__(256) k_transpose(struct device_matrix from, st
 /* x (n_key, latent + rope) = rows first.. of the cache in halves: latents k, then rotated values.
  * Grid: ceil(n_key * (latent + rope) / 2048), block: 256, 8 values a thread. Moves 3 or 4 bytes per value. */
 template <int FP8>
-__global__ void __launch_bounds__(256)
-    k_mla_latents(struct plane k, struct plane rotated, int latent, int rope, int first, int n_key, uint16_t *x) {
+__global__ void __launch_bounds__(256) k_mla_latents(struct cache_tensor k, struct cache_tensor rotated, int latent,
+                                                     int rope, int first, int n_key, uint16_t *x) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int i = (int)(blockIdx.x * 256 + threadIdx.x), pieces = (latent + rope) / 8, at = i % pieces * 8;
@@ -4815,7 +4818,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         key = row;
     }
     rope_head<PER>(p, key, a.bias ? NULL : p.k_norm, n, t, x);
-    plane_store<PER>(p.kp, (size_t)(p.batch->pos + t), 0, 0, n, x);
+    cache_store<PER>(p.kp, (size_t)(p.batch->pos + t), 0, 0, n, x);
 }
 
 /* Bytes of the queries of `tokens` tokens as MMA A operands, each token in tiles of its own. */
@@ -4862,7 +4865,7 @@ struct index_tile {
         __syncthreads(); /* the queries have come */
     }
     /* Loads keys from..from+INDEX_KEYS-1; in place of those from `len` on the last one. */
-    DEVICE_MEMBER void load(const struct plane &keys, int from, int len, int lane) {
+    DEVICE_MEMBER void load(const struct cache_tensor &keys, int from, int len, int lane) {
         UNROLL for (int i = 0; i < GROUPS; i++) {
             const int key = min(from + 8 * i + (lane >> 2), len - 1);
             const uint8_t *row = keys.data + (size_t)key * keys.row_bytes;
@@ -5098,9 +5101,9 @@ enum {
     INDEX_PER = INDEX_HEAD / 32
 };
 
-/* A compressor: its planes, and the batch's values and gates. */
+/* A compressor: its cache tensors, and the batch's values and gates. */
 struct compress_args {
-    struct plane ring, keys;
+    struct cache_tensor ring, keys;
     const float *value, *gate; /* (n_tok, ring.width / 2), tokens stride floats apart */
     size_t stride;
     const float *ape;  /* (ratio, ring.width / 2) */
@@ -5188,10 +5191,10 @@ DEVICE void round_index(float x[INDEX_PER], int n) {
     }
 }
 
-/* Stores a key of n values, x[j] being value lane + 32 j, to row `row` of a plane, with one warp. */
-DEVICE void csa_key_store(const struct plane &p, int row, int n, const float x[CSA_PER]) {
+/* Stores a key of n values, x[j] being value lane + 32 j, to row `row` of a cache tensor, with one warp. */
+DEVICE void csa_key_store(const struct cache_tensor &p, int row, int n, const float x[CSA_PER]) {
     enum { PER = LATENT_GROUP / 32 };
-    UNROLL for (int g = 0; g < CSA_PER / PER; g++) if (g * LATENT_GROUP < n) plane_store<PER, ROWS_POW2>(
+    UNROLL for (int g = 0; g < CSA_PER / PER; g++) if (g * LATENT_GROUP < n) cache_store<PER, ROWS_POW2>(
         p, (size_t)row, g * LATENT_GROUP, g, min((int)LATENT_GROUP, n - g * LATENT_GROUP), x + g * PER);
 }
 
@@ -5216,7 +5219,7 @@ DEVICE void shared_head(const struct csa_args &a, int t, int h) {
     if (a.qat && index) round_index(x, n);
     if (key) {
         const int pos = p.batch->pos + t;
-        csa_key_store(p.kp, p.kp.kind == PLANE_RING ? pos % p.kp.n_row : pos, n, x);
+        csa_key_store(p.kp, p.kp.kind == ROWS_RING ? pos % p.kp.n_row : pos, n, x);
         return;
     }
     uint16_t *to =
@@ -7194,8 +7197,8 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.q = c->x32[q];
     p.k = c->x32[k];
     p.q16 = c->x16[q];
-    p.kp = r->planes[il][PLANE_K];
-    p.vp = r->planes[il][PLANE_V];
+    p.kp = r->cache[il][CACHE_K];
+    p.vp = r->cache[il][CACHE_V];
     p.n_head = shape.n_head;
     p.n_head_kv = shape.n_head_kv;
     p.d = shape.head_k;
@@ -7223,7 +7226,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     const bool shared = layer->mixer == MIXER_CSA;
-    const struct plane *k = &r->planes[il][PLANE_K], *v = &r->planes[il][shared ? PLANE_POOL : PLANE_V];
+    const struct cache_tensor *k = &r->cache[il][CACHE_K], *v = &r->cache[il][shared ? CACHE_COMPRESSED : CACHE_V];
     struct cuda *c = r->cuda;
     a.q = q;
     a.out = out;
@@ -7242,8 +7245,8 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.window = shape.window;
     a.sinks = layer->sinks;
     a.max_splits = r->cuda->sizes.splits;
-    const double key = (double)(k->row_bytes + plane_scale_bytes(k)),
-                 value = (double)(v->row_bytes + plane_scale_bytes(v));
+    const double key = (double)(k->row_bytes + cache_scale_bytes(k)),
+                 value = (double)(v->row_bytes + cache_scale_bytes(v));
     const int len = r->pos + r->n_tok;
     const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, a.top_k) : len;
     const int compressed = !shared || !shape.ratio ? 0 : a.top_k ? min(len / shape.ratio, a.top_k) : len / shape.ratio;
@@ -7350,7 +7353,7 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
-    const struct plane *planes = r->planes[il];
+    const struct cache_tensor *cache = r->cache[il];
     struct cuda *c = r->cuda;
     struct delta_args a = {};
     a.batch = c->batch;
@@ -7366,14 +7369,14 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     a.alpha = c->x32[A_ALPHA];
     a.beta = c->x32[A_BETA];
     a.gate_stride = (size_t)r->width[A_ALPHA];
-    a.ring_qk = (float *)planes[PLANE_K].data;
-    a.ring_qk_stride = planes[PLANE_K].row_bytes / sizeof(float);
-    a.ring_v = (float *)planes[PLANE_V].data;
-    a.ring_v_stride = planes[PLANE_V].row_bytes / sizeof(float);
-    a.ring_gates = (float *)planes[PLANE_RECENT].data;
-    a.ring_gates_stride = planes[PLANE_RECENT].row_bytes / sizeof(float);
-    a.n_ring = planes[PLANE_K].n_row;
-    a.state = (float *)planes[PLANE_SUM].data;
+    a.ring_qk = (float *)cache[CACHE_K].data;
+    a.ring_qk_stride = cache[CACHE_K].row_bytes / sizeof(float);
+    a.ring_v = (float *)cache[CACHE_V].data;
+    a.ring_v_stride = cache[CACHE_V].row_bytes / sizeof(float);
+    a.ring_gates = (float *)cache[CACHE_WINDOW].data;
+    a.ring_gates_stride = cache[CACHE_WINDOW].row_bytes / sizeof(float);
+    a.n_ring = cache[CACHE_K].n_row;
+    a.state = (float *)cache[CACHE_STATE].data;
     a.conv = layer->conv;
     a.decay = layer->decay;
     a.dt_bias = layer->dt_bias;
@@ -7398,7 +7401,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     struct index_args a = {};
     a.rope = rope_of(r, il, A_IQ, A_IK);
     a.rope.pairs = shape.index_pairs;
-    a.rope.kp = r->planes[il][PLANE_INDEX];
+    a.rope.kp = r->cache[il][CACHE_INDEX];
     a.rope.q_norm = layer->index_q_norm;
     a.rope.k_norm = layer->index_norm;
     a.rope.n_head = n_index;
@@ -7434,7 +7437,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
         const int tiles = ceil_div(prefill ? keys : r->n_ctx >> a.shift, INDEX_THREADS / 32 * INDEX_KEYS);
         const dim3 grid((unsigned)max(1, min(tiles, 2 * c->n_sm)), ceil_div(a.n_tok, per));
         if (smem > 48 << 10) cudaFuncSetAttribute(index_scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
-        profile_next((double)keys * (double)(a.rope.kp.row_bytes + plane_scale_bytes(&a.rope.kp)), "%d keys", keys);
+        profile_next((double)keys * (double)(a.rope.kp.row_bytes + cache_scale_bytes(&a.rope.kp)), "%d keys", keys);
         LAUNCH_PDL(index_scores, grid, INDEX_THREADS, smem, c->stream, a);
         LAUNCH_PDL(index_choose, (unsigned)(a.n_tok * a.lists), CHOOSE_THREADS, 0, c->stream, a);
     }
@@ -7445,11 +7448,11 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
 static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const struct plane *planes = r->planes[il];
+    const struct cache_tensor *cache = r->cache[il];
     struct cuda *c = r->cuda;
     const int latent = shape.kv_lora, rope = layer_rope_dim(r->m, layer), nope = layer_nope(r->m, layer);
     const int width = latent + rope, v = shape.head_v, heads = shape.n_head, len = r->pos + r->n_tok;
-    const bool fp8 = planes[PLANE_K].type == KV_FP8;
+    const bool fp8 = cache[CACHE_K].type == KV_FP8;
     const struct device_matrix *wk_b = layer->wk_b.copy;
     struct device_matrix w = *wk_b;
     w.codes = c->mla.wk_b;
@@ -7475,7 +7478,7 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
     for (a.first = 0; a.first < len; a.first += MLA_SEGMENT) {
         a.n_key = min(len - a.first, (int)MLA_SEGMENT);
         LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(a.n_key * width, 2048), 256, 0, c->stream,
-                   planes[PLANE_K], planes[PLANE_V], latent, rope, a.first, a.n_key, c->mla.latents);
+                   cache[CACHE_K], cache[CACHE_V], latent, rope, a.first, a.n_key, c->mla.latents);
         matmul(r, &w, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.keys, NULL, (size_t)nope,
                (size_t)MLA_SEGMENT * (size_t)nope);
         matmul(r, layer->wv_b.copy, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.values, NULL, (size_t)v,
@@ -7543,7 +7546,7 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
     const enum act q = s->in[0], kv = s->in[1];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const struct plane *p = r->planes[il];
+    const struct cache_tensor *p = r->cache[il];
     struct cuda *c = r->cuda;
     struct csa_args a = {};
     a.rope = rope_of(r, il, q, kv);
@@ -7560,7 +7563,7 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
         a.index_k = shape.index_k;
     }
     double bytes = 4.0 * shape.head_k; /* norms; what compressed keys are made of; queries come from L2 */
-    auto add = [&](const struct compressor &with, enum plane_use ring, enum plane_use keys, enum act value,
+    auto add = [&](const struct compressor &with, enum cache_use ring, enum cache_use keys, enum act value,
                    enum act gate, int d) {
         struct compress_args *to = &a.with[a.n_with++];
         to->ring = p[ring];
@@ -7571,12 +7574,12 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
         to->ape = with.ape;
         to->norm = with.norm;
         to->d = d;
-        to->index = keys == PLANE_INDEX;
+        to->index = keys == CACHE_INDEX;
         bytes += (double)(shape.ratio * to->ring.width / 2 + d) * sizeof(float) +
                  (double)to->ring.row_bytes * shape.span / shape.ratio;
     };
-    if (layer->attn.ratio) add(layer->compressor, PLANE_RECENT, PLANE_POOL, A_CK, A_CG, shape.head_k);
-    if (layer->attn.n_index) add(layer->index_compressor, PLANE_INDEX_RECENT, PLANE_INDEX, A_ICK, A_ICG, shape.index_k);
+    if (layer->attn.ratio) add(layer->compressor, CACHE_WINDOW, CACHE_COMPRESSED, A_CK, A_CG, shape.head_k);
+    if (layer->attn.n_index) add(layer->index_compressor, CACHE_INDEX_WINDOW, CACHE_INDEX, A_ICK, A_ICG, shape.index_k);
     profile_next(bytes, "%d heads of %d", shape.n_head + 1, shape.head_k);
     csa_store(&a, c->stream);
 }
@@ -7906,10 +7909,10 @@ static int cuda_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
     return c->n_sample;
 }
 
-/* Rows first..first+n-1 of a plane between the cache and host memory: data (n, row_bytes), scale (n, n_group); NULL:
- * not this one. */
-static void cuda_plane_copy(struct rank *r, const struct plane *p, size_t first, size_t n, uint8_t *data, float *scale,
-                            bool store) {
+/* Rows first..first+n-1 of a cache tensor between the cache and host memory: data (n, row_bytes), scale (n, n_group);
+ * NULL: not this one. */
+static void cuda_cache_copy(struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,
+                            float *scale, bool store) {
     const char *what = "copying the cache";
     auto move = [&](void *gpu, void *host, size_t bytes) {
         if (host) cuda_copy(r, store ? gpu : host, store ? host : gpu, bytes, what);
@@ -8543,7 +8546,7 @@ static void cuda_close(struct rank *r) {
     r->m = c->shard;
     free(c);
     free(r->work);
-    free(r->planes);
+    free(r->cache);
     free(r->tokens);
     r->cuda = NULL;
 }
@@ -8645,7 +8648,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     else if (m->n_group > ROUTE_MAX_GROUPS)
         snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     else if (gpu_lacks(m)) snprintf(why, ERR_MAX, "%s are not supported on a GPU; use --cpu", gpu_lacks(m));
-    else if (m->family->planes)
+    else if (m->family->cache)
         snprintf(why, ERR_MAX, "the state of %s is not supported on a GPU; use --cpu", m->family->arch);
     else if (shard_gap(m, &il))
         snprintf(why, ERR_MAX,
@@ -8781,21 +8784,21 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
 }
 
-/* Lays out the cache at base, unless that is NULL, each plane aligned to 256 bytes. Returns its bytes. */
+/* Lays out the cache at base, unless that is NULL, each cache tensor aligned to 256 bytes. Returns its bytes. */
 static size_t cache_layout(struct rank *r, uint8_t *base) {
     size_t bytes = 0;
     for (int il = 0; il < model_blocks(r->m); il++) {
-        struct plane planes[PLANE_USES];
-        layer_planes(r->m, &r->m->layers[il], r->kv_type, planes);
-        for (struct plane &p : planes) {
-            const size_t rows = plane_rows(&p, (size_t)r->n_ctx);
+        struct cache_tensor cache[CACHE_USES];
+        layer_cache(r->m, &r->m->layers[il], r->kv_type, cache);
+        for (struct cache_tensor &p : cache) {
+            const size_t rows = cache_rows_of(&p, (size_t)r->n_ctx);
             p.data = base && rows ? base + bytes : NULL;
             bytes += (rows * p.row_bytes + 255) / 256 * 256;
             if (p.type != KV_FP8) continue;
             p.scale = base && rows ? (float *)(base + bytes) : NULL;
-            bytes += (rows * plane_scale_bytes(&p) + 255) / 256 * 256;
+            bytes += (rows * cache_scale_bytes(&p) + 255) / 256 * 256;
         }
-        if (base) memcpy(r->planes[il], planes, sizeof planes);
+        if (base) memcpy(r->cache[il], cache, sizeof cache);
     }
     return bytes;
 }
@@ -8812,7 +8815,7 @@ static void rank_allocate(struct rank *r) {
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct route_args *route = &c->route;
     const size_t batch_bytes = sizeof *c->batch + (size_t)r->chunk * sizeof(int32_t);
-    r->planes = (struct plane(*)[PLANE_USES])host_memory((size_t)model_blocks(m), sizeof *r->planes);
+    r->cache = (struct cache_tensor(*)[CACHE_USES])host_memory((size_t)model_blocks(m), sizeof *r->cache);
     r->work = (struct candidate *)host_memory((size_t)m->n_ids, sizeof *r->work);
     r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);
     c->batch = (struct batch *)cuda_memory(r, batch_bytes, "activations");

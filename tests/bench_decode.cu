@@ -230,9 +230,9 @@ struct decoder {
     /* Logits of n tokens behind others that the cache holds and n that are computed before. */
     std::vector<float> logits(int context, int n) {
         std::vector<float> all;
-        for (int k = 0; k < PLANE_USES * m.n_layer; k++) {
-            const struct plane &p = r.planes[k / PLANE_USES][k % PLANE_USES];
-            if (plane_is_snapshot(&p))
+        for (int k = 0; k < CACHE_USES * m.n_layer; k++) {
+            const struct cache_tensor &p = r.cache[k / CACHE_USES][k % CACHE_USES];
+            if (cache_is_snapshot(&p))
                 demand(cudaMemsetAsync(p.data, 0, (size_t)p.n_row * p.row_bytes, r.cuda->stream));
         }
         random = 2;

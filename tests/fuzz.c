@@ -223,16 +223,16 @@ static void fuzz_template(const uint8_t *data, size_t size) {
 
 /* ---- session ---- */
 
-/* Gives a saved state the checksum that its bytes have, so that changed ones get past it. n_plane: planes that the model
+/* Gives a saved state the checksum that its bytes have, so that changed ones get past it. n_tensor: cache tensors that the model
  * has. */
-static void fuzz_checksum(uint8_t *data, size_t size, size_t n_plane) {
+static void fuzz_checksum(uint8_t *data, size_t size, size_t n_tensor) {
     struct kv_header h;
-    const size_t planes = n_plane * sizeof(struct kv_plane);
-    if (size < sizeof h + planes) return;
+    const size_t cache = n_tensor * sizeof(struct kv_tensor);
+    if (size < sizeof h + cache) return;
     memcpy(&h, data, sizeof h);
-    size_t ids = h.n_tokens * sizeof(int32_t), at = sizeof h + planes;
+    size_t ids = h.n_tokens * sizeof(int32_t), at = sizeof h + cache;
     if (ids > size - at) ids = size - at;
-    h.checksum = checksum_add(HASH_START, data + sizeof h, planes);
+    h.checksum = checksum_add(HASH_START, data + sizeof h, cache);
     h.checksum = checksum_add(h.checksum, data + at, ids);
     h.checksum = checksum_add(h.checksum, data + at + ids, size - at - ids);
     memcpy(data, &h, sizeof h);

@@ -120,20 +120,20 @@ static void pair_heads(struct rank *r, const char *op, int il, enum act a) {
     pair_slot(r, op, il, a, r->m->layers[il].attn.n_head * r->m->layers[il].attn.head_v, true);
 }
 
-/* The rows of the batch in a plane of both caches, as floats; of a plane of blocks those that it completes. */
-static void pair_cache(struct rank *r, int il, enum plane_use use, const char *what) {
-    const struct plane *p = &r->planes[il][use], *q = &pair.gpu->planes[il][use];
-    const int per = p->kind == PLANE_BLOCKS ? p->ratio : 1, first = r->pos / per;
+/* The rows of the batch in a cache tensor of both caches, as floats; of a cache tensor of blocks those that it completes. */
+static void pair_cache(struct rank *r, int il, enum cache_use use, const char *what) {
+    const struct cache_tensor *p = &r->cache[il][use], *q = &pair.gpu->cache[il][use];
+    const int per = p->kind == ROWS_BLOCKS ? p->ratio : 1, first = r->pos / per;
     size_t n = (size_t)((r->pos + r->n_tok) / per - first), width = (size_t)p->width;
     if (!n || !width) return;
-    if (p->kind == PLANE_RING && q->kind == PLANE_RING && n > (size_t)p->n_row) return; /* rows were overwritten */
-    struct plane g = *q;
+    if (p->kind == ROWS_RING && q->kind == ROWS_RING && n > (size_t)p->n_row) return; /* rows were overwritten */
+    struct cache_tensor g = *q;
     g.data = xmalloc(q->row_bytes), g.scale = q->scale ? xmalloc((size_t)q->n_group * sizeof(float)) : NULL;
-    g.kind = PLANE_TOKENS;
+    g.kind = ROWS_TOKENS;
     float *got = pair_buffer(n * width), *want = pair_buffer(n * width);
     for (size_t t = 0; t < n; t++) { /* a ring begins again */
         const int pos = first + (int)t;
-        pair.gpu->ops->plane_copy(pair.gpu, q, plane_row(q, (size_t)pos), 1, g.data, g.scale, false);
+        pair.gpu->ops->cache_copy(pair.gpu, q, cache_row(q, (size_t)pos), 1, g.data, g.scale, false);
         kv_load(&kernels_ref, &g, 0, 1, 0, p->width, got + t * width, p->width);
         kv_load(&kernels_ref, p, pos, 1, 0, p->width, want + t * width, p->width);
     }
@@ -144,18 +144,18 @@ static void pair_cache(struct rank *r, int il, enum plane_use use, const char *w
 
 /* The result of a gated delta net, its state and its rings. */
 static void pair_delta(struct rank *r, int il, enum act out) {
-    static const char *const names[PLANE_USES] = {[PLANE_K] = "ring of q and k",
-                                                  [PLANE_V] = "ring of v",
-                                                  [PLANE_RECENT] = "ring of gates",
-                                                  [PLANE_SUM] = "state"};
+    static const char *const names[CACHE_USES] = {[CACHE_K] = "ring of q and k",
+                                                  [CACHE_V] = "ring of v",
+                                                  [CACHE_WINDOW] = "ring of gates",
+                                                  [CACHE_STATE] = "state"};
     const struct delta *d = &r->m->layers[il].delta;
     pair_slot(r, "delta_net", il, out, d->n_value * d->head_v, true);
-    for (int u = 0; u < PLANE_USES; u++) {
-        const struct plane *p = &r->planes[il][u], *q = &pair.gpu->planes[il][u];
+    for (int u = 0; u < CACHE_USES; u++) {
+        const struct cache_tensor *p = &r->cache[il][u], *q = &pair.gpu->cache[il][u];
         if (!names[u]) continue;
         const size_t rows = (size_t)p->n_row, floats = rows * p->row_bytes / sizeof(float);
         float *got = pair_buffer(floats);
-        pair.gpu->ops->plane_copy(pair.gpu, q, 0, rows, (uint8_t *)got, NULL, false);
+        pair.gpu->ops->cache_copy(pair.gpu, q, 0, rows, (uint8_t *)got, NULL, false);
         pair_compare(r, names[u], il, got, (const float *)(const void *)p->data, floats);
         free(got);
     }
@@ -200,8 +200,8 @@ static void pair_out_ffn(struct rank *r, const struct step *s) {
 }
 
 static void pair_out_attention(struct rank *r, int il, enum act out) {
-    pair_cache(r, il, PLANE_K, "cache of k");
-    pair_cache(r, il, PLANE_V, "cache of v");
+    pair_cache(r, il, CACHE_K, "cache of k");
+    pair_cache(r, il, CACHE_V, "cache of v");
     pair_heads(r, "attention", il, out);
 }
 
@@ -211,7 +211,7 @@ static void pair_out_select_keys(struct rank *r, int il) {
     const int k = attn_listed(a), all = (int)blocks_listed(a), first = tokens_dense(r, a), n = (r->n_tok - first) * all;
     int32_t *want = r->cpu->chosen_keys + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
     int other = 0;
-    if (!a->ratio) pair_cache(r, il, PLANE_INDEX, "cache of the indexer");
+    if (!a->ratio) pair_cache(r, il, CACHE_INDEX, "cache of the indexer");
     cuda_test_chosen(pair.gpu, got, first * all, n, true);
     for (int t = 0; t < n; t += k)
         for (int i = 0, j = 0; i < k; i++) {
@@ -237,12 +237,12 @@ static void pair_out_csa_store(struct rank *r, int il, enum act q) {
     pair_slot(r, "csa_store, q", il, q, a->n_head * a->head_k, true);
     pair.rounded = r->m->qat;
     if (a->n_index) pair_slot(r, "csa_store, indexer", il, A_IQ, a->n_index * a->index_k, true);
-    pair_cache(r, il, PLANE_K, "window");
-    pair_cache(r, il, PLANE_POOL, "compressed keys");
-    pair_cache(r, il, PLANE_INDEX, "compressed keys of the indexer");
+    pair_cache(r, il, CACHE_K, "window");
+    pair_cache(r, il, CACHE_COMPRESSED, "compressed keys");
+    pair_cache(r, il, CACHE_INDEX, "compressed keys of the indexer");
     pair.rounded = false;
-    pair_cache(r, il, PLANE_RECENT, "ring of a compressor");
-    pair_cache(r, il, PLANE_INDEX_RECENT, "ring of the indexer's compressor");
+    pair_cache(r, il, CACHE_WINDOW, "ring of a compressor");
+    pair_cache(r, il, CACHE_INDEX_WINDOW, "ring of the indexer's compressor");
 }
 
 static void pair_out_group_linear(struct rank *r, int il, enum act out) {
@@ -331,20 +331,20 @@ static void pair_logits(struct rank *r, const float *norm, const struct weight *
     pair_logits_rows(r, n);
 }
 
-/* Makes rings of so many rows of the planes of layers with a window. */
+/* Makes rings of so many rows of the cache tensors of layers with a window. */
 static void pair_rings(struct rank *r, int n_row) {
     for (int il = 0; il < model_blocks(r->m); il++)
-        for (int u = PLANE_K; u <= PLANE_V; u++) {
-            struct plane *p = &r->planes[il][u];
+        for (int u = CACHE_K; u <= CACHE_V; u++) {
+            struct cache_tensor *p = &r->cache[il][u];
             const int window = r->m->layers[il].attn.window;
             if (!window) continue;
-            p->kind = PLANE_RING;
+            p->kind = ROWS_RING;
             p->n_row = n_row;
             p->window = window - 1;
         }
 }
 
-/* Forwards of n tokens each over one timeline, every operation compared. n_row: of rings; 0: the model's own planes. */
+/* Forwards of n tokens each over one timeline, every operation compared. n_row: of rings; 0: the model's own cache tensors. */
 static void pair_forwards_in(const char *name, const struct model *m, enum kv_type kv, int n_ctx, int n_row, int splits,
                              enum moe_act act, const int *n) {
     struct rank cpu, gpu = {0};
@@ -463,9 +463,9 @@ static void test_cuda_ring(void) {
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)((11 + 17 * (int64_t)i + (int64_t)i * i / 7) % m.n_vocab);
     if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
     session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){kernels_choose(), 2, CTX, KV_FP8, false, false});
-    const struct plane *p = &gpu.r->planes[0][PLANE_K];
+    const struct cache_tensor *p = &gpu.r->cache[0][CACHE_K];
     const int n_row = p->n_row;
-    CHECK(p->kind == PLANE_RING && n_row < CTX - 200, "a plane of kind %d with %d rows", p->kind, n_row);
+    CHECK(p->kind == ROWS_RING && n_row < CTX - 200, "a cache tensor of kind %d with %d rows", p->kind, n_row);
     for (int turn = 0; turn < 2; turn++) {
         const int to[] = {n_row - 150, n_row - 5, n_row + 8, n_row + 9, n_row + 90, n_row + 106, CTX - 5};
         for (int i = 0; i < (int)(sizeof to / sizeof *to); i++) {

@@ -38,9 +38,9 @@ enum {
 /* Makes up keys, values and states. */
 static void count_fill(struct session *s, int n_ctx) {
     uint64_t rng = 3;
-    for (int i = 0; i < model_blocks(s->m) * PLANE_USES; i++) {
-        const struct plane *p = &s->r->planes[i / PLANE_USES][i % PLANE_USES];
-        const size_t rows = plane_rows(p, (size_t)n_ctx), bytes = rows * p->row_bytes,
+    for (int i = 0; i < model_blocks(s->m) * CACHE_USES; i++) {
+        const struct cache_tensor *p = &s->r->cache[i / CACHE_USES][i % CACHE_USES];
+        const size_t rows = cache_rows_of(p, (size_t)n_ctx), bytes = rows * p->row_bytes,
                      scales = rows * (size_t)p->n_group;
         if (!p->width) continue;
         uint8_t *data = xmalloc(bytes);
@@ -53,7 +53,7 @@ static void count_fill(struct session *s, int n_ctx) {
             memcpy(data + k, &word, 4);
         }
         for (size_t k = 0; scale && k < scales; k++) scale[k] = 0.25f;
-        s->r->ops->plane_copy(s->r, p, 0, rows, data, scale, true);
+        s->r->ops->cache_copy(s->r, p, 0, rows, data, scale, true);
         free(data), free(scale);
     }
 }

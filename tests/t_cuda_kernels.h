@@ -1383,21 +1383,21 @@ struct attn_case {
     int dk, dv, n_kv, group, n_tok, absent; /* absent: tokens of n_tok that the batch does not have */
     int pos, splits;
     double size;              /* of q: large ones make scores of some hundreds */
-    int window, ring;         /* keys that a token sees, rows of the planes; 0: all, as many as there are keys */
+    int window, ring;         /* keys that a token sees, rows of the cache tensors; 0: all, as many as there are keys */
     bool sinks, pairs, plain; /* plain: heads are not normed */
     enum test_gates gates;
     int top_k, block; /* tokens see so many keys, in chosen blocks of a power of two; 0: all */
     bool latents;     /* MLA in decode: its results themselves */
 };
 
-/* A cache plane with random rows 0..len-1 of `width` values, and NaN after; a ring of so many rows has the latest. */
-struct test_plane {
+/* A cache cache tensor with random rows 0..len-1 of `width` values, and NaN after; a ring of so many rows has the latest. */
+struct test_cache {
     std::vector<double> value; /* (len, width) */
     int ring;
     gpu_array<uint8_t> data;
     gpu_array<float> scale;
-    struct plane p = {};
-    test_plane(int len, int width, int group, bool fp8, int ring_rows = 0)
+    struct cache_tensor p = {};
+    test_cache(int len, int width, int group, bool fp8, int ring_rows = 0)
         : ring(ring_rows), data((size_t)(ring ? ring : len + 70) * row_bytes(width, fp8)),
           scale((size_t)(ring ? ring : len + 70) * (size_t)((width + group - 1) / group)) {
         const size_t bytes = row_bytes(width, fp8), n_group = (size_t)((width + group - 1) / group);
@@ -1424,11 +1424,11 @@ struct test_plane {
             }
         must(cudaMemcpy(data, rows.data(), rows.size(), cudaMemcpyHostToDevice), "a cache");
         must(cudaMemcpy(scale, scales.data(), scales.size() * sizeof(float), cudaMemcpyHostToDevice), "a cache");
-        p = plane_make(fp8 ? KV_FP8 : KV_BF16, width, group);
+        p = cache_make(fp8 ? KV_FP8 : KV_BF16, width, group);
         p.data = data;
         p.scale = scale;
         p.row_bytes = bytes;
-        if (ring) p.kind = PLANE_RING, p.n_row = ring;
+        if (ring) p.kind = ROWS_RING, p.n_row = ring;
     }
     size_t row(size_t pos) const { return ring ? pos % (size_t)ring : pos; }
     static size_t row_bytes(int width, bool fp8) { return ((size_t)width * (fp8 ? 1 : 2) + 15) / 16 * 16 + 16; }
@@ -1493,7 +1493,7 @@ static std::vector<int> attn_visible(const struct attn_case &c, int pos, const i
 }
 
 /* out (dv): attention of one query q (dk) of head h over those keys. sinks (heads). */
-static void attn_plain(const struct attn_case &c, const test_plane &k, const test_plane &v, const uint16_t *q, int h,
+static void attn_plain(const struct attn_case &c, const test_cache &k, const test_cache &v, const uint16_t *q, int h,
                        const std::vector<int> &keys, const std::vector<float> &sinks, std::vector<double> &out) {
     const int kv = h / c.group, lat = c.mla ? c.dv : c.dk, width = c.mla ? c.dv : c.n_kv * c.dk, rest = c.dk - lat;
     double top = c.sinks ? (double)sinks[(size_t)h] : -INFINITY, den = 0;
@@ -1530,9 +1530,9 @@ static double e4m3_squares(const double *x, size_t n, double scale) {
     return sum;
 }
 
-/* Whether a new row of a plane holds what it should, but for rounding. BF16 keeps 8 bits; the squared error of a group in
+/* Whether a new row of a cache tensor holds what it should, but for rounding. BF16 keeps 8 bits; the squared error of a group in
  * FP8 is the least of four scales. */
-static bool row_near(const struct plane &p, const double *got, const std::vector<double> &want) {
+static bool row_near(const struct cache_tensor &p, const double *got, const std::vector<double> &want) {
     const size_t n = want.size(), group = p.type == KV_FP8 ? (size_t)p.group : n;
     for (size_t at = 0; at < n; at += group) {
         const size_t here = min(group, n - at);
@@ -1552,8 +1552,8 @@ static void run_attention(const struct attn_case &c) {
     const int n_head = c.n_kv * c.group, here = c.n_tok - c.absent, len = c.pos + here;
     const bool fused = !c.mla && !c.prefill && !c.top_k, q_gates = c.gates == Q_GATES,
                values_gate = c.gates == SOFTPLUS_VALUES;
-    test_plane k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8, c.ring);
-    test_plane v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8, c.ring);
+    test_cache k(len, c.mla ? c.dv : c.n_kv * c.dk, c.mla ? (int)ATTN_GROUP : c.dk, c.fp8, c.ring);
+    test_cache v(len, c.mla ? c.dk - c.dv : c.n_kv * c.dv, c.mla ? c.dk - c.dv : c.dv, !c.mla && c.fp8, c.ring);
     const size_t qs = (size_t)(n_head * c.dk) + 24, os = (size_t)(n_head * c.dv) + 8;
     /* the queries before norm and rotation, with gates; keys and values */
     const int rope = c.pos % 3 ? c.dk : c.dk / 2, tables = c.n_tok * rope / 2;
@@ -1774,7 +1774,7 @@ static void run_transpose(enum gguf_type type) {
 /* Rows of a cache of latents in halves. */
 static void run_latents(bool fp8) {
     enum { LATENT = 256, ROPE = 64, WIDTH = LATENT + ROPE, LEN = 70, FIRST = 5, N = 60 };
-    test_plane k(LEN, LATENT, ATTN_GROUP, fp8), rotated(LEN, ROPE, ROPE, false);
+    test_cache k(LEN, LATENT, ATTN_GROUP, fp8), rotated(LEN, ROPE, ROPE, false);
     gpu_array<uint16_t> x((size_t)N * WIDTH);
     x.arrive();
     LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(N * WIDTH, 2048), 256, 0, test_stream, k.p,
@@ -1801,7 +1801,7 @@ static double mla_turned(const float *x, const std::vector<float> &cs, const std
 static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, int nope, int latent, int rope) {
     matrix wk(type, n_head, latent, nope);
     const int pos = 5, d = nope + rope, key = latent + rope;
-    test_plane k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
+    test_cache k(pos + n_tok, latent, ATTN_GROUP, fp8), v(pos + n_tok, rope, rope, false);
     test_heads q(n_tok, n_head, d, d, 1), kv(n_tok, 1, key, latent, 0.5);
     const std::vector<float> norm = random_floats(latent, 1), cs = random_floats(n_tok * rope / 2, 0.7),
                              sn = random_floats(n_tok * rope / 2, 0.7);
@@ -1896,7 +1896,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
     enum { WINDOW = 40, RING = 128, ROPE = 64 };
     const int len = pos + n_tok, n_block = ratio ? len / ratio : 0, listed = max(top_k, 1);
     const size_t width = (size_t)(n_head * d), out_stride = width + 8;
-    test_plane k(len, d, ATTN_GROUP, fp8, RING), v(max(n_block, 1), d, ATTN_GROUP, fp8);
+    test_cache k(len, d, ATTN_GROUP, fp8, RING), v(max(n_block, 1), d, ATTN_GROUP, fp8);
     std::vector<uint16_t> q;
     for (size_t i = 0; i < width * (size_t)n_tok; i++) q.push_back(f16_from_f32((float)normal()));
     const std::vector<float> sinks = random_floats(n_head, 2), cs = random_floats(n_tok * ROPE / 2, 0.7),
@@ -2045,7 +2045,7 @@ static void run_window_batches(int dk, int dv, bool fp8, int group, int window, 
     gpu_array<float> cs_d(cs), sn_d(sn), sinks_d(sinks);
     gpu_array<uint32_t> arrived(std::vector<uint32_t>((size_t)(2 * n_head * ATTN_COUNTERS), 0));
     gpu_array<float> part((size_t)(n_split * DECODE_MAX_TOKENS * n_head * (dv + 2)));
-    test_plane keys(pos + TOKENS, n_kv * dk, dk, fp8, n_row), values(pos + TOKENS, n_kv * dv, dv, fp8, n_row);
+    test_cache keys(pos + TOKENS, n_kv * dk, dk, fp8, n_row), values(pos + TOKENS, n_kv * dv, dv, fp8, n_row);
     std::vector<uint16_t> want;
     static const int batches[][TOKENS] = {{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, {16}, {3, 9, 4}, {7, 8, 1}};
     for (auto &sizes : batches) {

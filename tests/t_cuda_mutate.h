@@ -116,10 +116,10 @@ static void scaled_sinks(const char *launch, void *args) {
     change_sinks(launch, args, [](const attn_args &a, float x) { return x * a.scale; });
 }
 static void rings_read_on(const char *launch, void *args) {
-    change_attention(launch, args, [](auto &a) { a.k.kind = a.v.kind = PLANE_TOKENS; });
+    change_attention(launch, args, [](auto &a) { a.k.kind = a.v.kind = ROWS_TOKENS; });
 }
 static void rings_written_on(const char *launch, void *args) {
-    change_attention(launch, args, [](auto &a) { a.rope.kp.kind = a.rope.vp.kind = PLANE_TOKENS; });
+    change_attention(launch, args, [](auto &a) { a.rope.kp.kind = a.rope.vp.kind = ROWS_TOKENS; });
 }
 static void other_halves(const char *launch, void *args) {
     change_attention(launch, args, [](auto &a) { a.rope.pairs = !a.rope.pairs; });

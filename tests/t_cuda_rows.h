@@ -219,7 +219,7 @@ struct rope_case {
 /* Grouped-query attention in prefill. */
 static void run_rope_gqa(const struct rope_case &c) {
     enum { TOKENS = 3, HEADS = 3, KV = 2, POS = 70 };
-    test_plane k(POS + TOKENS, KV * c.d, c.d, c.fp8, c.ring), v(POS + TOKENS, KV * c.dv, c.dv, c.fp8, c.ring);
+    test_cache k(POS + TOKENS, KV * c.d, c.d, c.fp8, c.ring), v(POS + TOKENS, KV * c.dv, c.dv, c.fp8, c.ring);
     test_heads q32(TOKENS, HEADS, c.q_head, c.d, 3), k32(TOKENS, KV, c.d, c.d, 0.5), v32(TOKENS, KV, c.dv, c.dv, 1);
     const int n_norm = c.norm ? c.d : 0, angles = TOKENS * c.rope / 2;
     const std::vector<float> q_norm = random_floats(n_norm, 1), k_norm = random_floats(n_norm, 1),
@@ -263,7 +263,7 @@ static void run_rope_gqa(const struct rope_case &c) {
 static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
     enum { TOKENS = 2, HEADS = 5, POS = 5 };
     const int d = nope + rope, key = latent + rope;
-    test_plane k(POS + TOKENS, latent, ATTN_GROUP, fp8), v(POS + TOKENS, rope, rope, false);
+    test_cache k(POS + TOKENS, latent, ATTN_GROUP, fp8), v(POS + TOKENS, rope, rope, false);
     test_heads q(TOKENS, HEADS, d, d, 1), kv(TOKENS, 1, key, latent, 0.5);
     const std::vector<float> norm = random_floats(latent, 1), cs = random_floats(TOKENS * rope / 2, 0.7),
                              sn = random_floats(TOKENS * rope / 2, 0.7);
@@ -307,7 +307,7 @@ static void run_csa_store(int d, int rope, int pos) {
     enum { TOKENS = 8, HEADS = 2, RATIO = 3, SPAN = 6, RING = 39 };
     const int wide = SPAN / RATIO * d, pairs = rope / 2, first = pos - SPAN;
     const size_t width = (size_t)wide, heads = (size_t)d;
-    test_plane window(RING, d, ATTN_GROUP, false, RING),
+    test_cache window(RING, d, ATTN_GROUP, false, RING),
         blocks((pos + TOKENS) / RATIO - pos / RATIO, d, ATTN_GROUP, false);
     test_heads q(TOKENS, HEADS, d, d, 2), k(TOKENS, 1, d, d, 2);
     const std::vector<float> k_norm = random_floats(d, 1), norm = random_floats(d, 1),
@@ -330,7 +330,7 @@ static void run_csa_store(int d, int rope, int pos) {
     r.k_norm = k_norm_d, r.q16 = q16, r.kp = window.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope;
     r.eps = 1e-6f;
     struct compress_args &c = a.with[0];
-    c.ring = plane_make(KV_F32, 2 * wide, 1), c.ring.kind = PLANE_RING, c.ring.n_row = RING,
+    c.ring = cache_make(KV_F32, 2 * wide, 1), c.ring.kind = ROWS_RING, c.ring.n_row = RING,
     c.ring.data = (uint8_t *)rows_d.p;
     c.keys = blocks.p, c.keys.data -= (size_t)(pos / RATIO) * c.keys.row_bytes; /* rows of the batch alone */
     c.value = value_d + SPAN * width, c.gate = gate_d + SPAN * width, c.stride = width, c.ape = ape_d, c.norm = norm_d,
@@ -416,7 +416,7 @@ extern "C" void cuda_test_rotations(void) {
 /* Norms and rotations of queries and keys; bias: of a LayerNorm of the keys. */
 static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias) {
     enum { TOKENS = 2, HEADS = 4, POS = 9 };
-    test_plane k(POS + TOKENS, width, width, fp8);
+    test_cache k(POS + TOKENS, width, width, fp8);
     test_heads q(TOKENS, HEADS, width, width, 2), k32(TOKENS, 1, width, width, 1);
     const std::vector<float> q_norm = random_floats(bias ? 0 : width, 1), k_norm = random_floats(width, 1),
                              more = random_floats(width, 1), cs = random_floats(TOKENS * rope / 2, 0.7),
@@ -465,7 +465,7 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     const int keys = len + n_tok - 1, per_score = block ? index_part(block) : 1,
               n_scores = (keys + per_score - 1) / per_score;
     const int lists = block ? n_index : 1, per = block ? INDEX_ROWS / lists : (int)INDEX_TOKENS;
-    test_plane k(keys, width, width, fp8);
+    test_cache k(keys, width, width, fp8);
     const int w_stride = n_index + 3;
     std::vector<uint16_t> q;
     for (int i = 0; i < n_tok * n_index * width; i++) q.push_back(f16_from_f32((float)normal()));

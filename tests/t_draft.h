@@ -252,21 +252,21 @@ static void test_draft_ids(void) {
     }
 }
 
-/* A byte of every plane's rows in use, for the whole model: malloc'ed, *n of them. Rows of a ring that nothing will read
+/* A byte of every cache tensor's rows in use, for the whole model: malloc'ed, *n of them. Rows of a ring that nothing will read
  * are left out, because drafts that were not taken lie there. */
-static uint8_t *draft_planes(struct session *s, size_t *n) {
+static uint8_t *draft_cache(struct session *s, size_t *n) {
     uint8_t *all = NULL;
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        for (int k = 0; k < s->m->n_layer * PLANE_USES; k++) {
-            const struct plane *p = &r->planes[k / PLANE_USES][k % PLANE_USES];
-            const size_t rows = plane_rows(p, (size_t)s->n_past), scales = plane_scale_bytes(p);
+        for (int k = 0; k < s->m->n_layer * CACHE_USES; k++) {
+            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            const size_t rows = cache_rows_of(p, (size_t)s->n_past), scales = cache_scale_bytes(p);
             for (size_t row = 0; row < rows; row++) {
                 const int lag = s->n_past - s->n_committed + p->window;
                 const size_t age = ((size_t)s->n_past - 1 + (size_t)p->n_row - row) % (size_t)int_max(p->n_row, 1);
-                if (p->kind == PLANE_RING && age >= (size_t)lag) continue;
+                if (p->kind == ROWS_RING && age >= (size_t)lag) continue;
                 uint8_t *at = arraddnptr(all, p->row_bytes + scales);
-                r->ops->plane_copy(r, p, row, 1, at, scales ? (float *)(void *)(at + p->row_bytes) : NULL, false);
+                r->ops->cache_copy(r, p, row, 1, at, scales ? (float *)(void *)(at + p->row_bytes) : NULL, false);
             }
         }
     }
@@ -288,7 +288,7 @@ static void check_state(const char *name, const struct model *m, int tp, enum kv
     session_open_cpu(&plain, m, tp, 1, opts);
     draft_run(&plain, o, 5, 0, 0, text, PROMPT, CHUNK, text + PROMPT, N);
     session_decode(&plain, text[PROMPT + N - 1]);
-    uint8_t *want = draft_planes(&plain, &n_want);
+    uint8_t *want = draft_cache(&plain, &n_want);
     for (enum draft_force how = FORCE_RIGHT; how <= FORCE_HALF; how++)
         for (int k = 1; k <= DRAFTS_MAX; k += 7) {
             session_open_cpu(&s, m, tp, 1, opts);
@@ -297,7 +297,7 @@ static void check_state(const char *name, const struct model *m, int tp, enum kv
             CHECK(!memcmp(got, text + PROMPT, sizeof got), "%s, %d drafts (%d): another text", name, k, how);
             session_truncate(&s, PROMPT + N - 1); /* the last drafts go */
             session_forward(&s, text + PROMPT + N - 1, 1);
-            uint8_t *have = draft_planes(&s, &n);
+            uint8_t *have = draft_cache(&s, &n);
             CHECK(n == n_want && !memcmp(have, want, n), "%s, --tp %d, %d drafts (%d): another state", name, tp, k,
                   how);
             arrfree(have);

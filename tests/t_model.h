@@ -828,7 +828,7 @@ static void test_session_file(void) {
     session_free(&s);
     session_cpu(&s, &m, &kernels_ref, 1, 64, KV_F32);
     CHECK(session_load(&s, path, err) == 0 && s.n_past == 40, "%s", err);
-    const long ids_at = (long)(sizeof(struct kv_header) + 2 * (size_t)model_blocks(&m) * sizeof(struct kv_plane));
+    const long ids_at = (long)(sizeof(struct kv_header) + 2 * (size_t)model_blocks(&m) * sizeof(struct kv_tensor));
     for (int at = 1; at < 3; at++) { /* one bit of a token, one of the cache */
         FILE *f = fopen(path, "r+b");
         CHECK(f && !fseek(f, at > 1 ? -5 : ids_at, at > 1 ? SEEK_END : SEEK_SET) && fputc(101, f) == 101 && !fclose(f),
@@ -943,16 +943,16 @@ struct batch_case {
     int n_rank, past; /* ranks; tokens before those of the run */
 };
 
-/* Fills rows 0..past-1 of the planes with random values from -1 to 1, and makes the timeline as long. */
+/* Fills rows 0..past-1 of the cache tensors with random values from -1 to 1, and makes the timeline as long. */
 static void batch_fill(struct session *s, int past) {
     uint64_t rng = 5;
     uint8_t *data = NULL;
     float *scale = NULL;
     session_fake_fill(s, past);
-    for (int i = 0; i < s->pg.n * s->m->n_layer * PLANE_USES; i++) {
-        struct rank *r = &s->pg.ranks[i / PLANE_USES / s->m->n_layer];
-        const struct plane *p = &r->planes[i / PLANE_USES % s->m->n_layer][i % PLANE_USES];
-        const size_t rows = plane_rows(p, (size_t)past), n = rows * p->row_bytes;
+    for (int i = 0; i < s->pg.n * s->m->n_layer * CACHE_USES; i++) {
+        struct rank *r = &s->pg.ranks[i / CACHE_USES / s->m->n_layer];
+        const struct cache_tensor *p = &r->cache[i / CACHE_USES % s->m->n_layer][i % CACHE_USES];
+        const size_t rows = cache_rows_of(p, (size_t)past), n = rows * p->row_bytes;
         if (!p->width) continue;
         arrsetlen(data, n);
         arrsetlen(scale, rows * (size_t)p->n_group);
@@ -964,29 +964,29 @@ static void batch_fill(struct session *s, int past) {
             const uint32_t four = (uint32_t)x & 0xf7f7f7f7; /* no NaN */
             memcpy(data + j, p->type == KV_F32 ? (const void *)&a : p->type == KV_BF16 ? (const void *)two : &four, 4);
         }
-        r->ops->plane_copy(r, p, 0, rows, data, p->type == KV_FP8 ? scale : NULL, true);
+        r->ops->cache_copy(r, p, 0, rows, data, p->type == KV_FP8 ? scale : NULL, true);
     }
     arrfree(data);
     arrfree(scale);
 }
 
-/* Appends the rows that a run left in the planes to *out (stb_ds): those of its tokens; of rings, what a forward still
+/* Appends the rows that a run left in the cache tensors to *out (stb_ds): those of its tokens; of rings, what a forward still
  * reads; of blocks those that it completed; states as a whole. */
 static void batch_state(const struct session *s, int past, uint8_t **out) {
-    for (int i = 0; i < s->pg.n * s->m->n_layer * PLANE_USES; i++) {
-        struct rank *r = &s->pg.ranks[i / PLANE_USES / s->m->n_layer];
-        const struct plane *p = &r->planes[i / PLANE_USES % s->m->n_layer][i % PLANE_USES];
-        const int ratio = p->kind == PLANE_BLOCKS ? p->ratio : 1;
-        const int from = p->kind == PLANE_RING ? s->n_committed - p->window : p->kind == PLANE_STATE ? 0 : past / ratio;
-        const int end = p->kind == PLANE_STATE ? p->n_row : s->n_past / ratio;
+    for (int i = 0; i < s->pg.n * s->m->n_layer * CACHE_USES; i++) {
+        struct rank *r = &s->pg.ranks[i / CACHE_USES / s->m->n_layer];
+        const struct cache_tensor *p = &r->cache[i / CACHE_USES % s->m->n_layer][i % CACHE_USES];
+        const int ratio = p->kind == ROWS_BLOCKS ? p->ratio : 1;
+        const int from = p->kind == ROWS_RING ? s->n_committed - p->window : p->kind == ROWS_STATE ? 0 : past / ratio;
+        const int end = p->kind == ROWS_STATE ? p->n_row : s->n_past / ratio;
         for (int row = int_max(0, from); row < end && p->width; row++) {
-            const size_t at = (size_t)(p->kind == PLANE_RING ? row % p->n_row : row);
+            const size_t at = (size_t)(p->kind == ROWS_RING ? row % p->n_row : row);
             float scale[64];
             uint8_t *to = arraddnptr(*out, p->row_bytes);
-            r->ops->plane_copy(r, p, at, 1, to, p->type == KV_FP8 ? scale : NULL, false);
+            r->ops->cache_copy(r, p, at, 1, to, p->type == KV_FP8 ? scale : NULL, false);
             if (p->type != KV_FP8) continue;
-            to = arraddnptr(*out, plane_scale_bytes(p));
-            memcpy(to, scale, plane_scale_bytes(p));
+            to = arraddnptr(*out, cache_scale_bytes(p));
+            memcpy(to, scale, cache_scale_bytes(p));
         }
     }
 }
@@ -1147,7 +1147,7 @@ static void note_size(size_t x) { note_add(x); }
 static void note_floats(const float *w) { note_add((uintptr_t)w); }
 static void note_weight(const struct weight *w) { note_add((uintptr_t)w); }
 static void note_step(const struct step *s) { note_add((uintptr_t)s); }
-static void note_plane(const struct plane *p) { note_add((uintptr_t)p); }
+static void note_cache(const struct cache_tensor *p) { note_add((uintptr_t)p); }
 static void note_sampling(const struct sampling *o) { (void)o; }
 static void note_ids(const int32_t *ids) { (void)ids; }
 static void note_draws(const double *x) { (void)x; }
@@ -1164,7 +1164,7 @@ static void note_call(void (*body)(void *)) { (void)body; }
         const float *: note_floats,              \
         const struct weight *: note_weight,      \
         const struct step *: note_step,          \
-        const struct plane *: note_plane,     \
+        const struct cache_tensor *: note_cache,     \
         const struct sampling *: note_sampling,  \
         const int32_t *: note_ids,               \
         bool *: note_out,                        \
@@ -1599,13 +1599,13 @@ static void check_e4m3_group(const float *x, const float *y, int n, float scale,
 }
 
 /* Every cache format gives back what was stored, at its own precision. */
-static void test_kv_planes(void) {
+static void test_kv_cache(void) {
     enum { W = 192, ROWS = 70 };
     float x[W], y[W];
     uint64_t rng = 9;
     for (int turn = 0; turn < 4; turn++) {
         const enum kv_type type = turn < 3 ? (enum kv_type)turn : KV_FP8;
-        struct plane p = plane_make(type, W, 128);
+        struct cache_tensor p = cache_make(type, W, 128);
         p.pow2 = turn == 3;
         p.data = xcalloc(ROWS, p.row_bytes);
         if (type == KV_FP8) p.scale = xcalloc(ROWS * (size_t)p.n_group, sizeof(float));
@@ -1777,5 +1777,5 @@ static void test_cpu_profile(void) {
         {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
         {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
         {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/sampler", test_sampler},                     \
-        {"model/kv-planes", test_kv_planes}, {"model/contents-list", test_contents_list},                              \
+        {"model/kv-cache", test_kv_cache}, {"model/contents-list", test_contents_list},                                \
         {"model/banners", test_banners},

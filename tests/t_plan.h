@@ -131,7 +131,8 @@ static struct by_hand count_by_hand(const struct published *p, bool q8, bool fp8
     if (last) h.head = matrix_by_hand(&h, bits, d * dealt(p->vocab, 64, tp, r));
     h.copied += 4 * d + 4 * (p->q_rank ? 64 : 128) / 2; /* the last norm, rotary frequencies */
     h.weights += h.head + h.copied;
-    h.rounding += (64ll << 21) + (n + predicts) * 1024; /* of the other allocations, and of planes of the cache */
+    h.rounding +=
+        (64ll << 21) + (n + predicts) * 1024; /* of the other allocations, and of cache tensors of the cache */
     return h;
 }
 
@@ -1105,7 +1106,7 @@ static void test_plan_absurd(void) {
     plan_write(path, h, n, 0);
     json_t *o = plan_of(args, 1);
     plan_says(o, "verdict", "does not fit");
-    /* two layers, two planes of 1024 / 4 heads of 4096 values with a scale each */
+    /* two layers, two cache tensors of 1024 / 4 heads of 4096 values with a scale each */
     for (size_t i = 0; i < 4; i++)
         CHECK(plan_int(plan_rank_of(o, i), "cache") == ((int64_t)2 * 2 * 256 * (4096 + 4)) << 28, "rank %zu", i);
     CHECK(plan_int(o, "missing") > (int64_t)1 << 50 && plan_int(o, "missing_fewest_experts") > (int64_t)1 << 50,

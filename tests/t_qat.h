@@ -71,7 +71,7 @@ static void test_qat_index(void) {
 }
 
 /* What is rounded as in training stays as it is in a cache in BF16 or FP8: keys but for their rotated values, and keys of
- * the indexer. Catches planes of DeepSeek-V4 whose FP8 scales are no powers of two. */
+ * the indexer. Catches cache tensors of DeepSeek-V4 whose FP8 scales are no powers of two. */
 static void test_qat_cache(void) {
     enum { D = 512, ROPE = 64, INDEX = 128 };
     static const enum kv_type types[] = {KV_BF16, KV_FP8};
@@ -80,14 +80,14 @@ static void test_qat_cache(void) {
     if (!fixture_load("deepseek_v4", &m)) return;
     while (!m.layers[il].attn.n_index) il++;
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
-        for (int use = PLANE_K; use < PLANE_USES; use++) {
-            const bool index = use == PLANE_INDEX;
-            if (!index && use != PLANE_K && use != PLANE_POOL) continue;
+        for (int use = CACHE_K; use < CACHE_USES; use++) {
+            const bool index = use == CACHE_INDEX;
+            if (!index && use != CACHE_K && use != CACHE_COMPRESSED) continue;
             const int d = index ? INDEX : D, kept = index ? INDEX : D - ROPE;
             const struct kernels *k = kernels_choose();
-            struct plane planes[PLANE_USES], p = plane_make(types[i], d, index ? INDEX : LATENT_GROUP);
-            layer_planes(&m, &m.layers[il], types[i], planes);
-            p.pow2 = planes[use].pow2;
+            struct cache_tensor cache[CACHE_USES], p = cache_make(types[i], d, index ? INDEX : LATENT_GROUP);
+            layer_cache(&m, &m.layers[il], types[i], cache);
+            p.pow2 = cache[use].pow2;
             float x[D], got[D], scale[D / LATENT_GROUP];
             uint8_t row[2 * D];
             uint64_t seed = 7;

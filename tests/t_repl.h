@@ -1687,8 +1687,8 @@ static void test_moe_files(void) {
     moe_ask(&p, "/load pipe", "is not a regular file");
     moe_end(&p);
     snprintf(line, sizeof line, "%s/.moe/empty.kv", test_dir());
-    const size_t planes = 2 * 7; /* of the demo model's layers: without tokens they have no rows */
-    CHECK(!stat(line, &st) && (size_t)st.st_size == sizeof(struct kv_header) + planes * sizeof(struct kv_plane),
+    const size_t cache = 2 * 7; /* of the demo model's layers: without tokens they have no rows */
+    CHECK(!stat(line, &st) && (size_t)st.st_size == sizeof(struct kv_header) + cache * sizeof(struct kv_tensor),
           "%lld bytes", (long long)st.st_size);
     snprintf(line, sizeof line, "%s/.moe_history", test_dir());
     CHECK(!read_file(line, &data, err) && strstr(sb_cstr(&data), "\nWhat is 7 squared?\rOne word.\n"), "%s", data);

@@ -4,53 +4,53 @@
 
 enum { STATE_WINDOW = 5, STATE_RING = 32, STATE_BLOCK = 4, STATE_WIDTH_MAX = 4096 };
 
-static void state_planes(const struct model *m, const struct layer *layer, struct plane *out) {
+static void state_cache(const struct model *m, const struct layer *layer, struct cache_tensor *out) {
     const struct attn *a = &layer->attn;
     const int group = a->n_head / a->n_head_kv, width = a->n_head * a->head_v;
-    struct plane p = plane_make(KV_F32, width, width);
+    struct cache_tensor p = cache_make(KV_F32, width, width);
     (void)m;
     p.first = a->first_head_kv * group * a->head_v;
     p.whole = a->whole_head_kv * group * a->head_v;
-    out[PLANE_RECENT] = out[PLANE_SUM] = out[PLANE_POOL] = p;
-    out[PLANE_RECENT].kind = PLANE_RING;
-    out[PLANE_RECENT].n_row = STATE_RING;
-    out[PLANE_RECENT].window = STATE_WINDOW;
-    out[PLANE_SUM].kind = PLANE_STATE;
-    out[PLANE_SUM].n_row = 1;
-    out[PLANE_POOL].kind = PLANE_BLOCKS;
-    out[PLANE_POOL].ratio = STATE_BLOCK;
+    out[CACHE_WINDOW] = out[CACHE_STATE] = out[CACHE_COMPRESSED] = p;
+    out[CACHE_WINDOW].kind = ROWS_RING;
+    out[CACHE_WINDOW].n_row = STATE_RING;
+    out[CACHE_WINDOW].window = STATE_WINDOW;
+    out[CACHE_STATE].kind = ROWS_STATE;
+    out[CACHE_STATE].n_row = 1;
+    out[CACHE_COMPRESSED].kind = ROWS_BLOCKS;
+    out[CACHE_COMPRESSED].ratio = STATE_BLOCK;
 }
 
-static float *state_row(const struct rank *r, int il, enum plane_use use, int row) {
-    const struct plane *p = &r->planes[il][use];
+static float *state_row(const struct rank *r, int il, enum cache_use use, int row) {
+    const struct cache_tensor *p = &r->cache[il][use];
     return (float *)(void *)(p->data + (size_t)row * p->row_bytes);
 }
 
 /* x (n_tok, n_head * head_v), attention's result, gets the three sums on top. */
 static void state_op(struct rank *r, int il, enum act a) {
-    const int n = r->planes[il][PLANE_SUM].width, stride = r->width[a];
-    float *sum = state_row(r, il, PLANE_SUM, 0), now[STATE_WIDTH_MAX];
+    const int n = r->cache[il][CACHE_STATE].width, stride = r->width[a];
+    float *sum = state_row(r, il, CACHE_STATE, 0), now[STATE_WIDTH_MAX];
     if (n > STATE_WIDTH_MAX) die("the test's state has %d values", n);
     for (int p = r->n_committed; p < r->pos; p++) /* what the state left out */
-        for (int i = 0; i < n; i++) sum[i] = 0.9f * sum[i] + state_row(r, il, PLANE_RECENT, p % STATE_RING)[i];
+        for (int i = 0; i < n; i++) sum[i] = 0.9f * sum[i] + state_row(r, il, CACHE_WINDOW, p % STATE_RING)[i];
     memcpy(now, sum, (size_t)n * sizeof *now);
     for (int t = 0; t < r->n_tok; t++) {
         const int p = r->pos + t;
-        float *x = r->act[a] + (size_t)t * (size_t)stride, *row = state_row(r, il, PLANE_RECENT, p % STATE_RING);
+        float *x = r->act[a] + (size_t)t * (size_t)stride, *row = state_row(r, il, CACHE_WINDOW, p % STATE_RING);
         memcpy(row, x, (size_t)n * sizeof *row);
         if (p % STATE_BLOCK == STATE_BLOCK - 1) {
-            float *pool = state_row(r, il, PLANE_POOL, p / STATE_BLOCK);
+            float *pool = state_row(r, il, CACHE_COMPRESSED, p / STATE_BLOCK);
             memset(pool, 0, (size_t)n * sizeof *pool);
             for (int j = p - STATE_BLOCK + 1; j <= p; j++)
-                for (int i = 0; i < n; i++) pool[i] += state_row(r, il, PLANE_RECENT, j % STATE_RING)[i];
+                for (int i = 0; i < n; i++) pool[i] += state_row(r, il, CACHE_WINDOW, j % STATE_RING)[i];
         }
         for (int i = 0; i < n; i++) now[i] = 0.9f * now[i] + row[i];
         if (r->n_tok > MAX_ROLLBACK && t == r->n_tok - 2) memcpy(sum, now, (size_t)n * sizeof *sum);
         for (int i = 0; i < n; i++) {
             float window = 0, pool = 0;
             for (int j = int_max(0, p - STATE_WINDOW + 1); j <= p; j++)
-                window += state_row(r, il, PLANE_RECENT, j % STATE_RING)[i];
-            for (int b = 0; b < (p + 1) / STATE_BLOCK; b++) pool += state_row(r, il, PLANE_POOL, b)[i];
+                window += state_row(r, il, CACHE_WINDOW, j % STATE_RING)[i];
+            for (int b = 0; b < (p + 1) / STATE_BLOCK; b++) pool += state_row(r, il, CACHE_COMPRESSED, b)[i];
             x[i] += 0.05f * now[i] + 0.1f * window + 0.02f * pool;
         }
     }
@@ -75,7 +75,7 @@ static struct family state_family;
 static void state_adopt(struct model *m) {
     state_base = m->family;
     state_family = *m->family;
-    state_family.planes = state_planes;
+    state_family.cache = state_cache;
     m->family = &state_family;
 }
 
@@ -362,10 +362,10 @@ static const struct synth compressed_shape = {"window, compressed keys",
                                               .o_lora = 32};
 
 /* Keeps a row for every token. */
-static void window_planes(const struct model *m, const struct layer *layer, struct plane *out) {
+static void window_cache_kept(const struct model *m, const struct layer *layer, struct cache_tensor *out) {
     (void)m, (void)layer;
-    for (int u = PLANE_K; u <= PLANE_V; u++) {
-        out[u].kind = PLANE_TOKENS;
+    for (int u = CACHE_K; u <= CACHE_V; u++) {
+        out[u].kind = ROWS_TOKENS;
         out[u].n_row = out[u].window = 0;
     }
 }
@@ -397,21 +397,21 @@ static void window_model(struct model *m, const struct synth *shape, int32_t ids
 static void test_state_ring(void) {
     static int32_t ids[WINDOW_TOKENS];
     struct model m;
-    struct plane planes[PLANE_USES];
+    struct cache_tensor cache[CACHE_USES];
     window_model(&m, &window_shape, ids);
     const size_t bytes = (size_t)m.n_vocab * sizeof(float);
     struct family keeps = *m.family;
     const struct family *family = m.family;
-    keeps.planes = window_planes;
-    layer_planes(&m, &m.layers[0], KV_BF16, planes);
-    CHECK(planes[PLANE_K].kind == PLANE_RING && 2 * planes[PLANE_K].n_row < WINDOW_TOKENS, "a ring of %d rows",
-          planes[PLANE_K].n_row);
-    layer_planes(&m, &m.layers[1], KV_BF16, planes);
-    CHECK(planes[PLANE_K].kind == PLANE_TOKENS, "a layer without a window has a ring");
+    keeps.cache = window_cache_kept;
+    layer_cache(&m, &m.layers[0], KV_BF16, cache);
+    CHECK(cache[CACHE_K].kind == ROWS_RING && 2 * cache[CACHE_K].n_row < WINDOW_TOKENS, "a ring of %d rows",
+          cache[CACHE_K].n_row);
+    layer_cache(&m, &m.layers[1], KV_BF16, cache);
+    CHECK(cache[CACHE_K].kind == ROWS_TOKENS, "a layer without a window has a ring");
     for (int window = 1; window < 1000; window++) {
-        struct plane p = {.kind = PLANE_TOKENS};
-        window_plane(&p, window, 1 << 20);
-        CHECK(p.kind == PLANE_RING && p.n_row >= p.window + FORWARD_MAX + DECODE_MAX_TOKENS && p.window == window - 1,
+        struct cache_tensor p = {.kind = ROWS_TOKENS};
+        window_cache(&p, window, 1 << 20);
+        CHECK(p.kind == ROWS_RING && p.n_row >= p.window + FORWARD_MAX + DECODE_MAX_TOKENS && p.window == window - 1,
               "window %d: %d rows for %d before a forward", window, p.n_row, p.window);
     }
     for (int kv = KV_BF16; kv <= KV_F32; kv++) {
@@ -434,15 +434,15 @@ static void test_state_ring(void) {
 static void test_state_ring_csa(void) {
     static int32_t ids[WINDOW_TOKENS];
     struct model m;
-    struct plane planes[PLANE_USES];
+    struct cache_tensor cache[CACHE_USES];
     window_model(&m, &compressed_shape, ids);
     struct family keeps = *m.family;
-    layer_planes(&m, &m.layers[2], KV_BF16, planes);
-    const int n_row = planes[PLANE_K].n_row, n = 2 * n_row + 40;
-    CHECK(planes[PLANE_K].kind == PLANE_RING && planes[PLANE_POOL].width && n <= WINDOW_TOKENS, "a ring of %d rows",
+    layer_cache(&m, &m.layers[2], KV_BF16, cache);
+    const int n_row = cache[CACHE_K].n_row, n = 2 * n_row + 40;
+    CHECK(cache[CACHE_K].kind == ROWS_RING && cache[CACHE_COMPRESSED].width && n <= WINDOW_TOKENS, "a ring of %d rows",
           n_row);
     float *ring = window_logits(&m, 1, KV_BF16, ids, n, 333);
-    keeps.planes = window_planes;
+    keeps.cache = window_cache_kept;
     m.family = &keeps;
     float *all = window_logits(&m, 1, KV_BF16, ids, n, 333);
     CHECK(!memcmp(ring, all, (size_t)m.n_vocab * sizeof *all), "other logits, NMSE %.3g",
@@ -535,9 +535,9 @@ static void check_ring_twice(const struct synth *shape) {
     CHECK(session_sync(&s, ids, WINDOW_TOKENS - DECODE_MAX_TOKENS, 0, err) == SYNC_DONE, "%s", err);
     session_forward(&s, ids, DECODE_MAX_TOKENS);
     s.n_past -= DECODE_MAX_TOKENS; /* as session_decode takes drafts back */
-    struct plane planes[PLANE_USES];
-    layer_planes(&m, &m.layers[0], KV_BF16, planes);
-    const int reach = session_reach(&s), oldest = WINDOW_TOKENS - planes[PLANE_K].n_row;
+    struct cache_tensor cache[CACHE_USES];
+    layer_cache(&m, &m.layers[0], KV_BF16, cache);
+    const int reach = session_reach(&s), oldest = WINDOW_TOKENS - cache[CACHE_K].n_row;
     CHECK(reach - (shape->window - 1) == oldest, "reach %d, but the oldest row is that of token %d", reach, oldest);
     window_back(&s, &m, ids, reach, reach + 10, 10);
     session_free(&s);
