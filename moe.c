@@ -42,7 +42,7 @@
  *  Types
  *   Types: matrices and layers                       250  weights, attention, delta net, layer
  *   Types: the table of tensors                      260  every tensor: names, field, shape, who has it
- *   Types: models                                    250  model, family; sizes that follow from them
+ *   Types: models                                    260  model, family; sizes that follow from them
  *   Types: operations                                270  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     200  struct rank; cuda_* functions
  *
@@ -107,14 +107,14 @@
  *   Chat template: values                            360  values; the origin of every byte of text
  *   Chat template: text of values                    200  code points; text that grows
  *   Chat template: comparing and printing values     370  order, equality, repr, tojson
- *   Chat template: format strings                    370  format specifications, the operator %
+ *   Chat template: format strings                    380  format specifications, the operator %
  *   Chat template: str.format                        140  the method format
  *   Chat template: operators                         350  arithmetic, comparison, subscripts
  *   Chat template: arguments of functions             90  by place and by name
  *   Chat template: case and parts of strings         230  upper, strip, split, replace
  *   Chat template: search and layout of strings      340  join, find, pad, translate
  *   Chat template: functions on numbers              180  abs, int, float, round
- *   Chat template: functions on sequences            420  sort, map, select, groupby, tojson
+ *   Chat template: functions on sequences            430  sort, map, select, groupby, tojson
  *   Chat template: wordwrap, striptags, pprint       350  the filters that follow Python's library
  *   Chat template: tests, globals, builtins          380  is defined, range, loop, and the one table of all functions
  *   Chat template: lexer                             220  source to tokens
@@ -1531,7 +1531,7 @@ struct max_dims {
     int q, k, v, att;                         /* values of all heads: queries, keys, values, attention's result */
     int gates;                                /* of heads */
     int n_index, index_k, top_k;              /* sparse attention, */
-    size_t listed;                            /* and blocks in all lists of a query */
+    size_t n_topk;                            /* blocks in all top-k lists of a query */
     int compressed, index_compressed, groups; /* values that compressed keys are made of; results of groups of heads */
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
     int n_expert_used;                        /* per token */
@@ -1632,11 +1632,13 @@ static inline const float *mtp_norm(const struct model *m, const struct layer *l
 }
 
 /* Lists of chosen blocks that a query has: one, or one for each KV head. */
-static inline int attn_lists(const struct attn *a) { return a->kv_lora ? 1 : a->n_head_kv; }
+static inline int attn_topk_lists(const struct attn *a) { return a->kv_lora ? 1 : a->n_head_kv; }
 /* Blocks of a list. */
-static inline int attn_listed(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
+static inline int attn_topk_blocks(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
 /* Blocks of all lists of a query. */
-static inline size_t blocks_listed(const struct attn *a) { return (size_t)attn_lists(a) * (size_t)attn_listed(a); }
+static inline size_t attn_topk_all(const struct attn *a) {
+    return (size_t)attn_topk_lists(a) * (size_t)attn_topk_blocks(a);
+}
 
 /* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a hidden state. */
 static inline int hidden_width(const struct model *m) { return (m->n_hc ? m->n_hc : 1) * m->n_embd; }
@@ -2665,7 +2667,8 @@ struct gpu_dims {
     size_t keys, values;    /* its queries' and keys' values, its value heads */
     size_t mtp_hidden;      /* hidden states for the MTP layer, or 0 */
     size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
-    size_t scores, listed;  /* scores of the indexer at once; blocks of keys in the lists of a query, or 0 */
+    size_t scores;          /* scores of the indexer at once, or 0 */
+    size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
     size_t streams;         /* sums of a token's streams, or 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
@@ -2723,9 +2726,9 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].qk_norm == QK_NORM_ROWS && shard->n_rank > 1 && d.n > d.decode)
             d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
-    d.listed = m->max.listed;
-    d.scores = d.listed ? INDEX_SCORES : 0;
-    d.joins = ((d.listed && !d.latent) || m->max.groups ? d.decode : 2) * d.heads;
+    d.n_topk = m->max.n_topk;
+    d.scores = d.n_topk ? INDEX_SCORES : 0;
+    d.joins = ((d.n_topk && !d.latent) || m->max.groups ? d.decode : 2) * d.heads;
     d.streams = m->n_hc ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
@@ -2770,7 +2773,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                    \
     X(hc_sums, float, d.n * d.streams)                                                      \
     X(index_scores, float, d.scores)                                                            \
-    X(chosen_keys, int32_t, d.n * d.listed)                                                     \
+    X(topk_blocks, int32_t, d.n * d.n_topk)                                                     \
     X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                         \
     X(cs, float, d.n * d.ropes * d.rope / 2)                                                    \
     X(sn, float, d.n * d.ropes * d.rope / 2)                                                    \
@@ -3561,7 +3564,7 @@ static void read_minimax_m3(struct loader *l) {
     read_gqa(l);
     const int block = loader_int(l, "attention.indexer.block_size", KEY_REQUIRED, 1, 1 << 16);
     read_indexer(l, int_max(block, 1));
-    a->index_local = loader_int(l, "attention.indexer.local_blocks", KEY_REQUIRED, 1, int_max(1, attn_listed(a)));
+    a->index_local = loader_int(l, "attention.indexer.local_blocks", KEY_REQUIRED, 1, int_max(1, attn_topk_blocks(a)));
     if (!l->failed && block & (block - 1))
         loader_fail(l, "metadata key '%s.attention.indexer.block_size' is %d, expected a power of two", l->arch, block);
     for (int il = 0; il < model_blocks(l->m) && !l->failed; il++)
@@ -4285,7 +4288,7 @@ static void model_max_dims(struct model *m) {
         x->n_index = int_max(x->n_index, a->n_index);
         x->index_k = int_max(x->index_k, a->index_k);
         x->top_k = int_max(x->top_k, a->top_k);
-        if (blocks_listed(a) > x->listed) x->listed = blocks_listed(a);
+        if (attn_topk_all(a) > x->n_topk) x->n_topk = attn_topk_all(a);
         x->compressed = int_max(x->compressed, layer_dim(m, layer, DIM_COMPRESSED));
         x->index_compressed = int_max(x->index_compressed, layer_dim(m, layer, DIM_INDEX_COMPRESSED));
         x->groups = int_max(x->groups, layer_dim(m, layer, DIM_GROUPS_OUT));
@@ -8103,19 +8106,20 @@ struct cpu {
     float *route_w;    /* (chunk, n_expert_used) weights of the chosen experts */
     struct ffn_job *jobs; /* (n_expert_max + 1), of which n_jobs are used */
     int n_jobs;
-    int32_t *job_rows;    /* (chunk * n_expert_used) tokens of the jobs */
-    float *job_w;         /* (chunk * n_expert_used) weights of the jobs' results */
-    float *shared_w;      /* (chunk) weights of the shared expert */
-    float *row_sums;      /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
-    float *mix;           /* (chunk + MAX_ROLLBACK, 2 K + V) delta net: q, k, v after the convolution */
-    float **taps;         /* (model_blocks) taps of a delta net's convolution, see delta_taps; NULL: another layer */
-    float *decay_beta;    /* (chunk + MAX_ROLLBACK, 2 n_value) delta net: logarithms of the decay, and beta */
-    float *norm_parts;    /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
-    float *q_absorbed;    /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
-    float *index_scores;  /* (DECODE_MAX_TOKENS, attn_lists, blocks of keys) scores of the indexer */
-    int32_t *chosen_keys; /* (chunk, attn_lists, attn_listed) the indexer's choice: blocks of keys, ascending */
-    float *partials;      /* partial results of a partitioned context */
-    float *logits;        /* (LOGIT_ROWS, n_vocab) */
+    int32_t *job_rows;   /* (chunk * n_expert_used) tokens of the jobs */
+    float *job_w;        /* (chunk * n_expert_used) weights of the jobs' results */
+    float *shared_w;     /* (chunk) weights of the shared expert */
+    float *row_sums;     /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
+    float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) delta net: q, k, v after the convolution */
+    float **taps;        /* (model_blocks) taps of a delta net's convolution, see delta_taps; NULL: another layer */
+    float *decay_beta;   /* (chunk + MAX_ROLLBACK, 2 n_value) delta net: logarithms of the decay, and beta */
+    float *norm_parts;   /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
+    float *q_absorbed;   /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
+    float *index_scores; /* (DECODE_MAX_TOKENS, attn_topk_lists, blocks of keys) scores of the indexer */
+    int32_t
+        *topk_blocks; /* (chunk, attn_topk_lists, attn_topk_blocks) the indexer's choice: blocks of keys, ascending */
+    float *partials;  /* partial results of a partitioned context */
+    float *logits;    /* (LOGIT_ROWS, n_vocab) */
     int32_t chosen[LOGIT_ROWS]; /* (n_chosen) the tokens that `sample` chose */
     int n_chosen;
     uint8_t *scratch;     /* (n_threads, scratch_bytes) of each thread */
@@ -8601,8 +8605,8 @@ struct attend {
     int first, n_tok; /* tokens of the batch */
     int dk, dv;
     int begin, end; /* keys, `begin` a multiple of KEY_BLOCK; each row's causal limit and window apply on top */
-    /* (n_tok, attn_lists, attn_listed) blocks of keys that a token sees; keys are numbered as they stand in a list. An
-     * item has one token. NULL: keys are positions */
+    /* (n_tok, attn_topk_lists, attn_topk_blocks) blocks of keys that a token sees; keys are numbered as they stand in
+     * a list. An item has one token. NULL: keys are positions */
     const int32_t *chosen;
     bool sinks;     /* the rows start with their sinks */
     const float *q; /* row of token first + t and head h at q + t * q_tok + h * q_head, (dk) */
@@ -8684,7 +8688,7 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
 }
 
 /* Keys in the blocks chosen for the query at position pos; its own block counts only up to pos. */
-static int keys_chosen(const struct attn *a, int pos) {
+static int keys_topk(const struct attn *a, int pos) {
     return int_min(pos + 1, a->top_k - a->index_block + pos % a->index_block + 1);
 }
 
@@ -8699,12 +8703,12 @@ static int keys_csa(const struct attn *a, int pos) {
 
 /* Keys that the query at position pos sees, where they are addressed through a list: those chosen, or those of
  * ATTEND_CSA. */
-static int keys_listed(const struct attend *a, const struct attn *shape, int pos) {
-    return a->kind == ATTEND_CSA ? keys_csa(shape, pos) : keys_chosen(shape, pos);
+static int keys_by_list(const struct attend *a, const struct attn *shape, int pos) {
+    return a->kind == ATTEND_CSA ? keys_csa(shape, pos) : keys_topk(shape, pos);
 }
 
 /* Whether keys are addressed through a list. */
-static bool attend_listed(const struct attend *a) { return a->chosen || a->kind == ATTEND_CSA; }
+static bool attend_by_list(const struct attend *a) { return a->chosen || a->kind == ATTEND_CSA; }
 
 /* Returns the position of key `at` of KV head `head`, and makes *n the number of keys that follow one another from it
  * on, itself among them, and no more than *n. */
@@ -8713,7 +8717,7 @@ static int attend_position(const struct rank *r, const struct attend *a, int hea
     const struct attn *shape = &r->m->layers[a->il].attn;
     const int in = at % shape->index_block;
     *n = int_min(*n, shape->index_block - in);
-    return a->chosen[head * attn_listed(shape) + at / shape->index_block] * shape->index_block + in;
+    return a->chosen[head * attn_topk_blocks(shape) + at / shape->index_block] * shape->index_block + in;
 }
 
 /* out (n, len) = values first..first+len-1 of keys at..at+n-1 of a cache tensor. */
@@ -8788,7 +8792,7 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
 static void attend_prefetch_from(const struct rank *r, const struct attend *a, struct attend_work *w, int pos, int n,
                                  int steps) {
     w->prefetch_step = 0;
-    for (int u = 0; u < 2 && !attend_listed(a); u++) {
+    for (int u = 0; u < 2 && !attend_by_list(a); u++) {
         const struct cache_tensor *p = &r->cache[a->il][u ? CACHE_V : CACHE_K];
         w->prefetch[u] = p->data + cache_row(p, (size_t)pos) * p->row_bytes;
         w->prefetch_end[u] = w->prefetch[u] + (size_t)n * p->row_bytes;
@@ -8812,8 +8816,8 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
     const int first_own = r->pos + a->first; /* position of the first token */
     /* keys up to the first token's own; each token sees one more */
-    const int first_seen = attend_listed(a) ? n : first_own + 1 - pos;
-    const int window = attend_listed(a) ? 0 : r->m->layers[a->il].attn.window;
+    const int first_seen = attend_by_list(a) ? n : first_own + 1 - pos;
+    const int window = attend_by_list(a) ? 0 : r->m->layers[a->il].attn.window;
     float *acc = w->acc + (size_t)at * (size_t)dv, *top = w->top + at, *den = w->den + at;
     memset(w->s, 0, (size_t)rows * KEY_BLOCK * sizeof *w->s);
     for (int i = 0; i < n; i += KEY_GROUP) {
@@ -8884,7 +8888,7 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
     if (a->kind == ATTEND_EXPAND) attend_expand_weights(r, a, &w);
     /* one past the last key that a row sees */
-    const int last = attend_listed(a) ? keys_listed(a, shape, r->pos + a->first) : r->pos + a->first + a->n_tok;
+    const int last = attend_by_list(a) ? keys_by_list(a, shape, r->pos + a->first) : r->pos + a->first + a->n_tok;
     const int end = int_min(a->end, last);
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
         const int n = int_min(end - pos, KEY_BLOCK);
@@ -8926,17 +8930,17 @@ static int window_begin(int window, int own) { return first_in_window(window, ow
  * split_keys keys. `all` describes the whole: heads in n_head, of which `group` are a set. */
 static void attend_tokens(struct rank *r, const struct attend *all, int group, int split_keys) {
     const struct layer *layer = &r->m->layers[all->il];
-    const int most = attend_listed(all)           ? 1
+    const int most = attend_by_list(all)          ? 1
                      : all->kind == ATTEND_EXPAND ? all->n_tok
                                                   : int_max(TILE_TOKENS, QUERY_ROWS / group);
     const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
-    const int last = all->kind == ATTEND_CSA ? keys_listed(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
+    const int last = all->kind == ATTEND_CSA ? keys_by_list(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
                      : all->chosen           ? layer->attn.top_k
                                              : r->pos + all->first + all->n_tok;
     const int n_split = ceil_by(last - all->begin, split_keys);
     int n_set = 1;
     /* as many as leave enough items for all threads and fit in the scratch */
-    if (r->n_tok <= SAME_BITS_TOKENS || attend_listed(all))
+    if (r->n_tok <= SAME_BITS_TOKENS || attend_by_list(all))
         n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
                         int_max(1, all->n_head * TILE_TOKENS / (tile * group)));
     const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
@@ -8953,8 +8957,8 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
         a.n_tok = int_min(all->n_tok - t, tile);
         a.begin = all->begin + p * split_keys;
         a.end = a.begin + split_keys;
-        if (a.chosen) a.chosen += (size_t)t * blocks_listed(&layer->attn);
-        if (!attend_listed(all)) a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
+        if (a.chosen) a.chosen += (size_t)t * attn_topk_all(&layer->attn);
+        if (!attend_by_list(all)) a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
         a.sinks = layer->sinks && !p;
         a.partial = n_split > 1;
         if (a.partial) {
@@ -8979,7 +8983,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
  * r->cpu->partials has room for. */
 static void attend_all(struct rank *r, const struct attend *all, int group) {
     const struct attn *shape = &r->m->layers[all->il].attn;
-    const int end = all->first + all->n_tok, window = attend_listed(all) ? 0 : shape->window;
+    const int end = all->first + all->n_tok, window = attend_by_list(all) ? 0 : shape->window;
     struct attend a = *all;
     for (; a.first < end; a.first += a.n_tok) {
         const size_t before = (size_t)(a.first - all->first);
@@ -8988,17 +8992,17 @@ static void attend_all(struct rank *r, const struct attend *all, int group) {
         a.begin = window_begin(window, r->pos + a.first);
         a.q = all->q + before * all->q_tok;
         a.out = all->out + before * all->out_tok;
-        if (a.chosen) a.chosen = all->chosen + before * blocks_listed(shape);
+        if (a.chosen) a.chosen = all->chosen + before * attn_topk_all(shape);
         if (r->n_tok <= SAME_BITS_TOKENS) {
             /* from a.begin to the first token's own; or those chosen, at most as many for every token */
-            const int keys = a.kind == ATTEND_CSA ? keys_listed(&a, shape, r->pos + a.first)
+            const int keys = a.kind == ATTEND_CSA ? keys_by_list(&a, shape, r->pos + a.first)
                              : a.chosen           ? shape->top_k
                                                   : r->pos + a.first + 1 - a.begin;
             split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
             const int n_split = ceil_by(keys, split_keys);
             a.n_tok = int_min(a.n_tok, PARTIALS / n_split);
             if (a.kind == ATTEND_CSA) a.n_tok = 1;
-            if (!attend_listed(&a)) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
+            if (!attend_by_list(&a)) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
             if (window) a.n_tok = int_min(a.n_tok, a.begin + KEY_BLOCK + window - 1 - r->pos - a.first);
         }
         attend_tokens(r, &a, group, split_keys);
@@ -9084,7 +9088,7 @@ static void cpu_attention(struct rank *r, const struct step *s) {
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
-        a.chosen = r->cpu->chosen_keys + (size_t)dense * blocks_listed(shape);
+        a.chosen = r->cpu->topk_blocks + (size_t)dense * attn_topk_all(shape);
         attend_all(r, &a, group);
     }
     op_end(cache_bytes(r, il), "attention");
@@ -9205,7 +9209,7 @@ static void mla_tokens(struct rank *r, int il, enum act q, enum act out, int fir
     a.out = latent_out;
     a.out_tok = (size_t)n_head * lat;
     a.out_head = lat;
-    if (chosen) a.chosen = r->cpu->chosen_keys + (size_t)first * blocks_listed(shape);
+    if (chosen) a.chosen = r->cpu->topk_blocks + (size_t)first * attn_topk_all(shape);
     int group = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
     heads_linear(r, &layer->wk_b, n, act_row(r, q, first), q_tok, head_k, r->cpu->q_absorbed, a.q_tok, key, rope);
     team_barrier();
@@ -9271,9 +9275,9 @@ static void index_store(struct rank *r, int il) {
     op_end(0, "indexer: rotation, cache");
 }
 
-/* Scores of all lists of the t-th token that index_scores takes at once, (attn_lists, blocks). */
+/* Scores of all lists of the t-th token that index_scores takes at once, (attn_topk_lists, blocks). */
 static float *index_row(const struct rank *r, const struct attn *a, int t) {
-    return r->cpu->index_scores + (size_t)t * (size_t)attn_lists(a) * (size_t)ceil_by(r->n_ctx, a->index_block);
+    return r->cpu->index_scores + (size_t)t * (size_t)attn_topk_lists(a) * (size_t)ceil_by(r->n_ctx, a->index_block);
 }
 
 /* Scores keys pos..pos+n-1 for tokens first..first+n_tok-1, to index_row. Latent attention: sums over the heads of
@@ -9347,7 +9351,7 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
 static void cpu_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct attn *a = &r->m->layers[il].attn;
-    const int lists = attn_lists(a), listed = attn_listed(a), step = int_max(KEY_BLOCK, a->index_block);
+    const int lists = attn_topk_lists(a), listed = attn_topk_blocks(a), step = int_max(KEY_BLOCK, a->index_block);
     index_store(r, il);
     for (int first = tokens_dense(r, a), n_tok; first < r->n_tok; first += n_tok) {
         n_tok = int_min(r->n_tok - first, DECODE_MAX_TOKENS);
@@ -9361,7 +9365,7 @@ static void cpu_select_keys(struct rank *r, const struct step *s) {
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
             top_positions(score, blocks, listed,
-                          r->cpu->chosen_keys + ((size_t)(first + t) * (size_t)lists + (size_t)list) * (size_t)listed);
+                          r->cpu->topk_blocks + ((size_t)(first + t) * (size_t)lists + (size_t)list) * (size_t)listed);
         }
         op_end(0, "indexer: choice of keys");
     }
@@ -9549,7 +9553,7 @@ static void cpu_csa_attention(struct rank *r, const struct step *step) {
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
-        a.chosen = r->cpu->chosen_keys + (size_t)dense * blocks_listed(shape);
+        a.chosen = r->cpu->topk_blocks + (size_t)dense * attn_topk_all(shape);
         attend_all(r, &a, group);
     }
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) { /* backwards */
@@ -10234,7 +10238,7 @@ static size_t cpu_index_scores(const struct model *m, int n_ctx) {
     size_t scores = 0;
     for (int il = 0; il < model_blocks(m) && m->max.top_k && m->max.top_k < n_ctx; il++) {
         const struct attn *a = &m->layers[il].attn;
-        if (a->top_k) scores = size_max(scores, (size_t)attn_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
+        if (a->top_k) scores = size_max(scores, (size_t)attn_topk_lists(a) * (size_t)ceil_by(n_ctx, a->index_block));
     }
     return scores;
 }
@@ -10243,10 +10247,10 @@ static size_t cpu_index_scores(const struct model *m, int n_ctx) {
 static void cpu_state(struct rank *r) {
     const struct model *m = r->m;
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(m, r->n_ctx);
-    const size_t chosen = scores ? (size_t)r->chunk * m->max.listed : 0;
+    const size_t chosen = scores ? (size_t)r->chunk * m->max.n_topk : 0;
     r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
     r->cpu->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->cpu->index_scores);
-    r->cpu->chosen_keys = cpu_memory(&r->owned_state, chosen, sizeof *r->cpu->chosen_keys);
+    r->cpu->topk_blocks = cpu_memory(&r->owned_state, chosen, sizeof *r->cpu->topk_blocks);
     for (int il = 0; il < model_blocks(m); il++) {
         layer_cache(m, &m->layers[il], r->kv_type, r->cache[il]);
         for (int u = 0; u < CACHE_USES; u++)
@@ -11355,7 +11359,7 @@ static int session_score(struct session *s, const int32_t *ids, int n,
 /* Keys that the query at position pos sees. */
 static int keys_seen(const struct attn *a, int pos) {
     if (a->ratio) return keys_csa(a, pos);
-    if (a->top_k) return keys_chosen(a, pos);
+    if (a->top_k) return keys_topk(a, pos);
     return a->window ? int_min(pos + 1, a->window) : pos + 1;
 }
 
@@ -12681,12 +12685,12 @@ static void detok_put(const struct vocab *v, struct detok *d, int32_t id, char *
  * ============================================================================================================ */
 
 /* Text with the origin of every byte. */
-struct text {
+struct tpl_text {
     char *s;         /* stb_ds array, without a NUL */
     uint8_t *origin; /* stb_ds array of the same length: ORIGIN_* of every byte */
 };
 
-static void text_free(struct text *t) {
+static void text_free(struct tpl_text *t) {
     arrfree(t->s);
     arrfree(t->origin);
 }
@@ -12736,7 +12740,7 @@ struct tv {
     union {
         int64_t i; /* TV_BOOL too */
         double f;
-        struct list *list; /* TV_LIST ... TV_NAMESPACE, TV_SELF */
+        struct tpl_list *list; /* TV_LIST ... TV_NAMESPACE, TV_SELF */
         const struct func *func;
         const struct macro *macro;
         struct loop *loop;
@@ -12751,7 +12755,7 @@ struct tv {
 };
 
 /* The elements of a container. A dictionary or namespace has its keys and values in turn, in order of insertion. */
-struct list {
+struct tpl_list {
     struct tv *v;
     size_t n, cap;
     int64_t range[3]; /* TV_RANGE: start, stop, step */
@@ -12759,27 +12763,27 @@ struct list {
 
 /* A cycler and its position; a joiner, whose only item is the separator: at = 1 once it was called. */
 struct cycler {
-    struct list items;
+    struct tpl_list items;
     size_t at;
 };
 
 /* The arguments of a call. */
-struct args {
-    struct list pos, kw; /* positional arguments; keyword arguments, a dictionary */
-    struct tv v[5];      /* by the parameters of the function; TV_ABSENT where not passed */
-    int mode;            /* builtin.mode */
-    const char *name;    /* of the function, for messages */
+struct tpl_args {
+    struct tpl_list pos, kw; /* positional arguments; keyword arguments, a dictionary */
+    struct tv v[5];          /* by the parameters of the function; TV_ABSENT where not passed */
+    int mode;                /* builtin.mode */
+    const char *name;        /* of the function, for messages */
 };
 
-struct job;
+struct tpl_job;
 
 /* A filter, test, method or global function. `self` is the value to the left of the | or the dot. */
 struct builtin {
     int where; /* AS_*, OF_*: what the name stands for; KEEPS_MARKUP */
     const char *name;
     const char *sig; /* names of the parameters, `?` after the optional ones; "*": fn reads pos and kw itself */
-    struct tv (*fn)(struct job *j, struct tv self, struct args *a); /* NULL: the immutable sandbox refuses it */
-    int mode;                                                       /* tells apart the functions that share fn */
+    struct tv (*fn)(struct tpl_job *j, struct tv self, struct tpl_args *a); /* NULL: the immutable sandbox refuses it */
+    int mode; /* tells apart the functions that share fn */
 };
 
 /* A built-in function as a value; a method is bound to its object `self`. */
@@ -12790,18 +12794,18 @@ struct func {
 
 /* A {% macro %}, or the body of a {% call %} block. */
 struct macro {
-    const struct node *def; /* N_MACRO */
-    struct scope *scope;    /* where it was defined */
+    const struct node *def;  /* N_MACRO */
+    struct tpl_scope *scope; /* where it was defined */
 };
 
 /* The variables of a block. */
-struct scope {
-    struct scope *up; /* where the look-up goes on; NULL: nowhere */
-    struct list vars; /* a dictionary */
+struct tpl_scope {
+    struct tpl_scope *up; /* where the look-up goes on; NULL: nowhere */
+    struct tpl_list vars; /* a dictionary */
 };
 
 /* Text that grows, in the pool: (cap) bytes and origins, of which n are used. */
-struct buf {
+struct tpl_buf {
     char *s;
     uint8_t *o;
     size_t n, cap;
@@ -12814,7 +12818,7 @@ struct pool_block {
 };
 
 /* One parse or one rendering: its memory, its limits, and the way out on an error. */
-struct job {
+struct tpl_job {
     struct pool_block *pool;
     size_t pool_bytes;     /* bytes of the pool and of what from_json parsed */
     const uint8_t *run[2]; /* [i]: (run_n[i]) bytes, all of origin i, which strings share as their origins */
@@ -12827,16 +12831,16 @@ struct job {
     const char *stack;  /* where the job's first frame is, */
     size_t stack_bytes; /* and how far below it the last one may be */
     int64_t steps;
-    struct scope *scope, *global; /* the current variables; those of the template, which blocks see */
-    struct list *blocks;          /* of the template */
-    struct buf *out;
-    struct tv captured;  /* the text of a {% set %} or {% filter %} block, for N_CAPTURED */
-    struct buf tail[28]; /* [i]: the last text of 2^i to 2^(i + 1) - 1 bytes that tv_concat made */
-    json_t **parsed;     /* stb_ds array: what from_json parsed; strings point into it */
+    struct tpl_scope *scope, *global; /* the current variables; those of the template, which blocks see */
+    struct tpl_list *blocks;          /* of the template */
+    struct tpl_buf *out;
+    struct tv captured;      /* the text of a {% set %} or {% filter %} block, for N_CAPTURED */
+    struct tpl_buf tail[28]; /* [i]: the last text of 2^i to 2^(i + 1) - 1 bytes that tv_concat made */
+    json_t **parsed;         /* stb_ds array: what from_json parsed; strings point into it */
 };
 
 /* Ends the parse or the rendering with "line N: message". */
-__attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job *j, const char *fmt, ...) {
+__attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct tpl_job *j, const char *fmt, ...) {
     va_list ap;
     int n = snprintf(j->err, ERR_MAX, "line %d: ", j->line);
     va_start(ap, fmt);
@@ -12851,33 +12855,33 @@ __attribute__((format(printf, 2, 3), noreturn)) static void job_fail(struct job 
 #define SHOW(x) (int)((x).n < 100 ? (x).n : 100), (x).s
 
 /* Counts n elementary steps against TEMPLATE_STEPS. Handling 16 bytes of text is one step. */
-static void job_charge(struct job *j, size_t n) {
+static void job_charge(struct tpl_job *j, size_t n) {
     j->steps += (int64_t)n;
     if (j->steps > TEMPLATE_STEPS) job_fail(j, "the template takes more than %d steps", TEMPLATE_STEPS);
 }
 
 /* Fails when recursion has used half of the stack that `ulimit -s` allows. */
-static void job_stack(struct job *j) {
+static void job_stack(struct tpl_job *j) {
     const char *here = __builtin_frame_address(0);
     if ((size_t)(j->stack - here) > j->stack_bytes) job_fail(j, "recursion too deep for the stack (ulimit -s)");
 }
 
 /* Enters a level of evaluation; the caller leaves it with j->depth--. */
-static void job_enter(struct job *j) {
+static void job_enter(struct tpl_job *j) {
     if (++j->depth > TEMPLATE_DEPTH) job_fail(j, "recursion deeper than %d levels", TEMPLATE_DEPTH);
     job_stack(j);
     job_charge(j, 1);
 }
 
 /* Counts n bytes against TEMPLATE_MEMORY. */
-static void job_reserve(struct job *j, size_t n) {
+static void job_reserve(struct tpl_job *j, size_t n) {
     if (n > TEMPLATE_MEMORY || j->pool_bytes + n > TEMPLATE_MEMORY)
         job_fail(j, "the template needs more than %d MiB", TEMPLATE_MEMORY >> 20);
     j->pool_bytes += n;
 }
 
 /* Takes n zeroed bytes from the pool, aligned to 16. */
-static void *job_alloc(struct job *j, size_t n) {
+static void *job_alloc(struct tpl_job *j, size_t n) {
     struct pool_block *b = j->pool;
     n = (n + 15) / 16 * 16;
     if (!b || b->size - b->used < n) {
@@ -12901,7 +12905,7 @@ static void pool_free(struct pool_block *b) {
 }
 
 /* Makes room for one more element of `size` bytes in an array of the pool that has n of them. Returns the array. */
-static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size) {
+static void *job_grow(struct tpl_job *j, void *p, size_t n, size_t *cap, size_t size) {
     if (n < *cap) return p;
     *cap = *cap ? 2 * *cap : 4;
     void *q = job_alloc(j, *cap * size);
@@ -12909,7 +12913,7 @@ static void *job_grow(struct job *j, void *p, size_t n, size_t *cap, size_t size
 }
 
 /* A string of the n bytes at s, which are not copied, all of one origin. */
-static struct tv tv_text(struct job *j, const char *s, size_t n, int origin) {
+static struct tv tv_text(struct tpl_job *j, const char *s, size_t n, int origin) {
     if (j->run_n[origin] < n || !j->run[origin]) {
         j->run_n[origin] = n < 1024 ? 1024 : 2 * n;
         j->run[origin] = memset(job_alloc(j, j->run_n[origin]), origin, j->run_n[origin]);
@@ -12918,19 +12922,19 @@ static struct tv tv_text(struct job *j, const char *s, size_t n, int origin) {
 }
 
 /* Values of the template's own. The text of tv_lit is not copied. */
-static struct tv tv_lit(struct job *j, const char *s) { return tv_text(j, s, strlen(s), ORIGIN_TEMPLATE); }
+static struct tv tv_lit(struct tpl_job *j, const char *s) { return tv_text(j, s, strlen(s), ORIGIN_TEMPLATE); }
 static struct tv tv_bool(bool b) { return (struct tv){.kind = TV_BOOL, .i = b}; }
 static struct tv tv_int(int64_t i) { return (struct tv){.kind = TV_INT, .i = i}; }
 static struct tv tv_float(double f) { return (struct tv){.kind = TV_FLOAT, .f = f}; }
 static struct tv tv_none(void) { return (struct tv){.kind = TV_NONE}; }
 
 /* An empty container. */
-static struct tv tv_list(struct job *j, int kind) {
-    return (struct tv){.kind = (uint8_t)kind, .list = job_alloc(j, sizeof(struct list))};
+static struct tv tv_list(struct tpl_job *j, int kind) {
+    return (struct tv){.kind = (uint8_t)kind, .list = job_alloc(j, sizeof(struct tpl_list))};
 }
 
 /* An undefined value. The message is for an operation that does not accept it. */
-__attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct job *j, const char *fmt, ...) {
+__attribute__((format(printf, 2, 3))) static struct tv tv_undef(struct tpl_job *j, const char *fmt, ...) {
     char msg[256];
     va_list ap;
     va_start(ap, fmt);
@@ -12960,7 +12964,7 @@ static double tv_double(struct tv v) { return v.kind == TV_FLOAT ? v.f : (double
 static bool tv_has_data(struct tv v) { return v.data || (v.kind == TV_STR && v.n && memchr(v.o, ORIGIN_DATA, v.n)); }
 
 /* Appends an element. */
-static void list_push(struct job *j, struct list *l, struct tv v) {
+static void list_push(struct tpl_job *j, struct tpl_list *l, struct tv v) {
     l->v = job_grow(j, l->v, l->n, &l->cap, sizeof *l->v);
     l->v[l->n++] = v;
     job_charge(j, 1);
@@ -12993,7 +12997,8 @@ static const char *tv_type(struct tv v) {
 }
 
 /* Fails because v does not support an operation. If v is undefined, shows jinja2's message about that instead. */
-__attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct job *j, struct tv v, const char *fmt, ...) {
+__attribute__((format(printf, 3, 4), noreturn)) static void tv_fail(struct tpl_job *j, struct tv v, const char *fmt,
+                                                                    ...) {
     char msg[256];
     va_list ap;
     va_start(ap, fmt);
@@ -13037,7 +13042,7 @@ static size_t cp_prev(const char *s, size_t n, int32_t *cp) {
 }
 
 /* Number of code points in n bytes. */
-static size_t cp_count(struct job *j, const char *s, size_t n) {
+static size_t cp_count(struct tpl_job *j, const char *s, size_t n) {
     size_t count = 0;
     int32_t cp;
     job_charge(j, n / 16);
@@ -13152,7 +13157,7 @@ static int cp_decimal(int32_t cp) {
 /* ---- text that grows ---- */
 
 /* Makes room for `more` bytes, and charges for writing them. */
-static void buf_room(struct job *j, struct buf *b, size_t more) {
+static void buf_room(struct tpl_job *j, struct tpl_buf *b, size_t more) {
     job_charge(j, 1 + more / 16);
     if (more > TEMPLATE_TEXT || b->n + more > TEMPLATE_TEXT)
         job_fail(j, "the template makes a text of more than %d MiB", TEMPLATE_TEXT >> 20);
@@ -13169,7 +13174,7 @@ static void buf_room(struct job *j, struct buf *b, size_t more) {
 }
 
 /* Appends a string with its origins. */
-static void buf_put(struct job *j, struct buf *b, struct tv v) {
+static void buf_put(struct tpl_job *j, struct tpl_buf *b, struct tv v) {
     buf_room(j, b, v.n);
     if (v.n) {
         memcpy(b->s + b->n, v.s, v.n);
@@ -13179,7 +13184,7 @@ static void buf_put(struct job *j, struct buf *b, struct tv v) {
 }
 
 /* Appends n bytes, all of one origin. */
-static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int origin) {
+static void buf_fill(struct tpl_job *j, struct tpl_buf *b, const char *s, size_t n, int origin) {
     buf_room(j, b, n);
     if (n) {
         memcpy(b->s + b->n, s, n);
@@ -13189,8 +13194,8 @@ static void buf_fill(struct job *j, struct buf *b, const char *s, size_t n, int 
 }
 
 /* Appends at most 255 bytes of formatted text, all of one origin. */
-__attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, struct buf *b, int origin, const char *fmt,
-                                                             ...) {
+__attribute__((format(printf, 4, 5))) static void buf_printf(struct tpl_job *j, struct tpl_buf *b, int origin,
+                                                             const char *fmt, ...) {
     char tmp[256];
     va_list ap;
     va_start(ap, fmt);
@@ -13200,13 +13205,13 @@ __attribute__((format(printf, 4, 5))) static void buf_printf(struct job *j, stru
 }
 
 /* Appends a code point. */
-static void buf_cp(struct job *j, struct buf *b, int32_t cp, int origin) {
+static void buf_cp(struct tpl_job *j, struct tpl_buf *b, int32_t cp, int origin) {
     char u[4];
     buf_fill(j, b, u, (size_t)utf8proc_encode_char(cp, (uint8_t *)u), origin);
 }
 
 /* The text as a string, which shares the bytes. */
-static struct tv buf_str(const struct buf *b) {
+static struct tv buf_str(const struct tpl_buf *b) {
     static const uint8_t none[1];
     if (!b->s) return (struct tv){.kind = TV_STR, .s = "", .o = none};
     return (struct tv){.kind = TV_STR, .s = b->s, .o = b->o, .n = b->n};
@@ -13221,7 +13226,7 @@ static struct tv buf_str(const struct buf *b) {
 
 /* ---- equality, order, dictionaries ---- */
 
-static bool tv_eq(struct job *j, struct tv a, struct tv b);
+static bool tv_eq(struct tpl_job *j, struct tv a, struct tv b);
 
 /* Compares two numbers by their exact values. -1, 0 or 1: a is below, equal to or above b; 2: one of them is NaN. */
 static int number_order(struct tv a, struct tv b) {
@@ -13236,7 +13241,7 @@ static int number_order(struct tv a, struct tv b) {
 }
 
 /* Whether a value may be the key of a dictionary. */
-static bool tv_hashable(struct job *j, struct tv v) {
+static bool tv_hashable(struct tpl_job *j, struct tv v) {
     bool ok = v.kind != TV_LIST && v.kind != TV_DICT && !(v.kind == TV_VIEW && v.form != DICT_VALUES);
     job_enter(j);
     for (size_t i = 0; v.kind == TV_TUPLE && i < v.list->n && ok; i++) ok = tv_hashable(j, v.list->v[i]);
@@ -13245,7 +13250,7 @@ static bool tv_hashable(struct job *j, struct tv v) {
 }
 
 /* Finds the value of a key in a dictionary; NULL: there is none. */
-static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) {
+static struct tv *dict_find(struct tpl_job *j, const struct tpl_list *d, struct tv key) {
     if (key.kind >= TV_LIST && !tv_hashable(j, key)) job_fail(j, "unhashable type: '%s'", tv_type(key));
     job_charge(j, 1 + d->n / 4);
     for (size_t i = 0; i < d->n; i += 2)
@@ -13254,7 +13259,7 @@ static struct tv *dict_find(struct job *j, const struct list *d, struct tv key) 
 }
 
 /* Sets the value of a key in a dictionary. */
-static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) {
+static void dict_set(struct tpl_job *j, struct tpl_list *d, struct tv key, struct tv v) {
     struct tv *old = dict_find(j, d, key);
     if (old) {
         *old = v;
@@ -13265,7 +13270,7 @@ static void dict_set(struct job *j, struct list *d, struct tv key, struct tv v) 
 }
 
 /* Whether an element of the list equals v. */
-static bool list_contains(struct job *j, const struct list *l, struct tv v) {
+static bool list_contains(struct tpl_job *j, const struct tpl_list *l, struct tv v) {
     job_charge(j, l->n);
     for (size_t i = 0; i < l->n; i++)
         if (tv_eq(j, l->v[i], v)) return true;
@@ -13273,7 +13278,7 @@ static bool list_contains(struct job *j, const struct list *l, struct tv v) {
 }
 
 /* Python's a == b. */
-static bool tv_eq(struct job *j, struct tv a, struct tv b) {
+static bool tv_eq(struct tpl_job *j, struct tv a, struct tv b) {
     if (a.kind == TV_STR && b.kind == TV_STR) {
         if (a.n != b.n) return false;
         job_charge(j, a.n / 16);
@@ -13297,7 +13302,7 @@ static bool tv_eq(struct job *j, struct tv a, struct tv b) {
 }
 
 /* Python's a < b. Strings compare by bytes, since UTF-8 sorts as its code points do. */
-static bool tv_less(struct job *j, struct tv a, struct tv b) {
+static bool tv_less(struct tpl_job *j, struct tv a, struct tv b) {
     if (tv_number(a) && tv_number(b)) return number_order(a, b) < 0;
     if (a.kind == TV_STR && b.kind == TV_STR) {
         size_t n = a.n < b.n ? a.n : b.n;
@@ -13321,10 +13326,10 @@ static bool tv_less(struct job *j, struct tv a, struct tv b) {
 }
 
 /* The elements that a loop over v sees. They must not be modified: the list may be v's own. Uses up a generator. */
-static struct list *tv_iter(struct job *j, struct tv v) {
+static struct tpl_list *tv_iter(struct tpl_job *j, struct tv v) {
     int32_t cp;
     if (v.kind >= TV_LIST && v.kind <= TV_VIEW) return v.list;
-    struct list *l = job_alloc(j, sizeof *l);
+    struct tpl_list *l = job_alloc(j, sizeof *l);
     struct tv plain = v; /* a loop over markup sees plain text */
     plain.markup = false;
     if (v.kind == TV_GEN) {
@@ -13369,7 +13374,7 @@ struct style {
 };
 
 /* Appends a string in quotes, escaped as by repr() or in JSON. An escape has the origin of what it stands for. */
-static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct style *st, int origin) {
+static void write_quoted(struct tpl_job *j, struct tpl_buf *b, struct tv v, const struct style *st, int origin) {
     static const char plain[] = "\n\r\t\\\b\f\"", letter[] = "nrt\\bf\"";
     int own = tv_has_data(v) ? ORIGIN_DATA : origin;
     char quote = st->json || (v.n && memchr(v.s, '\'', v.n) && !memchr(v.s, '"', v.n)) ? '"' : '\'';
@@ -13402,34 +13407,36 @@ static void write_quoted(struct job *j, struct buf *b, struct tv v, const struct
     if (v.markup && !st->json) buf_printf(j, b, origin, ")");
 }
 
-static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin);
-static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse);
-static const struct list *dict_sorted(struct job *j, const struct list *d);
+static void tv_write(struct tpl_job *j, struct tpl_buf *b, struct tv v, const struct style *st, int level, int origin);
+static struct tpl_list *list_sorted(struct tpl_job *j, const struct tpl_list *l, const struct tpl_list *keys,
+                                    bool reverse);
+static const struct tpl_list *dict_sorted(struct tpl_job *j, const struct tpl_list *d);
 
 /* Appends a part of the style. In data it is data; else it has its own origin. */
-static void write_style(struct job *j, struct buf *b, struct tv part, int origin) {
+static void write_style(struct tpl_job *j, struct tpl_buf *b, struct tv part, int origin) {
     if (origin == ORIGIN_DATA) buf_fill(j, b, part.s, part.n, origin);
     else buf_put(j, b, part);
 }
 
 /* Starts an indented line, if the style asks for that. */
-static void write_newline(struct job *j, struct buf *b, const struct style *st, int level, int origin) {
+static void write_newline(struct tpl_job *j, struct tpl_buf *b, const struct style *st, int level, int origin) {
     if (st->indent.kind != TV_STR) return;
     buf_fill(j, b, "\n", 1, origin);
     while (level--) write_style(j, b, st->indent, origin);
 }
 
 /* Appends a container other than a generator. `origin` is that of its punctuation. */
-static void write_items(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
+static void write_items(struct tpl_job *j, struct tpl_buf *b, struct tv v, const struct style *st, int level,
+                        int origin) {
     static const char *const view[] = {[DICT_KEYS] = "keys", [DICT_VALUES] = "values", [DICT_ITEMS] = "items"};
     bool dict = v.kind == TV_DICT || v.kind == TV_NAMESPACE, tuple = v.kind == TV_TUPLE && !st->json;
     const char *brackets = dict ? "{}" : "[]";
     if (v.kind == TV_VIEW) buf_printf(j, b, origin, "dict_%s(", view[v.form]);
     if (tuple) brackets = "()";
-    struct list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
+    struct tpl_list *keys = tv_iter(j, dict ? (struct tv){.kind = TV_DICT, .list = v.list} : v), values = {0};
     for (size_t i = 1; dict && i < v.list->n; i += 2) list_push(j, &values, v.list->v[i]);
     if (v.kind == TV_DICT && st->pretty) {
-        const struct list *sorted = dict_sorted(j, v.list);
+        const struct tpl_list *sorted = dict_sorted(j, v.list);
         for (size_t i = 0; i < sorted->n; i += 2) keys->v[i / 2] = sorted->v[i], values.v[i / 2] = sorted->v[i + 1];
     }
     if (dict && st->sort) {
@@ -13442,7 +13449,7 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
         if (i) write_style(j, b, st->comma, origin);
         write_newline(j, b, st, level + 1, origin);
         if (dict) {
-            struct buf text = {0};
+            struct tpl_buf text = {0};
             if (st->json && item.kind == TV_TUPLE) job_fail(j, "keys must be str, int, float, bool or None, not tuple");
             if (st->json && item.kind != TV_STR) {
                 tv_write(j, &text, item, st, 0, origin);
@@ -13461,17 +13468,17 @@ static void write_items(struct job *j, struct buf *b, struct tv v, const struct 
 }
 
 /* Appends a range as repr() does. */
-static void write_range(struct job *j, struct buf *b, const int64_t r[3], int origin) {
+static void write_range(struct tpl_job *j, struct tpl_buf *b, const int64_t r[3], int origin) {
     buf_printf(j, b, origin, "range(%lld, %lld", (long long)r[0], (long long)r[1]);
     if (r[2] != 1) buf_printf(j, b, origin, ", %lld", (long long)r[2]);
     buf_fill(j, b, ")", 1, origin);
 }
 
 static struct tv macro_name(const struct macro *m);
-static struct tv loop_get(struct job *j, struct loop *l, struct tv key);
+static struct tv loop_get(struct tpl_job *j, struct loop *l, struct tv key);
 
 /* Appends a value in a style. What is added to data is data; else it has `origin`, which is that of the container. */
-static void tv_write(struct job *j, struct buf *b, struct tv v, const struct style *st, int level, int origin) {
+static void tv_write(struct tpl_job *j, struct tpl_buf *b, struct tv v, const struct style *st, int level, int origin) {
     static const char *const bool_name[2][2] = {{"False", "True"}, {"false", "true"}}; /* [JSON][value] */
     char num[40];
     if (v.data) origin = ORIGIN_DATA;
@@ -13516,32 +13523,32 @@ static void tv_write(struct job *j, struct buf *b, struct tv v, const struct sty
 }
 
 /* Python's repr(v), or with `ascii` its ascii(v). */
-static struct tv tv_repr(struct job *j, struct tv v, bool ascii) {
+static struct tv tv_repr(struct tpl_job *j, struct tv v, bool ascii) {
     struct style st = {.ascii = ascii, .comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     tv_write(j, &b, v, &st, 0, ORIGIN_TEMPLATE);
     return buf_str(&b);
 }
 
 /* The repr(v) of pprint, which sorts the keys of dictionaries. */
-static struct tv tv_pretty(struct job *j, struct tv v) {
+static struct tv tv_pretty(struct tpl_job *j, struct tv v) {
     struct style st = {.pretty = true, .comma = tv_lit(j, ", "), .colon = tv_lit(j, ": ")};
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     tv_write(j, &b, v, &st, 0, ORIGIN_TEMPLATE);
     return buf_str(&b);
 }
 
 /* Python's str(v). A string stays as it is; an undefined value is empty. */
-static struct tv tv_str(struct job *j, struct tv v) {
+static struct tv tv_str(struct tpl_job *j, struct tv v) {
     if (v.kind == TV_STR) return v;
     return v.kind == TV_UNDEF ? tv_lit(j, "") : tv_repr(j, v, false);
 }
 
 /* str(v) as markup, with & < > ' and " escaped, unless it is markup already. */
-static struct tv html_escape(struct job *j, struct tv v) {
+static struct tv html_escape(struct tpl_job *j, struct tv v) {
     static const char special[] = "&<>'\"";
     static const char *const escape[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     v = tv_str(j, v);
     for (size_t i = 0; !v.markup && i < v.n; i++) {
         const char *at = v.s[i] ? strchr(special, v.s[i]) : NULL;
@@ -13554,7 +13561,7 @@ static struct tv html_escape(struct job *j, struct tv v) {
 }
 
 /* A value from JSON, all of it data if `data`. Strings point into jansson's tree, which must outlive the job. */
-static struct tv tv_json(struct job *j, const json_t *json, bool data) {
+static struct tv tv_json(struct tpl_job *j, const json_t *json, bool data) {
     struct tv v = tv_none();
     const char *key;
     size_t i, n;
@@ -13592,11 +13599,11 @@ static struct tv tv_json(struct job *j, const json_t *json, bool data) {
  * result keeps its origin.
  * ============================================================================================================ */
 
-static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute);
-static struct tv str_number(struct job *j, struct tv v, int64_t base);
+static struct tv tv_get(struct tpl_job *j, struct tv o, struct tv key, bool attribute);
+static struct tv str_number(struct tpl_job *j, struct tv v, int64_t base);
 
 /* The integer part of a float. `what` names the operation in the message. */
-static int64_t float_int(struct job *j, double f, const char *what) {
+static int64_t float_int(struct tpl_job *j, double f, const char *what) {
     if (!(fabs(f) < 0x1p63)) job_fail(j, "integer overflow in %s", what);
     return (int64_t)f;
 }
@@ -13619,7 +13626,7 @@ struct format_spec {
 };
 
 /* Parses the digits at text[*i] and moves *i past them. A number above TEMPLATE_TEXT is an error. */
-static int64_t format_digits(struct job *j, struct tv text, size_t *i) {
+static int64_t format_digits(struct tpl_job *j, struct tv text, size_t *i) {
     int64_t n = 0;
     for (; *i < text.n && isdigit((uint8_t)text.s[*i]); ++*i) {
         n = 10 * n + (text.s[*i] - '0');
@@ -13635,7 +13642,7 @@ static bool format_any(struct tv text, size_t i, const char *set) {
 }
 
 /* Parses a format. For a number, a 0 before the width pads between sign and digits. */
-static struct format_spec format_parse(struct job *j, struct tv spec, bool number) {
+static struct format_spec format_parse(struct tpl_job *j, struct tv spec, bool number) {
     struct format_spec f = {.text = spec, .fill = tv_lit(j, " "), .precision = -1};
     int32_t cp;
     size_t i = 0, first = cp_next(spec.s, spec.n, &cp);
@@ -13665,10 +13672,11 @@ static struct format_spec format_parse(struct job *j, struct tv spec, bool numbe
 }
 
 /* head and body with the padding that the width asks for: before them, after them, or with = between them. */
-static struct tv format_layout(struct job *j, const struct format_spec *f, struct tv head, struct tv body, int origin) {
+static struct tv format_layout(struct tpl_job *j, const struct format_spec *f, struct tv head, struct tv body,
+                               int origin) {
     size_t n = cp_count(j, head.s, head.n) + cp_count(j, body.s, body.n), pad = f->width > n ? f->width - n : 0;
     size_t left = f->align == '<' ? 0 : f->align == '^' ? pad / 2 : pad;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     if (f->align == '=') buf_put(j, &b, head);
     for (size_t i = 0; i < left; i++) buf_fill(j, &b, f->fill.s, f->fill.n, origin);
     if (f->align != '=') buf_put(j, &b, head);
@@ -13678,12 +13686,12 @@ static struct tv format_layout(struct job *j, const struct format_spec *f, struc
 }
 
 /* Fails because f cannot be a format of v. */
-__attribute__((noreturn)) static void format_fail(struct job *j, const struct format_spec *f, struct tv v) {
+__attribute__((noreturn)) static void format_fail(struct tpl_job *j, const struct format_spec *f, struct tv v) {
     tv_fail(j, v, "the format '%.*s' is not supported for an object of type '%s'", SHOW(f->text), tv_type(v));
 }
 
 /* A string by its format. `origin` is that of the padding. */
-static struct tv format_string(struct job *j, struct tv v, struct format_spec *f, int origin) {
+static struct tv format_string(struct tpl_job *j, struct tv v, struct format_spec *f, int origin) {
     if (f->type != 's' && f->type) format_fail(j, f, v);
     if (f->align == '=' || f->sign || f->alternate || f->positive_zero || f->group) format_fail(j, f, v);
     if (!f->align) f->align = '<';
@@ -13692,7 +13700,7 @@ static struct tv format_string(struct job *j, struct tv v, struct format_spec *f
 }
 
 /* Appends the digits of a number to the base of f. */
-static void format_int(struct job *j, struct buf *b, uint64_t u, const struct format_spec *f, int origin) {
+static void format_int(struct tpl_job *j, struct tpl_buf *b, uint64_t u, const struct format_spec *f, int origin) {
     const char *digits = f->type == 'X' ? "0123456789ABCDEF" : "0123456789abcdef";
     unsigned base = f->type == 'b' ? 2 : f->type == 'o' ? 8 : f->type == 'x' || f->type == 'X' ? 16 : 10;
     char tmp[64];
@@ -13704,7 +13712,7 @@ static void format_int(struct job *j, struct buf *b, uint64_t u, const struct fo
 }
 
 /* Prints d in the way of the C conversion `type` with `precision` digits to the pool; the text. */
-static char *format_c(struct job *j, double d, char type, int precision, bool alternate) {
+static char *format_c(struct tpl_job *j, double d, char type, int precision, bool alternate) {
     char fmt[8];
     size_t n = (size_t)precision + 400;
     snprintf(fmt, sizeof fmt, "%%%s.*%c", alternate ? "#" : "", type);
@@ -13715,7 +13723,7 @@ static char *format_c(struct job *j, double d, char type, int precision, bool al
 }
 
 /* What Python does without a type: g, with a digit after the point, and an exponent one digit earlier. */
-static char *format_general(struct job *j, double d, int precision, bool alternate) {
+static char *format_general(struct tpl_job *j, double d, int precision, bool alternate) {
     if (precision < 1) precision = 1;
     char *s = format_c(j, d, 'e', precision - 1, alternate), *e = strchr(s, 'e');
     int exponent = atoi(e + 1);
@@ -13733,7 +13741,7 @@ static char *format_general(struct job *j, double d, int precision, bool alterna
 }
 
 /* Appends the digits of a float that is not negative. */
-static void format_float(struct job *j, struct buf *b, double d, const struct format_spec *f, int origin) {
+static void format_float(struct tpl_job *j, struct tpl_buf *b, double d, const struct format_spec *f, int origin) {
     char type = f->type == 'n' ? 'g' : f->type == '%' ? 'f' : f->type, repr[40], *s = repr;
     int precision = f->precision < 0 ? 6 : (int)f->precision;
     if (precision > FORMAT_DIGITS)
@@ -13756,7 +13764,8 @@ static void format_float(struct job *j, struct buf *b, double d, const struct fo
 }
 
 /* The digits before the point of `body` in groups, with zeros to fill `width` code points when f pads with zeros. */
-static struct tv format_groups(struct job *j, const struct format_spec *f, struct tv body, size_t head, int origin) {
+static struct tv format_groups(struct tpl_job *j, const struct format_spec *f, struct tv body, size_t head,
+                               int origin) {
     bool hex = f->type == 'x' || f->type == 'X', based = hex || f->type == 'b' || f->type == 'o';
     size_t size = based ? 4 : 3, digits = 0;
     while (format_any(body, digits, hex ? "0123456789abcdefABCDEF" : "0123456789")) digits++;
@@ -13764,7 +13773,7 @@ static struct tv format_groups(struct job *j, const struct format_spec *f, struc
     size_t rest = body.n - digits + head, n = digits;
     if (f->align == '=' && tv_is(f->fill, "0") && f->width > rest)
         while (n + (n - 1) / size < f->width - rest) n++;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     for (size_t i = n; i > 0; i--) {
         if (i < n && i % size == 0) buf_fill(j, &b, &f->group, 1, origin);
         buf_fill(j, &b, i > digits ? "0" : body.s + digits - i, 1, origin);
@@ -13774,9 +13783,9 @@ static struct tv format_groups(struct job *j, const struct format_spec *f, struc
 }
 
 /* A number by its format. `origin` is that of the digits and the padding. */
-static struct tv format_number(struct job *j, struct tv v, struct format_spec *f, int origin) {
+static struct tv format_number(struct tpl_job *j, struct tv v, struct format_spec *f, int origin) {
     static const char floats[] = "eEfFgG%", ints[] = "bcdoxXn";
-    struct buf head = {0}, body = {0};
+    struct tpl_buf head = {0}, body = {0};
     bool real = (f->type && strchr(floats, f->type)) || (v.kind == TV_FLOAT && (!f->type || f->type == 'n')), negative;
     bool based = f->type && strchr("boxX", f->type);
     if (!real && ((f->type && !strchr(ints, f->type)) || v.kind == TV_FLOAT)) format_fail(j, f, v);
@@ -13810,7 +13819,7 @@ static struct tv format_number(struct job *j, struct tv v, struct format_spec *f
 }
 
 /* Python's format(v, spec). The padding, and the digits of a number, are data if the value or the spec is. */
-static struct tv format_value(struct job *j, struct tv v, struct tv spec) {
+static struct tv format_value(struct tpl_job *j, struct tv v, struct tv spec) {
     if (!spec.n) return tv_str(j, v);
     if (v.kind != TV_STR && !tv_number(v)) job_fail(j, "unsupported format string passed to %s.__format__", tv_type(v));
     int origin = tv_has_data(v) || tv_has_data(spec) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
@@ -13831,14 +13840,14 @@ struct percent {
 };
 
 /* Takes the next value. */
-static struct tv percent_value(struct job *j, struct percent *p) {
+static struct tv percent_value(struct tpl_job *j, struct percent *p) {
     if (!p->left) job_fail(j, "not enough arguments for format string");
     p->left--;
     return *p->next++;
 }
 
 /* Parses a name in parentheses, whose value becomes the only one that is left. */
-static void percent_name(struct job *j, struct percent *p) {
+static void percent_name(struct tpl_job *j, struct percent *p) {
     size_t from = ++p->at;
     for (int depth = 1; depth; p->at++) {
         if (p->at >= p->f.n) job_fail(j, "incomplete format key");
@@ -13855,7 +13864,7 @@ static void percent_name(struct job *j, struct percent *p) {
 }
 
 /* Parses a number, or a * that takes it from the values. *data: set if that value is data. */
-static int64_t percent_digits(struct job *j, struct percent *p, bool *data) {
+static int64_t percent_digits(struct tpl_job *j, struct percent *p, bool *data) {
     if (!format_any(p->f, p->at, "*")) return format_digits(j, p->f, &p->at);
     p->at++;
     struct tv v = percent_value(j, p);
@@ -13867,7 +13876,7 @@ static int64_t percent_digits(struct job *j, struct percent *p, bool *data) {
 }
 
 /* The value of a conversion to a number as that number. In markup, strings are converted as by int() and float(). */
-static struct tv percent_number(struct job *j, const struct percent *p, struct tv v, char type) {
+static struct tv percent_number(struct tpl_job *j, const struct percent *p, struct tv v, char type) {
     bool index = strchr("xXo", type), real = strchr("eEfFgG", type);
     struct tv given = v;
     if (p->f.markup && v.kind == TV_STR) v = str_number(j, v, 10);
@@ -13882,13 +13891,13 @@ static struct tv percent_number(struct job *j, const struct percent *p, struct t
 }
 
 /* The text of a value in a conversion to text: str(), repr() or ascii(). Markup escapes it. */
-static struct tv percent_text(struct job *j, const struct percent *p, struct tv v, char type) {
+static struct tv percent_text(struct tpl_job *j, const struct percent *p, struct tv v, char type) {
     struct tv text = type == 's' ? v : tv_repr(j, v, type == 'a');
     return p->f.markup ? html_escape(j, text) : tv_str(j, text);
 }
 
 /* Appends one conversion; p->at is after its %. */
-static void percent_conversion(struct job *j, struct percent *p, struct buf *b) {
+static void percent_conversion(struct tpl_job *j, struct percent *p, struct tpl_buf *b) {
     struct format_spec f = {.fill = tv_lit(j, " "), .align = '>', .precision = -1, .percent = true};
     size_t from = p->at;
     bool zero = false, data = false;
@@ -13939,9 +13948,9 @@ static void percent_conversion(struct job *j, struct percent *p, struct buf *b) 
 }
 
 /* Python's format % args. */
-static struct tv str_percent(struct job *j, struct tv f, struct tv args) {
+static struct tv str_percent(struct tpl_job *j, struct tv f, struct tv args) {
     struct percent p = {.f = f, .next = &args, .left = 1};
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     if (args.kind == TV_TUPLE) p.next = args.list->v, p.left = args.list->n;
     if (args.kind == TV_DICT || args.kind == TV_LIST || args.kind == TV_RANGE || args.kind == TV_UNDEF)
         p.mapping = &args;
@@ -13973,7 +13982,7 @@ struct format_field {
 };
 
 /* Parses the field whose { stands before text[i]. Returns the offset after its }. */
-static size_t format_field_parse(struct job *j, struct tv text, size_t i, struct format_field *f) {
+static size_t format_field_parse(struct tpl_job *j, struct tv text, size_t i, struct format_field *f) {
     size_t from = i;
     for (; i < text.n && !format_any(text, i, "}:!"); i++) {
         if (text.s[i] == '{') job_fail(j, "unexpected '{' in field name");
@@ -14010,7 +14019,7 @@ static bool format_is_number(struct tv text) {
 /* The argument that a field names, or a member of it: 0, name, name.attribute, 0[element]. Fields without a name take
  * the positional arguments in turn, and *next counts them. Python does not allow both those and fields with a number;
  * *next is -1 once there was one with a number. */
-static struct tv format_argument(struct job *j, struct args *a, struct tv name, int64_t *next) {
+static struct tv format_argument(struct tpl_job *j, struct tpl_args *a, struct tv name, int64_t *next) {
     size_t i = 0, at = 0;
     struct tv *found = NULL;
     while (i < name.n && !format_any(name, i, ".[")) i++;
@@ -14043,7 +14052,7 @@ static struct tv format_argument(struct job *j, struct args *a, struct tv name, 
 }
 
 /* The value of a field as text. In markup, text that is not markup is escaped. */
-static struct tv format_convert(struct job *j, struct tv v, struct tv spec, char conversion, bool markup) {
+static struct tv format_convert(struct tpl_job *j, struct tv v, struct tv spec, char conversion, bool markup) {
     if (conversion && !strchr("sra", conversion)) job_fail(j, "Unknown conversion specifier %c", conversion);
     if (conversion == 's') v = tv_str(j, v);
     else if (conversion) v = tv_repr(j, v, conversion == 'a');
@@ -14055,8 +14064,9 @@ static struct tv format_convert(struct job *j, struct tv v, struct tv spec, char
 }
 
 /* Fills the fields of a text, whose specs may have fields of their own. */
-static struct tv format_fill(struct job *j, struct tv text, struct args *a, int64_t *next, bool markup, int depth) {
-    struct buf b = {0};
+static struct tv format_fill(struct tpl_job *j, struct tv text, struct tpl_args *a, int64_t *next, bool markup,
+                             int depth) {
+    struct tpl_buf b = {0};
     if (depth < 0) job_fail(j, "Max string recursion exceeded");
     for (size_t i = 0; i < text.n;) {
         size_t k = i;
@@ -14080,13 +14090,13 @@ static struct tv format_fill(struct job *j, struct tv text, struct args *a, int6
 }
 
 /* text.format(...) and, with mode 1, text.format_map(mapping). */
-static struct tv f_format(struct job *j, struct tv text, struct args *a) {
+static struct tv f_format(struct tpl_job *j, struct tv text, struct tpl_args *a) {
     int64_t next = 0;
-    struct args given = *a;
+    struct tpl_args given = *a;
     if (a->mode) {
         if (a->pos.n != 1 || a->kw.n) job_fail(j, "format_map() takes exactly one argument");
         if (a->pos.v[0].kind != TV_DICT) tv_fail(j, a->pos.v[0], "format_map() wants a mapping");
-        given = (struct args){.kw = *a->pos.v[0].list};
+        given = (struct tpl_args){.kw = *a->pos.v[0].list};
     }
     struct tv out = format_fill(j, text, &given, &next, text.markup, FORMAT_DEPTH);
     out.markup = text.markup;
@@ -14094,9 +14104,9 @@ static struct tv f_format(struct job *j, struct tv text, struct args *a) {
 }
 
 /* The filter format: text % its arguments. */
-static struct tv f_percent(struct job *j, struct tv self, struct args *a) {
+static struct tv f_percent(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     if (a->pos.n && a->kw.n) job_fail(j, "can't handle positional and keyword arguments at the same time");
-    struct list *l = job_alloc(j, sizeof *l);
+    struct tpl_list *l = job_alloc(j, sizeof *l);
     *l = a->kw.n ? a->kw : a->pos;
     return str_percent(j, tv_str(j, self), (struct tv){.kind = a->kw.n ? TV_DICT : TV_TUPLE, .list = l});
 }
@@ -14147,7 +14157,7 @@ static const struct {
     [BIN_MOD] = {"%", PREC_MUL},     [BIN_POW] = {"**", PREC_POW}};
 
 /* Arithmetic on integers. b is not 0 for // and %, and not negative for **. */
-static struct tv int_binary(struct job *j, enum binary_op op, int64_t a, int64_t b) {
+static struct tv int_binary(struct tpl_job *j, enum binary_op op, int64_t a, int64_t b) {
     int64_t r = op == BIN_POW;
     bool over = false;
     switch (op) {
@@ -14180,7 +14190,7 @@ static double int_divide(int64_t a, int64_t b) {
 }
 
 /* Arithmetic on numbers: in integers if both are, else in double. */
-static struct tv number_binary(struct job *j, enum binary_op op, struct tv a, struct tv b) {
+static struct tv number_binary(struct tpl_job *j, enum binary_op op, struct tv a, struct tv b) {
     double x = tv_double(a), y = tv_double(b), m, q;
     if (y == 0 && (op == BIN_DIV || op == BIN_FLOORDIV || op == BIN_MOD)) job_fail(j, "division by zero");
     if (tv_whole(a) && tv_whole(b) && op == BIN_DIV) return tv_float(int_divide(a.i, b.i));
@@ -14208,17 +14218,17 @@ static struct tv number_binary(struct job *j, enum binary_op op, struct tv a, st
 }
 
 /* The result kept for texts of n bytes, n > 0. */
-static struct buf *concat_tail(struct job *j, size_t n) { return &j->tail[63 - __builtin_clzll(n)]; }
+static struct tpl_buf *concat_tail(struct tpl_job *j, size_t n) { return &j->tail[63 - __builtin_clzll(n)]; }
 
 /* Concatenates two strings. If a is the last result of its size, b is appended to it in place, so that a loop that
  * accumulates a text takes linear time. One result for each power of two is kept, so that short pieces do not displace
  * the text. */
-static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
+static struct tv tv_concat(struct tpl_job *j, struct tv a, struct tv b) {
     if (!a.n || !b.n) return a.n ? a : b;
-    struct buf out = {0}, *tail = concat_tail(j, a.n);
+    struct tpl_buf out = {0}, *tail = concat_tail(j, a.n);
     if (tail->s == a.s && tail->o == a.o && tail->n == a.n) {
         out = *tail;
-        *tail = (struct buf){0};
+        *tail = (struct tpl_buf){0};
     } else {
         out.cap = a.n + b.n;
         out.s = job_alloc(j, out.cap);
@@ -14231,8 +14241,8 @@ static struct tv tv_concat(struct job *j, struct tv a, struct tv b) {
 }
 
 /* v * times, of a string, list or tuple. */
-static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
-    struct buf b = {0};
+static struct tv tv_repeat(struct tpl_job *j, struct tv v, int64_t times) {
+    struct tpl_buf b = {0};
     struct tv l = tv_list(j, v.kind);
     for (; times > 0 && (v.kind == TV_STR ? v.n : v.list->n); times--) {
         if (v.kind == TV_STR) buf_put(j, &b, v);
@@ -14247,7 +14257,7 @@ static struct tv tv_repeat(struct job *j, struct tv v, int64_t times) {
 }
 
 /* a op b, for arithmetic operators and ~. */
-static struct tv tv_binary(struct job *j, enum binary_op op, struct tv a, struct tv b) {
+static struct tv tv_binary(struct tpl_job *j, enum binary_op op, struct tv a, struct tv b) {
     struct tv v = {0};
     bool str = a.kind == TV_STR && b.kind == TV_STR,
          alike = a.kind == b.kind && (a.kind == TV_LIST || a.kind == TV_TUPLE);
@@ -14284,7 +14294,7 @@ static struct tv tv_binary(struct job *j, enum binary_op op, struct tv a, struct
 }
 
 /* Byte offset of the first or last `sub` in s, or -1. Charges for the part of s that was searched. */
-static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) {
+static ptrdiff_t str_find(struct tpl_job *j, struct tv s, struct tv sub, bool last) {
     ptrdiff_t at = -1;
     if (!sub.n) return last ? (ptrdiff_t)s.n : 0;
     if (sub.n > s.n) return -1;
@@ -14302,7 +14312,7 @@ static ptrdiff_t str_find(struct job *j, struct tv s, struct tv sub, bool last) 
 }
 
 /* Python's `x in y`. */
-static bool tv_in(struct job *j, struct tv x, struct tv in) {
+static bool tv_in(struct tpl_job *j, struct tv x, struct tv in) {
     if (in.kind == TV_DICT) return dict_find(j, in.list, x) != NULL;
     if (in.kind != TV_STR && !tv_listy(in) && in.kind != TV_UNDEF)
         job_fail(j, "argument of type '%s' is not iterable", tv_type(in));
@@ -14317,7 +14327,7 @@ static bool tv_in(struct job *j, struct tv x, struct tv in) {
 }
 
 /* a op b, for comparisons. */
-static bool tv_compare(struct job *j, enum binary_op op, struct tv a, struct tv b) {
+static bool tv_compare(struct tpl_job *j, enum binary_op op, struct tv a, struct tv b) {
     bool nan = (a.kind == TV_FLOAT && isnan(a.f)) || (b.kind == TV_FLOAT && isnan(b.f));
     if (nan && tv_number(a) && tv_number(b) && op <= BIN_GE) return op == BIN_NE;
     switch (op) {
@@ -14334,7 +14344,7 @@ static bool tv_compare(struct job *j, enum binary_op op, struct tv a, struct tv 
 
 /* A bound of a slice of n elements, clamped to [low, high]; `none` if it was left out. A negative one counts from the
  * end. */
-static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, int64_t low, int64_t high) {
+static int64_t slice_index(struct tpl_job *j, struct tv v, int64_t n, int64_t none, int64_t low, int64_t high) {
     if (v.kind == TV_NONE) return none;
     if (!tv_whole(v)) job_fail(j, "slice indices must be integers or None");
     int64_t i = v.i < 0 ? v.i + n : v.i;
@@ -14343,7 +14353,7 @@ static int64_t slice_index(struct job *j, struct tv v, int64_t n, int64_t none, 
 }
 
 /* v[start:stop:step], with TV_NONE for what is left out. Counts code points in strings. */
-static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
+static struct tv tv_slice(struct tpl_job *j, struct tv v, struct tv start, struct tv stop, struct tv by) {
     bool str = v.kind == TV_STR;
     if (!str && !(v.kind >= TV_LIST && v.kind <= TV_RANGE)) tv_fail(j, v, "'%s' object cannot be sliced", tv_type(v));
     int64_t n = (int64_t)(str ? cp_count(j, v.s, v.n) : v.list->n);
@@ -14357,9 +14367,9 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
         v = tv_sub(v, cp_offset(v, i), v.n);
         return tv_sub(v, 0, cp_offset(v, end - i));
     }
-    const struct list *l = tv_iter(j, v);
+    const struct tpl_list *l = tv_iter(j, v);
     struct tv out = tv_list(j, v.kind);
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     const int64_t *r = l->range, ends[] = {i, end};
     for (int k = 0; k < 2 && v.kind == TV_RANGE; k++) out.list->range[k] = r[0] + ends[k] * r[2];
     if (v.kind == TV_RANGE && __builtin_mul_overflow(r[2], step, &out.list->range[2]))
@@ -14376,10 +14386,10 @@ static struct tv tv_slice(struct job *j, struct tv v, struct tv start, struct tv
 }
 
 static const struct builtin *method_find(struct tv o, struct tv name);
-static struct tv macro_get(struct job *j, const struct macro *m, struct tv key);
+static struct tv macro_get(struct tpl_job *j, const struct macro *m, struct tv key);
 
 /* A member that is a value: of `loop`, a group of groupby, a range, cycler, joiner or macro. TV_ABSENT: nothing. */
-static struct tv tv_field(struct job *j, struct tv o, struct tv key) {
+static struct tv tv_field(struct tpl_job *j, struct tv o, struct tv key) {
     static const char *const range_names[] = {"start", "stop", "step"}, *const group_names[] = {"grouper", "list"};
     for (int i = 0; i < 3 && o.kind == TV_RANGE; i++)
         if (tv_is(key, range_names[i])) return tv_int(o.list->range[i]);
@@ -14405,7 +14415,7 @@ static struct tv tv_field(struct job *j, struct tv o, struct tv key) {
 }
 
 /* What Python's getattr finds: a method, a member of a namespace or of `loop`. TV_ABSENT: nothing. */
-static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
+static struct tv tv_member(struct tpl_job *j, struct tv o, struct tv key) {
     const struct builtin *m = method_find(o, key);
     struct tv *found = o.kind == TV_NAMESPACE ? dict_find(j, o.list, key) : NULL;
     if ((m && !m->fn) || (found && key.n && key.s[0] == '_'))
@@ -14418,7 +14428,7 @@ static struct tv tv_member(struct job *j, struct tv o, struct tv key) {
 }
 
 /* o[key]; TV_ABSENT: nothing. */
-static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
+static struct tv tv_element(struct tpl_job *j, struct tv o, struct tv key) {
     bool str = o.kind == TV_STR;
     bool dict = o.kind == TV_DICT || o.kind == TV_SELF;
     struct tv *v = dict && tv_hashable(j, key) ? dict_find(j, o.list, key) : NULL;
@@ -14434,7 +14444,7 @@ static struct tv tv_element(struct job *j, struct tv o, struct tv key) {
 
 /* o.key (attribute) or o[key]. The first looks for an attribute and then for an element, the second the other way
  * round. Undefined if there is neither. */
-static struct tv tv_get(struct job *j, struct tv o, struct tv key, bool attribute) {
+static struct tv tv_get(struct tpl_job *j, struct tv o, struct tv key, bool attribute) {
     const char *owner = o.kind == TV_NONE ? "None" : tv_type(o);
     const char *object = o.kind == TV_NONE ? "" : " object";
     if (o.kind == TV_UNDEF) job_fail(j, "%s", o.s);
@@ -14470,7 +14480,7 @@ enum {
 };
 
 /* Binds the arguments to the parameters of f, in a->v. */
-static void args_bind(struct job *j, const struct builtin *f, struct args *a) {
+static void args_bind(struct tpl_job *j, const struct builtin *f, struct tpl_args *a) {
     size_t n = 0, used = 0;
     a->mode = f->mode;
     a->name = f->name;
@@ -14497,7 +14507,7 @@ static size_t tv_size(struct tv v) {
 }
 
 /* Calls a built-in function. Charges for looking at self and each positional argument once. */
-static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv self, struct args *a) {
+static struct tv builtin_call(struct tpl_job *j, const struct builtin *f, struct tv self, struct tpl_args *a) {
     job_enter(j); /* map can apply map */
     args_bind(j, f, a);
     job_charge(j, tv_size(self));
@@ -14509,17 +14519,17 @@ static struct tv builtin_call(struct job *j, const struct builtin *f, struct tv 
 }
 
 /* Argument i as a bool; false if it was not passed. */
-static bool arg_bool(struct args *a, int i) { return a->v[i].kind && tv_truthy(a->v[i]); }
+static bool arg_bool(struct tpl_args *a, int i) { return a->v[i].kind && tv_truthy(a->v[i]); }
 
 /* Argument i as a bool that Python wants to be an integer; false if it was not passed. */
-static bool arg_flag(struct job *j, struct args *a, int i) {
+static bool arg_flag(struct tpl_job *j, struct tpl_args *a, int i) {
     if (a->v[i].kind && !tv_whole(a->v[i]))
         tv_fail(j, a->v[i], "%s(): '%s' is not an integer", a->name, tv_type(a->v[i]));
     return a->v[i].kind && a->v[i].i;
 }
 
 /* Argument i as an integer; `none` if it was not passed. */
-static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
+static int64_t arg_int(struct tpl_job *j, struct tpl_args *a, int i, int64_t none) {
     struct tv v = a->v[i];
     if (!v.kind) return none;
     if (!tv_whole(v)) tv_fail(j, v, "%s(): '%s' is not an integer", a->name, tv_type(v));
@@ -14527,12 +14537,12 @@ static int64_t arg_int(struct job *j, struct args *a, int i, int64_t none) {
 }
 
 /* The same; `none` if it is None, too. */
-static int64_t arg_int_or_none(struct job *j, struct args *a, int i, int64_t none) {
+static int64_t arg_int_or_none(struct tpl_job *j, struct tpl_args *a, int i, int64_t none) {
     return a->v[i].kind == TV_NONE ? none : arg_int(j, a, i, none);
 }
 
 /* Argument i, which must be a string. */
-static struct tv arg_str(struct job *j, struct args *a, int i) {
+static struct tv arg_str(struct tpl_job *j, struct tpl_args *a, int i) {
     if (a->v[i].kind != TV_STR) tv_fail(j, a->v[i], "%s(): '%s' is not a string", a->name, tv_type(a->v[i]));
     return a->v[i];
 }
@@ -14579,7 +14589,7 @@ static bool cp_ignored(int32_t cp) {
 }
 
 /* Whether the capital sigma of 2 bytes at v.s[i] ends a word. */
-static bool sigma_ends(struct job *j, struct tv v, size_t i) {
+static bool sigma_ends(struct tpl_job *j, struct tv v, size_t i) {
     size_t before = i, after = i + 2;
     int32_t cp = 0;
     while (before && (before -= cp_prev(v.s, before, &cp), cp_ignored(cp))) job_charge(j, 1);
@@ -14593,7 +14603,7 @@ static bool sigma_ends(struct job *j, struct tv v, size_t i) {
 }
 
 /* Appends the upper or title case of cp, which is of one origin. */
-static void case_up(struct job *j, struct buf *b, int32_t cp, bool title, int origin) {
+static void case_up(struct tpl_job *j, struct tpl_buf *b, int32_t cp, bool title, int origin) {
     size_t low = 0, high = sizeof special_cases / sizeof *special_cases;
     while (low < high) {
         size_t mid = (low + high) / 2;
@@ -14613,7 +14623,7 @@ static void case_up(struct job *j, struct buf *b, int32_t cp, bool title, int or
 }
 
 /* Appends the lower case of cp, the code point at v.s[i], or what casefold makes of it. */
-static void case_down(struct job *j, struct buf *b, struct tv v, size_t i, int32_t cp, bool fold) {
+static void case_down(struct tpl_job *j, struct tpl_buf *b, struct tv v, size_t i, int32_t cp, bool fold) {
     utf8proc_int32_t folded[8];
     int last = 0;
     utf8proc_ssize_t n = fold ? utf8proc_decompose_char(cp, folded, 8, UTF8PROC_CASEFOLD, &last) : 0;
@@ -14626,8 +14636,8 @@ static void case_down(struct job *j, struct buf *b, struct tv v, size_t i, int32
 
 /* Changes the case: upper, lower, capitalize, swapcase, casefold, str.title, and the filter title, for which a word
  * begins after white space or one of -({[<. What a code point becomes has its origin. */
-static struct tv str_case(struct job *j, struct tv v, int mode) {
-    struct buf b = {0};
+static struct tv str_case(struct tpl_job *j, struct tv v, int mode) {
+    struct tpl_buf b = {0};
     bool start = true; /* at the start of a word, or of the string for capitalize */
     size_t word = 0;   /* where the filter's word begins: a sigma in it does not see what stands before */
     int32_t cp;
@@ -14654,12 +14664,14 @@ static struct tv str_case(struct job *j, struct tv v, int mode) {
     return buf_str(&b);
 }
 
-static struct tv f_case(struct job *j, struct tv self, struct args *a) { return str_case(j, tv_str(j, self), a->mode); }
+static struct tv f_case(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    return str_case(j, tv_str(j, self), a->mode);
+}
 
 enum { STRIP_LEFT = 1, STRIP_RIGHT = 2, STRIP_BOTH = 3 };
 
 /* strip, lstrip, rstrip, trim. */
-static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
+static struct tv f_strip(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv v = tv_str(j, self);
     bool space = !a->v[0].kind || a->v[0].kind == TV_NONE;
     struct tv chars = space ? v : arg_str(j, a, 0);
@@ -14678,8 +14690,8 @@ static struct tv f_strip(struct job *j, struct tv self, struct args *a) {
 }
 
 /* Splits at runs of white space, at most `max` times. The rest keeps the white space at its far end. */
-static void split_space(struct job *j, struct list *out, struct tv v, size_t max, bool right) {
-    struct list words = {0};
+static void split_space(struct tpl_job *j, struct tpl_list *out, struct tv v, size_t max, bool right) {
+    struct tpl_list words = {0};
     int32_t cp;
     for (size_t i = space_start(v.s, v.n); i < v.n; i += space_start(v.s + i, v.n - i)) {
         size_t from = i;
@@ -14699,7 +14711,7 @@ static void split_space(struct job *j, struct list *out, struct tv v, size_t max
 }
 
 /* split, rsplit. */
-static struct tv f_split(struct job *j, struct tv v, struct args *a) {
+static struct tv f_split(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     struct tv out = tv_list(j, TV_LIST);
     int64_t limit = arg_int(j, a, 1, -1);
     size_t max = limit < 0 ? SIZE_MAX : (size_t)limit;
@@ -14726,7 +14738,7 @@ static struct tv f_split(struct job *j, struct tv v, struct args *a) {
 }
 
 /* Splits at every line end that Python knows. */
-static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
+static struct tv f_splitlines(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     struct tv out = tv_list(j, TV_LIST);
     size_t from = 0;
     int32_t c;
@@ -14743,13 +14755,13 @@ static struct tv f_splitlines(struct job *j, struct tv v, struct args *a) {
 }
 
 /* replace(old, new, count): the filter and, with mode 1, the method, whose arguments must be strings. */
-static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
+static struct tv f_replace(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     bool method = a->mode;
     struct tv v = tv_str(j, self), old = method ? arg_str(j, a, 0) : tv_str(j, a->v[0]);
     struct tv new = method ? arg_str(j, a, 1) : tv_str(j, a->v[1]);
     if (method && v.markup) new = html_escape(j, new);
     int64_t count = method ? arg_int(j, a, 2, -1) : arg_int_or_none(j, a, 2, -1);
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     int32_t cp;
     for (; count; count--) {
         const char *at = old.n ? memmem(v.s, v.n, old.s, old.n) : v.s;
@@ -14774,11 +14786,11 @@ static struct tv f_replace(struct job *j, struct tv self, struct args *a) {
  * Filters and methods that join, search, classify, pad and translate strings.
  * ============================================================================================================ */
 
-static struct tv attribute_path(struct job *j, struct tv item, struct tv path);
+static struct tv attribute_path(struct tpl_job *j, struct tv item, struct tv path);
 
 /* Python's sep.join(l). The items must be strings. If sep is markup, they can be any values, which are escaped. */
-static struct tv str_join(struct job *j, struct tv sep, const struct list *l) {
-    struct buf b = {0};
+static struct tv str_join(struct tpl_job *j, struct tv sep, const struct tpl_list *l) {
+    struct tpl_buf b = {0};
     for (size_t i = 0; i < l->n; i++) {
         struct tv item = sep.markup ? html_escape(j, l->v[i]) : l->v[i];
         if (item.kind != TV_STR) job_fail(j, "sequence item %zu: expected str instance, %s found", i, tv_type(item));
@@ -14791,18 +14803,18 @@ static struct tv str_join(struct job *j, struct tv sep, const struct list *l) {
 }
 
 /* items|join(sep, attribute) or, with mode 1, sep.join(items). */
-static struct tv f_join(struct job *j, struct tv self, struct args *a) {
+static struct tv f_join(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     if (a->mode) return str_join(j, self, tv_iter(j, a->v[0]));
-    const struct list *l = tv_iter(j, self);
+    const struct tpl_list *l = tv_iter(j, self);
     struct tv sep = a->v[0].kind ? tv_str(j, a->v[0]) : tv_lit(j, "");
-    struct list items = {0};
+    struct tpl_list items = {0};
     sep.markup = false;
     for (size_t i = 0; i < l->n; i++) list_push(j, &items, tv_str(j, attribute_path(j, l->v[i], a->v[1])));
     return str_join(j, sep, &items);
 }
 
 /* Arguments i and i + 1 as the bounds of a part of n elements: *from and *to. Returns whether there is such a part. */
-static bool arg_range(struct job *j, struct args *a, int i, int64_t n, int64_t *from, int64_t *to) {
+static bool arg_range(struct tpl_job *j, struct tpl_args *a, int i, int64_t n, int64_t *from, int64_t *to) {
     *from = a->v[i].kind ? slice_index(j, a->v[i], n, 0, 0, INT64_MAX) : 0;
     *to = a->v[i + 1].kind ? slice_index(j, a->v[i + 1], n, n, 0, n) : n;
     return *from <= *to;
@@ -14811,9 +14823,9 @@ static bool arg_range(struct job *j, struct args *a, int i, int64_t n, int64_t *
 enum { AFFIX_STARTS, AFFIX_ENDS, AFFIX_REMOVE_PREFIX, AFFIX_REMOVE_SUFFIX };
 
 /* startswith and endswith, of a string or one of a tuple, in a part of v; removeprefix, removesuffix. */
-static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
+static struct tv f_affix(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     bool end = a->mode == AFFIX_ENDS || a->mode == AFFIX_REMOVE_SUFFIX, test = a->mode <= AFFIX_ENDS, found = false;
-    struct list one = {.v = a->v, .n = 1}, *l = test && a->v[0].kind == TV_TUPLE ? a->v[0].list : &one;
+    struct tpl_list one = {.v = a->v, .n = 1}, *l = test && a->v[0].kind == TV_TUPLE ? a->v[0].list : &one;
     struct tv affix = l->n ? l->v[0] : v, part = v;
     int64_t from = 0, to = 0;
     bool any = !test || arg_range(j, a, 1, (int64_t)cp_count(j, v.s, v.n), &from, &to);
@@ -14831,7 +14843,7 @@ static struct tv f_affix(struct job *j, struct tv v, struct args *a) {
 enum { FIND_FIRST, FIND_LAST, FIND_COUNT, FIND_MUST = 4 };
 
 /* find, rfind, index, rindex, count. Positions count code points. */
-static struct tv f_find(struct job *j, struct tv v, struct args *a) {
+static struct tv f_find(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     struct tv sub = arg_str(j, a, 0), in = v;
     int64_t count = 0, from, to;
     bool beyond =
@@ -14910,17 +14922,17 @@ static bool str_is(struct tv v, int mode) {
     return any;
 }
 
-static struct tv f_str_is(struct job *j, struct tv self, struct args *a) {
+static struct tv f_str_is(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     return tv_bool(str_is(tv_str(j, self), a->mode));
 }
 
-static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
-    struct args none = {.name = a->name};
+static struct tv f_indent(struct tpl_job *j, struct tv v, struct tpl_args *a) {
+    struct tpl_args none = {.name = a->name};
     if (v.kind != TV_STR) tv_fail(j, v, "indent: '%s' is not a string", tv_type(v));
     struct tv width = a->v[0].kind == TV_STR ? a->v[0] : tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 0, 4));
     if (width.markup && !v.markup) job_fail(j, "indent is not supported: the width is markup, and the text is not");
-    const struct list *l = f_splitlines(j, tv_concat(j, v, tv_lit(j, "\n")), &none).list;
-    struct buf b = {0};
+    const struct tpl_list *l = f_splitlines(j, tv_concat(j, v, tv_lit(j, "\n")), &none).list;
+    struct tpl_buf b = {0};
     if (arg_bool(a, 1)) buf_put(j, &b, width);
     for (size_t i = 0; i < l->n; i++) {
         if (i) buf_fill(j, &b, "\n", 1, l->v[i - 1].o[l->v[i - 1].n]); /* the origin of the line's own end */
@@ -14933,11 +14945,11 @@ static struct tv f_indent(struct job *j, struct tv v, struct args *a) {
 enum { JUSTIFY_LEFT, JUSTIFY_RIGHT, JUSTIFY_CENTER, JUSTIFY_ZERO };
 
 /* center, ljust, rjust, zfill. */
-static struct tv f_justify(struct job *j, struct tv self, struct args *a) {
+static struct tv f_justify(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv v = tv_str(j, self), fill = tv_lit(j, a->mode == JUSTIFY_ZERO ? "0" : " ");
     int64_t width = arg_int(j, a, 0, 80), n = (int64_t)cp_count(j, v.s, v.n), pad = width > n ? width - n : 0;
     int64_t left = a->mode == JUSTIFY_LEFT ? 0 : pad;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     if (a->v[1].kind) fill = v.markup ? html_escape(j, arg_str(j, a, 1)) : arg_str(j, a, 1);
     if (cp_count(j, fill.s, fill.n) != 1) job_fail(j, "%s(): the fill is not one character", a->name);
     if (a->mode == JUSTIFY_CENTER) left = pad / 2 + (pad & width & 1);
@@ -14950,7 +14962,7 @@ static struct tv f_justify(struct job *j, struct tv self, struct args *a) {
 }
 
 /* partition and, with mode 1, rpartition. */
-static struct tv f_partition(struct job *j, struct tv v, struct args *a) {
+static struct tv f_partition(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     struct tv sep = arg_str(j, a, 0), out = tv_list(j, TV_TUPLE);
     if (!sep.n) job_fail(j, "empty separator");
     ptrdiff_t at = str_find(j, v, sep, a->mode);
@@ -14963,9 +14975,9 @@ static struct tv f_partition(struct job *j, struct tv v, struct args *a) {
     return out;
 }
 
-static struct tv f_length(struct job *j, struct tv v, struct args *a);
+static struct tv f_length(struct tpl_job *j, struct tv v, struct tpl_args *a);
 
-static struct tv f_truncate(struct job *j, struct tv self, struct args *a) {
+static struct tv f_truncate(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv v = self, end = a->v[2].kind ? arg_str(j, a, 2) : tv_lit(j, "...");
     int64_t length = arg_int(j, a, 0, 255), leeway = arg_int_or_none(j, a, 3, 5), n = f_length(j, v, a).i;
     int64_t keep = length - (int64_t)cp_count(j, end.s, end.n);
@@ -14981,7 +14993,7 @@ static struct tv f_truncate(struct job *j, struct tv self, struct args *a) {
 }
 
 /* Appends v in percent-encoding. In the parts of a query a blank is + and a slash is encoded. */
-static void url_quote(struct job *j, struct buf *b, struct tv v, bool query) {
+static void url_quote(struct tpl_job *j, struct tpl_buf *b, struct tv v, bool query) {
     v = tv_str(j, v);
     for (size_t i = 0; i < v.n; i++) {
         uint8_t c = (uint8_t)v.s[i];
@@ -14993,17 +15005,17 @@ static void url_quote(struct job *j, struct buf *b, struct tv v, bool query) {
 }
 
 /* Encodes a string, or a mapping or sequence of pairs as a query. */
-static struct tv f_urlencode(struct job *j, struct tv self, struct args *a) {
+static struct tv f_urlencode(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)a;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     bool dict = self.kind == TV_DICT;
     if (!dict && !tv_listy(self)) {
         url_quote(j, &b, self, false);
         return buf_str(&b);
     }
-    const struct list *l = dict ? self.list : tv_iter(j, self);
+    const struct tpl_list *l = dict ? self.list : tv_iter(j, self);
     for (size_t i = 0; i < l->n; i += dict ? 2 : 1) {
-        const struct list *pair = dict ? &(struct list){.v = l->v + i, .n = 2} : tv_iter(j, l->v[i]);
+        const struct tpl_list *pair = dict ? &(struct tpl_list){.v = l->v + i, .n = 2} : tv_iter(j, l->v[i]);
         if (pair->n != 2) job_fail(j, "urlencode: expected pairs, found %zu values", pair->n);
         if (i) buf_put(j, &b, tv_lit(j, "&"));
         url_quote(j, &b, pair->v[0], true);
@@ -15020,7 +15032,7 @@ static bool cp_word(int32_t cp) {
            (c >= UTF8PROC_CATEGORY_ND && c <= UTF8PROC_CATEGORY_NO);
 }
 
-static struct tv f_wordcount(struct job *j, struct tv self, struct args *a) {
+static struct tv f_wordcount(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)a;
     struct tv v = tv_str(j, self);
     int64_t count = 0;
@@ -15034,9 +15046,9 @@ static struct tv f_wordcount(struct job *j, struct tv self, struct args *a) {
     return tv_int(count);
 }
 
-static struct tv f_expandtabs(struct job *j, struct tv v, struct args *a) {
+static struct tv f_expandtabs(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     int64_t size = arg_int(j, a, 0, 8), column = 0;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     for (size_t i = 0, k; i < v.n; i += k) {
         int32_t cp;
         k = cp_next(v.s + i, v.n - i, &cp);
@@ -15050,12 +15062,12 @@ static struct tv f_expandtabs(struct job *j, struct tv v, struct args *a) {
     return buf_str(&b);
 }
 
-static struct tv tv_element(struct job *j, struct tv o, struct tv key);
+static struct tv tv_element(struct tpl_job *j, struct tv o, struct tv key);
 
 /* translate(table): each code point becomes what the table has under its number: a string, a number, None for nothing.
  * The text of a string has its own origin; a code point that is a number has the origin of what it stands for. */
-static struct tv f_translate(struct job *j, struct tv v, struct args *a) {
-    struct buf b = {0};
+static struct tv f_translate(struct tpl_job *j, struct tv v, struct tpl_args *a) {
+    struct tpl_buf b = {0};
     for (size_t i = 0, k; i < v.n; i += k) {
         int32_t cp;
         k = cp_next(v.s + i, v.n - i, &cp);
@@ -15072,14 +15084,14 @@ static struct tv f_translate(struct job *j, struct tv v, struct args *a) {
 }
 
 /* The number of a string's only code point. */
-static struct tv str_ord(struct job *j, struct tv v) {
+static struct tv str_ord(struct tpl_job *j, struct tv v) {
     int32_t cp = 0;
     if (v.kind != TV_STR || !v.n || cp_next(v.s, v.n, &cp) != v.n) tv_fail(j, v, "maketrans: expected one character");
     return (struct tv){.kind = TV_INT, .data = tv_has_data(v), .i = cp};
 }
 
 /* maketrans(mapping), or maketrans(from, to, deleted) of strings: a table for translate. */
-static struct tv f_maketrans(struct job *j, struct tv self, struct args *a) {
+static struct tv f_maketrans(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     struct tv out = tv_list(j, TV_DICT);
     if (!a->v[1].kind) {
@@ -15091,11 +15103,11 @@ static struct tv f_maketrans(struct job *j, struct tv self, struct args *a) {
         }
         return out;
     }
-    const struct list *from = tv_iter(j, arg_str(j, a, 0)), *to = tv_iter(j, arg_str(j, a, 1));
+    const struct tpl_list *from = tv_iter(j, arg_str(j, a, 0)), *to = tv_iter(j, arg_str(j, a, 1));
     if (from->n != to->n) job_fail(j, "the first two maketrans arguments must have equal length");
     for (size_t i = 0; i < from->n; i++) dict_set(j, out.list, str_ord(j, from->v[i]), str_ord(j, to->v[i]));
     if (!a->v[2].kind) return out;
-    const struct list *gone = tv_iter(j, arg_str(j, a, 2));
+    const struct tpl_list *gone = tv_iter(j, arg_str(j, a, 2));
     for (size_t i = 0; i < gone->n; i++) dict_set(j, out.list, str_ord(j, gone->v[i]), tv_none());
     return out;
 }
@@ -15103,7 +15115,7 @@ static struct tv f_maketrans(struct job *j, struct tv self, struct args *a) {
 enum { STRING_PLAIN, STRING_SAFE, STRING_ESCAPE, STRING_FORCE_ESCAPE };
 
 /* string, safe, escape, forceescape. */
-static struct tv f_string(struct job *j, struct tv self, struct args *a) {
+static struct tv f_string(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     if (a->mode == STRING_ESCAPE) return html_escape(j, self);
     struct tv v = tv_str(j, self);
     if (a->mode == STRING_FORCE_ESCAPE) v.markup = false;
@@ -15120,7 +15132,7 @@ static struct tv f_string(struct job *j, struct tv self, struct args *a) {
 
 /* ---- numbers ---- */
 
-static struct tv f_abs(struct job *j, struct tv v, struct args *a) {
+static struct tv f_abs(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     if (!tv_number(v)) tv_fail(j, v, "bad operand type for %s(): '%s'", a->name, tv_type(v));
     if (v.kind == TV_FLOAT) v.f = fabs(v.f);
     else {
@@ -15135,7 +15147,7 @@ enum { NUMBER_TEXT = 64 }; /* bytes of a number in a string, with the NUL */
 /* Copies a number that is written in a string to tmp (NUMBER_TEXT bytes): without the space around it and the _ between
  * its digits, and with decimal digits of any script as ASCII. `letters` are digits, too. Returns its length, or 0 if it
  * is not a number. */
-static size_t number_clean(struct job *j, struct tv v, char *tmp, bool letters) {
+static size_t number_clean(struct tpl_job *j, struct tv v, char *tmp, bool letters) {
     size_t n = 0, k;
     char last = 0;
     bool plain = true; /* looks like a number so far */
@@ -15160,7 +15172,7 @@ static size_t number_clean(struct job *j, struct tv v, char *tmp, bool letters) 
 
 /* Reads an integer to the base 2 to 36; base 0 takes it from a prefix 0b, 0o or 0x. TV_NONE: it is not one, or a
  * decimal one that is too large. */
-static struct tv str_int(struct job *j, struct tv v, int64_t base) {
+static struct tv str_int(struct tpl_job *j, struct tv v, int64_t base) {
     static const char letters[] = "box";
     static const int bases[] = {2, 8, 16};
     char tmp[NUMBER_TEXT + 1], *end, *digits = tmp;
@@ -15182,7 +15194,7 @@ static struct tv str_int(struct job *j, struct tv v, int64_t base) {
 }
 
 /* Reads a string as Python's int(v, base) or else float() does. TV_NONE: it is not a number. */
-static struct tv str_number(struct job *j, struct tv v, int64_t base) {
+static struct tv str_number(struct tpl_job *j, struct tv v, int64_t base) {
     char tmp[NUMBER_TEXT + 1], *end;
     struct tv whole = str_int(j, v, base);
     if (whole.kind == TV_INT) return whole;
@@ -15195,7 +15207,7 @@ static struct tv str_number(struct job *j, struct tv v, int64_t base) {
 }
 
 /* int(default, base) and, with mode 1, float(default). */
-static struct tv f_number(struct job *j, struct tv v, struct args *a) {
+static struct tv f_number(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     bool to_float = a->mode, data = tv_has_data(v), str = v.kind == TV_STR;
     struct tv none = to_float ? tv_float(0) : tv_int(0), n;
     if (a->v[0].kind) none = a->v[0];
@@ -15211,7 +15223,7 @@ static struct tv f_number(struct job *j, struct tv v, struct args *a) {
 }
 
 /* Python's round(i, digits): halves go to the even neighbor. */
-static struct tv int_round(struct job *j, int64_t i, int64_t digits) {
+static struct tv int_round(struct tpl_job *j, int64_t i, int64_t digits) {
     __int128 x = i, p = 1, r;
     for (; digits < 0 && p < (__int128)1e20; digits++) p *= 10;
     r = x % p;
@@ -15223,7 +15235,7 @@ static struct tv int_round(struct job *j, int64_t i, int64_t digits) {
 }
 
 /* Python's round(d, digits): by the exact value of d, halves go to the even neighbor. */
-static struct tv float_round(struct job *j, double d, int64_t digits) {
+static struct tv float_round(struct tpl_job *j, double d, int64_t digits) {
     char tmp[700];
     double x = fabs(d), p = pow(10, -(double)digits), r = fmod(x, p);
     if (digits > 323 || !isfinite(d)) return tv_float(d);
@@ -15237,7 +15249,7 @@ static struct tv float_round(struct job *j, double d, int64_t digits) {
     return tv_float(copysign(x, d));
 }
 
-static struct tv f_round(struct job *j, struct tv v, struct args *a) {
+static struct tv f_round(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     struct tv method = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "common"), out;
     int64_t digits = arg_int_or_none(j, a, 0, 0);
     bool whole = a->v[0].kind == TV_NONE; /* the result is an integer */
@@ -15258,12 +15270,12 @@ static struct tv f_round(struct job *j, struct tv v, struct args *a) {
 enum { NUMBER_INTEGER, NUMBER_BITS, NUMBER_ONES, NUMBER_SAME, NUMBER_RATIO, NUMBER_HEX };
 
 /* is_integer, bit_length, bit_count, conjugate, as_integer_ratio, hex. */
-static struct tv f_number_method(struct job *j, struct tv v, struct args *a) {
+static struct tv f_number_method(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     bool real = v.kind == TV_FLOAT;
     uint64_t u = real ? 0 : v.i < 0 ? -(uint64_t)v.i : (uint64_t)v.i;
     int exponent = 0;
     struct tv out = tv_list(j, TV_TUPLE), num = {.kind = TV_INT, .data = v.data, .i = real ? 0 : v.i}, den = num;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     switch (a->mode) {
     case NUMBER_INTEGER: return tv_bool(!real || (isfinite(v.f) && v.f == floor(v.f)));
     case NUMBER_BITS: num.i = u ? 64 - __builtin_clzll(u) : 0; return num;
@@ -15297,7 +15309,7 @@ static struct tv f_number_method(struct job *j, struct tv v, struct args *a) {
  * Filters and methods of sequences and mappings.
  * ============================================================================================================ */
 
-static struct tv f_length(struct job *j, struct tv v, struct args *a) {
+static struct tv f_length(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     (void)a;
     if (v.kind == TV_STR) return tv_int((int64_t)cp_count(j, v.s, v.n));
     if (v.kind == TV_UNDEF) return tv_int(0);
@@ -15307,13 +15319,13 @@ static struct tv f_length(struct job *j, struct tv v, struct args *a) {
     return tv_int((int64_t)v.list->n / (v.kind == TV_DICT ? 2 : 1));
 }
 
-static struct tv f_default(struct job *j, struct tv v, struct args *a) {
+static struct tv f_default(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     if (v.kind != TV_UNDEF && !(arg_bool(a, 1) && !tv_truthy(v))) return v;
     return a->v[0].kind ? a->v[0] : tv_lit(j, "");
 }
 
 /* Follows a path such as a.b.0, the attribute= of filters. Without a path, item itself. */
-static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
+static struct tv attribute_path(struct tpl_job *j, struct tv item, struct tv path) {
     if (!path.kind || path.kind == TV_NONE) return item;
     if (path.kind != TV_STR) return tv_get(j, item, path, false);
     for (;;) {
@@ -15327,13 +15339,13 @@ static struct tv attribute_path(struct job *j, struct tv item, struct tv path) {
 }
 
 /* What an element is sorted by: itself or an attribute; strings in lower case unless case_sensitive. */
-static struct tv sort_key(struct job *j, struct tv item, struct tv path, bool case_sensitive) {
+static struct tv sort_key(struct tpl_job *j, struct tv item, struct tv path, bool case_sensitive) {
     struct tv v = attribute_path(j, item, path);
     return v.kind == TV_STR && !case_sensitive ? str_case(j, v, CASE_LOWER) : v;
 }
 
 /* The same by several attributes with commas between their paths: a list. */
-static struct tv sort_keys(struct job *j, struct tv item, struct tv paths, bool case_sensitive) {
+static struct tv sort_keys(struct tpl_job *j, struct tv item, struct tv paths, bool case_sensitive) {
     struct tv keys = tv_list(j, TV_LIST);
     while (paths.kind == TV_STR) {
         const char *comma = memchr(paths.s, ',', paths.n);
@@ -15347,8 +15359,9 @@ static struct tv sort_keys(struct job *j, struct tv item, struct tv paths, bool 
 }
 
 /* Sorts l by keys, one for each element: a stable merge sort. With `reverse`, equal elements keep their order, too. */
-static struct list *list_sorted(struct job *j, const struct list *l, const struct list *keys, bool reverse) {
-    struct list *out = job_alloc(j, sizeof *out);
+static struct tpl_list *list_sorted(struct tpl_job *j, const struct tpl_list *l, const struct tpl_list *keys,
+                                    bool reverse) {
+    struct tpl_list *out = job_alloc(j, sizeof *out);
     size_t *at = job_alloc(j, 2 * l->n * sizeof *at), *to = at + l->n;
     for (size_t i = 0; i < l->n; i++) at[i] = i;
     for (size_t width = 1; width < l->n; width *= 2) {
@@ -15374,10 +15387,10 @@ static struct list *list_sorted(struct job *j, const struct list *l, const struc
 }
 
 /* The keys and values of a dictionary in the order of pprint: by key, keys of different types by the names of these. */
-static const struct list *dict_sorted(struct job *j, const struct list *d) {
+static const struct tpl_list *dict_sorted(struct tpl_job *j, const struct tpl_list *d) {
     static const int rank[] = {
         [TV_NONE] = 0, [TV_BOOL] = 1, [TV_INT] = 1, [TV_FLOAT] = 1, [TV_STR] = 2, [TV_TUPLE] = 3};
-    struct list *out = job_alloc(j, sizeof *out), items = {0}, keys = {0};
+    struct tpl_list *out = job_alloc(j, sizeof *out), items = {0}, keys = {0};
     for (size_t i = 0; i < d->n; i += 2) {
         struct tv key = tv_list(j, TV_TUPLE), item = tv_list(j, TV_TUPLE);
         bool sorts = d->v[i].kind > TV_UNDEF && d->v[i].kind <= TV_TUPLE;
@@ -15389,21 +15402,21 @@ static const struct list *dict_sorted(struct job *j, const struct list *d) {
         list_push(j, &keys, key);
         list_push(j, &items, item);
     }
-    const struct list *sorted = list_sorted(j, &items, &keys, false);
+    const struct tpl_list *sorted = list_sorted(j, &items, &keys, false);
     for (size_t i = 0; i < sorted->n; i++)
         for (int k = 0; k < 2; k++) list_push(j, out, sorted->v[i].list->v[k]);
     return out;
 }
 
-static struct tv f_sort(struct job *j, struct tv self, struct args *a) {
-    const struct list *l = tv_iter(j, self);
-    struct list keys = {0};
+static struct tv f_sort(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    const struct tpl_list *l = tv_iter(j, self);
+    struct tpl_list keys = {0};
     for (size_t i = 0; i < l->n; i++) list_push(j, &keys, sort_keys(j, l->v[i], a->v[2], arg_bool(a, 1)));
     return (struct tv){.kind = TV_LIST, .list = list_sorted(j, l, &keys, arg_flag(j, a, 0))};
 }
 
 /* keys, values, items. */
-static struct tv f_items(struct job *j, struct tv self, struct args *a) {
+static struct tv f_items(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv out = tv_list(j, a->mode == DICT_ITEMS_FILTER ? TV_GEN : TV_VIEW);
     out.form = (uint8_t)a->mode;
     out.data = self.data;
@@ -15421,7 +15434,7 @@ static struct tv f_items(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
-static struct tv f_copy(struct job *j, struct tv self, struct args *a) {
+static struct tv f_copy(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)a;
     struct tv out = tv_list(j, TV_DICT);
     for (size_t i = 0; i < self.list->n; i++) list_push(j, out.list, self.list->v[i]);
@@ -15429,34 +15442,34 @@ static struct tv f_copy(struct job *j, struct tv self, struct args *a) {
     return out;
 }
 
-static struct tv f_fromkeys(struct job *j, struct tv self, struct args *a) {
+static struct tv f_fromkeys(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     struct tv out = tv_list(j, TV_DICT);
-    const struct list *l = tv_iter(j, a->v[0]);
+    const struct tpl_list *l = tv_iter(j, a->v[0]);
     for (size_t i = 0; i < l->n; i++) dict_set(j, out.list, l->v[i], a->v[1].kind ? a->v[1] : tv_none());
     return out;
 }
 
-static struct tv f_dictsort(struct job *j, struct tv self, struct args *a) {
-    struct args items = {.mode = DICT_ITEMS};
+static struct tv f_dictsort(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    struct tpl_args items = {.mode = DICT_ITEMS};
     struct tv out = f_items(j, self, &items), by = a->v[1].kind ? arg_str(j, a, 1) : tv_lit(j, "key");
     if (!tv_is(by, "key") && !tv_is(by, "value")) job_fail(j, "You can only sort by either \"key\" or \"value\"");
-    struct list keys = {0};
+    struct tpl_list keys = {0};
     for (size_t i = 0; i < out.list->n; i++)
         list_push(j, &keys, sort_key(j, out.list->v[i].list->v[tv_is(by, "value")], tv_none(), arg_bool(a, 0)));
     return (struct tv){.kind = TV_LIST, .list = list_sorted(j, out.list, &keys, arg_flag(j, a, 2))};
 }
 
-static struct tv f_get(struct job *j, struct tv self, struct args *a) {
+static struct tv f_get(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv *v = dict_find(j, self.list, a->v[0]);
     if (v) return *v;
     return a->v[1].kind ? a->v[1] : tv_none();
 }
 
 /* first and, with mode 1, last. */
-static struct tv f_end(struct job *j, struct tv self, struct args *a) {
+static struct tv f_end(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     if (a->mode && self.kind == TV_GEN) job_fail(j, "'generator' object is not reversible");
-    struct list *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
+    struct tpl_list *l = self.kind == TV_GEN ? self.list : tv_iter(j, self);
     if (!l->n) return tv_undef(j, "No %s item, sequence was empty.", a->name);
     struct tv v = l->v[a->mode ? l->n - 1 : 0];
     v.markup |= a->mode && self.kind == TV_STR && self.markup; /* Python reverses markup by its subscripts */
@@ -15468,12 +15481,12 @@ static struct tv f_end(struct job *j, struct tv self, struct args *a) {
     return v;
 }
 
-static struct tv f_list(struct job *j, struct tv self, struct args *a) {
+static struct tv f_list(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)a;
     return (struct tv){.kind = TV_LIST, .data = self.data && tv_listy(self), .list = tv_iter(j, self)};
 }
 
-static struct tv f_reverse(struct job *j, struct tv self, struct args *a) {
+static struct tv f_reverse(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)a;
     struct tv none = tv_none(), l = self.kind == TV_STR ? self : f_list(j, self, a);
     l = tv_slice(j, l, none, none, tv_int(-1));
@@ -15482,8 +15495,8 @@ static struct tv f_reverse(struct job *j, struct tv self, struct args *a) {
 }
 
 /* min and, with mode 1, max. */
-static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
-    const struct list *l = tv_iter(j, self);
+static struct tv f_minmax(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    const struct tpl_list *l = tv_iter(j, self);
     struct tv best = tv_undef(j, "No aggregated item, sequence was empty."), best_key = best;
     for (size_t i = 0; i < l->n; i++) {
         struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0));
@@ -15494,10 +15507,10 @@ static struct tv f_minmax(struct job *j, struct tv self, struct args *a) {
     return best;
 }
 
-static struct tv f_unique(struct job *j, struct tv self, struct args *a) {
-    const struct list *l = tv_iter(j, self);
+static struct tv f_unique(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    const struct tpl_list *l = tv_iter(j, self);
     struct tv out = tv_list(j, TV_GEN);
-    struct list seen = {0};
+    struct tpl_list seen = {0};
     for (size_t i = 0; i < l->n; i++) {
         struct tv key = sort_key(j, l->v[i], a->v[1], arg_bool(a, 0));
         if (dict_find(j, &seen, key)) continue;
@@ -15508,8 +15521,8 @@ static struct tv f_unique(struct job *j, struct tv self, struct args *a) {
 }
 
 /* The elements of self in lists of n: the last one filled up with `fill` unless that is None. */
-static struct tv f_batch(struct job *j, struct tv self, struct args *a) {
-    const struct list *l = tv_iter(j, self);
+static struct tv f_batch(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    const struct tpl_list *l = tv_iter(j, self);
     struct tv out = tv_list(j, TV_GEN), part = {0};
     int64_t n = arg_int(j, a, 0, 0);
     bool fill = a->v[1].kind && a->v[1].kind != TV_NONE;
@@ -15523,8 +15536,8 @@ static struct tv f_batch(struct job *j, struct tv self, struct args *a) {
 }
 
 /* The elements of self in n lists, the first ones longer by one; `fill` makes the others as long. */
-static struct tv f_slice(struct job *j, struct tv self, struct args *a) {
-    const struct list *l = tv_iter(j, self);
+static struct tv f_slice(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    const struct tpl_list *l = tv_iter(j, self);
     struct tv out = tv_list(j, TV_GEN);
     int64_t n = arg_int(j, a, 0, 0);
     bool fill = a->v[1].kind && a->v[1].kind != TV_NONE;
@@ -15541,10 +15554,10 @@ static struct tv f_slice(struct job *j, struct tv self, struct args *a) {
 }
 
 /* Groups by an attribute: tuples (grouper, list), sorted by the grouper. */
-static struct tv f_groupby(struct job *j, struct tv self, struct args *a) {
-    const struct list *l = tv_iter(j, self);
+static struct tv f_groupby(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    const struct tpl_list *l = tv_iter(j, self);
     struct tv out = {.kind = TV_LIST, .list = job_alloc(j, sizeof *out.list)};
-    struct list keys = {0}, at = {0};
+    struct tpl_list keys = {0}, at = {0};
     bool has_default = a->v[1].kind && a->v[1].kind != TV_NONE;
     for (size_t i = 0; i < l->n; i++) {
         struct tv key = attribute_path(j, l->v[i], a->v[0]);
@@ -15552,8 +15565,8 @@ static struct tv f_groupby(struct job *j, struct tv self, struct args *a) {
         list_push(j, &at, key);
         list_push(j, &keys, key.kind == TV_STR && !arg_bool(a, 2) ? str_case(j, key, CASE_LOWER) : key);
     }
-    const struct list *items = list_sorted(j, l, &keys, false), *groupers = list_sorted(j, &at, &keys, false);
-    const struct list *sorted = list_sorted(j, &keys, &keys, false);
+    const struct tpl_list *items = list_sorted(j, l, &keys, false), *groupers = list_sorted(j, &at, &keys, false);
+    const struct tpl_list *sorted = list_sorted(j, &keys, &keys, false);
     struct tv group = {0};
     for (size_t i = 0; i < items->n; i++) {
         if (!i || !tv_eq(j, sorted->v[i - 1], sorted->v[i])) {
@@ -15569,7 +15582,7 @@ static struct tv f_groupby(struct job *j, struct tv self, struct args *a) {
 }
 
 /* An attribute of a value, and not an element. */
-static struct tv f_attr(struct job *j, struct tv self, struct args *a) {
+static struct tv f_attr(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv name = arg_str(j, a, 0);
     if (self.kind == TV_UNDEF) job_fail(j, "%s", self.s);
     struct tv v = tv_member(j, self, name);
@@ -15577,8 +15590,8 @@ static struct tv f_attr(struct job *j, struct tv self, struct args *a) {
 }
 
 /* name="value" for each item of a mapping. */
-static struct tv f_xmlattr(struct job *j, struct tv self, struct args *a) {
-    struct buf b = {0};
+static struct tv f_xmlattr(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    struct tpl_buf b = {0};
     if (self.kind != TV_DICT) tv_fail(j, self, "xmlattr: '%s' is not a mapping", tv_type(self));
     for (size_t i = 0; i < self.list->n; i += 2) {
         struct tv key = self.list->v[i], v = self.list->v[i + 1];
@@ -15596,11 +15609,11 @@ static struct tv f_xmlattr(struct job *j, struct tv self, struct args *a) {
     return buf_str(&b);
 }
 
-static struct tv f_filesizeformat(struct job *j, struct tv self, struct args *a) {
+static struct tv f_filesizeformat(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     bool binary = arg_bool(a, 0);
     double base = binary ? 1024 : 1000, unit = base;
     const char *prefix = "kMGTPEZY";
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     int origin = tv_has_data(self) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
     struct tv number = self.kind == TV_STR ? str_number(j, self, 10) : self;
     if (!tv_number(number)) tv_fail(j, self, "filesizeformat: '%s' is not a number", tv_type(self));
@@ -15616,8 +15629,8 @@ static struct tv f_filesizeformat(struct job *j, struct tv self, struct args *a)
     return buf_str(&b);
 }
 
-static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
-    const struct list *l = tv_iter(j, self);
+static struct tv f_sum(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    const struct tpl_list *l = tv_iter(j, self);
     struct tv sum = a->v[1].kind ? a->v[1] : tv_int(0);
     for (size_t i = 0; i < l->n; i++) sum = tv_binary(j, BIN_ADD, sum, attribute_path(j, l->v[i], a->v[0]));
     return sum;
@@ -15626,7 +15639,7 @@ static struct tv f_sum(struct job *j, struct tv self, struct args *a) {
 static const struct builtin *builtin_find(int where, struct tv name);
 
 /* Finds the filter or test that map, select and so on apply to every element. */
-static const struct builtin *builtin_named(struct job *j, int where, struct tv name) {
+static const struct builtin *builtin_named(struct tpl_job *j, int where, struct tv name) {
     const struct builtin *f = name.kind == TV_STR ? builtin_find(where, name) : NULL;
     name = tv_str(j, name);
     if (!f) job_fail(j, "No %s named '%.*s'.", where == AS_FILTER ? "filter" : "test", SHOW(name));
@@ -15634,17 +15647,17 @@ static const struct builtin *builtin_named(struct job *j, int where, struct tv n
 }
 
 /* map(filter, arguments) or map(attribute=path, default=value). */
-static struct tv f_map(struct job *j, struct tv self, struct args *a) {
+static struct tv f_map(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv out = tv_list(j, TV_GEN), *path = a->pos.n ? NULL : dict_find(j, &a->kw, tv_lit(j, "attribute"));
     struct tv *none = path ? dict_find(j, &a->kw, tv_lit(j, "default")) : NULL;
     if (!tv_truthy(self)) return out;
     if (!path && !a->pos.n) job_fail(j, "map requires a filter argument");
-    const struct list *l = tv_iter(j, self);
+    const struct tpl_list *l = tv_iter(j, self);
     const struct builtin *f = path ? NULL : builtin_named(j, AS_FILTER, a->pos.v[0]);
     for (size_t i = 0; i < l->n; i++) {
         struct tv v = path ? attribute_path(j, l->v[i], *path) : tv_none();
         if (f) {
-            struct args rest = {.pos = {.v = a->pos.v + 1, .n = a->pos.n - 1}, .kw = a->kw};
+            struct tpl_args rest = {.pos = {.v = a->pos.v + 1, .n = a->pos.n - 1}, .kw = a->kw};
             v = builtin_call(j, f, l->v[i], &rest);
         }
         list_push(j, out.list, none && v.kind == TV_UNDEF ? *none : v);
@@ -15655,17 +15668,17 @@ static struct tv f_map(struct job *j, struct tv self, struct args *a) {
 enum { SELECT_REJECT = 1, SELECT_BY_ATTRIBUTE = 2 };
 
 /* select, reject, selectattr, rejectattr. Without a test, the truth of the element or attribute decides. */
-static struct tv f_select(struct job *j, struct tv self, struct args *a) {
+static struct tv f_select(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv out = tv_list(j, TV_GEN);
     size_t first = a->mode & SELECT_BY_ATTRIBUTE ? 1 : 0;
     if (!tv_truthy(self)) return out;
     if (a->pos.n < first) job_fail(j, "Missing parameter for attribute name");
-    const struct list *l = tv_iter(j, self);
+    const struct tpl_list *l = tv_iter(j, self);
     const struct builtin *test = a->pos.n > first ? builtin_named(j, AS_TEST, a->pos.v[first]) : NULL;
     for (size_t i = 0; i < l->n; i++) {
         struct tv v = first ? attribute_path(j, l->v[i], a->pos.v[0]) : l->v[i];
         if (test) {
-            struct args rest = {.pos = {.v = a->pos.v + first + 1, .n = a->pos.n - first - 1}, .kw = a->kw};
+            struct tpl_args rest = {.pos = {.v = a->pos.v + first + 1, .n = a->pos.n - first - 1}, .kw = a->kw};
             v = builtin_call(j, test, v, &rest);
         }
         if (tv_truthy(v) == !(a->mode & SELECT_REJECT)) list_push(j, out.list, l->v[i]);
@@ -15674,7 +15687,7 @@ static struct tv f_select(struct job *j, struct tv self, struct args *a) {
 }
 
 /* index and, with mode 1, count, of a list, tuple or range. */
-static struct tv f_index(struct job *j, struct tv self, struct args *a) {
+static struct tv f_index(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     int64_t count = 0, from = 0, to = (int64_t)self.list->n;
     if (!a->mode) arg_range(j, a, 1, to, &from, &to);
     for (size_t i = (size_t)from; i < (size_t)to; i++) {
@@ -15687,15 +15700,15 @@ static struct tv f_index(struct job *j, struct tv self, struct args *a) {
 }
 
 /* The tojson of transformers: json.dumps without HTML escapes, ensure_ascii off. */
-static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
+static struct tv f_tojson(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv indent = a->v[1].kind ? a->v[1] : tv_none(), sep = a->v[2];
     struct style st = {.json = true, .indent = indent, .ascii = arg_bool(a, 0), .sort = arg_bool(a, 3)};
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     if (indent.kind != TV_NONE && indent.kind != TV_STR) st.indent = tv_repeat(j, tv_lit(j, " "), arg_int(j, a, 1, 0));
     st.comma = tv_lit(j, indent.kind == TV_NONE ? ", " : ",");
     st.colon = tv_lit(j, ": ");
     if (sep.kind && sep.kind != TV_NONE) {
-        const struct list *l = tv_iter(j, sep);
+        const struct tpl_list *l = tv_iter(j, sep);
         if (l->n != 2 || l->v[0].kind != TV_STR || l->v[1].kind != TV_STR)
             job_fail(j, "tojson: separators must be two strings");
         st.comma = l->v[0];
@@ -15705,7 +15718,7 @@ static struct tv f_tojson(struct job *j, struct tv self, struct args *a) {
     return buf_str(&b);
 }
 
-static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
+static struct tv f_from_json(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     json_error_t e;
     self = tv_str(j, self);
     job_reserve(j, 80 * self.n); /* jansson's tree is not in the pool; `{},` needs the most per byte */
@@ -15726,7 +15739,7 @@ static struct tv f_from_json(struct job *j, struct tv self, struct args *a) {
 
 /* A line to be wrapped, as code points. */
 struct paragraph {
-    struct job *j;
+    struct tpl_job *j;
     struct tv line;
     const int32_t *cp; /* (n) */
     const size_t *at;  /* (n + 1) byte offsets */
@@ -15789,7 +15802,7 @@ static bool wrap_is_space(const struct paragraph *w, size_t from, size_t to) {
 
 /* Appends the lines into which a line is wrapped to *out. */
 static void wrap_line(const struct paragraph *w, size_t width, bool long_words, struct tv on_hyphens,
-                      struct list *out) {
+                      struct tpl_list *out) {
     bool hyphens = on_hyphens.kind == TV_BOOL && on_hyphens.i; /* as textwrap, which asks for True itself here */
     size_t i = 0, end = 0;                                     /* the rest, whose first piece ends at `end` */
     bool first = true;
@@ -15816,17 +15829,17 @@ static void wrap_line(const struct paragraph *w, size_t width, bool long_words, 
     }
 }
 
-static struct tv f_wordwrap(struct job *j, struct tv self, struct args *a) {
-    struct args none = {.name = a->name};
+static struct tv f_wordwrap(struct tpl_job *j, struct tv self, struct tpl_args *a) {
+    struct tpl_args none = {.name = a->name};
     struct tv sep = a->v[2].kind && a->v[2].kind != TV_NONE ? arg_str(j, a, 2) : tv_lit(j, "\n");
     if (self.kind != TV_STR) tv_fail(j, self, "wordwrap: '%s' is not a string", tv_type(self));
     self.markup = false;
     int64_t width = arg_int(j, a, 0, 79);
-    const struct list *lines = f_splitlines(j, self, &none).list;
-    struct list out = {0};
+    const struct tpl_list *lines = f_splitlines(j, self, &none).list;
+    struct tpl_list out = {0};
     for (size_t i = 0; i < lines->n; i++) {
         struct tv line = lines->v[i];
-        struct list parts = {0};
+        struct tpl_list parts = {0};
         size_t n = 0;
         int32_t *cp = job_alloc(j, (line.n + 1) * sizeof *cp);
         size_t *at = job_alloc(j, (line.n + 1) * sizeof *at);
@@ -15843,8 +15856,8 @@ static struct tv f_wordwrap(struct job *j, struct tv self, struct args *a) {
 /* ---- striptags ---- */
 
 /* v without what stands between `open` and `close`, these included. */
-static struct tv strip_between(struct job *j, struct tv v, const char *open, const char *close) {
-    struct buf b = {0};
+static struct tv strip_between(struct tpl_job *j, struct tv v, const char *open, const char *close) {
+    struct tpl_buf b = {0};
     for (;;) {
         ptrdiff_t from = str_find(j, v, tv_lit(j, open), false);
         ptrdiff_t to = from < 0 ? -1 : str_find(j, tv_sub(v, (size_t)from, v.n), tv_lit(j, close), false);
@@ -15908,8 +15921,8 @@ static int32_t entity_number(uint64_t n) {
 }
 
 /* Python's html.unescape. What a reference stands for is data if a byte of the reference is. */
-static struct tv html_unescape(struct job *j, struct tv v) {
-    struct buf b = {0};
+static struct tv html_unescape(struct tpl_job *j, struct tv v) {
+    struct tpl_buf b = {0};
     for (size_t i = 0; i < v.n;) {
         const char *amp = memchr(v.s + i, '&', v.n - i);
         size_t at = amp ? (size_t)(amp - v.s) : v.n, k = at + 1, n = 0;
@@ -15946,14 +15959,14 @@ static struct tv html_unescape(struct job *j, struct tv v) {
 }
 
 /* Removes comments and tags, makes all white space one blank, and replaces character references. */
-static struct tv f_striptags(struct job *j, struct tv self, struct args *a) {
+static struct tv f_striptags(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)a;
-    struct list words = {0};
+    struct tpl_list words = {0};
     struct tv v = tv_str(j, self);
     v.markup = false;
     v = strip_between(j, strip_between(j, v, "<!--", "-->"), "<", ">");
     split_space(j, &words, v, SIZE_MAX, false);
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     for (size_t i = 0; i < words.n; i++) {
         if (i) buf_fill(j, &b, " ", 1, words.v[i].o[-1]); /* the origin of the white space before the word */
         buf_put(j, &b, words.v[i]);
@@ -15965,19 +15978,20 @@ static struct tv f_striptags(struct job *j, struct tv self, struct args *a) {
 
 enum { PPRINT_WIDTH = 80 };
 
-static void pprint_value(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level);
+static void pprint_value(struct tpl_job *j, struct tpl_buf *b, struct tv v, size_t indent, size_t allowance, int level);
 
 /* Starts a line that is indented. */
-static void pprint_newline(struct job *j, struct buf *b, size_t indent, int origin) {
+static void pprint_newline(struct tpl_job *j, struct tpl_buf *b, size_t indent, int origin) {
     buf_fill(j, b, "\n", 1, origin);
     for (size_t i = 0; i < indent; i++) buf_fill(j, b, " ", 1, origin);
 }
 
 /* Prints a string that does not fit: its lines, and parts of them, as strings that Python joins. */
-static void pprint_string(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level) {
-    struct args keep = {.v = {tv_bool(true)}};
-    const struct list *lines = f_splitlines(j, v, &keep).list;
-    struct list chunks = {0};
+static void pprint_string(struct tpl_job *j, struct tpl_buf *b, struct tv v, size_t indent, size_t allowance,
+                          int level) {
+    struct tpl_args keep = {.v = {tv_bool(true)}};
+    const struct tpl_list *lines = f_splitlines(j, v, &keep).list;
+    struct tpl_list chunks = {0};
     int origin = tv_has_data(v) ? ORIGIN_DATA : ORIGIN_TEMPLATE;
     if (level == 1) indent++, allowance++;
     size_t width = PPRINT_WIDTH > indent ? PPRINT_WIDTH - indent : 0, less = width > allowance ? width - allowance : 0;
@@ -16011,7 +16025,8 @@ static void pprint_string(struct job *j, struct buf *b, struct tv v, size_t inde
 }
 
 /* Prints a list, tuple or dictionary that does not fit, an element a line. */
-static void pprint_items(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level) {
+static void pprint_items(struct tpl_job *j, struct tpl_buf *b, struct tv v, size_t indent, size_t allowance,
+                         int level) {
     bool dict = v.kind == TV_DICT;
     const char *open = dict                 ? "{"
                        : v.kind == TV_TUPLE ? "("
@@ -16020,7 +16035,7 @@ static void pprint_items(struct job *j, struct buf *b, struct tv v, size_t inden
                         : v.kind == TV_TUPLE ? ")"
                                              : "]";
     int origin = v.data ? ORIGIN_DATA : ORIGIN_TEMPLATE;
-    struct list sorted = dict ? *dict_sorted(j, v.list) : *v.list;
+    struct tpl_list sorted = dict ? *dict_sorted(j, v.list) : *v.list;
     if (v.kind == TV_TUPLE && sorted.n == 1) close = ",)";
     size_t step = dict ? 2 : 1;
     indent++;
@@ -16043,7 +16058,8 @@ static void pprint_items(struct job *j, struct buf *b, struct tv v, size_t inden
 
 /* Prints a value at column `indent`, if it fits before the last `allowance` columns in one line. level: containers
  * around it. */
-static void pprint_value(struct job *j, struct buf *b, struct tv v, size_t indent, size_t allowance, int level) {
+static void pprint_value(struct tpl_job *j, struct tpl_buf *b, struct tv v, size_t indent, size_t allowance,
+                         int level) {
     struct tv rep = tv_pretty(j, v);
     job_enter(j);
     bool fits = cp_count(j, rep.s, rep.n) + indent + allowance <= PPRINT_WIDTH;
@@ -16054,9 +16070,9 @@ static void pprint_value(struct job *j, struct buf *b, struct tv v, size_t inden
     j->depth--;
 }
 
-static struct tv f_pprint(struct job *j, struct tv self, struct args *a) {
+static struct tv f_pprint(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)a;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     pprint_value(j, &b, self, 0, 0, 0);
     return buf_str(&b);
 }
@@ -16076,48 +16092,48 @@ static struct tv f_pprint(struct job *j, struct tv self, struct args *a) {
 #define KINDS_NUMBER   (KIND(INT) | KIND(FLOAT) | KIND(BOOL))
 
 /* Whether the kind of v is in the set of kinds `mode`. */
-static struct tv t_kind(struct job *j, struct tv v, struct args *a) {
+static struct tv t_kind(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     (void)j;
     return tv_bool(a->mode >> v.kind & 1);
 }
 
-static struct tv t_bool(struct job *j, struct tv v, struct args *a) {
+static struct tv t_bool(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     (void)j;
     return tv_bool(v.kind == TV_BOOL && v.i == a->mode);
 }
 
-static struct tv t_compare(struct job *j, struct tv v, struct args *a) {
+static struct tv t_compare(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     return tv_bool(tv_compare(j, (enum binary_op)a->mode, v, a->v[0]));
 }
 
 /* odd, even, divisibleby: whether the remainder is `mode`. */
-static struct tv t_remainder(struct job *j, struct tv v, struct args *a) {
+static struct tv t_remainder(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     struct tv by = a->v[0].kind ? a->v[0] : tv_int(2);
     return tv_bool(tv_eq(j, tv_binary(j, BIN_MOD, v, by), tv_int(a->mode)));
 }
 
-static struct tv t_sameas(struct job *j, struct tv v, struct args *a) {
+static struct tv t_sameas(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     (void)j;
     struct tv w = a->v[0];
     bool same = v.kind == w.kind && (v.kind == TV_NONE || v.list == w.list); /* the union holds a pointer or a number */
     return tv_bool(same && (v.kind != TV_STR || v.n == w.n));
 }
 
-static struct tv t_escaped(struct job *j, struct tv v, struct args *a) {
+static struct tv t_escaped(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     (void)j;
     (void)a;
     return tv_bool(v.kind == TV_STR && v.markup);
 }
 
 /* filter, test: whether v is the name of one. */
-static struct tv t_exists(struct job *j, struct tv v, struct args *a) {
+static struct tv t_exists(struct tpl_job *j, struct tv v, struct tpl_args *a) {
     if (!tv_hashable(j, v)) job_fail(j, "unhashable type: '%s'", tv_type(v));
     return tv_bool(v.kind == TV_STR && builtin_find(a->mode, v));
 }
 
 /* ---- globals and loop ---- */
 
-static struct tv g_cycler(struct job *j, struct tv self, struct args *a) {
+static struct tv g_cycler(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     struct cycler *c = job_alloc(j, sizeof *c);
     if (!a->pos.n) job_fail(j, "at least one item has to be provided");
@@ -16126,7 +16142,7 @@ static struct tv g_cycler(struct job *j, struct tv self, struct args *a) {
 }
 
 /* next and, with mode 1, reset. */
-static struct tv l_next(struct job *j, struct tv self, struct args *a) {
+static struct tv l_next(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)j;
     struct cycler *c = self.cycler;
     if (a->mode) {
@@ -16138,7 +16154,7 @@ static struct tv l_next(struct job *j, struct tv self, struct args *a) {
     return v;
 }
 
-static struct tv g_joiner(struct job *j, struct tv self, struct args *a) {
+static struct tv g_joiner(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     struct cycler *c = job_alloc(j, sizeof *c);
     list_push(j, &c->items, a->v[0].kind ? a->v[0] : tv_lit(j, ", "));
@@ -16146,11 +16162,11 @@ static struct tv g_joiner(struct job *j, struct tv self, struct args *a) {
 }
 
 /* What a joiner gives when it is called: nothing at first, then its separator. */
-static struct tv joiner_call(struct job *j, struct cycler *c) { return c->at++ ? c->items.v[0] : tv_lit(j, ""); }
+static struct tv joiner_call(struct tpl_job *j, struct cycler *c) { return c->at++ ? c->items.v[0] : tv_lit(j, ""); }
 
 /* Refuses what has no place in the template of a prompt; the mode says why. */
 enum { REFUSE_RANDOM, REFUSE_LINKS, REFUSE_BYTES, REFUSE_HEX };
-__attribute__((noreturn)) static struct tv f_refuse(struct job *j, struct tv self, struct args *a) {
+__attribute__((noreturn)) static struct tv f_refuse(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     static const char *const reason[] = {
         [REFUSE_RANDOM] = "its result is random, and a prompt is the same text whenever it is rendered",
         [REFUSE_LINKS] = "it makes links for web pages",
@@ -16161,7 +16177,7 @@ __attribute__((noreturn)) static struct tv f_refuse(struct job *j, struct tv sel
 }
 
 /* range(stop) or range(start, stop, step), made at once as a list. */
-static struct tv g_range(struct job *j, struct tv self, struct args *a) {
+static struct tv g_range(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     bool two = a->v[1].kind;
     int64_t from = two ? arg_int(j, a, 0, 0) : 0;
@@ -16180,15 +16196,15 @@ static struct tv g_range(struct job *j, struct tv self, struct args *a) {
 }
 
 /* dict(...) and namespace(...): a mapping, then keywords. The mode is the kind of the result. */
-static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
+static struct tv g_dict(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     struct tv out = tv_list(j, a->mode);
     if (a->pos.n > 1) job_fail(j, "%s() takes one mapping and keywords", a->name);
     struct tv from = a->pos.n ? a->pos.v[0] : tv_list(j, TV_DICT);
     for (size_t i = 0; from.kind == TV_DICT && i < from.list->n; i++) list_push(j, out.list, from.list->v[i]);
-    const struct list *pairs = from.kind == TV_DICT ? &(struct list){0} : tv_iter(j, from);
+    const struct tpl_list *pairs = from.kind == TV_DICT ? &(struct tpl_list){0} : tv_iter(j, from);
     for (size_t i = 0; i < pairs->n; i++) {
-        const struct list *pair = tv_iter(j, pairs->v[i]);
+        const struct tpl_list *pair = tv_iter(j, pairs->v[i]);
         if (pair->n != 2) job_fail(j, "%s(): element %zu has %zu values instead of 2", a->name, i, pair->n);
         dict_set(j, out.list, pair->v[0], pair->v[1]);
     }
@@ -16197,7 +16213,7 @@ static struct tv g_dict(struct job *j, struct tv self, struct args *a) {
 }
 
 /* raise_exception(message): the error is the message, without "line N:". */
-__attribute__((noreturn)) static struct tv g_raise(struct job *j, struct tv self, struct args *a) {
+__attribute__((noreturn)) static struct tv g_raise(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     struct tv v = tv_str(j, a->v[0]);
     snprintf(j->err, ERR_MAX, "%.*s", v.n < ERR_MAX ? (int)v.n : ERR_MAX, v.s);
@@ -16205,10 +16221,10 @@ __attribute__((noreturn)) static struct tv g_raise(struct job *j, struct tv self
     longjmp(j->out_of_here, 1);
 }
 
-static struct tv *variable_find(struct job *j, struct tv name);
+static struct tv *variable_find(struct tpl_job *j, struct tv name);
 
 /* strftime_now(format), by the strftime of the C library. The time is the variable `now` if that is a string. */
-static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
+static struct tv g_strftime(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     (void)self;
     struct tv f = arg_str(j, a, 0), *now = variable_find(j, tv_lit(j, "now"));
     struct tm t = {0};
@@ -16234,10 +16250,10 @@ static struct tv g_strftime(struct job *j, struct tv self, struct args *a) {
 
 /* The variable `loop`. */
 struct loop {
-    const struct list *src;           /* what is looped over */
+    const struct tpl_list *src;       /* what is looped over */
     size_t at;                        /* elements taken from src */
     const struct node *target, *test; /* test: the `if`, evaluated when an element is taken; NULL: none */
-    struct scope *outer;              /* the scope around the loop */
+    struct tpl_scope *outer;          /* the scope around the loop */
     struct tv prev, cur, next;        /* next: TV_ABSENT, or an element that was taken ahead of its turn */
     int64_t index0;                   /* of cur */
     const struct node *def;           /* N_FOR */
@@ -16245,14 +16261,14 @@ struct loop {
     struct tv changed;                /* a tuple: what changed() was called with last; TV_ABSENT: it was not */
 };
 
-static bool loop_take(struct job *j, struct loop *l, struct tv *out);
+static bool loop_take(struct tpl_job *j, struct loop *l, struct tv *out);
 
 /* Whether there is another element; takes it ahead of its turn. */
-static bool loop_peek(struct job *j, struct loop *l) { return l->next.kind || loop_take(j, l, &l->next); }
+static bool loop_peek(struct tpl_job *j, struct loop *l) { return l->next.kind || loop_take(j, l, &l->next); }
 
 /* Number of elements. With an `if`, the test of all that are left is evaluated now. */
-static int64_t loop_length(struct job *j, struct loop *l) {
-    struct list *rest = job_alloc(j, sizeof *rest);
+static int64_t loop_length(struct tpl_job *j, struct loop *l) {
+    struct tpl_list *rest = job_alloc(j, sizeof *rest);
     struct tv v;
     while (l->test && loop_take(j, l, &v)) list_push(j, rest, v);
     if (l->test) {
@@ -16264,7 +16280,7 @@ static int64_t loop_length(struct job *j, struct loop *l) {
 }
 
 /* A member of `loop`; TV_ABSENT: there is none of this name. */
-static struct tv loop_get(struct job *j, struct loop *l, struct tv key) {
+static struct tv loop_get(struct tpl_job *j, struct loop *l, struct tv key) {
     if (tv_is(key, "index0")) return tv_int(l->index0);
     if (tv_is(key, "index")) return tv_int(l->index0 + 1);
     if (tv_is(key, "depth0")) return tv_int(l->depth0);
@@ -16279,12 +16295,12 @@ static struct tv loop_get(struct job *j, struct loop *l, struct tv key) {
     return (struct tv){0};
 }
 
-static struct tv l_cycle(struct job *j, struct tv self, struct args *a) {
+static struct tv l_cycle(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     if (!a->pos.n) job_fail(j, "no items for cycling given");
     return a->pos.v[(size_t)self.loop->index0 % a->pos.n];
 }
 
-static struct tv l_changed(struct job *j, struct tv self, struct args *a) {
+static struct tv l_changed(struct tpl_job *j, struct tv self, struct tpl_args *a) {
     struct tv last = self.loop->changed, v = tv_list(j, TV_TUPLE);
     *v.list = a->pos;
     self.loop->changed = v;
@@ -16457,18 +16473,18 @@ enum token_kind {
 };
 
 /* The text of a token; of a string without the quotes. */
-struct token {
+struct tpl_token {
     int kind, line;
     const char *s;
     size_t n;
 };
 
 struct lexer {
-    struct job *j;
+    struct tpl_job *j;
     const char *s; /* (n) the source; line ends are \n */
     size_t n, at;
-    bool line_start;     /* the last token ended with a line end */
-    struct token *token; /* (cap), of which `tokens` are used */
+    bool line_start;         /* the last token ended with a line end */
+    struct tpl_token *token; /* (cap), of which `tokens` are used */
     size_t tokens, cap;
 };
 
@@ -16491,7 +16507,7 @@ static void lex_skip(struct lexer *l, size_t n) {
 /* Adds the next n bytes as a token and moves on. Its text is without the `edge` bytes (quotes) at both ends. */
 static void lex_token(struct lexer *l, int kind, size_t n, size_t edge) {
     l->token = job_grow(l->j, l->token, l->tokens, &l->cap, sizeof *l->token);
-    l->token[l->tokens++] = (struct token){kind, l->j->line, l->s + l->at + edge, n - 2 * edge};
+    l->token[l->tokens++] = (struct tpl_token){kind, l->j->line, l->s + l->at + edge, n - 2 * edge};
     lex_skip(l, n);
 }
 
@@ -16718,12 +16734,12 @@ static const char *const macro_extra[] = {"caller", "varargs", "kwargs"};
 /* A filter or test that does not exist is an error of the source. In a condition it fails when it is evaluated, as in
  * jinja2: parse_expr and parse_if take it off `unknown` again. */
 struct parser {
-    struct job *j;
-    const struct token *at; /* the current token */
-    int loops;              /* number of loops around the current place, in the same macro */
-    int extras;             /* set of EXTRA_* that the current macro uses */
-    struct list unknown;    /* names and lines of filters and tests that do not exist */
-    struct list blocks;     /* a dictionary: names and TV_BLOCK of the blocks */
+    struct tpl_job *j;
+    const struct tpl_token *at; /* the current token */
+    int loops;                  /* number of loops around the current place, in the same macro */
+    int extras;                 /* set of EXTRA_* that the current macro uses */
+    struct tpl_list unknown;    /* names and lines of filters and tests that do not exist */
+    struct tpl_list blocks;     /* a dictionary: names and TV_BLOCK of the blocks */
 };
 
 /* A node without kids, at the current line. */
@@ -16753,7 +16769,7 @@ static void parse_nest(struct parser *p) {
 }
 
 /* Whether a token is the word s; tok_is: whether the current one is. */
-static bool tok_equal(const struct token *t, const char *s) {
+static bool tok_equal(const struct tpl_token *t, const char *s) {
     return t->kind == T_WORD && t->n == strlen(s) && !memcmp(t->s, s, t->n);
 }
 
@@ -16796,7 +16812,7 @@ static bool tok_is_name(const struct parser *p) {
 
 /* Moves on after a name and returns it. */
 static struct tv tok_name(struct parser *p) {
-    const struct token *t = p->at;
+    const struct tpl_token *t = p->at;
     if (!tok_is_name(p)) tok_unexpected(p, "a name");
     tok_next(p);
     return tv_text(p->j, t->s, t->n, ORIGIN_TEMPLATE);
@@ -16804,7 +16820,7 @@ static struct tv tok_name(struct parser *p) {
 
 /* Appends what an escape sequence of a Python string means; s[i] is after its backslash. Returns the offset after
  * it. */
-static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_t n, size_t i) {
+static size_t parse_escape(struct parser *p, struct tpl_buf *b, const char *s, size_t n, size_t i) {
     static const char from[] = "\\'\"abfnrtv", to[] = "\\'\"\a\b\f\n\r\t\v";
     char c = s[i], digits[9] = "";
     const char *known = c ? strchr(from, c) : NULL;
@@ -16835,9 +16851,9 @@ static size_t parse_escape(struct parser *p, struct buf *b, const char *s, size_
 
 /* Parses one string, or several in a row, which Python joins. */
 static struct tv parse_string(struct parser *p) {
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     for (; p->at->kind == T_STRING; tok_next(p)) {
-        const struct token *t = p->at;
+        const struct tpl_token *t = p->at;
         for (size_t i = 0; i < t->n;) {
             const char *esc = memchr(t->s + i, '\\', t->n - i);
             size_t k = esc ? (size_t)(esc - t->s) : t->n;
@@ -16850,7 +16866,7 @@ static struct tv parse_string(struct parser *p) {
 
 /* Parses an integer or a float. */
 static struct tv parse_number(struct parser *p) {
-    const struct token *t = p->at;
+    const struct tpl_token *t = p->at;
     bool real = t->kind == T_FLOAT;
     char tmp[512];
     size_t n = 0;
@@ -17329,7 +17345,7 @@ static struct node *parse_statement(struct parser *p) {
 static struct node *parse_body(struct parser *p, const char *ends) {
     struct node *body = node_new(p, N_BODY), *n;
     for (;; node_add(p, body, n)) {
-        const struct token *t = p->at;
+        const struct tpl_token *t = p->at;
         if (t->kind == T_EOF && ends) tok_unexpected(p, ends);
         if (t->kind == T_EOF) return body;
         n = node_new(p, t->kind == T_DATA ? N_DATA : N_PRINT);
@@ -17354,7 +17370,7 @@ static struct node *parse_body(struct parser *p, const char *ends) {
 struct template {
     struct pool_block *pool;
     struct node *body;
-    struct list blocks; /* a dictionary: names and TV_BLOCK */
+    struct tpl_list blocks; /* a dictionary: names and TV_BLOCK */
 };
 
 /* What template_parse hands to parse_source. */
@@ -17365,7 +17381,7 @@ struct source {
 };
 
 /* Makes the tree of a template. Runs inside job_run. */
-static void parse_source(struct job *j, void *arg) {
+static void parse_source(struct tpl_job *j, void *arg) {
     struct source *src = arg;
     struct lexer l = {.j = j, .line_start = true};
     char *s = job_alloc(j, src->n + 1);
@@ -17394,25 +17410,25 @@ static void parse_source(struct job *j, void *arg) {
 /* What follows a statement: the next one, or a break or continue that its loop has to handle. */
 enum flow { FLOW_NEXT, FLOW_BREAK, FLOW_CONTINUE };
 
-static struct tv node_eval(struct job *j, const struct node *n);
-static enum flow node_exec(struct job *j, const struct node *n);
+static struct tv node_eval(struct tpl_job *j, const struct node *n);
+static enum flow node_exec(struct tpl_job *j, const struct node *n);
 
 /* Finds a variable, in the innermost scope first; NULL: it is not set. */
-static struct tv *variable_find(struct job *j, struct tv name) {
+static struct tv *variable_find(struct tpl_job *j, struct tv name) {
     struct tv *v = NULL;
-    for (struct scope *s = j->scope; s && !v; s = s->up) v = dict_find(j, &s->vars, name);
+    for (struct tpl_scope *s = j->scope; s && !v; s = s->up) v = dict_find(j, &s->vars, name);
     return v;
 }
 
 /* Makes an empty scope inside of `up` the current one. The caller puts j->scope back. */
-static struct scope *scope_open(struct job *j, struct scope *up) {
-    struct scope *s = job_alloc(j, sizeof *s);
+static struct tpl_scope *scope_open(struct tpl_job *j, struct tpl_scope *up) {
+    struct tpl_scope *s = job_alloc(j, sizeof *s);
     s->up = up;
     return j->scope = s;
 }
 
 /* Assigns v to a target, or its elements to a tuple of targets. */
-static void node_assign(struct job *j, const struct node *target, struct tv v) {
+static void node_assign(struct tpl_job *j, const struct node *target, struct tv v) {
     if (target->kind == N_NAME) {
         dict_set(j, &j->scope->vars, target->val, v);
         return;
@@ -17423,7 +17439,7 @@ static void node_assign(struct job *j, const struct node *target, struct tv v) {
         dict_set(j, o.list, target->kid[1]->val, v);
         return;
     }
-    const struct list *l = tv_iter(j, v);
+    const struct tpl_list *l = tv_iter(j, v);
     if (l->n != target->n)
         job_fail(j, "%s values to unpack (expected %zu, got %zu)", l->n < target->n ? "not enough" : "too many",
                  target->n, l->n);
@@ -17431,8 +17447,8 @@ static void node_assign(struct job *j, const struct node *target, struct tv v) {
 }
 
 /* Runs a body and returns what it prints. */
-static struct tv node_capture(struct job *j, const struct node *body, enum flow *flow) {
-    struct buf b = {0}, *out = j->out;
+static struct tv node_capture(struct tpl_job *j, const struct node *body, enum flow *flow) {
+    struct tpl_buf b = {0}, *out = j->out;
     j->out = &b;
     *flow = node_exec(j, body);
     j->out = out;
@@ -17449,7 +17465,7 @@ static bool macro_has(const struct macro *m, const char *name) {
 static struct tv macro_name(const struct macro *m) { return m->def->val; }
 
 /* A member of a macro; TV_ABSENT: there is none of this name. */
-static struct tv macro_get(struct job *j, const struct macro *m, struct tv key) {
+static struct tv macro_get(struct tpl_job *j, const struct macro *m, struct tv key) {
     if (tv_is(key, "name")) return macro_name(m).kind ? macro_name(m) : tv_none();
     if (tv_is(key, "caller")) return tv_bool(m->def->op & EXTRA_CALLER);
     if (tv_is(key, "catch_varargs")) return tv_bool(m->def->op & EXTRA_VARARGS);
@@ -17462,7 +17478,7 @@ static struct tv macro_get(struct job *j, const struct macro *m, struct tv key) 
 
 /* Sets what a macro has beside its parameters: `caller`, the body of a {% call %} block; `varargs` and `kwargs`, the
  * arguments that no parameter takes. Without varargs or kwargs in the body such an argument is an error. */
-static void macro_extras(struct job *j, const struct macro *m, struct args *a) {
+static void macro_extras(struct tpl_job *j, const struct macro *m, struct tpl_args *a) {
     size_t params = m->def->n - 1;
     int extras = m->def->op;
     struct tv more = tv_list(j, TV_TUPLE), rest = tv_list(j, TV_DICT), *body = NULL;
@@ -17488,8 +17504,8 @@ static void macro_extras(struct job *j, const struct macro *m, struct args *a) {
 }
 
 /* Calls a macro and returns what it prints. The keyword `caller` is the body of a {% call %} block. */
-static struct tv macro_call(struct job *j, const struct macro *m, struct args *a) {
-    struct scope *outer = j->scope;
+static struct tv macro_call(struct tpl_job *j, const struct macro *m, struct tpl_args *a) {
+    struct tpl_scope *outer = j->scope;
     size_t params = m->def->n - 1;
     int line = j->line;
     enum flow flow;
@@ -17510,11 +17526,11 @@ static struct tv macro_call(struct job *j, const struct macro *m, struct args *a
 }
 
 /* Evaluates *sequence or **mapping. */
-static void eval_spread(struct job *j, struct args *a, const struct node *n) {
+static void eval_spread(struct tpl_job *j, struct tpl_args *a, const struct node *n) {
     const struct tv v = node_eval(j, n->kid[0]);
     const bool mapping = n->op == BIN_POW;
     if (mapping && v.kind != TV_DICT) tv_fail(j, v, "the argument after ** is not a mapping, but '%s'", tv_type(v));
-    const struct list *l = mapping ? v.list : tv_iter(j, v);
+    const struct tpl_list *l = mapping ? v.list : tv_iter(j, v);
     for (size_t i = 0; i < l->n; i += mapping ? 2 : 1) {
         if (mapping) dict_set(j, &a->kw, l->v[i], l->v[i + 1]);
         else list_push(j, &a->pos, l->v[i]);
@@ -17522,8 +17538,8 @@ static void eval_spread(struct job *j, struct args *a, const struct node *n) {
 }
 
 /* Evaluates the arguments of a call, filter or test: all kids but the first. */
-static struct args eval_args(struct job *j, const struct node *n) {
-    struct args a = {0};
+static struct tpl_args eval_args(struct tpl_job *j, const struct node *n) {
+    struct tpl_args a = {0};
     for (size_t i = 1; i < n->n; i++) {
         const struct node *kid = n->kid[i];
         if (kid->kind == N_KEYWORD) dict_set(j, &a.kw, kid->val, node_eval(j, kid->kid[0]));
@@ -17534,13 +17550,13 @@ static struct args eval_args(struct job *j, const struct node *n) {
     return a;
 }
 
-static struct tv loop_call(struct job *j, struct loop *l, struct args *a);
-static struct tv block_call(struct job *j, const struct node *n, struct args *a);
+static struct tv loop_call(struct tpl_job *j, struct loop *l, struct tpl_args *a);
+static struct tv block_call(struct tpl_job *j, const struct node *n, struct tpl_args *a);
 
 /* Calls a macro, a function, a joiner or a recursive loop. caller: the body of a {% call %} block, or NULL. */
-static struct tv eval_call(struct job *j, const struct node *n, const struct macro *caller) {
+static struct tv eval_call(struct tpl_job *j, const struct node *n, const struct macro *caller) {
     struct tv f = node_eval(j, n->kid[0]);
-    struct args a = eval_args(j, n);
+    struct tpl_args a = eval_args(j, n);
     if (caller) dict_set(j, &a.kw, tv_lit(j, "caller"), (struct tv){.kind = TV_MACRO, .macro = caller});
     if (f.kind == TV_MACRO) return macro_call(j, f.macro, &a);
     if (f.kind == TV_JOINER && !a.pos.n && !a.kw.n) return joiner_call(j, f.cycler);
@@ -17551,7 +17567,7 @@ static struct tv eval_call(struct job *j, const struct node *n, const struct mac
 }
 
 /* A variable, or else a global function. */
-static struct tv eval_name(struct job *j, const struct node *n) {
+static struct tv eval_name(struct tpl_job *j, const struct node *n) {
     struct tv *v = variable_find(j, n->val);
     const struct builtin *global = v ? NULL : builtin_find(AS_GLOBAL, n->val);
     if (v) return *v;
@@ -17562,7 +17578,7 @@ static struct tv eval_name(struct job *j, const struct node *n) {
     return (struct tv){.kind = TV_FUNC, .func = f};
 }
 
-static struct tv eval_display(struct job *j, const struct node *n) {
+static struct tv eval_display(struct tpl_job *j, const struct node *n) {
     int kind = n->kind == N_LIST ? TV_LIST : TV_TUPLE;
     if (n->kind == N_DICT) kind = TV_DICT;
     struct tv v = tv_list(j, kind);
@@ -17574,27 +17590,27 @@ static struct tv eval_display(struct job *j, const struct node *n) {
     return v;
 }
 
-static struct tv eval_sign(struct job *j, const struct node *n) {
+static struct tv eval_sign(struct tpl_job *j, const struct node *n) {
     bool negate = n->kind == N_NEG;
     struct tv v = node_eval(j, n->kid[0]);
     if (!tv_number(v)) tv_fail(j, v, "bad operand type for unary %s: '%s'", negate ? "-" : "+", tv_type(v));
     return negate ? tv_binary(j, BIN_MUL, tv_int(-1), v) : tv_binary(j, BIN_ADD, tv_int(0), v);
 }
 
-static struct tv eval_apply(struct job *j, const struct node *n) {
+static struct tv eval_apply(struct tpl_job *j, const struct node *n) {
     struct tv v = node_eval(j, n->kid[0]);
-    struct args a = eval_args(j, n);
+    struct tpl_args a = eval_args(j, n);
     if (!n->fn) job_fail(j, "No %s named '%.*s'.", n->kind == N_FILTER ? "filter" : "test", SHOW(n->val));
     return builtin_call(j, n->fn, v, &a);
 }
 
-static struct tv eval_slice(struct job *j, const struct node *n) {
+static struct tv eval_slice(struct tpl_job *j, const struct node *n) {
     struct tv v[4];
     for (int i = 0; i < 4; i++) v[i] = n->kid[i] ? node_eval(j, n->kid[i]) : tv_none();
     return tv_slice(j, v[0], v[1], v[2], v[3]);
 }
 
-static struct tv eval_binary(struct job *j, const struct node *n) {
+static struct tv eval_binary(struct tpl_job *j, const struct node *n) {
     struct tv a = node_eval(j, n->kid[0]);
     enum binary_op op = (enum binary_op)n->op;
     if (op == BIN_AND || op == BIN_OR) return tv_truthy(a) == (op == BIN_AND) ? node_eval(j, n->kid[1]) : a;
@@ -17603,20 +17619,20 @@ static struct tv eval_binary(struct job *j, const struct node *n) {
     return op_table[op].prec == PREC_COMPARE ? tv_bool(tv_compare(j, op, a, b)) : tv_binary(j, op, a, b);
 }
 
-static struct tv eval_get(struct job *j, const struct node *n) {
+static struct tv eval_get(struct tpl_job *j, const struct node *n) {
     struct tv o = node_eval(j, n->kid[0]), key = n->kind == N_ATTR ? n->val : node_eval(j, n->kid[1]);
     j->line = n->line;
     return tv_get(j, o, key, n->kind == N_ATTR);
 }
 
-static struct tv eval_cond(struct job *j, const struct node *n) {
+static struct tv eval_cond(struct tpl_job *j, const struct node *n) {
     const struct node *kid = n->kid[tv_truthy(node_eval(j, n->kid[0])) ? 1 : 2];
     return kid ? node_eval(j, kid)
                : tv_undef(j, "the inline if-expression evaluated to false and no else section was defined.");
 }
 
 /* The value of an expression. */
-static struct tv node_eval(struct job *j, const struct node *n) {
+static struct tv node_eval(struct tpl_job *j, const struct node *n) {
     struct tv v;
     job_enter(j);
     j->line = n->line;
@@ -17648,9 +17664,9 @@ static struct tv node_eval(struct job *j, const struct node *n) {
  * ============================================================================================================ */
 
 /* Takes the next element that passes the loop's `if`. Returns false if there is none. */
-static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
+static bool loop_take(struct tpl_job *j, struct loop *l, struct tv *out) {
     while (l->at < l->src->n) {
-        struct scope *scope = j->scope;
+        struct tpl_scope *scope = j->scope;
         *out = l->src->v[l->at++];
         if (!l->test) return true;
         scope_open(j, l->outer);
@@ -17664,12 +17680,12 @@ static bool loop_take(struct job *j, struct loop *l, struct tv *out) {
 }
 
 /* Runs a loop over v, or its `else`, inside of the scope `outer`. */
-static enum flow loop_run(struct job *j, const struct node *n, struct tv v, struct scope *outer, int depth0) {
+static enum flow loop_run(struct tpl_job *j, const struct node *n, struct tv v, struct tpl_scope *outer, int depth0) {
     struct loop *l = job_alloc(j, sizeof *l);
     *l =
         (struct loop){.target = n->kid[0], .test = n->kid[2], .outer = outer, .index0 = -1, .def = n, .depth0 = depth0};
     l->src = tv_iter(j, v);
-    struct scope *back = j->scope, *scope = scope_open(j, outer);
+    struct tpl_scope *back = j->scope, *scope = scope_open(j, outer);
     bool ran = false; /* a round ran to its end; as in jinja2, break and continue do not count */
     enum flow flow = FLOW_NEXT;
     while (flow != FLOW_BREAK && loop_peek(j, l)) {
@@ -17692,13 +17708,13 @@ static enum flow loop_run(struct job *j, const struct node *n, struct tv v, stru
     return flow;
 }
 
-static enum flow exec_for(struct job *j, const struct node *n) {
+static enum flow exec_for(struct tpl_job *j, const struct node *n) {
     return loop_run(j, n, node_eval(j, n->kid[1]), j->scope, 0);
 }
 
 /* loop(iterable) inside of a recursive loop: what the loop prints for these elements. */
-static struct tv loop_call(struct job *j, struct loop *l, struct args *a) {
-    struct buf b = {0}, *out = j->out;
+static struct tv loop_call(struct tpl_job *j, struct loop *l, struct tpl_args *a) {
+    struct tpl_buf b = {0}, *out = j->out;
     int line = j->line;
     if (!l->def->op) job_fail(j, "The loop must have the 'recursive' marker to be called recursively.");
     if (a->pos.n != 1 || a->kw.n) job_fail(j, "loop() takes one iterable");
@@ -17710,8 +17726,8 @@ static struct tv loop_call(struct job *j, struct loop *l, struct args *a) {
 }
 
 /* Runs a {% set x %} or {% filter f %} block. */
-static enum flow exec_capture(struct job *j, const struct node *n) {
-    struct scope *outer = j->scope;
+static enum flow exec_capture(struct tpl_job *j, const struct node *n) {
+    struct tpl_scope *outer = j->scope;
     enum flow flow;
     scope_open(j, outer);
     struct tv v = j->captured = node_capture(j, n->kid[0], &flow);
@@ -17724,8 +17740,8 @@ static enum flow exec_capture(struct job *j, const struct node *n) {
 }
 
 /* Runs a {% with %} block. The values are evaluated outside of its scope. */
-static enum flow exec_with(struct job *j, const struct node *n) {
-    struct scope *outer = j->scope, *inner = scope_open(j, outer);
+static enum flow exec_with(struct tpl_job *j, const struct node *n) {
+    struct tpl_scope *outer = j->scope, *inner = scope_open(j, outer);
     for (size_t i = 0; i + 1 < n->n; i += 2) {
         j->scope = outer;
         struct tv v = node_eval(j, n->kid[i + 1]);
@@ -17738,7 +17754,7 @@ static enum flow exec_with(struct job *j, const struct node *n) {
 }
 
 /* Runs the first branch whose test is true, or the `else`. */
-static enum flow exec_if(struct job *j, const struct node *n) {
+static enum flow exec_if(struct tpl_job *j, const struct node *n) {
     size_t i = 0;
     while (i + 1 < n->n && !tv_truthy(node_eval(j, n->kid[i]))) i += 2;
     if (i + 1 < n->n) return node_exec(j, n->kid[i + 1]);
@@ -17746,8 +17762,8 @@ static enum flow exec_if(struct job *j, const struct node *n) {
 }
 
 /* Runs a {% block %} inside of the scope `outer`. */
-static void block_run(struct job *j, const struct node *n, struct scope *outer) {
-    struct scope *back = j->scope;
+static void block_run(struct tpl_job *j, const struct node *n, struct tpl_scope *outer) {
+    struct tpl_scope *back = j->scope;
     if (n->op & BLOCK_REQUIRED) job_fail(j, "Required block '%.*s' not found", SHOW(n->val));
     scope_open(j, outer);
     struct tv none = tv_undef(j, "there is no parent block called '%.*s'.", SHOW(n->val));
@@ -17757,8 +17773,8 @@ static void block_run(struct job *j, const struct node *n, struct scope *outer) 
 }
 
 /* self.name(): what the block prints. */
-static struct tv block_call(struct job *j, const struct node *n, struct args *a) {
-    struct buf b = {0}, *out = j->out;
+static struct tv block_call(struct tpl_job *j, const struct node *n, struct tpl_args *a) {
+    struct tpl_buf b = {0}, *out = j->out;
     int line = j->line;
     if (a->pos.n || a->kw.n) job_fail(j, "a block takes no arguments");
     j->out = &b;
@@ -17769,8 +17785,8 @@ static struct tv block_call(struct job *j, const struct node *n, struct args *a)
 }
 
 /* Runs an {% autoescape %} block, which may only turn off what is off. */
-static enum flow exec_autoescape(struct job *j, const struct node *n) {
-    struct scope *outer = j->scope;
+static enum flow exec_autoescape(struct tpl_job *j, const struct node *n) {
+    struct tpl_scope *outer = j->scope;
     if (tv_truthy(node_eval(j, n->kid[0])))
         job_fail(j, "autoescape is not supported: the text of a prompt is not HTML");
     scope_open(j, outer);
@@ -17780,7 +17796,7 @@ static enum flow exec_autoescape(struct job *j, const struct node *n) {
 }
 
 /* Defines a macro, or runs a {% call %} block. */
-static void exec_macro(struct job *j, const struct node *n) {
+static void exec_macro(struct tpl_job *j, const struct node *n) {
     struct macro *m = job_alloc(j, sizeof *m);
     *m = (struct macro){n->kind == N_CALLBLOCK ? n->kid[1] : n, j->scope};
     if (n->kind == N_CALLBLOCK) buf_put(j, j->out, tv_str(j, eval_call(j, n->kid[0], m)));
@@ -17788,7 +17804,7 @@ static void exec_macro(struct job *j, const struct node *n) {
 }
 
 /* Runs a body or a statement. */
-static enum flow node_exec(struct job *j, const struct node *n) {
+static enum flow node_exec(struct tpl_job *j, const struct node *n) {
     enum flow flow = FLOW_NEXT;
     job_enter(j);
     j->line = n->line;
@@ -17818,20 +17834,20 @@ static enum flow node_exec(struct job *j, const struct node *n) {
 struct rendering {
     const struct template *t;
     const json_t *vars, *data;
-    struct text *out;
+    struct tpl_text *out;
 };
 
 /* Renders a template. Runs inside job_run. */
-static void render_body(struct job *j, void *arg) {
+static void render_body(struct tpl_job *j, void *arg) {
     static const char *const data[] = {"messages", "tools", "documents"};
     struct rendering *r = arg;
-    struct buf b = {0};
+    struct tpl_buf b = {0};
     const char *key;
     json_t *value;
     size_t n;
     j->out = &b;
     j->global = scope_open(j, NULL);
-    j->blocks = &(struct list){.v = r->t->blocks.v, .n = r->t->blocks.n};
+    j->blocks = &(struct tpl_list){.v = r->t->blocks.v, .n = r->t->blocks.n};
     for (int i = 1; i < 3; i++) dict_set(j, &j->scope->vars, tv_lit(j, data[i]), tv_none()); /* as transformers does */
     json_object_keylen_foreach((json_t *)r->vars, key, n, value) {
         struct tv name = tv_text(j, key, n, ORIGIN_TEMPLATE);
@@ -17848,7 +17864,7 @@ static void render_body(struct job *j, void *arg) {
 
 /* Runs work and returns j->rc. job_fail returns to here. The job lies outside of this frame, because longjmp leaves the
  * variables of this function undefined. */
-static int job_run(struct job *j, void (*work)(struct job *j, void *arg), void *arg) {
+static int job_run(struct tpl_job *j, void (*work)(struct tpl_job *j, void *arg), void *arg) {
     struct rlimit limit;
     j->stack = __builtin_frame_address(0);
     j->stack_bytes = getrlimit(RLIMIT_STACK, &limit) || limit.rlim_cur == RLIM_INFINITY ? SIZE_MAX : limit.rlim_cur / 2;
@@ -17865,7 +17881,7 @@ static void template_free(struct template *t) {
 /* Parses n bytes of source. Returns NULL and "line N: ..." if something is malformed or not supported. */
 static struct template *template_parse(const char *src, size_t n, char *err) {
     struct template *t = xcalloc(1, sizeof *t);
-    struct job j = {.err = err, .line = 1};
+    struct tpl_job j = {.err = err, .line = 1};
     int rc = job_run(&j, parse_source, &(struct source){src, n, t});
     t->pool = j.pool;
     if (!rc) return t;
@@ -17877,9 +17893,9 @@ static struct template *template_parse(const char *src, size_t n, char *err) {
  * (2026-11-20T10:00:00) is also the time of strftime_now. data: an object of variables that come from a user, so that
  * none of their text is the template's; or NULL. Returns 0; or -1 and "line N: ..."; or -2 and exactly the message that
  * the template gave to raise_exception. */
-static int template_render_data(const struct template *t, const json_t *vars, const json_t *data, struct text *out,
+static int template_render_data(const struct template *t, const json_t *vars, const json_t *data, struct tpl_text *out,
                                 char *err) {
-    struct job j = {.err = err};
+    struct tpl_job j = {.err = err};
     if (!json_is_object(vars)) return fail(err, "template variables: expected a JSON object");
     int rc = job_run(&j, render_body, &(struct rendering){t, vars, data, out});
     for (size_t i = 0; i < arrlenu(j.parsed); i++) json_decref(j.parsed[i]);
@@ -17889,7 +17905,7 @@ static int template_render_data(const struct template *t, const json_t *vars, co
 }
 
 /* template_render_data without variables of a user beside messages, tools and documents. */
-static int template_render(const struct template *t, const json_t *vars, struct text *out, char *err) {
+static int template_render(const struct template *t, const json_t *vars, struct tpl_text *out, char *err) {
     return template_render_data(t, vars, NULL, out, err);
 }
 
@@ -19994,7 +20010,7 @@ static const char *split_answer(const struct think_format *f, const char *conten
 }
 
 /* Whether the prompt ends in an opening tag of the template, so that the answer begins inside the thinking. */
-static bool prompt_opens_think(const struct think_format *f, const struct text *t) {
+static bool prompt_opens_think(const struct think_format *f, const struct tpl_text *t) {
     size_t n = arrlenu(t->s);
     const size_t len = f->open ? strlen(f->open) : 0;
     while (n && strchr(" \n\t", t->s[n - 1])) n--;
@@ -20073,7 +20089,7 @@ struct message_forms {
 
 /* Whether a template renders the messages, which are freed, so that the text of FORM_MARK comes out. vars: the other
  * variables. The text is appended to *out. */
-static bool template_shows(const struct template *t, const json_t *vars, json_t *messages, struct text *out) {
+static bool template_shows(const struct template *t, const json_t *vars, json_t *messages, struct tpl_text *out) {
     char err[ERR_MAX];
     json_t *all = json_copy((json_t *)vars);
     json_object_set_new(all, "messages", messages);
@@ -20089,7 +20105,7 @@ static bool template_shows(const struct template *t, const json_t *vars, json_t 
 static bool template_takes_none(const struct template *t, const json_t *vars) {
     bool takes = false;
     for (int text = 0; text < 2 && !takes; text++) {
-        struct text out = {0};
+        struct tpl_text out = {0};
         json_t *arguments = text ? json_string("{}") : json_object();
         json_t *call = json_pack("{sssss{ssso}}", "id", "call00000", "type", "function", "function", "name", FORM_MARK,
                                  "arguments", arguments);
@@ -20106,7 +20122,7 @@ static bool template_takes_none(const struct template *t, const json_t *vars) {
  * take one message of a user says nothing about a system message. */
 static struct message_forms message_forms_find(const struct template *t, const char *source, size_t n,
                                                const json_t *vars) {
-    struct text plain = {0}, parts = {0}, system = {0}, developer = {0};
+    struct tpl_text plain = {0}, parts = {0}, system = {0}, developer = {0};
     struct message_forms f = {.calls = text_has(source, n, "tool_calls")};
     const bool works = template_shows(t, vars, json_pack("[{ssss}]", "role", "user", "content", FORM_MARK), &plain);
     json_t *with_system =
@@ -20670,7 +20686,7 @@ static json_t *message_json(const char *s, size_t n, bool channels) {
 }
 
 /* Takes the private character out of what QUOTED_CHANNEL is in. */
-static void quotes_restore(struct text *t) {
+static void quotes_restore(struct tpl_text *t) {
     const size_t len = strlen(QUOTED_CHANNEL), at = strlen("<|channel"), drop = strlen("\ue000");
     size_t k = 0;
     for (size_t i = 0, n = arrlenu(t->s); i < n;) {
@@ -20701,7 +20717,7 @@ static json_t *chat_message_json(const struct chat *c, const struct message *msg
     return o;
 }
 
-static bool text_ends(const struct text *t, const char *with) {
+static bool text_ends(const struct tpl_text *t, const char *with) {
     const size_t n = arrlenu(t->s), len = strlen(with);
     return n >= len && !memcmp(t->s + n - len, with, len);
 }
@@ -20731,7 +20747,7 @@ static json_t *chat_messages_json(const struct chat *c) {
 
 /* Renders all messages into *out. answer: the text ends where the model's answer begins (add_generation_prompt).
  * Returns 0, or -1 with a message. */
-static int chat_render(const struct chat *c, bool answer, struct text *out, char *err) {
+static int chat_render(const struct chat *c, bool answer, struct tpl_text *out, char *err) {
     json_t *vars = json_object(), *list = chat_messages_json(c);
     json_object_set_new(vars, "messages", list);
     json_object_set_new(vars, "add_generation_prompt", json_boolean(answer));
@@ -20756,8 +20772,8 @@ static int chat_render(const struct chat *c, bool answer, struct text *out, char
 }
 
 /* Whether the template renders the same text without a key of the messages. `with`: the text with it. */
-static bool key_is_idle(struct chat *c, const char *key, const struct text *with) {
-    struct text without = {0};
+static bool key_is_idle(struct chat *c, const char *key, const struct tpl_text *with) {
+    struct tpl_text without = {0};
     json_t **before = NULL; /* stb_ds: of every message */
     char err[ERR_MAX];
     for (size_t i = 0; i < arrlenu(c->messages); i++) {
@@ -20781,7 +20797,7 @@ static bool key_is_idle(struct chat *c, const char *key, const struct text *with
 /* Says once what the template leaves out of the messages of requests: keys that it does not read, and whole messages.
  * Ids of calls only tell calls apart. */
 static void chat_report_idle(struct chat *c) {
-    struct text all = {0};
+    struct tpl_text all = {0};
     char err[ERR_MAX];
     if (chat_render(c, true, &all, err) || !arrlen(all.s)) {
         text_free(&all);
@@ -20814,7 +20830,7 @@ static bool token_is_special(const struct vocab *v, int32_t id) {
 /* Sets *ids to the tokens of a rendered prompt. Tokens of the session are taken over as long as their text is that of
  * the prompt, up to the last special token among them (cut); the rest of the prompt (from byte cut_at on) is
  * tokenized. */
-static void chat_tokenize(const struct chat *c, const struct text *text, int32_t **ids) {
+static void chat_tokenize(const struct chat *c, const struct tpl_text *text, int32_t **ids) {
     const struct vocab *v = c->m->vocab;
     const struct session *s = c->s;
     size_t n = arrlenu(text->s), at = 0, cut_at = 0;
@@ -21227,7 +21243,7 @@ static bool thinking_frame(const struct chat *c, char **before, char **after) {
     static const char thought[] = "\ue000", answer[] = "\ue001"; /* private characters, to be found again */
     const char *open = c->format->open, *close = open ? c->format->close : channel_marks[MARK_END];
     struct chat probe = *c;
-    struct text text = {0};
+    struct tpl_text text = {0};
     char err[ERR_MAX];
     probe.messages = NULL;
     chat_push(&probe, "user", "?", 1);
@@ -21367,9 +21383,9 @@ static void chat_count(struct chat *c, const struct turn_stats *st) {
 /* Returns how many of the ids precede the generation prompt: what a later turn's rendering has in
  * common with this one, even where the template drops the thinking of former answers. 0 where the session needs no
  * snapshot. */
-static int chat_mark(struct chat *c, const struct text *text, const int32_t *ids) {
+static int chat_mark(struct chat *c, const struct tpl_text *text, const int32_t *ids) {
     const struct vocab *v = c->m->vocab;
-    struct text messages = {0};
+    struct tpl_text messages = {0};
     char err[ERR_MAX];
     size_t common = 0, at = 0;
     int n = 0;
@@ -21427,7 +21443,7 @@ static void message_take(struct message *msg, const struct printer *p) {
 /* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
  * TURN_FAILED. */
 static enum turn_result chat_answer(struct chat *c, char *err) {
-    struct text text = {0};
+    struct tpl_text text = {0};
     int32_t *ids = NULL;
     struct turn_stats st = {0};
     enum turn_result result = TURN_FAILED;
@@ -21531,7 +21547,7 @@ static int chat_continue(struct chat *c, char *err) {
  * counted. */
 static void chat_trim(struct chat *c) {
     char err[ERR_MAX];
-    struct text text = {0};
+    struct tpl_text text = {0};
     int32_t *ids = NULL;
     int keep = 0;
     if (arrlen(c->messages) && !chat_render(c, true, &text, err)) chat_tokenize(c, &text, &ids);
@@ -21868,7 +21884,7 @@ static void chat_list(struct chat *c) {
 }
 
 /* Renders what the next turn sends before its message. Returns 0, or -1 with a message. */
-static int chat_render_next(struct chat *c, struct text *out, char *err) {
+static int chat_render_next(struct chat *c, struct tpl_text *out, char *err) {
     static const char message[] = "\ue000"; /* a private character, to be found again */
     if (chat_last_is(c, "user")) return chat_render(c, false, out, err);
     chat_push(c, "user", message, strlen(message));
@@ -21886,7 +21902,7 @@ static int chat_render_next(struct chat *c, struct text *out, char *err) {
  * message. */
 static void chat_print_context(struct chat *c) {
     char a[32], b[32], err[ERR_MAX];
-    struct text text = {0};
+    struct tpl_text text = {0};
     int32_t *ids = NULL;
     const struct session *s = c->s;
     const double use = (double)s->n_past / s->n_ctx,
@@ -25453,7 +25469,7 @@ static int32_t *raw_ids(const struct engine *e, const char *text, size_t n, char
 /* The token ids of a prompt as a message of a chat. NULL with a message when it cannot be one. */
 static int32_t *chat_ids(struct engine *e, const char *text, size_t n, char *err) {
     struct chat c;
-    struct text rendered = {0};
+    struct tpl_text rendered = {0};
     int32_t *ids = NULL;
     if (chat_init(&c, e->set, &e->model, &e->session, err)) return NULL;
     if (!message_check("the prompt", text, n, err)) {
@@ -25508,7 +25524,7 @@ static int render_parts(const struct message_forms *f, json_t *messages, char *e
 /* Says what became of the system message in a template that takes none. rc: of the rendering, whose message it ends. */
 static void render_system(const struct template *t, json_t *vars, int rc, char *err) {
     json_t *messages = json_deep_copy(json_object_get(vars, "messages"));
-    struct text without = {0};
+    struct tpl_text without = {0};
     char why[ERR_MAX];
     if (!system_move(messages)) {
         json_decref(messages);
@@ -25527,7 +25543,7 @@ static int mode_render(struct engine *e) {
     struct model *m = set->model ? &e->model : NULL;
     char err[ERR_MAX], *text = NULL, *source = NULL;
     struct template *t;
-    struct text out = {0};
+    struct tpl_text out = {0};
     json_error_t why;
     if (!set->template_file && !m) die_usage("--render needs a template: --chat-template-file FILE or -m FILE");
     if (m) m->vocab = xcalloc(1, sizeof *m->vocab);

@@ -3186,8 +3186,8 @@ struct attn_args {
     struct l2_prefetch prefetch; /* decode */
     /* chosen keys */
     int top_k;             /* that a token sees at most; 0: all */
-    const int32_t *chosen; /* (n_tok, n_head_kv, listed) blocks of 2^block_shift keys, of tokens with more than top_k */
-    int listed, block_shift;
+    const int32_t *chosen; /* (n_tok, n_head_kv, n_topk) blocks of 2^block_shift keys, of tokens with more than top_k */
+    int n_topk, block_shift;
     /* attention of one KV head: v has the compressed keys; the last rope.rope values of a result are rotated back by
      * rope.cs and rope.sn */
     bool one_kv;
@@ -3321,7 +3321,7 @@ DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int 
  * ONE_KV: the list is that of attn_csa_keys.
  * Grid: (splits, n_tok * row tiles of a token and KV head * KV heads). */
 template <bool ONE_KV>
-DEVICE bool attn_begin_listed(struct attn_work *w, const struct attn_args &a, int tile_rows) {
+DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int group = a.n_head / a.n_head_kv, tiles = (group + tile_rows - 1) / tile_rows;
@@ -3345,7 +3345,7 @@ DEVICE bool attn_begin_listed(struct attn_work *w, const struct attn_args &a, in
     w->wrap = INT_MAX;
     w->factor = a.scale * ATTN_LOG2_E;
     const bool list = ONE_KV ? a.top_k && compressed > a.top_k : pos + t >= a.top_k;
-    w->chosen = list ? a.chosen + (size_t)(t * a.n_head_kv + kvh) * a.listed : NULL;
+    w->chosen = list ? a.chosen + (size_t)(t * a.n_head_kv + kvh) * a.n_topk : NULL;
     w->shift = a.block_shift;
     w->window = min(pos + t + 1, a.window);
     w->first = pos + t + 1 - w->window;
@@ -3760,7 +3760,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     DYN_SMEM(uint8_t, smem);
     SHARED(float2, max_den, 4 * 16);
     struct attn_work w;
-    const bool work = CHOSEN ? attn_begin_listed<false>(&w, a, 16) : attn_begin<true>(&w, a, 16);
+    const bool work = CHOSEN ? attn_begin_topk<false>(&w, a, 16) : attn_begin<true>(&w, a, 16);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -3945,7 +3945,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
     float *scores = (float *)(smem + DEPTH * L::SLOT), *scale_tiles = scores + L::SCORES;
     uint8_t *q_shared = (uint8_t *)(scale_tiles + 2 * L::SCALES); /* (2 halves, MT, Q_SHARED, 32 lanes) */
     struct attn_work w;
-    const bool work = CHOSEN || ONE_KV ? attn_begin_listed<ONE_KV>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
+    const bool work = CHOSEN || ONE_KV ? attn_begin_topk<ONE_KV>(&w, a, 16 * MT) : attn_begin<false>(&w, a, 16 * MT);
     prefetch_request(a.prefetch);
     if (!work) return;
     int tid = (int)threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
@@ -4776,9 +4776,9 @@ struct index_args {
     size_t w_stride;
     float unit;       /* and a factor of the scores */
     float *scores;    /* (n_tok, lists, n_scores) of keys, or of parts of blocks */
-    int32_t *chosen;  /* (n_tok, lists, listed) ascending blocks */
+    int32_t *chosen;  /* (n_tok, lists, n_topk) ascending blocks */
     int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
-    int top_k, lists, listed, n_scores;
+    int top_k, lists, n_topk, n_scores;
     int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
     int shift;        /* a key has 2^shift tokens, and is seen from the last of them on */
 };
@@ -4983,7 +4983,7 @@ DEVICE uint32_t index_order(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* chosen (n_tok, lists, listed): ascending numbers of the blocks with the largest scores, for each token with more than
+/* chosen (n_tok, lists, n_topk): ascending numbers of the blocks with the largest scores, for each token with more than
  * top_k keys; the last `local` blocks of a token are among them. Of equal scores those of lower positions are larger.
  * BLOCKS: a block has several keys and its score is the largest of its parts, otherwise it is a key.
  * Grid: n_tok * lists, block: 1024. Reads the scores five times, from L2, with some 32 KB in flight: 1 us for 50,000
@@ -5016,7 +5016,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
                                return x;
     };
     uint32_t prefix = 0, mask = 0;
-    int wanted = a.listed;                                            /* of those with the prefix */
+    int wanted = a.n_topk;                                            /* of those with the prefix */
     for (int shift = 21; mask != ~0u; shift = shift == 21 ? 10 : 0) { /* digits of 11 bits, the last two overlap */
         for (int i = tid; i < CHOOSE_BINS; i += CHOOSE_THREADS) bins[i] = 0;
         __syncthreads(); /* the bins are empty */
@@ -5065,7 +5065,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
         kinds(i, &above, &same);
         const bool take = (same >> lane & 1) && before + __popc(same & lower) < wanted;
         const uint32_t taken = __ballot_sync(0xFFFFFFFFu, take) | above;
-        if (taken >> lane & 1) a.chosen[(size_t)blockIdx.x * a.listed + at + __popc(taken & lower)] = i + lane;
+        if (taken >> lane & 1) a.chosen[(size_t)blockIdx.x * a.n_topk + at + __popc(taken & lower)] = i + lane;
         at += __popc(taken);
         before += __popc(same);
     }
@@ -6353,7 +6353,7 @@ struct cuda {
     float *row_sums;          /* (2, chunk * 2 in whole rows of ROW_SUMS) sums of squares: the rank's, all ranks' */
     float *hc_sums;           /* sums of the streams, see struct hc_args */
     float *index_scores;      /* (INDEX_SCORES) scores by the indexer, as in struct index_args, */
-    int32_t *chosen_keys;     /* and the blocks that it chose, as in struct attn_args */
+    int32_t *topk_blocks;     /* and the blocks that it chose, as in struct attn_args */
     uint16_t *q_absorbed;     /* MLA: (chunk, n_head, kv_lora + rope_dim) queries in the latent space */
     uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
     float *mla_parts;         /* MLA: see struct mla_value_args */
@@ -7305,8 +7305,8 @@ static void cuda_row_norm(struct rank *r, const struct step *s) {
 static void choose_keys(const struct rank *r, const struct attn &shape, struct attn_args *a) {
     if (!shape.top_k || (r->n_tok > DECODE_MAX_TOKENS && r->pos + r->n_tok <= shape.top_k)) return;
     a->top_k = shape.top_k;
-    a->chosen = r->cuda->chosen_keys;
-    a->listed = attn_listed(&shape);
+    a->chosen = r->cuda->topk_blocks;
+    a->n_topk = attn_topk_blocks(&shape);
     while (1 << a->block_shift < shape.index_block) a->block_shift++;
 }
 
@@ -7411,8 +7411,8 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.unit = 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;
     a.top_k = shape.top_k;
-    a.lists = attn_lists(&shape);
-    a.listed = attn_listed(&shape);
+    a.lists = attn_topk_lists(&shape);
+    a.n_topk = attn_topk_blocks(&shape);
     a.block = shape.index_block;
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
@@ -7431,7 +7431,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
         a.n_tok = min(r->n_tok - a.first, step);
         a.rope.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(n_index * width);
         a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
-        a.chosen = c->chosen_keys + (size_t)a.first * (size_t)(a.lists * a.listed);
+        a.chosen = c->topk_blocks + (size_t)a.first * (size_t)(a.lists * a.n_topk);
         const int tokens = min(a.n_tok, per), keys = (r->pos + a.first + a.n_tok) >> a.shift;
         const size_t smem = blocks ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
         const int tiles = ceil_div(prefill ? keys : r->n_ctx >> a.shift, INDEX_THREADS / 32 * INDEX_KEYS);
@@ -7593,8 +7593,8 @@ static void cuda_csa_attention(struct rank *r, const struct step *s) {
     struct attn_args a = {};
     if (shape.top_k) {
         a.top_k = shape.top_k;
-        a.chosen = c->chosen_keys;
-        a.listed = attn_listed(&shape);
+        a.chosen = c->topk_blocks;
+        a.n_topk = attn_topk_blocks(&shape);
     }
     a.one_kv = true;
     a.ratio = shape.ratio;
@@ -8745,7 +8745,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
 static bool index_fits(const struct model *m, int n_ctx, char *why) {
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        const int lists = attn_lists(&layer->attn);
+        const int lists = attn_topk_lists(&layer->attn);
         if (!layer->attn.n_index || index_scores_of(layer, n_ctx) <= INDEX_SCORES / lists) continue;
         snprintf(why, ERR_MAX,
                  "a context of %d tokens: an indexer on a GPU chooses among %d scores at most, for each of %d lists",

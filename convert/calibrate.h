@@ -591,7 +591,7 @@ static ptrdiff_t corpus_open(struct calibration *c, const char *path, char *err)
 static int line_tokens(struct calibration *c, const char *path, const char *s, size_t n, int32_t **ids, char *err) {
     const char *texts[2];
     json_t *line;
-    struct text t = {0};
+    struct tpl_text t = {0};
     int rc = line_read(c, path, s, n, &line, texts, err);
     if (!rc && arrlen(c->chat.messages)) {
         session_truncate(&c->e->session, 0); /* chat_tokenize must not reuse tokens of the line before */

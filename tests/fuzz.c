@@ -208,7 +208,7 @@ static void fuzz_template(const uint8_t *data, size_t size) {
     struct template *t = template_parse(source, n, err);
     free(source); /* the template owns what it needs */
     if (t) {
-        struct text out = {0};
+        struct tpl_text out = {0};
         int rc = template_render(t, vars, &out, err);
         FUZZ_CHECK(arrlenu(out.s) == arrlenu(out.origin), "%zu bytes, %zu origins", arrlenu(out.s),
                    arrlenu(out.origin));

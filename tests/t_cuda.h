@@ -208,8 +208,9 @@ static void pair_out_attention(struct rank *r, int il, enum act out) {
 /* The indexer's keys, and its choices, of which rounding may decide a few. Attention of both then has the CPU's. */
 static void pair_out_select_keys(struct rank *r, int il) {
     const struct attn *a = &r->m->layers[il].attn;
-    const int k = attn_listed(a), all = (int)blocks_listed(a), first = tokens_dense(r, a), n = (r->n_tok - first) * all;
-    int32_t *want = r->cpu->chosen_keys + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
+    const int k = attn_topk_blocks(a), all = (int)attn_topk_all(a), first = tokens_dense(r, a),
+              n = (r->n_tok - first) * all;
+    int32_t *want = r->cpu->topk_blocks + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
     int other = 0;
     if (!a->ratio) pair_cache(r, il, CACHE_INDEX, "cache of the indexer");
     cuda_test_chosen(pair.gpu, got, first * all, n, true);

@@ -1604,7 +1604,7 @@ static void run_attention(const struct attn_case &c) {
     a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;
     a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
     if (c.top_k) {
-        a.top_k = c.top_k, a.chosen = chosen_d, a.listed = (int)listed;
+        a.top_k = c.top_k, a.chosen = chosen_d, a.n_topk = (int)listed;
         while (1 << a.block_shift < c.block) a.block_shift++;
         if (!c.mla && !c.prefill) a.arrived = arrived;
     }
@@ -1918,7 +1918,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
     a.n_head_kv = 1, a.dk = a.dv = d, a.q_stride = width, a.out_stride = out_stride, a.scale = (float)(1 / sqrt(d));
     a.max_splits = splits, a.window = WINDOW, a.sinks = sink ? sinks_d.p : NULL, a.softplus = !sink, a.one_kv = true,
     a.ratio = ratio, a.top_k = top_k;
-    a.chosen = chosen_d, a.listed = listed, a.rope.cs = cs_d, a.rope.sn = sn_d, a.rope.rope = ROPE;
+    a.chosen = chosen_d, a.n_topk = listed, a.rope.cs = cs_d, a.rope.sn = sn_d, a.rope.rope = ROPE;
     if (gates) a.gate = gate_d, a.gate_stride = width, a.gate_head = d;
     if (n_tok <= DECODE_MAX_TOKENS) a.arrived = arrived;
     a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;

@@ -151,7 +151,7 @@ static void choice_off_by_one(const char *launch, void *args) {
 }
 
 static void other_list(const char *launch, void *args) {
-    change_attention(launch, args, [](auto &a) { a.chosen += a.top_k && a.n_head_kv > 1 ? a.listed : 0; });
+    change_attention(launch, args, [](auto &a) { a.chosen += a.top_k && a.n_head_kv > 1 ? a.n_topk : 0; });
 }
 static void local_dropped(const char *launch, void *args) {
     change_if<struct index_args>(launch, "k_index_choose", args, [](auto &a) { a.local = 0; });

@@ -517,7 +517,7 @@ static void run_index_choose(int n, int listed, int block, int local, int levels
     gpu_array<struct batch> b(std::vector<struct batch>{{n * unit - 2, 1, 0}});
     struct index_args a = {};
     a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = listed * unit, a.lists = lists;
-    a.listed = listed, a.n_scores = n_scores, a.block = block, a.local = local;
+    a.n_topk = listed, a.n_scores = n_scores, a.block = block, a.local = local;
     score_d.arrive();
     LAUNCH_PDL((block ? k_index_choose<true> : k_index_choose<false>), (unsigned)lists, CHOOSE_THREADS, 0, test_stream,
                a);

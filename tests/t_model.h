@@ -644,7 +644,7 @@ static void test_demo_reference(void) {
     session_cpu(&s, &m, &kernels_ref, 1, 512, KV_F32);
     json_array_foreach(all, i, x) {
         struct chat c;
-        struct text text = {0};
+        struct tpl_text text = {0};
         int32_t *ids = NULL, out[256];
         option_store(&set, option_find("think"), "think",
                      json_is_true(json_object_get(x, "enable_thinking")) ? "on" : "off", err);

@@ -48,7 +48,7 @@ static void check_prompts(const char *dir, const char *template, int n, bool gen
         snprintf(path, sizeof path, "%s/test_output_%d.txt", dir, i);
         char *want = prompt_file(path);
         json_t *vars = prompt_vars(dir, i, generate);
-        struct text out = {0};
+        struct tpl_text out = {0};
         int rc;
         const char *s = render_text(source, arrlenu(source), vars, &out, &rc, err);
         if (CHECK(s, "%s: %s", path, err)) CHECK_STR(s, sb_cstr(&want), "%s by %s", path, template);
@@ -83,7 +83,7 @@ struct circulating {
 static void check_circulating_case(const json_t *c, void *arg) {
     static const char *const same[] = {"one", "system", "turns", "asked twice", "marks"};
     struct circulating *g = arg;
-    struct text out = {0};
+    struct tpl_text out = {0};
     char err[ERR_MAX] = "";
     int rc;
     const char *id = json_text(c, "id"), *effort = json_text(json_object_get(c, "kwargs"), "reasoning_effort");
@@ -154,7 +154,7 @@ static void prompt_release(struct hf *h, const char *dir) {
 
 /* The tokens of a chat's text with these variables. */
 static int32_t *prompt_ids(const struct vocab *v, const json_t *vars) {
-    struct text out = {0};
+    struct tpl_text out = {0};
     char err[ERR_MAX] = "";
     int32_t *ids = NULL;
     int rc;
@@ -305,7 +305,7 @@ static void test_prompt_ids(void) {
 
 /* Checks what the template makes of the messages. */
 static void check_chat_prompt(struct script_chat *x, bool answer, const char *want, const char *what) {
-    struct text text = {0};
+    struct tpl_text text = {0};
     char err[ERR_MAX] = "";
     CHECK(!chat_render(&x->c, answer, &text, err), "%s", err);
     CHECK_STR(sb_cstr(&text.s), want, "%s", what);
@@ -354,7 +354,7 @@ static void check_prompt_chat(const char *template, const char *bos) {
     check_chat_prompt(&x, true, want, "an answer about tags");
     x.set.think = THINK_MAX;
     char *effort = strstr(source, "Reasoning Effort: "), *rest = strstr(want, "Be brief.");
-    struct text text = {0};
+    struct tpl_text text = {0};
     char err[ERR_MAX] = "";
     CHECK(!chat_render(&x.c, true, &text, err), "%s", err);
     (void)sb_cstr(&text.s);

@@ -133,7 +133,7 @@ static void test_requests_forms(void) {
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         struct chat c;
         struct settings set;
-        struct text out = {0};
+        struct tpl_text out = {0};
         char err[ERR_MAX] = "", messages[1024];
         const bool fails = *t[i].want == '!';
         snprintf(messages, sizeof messages, "[%s]", t[i].messages);
@@ -164,7 +164,7 @@ static void test_requests_origin(void) {
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         struct chat c;
         struct settings set;
-        struct text out = {0};
+        struct tpl_text out = {0};
         char err[ERR_MAX] = "";
         if (!CHECK(form_open(&c, &set, t[i].source, t[i].messages, err), "case %zu: %s", i, err)) continue;
         c.vars = json_loads(t[i].vars, 0, NULL);
@@ -354,7 +354,7 @@ static void test_requests_choice(void) {
                               "[" SAYS("user", "\"a\"") "]", err);
     CHECK(ok, "%s", err);
     for (size_t i = 0; ok && i < sizeof t / sizeof *t; i++) {
-        struct text out = {0};
+        struct tpl_text out = {0};
         char line[256];
         snprintf(line, sizeof line, "{\"prompt\":\"a\",%s}", t[i].keys);
         json_t *request = json_loads(line, 0, NULL);
@@ -492,7 +492,7 @@ static void test_requests_lines(void) {
         const char *texts[2];
         const bool fails = *t[i].want == '!';
         char *got = NULL;
-        struct text out = {0};
+        struct tpl_text out = {0};
         json_t *line;
         int rc = line_read(&c, "x.jsonl", t[i].line, strlen(t[i].line), &line, texts, err);
         if (!rc && arrlen(c.chat.messages)) rc = chat_render(&c.chat, false, &out, err);

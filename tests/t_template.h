@@ -7,7 +7,7 @@
  * methods of Python's types, and a template for each; refused_names has those that are refused. */
 
 /* Renders src; the text, or NULL with a message. *rc is that of template_render, or -3 if the source was refused. */
-static char *render_text(const char *src, size_t n, const json_t *vars, struct text *out, int *rc, char *err) {
+static char *render_text(const char *src, size_t n, const json_t *vars, struct tpl_text *out, int *rc, char *err) {
     struct template *t = template_parse(src, n, err);
     *rc = t ? template_render(t, vars, out, err) : -3;
     template_free(t);
@@ -17,7 +17,7 @@ static char *render_text(const char *src, size_t n, const json_t *vars, struct t
 /* The same with variables in JSON (NULL: none), for messages of tests; the caller frees. */
 static char *render_string(const char *src, const char *vars_json, int *rc, char *err) {
     json_t *vars = vars_json ? json_loads(vars_json, 0, NULL) : json_object();
-    struct text out = {0};
+    struct tpl_text out = {0};
     char *s = render_text(src, strlen(src), vars, &out, rc, err);
     s = s ? xstrdup(s) : NULL;
     json_decref(vars);
@@ -73,7 +73,7 @@ static bool case_source(struct golden_templates *g, const json_t *c) {
 
 static void check_case(const json_t *c, void *arg) {
     struct golden_templates *g = arg;
-    struct text out = {0};
+    struct tpl_text out = {0};
     char err[ERR_MAX] = "";
     const char *id = json_text(c, "id"), *expected = json_text(c, "expected"), *error = json_text(c, "expected_error");
     int rc;
@@ -130,7 +130,7 @@ static void mark_message(json_t *m) {
 }
 
 /* Every byte between the marks is data; data outside of them is the blank before a mark, or a role. */
-static void check_origins(const char *id, const struct text *out) {
+static void check_origins(const char *id, const struct tpl_text *out) {
     static const char *const roles[] = {"user", "system", "assistant"};
     size_t n = arrlenu(out->s);
     bool inside = false;
@@ -158,7 +158,7 @@ static void check_origins(const char *id, const struct text *out) {
 static void check_case_origin(const json_t *c, void *arg) {
     struct golden_templates *g = arg;
     json_t *vars = case_vars(c), *m;
-    struct text out = {0};
+    struct tpl_text out = {0};
     char err[ERR_MAX] = "";
     size_t i;
     int rc;
@@ -303,7 +303,7 @@ static void test_template_operations(void) {
                               "\"bos_token\": \"<s>\", \"now\": \"2026-11-20\"}",
                               0, NULL);
     for (size_t i = 0; i < sizeof op / sizeof *op; i++) {
-        struct text out = {0};
+        struct tpl_text out = {0};
         char *src = NULL, err[ERR_MAX] = "";
         int rc;
         sb_printf(&src, "%s{{ %s }}", head, op[i].expr);
@@ -333,7 +333,7 @@ static void check_snippet(const json_t *c, void *arg) {
         return;
     }
     const json_t *source = json_object_get(c, "template"), *expected = json_object_get(c, "expected");
-    struct text out = {0};
+    struct tpl_text out = {0};
     char err[ERR_MAX] = "";
     int rc;
     render_text(json_string_value(source), json_string_length(source), s->vars, &out, &rc, err);
@@ -448,7 +448,7 @@ static int template_render_lines(void) {
             vars = json_incref(json_object_get(line, "vars"));
             continue;
         }
-        struct text out = {0};
+        struct tpl_text out = {0};
         char err[ERR_MAX] = "";
         int rc;
         const char *s = render_text(json_string_value(source), json_string_length(source), vars, &out, &rc, err);
@@ -642,7 +642,7 @@ static void test_template_errors(void) {
     }
     char err[ERR_MAX] = "";
     struct template *t = template_parse("x", 1, err);
-    struct text out = {0};
+    struct tpl_text out = {0};
     CHECK(template_render(t, NULL, &out, err) == -1 && !strcmp(err, "template variables: expected a JSON object"),
           "'%s'", err);
     template_free(t);
@@ -726,7 +726,7 @@ static void test_template_size(void) {
         "{% endfor %}{{ ns.all|length }}{{ (numbers|tojson)|length }}";
     json_t *vars = json_object(), *messages = json_array();
     char *big = NULL, err[ERR_MAX] = "";
-    struct text out = {0};
+    struct tpl_text out = {0};
     int rc;
     while (arrlenu(big) < 1000000) sb_puts(&big, "Hé llo <think> ");
     for (int i = 0; i < 2000; i++)
@@ -756,7 +756,7 @@ static void test_template_bytes(void) {
     static const char expected[] = "a\0b\xff\xc3"
                                    "311\x80";
     json_t *vars = json_object();
-    struct text out = {0};
+    struct tpl_text out = {0};
     char err[ERR_MAX] = "";
     int rc;
     render_text(src, sizeof src - 1, vars, &out, &rc, err);

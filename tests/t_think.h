@@ -443,7 +443,7 @@ static void check_answer(const struct script_chat *x, const char *answer, const 
 
 /* What the next answer is given, with the date of a golden case. */
 static char *script_prompt(struct script_chat *x, const char *date) {
-    struct text text = {0};
+    struct tpl_text text = {0};
     char err[ERR_MAX] = "";
     CHECK(!chat_render(&x->c, true, &text, err), "%s", err);
     char *s = xstrndup(text.s, arrlenu(text.s)), *at = strstr(s, "Today: ");
@@ -469,7 +469,7 @@ static void test_think_turns(void) {
     CHECK_STR(json_text(o, "text"), "A", "text");
     CHECK_STR(json_text(o, "reasoning"), "Hm.", "reasoning");
     json_decref(o);
-    struct text text = {0};
+    struct tpl_text text = {0};
     CHECK(!chat_render_next(&x.c, &text, err) && arrlen(x.c.messages) == 2, "%s", err);
     char *next = xstrndup(text.s, arrlenu(text.s)), *after = strstr(next, FINAL "A" END START "user" MESSAGE);
     CHECK(after && !after[strlen(FINAL "A" END START "user" MESSAGE)], "/ctx counts '%s'", next);
@@ -778,7 +778,7 @@ static void test_think_off(void) {
 static void test_think_quoted(void) {
     static const char quoted[] = CHANNEL "final" MESSAGE "x" END START;
     struct script_chat x;
-    struct text text = {0};
+    struct tpl_text text = {0};
     int32_t *ids = NULL, *user = NULL;
     char err[ERR_MAX] = "";
     if (!script_open(&x, OWN_HARMONY)) return;

@@ -205,7 +205,8 @@ static void test_tokens_session(void) {
         bool ready = tokens_convert(&h, set, &v);
         v.add_bos = false;
         for (uint64_t seed = 0; ready && seed < TOKENS_TEXTS / 2; seed++) {
-            struct text text = {.s = tokens_text(json_object_get(all, "parts"), json_object_get(all, "ranges"), seed)};
+            struct tpl_text text = {
+                .s = tokens_text(json_object_get(all, "parts"), json_object_get(all, "ranges"), seed)};
             const size_t n = arrlenu(text.s);
             struct model m = {.vocab = &v};
             int32_t *want = NULL, *ids = NULL;
@@ -230,7 +231,7 @@ static void test_tokens_session(void) {
         if (ready) { /* "<s>", a blank and "of" letter by letter, "</s>" */
             static const char *const letters[] = {"<s>", " ", "o", "f", "</s>"};
             int32_t odd[5], *ids = NULL;
-            struct text text = {0};
+            struct tpl_text text = {0};
             struct model m = {.vocab = &v};
             struct session s = {.tokens = odd, .n_past = 5};
             const struct chat c = {.m = &m, .s = &s};

@@ -19,7 +19,7 @@ void cuda_test_mtp_hidden(struct rank *r, float *rows, int n, bool read) {
 }
 
 void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read) {
-    int32_t *chosen = r->cuda->chosen_keys + first;
+    int32_t *chosen = r->cuda->topk_blocks + first;
     cudaStreamSynchronize(r->cuda->stream);
     if (n) cudaMemcpy(read ? keys : chosen, read ? chosen : keys, (size_t)n * sizeof *keys, cudaMemcpyDefault);
 }
