@@ -9,23 +9,25 @@
  *   messages --template--> text with the origin of every byte --tokenize--> ids --session_sync--> logits
  *   logits --sampler--> id --session_decode--> logits, and so on; each id --detokenize--> printer --> stdout
  *
- *   main > moe_main > run > mode_answer > answer_chat > repl_run > repl_line > repl_send > chat_turn > chat_answer;
- *   chat_answer > session_sync > session_forward > pg_run > rank_run > forward > rank_pass > forward_layers;
- *   chat_answer > generate > session_sample, session_decode > session_draft, session_forward; printer_token
+ *   main > moe_main > run > mode_answer > answer_chat > repl_run > repl_line > repl_send > chat_turn > chat_answer
+ *   chat_answer > session_sync > session_forward > pg_run > rank_run > the backend's forward > rank_pass > operations
+ *   chat_answer > answer_generate > generate > session_sample, session_decode > session_draft, session_forward
+ *   start of a rank: cpu_rank_init, on a GPU rank_begin > programs_make > forward_layers
  *
- * One forward pass (forward_layers) is a list of steps, each an operation of `struct ops`:
+ * A forward is a list of steps (struct step), each an operation of `struct ops`. forward_layers makes the list once for
+ * a rank:
  *
  *   embed; per layer: linear (norm, then q, k, v), attention (rotation, cache, softmax), linear (wo), norm_ffn (norm,
  *   router, experts); last_reduce
  *
- * The logits are a step of their own (session_head), because a prefill wants those of its last token only.
- * With several ranks each runs this line on its shard of the model. Attention and feed-forward leave a partial sum on
+ * The logits are not among the steps: session_head asks for them, because a prefill wants those of its last token only.
+ * With several ranks each runs these steps on its shard of the model. Attention and feed-forward leave a partial sum on
  * each rank. The next operation that reads A_X first adds these sums over the ranks: that is the all-reduce.
  *
  * Two nouns: `struct model` never changes after loading; `struct session` is one timeline of tokens with its KV state.
  * Memory on the CPU: the mapped model file, state_bytes(m, --kv, -c) and activations for chunks of CHUNK_MAX tokens
- * (cpu_rank_init). On a GPU: packed copies of the weights, the state, and gpu_bytes of activations. A forward allocates
- * nothing.
+ * (cpu_rank_init). On a GPU: packed copies of the weights, the state, and gpu_bytes of activations. A forward takes no
+ * memory from the system.
  *
  * moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees the types and the state; convert/common.h includes it
  * with MOE_FOUNDATIONS_ONLY and sees the foundations, the types, the state, and the form of the table of options.
@@ -41,7 +43,7 @@
  *
  *  Types
  *   Types: matrices and layers                       250  weights, attention, delta net, layer
- *   Types: the table of tensors                      260  every tensor: names, field, shape, who has it
+ *   Types: the table of tensors                      250  every tensor: names, field, shape, who has it
  *   Types: models                                    260  model, family; sizes that follow from them
  *   Types: operations                                270  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     200  struct rank; cuda_* functions
@@ -138,7 +140,7 @@
  *   Keys during a turn                               120  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                        160  tags, and messages with channels (harmony)
  *   Chat: forms of messages                          310  messages of requests and data sets as a template takes them
- *   Chat                                             280  messages, their rendering, their tokens
+ *   Chat                                             270  messages, their rendering, their tokens
  *   Chat: messages                                   230  as JSON, as tokens
  *   Chat: printing an answer                         320  from tokens to the screen
  *   Chat: generation                                 450  turns
@@ -151,7 +153,7 @@
  *   Text in another program                           50  files of text; $EDITOR
  *   Line editor: keys                                440  what each key does
  *   Signals of a dialogue                             80  Ctrl-C, SIGTERM, a crash
- *   REPL commands                                    350  /help, /undo, /save ..
+ *   REPL commands                                    340  /help, /undo, /save ..
  *   REPL                                             200  the table of commands; reads lines and runs them
  *   REPL completion                                  130  what Tab puts after a command
  *
@@ -161,8 +163,8 @@
  *   Plan: forecast                                   380  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 310  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           240  opens model and session as the settings ask for
- *   Modes: tokenize, render, info, logits            510  small programs beside the chat
+ *   Engine                                           230  opens model and session as the settings ask for
+ *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 250  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
  *   Modes: bench                                     320  speed at several depths and batches
@@ -1016,7 +1018,7 @@ static void progress_end(void) {
 enum {
     MAX_TOPK = 32,         /* experts used per token */
     MAX_TRAINED = 1 << 28, /* positions that a model was trained for */
-    HC_MAX = 8             /* streams of residuals */
+    HC_MAX = 8             /* residual streams of hyper-connections */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -1053,7 +1055,7 @@ struct attn {
     int span;            /* MIXER_CSA: tokens that are pooled into one: ratio, or with overlap 2 ratio */
     int n_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
     /* An indexer chooses the keys: of MLA one by one, for all heads; of GQA in blocks, for each KV head. */
-    int n_index; /* heads of the indexer's queries; 0: none, and with top_k the layer takes the choice of the one before */
+    int n_index;      /* heads of the indexer; 0: none, and with top_k the layer takes the choice of the one before */
     int index_k;      /* values of a head of the indexer and of its key */
     int top_k;        /* keys that a query sees at most, the indexer's choice; 0: all */
     int index_block;  /* keys that are chosen together, a power of two that divides top_k */
@@ -1126,7 +1128,7 @@ enum qk_norm {
     X(BIASES, l->has_biases)                                                  \
     X(HC, m->n_hc > 0)                                                        \
     X(MTP, l->mtp)
-enum layer_condition {
+enum {
 #define CONDITION(bit, test) CONDITION_##bit,
     LAYER_CONDITIONS(CONDITION)
 #undef CONDITION
@@ -1191,7 +1193,7 @@ struct layer {
     enum mixer mixer;
     enum qk_norm qk_norm;
     bool mtp;            /* a layer for multi-token prediction, see forward_mtp */
-    bool post_norm;      /* a file calls ffn_norm post_attention_norm */
+    bool post_norm;      /* files name ffn_norm post_attention_norm */
     bool has_biases;     /* wo, the router and the experts have biases */
     bool has_expert_ids; /* a table has the experts of every token id */
     uint32_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
@@ -1503,10 +1505,8 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
     return (rule->kind == TENSOR_VECTOR ? rule->out : rule->n) == DIM_EXPERTS;
 }
 
-/* Whether a rank has the whole model's vector, in which a gated delta net finds its heads. */
-static inline bool rule_whole(const struct tensor_rule *rule) {
-    return rule->in == DIM_CONV || (rule->kind == TENSOR_VECTOR && rule->in == DIM_VALUES);
-}
+/* Whether a rank has all of a vector of the model, in which a gated delta net finds its heads. */
+static inline bool rule_whole(const struct tensor_rule *rule) { return rule->in == DIM_CONV || rule->in == DIM_VALUES; }
 
 /* ============================================================================================================
  * Types: models
@@ -1554,7 +1554,7 @@ struct model {
     int n_embd, n_vocab, n_ctx_train;
     int n_ids; /* tokens that may be chosen: padding rows of the embedding are not */
     float rms_eps;
-    int n_hc;       /* streams of residuals (hyper-connections); 0: one, A_X */
+    int n_hc;       /* residual streams of hyper-connections; 0: one, A_X */
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
     float hc_eps;
     struct hyper hc_head; /* how the last row is made of the streams: (n_hc, n_hc * n_embd), (n_hc), (1) */
@@ -1767,11 +1767,11 @@ static inline double experts_expected(const struct layer *layer, int n) {
 /* ============================================================================================================
  * Types: operations
  *
- * A forward pass is a straight line of coarse operations from the table `struct ops`; each backend fills in one table.
+ * A forward is a list of steps, each a coarse operation of the table `struct ops`; each backend fills in one table.
  * The contract, which graph capture, tensor-parallel ranks and the kernel simulator depend on:
  *   - an operation of ENQUEUE_OPS returns nothing. On a GPU it enqueues work and does not wait (except that ranks which
  *     share a GPU may wait for each other in an all-reduce); on a CPU the work is done when it returns;
- *   - a forward never branches on data;
+ *   - a list of steps never branches on data;
  *   - activations are named slots (enum act) whose memory and number format are the backend's; only rows
  *     0..n_tok-1 of a slot mean anything;
  *   - tokens, positions and lengths live in the rank's batch, in the backend's memory;
@@ -1797,14 +1797,14 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(IQ)        /* (n_tok, n_index * index_k) indexer: queries */                                                \
     ACT(IK)        /* (n_tok, index_k) indexer: keys */                                                             \
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
-    ACT(HC)   /* (n_tok, n_hc * n_embd) hyper-connections: streams of residuals */                         \
-    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients */        \
+    ACT(HC)        /* (n_tok, n_hc * n_embd) hyper-connections: residual streams */                                 \
+    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients */                     \
     ACT(CK)        /* (n_tok, span / ratio * head_k) compressor: values */                                          \
     ACT(CG)        /* (n_tok, span / ratio * head_k) compressor: their gates */                                     \
     ACT(ICK)       /* (n_tok, span / ratio * index_k) compressor of the indexer: values */                          \
     ACT(ICG)       /* (n_tok, span / ratio * index_k) compressor of the indexer: their gates */                     \
     ACT(GROUPS)    /* (n_tok, n_group * o_lora) results of groups of heads */                                       \
-    ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */ \
+    ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */         \
     ACT(JOINED)    /* (n_tok, n_hc * n_embd) what eh_proj makes of these: partial sums of the streams */
 /* clang-format on */
 enum act {
@@ -1884,13 +1884,13 @@ enum {
     /* out = the batch's tokens as rows of w; on a later pipeline stage waits for the hidden states of the one before. \
        Also computes cos and sin of the batch's positions */                                                           \
     X(void, embed, STEP_PARAMS, STEP_ARGS)                                                                             \
-    /* out = the rank's columns of [norm(x) * e_norm, norm(hidden state of the position) * h_norm] of the MTP layer,\
-       with hyper-connections for each stream of the hidden state; then x = 0. Overwrites A_H */                   \
-    X(void, mtp_input, STEP_PARAMS, STEP_ARGS)                                                                  \
+    /* out = the rank's columns of [norm(x) * e_norm, norm(hidden state of the position) * h_norm] of the MTP layer,   \
+       with hyper-connections for each stream of the hidden state; then x = 0. Overwrites A_H */                       \
+    X(void, mtp_input, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* in = norm(input) unless norm is NULL; out[i] = w[i] in, for every matrix */                                     \
     X(void, linear, STEP_PARAMS, STEP_ARGS)                                                                            \
-    /* each stream of out (n_tok, n_hc, w->n_out) = w times that of in (n_tok, n_hc, w->n_in) */               \
-    X(void, hc_linear, STEP_PARAMS, STEP_ARGS)                                                                     \
+    /* each stream of out (n_tok, n_hc, w->n_out) = w times that of in (n_tok, n_hc, w->n_in) */                       \
+    X(void, hc_linear, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* out = w times the groups of heads in `in` */                                                                    \
     X(void, group_linear, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
@@ -1908,9 +1908,9 @@ enum {
     /* what attention of one KV head needs, of q and kv (in): norms and rotates the heads of q and the key in kv, and  \
        rotates the indexer's queries in A_IQ; writes the key to the window, the compressed keys that the batch         \
        completes, from A_CK, A_CG, A_ICK and A_ICG, and rows of these to their rings. Overwrites q, kv and A_IQ */     \
-    X(void, csa_store, STEP_PARAMS, STEP_ARGS)                                                                      \
+    X(void, csa_store, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* out = attention of one KV head over window and compressed keys of q (in), rotated back */                       \
-    X(void, csa_attention, STEP_PARAMS, STEP_ARGS)                                                                  \
+    X(void, csa_attention, STEP_PARAMS, STEP_ARGS)                                                                     \
     /* out = gated delta net of q, k, v before the convolution, gates, alpha and beta (in); takes the tokens that the  \
        layer's state lacks into it, see session_forward */                                                             \
     X(void, delta_net, STEP_PARAMS, STEP_ARGS)                                                                         \
@@ -1918,20 +1918,20 @@ enum {
        expert */                                                                                                       \
     X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
-    X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                      \
-    /* norm(x) of all rows becomes the hidden states of their positions; `next`: that of the last row becomes the hidden   \
-       state of the position after it; norm NULL: x itself does */                                                       \
+    X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                       \
+    /* norm(x) of all rows becomes the hidden states of their positions; norm NULL: x itself does; `next`: the last    \
+       row gives that of the position after it */                                                                      \
     X(void, keep_hidden, STEP_PARAMS, STEP_ARGS)
 
 /* All operations that only enqueue work. */
 #define ENQUEUE_OPS(X)                                                                                                 \
     STEP_OPS(X)                                                                                                        \
-    /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on every rank of the last stage; the root gathers them */ \
+    /* logits = w (norm(A_X) * norm) of rows first..first+n-1, on each rank of the last stage; the root joins them */  \
     X(void, logits, (struct rank *r, const float *norm, const struct weight *w, int first, int n),                     \
       (r, norm, w, first, n))                                                                                          \
-    /* chooses n tokens by rows first.. of the logits: the i-th after tokens[0..n_past + i), of which the repeat      \
-       penalty looks at the latest; uniform (n): draws from [0, 1). Choices after the first that   \
-       differs from tokens[n_past + i] are meaningless */                                                             \
+    /* chooses n tokens by rows first.. of the logits: the i-th after tokens[0..n_past + i), of which the repeat       \
+       penalty looks at the latest; uniform (n): draws from [0, 1). Choices after the first that                       \
+       differs from tokens[n_past + i] are meaningless */                                                              \
     X(void, sample, (struct rank *r, const struct sampling *o, const int32_t *tokens, int n_past, int first, int n,    \
                      const double *uniform),                                                                           \
       (r, o, tokens, n_past, first, n, uniform))
@@ -1947,11 +1947,11 @@ enum {
        for the choice alone. *on_device: whether the device has the first, too, and a forward of TOKEN_CHOSEN was      \
        right */                                                                                                        \
     X(int, read_tokens, (struct rank *r, int32_t *chosen, bool *on_device), (r, chosen, on_device))                    \
-    /* copies rows first..first+n-1 of a cache tensor to host memory, or back (store): data (n, row_bytes) and scale          \
+    /* copies rows first..first+n-1 of a cache tensor to host memory, or back (store): data (n, row_bytes) and scale   \
        (n, n_group), NULL: not this one; waits */                                                                      \
-    X(void, cache_copy, (struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data, float *scale,   \
-                      bool store), (r, p, first, n, data, scale, store))                                               \
-    /* makes the state one for contexts of n_ctx tokens; what it held is lost. False with a message, and with the       \
+    X(void, cache_copy, (struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,          \
+                         float *scale, bool store), (r, p, first, n, data, scale, store))                              \
+    /* makes the state one for contexts of n_ctx tokens; what it held is lost. False with a message, and with the      \
        state as it was: there is no room; waits */                                                                     \
     X(bool, resize, (struct rank *r, int n_ctx, char *err), (r, n_ctx, err))                                           \
     /* waits for everything that was enqueued */                                                                       \
@@ -2056,13 +2056,13 @@ enum cache_rows {
 
 /* What a cache tensor of a layer holds. */
 enum cache_use {
-    CACHE_K,      /* GQA: keys; MLA: normed latents; delta net: q and k before the convolution */
-    CACHE_V,      /* GQA: values; MLA: the rotated key that all heads share; delta net: v before the convolution */
-    CACHE_WINDOW, /* a ring of what a recurrent state has not absorbed yet; delta net: alpha and beta; of what compressed
-                     keys will be made of: values, gates */
-    CACHE_COMPRESSED,   /* blocks: pooled rows; compressed keys */
-    CACHE_STATE,        /* a recurrent state */
-    CACHE_INDEX,        /* keys of the indexer of sparse attention */
+    CACHE_K,          /* GQA: keys; MLA: normed latents; delta net: q and k before the convolution */
+    CACHE_V,          /* GQA: values; MLA: the rotated key that all heads share; delta net: v before the convolution */
+    CACHE_WINDOW,     /* a ring of tokens' inputs; delta net: alpha and beta that the state has not absorbed yet;
+                     compressor: values and gates that compressed keys will be made of */
+    CACHE_COMPRESSED, /* blocks: pooled rows; compressed keys */
+    CACHE_STATE,      /* a recurrent state */
+    CACHE_INDEX,      /* keys of the indexer of sparse attention */
     CACHE_INDEX_WINDOW, /* a ring of what compressed keys of the indexer will be made of */
     CACHE_USES
 };
@@ -2092,7 +2092,7 @@ enum {
     MAX_ROLLBACK = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
-/* What one rank computes with. Sized at start; nothing is allocated afterwards. */
+/* What one rank computes with. Its memory is sized at start; only `resize` changes the size of its state later. */
 struct rank {
     /* its shard of the model; of a rank on a GPU vectors, biases and the rows of routers are pointers to the GPU, and
      * matrices have a `copy` there */
@@ -2205,9 +2205,9 @@ int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts,
 
 /* The functions of moe.c that moe_cuda.cu calls. */
 
-/* Records the programs of a rank, for the model in r->m; frees them. */
-void rank_record(struct rank *r);
-void rank_forget(struct rank *r);
+/* Makes the lists of steps of a rank, for its shard r->m; frees them. */
+void programs_make(struct rank *r);
+void programs_free(struct rank *r);
 /* Enqueues the operations of r->pass. */
 void rank_pass(struct rank *r);
 /* Ends the program with one line. */
@@ -2227,7 +2227,7 @@ uint64_t rank_host_memory(void);
 /* Chooses a token on the host, for choices that the GPU leaves to it; see the section "Sampler". */
 int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n, const float *logits,
                         const int32_t *recent, int n_recent, double uniform);
-/* Fills rows of a type with synthetic weights; vector: of a norm. */
+/* Fills `bytes` bytes of rows of a type with synthetic weights; vector: those of a norm. */
 void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, uint64_t *rng);
 #ifdef __cplusplus
 }
@@ -2573,8 +2573,8 @@ static inline size_t weight_gpu_bytes(const struct weight *w, bool rounded) {
 /* Whether a GPU keeps a router's rows in BF16, as they are in the file; otherwise it has them in F32. */
 static inline bool router_halves(const struct weight *w) { return w->type == GGUF_BF16 && !w->scale; }
 
-/* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for the cache's
- * cache tensors. */
+/* Bytes that rounding adds: by the driver to up to 64 allocations besides the weights, and to 256 bytes for cache
+ * tensors. */
 static inline size_t gpu_rounding(const struct model *m) {
     return (size_t)64 * PAGE_BYTES + (size_t)model_blocks(m) * 1024;
 }
@@ -2622,7 +2622,7 @@ enum {
     FUSED_NORM_VALUES = 2 * FUSED_NORM_MAX,              /* and values of all rows at most */
     INDEX_SCORES = 1 << 22,                              /* scores of the indexer at once: limits the context */
     PREFETCH_SHARE = 4, /* a kernel requests at most 1 / PREFETCH_SHARE of L2 ahead of its use */
-    GPU_HC = 4,         /* streams of residuals, */
+    GPU_HC = 4,         /* residual streams, */
     HC_WIDTH = 8192,    /* of so many values at most */
     HC_COLUMNS = 256,   /* columns of a block of k_hc_mix */
     HC_SUMS = 32        /* sums that it leaves for a token, of which at most (2 + GPU_HC) * GPU_HC + 1 count */
@@ -2676,8 +2676,8 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    if (m->n_hc && m->n_hc != GPU_HC) return "other than four streams of residuals (hyper-connections)";
-    return m->n_hc && m->n_embd > HC_WIDTH ? "streams of residuals of more than 8192 values" : NULL;
+    if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
+    return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
 }
 
 static inline size_t gpu_larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -2741,89 +2741,89 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
  * `d` is a struct gpu_dims and `s` the struct gpu_sizes that it was made for. clang-format would read `n * m` as a
  * pointer. */
 /* clang-format off */
-#define GPU_BUFFERS(X)                                                                          \
-    X(x32[A_X], float, d.n * d.act[A_X])                                                        \
-    X(x_other, float, d.decode * d.act[A_X])                                                    \
-    X(x32[A_H], float, d.n * d.act[A_H])                                                        \
-    X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                    \
-    X(x32[A_QA], float, d.n * d.act[A_QA])                                                      \
-    X(x32[A_Q], float, d.n * d.act[A_Q])                                                        \
-    X(x32[A_K], float, d.n * d.act[A_K])                                                        \
-    X(x32[A_V], float, d.n * d.act[A_V])                                                        \
-    X(x32[A_Z], float, d.n * d.act[A_Z])                                                        \
-    X(x32[A_GATE], float, d.n * d.act[A_GATE])                                                  \
-    X(x32[A_ALPHA], float, d.n * d.act[A_ALPHA])                                                \
-    X(x32[A_BETA], float, d.n * d.act[A_BETA])                                                  \
-    X(x16[A_H], uint16_t, d.n * d.act[A_H])                                                     \
-    X(x16[A_QA], uint16_t, d.n * d.act[A_QA])                                                   \
-    X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                     \
-    X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                 \
-    X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                   \
-    X(x32[A_IQ], float, d.n * d.act[A_IQ])                                                      \
-    X(x32[A_IK], float, d.n * d.act[A_IK])                                                      \
-    X(x32[A_IW], float, d.n * d.act[A_IW])                                                      \
-    X(x16[A_IQ], uint16_t, d.n * d.act[A_IQ])                                                   \
-    X(x32[A_CK], float, d.n * d.act[A_CK])                                                      \
-    X(x32[A_CG], float, d.n * d.act[A_CG])                                                      \
-    X(x32[A_ICK], float, d.n * d.act[A_ICK])                                                    \
-    X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                    \
-    X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                           \
-    X(x32[A_HC], float, d.n * d.act[A_HC])                                            \
-    X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                              \
-    X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                    \
-    X(hc_sums, float, d.n * d.streams)                                                      \
-    X(index_scores, float, d.scores)                                                            \
-    X(topk_blocks, int32_t, d.n * d.n_topk)                                                     \
-    X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                         \
-    X(cs, float, d.n * d.ropes * d.rope / 2)                                                    \
-    X(sn, float, d.n * d.ropes * d.rope / 2)                                                    \
-    X(row_sums, float, d.row_sums)                                                              \
-    X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                 \
-    X(latent_out, uint16_t, d.n * d.heads * d.latent)                                           \
+#define GPU_BUFFERS(X)                                                                                   \
+    X(x32[A_X], float, d.n * d.act[A_X])                                                                 \
+    X(x_other, float, d.decode * d.act[A_X])                                                             \
+    X(x32[A_H], float, d.n * d.act[A_H])                                                                 \
+    X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                             \
+    X(x32[A_QA], float, d.n * d.act[A_QA])                                                               \
+    X(x32[A_Q], float, d.n * d.act[A_Q])                                                                 \
+    X(x32[A_K], float, d.n * d.act[A_K])                                                                 \
+    X(x32[A_V], float, d.n * d.act[A_V])                                                                 \
+    X(x32[A_Z], float, d.n * d.act[A_Z])                                                                 \
+    X(x32[A_GATE], float, d.n * d.act[A_GATE])                                                           \
+    X(x32[A_ALPHA], float, d.n * d.act[A_ALPHA])                                                         \
+    X(x32[A_BETA], float, d.n * d.act[A_BETA])                                                           \
+    X(x16[A_H], uint16_t, d.n * d.act[A_H])                                                              \
+    X(x16[A_QA], uint16_t, d.n * d.act[A_QA])                                                            \
+    X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                              \
+    X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                          \
+    X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                            \
+    X(x32[A_IQ], float, d.n * d.act[A_IQ])                                                               \
+    X(x32[A_IK], float, d.n * d.act[A_IK])                                                               \
+    X(x32[A_IW], float, d.n * d.act[A_IW])                                                               \
+    X(x16[A_IQ], uint16_t, d.n * d.act[A_IQ])                                                            \
+    X(x32[A_CK], float, d.n * d.act[A_CK])                                                               \
+    X(x32[A_CG], float, d.n * d.act[A_CG])                                                               \
+    X(x32[A_ICK], float, d.n * d.act[A_ICK])                                                             \
+    X(x32[A_ICG], float, d.n * d.act[A_ICG])                                                             \
+    X(x16[A_GROUPS], uint16_t, d.n * d.act[A_GROUPS])                                                    \
+    X(x32[A_HC], float, d.n * d.act[A_HC])                                                               \
+    X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                                       \
+    X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                             \
+    X(hc_sums, float, d.n * d.streams)                                                                   \
+    X(index_scores, float, d.scores)                                                                     \
+    X(topk_blocks, int32_t, d.n * d.n_topk)                                                              \
+    X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                        \
+    X(cs, float, d.n * d.ropes * d.rope / 2)                                                             \
+    X(sn, float, d.n * d.ropes * d.rope / 2)                                                             \
+    X(row_sums, float, d.row_sums)                                                                       \
+    X(q_absorbed, uint16_t, d.latent ? d.n * d.heads * (d.latent + d.rope) : 0)                          \
+    X(latent_out, uint16_t, d.n * d.heads * d.latent)                                                    \
     X(mla_parts, float, d.latent ? (d.latent + TILE_COLS - 1) / TILE_COLS * d.decode * d.act[A_ATT] : 0) \
-    X(mla_arrived, uint32_t, d.latent ? d.heads : 0)                                            \
-    X(mla.latents, uint16_t, d.expanded * (d.latent + d.rope))                                  \
-    X(mla.keys, uint16_t, d.expanded * d.heads * d.nope)                                        \
-    X(mla.values, uint16_t, d.expanded * d.heads * d.head_v)                                    \
-    X(mla.max_den, float, d.expanded ? d.n * d.heads * 2 : 0)                                   \
-    X(mla.wk_b, uint8_t, d.heads * d.wk_b * TILE_BYTES(FMT_F16))                                \
-    X(partials, float, (size_t)s.splits * d.decode * d.heads * (d.value + 2))                   \
-    X(attn_arrived, uint32_t, d.joins * ATTN_COUNTERS)                                          \
-    X(hidden, uint16_t, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff)                          \
-    X(hidden_shared, uint16_t, gpu_larger(d.n, d.decode) * d.dense)                             \
-    X(x4.codes, uint8_t, d.n4 * FP4_CODE_BYTES(d.embd))                                         \
-    X(x4.scales, uint8_t, d.n4 * FP4_SCALE_BYTES(d.embd))                                       \
-    X(x4.scale, float, d.n4)                                                                    \
-    X(hidden4.codes, uint8_t, d.pairs4 * FP4_CODE_BYTES(d.ff))                                  \
-    X(hidden4.scales, uint8_t, d.pairs4 * FP4_SCALE_BYTES(d.ff))                                \
-    X(hidden4.scale, float, d.pairs4)                                                           \
-    X(expert_out, uint16_t, d.results * d.embd)                                                 \
-    X(route.logits, float, d.n * d.experts)                                                     \
-    X(route.id, int32_t, d.pairs)                                                               \
-    X(route.weight, float, d.pairs)                                                             \
-    X(route.arrived, uint32_t, 1)                                                               \
-    X(route.n_jobs, int32_t, 1)                                                                 \
-    X(route.jobs, struct expert_job, d.jobs)                                                    \
-    X(route.job_weight, float, d.jobs * d.decode)                                               \
-    X(route.shared_weight, float, d.shared_weight)                                              \
-    X(sort.row, int32_t, d.pairs)                                                               \
-    X(sort.inverse, int32_t, d.pairs)                                                           \
-    X(sort.first, int32_t, d.experts + 1)                                                       \
-    X(sort.tile_expert, int32_t, d.tiles)                                                       \
-    X(sort.tile_first, int32_t, d.tiles)                                                        \
-    X(sort.tile_count, int32_t, d.tiles)                                                        \
-    X(sort.n_tiles, int32_t, 1)                                                                 \
-    X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                             \
-    X(delta.v, float, d.delta * d.act[A_Z])                                                     \
-    X(delta.gates, float, d.delta * 2 * d.values)                                               \
-    X(delta.tiles, uint16_t, d.delta * d.values * 3 * DELTA_TILE)                               \
-    X(delta.fades, float, d.delta / DELTA_TILE * d.values * DELTA_FADES)                        \
-    X(logits, float, LOGIT_ROWS * d.logits)                                                     \
-    X(gathered, float, d.ranks * d.decode * d.embd)                                             \
-    X(sum16, uint16_t, d.sum16 * d.embd)                                                        \
-    X(sample.block_best, uint64_t, LOGIT_ROWS * SAMPLE_BLOCKS)                                  \
-    X(sample.block_mass, double, LOGIT_ROWS * SAMPLE_BLOCKS)                                    \
-    X(sample.bins, int, LOGIT_ROWS * SAMPLE_BINS)                                               \
+    X(mla_arrived, uint32_t, d.latent ? d.heads : 0)                                                     \
+    X(mla.latents, uint16_t, d.expanded * (d.latent + d.rope))                                           \
+    X(mla.keys, uint16_t, d.expanded * d.heads * d.nope)                                                 \
+    X(mla.values, uint16_t, d.expanded * d.heads * d.head_v)                                             \
+    X(mla.max_den, float, d.expanded ? d.n * d.heads * 2 : 0)                                            \
+    X(mla.wk_b, uint8_t, d.heads * d.wk_b * TILE_BYTES(FMT_F16))                                         \
+    X(partials, float, (size_t)s.splits * d.decode * d.heads * (d.value + 2))                            \
+    X(attn_arrived, uint32_t, d.joins * ATTN_COUNTERS)                                                   \
+    X(hidden, uint16_t, gpu_larger(d.pairs, d.jobs * d.decode) * d.ff)                                   \
+    X(hidden_shared, uint16_t, gpu_larger(d.n, d.decode) * d.dense)                                      \
+    X(x4.codes, uint8_t, d.n4 * FP4_CODE_BYTES(d.embd))                                                  \
+    X(x4.scales, uint8_t, d.n4 * FP4_SCALE_BYTES(d.embd))                                                \
+    X(x4.scale, float, d.n4)                                                                             \
+    X(hidden4.codes, uint8_t, d.pairs4 * FP4_CODE_BYTES(d.ff))                                           \
+    X(hidden4.scales, uint8_t, d.pairs4 * FP4_SCALE_BYTES(d.ff))                                         \
+    X(hidden4.scale, float, d.pairs4)                                                                    \
+    X(expert_out, uint16_t, d.results * d.embd)                                                          \
+    X(route.logits, float, d.n * d.experts)                                                              \
+    X(route.id, int32_t, d.pairs)                                                                        \
+    X(route.weight, float, d.pairs)                                                                      \
+    X(route.arrived, uint32_t, 1)                                                                        \
+    X(route.n_jobs, int32_t, 1)                                                                          \
+    X(route.jobs, struct expert_job, d.jobs)                                                             \
+    X(route.job_weight, float, d.jobs * d.decode)                                                        \
+    X(route.shared_weight, float, d.shared_weight)                                                       \
+    X(sort.row, int32_t, d.pairs)                                                                        \
+    X(sort.inverse, int32_t, d.pairs)                                                                    \
+    X(sort.first, int32_t, d.experts + 1)                                                                \
+    X(sort.tile_expert, int32_t, d.tiles)                                                                \
+    X(sort.tile_first, int32_t, d.tiles)                                                                 \
+    X(sort.tile_count, int32_t, d.tiles)                                                                 \
+    X(sort.n_tiles, int32_t, 1)                                                                          \
+    X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                                      \
+    X(delta.v, float, d.delta * d.act[A_Z])                                                              \
+    X(delta.gates, float, d.delta * 2 * d.values)                                                        \
+    X(delta.tiles, uint16_t, d.delta * d.values * 3 * DELTA_TILE)                                        \
+    X(delta.fades, float, d.delta / DELTA_TILE * d.values * DELTA_FADES)                                 \
+    X(logits, float, LOGIT_ROWS * d.logits)                                                              \
+    X(gathered, float, d.ranks * d.decode * d.embd)                                                      \
+    X(sum16, uint16_t, d.sum16 * d.embd)                                                                 \
+    X(sample.block_best, uint64_t, LOGIT_ROWS * SAMPLE_BLOCKS)                                           \
+    X(sample.block_mass, double, LOGIT_ROWS * SAMPLE_BLOCKS)                                             \
+    X(sample.bins, int, LOGIT_ROWS * SAMPLE_BINS)                                                        \
     X(sample.arrived, uint32_t, LOGIT_ROWS)
 /* clang-format on */
 
@@ -3282,8 +3282,7 @@ static void loader_rope(struct loader *l, const char *base_key, bool scaled, int
 /* ============================================================================================================
  * Families: what they share
  *
- * How the keys of a file become the sizes and shapes of layers. A page for each kind of attention follows, and then
- * the forward.
+ * How the keys of a file become the sizes and shapes of layers. A page for each mixer follows, and then the forward.
  * ============================================================================================================ */
 
 /* Reads the sizes of the heads of grouped-query attention. */
@@ -3665,7 +3664,7 @@ static void layer_sparse(struct loader *l, struct layer *layer, int il) {
  *
  *   c^Q_t  = N(W^DQ h_t)            q_t,i = [W^UQ_i c^Q_t; R_t W^QR_i c^Q_t]               wq_a; wq_b
  *   c^KV_t = N(W^DKV h_t)           k^R_t = R_t W^KR h_t                                   the rows of wkv_a
- *   k_t,i  = [W^UK_i c^KV_t; k^R_t] v_t,i = W^UV_i c^KV_t                                  wk_b is W^UK transposed; wv_b
+ *   k_t,i  = [W^UK_i c^KV_t; k^R_t] v_t,i = W^UV_i c^KV_t                                  wk_b: W^UK transposed; wv_b
  *   o_t,i  = sum over s <= t of softmax_s(q_t,i . k_s,i * scale) v_s,i
  *
  * The cache holds c^KV_t and k^R_t alone: 576 values a token in DeepSeek-V3, where 128 heads of keys and values would
@@ -3699,7 +3698,7 @@ static void forward_mla(struct program *p, const struct model *m, int il) {
  * Attention of one KV head over a window and compressed keys.
  * ============================================================================================================ */
 
-/* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. A
+/* Reads how many tokens a compressed key of each layer has. The list may go on after the layers of the file. An
  * MTP layer has a window alone: drafts that are taken back leave no compressed keys. */
 static void loader_ratios(struct loader *l) {
     char key[128];
@@ -3719,7 +3718,7 @@ static void loader_ratios(struct loader *l) {
 }
 
 /* Reads the metadata of DeepSeek-V4: a window with a rotation of its own, compressed keys, an indexer of those whose
- * keys overlap, streams of residuals. */
+ * keys overlap, hyper-connections. */
 static void read_deepseek4(struct loader *l) {
     struct attn *a = &l->attn;
     struct model *m = l->m;
@@ -3787,7 +3786,7 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
  * sees the keys of a window, and keys that stand for `ratio` tokens each:
  *
  *   k_t = R_t N(W^KV h_t)           q_t,i = R_t N(W^UQ_i c^Q_t)          c^Q_t = N(W^DQ h_t)
- *   C_m = R_m N(sum over j of softmax_j(g_j + a_j) * v_j)                 v_j, g_j = W h_j, for each column by itself
+ *   C_m = R_s N(sum over j of softmax_j(g_j + a_j) * v_j)  s = m ratio    v_j, g_j = W h_j, for each column by itself
  *   o_t,i = R_-t (sum of softmax(q_t,i . [k_s of the window; C_m; sink]) [k_s; C_m])
  *   u_t = W^OB [W^OA_1 o_t,group 1; ..]                                   wo_a joins the heads of a group; wo
  *
@@ -3892,12 +3891,10 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
 /* ============================================================================================================
  * Families: the forward
  *
- * Start here. A forward pass is a straight line of operations (STEP_OPS) over the layers of a rank's shard. The batch,
- * its tokens and position, is in struct rank.
- *
- * Recorded once for a rank, it is a list of steps: an operation, the slots and matrices that it works on, a norm,
- * partial sums. Backends run the list (rank_pass). A kernel finds in it what is read next, the forecast of --plan
- * what a token costs, and --info --verbose prints it.
+ * Start here. A forward is a list of steps over the layers of a rank's shard. A step is an operation (STEP_OPS), the
+ * slots and matrices that it works on, a norm and partial sums. The functions below make the list once for a rank;
+ * backends run it (rank_pass). A kernel finds in it what is read next, the forecast of --plan what a token costs, and
+ * --info --verbose prints it. The batch, its tokens and position, is in struct rank.
  *
  * A new family whose operations exist is a row of `families`; the functions that read its metadata
  * ("Families: ..", before this section); for tensors that no family has had, rows of `tensor_rules` and a condition of
@@ -3906,6 +3903,13 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
  * Tests say what is missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. What attention
  * and feed-forwards can vary in, the fields of struct attn and struct layer say: windows, sinks, biases, gates,
  * norms of heads or of rows, rotations, clamps.
+ *
+ * A new mixer is a value of `enum mixer`, and the compiler names the functions that lack it; its operations are rows of
+ * STEP_OPS, written as cpu_NAME and cuda_NAME, and the compiler names those that are missing; its tensors are rows of
+ * `tensor_rules`, its cache a case of layer_cache, its launches a case of launches_of.
+ *
+ * A new weight format is a row of GGUF_TYPES in gguf_nvfp4.h with a function that decodes a block. The compiler then
+ * names what the format lacks: the CPU's panels and kernels, the GPU's format and repacking, the converter's quantizer.
  * ============================================================================================================ */
 
 /* A feed-forward of experts (arXiv 2401.06066). The router gives every expert e a score s_e, softmax or sigmoid of
@@ -3982,15 +3986,16 @@ static void forward_draft(struct program *p, const struct model *m) {
     forward_keep(p, m, mtp_norm(m, &m->layers[m->n_layer]), true);
 }
 
-void rank_record(struct rank *r) {
+void programs_free(struct rank *r) {
+    for (int i = 0; i < PASSES; i++) arrfree(r->program[i].step);
+}
+
+void programs_make(struct rank *r) {
+    programs_free(r);
     forward_layers(&r->program[PASS_FORWARD], r->m);
     if (!r->m->n_mtp) return;
     forward_mtp(&r->program[PASS_MTP], r->m);
     forward_draft(&r->program[PASS_DRAFT], r->m);
-}
-
-void rank_forget(struct rank *r) {
-    for (int i = 0; i < PASSES; i++) arrfree(r->program[i].step);
 }
 
 void rank_pass(struct rank *r) {
@@ -4797,7 +4802,7 @@ struct synth {
      * GLM-5.2 says it: from layer index_first - 1 on every index_freq-th has one, and all before; 0: all */
     int n_index, index_k, top_k, index_freq, index_first;
     int index_block, index_local; /* keys of a block, of which top_k are chosen; blocks that a query always sees */
-    /* DeepSeek-V4: streams of residuals, layers that find experts by token ids, groups of heads, values of a group's
+    /* DeepSeek-V4: hyper-connections, layers that find experts by token ids, groups of heads, values of a group's
      * result; tokens of a compressed key in the first two layers, in all others 4 and 128 in turn */
     int n_hc, n_hash, head_groups, o_lora, first_ratio;
     enum gguf_type ff_type;              /* of feed-forwards; 0: NVFP4 */
@@ -5631,7 +5636,8 @@ static void team_stop(struct team *t) {
  *     margin above 0.5 logit.
  *   prefetching the rows that follow into the first cache: 11.5 instead of 16.1 GB/s (NVFP4, one thread, Zen 4). It has
  *     fewer misses in flight than the second.
- *   merging rows into vectors by masked broadcasts instead of vinserti32x4, or from computed addresses: no faster (Zen 4).
+ *   merging rows into vectors by masked broadcasts instead of vinserti32x4, or from computed addresses: no faster (Zen
+ *     4).
  *   AMX_K of 256 and 512: the tile unit powers down while a panel is decoded; 128 keeps it awake.
  * ============================================================================================================ */
 
@@ -6599,8 +6605,8 @@ INLINE void panel_prefetch(const uint8_t *p, size_t stride, int rows) {
  *   columns(p, stride, out): transposes `rows` rows of four dwords, `stride` bytes apart: lane r of out[j] is dword j
  *     of row r;
  *   codes(q, lo, hi): translates the FP4 codes in the low and high nibbles of q to 2 * E2M1 plus a constant;
- *   dot16(fp4, w, hi, lo, bias, sum): sum = 16 weights w[4] times 16 activations, without that constant; fp4: the weights
- *     are translated codes, else 8-bit integers;
+ *   dot16(fp4, w, hi, lo, bias, sum): sum = 16 weights w[4] times 16 activations, without that constant; fp4: the
+ *     weights are translated codes, else 8-bit integers;
  *   int8_flip: what 8-bit integers are XORed with. */
 #define PANEL_FUNCTIONS(isa, TARGET, rows, int8_flip)                                                              \
     /* See vec_rebias. */                                                                                          \
@@ -7692,8 +7698,8 @@ static void kv_load_columns(const struct kernels *k, const struct cache_tensor *
  *
  * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The
  * root rank, the first of the last stage, gathers the logits and works in the caller's thread; every other rank has a
- * thread of its own. pg_run runs a step on all ranks; between steps the caller may use cache_copy of any rank, and
- * sample, read_token and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send and pg_recv
+ * thread of its own. pg_run runs a call on all ranks; between calls the caller may use cache_copy of any rank, and
+ * sample, read_tokens and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send and pg_recv
  * only: under one lock, with a watchdog that ends the program when no thread makes progress.
  * ============================================================================================================ */
 
@@ -7711,7 +7717,7 @@ struct pg_start {
     char err[MAX_RANKS][ERR_MAX];
 };
 
-enum rank_step_kind {
+enum rank_call_kind {
     RANK_START,           /* start the rank: start */
     RANK_RESIZE,          /* make its state one for n tokens: failed, err */
     RANK_FORWARD,         /* run a pass of ids (n) at positions pos.. with recurrent states at n_committed */
@@ -7724,8 +7730,8 @@ enum rank_step_kind {
 };
 
 /* What every rank of a process group does at once. Each kind uses the fields that its comment names. */
-struct rank_step {
-    enum rank_step_kind kind;
+struct rank_call {
+    enum rank_call_kind kind;
     enum pass pass;
     const int32_t *ids; /* NULL: the token that was chosen */
     int n, pos, n_committed, first;
@@ -7741,8 +7747,8 @@ struct rank_step {
     char (*err)[ERR_MAX];      /* (MAX_RANKS) */
 };
 
-/* Does a rank's part of a step. Defined in "Session", because it calls the forward. */
-static void rank_run(struct rank *r, const struct rank_step *step);
+/* Does a rank's part of a call. Defined in "Session", because it calls the forward. */
+static void rank_run(struct rank *r, const struct rank_call *call);
 
 struct process_group {
     int n_rank, n_stage, n;                      /* ranks of a stage; stages; n = n_rank * n_stage */
@@ -7752,9 +7758,9 @@ struct process_group {
     struct rank *ranks;                          /* (n), stage by stage */
     pthread_mutex_t lock;                        /* of all that follows */
     pthread_cond_t changed;                      /* some of what follows has changed */
-    struct rank_step step;                       /* the latest, and */
-    unsigned steps;                              /* how many there were */
-    unsigned ended[MAX_RANKS];                   /* steps that each rank has finished */
+    struct rank_call call;                       /* the latest, and */
+    unsigned calls;                              /* how many there were */
+    unsigned ended[MAX_RANKS];                   /* calls that each rank has finished */
     unsigned arrived[MAX_RANKS];                 /* barriers that it has reached */
     unsigned turns[MAX_RANKS];                   /* phases of rank_all_gather that it has ended */
     unsigned received[MAX_RANKS];                /* batches that it has received from the stage before */
@@ -7884,7 +7890,7 @@ static void pg_name_thread(const struct process_group *pg, int i) {
     if (pg->n > 1) snprintf(rank_label, sizeof rank_label, "rank %d of %d: ", i, pg->n);
 }
 
-/* The thread of a rank other than the root: runs every step of the process group, until it quits. */
+/* The thread of a rank other than the root: runs every call of the process group, until it quits. */
 static void *pg_thread(void *arg) {
     struct rank *r = arg;
     struct process_group *pg = r->pg;
@@ -7892,12 +7898,12 @@ static void *pg_thread(void *arg) {
     pg_name_thread(pg, r->index);
     pthread_mutex_lock(&pg->lock);
     for (;;) {
-        while (pg->steps == seen && !pg->quit) pthread_cond_wait(&pg->changed, &pg->lock);
-        if (pg->steps == seen) break;
+        while (pg->calls == seen && !pg->quit) pthread_cond_wait(&pg->changed, &pg->lock);
+        if (pg->calls == seen) break;
         seen++;
-        const struct rank_step step = pg->step;
+        const struct rank_call call = pg->call;
         pthread_mutex_unlock(&pg->lock);
-        rank_run(r, &step);
+        rank_run(r, &call);
         pthread_mutex_lock(&pg->lock);
         pg_advance(pg, &pg->ended[r->index]);
     }
@@ -7905,28 +7911,28 @@ static void *pg_thread(void *arg) {
     return NULL;
 }
 
-/* Runs a step on every rank at once; returns when all have ended it. With ranks on GPUs, Ctrl-Z takes effect only after
- * the step: a kernel would wait for a rank that was stopped before its launch, and a GPU that drives a display ends
+/* Runs a call on every rank at once; returns when all have ended it. With ranks on GPUs, Ctrl-Z takes effect only after
+ * the call: a kernel would wait for a rank that was stopped before its launch, and a GPU that drives a display ends
  * kernels that run for seconds. Threads that a driver makes during the start inherit the mask. */
-static void pg_run(struct process_group *pg, struct rank_step step) {
-    const bool hold = pg->n > 1 && (step.kind == RANK_START || pg->ranks[pg->root].cuda);
+static void pg_run(struct process_group *pg, struct rank_call call) {
+    const bool hold = pg->n > 1 && (call.kind == RANK_START || pg->ranks[pg->root].cuda);
     sigset_t stop, old;
     sigemptyset(&stop);
     sigaddset(&stop, SIGTSTP);
     if (hold) pthread_sigmask(SIG_BLOCK, &stop, &old);
     if (pg->n > 1) {
         pthread_mutex_lock(&pg->lock);
-        pg->step = step;
-        pg_advance(pg, &pg->steps);
+        pg->call = call;
+        pg_advance(pg, &pg->calls);
         pthread_mutex_unlock(&pg->lock);
     }
     pg_name_thread(pg, pg->root);
-    rank_run(&pg->ranks[pg->root], &step);
+    rank_run(&pg->ranks[pg->root], &call);
     rank_label[0] = 0;
     if (pg->n == 1) return;
     pthread_mutex_lock(&pg->lock);
     pg->ended[pg->root]++;
-    pg_wait_for(pg, "the end of a step", NULL, pg->ended, 0, pg->n, 0, pg->steps);
+    pg_wait_for(pg, "the other ranks", NULL, pg->ended, 0, pg->n, 0, pg->calls);
     pthread_mutex_unlock(&pg->lock);
     if (hold) pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
@@ -7966,7 +7972,7 @@ void rank_note(const char *what) {
 
 /* Ends the ranks and their threads, and frees the process group. */
 static void pg_close(struct process_group *pg) {
-    pg_run(pg, (struct rank_step){.kind = RANK_CLOSE});
+    pg_run(pg, (struct rank_call){.kind = RANK_CLOSE});
     pthread_mutex_lock(&pg->lock);
     pg->quit = true;
     pthread_cond_broadcast(&pg->changed);
@@ -8013,7 +8019,7 @@ static int pg_open(struct process_group *pg, const struct model *m, int n_rank, 
             die("cannot start a thread for rank %d", i);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
     ranks_at_work = pg->n > 1;
-    pg_run(pg, (struct rank_step){.kind = RANK_START, .start = &t});
+    pg_run(pg, (struct rank_call){.kind = RANK_START, .start = &t});
     int bad = -1; /* ranks without a message stopped because another failed */
     for (int i = pg->n - 1; i >= 0; i--)
         if (t.failed[i] && (bad < 0 || *t.err[i] || !*t.err[bad])) bad = i;
@@ -9236,7 +9242,8 @@ static void cpu_mla_attention(struct rank *r, const struct step *s) {
  * The indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1) gives every key a score for every query, and the query
  * sees those with the largest. That of MiniMax-M3 gives one to every block of keys, for each KV head, and the query
  * also sees the last blocks. Attention then runs over a list of blocks, see struct attend; a key alone is a block of
- * one. ============================================================================================================ */
+ * one.
+ * ============================================================================================================ */
 
 /* x = (x - mean) / sqrt(variance + eps) * w + b over n values (LayerNorm, arXiv 1607.06450). */
 static void layer_norm(float *x, const float *w, const float *b, float eps, int n) {
@@ -9738,8 +9745,8 @@ struct ffn_job {
     int n_tok;           /* tokens of this job */
     const int32_t *rows; /* (n_tok) which ones; NULL: all in order */
     const float *w;      /* (n_tok) factors of the result; NULL: 1 */
-    size_t hidden;       /* floats before this job's (n_tok, n_ff) in rank.hidden */
-    size_t slot;         /* rows before this job's in rank.pack_h */
+    size_t hidden;       /* floats before this job's (n_tok, n_ff) in cpu.hidden */
+    size_t slot;         /* rows before this job's in cpu.pack_h */
 };
 
 /* Chooses the experts of a token: their ids and weights. logits (n) are overwritten. In DeepSeek-V3 (arXiv 2412.19437,
@@ -10192,7 +10199,7 @@ static void cpu_free(void ***owned) {
 }
 
 static void cpu_close(struct rank *r) {
-    rank_forget(r);
+    programs_free(r);
     team_stop(r->cpu->team);
     cpu_free(&r->owned);
     cpu_free(&r->owned_state);
@@ -10209,7 +10216,8 @@ static const struct ops cpu_ops = {
 /* ============================================================================================================
  * CPU operations: memory of a rank
  *
- * Everything is allocated here, at the start; nothing while tokens are computed.
+ * Everything is allocated here: at the start, and the state again for a longer context; nothing while tokens are
+ * computed.
  * ============================================================================================================ */
 
 /* Returns n zeroed elements of `size` bytes, aligned to 64 bytes, which are freed with the list *owned. */
@@ -10312,7 +10320,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     snprintf(r->name, sizeof r->name, "CPU (%s), %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
     const struct max_dims *x = &m->max;
     size_t c = (size_t)r->chunk, n_head = (size_t)x->n_head;
-    rank_record(r);
+    programs_make(r);
     act_widths(m, r->width);
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = cpu_own(r, c, sizeof *r->tokens);
@@ -10861,7 +10869,7 @@ static size_t session_copy_state(struct session *s, uint8_t *data, bool store) {
 static bool session_resize_ranks(struct session *s, int n, char *err) {
     bool failed[MAX_RANKS] = {false};
     char why[MAX_RANKS][ERR_MAX];
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_RESIZE, .n = n, .failed = failed, .err = why});
+    pg_run(&s->pg, (struct rank_call){.kind = RANK_RESIZE, .n = n, .failed = failed, .err = why});
     for (int i = 0; i < s->pg.n; i++)
         if (failed[i]) return memcpy(err, why[i], ERR_MAX), false;
     return true;
@@ -10923,7 +10931,7 @@ static void session_fake_fill(struct session *s, int n) {
     s->n_draft = 0;
 }
 
-/* Starts a rank by step->start, which may clear all of *r. */
+/* Starts a rank by call->start, which may clear all of *r. */
 static void rank_start(struct rank *r, struct pg_start *t) {
     struct process_group *pg = r->pg;
     const int i = r->index;
@@ -10933,47 +10941,47 @@ static void rank_start(struct rank *r, struct pg_start *t) {
 }
 
 /* The logits of the latest pass: of a forward by the model's head, of an MTP layer by its own. */
-static void rank_logits(struct rank *r, const struct rank_step *step) {
+static void rank_logits(struct rank *r, const struct rank_call *call) {
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[m->n_layer];
     if (r->pass == PASS_FORWARD) {
-        r->ops->logits(r, m->output_norm, &m->output, step->first, step->n);
+        r->ops->logits(r, m->output_norm, &m->output, call->first, call->n);
     } else {
-        const struct weight head = mtp_head_rows(m, layer, step->n_ids);
-        r->ops->logits(r, mtp_norm(m, layer), &head, step->first, step->n);
+        const struct weight head = mtp_head_rows(m, layer, call->n_ids);
+        r->ops->logits(r, mtp_norm(m, layer), &head, call->first, call->n);
     }
 }
 
-/* Does the rank's part of a step, on the rank's thread. A forward and its logits may not allocate. */
-static void rank_run(struct rank *r, const struct rank_step *step) {
-    switch (step->kind) {
-    case RANK_START: rank_start(r, step->start); break;
+/* Does the rank's part of a call, on the rank's thread. A forward and its logits may not allocate. */
+static void rank_run(struct rank *r, const struct rank_call *call) {
+    switch (call->kind) {
+    case RANK_START: rank_start(r, call->start); break;
     case RANK_FORWARD:
         alloc_guard_begin("a forward pass");
-        if (step->ids) memcpy(r->tokens, step->ids, (size_t)step->n * sizeof *step->ids);
+        if (call->ids) memcpy(r->tokens, call->ids, (size_t)call->n * sizeof *call->ids);
         else r->tokens[0] = TOKEN_CHOSEN;
-        r->pass = step->pass;
-        r->pos = step->pos;
-        r->n_committed = step->n_committed;
-        r->n_tok = step->n;
+        r->pass = call->pass;
+        r->pos = call->pos;
+        r->n_committed = call->n_committed;
+        r->n_tok = call->n;
         r->ops->forward(r);
         alloc_guard_end();
         break;
     case RANK_LOGITS:
-        alloc_guard_begin("a logits step");
-        if (r->m->shard.stage == r->m->shard.n_stage - 1) rank_logits(r, step);
+        alloc_guard_begin("the logits");
+        if (r->m->shard.stage == r->m->shard.n_stage - 1) rank_logits(r, call);
         alloc_guard_end();
         break;
     case RANK_WAIT: r->ops->wait(r); break;
-    case RANK_RESIZE: step->failed[r->index] = !r->ops->resize(r, step->n, step->err[r->index]); break;
+    case RANK_RESIZE: call->failed[r->index] = !r->ops->resize(r, call->n, call->err[r->index]); break;
     case RANK_READ_STATS: {
         const int il = r->m->first_layer;
-        r->ops->read_stats(r, step->stats + (size_t)il * (size_t)step->whole->n_expert_max * STATS,
-                           step->in_sum2 ? step->in_sum2 + in_sum2_before(step->whole, il) : NULL);
+        r->ops->read_stats(r, call->stats + (size_t)il * (size_t)call->whole->n_expert_max * STATS,
+                           call->in_sum2 ? call->in_sum2 + in_sum2_before(call->whole, il) : NULL);
         break;
     }
-    case RANK_MEASURE: step->rates[r->index] = r->ops->measure(r); break;
-    case RANK_TIME_ALL_REDUCE: step->seconds[r->index] = r->ops->time_all_reduce(r, step->n, step->nccl); break;
+    case RANK_MEASURE: call->rates[r->index] = r->ops->measure(r); break;
+    case RANK_TIME_ALL_REDUCE: call->seconds[r->index] = r->ops->time_all_reduce(r, call->n, call->nccl); break;
     case RANK_CLOSE:
         if (r->ops) r->ops->close(r);
         r->ops = NULL;
@@ -10983,7 +10991,7 @@ static void rank_run(struct rank *r, const struct rank_step *step) {
 
 /* Runs a pass of the MTP layer on n tokens: ids stand after positions pos... */
 static void session_mtp(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .pos = pos});
+    pg_run(&s->pg, (struct rank_call){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .pos = pos});
 }
 
 /* Lets the MTP layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
@@ -11011,7 +11019,7 @@ static bool session_is_behind(const struct session *s, int n) {
 static void session_forward(struct session *s, const int32_t *ids, int n) {
     memmove(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
     if (session_is_behind(s, n)) session_catch_up(s, s->n_past, PASS_MTP);
-    pg_run(&s->pg, (struct rank_step){
+    pg_run(&s->pg, (struct rank_call){
                        .kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .n_committed = s->n_committed});
     s->n_committed = n <= MAX_ROLLBACK ? s->n_past : s->n_past + n - 1;
     s->n_past += n;
@@ -11023,23 +11031,23 @@ static void session_forward(struct session *s, const int32_t *ids, int n) {
  * host has read the token and printed it. session_decode takes it into the timeline; any other forward overwrites
  * it. */
 static void session_decode_async(struct session *s) {
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .n_committed = s->n_committed});
+    pg_run(&s->pg, (struct rank_call){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .n_committed = s->n_committed});
     s->n_committed = s->n_past;
     s->async = true;
 }
 
 /* Computes the logits of rows first..first+n-1 of the latest pass, n <= LOGIT_ROWS. */
 static void session_head(struct session *s, int first, int n) {
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_LOGITS, .first = first, .n = n});
+    pg_run(&s->pg, (struct rank_call){.kind = RANK_LOGITS, .first = first, .n = n});
 }
 
 /* Waits until everything is computed. */
-static void session_wait(struct session *s) { pg_run(&s->pg, (struct rank_step){.kind = RANK_WAIT}); }
+static void session_wait(struct session *s) { pg_run(&s->pg, (struct rank_call){.kind = RANK_WAIT}); }
 
 /* Copies the statistics of all layers since the start: stats (model_blocks, n_expert_max, STATS) and in_sum2
  * (in_sum2_before(m, model_blocks); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
+    pg_run(&s->pg, (struct rank_call){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
 
 /* Chooses n tokens by rows first.. of the logits, the i-th after tokens[0..n_past + i), from draws of rng. Returns
@@ -11079,7 +11087,7 @@ static void session_draft(struct session *s, int k) {
         int32_t *const id = s->tokens + s->n_past + i;
         if (i) session_mtp(s, PASS_DRAFT, id, 1, s->n_past + i - 1);
         else session_catch_up(s, s->n_past, PASS_DRAFT);
-        pg_run(&s->pg, (struct rank_step){.kind = RANK_LOGITS, .first = s->r->n_tok - 1, .n = 1, .n_ids = best.n_ids});
+        pg_run(&s->pg, (struct rank_call){.kind = RANK_LOGITS, .first = s->r->n_tok - 1, .n = 1, .n_ids = best.n_ids});
         session_choose(s, &best, s->n_past + i + 1, 0, 1, 0, id + 1, NULL);
     }
 }
@@ -11196,7 +11204,7 @@ static void session_overrule(struct session *s) { s->async = false; }
 /* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
 static struct rates session_measure(struct session *s, struct rates each[MAX_RANKS]) {
     struct rates sum = {0};
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_MEASURE, .rates = each});
+    pg_run(&s->pg, (struct rank_call){.kind = RANK_MEASURE, .rates = each});
     for (int i = 0; i < s->pg.n; i++) {
         sum.bytes += each[i].bytes;
         sum.mma += each[i].mma;
@@ -11209,7 +11217,7 @@ static struct rates session_measure(struct session *s, struct rates each[MAX_RAN
  * exist. */
 static double session_time_all_reduce(struct session *s, int n_tok, bool nccl) {
     double each[MAX_RANKS], slowest = 0;
-    pg_run(&s->pg, (struct rank_step){.kind = RANK_TIME_ALL_REDUCE, .n = n_tok, .nccl = nccl, .seconds = each});
+    pg_run(&s->pg, (struct rank_call){.kind = RANK_TIME_ALL_REDUCE, .n = n_tok, .nccl = nccl, .seconds = each});
     for (int i = 0; i < s->pg.n; i++) slowest = fmax(slowest, each[i]);
     return slowest;
 }
@@ -11387,11 +11395,12 @@ static double session_forward_ops(const struct session *s, int n) {
  *
  * The file that /save writes beside the conversation. All integers are little-endian:
  *
- *   struct kv_header       40 bytes: MOEKV003, hash of the model, --kv, --qat, session_reach, numbers of cache tensors and
- *                          tokens, n_committed, checksum
- *   struct kv_tensor[]      what each cache tensor of the whole model is; it must be what the model has now, if it has it
- *   int32_t[]              the tokens
- *   cache tensors in that order   all rows in use, padded to 16 bytes each, then their scales in F32 (FP8)
+ *   struct kv_header     40 bytes: MOEKV003, hash of the model, --kv, --qat, session_reach, numbers of cache tensors
+ *                        and tokens, n_committed, checksum
+ *   struct kv_tensor[]   what each cache tensor of the whole model is; it must be what the model has now, if it has it
+ *   int32_t[]            the tokens
+ *   rows                 of the cache tensors in that order: all rows in use, padded to 16 bytes each, then their
+ *                        scales in F32 (FP8)
  *
  * Rows are those of the whole model, so a state may be loaded with another --tp and --pp. Cache tensors of an MTP layer
  * come last; a session without it skips them, and one with it does without them: drafts are then worse for a while. The
@@ -11615,8 +11624,8 @@ static int session_read(struct session *s, const struct kv_tensor *list, FILE *f
     return rc;
 }
 
-/* Reads a saved state. -1 with a message why the file does not fit, and an empty timeline: the caller prefills instead.
- * */
+/* Reads a saved state. -1 with a message why the file does not fit; the timeline is then empty, and the caller prefills
+ * instead. */
 static int session_load(struct session *s, const char *path, char *err) {
     struct stat st;
     session_truncate(s, 0);
@@ -20385,7 +20394,6 @@ static bool system_move(json_t *messages) {
  *
  * The tokens of earlier turns are reused as far as their text is the rendered text, up to a special token. They are not
  * tokenized again, because the model may have generated a text in other tokens than the tokenizer would choose.
- *
  * ============================================================================================================ */
 
 #define LAST_CHAT "last" /* the name of the conversation that --continue resumes */
@@ -23203,8 +23211,7 @@ static void signals_install(void) {
  *
  * The interactive dialogue: prompt, commands and signal handlers. A line is a message unless it begins with a slash. A
  * slash that names no command is an error and never reaches the model. Everything but answers goes to stderr. The
- * section uses the conversation only through chat_* and the options only through option_*. It is over 450 lines because
- * the table of commands and their functions stand together.
+ * section uses the conversation only through chat_* and the options only through option_*.
  * ============================================================================================================ */
 
 struct repl {
@@ -24337,7 +24344,8 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
  *
  * How long a GPU takes for the decode of one token: the kernels of a forward follow each other, and each has a fixed
  * cost and bytes to read. What a kernel requests ahead of its use comes while the memory would idle, and is not read
- * again. The list of launches is that of the engine (moe_cuda.cu, "Operations"); a test compares the two.
+ * again. The launches follow from the steps (launches_of); a test compares them with those of the engine (moe_cuda.cu,
+ * "Operations").
  * ============================================================================================================ */
 
 /* The launches of a decode forward, by what they do. */
@@ -24598,10 +24606,10 @@ static struct launch *decode_launches(const struct model *m, enum pass pass, con
     struct launches k = {.m = m, .kv = kv, .n_past = n_past, .first = -1, .attention = -1, .router = -1};
     struct rank r = {.m = m};
     if (pass == PASS_FORWARD && shard->n_rank * shard->n_stage > 1) launch_add(&k, DECODE_SHARE, 0, 0);
-    rank_record(&r);
+    programs_make(&r);
     const struct program *p = &r.program[pass];
     for (ptrdiff_t i = 0; i < arrlen(p->step); i++) launches_of(&k, &p->step[i]);
-    rank_forget(&r);
+    programs_free(&r);
     if (shard->stage + 1 < shard->n_stage) return k.list;
     launch_add(&k, DECODE_ADD_NORM, 0, 0);
     const double bytes = (double)plan_matrix_reads(false, head, 1);
@@ -25201,8 +25209,7 @@ static void settings_ranks(struct settings *s, const struct model *m, int gpu[MA
     for (int i = 0; i < n; i++) gpu[i] = list.n ? list.device[i] : i;
 }
 
-/* Whether every two of these GPUs write to each other's memory, at a rate that makes it better than the host's memory.
- * */
+/* Whether every two of these GPUs write to each other's memory, and faster than to the host's. */
 static bool gpus_close(const int *gpu, int n) {
     enum { SLOW = 2 /* GB/s: a quarter of PCIe 3.0 x8, or detours */ };
     bool close = cuda_peers(gpu, n);
@@ -25699,9 +25706,9 @@ static void info_tensors(const struct model *m) {
     printf(", %.1f MiB\n", (double)total / 0x1p20);
 }
 
-/* The name of a matrix in a file; il -1: of no layer. */
+/* The name of a matrix in the table of tensors; il -1: of no layer. Files may have it as a part of another tensor. */
 static const char *weight_name(const struct model *m, int il, const struct weight *w) {
-    if (il < 0) return w == &m->embd ? "token_embd" : w == &m->output ? "output" : "nextn.embed_tokens";
+    if (il < 0) return w == &m->embd ? "token_embd" : "nextn.embed_tokens";
     const struct layer *l = &m->layers[il];
     const char *name = "";
     for (const struct tensor_rule *rule = rule_next(NULL, l); rule; rule = rule_next(rule, l)) {
@@ -25755,20 +25762,17 @@ static ptrdiff_t info_layer(char **out, const struct model *m, const struct prog
     return i;
 }
 
-/* --info --verbose: the steps of a forward; those of consecutive layers once if they are the same. */
-static void info_program(const struct model *m) {
-    struct program p = {0};
+/* Prints the steps of a program; those of consecutive layers once if they are the same. */
+static void info_steps(const struct model *m, const struct program *p) {
     char *text = NULL, *other = NULL;
-    forward_layers(&p, m);
-    printf("forward       operation, slots that it reads -> writes, bytes that a token reads, matrices\n");
-    for (ptrdiff_t i = 0; i < arrlen(p.step);) {
-        const int first = p.step[i].il;
+    for (ptrdiff_t i = 0; i < arrlen(p->step);) {
+        const int first = p->step[i].il;
         int last = first;
-        i = info_layer(&text, m, &p, i);
-        while (first >= 0 && i < arrlen(p.step) && p.step[i].il >= 0) {
-            const ptrdiff_t next = info_layer(&other, m, &p, i);
+        i = info_layer(&text, m, p, i);
+        while (first >= 0 && i < arrlen(p->step) && p->step[i].il >= 0) {
+            const ptrdiff_t next = info_layer(&other, m, p, i);
             if (strcmp(sb_cstr(&text), sb_cstr(&other))) break;
-            last = p.step[i].il;
+            last = p->step[i].il;
             i = next;
         }
         if (last > first) printf(" layers %d-%d\n", first, last);
@@ -25777,7 +25781,19 @@ static void info_program(const struct model *m) {
     }
     arrfree(text);
     arrfree(other);
-    arrfree(p.step);
+}
+
+/* --info --verbose: the steps of a forward, and of a draft. */
+static void info_program(const struct model *m) {
+    struct rank r = {.m = m};
+    programs_make(&r);
+    printf("forward       operation, slots that it reads -> writes, bytes that a token reads, matrices\n");
+    info_steps(m, &r.program[PASS_FORWARD]);
+    if (m->n_mtp) {
+        printf("draft         the same of the MTP layer\n");
+        info_steps(m, &r.program[PASS_DRAFT]);
+    }
+    programs_free(&r);
 }
 
 /* --list-devices: the GPUs, and the CPU. */

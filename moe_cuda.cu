@@ -11,10 +11,10 @@
  *   embedding             k_embed                                    k_embed
  *   residual add, norm    in the kernel that reads it; several       k_add_norm, after k_to_bf16 and ncclAllReduce
  *     and all-reduce        ranks or long rows: k_add_norm, which      or with the push
- *                           also pushes and adds the ranks' deltas,
- *                           or ncclAllGather
+ *                           also pushes and adds partial sums, or
+ *                           ncclAllGather
  *   hyper-connections     in place of these two k_hc_mix and k_hc_norm; several ranks: k_add_norm before
- *   projections           k_gemv_linear                              gemm_kernel
+ *   linear                k_gemv_linear                              gemm_kernel
  *   norms of whole rows   k_row_norm, which also exchanges sums      k_row_norm; several ranks: k_add_norm between two
  *   RoPE, KV cache        in attention; MLA: k_mla_query, which      k_rope_gqa or k_rope_mla
  *                           also has the queries' products
@@ -30,11 +30,11 @@
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
- *   MTP layer      k_mtp_input; k_keep_hidden, also after a forward
+ *   MTP layer             k_mtp_input; k_keep_hidden, also after a forward
  *   sampling              k_sample; k_share_token where there are several ranks
  *
  * Decode is memory-bound: a layer has 6 kernels, 7 with norms of rows, 9 with MLA, 12 with its indexer, 10 with that
- * of grouped-query attention, 13 with streams of residuals and compressed keys, and 15 with an indexer of these. Each
+ * of grouped-query attention, 13 with hyper-connections and compressed keys, and 15 with an indexer of these. Each
  * reads its weights once, dequantizes them to halves in registers and multiplies by m16n8k16 with F32 sums (W4A16).
  * What a token gives does not depend on the other tokens of a decode forward. While attention, router, norms or sums
  * of ranks leave the memory idle, kernels request weights of the next dense products into L2 (struct l2_prefetch).
@@ -48,8 +48,8 @@
  * Tests: the PTX that nvcc makes of it runs on a CPU, on the simulator of tests/ptxsim.
  *
  * What its copies of weights and its buffers take is in moe.c, "State: sizes on a GPU". First come the kernels, each
- * with the host function that launches it. From
- * "The GPU state of a rank" on stands the host's side: how a rank starts, and the table of operations.
+ * with the host function that launches it. From "The GPU state of a rank" on stands the host's side: how a rank starts,
+ * and the table of operations.
  *
  * Contents:
  *   Instructions                                  PTX wrappers, launches
@@ -57,7 +57,7 @@
  *   Upload: from the file's blocks to tiles
  *   All-reduce and send between ranks             flags, k_send_rows; the all-reduce itself is in k_add_norm
  *   Embedding, residual add, norm
- *   Streams of residuals                          hyper-connections
+ *   Hyper-connections                             residual streams
  *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear
  *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
  *   Router
@@ -814,7 +814,7 @@ DEVICE float block_sum(float x) {
 /* Counts the block in *arrived, which was 0 before the launch. Returns true in the last of n blocks: it then sees
  * what all of them wrote. */
 DEVICE bool last_block(uint32_t *arrived, uint32_t n) {
-    __syncthreads(); /* all threads have written before the first one counts the block: its release is for all of them */
+    __syncthreads(); /* all threads have written before the first counts the block: its release is for all of them */
     return __syncthreads_or(!threadIdx.x && atom_add_acq_rel(arrived, 1) == n - 1);
 }
 
@@ -903,11 +903,11 @@ DEVICE float4 norm_value(float4 v, float f, float4 w) {
 /* The norm that a decode kernel makes of its input itself: every block norms all rows, so that it need not wait for a
  * kernel that does it once. n <= FUSED_NORM_MAX, n_tok * n <= FUSED_NORM_VALUES. */
 struct norm_input {
-    const float *x, *delta; /* (n_tok, n); delta NULL: none */
-    const float *weight;    /* (n) */
+    const float *x, *partial; /* (n_tok, n); partial NULL: none */
+    const float *weight;      /* (n) */
     float eps;
     int n;
-    float *sum;    /* (n_tok, n) where the first block stores x + delta: not x, which other blocks still read */
+    float *sum;    /* (n_tok, n) where the first block stores x + partial: not x, which other blocks still read */
     uint16_t *h16; /* (n_tok, n) where it stores the norm; NULL: nowhere */
 };
 
@@ -919,8 +919,8 @@ DEVICE void norm_rows(const struct norm_input &p, int n_tok, const float4 (&w)[F
         float4 v[FUSED_NORM_VECS], d[FUSED_NORM_VECS];
         const size_t row = (size_t)t * (size_t)p.n;
         norm_load(v, p.x + row, p.n);
-        if (p.delta) norm_load(d, p.delta + row, p.n);
-        UNROLL for (int u = 0; u < FUSED_NORM_VECS; u++) if (p.delta) v[u] = add4(v[u], d[u]);
+        if (p.partial) norm_load(d, p.partial + row, p.n);
+        UNROLL for (int u = 0; u < FUSED_NORM_VECS; u++) if (p.partial) v[u] = add4(v[u], d[u]);
         const float f = norm_factor(v, p.n, p.eps);
         UNROLL for (int u = 0; u < FUSED_NORM_VECS; u++) {
             const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
@@ -928,33 +928,33 @@ DEVICE void norm_rows(const struct norm_input &p, int n_tok, const float4 (&w)[F
             const float4 y = norm_value(v[u], f, w[u]);
             store(t, i, y);
             if (blockIdx.x) continue;
-            if (p.delta) *(float4 *)(p.sum + row + i) = v[u];
+            if (p.partial) *(float4 *)(p.sum + row + i) = v[u];
             if (p.h16) *(uint2 *)(p.h16 + row + i) = make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
         }
         __syncthreads(); /* the row is stored; the next row's block_sum overwrites this one's */
     }
 }
 
-/* Where k_add_norm finds the delta that it adds to x. */
-enum delta_source {
-    DELTA_OWN,      /* of this rank alone, or no delta */
-    DELTA_PUSHED,   /* of all ranks: this kernel pushes and adds */
-    DELTA_GATHERED, /* of all ranks, side by side (NCCL all-gather) */
-    DELTA_BF16      /* their sum in BF16 (NCCL all-reduce) */
+/* Where k_add_norm finds the partial sums that it adds to x. */
+enum partial_source {
+    PARTIAL_OWN,      /* this rank's alone, or none */
+    PARTIAL_PUSHED,   /* of all ranks: this kernel pushes and adds */
+    PARTIAL_GATHERED, /* of all ranks, side by side (NCCL all-gather) */
+    PARTIAL_BF16      /* their sum in BF16 (NCCL all-reduce) */
 };
 
 struct norm_args {
-    const float *x;    /* (n_tok, n) residual stream; n <= NORM_MAX, n % 4 == 0; not DELTA_OWN: NULL stands for zeros */
-    float *sum;        /* (n_tok, n) x + delta; may be x */
-    const void *delta; /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
+    const float *x; /* (n_tok, n) residual stream; n <= NORM_MAX, n % 4 == 0; not PARTIAL_OWN: NULL stands for zeros */
+    float *sum;     /* (n_tok, n) x + partial; may be x */
+    const void *partial; /* (n_tok, n) F32; gathered: (n_rank, n_tok, n) F32; BF16: (n_tok, n) BF16; NULL: none */
     const float *weight; /* (n); NULL: add only */
     float eps;
     int n, n_tok;
     uint16_t *h16; /* (n_tok, n) result in halves */
     float *h32;    /* (n_tok, n) result in F32, or NULL */
     struct tp_rank p;
-    float *slot[MAX_RANKS];    /* by rank, for DELTA_PUSHED: (2, n_rank, ALLREDUCE_SLOT) */
-    uint32_t *flag[MAX_RANKS]; /* by rank, for DELTA_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
+    float *slot[MAX_RANKS];    /* by rank, for PARTIAL_PUSHED: (2, n_rank, ALLREDUCE_SLOT) */
+    uint32_t *flag[MAX_RANKS]; /* by rank, for PARTIAL_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
     uint32_t code;             /* WAIT_CODE of rank 0 */
     bool sharing;              /* other ranks are on the same GPU */
 };
@@ -967,7 +967,7 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t seq) {
     const size_t n = (size_t)a.n, parity = (size_t)(seq & 1) * (size_t)a.p.n_rank * ALLREDUCE_SLOT;
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x)
         for (int i = 4 * tid; i < a.n; i += 4 * NORM_THREADS) {
-            const uint4 v = *(const uint4 *)((const float *)a.delta + (size_t)t * n + i);
+            const uint4 v = *(const uint4 *)((const float *)a.partial + (size_t)t * n + i);
             for (int k = 0; k < a.p.n_rank; k++)
                 if (k != a.p.rank)
                     st_sys16(a.slot[k] + parity + (size_t)a.p.rank * ALLREDUCE_SLOT + (size_t)t * n + i, v);
@@ -980,22 +980,22 @@ DEVICE void rows_push(const struct norm_args &a, uint32_t seq) {
     __syncthreads(); /* the rows of all ranks have come */
 }
 
-/* Returns four values of the delta of row t, from column i on. */
+/* Returns four partial sums of row t, from column i on. */
 template <int SOURCE>
-DEVICE float4 delta_at(const struct norm_args &a, uint32_t seq, int t, int i) {
+DEVICE float4 partial_at(const struct norm_args &a, uint32_t seq, int t, int i) {
     const size_t n = (size_t)a.n, at = (size_t)t * n + (size_t)i;
-    if (SOURCE == DELTA_OWN) return *(const float4 *)((const float *)a.delta + at);
-    if (SOURCE == DELTA_BF16) {
-        const uint2 v = *(const uint2 *)((const uint16_t *)a.delta + at);
+    if (SOURCE == PARTIAL_OWN) return *(const float4 *)((const float *)a.partial + at);
+    if (SOURCE == PARTIAL_BF16) {
+        const uint2 v = *(const uint2 *)((const uint16_t *)a.partial + at);
         return make_float4(bf16_value((uint16_t)v.x), bf16_value((uint16_t)(v.x >> 16)), bf16_value((uint16_t)v.y),
                            bf16_value((uint16_t)(v.y >> 16)));
     }
     float4 sum = make_float4(0, 0, 0, 0);
     for (int k = 0; k < a.p.n_rank; k++) { /* in the order of the ranks: all ranks get the same bits */
         uint4 u;
-        if (SOURCE == DELTA_GATHERED)
-            u = *(const uint4 *)((const float *)a.delta + (size_t)k * (size_t)a.n_tok * n + at);
-        else if (k == a.p.rank) u = *(const uint4 *)((const float *)a.delta + at);
+        if (SOURCE == PARTIAL_GATHERED)
+            u = *(const uint4 *)((const float *)a.partial + (size_t)k * (size_t)a.n_tok * n + at);
+        else if (k == a.p.rank) u = *(const uint4 *)((const float *)a.partial + at);
         else
             u = ld_sys16(a.slot[a.p.rank] + ((size_t)(seq & 1) * (size_t)a.p.n_rank + (size_t)k) * ALLREDUCE_SLOT + at);
         const float4 v =
@@ -1014,8 +1014,8 @@ DEVICE void all_reduce_end(const struct tp_rank &p, int n_tok) {
     if (n_tok > 16 || (done & 15) == 1) *(volatile uint32_t *)&p.heartbeat->all_reduces = done;
 }
 
-/* sum = x + delta; then, unless weight is NULL, h16 and h32 = RMS norm of the sum times weight.
- * Grid: n_tok; DELTA_PUSHED: at most cuda.reduce_blocks: all blocks of all ranks on a GPU must be resident while they
+/* sum = x + partial; then, unless weight is NULL, h16 and h32 = RMS norm of the sum times weight.
+ * Grid: n_tok; PARTIAL_PUSHED: at most cuda.reduce_blocks: all blocks of all ranks on a GPU must be resident while they
  * wait, and an SM may hold only one. Block: 256. Each value is read once and held in registers; rows have up to 1024
  * VECS values. One token: 2 to 4 latencies of L2, about 2 us, pushed 5 us more. Many tokens: 3 to 5 F32 passes over the
  * rows. No __restrict__ here: it would let loads move above grid_dependency_wait. */
@@ -1024,11 +1024,11 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
     const int n = a.n;
     uint32_t seq = 0;
     float4 v[VECS], w[VECS], d[VECS];
-    if (SOURCE != DELTA_PUSHED || !a.sharing) grid_dependency_launch();
+    if (SOURCE != PARTIAL_PUSHED || !a.sharing) grid_dependency_launch();
     const bool hold = VECS <= 8; /* the weights: registers do not suffice for longer rows */
     if (a.weight && hold) norm_load(w, a.weight, n);
     grid_dependency_wait();
-    if (SOURCE == DELTA_PUSHED) {
+    if (SOURCE == PARTIAL_PUSHED) {
         seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
         rows_push(a, seq);
         /* Not before the wait: blocks of the next kernel would take the SMs of another rank on the same GPU. */
@@ -1036,14 +1036,14 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
     }
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x) {
         const size_t row = (size_t)t * (size_t)n;
-        norm_load(v, a.x + row, SOURCE == DELTA_OWN || a.x ? n : 0);
+        norm_load(v, a.x + row, SOURCE == PARTIAL_OWN || a.x ? n : 0);
         UNROLL for (int u = 0; u < VECS; u++) {
             const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
-            if (a.delta && i < n) d[u] = delta_at<SOURCE>(a, seq, t, i);
+            if (a.partial && i < n) d[u] = partial_at<SOURCE>(a, seq, t, i);
         }
         UNROLL for (int u = 0; u < VECS; u++) {
             const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
-            if (!a.delta || i >= n) continue;
+            if (!a.partial || i >= n) continue;
             v[u] = add4(v[u], d[u]);
             *(float4 *)(a.sum + row + i) = v[u];
         }
@@ -1059,7 +1059,7 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_add_norm(struct norm_args a
         }
         if (t + (int)gridDim.x < a.n_tok) __syncthreads(); /* the next row's block_sum overwrites this one's */
     }
-    if (SOURCE != DELTA_OWN) all_reduce_end(a.p, a.n_tok);
+    if (SOURCE != PARTIAL_OWN) all_reduce_end(a.p, a.n_tok);
 }
 
 /* Launches k_add_norm. */
@@ -1136,7 +1136,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constan
 }
 
 /* ============================================================================================================
- * Streams of residuals
+ * Hyper-connections
  *
  * Hyper-connections (DeepSeek-V4), see hc_mix of moe.c. k_hc_mix takes the result of a half of a layer into
  * the streams, and multiplies them by the rows of `fn`; k_hc_norm makes coefficients of the products, and the
@@ -1147,7 +1147,7 @@ enum { HC_ROWS = (2 + GPU_HC) * GPU_HC, HC_TOKENS = 16 /* of a block of k_hc_mix
 
 struct hc_args {
     float *streams;            /* (n_tok, GPU_HC, n) */
-    const float *delta;        /* (n_tok, n); NULL: none */
+    const float *partial;      /* (n_tok, n); NULL: none */
     const float *joined;       /* (n_tok, GPU_HC, n) in place of the streams; NULL: none */
     float *mix;                /* (n_tok, HC_ROWS + 1) coefficients, which k_hc_norm makes for the next mix */
     const float *fn;           /* (n_row, GPU_HC * n); NULL: nothing is multiplied */
@@ -1159,7 +1159,6 @@ struct hc_args {
     uint16_t *h16;       /* (n_tok, n) the norm, */
     float *h32;          /* in F32, too */
     float *x;
-    struct l2_prefetch prefetch;
 };
 
 /* Adds v[i] over the lanes of a warp: lane i gets the sum of v[i]. STEP: lanes that exchange their halves of the
@@ -1175,7 +1174,7 @@ DEVICE float warp_sums(float (&v)[32]) {
     else return v[0];
 }
 
-/* streams = post * delta + mix^T streams, and the sums of their products with fn.
+/* streams = post * partial + mix^T streams, and the sums of their products with fn.
  * Grid: (ceil(n / HC_COLUMNS), ceil(n_tok / HC_TOKENS)), block: HC_COLUMNS, a thread per column, with its
  * column of fn in registers. Moves 36 bytes per column and token, and reads fn once per block row, before the kernel in
  * front has ended. */
@@ -1194,8 +1193,8 @@ __global__ void __launch_bounds__(HC_COLUMNS) k_hc_mix(const __grid_constant__ s
         const float *from = a.joined ? a.joined + (row - a.streams) : row;
         UNROLL for (int j = 0; j < GPU_HC; j++) x[j] = in ? from[(size_t)j * (size_t)a.n] : 0.0f;
         if (a.joined && in) UNROLL for (int j = 0; j < GPU_HC; j++) row[(size_t)j * (size_t)a.n] = x[j];
-        if (a.delta) {
-            const float y = in ? a.delta[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
+        if (a.partial) {
+            const float y = in ? a.partial[(size_t)(first + t) * (size_t)a.n + col] : 0.0f;
             const float *post = a.mix + (size_t)(first + t) * (HC_ROWS + 1) + GPU_HC;
             const float *mix = post + GPU_HC;
             float to[GPU_HC];
@@ -1260,7 +1259,6 @@ __global__ void __launch_bounds__(NORM_THREADS, 1) k_hc_norm(const __grid_consta
     if (a.weight) norm_load(w, a.weight, n);
     const float base = lane < a.n_row ? a.base[lane] : 0.0f;
     const float scale = lane < a.n_row ? a.scale[lane < GPU_HC ? 0 : lane < 2 * GPU_HC ? 1 : 2] : 0.0f;
-    prefetch_request(a.prefetch);
     grid_dependency_wait();
     float s = 0;
     UNROLL_BY(4)
@@ -1377,8 +1375,8 @@ DEVICE void gemv_multiply(const struct gemv_tile<FMT> &w, const uint4 (&b)[NT][2
  * weights of 0; x may hold any finite number there.
  *   jobs.n            jobs
  *   jobs.tile(j)      the first tile of the row of tiles that job j multiplies, see tile_index
- *   jobs.x(j, t)      the row of x for token t; of a token that does not count any row, or where the job is MASKED NULL,
- *                     which stands for zeros
+ *   jobs.x(j, t)      the row of x for token t; of a token that does not count any row, or, where the job is MASKED,
+ *                     NULL, which stands for zeros
  *   JOBS::SINGLE      there is one tile at most
  * ready() is called once, after the first weights have been requested: jobs.x is called after it. */
 template <int FMT, int NT, class JOBS, class READY>
@@ -6369,7 +6367,7 @@ struct cuda {
     struct sort_args sort;    /* buffers of the sort by expert */
     struct delta_tiles delta; /* buffers of a gated delta net's prefill */
     uint16_t *expert_out;     /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
-    float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) deltas that NCCL gathers */
+    float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) partial sums that NCCL gathers */
     uint16_t *sum16;          /* (chunk, n_embd) BF16 for NCCL's all-reduce */
     float *mtp_hidden;        /* struct rank's */
 
@@ -6816,12 +6814,12 @@ static void cuda_embed(struct rank *r, const struct step *s) {
  * ============================================================================================================ */
 
 /* Arguments of k_add_norm for n_tok rows of n values: out is written in halves, A_H in F32, too. */
-static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, const float *delta, const float *w,
+static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, const float *partial, const float *w,
                                 enum act out) {
     struct cuda *c = r->cuda;
     struct norm_args a = {};
     a.x = a.sum = x;
-    a.delta = delta;
+    a.partial = partial;
     a.weight = w;
     a.eps = r->m->rms_eps;
     a.n = n;
@@ -6832,7 +6830,7 @@ static struct norm_args norm_of(struct rank *r, float *x, int n_tok, int n, cons
 }
 static void rmsnorm_rows(struct rank *r, enum act x, const float *w, enum act out) {
     struct norm_args a = norm_of(r, r->cuda->x32[x], r->n_tok, r->width[x], NULL, w, out);
-    add_norm<DELTA_OWN>(&a, (unsigned)r->n_tok, r->cuda->stream);
+    add_norm<PARTIAL_OWN>(&a, (unsigned)r->n_tok, r->cuda->stream);
 }
 
 #ifdef HAVE_NCCL
@@ -6844,24 +6842,24 @@ static bool nccl_check(struct rank *r, ncclResult_t e, const char *call, int lin
 }
 #define NCCL_OK(r, call) nccl_check(r, call, #call, __LINE__)
 
-/* All-reduces by NCCL. False: our own kernel is to do it. In decode NCCL gathers the deltas in F32, and our kernel adds
- * them in the order of the ranks. In prefill NCCL adds them in BF16: two bytes per value cross the bus instead of four,
- * and each addition rounds to 8 bits (NMSE of about 4e-6). */
+/* All-reduces by NCCL. False: our own kernel is to do it. In decode NCCL gathers the partial sums in F32, and our
+ * kernel adds them in the order of the ranks. In prefill NCCL adds them in BF16: two bytes per value cross the bus
+ * instead of four, and each addition rounds to 8 bits (NMSE of about 4e-6). */
 static bool all_reduce_by_nccl(struct rank *r, struct norm_args *a) {
     struct cuda *c = r->cuda;
     const size_t count = (size_t)a->n_tok * (size_t)a->n;
     const bool decode = a->n_tok <= DECODE_MAX_TOKENS;
     if (!c->comm || (decode && !r->cuda->by_nccl[a->n_tok])) return false;
     if (decode) {
-        NCCL_OK(r, ncclAllGather(a->delta, c->gathered, count, ncclFloat32, c->comm, c->stream));
-        a->delta = c->gathered;
-        add_norm<DELTA_GATHERED>(a, (unsigned)a->n_tok, c->stream);
+        NCCL_OK(r, ncclAllGather(a->partial, c->gathered, count, ncclFloat32, c->comm, c->stream));
+        a->partial = c->gathered;
+        add_norm<PARTIAL_GATHERED>(a, (unsigned)a->n_tok, c->stream);
     } else {
-        LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->delta, c->sum16,
+        LAUNCH_PDL(k_to_bf16, (unsigned)((count + 1023) / 1024), 256, 0, c->stream, (const float *)a->partial, c->sum16,
                    count);
         NCCL_OK(r, ncclAllReduce(c->sum16, c->sum16, count, ncclBfloat16, ncclSum, c->comm, c->stream));
-        a->delta = c->sum16;
-        add_norm<DELTA_BF16>(a, (unsigned)a->n_tok, c->stream);
+        a->partial = c->sum16;
+        add_norm<PARTIAL_BF16>(a, (unsigned)a->n_tok, c->stream);
     }
     return true;
 }
@@ -6893,16 +6891,16 @@ static void all_reduce_push(struct rank *r, struct norm_args a) {
     stage_slots(r, a.slot, a.flag);
     for (int t = 0; t < n_tok; t += piece) {
         a.n_tok = min(n_tok - t, piece);
-        add_norm<DELTA_PUSHED>(&a, (unsigned)min(a.n_tok, c->reduce_blocks), c->stream);
+        add_norm<PARTIAL_PUSHED>(&a, (unsigned)min(a.n_tok, c->reduce_blocks), c->stream);
         if (a.x) a.x += step;
         a.sum += step;
-        a.delta = (const float *)a.delta + step;
+        a.partial = (const float *)a.partial + step;
         if (a.h16) a.h16 += step;
         if (a.h32) a.h32 += step;
     }
 }
 
-/* Whether a rank need not add up the deltas of several. */
+/* Whether a rank need not add up the partial sums of several. */
 static bool rank_alone(const struct rank *r) { return r->m->shard.n_rank == 1 && !r->cuda->sizes.nccl; }
 
 /* The all-reduce of `a`, by NCCL where it was chosen and the call allows it, or else by our own kernel. */
@@ -6912,35 +6910,34 @@ static void all_reduce(struct rank *r, struct norm_args a, bool may_nccl) {
     if (!may_nccl || !all_reduce_by_nccl(r, &a)) all_reduce_push(r, a);
 }
 
-/* Adds the deltas of all ranks to x, which gives `sum`, and norms that. A single rank adds its own delta. */
-static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act delta, const float *w, enum act out,
+/* Adds the partial sums of all ranks to x, which gives `sum`, and norms that. A single rank adds its own. */
+static void all_reduce_add_rmsnorm(struct rank *r, enum act x, enum act partial, const float *w, enum act out,
                                    float *sum) {
     struct cuda *c = r->cuda;
-    struct norm_args a = norm_of(r, c->x32[x], r->n_tok, r->width[x], c->x32[delta], w, out);
+    struct norm_args a = norm_of(r, c->x32[x], r->n_tok, r->width[x], c->x32[partial], w, out);
     a.sum = sum;
     if (rank_alone(r)) {
-        add_norm<DELTA_OWN>(&a, (unsigned)a.n_tok, c->stream);
+        add_norm<PARTIAL_OWN>(&a, (unsigned)a.n_tok, c->stream);
         return;
     }
     all_reduce(r, a, true);
 }
 
-/* Takes the deltas of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then h =
- * norm(what hc reads of them) * w; w NULL: x is that without a norm; hc NULL: neither. prefetch: what is read next. */
-static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, const float *w, enum act h,
-                   struct l2_prefetch prefetch) {
+/* Takes the partial sums of all ranks into the streams (ACT_COUNT: there are none; A_JOINED: they replace them). Then
+ * h = norm(what hc reads of them) * w; w NULL: x is that without a norm; hc NULL: neither. */
+static void hc_mix(struct rank *r, enum act x, enum act partial, const struct hyper *hc, const float *w, enum act h) {
     const struct model *m = r->m;
     struct cuda *c = r->cuda;
-    if (delta != ACT_COUNT && !rank_alone(r)) {
-        const int rows = delta == A_JOINED ? GPU_HC : 1; /* NCCL's buffers have room for one */
-        struct norm_args sum = norm_of(r, NULL, rows * r->n_tok, m->n_embd, c->x32[delta], NULL, h);
-        sum.sum = c->x32[delta];
+    if (partial != ACT_COUNT && !rank_alone(r)) {
+        const int rows = partial == A_JOINED ? GPU_HC : 1; /* NCCL's buffers have room for one */
+        struct norm_args sum = norm_of(r, NULL, rows * r->n_tok, m->n_embd, c->x32[partial], NULL, h);
+        sum.sum = c->x32[partial];
         all_reduce(r, sum, rows == 1);
     }
     struct hc_args a = {};
     a.streams = c->x32[A_HC];
-    a.delta = delta == ACT_COUNT || delta == A_JOINED ? NULL : c->x32[delta];
-    a.joined = delta == A_JOINED ? c->x32[delta] : NULL;
+    a.partial = partial == ACT_COUNT || partial == A_JOINED ? NULL : c->x32[partial];
+    a.joined = partial == A_JOINED ? c->x32[partial] : NULL;
     a.mix = c->x32[A_MIX];
     a.sums = c->hc_sums;
     a.n = m->n_embd;
@@ -6958,13 +6955,12 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     a.h16 = c->x16[h];
     a.h32 = c->x32[h];
     a.x = c->x32[x];
-    a.prefetch = prefetch;
     profile_next((double)a.n_row * GPU_HC * a.n * sizeof(float), "%dx%d f32", a.n_row, GPU_HC * a.n);
     hc_launch(&a, c->stream);
 }
 
-/* Adds the deltas as above, without a norm, and sends the rows to the next stage when that has read the previous ones.
- * */
+/* Adds the partial sums as above, without a norm, and sends the rows to the next stage when that has read the previous
+ * ones. */
 static void cuda_last_reduce(struct rank *r, const struct step *s) {
     const struct shard *shard = &r->m->shard;
     const bool last = shard->stage + 1 == shard->n_stage;
@@ -6972,7 +6968,7 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     float *first = r->cuda->x_first;
     const enum act x = s->x;
     if (r->m->n_hc) {
-        hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H, {});
+        hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H);
     } else {
         all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
         if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
@@ -7114,31 +7110,31 @@ static struct l2_prefetch prefetch_of_mixer(struct rank *r, const struct step *s
     return a;
 }
 
-/* Whether the kernels that read the norm of x + delta make it themselves. */
-static bool norm_fuses(const struct rank *r, enum act x, enum act delta) {
-    return r->cuda->fuses_norms && gpu_norm_fuses(r->n_tok, r->width[x], rank_alone(r) || delta == ACT_COUNT);
+/* Whether the kernels that read the norm of x + partial make it themselves. */
+static bool norm_fuses(const struct rank *r, enum act x, enum act partial) {
+    return r->cuda->fuses_norms && gpu_norm_fuses(r->n_tok, r->width[x], rank_alone(r) || partial == ACT_COUNT);
 }
 
-/* The norm of x + delta, as such kernels take it. The sum becomes the slot's memory. */
-static struct norm_input norm_input_of(struct rank *r, enum act x, enum act delta, const float *w) {
+/* The norm of x + partial, as such kernels take it. The sum becomes the slot's memory. */
+static struct norm_input norm_input_of(struct rank *r, enum act x, enum act partial, const float *w) {
     struct cuda *c = r->cuda;
     struct norm_input p = {};
     p.x = c->x32[x];
     p.weight = w;
     p.eps = r->m->rms_eps;
     p.n = r->width[x];
-    if (delta == ACT_COUNT) return p;
-    p.delta = c->x32[delta];
+    if (partial == ACT_COUNT) return p;
+    p.partial = c->x32[partial];
     p.sum = c->x_other;
     c->x_other = c->x32[x];
     c->x32[x] = p.sum;
     return p;
 }
 
-/* h = norm(x + delta) * w; delta ACT_COUNT: of x alone. */
-static void norm_rows_of(struct rank *r, enum act x, enum act delta, const float *w, enum act h) {
-    if (delta == ACT_COUNT) rmsnorm_rows(r, x, w, h);
-    else all_reduce_add_rmsnorm(r, x, delta, w, h, r->cuda->x32[x]);
+/* h = norm(x + partial) * w; partial ACT_COUNT: of x alone. */
+static void norm_rows_of(struct rank *r, enum act x, enum act partial, const float *w, enum act h) {
+    if (partial == ACT_COUNT) rmsnorm_rows(r, x, w, h);
+    else all_reduce_add_rmsnorm(r, x, partial, w, h, r->cuda->x32[x]);
 }
 
 /* The product of a matrix with the rows of a slot, in F32. */
@@ -7155,7 +7151,7 @@ static void cuda_linear(struct rank *r, const struct step *s) {
     if (s->norm && !s->hc && norm_fuses(r, s->x, s->partial)) {
         p.norm = norm_input_of(r, s->x, s->partial, s->norm);
     } else if (s->norm) {
-        if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, x, {});
+        if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, x);
         else norm_rows_of(r, s->x, s->partial, s->norm, x);
         if (s->x == A_X) p.prefetch = prefetch_of_mixer(r, s + 1, 0);
     }
@@ -7292,7 +7288,7 @@ static void cuda_row_norm(struct rank *r, const struct step *s) {
     struct norm_args sums = {};
     sums.n = ROW_SUMS;
     sums.n_tok = (int)ceil_div(2 * r->n_tok, ROW_SUMS);
-    sums.delta = a.own = c->row_sums;
+    sums.partial = a.own = c->row_sums;
     sums.x = sums.sum = a.all = c->row_sums + sums.n_tok * ROW_SUMS;
     sums.p = a.p;
     sums.code = a.code;
@@ -7809,7 +7805,7 @@ static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
-    if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0], {});
+    if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0]);
     else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial))
         norm = norm_input_of(r, s->x, s->partial, s->norm);
     else norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
@@ -7832,7 +7828,7 @@ static void cuda_logits(struct rank *r, const float *norm, const struct weight *
     if (!c->logits) c->logits = root->logits; /* the root of several ranks: where the others push theirs */
     struct norm_args a =
         norm_of(r, c->x32[A_X] + (size_t)first * (size_t)r->width[A_X], n, r->width[A_X], NULL, norm, A_H);
-    add_norm<DELTA_OWN>(&a, (unsigned)n, c->stream);
+    add_norm<PARTIAL_OWN>(&a, (unsigned)n, c->stream);
     /* With tied embeddings this is the whole embedding; the first rows are the first rank's. */
     struct device_matrix w = *head->copy;
     w.n_out = head->n_out;
@@ -8253,7 +8249,9 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     struct cuda *c = r->cuda;
     struct model *m = &c->model;
     char what[64];
-    double total = (double)(weight_gpu_bytes(&m->embd, true) + weight_gpu_bytes(&m->output, true)), done = 0;
+    const bool tied = m->output.data == m->embd.data; /* one matrix is both */
+    double total = (double)(weight_gpu_bytes(&m->embd, true) + (tied ? 0 : weight_gpu_bytes(&m->output, true)));
+    double done = 0;
     for (int il = 0; il < model_blocks(m); il++)
         for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
              rule = rule_next(rule, &m->layers[il]))
@@ -8265,7 +8263,7 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
                   total / 0x1p30, (double)f.free / 0x1p30, (double)f.total / 0x1p30,
                   m->n_mtp ? "--spec-type none or " : "");
     matrix_upload(r, NULL, &m->embd, "token_embd");
-    if (m->output.data == m->embd.data) m->output.copy = m->embd.copy; /* one matrix is both */
+    if (tied) m->output.copy = m->embd.copy;
     else matrix_upload(r, NULL, &m->output, "output");
     vector_upload(r, &m->output_norm, (size_t)m->n_embd, "norms");
     vector_upload(r, &m->hc_head.fn, (size_t)(m->n_hc * m->n_hc) * (size_t)m->n_embd, "norms");
@@ -8328,10 +8326,16 @@ static void upload_check(struct rank *r) {
         for (const struct tensor_rule *rule = rule_next(NULL, own); rule; rule = rule_next(rule, own)) {
             if (rule->name) name = rule->name;
             if (rule->field == NOT_BOUND) continue;
-            const struct weight *w = rule_weight(rule, own);
-            if (rule->kind == TENSOR_MATRIX   ? matrix_missing(w)
-                : rule->kind == TENSOR_ROUTER ? vector_missing(w->data, rule_weight(rule, host)->data)
-                                              : vector_missing(*rule_vector(rule, own), *rule_vector(rule, host)))
+            bool missing = false;
+            switch (rule->kind) {
+            case TENSOR_MATRIX: missing = matrix_missing(rule_weight(rule, own)); break;
+            case TENSOR_ROUTER:
+                missing = vector_missing(rule_weight(rule, own)->data, rule_weight(rule, host)->data);
+                break;
+            case TENSOR_VECTOR: missing = vector_missing(*rule_vector(rule, own), *rule_vector(rule, host)); break;
+            case TENSOR_IDS: missing = vector_missing(own->expert_ids, host->expert_ids); break;
+            }
+            if (missing)
                 rank_fail(r, "tensor 'blk.%d.%s%s' %s", m->first_layer + il, name,
                           rule_is_weight(rule) ? ".weight" : "", why);
         }
@@ -8447,13 +8451,13 @@ static void all_reduce_check(struct rank *r) {
     static const char what[] = "a first all-reduce";
     const int n = r->m->n_embd, n_rank = r->m->shard.n_rank;
     const size_t bytes = (size_t)n * sizeof(float);
-    float *x = (float *)host_memory((size_t)n, sizeof *x), *delta = (float *)host_memory((size_t)n, sizeof *delta);
+    float *x = (float *)host_memory((size_t)n, sizeof *x), *partial = (float *)host_memory((size_t)n, sizeof *partial);
     for (int turn = 0; turn < 2 && !r->cuda->failed; turn++) { /* both halves of the slots */
         int wrong = 0;
-        for (int i = 0; i < n; i++) x[i] = 0, delta[i] = (float)((r->m->shard.rank + 1) * (1 + i % 97 + turn));
+        for (int i = 0; i < n; i++) x[i] = 0, partial[i] = (float)((r->m->shard.rank + 1) * (1 + i % 97 + turn));
         r->n_tok = 1;
         cuda_copy(r, r->act[A_X], x, bytes, what);
-        cuda_copy(r, r->act[A_OUT], delta, bytes, what);
+        cuda_copy(r, r->act[A_OUT], partial, bytes, what);
         all_reduce_add_rmsnorm(r, A_X, A_OUT, NULL, A_H, r->cuda->x32[A_X]);
         cuda_copy(r, x, r->act[A_X], bytes, what);
         if (!cuda_sync(r, what)) break;
@@ -8465,7 +8469,7 @@ static void all_reduce_check(struct rank *r) {
                       wrong, n);
     }
     free(x);
-    free(delta);
+    free(partial);
 }
 
 /* Chooses NCCL or our own kernel for each number of tokens of a decode forward: the one that is faster on the slowest
@@ -8526,7 +8530,7 @@ static void cuda_close(struct rank *r) {
     if (c->stream) cudaStreamSynchronize(c->stream);
     rank_barrier(r); /* nobody writes to this rank's memory any more */
     graphs_free(c);
-    rank_forget(r);
+    programs_free(r);
 #ifdef HAVE_NCCL
     if (c->comm) ncclCommDestroy(c->comm); /* after the graphs: it waits for those that recorded its calls */
 #endif
@@ -8897,7 +8901,7 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
     if (!c->failed) rank_choose(r, o);
     if (!c->failed) weights_upload(r, r->index ? NULL : o->progress);
     if (!c->failed) upload_check(r);
-    if (!c->failed) rank_record(r);
+    if (!c->failed) programs_make(r);
     if (o->stats)
         r->stats = (double *)cuda_memory(
             r, (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS * sizeof *r->stats, "scores");

@@ -351,7 +351,8 @@ static inline struct doc get_obj(struct doc d, const char *key) {
  *
  * What may be given as a model: its directory, a file in it, or a folder of the Hugging Face cache, which is
  * models--ORG--NAME/{refs/main, snapshots/COMMIT/config.json, blobs/..}. What else is given is refused with what to
- * type. ============================================================================================================ */
+ * type.
+ * ============================================================================================================ */
 
 static const char config_json[] = "config.json";
 

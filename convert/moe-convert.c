@@ -877,7 +877,7 @@ static struct checkpoint {
     bool index_pairs;            /* it rotates neighbours; GGUF files list which layers have one */
     int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
     int n_hash;                  /* the first layers, in which a token id has its experts */
-    size_t n_hc;                 /* streams of residuals; 0: hyper-connections are not used */
+    size_t n_hc;                 /* residual streams; 0: hyper-connections are not used */
     bool mtp_bare;               /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
     bool dspark;                 /* tensors below `mtp` are a DSpark module, which is left out */
     size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */

@@ -561,6 +561,11 @@ static void test_cli_program(void) {
     for (size_t i = 0; i < sizeof want / sizeof *want; i++) CHECK_HAS(sb_cstr(&out), want[i], "step %zu", i);
     CHECK_INT(run_command(MOE "--info --verbose", &lines, NULL), 0, "--info --verbose");
     CHECK_HAS(sb_cstr(&lines), "\n layers ", "equal layers");
+    CHECK(!strstr(sb_cstr(&out), "\ndraft "), "a model without an MTP layer has drafts");
+    arrsetlen(out, 0);
+    CHECK_INT(run_command(MOE_BIN " --info --verbose -m " FIXTURES "deepseek_v3_mtp.gguf", &out, NULL), 0, "MTP");
+    CHECK_HAS(sb_cstr(&out), "\ndraft         the same of the MTP layer\n  embed             -> X ", "a draft");
+    CHECK_HAS(sb_cstr(&out), "eh_proj ", "the MTP layer's input");
     arrfree(out);
     arrfree(lines);
 }

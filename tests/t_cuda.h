@@ -309,14 +309,25 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_IN_keep_hidden    pair_in_step(r, s)
 #define PAIR_OUT_keep_hidden   pair_mtp_hidden(r)
 
-/* Runs a step of the CPU's program on both backends; the GPU's program has its own at the same place. */
-#define OP_PAIR(type, name, params, args)                                                      \
-    static type pair_##name params {                                                           \
-        const struct rank *gpu = pair.gpu;                                                     \
-        PAIR_IN_##name;                                                                        \
-        pair.cpu->name args;                                                                   \
-        gpu->ops->name(pair.gpu, gpu->program[r->pass].step + (s - r->program[r->pass].step)); \
-        PAIR_OUT_##name;                                                                       \
+/* The step of the GPU's program at the place that a step of the CPU's has in its own. */
+static const struct step *pair_step(const struct rank *r, const struct step *s) {
+    const struct program *cpu = &r->program[r->pass], *gpu = &pair.gpu->program[r->pass];
+    if (arrlen(cpu->step) != arrlen(gpu->step))
+        die("the programs have %td and %td steps", arrlen(cpu->step), arrlen(gpu->step));
+    const struct step *own = gpu->step + (s - cpu->step);
+    CHECK(own->op == s->op && own->il == s->il && own->x == s->x && own->partial == s->partial &&
+              !memcmp(own->in, s->in, sizeof s->in) && !memcmp(own->out, s->out, sizeof s->out),
+          "step %td of layer %d differs on the GPU", s - cpu->step, s->il);
+    return own;
+}
+
+/* Runs a step of the CPU's program on both backends. */
+#define OP_PAIR(type, name, params, args)               \
+    static type pair_##name params {                    \
+        PAIR_IN_##name;                                 \
+        pair.cpu->name args;                            \
+        pair.gpu->ops->name(pair.gpu, pair_step(r, s)); \
+        PAIR_OUT_##name;                                \
     }
 STEP_OPS(OP_PAIR)
 #undef OP_PAIR
@@ -377,7 +388,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
             const int rows = *n < LOGIT_ROWS ? *n : LOGIT_ROWS;
             gpu.pass = cpu.pass;
             cpu.ops->forward(&cpu);
-            rank_logits(&cpu, &(struct rank_step){.first = *n - rows, .n = rows});
+            rank_logits(&cpu, &(struct rank_call){.first = *n - rows, .n = rows});
         }
     }
     CHECK(100 * pair.other <= pair.chosen, "%s: %d of %d chosen keys are others", name, pair.other, pair.chosen);
@@ -916,7 +927,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         for (int t = 0; t < n[i]; t++) r.tokens[t] = (int32_t)(rng_next(&rng) % n_vocab);
         r.pos = pos, r.n_tok = n[i];
         r.ops->forward(&r);
-        rank_logits(&r, &(struct rank_step){.first = n[i] - 1, .n = 1});
+        rank_logits(&r, &(struct rank_call){.first = n[i] - 1, .n = 1});
         const double uniform = rng_uniform(&rng);
         int32_t id = -1;
         r.ops->sample(&r, &sampling, NULL, 0, 0, 1, &uniform);
@@ -926,7 +937,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
         if (m->n_mtp) {
             r.pass = PASS_DRAFT; /* the same tokens stand for those after */
             r.ops->forward(&r);
-            rank_logits(&r, &(struct rank_step){.first = n[i] - 1, .n = 1});
+            rank_logits(&r, &(struct rank_call){.first = n[i] - 1, .n = 1});
             memcpy(row + n_vocab + 1, r.ops->read_logits(&r, 0), n_vocab * sizeof *out);
             r.pass = PASS_FORWARD;
         }
@@ -983,7 +994,7 @@ void cuda_test_sparse(void) {
     }
 }
 
-/* Streams of residuals, whose columns are divided among warps, compressed keys of both kinds, experts by token ids in two
+/* Residual streams, whose columns are divided among warps, compressed keys of both kinds, experts by token ids in two
  * layers: operations against a CPU's after a key of 128 tokens, and whole forwards. */
 void cuda_test_streams(void) {
     /* clang-format off */
@@ -2434,7 +2445,7 @@ static void rank_fault_gpu(const char *name, const char *path) {
 
 static void test_cuda_rank_faults(void) {
     static const struct fault faults[] = {
-        {"gpu-stuck", {"the end of a step: no progress", "missing rank: 1 ("}},
+        {"gpu-stuck", {"the other ranks: no progress", "missing rank: 1 ("}},
         {"gpu-skips", {"no progress for 7 s", "waited for rank 1 in the all-reduce after the"}},
         {"gpu-rows", {"no progress for 7 s", "waited for rank 1 in the norm of queries and keys of layer 0"}},
         {"gpu-rows-many", {"no progress for 7 s", "waited for rank 1 in the norm of queries and keys of layer 0"}},

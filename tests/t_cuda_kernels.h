@@ -552,7 +552,7 @@ extern "C" void cuda_test_upload(void) {
         for (auto &s : shapes) {
             if (type.type == GGUF_F16 && s.size > 6e4f) continue;
             matrix w(type.type, 1, s.n_out, s.n_in, false, s.octaves, s.size);
-            /* some models have four streams of residuals; some rotate all of a long head, at positions whose angles are large */
+            /* some models have four residual streams; some rotate all of a long head, at positions whose angles are large */
             const bool wide = s.n_out == 2;
             const int n_in = w.w.n_in, n_half = wide ? 600 : 5, copies = wide ? 7 : 1, pos = wide ? 1000000 : 1000;
             std::vector<int32_t> ids;
@@ -615,24 +615,24 @@ extern "C" void cuda_test_upload(void) {
 
 /* ---- GEMV: up to 16 tokens ---- */
 
-/* y = W x + bias for 1..16 tokens; norm: of the norm of x + delta, for few short rows. */
+/* y = W x + bias for 1..16 tokens; norm: of the norm of x + partial, for few short rows. */
 static void run_gemv(enum gguf_type type, int n_tok, int n_out, int n_in, bool norm) {
     matrix w(type, 1, n_out, n_in, true);
     const int n = w.w.n_in, stride = n_out + 3;
     tokens x(n_tok, n, 0x7BFF);
     gpu_array<uint16_t> xd(x.half), half((size_t)(n_tok * n));
     results y((size_t)(stride * n_tok), true);
-    std::vector<float> base, delta, weight, sums;
-    for (int i = 0; i < n_tok * n; i++) base.push_back((float)normal()), delta.push_back((float)normal());
+    std::vector<float> base, partial, weight, sums;
+    for (int i = 0; i < n_tok * n; i++) base.push_back((float)normal()), partial.push_back((float)normal());
     for (int i = 0; i < n; i++) weight.push_back(1 + uniform() / 2);
-    gpu_array<float> base_d(base), delta_d(delta), weight_d(weight), sum_d(base.size());
+    gpu_array<float> base_d(base), delta_d(partial), weight_d(weight), sum_d(base.size());
     struct linear_args p = {};
     p.w[0] = w.d, p.y[0] = (float *)y.y.p, p.y_stride[0] = (size_t)stride, p.n_matrix = 1, p.n_tok = n_tok;
     p.x = xd, p.x_stride = x.stride;
     if (norm) p.norm = {base_d, delta_d, weight_d, 1e-6f, n, sum_d, half}, p.x = NULL;
     for (int t = 0; t < n_tok && norm; t++) {
         double ss = 0;
-        for (int i = t * n; i < (t + 1) * n; i++) sums.push_back(base[(size_t)i] + delta[(size_t)i]);
+        for (int i = t * n; i < (t + 1) * n; i++) sums.push_back(base[(size_t)i] + partial[(size_t)i]);
         for (int i = t * n; i < (t + 1) * n; i++) ss += (double)sums[(size_t)i] * (double)sums[(size_t)i];
         const double f = 1 / sqrt(ss / n + 1e-6);
         for (int i = 0; i < n; i++)
@@ -897,11 +897,11 @@ static void run_route(const struct route_case &c) {
     for (float &v : x) v = c.ties ? (float)(int)(rnd() % 5) - 2 : uniform();
     for (float &v : bias) v = c.ties ? (float)(rnd() % 3) / 8 : uniform() / 4;
     for (float &v : shared) v = uniform() * small;
-    const std::vector<float> base = x, delta = random_floats((int)x.size(), 1), norm = random_floats((int)n_embd, 1);
+    const std::vector<float> base = x, partial = random_floats((int)x.size(), 1), norm = random_floats((int)n_embd, 1);
     for (size_t t = 0; t < n && c.input; t++) {
         double ss = 0;
         for (size_t i = t * n_embd; i < (t + 1) * n_embd; i++)
-            x[i] = base[i] + delta[i], ss += (double)x[i] * (double)x[i];
+            x[i] = base[i] + partial[i], ss += (double)x[i] * (double)x[i];
         for (size_t i = 0; i < n_embd; i++)
             x[t * n_embd + i] = (float)((double)x[t * n_embd + i] / sqrt(ss / (double)n_embd + 1e-6) * (double)norm[i]);
     }
@@ -928,7 +928,7 @@ static void run_route(const struct route_case &c) {
     (c.bf16 ? (const void *&)p.w16 : (const void *&)p.w32) = c.bf16 ? (const void *)w16_d.p : (const void *)w32_d.p;
     p.bias = c.bias ? bias_d.p : NULL, p.logit_bias = c.logit_bias ? logit_bias_d.p : NULL, p.x = xd, p.logits = logits,
     p.id = id, p.weight = weight;
-    gpu_array<float> base_d(base), delta_d(delta), norm_d(norm), sum_d(x.size());
+    gpu_array<float> base_d(base), delta_d(partial), norm_d(norm), sum_d(x.size());
     gpu_array<uint16_t> half(x.size());
     if (c.input) p.input = {base_d, delta_d, norm_d, 1e-6f, c.n_embd, sum_d, half}, p.x = NULL;
     p.prefetch.count = 1, p.prefetch.at[0] = (const uint8_t *)w32_d.p, p.prefetch.n[0] = 256;
@@ -1216,9 +1216,10 @@ static void run_all_reduce(int n_tok, int n, int blocks) {
     gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct sequence) / 4)), heartbeat(std::vector<uint32_t>(2));
     struct norm_args a = {};
     gd.arrive();
-    a.x = a.sum = gx, a.delta = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16, a.h32 = g32;
+    a.x = a.sum = gx, a.partial = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16,
+    a.h32 = g32;
     a.p = {0, 1, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
-    add_norm<DELTA_PUSHED>(&a, blocks, test_stream);
+    add_norm<PARTIAL_PUSHED>(&a, blocks, test_stream);
     finish("a sum");
     const std::vector<float> sum = gx.get(), norm = g32.get();
     struct error_sum e;
@@ -1355,9 +1356,9 @@ static void run_abort() {
             LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_EXCHANGE | ROW_SCALE>), 1, NORM_THREADS, 0, test_stream, r);
         } else {
             struct norm_args n = {};
-            n.x = x, n.sum = y, n.delta = x, n.n = 64, n.n_tok = 1, n.h16 = half, n.p = p;
+            n.x = x, n.sum = y, n.partial = x, n.n = 64, n.n_tok = 1, n.h16 = half, n.p = p;
             for (int i = 0; i < 2; i++) n.slot[i] = slots, n.flag[i] = i ? sent : flag;
-            add_norm<DELTA_PUSHED>(&n, 1, test_stream);
+            add_norm<PARTIAL_PUSHED>(&n, 1, test_stream);
         }
         finish("an abort");
         expect(((struct sequence *)state.get().data())->aborted == 1 && heartbeat.get()[1], "kernel %d does not say so",
@@ -1390,7 +1391,7 @@ struct attn_case {
     bool latents;     /* MLA in decode: its results themselves */
 };
 
-/* A cache cache tensor with random rows 0..len-1 of `width` values, and NaN after; a ring of so many rows has the latest. */
+/* A cache tensor with random rows 0..len-1 of `width` values, and NaN after; a ring of so many rows has the latest. */
 struct test_cache {
     std::vector<double> value; /* (len, width) */
     int ring;

@@ -180,7 +180,7 @@ static void streams_exchanged(const char *launch, void *args) {
     });
 }
 static void next_coefficients(const char *launch, void *args) {
-    change_hc(launch, args, [](auto &a) { a.mix += a.delta != NULL; });
+    change_hc(launch, args, [](auto &a) { a.mix += a.partial != NULL; });
 }
 static void shared_window_longer(const char *launch, void *args) {
     change_csa(launch, args, [](auto &a) { a.window++; });
@@ -325,6 +325,11 @@ static const struct {
      "before it is always a copy, the clearing of memory or itself, which has ended"},
     {"k_mma_rate", "griddepcontrol.wait", "it reads and writes nothing"},
     {"k_probe", "griddepcontrol.wait", "it alone writes its answer, into memory that nobody else has"},
+    {"k_route_decodeILi1ELb0E", "bar.sync 0 (3)",
+     "last_block: the warp that counts the block has written all logits; its lanes run together here"},
+    {"k_route_decodeILi16ELb0E", "bar.sync 0 (3)",
+     "last_block: the warp that counts the block has written all logits; its lanes run together here"},
+    {"k_route_decodeILi1ELb0E", "bar.warp.sync -1 (7)", "one token: no other overwrites its scores"},
 };
 
 struct mutation {

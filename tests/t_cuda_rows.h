@@ -11,13 +11,13 @@ static double rms_factor(const float *x, int n) {
 /* ---- norms ---- */
 
 /* Sums and norms of two rows of n values by a rank of several. What the others push is there already. base: there is an x;
- * delta, norm: the kernel adds, and norms. */
+ * partial, norm: the kernel adds, and norms. */
 template <int SOURCE>
-static void run_add_norm(int n, int ranks, int rank, bool base, bool delta, bool norm, int blocks) {
+static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bool norm, int blocks) {
     enum { TOKENS = 2 };
-    const bool pushed = SOURCE == DELTA_PUSHED;
+    const bool pushed = SOURCE == PARTIAL_PUSHED;
     const size_t count = TOKENS * (size_t)n, slots = pushed ? 2 * (size_t)ranks * ALLREDUCE_SLOT : 0;
-    const size_t step = pushed ? (size_t)ALLREDUCE_SLOT : count; /* from a rank's delta to the next one's */
+    const size_t step = pushed ? (size_t)ALLREDUCE_SLOT : count; /* from a rank's partial to the next one's */
     const size_t first = slots / 2;                              /* of slots: the first sequence is odd */
     const std::vector<float> x = random_floats((int)count, 1), w = random_floats(n, 1);
     std::vector<float> own = random_floats((int)count, 1), all(first + (size_t)ranks * step + count);
@@ -26,7 +26,7 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool delta, bool
     std::vector<uint16_t> bf16;
     for (float &f : own) {
         bf16.push_back(bf16_from_f32(f));
-        if (SOURCE == DELTA_BF16) f = bf16_to_f32(bf16.back());
+        if (SOURCE == PARTIAL_BF16) f = bf16_to_f32(bf16.back());
     }
     gpu_array<float> x_d(x), w_d(w), own_d(own), all_d(all), sent(slots + count), sum(x), h32(count);
     gpu_array<uint16_t> bf16_d(bf16), h16(count);
@@ -38,25 +38,25 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool delta, bool
     a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL;
     a.p = {rank, ranks, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
     for (int k = 0; k < ranks && pushed; k++) a.slot[k] = k == rank ? all_d : sent, a.flag[k] = k == rank ? came : went;
-    if (delta) a.delta = SOURCE == DELTA_BF16 ? (void *)bf16_d.p : SOURCE == DELTA_GATHERED ? all_d.p : own_d.p;
+    if (partial) a.partial = SOURCE == PARTIAL_BF16 ? (void *)bf16_d.p : SOURCE == PARTIAL_GATHERED ? all_d.p : own_d.p;
     own_d.arrive(), bf16_d.arrive(), x_d.arrive();
     add_norm<SOURCE>(&a, (unsigned)blocks, test_stream);
     finish("sums and norms");
     std::vector<float> want(count);
     for (size_t i = 0; i < count; i++) {
         float d = own[i];
-        for (int k = 0; k < ranks && (pushed || SOURCE == DELTA_GATHERED); k++) {
+        for (int k = 0; k < ranks && (pushed || SOURCE == PARTIAL_GATHERED); k++) {
             const float one = pushed && k == rank ? own[i] : all[first + (size_t)k * step + i];
             d = k ? d + one : one;
         }
-        want[i] = (base ? x[i] : 0) + (delta ? d : 0);
+        want[i] = (base ? x[i] : 0) + (partial ? d : 0);
     }
     error_sum e;
     int bad = 0;
     const std::vector<float> got = sum.get(), normed = h32.get(), there = sent.get();
     const std::vector<uint16_t> halves = h16.get();
     for (size_t i = 0; i < count; i++) {
-        bad += got[i] != (delta ? want[i] : x[i]);
+        bad += got[i] != (partial ? want[i] : x[i]);
         if (pushed && ranks > 1) bad += there[first + (size_t)rank * step + i] != own[i];
     }
     for (size_t t = 0; t < TOKENS && norm; t++) {
@@ -67,10 +67,10 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool delta, bool
             bad += !(fabs((double)f16_to_f32(halves[i]) - y) <= 6e-4 * fabs(y) + 1e-7);
         }
     }
-    if (SOURCE != DELTA_OWN) bad += state.get()[CH_ALLREDUCE] != 1;
+    if (SOURCE != PARTIAL_OWN) bad += state.get()[CH_ALLREDUCE] != 1;
     expect(e.nmse() < 1e-12 && !bad,
-           "sums of kind %d, %d values, rank %d of %d, x %d, delta %d, norm %d: NMSE %.1e, %d wrong", SOURCE, n, rank,
-           ranks, base, delta, norm, e.nmse(), bad);
+           "sums of kind %d, %d values, rank %d of %d, x %d, partial %d, norm %d: NMSE %.1e, %d wrong", SOURCE, n, rank,
+           ranks, base, partial, norm, e.nmse(), bad);
 }
 
 /* Final rows of wide models, and the inputs of MTP layers, of which a rank has columns from..to-1. */
@@ -127,19 +127,17 @@ static void run_hc_norm(int n, int parts, bool last) {
     enum { TOKENS = 2, S = GPU_HC };
     const size_t wide = (size_t)n;
     const std::vector<float> x = random_floats(TOKENS * S * n, 1), w = random_floats(n, 1),
-                             base = random_floats(HC_ROWS, 1), scale = random_floats(3, 1),
-                             ahead = random_floats(64, 1);
+                             base = random_floats(HC_ROWS, 1), scale = random_floats(3, 1);
     std::vector<float> sums = random_floats(TOKENS * parts * HC_SUMS, 0.1);
     for (size_t i = HC_ROWS; i < sums.size(); i += HC_SUMS) sums[i] = S * (float)n / (float)parts; /* squares */
-    gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums), prefetch_d(ahead);
+    gpu_array<float> x_d(x), w_d(w), base_d(base), scale_d(scale), sums_d(sums);
     gpu_array<float> mix(TOKENS * (HC_ROWS + 1)), h32(TOKENS * wide), y(TOKENS * wide);
     gpu_array<uint16_t> h16(TOKENS * wide);
     struct hc_args a = {};
     a.streams = x_d, a.mix = mix, a.base = base_d, a.scale = scale_d, a.sums = sums_d,
     a.n_row = last ? (int)S : (int)HC_ROWS;
     a.n = n, a.n_tok = TOKENS, a.n_sinkhorn = 20, a.eps = 1e-6f, a.hc_eps = 1e-6f, a.weight = last ? NULL : w_d.p;
-    a.h16 = h16, a.h32 = h32, a.x = y, a.prefetch.count = 1, a.prefetch.at[0] = (uint8_t *)prefetch_d.p,
-    a.prefetch.n[0] = 256;
+    a.h16 = h16, a.h32 = h32, a.x = y;
     sums_d.arrive(), x_d.arrive();
     LAUNCH_PDL(k_hc_norm<VECS>, TOKENS, NORM_THREADS, 0, test_stream, a, parts);
     finish("coefficients of streams");
@@ -190,17 +188,17 @@ extern "C" void cuda_test_norms(void) {
     begin_test(21);
     static const int widths[] = {4088, 8184, 16376}; /* of each instance the most, less two threads' values */
     for (int n : widths) {
-        for (int k = 0; k < 4; k++) run_add_norm<DELTA_OWN>(n, 1, 0, true, k & 1, k < 3, 2);
-        for (int k = 1; k < 4; k++) run_add_norm<DELTA_BF16>(n, 2, 0, k & 1, true, k & 2, k);
+        for (int k = 0; k < 4; k++) run_add_norm<PARTIAL_OWN>(n, 1, 0, true, k & 1, k < 3, 2);
+        for (int k = 1; k < 4; k++) run_add_norm<PARTIAL_BF16>(n, 2, 0, k & 1, true, k & 2, k);
         for (int ranks : {1, 2, 3, 15})
-            run_add_norm<DELTA_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 2);
+            run_add_norm<PARTIAL_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 2);
         for (int ranks = 1; ranks <= MAX_RANKS; ranks++) {
             for (int rank = 0; rank < ranks; rank++)
-                run_add_norm<DELTA_PUSHED>(n, ranks, rank, rank & 1, true, ranks % 3 || rank, 1 + rank % 2);
+                run_add_norm<PARTIAL_PUSHED>(n, ranks, rank, rank & 1, true, ranks % 3 || rank, 1 + rank % 2);
         }
     }
-    run_add_norm<DELTA_OWN>(48, 1, 0, true, true, true, 1); /* no norm in F32 */
-    run_add_norm<DELTA_PUSHED>(48, 3, 1, true, true, true, 1);
+    run_add_norm<PARTIAL_OWN>(48, 1, 0, true, true, true, 1); /* no norm in F32 */
+    run_add_norm<PARTIAL_PUSHED>(48, 3, 1, true, true, true, 1);
     for (int n : {16376, 40})
         for (int streams : {1, 4})
             run_keep_hidden(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64));

@@ -1146,7 +1146,9 @@ static void note_bool(bool x) { note_add(x); }
 static void note_size(size_t x) { note_add(x); }
 static void note_floats(const float *w) { note_add((uintptr_t)w); }
 static void note_weight(const struct weight *w) { note_add((uintptr_t)w); }
-static void note_step(const struct step *s) { note_add((uintptr_t)s); }
+static void note_step(const struct step *s) {
+    for (size_t i = 0; i < sizeof *s; i++) note_add(((const unsigned char *)s)[i]);
+}
 static void note_cache(const struct cache_tensor *p) { note_add((uintptr_t)p); }
 static void note_sampling(const struct sampling *o) { (void)o; }
 static void note_ids(const int32_t *ids) { (void)ids; }
@@ -1164,7 +1166,7 @@ static void note_call(void (*body)(void *)) { (void)body; }
         const float *: note_floats,              \
         const struct weight *: note_weight,      \
         const struct step *: note_step,          \
-        const struct cache_tensor *: note_cache,     \
+        const struct cache_tensor *: note_cache, \
         const struct sampling *: note_sampling,  \
         const int32_t *: note_ids,               \
         bool *: note_out,                        \
