@@ -1051,8 +1051,8 @@ struct attn {
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
     int kv_replica;      /* shard: its KV head is a replica of a lower rank's, which alone counts it in row norms */
-    int ratio;           /* MIXER_CSA: tokens per compressed key; 0: there is only the window */
-    int span;            /* MIXER_CSA: tokens that are pooled into one: ratio, or with overlap 2 ratio */
+    int compress_ratio;  /* MIXER_CSA: tokens per compressed key; 0: there is only the window */
+    int pooled;          /* MIXER_CSA: tokens pooled into a compressed key: compress_ratio, or with overlap twice it */
     int n_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
     /* An indexer chooses the keys: of MLA one by one, for all heads; of GQA in blocks, for each KV head. */
     int n_index;      /* heads of the indexer; 0: none, and with top_k the layer takes the choice of the one before */
@@ -1116,7 +1116,7 @@ enum qk_norm {
     X(SINKS, l->attn.has_sinks)                                               \
     X(HEAD_GATE, l->attn.n_gate > 0)                                          \
     X(INDEXER, l->attn.n_index > 0)                                           \
-    X(COMPRESSED, l->attn.ratio > 0)                                          \
+    X(COMPRESSED, l->attn.compress_ratio > 0)                                 \
     X(DELTA_AB, l->mixer == MIXER_DELTA && !l->delta.fused_ba)                \
     X(DELTA_BA, l->mixer == MIXER_DELTA && l->delta.fused_ba)                 \
     X(FFN_NORM, !l->post_norm)                                                \
@@ -1181,12 +1181,13 @@ struct hyper {
     const float *base, *scale; /* ((2 + n_hc) * n_hc), (3) */
 };
 
-/* Pools `ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are for
+/* Pools `compress_ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are for
  * its own key, the first d for the next one. */
 struct compressor {
-    struct weight kv, gate; /* (span / ratio * d, n_embd) */
-    const float *ape;       /* (ratio, span / ratio * d) added to gates, by the token's place in its key */
-    const float *norm;      /* (d) */
+    struct weight kv, gate; /* (pooled / compress_ratio * d, n_embd) */
+    const float
+        *ape; /* (compress_ratio, pooled / compress_ratio * d) added to gates, by the token's place in its key */
+    const float *norm; /* (d) */
 };
 
 struct layer {
@@ -1264,33 +1265,33 @@ struct layer {
 /* Sizes that the shapes of a layer's tensors are made of; layer_dim gives their values. */
 enum dim {
     DIM_ONE,
-    DIM_EMBD,       /* n_embd */
-    DIM_2_EMBD,     /* 2 n_embd */
-    DIM_SUM,        /* n_embd: bias after a row-parallel matmul: rank 0 alone has it, because an all-reduce adds it */
-    DIM_VOCAB,      /* n_vocab: rows of a head, which ranks divide */
-    DIM_TOKENS,     /* n_vocab: rows of an embedding */
-    DIM_Q,          /* n_head * head_k; with q_gate twice that */
-    DIM_K,          /* n_head_kv * head_k */
-    DIM_V,          /* n_head_kv * head_v */
-    DIM_ATT,        /* n_head * head_v */
-    DIM_HEADS,      /* n_head */
-    DIM_GATES,      /* n_head * n_gate */
-    DIM_HEAD_K,     /* head_k */
-    DIM_HEAD_V,     /* head_v */
-    DIM_NOPE,       /* head_k without its rotated values */
-    DIM_Q_LORA,     /* q_lora */
-    DIM_KV_LORA,    /* kv_lora */
-    DIM_KV_A,       /* kv_lora + rotated values */
-    DIM_INDEX_Q,    /* n_index * index_k */
-    DIM_INDEX_K,    /* index_k */
-    DIM_INDEXES,    /* n_index */
-    DIM_HC_EMBD,    /* n_hc * n_embd */
-    DIM_HC,         /* n_hc */
-    DIM_HC_MIX,     /* (2 + n_hc) * n_hc */
-    DIM_HC_SCALES,  /* 3 */
-    DIM_RATIO,      /* ratio */
-    DIM_COMPRESSED, /* span / ratio * head_k */
-    DIM_INDEX_COMPRESSED, /* span / ratio * index_k */
+    DIM_EMBD,      /* n_embd */
+    DIM_2_EMBD,    /* 2 n_embd */
+    DIM_SUM,       /* n_embd: bias after a row-parallel matmul: rank 0 alone has it, because an all-reduce adds it */
+    DIM_VOCAB,     /* n_vocab: rows of a head, which ranks divide */
+    DIM_TOKENS,    /* n_vocab: rows of an embedding */
+    DIM_Q,         /* n_head * head_k; with q_gate twice that */
+    DIM_K,         /* n_head_kv * head_k */
+    DIM_V,         /* n_head_kv * head_v */
+    DIM_ATT,       /* n_head * head_v */
+    DIM_HEADS,     /* n_head */
+    DIM_GATES,     /* n_head * n_gate */
+    DIM_HEAD_K,    /* head_k */
+    DIM_HEAD_V,    /* head_v */
+    DIM_NOPE,      /* head_k without its rotated values */
+    DIM_Q_LORA,    /* q_lora */
+    DIM_KV_LORA,   /* kv_lora */
+    DIM_KV_A,      /* kv_lora + rotated values */
+    DIM_INDEX_Q,   /* n_index * index_k */
+    DIM_INDEX_K,   /* index_k */
+    DIM_INDEXES,   /* n_index */
+    DIM_HC_EMBD,   /* n_hc * n_embd */
+    DIM_HC,        /* n_hc */
+    DIM_HC_MIX,    /* (2 + n_hc) * n_hc */
+    DIM_HC_SCALES, /* 3 */
+    DIM_COMPRESS_RATIO,   /* compress_ratio */
+    DIM_COMPRESSED,       /* pooled / compress_ratio * head_k */
+    DIM_INDEX_COMPRESSED, /* pooled / compress_ratio * index_k */
     DIM_GROUPS,           /* n_group */
     DIM_GROUP_IN,         /* n_head / n_group * head_v */
     DIM_O_LORA,           /* o_lora */
@@ -1367,13 +1368,13 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("indexer.proj",          "self_attn.compressor.indexer.scorer.weights_proj", w_index, EMBD, INDEXES, ONE, HAS_INDEXER | HAS_CSA),
     MATRIX("indexer_compressor_kv", "self_attn.compressor.indexer.kv_proj", index_compressor.kv, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_CSA),
     MATRIX("indexer_compressor_gate", "self_attn.compressor.indexer.gate_proj", index_compressor.gate, EMBD, INDEX_COMPRESSED, ONE, HAS_INDEXER | HAS_CSA),
-    VECTORS("indexer_compressor_ape.weight", "self_attn.compressor.indexer.position_bias", index_compressor.ape, INDEX_COMPRESSED, RATIO, HAS_INDEXER | HAS_CSA),
+    VECTORS("indexer_compressor_ape.weight", "self_attn.compressor.indexer.position_bias", index_compressor.ape, INDEX_COMPRESSED, COMPRESS_RATIO, HAS_INDEXER | HAS_CSA),
     VECTOR("indexer_compressor_norm.weight", "self_attn.compressor.indexer.kv_norm", index_compressor.norm, INDEX_K, HAS_INDEXER | HAS_CSA),
     MATRIX("attn_kv",               "self_attn.kv_proj",            wkv_a,       EMBD,    HEAD_K,   ONE,     HAS_CSA),
     VECTOR("attn_kv_a_norm.weight", "self_attn.kv_norm",            kv_a_norm,   HEAD_K,            HAS_CSA),
     MATRIX("attn_compressor_kv",    "self_attn.compressor.kv_proj", compressor.kv, EMBD,  COMPRESSED, ONE,   HAS_COMPRESSED),
     MATRIX("attn_compressor_gate",  "self_attn.compressor.gate_proj", compressor.gate, EMBD, COMPRESSED, ONE, HAS_COMPRESSED),
-    VECTORS("attn_compressor_ape.weight", "self_attn.compressor.position_bias", compressor.ape, COMPRESSED, RATIO, HAS_COMPRESSED),
+    VECTORS("attn_compressor_ape.weight", "self_attn.compressor.position_bias", compressor.ape, COMPRESSED, COMPRESS_RATIO, HAS_COMPRESSED),
     VECTOR("attn_compressor_norm.weight", "self_attn.compressor.kv_norm", compressor.norm, HEAD_K,   HAS_COMPRESSED),
     MATRIX("attn_output_a",         "self_attn.o_a_proj",           wo_a,        GROUP_IN, O_LORA,  GROUPS,  HAS_CSA),
     MATRIX("attn_output_b",         "self_attn.o_b_proj",           wo,          GROUPS_OUT, EMBD,  ONE,     HAS_CSA),
@@ -1682,9 +1683,9 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_HC: return m->n_hc;
     case DIM_HC_MIX: return (2 + m->n_hc) * m->n_hc;
     case DIM_HC_SCALES: return 3;
-    case DIM_RATIO: return a->ratio;
-    case DIM_COMPRESSED: return a->ratio ? a->span / a->ratio * a->head_k : 0;
-    case DIM_INDEX_COMPRESSED: return a->ratio ? a->span / a->ratio * a->index_k : 0;
+    case DIM_COMPRESS_RATIO: return a->compress_ratio;
+    case DIM_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->head_k : 0;
+    case DIM_INDEX_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->index_k : 0;
     case DIM_GROUPS: return a->n_group;
     case DIM_GROUP_IN: return a->n_group ? a->n_head / a->n_group * a->head_v : 0;
     case DIM_O_LORA: return a->o_lora;
@@ -1799,10 +1800,10 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
     ACT(HC)        /* (n_tok, n_hc * n_embd) hyper-connections: residual streams */                                 \
     ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients */                     \
-    ACT(CK)        /* (n_tok, span / ratio * head_k) compressor: values */                                          \
-    ACT(CG)        /* (n_tok, span / ratio * head_k) compressor: their gates */                                     \
-    ACT(ICK)       /* (n_tok, span / ratio * index_k) compressor of the indexer: values */                          \
-    ACT(ICG)       /* (n_tok, span / ratio * index_k) compressor of the indexer: their gates */                     \
+    ACT(CK)        /* (n_tok, pooled / compress_ratio * head_k) compressor: values */                                          \
+    ACT(CG)        /* (n_tok, pooled / compress_ratio * head_k) compressor: their gates */                                     \
+    ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */                          \
+    ACT(ICG)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: their gates */                     \
     ACT(GROUPS)    /* (n_tok, n_group * o_lora) results of groups of heads */                                       \
     ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */         \
     ACT(JOINED)    /* (n_tok, n_hc * n_embd) what eh_proj makes of these: partial sums of the streams */
@@ -2048,7 +2049,7 @@ static inline const struct weight *shard_gap(const struct model *m, int *layer) 
 /* How the rows of a cache tensor follow the timeline. */
 enum cache_rows {
     ROWS_TOKENS, /* a row for every token */
-    ROWS_BLOCKS, /* a row for every `ratio` tokens, once they are complete */
+    ROWS_BLOCKS, /* a row for every `row_tokens` tokens, once they are complete */
     ROWS_RING,   /* the latest n_row tokens: token p is row p % n_row; n_row >= window + the tokens that a forward
                      writes before it reads */
     ROWS_STATE   /* n_row rows that stand for all tokens before struct rank's n_committed */
@@ -2077,11 +2078,11 @@ struct cache_tensor {
     int width, group, n_group; /* values per row (0: the layer has no such cache tensor), per scale; scales per row */
     size_t row_bytes;          /* a multiple of 16 */
     enum cache_rows kind;
-    int ratio, n_row; /* blocks: tokens of a row; ring, state: rows */
-    int window;       /* ring: rows before its first token that a forward reads */
-    int n_run;        /* the whole row is n_run runs of whole / n_run values; a shard has width / n_run of each, */
-    int first, whole; /* from value `first` of a run on */
-    bool pow2;        /* FP8: scales are powers of two, which keep what E4M3 or E2M1 holds with such a scale as it is */
+    int row_tokens, n_row; /* blocks: tokens of a row; ring, state: rows */
+    int window;            /* ring: rows before its first token that a forward reads */
+    int n_run;             /* the whole row is n_run runs of whole / n_run values; a shard has width / n_run of each, */
+    int first, whole;      /* from value `first` of a run on */
+    bool pow2; /* FP8: scales are powers of two, which keep what E4M3 or E2M1 holds with such a scale as it is */
 };
 
 enum {
@@ -2293,10 +2294,10 @@ static inline void window_cache(struct cache_tensor *p, int window, int n_ctx_tr
 /* The ring of a compressor's inputs for keys of n_value values. It holds the tokens of the unfinished key, up to
  * MAX_ROLLBACK that may be rolled back, and one decode batch. */
 static inline struct cache_tensor compressor_ring(const struct attn *a, int n_value) {
-    struct cache_tensor p = cache_make(KV_F32, 2 * (a->span / a->ratio) * n_value, 1);
+    struct cache_tensor p = cache_make(KV_F32, 2 * (a->pooled / a->compress_ratio) * n_value, 1);
     p.kind = ROWS_RING;
-    p.window = a->span - 1;
-    p.n_row = a->span - 1 + 2 * MAX_ROLLBACK;
+    p.window = a->pooled - 1;
+    p.n_row = a->pooled - 1 + 2 * MAX_ROLLBACK;
     return p;
 }
 
@@ -2304,7 +2305,7 @@ static inline struct cache_tensor compressor_ring(const struct attn *a, int n_va
 static inline struct cache_tensor compressed_cache(enum kv_type type, const struct attn *a, int n_value, int group) {
     struct cache_tensor p = cache_make(type, n_value, group);
     p.kind = ROWS_BLOCKS;
-    p.ratio = a->ratio;
+    p.row_tokens = a->compress_ratio;
     return p;
 }
 
@@ -2314,7 +2315,7 @@ static inline void csa_cache(const struct layer *layer, enum kv_type type, int n
     const struct attn *a = &layer->attn;
     out[CACHE_K] = cache_make(type, a->head_k, LATENT_GROUP);
     window_cache(&out[CACHE_K], a->window, n_ctx_train);
-    if (a->ratio) {
+    if (a->compress_ratio) {
         out[CACHE_COMPRESSED] = compressed_cache(type, a, a->head_k, LATENT_GROUP);
         out[CACHE_WINDOW] = compressor_ring(a, a->head_k);
     }
@@ -2349,7 +2350,7 @@ static inline void layer_cache(const struct model *m, const struct layer *layer,
     case MIXER_CSA: csa_cache(layer, type, m->n_ctx_train, out); break;
     case MIXER_DELTA: delta_cache(&layer->delta, out); break;
     }
-    if (a->n_index && !a->ratio) out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
+    if (a->n_index && !a->compress_ratio) out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
     if (m->family->cache) m->family->cache(m, layer, out);
 }
 
@@ -2360,7 +2361,7 @@ static inline size_t cache_rows_of(const struct cache_tensor *p, size_t n_ctx) {
     const size_t n_row = (size_t)p->n_row;
     switch (p->kind) {
     case ROWS_TOKENS: return n_ctx;
-    case ROWS_BLOCKS: return n_ctx / (size_t)p->ratio;
+    case ROWS_BLOCKS: return n_ctx / (size_t)p->row_tokens;
     case ROWS_RING: return n_ctx < n_row ? n_ctx : n_row;
     case ROWS_STATE: break;
     }
@@ -2431,7 +2432,7 @@ static inline size_t snapshot_bytes(const struct model *m, enum kv_type type) {
 static inline double cache_tensor_reads(const struct layer *layer, enum cache_use use, const struct cache_tensor *p,
                                         size_t n_past) {
     const size_t window = (size_t)layer->attn.window, top_k = (size_t)layer->attn.top_k;
-    const size_t per_token = layer->attn.ratio ? (size_t)(layer->attn.span / layer->attn.ratio) : 0;
+    const size_t per_token = layer->attn.compress_ratio ? (size_t)(layer->attn.pooled / layer->attn.compress_ratio) : 0;
     size_t rows = cache_rows_of(p, n_past);
     if (per_token && (use == CACHE_WINDOW || use == CACHE_INDEX_WINDOW)) rows = rows < per_token ? rows : per_token;
     else if (p->kind == ROWS_RING && rows > (size_t)p->window) rows = (size_t)p->window;
@@ -2462,7 +2463,7 @@ static inline double layer_index_reads(const struct model *m, const struct layer
 /* Of the rows that compressed keys are made of. */
 static inline double layer_recent_reads(const struct model *m, const struct layer *layer, enum kv_type type,
                                         size_t n_past) {
-    if (!layer->attn.ratio) return 0;
+    if (!layer->attn.compress_ratio) return 0;
     return layer_reads(m, layer, type, n_past, CACHE_WINDOW, CACHE_WINDOW) +
            layer_reads(m, layer, type, n_past, CACHE_INDEX_WINDOW, CACHE_INDEX_WINDOW);
 }
@@ -2908,16 +2909,16 @@ struct loader {
     bool *used;       /* (n_tensors) */
     char *err;
     bool failed;
-    struct attn attn;        /* what all layers share that see all keys, */
-    struct attn attn_window; /* and those with a window */
-    struct delta delta;      /* what all gated delta nets share */
-    bool rope_pairs;         /* rotations of grouped-query attention pair neighbours */
-    bool rope_factors;       /* rope_freqs.weight divides the frequencies where layers see all keys */
-    bool yarn_exact;         /* YaRN does not round the range of its ramp */
-    bool yarn_plain;         /* YaRN scales neither cos and sin nor the softmax */
-    int ratio[MAX_LAYERS];   /* tokens of a compressed key, 0: there are none */
-    int n_expert_ids;        /* the first layers that find experts by token ids */
-    float value_scale;       /* factor of values; 0: 1; then by layer: */
+    struct attn attn;               /* what all layers share that see all keys, */
+    struct attn attn_window;        /* and those with a window */
+    struct delta delta;             /* what all gated delta nets share */
+    bool rope_pairs;                /* rotations of grouped-query attention pair neighbours */
+    bool rope_factors;              /* rope_freqs.weight divides the frequencies where layers see all keys */
+    bool yarn_exact;                /* YaRN does not round the range of its ramp */
+    bool yarn_plain;                /* YaRN scales neither cos and sin nor the softmax */
+    int compress_ratio[MAX_LAYERS]; /* tokens of a compressed key, 0: there are none */
+    int n_expert_ids;               /* the first layers that find experts by token ids */
+    float value_scale;              /* factor of values; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
     int window[MAX_LAYERS];
     float clamp[MAX_LAYERS], clamp_shared[MAX_LAYERS]; /* swiglu_clamp_*; 0: none */
@@ -3713,7 +3714,7 @@ static void loader_ratios(struct loader *l) {
             loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, 1 << 16, il);
         else if (v && il >= l->m->n_layer)
             loader_fail(l, "metadata key '%s' has %d for prediction layer %d, expected 0", key, (int)v, il);
-        else l->ratio[il] = (int)v;
+        else l->compress_ratio[il] = (int)v;
     }
 }
 
@@ -3767,15 +3768,15 @@ static void read_deepseek4(struct loader *l) {
 /* A layer of DeepSeek-V4. Keys of 4 tokens overlap, and an indexer chooses among them. */
 static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
     enum { OVERLAPPING = 4 };
-    const int ratio = l->ratio[il];
+    const int compress_ratio = l->compress_ratio[il];
     struct attn *a = &layer->attn;
     layer->mixer = MIXER_CSA;
-    *a = ratio ? l->attn : l->attn_window;
+    *a = compress_ratio ? l->attn : l->attn_window;
     a->n_head = a->whole_head = l->n_head[il];
     a->n_head_kv = a->whole_head_kv = 1;
-    a->ratio = ratio;
-    a->span = ratio == OVERLAPPING ? 2 * ratio : ratio;
-    if (ratio != OVERLAPPING) a->n_index = a->top_k = 0;
+    a->compress_ratio = compress_ratio;
+    a->pooled = compress_ratio == OVERLAPPING ? 2 * compress_ratio : compress_ratio;
+    if (compress_ratio != OVERLAPPING) a->n_index = a->top_k = 0;
     a->has_sinks = true;
     layer->has_expert_ids = il < l->n_expert_ids;
     layer->glu = glu_clamp_silu(l->clamp[il]);
@@ -3783,15 +3784,15 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
 }
 
 /* Compressed sparse attention (CSA, DeepSeek-V4). All heads share one KV head, whose key k_t is its value too. A query
- * sees the keys of a window, and keys that stand for `ratio` tokens each:
+ * sees the keys of a window, and keys that stand for r = compress_ratio tokens each:
  *
  *   k_t = R_t N(W^KV h_t)           q_t,i = R_t N(W^UQ_i c^Q_t)          c^Q_t = N(W^DQ h_t)
- *   C_m = R_s N(sum over j of softmax_j(g_j + a_j) * v_j)  s = m ratio    v_j, g_j = W h_j, for each column by itself
+ *   C_m = R_s N(sum over j of softmax_j(g_j + a_j) * v_j)  s = m r    v_j, g_j = W h_j, for each column by itself
  *   o_t,i = R_-t (sum of softmax(q_t,i . [k_s of the window; C_m; sink]) [k_s; C_m])
  *   u_t = W^OB [W^OA_1 o_t,group 1; ..]                                   wo_a joins the heads of a group; wo
  *
- * j runs over the tokens of key m: the `ratio` own ones and, with overlap, as many before them, for which v, g and a
- * have columns of their own. a_j depends on the token's place in its key. The result is rotated back, because values
+ * j runs over the tokens of key m: the r own ones and, with overlap, as many before them, for which v, g and a have
+ * columns of their own. a_j depends on the token's place in its key. The result is rotated back, because values
  * are keys, which are rotated. An indexer, whose keys are compressed likewise, chooses top_k of the C_m. */
 
 /* A layer's attention of one KV head over a window and compressed keys. */
@@ -3802,9 +3803,9 @@ static void forward_csa(struct program *p, const struct model *m, int il) {
            {&l->w_index, A_IW});
     LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
     step_add(p, OP_csa_store, il,
-             l->attn.n_index ? SLOTS(A_Q, A_K, A_CK, A_CG, A_IQ, A_ICK, A_ICG)
-             : l->attn.ratio ? SLOTS(A_Q, A_K, A_CK, A_CG)
-                             : SLOTS(A_Q, A_K),
+             l->attn.n_index          ? SLOTS(A_Q, A_K, A_CK, A_CG, A_IQ, A_ICK, A_ICG)
+             : l->attn.compress_ratio ? SLOTS(A_Q, A_K, A_CK, A_CG)
+                                      : SLOTS(A_Q, A_K),
              ACT_COUNT);
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IW), ACT_COUNT);
     step_add(p, OP_csa_attention, il, SLOTS(A_Q), A_ATT);
@@ -8699,7 +8700,9 @@ static int keys_topk(const struct attn *a, int pos) {
 }
 
 /* Compressed keys that the query at position pos sees, or an indexer chooses from: those that end with it or before. */
-static int keys_compressed(const struct attn *a, int pos) { return a->ratio ? (pos + 1) / a->ratio : 0; }
+static int keys_compressed(const struct attn *a, int pos) {
+    return a->compress_ratio ? (pos + 1) / a->compress_ratio : 0;
+}
 
 /* Keys of its window and compressed keys that the query at position pos sees. */
 static int keys_csa(const struct attn *a, int pos) {
@@ -9060,13 +9063,13 @@ static void attention_gate(struct rank *r, int il, enum act q, enum act x) {
 
 /* The tokens of the batch before the first that does not see all keys. */
 static int tokens_dense(const struct rank *r, const struct attn *a) {
-    const int ratio = int_max(a->ratio, 1);
-    const int64_t first = ((int64_t)a->top_k + 1) * ratio - 1 - r->pos;
+    const int compress_ratio = int_max(a->compress_ratio, 1);
+    const int64_t first = ((int64_t)a->top_k + 1) * compress_ratio - 1 - r->pos;
     return a->top_k ? (int)(first < 0 ? 0 : first > r->n_tok ? r->n_tok : first) : r->n_tok;
 }
 
 /* Keys of the indexer that the query at position pos chooses from. */
-static int keys_indexed(const struct attn *a, int pos) { return a->ratio ? keys_compressed(a, pos) : pos + 1; }
+static int keys_indexed(const struct attn *a, int pos) { return a->compress_ratio ? keys_compressed(a, pos) : pos + 1; }
 
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
 static void cpu_attention(struct rank *r, const struct step *s) {
@@ -9461,13 +9464,14 @@ static const float *compressor_values(const struct rank *r, const struct compres
 /* Makes key `key` of a compressor and writes it to the cache. */
 static void compress_key(struct rank *r, int il, const struct compress *c, int key) {
     const struct attn *a = &r->m->layers[il].attn;
-    const int d = c->d, first = (key + 1) * a->ratio - a->span, wide = c->ring->width / 2;
+    const int d = c->d, first = (key + 1) * a->compress_ratio - a->pooled, wide = c->ring->width / 2;
     float *sum = cpu_scratch(r), *den = sum + d, *top = den + d;
     for (int i = 0; i < d; i++) sum[i] = den[i] = 0, top[i] = -INFINITY;
-    for (int pos = int_max(first, 0); pos < first + a->span; pos++) {
+    for (int pos = int_max(first, 0); pos < first + a->pooled; pos++) {
         const float *gate, *value = compressor_values(r, c, pos, &gate);
-        const int from = pos < key * a->ratio ? 0 : wide - d; /* tokens before the key's own have other columns */
-        const float *ape = c->with->ape + (ptrdiff_t)(pos % a->ratio) * wide + from;
+        const int from =
+            pos < key * a->compress_ratio ? 0 : wide - d; /* tokens before the key's own have other columns */
+        const float *ape = c->with->ape + (ptrdiff_t)(pos % a->compress_ratio) * wide + from;
         for (int i = 0; i < d; i++) {
             const float g = gate[from + i] + ape[i], most = fmaxf(top[i], g), was = expf(top[i] - most);
             const float w = expf(g - most);
@@ -9478,7 +9482,7 @@ static void compress_key(struct rank *r, int il, const struct compress *c, int k
     }
     for (int i = 0; i < d; i++) sum[i] /= den[i];
     r->cpu->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
-    rope_last(&r->m->ropes[a->rope], key * a->ratio, sum, d);
+    rope_last(&r->m->ropes[a->rope], key * a->compress_ratio, sum, d);
     if (r->m->qat && c->index) round_index(r->cpu->k, sum, d);
     else if (r->m->qat) round_key(r->cpu->k, sum, d - r->m->ropes[a->rope].dim);
     kv_store(r->cpu->k, c->keys, key, sum);
@@ -9492,7 +9496,7 @@ static void compress_batch(struct rank *r, int il) {
     const struct compress all[2] = {
         {&layer->compressor, &p[CACHE_WINDOW], &p[CACHE_COMPRESSED], A_CK, A_CG, a->head_k, false},
         {&layer->index_compressor, &p[CACHE_INDEX_WINDOW], &p[CACHE_INDEX], A_ICK, A_ICG, a->index_k, true}};
-    const int n = a->n_index ? 2 : 1, from = r->pos / a->ratio, to = (r->pos + r->n_tok) / a->ratio;
+    const int n = a->n_index ? 2 : 1, from = r->pos / a->compress_ratio, to = (r->pos + r->n_tok) / a->compress_ratio;
     for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &all[i % n], from + i / n);
     team_barrier();
     const int kept = int_min(r->n_tok, p[CACHE_WINDOW].n_row);
@@ -9530,7 +9534,7 @@ static void cpu_csa_store(struct rank *r, const struct step *step) {
         if (m->qat) round_key(r->cpu->k, key, d - dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, key);
     }
-    if (layer->attn.ratio) compress_batch(r, il);
+    if (layer->attn.compress_ratio) compress_batch(r, il);
     op_end(0, "rotation, cache");
 }
 
@@ -11366,7 +11370,7 @@ static int session_score(struct session *s, const int32_t *ids, int n,
 
 /* Keys that the query at position pos sees. */
 static int keys_seen(const struct attn *a, int pos) {
-    if (a->ratio) return keys_csa(a, pos);
+    if (a->compress_ratio) return keys_csa(a, pos);
     if (a->top_k) return keys_topk(a, pos);
     return a->window ? int_min(pos + 1, a->window) : pos + 1;
 }
@@ -11419,7 +11423,7 @@ static_assert(sizeof(struct kv_header) == 40, "the header of a saved state is 40
 
 /* A cache tensor of the whole model, as the file describes it. */
 struct kv_tensor {
-    uint32_t layer, use, kind, ratio, n_row, width, row_bytes, scales;
+    uint32_t layer, use, kind, row_tokens, n_row, width, row_bytes, scales;
 };
 
 enum { KV_TENSORS_MAX = MAX_LAYERS * CACHE_USES };
@@ -11445,7 +11449,7 @@ static struct kv_tensor *session_cache(const struct session *s) {
             const struct kv_tensor k = {.layer = (uint32_t)il,
                                         .use = (uint32_t)u,
                                         .kind = p->kind,
-                                        .ratio = (uint32_t)p->ratio,
+                                        .row_tokens = (uint32_t)p->row_tokens,
                                         .n_row = (uint32_t)p->n_row,
                                         .width = (uint32_t)p->width,
                                         .row_bytes = (uint32_t)p->row_bytes,
@@ -11481,8 +11485,10 @@ static void session_cache_rows(struct session *s, const struct kv_tensor *what, 
 
 /* Rows of a cache tensor that are in use after n tokens. */
 static size_t kv_tensor_rows(const struct kv_tensor *k, size_t n) {
-    const struct cache_tensor p = {
-        .kind = (enum cache_rows)k->kind, .ratio = (int)k->ratio, .n_row = (int)k->n_row, .width = (int)k->width};
+    const struct cache_tensor p = {.kind = (enum cache_rows)k->kind,
+                                   .row_tokens = (int)k->row_tokens,
+                                   .n_row = (int)k->n_row,
+                                   .width = (int)k->width};
     return cache_rows_of(&p, n);
 }
 
@@ -25637,7 +25643,7 @@ static void info_attention(const struct model *m, int first) {
                a->head_v, layer->attn.q_gate || layer->attn.n_gate ? ", gated" : "",
                layer->attn.has_sinks ? ", sinks" : "");
     if (a->window) printf(", window of %d", a->window);
-    if (a->ratio) printf(", compressed keys of %d tokens", a->ratio);
+    if (a->compress_ratio) printf(", compressed keys of %d tokens", a->compress_ratio);
     putchar('\n');
 }
 
@@ -25651,7 +25657,8 @@ static void info_indexer(const struct model *m, int first) {
         printf("a query sees the keys chosen in the layer before\n");
         return;
     }
-    printf("%d heads of %d, a query sees %d %skeys", a->n_index, a->index_k, a->top_k, a->ratio ? "compressed " : "");
+    printf("%d heads of %d, a query sees %d %skeys", a->n_index, a->index_k, a->top_k,
+           a->compress_ratio ? "compressed " : "");
     if (a->index_block > 1) printf(" in blocks of %d", a->index_block);
     putchar('\n');
 }

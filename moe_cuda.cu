@@ -3189,7 +3189,7 @@ struct attn_args {
     /* attention of one KV head: v has the compressed keys; the last rope.rope values of a result are rotated back by
      * rope.cs and rope.sn */
     bool one_kv;
-    int ratio; /* tokens of a compressed key, 0: there are none */
+    int compress_ratio; /* tokens of a compressed key, 0: there are none */
 };
 
 enum {
@@ -3302,7 +3302,7 @@ DEVICE int attn_seen(const struct attn_args &a, int pos) {
 /* The same of attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
  * that there are. */
 DEVICE int attn_csa_keys(const struct attn_args &a, int pos, int *compressed) {
-    *compressed = a.ratio ? (pos + 1) / a.ratio : 0;
+    *compressed = a.compress_ratio ? (pos + 1) / a.compress_ratio : 0;
     return min(pos + 1, a.window) + (a.top_k ? min(*compressed, a.top_k) : *compressed);
 }
 
@@ -4831,7 +4831,7 @@ __host__ __device__ constexpr int index_parts(int block) { return block / index_
 /* Scores of a list in a context of n_ctx tokens: of keys, which may be compressed, or of parts of blocks. */
 static int index_scores_of(const struct layer *layer, int n_ctx) {
     const struct attn *a = &layer->attn;
-    const int part = layer->mixer == MIXER_GQA ? index_part(a->index_block) : a->ratio ? a->ratio : 1;
+    const int part = layer->mixer == MIXER_GQA ? index_part(a->index_block) : a->compress_ratio ? a->compress_ratio : 1;
     return (n_ctx + part - 1) / part;
 }
 
@@ -5104,7 +5104,7 @@ struct compress_args {
     struct cache_tensor ring, keys;
     const float *value, *gate; /* (n_tok, ring.width / 2), tokens stride floats apart */
     size_t stride;
-    const float *ape;  /* (ratio, ring.width / 2) */
+    const float *ape;  /* (compress_ratio, ring.width / 2) */
     const float *norm; /* (d) */
     int d;             /* values of a key, at most SHARED_HEAD */
     bool index;        /* it makes keys of the indexer */
@@ -5118,7 +5118,7 @@ struct csa_args {
     size_t index_stride;
     int n_index, index_k;
     struct compress_args with[2]; /* the attention's, the indexer's */
-    int n_with, ratio, span, n_tok;
+    int n_with, compress_ratio, pooled, n_tok;
     bool qat;                    /* keys and the indexer are rounded as in training */
     int head_blocks, key_blocks; /* blocks of heads for each token; of each compressor's keys; the others write rings */
 };
@@ -5228,23 +5228,24 @@ DEVICE void shared_head(const struct csa_args &a, int t, int h) {
 /* Key `key` of a compressor, with one block of 256. See compress_key of moe.c. */
 DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c, int key, float *row, float2 *turn) {
     enum { COLUMNS = SHARED_HEAD / 256 };
-    const int tid = threadIdx.x, pos0 = a.rope.batch->pos, first = (key + 1) * a.ratio - a.span;
+    const int tid = threadIdx.x, pos0 = a.rope.batch->pos, first = (key + 1) * a.compress_ratio - a.pooled;
     const int wide = c.ring.width / 2;
     for (int i = tid; i < a.table.n; i += 256) {
-        const float at = (float)(key * a.ratio) * a.table.freq[i];
+        const float at = (float)(key * a.compress_ratio) * a.table.freq[i];
         turn[i] = make_float2(cosf(at) * a.table.factor, sinf(at) * a.table.factor);
     }
     float sum[COLUMNS] = {}, den[COLUMNS] = {}, top[COLUMNS];
     UNROLL for (int k = 0; k < COLUMNS; k++) top[k] = -INFINITY;
-    UNROLL_BY(4) for (int pos = max(first, 0); pos < first + a.span; pos++) {
+    UNROLL_BY(4) for (int pos = max(first, 0); pos < first + a.pooled; pos++) {
         const float *value = c.value + (size_t)(pos - pos0) * c.stride,
                     *gate = c.gate + (size_t)(pos - pos0) * c.stride;
         if (pos < pos0) {
             value = (const float *)(c.ring.data + (size_t)(pos % c.ring.n_row) * c.ring.row_bytes);
             gate = value + wide;
         }
-        const int from = pos < key * a.ratio ? 0 : wide - c.d; /* tokens before the key's own have other columns */
-        const float *ape = c.ape + (size_t)(pos % a.ratio) * wide;
+        const int from =
+            pos < key * a.compress_ratio ? 0 : wide - c.d; /* tokens before the key's own have other columns */
+        const float *ape = c.ape + (size_t)(pos % a.compress_ratio) * wide;
         UNROLL for (int k = 0; k < COLUMNS; k++) {
             const int i = from + tid + 256 * k;
             if (tid + 256 * k >= c.d) continue;
@@ -5285,8 +5286,8 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
     const struct compress_args &c = a.with[b % a.n_with];
     b /= a.n_with;
     if (b < a.key_blocks) {
-        const int key = pos / a.ratio + b;
-        if (key < (pos + n_tok) / a.ratio) compress_key(a, c, key, row, turn);
+        const int key = pos / a.compress_ratio + b;
+        if (key < (pos + n_tok) / a.compress_ratio) compress_key(a, c, key, row, turn);
         return;
     }
     const int t = b - a.key_blocks, wide = c.ring.width / 2;
@@ -5303,7 +5304,7 @@ static void csa_store(const struct csa_args *args, cudaStream_t s) {
     struct csa_args a = *args;
     const bool decode = a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
     a.head_blocks = (a.rope.n_head + a.n_index + 1 + 7) / 8;
-    a.key_blocks = a.n_with ? a.n_tok / a.ratio + 1 : 0;
+    a.key_blocks = a.n_with ? a.n_tok / a.compress_ratio + 1 : 0;
     const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;
     LAUNCH_PDL(k_csa_store, (unsigned)(heads + a.n_with * (a.key_blocks + rings)), 256, 0, s, a);
     if (decode || !a.n_with) return;
@@ -7245,7 +7246,9 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
                  value = (double)(v->row_bytes + cache_scale_bytes(v));
     const int len = r->pos + r->n_tok;
     const int keys = shape.window ? min(len, shape.window + r->n_tok - 1) : a.top_k ? min(len, a.top_k) : len;
-    const int compressed = !shared || !shape.ratio ? 0 : a.top_k ? min(len / shape.ratio, a.top_k) : len / shape.ratio;
+    const int compressed = !shared || !shape.compress_ratio ? 0
+                           : a.top_k                        ? min(len / shape.compress_ratio, a.top_k)
+                                                            : len / shape.compress_ratio;
     profile_next(shared ? keys * key + compressed * value : keys * (key + value), "%d keys", keys + compressed);
     attn_launch(&a, shared ? ATTN_CSA : shape.kv_lora ? ATTN_MLA : ATTN_GQA, r->n_tok > DECODE_MAX_TOKENS, c->stream);
     return a;
@@ -7412,7 +7415,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.block = shape.index_block;
     a.local = shape.index_local;
     a.n_scores = index_scores_of(layer, r->n_ctx);
-    while (1 << a.shift < shape.ratio) a.shift++;
+    while (1 << a.shift < shape.compress_ratio) a.shift++;
     if (layer->mixer != MIXER_CSA) {                                 /* csa_store has made keys and queries */
         profile_next(8.0 * width, "%d heads of %d", n_index, width); /* the norm: rows come from L2 */
         LAUNCH_PDL(k_index_store, dim3(ceil_div(n_index + 1, 4), (unsigned)r->n_tok), 128, 0, c->stream, a);
@@ -7548,8 +7551,8 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
     a.rope = rope_of(r, il, q, kv);
     a.table = rope_table_of(r, shape.rope);
     a.n_tok = r->n_tok;
-    a.ratio = shape.ratio;
-    a.span = shape.span;
+    a.compress_ratio = shape.compress_ratio;
+    a.pooled = shape.pooled;
     a.qat = r->m->qat;
     if (layer->attn.n_index) {
         a.index_q = c->x32[A_IQ];
@@ -7571,10 +7574,10 @@ static void cuda_csa_store(struct rank *r, const struct step *s) {
         to->norm = with.norm;
         to->d = d;
         to->index = keys == CACHE_INDEX;
-        bytes += (double)(shape.ratio * to->ring.width / 2 + d) * sizeof(float) +
-                 (double)to->ring.row_bytes * shape.span / shape.ratio;
+        bytes += (double)(shape.compress_ratio * to->ring.width / 2 + d) * sizeof(float) +
+                 (double)to->ring.row_bytes * shape.pooled / shape.compress_ratio;
     };
-    if (layer->attn.ratio) add(layer->compressor, CACHE_WINDOW, CACHE_COMPRESSED, A_CK, A_CG, shape.head_k);
+    if (layer->attn.compress_ratio) add(layer->compressor, CACHE_WINDOW, CACHE_COMPRESSED, A_CK, A_CG, shape.head_k);
     if (layer->attn.n_index) add(layer->index_compressor, CACHE_INDEX_WINDOW, CACHE_INDEX, A_ICK, A_ICG, shape.index_k);
     profile_next(bytes, "%d heads of %d", shape.n_head + 1, shape.head_k);
     csa_store(&a, c->stream);
@@ -7593,7 +7596,7 @@ static void cuda_csa_attention(struct rank *r, const struct step *s) {
         a.n_topk = attn_topk_blocks(&shape);
     }
     a.one_kv = true;
-    a.ratio = shape.ratio;
+    a.compress_ratio = shape.compress_ratio;
     a.rope.cs = table.cs;
     a.rope.sn = table.sn;
     a.rope.rope = 2 * table.n;

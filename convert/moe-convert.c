@@ -1458,7 +1458,7 @@ static uint32_t compression(int layer) {
     const bool listed = get(m.cfg, "compress_ratios") != NULL;
     expect(m.cfg, listed ? "compress_ratios" : "layer_types", !ratio || layer < m.n_layer,
            fmt("%s for layer %d, which is for multi-token prediction", listed ? "0" : "\"sliding_attention\"", layer));
-    set_dim(DIM_RATIO, ratio, "tokens of a compressed key");
+    set_dim(DIM_COMPRESS_RATIO, ratio, "tokens of a compressed key");
     set_dim(DIM_COMPRESSED, halves * m.dim[DIM_HEAD_K], halves == 2 ? "2 head_dim" : "head_dim");
     set_dim(DIM_INDEX_COMPRESSED, halves * m.dim[DIM_INDEX_K], "2 index_head_dim");
     return (ratio ? HAS_COMPRESSED : 0) | (layer < m.n_hash ? HAS_EXPERT_IDS : 0);

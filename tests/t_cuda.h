@@ -123,7 +123,7 @@ static void pair_heads(struct rank *r, const char *op, int il, enum act a) {
 /* The rows of the batch in a cache tensor of both caches, as floats; of a cache tensor of blocks those that it completes. */
 static void pair_cache(struct rank *r, int il, enum cache_use use, const char *what) {
     const struct cache_tensor *p = &r->cache[il][use], *q = &pair.gpu->cache[il][use];
-    const int per = p->kind == ROWS_BLOCKS ? p->ratio : 1, first = r->pos / per;
+    const int per = p->kind == ROWS_BLOCKS ? p->row_tokens : 1, first = r->pos / per;
     size_t n = (size_t)((r->pos + r->n_tok) / per - first), width = (size_t)p->width;
     if (!n || !width) return;
     if (p->kind == ROWS_RING && q->kind == ROWS_RING && n > (size_t)p->n_row) return; /* rows were overwritten */
@@ -212,7 +212,7 @@ static void pair_out_select_keys(struct rank *r, int il) {
               n = (r->n_tok - first) * all;
     int32_t *want = r->cpu->topk_blocks + first * all, *got = xcalloc((size_t)n + 1, sizeof *got);
     int other = 0;
-    if (!a->ratio) pair_cache(r, il, CACHE_INDEX, "cache of the indexer");
+    if (!a->compress_ratio) pair_cache(r, il, CACHE_INDEX, "cache of the indexer");
     cuda_test_chosen(pair.gpu, got, first * all, n, true);
     for (int t = 0; t < n; t += k)
         for (int i = 0, j = 0; i < k; i++) {

@@ -1918,7 +1918,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
     a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = n_tok, a.n_head = n_head;
     a.n_head_kv = 1, a.dk = a.dv = d, a.q_stride = width, a.out_stride = out_stride, a.scale = (float)(1 / sqrt(d));
     a.max_splits = splits, a.window = WINDOW, a.sinks = sink ? sinks_d.p : NULL, a.softplus = !sink, a.one_kv = true,
-    a.ratio = ratio, a.top_k = top_k;
+    a.compress_ratio = ratio, a.top_k = top_k;
     a.chosen = chosen_d, a.n_topk = listed, a.rope.cs = cs_d, a.rope.sn = sn_d, a.rope.rope = ROPE;
     if (gates) a.gate = gate_d, a.gate_stride = width, a.gate_head = d;
     if (n_tok <= DECODE_MAX_TOKENS) a.arrived = arrived;

@@ -195,7 +195,7 @@ static void not_rotated_back(const char *launch, void *args) {
     change_csa(launch, args, [](auto &a) { a.rope.rope = 0; });
 }
 static void key_seen_early(const char *launch, void *args) {
-    change_csa(launch, args, [](auto &a) { a.ratio -= a.ratio == 128; });
+    change_csa(launch, args, [](auto &a) { a.compress_ratio -= a.compress_ratio == 128; });
 }
 static void shared_choice_off_by_one(const char *launch, void *args) {
     change_csa(launch, args, [](auto &a) { a.chosen += a.top_k > 0; });

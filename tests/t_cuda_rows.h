@@ -300,21 +300,22 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
 }
 
 /* Queries, keys and compressed keys of attention with one KV head of d values, of which any number is rotated, far into a
- * long text: keys of RATIO tokens are means over SPAN, of which the ring has some. */
+ * long text: keys of COMPRESS_RATIO tokens are means over POOLED, of which the ring has some. */
 static void run_csa_store(int d, int rope, int pos) {
-    enum { TOKENS = 8, HEADS = 2, RATIO = 3, SPAN = 6, RING = 39 };
-    const int wide = SPAN / RATIO * d, pairs = rope / 2, first = pos - SPAN;
+    enum { TOKENS = 8, HEADS = 2, COMPRESS_RATIO = 3, POOLED = 6, RING = 39 };
+    const int wide = POOLED / COMPRESS_RATIO * d, pairs = rope / 2, first = pos - POOLED;
     const size_t width = (size_t)wide, heads = (size_t)d;
     test_cache window(RING, d, ATTN_GROUP, false, RING),
-        blocks((pos + TOKENS) / RATIO - pos / RATIO, d, ATTN_GROUP, false);
+        blocks((pos + TOKENS) / COMPRESS_RATIO - pos / COMPRESS_RATIO, d, ATTN_GROUP, false);
     test_heads q(TOKENS, HEADS, d, d, 2), k(TOKENS, 1, d, d, 2);
     const std::vector<float> k_norm = random_floats(d, 1), norm = random_floats(d, 1),
-                             ape = random_floats(RATIO * wide, 1), cs = random_floats(TOKENS * pairs, 0.7),
-                             sn = random_floats(TOKENS * pairs, 0.7), value = random_floats((SPAN + TOKENS) * wide, 1),
-                             gate = random_floats((SPAN + TOKENS) * wide, 1);
+                             ape = random_floats(COMPRESS_RATIO * wide, 1), cs = random_floats(TOKENS * pairs, 0.7),
+                             sn = random_floats(TOKENS * pairs, 0.7),
+                             value = random_floats((POOLED + TOKENS) * wide, 1),
+                             gate = random_floats((POOLED + TOKENS) * wide, 1);
     std::vector<float> freq, rows(RING * 2 * width, NAN);
     for (int i = 0; i < pairs; i++) freq.push_back(powf(0.97f, (float)i));
-    for (size_t i = 0; i < SPAN; i++) { /* of the tokens before the batch */
+    for (size_t i = 0; i < POOLED; i++) { /* of the tokens before the batch */
         const size_t row = ((size_t)first + i) % RING * 2 * width;
         std::copy_n(&value[i * width], width, &rows[row]), std::copy_n(&gate[i * width], width, &rows[row + width]);
     }
@@ -330,10 +331,11 @@ static void run_csa_store(int d, int rope, int pos) {
     struct compress_args &c = a.with[0];
     c.ring = cache_make(KV_F32, 2 * wide, 1), c.ring.kind = ROWS_RING, c.ring.n_row = RING,
     c.ring.data = (uint8_t *)rows_d.p;
-    c.keys = blocks.p, c.keys.data -= (size_t)(pos / RATIO) * c.keys.row_bytes; /* rows of the batch alone */
-    c.value = value_d + SPAN * width, c.gate = gate_d + SPAN * width, c.stride = width, c.ape = ape_d, c.norm = norm_d,
-    c.d = d;
-    a.table = {freq_d, pairs, 1.5f, NULL, NULL}, a.n_with = 1, a.ratio = RATIO, a.span = SPAN, a.n_tok = TOKENS;
+    c.keys = blocks.p, c.keys.data -= (size_t)(pos / COMPRESS_RATIO) * c.keys.row_bytes; /* rows of the batch alone */
+    c.value = value_d + POOLED * width, c.gate = gate_d + POOLED * width, c.stride = width, c.ape = ape_d,
+    c.norm = norm_d, c.d = d;
+    a.table = {freq_d, pairs, 1.5f, NULL, NULL}, a.n_with = 1, a.compress_ratio = COMPRESS_RATIO, a.pooled = POOLED,
+    a.n_tok = TOKENS;
     q.d.arrive(), k.d.arrive(), value_d.arrive();
     csa_store(&a, test_stream);
     finish("attention with one KV head: rows");
@@ -371,28 +373,29 @@ static void run_csa_store(int d, int rope, int pos) {
         window.read(row, 1);
         bad += !row_near(window.p, &window.value[(size_t)row * heads],
                          turn(std::vector<double>(x, x + d), k_norm, true, angle));
-        bad += memcmp(&kept[(size_t)row * 2 * width], &value[(size_t)(SPAN + t) * width], width * sizeof(float)) != 0;
+        bad += memcmp(&kept[(size_t)row * 2 * width], &value[(size_t)(POOLED + t) * width], width * sizeof(float)) != 0;
     }
-    blocks.read(0, (pos + TOKENS) / RATIO - pos / RATIO);
-    for (int key = pos / RATIO; key < (pos + TOKENS) / RATIO; key++) {
+    blocks.read(0, (pos + TOKENS) / COMPRESS_RATIO - pos / COMPRESS_RATIO);
+    for (int key = pos / COMPRESS_RATIO; key < (pos + TOKENS) / COMPRESS_RATIO; key++) {
         std::vector<double> mean;
         for (int i = 0; i < d; i++) {
             double top = -INFINITY, den = 0, x = 0;
             for (int pass = 0; pass < 2; pass++)
-                for (int p = (key + 1) * RATIO - SPAN; p < (key + 1) * RATIO; p++) {
-                    const size_t column = (size_t)((p < key * RATIO ? 0 : wide - d) + i);
+                for (int p = (key + 1) * COMPRESS_RATIO - POOLED; p < (key + 1) * COMPRESS_RATIO; p++) {
+                    const size_t column = (size_t)((p < key * COMPRESS_RATIO ? 0 : wide - d) + i);
                     const size_t at = (size_t)(p - first) * width + column;
-                    const double g = (double)gate[at] + (double)ape[(size_t)(p % RATIO) * width + column];
+                    const double g = (double)gate[at] + (double)ape[(size_t)(p % COMPRESS_RATIO) * width + column];
                     if (!pass) top = fmax(top, g);
                     else den += exp(g - top), x += exp(g - top) * (double)value[at];
                 }
             mean.push_back(x / den);
         }
         auto angle = [&](int i) {
-            const double at = (double)((float)(key * RATIO) * freq[(size_t)i]);
+            const double at = (double)((float)(key * COMPRESS_RATIO) * freq[(size_t)i]);
             return std::pair<double, double>(1.5 * cos(at), 1.5 * sin(at));
         };
-        bad += !row_near(blocks.p, &blocks.value[(size_t)(key - pos / RATIO) * heads], turn(mean, norm, true, angle));
+        bad += !row_near(blocks.p, &blocks.value[(size_t)(key - pos / COMPRESS_RATIO) * heads],
+                         turn(mean, norm, true, angle));
     }
     expect(sum.nmse() < 1e-6 && !bad, "rows of one KV head of %d, %d rotated, at %d: NMSE %.1e, %d wrong", d, rope, pos,
            sum.nmse(), bad);

@@ -536,10 +536,10 @@ static void test_keys_seen(void) {
              {{.top_k = 8, .index_block = 1}, 20, 8},
              {{.top_k = 8, .index_block = 1}, 3, 4},
              {{.top_k = 32, .index_block = 16}, 99, 20}, /* a whole block, and four keys of its own */
-             {{.window = 16, .ratio = 4, .top_k = 8}, 300, 24},
-             {{.window = 16, .ratio = 4, .top_k = 8}, 3, 5},
-             {{.window = 16, .ratio = 4, .top_k = 8}, 22, 21},
-             {{.window = 16, .ratio = 128}, 300, 18}};
+             {{.window = 16, .compress_ratio = 4, .top_k = 8}, 300, 24},
+             {{.window = 16, .compress_ratio = 4, .top_k = 8}, 3, 5},
+             {{.window = 16, .compress_ratio = 4, .top_k = 8}, 22, 21},
+             {{.window = 16, .compress_ratio = 128}, 300, 18}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) CHECK_INT(keys_seen(&c[i].a, c[i].pos), c[i].want, "case %zu", i);
 }
 
@@ -976,7 +976,7 @@ static void batch_state(const struct session *s, int past, uint8_t **out) {
     for (int i = 0; i < s->pg.n * s->m->n_layer * CACHE_USES; i++) {
         struct rank *r = &s->pg.ranks[i / CACHE_USES / s->m->n_layer];
         const struct cache_tensor *p = &r->cache[i / CACHE_USES % s->m->n_layer][i % CACHE_USES];
-        const int ratio = p->kind == ROWS_BLOCKS ? p->ratio : 1;
+        const int ratio = p->kind == ROWS_BLOCKS ? p->row_tokens : 1;
         const int from = p->kind == ROWS_RING ? s->n_committed - p->window : p->kind == ROWS_STATE ? 0 : past / ratio;
         const int end = p->kind == ROWS_STATE ? p->n_row : s->n_past / ratio;
         for (int row = int_max(0, from); row < end && p->width; row++) {

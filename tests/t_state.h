@@ -18,7 +18,7 @@ static void state_cache(const struct model *m, const struct layer *layer, struct
     out[CACHE_STATE].kind = ROWS_STATE;
     out[CACHE_STATE].n_row = 1;
     out[CACHE_COMPRESSED].kind = ROWS_BLOCKS;
-    out[CACHE_COMPRESSED].ratio = STATE_BLOCK;
+    out[CACHE_COMPRESSED].row_tokens = STATE_BLOCK;
 }
 
 static float *state_row(const struct rank *r, int il, enum cache_use use, int row) {
