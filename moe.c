@@ -242,7 +242,7 @@ static struct {
 } die_hook;
 
 /* Prints a message on a line of its own on stderr, after the name of the program. */
-__attribute__((format(printf, 1, 2))) static void message_print(const char *fmt, ...) {
+__attribute__((format(printf, 1, 2))) static void err_message(const char *fmt, ...) {
     char line[2048];
     va_list ap;
     va_start(ap, fmt);
@@ -268,7 +268,7 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die_code(int code, c
     va_end(ap);
     message_sanitize(line);
     if (die_hook.run && code == EXIT_RUN) die_hook.run(die_hook.arg, line);
-    message_print("%s%s", rank_label, line);
+    err_message("%s%s", rank_label, line);
     if (ranks_at_work) _exit(code);
     exit(code);
 }
@@ -866,7 +866,7 @@ static void term_put(char **out, const char *s, size_t n, bool tty) {
 }
 
 /* Prints text of a model or a file to stdout. */
-static void out_put(const char *s, size_t n) {
+static void out_text(const char *s, size_t n) {
     char *shown = NULL;
     term_put(&shown, s, n, term.out_tty);
     if (arrlen(shown)) fwrite(shown, 1, arrlenu(shown), stdout);
@@ -891,7 +891,7 @@ static void rows_put(char **out, const char *s, int columns) {
 }
 
 /* Prints a line on stderr, on a terminal in a color (a parameter of SGR) and broken between words. */
-static void line_print(const char *color, const char *text) {
+static void err_line(const char *color, const char *text) {
     char *shown = NULL, *plain = NULL;
     term_put(term.err_tty ? &plain : &shown, text, strlen(text), term.err_tty);
     if (term.err_tty) rows_put(&shown, sb_cstr(&plain), err_columns());
@@ -909,7 +909,7 @@ __attribute__((format(printf, 1, 2))) static void note(const char *fmt, ...) {
     va_start(ap, fmt);
     sb_vprintf(&line, fmt, ap);
     va_end(ap);
-    line_print("2", sb_cstr(&line));
+    err_line("2", sb_cstr(&line));
     arrfree(line);
 }
 
@@ -1181,13 +1181,12 @@ struct hyper {
     const float *base, *scale; /* ((2 + n_hc) * n_hc), (3) */
 };
 
-/* Pools `compress_ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are for
- * its own key, the first d for the next one. */
+/* Pools `compress_ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are
+ * for its own key, the first d for the next one. */
 struct compressor {
     struct weight kv, gate; /* (pooled / compress_ratio * d, n_embd) */
-    const float
-        *ape; /* (compress_ratio, pooled / compress_ratio * d) added to gates, by the token's place in its key */
-    const float *norm; /* (d) */
+    const float *ape;       /* (compress_ratio, pooled / compress_ratio * d) added to gates, by place in the key */
+    const float *norm;      /* (d) */
 };
 
 struct layer {
@@ -1800,10 +1799,10 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
     ACT(HC)        /* (n_tok, n_hc * n_embd) hyper-connections: residual streams */                                 \
     ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients */                     \
-    ACT(CK)        /* (n_tok, pooled / compress_ratio * head_k) compressor: values */                                          \
-    ACT(CG)        /* (n_tok, pooled / compress_ratio * head_k) compressor: their gates */                                     \
-    ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */                          \
-    ACT(ICG)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: their gates */                     \
+    ACT(CK)        /* (n_tok, pooled / compress_ratio * head_k) compressor: values */                               \
+    ACT(CG)        /* (n_tok, pooled / compress_ratio * head_k) compressor: their gates */                          \
+    ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */               \
+    ACT(ICG)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: their gates */          \
     ACT(GROUPS)    /* (n_tok, n_group * o_lora) results of groups of heads */                                       \
     ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */         \
     ACT(JOINED)    /* (n_tok, n_hc * n_embd) what eh_proj makes of these: partial sums of the streams */
@@ -1895,7 +1894,7 @@ enum {
     /* out = w times the groups of heads in `in` */                                                                    \
     X(void, group_linear, STEP_PARAMS, STEP_ARGS)                                                                      \
     /* q and k (in) become x / rms(x) * norm, where rms is that of the whole row, over all ranks (QK_NORM_ROWS) */     \
-    X(void, row_norm, STEP_PARAMS, STEP_ARGS)                                                                          \
+    X(void, qk_norm_rows, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* out = grouped-query attention over the layer's cache, of q, k, v (in): norms the heads of q and k, rotates      \
        them, writes k and v to the cache. With q_gate multiplies the result by the sigmoid of the gates that stand in  \
        q after each head's query, with n_gate by those of in[3]. Overwrites q and k */                                 \
@@ -1949,7 +1948,7 @@ enum {
        right */                                                                                                        \
     X(int, read_tokens, (struct rank *r, int32_t *chosen, bool *on_device), (r, chosen, on_device))                    \
     /* copies rows first..first+n-1 of a cache tensor to host memory, or back (store): data (n, row_bytes) and scale   \
-       (n, n_group), NULL: not this one; waits */                                                                      \
+       (n, n_scale), NULL: not this one; waits */                                                                      \
     X(void, cache_copy, (struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,          \
                          float *scale, bool store), (r, p, first, n, data, scale, store))                              \
     /* makes the state one for contexts of n_ctx tokens; what it held is lost. False with a message, and with the      \
@@ -2069,14 +2068,16 @@ enum cache_use {
 };
 
 /* One array of a layer's state, the same on every backend, because saved sessions record it. FP8 rows carry one F32
- * scale per `group` values, in an array of their own. A shard holds values first .. first + width - 1 of the whole row,
- * which has `whole`; ranks with all of it have first 0. */
+ * scale per `scale_block` values, in an array of their own. A shard holds values first .. first + width - 1 of the
+ * whole row, which has `whole`; ranks with all of it have first 0. */
 struct cache_tensor {
     uint8_t *data; /* (cache_rows_of, row_bytes) */
-    float *scale;  /* (cache_rows_of, n_group); FP8 only */
+    float *scale;  /* (cache_rows_of, n_scale); FP8 only */
     enum kv_type type;
-    int width, group, n_group; /* values per row (0: the layer has no such cache tensor), per scale; scales per row */
-    size_t row_bytes;          /* a multiple of 16 */
+    int width;        /* values per row; 0: the layer has no such cache tensor */
+    int scale_block;  /* values per scale */
+    int n_scale;      /* scales per row */
+    size_t row_bytes; /* a multiple of 16 */
     enum cache_rows kind;
     int row_tokens, n_row; /* blocks: tokens of a row; ring, state: rows */
     int window;            /* ring: rows before its first token that a forward reads */
@@ -2242,14 +2243,14 @@ void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, ui
  * ROWS_RING; a gated delta net has rings and a state; tests/t_state.h has a family with all kinds.
  * ============================================================================================================ */
 
-static inline struct cache_tensor cache_make(enum kv_type type, int width, int group) {
+static inline struct cache_tensor cache_make(enum kv_type type, int width, int scale_block) {
     struct cache_tensor p;
     memset(&p, 0, sizeof p);
     p.type = type;
     p.width = p.whole = width;
     p.n_run = 1;
-    p.group = group;
-    p.n_group = (width + group - 1) / group;
+    p.scale_block = scale_block;
+    p.n_scale = (width + scale_block - 1) / scale_block;
     p.row_bytes = ((size_t)width * (type == KV_F32 ? 4 : type == KV_BF16 ? 2 : 1) + 15) / 16 * 16;
     return p;
 }
@@ -2270,8 +2271,8 @@ static inline struct cache_tensor delta_cache_tensor(const struct delta *d, enum
  * each value head (head_k, head_v). A ring holds the tokens under the convolution before the first that lags, those
  * that lag, and those of a decode forward. */
 static inline void delta_cache(const struct delta *d, struct cache_tensor out[CACHE_USES]) {
-    const int group = d->n_key ? d->n_value / d->n_key : 0; /* value heads of a key head */
-    const int run = d->tiled ? group : 1, per_run = d->tiled ? 1 : group;
+    const int per_key = d->n_key ? d->n_value / d->n_key : 0; /* value heads of a key head */
+    const int run = d->tiled ? per_key : 1, per_run = d->tiled ? 1 : per_key;
     const int n_row = d->n_conv - 1 + 2 * MAX_ROLLBACK;
     out[CACHE_K] = delta_cache_tensor(d, ROWS_RING, n_row, 2, d->head_k);
     out[CACHE_V] = delta_cache_tensor(d, ROWS_RING, n_row, run, per_run * d->head_v);
@@ -2302,8 +2303,9 @@ static inline struct cache_tensor compressor_ring(const struct attn *a, int n_va
 }
 
 /* A cache tensor with a row for every compressed key. */
-static inline struct cache_tensor compressed_cache(enum kv_type type, const struct attn *a, int n_value, int group) {
-    struct cache_tensor p = cache_make(type, n_value, group);
+static inline struct cache_tensor compressed_cache(enum kv_type type, const struct attn *a, int n_value,
+                                                   int scale_block) {
+    struct cache_tensor p = cache_make(type, n_value, scale_block);
     p.kind = ROWS_BLOCKS;
     p.row_tokens = a->compress_ratio;
     return p;
@@ -2375,7 +2377,7 @@ static inline size_t cache_row(const struct cache_tensor *p, size_t pos) {
 
 /* Bytes of a row's scales. */
 static inline size_t cache_scale_bytes(const struct cache_tensor *p) {
-    return p->type == KV_FP8 ? (size_t)p->n_group * sizeof(float) : 0;
+    return p->type == KV_FP8 ? (size_t)p->n_scale * sizeof(float) : 0;
 }
 
 /* Bytes of all cache tensors of all layers for contexts of n_ctx tokens. */
@@ -2744,7 +2746,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
 /* clang-format off */
 #define GPU_BUFFERS(X)                                                                                   \
     X(x32[A_X], float, d.n * d.act[A_X])                                                                 \
-    X(x_other, float, d.decode * d.act[A_X])                                                             \
+    X(x_second, float, d.decode * d.act[A_X])                                                             \
     X(x32[A_H], float, d.n * d.act[A_H])                                                                 \
     X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                             \
     X(x32[A_QA], float, d.n * d.act[A_QA])                                                               \
@@ -3598,7 +3600,7 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->w_gate, A_GATE},
            {&l->wk_index, A_IK}, {&l->wq_index, A_IQ});
-    if (l->qk_norm == QK_NORM_ROWS) step_add(p, OP_row_norm, il, SLOTS(A_Q, A_K), ACT_COUNT);
+    if (l->qk_norm == QK_NORM_ROWS) step_add(p, OP_qk_norm_rows, il, SLOTS(A_Q, A_K), ACT_COUNT);
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK), ACT_COUNT);
     step_add(p, OP_attention, il, SLOTS(A_Q, A_K, A_V, l->attn.n_gate ? A_GATE : ACT_COUNT), A_ATT);
     LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
@@ -4178,7 +4180,7 @@ static struct weight weight_view(const struct weight *all, int from, int n) {
  * key head, those of beta and then of alpha of its value heads. */
 static void loader_fused_delta(struct loader *l, struct layer *layer, int il) {
     const int n_embd = l->m->n_embd, key = layer_dim(l->m, layer, DIM_KEY), value = layer_dim(l->m, layer, DIM_VALUE);
-    const int group = layer->delta.n_value / layer->delta.n_key;
+    const int per_key = layer->delta.n_value / layer->delta.n_key;
     struct weight qkv = {0}, ba = {0};
     char name[128];
     snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
@@ -4189,10 +4191,10 @@ static void loader_fused_delta(struct loader *l, struct layer *layer, int il) {
     if (!layer->delta.fused_ba) return;
     snprintf(name, sizeof name, "blk.%d.ssm_ba", il);
     loader_weight(l, &ba, n_embd, 2 * layer->delta.n_value, 1, false, name);
-    ba.row_run = group;
-    ba.row_run_bytes = 2 * (size_t)group * ba.row_bytes;
+    ba.row_run = per_key;
+    ba.row_run_bytes = 2 * (size_t)per_key * ba.row_bytes;
     layer->w_beta = weight_view(&ba, 0, layer->delta.n_value);
-    layer->w_alpha = weight_view(&ba, group, layer->delta.n_value);
+    layer->w_alpha = weight_view(&ba, per_key, layer->delta.n_value);
 }
 
 /* Matrices that a file holds as one: gate and up of the experts, gate rows first; queries, keys and values. */
@@ -4512,11 +4514,11 @@ struct range {
     int first, n, run, stride;
 };
 
-/* Returns the share of `rank` of `total` items that are divided in whole units. The last unit may be shorter; lower
- * ranks get one unit more where units do not divide evenly. */
-static struct range shard_range(int total, int unit, int n_rank, int rank) {
-    int units = (total + unit - 1) / unit, per = units / n_rank, more = units % n_rank;
-    int first = (rank * per + int_min(rank, more)) * unit, n = (per + (rank < more)) * unit;
+/* Returns the share of `rank` of `total` items that are divided in parts of `multiple`. The last part may be shorter;
+ * lower ranks get one part more where parts do not divide evenly. */
+static struct range shard_range(int total, int multiple, int n_rank, int rank) {
+    int parts = (total + multiple - 1) / multiple, per = parts / n_rank, more = parts % n_rank;
+    int first = (rank * per + int_min(rank, more)) * multiple, n = (per + (rank < more)) * multiple;
     if (n > total - first) n = total - first;
     return n > 0 ? (struct range){first, n, n, 0} : (struct range){0, 0, 0, 0};
 }
@@ -4568,9 +4570,9 @@ static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
 
 /* Returns the fewest heads whose results fill whole quantization blocks of wo's rows in every layer: query heads of
  * attention (recurrent: key heads of gated delta nets). Ranks divide heads in multiples of it. */
-static int heads_unit(const struct model *m, bool recurrent) {
+static int heads_multiple(const struct model *m, bool recurrent) {
     enum { MOST = 1 << 20 }; /* more heads than a layer can have: one rank gets all */
-    int64_t unit = 1;
+    int64_t multiple = 1;
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         const struct delta *d = &layer->delta;
@@ -4580,10 +4582,10 @@ static int heads_unit(const struct model *m, bool recurrent) {
         const int heads = a->n_group ? a->n_head / a->n_group : 1; /* that ranks do not divide */
         if (a->n_group) values = a->o_lora;
         int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, values) * heads;
-        unit = unit / int_gcd((int)unit, u) * u;
-        if (unit > MOST) unit = MOST;
+        multiple = multiple / int_gcd((int)multiple, u) * u;
+        if (multiple > MOST) multiple = MOST;
     }
-    return (int)unit;
+    return (int)multiple;
 }
 
 /* Returns items first..first+n-1. */
@@ -4595,25 +4597,25 @@ struct heads_range {
     bool kv_copied;     /* a rank before it has its KV head, too */
 };
 
-/* Returns the heads of a rank, which gets whole units of `unit` query heads. A query head goes to the rank that has its
- * KV head. With fewer KV heads than ranks, several ranks hold a copy of the same KV head and divide its query heads.
+/* Returns the heads of a rank, which gets a multiple of `multiple` query heads. A query head goes to the rank that has
+ * its KV head. With fewer KV heads than ranks, several ranks hold a copy of one KV head and divide its query heads.
  * Latent attention has one KV head, which every rank holds. */
-static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank, int rank) {
+static struct heads_range shard_heads(const struct attn *a, int multiple, int n_rank, int rank) {
     struct heads_range h = {.kv_copied = false};
     if (!a->n_head) return h;
-    int group = a->n_head / a->n_head_kv;
+    int per_kv = a->n_head / a->n_head_kv;
     if (a->kv_lora || a->n_group) {
-        h.q = shard_range(a->n_head, unit, n_rank, rank);
+        h.q = shard_range(a->n_head, multiple, n_rank, rank);
         h.kv = range_of(0, 1);
     } else if (a->n_head_kv >= n_rank) {
-        h.kv = shard_range(a->n_head_kv, unit / int_gcd(unit, group), n_rank, rank);
-        h.q = range_of(h.kv.first * group, h.kv.n * group);
+        h.kv = shard_range(a->n_head_kv, multiple / int_gcd(multiple, per_kv), n_rank, rank);
+        h.q = range_of(h.kv.first * per_kv, h.kv.n * per_kv);
     } else {
         int j = rank * a->n_head_kv / n_rank; /* its KV head, which the ranks from..to-1 have */
         int from = (j * n_rank + a->n_head_kv - 1) / a->n_head_kv,
             to = ((j + 1) * n_rank + a->n_head_kv - 1) / a->n_head_kv;
-        h.q = shard_range(group, unit, to - from, rank - from);
-        h.q.first += j * group;
+        h.q = shard_range(per_kv, multiple, to - from, rank - from);
+        h.q.first += j * per_kv;
         h.kv = range_of(j, 1);
         h.kv_copied = rank > from;
     }
@@ -4627,9 +4629,9 @@ static struct heads_range shard_heads(const struct attn *a, int unit, int n_rank
 /* Returns the range of the value heads of some key heads, each of `size` items. In tiled order there is a run for every
  * value head of a key head. */
 static struct range value_range(const struct delta *d, struct range key, int size) {
-    const int group = d->n_value / d->n_key;
-    if (!d->tiled || !key.n) return range_of(key.first * group * size, key.n * group * size);
-    return (struct range){key.first * size, key.n * group * size, key.n * size, d->n_key * size};
+    const int per_key = d->n_value / d->n_key;
+    if (!d->tiled || !key.n) return range_of(key.first * per_key * size, key.n * per_key * size);
+    return (struct range){key.first * size, key.n * per_key * size, key.n * size, d->n_key * size};
 }
 
 /* Returns the range of a dimension that a rank holds. layer: of the whole model. Dimensions that ranks do not divide
@@ -4669,8 +4671,8 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
 
 /* Makes of a layer of the whole model the rank's shard of it. */
 static void shard_layer(struct layer *out, const struct model *m, const struct layer *whole, struct shard shard) {
-    struct heads_range h = shard_heads(&whole->attn, heads_unit(m, false), shard.n_rank, shard.rank);
-    h.key = shard_range(whole->delta.n_key, heads_unit(m, true), shard.n_rank, shard.rank);
+    struct heads_range h = shard_heads(&whole->attn, heads_multiple(m, false), shard.n_rank, shard.rank);
+    h.key = shard_range(whole->delta.n_key, heads_multiple(m, true), shard.n_rank, shard.rank);
     *out = *whole;
     for (const struct tensor_rule *rule = rule_next(NULL, whole); rule; rule = rule_next(rule, whole)) {
         const struct range in = dim_range(m, whole, rule->in, h, shard);
@@ -7650,10 +7652,10 @@ static void kv_store(const struct kernels *k, const struct cache_tensor *p, int 
     } else if (p->type == KV_BF16) {
         k->to_bf16(x, (uint16_t *)(void *)row, p->width);
     } else {
-        for (int g = 0; g < p->n_group; g++) {
-            int at = g * p->group, n = p->width - at < p->group ? p->width - at : p->group;
+        for (int g = 0; g < p->n_scale; g++) {
+            int at = g * p->scale_block, n = p->width - at < p->scale_block ? p->width - at : p->scale_block;
             const float scale = fp8_scale(k, x + at, n, p->pow2);
-            p->scale[at_row * (size_t)p->n_group + (size_t)g] = scale;
+            p->scale[at_row * (size_t)p->n_scale + (size_t)g] = scale;
             k->to_e4m3(x + at, 1.0f / scale, row + at, n);
         }
     }
@@ -7671,10 +7673,10 @@ static void kv_load(const struct kernels *k, const struct cache_tensor *p, int p
         } else if (p->type == KV_BF16) {
             k->from_bf16((const uint16_t *)(const void *)row + first, out, len);
         } else {
-            const float *s = p->scale + (from + i) * (size_t)p->n_group;
-            for (int at = 0; at < len; at += p->group) {
-                int w = len - at < p->group ? len - at : p->group;
-                k->from_e4m3(row + first + at, s[(first + at) / p->group], out + at, w);
+            const float *s = p->scale + (from + i) * (size_t)p->n_scale;
+            for (int at = 0; at < len; at += p->scale_block) {
+                int w = len - at < p->scale_block ? len - at : p->scale_block;
+                k->from_e4m3(row + first + at, s[(first + at) / p->scale_block], out + at, w);
             }
         }
     }
@@ -8047,12 +8049,12 @@ enum {
     ROW_TILE = 32,    /* weight rows of one work item */
     KEY_BLOCK = 64,   /* keys of one step of the online softmax */
     KEY_GROUP = 32,   /* keys that are loaded and multiplied at a time */
-    QUERY_ROWS = 64,  /* query rows (tokens x heads) of a set in an attention work item, */
+    QUERY_ROWS = 64,  /* query rows (tokens x heads) of a head group in an attention work item, */
     TILE_TOKENS = 4,  /* but no fewer tokens than these */
     SPLIT_KEYS = 256, /* keys of one partition of the context in decode, at least */
     CPU_SPLITS_MAX = 64,
     PARTIALS = CPU_SPLITS_MAX * TILE_TOKENS, /* partitions x tokens that are computed before they are merged */
-    MLA_HEAD_GROUP = 8,                      /* heads of a set over the latent cache */
+    MLA_HEAD_GROUP = 8,                      /* query heads of a head group over the latent cache */
     OWN_PACK = 96 << 10 /* bytes of packed activations up to which every thread packs all of them itself */
 };
 
@@ -8606,9 +8608,9 @@ enum attend_kind {
 
 struct attend {
     enum attend_kind kind;
-    int il, head;     /* the first set's first head (GQA: its KV head) */
-    int n_set;        /* sets, of consecutive heads (GQA: of consecutive KV heads) */
-    int n_head;       /* query heads of a set */
+    int il, head;     /* the first head group's first head (GQA: its KV head) */
+    int n_head_group; /* head groups, of consecutive heads (GQA: of consecutive KV heads) */
+    int n_head;       /* query heads of a head group */
     int first, n_tok; /* tokens of the batch */
     int dk, dv;
     int begin, end; /* keys, `begin` a multiple of KEY_BLOCK; each row's causal limit and window apply on top */
@@ -8623,12 +8625,12 @@ struct attend {
     bool partial; /* it is unfinished, (dv + 2): sums, maximum, denominator */
 };
 
-/* Scratch of an item. Query rows: of all its sets, scaled queries, and of each row the weighted sum of values, maximum
- * and denominator so far. Then a block of keys. */
+/* Scratch of an item. Query rows: of all its head groups, scaled queries, and of each row the weighted sum of values,
+ * maximum and denominator so far. Then a block of keys. */
 struct attend_work {
     float *q, *acc;   /* (rows, dk), (rows, dv) */
     float *top, *den; /* (rows) */
-    float *s;         /* (rows of a set, KEY_BLOCK) scores */
+    float *s;         /* (rows of a head group, KEY_BLOCK) scores */
     float *keys;      /* (dk, KEY_BLOCK), transposed */
     float *values;    /* (KEY_BLOCK, dv) */
     float *rows;      /* (KEY_BLOCK, dk) what is to be transposed */
@@ -8640,9 +8642,9 @@ struct attend_work {
     size_t prefetch_step;
 };
 
-/* Divides `scratch` among an item's buffers for `rows` query rows, set_rows in a set, and returns the number of its
- * floats. nope: 0, or the part of a head's key that ATTEND_EXPAND makes from kv_lora latents. */
-static size_t attend_divide(struct attend_work *w, float *scratch, int rows, int set_rows, int dk, int dv, int nope,
+/* Divides `scratch` among an item's buffers for `rows` query rows, group_rows in a head group, and returns the number
+ * of its floats. nope: 0, or the part of a head's key that ATTEND_EXPAND makes from kv_lora latents. */
+static size_t attend_divide(struct attend_work *w, float *scratch, int rows, int group_rows, int dk, int dv, int nope,
                             int kv_lora) {
     enum { ALIGN = 64 / sizeof(float) };
     const int v = nope ? ceil_to(dv, TRANSPOSE_ROWS) : 0, lat = nope ? ceil_to(kv_lora, TRANSPOSE_ROWS) : 0;
@@ -8653,7 +8655,7 @@ static size_t attend_divide(struct attend_work *w, float *scratch, int rows, int
                 {&w->acc, rows, dv},
                 {&w->top, rows, 1},
                 {&w->den, rows, 1},
-                {&w->s, set_rows, KEY_BLOCK},
+                {&w->s, group_rows, KEY_BLOCK},
                 {&w->keys, dk, KEY_BLOCK},
                 {&w->values, KEY_BLOCK, dv},
                 {&w->rows, KEY_BLOCK, int_max(dk, lat)},
@@ -8819,10 +8821,10 @@ static void attend_prefetch(struct attend_work *w) {
 /* Returns the first of the keys from `pos` on that the token at `own` sees: 0, or more where a window ends before. */
 static int first_in_window(int window, int own, int pos) { return window ? int_max(0, own - window + 1 - pos) : 0; }
 
-/* Takes the n keys from `pos` on into the rows of a set. */
-static void attend_keys(const struct rank *r, const struct attend *a, struct attend_work *w, int set, int pos, int n) {
+/* Takes the n keys from `pos` on into the rows of a head group. */
+static void attend_keys(const struct rank *r, const struct attend *a, struct attend_work *w, int g, int pos, int n) {
     const struct cache_tensor *keys = &r->cache[a->il][CACHE_K], *values = &r->cache[a->il][CACHE_V];
-    const int rows = a->n_tok * a->n_head, at = set * rows, dk = a->dk, dv = a->dv;
+    const int rows = a->n_tok * a->n_head, at = g * rows, dk = a->dk, dv = a->dv;
     const int first_own = r->pos + a->first; /* position of the first token */
     /* keys up to the first token's own; each token sees one more */
     const int first_seen = attend_by_list(a) ? n : first_own + 1 - pos;
@@ -8832,7 +8834,7 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     for (int i = 0; i < n; i += KEY_GROUP) {
         const int some = int_min(n - i, KEY_GROUP);
         if (a->kind == ATTEND_GQA)
-            attend_columns(r, a, a->head + set, keys, pos + i, some, (a->head + set) * dk, dk, w->rows, w->keys + i);
+            attend_columns(r, a, a->head + g, keys, pos + i, some, (a->head + g) * dk, dk, w->rows, w->keys + i);
         attend_prefetch(w);
         r->cpu->k->sgemm_add(rows, ceil_to(some, TRANSPOSE_ROWS), dk, w->q + (size_t)at * (size_t)dk, dk, w->keys + i,
                              KEY_BLOCK, w->s + i, KEY_BLOCK);
@@ -8855,7 +8857,7 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     for (int i = 0; i < n; i += KEY_GROUP) {
         const int some = int_min(n - i, KEY_GROUP);
         float *v = w->values + i * dv;
-        if (a->kind == ATTEND_GQA) attend_rows(r, a, a->head + set, values, pos + i, some, (a->head + set) * dv, dv, v);
+        if (a->kind == ATTEND_GQA) attend_rows(r, a, a->head + g, values, pos + i, some, (a->head + g) * dv, dv, v);
         attend_prefetch(w);
         /* token by token where one does not see all keys: 0 times a value that a row does not see may be NaN */
         for (int row = 0, m; row < rows; row += m) {
@@ -8870,7 +8872,7 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
     }
 }
 
-/* Floats of scratch of an item with `rows` query rows in all its sets, whatever its kind. */
+/* Floats of scratch of an item with `rows` query rows in all its head groups, whatever its kind. */
 static size_t attend_floats(const struct model *m, int rows) {
     const struct max_dims *x = &m->max;
     const int lat = x->kv_lora, nope = lat ? x->head_k : 0;
@@ -8882,13 +8884,13 @@ static size_t attend_floats(const struct model *m, int rows) {
 /* Online softmax over blocks of keys (arXiv 2112.05682; 2205.14135): per row the running maximum, denominator and
  * weighted sum of values. */
 static void attend_run(const struct rank *r, const struct attend *a, float *scratch) {
-    const int set_rows = a->n_tok * a->n_head, rows = a->n_set * set_rows, dk = a->dk, dv = a->dv;
+    const int group_rows = a->n_tok * a->n_head, rows = a->n_head_group * group_rows, dk = a->dk, dv = a->dv;
     const struct attn *shape = &r->m->layers[a->il].attn;
     struct attend_work w = {.prefetch_step = 0};
-    attend_divide(&w, scratch, rows, set_rows, dk, dv,
+    attend_divide(&w, scratch, rows, group_rows, dk, dv,
                   a->kind == ATTEND_EXPAND ? shape->head_k - r->m->ropes[shape->rope].dim : 0, shape->kv_lora);
     for (int i = 0; i < rows; i++) {
-        const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
+        const int g = i / group_rows, t = i % group_rows / a->n_head, h = g * a->n_head + i % a->n_head;
         const float *src = a->q + (size_t)t * a->q_tok + (size_t)h * a->q_head;
         r->cpu->k->scale(src, shape->scale, w.q + i * dk, dk);
         w.top[i] = a->sinks ? r->m->layers[a->il].sinks[a->head * a->n_head + h] : -INFINITY;
@@ -8901,15 +8903,15 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
     const int end = int_min(a->end, last);
     for (int pos = a->begin; pos < end; pos += KEY_BLOCK) {
         const int n = int_min(end - pos, KEY_BLOCK);
-        if (a->n_set > 1)
+        if (a->n_head_group > 1)
             attend_prefetch_from(r, a, &w, pos + n, int_min(last - pos - n, KEY_BLOCK),
-                                 a->n_set * (set_rows + 4 * KEY_BLOCK / KEY_GROUP));
+                                 a->n_head_group * (group_rows + 4 * KEY_BLOCK / KEY_GROUP));
         if (a->kind == ATTEND_CSA) attend_load_csa(r, a, &w, pos, n);
         else if (a->kind != ATTEND_GQA) attend_load_latents(r, a, &w, pos, n);
-        for (int set = 0; set < a->n_set; set++) attend_keys(r, a, &w, set, pos, n);
+        for (int g = 0; g < a->n_head_group; g++) attend_keys(r, a, &w, g, pos, n);
     }
     for (int i = 0; i < rows; i++) {
-        const int set = i / set_rows, t = i % set_rows / a->n_head, h = set * a->n_head + i % a->n_head;
+        const int g = i / group_rows, t = i % group_rows / a->n_head, h = g * a->n_head + i % a->n_head;
         float *o = a->out + (size_t)t * a->out_tok + (size_t)h * a->out_head;
         const float f = a->partial ? 1.0f : 1.0f / w.den[i];
         r->cpu->k->scale(w.acc + i * dv, f, o, dv);
@@ -8936,32 +8938,32 @@ static void attend_merge(const struct kernels *k, const float *partials, int n_s
 static int window_begin(int window, int own) { return first_in_window(window, own, 0) / KEY_BLOCK * KEY_BLOCK; }
 
 /* The rows of all->n_tok tokens from all->first on against the cache from key all->begin on, in partitions of
- * split_keys keys. `all` describes the whole: heads in n_head, of which `group` are a set. */
-static void attend_tokens(struct rank *r, const struct attend *all, int group, int split_keys) {
+ * split_keys keys. `all` describes the whole: heads in n_head, of which group_heads are a head group. */
+static void attend_tokens(struct rank *r, const struct attend *all, int group_heads, int split_keys) {
     const struct layer *layer = &r->m->layers[all->il];
     const int most = attend_by_list(all)          ? 1
                      : all->kind == ATTEND_EXPAND ? all->n_tok
-                                                  : int_max(TILE_TOKENS, QUERY_ROWS / group);
-    const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_group = all->n_head / group;
+                                                  : int_max(TILE_TOKENS, QUERY_ROWS / group_heads);
+    const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_all = all->n_head / group_heads;
     const int last = all->kind == ATTEND_CSA ? keys_by_list(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
                      : all->chosen           ? layer->attn.top_k
                                              : r->pos + all->first + all->n_tok;
     const int n_split = ceil_by(last - all->begin, split_keys);
-    int n_set = 1;
+    int n_head_group = 1;
     /* as many as leave enough items for all threads and fit in the scratch */
     if (r->n_tok <= SAME_BITS_TOKENS || attend_by_list(all))
-        n_set = int_min(ceil_by(n_group, ceil_by(2 * team_size(), n_tile * n_split)),
-                        int_max(1, all->n_head * TILE_TOKENS / (tile * group)));
-    const int n_part = ceil_by(n_group, n_set), n_item = n_part * n_tile * n_split;
+        n_head_group = int_min(ceil_by(n_all, ceil_by(2 * team_size(), n_tile * n_split)),
+                               int_max(1, all->n_head * TILE_TOKENS / (tile * group_heads)));
+    const int n_part = ceil_by(n_all, n_head_group), n_item = n_part * n_tile * n_split;
     const size_t row = (size_t)all->dv + 2,
                  split = (size_t)all->n_tok * (size_t)all->n_head * row; /* in r->cpu->partials */
     for (int i = team_first(n_item); i >= 0; i = team_next()) {
         struct attend a = *all;
-        const int g = i % n_part * n_set, p = i / n_part / n_tile;
+        const int g = i % n_part * n_head_group, p = i / n_part / n_tile;
         const int t = (n_tile - 1 - i / n_part % n_tile) * tile; /* the last tokens see the most keys: they are first */
-        a.head = all->kind == ATTEND_GQA || all->kind == ATTEND_CSA ? g : g * group;
-        a.n_set = int_min(n_set, n_group - g);
-        a.n_head = group;
+        a.head = all->kind == ATTEND_GQA || all->kind == ATTEND_CSA ? g : g * group_heads;
+        a.n_head_group = int_min(n_head_group, n_all - g);
+        a.n_head = group_heads;
         a.first = all->first + t;
         a.n_tok = int_min(all->n_tok - t, tile);
         a.begin = all->begin + p * split_keys;
@@ -8975,8 +8977,8 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
             a.out_tok = (size_t)all->n_head * row;
             a.out_head = row;
         }
-        a.q += (size_t)t * a.q_tok + (size_t)(g * group) * a.q_head;
-        a.out += (size_t)t * a.out_tok + (size_t)(g * group) * a.out_head;
+        a.q += (size_t)t * a.q_tok + (size_t)(g * group_heads) * a.q_head;
+        a.out += (size_t)t * a.out_tok + (size_t)(g * group_heads) * a.out_head;
         attend_run(r, &a, cpu_scratch(r));
     }
     team_barrier();
@@ -8990,7 +8992,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group, i
 /* All rows of the all->n_tok tokens from all->first on against the cache; see attend_tokens. In prefill the context is
  * one partition. In decode the tokens are computed together whose contexts have the same partitions, as many as
  * r->cpu->partials has room for. */
-static void attend_all(struct rank *r, const struct attend *all, int group) {
+static void attend_all(struct rank *r, const struct attend *all, int group_heads) {
     const struct attn *shape = &r->m->layers[all->il].attn;
     const int end = all->first + all->n_tok, window = attend_by_list(all) ? 0 : shape->window;
     struct attend a = *all;
@@ -9014,7 +9016,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group) {
             if (!attend_by_list(&a)) a.n_tok = int_min(a.n_tok, n_split * split_keys - keys + 1);
             if (window) a.n_tok = int_min(a.n_tok, a.begin + KEY_BLOCK + window - 1 - r->pos - a.first);
         }
-        attend_tokens(r, &a, group, split_keys);
+        attend_tokens(r, &a, group_heads, split_keys);
     }
 }
 
@@ -9078,7 +9080,7 @@ static void cpu_attention(struct rank *r, const struct step *s) {
     const struct attn *shape = &r->m->layers[il].attn;
     if (!shape->n_head) return;
     rope_store_kv(r, il, q, k, v);
-    const int group = shape->n_head / shape->n_head_kv, dense = tokens_dense(r, shape);
+    const int group_heads = shape->n_head / shape->n_head_kv, dense = tokens_dense(r, shape);
     struct attend a = {.kind = ATTEND_GQA,
                        .il = il,
                        .n_tok = dense,
@@ -9091,14 +9093,14 @@ static void cpu_attention(struct rank *r, const struct step *s) {
                        .out = r->act[out],
                        .out_tok = (size_t)r->width[out],
                        .out_head = (size_t)shape->head_v};
-    if (dense) attend_all(r, &a, group);
+    if (dense) attend_all(r, &a, group_heads);
     if (dense < r->n_tok) {
         a.first = dense;
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
         a.chosen = r->cpu->topk_blocks + (size_t)dense * attn_topk_all(shape);
-        attend_all(r, &a, group);
+        attend_all(r, &a, group_heads);
     }
     op_end(cache_bytes(r, il), "attention");
     if (r->m->layers[il].attn.q_gate) attention_gate(r, il, q, out);
@@ -9114,7 +9116,7 @@ static float row_sum(const struct rank *r, int il, int i, enum act x, int t) {
 }
 
 /* Every rank adds up its part of the rows; then each reads the sums of the stage's ranks. */
-static void cpu_row_norm(struct rank *r, const struct step *s) {
+static void cpu_qk_norm_rows(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
@@ -9219,10 +9221,10 @@ static void mla_tokens(struct rank *r, int il, enum act q, enum act out, int fir
     a.out_tok = (size_t)n_head * lat;
     a.out_head = lat;
     if (chosen) a.chosen = r->cpu->topk_blocks + (size_t)first * attn_topk_all(shape);
-    int group = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
+    int group_heads = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
     heads_linear(r, &layer->wk_b, n, act_row(r, q, first), q_tok, head_k, r->cpu->q_absorbed, a.q_tok, key, rope);
     team_barrier();
-    attend_all(r, &a, group);
+    attend_all(r, &a, group_heads);
     heads_linear(r, &layer->wv_b, n, latent_out, a.out_tok, a.out_head, act_row(r, out, first), out_tok, head_v, 0);
 }
 
@@ -9264,12 +9266,12 @@ static void index_store(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
     const int dim = layer_rope_dim(r->m, layer), n = a->index_k;
-    const float unit = 1.0f / sqrtf((float)(a->n_index * n));
+    const float score_scale = 1.0f / sqrtf((float)(a->n_index * n));
     void (*rotate)(float *, const float *, const float *, int) = a->index_pairs ? rope_pairs : rope_halves;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
         float *w = act_row(r, A_IW, t);
-        if (layer->mixer != MIXER_GQA) r->cpu->k->scale(w, unit, w, a->n_index);
+        if (layer->mixer != MIXER_GQA) r->cpu->k->scale(w, score_scale, w, a->n_index);
         if (layer->mixer == MIXER_CSA) continue; /* csa_store has done the rest */
         float *key = act_row(r, A_IK, t);
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
@@ -9427,8 +9429,8 @@ static void round_index(const struct kernels *k, float *x, int n) {
     hadamard(x, n);
     for (int at = 0; at < n; at += QAT_INDEX) {
         const int w = int_min(n - at, QAT_INDEX);
-        const float scale = ceil_pow2(fmaxf(k->amax(x + at, w), 6 * 0x1p-126f) * (1.0f / 6.0f)), unit = 1.0f / scale;
-        for (int i = at; i < at + w; i++) x[i] = round_e2m1(x[i] * unit) * scale;
+        const float scale = ceil_pow2(fmaxf(k->amax(x + at, w), 6 * 0x1p-126f) * (1.0f / 6.0f)), inverse = 1.0f / scale;
+        for (int i = at; i < at + w; i++) x[i] = round_e2m1(x[i] * inverse) * scale;
     }
 }
 
@@ -9557,15 +9559,15 @@ static void cpu_csa_attention(struct rank *r, const struct step *step) {
                        .out = r->act[out],
                        .out_tok = (size_t)r->width[out],
                        .out_head = (size_t)d};
-    const int group = shape->n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
-    if (dense) attend_all(r, &a, group);
+    const int group_heads = shape->n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
+    if (dense) attend_all(r, &a, group_heads);
     if (dense < r->n_tok) {
         a.first = dense;
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
         a.chosen = r->cpu->topk_blocks + (size_t)dense * attn_topk_all(shape);
-        attend_all(r, &a, group);
+        attend_all(r, &a, group_heads);
     }
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) { /* backwards */
         const float *c = r->cpu->cos[shape->rope] + t * (dim / 2), *s = r->cpu->sin[shape->rope] + t * (dim / 2);
@@ -9603,8 +9605,8 @@ enum { DELTA_COLUMNS = 32 /* columns of a state in a work item: they stay in the
 
 /* The whole model's value head of a rank's value head j. */
 static int delta_value_head(const struct delta *d, int j) {
-    const int group = d->n_value / d->n_key;
-    return d->tiled ? j / d->n_key * d->whole_key + d->first_key + j % d->n_key : d->first_key * group + j;
+    const int per_key = d->n_value / d->n_key;
+    return d->tiled ? j / d->n_key * d->whole_key + d->first_key + j % d->n_key : d->first_key * per_key + j;
 }
 
 /* The key head of a value head, both of the rank. */
@@ -10162,8 +10164,8 @@ static void cpu_cache_copy(struct rank *r, const struct cache_tensor *p, size_t 
     uint8_t *d = p->data + first * p->row_bytes;
     if (data) memcpy(store ? d : data, store ? data : d, n * p->row_bytes);
     if (!scale) return;
-    float *s = p->scale + first * (size_t)p->n_group;
-    memcpy(store ? s : scale, store ? scale : s, n * (size_t)p->n_group * sizeof *s);
+    float *s = p->scale + first * (size_t)p->n_scale;
+    memcpy(store ? s : scale, store ? scale : s, n * (size_t)p->n_scale * sizeof *s);
 }
 
 static void cpu_wait(struct rank *r) { (void)r; }
@@ -10242,7 +10244,7 @@ static void *cpu_own(struct rank *r, size_t n, size_t size) {
 static void cpu_cache_tensor(struct rank *r, struct cache_tensor *p) {
     const size_t rows = cache_rows_of(p, (size_t)r->n_ctx);
     p->data = cpu_memory(&r->owned_state, rows, p->row_bytes);
-    if (p->type == KV_FP8) p->scale = cpu_memory(&r->owned_state, rows * (size_t)p->n_group, sizeof(float));
+    if (p->type == KV_FP8) p->scale = cpu_memory(&r->owned_state, rows * (size_t)p->n_scale, sizeof(float));
 }
 
 /* Scores of the indexers of sparse attention for a token in contexts of n_ctx tokens; 0: every query sees all keys. */
@@ -10562,7 +10564,7 @@ static void draft_shares(const struct draft_stats *d, char **out) {
 struct drafting {
     int n_min, n_max;               /* drafts of a round at least and at most; 0, 0: none */
     int best;                       /* the best number of drafts that was tried */
-    int depth;                      /* drafts of the latest round */
+    int n_draft;                    /* drafts of the latest round */
     int next;                       /* drafts of the next round, where the context has room for them */
     bool open;                      /* the choices of the latest round are yet to come */
     double seconds[DRAFTS_MAX + 1]; /* running mean of a round with so many drafts; 0: none was timed */
@@ -10612,7 +10614,7 @@ static int drafting_choose(struct drafting *d) {
     return d->best;
 }
 
-/* Sets the limits of the depth. */
+/* Sets the least and the largest number of drafts. */
 static void drafting_limit(struct drafting *d, int n_min, int n_max) {
     d->n_min = n_min;
     d->n_max = n_max;
@@ -10624,7 +10626,7 @@ static void drafting_token(struct drafting *d, bool other) { d->other_ids += (ot
 
 /* A round with k drafts begins. */
 static void drafting_begin(struct drafting *d, int k) {
-    d->depth = k;
+    d->n_draft = k;
     d->latest_before = d->latest[k];
     d->latest[k] = ++d->begun;
     d->open = true;
@@ -10634,7 +10636,7 @@ static void drafting_begin(struct drafting *d, int k) {
 /* It ends after `seconds` (0: not timed), in which the MTP layer also computed `late` rows of earlier rounds,
  * and its first `right` drafts were right. */
 static void drafting_end(struct drafting *d, int right, double seconds, int late) {
-    const int k = d->depth;
+    const int k = d->n_draft;
     double *mean = &d->seconds[k];
     if (!d->open) return;
     d->open = false;
@@ -10787,7 +10789,7 @@ static void snapshot_copy(struct rank *r, const struct cache_tensor *p, size_t f
         const size_t row = cache_row(p, first + at);
         some = size_min(n - at, (size_t)p->n_row - row);
         r->ops->cache_copy(r, p, row, some, data + at * p->row_bytes,
-                           p->type == KV_FP8 ? scale + at * (size_t)p->n_group : NULL, store);
+                           p->type == KV_FP8 ? scale + at * (size_t)p->n_scale : NULL, store);
     }
 }
 
@@ -11453,7 +11455,7 @@ static struct kv_tensor *session_cache(const struct session *s) {
                                         .n_row = (uint32_t)p->n_row,
                                         .width = (uint32_t)p->width,
                                         .row_bytes = (uint32_t)p->row_bytes,
-                                        .scales = p->type == KV_FP8 ? (uint32_t)p->n_group : 0};
+                                        .scales = p->type == KV_FP8 ? (uint32_t)p->n_scale : 0};
             if (p->width) arrput(list, k);
         }
     }
@@ -11471,9 +11473,9 @@ static void session_cache_rows(struct session *s, const struct kv_tensor *what, 
         const struct cache_tensor *p = &r->cache[il][what->use];
         const size_t size = scales || p->type == KV_F32 ? 4 : p->type == KV_BF16 ? 2 : 1;
         const size_t stride = scales ? cache_scale_bytes(p) : p->row_bytes;
-        const size_t from = (size_t)(scales ? p->first / p->group : p->first) * size, n_run = (size_t)p->n_run;
-        const size_t used = (size_t)(scales ? p->n_group : p->width) * size / n_run;
-        const size_t run = (size_t)(scales ? p->n_group : p->whole) * size / n_run; /* scales: there is one run */
+        const size_t from = (size_t)(scales ? p->first / p->scale_block : p->first) * size, n_run = (size_t)p->n_run;
+        const size_t used = (size_t)(scales ? p->n_scale : p->width) * size / n_run;
+        const size_t run = (size_t)(scales ? p->n_scale : p->whole) * size / n_run; /* scales: there is one run */
         if (store) memset(buf, 0, n * stride);                                      /* rows are padded to 16 bytes */
         for (size_t k = 0; store && k < n * n_run; k++)
             memcpy(buf + k / n_run * stride + k % n_run * used, all + k / n_run * row + k % n_run * run + from, used);
@@ -19202,15 +19204,15 @@ static int options_parse(struct settings *s, int argc, char **argv, char *err) {
     if (!rc) rc = drafts_check(s, err);
     if (!rc && s->quiet && s->verbose) rc = fail(err, "--quiet and --verbose cannot be combined");
     for (size_t i = 0; i < arrlenu(notes); i++) {
-        if (!rc && !s->quiet) message_print("%s", notes[i]);
+        if (!rc && !s->quiet) err_message("%s", notes[i]);
         free(notes[i]);
     }
     arrfree(notes);
     if (rc) return rc;
     if (s->threads > available) {
         if (!s->quiet)
-            message_print("-t %d: this machine has %d processor%s; using %d", s->threads, available,
-                          available == 1 ? "" : "s", available);
+            err_message("-t %d: this machine has %d processor%s; using %d", s->threads, available,
+                        available == 1 ? "" : "s", available);
         s->threads = available;
     }
     if (s->escape && s->prompt) text_unescape(s->prompt);
@@ -21379,8 +21381,8 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
              st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, with_commas((uint64_t)c->s->n_past, a),
              st->logit_hash);
     snprintf(line, sizeof line, "context %.0f %% full: %s", 100 * use, context_remedy(c->s, 0, remedy));
-    if (use > 0.8 && c->s->n_past < c->s->n_ctx)    /* a full one has been reported */
-        line_print(use > 0.95 ? "31" : "33", line); /* red, yellow */
+    if (use > 0.8 && c->s->n_past < c->s->n_ctx)  /* a full one has been reported */
+        err_line(use > 0.95 ? "31" : "33", line); /* red, yellow */
 }
 
 /* Adds a turn to the totals. */
@@ -23244,7 +23246,7 @@ enum { COMMAND_QUIT = 1 }; /* result of /quit */
 static void repl_complete(const char *line, size_t cursor, char ***candidates, size_t *from);
 
 /* Prints a session error in its own line, red on a terminal. */
-static void print_error(const char *err) { line_print("31", err); }
+static void repl_error(const char *err) { err_line("31", err); }
 
 /* Reports a turn that failed or was rolled back, and once that stdout cannot be written. */
 static void turn_report(enum turn_result result, const char *err) {
@@ -23252,11 +23254,11 @@ static void turn_report(enum turn_result result, const char *err) {
     char lost[ERR_MAX];
     if (term.out_error && !reported) {
         fail(lost, "cannot write to stdout: %s; the answers are lost", strerror(term.out_error));
-        print_error(lost);
+        repl_error(lost);
         reported = true;
     }
     if (result == TURN_ROLLED_BACK) note("[stopped before the answer; your message was removed (Up brings it back)]");
-    if (result == TURN_FAILED) print_error(err);
+    if (result == TURN_FAILED) repl_error(err);
 }
 
 /* Sends a message and reports the result. */
@@ -23689,7 +23691,7 @@ static int repl_line(struct repl *r, char *line, size_t n) {
     }
     if (is_command(line + blanks, n - blanks)) {
         const int rc = command_run(r, line + blanks + 1, err);
-        if (rc < 0) print_error(err);
+        if (rc < 0) repl_error(err);
         chat_autosave(r->chat, false);
         return rc == COMMAND_QUIT ? rc : 0;
     }
@@ -24555,7 +24557,7 @@ static void launches_of(struct launches *k, const struct step *s) {
     case OP_linear:
     case OP_hc_linear:
     case OP_group_linear: launch_add_linear(k, s); break;
-    case OP_row_norm: {
+    case OP_qk_norm_rows: {
         const int rows = launch_add(k, DECODE_ROW_NORM, READS(&l->q_norm, &l->k_norm), 0);
         k->list[rows].reduces = m->shard.n_rank > 1;
         break;
@@ -25091,8 +25093,8 @@ static const char *convert_command(void) {
 __attribute__((noreturn)) static void model_missing(bool plan) {
     const char *home = getenv("HOME");
     char *dir = NULL, shipped[PATH_MAX];
-    message_print("no model: give -m MODEL.gguf%s or set MOE_MODEL",
-                  plan ? ", --synth NAME for a known shape (--synth --help lists them)" : "");
+    err_message("no model: give -m MODEL.gguf%s or set MOE_MODEL",
+                plan ? ", --synth NAME for a known shape (--synth --help lists them)" : "");
     models_list("", "Models in this directory:");
     if (home && *home) {
         sb_printf(&dir, "%s/.moe/models", home);
@@ -25135,7 +25137,7 @@ static void model_check(const char *path) {
     if (!access(file, F_OK))
         die("'%s' is a Hugging Face model; convert it: %s %.*s -o %.*s.gguf", path, convert_command(), n, path, n,
             path);
-    message_print("'%s' is a directory: expected a GGUF file", path);
+    err_message("'%s' is a directory: expected a GGUF file", path);
     snprintf(file, sizeof file, "%.*s", n, path);
     models_list(file, "Models in it:");
     exit(EXIT_RUN);
@@ -25415,8 +25417,8 @@ static void drop_newline(char **text) {
 }
 
 /* Reports a prompt that could not be answered. The exit code. */
-static int report(const char *err) {
-    message_print("%s", err);
+static int prompt_failed(const char *err) {
+    err_message("%s", err);
     return EXIT_RUN;
 }
 
@@ -25572,7 +25574,7 @@ static int mode_render(struct engine *e) {
     json_object_update(vars, given);
     if (render_parts(&forms, json_object_get(vars, "messages"), err)) die("%s", err);
     const int rc = template_render(t, vars, &out, err);
-    if (!rc) out_put(out.s, arrlenu(out.s));
+    if (!rc) out_text(out.s, arrlenu(out.s));
     if (!forms.system) render_system(t, vars, rc, err);
     json_decref(given);
     json_decref(vars);
@@ -25581,7 +25583,7 @@ static int mode_render(struct engine *e) {
     arrfree(source);
     arrfree(text);
     if (m) model_free(m);
-    return rc ? report(err) : EXIT_OK;
+    return rc ? prompt_failed(err) : EXIT_OK;
 }
 
 /* Whether two layers mix tokens in the same way, whatever chooses the keys. */
@@ -26244,7 +26246,7 @@ static void bench_fill_cache(struct session *s, int from, int to) {
                 continue;
             }
             memset(p->data + first * p->row_bytes, 0, n * p->row_bytes);
-            if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_group, 0, n * cache_scale_bytes(p));
+            if (p->type == KV_FP8) memset(p->scale + first * (size_t)p->n_scale, 0, n * cache_scale_bytes(p));
         }
     }
 }
@@ -27390,7 +27392,7 @@ static int answer_line(struct engine *e, const char *line, size_t n, int number)
     char err[ERR_MAX];
     const int code = answer_prompt(e, line, n, err);
     if (code >= 0) return code;
-    message_print("line %d: %s", number, err);
+    err_message("line %d: %s", number, err);
     return EXIT_RUN;
 }
 
@@ -27727,7 +27729,7 @@ static int mode_answer(struct engine *e) {
     if (chat && set->raw) die_usage("--raw needs a prompt: -p, -f or piped stdin");
     const int code = chat ? answer_chat(e, text) : answer_prompt(e, text, arrlenu(text), err);
     arrfree(text);
-    return code < 0 ? report(err) : code;
+    return code < 0 ? prompt_failed(err) : code;
 }
 
 /* --plan, for a described machine, GPUs of this one, or its CPU. */

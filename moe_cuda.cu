@@ -437,10 +437,10 @@ static void errors_clear() {
 struct device_matrix {
     uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles: n_rt rows of tiles, n_kt tiles along k */
     uint8_t *scales;    /* (n_expert, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
-    const float *scale; /* (n_expert) output scale of each expert, times `unit`; NULL: 1 */
+    const float *scale; /* (n_expert) output scale of each expert, times `decode_scale`; NULL: 1 */
     float scale_max;    /* the largest of their absolute values, not 0 */
     const float *bias;  /* (n_expert, 16 n_rt) added to the results, zero where a tile has no row; NULL: nothing is */
-    float unit;         /* factor that undoes the power of two of fragment_dequantize */
+    float decode_scale; /* factor that undoes the power of two of fragment_dequantize */
     int n_out, n_in, n_rt, n_kt, n_expert;
     enum weight_format fmt;
 };
@@ -457,7 +457,7 @@ DEVICE size_t bias_index(const struct device_matrix &w, int e, int rt) {
 
 /* Returns the factor of the results of expert e. */
 DEVICE float device_matrix_scale(const struct device_matrix &w, int e) {
-    return w.scale ? w.unit * w.scale[e] : w.unit;
+    return w.scale ? w.decode_scale * w.scale[e] : w.decode_scale;
 }
 
 /* Converts 2 of 8 E2M1 codes to halves times 2^-14. Column i of the 8 sits in nibble (i / 2) + 4 (i % 2): the two
@@ -470,7 +470,7 @@ DEVICE uint32_t fp4_pair(uint32_t codes, int pair) {
 
 /* Converts the UE4M3 scale at bit `shift` to a pair of equal halves times 2^7: its bits at a half's place are 2^-8 of
  * the value, the product adds 2^15. With fp4_pair's 2^-14 a dequantized weight is 2^-7 of its value, exactly (six
- * significant bits). device_matrix.unit restores the factor. */
+ * significant bits). device_matrix.decode_scale restores the factor. */
 DEVICE uint32_t fp4_scale(uint32_t scales, int shift) {
     uint32_t b = (scales >> shift & 0xFFu) << 7;
     return f16x2_mul(b | b << 16, 0x78007800u);
@@ -541,8 +541,8 @@ struct repack {
     enum gguf_type type;
     int e0, n_e, rt0, n_rt;
     int shift; /* F16: halves hold weight * 2^shift; MXFP4: a block of exponent byte e gets the scale 2^(e - shift) */
-    float factor; /* 2^shift */
-    float unit;   /* of the format: what the expansion to halves leaves out */
+    float factor;       /* 2^shift */
+    float decode_scale; /* of the format: what the expansion to halves leaves out */
 };
 
 /* Reads a weight of an F32, F16 or BF16 row. */
@@ -1520,14 +1520,14 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
     DYN_SMEM(uint16_t, normed); /* NORM: (n_tok, linear_stride) */
     grid_dependency_launch();
-    const int warp = threadIdx.x >> 5, group = GROUPS ? (int)blockIdx.y : 0;
+    const int warp = threadIdx.x >> 5, o_group = GROUPS ? (int)blockIdx.y : 0;
     int rt = blockIdx.x, m = 0;
     while (!GROUPS && rt >= p.w[m].n_rt) rt -= p.w[m++].n_rt;
     const struct device_matrix &w = p.w[m];
     const int k0 = w.n_kt * warp / GEMV_WARPS, k1 = w.n_kt * (warp + 1) / GEMV_WARPS;
     const int stride = linear_stride(p);
-    const uint16_t *x = NORM ? normed : GROUPS ? p.x + (size_t)group * (size_t)w.n_in : p.x;
-    const struct gemv_one one = {tile_index(w, group, rt), x, NORM ? (size_t)stride : p.x_stride, p.n_tok};
+    const uint16_t *x = NORM ? normed : GROUPS ? p.x + (size_t)o_group * (size_t)w.n_in : p.x;
+    const struct gemv_one one = {tile_index(w, o_group, rt), x, NORM ? (size_t)stride : p.x_stride, p.n_tok};
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
         gemv_stream<fmt.value, NT>(
@@ -1556,8 +1556,8 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
     if (tok >= p.n_tok || row >= w.n_out) return;
     const float sum = gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS);
     if (GROUPS) {
-        p.y16[(size_t)tok * p.y_stride[0] + (size_t)(group * w.n_out + row)] =
-            clamped_f16(sum * device_matrix_scale(w, group));
+        p.y16[(size_t)tok * p.y_stride[0] + (size_t)(o_group * w.n_out + row)] =
+            clamped_f16(sum * device_matrix_scale(w, o_group));
         return;
     }
     p.y[m][(size_t)tok * p.y_stride[m] + (size_t)row] =
@@ -1768,7 +1768,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
         gemv_stream<fmt.value, NT>(
             p.w, k0, k1, list, [] { grid_dependency_wait(); }, acc);
     });
-    gemv_store<NT>(sums, acc, p.w.unit * p.w.scale_max, false);
+    gemv_store<NT>(sums, acc, p.w.decode_scale * p.w.scale_max, false);
     if (p.shared.n_expert) {
         const struct device_matrix &w = p.shared;
         const int s0 = w.n_kt * warp / GEMV_WARPS, s1 = w.n_kt * (warp + 1) / GEMV_WARPS;
@@ -2351,7 +2351,7 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
     locate(); /* computed again: registers are scarce in the loop */
     const int tid = threadIdx.x, g = tid >> 2 & 7, t = tid & 3, wm = (tid >> 5) % WM, m0 = GLU ? wm : 2 * wm;
     const int n0 = (tid >> 5) / WM * n_live * 8;
-    /* device_matrix.unit undoes fp4_pair and fp4_scale, which A4 does not use. */
+    /* device_matrix.decode_scale undoes fp4_pair and fp4_scale, which A4 does not use. */
     const float undo = F == FMT_A4 ? 1.0f / 128.0f : 1.0f;
     const float f0 = undo * device_matrix_scale(p.w, e), f1 = GLU ? undo * device_matrix_scale(p.w2, e) : f0;
     const bool whole = !((p.w.n_out | p.y_stride | p.y_batch) & 3);
@@ -2778,11 +2778,11 @@ __global__ void __launch_bounds__(256) k_stats(struct stats_args p) {
     }
 }
 
-/* sums (n_expert, n) += unit * the squares of the columns of x, over the rows that an expert reads:
+/* sums (n_expert, n) += factor * the squares of the columns of x, over the rows that an expert reads:
  * rows[first[e]..first[e + 1] - 1]; first NULL: all n_tok.
  * Grid: (n / 256, n_expert), block: 256. Reads 2 bytes per value. */
 __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_stride, const int32_t *first,
-                                                 const int32_t *rows, int n_tok, int n, float unit, float *sums) {
+                                                 const int32_t *rows, int n_tok, int n, float factor, float *sums) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int c = blockIdx.x * 256 + threadIdx.x, e = blockIdx.y;
@@ -2794,7 +2794,7 @@ __global__ void __launch_bounds__(256) k_in_sum2(const uint16_t *x, size_t x_str
         const float v = half_to_f32(x[(size_t)(rows ? rows[at] : at) * x_stride + c]);
         sum += v * v;
     }
-    sums[(size_t)e * n + c] += unit * sum;
+    sums[(size_t)e * n + c] += factor * sum;
 }
 
 /* ============================================================================================================
@@ -2850,12 +2850,13 @@ enum cache_form { ROWS_BF16, ROWS_FP8, ROWS_ANY, ROWS_POW2 /* FP8 has pow2 */ };
 /* Stores a group of n values into a row of a cache tensor, from element `at` on, with one warp: value i is x[i / 32]
  * of lane i % 32. */
 template <int PER, int FORM = ROWS_ANY>
-DEVICE void cache_store(const struct cache_tensor &p, size_t at_row, int at, int group, int n, const float x[PER]) {
+DEVICE void cache_store(const struct cache_tensor &p, size_t at_row, int at, int scale_index, int n,
+                        const float x[PER]) {
     const int lane = threadIdx.x & 31;
     uint8_t *row = p.data + at_row * p.row_bytes;
     const bool fp8 = FORM >= ROWS_ANY ? p.type == KV_FP8 : FORM == ROWS_FP8;
     const float scale = fp8 ? fp8_scale<PER, FORM == ROWS_POW2>(n, x) : 1.0f, inv = 1.0f / scale;
-    if (fp8 && !lane) p.scale[at_row * (size_t)p.n_group + (size_t)group] = scale;
+    if (fp8 && !lane) p.scale[at_row * (size_t)p.n_scale + (size_t)scale_index] = scale;
     UNROLL for (int i = 0; i < PER; i++) {
         int k = lane + 32 * i;
         if (k >= n) continue;
@@ -3147,14 +3148,14 @@ static void mla_query(const struct mla_query_args *p, cudaStream_t s) {
 /* ============================================================================================================
  * Attention over the KV cache
  *
- * Query rows that share keys are computed together: row = token * group + head, where `group` heads read one KV head
- * (MLA: all heads read the one latent). Keys come in tiles. Each tile updates the running maximum m, the denominator l
- * and the weighted sum of values of every row (online softmax, base 2). The context is cut into splits, so that the
- * blocks fill the GPU: each split leaves (sums, m, l) in `partials`, and attn_merge joins them. Query token i sees keys
- * 0 .. pos + i, or with a window the last of these. Keys after the newest are never read: they arrive as zeros. Keys
- * before a window are masked as far as the step of 64 keys that it begins in. Decode does not read those that no row of
- * a tile sees: in a ring other blocks of the launch may be writing their rows. In a ring a step of keys is consecutive
- * rows: rings have a multiple of 64 rows. A head's sink joins the denominator of its result.
+ * Query rows that share keys are computed together: row = token * group_heads + head, where `group_heads` heads read
+ * one KV head (MLA: all heads read the one latent). Keys come in tiles. Each tile updates the running maximum m, the
+ * denominator l and the weighted sum of values of every row (online softmax, base 2). The context is cut into splits,
+ * so that the blocks fill the GPU: each split leaves (sums, m, l) in `partials`, and attn_merge joins them. Query token
+ * i sees keys 0 .. pos + i, or with a window the last of these. Keys after the newest are never read: they arrive as
+ * zeros. Keys before a window are masked as far as the step of 64 keys that it begins in. Decode does not read those
+ * that no row of a tile sees: in a ring other blocks of the launch may be writing their rows. In a ring a step of keys
+ * is consecutive rows: rings have a multiple of 64 rows. A head's sink joins the denominator of its result.
  *
  * MMA operands (g = lane / 4, t = lane % 4): the order of the inner dimension is free as long as both operands use it,
  * and so is the order of the output columns. Decode chooses both so that a lane reads consecutive bytes of a cache row
@@ -3211,10 +3212,10 @@ using floats4 = pack<4, float>;
 
 /* The work of one block: rows of a tile of KV head kvh, over keys begin..end-1. */
 struct attn_work {
-    int kvh, group, row0; /* group: query heads per KV head; row0: the tile's first row */
-    uint32_t rows;        /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
-    int pos, from, seen;  /* pos: of the first token; all rows of the tile see keys from..seen-1 */
-    int low;              /* no row of the tile sees a key before it */
+    int kvh, group_heads, row0; /* group_heads: query heads per KV head; row0: the tile's first row */
+    uint32_t rows;              /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
+    int pos, from, seen;        /* pos: of the first token; all rows of the tile see keys from..seen-1 */
+    int low;                    /* no row of the tile sees a key before it */
     int split, n_split, begin, end;
     int ring, wrap; /* the cache is a ring: row 0 holds key `ring` (<= begin) and, one turn later, key `wrap` */
     const int32_t
@@ -3269,16 +3270,17 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
     const bool rest = blockIdx.z;
     const int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
     w->pos = a.batch->pos;
-    w->group = a.n_head / a.n_head_kv;
+    w->group_heads = a.n_head / a.n_head_kv;
     w->kvh = y % a.n_head_kv;
     w->row0 = y / a.n_head_kv * tile_rows;
     const bool window = FORMS && a.window, ring = FORMS && a.k.kind == ROWS_RING;
     const int longer = window ? n_tok : attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
-    const int first_row = max(w->row0, rest ? longer * w->group : 0);
-    const int end_row = min(w->row0 + tile_rows, last_tok * w->group), end = w->pos + (end_row - 1) / w->group + 1;
+    const int first_row = max(w->row0, rest ? longer * w->group_heads : 0);
+    const int end_row = min(w->row0 + tile_rows, last_tok * w->group_heads),
+              end = w->pos + (end_row - 1) / w->group_heads + 1;
     w->rows = (uint32_t)(first_row - w->row0) | (uint32_t)max(end_row - w->row0, 0) << 16;
     w->split = (int)blockIdx.x;
-    w->seen = w->pos + first_row / w->group + 1;
+    w->seen = w->pos + first_row / w->group_heads + 1;
     w->factor = a.scale * ATTN_LOG2_E;
     if (window) {
         attn_window(w, a, end);
@@ -3322,16 +3324,16 @@ template <bool ONE_KV>
 DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
-    const int group = a.n_head / a.n_head_kv, tiles = (group + tile_rows - 1) / tile_rows;
+    const int group_heads = a.n_head / a.n_head_kv, tiles = (group_heads + tile_rows - 1) / tile_rows;
     const int y = (int)(gridDim.y - 1 - blockIdx.y), kvh = y % a.n_head_kv, t = y / a.n_head_kv / tiles;
     const int pos = a.batch->pos, head = y / a.n_head_kv % tiles * tile_rows;
     int compressed = 0;
     const int keys = ONE_KV ? attn_csa_keys(a, pos + t, &compressed) : attn_seen(a, pos + t);
     const int per_split = attn_split_keys(a, keys);
-    w->group = group;
+    w->group_heads = group_heads;
     w->kvh = kvh;
-    w->row0 = t * group + head;
-    w->rows = (uint32_t)min(tile_rows, group - head) << 16;
+    w->row0 = t * group_heads + head;
+    w->rows = (uint32_t)min(tile_rows, group_heads - head) << 16;
     w->pos = keys - 1 - t; /* so that token t sees the whole list */
     w->seen = keys;
     w->from = 0;
@@ -3353,7 +3355,7 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
 /* Returns token and head of row r of the block's tile; token -1: there is no such row. */
 DEVICE int2 attn_row(const struct attn_work &w, int r) {
     if (r < (int)(w.rows & 0xFFFF) || r >= (int)(w.rows >> 16)) return make_int2(-1, 0);
-    return make_int2((w.row0 + r) / w.group, w.kvh * w.group + (w.row0 + r) % w.group);
+    return make_int2((w.row0 + r) / w.group_heads, w.kvh * w.group_heads + (w.row0 + r) % w.group_heads);
 }
 
 /* Finds, for this lane's rows r and r + 8, their queries (NULL: no such row) and the number of keys that they see. */
@@ -3495,9 +3497,10 @@ DEVICE void kv_gather_csa(uint8_t *to, const struct attn_args &a, const struct a
         }
 }
 
-/* Returns the FP8 scale of a key's group, in row key - back; 0 before key `low` and from key `len` > low on. */
-DEVICE float kv_scale(const struct cache_tensor &p, int key, int back, int group, int low, int len) {
-    return (uint32_t)(key - low) < (uint32_t)(len - low) ? p.scale[(size_t)(key - back) * p.n_group + group] : 0.0f;
+/* Returns FP8 scale number scale_index of a key, in row key - back; 0 before key `low` and from key `len` > low on. */
+DEVICE float kv_scale(const struct cache_tensor &p, int key, int back, int scale_index, int low, int len) {
+    return (uint32_t)(key - low) < (uint32_t)(len - low) ? p.scale[(size_t)(key - back) * p.n_scale + scale_index]
+                                                         : 0.0f;
 }
 
 /* Factors of a key, which is in row key - back: of its scores (v false), and of its softmax weights (v true), clamped
@@ -3970,7 +3973,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             const struct cache_tensor *p;
             if (tid >= L::SCALES || key >= w.end) return 0.0f;
             key = csa_row(a, w, key, &p);
-            return p->scale[(size_t)key * p->n_group + tid % GROUPS];
+            return p->scale[(size_t)key * p->n_scale + tid % GROUPS];
         }
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
             return kv_scale(a.k, w.chosen[key], 0, tid % GROUPS, 0, INT_MAX);
@@ -4297,7 +4300,7 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     for (int i = 1; i < n; i++) add(1, &partial[tid + i * cols]);
     w.kvh = 0;
     w.row0 = row;
-    w.group = a.n_head;
+    w.group_heads = a.n_head;
     w.rows = 1u << 16;
     struct attn_place place;
     place.find<true, true>(a, w, 0, false, top, den);
@@ -4457,10 +4460,11 @@ typedef void attn_kernel_fn(struct attn_args);
 static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, int tile_rows, int threads, int smem,
                      cudaStream_t s) {
     struct attn_args a = *args;
-    int group = a.n_head / a.n_head_kv, tiles = (group * a.n_tok + tile_rows - 1) / tile_rows, splits = a.max_splits;
-    if (a.top_k || a.one_kv) tiles = a.n_tok * ((group + tile_rows - 1) / tile_rows);
+    int group_heads = a.n_head / a.n_head_kv, tiles = (group_heads * a.n_tok + tile_rows - 1) / tile_rows,
+        splits = a.max_splits;
+    if (a.top_k || a.one_kv) tiles = a.n_tok * ((group_heads + tile_rows - 1) / tile_rows);
     if (a.n_tok > DECODE_MAX_TOKENS)
-        splits = min(splits * ((group + 15) / 16) / tiles, splits * DECODE_MAX_TOKENS / a.n_tok);
+        splits = min(splits * ((group_heads + 15) / 16) / tiles, splits * DECODE_MAX_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, (int)SPLITS_MAX));
     if (a.window && !a.one_kv) attn_window_splits(&a);
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
@@ -4567,7 +4571,7 @@ __global__ void __launch_bounds__(256) k_transpose(struct device_matrix from, st
     from.codes += before * (size_t)TILE_BYTES(from.fmt);
     if (from.scales) from.scales += before * TILE_SCALES;
     from.scale = NULL;
-    from.unit = 1;
+    from.decode_scale = 1;
     auto value = [&](int r, int c) { return r < to.n_out && c < to.n_in ? device_matrix_value(from, c, r) : 0.0f; };
     uint2 a; /* registers a0 and a1 of the lane in this step, or a2 and a3 */
     a.x = clamped_f16x2(value(row, col), value(row, col + 1));
@@ -4588,7 +4592,7 @@ __global__ void __launch_bounds__(256) k_mla_latents(struct cache_tensor k, stru
     pack<4> h;
     if (at < latent) {
         h = kv_values<FP8, 8>(k.data + row * k.row_bytes + at * (FP8 ? 1 : 2));
-        const float scale = FP8 ? k.scale[row * k.n_group + at / ATTN_GROUP] : 1.0f;
+        const float scale = FP8 ? k.scale[row * k.n_scale + at / ATTN_GROUP] : 1.0f;
         UNROLL for (int j = 0; FP8 && j < 4; j++) {
             const float lo = half_to_f32((uint16_t)h.x[j]), hi = half_to_f32((uint16_t)(h.x[j] >> 16));
             h.x[j] = clamped_f16x2(lo * scale, hi * scale);
@@ -4772,9 +4776,9 @@ struct index_args {
     const float *bias;     /* (width) keys have LayerNorm with it; NULL: RMSNorm */
     const float *w;        /* latent attention: (n_tok, n_index) weights of the heads, w_stride apart, */
     size_t w_stride;
-    float unit;       /* and a factor of the scores */
-    float *scores;    /* (n_tok, lists, n_scores) of keys, or of parts of blocks */
-    int32_t *chosen;  /* (n_tok, lists, n_topk) ascending blocks */
+    float score_scale; /* and a factor of the scores */
+    float *scores;     /* (n_tok, lists, n_scores) of keys, or of parts of blocks */
+    int32_t *chosen;   /* (n_tok, lists, n_topk) ascending blocks */
     int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
     int top_k, lists, n_topk, n_scores;
     int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
@@ -4919,7 +4923,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
                 const int key = base + 8 * i + 2 * t + e;
                 if (g || key >= (pos + tok + 1) >> a.shift) continue;
                 const float scale = FP8 ? a.rope.kp.scale[key] : 1.0f;
-                a.scores[(size_t)(t0 + tok) * a.n_scores + key] = a.unit * scale * sum[i][e];
+                a.scores[(size_t)(t0 + tok) * a.n_scores + key] = a.score_scale * scale * sum[i][e];
             }
         }
     }
@@ -5155,9 +5159,9 @@ DEVICE void round_key(float x[CSA_PER], int n) {
         if (32 * j >= n) continue;
         float top = 0;
         UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) top = fmaxf(top, fabsf(x[k]));
-        const float scale = ceil_pow2(fmaxf(warp_max(top), 1e-4f) * (1.0f / 448.0f)), unit = 1.0f / scale;
+        const float scale = ceil_pow2(fmaxf(warp_max(top), 1e-4f) * (1.0f / 448.0f)), inverse = 1.0f / scale;
         UNROLL for (int k = j; k < j + QAT_KEY / 32; k++) if (lane + 32 * k < n) {
-            const uint32_t half = e4m3x2_to_f16x2(f32_to_e4m3x2(x[k] * unit, 0));
+            const uint32_t half = e4m3x2_to_f16x2(f32_to_e4m3x2(x[k] * inverse, 0));
             x[k] = half_to_f32((uint16_t)half) * scale;
         }
     }
@@ -5575,10 +5579,10 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     grid_dependency_launch();
     grid_dependency_wait();
     const struct delta &d = a.shape;
-    const int lane = threadIdx.x & 31, unit = blockIdx.y * 4 + (threadIdx.x >> 5), row0 = blockIdx.x * DELTA_STEP;
+    const int lane = threadIdx.x & 31, item = blockIdx.y * 4 + (threadIdx.x >> 5), row0 = blockIdx.x * DELTA_STEP;
     const int pos = a.batch->pos, p0 = pos + a.first + row0;
     const int rows = min(a.n_row - row0, (int)DELTA_STEP), n_head = 2 * d.n_key + d.n_value;
-    if (unit == n_head) {
+    if (item == n_head) {
         for (int i = lane; i < rows * d.n_value; i += WARP) {
             const int row = i / d.n_value, j = i % d.n_value;
             __builtin_assume(p0 + row >= pos);
@@ -5588,8 +5592,8 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
             to[d.n_value] = g.y;
         }
     }
-    if (unit >= n_head) return;
-    const int kind = min(unit / d.n_key, 2), head = unit - kind * d.n_key;
+    if (item >= n_head) return;
+    const int kind = min(item / d.n_key, 2), head = item - kind * d.n_key;
     const struct delta_channels ch = delta_channels_of(a, kind, head);
     float4 w[4];
     float x[4][DELTA_TAPS]; /* the values under the convolution */
@@ -5610,7 +5614,7 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
         const size_t at = (size_t)(row0 + row);
         const float f = kind == 2 ? 1.0f : delta_unit(y);
         float *v32 = a.t.v + at * (size_t)(d.n_value * d.head_v) + head * d.head_v;
-        uint16_t *v16 = a.t.qk + at * (size_t)(3 * d.n_key * d.head_k) + (size_t)unit * d.head_k;
+        uint16_t *v16 = a.t.qk + at * (size_t)(3 * d.n_key * d.head_k) + (size_t)item * d.head_k;
         UNROLL for (int v = 0; v < 4; v++) {
             const int i = lane + 32 * v;
             if (i >= ch.n) continue;
@@ -5870,7 +5874,7 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     const int dk = d.head_k, dv = d.head_v, j = blockIdx.y, kh = delta_key_head(d, j);
     const int col = blockIdx.x * DELTA_COLS + 2 * t; /* the lane's columns: col + 8 n, and the next */
     const int n_tile = (a.n_row + DELTA_TILE - 1) / DELTA_TILE, row = 16 * warp + g; /* and row + 8 */
-    const float unit = rsqrtf((float)dk);
+    const float q_scale = rsqrtf((float)dk);
     auto copy_keys = [&](int i) {
         if (i < n_tile) delta_copy(smem + (i & 1) * DELTA_QK_BYTES, a, DELTA_K, kh, i * DELTA_TILE);
         cp_async_commit();
@@ -5979,7 +5983,7 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
             delta_add(Y, x, scale[8 + s]);
         }
         UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 2; e++) if (in[e] && col + 8 * n < dv) *
-            (float2 *)(v + e * below + 8 * n) = make_float2(Y[n][2 * e] * unit, Y[n][2 * e + 1] * unit);
+            (float2 *)(v + e * below + 8 * n) = make_float2(Y[n][2 * e] * q_scale, Y[n][2 * e + 1] * q_scale);
         const float last = fades[2 * DELTA_TILE];
         UNROLL for (int i = 0; i < 2; i++) UNROLL for (int n = 0; n < 4; n++) UNROLL for (int e = 0; e < 4; e++)
             S[i][n][e] *= last;
@@ -6345,7 +6349,7 @@ struct cuda {
     /* activations, see GPU_BUFFERS; a pair is a token and an expert that it uses */
     float *x32[ACT_COUNT]; /* activation slots in F32, where something reads that */
     float *x_first;        /* what x32[A_X] is when a forward begins and when it has ended */
-    float *x_other; /* (DECODE_MAX_TOKENS, n_embd) second buffer of A_X: a fused norm writes the sum there, because
+    float *x_second; /* (DECODE_MAX_TOKENS, n_embd) second buffer of A_X: a fused norm writes the sum there, because
                                * other blocks still read the old one */
     uint16_t *x16[ACT_COUNT]; /* activation slots in halves: inputs of GEMMs and of attention */
     float *cs, *sn;           /* (n_rope, chunk, rope_dim / 2) cosines and sines of the batch's positions */
@@ -6972,7 +6976,7 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
         hc_mix(r, x, s->partial, last ? s->hc : NULL, NULL, A_H);
     } else {
         all_reduce_add_rmsnorm(r, x, s->partial, NULL, A_H, first);
-        if (r->cuda->x32[x] != first) r->cuda->x_other = r->cuda->x32[x], r->cuda->x32[x] = first;
+        if (r->cuda->x32[x] != first) r->cuda->x_second = r->cuda->x32[x], r->cuda->x32[x] = first;
     }
     if (last) return;
     const struct mailbox *next = &r->cuda->mailbox[r->index + shard->n_rank];
@@ -7126,8 +7130,8 @@ static struct norm_input norm_input_of(struct rank *r, enum act x, enum act part
     p.n = r->width[x];
     if (partial == ACT_COUNT) return p;
     p.partial = c->x32[partial];
-    p.sum = c->x_other;
-    c->x_other = c->x32[x];
+    p.sum = c->x_second;
+    c->x_second = c->x32[x];
     c->x32[x] = p.sum;
     return p;
 }
@@ -7256,7 +7260,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
 
 /* Norms q and k as whole rows. With several ranks a decode forward needs one kernel, and more tokens an all-reduce
  * between two. */
-static void cuda_row_norm(struct rank *r, const struct step *s) {
+static void cuda_qk_norm_rows(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act q = s->in[0], k = s->in[1];
     const struct layer *layer = &r->m->layers[il];
@@ -7407,7 +7411,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.rope.d = width;
     a.bias = layer->index_norm_bias;
     a.w_stride = (size_t)r->width[A_IW];
-    a.unit = 1.0f / sqrtf((float)(n_index * width));
+    a.score_scale = 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;
     a.top_k = shape.top_k;
     a.lists = attn_topk_lists(&shape);
@@ -7672,7 +7676,7 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     gemm_prefill(&g, 1, c->stream);
     in_sum2_add(r, il, ffn, x, c->hidden_shared, NULL, NULL);
     struct device_matrix d = *down->copy;
-    d.unit *= HIDDEN_SCALE;
+    d.decode_scale *= HIDDEN_SCALE;
     matmul(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
@@ -7698,7 +7702,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
         u.glu[i] = ffn_glu(layer, ffns[i].gate);
         u.y[i] = routed && !i ? c->hidden : c->hidden_shared;
         down[i] = *ffns[i].down->copy;
-        down[i].unit *= HIDDEN_SCALE;
+        down[i].decode_scale *= HIDDEN_SCALE;
         profile_matrices(&u.gate[i], 2 * jobs[i], 0);
     }
     u.down_scale = down[0].scale;
@@ -7908,7 +7912,7 @@ static int cuda_read_tokens(struct rank *r, int32_t *chosen, bool *on_device) {
     return c->n_sample;
 }
 
-/* Rows first..first+n-1 of a cache tensor between the cache and host memory: data (n, row_bytes), scale (n, n_group);
+/* Rows first..first+n-1 of a cache tensor between the cache and host memory: data (n, row_bytes), scale (n, n_scale);
  * NULL: not this one. */
 static void cuda_cache_copy(struct rank *r, const struct cache_tensor *p, size_t first, size_t n, uint8_t *data,
                             float *scale, bool store) {
@@ -7917,7 +7921,7 @@ static void cuda_cache_copy(struct rank *r, const struct cache_tensor *p, size_t
         if (host) cuda_copy(r, store ? gpu : host, store ? host : gpu, bytes, what);
     };
     move(p->data + first * p->row_bytes, data, n * p->row_bytes);
-    move(p->scale + first * (size_t)p->n_group, scale, n * (size_t)p->n_group * sizeof *scale);
+    move(p->scale + first * (size_t)p->n_scale, scale, n * (size_t)p->n_scale * sizeof *scale);
     cuda_sync(r, what);
 }
 
@@ -8110,7 +8114,7 @@ static void matrix_repack(struct rank *r, struct device_matrix *d, struct repack
     struct cuda *c = r->cuda;
     const size_t tiles = (size_t)k.n_e * (size_t)k.n_rt * (size_t)d->n_kt;
     if (bytes) cuda_copy(r, s->device, s->host, bytes, "uploading weights");
-    d->unit = k.unit;
+    d->decode_scale = k.decode_scale;
     LAUNCH_PDL(k_repack, (unsigned)((tiles + 7) / 8), 256, 0, c->stream, k, s->device, *d, c->range);
     CUDA_OK(r, cudaGetLastError(), "repacking weights");
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "repacking weights");
@@ -8201,9 +8205,9 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
     k.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
     switch (w->type) {
     case GGUF_FLOATS: k.shift = 8; break;
-    case GGUF_Q8_0: exact = true, k.unit = 1; break;
+    case GGUF_Q8_0: exact = true, k.decode_scale = 1; break;
     case GGUF_MXFP4: k.shift = 116; break;
-    case GGUF_NVFP4: exact = true, k.unit = 128; break;
+    case GGUF_NVFP4: exact = true, k.decode_scale = 128; break;
     }
     struct device_matrix *d = w->data ? matrix_allocate(r, layer, w, what) : NULL;
     if (!d) return;
@@ -8213,7 +8217,7 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
         uint32_t range[2];
         float top;
         k.factor = ldexpf(1, k.shift);
-        if (!exact) k.unit = mx ? ldexpf(128, k.shift - 127) : 1 / k.factor;
+        if (!exact) k.decode_scale = mx ? ldexpf(128, k.shift - 127) : 1 / k.factor;
         matrix_upload_rows(r, w, d, k);
         if (exact || !matrix_range(r, range)) return;
         const int low = 255 - (int)range[1], high = (int)range[0];

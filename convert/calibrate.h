@@ -879,7 +879,7 @@ static void divergence_print(struct divergence *d, const struct settings *set, i
     for (int i = 0; i < 2; i++) {
         const double perplexity = nll_perplexity(&d->nll[i], &error);
         printf("perplexity %c    %.4f +/- %.4f  ", 'A' + i, perplexity, error);
-        out_put(set->compare[i], strlen(set->compare[i]));
+        out_text(set->compare[i], strlen(set->compare[i]));
         putchar('\n');
     }
     printf("KL of B from A  mean %.6f +/- %.6f, median %.6f, 99 %% %.6f, largest %.6f\n", mean,

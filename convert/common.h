@@ -190,7 +190,7 @@ static inline char *json_mend(const char *name, const char *text, size_t n) {
             first = xstrdup(fmt("line %d: %.*s is read as %s", line, step > 40 ? 40 : (int)step, p, value));
     }
     sb_put(&out, from, (size_t)(text + n - from));
-    if (changed) message_print("'%s': %s%s", name, first, changed > 1 ? fmt(", and %zu more", changed - 1) : "");
+    if (changed) err_message("'%s': %s%s", name, first, changed > 1 ? fmt(", and %zu more", changed - 1) : "");
     return out;
 }
 
@@ -219,7 +219,7 @@ static inline json_t *json_read_hf(const char *path, const char *name, char *err
     text = json_mend(name, raw, arrlenu(raw));
     j = json_loadb(text, arrlenu(text), JSON_REJECT_DUPLICATES, &e);
     if (!j && json_error_code(&e) == json_error_duplicate_key) {
-        message_print("'%s': line %d: %s: the last one counts", name, e.line, e.text);
+        err_message("'%s': line %d: %s: the last one counts", name, e.line, e.text);
         j = json_loadb(text, arrlenu(text), 0, &e);
     }
     if (!arrlen(raw)) fail(err, "'%s' is empty", path);
@@ -252,7 +252,7 @@ static inline struct doc doc_read(const char *file) {
     if (access(in_dir(file), F_OK)) return (struct doc){NULL, file, NULL};
     json_t *j = json_read_hf(in_dir(file), file, err);
     if (!j && !one_of(file, files_with_defaults)) die("%s", err);
-    if (!j) message_print("%s: it is not used", err);
+    if (!j) err_message("%s: it is not used", err);
     return (struct doc){j, file, NULL};
 }
 
@@ -275,7 +275,7 @@ static inline void expect(struct doc d, const char *key, bool ok, const char *wh
 
 /* Returns ok, whether a value is of the right kind. Where it is not, dies or, in a file with defaults, says so. */
 static inline bool fits(struct doc d, const char *key, bool ok, const char *what) {
-    if (!ok && one_of(d.file, files_with_defaults)) message_print("%s: it is not used", misfit(d, key, what));
+    if (!ok && one_of(d.file, files_with_defaults)) err_message("%s: it is not used", misfit(d, key, what));
     else expect(d, key, ok, what);
     return ok;
 }
@@ -399,7 +399,7 @@ static inline const char *cache_snapshot(const char *root) {
     if (!taken && whole > 1)
         die("'%s' has %zu snapshots, and refs/main names none of them: type %s/snapshots/%s or another", root, whole,
             root, found);
-    message_print("'%s': taking the snapshot %s%s", root, taken ? taken : found,
+    err_message("'%s': taking the snapshot %s%s", root, taken ? taken : found,
                   taken ? ", which refs/main names" : "");
     return xstrdup(fmt("%s/snapshots/%s", root, taken ? taken : found));
 }
@@ -460,7 +460,7 @@ static inline const char *model_dir_find(const char *path) {
         if (!path_exists(fmt("%s/snapshots", root))) refuse_directory(dir);
         return cache_snapshot(ends_with(root, "/..") ? xstrdup(realpath(root, copy) ? copy : root) : root);
     }
-    if (dir != path) message_print("'%s' is a file: reading the directory '%s'", path, dir);
+    if (dir != path) err_message("'%s' is a file: reading the directory '%s'", path, dir);
     return dir;
 }
 
@@ -724,7 +724,7 @@ static inline char **files_without_index(void) {
         size_t k = 0;
         while (k < COUNT(others) && !starts_with(all[i], others[k][0])) k++;
         if (k == COUNT(others)) arrput(files, all[i]);
-        else message_print("'%s' is not read: %s", all[i], others[k][1]);
+        else err_message("'%s' is not read: %s", all[i], others[k][1]);
     }
     check_set(files);
     return files;
@@ -772,7 +772,7 @@ static inline char **files_of_index(struct doc map) {
         if (json_object_get(seen, f)) continue;
         json_object_set_new(seen, f, json_true());
         if (!path_exists(in_dir(f)) && may_lack_file(map, f)) {
-            message_print("'%s' is missing; it has only tensors for multi-token prediction", f);
+            err_message("'%s' is missing; it has only tensors for multi-token prediction", f);
             continue;
         }
         arrput(files, xstrdup(f));
@@ -781,7 +781,7 @@ static inline char **files_of_index(struct doc map) {
     }
     json_decref(seen);
     if (n_missing && n_missing == arrlenu(files) && dir_list(model_dir, "", ".safetensors")) {
-        message_print("%s names '%s' and other files that '%s' does not have: it is not used", index_file, missing,
+        err_message("%s names '%s' and other files that '%s' does not have: it is not used", index_file, missing,
                       model_dir);
         arrfree(files);
         return NULL;
@@ -797,7 +797,7 @@ static inline char **files_of_index(struct doc map) {
 /* Reads the index. One that is broken is a note, and is not used. */
 static inline struct doc index_read(void) {
     struct doc index = doc_read(index_file), map = get_obj(index, "weight_map");
-    if (index.obj && !get(index, "weight_map")) message_print("%s has no weight_map: it is not used", index_file);
+    if (index.obj && !get(index, "weight_map")) err_message("%s has no weight_map: it is not used", index_file);
     return (struct doc){map.obj ? index.obj : NULL, index_file, NULL};
 }
 
@@ -817,7 +817,7 @@ static inline char **files_choose(void) {
     json_t *v;
     json_object_foreach(map.obj, name, v) named |= json_is_string(v) && !strcmp(json_string_value(v), single_file);
     if (map.obj && named) files = files_of_index(map);
-    else if (map.obj) message_print("%s names other files than '%s': it is not used", index_file, single_file);
+    else if (map.obj) err_message("%s names other files than '%s': it is not used", index_file, single_file);
     if (!files) source_index.obj = NULL;
     if (!files && single) arrput(files, xstrdup(single_file));
     if (!files) return files_without_index();
@@ -829,7 +829,7 @@ static inline char **files_choose(void) {
         else finding_add(&unread, all[i]);
     }
     if (unread.n)
-        message_print("'%s'%s not read: %s", unread.first,
+        err_message("'%s'%s not read: %s", unread.first,
                       unread.n > 1 ? fmt(" and %zu more safetensors files are", unread.n - 1) : " is",
                       source_index.obj ? "the index does not name it" : "'model.safetensors' is there");
     return files;
@@ -853,7 +853,7 @@ static inline void drop_copies(struct doc map) {
     }
     arrsetlen(tensors, n);
     if (copies.n)
-        message_print("%zu tensor%s twice with the same bytes: each is taken once (%s)", copies.n,
+        err_message("%zu tensor%s twice with the same bytes: each is taken once (%s)", copies.n,
                       copies.n > 1 ? "s are there" : " is there", copies.first);
 }
 
@@ -880,7 +880,7 @@ static inline void check_index(struct doc map) {
     for (size_t k = 0; k < COUNT(lines); k++) {
         const struct finding f = lines[k].f;
         if (f.n)
-            message_print("%s: %s%s", f.first, lines[k].what, f.n > 1 ? fmt("; so it is with %zu more", f.n - 1) : "");
+            err_message("%s: %s%s", f.first, lines[k].what, f.n > 1 ? fmt("; so it is with %zu more", f.n - 1) : "");
         source_index_differs |= f.n;
     }
 }

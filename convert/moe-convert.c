@@ -516,7 +516,7 @@ static enum gguf_type matrix_type(const char *name, bool fp4, enum gguf_type sto
     struct gguf_type_traits t = gguf_type_info(type);
     if (n_in % t.block == 0) return type;
     if (!n_misaligned++)
-        message_print("%s: rows of %zu weights are not a multiple of %u: the tensor stays %s", name, n_in, t.block,
+        err_message("%s: rows of %zu weights are not a multiple of %u: the tensor stays %s", name, n_in, t.block,
                       gguf_type_info(stored).name);
     return stored;
 }
@@ -624,7 +624,7 @@ static void plan_input_scales(const char *base, const struct piece *p, size_t n)
     if (largest == 0.0f) return;
     for (size_t i = 0; i < n; i++) arrput(input, p[i].lin.input_scale > 0 ? p[i].lin.input_scale : largest);
     if (missing)
-        message_print("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing,
+        err_message("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing,
                       count);
     plan_values(fmt("%s.input_scale", base), input);
 }
@@ -706,7 +706,7 @@ static struct {
 } mixture;
 
 static void mixture_print(void) {
-    if (mixture.names) message_print("%s: %s", mixture.names, mixture.text);
+    if (mixture.names) err_message("%s: %s", mixture.names, mixture.text);
     free(mixture.names);
     free(mixture.text);
     mixture.names = mixture.text = NULL;
@@ -1062,8 +1062,8 @@ static struct finding unchosen; /* skipped biases for the choice of experts in l
 
 /* Says which tensors of a kind are left out, and why. */
 static void report_skipped(struct finding f, const char *why) {
-    if (f.n > 1) message_print("%zu tensors such as '%s' are left out: %s", f.n, f.first, why);
-    else if (f.n) message_print("tensor '%s' is left out: %s", f.first, why);
+    if (f.n > 1) err_message("%zu tensors such as '%s' are left out: %s", f.n, f.first, why);
+    else if (f.n) err_message("tensor '%s' is left out: %s", f.first, why);
 }
 
 /* Returns tensor i of linear_parts of a linear layer, or NULL. */
@@ -1532,7 +1532,7 @@ static void leave_prediction(int first, const char *why) {
         n += left;
         if (left && !t->used) skip(t);
     }
-    message_print("layer%s %d%s for multi-token prediction %s left out, %zu tensor%s: %s", last > first ? "s" : "",
+    err_message("layer%s %d%s for multi-token prediction %s left out, %zu tensor%s: %s", last > first ? "s" : "",
                   first, last > first ? fmt(" to %d", last) : "", last > first ? "are" : "is", n, n == 1 ? "" : "s",
                   why);
     m.n_mtp = first - m.n_layer;
@@ -1558,9 +1558,9 @@ static void find_names(void) {
     m.n_mtp = m.has_delta && m.mtp;
     while (!m.has_delta && m.n_mtp < most && has_below(hf_name(m.n_layer + m.n_mtp, ""))) m.n_mtp++;
     if (no_prediction && m.n_mtp) leave_prediction(m.n_layer, "--no-mtp");
-    else if (no_prediction) message_print("--no-mtp: the model has no layer for multi-token prediction");
+    else if (no_prediction) err_message("--no-mtp: the model has no layer for multi-token prediction");
     for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced && !no_prediction; layer++)
-        message_print("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
+        err_message("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                       "it is left out",
                       model_dir, layer);
 }
@@ -1605,10 +1605,10 @@ static void screen_names(void) {
                 die("%s: %s are not supported", where(t), refused_suffixes[k].format);
     }
     for (size_t k = 0; k < COUNT(needless); k++) report_skipped(needless[k], skipped_suffixes[k].why);
-    if (n_vision) message_print("%zu tensors that read pictures or sound are left out: moe reads text only", n_vision);
+    if (n_vision) err_message("%zu tensors that read pictures or sound are left out: moe reads text only", n_vision);
     if (n_draft)
-        message_print("%zu tensors for multi-token prediction are left out: moe does not run such layers", n_draft);
-    if (n_dspark) message_print("%zu tensors of a DSpark module are left out: moe does not draft with one", n_dspark);
+        err_message("%zu tensors for multi-token prediction are left out: moe does not run such layers", n_draft);
+    if (n_dspark) err_message("%zu tensors of a DSpark module are left out: moe does not draft with one", n_dspark);
 }
 
 /* Dies if a tensor was neither used nor skipped, because the model then has parts that are not known here. */
@@ -1742,15 +1742,15 @@ static void settle_head(void) {
         die("'%s': tensor '%s' is missing, and config.json does not say that it is the embedding: key '%s': %s",
             model_dir, name, key, get(m.top, key) ? json_show(get(m.top, key)) : "none");
     if (m.tied && any && !input) {
-        message_print("'%s' has no embedding: it is '%s', as '%s' of config.json says", model_dir, name, key);
+        err_message("'%s' has no embedding: it is '%s', as '%s' of config.json says", model_dir, name, key);
     } else if (m.tied && any && same_linear(head, embd)) {
         skip_linear(head);
-        message_print("tensor '%s' is left out: it is a copy of the embedding", name);
+        err_message("tensor '%s' is left out: it is a copy of the embedding", name);
     } else if (m.tied && any) {
         m.tied = false;
-        message_print("tensor '%s' is used: it is not the embedding, though '%s' of config.json says so", name, key);
+        err_message("tensor '%s' is used: it is not the embedding, though '%s' of config.json says so", name, key);
     } else if (m.tied && !get_bool(m.top, key, true)) {
-        message_print("'%s' is missing: it is the embedding, as '%s' of text_config says; config.json says no", name,
+        err_message("'%s' is missing: it is the embedding, as '%s' of text_config says; config.json says no", name,
                       key);
     }
     free(head);
@@ -1808,12 +1808,12 @@ static void plan_model(void) {
     report_skipped(plain_inputs, "the weights beside it are not quantized");
     report_skipped(unchosen, "token ids have their experts in such a layer");
     if (n_copies)
-        message_print("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
+        err_message("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
                       "left out: moe uses the model's own",
                       n_copies, n_copies > 1 ? "ies" : "y", n_copies > 1 ? "are" : "is");
-    if (types.keep && !types.n_kept) message_print("--keep: no tensor that would change matches");
+    if (types.keep && !types.n_kept) err_message("--keep: no tensor that would change matches");
     if (n_misaligned > 1)
-        message_print("%zu tensors keep their type because of the length of their rows", n_misaligned);
+        err_message("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();
 }
 
@@ -3041,7 +3041,7 @@ static void check_quantization_keys(void) {
         if (d.obj) check_quant_keys(d, QUANT_WHOLE, path);
     }
     if (quant_unknown.n)
-        message_print("%s is unknown here and not used%s", quant_unknown.first,
+        err_message("%s is unknown here and not used%s", quant_unknown.first,
                       quant_unknown.n > 1 ? fmt("; so are %zu more about quantization", quant_unknown.n - 1) : "");
     json_decref(hf.obj);
 }
@@ -3180,7 +3180,7 @@ static void recognize_pre_tokenizer(struct doc d) {
         const int len = (int)strcspn(found->names, " ");
         const char *name = fmt("%.*s", len, found->names);
         if (m.pre && strcmp(name, m.pre))
-            message_print("%s has the pre-tokenizer %s; %s is written, which models of %s were trained with", d.file,
+            err_message("%s has the pre-tokenizer %s; %s is written, which models of %s were trained with", d.file,
                           name, m.pre, m.arch);
         vocab.pre = m.pre ? m.pre : xstrdup(name);
     }
@@ -3590,7 +3590,7 @@ static void take_scores(const char *file, char *const *text, const enum token_ty
                         size_t n) {
     for (size_t i = 0; i < n; i++)
         if (type[i] == TOKEN_NORMAL && (i >= m.dim[DIM_VOCAB] || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
-            message_print("piece %zu of %s is '%s', another token than in tokenizer.json: its scores are not used", i,
+            err_message("piece %zu of %s is '%s', another token than in tokenizer.json: its scores are not used", i,
                           file, text[i]);
             return;
         }
@@ -3780,7 +3780,7 @@ static void note_unknown(struct doc r, const char *known) {
     json_t *v;
     json_object_foreach(r.obj, key, v) {
         if (!one_of(key, known) && !json_is_null(v))
-            message_print("%s: key '%s.%s' is not used: it is no parameter of '%s'", r.file, r.in, key, rope_type(r));
+            err_message("%s: key '%s.%s' is not used: it is no parameter of '%s'", r.file, r.in, key, rope_type(r));
     }
 }
 
@@ -3839,7 +3839,7 @@ static void put_rope(void) {
     const double theta = rope_base(r, false, m.rope_theta, &in);
     kv_num(in, "rope_theta", theta, "rope.freq_base");
     if (r.in && !strcmp(r.in, "rope_scaling") && get(m.cfg, "rope_parameters"))
-        message_print("config.json: key 'rope_parameters' is not used: there is rope_scaling");
+        err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
     const char *type = rope_type(r);
     put_rotated(r);
     put_window_base();
@@ -4028,7 +4028,7 @@ static void put_architecture(void) {
     kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
     kv_u32("context_length", (size_t)context_length());
     if (json_number_value(get(c, "max_position_embeddings")) > MAX_TRAINED)
-        message_print("config.json: key 'max_position_embeddings': %s is read as %d",
+        err_message("config.json: key 'max_position_embeddings': %s is read as %d",
                       json_show(get(c, "max_position_embeddings")), MAX_TRAINED);
     kv_u32("embedding_length", m.dim[DIM_EMBD]);
     if (m.dense_key && get(c, m.dense_key)) kv_u32("feed_forward_length", size_of(m.dense_key));
@@ -4090,7 +4090,7 @@ static void collect_ids(struct doc d, const char *key, int32_t **ids, bool tell)
         const bool whole = json_whole(e, &id);
         if (json_is_null(e) || (whole && id < 0)) continue;
         if (!whole || (size_t)id >= m.dim[DIM_VOCAB]) {
-            if (tell) message_print("%s: not used", misfit(d, key, fmt("token ids below %zu", m.dim[DIM_VOCAB])));
+            if (tell) err_message("%s: not used", misfit(d, key, fmt("token ids below %zu", m.dim[DIM_VOCAB])));
             continue;
         }
         bool have = false;
@@ -4105,7 +4105,7 @@ static int32_t special_id(struct doc config, const char *name, bool tell) {
     const char *text = fmt("%s_token", name), *key = fmt("%s_token_id", name);
     int32_t id = token_id(config, text), *ids = NULL;
     if (tell && id < 0 && get(config, text) && !json_is_false(get(config, text)))
-        message_print("%s: not used", misfit(config, text, "a token of the vocabulary"));
+        err_message("%s: not used", misfit(config, text, "a token of the vocabulary"));
     if (id < 0) collect_ids(get(m.cfg, key) ? m.cfg : m.top, key, &ids, tell && strcmp(name, "eos"));
     if (arrlen(ids)) id = ids[0];
     arrfree(ids);
@@ -4140,7 +4140,7 @@ static void put_deepseek_v4_template(const char *name) {
     sb_put(&text, deepseek_v4_template, (size_t)(deepseek_v4_template_end - deepseek_v4_template));
     gguf_put_str(&writer, "tokenizer.chat_template", text, arrlenu(text));
     arrfree(text);
-    message_print("'%s' has no chat template: taking moe's, with the reasoning effort%s", model_dir,
+    err_message("'%s' has no chat template: taking moe's, with the reasoning effort%s", model_dir,
                   graded ? "s high and max" : " max");
 }
 
@@ -4164,7 +4164,7 @@ static const char *template_of(struct doc d) {
         if (e != found) sb_printf(&others, "%s'%s'", others ? ", " : "", name);
     }
     if (others)
-        message_print("%s: left out: chat template%s %s%s", d.file, strchr(others, ',') ? "s" : "", sb_cstr(&others),
+        err_message("%s: left out: chat template%s %s%s", d.file, strchr(others, ',') ? "s" : "", sb_cstr(&others),
                       found ? "" : " (none is named 'default')");
     arrfree(others);
     if (found) fits(d, key, json_is_string(found), "a text as template");
@@ -4208,12 +4208,12 @@ static void put_template(struct doc config, const char *name) {
     while (k < COUNT(sources) && !sources[k].text) k++;
     for (size_t i = k + 1; i < COUNT(sources); i++)
         if (sources[i].text && strcmp(sources[i].text, sources[k].text))
-            message_print("%s has another chat template than %s, which is taken", sources[i].file, sources[k].file);
+            err_message("%s has another chat template than %s, which is taken", sources[i].file, sources[k].file);
     for (size_t i = 0; i < arrlenu(more); i++)
-        if (strcmp(more[i], "default.jinja")) message_print("left out: chat template '%s/%s'", folder, more[i]);
+        if (strcmp(more[i], "default.jinja")) err_message("left out: chat template '%s/%s'", folder, more[i]);
     if (k < COUNT(sources)) kv_str("tokenizer.chat_template", sources[k].text);
     else if (m.put_template) m.put_template(name);
-    else message_print("'%s' has no chat template", model_dir);
+    else err_message("'%s' has no chat template", model_dir);
     arrfree(text);
     json_decref(legacy.obj);
     json_decref(processor.obj);
@@ -4242,7 +4242,7 @@ static void put_sampling(struct doc g) {
     struct finding unused = {0};
     int64_t k;
     for (size_t i = 0; i < COUNT(unknown); i++)
-        if (!is_off(get(g, unknown[i]))) message_print("%s: key '%s' is not used", g.file, unknown[i]);
+        if (!is_off(get(g, unknown[i]))) err_message("%s: key '%s' is not used", g.file, unknown[i]);
     const bool sampled = get_bool(g, "do_sample", false);
     for (size_t i = 0; i < COUNT(numbers); i++) {
         const json_t *v = get(g, numbers[i].name);
@@ -4257,7 +4257,7 @@ static void put_sampling(struct doc g) {
     else if (json_whole(get(g, "top_k"), &k) && k < 0) kv_i32("general.sampling.top_k", 0); /* off */
     else if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_limit(g, "top_k", INT32_MAX, 0));
     if (unused.n)
-        message_print("%s: key '%s'%s not used: do_sample is not true", g.file, unused.first,
+        err_message("%s: key '%s'%s not used: do_sample is not true", g.file, unused.first,
                       unused.n > 1 ? fmt(" and %zu more are", unused.n - 1) : " is");
 }
 
@@ -4793,7 +4793,7 @@ static void write_piece(struct output *o, size_t index) {
     }
     float largest = 6.0f * e4m3_to_f32(most) * l->factor;
     if (most && (largest < 1e-5f || largest > 64.0f) && !n_implausible++)
-        message_print("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
+        err_message("%s: weights up to %g are implausible; is its scale right?", where(l->w), (double)largest);
 }
 
 /* Writes a table of experts as I32. */
@@ -4840,8 +4840,8 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
     out_write(header, header_bytes);
     for (size_t i = 0; i < arrlenu(plan) && !only_header; i++) write_output(&plan[i]);
     out_end();
-    if (n_implausible > 1) message_print("%zu matrices have implausible weights", n_implausible);
-    message_print("'%s': %s%zu tensors, %s", path, only_header ? "only the header of " : "", arrlenu(plan),
+    if (n_implausible > 1) err_message("%zu matrices have implausible weights", n_implausible);
+    err_message("'%s': %s%zu tensors, %s", path, only_header ? "only the header of " : "", arrlenu(plan),
                   human((double)dest.total));
 }
 
@@ -4902,7 +4902,7 @@ static void report_errors(void) {
             const char *name = gguf_type_info(type).name;
             printf("%-36s %-6s %12zu weights  %s\n", o->name, name, n, error_text(o->sums));
             if (o->sums.error > 0 && 10 * log10(o->sums.power / o->sums.error) < LEAST_DB)
-                message_print(
+                err_message(
                     "%s: its weights do not suit %s: signal to noise is below %d dB (--keep leaves it as it is)",
                     o->name, name, LEAST_DB);
             count++;
@@ -4916,7 +4916,7 @@ static void report_errors(void) {
     }
     if (!importance.path) return;
     printf("importance   %6zu tensors are weighted, %zu are not in '", importance.weighted, importance.unweighted);
-    out_put(importance.path, strlen(importance.path));
+    out_text(importance.path, strlen(importance.path));
     puts("'");
 }
 

@@ -766,7 +766,7 @@ static void put_retained(struct gguf_writer *w) {
     }
     static bool reported;
     if (unknown && !reported)
-        message_print("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
+        err_message("'%s' was pruned but has no list of original expert ids: the output has none", m.path);
     reported |= unknown;
 }
 
@@ -888,7 +888,7 @@ static void gguf_write(char path[PATH_MAX]) {
     }
     if (dest.done != dest.total) die("internal error: %zu bytes written, %zu planned", dest.done, dest.total);
     out_end();
-    message_print("'%s': %u tensors, %s", path, n, human((double)dest.total));
+    err_message("'%s': %u tensors, %s", path, n, human((double)dest.total));
 }
 
 /* ============================================================================================================
@@ -1140,7 +1140,7 @@ static void hf_read_others(void) {
             continue;
         }
         if (!known)
-            message_print("'%s' is %s: not copied", in_dir(names[i]),
+            err_message("'%s' is %s: not copied", in_dir(names[i]),
                           !regular  ? "not a regular file"
                           : weights ? "not read"
                                     : "a link to a file elsewhere");
@@ -1598,7 +1598,7 @@ static void hf_write(char path[PATH_MAX]) {
     snprintf(copy, sizeof copy, "%s", path);
     sync_dir(dirname(copy));
     progress(true);
-    message_print("'%s': %zu files, %s", path, arrlenu(hf_files), human((double)dest.total));
+    err_message("'%s': %zu files, %s", path, arrlenu(hf_files), human((double)dest.total));
 }
 
 /* ============================================================================================================
@@ -1637,14 +1637,14 @@ static void report_layer(const struct expert_layer *layer) {
 static void report_followers(void) {
     for (size_t i = 0; i < arrlenu(m.layers) && scores.n_files; i++)
         if (m.layers[i].follows && !removed(&m.layers[i]))
-            message_print(
+            err_message(
                 "layer %d, for multi-token prediction, has no scores: it retains the same experts as the last "
                 "layer before it",
                 m.layers[i].block);
 }
 
 /* bytes: of the output. */
-static void report(size_t bytes) {
+static void report_print(size_t bytes) {
     long long before = 0, after = 0;
     double all = 0, retained = 0;
     printf("layer   experts    score   never   <%d   dropped\n", MIN_SAMPLES);
@@ -1773,7 +1773,7 @@ int main(int argc, char **argv) {
     dest.total = plan();
     if (opts.out && !opts.dry_run) (dir ? hf_check_target : check_target)(target);
     report_followers();
-    report(dest.total);
+    report_print(dest.total);
     fflush(stdout);
     if (opts.out && !opts.dry_run) (dir ? hf_write : gguf_write)(target);
     arrfree(files);

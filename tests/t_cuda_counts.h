@@ -41,7 +41,7 @@ static void count_fill(struct session *s, int n_ctx) {
     for (int i = 0; i < model_blocks(s->m) * CACHE_USES; i++) {
         const struct cache_tensor *p = &s->r->cache[i / CACHE_USES][i % CACHE_USES];
         const size_t rows = cache_rows_of(p, (size_t)n_ctx), bytes = rows * p->row_bytes,
-                     scales = rows * (size_t)p->n_group;
+                     scales = rows * (size_t)p->n_scale;
         if (!p->width) continue;
         uint8_t *data = xmalloc(bytes);
         float *scale = p->type == KV_FP8 ? xmalloc(scales * sizeof *scale) : NULL;

@@ -224,7 +224,7 @@ struct matrix {
         for (int i = 0; i < n_expert * n_out; i++) {
             gguf_dequantize_row(type, &raw[(size_t)i * w.row_bytes], row.data(), (size_t)n_in);
             for (float x : row) {
-                if (d.fmt == FMT_F16) x = f16_to_f32(f16_from_f32(x / d.unit)) * d.unit;
+                if (d.fmt == FMT_F16) x = f16_to_f32(f16_from_f32(x / d.decode_scale)) * d.decode_scale;
                 v.push_back((double)x * (double)scale[(size_t)(i / n_out)]);
             }
         }
@@ -729,7 +729,7 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
     u.y[1] = hidden_shared, u.glu[0] = glu_of(kind), u.glu[1] = glu_of(sh_kind);
     u.jobs = {jobs_d, weight_d, n_d, max_jobs}, u.down_scale = down.d.scale, u.down_scale_max = down.d.scale_max;
     u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok, u.x = xd, u.x_stride = x.stride;
-    d.w = down.d, d.w.unit *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.unit *= HIDDEN_SCALE;
+    d.w = down.d, d.w.decode_scale *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.decode_scale *= HIDDEN_SCALE;
     d.hidden = hidden, d.hidden_shared = hidden_shared;
     d.jobs = u.jobs, d.n_tok = n_tok, d.y = y, d.y_stride = (size_t)n_embd;
     xd.arrive();
@@ -1448,9 +1448,9 @@ struct test_cache {
                 uint16_t h;
                 memcpy(&h, from, p.type == KV_FP8 ? 1 : 2);
                 value[(size_t)(i * p.width + j)] =
-                    p.type == KV_FP8
-                        ? (double)e4m3_to_f32(*from) * (double)scales[at * (size_t)p.n_group + (size_t)(j / p.group)]
-                        : (double)bf16_to_f32(h);
+                    p.type == KV_FP8 ? (double)e4m3_to_f32(*from) *
+                                           (double)scales[at * (size_t)p.n_scale + (size_t)(j / p.scale_block)]
+                                     : (double)bf16_to_f32(h);
             }
     }
 };
@@ -1534,7 +1534,7 @@ static double e4m3_squares(const double *x, size_t n, double scale) {
 /* Whether a new row of a cache tensor holds what it should, but for rounding. BF16 keeps 8 bits; the squared error of a group in
  * FP8 is the least of four scales. */
 static bool row_near(const struct cache_tensor &p, const double *got, const std::vector<double> &want) {
-    const size_t n = want.size(), group = p.type == KV_FP8 ? (size_t)p.group : n;
+    const size_t n = want.size(), group = p.type == KV_FP8 ? (size_t)p.scale_block : n;
     for (size_t at = 0; at < n; at += group) {
         const size_t here = min(group, n - at);
         double top = 0, worst = 0, sum = 0, least = INFINITY;

@@ -476,7 +476,7 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     gpu_array<struct batch> b(std::vector<struct batch>{{len - 1, n_tok, len - 1}});
     struct index_args a = {};
     a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p, a.w = w_d;
-    a.w_stride = (size_t)w_stride, a.unit = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
+    a.w_stride = (size_t)w_stride, a.score_scale = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
     a.lists = lists, a.n_scores = n_scores, a.block = block;
     const int tokens = min(n_tok, per);
     const size_t smem = block ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
@@ -510,21 +510,22 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
 
 /* Choices of `listed` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores. */
 static void run_index_choose(int n, int listed, int block, int local, int levels) {
-    const int lists = 2, parts = block ? index_parts(block) : 1, n_scores = n * parts, unit = block ? block : 1;
+    const int lists = 2, parts = block ? index_parts(block) : 1, n_scores = n * parts, block_keys = block ? block : 1;
     std::vector<float> score = random_floats(lists * n_scores, 1);
     for (float &f : score) f = roundf(f * (float)levels) / (float)levels; /* many are equal, also 0 and -0 */
     gpu_array<float> score_d(score);
     gpu_array<int32_t> chosen((size_t)(lists * listed));
-    gpu_array<struct batch> b(std::vector<struct batch>{{n * unit - 2, 1, 0}});
+    gpu_array<struct batch> b(std::vector<struct batch>{{n * block_keys - 2, 1, 0}});
     struct index_args a = {};
-    a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = listed * unit, a.lists = lists;
+    a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = listed * block_keys,
+    a.lists = lists;
     a.n_topk = listed, a.n_scores = n_scores, a.block = block, a.local = local;
     score_d.arrive();
     LAUNCH_PDL((block ? k_index_choose<true> : k_index_choose<false>), (unsigned)lists, CHOOSE_THREADS, 0, test_stream,
                a);
     finish("choices");
     const std::vector<int32_t> got = chosen.get();
-    const int last = (n * unit - 1 + unit - 1) / unit; /* blocks that the token sees */
+    const int last = (n * block_keys - 1 + block_keys - 1) / block_keys; /* blocks that the token sees */
     for (int l = 0; l < lists; l++) {
         std::vector<float> best;
         std::vector<int32_t> want;

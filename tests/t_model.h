@@ -955,7 +955,7 @@ static void batch_fill(struct session *s, int past) {
         const size_t rows = cache_rows_of(p, (size_t)past), n = rows * p->row_bytes;
         if (!p->width) continue;
         arrsetlen(data, n);
-        arrsetlen(scale, rows * (size_t)p->n_group);
+        arrsetlen(scale, rows * (size_t)p->n_scale);
         for (size_t j = 0; j < arrlenu(scale); j++) scale[j] = 1 / 448.0f;
         for (size_t j = 0; j < n; j += 4) {
             const uint64_t x = rng_next(&rng);
@@ -1610,7 +1610,7 @@ static void test_kv_cache(void) {
         struct cache_tensor p = cache_make(type, W, 128);
         p.pow2 = turn == 3;
         p.data = xcalloc(ROWS, p.row_bytes);
-        if (type == KV_FP8) p.scale = xcalloc(ROWS * (size_t)p.n_group, sizeof(float));
+        if (type == KV_FP8) p.scale = xcalloc(ROWS * (size_t)p.n_scale, sizeof(float));
         CHECK(p.row_bytes % 16 == 0, "rows of %zu bytes", p.row_bytes);
         for (int row = 0; row + 1 < ROWS; row += 3) {
             for (int i = 0; i < W; i++) x[i] = (float)(rng_uniform(&rng) - 0.5) * (i < 128 ? 1e-3f : 1e3f);
@@ -1620,8 +1620,8 @@ static void test_kv_cache(void) {
             for (int i = 0; i < W && type != KV_FP8; i++)
                 CHECK(fabsf(x[i] - y[i]) <= (type == KV_F32 ? 0 : fabsf(x[i]) / 256),
                       "type %d row %d value %d: %g became %g", type, row, i, x[i], y[i]);
-            for (int g = 0; g < p.n_group && type == KV_FP8; g++)
-                check_e4m3_group(x + 128 * g, y + 128 * g, g ? W - 128 : 128, p.scale[row * p.n_group + g], p.pow2);
+            for (int g = 0; g < p.n_scale && type == KV_FP8; g++)
+                check_e4m3_group(x + 128 * g, y + 128 * g, g ? W - 128 : 128, p.scale[row * p.n_scale + g], p.pow2);
             float tiny[W]; /* its scale has no finite reciprocal */
             for (int i = 0; i < W; i++) tiny[i] = 1e-38f;
             kv_store(kernels_choose(), &p, row + 1, tiny);

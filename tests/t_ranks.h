@@ -372,8 +372,8 @@ static void test_ranks_odd_heads(void) {
         layers[il].attn = (struct attn){.n_head = heads[il], .n_group = 1, .o_lora = 32};
         layers[il].wo.type = GGUF_Q8_0;
     }
-    const int unit = heads_unit(&m, false);
-    CHECK(unit >= 1021 && unit < 1 << 30, "units of %d heads", unit);
+    const int multiple = heads_multiple(&m, false);
+    CHECK(multiple >= 1021 && multiple < 1 << 30, "multiples of %d heads", multiple);
 }
 
 #define TESTS_RANKS                                                                                                \
