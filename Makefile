@@ -271,9 +271,9 @@ PROGRAMS := moe build/moe-convert build/moe-reap
 NAMES    := $(notdir $(PROGRAMS))
 
 build/docs: $(PROGRAMS)
-	@mkdir -p $@
-	for p in $(PROGRAMS); do n=$@/$${p##*/} && ./$$p --man >$$n.1 && ./$$p --completion bash >$$n.bash && ./$$p --completion zsh >$$n.zsh || exit 1; done
-	@touch $@
+	@rm -rf $@ $@.tmp && mkdir -p $@.tmp
+	for p in $(PROGRAMS); do n=$@.tmp/$${p##*/} && ./$$p --man >$$n.1 && ./$$p --completion bash >$$n.bash && ./$$p --completion zsh >$$n.zsh || exit 1; done
+	@mv $@.tmp $@
 
 # Copies everything below the directory $(1). zsh looks for completions in $(2) there.
 BASH_DIR := share/bash-completion/completions
