@@ -2930,7 +2930,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_row_norm(const __grid_constant
         if (EXCHANGE && tid < n_rank) st_sys16(slot(tid, a.p.rank, i), make_uint4(__float_as_uint(sum), 0, 0, 0));
         if (ALONE) row_scale(a, i, sum);
         if (!SCALE && !tid) a.own[i] = sum, a.all[i] = 0;
-        __syncthreads(); /* the sums are stored; the next row's block_sum overwrites this one's */
+        if (PARTS & ROW_SQUARES) __syncthreads(); /* the next row's block_sum overwrites this one's */
     }
     if (!EXCHANGE) return;
     if (tid < n_rank && tid != a.p.rank) {
@@ -3042,8 +3042,7 @@ DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step
     }
 }
 
-/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block of THREADS. Ends
- * with a barrier. */
+/* Norm of the latents and rotation of the shared key of token t, both to the cache, with one block of THREADS. */
 template <int THREADS>
 DEVICE void mla_store(const struct rope_args &p, int t) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -3065,7 +3064,6 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
         const float2 y = rope_pair(p, k + p.latent, t, i);
         ((uint32_t *)(p.vp.data + pos * p.vp.row_bytes))[i] = f32_to_bf16x2(y.x, y.y);
     }
-    __syncthreads(); /* the next row's block_sum overwrites this one's */
 }
 
 /* MLA in prefill: latents and shared key to the cache (block x = 0); the heads of q are split into the part for wk_b
@@ -3106,7 +3104,10 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_query(const __grid_cons
     const int tid = threadIdx.x, warp = tid >> 5, h = blockIdx.y;
     if (h == r.n_head) {
         grid_dependency_wait();
-        for (int t = blockIdx.x; t < p.n_tok; t += (int)gridDim.x) mla_store<GEMV_THREADS>(r, t);
+        for (int t = blockIdx.x; t < p.n_tok; t += (int)gridDim.x) {
+            mla_store<GEMV_THREADS>(r, t);
+            __syncthreads(); /* the next row's block_sum overwrites this one's */
+        }
         return;
     }
     const int part = mla_query_warps(p.w.n_kt), tiles = GEMV_WARPS / part, rt0 = blockIdx.x * tiles;
@@ -6114,14 +6115,16 @@ DEVICE T block_fold(T *buffer, T x, F f) {
 template <class T>
 DEVICE T block_scan(T *buffer) {
     const int i = (int)threadIdx.x, k = i + SAMPLE_THREADS;
-    for (int o = 1; o < SAMPLE_CANDIDATES; o *= 2) {
+    static_assert(SAMPLE_CANDIDATES == 2 * SAMPLE_THREADS, "a thread has two sums");
+    for (int o = 1; o < SAMPLE_THREADS; o *= 2) {
         __syncthreads(); /* the round before, or the caller, has written */
         T a = i >= o ? buffer[i - o] : 0;
-        T b = k >= o ? buffer[k - o] : 0;
+        T b = buffer[k - o];
         __syncthreads(); /* and has been read by all threads */
         buffer[i] += a;
         buffer[k] += b;
     }
+    buffer[k] += buffer[i];
     __syncthreads(); /* the running sums are complete */
     return buffer[SAMPLE_CANDIDATES - 1];
 }

@@ -606,17 +606,29 @@ static void test_cuda_operations(void) {
     CHECK(!fp4 || n_w4a4 >= 2, "%d fixtures are made for FP4 activations", n_w4a4);
 }
 
+/* A fixture that stays loaded: the tests of mutants run side by side in children, which must not write its file. */
+static const struct model *fixture_keep(const char *name) {
+    static struct {
+        const char *name;
+        struct model m;
+    } kept[12];
+    int i = 0;
+    while (kept[i].name && strcmp(kept[i].name, name)) i++;
+    if (!kept[i].name && !fixture_load(name, &kept[i].m)) return NULL;
+    kept[i].name = name;
+    return &kept[i].m;
+}
+
 /* Latent attention with expanded keys and values: segments that are full, begun, of few keys; several forwards. */
-static void test_cuda_expanded(void) {
+void cuda_test_expanded(void) {
     static const char *const names[] = {"deepseek_v3", "deepseek_v3_nvfp4", "kimi_k2"};
     static const int n[] = {131, 17, 168, 0};
     cuda_test_begin(11);
     for (int f = 0; f < 3; f++) {
-        struct model m;
-        if (!fixture_load(names[f], &m)) return;
-        CHECK(mla_expands_on_gpu(&m, m.layers, 131) && !mla_expands_on_gpu(&m, m.layers, 128), "%s", names[f]);
-        pair_forwards(names[f], &m, f & 1 ? KV_BF16 : KV_FP8, 512, 0, MOE_ACT_F16, n);
-        model_free(&m);
+        const struct model *m = fixture_keep(names[f]);
+        if (!m) return;
+        CHECK(mla_expands_on_gpu(m, m->layers, 131) && !mla_expands_on_gpu(m, m->layers, 128), "%s", names[f]);
+        pair_forwards(names[f], m, f & 1 ? KV_BF16 : KV_FP8, 512, 0, MOE_ACT_F16, n);
     }
 }
 
@@ -631,19 +643,6 @@ static void test_cuda_delta(void) {
         pair_forwards(names[f], &m, KV_BF16, 704, 0, MOE_ACT_F16, n);
         model_free(&m);
     }
-}
-
-/* A fixture that stays loaded: the tests of mutants run side by side in children, which must not write its file. */
-static const struct model *fixture_keep(const char *name) {
-    static struct {
-        const char *name;
-        struct model m;
-    } kept[6];
-    int i = 0;
-    while (kept[i].name && strcmp(kept[i].name, name)) i++;
-    if (!kept[i].name && !fixture_load(name, &kept[i].m)) return NULL;
-    kept[i].name = name;
-    return &kept[i].m;
 }
 
 /* The GPU chooses what the CPU does: every filter, alone and together, over flat and steep logits with equal ones among
@@ -2661,7 +2660,7 @@ static void test_cuda_decode_bench(void) {
         {"cuda/norms", cuda_test_norms}, {"cuda/rotations", cuda_test_rotations}, {"cuda/indexer", cuda_test_indexer}, \
         {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
         {"cuda/sparse", test_cuda_sparse}, {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring},         \
-        {"cuda/expanded", test_cuda_expanded}, {"cuda/delta", test_cuda_delta},                                        \
+        {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},                                        \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \

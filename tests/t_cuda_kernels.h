@@ -1205,39 +1205,71 @@ static void run_share_token() {
     for (int i = 1; i < RANKS; i++) must(cudaStreamDestroy(stream[i]), "a stream");
 }
 
-/* The all-reduce kernel with one rank: its blocks have n_matrix rows, whose norms must not mix. */
-static void run_all_reduce(int n_tok, int n, int blocks) {
-    const size_t count = (size_t)n_tok * (size_t)n;
-    std::vector<float> x(count), d(count), w((size_t)n);
-    for (size_t i = 0; i < count; i++) x[i] = (float)normal() * (float)(1 + i / (size_t)n % 7), d[i] = (float)normal();
-    for (float &f : w) f = 1 + uniform() / 2;
-    gpu_array<float> gx(x), gd(d), gw(w), g32(count);
-    gpu_array<uint16_t> g16(count);
-    gpu_array<uint32_t> state(std::vector<uint32_t>(sizeof(struct sequence) / 4)), heartbeat(std::vector<uint32_t>(2));
-    struct norm_args a = {};
-    gd.arrive();
-    a.x = a.sum = gx, a.partial = gd.p, a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok, a.h16 = g16,
-    a.h32 = g32;
-    a.p = {0, 1, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
-    add_norm<PARTIAL_PUSHED>(&a, blocks, test_stream);
-    finish("a sum");
-    const std::vector<float> sum = gx.get(), norm = g32.get();
-    struct error_sum e;
-    bool exact = true;
-    for (int t = 0; t < n_tok; t++) {
-        double ss = 0;
-        for (int i = 0; i < n; i++) {
-            const size_t at = (size_t)t * (size_t)n + (size_t)i;
-            exact &= sum[at] == x[at] + d[at];
-            ss += (double)sum[at] * (double)sum[at];
+/* Returns the factor that gives a row an RMS of 1. */
+static double rms_factor(const float *x, int n) {
+    double ss = 0;
+    for (int i = 0; i < n; i++) ss += (double)x[i] * (double)x[i];
+    return 1 / sqrt(ss / n + 1e-6);
+}
+
+/* The all-reduce kernel over `ranks` ranks, several times after each other. Its blocks have several rows, whose norms must
+ * not mix. */
+static void run_all_reduce(int ranks, int n_tok, int n, int blocks) {
+    enum { TURNS = 2 };
+    const size_t count = (size_t)n_tok * (size_t)n, words = sizeof(struct sequence) / 4;
+    gpu_array<uint32_t> state(std::vector<uint32_t>((size_t)ranks * words, 0u)),
+        flags(std::vector<uint32_t>((size_t)(ranks * ranks * ALLREDUCE_BLOCKS), 0u)),
+        heartbeat(std::vector<uint32_t>(3));
+    const size_t slots_of = 2 * (size_t)ranks * ALLREDUCE_SLOT + count; /* what one rank receives may exceed a slot */
+    gpu_array<float> slots(ranks > 1 ? (size_t)ranks * slots_of : 1);
+    std::vector<cudaStream_t> stream((size_t)ranks, test_stream);
+    for (int k = 1; k < ranks; k++) must(cudaStreamCreate(&stream[(size_t)k]), "a stream");
+    for (int turn = 0; turn < TURNS; turn++) {
+        std::vector<float> x(count), w((size_t)n), sum(count, 0.0f);
+        std::vector<gpu_array<float> *> owned;
+        std::vector<struct norm_args> args((size_t)ranks);
+        for (size_t i = 0; i < count; i++) x[i] = (float)normal() * (float)(1 + i / (size_t)n % 7);
+        for (float &f : w) f = 1 + uniform() / 2;
+        gpu_array<float> gw(w);
+        gpu_array<uint16_t> g16((size_t)ranks * count);
+        auto keep = [&](auto from) { return owned.emplace_back(new gpu_array<float>(from))->p; };
+        for (int k = 0; k < ranks; k++) {
+            struct norm_args &a = args[(size_t)k];
+            const std::vector<float> d = random_floats((int)count, 1);
+            for (size_t i = 0; i < count; i++) sum[i] = k ? sum[i] + d[i] : d[i];
+            a = {};
+            a.x = a.sum = keep(x), a.partial = keep(d), a.h32 = keep(count), a.h16 = g16 + (size_t)k * count;
+            a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok;
+            a.p = {k, ranks, (struct sequence *)(state.p + (size_t)k * words), (struct heartbeat *)heartbeat.p};
+            for (int to = 0; to < ranks && ranks > 1; to++) {
+                a.slot[to] = slots + (size_t)to * slots_of;
+                a.flag[to] = flags + to * ranks * ALLREDUCE_BLOCKS;
+            }
         }
-        for (int i = 0; i < n; i++) {
-            const size_t at = (size_t)t * (size_t)n + (size_t)i;
-            e.add((double)norm[at], (double)sum[at] / sqrt(ss / n + 1e-6) * (double)w[(size_t)i]);
+        for (size_t i = 0; i < count; i++) sum[i] += x[i];
+        owned[1]->arrive();
+        for (int k = 0; k < ranks; k++) add_norm<PARTIAL_PUSHED>(&args[(size_t)k], (unsigned)blocks, stream[(size_t)k]);
+        finish("a sum");
+        for (int k = 1; k < ranks; k++) must(cudaStreamSynchronize(stream[(size_t)k]), "a sum");
+        struct error_sum e;
+        bool exact = true;
+        for (int k = 0; k < ranks; k++) {
+            const std::vector<float> got = owned[(size_t)(3 * k)]->get(), norm = owned[(size_t)(3 * k + 2)]->get();
+            exact &= got == sum;
+            for (size_t t = 0; t < (size_t)n_tok; t++) {
+                const double f = rms_factor(&sum[t * (size_t)n], n);
+                for (size_t i = 0; i < (size_t)n; i++)
+                    e.add((double)norm[t * (size_t)n + i], (double)sum[t * (size_t)n + i] * f * (double)w[i]);
+            }
         }
+        expect(exact && e.nmse() < 1e-10, "sum of %d x %d over %d ranks in %d blocks: NMSE %.2e, sums %s", n_tok, n,
+               ranks, blocks, e.nmse(), exact ? "right" : "wrong");
+        for (gpu_array<float> *p : owned) delete p;
     }
-    expect(exact && e.nmse() < 1e-10, "sum of %d x %d in %d blocks: NMSE %.2e", n_tok, n, blocks, e.nmse());
-    expect(state.get()[CH_ALLREDUCE] == 1 && heartbeat.get()[0] == 1, "the all-reduce was not counted");
+    for (int k = 0; k < ranks; k++)
+        expect(state.get()[(size_t)k * words + CH_ALLREDUCE] == TURNS, "the all-reduce was not counted");
+    expect(heartbeat.get()[0] > 0, "the all-reduce has no heartbeat");
+    for (int k = 1; k < ranks; k++) must(cudaStreamDestroy(stream[(size_t)k]), "a stream");
 }
 
 /* Norms of whole rows over `ranks` ranks, of which the last has a copy of the keys of the one before; several after each
@@ -1287,11 +1319,12 @@ static void run_row_norm(int ranks, int blocks, int head = 36) {
             if (!k) owned[0]->arrive();
             if (ranks == 1 && turn & 1) { /* with an all-reduce between the two */
                 a.own = sums, a.all = sums + rows;
-                LAUNCH_PDL((k_row_norm<ROW_SQUARES>), (unsigned)rows, NORM_THREADS, 0, test_stream, a);
+                LAUNCH_PDL((k_row_norm<ROW_SQUARES>), (unsigned)(rows + 1) / 2, NORM_THREADS, 0, test_stream, a);
                 LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)a.all, (const uint32_t *)a.own, (size_t)rows);
                 LAUNCH_PDL((k_row_norm<ROW_SCALE>), (unsigned)rows, NORM_THREADS, 0, test_stream, a);
             } else if (ranks == 1)
-                LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_SCALE>), (unsigned)rows, NORM_THREADS, 0, test_stream, a);
+                LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_SCALE>), (unsigned)(rows + 1) / 2, NORM_THREADS, 0,
+                           test_stream, a);
             else
                 LAUNCH_PDL((k_row_norm<ROW_SQUARES | ROW_EXCHANGE | ROW_SCALE>), (unsigned)min(rows, blocks),
                            NORM_THREADS, 0, stream[(size_t)k], a);
@@ -1372,7 +1405,8 @@ extern "C" void cuda_test_links(void) {
     for (int ranks = 1; ranks <= MAX_RANKS; ranks++) run_row_norm(ranks, 3 * ranks);
     run_row_norm(1, 3, 396), run_row_norm(2, 2, 396);
     run_send_recv(1, 4), run_send_recv(5, 1000), run_send_recv(40, 260), run_share_token();
-    run_all_reduce(1, 64, 1), run_all_reduce(40, 1000, 3), run_all_reduce(50, 2052, 2);
+    run_all_reduce(1, 1, 64, 1), run_all_reduce(1, 40, 1000, 3), run_all_reduce(1, 50, 2052, 2);
+    for (int n : {64, 5000, 9000}) run_all_reduce(2, 3, n, 2);
 }
 
 /* ---- attention ---- */

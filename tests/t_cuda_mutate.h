@@ -14,6 +14,7 @@ extern "C" void cuda_test_all_reduce(void);
 extern "C" void cuda_test_feed_forwards(void);
 extern "C" void cuda_test_sparse(void);
 extern "C" void cuda_test_streams(void);
+extern "C" void cuda_test_expanded(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
@@ -25,6 +26,10 @@ static const struct {
                     {"router", cuda_test_router},
                     {"sort", cuda_test_sort},
                     {"links", cuda_test_links},
+                    {"rows", cuda_test_rows},
+                    {"norms", cuda_test_norms},
+                    {"rotations", cuda_test_rotations},
+                    {"indexer", cuda_test_indexer},
                     {"delta_net", cuda_test_delta_net},
                     {"gemv", cuda_test_gemv},
                     {"sample", cuda_test_sample},
@@ -35,6 +40,7 @@ static const struct {
                     {"gemm", cuda_test_gemm},
                     {"attention", cuda_test_attention},
                     {"windows", cuda_test_windows},
+                    {"expanded", cuda_test_expanded},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
                     {"streams", cuda_test_streams},
@@ -317,6 +323,10 @@ static std::string edited(const char *kernel, std::string body) {
 
 /* ---- running mutants ---- */
 
+#define COUNTED   "last_block: the warp that counts the block has written all logits; its lanes run together here"
+#define ONE_TOKEN "a warp takes one token: no other overwrites its scores"
+#define READ_BEFORE \
+    "channel_end: all threads have read the sequence before an earlier barrier, nobody else reads it now"
 /* Instructions whose absence changes nothing: kernel, text, and why. */
 static const struct {
     const char *kernel, *text, *why;
@@ -325,11 +335,20 @@ static const struct {
      "before it is always a copy, the clearing of memory or itself, which has ended"},
     {"k_mma_rate", "griddepcontrol.wait", "it reads and writes nothing"},
     {"k_probe", "griddepcontrol.wait", "it alone writes its answer, into memory that nobody else has"},
-    {"k_route_decodeILi1ELb0E", "bar.sync 0 (3)",
-     "last_block: the warp that counts the block has written all logits; its lanes run together here"},
-    {"k_route_decodeILi16ELb0E", "bar.sync 0 (3)",
-     "last_block: the warp that counts the block has written all logits; its lanes run together here"},
-    {"k_route_decodeILi1ELb0E", "bar.warp.sync -1 (7)", "one token: no other overwrites its scores"},
+    {"k_route_decodeILi1ELb0E", "bar.sync 0 (3)", COUNTED},
+    {"k_route_decodeILi16ELb0E", "bar.sync 0 (3)", COUNTED},
+    {"k_route_decodeILi1ELb1E", "bar.sync 0 (5)", COUNTED},
+    {"k_route_decodeILi4ELb0E", "bar.sync 0 (3)", COUNTED},
+    {"k_route_decodeILi4ELb1E", "bar.sync 0 (5)", COUNTED},
+    {"k_route_decodeILi8ELb1E", "bar.sync 0 (5)", COUNTED},
+    {"k_route_decodeILi1ELb0E", "bar.warp.sync -1 (7)", ONE_TOKEN},
+    {"k_route_decodeILi1ELb1E", "bar.warp.sync -1 (9)", ONE_TOKEN},
+    {"k_route_decodeILi4ELb0E", "bar.warp.sync -1 (7)", ONE_TOKEN},
+    {"k_route_decodeILi4ELb1E", "bar.warp.sync -1 (9)", ONE_TOKEN},
+    {"k_route_decodeILi8ELb1E", "bar.warp.sync -1 (9)", ONE_TOKEN},
+    {"k_route_prefill", "bar.warp.sync -1 (4)", ONE_TOKEN},
+    {"k_add_normILi1E", "bar.sync 0 (6)", READ_BEFORE},
+    {"k_share_token", "bar.sync 0 (2)", READ_BEFORE},
 };
 
 struct mutation {

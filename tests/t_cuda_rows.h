@@ -1,13 +1,6 @@
 /* The kernels of moe_cuda.cu that work on rows, at the widest that they take: norms and sums over ranks, rotations, the
  * indexer of sparse attention, statistics, quantization. Included by test_cuda.cu after t_cuda_kernels.h. */
 
-/* Returns the factor that gives a row an RMS of 1. */
-static double rms_factor(const float *x, int n) {
-    double ss = 0;
-    for (int i = 0; i < n; i++) ss += (double)x[i] * (double)x[i];
-    return 1 / sqrt(ss / n + 1e-6);
-}
-
 /* ---- norms ---- */
 
 /* Sums and norms of two rows of n values by a rank of several. What the others push is there already. base: there is an x;
@@ -191,7 +184,7 @@ extern "C" void cuda_test_norms(void) {
         for (int k = 0; k < 4; k++) run_add_norm<PARTIAL_OWN>(n, 1, 0, true, k & 1, k < 3, 2);
         for (int k = 1; k < 4; k++) run_add_norm<PARTIAL_BF16>(n, 2, 0, k & 1, true, k & 2, k);
         for (int ranks : {1, 2, 3, 15})
-            run_add_norm<PARTIAL_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 2);
+            run_add_norm<PARTIAL_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 1 + ranks % 2);
         for (int ranks = 1; ranks <= MAX_RANKS; ranks++) {
             for (int rank = 0; rank < ranks; rank++)
                 run_add_norm<PARTIAL_PUSHED>(n, ranks, rank, rank & 1, true, ranks % 3 || rank, 1 + rank % 2);

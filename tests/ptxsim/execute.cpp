@@ -396,7 +396,7 @@ static void launch_begin(Launch &L, const Launch *oldest) {
     running[L.seq % RUNNING_MAX].seq = L.seq, running[L.seq % RUNNING_MAX].stream = L.stream;
     L.rng.seed((u32)(machine.seed * 104729 + L.seq));
     if (machine.counts) counts_begin(L);
-    L.pauses = !machine.seed || L.rng() & 64;
+    L.pauses = !machine.seed || machine.races || L.rng() & 64;
     if (!machine.seed) return;
     L.order.resize(L.n_blocks());
     for (u64 i = 0; i < L.n_blocks(); i++) L.order[i] = (u32)i;

@@ -3,6 +3,7 @@
 #include <cfenv>
 #include <limits>
 #include <sched.h>
+#include <unistd.h>
 
 #include "races.h"
 
@@ -837,6 +838,8 @@ static void store_release(Warp &w, const Insn &in) {
     races_released(w, in);
     store<M, R>(w, in);
     std::atomic_thread_fence(std::memory_order_seq_cst);
+    /* other devices may see it long before the block's other warps go on */
+    if (machine.races && in.space <= GLOBAL && !(w.b->rng() & 3)) usleep(200);
 }
 
 enum { A_ADD, A_MIN, A_MAX, A_OR, A_AND, A_XOR, A_EXCH, A_CAS, A_INC };
