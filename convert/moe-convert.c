@@ -873,6 +873,7 @@ static struct checkpoint {
     bool shares[MAX_LAYERS];     /* the block has no indexer: it takes the choice of the one before, or sees all keys */
     int n_typed;                 /* blocks whose kind config.json tells; 0: all */
     size_t window;               /* keys that a token sees in these; 0: no layer has a window */
+    bool tell_window;            /* GGUF files say how many, even 0 */
     size_t chosen;               /* keys, or blocks of keys, that the indexer chooses; 0: there is none */
     bool index_pairs;            /* it rotates neighbours; GGUF files list which layers have one */
     int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
@@ -1827,7 +1828,7 @@ static void plan_model(void) {
  * ============================================================================================================ */
 
 /* Reads the number of experts of a layer. Configurations of pruned models may list those of all layers. */
-static void read_expert_count(const char *key) {
+static void config_expert_count(const char *key) {
     json_t *v, *list = get(src.cfg, key);
     size_t i;
     src.experts_key = key;
@@ -1844,12 +1845,12 @@ static void read_expert_count(const char *key) {
 }
 
 /* Reads the number of experts from the first of these keys that is there. */
-static void read_expert_count_of(const char *first, const char *second) {
-    read_expert_count(get(src.cfg, first) || !get(src.cfg, second) ? first : second);
+static void config_expert_count_of(const char *first, const char *second) {
+    config_expert_count(get(src.cfg, first) || !get(src.cfg, second) ? first : second);
 }
 
 /* Grouped-query attention. heads_kv: the key of the number of KV heads; dflt: where it is missing. */
-static void read_heads(const char *heads_kv, int64_t dflt) {
+static void config_heads(const char *heads_kv, int64_t dflt) {
     size_t head = (size_t)get_int(src.cfg, "head_dim", 1, 65536, (int64_t)src.dim[DIM_EMBD] / src.n_head);
     src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
     if (json_is_null(json_object_get(src.cfg.obj, heads_kv))) dflt = src.n_head; /* as in transformers */
@@ -1860,13 +1861,13 @@ static void read_heads(const char *heads_kv, int64_t dflt) {
 }
 
 /* The same with normed heads. */
-static void read_gqa(void) {
-    read_heads("num_key_value_heads", REQUIRED);
+static void config_gqa(void) {
+    config_heads("num_key_value_heads", REQUIRED);
     src.has |= HAS_HEAD_NORM;
 }
 
 /* Multi-head latent attention. */
-static void read_mla(void) {
+static void config_mla(void) {
     size_t heads = (size_t)src.n_head, nope = (size_t)get_int(src.cfg, "qk_nope_head_dim", 1, 65536, REQUIRED);
     size_t v_head = (size_t)get_int(src.cfg, "v_head_dim", 1, 65536, REQUIRED), latent = size_of("kv_lora_rank");
     src.rope = (int)get_int(src.cfg, "qk_rope_head_dim", 2, 65536, REQUIRED);
@@ -1883,7 +1884,7 @@ static void read_mla(void) {
 }
 
 /* A shared expert as wide as n of the routed ones. */
-static void read_shared(const char *key, int64_t dflt) {
+static void config_shared(const char *key, int64_t dflt) {
     src.n_shared = (int)get_int(src.cfg, key, 0, 64, dflt);
     set_dim(DIM_SHARED, src.ff_expert * (size_t)src.n_shared, fmt("moe_intermediate_size x %s", key));
 }
@@ -1898,16 +1899,16 @@ static bool is_dense_qwen3(int layer) {
     }
     return (layer + 1) % (int)get_int(src.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
 }
-static void read_qwen3(void) {
-    read_gqa();
+static void config_qwen3(void) {
+    config_gqa();
     src.is_dense = is_dense_qwen3;
     src.gating = GATING_SOFTMAX;
-    read_expert_count_of("num_experts", "num_local_experts");
+    config_expert_count_of("num_experts", "num_local_experts");
     expect(src.cfg, "use_sliding_window", !get_bool(src.cfg, "use_sliding_window", false), "false");
 }
 
 /* Reads the keys of the layers with a gated delta net. */
-static void read_delta(void) {
+static void config_delta(void) {
     struct doc c = src.cfg;
     const size_t key = size_of("linear_key_head_dim"), value = size_of("linear_value_head_dim");
     const int interval = (int)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4);
@@ -1934,10 +1935,10 @@ static void read_delta(void) {
 }
 
 /* Reads the keys that Qwen3-Next and Qwen3.5 have in common. */
-static void read_qwen_delta(uint32_t alpha_beta) {
+static void config_qwen_delta(uint32_t alpha_beta) {
     struct doc c = src.cfg;
-    read_gqa();
-    read_delta();
+    config_gqa();
+    config_delta();
     src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_POST_NORM;
     src.has_delta = HAS_DELTA | HAS_POST_NORM | alpha_beta;
     set_dim(DIM_Q, 2 * src.dim[DIM_ATT], "2 num_attention_heads x head_dim");
@@ -1950,7 +1951,7 @@ static void read_qwen_delta(uint32_t alpha_beta) {
     src.rotary = 0.25;
     src.partial = true;
     src.zero_centered = src.shared_width = true;
-    read_expert_count("num_experts");
+    config_expert_count("num_experts");
     src.n_mtp = (int)get_int(c, "mtp_num_hidden_layers", 0, 1, 0);
     expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
     expect(c, "attn_output_gate", get_bool(c, "attn_output_gate", true), "true");
@@ -1958,16 +1959,16 @@ static void read_qwen_delta(uint32_t alpha_beta) {
     expect(c, "mtp_use_dedicated_embeddings", !get_bool(c, "mtp_use_dedicated_embeddings", false), "false");
 }
 
-static void read_qwen3_next(void) {
+static void config_qwen3_next(void) {
     src.is_dense = is_dense_qwen3;
-    read_qwen_delta(HAS_DELTA_BA);
+    config_qwen_delta(HAS_DELTA_BA);
 }
 
 static bool is_dense_never(int layer) { return layer < 0; }
-static void read_qwen3_5(void) {
+static void config_qwen3_5(void) {
     src.is_dense = is_dense_never;
     src.tiled = true;
-    read_qwen_delta(HAS_DELTA_AB);
+    config_qwen_delta(HAS_DELTA_AB);
 }
 static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                   {"enorm", "pre_fc_norm_embedding", BESIDE},
@@ -1990,7 +1991,7 @@ static void count_leading_dense(void) {
 
 static bool is_dense_leading(int layer) { return layer < src.first_dense; }
 /* Leading layers with a dense feed-forward: they are counted, or all layers are listed. */
-static void read_leading_dense(int64_t dflt) {
+static void config_leading_dense(int64_t dflt) {
     struct doc c = src.cfg;
     size_t i;
     json_t *v, *list = get_list(c, "mlp_layer_types");
@@ -2007,11 +2008,11 @@ static void read_leading_dense(int64_t dflt) {
 }
 
 /* Reads the keys of the experts of DeepSeek-V3, which other families have too. */
-static void read_deepseek_experts(void) {
+static void config_deepseek_experts(void) {
     struct doc c = src.cfg;
-    read_leading_dense(0);
-    read_expert_count("n_routed_experts");
-    read_shared("n_shared_experts", 0);
+    config_leading_dense(0);
+    config_expert_count("n_routed_experts");
+    config_shared("n_shared_experts", 0);
     src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
     src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
     const char *method = get_str(c, "topk_method", "noaux_tc");
@@ -2027,21 +2028,21 @@ static void read_deepseek_experts(void) {
 
 static void put_indexer(void);
 /* Reads the keys of DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash. */
-static void read_deepseek3(void) {
+static void config_deepseek3(void) {
     struct doc c = src.cfg;
-    read_mla();
-    read_deepseek_experts();
+    config_mla();
+    config_deepseek_experts();
     expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
     expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
 }
 
 /* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). pairs: it rotates neighbours. */
-static void read_indexer(bool pairs) {
+static void config_indexer(bool pairs) {
     struct doc c = src.cfg;
     const size_t heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
     const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
-    read_mla();
-    read_deepseek_experts();
+    config_mla();
+    config_deepseek_experts();
     src.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
     src.index_pairs = pairs;
     src.put = put_indexer;
@@ -2086,17 +2087,17 @@ static bool shares_choice(int layer) {
 }
 
 /* Reads the keys of DeepSeek-V3.2: every layer has an indexer. */
-static void read_deepseek_v32(void) {
+static void config_deepseek_v32(void) {
     static const char *const others[] = {"indexer_types", "index_topk_pattern"};
-    read_indexer(false);
+    config_indexer(false);
     for (size_t i = 0; i < COUNT(others); i++)
         expect(src.cfg, others[i], !get(src.cfg, others[i]), "none (every layer has an indexer)");
     expect(src.cfg, "index_topk_freq", get_int(src.cfg, "index_topk_freq", 0, MAX_LAYERS, 1) <= 1, "1");
 }
 
 /* Reads the keys of GLM-5: layers without an indexer share the choice of the one before. */
-static void read_glm_dsa(void) {
-    read_indexer(true);
+static void config_glm_dsa(void) {
+    config_indexer(true);
     for (int l = 0; l < src.n_layer; l++) src.shares[l] = shares_choice(l);
     expect(src.cfg, indexer_key(), !src.shares[0], "an indexer in layer 0");
 }
@@ -2122,7 +2123,7 @@ static size_t compression_of(json_t *ratios, json_t *kinds, int layer) {
 
 /* Reads which layers of DeepSeek-V4 have compressed keys, compress_ratios of the releases or layer_types of
  * transformers. The list may go on with layers for multi-token prediction. */
-static void read_ratios(void) {
+static void config_ratios(void) {
     struct doc c = src.cfg, rates = get_obj(c, "compress_rates");
     json_t *ratios = get_list(c, "compress_ratios"), *kinds = get_list(c, "layer_types");
     const char *key = ratios || !kinds ? "compress_ratios" : "layer_types";
@@ -2146,7 +2147,7 @@ static void read_ratios(void) {
 }
 
 /* Counts the first layers of DeepSeek-V4 that find experts by token ids. */
-static void read_hash_layers(void) {
+static void config_hash_layers(void) {
     struct doc c = src.cfg;
     json_t *v, *list = get_list(c, "mlp_layer_types");
     size_t i;
@@ -2174,7 +2175,7 @@ static struct doc rope_part(bool compressed) {
 static void put_deepseek_v4(void);
 static void put_deepseek_v4_template(const char *name);
 /* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no MTP layers. */
-static void read_deepseek_v4(void) {
+static void config_deepseek_v4(void) {
     struct doc c = src.cfg;
     const size_t head = size_of("head_dim"), heads = (size_t)src.n_head, groups = size_of("o_groups");
     const size_t index_heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
@@ -2199,10 +2200,10 @@ static void read_deepseek_v4(void) {
     set_dim(DIM_GROUPS_OUT, groups * src.dim[DIM_O_LORA], "o_groups x o_lora_rank");
     set_dim(DIM_USED, (size_t)src.top_k, src.top_k_key);
     src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
-    read_ratios();
-    read_hash_layers();
-    read_expert_count("n_routed_experts");
-    read_shared("n_shared_experts", 1);
+    config_ratios();
+    config_hash_layers();
+    config_expert_count("n_routed_experts");
+    config_shared("n_shared_experts", 1);
     src.is_dense = is_dense_never;
     src.dense_key = NULL;
     src.router_bias = "exp_probs_b.bias";
@@ -2276,10 +2277,10 @@ static const struct renaming deepseek_v4_names[] = {
     {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of GLM-4.5 to 4.7. */
-static void read_glm4(void) {
+static void config_glm4(void) {
     struct doc c = src.cfg;
-    read_gqa();
-    read_deepseek_experts();
+    config_gqa();
+    config_deepseek_experts();
     src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
     if (get_bool(c, "use_qk_norm", false)) src.has |= HAS_HEAD_NORM;
     src.qkv_bias = get_bool(c, "attention_bias", false);
@@ -2288,12 +2289,12 @@ static void read_glm4(void) {
 }
 
 /* Reads the keys of Hy3. */
-static void read_hy3(void) {
+static void config_hy3(void) {
     struct doc c = src.cfg;
-    read_gqa();
-    read_leading_dense(1);
-    read_expert_count("num_experts");
-    read_shared("num_shared_experts", 1);
+    config_gqa();
+    config_leading_dense(1);
+    config_expert_count("num_experts");
+    config_shared("num_shared_experts", 1);
     src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
     src.router_bias = "exp_probs_b";
     src.gating = GATING_SIGMOID;
@@ -2315,7 +2316,7 @@ static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias",
 
 /* Reads which layers have a window, layer_types, and how many keys it has. The list may also tell it of the layers for
  * multi-token prediction. */
-static void read_windows(void) {
+static void config_windows(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "layer_types");
     const int n = (int)json_array_size(list);
@@ -2336,19 +2337,19 @@ static void read_windows(void) {
 }
 
 /* Reads the keys of gpt-oss (arXiv 2508.10925). */
-static void read_gpt_oss(void) {
+static void config_gpt_oss(void) {
     struct doc c = src.cfg;
-    read_heads("num_key_value_heads", REQUIRED);
-    read_expert_count_of("num_local_experts", "num_experts");
+    config_heads("num_key_value_heads", REQUIRED);
+    config_expert_count_of("num_local_experts", "num_experts");
     src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
-    src.qkv_bias = src.interleaved = src.exact_yarn = src.norm_topk_prob = true;
+    src.qkv_bias = src.interleaved = src.exact_yarn = src.norm_topk_prob = src.tell_window = true;
     src.is_dense = is_dense_never;
     src.gating = GATING_CHOSEN;
     src.norm_key = NULL;
     src.eps = 1e-5;
     set_dim(DIM_SUM, src.dim[DIM_EMBD], "hidden_size");
     for (int l = 0; l < src.n_layer && !get(c, "layer_types"); l++) src.windowed[l] = l % 2 == 0;
-    read_windows();
+    config_windows();
     expect(c, "attention_bias", get_bool(c, "attention_bias", true), "true");
     expect(c, "swiglu_limit", get_num(c, "swiglu_limit", 7) == 7, "7");
     expect(c, "swiglu_alpha", get_num(c, "swiglu_alpha", 1.702) == 1.702, "1.702");
@@ -2356,11 +2357,11 @@ static void read_gpt_oss(void) {
 static const struct renaming gpt_oss_names[] = {{"mlp.gate", "mlp.router", EVERYWHERE}, {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of MiniMax-M2. */
-static void read_minimax_m2(void) {
+static void config_minimax_m2(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "attn_type_list");
-    read_heads("num_key_value_heads", REQUIRED);
-    read_expert_count_of("num_local_experts", "num_experts");
+    config_heads("num_key_value_heads", REQUIRED);
+    config_expert_count_of("num_local_experts", "num_experts");
     src.has |= HAS_ROW_NORM;
     src.is_dense = is_dense_never;
     src.router_bias = "exp_probs_b.bias";
@@ -2393,10 +2394,10 @@ static const struct renaming minimax_names[] = {
     {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of Mixtral (arXiv 2401.04088). GGUF's llama has no key for a window. */
-static void read_mixtral(void) {
+static void config_mixtral(void) {
     struct doc c = src.cfg;
-    read_heads("num_key_value_heads", src.n_head);
-    read_expert_count_of("num_local_experts", "num_experts");
+    config_heads("num_key_value_heads", src.n_head);
+    config_expert_count_of("num_local_experts", "num_experts");
     src.is_dense = is_dense_never;
     src.gating = GATING_SOFTMAX;
     src.norm_key = NULL;
@@ -2409,10 +2410,10 @@ static void read_mixtral(void) {
 }
 
 /* Reads the keys of OLMoE (arXiv 2409.02060). */
-static void read_olmoe(void) {
+static void config_olmoe(void) {
     struct doc c = src.cfg;
-    read_heads("num_key_value_heads", src.n_head);
-    read_expert_count_of("num_experts", "num_local_experts");
+    config_heads("num_key_value_heads", src.n_head);
+    config_expert_count_of("num_experts", "num_local_experts");
     src.has |= HAS_ROW_NORM;
     src.is_dense = is_dense_never;
     src.gating = GATING_SOFTMAX;
@@ -2421,10 +2422,10 @@ static void read_olmoe(void) {
 }
 
 /* Reads the keys of Qwen1.5-MoE and Qwen2-MoE. */
-static void read_qwen2_moe(void) {
+static void config_qwen2_moe(void) {
     struct doc c = src.cfg;
-    read_heads("num_key_value_heads", src.n_head);
-    read_expert_count("num_experts");
+    config_heads("num_key_value_heads", src.n_head);
+    config_expert_count("num_experts");
     src.is_dense = is_dense_qwen3;
     src.gating = GATING_SOFTMAX;
     src.qkv_bias = get_bool(c, "qkv_bias", true);
@@ -2443,11 +2444,11 @@ static bool is_dense_ernie(int layer) {
     return layer < src.first_dense || (last >= 0 && layer > last) || (layer + 1) % step;
 }
 static void put_ernie(void);
-static void read_ernie(void) {
+static void config_ernie(void) {
     struct doc c = src.cfg;
-    read_heads("num_key_value_heads", src.n_head);
-    read_expert_count("moe_num_experts");
-    read_shared("moe_num_shared_experts", 0);
+    config_heads("num_key_value_heads", src.n_head);
+    config_expert_count("moe_num_experts");
+    config_shared("moe_num_shared_experts", 0);
     src.first_dense = (int)get_int(c, "moe_layer_start_index", 0, MAX_LAYERS, 0);
     src.is_dense = is_dense_ernie;
     src.router_bias = get_bool(c, "moe_use_aux_free", true) ? "exp_probs_b.bias" : NULL;
@@ -2483,18 +2484,19 @@ static bool is_dense_step(int layer) {
     return true;
 }
 static void put_step(void);
-static void read_step(void) {
+static void config_step(void) {
     struct doc c = src.cfg, other = get_obj(c, "attention_other_setting");
     src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
-    read_windows();
-    read_heads("num_attention_groups", REQUIRED);
-    read_expert_count("moe_num_experts");
+    config_windows();
+    config_heads("num_attention_groups", REQUIRED);
+    config_expert_count("moe_num_experts");
     src.heads[0] = src.n_head;
     src.heads_kv[0] = src.n_head_kv;
     src.heads[1] = (int)get_int(other, "num_attention_heads", 1, 65536, src.n_head);
     src.heads_kv[1] = (int)get_int(other, "num_attention_groups", 1, 65536, src.n_head_kv);
     src.by_layer = src.list_heads = src.list_kv = src.mtp_dense = src.shared_width = src.window_rope = src.llama3 =
         true;
+    src.tell_window = true;
     if (get_bool(c, "use_qk_norm", true)) src.has |= HAS_HEAD_NORM;
     if (get_bool(c, "use_head_wise_attn_gate", false)) src.has |= HAS_HEAD_GATE;
     src.zero_centered = get_bool(c, "zero_centered", true);
@@ -2552,12 +2554,12 @@ static bool gates_values(int layer) {
     return values;
 }
 
-static void read_laguna(void) {
+static void config_laguna(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "num_attention_heads_per_layer");
-    read_gqa();
-    read_windows();
-    read_expert_count("num_experts");
+    config_gqa();
+    config_windows();
+    config_expert_count("num_experts");
     src.has |= HAS_HEAD_GATE;
     expect(c, "num_attention_heads_per_layer", !list || json_array_size(list) == (size_t)src.n_layer,
            fmt("%d numbers", src.n_layer));
@@ -2608,10 +2610,10 @@ static bool is_dense_mimo(int layer) { return !listed_bit(src.cfg, "moe_layer_fr
 
 static void put_mimo(void);
 /* Reads the keys of MiMo-V2. Its layers for multi-token prediction have windows. */
-static void read_mimo(void) {
+static void config_mimo(void) {
     struct doc c = src.cfg;
-    read_heads("num_key_value_heads", REQUIRED);
-    read_expert_count("n_routed_experts");
+    config_heads("num_key_value_heads", REQUIRED);
+    config_expert_count("n_routed_experts");
     set_dim(DIM_HEAD_V, size_of("v_head_dim"), "v_head_dim");
     for (int l = 0; l < MAX_LAYERS; l++) src.windowed[l] = l >= src.n_layer || listed_bit(c, "hybrid_layer_pattern", l);
     src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
@@ -2699,10 +2701,10 @@ static void check_minimax_attention(void) {
 
 static void put_minimax_m3(void);
 /* Reads the keys of MiniMax-M3. Its MTP layers are not in the releases. */
-static void read_minimax_m3(void) {
+static void config_minimax_m3(void) {
     struct doc c = src.cfg;
-    read_gqa();
-    read_expert_count_of("num_local_experts", "num_experts");
+    config_gqa();
+    config_expert_count_of("num_local_experts", "num_experts");
     const size_t heads = index_size("sparse_num_index_heads", "index_n_heads", 1, 1024);
     const size_t width = index_size("sparse_index_dim", "index_head_dim", 2, 1024);
     const size_t block = index_size("sparse_block_size", "index_block_size", 1, 1 << 16);
@@ -2750,60 +2752,64 @@ static const struct {
     const char *pre; /* the pre-tokenizer of all releases: copies of some have another one in tokenizer.json */
     const char *width, *top_k; /* keys of an expert's width and of experts per token; NULL: the usual ones */
     const char *act;           /* another name of hidden_act; NULL: there is none */
-} families[] = {
-    {.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
+} releases[] = {
+    {.type = "qwen3_moe", .arch = "qwen3moe", .read = config_qwen3},
     {.type = "qwen3_5_moe_text",
      .wrapper = "qwen3_5_moe",
      .arch = "qwen35moe",
-     .read = read_qwen3_5,
+     .read = config_qwen3_5,
      .renaming = qwen_next_names,
      .pre = "qwen35"},
-    {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
-    {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
-    {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
-    {.type = "deepseek_v32", .arch = "deepseek32", .read = read_deepseek_v32},
-    {.type = "deepseek_v4", .arch = "deepseek4", .read = read_deepseek_v4, .renaming = deepseek_v4_names},
-    {.type = "glm_moe_dsa", .arch = "glm-dsa", .read = read_glm_dsa},
-    {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names},
-    {.type = "glm4_moe", .arch = "glm4moe", .read = read_glm4},
-    {.type = "glm4_moe_lite", .arch = "deepseek2", .read = read_deepseek3},
+    {.type = "qwen3_next", .arch = "qwen3next", .read = config_qwen3_next, .renaming = qwen_next_names},
+    {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = config_deepseek3},
+    {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = config_deepseek3},
+    {.type = "deepseek_v32", .arch = "deepseek32", .read = config_deepseek_v32},
+    {.type = "deepseek_v4", .arch = "deepseek4", .read = config_deepseek_v4, .renaming = deepseek_v4_names},
+    {.type = "glm_moe_dsa", .arch = "glm-dsa", .read = config_glm_dsa},
+    {.type = "hy_v3", .arch = "hy_v3", .read = config_hy3, .renaming = hy3_names},
+    {.type = "glm4_moe", .arch = "glm4moe", .read = config_glm4},
+    {.type = "glm4_moe_lite", .arch = "deepseek2", .read = config_deepseek3},
     {.type = "gpt_oss",
      .arch = "gpt-oss",
-     .read = read_gpt_oss,
+     .read = config_gpt_oss,
      .renaming = gpt_oss_names,
      .width = "intermediate_size"},
     {.type = "minimax_m2",
      .arch = "minimax-m2",
-     .read = read_minimax_m2,
+     .read = config_minimax_m2,
      .renaming = minimax_names,
      .width = "intermediate_size"},
     {.type = "minimax_m3",
      .wrapper = "minimax_m3_vl",
      .arch = "minimax-m3",
-     .read = read_minimax_m3,
+     .read = config_minimax_m3,
      .renaming = minimax_names,
      .width = "intermediate_size",
      .act = "swigluoai"},
     {.type = "minimax_m3_vl_text",
      .wrapper = "minimax_m3_vl",
      .arch = "minimax-m3",
-     .read = read_minimax_m3,
+     .read = config_minimax_m3,
      .renaming = minimax_names,
      .width = "intermediate_size",
      .act = "swigluoai"},
-    {.type = "mixtral", .arch = "llama", .read = read_mixtral, .renaming = minimax_names, .width = "intermediate_size"},
-    {.type = "olmoe", .arch = "olmoe", .read = read_olmoe, .width = "intermediate_size"},
-    {.type = "qwen2_moe", .arch = "qwen2moe", .read = read_qwen2_moe, .renaming = shared_expert_names},
-    {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .read = read_ernie, .renaming = ernie_names, .top_k = "moe_k"},
+    {.type = "mixtral",
+     .arch = "llama",
+     .read = config_mixtral,
+     .renaming = minimax_names,
+     .width = "intermediate_size"},
+    {.type = "olmoe", .arch = "olmoe", .read = config_olmoe, .width = "intermediate_size"},
+    {.type = "qwen2_moe", .arch = "qwen2moe", .read = config_qwen2_moe, .renaming = shared_expert_names},
+    {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .read = config_ernie, .renaming = ernie_names, .top_k = "moe_k"},
     {.type = "step3p5",
      .wrapper = "step3p7",
      .arch = "step35",
-     .read = read_step,
+     .read = config_step,
      .renaming = step_names,
      .top_k = "moe_top_k"},
-    {.type = "laguna", .arch = "laguna", .read = read_laguna, .renaming = laguna_names},
-    {.type = "mimo_v2_flash", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names},
-    {.type = "mimo_v2", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names}};
+    {.type = "laguna", .arch = "laguna", .read = config_laguna, .renaming = laguna_names},
+    {.type = "mimo_v2_flash", .arch = "mimo2", .read = config_mimo, .renaming = mimo_names},
+    {.type = "mimo_v2", .arch = "mimo2", .read = config_mimo, .renaming = mimo_names}};
 
 /* Whether a tensor of the index belongs to a layer for multi-token prediction, by its name. */
 static bool is_of_prediction(const char *name) {
@@ -2814,8 +2820,8 @@ static bool is_of_prediction(const char *name) {
 
 /* The model types, for a message. */
 static const char *family_types(void) {
-    const char *list = families[0].type;
-    for (size_t f = 1; f < COUNT(families); f++) list = fmt("%s, %s", list, families[f].type);
+    const char *list = releases[0].type;
+    for (size_t f = 1; f < COUNT(releases); f++) list = fmt("%s, %s", list, releases[f].type);
     return fmt("%s, qwen3_5_moe, kimi_k25, minimax_m3_vl or step3p7", list);
 }
 
@@ -2829,12 +2835,12 @@ static bool has_experts(struct doc d) {
 }
 
 /* Reads config.json into src. */
-static void read_config(void) {
+static void config_read(void) {
     src.top = doc_read("config.json");
     if (!src.top.obj) die("'%s' has no config.json", model_dir);
     const char *type = get_str(src.top, "model_type", "(none)"), *wrapper = type;
     bool wrapped = false;
-    for (size_t f = 0; f < COUNT(families); f++) wrapped |= families[f].wrapper && !strcmp(families[f].wrapper, type);
+    for (size_t f = 0; f < COUNT(releases); f++) wrapped |= releases[f].wrapper && !strcmp(releases[f].wrapper, type);
     src.cfg = wrapped ? get_obj(src.top, "text_config") : src.top;
     src.wrapped = wrapped;
     src.prefix = "";
@@ -2846,22 +2852,22 @@ static void read_config(void) {
     src.eps = 1e-6;
     const bool untold = wrapped && !get(src.cfg, "model_type"); /* MiniMax-M3 */
     if (!untold) type = get_str(src.cfg, "model_type", "(none)");
-    size_t f = 0, n = COUNT(families);
+    size_t f = 0, n = COUNT(releases);
     for (; f < n; f++) {
-        const char *name = untold ? families[f].wrapper : families[f].type;
+        const char *name = untold ? releases[f].wrapper : releases[f].type;
         if (name && !strcmp(name, type)) break;
     }
     if (f == n && !has_experts(src.cfg) && !has_experts(get_obj(src.top, "text_config")))
         die("config.json: '%s' is a dense model; moe runs mixtures of experts", type);
-    expect(src.cfg, "model_type", f < n && (!wrapped || (families[f].wrapper && !strcmp(families[f].wrapper, wrapper))),
+    expect(src.cfg, "model_type", f < n && (!wrapped || (releases[f].wrapper && !strcmp(releases[f].wrapper, wrapper))),
            family_types());
-    src.arch = families[f].arch;
-    src.renaming = families[f].renaming;
-    src.pre = families[f].pre;
+    src.arch = releases[f].arch;
+    src.renaming = releases[f].renaming;
+    src.pre = releases[f].pre;
     src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
     src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
-    src.top_k_key = families[f].top_k ? families[f].top_k : "num_experts_per_tok";
-    src.width_key = families[f].width ? families[f].width : "moe_intermediate_size";
+    src.top_k_key = releases[f].top_k ? releases[f].top_k : "num_experts_per_tok";
+    src.width_key = releases[f].width ? releases[f].width : "moe_intermediate_size";
     src.dense_key = "intermediate_size";
     src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
     set_dim(DIM_ONE, 1, "1");
@@ -2872,10 +2878,10 @@ static void read_config(void) {
     src.ff_expert = size_of(src.width_key);
     src.tied = get_bool(src.cfg, "tie_word_embeddings", false) || get_bool(src.top, "tie_word_embeddings", false);
     const char *act = get_str(src.cfg, "hidden_act", "silu");
-    const char *other = families[f].act;
+    const char *other = releases[f].act;
     expect(src.cfg, "hidden_act", !strcmp(act, "silu") || (other && !strcmp(act, other)),
            other ? fmt("\"silu\" or \"%s\"", other) : "\"silu\"");
-    families[f].read();
+    releases[f].read();
     expect(src.cfg, "attention_bias", src.qkv_bias || !get_bool(src.cfg, "attention_bias", false), "false");
 }
 
@@ -3889,6 +3895,7 @@ static void put_experts(const char *name) {
         differ |= src.experts[l] != most;
         pruned |= src.experts[l] < src.n_expert;
     }
+    if (!most) most = src.n_expert; /* all layers are dense */
     kv_u32("expert_count", (size_t)most);
     kv_u32("expert_used_count", (size_t)src.top_k);
     kv_u32("expert_feed_forward_length", src.ff_expert);
@@ -4018,7 +4025,7 @@ static void put_heads(const char *key, bool list, int all, const int of[MAX_LAYE
 
 /* Writes how many keys layers with a window see, and which layers these are. */
 static void put_windows(void) {
-    if (!src.window) return;
+    if (!src.window && !src.tell_window) return;
     kv_u32("attention.sliding_window", src.window);
     gguf_put_array(&writer, arch_key("attention.sliding_window_pattern"), GGUF_V_BOOL,
                    (size_t)(src.n_layer + src.n_mtp), src.windowed);
@@ -4841,6 +4848,15 @@ static void write_output(struct output *o) {
     out_write(zeros, gguf_pad(o->bytes) - o->bytes);
 }
 
+/* Dies unless the engine binds a finished header, whose data read as zeros. */
+static void check_loads(const uint8_t *header, size_t bytes) {
+    struct model m = {0};
+    char err[ERR_MAX];
+    if (gguf_parse_header(&m.gguf, header, bytes, err, sizeof err) || model_tensors(&m, err))
+        die("'%s': moe could not load the file: %s", model_dir, err);
+    model_close(&m);
+}
+
 /* Writes the file. only_header: without the data of its tensors. */
 static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header_bytes, bool only_header) {
     dest.total = header_bytes + (only_header ? 0 : writer.data_bytes);
@@ -5024,7 +5040,7 @@ int main(int argc, char **argv) {
     strcpy(target, opt.out ? opt.out : "");
 
     model_dir = model_dir_find(model_dir);
-    read_config();
+    config_read();
     may_lack = is_of_prediction;
     source_open();
     if (opt.importance) importance_open(opt.importance);
@@ -5035,6 +5051,7 @@ int main(int argc, char **argv) {
     size_t header_bytes;
     uint8_t *header = gguf_header(&writer, &header_bytes);
     if (!header) die("out of memory for the header");
+    check_loads(header, header_bytes);
     if (opt.out) write_file(target, header, header_bytes, opt.dry_run);
     if (opt.dry_run) list_plan(header_bytes); /* at the end, because a closed pipe ends the program */
     else report_errors();
