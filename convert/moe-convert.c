@@ -27,6 +27,7 @@
 enum {
     MAX_VOCAB = 4 << 20, /* tokens */
     MAX_MTP = 16,        /* layers for multi-token prediction */
+    MAX_WIDTH = 1 << 20, /* of a feed-forward, as the engine takes it */
     PARALLEL = 1 << 17   /* fewer weights than these are converted by one thread */
 };
 
@@ -865,35 +866,29 @@ static struct checkpoint {
     bool tied;                       /* the output matrix is the embedding */
     bool zero_centered;              /* norms are stored less 1 */
 
-    uint32_t has;                /* bits of enum layer_has that all layers have, but those in `recurrent` */
-    uint32_t has_delta;          /* bits of those */
-    uint32_t has_window;         /* bits that layers with a window have beside `has` */
-    bool recurrent[MAX_LAYERS];  /* the block has a gated delta net */
-    bool windowed[MAX_LAYERS];   /* the block has a window */
-    bool shares[MAX_LAYERS];     /* the block has no indexer: it takes the choice of the one before, or sees all keys */
-    int n_typed;                 /* blocks whose kind config.json tells; 0: all */
-    size_t window;               /* keys that a token sees in these; 0: no layer has a window */
-    bool tell_window;            /* GGUF files say how many, even 0 */
-    size_t chosen;               /* keys, or blocks of keys, that the indexer chooses; 0: there is none */
-    bool index_pairs;            /* it rotates neighbours; GGUF files list which layers have one */
-    int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
-    int n_hash;                  /* the first layers, in which a token id has its experts */
-    size_t n_hc;                 /* residual streams; 0: hyper-connections are not used */
-    bool mtp_bare;               /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
-    bool dspark;                 /* tensors below `mtp` are a DSpark module, which is left out */
-    size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
-    bool tiled;                  /* GGUF files have the heads of values in tiled order */
-    int n_layer, n_mtp;          /* blocks = n_layer + n_mtp */
-    bool mtp_dense;              /* layers for multi-token prediction have a dense FFN */
-    bool mtp_unsaid;             /* config.json does not say how many there are */
-    int n_head, n_head_kv, rope; /* heads; rotated values of a key with latent attention */
-    int heads[2], heads_kv[2];   /* heads, KV heads of layers without a window and with one */
-    bool by_layer;               /* heads_of and gate_of are set per layer */
-    int heads_of[MAX_LAYERS];    /* heads of a block; 0: as `heads` says */
-    bool gate_of[MAX_LAYERS];    /* a gate for every value instead of one for every head */
-    bool list_heads, list_kv;    /* GGUF files list the heads of every block, the KV heads */
-    bool pairs;                  /* GGUF files have rows of queries and keys in the order of struct piece's `head` */
-    size_t qkv_chunks;           /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
+    enum mixer mixer;                /* of the layers with attention */
+    int n_layer, n_mtp;              /* blocks = n_layer + n_mtp */
+    bool (*is_windowed)(int layer);  /* the block has a window; NULL: none has */
+    bool (*has_indexer)(int layer);  /* NULL: the engine knows, or none has */
+    bool (*gates_values)(int layer); /* head_gate: the block has a gate for every value; NULL: none has */
+    int n_typed;                     /* blocks whose kind config.json tells; 0: all */
+    size_t window;                   /* keys that a token sees in these; 0: no layer has a window */
+    bool alternate;                  /* every other layer has one where config.json does not say */
+    bool tell_window;                /* GGUF files say how many, even 0 */
+    bool mtp_beside;                 /* the norms of layers for multi-token prediction stand beside these */
+    bool mtp_bare;                   /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
+    bool dspark;                     /* tensors below `mtp` are a DSpark module, which is left out */
+    bool mtp_dense;                  /* layers for multi-token prediction have a dense FFN */
+    bool mtp_unsaid;                 /* config.json does not say how many there are */
+    int n_head, n_head_kv;           /* heads */
+    const char *v_head_key;          /* of config.json: values of a head's value; NULL: as many as of a key */
+    const char *heads_key;           /* of config.json: lists the heads of the layers; NULL: it does not */
+    int window_heads[2];             /* heads, KV heads of layers with a window; 0: as the others */
+    bool list_heads, list_kv;        /* GGUF files list the heads of every block, the KV heads */
+    bool head_norm, head_gate;       /* the heads have norms, gates */
+    bool sinks, window_sinks;        /* heads have sinks in layers without a window, in those with one */
+    bool pairs;        /* GGUF files have rows of queries and keys in the order of struct piece's `head` */
+    size_t qkv_chunks; /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
 
     int n_expert, top_k, n_group; /* n_expert as config.json says; n_group 0: the family has no groups of experts */
     const char *experts_key, *top_k_key; /* of config.json */
@@ -901,8 +896,9 @@ static struct checkpoint {
     int n_shared, first_dense;           /* shared experts of a layer; layers before first_dense have a dense FFN */
     bool leads;                          /* GGUF files say how many dense layers lead */
     bool shared_width;                   /* and how wide the shared expert is */
+    const char *shared_key;              /* of config.json: its width, or with shared_count that of a routed one, */
+    const char *shared_count;            /* times this; NULL: once */
     const char *width_key;               /* of config.json: */
-    size_t ff_expert;                    /* hidden width */
     const char *dense_key;               /* of config.json: the width of a dense FFN */
     const char *router_bias; /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
     enum gating gating;
@@ -921,11 +917,11 @@ static struct checkpoint {
     bool partial;              /* `rotary` may differ */
     bool window_rope;          /* layers with a window have another rotation, */
     const char *window_theta;  /* whose base has this key; NULL: as rope_theta's */
+    bool sections;             /* GGUF files have the shares of time, height and width */
     bool llama3;               /* rope_freqs.weight may change frequencies */
     bool exact_yarn;           /* YaRN's ramp is not rounded */
 
-    size_t dim[DIM_COUNT];           /* of the layer being planned */
-    const char *dim_name[DIM_COUNT]; /* in the words of config.json */
+    size_t n_vocab;
     int experts[MAX_LAYERS];         /* per block; 0: dense */
 } src;
 
@@ -940,18 +936,83 @@ static int64_t context_length(void) {
 /* Returns a size from the config. */
 static size_t size_of(const char *key) { return (size_t)get_int(src.cfg, key, 1, INT32_MAX, REQUIRED); }
 
-static void set_dim(enum dim d, size_t n, const char *name) {
-    src.dim[d] = n;
-    src.dim_name[d] = name;
+/* Returns the values of a head's key. */
+static size_t head_k(void) {
+    if (src.mixer == MIXER_MLA) return size_of("qk_nope_head_dim") + size_of("qk_rope_head_dim");
+    return (size_t)get_int(src.cfg, "head_dim", 1, 65536, (int64_t)size_of("hidden_size") / src.n_head);
+}
+
+/* Returns the values of a head's value. */
+static size_t head_v(void) { return src.v_head_key ? size_of(src.v_head_key) : head_k(); }
+
+/* Whether a block has a window. */
+static bool is_windowed(int layer) { return src.is_windowed && src.is_windowed(layer); }
+
+/* The model that is made, as the engine's loader reads its metadata, and the layer that is planned, whose sizes the
+ * table of tensors asks for. */
+static struct {
+    struct model model;
+    struct loader loader;
+    struct layer layer;
+} made;
+
+/* A size of the layer that is planned. */
+static size_t dim_of(enum dim d) { return (size_t)layer_dim(&made.model, &made.layer, d); }
+
+/* Sizes in the words of config.json. Those that are missing differ between families. */
+/* clang-format off */
+static const char *const dim_names[DIM_COUNT] = {
+    [DIM_ONE] = "1", [DIM_EMBD] = "hidden_size", [DIM_2_EMBD] = "2 hidden_size", [DIM_SUM] = "hidden_size",
+    [DIM_VOCAB] = "vocab_size", [DIM_TOKENS] = "vocab_size",
+    [DIM_HEADS] = "num_attention_heads",
+    [DIM_NOPE] = "qk_nope_head_dim", [DIM_Q_LORA] = "q_lora_rank",
+    [DIM_KV_LORA] = "kv_lora_rank", [DIM_KV_A] = "kv_lora_rank + qk_rope_head_dim",
+    [DIM_INDEXES] = "index_n_heads",
+    [DIM_HC_EMBD] = "hc_mult x hidden_size", [DIM_HC] = "hc_mult", [DIM_HC_MIX] = "(2 + hc_mult) hc_mult",
+    [DIM_HC_SCALES] = "reading, writing and mixing",
+    [DIM_COMPRESS_RATIO] = "tokens of a compressed key", [DIM_INDEX_COMPRESSED] = "2 index_head_dim",
+    [DIM_GROUP_IN] = "num_attention_heads / o_groups x head_dim",
+    [DIM_O_LORA] = "o_lora_rank", [DIM_GROUPS_OUT] = "o_groups x o_lora_rank",
+    [DIM_EXPERTS] = "the layer's experts",
+    [DIM_CONV] = "linear_conv_kernel_dim",
+    [DIM_KEY] = "linear_num_key_heads x linear_key_head_dim",
+    [DIM_VALUES] = "linear_num_value_heads", [DIM_VALUE] = "linear_num_value_heads x linear_value_head_dim",
+    [DIM_VALUE_HEAD] = "linear_value_head_dim",
+    [DIM_MIX] = "heads of queries, keys and values", [DIM_BA] = "2 linear_num_value_heads"};
+/* clang-format on */
+
+/* Returns a size of the layer that is planned in the words of config.json. */
+static const char *dim_name(enum dim d) {
+    const struct layer *l = &made.layer;
+    const bool mla = l->mixer == MIXER_MLA, gqa = l->mixer == MIXER_GQA;
+    const char *k = mla ? "qk_nope_head_dim + qk_rope_head_dim" : "head_dim";
+    const char *v = src.v_head_key ? src.v_head_key : "head_dim";
+    switch ((int)d) {
+    case DIM_Q:
+        return fmt(mla ? "%snum_attention_heads x (%s)" : "%snum_attention_heads x %s", l->attn.q_gate ? "2 " : "", k);
+    case DIM_K: return fmt("num_key_value_heads x %s", k);
+    case DIM_V: return fmt("num_key_value_heads x %s", v);
+    case DIM_GATES:
+        if (l->attn.n_gate == 1) return "num_attention_heads"; /* fallthrough */
+    case DIM_ATT: return fmt("num_attention_heads x %s", v);
+    case DIM_HEAD_K: return k;
+    case DIM_HEAD_V: return v;
+    case DIM_COMPRESSED: return dim_of(d) > (size_t)l->attn.head_k ? "2 head_dim" : "head_dim";
+    case DIM_INDEX_Q: return gqa ? "heads x width of the indexer" : "index_n_heads x index_head_dim";
+    case DIM_INDEX_K: return gqa ? "width of the indexer" : "index_head_dim";
+    case DIM_USED: return src.top_k_key;
+    case DIM_FF: return l->n_expert ? src.width_key : src.dense_key;
+    case DIM_SHARED: return src.shared_count ? fmt("%s x %s", src.shared_key, src.shared_count) : src.shared_key;
+    default: return dim_names[d];
+    }
 }
 
 /* Dies unless a tensor has the sizes r and c; c ONE: it is a vector. */
 static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
-    if (rows == src.dim[r] && cols == src.dim[c]) return;
-    if (c == DIM_ONE)
-        refuse_part("%s: expected [%zu] (%s), found %s", where(t), src.dim[r], src.dim_name[r], shape_text(t));
-    refuse_part("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), src.dim[r], src.dim[c], src.dim_name[r],
-                src.dim_name[c], shape_text(t));
+    const size_t m = dim_of(r), n = dim_of(c);
+    if (rows == m && cols == n) return;
+    if (c == DIM_ONE) refuse_part("%s: expected [%zu] (%s), found %s", where(t), m, dim_name(r), shape_text(t));
+    refuse_part("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m, n, dim_name(r), dim_name(c), shape_text(t));
 }
 
 /* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model: "model." begins the names in
@@ -970,6 +1031,29 @@ static const char *hf_name(int layer, const char *rest) {
     if (mtp) return fmt("%s%s%s%d.%s", src.prefix, mtp, src.mtp_bare ? "" : "layers.", layer - src.n_layer, rest);
     if (layer >= 0) return fmt("%s%slayers.%d.%s", src.prefix, src.body, layer, rest);
     return starts_with(rest, "model.") ? fmt("%s%s%s", src.prefix, src.body, rest + 6) : fmt("%s%s", src.prefix, rest);
+}
+
+static struct gguf_writer writer;
+
+static const char *arch_key(const char *rest) { return fmt("%s.%s", src.arch, rest); }
+static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
+/* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
+static void kv_num(struct doc d, const char *name, double v, const char *key) {
+    const struct key_range *r = key_range_of(key);
+    expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
+    gguf_put_f32(&writer, arch_key(key), (float)v);
+}
+
+static void kv_str(const char *key, const char *s) { gguf_put_str(&writer, key, s, strlen(s)); }
+
+static void kv_i32(const char *key, int32_t v) {
+    gguf_put_key(&writer, key, GGUF_V_I32);
+    gguf_put_u32_raw(&writer, (uint32_t)v);
+}
+
+static void kv_strings(const char *key, char *const *s, size_t n) {
+    gguf_put_array(&writer, key, GGUF_V_STR, n, NULL);
+    for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
 }
 
 /* Describes a tensor as rows of values; sizes of 1 do not count. */
@@ -1003,13 +1087,14 @@ static struct linear resolve_values(const char *name) {
 
 /* Returns the pieces of a tensor with these rows. Where they are heads of values, each one is a piece. */
 static struct piece *pieces_of(struct linear l, enum dim rows) {
-    size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? src.dim[DIM_VALUE_HEAD] : 0;
-    size_t before = rows == DIM_MIX ? src.dim[DIM_MIX] - src.dim[DIM_VALUE] : 0; /* queries and keys */
-    struct piece *p = NULL, first = {.lin = l, .rows = src.tiled && head ? before : l.rows};
-    if (src.pairs && (rows == DIM_Q || rows == DIM_K)) first.head = src.dim[DIM_HEAD_K];
+    const struct delta *d = &made.layer.delta;
+    size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? (size_t)d->head_v : 0;
+    size_t before = rows == DIM_MIX ? dim_of(DIM_MIX) - dim_of(DIM_VALUE) : 0; /* queries and keys */
+    struct piece *p = NULL, first = {.lin = l, .rows = d->tiled && head ? before : l.rows};
+    if (src.pairs && (rows == DIM_Q || rows == DIM_K)) first.head = dim_of(DIM_HEAD_K);
     if (first.rows) arrput(p, first);
-    for (size_t i = 0; i < src.n_value && src.tiled && head; i++) {
-        struct piece one = {.lin = l, .row = before + tiled_head(i, src.n_key, src.n_value) * head, .rows = head};
+    for (size_t i = 0, n = (size_t)d->n_value; i < n && d->tiled && head; i++) {
+        struct piece one = {.lin = l, .row = before + tiled_head(i, (size_t)d->n_key, n) * head, .rows = head};
         arrput(p, one);
     }
     return p;
@@ -1017,10 +1102,10 @@ static struct piece *pieces_of(struct linear l, enum dim rows) {
 
 /* Appends a tensor of F32. out DIM_ONE: it is a vector. */
 static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out, enum meaning meaning) {
-    struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, src.dim[in], src.dim[out], 1);
+    struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, dim_of(in), dim_of(out), 1);
     l.fold = true;
     if (out == DIM_ONE && l.format == PLAIN) {
-        l.rows = src.dim[in];
+        l.rows = dim_of(in);
         l.cols = 1;
     }
     o->pieces = pieces_of(l, out == DIM_ONE ? in : out);
@@ -1039,9 +1124,9 @@ static void plan_vector(const char *dst, const char *from, enum dim in, enum dim
 /* Returns the pieces of a matrix with these sizes. */
 static struct piece *matrix_pieces(struct linear l, enum dim rows, enum dim cols) {
     check_shape(l.w, l.rows, l.cols, rows, cols);
-    if (src.tiled && cols == DIM_VALUE) {
-        l.groups = src.n_key;
-        l.head = src.dim[DIM_VALUE_HEAD];
+    if (made.layer.delta.tiled && cols == DIM_VALUE) {
+        l.groups = (size_t)made.layer.delta.n_key;
+        l.head = dim_of(DIM_VALUE_HEAD);
     }
     return pieces_of(l, rows);
 }
@@ -1115,10 +1200,9 @@ static void plan_ids(const struct tensor_rule *r, int layer) {
     if ((t->dtype != I64 && t->dtype != I32) || t->rank != 2)
         die("%s: expected a matrix of I64 or I32, found %s", where(t), shape_text(t));
     check_shape(t, t->shape[0], t->shape[1], r->out, r->in);
-    struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_I32, 2, src.dim[r->in], src.dim[r->out], 1);
-    struct piece one = {
-        .lin = {.format = PLAIN, .w = t, .rows = src.dim[r->out], .cols = src.dim[r->in], .factor = 1.0f},
-        .rows = src.dim[r->out]};
+    struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_I32, 2, dim_of(r->in), dim_of(r->out), 1);
+    struct piece one = {.lin = {.format = PLAIN, .w = t, .rows = dim_of(r->out), .cols = dim_of(r->in), .factor = 1.0f},
+                        .rows = dim_of(r->out)};
     arrput(o->pieces, one);
     o->below = src.experts[layer];
     t->used = true;
@@ -1132,14 +1216,14 @@ static enum meaning meaning_of(const struct tensor_rule *r) {
 }
 
 /* A vector of a layer. */
-static void plan_layer_vector(const struct tensor_rule *r, int layer, const char *dst, const char *from) {
+static void plan_layer_vector(const struct tensor_rule *r, const char *dst, const char *from) {
     const char *leaf = strrchr(r->hf, '.');
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
     const bool gate = r->field == offsetof(struct layer, sh_weight) && src.shared_gate;
-    const bool norm = r->field == offsetof(struct layer, head_norm) && src.n_hc; /* not the model's */
+    const bool norm = r->field == offsetof(struct layer, head_norm) && made.model.n_hc; /* not the model's */
     const bool optional = r->optional && !bias && !qkv_bias && !gate && !norm;
-    if (bias && layer < src.n_hash) { /* nothing is chosen there */
+    if (bias && made.layer.has_expert_ids) { /* nothing is chosen there */
         struct tensor *unused = tensor_find(from);
         if (!unused) return;
         skip(unused);
@@ -1174,10 +1258,10 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     if (!r->name || (r != tensor_rules && is_gate(r - 1)))
         return; /* a part of the row before, or up, planned with gate */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
-    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = src.has_delta & HAS_DELTA_BA; /* z is in the same tensor */
+    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.has & HAS_DELTA_BA; /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
     if (fused && qkv) plan_qkvz(layer);
-    if (src.n_hc && r->field == offsetof(struct layer, eh_proj)) {
+    if (made.model.n_hc && r->field == offsetof(struct layer, eh_proj)) {
         plan_eh_proj(layer);
         return;
     }
@@ -1193,7 +1277,7 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
         if (!strcmp(r->name, "attn_q")) plan_qkv(layer);
     } else if (r->kind == TENSOR_VECTOR) {
         if (strchr(r->hf, '*')) plan_expert_biases(r, layer);
-        else plan_layer_vector(r, layer, dst, from);
+        else plan_layer_vector(r, dst, from);
     } else if (r->kind == TENSOR_IDS) {
         plan_ids(r, layer);
     } else if (r->n == DIM_GROUPS) { /* one matrix with the rows of all groups */
@@ -1217,13 +1301,13 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
  * v_b (DeepSeek-V2, arXiv 2405.04434, section 2.1). */
 static void plan_kv_b(int layer) {
     struct linear l = resolve_linear(hf_name(layer, "self_attn.kv_b_proj"));
-    const size_t nope = src.dim[DIM_NOPE], v_head = src.dim[DIM_HEAD_V], rows = (size_t)src.n_head * (nope + v_head);
-    if (l.rows != rows || l.cols != src.dim[DIM_KV_LORA])
+    const size_t nope = dim_of(DIM_NOPE), v_head = dim_of(DIM_HEAD_V), rows = dim_of(DIM_HEADS) * (nope + v_head);
+    if (l.rows != rows || l.cols != dim_of(DIM_KV_LORA))
         die("%s: expected [%zu, %zu] (num_attention_heads x (qk_nope_head_dim + v_head_dim), kv_lora_rank), found %s",
-            where(l.w), rows, src.dim[DIM_KV_LORA], shape_text(l.w));
+            where(l.w), rows, dim_of(DIM_KV_LORA), shape_text(l.w));
     struct piece *k = NULL, *v = NULL;
-    for (int h = 0; h < src.n_head; h++) {
-        size_t row = (size_t)h * (nope + v_head);
+    for (size_t h = 0; h < dim_of(DIM_HEADS); h++) {
+        size_t row = h * (nope + v_head);
         struct piece kp = {.lin = l, .row = row, .rows = l.cols, .step = 1, .height = nope};
         struct piece vp = {.lin = l, .row = row + nope, .rows = v_head};
         arrput(k, kp);
@@ -1237,7 +1321,7 @@ static void plan_kv_b(int layer) {
 static void plan_eh_proj(int layer) {
     struct linear *h = xrealloc(NULL, sizeof *h); /* kept: the plan lives as long as the program */
     struct piece *p = NULL,
-                 one = {.lin = resolve_folded(hf_name(layer, "e_proj")), .rows = src.dim[DIM_EMBD], .beside = h};
+                 one = {.lin = resolve_folded(hf_name(layer, "e_proj")), .rows = dim_of(DIM_EMBD), .beside = h};
     *h = resolve_folded(hf_name(layer, "h_proj"));
     check_shape(one.lin.w, one.lin.rows, one.lin.cols, DIM_EMBD, DIM_EMBD);
     check_shape(h->w, h->rows, h->cols, DIM_EMBD, DIM_EMBD);
@@ -1249,14 +1333,15 @@ static void plan_eh_proj(int layer) {
  * values and gates of the heads of values that belong to it. */
 static void plan_qkvz(int layer) {
     struct linear l = resolve_linear(hf_name(layer, "linear_attn.in_proj_qkvz"));
-    const size_t key = src.dim[DIM_KEY] / src.n_key, value = src.dim[DIM_VALUE] / src.n_key, stride = 2 * (key + value);
+    const size_t n_key = (size_t)made.layer.delta.n_key, key = dim_of(DIM_KEY) / n_key,
+                 value = dim_of(DIM_VALUE) / n_key, stride = 2 * (key + value);
     const size_t begin[] = {0, key, 2 * key, 2 * key + value}, rows[] = {key, key, value, value};
     struct piece *p[2] = {NULL, NULL};
-    if (l.rows != src.n_key * stride || l.cols != src.dim[DIM_EMBD])
-        die("%s: expected [%zu, %zu] (2 x (%s + %s), hidden_size), found %s", where(l.w), src.n_key * stride,
-            src.dim[DIM_EMBD], src.dim_name[DIM_KEY], src.dim_name[DIM_VALUE], shape_text(l.w));
+    if (l.rows != n_key * stride || l.cols != dim_of(DIM_EMBD))
+        die("%s: expected [%zu, %zu] (2 x (%s + %s), hidden_size), found %s", where(l.w), n_key * stride,
+            dim_of(DIM_EMBD), dim_name(DIM_KEY), dim_name(DIM_VALUE), shape_text(l.w));
     for (size_t part = 0; part < 4; part++)
-        for (size_t h = 0; h < src.n_key; h++) {
+        for (size_t h = 0; h < n_key; h++) {
             struct piece one = {.lin = l, .row = h * stride + begin[part], .rows = rows[part]};
             arrput(p[part == 3], one);
         }
@@ -1267,14 +1352,14 @@ static void plan_qkvz(int layer) {
 /* Appends qkv_proj as attn_qkv. Each of its parts has rows of queries, then of keys, then of values. FP8 blocks begin
  * anew in every part. */
 static void plan_qkv(int layer) {
-    const size_t n = src.qkv_chunks, rows[] = {src.dim[DIM_Q], src.dim[DIM_K], src.dim[DIM_V]},
+    const size_t n = src.qkv_chunks, rows[] = {dim_of(DIM_Q), dim_of(DIM_K), dim_of(DIM_V)},
                  all = rows[0] + rows[1] + rows[2];
     const char *from = hf_name(layer, "self_attn.qkv_proj");
     struct linear l = resolve_chunks(from, n);
     struct piece *p = NULL;
-    if (l.rows != all || l.cols != src.dim[DIM_EMBD] || rows[0] % n || rows[1] % n || rows[2] % n)
+    if (l.rows != all || l.cols != dim_of(DIM_EMBD) || rows[0] % n || rows[1] % n || rows[2] % n)
         die("%s: expected [%zu, %zu] (%zu parts with queries, keys and values, hidden_size), found %s", where(l.w), all,
-            src.dim[DIM_EMBD], n, shape_text(l.w));
+            dim_of(DIM_EMBD), n, shape_text(l.w));
     for (size_t k = 0, before = 0; k < 3; before += rows[k++] / n)
         for (size_t c = 0; c < n; c++) {
             struct piece one = {.lin = l, .row = c * (all / n) + before, .rows = rows[k] / n};
@@ -1377,7 +1462,7 @@ static int count_experts(int layer) {
 
 /* Returns matrix r of expert e. */
 static struct piece expert_piece(const struct tensor_rule *r, int layer, const struct expert_source *s, size_t e) {
-    const size_t rows = src.dim[r->out], cols = src.dim[r->in], stride = rows * s->n_part;
+    const size_t rows = dim_of(r->out), cols = dim_of(r->in), stride = rows * s->n_part;
     if (s->form == EACH) {
         struct linear l = resolve_linear(expert_name(layer, r->hf, e));
         check_shape(l.w, l.rows, l.cols, r->out, r->in);
@@ -1386,7 +1471,7 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
     const struct fused f = {s->w, hf_name(layer, s->hf), e, s->n_part, s->part};
     struct tensor *w = s->w, want = *w;
     want.rank = s->blocks ? 4 : 3;
-    want.shape[0] = src.dim[DIM_EXPERTS];
+    want.shape[0] = dim_of(DIM_EXPERTS);
     want.shape[1] = s->form == COLUMNS ? cols : stride;
     want.shape[2] = s->form == COLUMNS ? stride : s->blocks ? cols / 32 : cols / (w->dtype == U8 ? 2 : 1);
     if (s->blocks) want.shape[3] = 16;
@@ -1407,7 +1492,7 @@ static struct piece *expert_pieces(const struct tensor_rule *r, int layer) {
     const struct expert_source s =
         find_experts(layer, r->field == offsetof(struct layer, up), r->field == offsetof(struct layer, down));
     struct piece *p = NULL;
-    for (size_t e = 0; e < src.dim[DIM_EXPERTS]; e++) {
+    for (size_t e = 0; e < dim_of(DIM_EXPERTS); e++) {
         struct piece one = expert_piece(r, layer, &s, e);
         arrput(p, one);
     }
@@ -1418,13 +1503,13 @@ static struct piece *expert_pieces(const struct tensor_rule *r, int layer) {
  * alternate. */
 static void plan_expert_biases(const struct tensor_rule *r, int layer) {
     const bool down = starts_with(r->name, "ffn_down"), up = starts_with(r->name, "ffn_up");
-    const size_t n = src.dim[DIM_EXPERTS], rows = src.dim[r->in], n_part = down ? 1 : 2;
+    const size_t n = dim_of(DIM_EXPERTS), rows = dim_of(r->in), n_part = down ? 1 : 2;
     struct tensor *t =
         resolve_vector(hf_name(layer, down ? "mlp.experts.down_proj_bias" : "mlp.experts.gate_up_proj_bias"));
     struct linear l = {.format = PLAIN, .w = t, .rows = n * n_part * rows, .cols = 1, .factor = 1.0f};
     if (t->rank != 2 || t->shape[0] != n || t->shape[1] != n_part * rows)
         die("%s: expected [%zu, %zu] (the layer's experts, %s%s), found %s", where(t), n, n_part * rows,
-            down ? "" : "2 ", src.dim_name[r->in], shape_text(t));
+            down ? "" : "2 ", dim_name(r->in), shape_text(t));
     struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_F32, 2, rows, n, 1);
     o->finite = true;
     for (size_t e = 0; e < n; e++) {
@@ -1439,68 +1524,56 @@ static void plan_expert_biases(const struct tensor_rule *r, int layer) {
  * The plan of all layers; every tensor of the source is used or reported.
  * ============================================================================================================ */
 
-/* Sets the sizes of attention's heads. */
-static void set_heads(size_t heads, size_t heads_kv, size_t n_gate) {
-    const size_t k = src.dim[DIM_HEAD_K], v = src.dim[DIM_HEAD_V];
-    const bool same = src.dim_name[DIM_HEAD_K] == src.dim_name[DIM_HEAD_V];
-    set_dim(DIM_HEADS, heads, "num_attention_heads");
-    set_dim(DIM_Q, heads * k, "num_attention_heads x head_dim");
-    set_dim(DIM_ATT, heads * v, same ? src.dim_name[DIM_Q] : "num_attention_heads x v_head_dim");
-    set_dim(DIM_K, heads_kv * k, "num_key_value_heads x head_dim");
-    set_dim(DIM_V, heads_kv * v, same ? src.dim_name[DIM_K] : "num_key_value_heads x v_head_dim");
-    set_dim(DIM_GATES, heads * n_gate, n_gate > 1 ? src.dim_name[DIM_ATT] : "num_attention_heads");
-}
-
-/* Returns how many heads a block has. */
-static int heads_of(int layer) { return src.heads_of[layer] ? src.heads_of[layer] : src.heads[src.windowed[layer]]; }
-
-/* Returns the bits of a layer of DeepSeek-V4 that others do not have, and sets its sizes. Keys of 4 tokens overlap, so
- * that each token has two halves. */
-static uint32_t compression(int layer) {
-    const size_t ratio = (size_t)src.ratio[layer], halves = ratio == 4 ? 2 : 1;
-    const bool listed = get(src.cfg, "compress_ratios") != NULL;
-    expect(src.cfg, listed ? "compress_ratios" : "layer_types", !ratio || layer < src.n_layer,
-           fmt("%s for layer %d, which is for multi-token prediction", listed ? "0" : "\"sliding_attention\"", layer));
-    set_dim(DIM_COMPRESS_RATIO, ratio, "tokens of a compressed key");
-    set_dim(DIM_COMPRESSED, halves * src.dim[DIM_HEAD_K], halves == 2 ? "2 head_dim" : "head_dim");
-    set_dim(DIM_INDEX_COMPRESSED, halves * src.dim[DIM_INDEX_K], "2 index_head_dim");
-    return (ratio ? HAS_COMPRESSED : 0) | (layer < src.n_hash ? HAS_EXPERT_IDS : 0);
-}
-
-/* Sets the sizes of a mixing of streams: its values, and how many kinds of them have a scale. */
-static void set_mixing(size_t values, const char *name, size_t kinds) {
-    set_dim(DIM_HC_MIX, values, name);
-    set_dim(DIM_HC_SCALES, kinds, kinds > 1 ? "reading, writing and mixing" : "1");
-}
-
 /* Plans what joins the streams before the head. */
 static void plan_hc_head(void) {
-    if (!src.n_hc) return;
-    set_mixing(src.n_hc, "hc_mult", 1);
-    plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC_MIX, VALUES);
-    plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC_MIX, DIM_ONE, VALUES);
-    plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_HC_SCALES, DIM_ONE, VALUES);
-    set_mixing((2 + src.n_hc) * src.n_hc, "(2 + hc_mult) hc_mult", 3);
+    if (!made.model.n_hc) return;
+    plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC, VALUES);
+    plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC, DIM_ONE, VALUES);
+    plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_ONE, DIM_ONE, VALUES);
 }
 
-/* Plans every tensor that layer has. Layers after the last ordinary one predict further tokens and are mixtures. */
+/* Whether a block has a dense feed-forward. Layers after the last ordinary one predict further tokens. */
+static bool is_dense(int layer) { return layer < src.n_layer ? src.is_dense(layer) : src.mtp_dense; }
+
+/* Counts the experts of a block. */
+static void find_counts(int layer) {
+    if (is_dense(layer)) return;
+    src.experts[layer] = count_experts(layer);
+    check_count_lists(layer);
+}
+
+/* Returns a width of a feed-forward, which is `count` times that of a key. */
+static int ff_width(const char *key, size_t count) {
+    const size_t n = size_of(key) * count;
+    expect(src.cfg, key, n <= MAX_WIDTH, fmt("a width of at most %d, %zu times", MAX_WIDTH, count));
+    return (int)n;
+}
+
+/* Returns a layer as the engine's family makes it of the metadata, with what its loader takes from the tensors. */
+static struct layer layer_shape(int layer) {
+    struct layer l = {0};
+    struct attn *a = &l.attn;
+    made.model.family->layer(&made.loader, &l, layer);
+    const struct attn *whole = &made.loader.attn;
+    l.mtp = layer >= src.n_layer;
+    if (src.head_norm) l.qk_norm = QK_NORM_HEADS;
+    a->has_sinks |= a->window ? src.window_sinks : src.sinks;
+    if (src.head_gate) a->n_gate = src.gates_values && src.gates_values(layer) ? a->head_v : 1;
+    if (src.has_indexer) a->n_index = src.has_indexer(layer) ? whole->n_index : 0;
+    l.n_expert = src.experts[layer];
+    l.n_expert_used = l.n_expert ? src.top_k : 0;
+    l.n_ff = ff_width(l.n_expert ? src.width_key : src.dense_key, 1);
+    if (l.n_expert && src.n_shared)
+        l.n_ff_shared = ff_width(src.shared_key, src.shared_count ? (size_t)src.n_shared : 1);
+    l.has = layer_conditions(&made.model, &l);
+    return l;
+}
+
+/* Plans every tensor that a layer has. */
 static void plan_layer(int layer) {
-    struct layer what = {.has = src.recurrent[layer] ? src.has_delta : src.has};
-    const bool dense = layer < src.n_layer ? src.is_dense(layer) : src.mtp_dense;
-    if (layer >= src.n_layer) what.has |= HAS_MTP;
-    if (src.chosen && !src.shares[layer]) what.has |= HAS_INDEXER;
-    if (src.windowed[layer]) what.has |= src.has_window;
-    if (src.has & HAS_CSA) what.has |= compression(layer);
-    what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
-    if (!dense && src.n_shared) what.has |= HAS_SHARED;
-    if (!dense) src.experts[layer] = count_experts(layer);
-    if (!dense) check_count_lists(layer);
-    if (src.by_layer)
-        set_heads((size_t)heads_of(layer), (size_t)src.heads_kv[src.windowed[layer]],
-                  src.gate_of[layer] ? src.dim[DIM_HEAD_V] : 1);
-    set_dim(DIM_EXPERTS, (size_t)src.experts[layer], "the layer's experts");
-    set_dim(DIM_FF, dense ? size_of(src.dense_key) : src.ff_expert, dense ? src.dense_key : src.width_key);
-    for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
+    const struct layer *l = &made.layer;
+    made.layer = layer_shape(layer);
+    for (const struct tensor_rule *r = rule_next(NULL, l); r; r = rule_next(r, l)) plan_rule(r, layer);
     mixture_print();
 }
 
@@ -1515,7 +1588,7 @@ static bool has_below(const char *below) {
  * layer. */
 static bool is_dspark(void) {
     static const char *const parts[] = {".main_proj.", ".markov_head.", ".confidence_head."};
-    for (size_t i = 0; i < arrlenu(tensors) && src.n_hc; i++)
+    for (size_t i = 0; i < arrlenu(tensors) && src.mixer == MIXER_CSA; i++)
         for (size_t k = 0; k < COUNT(parts); k++)
             if (starts_with(tensors[i].name, src.mtp) && strstr(tensors[i].name, parts[k])) return true;
     return false;
@@ -1550,16 +1623,17 @@ static void find_names(void) {
     if (tensor_find("language_model.model.norm.weight")) src.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
         if (tensor_find(fmt("%s%snorm.weight", src.prefix, bodies[k]))) src.body = bodies[k];
-    if (src.n_hc && tensor_find("embed.weight")) src.body = "";
-    for (size_t k = 0; k < COUNT(mtps) && src.has_delta; k++)
+    const bool beside = src.mtp_beside, csa = src.mixer == MIXER_CSA;
+    if (csa && tensor_find("embed.weight")) src.body = "";
+    for (size_t k = 0; k < COUNT(mtps) && beside; k++)
         if (has_below(fmt("%s%s", src.prefix, mtps[k]))) src.mtp = mtps[k];
-    for (size_t k = 0; k < COUNT(mtps) && src.n_hc; k++)
+    for (size_t k = 0; k < COUNT(mtps) && csa; k++)
         if (has_below(fmt("%s0.", mtps[k]))) src.mtp = mtps[k];
     src.dspark = is_dspark();
     if (src.dspark) src.n_mtp = 0;
     const int announced = src.n_mtp, most = src.mtp_unsaid ? MAX_MTP : announced;
-    src.n_mtp = src.has_delta && src.mtp;
-    while (!src.has_delta && src.n_mtp < most && has_below(hf_name(src.n_layer + src.n_mtp, ""))) src.n_mtp++;
+    src.n_mtp = beside && src.mtp;
+    while (!beside && src.n_mtp < most && has_below(hf_name(src.n_layer + src.n_mtp, ""))) src.n_mtp++;
     if (no_prediction && src.n_mtp) leave_prediction(src.n_layer, "--no-mtp");
     else if (no_prediction) err_message("--no-mtp: the model has no layer for multi-token prediction");
     for (int layer = src.n_layer + src.n_mtp; layer < src.n_layer + announced && !no_prediction; layer++)
@@ -1670,7 +1744,7 @@ static double layer_number(const char *key, bool windowed, double dflt) {
     if (!json_is_array(list)) return get_num(src.cfg, key, dflt);
     check_per_layer(key, list);
     json_array_foreach(list, i, v) {
-        if (i >= (size_t)(src.n_layer + src.n_mtp) || src.windowed[i] != windowed) continue;
+        if (i >= (size_t)(src.n_layer + src.n_mtp) || is_windowed((int)i) != windowed) continue;
         expect(src.cfg, key, json_is_number(v) && (isnan(found) || json_number_value(v) == found),
                "the same number for all layers of a kind");
         found = json_number_value(v);
@@ -1706,7 +1780,7 @@ static size_t rotated(struct doc r, bool windowed) {
     struct doc d = get(r, "partial_rotary_factor") ? r : src.cfg;
     const char *key = d.obj == src.cfg.obj && get(src.cfg, list) ? list : "partial_rotary_factor";
     const double share = key == list ? layer_number(list, windowed, src.rotary) : get_num(d, key, src.rotary);
-    const double n = (double)src.dim[DIM_HEAD_K] * share + 1e-9;
+    const double n = (double)head_k() * share + 1e-9;
     if (!src.partial && !src.window_rope) expect(d, key, share == 1, "1");
     expect(d, key, share > 0 && share <= 1 && (size_t)n >= 2 && (size_t)n % 2 == 0,
            "a share of head_dim that is an even number");
@@ -1727,7 +1801,7 @@ static void plan_rope_factors(void) {
     const double original = (double)original_context(r);
     expect(r, "factor", factor >= 1 && factor <= 1e6, "a number from 1 to 1e+06");
     expect(r, "low_freq_factor", low > 0 && low < high, "a number above 0 and below high_freq_factor");
-    for (size_t i = 0; i < src.dim[DIM_HEAD_K] / 2; i++) {
+    for (size_t i = 0; i < head_k() / 2; i++) {
         const double length = 2 * M_PI * pow(theta, 2.0 * (double)i / (double)n);
         const double smooth = fmin(fmax((original / length - low) / (high - low), 0), 1);
         arrput(factors, i < n / 2 ? (float)(1 / ((1 - smooth) / factor + smooth)) : 1.0f);
@@ -1772,6 +1846,7 @@ static bool plan_prediction(int layer) {
     for (size_t i = 0; i < arrlenu(tensors); i++) used[i] = tensors[i].used;
     prediction.planned = true;
     const bool whole = !setjmp(prediction.out);
+    if (whole) find_counts(layer);
     if (whole) plan_layer(layer);
     prediction.planned = false;
     if (!whole) {
@@ -1791,13 +1866,18 @@ static bool plan_prediction(int layer) {
     return whole;
 }
 
-/* Makes the plan. */
-static void plan_model(void) {
+/* Finds out what the release has, before its metadata are written. */
+static void survey(void) {
     find_names();
     if (src.n_typed && src.n_typed < src.n_layer + src.n_mtp)
         die("config.json: key 'layer_types': expected %d layers, found %d", src.n_layer + src.n_mtp, src.n_typed);
     screen_names();
     settle_head();
+    for (int l = 0; l < src.n_layer; l++) find_counts(l);
+}
+
+/* Makes the plan. */
+static void plan_model(void) {
     const bool own = !src.tied || has_linear(hf_name(-1, "model.embed_tokens"));
     plan_linear("token_embd", resolve_folded(hf_name(-1, own ? "model.embed_tokens" : "lm_head")), DIM_VOCAB, DIM_EMBD,
                 SINGLE);
@@ -1851,42 +1931,28 @@ static void config_expert_count_of(const char *first, const char *second) {
 
 /* Grouped-query attention. heads_kv: the key of the number of KV heads; dflt: where it is missing. */
 static void config_heads(const char *heads_kv, int64_t dflt) {
-    size_t head = (size_t)get_int(src.cfg, "head_dim", 1, 65536, (int64_t)src.dim[DIM_EMBD] / src.n_head);
-    src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
     if (json_is_null(json_object_get(src.cfg.obj, heads_kv))) dflt = src.n_head; /* as in transformers */
     src.n_head_kv = (int)get_int(src.cfg, heads_kv, 1, INT32_MAX, dflt);
-    set_dim(DIM_HEAD_K, head, "head_dim");
-    set_dim(DIM_HEAD_V, head, "head_dim");
-    set_heads((size_t)src.n_head, (size_t)src.n_head_kv, 1);
-}
-
-/* The same with normed heads. */
-static void config_gqa(void) {
-    config_heads("num_key_value_heads", REQUIRED);
-    src.has |= HAS_HEAD_NORM;
 }
 
 /* Multi-head latent attention. */
 static void config_mla(void) {
-    size_t heads = (size_t)src.n_head, nope = (size_t)get_int(src.cfg, "qk_nope_head_dim", 1, 65536, REQUIRED);
-    size_t v_head = (size_t)get_int(src.cfg, "v_head_dim", 1, 65536, REQUIRED), latent = size_of("kv_lora_rank");
-    src.rope = (int)get_int(src.cfg, "qk_rope_head_dim", 2, 65536, REQUIRED);
+    src.mixer = MIXER_MLA;
     src.n_head_kv = 1; /* absorbed attention: one latent head */
-    set_dim(DIM_Q_LORA, (size_t)get_int(src.cfg, "q_lora_rank", 0, INT32_MAX, 0), "q_lora_rank");
-    set_dim(DIM_KV_LORA, latent, "kv_lora_rank");
-    set_dim(DIM_KV_A, latent + (size_t)src.rope, "kv_lora_rank + qk_rope_head_dim");
-    set_dim(DIM_NOPE, nope, "qk_nope_head_dim");
-    set_dim(DIM_HEAD_K, nope + (size_t)src.rope, "qk_nope_head_dim + qk_rope_head_dim");
-    set_dim(DIM_HEAD_V, v_head, "v_head_dim");
-    set_dim(DIM_Q, heads * src.dim[DIM_HEAD_K], "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)");
-    set_dim(DIM_ATT, heads * v_head, "num_attention_heads x v_head_dim");
-    src.has = HAS_ATTENTION | HAS_MLA | (src.dim[DIM_Q_LORA] ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
+    src.v_head_key = "v_head_dim";
 }
 
 /* A shared expert as wide as n of the routed ones. */
 static void config_shared(const char *key, int64_t dflt) {
     src.n_shared = (int)get_int(src.cfg, key, 0, 64, dflt);
-    set_dim(DIM_SHARED, src.ff_expert * (size_t)src.n_shared, fmt("moe_intermediate_size x %s", key));
+    src.shared_key = "moe_intermediate_size";
+    src.shared_count = key;
+}
+
+/* A shared expert whose width is a key of config.json. */
+static void config_one_shared(const char *key) {
+    src.n_shared = 1;
+    src.shared_key = key;
 }
 
 static bool is_dense_qwen3(int layer) {
@@ -1900,53 +1966,51 @@ static bool is_dense_qwen3(int layer) {
     return (layer + 1) % (int)get_int(src.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
 }
 static void config_qwen3(void) {
-    config_gqa();
+    config_heads("num_key_value_heads", REQUIRED);
     src.is_dense = is_dense_qwen3;
     src.gating = GATING_SOFTMAX;
     config_expert_count_of("num_experts", "num_local_experts");
     expect(src.cfg, "use_sliding_window", !get_bool(src.cfg, "use_sliding_window", false), "false");
 }
 
-/* Reads the keys of the layers with a gated delta net. */
-static void config_delta(void) {
+/* Whether a layer has a gated delta net. */
+static bool is_recurrent(int layer) {
     struct doc c = src.cfg;
-    const size_t key = size_of("linear_key_head_dim"), value = size_of("linear_value_head_dim");
     const int interval = (int)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4);
     json_t *list = get_list(c, "layer_types");
-    src.n_key = size_of("linear_num_key_heads");
-    src.n_value = size_of("linear_num_value_heads");
-    expect(c, "linear_num_value_heads", src.n_value % src.n_key == 0,
-           fmt("a multiple of the %zu heads of keys", src.n_key));
-    set_dim(DIM_CONV, (size_t)get_int(c, "linear_conv_kernel_dim", 1, 64, 4), "linear_conv_kernel_dim");
-    set_dim(DIM_KEY, src.n_key * key, "linear_num_key_heads x linear_key_head_dim");
-    set_dim(DIM_VALUES, src.n_value, "linear_num_value_heads");
-    set_dim(DIM_VALUE, src.n_value * value, "linear_num_value_heads x linear_value_head_dim");
-    set_dim(DIM_VALUE_HEAD, value, "linear_value_head_dim");
-    set_dim(DIM_MIX, 2 * src.dim[DIM_KEY] + src.dim[DIM_VALUE], "heads of queries, keys and values");
-    set_dim(DIM_BA, 2 * src.n_value, "2 linear_num_value_heads");
+    const char *type = (layer + 1) % interval ? "linear_attention" : "full_attention";
+    if (list) type = json_string_value(json_array_get(list, (size_t)layer));
     expect(c, "layer_types", !list || json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
-    for (int l = 0; l < src.n_layer; l++) {
-        const char *type = (l + 1) % interval ? "linear_attention" : "full_attention";
-        if (list) type = json_string_value(json_array_get(list, (size_t)l));
-        expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
-               "\"full_attention\" and \"linear_attention\"");
-        src.recurrent[l] = !strcmp(type, "linear_attention");
-    }
+    expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
+           "\"full_attention\" and \"linear_attention\"");
+    return !strcmp(type, "linear_attention");
+}
+
+/* Writes the sizes of the layers with a gated delta net, and which layers they are. */
+static void put_delta(void) {
+    struct doc c = src.cfg;
+    const size_t n_key = size_of("linear_num_key_heads"), n_value = size_of("linear_num_value_heads");
+    bool recurrent[MAX_LAYERS] = {false};
+    for (int l = 0; l < src.n_layer; l++) recurrent[l] = is_recurrent(l);
+    expect(c, "linear_num_value_heads", n_value % n_key == 0, fmt("a multiple of the %zu heads of keys", n_key));
+    kv_u32("ssm.conv_kernel", (size_t)get_int(c, "linear_conv_kernel_dim", 1, 64, 4));
+    kv_u32("ssm.state_size", size_of("linear_key_head_dim"));
+    kv_u32("ssm.group_count", n_key);
+    kv_u32("ssm.time_step_rank", n_value);
+    kv_u32("ssm.inner_size", n_value * size_of("linear_value_head_dim"));
+    kv_u32("full_attention_interval", (size_t)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4));
+    gguf_put_array(&writer, arch_key("attention.recurrent_layers"), GGUF_V_BOOL, (size_t)(src.n_layer + src.n_mtp),
+                   recurrent);
 }
 
 /* Reads the keys that Qwen3-Next and Qwen3.5 have in common. */
-static void config_qwen_delta(uint32_t alpha_beta) {
+static void config_qwen_delta(void) {
     struct doc c = src.cfg;
-    config_gqa();
-    config_delta();
-    src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_POST_NORM;
-    src.has_delta = HAS_DELTA | HAS_POST_NORM | alpha_beta;
-    set_dim(DIM_Q, 2 * src.dim[DIM_ATT], "2 num_attention_heads x head_dim");
-    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
-    src.n_shared = 1;
-    src.shared_gate = true;
+    config_heads("num_key_value_heads", REQUIRED);
+    config_one_shared("shared_expert_intermediate_size");
+    src.put = put_delta;
+    src.mtp_beside = src.shared_gate = src.norm_topk_prob = true;
     src.gating = GATING_SOFTMAX;
-    src.norm_topk_prob = true;
     src.rope_theta = 10000;
     src.rotary = 0.25;
     src.partial = true;
@@ -1961,14 +2025,14 @@ static void config_qwen_delta(uint32_t alpha_beta) {
 
 static void config_qwen3_next(void) {
     src.is_dense = is_dense_qwen3;
-    config_qwen_delta(HAS_DELTA_BA);
+    config_qwen_delta();
 }
 
 static bool is_dense_never(int layer) { return layer < 0; }
 static void config_qwen3_5(void) {
     src.is_dense = is_dense_never;
-    src.tiled = true;
-    config_qwen_delta(HAS_DELTA_AB);
+    src.sections = true;
+    config_qwen_delta();
 }
 static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                   {"enorm", "pre_fc_norm_embedding", BESIDE},
@@ -2026,7 +2090,6 @@ static void config_deepseek_experts(void) {
     expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
 }
 
-static void put_indexer(void);
 /* Reads the keys of DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash. */
 static void config_deepseek3(void) {
     struct doc c = src.cfg;
@@ -2036,21 +2099,25 @@ static void config_deepseek3(void) {
     expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
 }
 
+/* Returns the width of an indexer's heads. */
+static size_t index_width(void) { return (size_t)get_int(src.cfg, "index_head_dim", 2, 1024, REQUIRED); }
+
+/* Writes the sizes of an indexer. */
+static void put_indexer(void) {
+    kv_u32("attention.indexer.head_count", (size_t)get_int(src.cfg, "index_n_heads", 1, 1024, REQUIRED));
+    kv_u32("attention.indexer.key_length", index_width());
+    kv_u32("attention.indexer.top_k", (size_t)get_int(src.cfg, "index_topk", 1, MAX_TRAINED, REQUIRED));
+}
+
 /* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). pairs: it rotates neighbours. */
 static void config_indexer(bool pairs) {
     struct doc c = src.cfg;
-    const size_t heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
-    const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
     config_mla();
     config_deepseek_experts();
-    src.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
-    src.index_pairs = pairs;
     src.put = put_indexer;
-    set_dim(DIM_INDEX_Q, heads * width, "index_n_heads x index_head_dim");
-    set_dim(DIM_INDEX_K, width, "index_head_dim");
-    set_dim(DIM_INDEXES, heads, "index_n_heads");
-    expect(c, "q_lora_rank", src.dim[DIM_Q_LORA], "a number above 0, because of the indexer");
-    expect(c, "index_head_dim", width >= (size_t)src.rope, fmt("at least the %d of qk_rope_head_dim", src.rope));
+    expect(c, "q_lora_rank", get_int(c, "q_lora_rank", 0, INT32_MAX, 0), "a number above 0, because of the indexer");
+    expect(c, "index_head_dim", index_width() >= size_of("qk_rope_head_dim"),
+           fmt("at least the %zu of qk_rope_head_dim", size_of("qk_rope_head_dim")));
     expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
     expect(c, "indexer_rope_interleave", get_bool(c, "indexer_rope_interleave", pairs) == pairs,
            pairs ? "true" : "false");
@@ -2063,43 +2130,55 @@ static const char *indexer_key(void) {
                                                 : "index_topk_freq";
 }
 
-/* Whether a layer of GLM-5 has no indexer. */
-static bool shares_choice(int layer) {
+/* Whether a layer of GLM-5 has an indexer: those for multi-token prediction do. */
+static bool has_indexer_glm(int layer) {
     struct doc c = src.cfg;
     const char *key = indexer_key(), *type;
     json_t *list = get(c, key);
     const size_t i = (size_t)layer;
+    if (layer >= src.n_layer) return true;
     if (!strcmp(key, "index_topk_freq")) {
         const int freq = (int)get_int(c, "index_topk_freq", 0, MAX_LAYERS, 1);
         const int offset = (int)get_int(c, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
-        return layer >= offset && freq > 1 && (layer - offset + 1) % freq;
+        return layer < offset || freq <= 1 || (layer - offset + 1) % freq == 0;
     }
     if (json_is_string(list)) {
         const char *letters = json_string_value(list);
         expect(c, key, strlen(letters) == (size_t)src.n_layer && strspn(letters, "FS") == (size_t)src.n_layer,
                fmt("F or S for each of %d layers", src.n_layer));
-        return letters[i] == 'S';
+        return letters[i] == 'F';
     }
     type = json_string_value(json_array_get(list, i));
     expect(c, key, json_array_size(list) == (size_t)src.n_layer && type && one_of(type, "full shared"),
            fmt("\"full\" or \"shared\" for each of %d layers", src.n_layer));
-    return !strcmp(type, "shared");
+    return !strcmp(type, "full");
 }
 
+static bool has_indexer_always(int layer) { return layer >= 0; }
 /* Reads the keys of DeepSeek-V3.2: every layer has an indexer. */
 static void config_deepseek_v32(void) {
     static const char *const others[] = {"indexer_types", "index_topk_pattern"};
     config_indexer(false);
+    src.has_indexer = has_indexer_always;
     for (size_t i = 0; i < COUNT(others); i++)
         expect(src.cfg, others[i], !get(src.cfg, others[i]), "none (every layer has an indexer)");
     expect(src.cfg, "index_topk_freq", get_int(src.cfg, "index_topk_freq", 0, MAX_LAYERS, 1) <= 1, "1");
 }
 
+/* Writes the same of GLM-5, and which layers have an indexer. */
+static void put_glm_dsa(void) {
+    bool full[MAX_LAYERS];
+    for (int l = 0; l < src.n_layer; l++) full[l] = has_indexer_glm(l);
+    put_indexer();
+    gguf_put_array(&writer, arch_key("attention.indexer.types"), GGUF_V_BOOL, (size_t)src.n_layer, full);
+}
+
 /* Reads the keys of GLM-5: layers without an indexer share the choice of the one before. */
 static void config_glm_dsa(void) {
     config_indexer(true);
-    for (int l = 0; l < src.n_layer; l++) src.shares[l] = shares_choice(l);
-    expect(src.cfg, indexer_key(), !src.shares[0], "an indexer in layer 0");
+    src.has_indexer = has_indexer_glm;
+    src.put = put_glm_dsa;
+    expect(src.cfg, indexer_key(), has_indexer_glm(0), "an indexer in layer 0");
 }
 
 /* The kinds of layers of DeepSeek-V4 in transformers' words, and how many tokens a compressed key has. GGUF files can
@@ -2121,47 +2200,53 @@ static size_t compression_of(json_t *ratios, json_t *kinds, int layer) {
     return k;
 }
 
-/* Reads which layers of DeepSeek-V4 have compressed keys, compress_ratios of the releases or layer_types of
+/* Writes which layers of DeepSeek-V4 have compressed keys, compress_ratios of the releases or layer_types of
  * transformers. The list may go on with layers for multi-token prediction. */
-static void config_ratios(void) {
+static void put_ratios(void) {
     struct doc c = src.cfg, rates = get_obj(c, "compress_rates");
     json_t *ratios = get_list(c, "compress_ratios"), *kinds = get_list(c, "layer_types");
     const char *key = ratios || !kinds ? "compress_ratios" : "layer_types";
     const char *known = ratios || !kinds ? "0, 4 or 128"
                                          : "\"sliding_attention\", \"compressed_sparse_attention\" or "
                                            "\"heavily_compressed_attention\"";
-    const size_t n = json_array_size(ratios ? ratios : kinds);
-    expect(c, key, n >= (size_t)src.n_layer && n <= MAX_LAYERS, fmt("%s for each of %d layers", known, src.n_layer));
-    for (int l = 0; l < (int)n; l++) {
+    const int n = (int)json_array_size(ratios ? ratios : kinds), blocks = src.n_layer + src.n_mtp;
+    int32_t all[MAX_LAYERS] = {0};
+    expect(c, key, n >= src.n_layer && n <= MAX_LAYERS, fmt("%s for each of %d layers", known, src.n_layer));
+    for (int l = 0; l < n; l++) {
         const size_t k = compression_of(ratios, kinds, l);
         expect(c, key, k < COUNT(compressions), fmt("%s for each of %d layers", known, src.n_layer));
-        src.ratio[l] = compressions[k].ratio;
+        all[l] = compressions[k].ratio;
         expect(c, "layer_types", !kinds || l >= src.n_layer || compression_of(NULL, kinds, l) == k,
                "what compress_ratios says");
+        expect(c, key, !all[l] || l < src.n_layer || l >= blocks,
+               fmt("%s for layer %d, which is for multi-token prediction", ratios ? "0" : "\"sliding_attention\"", l));
     }
-    for (int l = 0; l < MAX_LAYERS; l++) src.shares[l] = src.ratio[l] != 4;
     for (size_t k = 1; k < COUNT(compressions); k++)
         expect(rates, compressions[k].type,
                get_int(rates, compressions[k].type, 1, INT32_MAX, compressions[k].ratio) == compressions[k].ratio,
                fmt("%d (GGUF files have no other number)", compressions[k].ratio));
+    gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32,
+                   ratios && n > blocks ? (size_t)n : (size_t)blocks, all);
 }
 
 /* Counts the first layers of DeepSeek-V4 that find experts by token ids. */
-static void config_hash_layers(void) {
+static int count_hash_layers(void) {
     struct doc c = src.cfg;
     json_t *v, *list = get_list(c, "mlp_layer_types");
     size_t i;
-    if (!list) src.n_hash = (int)get_int(c, "num_hash_layers", 0, src.n_layer, REQUIRED);
-    if (list) expect(c, "mlp_layer_types", json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
+    int n = 0;
+    if (!list) return (int)get_int(c, "num_hash_layers", 0, src.n_layer, REQUIRED);
+    expect(c, "mlp_layer_types", json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
     json_array_foreach(list, i, v) {
         const char *type = json_is_string(v) ? json_string_value(v) : "";
         const bool hash = !strcmp(type, "hash_moe");
-        expect(c, "mlp_layer_types", hash ? (size_t)src.n_hash == i : !strcmp(type, "moe"),
+        expect(c, "mlp_layer_types", hash ? (size_t)n == i : !strcmp(type, "moe"),
                "\"hash_moe\" layers, then \"moe\" ones");
-        src.n_hash += hash;
+        n += hash;
     }
-    expect(c, "num_hash_layers", get_int(c, "num_hash_layers", 0, src.n_layer, src.n_hash) == src.n_hash,
-           fmt("%d as in mlp_layer_types", src.n_hash));
+    expect(c, "num_hash_layers", get_int(c, "num_hash_layers", 0, src.n_layer, n) == n,
+           fmt("%d as in mlp_layer_types", n));
+    return n;
 }
 
 /* Returns the RoPE parameters of DeepSeek-V4's layers with compressed keys, or of the others. The releases scale the
@@ -2172,36 +2257,42 @@ static struct doc rope_part(bool compressed) {
     return compressed ? r : (struct doc){NULL, r.file, r.in};
 }
 
-static void put_deepseek_v4(void);
+static void put_deepseek_v4(void) {
+    struct doc c = src.cfg;
+    static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
+    const struct key_range *range = key_range_of(clamps[0]);
+    const double limit = get_num(c, "swiglu_limit", NAN);
+    const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
+    const size_t blocks = (size_t)(src.n_layer + src.n_mtp);
+    float limits[MAX_LAYERS];
+    for (size_t l = 0; l < blocks; l++) limits[l] = limit > range->hi ? 0 : (float)limit;
+    expect(c, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
+    kv_u32("attention.q_lora_rank", size_of("q_lora_rank"));
+    expect(c, "sliding_window", window, "a number above 0");
+    kv_u32("attention.sliding_window", window);
+    for (size_t i = 0; i < COUNT(clamps); i++) gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, blocks, limits);
+    put_indexer();
+    kv_u32("attention.output_group_count", size_of("o_groups"));
+    kv_u32("attention.output_lora_rank", size_of("o_lora_rank"));
+    put_ratios();
+    const size_t n_hc = (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED);
+    kv_u32("hyper_connection.count", n_hc);
+    kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
+    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
+    kv_u32("hash_layer_count", (size_t)count_hash_layers());
+    kv_u32("embedding_length_out", n_hc * size_of("hidden_size"));
+}
+
 static void put_deepseek_v4_template(const char *name);
 /* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no MTP layers. */
 static void config_deepseek_v4(void) {
     struct doc c = src.cfg;
     const size_t head = size_of("head_dim"), heads = (size_t)src.n_head, groups = size_of("o_groups");
-    const size_t index_heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
-    const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
-    src.has = HAS_CSA | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_HC;
+    src.mixer = MIXER_CSA;
     src.n_head_kv = (int)get_int(c, "num_key_value_heads", 1, INT32_MAX, 1);
-    src.n_hc = (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED);
-    src.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
     expect(c, "num_key_value_heads", src.n_head_kv == 1, "1");
     expect(c, "o_groups", heads % groups == 0, fmt("a divisor of the %zu heads", heads));
-    set_dim(DIM_HEAD_K, head, "head_dim");
-    set_dim(DIM_HEAD_V, head, "head_dim");
-    set_heads(heads, 1, 1);
-    set_dim(DIM_Q_LORA, size_of("q_lora_rank"), "q_lora_rank");
-    set_dim(DIM_INDEX_Q, index_heads * width, "index_n_heads x index_head_dim");
-    set_dim(DIM_INDEX_K, width, "index_head_dim");
-    set_dim(DIM_INDEXES, index_heads, "index_n_heads");
-    set_dim(DIM_HC, src.n_hc, "hc_mult");
-    set_dim(DIM_HC_EMBD, src.n_hc * src.dim[DIM_EMBD], "hc_mult x hidden_size");
-    set_dim(DIM_GROUP_IN, heads / groups * head, "num_attention_heads / o_groups x head_dim");
-    set_dim(DIM_O_LORA, size_of("o_lora_rank"), "o_lora_rank");
-    set_dim(DIM_GROUPS_OUT, groups * src.dim[DIM_O_LORA], "o_groups x o_lora_rank");
-    set_dim(DIM_USED, (size_t)src.top_k, src.top_k_key);
     src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
-    config_ratios();
-    config_hash_layers();
     config_expert_count("n_routed_experts");
     config_shared("n_shared_experts", 1);
     src.is_dense = is_dense_never;
@@ -2219,8 +2310,8 @@ static void config_deepseek_v4(void) {
         src.rotary = (double)n / (double)head;
         expect(c, "qk_rope_head_dim", rotated(rope_part(false), false) == n, "head_dim x partial_rotary_factor");
     }
-    src.rope = (int)rotated(rope_part(false), false);
-    expect(c, "index_head_dim", width >= (size_t)src.rope, fmt("at least the %d rotated values of a head", src.rope));
+    const size_t rope = rotated(rope_part(false), false);
+    expect(c, "index_head_dim", index_width() >= rope, fmt("at least the %zu rotated values of a head", rope));
     expect(c, "n_shared_experts", src.n_shared == 1, "1");
     expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sqrtsoftplus"), "sqrtsoftplus"), "\"sqrtsoftplus\"");
     expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
@@ -2279,10 +2370,9 @@ static const struct renaming deepseek_v4_names[] = {
 /* Reads the keys of GLM-4.5 to 4.7. */
 static void config_glm4(void) {
     struct doc c = src.cfg;
-    config_gqa();
+    config_heads("num_key_value_heads", REQUIRED);
     config_deepseek_experts();
-    src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
-    if (get_bool(c, "use_qk_norm", false)) src.has |= HAS_HEAD_NORM;
+    src.head_norm = get_bool(c, "use_qk_norm", false);
     src.qkv_bias = get_bool(c, "attention_bias", false);
     src.rotary = 0.5;
     src.partial = true;
@@ -2291,7 +2381,7 @@ static void config_glm4(void) {
 /* Reads the keys of Hy3. */
 static void config_hy3(void) {
     struct doc c = src.cfg;
-    config_gqa();
+    config_heads("num_key_value_heads", REQUIRED);
     config_leading_dense(1);
     config_expert_count("num_experts");
     config_shared("num_shared_experts", 1);
@@ -2314,23 +2404,30 @@ static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias",
  * gpt-oss, MiniMax-M2, Mixtral, OLMoE, Qwen2-MoE, ERNIE-4.5, Step-3.5 and Laguna.
  * ============================================================================================================ */
 
-/* Reads which layers have a window, layer_types, and how many keys it has. The list may also tell it of the layers for
- * multi-token prediction. */
+/* Whether a block has a window, by layer_types, which may also tell it of the layers for multi-token prediction; without
+ * the list by default every other layer of gpt-oss. */
+static bool is_windowed_typed(int layer) {
+    json_t *list = get_list(src.cfg, "layer_types");
+    const char *type = json_string_value(json_array_get(list, (size_t)layer));
+    return type ? !strcmp(type, "sliding_attention") : !list && src.alternate && layer < src.n_layer && layer % 2 == 0;
+}
+
+/* Reads which layers have a window and how many keys it has. */
 static void config_windows(void) {
     struct doc c = src.cfg;
-    json_t *list = get_list(c, "layer_types");
+    json_t *v, *list = get_list(c, "layer_types");
+    size_t i;
     const int n = (int)json_array_size(list);
     bool any = false;
     expect(c, "layer_types", !list || n == src.n_layer || n == src.n_layer + src.n_mtp,
            src.n_mtp ? fmt("%d or %d layers", src.n_layer, src.n_layer + src.n_mtp) : fmt("%d layers", src.n_layer));
-    for (int l = 0; l < n; l++) {
-        const char *type = json_string_value(json_array_get(list, (size_t)l));
-        expect(c, "layer_types", type && one_of(type, "full_attention sliding_attention"),
+    json_array_foreach(list, i, v) {
+        expect(c, "layer_types", json_is_string(v) && one_of(json_string_value(v), "full_attention sliding_attention"),
                "\"full_attention\" and \"sliding_attention\"");
-        src.windowed[l] = !strcmp(type, "sliding_attention");
     }
+    src.is_windowed = is_windowed_typed;
     src.n_typed = n;
-    for (int l = 0; l < MAX_LAYERS; l++) any |= src.windowed[l];
+    for (int l = 0; l < src.n_layer + src.n_mtp; l++) any |= is_windowed(l);
     src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     expect(c, "sliding_window", !any || src.window, "a number above 0");
     if (!any) src.window = 0;
@@ -2341,14 +2438,12 @@ static void config_gpt_oss(void) {
     struct doc c = src.cfg;
     config_heads("num_key_value_heads", REQUIRED);
     config_expert_count_of("num_local_experts", "num_experts");
-    src.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
-    src.qkv_bias = src.interleaved = src.exact_yarn = src.norm_topk_prob = src.tell_window = true;
+    src.qkv_bias = src.interleaved = src.exact_yarn = src.norm_topk_prob = true;
+    src.alternate = src.tell_window = true;
     src.is_dense = is_dense_never;
     src.gating = GATING_CHOSEN;
     src.norm_key = NULL;
     src.eps = 1e-5;
-    set_dim(DIM_SUM, src.dim[DIM_EMBD], "hidden_size");
-    for (int l = 0; l < src.n_layer && !get(c, "layer_types"); l++) src.windowed[l] = l % 2 == 0;
     config_windows();
     expect(c, "attention_bias", get_bool(c, "attention_bias", true), "true");
     expect(c, "swiglu_limit", get_num(c, "swiglu_limit", 7) == 7, "7");
@@ -2362,15 +2457,13 @@ static void config_minimax_m2(void) {
     json_t *list = get_list(c, "attn_type_list");
     config_heads("num_key_value_heads", REQUIRED);
     config_expert_count_of("num_local_experts", "num_experts");
-    src.has |= HAS_ROW_NORM;
     src.is_dense = is_dense_never;
     src.router_bias = "exp_probs_b.bias";
     src.gating = GATING_SIGMOID;
     src.norm_key = NULL;
     src.norm_topk_prob = src.partial = true;
     if (get(c, "rotary_dim"))
-        src.rotary =
-            (double)get_int(c, "rotary_dim", 2, (int64_t)src.dim[DIM_HEAD_K], REQUIRED) / (double)src.dim[DIM_HEAD_K];
+        src.rotary = (double)get_int(c, "rotary_dim", 2, (int64_t)head_k(), REQUIRED) / (double)head_k();
     for (size_t i = 0; i < json_array_size(list); i++)
         expect(c, "attn_type_list", json_element(list, i) == 1, "1 for every layer");
     expect(c, "use_qk_norm", get_bool(c, "use_qk_norm", true), "true");
@@ -2403,7 +2496,7 @@ static void config_mixtral(void) {
     src.norm_key = NULL;
     src.norm_topk_prob = src.pairs = src.llama3 = true;
     src.eps = 1e-5;
-    expect(c, "head_dim", src.dim[DIM_HEAD_K] % 2 == 0, "an even number");
+    expect(c, "head_dim", head_k() % 2 == 0, "an even number");
     const int64_t window = get_limit(c, "sliding_window", MAX_TRAINED, MAX_TRAINED);
     expect(c, "sliding_window", window >= get_limit(c, "max_position_embeddings", MAX_TRAINED, MAX_TRAINED),
            "none or the whole context (GGUF files of llama cannot have windows)");
@@ -2414,7 +2507,6 @@ static void config_olmoe(void) {
     struct doc c = src.cfg;
     config_heads("num_key_value_heads", src.n_head);
     config_expert_count_of("num_experts", "num_local_experts");
-    src.has |= HAS_ROW_NORM;
     src.is_dense = is_dense_never;
     src.gating = GATING_SOFTMAX;
     src.eps = 1e-5;
@@ -2429,9 +2521,8 @@ static void config_qwen2_moe(void) {
     src.is_dense = is_dense_qwen3;
     src.gating = GATING_SOFTMAX;
     src.qkv_bias = get_bool(c, "qkv_bias", true);
-    src.n_shared = 1;
+    config_one_shared("shared_expert_intermediate_size");
     src.shared_gate = src.shared_width = true;
-    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
     expect(c, "use_sliding_window", !get_bool(c, "use_sliding_window", false), "false");
 }
 static const struct renaming shared_expert_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
@@ -2443,7 +2534,9 @@ static bool is_dense_ernie(int layer) {
     const int step = (int)get_int(src.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1);
     return layer < src.first_dense || (last >= 0 && layer > last) || (layer + 1) % step;
 }
-static void put_ernie(void);
+static void put_ernie(void) {
+    kv_u32("interleave_moe_layer_step", (size_t)get_int(src.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1));
+}
 static void config_ernie(void) {
     struct doc c = src.cfg;
     config_heads("num_key_value_heads", src.n_head);
@@ -2483,22 +2576,39 @@ static bool is_dense_step(int layer) {
     }
     return true;
 }
-static void put_step(void);
+/* Writes a limit for every layer from a list, if there is one; null is 0, none. */
+static void put_limits(const char *key, const char *name) {
+    const struct key_range *range = key_range_of(name);
+    json_t *list = get_list(src.cfg, key);
+    float limits[MAX_LAYERS] = {0};
+    if (list) check_per_layer(key, list);
+    for (size_t l = 0; l < json_array_size(list) && l < MAX_LAYERS; l++) {
+        json_t *v = json_array_get(list, l);
+        const double limit = json_number_value(v);
+        expect(src.cfg, key, json_is_null(v) || (json_is_number(v) && limit >= range->lo),
+               fmt("null or numbers from %g", range->lo));
+        limits[l] = limit > range->hi ? 0 : (float)limit;
+    }
+    if (list) gguf_put_array(&writer, arch_key(name), GGUF_V_F32, (size_t)(src.n_layer + src.n_mtp), limits);
+}
+
+static void put_step(void) {
+    kv_u32("moe_every_n_layers", (size_t)get_int(src.cfg, "moe_every_n_layer", 1, MAX_LAYERS, 1));
+    put_limits("swiglu_limits", "swiglu_clamp_exp");
+    put_limits("swiglu_limits_shared", "swiglu_clamp_shexp");
+}
 static void config_step(void) {
     struct doc c = src.cfg, other = get_obj(c, "attention_other_setting");
     src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
     config_windows();
     config_heads("num_attention_groups", REQUIRED);
     config_expert_count("moe_num_experts");
-    src.heads[0] = src.n_head;
-    src.heads_kv[0] = src.n_head_kv;
-    src.heads[1] = (int)get_int(other, "num_attention_heads", 1, 65536, src.n_head);
-    src.heads_kv[1] = (int)get_int(other, "num_attention_groups", 1, 65536, src.n_head_kv);
-    src.by_layer = src.list_heads = src.list_kv = src.mtp_dense = src.shared_width = src.window_rope = src.llama3 =
-        true;
+    src.window_heads[0] = (int)get_int(other, "num_attention_heads", 1, 65536, src.n_head);
+    src.window_heads[1] = (int)get_int(other, "num_attention_groups", 1, 65536, src.n_head_kv);
+    src.list_heads = src.list_kv = src.mtp_dense = src.shared_width = src.window_rope = src.llama3 = true;
     src.tell_window = true;
-    if (get_bool(c, "use_qk_norm", true)) src.has |= HAS_HEAD_NORM;
-    if (get_bool(c, "use_head_wise_attn_gate", false)) src.has |= HAS_HEAD_GATE;
+    src.head_norm = get_bool(c, "use_qk_norm", true);
+    src.head_gate = get_bool(c, "use_head_wise_attn_gate", false);
     src.zero_centered = get_bool(c, "zero_centered", true);
     src.is_dense = is_dense_step;
     src.router_bias = get_bool(c, "use_moe_router_bias", true) ? "exp_probs_b.bias" : NULL;
@@ -2506,22 +2616,19 @@ static void config_step(void) {
     src.norm_key = "norm_expert_weight";
     src.norm_topk_prob = true;
     src.scaling_factor = get(c, "moe_router_scaling_factor") ? "moe_router_scaling_factor" : NULL;
-    src.n_shared = 1;
     src.eps = 1e-5;
     src.put = put_step;
-    set_dim(DIM_SHARED, size_of("share_expert_dim"), "share_expert_dim");
+    config_one_shared("share_expert_dim");
     count_leading_dense();
     expect(c, "moe_router_activation", !strcmp(get_str(c, "moe_router_activation", "sigmoid"), "sigmoid"),
            "\"sigmoid\"");
     expect(c, "sink", !get_bool(c, "sink", false), "false");
     expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
-    expect(c, "query_pre_attn_scalar",
-           get_num(c, "query_pre_attn_scalar", (double)src.dim[DIM_HEAD_K]) == (double)src.dim[DIM_HEAD_K],
-           fmt("%zu as head_dim", src.dim[DIM_HEAD_K]));
+    expect(c, "query_pre_attn_scalar", get_num(c, "query_pre_attn_scalar", (double)head_k()) == (double)head_k(),
+           fmt("%zu as head_dim", head_k()));
     expect(c, "use_rope_layers", !json_array_size(get_list(c, "use_rope_layers")), "none");
-    expect(other, "head_dim",
-           get_int(other, "head_dim", 1, 65536, (int64_t)src.dim[DIM_HEAD_K]) == (int64_t)src.dim[DIM_HEAD_K],
-           fmt("%zu as in the other layers", src.dim[DIM_HEAD_K]));
+    expect(other, "head_dim", get_int(other, "head_dim", 1, 65536, (int64_t)head_k()) == (int64_t)head_k(),
+           fmt("%zu as in the other layers", head_k()));
 }
 static const struct renaming step_names[] = {{"mlp.gate.e_score_correction_bias", "moe.router_bias", EVERYWHERE},
                                              {"mlp.gate", "moe.gate", EVERYWHERE},
@@ -2557,20 +2664,19 @@ static bool gates_values(int layer) {
 static void config_laguna(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "num_attention_heads_per_layer");
-    config_gqa();
+    config_heads("num_key_value_heads", REQUIRED);
     config_windows();
     config_expert_count("num_experts");
-    src.has |= HAS_HEAD_GATE;
+    src.heads_key = "num_attention_heads_per_layer";
+    src.gates_values = gates_values;
     expect(c, "num_attention_heads_per_layer", !list || json_array_size(list) == (size_t)src.n_layer,
            fmt("%d numbers", src.n_layer));
     for (int l = 0; l < src.n_layer; l++) {
         const int64_t heads = list ? json_element(list, (size_t)l) : src.n_head;
         expect(c, "num_attention_heads_per_layer", heads > 0 && heads <= 65536, "numbers from 1 to 65536");
-        src.heads_of[l] = (int)heads;
-        src.gate_of[l] = gates_values(l);
+        gates_values(l);
     }
-    src.heads_kv[0] = src.heads_kv[1] = src.n_head_kv;
-    src.by_layer = src.list_heads = src.shared_width = src.window_rope = src.partial = true;
+    src.head_gate = src.list_heads = src.shared_width = src.window_rope = src.partial = true;
     src.is_dense = is_dense_laguna;
     count_leading_dense();
     src.router_bias = "exp_probs_b.bias";
@@ -2578,8 +2684,7 @@ static void config_laguna(void) {
     src.norm_key = NULL;
     src.norm_topk_prob = true;
     src.scaling_factor = get(c, "moe_routed_scaling_factor") ? "moe_routed_scaling_factor" : NULL;
-    src.n_shared = 1;
-    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
+    config_one_shared("shared_expert_intermediate_size");
     expect(c, "moe_router_logit_softcapping", get_num(c, "moe_router_logit_softcapping", 0) == 0, "0");
     expect(c, "moe_apply_router_weight_on_input", !get_bool(c, "moe_apply_router_weight_on_input", false), "false");
     expect(c, "moe_router_score_func", !strcmp(get_str(c, "moe_router_score_func", "sigmoid"), "sigmoid"),
@@ -2608,27 +2713,34 @@ static bool listed_bit(struct doc d, const char *key, int layer) {
 }
 static bool is_dense_mimo(int layer) { return !listed_bit(src.cfg, "moe_layer_freq", layer); }
 
-static void put_mimo(void);
+/* Whether a block has a window: those for multi-token prediction do. */
+static bool is_windowed_mimo(int layer) {
+    return layer >= src.n_layer || listed_bit(src.cfg, "hybrid_layer_pattern", layer);
+}
+
+static void put_mimo(void) {
+    if (get(src.cfg, "attention_value_scale"))
+        kv_num(src.cfg, "attention_value_scale", get_num(src.cfg, "attention_value_scale", NAN),
+               "attention.value_scale");
+}
+
 /* Reads the keys of MiMo-V2. Its layers for multi-token prediction have windows. */
 static void config_mimo(void) {
     struct doc c = src.cfg;
     config_heads("num_key_value_heads", REQUIRED);
     config_expert_count("n_routed_experts");
-    set_dim(DIM_HEAD_V, size_of("v_head_dim"), "v_head_dim");
-    for (int l = 0; l < MAX_LAYERS; l++) src.windowed[l] = l >= src.n_layer || listed_bit(c, "hybrid_layer_pattern", l);
+    src.v_head_key = "v_head_dim";
+    src.is_windowed = is_windowed_mimo;
     src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     expect(c, "sliding_window", src.window, "a number above 0");
-    src.heads[0] = src.n_head;
-    src.heads_kv[0] = src.n_head_kv;
-    src.heads[1] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, src.n_head);
-    src.heads_kv[1] = (int)get_int(c, "swa_num_key_value_heads", 1, 65536, REQUIRED);
-    src.by_layer = src.list_kv = src.mtp_dense = src.mtp_unsaid = src.window_rope = src.partial = src.norm_topk_prob =
-        true;
-    src.list_heads = src.heads[0] != src.heads[1];
+    src.window_heads[0] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, src.n_head);
+    src.window_heads[1] = (int)get_int(c, "swa_num_key_value_heads", 1, 65536, REQUIRED);
+    src.list_kv = src.mtp_dense = src.mtp_unsaid = src.window_rope = src.partial = src.norm_topk_prob = true;
+    src.list_heads = src.window_heads[0] != src.n_head;
     src.mtp = "model.mtp.";
     src.qkv_chunks = (size_t)src.n_head_kv;
-    if (get_bool(c, "add_full_attention_sink_bias", false)) src.has |= HAS_SINKS;
-    src.has_window = get_bool(c, "add_swa_attention_sink_bias", false) ? HAS_SINKS : 0;
+    src.sinks = get_bool(c, "add_full_attention_sink_bias", false);
+    src.window_sinks = get_bool(c, "add_swa_attention_sink_bias", false);
     src.is_dense = is_dense_mimo;
     src.router_bias = "exp_probs_b.bias";
     src.gating = GATING_SIGMOID;
@@ -2644,12 +2756,10 @@ static void config_mimo(void) {
     expect(c, "sliding_window_size",
            get_limit(c, "sliding_window_size", MAX_TRAINED, (int64_t)src.window) == (int64_t)src.window,
            fmt("%zu as sliding_window", src.window));
-    expect(c, "swa_head_dim",
-           get_int(c, "swa_head_dim", 1, 65536, (int64_t)src.dim[DIM_HEAD_K]) == (int64_t)src.dim[DIM_HEAD_K],
-           fmt("%zu as head_dim", src.dim[DIM_HEAD_K]));
-    expect(c, "swa_v_head_dim",
-           get_int(c, "swa_v_head_dim", 1, 65536, (int64_t)src.dim[DIM_HEAD_V]) == (int64_t)src.dim[DIM_HEAD_V],
-           fmt("%zu as v_head_dim", src.dim[DIM_HEAD_V]));
+    expect(c, "swa_head_dim", get_int(c, "swa_head_dim", 1, 65536, (int64_t)head_k()) == (int64_t)head_k(),
+           fmt("%zu as head_dim", head_k()));
+    expect(c, "swa_v_head_dim", get_int(c, "swa_v_head_dim", 1, 65536, (int64_t)head_v()) == (int64_t)head_v(),
+           fmt("%zu as v_head_dim", head_v()));
 }
 static const struct renaming mimo_names[] = {{"self_attn.sinks", "self_attn.attention_sink_bias", EVERYWHERE},
                                              {"post_attention_layernorm", "pre_mlp_layernorm", PREDICTION},
@@ -2662,7 +2772,7 @@ static bool is_dense_minimax(int layer) {
 }
 
 /* Whether a layer of MiniMax-M3 has an indexer. */
-static bool has_indexer(int layer) {
+static bool has_indexer_minimax(int layer) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "layer_types"), *v = json_array_get(list, (size_t)layer);
     if (!list) return listed_bit(get_obj(c, "sparse_attention_config"), "sparse_attention_freq", layer);
@@ -2692,29 +2802,34 @@ static void check_minimax_attention(void) {
     expect(s, "sparse_score_type", !strcmp(get_str(s, "sparse_score_type", "max"), "max"), "\"max\"");
     expect(s, "sparse_init_block", get_int(s, "sparse_init_block", 0, INT32_MAX, 0) == 0, "0");
     for (int l = 0; l < src.n_layer; l++) {
-        src.shares[l] = !has_indexer(l);
-        if (src.shares[l] || !get(s, "sparse_disable_index_value")) continue;
+        if (!has_indexer_minimax(l) || !get(s, "sparse_disable_index_value")) continue;
         expect(s, "sparse_disable_index_value", listed_bit(s, "sparse_disable_index_value", l),
                fmt("1 for layer %d, which has an indexer", l));
     }
 }
 
-static void put_minimax_m3(void);
+static void put_minimax_m3(void) {
+    const size_t block = index_size("sparse_block_size", "index_block_size", 1, 1 << 16);
+    const size_t chosen = index_size("sparse_topk_blocks", "index_topk_blocks", 1, MAX_TRAINED / (int64_t)block);
+    kv_u32("attention.indexer.head_count", index_size("sparse_num_index_heads", "index_n_heads", 1, 1024));
+    kv_u32("attention.indexer.key_length", index_size("sparse_index_dim", "index_head_dim", 2, 1024));
+    kv_u32("attention.indexer.top_k", chosen);
+    kv_u32("attention.indexer.block_size", block);
+    kv_u32("attention.indexer.local_blocks",
+           index_size("sparse_local_block", "index_local_blocks", 1, (int64_t)chosen));
+}
+
 /* Reads the keys of MiniMax-M3. Its MTP layers are not in the releases. */
 static void config_minimax_m3(void) {
     struct doc c = src.cfg;
-    config_gqa();
+    config_heads("num_key_value_heads", REQUIRED);
     config_expert_count_of("num_local_experts", "num_experts");
     const size_t heads = index_size("sparse_num_index_heads", "index_n_heads", 1, 1024);
-    const size_t width = index_size("sparse_index_dim", "index_head_dim", 2, 1024);
     const size_t block = index_size("sparse_block_size", "index_block_size", 1, 1 << 16);
     const bool nested = get(get_obj(c, "sparse_attention_config"), "sparse_block_size");
     expect(nested ? get_obj(c, "sparse_attention_config") : c, nested ? "sparse_block_size" : "index_block_size",
            !(block & (block - 1)), "a power of two");
-    src.chosen = index_size("sparse_topk_blocks", "index_topk_blocks", 1, MAX_TRAINED / (int64_t)block);
-    index_size("sparse_local_block", "index_local_blocks", 1, (int64_t)src.chosen);
-    set_dim(DIM_INDEX_Q, heads * width, "heads x width of the indexer");
-    set_dim(DIM_INDEX_K, width, "width of the indexer");
+    src.has_indexer = has_indexer_minimax;
     src.put = put_minimax_m3;
     src.is_dense = is_dense_minimax;
     count_leading_dense();
@@ -2724,12 +2839,11 @@ static void config_minimax_m3(void) {
     src.norm_key = NULL;
     src.norm_topk_prob = src.partial = src.zero_centered = true;
     src.scaling_factor = get(c, "routed_scaling_factor") ? "routed_scaling_factor" : NULL;
-    src.n_shared = 1;
-    set_dim(DIM_SHARED, size_of("shared_intermediate_size"), "shared_intermediate_size");
-    src.shared_width = src.dim[DIM_SHARED] != src.ff_expert;
+    config_one_shared("shared_intermediate_size");
+    src.shared_width = size_of(src.shared_key) != size_of(src.width_key);
     if (get(c, "rotary_dim")) {
-        const size_t n = (size_t)get_int(c, "rotary_dim", 2, (int64_t)src.dim[DIM_HEAD_K], REQUIRED);
-        src.rotary = (double)n / (double)src.dim[DIM_HEAD_K];
+        const size_t n = (size_t)get_int(c, "rotary_dim", 2, (int64_t)head_k(), REQUIRED);
+        src.rotary = (double)n / (double)head_k();
         expect(c, "rotary_dim", rotated(rope_doc(false), false) == n, "head_dim x partial_rotary_factor");
     }
     check_minimax_attention();
@@ -2870,12 +2984,7 @@ static void config_read(void) {
     src.width_key = releases[f].width ? releases[f].width : "moe_intermediate_size";
     src.dense_key = "intermediate_size";
     src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
-    set_dim(DIM_ONE, 1, "1");
-    set_dim(DIM_EMBD, size_of("hidden_size"), "hidden_size");
-    set_dim(DIM_2_EMBD, 2 * src.dim[DIM_EMBD], "2 hidden_size");
-    set_dim(DIM_VOCAB, (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED), "vocab_size");
-    set_dim(DIM_TOKENS, src.dim[DIM_VOCAB], "vocab_size");
-    src.ff_expert = size_of(src.width_key);
+    src.n_vocab = (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
     src.tied = get_bool(src.cfg, "tie_word_embeddings", false) || get_bool(src.top, "tie_word_embeddings", false);
     const char *act = get_str(src.cfg, "hidden_act", "silu");
     const char *other = releases[f].act;
@@ -3206,8 +3315,8 @@ static void recognize_pre_tokenizer(struct doc d) {
 
 /* Sets text and type of a token. An added token may repeat an entry of the vocabulary, but must not change its text. */
 static void vocab_set(const char *file, const char *text, int64_t id, enum token_type type) {
-    if (id < 0 || (size_t)id >= src.dim[DIM_VOCAB])
-        die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, src.dim[DIM_VOCAB]);
+    if (id < 0 || (size_t)id >= src.n_vocab)
+        die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, src.n_vocab);
     if (vocab.text[id] && strcmp(vocab.text[id], text))
         die("%s: the tokens '%s' and '%s' have the same id %lld", file, vocab.text[id], text, (long long)id);
     if (!vocab.text[id]) vocab.text[id] = xstrdup(text);
@@ -3601,7 +3710,7 @@ static bool read_normalization(struct wire w) {
 static void take_scores(const char *file, char *const *text, const enum token_type *type, const float *score,
                         size_t n) {
     for (size_t i = 0; i < n; i++)
-        if (type[i] == TOKEN_NORMAL && (i >= src.dim[DIM_VOCAB] || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
+        if (type[i] == TOKEN_NORMAL && (i >= src.n_vocab || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
             err_message("piece %zu of %s is '%s', another token than in tokenizer.json: its scores are not used", i,
                           file, text[i]);
             return;
@@ -3635,7 +3744,7 @@ static void read_sentencepiece(const char *file, struct doc config, bool only_sc
     if (!arrlen(text) || !trained || !normalized) die("%s: this is no model of SentencePiece", file);
     const size_t n = arrlenu(text);
     if (only_scores) {
-        if (n <= src.dim[DIM_VOCAB]) take_scores(file, text, type, score, n);
+        if (n <= src.n_vocab) take_scores(file, text, type, score, n);
     } else {
         vocab.spm = vocab.add_bos = true;
         for (size_t i = 0; i < n; i++) {
@@ -3673,7 +3782,7 @@ static void read_added_decoder(struct doc config) {
         add_token((struct doc){v, config.file, added.in}, id);
     }
     if (!arrlen(ranks)) return;
-    for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < src.dim[DIM_VOCAB]; id++)
+    for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < src.n_vocab; id++)
         if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
@@ -3687,7 +3796,7 @@ static void unescape_blanks(char *text) {
 
 /* Reads all tokens. Ids without a token become unused ones. */
 static void read_vocabulary(struct doc config) {
-    size_t n = src.dim[DIM_VOCAB];
+    size_t n = src.n_vocab;
     vocab.text = xrealloc(NULL, n * sizeof *vocab.text);
     vocab.type = xrealloc(NULL, n * sizeof *vocab.type);
     vocab.score = xrealloc(NULL, n * sizeof *vocab.score);
@@ -3725,29 +3834,6 @@ static void read_vocabulary(struct doc config) {
  * Writes the keys of the GGUF file under the names that llama.cpp uses, and moe.reap.* for pruned models.
  * ============================================================================================================ */
 
-static struct gguf_writer writer;
-
-static const char *arch_key(const char *rest) { return fmt("%s.%s", src.arch, rest); }
-static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
-/* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
-static void kv_num(struct doc d, const char *name, double v, const char *key) {
-    const struct key_range *r = key_range_of(key);
-    expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
-    gguf_put_f32(&writer, arch_key(key), (float)v);
-}
-
-static void kv_str(const char *key, const char *s) { gguf_put_str(&writer, key, s, strlen(s)); }
-
-static void kv_i32(const char *key, int32_t v) {
-    gguf_put_key(&writer, key, GGUF_V_I32);
-    gguf_put_u32_raw(&writer, (uint32_t)v);
-}
-
-static void kv_strings(const char *key, char *const *s, size_t n) {
-    gguf_put_array(&writer, key, GGUF_V_STR, n, NULL);
-    for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
-}
-
 /* Writes the shares of time, height and width in Qwen3.5's rotation, which are the same number for text. */
 static void put_rope_sections(struct doc r) {
     static const int32_t usual[4] = {11, 11, 10, 0};
@@ -3763,11 +3849,11 @@ static void put_rope_sections(struct doc r) {
 
 /* Writes how many values are rotated. Step-3.5 has no key: layers without a window rotate half of a head. */
 static void put_rotated(struct doc r) {
-    const size_t n = rotated(r, false), head = src.dim[DIM_HEAD_K];
+    const size_t n = rotated(r, false), head = head_k();
     const bool half = !src.partial && src.window_rope;
     if (half) expect(src.cfg, "partial_rotary_factors", 2 * n == head, "0.5 for layers without a window");
     else if (src.partial || src.pairs) kv_u32("rope.dimension_count", n);
-    if (src.tiled) put_rope_sections(r);
+    if (src.sections) put_rope_sections(r);
     if (!src.window_rope || !src.window) return;
     r = rope_doc(true);
     if (half) expect(src.cfg, "partial_rotary_factors", rotated(r, true) == head, "1 for layers with a window");
@@ -3796,6 +3882,26 @@ static void note_unknown(struct doc r, const char *known) {
     }
 }
 
+/* Says what of the context and of the rotations is not taken as it is. */
+static void note_rope(void) {
+    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
+                                "attention_factor partial_rotary_factor truncate";
+    const struct doc r = rope_doc(false), c = src.cfg;
+    const bool llama3 = src.llama3 && !strcmp(rope_type(r), "llama3");
+    if (json_number_value(get(c, "max_position_embeddings")) > MAX_TRAINED)
+        err_message("config.json: key 'max_position_embeddings': %s is read as %d",
+                    json_show(get(c, "max_position_embeddings")), MAX_TRAINED);
+    if (src.mixer == MIXER_CSA) {
+        note_unknown(rope_part(true), known);
+        note_unknown(rope_part(false), "type rope_type rope_theta partial_rotary_factor");
+        return;
+    }
+    note_unknown(r, fmt("%s mscale mscale_all_dim%s%s", known, llama3 ? " low_freq_factor high_freq_factor" : "",
+                        !llama3 && src.mtp_beside ? " mrope_section mrope_interleaved" : ""));
+    if (r.in && !strcmp(r.in, "rope_scaling") && get(c, "rope_parameters"))
+        err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
+}
+
 /* Writes the base of DeepSeek-V4's rotation of one kind of layers, which is in their RoPE parameters or in
  * config.json. */
 static void put_base(struct doc r, const char *name, const char *key) {
@@ -3807,18 +3913,15 @@ static void put_base(struct doc r, const char *name, const char *key) {
 /* Writes the RoPE keys of DeepSeek-V4: layers with compressed keys have a base of their own and YaRN, which changes
  * frequencies alone. */
 static void put_two_rotations(void) {
-    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
-                                "attention_factor partial_rotary_factor truncate";
     const struct doc plain = rope_part(false), r = rope_part(true);
     expect(r, "mscale", !get(r, "mscale"), "none");
     expect(r, "mscale_all_dim", !get(r, "mscale_all_dim"), "none");
-    note_unknown(r, known);
-    note_unknown(plain, "type rope_type rope_theta partial_rotary_factor");
-    kv_u32("rope.dimension_count", (size_t)src.rope);
+    const size_t n = rotated(plain, false);
+    kv_u32("rope.dimension_count", n);
     put_base(plain, "rope_theta", "rope.freq_base");
     put_base(r, "compress_rope_theta", "attention.compress_rope_freq_base");
     expect(plain, "rope_type", one_of(rope_type(plain), "default none"), "\"default\"");
-    expect(r, "partial_rotary_factor", rotated(r, false) == (size_t)src.rope, "the same as in the other layers");
+    expect(r, "partial_rotary_factor", rotated(r, false) == n, "the same as in the other layers");
     if (one_of(rope_type(r), "default none")) return;
     expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(rope_type(r), "yarn"), "\"default\" or \"yarn\"");
     const double factor = rope_factor(r);
@@ -3836,23 +3939,16 @@ static void put_two_rotations(void) {
  * with MLA scales the softmax by mscale_all_dim. cos and sin stay unscaled only if mscale is the same number; anything
  * else is an error. */
 static void put_rope(void) {
-    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
-                                "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
     static const char only[] = "[\"full_attention\"]"; /* layers whose frequencies rope_scaling changes */
     struct doc r = rope_doc(false);
-    const bool mla = src.has & HAS_MLA, llama3 = src.llama3 && !strcmp(rope_type(r), "llama3");
-    if (src.has & HAS_CSA) {
+    const bool mla = src.mixer == MIXER_MLA, llama3 = src.llama3 && !strcmp(rope_type(r), "llama3");
+    if (src.mixer == MIXER_CSA) {
         put_two_rotations();
         return;
     }
-    note_unknown(r, llama3          ? fmt("%s low_freq_factor high_freq_factor", known)
-                    : src.has_delta ? fmt("%s mrope_section mrope_interleaved", known)
-                                    : known);
     struct doc in;
     const double theta = rope_base(r, false, src.rope_theta, &in);
     kv_num(in, "rope_theta", theta, "rope.freq_base");
-    if (r.in && !strcmp(r.in, "rope_scaling") && get(src.cfg, "rope_parameters"))
-        err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
     const char *type = rope_type(r);
     put_rotated(r);
     put_window_base();
@@ -3884,23 +3980,29 @@ static bool pruned_by_lists(void) {
            json_is_array(get(src.cfg, src.experts_key));
 }
 
-/* Writes the numbers of experts and what is known about pruning. The object "reap" of config.json lists, by layer, the
- * original ids of the retained experts. */
-static void put_experts(const char *name) {
+/* Writes the numbers of experts. */
+static void put_experts(void) {
     int blocks = src.n_layer + src.n_mtp, most = 0;
-    bool differ = false, pruned = strstr(name, "REAP") != NULL || pruned_by_lists();
-    for (int l = 0; l < blocks; l++) most = src.experts[l] > most ? src.experts[l] : most;
-    for (int l = 0; l < blocks; l++) {
-        if (!src.experts[l]) continue;
-        differ |= src.experts[l] != most;
-        pruned |= src.experts[l] < src.n_expert;
-    }
+    bool differ = false;
+    for (int l = 0; l < blocks; l++) most = int_max(most, src.experts[l]);
+    for (int l = 0; l < blocks; l++) differ |= src.experts[l] && src.experts[l] != most;
     if (!most) most = src.n_expert; /* all layers are dense */
     kv_u32("expert_count", (size_t)most);
     kv_u32("expert_used_count", (size_t)src.top_k);
-    kv_u32("expert_feed_forward_length", src.ff_expert);
+    kv_u32("expert_feed_forward_length", size_of(src.width_key));
     if (differ) gguf_put_array(&writer, arch_key("expert_count_per_layer"), GGUF_V_I32, (size_t)blocks, src.experts);
+}
 
+/* Writes what is known about pruning. The object "reap" of config.json lists, by layer, the original ids of the
+ * retained experts. */
+static void put_pruning(const char *name) {
+    const int blocks = src.n_layer + src.n_mtp;
+    bool pruned = strstr(name, "REAP") != NULL || pruned_by_lists();
+    int most = 0;
+    for (int l = 0; l < blocks; l++) {
+        pruned |= src.experts[l] && src.experts[l] < src.n_expert;
+        most = int_max(most, src.experts[l]);
+    }
     struct doc reap = get_obj(src.top, "reap");
     if (reap.obj) {
         int64_t original = get_int(reap, "original_experts", most, INT32_MAX, REQUIRED);
@@ -3925,149 +4027,72 @@ static void put_experts(const char *name) {
     if (pruned) gguf_put_bool(&writer, "moe.reap.pruned", true);
 }
 
-/* Writes the sizes of the layers with a gated delta net, and which layers they are. */
-static void put_delta(void) {
-    kv_u32("ssm.conv_kernel", src.dim[DIM_CONV]);
-    kv_u32("ssm.state_size", src.dim[DIM_KEY] / src.n_key);
-    kv_u32("ssm.group_count", src.n_key);
-    kv_u32("ssm.time_step_rank", src.n_value);
-    kv_u32("ssm.inner_size", src.dim[DIM_VALUE]);
-    kv_u32("full_attention_interval", (size_t)get_int(src.cfg, "full_attention_interval", 1, MAX_LAYERS, 4));
-    gguf_put_array(&writer, arch_key("attention.recurrent_layers"), GGUF_V_BOOL, (size_t)(src.n_layer + src.n_mtp),
-                   src.recurrent);
-}
-
-static void put_ernie(void) {
-    kv_u32("interleave_moe_layer_step", (size_t)get_int(src.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1));
-}
-
-/* Writes a limit for every layer from a list, if there is one; null is 0, none. */
-static void put_limits(const char *key, const char *name) {
-    const struct key_range *range = key_range_of(name);
-    json_t *list = get_list(src.cfg, key);
-    float limits[MAX_LAYERS] = {0};
-    if (list) check_per_layer(key, list);
-    for (size_t l = 0; l < json_array_size(list) && l < MAX_LAYERS; l++) {
-        json_t *v = json_array_get(list, l);
-        const double limit = json_number_value(v);
-        expect(src.cfg, key, json_is_null(v) || (json_is_number(v) && limit >= range->lo),
-               fmt("null or numbers from %g", range->lo));
-        limits[l] = limit > range->hi ? 0 : (float)limit;
-    }
-    if (list) gguf_put_array(&writer, arch_key(name), GGUF_V_F32, (size_t)(src.n_layer + src.n_mtp), limits);
-}
-
-static void put_step(void) {
-    kv_u32("moe_every_n_layers", (size_t)get_int(src.cfg, "moe_every_n_layer", 1, MAX_LAYERS, 1));
-    put_limits("swiglu_limits", "swiglu_clamp_exp");
-    put_limits("swiglu_limits_shared", "swiglu_clamp_shexp");
-}
-
-static void put_indexer(void) {
-    bool full[MAX_LAYERS];
-    for (int l = 0; l < src.n_layer; l++) full[l] = !src.shares[l];
-    kv_u32("attention.indexer.head_count", src.dim[DIM_INDEXES]);
-    kv_u32("attention.indexer.key_length", src.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.top_k", src.chosen);
-    if (src.index_pairs)
-        gguf_put_array(&writer, arch_key("attention.indexer.types"), GGUF_V_BOOL, (size_t)src.n_layer, full);
-}
-
-static void put_deepseek_v4(void) {
-    struct doc c = src.cfg;
-    static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
-    const struct key_range *range = key_range_of(clamps[0]);
-    const double limit = get_num(c, "swiglu_limit", NAN);
-    const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
-    const json_t *ratios = get_list(c, "compress_ratios");
-    const size_t blocks = (size_t)(src.n_layer + src.n_mtp), listed = json_array_size(ratios);
-    float limits[MAX_LAYERS];
-    for (size_t l = 0; l < blocks; l++) limits[l] = limit > range->hi ? 0 : (float)limit;
-    expect(c, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
-    kv_u32("attention.q_lora_rank", src.dim[DIM_Q_LORA]);
-    expect(c, "sliding_window", window, "a number above 0");
-    kv_u32("attention.sliding_window", window);
-    for (size_t i = 0; i < COUNT(clamps); i++) gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, blocks, limits);
-    kv_u32("attention.indexer.head_count", src.dim[DIM_INDEXES]);
-    kv_u32("attention.indexer.key_length", src.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.top_k", src.chosen);
-    kv_u32("attention.output_group_count", src.dim[DIM_GROUPS_OUT] / src.dim[DIM_O_LORA]);
-    kv_u32("attention.output_lora_rank", src.dim[DIM_O_LORA]);
-    gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32, listed > blocks ? listed : blocks,
-                   src.ratio);
-    kv_u32("hyper_connection.count", src.n_hc);
-    kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
-    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
-    kv_u32("hash_layer_count", (size_t)src.n_hash);
-    kv_u32("embedding_length_out", src.dim[DIM_HC_EMBD]);
-}
-
-static void put_minimax_m3(void) {
-    kv_u32("attention.indexer.head_count", src.dim[DIM_INDEX_Q] / src.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.key_length", src.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.top_k", src.chosen);
-    kv_u32("attention.indexer.block_size", index_size("sparse_block_size", "index_block_size", 1, 1 << 16));
-    kv_u32("attention.indexer.local_blocks",
-           index_size("sparse_local_block", "index_local_blocks", 1, (int64_t)src.chosen));
-}
-
-static void put_mimo(void) {
-    if (get(src.cfg, "attention_value_scale"))
-        kv_num(src.cfg, "attention_value_scale", get_num(src.cfg, "attention_value_scale", NAN),
-               "attention.value_scale");
-}
-
-/* Writes a number of heads: one for all blocks, or a list. */
-static void put_heads(const char *key, bool list, int all, const int of[MAX_LAYERS]) {
-    if (list) gguf_put_array(&writer, arch_key(key), GGUF_V_I32, (size_t)(src.n_layer + src.n_mtp), of);
+/* Writes the heads of all blocks, or a list of those of each. list_key: of config.json; NULL: what differs is
+ * `windowed`, heads of layers with a window. */
+static void put_heads(const char *key, bool list, int all, const char *list_key, int windowed) {
+    const int blocks = src.n_layer + src.n_mtp;
+    json_t *listed = list_key ? get_list(src.cfg, list_key) : NULL;
+    int32_t n[MAX_LAYERS];
+    for (int l = 0; l < blocks; l++)
+        n[l] = listed && l < src.n_layer    ? (int32_t)json_element(listed, (size_t)l)
+               : windowed && is_windowed(l) ? windowed
+                                            : all;
+    if (list) gguf_put_array(&writer, arch_key(key), GGUF_V_I32, (size_t)blocks, n);
     else kv_u32(key, (size_t)all);
 }
 
 /* Writes how many keys layers with a window see, and which layers these are. */
 static void put_windows(void) {
+    bool windowed[MAX_LAYERS];
     if (!src.window && !src.tell_window) return;
+    for (int l = 0; l < src.n_layer + src.n_mtp; l++) windowed[l] = is_windowed(l);
     kv_u32("attention.sliding_window", src.window);
     gguf_put_array(&writer, arch_key("attention.sliding_window_pattern"), GGUF_V_BOOL,
-                   (size_t)(src.n_layer + src.n_mtp), src.windowed);
+                   (size_t)(src.n_layer + src.n_mtp), windowed);
+}
+
+/* Writes the sizes of attention's heads. */
+static void put_head_sizes(void) {
+    const size_t latent = src.mixer == MIXER_MLA ? size_of("kv_lora_rank") : 0;
+    if (!latent) {
+        kv_u32("attention.key_length", head_k());
+        kv_u32("attention.value_length", head_v());
+        return;
+    }
+    const size_t rope = (size_t)get_int(src.cfg, "qk_rope_head_dim", 2, 65536, REQUIRED);
+    const int64_t q_lora = get_int(src.cfg, "q_lora_rank", 0, INT32_MAX, 0);
+    kv_u32("attention.key_length", latent + rope);
+    kv_u32("attention.value_length", latent);
+    kv_u32("attention.key_length_mla", head_k());
+    kv_u32("attention.value_length_mla", head_v());
+    kv_u32("attention.kv_lora_rank", latent);
+    if (q_lora) kv_u32("attention.q_lora_rank", (size_t)q_lora);
+    kv_u32("rope.dimension_count", rope);
 }
 
 /* Writes the sizes of the model. */
 static void put_architecture(void) {
     struct doc c = src.cfg;
-    const bool mla = src.has & HAS_MLA;
-    int heads[MAX_LAYERS], heads_kv[MAX_LAYERS];
-    for (int l = 0; l < src.n_layer + src.n_mtp; l++) {
-        heads[l] = heads_of(l);
-        heads_kv[l] = src.heads_kv[src.windowed[l]];
-    }
+    int first_dense = 0;
+    while (first_dense < src.n_layer && src.is_dense(first_dense)) first_dense++;
     kv_u32("block_count", (size_t)(src.n_layer + src.n_mtp));
     kv_u32("context_length", (size_t)context_length());
-    if (json_number_value(get(c, "max_position_embeddings")) > MAX_TRAINED)
-        err_message("config.json: key 'max_position_embeddings': %s is read as %d",
-                      json_show(get(c, "max_position_embeddings")), MAX_TRAINED);
-    kv_u32("embedding_length", src.dim[DIM_EMBD]);
+    kv_u32("embedding_length", size_of("hidden_size"));
     if (src.dense_key && get(c, src.dense_key)) kv_u32("feed_forward_length", size_of(src.dense_key));
-    kv_u32("vocab_size", src.dim[DIM_VOCAB]);
+    kv_u32("vocab_size", src.n_vocab);
     kv_num(c, src.eps_key, get_num(c, src.eps_key, src.eps), "attention.layer_norm_rms_epsilon");
-    put_heads("attention.head_count", src.list_heads, src.n_head, heads);
+    put_heads("attention.head_count", src.list_heads, src.n_head, src.heads_key, src.window_heads[0]);
     kv_u32("expert_gating_func", src.gating);
     gguf_put_bool(&writer, arch_key("expert_weights_norm"),
                   src.norm_key ? get_bool(c, src.norm_key, src.norm_topk_prob) : src.norm_topk_prob);
-    put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, heads_kv);
-    kv_u32("attention.key_length", src.dim[mla ? DIM_KV_A : DIM_HEAD_K]);
-    kv_u32("attention.value_length", src.dim[mla ? DIM_KV_LORA : DIM_HEAD_V]);
-    if (mla) {
-        kv_u32("attention.key_length_mla", src.dim[DIM_HEAD_K]);
-        kv_u32("attention.value_length_mla", src.dim[DIM_HEAD_V]);
-        kv_u32("attention.kv_lora_rank", src.dim[DIM_KV_LORA]);
-        if (src.dim[DIM_Q_LORA]) kv_u32("attention.q_lora_rank", src.dim[DIM_Q_LORA]);
-        kv_u32("rope.dimension_count", (size_t)src.rope);
-    }
+    put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
+    put_head_sizes();
     put_windows();
-    if (src.leads) kv_u32("leading_dense_block_count", (size_t)src.first_dense);
-    if (src.dim_name[DIM_SHARED]) kv_u32("expert_shared_count", (size_t)src.n_shared);
-    if (src.shared_width && src.n_shared) kv_u32("expert_shared_feed_forward_length", src.dim[DIM_SHARED]);
-    if (src.has_delta) put_delta();
+    if (src.leads) kv_u32("leading_dense_block_count", (size_t)first_dense);
+    if (src.shared_key) kv_u32("expert_shared_count", (size_t)src.n_shared);
+    if (src.shared_width && src.n_shared)
+        kv_u32("expert_shared_feed_forward_length",
+               size_of(src.shared_key) * (src.shared_count ? (size_t)src.n_shared : 1));
     if (src.put) src.put();
     if (src.scaling_factor) kv_num(c, src.scaling_factor, get_num(c, src.scaling_factor, NAN), "expert_weights_scale");
     if (src.n_group) {
@@ -4076,6 +4101,32 @@ static void put_architecture(void) {
                (size_t)get_int(c, "topk_group", 1, src.n_group, src.n_group == 1 ? 1 : REQUIRED));
     }
     if (src.n_mtp) kv_u32("nextn_predict_layers", (size_t)src.n_mtp);
+}
+
+/* Writes the metadata that the engine makes layers of. */
+static void put_keys(void) {
+    put_architecture();
+    put_rope();
+    put_experts();
+}
+
+/* Reads these metadata as the engine does. */
+static void load_keys(void) {
+    static char err[ERR_MAX];
+    size_t bytes;
+    kv_str("general.architecture", src.arch);
+    put_keys();
+    uint8_t *header = gguf_header(&writer, &bytes); /* kept: the model points into it */
+    gguf_writer_free(&writer);
+    if (!header) die("out of memory for the header");
+    made.loader = (struct loader){.m = &made.model, .g = &made.model.gguf, .err = err};
+    if (!gguf_parse_header(&made.model.gguf, header, bytes, err, sizeof err)) {
+        loader_begin(&made.loader);
+        if (!made.loader.failed) loader_hparams(&made.loader);
+        if (!made.loader.failed) made.model.n_vocab = (int)src.n_vocab;
+        if (!made.loader.failed) return;
+    }
+    die("'%s': moe could not load the file: %s", model_dir, err);
 }
 
 /* ============================================================================================================
@@ -4089,7 +4140,7 @@ static void put_architecture(void) {
 static int32_t token_id(struct doc config, const char *key) {
     json_t *v = get(config, key);
     const char *text = json_string_value(json_is_object(v) ? json_object_get(v, "content") : v);
-    for (size_t i = 0; text && i < src.dim[DIM_VOCAB]; i++)
+    for (size_t i = 0; text && i < src.n_vocab; i++)
         if (!strcmp(vocab.text[i], text)) return (int32_t)i;
     return -1;
 }
@@ -4104,8 +4155,8 @@ static void collect_ids(struct doc d, const char *key, int32_t **ids, bool tell)
         int64_t id;
         const bool whole = json_whole(e, &id);
         if (json_is_null(e) || (whole && id < 0)) continue;
-        if (!whole || (size_t)id >= src.dim[DIM_VOCAB]) {
-            if (tell) err_message("%s: not used", misfit(d, key, fmt("token ids below %zu", src.dim[DIM_VOCAB])));
+        if (!whole || (size_t)id >= src.n_vocab) {
+            if (tell) err_message("%s: not used", misfit(d, key, fmt("token ids below %zu", src.n_vocab)));
             continue;
         }
         bool have = false;
@@ -4279,7 +4330,7 @@ static void put_sampling(struct doc g) {
 /* Writes how tokens are merged, and what is done to the text before. */
 static void put_merging(void) {
     if (vocab.spm) {
-        gguf_put_array(&writer, "tokenizer.ggml.scores", GGUF_V_F32, src.dim[DIM_VOCAB], vocab.score);
+        gguf_put_array(&writer, "tokenizer.ggml.scores", GGUF_V_F32, src.n_vocab, vocab.score);
         if (arrlen(vocab.merges)) kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
         gguf_put_bool(&writer, "tokenizer.ggml.add_space_prefix", vocab.blanks != NULL);
         if (vocab.blanks && strcmp(vocab.blanks, "all")) kv_str("moe.tokenizer.blanks", vocab.blanks);
@@ -4297,8 +4348,8 @@ static void put_vocabulary(const char *name) {
     put_sampling(generation);
     kv_str("tokenizer.ggml.model", vocab.spm ? "llama" : "gpt2");
     kv_str("tokenizer.ggml.pre", vocab.spm ? "default" : vocab.pre);
-    kv_strings("tokenizer.ggml.tokens", vocab.text, src.dim[DIM_VOCAB]);
-    gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, src.dim[DIM_VOCAB], vocab.type);
+    kv_strings("tokenizer.ggml.tokens", vocab.text, src.n_vocab);
+    gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, src.n_vocab, vocab.type);
     put_merging();
     static const char *const specials[][2] = {{"bos", "tokenizer.ggml.bos_token_id"},
                                               {"eos", "tokenizer.ggml.eos_token_id"},
@@ -4396,9 +4447,9 @@ static void put_metadata(const char *name) {
     kv_str("general.name", name);
     gguf_put_u32(&writer, "general.file_type", file_type());
     gguf_put_u32(&writer, "general.quantization_version", 2);
-    put_architecture();
-    put_rope();
-    put_experts(name);
+    note_rope();
+    put_keys();
+    put_pruning(name);
     put_precision();
     put_vocabulary(name);
     for (size_t i = 0; i < arrlenu(plan); i++)
@@ -5045,6 +5096,8 @@ int main(int argc, char **argv) {
     source_open();
     if (opt.importance) importance_open(opt.importance);
     check_quantization_keys();
+    survey();
+    load_keys();
     plan_model();
     check_quantization();
     put_metadata(model_name(opt.name));
