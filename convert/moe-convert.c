@@ -4,7 +4,7 @@
  *   Weights       how a linear layer is stored in the source (NVFP4, MXFP4, MXFP8, FP8, plain), with its scales
  *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
  *   Plan          the list of output tensors: name, type, shape, and where their data come from
- *   Model         the sizes of config.json; the table from Hugging Face names to GGUF names; in four sections
+ *   Model         what the source has, and the layers that the engine makes of it, tensor by tensor; in four sections
  *   Families      what config.json says in each family, and the table of families; in four sections
  *   What config.json says of quantization
  *   Vocabulary    tokenizer.json, tiktoken.model or tokenizer.model to tokens, types and merges; in three sections
@@ -837,9 +837,10 @@ static void plan_pair(const char *const base[2], struct piece *const p[2], enum 
 /* ============================================================================================================
  * Model
  *
- * config.json gives the sizes; the engine's table of tensors (moe.c, tensor_rules) gives the names and states the shape
- * of every tensor in those sizes. The number of experts of a layer is the one thing that comes from the tensors: a
- * pruned release may keep the original in its config.
+ * The metadata of the file are made of config.json first (put_keys), and the engine's loader reads them. Its family
+ * makes the layers, and its table of tensors (moe.c, tensor_rules) gives the names and the shape of every tensor. The
+ * number of experts of a layer is the one thing that comes from the tensors: a pruned release may keep the original in
+ * its config.
  * ============================================================================================================ */
 
 /* A family whose releases name tensors otherwise than the table of tensors: `from` begins the table's name, up to its
@@ -879,9 +880,12 @@ static struct checkpoint {
     bool mtp_bare;                   /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
     bool dspark;                     /* tensors below `mtp` are a DSpark module, which is left out */
     bool mtp_dense;                  /* layers for multi-token prediction have a dense FFN */
+    const char *mtp_key;             /* of config.json: how many there are; NULL: none */
     bool mtp_unsaid;                 /* config.json does not say how many there are */
     int n_head, n_head_kv;           /* heads */
     const char *v_head_key;          /* of config.json: values of a head's value; NULL: as many as of a key */
+    const char *kv_key;              /* of config.json: KV heads; kv_optional: where it is missing, as many as heads */
+    bool kv_optional;
     const char *heads_key;           /* of config.json: lists the heads of the layers; NULL: it does not */
     int window_heads[2];             /* heads, KV heads of layers with a window; 0: as the others */
     bool list_heads, list_kv;        /* GGUF files list the heads of every block, the KV heads */
@@ -891,7 +895,8 @@ static struct checkpoint {
     size_t qkv_chunks; /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
 
     int n_expert, top_k, n_group; /* n_expert as config.json says; n_group 0: the family has no groups of experts */
-    const char *experts_key, *top_k_key; /* of config.json */
+    const char *experts_key, *experts_other; /* of config.json: their number has the first of these that is there */
+    const char *top_k_key;
     bool interleaved;                    /* gate and up of fused experts are every other row or column */
     int n_shared, first_dense;           /* shared experts of a layer; layers before first_dense have a dense FFN */
     bool leads;                          /* GGUF files say how many dense layers lead */
@@ -902,11 +907,13 @@ static struct checkpoint {
     const char *dense_key;               /* of config.json: the width of a dense FFN */
     const char *router_bias; /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
     enum gating gating;
-    const char *norm_key;       /* of config.json: the weights of the chosen experts are divided by their sum */
+    const char
+        *norm_key; /* of config.json, "" if there is none: the weights of the chosen experts are divided by their sum */
     bool norm_topk_prob;        /* the value where config.json does not say */
     bool shared_gate;           /* the shared expert has a gate */
     bool qkv_bias;              /* queries, keys and values have biases */
     const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: there is none */
+    bool scaling_optional;      /* the key may be missing */
     bool (*is_dense)(int layer);
     void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
     void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
@@ -1243,6 +1250,11 @@ static bool is_gate(const struct tensor_rule *r) {
            (r->field == offsetof(struct layer, gate) || r->field == offsetof(struct layer, sh_gate));
 }
 
+/* What the pieces of a row's matrix are. */
+static enum stacking stacking_of(const struct tensor_rule *r) {
+    return r->n == DIM_EXPERTS ? EXPERTS : r->in == DIM_FF || r->out == DIM_FF ? DENSE_FFN : SINGLE;
+}
+
 /* Gate and up, whose rows are r and the one after it. */
 static void plan_gate_up(const struct tensor_rule *r, int layer) {
     struct piece *p[2];
@@ -1250,7 +1262,7 @@ static void plan_gate_up(const struct tensor_rule *r, int layer) {
         p[k] = r->n == DIM_EXPERTS ? expert_pieces(&r[k], layer)
                                    : matrix_pieces(resolve_linear(hf_name(layer, r[k].hf)), r[k].out, r[k].in);
     const char *const base[2] = {fmt("blk.%d.%s", layer, r[0].name), fmt("blk.%d.%s", layer, r[1].name)};
-    plan_pair(base, p, r->n == DIM_EXPERTS ? EXPERTS : r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+    plan_pair(base, p, stacking_of(r));
 }
 
 /* The tensor of one row of the table, for a layer. */
@@ -1258,7 +1270,7 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     if (!r->name || (r != tensor_rules && is_gate(r - 1)))
         return; /* a part of the row before, or up, planned with gate */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
-    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.has & HAS_DELTA_BA; /* z is in the same tensor */
+    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.delta.fused_ba;  /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
     if (fused && qkv) plan_qkvz(layer);
     if (made.model.n_hc && r->field == offsetof(struct layer, eh_proj)) {
@@ -1292,8 +1304,7 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     } else if (!r->optional || has_linear(from)) {
         const bool embedding = r->out == DIM_TOKENS;
         if ((embedding || r->out == DIM_VOCAB) && skip_copy(from, embedding)) return;
-        plan_linear(dst, embedding ? resolve_folded(from) : resolve_linear(from), r->out, r->in,
-                    r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+        plan_linear(dst, embedding ? resolve_folded(from) : resolve_linear(from), r->out, r->in, stacking_of(r));
     }
 }
 
@@ -1907,11 +1918,27 @@ static void plan_model(void) {
  * What config.json says in each family, and first what families share.
  * ============================================================================================================ */
 
+/* Dies unless each key that is there has the one value that moe computes with. list: words, a key and its value in
+ * turn; a value none is no value. */
+static void check_fixed(struct doc d, const char *list) {
+    char key[64], value[32];
+    int n = 0;
+    for (; sscanf(list, " %63s %31s%n", key, value, &n) == 2; list += n) {
+        const bool none = !strcmp(value, "none"), truth = !strcmp(value, "true"), word = isalpha((unsigned char)*value);
+        if (none) expect(d, key, !get(d, key), value);
+        else if (truth || !strcmp(value, "false")) expect(d, key, get_bool(d, key, truth) == truth, value);
+        else if (word) expect(d, key, !strcmp(get_str(d, key, value), value), fmt("\"%s\"", value));
+        else expect(d, key, get_num(d, key, atof(value)) == atof(value), value);
+    }
+}
+
 /* Reads the number of experts of a layer. Configurations of pruned models may list those of all layers. */
-static void config_expert_count(const char *key) {
+static void config_expert_count(void) {
+    if (src.experts_other && get(src.cfg, src.experts_other) && !get(src.cfg, src.experts_key))
+        src.experts_key = src.experts_other;
+    const char *key = src.experts_key;
     json_t *v, *list = get(src.cfg, key);
     size_t i;
-    src.experts_key = key;
     if (!json_is_array(list)) {
         src.n_expert = (int)get_int(src.cfg, key, 1, MAX_EXPERTS, REQUIRED);
         return;
@@ -1924,35 +1951,11 @@ static void config_expert_count(const char *key) {
     expect(src.cfg, key, src.n_expert, fmt("an integer from 1 to %d or a list of such", MAX_EXPERTS));
 }
 
-/* Reads the number of experts from the first of these keys that is there. */
-static void config_expert_count_of(const char *first, const char *second) {
-    config_expert_count(get(src.cfg, first) || !get(src.cfg, second) ? first : second);
-}
-
-/* Grouped-query attention. heads_kv: the key of the number of KV heads; dflt: where it is missing. */
-static void config_heads(const char *heads_kv, int64_t dflt) {
-    if (json_is_null(json_object_get(src.cfg.obj, heads_kv))) dflt = src.n_head; /* as in transformers */
-    src.n_head_kv = (int)get_int(src.cfg, heads_kv, 1, INT32_MAX, dflt);
-}
-
-/* Multi-head latent attention. */
-static void config_mla(void) {
-    src.mixer = MIXER_MLA;
-    src.n_head_kv = 1; /* absorbed attention: one latent head */
-    src.v_head_key = "v_head_dim";
-}
-
-/* A shared expert as wide as n of the routed ones. */
-static void config_shared(const char *key, int64_t dflt) {
-    src.n_shared = (int)get_int(src.cfg, key, 0, 64, dflt);
-    src.shared_key = "moe_intermediate_size";
-    src.shared_count = key;
-}
-
-/* A shared expert whose width is a key of config.json. */
-static void config_one_shared(const char *key) {
-    src.n_shared = 1;
-    src.shared_key = key;
+/* Reads the number of KV heads. */
+static void config_heads(void) {
+    const bool latent = src.mixer != MIXER_GQA; /* keys and values are common to all heads */
+    const bool all = src.kv_optional || json_is_null(json_object_get(src.cfg.obj, src.kv_key)); /* as in transformers */
+    src.n_head_kv = latent ? 1 : (int)get_int(src.cfg, src.kv_key, 1, INT32_MAX, all ? src.n_head : REQUIRED);
 }
 
 static bool is_dense_qwen3(int layer) {
@@ -1965,14 +1968,6 @@ static bool is_dense_qwen3(int layer) {
     }
     return (layer + 1) % (int)get_int(src.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
 }
-static void config_qwen3(void) {
-    config_heads("num_key_value_heads", REQUIRED);
-    src.is_dense = is_dense_qwen3;
-    src.gating = GATING_SOFTMAX;
-    config_expert_count_of("num_experts", "num_local_experts");
-    expect(src.cfg, "use_sliding_window", !get_bool(src.cfg, "use_sliding_window", false), "false");
-}
-
 /* Whether a layer has a gated delta net. */
 static bool is_recurrent(int layer) {
     struct doc c = src.cfg;
@@ -2003,37 +1998,7 @@ static void put_delta(void) {
                    recurrent);
 }
 
-/* Reads the keys that Qwen3-Next and Qwen3.5 have in common. */
-static void config_qwen_delta(void) {
-    struct doc c = src.cfg;
-    config_heads("num_key_value_heads", REQUIRED);
-    config_one_shared("shared_expert_intermediate_size");
-    src.put = put_delta;
-    src.mtp_beside = src.shared_gate = src.norm_topk_prob = true;
-    src.gating = GATING_SOFTMAX;
-    src.rope_theta = 10000;
-    src.rotary = 0.25;
-    src.partial = true;
-    src.zero_centered = src.shared_width = true;
-    config_expert_count("num_experts");
-    src.n_mtp = (int)get_int(c, "mtp_num_hidden_layers", 0, 1, 0);
-    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
-    expect(c, "attn_output_gate", get_bool(c, "attn_output_gate", true), "true");
-    expect(c, "use_sliding_window", !get_bool(c, "use_sliding_window", false), "false");
-    expect(c, "mtp_use_dedicated_embeddings", !get_bool(c, "mtp_use_dedicated_embeddings", false), "false");
-}
-
-static void config_qwen3_next(void) {
-    src.is_dense = is_dense_qwen3;
-    config_qwen_delta();
-}
-
 static bool is_dense_never(int layer) { return layer < 0; }
-static void config_qwen3_5(void) {
-    src.is_dense = is_dense_never;
-    src.sections = true;
-    config_qwen_delta();
-}
 static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                   {"enorm", "pre_fc_norm_embedding", BESIDE},
                                                   {"hnorm", "pre_fc_norm_hidden", BESIDE},
@@ -2049,19 +2014,16 @@ static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.sh
 
 /* Counts the layers with a dense feed-forward before the first mixture. */
 static void count_leading_dense(void) {
-    src.leads = true;
     while (src.first_dense < src.n_layer && src.is_dense(src.first_dense)) src.first_dense++;
 }
 
 static bool is_dense_leading(int layer) { return layer < src.first_dense; }
 /* Leading layers with a dense feed-forward: they are counted, or all layers are listed. */
-static void config_leading_dense(int64_t dflt) {
+static void config_leading_dense(void) {
     struct doc c = src.cfg;
     size_t i;
     json_t *v, *list = get_list(c, "mlp_layer_types");
-    src.is_dense = is_dense_leading;
-    src.leads = true;
-    src.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, dflt);
+    src.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, src.first_dense);
     json_array_foreach(list, i, v) {
         const char *type = json_is_string(v) ? json_string_value(v) : "";
         const bool dense = !strcmp(type, "dense"), leading = (size_t)src.first_dense == i;
@@ -2074,29 +2036,20 @@ static void config_leading_dense(int64_t dflt) {
 /* Reads the keys of the experts of DeepSeek-V3, which other families have too. */
 static void config_deepseek_experts(void) {
     struct doc c = src.cfg;
-    config_leading_dense(0);
-    config_expert_count("n_routed_experts");
-    config_shared("n_shared_experts", 0);
+    config_leading_dense();
     src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
-    src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
     const char *method = get_str(c, "topk_method", "noaux_tc");
     src.router_bias = strcmp(method, "noaux_tc") ? NULL : "exp_probs_b.bias";
     src.gating = strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
-    src.norm_topk_prob = true;
-    src.scaling_factor = "routed_scaling_factor";
     expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "sigmoid"), "sigmoid softmax"), "sigmoid or softmax");
     expect(c, "topk_method", src.router_bias || (!strcmp(method, "greedy") && src.n_group == 1),
            "\"noaux_tc\", or \"greedy\" with n_group 1");
-    expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
 }
 
 /* Reads the keys of DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash. */
 static void config_deepseek3(void) {
-    struct doc c = src.cfg;
-    config_mla();
     config_deepseek_experts();
-    expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
-    expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
+    expect(src.cfg, "index_topk", !get(src.cfg, "index_topk"), "none (no sparse attention)");
 }
 
 /* Returns the width of an indexer's heads. */
@@ -2109,18 +2062,13 @@ static void put_indexer(void) {
     kv_u32("attention.indexer.top_k", (size_t)get_int(src.cfg, "index_topk", 1, MAX_TRAINED, REQUIRED));
 }
 
-/* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). pairs: it rotates neighbours. */
-static void config_indexer(bool pairs) {
+/* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). */
+static void config_indexer(void) {
     struct doc c = src.cfg;
-    config_mla();
     config_deepseek_experts();
-    src.put = put_indexer;
     expect(c, "q_lora_rank", get_int(c, "q_lora_rank", 0, INT32_MAX, 0), "a number above 0, because of the indexer");
     expect(c, "index_head_dim", index_width() >= size_of("qk_rope_head_dim"),
            fmt("at least the %zu of qk_rope_head_dim", size_of("qk_rope_head_dim")));
-    expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
-    expect(c, "indexer_rope_interleave", get_bool(c, "indexer_rope_interleave", pairs) == pairs,
-           pairs ? "true" : "false");
 }
 
 /* Returns the key that says which layers of GLM-5 have an indexer: a list, a pattern, or how often one has it. */
@@ -2158,8 +2106,7 @@ static bool has_indexer_always(int layer) { return layer >= 0; }
 /* Reads the keys of DeepSeek-V3.2: every layer has an indexer. */
 static void config_deepseek_v32(void) {
     static const char *const others[] = {"indexer_types", "index_topk_pattern"};
-    config_indexer(false);
-    src.has_indexer = has_indexer_always;
+    config_indexer();
     for (size_t i = 0; i < COUNT(others); i++)
         expect(src.cfg, others[i], !get(src.cfg, others[i]), "none (every layer has an indexer)");
     expect(src.cfg, "index_topk_freq", get_int(src.cfg, "index_topk_freq", 0, MAX_LAYERS, 1) <= 1, "1");
@@ -2175,9 +2122,7 @@ static void put_glm_dsa(void) {
 
 /* Reads the keys of GLM-5: layers without an indexer share the choice of the one before. */
 static void config_glm_dsa(void) {
-    config_indexer(true);
-    src.has_indexer = has_indexer_glm;
-    src.put = put_glm_dsa;
+    config_indexer();
     expect(src.cfg, indexer_key(), has_indexer_glm(0), "an indexer in layer 0");
 }
 
@@ -2288,23 +2233,7 @@ static void put_deepseek_v4_template(const char *name);
 static void config_deepseek_v4(void) {
     struct doc c = src.cfg;
     const size_t head = size_of("head_dim"), heads = (size_t)src.n_head, groups = size_of("o_groups");
-    src.mixer = MIXER_CSA;
-    src.n_head_kv = (int)get_int(c, "num_key_value_heads", 1, INT32_MAX, 1);
-    expect(c, "num_key_value_heads", src.n_head_kv == 1, "1");
     expect(c, "o_groups", heads % groups == 0, fmt("a divisor of the %zu heads", heads));
-    src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
-    config_expert_count("n_routed_experts");
-    config_shared("n_shared_experts", 1);
-    src.is_dense = is_dense_never;
-    src.dense_key = NULL;
-    src.router_bias = "exp_probs_b.bias";
-    src.gating = GATING_SQRT_SOFTPLUS;
-    src.norm_topk_prob = src.partial = src.mtp_bare = true;
-    src.mtp = "mtp.";
-    src.scaling_factor = "routed_scaling_factor";
-    src.put = put_deepseek_v4;
-    src.put_template = put_deepseek_v4_template;
-    src.rotary = 0.125;
     if (get(c, "qk_rope_head_dim")) {
         const size_t n = (size_t)get_int(c, "qk_rope_head_dim", 2, (int64_t)head, REQUIRED);
         src.rotary = (double)n / (double)head;
@@ -2312,11 +2241,6 @@ static void config_deepseek_v4(void) {
     }
     const size_t rope = rotated(rope_part(false), false);
     expect(c, "index_head_dim", index_width() >= rope, fmt("at least the %zu rotated values of a head", rope));
-    expect(c, "n_shared_experts", src.n_shared == 1, "1");
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sqrtsoftplus"), "sqrtsoftplus"), "\"sqrtsoftplus\"");
-    expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
-    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
-    expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
     expect(c, "tie_word_embeddings", !src.tied, "false");
 }
 static const struct renaming deepseek_v4_names[] = {
@@ -2370,28 +2294,11 @@ static const struct renaming deepseek_v4_names[] = {
 /* Reads the keys of GLM-4.5 to 4.7. */
 static void config_glm4(void) {
     struct doc c = src.cfg;
-    config_heads("num_key_value_heads", REQUIRED);
     config_deepseek_experts();
     src.head_norm = get_bool(c, "use_qk_norm", false);
     src.qkv_bias = get_bool(c, "attention_bias", false);
-    src.rotary = 0.5;
-    src.partial = true;
 }
 
-/* Reads the keys of Hy3. */
-static void config_hy3(void) {
-    struct doc c = src.cfg;
-    config_heads("num_key_value_heads", REQUIRED);
-    config_leading_dense(1);
-    config_expert_count("num_experts");
-    config_shared("num_shared_experts", 1);
-    src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
-    src.router_bias = "exp_probs_b";
-    src.gating = GATING_SIGMOID;
-    src.norm_topk_prob = true;
-    src.scaling_factor = "router_scaling_factor";
-    expect(c, "route_norm", get_bool(c, "route_norm", true), "true");
-}
 static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", EVERYWHERE},
                                             {"mlp.gate", "mlp.router.gate", EVERYWHERE},
                                             {"mlp.shared_experts", "mlp.shared_mlp", EVERYWHERE},
@@ -2425,7 +2332,6 @@ static void config_windows(void) {
         expect(c, "layer_types", json_is_string(v) && one_of(json_string_value(v), "full_attention sliding_attention"),
                "\"full_attention\" and \"sliding_attention\"");
     }
-    src.is_windowed = is_windowed_typed;
     src.n_typed = n;
     for (int l = 0; l < src.n_layer + src.n_mtp; l++) any |= is_windowed(l);
     src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
@@ -2433,44 +2339,16 @@ static void config_windows(void) {
     if (!any) src.window = 0;
 }
 
-/* Reads the keys of gpt-oss (arXiv 2508.10925). */
-static void config_gpt_oss(void) {
-    struct doc c = src.cfg;
-    config_heads("num_key_value_heads", REQUIRED);
-    config_expert_count_of("num_local_experts", "num_experts");
-    src.qkv_bias = src.interleaved = src.exact_yarn = src.norm_topk_prob = true;
-    src.alternate = src.tell_window = true;
-    src.is_dense = is_dense_never;
-    src.gating = GATING_CHOSEN;
-    src.norm_key = NULL;
-    src.eps = 1e-5;
-    config_windows();
-    expect(c, "attention_bias", get_bool(c, "attention_bias", true), "true");
-    expect(c, "swiglu_limit", get_num(c, "swiglu_limit", 7) == 7, "7");
-    expect(c, "swiglu_alpha", get_num(c, "swiglu_alpha", 1.702) == 1.702, "1.702");
-}
 static const struct renaming gpt_oss_names[] = {{"mlp.gate", "mlp.router", EVERYWHERE}, {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of MiniMax-M2. */
 static void config_minimax_m2(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "attn_type_list");
-    config_heads("num_key_value_heads", REQUIRED);
-    config_expert_count_of("num_local_experts", "num_experts");
-    src.is_dense = is_dense_never;
-    src.router_bias = "exp_probs_b.bias";
-    src.gating = GATING_SIGMOID;
-    src.norm_key = NULL;
-    src.norm_topk_prob = src.partial = true;
     if (get(c, "rotary_dim"))
         src.rotary = (double)get_int(c, "rotary_dim", 2, (int64_t)head_k(), REQUIRED) / (double)head_k();
     for (size_t i = 0; i < json_array_size(list); i++)
         expect(c, "attn_type_list", json_element(list, i) == 1, "1 for every layer");
-    expect(c, "use_qk_norm", get_bool(c, "use_qk_norm", true), "true");
-    expect(c, "qk_norm_type", !strcmp(get_str(c, "qk_norm_type", "per_layer"), "per_layer"), "\"per_layer\"");
-    expect(c, "use_routing_bias", get_bool(c, "use_routing_bias", true), "true");
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
-    expect(c, "shared_intermediate_size", get_int(c, "shared_intermediate_size", 0, INT32_MAX, 0) == 0, "0");
 }
 /* Of Mixtral and MiniMax; indexers and shared experts are those of MiniMax-M3. */
 static const struct renaming minimax_names[] = {
@@ -2489,41 +2367,16 @@ static const struct renaming minimax_names[] = {
 /* Reads the keys of Mixtral (arXiv 2401.04088). GGUF's llama has no key for a window. */
 static void config_mixtral(void) {
     struct doc c = src.cfg;
-    config_heads("num_key_value_heads", src.n_head);
-    config_expert_count_of("num_local_experts", "num_experts");
-    src.is_dense = is_dense_never;
-    src.gating = GATING_SOFTMAX;
-    src.norm_key = NULL;
-    src.norm_topk_prob = src.pairs = src.llama3 = true;
-    src.eps = 1e-5;
     expect(c, "head_dim", head_k() % 2 == 0, "an even number");
     const int64_t window = get_limit(c, "sliding_window", MAX_TRAINED, MAX_TRAINED);
     expect(c, "sliding_window", window >= get_limit(c, "max_position_embeddings", MAX_TRAINED, MAX_TRAINED),
            "none or the whole context (GGUF files of llama cannot have windows)");
 }
 
-/* Reads the keys of OLMoE (arXiv 2409.02060). */
-static void config_olmoe(void) {
-    struct doc c = src.cfg;
-    config_heads("num_key_value_heads", src.n_head);
-    config_expert_count_of("num_experts", "num_local_experts");
-    src.is_dense = is_dense_never;
-    src.gating = GATING_SOFTMAX;
-    src.eps = 1e-5;
-    expect(c, "clip_qkv", !get(c, "clip_qkv"), "none");
-}
-
 /* Reads the keys of Qwen1.5-MoE and Qwen2-MoE. */
 static void config_qwen2_moe(void) {
     struct doc c = src.cfg;
-    config_heads("num_key_value_heads", src.n_head);
-    config_expert_count("num_experts");
-    src.is_dense = is_dense_qwen3;
-    src.gating = GATING_SOFTMAX;
     src.qkv_bias = get_bool(c, "qkv_bias", true);
-    config_one_shared("shared_expert_intermediate_size");
-    src.shared_gate = src.shared_width = true;
-    expect(c, "use_sliding_window", !get_bool(c, "use_sliding_window", false), "false");
 }
 static const struct renaming shared_expert_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                       {NULL, NULL, EVERYWHERE}};
@@ -2539,19 +2392,9 @@ static void put_ernie(void) {
 }
 static void config_ernie(void) {
     struct doc c = src.cfg;
-    config_heads("num_key_value_heads", src.n_head);
-    config_expert_count("moe_num_experts");
-    config_shared("moe_num_shared_experts", 0);
     src.first_dense = (int)get_int(c, "moe_layer_start_index", 0, MAX_LAYERS, 0);
-    src.is_dense = is_dense_ernie;
     src.router_bias = get_bool(c, "moe_use_aux_free", true) ? "exp_probs_b.bias" : NULL;
-    src.gating = GATING_SOFTMAX;
-    src.norm_key = NULL;
-    src.norm_topk_prob = src.leads = src.shared_width = true;
     src.tied = get_bool(c, "tie_word_embeddings", true);
-    src.eps = 1e-5;
-    src.put = put_ernie;
-    expect(c, "use_bias", !get_bool(c, "use_bias", false), "false");
 }
 static const struct renaming ernie_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias", EVERYWHERE},
@@ -2599,31 +2442,13 @@ static void put_step(void) {
 }
 static void config_step(void) {
     struct doc c = src.cfg, other = get_obj(c, "attention_other_setting");
-    src.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
-    config_windows();
-    config_heads("num_attention_groups", REQUIRED);
-    config_expert_count("moe_num_experts");
+    count_leading_dense();
     src.window_heads[0] = (int)get_int(other, "num_attention_heads", 1, 65536, src.n_head);
     src.window_heads[1] = (int)get_int(other, "num_attention_groups", 1, 65536, src.n_head_kv);
-    src.list_heads = src.list_kv = src.mtp_dense = src.shared_width = src.window_rope = src.llama3 = true;
-    src.tell_window = true;
     src.head_norm = get_bool(c, "use_qk_norm", true);
     src.head_gate = get_bool(c, "use_head_wise_attn_gate", false);
     src.zero_centered = get_bool(c, "zero_centered", true);
-    src.is_dense = is_dense_step;
     src.router_bias = get_bool(c, "use_moe_router_bias", true) ? "exp_probs_b.bias" : NULL;
-    src.gating = GATING_SIGMOID;
-    src.norm_key = "norm_expert_weight";
-    src.norm_topk_prob = true;
-    src.scaling_factor = get(c, "moe_router_scaling_factor") ? "moe_router_scaling_factor" : NULL;
-    src.eps = 1e-5;
-    src.put = put_step;
-    config_one_shared("share_expert_dim");
-    count_leading_dense();
-    expect(c, "moe_router_activation", !strcmp(get_str(c, "moe_router_activation", "sigmoid"), "sigmoid"),
-           "\"sigmoid\"");
-    expect(c, "sink", !get_bool(c, "sink", false), "false");
-    expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
     expect(c, "query_pre_attn_scalar", get_num(c, "query_pre_attn_scalar", (double)head_k()) == (double)head_k(),
            fmt("%zu as head_dim", head_k()));
     expect(c, "use_rope_layers", !json_array_size(get_list(c, "use_rope_layers")), "none");
@@ -2664,11 +2489,7 @@ static bool gates_values(int layer) {
 static void config_laguna(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "num_attention_heads_per_layer");
-    config_heads("num_key_value_heads", REQUIRED);
-    config_windows();
-    config_expert_count("num_experts");
-    src.heads_key = "num_attention_heads_per_layer";
-    src.gates_values = gates_values;
+    count_leading_dense();
     expect(c, "num_attention_heads_per_layer", !list || json_array_size(list) == (size_t)src.n_layer,
            fmt("%d numbers", src.n_layer));
     for (int l = 0; l < src.n_layer; l++) {
@@ -2676,21 +2497,6 @@ static void config_laguna(void) {
         expect(c, "num_attention_heads_per_layer", heads > 0 && heads <= 65536, "numbers from 1 to 65536");
         gates_values(l);
     }
-    src.head_gate = src.list_heads = src.shared_width = src.window_rope = src.partial = true;
-    src.is_dense = is_dense_laguna;
-    count_leading_dense();
-    src.router_bias = "exp_probs_b.bias";
-    src.gating = GATING_SIGMOID;
-    src.norm_key = NULL;
-    src.norm_topk_prob = true;
-    src.scaling_factor = get(c, "moe_routed_scaling_factor") ? "moe_routed_scaling_factor" : NULL;
-    config_one_shared("shared_expert_intermediate_size");
-    expect(c, "moe_router_logit_softcapping", get_num(c, "moe_router_logit_softcapping", 0) == 0, "0");
-    expect(c, "moe_apply_router_weight_on_input", !get_bool(c, "moe_apply_router_weight_on_input", false), "false");
-    expect(c, "moe_router_score_func", !strcmp(get_str(c, "moe_router_score_func", "sigmoid"), "sigmoid"),
-           "\"sigmoid\"");
-    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
-    expect(c, "swa_attention_sink_enabled", !get_bool(c, "swa_attention_sink_enabled", false), "false");
 }
 static const struct renaming laguna_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias", EVERYWHERE},
@@ -2727,32 +2533,15 @@ static void put_mimo(void) {
 /* Reads the keys of MiMo-V2. Its layers for multi-token prediction have windows. */
 static void config_mimo(void) {
     struct doc c = src.cfg;
-    config_heads("num_key_value_heads", REQUIRED);
-    config_expert_count("n_routed_experts");
-    src.v_head_key = "v_head_dim";
-    src.is_windowed = is_windowed_mimo;
     src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     expect(c, "sliding_window", src.window, "a number above 0");
     src.window_heads[0] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, src.n_head);
     src.window_heads[1] = (int)get_int(c, "swa_num_key_value_heads", 1, 65536, REQUIRED);
-    src.list_kv = src.mtp_dense = src.mtp_unsaid = src.window_rope = src.partial = src.norm_topk_prob = true;
     src.list_heads = src.window_heads[0] != src.n_head;
-    src.mtp = "model.mtp.";
     src.qkv_chunks = (size_t)src.n_head_kv;
     src.sinks = get_bool(c, "add_full_attention_sink_bias", false);
     src.window_sinks = get_bool(c, "add_swa_attention_sink_bias", false);
-    src.is_dense = is_dense_mimo;
-    src.router_bias = "exp_probs_b.bias";
-    src.gating = GATING_SIGMOID;
-    src.scaling_factor = get(c, "routed_scaling_factor") ? "routed_scaling_factor" : NULL;
     src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
-    src.window_theta = "swa_rope_theta";
-    src.eps_key = "layernorm_epsilon";
-    src.eps = 1e-5;
-    src.put = put_mimo;
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
-    expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
-    expect(c, "n_shared_experts", get_int(c, "n_shared_experts", 0, 64, 0) == 0, "0");
     expect(c, "sliding_window_size",
            get_limit(c, "sliding_window_size", MAX_TRAINED, (int64_t)src.window) == (int64_t)src.window,
            fmt("%zu as sliding_window", src.window));
@@ -2793,14 +2582,8 @@ static size_t index_size(const char *nested, const char *flat, int64_t lo, int64
 
 /* Checks what else MiniMax-M3's config.json says about attention. */
 static void check_minimax_attention(void) {
-    struct doc c = src.cfg, s = get_obj(c, "sparse_attention_config");
-    expect(c, "use_qk_norm", get_bool(c, "use_qk_norm", true), "true");
-    expect(c, "qk_norm_type", !strcmp(get_str(c, "qk_norm_type", "per_head"), "per_head"), "\"per_head\"");
-    expect(c, "use_gemma_norm", get_bool(c, "use_gemma_norm", true), "true");
-    expect(c, "attention_output_gate", !get_bool(c, "attention_output_gate", false), "false");
-    expect(s, "use_sparse_attention", get_bool(s, "use_sparse_attention", true), "true");
-    expect(s, "sparse_score_type", !strcmp(get_str(s, "sparse_score_type", "max"), "max"), "\"max\"");
-    expect(s, "sparse_init_block", get_int(s, "sparse_init_block", 0, INT32_MAX, 0) == 0, "0");
+    struct doc s = get_obj(src.cfg, "sparse_attention_config");
+    check_fixed(s, "use_sparse_attention true sparse_score_type max sparse_init_block 0");
     for (int l = 0; l < src.n_layer; l++) {
         if (!has_indexer_minimax(l) || !get(s, "sparse_disable_index_value")) continue;
         expect(s, "sparse_disable_index_value", listed_bit(s, "sparse_disable_index_value", l),
@@ -2822,24 +2605,12 @@ static void put_minimax_m3(void) {
 /* Reads the keys of MiniMax-M3. Its MTP layers are not in the releases. */
 static void config_minimax_m3(void) {
     struct doc c = src.cfg;
-    config_heads("num_key_value_heads", REQUIRED);
-    config_expert_count_of("num_local_experts", "num_experts");
     const size_t heads = index_size("sparse_num_index_heads", "index_n_heads", 1, 1024);
     const size_t block = index_size("sparse_block_size", "index_block_size", 1, 1 << 16);
     const bool nested = get(get_obj(c, "sparse_attention_config"), "sparse_block_size");
+    count_leading_dense();
     expect(nested ? get_obj(c, "sparse_attention_config") : c, nested ? "sparse_block_size" : "index_block_size",
            !(block & (block - 1)), "a power of two");
-    src.has_indexer = has_indexer_minimax;
-    src.put = put_minimax_m3;
-    src.is_dense = is_dense_minimax;
-    count_leading_dense();
-    src.dense_key = "dense_intermediate_size";
-    src.router_bias = "exp_probs_b.bias";
-    src.gating = GATING_SIGMOID;
-    src.norm_key = NULL;
-    src.norm_topk_prob = src.partial = src.zero_centered = true;
-    src.scaling_factor = get(c, "routed_scaling_factor") ? "routed_scaling_factor" : NULL;
-    config_one_shared("shared_intermediate_size");
     src.shared_width = size_of(src.shared_key) != size_of(src.width_key);
     if (get(c, "rotary_dim")) {
         const size_t n = (size_t)get_int(c, "rotary_dim", 2, (int64_t)head_k(), REQUIRED);
@@ -2848,82 +2619,140 @@ static void config_minimax_m3(void) {
     }
     check_minimax_attention();
     expect(c, "num_key_value_heads", (size_t)src.n_head_kv == heads, fmt("%zu, as the indexer has heads", heads));
-    expect(c, "n_shared_experts", get_int(c, "n_shared_experts", 0, 64, 1) == 1, "1");
-    expect(c, "use_routing_bias", get_bool(c, "use_routing_bias", true), "true");
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
-    expect(c, "swiglu_limit", get_num(c, "swiglu_limit", 7) == 7, "7");
-    expect(c, "swiglu_alpha", get_num(c, "swiglu_alpha", 1.702) == 1.702, "1.702");
-    expect(c, "swiglu_beta", get_num(c, "swiglu_beta", 1) == 1, "1");
 }
 
+/* What several rows of the table have in common. */
+/* clang-format off */
+#define LATENT           .mixer = MIXER_MLA, .v_head_key = "v_head_dim"
+#define DEEPSEEK_EXPERTS .is_dense = is_dense_leading, .leads = true, .experts_key = "n_routed_experts", \
+    .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .mtp_key = "num_nextn_predict_layers", \
+    .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor"
+#define QWEN_DELTA       .experts_key = "num_experts", .shared_key = "shared_expert_intermediate_size", .n_shared = 1, \
+    .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .shared_gate = true, .shared_width = true, \
+    .norm_topk_prob = true, .rope_theta = 10000, .rotary = 0.25, .partial = true, .zero_centered = true, .put = put_delta
+#define MINIMAX_M3 .put = put_minimax_m3, .is_dense = is_dense_minimax, .leads = true, .has_indexer = has_indexer_minimax, \
+    .experts_key = "num_local_experts", .experts_other = "num_experts", .dense_key = "dense_intermediate_size", \
+    .width_key = "intermediate_size", .shared_key = "shared_intermediate_size", .n_shared = 1, \
+    .router_bias = bias_name, .norm_key = "", .norm_topk_prob = true, .partial = true, .zero_centered = true, \
+    .scaling_factor = "routed_scaling_factor", .scaling_optional = true
+#define MIMO .put = put_mimo, .is_dense = is_dense_mimo, .is_windowed = is_windowed_mimo, .window_theta = "swa_rope_theta", \
+    .experts_key = "n_routed_experts", .v_head_key = "v_head_dim", .list_kv = true, .mtp = "model.mtp.", \
+    .mtp_dense = true, .mtp_unsaid = true, .window_rope = true, .partial = true, .norm_topk_prob = true, \
+    .router_bias = bias_name, .scaling_factor = "routed_scaling_factor", .scaling_optional = true, \
+    .eps_key = "layernorm_epsilon", .eps = 1e-5
+static const char bias_name[] = "exp_probs_b.bias"; /* in GGUF */
+static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use_sliding_window false "
+                                  "mtp_use_dedicated_embeddings false",
+                  fixed_deepseek[] = "moe_layer_freq 1 rope_interleave true",
+                  fixed_m3[] = "use_qk_norm true qk_norm_type per_head use_gemma_norm true attention_output_gate false "
+                               "n_shared_experts 1 use_routing_bias true scoring_func sigmoid swiglu_limit 7 "
+                               "swiglu_alpha 1.702 swiglu_beta 1",
+                  fixed_mimo[] = "scoring_func sigmoid topk_method noaux_tc n_shared_experts 0";
+
 /* The one table of families. */
-static const struct {
-    const char *type;    /* model_type of config.json */
-    const char *wrapper; /* model_type of a config.json that has this family's in text_config; NULL: there is none */
-    const char *arch;    /* general.architecture of GGUF */
-    void (*read)(void);  /* reads config.json into src */
+static const struct release {
+    const char *type;     /* model_type of config.json */
+    const char *wrapper;  /* model_type of a config.json that has this family's in text_config; NULL: there is none */
+    const char *arch;     /* general.architecture of GGUF */
+    void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
     const struct renaming *renaming; /* parts of tensor names that differ from those in tensor_rules; NULL: none */
-    const char *pre; /* the pre-tokenizer of all releases: copies of some have another one in tokenizer.json */
-    const char *width, *top_k; /* keys of an expert's width and of experts per token; NULL: the usual ones */
-    const char *act;           /* another name of hidden_act; NULL: there is none */
+    const char *pre;   /* the pre-tokenizer of all releases: copies of some have another one in tokenizer.json */
+    const char *act;   /* another name of hidden_act; NULL: there is none */
+    const char *fixed; /* keys that have one value, see check_fixed; NULL: there are none */
+    struct checkpoint src; /* what is the same in all releases; config_read has the defaults */
 } releases[] = {
-    {.type = "qwen3_moe", .arch = "qwen3moe", .read = config_qwen3},
-    {.type = "qwen3_5_moe_text",
-     .wrapper = "qwen3_5_moe",
-     .arch = "qwen35moe",
-     .read = config_qwen3_5,
-     .renaming = qwen_next_names,
-     .pre = "qwen35"},
-    {.type = "qwen3_next", .arch = "qwen3next", .read = config_qwen3_next, .renaming = qwen_next_names},
-    {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = config_deepseek3},
-    {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = config_deepseek3},
-    {.type = "deepseek_v32", .arch = "deepseek32", .read = config_deepseek_v32},
-    {.type = "deepseek_v4", .arch = "deepseek4", .read = config_deepseek_v4, .renaming = deepseek_v4_names},
-    {.type = "glm_moe_dsa", .arch = "glm-dsa", .read = config_glm_dsa},
-    {.type = "hy_v3", .arch = "hy_v3", .read = config_hy3, .renaming = hy3_names},
-    {.type = "glm4_moe", .arch = "glm4moe", .read = config_glm4},
-    {.type = "glm4_moe_lite", .arch = "deepseek2", .read = config_deepseek3},
-    {.type = "gpt_oss",
-     .arch = "gpt-oss",
-     .read = config_gpt_oss,
-     .renaming = gpt_oss_names,
-     .width = "intermediate_size"},
-    {.type = "minimax_m2",
-     .arch = "minimax-m2",
-     .read = config_minimax_m2,
-     .renaming = minimax_names,
-     .width = "intermediate_size"},
-    {.type = "minimax_m3",
-     .wrapper = "minimax_m3_vl",
-     .arch = "minimax-m3",
-     .read = config_minimax_m3,
-     .renaming = minimax_names,
-     .width = "intermediate_size",
-     .act = "swigluoai"},
-    {.type = "minimax_m3_vl_text",
-     .wrapper = "minimax_m3_vl",
-     .arch = "minimax-m3",
-     .read = config_minimax_m3,
-     .renaming = minimax_names,
-     .width = "intermediate_size",
-     .act = "swigluoai"},
-    {.type = "mixtral",
-     .arch = "llama",
-     .read = config_mixtral,
-     .renaming = minimax_names,
-     .width = "intermediate_size"},
-    {.type = "olmoe", .arch = "olmoe", .read = config_olmoe, .width = "intermediate_size"},
-    {.type = "qwen2_moe", .arch = "qwen2moe", .read = config_qwen2_moe, .renaming = shared_expert_names},
-    {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .read = config_ernie, .renaming = ernie_names, .top_k = "moe_k"},
-    {.type = "step3p5",
-     .wrapper = "step3p7",
-     .arch = "step35",
-     .read = config_step,
-     .renaming = step_names,
-     .top_k = "moe_top_k"},
-    {.type = "laguna", .arch = "laguna", .read = config_laguna, .renaming = laguna_names},
-    {.type = "mimo_v2_flash", .arch = "mimo2", .read = config_mimo, .renaming = mimo_names},
-    {.type = "mimo_v2", .arch = "mimo2", .read = config_mimo, .renaming = mimo_names}};
+    {.type = "qwen3_moe", .arch = "qwen3moe", .fixed = "use_sliding_window false",
+     .src = {.is_dense = is_dense_qwen3, .experts_key = "num_experts", .experts_other = "num_local_experts"}},
+    {.type = "qwen3_5_moe_text", .wrapper = "qwen3_5_moe", .arch = "qwen35moe", .renaming = qwen_next_names,
+     .pre = "qwen35", .fixed = fixed_delta, .src = {QWEN_DELTA, .is_dense = is_dense_never, .sections = true}},
+    {.type = "qwen3_next", .arch = "qwen3next", .renaming = qwen_next_names, .fixed = fixed_delta,
+     .src = {QWEN_DELTA, .is_dense = is_dense_qwen3}},
+    {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .config = config_deepseek3,
+     .fixed = fixed_deepseek, .src = {LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .config = config_deepseek3,
+     .fixed = fixed_deepseek, .src = {LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "glm4_moe_lite", .arch = "deepseek2", .config = config_deepseek3, .fixed = fixed_deepseek,
+     .src = {LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "deepseek_v32", .arch = "deepseek32", .config = config_deepseek_v32,
+     .fixed = "moe_layer_freq 1 rope_interleave true indexer_rope_interleave false",
+     .src = {LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_always, .put = put_indexer}},
+    {.type = "glm_moe_dsa", .arch = "glm-dsa", .config = config_glm_dsa,
+     .fixed = "moe_layer_freq 1 rope_interleave true indexer_rope_interleave true",
+     .src = {LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_glm, .put = put_glm_dsa}},
+    {.type = "glm4_moe", .arch = "glm4moe", .config = config_glm4, .fixed = "moe_layer_freq 1",
+     .src = {DEEPSEEK_EXPERTS, .rotary = 0.5, .partial = true}},
+    {.type = "deepseek_v4", .arch = "deepseek4", .config = config_deepseek_v4, .renaming = deepseek_v4_names,
+     .fixed = "num_key_value_heads 1 n_shared_experts 1 scoring_func sqrtsoftplus topk_method noaux_tc "
+              "norm_topk_prob true mlp_bias false",
+     .src = {.mixer = MIXER_CSA, .is_dense = is_dense_never, .dense_key = "", .experts_key = "n_routed_experts",
+             .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .n_shared = 1,
+             .router_bias = bias_name, .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor",
+             .mtp_key = "num_nextn_predict_layers", .mtp = "mtp.", .mtp_bare = true, .rotary = 0.125, .partial = true,
+             .put = put_deepseek_v4, .put_template = put_deepseek_v4_template}},
+    {.type = "hy_v3", .arch = "hy_v3", .config = config_leading_dense, .renaming = hy3_names, .fixed = "route_norm true",
+     .src = {.is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
+             .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
+             .mtp_key = "num_nextn_predict_layers", .router_bias = "exp_probs_b", .norm_topk_prob = true,
+             .scaling_factor = "router_scaling_factor"}},
+    {.type = "gpt_oss", .arch = "gpt-oss", .renaming = gpt_oss_names,
+     .fixed = "attention_bias true swiglu_limit 7 swiglu_alpha 1.702",
+     .src = {.is_dense = is_dense_never, .is_windowed = is_windowed_typed, .alternate = true, .tell_window = true,
+             .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
+             .qkv_bias = true, .interleaved = true, .exact_yarn = true, .norm_key = "", .norm_topk_prob = true,
+             .eps = 1e-5}},
+    {.type = "minimax_m2", .arch = "minimax-m2", .config = config_minimax_m2, .renaming = minimax_names,
+     .fixed = "use_qk_norm true qk_norm_type per_layer use_routing_bias true scoring_func sigmoid "
+              "shared_intermediate_size 0",
+     .src = {.is_dense = is_dense_never, .experts_key = "num_local_experts", .experts_other = "num_experts",
+             .width_key = "intermediate_size", .router_bias = bias_name, .norm_key = "", .norm_topk_prob = true,
+             .partial = true}},
+    {.type = "minimax_m3", .wrapper = "minimax_m3_vl", .arch = "minimax-m3", .config = config_minimax_m3,
+     .renaming = minimax_names, .act = "swigluoai", .fixed = fixed_m3, .src = {MINIMAX_M3}},
+    {.type = "minimax_m3_vl_text", .wrapper = "minimax_m3_vl", .arch = "minimax-m3", .config = config_minimax_m3,
+     .renaming = minimax_names, .act = "swigluoai", .fixed = fixed_m3, .src = {MINIMAX_M3}},
+    {.type = "mixtral", .arch = "llama", .config = config_mixtral, .renaming = minimax_names,
+     .src = {.is_dense = is_dense_never, .experts_key = "num_local_experts", .experts_other = "num_experts",
+             .width_key = "intermediate_size", .kv_optional = true, .norm_key = "", .norm_topk_prob = true,
+             .pairs = true, .llama3 = true, .eps = 1e-5}},
+    {.type = "olmoe", .arch = "olmoe", .fixed = "clip_qkv none",
+     .src = {.is_dense = is_dense_never, .experts_key = "num_experts", .experts_other = "num_local_experts",
+             .width_key = "intermediate_size", .kv_optional = true, .eps = 1e-5}},
+    {.type = "qwen2_moe", .arch = "qwen2moe", .config = config_qwen2_moe, .renaming = shared_expert_names,
+     .fixed = "use_sliding_window false",
+     .src = {.is_dense = is_dense_qwen3, .experts_key = "num_experts", .kv_optional = true, .n_shared = 1,
+             .shared_key = "shared_expert_intermediate_size", .shared_gate = true, .shared_width = true}},
+    {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .config = config_ernie, .renaming = ernie_names,
+     .fixed = "use_bias false",
+     .src = {.is_dense = is_dense_ernie, .leads = true, .experts_key = "moe_num_experts", .top_k_key = "moe_k",
+             .shared_key = "moe_intermediate_size", .shared_count = "moe_num_shared_experts", .shared_width = true,
+             .kv_optional = true, .norm_key = "", .norm_topk_prob = true, .eps = 1e-5, .put = put_ernie}},
+    {.type = "step3p5", .wrapper = "step3p7", .arch = "step35", .config = config_step, .renaming = step_names,
+     .fixed = "moe_router_activation sigmoid sink false mlp_bias false",
+     .src = {.is_dense = is_dense_step, .leads = true, .is_windowed = is_windowed_typed, .tell_window = true,
+             .experts_key = "moe_num_experts", .top_k_key = "moe_top_k", .kv_key = "num_attention_groups",
+             .shared_key = "share_expert_dim", .n_shared = 1, .shared_width = true, .list_heads = true,
+             .list_kv = true, .mtp_key = "num_nextn_predict_layers", .mtp_dense = true, .window_rope = true,
+             .llama3 = true, .norm_key = "norm_expert_weight", .norm_topk_prob = true,
+             .scaling_factor = "moe_router_scaling_factor", .scaling_optional = true, .eps = 1e-5, .put = put_step}},
+    {.type = "laguna", .arch = "laguna", .config = config_laguna, .renaming = laguna_names,
+     .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
+              "norm_topk_prob true swa_attention_sink_enabled false",
+     .src = {.is_dense = is_dense_laguna, .leads = true, .is_windowed = is_windowed_typed, .window_rope = true,
+             .partial = true, .heads_key = "num_attention_heads_per_layer", .list_heads = true, .head_gate = true,
+             .gates_values = gates_values, .experts_key = "num_experts", .n_shared = 1,
+             .shared_key = "shared_expert_intermediate_size", .shared_width = true, .router_bias = bias_name,
+             .norm_key = "", .norm_topk_prob = true, .scaling_factor = "moe_routed_scaling_factor",
+             .scaling_optional = true}},
+    {.type = "mimo_v2_flash", .arch = "mimo2", .config = config_mimo, .renaming = mimo_names, .fixed = fixed_mimo,
+     .src = {MIMO}},
+    {.type = "mimo_v2", .arch = "mimo2", .config = config_mimo, .renaming = mimo_names, .fixed = fixed_mimo,
+     .src = {MIMO}}};
+#undef LATENT
+#undef DEEPSEEK_EXPERTS
+#undef QWEN_DELTA
+#undef MINIMAX_M3
+#undef MIMO
+/* clang-format on */
 
 /* Whether a tensor of the index belongs to a layer for multi-token prediction, by its name. */
 static bool is_of_prediction(const char *name) {
@@ -2955,42 +2784,54 @@ static void config_read(void) {
     const char *type = get_str(src.top, "model_type", "(none)"), *wrapper = type;
     bool wrapped = false;
     for (size_t f = 0; f < COUNT(releases); f++) wrapped |= releases[f].wrapper && !strcmp(releases[f].wrapper, type);
-    src.cfg = wrapped ? get_obj(src.top, "text_config") : src.top;
-    src.wrapped = wrapped;
-    src.prefix = "";
-    src.body = "model.";
-    src.rope_theta = -1;
-    src.rotary = 1;
-    src.norm_key = "norm_topk_prob";
-    src.eps_key = "rms_norm_eps";
-    src.eps = 1e-6;
-    const bool untold = wrapped && !get(src.cfg, "model_type"); /* MiniMax-M3 */
-    if (!untold) type = get_str(src.cfg, "model_type", "(none)");
+    const struct doc top = src.top, cfg = wrapped ? get_obj(top, "text_config") : top;
+    const bool untold = wrapped && !get(cfg, "model_type"); /* MiniMax-M3 */
+    if (!untold) type = get_str(cfg, "model_type", "(none)");
     size_t f = 0, n = COUNT(releases);
     for (; f < n; f++) {
         const char *name = untold ? releases[f].wrapper : releases[f].type;
         if (name && !strcmp(name, type)) break;
     }
-    if (f == n && !has_experts(src.cfg) && !has_experts(get_obj(src.top, "text_config")))
+    if (f == n && !has_experts(cfg) && !has_experts(get_obj(top, "text_config")))
         die("config.json: '%s' is a dense model; moe runs mixtures of experts", type);
-    expect(src.cfg, "model_type", f < n && (!wrapped || (releases[f].wrapper && !strcmp(releases[f].wrapper, wrapper))),
+    expect(cfg, "model_type", f < n && (!wrapped || (releases[f].wrapper && !strcmp(releases[f].wrapper, wrapper))),
            family_types());
-    src.arch = releases[f].arch;
-    src.renaming = releases[f].renaming;
-    src.pre = releases[f].pre;
+    const struct release *r = &releases[f];
+    src = r->src;
+    src.top = top;
+    src.cfg = cfg;
+    src.wrapped = wrapped;
+    src.prefix = "";
+    src.body = "model.";
+    src.arch = r->arch;
+    src.renaming = r->renaming;
+    src.pre = r->pre;
+    src.gating = family_find((struct gguf_str){r->arch, strlen(r->arch)})->gating;
+    if (src.rope_theta == 0) src.rope_theta = -1;
+    if (src.rotary == 0) src.rotary = 1;
+    if (src.eps == 0) src.eps = 1e-6;
+    if (!src.norm_key) src.norm_key = "norm_topk_prob";
+    if (!src.eps_key) src.eps_key = "rms_norm_eps";
+    if (!src.top_k_key) src.top_k_key = "num_experts_per_tok";
+    if (!src.width_key) src.width_key = "moe_intermediate_size";
+    if (!src.dense_key) src.dense_key = "intermediate_size";
+    if (!src.kv_key) src.kv_key = "num_key_value_heads";
     src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
     src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
-    src.top_k_key = releases[f].top_k ? releases[f].top_k : "num_experts_per_tok";
-    src.width_key = releases[f].width ? releases[f].width : "moe_intermediate_size";
-    src.dense_key = "intermediate_size";
     src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
     src.n_vocab = (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
     src.tied = get_bool(src.cfg, "tie_word_embeddings", false) || get_bool(src.top, "tie_word_embeddings", false);
     const char *act = get_str(src.cfg, "hidden_act", "silu");
-    const char *other = releases[f].act;
+    const char *other = r->act;
     expect(src.cfg, "hidden_act", !strcmp(act, "silu") || (other && !strcmp(act, other)),
            other ? fmt("\"silu\" or \"%s\"", other) : "\"silu\"");
-    releases[f].read();
+    check_fixed(src.cfg, r->fixed ? r->fixed : "");
+    config_heads();
+    config_expert_count();
+    if (src.mtp_key) src.n_mtp = (int)get_int(src.cfg, src.mtp_key, 0, src.mtp_beside ? 1 : MAX_MTP, 0);
+    if (src.shared_count) src.n_shared = (int)get_int(src.cfg, src.shared_count, 0, 64, src.n_shared);
+    if (src.is_windowed == is_windowed_typed) config_windows();
+    if (r->config) r->config();
     expect(src.cfg, "attention_bias", src.qkv_bias || !get_bool(src.cfg, "attention_bias", false), "false");
 }
 
@@ -4073,28 +3914,26 @@ static void put_head_sizes(void) {
 /* Writes the sizes of the model. */
 static void put_architecture(void) {
     struct doc c = src.cfg;
-    int first_dense = 0;
-    while (first_dense < src.n_layer && src.is_dense(first_dense)) first_dense++;
     kv_u32("block_count", (size_t)(src.n_layer + src.n_mtp));
     kv_u32("context_length", (size_t)context_length());
     kv_u32("embedding_length", size_of("hidden_size"));
-    if (src.dense_key && get(c, src.dense_key)) kv_u32("feed_forward_length", size_of(src.dense_key));
+    if (get(c, src.dense_key)) kv_u32("feed_forward_length", size_of(src.dense_key));
     kv_u32("vocab_size", src.n_vocab);
     kv_num(c, src.eps_key, get_num(c, src.eps_key, src.eps), "attention.layer_norm_rms_epsilon");
     put_heads("attention.head_count", src.list_heads, src.n_head, src.heads_key, src.window_heads[0]);
     kv_u32("expert_gating_func", src.gating);
-    gguf_put_bool(&writer, arch_key("expert_weights_norm"),
-                  src.norm_key ? get_bool(c, src.norm_key, src.norm_topk_prob) : src.norm_topk_prob);
+    gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, src.norm_key, src.norm_topk_prob));
     put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
     put_head_sizes();
     put_windows();
-    if (src.leads) kv_u32("leading_dense_block_count", (size_t)first_dense);
+    if (src.leads) kv_u32("leading_dense_block_count", (size_t)src.first_dense);
     if (src.shared_key) kv_u32("expert_shared_count", (size_t)src.n_shared);
     if (src.shared_width && src.n_shared)
         kv_u32("expert_shared_feed_forward_length",
                size_of(src.shared_key) * (src.shared_count ? (size_t)src.n_shared : 1));
     if (src.put) src.put();
-    if (src.scaling_factor) kv_num(c, src.scaling_factor, get_num(c, src.scaling_factor, NAN), "expert_weights_scale");
+    if (src.scaling_factor && (!src.scaling_optional || get(c, src.scaling_factor)))
+        kv_num(c, src.scaling_factor, get_num(c, src.scaling_factor, NAN), "expert_weights_scale");
     if (src.n_group) {
         kv_u32("expert_group_count", (size_t)src.n_group);
         kv_u32("expert_group_used_count",
