@@ -855,81 +855,83 @@ struct renaming {
     } where;
 };
 
+/* What only a checkpoint has: names, layouts, and the keys of config.json, which are the fields whose names end in
+ * _key. */
 static struct checkpoint {
     const char *arch;                /* of GGUF */
     const char *prefix;              /* of every tensor name: "" or "language_model." */
     const char *body;                /* follows it in all names but the output matrix's, such as "model." */
-    const char *mtp;                 /* begins the names of layers for multi-token prediction; NULL: as other layers */
     const struct renaming *renaming; /* ends with from NULL; NULL: there is none */
     const char *pre;                 /* the pre-tokenizer, whatever tokenizer.json has; NULL: the one it has */
     struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
     bool wrapped;                    /* the language model is a part of it */
     bool tied;                       /* the output matrix is the embedding */
     bool zero_centered;              /* norms are stored less 1 */
+    size_t n_vocab;                  /* tokens */
+
+    int n_layer, n_mtp;  /* layers, and layers for multi-token prediction after them: together the blocks */
+    const char *mtp_key; /* how many of the latter there are; NULL: none */
+    bool mtp_unsaid;     /* config.json does not say how many there are */
+    bool mtp_dense;      /* they have a dense FFN */
+    const char *mtp;     /* begins the names of their tensors; NULL: as other layers */
+    bool mtp_bare;       /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
+    bool mtp_beside;     /* there is one, and some of its tensors are named beside it */
+    bool dspark;         /* tensors below `mtp` are a DSpark module, which is left out */
 
     enum mixer mixer;                /* of the layers with attention */
-    int n_layer, n_mtp;              /* blocks = n_layer + n_mtp */
     bool (*is_windowed)(int layer);  /* the block has a window; NULL: none has */
-    bool (*has_indexer)(int layer);  /* NULL: the engine knows, or none has */
-    bool (*gates_values)(int layer); /* head_gate: the block has a gate for every value; NULL: none has */
-    int n_typed;                     /* blocks whose kind config.json tells; 0: all */
-    size_t window;                   /* keys that a token sees in these; 0: no layer has a window */
     bool alternate;                  /* every other layer has one where config.json does not say */
+    int n_typed;                     /* blocks whose kind config.json tells; 0: all */
+    size_t window;                   /* keys that a token sees in a window; 0: no layer has one */
     bool tell_window;                /* GGUF files say how many, even 0 */
-    bool mtp_beside;                 /* the norms of layers for multi-token prediction stand beside these */
-    bool mtp_bare;                   /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
-    bool dspark;                     /* tensors below `mtp` are a DSpark module, which is left out */
-    bool mtp_dense;                  /* layers for multi-token prediction have a dense FFN */
-    const char *mtp_key;             /* of config.json: how many there are; NULL: none */
-    bool mtp_unsaid;                 /* config.json does not say how many there are */
-    int n_head, n_head_kv;           /* heads */
-    const char *v_head_key;          /* of config.json: values of a head's value; NULL: as many as of a key */
-    const char *kv_key;              /* of config.json: KV heads; kv_optional: where it is missing, as many as heads */
-    bool kv_optional;
-    const char *heads_key;           /* of config.json: lists the heads of the layers; NULL: it does not */
-    int window_heads[2];             /* heads, KV heads of layers with a window; 0: as the others */
-    bool list_heads, list_kv;        /* GGUF files list the heads of every block, the KV heads */
-    bool head_norm, head_gate;       /* the heads have norms, gates */
+    bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
+    int n_head, n_head_kv;           /* heads of queries, of keys and values */
+    int window_heads[2];             /* the same in layers with a window; 0: as many */
+    const char *kv_key;              /* n_head_kv; without kv_optional it must be there */
+    bool kv_optional;                /* n_head_kv may be missing: it is n_head */
+    const char *v_head_key;          /* values of a head's value; NULL: as many as of its key */
+    const char *heads_key;           /* lists the heads of the layers; NULL: there is no list */
+    bool list_heads, list_kv;        /* GGUF files list n_head of every block, n_head_kv */
+    bool head_norm;                  /* heads of queries and keys have norms, which the engine does not know */
+    bool head_gate;                  /* heads have gates */
+    bool (*gates_values)(int layer); /* the block has a gate for every value; NULL: for every head */
     bool sinks, window_sinks;        /* heads have sinks in layers without a window, in those with one */
-    bool pairs;        /* GGUF files have rows of queries and keys in the order of struct piece's `head` */
+    bool qkv_bias;                   /* queries, keys and values have biases */
+    bool pairs;                      /* GGUF files have queries and keys in the order of struct piece's `head` */
     size_t qkv_chunks; /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
 
-    int n_expert, top_k, n_group; /* n_expert as config.json says; n_group 0: the family has no groups of experts */
-    const char *experts_key, *experts_other; /* of config.json: their number has the first of these that is there */
-    const char *top_k_key;
-    bool interleaved;                    /* gate and up of fused experts are every other row or column */
-    int n_shared, first_dense;           /* shared experts of a layer; layers before first_dense have a dense FFN */
-    bool leads;                          /* GGUF files say how many dense layers lead */
-    bool shared_width;                   /* and how wide the shared expert is */
-    const char *shared_key;              /* of config.json: its width, or with shared_count that of a routed one, */
-    const char *shared_count;            /* times this; NULL: once */
-    const char *width_key;               /* of config.json: */
-    const char *dense_key;               /* of config.json: the width of a dense FFN */
-    const char *router_bias; /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
-    enum gating gating;
-    const char
-        *norm_key; /* of config.json, "" if there is none: the weights of the chosen experts are divided by their sum */
-    bool norm_topk_prob;        /* the value where config.json does not say */
-    bool shared_gate;           /* the shared expert has a gate */
-    bool qkv_bias;              /* queries, keys and values have biases */
-    const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: there is none */
-    bool scaling_optional;      /* the key may be missing */
-    bool (*is_dense)(int layer);
-    void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
-    void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
+    bool (*is_dense)(int layer);             /* the layer has a dense FFN */
+    int first_dense;                         /* layers that have one before the first mixture */
+    bool leads;                              /* GGUF files say how many */
+    int n_expert, top_k, n_group;            /* as config.json says; n_group 0: there are no groups of experts */
+    int experts[MAX_LAYERS];                 /* of each block, as its tensors say; 0: dense */
+    const char *experts_key, *experts_other; /* n_expert: the first of these that is there */
+    const char *top_k_key;                   /* top_k */
+    const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
+    bool interleaved;                        /* gate and up of fused experts are every other row or column */
+    int n_shared;                            /* shared experts of a layer */
+    const char *shared_key, *shared_count;   /* their width is the first, times the second; NULL: once */
+    bool shared_width;                       /* GGUF files say how wide they are */
+    bool shared_gate;                        /* they have a gate */
+    const char *router_bias;                 /* GGUF name of the bias for the choice of experts; NULL: none */
+    enum gating gating;                      /* the router's function */
+    const char *norm_key;                    /* weights are divided by their sum; "": config.json does not say */
+    bool norm_topk_prob;                     /* the same where it does not */
+    const char *scaling_factor;              /* the key of the factor of the experts' results; NULL: there is none */
+    bool scaling_optional;                   /* that key may be missing */
 
-    const char *eps_key;       /* of config.json: what norms add to the mean square, */
-    double eps;                /* where it does not say */
-    double rope_theta, rotary; /* the same; rope_theta -1: it must; */
+    const char *eps_key;       /* what norms add to the mean square */
+    double eps;                /* the same where config.json does not say */
+    double rope_theta, rotary; /* base and share of the rotation where it does not; rope_theta -1: it must */
     bool partial;              /* `rotary` may differ */
-    bool window_rope;          /* layers with a window have another rotation, */
-    const char *window_theta;  /* whose base has this key; NULL: as rope_theta's */
+    bool window_rope;          /* layers with a window have another rotation */
+    const char *window_theta;  /* its base; NULL: as rope_theta's */
     bool sections;             /* GGUF files have the shares of time, height and width */
     bool llama3;               /* rope_freqs.weight may change frequencies */
     bool exact_yarn;           /* YaRN's ramp is not rounded */
 
-    size_t n_vocab;
-    int experts[MAX_LAYERS];         /* per block; 0: dense */
+    void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
+    void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
 } src;
 
 /* Returns max_position_embeddings, MAX_TRAINED where that is more. */
@@ -1043,12 +1045,25 @@ static const char *hf_name(int layer, const char *rest) {
 static struct gguf_writer writer;
 
 static const char *arch_key(const char *rest) { return fmt("%s.%s", src.arch, rest); }
+static int n_blocks(void) { return src.n_layer + src.n_mtp; }
 static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
 /* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
 static void kv_num(struct doc d, const char *name, double v, const char *key) {
     const struct key_range *r = key_range_of(key);
     expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
     gguf_put_f32(&writer, arch_key(key), (float)v);
+}
+
+/* Writes a value for each of n blocks. */
+static void kv_array(const char *key, enum gguf_value type, int n, const void *values) {
+    gguf_put_array(&writer, arch_key(key), type, (uint64_t)n, values);
+}
+
+/* Writes which of n blocks are so. */
+static void kv_flags(const char *key, int n, bool (*is)(int block)) {
+    bool flags[MAX_LAYERS];
+    for (int l = 0; l < n; l++) flags[l] = is(l);
+    kv_array(key, GGUF_V_BOOL, n, flags);
 }
 
 static void kv_str(const char *key, const char *s) { gguf_put_str(&writer, key, s, strlen(s)); }
@@ -1968,12 +1983,14 @@ static bool is_dense_qwen3(int layer) {
     }
     return (layer + 1) % (int)get_int(src.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
 }
-/* Whether a layer has a gated delta net. */
+
+/* Whether a block has a gated delta net. */
 static bool is_recurrent(int layer) {
     struct doc c = src.cfg;
     const int interval = (int)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4);
     json_t *list = get_list(c, "layer_types");
     const char *type = (layer + 1) % interval ? "linear_attention" : "full_attention";
+    if (layer >= src.n_layer) return false;
     if (list) type = json_string_value(json_array_get(list, (size_t)layer));
     expect(c, "layer_types", !list || json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
     expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
@@ -1985,8 +2002,6 @@ static bool is_recurrent(int layer) {
 static void put_delta(void) {
     struct doc c = src.cfg;
     const size_t n_key = size_of("linear_num_key_heads"), n_value = size_of("linear_num_value_heads");
-    bool recurrent[MAX_LAYERS] = {false};
-    for (int l = 0; l < src.n_layer; l++) recurrent[l] = is_recurrent(l);
     expect(c, "linear_num_value_heads", n_value % n_key == 0, fmt("a multiple of the %zu heads of keys", n_key));
     kv_u32("ssm.conv_kernel", (size_t)get_int(c, "linear_conv_kernel_dim", 1, 64, 4));
     kv_u32("ssm.state_size", size_of("linear_key_head_dim"));
@@ -1994,8 +2009,7 @@ static void put_delta(void) {
     kv_u32("ssm.time_step_rank", n_value);
     kv_u32("ssm.inner_size", n_value * size_of("linear_value_head_dim"));
     kv_u32("full_attention_interval", (size_t)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4));
-    gguf_put_array(&writer, arch_key("attention.recurrent_layers"), GGUF_V_BOOL, (size_t)(src.n_layer + src.n_mtp),
-                   recurrent);
+    kv_flags("attention.recurrent_layers", n_blocks(), is_recurrent);
 }
 
 static bool is_dense_never(int layer) { return layer < 0; }
@@ -2114,10 +2128,8 @@ static void config_deepseek_v32(void) {
 
 /* Writes the same of GLM-5, and which layers have an indexer. */
 static void put_glm_dsa(void) {
-    bool full[MAX_LAYERS];
-    for (int l = 0; l < src.n_layer; l++) full[l] = has_indexer_glm(l);
     put_indexer();
-    gguf_put_array(&writer, arch_key("attention.indexer.types"), GGUF_V_BOOL, (size_t)src.n_layer, full);
+    kv_flags("attention.indexer.types", src.n_layer, has_indexer_glm);
 }
 
 /* Reads the keys of GLM-5: layers without an indexer share the choice of the one before. */
@@ -2154,7 +2166,7 @@ static void put_ratios(void) {
     const char *known = ratios || !kinds ? "0, 4 or 128"
                                          : "\"sliding_attention\", \"compressed_sparse_attention\" or "
                                            "\"heavily_compressed_attention\"";
-    const int n = (int)json_array_size(ratios ? ratios : kinds), blocks = src.n_layer + src.n_mtp;
+    const int n = (int)json_array_size(ratios ? ratios : kinds), blocks = n_blocks();
     int32_t all[MAX_LAYERS] = {0};
     expect(c, key, n >= src.n_layer && n <= MAX_LAYERS, fmt("%s for each of %d layers", known, src.n_layer));
     for (int l = 0; l < n; l++) {
@@ -2170,8 +2182,7 @@ static void put_ratios(void) {
         expect(rates, compressions[k].type,
                get_int(rates, compressions[k].type, 1, INT32_MAX, compressions[k].ratio) == compressions[k].ratio,
                fmt("%d (GGUF files have no other number)", compressions[k].ratio));
-    gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32,
-                   ratios && n > blocks ? (size_t)n : (size_t)blocks, all);
+    kv_array("attention.compress_ratios", GGUF_V_I32, ratios && n > blocks ? n : blocks, all);
 }
 
 /* Counts the first layers of DeepSeek-V4 that find experts by token ids. */
@@ -2208,14 +2219,13 @@ static void put_deepseek_v4(void) {
     const struct key_range *range = key_range_of(clamps[0]);
     const double limit = get_num(c, "swiglu_limit", NAN);
     const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
-    const size_t blocks = (size_t)(src.n_layer + src.n_mtp);
     float limits[MAX_LAYERS];
-    for (size_t l = 0; l < blocks; l++) limits[l] = limit > range->hi ? 0 : (float)limit;
+    for (int l = 0; l < n_blocks(); l++) limits[l] = limit > range->hi ? 0 : (float)limit;
     expect(c, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
     kv_u32("attention.q_lora_rank", size_of("q_lora_rank"));
     expect(c, "sliding_window", window, "a number above 0");
     kv_u32("attention.sliding_window", window);
-    for (size_t i = 0; i < COUNT(clamps); i++) gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, blocks, limits);
+    for (size_t i = 0; i < COUNT(clamps); i++) kv_array(clamps[i], GGUF_V_F32, n_blocks(), limits);
     put_indexer();
     kv_u32("attention.output_group_count", size_of("o_groups"));
     kv_u32("attention.output_lora_rank", size_of("o_lora_rank"));
@@ -2311,8 +2321,8 @@ static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias",
  * gpt-oss, MiniMax-M2, Mixtral, OLMoE, Qwen2-MoE, ERNIE-4.5, Step-3.5 and Laguna.
  * ============================================================================================================ */
 
-/* Whether a block has a window, by layer_types, which may also tell it of the layers for multi-token prediction; without
- * the list by default every other layer of gpt-oss. */
+/* Whether a block has a window, by layer_types, which may go on with layers for multi-token prediction. Without the list
+ * every other layer of gpt-oss has one. */
 static bool is_windowed_typed(int layer) {
     json_t *list = get_list(src.cfg, "layer_types");
     const char *type = json_string_value(json_array_get(list, (size_t)layer));
@@ -2333,7 +2343,7 @@ static void config_windows(void) {
                "\"full_attention\" and \"sliding_attention\"");
     }
     src.n_typed = n;
-    for (int l = 0; l < src.n_layer + src.n_mtp; l++) any |= is_windowed(l);
+    for (int l = 0; l < n_blocks(); l++) any |= is_windowed(l);
     src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     expect(c, "sliding_window", !any || src.window, "a number above 0");
     if (!any) src.window = 0;
@@ -2432,7 +2442,7 @@ static void put_limits(const char *key, const char *name) {
                fmt("null or numbers from %g", range->lo));
         limits[l] = limit > range->hi ? 0 : (float)limit;
     }
-    if (list) gguf_put_array(&writer, arch_key(name), GGUF_V_F32, (size_t)(src.n_layer + src.n_mtp), limits);
+    if (list) kv_array(name, GGUF_V_F32, n_blocks(), limits);
 }
 
 static void put_step(void) {
@@ -2623,23 +2633,6 @@ static void config_minimax_m3(void) {
 
 /* What several rows of the table have in common. */
 /* clang-format off */
-#define LATENT           .mixer = MIXER_MLA, .v_head_key = "v_head_dim"
-#define DEEPSEEK_EXPERTS .is_dense = is_dense_leading, .leads = true, .experts_key = "n_routed_experts", \
-    .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .mtp_key = "num_nextn_predict_layers", \
-    .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor"
-#define QWEN_DELTA       .experts_key = "num_experts", .shared_key = "shared_expert_intermediate_size", .n_shared = 1, \
-    .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .shared_gate = true, .shared_width = true, \
-    .norm_topk_prob = true, .rope_theta = 10000, .rotary = 0.25, .partial = true, .zero_centered = true, .put = put_delta
-#define MINIMAX_M3 .put = put_minimax_m3, .is_dense = is_dense_minimax, .leads = true, .has_indexer = has_indexer_minimax, \
-    .experts_key = "num_local_experts", .experts_other = "num_experts", .dense_key = "dense_intermediate_size", \
-    .width_key = "intermediate_size", .shared_key = "shared_intermediate_size", .n_shared = 1, \
-    .router_bias = bias_name, .norm_key = "", .norm_topk_prob = true, .partial = true, .zero_centered = true, \
-    .scaling_factor = "routed_scaling_factor", .scaling_optional = true
-#define MIMO .put = put_mimo, .is_dense = is_dense_mimo, .is_windowed = is_windowed_mimo, .window_theta = "swa_rope_theta", \
-    .experts_key = "n_routed_experts", .v_head_key = "v_head_dim", .list_kv = true, .mtp = "model.mtp.", \
-    .mtp_dense = true, .mtp_unsaid = true, .window_rope = true, .partial = true, .norm_topk_prob = true, \
-    .router_bias = bias_name, .scaling_factor = "routed_scaling_factor", .scaling_optional = true, \
-    .eps_key = "layernorm_epsilon", .eps = 1e-5
 static const char bias_name[] = "exp_probs_b.bias"; /* in GGUF */
 static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use_sliding_window false "
                                   "mtp_use_dedicated_embeddings false",
@@ -2649,103 +2642,133 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
                                "swiglu_alpha 1.702 swiglu_beta 1",
                   fixed_mimo[] = "scoring_func sigmoid topk_method noaux_tc n_shared_experts 0";
 
+#define LATENT .mixer = MIXER_MLA, .v_head_key = "v_head_dim"
+#define DEEPSEEK_EXPERTS                                                                                       \
+    .is_dense = is_dense_leading, .leads = true, .experts_key = "n_routed_experts",                            \
+    .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts",                                 \
+    .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor"
+#define QWEN_DELTA                                                                                             \
+    .renaming = qwen_next_names, .experts_key = "num_experts",                                                 \
+    .shared_key = "shared_expert_intermediate_size", .n_shared = 1, .shared_gate = true, .shared_width = true, \
+    .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .norm_topk_prob = true, .rope_theta = 10000,       \
+    .rotary = 0.25, .partial = true, .zero_centered = true, .put = put_delta
+#define MINIMAX_M3                                                                                             \
+    .arch = "minimax-m3", .renaming = minimax_names, .is_dense = is_dense_minimax, .leads = true,              \
+    .has_indexer = has_indexer_minimax, .experts_key = "num_local_experts", .experts_other = "num_experts",    \
+    .dense_key = "dense_intermediate_size", .width_key = "intermediate_size",                                  \
+    .shared_key = "shared_intermediate_size", .n_shared = 1, .router_bias = bias_name, .norm_key = "",         \
+    .norm_topk_prob = true, .partial = true, .zero_centered = true, .scaling_factor = "routed_scaling_factor", \
+    .scaling_optional = true, .put = put_minimax_m3
+#define MIMO                                                                                                   \
+    .arch = "mimo2", .renaming = mimo_names, .is_dense = is_dense_mimo, .is_windowed = is_windowed_mimo,       \
+    .window_theta = "swa_rope_theta", .experts_key = "n_routed_experts", .v_head_key = "v_head_dim",           \
+    .list_kv = true, .mtp = "model.mtp.", .mtp_dense = true, .mtp_unsaid = true, .window_rope = true,          \
+    .partial = true, .norm_topk_prob = true, .router_bias = bias_name,                                         \
+    .scaling_factor = "routed_scaling_factor", .scaling_optional = true, .eps_key = "layernorm_epsilon",       \
+    .eps = 1e-5, .put = put_mimo
+
 /* The one table of families. */
 static const struct release {
     const char *type;     /* model_type of config.json */
     const char *wrapper;  /* model_type of a config.json that has this family's in text_config; NULL: there is none */
-    const char *arch;     /* general.architecture of GGUF */
     void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
-    const struct renaming *renaming; /* parts of tensor names that differ from those in tensor_rules; NULL: none */
-    const char *pre;   /* the pre-tokenizer of all releases: copies of some have another one in tokenizer.json */
-    const char *act;   /* another name of hidden_act; NULL: there is none */
-    const char *fixed; /* keys that have one value, see check_fixed; NULL: there are none */
-    struct checkpoint src; /* what is the same in all releases; config_read has the defaults */
+    const char *act;      /* another name of hidden_act; NULL: there is none */
+    const char *fixed;    /* keys that have one value, see check_fixed; NULL: there are none */
+    struct checkpoint src; /* what all releases have in common; of what is 0 config_read has the default */
 } releases[] = {
-    {.type = "qwen3_moe", .arch = "qwen3moe", .fixed = "use_sliding_window false",
-     .src = {.is_dense = is_dense_qwen3, .experts_key = "num_experts", .experts_other = "num_local_experts"}},
-    {.type = "qwen3_5_moe_text", .wrapper = "qwen3_5_moe", .arch = "qwen35moe", .renaming = qwen_next_names,
-     .pre = "qwen35", .fixed = fixed_delta, .src = {QWEN_DELTA, .is_dense = is_dense_never, .sections = true}},
-    {.type = "qwen3_next", .arch = "qwen3next", .renaming = qwen_next_names, .fixed = fixed_delta,
-     .src = {QWEN_DELTA, .is_dense = is_dense_qwen3}},
-    {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .config = config_deepseek3,
-     .fixed = fixed_deepseek, .src = {LATENT, DEEPSEEK_EXPERTS}},
-    {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .config = config_deepseek3,
-     .fixed = fixed_deepseek, .src = {LATENT, DEEPSEEK_EXPERTS}},
-    {.type = "glm4_moe_lite", .arch = "deepseek2", .config = config_deepseek3, .fixed = fixed_deepseek,
-     .src = {LATENT, DEEPSEEK_EXPERTS}},
-    {.type = "deepseek_v32", .arch = "deepseek32", .config = config_deepseek_v32,
+    {.type = "qwen3_moe", .fixed = "use_sliding_window false",
+     .src = {.arch = "qwen3moe", .is_dense = is_dense_qwen3, .experts_key = "num_experts",
+             .experts_other = "num_local_experts"}},
+    {.type = "qwen3_5_moe_text", .wrapper = "qwen3_5_moe", .fixed = fixed_delta,
+     .src = {.arch = "qwen35moe", .pre = "qwen35", QWEN_DELTA, .is_dense = is_dense_never,
+             .sections = true}},
+    {.type = "qwen3_next", .fixed = fixed_delta,
+     .src = {.arch = "qwen3next", QWEN_DELTA, .is_dense = is_dense_qwen3}},
+    {.type = "deepseek_v3", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
+     .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "kimi_k2", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
+     .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "glm4_moe_lite", .config = config_deepseek3, .fixed = fixed_deepseek,
+     .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "deepseek_v32", .config = config_deepseek_v32,
      .fixed = "moe_layer_freq 1 rope_interleave true indexer_rope_interleave false",
-     .src = {LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_always, .put = put_indexer}},
-    {.type = "glm_moe_dsa", .arch = "glm-dsa", .config = config_glm_dsa,
+     .src = {.arch = "deepseek32", LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_always, .put = put_indexer}},
+    {.type = "glm_moe_dsa", .config = config_glm_dsa,
      .fixed = "moe_layer_freq 1 rope_interleave true indexer_rope_interleave true",
-     .src = {LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_glm, .put = put_glm_dsa}},
-    {.type = "glm4_moe", .arch = "glm4moe", .config = config_glm4, .fixed = "moe_layer_freq 1",
-     .src = {DEEPSEEK_EXPERTS, .rotary = 0.5, .partial = true}},
-    {.type = "deepseek_v4", .arch = "deepseek4", .config = config_deepseek_v4, .renaming = deepseek_v4_names,
+     .src = {.arch = "glm-dsa", LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_glm, .put = put_glm_dsa}},
+    {.type = "glm4_moe", .config = config_glm4, .fixed = "moe_layer_freq 1",
+     .src = {.arch = "glm4moe", DEEPSEEK_EXPERTS, .rotary = 0.5, .partial = true}},
+    {.type = "deepseek_v4", .config = config_deepseek_v4,
      .fixed = "num_key_value_heads 1 n_shared_experts 1 scoring_func sqrtsoftplus topk_method noaux_tc "
               "norm_topk_prob true mlp_bias false",
-     .src = {.mixer = MIXER_CSA, .is_dense = is_dense_never, .dense_key = "", .experts_key = "n_routed_experts",
-             .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts", .n_shared = 1,
-             .router_bias = bias_name, .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor",
-             .mtp_key = "num_nextn_predict_layers", .mtp = "mtp.", .mtp_bare = true, .rotary = 0.125, .partial = true,
-             .put = put_deepseek_v4, .put_template = put_deepseek_v4_template}},
-    {.type = "hy_v3", .arch = "hy_v3", .config = config_leading_dense, .renaming = hy3_names, .fixed = "route_norm true",
-     .src = {.is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
-             .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
-             .mtp_key = "num_nextn_predict_layers", .router_bias = "exp_probs_b", .norm_topk_prob = true,
-             .scaling_factor = "router_scaling_factor"}},
-    {.type = "gpt_oss", .arch = "gpt-oss", .renaming = gpt_oss_names,
-     .fixed = "attention_bias true swiglu_limit 7 swiglu_alpha 1.702",
-     .src = {.is_dense = is_dense_never, .is_windowed = is_windowed_typed, .alternate = true, .tell_window = true,
+     .src = {.arch = "deepseek4", .renaming = deepseek_v4_names, .mixer = MIXER_CSA, .is_dense = is_dense_never,
+             .dense_key = "", .experts_key = "n_routed_experts", .shared_key = "moe_intermediate_size",
+             .shared_count = "n_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .mtp_key = "num_nextn_predict_layers", .mtp = "mtp.",
+             .mtp_bare = true, .rotary = 0.125, .partial = true, .put = put_deepseek_v4,
+             .put_template = put_deepseek_v4_template}},
+    {.type = "hy_v3", .config = config_leading_dense, .fixed = "route_norm true",
+     .src = {.arch = "hy_v3", .renaming = hy3_names, .is_dense = is_dense_leading, .leads = true, .first_dense = 1,
+             .experts_key = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts",
+             .n_shared = 1, .mtp_key = "num_nextn_predict_layers", .router_bias = "exp_probs_b",
+             .norm_topk_prob = true, .scaling_factor = "router_scaling_factor"}},
+    {.type = "gpt_oss", .fixed = "attention_bias true swiglu_limit 7 swiglu_alpha 1.702",
+     .src = {.arch = "gpt-oss", .renaming = gpt_oss_names, .is_dense = is_dense_never,
+             .is_windowed = is_windowed_typed, .alternate = true, .tell_window = true,
              .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
              .qkv_bias = true, .interleaved = true, .exact_yarn = true, .norm_key = "", .norm_topk_prob = true,
              .eps = 1e-5}},
-    {.type = "minimax_m2", .arch = "minimax-m2", .config = config_minimax_m2, .renaming = minimax_names,
+    {.type = "minimax_m2", .config = config_minimax_m2,
      .fixed = "use_qk_norm true qk_norm_type per_layer use_routing_bias true scoring_func sigmoid "
               "shared_intermediate_size 0",
-     .src = {.is_dense = is_dense_never, .experts_key = "num_local_experts", .experts_other = "num_experts",
-             .width_key = "intermediate_size", .router_bias = bias_name, .norm_key = "", .norm_topk_prob = true,
-             .partial = true}},
-    {.type = "minimax_m3", .wrapper = "minimax_m3_vl", .arch = "minimax-m3", .config = config_minimax_m3,
-     .renaming = minimax_names, .act = "swigluoai", .fixed = fixed_m3, .src = {MINIMAX_M3}},
-    {.type = "minimax_m3_vl_text", .wrapper = "minimax_m3_vl", .arch = "minimax-m3", .config = config_minimax_m3,
-     .renaming = minimax_names, .act = "swigluoai", .fixed = fixed_m3, .src = {MINIMAX_M3}},
-    {.type = "mixtral", .arch = "llama", .config = config_mixtral, .renaming = minimax_names,
-     .src = {.is_dense = is_dense_never, .experts_key = "num_local_experts", .experts_other = "num_experts",
-             .width_key = "intermediate_size", .kv_optional = true, .norm_key = "", .norm_topk_prob = true,
-             .pairs = true, .llama3 = true, .eps = 1e-5}},
-    {.type = "olmoe", .arch = "olmoe", .fixed = "clip_qkv none",
-     .src = {.is_dense = is_dense_never, .experts_key = "num_experts", .experts_other = "num_local_experts",
-             .width_key = "intermediate_size", .kv_optional = true, .eps = 1e-5}},
-    {.type = "qwen2_moe", .arch = "qwen2moe", .config = config_qwen2_moe, .renaming = shared_expert_names,
-     .fixed = "use_sliding_window false",
-     .src = {.is_dense = is_dense_qwen3, .experts_key = "num_experts", .kv_optional = true, .n_shared = 1,
+     .src = {.arch = "minimax-m2", .renaming = minimax_names, .is_dense = is_dense_never,
+             .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
+             .router_bias = bias_name, .norm_key = "", .norm_topk_prob = true, .partial = true}},
+    {.type = "minimax_m3", .wrapper = "minimax_m3_vl", .config = config_minimax_m3, .act = "swigluoai",
+     .fixed = fixed_m3,
+     .src = {MINIMAX_M3}},
+    {.type = "minimax_m3_vl_text", .wrapper = "minimax_m3_vl", .config = config_minimax_m3, .act = "swigluoai",
+     .fixed = fixed_m3,
+     .src = {MINIMAX_M3}},
+    {.type = "mixtral", .config = config_mixtral,
+     .src = {.arch = "llama", .renaming = minimax_names, .is_dense = is_dense_never,
+             .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
+             .kv_optional = true, .norm_key = "", .norm_topk_prob = true, .pairs = true, .llama3 = true, .eps = 1e-5}},
+    {.type = "olmoe", .fixed = "clip_qkv none",
+     .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
+             .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
+             .eps = 1e-5}},
+    {.type = "qwen2_moe", .config = config_qwen2_moe, .fixed = "use_sliding_window false",
+     .src = {.arch = "qwen2moe", .renaming = shared_expert_names, .is_dense = is_dense_qwen3,
+             .experts_key = "num_experts", .kv_optional = true, .n_shared = 1,
              .shared_key = "shared_expert_intermediate_size", .shared_gate = true, .shared_width = true}},
-    {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .config = config_ernie, .renaming = ernie_names,
-     .fixed = "use_bias false",
-     .src = {.is_dense = is_dense_ernie, .leads = true, .experts_key = "moe_num_experts", .top_k_key = "moe_k",
-             .shared_key = "moe_intermediate_size", .shared_count = "moe_num_shared_experts", .shared_width = true,
-             .kv_optional = true, .norm_key = "", .norm_topk_prob = true, .eps = 1e-5, .put = put_ernie}},
-    {.type = "step3p5", .wrapper = "step3p7", .arch = "step35", .config = config_step, .renaming = step_names,
+    {.type = "ernie4_5_moe", .config = config_ernie, .fixed = "use_bias false",
+     .src = {.arch = "ernie4_5-moe", .renaming = ernie_names, .is_dense = is_dense_ernie, .leads = true,
+             .experts_key = "moe_num_experts", .top_k_key = "moe_k", .shared_key = "moe_intermediate_size",
+             .shared_count = "moe_num_shared_experts", .shared_width = true, .kv_optional = true, .norm_key = "",
+             .norm_topk_prob = true, .eps = 1e-5, .put = put_ernie}},
+    {.type = "step3p5", .wrapper = "step3p7", .config = config_step,
      .fixed = "moe_router_activation sigmoid sink false mlp_bias false",
-     .src = {.is_dense = is_dense_step, .leads = true, .is_windowed = is_windowed_typed, .tell_window = true,
-             .experts_key = "moe_num_experts", .top_k_key = "moe_top_k", .kv_key = "num_attention_groups",
-             .shared_key = "share_expert_dim", .n_shared = 1, .shared_width = true, .list_heads = true,
-             .list_kv = true, .mtp_key = "num_nextn_predict_layers", .mtp_dense = true, .window_rope = true,
-             .llama3 = true, .norm_key = "norm_expert_weight", .norm_topk_prob = true,
-             .scaling_factor = "moe_router_scaling_factor", .scaling_optional = true, .eps = 1e-5, .put = put_step}},
-    {.type = "laguna", .arch = "laguna", .config = config_laguna, .renaming = laguna_names,
+     .src = {.arch = "step35", .renaming = step_names, .is_dense = is_dense_step, .leads = true,
+             .is_windowed = is_windowed_typed, .tell_window = true, .experts_key = "moe_num_experts",
+             .top_k_key = "moe_top_k", .kv_key = "num_attention_groups", .shared_key = "share_expert_dim",
+             .n_shared = 1, .shared_width = true, .list_heads = true, .list_kv = true,
+             .mtp_key = "num_nextn_predict_layers", .mtp_dense = true, .window_rope = true, .llama3 = true,
+             .norm_key = "norm_expert_weight", .norm_topk_prob = true, .scaling_factor = "moe_router_scaling_factor",
+             .scaling_optional = true, .eps = 1e-5, .put = put_step}},
+    {.type = "laguna", .config = config_laguna,
      .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
               "norm_topk_prob true swa_attention_sink_enabled false",
-     .src = {.is_dense = is_dense_laguna, .leads = true, .is_windowed = is_windowed_typed, .window_rope = true,
-             .partial = true, .heads_key = "num_attention_heads_per_layer", .list_heads = true, .head_gate = true,
+     .src = {.arch = "laguna", .renaming = laguna_names, .is_dense = is_dense_laguna, .leads = true,
+             .is_windowed = is_windowed_typed, .window_rope = true, .partial = true,
+             .heads_key = "num_attention_heads_per_layer", .list_heads = true, .head_gate = true,
              .gates_values = gates_values, .experts_key = "num_experts", .n_shared = 1,
              .shared_key = "shared_expert_intermediate_size", .shared_width = true, .router_bias = bias_name,
              .norm_key = "", .norm_topk_prob = true, .scaling_factor = "moe_routed_scaling_factor",
              .scaling_optional = true}},
-    {.type = "mimo_v2_flash", .arch = "mimo2", .config = config_mimo, .renaming = mimo_names, .fixed = fixed_mimo,
+    {.type = "mimo_v2_flash", .config = config_mimo, .fixed = fixed_mimo,
      .src = {MIMO}},
-    {.type = "mimo_v2", .arch = "mimo2", .config = config_mimo, .renaming = mimo_names, .fixed = fixed_mimo,
+    {.type = "mimo_v2", .config = config_mimo, .fixed = fixed_mimo,
      .src = {MIMO}}};
 #undef LATENT
 #undef DEEPSEEK_EXPERTS
@@ -2803,10 +2826,7 @@ static void config_read(void) {
     src.wrapped = wrapped;
     src.prefix = "";
     src.body = "model.";
-    src.arch = r->arch;
-    src.renaming = r->renaming;
-    src.pre = r->pre;
-    src.gating = family_find((struct gguf_str){r->arch, strlen(r->arch)})->gating;
+    src.gating = family_find((struct gguf_str){src.arch, strlen(src.arch)})->gating;
     if (src.rope_theta == 0) src.rope_theta = -1;
     if (src.rotary == 0) src.rotary = 1;
     if (src.eps == 0) src.eps = 1e-6;
@@ -3685,7 +3705,7 @@ static void put_rope_sections(struct doc r) {
         expect(r, "mrope_section", i < 4 && n >= 0 && n <= INT32_MAX, "at most four numbers from 0 up");
         sections[i] = (int32_t)n;
     }
-    gguf_put_array(&writer, arch_key("rope.dimension_sections"), GGUF_V_I32, 4, list ? sections : usual);
+    kv_array("rope.dimension_sections", GGUF_V_I32, 4, list ? sections : usual);
 }
 
 /* Writes how many values are rotated. Step-3.5 has no key: layers without a window rotate half of a head. */
@@ -3751,12 +3771,27 @@ static void put_base(struct doc r, const char *name, const char *key) {
            key);
 }
 
+/* Dies unless RoPE parameters that change frequencies are YaRN's. */
+static void check_yarn(struct doc r) {
+    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(rope_type(r), "yarn"), "\"default\" or \"yarn\"");
+    expect(r, "factor", rope_factor(r) >= 1, "a number from 1");
+}
+
+/* Writes YaRN's keys. attention: the factor of cos and sin; NAN: it follows from the others. */
+static void put_yarn(struct doc r, double attention) {
+    kv_str(arch_key("rope.scaling.type"), "yarn");
+    kv_num(r, "factor", rope_factor(r), "rope.scaling.factor");
+    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
+    if (!isnan(attention)) gguf_put_f32(&writer, arch_key("rope.scaling.yarn_attn_factor"), (float)attention);
+    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
+    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
+}
+
 /* Writes the RoPE keys of DeepSeek-V4: layers with compressed keys have a base of their own and YaRN, which changes
  * frequencies alone. */
 static void put_two_rotations(void) {
     const struct doc plain = rope_part(false), r = rope_part(true);
-    expect(r, "mscale", !get(r, "mscale"), "none");
-    expect(r, "mscale_all_dim", !get(r, "mscale_all_dim"), "none");
+    check_fixed(r, "mscale none mscale_all_dim none");
     const size_t n = rotated(plain, false);
     kv_u32("rope.dimension_count", n);
     put_base(plain, "rope_theta", "rope.freq_base");
@@ -3764,16 +3799,9 @@ static void put_two_rotations(void) {
     expect(plain, "rope_type", one_of(rope_type(plain), "default none"), "\"default\"");
     expect(r, "partial_rotary_factor", rotated(r, false) == n, "the same as in the other layers");
     if (one_of(rope_type(r), "default none")) return;
-    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(rope_type(r), "yarn"), "\"default\" or \"yarn\"");
-    const double factor = rope_factor(r);
-    expect(r, "factor", factor >= 1, "a number from 1");
-    expect(r, "attention_factor", get_num(r, "attention_factor", 1) == 1, "1");
-    expect(r, "truncate", get_bool(r, "truncate", true), "true");
-    kv_str(arch_key("rope.scaling.type"), "yarn");
-    kv_num(r, "factor", factor, "rope.scaling.factor");
-    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
-    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
-    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
+    check_yarn(r);
+    check_fixed(r, "attention_factor 1 truncate true");
+    put_yarn(r, NAN);
 }
 
 /* Writes the RoPE keys, from rope_theta and rope_scaling or from the newer rope_parameters. YaRN (arXiv 2309.00071)
@@ -3796,21 +3824,14 @@ static void put_rope(void) {
     if (src.window_rope && src.window && !one_of(type, "default none") && get(src.cfg, "yarn_only_types"))
         expect(src.cfg, "yarn_only_types", !strcmp(json_show(get(src.cfg, "yarn_only_types")), only), only);
     if (one_of(type, "default none") || llama3) return;
-    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
-    double factor = rope_factor(r), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
-    double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
-    expect(r, "factor", factor >= 1, "a number from 1");
+    check_yarn(r);
+    double mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
+    double usual = 0.1 * log(rope_factor(r)) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
     expect(r, "truncate", get_bool(r, "truncate", true) != src.exact_yarn, src.exact_yarn ? "false" : "true");
     expect(r, "mscale_all_dim", mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
            mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
     expect(r, "attention_factor", fabs(attention - (mla ? 0 : usual)) <= 1e-4, mla ? "none" : fmt("%g or none", usual));
-    kv_str(arch_key("rope.scaling.type"), "yarn");
-    kv_num(r, "factor", factor, "rope.scaling.factor");
-    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
-    if (get(r, "attention_factor") && !mla)
-        gguf_put_f32(&writer, arch_key("rope.scaling.yarn_attn_factor"), (float)attention);
-    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
-    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
+    put_yarn(r, get(r, "attention_factor") && !mla ? attention : NAN);
     if (mla) kv_num(r, "mscale_all_dim", 0.1 * all, "rope.scaling.yarn_log_multiplier");
 }
 
@@ -3823,7 +3844,8 @@ static bool pruned_by_lists(void) {
 
 /* Writes the numbers of experts. */
 static void put_experts(void) {
-    int blocks = src.n_layer + src.n_mtp, most = 0;
+    const int blocks = n_blocks();
+    int most = 0;
     bool differ = false;
     for (int l = 0; l < blocks; l++) most = int_max(most, src.experts[l]);
     for (int l = 0; l < blocks; l++) differ |= src.experts[l] && src.experts[l] != most;
@@ -3831,13 +3853,13 @@ static void put_experts(void) {
     kv_u32("expert_count", (size_t)most);
     kv_u32("expert_used_count", (size_t)src.top_k);
     kv_u32("expert_feed_forward_length", size_of(src.width_key));
-    if (differ) gguf_put_array(&writer, arch_key("expert_count_per_layer"), GGUF_V_I32, (size_t)blocks, src.experts);
+    if (differ) kv_array("expert_count_per_layer", GGUF_V_I32, blocks, src.experts);
 }
 
 /* Writes what is known about pruning. The object "reap" of config.json lists, by layer, the original ids of the
  * retained experts. */
 static void put_pruning(const char *name) {
-    const int blocks = src.n_layer + src.n_mtp;
+    const int blocks = n_blocks();
     bool pruned = strstr(name, "REAP") != NULL || pruned_by_lists();
     int most = 0;
     for (int l = 0; l < blocks; l++) {
@@ -3871,25 +3893,22 @@ static void put_pruning(const char *name) {
 /* Writes the heads of all blocks, or a list of those of each. list_key: of config.json; NULL: what differs is
  * `windowed`, heads of layers with a window. */
 static void put_heads(const char *key, bool list, int all, const char *list_key, int windowed) {
-    const int blocks = src.n_layer + src.n_mtp;
+    const int blocks = n_blocks();
     json_t *listed = list_key ? get_list(src.cfg, list_key) : NULL;
     int32_t n[MAX_LAYERS];
     for (int l = 0; l < blocks; l++)
         n[l] = listed && l < src.n_layer    ? (int32_t)json_element(listed, (size_t)l)
                : windowed && is_windowed(l) ? windowed
                                             : all;
-    if (list) gguf_put_array(&writer, arch_key(key), GGUF_V_I32, (size_t)blocks, n);
+    if (list) kv_array(key, GGUF_V_I32, blocks, n);
     else kv_u32(key, (size_t)all);
 }
 
 /* Writes how many keys layers with a window see, and which layers these are. */
 static void put_windows(void) {
-    bool windowed[MAX_LAYERS];
     if (!src.window && !src.tell_window) return;
-    for (int l = 0; l < src.n_layer + src.n_mtp; l++) windowed[l] = is_windowed(l);
     kv_u32("attention.sliding_window", src.window);
-    gguf_put_array(&writer, arch_key("attention.sliding_window_pattern"), GGUF_V_BOOL,
-                   (size_t)(src.n_layer + src.n_mtp), windowed);
+    kv_flags("attention.sliding_window_pattern", n_blocks(), is_windowed);
 }
 
 /* Writes the sizes of attention's heads. */
@@ -3914,7 +3933,7 @@ static void put_head_sizes(void) {
 /* Writes the sizes of the model. */
 static void put_architecture(void) {
     struct doc c = src.cfg;
-    kv_u32("block_count", (size_t)(src.n_layer + src.n_mtp));
+    kv_u32("block_count", (size_t)n_blocks());
     kv_u32("context_length", (size_t)context_length());
     kv_u32("embedding_length", size_of("hidden_size"));
     if (get(c, src.dense_key)) kv_u32("feed_forward_length", size_of(src.dense_key));
