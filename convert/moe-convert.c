@@ -1001,8 +1001,7 @@ static const char *dim_name(enum dim d) {
         return fmt(mla ? "%snum_attention_heads x (%s)" : "%snum_attention_heads x %s", l->attn.q_gate ? "2 " : "", k);
     case DIM_K: return fmt("num_key_value_heads x %s", k);
     case DIM_V: return fmt("num_key_value_heads x %s", v);
-    case DIM_GATES:
-        if (l->attn.n_gate == 1) return "num_attention_heads"; /* fallthrough */
+    case DIM_GATES: return l->attn.n_gate == 1 ? "num_attention_heads" : dim_name(DIM_ATT);
     case DIM_ATT: return fmt("num_attention_heads x %s", v);
     case DIM_HEAD_K: return k;
     case DIM_HEAD_V: return v;
@@ -1046,7 +1045,13 @@ static struct gguf_writer writer;
 
 static const char *arch_key(const char *rest) { return fmt("%s.%s", src.arch, rest); }
 static int n_blocks(void) { return src.n_layer + src.n_mtp; }
-static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
+
+/* Writes a whole number. */
+static void kv_u32(const char *key, size_t v) {
+    if (v > UINT32_MAX) die("config.json: '%s' of the file would be %zu, expected at most %u", key, v, UINT32_MAX);
+    gguf_put_u32(&writer, arch_key(key), (uint32_t)v);
+}
+
 /* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
 static void kv_num(struct doc d, const char *name, double v, const char *key) {
     const struct key_range *r = key_range_of(key);
@@ -1570,9 +1575,7 @@ static void find_counts(int layer) {
 
 /* Returns a width of a feed-forward, which is `count` times that of a key. */
 static int ff_width(const char *key, size_t count) {
-    const size_t n = size_of(key) * count;
-    expect(src.cfg, key, n <= MAX_WIDTH, fmt("a width of at most %d, %zu times", MAX_WIDTH, count));
-    return (int)n;
+    return (int)(count * (size_t)get_int(src.cfg, key, 1, (int64_t)(MAX_WIDTH / count), REQUIRED));
 }
 
 /* Returns a layer as the engine's family makes it of the metadata, with what its loader takes from the tensors. */
@@ -3987,6 +3990,15 @@ static void load_keys(void) {
     die("'%s': moe could not load the file: %s", model_dir, err);
 }
 
+/* Dies unless the engine binds a finished header, whose data read as zeros. */
+static void check_loads(const uint8_t *header, size_t bytes) {
+    struct model m = {0};
+    char err[ERR_MAX];
+    if (gguf_parse_header(&m.gguf, header, bytes, err, sizeof err) || model_tensors(&m, err))
+        die("'%s': moe could not load the file: %s", model_dir, err);
+    model_close(&m);
+}
+
 /* ============================================================================================================
  * Metadata: tokens and templates
  *
@@ -4755,15 +4767,6 @@ static void write_output(struct output *o) {
     if (dest.done - from != o->bytes)
         die("internal error: %s: %zu bytes written, %zu planned", o->name, dest.done - from, o->bytes);
     out_write(zeros, gguf_pad(o->bytes) - o->bytes);
-}
-
-/* Dies unless the engine binds a finished header, whose data read as zeros. */
-static void check_loads(const uint8_t *header, size_t bytes) {
-    struct model m = {0};
-    char err[ERR_MAX];
-    if (gguf_parse_header(&m.gguf, header, bytes, err, sizeof err) || model_tensors(&m, err))
-        die("'%s': moe could not load the file: %s", model_dir, err);
-    model_close(&m);
 }
 
 /* Writes the file. only_header: without the data of its tensors. */

@@ -1906,6 +1906,7 @@ static const struct refusal refusals[] = {
     {"YaRN's fast", "key 'rope_scaling.beta_fast': expected", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"beta_fast\":-1,\"original_max_position_embeddings\":9}}"},
     {"YaRN's factor", "key 'rope_scaling.factor': expected", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":1e7,\"attention_factor\":2.6118095651,\"original_max_position_embeddings\":9}}"},
     {"YaRN's mscale", "key 'rope_scaling.mscale_all_dim': expected", REFUSE_DEEPSEEK, .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"mscale\":101,\"mscale_all_dim\":101,\"original_max_position_embeddings\":9}}"},
+    {"width", "key 'moe_intermediate_size': expected an integer from 1 to 1048576", .config = "{\"moe_intermediate_size\":2097152}"},
     {"context", "key 'max_position_embeddings': expected an integer from 1 to 268435456", .config = "{\"max_position_embeddings\":0}"},
     {"family", "expected qwen3_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3", .config = "{\"model_type\":\"llama\"}"},
     {"type of a key", "'hidden_size': expected an integer", .config = "{\"hidden_size\":\"64\"}"},
