@@ -6,8 +6,8 @@
  *   numbers    BF16, F16, E4M3, UE4M3, E8M0, E2M1: to and from F32
  *   formats    the table of the formats of weights
  *   blocks     NVFP4, MXFP4, Q8_0: decode, quantize, repack from the Hugging Face order
- *   reader     gguf_open (maps a file and its parts), gguf_open_header (also a header without data), gguf_parse (one
- *              image in memory), typed look-ups
+ *   reader     gguf_open (maps a file and its parts), gguf_open_header (also a header without data), gguf_parse and
+ *              gguf_parse_header (the same of one image in memory), typed look-ups
  *   writer     gguf_put_*, gguf_add_tensor, gguf_header: the header in memory; the caller streams the tensor data
  *
  * The reader trusts nothing. Every count, length and offset is checked against the size of the file before it is used,
@@ -983,9 +983,10 @@ static inline int gguf_map_zeros(struct gguf *g, uint64_t whole, char *err, size
         return -1;
     }
     memcpy(p, im->base, im->size);
-    munmap((void *)(uintptr_t)im->base, im->size);
+    if (im->mapped) munmap((void *)(uintptr_t)im->base, im->size);
     im->base = (const uint8_t *)p;
     im->size = (size_t)whole;
+    im->mapped = true;
     g->header_only = true;
     return gguf_parse_image(g, p, im->size, NULL, err, errlen);
 }
@@ -1076,6 +1077,25 @@ static inline int gguf_open(struct gguf *g, const char *path, char *err, size_t 
  * set. */
 static inline int gguf_open_header(struct gguf *g, const char *path, char *err, size_t errlen) {
     return gguf_open_as(g, path, true, err, errlen);
+}
+
+/* The same of a header in the caller's memory, which must outlive g if there are no tensors. */
+static inline int gguf_parse_header(struct gguf *g, const void *base, size_t size, char *err, size_t errlen) {
+    uint64_t whole = 0;
+    memset(g, 0, sizeof *g);
+    g->images = (struct gguf_image *)calloc(1, sizeof *g->images);
+    if (!g->images) {
+        snprintf(err, errlen, "out of memory");
+        return -1;
+    }
+    g->images[0].base = (const uint8_t *)base;
+    g->images[0].size = size;
+    g->n_images = 1;
+    int rc = gguf_parse_image(g, base, size, &whole, err, errlen);
+    if (rc && whole) rc = gguf_map_zeros(g, whole, err, errlen);
+    if (!rc && !gguf_index_tensors(g, err, errlen)) return 0;
+    gguf_close(g);
+    return -1;
 }
 
 /* ============================================================================================================

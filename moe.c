@@ -30,7 +30,8 @@
  * memory from the system.
  *
  * moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees the types and the state; convert/common.h includes it
- * with MOE_FOUNDATIONS_ONLY and sees the foundations, the types, the state, and the form of the table of options.
+ * with MOE_LOADER_ONLY and sees the foundations, the types, the state, the families, the binding of a file's tensors,
+ * and the form of the table of options.
  *
  * Contents: search for the name of a section. The number is its length in lines, to the nearest ten.
  *
@@ -2886,7 +2887,6 @@ static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, boo
 }
 
 #ifndef MOE_TYPES_ONLY
-#ifndef MOE_FOUNDATIONS_ONLY
 
 /* ============================================================================================================
  * Model: tensors of a file
@@ -3033,7 +3033,7 @@ static void *loader_own(struct loader *l, size_t bytes) {
     return p;
 }
 
-static const char *shape_text(const uint64_t *ne, uint32_t n, char out[96]) {
+static const char *sizes_text(const uint64_t *ne, uint32_t n, char out[96]) {
     int k = 0;
     for (uint32_t i = 0; i < n; i++)
         k += snprintf(out + k, 96 - (size_t)k, "%s%llu", i ? ", " : "", (unsigned long long)ne[i]);
@@ -3054,8 +3054,8 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
     uint64_t w[4] = {n0 ? n0 : t->ne[0], n1 ? n1 : t->ne[1], n2 ? n2 : t->ne[2], 1};
     if (memcmp(w, t->ne, sizeof w)) {
         uint32_t n = w[2] > 1 ? 3 : w[1] > 1 ? 2 : 1;
-        loader_fail(l, "tensor '%s' has the shape {%s}, expected {%s}", name, shape_text(t->ne, t->n_dims, got),
-                    shape_text(w, n, want));
+        loader_fail(l, "tensor '%s' has the shape {%s}, expected {%s}", name, sizes_text(t->ne, t->n_dims, got),
+                    sizes_text(w, n, want));
         return NULL;
     }
     l->used[t - l->g->tensors] = true;
@@ -3163,7 +3163,7 @@ static const int32_t *loader_ids(struct loader *l, const char *name, int n_in, i
     const size_t n = (size_t)n_in * (size_t)n_out;
     int32_t *ids = loader_own(l, n * sizeof *ids);
     memcpy(ids, t->data, n * sizeof *ids);
-    for (size_t i = 0; i < n && !l->failed; i++) {
+    for (size_t i = 0; i < n && !l->failed && !l->g->header_only; i++) {
         if (ids[i] < 0 || ids[i] >= n_expert)
             loader_fail(l, "tensor '%s' holds %d at index %zu, expected an expert below %d", name, ids[i], i, n_expert);
         for (size_t j = i - i % (size_t)n_in; j < i; j++)
@@ -3209,7 +3209,7 @@ static void loader_rope_factors(struct loader *l, float *freq, int dim) {
         return;
     }
     const float *factor = loader_vector(l, "rope_freqs.weight", (int)t->ne[0], 1, false);
-    for (int i = 0; factor && i < dim / 2; i++) freq[i] /= factor[i];
+    for (int i = 0; factor && i < dim / 2 && !l->g->header_only; i++) freq[i] /= factor[i];
 }
 
 /* Appends a rotation of `dim` values to m->ropes, and sets attn->rope and attn->scale; attn->head_k and kv_lora must be
@@ -3901,8 +3901,8 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
  *
  * A new family whose operations exist is a row of `families`; the functions that read its metadata
  * ("Families: ..", before this section); for tensors that no family has had, rows of `tensor_rules` and a condition of
- * LAYER_CONDITIONS; a row of `synths` for --synth; and in convert/moe-convert.c a row of its own `families` with a
- * function that reads config.json and names that differ from the table's; and the tables of families in both READMEs.
+ * LAYER_CONDITIONS; a row of `synths` for --synth; and in convert/moe-convert.c a row of `releases` with what config.json
+ * says and names that differ from the table's; and the tables of families in both READMEs.
  * Tests say what is missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. What attention
  * and feed-forwards can vary in, the fields of struct attn and struct layer say: windows, sinks, biases, gates,
  * norms of heads or of rows, rotations, clamps.
@@ -4369,35 +4369,37 @@ static uint64_t model_hash(const struct gguf *g) {
     return h;
 }
 
-/* Defined in the section "Vocabulary: loading". */
-static struct vocab *vocab_open(const struct gguf *g, int *n_tokens, char *err);
-static void vocab_close(struct vocab *v);
-
-/* Frees a model that model_load or synth_make has filled, with its vocabulary and mapping; never a shard. */
-static void model_free(struct model *m) {
+/* Frees what model_tensors has filled, and the mapping. */
+static void model_close(struct model *m) {
     for (size_t i = 0; i < arrlenu(m->owned); i++) free(m->owned[i]);
     arrfree(m->owned);
-    vocab_close(m->vocab);
     gguf_close(&m->gguf);
     memset(m, 0, sizeof *m);
 }
 
-/* Interprets the metadata and tensors of m->gguf, which it takes over. 0, or -1 with a message and m empty. */
-static int model_bind(struct model *m, char *err) {
-    struct loader l = {.m = m, .g = &m->gguf, .err = err};
+/* Finds the family of the file. Its metadata come next, by loader_hparams. */
+static void loader_begin(struct loader *l) {
+    struct model *m = l->m;
     struct gguf_str s = {"", 0};
     char text[64], known[ERR_MAX];
     m->shard = (struct shard){0, 1, 0, 1};
-    if (!gguf_get_str(l.g, "general.architecture", &s))
-        loader_fail(&l, "metadata key 'general.architecture' is missing");
+    if (!gguf_get_str(l->g, "general.architecture", &s))
+        loader_fail(l, "metadata key 'general.architecture' is missing");
     m->family = family_find(s);
     if (!m->family)
-        loader_fail(&l, "the architecture '%s' is not supported; known are %s", gguf_printable(s, text, sizeof text),
+        loader_fail(l, "the architecture '%s' is not supported; known are %s", gguf_printable(s, text, sizeof text),
                     family_names(known));
+    l->arch = m->family ? m->family->arch : "";
+}
+
+/* Interprets the metadata of m->gguf and binds its tensors, all but the vocabulary. 0, or -1 with a message; the caller
+ * frees m in both cases. */
+static int model_tensors(struct model *m, char *err) {
+    struct loader l = {.m = m, .g = &m->gguf, .err = err};
+    struct gguf_str s = {"", 0};
+    loader_begin(&l);
     if (!l.failed && !l.g->n_tensors) loader_fail(&l, "the file holds a vocabulary but no tensors");
     l.used = xcalloc(l.g->n_tensors + 1u, sizeof *l.used);
-    l.arch = m->family ? m->family->arch : "";
-    s = (struct gguf_str){"", 0};
     gguf_get_str(l.g, "general.name", &s);
     gguf_printable(s, m->name, sizeof m->name);
     if (!l.failed) loader_hparams(&l);
@@ -4422,15 +4424,31 @@ static int model_bind(struct model *m, char *err) {
     if ((kv = gguf_find(l.g, "moe.reap.original_expert_count")) && gguf_elem_int(kv, 0, &v) && v > 0 &&
         v <= MAX_EXPERTS)
         m->n_expert_original = (int)v;
-    int n_tokens = 0;
-    char why[ERR_MAX];
-    if (!l.failed && !(m->vocab = vocab_open(l.g, &n_tokens, why))) loader_fail(&l, "%s", why);
-    if (n_tokens > m->n_vocab)
-        loader_fail(&l, "the vocabulary has %d tokens, the embedding %d rows", n_tokens, m->n_vocab);
     free(l.used);
-    if (!l.failed) {
-        for (uint32_t i = 0; i < l.g->n_images; i++) m->file_bytes += l.g->images[i].size;
-        m->hash = model_hash(l.g);
+    return l.failed ? -1 : 0;
+}
+
+#ifndef MOE_LOADER_ONLY
+
+/* Defined in the section "Vocabulary: loading". */
+static struct vocab *vocab_open(const struct gguf *g, int *n_tokens, char *err);
+static void vocab_close(struct vocab *v);
+
+/* Frees a model that model_load or synth_make has filled, with its vocabulary and mapping; never a shard. */
+static void model_free(struct model *m) {
+    vocab_close(m->vocab);
+    model_close(m);
+}
+
+/* Interprets the metadata and tensors of m->gguf, which it takes over. 0, or -1 with a message and m empty. */
+static int model_bind(struct model *m, char *err) {
+    int n_tokens = 0, rc = model_tensors(m, err);
+    if (!rc && !(m->vocab = vocab_open(&m->gguf, &n_tokens, err))) rc = -1;
+    if (!rc && n_tokens > m->n_vocab)
+        rc = fail(err, "the vocabulary has %d tokens, the embedding %d rows", n_tokens, m->n_vocab);
+    if (!rc) {
+        for (uint32_t i = 0; i < m->gguf.n_images; i++) m->file_bytes += m->gguf.images[i].size;
+        m->hash = model_hash(&m->gguf);
         m->n_ids = n_tokens ? n_tokens : m->n_vocab;
         return 0;
     }
@@ -17926,7 +17944,7 @@ static int template_render(const struct template *t, const json_t *vars, struct 
     return template_render_data(t, vars, NULL, out, err);
 }
 
-#endif /* MOE_FOUNDATIONS_ONLY */
+#endif /* MOE_LOADER_ONLY */
 
 /* ============================================================================================================
  * Options of a program
@@ -18449,7 +18467,7 @@ static void manual_completion(enum shell shell, FILE *f) {
     else completion_zsh(f);
 }
 
-#ifndef MOE_FOUNDATIONS_ONLY
+#ifndef MOE_LOADER_ONLY
 
 /* ============================================================================================================
  * Options
@@ -27938,5 +27956,5 @@ int moe_main(int argc, char **argv) {
 int main(int argc, char **argv) { return moe_main(argc, argv); }
 #endif
 
-#endif /* MOE_FOUNDATIONS_ONLY */
+#endif /* MOE_LOADER_ONLY */
 #endif /* MOE_TYPES_ONLY */

@@ -5,7 +5,7 @@
 #ifndef CONVERT_COMMON_H
 #define CONVERT_COMMON_H
 
-#define MOE_FOUNDATIONS_ONLY
+#define MOE_LOADER_ONLY
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function" /* a converter needs only some of them */
 #include "../moe.c"

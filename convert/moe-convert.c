@@ -4,7 +4,7 @@
  *   Weights       how a linear layer is stored in the source (NVFP4, MXFP4, MXFP8, FP8, plain), with its scales
  *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
  *   Plan          the list of output tensors: name, type, shape, and where their data come from
- *   Model         the sizes of config.json; the table from Hugging Face names to GGUF names; in four sections
+ *   Model         what the source has, and the layers that the engine makes of it, tensor by tensor; in four sections
  *   Families      what config.json says in each family, and the table of families; in four sections
  *   What config.json says of quantization
  *   Vocabulary    tokenizer.json, tiktoken.model or tokenizer.model to tokens, types and merges; in three sections
@@ -27,6 +27,7 @@
 enum {
     MAX_VOCAB = 4 << 20, /* tokens */
     MAX_MTP = 16,        /* layers for multi-token prediction */
+    MAX_WIDTH = 1 << 20, /* of a feed-forward, as the engine takes it */
     PARALLEL = 1 << 17   /* fewer weights than these are converted by one thread */
 };
 
@@ -836,9 +837,10 @@ static void plan_pair(const char *const base[2], struct piece *const p[2], enum 
 /* ============================================================================================================
  * Model
  *
- * config.json gives the sizes; the engine's table of tensors (moe.c, tensor_rules) gives the names and states the shape
- * of every tensor in those sizes. The number of experts of a layer is the one thing that comes from the tensors: a
- * pruned release may keep the original in its config.
+ * The metadata of the file are made of config.json first (put_keys), and the engine's loader reads them. Its family
+ * makes the layers, and its table of tensors (moe.c, tensor_rules) gives the names and the shape of every tensor. The
+ * number of experts of a layer is the one thing that comes from the tensors: a pruned release may keep the original in
+ * its config.
  * ============================================================================================================ */
 
 /* A family whose releases name tensors otherwise than the table of tensors: `from` begins the table's name, up to its
@@ -853,122 +855,232 @@ struct renaming {
     } where;
 };
 
+/* What only a checkpoint has: names, layouts, and the keys of config.json, which are the fields whose names end in
+ * _key. */
 static struct checkpoint {
     const char *arch;                /* of GGUF */
     const char *prefix;              /* of every tensor name: "" or "language_model." */
     const char *body;                /* follows it in all names but the output matrix's, such as "model." */
-    const char *mtp;                 /* begins the names of layers for multi-token prediction; NULL: as other layers */
     const struct renaming *renaming; /* ends with from NULL; NULL: there is none */
     const char *pre;                 /* the pre-tokenizer, whatever tokenizer.json has; NULL: the one it has */
     struct doc top, cfg;             /* config.json, and its object of the language model (itself, or text_config) */
     bool wrapped;                    /* the language model is a part of it */
     bool tied;                       /* the output matrix is the embedding */
     bool zero_centered;              /* norms are stored less 1 */
+    size_t n_vocab;                  /* tokens */
 
-    uint32_t has;                /* bits of enum layer_has that all layers have, but those in `recurrent` */
-    uint32_t has_delta;          /* bits of those */
-    uint32_t has_window;         /* bits that layers with a window have beside `has` */
-    bool recurrent[MAX_LAYERS];  /* the block has a gated delta net */
-    bool windowed[MAX_LAYERS];   /* the block has a window */
-    bool shares[MAX_LAYERS];     /* the block has no indexer: it takes the choice of the one before, or sees all keys */
-    int n_typed;                 /* blocks whose kind config.json tells; 0: all */
-    size_t window;               /* keys that a token sees in these; 0: no layer has a window */
-    size_t chosen;               /* keys, or blocks of keys, that the indexer chooses; 0: there is none */
-    bool index_pairs;            /* it rotates neighbours; GGUF files list which layers have one */
-    int ratio[MAX_LAYERS];       /* DeepSeek-V4: tokens of a compressed key; 0: the block has none */
-    int n_hash;                  /* the first layers, in which a token id has its experts */
-    size_t n_hc;                 /* residual streams; 0: hyper-connections are not used */
-    bool mtp_bare;               /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
-    bool dspark;                 /* tensors below `mtp` are a DSpark module, which is left out */
-    size_t n_key, n_value;       /* heads of a delta net: of keys, of values; n_key 0: there is none */
-    bool tiled;                  /* GGUF files have the heads of values in tiled order */
-    int n_layer, n_mtp;          /* blocks = n_layer + n_mtp */
-    bool mtp_dense;              /* layers for multi-token prediction have a dense FFN */
-    bool mtp_unsaid;             /* config.json does not say how many there are */
-    int n_head, n_head_kv, rope; /* heads; rotated values of a key with latent attention */
-    int heads[2], heads_kv[2];   /* heads, KV heads of layers without a window and with one */
-    bool by_layer;               /* heads_of and gate_of are set per layer */
-    int heads_of[MAX_LAYERS];    /* heads of a block; 0: as `heads` says */
-    bool gate_of[MAX_LAYERS];    /* a gate for every value instead of one for every head */
-    bool list_heads, list_kv;    /* GGUF files list the heads of every block, the KV heads */
-    bool pairs;                  /* GGUF files have rows of queries and keys in the order of struct piece's `head` */
-    size_t qkv_chunks;           /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
+    int n_layer, n_mtp;  /* layers, and layers for multi-token prediction after them: together the blocks */
+    const char *mtp_key; /* how many of the latter there are; NULL: none */
+    bool mtp_unsaid;     /* config.json does not say how many there are */
+    bool mtp_dense;      /* they have a dense FFN */
+    const char *mtp;     /* begins the names of their tensors; NULL: as other layers */
+    bool mtp_bare;       /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
+    bool mtp_beside;     /* there is one, and some of its tensors are named beside it */
+    bool dspark;         /* tensors below `mtp` are a DSpark module, which is left out */
 
-    int n_expert, top_k, n_group; /* n_expert as config.json says; n_group 0: the family has no groups of experts */
-    const char *experts_key, *top_k_key; /* of config.json */
-    bool interleaved;                    /* gate and up of fused experts are every other row or column */
-    int n_shared, first_dense;           /* shared experts of a layer; layers before first_dense have a dense FFN */
-    bool leads;                          /* GGUF files say how many dense layers lead */
-    bool shared_width;                   /* and how wide the shared expert is */
-    const char *width_key;               /* of config.json: */
-    size_t ff_expert;                    /* hidden width */
-    const char *dense_key;               /* of config.json: the width of a dense FFN */
-    const char *router_bias; /* GGUF name of the bias for the choice of experts; NULL: the releases have none */
-    enum gating gating;
-    const char *norm_key;       /* of config.json: the weights of the chosen experts are divided by their sum */
-    bool norm_topk_prob;        /* the value where config.json does not say */
-    bool shared_gate;           /* the shared expert has a gate */
-    bool qkv_bias;              /* queries, keys and values have biases */
-    const char *scaling_factor; /* of the experts' results, a key of config.json; NULL: there is none */
-    bool (*is_dense)(int layer);
-    void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
-    void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
+    enum mixer mixer;                /* of the layers with attention */
+    bool (*is_windowed)(int layer);  /* the block has a window; NULL: none has */
+    bool alternate;                  /* every other layer has one where config.json does not say */
+    int n_typed;                     /* blocks whose kind config.json tells; 0: all */
+    size_t window;                   /* keys that a token sees in a window; 0: no layer has one */
+    bool tell_window;                /* GGUF files say how many, even 0 */
+    bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
+    int n_head, n_head_kv;           /* heads of queries, of keys and values */
+    int window_heads[2];             /* the same in layers with a window; 0: as many */
+    const char *kv_key;              /* n_head_kv; without kv_optional it must be there */
+    bool kv_optional;                /* n_head_kv may be missing: it is n_head */
+    const char *v_head_key;          /* values of a head's value; NULL: as many as of its key */
+    const char *heads_key;           /* lists the heads of the layers; NULL: there is no list */
+    bool list_heads, list_kv;        /* GGUF files list n_head of every block, n_head_kv */
+    bool head_norm;                  /* heads of queries and keys have norms, which the engine does not know */
+    bool head_gate;                  /* heads have gates */
+    bool (*gates_values)(int layer); /* the block has a gate for every value; NULL: for every head */
+    bool sinks, window_sinks;        /* heads have sinks in layers without a window, in those with one */
+    bool qkv_bias;                   /* queries, keys and values have biases */
+    bool pairs;                      /* GGUF files have queries and keys in the order of struct piece's `head` */
+    size_t qkv_chunks; /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
 
-    const char *eps_key;       /* of config.json: what norms add to the mean square, */
-    double eps;                /* where it does not say */
-    double rope_theta, rotary; /* the same; rope_theta -1: it must; */
+    bool (*is_dense)(int layer);             /* the layer has a dense FFN */
+    int first_dense;                         /* layers that have one before the first mixture */
+    bool leads;                              /* GGUF files say how many */
+    int n_expert, top_k, n_group;            /* as config.json says; n_group 0: there are no groups of experts */
+    int experts[MAX_LAYERS];                 /* of each block, as its tensors say; 0: dense */
+    const char *experts_key, *experts_other; /* n_expert: the first of these that is there */
+    const char *top_k_key;                   /* top_k */
+    const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
+    bool interleaved;                        /* gate and up of fused experts are every other row or column */
+    int n_shared;                            /* shared experts of a layer */
+    const char *shared_key, *shared_count;   /* their width is the first, times the second; NULL: once */
+    bool shared_width;                       /* GGUF files say how wide they are */
+    bool shared_gate;                        /* they have a gate */
+    const char *router_bias;                 /* GGUF name of the bias for the choice of experts; NULL: none */
+    enum gating gating;                      /* the router's function */
+    const char *norm_key;                    /* weights are divided by their sum; "": config.json does not say */
+    bool norm_topk_prob;                     /* the same where it does not */
+    const char *scaling_factor;              /* the key of the factor of the experts' results; NULL: there is none */
+    bool scaling_optional;                   /* that key may be missing */
+
+    const char *eps_key;       /* what norms add to the mean square */
+    double eps;                /* the same where config.json does not say */
+    double rope_theta, rotary; /* base and share of the rotation where it does not; rope_theta -1: it must */
     bool partial;              /* `rotary` may differ */
-    bool window_rope;          /* layers with a window have another rotation, */
-    const char *window_theta;  /* whose base has this key; NULL: as rope_theta's */
+    bool window_rope;          /* layers with a window have another rotation */
+    const char *window_theta;  /* its base; NULL: as rope_theta's */
+    bool sections;             /* GGUF files have the shares of time, height and width */
     bool llama3;               /* rope_freqs.weight may change frequencies */
     bool exact_yarn;           /* YaRN's ramp is not rounded */
 
-    size_t dim[DIM_COUNT];           /* of the layer being planned */
-    const char *dim_name[DIM_COUNT]; /* in the words of config.json */
-    int experts[MAX_LAYERS];         /* per block; 0: dense */
-} m;
+    void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
+    void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
+} src;
 
 /* Returns max_position_embeddings, MAX_TRAINED where that is more. */
 static int64_t context_length(void) {
     const char *key = "max_position_embeddings";
-    expect(m.cfg, key, json_is_number(get(m.cfg, key)) && json_number_value(get(m.cfg, key)) >= 1,
+    expect(src.cfg, key, json_is_number(get(src.cfg, key)) && json_number_value(get(src.cfg, key)) >= 1,
            fmt("an integer from 1 to %d", MAX_TRAINED));
-    return get_limit(m.cfg, key, MAX_TRAINED, REQUIRED);
+    return get_limit(src.cfg, key, MAX_TRAINED, REQUIRED);
 }
 
 /* Returns a size from the config. */
-static size_t size_of(const char *key) { return (size_t)get_int(m.cfg, key, 1, INT32_MAX, REQUIRED); }
+static size_t size_of(const char *key) { return (size_t)get_int(src.cfg, key, 1, INT32_MAX, REQUIRED); }
 
-static void set_dim(enum dim d, size_t n, const char *name) {
-    m.dim[d] = n;
-    m.dim_name[d] = name;
+/* Returns the values of a head's key. */
+static size_t head_k(void) {
+    if (src.mixer == MIXER_MLA) return size_of("qk_nope_head_dim") + size_of("qk_rope_head_dim");
+    return (size_t)get_int(src.cfg, "head_dim", 1, 65536, (int64_t)size_of("hidden_size") / src.n_head);
+}
+
+/* Returns the values of a head's value. */
+static size_t head_v(void) { return src.v_head_key ? size_of(src.v_head_key) : head_k(); }
+
+/* Whether a block has a window. */
+static bool is_windowed(int layer) { return src.is_windowed && src.is_windowed(layer); }
+
+/* The model that is made, as the engine's loader reads its metadata, and the layer that is planned, whose sizes the
+ * table of tensors asks for. */
+static struct {
+    struct model model;
+    struct loader loader;
+    struct layer layer;
+} made;
+
+/* A size of the layer that is planned. */
+static size_t dim_of(enum dim d) { return (size_t)layer_dim(&made.model, &made.layer, d); }
+
+/* Sizes in the words of config.json. Those that are missing differ between families. */
+/* clang-format off */
+static const char *const dim_names[DIM_COUNT] = {
+    [DIM_ONE] = "1", [DIM_EMBD] = "hidden_size", [DIM_2_EMBD] = "2 hidden_size", [DIM_SUM] = "hidden_size",
+    [DIM_VOCAB] = "vocab_size", [DIM_TOKENS] = "vocab_size",
+    [DIM_HEADS] = "num_attention_heads",
+    [DIM_NOPE] = "qk_nope_head_dim", [DIM_Q_LORA] = "q_lora_rank",
+    [DIM_KV_LORA] = "kv_lora_rank", [DIM_KV_A] = "kv_lora_rank + qk_rope_head_dim",
+    [DIM_INDEXES] = "index_n_heads",
+    [DIM_HC_EMBD] = "hc_mult x hidden_size", [DIM_HC] = "hc_mult", [DIM_HC_MIX] = "(2 + hc_mult) hc_mult",
+    [DIM_HC_SCALES] = "reading, writing and mixing",
+    [DIM_COMPRESS_RATIO] = "tokens of a compressed key", [DIM_INDEX_COMPRESSED] = "2 index_head_dim",
+    [DIM_GROUP_IN] = "num_attention_heads / o_groups x head_dim",
+    [DIM_O_LORA] = "o_lora_rank", [DIM_GROUPS_OUT] = "o_groups x o_lora_rank",
+    [DIM_EXPERTS] = "the layer's experts",
+    [DIM_CONV] = "linear_conv_kernel_dim",
+    [DIM_KEY] = "linear_num_key_heads x linear_key_head_dim",
+    [DIM_VALUES] = "linear_num_value_heads", [DIM_VALUE] = "linear_num_value_heads x linear_value_head_dim",
+    [DIM_VALUE_HEAD] = "linear_value_head_dim",
+    [DIM_MIX] = "heads of queries, keys and values", [DIM_BA] = "2 linear_num_value_heads"};
+/* clang-format on */
+
+/* Returns a size of the layer that is planned in the words of config.json. */
+static const char *dim_name(enum dim d) {
+    const struct layer *l = &made.layer;
+    const bool mla = l->mixer == MIXER_MLA, gqa = l->mixer == MIXER_GQA;
+    const char *k = mla ? "qk_nope_head_dim + qk_rope_head_dim" : "head_dim";
+    const char *v = src.v_head_key ? src.v_head_key : "head_dim";
+    switch ((int)d) {
+    case DIM_Q:
+        return fmt(mla ? "%snum_attention_heads x (%s)" : "%snum_attention_heads x %s", l->attn.q_gate ? "2 " : "", k);
+    case DIM_K: return fmt("num_key_value_heads x %s", k);
+    case DIM_V: return fmt("num_key_value_heads x %s", v);
+    case DIM_GATES: return l->attn.n_gate == 1 ? "num_attention_heads" : dim_name(DIM_ATT);
+    case DIM_ATT: return fmt("num_attention_heads x %s", v);
+    case DIM_HEAD_K: return k;
+    case DIM_HEAD_V: return v;
+    case DIM_COMPRESSED: return dim_of(d) > (size_t)l->attn.head_k ? "2 head_dim" : "head_dim";
+    case DIM_INDEX_Q: return gqa ? "heads x width of the indexer" : "index_n_heads x index_head_dim";
+    case DIM_INDEX_K: return gqa ? "width of the indexer" : "index_head_dim";
+    case DIM_USED: return src.top_k_key;
+    case DIM_FF: return l->n_expert ? src.width_key : src.dense_key;
+    case DIM_SHARED: return src.shared_count ? fmt("%s x %s", src.shared_key, src.shared_count) : src.shared_key;
+    default: return dim_names[d];
+    }
 }
 
 /* Dies unless a tensor has the sizes r and c; c ONE: it is a vector. */
 static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum dim r, enum dim c) {
-    if (rows == m.dim[r] && cols == m.dim[c]) return;
-    if (c == DIM_ONE)
-        refuse_part("%s: expected [%zu] (%s), found %s", where(t), m.dim[r], m.dim_name[r], shape_text(t));
-    refuse_part("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m.dim[r], m.dim[c], m.dim_name[r],
-                m.dim_name[c], shape_text(t));
+    const size_t m = dim_of(r), n = dim_of(c);
+    if (rows == m && cols == n) return;
+    if (c == DIM_ONE) refuse_part("%s: expected [%zu] (%s), found %s", where(t), m, dim_name(r), shape_text(t));
+    refuse_part("%s: expected [%zu, %zu] (%s, %s), found %s", where(t), m, n, dim_name(r), dim_name(c), shape_text(t));
 }
 
 /* Returns the Hugging Face name of a tensor of a layer, or (layer -1) of the whole model: "model." begins the names in
  * its body. */
 static const char *hf_name(int layer, const char *rest) {
-    const char *mtp = layer >= m.n_layer ? m.mtp : NULL;
-    for (const struct renaming *r = m.renaming; r && r->from; r++) {
+    const char *mtp = layer >= src.n_layer ? src.mtp : NULL;
+    for (const struct renaming *r = src.renaming; r && r->from; r++) {
         const size_t n = strlen(r->from);
         if (!starts_with(rest, r->from) || (rest[n] && rest[n] != '.')) continue;
-        if (r->where == PREDICTION && layer < m.n_layer) continue;
-        if (r->where == BARE && *m.body) continue;
+        if (r->where == PREDICTION && layer < src.n_layer) continue;
+        if (r->where == BARE && *src.body) continue;
         rest = fmt("%s%s", r->to, rest + n);
-        if (mtp && r->where == BESIDE) return fmt("%s%s%s", m.prefix, mtp, rest);
+        if (mtp && r->where == BESIDE) return fmt("%s%s%s", src.prefix, mtp, rest);
         break;
     }
-    if (mtp) return fmt("%s%s%s%d.%s", m.prefix, mtp, m.mtp_bare ? "" : "layers.", layer - m.n_layer, rest);
-    if (layer >= 0) return fmt("%s%slayers.%d.%s", m.prefix, m.body, layer, rest);
-    return starts_with(rest, "model.") ? fmt("%s%s%s", m.prefix, m.body, rest + 6) : fmt("%s%s", m.prefix, rest);
+    if (mtp) return fmt("%s%s%s%d.%s", src.prefix, mtp, src.mtp_bare ? "" : "layers.", layer - src.n_layer, rest);
+    if (layer >= 0) return fmt("%s%slayers.%d.%s", src.prefix, src.body, layer, rest);
+    return starts_with(rest, "model.") ? fmt("%s%s%s", src.prefix, src.body, rest + 6) : fmt("%s%s", src.prefix, rest);
+}
+
+static struct gguf_writer writer;
+
+static const char *arch_key(const char *rest) { return fmt("%s.%s", src.arch, rest); }
+static int n_blocks(void) { return src.n_layer + src.n_mtp; }
+
+/* Writes a whole number. */
+static void kv_u32(const char *key, size_t v) {
+    if (v > UINT32_MAX) die("config.json: '%s' of the file would be %zu, expected at most %u", key, v, UINT32_MAX);
+    gguf_put_u32(&writer, arch_key(key), (uint32_t)v);
+}
+
+/* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
+static void kv_num(struct doc d, const char *name, double v, const char *key) {
+    const struct key_range *r = key_range_of(key);
+    expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
+    gguf_put_f32(&writer, arch_key(key), (float)v);
+}
+
+/* Writes a value for each of n blocks. */
+static void kv_array(const char *key, enum gguf_value type, int n, const void *values) {
+    gguf_put_array(&writer, arch_key(key), type, (uint64_t)n, values);
+}
+
+/* Writes which of n blocks are so. */
+static void kv_flags(const char *key, int n, bool (*is)(int block)) {
+    bool flags[MAX_LAYERS];
+    for (int l = 0; l < n; l++) flags[l] = is(l);
+    kv_array(key, GGUF_V_BOOL, n, flags);
+}
+
+static void kv_str(const char *key, const char *s) { gguf_put_str(&writer, key, s, strlen(s)); }
+
+static void kv_i32(const char *key, int32_t v) {
+    gguf_put_key(&writer, key, GGUF_V_I32);
+    gguf_put_u32_raw(&writer, (uint32_t)v);
+}
+
+static void kv_strings(const char *key, char *const *s, size_t n) {
+    gguf_put_array(&writer, key, GGUF_V_STR, n, NULL);
+    for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
 }
 
 /* Describes a tensor as rows of values; sizes of 1 do not count. */
@@ -1002,13 +1114,14 @@ static struct linear resolve_values(const char *name) {
 
 /* Returns the pieces of a tensor with these rows. Where they are heads of values, each one is a piece. */
 static struct piece *pieces_of(struct linear l, enum dim rows) {
-    size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? m.dim[DIM_VALUE_HEAD] : 0;
-    size_t before = rows == DIM_MIX ? m.dim[DIM_MIX] - m.dim[DIM_VALUE] : 0; /* queries and keys */
-    struct piece *p = NULL, first = {.lin = l, .rows = m.tiled && head ? before : l.rows};
-    if (m.pairs && (rows == DIM_Q || rows == DIM_K)) first.head = m.dim[DIM_HEAD_K];
+    const struct delta *d = &made.layer.delta;
+    size_t head = rows == DIM_VALUES ? 1 : rows == DIM_VALUE || rows == DIM_MIX ? (size_t)d->head_v : 0;
+    size_t before = rows == DIM_MIX ? dim_of(DIM_MIX) - dim_of(DIM_VALUE) : 0; /* queries and keys */
+    struct piece *p = NULL, first = {.lin = l, .rows = d->tiled && head ? before : l.rows};
+    if (src.pairs && (rows == DIM_Q || rows == DIM_K)) first.head = dim_of(DIM_HEAD_K);
     if (first.rows) arrput(p, first);
-    for (size_t i = 0; i < m.n_value && m.tiled && head; i++) {
-        struct piece one = {.lin = l, .row = before + tiled_head(i, m.n_key, m.n_value) * head, .rows = head};
+    for (size_t i = 0, n = (size_t)d->n_value; i < n && d->tiled && head; i++) {
+        struct piece one = {.lin = l, .row = before + tiled_head(i, (size_t)d->n_key, n) * head, .rows = head};
         arrput(p, one);
     }
     return p;
@@ -1016,10 +1129,10 @@ static struct piece *pieces_of(struct linear l, enum dim rows) {
 
 /* Appends a tensor of F32. out DIM_ONE: it is a vector. */
 static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out, enum meaning meaning) {
-    struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, m.dim[in], m.dim[out], 1);
+    struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, dim_of(in), dim_of(out), 1);
     l.fold = true;
     if (out == DIM_ONE && l.format == PLAIN) {
-        l.rows = m.dim[in];
+        l.rows = dim_of(in);
         l.cols = 1;
     }
     o->pieces = pieces_of(l, out == DIM_ONE ? in : out);
@@ -1028,8 +1141,8 @@ static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out
 }
 
 /* The same of a tensor whose shape is checked. */
-static void plan_vector(const char *dst, const char *src, enum dim in, enum dim out, enum meaning meaning) {
-    struct linear l = resolve_values(src);
+static void plan_vector(const char *dst, const char *from, enum dim in, enum dim out, enum meaning meaning) {
+    struct linear l = resolve_values(from);
     if (out == DIM_ONE) check_shape(l.w, l.cols, l.rows, in, out);
     else check_shape(l.w, l.rows, l.cols, out, in);
     plan_f32(dst, l, in, out, meaning);
@@ -1038,9 +1151,9 @@ static void plan_vector(const char *dst, const char *src, enum dim in, enum dim 
 /* Returns the pieces of a matrix with these sizes. */
 static struct piece *matrix_pieces(struct linear l, enum dim rows, enum dim cols) {
     check_shape(l.w, l.rows, l.cols, rows, cols);
-    if (m.tiled && cols == DIM_VALUE) {
-        l.groups = m.n_key;
-        l.head = m.dim[DIM_VALUE_HEAD];
+    if (made.layer.delta.tiled && cols == DIM_VALUE) {
+        l.groups = (size_t)made.layer.delta.n_key;
+        l.head = dim_of(DIM_VALUE_HEAD);
     }
     return pieces_of(l, rows);
 }
@@ -1051,8 +1164,8 @@ static void plan_linear(const char *dst, struct linear l, enum dim rows, enum di
 }
 
 /* A matrix that is stored without scales: a table of embeddings. */
-static struct linear resolve_folded(const char *src) {
-    struct linear l = resolve_linear(src);
+static struct linear resolve_folded(const char *from) {
+    struct linear l = resolve_linear(from);
     l.fold = l.format != PLAIN;
     return l;
 }
@@ -1093,9 +1206,9 @@ static void skip_linear(const char *x) {
 
 /* Skips the embedding or the output matrix of an MTP layer if it has the bytes of the model's. A reader takes the
  * model's where a layer has none. */
-static bool skip_copy(const char *src, bool embedding) {
-    if (!same_linear(src, hf_name(-1, embedding || m.tied ? "model.embed_tokens" : "lm_head"))) return false;
-    skip_linear(src);
+static bool skip_copy(const char *from, bool embedding) {
+    if (!same_linear(from, hf_name(-1, embedding || src.tied ? "model.embed_tokens" : "lm_head"))) return false;
+    skip_linear(from);
     n_copies++;
     return true;
 }
@@ -1114,11 +1227,11 @@ static void plan_ids(const struct tensor_rule *r, int layer) {
     if ((t->dtype != I64 && t->dtype != I32) || t->rank != 2)
         die("%s: expected a matrix of I64 or I32, found %s", where(t), shape_text(t));
     check_shape(t, t->shape[0], t->shape[1], r->out, r->in);
-    struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_I32, 2, m.dim[r->in], m.dim[r->out], 1);
-    struct piece one = {.lin = {.format = PLAIN, .w = t, .rows = m.dim[r->out], .cols = m.dim[r->in], .factor = 1.0f},
-                        .rows = m.dim[r->out]};
+    struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_I32, 2, dim_of(r->in), dim_of(r->out), 1);
+    struct piece one = {.lin = {.format = PLAIN, .w = t, .rows = dim_of(r->out), .cols = dim_of(r->in), .factor = 1.0f},
+                        .rows = dim_of(r->out)};
     arrput(o->pieces, one);
-    o->below = m.experts[layer];
+    o->below = src.experts[layer];
     t->used = true;
 }
 
@@ -1126,28 +1239,28 @@ static void plan_ids(const struct tensor_rule *r, int layer) {
 static enum meaning meaning_of(const struct tensor_rule *r) {
     if (r->field == offsetof(struct layer, decay)) return LOGARITHM;
     const bool norm = ends_with(r->name, "norm.weight") && r->field != offsetof(struct layer, delta_norm);
-    return norm && m.zero_centered ? LESS_ONE : VALUES;
+    return norm && src.zero_centered ? LESS_ONE : VALUES;
 }
 
 /* A vector of a layer. */
-static void plan_layer_vector(const struct tensor_rule *r, int layer, const char *dst, const char *src) {
+static void plan_layer_vector(const struct tensor_rule *r, const char *dst, const char *from) {
     const char *leaf = strrchr(r->hf, '.');
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
-    const bool gate = r->field == offsetof(struct layer, sh_weight) && m.shared_gate;
-    const bool norm = r->field == offsetof(struct layer, head_norm) && m.n_hc; /* not the model's */
+    const bool gate = r->field == offsetof(struct layer, sh_weight) && src.shared_gate;
+    const bool norm = r->field == offsetof(struct layer, head_norm) && made.model.n_hc; /* not the model's */
     const bool optional = r->optional && !bias && !qkv_bias && !gate && !norm;
-    if (bias && layer < m.n_hash) { /* nothing is chosen there */
-        struct tensor *unused = tensor_find(src);
+    if (bias && made.layer.has_expert_ids) { /* nothing is chosen there */
+        struct tensor *unused = tensor_find(from);
         if (!unused) return;
         skip(unused);
         finding_add(&unchosen, unused->name);
         return;
     }
-    if ((bias && !m.router_bias) || (qkv_bias && !m.qkv_bias)) return;
-    if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, m.router_bias);
+    if ((bias && !src.router_bias) || (qkv_bias && !src.qkv_bias)) return;
+    if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, src.router_bias);
     const bool bare = !ends_with(dst, ".weight") || (leaf && one_of(leaf + 1, "sinks position_bias fn base scale"));
-    const char *name = fmt("%s%s", src, bare ? "" : ".weight");
+    const char *name = fmt("%s%s", from, bare ? "" : ".weight");
     if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
 }
 
@@ -1157,6 +1270,11 @@ static bool is_gate(const struct tensor_rule *r) {
            (r->field == offsetof(struct layer, gate) || r->field == offsetof(struct layer, sh_gate));
 }
 
+/* What the pieces of a row's matrix are. */
+static enum stacking stacking_of(const struct tensor_rule *r) {
+    return r->n == DIM_EXPERTS ? EXPERTS : r->in == DIM_FF || r->out == DIM_FF ? DENSE_FFN : SINGLE;
+}
+
 /* Gate and up, whose rows are r and the one after it. */
 static void plan_gate_up(const struct tensor_rule *r, int layer) {
     struct piece *p[2];
@@ -1164,7 +1282,7 @@ static void plan_gate_up(const struct tensor_rule *r, int layer) {
         p[k] = r->n == DIM_EXPERTS ? expert_pieces(&r[k], layer)
                                    : matrix_pieces(resolve_linear(hf_name(layer, r[k].hf)), r[k].out, r[k].in);
     const char *const base[2] = {fmt("blk.%d.%s", layer, r[0].name), fmt("blk.%d.%s", layer, r[1].name)};
-    plan_pair(base, p, r->n == DIM_EXPERTS ? EXPERTS : r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+    plan_pair(base, p, stacking_of(r));
 }
 
 /* The tensor of one row of the table, for a layer. */
@@ -1172,10 +1290,10 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     if (!r->name || (r != tensor_rules && is_gate(r - 1)))
         return; /* a part of the row before, or up, planned with gate */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
-    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = m.has_delta & HAS_DELTA_BA; /* z is in the same tensor */
+    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.delta.fused_ba;  /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
     if (fused && qkv) plan_qkvz(layer);
-    if (m.n_hc && r->field == offsetof(struct layer, eh_proj)) {
+    if (made.model.n_hc && r->field == offsetof(struct layer, eh_proj)) {
         plan_eh_proj(layer);
         return;
     }
@@ -1186,28 +1304,27 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
         else plan_gate_up(r, layer);
         return;
     }
-    const char *src = hf_name(layer, r->hf);
-    if (m.qkv_chunks && one_of(r->name, "attn_q attn_k attn_v") && has_linear(hf_name(layer, "self_attn.qkv_proj"))) {
+    const char *from = hf_name(layer, r->hf);
+    if (src.qkv_chunks && one_of(r->name, "attn_q attn_k attn_v") && has_linear(hf_name(layer, "self_attn.qkv_proj"))) {
         if (!strcmp(r->name, "attn_q")) plan_qkv(layer);
     } else if (r->kind == TENSOR_VECTOR) {
         if (strchr(r->hf, '*')) plan_expert_biases(r, layer);
-        else plan_layer_vector(r, layer, dst, src);
+        else plan_layer_vector(r, dst, from);
     } else if (r->kind == TENSOR_IDS) {
         plan_ids(r, layer);
     } else if (r->n == DIM_GROUPS) { /* one matrix with the rows of all groups */
-        plan_linear(dst, resolve_linear(src), DIM_GROUPS_OUT, r->in, SINGLE);
+        plan_linear(dst, resolve_linear(from), DIM_GROUPS_OUT, r->in, SINGLE);
     } else if (r->kind == TENSOR_ROUTER || /* F32: routing decides on small differences */
-               (r->field == offsetof(struct layer, w_index) && resolve_linear(src).format == PLAIN)) {
-        const struct linear l = resolve_linear(src);
+               (r->field == offsetof(struct layer, w_index) && resolve_linear(from).format == PLAIN)) {
+        const struct linear l = resolve_linear(from);
         check_shape(l.w, l.rows, l.cols, r->out, r->in);
         plan_f32(fmt("%s.weight", dst), l, r->in, r->out, VALUES);
     } else if (is_gate(r)) {
         plan_gate_up(r, layer);
-    } else if (!r->optional || has_linear(src)) {
+    } else if (!r->optional || has_linear(from)) {
         const bool embedding = r->out == DIM_TOKENS;
-        if ((embedding || r->out == DIM_VOCAB) && skip_copy(src, embedding)) return;
-        plan_linear(dst, embedding ? resolve_folded(src) : resolve_linear(src), r->out, r->in,
-                    r->when & HAS_DENSE_FFN ? DENSE_FFN : SINGLE);
+        if ((embedding || r->out == DIM_VOCAB) && skip_copy(from, embedding)) return;
+        plan_linear(dst, embedding ? resolve_folded(from) : resolve_linear(from), r->out, r->in, stacking_of(r));
     }
 }
 
@@ -1215,13 +1332,13 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
  * v_b (DeepSeek-V2, arXiv 2405.04434, section 2.1). */
 static void plan_kv_b(int layer) {
     struct linear l = resolve_linear(hf_name(layer, "self_attn.kv_b_proj"));
-    const size_t nope = m.dim[DIM_NOPE], v_head = m.dim[DIM_HEAD_V], rows = (size_t)m.n_head * (nope + v_head);
-    if (l.rows != rows || l.cols != m.dim[DIM_KV_LORA])
+    const size_t nope = dim_of(DIM_NOPE), v_head = dim_of(DIM_HEAD_V), rows = dim_of(DIM_HEADS) * (nope + v_head);
+    if (l.rows != rows || l.cols != dim_of(DIM_KV_LORA))
         die("%s: expected [%zu, %zu] (num_attention_heads x (qk_nope_head_dim + v_head_dim), kv_lora_rank), found %s",
-            where(l.w), rows, m.dim[DIM_KV_LORA], shape_text(l.w));
+            where(l.w), rows, dim_of(DIM_KV_LORA), shape_text(l.w));
     struct piece *k = NULL, *v = NULL;
-    for (int h = 0; h < m.n_head; h++) {
-        size_t row = (size_t)h * (nope + v_head);
+    for (size_t h = 0; h < dim_of(DIM_HEADS); h++) {
+        size_t row = h * (nope + v_head);
         struct piece kp = {.lin = l, .row = row, .rows = l.cols, .step = 1, .height = nope};
         struct piece vp = {.lin = l, .row = row + nope, .rows = v_head};
         arrput(k, kp);
@@ -1235,7 +1352,7 @@ static void plan_kv_b(int layer) {
 static void plan_eh_proj(int layer) {
     struct linear *h = xrealloc(NULL, sizeof *h); /* kept: the plan lives as long as the program */
     struct piece *p = NULL,
-                 one = {.lin = resolve_folded(hf_name(layer, "e_proj")), .rows = m.dim[DIM_EMBD], .beside = h};
+                 one = {.lin = resolve_folded(hf_name(layer, "e_proj")), .rows = dim_of(DIM_EMBD), .beside = h};
     *h = resolve_folded(hf_name(layer, "h_proj"));
     check_shape(one.lin.w, one.lin.rows, one.lin.cols, DIM_EMBD, DIM_EMBD);
     check_shape(h->w, h->rows, h->cols, DIM_EMBD, DIM_EMBD);
@@ -1247,14 +1364,15 @@ static void plan_eh_proj(int layer) {
  * values and gates of the heads of values that belong to it. */
 static void plan_qkvz(int layer) {
     struct linear l = resolve_linear(hf_name(layer, "linear_attn.in_proj_qkvz"));
-    const size_t key = m.dim[DIM_KEY] / m.n_key, value = m.dim[DIM_VALUE] / m.n_key, stride = 2 * (key + value);
+    const size_t n_key = (size_t)made.layer.delta.n_key, key = dim_of(DIM_KEY) / n_key,
+                 value = dim_of(DIM_VALUE) / n_key, stride = 2 * (key + value);
     const size_t begin[] = {0, key, 2 * key, 2 * key + value}, rows[] = {key, key, value, value};
     struct piece *p[2] = {NULL, NULL};
-    if (l.rows != m.n_key * stride || l.cols != m.dim[DIM_EMBD])
-        die("%s: expected [%zu, %zu] (2 x (%s + %s), hidden_size), found %s", where(l.w), m.n_key * stride,
-            m.dim[DIM_EMBD], m.dim_name[DIM_KEY], m.dim_name[DIM_VALUE], shape_text(l.w));
+    if (l.rows != n_key * stride || l.cols != dim_of(DIM_EMBD))
+        die("%s: expected [%zu, %zu] (2 x (%s + %s), hidden_size), found %s", where(l.w), n_key * stride,
+            dim_of(DIM_EMBD), dim_name(DIM_KEY), dim_name(DIM_VALUE), shape_text(l.w));
     for (size_t part = 0; part < 4; part++)
-        for (size_t h = 0; h < m.n_key; h++) {
+        for (size_t h = 0; h < n_key; h++) {
             struct piece one = {.lin = l, .row = h * stride + begin[part], .rows = rows[part]};
             arrput(p[part == 3], one);
         }
@@ -1265,14 +1383,14 @@ static void plan_qkvz(int layer) {
 /* Appends qkv_proj as attn_qkv. Each of its parts has rows of queries, then of keys, then of values. FP8 blocks begin
  * anew in every part. */
 static void plan_qkv(int layer) {
-    const size_t n = m.qkv_chunks, rows[] = {m.dim[DIM_Q], m.dim[DIM_K], m.dim[DIM_V]},
+    const size_t n = src.qkv_chunks, rows[] = {dim_of(DIM_Q), dim_of(DIM_K), dim_of(DIM_V)},
                  all = rows[0] + rows[1] + rows[2];
-    const char *src = hf_name(layer, "self_attn.qkv_proj");
-    struct linear l = resolve_chunks(src, n);
+    const char *from = hf_name(layer, "self_attn.qkv_proj");
+    struct linear l = resolve_chunks(from, n);
     struct piece *p = NULL;
-    if (l.rows != all || l.cols != m.dim[DIM_EMBD] || rows[0] % n || rows[1] % n || rows[2] % n)
+    if (l.rows != all || l.cols != dim_of(DIM_EMBD) || rows[0] % n || rows[1] % n || rows[2] % n)
         die("%s: expected [%zu, %zu] (%zu parts with queries, keys and values, hidden_size), found %s", where(l.w), all,
-            m.dim[DIM_EMBD], n, shape_text(l.w));
+            dim_of(DIM_EMBD), n, shape_text(l.w));
     for (size_t k = 0, before = 0; k < 3; before += rows[k++] / n)
         for (size_t c = 0; c < n; c++) {
             struct piece one = {.lin = l, .row = c * (all / n) + before, .rows = rows[k] / n};
@@ -1322,12 +1440,12 @@ static struct expert_source find_experts(int layer, bool up, bool down) {
     struct expert_source s = {.hf = down ? "mlp.experts.down_proj" : "mlp.experts.gate_up_proj",
                               .n_part = down ? 1 : 2};
     s.part = up;
-    if (m.interleaved) s.w = tensor_find(fmt("%s_blocks", hf_name(layer, s.hf)));
+    if (src.interleaved) s.w = tensor_find(fmt("%s_blocks", hf_name(layer, s.hf)));
     s.blocks = s.w != NULL;
     s.form = ROWS;
     if (s.w) return s;
     s.w = find_fused(hf_name(layer, s.hf));
-    if (s.w && m.interleaved) s.form = COLUMNS;
+    if (s.w && src.interleaved) s.form = COLUMNS;
     if (s.w) return s;
     s = (struct expert_source){.form = ROWS, .n_part = 1, .hf = up ? "mlp.experts.up_proj" : "mlp.experts.gate_proj"};
     if (!down) s.w = find_fused(hf_name(layer, s.hf));
@@ -1338,18 +1456,19 @@ static struct expert_source find_experts(int layer, bool up, bool down) {
 /* Dies unless lists of the layers' numbers of experts, which config.json of pruned models has in several places, agree
  * with the tensors of a layer. */
 static void check_count_lists(int layer) {
-    struct doc q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
+    struct doc q = get_obj(get(src.cfg, "quantization_config") ? src.cfg : src.top, "quantization_config");
     const struct {
         struct doc d;
         const char *key;
-    } lists[] = {
-        {get_obj(q, "moe_sparsity_config"), "num_experts"}, {m.cfg, "per_layer_num_experts"}, {m.cfg, m.experts_key}};
+    } lists[] = {{get_obj(q, "moe_sparsity_config"), "num_experts"},
+                 {src.cfg, "per_layer_num_experts"},
+                 {src.cfg, src.experts_key}};
     for (size_t i = 0; i < COUNT(lists); i++) {
         json_t *list = get(lists[i].d, lists[i].key), *v = json_array_get(list, (size_t)layer);
-        if (!json_is_array(list) || layer >= m.n_layer) continue;
-        if (json_element(list, (size_t)layer) != m.experts[layer])
+        if (!json_is_array(list) || layer >= src.n_layer) continue;
+        if (json_element(list, (size_t)layer) != src.experts[layer])
             die("%s: key '%s': expected %d experts for layer %d, as its tensors have, found %s", lists[i].d.file,
-                lists[i].d.in ? fmt("%s.%s", lists[i].d.in, lists[i].key) : lists[i].key, m.experts[layer], layer,
+                lists[i].d.in ? fmt("%s.%s", lists[i].d.in, lists[i].key) : lists[i].key, src.experts[layer], layer,
                 v ? json_show(v) : "the end of the list");
     }
 }
@@ -1363,18 +1482,18 @@ static int count_experts(int layer) {
     else
         while (n <= MAX_EXPERTS && has_linear(expert_name(layer, hf, (size_t)n))) n++;
     if (!n) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, expert_name(layer, hf, 0));
-    const int most = layer < m.n_layer ? m.n_expert : MAX_EXPERTS; /* pruning may have spared an MTP layer */
-    if (n > most || n < m.top_k)
-        refuse_part("layer %d has %d experts; expected from %s = %d to %s", layer, n, m.top_k_key, m.top_k,
-                    layer < m.n_layer ? fmt("the %d of config.json", most) : fmt("%d", most));
-    if (m.n_group > 1 && n % m.n_group)
-        refuse_part("layer %d has %d experts, not a multiple of n_group = %d", layer, n, m.n_group);
+    const int most = layer < src.n_layer ? src.n_expert : MAX_EXPERTS; /* pruning may have spared an MTP layer */
+    if (n > most || n < src.top_k)
+        refuse_part("layer %d has %d experts; expected from %s = %d to %s", layer, n, src.top_k_key, src.top_k,
+                    layer < src.n_layer ? fmt("the %d of config.json", most) : fmt("%d", most));
+    if (src.n_group > 1 && n % src.n_group)
+        refuse_part("layer %d has %d experts, not a multiple of n_group = %d", layer, n, src.n_group);
     return n;
 }
 
 /* Returns matrix r of expert e. */
 static struct piece expert_piece(const struct tensor_rule *r, int layer, const struct expert_source *s, size_t e) {
-    const size_t rows = m.dim[r->out], cols = m.dim[r->in], stride = rows * s->n_part;
+    const size_t rows = dim_of(r->out), cols = dim_of(r->in), stride = rows * s->n_part;
     if (s->form == EACH) {
         struct linear l = resolve_linear(expert_name(layer, r->hf, e));
         check_shape(l.w, l.rows, l.cols, r->out, r->in);
@@ -1383,7 +1502,7 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
     const struct fused f = {s->w, hf_name(layer, s->hf), e, s->n_part, s->part};
     struct tensor *w = s->w, want = *w;
     want.rank = s->blocks ? 4 : 3;
-    want.shape[0] = m.dim[DIM_EXPERTS];
+    want.shape[0] = dim_of(DIM_EXPERTS);
     want.shape[1] = s->form == COLUMNS ? cols : stride;
     want.shape[2] = s->form == COLUMNS ? stride : s->blocks ? cols / 32 : cols / (w->dtype == U8 ? 2 : 1);
     if (s->blocks) want.shape[3] = 16;
@@ -1404,7 +1523,7 @@ static struct piece *expert_pieces(const struct tensor_rule *r, int layer) {
     const struct expert_source s =
         find_experts(layer, r->field == offsetof(struct layer, up), r->field == offsetof(struct layer, down));
     struct piece *p = NULL;
-    for (size_t e = 0; e < m.dim[DIM_EXPERTS]; e++) {
+    for (size_t e = 0; e < dim_of(DIM_EXPERTS); e++) {
         struct piece one = expert_piece(r, layer, &s, e);
         arrput(p, one);
     }
@@ -1415,13 +1534,13 @@ static struct piece *expert_pieces(const struct tensor_rule *r, int layer) {
  * alternate. */
 static void plan_expert_biases(const struct tensor_rule *r, int layer) {
     const bool down = starts_with(r->name, "ffn_down"), up = starts_with(r->name, "ffn_up");
-    const size_t n = m.dim[DIM_EXPERTS], rows = m.dim[r->in], n_part = down ? 1 : 2;
+    const size_t n = dim_of(DIM_EXPERTS), rows = dim_of(r->in), n_part = down ? 1 : 2;
     struct tensor *t =
         resolve_vector(hf_name(layer, down ? "mlp.experts.down_proj_bias" : "mlp.experts.gate_up_proj_bias"));
     struct linear l = {.format = PLAIN, .w = t, .rows = n * n_part * rows, .cols = 1, .factor = 1.0f};
     if (t->rank != 2 || t->shape[0] != n || t->shape[1] != n_part * rows)
         die("%s: expected [%zu, %zu] (the layer's experts, %s%s), found %s", where(t), n, n_part * rows,
-            down ? "" : "2 ", m.dim_name[r->in], shape_text(t));
+            down ? "" : "2 ", dim_name(r->in), shape_text(t));
     struct output *o = plan_add(fmt("blk.%d.%s", layer, r->name), GGUF_F32, 2, rows, n, 1);
     o->finite = true;
     for (size_t e = 0; e < n; e++) {
@@ -1436,68 +1555,54 @@ static void plan_expert_biases(const struct tensor_rule *r, int layer) {
  * The plan of all layers; every tensor of the source is used or reported.
  * ============================================================================================================ */
 
-/* Sets the sizes of attention's heads. */
-static void set_heads(size_t heads, size_t heads_kv, size_t n_gate) {
-    const size_t k = m.dim[DIM_HEAD_K], v = m.dim[DIM_HEAD_V];
-    const bool same = m.dim_name[DIM_HEAD_K] == m.dim_name[DIM_HEAD_V];
-    set_dim(DIM_HEADS, heads, "num_attention_heads");
-    set_dim(DIM_Q, heads * k, "num_attention_heads x head_dim");
-    set_dim(DIM_ATT, heads * v, same ? m.dim_name[DIM_Q] : "num_attention_heads x v_head_dim");
-    set_dim(DIM_K, heads_kv * k, "num_key_value_heads x head_dim");
-    set_dim(DIM_V, heads_kv * v, same ? m.dim_name[DIM_K] : "num_key_value_heads x v_head_dim");
-    set_dim(DIM_GATES, heads * n_gate, n_gate > 1 ? m.dim_name[DIM_ATT] : "num_attention_heads");
-}
-
-/* Returns how many heads a block has. */
-static int heads_of(int layer) { return m.heads_of[layer] ? m.heads_of[layer] : m.heads[m.windowed[layer]]; }
-
-/* Returns the bits of a layer of DeepSeek-V4 that others do not have, and sets its sizes. Keys of 4 tokens overlap, so
- * that each token has two halves. */
-static uint32_t compression(int layer) {
-    const size_t ratio = (size_t)m.ratio[layer], halves = ratio == 4 ? 2 : 1;
-    const bool listed = get(m.cfg, "compress_ratios") != NULL;
-    expect(m.cfg, listed ? "compress_ratios" : "layer_types", !ratio || layer < m.n_layer,
-           fmt("%s for layer %d, which is for multi-token prediction", listed ? "0" : "\"sliding_attention\"", layer));
-    set_dim(DIM_COMPRESS_RATIO, ratio, "tokens of a compressed key");
-    set_dim(DIM_COMPRESSED, halves * m.dim[DIM_HEAD_K], halves == 2 ? "2 head_dim" : "head_dim");
-    set_dim(DIM_INDEX_COMPRESSED, halves * m.dim[DIM_INDEX_K], "2 index_head_dim");
-    return (ratio ? HAS_COMPRESSED : 0) | (layer < m.n_hash ? HAS_EXPERT_IDS : 0);
-}
-
-/* Sets the sizes of a mixing of streams: its values, and how many kinds of them have a scale. */
-static void set_mixing(size_t values, const char *name, size_t kinds) {
-    set_dim(DIM_HC_MIX, values, name);
-    set_dim(DIM_HC_SCALES, kinds, kinds > 1 ? "reading, writing and mixing" : "1");
-}
-
 /* Plans what joins the streams before the head. */
 static void plan_hc_head(void) {
-    if (!m.n_hc) return;
-    set_mixing(m.n_hc, "hc_mult", 1);
-    plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC_MIX, VALUES);
-    plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC_MIX, DIM_ONE, VALUES);
-    plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_HC_SCALES, DIM_ONE, VALUES);
-    set_mixing((2 + m.n_hc) * m.n_hc, "(2 + hc_mult) hc_mult", 3);
+    if (!made.model.n_hc) return;
+    plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC, VALUES);
+    plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC, DIM_ONE, VALUES);
+    plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_ONE, DIM_ONE, VALUES);
 }
 
-/* Plans every tensor that layer has. Layers after the last ordinary one predict further tokens and are mixtures. */
+/* Whether a block has a dense feed-forward. Layers after the last ordinary one predict further tokens. */
+static bool is_dense(int layer) { return layer < src.n_layer ? src.is_dense(layer) : src.mtp_dense; }
+
+/* Counts the experts of a block. */
+static void find_counts(int layer) {
+    if (is_dense(layer)) return;
+    src.experts[layer] = count_experts(layer);
+    check_count_lists(layer);
+}
+
+/* Returns a width of a feed-forward, which is `count` times that of a key. */
+static int ff_width(const char *key, size_t count) {
+    return (int)(count * (size_t)get_int(src.cfg, key, 1, (int64_t)(MAX_WIDTH / count), REQUIRED));
+}
+
+/* Returns a layer as the engine's family makes it of the metadata, with what its loader takes from the tensors. */
+static struct layer layer_shape(int layer) {
+    struct layer l = {0};
+    struct attn *a = &l.attn;
+    made.model.family->layer(&made.loader, &l, layer);
+    const struct attn *whole = &made.loader.attn;
+    l.mtp = layer >= src.n_layer;
+    if (src.head_norm) l.qk_norm = QK_NORM_HEADS;
+    a->has_sinks |= a->window ? src.window_sinks : src.sinks;
+    if (src.head_gate) a->n_gate = src.gates_values && src.gates_values(layer) ? a->head_v : 1;
+    if (src.has_indexer) a->n_index = src.has_indexer(layer) ? whole->n_index : 0;
+    l.n_expert = src.experts[layer];
+    l.n_expert_used = l.n_expert ? src.top_k : 0;
+    l.n_ff = ff_width(l.n_expert ? src.width_key : src.dense_key, 1);
+    if (l.n_expert && src.n_shared)
+        l.n_ff_shared = ff_width(src.shared_key, src.shared_count ? (size_t)src.n_shared : 1);
+    l.has = layer_conditions(&made.model, &l);
+    return l;
+}
+
+/* Plans every tensor that a layer has. */
 static void plan_layer(int layer) {
-    struct layer what = {.has = m.recurrent[layer] ? m.has_delta : m.has};
-    const bool dense = layer < m.n_layer ? m.is_dense(layer) : m.mtp_dense;
-    if (layer >= m.n_layer) what.has |= HAS_MTP;
-    if (m.chosen && !m.shares[layer]) what.has |= HAS_INDEXER;
-    if (m.windowed[layer]) what.has |= m.has_window;
-    if (m.has & HAS_CSA) what.has |= compression(layer);
-    what.has |= dense ? HAS_DENSE_FFN : HAS_EXPERTS;
-    if (!dense && m.n_shared) what.has |= HAS_SHARED;
-    if (!dense) m.experts[layer] = count_experts(layer);
-    if (!dense) check_count_lists(layer);
-    if (m.by_layer)
-        set_heads((size_t)heads_of(layer), (size_t)m.heads_kv[m.windowed[layer]],
-                  m.gate_of[layer] ? m.dim[DIM_HEAD_V] : 1);
-    set_dim(DIM_EXPERTS, (size_t)m.experts[layer], "the layer's experts");
-    set_dim(DIM_FF, dense ? size_of(m.dense_key) : m.ff_expert, dense ? m.dense_key : m.width_key);
-    for (const struct tensor_rule *r = rule_next(NULL, &what); r; r = rule_next(r, &what)) plan_rule(r, layer);
+    const struct layer *l = &made.layer;
+    made.layer = layer_shape(layer);
+    for (const struct tensor_rule *r = rule_next(NULL, l); r; r = rule_next(r, l)) plan_rule(r, layer);
     mixture_print();
 }
 
@@ -1508,22 +1613,22 @@ static bool has_below(const char *below) {
     return false;
 }
 
-/* Whether the layers below m.mtp are a DSpark module, which DeepSeek-V4 releases may have in place of a prediction
+/* Whether the layers below src.mtp are a DSpark module, which DeepSeek-V4 releases may have in place of a prediction
  * layer. */
 static bool is_dspark(void) {
     static const char *const parts[] = {".main_proj.", ".markov_head.", ".confidence_head."};
-    for (size_t i = 0; i < arrlenu(tensors) && m.n_hc; i++)
+    for (size_t i = 0; i < arrlenu(tensors) && src.mixer == MIXER_CSA; i++)
         for (size_t k = 0; k < COUNT(parts); k++)
-            if (starts_with(tensors[i].name, m.mtp) && strstr(tensors[i].name, parts[k])) return true;
+            if (starts_with(tensors[i].name, src.mtp) && strstr(tensors[i].name, parts[k])) return true;
     return false;
 }
 
 /* Leaves out the layers for multi-token prediction from `first` on: each needs the one before. why: for the message. */
 static void leave_prediction(int first, const char *why) {
-    const int last = m.n_layer + m.n_mtp - 1;
+    const int last = src.n_layer + src.n_mtp - 1;
     char below[256] = ""; /* begins the names of all such layers, if all are left out and have no other names */
     size_t n = 0;
-    if (m.mtp && first == m.n_layer) snprintf(below, sizeof below, "%s%s", m.prefix, m.mtp);
+    if (src.mtp && first == src.n_layer) snprintf(below, sizeof below, "%s%s", src.prefix, src.mtp);
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         bool left = *below && starts_with(t->name, below);
@@ -1535,7 +1640,7 @@ static void leave_prediction(int first, const char *why) {
     err_message("layer%s %d%s for multi-token prediction %s left out, %zu tensor%s: %s", last > first ? "s" : "",
                   first, last > first ? fmt(" to %d", last) : "", last > first ? "are" : "is", n, n == 1 ? "" : "s",
                   why);
-    m.n_mtp = first - m.n_layer;
+    src.n_mtp = first - src.n_layer;
 }
 
 /* Finds out how the names begin, and how many layers for multi-token prediction there are. Exports have more than one
@@ -1544,22 +1649,23 @@ static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
                                          "model.language_model.model.language_model."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
-    if (tensor_find("language_model.model.norm.weight")) m.prefix = "language_model.";
+    if (tensor_find("language_model.model.norm.weight")) src.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++)
-        if (tensor_find(fmt("%s%snorm.weight", m.prefix, bodies[k]))) m.body = bodies[k];
-    if (m.n_hc && tensor_find("embed.weight")) m.body = "";
-    for (size_t k = 0; k < COUNT(mtps) && m.has_delta; k++)
-        if (has_below(fmt("%s%s", m.prefix, mtps[k]))) m.mtp = mtps[k];
-    for (size_t k = 0; k < COUNT(mtps) && m.n_hc; k++)
-        if (has_below(fmt("%s0.", mtps[k]))) m.mtp = mtps[k];
-    m.dspark = is_dspark();
-    if (m.dspark) m.n_mtp = 0;
-    const int announced = m.n_mtp, most = m.mtp_unsaid ? MAX_MTP : announced;
-    m.n_mtp = m.has_delta && m.mtp;
-    while (!m.has_delta && m.n_mtp < most && has_below(hf_name(m.n_layer + m.n_mtp, ""))) m.n_mtp++;
-    if (no_prediction && m.n_mtp) leave_prediction(m.n_layer, "--no-mtp");
+        if (tensor_find(fmt("%s%snorm.weight", src.prefix, bodies[k]))) src.body = bodies[k];
+    const bool beside = src.mtp_beside, csa = src.mixer == MIXER_CSA;
+    if (csa && tensor_find("embed.weight")) src.body = "";
+    for (size_t k = 0; k < COUNT(mtps) && beside; k++)
+        if (has_below(fmt("%s%s", src.prefix, mtps[k]))) src.mtp = mtps[k];
+    for (size_t k = 0; k < COUNT(mtps) && csa; k++)
+        if (has_below(fmt("%s0.", mtps[k]))) src.mtp = mtps[k];
+    src.dspark = is_dspark();
+    if (src.dspark) src.n_mtp = 0;
+    const int announced = src.n_mtp, most = src.mtp_unsaid ? MAX_MTP : announced;
+    src.n_mtp = beside && src.mtp;
+    while (!beside && src.n_mtp < most && has_below(hf_name(src.n_layer + src.n_mtp, ""))) src.n_mtp++;
+    if (no_prediction && src.n_mtp) leave_prediction(src.n_layer, "--no-mtp");
     else if (no_prediction) err_message("--no-mtp: the model has no layer for multi-token prediction");
-    for (int layer = m.n_layer + m.n_mtp; layer < m.n_layer + announced && !no_prediction; layer++)
+    for (int layer = src.n_layer + src.n_mtp; layer < src.n_layer + announced && !no_prediction; layer++)
         err_message("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                       "it is left out",
                       model_dir, layer);
@@ -1573,17 +1679,17 @@ static void screen_names(void) {
         "speech_embeddings.",     "patch_merge_mlp."};
     static const char *const drafts[] = {"model.mtp_block.",       "model.mtp_emb_norm.", "model.mtp_hidden_norm.",
                                          "model.mtp_linear_proj.", "language_model.mtp.", "language_model.model.mtp."};
-    const bool multimodal = m.wrapped || get(m.top, "vision_config") || get(m.top, "audio_config");
+    const bool multimodal = src.wrapped || get(src.top, "vision_config") || get(src.top, "audio_config");
     size_t n_vision = 0, n_draft = 0, n_dspark = 0;
     struct finding needless[COUNT(skipped_suffixes)] = {{0}};
     for (size_t i = 0; i < arrlenu(tensors); i++) {
         struct tensor *t = &tensors[i];
         if (t->used) continue; /* left out with its layer */
-        bool skipped = false, draft = false, dspark = m.dspark && starts_with(t->name, m.mtp);
+        bool skipped = false, draft = false, dspark = src.dspark && starts_with(t->name, src.mtp);
         for (size_t k = 0; k < COUNT(vision) && multimodal; k++) skipped |= starts_with(t->name, vision[k]);
         for (size_t k = 0; k < COUNT(drafts); k++) draft |= starts_with(t->name, drafts[k]);
         /* the releases' own readers take the model's (convert.py) */
-        const bool copy = m.n_mtp && m.mtp_bare && starts_with(t->name, m.mtp) &&
+        const bool copy = src.n_mtp && src.mtp_bare && starts_with(t->name, src.mtp) &&
                           (strstr(t->name, ".emb") || ends_with(t->name, ".head.weight"));
         n_vision += skipped;
         n_draft += draft;
@@ -1617,20 +1723,20 @@ static void check_all_used(void) {
         const struct tensor *t = &tensors[i];
         if (t->used) continue;
         unsigned layer = 0, expert = 0;
-        const char *body = fmt("%s%s", m.prefix, m.body);
+        const char *body = fmt("%s%s", src.prefix, src.body);
         int found = starts_with(t->name, body) ? sscanf(t->name + strlen(body), "layers.%5u.", &layer) : 0;
-        if (m.mtp_bare && starts_with(t->name, m.mtp)) {
-            found = sscanf(t->name + strlen(m.mtp), "%5u.", &layer);
-            layer += (unsigned)m.n_layer;
+        if (src.mtp_bare && starts_with(t->name, src.mtp)) {
+            found = sscanf(t->name + strlen(src.mtp), "%5u.", &layer);
+            layer += (unsigned)src.n_layer;
         }
         const char *at = strstr(t->name, ".experts.");
         if (found == 1 && at) found += sscanf(at, ".experts.%5u.", &expert);
-        if (found >= 1 && layer >= (unsigned)(m.n_layer + m.n_mtp))
+        if (found >= 1 && layer >= (unsigned)(src.n_layer + src.n_mtp))
             die("%s: layer %u is out of range: num_hidden_layers is %d, num_nextn_predict_layers %d", where(t), layer,
-                m.n_layer, m.n_mtp);
-        if (found == 2 && expert >= (unsigned)m.experts[layer])
-            die("%s: layer %u has experts 0 to %d and then a gap", where(t), layer, m.experts[layer] - 1);
-        die("%s: %s: nothing in %s uses it", where(t), shape_text(t), m.arch);
+                src.n_layer, src.n_mtp);
+        if (found == 2 && expert >= (unsigned)src.experts[layer])
+            die("%s: layer %u has experts 0 to %d and then a gap", where(t), layer, src.experts[layer] - 1);
+        die("%s: %s: nothing in %s uses it", where(t), shape_text(t), src.arch);
     }
 }
 
@@ -1643,11 +1749,11 @@ static void check_all_used(void) {
 /* Returns the object of RoPE parameters, rope_scaling if it is not empty, else the newer rope_parameters, as in
  * transformers; where there is another one for layers with a window, that of `windowed` layers or the others. */
 static struct doc rope_doc(bool windowed) {
-    struct doc r = get_obj(m.cfg, "rope_scaling");
-    if (!json_object_size(r.obj)) r = get_obj(m.cfg, "rope_parameters");
+    struct doc r = get_obj(src.cfg, "rope_scaling");
+    if (!json_object_size(r.obj)) r = get_obj(src.cfg, "rope_parameters");
     if (get(r, "full_attention") || get(r, "sliding_attention"))
         return get_obj(r, windowed ? "sliding_attention" : "full_attention");
-    if (windowed && get(m.cfg, "swa_rope_parameters")) return get_obj(m.cfg, "swa_rope_parameters");
+    if (windowed && get(src.cfg, "swa_rope_parameters")) return get_obj(src.cfg, "swa_rope_parameters");
     return windowed ? (struct doc){NULL, r.file, r.in} : r;
 }
 
@@ -1655,19 +1761,20 @@ static const char *rope_type(struct doc r) { return get_str(r, "rope_type", get_
 
 /* Refuses a list that ends before the last layer. Those for multi-token prediction may follow it. */
 static void check_per_layer(const char *key, const json_t *list) {
-    expect(m.cfg, key, json_array_size(list) >= (size_t)m.n_layer, fmt("a value for each of %d layers", m.n_layer));
+    expect(src.cfg, key, json_array_size(list) >= (size_t)src.n_layer,
+           fmt("a value for each of %d layers", src.n_layer));
 }
 
 /* Returns the number that config.json has for all layers, or in a list for those with a window, or without. */
 static double layer_number(const char *key, bool windowed, double dflt) {
-    json_t *v, *list = get(m.cfg, key);
+    json_t *v, *list = get(src.cfg, key);
     double found = NAN;
     size_t i;
-    if (!json_is_array(list)) return get_num(m.cfg, key, dflt);
+    if (!json_is_array(list)) return get_num(src.cfg, key, dflt);
     check_per_layer(key, list);
     json_array_foreach(list, i, v) {
-        if (i >= (size_t)(m.n_layer + m.n_mtp) || m.windowed[i] != windowed) continue;
-        expect(m.cfg, key, json_is_number(v) && (isnan(found) || json_number_value(v) == found),
+        if (i >= (size_t)(src.n_layer + src.n_mtp) || is_windowed((int)i) != windowed) continue;
+        expect(src.cfg, key, json_is_number(v) && (isnan(found) || json_number_value(v) == found),
                "the same number for all layers of a kind");
         found = json_number_value(v);
     }
@@ -1677,7 +1784,7 @@ static double layer_number(const char *key, bool windowed, double dflt) {
 /* Returns the base of the rotation: of the RoPE parameters r, else of config.json, else dflt. Sets *d to where it
  * is. */
 static double rope_base(struct doc r, bool windowed, double dflt, struct doc *d) {
-    *d = get(r, "rope_theta") || !get(m.cfg, "rope_theta") ? r : m.cfg;
+    *d = get(r, "rope_theta") || !get(src.cfg, "rope_theta") ? r : src.cfg;
     return d->obj == r.obj ? get_num(r, "rope_theta", dflt) : layer_number("rope_theta", windowed, dflt);
 }
 
@@ -1686,8 +1793,8 @@ static double rope_base(struct doc r, bool windowed, double dflt, struct doc *d)
  * count. */
 static int64_t original_context(struct doc r) {
     const char *key = "original_max_position_embeddings";
-    const bool own = r.in && one_of(r.in, "rope_scaling rope_parameters") && get(m.cfg, key);
-    return get_int(own ? m.cfg : r, key, 1, INT32_MAX, context_length());
+    const bool own = r.in && one_of(r.in, "rope_scaling rope_parameters") && get(src.cfg, key);
+    return get_int(own ? src.cfg : r, key, 1, INT32_MAX, context_length());
 }
 
 /* Returns how much longer the context becomes. Without a number it follows from the two contexts. */
@@ -1699,11 +1806,11 @@ static double rope_factor(struct doc r) {
  * for all layers or in a list. */
 static size_t rotated(struct doc r, bool windowed) {
     const char *list = "partial_rotary_factors";
-    struct doc d = get(r, "partial_rotary_factor") ? r : m.cfg;
-    const char *key = d.obj == m.cfg.obj && get(m.cfg, list) ? list : "partial_rotary_factor";
-    const double share = key == list ? layer_number(list, windowed, m.rotary) : get_num(d, key, m.rotary);
-    const double n = (double)m.dim[DIM_HEAD_K] * share + 1e-9;
-    if (!m.partial && !m.window_rope) expect(d, key, share == 1, "1");
+    struct doc d = get(r, "partial_rotary_factor") ? r : src.cfg;
+    const char *key = d.obj == src.cfg.obj && get(src.cfg, list) ? list : "partial_rotary_factor";
+    const double share = key == list ? layer_number(list, windowed, src.rotary) : get_num(d, key, src.rotary);
+    const double n = (double)head_k() * share + 1e-9;
+    if (!src.partial && !src.window_rope) expect(d, key, share == 1, "1");
     expect(d, key, share > 0 && share <= 1 && (size_t)n >= 2 && (size_t)n % 2 == 0,
            "a share of head_dim that is an even number");
     return (size_t)n;
@@ -1714,16 +1821,16 @@ static size_t rotated(struct doc r, bool windowed) {
 static void plan_rope_factors(void) {
     struct doc r = rope_doc(false);
     float *factors = NULL;
-    if (!m.llama3 || strcmp(rope_type(r), "llama3")) return;
+    if (!src.llama3 || strcmp(rope_type(r), "llama3")) return;
     const size_t n = rotated(r, false);
     struct doc in;
-    const double theta = rope_base(r, false, m.rope_theta, &in);
+    const double theta = rope_base(r, false, src.rope_theta, &in);
     const double factor = rope_factor(r), low = get_num(r, "low_freq_factor", NAN),
                  high = get_num(r, "high_freq_factor", NAN);
     const double original = (double)original_context(r);
     expect(r, "factor", factor >= 1 && factor <= 1e6, "a number from 1 to 1e+06");
     expect(r, "low_freq_factor", low > 0 && low < high, "a number above 0 and below high_freq_factor");
-    for (size_t i = 0; i < m.dim[DIM_HEAD_K] / 2; i++) {
+    for (size_t i = 0; i < head_k() / 2; i++) {
         const double length = 2 * M_PI * pow(theta, 2.0 * (double)i / (double)n);
         const double smooth = fmin(fmax((original / length - low) / (high - low), 0), 1);
         arrput(factors, i < n / 2 ? (float)(1 / ((1 - smooth) / factor + smooth)) : 1.0f);
@@ -1738,18 +1845,18 @@ static void settle_head(void) {
     char *head = xstrdup(hf_name(-1, "lm_head")), *name = xstrdup(hf_name(-1, "lm_head.weight"));
     char *embd = xstrdup(hf_name(-1, "model.embed_tokens"));
     const bool any = has_linear(head), input = has_linear(embd);
-    if (!any && !m.tied)
+    if (!any && !src.tied)
         die("'%s': tensor '%s' is missing, and config.json does not say that it is the embedding: key '%s': %s",
-            model_dir, name, key, get(m.top, key) ? json_show(get(m.top, key)) : "none");
-    if (m.tied && any && !input) {
+            model_dir, name, key, get(src.top, key) ? json_show(get(src.top, key)) : "none");
+    if (src.tied && any && !input) {
         err_message("'%s' has no embedding: it is '%s', as '%s' of config.json says", model_dir, name, key);
-    } else if (m.tied && any && same_linear(head, embd)) {
+    } else if (src.tied && any && same_linear(head, embd)) {
         skip_linear(head);
         err_message("tensor '%s' is left out: it is a copy of the embedding", name);
-    } else if (m.tied && any) {
-        m.tied = false;
+    } else if (src.tied && any) {
+        src.tied = false;
         err_message("tensor '%s' is used: it is not the embedding, though '%s' of config.json says so", name, key);
-    } else if (m.tied && !get_bool(m.top, key, true)) {
+    } else if (src.tied && !get_bool(src.top, key, true)) {
         err_message("'%s' is missing: it is the embedding, as '%s' of text_config says; config.json says no", name,
                       key);
     }
@@ -1768,6 +1875,7 @@ static bool plan_prediction(int layer) {
     for (size_t i = 0; i < arrlenu(tensors); i++) used[i] = tensors[i].used;
     prediction.planned = true;
     const bool whole = !setjmp(prediction.out);
+    if (whole) find_counts(layer);
     if (whole) plan_layer(layer);
     prediction.planned = false;
     if (!whole) {
@@ -1787,23 +1895,28 @@ static bool plan_prediction(int layer) {
     return whole;
 }
 
-/* Makes the plan. */
-static void plan_model(void) {
+/* Finds out what the release has, before its metadata are written. */
+static void survey(void) {
     find_names();
-    if (m.n_typed && m.n_typed < m.n_layer + m.n_mtp)
-        die("config.json: key 'layer_types': expected %d layers, found %d", m.n_layer + m.n_mtp, m.n_typed);
+    if (src.n_typed && src.n_typed < src.n_layer + src.n_mtp)
+        die("config.json: key 'layer_types': expected %d layers, found %d", src.n_layer + src.n_mtp, src.n_typed);
     screen_names();
     settle_head();
-    const bool own = !m.tied || has_linear(hf_name(-1, "model.embed_tokens"));
+    for (int l = 0; l < src.n_layer; l++) find_counts(l);
+}
+
+/* Makes the plan. */
+static void plan_model(void) {
+    const bool own = !src.tied || has_linear(hf_name(-1, "model.embed_tokens"));
     plan_linear("token_embd", resolve_folded(hf_name(-1, own ? "model.embed_tokens" : "lm_head")), DIM_VOCAB, DIM_EMBD,
                 SINGLE);
     plan_vector("output_norm.weight", hf_name(-1, "model.norm.weight"), DIM_EMBD, DIM_ONE,
-                m.zero_centered ? LESS_ONE : VALUES);
-    if (!m.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
+                src.zero_centered ? LESS_ONE : VALUES);
+    if (!src.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
     plan_hc_head();
-    for (int l = 0; l < m.n_layer; l++) plan_layer(l);
-    for (int l = m.n_layer; l < m.n_layer + m.n_mtp && plan_prediction(l); l++) continue;
+    for (int l = 0; l < src.n_layer; l++) plan_layer(l);
+    for (int l = src.n_layer; l < src.n_layer + src.n_mtp && plan_prediction(l); l++) continue;
     report_skipped(fp8_inputs, of_inputs);
     report_skipped(plain_inputs, "the weights beside it are not quantized");
     report_skipped(unchosen, "token ids have their experts in such a layer");
@@ -1823,148 +1936,86 @@ static void plan_model(void) {
  * What config.json says in each family, and first what families share.
  * ============================================================================================================ */
 
+/* Dies unless each key that is there has the one value that moe computes with. list: words, a key and its value in
+ * turn; a value none is no value. */
+static void check_fixed(struct doc d, const char *list) {
+    char key[64], value[32];
+    int n = 0;
+    for (; sscanf(list, " %63s %31s%n", key, value, &n) == 2; list += n) {
+        const bool none = !strcmp(value, "none"), truth = !strcmp(value, "true"), word = isalpha((unsigned char)*value);
+        if (none) expect(d, key, !get(d, key), value);
+        else if (truth || !strcmp(value, "false")) expect(d, key, get_bool(d, key, truth) == truth, value);
+        else if (word) expect(d, key, !strcmp(get_str(d, key, value), value), fmt("\"%s\"", value));
+        else expect(d, key, get_num(d, key, atof(value)) == atof(value), value);
+    }
+}
+
 /* Reads the number of experts of a layer. Configurations of pruned models may list those of all layers. */
-static void read_expert_count(const char *key) {
-    json_t *v, *list = get(m.cfg, key);
+static void config_expert_count(void) {
+    if (src.experts_other && get(src.cfg, src.experts_other) && !get(src.cfg, src.experts_key))
+        src.experts_key = src.experts_other;
+    const char *key = src.experts_key;
+    json_t *v, *list = get(src.cfg, key);
     size_t i;
-    m.experts_key = key;
     if (!json_is_array(list)) {
-        m.n_expert = (int)get_int(m.cfg, key, 1, MAX_EXPERTS, REQUIRED);
+        src.n_expert = (int)get_int(src.cfg, key, 1, MAX_EXPERTS, REQUIRED);
         return;
     }
     json_array_foreach(list, i, v) {
         const int64_t n = json_element(list, i);
-        expect(m.cfg, key, json_is_null(v) || (n >= 0 && n <= MAX_EXPERTS), fmt("numbers up to %d", MAX_EXPERTS));
-        if (n > m.n_expert) m.n_expert = (int)n;
+        expect(src.cfg, key, json_is_null(v) || (n >= 0 && n <= MAX_EXPERTS), fmt("numbers up to %d", MAX_EXPERTS));
+        if (n > src.n_expert) src.n_expert = (int)n;
     }
-    expect(m.cfg, key, m.n_expert, fmt("an integer from 1 to %d or a list of such", MAX_EXPERTS));
+    expect(src.cfg, key, src.n_expert, fmt("an integer from 1 to %d or a list of such", MAX_EXPERTS));
 }
 
-/* Reads the number of experts from the first of these keys that is there. */
-static void read_expert_count_of(const char *first, const char *second) {
-    read_expert_count(get(m.cfg, first) || !get(m.cfg, second) ? first : second);
-}
-
-/* Grouped-query attention. heads_kv: the key of the number of KV heads; dflt: where it is missing. */
-static void read_heads(const char *heads_kv, int64_t dflt) {
-    size_t head = (size_t)get_int(m.cfg, "head_dim", 1, 65536, (int64_t)m.dim[DIM_EMBD] / m.n_head);
-    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_FFN_NORM;
-    if (json_is_null(json_object_get(m.cfg.obj, heads_kv))) dflt = m.n_head; /* as in transformers */
-    m.n_head_kv = (int)get_int(m.cfg, heads_kv, 1, INT32_MAX, dflt);
-    set_dim(DIM_HEAD_K, head, "head_dim");
-    set_dim(DIM_HEAD_V, head, "head_dim");
-    set_heads((size_t)m.n_head, (size_t)m.n_head_kv, 1);
-}
-
-/* The same with normed heads. */
-static void read_gqa(void) {
-    read_heads("num_key_value_heads", REQUIRED);
-    m.has |= HAS_HEAD_NORM;
-}
-
-/* Multi-head latent attention. */
-static void read_mla(void) {
-    size_t heads = (size_t)m.n_head, nope = (size_t)get_int(m.cfg, "qk_nope_head_dim", 1, 65536, REQUIRED);
-    size_t v_head = (size_t)get_int(m.cfg, "v_head_dim", 1, 65536, REQUIRED), latent = size_of("kv_lora_rank");
-    m.rope = (int)get_int(m.cfg, "qk_rope_head_dim", 2, 65536, REQUIRED);
-    m.n_head_kv = 1; /* absorbed attention: one latent head */
-    set_dim(DIM_Q_LORA, (size_t)get_int(m.cfg, "q_lora_rank", 0, INT32_MAX, 0), "q_lora_rank");
-    set_dim(DIM_KV_LORA, latent, "kv_lora_rank");
-    set_dim(DIM_KV_A, latent + (size_t)m.rope, "kv_lora_rank + qk_rope_head_dim");
-    set_dim(DIM_NOPE, nope, "qk_nope_head_dim");
-    set_dim(DIM_HEAD_K, nope + (size_t)m.rope, "qk_nope_head_dim + qk_rope_head_dim");
-    set_dim(DIM_HEAD_V, v_head, "v_head_dim");
-    set_dim(DIM_Q, heads * m.dim[DIM_HEAD_K], "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)");
-    set_dim(DIM_ATT, heads * v_head, "num_attention_heads x v_head_dim");
-    m.has = HAS_ATTENTION | HAS_MLA | (m.dim[DIM_Q_LORA] ? HAS_Q_LORA : HAS_Q) | HAS_FFN_NORM;
-}
-
-/* A shared expert as wide as n of the routed ones. */
-static void read_shared(const char *key, int64_t dflt) {
-    m.n_shared = (int)get_int(m.cfg, key, 0, 64, dflt);
-    set_dim(DIM_SHARED, m.ff_expert * (size_t)m.n_shared, fmt("moe_intermediate_size x %s", key));
+/* Reads the number of KV heads. */
+static void config_heads(void) {
+    const bool latent = src.mixer != MIXER_GQA; /* keys and values are common to all heads */
+    const bool all = src.kv_optional || json_is_null(json_object_get(src.cfg.obj, src.kv_key)); /* as in transformers */
+    src.n_head_kv = latent ? 1 : (int)get_int(src.cfg, src.kv_key, 1, INT32_MAX, all ? src.n_head : REQUIRED);
 }
 
 static bool is_dense_qwen3(int layer) {
     int64_t dense;
     size_t i;
-    json_t *v, *list = get_list(m.cfg, "mlp_only_layers");
+    json_t *v, *list = get_list(src.cfg, "mlp_only_layers");
     json_array_foreach(list, i, v) {
-        expect(m.cfg, "mlp_only_layers", json_whole(v, &dense), "numbers of layers");
+        expect(src.cfg, "mlp_only_layers", json_whole(v, &dense), "numbers of layers");
         if (dense == layer) return true;
     }
-    return (layer + 1) % (int)get_int(m.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
-}
-static void read_qwen3(void) {
-    read_gqa();
-    m.is_dense = is_dense_qwen3;
-    m.gating = GATING_SOFTMAX;
-    read_expert_count_of("num_experts", "num_local_experts");
-    expect(m.cfg, "use_sliding_window", !get_bool(m.cfg, "use_sliding_window", false), "false");
+    return (layer + 1) % (int)get_int(src.cfg, "decoder_sparse_step", 1, MAX_LAYERS, 1) != 0;
 }
 
-/* Reads the keys of the layers with a gated delta net. */
-static void read_delta(void) {
-    struct doc c = m.cfg;
-    const size_t key = size_of("linear_key_head_dim"), value = size_of("linear_value_head_dim");
+/* Whether a block has a gated delta net. */
+static bool is_recurrent(int layer) {
+    struct doc c = src.cfg;
     const int interval = (int)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4);
     json_t *list = get_list(c, "layer_types");
-    m.n_key = size_of("linear_num_key_heads");
-    m.n_value = size_of("linear_num_value_heads");
-    expect(c, "linear_num_value_heads", m.n_value % m.n_key == 0, fmt("a multiple of the %zu heads of keys", m.n_key));
-    set_dim(DIM_CONV, (size_t)get_int(c, "linear_conv_kernel_dim", 1, 64, 4), "linear_conv_kernel_dim");
-    set_dim(DIM_KEY, m.n_key * key, "linear_num_key_heads x linear_key_head_dim");
-    set_dim(DIM_VALUES, m.n_value, "linear_num_value_heads");
-    set_dim(DIM_VALUE, m.n_value * value, "linear_num_value_heads x linear_value_head_dim");
-    set_dim(DIM_VALUE_HEAD, value, "linear_value_head_dim");
-    set_dim(DIM_MIX, 2 * m.dim[DIM_KEY] + m.dim[DIM_VALUE], "heads of queries, keys and values");
-    set_dim(DIM_BA, 2 * m.n_value, "2 linear_num_value_heads");
-    expect(c, "layer_types", !list || json_array_size(list) == (size_t)m.n_layer, fmt("%d layers", m.n_layer));
-    for (int l = 0; l < m.n_layer; l++) {
-        const char *type = (l + 1) % interval ? "linear_attention" : "full_attention";
-        if (list) type = json_string_value(json_array_get(list, (size_t)l));
-        expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
-               "\"full_attention\" and \"linear_attention\"");
-        m.recurrent[l] = !strcmp(type, "linear_attention");
-    }
+    const char *type = (layer + 1) % interval ? "linear_attention" : "full_attention";
+    if (layer >= src.n_layer) return false;
+    if (list) type = json_string_value(json_array_get(list, (size_t)layer));
+    expect(c, "layer_types", !list || json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
+    expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
+           "\"full_attention\" and \"linear_attention\"");
+    return !strcmp(type, "linear_attention");
 }
 
-/* Reads the keys that Qwen3-Next and Qwen3.5 have in common. */
-static void read_qwen_delta(uint32_t alpha_beta) {
-    struct doc c = m.cfg;
-    read_gqa();
-    read_delta();
-    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_HEAD_NORM | HAS_POST_NORM;
-    m.has_delta = HAS_DELTA | HAS_POST_NORM | alpha_beta;
-    set_dim(DIM_Q, 2 * m.dim[DIM_ATT], "2 num_attention_heads x head_dim");
-    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
-    m.n_shared = 1;
-    m.shared_gate = true;
-    m.gating = GATING_SOFTMAX;
-    m.norm_topk_prob = true;
-    m.rope_theta = 10000;
-    m.rotary = 0.25;
-    m.partial = true;
-    m.zero_centered = m.shared_width = true;
-    read_expert_count("num_experts");
-    m.n_mtp = (int)get_int(c, "mtp_num_hidden_layers", 0, 1, 0);
-    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
-    expect(c, "attn_output_gate", get_bool(c, "attn_output_gate", true), "true");
-    expect(c, "use_sliding_window", !get_bool(c, "use_sliding_window", false), "false");
-    expect(c, "mtp_use_dedicated_embeddings", !get_bool(c, "mtp_use_dedicated_embeddings", false), "false");
-}
-
-static void read_qwen3_next(void) {
-    m.is_dense = is_dense_qwen3;
-    read_qwen_delta(HAS_DELTA_BA);
+/* Writes the sizes of the layers with a gated delta net, and which layers they are. */
+static void put_delta(void) {
+    struct doc c = src.cfg;
+    const size_t n_key = size_of("linear_num_key_heads"), n_value = size_of("linear_num_value_heads");
+    expect(c, "linear_num_value_heads", n_value % n_key == 0, fmt("a multiple of the %zu heads of keys", n_key));
+    kv_u32("ssm.conv_kernel", (size_t)get_int(c, "linear_conv_kernel_dim", 1, 64, 4));
+    kv_u32("ssm.state_size", size_of("linear_key_head_dim"));
+    kv_u32("ssm.group_count", n_key);
+    kv_u32("ssm.time_step_rank", n_value);
+    kv_u32("ssm.inner_size", n_value * size_of("linear_value_head_dim"));
+    kv_u32("full_attention_interval", (size_t)get_int(c, "full_attention_interval", 1, MAX_LAYERS, 4));
+    kv_flags("attention.recurrent_layers", n_blocks(), is_recurrent);
 }
 
 static bool is_dense_never(int layer) { return layer < 0; }
-static void read_qwen3_5(void) {
-    m.is_dense = is_dense_never;
-    m.tiled = true;
-    read_qwen_delta(HAS_DELTA_AB);
-}
 static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                   {"enorm", "pre_fc_norm_embedding", BESIDE},
                                                   {"hnorm", "pre_fc_norm_hidden", BESIDE},
@@ -1980,121 +2031,114 @@ static const struct renaming qwen_next_names[] = {{"mlp.shared_experts", "mlp.sh
 
 /* Counts the layers with a dense feed-forward before the first mixture. */
 static void count_leading_dense(void) {
-    m.leads = true;
-    while (m.first_dense < m.n_layer && m.is_dense(m.first_dense)) m.first_dense++;
+    while (src.first_dense < src.n_layer && src.is_dense(src.first_dense)) src.first_dense++;
 }
 
-static bool is_dense_leading(int layer) { return layer < m.first_dense; }
+static bool is_dense_leading(int layer) { return layer < src.first_dense; }
 /* Leading layers with a dense feed-forward: they are counted, or all layers are listed. */
-static void read_leading_dense(int64_t dflt) {
-    struct doc c = m.cfg;
+static void config_leading_dense(void) {
+    struct doc c = src.cfg;
     size_t i;
     json_t *v, *list = get_list(c, "mlp_layer_types");
-    m.is_dense = is_dense_leading;
-    m.leads = true;
-    m.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, dflt);
+    src.first_dense = list ? 0 : (int)get_int(c, "first_k_dense_replace", 0, MAX_LAYERS, src.first_dense);
     json_array_foreach(list, i, v) {
         const char *type = json_is_string(v) ? json_string_value(v) : "";
-        const bool dense = !strcmp(type, "dense"), leading = (size_t)m.first_dense == i;
+        const bool dense = !strcmp(type, "dense"), leading = (size_t)src.first_dense == i;
         expect(c, "mlp_layer_types", dense ? leading : !strcmp(type, "sparse"),
                "\"dense\" layers, then \"sparse\" ones");
-        m.first_dense += dense;
+        src.first_dense += dense;
     }
 }
 
 /* Reads the keys of the experts of DeepSeek-V3, which other families have too. */
-static void read_deepseek_experts(void) {
-    struct doc c = m.cfg;
-    read_leading_dense(0);
-    read_expert_count("n_routed_experts");
-    read_shared("n_shared_experts", 0);
-    m.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
-    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
+static void config_deepseek_experts(void) {
+    struct doc c = src.cfg;
+    config_leading_dense();
+    src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, REQUIRED);
     const char *method = get_str(c, "topk_method", "noaux_tc");
-    m.router_bias = strcmp(method, "noaux_tc") ? NULL : "exp_probs_b.bias";
-    m.gating = strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
-    m.norm_topk_prob = true;
-    m.scaling_factor = "routed_scaling_factor";
+    src.router_bias = strcmp(method, "noaux_tc") ? NULL : "exp_probs_b.bias";
+    src.gating = strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid") ? GATING_SOFTMAX : GATING_SIGMOID;
     expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "sigmoid"), "sigmoid softmax"), "sigmoid or softmax");
-    expect(c, "topk_method", m.router_bias || (!strcmp(method, "greedy") && m.n_group == 1),
+    expect(c, "topk_method", src.router_bias || (!strcmp(method, "greedy") && src.n_group == 1),
            "\"noaux_tc\", or \"greedy\" with n_group 1");
-    expect(c, "moe_layer_freq", get_int(c, "moe_layer_freq", 1, INT32_MAX, 1) == 1, "1");
 }
 
-static void put_indexer(void);
 /* Reads the keys of DeepSeek-V3, Kimi-K2 and GLM-4.7-Flash. */
-static void read_deepseek3(void) {
-    struct doc c = m.cfg;
-    read_mla();
-    read_deepseek_experts();
-    expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
-    expect(c, "index_topk", !get(c, "index_topk"), "none (no sparse attention)");
+static void config_deepseek3(void) {
+    config_deepseek_experts();
+    expect(src.cfg, "index_topk", !get(src.cfg, "index_topk"), "none (no sparse attention)");
 }
 
-/* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). pairs: it rotates neighbours. */
-static void read_indexer(bool pairs) {
-    struct doc c = m.cfg;
-    const size_t heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
-    const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
-    read_mla();
-    read_deepseek_experts();
-    m.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
-    m.index_pairs = pairs;
-    m.put = put_indexer;
-    set_dim(DIM_INDEX_Q, heads * width, "index_n_heads x index_head_dim");
-    set_dim(DIM_INDEX_K, width, "index_head_dim");
-    set_dim(DIM_INDEXES, heads, "index_n_heads");
-    expect(c, "q_lora_rank", m.dim[DIM_Q_LORA], "a number above 0, because of the indexer");
-    expect(c, "index_head_dim", width >= (size_t)m.rope, fmt("at least the %d of qk_rope_head_dim", m.rope));
-    expect(c, "rope_interleave", get_bool(c, "rope_interleave", true), "true");
-    expect(c, "indexer_rope_interleave", get_bool(c, "indexer_rope_interleave", pairs) == pairs,
-           pairs ? "true" : "false");
+/* Returns the width of an indexer's heads. */
+static size_t index_width(void) { return (size_t)get_int(src.cfg, "index_head_dim", 2, 1024, REQUIRED); }
+
+/* Writes the sizes of an indexer. */
+static void put_indexer(void) {
+    kv_u32("attention.indexer.head_count", (size_t)get_int(src.cfg, "index_n_heads", 1, 1024, REQUIRED));
+    kv_u32("attention.indexer.key_length", index_width());
+    kv_u32("attention.indexer.top_k", (size_t)get_int(src.cfg, "index_topk", 1, MAX_TRAINED, REQUIRED));
+}
+
+/* Reads the keys of an indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1). */
+static void config_indexer(void) {
+    struct doc c = src.cfg;
+    config_deepseek_experts();
+    expect(c, "q_lora_rank", get_int(c, "q_lora_rank", 0, INT32_MAX, 0), "a number above 0, because of the indexer");
+    expect(c, "index_head_dim", index_width() >= size_of("qk_rope_head_dim"),
+           fmt("at least the %zu of qk_rope_head_dim", size_of("qk_rope_head_dim")));
 }
 
 /* Returns the key that says which layers of GLM-5 have an indexer: a list, a pattern, or how often one has it. */
 static const char *indexer_key(void) {
-    return get(m.cfg, "indexer_types")        ? "indexer_types"
-           : get(m.cfg, "index_topk_pattern") ? "index_topk_pattern"
-                                              : "index_topk_freq";
+    return get(src.cfg, "indexer_types")        ? "indexer_types"
+           : get(src.cfg, "index_topk_pattern") ? "index_topk_pattern"
+                                                : "index_topk_freq";
 }
 
-/* Whether a layer of GLM-5 has no indexer. */
-static bool shares_choice(int layer) {
-    struct doc c = m.cfg;
+/* Whether a layer of GLM-5 has an indexer: those for multi-token prediction do. */
+static bool has_indexer_glm(int layer) {
+    struct doc c = src.cfg;
     const char *key = indexer_key(), *type;
     json_t *list = get(c, key);
     const size_t i = (size_t)layer;
+    if (layer >= src.n_layer) return true;
     if (!strcmp(key, "index_topk_freq")) {
         const int freq = (int)get_int(c, "index_topk_freq", 0, MAX_LAYERS, 1);
         const int offset = (int)get_int(c, "index_skip_topk_offset", 0, MAX_LAYERS, 2);
-        return layer >= offset && freq > 1 && (layer - offset + 1) % freq;
+        return layer < offset || freq <= 1 || (layer - offset + 1) % freq == 0;
     }
     if (json_is_string(list)) {
         const char *letters = json_string_value(list);
-        expect(c, key, strlen(letters) == (size_t)m.n_layer && strspn(letters, "FS") == (size_t)m.n_layer,
-               fmt("F or S for each of %d layers", m.n_layer));
-        return letters[i] == 'S';
+        expect(c, key, strlen(letters) == (size_t)src.n_layer && strspn(letters, "FS") == (size_t)src.n_layer,
+               fmt("F or S for each of %d layers", src.n_layer));
+        return letters[i] == 'F';
     }
     type = json_string_value(json_array_get(list, i));
-    expect(c, key, json_array_size(list) == (size_t)m.n_layer && type && one_of(type, "full shared"),
-           fmt("\"full\" or \"shared\" for each of %d layers", m.n_layer));
-    return !strcmp(type, "shared");
+    expect(c, key, json_array_size(list) == (size_t)src.n_layer && type && one_of(type, "full shared"),
+           fmt("\"full\" or \"shared\" for each of %d layers", src.n_layer));
+    return !strcmp(type, "full");
 }
 
+static bool has_indexer_always(int layer) { return layer >= 0; }
 /* Reads the keys of DeepSeek-V3.2: every layer has an indexer. */
-static void read_deepseek_v32(void) {
+static void config_deepseek_v32(void) {
     static const char *const others[] = {"indexer_types", "index_topk_pattern"};
-    read_indexer(false);
+    config_indexer();
     for (size_t i = 0; i < COUNT(others); i++)
-        expect(m.cfg, others[i], !get(m.cfg, others[i]), "none (every layer has an indexer)");
-    expect(m.cfg, "index_topk_freq", get_int(m.cfg, "index_topk_freq", 0, MAX_LAYERS, 1) <= 1, "1");
+        expect(src.cfg, others[i], !get(src.cfg, others[i]), "none (every layer has an indexer)");
+    expect(src.cfg, "index_topk_freq", get_int(src.cfg, "index_topk_freq", 0, MAX_LAYERS, 1) <= 1, "1");
+}
+
+/* Writes the same of GLM-5, and which layers have an indexer. */
+static void put_glm_dsa(void) {
+    put_indexer();
+    kv_flags("attention.indexer.types", src.n_layer, has_indexer_glm);
 }
 
 /* Reads the keys of GLM-5: layers without an indexer share the choice of the one before. */
-static void read_glm_dsa(void) {
-    read_indexer(true);
-    for (int l = 0; l < m.n_layer; l++) m.shares[l] = shares_choice(l);
-    expect(m.cfg, indexer_key(), !m.shares[0], "an indexer in layer 0");
+static void config_glm_dsa(void) {
+    config_indexer();
+    expect(src.cfg, indexer_key(), has_indexer_glm(0), "an indexer in layer 0");
 }
 
 /* The kinds of layers of DeepSeek-V4 in transformers' words, and how many tokens a compressed key has. GGUF files can
@@ -2116,47 +2160,52 @@ static size_t compression_of(json_t *ratios, json_t *kinds, int layer) {
     return k;
 }
 
-/* Reads which layers of DeepSeek-V4 have compressed keys, compress_ratios of the releases or layer_types of
+/* Writes which layers of DeepSeek-V4 have compressed keys, compress_ratios of the releases or layer_types of
  * transformers. The list may go on with layers for multi-token prediction. */
-static void read_ratios(void) {
-    struct doc c = m.cfg, rates = get_obj(c, "compress_rates");
+static void put_ratios(void) {
+    struct doc c = src.cfg, rates = get_obj(c, "compress_rates");
     json_t *ratios = get_list(c, "compress_ratios"), *kinds = get_list(c, "layer_types");
     const char *key = ratios || !kinds ? "compress_ratios" : "layer_types";
     const char *known = ratios || !kinds ? "0, 4 or 128"
                                          : "\"sliding_attention\", \"compressed_sparse_attention\" or "
                                            "\"heavily_compressed_attention\"";
-    const size_t n = json_array_size(ratios ? ratios : kinds);
-    expect(c, key, n >= (size_t)m.n_layer && n <= MAX_LAYERS, fmt("%s for each of %d layers", known, m.n_layer));
-    for (int l = 0; l < (int)n; l++) {
+    const int n = (int)json_array_size(ratios ? ratios : kinds), blocks = n_blocks();
+    int32_t all[MAX_LAYERS] = {0};
+    expect(c, key, n >= src.n_layer && n <= MAX_LAYERS, fmt("%s for each of %d layers", known, src.n_layer));
+    for (int l = 0; l < n; l++) {
         const size_t k = compression_of(ratios, kinds, l);
-        expect(c, key, k < COUNT(compressions), fmt("%s for each of %d layers", known, m.n_layer));
-        m.ratio[l] = compressions[k].ratio;
-        expect(c, "layer_types", !kinds || l >= m.n_layer || compression_of(NULL, kinds, l) == k,
+        expect(c, key, k < COUNT(compressions), fmt("%s for each of %d layers", known, src.n_layer));
+        all[l] = compressions[k].ratio;
+        expect(c, "layer_types", !kinds || l >= src.n_layer || compression_of(NULL, kinds, l) == k,
                "what compress_ratios says");
+        expect(c, key, !all[l] || l < src.n_layer || l >= blocks,
+               fmt("%s for layer %d, which is for multi-token prediction", ratios ? "0" : "\"sliding_attention\"", l));
     }
-    for (int l = 0; l < MAX_LAYERS; l++) m.shares[l] = m.ratio[l] != 4;
     for (size_t k = 1; k < COUNT(compressions); k++)
         expect(rates, compressions[k].type,
                get_int(rates, compressions[k].type, 1, INT32_MAX, compressions[k].ratio) == compressions[k].ratio,
                fmt("%d (GGUF files have no other number)", compressions[k].ratio));
+    kv_array("attention.compress_ratios", GGUF_V_I32, ratios && n > blocks ? n : blocks, all);
 }
 
 /* Counts the first layers of DeepSeek-V4 that find experts by token ids. */
-static void read_hash_layers(void) {
-    struct doc c = m.cfg;
+static int count_hash_layers(void) {
+    struct doc c = src.cfg;
     json_t *v, *list = get_list(c, "mlp_layer_types");
     size_t i;
-    if (!list) m.n_hash = (int)get_int(c, "num_hash_layers", 0, m.n_layer, REQUIRED);
-    if (list) expect(c, "mlp_layer_types", json_array_size(list) == (size_t)m.n_layer, fmt("%d layers", m.n_layer));
+    int n = 0;
+    if (!list) return (int)get_int(c, "num_hash_layers", 0, src.n_layer, REQUIRED);
+    expect(c, "mlp_layer_types", json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
     json_array_foreach(list, i, v) {
         const char *type = json_is_string(v) ? json_string_value(v) : "";
         const bool hash = !strcmp(type, "hash_moe");
-        expect(c, "mlp_layer_types", hash ? (size_t)m.n_hash == i : !strcmp(type, "moe"),
+        expect(c, "mlp_layer_types", hash ? (size_t)n == i : !strcmp(type, "moe"),
                "\"hash_moe\" layers, then \"moe\" ones");
-        m.n_hash += hash;
+        n += hash;
     }
-    expect(c, "num_hash_layers", get_int(c, "num_hash_layers", 0, m.n_layer, m.n_hash) == m.n_hash,
-           fmt("%d as in mlp_layer_types", m.n_hash));
+    expect(c, "num_hash_layers", get_int(c, "num_hash_layers", 0, src.n_layer, n) == n,
+           fmt("%d as in mlp_layer_types", n));
+    return n;
 }
 
 /* Returns the RoPE parameters of DeepSeek-V4's layers with compressed keys, or of the others. The releases scale the
@@ -2167,61 +2216,45 @@ static struct doc rope_part(bool compressed) {
     return compressed ? r : (struct doc){NULL, r.file, r.in};
 }
 
-static void put_deepseek_v4(void);
+static void put_deepseek_v4(void) {
+    struct doc c = src.cfg;
+    static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
+    const struct key_range *range = key_range_of(clamps[0]);
+    const double limit = get_num(c, "swiglu_limit", NAN);
+    const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
+    float limits[MAX_LAYERS];
+    for (int l = 0; l < n_blocks(); l++) limits[l] = limit > range->hi ? 0 : (float)limit;
+    expect(c, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
+    kv_u32("attention.q_lora_rank", size_of("q_lora_rank"));
+    expect(c, "sliding_window", window, "a number above 0");
+    kv_u32("attention.sliding_window", window);
+    for (size_t i = 0; i < COUNT(clamps); i++) kv_array(clamps[i], GGUF_V_F32, n_blocks(), limits);
+    put_indexer();
+    kv_u32("attention.output_group_count", size_of("o_groups"));
+    kv_u32("attention.output_lora_rank", size_of("o_lora_rank"));
+    put_ratios();
+    const size_t n_hc = (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED);
+    kv_u32("hyper_connection.count", n_hc);
+    kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
+    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
+    kv_u32("hash_layer_count", (size_t)count_hash_layers());
+    kv_u32("embedding_length_out", n_hc * size_of("hidden_size"));
+}
+
 static void put_deepseek_v4_template(const char *name);
 /* Reads the keys of DeepSeek-V4: the releases' or transformers', which keeps no MTP layers. */
-static void read_deepseek_v4(void) {
-    struct doc c = m.cfg;
-    const size_t head = size_of("head_dim"), heads = (size_t)m.n_head, groups = size_of("o_groups");
-    const size_t index_heads = (size_t)get_int(c, "index_n_heads", 1, 1024, REQUIRED);
-    const size_t width = (size_t)get_int(c, "index_head_dim", 2, 1024, REQUIRED);
-    m.has = HAS_CSA | HAS_Q_LORA | HAS_SINKS | HAS_FFN_NORM | HAS_HC;
-    m.n_head_kv = (int)get_int(c, "num_key_value_heads", 1, INT32_MAX, 1);
-    m.n_hc = (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED);
-    m.chosen = (size_t)get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED);
-    expect(c, "num_key_value_heads", m.n_head_kv == 1, "1");
+static void config_deepseek_v4(void) {
+    struct doc c = src.cfg;
+    const size_t head = size_of("head_dim"), heads = (size_t)src.n_head, groups = size_of("o_groups");
     expect(c, "o_groups", heads % groups == 0, fmt("a divisor of the %zu heads", heads));
-    set_dim(DIM_HEAD_K, head, "head_dim");
-    set_dim(DIM_HEAD_V, head, "head_dim");
-    set_heads(heads, 1, 1);
-    set_dim(DIM_Q_LORA, size_of("q_lora_rank"), "q_lora_rank");
-    set_dim(DIM_INDEX_Q, index_heads * width, "index_n_heads x index_head_dim");
-    set_dim(DIM_INDEX_K, width, "index_head_dim");
-    set_dim(DIM_INDEXES, index_heads, "index_n_heads");
-    set_dim(DIM_HC, m.n_hc, "hc_mult");
-    set_dim(DIM_HC_EMBD, m.n_hc * m.dim[DIM_EMBD], "hc_mult x hidden_size");
-    set_dim(DIM_GROUP_IN, heads / groups * head, "num_attention_heads / o_groups x head_dim");
-    set_dim(DIM_O_LORA, size_of("o_lora_rank"), "o_lora_rank");
-    set_dim(DIM_GROUPS_OUT, groups * m.dim[DIM_O_LORA], "o_groups x o_lora_rank");
-    set_dim(DIM_USED, (size_t)m.top_k, m.top_k_key);
-    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
-    read_ratios();
-    read_hash_layers();
-    read_expert_count("n_routed_experts");
-    read_shared("n_shared_experts", 1);
-    m.is_dense = is_dense_never;
-    m.dense_key = NULL;
-    m.router_bias = "exp_probs_b.bias";
-    m.gating = GATING_SQRT_SOFTPLUS;
-    m.norm_topk_prob = m.partial = m.mtp_bare = true;
-    m.mtp = "mtp.";
-    m.scaling_factor = "routed_scaling_factor";
-    m.put = put_deepseek_v4;
-    m.put_template = put_deepseek_v4_template;
-    m.rotary = 0.125;
     if (get(c, "qk_rope_head_dim")) {
         const size_t n = (size_t)get_int(c, "qk_rope_head_dim", 2, (int64_t)head, REQUIRED);
-        m.rotary = (double)n / (double)head;
+        src.rotary = (double)n / (double)head;
         expect(c, "qk_rope_head_dim", rotated(rope_part(false), false) == n, "head_dim x partial_rotary_factor");
     }
-    m.rope = (int)rotated(rope_part(false), false);
-    expect(c, "index_head_dim", width >= (size_t)m.rope, fmt("at least the %d rotated values of a head", m.rope));
-    expect(c, "n_shared_experts", m.n_shared == 1, "1");
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sqrtsoftplus"), "sqrtsoftplus"), "\"sqrtsoftplus\"");
-    expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
-    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
-    expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
-    expect(c, "tie_word_embeddings", !m.tied, "false");
+    const size_t rope = rotated(rope_part(false), false);
+    expect(c, "index_head_dim", index_width() >= rope, fmt("at least the %zu rotated values of a head", rope));
+    expect(c, "tie_word_embeddings", !src.tied, "false");
 }
 static const struct renaming deepseek_v4_names[] = {
     {"model.embed_tokens", "model.embed", BARE},
@@ -2272,31 +2305,13 @@ static const struct renaming deepseek_v4_names[] = {
     {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of GLM-4.5 to 4.7. */
-static void read_glm4(void) {
-    struct doc c = m.cfg;
-    read_gqa();
-    read_deepseek_experts();
-    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_POST_NORM;
-    if (get_bool(c, "use_qk_norm", false)) m.has |= HAS_HEAD_NORM;
-    m.qkv_bias = get_bool(c, "attention_bias", false);
-    m.rotary = 0.5;
-    m.partial = true;
+static void config_glm4(void) {
+    struct doc c = src.cfg;
+    config_deepseek_experts();
+    src.head_norm = get_bool(c, "use_qk_norm", false);
+    src.qkv_bias = get_bool(c, "attention_bias", false);
 }
 
-/* Reads the keys of Hy3. */
-static void read_hy3(void) {
-    struct doc c = m.cfg;
-    read_gqa();
-    read_leading_dense(1);
-    read_expert_count("num_experts");
-    read_shared("num_shared_experts", 1);
-    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, 16, 0);
-    m.router_bias = "exp_probs_b";
-    m.gating = GATING_SIGMOID;
-    m.norm_topk_prob = true;
-    m.scaling_factor = "router_scaling_factor";
-    expect(c, "route_norm", get_bool(c, "route_norm", true), "true");
-}
 static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", EVERYWHERE},
                                             {"mlp.gate", "mlp.router.gate", EVERYWHERE},
                                             {"mlp.shared_experts", "mlp.shared_mlp", EVERYWHERE},
@@ -2309,70 +2324,44 @@ static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias",
  * gpt-oss, MiniMax-M2, Mixtral, OLMoE, Qwen2-MoE, ERNIE-4.5, Step-3.5 and Laguna.
  * ============================================================================================================ */
 
-/* Reads which layers have a window, layer_types, and how many keys it has. The list may also tell it of the layers for
- * multi-token prediction. */
-static void read_windows(void) {
-    struct doc c = m.cfg;
-    json_t *list = get_list(c, "layer_types");
-    const int n = (int)json_array_size(list);
-    bool any = false;
-    expect(c, "layer_types", !list || n == m.n_layer || n == m.n_layer + m.n_mtp,
-           m.n_mtp ? fmt("%d or %d layers", m.n_layer, m.n_layer + m.n_mtp) : fmt("%d layers", m.n_layer));
-    for (int l = 0; l < n; l++) {
-        const char *type = json_string_value(json_array_get(list, (size_t)l));
-        expect(c, "layer_types", type && one_of(type, "full_attention sliding_attention"),
-               "\"full_attention\" and \"sliding_attention\"");
-        m.windowed[l] = !strcmp(type, "sliding_attention");
-    }
-    m.n_typed = n;
-    for (int l = 0; l < MAX_LAYERS; l++) any |= m.windowed[l];
-    m.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
-    expect(c, "sliding_window", !any || m.window, "a number above 0");
-    if (!any) m.window = 0;
+/* Whether a block has a window, by layer_types, which may go on with layers for multi-token prediction. Without the list
+ * every other layer of gpt-oss has one. */
+static bool is_windowed_typed(int layer) {
+    json_t *list = get_list(src.cfg, "layer_types");
+    const char *type = json_string_value(json_array_get(list, (size_t)layer));
+    return type ? !strcmp(type, "sliding_attention") : !list && src.alternate && layer < src.n_layer && layer % 2 == 0;
 }
 
-/* Reads the keys of gpt-oss (arXiv 2508.10925). */
-static void read_gpt_oss(void) {
-    struct doc c = m.cfg;
-    read_heads("num_key_value_heads", REQUIRED);
-    read_expert_count_of("num_local_experts", "num_experts");
-    m.has = HAS_ATTENTION | HAS_GQA | HAS_Q | HAS_SINKS | HAS_BIASES | HAS_POST_NORM;
-    m.qkv_bias = m.interleaved = m.exact_yarn = m.norm_topk_prob = true;
-    m.is_dense = is_dense_never;
-    m.gating = GATING_CHOSEN;
-    m.norm_key = NULL;
-    m.eps = 1e-5;
-    set_dim(DIM_SUM, m.dim[DIM_EMBD], "hidden_size");
-    for (int l = 0; l < m.n_layer && !get(c, "layer_types"); l++) m.windowed[l] = l % 2 == 0;
-    read_windows();
-    expect(c, "attention_bias", get_bool(c, "attention_bias", true), "true");
-    expect(c, "swiglu_limit", get_num(c, "swiglu_limit", 7) == 7, "7");
-    expect(c, "swiglu_alpha", get_num(c, "swiglu_alpha", 1.702) == 1.702, "1.702");
+/* Reads which layers have a window and how many keys it has. */
+static void config_windows(void) {
+    struct doc c = src.cfg;
+    json_t *v, *list = get_list(c, "layer_types");
+    size_t i;
+    const int n = (int)json_array_size(list);
+    bool any = false;
+    expect(c, "layer_types", !list || n == src.n_layer || n == src.n_layer + src.n_mtp,
+           src.n_mtp ? fmt("%d or %d layers", src.n_layer, src.n_layer + src.n_mtp) : fmt("%d layers", src.n_layer));
+    json_array_foreach(list, i, v) {
+        expect(c, "layer_types", json_is_string(v) && one_of(json_string_value(v), "full_attention sliding_attention"),
+               "\"full_attention\" and \"sliding_attention\"");
+    }
+    src.n_typed = n;
+    for (int l = 0; l < n_blocks(); l++) any |= is_windowed(l);
+    src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
+    expect(c, "sliding_window", !any || src.window, "a number above 0");
+    if (!any) src.window = 0;
 }
+
 static const struct renaming gpt_oss_names[] = {{"mlp.gate", "mlp.router", EVERYWHERE}, {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of MiniMax-M2. */
-static void read_minimax_m2(void) {
-    struct doc c = m.cfg;
+static void config_minimax_m2(void) {
+    struct doc c = src.cfg;
     json_t *list = get_list(c, "attn_type_list");
-    read_heads("num_key_value_heads", REQUIRED);
-    read_expert_count_of("num_local_experts", "num_experts");
-    m.has |= HAS_ROW_NORM;
-    m.is_dense = is_dense_never;
-    m.router_bias = "exp_probs_b.bias";
-    m.gating = GATING_SIGMOID;
-    m.norm_key = NULL;
-    m.norm_topk_prob = m.partial = true;
     if (get(c, "rotary_dim"))
-        m.rotary =
-            (double)get_int(c, "rotary_dim", 2, (int64_t)m.dim[DIM_HEAD_K], REQUIRED) / (double)m.dim[DIM_HEAD_K];
+        src.rotary = (double)get_int(c, "rotary_dim", 2, (int64_t)head_k(), REQUIRED) / (double)head_k();
     for (size_t i = 0; i < json_array_size(list); i++)
         expect(c, "attn_type_list", json_element(list, i) == 1, "1 for every layer");
-    expect(c, "use_qk_norm", get_bool(c, "use_qk_norm", true), "true");
-    expect(c, "qk_norm_type", !strcmp(get_str(c, "qk_norm_type", "per_layer"), "per_layer"), "\"per_layer\"");
-    expect(c, "use_routing_bias", get_bool(c, "use_routing_bias", true), "true");
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
-    expect(c, "shared_intermediate_size", get_int(c, "shared_intermediate_size", 0, INT32_MAX, 0) == 0, "0");
 }
 /* Of Mixtral and MiniMax; indexers and shared experts are those of MiniMax-M3. */
 static const struct renaming minimax_names[] = {
@@ -2389,71 +2378,36 @@ static const struct renaming minimax_names[] = {
     {NULL, NULL, EVERYWHERE}};
 
 /* Reads the keys of Mixtral (arXiv 2401.04088). GGUF's llama has no key for a window. */
-static void read_mixtral(void) {
-    struct doc c = m.cfg;
-    read_heads("num_key_value_heads", m.n_head);
-    read_expert_count_of("num_local_experts", "num_experts");
-    m.is_dense = is_dense_never;
-    m.gating = GATING_SOFTMAX;
-    m.norm_key = NULL;
-    m.norm_topk_prob = m.pairs = m.llama3 = true;
-    m.eps = 1e-5;
-    expect(c, "head_dim", m.dim[DIM_HEAD_K] % 2 == 0, "an even number");
+static void config_mixtral(void) {
+    struct doc c = src.cfg;
+    expect(c, "head_dim", head_k() % 2 == 0, "an even number");
     const int64_t window = get_limit(c, "sliding_window", MAX_TRAINED, MAX_TRAINED);
     expect(c, "sliding_window", window >= get_limit(c, "max_position_embeddings", MAX_TRAINED, MAX_TRAINED),
            "none or the whole context (GGUF files of llama cannot have windows)");
 }
 
-/* Reads the keys of OLMoE (arXiv 2409.02060). */
-static void read_olmoe(void) {
-    struct doc c = m.cfg;
-    read_heads("num_key_value_heads", m.n_head);
-    read_expert_count_of("num_experts", "num_local_experts");
-    m.has |= HAS_ROW_NORM;
-    m.is_dense = is_dense_never;
-    m.gating = GATING_SOFTMAX;
-    m.eps = 1e-5;
-    expect(c, "clip_qkv", !get(c, "clip_qkv"), "none");
-}
-
 /* Reads the keys of Qwen1.5-MoE and Qwen2-MoE. */
-static void read_qwen2_moe(void) {
-    struct doc c = m.cfg;
-    read_heads("num_key_value_heads", m.n_head);
-    read_expert_count("num_experts");
-    m.is_dense = is_dense_qwen3;
-    m.gating = GATING_SOFTMAX;
-    m.qkv_bias = get_bool(c, "qkv_bias", true);
-    m.n_shared = 1;
-    m.shared_gate = m.shared_width = true;
-    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
-    expect(c, "use_sliding_window", !get_bool(c, "use_sliding_window", false), "false");
+static void config_qwen2_moe(void) {
+    struct doc c = src.cfg;
+    src.qkv_bias = get_bool(c, "qkv_bias", true);
 }
 static const struct renaming shared_expert_names[] = {{"mlp.shared_experts", "mlp.shared_expert", EVERYWHERE},
                                                       {NULL, NULL, EVERYWHERE}};
 
 /* ERNIE 4.5: every moe_layer_interval-th layer from moe_layer_start_index to moe_layer_end_index is a mixture. */
 static bool is_dense_ernie(int layer) {
-    const int last = (int)get_int(m.cfg, "moe_layer_end_index", -1, MAX_LAYERS, -1);
-    const int step = (int)get_int(m.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1);
-    return layer < m.first_dense || (last >= 0 && layer > last) || (layer + 1) % step;
+    const int last = (int)get_int(src.cfg, "moe_layer_end_index", -1, MAX_LAYERS, -1);
+    const int step = (int)get_int(src.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1);
+    return layer < src.first_dense || (last >= 0 && layer > last) || (layer + 1) % step;
 }
-static void put_ernie(void);
-static void read_ernie(void) {
-    struct doc c = m.cfg;
-    read_heads("num_key_value_heads", m.n_head);
-    read_expert_count("moe_num_experts");
-    read_shared("moe_num_shared_experts", 0);
-    m.first_dense = (int)get_int(c, "moe_layer_start_index", 0, MAX_LAYERS, 0);
-    m.is_dense = is_dense_ernie;
-    m.router_bias = get_bool(c, "moe_use_aux_free", true) ? "exp_probs_b.bias" : NULL;
-    m.gating = GATING_SOFTMAX;
-    m.norm_key = NULL;
-    m.norm_topk_prob = m.leads = m.shared_width = true;
-    m.tied = get_bool(c, "tie_word_embeddings", true);
-    m.eps = 1e-5;
-    m.put = put_ernie;
-    expect(c, "use_bias", !get_bool(c, "use_bias", false), "false");
+static void put_ernie(void) {
+    kv_u32("interleave_moe_layer_step", (size_t)get_int(src.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1));
+}
+static void config_ernie(void) {
+    struct doc c = src.cfg;
+    src.first_dense = (int)get_int(c, "moe_layer_start_index", 0, MAX_LAYERS, 0);
+    src.router_bias = get_bool(c, "moe_use_aux_free", true) ? "exp_probs_b.bias" : NULL;
+    src.tied = get_bool(c, "tie_word_embeddings", true);
 }
 static const struct renaming ernie_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_correction_bias", EVERYWHERE},
@@ -2463,58 +2417,56 @@ static const struct renaming ernie_names[] = {
  * transformers. */
 static bool is_dense_step(int layer) {
     char *end;
-    const json_t *list = get(m.cfg, "moe_layers_enum");
+    const json_t *list = get(src.cfg, "moe_layers_enum");
     if (!list) return layer < 3;
     for (size_t i = 0; i < json_array_size(list); i++) {
         const int64_t n = json_element(list, i);
-        expect(m.cfg, "moe_layers_enum", n >= 0, "numbers of layers");
+        expect(src.cfg, "moe_layers_enum", n >= 0, "numbers of layers");
         if (n == layer) return false;
     }
     if (json_is_array(list)) return true;
-    for (const char *p = get_str(m.cfg, "moe_layers_enum", ""); *p; p = *end == ',' ? end + 1 : end) {
+    for (const char *p = get_str(src.cfg, "moe_layers_enum", ""); *p; p = *end == ',' ? end + 1 : end) {
         const long n = strtol(p, &end, 10);
-        expect(m.cfg, "moe_layers_enum", end > p && (!*end || *end == ','), "numbers with commas between them");
+        expect(src.cfg, "moe_layers_enum", end > p && (!*end || *end == ','), "numbers with commas between them");
         if (n == layer) return false;
     }
     return true;
 }
-static void put_step(void);
-static void read_step(void) {
-    struct doc c = m.cfg, other = get_obj(c, "attention_other_setting");
-    m.n_mtp = (int)get_int(c, "num_nextn_predict_layers", 0, MAX_MTP, 0);
-    read_windows();
-    read_heads("num_attention_groups", REQUIRED);
-    read_expert_count("moe_num_experts");
-    m.heads[0] = m.n_head;
-    m.heads_kv[0] = m.n_head_kv;
-    m.heads[1] = (int)get_int(other, "num_attention_heads", 1, 65536, m.n_head);
-    m.heads_kv[1] = (int)get_int(other, "num_attention_groups", 1, 65536, m.n_head_kv);
-    m.by_layer = m.list_heads = m.list_kv = m.mtp_dense = m.shared_width = m.window_rope = m.llama3 = true;
-    if (get_bool(c, "use_qk_norm", true)) m.has |= HAS_HEAD_NORM;
-    if (get_bool(c, "use_head_wise_attn_gate", false)) m.has |= HAS_HEAD_GATE;
-    m.zero_centered = get_bool(c, "zero_centered", true);
-    m.is_dense = is_dense_step;
-    m.router_bias = get_bool(c, "use_moe_router_bias", true) ? "exp_probs_b.bias" : NULL;
-    m.gating = GATING_SIGMOID;
-    m.norm_key = "norm_expert_weight";
-    m.norm_topk_prob = true;
-    m.scaling_factor = get(c, "moe_router_scaling_factor") ? "moe_router_scaling_factor" : NULL;
-    m.n_shared = 1;
-    m.eps = 1e-5;
-    m.put = put_step;
-    set_dim(DIM_SHARED, size_of("share_expert_dim"), "share_expert_dim");
+/* Writes a limit for every layer from a list, if there is one; null is 0, none. */
+static void put_limits(const char *key, const char *name) {
+    const struct key_range *range = key_range_of(name);
+    json_t *list = get_list(src.cfg, key);
+    float limits[MAX_LAYERS] = {0};
+    if (list) check_per_layer(key, list);
+    for (size_t l = 0; l < json_array_size(list) && l < MAX_LAYERS; l++) {
+        json_t *v = json_array_get(list, l);
+        const double limit = json_number_value(v);
+        expect(src.cfg, key, json_is_null(v) || (json_is_number(v) && limit >= range->lo),
+               fmt("null or numbers from %g", range->lo));
+        limits[l] = limit > range->hi ? 0 : (float)limit;
+    }
+    if (list) kv_array(name, GGUF_V_F32, n_blocks(), limits);
+}
+
+static void put_step(void) {
+    kv_u32("moe_every_n_layers", (size_t)get_int(src.cfg, "moe_every_n_layer", 1, MAX_LAYERS, 1));
+    put_limits("swiglu_limits", "swiglu_clamp_exp");
+    put_limits("swiglu_limits_shared", "swiglu_clamp_shexp");
+}
+static void config_step(void) {
+    struct doc c = src.cfg, other = get_obj(c, "attention_other_setting");
     count_leading_dense();
-    expect(c, "moe_router_activation", !strcmp(get_str(c, "moe_router_activation", "sigmoid"), "sigmoid"),
-           "\"sigmoid\"");
-    expect(c, "sink", !get_bool(c, "sink", false), "false");
-    expect(c, "mlp_bias", !get_bool(c, "mlp_bias", false), "false");
-    expect(c, "query_pre_attn_scalar",
-           get_num(c, "query_pre_attn_scalar", (double)m.dim[DIM_HEAD_K]) == (double)m.dim[DIM_HEAD_K],
-           fmt("%zu as head_dim", m.dim[DIM_HEAD_K]));
+    src.window_heads[0] = (int)get_int(other, "num_attention_heads", 1, 65536, src.n_head);
+    src.window_heads[1] = (int)get_int(other, "num_attention_groups", 1, 65536, src.n_head_kv);
+    src.head_norm = get_bool(c, "use_qk_norm", true);
+    src.head_gate = get_bool(c, "use_head_wise_attn_gate", false);
+    src.zero_centered = get_bool(c, "zero_centered", true);
+    src.router_bias = get_bool(c, "use_moe_router_bias", true) ? "exp_probs_b.bias" : NULL;
+    expect(c, "query_pre_attn_scalar", get_num(c, "query_pre_attn_scalar", (double)head_k()) == (double)head_k(),
+           fmt("%zu as head_dim", head_k()));
     expect(c, "use_rope_layers", !json_array_size(get_list(c, "use_rope_layers")), "none");
-    expect(other, "head_dim",
-           get_int(other, "head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_K]) == (int64_t)m.dim[DIM_HEAD_K],
-           fmt("%zu as in the other layers", m.dim[DIM_HEAD_K]));
+    expect(other, "head_dim", get_int(other, "head_dim", 1, 65536, (int64_t)head_k()) == (int64_t)head_k(),
+           fmt("%zu as in the other layers", head_k()));
 }
 static const struct renaming step_names[] = {{"mlp.gate.e_score_correction_bias", "moe.router_bias", EVERYWHERE},
                                              {"mlp.gate", "moe.gate", EVERYWHERE},
@@ -2527,17 +2479,17 @@ static const struct renaming step_names[] = {{"mlp.gate.e_score_correction_bias"
 
 /* Laguna: mlp_layer_types or mlp_only_layers list the dense layers; without them the first one is. */
 static bool is_dense_laguna(int layer) {
-    json_t *list = get_list(m.cfg, "mlp_layer_types");
+    json_t *list = get_list(src.cfg, "mlp_layer_types");
     const char *type = json_string_value(json_array_get(list, (size_t)layer));
-    if (!list) return get(m.cfg, "mlp_only_layers") ? is_dense_qwen3(layer) : layer < 1;
-    expect(m.cfg, "mlp_layer_types", type && one_of(type, "dense sparse"),
-           fmt("%d times \"dense\" or \"sparse\"", m.n_layer));
+    if (!list) return get(src.cfg, "mlp_only_layers") ? is_dense_qwen3(layer) : layer < 1;
+    expect(src.cfg, "mlp_layer_types", type && one_of(type, "dense sparse"),
+           fmt("%d times \"dense\" or \"sparse\"", src.n_layer));
     return !strcmp(type, "dense");
 }
 
 /* Whether Laguna's layer has a gate for every value instead of every head. */
 static bool gates_values(int layer) {
-    struct doc c = m.cfg;
+    struct doc c = src.cfg;
     json_t *list = get_list(c, "gating_types"), *v = list ? json_array_get(list, (size_t)layer) : get(c, "gating");
     const char *type = json_string_value(v);
     const bool values = type && one_of(type, "per-element per_element");
@@ -2547,38 +2499,17 @@ static bool gates_values(int layer) {
     return values;
 }
 
-static void read_laguna(void) {
-    struct doc c = m.cfg;
+static void config_laguna(void) {
+    struct doc c = src.cfg;
     json_t *list = get_list(c, "num_attention_heads_per_layer");
-    read_gqa();
-    read_windows();
-    read_expert_count("num_experts");
-    m.has |= HAS_HEAD_GATE;
-    expect(c, "num_attention_heads_per_layer", !list || json_array_size(list) == (size_t)m.n_layer,
-           fmt("%d numbers", m.n_layer));
-    for (int l = 0; l < m.n_layer; l++) {
-        const int64_t heads = list ? json_element(list, (size_t)l) : m.n_head;
-        expect(c, "num_attention_heads_per_layer", heads > 0 && heads <= 65536, "numbers from 1 to 65536");
-        m.heads_of[l] = (int)heads;
-        m.gate_of[l] = gates_values(l);
-    }
-    m.heads_kv[0] = m.heads_kv[1] = m.n_head_kv;
-    m.by_layer = m.list_heads = m.shared_width = m.window_rope = m.partial = true;
-    m.is_dense = is_dense_laguna;
     count_leading_dense();
-    m.router_bias = "exp_probs_b.bias";
-    m.gating = GATING_SIGMOID;
-    m.norm_key = NULL;
-    m.norm_topk_prob = true;
-    m.scaling_factor = get(c, "moe_routed_scaling_factor") ? "moe_routed_scaling_factor" : NULL;
-    m.n_shared = 1;
-    set_dim(DIM_SHARED, size_of("shared_expert_intermediate_size"), "shared_expert_intermediate_size");
-    expect(c, "moe_router_logit_softcapping", get_num(c, "moe_router_logit_softcapping", 0) == 0, "0");
-    expect(c, "moe_apply_router_weight_on_input", !get_bool(c, "moe_apply_router_weight_on_input", false), "false");
-    expect(c, "moe_router_score_func", !strcmp(get_str(c, "moe_router_score_func", "sigmoid"), "sigmoid"),
-           "\"sigmoid\"");
-    expect(c, "norm_topk_prob", get_bool(c, "norm_topk_prob", true), "true");
-    expect(c, "swa_attention_sink_enabled", !get_bool(c, "swa_attention_sink_enabled", false), "false");
+    expect(c, "num_attention_heads_per_layer", !list || json_array_size(list) == (size_t)src.n_layer,
+           fmt("%d numbers", src.n_layer));
+    for (int l = 0; l < src.n_layer; l++) {
+        const int64_t heads = list ? json_element(list, (size_t)l) : src.n_head;
+        expect(c, "num_attention_heads_per_layer", heads > 0 && heads <= 65536, "numbers from 1 to 65536");
+        gates_values(l);
+    }
 }
 static const struct renaming laguna_names[] = {
     {"mlp.gate.e_score_correction_bias", "mlp.experts.e_score_correction_bias", EVERYWHERE},
@@ -2595,53 +2526,42 @@ static const struct renaming laguna_names[] = {
 static bool listed_bit(struct doc d, const char *key, int layer) {
     json_t *list = get_list(d, key), *v = json_array_get(list, (size_t)layer);
     const int64_t bit = json_is_boolean(v) ? json_is_true(v) : json_element(list, (size_t)layer);
-    expect(d, key, json_array_size(list) == (size_t)m.n_layer && bit >> 1 == 0,
-           fmt("0 or 1 for each of %d layers", m.n_layer));
+    expect(d, key, json_array_size(list) == (size_t)src.n_layer && bit >> 1 == 0,
+           fmt("0 or 1 for each of %d layers", src.n_layer));
     return bit;
 }
-static bool is_dense_mimo(int layer) { return !listed_bit(m.cfg, "moe_layer_freq", layer); }
+static bool is_dense_mimo(int layer) { return !listed_bit(src.cfg, "moe_layer_freq", layer); }
 
-static void put_mimo(void);
+/* Whether a block has a window: those for multi-token prediction do. */
+static bool is_windowed_mimo(int layer) {
+    return layer >= src.n_layer || listed_bit(src.cfg, "hybrid_layer_pattern", layer);
+}
+
+static void put_mimo(void) {
+    if (get(src.cfg, "attention_value_scale"))
+        kv_num(src.cfg, "attention_value_scale", get_num(src.cfg, "attention_value_scale", NAN),
+               "attention.value_scale");
+}
+
 /* Reads the keys of MiMo-V2. Its layers for multi-token prediction have windows. */
-static void read_mimo(void) {
-    struct doc c = m.cfg;
-    read_heads("num_key_value_heads", REQUIRED);
-    read_expert_count("n_routed_experts");
-    set_dim(DIM_HEAD_V, size_of("v_head_dim"), "v_head_dim");
-    for (int l = 0; l < MAX_LAYERS; l++) m.windowed[l] = l >= m.n_layer || listed_bit(c, "hybrid_layer_pattern", l);
-    m.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
-    expect(c, "sliding_window", m.window, "a number above 0");
-    m.heads[0] = m.n_head;
-    m.heads_kv[0] = m.n_head_kv;
-    m.heads[1] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, m.n_head);
-    m.heads_kv[1] = (int)get_int(c, "swa_num_key_value_heads", 1, 65536, REQUIRED);
-    m.by_layer = m.list_kv = m.mtp_dense = m.mtp_unsaid = m.window_rope = m.partial = m.norm_topk_prob = true;
-    m.list_heads = m.heads[0] != m.heads[1];
-    m.mtp = "model.mtp.";
-    m.qkv_chunks = (size_t)m.n_head_kv;
-    if (get_bool(c, "add_full_attention_sink_bias", false)) m.has |= HAS_SINKS;
-    m.has_window = get_bool(c, "add_swa_attention_sink_bias", false) ? HAS_SINKS : 0;
-    m.is_dense = is_dense_mimo;
-    m.router_bias = "exp_probs_b.bias";
-    m.gating = GATING_SIGMOID;
-    m.scaling_factor = get(c, "routed_scaling_factor") ? "routed_scaling_factor" : NULL;
-    m.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
-    m.window_theta = "swa_rope_theta";
-    m.eps_key = "layernorm_epsilon";
-    m.eps = 1e-5;
-    m.put = put_mimo;
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
-    expect(c, "topk_method", !strcmp(get_str(c, "topk_method", "noaux_tc"), "noaux_tc"), "\"noaux_tc\"");
-    expect(c, "n_shared_experts", get_int(c, "n_shared_experts", 0, 64, 0) == 0, "0");
+static void config_mimo(void) {
+    struct doc c = src.cfg;
+    src.window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
+    expect(c, "sliding_window", src.window, "a number above 0");
+    src.window_heads[0] = (int)get_int(c, "swa_num_attention_heads", 1, 65536, src.n_head);
+    src.window_heads[1] = (int)get_int(c, "swa_num_key_value_heads", 1, 65536, REQUIRED);
+    src.list_heads = src.window_heads[0] != src.n_head;
+    src.qkv_chunks = (size_t)src.n_head_kv;
+    src.sinks = get_bool(c, "add_full_attention_sink_bias", false);
+    src.window_sinks = get_bool(c, "add_swa_attention_sink_bias", false);
+    src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
     expect(c, "sliding_window_size",
-           get_limit(c, "sliding_window_size", MAX_TRAINED, (int64_t)m.window) == (int64_t)m.window,
-           fmt("%zu as sliding_window", m.window));
-    expect(c, "swa_head_dim",
-           get_int(c, "swa_head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_K]) == (int64_t)m.dim[DIM_HEAD_K],
-           fmt("%zu as head_dim", m.dim[DIM_HEAD_K]));
-    expect(c, "swa_v_head_dim",
-           get_int(c, "swa_v_head_dim", 1, 65536, (int64_t)m.dim[DIM_HEAD_V]) == (int64_t)m.dim[DIM_HEAD_V],
-           fmt("%zu as v_head_dim", m.dim[DIM_HEAD_V]));
+           get_limit(c, "sliding_window_size", MAX_TRAINED, (int64_t)src.window) == (int64_t)src.window,
+           fmt("%zu as sliding_window", src.window));
+    expect(c, "swa_head_dim", get_int(c, "swa_head_dim", 1, 65536, (int64_t)head_k()) == (int64_t)head_k(),
+           fmt("%zu as head_dim", head_k()));
+    expect(c, "swa_v_head_dim", get_int(c, "swa_v_head_dim", 1, 65536, (int64_t)head_v()) == (int64_t)head_v(),
+           fmt("%zu as v_head_dim", head_v()));
 }
 static const struct renaming mimo_names[] = {{"self_attn.sinks", "self_attn.attention_sink_bias", EVERYWHERE},
                                              {"post_attention_layernorm", "pre_mlp_layernorm", PREDICTION},
@@ -2650,166 +2570,227 @@ static const struct renaming mimo_names[] = {{"self_attn.sinks", "self_attn.atte
 
 /* MiniMax-M3: mlp_layer_types, as transformers writes it, or moe_layer_freq lists the dense layers. */
 static bool is_dense_minimax(int layer) {
-    return get(m.cfg, "mlp_layer_types") ? is_dense_laguna(layer) : !listed_bit(m.cfg, "moe_layer_freq", layer);
+    return get(src.cfg, "mlp_layer_types") ? is_dense_laguna(layer) : !listed_bit(src.cfg, "moe_layer_freq", layer);
 }
 
 /* Whether a layer of MiniMax-M3 has an indexer. */
-static bool has_indexer(int layer) {
-    struct doc c = m.cfg;
+static bool has_indexer_minimax(int layer) {
+    struct doc c = src.cfg;
     json_t *list = get_list(c, "layer_types"), *v = json_array_get(list, (size_t)layer);
     if (!list) return listed_bit(get_obj(c, "sparse_attention_config"), "sparse_attention_freq", layer);
     const char *type = json_string_value(v);
     expect(c, "layer_types",
-           json_array_size(list) == (size_t)m.n_layer && type && one_of(type, "full_attention minimax_m3_sparse"),
-           fmt("%d times \"full_attention\" or \"minimax_m3_sparse\"", m.n_layer));
+           json_array_size(list) == (size_t)src.n_layer && type && one_of(type, "full_attention minimax_m3_sparse"),
+           fmt("%d times \"full_attention\" or \"minimax_m3_sparse\"", src.n_layer));
     return !strcmp(type, "minimax_m3_sparse");
 }
 
 /* Returns a size of MiniMax-M3's indexer, which sparse_attention_config has, or a key of its own in the words of
  * transformers. */
 static size_t index_size(const char *nested, const char *flat, int64_t lo, int64_t hi) {
-    struct doc s = get_obj(m.cfg, "sparse_attention_config");
+    struct doc s = get_obj(src.cfg, "sparse_attention_config");
     const bool own = !get(s, nested);
-    return (size_t)get_int(own ? m.cfg : s, own ? flat : nested, lo, hi, REQUIRED);
+    return (size_t)get_int(own ? src.cfg : s, own ? flat : nested, lo, hi, REQUIRED);
 }
 
 /* Checks what else MiniMax-M3's config.json says about attention. */
 static void check_minimax_attention(void) {
-    struct doc c = m.cfg, s = get_obj(c, "sparse_attention_config");
-    expect(c, "use_qk_norm", get_bool(c, "use_qk_norm", true), "true");
-    expect(c, "qk_norm_type", !strcmp(get_str(c, "qk_norm_type", "per_head"), "per_head"), "\"per_head\"");
-    expect(c, "use_gemma_norm", get_bool(c, "use_gemma_norm", true), "true");
-    expect(c, "attention_output_gate", !get_bool(c, "attention_output_gate", false), "false");
-    expect(s, "use_sparse_attention", get_bool(s, "use_sparse_attention", true), "true");
-    expect(s, "sparse_score_type", !strcmp(get_str(s, "sparse_score_type", "max"), "max"), "\"max\"");
-    expect(s, "sparse_init_block", get_int(s, "sparse_init_block", 0, INT32_MAX, 0) == 0, "0");
-    for (int l = 0; l < m.n_layer; l++) {
-        m.shares[l] = !has_indexer(l);
-        if (m.shares[l] || !get(s, "sparse_disable_index_value")) continue;
+    struct doc s = get_obj(src.cfg, "sparse_attention_config");
+    check_fixed(s, "use_sparse_attention true sparse_score_type max sparse_init_block 0");
+    for (int l = 0; l < src.n_layer; l++) {
+        if (!has_indexer_minimax(l) || !get(s, "sparse_disable_index_value")) continue;
         expect(s, "sparse_disable_index_value", listed_bit(s, "sparse_disable_index_value", l),
                fmt("1 for layer %d, which has an indexer", l));
     }
 }
 
-static void put_minimax_m3(void);
+static void put_minimax_m3(void) {
+    const size_t block = index_size("sparse_block_size", "index_block_size", 1, 1 << 16);
+    const size_t chosen = index_size("sparse_topk_blocks", "index_topk_blocks", 1, MAX_TRAINED / (int64_t)block);
+    kv_u32("attention.indexer.head_count", index_size("sparse_num_index_heads", "index_n_heads", 1, 1024));
+    kv_u32("attention.indexer.key_length", index_size("sparse_index_dim", "index_head_dim", 2, 1024));
+    kv_u32("attention.indexer.top_k", chosen);
+    kv_u32("attention.indexer.block_size", block);
+    kv_u32("attention.indexer.local_blocks",
+           index_size("sparse_local_block", "index_local_blocks", 1, (int64_t)chosen));
+}
+
 /* Reads the keys of MiniMax-M3. Its MTP layers are not in the releases. */
-static void read_minimax_m3(void) {
-    struct doc c = m.cfg;
-    read_gqa();
-    read_expert_count_of("num_local_experts", "num_experts");
+static void config_minimax_m3(void) {
+    struct doc c = src.cfg;
     const size_t heads = index_size("sparse_num_index_heads", "index_n_heads", 1, 1024);
-    const size_t width = index_size("sparse_index_dim", "index_head_dim", 2, 1024);
     const size_t block = index_size("sparse_block_size", "index_block_size", 1, 1 << 16);
     const bool nested = get(get_obj(c, "sparse_attention_config"), "sparse_block_size");
+    count_leading_dense();
     expect(nested ? get_obj(c, "sparse_attention_config") : c, nested ? "sparse_block_size" : "index_block_size",
            !(block & (block - 1)), "a power of two");
-    m.chosen = index_size("sparse_topk_blocks", "index_topk_blocks", 1, MAX_TRAINED / (int64_t)block);
-    index_size("sparse_local_block", "index_local_blocks", 1, (int64_t)m.chosen);
-    set_dim(DIM_INDEX_Q, heads * width, "heads x width of the indexer");
-    set_dim(DIM_INDEX_K, width, "width of the indexer");
-    m.put = put_minimax_m3;
-    m.is_dense = is_dense_minimax;
-    count_leading_dense();
-    m.dense_key = "dense_intermediate_size";
-    m.router_bias = "exp_probs_b.bias";
-    m.gating = GATING_SIGMOID;
-    m.norm_key = NULL;
-    m.norm_topk_prob = m.partial = m.zero_centered = true;
-    m.scaling_factor = get(c, "routed_scaling_factor") ? "routed_scaling_factor" : NULL;
-    m.n_shared = 1;
-    set_dim(DIM_SHARED, size_of("shared_intermediate_size"), "shared_intermediate_size");
-    m.shared_width = m.dim[DIM_SHARED] != m.ff_expert;
+    src.shared_width = size_of(src.shared_key) != size_of(src.width_key);
     if (get(c, "rotary_dim")) {
-        const size_t n = (size_t)get_int(c, "rotary_dim", 2, (int64_t)m.dim[DIM_HEAD_K], REQUIRED);
-        m.rotary = (double)n / (double)m.dim[DIM_HEAD_K];
+        const size_t n = (size_t)get_int(c, "rotary_dim", 2, (int64_t)head_k(), REQUIRED);
+        src.rotary = (double)n / (double)head_k();
         expect(c, "rotary_dim", rotated(rope_doc(false), false) == n, "head_dim x partial_rotary_factor");
     }
     check_minimax_attention();
-    expect(c, "num_key_value_heads", (size_t)m.n_head_kv == heads, fmt("%zu, as the indexer has heads", heads));
-    expect(c, "n_shared_experts", get_int(c, "n_shared_experts", 0, 64, 1) == 1, "1");
-    expect(c, "use_routing_bias", get_bool(c, "use_routing_bias", true), "true");
-    expect(c, "scoring_func", !strcmp(get_str(c, "scoring_func", "sigmoid"), "sigmoid"), "\"sigmoid\"");
-    expect(c, "swiglu_limit", get_num(c, "swiglu_limit", 7) == 7, "7");
-    expect(c, "swiglu_alpha", get_num(c, "swiglu_alpha", 1.702) == 1.702, "1.702");
-    expect(c, "swiglu_beta", get_num(c, "swiglu_beta", 1) == 1, "1");
+    expect(c, "num_key_value_heads", (size_t)src.n_head_kv == heads, fmt("%zu, as the indexer has heads", heads));
 }
 
+/* What several rows of the table have in common. */
+/* clang-format off */
+static const char bias_name[] = "exp_probs_b.bias"; /* in GGUF */
+static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use_sliding_window false "
+                                  "mtp_use_dedicated_embeddings false",
+                  fixed_deepseek[] = "moe_layer_freq 1 rope_interleave true",
+                  fixed_m3[] = "use_qk_norm true qk_norm_type per_head use_gemma_norm true attention_output_gate false "
+                               "n_shared_experts 1 use_routing_bias true scoring_func sigmoid swiglu_limit 7 "
+                               "swiglu_alpha 1.702 swiglu_beta 1",
+                  fixed_mimo[] = "scoring_func sigmoid topk_method noaux_tc n_shared_experts 0";
+
+#define LATENT .mixer = MIXER_MLA, .v_head_key = "v_head_dim"
+#define DEEPSEEK_EXPERTS                                                                                       \
+    .is_dense = is_dense_leading, .leads = true, .experts_key = "n_routed_experts",                            \
+    .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts",                                 \
+    .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor"
+#define QWEN_DELTA                                                                                             \
+    .renaming = qwen_next_names, .experts_key = "num_experts",                                                 \
+    .shared_key = "shared_expert_intermediate_size", .n_shared = 1, .shared_gate = true, .shared_width = true, \
+    .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .norm_topk_prob = true, .rope_theta = 10000,       \
+    .rotary = 0.25, .partial = true, .zero_centered = true, .put = put_delta
+#define MINIMAX_M3                                                                                             \
+    .arch = "minimax-m3", .renaming = minimax_names, .is_dense = is_dense_minimax, .leads = true,              \
+    .has_indexer = has_indexer_minimax, .experts_key = "num_local_experts", .experts_other = "num_experts",    \
+    .dense_key = "dense_intermediate_size", .width_key = "intermediate_size",                                  \
+    .shared_key = "shared_intermediate_size", .n_shared = 1, .router_bias = bias_name, .norm_key = "",         \
+    .norm_topk_prob = true, .partial = true, .zero_centered = true, .scaling_factor = "routed_scaling_factor", \
+    .scaling_optional = true, .put = put_minimax_m3
+#define MIMO                                                                                                   \
+    .arch = "mimo2", .renaming = mimo_names, .is_dense = is_dense_mimo, .is_windowed = is_windowed_mimo,       \
+    .window_theta = "swa_rope_theta", .experts_key = "n_routed_experts", .v_head_key = "v_head_dim",           \
+    .list_kv = true, .mtp = "model.mtp.", .mtp_dense = true, .mtp_unsaid = true, .window_rope = true,          \
+    .partial = true, .norm_topk_prob = true, .router_bias = bias_name,                                         \
+    .scaling_factor = "routed_scaling_factor", .scaling_optional = true, .eps_key = "layernorm_epsilon",       \
+    .eps = 1e-5, .put = put_mimo
+
 /* The one table of families. */
-static const struct {
-    const char *type;    /* model_type of config.json */
-    const char *wrapper; /* model_type of a config.json that has this family's in text_config; NULL: there is none */
-    const char *arch;    /* general.architecture of GGUF */
-    void (*read)(void);  /* reads config.json into m */
-    const struct renaming *renaming; /* parts of tensor names that differ from those in tensor_rules; NULL: none */
-    const char *pre; /* the pre-tokenizer of all releases: copies of some have another one in tokenizer.json */
-    const char *width, *top_k; /* keys of an expert's width and of experts per token; NULL: the usual ones */
-    const char *act;           /* another name of hidden_act; NULL: there is none */
-} families[] = {
-    {.type = "qwen3_moe", .arch = "qwen3moe", .read = read_qwen3},
-    {.type = "qwen3_5_moe_text",
-     .wrapper = "qwen3_5_moe",
-     .arch = "qwen35moe",
-     .read = read_qwen3_5,
-     .renaming = qwen_next_names,
-     .pre = "qwen35"},
-    {.type = "qwen3_next", .arch = "qwen3next", .read = read_qwen3_next, .renaming = qwen_next_names},
-    {.type = "deepseek_v3", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
-    {.type = "kimi_k2", .wrapper = "kimi_k25", .arch = "deepseek2", .read = read_deepseek3},
-    {.type = "deepseek_v32", .arch = "deepseek32", .read = read_deepseek_v32},
-    {.type = "deepseek_v4", .arch = "deepseek4", .read = read_deepseek_v4, .renaming = deepseek_v4_names},
-    {.type = "glm_moe_dsa", .arch = "glm-dsa", .read = read_glm_dsa},
-    {.type = "hy_v3", .arch = "hy_v3", .read = read_hy3, .renaming = hy3_names},
-    {.type = "glm4_moe", .arch = "glm4moe", .read = read_glm4},
-    {.type = "glm4_moe_lite", .arch = "deepseek2", .read = read_deepseek3},
-    {.type = "gpt_oss",
-     .arch = "gpt-oss",
-     .read = read_gpt_oss,
-     .renaming = gpt_oss_names,
-     .width = "intermediate_size"},
-    {.type = "minimax_m2",
-     .arch = "minimax-m2",
-     .read = read_minimax_m2,
-     .renaming = minimax_names,
-     .width = "intermediate_size"},
-    {.type = "minimax_m3",
-     .wrapper = "minimax_m3_vl",
-     .arch = "minimax-m3",
-     .read = read_minimax_m3,
-     .renaming = minimax_names,
-     .width = "intermediate_size",
-     .act = "swigluoai"},
-    {.type = "minimax_m3_vl_text",
-     .wrapper = "minimax_m3_vl",
-     .arch = "minimax-m3",
-     .read = read_minimax_m3,
-     .renaming = minimax_names,
-     .width = "intermediate_size",
-     .act = "swigluoai"},
-    {.type = "mixtral", .arch = "llama", .read = read_mixtral, .renaming = minimax_names, .width = "intermediate_size"},
-    {.type = "olmoe", .arch = "olmoe", .read = read_olmoe, .width = "intermediate_size"},
-    {.type = "qwen2_moe", .arch = "qwen2moe", .read = read_qwen2_moe, .renaming = shared_expert_names},
-    {.type = "ernie4_5_moe", .arch = "ernie4_5-moe", .read = read_ernie, .renaming = ernie_names, .top_k = "moe_k"},
-    {.type = "step3p5",
-     .wrapper = "step3p7",
-     .arch = "step35",
-     .read = read_step,
-     .renaming = step_names,
-     .top_k = "moe_top_k"},
-    {.type = "laguna", .arch = "laguna", .read = read_laguna, .renaming = laguna_names},
-    {.type = "mimo_v2_flash", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names},
-    {.type = "mimo_v2", .arch = "mimo2", .read = read_mimo, .renaming = mimo_names}};
+static const struct release {
+    const char *type;     /* model_type of config.json */
+    const char *wrapper;  /* model_type of a config.json that has this family's in text_config; NULL: there is none */
+    void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
+    const char *act;      /* another name of hidden_act; NULL: there is none */
+    const char *fixed;    /* keys that have one value, see check_fixed; NULL: there are none */
+    struct checkpoint src; /* what all releases have in common; of what is 0 config_read has the default */
+} releases[] = {
+    {.type = "qwen3_moe", .fixed = "use_sliding_window false",
+     .src = {.arch = "qwen3moe", .is_dense = is_dense_qwen3, .experts_key = "num_experts",
+             .experts_other = "num_local_experts"}},
+    {.type = "qwen3_5_moe_text", .wrapper = "qwen3_5_moe", .fixed = fixed_delta,
+     .src = {.arch = "qwen35moe", .pre = "qwen35", QWEN_DELTA, .is_dense = is_dense_never,
+             .sections = true}},
+    {.type = "qwen3_next", .fixed = fixed_delta,
+     .src = {.arch = "qwen3next", QWEN_DELTA, .is_dense = is_dense_qwen3}},
+    {.type = "deepseek_v3", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
+     .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "kimi_k2", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
+     .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "glm4_moe_lite", .config = config_deepseek3, .fixed = fixed_deepseek,
+     .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
+    {.type = "deepseek_v32", .config = config_deepseek_v32,
+     .fixed = "moe_layer_freq 1 rope_interleave true indexer_rope_interleave false",
+     .src = {.arch = "deepseek32", LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_always, .put = put_indexer}},
+    {.type = "glm_moe_dsa", .config = config_glm_dsa,
+     .fixed = "moe_layer_freq 1 rope_interleave true indexer_rope_interleave true",
+     .src = {.arch = "glm-dsa", LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_glm, .put = put_glm_dsa}},
+    {.type = "glm4_moe", .config = config_glm4, .fixed = "moe_layer_freq 1",
+     .src = {.arch = "glm4moe", DEEPSEEK_EXPERTS, .rotary = 0.5, .partial = true}},
+    {.type = "deepseek_v4", .config = config_deepseek_v4,
+     .fixed = "num_key_value_heads 1 n_shared_experts 1 scoring_func sqrtsoftplus topk_method noaux_tc "
+              "norm_topk_prob true mlp_bias false",
+     .src = {.arch = "deepseek4", .renaming = deepseek_v4_names, .mixer = MIXER_CSA, .is_dense = is_dense_never,
+             .dense_key = "", .experts_key = "n_routed_experts", .shared_key = "moe_intermediate_size",
+             .shared_count = "n_shared_experts", .n_shared = 1, .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .mtp_key = "num_nextn_predict_layers", .mtp = "mtp.",
+             .mtp_bare = true, .rotary = 0.125, .partial = true, .put = put_deepseek_v4,
+             .put_template = put_deepseek_v4_template}},
+    {.type = "hy_v3", .config = config_leading_dense, .fixed = "route_norm true",
+     .src = {.arch = "hy_v3", .renaming = hy3_names, .is_dense = is_dense_leading, .leads = true, .first_dense = 1,
+             .experts_key = "num_experts", .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts",
+             .n_shared = 1, .mtp_key = "num_nextn_predict_layers", .router_bias = "exp_probs_b",
+             .norm_topk_prob = true, .scaling_factor = "router_scaling_factor"}},
+    {.type = "gpt_oss", .fixed = "attention_bias true swiglu_limit 7 swiglu_alpha 1.702",
+     .src = {.arch = "gpt-oss", .renaming = gpt_oss_names, .is_dense = is_dense_never,
+             .is_windowed = is_windowed_typed, .alternate = true, .tell_window = true,
+             .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
+             .qkv_bias = true, .interleaved = true, .exact_yarn = true, .norm_key = "", .norm_topk_prob = true,
+             .eps = 1e-5}},
+    {.type = "minimax_m2", .config = config_minimax_m2,
+     .fixed = "use_qk_norm true qk_norm_type per_layer use_routing_bias true scoring_func sigmoid "
+              "shared_intermediate_size 0",
+     .src = {.arch = "minimax-m2", .renaming = minimax_names, .is_dense = is_dense_never,
+             .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
+             .router_bias = bias_name, .norm_key = "", .norm_topk_prob = true, .partial = true}},
+    {.type = "minimax_m3", .wrapper = "minimax_m3_vl", .config = config_minimax_m3, .act = "swigluoai",
+     .fixed = fixed_m3,
+     .src = {MINIMAX_M3}},
+    {.type = "minimax_m3_vl_text", .wrapper = "minimax_m3_vl", .config = config_minimax_m3, .act = "swigluoai",
+     .fixed = fixed_m3,
+     .src = {MINIMAX_M3}},
+    {.type = "mixtral", .config = config_mixtral,
+     .src = {.arch = "llama", .renaming = minimax_names, .is_dense = is_dense_never,
+             .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
+             .kv_optional = true, .norm_key = "", .norm_topk_prob = true, .pairs = true, .llama3 = true, .eps = 1e-5}},
+    {.type = "olmoe", .fixed = "clip_qkv none",
+     .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
+             .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
+             .eps = 1e-5}},
+    {.type = "qwen2_moe", .config = config_qwen2_moe, .fixed = "use_sliding_window false",
+     .src = {.arch = "qwen2moe", .renaming = shared_expert_names, .is_dense = is_dense_qwen3,
+             .experts_key = "num_experts", .kv_optional = true, .n_shared = 1,
+             .shared_key = "shared_expert_intermediate_size", .shared_gate = true, .shared_width = true}},
+    {.type = "ernie4_5_moe", .config = config_ernie, .fixed = "use_bias false",
+     .src = {.arch = "ernie4_5-moe", .renaming = ernie_names, .is_dense = is_dense_ernie, .leads = true,
+             .experts_key = "moe_num_experts", .top_k_key = "moe_k", .shared_key = "moe_intermediate_size",
+             .shared_count = "moe_num_shared_experts", .shared_width = true, .kv_optional = true, .norm_key = "",
+             .norm_topk_prob = true, .eps = 1e-5, .put = put_ernie}},
+    {.type = "step3p5", .wrapper = "step3p7", .config = config_step,
+     .fixed = "moe_router_activation sigmoid sink false mlp_bias false",
+     .src = {.arch = "step35", .renaming = step_names, .is_dense = is_dense_step, .leads = true,
+             .is_windowed = is_windowed_typed, .tell_window = true, .experts_key = "moe_num_experts",
+             .top_k_key = "moe_top_k", .kv_key = "num_attention_groups", .shared_key = "share_expert_dim",
+             .n_shared = 1, .shared_width = true, .list_heads = true, .list_kv = true,
+             .mtp_key = "num_nextn_predict_layers", .mtp_dense = true, .window_rope = true, .llama3 = true,
+             .norm_key = "norm_expert_weight", .norm_topk_prob = true, .scaling_factor = "moe_router_scaling_factor",
+             .scaling_optional = true, .eps = 1e-5, .put = put_step}},
+    {.type = "laguna", .config = config_laguna,
+     .fixed = "moe_router_logit_softcapping 0 moe_apply_router_weight_on_input false moe_router_score_func sigmoid "
+              "norm_topk_prob true swa_attention_sink_enabled false",
+     .src = {.arch = "laguna", .renaming = laguna_names, .is_dense = is_dense_laguna, .leads = true,
+             .is_windowed = is_windowed_typed, .window_rope = true, .partial = true,
+             .heads_key = "num_attention_heads_per_layer", .list_heads = true, .head_gate = true,
+             .gates_values = gates_values, .experts_key = "num_experts", .n_shared = 1,
+             .shared_key = "shared_expert_intermediate_size", .shared_width = true, .router_bias = bias_name,
+             .norm_key = "", .norm_topk_prob = true, .scaling_factor = "moe_routed_scaling_factor",
+             .scaling_optional = true}},
+    {.type = "mimo_v2_flash", .config = config_mimo, .fixed = fixed_mimo,
+     .src = {MIMO}},
+    {.type = "mimo_v2", .config = config_mimo, .fixed = fixed_mimo,
+     .src = {MIMO}}};
+#undef LATENT
+#undef DEEPSEEK_EXPERTS
+#undef QWEN_DELTA
+#undef MINIMAX_M3
+#undef MIMO
+/* clang-format on */
 
 /* Whether a tensor of the index belongs to a layer for multi-token prediction, by its name. */
 static bool is_of_prediction(const char *name) {
     const char *at = strstr(name, "layers.");
     if (starts_with(name, "mtp.") || strstr(name, ".mtp.")) return true;
-    return at && isdigit((unsigned char)at[7]) && strtol(at + 7, NULL, 10) >= m.n_layer;
+    return at && isdigit((unsigned char)at[7]) && strtol(at + 7, NULL, 10) >= src.n_layer;
 }
 
 /* The model types, for a message. */
 static const char *family_types(void) {
-    const char *list = families[0].type;
-    for (size_t f = 1; f < COUNT(families); f++) list = fmt("%s, %s", list, families[f].type);
+    const char *list = releases[0].type;
+    for (size_t f = 1; f < COUNT(releases); f++) list = fmt("%s, %s", list, releases[f].type);
     return fmt("%s, qwen3_5_moe, kimi_k25, minimax_m3_vl or step3p7", list);
 }
 
@@ -2822,55 +2803,59 @@ static bool has_experts(struct doc d) {
     return has;
 }
 
-/* Reads config.json into m. */
-static void read_config(void) {
-    m.top = doc_read("config.json");
-    if (!m.top.obj) die("'%s' has no config.json", model_dir);
-    const char *type = get_str(m.top, "model_type", "(none)"), *wrapper = type;
+/* Reads config.json into src. */
+static void config_read(void) {
+    src.top = doc_read("config.json");
+    if (!src.top.obj) die("'%s' has no config.json", model_dir);
+    const char *type = get_str(src.top, "model_type", "(none)"), *wrapper = type;
     bool wrapped = false;
-    for (size_t f = 0; f < COUNT(families); f++) wrapped |= families[f].wrapper && !strcmp(families[f].wrapper, type);
-    m.cfg = wrapped ? get_obj(m.top, "text_config") : m.top;
-    m.wrapped = wrapped;
-    m.prefix = "";
-    m.body = "model.";
-    m.rope_theta = -1;
-    m.rotary = 1;
-    m.norm_key = "norm_topk_prob";
-    m.eps_key = "rms_norm_eps";
-    m.eps = 1e-6;
-    const bool untold = wrapped && !get(m.cfg, "model_type"); /* MiniMax-M3 */
-    if (!untold) type = get_str(m.cfg, "model_type", "(none)");
-    size_t f = 0, n = COUNT(families);
+    for (size_t f = 0; f < COUNT(releases); f++) wrapped |= releases[f].wrapper && !strcmp(releases[f].wrapper, type);
+    const struct doc top = src.top, cfg = wrapped ? get_obj(top, "text_config") : top;
+    const bool untold = wrapped && !get(cfg, "model_type"); /* MiniMax-M3 */
+    if (!untold) type = get_str(cfg, "model_type", "(none)");
+    size_t f = 0, n = COUNT(releases);
     for (; f < n; f++) {
-        const char *name = untold ? families[f].wrapper : families[f].type;
+        const char *name = untold ? releases[f].wrapper : releases[f].type;
         if (name && !strcmp(name, type)) break;
     }
-    if (f == n && !has_experts(m.cfg) && !has_experts(get_obj(m.top, "text_config")))
+    if (f == n && !has_experts(cfg) && !has_experts(get_obj(top, "text_config")))
         die("config.json: '%s' is a dense model; moe runs mixtures of experts", type);
-    expect(m.cfg, "model_type", f < n && (!wrapped || (families[f].wrapper && !strcmp(families[f].wrapper, wrapper))),
+    expect(cfg, "model_type", f < n && (!wrapped || (releases[f].wrapper && !strcmp(releases[f].wrapper, wrapper))),
            family_types());
-    m.arch = families[f].arch;
-    m.renaming = families[f].renaming;
-    m.pre = families[f].pre;
-    m.n_layer = (int)get_int(m.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
-    m.n_head = (int)get_int(m.cfg, "num_attention_heads", 1, 65536, REQUIRED);
-    m.top_k_key = families[f].top_k ? families[f].top_k : "num_experts_per_tok";
-    m.width_key = families[f].width ? families[f].width : "moe_intermediate_size";
-    m.dense_key = "intermediate_size";
-    m.top_k = (int)get_int(m.cfg, m.top_k_key, 1, MAX_EXPERTS, REQUIRED);
-    set_dim(DIM_ONE, 1, "1");
-    set_dim(DIM_EMBD, size_of("hidden_size"), "hidden_size");
-    set_dim(DIM_2_EMBD, 2 * m.dim[DIM_EMBD], "2 hidden_size");
-    set_dim(DIM_VOCAB, (size_t)get_int(m.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED), "vocab_size");
-    set_dim(DIM_TOKENS, m.dim[DIM_VOCAB], "vocab_size");
-    m.ff_expert = size_of(m.width_key);
-    m.tied = get_bool(m.cfg, "tie_word_embeddings", false) || get_bool(m.top, "tie_word_embeddings", false);
-    const char *act = get_str(m.cfg, "hidden_act", "silu");
-    const char *other = families[f].act;
-    expect(m.cfg, "hidden_act", !strcmp(act, "silu") || (other && !strcmp(act, other)),
+    const struct release *r = &releases[f];
+    src = r->src;
+    src.top = top;
+    src.cfg = cfg;
+    src.wrapped = wrapped;
+    src.prefix = "";
+    src.body = "model.";
+    src.gating = family_find((struct gguf_str){src.arch, strlen(src.arch)})->gating;
+    if (src.rope_theta == 0) src.rope_theta = -1;
+    if (src.rotary == 0) src.rotary = 1;
+    if (src.eps == 0) src.eps = 1e-6;
+    if (!src.norm_key) src.norm_key = "norm_topk_prob";
+    if (!src.eps_key) src.eps_key = "rms_norm_eps";
+    if (!src.top_k_key) src.top_k_key = "num_experts_per_tok";
+    if (!src.width_key) src.width_key = "moe_intermediate_size";
+    if (!src.dense_key) src.dense_key = "intermediate_size";
+    if (!src.kv_key) src.kv_key = "num_key_value_heads";
+    src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
+    src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
+    src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
+    src.n_vocab = (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
+    src.tied = get_bool(src.cfg, "tie_word_embeddings", false) || get_bool(src.top, "tie_word_embeddings", false);
+    const char *act = get_str(src.cfg, "hidden_act", "silu");
+    const char *other = r->act;
+    expect(src.cfg, "hidden_act", !strcmp(act, "silu") || (other && !strcmp(act, other)),
            other ? fmt("\"silu\" or \"%s\"", other) : "\"silu\"");
-    families[f].read();
-    expect(m.cfg, "attention_bias", m.qkv_bias || !get_bool(m.cfg, "attention_bias", false), "false");
+    check_fixed(src.cfg, r->fixed ? r->fixed : "");
+    config_heads();
+    config_expert_count();
+    if (src.mtp_key) src.n_mtp = (int)get_int(src.cfg, src.mtp_key, 0, src.mtp_beside ? 1 : MAX_MTP, 0);
+    if (src.shared_count) src.n_shared = (int)get_int(src.cfg, src.shared_count, 0, 64, src.n_shared);
+    if (src.is_windowed == is_windowed_typed) config_windows();
+    if (r->config) r->config();
+    expect(src.cfg, "attention_bias", src.qkv_bias || !get_bool(src.cfg, "attention_bias", false), "false");
 }
 
 /* ============================================================================================================
@@ -3029,9 +3014,9 @@ static void check_quantization_keys(void) {
     const struct {
         struct doc in;
         const char *key;
-    } places[] = {{m.top, "quantization_config"},
-                  {m.wrapped ? m.cfg : (struct doc){NULL, NULL, NULL}, "quantization_config"},
-                  {m.top, "compression_config"}, /* of compressed-tensors before 0.8 */
+    } places[] = {{src.top, "quantization_config"},
+                  {src.wrapped ? src.cfg : (struct doc){NULL, NULL, NULL}, "quantization_config"},
+                  {src.top, "compression_config"}, /* of compressed-tensors before 0.8 */
                   {hf, "quantization"}};
     for (size_t i = 0; i < COUNT(places); i++) {
         struct doc d = get_obj(places[i].in, places[i].key);
@@ -3049,7 +3034,7 @@ static void check_quantization_keys(void) {
 /* Checks what the release says about its quantization: it must be known here and must agree with the tensors. */
 static void check_quantization(void) {
     struct doc hf = doc_read("hf_quant_config.json"), q;
-    q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
+    q = get_obj(get(src.cfg, "quantization_config") ? src.cfg : src.top, "quantization_config");
     const struct doc whole = get_obj(hf, "quantization");
     static const char methods[] = "modelopt modelopt_fp4 compressed-tensors fp8 mxfp4 mxfp8 nvfp4 none";
     expect(q, "quant_method", one_of(get_str(q, "quant_method", "none"), methods), fmt("one of %s", methods));
@@ -3179,10 +3164,10 @@ static void recognize_pre_tokenizer(struct doc d) {
     if (found) {
         const int len = (int)strcspn(found->names, " ");
         const char *name = fmt("%.*s", len, found->names);
-        if (m.pre && strcmp(name, m.pre))
+        if (src.pre && strcmp(name, src.pre))
             err_message("%s has the pre-tokenizer %s; %s is written, which models of %s were trained with", d.file,
-                          name, m.pre, m.arch);
-        vocab.pre = m.pre ? m.pre : xstrdup(name);
+                        name, src.pre, src.arch);
+        vocab.pre = src.pre ? src.pre : xstrdup(name);
     }
     char all[1536] = "";
     for (size_t i = 0; i < n; i++)
@@ -3194,8 +3179,8 @@ static void recognize_pre_tokenizer(struct doc d) {
 
 /* Sets text and type of a token. An added token may repeat an entry of the vocabulary, but must not change its text. */
 static void vocab_set(const char *file, const char *text, int64_t id, enum token_type type) {
-    if (id < 0 || (size_t)id >= m.dim[DIM_VOCAB])
-        die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, m.dim[DIM_VOCAB]);
+    if (id < 0 || (size_t)id >= src.n_vocab)
+        die("%s: token '%s' has the id %lld, vocab_size is %zu", file, text, (long long)id, src.n_vocab);
     if (vocab.text[id] && strcmp(vocab.text[id], text))
         die("%s: the tokens '%s' and '%s' have the same id %lld", file, vocab.text[id], text, (long long)id);
     if (!vocab.text[id]) vocab.text[id] = xstrdup(text);
@@ -3589,7 +3574,7 @@ static bool read_normalization(struct wire w) {
 static void take_scores(const char *file, char *const *text, const enum token_type *type, const float *score,
                         size_t n) {
     for (size_t i = 0; i < n; i++)
-        if (type[i] == TOKEN_NORMAL && (i >= m.dim[DIM_VOCAB] || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
+        if (type[i] == TOKEN_NORMAL && (i >= src.n_vocab || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
             err_message("piece %zu of %s is '%s', another token than in tokenizer.json: its scores are not used", i,
                           file, text[i]);
             return;
@@ -3623,7 +3608,7 @@ static void read_sentencepiece(const char *file, struct doc config, bool only_sc
     if (!arrlen(text) || !trained || !normalized) die("%s: this is no model of SentencePiece", file);
     const size_t n = arrlenu(text);
     if (only_scores) {
-        if (n <= m.dim[DIM_VOCAB]) take_scores(file, text, type, score, n);
+        if (n <= src.n_vocab) take_scores(file, text, type, score, n);
     } else {
         vocab.spm = vocab.add_bos = true;
         for (size_t i = 0; i < n; i++) {
@@ -3661,7 +3646,7 @@ static void read_added_decoder(struct doc config) {
         add_token((struct doc){v, config.file, added.in}, id);
     }
     if (!arrlen(ranks)) return;
-    for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < m.dim[DIM_VOCAB]; id++)
+    for (int64_t id = arrlen(ranks); id < arrlen(ranks) + 256 && (size_t)id < src.n_vocab; id++)
         if (!vocab.text[id]) vocab_set(config.file, fmt("<|reserved_token_%lld|>", (long long)id), id, TOKEN_CONTROL);
 }
 
@@ -3675,7 +3660,7 @@ static void unescape_blanks(char *text) {
 
 /* Reads all tokens. Ids without a token become unused ones. */
 static void read_vocabulary(struct doc config) {
-    size_t n = m.dim[DIM_VOCAB];
+    size_t n = src.n_vocab;
     vocab.text = xrealloc(NULL, n * sizeof *vocab.text);
     vocab.type = xrealloc(NULL, n * sizeof *vocab.type);
     vocab.score = xrealloc(NULL, n * sizeof *vocab.score);
@@ -3713,29 +3698,6 @@ static void read_vocabulary(struct doc config) {
  * Writes the keys of the GGUF file under the names that llama.cpp uses, and moe.reap.* for pruned models.
  * ============================================================================================================ */
 
-static struct gguf_writer writer;
-
-static const char *arch_key(const char *rest) { return fmt("%s.%s", m.arch, rest); }
-static void kv_u32(const char *key, size_t v) { gguf_put_u32(&writer, arch_key(key), (uint32_t)v); }
-/* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
-static void kv_num(struct doc d, const char *name, double v, const char *key) {
-    const struct key_range *r = key_range_of(key);
-    expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
-    gguf_put_f32(&writer, arch_key(key), (float)v);
-}
-
-static void kv_str(const char *key, const char *s) { gguf_put_str(&writer, key, s, strlen(s)); }
-
-static void kv_i32(const char *key, int32_t v) {
-    gguf_put_key(&writer, key, GGUF_V_I32);
-    gguf_put_u32_raw(&writer, (uint32_t)v);
-}
-
-static void kv_strings(const char *key, char *const *s, size_t n) {
-    gguf_put_array(&writer, key, GGUF_V_STR, n, NULL);
-    for (size_t i = 0; i < n; i++) gguf_put_bytes(&writer, s[i], strlen(s[i]));
-}
-
 /* Writes the shares of time, height and width in Qwen3.5's rotation, which are the same number for text. */
 static void put_rope_sections(struct doc r) {
     static const int32_t usual[4] = {11, 11, 10, 0};
@@ -3746,30 +3708,30 @@ static void put_rope_sections(struct doc r) {
         expect(r, "mrope_section", i < 4 && n >= 0 && n <= INT32_MAX, "at most four numbers from 0 up");
         sections[i] = (int32_t)n;
     }
-    gguf_put_array(&writer, arch_key("rope.dimension_sections"), GGUF_V_I32, 4, list ? sections : usual);
+    kv_array("rope.dimension_sections", GGUF_V_I32, 4, list ? sections : usual);
 }
 
 /* Writes how many values are rotated. Step-3.5 has no key: layers without a window rotate half of a head. */
 static void put_rotated(struct doc r) {
-    const size_t n = rotated(r, false), head = m.dim[DIM_HEAD_K];
-    const bool half = !m.partial && m.window_rope;
-    if (half) expect(m.cfg, "partial_rotary_factors", 2 * n == head, "0.5 for layers without a window");
-    else if (m.partial || m.pairs) kv_u32("rope.dimension_count", n);
-    if (m.tiled) put_rope_sections(r);
-    if (!m.window_rope || !m.window) return;
+    const size_t n = rotated(r, false), head = head_k();
+    const bool half = !src.partial && src.window_rope;
+    if (half) expect(src.cfg, "partial_rotary_factors", 2 * n == head, "0.5 for layers without a window");
+    else if (src.partial || src.pairs) kv_u32("rope.dimension_count", n);
+    if (src.sections) put_rope_sections(r);
+    if (!src.window_rope || !src.window) return;
     r = rope_doc(true);
-    if (half) expect(m.cfg, "partial_rotary_factors", rotated(r, true) == head, "1 for layers with a window");
-    else if (!m.window_theta) kv_u32("rope.dimension_count_swa", rotated(r, true));
+    if (half) expect(src.cfg, "partial_rotary_factors", rotated(r, true) == head, "1 for layers with a window");
+    else if (!src.window_theta) kv_u32("rope.dimension_count_swa", rotated(r, true));
 }
 
 /* Writes the base of the rotation in layers with a window, whose frequencies are never scaled. */
 static void put_window_base(void) {
     struct doc w = rope_doc(true);
-    const char *key = m.window_theta && get(m.cfg, m.window_theta) ? m.window_theta : "rope_theta";
-    const bool own = !w.obj && get(m.cfg, key);
-    if (!m.window_rope || !m.window) return;
+    const char *key = src.window_theta && get(src.cfg, src.window_theta) ? src.window_theta : "rope_theta";
+    const bool own = !w.obj && get(src.cfg, key);
+    if (!src.window_rope || !src.window) return;
     const double theta = own ? layer_number(key, true, -1) : get_num(w, "rope_theta", -1);
-    kv_num(own ? m.cfg : w, key, theta, "rope.freq_base_swa");
+    kv_num(own ? src.cfg : w, key, theta, "rope.freq_base_swa");
     expect(w, "rope_type", one_of(rope_type(w), "default none"), "\"default\"");
 }
 
@@ -3784,110 +3746,130 @@ static void note_unknown(struct doc r, const char *known) {
     }
 }
 
+/* Says what of the context and of the rotations is not taken as it is. */
+static void note_rope(void) {
+    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
+                                "attention_factor partial_rotary_factor truncate";
+    const struct doc r = rope_doc(false), c = src.cfg;
+    const bool llama3 = src.llama3 && !strcmp(rope_type(r), "llama3");
+    if (json_number_value(get(c, "max_position_embeddings")) > MAX_TRAINED)
+        err_message("config.json: key 'max_position_embeddings': %s is read as %d",
+                    json_show(get(c, "max_position_embeddings")), MAX_TRAINED);
+    if (src.mixer == MIXER_CSA) {
+        note_unknown(rope_part(true), known);
+        note_unknown(rope_part(false), "type rope_type rope_theta partial_rotary_factor");
+        return;
+    }
+    note_unknown(r, fmt("%s mscale mscale_all_dim%s%s", known, llama3 ? " low_freq_factor high_freq_factor" : "",
+                        !llama3 && src.mtp_beside ? " mrope_section mrope_interleaved" : ""));
+    if (r.in && !strcmp(r.in, "rope_scaling") && get(c, "rope_parameters"))
+        err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
+}
+
 /* Writes the base of DeepSeek-V4's rotation of one kind of layers, which is in their RoPE parameters or in
  * config.json. */
 static void put_base(struct doc r, const char *name, const char *key) {
     const bool own = get(r, "rope_theta");
-    kv_num(own ? r : m.cfg, own ? "rope_theta" : name, get_num(own ? r : m.cfg, own ? "rope_theta" : name, NAN), key);
+    kv_num(own ? r : src.cfg, own ? "rope_theta" : name, get_num(own ? r : src.cfg, own ? "rope_theta" : name, NAN),
+           key);
+}
+
+/* Dies unless RoPE parameters that change frequencies are YaRN's. */
+static void check_yarn(struct doc r) {
+    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(rope_type(r), "yarn"), "\"default\" or \"yarn\"");
+    expect(r, "factor", rope_factor(r) >= 1, "a number from 1");
+}
+
+/* Writes YaRN's keys. attention: the factor of cos and sin; NAN: it follows from the others. */
+static void put_yarn(struct doc r, double attention) {
+    kv_str(arch_key("rope.scaling.type"), "yarn");
+    kv_num(r, "factor", rope_factor(r), "rope.scaling.factor");
+    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
+    if (!isnan(attention)) gguf_put_f32(&writer, arch_key("rope.scaling.yarn_attn_factor"), (float)attention);
+    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
+    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
 }
 
 /* Writes the RoPE keys of DeepSeek-V4: layers with compressed keys have a base of their own and YaRN, which changes
  * frequencies alone. */
 static void put_two_rotations(void) {
-    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
-                                "attention_factor partial_rotary_factor truncate";
     const struct doc plain = rope_part(false), r = rope_part(true);
-    expect(r, "mscale", !get(r, "mscale"), "none");
-    expect(r, "mscale_all_dim", !get(r, "mscale_all_dim"), "none");
-    note_unknown(r, known);
-    note_unknown(plain, "type rope_type rope_theta partial_rotary_factor");
-    kv_u32("rope.dimension_count", (size_t)m.rope);
+    check_fixed(r, "mscale none mscale_all_dim none");
+    const size_t n = rotated(plain, false);
+    kv_u32("rope.dimension_count", n);
     put_base(plain, "rope_theta", "rope.freq_base");
     put_base(r, "compress_rope_theta", "attention.compress_rope_freq_base");
     expect(plain, "rope_type", one_of(rope_type(plain), "default none"), "\"default\"");
-    expect(r, "partial_rotary_factor", rotated(r, false) == (size_t)m.rope, "the same as in the other layers");
+    expect(r, "partial_rotary_factor", rotated(r, false) == n, "the same as in the other layers");
     if (one_of(rope_type(r), "default none")) return;
-    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(rope_type(r), "yarn"), "\"default\" or \"yarn\"");
-    const double factor = rope_factor(r);
-    expect(r, "factor", factor >= 1, "a number from 1");
-    expect(r, "attention_factor", get_num(r, "attention_factor", 1) == 1, "1");
-    expect(r, "truncate", get_bool(r, "truncate", true), "true");
-    kv_str(arch_key("rope.scaling.type"), "yarn");
-    kv_num(r, "factor", factor, "rope.scaling.factor");
-    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
-    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
-    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
+    check_yarn(r);
+    check_fixed(r, "attention_factor 1 truncate true");
+    put_yarn(r, NAN);
 }
 
 /* Writes the RoPE keys, from rope_theta and rope_scaling or from the newer rope_parameters. YaRN (arXiv 2309.00071)
  * with MLA scales the softmax by mscale_all_dim. cos and sin stay unscaled only if mscale is the same number; anything
  * else is an error. */
 static void put_rope(void) {
-    static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
-                                "mscale mscale_all_dim attention_factor partial_rotary_factor truncate";
     static const char only[] = "[\"full_attention\"]"; /* layers whose frequencies rope_scaling changes */
     struct doc r = rope_doc(false);
-    const bool mla = m.has & HAS_MLA, llama3 = m.llama3 && !strcmp(rope_type(r), "llama3");
-    if (m.has & HAS_CSA) {
+    const bool mla = src.mixer == MIXER_MLA, llama3 = src.llama3 && !strcmp(rope_type(r), "llama3");
+    if (src.mixer == MIXER_CSA) {
         put_two_rotations();
         return;
     }
-    note_unknown(r, llama3        ? fmt("%s low_freq_factor high_freq_factor", known)
-                    : m.has_delta ? fmt("%s mrope_section mrope_interleaved", known)
-                                  : known);
     struct doc in;
-    const double theta = rope_base(r, false, m.rope_theta, &in);
+    const double theta = rope_base(r, false, src.rope_theta, &in);
     kv_num(in, "rope_theta", theta, "rope.freq_base");
-    if (r.in && !strcmp(r.in, "rope_scaling") && get(m.cfg, "rope_parameters"))
-        err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
     const char *type = rope_type(r);
     put_rotated(r);
     put_window_base();
-    if (m.window_rope && m.window && !one_of(type, "default none") && get(m.cfg, "yarn_only_types"))
-        expect(m.cfg, "yarn_only_types", !strcmp(json_show(get(m.cfg, "yarn_only_types")), only), only);
+    if (src.window_rope && src.window && !one_of(type, "default none") && get(src.cfg, "yarn_only_types"))
+        expect(src.cfg, "yarn_only_types", !strcmp(json_show(get(src.cfg, "yarn_only_types")), only), only);
     if (one_of(type, "default none") || llama3) return;
-    expect(r, get(r, "rope_type") ? "rope_type" : "type", !strcmp(type, "yarn"), "\"default\" or \"yarn\"");
-    double factor = rope_factor(r), mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
-    double usual = 0.1 * log(factor) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
-    expect(r, "factor", factor >= 1, "a number from 1");
-    expect(r, "truncate", get_bool(r, "truncate", true) != m.exact_yarn, m.exact_yarn ? "false" : "true");
+    check_yarn(r);
+    double mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
+    double usual = 0.1 * log(rope_factor(r)) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
+    expect(r, "truncate", get_bool(r, "truncate", true) != src.exact_yarn, src.exact_yarn ? "false" : "true");
     expect(r, "mscale_all_dim", mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
            mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
     expect(r, "attention_factor", fabs(attention - (mla ? 0 : usual)) <= 1e-4, mla ? "none" : fmt("%g or none", usual));
-    kv_str(arch_key("rope.scaling.type"), "yarn");
-    kv_num(r, "factor", factor, "rope.scaling.factor");
-    kv_u32("rope.scaling.original_context_length", (size_t)original_context(r));
-    if (get(r, "attention_factor") && !mla)
-        gguf_put_f32(&writer, arch_key("rope.scaling.yarn_attn_factor"), (float)attention);
-    kv_num(r, "beta_fast", get_num(r, "beta_fast", 32), "rope.scaling.yarn_beta_fast");
-    kv_num(r, "beta_slow", get_num(r, "beta_slow", 1), "rope.scaling.yarn_beta_slow");
+    put_yarn(r, get(r, "attention_factor") && !mla ? attention : NAN);
     if (mla) kv_num(r, "mscale_all_dim", 0.1 * all, "rope.scaling.yarn_log_multiplier");
 }
 
 /* Whether config.json has a list of the layers' numbers of experts. */
 static bool pruned_by_lists(void) {
-    struct doc q = get_obj(get(m.cfg, "quantization_config") ? m.cfg : m.top, "quantization_config");
-    return get(q, "moe_sparsity_config") || get(m.cfg, "per_layer_num_experts") ||
-           json_is_array(get(m.cfg, m.experts_key));
+    struct doc q = get_obj(get(src.cfg, "quantization_config") ? src.cfg : src.top, "quantization_config");
+    return get(q, "moe_sparsity_config") || get(src.cfg, "per_layer_num_experts") ||
+           json_is_array(get(src.cfg, src.experts_key));
 }
 
-/* Writes the numbers of experts and what is known about pruning. The object "reap" of config.json lists, by layer, the
- * original ids of the retained experts. */
-static void put_experts(const char *name) {
-    int blocks = m.n_layer + m.n_mtp, most = 0;
-    bool differ = false, pruned = strstr(name, "REAP") != NULL || pruned_by_lists();
-    for (int l = 0; l < blocks; l++) most = m.experts[l] > most ? m.experts[l] : most;
-    for (int l = 0; l < blocks; l++) {
-        if (!m.experts[l]) continue;
-        differ |= m.experts[l] != most;
-        pruned |= m.experts[l] < m.n_expert;
-    }
+/* Writes the numbers of experts. */
+static void put_experts(void) {
+    const int blocks = n_blocks();
+    int most = 0;
+    bool differ = false;
+    for (int l = 0; l < blocks; l++) most = int_max(most, src.experts[l]);
+    for (int l = 0; l < blocks; l++) differ |= src.experts[l] && src.experts[l] != most;
+    if (!most) most = src.n_expert; /* all layers are dense */
     kv_u32("expert_count", (size_t)most);
-    kv_u32("expert_used_count", (size_t)m.top_k);
-    kv_u32("expert_feed_forward_length", m.ff_expert);
-    if (differ) gguf_put_array(&writer, arch_key("expert_count_per_layer"), GGUF_V_I32, (size_t)blocks, m.experts);
+    kv_u32("expert_used_count", (size_t)src.top_k);
+    kv_u32("expert_feed_forward_length", size_of(src.width_key));
+    if (differ) kv_array("expert_count_per_layer", GGUF_V_I32, blocks, src.experts);
+}
 
-    struct doc reap = get_obj(m.top, "reap");
+/* Writes what is known about pruning. The object "reap" of config.json lists, by layer, the original ids of the
+ * retained experts. */
+static void put_pruning(const char *name) {
+    const int blocks = n_blocks();
+    bool pruned = strstr(name, "REAP") != NULL || pruned_by_lists();
+    int most = 0;
+    for (int l = 0; l < blocks; l++) {
+        pruned |= src.experts[l] && src.experts[l] < src.n_expert;
+        most = int_max(most, src.experts[l]);
+    }
+    struct doc reap = get_obj(src.top, "reap");
     if (reap.obj) {
         int64_t original = get_int(reap, "original_experts", most, INT32_MAX, REQUIRED);
         json_t *kept = get_list(reap, "kept");
@@ -3896,171 +3878,125 @@ static void put_experts(const char *name) {
             json_t *ids = json_array_get(kept, (size_t)l);
             int32_t list[MAX_EXPERTS];
             if (!json_is_array(ids)) continue;
-            expect(reap, "kept", json_array_size(ids) == (size_t)m.experts[l],
-                   fmt("%d ids for layer %d", m.experts[l], l));
-            for (int i = 0; i < m.experts[l]; i++) {
+            expect(reap, "kept", json_array_size(ids) == (size_t)src.experts[l],
+                   fmt("%d ids for layer %d", src.experts[l], l));
+            for (int i = 0; i < src.experts[l]; i++) {
                 const int64_t id = json_element(ids, (size_t)i);
                 list[i] = id < original ? (int32_t)id : -1;
                 expect(reap, "kept", list[i] >= 0 && (!i || list[i] > list[i - 1]),
                        fmt("rising ids below %lld for layer %d", (long long)original, l));
             }
-            gguf_put_array(&writer, fmt("moe.reap.kept.%d", l), GGUF_V_I32, (size_t)m.experts[l], list);
+            gguf_put_array(&writer, fmt("moe.reap.kept.%d", l), GGUF_V_I32, (size_t)src.experts[l], list);
         }
         pruned = true;
     }
     if (pruned) gguf_put_bool(&writer, "moe.reap.pruned", true);
 }
 
-/* Writes the sizes of the layers with a gated delta net, and which layers they are. */
-static void put_delta(void) {
-    kv_u32("ssm.conv_kernel", m.dim[DIM_CONV]);
-    kv_u32("ssm.state_size", m.dim[DIM_KEY] / m.n_key);
-    kv_u32("ssm.group_count", m.n_key);
-    kv_u32("ssm.time_step_rank", m.n_value);
-    kv_u32("ssm.inner_size", m.dim[DIM_VALUE]);
-    kv_u32("full_attention_interval", (size_t)get_int(m.cfg, "full_attention_interval", 1, MAX_LAYERS, 4));
-    gguf_put_array(&writer, arch_key("attention.recurrent_layers"), GGUF_V_BOOL, (size_t)(m.n_layer + m.n_mtp),
-                   m.recurrent);
-}
-
-static void put_ernie(void) {
-    kv_u32("interleave_moe_layer_step", (size_t)get_int(m.cfg, "moe_layer_interval", 1, MAX_LAYERS, 1));
-}
-
-/* Writes a limit for every layer from a list, if there is one; null is 0, none. */
-static void put_limits(const char *key, const char *name) {
-    const struct key_range *range = key_range_of(name);
-    json_t *list = get_list(m.cfg, key);
-    float limits[MAX_LAYERS] = {0};
-    if (list) check_per_layer(key, list);
-    for (size_t l = 0; l < json_array_size(list) && l < MAX_LAYERS; l++) {
-        json_t *v = json_array_get(list, l);
-        const double limit = json_number_value(v);
-        expect(m.cfg, key, json_is_null(v) || (json_is_number(v) && limit >= range->lo),
-               fmt("null or numbers from %g", range->lo));
-        limits[l] = limit > range->hi ? 0 : (float)limit;
-    }
-    if (list) gguf_put_array(&writer, arch_key(name), GGUF_V_F32, (size_t)(m.n_layer + m.n_mtp), limits);
-}
-
-static void put_step(void) {
-    kv_u32("moe_every_n_layers", (size_t)get_int(m.cfg, "moe_every_n_layer", 1, MAX_LAYERS, 1));
-    put_limits("swiglu_limits", "swiglu_clamp_exp");
-    put_limits("swiglu_limits_shared", "swiglu_clamp_shexp");
-}
-
-static void put_indexer(void) {
-    bool full[MAX_LAYERS];
-    for (int l = 0; l < m.n_layer; l++) full[l] = !m.shares[l];
-    kv_u32("attention.indexer.head_count", m.dim[DIM_INDEXES]);
-    kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.top_k", m.chosen);
-    if (m.index_pairs)
-        gguf_put_array(&writer, arch_key("attention.indexer.types"), GGUF_V_BOOL, (size_t)m.n_layer, full);
-}
-
-static void put_deepseek_v4(void) {
-    struct doc c = m.cfg;
-    static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
-    const struct key_range *range = key_range_of(clamps[0]);
-    const double limit = get_num(c, "swiglu_limit", NAN);
-    const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
-    const json_t *ratios = get_list(c, "compress_ratios");
-    const size_t blocks = (size_t)(m.n_layer + m.n_mtp), listed = json_array_size(ratios);
-    float limits[MAX_LAYERS];
-    for (size_t l = 0; l < blocks; l++) limits[l] = limit > range->hi ? 0 : (float)limit;
-    expect(c, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
-    kv_u32("attention.q_lora_rank", m.dim[DIM_Q_LORA]);
-    expect(c, "sliding_window", window, "a number above 0");
-    kv_u32("attention.sliding_window", window);
-    for (size_t i = 0; i < COUNT(clamps); i++) gguf_put_array(&writer, arch_key(clamps[i]), GGUF_V_F32, blocks, limits);
-    kv_u32("attention.indexer.head_count", m.dim[DIM_INDEXES]);
-    kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.top_k", m.chosen);
-    kv_u32("attention.output_group_count", m.dim[DIM_GROUPS_OUT] / m.dim[DIM_O_LORA]);
-    kv_u32("attention.output_lora_rank", m.dim[DIM_O_LORA]);
-    gguf_put_array(&writer, arch_key("attention.compress_ratios"), GGUF_V_I32, listed > blocks ? listed : blocks,
-                   m.ratio);
-    kv_u32("hyper_connection.count", m.n_hc);
-    kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
-    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
-    kv_u32("hash_layer_count", (size_t)m.n_hash);
-    kv_u32("embedding_length_out", m.dim[DIM_HC_EMBD]);
-}
-
-static void put_minimax_m3(void) {
-    kv_u32("attention.indexer.head_count", m.dim[DIM_INDEX_Q] / m.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.key_length", m.dim[DIM_INDEX_K]);
-    kv_u32("attention.indexer.top_k", m.chosen);
-    kv_u32("attention.indexer.block_size", index_size("sparse_block_size", "index_block_size", 1, 1 << 16));
-    kv_u32("attention.indexer.local_blocks",
-           index_size("sparse_local_block", "index_local_blocks", 1, (int64_t)m.chosen));
-}
-
-static void put_mimo(void) {
-    if (get(m.cfg, "attention_value_scale"))
-        kv_num(m.cfg, "attention_value_scale", get_num(m.cfg, "attention_value_scale", NAN), "attention.value_scale");
-}
-
-/* Writes a number of heads: one for all blocks, or a list. */
-static void put_heads(const char *key, bool list, int all, const int of[MAX_LAYERS]) {
-    if (list) gguf_put_array(&writer, arch_key(key), GGUF_V_I32, (size_t)(m.n_layer + m.n_mtp), of);
+/* Writes the heads of all blocks, or a list of those of each. list_key: of config.json; NULL: what differs is
+ * `windowed`, heads of layers with a window. */
+static void put_heads(const char *key, bool list, int all, const char *list_key, int windowed) {
+    const int blocks = n_blocks();
+    json_t *listed = list_key ? get_list(src.cfg, list_key) : NULL;
+    int32_t n[MAX_LAYERS];
+    for (int l = 0; l < blocks; l++)
+        n[l] = listed && l < src.n_layer    ? (int32_t)json_element(listed, (size_t)l)
+               : windowed && is_windowed(l) ? windowed
+                                            : all;
+    if (list) kv_array(key, GGUF_V_I32, blocks, n);
     else kv_u32(key, (size_t)all);
 }
 
 /* Writes how many keys layers with a window see, and which layers these are. */
 static void put_windows(void) {
-    if (!m.window) return;
-    kv_u32("attention.sliding_window", m.window);
-    gguf_put_array(&writer, arch_key("attention.sliding_window_pattern"), GGUF_V_BOOL, (size_t)(m.n_layer + m.n_mtp),
-                   m.windowed);
+    if (!src.window && !src.tell_window) return;
+    kv_u32("attention.sliding_window", src.window);
+    kv_flags("attention.sliding_window_pattern", n_blocks(), is_windowed);
+}
+
+/* Writes the sizes of attention's heads. */
+static void put_head_sizes(void) {
+    const size_t latent = src.mixer == MIXER_MLA ? size_of("kv_lora_rank") : 0;
+    if (!latent) {
+        kv_u32("attention.key_length", head_k());
+        kv_u32("attention.value_length", head_v());
+        return;
+    }
+    const size_t rope = (size_t)get_int(src.cfg, "qk_rope_head_dim", 2, 65536, REQUIRED);
+    const int64_t q_lora = get_int(src.cfg, "q_lora_rank", 0, INT32_MAX, 0);
+    kv_u32("attention.key_length", latent + rope);
+    kv_u32("attention.value_length", latent);
+    kv_u32("attention.key_length_mla", head_k());
+    kv_u32("attention.value_length_mla", head_v());
+    kv_u32("attention.kv_lora_rank", latent);
+    if (q_lora) kv_u32("attention.q_lora_rank", (size_t)q_lora);
+    kv_u32("rope.dimension_count", rope);
 }
 
 /* Writes the sizes of the model. */
 static void put_architecture(void) {
-    struct doc c = m.cfg;
-    const bool mla = m.has & HAS_MLA;
-    int heads[MAX_LAYERS], heads_kv[MAX_LAYERS];
-    for (int l = 0; l < m.n_layer + m.n_mtp; l++) {
-        heads[l] = heads_of(l);
-        heads_kv[l] = m.heads_kv[m.windowed[l]];
-    }
-    kv_u32("block_count", (size_t)(m.n_layer + m.n_mtp));
+    struct doc c = src.cfg;
+    kv_u32("block_count", (size_t)n_blocks());
     kv_u32("context_length", (size_t)context_length());
-    if (json_number_value(get(c, "max_position_embeddings")) > MAX_TRAINED)
-        err_message("config.json: key 'max_position_embeddings': %s is read as %d",
-                      json_show(get(c, "max_position_embeddings")), MAX_TRAINED);
-    kv_u32("embedding_length", m.dim[DIM_EMBD]);
-    if (m.dense_key && get(c, m.dense_key)) kv_u32("feed_forward_length", size_of(m.dense_key));
-    kv_u32("vocab_size", m.dim[DIM_VOCAB]);
-    kv_num(c, m.eps_key, get_num(c, m.eps_key, m.eps), "attention.layer_norm_rms_epsilon");
-    put_heads("attention.head_count", m.list_heads, m.n_head, heads);
-    kv_u32("expert_gating_func", m.gating);
-    gguf_put_bool(&writer, arch_key("expert_weights_norm"),
-                  m.norm_key ? get_bool(c, m.norm_key, m.norm_topk_prob) : m.norm_topk_prob);
-    put_heads("attention.head_count_kv", m.list_kv, m.n_head_kv, heads_kv);
-    kv_u32("attention.key_length", m.dim[mla ? DIM_KV_A : DIM_HEAD_K]);
-    kv_u32("attention.value_length", m.dim[mla ? DIM_KV_LORA : DIM_HEAD_V]);
-    if (mla) {
-        kv_u32("attention.key_length_mla", m.dim[DIM_HEAD_K]);
-        kv_u32("attention.value_length_mla", m.dim[DIM_HEAD_V]);
-        kv_u32("attention.kv_lora_rank", m.dim[DIM_KV_LORA]);
-        if (m.dim[DIM_Q_LORA]) kv_u32("attention.q_lora_rank", m.dim[DIM_Q_LORA]);
-        kv_u32("rope.dimension_count", (size_t)m.rope);
-    }
+    kv_u32("embedding_length", size_of("hidden_size"));
+    if (get(c, src.dense_key)) kv_u32("feed_forward_length", size_of(src.dense_key));
+    kv_u32("vocab_size", src.n_vocab);
+    kv_num(c, src.eps_key, get_num(c, src.eps_key, src.eps), "attention.layer_norm_rms_epsilon");
+    put_heads("attention.head_count", src.list_heads, src.n_head, src.heads_key, src.window_heads[0]);
+    kv_u32("expert_gating_func", src.gating);
+    gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, src.norm_key, src.norm_topk_prob));
+    put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
+    put_head_sizes();
     put_windows();
-    if (m.leads) kv_u32("leading_dense_block_count", (size_t)m.first_dense);
-    if (m.dim_name[DIM_SHARED]) kv_u32("expert_shared_count", (size_t)m.n_shared);
-    if (m.shared_width && m.n_shared) kv_u32("expert_shared_feed_forward_length", m.dim[DIM_SHARED]);
-    if (m.has_delta) put_delta();
-    if (m.put) m.put();
-    if (m.scaling_factor) kv_num(c, m.scaling_factor, get_num(c, m.scaling_factor, NAN), "expert_weights_scale");
-    if (m.n_group) {
-        kv_u32("expert_group_count", (size_t)m.n_group);
+    if (src.leads) kv_u32("leading_dense_block_count", (size_t)src.first_dense);
+    if (src.shared_key) kv_u32("expert_shared_count", (size_t)src.n_shared);
+    if (src.shared_width && src.n_shared)
+        kv_u32("expert_shared_feed_forward_length",
+               size_of(src.shared_key) * (src.shared_count ? (size_t)src.n_shared : 1));
+    if (src.put) src.put();
+    if (src.scaling_factor && (!src.scaling_optional || get(c, src.scaling_factor)))
+        kv_num(c, src.scaling_factor, get_num(c, src.scaling_factor, NAN), "expert_weights_scale");
+    if (src.n_group) {
+        kv_u32("expert_group_count", (size_t)src.n_group);
         kv_u32("expert_group_used_count",
-               (size_t)get_int(c, "topk_group", 1, m.n_group, m.n_group == 1 ? 1 : REQUIRED));
+               (size_t)get_int(c, "topk_group", 1, src.n_group, src.n_group == 1 ? 1 : REQUIRED));
     }
-    if (m.n_mtp) kv_u32("nextn_predict_layers", (size_t)m.n_mtp);
+    if (src.n_mtp) kv_u32("nextn_predict_layers", (size_t)src.n_mtp);
+}
+
+/* Writes the metadata that the engine makes layers of. */
+static void put_keys(void) {
+    put_architecture();
+    put_rope();
+    put_experts();
+}
+
+/* Reads these metadata as the engine does. */
+static void load_keys(void) {
+    static char err[ERR_MAX];
+    size_t bytes;
+    kv_str("general.architecture", src.arch);
+    put_keys();
+    uint8_t *header = gguf_header(&writer, &bytes); /* kept: the model points into it */
+    gguf_writer_free(&writer);
+    if (!header) die("out of memory for the header");
+    made.loader = (struct loader){.m = &made.model, .g = &made.model.gguf, .err = err};
+    if (!gguf_parse_header(&made.model.gguf, header, bytes, err, sizeof err)) {
+        loader_begin(&made.loader);
+        if (!made.loader.failed) loader_hparams(&made.loader);
+        if (!made.loader.failed) made.model.n_vocab = (int)src.n_vocab;
+        if (!made.loader.failed) return;
+    }
+    die("'%s': moe could not load the file: %s", model_dir, err);
+}
+
+/* Dies unless the engine binds a finished header, whose data read as zeros. */
+static void check_loads(const uint8_t *header, size_t bytes) {
+    struct model m = {0};
+    char err[ERR_MAX];
+    if (gguf_parse_header(&m.gguf, header, bytes, err, sizeof err) || model_tensors(&m, err))
+        die("'%s': moe could not load the file: %s", model_dir, err);
+    model_close(&m);
 }
 
 /* ============================================================================================================
@@ -4074,7 +4010,7 @@ static void put_architecture(void) {
 static int32_t token_id(struct doc config, const char *key) {
     json_t *v = get(config, key);
     const char *text = json_string_value(json_is_object(v) ? json_object_get(v, "content") : v);
-    for (size_t i = 0; text && i < m.dim[DIM_VOCAB]; i++)
+    for (size_t i = 0; text && i < src.n_vocab; i++)
         if (!strcmp(vocab.text[i], text)) return (int32_t)i;
     return -1;
 }
@@ -4089,8 +4025,8 @@ static void collect_ids(struct doc d, const char *key, int32_t **ids, bool tell)
         int64_t id;
         const bool whole = json_whole(e, &id);
         if (json_is_null(e) || (whole && id < 0)) continue;
-        if (!whole || (size_t)id >= m.dim[DIM_VOCAB]) {
-            if (tell) err_message("%s: not used", misfit(d, key, fmt("token ids below %zu", m.dim[DIM_VOCAB])));
+        if (!whole || (size_t)id >= src.n_vocab) {
+            if (tell) err_message("%s: not used", misfit(d, key, fmt("token ids below %zu", src.n_vocab)));
             continue;
         }
         bool have = false;
@@ -4106,7 +4042,7 @@ static int32_t special_id(struct doc config, const char *name, bool tell) {
     int32_t id = token_id(config, text), *ids = NULL;
     if (tell && id < 0 && get(config, text) && !json_is_false(get(config, text)))
         err_message("%s: not used", misfit(config, text, "a token of the vocabulary"));
-    if (id < 0) collect_ids(get(m.cfg, key) ? m.cfg : m.top, key, &ids, tell && strcmp(name, "eos"));
+    if (id < 0) collect_ids(get(src.cfg, key) ? src.cfg : src.top, key, &ids, tell && strcmp(name, "eos"));
     if (arrlen(ids)) id = ids[0];
     arrfree(ids);
     return id;
@@ -4212,7 +4148,7 @@ static void put_template(struct doc config, const char *name) {
     for (size_t i = 0; i < arrlenu(more); i++)
         if (strcmp(more[i], "default.jinja")) err_message("left out: chat template '%s/%s'", folder, more[i]);
     if (k < COUNT(sources)) kv_str("tokenizer.chat_template", sources[k].text);
-    else if (m.put_template) m.put_template(name);
+    else if (src.put_template) src.put_template(name);
     else err_message("'%s' has no chat template", model_dir);
     arrfree(text);
     json_decref(legacy.obj);
@@ -4264,7 +4200,7 @@ static void put_sampling(struct doc g) {
 /* Writes how tokens are merged, and what is done to the text before. */
 static void put_merging(void) {
     if (vocab.spm) {
-        gguf_put_array(&writer, "tokenizer.ggml.scores", GGUF_V_F32, m.dim[DIM_VOCAB], vocab.score);
+        gguf_put_array(&writer, "tokenizer.ggml.scores", GGUF_V_F32, src.n_vocab, vocab.score);
         if (arrlen(vocab.merges)) kv_strings("tokenizer.ggml.merges", vocab.merges, arrlenu(vocab.merges));
         gguf_put_bool(&writer, "tokenizer.ggml.add_space_prefix", vocab.blanks != NULL);
         if (vocab.blanks && strcmp(vocab.blanks, "all")) kv_str("moe.tokenizer.blanks", vocab.blanks);
@@ -4282,8 +4218,8 @@ static void put_vocabulary(const char *name) {
     put_sampling(generation);
     kv_str("tokenizer.ggml.model", vocab.spm ? "llama" : "gpt2");
     kv_str("tokenizer.ggml.pre", vocab.spm ? "default" : vocab.pre);
-    kv_strings("tokenizer.ggml.tokens", vocab.text, m.dim[DIM_VOCAB]);
-    gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, m.dim[DIM_VOCAB], vocab.type);
+    kv_strings("tokenizer.ggml.tokens", vocab.text, src.n_vocab);
+    gguf_put_array(&writer, "tokenizer.ggml.token_type", GGUF_V_I32, src.n_vocab, vocab.type);
     put_merging();
     static const char *const specials[][2] = {{"bos", "tokenizer.ggml.bos_token_id"},
                                               {"eos", "tokenizer.ggml.eos_token_id"},
@@ -4293,8 +4229,8 @@ static void put_vocabulary(const char *name) {
     for (int i = 0; i < 3 + vocab.spm; i++)
         if ((id = special_id(config, specials[i][0], true)) >= 0) gguf_put_u32(&writer, specials[i][1], (uint32_t)id);
     collect_ids(generation, "eos_token_id", &stops, true);
-    collect_ids(m.cfg, "eos_token_id", &stops, true);
-    if (m.wrapped) collect_ids(m.top, "eos_token_id", &stops, true);
+    collect_ids(src.cfg, "eos_token_id", &stops, true);
+    if (src.wrapped) collect_ids(src.top, "eos_token_id", &stops, true);
     id = special_id(config, "eos", false);
     bool have = id < 0;
     for (size_t i = 0; i < arrlenu(stops); i++) have |= stops[i] == id;
@@ -4317,7 +4253,7 @@ static const char *model_name(const char *given) {
     static char dir[PATH_MAX];
     if (given) return given;
     if (!realpath(model_dir, dir)) die("'%s': %s", model_dir, strerror(errno));
-    const char *base = strrchr(dir, '/') + 1, *path = json_string_value(get(m.top, "_name_or_path"));
+    const char *base = strrchr(dir, '/') + 1, *path = json_string_value(get(src.top, "_name_or_path"));
     const bool commit = strlen(base) == 40 && strspn(base, "0123456789abcdef") == 40;
     char *folder = commit ? strstr(dir, "/models--") : NULL;
     if (folder) {
@@ -4356,9 +4292,9 @@ static const char *quantization_of(const char *tensor, struct doc q) {
 
 /* Lists the NVFP4 matrices whose inputs the release wants in 16 bits, even where they have an input scale. */
 static void put_precision(void) {
-    struct doc hf = doc_read("hf_quant_config.json"), q = get_obj(m.cfg, "quantization_config");
+    struct doc hf = doc_read("hf_quant_config.json"), q = get_obj(src.cfg, "quantization_config");
     char **names = NULL;
-    if (!get(q, "quant_algo")) q = get_obj(m.top, "quantization_config");
+    if (!get(q, "quant_algo")) q = get_obj(src.top, "quantization_config");
     if (!get(q, "quant_algo")) q = get_obj(hf, "quantization");
     for (size_t i = 0; i < arrlenu(plan); i++)
         if (plan[i].type == GGUF_NVFP4 && nvfp4_source(&plan[i]) &&
@@ -4377,13 +4313,13 @@ static void put_precision(void) {
 
 /* Writes all keys and the tensor table. */
 static void put_metadata(const char *name) {
-    kv_str("general.architecture", m.arch);
+    kv_str("general.architecture", src.arch);
     kv_str("general.name", name);
     gguf_put_u32(&writer, "general.file_type", file_type());
     gguf_put_u32(&writer, "general.quantization_version", 2);
-    put_architecture();
-    put_rope();
-    put_experts(name);
+    note_rope();
+    put_keys();
+    put_pruning(name);
     put_precision();
     put_vocabulary(name);
     for (size_t i = 0; i < arrlenu(plan); i++)
@@ -5016,17 +4952,20 @@ int main(int argc, char **argv) {
     strcpy(target, opt.out ? opt.out : "");
 
     model_dir = model_dir_find(model_dir);
-    read_config();
+    config_read();
     may_lack = is_of_prediction;
     source_open();
     if (opt.importance) importance_open(opt.importance);
     check_quantization_keys();
+    survey();
+    load_keys();
     plan_model();
     check_quantization();
     put_metadata(model_name(opt.name));
     size_t header_bytes;
     uint8_t *header = gguf_header(&writer, &header_bytes);
     if (!header) die("out of memory for the header");
+    check_loads(header, header_bytes);
     if (opt.out) write_file(target, header, header_bytes, opt.dry_run);
     if (opt.dry_run) list_plan(header_bytes); /* at the end, because a closed pipe ends the program */
     else report_errors();
@@ -5034,6 +4973,6 @@ int main(int argc, char **argv) {
     gguf_writer_free(&writer);
     pcre2_code_free(types.keep);
     if (opt.importance) gguf_close(&importance.g);
-    json_decref(m.top.obj);
+    json_decref(src.top.obj);
     return stdout_end();
 }

@@ -1906,6 +1906,7 @@ static const struct refusal refusals[] = {
     {"YaRN's fast", "key 'rope_scaling.beta_fast': expected", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"beta_fast\":-1,\"original_max_position_embeddings\":9}}"},
     {"YaRN's factor", "key 'rope_scaling.factor': expected", .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":1e7,\"attention_factor\":2.6118095651,\"original_max_position_embeddings\":9}}"},
     {"YaRN's mscale", "key 'rope_scaling.mscale_all_dim': expected", REFUSE_DEEPSEEK, .config = "{\"rope_scaling\":{\"rope_type\":\"yarn\",\"factor\":2,\"mscale\":101,\"mscale_all_dim\":101,\"original_max_position_embeddings\":9}}"},
+    {"width", "key 'moe_intermediate_size': expected an integer from 1 to 1048576", .config = "{\"moe_intermediate_size\":2097152}"},
     {"context", "key 'max_position_embeddings': expected an integer from 1 to 268435456", .config = "{\"max_position_embeddings\":0}"},
     {"family", "expected qwen3_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3", .config = "{\"model_type\":\"llama\"}"},
     {"type of a key", "'hidden_size': expected an integer", .config = "{\"hidden_size\":\"64\"}"},
@@ -2290,35 +2291,58 @@ static void test_convert_atomic(void) {
     hf_end(&h);
 }
 
-/* SIGHUP, which is ignored, then SIGTERM in the middle: a sparse dense layer of 1.5 GB takes long enough. */
+/* What moe would not load is refused before a file is begun; a file that was there stays. */
+static void test_convert_unloadable(void) {
+    struct hf h;
+    char *listing = NULL, text[320];
+    hf_begin(&h, "unloadable");
+    h.n_experts[0] = h.n_experts[1] = 40;
+    hf_qwen3(&h);
+    hf_set(h.config, "{\"num_experts\":40,\"num_experts_per_tok\":33}");
+    for (int dry = 0; dry < 2; dry++) {
+        hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
+        snprintf(text, sizeof text, "-o %s/out.gguf%s", h.dir, dry ? " --dry-run" : "");
+        CHECK(hf_run(&h, text) == 1, "written");
+        CHECK(strstr(h.err, "metadata key 'qwen3moe.expert_used_count' is 33, expected 1 to 32"), "%s", h.err);
+        CHECK(!arrlen(h.out) && strchr(h.err, '\n') == h.err + strlen(h.err) - 1, "more than a line: %s", h.err);
+        snprintf(text, sizeof text, "ls %s", h.dir);
+        run_command(text, &listing, NULL);
+        CHECK(!strstr(sb_cstr(&listing), "out.gguf"), "left behind: %s", listing);
+    }
+    arrfree(listing);
+    hf_end(&h);
+}
+
+/* SIGHUP, which is ignored, then SIGTERM in the middle: two sparse dense layers of 400 MB take long enough. */
 static void test_convert_interrupt(void) {
     static const char *const part[] = {"gate_proj", "up_proj", "down_proj"};
-    const long long width = 4 << 20, bytes = width * HF_EMBD * 2;
+    const long long width = 1 << 20, bytes = width * HF_EMBD * 2;
     struct hf h;
     char text[512], *s = NULL, *listing = NULL;
     hf_begin(&h, "interrupt");
-    h.n_experts[0] = 0;
+    h.n_experts[0] = h.n_experts[1] = 0;
     hf_qwen3(&h);
     json_t *map = json_object(), *index = json_pack("{s:o}", "weight_map", map);
     sb_puts(&s, "01234567{");
-    for (int p = 0; p < 3; p++) {
-        snprintf(text, sizeof text, "model.layers.0.mlp.%s.weight", part[p]);
+    for (int i = 0; i < 6; i++) {
+        const int p = i % 3;
+        snprintf(text, sizeof text, "model.layers.%d.mlp.%s.weight", i / 3, part[p]);
         hf_drop(&h, text);
         json_object_set_new(map, text, json_string("large.safetensors"));
-        sb_printf(&s, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[%lld,%lld],\"data_offsets\":[%lld,%lld]}", p ? "," : "",
-                  text, p < 2 ? width : HF_EMBD, p < 2 ? HF_EMBD : width, p * bytes, (p + 1) * bytes);
+        sb_printf(&s, "%s\"%s\":{\"dtype\":\"BF16\",\"shape\":[%lld,%lld],\"data_offsets\":[%lld,%lld]}", i ? "," : "",
+                  text, p < 2 ? width : HF_EMBD, p < 2 ? HF_EMBD : width, i * bytes, (i + 1) * bytes);
     }
     sb_puts(&s, "}");
     uint64_t n = arrlenu(s) - 8;
     memcpy(s, &n, 8);
     hf_write(&h, "large.safetensors", s, arrlenu(s));
     snprintf(text, sizeof text, "%s/large.safetensors", h.dir);
-    CHECK(!truncate(text, (off_t)(n + 8) + 3 * bytes), "%s", text);
+    CHECK(!truncate(text, (off_t)(n + 8) + 6 * bytes), "%s", text);
     for (size_t i = 0; i < arrlenu(h.t); i++) json_object_set_new(map, h.t[i].name, json_string("small.safetensors"));
     hf_shard(&h, "small.safetensors", 0, arrlenu(h.t));
     hf_json(&h, "model.safetensors.index.json", index);
     json_decref(index);
-    hf_set(h.config, "{\"intermediate_size\":4194304,\"mlp_only_layers\":[0]}");
+    hf_set(h.config, "{\"intermediate_size\":1048576,\"mlp_only_layers\":[0,1]}");
     CHECK(hf_run(&h, "--dry-run") == 0, "%s", h.err);
     bool room = true;
     for (int quantize = 0; quantize < 2; quantize++) {
@@ -2735,7 +2759,7 @@ static void test_convert_header_target(void) {
         {"convert/prediction_layers", test_convert_prediction_layers}, {"convert/small", test_convert_small},         \
         {"convert/mixed", test_convert_mixed}, {"convert/quantization_keys", test_convert_quantization_keys},         \
         {"convert/left_out", test_convert_left_out}, {"convert/odd_prediction", test_convert_odd_prediction},         \
-        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
+        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision}, {"convert/unloadable", test_convert_unloadable},             \
         {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                         \
         {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
         {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                           \
