@@ -957,8 +957,7 @@ static size_t head_v(void) { return src.v_head_key ? size_of(src.v_head_key) : h
 /* Whether a block has a window. */
 static bool is_windowed(int layer) { return src.is_windowed && src.is_windowed(layer); }
 
-/* The model that is made, as the engine's loader reads its metadata, and the layer that is planned, whose sizes the
- * table of tensors asks for. */
+/* The model that is written: its metadata as the engine's loader reads them, and the layer that is being planned. */
 static struct {
     struct model model;
     struct loader loader;
@@ -1059,12 +1058,12 @@ static void kv_num(struct doc d, const char *name, double v, const char *key) {
     gguf_put_f32(&writer, arch_key(key), (float)v);
 }
 
-/* Writes a value for each of n blocks. */
+/* Writes an array of n values. */
 static void kv_array(const char *key, enum gguf_value type, int n, const void *values) {
     gguf_put_array(&writer, arch_key(key), type, (uint64_t)n, values);
 }
 
-/* Writes which of n blocks are so. */
+/* Writes for each of n blocks whether `is` holds for it. */
 static void kv_flags(const char *key, int n, bool (*is)(int block)) {
     bool flags[MAX_LAYERS];
     for (int l = 0; l < n; l++) flags[l] = is(l);
@@ -1578,7 +1577,7 @@ static int ff_width(const char *key, size_t count) {
     return (int)(count * (size_t)get_int(src.cfg, key, 1, (int64_t)(MAX_WIDTH / count), REQUIRED));
 }
 
-/* Returns a layer as the engine's family makes it of the metadata, with what its loader takes from the tensors. */
+/* Returns a layer: what the engine's family says by the metadata, and what its loader would find in the tensors. */
 static struct layer layer_shape(int layer) {
     struct layer l = {0};
     struct attn *a = &l.attn;
@@ -1895,7 +1894,7 @@ static bool plan_prediction(int layer) {
     return whole;
 }
 
-/* Finds out what the release has, before its metadata are written. */
+/* Finds the names, the layers and the experts of the source, which the metadata depend on. */
 static void survey(void) {
     find_names();
     if (src.n_typed && src.n_typed < src.n_layer + src.n_mtp)
@@ -1937,7 +1936,7 @@ static void plan_model(void) {
  * ============================================================================================================ */
 
 /* Dies unless each key that is there has the one value that moe computes with. list: words, a key and its value in
- * turn; a value none is no value. */
+ * turn. A key with the value none must not be there. */
 static void check_fixed(struct doc d, const char *list) {
     char key[64], value[32];
     int n = 0;
@@ -2129,7 +2128,7 @@ static void config_deepseek_v32(void) {
     expect(src.cfg, "index_topk_freq", get_int(src.cfg, "index_topk_freq", 0, MAX_LAYERS, 1) <= 1, "1");
 }
 
-/* Writes the same of GLM-5, and which layers have an indexer. */
+/* Writes the sizes of GLM-5's indexer, and which layers have one. */
 static void put_glm_dsa(void) {
     put_indexer();
     kv_flags("attention.indexer.types", src.n_layer, has_indexer_glm);
@@ -2324,8 +2323,8 @@ static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias",
  * gpt-oss, MiniMax-M2, Mixtral, OLMoE, Qwen2-MoE, ERNIE-4.5, Step-3.5 and Laguna.
  * ============================================================================================================ */
 
-/* Whether a block has a window, by layer_types, which may go on with layers for multi-token prediction. Without the list
- * every other layer of gpt-oss has one. */
+/* Whether a block has a window, by layer_types, which may go on with layers for multi-token prediction. Without that
+ * list every other layer of gpt-oss has one. */
 static bool is_windowed_typed(int layer) {
     json_t *list = get_list(src.cfg, "layer_types");
     const char *type = json_string_value(json_array_get(list, (size_t)layer));
@@ -3746,7 +3745,7 @@ static void note_unknown(struct doc r, const char *known) {
     }
 }
 
-/* Says what of the context and of the rotations is not taken as it is. */
+/* Says which values of the context and of the rotations are not used as they are. */
 static void note_rope(void) {
     static const char known[] = "type rope_type rope_theta factor original_max_position_embeddings beta_fast beta_slow "
                                 "attention_factor partial_rotary_factor truncate";
@@ -3893,8 +3892,8 @@ static void put_pruning(const char *name) {
     if (pruned) gguf_put_bool(&writer, "moe.reap.pruned", true);
 }
 
-/* Writes the heads of all blocks, or a list of those of each. list_key: of config.json; NULL: what differs is
- * `windowed`, heads of layers with a window. */
+/* Writes a number of heads. list: for each block, else one for all. list_key: the list of config.json, or NULL.
+ * windowed: heads of layers with a window; 0: as many as `all`. */
 static void put_heads(const char *key, bool list, int all, const char *list_key, int windowed) {
     const int blocks = n_blocks();
     json_t *listed = list_key ? get_list(src.cfg, list_key) : NULL;
@@ -3964,14 +3963,14 @@ static void put_architecture(void) {
     if (src.n_mtp) kv_u32("nextn_predict_layers", (size_t)src.n_mtp);
 }
 
-/* Writes the metadata that the engine makes layers of. */
+/* Writes the metadata that the engine reads to make layers. */
 static void put_keys(void) {
     put_architecture();
     put_rope();
     put_experts();
 }
 
-/* Reads these metadata as the engine does. */
+/* Fills in `made` with what the engine's loader reads of these metadata. Dies where it refuses them. */
 static void load_keys(void) {
     static char err[ERR_MAX];
     size_t bytes;
@@ -3990,7 +3989,7 @@ static void load_keys(void) {
     die("'%s': moe could not load the file: %s", model_dir, err);
 }
 
-/* Dies unless the engine binds a finished header, whose data read as zeros. */
+/* Dies unless the engine's loader binds a finished header, whose data are zeros for it. */
 static void check_loads(const uint8_t *header, size_t bytes) {
     struct model m = {0};
     char err[ERR_MAX];

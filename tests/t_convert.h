@@ -2299,16 +2299,17 @@ static void test_convert_unloadable(void) {
     h.n_experts[0] = h.n_experts[1] = 40;
     hf_qwen3(&h);
     hf_set(h.config, "{\"num_experts\":40,\"num_experts_per_tok\":33}");
+    hf_write(&h, "out.gguf", "old\n", 4);
     for (int dry = 0; dry < 2; dry++) {
         hf_shard(&h, "model.safetensors", 0, arrlenu(h.t));
         snprintf(text, sizeof text, "-o %s/out.gguf%s", h.dir, dry ? " --dry-run" : "");
         CHECK(hf_run(&h, text) == 1, "written");
         CHECK(strstr(h.err, "metadata key 'qwen3moe.expert_used_count' is 33, expected 1 to 32"), "%s", h.err);
         CHECK(!arrlen(h.out) && strchr(h.err, '\n') == h.err + strlen(h.err) - 1, "more than a line: %s", h.err);
-        snprintf(text, sizeof text, "ls %s", h.dir);
-        run_command(text, &listing, NULL);
-        CHECK(!strstr(sb_cstr(&listing), "out.gguf"), "left behind: %s", listing);
     }
+    snprintf(text, sizeof text, "cd %s; cat out.gguf; ls", h.dir);
+    run_command(text, &listing, NULL);
+    CHECK(!strncmp(sb_cstr(&listing), "old\n", 4) && !strstr(listing, "tmp"), "left behind: %s", listing);
     arrfree(listing);
     hf_end(&h);
 }
@@ -2759,7 +2760,8 @@ static void test_convert_header_target(void) {
         {"convert/prediction_layers", test_convert_prediction_layers}, {"convert/small", test_convert_small},         \
         {"convert/mixed", test_convert_mixed}, {"convert/quantization_keys", test_convert_quantization_keys},         \
         {"convert/left_out", test_convert_left_out}, {"convert/odd_prediction", test_convert_odd_prediction},         \
-        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision}, {"convert/unloadable", test_convert_unloadable},             \
+        {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
+        {"convert/unloadable", test_convert_unloadable},                                                              \
         {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                         \
         {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
         {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                           \

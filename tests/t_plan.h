@@ -939,8 +939,7 @@ static void plan_same(const char *a, const char *b) {
 
 /* The header that moe-convert --dry-run writes is as good as the file. */
 static void test_plan_header(void) {
-    static const char *const dirs[] = {"convert/demo",
-                                       "tests/fixtures/qwen3moe_nvfp4",
+    static const char *const dirs[] = {"convert/demo", "tests/fixtures/qwen3moe_nvfp4",
                                        "tests/fixtures/deepseek_v3_reap",
                                        "tests/fixtures/deepseek_v4", /* tables of experts, of which zeros are none */
                                        "tests/fixtures/step3p7"};    /* factors of frequencies, likewise */
