@@ -6124,8 +6124,8 @@ DEVICE T block_scan(T *buffer) {
         buffer[i] += a;
         buffer[k] += b;
     }
-    buffer[k] += buffer[i];
-    __syncthreads(); /* the running sums are complete */
+    buffer[k] += buffer[i]; /* the last round: this thread wrote both */
+    __syncthreads();        /* the running sums are complete */
     return buffer[SAMPLE_CANDIDATES - 1];
 }
 

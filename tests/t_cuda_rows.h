@@ -182,7 +182,8 @@ extern "C" void cuda_test_norms(void) {
     static const int widths[] = {4088, 8184, 16376}; /* of each instance the most, less two threads' values */
     for (int n : widths) {
         for (int k = 0; k < 4; k++) run_add_norm<PARTIAL_OWN>(n, 1, 0, true, k & 1, k < 3, 2);
-        for (int k = 1; k < 4; k++) run_add_norm<PARTIAL_BF16>(n, 2, 0, k & 1, true, k & 2, k);
+        run_add_norm<PARTIAL_OWN>(n, 1, 0, true, true, true, 1);
+        for (int k = 1; k < 4; k++) run_add_norm<PARTIAL_BF16>(n, 2, 0, k & 1, true, k & 2, k == 2 ? 1 : k);
         for (int ranks : {1, 2, 3, 15})
             run_add_norm<PARTIAL_GATHERED>(n, ranks, ranks / 2, ranks & 1, true, ranks & 2, 1 + ranks % 2);
         for (int ranks = 1; ranks <= MAX_RANKS; ranks++) {

@@ -838,8 +838,8 @@ static void store_release(Warp &w, const Insn &in) {
     races_released(w, in);
     store<M, R>(w, in);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    /* other devices may see it long before the block's other warps go on */
-    if (machine.races && in.space <= GLOBAL && !(w.b->rng() & 3)) usleep(200);
+    enum { SEEN_US = 2000 }; /* other devices may see it long before the block's other warps go on */
+    if (machine.races && in.space <= GLOBAL && w.b->rng() % 4 == 0) usleep(SEEN_US);
 }
 
 enum { A_ADD, A_MIN, A_MAX, A_OR, A_AND, A_XOR, A_EXCH, A_CAS, A_INC };

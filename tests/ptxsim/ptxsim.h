@@ -45,7 +45,8 @@ void sim_integrated(int device, bool is);
 /* Cuts sums of tensor cores off after so many products (8 or 16), as Ampere and Hopper do; 0: rounds them. */
 void sim_truncate_sums(int products);
 
-/* Looks for races from the next launch on, which takes several times as long: see races.h. */
+/* Looks for races from the next launch on, which takes several times as long: see races.h. Launches then always overlap
+ * where they may, and some warps pause after a release, which other devices see meanwhile. */
 void sim_races(bool on);
 
 /* ---- counters ---- */
