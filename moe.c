@@ -44,6 +44,7 @@
  *  Types
  *   Types: matrices and layers                       250  weights, attention, delta net, layer
  *   Types: the table of tensors                      250  every tensor: names, field, shape, who has it
+ *   Types: the table of keys                         120  every key: name, kind, range, default
  *   Types: models                                    260  model, family; sizes that follow from them
  *   Types: operations                                270  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     200  struct rank; cuda_* functions
@@ -1457,36 +1458,6 @@ static inline const float **rule_vector(const struct tensor_rule *rule, const st
     return (const float **)(uintptr_t)((const uint8_t *)layer + rule->field);
 }
 
-/* The range of each number in the metadata of an architecture (ARCH.key). moe-convert writes no others. */
-static const struct key_range {
-    const char *key;
-    double lo, hi;
-} key_ranges[] = {{"attention.layer_norm_rms_epsilon", 0, 1},
-                  {"attention.temperature_scale", 0, 1e6},
-                  {"attention.value_scale", 0, 1e6},
-                  {"expert_weights_scale", 0, 1e6},
-                  {"rope.freq_base", 1, 1e12},
-                  {"rope.freq_base_swa", 1, 1e12},
-                  {"attention.compress_rope_freq_base", 1, 1e12},
-                  {"hyper_connection.epsilon", 0, 1},
-                  {"rope.scaling.attn_factor", 0, 1e3},
-                  {"rope.scaling.factor", 0, 1e6},
-                  {"rope.scaling.yarn_beta_fast", 0, 1e6},
-                  {"rope.scaling.yarn_beta_slow", 0, 1e6},
-                  {"rope.scaling.yarn_log_multiplier", 0, 10},
-                  {"swiglu_clamp_exp", 0, 1e6},
-                  {"swiglu_clamp_shexp", 0, 1e6},
-                  /* not supported: nothing but the neutral value */
-                  {"rope.scale_linear", 1, 1},
-                  {"rope.scaling.yarn_ext_factor", 0, 1}};
-
-/* Returns the range of a key, which is in the table. */
-static inline const struct key_range *key_range_of(const char *key) {
-    const struct key_range *r = key_ranges;
-    while (strcmp(r->key, key)) r++;
-    return r;
-}
-
 /* Whether the row's field is a struct weight. */
 static inline bool rule_is_weight(const struct tensor_rule *rule) {
     return rule->kind <= TENSOR_ROUTER && rule->field != NOT_BOUND;
@@ -1509,13 +1480,120 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
 static inline bool rule_whole(const struct tensor_rule *rule) { return rule->in == DIM_CONV || rule->in == DIM_VALUES; }
 
 /* ============================================================================================================
+ * Types: the table of keys
+ *
+ * Every key of a file's metadata under the name of the architecture, ARCH.suffix: what the sizes of a model follow from.
+ * It is data.
+ * ============================================================================================================ */
+
+/* Values of expert_gating_func. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
+enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3, GATING_SQRT_SOFTPLUS = 4 };
+
+enum key_kind { KEY_INT, KEY_NUM, KEY_BOOL, KEY_TEXT };
+
+enum key_shape {
+    KEY_ONE,    /* one value */
+    KEY_LAYERS, /* one value for all layers, or a list with one for each of block_count layers */
+    KEY_LIST    /* a list, whose length the reader says */
+};
+
+/* In place of a default. */
+#define KEY_REQUIRED (-HUGE_VAL) /* the key has to be there */
+#define KEY_FOLLOWS  HUGE_VAL    /* it follows from other keys or from the family, and the reader says it */
+
+/* One key. The loader and the converter find it by its suffix (key_rule_of). */
+struct key_rule {
+    const char *suffix;
+    uint8_t kind;  /* enum key_kind */
+    uint8_t shape; /* enum key_shape */
+    double lo, hi; /* of integers and numbers. A reader may narrow them by what other keys say */
+    double dflt;   /* without the key, KEY_REQUIRED or KEY_FOLLOWS */
+};
+
+/* clang-format off */
+static const struct key_rule key_rules[] = {
+    /* all families */
+    {"context_length",                       KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED},
+    {"embedding_length",                     KEY_INT,  KEY_ONE,    1, 1 << 17,     KEY_REQUIRED},
+    {"block_count",                          KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  KEY_REQUIRED}, /* with MTP layers */
+    {"nextn_predict_layers",                 KEY_INT,  KEY_ONE,    0, MAX_LAYERS - 1, 0}, /* MTP layers: the last ones */
+    {"attention.head_count",                 KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_REQUIRED},
+    {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_FOLLOWS},
+    {"attention.layer_norm_rms_epsilon",     KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
+    {"expert_count",                         KEY_INT,  KEY_ONE,    1, MAX_EXPERTS, KEY_REQUIRED},
+    {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED},
+    {"expert_group_count",                   KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 1},
+    {"expert_group_used_count",              KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS},
+    {"expert_gating_func",                   KEY_INT,  KEY_ONE,    0, GATING_SQRT_SOFTPLUS, 0}, /* 0: the family's */
+    {"expert_weights_norm",                  KEY_BOOL, KEY_ONE,    0, 1,           KEY_FOLLOWS},
+    {"expert_weights_scale",                 KEY_NUM,  KEY_ONE,    0, 1e6,         1}, /* 0: 1 */
+    /* heads, windows, what some families have */
+    {"attention.key_length",                 KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS},
+    {"attention.value_length",               KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
+    {"attention.value_scale",                KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
+    {"attention.sliding_window",             KEY_INT,  KEY_ONE,    0, MAX_TRAINED, KEY_FOLLOWS}, /* 0: none */
+    {"attention.sliding_window_pattern",     KEY_INT,  KEY_LAYERS, 0, MAX_LAYERS,  KEY_FOLLOWS}, /* period, or list of bits */
+    {"swiglu_clamp_exp",                     KEY_NUM,  KEY_LAYERS, 0, 1e6,         0}, /* 0: none */
+    {"swiglu_clamp_shexp",                   KEY_NUM,  KEY_LAYERS, 0, 1e6,         0},
+    /* rotations */
+    {"rope.dimension_count",                 KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS},
+    {"rope.dimension_count_swa",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS}, /* where layers have windows */
+    {"rope.freq_base",                       KEY_NUM,  KEY_ONE,    1, 1e12,        10000},
+    {"rope.freq_base_swa",                   KEY_NUM,  KEY_ONE,    1, 1e12,        KEY_FOLLOWS},
+    {"rope.scaling.type",                    KEY_TEXT, KEY_ONE,    0, 0,           KEY_FOLLOWS},
+    {"rope.scaling.factor",                  KEY_NUM,  KEY_ONE,    0, 1e6,         1}, /* 0: 1 */
+    {"rope.scaling.original_context_length", KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
+    {"rope.scaling.yarn_beta_fast",          KEY_NUM,  KEY_ONE,    0, 1e6,         32},
+    {"rope.scaling.yarn_beta_slow",          KEY_NUM,  KEY_ONE,    0, 1e6,         1},
+    {"rope.scaling.attn_factor",             KEY_NUM,  KEY_ONE,    0, 1e3,         1},
+    {"rope.scaling.yarn_log_multiplier",     KEY_NUM,  KEY_ONE,    0, 10,          0},
+    {"rope.scaling.yarn_ext_factor",         KEY_NUM,  KEY_ONE,    0, 1,           KEY_FOLLOWS}, /* 1 for YaRN, else 0 */
+    {"rope.scale_linear",                    KEY_NUM,  KEY_ONE,    1, 1,           1}, /* nothing else is supported */
+    /* latent attention */
+    {"attention.q_lora_rank",                KEY_INT,  KEY_ONE,    0, 1 << 16,     0}, /* 0: the query has no low rank */
+    {"attention.kv_lora_rank",               KEY_INT,  KEY_ONE,    1, 8192,        KEY_REQUIRED},
+    {"attention.key_length_mla",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_REQUIRED},
+    {"attention.value_length_mla",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_REQUIRED},
+    {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* nothing but 0 is supported */
+    /* indexers */
+    {"attention.indexer.head_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"attention.indexer.key_length",         KEY_INT,  KEY_ONE,    2, 1024,        KEY_REQUIRED},
+    {"attention.indexer.top_k",              KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED}, /* keys, or blocks of keys */
+    {"attention.indexer.block_size",         KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
+    {"attention.indexer.local_blocks",       KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED},
+    /* compressed keys and hyper-connections */
+    {"attention.output_group_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"attention.output_lora_rank",           KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
+    {"attention.compress_ratios",            KEY_INT,  KEY_LIST,   0, 1 << 16,     KEY_REQUIRED}, /* 0: a window alone */
+    {"attention.compress_rope_freq_base",    KEY_NUM,  KEY_ONE,    1, 1e12,        KEY_REQUIRED},
+    {"hyper_connection.count",               KEY_INT,  KEY_ONE,    1, HC_MAX,      KEY_REQUIRED},
+    {"hyper_connection.sinkhorn_iterations", KEY_INT,  KEY_ONE,    1, 1000,        KEY_REQUIRED},
+    {"hyper_connection.epsilon",             KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
+    {"hash_layer_count",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  KEY_REQUIRED},
+    /* gated delta nets */
+    {"ssm.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
+    {"ssm.group_count",                      KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"ssm.time_step_rank",                   KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"ssm.state_size",                       KEY_INT,  KEY_ONE,    1, 512,         KEY_REQUIRED}, /* a state of 2^31 bytes at most */
+    {"ssm.inner_size",                       KEY_INT,  KEY_ONE,    1, 1 << 20,     KEY_REQUIRED},
+    {"full_attention_interval",              KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  4},
+    {"attention.recurrent_layers",           KEY_INT,  KEY_LAYERS, 0, 1,           KEY_FOLLOWS},
+};
+/* clang-format on */
+enum { KEY_RULES = sizeof key_rules / sizeof *key_rules };
+
+/* Returns the row of a key, which is in the table. */
+static inline const struct key_rule *key_rule_of(const char *suffix) {
+    const struct key_rule *rule = key_rules;
+    while (strcmp(rule->suffix, suffix)) rule++;
+    return rule;
+}
+
+/* ============================================================================================================
  * Types: models
  *
  * A model or the shard that one rank holds of it, its family, and sizes that follow from these.
  * ============================================================================================================ */
-
-/* Values of the metadata key. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
-enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3, GATING_SQRT_SOFTPLUS = 4 };
 
 /* What a rank holds of a model: rank `rank` of the n_rank that divide every layer of a stage (tensor parallelism), in
  * pipeline stage `stage` of n_stage, each of which has consecutive layers. */
@@ -2942,17 +3020,23 @@ static const struct gguf_kv *loader_key(struct loader *l, const char *suffix, ch
     return l->failed ? NULL : gguf_find(l->g, key);
 }
 
-#define KEY_REQUIRED INT64_MIN
+/* In place of an end of a range that other keys narrow: the table's. */
+#define KEY_LO INT64_MIN
+#define KEY_HI INT64_MAX
 
-/* An integer key within [lo, hi]; `dflt`, which may follow from other keys and is checked too, when absent, an error
- * when dflt is KEY_REQUIRED. An array with one value per layer is accepted if all are equal. */
-static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi) {
+/* An integer key within the table's range and [lo, hi]; `dflt`, which may follow from other keys and is checked too,
+ * when absent, an error when dflt is KEY_REQUIRED. An array with one value per layer is accepted if all are equal. */
+static int loader_int_in(struct loader *l, const char *suffix, double dflt, int64_t lo, int64_t hi) {
     char key[128];
-    int64_t v = dflt, w;
+    int64_t v = 0, w;
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
+    if (lo < (int64_t)rule->lo) lo = (int64_t)rule->lo;
+    if (hi > (int64_t)rule->hi) hi = (int64_t)rule->hi;
     if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
-    if (kv && (!kv->n || !gguf_elem_int(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not an integer", key);
+    else if (!kv) v = (int64_t)dflt;
+    else if (!kv->n || !gguf_elem_int(kv, 0, &v)) loader_fail(l, "metadata key '%s' is not an integer", key);
     for (uint64_t i = 1; kv && i < kv->n && !l->failed; i++)
         if (!gguf_elem_int(kv, i, &w) || w != v) loader_fail(l, "metadata key '%s' differs between layers", key);
     if (!l->failed && (v < lo || v > hi))
@@ -2961,20 +3045,32 @@ static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_
     return l->failed ? 0 : (int)v;
 }
 
-/* An integer for every layer within [lo, hi], from one number for all or an array of block_count numbers. Without the
- * key all are dflt, which is KEY_REQUIRED where that is an error. */
-static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi,
-                        int out[MAX_LAYERS]) {
+/* The same with the table's range. */
+static int loader_int_or(struct loader *l, const char *suffix, double dflt) {
+    return loader_int_in(l, suffix, dflt, KEY_LO, KEY_HI);
+}
+
+/* The same with the table's range and default. */
+static int loader_int(struct loader *l, const char *suffix) {
+    return loader_int_or(l, suffix, key_rule_of(suffix)->dflt);
+}
+
+/* An integer for every layer, from one number for all or an array of block_count numbers, within the table's range and
+ * at most hi. Without the key all are the table's default. */
+static void loader_ints_to(struct loader *l, const char *suffix, int64_t hi, int out[MAX_LAYERS]) {
     char key[128];
-    int64_t v = dflt;
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     const int blocks = model_blocks(l->m);
+    const int64_t lo = (int64_t)rule->lo;
     if (l->failed) return;
-    if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
+    if (hi > (int64_t)rule->hi) hi = (int64_t)rule->hi;
+    if (!kv && rule->dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && kv->is_array && kv->n != (uint64_t)blocks)
         loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
                     (unsigned long long)kv->n, blocks);
     for (int il = 0; il < blocks && !l->failed; il++) {
+        int64_t v = kv ? 0 : (int64_t)rule->dflt;
         if (kv && !gguf_elem_int(kv, kv->is_array ? (uint64_t)il : 0, &v))
             loader_fail(l, "metadata key '%s' is not an integer", key);
         else if (v < lo || v > hi)
@@ -2984,46 +3080,64 @@ static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int6
     }
 }
 
-/* A finite number within its range; NAN as default: required. */
-static float loader_num(struct loader *l, const char *suffix, double dflt) {
+/* The same with the table's range. */
+static void loader_ints(struct loader *l, const char *suffix, int out[MAX_LAYERS]) {
+    loader_ints_to(l, suffix, KEY_HI, out);
+}
+
+/* A finite number within its range, with a default that follows from other keys. */
+static float loader_num_or(struct loader *l, const char *suffix, double dflt) {
     char key[128];
     double v = dflt;
-    const struct key_range *range = key_range_of(suffix);
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
-    if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);
+    if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not a number", key);
-    if (kv && !l->failed && !(v >= range->lo && v <= range->hi))
-        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
+    if (kv && !l->failed && !(v >= rule->lo && v <= rule->hi))
+        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, rule->lo, rule->hi);
     return l->failed ? 0 : (float)v;
 }
 
-/* A number for every layer within its range, from one for all or an array of block_count numbers; 0 when absent. */
+/* A finite number within its range. */
+static float loader_num(struct loader *l, const char *suffix) {
+    return loader_num_or(l, suffix, key_rule_of(suffix)->dflt);
+}
+
+/* A number for every layer within its range, from one for all or an array of block_count numbers. */
 static void loader_nums(struct loader *l, const char *suffix, float out[MAX_LAYERS]) {
     char key[128];
-    const struct key_range *range = key_range_of(suffix);
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     const int blocks = model_blocks(l->m);
     if (kv && kv->is_array && kv->n != (uint64_t)blocks)
         loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
                     (unsigned long long)kv->n, blocks);
     for (int il = 0; il < blocks && !l->failed; il++) {
-        double v = 0;
+        double v = rule->dflt;
         if (kv && !gguf_elem_f64(kv, kv->is_array ? (uint64_t)il : 0, &v))
             loader_fail(l, "metadata key '%s' is not a number", key);
-        else if (!(v >= range->lo && v <= range->hi))
-            loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
+        else if (!(v >= rule->lo && v <= rule->hi))
+            loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, rule->lo, rule->hi);
         out[il] = (float)v;
     }
 }
 
 /* A boolean key; dflt when absent. */
-static bool loader_bool(struct loader *l, const char *suffix, bool dflt) {
+static bool loader_bool_or(struct loader *l, const char *suffix, bool dflt) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (!kv) return dflt;
     if (kv->is_array || kv->type != GGUF_V_BOOL) loader_fail(l, "metadata key '%s' is not a boolean", key);
     return !l->failed && kv->data[0];
+}
+
+/* A key of text; dflt when absent. */
+static struct gguf_str loader_text_or(struct loader *l, const char *suffix, struct gguf_str dflt) {
+    char key[128];
+    if (loader_key(l, suffix, key) && !gguf_get_str(l->g, key, &dflt))
+        loader_fail(l, "metadata key '%s' is not a string", key);
+    return dflt;
 }
 
 /* Returns aligned memory that model_free frees. */
@@ -3218,32 +3332,29 @@ static void loader_rope_factors(struct loader *l, float *freq, int dim) {
 static void loader_rope(struct loader *l, const char *base_key, bool scaled, int dim, struct attn *attn) {
     struct model *m = l->m;
     struct rope rope = {.dim = dim, .pairs = l->rope_pairs || attn->kv_lora};
-    struct gguf_str type = {"linear", 6}; /* llama.cpp's default; without a factor it does nothing */
-    char key[128];
-    double base = loader_num(l, "rope.freq_base", 10000.0);
-    if (strcmp(base_key, "rope.freq_base")) base = loader_num(l, base_key, base);
-    double factor = loader_num(l, "rope.scaling.factor", 1.0);
-    int original = loader_int(l, "rope.scaling.original_context_length", m->n_ctx_train, 1, INT32_MAX);
-    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0);
-    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow", 1.0);
-    double attn_factor = loader_num(l, "rope.scaling.attn_factor", 1.0);
-    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0);
-    snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
+    double base = loader_num(l, "rope.freq_base");
+    if (strcmp(base_key, "rope.freq_base")) base = loader_num_or(l, base_key, base);
+    double factor = loader_num(l, "rope.scaling.factor");
+    int original = loader_int_or(l, "rope.scaling.original_context_length", m->n_ctx_train);
+    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast");
+    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow");
+    double attn_factor = loader_num(l, "rope.scaling.attn_factor");
+    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier");
     if (l->failed) return;
     if (dim % 2) loader_fail(l, "metadata key '%s.rope.dimension_count' is %d, expected an even number", l->arch, dim);
-    if (gguf_find(l->g, key) && !gguf_get_str(l->g, key, &type))
-        loader_fail(l, "metadata key '%s' is not a string", key);
+    /* llama.cpp's default is linear, which does nothing without a factor */
+    const struct gguf_str type = loader_text_or(l, "rope.scaling.type", (struct gguf_str){"linear", 6});
     bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
     if (!scaled) {
         yarn = linear = false;
         factor = attn_factor = 1.0;
     } else if (!yarn && !linear && !gguf_str_eq(type, "none")) {
         char t[32];
-        loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
+        loader_fail(l, "metadata key '%s.rope.scaling.type' is '%s'; known are none, linear and yarn", l->arch,
                     gguf_printable(type, t, sizeof t));
     }
-    loader_num(l, "rope.scale_linear", 1.0);
-    const double ext = (double)loader_num(l, "rope.scaling.yarn_ext_factor", yarn);
+    loader_num(l, "rope.scale_linear");
+    const double ext = (double)loader_num_or(l, "rope.scaling.yarn_ext_factor", yarn);
     if (!l->failed && scaled && ext != yarn)
         loader_fail(l, "metadata key '%s.rope.scaling.yarn_ext_factor' is %g, expected %d", l->arch, ext, yarn);
     if (l->failed) return;
@@ -3292,28 +3403,28 @@ static void loader_rope(struct loader *l, const char *base_key, bool scaled, int
 static void read_heads(struct loader *l) {
     struct attn *a = &l->attn;
     const int n_head = l->n_head[0];
-    a->head_k = loader_int(l, "attention.key_length", n_head ? l->m->n_embd / n_head : 0, 2, 4096);
-    a->head_v = loader_int(l, "attention.value_length", a->head_k, 1, 4096);
+    a->head_k = loader_int_or(l, "attention.key_length", n_head ? l->m->n_embd / n_head : 0);
+    a->head_v = loader_int_or(l, "attention.value_length", a->head_k);
 }
 
 /* Reads the metadata of grouped-query attention. */
 static void read_gqa(struct loader *l) {
     read_heads(l);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
     loader_rope(l, "rope.freq_base", true, dim, &l->attn);
 }
 
 /* Reads which layers have a window and how many keys it has: those that attention.sliding_window_pattern names by one
  * value for every layer, or all but one of each `period`, the last one or (full_first) the first. */
-static void read_windows(struct loader *l, int64_t window_dflt, int period, bool full_first) {
+static void read_windows(struct loader *l, double window_dflt, int period, bool full_first) {
     char key[128];
     int windowed[MAX_LAYERS];
-    const int window = loader_int(l, "attention.sliding_window", window_dflt, 0, MAX_TRAINED);
+    const int window = loader_int_or(l, "attention.sliding_window", window_dflt);
     const struct gguf_kv *kv = loader_key(l, "attention.sliding_window_pattern", key);
     if (kv && kv->is_array) {
-        loader_ints(l, "attention.sliding_window_pattern", 0, 0, 1, windowed);
+        loader_ints_to(l, "attention.sliding_window_pattern", 1, windowed);
     } else {
-        period = loader_int(l, "attention.sliding_window_pattern", period, 0, MAX_LAYERS);
+        period = loader_int_or(l, "attention.sliding_window_pattern", period);
         for (int il = 0; il < model_blocks(l->m); il++)
             windowed[il] = period && il % period != (full_first ? 0 : period - 1);
     }
@@ -3462,7 +3573,7 @@ static void read_gptoss(struct loader *l) {
     l->yarn_exact = true;
     read_gqa(l);
     l->attn_window = l->attn;
-    const float base = loader_num(l, "rope.freq_base", 10000.0), window = loader_num(l, "rope.freq_base_swa", base);
+    const float base = loader_num(l, "rope.freq_base"), window = loader_num_or(l, "rope.freq_base_swa", base);
     if (!l->failed && base != window)
         loader_fail(l, "metadata key '%s.rope.freq_base_swa' is %g, expected rope.freq_base, %g", l->arch,
                     (double)window, (double)base);
@@ -3495,8 +3606,8 @@ static void read_step35(struct loader *l) {
     read_windows(l, KEY_REQUIRED, 0, false);
     loader_nums(l, "swiglu_clamp_exp", l->clamp);
     loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 4, l->attn.head_k);
-    read_ropes(l, dim / 2, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 4, l->attn.head_k);
+    read_ropes(l, dim / 2, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
 /* A layer of Step-3.5, some of whose feed-forwards are clamped. */
@@ -3512,8 +3623,8 @@ static void layer_step35(struct loader *l, struct layer *layer, int il) {
 static void read_laguna(struct loader *l) {
     read_heads(l);
     read_windows(l, 0, 4, true);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
-    read_ropes(l, dim, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
+    read_ropes(l, dim, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
 /* A layer of Laguna. */
@@ -3527,9 +3638,9 @@ static void read_mimo2(struct loader *l) {
     read_heads(l);
     read_windows(l, KEY_REQUIRED, 0, false);
     for (int il = 0; il < model_blocks(l->m); il++) l->window[il] += l->window[il] > 0;
-    l->value_scale = loader_num(l, "attention.value_scale", 0.0);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
-    read_ropes(l, dim, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+    l->value_scale = loader_num(l, "attention.value_scale");
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
+    read_ropes(l, dim, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
 /* A layer of MiMo-V2, some of which have sinks. */
@@ -3549,10 +3660,10 @@ static void layer_glm4(struct loader *l, struct layer *layer, int il) {
  * attention. */
 static void read_indexer(struct loader *l, int block) {
     struct attn *a = &l->attn;
-    a->n_index = loader_int(l, "attention.indexer.head_count", KEY_REQUIRED, 1, 1024);
-    a->index_k = loader_int(l, "attention.indexer.key_length", KEY_REQUIRED, 2, 1024);
+    a->n_index = loader_int(l, "attention.indexer.head_count");
+    a->index_k = loader_int(l, "attention.indexer.key_length");
     a->index_block = block;
-    a->top_k = block * loader_int(l, "attention.indexer.top_k", KEY_REQUIRED, 1, MAX_TRAINED / block);
+    a->top_k = block * loader_int_in(l, "attention.indexer.top_k", KEY_REQUIRED, KEY_LO, MAX_TRAINED / block);
     const int rope = l->failed ? 0 : l->m->ropes[a->rope].dim;
     if (rope > a->index_k)
         loader_fail(l, "metadata key '%s.attention.indexer.key_length' is %d, expected at least the %d rotated values",
@@ -3564,9 +3675,10 @@ static void read_indexer(struct loader *l, int block) {
 static void read_minimax_m3(struct loader *l) {
     struct attn *a = &l->attn;
     read_gqa(l);
-    const int block = loader_int(l, "attention.indexer.block_size", KEY_REQUIRED, 1, 1 << 16);
+    const int block = loader_int(l, "attention.indexer.block_size");
     read_indexer(l, int_max(block, 1));
-    a->index_local = loader_int(l, "attention.indexer.local_blocks", KEY_REQUIRED, 1, int_max(1, attn_topk_blocks(a)));
+    a->index_local =
+        loader_int_in(l, "attention.indexer.local_blocks", KEY_REQUIRED, KEY_LO, int_max(1, attn_topk_blocks(a)));
     if (!l->failed && block & (block - 1))
         loader_fail(l, "metadata key '%s.attention.indexer.block_size' is %d, expected a power of two", l->arch, block);
     for (int il = 0; il < model_blocks(l->m) && !l->failed; il++)
@@ -3615,12 +3727,12 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
 /* Reads the metadata of multi-head latent attention (arXiv 2405.04434, section 2.1). */
 static void read_mla(struct loader *l) {
     struct attn *a = &l->attn;
-    a->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
-    a->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
-    a->head_k = loader_int(l, "attention.key_length_mla", KEY_REQUIRED, 2, 4096);
-    a->head_v = loader_int(l, "attention.value_length_mla", KEY_REQUIRED, 1, 4096);
-    int rope = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k - 1);
-    if (loader_num(l, "attention.temperature_scale", 0.0) != 0.0f)
+    a->q_lora = loader_int(l, "attention.q_lora_rank");
+    a->kv_lora = loader_int(l, "attention.kv_lora_rank");
+    a->head_k = loader_int(l, "attention.key_length_mla");
+    a->head_v = loader_int(l, "attention.value_length_mla");
+    int rope = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k - 1);
+    if (loader_num(l, "attention.temperature_scale") != 0.0f)
         loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
     loader_rope(l, "rope.freq_base", true, rope, a);
     /* Files by llama.cpp's converter do not name the router of GLM-4.7-Flash. Softmax routers have no bias. */
@@ -3706,14 +3818,14 @@ static void forward_mla(struct program *p, const struct model *m, int il) {
 static void loader_ratios(struct loader *l) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, "attention.compress_ratios", key);
-    const int blocks = model_blocks(l->m);
+    const int blocks = model_blocks(l->m), most = (int)key_rule_of("attention.compress_ratios")->hi;
     if (l->failed) return;
     if (!kv || !kv->is_array || kv->n < (uint64_t)blocks)
         loader_fail(l, "metadata key '%s' is missing or has no number for each of %d layers", key, blocks);
     for (int il = 0; il < blocks && !l->failed; il++) {
         int64_t v;
-        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > 1 << 16)
-            loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, 1 << 16, il);
+        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > most)
+            loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, most, il);
         else if (v && il >= l->m->n_layer)
             loader_fail(l, "metadata key '%s' has %d for prediction layer %d, expected 0", key, (int)v, il);
         else l->compress_ratio[il] = (int)v;
@@ -3728,22 +3840,22 @@ static void read_deepseek4(struct loader *l) {
     const int blocks = model_blocks(m);
     read_heads(l);
     l->rope_pairs = l->yarn_plain = true;
-    const int dim = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k);
-    a->q_lora = loader_int(l, "attention.q_lora_rank", KEY_REQUIRED, 1, 1 << 16);
-    a->window = loader_int(l, "attention.sliding_window", KEY_REQUIRED, 1, MAX_TRAINED);
-    a->n_group = loader_int(l, "attention.output_group_count", KEY_REQUIRED, 1, 1024);
-    a->o_lora = loader_int(l, "attention.output_lora_rank", KEY_REQUIRED, 1, 1 << 16);
-    loader_num(l, "attention.compress_rope_freq_base", NAN); /* required */
+    const int dim = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k);
+    a->q_lora = loader_int_in(l, "attention.q_lora_rank", KEY_REQUIRED, 1, KEY_HI);
+    a->window = loader_int_in(l, "attention.sliding_window", KEY_REQUIRED, 1, KEY_HI);
+    a->n_group = loader_int(l, "attention.output_group_count");
+    a->o_lora = loader_int(l, "attention.output_lora_rank");
+    loader_num(l, "attention.compress_rope_freq_base"); /* required */
     loader_rope(l, "attention.compress_rope_freq_base", true, dim, a);
     l->attn_window = *a;
     loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
     read_indexer(l, 1);
-    m->n_hc = loader_int(l, "hyper_connection.count", KEY_REQUIRED, 1, HC_MAX);
-    m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations", KEY_REQUIRED, 1, 1000);
-    m->hc_eps = loader_num(l, "hyper_connection.epsilon", NAN);
-    l->n_expert_ids = loader_int(l, "hash_layer_count", KEY_REQUIRED, 0, m->n_layer);
+    m->n_hc = loader_int(l, "hyper_connection.count");
+    m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations");
+    m->hc_eps = loader_num(l, "hyper_connection.epsilon");
+    l->n_expert_ids = loader_int_in(l, "hash_layer_count", KEY_REQUIRED, KEY_LO, m->n_layer);
     loader_ratios(l);
-    loader_num(l, "expert_weights_scale", NAN); /* required */
+    loader_num_or(l, "expert_weights_scale", KEY_REQUIRED);
     char key[128];
     if (!loader_key(l, "swiglu_clamp_exp", key)) loader_fail(l, "metadata key '%s' is missing", key);
     loader_nums(l, "swiglu_clamp_exp", l->clamp);
@@ -3752,7 +3864,7 @@ static void read_deepseek4(struct loader *l) {
     if (!l->failed && m->gating != GATING_SQRT_SOFTPLUS)
         loader_fail(l, "metadata key '%s.expert_gating_func' is %d, expected %d", l->arch, m->gating,
                     GATING_SQRT_SOFTPLUS);
-    const double factor = loader_num(l, "rope.scaling.attn_factor", 1);
+    const double factor = loader_num(l, "rope.scaling.attn_factor");
     if (!l->failed && factor != 1)
         loader_fail(l, "metadata key '%s.rope.scaling.attn_factor' is %g, expected 1", l->arch, factor);
     for (int il = 0; il < blocks && !l->failed; il++) {
@@ -3827,12 +3939,12 @@ static void read_qwen35(struct loader *l) {
     int every[MAX_LAYERS], inner;
     read_gqa(l);
     l->m->norm_topk_prob = true;
-    d->n_conv = loader_int(l, "ssm.conv_kernel", KEY_REQUIRED, 1, 8);
-    d->n_key = loader_int(l, "ssm.group_count", KEY_REQUIRED, 1, 1024);
-    d->n_value = loader_int(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, 1024);
-    d->head_k = loader_int(l, "ssm.state_size", KEY_REQUIRED, 1, 512); /* a state of 2^31 bytes at most */
-    inner = loader_int(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, 1 << 20);
-    const int interval = loader_int(l, "full_attention_interval", 4, 1, MAX_LAYERS);
+    d->n_conv = loader_int(l, "ssm.conv_kernel");
+    d->n_key = loader_int(l, "ssm.group_count");
+    d->n_value = loader_int_in(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, KEY_HI);
+    d->head_k = loader_int(l, "ssm.state_size");
+    inner = loader_int_in(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, KEY_HI);
+    const int interval = loader_int(l, "full_attention_interval");
     if (l->failed) return; /* the sizes are 0 */
     d->head_v = inner / d->n_value;
     d->whole_key = d->n_key;
@@ -3845,7 +3957,7 @@ static void read_qwen35(struct loader *l) {
     for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = (il + 1) % interval != 0;
     char key[128];
     if (!loader_key(l, "attention.recurrent_layers", key)) return;
-    loader_ints(l, "attention.recurrent_layers", 0, 0, 1, every);
+    loader_ints(l, "attention.recurrent_layers", every);
     for (int il = 0; il < l->m->n_layer && !l->failed; il++) l->recurrent[il] = every[il];
 }
 
@@ -4083,32 +4195,30 @@ static const char *family_names(char out[ERR_MAX]) {
 static void loader_hparams(struct loader *l) {
     struct model *m = l->m;
     char key[128];
-    m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, MAX_TRAINED);
-    m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
-    int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
-    m->n_mtp = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
+    m->n_ctx_train = loader_int(l, "context_length");
+    m->n_embd = loader_int(l, "embedding_length");
+    int blocks = loader_int(l, "block_count");
+    m->n_mtp = loader_int_in(l, "nextn_predict_layers", 0, KEY_LO, blocks - 1);
     m->n_layer = blocks - m->n_mtp;
-    loader_ints(l, "attention.head_count", KEY_REQUIRED, 1, 1024, l->n_head);
+    loader_ints(l, "attention.head_count", l->n_head);
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
-    if (loader_key(l, "attention.head_count_kv", key))
-        loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
+    if (loader_key(l, "attention.head_count_kv", key)) loader_ints_to(l, "attention.head_count_kv", most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
-    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN);
+    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon");
     if (!loader_key(l, "expert_count", key))
         loader_fail(l, "metadata key '%s' is missing: the model has no experts, and dense models are not supported",
                     key);
-    m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
-    loader_ints(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK,
-                l->n_expert_used);
-    m->n_group = loader_int(l, "expert_group_count", 1, 0, MAX_EXPERTS);
-    m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
+    m->n_expert_max = loader_int(l, "expert_count");
+    loader_ints_to(l, "expert_used_count", m->n_expert_max, l->n_expert_used);
+    m->n_group = loader_int(l, "expert_group_count");
+    m->n_group_used = loader_int_in(l, "expert_group_used_count", m->n_group, KEY_LO, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
     if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
-    int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SQRT_SOFTPLUS);
+    int gating = loader_int(l, "expert_gating_func");
     m->gating = gating ? (enum gating)gating : m->family->gating;
-    m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
-    m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0);
+    m->norm_topk_prob = loader_bool_or(l, "expert_weights_norm", m->family->norm_topk_prob);
+    m->routed_scaling_factor = loader_num(l, "expert_weights_scale");
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     m->family->read(l);
     for (int il = 0; il < blocks && !l->failed; il++)
