@@ -44,8 +44,9 @@
  *
  *  Types
  *   Types: matrices and layers                       250  weights, attention, delta net, layer
- *   Types: the table of tensors                      250  every tensor: names, field, shape, who has it
- *   Types: models                                    260  model, family; sizes that follow from them
+ *   Types: the table of tensors                      220  every tensor: names, field, shape, who has it
+ *   Types: the table of keys                         120  every key: name, kind, range, default
+ *   Types: models                                    250  model, family; sizes that follow from them
  *   Types: operations                                270  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     200  struct rank; cuda_* functions
  *
@@ -54,7 +55,7 @@
  *   State: sizes on a GPU                            390  what a GPU rank allocates
  *
  *  Model
- *   Model: tensors of a file                         390  reads keys and rotations, checks and binds tensors
+ *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        150  heads, windows, rotations
  *   Families: grouped-query attention                170  what each reads, its layers, its forward
  *   Families: latent attention                        90  the same of DeepSeek-V2, V3, V3.2, GLM-5
@@ -63,8 +64,9 @@
  *   Families: the forward                            180  the forward of all. START HERE
  *   Model: layers and files                          430  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         230  --synth: shapes of real models
- *   Synthetic models: weights                        360  a header as of a file, random numbers
+ *   Synthetic models: shapes                         210  --synth: shapes of real models
+ *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
+ *   Synthetic models: weights                        220  its tensors, random numbers
  *
  *  CPU
  *   CPU threads                                      240  the team of a rank: loops, barriers, waiting
@@ -1017,9 +1019,11 @@ static void progress_end(void) {
  * ============================================================================================================ */
 
 enum {
-    MAX_TOPK = 32,         /* experts used per token */
-    MAX_TRAINED = 1 << 28, /* positions that a model was trained for */
-    HC_MAX = 8             /* residual streams of hyper-connections */
+    MAX_TOPK = 32,           /* experts used per token */
+    MAX_TRAINED = 1 << 28,   /* positions that a model was trained for */
+    MAX_WIDTH = 1 << 20,     /* of a feed-forward */
+    MAX_EMBD_ROWS = 1 << 24, /* rows of an embedding */
+    HC_MAX = 8               /* residual streams of hyper-connections */
 };
 
 /* One matrix in the mapped file, or a stack of n_expert of them: of experts, or of heads (wk_b, wv_b). */
@@ -1458,36 +1462,6 @@ static inline const float **rule_vector(const struct tensor_rule *rule, const st
     return (const float **)(uintptr_t)((const uint8_t *)layer + rule->field);
 }
 
-/* The range of each number in the metadata of an architecture (ARCH.key). moe-convert writes no others. */
-static const struct key_range {
-    const char *key;
-    double lo, hi;
-} key_ranges[] = {{"attention.layer_norm_rms_epsilon", 0, 1},
-                  {"attention.temperature_scale", 0, 1e6},
-                  {"attention.value_scale", 0, 1e6},
-                  {"expert_weights_scale", 0, 1e6},
-                  {"rope.freq_base", 1, 1e12},
-                  {"rope.freq_base_swa", 1, 1e12},
-                  {"attention.compress_rope_freq_base", 1, 1e12},
-                  {"hyper_connection.epsilon", 0, 1},
-                  {"rope.scaling.attn_factor", 0, 1e3},
-                  {"rope.scaling.factor", 0, 1e6},
-                  {"rope.scaling.yarn_beta_fast", 0, 1e6},
-                  {"rope.scaling.yarn_beta_slow", 0, 1e6},
-                  {"rope.scaling.yarn_log_multiplier", 0, 10},
-                  {"swiglu_clamp_exp", 0, 1e6},
-                  {"swiglu_clamp_shexp", 0, 1e6},
-                  /* not supported: nothing but the neutral value */
-                  {"rope.scale_linear", 1, 1},
-                  {"rope.scaling.yarn_ext_factor", 0, 1}};
-
-/* Returns the range of a key, which is in the table. */
-static inline const struct key_range *key_range_of(const char *key) {
-    const struct key_range *r = key_ranges;
-    while (strcmp(r->key, key)) r++;
-    return r;
-}
-
 /* Whether the row's field is a struct weight. */
 static inline bool rule_is_weight(const struct tensor_rule *rule) {
     return rule->kind <= TENSOR_ROUTER && rule->field != NOT_BOUND;
@@ -1510,13 +1484,130 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
 static inline bool rule_whole(const struct tensor_rule *rule) { return rule->in == DIM_CONV || rule->in == DIM_VALUES; }
 
 /* ============================================================================================================
+ * Types: the table of keys
+ *
+ * Every key of a file's metadata under the name of the architecture, ARCH.suffix: what the sizes of a model follow from.
+ * It is data.
+ * ============================================================================================================ */
+
+/* Values of expert_gating_func. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
+enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3, GATING_SQRT_SOFTPLUS = 4 };
+
+enum key_kind { KEY_INT, KEY_NUM, KEY_BOOL, KEY_TEXT };
+
+enum key_shape {
+    KEY_ONE,    /* one value */
+    KEY_LAYERS, /* one value for all layers, or a list with one for each of block_count layers */
+    KEY_LIST    /* a list, whose length the reader says */
+};
+
+/* In place of a default. */
+#define KEY_REQUIRED (-HUGE_VAL) /* the key has to be there */
+#define KEY_FOLLOWS  HUGE_VAL    /* it follows from other keys or from the family, and the reader says it */
+
+/* One key. The loader and the converter find it by its suffix (key_rule_of). */
+struct key_rule {
+    const char *suffix;
+    uint8_t kind;  /* enum key_kind */
+    uint8_t shape; /* enum key_shape */
+    double lo, hi; /* of integers and numbers. A reader may narrow them by what other keys say */
+    double dflt;   /* without the key, KEY_REQUIRED or KEY_FOLLOWS */
+};
+
+/* clang-format off */
+static const struct key_rule key_rules[] = {
+    /* all families */
+    {"context_length",                       KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED},
+    {"embedding_length",                     KEY_INT,  KEY_ONE,    1, 1 << 17,     KEY_REQUIRED},
+    {"block_count",                          KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  KEY_REQUIRED}, /* with MTP layers */
+    {"nextn_predict_layers",                 KEY_INT,  KEY_ONE,    0, MAX_LAYERS - 1, 0}, /* MTP layers: the last ones */
+    {"attention.head_count",                 KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_REQUIRED},
+    {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_FOLLOWS},
+    {"attention.layer_norm_rms_epsilon",     KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
+    {"expert_count",                         KEY_INT,  KEY_ONE,    1, MAX_EXPERTS, KEY_REQUIRED},
+    {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED},
+    {"expert_group_count",                   KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 1},
+    {"expert_group_used_count",              KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS},
+    {"expert_gating_func",                   KEY_INT,  KEY_ONE,    0, GATING_SQRT_SOFTPLUS, 0}, /* 0: the family's */
+    {"expert_weights_norm",                  KEY_BOOL, KEY_ONE,    0, 1,           KEY_FOLLOWS},
+    {"expert_weights_scale",                 KEY_NUM,  KEY_ONE,    0, 1e6,         1}, /* 0: 1 */
+    /* heads, windows, what some families have */
+    {"attention.key_length",                 KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS},
+    {"attention.value_length",               KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
+    {"attention.value_scale",                KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
+    {"attention.sliding_window",             KEY_INT,  KEY_ONE,    0, MAX_TRAINED, KEY_FOLLOWS}, /* 0: none */
+    {"attention.sliding_window_pattern",     KEY_INT,  KEY_LAYERS, 0, MAX_LAYERS,  KEY_FOLLOWS}, /* period, or list of bits */
+    {"swiglu_clamp_exp",                     KEY_NUM,  KEY_LAYERS, 0, 1e6,         0}, /* 0: none */
+    {"swiglu_clamp_shexp",                   KEY_NUM,  KEY_LAYERS, 0, 1e6,         0},
+    /* rotations */
+    {"rope.dimension_count",                 KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS},
+    {"rope.dimension_count_swa",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS}, /* where layers have windows */
+    {"rope.freq_base",                       KEY_NUM,  KEY_ONE,    1, 1e12,        10000},
+    {"rope.freq_base_swa",                   KEY_NUM,  KEY_ONE,    1, 1e12,        KEY_FOLLOWS},
+    {"rope.scaling.type",                    KEY_TEXT, KEY_ONE,    0, 0,           KEY_FOLLOWS},
+    {"rope.scaling.factor",                  KEY_NUM,  KEY_ONE,    0, 1e6,         1}, /* 0: 1 */
+    {"rope.scaling.original_context_length", KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
+    {"rope.scaling.yarn_beta_fast",          KEY_NUM,  KEY_ONE,    0, 1e6,         32},
+    {"rope.scaling.yarn_beta_slow",          KEY_NUM,  KEY_ONE,    0, 1e6,         1},
+    {"rope.scaling.attn_factor",             KEY_NUM,  KEY_ONE,    0, 1e3,         1},
+    {"rope.scaling.yarn_log_multiplier",     KEY_NUM,  KEY_ONE,    0, 10,          0},
+    {"rope.scaling.yarn_ext_factor",         KEY_NUM,  KEY_ONE,    0, 1,           KEY_FOLLOWS}, /* 1 for YaRN, else 0 */
+    {"rope.scale_linear",                    KEY_NUM,  KEY_ONE,    1, 1,           1}, /* nothing else is supported */
+    /* latent attention */
+    {"attention.q_lora_rank",                KEY_INT,  KEY_ONE,    0, 1 << 16,     0}, /* 0: the query has no low rank */
+    {"attention.kv_lora_rank",               KEY_INT,  KEY_ONE,    1, 8192,        KEY_REQUIRED},
+    {"attention.key_length_mla",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_REQUIRED},
+    {"attention.value_length_mla",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_REQUIRED},
+    {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* nothing but 0 is supported */
+    /* indexers */
+    {"attention.indexer.head_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"attention.indexer.key_length",         KEY_INT,  KEY_ONE,    2, 1024,        KEY_REQUIRED},
+    {"attention.indexer.top_k",              KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED}, /* keys, or blocks of keys */
+    {"attention.indexer.block_size",         KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
+    {"attention.indexer.local_blocks",       KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED},
+    /* compressed keys and hyper-connections */
+    {"attention.output_group_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"attention.output_lora_rank",           KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
+    {"attention.compress_ratios",            KEY_INT,  KEY_LIST,   0, 1 << 16,     KEY_REQUIRED}, /* 0: a window alone */
+    {"attention.compress_rope_freq_base",    KEY_NUM,  KEY_ONE,    1, 1e12,        KEY_REQUIRED},
+    {"hyper_connection.count",               KEY_INT,  KEY_ONE,    1, HC_MAX,      KEY_REQUIRED},
+    {"hyper_connection.sinkhorn_iterations", KEY_INT,  KEY_ONE,    1, 1000,        KEY_REQUIRED},
+    {"hyper_connection.epsilon",             KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
+    {"hash_layer_count",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  KEY_REQUIRED},
+    /* gated delta nets */
+    {"ssm.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
+    {"ssm.group_count",                      KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"ssm.time_step_rank",                   KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
+    {"ssm.state_size",                       KEY_INT,  KEY_ONE,    1, 512,         KEY_REQUIRED}, /* a state of 2^31 bytes at most */
+    {"ssm.inner_size",                       KEY_INT,  KEY_ONE,    1, 1 << 20,     KEY_REQUIRED},
+    {"full_attention_interval",              KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  4},
+    {"attention.recurrent_layers",           KEY_INT,  KEY_LAYERS, 0, 1,           KEY_FOLLOWS},
+    /* What the tensors of a file say by themselves: --synth alone reads these */
+    {"vocab_size",                           KEY_INT,  KEY_ONE,    1, MAX_EMBD_ROWS, KEY_REQUIRED},
+    {"leading_dense_block_count",            KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0},
+    {"feed_forward_length",                  KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_REQUIRED}, /* of dense layers */
+    {"expert_feed_forward_length",           KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_REQUIRED},
+    {"expert_shared_count",                  KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 0},
+    {"expert_shared_feed_forward_length",    KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_FOLLOWS}, /* of all of them */
+    /* --synth writes it for llama.cpp. It means nothing for text, and nobody reads it here */
+    {"rope.dimension_sections",              KEY_INT,  KEY_LIST,   0, INT32_MAX,   KEY_FOLLOWS},
+};
+/* clang-format on */
+enum { KEY_RULES = sizeof key_rules / sizeof *key_rules };
+
+/* Returns the row of a key, which is in the table. */
+static inline const struct key_rule *key_rule_of(const char *suffix) {
+    for (int i = 0; i < KEY_RULES; i++)
+        if (!strcmp(key_rules[i].suffix, suffix)) return &key_rules[i];
+    assert(!"the table of keys has a row for each key that the program names");
+    return NULL;
+}
+
+/* ============================================================================================================
  * Types: models
  *
  * A model or the shard that one rank holds of it, its family, and sizes that follow from these.
  * ============================================================================================================ */
-
-/* Values of the metadata key. GATING_CHOSEN: the experts with the largest logits, weighted by a softmax over these. */
-enum gating { GATING_SOFTMAX = 1, GATING_SIGMOID = 2, GATING_CHOSEN = 3, GATING_SQRT_SOFTPLUS = 4 };
 
 /* What a rank holds of a model: rank `rank` of the n_rank that divide every layer of a stage (tensor parallelism), in
  * pipeline stage `stage` of n_stage, each of which has consecutive layers. */
@@ -2911,6 +3002,7 @@ struct loader {
     bool *used;       /* (n_tensors) */
     char *err;
     bool failed;
+    bool asked[KEY_RULES];          /* for the key of that row */
     struct attn attn;               /* what all layers share that see all keys, */
     struct attn attn_window;        /* and those with a window */
     struct delta delta;             /* what all gated delta nets share */
@@ -2939,20 +3031,27 @@ __attribute__((format(printf, 2, 3))) static void loader_fail(struct loader *l, 
 /* The key ARCH.suffix, or NULL. `key` receives its full name for messages. */
 static const struct gguf_kv *loader_key(struct loader *l, const char *suffix, char key[128]) {
     snprintf(key, 128, "%s.%s", l->arch, suffix);
+    l->asked[key_rule_of(suffix) - key_rules] = true;
     return l->failed ? NULL : gguf_find(l->g, key);
 }
 
-#define KEY_REQUIRED INT64_MIN
+/* In place of an end of a range that other keys narrow: the table's. */
+#define KEY_LO INT64_MIN
+#define KEY_HI INT64_MAX
 
-/* An integer key within [lo, hi]; `dflt`, which may follow from other keys and is checked too, when absent, an error
- * when dflt is KEY_REQUIRED. An array with one value per layer is accepted if all are equal. */
-static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi) {
+/* An integer key within the table's range and [lo, hi]; `dflt`, which may follow from other keys and is checked too,
+ * when absent, an error when dflt is KEY_REQUIRED. An array with one value per layer is accepted if all are equal. */
+static int loader_int_in(struct loader *l, const char *suffix, double dflt, int64_t lo, int64_t hi) {
     char key[128];
-    int64_t v = dflt, w;
+    int64_t v = 0, w;
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
+    if (lo < (int64_t)rule->lo) lo = (int64_t)rule->lo;
+    if (hi > (int64_t)rule->hi) hi = (int64_t)rule->hi;
     if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
-    if (kv && (!kv->n || !gguf_elem_int(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not an integer", key);
+    else if (!kv) v = (int64_t)dflt;
+    else if (!kv->n || !gguf_elem_int(kv, 0, &v)) loader_fail(l, "metadata key '%s' is not an integer", key);
     for (uint64_t i = 1; kv && i < kv->n && !l->failed; i++)
         if (!gguf_elem_int(kv, i, &w) || w != v) loader_fail(l, "metadata key '%s' differs between layers", key);
     if (!l->failed && (v < lo || v > hi))
@@ -2961,20 +3060,32 @@ static int loader_int(struct loader *l, const char *suffix, int64_t dflt, int64_
     return l->failed ? 0 : (int)v;
 }
 
-/* An integer for every layer within [lo, hi], from one number for all or an array of block_count numbers. Without the
- * key all are dflt, which is KEY_REQUIRED where that is an error. */
-static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int64_t lo, int64_t hi,
-                        int out[MAX_LAYERS]) {
+/* The same with the table's range. */
+static int loader_int_or(struct loader *l, const char *suffix, double dflt) {
+    return loader_int_in(l, suffix, dflt, KEY_LO, KEY_HI);
+}
+
+/* The same with the table's range and default. */
+static int loader_int(struct loader *l, const char *suffix) {
+    return loader_int_or(l, suffix, key_rule_of(suffix)->dflt);
+}
+
+/* An integer for every layer, from one number for all or an array of block_count numbers, within the table's range and
+ * at most hi. Without the key all are the table's default. */
+static void loader_ints_to(struct loader *l, const char *suffix, int64_t hi, int out[MAX_LAYERS]) {
     char key[128];
-    int64_t v = dflt;
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     const int blocks = model_blocks(l->m);
+    const int64_t lo = (int64_t)rule->lo;
     if (l->failed) return;
-    if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
+    if (hi > (int64_t)rule->hi) hi = (int64_t)rule->hi;
+    if (!kv && rule->dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && kv->is_array && kv->n != (uint64_t)blocks)
         loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
                     (unsigned long long)kv->n, blocks);
     for (int il = 0; il < blocks && !l->failed; il++) {
+        int64_t v = kv ? 0 : (int64_t)rule->dflt;
         if (kv && !gguf_elem_int(kv, kv->is_array ? (uint64_t)il : 0, &v))
             loader_fail(l, "metadata key '%s' is not an integer", key);
         else if (v < lo || v > hi)
@@ -2984,46 +3095,64 @@ static void loader_ints(struct loader *l, const char *suffix, int64_t dflt, int6
     }
 }
 
-/* A finite number within its range; NAN as default: required. */
-static float loader_num(struct loader *l, const char *suffix, double dflt) {
+/* The same with the table's range. */
+static void loader_ints(struct loader *l, const char *suffix, int out[MAX_LAYERS]) {
+    loader_ints_to(l, suffix, KEY_HI, out);
+}
+
+/* A finite number within its range, with a default that follows from other keys. */
+static float loader_num_or(struct loader *l, const char *suffix, double dflt) {
     char key[128];
     double v = dflt;
-    const struct key_range *range = key_range_of(suffix);
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (l->failed) return 0;
-    if (!kv && isnan(dflt)) loader_fail(l, "metadata key '%s' is missing", key);
+    if (!kv && dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && (kv->is_array || !gguf_elem_f64(kv, 0, &v))) loader_fail(l, "metadata key '%s' is not a number", key);
-    if (kv && !l->failed && !(v >= range->lo && v <= range->hi))
-        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
+    if (kv && !l->failed && !(v >= rule->lo && v <= rule->hi))
+        loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, rule->lo, rule->hi);
     return l->failed ? 0 : (float)v;
 }
 
-/* A number for every layer within its range, from one for all or an array of block_count numbers; 0 when absent. */
+/* A finite number within its range. */
+static float loader_num(struct loader *l, const char *suffix) {
+    return loader_num_or(l, suffix, key_rule_of(suffix)->dflt);
+}
+
+/* A number for every layer within its range, from one for all or an array of block_count numbers. */
 static void loader_nums(struct loader *l, const char *suffix, float out[MAX_LAYERS]) {
     char key[128];
-    const struct key_range *range = key_range_of(suffix);
+    const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     const int blocks = model_blocks(l->m);
     if (kv && kv->is_array && kv->n != (uint64_t)blocks)
         loader_fail(l, "metadata key '%s' has %llu values, expected one for each of %d layers", key,
                     (unsigned long long)kv->n, blocks);
     for (int il = 0; il < blocks && !l->failed; il++) {
-        double v = 0;
+        double v = rule->dflt;
         if (kv && !gguf_elem_f64(kv, kv->is_array ? (uint64_t)il : 0, &v))
             loader_fail(l, "metadata key '%s' is not a number", key);
-        else if (!(v >= range->lo && v <= range->hi))
-            loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, range->lo, range->hi);
+        else if (!(v >= rule->lo && v <= rule->hi))
+            loader_fail(l, "metadata key '%s' is %g, expected %g to %g", key, v, rule->lo, rule->hi);
         out[il] = (float)v;
     }
 }
 
 /* A boolean key; dflt when absent. */
-static bool loader_bool(struct loader *l, const char *suffix, bool dflt) {
+static bool loader_bool_or(struct loader *l, const char *suffix, bool dflt) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     if (!kv) return dflt;
     if (kv->is_array || kv->type != GGUF_V_BOOL) loader_fail(l, "metadata key '%s' is not a boolean", key);
     return !l->failed && kv->data[0];
+}
+
+/* A key of text; dflt when absent. */
+static struct gguf_str loader_text_or(struct loader *l, const char *suffix, struct gguf_str dflt) {
+    char key[128];
+    if (loader_key(l, suffix, key) && !gguf_get_str(l->g, key, &dflt))
+        loader_fail(l, "metadata key '%s' is not a string", key);
+    return dflt;
 }
 
 /* Returns aligned memory that model_free frees. */
@@ -3218,32 +3347,29 @@ static void loader_rope_factors(struct loader *l, float *freq, int dim) {
 static void loader_rope(struct loader *l, const char *base_key, bool scaled, int dim, struct attn *attn) {
     struct model *m = l->m;
     struct rope rope = {.dim = dim, .pairs = l->rope_pairs || attn->kv_lora};
-    struct gguf_str type = {"linear", 6}; /* llama.cpp's default; without a factor it does nothing */
-    char key[128];
-    double base = loader_num(l, "rope.freq_base", 10000.0);
-    if (strcmp(base_key, "rope.freq_base")) base = loader_num(l, base_key, base);
-    double factor = loader_num(l, "rope.scaling.factor", 1.0);
-    int original = loader_int(l, "rope.scaling.original_context_length", m->n_ctx_train, 1, INT32_MAX);
-    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast", 32.0);
-    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow", 1.0);
-    double attn_factor = loader_num(l, "rope.scaling.attn_factor", 1.0);
-    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier", 0.0);
-    snprintf(key, sizeof key, "%s.rope.scaling.type", l->arch);
+    double base = loader_num(l, "rope.freq_base");
+    if (strcmp(base_key, "rope.freq_base")) base = loader_num_or(l, base_key, base);
+    double factor = loader_num(l, "rope.scaling.factor");
+    int original = loader_int_or(l, "rope.scaling.original_context_length", m->n_ctx_train);
+    double beta_fast = loader_num(l, "rope.scaling.yarn_beta_fast");
+    double beta_slow = loader_num(l, "rope.scaling.yarn_beta_slow");
+    double attn_factor = loader_num(l, "rope.scaling.attn_factor");
+    double log_mul = loader_num(l, "rope.scaling.yarn_log_multiplier");
     if (l->failed) return;
     if (dim % 2) loader_fail(l, "metadata key '%s.rope.dimension_count' is %d, expected an even number", l->arch, dim);
-    if (gguf_find(l->g, key) && !gguf_get_str(l->g, key, &type))
-        loader_fail(l, "metadata key '%s' is not a string", key);
+    /* llama.cpp's default is linear, which does nothing without a factor */
+    const struct gguf_str type = loader_text_or(l, "rope.scaling.type", (struct gguf_str){"linear", 6});
     bool yarn = gguf_str_eq(type, "yarn"), linear = gguf_str_eq(type, "linear");
     if (!scaled) {
         yarn = linear = false;
         factor = attn_factor = 1.0;
     } else if (!yarn && !linear && !gguf_str_eq(type, "none")) {
         char t[32];
-        loader_fail(l, "metadata key '%s' is '%s'; known are none, linear and yarn", key,
+        loader_fail(l, "metadata key '%s.rope.scaling.type' is '%s'; known are none, linear and yarn", l->arch,
                     gguf_printable(type, t, sizeof t));
     }
-    loader_num(l, "rope.scale_linear", 1.0);
-    const double ext = (double)loader_num(l, "rope.scaling.yarn_ext_factor", yarn);
+    loader_num(l, "rope.scale_linear");
+    const double ext = (double)loader_num_or(l, "rope.scaling.yarn_ext_factor", yarn);
     if (!l->failed && scaled && ext != yarn)
         loader_fail(l, "metadata key '%s.rope.scaling.yarn_ext_factor' is %g, expected %d", l->arch, ext, yarn);
     if (l->failed) return;
@@ -3292,28 +3418,28 @@ static void loader_rope(struct loader *l, const char *base_key, bool scaled, int
 static void read_heads(struct loader *l) {
     struct attn *a = &l->attn;
     const int n_head = l->n_head[0];
-    a->head_k = loader_int(l, "attention.key_length", n_head ? l->m->n_embd / n_head : 0, 2, 4096);
-    a->head_v = loader_int(l, "attention.value_length", a->head_k, 1, 4096);
+    a->head_k = loader_int_or(l, "attention.key_length", n_head ? l->m->n_embd / n_head : 0);
+    a->head_v = loader_int_or(l, "attention.value_length", a->head_k);
 }
 
 /* Reads the metadata of grouped-query attention. */
 static void read_gqa(struct loader *l) {
     read_heads(l);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
     loader_rope(l, "rope.freq_base", true, dim, &l->attn);
 }
 
 /* Reads which layers have a window and how many keys it has: those that attention.sliding_window_pattern names by one
  * value for every layer, or all but one of each `period`, the last one or (full_first) the first. */
-static void read_windows(struct loader *l, int64_t window_dflt, int period, bool full_first) {
+static void read_windows(struct loader *l, double window_dflt, int period, bool full_first) {
     char key[128];
     int windowed[MAX_LAYERS];
-    const int window = loader_int(l, "attention.sliding_window", window_dflt, 0, MAX_TRAINED);
+    const int window = loader_int_or(l, "attention.sliding_window", window_dflt);
     const struct gguf_kv *kv = loader_key(l, "attention.sliding_window_pattern", key);
     if (kv && kv->is_array) {
-        loader_ints(l, "attention.sliding_window_pattern", 0, 0, 1, windowed);
+        loader_ints_to(l, "attention.sliding_window_pattern", 1, windowed);
     } else {
-        period = loader_int(l, "attention.sliding_window_pattern", period, 0, MAX_LAYERS);
+        period = loader_int_or(l, "attention.sliding_window_pattern", period);
         for (int il = 0; il < model_blocks(l->m); il++)
             windowed[il] = period && il % period != (full_first ? 0 : period - 1);
     }
@@ -3327,15 +3453,16 @@ static void read_ropes(struct loader *l, int dim, int dim_window) {
     loader_rope(l, "rope.freq_base_swa", false, dim_window, &l->attn_window);
 }
 
-/* Dimension `axis` of blk.il.NAME, which is a width of at most 2^20. 0: the layer has no such tensor, or after an
+/* Dimension `axis` of blk.il.NAME, which is a width of at most MAX_WIDTH. 0: the layer has no such tensor, or after an
  * error. */
 static int loader_width(struct loader *l, int il, const char *what, int axis) {
     char name[128];
     snprintf(name, sizeof name, "blk.%d.%s.weight", il, what);
     const struct gguf_tensor *t = l->failed ? NULL : gguf_find_tensor(l->g, name);
     if (!t) return 0;
-    if (t->ne[axis] > 1 << 20) {
-        loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[axis], 1 << 20);
+    if (t->ne[axis] > MAX_WIDTH) {
+        loader_fail(l, "tensor '%s' is %llu wide, expected at most %d", name, (unsigned long long)t->ne[axis],
+                    MAX_WIDTH);
         return 0;
     }
     return (int)t->ne[axis];
@@ -3462,7 +3589,7 @@ static void read_gptoss(struct loader *l) {
     l->yarn_exact = true;
     read_gqa(l);
     l->attn_window = l->attn;
-    const float base = loader_num(l, "rope.freq_base", 10000.0), window = loader_num(l, "rope.freq_base_swa", base);
+    const float base = loader_num(l, "rope.freq_base"), window = loader_num_or(l, "rope.freq_base_swa", base);
     if (!l->failed && base != window)
         loader_fail(l, "metadata key '%s.rope.freq_base_swa' is %g, expected rope.freq_base, %g", l->arch,
                     (double)window, (double)base);
@@ -3495,8 +3622,8 @@ static void read_step35(struct loader *l) {
     read_windows(l, KEY_REQUIRED, 0, false);
     loader_nums(l, "swiglu_clamp_exp", l->clamp);
     loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 4, l->attn.head_k);
-    read_ropes(l, dim / 2, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 4, l->attn.head_k);
+    read_ropes(l, dim / 2, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
 /* A layer of Step-3.5, some of whose feed-forwards are clamped. */
@@ -3512,8 +3639,8 @@ static void layer_step35(struct loader *l, struct layer *layer, int il) {
 static void read_laguna(struct loader *l) {
     read_heads(l);
     read_windows(l, 0, 4, true);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
-    read_ropes(l, dim, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
+    read_ropes(l, dim, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
 /* A layer of Laguna. */
@@ -3527,9 +3654,9 @@ static void read_mimo2(struct loader *l) {
     read_heads(l);
     read_windows(l, KEY_REQUIRED, 0, false);
     for (int il = 0; il < model_blocks(l->m); il++) l->window[il] += l->window[il] > 0;
-    l->value_scale = loader_num(l, "attention.value_scale", 0.0);
-    const int dim = loader_int(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
-    read_ropes(l, dim, loader_int(l, "rope.dimension_count_swa", dim, 2, l->attn.head_k));
+    l->value_scale = loader_num(l, "attention.value_scale");
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
+    read_ropes(l, dim, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
 /* A layer of MiMo-V2, some of which have sinks. */
@@ -3549,10 +3676,10 @@ static void layer_glm4(struct loader *l, struct layer *layer, int il) {
  * attention. */
 static void read_indexer(struct loader *l, int block) {
     struct attn *a = &l->attn;
-    a->n_index = loader_int(l, "attention.indexer.head_count", KEY_REQUIRED, 1, 1024);
-    a->index_k = loader_int(l, "attention.indexer.key_length", KEY_REQUIRED, 2, 1024);
+    a->n_index = loader_int(l, "attention.indexer.head_count");
+    a->index_k = loader_int(l, "attention.indexer.key_length");
     a->index_block = block;
-    a->top_k = block * loader_int(l, "attention.indexer.top_k", KEY_REQUIRED, 1, MAX_TRAINED / block);
+    a->top_k = block * loader_int_in(l, "attention.indexer.top_k", KEY_REQUIRED, KEY_LO, MAX_TRAINED / block);
     const int rope = l->failed ? 0 : l->m->ropes[a->rope].dim;
     if (rope > a->index_k)
         loader_fail(l, "metadata key '%s.attention.indexer.key_length' is %d, expected at least the %d rotated values",
@@ -3564,9 +3691,10 @@ static void read_indexer(struct loader *l, int block) {
 static void read_minimax_m3(struct loader *l) {
     struct attn *a = &l->attn;
     read_gqa(l);
-    const int block = loader_int(l, "attention.indexer.block_size", KEY_REQUIRED, 1, 1 << 16);
+    const int block = loader_int(l, "attention.indexer.block_size");
     read_indexer(l, int_max(block, 1));
-    a->index_local = loader_int(l, "attention.indexer.local_blocks", KEY_REQUIRED, 1, int_max(1, attn_topk_blocks(a)));
+    a->index_local =
+        loader_int_in(l, "attention.indexer.local_blocks", KEY_REQUIRED, KEY_LO, int_max(1, attn_topk_blocks(a)));
     if (!l->failed && block & (block - 1))
         loader_fail(l, "metadata key '%s.attention.indexer.block_size' is %d, expected a power of two", l->arch, block);
     for (int il = 0; il < model_blocks(l->m) && !l->failed; il++)
@@ -3615,12 +3743,12 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
 /* Reads the metadata of multi-head latent attention (arXiv 2405.04434, section 2.1). */
 static void read_mla(struct loader *l) {
     struct attn *a = &l->attn;
-    a->q_lora = loader_int(l, "attention.q_lora_rank", 0, 0, 1 << 16);
-    a->kv_lora = loader_int(l, "attention.kv_lora_rank", KEY_REQUIRED, 1, 8192);
-    a->head_k = loader_int(l, "attention.key_length_mla", KEY_REQUIRED, 2, 4096);
-    a->head_v = loader_int(l, "attention.value_length_mla", KEY_REQUIRED, 1, 4096);
-    int rope = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k - 1);
-    if (loader_num(l, "attention.temperature_scale", 0.0) != 0.0f)
+    a->q_lora = loader_int(l, "attention.q_lora_rank");
+    a->kv_lora = loader_int(l, "attention.kv_lora_rank");
+    a->head_k = loader_int(l, "attention.key_length_mla");
+    a->head_v = loader_int(l, "attention.value_length_mla");
+    int rope = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k - 1);
+    if (loader_num(l, "attention.temperature_scale") != 0.0f)
         loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
     loader_rope(l, "rope.freq_base", true, rope, a);
     /* Files by llama.cpp's converter do not name the router of GLM-4.7-Flash. Softmax routers have no bias. */
@@ -3706,14 +3834,14 @@ static void forward_mla(struct program *p, const struct model *m, int il) {
 static void loader_ratios(struct loader *l) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, "attention.compress_ratios", key);
-    const int blocks = model_blocks(l->m);
+    const int blocks = model_blocks(l->m), most = (int)key_rule_of("attention.compress_ratios")->hi;
     if (l->failed) return;
     if (!kv || !kv->is_array || kv->n < (uint64_t)blocks)
         loader_fail(l, "metadata key '%s' is missing or has no number for each of %d layers", key, blocks);
     for (int il = 0; il < blocks && !l->failed; il++) {
         int64_t v;
-        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > 1 << 16)
-            loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, 1 << 16, il);
+        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > most)
+            loader_fail(l, "metadata key '%s' has no number from 0 to %d for layer %d", key, most, il);
         else if (v && il >= l->m->n_layer)
             loader_fail(l, "metadata key '%s' has %d for prediction layer %d, expected 0", key, (int)v, il);
         else l->compress_ratio[il] = (int)v;
@@ -3728,22 +3856,22 @@ static void read_deepseek4(struct loader *l) {
     const int blocks = model_blocks(m);
     read_heads(l);
     l->rope_pairs = l->yarn_plain = true;
-    const int dim = loader_int(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k);
-    a->q_lora = loader_int(l, "attention.q_lora_rank", KEY_REQUIRED, 1, 1 << 16);
-    a->window = loader_int(l, "attention.sliding_window", KEY_REQUIRED, 1, MAX_TRAINED);
-    a->n_group = loader_int(l, "attention.output_group_count", KEY_REQUIRED, 1, 1024);
-    a->o_lora = loader_int(l, "attention.output_lora_rank", KEY_REQUIRED, 1, 1 << 16);
-    loader_num(l, "attention.compress_rope_freq_base", NAN); /* required */
+    const int dim = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k);
+    a->q_lora = loader_int_in(l, "attention.q_lora_rank", KEY_REQUIRED, 1, KEY_HI);
+    a->window = loader_int_in(l, "attention.sliding_window", KEY_REQUIRED, 1, KEY_HI);
+    a->n_group = loader_int(l, "attention.output_group_count");
+    a->o_lora = loader_int(l, "attention.output_lora_rank");
+    loader_num(l, "attention.compress_rope_freq_base"); /* required */
     loader_rope(l, "attention.compress_rope_freq_base", true, dim, a);
     l->attn_window = *a;
     loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
     read_indexer(l, 1);
-    m->n_hc = loader_int(l, "hyper_connection.count", KEY_REQUIRED, 1, HC_MAX);
-    m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations", KEY_REQUIRED, 1, 1000);
-    m->hc_eps = loader_num(l, "hyper_connection.epsilon", NAN);
-    l->n_expert_ids = loader_int(l, "hash_layer_count", KEY_REQUIRED, 0, m->n_layer);
+    m->n_hc = loader_int(l, "hyper_connection.count");
+    m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations");
+    m->hc_eps = loader_num(l, "hyper_connection.epsilon");
+    l->n_expert_ids = loader_int_in(l, "hash_layer_count", KEY_REQUIRED, KEY_LO, m->n_layer);
     loader_ratios(l);
-    loader_num(l, "expert_weights_scale", NAN); /* required */
+    loader_num_or(l, "expert_weights_scale", KEY_REQUIRED);
     char key[128];
     if (!loader_key(l, "swiglu_clamp_exp", key)) loader_fail(l, "metadata key '%s' is missing", key);
     loader_nums(l, "swiglu_clamp_exp", l->clamp);
@@ -3752,7 +3880,7 @@ static void read_deepseek4(struct loader *l) {
     if (!l->failed && m->gating != GATING_SQRT_SOFTPLUS)
         loader_fail(l, "metadata key '%s.expert_gating_func' is %d, expected %d", l->arch, m->gating,
                     GATING_SQRT_SOFTPLUS);
-    const double factor = loader_num(l, "rope.scaling.attn_factor", 1);
+    const double factor = loader_num(l, "rope.scaling.attn_factor");
     if (!l->failed && factor != 1)
         loader_fail(l, "metadata key '%s.rope.scaling.attn_factor' is %g, expected 1", l->arch, factor);
     for (int il = 0; il < blocks && !l->failed; il++) {
@@ -3827,12 +3955,12 @@ static void read_qwen35(struct loader *l) {
     int every[MAX_LAYERS], inner;
     read_gqa(l);
     l->m->norm_topk_prob = true;
-    d->n_conv = loader_int(l, "ssm.conv_kernel", KEY_REQUIRED, 1, 8);
-    d->n_key = loader_int(l, "ssm.group_count", KEY_REQUIRED, 1, 1024);
-    d->n_value = loader_int(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, 1024);
-    d->head_k = loader_int(l, "ssm.state_size", KEY_REQUIRED, 1, 512); /* a state of 2^31 bytes at most */
-    inner = loader_int(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, 1 << 20);
-    const int interval = loader_int(l, "full_attention_interval", 4, 1, MAX_LAYERS);
+    d->n_conv = loader_int(l, "ssm.conv_kernel");
+    d->n_key = loader_int(l, "ssm.group_count");
+    d->n_value = loader_int_in(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, KEY_HI);
+    d->head_k = loader_int(l, "ssm.state_size");
+    inner = loader_int_in(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, KEY_HI);
+    const int interval = loader_int(l, "full_attention_interval");
     if (l->failed) return; /* the sizes are 0 */
     d->head_v = inner / d->n_value;
     d->whole_key = d->n_key;
@@ -3845,7 +3973,7 @@ static void read_qwen35(struct loader *l) {
     for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = (il + 1) % interval != 0;
     char key[128];
     if (!loader_key(l, "attention.recurrent_layers", key)) return;
-    loader_ints(l, "attention.recurrent_layers", 0, 0, 1, every);
+    loader_ints(l, "attention.recurrent_layers", every);
     for (int il = 0; il < l->m->n_layer && !l->failed; il++) l->recurrent[il] = every[il];
 }
 
@@ -4083,32 +4211,30 @@ static const char *family_names(char out[ERR_MAX]) {
 static void loader_hparams(struct loader *l) {
     struct model *m = l->m;
     char key[128];
-    m->n_ctx_train = loader_int(l, "context_length", KEY_REQUIRED, 1, MAX_TRAINED);
-    m->n_embd = loader_int(l, "embedding_length", KEY_REQUIRED, 1, 1 << 17);
-    int blocks = loader_int(l, "block_count", KEY_REQUIRED, 1, MAX_LAYERS);
-    m->n_mtp = loader_int(l, "nextn_predict_layers", 0, 0, blocks - 1);
+    m->n_ctx_train = loader_int(l, "context_length");
+    m->n_embd = loader_int(l, "embedding_length");
+    int blocks = loader_int(l, "block_count");
+    m->n_mtp = loader_int_in(l, "nextn_predict_layers", 0, KEY_LO, blocks - 1);
     m->n_layer = blocks - m->n_mtp;
-    loader_ints(l, "attention.head_count", KEY_REQUIRED, 1, 1024, l->n_head);
+    loader_ints(l, "attention.head_count", l->n_head);
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
-    if (loader_key(l, "attention.head_count_kv", key))
-        loader_ints(l, "attention.head_count_kv", 0, 1, most, l->n_head_kv);
+    if (loader_key(l, "attention.head_count_kv", key)) loader_ints_to(l, "attention.head_count_kv", most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
-    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon", NAN);
+    m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon");
     if (!loader_key(l, "expert_count", key))
         loader_fail(l, "metadata key '%s' is missing: the model has no experts, and dense models are not supported",
                     key);
-    m->n_expert_max = loader_int(l, "expert_count", KEY_REQUIRED, 1, MAX_EXPERTS);
-    loader_ints(l, "expert_used_count", KEY_REQUIRED, 1, m->n_expert_max < MAX_TOPK ? m->n_expert_max : MAX_TOPK,
-                l->n_expert_used);
-    m->n_group = loader_int(l, "expert_group_count", 1, 0, MAX_EXPERTS);
-    m->n_group_used = loader_int(l, "expert_group_used_count", m->n_group, 0, m->n_group ? m->n_group : 1);
+    m->n_expert_max = loader_int(l, "expert_count");
+    loader_ints_to(l, "expert_used_count", m->n_expert_max, l->n_expert_used);
+    m->n_group = loader_int(l, "expert_group_count");
+    m->n_group_used = loader_int_in(l, "expert_group_used_count", m->n_group, KEY_LO, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
     if (!l->failed && !m->n_group_used) loader_fail(l, "metadata key '%s.expert_group_used_count' is 0", l->arch);
-    int gating = loader_int(l, "expert_gating_func", 0, 0, GATING_SQRT_SOFTPLUS);
+    int gating = loader_int(l, "expert_gating_func");
     m->gating = gating ? (enum gating)gating : m->family->gating;
-    m->norm_topk_prob = loader_bool(l, "expert_weights_norm", m->family->norm_topk_prob);
-    m->routed_scaling_factor = loader_num(l, "expert_weights_scale", 1.0);
+    m->norm_topk_prob = loader_bool_or(l, "expert_weights_norm", m->family->norm_topk_prob);
+    m->routed_scaling_factor = loader_num(l, "expert_weights_scale");
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     m->family->read(l);
     for (int il = 0; il < blocks && !l->failed; il++)
@@ -4405,9 +4531,9 @@ static int model_tensors(struct model *m, char *err) {
     if (!l.failed) loader_hparams(&l);
     loader_mtp_layers(&l);
     const struct gguf_tensor *embd = loader_tensor(&l, "token_embd.weight", (uint64_t)m->n_embd, 0, 1, false);
-    if (embd && embd->ne[1] > 1 << 24)
+    if (embd && embd->ne[1] > MAX_EMBD_ROWS)
         loader_fail(&l, "tensor 'token_embd.weight' has %llu rows, expected at most %d",
-                    (unsigned long long)embd->ne[1], 1 << 24);
+                    (unsigned long long)embd->ne[1], MAX_EMBD_ROWS);
     m->n_vocab = embd && !l.failed ? (int)embd->ne[1] : 0;
     loader_weight(&l, &m->embd, m->n_embd, m->n_vocab, 1, false, "token_embd");
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
@@ -4802,136 +4928,418 @@ static void shard_free(struct model *shard) { free(shard->layers); }
  * Synthetic models: shapes
  *
  * The shapes of real models by name, for --synth. It is data, a row for each model.
+ *
+ * A shape is a text of the keys that its file would have, KEY=VALUE, separated by blanks. KEY is a suffix of the table
+ * of keys. A list has commas between its numbers, one for each layer. V*N stands for N times the number V, and V:W*N
+ * for N times V and W in turn. Without N they repeat as often as there are layers left, and the numbers after them
+ * belong to the last layers:
+ *
+ *   attention.compress_ratios=0,0,4:128*,0      0, 0, 4, 128, 4, 128, .., 0
+ *
+ * A shape without attention.layer_norm_rms_epsilon has 1e-6, and without rope.freq_base 1e6.
  * ============================================================================================================ */
 
 struct synth {
-    const char *name, *arch;
-    int n_layer, n_embd, n_head, n_head_kv;
-    int head; /* values of a key and of a value; latent attention: rotated ones of the key not counted */
-    int n_expert, n_used, n_ff, n_vocab, n_ctx;
-    /* 0 or what some families have */
-    int q_lora, kv_lora, rope, n_dense, ff_dense, ff_shared, n_group, n_group_used;
-    float scale; /* of the experts' weights; 0: 1 */
-    /* gated delta nets: key heads, value heads, values of a head; every interval-th layer has attention instead */
-    int n_key, n_value, delta_head, interval;
-    int head_v; /* values of a value where they are not as many as those of a key */
-    /* windows: keys; all layers but one of each `period` have one, the first or the last; heads, KV heads and rotated
-     * values of these layers where they differ */
-    int window, period, window_head, window_head_kv, window_rope;
-    bool full_first;
-    /* indexers of sparse attention: heads, values of a head, keys that are chosen; which layers share is said as
-     * GLM-5.2 says it: from layer index_first - 1 on every index_freq-th has one, and all before; 0: all */
-    int n_index, index_k, top_k, index_freq, index_first;
-    int index_block, index_local; /* keys of a block, of which top_k are chosen; blocks that a query always sees */
-    /* DeepSeek-V4: hyper-connections, layers that find experts by token ids, groups of heads, values of a group's
-     * result; tokens of a compressed key in the first two layers, in all others 4 and 128 in turn */
-    int n_hc, n_hash, head_groups, o_lora, first_ratio;
-    enum gguf_type ff_type;              /* of feed-forwards; 0: NVFP4 */
-    bool head_norm, qkv_bias, head_gate; /* of a family of which some models have them */
-    bool window_sinks, sh_weight, norm_topk;
-    bool predicts; /* it has an MTP layer */
-    bool q8;       /* the backbone is Q8_0 instead of BF16 */
-    bool sizes;    /* only sizes are looked at: nothing is filled in */
+    const char *name, *arch, *keys;
+    /* What the tensors of a file say and no key does. Layers that share an indexer: from layer index_first - 1 on every
+     * index_freq-th has one, and all before; index_freq 0: all have one */
+    int index_freq, index_first;
+    bool qkv_bias, head_norm, head_gate; /* of a family of which some models have them */
+    bool window_sinks, sh_weight;
+    enum gguf_type ff_type; /* of feed-forwards; 0: NVFP4 */
+    bool q8;                /* the backbone is Q8_0 instead of BF16 */
+    bool sizes;             /* only sizes are looked at: nothing is filled in */
+    char more[1000];        /* keys that are added to `keys` or take the place of some, each after a blank */
 };
 
 /* clang-format off */
 static const struct synth synths[] = {
-    {.name = "qwen3-30b-a3b", .arch = "qwen3moe", .n_layer = 48, .n_embd = 2048, .n_head = 32, .n_head_kv = 4,
-     .head = 128, .n_expert = 128, .n_used = 8, .n_ff = 768, .n_vocab = 151936, .n_ctx = 40960, .ff_dense = 6144},
-    {.name = "qwen3-235b-a22b", .arch = "qwen3moe", .n_layer = 94, .n_embd = 4096, .n_head = 64, .n_head_kv = 4,
-     .head = 128, .n_expert = 128, .n_used = 8, .n_ff = 1536, .n_vocab = 151936, .n_ctx = 40960, .ff_dense = 12288},
-    {.name = "deepseek-v3", .predicts = true, .arch = "deepseek2", .n_layer = 61, .n_embd = 7168, .n_head = 128,
-     .n_head_kv = 1, .head = 128, .n_expert = 256, .n_used = 8, .n_ff = 2048, .n_vocab = 129280, .n_ctx = 163840,
-     .q_lora = 1536, .kv_lora = 512, .rope = 64, .n_dense = 3, .ff_dense = 18432, .ff_shared = 2048, .n_group = 8,
-     .n_group_used = 4, .scale = 2.5f},
-    {.name = "deepseek-v3.2", .predicts = true, .arch = "deepseek32", .n_layer = 61, .n_embd = 7168, .n_head = 128,
-     .n_head_kv = 1, .head = 128, .n_expert = 256, .n_used = 8, .n_ff = 2048, .n_vocab = 129280, .n_ctx = 163840,
-     .q_lora = 1536, .kv_lora = 512, .rope = 64, .n_dense = 3, .ff_dense = 18432, .ff_shared = 2048, .n_group = 8,
-     .n_group_used = 4, .scale = 2.5f, .n_index = 64, .index_k = 128, .top_k = 2048},
-    {.name = "deepseek-v4-flash", .predicts = true, .arch = "deepseek4", .n_layer = 43, .n_embd = 4096, .n_head = 64,
-     .n_head_kv = 1, .head = 512, .n_expert = 256, .n_used = 6, .n_ff = 2048, .n_vocab = 129280, .n_ctx = 1048576,
-     .q_lora = 1024, .rope = 64, .ff_shared = 2048, .scale = 1.5f, .window = 128, .n_index = 64, .index_k = 128,
-     .top_k = 512, .n_hc = 4, .n_hash = 3, .head_groups = 8, .o_lora = 1024, .ff_type = GGUF_MXFP4},
-    {.name = "deepseek-v4", .predicts = true, .arch = "deepseek4", .n_layer = 61, .n_embd = 7168, .n_head = 128,
-     .n_head_kv = 1, .head = 512, .n_expert = 384, .n_used = 6, .n_ff = 3072, .n_vocab = 129280, .n_ctx = 1048576,
-     .q_lora = 1536, .rope = 64, .ff_shared = 3072, .scale = 2.5f, .window = 128, .n_index = 64, .index_k = 128,
-     .top_k = 1024, .n_hc = 4, .n_hash = 3, .head_groups = 16, .o_lora = 1024, .first_ratio = 128,
-     .ff_type = GGUF_MXFP4},
-    {.name = "kimi-k2", .arch = "deepseek2", .n_layer = 61, .n_embd = 7168, .n_head = 64, .n_head_kv = 1, .head = 128,
-     .n_expert = 384, .n_used = 8, .n_ff = 2048, .n_vocab = 163840, .n_ctx = 131072, .q_lora = 1536, .kv_lora = 512,
-     .rope = 64, .n_dense = 1, .ff_dense = 18432, .ff_shared = 2048, .n_group = 1, .n_group_used = 1,
-     .scale = 2.827f},
-    {.name = "hy3", .predicts = true, .arch = "hy_v3", .n_layer = 80, .n_embd = 4096, .n_head = 64, .n_head_kv = 8,
-     .head = 128, .n_expert = 192, .n_used = 8, .n_ff = 1536, .n_vocab = 120832, .n_ctx = 131072, .n_dense = 1,
-     .ff_dense = 13312, .ff_shared = 1536, .scale = 2.826f},
-    {.name = "glm-4.5-air", .predicts = true, .qkv_bias = true, .arch = "glm4moe", .n_layer = 46, .n_embd = 4096,
-     .n_head = 96, .n_head_kv = 8, .head = 128, .n_expert = 128, .n_used = 8, .n_ff = 1408, .n_vocab = 151552,
-     .n_ctx = 131072, .rope = 64, .n_dense = 1, .ff_dense = 10944, .ff_shared = 1408},
-    {.name = "glm-4.7", .predicts = true, .qkv_bias = true, .head_norm = true, .arch = "glm4moe", .n_layer = 92,
-     .n_embd = 5120, .n_head = 96, .n_head_kv = 8, .head = 128, .n_expert = 160, .n_used = 8, .n_ff = 1536,
-     .n_vocab = 151552, .n_ctx = 202752, .rope = 64, .n_dense = 3, .ff_dense = 12288, .ff_shared = 1536,
-     .scale = 2.5f},
-    {.name = "glm-4.7-flash", .predicts = true, .arch = "deepseek2", .n_layer = 47, .n_embd = 2048, .n_head = 20,
-     .n_head_kv = 1, .head = 192, .head_v = 256, .n_expert = 64, .n_used = 4, .n_ff = 1536, .n_vocab = 154880,
-     .n_ctx = 202752, .q_lora = 768, .kv_lora = 512, .rope = 64, .n_dense = 1, .ff_dense = 10240, .ff_shared = 1536,
-     .n_group = 1, .n_group_used = 1, .scale = 1.8f},
-    {.name = "glm-5", .predicts = true, .arch = "glm-dsa", .n_layer = 78, .n_embd = 6144, .n_head = 64,
-     .n_head_kv = 1, .head = 192, .head_v = 256, .n_expert = 256, .n_used = 8, .n_ff = 2048, .n_vocab = 154880,
-     .n_ctx = 202752, .q_lora = 2048, .kv_lora = 512, .rope = 64, .n_dense = 3, .ff_dense = 12288, .ff_shared = 2048,
-     .n_group = 1, .n_group_used = 1, .scale = 2.5f, .n_index = 32, .index_k = 128, .top_k = 2048},
-    {.name = "glm-5.2", .predicts = true, .arch = "glm-dsa", .n_layer = 78, .n_embd = 6144, .n_head = 64,
-     .n_head_kv = 1, .head = 192, .head_v = 256, .n_expert = 256, .n_used = 8, .n_ff = 2048, .n_vocab = 154880,
-     .n_ctx = 1048576, .q_lora = 2048, .kv_lora = 512, .rope = 64, .n_dense = 3, .ff_dense = 12288, .ff_shared = 2048,
-     .n_group = 1, .n_group_used = 1, .scale = 2.5f, .n_index = 32, .index_k = 128, .top_k = 2048, .index_freq = 4,
-     .index_first = 3},
-    {.name = "qwen3.5-35b-a3b", .predicts = true, .arch = "qwen35moe", .n_layer = 40, .n_embd = 2048, .n_head = 16,
-     .n_head_kv = 2, .head = 256, .n_expert = 256, .n_used = 8, .n_ff = 512, .n_vocab = 248320, .n_ctx = 262144,
-     .rope = 64, .ff_shared = 512, .n_key = 16, .n_value = 32, .delta_head = 128, .interval = 4},
-    {.name = "qwen3.5-122b-a10b", .predicts = true, .arch = "qwen35moe", .n_layer = 48, .n_embd = 3072, .n_head = 32,
-     .n_head_kv = 2, .head = 256, .n_expert = 256, .n_used = 8, .n_ff = 1024, .n_vocab = 248320, .n_ctx = 262144,
-     .rope = 64, .ff_shared = 1024, .n_key = 16, .n_value = 64, .delta_head = 128, .interval = 4},
-    {.name = "qwen3.5-397b-a17b", .predicts = true, .arch = "qwen35moe", .n_layer = 60, .n_embd = 4096, .n_head = 32,
-     .n_head_kv = 2, .head = 256, .n_expert = 512, .n_used = 10, .n_ff = 1024, .n_vocab = 248320, .n_ctx = 262144,
-     .rope = 64, .ff_shared = 1024, .n_key = 16, .n_value = 64, .delta_head = 128, .interval = 4},
-    {.name = "qwen3-next-80b-a3b", .predicts = true, .arch = "qwen3next", .n_layer = 48, .n_embd = 2048, .n_head = 16,
-     .n_head_kv = 2, .head = 256, .n_expert = 512, .n_used = 10, .n_ff = 512, .n_vocab = 151936, .n_ctx = 262144,
-     .rope = 64, .ff_shared = 512, .n_key = 16, .n_value = 32, .delta_head = 128, .interval = 4},
-    {.name = "gpt-oss-120b", .arch = "gpt-oss", .qkv_bias = true, .n_layer = 36, .n_embd = 2880, .n_head = 64,
-     .n_head_kv = 8, .head = 64, .n_expert = 128, .n_used = 4, .n_ff = 2880, .n_vocab = 201088, .n_ctx = 131072,
-     .window = 128, .period = 2, .ff_type = GGUF_MXFP4},
-    {.name = "gpt-oss-20b", .arch = "gpt-oss", .qkv_bias = true, .n_layer = 24, .n_embd = 2880, .n_head = 64,
-     .n_head_kv = 8, .head = 64, .n_expert = 32, .n_used = 4, .n_ff = 2880, .n_vocab = 201088, .n_ctx = 131072,
-     .window = 128, .period = 2, .ff_type = GGUF_MXFP4},
-    {.name = "minimax-m2.5", .arch = "minimax-m2", .n_layer = 62, .n_embd = 3072, .n_head = 48, .n_head_kv = 8,
-     .head = 128, .n_expert = 256, .n_used = 8, .n_ff = 1536, .n_vocab = 200064, .n_ctx = 196608, .rope = 64},
-    {.name = "minimax-m3", .arch = "minimax-m3", .n_layer = 60, .n_embd = 6144, .n_head = 64, .n_head_kv = 4,
-     .head = 128, .n_expert = 128, .n_used = 4, .n_ff = 3072, .n_vocab = 200064, .n_ctx = 1048576, .rope = 64,
-     .n_dense = 3, .ff_dense = 12288, .ff_shared = 3072, .scale = 2.0f, .n_index = 4, .index_k = 128, .top_k = 16,
-     .index_block = 128, .index_local = 1},
-    {.name = "mixtral-8x7b", .arch = "llama", .n_layer = 32, .n_embd = 4096, .n_head = 32, .n_head_kv = 8,
-     .head = 128, .n_expert = 8, .n_used = 2, .n_ff = 14336, .n_vocab = 32000, .n_ctx = 32768},
-    {.name = "olmoe-1b-7b", .arch = "olmoe", .n_layer = 16, .n_embd = 2048, .n_head = 16, .n_head_kv = 16,
-     .head = 128, .n_expert = 64, .n_used = 8, .n_ff = 1024, .n_vocab = 50304, .n_ctx = 4096},
-    {.name = "qwen1.5-moe-a2.7b", .arch = "qwen2moe", .qkv_bias = true, .n_layer = 24, .n_embd = 2048, .n_head = 16,
-     .n_head_kv = 16, .head = 128, .n_expert = 60, .n_used = 4, .n_ff = 1408, .n_vocab = 151936, .n_ctx = 32768,
-     .ff_shared = 5632, .sh_weight = true},
-    {.name = "ernie-4.5-21b-a3b", .arch = "ernie4_5-moe", .n_layer = 28, .n_embd = 2560, .n_head = 20, .n_head_kv = 4,
-     .head = 128, .n_expert = 64, .n_used = 6, .n_ff = 1536, .n_vocab = 103424, .n_ctx = 131072, .n_dense = 1,
-     .ff_dense = 12288, .ff_shared = 3072},
-    {.name = "step-3.7-flash", .predicts = true, .arch = "step35", .head_norm = true, .head_gate = true,
-     .norm_topk = true, .n_layer = 45, .n_embd = 4096, .n_head = 64, .n_head_kv = 8, .head = 128, .n_expert = 288,
-     .n_used = 8, .n_ff = 1280, .n_vocab = 128896, .n_ctx = 262144, .n_dense = 3, .ff_dense = 11264,
-     .ff_shared = 1280, .scale = 3.0f, .window = 512, .period = 4, .full_first = true, .window_head = 96},
-    {.name = "laguna-xs", .arch = "laguna", .head_gate = true, .norm_topk = true, .n_layer = 40, .n_embd = 2048,
-     .n_head = 48, .n_head_kv = 8, .head = 128, .rope = 64, .n_expert = 256, .n_used = 8, .n_ff = 512,
-     .n_vocab = 100352, .n_ctx = 131072, .n_dense = 1, .ff_dense = 8192, .ff_shared = 512, .scale = 2.5f,
-     .window = 512, .period = 4, .full_first = true, .window_head = 64, .window_rope = 128},
-    {.name = "mimo-v2-flash", .predicts = true, .arch = "mimo2", .window_sinks = true, .n_layer = 48, .n_embd = 4096,
-     .n_head = 64, .n_head_kv = 4, .head = 192, .head_v = 128, .rope = 64, .n_expert = 256, .n_used = 8, .n_ff = 2048,
-     .n_vocab = 152576, .n_ctx = 262144, .n_dense = 1, .ff_dense = 16384, .window = 128, .period = 6,
-     .full_first = true, .window_head_kv = 8},
+    {"qwen3-30b-a3b", "qwen3moe", .keys =
+     "context_length=40960 embedding_length=2048 block_count=48 feed_forward_length=6144 attention.head_count=32 "
+     "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 expert_count=128 "
+     "expert_used_count=8 expert_feed_forward_length=768 vocab_size=151936"},
+    {"qwen3-235b-a22b", "qwen3moe", .keys =
+     "context_length=40960 embedding_length=4096 block_count=94 feed_forward_length=12288 attention.head_count=64 "
+     "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 expert_count=128 "
+     "expert_used_count=8 expert_feed_forward_length=1536 vocab_size=151936"},
+    {"deepseek-v3", "deepseek2", .keys =
+     "context_length=163840 embedding_length=7168 block_count=62 nextn_predict_layers=1 feed_forward_length=18432 "
+     "attention.head_count=128 attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 "
+     "attention.q_lora_rank=1536 attention.kv_lora_rank=512 attention.key_length_mla=192 "
+     "attention.value_length_mla=128 rope.dimension_count=64 leading_dense_block_count=3 expert_count=256 "
+     "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_group_count=8 "
+     "expert_group_used_count=4 expert_gating_func=2 vocab_size=129280 expert_weights_norm=true "
+     "expert_weights_scale=2.5"},
+    {"deepseek-v3.2", "deepseek32", .keys =
+     "context_length=163840 embedding_length=7168 block_count=62 nextn_predict_layers=1 feed_forward_length=18432 "
+     "attention.head_count=128 attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 "
+     "attention.q_lora_rank=1536 attention.kv_lora_rank=512 attention.key_length_mla=192 "
+     "attention.value_length_mla=128 rope.dimension_count=64 leading_dense_block_count=3 expert_count=256 "
+     "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_group_count=8 "
+     "expert_group_used_count=4 expert_gating_func=2 attention.indexer.head_count=64 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=2048 vocab_size=129280 expert_weights_norm=true expert_weights_scale=2.5"},
+    {"deepseek-v4-flash", "deepseek4", .keys =
+     "context_length=1048576 embedding_length=4096 block_count=44 nextn_predict_layers=1 attention.head_count=64 "
+     "attention.head_count_kv=1 attention.sliding_window=128 attention.key_length=512 attention.value_length=512 "
+     "attention.q_lora_rank=1024 rope.dimension_count=64 expert_count=256 expert_used_count=6 "
+     "expert_feed_forward_length=2048 expert_shared_count=1 attention.indexer.head_count=64 "
+     "attention.indexer.key_length=128 attention.indexer.top_k=512 attention.output_group_count=8 "
+     "attention.output_lora_rank=1024 hyper_connection.count=4 hyper_connection.sinkhorn_iterations=20 "
+     "rope.scaling.original_context_length=65536 vocab_size=129280 hash_layer_count=3 "
+     "attention.compress_rope_freq_base=160000 rope.scaling.factor=16 hyper_connection.epsilon=1e-6 "
+     "swiglu_clamp_exp=10 swiglu_clamp_shexp=10 attention.compress_ratios=0,0,4:128*,0 rope.scaling.type=yarn "
+     "expert_weights_scale=1.5 attention.layer_norm_rms_epsilon=1e-6 rope.freq_base=10000", .ff_type = GGUF_MXFP4},
+    {"deepseek-v4", "deepseek4", .keys =
+     "context_length=1048576 embedding_length=7168 block_count=62 nextn_predict_layers=1 attention.head_count=128 "
+     "attention.head_count_kv=1 attention.sliding_window=128 attention.key_length=512 attention.value_length=512 "
+     "attention.q_lora_rank=1536 rope.dimension_count=64 expert_count=384 expert_used_count=6 "
+     "expert_feed_forward_length=3072 expert_shared_count=1 attention.indexer.head_count=64 "
+     "attention.indexer.key_length=128 attention.indexer.top_k=1024 attention.output_group_count=16 "
+     "attention.output_lora_rank=1024 hyper_connection.count=4 hyper_connection.sinkhorn_iterations=20 "
+     "rope.scaling.original_context_length=65536 vocab_size=129280 hash_layer_count=3 "
+     "attention.compress_rope_freq_base=160000 rope.scaling.factor=16 hyper_connection.epsilon=1e-6 "
+     "swiglu_clamp_exp=10 swiglu_clamp_shexp=10 attention.compress_ratios=128,128,4:128*,0 rope.scaling.type=yarn "
+     "expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-6 rope.freq_base=10000", .ff_type = GGUF_MXFP4},
+    {"kimi-k2", "deepseek2", .keys =
+     "context_length=131072 embedding_length=7168 block_count=61 feed_forward_length=18432 attention.head_count=64 "
+     "attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 attention.q_lora_rank=1536 "
+     "attention.kv_lora_rank=512 attention.key_length_mla=192 attention.value_length_mla=128 rope.dimension_count=64 "
+     "leading_dense_block_count=1 expert_count=384 expert_used_count=8 expert_feed_forward_length=2048 "
+     "expert_shared_count=1 expert_group_count=1 expert_group_used_count=1 expert_gating_func=2 vocab_size=163840 "
+     "expert_weights_norm=true expert_weights_scale=2.827"},
+    {"hy3", "hy_v3", .keys =
+     "context_length=131072 embedding_length=4096 block_count=81 nextn_predict_layers=1 feed_forward_length=13312 "
+     "attention.head_count=64 attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 "
+     "leading_dense_block_count=1 expert_count=192 expert_used_count=8 expert_feed_forward_length=1536 "
+     "expert_shared_count=1 vocab_size=120832 expert_weights_scale=2.826"},
+    {"glm-4.5-air", "glm4moe", .keys =
+     "context_length=131072 embedding_length=4096 block_count=47 nextn_predict_layers=1 feed_forward_length=10944 "
+     "attention.head_count=96 attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 "
+     "rope.dimension_count=64 leading_dense_block_count=1 expert_count=128 expert_used_count=8 "
+     "expert_feed_forward_length=1408 expert_shared_count=1 vocab_size=151552", .qkv_bias = true},
+    {"glm-4.7", "glm4moe", .keys =
+     "context_length=202752 embedding_length=5120 block_count=93 nextn_predict_layers=1 feed_forward_length=12288 "
+     "attention.head_count=96 attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 "
+     "rope.dimension_count=64 leading_dense_block_count=3 expert_count=160 expert_used_count=8 "
+     "expert_feed_forward_length=1536 expert_shared_count=1 vocab_size=151552 expert_weights_scale=2.5",
+     .qkv_bias = true, .head_norm = true},
+    {"glm-4.7-flash", "deepseek2", .keys =
+     "context_length=202752 embedding_length=2048 block_count=48 nextn_predict_layers=1 feed_forward_length=10240 "
+     "attention.head_count=20 attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 "
+     "attention.q_lora_rank=768 attention.kv_lora_rank=512 attention.key_length_mla=256 "
+     "attention.value_length_mla=256 rope.dimension_count=64 leading_dense_block_count=1 expert_count=64 "
+     "expert_used_count=4 expert_feed_forward_length=1536 expert_shared_count=1 expert_group_count=1 "
+     "expert_group_used_count=1 expert_gating_func=2 vocab_size=154880 expert_weights_norm=true "
+     "expert_weights_scale=1.8"},
+    {"glm-5", "glm-dsa", .keys =
+     "context_length=202752 embedding_length=6144 block_count=79 nextn_predict_layers=1 feed_forward_length=12288 "
+     "attention.head_count=64 attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 "
+     "attention.q_lora_rank=2048 attention.kv_lora_rank=512 attention.key_length_mla=256 "
+     "attention.value_length_mla=256 rope.dimension_count=64 leading_dense_block_count=3 expert_count=256 "
+     "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_group_count=1 "
+     "expert_group_used_count=1 expert_gating_func=2 attention.indexer.head_count=32 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=2048 vocab_size=154880 expert_weights_norm=true expert_weights_scale=2.5"},
+    {"glm-5.2", "glm-dsa", .keys =
+     "context_length=1048576 embedding_length=6144 block_count=79 nextn_predict_layers=1 feed_forward_length=12288 "
+     "attention.head_count=64 attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 "
+     "attention.q_lora_rank=2048 attention.kv_lora_rank=512 attention.key_length_mla=256 "
+     "attention.value_length_mla=256 rope.dimension_count=64 leading_dense_block_count=3 expert_count=256 "
+     "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_group_count=1 "
+     "expert_group_used_count=1 expert_gating_func=2 attention.indexer.head_count=32 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=2048 vocab_size=154880 expert_weights_norm=true expert_weights_scale=2.5",
+     .index_freq = 4, .index_first = 3},
+    {"qwen3.5-35b-a3b", "qwen35moe", .keys =
+     "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
+     "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
+     "expert_count=256 expert_used_count=8 expert_feed_forward_length=512 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=512 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=32 "
+     "ssm.state_size=128 ssm.inner_size=4096 full_attention_interval=4 vocab_size=248320 "
+     "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"qwen3.5-122b-a10b", "qwen35moe", .keys =
+     "context_length=262144 embedding_length=3072 block_count=49 nextn_predict_layers=1 attention.head_count=32 "
+     "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
+     "expert_count=256 expert_used_count=8 expert_feed_forward_length=1024 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=1024 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=64 "
+     "ssm.state_size=128 ssm.inner_size=8192 full_attention_interval=4 vocab_size=248320 "
+     "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"qwen3.5-397b-a17b", "qwen35moe", .keys =
+     "context_length=262144 embedding_length=4096 block_count=61 nextn_predict_layers=1 attention.head_count=32 "
+     "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
+     "expert_count=512 expert_used_count=10 expert_feed_forward_length=1024 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=1024 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=64 "
+     "ssm.state_size=128 ssm.inner_size=8192 full_attention_interval=4 vocab_size=248320 "
+     "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"qwen3-next-80b-a3b", "qwen3next", .keys =
+     "context_length=262144 embedding_length=2048 block_count=49 nextn_predict_layers=1 attention.head_count=16 "
+     "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
+     "expert_count=512 expert_used_count=10 expert_feed_forward_length=512 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=512 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=32 "
+     "ssm.state_size=128 ssm.inner_size=4096 full_attention_interval=4 vocab_size=151936 "
+     "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"gpt-oss-120b", "gpt-oss", .keys =
+     "context_length=131072 embedding_length=2880 block_count=36 attention.head_count=64 attention.head_count_kv=8 "
+     "attention.sliding_window=128 attention.key_length=64 attention.value_length=64 expert_count=128 "
+     "expert_used_count=4 expert_feed_forward_length=2880 vocab_size=201088 attention.sliding_window_pattern=1:0*",
+     .qkv_bias = true, .ff_type = GGUF_MXFP4},
+    {"gpt-oss-20b", "gpt-oss", .keys =
+     "context_length=131072 embedding_length=2880 block_count=24 attention.head_count=64 attention.head_count_kv=8 "
+     "attention.sliding_window=128 attention.key_length=64 attention.value_length=64 expert_count=32 "
+     "expert_used_count=4 expert_feed_forward_length=2880 vocab_size=201088 attention.sliding_window_pattern=1:0*",
+     .qkv_bias = true, .ff_type = GGUF_MXFP4},
+    {"minimax-m2.5", "minimax-m2", .keys =
+     "context_length=196608 embedding_length=3072 block_count=62 attention.head_count=48 attention.head_count_kv=8 "
+     "attention.key_length=128 attention.value_length=128 rope.dimension_count=64 expert_count=256 "
+     "expert_used_count=8 expert_feed_forward_length=1536 vocab_size=200064"},
+    {"minimax-m3", "minimax-m3", .keys =
+     "context_length=1048576 embedding_length=6144 block_count=60 feed_forward_length=12288 attention.head_count=64 "
+     "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 rope.dimension_count=64 "
+     "leading_dense_block_count=3 expert_count=128 expert_used_count=4 expert_feed_forward_length=3072 "
+     "expert_shared_count=1 attention.indexer.head_count=4 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=16 attention.indexer.block_size=128 attention.indexer.local_blocks=1 vocab_size=200064 "
+     "expert_weights_scale=2"},
+    {"mixtral-8x7b", "llama", .keys =
+     "context_length=32768 embedding_length=4096 block_count=32 attention.head_count=32 attention.head_count_kv=8 "
+     "attention.key_length=128 attention.value_length=128 expert_count=8 expert_used_count=2 "
+     "expert_feed_forward_length=14336 vocab_size=32000"},
+    {"olmoe-1b-7b", "olmoe", .keys =
+     "context_length=4096 embedding_length=2048 block_count=16 attention.head_count=16 attention.head_count_kv=16 "
+     "attention.key_length=128 attention.value_length=128 expert_count=64 expert_used_count=8 "
+     "expert_feed_forward_length=1024 vocab_size=50304"},
+    {"qwen1.5-moe-a2.7b", "qwen2moe", .keys =
+     "context_length=32768 embedding_length=2048 block_count=24 attention.head_count=16 attention.head_count_kv=16 "
+     "attention.key_length=128 attention.value_length=128 expert_count=60 expert_used_count=4 "
+     "expert_feed_forward_length=1408 expert_shared_count=4 vocab_size=151936", .qkv_bias = true, .sh_weight = true},
+    {"ernie-4.5-21b-a3b", "ernie4_5-moe", .keys =
+     "context_length=131072 embedding_length=2560 block_count=28 feed_forward_length=12288 attention.head_count=20 "
+     "attention.head_count_kv=4 attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 "
+     "expert_count=64 expert_used_count=6 expert_feed_forward_length=1536 expert_shared_count=2 vocab_size=103424"},
+    {"step-3.7-flash", "step35", .keys =
+     "context_length=262144 embedding_length=4096 block_count=46 nextn_predict_layers=1 feed_forward_length=11264 "
+     "attention.head_count_kv=8 attention.sliding_window=512 attention.key_length=128 attention.value_length=128 "
+     "leading_dense_block_count=3 expert_count=288 expert_used_count=8 expert_feed_forward_length=1280 "
+     "expert_shared_count=1 vocab_size=128896 attention.sliding_window_pattern=0:1:1:1*,1 "
+     "attention.head_count=64:96:96:96*,96 expert_weights_norm=true expert_weights_scale=3",
+     .head_norm = true, .head_gate = true},
+    {"laguna-xs", "laguna", .keys =
+     "context_length=131072 embedding_length=2048 block_count=40 feed_forward_length=8192 attention.head_count_kv=8 "
+     "attention.sliding_window=512 rope.dimension_count_swa=128 attention.key_length=128 attention.value_length=128 "
+     "rope.dimension_count=64 leading_dense_block_count=1 expert_count=256 expert_used_count=8 "
+     "expert_feed_forward_length=512 expert_shared_count=1 vocab_size=100352 "
+     "attention.sliding_window_pattern=0:1:1:1* attention.head_count=48:64:64:64* expert_weights_norm=true "
+     "expert_weights_scale=2.5", .head_gate = true},
+    {"mimo-v2-flash", "mimo2", .keys =
+     "context_length=262144 embedding_length=4096 block_count=49 nextn_predict_layers=1 feed_forward_length=16384 "
+     "attention.head_count=64 attention.sliding_window=128 attention.key_length=192 attention.value_length=128 "
+     "rope.dimension_count=64 leading_dense_block_count=1 expert_count=256 expert_used_count=8 "
+     "expert_feed_forward_length=2048 vocab_size=152576 attention.sliding_window_pattern=0:1:1:1:1:1*,1 "
+     "attention.head_count_kv=4:8:8:8:8:8*,8", .window_sinks = true},
 };
 /* clang-format on */
+
+/* ============================================================================================================
+ * Synthetic models: keys
+ *
+ * Reads and changes the text of a shape, writes it as the header of a file and lets the loader read that.
+ * ============================================================================================================ */
+
+/* The value of a key in a text of keys, up to a blank or the end. NULL: the text does not have the key. */
+static const char *synth_find_key(const char *text, const char *key) {
+    const size_t n = strlen(key);
+    for (const char *p = text + strspn(text, " "); *p; p += strcspn(p, " "), p += strspn(p, " "))
+        if (!strncmp(p, key, n) && p[n] == '=') return p + n + 1;
+    return NULL;
+}
+
+/* The value of a key of a shape, up to a blank or the end. NULL: the shape does not have the key. */
+static const char *synth_value(const struct synth *y, const char *key) {
+    const char *v = synth_find_key(y->more, key);
+    return v ? v : synth_find_key(y->keys, key);
+}
+
+/* The first number of a key, within a billion. 0: the shape does not have the key. */
+static int synth_int(const struct synth *y, const char *key) {
+    enum { MOST = 1000000000 };
+    const char *v = synth_value(y, key);
+    const long n = v ? strtol(v, NULL, 10) : 0;
+    return n > MOST ? MOST : n < -MOST ? -MOST : (int)n;
+}
+
+/* Gives a shape a key, in place of the one that it may have. */
+__attribute__((format(printf, 3, 4))) static void synth_set(struct synth *y, const char *key, const char *fmt, ...) {
+    const char *old = synth_find_key(y->more, key);
+    if (old) {
+        const char *rest = old + strcspn(old, " ");
+        memmove(y->more + (old - y->more) - strlen(" =") - strlen(key), rest, strlen(rest) + 1);
+    }
+    const size_t n = strlen(y->more), room = sizeof y->more - n;
+    const size_t k = (size_t)snprintf(y->more + n, room, " %s=", key);
+    va_list ap;
+    va_start(ap, fmt);
+    if (k >= room || (size_t)vsnprintf(y->more + n + k, room - k, fmt, ap) >= room - k)
+        die_usage("--synth %s: the keys after the colon have more than %zu bytes", y->name, sizeof y->more - 1);
+    va_end(ap);
+}
+
+/* Layers of the forward. */
+static int synth_layers(const struct synth *y) {
+    return synth_int(y, "block_count") - synth_int(y, "nextn_predict_layers");
+}
+
+/* No more layers find experts by token ids than there are. */
+static void synth_fit(struct synth *y) {
+    const int n = int_max(0, synth_layers(y));
+    if (synth_int(y, "hash_layer_count") > n) synth_set(y, "hash_layer_count", "%d", n);
+}
+
+/* Gives a shape n layers of the forward. MTP layers stay. */
+static void synth_set_layers(struct synth *y, int n) {
+    synth_set(y, "block_count", "%d", n + synth_int(y, "nextn_predict_layers"));
+    synth_fit(y);
+}
+
+/* Splits the n bytes of a value into its numbers, with a part that repeats stretched to `blocks` layers: see "Synthetic
+ * models: shapes". Returns how many there are, MAX_LAYERS + 1 at most. */
+static int synth_list(const char *v, size_t n, int blocks, struct gguf_str out[MAX_LAYERS + 1]) {
+    struct gguf_str last[MAX_LAYERS + 1];
+    const char *const end = v + n;
+    int k = 0, from = -1, to = -1; /* the numbers that go on to the last layer */
+    for (bool more = true; more; v++) {
+        const int first = k;
+        for (bool group = true; group; v += group) {
+            const struct gguf_str item = {v, strcspn(v, ",:* ")};
+            if (k <= MAX_LAYERS) out[k++] = item;
+            v += item.n;
+            group = v < end && *v == ':';
+        }
+        if (v < end && *v == '*') {
+            char *rest;
+            const int size = k - first;
+            const long times = strtol(v + 1, &rest, 10);
+            if (rest == v + 1) from = first, to = k;
+            for (long i = size; i < times * size && k <= MAX_LAYERS; i++, k++) out[k] = out[k - size];
+            v = rest;
+        }
+        /* what is no number is kept, for the loader to refuse */
+        if (v < end && *v != ',' && k <= MAX_LAYERS) out[k++] = (struct gguf_str){v, (size_t)(end - v)};
+        more = v < end && *v == ',';
+    }
+    if (from < 0) return k;
+    const int n_last = int_min(k - to, blocks);
+    memcpy(last, out + k - n_last, (size_t)n_last * sizeof *last);
+    for (int i = to; i < blocks - n_last; i++) out[i] = out[i - (to - from)];
+    memcpy(out + blocks - n_last, last, (size_t)n_last * sizeof *last);
+    return blocks;
+}
+
+/* Reads a value of that kind, all of it. */
+static bool synth_scan(struct gguf_str s, enum key_kind kind, int64_t *whole, float *number) {
+    char *end = NULL;
+    errno = 0;
+    if (kind == KEY_INT) *whole = strtoll(s.p, &end, 10);
+    if (kind == KEY_NUM) *number = (float)strtod(s.p, &end);
+    if (kind == KEY_BOOL) *whole = gguf_str_eq(s, "true");
+    if (kind == KEY_BOOL) return *whole || gguf_str_eq(s, "false");
+    return s.n && end == s.p + s.n && (kind == KEY_NUM || !errno);
+}
+
+/* Writes a key with a value of its kind, or with text if it is none: the loader then says so. */
+static void synth_put(struct gguf_writer *w, const struct synth *y, const struct key_rule *rule, const char *v) {
+    struct gguf_str item[MAX_LAYERS + 1];
+    const size_t n = strcspn(v, " ");
+    const bool list = rule->kind != KEY_TEXT && strcspn(v, ",:*") < n;
+    const int blocks = int_max(0, int_min(synth_int(y, "block_count"), MAX_LAYERS));
+    const int n_item = list ? synth_list(v, n, blocks, item) : 1;
+    uint32_t type = rule->kind == KEY_INT    ? list ? GGUF_V_I32 : GGUF_V_U32
+                    : rule->kind == KEY_NUM  ? GGUF_V_F32
+                    : rule->kind == KEY_BOOL ? GGUF_V_BOOL
+                                             : GGUF_V_STR;
+    int64_t whole = 0;
+    float number;
+    char key[128];
+    snprintf(key, sizeof key, "%s.%s", y->arch, rule->suffix);
+    if (!list) item[0] = (struct gguf_str){v, n};
+    for (int i = 0; i < n_item && type != GGUF_V_STR; i++) {
+        if (!synth_scan(item[i], rule->kind, &whole, &number)) type = GGUF_V_STR;
+        else if (type == GGUF_V_I32 ? whole != (int32_t)whole : type == GGUF_V_U32 && whole != (uint32_t)whole)
+            type = GGUF_V_I64;
+    }
+    if (list) gguf_put_array(w, key, type, (uint64_t)n_item, NULL);
+    else gguf_put_key(w, key, type);
+    for (int i = 0; i < n_item; i++) {
+        if (type == GGUF_V_STR) gguf_put_bytes(w, item[i].p, item[i].n);
+        else if (!synth_scan(item[i], rule->kind, &whole, &number)) continue; /* it was read before */
+        else gguf_put(w, type == GGUF_V_F32 ? (void *)&number : &whole, gguf_value_bytes(type));
+    }
+}
+
+struct synth_tensor {
+    char name[64];
+    uint32_t type, n_dims;
+    uint64_t ne[3], bytes;
+};
+
+/* The GGUF header of a shape and those tensors, malloc'ed, *bytes of it; *data: the bytes of tensors after it. */
+static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
+    struct gguf_writer w = {0};
+    const char *const texts[] = {y->keys, y->more, "attention.layer_norm_rms_epsilon=1e-6 rope.freq_base=1e6"};
+    gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
+    gguf_put_str(&w, "general.name", y->name, strlen(y->name));
+    for (int i = 0; i < 3; i++)
+        for (const char *p = texts[i] + strspn(texts[i], " "); *p; p += strcspn(p, " "), p += strspn(p, " ")) {
+            const size_t n = strcspn(p, "=");
+            bool before = false;
+            char key[128];
+            snprintf(key, sizeof key, "%.*s", (int)n, p);
+            for (int k = 0; k < i; k++) before |= synth_find_key(texts[k], key) != NULL;
+            if (!before) synth_put(&w, y, key_rule_of(key), i ? p + n + 1 : synth_value(y, key));
+        }
+    gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
+    for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
+    *data = w.data_bytes;
+    uint8_t *h = gguf_header(&w, bytes);
+    gguf_writer_free(&w);
+    if (!h) die("out of memory for a synthetic header");
+    return h;
+}
+
+/* What the tensors of a file say: the first layers that are dense, widths of feed-forwards, rows of the embedding. */
+struct synth_sizes {
+    int n_dense, n_ff_dense, n_ff, n_ff_shared, n_vocab;
+};
+
+/* Reads the keys of a shape as the loader does from a file: into an empty model and loader, which says in err what is
+ * wrong. The caller frees the model and the header, which is returned. */
+static uint8_t *synth_read(const struct synth *y, struct model *m, struct loader *l, struct synth_sizes *s, char *err) {
+    size_t bytes;
+    uint64_t data;
+    uint8_t *header = synth_header(y, NULL, &bytes, &data);
+    m->family = family_find((struct gguf_str){y->arch, strlen(y->arch)});
+    l->m = m, l->g = &m->gguf, l->arch = y->arch, l->err = err;
+    if (gguf_parse(&m->gguf, header, bytes, err, ERR_MAX)) die("synthetic model: %s", err);
+    loader_hparams(l);
+    s->n_vocab = loader_int(l, "vocab_size");
+    s->n_dense = loader_int(l, "leading_dense_block_count");
+    s->n_ff_dense = s->n_dense ? loader_int(l, "feed_forward_length") : 0;
+    s->n_ff = loader_int(l, "expert_feed_forward_length");
+    const int n_shared = loader_int(l, "expert_shared_count");
+    s->n_ff_shared = n_shared ? loader_int_or(l, "expert_shared_feed_forward_length", (double)n_shared * s->n_ff) : 0;
+    return header;
+}
+
+/* Refuses keys that a file could not have, and those that the family does not read. */
+static void synth_check(const struct synth *y, const char *arg) {
+    struct model m = {0};
+    struct loader l = {0};
+    struct synth_sizes sizes;
+    char err[ERR_MAX];
+    uint8_t *header = synth_read(y, &m, &l, &sizes, err);
+    if (l.failed) die_usage("--synth %s: %s", arg, err);
+    for (int i = 0; i < KEY_RULES; i++)
+        if (!l.asked[i] && synth_find_key(y->more, key_rules[i].suffix))
+            die_usage("--synth %s: the shape has no use for the key '%s.%s'", arg, y->arch, key_rules[i].suffix);
+    model_free(&m);
+    free(header);
+}
 
 /* Moves *p after the number that stands there; 0: none does. */
 static long skip_number(const char **p) {
@@ -4958,7 +5366,30 @@ static const struct synth *synth_find(const char *name, size_t n, struct nearest
     return NULL;
 }
 
-/* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0, all optional. */
+/* Gives a shape the KEY=VALUE at *p and moves *p after it. A list goes on after a comma unless another KEY= follows. */
+static void synth_parse_key(struct synth *y, const char *arg, const char **p) {
+    const struct key_rule *rule = NULL, *meant = NULL;
+    char key[128];
+    struct nearest near = {.typed = key};
+    const char *v = *p + strcspn(*p, "=") + 1, *end = v + strcspn(v, ", ");
+    snprintf(key, sizeof key, "%.*s", (int)(v - 1 - *p), *p);
+    for (int i = 0; i < KEY_RULES && !rule; i++) {
+        const char *was = near.name, *suffix = key_rules[i].suffix, *dot = strrchr(suffix, '.');
+        if (!strcmp(suffix, key)) rule = &key_rules[i];
+        nearest_try(&near, suffix);
+        if (dot) nearest_try(&near, dot + 1);
+        if (near.name != was) meant = &key_rules[i];
+    }
+    if (!rule)
+        die_usage("--synth %s: unknown key '%s'%s%s%s", arg, key, meant ? "; did you mean " : "",
+                  meant ? meant->suffix : "", meant ? "?" : "");
+    while (rule->shape != KEY_ONE && *end == ',' && end[1 + strcspn(end + 1, ",=")] != '=')
+        end += 1 + strcspn(end + 1, ", ");
+    synth_set(y, rule->suffix, "%.*s", (int)(end - v), v);
+    *p = end;
+}
+
+/* NAME:LAYERS or NAME:layers=N,experts=M,backbone=bf16|q8_0,KEY=VALUE,.., all optional. */
 static struct synth synth_parse(const char *arg) {
     const size_t n = strcspn(arg, ":");
     struct nearest near = {0};
@@ -4970,30 +5401,58 @@ static struct synth synth_parse(const char *arg) {
         sb_printf(&names, "%s%s", i ? ", " : "", synths[i].name);
     if (!found) die_usage("--synth %s: known shapes are %s", arg, sb_cstr(&names));
     struct synth y = *found;
-    const bool groups = y.n_group > 1;
-    const int step = groups ? y.n_group : 1, least = groups ? y.n_used * step / y.n_group_used : y.n_used;
-    long layers = y.n_layer, experts = y.n_expert;
+    long layers = -1, experts = -1; /* as the shape has them */
     const char *p = arg + n;
     for (char mark = ':'; *p == mark; mark = ',') {
         p++;
         if (skip_word(&p, "backbone=bf16")) y.q8 = false;
         else if (skip_word(&p, "backbone=q8_0")) y.q8 = true;
         else if (skip_word(&p, "experts=")) experts = skip_number(&p);
-        else {
-            skip_word(&p, "layers=");
-            layers = skip_number(&p);
-        }
+        else if (skip_word(&p, "layers=") || p[strcspn(p, ",=")] != '=') layers = skip_number(&p);
+        else if (strncmp(p, "backbone=", 9)) synth_parse_key(&y, arg, &p);
     }
-    if (*p || layers < 1 || layers > y.n_layer || experts < least || experts > y.n_expert || experts % step) {
+    const int n_layer = synth_layers(&y), n_expert = synth_int(&y, "expert_count");
+    const int n_group = synth_int(&y, "expert_group_count"), n_used = synth_int(&y, "expert_used_count");
+    const long step = n_group > 1 ? n_group : 1;
+    const long least = n_group > 1 ? n_used * step / int_max(1, synth_int(&y, "expert_group_used_count")) : n_used;
+    if (*p || (layers != -1 && (layers < 1 || layers > n_layer)) ||
+        (experts != -1 && (experts < least || experts > n_expert || experts % step))) {
         char steps[32] = "";
-        if (step > 1) snprintf(steps, sizeof steps, " in steps of %d", step);
-        die_usage("--synth %s: expected %s, with layers=N from 1 to %d, experts=M from %d to %d%s, backbone=bf16 or "
-                  "backbone=q8_0, separated by commas, after a colon",
-                  arg, y.name, y.n_layer, least, y.n_expert, steps);
+        if (step > 1) snprintf(steps, sizeof steps, " in steps of %ld", step);
+        die_usage("--synth %s: expected %s, with layers=N from 1 to %d, experts=M from %ld to %d%s, backbone=bf16 or "
+                  "backbone=q8_0, or KEY=VALUE for a key of its metadata, separated by commas, after a colon",
+                  arg, y.name, n_layer, least, n_expert, steps);
     }
-    y.n_layer = (int)layers;
-    y.n_expert = (int)experts;
+    if (experts != -1) synth_set(&y, "expert_count", "%ld", experts);
+    if (layers != -1) synth_set_layers(&y, (int)layers);
+    else if (!synth_find_key(y.more, "hash_layer_count")) synth_fit(&y);
+    synth_check(&y, arg);
     return y;
+}
+
+/* Divides the numbers of a key, if the shape has it, by n into whole units; unit 0: into at least 1. Of a number that is
+ * no multiple the message says `what`, and `others` too where it differs from the first one of a list. */
+static void synth_divide(struct synth *y, const char *key, int n, int unit, const char *text, const char *what,
+                         const char *others) {
+    char divided[sizeof y->more];
+    size_t k = 0;
+    long first = 0;
+    const char *v = synth_value(y, key);
+    if (!v) return;
+    for (bool times = false; *v && *v != ' ' && k + 16 < sizeof divided;) {
+        if (*v < '0' || *v > '9' || times) {
+            times = *v == '*' || (times && *v >= '0' && *v <= '9');
+            divided[k++] = *v++;
+            continue;
+        }
+        const long whole = skip_number(&v);
+        if (!first) first = whole;
+        if (unit && whole % (n * unit))
+            die_usage("--shard %s: %s has %ld %s%s, not a multiple of %d", text, y->name, whole, what,
+                      whole == first ? "" : others, n * unit);
+        k += (size_t)snprintf(divided + k, sizeof divided - k, "%ld", (unit || whole > n) ? whole / n : 1);
+    }
+    synth_set(y, key, "%.*s", (int)k, divided);
 }
 
 /* Reduces a shape to what rank R of N holds, text "R/N". The vocabulary stays whole, because a shape has one size for
@@ -5001,28 +5460,30 @@ static struct synth synth_parse(const char *arg) {
 static void synth_shard(struct synth *y, const char *text) {
     if (strlen(text) != 3 || text[1] != '/' || text[2] < '1' || text[2] > '8' || text[0] < '0' || text[0] >= text[2])
         die_usage("--shard %s: expected R/N with N from 1 to 8 and R from 0 to N - 1", text);
-    const int n = text[2] - '0';
-    const struct {
-        int *size, unit; /* a shard has whole units */
-        const char *what;
-    } divided[] = {{&y->n_head, 1, "attention heads"},
-                   {&y->window_head, 1, "attention heads of layers with a window"},
-                   {&y->head_groups, 1, "groups of heads"},
-                   {&y->n_key, 1, "key heads of gated delta nets"},
-                   {&y->n_value, 1, "value heads of gated delta nets"},
-                   {&y->n_ff, 64, "columns of the experts"},
-                   {&y->ff_shared, 64, "columns of the shared expert"},
-                   {&y->ff_dense, 64, "columns of the dense feed-forward"}};
-    for (size_t i = 0; i < sizeof divided / sizeof *divided; i++) {
-        const int whole = *divided[i].size, unit = n * divided[i].unit;
-        if (whole % unit)
-            die_usage("--shard %s: %s has %d %s, not a multiple of %d", text, y->name, whole, divided[i].what, unit);
-        *divided[i].size = whole / n;
-    }
-    y->n_head_kv = y->n_head_kv > n ? y->n_head_kv / n : 1;
-    if (y->index_block) y->n_index = y->n_head_kv;
-    if (y->window_head_kv) y->window_head_kv = y->window_head_kv > n ? y->window_head_kv / n : 1;
+    static const struct {
+        const char *key;
+        int unit; /* a shard has whole units */
+        const char *what, *others;
+    } divided[] = {{"attention.head_count", 1, "attention heads", " of layers with a window"},
+                   {"attention.output_group_count", 1, "groups of heads", ""},
+                   {"ssm.group_count", 1, "key heads of gated delta nets", ""},
+                   {"ssm.time_step_rank", 1, "value heads of gated delta nets", ""},
+                   {"ssm.inner_size", 1, "values of gated delta nets", ""},
+                   {"expert_feed_forward_length", 64, "columns of the experts", ""},
+                   {"expert_shared_feed_forward_length", 64, "columns of the shared expert", ""},
+                   {"feed_forward_length", 64, "columns of the dense feed-forward", ""},
+                   {"attention.head_count_kv", 0, "", ""}};
+    for (size_t i = 0; i < sizeof divided / sizeof *divided; i++)
+        synth_divide(y, divided[i].key, text[2] - '0', divided[i].unit, text, divided[i].what, divided[i].others);
+    if (synth_value(y, "attention.indexer.block_size"))
+        synth_set(y, "attention.indexer.head_count", "%d", synth_int(y, "attention.head_count_kv"));
 }
+
+/* ============================================================================================================
+ * Synthetic models: weights
+ *
+ * Which tensors a shape has, and random numbers that fill them.
+ * ============================================================================================================ */
 
 /* Fills n bytes, a multiple of 8, with random bits. */
 static void synth_codes(uint8_t *p, int n, uint64_t *rng) {
@@ -5031,12 +5492,6 @@ static void synth_codes(uint8_t *p, int n, uint64_t *rng) {
         memcpy(p + i, &v, 8);
     }
 }
-
-/* ============================================================================================================
- * Synthetic models: weights
- *
- * Writes the header of a shape as a file would have it and fills its tensors with random numbers.
- * ============================================================================================================ */
 
 /* Fills a tensor with numbers that keep a forward pass finite: norms near 1, matrices that keep the scale of their
  * input. */
@@ -5077,12 +5532,6 @@ void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, ui
     for (uint64_t at = n; at < bytes; at += n) memcpy(p + at, p, bytes - at < n ? bytes - at : n);
 }
 
-struct synth_tensor {
-    char name[64];
-    uint32_t type, n_dims;
-    uint64_t ne[3], bytes;
-};
-
 /* Appends a tensor (n2, n1, n0); `fmt` is its name with %d for the layer. */
 static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1, int n2, const char *fmt, int il) {
     struct synth_tensor t = {
@@ -5094,26 +5543,27 @@ static void synth_add(struct synth_tensor **list, uint32_t type, int n0, int n1,
 
 /* The tensors of layer il, by the table of tensors: feed-forwards NVFP4, vectors and routers F32, the rest BF16 or
  * Q8_0. */
-static void synth_add_layer(struct synth_tensor **list, const struct synth *y, struct loader *l, int il) {
+static void synth_add_layer(struct synth_tensor **list, const struct synth *y, const struct synth_sizes *s,
+                            struct loader *l, int il) {
     const struct model *m = l->m;
-    const bool dense = il < y->n_dense;
+    const bool dense = il < s->n_dense;
     const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
     const enum gguf_type ff_type = y->ff_type ? y->ff_type : GGUF_NVFP4;
     struct layer layer = {0};
     char name[64];
     m->family->layer(l, &layer, il);
     const bool shares = y->index_freq && il >= y->index_first && il < m->n_layer;
-    const bool sees_all = y->index_block && dense;
-    if (y->n_index && !sees_all && !y->n_hc && !(shares && (il - y->index_first + 1) % y->index_freq))
-        layer.attn.n_index = y->n_index;
+    const bool sees_all = layer.mixer == MIXER_GQA && dense;
+    if (layer.mixer != MIXER_CSA && !sees_all && !(shares && (il - y->index_first + 1) % y->index_freq))
+        layer.attn.n_index = l->attn.n_index;
     if (y->head_norm) layer.qk_norm = QK_NORM_HEADS;
     if (y->window_sinks && layer.attn.window) layer.attn.has_sinks = true;
     if (y->head_gate) layer.attn.n_gate = 1;
     layer.mtp = il >= m->n_layer;
-    layer.n_expert = dense ? 0 : y->n_expert;
-    layer.n_expert_used = y->n_used;
-    layer.n_ff = dense ? y->ff_dense : y->n_ff;
-    layer.n_ff_shared = dense ? 0 : y->ff_shared;
+    layer.n_expert = dense ? 0 : m->n_expert_max;
+    layer.n_expert_used = l->n_expert_used[il];
+    layer.n_ff = dense ? s->n_ff_dense : s->n_ff;
+    layer.n_ff_shared = dense ? 0 : s->n_ff_shared;
     layer.has = layer_conditions(m, &layer);
     for (const struct tensor_rule *rule = rule_next(NULL, &layer); rule; rule = rule_next(rule, &layer)) {
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
@@ -5121,14 +5571,14 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
         const bool bias = rule->field == offsetof(struct layer, router_bias) && !layer.has_expert_ids &&
                           (m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS || m->family->softmax_bias);
-        const bool gate = rule->field == offsetof(struct layer, sh_weight) && (y->n_key || y->sh_weight);
+        const bool gate = rule->field == offsetof(struct layer, sh_weight) && (l->delta.n_key || y->sh_weight);
         const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
         if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
         const bool whole = rule->kind == TENSOR_VECTOR || rule->kind == TENSOR_IDS;
         snprintf(name, sizeof name, "blk.%%d.%s%s", rule->name, whole ? "" : ".weight");
         if (rule->kind == TENSOR_IDS) {
-            synth_add(list, GGUF_I32, in, y->n_vocab, 1, name, il);
+            synth_add(list, GGUF_I32, in, s->n_vocab, 1, name, il);
             continue;
         }
         if (rule->n == DIM_GROUPS) { /* the groups are one matrix */
@@ -5143,172 +5593,28 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, s
     }
 }
 
-static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data);
-
 /* The tensors of a shape (stb_ds). Its family reads the metadata, as from a file. */
 static struct synth_tensor *synth_tensors(const struct synth *y) {
     struct synth_tensor *list = NULL;
     const enum gguf_type backbone = y->q8 ? GGUF_Q8_0 : GGUF_BF16;
     char err[ERR_MAX];
-    size_t bytes;
-    uint64_t data;
-    uint8_t *header = synth_header(y, NULL, &bytes, &data);
-    struct model m = {.family = family_find((struct gguf_str){y->arch, strlen(y->arch)})};
-    struct loader l = {.m = &m, .g = &m.gguf, .arch = y->arch, .err = err};
-    if (gguf_parse(&m.gguf, header, bytes, err, ERR_MAX)) die("synthetic model: %s", err);
-    loader_hparams(&l);
+    struct model m = {0};
+    struct loader l = {0};
+    struct synth_sizes s;
+    uint8_t *header = synth_read(y, &m, &l, &s, err);
     if (l.failed) die("synthetic model: %s", err);
-    synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "token_embd.weight", 0);
-    for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &l, il);
-    synth_add(&list, GGUF_F32, y->n_embd, 1, 1, "output_norm.weight", 0);
-    synth_add(&list, backbone, y->n_embd, y->n_vocab, 1, "output.weight", 0);
-    if (y->n_hc) {
-        synth_add(&list, GGUF_F32, y->n_hc * y->n_embd, y->n_hc, 1, "output_hc_fn.weight", 0);
-        synth_add(&list, GGUF_F32, y->n_hc, 1, 1, "output_hc_base.weight", 0);
+    synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "token_embd.weight", 0);
+    for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &s, &l, il);
+    synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_norm.weight", 0);
+    synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
+    if (m.n_hc) {
+        synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, m.n_hc, 1, "output_hc_fn.weight", 0);
+        synth_add(&list, GGUF_F32, m.n_hc, 1, 1, "output_hc_base.weight", 0);
         synth_add(&list, GGUF_F32, 1, 1, 1, "output_hc_scale.weight", 0);
     }
     model_free(&m);
     free(header);
     return list;
-}
-
-/* Writes what only DeepSeek-V4 has beside whole numbers. */
-static void synth_put_hc(struct gguf_writer *w, const struct synth *y) {
-    const struct {
-        const char *key;
-        float value;
-    } numbers[] = {{"attention.compress_rope_freq_base", 160000.0f},
-                   {"rope.scaling.factor", 16.0f},
-                   {"hyper_connection.epsilon", 1e-6f},
-                   {"swiglu_clamp_exp", 10.0f},
-                   {"swiglu_clamp_shexp", 10.0f}};
-    const int blocks = y->n_layer + y->predicts;
-    int32_t ratios[MAX_LAYERS];
-    char key[96];
-    if (!y->n_hc) return;
-    for (int il = 0; il < blocks; il++) ratios[il] = il >= y->n_layer ? 0 : il < 2 ? y->first_ratio : il % 2 ? 128 : 4;
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
-        snprintf(key, sizeof key, "%s.%s", y->arch, numbers[i].key);
-        gguf_put_f32(w, key, numbers[i].value);
-    }
-    snprintf(key, sizeof key, "%s.attention.compress_ratios", y->arch);
-    gguf_put_array(w, key, GGUF_V_I32, (uint64_t)blocks, ratios);
-    snprintf(key, sizeof key, "%s.rope.scaling.type", y->arch);
-    gguf_put_str(w, key, "yarn", 4);
-}
-
-/* Writes what differs between layers with and without a window. An MTP layer has one. */
-static void synth_put_windows(struct gguf_writer *w, const struct synth *y) {
-    const int blocks = y->n_layer + y->predicts;
-    if (!y->period) return;
-    const struct {
-        const char *key;
-        int full, window; /* window 0: no key */
-    } arrays[] = {{"attention.sliding_window_pattern", 0, y->window > 0},
-                  {"attention.head_count", y->n_head, y->window_head},
-                  {"attention.head_count_kv", y->n_head_kv, y->window_head_kv}};
-    int32_t values[MAX_LAYERS];
-    char key[96];
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
-        if (!arrays[i].window) continue;
-        for (int il = 0; il < blocks; il++) {
-            const bool full = il < y->n_layer && il % y->period == (y->full_first ? 0 : y->period - 1);
-            values[il] = full ? arrays[i].full : arrays[i].window;
-        }
-        snprintf(key, sizeof key, "%s.%s", y->arch, arrays[i].key);
-        gguf_put_array(w, key, GGUF_V_I32, (uint64_t)blocks, values);
-    }
-}
-
-/* The GGUF header of those tensors, malloc'ed, *bytes of it; *data: the bytes of tensors after it. */
-static uint8_t *synth_header(const struct synth *y, const struct synth_tensor *t, size_t *bytes, uint64_t *data) {
-    struct gguf_writer w = {0};
-    char key[96];
-    const struct {
-        const char *key;
-        int value; /* 0: left out */
-    } ints[] = {{"context_length", y->n_ctx},
-                {"embedding_length", y->n_embd},
-                {"block_count", y->n_layer + y->predicts},
-                {"nextn_predict_layers", y->predicts},
-                {"feed_forward_length", y->ff_dense},
-                {"attention.head_count", y->window_head ? 0 : y->n_head},
-                {"attention.head_count_kv", y->window_head_kv ? 0 : y->n_head_kv},
-                {"attention.sliding_window", y->window},
-                {"rope.dimension_count_swa", y->window_rope},
-                {"attention.key_length", y->kv_lora ? y->kv_lora + y->rope : y->head},
-                {"attention.value_length", y->kv_lora  ? y->kv_lora
-                                           : y->head_v ? y->head_v
-                                                       : y->head},
-                {"attention.q_lora_rank", y->q_lora},
-                {"attention.kv_lora_rank", y->kv_lora},
-                {"attention.key_length_mla", y->kv_lora ? y->head + y->rope : 0},
-                {"attention.value_length_mla", !y->kv_lora ? 0
-                                               : y->head_v ? y->head_v
-                                                           : y->head},
-                {"rope.dimension_count", y->rope},
-                {"leading_dense_block_count", y->n_dense},
-                {"expert_count", y->n_expert},
-                {"expert_used_count", y->n_used},
-                {"expert_feed_forward_length", y->n_ff},
-                {"expert_shared_count", y->ff_shared > 0},
-                {"expert_group_count", y->n_group},
-                {"expert_group_used_count", y->n_group_used},
-                {"expert_gating_func", y->kv_lora ? GATING_SIGMOID : 0},
-                {"expert_shared_feed_forward_length", y->n_key ? y->ff_shared : 0},
-                {"ssm.conv_kernel", y->n_key ? 4 : 0},
-                {"ssm.group_count", y->n_key},
-                {"ssm.time_step_rank", y->n_value},
-                {"ssm.state_size", y->delta_head},
-                {"ssm.inner_size", y->n_value * y->delta_head},
-                {"full_attention_interval", y->interval},
-                {"attention.indexer.head_count", y->n_index},
-                {"attention.indexer.key_length", y->index_k},
-                {"attention.indexer.top_k", y->top_k},
-                {"attention.indexer.block_size", y->index_block},
-                {"attention.indexer.local_blocks", y->index_local},
-                {"attention.output_group_count", y->head_groups},
-                {"attention.output_lora_rank", y->o_lora},
-                {"hyper_connection.count", y->n_hc},
-                {"hyper_connection.sinkhorn_iterations", y->n_hc ? 20 : 0},
-                {"rope.scaling.original_context_length", y->n_hc ? 65536 : 0},
-                {"vocab_size", y->n_vocab}};
-    gguf_put_str(&w, "general.architecture", y->arch, strlen(y->arch));
-    gguf_put_str(&w, "general.name", y->name, strlen(y->name));
-    for (size_t i = 0; i < sizeof ints / sizeof *ints; i++) {
-        if (!ints[i].value) continue;
-        snprintf(key, sizeof key, "%s.%s", y->arch, ints[i].key);
-        gguf_put_u32(&w, key, (uint32_t)ints[i].value);
-    }
-    if (y->n_hc) {
-        snprintf(key, sizeof key, "%s.hash_layer_count", y->arch);
-        gguf_put_u32(&w, key, (uint32_t)(y->n_hash < y->n_layer ? y->n_hash : y->n_layer));
-    }
-    synth_put_hc(&w, y);
-    synth_put_windows(&w, y);
-    if (y->kv_lora || y->norm_topk) {
-        snprintf(key, sizeof key, "%s.expert_weights_norm", y->arch);
-        gguf_put_bool(&w, key, true);
-    }
-    if (y->scale > 0) {
-        snprintf(key, sizeof key, "%s.expert_weights_scale", y->arch);
-        gguf_put_f32(&w, key, y->scale);
-    }
-    snprintf(key, sizeof key, "%s.attention.layer_norm_rms_epsilon", y->arch);
-    gguf_put_f32(&w, key, 1e-6f);
-    if (y->n_key) { /* llama.cpp wants it; moe reads text, for which it means nothing */
-        snprintf(key, sizeof key, "%s.rope.dimension_sections", y->arch);
-        gguf_put_array(&w, key, GGUF_V_I32, 4, (const int32_t[4]){11, 11, 10, 0});
-    }
-    snprintf(key, sizeof key, "%s.rope.freq_base", y->arch);
-    gguf_put_f32(&w, key, y->n_key ? 1e7f : y->n_hc ? 1e4f : 1e6f);
-    gguf_put_str(&w, "tokenizer.ggml.model", "no_vocab", 8);
-    for (size_t i = 0; i < arrlenu(t); i++) gguf_add_tensor(&w, t[i].name, t[i].type, t[i].n_dims, t[i].ne);
-    *data = w.data_bytes;
-    uint8_t *h = gguf_header(&w, bytes);
-    gguf_writer_free(&w);
-    if (!h) die("out of memory for a synthetic header");
-    return h;
 }
 
 /* Maps `total` writable bytes: of a new file, which becomes *f, or of memory. `synthetic`: most of them will never be
@@ -5366,6 +5672,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
     FILE *f;
     size_t head;
     uint64_t data, rng = 42;
+    const int n_expert = synth_int(y, "expert_count");
     uint8_t *header = synth_header(y, t, &head, &data);
     const size_t total = head + (size_t)data;
     uint8_t *p = synth_map(y, file, synthetic, total, &f), *to = p + head;
@@ -5381,7 +5688,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!skip && strstr(t[i].name, ".scale")) {
             /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
-        } else if (!synth_fill_ids(to, &t[i], y->n_expert) && !skip && !synth_fill_delta(to, &t[i], &rng)) {
+        } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip && !synth_fill_delta(to, &t[i], &rng)) {
             synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
         }
         to += gguf_pad(bytes);
@@ -18661,6 +18968,14 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
                                     "follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+                                    "Any key of the model's metadata may be among them, without the name of the\n"
+                                    "architecture: NAME:expert_used_count=4,attention.sliding_window=256. A file\n"
+                                    "with these keys would be the same model, and what it must not have is refused\n"
+                                    "alike. layers=N is block_count without MTP layers, experts=M expert_count. Keys\n"
+                                    "that differ between layers take a list, one number for each:\n"
+                                    "attention.head_count=64,96,96. V*N in it means V, N times, and V:W*N both in\n"
+                                    "turn; V* and V:W* go on to the last layer, or up to the numbers that follow:\n"
+                                    "attention.compress_ratios=0,0,4:128*,0.\n"
                                     "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
                                     "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
                                     "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
@@ -27029,15 +27344,16 @@ static double measure_all_reduce(struct session *s, double t[ALLREDUCE_SIZES][2]
 
 /* Times all-reduces of n ranks on a synthetic model of one layer. */
 static void doctor_all_reduce(struct doctor *d, bool gpu, int n) {
-    struct synth y = synth_parse("qwen3-30b-a3b:layers=1,experts=8");
+    struct synth y = synth_parse("qwen3-30b-a3b:layers=1,experts=8,vocab_size=1024");
     struct model m = {0};
     struct session s;
     all_reduce_times t;
     char err[ERR_MAX] = "";
     int failed = 0;
-    y.n_head = y.n_head_kv = MAX_RANKS; /* so that every rank has a shard */
-    y.n_ff = 64 * MAX_RANKS;
-    y.n_vocab = 1024;
+    /* every rank has a shard */
+    synth_set(&y, "attention.head_count", "%d", MAX_RANKS);
+    synth_set(&y, "attention.head_count_kv", "%d", MAX_RANKS);
+    synth_set(&y, "expert_feed_forward_length", "%d", 64 * MAX_RANKS);
     synth_make(&m, &y, NULL, true);
     if (gpu) {
         struct cuda_options o = {.n_ctx = 256, .kv = KV_BF16, .allreduce = d->set->allreduce};

@@ -27,7 +27,6 @@
 enum {
     MAX_VOCAB = 4 << 20, /* tokens */
     MAX_MTP = 16,        /* layers for multi-token prediction */
-    MAX_WIDTH = 1 << 20, /* of a feed-forward, as the engine takes it */
     PARALLEL = 1 << 17   /* fewer weights than these are converted by one thread */
 };
 
@@ -1053,7 +1052,7 @@ static void kv_u32(const char *key, size_t v) {
 
 /* Writes a number v that is, or follows from, the value of `name` in d. Dies unless it is in the range of its key. */
 static void kv_num(struct doc d, const char *name, double v, const char *key) {
-    const struct key_range *r = key_range_of(key);
+    const struct key_rule *r = key_rule_of(key);
     expect(d, name, v >= r->lo && v <= r->hi, fmt("a number that makes %s %g to %g", key, r->lo, r->hi));
     gguf_put_f32(&writer, arch_key(key), (float)v);
 }
@@ -2218,7 +2217,7 @@ static struct doc rope_part(bool compressed) {
 static void put_deepseek_v4(void) {
     struct doc c = src.cfg;
     static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
-    const struct key_range *range = key_range_of(clamps[0]);
+    const struct key_rule *range = key_rule_of(clamps[0]);
     const double limit = get_num(c, "swiglu_limit", NAN);
     const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     float limits[MAX_LAYERS];
@@ -2433,7 +2432,7 @@ static bool is_dense_step(int layer) {
 }
 /* Writes a limit for every layer from a list, if there is one; null is 0, none. */
 static void put_limits(const char *key, const char *name) {
-    const struct key_range *range = key_range_of(name);
+    const struct key_rule *range = key_rule_of(name);
     json_t *list = get_list(src.cfg, key);
     float limits[MAX_LAYERS] = {0};
     if (list) check_per_layer(key, list);

@@ -407,37 +407,77 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
  * numbers of heads that differ between layers. */
 /* clang-format off */
 static const struct synth form_shapes[] = {
-    {"rows", "minimax-m2", 2, 128, 12, 2, 32, 16, 2, 192, 200, 1024, .rope = 16},
-    {"softplus", "laguna", 4, 128, 18, 2, 32, 16, 2, 64, 200, 1024, .rope = 16, .n_dense = 1, .ff_dense = 192,
-     .ff_shared = 64, .scale = 2.5f, .window = 33, .period = 4, .full_first = true, .window_head = 12, .window_rope = 32,
-     .head_gate = true, .norm_topk = true},
-    {"wide", "mimo2", 3, 128, 8, 1, 192, 16, 2, 64, 200, 1024, .head_v = 128, .rope = 64, .n_dense = 1, .ff_dense = 192,
-     .window = 40, .period = 3, .full_first = true, .window_head_kv = 2, .window_sinks = true},
-    {"sigmoid", "step35", 3, 128, 8, 2, 64, 16, 2, 64, 200, 1024, .n_dense = 1, .ff_dense = 192, .ff_shared = 64,
-     .scale = 3.0f, .window = 250, .period = 2, .full_first = true, .window_head = 12, .head_norm = true,
-     .head_gate = true, .norm_topk = true, .predicts = true},
-    {"neighbours", "ernie4_5-moe", 2, 128, 6, 2, 32, 16, 2, 64, 200, 1024, .n_dense = 1, .ff_dense = 192,
-     .ff_shared = 64},
-    {"rows, q8", "olmoe", 2, 128, 4, 4, 64, 16, 2, 64, 200, 1024, .q8 = true}};
-static const struct synth ring_shape = {"ring", "laguna", 1, 64, 2, 1, 32, 4, 1, 64, 96, 1 << 16, .rope = 16,
-                                        .ff_shared = 64, .window = 100, .period = 2, .head_gate = true};
+    {"rows", "minimax-m2", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=12 attention.head_count_kv=2 attention.key_length=32 "
+     "rope.dimension_count=16 expert_count=16 expert_used_count=2 expert_feed_forward_length=192 vocab_size=200 "
+     "context_length=1024"},
+    {"softplus", "laguna", .keys =
+     "block_count=4 embedding_length=128 attention.head_count=18,12,12,12 attention.head_count_kv=2 "
+     "attention.key_length=32 rope.dimension_count=16 rope.dimension_count_swa=32 attention.sliding_window=33 "
+     "attention.sliding_window_pattern=0,1,1,1 leading_dense_block_count=1 feed_forward_length=192 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 expert_weights_norm=true "
+     "expert_weights_scale=2.5 vocab_size=200 context_length=1024", .head_gate = true},
+    {"wide", "mimo2", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=8 attention.head_count_kv=1,2,2 "
+     "attention.key_length=192 attention.value_length=128 rope.dimension_count=64 attention.sliding_window=40 "
+     "attention.sliding_window_pattern=0,1,1 leading_dense_block_count=1 feed_forward_length=192 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=1024", .window_sinks = true},
+    {"sigmoid", "step35", .keys =
+     "block_count=4 nextn_predict_layers=1 embedding_length=128 attention.head_count=8,12,8,12 "
+     "attention.head_count_kv=2 attention.key_length=64 attention.sliding_window=250 "
+     "attention.sliding_window_pattern=0,1,0,1 leading_dense_block_count=1 feed_forward_length=192 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 expert_weights_norm=true "
+     "expert_weights_scale=3 vocab_size=200 context_length=1024", .head_norm = true, .head_gate = true},
+    {"neighbours", "ernie4_5-moe", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=6 attention.head_count_kv=2 attention.key_length=32 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=200 context_length=1024"},
+    {"rows, q8", "olmoe", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=4 attention.key_length=64 "
+     "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=1024",
+     .q8 = true}};
+static const struct synth ring_shape = {"ring", "laguna", .keys =
+    "block_count=1 embedding_length=64 attention.head_count=2 attention.head_count_kv=1 attention.key_length=32 "
+    "rope.dimension_count=16 attention.sliding_window=100 attention.sliding_window_pattern=1* expert_count=4 "
+    "expert_used_count=1 expert_feed_forward_length=64 expert_shared_count=1 vocab_size=96 context_length=65536",
+    .head_gate = true};
 #ifdef SIMULATED
 /* Norms of rows, gates, sinks, windows and biases that ranks divide; four ranks have copies of the KV heads of the first
  * shape. */
 static const struct synth divided_shapes[] = {
-    {"divided rows", "minimax-m2", 2, 128, 12, 2, 32, 16, 2, 256, 320, 256, .rope = 16},
-    {"divided gates", "laguna", 3, 128, 8, 4, 32, 16, 2, 256, 320, 256, .rope = 16, .n_dense = 1, .ff_dense = 256,
-     .ff_shared = 256, .window = 20, .period = 3, .full_first = true, .window_head = 16, .head_gate = true,
-     .norm_topk = true},
-    {"divided sinks", "mimo2", 3, 128, 8, 4, 192, 16, 2, 256, 320, 256, .head_v = 128, .rope = 64, .n_dense = 1,
-     .ff_dense = 256, .window = 20, .period = 3, .full_first = true, .window_head_kv = 8, .window_sinks = true},
-    {"divided biases", "gpt-oss", 2, 192, 8, 4, 32, 16, 4, 320, 320, 256, .window = 20, .period = 2, .qkv_bias = true,
-     .ff_type = GGUF_MXFP4},
-    {"divided blocks", "minimax-m3", 2, 128, 16, 4, 64, 16, 2, 256, 320, 256, .rope = 32, .n_dense = 1, .ff_dense = 256,
-     .ff_shared = 256, .scale = 2.0f, .n_index = 4, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1},
-    {"divided streams", "deepseek4", 4, 128, 16, 1, 64, 16, 2, 256, 320, 256, 72, .head_v = 64, .rope = 16,
-     .ff_shared = 256, .scale = 1.5f, .window = 20, .n_index = 16, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4,
-     .o_lora = 32, .head_groups = 4, .n_hc = 4, .n_hash = 1, .predicts = true}};
+    {"divided rows", "minimax-m2", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=12 attention.head_count_kv=2 attention.key_length=32 "
+     "rope.dimension_count=16 expert_count=16 expert_used_count=2 expert_feed_forward_length=256 vocab_size=320 "
+     "context_length=256"},
+    {"divided gates", "laguna", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=8,16,16 attention.head_count_kv=4 "
+     "attention.key_length=32 rope.dimension_count=16 attention.sliding_window=20 "
+     "attention.sliding_window_pattern=0,1,1 leading_dense_block_count=1 feed_forward_length=256 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=256 expert_shared_count=1 expert_weights_norm=true "
+     "vocab_size=320 context_length=256", .head_gate = true},
+    {"divided sinks", "mimo2", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=8 attention.head_count_kv=4,8,8 "
+     "attention.key_length=192 attention.value_length=128 rope.dimension_count=64 attention.sliding_window=20 "
+     "attention.sliding_window_pattern=0,1,1 leading_dense_block_count=1 feed_forward_length=256 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=256 vocab_size=320 context_length=256", .window_sinks = true},
+    {"divided biases", "gpt-oss", .keys =
+     "block_count=2 embedding_length=192 attention.head_count=8 attention.head_count_kv=4 attention.key_length=32 "
+     "attention.sliding_window=20 attention.sliding_window_pattern=1,0 expert_count=16 expert_used_count=4 "
+     "expert_feed_forward_length=320 vocab_size=320 context_length=256", .qkv_bias = true, .ff_type = GGUF_MXFP4},
+    {"divided blocks", "minimax-m3", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=16 attention.head_count_kv=4 attention.key_length=64 "
+     "rope.dimension_count=32 attention.indexer.head_count=4 attention.indexer.key_length=64 "
+     "attention.indexer.top_k=2 attention.indexer.block_size=16 attention.indexer.local_blocks=1 "
+     "leading_dense_block_count=1 feed_forward_length=256 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=256 expert_shared_count=1 expert_weights_scale=2 vocab_size=320 context_length=256"},
+    {"divided streams", "deepseek4", .keys =
+     "block_count=5 nextn_predict_layers=1 embedding_length=128 attention.head_count=16 attention.head_count_kv=1 "
+     "attention.key_length=64 attention.q_lora_rank=72 rope.dimension_count=16 attention.sliding_window=20 "
+     "attention.indexer.head_count=16 attention.indexer.key_length=64 attention.indexer.top_k=8 "
+     "attention.compress_ratios=0:0:4:128*,0 attention.output_group_count=4 attention.output_lora_rank=32 "
+     "hyper_connection.count=4 hash_layer_count=1 expert_count=16 expert_used_count=2 expert_feed_forward_length=256 "
+     "expert_shared_count=1 expert_weights_scale=1.5 vocab_size=320 context_length=256" STREAM_KEYS,
+     .ff_type = GGUF_MXFP4}};
 #endif
 /* clang-format on */
 enum { FORMS = sizeof form_shapes / sizeof *form_shapes };
@@ -451,12 +491,13 @@ static void test_cuda_forms(void) {
         for (int kv = 0; kv < 2; kv++) {
             struct model m = {0};
             float bias[128];
+            const int window = synth_int(&form_shapes[f], "attention.sliding_window");
             synth_make(&m, &form_shapes[f], NULL, false);
             for (int i = 0; i < 128; i++) bias[i] = 0.01f * (float)(i % 13 - 6);
             m.layers[1].wo.bias = bias;
-            const int n_row = (form_shapes[f].window + 79 + 127) / 128 * 128;
-            pair_forwards_in(m.name, &m, kv ? KV_FP8 : KV_BF16, 384, form_shapes[f].window ? n_row : 0,
-                             splits[(f + 2 * kv) % 4], MOE_ACT_F16, n);
+            const int n_row = (window + 79 + 127) / 128 * 128;
+            pair_forwards_in(m.name, &m, kv ? KV_FP8 : KV_BF16, 384, window ? n_row : 0, splits[(f + 2 * kv) % 4],
+                             MOE_ACT_F16, n);
             model_free(&m);
         }
 }
@@ -497,16 +538,40 @@ static void test_cuda_ring(void) {
  * many scores are 0 and positions decide. */
 /* clang-format off */
 static const struct synth sparse_shapes[] = {
-    {"ties", "glm-dsa", 2, 128, 3, 1, 32, 16, 2, 64, 200, 1024, 72, 64, 16, 1, 192, 64, 1, 1, .scale = 2.5f,
-     .n_index = 1, .index_k = 64, .top_k = 33},
-    {"pairs", "glm-dsa", 4, 128, 5, 1, 32, 16, 2, 64, 200, 1024, 72, 128, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
-     .n_index = 20, .index_k = 128, .top_k = 150, .index_freq = 2, .index_first = 1, .predicts = true},
-    {"halves", "deepseek32", 2, 128, 20, 1, 128, 16, 2, 64, 200, 1024, 72, 512, 64, 1, 192, 64, 1, 1, .scale = 2.5f,
-     .n_index = 64, .index_k = 128, .top_k = 40},
-    {"blocks", "minimax-m3", 2, 128, 8, 2, 64, 16, 2, 64, 200, 1024, .rope = 32, .n_dense = 1, .ff_dense = 192,
-     .ff_shared = 64, .scale = 2.0f, .n_index = 2, .index_k = 64, .top_k = 3, .index_block = 16, .index_local = 1},
-    {"wide blocks", "minimax-m3", 1, 128, 60, 3, 128, 16, 2, 64, 200, 1024, .rope = 64, .ff_dense = 192,
-     .ff_shared = 64, .scale = 2.0f, .n_index = 3, .index_k = 128, .top_k = 2, .index_block = 64, .index_local = 1}};
+    {"ties", "glm-dsa", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=3 attention.head_count_kv=1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=64 attention.key_length_mla=48 attention.value_length_mla=32 rope.dimension_count=16 "
+     "attention.indexer.head_count=1 attention.indexer.key_length=64 attention.indexer.top_k=33 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_gating_func=2 expert_weights_norm=true "
+     "expert_weights_scale=2.5 vocab_size=200 context_length=1024"},
+    {"pairs", "glm-dsa", .keys =
+     "block_count=5 nextn_predict_layers=1 embedding_length=128 attention.head_count=5 attention.head_count_kv=1 "
+     "attention.q_lora_rank=72 attention.kv_lora_rank=128 attention.key_length_mla=96 attention.value_length_mla=32 "
+     "rope.dimension_count=64 attention.indexer.head_count=20 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=150 leading_dense_block_count=1 feed_forward_length=192 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 expert_gating_func=2 "
+     "expert_weights_norm=true expert_weights_scale=2.5 vocab_size=200 context_length=1024",
+     .index_freq = 2, .index_first = 1},
+    {"halves", "deepseek32", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=20 attention.head_count_kv=1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=512 attention.key_length_mla=192 attention.value_length_mla=128 rope.dimension_count=64 "
+     "attention.indexer.head_count=64 attention.indexer.key_length=128 attention.indexer.top_k=40 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_gating_func=2 expert_weights_norm=true "
+     "expert_weights_scale=2.5 vocab_size=200 context_length=1024"},
+    {"blocks", "minimax-m3", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=8 attention.head_count_kv=2 attention.key_length=64 "
+     "rope.dimension_count=32 attention.indexer.head_count=2 attention.indexer.key_length=64 "
+     "attention.indexer.top_k=3 attention.indexer.block_size=16 attention.indexer.local_blocks=1 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_weights_scale=2 vocab_size=200 context_length=1024"},
+    {"wide blocks", "minimax-m3", .keys =
+     "block_count=1 embedding_length=128 attention.head_count=60 attention.head_count_kv=3 attention.key_length=128 "
+     "rope.dimension_count=64 attention.indexer.head_count=3 attention.indexer.key_length=128 "
+     "attention.indexer.top_k=2 attention.indexer.block_size=64 attention.indexer.local_blocks=1 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 expert_weights_scale=2 vocab_size=200 "
+     "context_length=1024"}};
 enum { SPARSE_SHAPES = sizeof sparse_shapes / sizeof *sparse_shapes, INDEX_NORM = 128 /* values of a norm */ };
 /* clang-format on */
 /* Makes a synthetic model with sparse attention, whose indexers' queries have a norm that changes their direction. */
@@ -535,12 +600,21 @@ static void test_cuda_sparse(void) {
  * and of the released models. */
 /* clang-format off */
 static const struct synth stream_shapes[] = {
-    {"flash", "deepseek4", 4, 256, 32, 1, 512, 16, 2, 64, 200, 1024, 72, .head_v = 512, .rope = 64, .ff_shared = 64,
-     .scale = 1.5f, .window = 128, .n_index = 20, .index_k = 128, .top_k = 20, .ff_type = GGUF_MXFP4, .o_lora = 32,
-     .head_groups = 8, .n_hc = 4, .n_hash = 1, .predicts = true},
-    {"wide streams", "deepseek4", 2, 4160, 8, 1, 64, 16, 2, 64, 200, 1024, 72, .head_v = 64, .rope = 16,
-     .ff_shared = 64, .scale = 1.5f, .window = 40, .n_index = 6, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4,
-     .o_lora = 32, .head_groups = 2, .n_hc = 4, .n_hash = 1, .first_ratio = 128}};
+    {"flash", "deepseek4", .keys =
+     "block_count=5 nextn_predict_layers=1 embedding_length=256 attention.head_count=32 attention.head_count_kv=1 "
+     "attention.key_length=512 attention.q_lora_rank=72 rope.dimension_count=64 attention.sliding_window=128 "
+     "attention.indexer.head_count=20 attention.indexer.key_length=128 attention.indexer.top_k=20 "
+     "attention.compress_ratios=0:0:4:128*,0 attention.output_group_count=8 attention.output_lora_rank=32 "
+     "hyper_connection.count=4 hash_layer_count=1 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 "
+     "expert_shared_count=1 expert_weights_scale=1.5 vocab_size=200 context_length=1024" STREAM_KEYS,
+     .ff_type = GGUF_MXFP4},
+    {"wide streams", "deepseek4", .keys =
+     "block_count=2 embedding_length=4160 attention.head_count=8 attention.head_count_kv=1 attention.key_length=64 "
+     "attention.q_lora_rank=72 rope.dimension_count=16 attention.sliding_window=40 attention.indexer.head_count=6 "
+     "attention.indexer.key_length=64 attention.indexer.top_k=8 attention.compress_ratios=128,128 "
+     "attention.output_group_count=2 attention.output_lora_rank=32 hyper_connection.count=4 hash_layer_count=1 "
+     "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 "
+     "expert_weights_scale=1.5 vocab_size=200 context_length=1024" STREAM_KEYS, .ff_type = GGUF_MXFP4}};
 /* clang-format on */
 
 static void test_cuda_streams(void) {
@@ -986,7 +1060,7 @@ void cuda_test_sparse(void) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct model *m = &cases[i].m;
         struct synth y = sparse_shapes[cases[i].shape];
-        y.top_k = cases[i].top_k;
+        synth_set(&y, "attention.indexer.top_k", "%d", cases[i].top_k);
         if (!m->n_layer) sparse_make(m, &y);
         pair_forwards(y.name, m, cases[i].kv, 128, i ? 0 : 2, MOE_ACT_F16, n);
         check_steps(y.name, m, cases[i].kv, &cases[i].want);
@@ -997,10 +1071,14 @@ void cuda_test_sparse(void) {
  * layers: operations against a CPU's after a key of 128 tokens, and whole forwards. */
 void cuda_test_streams(void) {
     /* clang-format off */
-    static const struct synth shape = {
-        "streams", "deepseek4", 3, 192, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
-        .scale = 1.5f, .window = 60, .n_index = 6, .index_k = 64, .top_k = 24, .ff_type = GGUF_MXFP4, .o_lora = 32,
-        .head_groups = 2, .n_hc = 4, .n_hash = 2, .first_ratio = 128, .predicts = true};
+    static const struct synth shape = {"streams", "deepseek4", .keys =
+        "block_count=4 nextn_predict_layers=1 embedding_length=192 attention.head_count=8 attention.head_count_kv=1 "
+        "attention.key_length=64 attention.q_lora_rank=72 rope.dimension_count=16 attention.sliding_window=60 "
+        "attention.indexer.head_count=6 attention.indexer.key_length=64 attention.indexer.top_k=24 "
+        "attention.compress_ratios=128,128,4,0 attention.output_group_count=2 attention.output_lora_rank=32 "
+        "hyper_connection.count=4 hash_layer_count=2 expert_count=16 expert_used_count=2 "
+        "expert_feed_forward_length=64 expert_shared_count=1 expert_weights_scale=1.5 vocab_size=200 "
+        "context_length=256" STREAM_KEYS, .ff_type = GGUF_MXFP4};
     /* clang-format on */
     static const int n[] = {122, 9, 1, 17, 0};
     static struct {
@@ -1023,26 +1101,68 @@ void cuda_test_streams(void) {
 /* Small relatives of the shapes of --synth, with rows and columns that fill no tile. */
 /* clang-format off */
 static const struct synth tiny_synths[] = {
-    {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
-    {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f,
-     .predicts = true},
-    {"tiny Q8_0", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192, .q8 = true},
-    {"tiny delta", "qwen35moe", 4, 128, 4, 2, 64, 16, 2, 64, 200, 256, .rope = 16, .ff_shared = 64, .n_key = 2,
-     .n_value = 6, .delta_head = 32, .interval = 4, .predicts = true},
-    {"wide GQA", "qwen3moe", 2, 4160, 4, 2, 32, 16, 2, 64, 200, 256, .ff_dense = 192},
-    {"wide MLA", "deepseek2", 3, 4160, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 2, 1, .scale = 2.5f},
-    {"tiny rows", "minimax-m2", 2, 128, 4, 2, 32, 16, 2, 64, 200, 256, .rope = 16},
-    {"tiny windows", "laguna", 3, 128, 4, 2, 32, 16, 2, 64, 200, 256, .rope = 16, .n_dense = 1, .ff_dense = 192,
-     .ff_shared = 64, .window = 50, .period = 3, .full_first = true, .window_head = 8, .head_gate = true},
-    {"tiny sinks", "mimo2", 3, 128, 4, 2, 192, 16, 2, 64, 200, 256, .head_v = 128, .rope = 64, .window = 20,
-     .period = 3, .full_first = true, .window_sinks = true},
-    {"tiny sparse", "glm-dsa", 4, 128, 4, 1, 32, 16, 2, 64, 200, 256, 72, 64, 16, 1, 192, 64, 1, 1, .scale = 2.5f,
-     .n_index = 6, .index_k = 64, .top_k = 24, .index_freq = 3, .index_first = 2, .predicts = true},
-    {"tiny streams", "deepseek4", 4, 128, 8, 1, 64, 16, 2, 64, 200, 256, 72, .head_v = 64, .rope = 16, .ff_shared = 64,
-     .scale = 1.5f, .window = 40, .n_index = 6, .index_k = 64, .top_k = 8, .ff_type = GGUF_MXFP4, .o_lora = 32,
-     .head_groups = 2, .n_hc = 4, .n_hash = 1, .predicts = true},
-    {"tiny blocks", "minimax-m3", 3, 128, 8, 2, 64, 16, 2, 64, 200, 256, .rope = 32, .n_dense = 1, .ff_dense = 192,
-     .ff_shared = 64, .scale = 2.0f, .n_index = 2, .index_k = 64, .top_k = 2, .index_block = 16, .index_local = 1}};
+    {"tiny GQA", "qwen3moe", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+     "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=256"},
+    {"tiny MLA", "deepseek2", .keys =
+     "block_count=4 nextn_predict_layers=1 embedding_length=128 attention.head_count=4 attention.head_count_kv=1 "
+     "attention.q_lora_rank=72 attention.kv_lora_rank=64 attention.key_length_mla=48 attention.value_length_mla=32 "
+     "rope.dimension_count=16 leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_group_count=2 expert_group_used_count=1 "
+     "expert_gating_func=2 expert_weights_norm=true expert_weights_scale=2.5 vocab_size=200 context_length=256"},
+    {"tiny Q8_0", "qwen3moe", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+     "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=256", .q8 = true},
+    {"tiny delta", "qwen35moe", .keys =
+     "block_count=5 nextn_predict_layers=1 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 "
+     "attention.key_length=64 rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=6 "
+     "ssm.state_size=32 ssm.inner_size=192 full_attention_interval=4 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=200 context_length=256 rope.freq_base=1e7"},
+    {"wide GQA", "qwen3moe", .keys =
+     "block_count=2 embedding_length=4160 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+     "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 context_length=256"},
+    {"wide MLA", "deepseek2", .keys =
+     "block_count=3 embedding_length=4160 attention.head_count=4 attention.head_count_kv=1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=64 attention.key_length_mla=48 attention.value_length_mla=32 rope.dimension_count=16 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_group_count=2 expert_group_used_count=1 "
+     "expert_gating_func=2 expert_weights_norm=true expert_weights_scale=2.5 vocab_size=200 context_length=256"},
+    {"tiny rows", "minimax-m2", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+     "rope.dimension_count=16 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=200 "
+     "context_length=256"},
+    {"tiny windows", "laguna", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=4,8,8 attention.head_count_kv=2 attention.key_length=32 "
+     "rope.dimension_count=16 attention.sliding_window=50 attention.sliding_window_pattern=0,1,1 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=200 context_length=256", .head_gate = true},
+    {"tiny sinks", "mimo2", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=192 "
+     "attention.value_length=128 rope.dimension_count=64 attention.sliding_window=20 "
+     "attention.sliding_window_pattern=0,1,1 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 "
+     "vocab_size=200 context_length=256", .window_sinks = true},
+    {"tiny sparse", "glm-dsa", .keys =
+     "block_count=5 nextn_predict_layers=1 embedding_length=128 attention.head_count=4 attention.head_count_kv=1 "
+     "attention.q_lora_rank=72 attention.kv_lora_rank=64 attention.key_length_mla=48 attention.value_length_mla=32 "
+     "rope.dimension_count=16 attention.indexer.head_count=6 attention.indexer.key_length=64 "
+     "attention.indexer.top_k=24 leading_dense_block_count=1 feed_forward_length=192 expert_count=16 "
+     "expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 expert_gating_func=2 "
+     "expert_weights_norm=true expert_weights_scale=2.5 vocab_size=200 context_length=256",
+     .index_freq = 3, .index_first = 2},
+    {"tiny streams", "deepseek4", .keys =
+     "block_count=5 nextn_predict_layers=1 embedding_length=128 attention.head_count=8 attention.head_count_kv=1 "
+     "attention.key_length=64 attention.q_lora_rank=72 rope.dimension_count=16 attention.sliding_window=40 "
+     "attention.indexer.head_count=6 attention.indexer.key_length=64 attention.indexer.top_k=8 "
+     "attention.compress_ratios=0:0:4:128*,0 attention.output_group_count=2 attention.output_lora_rank=32 "
+     "hyper_connection.count=4 hash_layer_count=1 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 "
+     "expert_shared_count=1 expert_weights_scale=1.5 vocab_size=200 context_length=256" STREAM_KEYS,
+     .ff_type = GGUF_MXFP4},
+    {"tiny blocks", "minimax-m3", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=8 attention.head_count_kv=2 attention.key_length=64 "
+     "rope.dimension_count=32 attention.indexer.head_count=2 attention.indexer.key_length=64 "
+     "attention.indexer.top_k=2 attention.indexer.block_size=16 attention.indexer.local_blocks=1 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_weights_scale=2 vocab_size=200 context_length=256"}};
 enum { SPARSE_BLOCKS = sizeof tiny_synths / sizeof *tiny_synths - 1 };
 /* clang-format on */
 
@@ -1061,8 +1181,8 @@ int bench_decode_model(struct model *m, int shape, int n_layer, char name[64]) {
     if (shape >= (int)(sizeof which / sizeof *which)) return 0;
     struct synth y = tiny_synths[which[shape]];
     snprintf(name, 64, "%s", y.name);
-    const int whole = y.n_layer;
-    y.n_layer = int_min(whole, n_layer);
+    const int whole = synth_layers(&y);
+    synth_set_layers(&y, int_min(whole, n_layer));
     synth_make(m, &y, NULL, true);
     return whole;
 }
@@ -1561,7 +1681,7 @@ static void test_cuda_refusals(void) {
         "two kinds of gates in attention (layer 3) are"};
     const struct cuda_options o = {.n_ctx = 64, .kv = KV_FP8};
     struct synth y = tiny_synths[3];
-    y.n_layer = 8;
+    synth_set_layers(&y, 8);
     synth_make(&m, &y, NULL, true);
     for (int i = 0; i < 7; i++) {
         struct rank r = {0};
@@ -1762,11 +1882,20 @@ static void test_cuda_ranks(void) {
     layouts_agree("deepseek_v3_nvfp4", several, 2, 30);
     layouts_agree("deepseek_v4_pro", &several[3], 2, 140);
     static const struct layout four = {"four GPUs", 4, 1, {0, 1, 2, 3}, ALLREDUCE_ONESHOT, true};
-    static const struct synth wide[] = {{"tiled heads", "qwen35moe", 4, 128, 8, 2, 64, 16, 2, 256, 320, 256, .rope = 16,
-                                         .ff_shared = 256, .n_key = 4, .n_value = 12, .delta_head = 64, .interval = 4},
-                                        {"grouped heads", "qwen3next", 3, 128, 8, 4, 32, 16, 2, 256, 320, 256,
-                                         .rope = 8, .ff_shared = 256, .n_key = 4, .n_value = 8, .delta_head = 32,
-                                         .interval = 2, .q8 = true}};
+    /* clang-format off */
+    static const struct synth wide[] = {{"tiled heads", "qwen35moe", .keys =
+        "block_count=4 embedding_length=128 attention.head_count=8 attention.head_count_kv=2 attention.key_length=64 "
+        "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=4 ssm.time_step_rank=12 ssm.state_size=64 "
+        "ssm.inner_size=768 full_attention_interval=4 expert_count=16 expert_used_count=2 "
+        "expert_feed_forward_length=256 expert_shared_count=1 vocab_size=320 context_length=256 rope.freq_base=1e7"},
+                                        {"grouped heads", "qwen3next", .keys =
+                                         "block_count=3 embedding_length=128 attention.head_count=8 "
+                                         "attention.head_count_kv=4 attention.key_length=32 rope.dimension_count=8 "
+                                         "ssm.conv_kernel=4 ssm.group_count=4 ssm.time_step_rank=8 ssm.state_size=32 "
+                                         "ssm.inner_size=256 full_attention_interval=2 expert_count=16 "
+                                         "expert_used_count=2 expert_feed_forward_length=256 expert_shared_count=1 "
+                                         "vocab_size=320 context_length=256 rope.freq_base=1e7", .q8 = true}};
+    /* clang-format on */
     for (int i = 0; i < 2; i++) {
         synth_agrees(&wide[i], &four, 30);
         synth_agrees(&wide[i], &several[2 * i], 20);
@@ -2505,6 +2634,7 @@ static void test_cuda_stats(void) {
 
 /* Small models whose feed-forwards become those of other families: their attention is one that every backend has. Ranks
  * of four have 2, 1, 1 and 1 units of 64 columns of 320. */
+/* clang-format off */
 static const struct ffn_case {
     struct synth shape;
     enum gating gating;
@@ -2512,31 +2642,47 @@ static const struct ffn_case {
     float limit, shared_limit;      /* the second of the dense feed-forward, too */
     bool biases, pick_bias;         /* of the router and the experts; for the selection */
 } ffn_cases[] = {
-    {{"OAI", "qwen3moe", 1, 320, 4, 4, 32, 9, 4, 320, 200, 256, .ff_type = GGUF_MXFP4},
+    {{"OAI", "qwen3moe", .keys =
+      "block_count=1 embedding_length=320 attention.head_count=4 attention.head_count_kv=4 attention.key_length=32 "
+      "expert_count=9 expert_used_count=4 expert_feed_forward_length=320 vocab_size=200 context_length=256",
+      .ff_type = GGUF_MXFP4},
      .gating = GATING_CHOSEN,
      .glu = glu_oai,
      .limit = 0.75f,
      .biases = true},
-    {{"OAI in BF16", "qwen3moe", 1, 64, 4, 4, 32, 33, 5, 256, 200, 256, .ff_type = GGUF_BF16},
+    {{"OAI in BF16", "qwen3moe", .keys =
+      "block_count=1 embedding_length=64 attention.head_count=4 attention.head_count_kv=4 attention.key_length=32 "
+      "expert_count=33 expert_used_count=5 expert_feed_forward_length=256 vocab_size=200 context_length=256",
+      .ff_type = GGUF_BF16},
      .gating = GATING_CHOSEN,
      .glu = glu_oai,
      .limit = 7,
      .biases = true},
-    {{"clamped", "qwen3moe", 2, 128, 4, 4, 32, 9, 3, 256, 200, 256, .n_dense = 1, .ff_dense = 320, .ff_shared = 256},
+    {{"clamped", "qwen3moe", .keys =
+      "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=4 attention.key_length=32 "
+      "leading_dense_block_count=1 feed_forward_length=320 expert_count=9 expert_used_count=3 "
+      "expert_feed_forward_length=256 expert_shared_count=1 vocab_size=200 context_length=256"},
      .gating = GATING_SIGMOID,
      .glu = glu_silu_clamp,
      .limit = 0.6f,
      .shared_limit = 0.4f,
      .pick_bias = true},
-    {{"clamped inputs", "qwen3moe", 1, 128, 4, 4, 32, 12, 3, 256, 200, 256, .ff_shared = 256, .ff_type = GGUF_MXFP4},
+    {{"clamped inputs", "qwen3moe", .keys =
+      "block_count=1 embedding_length=128 attention.head_count=4 attention.head_count_kv=4 attention.key_length=32 "
+      "expert_count=12 expert_used_count=3 expert_feed_forward_length=256 expert_shared_count=1 vocab_size=200 "
+      "context_length=256", .ff_type = GGUF_MXFP4},
      .gating = GATING_SQRT_SOFTPLUS,
      .glu = glu_clamp_silu,
      .limit = 0.6f,
      .shared_limit = 0.4f,
      .pick_bias = true},
-    {{"biased softmax", "qwen3moe", 1, 64, 4, 4, 32, 20, 6, 256, 200, 256, .ff_shared = 256, .ff_type = GGUF_Q8_0},
+    {{"biased softmax", "qwen3moe", .keys =
+      "block_count=1 embedding_length=64 attention.head_count=4 attention.head_count_kv=4 attention.key_length=32 "
+      "expert_count=20 expert_used_count=6 expert_feed_forward_length=256 expert_shared_count=1 vocab_size=200 "
+      "context_length=256", .ff_type = GGUF_Q8_0},
      .gating = GATING_SOFTMAX,
      .pick_bias = true}};
+/* clang-format on */
 enum { FFN_CASES = sizeof ffn_cases / sizeof *ffn_cases };
 
 /* n numbers between -size and size, kept in own (stb_ds). */

@@ -7,22 +7,52 @@ static const struct count_case {
     enum kv_type kv;
     bool prefill; /* is counted too */
 } count_cases[] = {
-    {{"GQA, cache in BF16", "qwen3moe", 2, 2048, 16, 2, 128, 4, 2, 512, 2048, 8192, .ff_dense = 1024}, KV_BF16, true},
-    {{"norms of rows, Q8_0, cache in FP8", "minimax-m2", 1, 2048, 16, 4, 128, 4, 2, 512, 2048, 8192, .rope = 64,
-      .q8 = true}, KV_FP8, false},
-    {{"MLA, cache in FP8", "deepseek2", 2, 2048, 32, 1, 128, 4, 2, 512, 2048, 8192, 768, 512, 64, 1, 1024, 512, 1, 1,
-      .scale = 2.5f}, KV_FP8, true},
-    {{"MLA, indexer, cache in BF16", "glm-dsa", 1, 2048, 16, 1, 128, 4, 2, 512, 2048, 8192, 768, 512, 64, 0, 1024, 512,
-      1, 1, .scale = 2.5f, .n_index = 32, .index_k = 128, .top_k = 2048}, KV_BF16, false},
-    {{"delta net", "qwen35moe", 2, 2048, 8, 2, 256, 4, 2, 512, 2048, 8192, .rope = 64, .ff_shared = 512, .n_key = 8,
-      .n_value = 16, .delta_head = 128, .interval = 2}, KV_FP8, true},
-    {{"windows, sinks", "mimo2", 2, 2048, 16, 2, 192, 4, 2, 512, 2048, 8192, .head_v = 128, .rope = 64,
-      .window = 128, .period = 2, .full_first = true, .window_sinks = true}, KV_BF16, false},
-    {{"blocks of keys", "minimax-m3", 1, 2048, 16, 2, 128, 4, 2, 512, 2048, 8192, .rope = 64, .ff_shared = 512,
-      .scale = 2.0f, .n_index = 2, .index_k = 128, .top_k = 8, .index_block = 128, .index_local = 1}, KV_FP8, false},
-    {{"streams, one KV head", "deepseek4", 3, 2048, 16, 1, 512, 4, 2, 512, 2048, 8192, 512, .head_v = 512, .rope = 64,
-      .ff_shared = 512, .scale = 1.5f, .window = 128, .n_index = 16, .index_k = 128, .top_k = 512,
-      .ff_type = GGUF_MXFP4, .o_lora = 256, .head_groups = 2, .n_hc = 4, .n_hash = 1}, KV_FP8, false},
+    {{"GQA, cache in BF16", "qwen3moe", .keys =
+      "block_count=2 embedding_length=2048 attention.head_count=16 attention.head_count_kv=2 "
+      "attention.key_length=128 expert_count=4 expert_used_count=2 expert_feed_forward_length=512 "
+      "vocab_size=2048 context_length=8192"}, KV_BF16, true},
+    {{"norms of rows, Q8_0, cache in FP8", "minimax-m2", .keys =
+      "block_count=1 embedding_length=2048 attention.head_count=16 attention.head_count_kv=4 attention.key_length=128 "
+      "rope.dimension_count=64 expert_count=4 expert_used_count=2 expert_feed_forward_length=512 vocab_size=2048 "
+      "context_length=8192", .q8 = true}, KV_FP8, false},
+    {{"MLA, cache in FP8", "deepseek2", .keys =
+      "block_count=2 embedding_length=2048 attention.head_count=32 attention.head_count_kv=1 "
+      "attention.q_lora_rank=768 attention.kv_lora_rank=512 attention.key_length_mla=192 "
+      "attention.value_length_mla=128 rope.dimension_count=64 leading_dense_block_count=1 feed_forward_length=1024 "
+      "expert_count=4 expert_used_count=2 expert_feed_forward_length=512 expert_shared_count=1 expert_gating_func=2 "
+      "expert_weights_norm=true expert_weights_scale=2.5 vocab_size=2048 context_length=8192"}, KV_FP8, true},
+    {{"MLA, indexer, cache in BF16", "glm-dsa", .keys =
+      "block_count=1 embedding_length=2048 attention.head_count=16 attention.head_count_kv=1 "
+      "attention.q_lora_rank=768 attention.kv_lora_rank=512 attention.key_length_mla=192 "
+      "attention.value_length_mla=128 rope.dimension_count=64 attention.indexer.head_count=32 "
+      "attention.indexer.key_length=128 attention.indexer.top_k=2048 expert_count=4 expert_used_count=2 "
+      "expert_feed_forward_length=512 expert_shared_count=1 expert_gating_func=2 expert_weights_norm=true "
+      "expert_weights_scale=2.5 vocab_size=2048 context_length=8192"}, KV_BF16, false},
+    {{"delta net", "qwen35moe", .keys =
+      "block_count=2 embedding_length=2048 attention.head_count=8 attention.head_count_kv=2 "
+      "attention.key_length=256 rope.dimension_count=64 ssm.conv_kernel=4 ssm.group_count=8 "
+      "ssm.time_step_rank=16 ssm.state_size=128 ssm.inner_size=2048 full_attention_interval=2 "
+      "expert_count=4 expert_used_count=2 expert_feed_forward_length=512 expert_shared_count=1 "
+      "vocab_size=2048 context_length=8192 rope.freq_base=1e7"}, KV_FP8, true},
+    {{"windows, sinks", "mimo2", .keys =
+      "block_count=2 embedding_length=2048 attention.head_count=16 attention.head_count_kv=2 attention.key_length=192 "
+      "attention.value_length=128 rope.dimension_count=64 attention.sliding_window=128 "
+      "attention.sliding_window_pattern=0,1 expert_count=4 expert_used_count=2 expert_feed_forward_length=512 "
+      "vocab_size=2048 context_length=8192", .window_sinks = true}, KV_BF16, false},
+    {{"blocks of keys", "minimax-m3", .keys =
+      "block_count=1 embedding_length=2048 attention.head_count=16 attention.head_count_kv=2 attention.key_length=128 "
+      "rope.dimension_count=64 attention.indexer.head_count=2 attention.indexer.key_length=128 "
+      "attention.indexer.top_k=8 attention.indexer.block_size=128 attention.indexer.local_blocks=1 expert_count=4 "
+      "expert_used_count=2 expert_feed_forward_length=512 expert_shared_count=1 expert_weights_scale=2 "
+      "vocab_size=2048 context_length=8192"}, KV_FP8, false},
+    {{"streams, one KV head", "deepseek4", .keys =
+      "block_count=3 embedding_length=2048 attention.head_count=16 attention.head_count_kv=1 attention.key_length=512 "
+      "attention.q_lora_rank=512 rope.dimension_count=64 attention.sliding_window=128 attention.indexer.head_count=16 "
+      "attention.indexer.key_length=128 attention.indexer.top_k=512 attention.compress_ratios=0,0,4 "
+      "attention.output_group_count=2 attention.output_lora_rank=256 hyper_connection.count=4 hash_layer_count=1 "
+      "expert_count=4 expert_used_count=2 expert_feed_forward_length=512 expert_shared_count=1 "
+      "expert_weights_scale=1.5 vocab_size=2048 context_length=8192" STREAM_KEYS,
+      .ff_type = GGUF_MXFP4}, KV_FP8, false},
 };
 /* clang-format on */
 enum {

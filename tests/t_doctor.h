@@ -193,8 +193,8 @@ static void test_doctor_mute(void) {
     struct model m = {0};
     char path[256];
     struct doctor *d = doctor_new(&set);
-    struct synth y = synth_parse("qwen3-30b-a3b:layers=2,experts=8");
-    y.n_embd = 256, y.n_head = 4, y.n_head_kv = 2, y.n_ff = 128, y.n_vocab = 512;
+    struct synth y = synth_parse("qwen3-30b-a3b:layers=2,experts=8,embedding_length=256,attention.head_count=4,"
+                                 "attention.head_count_kv=2,expert_feed_forward_length=128,vocab_size=512");
     snprintf(path, sizeof path, "%s/mute.gguf", test_dir());
     synth_make(&m, &y, path, false);
     model_free(&m);

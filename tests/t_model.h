@@ -844,91 +844,72 @@ static void test_session_file(void) {
 /* ---- batches of up to 16 tokens: what a token gives has the bits that it gives alone ---- */
 
 /* Models that together have every operation. For "early MLA" expanded keys and values are cheaper from 7 tokens on. */
+/* clang-format off */
 static const struct synth batch_shapes[] = {
-    {"GQA", "qwen3moe", 2, 128, 16, 2, 8, 16, 4, 64, 96, 1 << 16, .ff_dense = 64},
-    {"MLA", "deepseek2", 2, 128, 8, 1, 16, 16, 4, 64, 96, 1 << 16, 72, 32, 8, 1, 192, 64, 4, 2, .scale = 2.5f},
-    {"early MLA", "deepseek2", 1, 128, 3, 1, 6, 8, 2, 64, 96, 1 << 16, 0, 64, 8, .ff_dense = 64},
-    {"tiled delta net", "qwen35moe", 2, 128, 4, 2, 32, 16, 4, 64, 96, 1 << 16, .rope = 16, .ff_shared = 64, .n_key = 2,
-     .n_value = 6, .delta_head = 40, .interval = 2},
-    {"grouped delta net", "qwen3next", 2, 128, 4, 1, 32, 16, 4, 64, 96, 1 << 16, .rope = 16, .ff_shared = 64,
-     .n_key = 2, .n_value = 4, .delta_head = 32, .interval = 2, .q8 = true},
+    {"GQA", "qwen3moe", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=16 attention.head_count_kv=2 attention.key_length=8 "
+     "expert_count=16 expert_used_count=4 expert_feed_forward_length=64 vocab_size=96 context_length=65536"},
+    {"MLA", "deepseek2", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=8 attention.head_count_kv=1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=32 attention.key_length_mla=24 attention.value_length_mla=16 rope.dimension_count=8 "
+     "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=4 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_group_count=4 expert_group_used_count=2 "
+     "expert_gating_func=2 expert_weights_norm=true expert_weights_scale=2.5 vocab_size=96 context_length=65536"},
+    {"early MLA", "deepseek2", .keys =
+     "block_count=1 embedding_length=128 attention.head_count=3 attention.head_count_kv=1 attention.kv_lora_rank=64 "
+     "attention.key_length_mla=14 attention.value_length_mla=6 rope.dimension_count=8 expert_count=8 "
+     "expert_used_count=2 expert_feed_forward_length=64 expert_gating_func=2 expert_weights_norm=true vocab_size=96 "
+     "context_length=65536"},
+    {"tiled delta net", "qwen35moe", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+     "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=6 ssm.state_size=40 "
+     "ssm.inner_size=240 full_attention_interval=2 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
+     "expert_shared_count=1 vocab_size=96 context_length=65536 rope.freq_base=1e7"},
+    {"grouped delta net", "qwen3next", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=1 attention.key_length=32 "
+     "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
+     "ssm.inner_size=128 full_attention_interval=2 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
+     "expert_shared_count=1 vocab_size=96 context_length=65536 rope.freq_base=1e7", .q8 = true},
     /* the window begins in another block of keys during the last run */
-    {"window of several splits, sinks, biases", "gpt-oss", 2, 128, 16, 2, 8, 16, 4, 64, 96, 1 << 16, .qkv_bias = true,
-     .window = 640, .period = 2, .ff_type = GGUF_MXFP4},
-    {"gates of heads",
-     "step35",
-     3,
-     128,
-     6,
-     2,
-     16,
-     16,
-     4,
-     64,
-     96,
-     1 << 16,
-     .head_norm = true,
-     .head_gate = true,
-     .norm_topk = true,
-     .n_dense = 1,
-     .ff_dense = 64,
-     .ff_shared = 64,
-     .window = 70,
-     .period = 3,
-     .full_first = true,
-     .window_head = 8},
-    {"wide keys", "mimo2", 2, 128, 8, 1, 24, 16, 4, 64, 96, 1 << 16, .head_v = 16, .rope = 8, .window_sinks = true,
-     .window = 64, .period = 2, .full_first = true, .window_head_kv = 2},
-    {"row norms", "minimax-m2", 2, 128, 6, 3, 16, 16, 4, 64, 96, 1 << 16, .rope = 8},
-    {"chosen keys", "deepseek32", 2, 128, 8, 1, 16, 16, 4, 64, 96, 1 << 16, 72, 32, 8, .n_index = 3, .index_k = 16,
-     .top_k = 200},
-    {"chosen blocks",
-     "minimax-m3",
-     2,
-     128,
-     6,
-     2,
-     16,
-     16,
-     4,
-     64,
-     96,
-     1 << 16,
-     .rope = 8,
-     .n_dense = 1,
-     .ff_dense = 64,
-     .ff_shared = 64,
-     .n_index = 2,
-     .index_k = 32,
-     .top_k = 24,
-     .index_block = 8,
-     .index_local = 2},
+    {"window of several splits, sinks, biases", "gpt-oss", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=16 attention.head_count_kv=2 attention.key_length=8 "
+     "attention.sliding_window=640 attention.sliding_window_pattern=1,0 expert_count=16 expert_used_count=4 "
+     "expert_feed_forward_length=64 vocab_size=96 context_length=65536", .qkv_bias = true, .ff_type = GGUF_MXFP4},
+    {"gates of heads", "step35", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=6,8,8 attention.head_count_kv=2 attention.key_length=16 "
+     "attention.sliding_window=70 attention.sliding_window_pattern=0,1,1 leading_dense_block_count=1 "
+     "feed_forward_length=64 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 "
+     "expert_weights_norm=true vocab_size=96 context_length=65536", .head_norm = true, .head_gate = true},
+    {"wide keys", "mimo2", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=8 attention.head_count_kv=1,2 attention.key_length=24 "
+     "attention.value_length=16 rope.dimension_count=8 attention.sliding_window=64 "
+     "attention.sliding_window_pattern=0,1 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
+     "vocab_size=96 context_length=65536", .window_sinks = true},
+    {"row norms", "minimax-m2", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=6 attention.head_count_kv=3 attention.key_length=16 "
+     "rope.dimension_count=8 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 vocab_size=96 "
+     "context_length=65536"},
+    {"chosen keys", "deepseek32", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=8 attention.head_count_kv=1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=32 attention.key_length_mla=24 attention.value_length_mla=16 rope.dimension_count=8 "
+     "attention.indexer.head_count=3 attention.indexer.key_length=16 attention.indexer.top_k=200 expert_count=16 "
+     "expert_used_count=4 expert_feed_forward_length=64 expert_gating_func=2 expert_weights_norm=true vocab_size=96 "
+     "context_length=65536"},
+    {"chosen blocks", "minimax-m3", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=6 attention.head_count_kv=2 attention.key_length=16 "
+     "rope.dimension_count=8 attention.indexer.head_count=2 attention.indexer.key_length=32 "
+     "attention.indexer.top_k=24 attention.indexer.block_size=8 attention.indexer.local_blocks=2 "
+     "leading_dense_block_count=1 feed_forward_length=64 expert_count=16 expert_used_count=4 "
+     "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=96 context_length=65536"},
     /* a compressed key for every token in two layers; chosen keys of several splits in the third one */
-    {"compressed keys",
-     "deepseek4",
-     3,
-     128,
-     16,
-     1,
-     32,
-     16,
-     4,
-     64,
-     96,
-     1 << 16,
-     72,
-     .rope = 8,
-     .ff_shared = 64,
-     .scale = 1.5f,
-     .window = 4,
-     .n_index = 3,
-     .index_k = 16,
-     .top_k = 300,
-     .n_hc = 4,
-     .n_hash = 1,
-     .head_groups = 4,
-     .o_lora = 32,
-     .first_ratio = 1}};
+    {"compressed keys", "deepseek4", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=16 attention.head_count_kv=1 attention.key_length=32 "
+     "attention.q_lora_rank=72 rope.dimension_count=8 attention.sliding_window=4 attention.indexer.head_count=3 "
+     "attention.indexer.key_length=16 attention.indexer.top_k=300 attention.compress_ratios=1,1,4 "
+     "attention.output_group_count=4 attention.output_lora_rank=32 hyper_connection.count=4 hash_layer_count=1 "
+     "expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 "
+     "expert_weights_scale=1.5 vocab_size=96 context_length=65536" STREAM_KEYS}};
+/* clang-format on */
 
 enum {
     BATCH_SHAPES = sizeof batch_shapes / sizeof *batch_shapes,
@@ -1081,8 +1062,12 @@ static void test_batches(void) {
  * stay, and so do the logits. */
 static void test_scaled_biases(void) {
     enum { N = 40, BLOCK = 36, SCALES = 4, EXPONENT = 8 }; /* bytes of NVFP4; a power of two in E4M3 */
-    static const struct synth shape = {"scales",         "gpt-oss",    2,          128, 4, 2, 16, 8, 2, 64, 96, 1 << 16,
-                                       .qkv_bias = true, .window = 30, .period = 2};
+    /* clang-format off */
+    static const struct synth shape = {"scales", "gpt-oss", .keys =
+        "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=16 "
+        "attention.sliding_window=30 attention.sliding_window_pattern=1,0 expert_count=8 expert_used_count=2 "
+        "expert_feed_forward_length=64 vocab_size=96 context_length=65536", .qkv_bias = true};
+    /* clang-format on */
     const struct kernels *const kernels[2] = {&kernels_ref, kernels_choose()};
     struct model m = {0};
     int32_t ids[N];

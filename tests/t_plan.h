@@ -966,7 +966,11 @@ static void plan_write(const char *path, const uint8_t *header, size_t n, uint64
 
 /* One file, its header, two parts. */
 static void test_plan_split(void) {
-    const struct synth y = {"tiny", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 256, 256, .ff_dense = 192};
+    /* clang-format off */
+    const struct synth y = {"tiny", "qwen3moe", .keys =
+        "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+        "expert_count=16 expert_used_count=2 expert_feed_forward_length=128 vocab_size=256 context_length=256"};
+    /* clang-format on */
     struct synth_tensor *t = synth_tensors(&y), *head = NULL;
     struct gguf_writer w = {0};
     char path[4][128];
@@ -1073,7 +1077,11 @@ static void test_plan_usage(void) {
     json_decref(plan_of("--gpus 2X96GB --synth gpt-oss-120b", 0));
     json_decref(plan_of("--gpus '2 x 96 GiB @ 1792 GB/s' --synth OpenAI/GPT-OSS-120B", 0));
     /* widths of one unit of 64 */
-    const struct synth narrow = {"narrow", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 64, 512, 256, .ff_dense = 64};
+    /* clang-format off */
+    const struct synth narrow = {"narrow", "qwen3moe", .keys =
+        "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+        "expert_count=16 expert_used_count=2 expert_feed_forward_length=64 vocab_size=512 context_length=256"};
+    /* clang-format on */
     struct synth_tensor *tensors = synth_tensors(&narrow);
     size_t n;
     uint64_t data;
@@ -1096,8 +1104,12 @@ static void test_plan_usage(void) {
 
 /* A header may claim anything: the sums stay sums. */
 static void test_plan_absurd(void) {
-    const struct synth y = {"absurd", "qwen3moe", 2,       1 << 17, 1024,    1024,          4096,
-                            1024,     32,         1 << 14, 1 << 15, 1 << 28, .ff_dense = 64};
+    /* clang-format off */
+    const struct synth y = {"absurd", "qwen3moe", .keys =
+        "block_count=2 embedding_length=131072 attention.head_count=1024 attention.head_count_kv=1024 "
+        "attention.key_length=4096 expert_count=1024 expert_used_count=32 expert_feed_forward_length=16384 "
+        "vocab_size=32768 context_length=268435456"};
+    /* clang-format on */
     char path[128], args[160];
     size_t n;
     uint64_t data;
@@ -1127,13 +1139,28 @@ bool cuda_test_w4a4(struct rank *r);
 /* What the engine allocates is what the plan counted: its weights, with the range of a matrix and without the
  * frequencies; its cache; its activations. */
 static void test_plan_engine(void) {
+    /* clang-format off */
     static const struct synth tiny[] = {
-        {"tiny GQA", "qwen3moe", 2, 128, 4, 2, 32, 16, 2, 128, 200, 256, .ff_dense = 192},
-        {"tiny MLA", "deepseek2", 3, 128, 4, 1, 32, 16, 2, 128, 200, 256, 72, 64, 16, 1, 192, 128, 2, 1, .scale = 2.5f},
-        {"tiny delta", "qwen35moe", 3, 128, 4, 2, 64, 16, 2, 128, 200, 256, .rope = 16, .ff_shared = 128, .n_key = 2,
-         .n_value = 8, .delta_head = 64, .interval = 2},
-        {"tiny biases", "gpt-oss", 2, 192, 4, 2, 32, 16, 2, 192, 200, 256, .window = 20, .period = 2, .qkv_bias = true,
-         .ff_type = GGUF_MXFP4}};
+        {"tiny GQA", "qwen3moe", .keys =
+         "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+         "expert_count=16 expert_used_count=2 expert_feed_forward_length=128 vocab_size=200 context_length=256"},
+        {"tiny MLA", "deepseek2", .keys =
+         "block_count=3 embedding_length=128 attention.head_count=4 attention.head_count_kv=1 "
+         "attention.q_lora_rank=72 attention.kv_lora_rank=64 attention.key_length_mla=48 "
+         "attention.value_length_mla=32 rope.dimension_count=16 leading_dense_block_count=1 feed_forward_length=192 "
+         "expert_count=16 expert_used_count=2 expert_feed_forward_length=128 expert_shared_count=1 "
+         "expert_group_count=2 expert_group_used_count=1 expert_gating_func=2 expert_weights_norm=true "
+         "expert_weights_scale=2.5 vocab_size=200 context_length=256"},
+        {"tiny delta", "qwen35moe", .keys =
+         "block_count=3 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=64 "
+         "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=8 ssm.state_size=64 "
+         "ssm.inner_size=512 full_attention_interval=2 expert_count=16 expert_used_count=2 "
+         "expert_feed_forward_length=128 expert_shared_count=1 vocab_size=200 context_length=256 rope.freq_base=1e7"},
+        {"tiny biases", "gpt-oss", .keys =
+         "block_count=2 embedding_length=192 attention.head_count=4 attention.head_count_kv=2 attention.key_length=32 "
+         "attention.sliding_window=20 attention.sliding_window_pattern=1,0 expert_count=16 expert_used_count=2 "
+         "expert_feed_forward_length=192 vocab_size=200 context_length=256", .qkv_bias = true, .ff_type = GGUF_MXFP4}};
+    /* clang-format on */
     static const struct {
         const struct synth *shape; /* NULL: the demo model */
         int tp, pp;

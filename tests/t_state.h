@@ -332,34 +332,21 @@ static void test_state_resize(void) {
 enum { WINDOW_TOKENS = 9000 /* more than two rounds of a ring */ };
 
 /* A layer that sees all tokens, one with a window, sinks. */
-static const struct synth window_shape = {
-    "window", "gpt-oss", 2, 64, 4, 2, 16, 8, 2, 64, 96, 1 << 16, .qkv_bias = true, .window = 300, .period = 2};
+/* clang-format off */
+static const struct synth window_shape = {"window", "gpt-oss", .keys =
+    "block_count=2 embedding_length=64 attention.head_count=4 attention.head_count_kv=2 attention.key_length=16 "
+    "attention.sliding_window=300 attention.sliding_window_pattern=1,0 expert_count=8 expert_used_count=2 "
+    "expert_feed_forward_length=64 vocab_size=96 context_length=65536", .qkv_bias = true};
 
 /* Layers of DeepSeek-V4: two with a window alone, one with compressed keys beside it. */
-static const struct synth compressed_shape = {"window, compressed keys",
-                                              "deepseek4",
-                                              3,
-                                              64,
-                                              4,
-                                              1,
-                                              16,
-                                              8,
-                                              2,
-                                              64,
-                                              96,
-                                              1 << 16,
-                                              32,
-                                              .rope = 8,
-                                              .ff_shared = 64,
-                                              .scale = 1.5f,
-                                              .window = 300,
-                                              .n_index = 2,
-                                              .index_k = 16,
-                                              .top_k = 8,
-                                              .n_hc = 2,
-                                              .n_hash = 1,
-                                              .head_groups = 2,
-                                              .o_lora = 32};
+static const struct synth compressed_shape = {"window, compressed keys", "deepseek4", .keys =
+    "block_count=3 embedding_length=64 attention.head_count=4 attention.head_count_kv=1 attention.key_length=16 "
+    "attention.q_lora_rank=32 rope.dimension_count=8 attention.sliding_window=300 attention.indexer.head_count=2 "
+    "attention.indexer.key_length=16 attention.indexer.top_k=8 attention.compress_ratios=0,0,4:128* "
+    "attention.output_group_count=2 attention.output_lora_rank=32 hyper_connection.count=2 hash_layer_count=1 "
+    "expert_count=8 expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 expert_weights_scale=1.5 "
+    "vocab_size=96 context_length=65536" STREAM_KEYS};
+/* clang-format on */
 
 /* Keeps a row for every token. */
 static void window_cache_kept(const struct model *m, const struct layer *layer, struct cache_tensor *out) {
@@ -538,7 +525,8 @@ static void check_ring_twice(const struct synth *shape) {
     struct cache_tensor cache[CACHE_USES];
     layer_cache(&m, &m.layers[0], KV_BF16, cache);
     const int reach = session_reach(&s), oldest = WINDOW_TOKENS - cache[CACHE_K].n_row;
-    CHECK(reach - (shape->window - 1) == oldest, "reach %d, but the oldest row is that of token %d", reach, oldest);
+    CHECK(reach - (synth_int(shape, "attention.sliding_window") - 1) == oldest,
+          "reach %d, but the oldest row is that of token %d", reach, oldest);
     window_back(&s, &m, ids, reach, reach + 10, 10);
     session_free(&s);
     model_free(&m);
@@ -546,7 +534,7 @@ static void check_ring_twice(const struct synth *shape) {
 
 static void test_state_ring_twice(void) {
     struct synth shared = compressed_shape;
-    shared.n_layer = 2;
+    synth_set_layers(&shared, 2);
     check_ring_twice(&window_shape);
     check_ring_twice(&shared);
 }

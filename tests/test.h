@@ -2,6 +2,12 @@
 #ifndef MOE_TEST_H
 #define MOE_TEST_H
 
+/* What all shapes of DeepSeek-V4 have, the end of a text of keys: see struct synth. */
+#define STREAM_KEYS                                                                                \
+    " hyper_connection.sinkhorn_iterations=20 hyper_connection.epsilon=1e-6 rope.freq_base=10000 " \
+    "attention.compress_rope_freq_base=160000 rope.scaling.type=yarn rope.scaling.factor=16 "      \
+    "rope.scaling.original_context_length=65536 swiglu_clamp_exp=10 swiglu_clamp_shexp=10"
+
 struct test {
     const char *name; /* group/case */
     void (*fn)(void);
