@@ -4027,10 +4027,11 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
  * backends run it (rank_pass). A kernel finds in it what is read next, the forecast of --plan what a token costs, and
  * --info --verbose prints it. The batch, its tokens and position, is in struct rank.
  *
- * A new family whose operations exist is a row of `families`; the functions that read its metadata
- * ("Families: ..", before this section); for tensors that no family has had, rows of `tensor_rules` and a condition of
- * LAYER_CONDITIONS; a row of `synths` for --synth; and in convert/moe-convert.c a row of `releases` with what config.json
- * says and names that differ from the table's; and the tables of families in both READMEs.
+ * A new family whose operations exist is a row of `families`; the functions that read its metadata ("Families: ..",
+ * before this section); for tensors that no family has had, rows of `tensor_rules` and a condition of LAYER_CONDITIONS,
+ * and for such keys rows of `key_rules`; a row of `synths` for --synth; and in convert/moe-convert.c a row of `releases`
+ * with what config.json says and names that differ from the table's; and the tables of families in both
+ * READMEs.
  * Tests say what is missing. Head sizes that no GPU kernel has are added to attn_find in moe_cuda.cu. What attention
  * and feed-forwards can vary in, the fields of struct attn and struct layer say: windows, sinks, biases, gates,
  * norms of heads or of rows, rotations, clamps.
