@@ -81,6 +81,7 @@ static const char *const longest[] = {"cuda/ranks", "cuda/streams", "cuda/batche
 #include "t_team.h"
 #include "t_quantize.h"
 #include "t_reap.h"
+#include "t_synth.h"
 #include "t_tables.h"
 #include "t_hostile.h"
 #include "t_repl.h"
@@ -90,8 +91,8 @@ static const char *const longest[] = {"cuda/ranks", "cuda/streams", "cuda/batche
 static const struct test table[] = {
     TESTS_NVFP4 TESTS_VOCAB TESTS_TEMPLATE TESTS_THINK TESTS_KERNELS TESTS_CONVERT TESTS_TOKENS TESTS_FAMILIES
         TESTS_SOURCES TESTS_PROMPT TESTS_REQUESTS TESTS_MODEL TESTS_TEAM TESTS_STATE TESTS_QAT TESTS_DRAFT
-            TESTS_QUANTIZE TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_TABLES TESTS_PLAN TESTS_REPL
-                TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR TESTS_DOCS};
+            TESTS_QUANTIZE TESTS_REAP TESTS_CLI TESTS_CALIBRATE TESTS_RANKS TESTS_SYNTH TESTS_TABLES TESTS_PLAN
+                TESTS_REPL TESTS_HOSTILE TESTS_TRUST TESTS_DOCTOR TESTS_DOCS};
 
 /* What -j starts first, the longest first, so that no processor waits for one at the end. */
 static const char *const longest[] = {"model/demo-fast-path",
