@@ -3002,7 +3002,7 @@ struct loader {
     bool *used;       /* (n_tensors) */
     char *err;
     bool failed;
-    bool asked[KEY_RULES];          /* for the key of that row */
+    bool asked[KEY_RULES];          /* whether the key of that row was looked up */
     struct attn attn;               /* what all layers share that see all keys, */
     struct attn attn_window;        /* and those with a window */
     struct delta delta;             /* what all gated delta nets share */
@@ -5215,9 +5215,10 @@ static int synth_list(const char *v, size_t n, int blocks, struct gguf_str out[M
         if (v < end && *v == '*') {
             char *rest;
             const int size = k - first;
-            const long times = strtol(v + 1, &rest, 10);
+            long times = strtol(v + 1, &rest, 10);
             if (rest == v + 1) from = first, to = k;
-            for (long i = size; i < times * size && k <= MAX_LAYERS; i++, k++) out[k] = out[k - size];
+            for (; times > 1 && k <= MAX_LAYERS; times--)
+                for (int i = 0; i < size && k <= MAX_LAYERS; i++, k++) out[k] = out[k - size];
             v = rest;
         }
         /* what is no number is kept, for the loader to refuse */
@@ -5327,7 +5328,7 @@ static uint8_t *synth_read(const struct synth *y, struct model *m, struct loader
     return header;
 }
 
-/* Refuses keys that a file could not have, and those that the family does not read. */
+/* Ends the program where the loader refuses a key, or where --synth gives one that a shape like this does not use. */
 static void synth_check(const struct synth *y, const char *arg) {
     struct model m = {0};
     struct loader l = {0};
@@ -18969,13 +18970,14 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
                                     "follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
-                                    "Any key of the model's metadata may be among them, without the name of the\n"
-                                    "architecture: NAME:expert_used_count=4,attention.sliding_window=256. A file\n"
-                                    "with these keys would be the same model, and what it must not have is refused\n"
-                                    "alike. layers=N is block_count without MTP layers, experts=M expert_count. Keys\n"
-                                    "that differ between layers take a list, one number for each:\n"
-                                    "attention.head_count=64,96,96. V*N in it means V, N times, and V:W*N both in\n"
-                                    "turn; V* and V:W* go on to the last layer, or up to the numbers that follow:\n"
+                                    "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
+                                    "NAME:block_count=40,expert_used_count=4,attention.sliding_window=256. What the\n"
+                                    "loader refuses in a file is refused here. layers=N is block_count without MTP\n"
+                                    "layers, and experts=M is expert_count.\n"
+                                    "A key whose value differs between layers takes a list, a number for each:\n"
+                                    "attention.head_count=64,96,96. In it 96*2 means 96, 96, and 64:96*2 means 64,\n"
+                                    "96, 64, 96. With * alone they repeat as often as there are layers left, and the\n"
+                                    "numbers after them belong to the last layers:\n"
                                     "attention.compress_ratios=0,0,4:128*,0.\n"
                                     "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
                                     "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"

@@ -116,7 +116,8 @@ static void test_synth_lists(void) {
              {"9*", 2, "9 9 "},
              {"1,,2", 3, "1  2 "},
              {"4*x", 2, "4 x "},
-             {"8*1", 4, "8 "}};
+             {"8*1", 4, "8 "},
+             {"1:2*2,0*", 6, "1 2 1 2 0 0 "}};
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) {
         struct gguf_str item[MAX_LAYERS + 1];
         char *out = NULL;
@@ -126,7 +127,7 @@ static void test_synth_lists(void) {
         arrfree(out);
     }
     struct gguf_str item[MAX_LAYERS + 1];
-    CHECK_INT(synth_list("1*9999", 6, 4, item), MAX_LAYERS + 1, "too many numbers");
+    CHECK_INT(synth_list("1:2*9223372036854775807", 23, 4, item), MAX_LAYERS + 1, "too many numbers");
 }
 
 /* Numbers of layers follow their number: those with a window, their heads, compressed keys, experts by token ids. */
