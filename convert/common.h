@@ -399,8 +399,7 @@ static inline const char *cache_snapshot(const char *root) {
     if (!taken && whole > 1)
         die("'%s' has %zu snapshots, and refs/main names none of them: type %s/snapshots/%s or another", root, whole,
             root, found);
-    err_message("'%s': taking the snapshot %s%s", root, taken ? taken : found,
-                  taken ? ", which refs/main names" : "");
+    err_message("'%s': taking the snapshot %s%s", root, taken ? taken : found, taken ? ", which refs/main names" : "");
     return xstrdup(fmt("%s/snapshots/%s", root, taken ? taken : found));
 }
 
@@ -782,7 +781,7 @@ static inline char **files_of_index(struct doc map) {
     json_decref(seen);
     if (n_missing && n_missing == arrlenu(files) && dir_list(model_dir, "", ".safetensors")) {
         err_message("%s names '%s' and other files that '%s' does not have: it is not used", index_file, missing,
-                      model_dir);
+                    model_dir);
         arrfree(files);
         return NULL;
     }
@@ -830,8 +829,8 @@ static inline char **files_choose(void) {
     }
     if (unread.n)
         err_message("'%s'%s not read: %s", unread.first,
-                      unread.n > 1 ? fmt(" and %zu more safetensors files are", unread.n - 1) : " is",
-                      source_index.obj ? "the index does not name it" : "'model.safetensors' is there");
+                    unread.n > 1 ? fmt(" and %zu more safetensors files are", unread.n - 1) : " is",
+                    source_index.obj ? "the index does not name it" : "'model.safetensors' is there");
     return files;
 }
 
@@ -854,7 +853,7 @@ static inline void drop_copies(struct doc map) {
     arrsetlen(tensors, n);
     if (copies.n)
         err_message("%zu tensor%s twice with the same bytes: each is taken once (%s)", copies.n,
-                      copies.n > 1 ? "s are there" : " is there", copies.first);
+                    copies.n > 1 ? "s are there" : " is there", copies.first);
 }
 
 /* Says where the index and the files disagree. The files count. */

@@ -517,7 +517,7 @@ static enum gguf_type matrix_type(const char *name, bool fp4, enum gguf_type sto
     if (n_in % t.block == 0) return type;
     if (!n_misaligned++)
         err_message("%s: rows of %zu weights are not a multiple of %u: the tensor stays %s", name, n_in, t.block,
-                      gguf_type_info(stored).name);
+                    gguf_type_info(stored).name);
     return stored;
 }
 
@@ -624,8 +624,7 @@ static void plan_input_scales(const char *base, const struct piece *p, size_t n)
     if (largest == 0.0f) return;
     for (size_t i = 0; i < n; i++) arrput(input, p[i].lin.input_scale > 0 ? p[i].lin.input_scale : largest);
     if (missing)
-        err_message("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing,
-                      count);
+        err_message("%s: %zu of %zu input scales are missing; the largest of the others is used", base, missing, count);
     plan_values(fmt("%s.input_scale", base), input);
 }
 
@@ -897,7 +896,7 @@ static struct checkpoint {
     bool sinks, window_sinks;        /* heads have sinks in layers without a window, in those with one */
     bool qkv_bias;                   /* queries, keys and values have biases */
     bool pairs;                      /* GGUF files have queries and keys in the order of struct piece's `head` */
-    size_t qkv_chunks; /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
+    size_t qkv_chunks;               /* qkv_proj has so many parts, each with queries, keys, values; 0: there is none */
 
     bool (*is_dense)(int layer);             /* the layer has a dense FFN */
     int first_dense;                         /* layers that have one before the first mixture */
@@ -1288,8 +1287,8 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     if (!r->name || (r != tensor_rules && is_gate(r - 1)))
         return; /* a part of the row before, or up, planned with gate */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
-    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.delta.fused_ba;  /* z is in the same tensor */
-    if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                    /* and wv_b */
+    const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.delta.fused_ba; /* z is in the same tensor */
+    if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                   /* and wv_b */
     if (fused && qkv) plan_qkvz(layer);
     if (made.model.n_hc && r->field == offsetof(struct layer, eh_proj)) {
         plan_eh_proj(layer);
@@ -1635,9 +1634,8 @@ static void leave_prediction(int first, const char *why) {
         n += left;
         if (left && !t->used) skip(t);
     }
-    err_message("layer%s %d%s for multi-token prediction %s left out, %zu tensor%s: %s", last > first ? "s" : "",
-                  first, last > first ? fmt(" to %d", last) : "", last > first ? "are" : "is", n, n == 1 ? "" : "s",
-                  why);
+    err_message("layer%s %d%s for multi-token prediction %s left out, %zu tensor%s: %s", last > first ? "s" : "", first,
+                last > first ? fmt(" to %d", last) : "", last > first ? "are" : "is", n, n == 1 ? "" : "s", why);
     src.n_mtp = first - src.n_layer;
 }
 
@@ -1665,8 +1663,8 @@ static void find_names(void) {
     else if (no_prediction) err_message("--no-mtp: the model has no layer for multi-token prediction");
     for (int layer = src.n_layer + src.n_mtp; layer < src.n_layer + announced && !no_prediction; layer++)
         err_message("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
-                      "it is left out",
-                      model_dir, layer);
+                    "it is left out",
+                    model_dir, layer);
 }
 
 /* Skips or refuses tensors by their names. */
@@ -1856,7 +1854,7 @@ static void settle_head(void) {
         err_message("tensor '%s' is used: it is not the embedding, though '%s' of config.json says so", name, key);
     } else if (src.tied && !get_bool(src.top, key, true)) {
         err_message("'%s' is missing: it is the embedding, as '%s' of text_config says; config.json says no", name,
-                      key);
+                    key);
     }
     free(head);
     free(name);
@@ -1920,11 +1918,10 @@ static void plan_model(void) {
     report_skipped(unchosen, "token ids have their experts in such a layer");
     if (n_copies)
         err_message("%zu cop%s of the model's embedding or output matrix in layers for multi-token prediction %s "
-                      "left out: moe uses the model's own",
-                      n_copies, n_copies > 1 ? "ies" : "y", n_copies > 1 ? "are" : "is");
+                    "left out: moe uses the model's own",
+                    n_copies, n_copies > 1 ? "ies" : "y", n_copies > 1 ? "are" : "is");
     if (types.keep && !types.n_kept) err_message("--keep: no tensor that would change matches");
-    if (n_misaligned > 1)
-        err_message("%zu tensors keep their type because of the length of their rows", n_misaligned);
+    if (n_misaligned > 1) err_message("%zu tensors keep their type because of the length of their rows", n_misaligned);
     check_all_used();
 }
 
@@ -3025,7 +3022,7 @@ static void check_quantization_keys(void) {
     }
     if (quant_unknown.n)
         err_message("%s is unknown here and not used%s", quant_unknown.first,
-                      quant_unknown.n > 1 ? fmt("; so are %zu more about quantization", quant_unknown.n - 1) : "");
+                    quant_unknown.n > 1 ? fmt("; so are %zu more about quantization", quant_unknown.n - 1) : "");
     json_decref(hf.obj);
 }
 
@@ -3574,7 +3571,7 @@ static void take_scores(const char *file, char *const *text, const enum token_ty
     for (size_t i = 0; i < n; i++)
         if (type[i] == TOKEN_NORMAL && (i >= src.n_vocab || !vocab.text[i] || strcmp(vocab.text[i], text[i]))) {
             err_message("piece %zu of %s is '%s', another token than in tokenizer.json: its scores are not used", i,
-                          file, text[i]);
+                        file, text[i]);
             return;
         }
     memcpy(vocab.score, score, n * sizeof *score);
@@ -4075,7 +4072,7 @@ static void put_deepseek_v4_template(const char *name) {
     gguf_put_str(&writer, "tokenizer.chat_template", text, arrlenu(text));
     arrfree(text);
     err_message("'%s' has no chat template: taking moe's, with the reasoning effort%s", model_dir,
-                  graded ? "s high and max" : " max");
+                graded ? "s high and max" : " max");
 }
 
 /* Returns the template in the key chat_template: a text, or of a list of {name, template} or an object {name:
@@ -4099,7 +4096,7 @@ static const char *template_of(struct doc d) {
     }
     if (others)
         err_message("%s: left out: chat template%s %s%s", d.file, strchr(others, ',') ? "s" : "", sb_cstr(&others),
-                      found ? "" : " (none is named 'default')");
+                    found ? "" : " (none is named 'default')");
     arrfree(others);
     if (found) fits(d, key, json_is_string(found), "a text as template");
     return json_string_value(found);
@@ -4192,7 +4189,7 @@ static void put_sampling(struct doc g) {
     else if (get(g, "top_k")) kv_i32("general.sampling.top_k", (int32_t)get_limit(g, "top_k", INT32_MAX, 0));
     if (unused.n)
         err_message("%s: key '%s'%s not used: do_sample is not true", g.file, unused.first,
-                      unused.n > 1 ? fmt(" and %zu more are", unused.n - 1) : " is");
+                    unused.n > 1 ? fmt(" and %zu more are", unused.n - 1) : " is");
 }
 
 /* Writes how tokens are merged, and what is done to the text before. */
@@ -4776,7 +4773,7 @@ static void write_file(char path[PATH_MAX], const uint8_t *header, size_t header
     out_end();
     if (n_implausible > 1) err_message("%zu matrices have implausible weights", n_implausible);
     err_message("'%s': %s%zu tensors, %s", path, only_header ? "only the header of " : "", arrlenu(plan),
-                  human((double)dest.total));
+                human((double)dest.total));
 }
 
 /* ============================================================================================================

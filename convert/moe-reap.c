@@ -1141,9 +1141,9 @@ static void hf_read_others(void) {
         }
         if (!known)
             err_message("'%s' is %s: not copied", in_dir(names[i]),
-                          !regular  ? "not a regular file"
-                          : weights ? "not read"
-                                    : "a link to a file elsewhere");
+                        !regular  ? "not a regular file"
+                        : weights ? "not read"
+                                  : "a link to a file elsewhere");
         free(names[i]);
     }
     arrfree(names);
@@ -1637,10 +1637,9 @@ static void report_layer(const struct expert_layer *layer) {
 static void report_followers(void) {
     for (size_t i = 0; i < arrlenu(m.layers) && scores.n_files; i++)
         if (m.layers[i].follows && !removed(&m.layers[i]))
-            err_message(
-                "layer %d, for multi-token prediction, has no scores: it retains the same experts as the last "
-                "layer before it",
-                m.layers[i].block);
+            err_message("layer %d, for multi-token prediction, has no scores: it retains the same experts as the last "
+                        "layer before it",
+                        m.layers[i].block);
 }
 
 /* bytes: of the output. */

@@ -2761,16 +2761,15 @@ static void test_convert_header_target(void) {
         {"convert/mixed", test_convert_mixed}, {"convert/quantization_keys", test_convert_quantization_keys},         \
         {"convert/left_out", test_convert_left_out}, {"convert/odd_prediction", test_convert_odd_prediction},         \
         {"convert/delta_dense", test_convert_delta_dense}, {"convert/precision", test_convert_precision},             \
-        {"convert/unloadable", test_convert_unloadable},                                                              \
-        {"convert/keys", test_convert_keys}, {"convert/vocabulary", test_convert_vocabulary},                         \
-        {"convert/pre_tokenizers", test_convert_pre_tokenizers}, {"convert/kimi", test_convert_kimi},                 \
-        {"convert/experts", test_convert_experts}, {"convert/golden", test_convert_golden},                           \
-        {"convert/narrow", test_convert_narrow}, {"convert/input_scale", test_convert_input_scale},                   \
-        {"convert/refusals", test_convert_refusals}, {"convert/norms", test_convert_norms},                           \
-        {"convert/scales", test_convert_scales}, {"convert/safetensors", test_convert_safetensors},                   \
-        {"convert/index", test_convert_index}, {"convert/atomic", test_convert_atomic},                               \
-        {"convert/interrupt", test_convert_interrupt}, {"convert/usage", test_convert_usage},                         \
-        {"convert/demo", test_convert_demo}, {"convert/dry_run", test_convert_dry_run},                               \
-        {"convert/copies", test_convert_copies}, {"convert/header", test_convert_header},                             \
-        {"convert/header_cuts", test_convert_header_cuts}, {"convert/header_sizes", test_convert_header_sizes},       \
-        {"convert/header_target", test_convert_header_target},
+        {"convert/unloadable", test_convert_unloadable}, {"convert/keys", test_convert_keys},                         \
+        {"convert/vocabulary", test_convert_vocabulary}, {"convert/pre_tokenizers", test_convert_pre_tokenizers},     \
+        {"convert/kimi", test_convert_kimi}, {"convert/experts", test_convert_experts},                               \
+        {"convert/golden", test_convert_golden}, {"convert/narrow", test_convert_narrow},                             \
+        {"convert/input_scale", test_convert_input_scale}, {"convert/refusals", test_convert_refusals},               \
+        {"convert/norms", test_convert_norms}, {"convert/scales", test_convert_scales},                               \
+        {"convert/safetensors", test_convert_safetensors}, {"convert/index", test_convert_index},                     \
+        {"convert/atomic", test_convert_atomic}, {"convert/interrupt", test_convert_interrupt},                       \
+        {"convert/usage", test_convert_usage}, {"convert/demo", test_convert_demo},                                   \
+        {"convert/dry_run", test_convert_dry_run}, {"convert/copies", test_convert_copies},                           \
+        {"convert/header", test_convert_header}, {"convert/header_cuts", test_convert_header_cuts},                   \
+        {"convert/header_sizes", test_convert_header_sizes}, {"convert/header_target", test_convert_header_target},
