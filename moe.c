@@ -3565,7 +3565,7 @@ static void step_add_products(struct program *p, enum op op, int il, struct inpu
 /* ============================================================================================================
  * Families: grouped-query attention
  *
- * Qwen3-MoE, GLM-4.5, gpt-oss, MiniMax, OLMoE, Llama, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna and MiMo-V2.
+ * Qwen3-MoE, GLM-4.5, dots.llm1, gpt-oss, MiniMax, OLMoE, Llama, Qwen2-MoE, ERNIE-4.5, Step-3.5, Laguna and MiMo-V2.
  * ============================================================================================================ */
 
 /* Qwen3-MoE. Files of llama.cpp without expert_gating_func mean softmax over all experts and norm_topk_prob, whatever
@@ -4161,6 +4161,8 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_gqa},
     {.arch = "glm4moe",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_gqa,      .layer = layer_glm4},
+    {.arch = "dots1",     .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_gqa,      .layer = layer_gqa},
     {.arch = "gpt-oss",   .gating = GATING_CHOSEN, .norm_topk_prob = false,
      .read = read_gptoss,   .layer = layer_gptoss},
     {.arch = "minimax-m2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -5049,6 +5051,11 @@ static const struct synth synths[] = {
      "expert_group_used_count=1 expert_gating_func=2 attention.indexer.head_count=32 attention.indexer.key_length=128 "
      "attention.indexer.top_k=2048 vocab_size=154880 expert_weights_norm=true expert_weights_scale=2.5",
      .index_freq = 4, .index_first = 3},
+    {"dots.llm1", "dots1", .keys =
+     "context_length=32768 embedding_length=4096 block_count=62 feed_forward_length=10944 attention.head_count=32 "
+     "attention.head_count_kv=32 attention.key_length=128 attention.value_length=128 leading_dense_block_count=1 "
+     "expert_count=128 expert_used_count=6 expert_feed_forward_length=1408 expert_shared_count=2 vocab_size=152064 "
+     "expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e7"},
     {"qwen3.5-35b-a3b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=2048 block_count=41 nextn_predict_layers=1 attention.head_count=16 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -18964,16 +18971,18 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
                                     "deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
-                                    "glm-4.7-flash, glm-5, glm-5.2, qwen3.5-35b-a3b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
-                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
-                                    "follow a colon:\n"
+                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
+                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b,\n"
+                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or\n"
+                                    "mimo-v2-flash. Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
-                                    "NAME:block_count=40,expert_used_count=4,attention.sliding_window=256. What the\n"
-                                    "loader refuses in a file is refused here. layers=N is block_count without MTP\n"
-                                    "layers, and experts=M is expert_count.\n"
+                                    "\n"
+                                    "  NAME:block_count=40,expert_used_count=4,attention.sliding_window=256\n"
+                                    "\n"
+                                    "What the loader refuses in a file is refused here. layers=N is block_count\n"
+                                    "without MTP layers, and experts=M is expert_count.\n"
                                     "A key whose value differs between layers takes a list, a number for each:\n"
                                     "attention.head_count=64,96,96. In it 96*2 means 96, 96, and 64:96*2 means 64,\n"
                                     "96, 64, 96. With * alone they repeat as often as there are layers left, and the\n"

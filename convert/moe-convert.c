@@ -2307,6 +2307,25 @@ static void config_glm4(void) {
     src.qkv_bias = get_bool(c, "attention_bias", false);
 }
 
+/* Reads the keys of dots.llm1 (arXiv 2506.05767), whose releases give the method of the choice as scoring_func. Without
+ * layer_types the layers from max_window_layers on have a window. */
+static void config_dots1(void) {
+    struct doc c = src.cfg;
+    size_t i;
+    json_t *v, *kinds = get_list(c, "layer_types");
+    config_leading_dense();
+    src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
+    src.norm_topk_prob = false;
+    expect(c, "scoring_func", one_of(get_str(c, "scoring_func", "noaux_tc"), "noaux_tc sigmoid"),
+           "noaux_tc or sigmoid");
+    json_array_foreach(kinds, i, v)
+        expect(c, "layer_types", json_is_string(v) && !strcmp(json_string_value(v), "full_attention"),
+               "\"full_attention\" throughout (GGUF files of dots1 cannot have windows)");
+    expect(c, "max_window_layers",
+           kinds || !get(c, "sliding_window") || get_int(c, "max_window_layers", 0, INT32_MAX, 62) >= src.n_layer,
+           fmt("at least %d (GGUF files of dots1 cannot have windows)", src.n_layer));
+}
+
 static const struct renaming hy3_names[] = {{"mlp.gate.e_score_correction_bias", "mlp.expert_bias", EVERYWHERE},
                                             {"mlp.gate", "mlp.router.gate", EVERYWHERE},
                                             {"mlp.shared_experts", "mlp.shared_mlp", EVERYWHERE},
@@ -2696,6 +2715,8 @@ static const struct release {
      .src = {.arch = "glm-dsa", LATENT, DEEPSEEK_EXPERTS, .has_indexer = has_indexer_glm, .put = put_glm_dsa}},
     {.type = "glm4_moe", .config = config_glm4, .fixed = "moe_layer_freq 1",
      .src = {.arch = "glm4moe", DEEPSEEK_EXPERTS, .rotary = 0.5, .partial = true}},
+    {.type = "dots1", .config = config_dots1,
+     .src = {.arch = "dots1", DEEPSEEK_EXPERTS, .router_bias = bias_name, .scaling_optional = true}},
     {.type = "deepseek_v4", .config = config_deepseek_v4,
      .fixed = "num_key_value_heads 1 n_shared_experts 1 scoring_func sqrtsoftplus topk_method noaux_tc "
               "norm_topk_prob true mlp_bias false",
@@ -4902,7 +4923,7 @@ static const struct manual manual = {
              "tokenizer.json or tiktoken.model) to GGUF.\n"
              "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
              "deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite,\n"
-             "glm_moe_dsa, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
+             "glm_moe_dsa, dots1, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
              "minimax_m3, mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna,\n"
              "mimo_v2_flash, mimo_v2.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"

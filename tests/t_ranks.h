@@ -12,7 +12,8 @@ static const char *const rank_fixtures[] = {
     "ernie4_5_moe",  "ernie4_5_moe_each",   "step3p5",           "step3p7",
     "laguna",        "laguna_element",      "mimo_v2_flash",     "mimo_v2_flash_fp8",
     "deepseek_v32",  "deepseek_v32_fp8",    "glm_moe_dsa",       "glm_moe_dsa_types",
-    "minimax_m3",    "minimax_m3_nvfp4",    "deepseek_v4",       "deepseek_v4_pro"};
+    "minimax_m3",    "minimax_m3_nvfp4",    "deepseek_v4",       "deepseek_v4_pro",
+    "dots1",         "dots1_nvfp4"};
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 
 /* Every thing is somebody's, nobody's twice, in order, in whole units, larger shares first. */

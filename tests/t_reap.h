@@ -696,12 +696,30 @@ static void test_reap_model(void) {
     static const struct {
         const char *name;
         int keep;
-    } c[] = {{"deepseek_v3_plain", 2}, {"gpt_oss", 5},           {"gpt_oss_bf16", 3},     {"minimax_m2_fp8", 3},
-             {"minimax_m3", 5},        {"minimax_m3_nvfp4", 4},  {"mixtral", 3},          {"olmoe", 3},
-             {"olmoe_norm", 5},        {"qwen2_moe", 3},         {"ernie4_5_moe", 4},     {"ernie4_5_moe_each", 3},
-             {"step3p5", 3},           {"step3p7", 4},           {"laguna", 3},           {"laguna_element", 4},
-             {"mimo_v2_flash", 3},     {"mimo_v2_flash_fp8", 4}, {"deepseek_v32_fp8", 4}, {"glm_moe_dsa_types", 3},
-             {"deepseek_v4", 5},       {"deepseek_v4_pro", 3}};
+    } c[] = {{"deepseek_v3_plain", 2},
+             {"gpt_oss", 5},
+             {"gpt_oss_bf16", 3},
+             {"minimax_m2_fp8", 3},
+             {"minimax_m3", 5},
+             {"minimax_m3_nvfp4", 4},
+             {"mixtral", 3},
+             {"olmoe", 3},
+             {"olmoe_norm", 5},
+             {"qwen2_moe", 3},
+             {"ernie4_5_moe", 4},
+             {"ernie4_5_moe_each", 3},
+             {"step3p5", 3},
+             {"step3p7", 4},
+             {"laguna", 3},
+             {"laguna_element", 4},
+             {"mimo_v2_flash", 3},
+             {"mimo_v2_flash_fp8", 4},
+             {"deepseek_v32_fp8", 4},
+             {"glm_moe_dsa_types", 3},
+             {"deepseek_v4", 5},
+             {"deepseek_v4_pro", 3},
+             {"dots1", 5},
+             {"dots1_nvfp4", 8}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -1336,6 +1354,7 @@ static void test_reap_directory(void) {
                                        {"glm4_moe_air", "--keep 6"},
                                        {"glm4_moe_lite", "--keep 6 --mtp drop"},
                                        {"hy_v3", "--keep 5"},
+                                       {"dots1", "--keep 5"},
                                        {"gpt_oss", "--keep 5"},
                                        {"gpt_oss_bf16", "--keep 3"},
                                        {"minimax_m2_fp8", "--keep 3"},

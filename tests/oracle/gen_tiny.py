@@ -119,6 +119,18 @@ def glm4_lite(**changes):
     return {**config, **changes}
 
 
+def dots1(**changes):
+    """config.json in the words of the dots.llm1 releases: n_group and topk_group are not among them."""
+    return {"architectures": ["Dots1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "eos_token_id": EOT, "first_k_dense_replace": 1, "head_dim": 64, "hidden_act": "silu", "hidden_size": 64,
+            "initializer_range": 0.02, "intermediate_size": 192, "max_position_embeddings": 4096,
+            "model_type": "dots1", "moe_intermediate_size": 64, "moe_layer_freq": 1, "n_routed_experts": 8,
+            "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 4, "num_experts_per_tok": 3,
+            "num_hidden_layers": 3, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_scaling": None,
+            "rope_theta": 10000000, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
 def deepseek_v32(**changes):
     """config.json in the words of the DeepSeek-V3.2 releases."""
     return {**deepseek(architectures=["DeepseekV32ForCausalLM"], model_type="deepseek_v32", attention_dropout=0.0,
@@ -588,6 +600,14 @@ SPECS = {
         config=glm4_lite(num_hidden_layers=2, num_nextn_predict_layers=0, hidden_size=128, num_attention_heads=3,
                          num_key_value_heads=3, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
                          q_lora_rank=64, qk_nope_head_dim=64, v_head_dim=32, routed_scaling_factor=1.25),
+        declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
+    "dots1": dict(config=dots1()),
+    "dots1_nvfp4": dict(
+        config=new_rope(dots1(num_hidden_layers=2, hidden_size=128, num_attention_heads=6, num_key_value_heads=2,
+                              n_routed_experts=12, n_group=4, topk_group=2, norm_topk_prob=False,
+                              routed_scaling_factor=1.25, n_shared_experts=1, tie_word_embeddings=True,
+                              layer_types=["full_attention"] * 2, max_window_layers=2, sliding_window=4),
+                        rope_type="default", rope_theta=1000000.0),
         declare="modelopt_experts", store=[(EXPERTS, "nvfp4")]),
     "deepseek_v32": dict(
         config=deepseek_v32(moe_intermediate_size=64, rope_scaling=mla_yarn(40, 64), max_position_embeddings=2560),
