@@ -1055,10 +1055,10 @@ struct attn {
     int n_gate;            /* gates of a head's result by w_gate, one or head_v; 0: none */
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
-    int kv_replica;      /* shard: its KV head is a replica of a lower rank's, which alone counts it in row norms */
-    int compress_ratio;  /* MIXER_CSA: tokens per compressed key; 0: there is only the window */
-    int pooled;          /* MIXER_CSA: tokens pooled into a compressed key: compress_ratio, or with overlap twice it */
-    int n_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
+    int kv_replica;     /* shard: its KV head is a replica of a lower rank's, which alone counts it in row norms */
+    int compress_ratio; /* MIXER_CSA: tokens per compressed key; 0: there is only the window */
+    int pooled;         /* MIXER_CSA: tokens pooled into a compressed key: compress_ratio, or with overlap twice it */
+    int n_out_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
     /* An indexer chooses the keys: of MLA one by one, for all heads; of GQA in blocks, for each KV head. */
     int n_index;      /* heads of the indexer; 0: none, and with top_k the layer takes the choice of the one before */
     int index_k;      /* values of a head of the indexer and of its key */
@@ -1067,7 +1067,7 @@ struct attn {
     int index_local;  /* blocks that a query always sees, its own and those before it */
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
-    bool index_pairs; /* the indexer rotates neighbours, as struct rope says */
+    bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
     float scale;      /* factor of q.k before the softmax */
 };
 
@@ -1227,7 +1227,7 @@ struct layer {
     /* hyper-connections around attention and feed-forward */
     struct hyper hc_attn, hc_ffn;
     /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
-    struct weight wo_a; /* n_group of (o_lora, n_head / n_group * head_v) */
+    struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
     /* gated delta net; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v) */
     struct delta delta;
@@ -1296,10 +1296,10 @@ enum dim {
     DIM_COMPRESS_RATIO,   /* compress_ratio */
     DIM_COMPRESSED,       /* pooled / compress_ratio * head_k */
     DIM_INDEX_COMPRESSED, /* pooled / compress_ratio * index_k */
-    DIM_GROUPS,           /* n_group */
-    DIM_GROUP_IN,         /* n_head / n_group * head_v */
+    DIM_GROUPS,           /* n_out_group */
+    DIM_GROUP_IN,         /* n_head / n_out_group * head_v */
     DIM_O_LORA,           /* o_lora */
-    DIM_GROUPS_OUT,       /* n_group * o_lora */
+    DIM_GROUPS_OUT,       /* n_out_group * o_lora */
     DIM_EXPERTS,          /* n_expert */
     DIM_USED,             /* n_expert_used */
     DIM_FF,               /* n_ff */
@@ -1777,10 +1777,10 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_COMPRESS_RATIO: return a->compress_ratio;
     case DIM_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->head_k : 0;
     case DIM_INDEX_COMPRESSED: return a->compress_ratio ? a->pooled / a->compress_ratio * a->index_k : 0;
-    case DIM_GROUPS: return a->n_group;
-    case DIM_GROUP_IN: return a->n_group ? a->n_head / a->n_group * a->head_v : 0;
+    case DIM_GROUPS: return a->n_out_group;
+    case DIM_GROUP_IN: return a->n_out_group ? a->n_head / a->n_out_group * a->head_v : 0;
     case DIM_O_LORA: return a->o_lora;
-    case DIM_GROUPS_OUT: return a->n_group * a->o_lora;
+    case DIM_GROUPS_OUT: return a->n_out_group * a->o_lora;
     case DIM_EXPERTS: return layer->n_expert;
     case DIM_USED: return layer->n_expert_used;
     case DIM_FF: return layer->n_ff;
@@ -1895,7 +1895,7 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(CG)        /* (n_tok, pooled / compress_ratio * head_k) compressor: their gates */                          \
     ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */               \
     ACT(ICG)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: their gates */          \
-    ACT(GROUPS)    /* (n_tok, n_group * o_lora) results of groups of heads */                                       \
+    ACT(GROUPS)    /* (n_tok, n_out_group * o_lora) results of groups of heads */                                       \
     ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */         \
     ACT(JOINED)    /* (n_tok, n_hc * n_embd) what eh_proj makes of these: partial sums of the streams */
 /* clang-format on */
@@ -1953,7 +1953,7 @@ struct profile_row {
     int calls;      /* launches */
     double seconds; /* of all of them */
     double bytes;   /* that all of them move; 0: negligible */
-    double fixed;   /* seconds of all of them beside moving bytes, by the forecast; 0: it does not know them */
+    double fixed;   /* seconds of all of them besides moving bytes, by the forecast; 0: it does not know them */
 };
 
 enum {
@@ -2180,9 +2180,9 @@ struct cache_tensor {
 
 enum {
     DECODE_MAX_TOKENS = 16,                  /* tokens of a decode forward at most */
-    DRAFTS_MAX = DECODE_MAX_TOKENS - 1,      /* drafts that one forward verifies beside the token before them */
+    DRAFTS_MAX = DECODE_MAX_TOKENS - 1,      /* drafts that one forward verifies besides the token before them */
     FORWARD_MAX = 4096,                      /* tokens of a prefill forward at most */
-    MTP_HIDDEN_MORE = 2 * DECODE_MAX_TOKENS, /* hidden states beside those of the longest forward */
+    MTP_HIDDEN_MORE = 2 * DECODE_MAX_TOKENS, /* hidden states besides those of the longest forward */
     MAX_ROLLBACK = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
@@ -2536,7 +2536,7 @@ static inline double cache_tensor_reads(const struct layer *layer, enum cache_us
     return (double)(rows * (p->row_bytes + cache_scale_bytes(p))) * (p->kind == ROWS_STATE ? 2 : 1);
 }
 
-/* The same of cache tensors first..last of a layer. */
+/* The same for cache tensors first..last of a layer. */
 static inline double layer_reads(const struct model *m, const struct layer *layer, enum kv_type type, size_t n_past,
                                  enum cache_use first, enum cache_use last) {
     struct cache_tensor cache[CACHE_USES];
@@ -2765,7 +2765,7 @@ struct gpu_dims {
     size_t scores;          /* scores of the indexer at once, or 0 */
     size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
-    size_t streams;         /* sums of a token's streams, or 0 */
+    size_t n_hc_sum;        /* sums of a token's streams, or 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
@@ -2824,7 +2824,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.n_topk = m->max.n_topk;
     d.scores = d.n_topk ? INDEX_SCORES : 0;
     d.joins = ((d.n_topk && !d.latent) || m->max.groups ? d.decode : 2) * d.heads;
-    d.streams = m->n_hc ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
+    d.n_hc_sum = m->n_hc ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
@@ -2866,7 +2866,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_HC], float, d.n * d.act[A_HC])                                                               \
     X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                                       \
     X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                             \
-    X(hc_sums, float, d.n * d.streams)                                                                   \
+    X(hc_sums, float, d.n * d.n_hc_sum)                                                                   \
     X(index_scores, float, d.scores)                                                                     \
     X(topk_blocks, int32_t, d.n * d.n_topk)                                                              \
     X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                        \
@@ -3006,7 +3006,7 @@ struct loader {
     struct attn attn;               /* what all layers share that see all keys, */
     struct attn attn_window;        /* and those with a window */
     struct delta delta;             /* what all gated delta nets share */
-    bool rope_pairs;                /* rotations of grouped-query attention pair neighbours */
+    bool rope_pairs;                /* rotations of grouped-query attention pair neighbors */
     bool rope_factors;              /* rope_freqs.weight divides the frequencies where layers see all keys */
     bool yarn_exact;                /* YaRN does not round the range of its ramp */
     bool yarn_plain;                /* YaRN scales neither cos and sin nor the softmax */
@@ -3534,7 +3534,7 @@ static struct step *step_add(struct program *p, enum op op, int il, const enum a
     return &arrlast(p->step);
 }
 
-/* The same of an operation whose input is normed, or of which partial sums are a part. */
+/* The same for an operation whose input is normed, or of which partial sums are a part. */
 static struct step *step_add_input(struct program *p, enum op op, int il, struct input in, enum act out) {
     struct step *s = step_add(p, op, il, SLOTS(in.in), out);
     s->x = in.x;
@@ -3602,7 +3602,7 @@ static void layer_gptoss(struct loader *l, struct layer *layer, int il) {
     layer->glu = glu_oai(7);
 }
 
-/* Reads the metadata of models whose rotations pair neighbours: llama.cpp's converter reorders the heads of llama so,
+/* Reads the metadata of models whose rotations pair neighbors: llama.cpp's converter reorders the heads of llama so,
  * and ERNIE 4.5 has them from the start. */
 static void read_llama(struct loader *l) {
     l->rope_pairs = l->rope_factors = true;
@@ -3649,7 +3649,7 @@ static void layer_laguna(struct loader *l, struct layer *layer, int il) {
     layer_gates(l, layer, il, GATE_SOFTPLUS);
 }
 
-/* Reads the metadata of MiMo-V2. Its engines count a token's own key beside the window. */
+/* Reads the metadata of MiMo-V2. Its engines count a token's own key besides the window. */
 static void read_mimo2(struct loader *l) {
     read_heads(l);
     read_windows(l, KEY_REQUIRED, 0, false);
@@ -3719,7 +3719,7 @@ static void layer_minimax_m3(struct loader *l, struct layer *layer, int il) {
  *
  * N is an RMS norm of the head (QK_NORM_HEADS), of all heads at once (QK_NORM_ROWS), or nothing. R_t rotates pairs of
  * values (RoPE, arXiv 2104.09864): (a, b) becomes (a cos t w_i - b sin t w_i, a sin t w_i + b cos t w_i), where w_i is
- * rope.freq[i] and the pair is values i and i + dim / 2, or neighbours (rope.pairs). A sink b_i adds exp(b_i) to the
+ * rope.freq[i] and the pair is values i and i + dim / 2, or neighbors (rope.pairs). A sink b_i adds exp(b_i) to the
  * softmax's denominator. A gate multiplies o_t,i by sigmoid or softplus of a product with h_t. The cache holds k_t and
  * v_t: 2 n_head_kv head values a token, which n_head / n_head_kv query heads share. */
 
@@ -3775,7 +3775,7 @@ static void read_sparse(struct loader *l) {
                     l->arch);
 }
 
-/* The same of GLM-5. */
+/* The same for GLM-5. */
 static void read_glm_dsa(struct loader *l) {
     read_sparse(l);
     l->attn.index_pairs = true;
@@ -3859,7 +3859,7 @@ static void read_deepseek4(struct loader *l) {
     const int dim = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k);
     a->q_lora = loader_int_in(l, "attention.q_lora_rank", KEY_REQUIRED, 1, KEY_HI);
     a->window = loader_int_in(l, "attention.sliding_window", KEY_REQUIRED, 1, KEY_HI);
-    a->n_group = loader_int(l, "attention.output_group_count");
+    a->n_out_group = loader_int(l, "attention.output_group_count");
     a->o_lora = loader_int(l, "attention.output_lora_rank");
     loader_num(l, "attention.compress_rope_freq_base"); /* required */
     loader_rope(l, "attention.compress_rope_freq_base", true, dim, a);
@@ -3885,10 +3885,10 @@ static void read_deepseek4(struct loader *l) {
         loader_fail(l, "metadata key '%s.rope.scaling.attn_factor' is %g, expected 1", l->arch, factor);
     for (int il = 0; il < blocks && !l->failed; il++) {
         if (l->n_head_kv[il] != 1) loader_fail(l, "layer %d has %d KV heads, expected 1", il, l->n_head_kv[il]);
-        else if (l->n_head[il] % a->n_group)
+        else if (l->n_head[il] % a->n_out_group)
             loader_fail(
                 l, "layer %d has %d heads, expected a multiple of the %d groups of '%s.attention.output_group_count'",
-                il, l->n_head[il], a->n_group, l->arch);
+                il, l->n_head[il], a->n_out_group, l->arch);
     }
     if (!l->failed && a->head_v != a->head_k)
         loader_fail(l, "metadata key '%s.attention.value_length' is %d, expected the key length, %d", l->arch,
@@ -4726,8 +4726,8 @@ static int heads_multiple(const struct model *m, bool recurrent) {
         if (recurrent != (d->n_key > 0)) continue;
         const struct attn *a = &layer->attn;
         int values = recurrent ? d->tiled ? d->head_v : d->head_v * (d->n_value / d->n_key) : layer->attn.head_v;
-        const int heads = a->n_group ? a->n_head / a->n_group : 1; /* that ranks do not divide */
-        if (a->n_group) values = a->o_lora;
+        const int heads = a->n_out_group ? a->n_head / a->n_out_group : 1; /* that ranks do not divide */
+        if (a->n_out_group) values = a->o_lora;
         int block = (int)gguf_type_info(layer->wo.type).block, u = block / int_gcd(block, values) * heads;
         multiple = multiple / int_gcd((int)multiple, u) * u;
         if (multiple > MOST) multiple = MOST;
@@ -4751,7 +4751,7 @@ static struct heads_range shard_heads(const struct attn *a, int multiple, int n_
     struct heads_range h = {.kv_copied = false};
     if (!a->n_head) return h;
     int per_kv = a->n_head / a->n_head_kv;
-    if (a->kv_lora || a->n_group) {
+    if (a->kv_lora || a->n_out_group) {
         h.q = shard_range(a->n_head, multiple, n_rank, rank);
         h.kv = range_of(0, 1);
     } else if (a->n_head_kv >= n_rank) {
@@ -4799,9 +4799,9 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_GATES: return range_of(h.q.first * a->n_gate, h.q.n * a->n_gate);
     case DIM_INDEX_Q: /* in grouped-query attention a head for each KV head */
         return layer->mixer == MIXER_GQA ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k) : range_of(0, n);
-    case DIM_GROUPS: return range_of(h.q.first / (a->n_head / a->n_group), h.q.n / (a->n_head / a->n_group));
+    case DIM_GROUPS: return range_of(h.q.first / (a->n_head / a->n_out_group), h.q.n / (a->n_head / a->n_out_group));
     case DIM_GROUPS_OUT: {
-        const int per = a->n_head / a->n_group;
+        const int per = a->n_head / a->n_out_group;
         return range_of(h.q.first / per * a->o_lora, h.q.n / per * a->o_lora);
     }
     case DIM_SUM: return range_of(0, shard.rank ? 0 : n);
@@ -4837,7 +4837,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
         weight_matrices(w, dim_range(m, whole, rule->n, h, shard));
     }
     out->first_eh = dim_range(m, whole, DIM_2_EMBD, h, shard).first;
-    if (whole->attn.n_group) out->attn.n_group = dim_range(m, whole, DIM_GROUPS, h, shard).n;
+    if (whole->attn.n_out_group) out->attn.n_out_group = dim_range(m, whole, DIM_GROUPS, h, shard).n;
     out->attn.n_head = h.q.n;
     out->attn.n_head_kv = h.kv.n;
     out->attn.first_head_kv = h.kv.first;
@@ -5228,7 +5228,7 @@ static int synth_list(const char *v, size_t n, int blocks, struct gguf_str out[M
                 for (int i = 0; i < size && k <= MAX_LAYERS; i++, k++) out[k] = out[k - size];
             v = rest;
         }
-        /* what is no number is kept, for the loader to refuse */
+        /* what is not a number is kept, for the loader to refuse */
         if (v < end && *v != ',' && k <= MAX_LAYERS) out[k++] = (struct gguf_str){v, (size_t)(end - v)};
         more = v < end && *v == ',';
     }
@@ -5857,7 +5857,7 @@ static int share_take(struct team *t, int v) {
  *
  *     for (int i = team_first(n); i >= 0; i = team_next()) ..
  *
- * All threads run the same loops; a loop has fewer than 2^20 items, and no other loop inside. Its end is no barrier. */
+ * All threads run the same loops; a loop has fewer than 2^20 items, and no other loop inside. Its end is not a barrier. */
 static int team_next(void) {
     struct team *t = team_me.team;
     if (!t) return team_me.from < team_me.n ? team_me.from++ : -1;
@@ -9697,7 +9697,7 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
 static void cpu_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct attn *a = &r->m->layers[il].attn;
-    const int lists = attn_topk_lists(a), listed = attn_topk_blocks(a), step = int_max(KEY_BLOCK, a->index_block);
+    const int n_list = attn_topk_lists(a), n_topk = attn_topk_blocks(a), step = int_max(KEY_BLOCK, a->index_block);
     index_store(r, il);
     for (int first = tokens_dense(r, a), n_tok; first < r->n_tok; first += n_tok) {
         n_tok = int_min(r->n_tok - first, DECODE_MAX_TOKENS);
@@ -9705,13 +9705,13 @@ static void cpu_select_keys(struct rank *r, const struct step *s) {
         for (int i = team_first(ceil_by(n, step)); i >= 0; i = team_next())
             index_scores(r, il, first, n_tok, i * step, int_min(n - i * step, step));
         op_end(layer_index_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)n), "indexer: scores");
-        for (int i = team_first(n_tok * lists); i >= 0; i = team_next()) {
-            const int t = i / lists, list = i % lists,
+        for (int i = team_first(n_tok * n_list); i >= 0; i = team_next()) {
+            const int t = i / n_list, list = i % n_list,
                       blocks = ceil_by(keys_indexed(a, r->pos + first + t), a->index_block);
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
-            top_positions(score, blocks, listed,
-                          r->cpu->topk_blocks + ((size_t)(first + t) * (size_t)lists + (size_t)list) * (size_t)listed);
+            top_positions(score, blocks, n_topk,
+                          r->cpu->topk_blocks + ((size_t)(first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk);
         }
         op_end(0, "indexer: choice of keys");
     }
@@ -9914,7 +9914,7 @@ static void cpu_group_linear(struct rank *r, const struct step *s) {
     const struct attn *a = &r->m->layers[s->il].attn;
     const struct weight *w = s->w[0];
     const enum act x = s->in[0], out = s->out[0];
-    if (a->n_group)
+    if (a->n_out_group)
         heads_linear(r, w, r->n_tok, r->act[x], (size_t)r->width[x], (size_t)w->n_in, r->act[out],
                      (size_t)r->width[out], (size_t)a->o_lora, 0);
     op_end_matrix("linear", w);
@@ -10019,12 +10019,13 @@ static void delta_columns(struct rank *r, int il, int item, enum act out) {
     const struct delta *d = &r->m->layers[il].delta;
     const int items = ceil_by(d->head_v, DELTA_COLUMNS), j = item / items;
     const int first = item % items * DELTA_COLUMNS, n = int_min(DELTA_COLUMNS, d->head_v - first);
-    const int lag = r->pos - r->n_committed, rows = lag + r->n_tok, taken = r->n_tok > MAX_ROLLBACK ? rows - 1 : lag;
+    const int n_uncommitted = r->pos - r->n_committed, rows = n_uncommitted + r->n_tok,
+              taken = r->n_tok > MAX_ROLLBACK ? rows - 1 : n_uncommitted;
     float *S = cpu_scratch(r), unused[DELTA_COLUMNS];
     float *kept = (float *)(void *)r->cache[il][CACHE_STATE].data + (size_t)j * (size_t)(d->head_k * d->head_v) + first;
     for (int h = 0; h < d->head_k; h++) memcpy(S + h * n, kept + h * d->head_v, (size_t)n * sizeof *S);
     for (int i = 0; i < rows; i++) {
-        float *o = i < lag ? unused : act_row(r, out, i - lag) + j * d->head_v + first;
+        float *o = i < n_uncommitted ? unused : act_row(r, out, i - n_uncommitted) + j * d->head_v + first;
         for (int h = 0; h < d->head_k && i == taken; h++)
             memcpy(kept + h * d->head_v, S + h * n, (size_t)n * sizeof *S);
         delta_token(r, d, j, i, S, n, first, n, o);
@@ -10686,7 +10687,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
             pack = size_max(pack, (size_t)absorbed * n_head *
                                       k->act_bytes((enum act_format)f, int_max(x->kv_lora, x->head_k - x->rope_dim)));
         for (int il = 0; il < model_blocks(m); il++) /* one row per token and group */
-            pack = size_max(pack, c * (size_t)m->layers[il].attn.n_group *
+            pack = size_max(pack, c * (size_t)m->layers[il].attn.n_out_group *
                                       k->act_bytes((enum act_format)f, layer_dim(m, &m->layers[il], DIM_GROUP_IN)));
         pack_h = size_max(pack_h, k->act_bytes((enum act_format)f, (int)n_ff));
     }
@@ -10991,7 +10992,7 @@ static void drafting_end(struct drafting *d, int right, double seconds, int late
     const bool old = d->begun - d->latest_before > DRAFT_EXPLORE;
     if (d->trials[k]++ <= 1) *mean = seconds;
     else if (old) *mean = fmin(seconds, 2 * *mean);
-    else *mean += (fmin(seconds, 1.25 * *mean) - *mean) / 8; /* a pause is no measurement */
+    else *mean += (fmin(seconds, 1.25 * *mean) - *mean) / 8; /* a pause is not a measurement */
 }
 
 /* ============================================================================================================
@@ -17078,7 +17079,7 @@ struct node {
 /* The words after the name of a {% block %}. */
 enum { BLOCK_SCOPED = 1, BLOCK_REQUIRED = 2 };
 
-/* What a macro has beside its parameters if its body uses the name. */
+/* What a macro has besides its parameters if its body uses the name. */
 enum { EXTRA_CALLER = 1, EXTRA_VARARGS = 2, EXTRA_KWARGS = 4 };
 static const char *const macro_extra[] = {"caller", "varargs", "kwargs"};
 
@@ -17827,7 +17828,7 @@ static struct tv macro_get(struct tpl_job *j, const struct macro *m, struct tv k
     return names;
 }
 
-/* Sets what a macro has beside its parameters: `caller`, the body of a {% call %} block; `varargs` and `kwargs`, the
+/* Sets what a macro has besides its parameters: `caller`, the body of a {% call %} block; `varargs` and `kwargs`, the
  * arguments that no parameter takes. Without varargs or kwargs in the body such an argument is an error. */
 static void macro_extras(struct tpl_job *j, const struct macro *m, struct tpl_args *a) {
     size_t params = m->def->n - 1;
@@ -18255,7 +18256,7 @@ static int template_render_data(const struct template *t, const json_t *vars, co
     return rc;
 }
 
-/* template_render_data without variables of a user beside messages, tools and documents. */
+/* template_render_data without variables of a user besides messages, tools and documents. */
 static int template_render(const struct template *t, const json_t *vars, struct tpl_text *out, char *err) {
     return template_render_data(t, vars, NULL, out, err);
 }
@@ -18354,7 +18355,7 @@ static const char *argument_split(const char *a, char name[64]) {
     return eq ? eq + 1 : NULL;
 }
 
-/* Fails because `typed`, an argument with its dashes, is no option. Returns -1 with a message. */
+/* Fails because `typed`, an argument with its dashes, is not an option. Returns -1 with a message. */
 static int option_unknown(const char *typed, char *err) {
     char name[64];
     argument_split(typed, name);
@@ -19438,7 +19439,7 @@ static bool is_gguf_name(const char *name) {
     return dot && !strcmp(dot, ".gguf");
 }
 
-/* An argument that is no option: a model. 0, or -1 with a message. */
+/* An argument that is not an option: a model. 0, or -1 with a message. */
 static int positional_parse(struct settings *s, const char *a, char *err) {
     static const char *const verbs[][2] = {{"run", "moe MODEL.gguf opens a chat"},
                                            {"chat", "moe MODEL.gguf opens a chat"},
@@ -20388,7 +20389,7 @@ enum message_kind {
     MESSAGE_FOREIGN /* the model writes the turn of someone else */
 };
 
-enum { HEADER_MAX = 256 /* bytes of a message's header; what is longer is no header */ };
+enum { HEADER_MAX = 256 /* bytes of a message's header; what is longer is not a header */ };
 
 /* The header of a message while it is read: ROLE to=RECIPIENT<|channel|>CHANNEL to=RECIPIENT<|constrain|>TYPE. */
 struct channel_header {
@@ -20480,7 +20481,7 @@ static bool template_takes_none(const struct template *t, const json_t *vars) {
     return takes;
 }
 
-/* Finds what a template with this source (n) takes. vars: its variables beside messages. A template that does not even
+/* Finds what a template with this source (n) takes. vars: its variables besides messages. A template that does not even
  * take one message of a user says nothing about a system message. */
 static struct message_forms message_forms_find(const struct template *t, const char *source, size_t n,
                                                const json_t *vars) {
@@ -22774,7 +22775,7 @@ static void step_restore(struct editor *e, const struct edit_step *s) {
 
 /* Takes the last change back. */
 static void text_undo(struct editor *e) {
-    e->in_step = true; /* undo is no step of its own */
+    e->in_step = true; /* undo is not a step of its own */
     for (bool same = true; same && arrlen(e->steps);) {
         struct edit_step s = arrpop(e->steps);
         same = passage_is(&s.was, e->text, arrlenu(e->text));
@@ -23370,7 +23371,7 @@ static int plain_line(struct keyboard *kb, const char *prompt, char **line) {
     }
 }
 
-/* Reads a line of what is no terminal. Returns '\n', BYTE_EOF, or BYTE_WAKE after SIGINT. */
+/* Reads a line of what is not a terminal. Returns '\n', BYTE_EOF, or BYTE_WAKE after SIGINT. */
 static int pipe_line(struct keyboard *kb, char **line) {
     int c;
     while ((c = input_byte(kb, -1)) != '\n' && c != BYTE_EOF && !(c == BYTE_WAKE && interrupted))
@@ -24810,7 +24811,7 @@ static double tensor_reads(const struct launches *k, int il, const void *field) 
     return 0;
 }
 
-/* The same of several fields, up to NULL. */
+/* The same for several fields, up to NULL. */
 static double tensors_read(const struct launches *k, int il, const void *const *field) {
     double bytes = 0;
     for (; *field; field++) bytes += tensor_reads(k, il, *field);
@@ -24825,9 +24826,9 @@ static double products_read(const struct step *s) {
     return bytes;
 }
 
-/* Adds what makes the input of a step (see STEP_OPS), unless the next kernel does; returns whether it does. streams:
+/* Adds what makes the input of a step (see STEP_OPS), unless the next kernel does; returns whether it does. hc_bytes:
  * bytes by which the streams are read, 0: they are not. */
-static bool launch_add_input(struct launches *k, const struct step *s, bool may_fuse, double streams) {
+static bool launch_add_input(struct launches *k, const struct step *s, bool may_fuse, double hc_bytes) {
     const struct model *m = k->m;
     const bool own = m->shard.n_rank == 1 || s->partial == ACT_COUNT;
     const bool mixes = m->n_hc && s->x == A_X;
@@ -24837,8 +24838,8 @@ static bool launch_add_input(struct launches *k, const struct step *s, bool may_
         const int at = launch_add(k, DECODE_ADD_NORM, 0, 0);
         k->list[at].reduces = !own;
     }
-    if (mixes) launch_add(k, DECODE_HC_MIX, streams, 0);
-    if (mixes && streams > 0) launch_add(k, DECODE_HC_NORM, 0, 0);
+    if (mixes) launch_add(k, DECODE_HC_MIX, hc_bytes, 0);
+    if (mixes && hc_bytes > 0) launch_add(k, DECODE_HC_NORM, 0, 0);
     return false;
 }
 
@@ -24848,8 +24849,8 @@ static void launch_add_linear(struct launches *k, const struct step *s) {
     const int il = s->il;
     const double products = products_read(s);
     const bool layers_first = s->norm && s->x == A_X;
-    const double streams = s->hc ? READS(&l->hc_attn.fn, &l->hc_attn.base, &l->hc_attn.scale) : 0;
-    const bool fuses = s->norm && launch_add_input(k, s, true, streams);
+    const double hc_bytes = s->hc ? READS(&l->hc_attn.fn, &l->hc_attn.base, &l->hc_attn.scale) : 0;
+    const bool fuses = s->norm && launch_add_input(k, s, true, hc_bytes);
     double vectors = 0;
     if (layers_first) vectors = READS(&l->attn_norm, &l->wq.bias, &l->wk.bias, &l->wv.bias);
     else if (s->norm) vectors = READS(&l->q_a_norm);
@@ -24870,8 +24871,8 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     const struct layer *l = &k->m->layers[s->il];
     const int il = s->il;
     const double norm = READS(&l->ffn_norm);
-    const double streams = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
-    const bool fuses = launch_add_input(k, s, l->n_expert > 0, streams);
+    const double hc_bytes = s->hc ? READS(&l->hc_ffn.fn, &l->hc_ffn.base, &l->hc_ffn.scale) : 0;
+    const bool fuses = launch_add_input(k, s, l->n_expert > 0, hc_bytes);
     k->router = -1;
     if (l->n_expert) {
         k->router =
@@ -24979,7 +24980,7 @@ static struct launch *draft_launches(const struct model *m, enum kv_type kv, siz
     return decode_launches(m, PASS_DRAFT, &head, kv, n_past);
 }
 
-/* Seconds of a launch beside reading its bytes. */
+/* Seconds of a launch besides reading its bytes. */
 static double launch_fixed(const struct launch *l) {
     return (forecast_handover + decode_costs[l->kernel].us + (l->norms ? forecast_norm : 0)) * 1e-6 +
            (l->reduces ? plan_reduce[0] : 0);
@@ -25301,7 +25302,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     if (!p->cpu)
         sb_printf(text,
                   "forecast    about %.0f tok/s at this context: %d kernels,\n"
-                  "            %.2f ms beside reading (source: %s)\n",
+                  "            %.2f ms besides reading (source: %s)\n",
                   1 / d->forecast.seconds, d->forecast.kernels, d->forecast.beside * 1e3, forecast_source);
     plan_drafts_text(p, d, text);
     for (int k = 0; k < p->n_layout; k++) {
@@ -25646,7 +25647,7 @@ static void engine_drafts(struct engine *e) {
 /* Settles whether the model is rounded as in training: --qat, or where its family has it. An error ends the program. */
 static void engine_qat(struct engine *e) {
     struct model *m = &e->model;
-    if (!m->family->qat && e->set->qat >= 0) note("--qat has no effect: %s is no model of DeepSeek-V4", m->name);
+    if (!m->family->qat && e->set->qat >= 0) note("--qat has no effect: %s is not a model of DeepSeek-V4", m->name);
     m->qat = m->family->qat && e->set->qat != QAT_OFF;
     for (int il = 0; m->qat && il < model_blocks(m); il++)
         if (m->layers[il].attn.n_index && m->layers[il].attn.index_k & (m->layers[il].attn.index_k - 1))
@@ -26578,7 +26579,7 @@ static void bench_fill_rows(const struct rank *r, const struct cache_tensor *p, 
 /* Marks the cache as filled from token `from` to `to`: the time of a forward depends on the depth, not on the contents.
  * A CPU's cache is written, because pages that never were are all mapped to one page of zeros, which stays in the
  * processor's cache. The keys of indexers are random: of equal ones the first would be chosen, whose rows are
- * neighbours. */
+ * neighbors. */
 static void bench_fill_cache(struct session *s, int from, int to) {
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
@@ -27749,7 +27750,7 @@ static int mode_lines(struct engine *e) { return answer_lines(e, answer_line); }
 typedef int request_reader(struct chat *c, const char *key, json_t *value, char *err);
 static request_reader request_stops, request_think, request_kwargs;
 
-/* The keys of a request beside id, prompt and messages: those that the API of OpenAI, vLLM or llama.cpp's server
+/* The keys of a request besides id, prompt and messages: those that the API of OpenAI, vLLM or llama.cpp's server
  * has. */
 static const struct request_key {
     const char *names;    /* separated by blanks */
@@ -27799,7 +27800,7 @@ static const struct request_key {
     {"audio suffix web_search_options", .why = "moe cannot do that"},
     {"model", .ignored = true, .why = "-m gives the model"},
     {"user metadata store service_tier safety_identifier request_id priority", .ignored = true,
-     .why = "moe is no service"},
+     .why = "moe is not a service"},
     {"prompt_cache_key prompt_cache_retention cache_prompt cache_salt id_slot slot_id prediction", .ignored = true,
      .why = "the beginning that a request has in common with the one before is always reused"},
     {"stream_options", .ignored = true, .why = "an answer is one line"},
@@ -27878,7 +27879,7 @@ static int request_kwargs(struct chat *c, const char *key, json_t *value, char *
     return 0;
 }
 
-/* Takes over a key of a request beside id, prompt and messages. Returns 0, or -1 with a message. */
+/* Takes over a key of a request besides id, prompt and messages. Returns 0, or -1 with a message. */
 static int request_key_read(struct chat *c, const char *key, json_t *value, char *err) {
     const struct request_key *k = request_keys, *end = k + sizeof request_keys / sizeof *request_keys;
     char typed[96];
@@ -27957,7 +27958,7 @@ static json_t *request_body(json_t *line, json_t **id, char *err) {
     else {
         json_object_foreach(line, key, value) {
             if (word_find("custom_id method url body", key, NULL, NULL)) continue;
-            fail(err, "unknown key \"%.64s\" beside \"body\"", key);
+            fail(err, "unknown key \"%.64s\" besides \"body\"", key);
             return NULL;
         }
         return body;

@@ -1501,7 +1501,7 @@ struct linear_args {
     size_t x_stride;
     struct norm_input norm;      /* with NORM: what x is */
     struct l2_prefetch prefetch; /* without NORM */
-    /* with GROUPS there is one matrix for each group of x; the results, y16 (n_tok, n_group * n_out), have the stride
+    /* with GROUPS there is one matrix for each group of x; the results, y16 (n_tok, n_out_group * n_out), have the stride
      * y_stride[0] */
     uint16_t *y16;
 };
@@ -3302,7 +3302,7 @@ DEVICE int attn_seen(const struct attn_args &a, int pos) {
     return min(pos + 1, a.top_k - (~pos & ((1 << a.block_shift) - 1)));
 }
 
-/* The same of attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
+/* The same for attention with one KV head: keys of its window, then compressed keys, of which *compressed is the number
  * that there are. */
 DEVICE int attn_csa_keys(const struct attn_args &a, int pos, int *compressed) {
     *compressed = a.compress_ratio ? (pos + 1) / a.compress_ratio : 0;
@@ -3461,7 +3461,7 @@ DEVICE void kv_copy(uint8_t *to, const struct cache_tensor &p, int first, int ke
             cp_async16(to + kv_at<ROW>(row, at), from, (uint32_t)(key + row - low) < (uint32_t)(len - low));
 }
 
-/* The same of chosen keys, blocks of one. */
+/* The same for chosen keys, blocks of one. */
 template <int ROW, int N, int LANES>
 DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct attn_work &w, int key, int lane) {
     constexpr int PIECES = ROW / 16, STEP = LANES / PIECES, PASSES = (N + STEP - 1) / STEP;
@@ -4778,10 +4778,10 @@ struct index_args {
     const float *w;        /* latent attention: (n_tok, n_index) weights of the heads, w_stride apart, */
     size_t w_stride;
     float score_scale; /* and a factor of the scores */
-    float *scores;     /* (n_tok, lists, n_scores) of keys, or of parts of blocks */
-    int32_t *chosen;   /* (n_tok, lists, n_topk) ascending blocks */
+    float *scores;     /* (n_tok, n_list, n_scores) of keys, or of parts of blocks */
+    int32_t *chosen;   /* (n_tok, n_list, n_topk) ascending blocks */
     int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
-    int top_k, lists, n_topk, n_scores;
+    int top_k, n_list, n_topk, n_scores;
     int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
     int shift;        /* a key has 2^shift tokens, and is seen from the last of them on */
 };
@@ -4942,11 +4942,11 @@ __global__ void __launch_bounds__(INDEX_THREADS) k_index_blocks(const __grid_con
     grid_dependency_launch();
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3,
-              per = INDEX_ROWS / a.lists;
-    const int t0 = (int)blockIdx.y * per, n = min(a.n_tok - t0, per), rows = n * a.lists, tiles = (rows + 15) / 16;
+              per = INDEX_ROWS / a.n_list;
+    const int t0 = (int)blockIdx.y * per, n = min(a.n_tok - t0, per), rows = n * a.n_list, tiles = (rows + 15) / 16;
     const int len = a.rope.batch->pos + a.first + t0 + n, part = index_part(a.block);
     if (len <= a.top_k) return;
-    const size_t row0 = (size_t)t0 * a.lists;
+    const size_t row0 = (size_t)t0 * a.n_list;
     L::queries(q, tiles, [&](int tile, int r) -> const uint16_t * {
         return tile * 16 + r < rows ? a.rope.q16 + (row0 + tile * 16 + r) * WIDTH : NULL;
     });
@@ -4986,10 +4986,10 @@ DEVICE uint32_t index_order(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* chosen (n_tok, lists, n_topk): ascending numbers of the blocks with the largest scores, for each token with more than
+/* chosen (n_tok, n_list, n_topk): ascending numbers of the blocks with the largest scores, for each token with more than
  * top_k keys; the last `local` blocks of a token are among them. Of equal scores those of lower positions are larger.
  * BLOCKS: a block has several keys and its score is the largest of its parts, otherwise it is a key.
- * Grid: n_tok * lists, block: 1024. Reads the scores five times, from L2, with some 32 KB in flight: 1 us for 50,000
+ * Grid: n_tok * n_list, block: 1024. Reads the scores five times, from L2, with some 32 KB in flight: 1 us for 50,000
  * keys, each time. */
 template <bool BLOCKS>
 __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid_constant__ struct index_args a) {
@@ -5001,7 +5001,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
     grid_dependency_launch();
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, parts = BLOCKS ? index_parts(a.block) : 1;
-    const int seen = (a.rope.batch->pos + a.first + (int)blockIdx.x / a.lists + 1) >> a.shift;
+    const int seen = (a.rope.batch->pos + a.first + (int)blockIdx.x / a.n_list + 1) >> a.shift;
     const int n = BLOCKS ? (seen + a.block - 1) / a.block : seen; /* blocks that the token sees */
     if (seen <= a.top_k) return;
     const float *score = a.scores + (size_t)blockIdx.x * a.n_scores;
@@ -5321,7 +5321,7 @@ static void csa_store(const struct csa_args *args, cudaStream_t s) {
  * Gated delta net
  *
  * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: gated delta
- * net". Rows are the tokens that the state lacks (`lag` of them, whose inputs are in the rings) and then the forward's
+ * net". Rows are the n_uncommitted tokens that the state lacks, whose inputs are in the rings, and then the forward's
  * own. Decode is one kernel. Prefill lets it take the lagging rows into the state one by one, so that what follows does
  * not depend on how many there are, and has four for every DELTA_SEGMENT of its own rows:
  * k_delta_mix makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state,
@@ -5481,8 +5481,8 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     prefetch_request(a.prefetch);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, c = tid % DELTA_HEAD, part = tid / DELTA_HEAD;
     const int dk = a.shape.head_k, dv = a.shape.head_v, j = blockIdx.x, kh = delta_key_head(a.shape, j);
-    const int pos = a.batch->pos, first = a.batch->n_committed, lag = pos - first;
-    const int n = lag + min(a.batch->n_tok, a.n_own);
+    const int pos = a.batch->pos, first = a.batch->n_committed, n_uncommitted = pos - first;
+    const int n = n_uncommitted + min(a.batch->n_tok, a.n_own);
     float *state = a.state + (size_t)j * (size_t)(dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - part * DELTA_ROWS : 0; /* of the thread's values that exist */
     float S[DELTA_ROWS];
@@ -5524,7 +5524,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             if (!lane) qk[warp] = dot;
         }
         UNROLL_BY(1) for (int row = 0; row < rows; row++) {
-            if (i0 + row == lag && lag) { /* the state has all rows that lagged */
+            if (i0 + row == n_uncommitted && n_uncommitted) { /* the state has the rows before the forward */
                 UNROLL for (int i = 0; i < DELTA_ROWS; i++) if (i < n_mine) state[(size_t)i * dv] = S[i];
             }
             const float4 *k4 = (const float4 *)(ks + row * DELTA_HEAD + part * DELTA_ROWS);
@@ -5555,12 +5555,12 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             if (!part) os[row * DELTA_HEAD + c] = f * sum.y + qk[row] * u;
         }
         __syncthreads(); /* the results of these rows are written, and nobody needs their inputs any more */
-        const int t = i0 + warp - lag;
+        const int t = i0 + warp - n_uncommitted;
         if (warp < rows && t >= 0)
             delta_finish(a, os + warp * DELTA_HEAD, a.z + (size_t)t * a.z_stride + j * dv,
                          a.out + (size_t)t * a.out_stride + j * dv);
     }
-    for (int t = 0; t < n - lag; t++) delta_keep(a, pos, t, j); /* no row that another block reads */
+    for (int t = 0; t < n - n_uncommitted; t++) delta_keep(a, pos, t, j); /* no row that another block reads */
 }
 
 /* ============================================================================================================
@@ -6022,15 +6022,15 @@ __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ st
     for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep(a, pos, t, k);
 }
 
-/* Enqueues a gated delta net: for n_tok own rows behind `lag` lagging ones. */
-static void delta_launch(const struct delta_args *args, int n_tok, int lag, cudaStream_t s) {
+/* Enqueues a gated delta net: for n_tok own rows after n_uncommitted earlier ones. */
+static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommitted, cudaStream_t s) {
     struct delta_args a = *args;
     const unsigned heads = (unsigned)a.shape.n_value;
     const double keys = a.shape.n_key * a.shape.head_k, values = a.shape.n_value * a.shape.head_v;
     const double state = 2 * 4 * values * a.shape.head_k; /* bytes to read and write it */
     const bool decode = n_tok <= DECODE_MAX_TOKENS;
     a.n_own = decode ? DECODE_MAX_TOKENS : 1; /* prefill makes its first row again */
-    if (decode || lag) {
+    if (decode || n_uncommitted) {
         profile_next(state, "%u heads", heads);
         LAUNCH_PDL(k_delta_decode, heads, DELTA_THREADS, 0, s, a);
     }
@@ -7417,7 +7417,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     a.score_scale = 1.0f / sqrtf((float)(n_index * width));
     a.scores = c->index_scores;
     a.top_k = shape.top_k;
-    a.lists = attn_topk_lists(&shape);
+    a.n_list = attn_topk_lists(&shape);
     a.n_topk = attn_topk_blocks(&shape);
     a.block = shape.index_block;
     a.local = shape.index_local;
@@ -7429,7 +7429,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     }
     index_kernel *const index_scores = index_find(width, a.rope.kp.type == KV_FP8, blocks);
     index_kernel *const index_choose = blocks ? k_index_choose<true> : k_index_choose<false>;
-    const int most = INDEX_SCORES / (a.lists * a.n_scores), per = blocks ? INDEX_ROWS / a.lists : (int)INDEX_TOKENS;
+    const int most = INDEX_SCORES / (a.n_list * a.n_scores), per = blocks ? INDEX_ROWS / a.n_list : (int)INDEX_TOKENS;
     /* the first token that does not see all keys has (top_k + 1) 2^shift tokens */
     const int dense = prefill ? max(0, min(r->n_tok, ((shape.top_k + 1) << a.shift) - 1 - r->pos)) : 0,
               step = max(1, min(blocks ? 512 : 64, most));
@@ -7437,7 +7437,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
         a.n_tok = min(r->n_tok - a.first, step);
         a.rope.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(n_index * width);
         a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
-        a.chosen = c->topk_blocks + (size_t)a.first * (size_t)(a.lists * a.n_topk);
+        a.chosen = c->topk_blocks + (size_t)a.first * (size_t)(a.n_list * a.n_topk);
         const int tokens = min(a.n_tok, per), keys = (r->pos + a.first + a.n_tok) >> a.shift;
         const size_t smem = blocks ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
         const int tiles = ceil_div(prefill ? keys : r->n_ctx >> a.shift, INDEX_THREADS / 32 * INDEX_KEYS);
@@ -7445,7 +7445,7 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
         if (smem > 48 << 10) cudaFuncSetAttribute(index_scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
         profile_next((double)keys * (double)(a.rope.kp.row_bytes + cache_scale_bytes(&a.rope.kp)), "%d keys", keys);
         LAUNCH_PDL(index_scores, grid, INDEX_THREADS, smem, c->stream, a);
-        LAUNCH_PDL(index_choose, (unsigned)(a.n_tok * a.lists), CHOOSE_THREADS, 0, c->stream, a);
+        LAUNCH_PDL(index_choose, (unsigned)(a.n_tok * a.n_list), CHOOSE_THREADS, 0, c->stream, a);
     }
 }
 
@@ -8749,7 +8749,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
                   f.major, MOE_CUDA_TARGETS);
     s->w4a4 = can4 && (o->moe_act == MOE_ACT_FP4 || (o->moe_act == MOE_ACT_AUTO && declared));
     if (s->w4a4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
-    const int n_head_blocks = shape.kv_lora || shape.n_group ? (shape.n_head + 15) / 16 : max(1, shape.n_head_kv);
+    const int n_head_blocks = shape.kv_lora || shape.n_out_group ? (shape.n_head + 15) / 16 : max(1, shape.n_head_kv);
     s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX) : attn_splits(f.n_sm, n_head_blocks);
     s->nccl = nccl_wanted(r, o);
     s->stats = o->stats;
@@ -8759,11 +8759,11 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
 static bool index_fits(const struct model *m, int n_ctx, char *why) {
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        const int lists = attn_topk_lists(&layer->attn);
-        if (!layer->attn.n_index || index_scores_of(layer, n_ctx) <= INDEX_SCORES / lists) continue;
+        const int n_list = attn_topk_lists(&layer->attn);
+        if (!layer->attn.n_index || index_scores_of(layer, n_ctx) <= INDEX_SCORES / n_list) continue;
         snprintf(why, ERR_MAX,
                  "a context of %d tokens: an indexer on a GPU chooses among %d scores at most, for each of %d lists",
-                 n_ctx, INDEX_SCORES / lists, lists);
+                 n_ctx, INDEX_SCORES / n_list, n_list);
         return false;
     }
     return true;

@@ -288,7 +288,7 @@ static inline bool json_whole(const json_t *j, int64_t *v) {
     return real || json_is_integer(j);
 }
 
-/* Returns the number of a list's element, -1 if it is no whole number. */
+/* Returns the number of a list's element, -1 if it is not a whole number. */
 static inline int64_t json_element(const json_t *list, size_t i) {
     int64_t v;
     return json_whole(json_array_get(list, i), &v) ? v : -1;
@@ -307,7 +307,7 @@ static inline int64_t get_int(struct doc d, const char *key, int64_t lo, int64_t
     return v;
 }
 
-/* The same of a limit from 1 up: a number above hi is hi; 0 and what stands for no limit, -1 and false, is
+/* The same for a limit from 1 up: a number above hi is hi; 0 and what stands for no limit, -1 and false, is
  * `fallback`. */
 static inline int64_t get_limit(struct doc d, const char *key, int64_t hi, int64_t fallback) {
     const json_t *j = get(d, key);
@@ -411,8 +411,9 @@ __attribute__((noreturn)) static inline void refuse_missing(const char *path) {
     if (why == ENOENT && org && *path != '.' && *path != '~' && slash[1] && !strchr(slash + 1, '/') &&
         !path_exists(fmt("%.*s", org, path))) {
         const char *folder = fmt("%s/.cache/huggingface/hub/models--%.*s--%s", home ? home : "", org, path, slash + 1);
-        if (path_exists(folder)) die("'%s' is no directory; the cache of Hugging Face has it: type %s", path, folder);
-        die("'%s' is no directory; download the model with: hf download %s --local-dir %s", path, path, slash + 1);
+        if (path_exists(folder))
+            die("'%s' is not a directory; the cache of Hugging Face has it: type %s", path, folder);
+        die("'%s' is not a directory; download the model with: hf download %s --local-dir %s", path, path, slash + 1);
     }
     die("cannot open '%s': %s", path, strerror(why));
 }
@@ -1056,7 +1057,7 @@ static inline bool argument_read(struct settings *s, const char *a, const char *
     return taken;
 }
 
-/* Reads the command line. Appends what is no option to *operands. */
+/* Reads the command line. Appends what is not an option to *operands. */
 static inline void arguments_read(struct settings *s, int argc, char **argv, const char ***operands) {
     for (int i = 1; i < argc; i++) {
         if (argv[i][0] == '-') i += argument_read(s, argv[i], argv[i + 1]);

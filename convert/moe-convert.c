@@ -1137,7 +1137,7 @@ static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out
     o->finite = true;
 }
 
-/* The same of a tensor whose shape is checked. */
+/* The same for a tensor whose shape is checked. */
 static void plan_vector(const char *dst, const char *from, enum dim in, enum dim out, enum meaning meaning) {
     struct linear l = resolve_values(from);
     if (out == DIM_ONE) check_shape(l.w, l.cols, l.rows, in, out);
@@ -3515,7 +3515,7 @@ static bool wire_next(struct wire *w, struct field *f) {
     if (w->p == w->end) return false;
     const uint64_t tag = wire_varint(w), type = tag & 7;
     if (tag >> 32 || (type != 0 && type != 1 && type != 2 && type != 5))
-        die("%s: this is no model of SentencePiece", w->file);
+        die("%s: this is not a model of SentencePiece", w->file);
     *f = (struct field){.number = (uint32_t)(tag >> 3)};
     if (type == 0) {
         f->value = wire_varint(w);
@@ -3621,7 +3621,7 @@ static void read_sentencepiece(const char *file, struct doc config, bool only_sc
         arrput(score, x);
         defined |= t == TOKEN_USER;
     }
-    if (!arrlen(text) || !trained || !normalized) die("%s: this is no model of SentencePiece", file);
+    if (!arrlen(text) || !trained || !normalized) die("%s: this is not a model of SentencePiece", file);
     const size_t n = arrlenu(text);
     if (only_scores) {
         if (n <= src.n_vocab) take_scores(file, text, type, score, n);
@@ -3758,7 +3758,7 @@ static void note_unknown(struct doc r, const char *known) {
     json_t *v;
     json_object_foreach(r.obj, key, v) {
         if (!one_of(key, known) && !json_is_null(v))
-            err_message("%s: key '%s.%s' is not used: it is no parameter of '%s'", r.file, r.in, key, rope_type(r));
+            err_message("%s: key '%s.%s' is not used: it is not a parameter of '%s'", r.file, r.in, key, rope_type(r));
     }
 }
 
@@ -4032,7 +4032,7 @@ static int32_t token_id(struct doc config, const char *key) {
 }
 
 /* Appends the token ids of a key, which has one or a list, to *ids, each once. null and negative numbers are none.
- * tell: say what else is no token. */
+ * tell: say what else is not a token. */
 static void collect_ids(struct doc d, const char *key, int32_t **ids, bool tell) {
     json_t *v = get(d, key);
     size_t n = json_is_array(v) ? json_array_size(v) : v != NULL;
@@ -4052,7 +4052,7 @@ static void collect_ids(struct doc d, const char *key, int32_t **ids, bool tell)
 }
 
 /* Returns the id of the special token `name`, found as in llama.cpp: by its text in tokenizer_config.json, else by its
- * id in config.json; -1 if there is none. tell: say what is no token. */
+ * id in config.json; -1 if there is none. tell: say what is not a token. */
 static int32_t special_id(struct doc config, const char *name, bool tell) {
     const char *text = fmt("%s_token", name), *key = fmt("%s_token_id", name);
     int32_t id = token_id(config, text), *ids = NULL;

@@ -248,7 +248,7 @@ static void pair_out_csa_store(struct rank *r, int il, enum act q) {
 
 static void pair_out_group_linear(struct rank *r, int il, enum act out) {
     const struct attn *a = &r->m->layers[il].attn;
-    pair_slot(r, "group_linear", il, out, a->n_group * a->o_lora, true);
+    pair_slot(r, "group_linear", il, out, a->n_out_group * a->o_lora, true);
 }
 
 static void pair_out_row_norm(struct rank *r, const struct step *s) {
@@ -403,7 +403,7 @@ static void pair_forwards(const char *name, const struct model *m, enum kv_type 
     pair_forwards_in(name, m, kv, n_ctx, 0, splits, act, n);
 }
 
-/* Windows, rings, sinks, gates, norms of rows, rotations of neighbours, two rotations, keys of 192 with values of 128,
+/* Windows, rings, sinks, gates, norms of rows, rotations of neighbors, two rotations, keys of 192 with values of 128,
  * numbers of heads that differ between layers. */
 /* clang-format off */
 static const struct synth form_shapes[] = {
@@ -428,7 +428,7 @@ static const struct synth form_shapes[] = {
      "attention.sliding_window_pattern=0,1,0,1 leading_dense_block_count=1 feed_forward_length=192 expert_count=16 "
      "expert_used_count=2 expert_feed_forward_length=64 expert_shared_count=1 expert_weights_norm=true "
      "expert_weights_scale=3 vocab_size=200 context_length=1024", .head_norm = true, .head_gate = true},
-    {"neighbours", "ernie4_5-moe", .keys =
+    {"neighbors", "ernie4_5-moe", .keys =
      "block_count=2 embedding_length=128 attention.head_count=6 attention.head_count_kv=2 attention.key_length=32 "
      "leading_dense_block_count=1 feed_forward_length=192 expert_count=16 expert_used_count=2 "
      "expert_feed_forward_length=64 expert_shared_count=1 vocab_size=200 context_length=1024"},

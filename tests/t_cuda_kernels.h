@@ -1435,19 +1435,19 @@ struct test_cache {
     test_cache(int len, int width, int group, bool fp8, int ring_rows = 0)
         : ring(ring_rows), data((size_t)(ring ? ring : len + 70) * row_bytes(width, fp8)),
           scale((size_t)(ring ? ring : len + 70) * (size_t)((width + group - 1) / group)) {
-        const size_t bytes = row_bytes(width, fp8), n_group = (size_t)((width + group - 1) / group);
+        const size_t bytes = row_bytes(width, fp8), n_scale = (size_t)((width + group - 1) / group);
         std::vector<uint8_t> rows(data.n, 0xFF);
         std::vector<float> scales(scale.n, NAN), x((size_t)width);
         value.resize((size_t)len * (size_t)width);
         for (size_t i = 0; i < (size_t)len; i++)
-            for (int g = 0; g < (int)n_group; g++) {
+            for (int g = 0; g < (int)n_scale; g++) {
                 double size = 0.5 * exp(0.5 * normal()); /* groups differ */
                 float amax = 0;
                 int begin = g * group, end = min(begin + group, width);
                 for (int j = begin; j < end; j++)
                     x[(size_t)j] = (float)(normal() * size * (1 + j % 5)), amax = fmaxf(amax, fabsf(x[(size_t)j]));
                 float s = fp8 ? amax / 448 : 1;
-                if (fp8) scales[row(i) * n_group + (size_t)g] = s;
+                if (fp8) scales[row(i) * n_scale + (size_t)g] = s;
                 for (int j = begin; j < end; j++) {
                     uint8_t *to = &rows[row(i) * bytes + (size_t)(fp8 ? j : 2 * j)];
                     uint16_t h = bf16_from_f32(x[(size_t)j]);
@@ -1609,15 +1609,15 @@ static void run_attention(const struct attn_case &c) {
                     f16_from_f32((float)(fused ? y[(size_t)j] : normal() * c.size));
         }
     gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(os * (size_t)c.n_tok, 0xABCD));
-    const size_t listed = c.top_k ? (size_t)(c.top_k / c.block) : 0, lists = (size_t)(c.n_tok * c.n_kv);
-    std::vector<int32_t> chosen(lists * listed + 1);
-    for (size_t l = 0; l < lists && listed; l++) { /* a token's own block, and others before it */
+    const size_t n_topk = c.top_k ? (size_t)(c.top_k / c.block) : 0, n_list = (size_t)(c.n_tok * c.n_kv);
+    std::vector<int32_t> chosen(n_list * n_topk + 1);
+    for (size_t l = 0; l < n_list && n_topk; l++) { /* a token's own block, and others before it */
         std::vector<int32_t> blocks;
         for (int b = 0; b < (c.pos + (int)l / c.n_kv) / c.block; b++) blocks.push_back(b);
         for (size_t i = 0; i + 1 < blocks.size(); i++) std::swap(blocks[i], blocks[i + rnd() % (blocks.size() - i)]);
-        blocks.resize(listed, 0), blocks[listed - 1] = (c.pos + (int)l / c.n_kv) / c.block;
+        blocks.resize(n_topk, 0), blocks[n_topk - 1] = (c.pos + (int)l / c.n_kv) / c.block;
         std::sort(blocks.begin(), blocks.end());
-        std::copy(blocks.begin(), blocks.end(), chosen.begin() + (long)(l * listed));
+        std::copy(blocks.begin(), blocks.end(), chosen.begin() + (long)(l * n_topk));
     }
     gpu_array<int32_t> chosen_d(chosen);
     const size_t counters = (size_t)(2 * n_head * (c.top_k ? c.n_tok : 1) * ATTN_COUNTERS);
@@ -1825,7 +1825,7 @@ static void run_latents(bool fp8) {
     expect(!bad, "latents, fp8 %d: %d are wrong", fp8, bad);
 }
 
-/* Value i of a rotated part x of token t: of `rope` values, neighbours are rotated against each other. */
+/* Value i of a rotated part x of token t: of `rope` values, neighbors are rotated against each other. */
 static double mla_turned(const float *x, const std::vector<float> &cs, const std::vector<float> &sn, int rope, int t,
                          int i) {
     const double c = (double)cs[(size_t)(t * rope / 2 + i / 2)], s = (double)sn[(size_t)(t * rope / 2 + i / 2)];
@@ -2157,7 +2157,7 @@ static void run_head_gate(bool each, bool softplus) {
 }
 
 /* Windows of one key, around the steps of 64 keys, and of several splits; contexts shorter and much longer; rings as short
- * as they may be; sinks, rotations of neighbours, heads that are not normed, gates. */
+ * as they may be; sinks, rotations of neighbors, heads that are not normed, gates. */
 extern "C" void cuda_test_windows(void) {
     begin_test(14);
     run_window_bits();
@@ -2195,7 +2195,7 @@ struct delta_case {
     int n_key, group, dk, dv;
     bool tiled;
     int before, after; /* the model's key heads before and after the rank's */
-    int pos, lag, n_tok;
+    int pos, n_uncommitted, n_tok;
     float size;  /* of the values */
     float decay; /* of alpha */
     bool alike;  /* keys hardly differ, and little is forgotten */
@@ -2205,7 +2205,8 @@ struct delta_case {
 struct delta_numbers {
     std::vector<float> q, k, v, alpha, beta, z, conv, decay, dt_bias, norm, state;
     explicit delta_numbers(const delta_case &c) {
-        const size_t rows = (size_t)(c.lag + c.n_tok + 3), n_key = (size_t)c.n_key, n_value = n_key * (size_t)c.group;
+        const size_t rows = (size_t)(c.n_uncommitted + c.n_tok + 3), n_key = (size_t)c.n_key,
+                     n_value = n_key * (size_t)c.group;
         const size_t whole = (size_t)(c.before + c.n_key + c.after), dk = (size_t)c.dk, dv = (size_t)c.dv;
         auto fill = [](std::vector<float> &x, size_t n, float size) {
             for (size_t i = 0; i < n; i++) x.push_back(size * (float)normal());
@@ -2226,7 +2227,7 @@ struct delta_numbers {
 static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, std::vector<double> &out,
                         std::vector<double> &state) {
     const int n_value = c.n_key * c.group, whole = c.before + c.n_key + c.after, dk = c.dk, dv = c.dv;
-    const int first = c.pos - c.lag;
+    const int first = c.pos - c.n_uncommitted;
     auto conv = [&](const std::vector<float> &from, int width, int col, size_t channel, int row) {
         double y = 0;
         for (int t = 0; t < 4; t++)
@@ -2245,7 +2246,7 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
         const int kh = c.tiled ? j % c.n_key : j / c.group;
         const int head = c.tiled ? j / c.n_key * whole + c.before + kh : c.before * c.group + j;
         std::vector<double> S(state.begin() + j * dk * dv, state.begin() + (j + 1) * dk * dv);
-        for (int i = 0; i < c.lag + c.n_tok; i++) {
+        for (int i = 0; i < c.n_uncommitted + c.n_tok; i++) {
             if (i == taken) std::copy(S.begin(), S.end(), state.begin() + j * dk * dv);
             std::vector<double> q((size_t)dk), k((size_t)dk), o((size_t)dv);
             for (int h = 0; h < dk; h++) {
@@ -2269,8 +2270,8 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
                 }
                 ss += o[(size_t)e] * o[(size_t)e];
             }
-            for (int e = 0; e < dv && i >= c.lag; e++) {
-                const size_t at = (size_t)((i - c.lag) * n_value * dv + j * dv + e);
+            for (int e = 0; e < dv && i >= c.n_uncommitted; e++) {
+                const size_t at = (size_t)((i - c.n_uncommitted) * n_value * dv + j * dv + e);
                 const double z = (double)x.z[at];
                 out[at] = o[(size_t)e] / sqrt(ss / dv + 1e-6) * (double)x.norm[(size_t)e] * z / (1 + exp(-z));
             }
@@ -2281,15 +2282,16 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
 static void run_delta(const struct delta_case &c) {
     enum { RING = 35, PAD = 8 };
     const delta_numbers x(c);
-    const int n_value = c.n_key * c.group, keys = c.n_key * c.dk, values = n_value * c.dv, first = c.pos - c.lag;
-    const int rows = c.lag + c.n_tok, taken = c.n_tok > MAX_ROLLBACK ? rows - 1 : c.lag;
-    auto own = [&](const std::vector<float> &from, int width) { /* the forward's rows, PAD columns wider */
-                                                                std::vector<float> to((size_t)(c.n_tok * (width + PAD)),
-                                                                                      NAN);
-                                                                for (int t = 0; t < c.n_tok; t++)
-                                                                    std::copy_n(from.begin() + (t + c.lag + 3) * width,
-                                                                                width, to.begin() + t * (width + PAD));
-                                                                return to;
+    const int n_value = c.n_key * c.group, keys = c.n_key * c.dk, values = n_value * c.dv,
+              first = c.pos - c.n_uncommitted;
+    const int rows = c.n_uncommitted + c.n_tok, taken = c.n_tok > MAX_ROLLBACK ? rows - 1 : c.n_uncommitted;
+    auto own = [&](const std::vector<float> &from,
+                   int width) { /* the forward's rows, PAD columns wider */
+                                std::vector<float> to((size_t)(c.n_tok * (width + PAD)), NAN);
+                                for (int t = 0; t < c.n_tok; t++)
+                                    std::copy_n(from.begin() + (t + c.n_uncommitted + 3) * width, width,
+                                                to.begin() + t * (width + PAD));
+                                return to;
     };
     auto ring = [&](const std::vector<float> &a, const std::vector<float> &b, int width, int from, int to) {
         std::vector<float> r((size_t)(RING * 2 * width), NAN); /* (a | b) of positions from..to-1 */
@@ -2325,7 +2327,7 @@ static void run_delta(const struct delta_case &c) {
     a.state = state, a.conv = conv, a.decay = decay, a.dt_bias = dt_bias, a.norm = norm, a.eps = 1e-6f, a.out = out;
     a.t = {qk16, mixed, gates, tiles_d, fades};
     q.arrive();
-    delta_launch(&a, c.n_tok, c.lag, test_stream);
+    delta_launch(&a, c.n_tok, c.n_uncommitted, test_stream);
     finish("a gated delta net");
     std::vector<double> want, want_state;
     delta_plain(c, x, taken, want, want_state);
@@ -2353,8 +2355,8 @@ static void run_delta(const struct delta_case &c) {
         sum.nmse() <= limit && states.nmse() <= 1e-10 && !bad,
         "%d keys of %d, %d values of %d, %s, from %d, %d tokens after %d at %d, size %g, decay %g%s: NMSE %.1e, state "
         "%.1e, %d wrong in rings and gaps",
-        c.n_key, c.dk, n_value, c.dv, c.tiled ? "tiled" : "grouped", c.before, c.n_tok, c.lag, c.pos, c.size, c.decay,
-        c.alike ? ", alike" : "", sum.nmse(), states.nmse(), bad);
+        c.n_key, c.dk, n_value, c.dv, c.tiled ? "tiled" : "grouped", c.before, c.n_tok, c.n_uncommitted, c.pos, c.size,
+        c.decay, c.alike ? ", alike" : "", sum.nmse(), states.nmse(), bad);
 }
 
 extern "C" void cuda_test_delta_net(void) {

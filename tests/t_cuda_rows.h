@@ -459,19 +459,19 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
 static void run_index_scores(int width, bool fp8, int n_index, int block, int n_tok, int len) {
     const int keys = len + n_tok - 1, per_score = block ? index_part(block) : 1,
               n_scores = (keys + per_score - 1) / per_score;
-    const int lists = block ? n_index : 1, per = block ? INDEX_ROWS / lists : (int)INDEX_TOKENS;
+    const int n_list = block ? n_index : 1, per = block ? INDEX_ROWS / n_list : (int)INDEX_TOKENS;
     test_cache k(keys, width, width, fp8);
     const int w_stride = n_index + 3;
     std::vector<uint16_t> q;
     for (int i = 0; i < n_tok * n_index * width; i++) q.push_back(f16_from_f32((float)normal()));
     const std::vector<float> w = random_floats(n_tok * w_stride, 1);
     gpu_array<uint16_t> q_d(q);
-    gpu_array<float> w_d(w), scores(std::vector<float>((size_t)(n_tok * lists * n_scores), NAN));
+    gpu_array<float> w_d(w), scores(std::vector<float>((size_t)(n_tok * n_list * n_scores), NAN));
     gpu_array<struct batch> b(std::vector<struct batch>{{len - 1, n_tok, len - 1}});
     struct index_args a = {};
     a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p, a.w = w_d;
     a.w_stride = (size_t)w_stride, a.score_scale = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
-    a.lists = lists, a.n_scores = n_scores, a.block = block;
+    a.n_list = n_list, a.n_scores = n_scores, a.block = block;
     const int tokens = min(n_tok, per);
     const size_t smem = block ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
     index_kernel *const kernel = index_find(width, fp8, block > 0);
@@ -483,7 +483,7 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     const std::vector<float> got = scores.get();
     error_sum sum;
     for (int t = 0; t < n_tok; t++)
-        for (int l = 0; l < lists; l++)
+        for (int l = 0; l < n_list; l++)
             for (int s = 0; s < n_scores; s++) {
                 double want = block ? -INFINITY : 0;
                 if (s * per_score >= len + t) continue; /* the token does not see it */
@@ -496,31 +496,31 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
                         if (block) want = fmax(want, dot);
                         else want += 0.125 * (double)w[(size_t)(t * w_stride + h)] * fmax(dot, 0);
                     }
-                sum.add((double)got[(size_t)((t * lists + l) * n_scores + s)], want);
+                sum.add((double)got[(size_t)((t * n_list + l) * n_scores + s)], want);
             }
     expect(sum.nmse() < 1e-9, "scores by %d heads of %d, fp8 %d, blocks of %d, %d tokens, %d keys: NMSE %.1e", n_index,
            width, fp8, block, n_tok, len, sum.nmse());
 }
 
-/* Choices of `listed` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores. */
-static void run_index_choose(int n, int listed, int block, int local, int levels) {
-    const int lists = 2, parts = block ? index_parts(block) : 1, n_scores = n * parts, block_keys = block ? block : 1;
-    std::vector<float> score = random_floats(lists * n_scores, 1);
+/* Choices of `n_topk` among n keys, or blocks of so many keys, the last `local` of which are chosen whatever their scores. */
+static void run_index_choose(int n, int n_topk, int block, int local, int levels) {
+    const int n_list = 2, parts = block ? index_parts(block) : 1, n_scores = n * parts, block_keys = block ? block : 1;
+    std::vector<float> score = random_floats(n_list * n_scores, 1);
     for (float &f : score) f = roundf(f * (float)levels) / (float)levels; /* many are equal, also 0 and -0 */
     gpu_array<float> score_d(score);
-    gpu_array<int32_t> chosen((size_t)(lists * listed));
+    gpu_array<int32_t> chosen((size_t)(n_list * n_topk));
     gpu_array<struct batch> b(std::vector<struct batch>{{n * block_keys - 2, 1, 0}});
     struct index_args a = {};
-    a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = listed * block_keys,
-    a.lists = lists;
-    a.n_topk = listed, a.n_scores = n_scores, a.block = block, a.local = local;
+    a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = n_topk * block_keys,
+    a.n_list = n_list;
+    a.n_topk = n_topk, a.n_scores = n_scores, a.block = block, a.local = local;
     score_d.arrive();
-    LAUNCH_PDL((block ? k_index_choose<true> : k_index_choose<false>), (unsigned)lists, CHOOSE_THREADS, 0, test_stream,
+    LAUNCH_PDL((block ? k_index_choose<true> : k_index_choose<false>), (unsigned)n_list, CHOOSE_THREADS, 0, test_stream,
                a);
     finish("choices");
     const std::vector<int32_t> got = chosen.get();
     const int last = (n * block_keys - 1 + block_keys - 1) / block_keys; /* blocks that the token sees */
-    for (int l = 0; l < lists; l++) {
+    for (int l = 0; l < n_list; l++) {
         std::vector<float> best;
         std::vector<int32_t> want;
         for (int i = 0; i < last; i++) {

@@ -262,9 +262,9 @@ static uint8_t *draft_cache(struct session *s, size_t *n) {
             const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
             const size_t rows = cache_rows_of(p, (size_t)s->n_past), scales = cache_scale_bytes(p);
             for (size_t row = 0; row < rows; row++) {
-                const int lag = s->n_past - s->n_committed + p->window;
+                const int kept = s->n_past - s->n_committed + p->window;
                 const size_t age = ((size_t)s->n_past - 1 + (size_t)p->n_row - row) % (size_t)int_max(p->n_row, 1);
-                if (p->kind == ROWS_RING && age >= (size_t)lag) continue;
+                if (p->kind == ROWS_RING && age >= (size_t)kept) continue;
                 uint8_t *at = arraddnptr(all, p->row_bytes + scales);
                 r->ops->cache_copy(r, p, row, 1, at, scales ? (float *)(void *)(at + p->row_bytes) : NULL, false);
             }

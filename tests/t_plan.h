@@ -688,13 +688,13 @@ static void test_plan_limit(void) {
 
 /* ---- the forecast by hand ---- */
 
-/* A token on cards that read 1792 GB/s and request up to 32 MiB ahead: microseconds beside reading, bytes, and those of
+/* A token on cards that read 1792 GB/s and request up to 32 MiB ahead: microseconds besides reading, bytes, and those of
  * them that came while others did not read. */
 struct hand {
     double us, bytes, hidden;
 };
 
-/* Microseconds of a launch beside reading. */
+/* Microseconds of a launch besides reading. */
 static double hand_us(enum decode_kernel k) { return forecast_handover + decode_costs[k].us; }
 
 /* Bytes of at most `bytes` that come in so many microseconds. */
@@ -912,7 +912,7 @@ static void test_plan_verdicts(void) {
         "  <-\n",
         "\nroofline    ",
         "(real speed is lower)\nforecast    about ",
-        " ms beside reading (source: timing model, no card was measured)\n",
+        " ms besides reading (source: timing model, no card was measured)\n",
         " bf16 cache   roofline   forecast\n",
         "\n            with all experts: fits with -c "};
     for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)

@@ -107,7 +107,7 @@ static void test_qat_cache(void) {
     model_free(&m);
 }
 
-/* Logits of every 15th position. Where rounding takes a value to another neighbour because of its last bits, the rows
+/* Logits of every 15th position. Where rounding takes a value to another neighbor because of its last bits, the rows
  * after it differ by 1e-9 to 1e-3, so half of the rows are to agree closely, and all of them roughly. Catches rotated
  * values that are rounded, keys or queries of the indexer that are not, and other blocks of its values. */
 static void check_qat(const char *name, const struct model *m, int tp, int pp, const int32_t *ids, int n) {

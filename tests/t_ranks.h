@@ -370,7 +370,7 @@ static void test_ranks_odd_heads(void) {
     struct layer layers[6] = {0};
     struct model m = {.n_layer = 6, .layers = layers};
     for (int il = 0; il < 6; il++) {
-        layers[il].attn = (struct attn){.n_head = heads[il], .n_group = 1, .o_lora = 32};
+        layers[il].attn = (struct attn){.n_head = heads[il], .n_out_group = 1, .o_lora = 32};
         layers[il].wo.type = GGUF_Q8_0;
     }
     const int multiple = heads_multiple(&m, false);

@@ -289,8 +289,8 @@ static void test_requests_keys(void) {
     CHECK(!*line && out && arrlen(out), "lines of stdout: %s", line);
     CHECK_STR(sb_cstr(&said),
               "\"model\" of a request is ignored: -m gives the model\n"
-              "\"user\" of a request is ignored: moe is no service\n"
-              "\"metadata\" of a request is ignored: moe is no service\n"
+              "\"user\" of a request is ignored: moe is not a service\n"
+              "\"metadata\" of a request is ignored: moe is not a service\n"
               "\"other\" of chat_template_kwargs has no effect: the chat template does not read it\n",
               "every note once");
     arrfree(in);

@@ -422,12 +422,12 @@ static void test_tokens_models(void) {
         "piece 259 has no text",
         "piece 259 is 'x', expected a byte <0x00> to <0xFF>",
         "tokenizer.model: the file is cut off",
-        "this is no model of SentencePiece", /* a type of field that there is not */
-        "this is no model of SentencePiece", /* no pieces */
+        "this is not a model of SentencePiece", /* a type of field that there is not */
+        "this is not a model of SentencePiece", /* no pieces */
         "a number has more than 10 bytes",
         "token 'x1750' has the id 1750, vocab_size is 1750",
         "the tokenizer has 255 tokens for bytes, expected 256",
-        "this is no model of SentencePiece",    /* not how it was trained */
+        "this is not a model of SentencePiece", /* not how it was trained */
         "tokenizer.model: the file is cut off", /* in a number */
     };
     for (int i = 0; i < (int)(sizeof messages / sizeof *messages); i++) {

@@ -83,7 +83,7 @@ static void double_case(size_t i, u64 x[3]) {
     if (i % 4 == 2) x[2] = BD(-D(x[0]) * D(x[1])) + random_bits() % 3 - 1;
 }
 
-/* Every 7919th float, all values of F16 and BF16, the numbers half-way between them, and neighbours. */
+/* Every 7919th float, all values of F16 and BF16, the numbers half-way between them, and neighbors. */
 static const std::vector<u32> &sweep() {
     static std::vector<u32> v;
     if (!v.empty()) return v;
