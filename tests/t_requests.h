@@ -249,7 +249,7 @@ static void test_requests_keys(void) {
          "{\"id\":\"r\","},
         {"{\"custom_id\":\"r\",\"url\":\"/v1/embeddings\",\"body\":{" HI "}}", 0,
          "\"url\\\": /v1/embeddings is not supported"},
-        {"{\"custom_id\":\"r\",\"body\":{" HI "},\"n\":1}", 0, "unknown key \\\"n\\\" beside \\\"body\\\""},
+        {"{\"custom_id\":\"r\",\"body\":{" HI "},\"n\":1}", 0, "unknown key \\\"n\\\" besides \\\"body\\\""},
         {"{\"body\":3}", 0, "\\\"body\\\" is a number, expected an object"},
         {"{" HI ",\"stream\":true}", 0, "\\\"stream\\\": true is not supported: an answer is one line"},
         {"{" HI ",\"response_format\":{\"type\":\"json_object\"}}", 0, "grammars are not supported"},
