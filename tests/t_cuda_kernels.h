@@ -1639,7 +1639,7 @@ static void run_attention(const struct attn_case &c) {
     a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;
     a.window = c.window, a.sinks = c.sinks ? sinks_d.p : NULL;
     if (c.top_k) {
-        a.top_k = c.top_k, a.chosen = chosen_d, a.n_topk = (int)listed;
+        a.top_k = c.top_k, a.chosen = chosen_d, a.n_topk = (int)n_topk;
         while (1 << a.block_shift < c.block) a.block_shift++;
         if (!c.mla && !c.prefill) a.arrived = arrived;
     }
@@ -1680,7 +1680,7 @@ static void run_attention(const struct attn_case &c) {
     for (uint32_t x : arrived.get()) rows += x != 0;
     for (int i = 0; i < here; i++)
         for (int h = 0; h < n_head; h++) {
-            const int32_t *list = &chosen[(size_t)(i * c.n_kv + h / c.group) * listed];
+            const int32_t *list = &chosen[(size_t)(i * c.n_kv + h / c.group) * n_topk];
             attn_plain(c, k, v, &q[(size_t)i * qs + (size_t)(h * c.dk)], h, attn_visible(c, c.pos + i, list), sinks,
                        want);
             const std::vector<float> latent(want.begin(), want.end());
@@ -1929,7 +1929,7 @@ static void run_attention_long() {
 static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, int ratio, int top_k, int splits,
                               bool gates, bool sink = true) {
     enum { WINDOW = 40, RING = 128, ROPE = 64 };
-    const int len = pos + n_tok, n_block = ratio ? len / ratio : 0, listed = max(top_k, 1);
+    const int len = pos + n_tok, n_block = ratio ? len / ratio : 0, n_topk = max(top_k, 1);
     const size_t width = (size_t)(n_head * d), out_stride = width + 8;
     test_cache k(len, d, ATTN_GROUP, fp8, RING), v(max(n_block, 1), d, ATTN_GROUP, fp8);
     std::vector<uint16_t> q;
@@ -1939,7 +1939,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
     std::vector<int32_t> chosen;
     for (int t = 0; t < n_tok; t++) {
         const int n = ratio ? (pos + t + 1) / ratio : 0; /* every other one, from the first or the second on */
-        for (int i = 0; i < listed; i++) chosen.push_back(n > 2 * listed ? 2 * i + t % 2 : i);
+        for (int i = 0; i < n_topk; i++) chosen.push_back(n > 2 * n_topk ? 2 * i + t % 2 : i);
     }
     gpu_array<uint16_t> q_d(q), out(std::vector<uint16_t>(out_stride * (size_t)n_tok, 0xABCD));
     gpu_array<float> sinks_d(sinks), cs_d(cs), sn_d(sn), gate_d(gate);
@@ -1953,7 +1953,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
     a.n_head_kv = 1, a.dk = a.dv = d, a.q_stride = width, a.out_stride = out_stride, a.scale = (float)(1 / sqrt(d));
     a.max_splits = splits, a.window = WINDOW, a.sinks = sink ? sinks_d.p : NULL, a.softplus = !sink, a.one_kv = true,
     a.compress_ratio = ratio, a.top_k = top_k;
-    a.chosen = chosen_d, a.n_topk = listed, a.rope.cs = cs_d, a.rope.sn = sn_d, a.rope.rope = ROPE;
+    a.chosen = chosen_d, a.n_topk = n_topk, a.rope.cs = cs_d, a.rope.sn = sn_d, a.rope.rope = ROPE;
     if (gates) a.gate = gate_d, a.gate_stride = width, a.gate_head = d;
     if (n_tok <= DECODE_MAX_TOKENS) a.arrived = arrived;
     a.prefetch.count = 1, a.prefetch.at[0] = (const uint8_t *)q_d.p, a.prefetch.n[0] = 16;
@@ -1969,7 +1969,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
         std::vector<const double *> keys;
         for (int x = max(at + 1 - WINDOW, 0); x <= at; x++) keys.push_back(&k.value[(size_t)(x * d)]);
         for (int i = 0; i < (top_k ? min(n, top_k) : n); i++)
-            keys.push_back(&v.value[(size_t)((top_k && n > top_k ? chosen[(size_t)(t * listed + i)] : i) * d)]);
+            keys.push_back(&v.value[(size_t)((top_k && n > top_k ? chosen[(size_t)(t * n_topk + i)] : i) * d)]);
         for (int h = 0; h < n_head; h++) {
             const size_t row = (size_t)t * width + (size_t)(h * d);
             double top = sink ? (double)sinks[(size_t)h] : -INFINITY, den = 0;

@@ -529,10 +529,10 @@ static void run_index_choose(int n, int n_topk, int block, int local, int levels
             want.push_back(i);
         }
         std::stable_sort(want.begin(), want.end(), [&](int x, int y) { return best[(size_t)x] > best[(size_t)y]; });
-        want.resize((size_t)listed);
+        want.resize((size_t)n_topk);
         std::sort(want.begin(), want.end());
-        expect(std::equal(want.begin(), want.end(), got.begin() + l * listed),
-               "%d of %d blocks of %d keys are not those with the largest scores, list %d", listed, n, block, l);
+        expect(std::equal(want.begin(), want.end(), got.begin() + l * n_topk),
+               "%d of %d blocks of %d keys are not those with the largest scores, list %d", n_topk, n, block, l);
     }
 }
 
