@@ -2838,7 +2838,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
 /* clang-format off */
 #define GPU_BUFFERS(X)                                                                                   \
     X(x32[A_X], float, d.n * d.act[A_X])                                                                 \
-    X(x_second, float, d.decode * d.act[A_X])                                                             \
+    X(x_second, float, d.decode * d.act[A_X])                                                            \
     X(x32[A_H], float, d.n * d.act[A_H])                                                                 \
     X(x32[A_OUT], float, d.n * d.act[A_OUT])                                                             \
     X(x32[A_QA], float, d.n * d.act[A_QA])                                                               \
@@ -2866,7 +2866,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_HC], float, d.n * d.act[A_HC])                                                               \
     X(x32[A_JOINED], float, d.n * d.act[A_JOINED])                                                       \
     X(x32[A_MIX], float, d.n * d.act[A_MIX])                                                             \
-    X(hc_sums, float, d.n * d.n_hc_sum)                                                                   \
+    X(hc_sums, float, d.n * d.n_hc_sum)                                                                  \
     X(index_scores, float, d.scores)                                                                     \
     X(topk_blocks, int32_t, d.n * d.n_topk)                                                              \
     X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                        \

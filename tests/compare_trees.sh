@@ -120,7 +120,7 @@ compare-flags:;@echo "$(CC) $(FLAGS) -w -fopenmp"; echo "$(LIBS)"; echo "$(CXX)"
     [ ! $gpu ] || job make_simulator "$dir/simulator.o"
     [ ! $gpu ] || job made "$dir/simulated.o" "$(cat "$tree"/{moe_cuda.cu,moe.c,gguf_nvfp4.h} | key)" \
         "${nvcc[@]}" -c "$tree/moe_cuda.cu" -o "$dir/simulated.o"
-    job compiled "$dir/convert.o" "$tree/convert/moe-convert.c" -- "${c[@]}" -c
+    job compiled "$dir/convert.o" "$tree/convert/moe-convert.c" -Wa,-I"$tree" -- "${c[@]}" -c
 }
 # linked DIR FILE OBJECT..
 linked() {
