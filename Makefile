@@ -191,10 +191,14 @@ sass: moe build/test_cuda
 mutate: build/moe-convert build/test_cuda
 	build/test_cuda --mutate
 
-build/test_gpu: $(TESTS) tests/test_cuda.cu | build
-	$(CC) $(FLAGS) -DMOE_CUDA -Wno-unused-function -c tests/test_moe.c -o build/test_gpu.o
-	$(NVCC) $(CUDA_FLAGS) -c tests/test_cuda.cu -o build/test_gpu_cuda.o
-	$(CC) build/test_gpu.o build/test_gpu_cuda.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
+build/test_gpu: build/test_gpu.o build/test_gpu_cuda.o
+	$(CC) $^ -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
+
+build/test_gpu.o: $(TESTS) | build
+	$(CC) $(FLAGS) -DMOE_CUDA -Wno-unused-function -c tests/test_moe.c -o $@
+
+build/test_gpu_cuda.o: $(TESTS) tests/test_cuda.cu | build
+	$(NVCC) $(CUDA_FLAGS) -c tests/test_cuda.cu -o $@
 
 ## make test-gpu  runs the tests of the CUDA backend on a GPU, and those of its kernels under compute-sanitizer
 KERNELS   := cuda/upload cuda/gemv cuda/router cuda/sort cuda/gemm cuda/attention cuda/delta_net cuda/norms cuda/rotations \
@@ -226,7 +230,8 @@ measure:
 asan: ONLY := -model/fixtures-deepseek -prediction-chain -model/demo -model/threads -model/decode -model/batches -think/official -think/ended \
     -draft/text -draft/demo -draft/state -draft/distribution -draft/ends -state/chunks -state/chosen -state/compressed -state/dialogue \
     -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
-    -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -reap/calibrated
+    -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -calibrate/activations \
+    -reap/calibrated -reap/model
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
 tsan: ONLY := team/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
 tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
