@@ -216,6 +216,9 @@ build/bench_tiles: $(ENGINE) tests/bench_tiles.cu | build
 	$(NVCC) $(CUDA_FLAGS) -c tests/bench_tiles.cu -o $@.o
 	$(CC) build/moe_library.o $@.o -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
 
+build/bench_store: $(ENGINE) tests/bench_store.c | build
+	$(CC) $(FLAGS) -Wno-unused-function tests/bench_store.c -o $@ $(LIBS)
+
 build/bench_decode: $(ENGINE) tests/bench_decode.cu tests/bench_decode.c | build
 	$(CC) $(FLAGS) -DMOE_CUDA -Wno-unused-function -c tests/bench_decode.c -o build/bench_decode_shapes.o
 	$(NVCC) $(CUDA_FLAGS) -c tests/bench_decode.cu -o $@.o
@@ -233,7 +236,7 @@ asan: ONLY := -model/fixtures-deepseek -prediction-chain -model/demo -model/thre
     -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -calibrate/activations \
     -reap/calibrated -reap/model
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
-tsan: ONLY := team/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
+tsan: ONLY := team/ store/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
 tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
 SANITIZED = $(addprefix build/$(1)/,moe moe-convert moe-reap test_moe)
 $(call SANITIZED,asan): private SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer

@@ -470,6 +470,7 @@ struct gguf_image {
     const uint8_t *base; /* a mapping, or the caller's memory when !mapped */
     size_t size;
     bool mapped;
+    int fd; /* the mapped file, open for reading; 0: there is none */
 };
 
 /* An open file with all its parts. Invariants: every pointer lies inside an image; kv_order and tensor_order sort kv
@@ -725,8 +726,10 @@ static inline void gguf_place_tensors(struct gguf_cursor *c, struct gguf_tensor 
 
 /* Unmaps all images, frees the tables and clears g. */
 static inline void gguf_close(struct gguf *g) {
-    for (uint32_t i = 0; i < g->n_images; i++)
+    for (uint32_t i = 0; i < g->n_images; i++) {
         if (g->images[i].mapped) munmap((void *)(uintptr_t)g->images[i].base, g->images[i].size);
+        if (g->images[i].fd) close(g->images[i].fd);
+    }
     free(g->images);
     free(g->kv);
     free(g->kv_order);
@@ -984,9 +987,11 @@ static inline int gguf_map_zeros(struct gguf *g, uint64_t whole, char *err, size
     }
     memcpy(p, im->base, im->size);
     if (im->mapped) munmap((void *)(uintptr_t)im->base, im->size);
+    if (im->fd) close(im->fd);
     im->base = (const uint8_t *)p;
     im->size = (size_t)whole;
     im->mapped = true;
+    im->fd = 0;
     g->header_only = true;
     return gguf_parse_image(g, p, im->size, NULL, err, errlen);
 }
@@ -997,6 +1002,10 @@ static inline int gguf_map(struct gguf *g, const char *path, unsigned header_of,
     struct stat st;
     uint64_t whole = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe is refused below, not waited for */
+    if (!fd) {                                              /* not stdin's number, which means none */
+        fd = fcntl(0, F_DUPFD_CLOEXEC, 1);
+        close(0);
+    }
     if (fd < 0) {
         snprintf(err, errlen, "cannot open: %s", strerror(errno));
         return -1;
@@ -1008,14 +1017,15 @@ static inline int gguf_map(struct gguf *g, const char *path, unsigned header_of,
     }
     void *p =
         (uint64_t)st.st_size > SIZE_MAX ? MAP_FAILED : mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    close(fd);
     if (p == MAP_FAILED) {
         snprintf(err, errlen, "cannot map %lld bytes: %s", (long long)st.st_size, strerror(errno));
+        close(fd);
         return -1;
     }
     struct gguf_image *im = (struct gguf_image *)realloc(g->images, (g->n_images + 1) * sizeof *im);
     if (!im) {
         munmap(p, (size_t)st.st_size);
+        close(fd);
         snprintf(err, errlen, "out of memory");
         return -1;
     }
@@ -1023,6 +1033,7 @@ static inline int gguf_map(struct gguf *g, const char *path, unsigned header_of,
     im[g->n_images].base = (const uint8_t *)p;
     im[g->n_images].size = (size_t)st.st_size;
     im[g->n_images].mapped = true;
+    im[g->n_images].fd = fd;
     if (!gguf_parse_image(g, im[g->n_images++].base, (size_t)st.st_size, header_of ? &whole : NULL, err, errlen))
         return 0;
     if (whole && header_of == 1) return gguf_map_zeros(g, whole, err, errlen);

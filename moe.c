@@ -38,7 +38,7 @@
  *  Foundations
  *   Limits and errors                                 80  die and fail: the two classes of errors
  *   Allocation                                       110  xmalloc and its guard; strings; stb_ds
- *   Files, time, text                                370  clock, files, atomic output, UTF-8, random numbers
+ *   Files, time, text                                420  clock, files, atomic output, UTF-8, random numbers
  *   Terminal                                         170  what stderr may show; control characters made visible
  *   Progress of a turn                                70  the line that is shown until an answer begins
  *
@@ -91,7 +91,9 @@
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                  150  linear attention with a recurrent state
- *   CPU operations: feed-forward                     370  router and experts
+ *   Experts on disk: reading                         150  threads that read parts of the model's files
+ *   Experts on disk: slots                           390  which experts are in memory
+ *   CPU operations: feed-forward                     380  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
  *   CPU operations: memory of a rank                 190  the table of operations; what a rank allocates
  *   GPU backend                                       30  stubs without CUDA
@@ -166,7 +168,7 @@
  *   Plan: forecast                                   380  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 310  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           230  opens model and session as the settings ask for
+ *   Engine                                           280  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 250  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
@@ -598,14 +600,72 @@ static ssize_t line_next(FILE *f, const char *name, char **line, size_t *cap) {
     return n;
 }
 
-/* Bytes of memory that can be taken without swapping. Cached pages of files count as free. */
+enum { FACT_MAX = 4096 /* bytes of a file of the kernel that are read */ };
+
+static const char *fact_root = ""; /* before /proc, /sys and /dev: tests bring their own */
+
+/* Reads a file of the kernel; "" when there is none. */
+__attribute__((format(printf, 2, 3))) static const char *fact(char out[FACT_MAX], const char *fmt, ...) {
+    char path[512];
+    va_list ap;
+    size_t at = (size_t)snprintf(path, sizeof path, "%.200s", fact_root);
+    va_start(ap, fmt);
+    vsnprintf(path + at, sizeof path - at, fmt, ap);
+    va_end(ap);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    ssize_t n = fd < 0 ? -1 : read(fd, out, FACT_MAX - 1);
+    if (fd >= 0) close(fd);
+    out[n > 0 ? n : 0] = 0;
+    out[strcspn(out, "\r")] = 0;
+    return out;
+}
+
+/* The number after a word in a text; 0: the word is not there. */
+static double fact_number(const char *text, const char *word) {
+    const char *at = strstr(text, word);
+    return at ? strtod(at + strlen(word), NULL) : 0;
+}
+
+/* Bytes of memory that the control groups of this process may still take; *limit: the smallest of their limits. Both 0:
+ * there is none. Cached pages of files count as free. */
+static double cgroup_available(double *limit) {
+    static const struct {
+        const char *own, *root, *most, *used, *active, *inactive;
+    } versions[] = {{"0::/", "", "memory.max", "memory.current", "\nactive_file ", "\ninactive_file "},
+                    {":memory:/", "/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "\ntotal_active_file ",
+                     "\ntotal_inactive_file "}};
+    char text[FACT_MAX], path[256];
+    double left = 0;
+    *limit = 0;
+    for (size_t i = 0; i < sizeof versions / sizeof *versions; i++) {
+        const char *own = strstr(fact(text, "/proc/self/cgroup"), versions[i].own), *root = versions[i].root;
+        path[0] = 0;
+        if (own) sscanf(strchr(own, '/'), "%255[^\n]", path);
+        for (bool outer = true; outer;) { /* from the own group outwards: each limits what is below it */
+            const double most = strtod(fact(text, "/sys/fs/cgroup%s%s/%s", root, path, versions[i].most), NULL);
+            if (most > 0 && most < 0x1p60) { /* no limit is "max", or a huge number in version 1 */
+                const double used = strtod(fact(text, "/sys/fs/cgroup%s%s/%s", root, path, versions[i].used), NULL);
+                fact(text, "/sys/fs/cgroup%s%s/memory.stat", root, path);
+                const double cached = fact_number(text, versions[i].active) + fact_number(text, versions[i].inactive);
+                left = left > 0 ? fmin(left, fmax(1, most - used + cached)) : fmax(1, most - used + cached);
+                *limit = *limit > 0 ? fmin(*limit, most) : most;
+            }
+            char *slash = strrchr(path, '/');
+            outer = slash;
+            if (slash) *slash = 0;
+        }
+    }
+    return left;
+}
+
+/* Bytes of memory that can be taken without swapping, within the limits of control groups. Cached pages of files count as
+ * free. */
 static uint64_t memory_available(void) {
-    char *text = NULL, err[ERR_MAX];
-    unsigned long long kib = 0;
-    const char *at = read_file("/proc/meminfo", &text, err) ? NULL : strstr(sb_cstr(&text), "MemAvailable:");
-    bool known = at && sscanf(at, "MemAvailable: %llu kB", &kib) == 1;
-    arrfree(text);
-    return known ? kib << 10 : (uint64_t)sysconf(_SC_AVPHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    char text[FACT_MAX];
+    double limit;
+    const double kib = fact_number(fact(text, "/proc/meminfo"), "MemAvailable:"), group = cgroup_available(&limit);
+    const double free_bytes = kib > 0 ? kib * 1024 : (double)sysconf(_SC_AVPHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    return (uint64_t)(limit > 0 ? fmin(group, free_bytes) : free_bytes);
 }
 
 /* Length of the UTF-8 sequence at s, where there are n bytes. 0: valid so far but cut off. -1: invalid. */
@@ -4596,13 +4656,22 @@ static double image_resident(const struct gguf_image *im) {
     return n ? (double)hit / (double)n : 1.0;
 }
 
+/* Shows how many of `total` bytes have been read since t0, on a terminal and ten times a second. */
+static void reading_progress(double done, double total, double t0, double *shown) {
+    const double t = now_seconds();
+    if (!term.err_moves || t - *shown < 0.1) return;
+    *shown = t;
+    status_line("reading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left", 100 * done / total,
+                done / 0x1p30, total / 0x1p30, done / 0x1p30 / (t - t0), (total - done) / (done / (t - t0)));
+}
+
 /* Reads a large file into the page cache in order, which disks like better than the page faults of the first token;
  * shows progress on a terminal. Ctrl-C ends it early: the rest comes by page faults. */
 static void model_prefetch(const struct model *m) {
     enum { STEP = 16 << 20 };
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     double total = (double)m->file_bytes, done = 0, t0 = now_seconds(), shown = t0;
-    if (m->file_bytes < (uint64_t)256 << 20 || total > 0.9 * (double)page * (double)sysconf(_SC_PHYS_PAGES)) return;
+    if (m->file_bytes < (uint64_t)256 << 20 || total > (double)memory_available()) return;
     for (uint32_t k = 0; k < m->gguf.n_images; k++) {
         const struct gguf_image *im = &m->gguf.images[k];
         bool resident = !im->mapped || image_resident(im) > 0.99;
@@ -4610,11 +4679,7 @@ static void model_prefetch(const struct model *m) {
             size_t n = im->size - at < STEP ? im->size - at : STEP;
             madvise((void *)(uintptr_t)(im->base + at), n, MADV_WILLNEED);
             for (size_t i = 0; i < n; i += page) (void)*(const volatile uint8_t *)(im->base + at + i);
-            double t = now_seconds(), have = done + (double)(at + n);
-            if (!term.err_moves || t - shown < 0.1) continue;
-            shown = t;
-            status_line("reading the model: %3.0f %%  %.1f of %.1f GiB  %.1f GiB/s  %.0f s left", 100 * have / total,
-                        have / 0x1p30, total / 0x1p30, have / 0x1p30 / (t - t0), (total - have) / (have / (t - t0)));
+            reading_progress(done + (double)(at + n), total, t0, &shown);
         }
         done += (double)im->size;
     }
@@ -4636,11 +4701,10 @@ static int model_open(struct model *m, const char *path, bool header, char *err)
     return 0;
 }
 
-/* The same with all of its data, which is read into memory. */
+/* The same with all of its data. */
 static int model_load(struct model *m, const char *path, char *err) {
     double t0 = now_seconds();
     if (model_open(m, path, false, err)) return -1;
-    model_prefetch(m);
     m->load_seconds = now_seconds() - t0;
     return 0;
 }
@@ -8449,6 +8513,8 @@ struct cpu {
     float *route_w;    /* (chunk, n_expert_used) weights of the chosen experts */
     struct ffn_job *jobs; /* (n_expert_max + 1), of which n_jobs are used */
     int n_jobs;
+    int32_t *job_order;  /* (n_expert_max + 1) jobs whose experts are in memory before those that are being read */
+    struct store *store; /* experts of a model that does not fit into memory; NULL: all are in the mapped file */
     int32_t *job_rows;   /* (chunk * n_expert_used) tokens of the jobs */
     float *job_w;        /* (chunk * n_expert_used) weights of the jobs' results */
     float *shared_w;     /* (chunk) weights of the shared expert */
@@ -10074,12 +10140,162 @@ static void cpu_delta_net(struct rank *r, const struct step *s) {
 }
 
 /* ============================================================================================================
- * CPU operations: feed-forward
+ * Experts on disk: reading
  *
- * The router makes a list of jobs: each is an expert, or the dense or shared feed-forward, with its tokens. One thread
- * sums each element of the result in the order of the jobs, so that the sum does not depend on the number of threads.
+ * Reads parts of the model's files into memory of the program's own. O_DIRECT passes the page cache by: a page fault
+ * costs 20 times its processor time, and cached pages of experts would push out the rest of the model. Reads begin in
+ * the order in which they were asked for. A read that fails leaves zeros, so that nobody waits for it; the first failure is
+ * kept until store_failure tells it.
  * ============================================================================================================ */
 
+enum {
+    READ_ALIGN = 4096,    /* of the offset, length and address of a read with O_DIRECT */
+    READ_PIECE = 1 << 20, /* bytes of a read at most */
+    READ_THREADS = 8,     /* reads at once: a drive of 1.5 GB/s needs 4 of them, one of 7 GB/s 8 */
+    READ_QUEUE = 4096     /* reads that wait at most */
+};
+
+/* A read of n bytes, of which the file has the first `need`. */
+struct disk_read {
+    int fd;
+    uint64_t offset;
+    uint8_t *to;
+    size_t n, need;
+    _Atomic int *left; /* reads that somebody waits for, this one among them */
+};
+
+struct reader {
+    pthread_mutex_t lock;
+    pthread_cond_t asked, ended;
+    struct disk_read queue[READ_QUEUE];
+    unsigned first, n; /* of the queue, a ring */
+    pthread_t thread[READ_THREADS];
+    int n_thread;
+    bool stop;
+    char failure[ERR_MAX]; /* of the first read that failed; "": none has */
+    uint64_t bytes;        /* that were read */
+};
+
+/* The tests put reads that fail in its place. */
+static ssize_t (*read_at)(int fd, void *to, size_t n, off_t offset) = pread;
+
+/* Does a read. Returns 0, or -1 with a message. */
+static int disk_read(const struct disk_read *p, char *err) {
+    for (size_t got = 0; got < p->need;) {
+        const ssize_t n = read_at(p->fd, p->to + got, p->n - got, (off_t)(p->offset + got));
+        if (n < 0 && errno == EINTR) continue;
+        const size_t before = got;
+        if (n > 0) got += (size_t)n;
+        if (got >= p->need) break;
+        got -= got % READ_ALIGN; /* what is left begins where O_DIRECT may read */
+        if (n > 0 && got > before) continue;
+        memset(p->to + before, 0, p->n - before);
+        return n < 0 ? fail(err, "reading the model: %s", strerror(errno))
+                     : fail(err, "reading the model: the file ends at byte %llu, before byte %llu",
+                            (unsigned long long)(p->offset + before), (unsigned long long)(p->offset + p->need));
+    }
+    return 0;
+}
+
+static void *reader_thread(void *arg) {
+    struct reader *d = arg;
+    char err[ERR_MAX];
+    pthread_mutex_lock(&d->lock);
+    for (;;) {
+        while (!d->n && !d->stop) pthread_cond_wait(&d->asked, &d->lock);
+        if (d->stop) break;
+        const struct disk_read p = d->queue[d->first];
+        d->first = (d->first + 1) % READ_QUEUE;
+        d->n--;
+        pthread_mutex_unlock(&d->lock);
+        const int rc = disk_read(&p, err);
+        pthread_mutex_lock(&d->lock);
+        if (rc && !*d->failure) memcpy(d->failure, err, sizeof err);
+        d->bytes += p.need;
+        atomic_fetch_sub_explicit(p.left, 1, memory_order_release);
+        pthread_cond_broadcast(&d->ended);
+    }
+    pthread_mutex_unlock(&d->lock);
+    return NULL;
+}
+
+static void reader_start(struct reader *d) {
+    sigset_t old;
+    pthread_mutex_init(&d->lock, NULL);
+    pthread_cond_init(&d->asked, NULL);
+    pthread_cond_init(&d->ended, NULL);
+    signals_block(&old);
+    for (; d->n_thread < READ_THREADS; d->n_thread++)
+        if (pthread_create(&d->thread[d->n_thread], NULL, reader_thread, d)) break;
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    if (!d->n_thread) die("cannot start a thread that reads experts");
+}
+
+/* Ends the threads. Reads that have not begun are dropped. */
+static void reader_stop(struct reader *d) {
+    pthread_mutex_lock(&d->lock);
+    d->stop = true;
+    pthread_cond_broadcast(&d->asked);
+    pthread_mutex_unlock(&d->lock);
+    for (int i = 0; i < d->n_thread; i++) pthread_join(d->thread[i], NULL);
+    pthread_cond_destroy(&d->asked);
+    pthread_cond_destroy(&d->ended);
+    pthread_mutex_destroy(&d->lock);
+}
+
+/* Asks for bytes offset..offset+n-1 of a file, which come to `to`. It is as far from a multiple of READ_ALIGN as the
+ * offset, and up to READ_ALIGN - 1 bytes before and after are written, too. *left counts the reads that are left.
+ * Waits while the queue is full. */
+static void reader_ask(struct reader *d, int fd, uint64_t offset, size_t n, uint8_t *to, _Atomic int *left) {
+    const size_t before = offset % READ_ALIGN, all = before + n;
+    pthread_mutex_lock(&d->lock);
+    atomic_fetch_add_explicit(left, (int)((all + READ_PIECE - 1) / READ_PIECE), memory_order_relaxed);
+    for (size_t at = 0; at < all; at += READ_PIECE) {
+        const size_t need = size_min(READ_PIECE, all - at);
+        while (d->n == READ_QUEUE) pthread_cond_wait(&d->ended, &d->lock);
+        d->queue[(d->first + d->n++) % READ_QUEUE] = (struct disk_read){
+            fd, offset - before + at, to - before + at, (need + READ_ALIGN - 1) / READ_ALIGN * READ_ALIGN, need, left};
+        pthread_cond_signal(&d->asked);
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* Waits until *left is 0. */
+static void reader_wait(struct reader *d, _Atomic int *left) {
+    if (!atomic_load_explicit(left, memory_order_acquire)) return;
+    pthread_mutex_lock(&d->lock);
+    while (atomic_load_explicit(left, memory_order_acquire)) pthread_cond_wait(&d->ended, &d->lock);
+    pthread_mutex_unlock(&d->lock);
+}
+
+/* ============================================================================================================
+ * Experts on disk: slots
+ *
+ * A model that does not fit into memory keeps there all but its routed experts, and of these as many in each layer as
+ * there is room for. A forward of up to SAME_BITS_TOKENS tokens brings its missing experts into slots, in place of those
+ * that were used least; counts of use halve within a few forwards, so that an expert of another topic leaves. A longer forward
+ * runs its experts in waves, in ascending order: missing ones pass through a ring beside the slots, in which a wave is read
+ * while the one before is computed, and the slots stay as they are. What is computed, and in which order it is added up,
+ * does not depend on what is in memory: the bits are those of a model that fits.
+ *
+ * Bound: tokens per second = the disk's rate / (bytes of a token's routed experts * share of misses).
+ * ============================================================================================================ */
+
+enum {
+    HEAT = 4096,   /* what a use adds to an expert's count */
+    RING_SHARE = 8 /* the ring has 1 / RING_SHARE of the memory of experts */
+};
+
+enum ffn_matrix { FFN_GATE, FFN_UP, FFN_DOWN, FFN_MATRICES };
+
+/* Memory for one expert. */
+struct slab {
+    uint8_t *room[FFN_MATRICES];     /* of a matrix and READ_ALIGN bytes around it; a multiple of READ_ALIGN */
+    const uint8_t *at[FFN_MATRICES]; /* its matrix, (n_out, n_in) blocks */
+    _Atomic int left[FFN_MATRICES];  /* reads of the matrix that have not ended */
+};
+
+/* A feed-forward of some tokens: an expert, the shared expert or a dense one. */
 struct ffn_job {
     const struct weight *gate, *up, *down;
     int expert;
@@ -10088,7 +10304,351 @@ struct ffn_job {
     const float *w;      /* (n_tok) factors of the result; NULL: 1 */
     size_t hidden;       /* floats before this job's (n_tok, n_ff) in cpu.hidden */
     size_t slot;         /* rows before this job's in cpu.pack_h */
+    struct slab *slab;   /* its matrices in a store; NULL: they are in the mapped file */
+    int wave;            /* of the jobs that are computed together; 0 without a store */
 };
+
+/* The experts of a layer. Invariant: slot_of[e] = s if and only if expert_of[s] = e. */
+struct layer_store {
+    const struct weight *w[FFN_MATRICES]; /* in the mapped file; NULL: the layer has no experts */
+    int n_slot;
+    struct slab *slab;  /* (n_slot) */
+    int32_t *slot_of;   /* (n_expert) -1: the expert is not in memory */
+    int32_t *expert_of; /* (n_slot) -1: the slot is empty */
+    uint32_t *heat;     /* (n_expert) decayed counts of use */
+    int shift;          /* a forward takes heat >> shift from the count */
+    uint64_t hits, misses;
+};
+
+struct store {
+    struct reader reader;
+    const struct model *m;
+    struct layer_store *layer; /* (model_blocks) */
+    struct slab *ring;         /* (n_ring) for an expert of any layer */
+    int n_ring;
+    uint8_t *memory; /* of all slabs */
+    size_t bytes;
+};
+
+static const struct weight *layer_matrix(const struct layer *layer, enum ffn_matrix k) {
+    return k == FFN_GATE ? &layer->gate : k == FFN_UP ? &layer->up : &layer->down;
+}
+
+/* Bytes of the room for a matrix of an expert, wherever it begins in its file. */
+static size_t slab_room(const struct weight *w) {
+    return (w->expert_bytes + 2 * (size_t)READ_ALIGN - 2) / READ_ALIGN * READ_ALIGN;
+}
+static size_t slab_bytes(const struct layer *layer) {
+    size_t bytes = 0;
+    for (int k = 0; k < FFN_MATRICES; k++) bytes += slab_room(layer_matrix(layer, (enum ffn_matrix)k));
+    return bytes;
+}
+
+/* The image that holds an address. */
+static const struct gguf_image *image_of(const struct gguf *g, const uint8_t *p) {
+    for (uint32_t i = 0; i < g->n_images; i++)
+        if (p >= g->images[i].base && p < g->images[i].base + g->images[i].size) return &g->images[i];
+    return NULL;
+}
+
+/* Asks for a matrix of expert e. */
+static void slab_ask(struct store *s, struct slab *b, const struct weight *w, enum ffn_matrix k, int e) {
+    const uint8_t *from = w->data + (size_t)e * w->expert_bytes;
+    const struct gguf_image *im = image_of(&s->m->gguf, from);
+    const uint64_t offset = (uint64_t)(from - im->base);
+    b->at[k] = b->room[k] + offset % READ_ALIGN;
+    reader_ask(&s->reader, im->fd, offset, w->expert_bytes, b->room[k] + offset % READ_ALIGN, &b->left[k]);
+}
+
+/* The slot of a layer that leaves its expert: an empty one, or that of the least count which is not busy. */
+static int slot_to_take(const struct layer_store *y, const bool *busy) {
+    uint64_t least = UINT64_MAX;
+    int best = -1;
+    for (int i = 0; i < y->n_slot; i++) {
+        if (busy[i]) continue;
+        if (y->expert_of[i] < 0) return i;
+        const uint64_t heat = (uint64_t)y->heat[y->expert_of[i]] << 10 | (uint64_t)i;
+        if (heat < least) least = heat, best = i;
+    }
+    return best;
+}
+
+/* Brings the experts of n jobs of layer il into slots; there are enough. Returns nothing: reads may be under way. */
+static void store_take(struct store *s, int il, struct ffn_job *jobs, int n) {
+    struct layer_store *y = &s->layer[il];
+    bool busy[MAX_EXPERTS] = {false}, missing[MAX_EXPERTS] = {false};
+    for (int e = 0; e < y->w[FFN_GATE]->n_expert; e++) y->heat[e] -= y->heat[e] >> y->shift;
+    for (int i = 0; i < n; i++) {
+        const int e = jobs[i].expert, slot = y->slot_of[e];
+        y->heat[e] += HEAT;
+        missing[i] = slot < 0;
+        if (slot < 0) y->misses++;
+        else y->hits++, busy[slot] = true;
+    }
+    for (int i = 0; i < n; i++) {
+        if (!missing[i]) continue;
+        const int slot = slot_to_take(y, busy), e = jobs[i].expert;
+        if (y->expert_of[slot] >= 0) y->slot_of[y->expert_of[slot]] = -1;
+        y->expert_of[slot] = e;
+        y->slot_of[e] = slot;
+        busy[slot] = true;
+    }
+    for (int i = 0; i < n; i++) jobs[i].slab = &y->slab[y->slot_of[jobs[i].expert]];
+    for (int down = 0; down < 2; down++) /* what is multiplied first is read first */
+        for (int k = down ? FFN_DOWN : FFN_GATE; k <= (down ? FFN_DOWN : FFN_UP); k++)
+            for (int i = 0; i < n; i++)
+                if (missing[i]) slab_ask(s, jobs[i].slab, y->w[k], (enum ffn_matrix)k, jobs[i].expert);
+}
+
+/* Divides n jobs of layer il into waves, of which each has at most half a ring of missing experts. */
+static void store_waves(struct store *s, int il, struct ffn_job *jobs, int n) {
+    struct layer_store *y = &s->layer[il];
+    const int half = s->n_ring / 2;
+    int misses = 0;
+    for (int i = 0; i < n; i++) {
+        const int slot = y->slot_of[jobs[i].expert];
+        if (slot < 0) {
+            jobs[i].slab = &s->ring[misses % (2 * half)];
+            jobs[i].wave = misses++ / half;
+        } else {
+            jobs[i].slab = &y->slab[slot];
+            jobs[i].wave = misses ? (misses - 1) / half : 0;
+        }
+    }
+    y->misses += (uint64_t)misses;
+    y->hits += (uint64_t)(n - misses);
+}
+
+/* Asks for the missing experts of a wave. A shared expert has no slab. */
+static void store_ask_wave(struct store *s, int il, struct ffn_job *jobs, int n, int wave) {
+    const struct layer_store *y = &s->layer[il];
+    for (int k = 0; k < FFN_MATRICES; k++)
+        for (int i = 0; i < n; i++)
+            if (jobs[i].wave == wave && jobs[i].slab && y->slot_of[jobs[i].expert] < 0)
+                slab_ask(s, jobs[i].slab, y->w[k], (enum ffn_matrix)k, jobs[i].expert);
+}
+
+/* Gives n jobs of layer il their slabs, for a forward of n_tok tokens, and begins to read what is missing. */
+static void store_begin(struct store *s, int il, int n_tok, struct ffn_job *jobs, int n) {
+    if (n_tok <= SAME_BITS_TOKENS && n <= s->layer[il].n_slot) {
+        store_take(s, il, jobs, n);
+        return;
+    }
+    store_waves(s, il, jobs, n);
+    for (int wave = 0; wave < 2; wave++) store_ask_wave(s, il, jobs, n, wave);
+}
+
+/* Experts that forwards have asked for since the start: found in memory, and read. */
+struct store_counts {
+    uint64_t hits, misses;
+};
+
+static struct store_counts store_count(const struct store *s) {
+    struct store_counts c = {0};
+    for (int il = 0; s && il < model_blocks(s->m); il++) {
+        c.hits += s->layer[il].hits;
+        c.misses += s->layer[il].misses;
+    }
+    return c;
+}
+
+/* Bytes of a model's routed experts. */
+static uint64_t experts_bytes(const struct model *m) {
+    uint64_t bytes = 0;
+    for (int il = 0; il < model_blocks(m); il++)
+        for (int k = 0; k < FFN_MATRICES && m->layers[il].n_expert; k++) {
+            const struct weight *w = layer_matrix(&m->layers[il], (enum ffn_matrix)k);
+            bytes += (uint64_t)w->n_expert * w->expert_bytes;
+        }
+    return bytes;
+}
+
+/* Whether a forward reads a tensor other than through the store: neither routed experts nor MTP layers that are left
+ * out. */
+static bool tensor_stays(const struct model *m, const struct gguf_tensor *t) {
+    char name[128];
+    int block = -1;
+    gguf_printable(t->name, name, sizeof name);
+    if (sscanf(name, "blk.%d.", &block) != 1) return true;
+    if (block < 0 || block >= model_blocks(m)) return false;
+    const struct layer *layer = &m->layers[block];
+    for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++)
+        if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return false;
+    return true;
+}
+
+/* Puts memory of the program's own in place of the mapped pages of all tensors that stay, and reads them into it.
+ * Returns 0, or -1 with a message. */
+static int store_read_rest(struct store *s, double total, char *err) {
+    const struct gguf *g = &s->m->gguf;
+    const size_t page = size_max((size_t)sysconf(_SC_PAGESIZE), READ_ALIGN);
+    double done = 0, t0 = now_seconds(), shown = t0;
+    for (uint32_t i = 0; i < g->n_tensors; i++) {
+        const struct gguf_tensor *t = &g->tensors[i];
+        if (!tensor_stays(s->m, t)) continue;
+        const struct gguf_image *im = &g->images[t->shard];
+        const size_t from = (size_t)(t->data - im->base), first = from / page * page;
+        const size_t n = size_min((from + t->bytes + page - 1) / page * page, im->size) - first;
+        uint8_t *at = (uint8_t *)(uintptr_t)im->base + first;
+        _Atomic int left = 0;
+        /* a page that two tensors share is read twice */
+        if (mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED)
+            return fail(err, "there is no memory for %zu bytes of the model: %s", n, strerror(errno));
+        madvise(at, n, MADV_HUGEPAGE);
+        reader_ask(&s->reader, im->fd, first, n, at, &left);
+        reader_wait(&s->reader, &left);
+        if (*s->reader.failure) return fail(err, "%s", s->reader.failure);
+        done += (double)t->bytes;
+        reading_progress(done, total, t0, &shown);
+    }
+    if (shown > t0) status_line("%s", "");
+    return 0;
+}
+
+/* Reads the first experts of every layer into its slots. Ctrl-C ends it: the others come when they are used. */
+static void store_fill(struct store *s) {
+    double total = 0, done = 0, t0 = now_seconds(), shown = t0;
+    for (int il = 0; il < model_blocks(s->m); il++)
+        total += s->layer[il].n_slot ? (double)s->layer[il].n_slot * (double)slab_bytes(&s->m->layers[il]) : 0;
+    for (int il = 0; il < model_blocks(s->m) && !*s->reader.failure; il++) {
+        struct layer_store *y = &s->layer[il];
+        for (int i = 0; i < y->n_slot && !interrupted; i++) {
+            for (int k = 0; k < FFN_MATRICES; k++) slab_ask(s, &y->slab[i], y->w[k], (enum ffn_matrix)k, i);
+            y->expert_of[i] = y->slot_of[i] = i;
+        }
+        for (int i = 0; i < y->n_slot; i++)
+            for (int k = 0; k < FFN_MATRICES; k++) reader_wait(&s->reader, &y->slab[i].left[k]);
+        done += y->n_slot ? (double)y->n_slot * (double)slab_bytes(&s->m->layers[il]) : 0;
+        reading_progress(done, total, t0, &shown);
+    }
+    if (shown > t0) status_line("%s", "");
+}
+
+static void store_empty(struct store *s) {
+    for (int il = 0; il < model_blocks(s->m); il++) {
+        struct layer_store *y = &s->layer[il];
+        for (int e = 0; y->w[FFN_GATE] && e < y->w[FFN_GATE]->n_expert; e++) y->slot_of[e] = -1;
+        for (int i = 0; i < y->n_slot; i++) y->expert_of[i] = -1;
+    }
+}
+
+/* Whether a read has failed since the last call, with a message; then all slots are empty. Only between forwards. */
+static bool store_failure(struct store *s, char *err) {
+    if (!s || !*s->reader.failure) return false;
+    fail(err, "%s", s->reader.failure);
+    s->reader.failure[0] = 0;
+    store_empty(s);
+    return true;
+}
+
+static void store_close(struct store *s) {
+    if (!s) return;
+    reader_stop(&s->reader);
+    for (int il = 0; il < model_blocks(s->m); il++) {
+        free(s->layer[il].slab);
+        free(s->layer[il].slot_of);
+        free(s->layer[il].expert_of);
+        free(s->layer[il].heat);
+    }
+    if (s->memory) munmap(s->memory, s->bytes);
+    free(s->layer);
+    free(s->ring);
+    free(s);
+}
+
+/* Gives a slab its room at `at`, with the sizes of layer's matrices. Returns what comes after it. */
+static uint8_t *slab_place(struct slab *b, const size_t room[FFN_MATRICES], uint8_t *at) {
+    for (int k = 0; k < FFN_MATRICES; k++) {
+        b->room[k] = at;
+        at += room[k];
+    }
+    return at;
+}
+
+/* Puts the routed experts of m into `bytes` of memory, and all other tensors into memory of their own. NULL with a
+ * message: they do not fit, or cannot be read. */
+static struct store *store_open(const struct model *m, uint64_t bytes, char *err) {
+    struct store *s = xcalloc(1, sizeof *s);
+    size_t all = 0, room[FFN_MATRICES] = {0}, ring_slab = 0;
+    int most = 0;
+    s->m = m;
+    s->layer = xcalloc((size_t)model_blocks(m), sizeof *s->layer);
+    reader_start(&s->reader);
+    for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *layer = &m->layers[il];
+        if (!layer->n_expert) continue;
+        all += slab_bytes(layer);
+        most = int_max(most, layer->n_expert);
+        for (int k = 0; k < FFN_MATRICES; k++)
+            room[k] = size_max(room[k], slab_room(layer_matrix(layer, (enum ffn_matrix)k)));
+    }
+    for (int k = 0; k < FFN_MATRICES; k++) ring_slab += room[k];
+    const uint64_t ring_most = bytes / RING_SHARE / size_max(ring_slab, 1);
+    s->n_ring = ring_most < 2 ? 2 : ring_most > (uint64_t)(2 * most) ? 2 * most : (int)ring_most;
+    const uint64_t ring = (uint64_t)s->n_ring * ring_slab, slots = bytes > ring ? (bytes - ring) / size_max(all, 1) : 0;
+    if (slots < 1) {
+        fail(err, "the experts need %.2f GiB of memory at least, and %.2f GiB are left for them",
+             (double)(ring + all) / 0x1p30, (double)bytes / 0x1p30);
+        store_close(s);
+        return NULL;
+    }
+    s->bytes = (size_t)ring;
+    for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *layer = &m->layers[il];
+        struct layer_store *y = &s->layer[il];
+        const size_t n = (size_t)layer->n_expert;
+        if (!n) continue;
+        y->n_slot = (int)(slots < n ? slots : n);
+        for (int k = 0; k < FFN_MATRICES; k++) y->w[k] = layer_matrix(layer, (enum ffn_matrix)k);
+        y->slab = xcalloc((size_t)y->n_slot, sizeof *y->slab);
+        y->slot_of = xcalloc(n, sizeof *y->slot_of);
+        y->expert_of = xcalloc((size_t)y->n_slot, sizeof *y->expert_of);
+        y->heat = xcalloc(n, sizeof *y->heat);
+        y->shift = y->n_slot < 8 * layer->n_expert_used ? 2 : y->n_slot < 24 * layer->n_expert_used ? 3 : 4;
+        s->bytes += (size_t)y->n_slot * slab_bytes(layer);
+    }
+    store_empty(s);
+    s->ring = xcalloc((size_t)s->n_ring, sizeof *s->ring);
+    void *p = mmap(NULL, s->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+        fail(err, "there is no memory for %.2f GiB of experts: %s", (double)s->bytes / 0x1p30, strerror(errno));
+        store_close(s);
+        return NULL;
+    }
+    s->memory = p;
+    madvise(p, s->bytes, MADV_HUGEPAGE);
+    uint8_t *at = s->memory;
+    for (int i = 0; i < s->n_ring; i++) at = slab_place(&s->ring[i], room, at);
+    for (int il = 0; il < model_blocks(m); il++) {
+        struct layer_store *y = &s->layer[il];
+        for (int i = 0; i < y->n_slot; i++) {
+            size_t own[FFN_MATRICES];
+            for (int k = 0; k < FFN_MATRICES; k++) own[k] = slab_room(y->w[k]);
+            at = slab_place(&y->slab[i], own, at);
+        }
+    }
+    for (uint32_t i = 0; i < m->gguf.n_images; i++) {
+        const int fd = m->gguf.images[i].fd;
+        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT); /* a file system without it reads through the page cache */
+    }
+    if (store_read_rest(s, (double)(m->file_bytes - experts_bytes(m)), err)) {
+        store_close(s);
+        return NULL;
+    }
+    store_fill(s);
+    if (store_failure(s, err)) {
+        store_close(s);
+        return NULL;
+    }
+    return s;
+}
+
+/* ============================================================================================================
+ * CPU operations: feed-forward
+ *
+ * The router makes a list of jobs: each is an expert, or the dense or shared feed-forward, with its tokens. One thread
+ * sums each element of the result in the order of the jobs, so that the sum does not depend on the number of threads.
+ * ============================================================================================================ */
 
 /* Chooses the experts of a token: their ids and weights. logits (n) are overwritten. In DeepSeek-V3 (arXiv 2412.19437,
  * section 2.1.2) the bias and the groups decide which experts are chosen, but not their weights. Ties go to the lower
@@ -10143,8 +10703,23 @@ static void route_token(const struct model *m, const struct layer *layer, const 
     for (int i = 0; i < k; i++) weights[i] *= f;
 }
 
+/* Puts the numbers of the jobs in the order in which their gate and up are computed: in each wave those whose experts
+ * are in memory come first. */
+static void ffn_jobs_order(struct rank *r) {
+    const struct ffn_job *jobs = r->cpu->jobs;
+    int n = 0;
+    for (int from = 0, to = 0; from < r->cpu->n_jobs; from = to) {
+        while (to < r->cpu->n_jobs && jobs[to].wave == jobs[from].wave) to++;
+        for (int absent = 0; absent < 2; absent++)
+            for (int i = from; i < to; i++)
+                if (absent == (jobs[i].slab && atomic_load(&jobs[i].slab->left[FFN_DOWN]) > 0))
+                    r->cpu->job_order[n++] = i;
+    }
+}
+
 /* Turns the batch's choices into jobs, in order of the expert ids, the shared expert last. */
-static void ffn_jobs_build(struct rank *r, const struct layer *layer, enum act x) {
+static void ffn_jobs_build(struct rank *r, int il, enum act x) {
+    const struct layer *layer = &r->m->layers[il];
     int k = layer->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
     size_t hidden = 0, slot = 0;
     r->cpu->n_jobs = 0;
@@ -10170,6 +10745,8 @@ static void ffn_jobs_build(struct rank *r, const struct layer *layer, enum act x
         r->cpu->job_rows[j] = i / k;
         r->cpu->job_w[j] = r->cpu->route_w[i];
     }
+    const int n_routed = r->cpu->n_jobs;
+    if (r->cpu->store) store_begin(r->cpu->store, il, r->n_tok, r->cpu->jobs, n_routed);
     for (int t = 0; layer->sh_weight && t < r->n_tok; t++) {
         float gate = r->cpu->k->dot(act_row(r, x, t), layer->sh_weight, r->m->n_embd), one = 1;
         r->cpu->k->sigmoid_mul(&one, &gate, 1);
@@ -10182,15 +10759,19 @@ static void ffn_jobs_build(struct rank *r, const struct layer *layer, enum act x
                                                           .n_tok = r->n_tok,
                                                           .w = layer->sh_weight ? r->cpu->shared_w : NULL,
                                                           .hidden = hidden,
-                                                          .slot = slot};
+                                                          .slot = slot,
+                                                          .wave = n_routed ? r->cpu->jobs[n_routed - 1].wave : 0};
+    ffn_jobs_order(r);
 }
 
-/* The GEMM of rows row..row+ROW_TILE-1 of w for a job, without its input and output. */
-static struct gemm ffn_gemm(const struct rank *r, const struct weight *w, const struct ffn_job *j, enum act_format f,
+/* The GEMM of rows row..row+ROW_TILE-1 of matrix k for a job, without its input and output. */
+static struct gemm ffn_gemm(const struct rank *r, enum ffn_matrix k, const struct ffn_job *j, enum act_format f,
                             int row) {
+    const struct weight *const w = k == FFN_GATE ? j->gate : k == FFN_UP ? j->up : j->down;
+    const uint8_t *const data = j->slab ? j->slab->at[k] : w->data + (size_t)j->expert * w->expert_bytes;
     return (struct gemm){.type = w->type,
                          .format = f,
-                         .w = w->data + (size_t)j->expert * w->expert_bytes + (size_t)row * w->row_bytes,
+                         .w = data + (size_t)row * w->row_bytes,
                          .w_stride = w->row_bytes,
                          .n_out = w->n_out - row < ROW_TILE ? w->n_out - row : ROW_TILE,
                          .n_in = w->n_in,
@@ -10232,17 +10813,20 @@ static const struct ffn_part *ffn_part_of(const struct rank *r, const struct ffn
     return &part[i == r->cpu->n_jobs - 1];
 }
 
-/* Packs the hidden rows of all jobs, `stride` bytes apart. As in pack_rows, every thread packs all of them itself up to
- * OWN_PACK bytes. */
-static const uint8_t *ffn_pack_hidden(const struct rank *r, const struct ffn_part part[2], size_t stride, int n_rows) {
-    const bool own = (size_t)n_rows * stride <= OWN_PACK;
+/* Packs the hidden rows of jobs from..to-1, `stride` bytes apart. As in pack_rows, every thread packs all of them itself
+ * up to OWN_PACK bytes. */
+static const uint8_t *ffn_pack_hidden(const struct rank *r, const struct ffn_part part[2], size_t stride, int from,
+                                      int to) {
+    const size_t slot = r->cpu->jobs[from].slot;
+    const struct ffn_job *last = &r->cpu->jobs[to - 1];
+    const bool own = (last->slot + (size_t)last->n_tok - slot) * stride <= OWN_PACK;
     uint8_t *out = own ? scratch_pack(r, 2) : r->cpu->pack_h;
-    for (int i = 0; i < r->cpu->n_jobs; i++) {
+    for (int i = from; i < to; i++) {
         const struct ffn_job *j = &r->cpu->jobs[i];
         const size_t ff = (size_t)j->gate->n_out;
         for (int t = own ? 0 : team_first(j->n_tok); t >= 0 && t < j->n_tok; t = own ? t + 1 : team_next())
             r->cpu->k->act_pack(ffn_part_of(r, part, i)->hidden, r->cpu->hidden + j->hidden + (size_t)t * ff, (int)ff,
-                                out + (j->slot + (size_t)t) * stride);
+                                out + (j->slot - slot + (size_t)t) * stride);
     }
     if (!own) team_barrier();
     return out;
@@ -10290,10 +10874,10 @@ static void stats_add(struct rank *r, int il, enum act x) {
     team_barrier();
 }
 
-/* Bytes of the jobs' matrices: gate and up, or down. */
-static double jobs_bytes(const struct rank *r, bool down) {
+/* Bytes of the matrices of jobs from..to-1: gate and up, or down. */
+static double jobs_bytes(const struct rank *r, bool down, int from, int to) {
     double bytes = 0;
-    for (int i = 0; i < r->cpu->n_jobs; i++) {
+    for (int i = from; i < to; i++) {
         const struct ffn_job *j = &r->cpu->jobs[i];
         const struct weight *w[2] = {down ? j->down : j->gate, down ? NULL : j->up};
         for (int k = 0; k < 2 && w[k]; k++) bytes += (double)w[k]->n_out * (double)w[k]->row_bytes;
@@ -10322,32 +10906,25 @@ static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int r
     r->cpu->k->silu_mul(gate, up, n);
 }
 
-/* out = sum over the jobs of weight * down(glu(gate x, up x)). per_job: average tokens of a job, which chooses the
- * format of activations. */
-static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
+/* Waits until a matrix of a job is in memory. */
+static void job_wait(const struct rank *r, const struct ffn_job *j, enum ffn_matrix k) {
+    if (j->slab) reader_wait(&r->cpu->store->reader, &j->slab->left[k]);
+}
+
+/* Hidden rows of jobs from..to-1: glu(gate x, up x). */
+static void ffn_hidden(struct rank *r, int il, const struct ffn_part part[2], int n_ff, int from, int to) {
     const struct kernels *k = r->cpu->k;
-    if (!r->cpu->n_jobs) { /* this rank's shard is empty */
-        for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-            memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
-        team_barrier();
-        return;
-    }
-    struct ffn_part part[2];
-    int n_ff = 0, n_rows = 0;
-    ffn_parts(r, x, per_job, part);
-    for (int i = 0; i < r->cpu->n_jobs; i++) {
-        n_ff = int_max(n_ff, r->cpu->jobs[i].gate->n_out);
-        n_rows += r->cpu->jobs[i].n_tok;
-    }
     float *tile = scratch_tile(r);
-    const size_t h_stride = size_max(k->act_bytes(part[0].hidden, n_ff), k->act_bytes(part[1].hidden, n_ff));
-    const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = r->cpu->n_jobs * ff_tiles;
+    const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = (to - from) * ff_tiles;
     for (int i = team_first(tiles); i >= 0; i = team_next()) {
-        const struct ffn_job *j = &r->cpu->jobs[i / ff_tiles];
-        const struct ffn_part *p = ffn_part_of(r, part, i / ff_tiles);
+        const int job = r->cpu->job_order[from + i / ff_tiles];
+        const struct ffn_job *j = &r->cpu->jobs[job];
+        const struct ffn_part *p = ffn_part_of(r, part, job);
         const int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
         if (row >= ff) continue;
-        struct gemm g = ffn_gemm(r, j->gate, j, p->in, row), u = ffn_gemm(r, j->up, j, p->in, row);
+        job_wait(r, j, FFN_GATE);
+        job_wait(r, j, FFN_UP);
+        struct gemm g = ffn_gemm(r, FFN_GATE, j, p->in, row), u = ffn_gemm(r, FFN_UP, j, p->in, row);
         g.x = u.x = p->x;
         g.x_stride = u.x_stride = p->stride;
         g.rows = u.rows = j->rows;
@@ -10360,20 +10937,27 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
         for (int t = 0; t < j->n_tok; t++)
             ffn_glu(r, il, j, row, g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
-    op_end(jobs_bytes(r, false), "%s gate, up", jobs_name(r));
-    const uint8_t *pack_h = ffn_pack_hidden(r, part, h_stride, n_rows);
+    op_end(jobs_bytes(r, false, from, to), "%s gate, up", jobs_name(r));
+}
+
+/* Adds weight * down(hidden rows) of jobs from..to-1 to `out`, in their order; the first job sets it. */
+static void ffn_down(struct rank *r, enum act out, const struct ffn_part part[2], size_t h_stride, int from, int to) {
+    const struct kernels *k = r->cpu->k;
+    const uint8_t *pack_h = ffn_pack_hidden(r, part, h_stride, from, to);
+    float *tile = scratch_tile(r);
+    for (int i = from; i < to; i++) job_wait(r, &r->cpu->jobs[i], FFN_DOWN);
     /* many tokens: several tiles an item, between which a job's hidden rows stay in the second cache */
     const int width = r->width[out], n_tile = ceil_by(width, ROW_TILE);
     const int by = ROW_TILE * (r->n_tok > SAME_BITS_TOKENS ? int_max(1, int_min(8, n_tile / (4 * team_size()))) : 1);
     for (int c = team_first(ceil_by(width, by)); c >= 0; c = team_next()) {
         const int end = int_min((c + 1) * by, width);
-        for (int t = 0; t < r->n_tok; t++)
+        for (int t = 0; t < r->n_tok && !from; t++)
             memset(act_row(r, out, t) + c * by, 0, sizeof(float) * (size_t)(end - c * by));
-        for (int i = 0; i < r->cpu->n_jobs; i++)
+        for (int i = from; i < to; i++)
             for (int row = c * by; row < end; row += ROW_TILE) {
                 const struct ffn_job *j = &r->cpu->jobs[i];
-                struct gemm g = ffn_gemm(r, j->down, j, ffn_part_of(r, part, i)->hidden, row);
-                g.x = pack_h + j->slot * h_stride;
+                struct gemm g = ffn_gemm(r, FFN_DOWN, j, ffn_part_of(r, part, i)->hidden, row);
+                g.x = pack_h + (j->slot - r->cpu->jobs[from].slot) * h_stride;
                 g.x_stride = h_stride;
                 g.y = tile;
                 g.y_stride = ROW_TILE;
@@ -10390,7 +10974,33 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
                     square[t] = k->dot(tile + t * ROW_TILE, tile + t * ROW_TILE, g.n_out);
             }
     }
-    op_end(jobs_bytes(r, true), "%s down", jobs_name(r));
+    op_end(jobs_bytes(r, true, from, to), "%s down", jobs_name(r));
+}
+
+/* out = sum over the jobs of weight * down(glu(gate x, up x)), wave by wave. per_job: average tokens of a job, which
+ * chooses the format of activations. */
+static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
+    struct cpu *c = r->cpu;
+    if (!c->n_jobs) { /* this rank's shard is empty */
+        for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+            memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
+        team_barrier();
+        return;
+    }
+    struct ffn_part part[2];
+    int n_ff = 0;
+    ffn_parts(r, x, per_job, part);
+    for (int i = 0; i < c->n_jobs; i++) n_ff = int_max(n_ff, c->jobs[i].gate->n_out);
+    const size_t h_stride = size_max(c->k->act_bytes(part[0].hidden, n_ff), c->k->act_bytes(part[1].hidden, n_ff));
+    for (int from = 0, to = 0; from < c->n_jobs; from = to) {
+        const int wave = c->jobs[from].wave;
+        while (to < c->n_jobs && c->jobs[to].wave == wave) to++;
+        ffn_hidden(r, il, part, n_ff, from, to);
+        ffn_down(r, out, part, h_stride, from, to);
+        if (to == c->n_jobs || !team_arrive()) continue;
+        store_ask_wave(c->store, il, c->jobs, c->n_jobs, wave + 2);
+        team_release();
+    }
 }
 
 /* Runs the dense feed-forward as a single job. */
@@ -10400,6 +11010,7 @@ static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
         r->cpu->jobs[0] =
             (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
         r->cpu->n_jobs = layer->gate.n_out > 0;
+        r->cpu->job_order[0] = 0;
     }
     team_barrier();
     ffn_run(r, il, x, out, r->n_tok);
@@ -10419,7 +11030,7 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
                     r->cpu->route + (size_t)t * (size_t)m->n_expert_max, r->cpu->route_id + t * k,
                     r->cpu->route_w + t * k);
     if (team_arrive()) {
-        ffn_jobs_build(r, layer, x);
+        ffn_jobs_build(r, il, x);
         team_release();
     }
     op_end_matrix("router", &layer->router);
@@ -10541,6 +11152,7 @@ static void cpu_free(void ***owned) {
 
 static void cpu_close(struct rank *r) {
     programs_free(r);
+    store_close(r->cpu->store);
     team_stop(r->cpu->team);
     cpu_free(&r->owned);
     cpu_free(&r->owned_state);
@@ -10706,6 +11318,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->mix = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * (size_t)x->mix : 0, sizeof(float));
     r->cpu->decay_beta = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * 2 * (size_t)x->values : 0, sizeof(float));
     r->cpu->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->cpu->jobs);
+    r->cpu->job_order = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->cpu->job_order);
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
     if (x->kv_lora) r->cpu->q_absorbed = cpu_own(r, (size_t)absorbed * n_head * lat, sizeof(float));
     r->cpu->partials = cpu_own(r, PARTIALS * n_head * (dv + 2), sizeof(float));
@@ -11368,6 +11981,26 @@ static void session_forward(struct session *s, const int32_t *ids, int n) {
     s->row = s->n_draft = s->chosen_from = s->chosen_to = 0;
 }
 
+/* Whether experts could not be read in the passes since the last call, with a message. What they computed is wrong: the
+ * timeline is then empty. */
+static bool session_failed(struct session *s, char *err) {
+    if (!s->r->cpu || !store_failure(s->r->cpu->store, err)) return false;
+    for (int i = 0; i < SNAPSHOTS; i++) s->snapshots[i].n = 0;
+    session_truncate(s, 0);
+    return true;
+}
+
+/* The same where nothing can be taken back: ends the program. */
+static void session_check(struct session *s) {
+    char err[ERR_MAX];
+    if (session_failed(s, err)) die("%s", err);
+}
+
+/* The experts of all forwards; zeros where all are in memory. */
+static struct store_counts session_experts(const struct session *s) {
+    return store_count(s->r->cpu ? s->r->cpu->store : NULL);
+}
+
 /* Enqueues the forward of the token that is being chosen, before the host knows it: the device need not wait until the
  * host has read the token and printed it. session_decode takes it into the timeline; any other forward overwrites
  * it. */
@@ -11636,6 +12269,10 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         progress_set(PROGRESS_PROMPT, done, n - keep);
         if (s->snapshot_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
         session_forward(s, ids + s->n_past, c);
+        if (session_failed(s, err)) {
+            progress_end();
+            return SYNC_FAILED;
+        }
         if (s->n_past == mark) session_keep(s);
         done += c;
     }
@@ -11670,7 +12307,10 @@ static int prefill_run(const struct prefill *p, const int32_t *ids, int n) {
     for (int pos = 0; pos < n; pos += chunk) {
         const int n_chunk = int_min(n - pos, chunk);
         if (interrupted > p->ignored) return 1;
-        for (int s = 0; s < p->n_session; s++) session_forward(p->sessions[s], ids + pos, n_chunk);
+        for (int s = 0; s < p->n_session; s++) {
+            session_forward(p->sessions[s], ids + pos, n_chunk);
+            session_check(p->sessions[s]);
+        }
         for (int i = 0; p->row && i < n_chunk; i += LOGIT_ROWS) {
             const int rows = int_min(n_chunk - i, LOGIT_ROWS);
             for (int s = 0; s < p->n_session; s++) session_head(p->sessions[s], i, rows);
@@ -18839,6 +19479,7 @@ struct settings {
     int spec_type;            /* enum spec_type; -1: unset, engine_drafts chooses */
     int draft_max, draft_min; /* drafts of a round */
     int vram_reserve;         /* MiB */
+    int expert_memory;        /* MiB; 0: as much as there is */
     enum allreduce allreduce;
     enum moe_act moe_act;
     /* modes, and the options that belong to one */
@@ -19063,6 +19704,8 @@ static const struct option options[] = {
     {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N", .help = "GPUs that share every layer (default: all of --gpus)"},
     {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "pipeline stages that divide the layers (default: 1)"},
     {"vram-reserve", IS_INT(vram_reserve, 0, 1 << 20), .arg = "MIB", .help = "GPU memory to leave free (default: 256)"},
+    {"expert-memory", IS_INT(expert_memory, 1, 1 << 26), .rare = true, .arg = "MIB",
+     .help = "memory of experts on a CPU (default: what fits)"},
     {"allreduce", IS_CHOICE(allreduce, allreduce_names), .rare = true, .arg = "HOW",
      .help = "how the GPUs' partial results are summed (default: auto)"},
     {"kv-splits", IS_INT(kv_splits, 0, 384), .rare = true, .arg = "N",
@@ -20764,7 +21407,8 @@ enum stop_reason {
     STOP_END,     /* the model or a stop string ended the answer */
     STOP_LENGTH,  /* -n */
     STOP_CONTEXT, /* the context is full */
-    STOP_INTERRUPT
+    STOP_INTERRUPT,
+    STOP_FAILED /* experts could not be read */
 };
 
 /* What ended the thinking before the model did. */
@@ -20781,6 +21425,7 @@ struct turn_stats {
     double first_seconds;      /* from the start of the turn to the first token of the answer */
     double bytes;              /* of weights and KV cache read while generating */
     struct draft_stats drafts; /* of its rounds */
+    struct store_counts store; /* of its forwards */
     uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
 };
 
@@ -21658,13 +22303,14 @@ static void thinking_end(const struct chat *c, const struct printer *p, int32_t 
 }
 
 /* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. The
- * tokens that end a thinking take the place of chosen ones. */
-static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
+ * tokens that end a thinking take the place of chosen ones. err: the message of STOP_FAILED. */
+static void generate(struct chat *c, struct printer *p, struct turn_stats *st, char *err) {
     struct session *s = c->s;
     struct sampling o = settings_sampling(c->set);
     double t0 = now_seconds();
     if (s->r->m->n_mtp) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
     const struct draft_stats drafts_before = s->drafting.total;
+    const struct store_counts experts_before = session_experts(s);
     int32_t *ending = NULL;
     size_t ended = 0; /* tokens of `ending` that were taken */
     st->why = STOP_LENGTH;
@@ -21696,11 +22342,17 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st) {
         }
         if (c->set->n_predict >= 0) s->n_wanted = c->set->n_predict - st->n_generated;
         st->bytes += session_decode(s, id);
+        if (session_failed(s, err)) {
+            st->why = STOP_FAILED;
+            break;
+        }
     }
     s->n_wanted = INT_MAX;
     st->seconds = now_seconds() - t0;
     arrfree(ending);
     st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
+    const struct store_counts experts = session_experts(s);
+    st->store = (struct store_counts){experts.hits - experts_before.hits, experts.misses - experts_before.misses};
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
 }
@@ -21722,9 +22374,14 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
                       with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds);
     if (st->drafts.drafted[0]) note("%s | context %.0f %%", line, 100 * use);
     else note("%s | context %.0f %% of %s", line, 100 * use, with_commas((uint64_t)c->s->n_ctx, a));
+    const double experts = (double)(st->store.hits + st->store.misses);
+    n = experts > 0
+            ? snprintf(line, sizeof line, "experts %.0f %% in memory | ", 100 * (double)st->store.hits / experts)
+            : 0;
+    line[n] = 0;
     if (details)
-        note("# first token %.2f s | %.1f GB/s | context %s tokens | logits #%08x", st->first_seconds,
-             st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, with_commas((uint64_t)c->s->n_past, a),
+        note("# first token %.2f s | %.1f GB/s | %scontext %s tokens | logits #%08x", st->first_seconds,
+             st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, line, with_commas((uint64_t)c->s->n_past, a),
              st->logit_hash);
     snprintf(line, sizeof line, "context %.0f %% full: %s", 100 * use, context_remedy(c->s, 0, remedy));
     if (use > 0.8 && c->s->n_past < c->s->n_ctx)  /* a full one has been reported */
@@ -21786,8 +22443,8 @@ static void answer_report(const struct chat *c, const struct printer *p, const s
 }
 
 /* Generates, and remembers whether /continue can go on. */
-static void answer_generate(struct chat *c, struct printer *p, struct turn_stats *st) {
-    generate(c, p, st);
+static void answer_generate(struct chat *c, struct printer *p, struct turn_stats *st, char *err) {
+    generate(c, p, st, err);
     watch_end();
     c->open_past = st->why == STOP_INTERRUPT || st->why == STOP_LENGTH ? c->s->n_past : 0;
 }
@@ -21827,9 +22484,11 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
         const size_t before = arrlenu(p.text);
         c->answer_past = (int)arrlen(ids);
         c->answer_opens = opens;
-        answer_generate(c, &p, &st);
+        answer_generate(c, &p, &st, err);
         result = st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
-        if (st.why == STOP_INTERRUPT && arrlenu(p.text) == before && !arrlen(p.thought)) {
+        if (st.why == STOP_FAILED) {
+            result = TURN_FAILED;
+        } else if (st.why == STOP_INTERRUPT && arrlenu(p.text) == before && !arrlen(p.thought)) {
             c->open_past = 0;
             result = TURN_ROLLED_BACK;
         } else {
@@ -21892,8 +22551,12 @@ static int chat_continue(struct chat *c, char *err) {
     p.marked = false;
     watch_begin(c->keys);
     const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
+    bool failed = sync == SYNC_FAILED;
     if (sync == SYNC_DONE) {
-        answer_generate(c, &p, &st);
+        answer_generate(c, &p, &st, err);
+        failed = st.why == STOP_FAILED;
+    }
+    if (sync == SYNC_DONE && !failed) {
         answer_report(c, &p, &st);
         message_take(&arrlast(c->messages), &p);
         chat_count(c, &st);
@@ -21902,7 +22565,7 @@ static int chat_continue(struct chat *c, char *err) {
     watch_end();
     arrfree(ids);
     printer_free(&p);
-    return sync == SYNC_FAILED ? -1 : 0;
+    return failed ? -1 : 0;
 }
 
 /* Shortens the session to the tokens that the messages still have, so that nothing that was taken back is saved or
@@ -25502,13 +26165,51 @@ struct engine {
     struct settings *set;
 };
 
+/* Bytes of a model that a CPU reads: without MTP layers that are left out. */
+static uint64_t model_bytes(const struct model *m) {
+    uint64_t bytes = experts_bytes(m);
+    for (uint32_t i = 0; i < m->gguf.n_tensors; i++)
+        if (tensor_stays(m, &m->gguf.tensors[i])) bytes += m->gguf.tensors[i].bytes;
+    return bytes;
+}
+
 /* Tokens of context on the CPU: those of -c, or the trained length, shortened until the cache takes at most half of the
- * memory that is left when the whole model file stays in the page cache. */
+ * memory that is left when the whole model is in memory, or a quarter of that without experts where it is not. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
-    const uint64_t have = memory_available(), budget = have > m->file_bytes ? (have - m->file_bytes) / 2 : 0;
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
+    const uint64_t budget = have > all ? (have - all) / 2 : have > rest ? (have - rest) / 4 : 0;
     if (e->set->n_ctx) return e->set->n_ctx;
     return int_max(context_fit(m, settings_kv(e->set, m, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
+}
+
+/* Reads the model of a session on the CPU into memory: all of it where it fits; otherwise all but the routed experts,
+ * of which as many as there is room for, or --expert-memory. An error ends the program. */
+static void engine_read(struct engine *e) {
+    const struct model *m = &e->model;
+    struct rank *r = e->session.r;
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
+    const uint64_t taken = r->kv_bytes + r->bytes + have / 32, asked = (uint64_t)e->set->expert_memory << 20;
+    const bool fits = all + taken <= have, several = e->session.pg.n > 1;
+    char err[ERR_MAX];
+    if (!m->file_bytes || (fits && !asked) || several) {
+        if (asked) note("--expert-memory has no effect with %s", several ? "several ranks" : "--synth");
+        if (!fits && several && m->file_bytes)
+            note("the model has %.1f GiB, and %.1f GiB of memory are free: --tp 1 --pp 1 reads its experts from disk "
+                 "without page faults",
+                 (double)all / 0x1p30, (double)have / 0x1p30);
+        model_prefetch(m);
+        return;
+    }
+    if (!asked && have < rest + taken)
+        die("'%s' needs %.1f GiB of memory besides its experts, and %.1f GiB are free", e->set->model,
+            (double)(rest + taken) / 0x1p30, (double)have / 0x1p30);
+    struct store *s = r->cpu->store = store_open(m, asked ? asked : have - rest - taken, err);
+    if (!s) die("'%s': %s", e->set->model, err);
+    int most = 0;
+    for (int il = 0; il < model_blocks(m); il++) most = int_max(most, s->layer[il].n_slot);
+    note("experts: %d of %d a layer in memory (%.1f of %.1f GiB), the rest is read from disk", most, m->n_expert_max,
+         (double)s->bytes / 0x1p30, (double)(all - rest) / 0x1p30);
 }
 
 /* Shows how much of the model is on the GPU, on a terminal. */
@@ -25663,6 +26364,9 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     settings_ranks(set, &e->model, devices);
     engine_drafts(e);
     engine_qat(e);
+    const double t0 = now_seconds();
+    if (gpu) model_prefetch(&e->model);
+    if (gpu && set->expert_memory) note("--expert-memory has no effect on a GPU");
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
                        : set->moe_act   ? "--moe-act"
@@ -25679,6 +26383,8 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
                                               .kv = settings_kv(set, &e->model, false),
                                               .stats = set->calibrate != NULL,
                                               .in_sum2 = set->activations != NULL});
+    if (!gpu) engine_read(e);
+    e->model.load_seconds += now_seconds() - t0;
     if (e->session.n_ctx > e->model.n_ctx_train)
         note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
     if (set->verbose)
@@ -26739,6 +27445,7 @@ static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, i
     int n = 0;
     while (!interrupted && n < BENCH_DRAFTED) {
         session_decode(s, id);
+        session_check(s);
         id = session_sample(s, &greedy, NULL);
         n++;
     }
@@ -26963,32 +27670,7 @@ static void doctor_dies(void *arg, const char *line) {
 
 enum {
     BLOCK_SHARED = 101376, /* bytes of shared memory that kernels need for a block */
-    FACT_MAX = 4096        /* bytes of a file of the kernel that are read */
 };
-
-static const char *doctor_root = ""; /* before /proc, /sys and /dev: tests bring their own */
-
-/* Reads a file of the kernel; "" when there is none. */
-__attribute__((format(printf, 2, 3))) static const char *fact(char out[FACT_MAX], const char *fmt, ...) {
-    char path[512];
-    va_list ap;
-    size_t at = (size_t)snprintf(path, sizeof path, "%.200s", doctor_root);
-    va_start(ap, fmt);
-    vsnprintf(path + at, sizeof path - at, fmt, ap);
-    va_end(ap);
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    ssize_t n = fd < 0 ? -1 : read(fd, out, FACT_MAX - 1);
-    if (fd >= 0) close(fd);
-    out[n > 0 ? n : 0] = 0;
-    out[strcspn(out, "\r")] = 0;
-    return out;
-}
-
-/* The number after a word in a text; 0: the word is not there. */
-static double fact_number(const char *text, const char *word) {
-    const char *at = strstr(text, word);
-    return at ? strtod(at + strlen(word), NULL) : 0;
-}
 
 static bool fact_says(const char *path, const char *word) {
     char text[FACT_MAX];
@@ -26997,13 +27679,13 @@ static bool fact_says(const char *path, const char *word) {
 
 static bool fact_exists(const char *path) {
     char full[512];
-    snprintf(full, sizeof full, "%.200s%s", doctor_root, path);
+    snprintf(full, sizeof full, "%.200s%s", fact_root, path);
     return !access(full, F_OK);
 }
 
 static DIR *fact_dir(const char *path) {
     char full[512];
-    snprintf(full, sizeof full, "%.200s%s", doctor_root, path);
+    snprintf(full, sizeof full, "%.200s%s", fact_root, path);
     return opendir(full);
 }
 
@@ -27019,17 +27701,6 @@ static bool iommu_active(void) {
     bool any = fact_entry(dir) != NULL;
     if (dir) closedir(dir);
     return any || fact_says("/proc/cmdline", "intel_iommu=on") || fact_says("/proc/cmdline", "amd_iommu=on");
-}
-
-/* Bytes of memory that the control group of this process may use; 0: there is no limit. */
-static double cgroup_limit(void) {
-    char text[FACT_MAX], path[256] = "";
-    fact(text, "/proc/self/cgroup");
-    const char *own = strstr(text, "0::/");
-    if (own) sscanf(own + 3, "%255[^\n]", path);
-    if (!*fact(text, "/sys/fs/cgroup%s/memory.max", path) && !*fact(text, "/sys/fs/cgroup/memory.max"))
-        fact(text, "/sys/fs/cgroup/memory/memory.limit_in_bytes");
-    return strtod(text, NULL); /* "max" is 0 */
 }
 
 /* ---- probes ---- */
@@ -27212,7 +27883,7 @@ static double doctor_link(struct doctor *d, const char *who, const char *bus, si
     double rate = v[2] * 1e9 / 8 * v[0] * (gen < 3 ? 0.8 : 128.0 / 130);
     fact(text, "/sys/bus/pci/devices/%.24s/numa_node", bus);
     if (*text >= '0' && *text <= '9') snprintf(numa, sizeof numa, ", NUMA node %d", atoi(text));
-    snprintf(path, sizeof path, "%.200s/sys/bus/pci/devices/%.24s/resource1", doctor_root, bus);
+    snprintf(path, sizeof path, "%.200s/sys/bus/pci/devices/%.24s/resource1", fact_root, bus);
     const double reach = stat(path, &st) ? 0 : (double)st.st_size;
     if (reach > 0) snprintf(bar, sizeof bar, ", BAR %.2f GiB", reach / 0x1p30);
     const bool narrow = v[0] < v[1];
@@ -27308,9 +27979,9 @@ static void doctor_gpus(struct doctor *d) {
 static void doctor_host(struct doctor *d) {
     char text[FACT_MAX];
     const int threads = settings_threads(d->set);
+    const double room = cgroup_available(&d->limit);
     d->cores = processors();
     d->load = strtod(fact(text, "/proc/loadavg"), NULL);
-    d->limit = cgroup_limit();
     fact(text, "/proc/meminfo");
     d->memory = fact_number(text, "MemTotal:") * 1024;
     d->available = fact_number(text, "MemAvailable:") * 1024;
@@ -27320,7 +27991,7 @@ static void doctor_host(struct doctor *d) {
                 d->cores, d->cores == 1 ? "" : "s", d->available / 0x1p30, d->memory / 0x1p30,
                 memory_bandwidth(threads) * 1e-9, threads, threads == 1 ? "" : "s");
     doctor_check(d, ON_HOST, NULL);
-    if (d->limit > 0 && d->limit < d->available) d->available = d->limit;
+    if (d->limit > 0 && room < d->available) d->available = room;
 }
 
 /* ============================================================================================================
@@ -27680,12 +28351,14 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
     arrfree(ids);
     if (sync != SYNC_DONE) return sync == SYNC_FAILED ? TURN_FAILED : TURN_ROLLED_BACK;
     struct printer p = printer_make(c, false, true);
-    generate(c, &p, &st);
-    chat_push(c, "assistant", p.text, arrlenu(p.text));
-    chat_count(c, &st);
-    chat_stats_line(c, &st, c->set->verbose);
+    generate(c, &p, &st, err);
+    if (st.why != STOP_FAILED) {
+        chat_push(c, "assistant", p.text, arrlenu(p.text));
+        chat_count(c, &st);
+        chat_stats_line(c, &st, c->set->verbose);
+    }
     printer_free(&p);
-    return st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
+    return st.why == STOP_FAILED ? TURN_FAILED : st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
 }
 
 /* The name of the conversation that is resumed; NULL: none. */

@@ -4,7 +4,7 @@
 __attribute__((format(printf, 2, 3))) static void machine_put(const char *path, const char *fmt, ...) {
     char full[512], cmd[600];
     va_list ap;
-    snprintf(full, sizeof full, "%s%s", doctor_root, path);
+    snprintf(full, sizeof full, "%s%s", fact_root, path);
     snprintf(cmd, sizeof cmd, "mkdir -p \"$(dirname '%s')\"", full);
     FILE *f = system(cmd) ? NULL : fopen(full, "w");
     if (!CHECK(f, "cannot write %s", full)) return;
@@ -17,16 +17,16 @@ __attribute__((format(printf, 2, 3))) static void machine_put(const char *path, 
 static void machine_begin(void) {
     static char root[256];
     snprintf(root, sizeof root, "%s/machine", test_dir());
-    doctor_root = root;
+    fact_root = root;
     machine_put("/proc/meminfo", "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n");
     machine_put("/proc/loadavg", "0.00 0.00 0.00 1/1 1\n");
 }
 
 static void machine_end(void) {
     char cmd[512];
-    snprintf(cmd, sizeof cmd, "rm -rf %s", doctor_root);
+    snprintf(cmd, sizeof cmd, "rm -rf %s", fact_root);
     CHECK(!system(cmd), "%s failed", cmd);
-    doctor_root = "";
+    fact_root = "";
 }
 
 /* A GPU at 0000:BUS:00.0: link `width` of 16 lanes, generation 4 or another. */
@@ -48,7 +48,7 @@ static void machine_gpu(int bus, int width, const char *speed, size_t bar) {
     snprintf(path, sizeof path, "/sys/bus/pci/devices/0000:%02x:00.0/current_link_width", bus);
     machine_put(path, "%d\n", width);
     char full[512];
-    snprintf(full, sizeof full, "%s/sys/bus/pci/devices/0000:%02x:00.0/resource1", doctor_root, bus);
+    snprintf(full, sizeof full, "%s/sys/bus/pci/devices/0000:%02x:00.0/resource1", fact_root, bus);
     CHECK(!truncate(full, (off_t)bar), "%s: %s", full, strerror(errno));
 }
 
