@@ -25,9 +25,9 @@
  * each rank. The next operation that reads A_X first adds these sums over the ranks: that is the all-reduce.
  *
  * Two nouns: `struct model` never changes after loading; `struct session` is one timeline of tokens with its KV state.
- * Memory on the CPU: the mapped model file, state_bytes(m, --kv, -c) and activations for chunks of CHUNK_MAX tokens
- * (cpu_rank_init). On a GPU: packed copies of the weights, the state, and gpu_bytes of activations. A forward takes no
- * memory from the system.
+ * Memory on the CPU: the mapped model file, or a store where it exceeds the memory (Experts on disk), state_bytes(m,
+ * --kv, -c) and activations for chunks of CHUNK_MAX tokens (cpu_rank_init). On a GPU: packed copies of the weights, the
+ * state, and gpu_bytes of activations. A forward takes no memory from the system.
  *
  * moe_cuda.cu includes this file with MOE_TYPES_ONLY and sees the types and the state; convert/common.h includes it
  * with MOE_LOADER_ONLY and sees the foundations, the types, the state, the families, the binding of a file's tensors,
@@ -658,8 +658,8 @@ static double cgroup_available(double *limit) {
     return left;
 }
 
-/* Bytes of memory that can be taken without swapping, within the limits of control groups. Cached pages of files count as
- * free. */
+/* Bytes of memory that can be taken without swapping, within the limits of control groups. Cached pages of files count
+ * as free. */
 static uint64_t memory_available(void) {
     char text[FACT_MAX];
     double limit;
@@ -10144,8 +10144,8 @@ static void cpu_delta_net(struct rank *r, const struct step *s) {
  *
  * Reads parts of the model's files into memory of the program's own. O_DIRECT passes the page cache by: a page fault
  * costs 20 times its processor time, and cached pages of experts would push out the rest of the model. Reads begin in
- * the order in which they were asked for. A read that fails leaves zeros, so that nobody waits for it; the first failure is
- * kept until store_failure tells it.
+ * the order in which they were asked for. A read that fails leaves zeros, so that nobody waits for it; the first
+ * failure is kept until store_failure tells it.
  * ============================================================================================================ */
 
 enum {
@@ -10272,11 +10272,11 @@ static void reader_wait(struct reader *d, _Atomic int *left) {
  * Experts on disk: slots
  *
  * A model that does not fit into memory keeps there all but its routed experts, and of these as many in each layer as
- * there is room for. A forward of up to SAME_BITS_TOKENS tokens brings its missing experts into slots, in place of those
- * that were used least; counts of use halve within a few forwards, so that an expert of another topic leaves. A longer forward
- * runs its experts in waves, in ascending order: missing ones pass through a ring beside the slots, in which a wave is read
- * while the one before is computed, and the slots stay as they are. What is computed, and in which order it is added up,
- * does not depend on what is in memory: the bits are those of a model that fits.
+ * there is room for. A forward of up to SAME_BITS_TOKENS tokens brings its missing experts into slots, in place of
+ * those that were used least; counts of use halve within a few forwards, so that an expert of another topic leaves. A
+ * longer forward runs its experts in waves, in ascending order: missing ones pass through a ring beside the slots, in
+ * which a wave is read while the one before is computed, and the slots stay as they are. What is computed, and in which
+ * order it is added up, does not depend on what is in memory: the bits are those of a model that fits.
  *
  * Bound: tokens per second = the disk's rate / (bytes of a token's routed experts * share of misses).
  * ============================================================================================================ */
@@ -10373,7 +10373,8 @@ static int slot_to_take(const struct layer_store *y, const bool *busy) {
     return best;
 }
 
-/* Brings the experts of n jobs of layer il into slots; there are enough. Returns nothing: reads may be under way. */
+/* Brings the experts of n jobs of layer il into slots, of which there are enough. When it returns, reads may be under
+ * way. */
 static void store_take(struct store *s, int il, struct ffn_job *jobs, int n) {
     struct layer_store *y = &s->layer[il];
     bool busy[MAX_EXPERTS] = {false}, missing[MAX_EXPERTS] = {false};
@@ -25874,6 +25875,8 @@ static void plan_head(const struct plan *p, char **text) {
                   with_unit((double)p->missing_pruned, a));
     if (p->shorter) sb_printf(text, "\n            with all experts: fits with -c %d", p->shorter);
     if (p->fits_undrafted) sb_printf(text, "\n            with all experts: fits without drafts (--spec-type none)");
+    if (p->cpu && p->outcome == PLAN_NEEDS_PRUNING)
+        sb_printf(text, "\n            with all experts: runs, and reads from disk those that are not in memory");
     if (!p->cpu) sb_printf(text, "\nlayout      %s", p->layout[p->chosen].name);
     if (p->first_experts)
         sb_printf(text, "\n            %s is faster and has room for %d experts per layer", p->layout[0].name,

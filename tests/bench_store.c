@@ -2,8 +2,9 @@
  *
  *   build/bench_store MODEL.gguf MIB [THREADS [TOKENS]]
  *
- * MIB: memory of routed experts; 0: they are mapped, and come by page faults. Decodes tokens of a fixed random sequence, one at a time, and then reads as many bytes from
- * random places of the file by the same threads. The bound is that rate / (bytes that a token reads from disk).
+ * MIB: memory of routed experts; 0: they are mapped, and come by page faults. Decodes tokens of a fixed random sequence,
+ * one at a time, and then reads as many bytes from random places of the file by the same threads. What that rate allows
+ * is the rate / (bytes that a token reads from disk).
  */
 #define main engine_main
 #include "../moe.c"
@@ -66,7 +67,8 @@ int main(int argc, char **argv) {
         const double bytes = (double)(store->reader.bytes - read) / n,
                      rate = random_read_rate(store, (size_t)(bytes * n));
         for (int il = 0; il < m.n_layer; il++) hits += store->layer[il].hits, misses += store->layer[il].misses;
-        printf("%d slots, %.1f %% hits, %.0f MB a token at %.2f GB/s: at most %.2f tok/s, %.0f %% of which\n",
+        printf("%d slots, %.1f %% hits, %.0f MB a token, %.2f GB/s from random places, which allow %.2f tok/s: %.0f %% "
+               "of that\n",
                store->layer[0].n_slot, 100 * (double)hits / (double)(hits + misses), bytes * 1e-6, rate * 1e-9,
                rate / bytes, 100 * n / seconds * bytes / rate);
     }
