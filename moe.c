@@ -10151,7 +10151,7 @@ static void cpu_delta_net(struct rank *r, const struct step *s) {
 enum {
     READ_ALIGN = 4096,    /* of the offset, length and address of a read with O_DIRECT */
     READ_PIECE = 1 << 20, /* bytes of a read at most */
-    READ_THREADS = 8,     /* reads at once: a drive of 1.5 GB/s needs 4 of them, one of 7 GB/s 8 */
+    READ_THREADS = 8,     /* reads at once; a drive of 1.5 GB/s is busy with 4 */
     READ_QUEUE = 4096     /* reads that wait at most */
 };
 
@@ -10478,11 +10478,20 @@ static bool tensor_stays(const struct model *m, const struct gguf_tensor *t) {
     return true;
 }
 
+/* Bytes of a model that a CPU reads: without MTP layers that are left out. */
+static uint64_t model_bytes(const struct model *m) {
+    uint64_t bytes = experts_bytes(m);
+    for (uint32_t i = 0; i < m->gguf.n_tensors; i++)
+        if (tensor_stays(m, &m->gguf.tensors[i])) bytes += m->gguf.tensors[i].bytes;
+    return bytes;
+}
+
 /* Puts memory of the program's own in place of the mapped pages of all tensors that stay, and reads them into it.
  * Returns 0, or -1 with a message. */
-static int store_read_rest(struct store *s, double total, char *err) {
+static int store_read_rest(struct store *s, char *err) {
     const struct gguf *g = &s->m->gguf;
     const size_t page = size_max((size_t)sysconf(_SC_PAGESIZE), READ_ALIGN);
+    const double total = (double)(model_bytes(s->m) - experts_bytes(s->m));
     double done = 0, t0 = now_seconds(), shown = t0;
     for (uint32_t i = 0; i < g->n_tensors; i++) {
         const struct gguf_tensor *t = &g->tensors[i];
@@ -10510,7 +10519,7 @@ static int store_read_rest(struct store *s, double total, char *err) {
 static void store_fill(struct store *s) {
     double total = 0, done = 0, t0 = now_seconds(), shown = t0;
     for (int il = 0; il < model_blocks(s->m); il++)
-        total += s->layer[il].n_slot ? (double)s->layer[il].n_slot * (double)slab_bytes(&s->m->layers[il]) : 0;
+        total += (double)s->layer[il].n_slot * (double)slab_bytes(&s->m->layers[il]);
     for (int il = 0; il < model_blocks(s->m) && !*s->reader.failure; il++) {
         struct layer_store *y = &s->layer[il];
         for (int i = 0; i < y->n_slot && !interrupted; i++) {
@@ -10519,7 +10528,7 @@ static void store_fill(struct store *s) {
         }
         for (int i = 0; i < y->n_slot; i++)
             for (int k = 0; k < FFN_MATRICES; k++) reader_wait(&s->reader, &y->slab[i].left[k]);
-        done += y->n_slot ? (double)y->n_slot * (double)slab_bytes(&s->m->layers[il]) : 0;
+        done += (double)y->n_slot * (double)slab_bytes(&s->m->layers[il]);
         reading_progress(done, total, t0, &shown);
     }
     if (shown > t0) status_line("%s", "");
@@ -10632,7 +10641,7 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
         const int fd = m->gguf.images[i].fd;
         fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT); /* a file system without it reads through the page cache */
     }
-    if (store_read_rest(s, (double)(m->file_bytes - experts_bytes(m)), err)) {
+    if (store_read_rest(s, err)) {
         store_close(s);
         return NULL;
     }
@@ -26167,14 +26176,6 @@ struct engine {
     struct session session; /* session.m is NULL until it is open */
     struct settings *set;
 };
-
-/* Bytes of a model that a CPU reads: without MTP layers that are left out. */
-static uint64_t model_bytes(const struct model *m) {
-    uint64_t bytes = experts_bytes(m);
-    for (uint32_t i = 0; i < m->gguf.n_tensors; i++)
-        if (tensor_stays(m, &m->gguf.tensors[i])) bytes += m->gguf.tensors[i].bytes;
-    return bytes;
-}
 
 /* Tokens of context on the CPU: those of -c, or the trained length, shortened until the cache takes at most half of the
  * memory that is left when the whole model is in memory, or a quarter of that without experts where it is not. */
