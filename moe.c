@@ -27265,6 +27265,7 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
             session_forward(s, ids + i * n % (BENCH_PREFILL - n + 1), n);
             session_head(s, n - rows, rows);
             session_wait(s);
+            session_check(s);
         }
         const double all = now_seconds() - t0, one = all / repeat, fit = budget / 20 / one;
         spent += all;
@@ -27336,6 +27337,7 @@ static void bench_call(void *arg) {
     session_fake_fill(b->s, b->depth);
     session_forward(b->s, b->ids, b->n);
     session_head(b->s, b->n - b->rows, b->rows);
+    session_check(b->s);
 }
 
 /* Times the launches of the call: medians, added up by name, in *rows, malloc'ed. Returns how many. */
@@ -28167,6 +28169,10 @@ static bool doctor_answer(struct doctor *d, struct engine *e) {
     doctor_step(d, STEP_FORWARD);
     if (mute) {
         session_decode(&e->session, 0);
+        if (session_failed(&e->session, err)) {
+            doctor_find(d, SEVERITY_ERROR, "copy the file again, and check its disk", "no forward pass: %s", err);
+            return false;
+        }
         const float *x = session_logits(&e->session);
         for (int i = 0; i < e->model.n_vocab; i++) finite &= isfinite(x[i]) != 0;
         seconds = now_seconds() - t0;
