@@ -10717,13 +10717,15 @@ static void route_token(const struct model *m, const struct layer *layer, const 
  * are in memory come first. */
 static void ffn_jobs_order(struct rank *r) {
     const struct ffn_job *jobs = r->cpu->jobs;
-    int n = 0;
+    int n = 0, absent[MAX_EXPERTS + 1], n_absent;
     for (int from = 0, to = 0; from < r->cpu->n_jobs; from = to) {
-        while (to < r->cpu->n_jobs && jobs[to].wave == jobs[from].wave) to++;
-        for (int absent = 0; absent < 2; absent++)
-            for (int i = from; i < to; i++)
-                if (absent == (jobs[i].slab && atomic_load(&jobs[i].slab->left[FFN_DOWN]) > 0))
-                    r->cpu->job_order[n++] = i;
+        for (n_absent = 0; to < r->cpu->n_jobs && jobs[to].wave == jobs[from].wave; to++) {
+            /* asked once: reads end meanwhile */
+            if (jobs[to].slab && atomic_load(&jobs[to].slab->left[FFN_DOWN]) > 0) absent[n_absent++] = to;
+            else r->cpu->job_order[n++] = to;
+        }
+        memcpy(r->cpu->job_order + n, absent, (size_t)n_absent * sizeof *absent);
+        n += n_absent;
     }
 }
 
