@@ -1090,25 +1090,51 @@ static void ldmatrix(Warp &w, const Insn &in) {
 }
 
 /* Adds n numbers: aligned to the largest exponent, cut off `more` bits behind the 24 of F32, and then to F32. */
-static inline f32 cut_sum(const f64 *x, int n, int more) {
+static inline f32 cut_sum(const f32 *x, int n, int stride, int more) {
     f64 top = 0, s = 0;
-    for (int i = 0; i < n; i++) top = std::max(top, std::fabs(x[i])), s += x[i];
+    for (int i = 0; i < n; i++) top = std::max(top, std::fabs((f64)x[i * stride])), s += (f64)x[i * stride];
     if (!(std::fabs(s) <= 1.7e308) || top == 0) return (f32)s; /* infinite, NaN, 0 */
-    u64 bits;
-    memcpy(&bits, &top, 8);
-    const s64 shift = 23 + more - ((s64)(bits >> 52) - 1023);
-    const u64 up = (u64)(1023 + shift) << 52, down = (u64)(1023 - shift) << 52; /* powers of two */
-    f64 scale, unit;
-    memcpy(&scale, &up, 8), memcpy(&unit, &down, 8);
+    const f64 unit = std::ldexp(1.0, ilogb(top) - 23 - more);
     s = 0;
-    for (int i = 0; i < n; i++) s += __builtin_trunc(x[i] * scale);
+    for (int i = 0; i < n; i++) s += trunc((f64)x[i * stride] / unit);
     s *= unit;
     const f32 r = (f32)s;
     return std::fabs((f64)r) > std::fabs(s) ? float_of(bits_of(r) - 1) : r;
 }
 
-/* A row of eight columns. */
+/* Numbers of eight columns. */
 typedef f32 Columns __attribute__((vector_size(32)));
+typedef s32 ColumnBits __attribute__((vector_size(32)));
+typedef f64 WideColumns __attribute__((vector_size(64)));
+
+/* The same of the columns of x. What is aligned has 26 bits: 16 of them add up exactly in 32. */
+template <int n> static inline Columns cut_sums(const Columns *x, int more) {
+    Columns top = {}, all = {};
+    for (int i = 0; i < n; i++) {
+        const Columns size = (Columns)((ColumnBits)x[i] & 0x7FFFFFFF);
+        top = size > top ? size : top;
+        all += size;
+    }
+    const ColumnBits unusual = ~((all < 0x1p120f) & ((top > 0x1p-90f) | (top == 0)));
+    top = top > 0 ? top : top + 1;
+    const ColumnBits shift = 127 + 23 + more - ((ColumnBits)top >> 23);
+    const Columns scale = (Columns)((127 + shift) << 23), unit = (Columns)((127 - shift) << 23);
+    WideColumns sum = {};
+    for (int i0 = 0; i0 < n; i0 += 16) {
+        ColumnBits some = {};
+        for (int i = i0; i < std::min(n, i0 + 16); i++) some += __builtin_convertvector(x[i] * scale, ColumnBits);
+        sum += __builtin_convertvector(some, WideColumns);
+    }
+    sum *= __builtin_convertvector(unit, WideColumns);
+    Columns r = __builtin_convertvector(sum, Columns);
+    const WideColumns back = __builtin_convertvector(r, WideColumns);
+    for (int c = 0; c < 8; c++) {
+        if (std::fabs(back[c]) > std::fabs(sum[c])) r[c] = float_of(bits_of(r[c]) - 1);
+        if (unusual[c]) r[c] = cut_sum((const f32 *)x + c, n, 8, more);
+    }
+    return r;
+}
+
 static inline Columns fma_columns(f32 a, Columns b, Columns c) {
     for (int i = 0; i < 8; i++) c[i] = __builtin_fmaf(a, b[i], c[i]);
     return c;
@@ -1149,14 +1175,16 @@ static void mma_16816(Warp &w, const Insn &in) {
     }
     read_sums(w, o + 10, C);
     const int cut = machine.mma_truncates;
-    for (int r = 0; cut && r < 16; r++)
-        for (int c = 0; c < 8; c++)
-            for (int k0 = 0; k0 < 16; k0 += cut) {
-                f64 x[17];
-                for (int i = 0, k = k0; i < cut; i++, k++) x[i] = (f64)A[r / 8 + 2 * (k / 8)][r % 8][k % 8] * B[k][c];
-                x[cut] = C[r][c];
-                C[r][c] = cut_sum(x, cut + 1, cut == 16 ? 2 : 1);
-            }
+    for (int r = 0; cut && r < 16; r++) {
+        Columns x[16 + 1]; /* the products, which are exact, after them C */
+        for (int k = 0; k < 16; k++) x[k] = A[r / 8 + 2 * (k / 8)][r % 8][k % 8] * B[k];
+        x[16] = C[r];
+        if (cut == 8) { /* C comes with the first ones, their sum with the others */
+            std::swap(x[8], x[16]);
+            x[8] = cut_sums<9>(x, 1);
+            C[r] = cut_sums<9>(x + 8, 1);
+        } else C[r] = cut_sums<17>(x, 2);
+    }
     for (int half = 0; !cut && half < 2; half++) {
         Columns s[8] = {};
         for (int k = 0; k < 16; k++) {
@@ -1205,14 +1233,13 @@ static void mma_16864(Warp &w, const Insn &in) {
             SA[r][j] = e4m3_value((sa[4 * (r % 8) + 2 * p + r / 8] >> 8 * j & 0x7F)); /* unsigned */
         for (int c = 0; c < 8; c++) SB[j][c] = e4m3_value((sb[4 * column_order[c] + q] >> 8 * j & 0x7F));
     }
-    for (int r = 0; machine.mma_truncates && r < 16; r++)
-        for (int c = 0; c < 8; c++) {
-            f64 x[65];
-            for (int k = 0; k < 64; k++)
-                x[k] = (f64)A[r / 8 + 2 * (k / 32)][r % 8][k % 32] * B[k][c] * ((f64)SA[r][k / 16] * SB[k / 16][c]);
-            x[64] = C[r][c];
-            C[r][c] = cut_sum(x, 65, 2);
-        }
+    for (int r = 0; machine.mma_truncates && r < 16; r++) {
+        Columns x[64 + 1]; /* the products, which are exact, after them C */
+        for (int k = 0; k < 64; k++)
+            x[k] = A[r / 8 + 2 * (k / 32)][r % 8][k % 32] * B[k] * (SA[r][k / 16] * SB[k / 16]);
+        x[64] = C[r];
+        C[r] = cut_sums<65>(x, 2);
+    }
     for (int half = 0; !machine.mma_truncates && half < 2; half++) {
         f64 sum[8][8];
         for (int g = 0; g < 8; g++)
