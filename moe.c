@@ -93,6 +93,7 @@
  *   CPU operations: gated delta net                  150  linear attention with a recurrent state
  *   Experts on disk: reading                         150  threads that read parts of the model's files
  *   Experts on disk: slots                           390  which experts are in memory
+ *   Experts in host memory                            70  all of them, pinned, for GPUs
  *   CPU operations: feed-forward                     380  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
  *   CPU operations: memory of a rank                 190  the table of operations; what a rank allocates
@@ -163,12 +164,12 @@
  *   REPL completion                                  130  what Tab puts after a command
  *
  *  Programs
- *   Plan                                             380  --plan: bytes and roofline before anything is loaded
+ *   Plan                                             480  --plan: bytes and roofline before anything is loaded
  *   Plan: the machine                                 90  GPUs or CPU, described or found
  *   Plan: forecast                                   380  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 310  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           280  opens model and session as the settings ask for
+ *   Engine                                           330  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 250  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
@@ -2088,6 +2089,18 @@ enum {
                      const double *uniform),                                                                           \
       (r, o, tokens, n_past, first, n, uniform))
 
+/* Experts that forwards have used since the start: those that were there, and those that were brought from the disk or,
+ * to a GPU, from the host's memory. */
+struct expert_counts {
+    uint64_t hits, misses;
+};
+
+/* The rule by which experts leave their slots: a use adds HEAT to an expert's count, a forward takes count >> shift
+ * from each, and the smallest count leaves. Counts halve within about 0.7 * 2^shift forwards. Few slots need a short
+ * memory: then what was used last is the best guess. */
+enum { HEAT = 4096 };
+static inline int heat_shift(int n_slot, int n_used) { return n_slot < 8 * n_used ? 2 : n_slot < 24 * n_used ? 3 : 4; }
+
 /* Operations around a forward, and those that wait and return results. */
 #define HOST_OPS(X)                                                                                                    \
     /* runs rank_pass; or, on a GPU, a recording of an earlier pass of this kind and as many tokens; on a CPU every    \
@@ -2119,6 +2132,8 @@ enum {
        launches; 0: the backend cannot; waits */                                                                       \
     X(int, profile, (struct rank *r, void (*body)(void *), void *arg, struct profile_row *rows, int n),                \
       (r, body, arg, rows, n))                                                                                         \
+    /* counts (model_blocks) of each layer; zeros where all experts are there; waits */                                \
+    X(void, read_counts, (struct rank *r, struct expert_counts *counts), (r, counts))                                  \
     /* frees what the rank holds */                                                                                    \
     X(void, close, (struct rank *r), (r))
 
@@ -2308,6 +2323,12 @@ enum allreduce {
 };
 
 /* How the ranks of a session start on GPUs. */
+/* Memory of the host. */
+struct host_range {
+    uint8_t *base;
+    size_t bytes;
+};
+
 struct cuda_options {
     int device[MAX_RANKS]; /* the GPU of each rank */
     int n_ctx;             /* tokens; 0: the trained length, or what fits */
@@ -2315,8 +2336,11 @@ struct cuda_options {
     int kv_splits; /* splits of the context in decode at most; 0: as many as fill the GPU */
     enum moe_act moe_act;
     enum kv_type kv;
-    bool stats, in_sum2;                         /* collect these statistics */
-    size_t reserve;                              /* bytes of each GPU to leave free */
+    bool stats, in_sum2;           /* collect these statistics */
+    size_t reserve;                /* bytes of each GPU to leave free */
+    int n_slot;                    /* as in struct gpu_sizes; then n_ctx is given, and all experts are in `home` */
+    const struct host_range *home; /* (n_home) pinned by cuda_pin */
+    int n_home;
     void (*progress)(double done, double total); /* told of rank 0's upload, in bytes; NULL: nobody wants to know */
 };
 
@@ -2356,6 +2380,9 @@ int cuda_nccl_version(void);
 const char *cuda_targets(void);
 /* The rank_starter of a GPU; opts is a struct cuda_options. */
 int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts, char *err);
+/* Keeps pages of the host in memory, where all GPUs can read them, until cuda_unpin. NULL, or why that fails. */
+const char *cuda_pin(struct host_range h);
+void cuda_unpin(struct host_range h);
 
 /* The functions of moe.c that moe_cuda.cu calls. */
 
@@ -2665,6 +2692,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
 #define ALLREDUCE_SLOT_FLOATS (1 << 20)
 #define DELTA_SEGMENT_TOKENS  1024
 #define MLA_SEGMENT_KEYS      2048
+#define EXPERT_RING_BYTES     (256 << 20)
 #endif
 enum {
     SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
@@ -2746,7 +2774,36 @@ static inline size_t logits_stride(int n_vocab) { return ((size_t)n_vocab + 3) /
 struct expert_job {
     int32_t expert;
     uint32_t tokens; /* bit t: token t chose it */
+    int32_t place;   /* where its matrices are on the GPU: its slot, or its number where all experts are there */
+    int32_t unused;
 };
+
+/* An expert that is copied from the host's memory, and where to. */
+struct fetch_item {
+    int32_t expert, place;
+};
+
+/* Bytes of n experts of a matrix on a GPU, codes and scales. */
+static inline size_t experts_gpu_bytes(const struct weight *w, int n) {
+    struct weight some = *w;
+    some.n_expert = n;
+    return w->data ? weight_gpu_bytes(&some, false) : 0;
+}
+
+/* Bytes of the ring through which experts of the shard m pass in a prefill: EXPERT_RING_BYTES, or what one expert's
+ * gate and up take, or its down. */
+static inline size_t expert_ring_bytes(const struct model *m) {
+    size_t most = EXPERT_RING_BYTES;
+    for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *layer = &m->layers[il];
+        const size_t hidden = experts_gpu_bytes(&layer->gate, 1) + experts_gpu_bytes(&layer->up, 1);
+        const size_t down = experts_gpu_bytes(&layer->down, 1);
+        if (!layer->n_expert) continue;
+        most = hidden > most ? hidden : most;
+        most = down > most ? down : most;
+    }
+    return most;
+}
 
 /* The shapes of latent attention whose keys and values prefill can expand: values of a key that are not rotated, its
  * rotated ones, and values of a head. The second is that of the tests. */
@@ -2796,6 +2853,7 @@ struct gpu_sizes {
     bool w4a4;  /* prefill of routed experts multiplies FP4 by FP4 */
     bool nccl;  /* NCCL does all-reduces, in decode or in prefill */
     bool stats; /* statistics of experts are collected */
+    int n_slot; /* experts of a layer that are on the GPU at most, the others are in the host's memory; 0: all are */
 };
 
 /* Lengths of which those of GPU_BUFFERS are made. */
@@ -2826,6 +2884,9 @@ struct gpu_dims {
     size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
     size_t n_hc_sum;        /* sums of a token's streams, or 0 */
+    size_t cached, slots;   /* experts of all layers, and their slots, where some experts are in the host's memory */
+    size_t blocks;          /* layers, there */
+    size_t ring;            /* bytes of the ring, there */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
@@ -2889,6 +2950,10 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
         d.logits = 0; /* they are in the mailbox, where the other ranks push theirs */
+    d.blocks = s.n_slot ? (size_t)model_blocks(m) : 0;
+    d.cached = d.blocks * d.experts;
+    d.slots = d.blocks * (size_t)s.n_slot;
+    d.ring = s.n_slot ? expert_ring_bytes(m) : 0;
     return d;
 }
 
@@ -2968,6 +3033,14 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(sort.tile_first, int32_t, d.tiles)                                                                 \
     X(sort.tile_count, int32_t, d.tiles)                                                                 \
     X(sort.n_tiles, int32_t, 1)                                                                          \
+    X(cache.slot_of, int32_t, d.cached)                                                                  \
+    X(cache.heat, uint32_t, d.cached)                                                                    \
+    X(cache.expert_of, int32_t, d.slots)                                                                 \
+    X(cache.count, unsigned long long, 2 * d.blocks)                                                     \
+    X(cache.missing, struct fetch_item, d.ring ? d.experts : 0)                                          \
+    X(cache.n_missing, int32_t, d.ring ? 1 : 0)                                                          \
+    X(place, int32_t, d.ring ? d.experts : 0)                                                            \
+    X(ring, uint8_t, d.ring)                                                                             \
     X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                                      \
     X(delta.v, float, d.delta * d.act[A_Z])                                                              \
     X(delta.gates, float, d.delta * 2 * d.values)                                                        \
@@ -3017,10 +3090,11 @@ static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const stru
     return at;
 }
 
-/* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for; stats: and statistics. */
-static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
+/* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for; stats: and statistics;
+ * n_slot: of struct gpu_sizes. */
+static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, int n_slot) {
     const struct shard *shard = &m->shard;
-    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats};
+    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats, n_slot};
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct mailbox none;
     size_t bytes = 0;
@@ -3033,7 +3107,7 @@ static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats) {
 /* Tokens of a forward, so that activations take no large part of the memory. */
 static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
     int chunk = n_ctx < FORWARD_MAX ? n_ctx : FORWARD_MAX;
-    while (chunk > 256 && gpu_bytes(m, chunk, stats) > memory / SCRATCH_SHARE) chunk /= 2;
+    while (chunk > 256 && gpu_bytes(m, chunk, stats, 0) > memory / SCRATCH_SHARE) chunk /= 2;
     return chunk;
 }
 
@@ -8099,7 +8173,7 @@ static void kv_load_columns(const struct kernels *k, const struct cache_tensor *
  *
  * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The
  * root rank, the first of the last stage, gathers the logits and works in the caller's thread; every other rank has a
- * thread of its own. pg_run runs a call on all ranks; between calls the caller may use cache_copy of any rank, and
+ * thread of its own. pg_run runs a call on all ranks; between calls the caller may use cache_copy and read_counts of any rank, and
  * sample, read_tokens and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send and pg_recv
  * only: under one lock, with a watchdog that ends the program when no thread makes progress.
  * ============================================================================================================ */
@@ -10281,10 +10355,7 @@ static void reader_wait(struct reader *d, _Atomic int *left) {
  * Bound: tokens per second = the disk's rate / (bytes of a token's routed experts * share of misses).
  * ============================================================================================================ */
 
-enum {
-    HEAT = 4096,   /* what a use adds to an expert's count */
-    RING_SHARE = 8 /* the ring has 1 / RING_SHARE of the memory of experts */
-};
+enum { RING_SHARE = 8 /* the ring has 1 / RING_SHARE of the memory of experts */ };
 
 enum ffn_matrix { FFN_GATE, FFN_UP, FFN_DOWN, FFN_MATRICES };
 
@@ -10317,7 +10388,7 @@ struct layer_store {
     int32_t *expert_of; /* (n_slot) -1: the slot is empty */
     uint32_t *heat;     /* (n_expert) decayed counts of use */
     int shift;          /* a forward takes heat >> shift from the count */
-    uint64_t hits, misses;
+    struct expert_counts count;
 };
 
 struct store {
@@ -10383,8 +10454,8 @@ static void store_take(struct store *s, int il, struct ffn_job *jobs, int n) {
         const int e = jobs[i].expert, slot = y->slot_of[e];
         y->heat[e] += HEAT;
         missing[i] = slot < 0;
-        if (slot < 0) y->misses++;
-        else y->hits++, busy[slot] = true;
+        if (slot < 0) y->count.misses++;
+        else y->count.hits++, busy[slot] = true;
     }
     for (int i = 0; i < n; i++) {
         if (!missing[i]) continue;
@@ -10416,8 +10487,8 @@ static void store_waves(struct store *s, int il, struct ffn_job *jobs, int n) {
             jobs[i].wave = misses ? (misses - 1) / half : 0;
         }
     }
-    y->misses += (uint64_t)misses;
-    y->hits += (uint64_t)(n - misses);
+    y->count.misses += (uint64_t)misses;
+    y->count.hits += (uint64_t)(n - misses);
 }
 
 /* Asks for the missing experts of a wave. A shared expert has no slab. */
@@ -10439,63 +10510,54 @@ static void store_begin(struct store *s, int il, int n_tok, struct ffn_job *jobs
     for (int wave = 0; wave < 2; wave++) store_ask_wave(s, il, jobs, n, wave);
 }
 
-/* Experts that forwards have asked for since the start: found in memory, and read. */
-struct store_counts {
-    uint64_t hits, misses;
+/* What a tensor of a file is to a model. */
+enum tensor_part {
+    PART_EXPERTS, /* routed experts of a layer */
+    PART_REST,    /* all else that a forward reads */
+    PART_UNUSED   /* of MTP layers that are left out */
 };
 
-static struct store_counts store_count(const struct store *s) {
-    struct store_counts c = {0};
-    for (int il = 0; s && il < model_blocks(s->m); il++) {
-        c.hits += s->layer[il].hits;
-        c.misses += s->layer[il].misses;
-    }
-    return c;
-}
-
-/* Bytes of a model's routed experts. */
-static uint64_t experts_bytes(const struct model *m) {
-    uint64_t bytes = 0;
-    for (int il = 0; il < model_blocks(m); il++)
-        for (int k = 0; k < FFN_MATRICES && m->layers[il].n_expert; k++) {
-            const struct weight *w = layer_matrix(&m->layers[il], (enum ffn_matrix)k);
-            bytes += (uint64_t)w->n_expert * w->expert_bytes;
-        }
-    return bytes;
-}
-
-/* Whether a forward reads a tensor other than through the store: neither routed experts nor MTP layers that are left
- * out. */
-static bool tensor_stays(const struct model *m, const struct gguf_tensor *t) {
+static enum tensor_part tensor_part_of(const struct model *m, const struct gguf_tensor *t) {
     char name[128];
     int block = -1;
     gguf_printable(t->name, name, sizeof name);
-    if (sscanf(name, "blk.%d.", &block) != 1) return true;
-    if (block < 0 || block >= model_blocks(m)) return false;
+    if (sscanf(name, "blk.%d.", &block) != 1) return PART_REST;
+    if (block < 0 || block >= model_blocks(m)) return PART_UNUSED;
     const struct layer *layer = &m->layers[block];
     for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++)
-        if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return false;
-    return true;
+        if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return PART_EXPERTS;
+    return PART_REST;
 }
 
-/* Bytes of a model that a CPU reads: without MTP layers that are left out. */
-static uint64_t model_bytes(const struct model *m) {
-    uint64_t bytes = experts_bytes(m);
+/* Bytes of all tensors of a part. */
+static uint64_t part_bytes(const struct model *m, enum tensor_part part) {
+    uint64_t bytes = 0;
     for (uint32_t i = 0; i < m->gguf.n_tensors; i++)
-        if (tensor_stays(m, &m->gguf.tensors[i])) bytes += m->gguf.tensors[i].bytes;
+        if (tensor_part_of(m, &m->gguf.tensors[i]) == part) bytes += m->gguf.tensors[i].bytes;
     return bytes;
 }
 
-/* Puts memory of the program's own in place of the mapped pages of all tensors that stay, and reads them into it.
- * Returns 0, or -1 with a message. */
-static int store_read_rest(struct store *s, char *err) {
-    const struct gguf *g = &s->m->gguf;
+/* Bytes of a model that a forward may read: without MTP layers that are left out. */
+static uint64_t model_bytes(const struct model *m) { return part_bytes(m, PART_EXPERTS) + part_bytes(m, PART_REST); }
+
+/* Lets the reader pass the page cache by. A file system without O_DIRECT reads through it. */
+static void files_read_directly(const struct model *m) {
+    for (uint32_t i = 0; i < m->gguf.n_images; i++) {
+        const int fd = m->gguf.images[i].fd;
+        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT);
+    }
+}
+
+/* Puts memory of the program's own in place of the mapped pages of all tensors of a part, and reads them into it. No
+ * pointer changes. Returns 0, or -1 with a message. */
+static int part_read(struct reader *d, const struct model *m, enum tensor_part part, char *err) {
+    const struct gguf *g = &m->gguf;
     const size_t page = size_max((size_t)sysconf(_SC_PAGESIZE), READ_ALIGN);
-    const double total = (double)(model_bytes(s->m) - experts_bytes(s->m));
+    const double total = (double)part_bytes(m, part);
     double done = 0, t0 = now_seconds(), shown = t0;
     for (uint32_t i = 0; i < g->n_tensors; i++) {
         const struct gguf_tensor *t = &g->tensors[i];
-        if (!tensor_stays(s->m, t)) continue;
+        if (tensor_part_of(m, t) != part) continue;
         const struct gguf_image *im = &g->images[t->shard];
         const size_t from = (size_t)(t->data - im->base), first = from / page * page;
         const size_t n = size_min((from + t->bytes + page - 1) / page * page, im->size) - first;
@@ -10505,9 +10567,9 @@ static int store_read_rest(struct store *s, char *err) {
         if (mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED)
             return fail(err, "there is no memory for %zu bytes of the model: %s", n, strerror(errno));
         madvise(at, n, MADV_HUGEPAGE);
-        reader_ask(&s->reader, im->fd, first, n, at, &left);
-        reader_wait(&s->reader, &left);
-        if (*s->reader.failure) return fail(err, "%s", s->reader.failure);
+        reader_ask(d, im->fd, first, n, at, &left);
+        reader_wait(d, &left);
+        if (*d->failure) return fail(err, "%s", d->failure);
         done += (double)t->bytes;
         reading_progress(done, total, t0, &shown);
     }
@@ -10614,7 +10676,7 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
         y->slot_of = xcalloc(n, sizeof *y->slot_of);
         y->expert_of = xcalloc((size_t)y->n_slot, sizeof *y->expert_of);
         y->heat = xcalloc(n, sizeof *y->heat);
-        y->shift = y->n_slot < 8 * layer->n_expert_used ? 2 : y->n_slot < 24 * layer->n_expert_used ? 3 : 4;
+        y->shift = heat_shift(y->n_slot, layer->n_expert_used);
         s->bytes += (size_t)y->n_slot * slab_bytes(layer);
     }
     store_empty(s);
@@ -10637,11 +10699,8 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
             at = slab_place(&y->slab[i], own, at);
         }
     }
-    for (uint32_t i = 0; i < m->gguf.n_images; i++) {
-        const int fd = m->gguf.images[i].fd;
-        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT); /* a file system without it reads through the page cache */
-    }
-    if (store_read_rest(s, err)) {
+    files_read_directly(m);
+    if (part_read(&s->reader, m, PART_REST, err)) {
         store_close(s);
         return NULL;
     }
@@ -10651,6 +10710,78 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
         return NULL;
     }
     return s;
+}
+
+/* ============================================================================================================
+ * Experts in host memory
+ *
+ * Where not all experts fit on the GPUs, the host's memory has all of them, pinned, so that kernels can read them while
+ * a forward runs. They are in the form of the file and at the addresses where it is mapped.
+ * ============================================================================================================ */
+
+struct home {
+    struct host_range *range; /* stb_ds: whole pages, apart from each other */
+    ptrdiff_t n_pinned;       /* of them */
+};
+
+static int range_order(const void *a, const void *b) {
+    const struct host_range *x = a, *y = b;
+    return (x->base > y->base) - (x->base < y->base);
+}
+
+/* The pages of all routed experts. */
+static struct host_range *home_ranges(const struct model *m) {
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    struct host_range *all = NULL, *joined = NULL;
+    for (uint32_t i = 0; i < m->gguf.n_tensors; i++) {
+        const struct gguf_tensor *t = &m->gguf.tensors[i];
+        const uintptr_t from = (uintptr_t)t->data / page * page;
+        const uintptr_t to = ((uintptr_t)t->data + t->bytes + page - 1) / page * page;
+        if (tensor_part_of(m, t) == PART_EXPERTS) arrput(all, ((struct host_range){(uint8_t *)from, to - from}));
+    }
+    if (all) qsort(all, arrlenu(all), sizeof *all, range_order);
+    for (ptrdiff_t i = 0; i < arrlen(all); i++) {
+        struct host_range *last = joined ? &arrlast(joined) : NULL;
+        if (last && all[i].base < last->base + last->bytes) /* they share a page */
+            last->bytes = size_max(last->bytes, (size_t)(all[i].base + all[i].bytes - last->base));
+        else arrput(joined, all[i]);
+    }
+    arrfree(all);
+    return joined;
+}
+
+static void home_close(struct home *h) {
+    while (h->n_pinned) cuda_unpin(h->range[--h->n_pinned]);
+    arrfree(h->range);
+}
+
+/* Reads the routed experts of m into memory and pins it. Returns 0, or -1 with a message and nothing pinned. */
+static int home_open(struct home *h, const struct model *m, char *err) {
+    int rc = 0;
+    *h = (struct home){0};
+    if (m->file_bytes) {
+        struct reader d = {0};
+        reader_start(&d);
+        files_read_directly(m);
+        rc = part_read(&d, m, PART_EXPERTS, err);
+        reader_stop(&d);
+    }
+    for (uint32_t i = 0; i < m->gguf.n_tensors && m->synthetic; i++) {
+        const struct gguf_tensor *t = &m->gguf.tensors[i];
+        uint64_t rng = 42;
+        if (tensor_part_of(m, t) == PART_EXPERTS)
+            synth_fill((uint8_t *)(uintptr_t)t->data, t->bytes, t->type, false, &rng);
+    }
+    h->range = home_ranges(m);
+    for (; !rc && h->n_pinned < arrlen(h->range); h->n_pinned++) {
+        const struct host_range *range = &h->range[h->n_pinned];
+        const char *why = cuda_pin(*range);
+        if (!why) continue;
+        rc = fail(err, "cannot pin %.2f GiB of host memory for experts: %s", (double)range->bytes / 0x1p30, why);
+        break;
+    }
+    if (rc) home_close(h);
+    return rc;
 }
 
 /* ============================================================================================================
@@ -11061,6 +11192,11 @@ static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
     if (in_sum2) memcpy(in_sum2, r->in_sum2, in_sum2_before(r->m, model_blocks(r->m)) * sizeof *in_sum2);
 }
 
+static void cpu_read_counts(struct rank *r, struct expert_counts *counts) {
+    const struct store *s = r->cpu->store;
+    for (int il = 0; s && il < model_blocks(r->m); il++) counts[il] = s->layer[il].count;
+}
+
 /* ============================================================================================================
  * CPU operations: logits and results
  *
@@ -11392,6 +11528,8 @@ int cuda_rank_start(struct rank *r, const struct model *shard, const void *opts,
     (void)r, (void)shard, (void)opts;
     return fail(err, "%s", no_cuda);
 }
+const char *cuda_pin(struct host_range h) { return (void)h, no_cuda; }
+void cuda_unpin(struct host_range h) { (void)h; }
 #endif
 
 /* NCCL's version, or why there is none. */
@@ -12008,9 +12146,17 @@ static void session_check(struct session *s) {
     if (session_failed(s, err)) die("%s", err);
 }
 
-/* The experts of all forwards; zeros where all are in memory. */
-static struct store_counts session_experts(const struct session *s) {
-    return store_count(s->r->cpu ? s->r->cpu->store : NULL);
+/* The experts of all forwards and layers; zeros where all are in memory. Ranks that share a layer count the same. */
+static struct expert_counts session_experts(const struct session *s) {
+    struct expert_counts sum = {0};
+    for (int i = 0; i < s->pg.n; i++) {
+        struct rank *r = &s->pg.ranks[i];
+        struct expert_counts *of = xcalloc((size_t)model_blocks(r->m), sizeof *of);
+        if (!r->m->shard.rank) r->ops->read_counts(r, of);
+        for (int il = 0; il < model_blocks(r->m); il++) sum.hits += of[il].hits, sum.misses += of[il].misses;
+        free(of);
+    }
+    return sum;
 }
 
 /* Enqueues the forward of the token that is being chosen, before the host knows it: the device need not wait until the
@@ -19449,6 +19595,7 @@ static void manual_completion(enum shell shell, FILE *f) {
 enum think { THINK_AUTO, THINK_ON, THINK_OFF, THINK_LOW, THINK_MEDIUM, THINK_HIGH, THINK_MAX };
 enum show_think { SHOW_AUTO, SHOW_ON, SHOW_OFF };
 enum color { COLOR_AUTO, COLOR_ON, COLOR_OFF };
+enum fit { FIT_ON, FIT_OFF };
 enum spec_type { SPEC_NONE, SPEC_DRAFT_MTP };
 enum qat { QAT_OFF, QAT_ON };
 
@@ -19463,6 +19610,7 @@ static const char *const moe_act_names[] = {
     [MOE_ACT_AUTO] = "auto", [MOE_ACT_F16] = "bf16", [MOE_ACT_FP4] = "fp4", NULL};
 static const char *const spec_names[] = {[SPEC_NONE] = "none", [SPEC_DRAFT_MTP] = "draft-mtp", NULL};
 static const char *const qat_names[] = {[QAT_OFF] = "off", [QAT_ON] = "on", NULL};
+static const char *const fit_names[] = {[FIT_ON] = "on", [FIT_OFF] = "off", NULL};
 static const char *const allreduce_names[] = {
     [ALLREDUCE_AUTO] = "auto", [ALLREDUCE_NCCL] = "nccl", [ALLREDUCE_ONESHOT] = "oneshot", NULL};
 
@@ -19491,7 +19639,9 @@ struct settings {
     int spec_type;            /* enum spec_type; -1: unset, engine_drafts chooses */
     int draft_max, draft_min; /* drafts of a round */
     int vram_reserve;         /* MiB */
-    int expert_memory;        /* MiB; 0: as much as there is */
+    enum fit fit;
+    char *host;        /* see host_parse */
+    int expert_memory; /* MiB; 0: as much as there is */
     enum allreduce allreduce;
     enum moe_act moe_act;
     /* modes, and the options that belong to one */
@@ -19715,7 +19865,11 @@ static const struct option options[] = {
     {"gpus", IS_STR(gpus), .arg = "0,1", .help = "GPU numbers (default: the first; without any, the CPU)"},
     {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N", .help = "GPUs that share every layer (default: all of --gpus)"},
     {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "pipeline stages that divide the layers (default: 1)"},
+    {"host", IS_STR(host), .arg = "GIB", .of = "plan",
+     .help = "host memory for experts, GIB or GIB@GBPS of copies to a GPU"},
     {"vram-reserve", IS_INT(vram_reserve, 0, 1 << 20), .arg = "MIB", .help = "GPU memory to leave free (default: 256)"},
+    {"fit", "-fit", IS_CHOICE(fit, fit_names), .rare = true, .arg = "on|off",
+     .help = "off: refuse a model that does not fit on the GPUs (default: on, experts stay in host memory)"},
     {"expert-memory", IS_INT(expert_memory, 1, 1 << 26), .rare = true, .arg = "MIB",
      .help = "memory of experts on a CPU (default: what fits)"},
     {"allreduce", IS_CHOICE(allreduce, allreduce_names), .rare = true, .arg = "HOW",
@@ -19829,7 +19983,6 @@ static const struct llama_option llama_options[] = {
     {"--log-file --log-prompts-dir", REFUSE = "there is no log; 2>FILE keeps the messages"},
     {"--offline", IGNORE = "moe never uses the network"},
     {"--no-escape", IGNORE = "escapes are processed with -e only"},
-    {"-fit~ --fit~", IGNORE = "-c 0, the default, fits the context into memory"},
     {"-fitt --fit-target -fitc --fit-ctx", REFUSE = "use --vram-reserve MIB and -c N"},
     {"-np= --parallel=", "1", IGNORE = "there is one conversation at a time"},
     {"-np --parallel", REFUSE = "there is one conversation at a time"},
@@ -20275,6 +20428,17 @@ static struct gpu_list gpus_parse(const char *text) {
         p = *end ? end + 1 : end;
     }
     return g;
+}
+
+/* The value of --host: the memory of a machine that --gpus describes, in GiB, and after an @ the GB/s at which each GPU
+ * copies from it; 0: not given. */
+static void host_parse(const char *text, double *gib, double *gb_per_s) {
+    int end = 0;
+    *gib = *gb_per_s = 0;
+    if (!text) return;
+    const int got = sscanf(text, "%lf%n@%lf%n", gib, &end, gb_per_s, &end);
+    if (got < 1 || text[end] || !(*gib >= 1 && *gib <= 1e6) || (got == 2 && !(*gb_per_s >= 1 && *gb_per_s <= 1e4)))
+        die_usage("--host %s: expected GIB or GIB@GBPS, such as 128 or 128@50", text);
 }
 
 /* Settles the sampling options that were not given: from the model file, or from our defaults. A pruned model repeats
@@ -21427,18 +21591,18 @@ enum stop_reason {
 enum think_end { THINK_END_NONE, THINK_END_KEY, THINK_END_BUDGET };
 
 struct turn_stats {
-    enum stop_reason why;      /* why the answer ended */
-    enum think_end think_end;  /* and its thinking, */
-    int think_tokens;          /* after so many tokens, if something ended that */
-    int n_cached;              /* tokens of the prompt that were in the cache */
-    int n_prompt, n_generated; /* tokens of the prompt that were computed, tokens of the answer */
-    double prompt_seconds;     /* to compute the prompt */
-    double seconds;            /* to generate the answer */
-    double first_seconds;      /* from the start of the turn to the first token of the answer */
-    double bytes;              /* of weights and KV cache read while generating */
-    struct draft_stats drafts; /* of its rounds */
-    struct store_counts store; /* of its forwards */
-    uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
+    enum stop_reason why;       /* why the answer ended */
+    enum think_end think_end;   /* and its thinking, */
+    int think_tokens;           /* after so many tokens, if something ended that */
+    int n_cached;               /* tokens of the prompt that were in the cache */
+    int n_prompt, n_generated;  /* tokens of the prompt that were computed, tokens of the answer */
+    double prompt_seconds;      /* to compute the prompt */
+    double seconds;             /* to generate the answer */
+    double first_seconds;       /* from the start of the turn to the first token of the answer */
+    double bytes;               /* of weights and KV cache read while generating */
+    struct draft_stats drafts;  /* of its rounds */
+    struct expert_counts store; /* of its forwards */
+    uint32_t logit_hash;        /* of the last logits: equal runs give equal hashes */
 };
 
 struct chat {
@@ -22322,7 +22486,7 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st, c
     double t0 = now_seconds();
     if (s->r->m->n_mtp) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
     const struct draft_stats drafts_before = s->drafting.total;
-    const struct store_counts experts_before = session_experts(s);
+    const struct expert_counts experts_before = session_experts(s);
     int32_t *ending = NULL;
     size_t ended = 0; /* tokens of `ending` that were taken */
     st->why = STOP_LENGTH;
@@ -22363,8 +22527,8 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st, c
     st->seconds = now_seconds() - t0;
     arrfree(ending);
     st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
-    const struct store_counts experts = session_experts(s);
-    st->store = (struct store_counts){experts.hits - experts_before.hits, experts.misses - experts_before.misses};
+    const struct expert_counts experts = session_experts(s);
+    st->store = (struct expert_counts){experts.hits - experts_before.hits, experts.misses - experts_before.misses};
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
 }
@@ -22387,9 +22551,9 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
     if (st->drafts.drafted[0]) note("%s | context %.0f %%", line, 100 * use);
     else note("%s | context %.0f %% of %s", line, 100 * use, with_commas((uint64_t)c->s->n_ctx, a));
     const double experts = (double)(st->store.hits + st->store.misses);
-    n = experts > 0
-            ? snprintf(line, sizeof line, "experts %.0f %% in memory | ", 100 * (double)st->store.hits / experts)
-            : 0;
+    n = experts > 0 ? snprintf(line, sizeof line, "experts %.0f %% %s | ", 100 * (double)st->store.hits / experts,
+                               c->s->r->cpu ? "in memory" : "on the GPU")
+                    : 0;
     line[n] = 0;
     if (details)
         note("# first token %.2f s | %.1f GB/s | %scontext %s tokens | logits #%08x", st->first_seconds,
@@ -24928,6 +25092,8 @@ enum plan_read {
 enum {
     PLAN_CTX = 4096,     /* tokens of context that a model needs room for to fit, unless -c asks for fewer */
     PLAN_CTX_STEP = 256, /* the largest context is rounded down to a multiple of so many tokens */
+    OFFLOAD_CTX = 32768, /* tokens of context at most, unless -c asks for more, where experts are in host memory */
+    OFFLOAD_SHARE = 4,   /* and the cache takes at most 1 / OFFLOAD_SHARE of what is left for it and the experts */
     PLAN_LAYOUTS = 3,    /* most ways to write the number of GPUs, up to MAX_RANKS, as tp x pp */
     PLAN_RIGHT = 70      /* percent of right drafts among those after right ones, assumed */
 };
@@ -24974,14 +25140,26 @@ struct plan_layout {
     struct plan_rank rank[MAX_RANKS];
     int context, largest[2];  /* tokens, 0: it does not fit; largest: with a cache of FP8 and of BF16 */
     double roofline[2];       /* tokens per second, for each of plan_reduce */
-    struct forecast forecast; /* of GPUs */
+    struct forecast forecast; /* of GPUs; where experts are in host memory, with typical hits */
+    double slow;              /* seconds of a token with few hits */
     struct draft_forecast drafts;
 };
 
 /* How the search ended. What does not fit with all experts may still fit with a smaller context: see `shorter`. */
-enum plan_outcome { PLAN_FITS, PLAN_FITS_STAGES, PLAN_NEEDS_PRUNING, PLAN_DOES_NOT_FIT };
+enum plan_outcome { PLAN_FITS, PLAN_FITS_STAGES, PLAN_FITS_HOST, PLAN_NEEDS_PRUNING, PLAN_DOES_NOT_FIT };
 
-static const char *const plan_verdicts[] = {"fits", "fits with --pp", "needs pruning", "does not fit"};
+static const char *const plan_verdicts[] = {"fits", "fits with --pp", "fits with experts in host memory",
+                                            "needs pruning", "does not fit"};
+
+/* How many of the experts that a token uses are on the GPU, in percent, when it holds so many of all: of a model whose
+ * hits are few, of a typical one. Interpolated among rates that were published of least-recently-used caches of
+ * Qwen3-30B, Flash-Next, DeepSeek-V4, GLM-5 and Gemma. */
+static const struct {
+    double held, few, typical;
+} plan_hits[] = {{0, 0, 0},     {.06, 30, 40}, {.125, 45, 57}, {.19, 57, 70},  {.25, 66, 78},
+                 {.38, 79, 87}, {.5, 88, 92},  {.63, 93, 96},  {.8, 97, 98.5}, {1, 100, 100}};
+enum { PLAN_COPY = 50 /* GB/s at which a GPU copies from host memory, assumed: PCIe 5.0 x16 */ };
+static const double plan_copies = 0.9; /* part of that rate which k_fetch reaches, assumed */
 
 struct plan {
     const struct model *m;
@@ -24989,17 +25167,23 @@ struct plan {
     struct plan_device device[MAX_RANKS];
     int n_device;
     int64_t host;        /* CPU: bytes of the file without the layers */
+    int64_t host_memory; /* bytes that experts may take in the host's memory; */
+    double copy_rate;    /* bytes per second that a GPU copies from there, */
+    const char *copy_source;
     int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
     int want, least;          /* tokens of context: wished for; without which the model does not fit */
+    bool stats;               /* there are statistics, see gpu_bytes */
+    int n_slot;               /* experts of a layer that the GPUs hold at most; 0: all */
     int draft_min, draft_max; /* drafts of a round */
     struct plan_layout layout[PLAN_LAYOUTS];
     int n_layout;
     /* the answer */
     enum plan_outcome outcome;
     int chosen, context;    /* index of the layout; tokens of context */
-    int experts;            /* per layer, after pruning; if even that does not fit, all */
+    int experts;            /* per layer, after pruning; if that is not possible or not needed, all */
+    int keep;               /* per layer, with which it would fit without experts in host memory; 0: none */
     double percent;         /* of the model's experts that these are */
     int first_experts;      /* per layer, with which the first layout fits where another one keeps more; 0: none */
     int fewest;             /* experts per layer that a token needs */
@@ -25043,6 +25227,16 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
     return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(rule, m, layer);
 }
 
+/* Percent of the experts that a token uses which are on the GPU, with so many slots. */
+static double plan_hit_percent(const struct plan *p, bool few) {
+    const double held = p->n_slot ? fmin(1, (double)p->n_slot / p->m->n_expert_max) : 1;
+    size_t i = 1;
+    while (plan_hits[i].held < held) i++;
+    const double at = (held - plan_hits[i - 1].held) / (plan_hits[i].held - plan_hits[i - 1].held);
+    const double from = few ? plan_hits[i - 1].few : plan_hits[i - 1].typical;
+    return from + at * ((few ? plan_hits[i].few : plan_hits[i].typical) - from);
+}
+
 /* Adds what a rank holds of layer il, and what a token reads of it: every tensor of the table. */
 static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int il) {
     const struct layer *layer = &m->layers[il];
@@ -25072,7 +25266,8 @@ static int64_t plan_head_hc(const struct model *m) {
 /* Bytes of the activation buffers of rank i. */
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
     if (p->cpu) return p->activations;
-    return (int64_t)gpu_bytes(&r->m, gpu_chunk(&r->m, ctx, (size_t)p->device[i].memory, false), false);
+    const int chunk = gpu_chunk(&r->m, ctx, (size_t)p->device[i].memory, p->stats);
+    return (int64_t)gpu_bytes(&r->m, chunk, p->stats, p->n_slot ? r->m.n_expert_max : 0);
 }
 
 /* Bytes of the cache that hold the keys of indexers. */
@@ -25161,6 +25356,11 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     shard_free(&r->m);
     memset(r, 0, sizeof *r);
     shard_model(shard_of, m, shard);
+    for (int il = 0; il < model_blocks(shard_of) && p->n_slot; il++) {
+        struct layer *layer = &shard_of->layers[il];
+        struct weight *const w[] = {&layer->gate, &layer->up, &layer->down};
+        for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++) w[k]->n_expert = int_min(w[k]->n_expert, p->n_slot);
+    }
     plan_matrix(r, &shard_of->output);
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
     plan_matrix(r, &shard_of->embd);
@@ -25189,16 +25389,52 @@ static bool plan_divides(const struct model *m, int tp, int pp) {
     return whole;
 }
 
+/* Sizes the ranks of a layout for m. */
+static void plan_size(struct plan *p, struct plan_layout *d, const struct model *m) {
+    for (int i = 0; i < p->n_device; i++)
+        plan_rank(&d->rank[i], p, m, (struct shard){i % d->tp, d->tp, i / d->tp, d->pp});
+}
+
 /* Sizes the ranks of every layout for m and chooses the first layout that fits; false: none does. */
 static bool plan_choose(struct plan *p, const struct model *m) {
-    for (int k = 0; k < p->n_layout; k++) {
-        struct plan_layout *d = &p->layout[k];
-        for (int i = 0; i < p->n_device; i++)
-            plan_rank(&d->rank[i], p, m, (struct shard){i % d->tp, d->tp, i / d->tp, d->pp});
-    }
+    p->n_slot = 0;
+    for (int k = 0; k < p->n_layout; k++) plan_size(p, &p->layout[k], m);
     for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++)
         if ((p->context = plan_context(p, &p->layout[p->chosen]))) return true;
     return false;
+}
+
+/* The context of a layout that is sized for the fewest slots: p->want where that was asked for, otherwise what takes no
+ * more than its share of the memory. */
+static int plan_offload_context(const struct plan *p, const struct plan_layout *d) {
+    int ctx = p->want > p->least ? int_min(p->want, OFFLOAD_CTX) : p->want;
+    for (int i = 0; i < p->n_device && p->want > p->least; i++) {
+        const struct plan_rank *r = &d->rank[i];
+        const int64_t left = p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx);
+        ctx = context_fit(&r->m, p->kv, (uint64_t)(left > 0 ? left : 0) / OFFLOAD_SHARE, ctx);
+    }
+    return int_max(ctx, p->least);
+}
+
+/* Sizes a layout for as many slots of experts as there is room for: sets n_slot and context. False: there is no room for
+ * the fewest with which two tokens can be computed at once. */
+static bool plan_offload(struct plan *p, struct plan_layout *d) {
+    const struct model *m = p->m;
+    int lo = 2 * m->max.n_expert_used, hi = m->n_expert_max - 1;
+    if (lo > hi) return false;
+    p->n_slot = lo;
+    plan_size(p, d, m);
+    p->context = plan_offload_context(p, d);
+    if (plan_least_free(p, d, p->context, p->kv) < 0) return p->n_slot = 0, false;
+    while (lo < hi) {
+        p->n_slot = (lo + hi + 1) / 2;
+        plan_size(p, d, m);
+        if (plan_least_free(p, d, p->context, p->kv) >= 0) lo = p->n_slot;
+        else hi = p->n_slot - 1;
+    }
+    p->n_slot = lo;
+    plan_size(p, d, m);
+    return true;
 }
 
 /* Whether moe-reap can take experts from a layer: not where tables of token ids choose them. */
@@ -25246,7 +25482,35 @@ static bool plan_try(struct plan *p, int n) {
     return fits;
 }
 
-/* The search: all experts first, then fewer per layer, each time in every layout, until one fits. */
+/* The first layout that runs with experts in host memory, which has room for them; sized. False: none does. */
+static bool plan_offload_any(struct plan *p) {
+    if (p->cpu || (int64_t)part_bytes(p->m, PART_EXPERTS) > p->host_memory) return false;
+    for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++)
+        if (plan_offload(p, &p->layout[p->chosen])) return true;
+    return false;
+}
+
+/* Of a model that does not fit with all experts: whether it does with experts in host memory. Then what pruning would
+ * give is only told. */
+static void plan_prefer_host(struct plan *p) {
+    const enum plan_outcome outcome = p->outcome;
+    const int chosen = p->chosen, context = p->context;
+    if (plan_offload_any(p)) {
+        p->outcome = PLAN_FITS_HOST;
+        p->keep = outcome == PLAN_NEEDS_PRUNING ? p->experts : 0;
+        p->experts = p->m->n_expert_max;
+        p->percent = 100;
+        p->first_experts = 0;
+        return;
+    }
+    p->chosen = chosen;
+    p->context = context;
+    if (outcome == PLAN_NEEDS_PRUNING) plan_try(p, p->experts);
+    else plan_choose(p, p->m), plan_missing(p), p->context = context;
+}
+
+/* The search: all experts first, then with experts in host memory; how many would fit without them, fewer per layer,
+ * each time in every layout. */
 static void plan_solve(struct plan *p) {
     const struct model *m = p->m;
     const int all = m->n_expert_max, step = m->n_group, usual = int_min(PLAN_CTX, m->n_ctx_train);
@@ -25261,6 +25525,7 @@ static void plan_solve(struct plan *p) {
             if (p->first_experts || p->experts != n) plan_try(p, n);
             p->missing_pruned = 0;
             p->outcome = n < all ? PLAN_NEEDS_PRUNING : p->layout[p->chosen].pp > 1 ? PLAN_FITS_STAGES : PLAN_FITS;
+            if (n < all) plan_prefer_host(p);
             return;
         }
         p->missing_pruned = plan_missing(p);
@@ -25280,6 +25545,7 @@ static void plan_solve(struct plan *p) {
     p->experts = all;
     p->percent = 100;
     p->context = p->least;
+    plan_prefer_host(p);
 }
 
 /* ============================================================================================================
@@ -25324,6 +25590,12 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
     }
 }
 
+/* The memory of a GPU that so many ranks share. */
+static void plan_memory(struct plan_device *d, const struct gpu_facts *f, int ranks, const struct settings *set) {
+    d->memory = (int64_t)f->total / ranks;
+    d->usable = ((int64_t)f->free - ((int64_t)set->vram_reserve << 20)) / ranks;
+}
+
 /* Asks the GPUs of this machine: the n that are listed in device, otherwise as many as --tp and --pp need, or all. */
 static void plan_real(struct plan *p, const struct settings *set, const int *device, int n) {
     char err[ERR_MAX];
@@ -25338,11 +25610,11 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (cuda_facts(gpu, &f, false)) die("cannot read the memory size of GPU %d", gpu);
         snprintf(d->name, sizeof d->name, "%s", f.label);
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
-        d->memory = (int64_t)f.total / ranks;
+        plan_memory(d, &f, ranks, set);
+        if (f.integrated) p->host_memory = 0; /* it is the GPU's */
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
         d->source = "reported";
-        d->usable = ((int64_t)f.free - ((int64_t)set->vram_reserve << 20)) / ranks;
     }
 }
 
@@ -25399,6 +25671,7 @@ enum decode_kernel {
     DECODE_MLA_VALUE,
     DECODE_DELTA,
     DECODE_ROUTER,
+    DECODE_FETCH,
     DECODE_GLU,
     DECODE_DOWN,
     DECODE_KEEP_HIDDEN,
@@ -25436,6 +25709,7 @@ static const struct {
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
+    [DECODE_FETCH] = {"k_fetch", 1.5},             /* nothing is missing: a latency of L2; slots cost the router 1.0 */
     [DECODE_GLU] = {"k_gemv_glu", 1.4},            /* run: 1.4 */
     [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
     [DECODE_KEEP_HIDDEN] = {"k_keep_hidden", 0.6}, /* a norm */
@@ -25554,6 +25828,7 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
             launch_add(k, DECODE_ROUTER,
                        norm + READS(&l->expert_ids, &l->router, &l->router.bias, &l->router_bias, &l->sh_weight), 0);
         k->list[k->router].norms = fuses;
+        if (l->gate.n_expert < l->n_expert) launch_add(k, DECODE_FETCH, 0, 0);
     }
     launch_add(k, DECODE_GLU,
                (l->n_expert ? 0 : norm) + READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias, &l->sh_gate, &l->sh_up),
@@ -25687,8 +25962,14 @@ static struct forecast forecast_launches(const struct launch *list, int from, do
     return f;
 }
 
-/* The forecast of a layout at a context. Ranks of a stage run at the same time: the slowest counts. */
-static struct forecast plan_forecast(const struct plan *p, const struct plan_layout *d, int ctx) {
+/* Seconds in which a GPU copies what it misses of so many bytes of experts. */
+static double plan_copy_seconds(const struct plan *p, double bytes, bool few) {
+    return bytes * (1 - 1e-2 * plan_hit_percent(p, few)) / (p->copy_rate * plan_copies);
+}
+
+/* The forecast of a layout at a context. Ranks of a stage run at the same time: the slowest counts. few: with few hits,
+ * where experts are in host memory. */
+static struct forecast plan_forecast(const struct plan *p, const struct plan_layout *d, int ctx, bool few) {
     struct forecast sum = {0};
     for (int stage = 0; stage < d->pp; stage++) {
         struct forecast slowest = {0};
@@ -25696,7 +25977,9 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
             struct launch *list =
                 decode_launches(&d->rank[i].m, PASS_FORWARD, &d->rank[i].m.output, p->kv, (size_t)ctx);
             const int early = stage ? 2 : 0; /* later stages have the id and its embedding before their input comes */
-            const struct forecast f = forecast_launches(list, early, p->device[i].rate, p->device[i].l2);
+            struct forecast f = forecast_launches(list, early, p->device[i].rate, p->device[i].l2);
+            const double copies = plan_copy_seconds(p, (double)d->rank[i].bytes_per_token[READ_EXPERTS], few);
+            f.seconds += copies, f.beside += copies;
             if (f.seconds > slowest.seconds) slowest = f;
             arrfree(list);
         }
@@ -25727,7 +26010,7 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
                     more += (double)plan_matrix_reads(false, w[j], 1) *
                             (experts_expected(layer, k + 1) - layer->n_expert_used);
             }
-            slowest = fmax(slowest, more / (p->device[i].rate * forecast_rate) +
+            slowest = fmax(slowest, more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) +
                                         k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
             arrfree(list);
         }
@@ -25761,13 +26044,14 @@ static void forecast_profile(const struct session *s, struct profile_row *row, i
 static void plan_finish(struct plan *p) {
     for (int k = 0; k < p->n_layout; k++) {
         struct plan_layout *d = &p->layout[k];
-        d->context = plan_context(p, d);
+        d->context = p->n_slot && k == p->chosen ? p->context : plan_context(p, d);
         d->largest[0] = plan_largest(p, d, KV_FP8);
         d->largest[1] = plan_largest(p, d, KV_BF16);
         for (int j = 0; j < 2; j++)
             d->roofline[j] = plan_roofline(p, d, d->context ? d->context : p->least, plan_reduce[j]);
         if (!p->cpu) {
-            d->forecast = plan_forecast(p, d, d->context ? d->context : p->least);
+            d->forecast = plan_forecast(p, d, d->context ? d->context : p->least, false);
+            d->slow = plan_forecast(p, d, d->context ? d->context : p->least, true).seconds;
             d->drafts = plan_drafts(p, d, d->context ? d->context : p->least);
         }
         snprintf(d->name, sizeof d->name, "--tp %d --pp %d", d->tp, d->pp);
@@ -25880,8 +26164,17 @@ static void plan_head(const struct plan *p, char **text) {
     if (p->outcome == PLAN_NEEDS_PRUNING && by_id)
         sb_printf(text, "\n            %d layer%s with experts by token ids keep%s all", by_id, by_id > 1 ? "s" : "",
                   by_id > 1 ? "" : "s");
+    if (p->outcome == PLAN_FITS_HOST)
+        sb_printf(
+            text,
+            ": %d of %d a layer\n            on the GPU%s, all in %s of host memory; a token finds %.0f to %.0f %%",
+            p->n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "", with_unit((double)part_bytes(m, PART_EXPERTS), b),
+            plan_hit_percent(p, true), plan_hit_percent(p, false));
+    if (p->keep)
+        sb_printf(text, "\n            all fit on the GPU%s with %d of %d (moe-reap --keep %d)",
+                  p->n_device > 1 ? "s" : "", p->keep, m->n_expert_max, p->keep);
     if (p->outcome == PLAN_DOES_NOT_FIT) sb_printf(text, ": short by %s %s", a, where);
-    if (p->missing_pruned > 0 && p->missing_pruned < p->missing)
+    if (p->outcome != PLAN_FITS_HOST && p->missing_pruned > 0 && p->missing_pruned < p->missing)
         sb_printf(text, "\n            with %d experts per layer: still short by %s", p->fewest,
                   with_unit((double)p->missing_pruned, a));
     if (p->shorter) sb_printf(text, "\n            with all experts: fits with -c %d", p->shorter);
@@ -25934,6 +26227,13 @@ static void plan_drafts_text(const struct plan *p, const struct plan_layout *d, 
     sb_printf(text, "\n");
 }
 
+/* Bytes that the GPU which copies most copies for a token. */
+static double plan_copied(const struct plan *p, const struct plan_layout *d, bool few) {
+    double most = 0;
+    for (int i = 0; i < p->n_device; i++) most = fmax(most, (double)d->rank[i].bytes_per_token[READ_EXPERTS]);
+    return most * (1 - 1e-2 * plan_hit_percent(p, few));
+}
+
 /* The answer for people, in at most 80 columns, goes to text; returns that for programs, with sizes in bytes. */
 static json_t *plan_answer(const struct plan *p, char **text) {
     const struct plan_layout *d = &p->layout[p->chosen];
@@ -25981,6 +26281,12 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   "forecast    about %.0f tok/s at this context: %d kernels,\n"
                   "            %.2f ms besides reading (source: %s)\n",
                   1 / d->forecast.seconds, d->forecast.kernels, d->forecast.beside * 1e3, forecast_source);
+    if (p->n_slot)
+        sb_printf(text,
+                  "            %.0f tok/s where experts repeat less; %.2f to %.2f GB a token\n"
+                  "            are copied at %.0f GB/s (%s)\n",
+                  1 / d->slow, plan_copied(p, d, false) * 1e-9, plan_copied(p, d, true) * 1e-9,
+                  p->copy_rate * plan_copies * 1e-9, p->copy_source);
     plan_drafts_text(p, d, text);
     for (int k = 0; k < p->n_layout; k++) {
         const struct plan_layout *o = &p->layout[k];
@@ -26002,6 +26308,14 @@ static json_t *plan_answer(const struct plan *p, char **text) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
         json_object_set_new(json, "forecast_source", json_string(forecast_source));
+        if (p->n_slot)
+            json_object_set_new(json, "host_experts",
+                                json_pack("{s:i,s:I,s:f,s:f,s:f,s:f,s:f,s:i}", "slots", p->n_slot, "bytes",
+                                          (json_int_t)part_bytes(m, PART_EXPERTS), "hit_percent",
+                                          plan_hit_percent(p, false), "hit_percent_few", plan_hit_percent(p, true),
+                                          "forecast_few", 1 / d->slow, "copied_bytes", plan_copied(p, d, false),
+                                          "copy_bytes_per_second", p->copy_rate * plan_copies, "keep_experts",
+                                          p->keep));
         if (d->drafts.depth)
             json_object_set_new(json, "forecast_drafts",
                                 json_pack("{s:i,s:f,s:f,s:f}", "drafts", d->drafts.depth, "round_steps",
@@ -26043,6 +26357,13 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->draft_max = set->draft_max;
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     if (gpu && gpu_lacks(m)) die_usage("%s are not supported on a GPU; use --cpu", gpu_lacks(m));
+    double gib, gb_per_s;
+    host_parse(set->host, &gib, &gb_per_s);
+    p->host_memory = gib > 0 ? (int64_t)(gib * 0x1p30) : (int64_t)memory_available();
+    p->host_memory = set->fit == FIT_OFF ? 0 : p->host_memory - p->host_memory / 32;
+    p->copy_rate = 1e9 * (gb_per_s > 0 ? gb_per_s : PLAN_COPY);
+    p->copy_source = gb_per_s > 0 ? "given" : "assumed";
+    if (set->host && !gpu) die_usage("--host describes a machine with GPUs: it needs --gpus");
     if (!gpu) plan_cpu(p, set);
     else if (gpus_parse(set->gpus).gib > 0) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
     else plan_real(p, set, device, n_device);
@@ -26176,6 +26497,7 @@ static void model_check(const char *path) {
 struct engine {
     struct model model;
     struct session session; /* session.m is NULL until it is open */
+    struct home home;       /* of experts that do not fit on the GPUs */
     struct settings *set;
 };
 
@@ -26183,7 +26505,7 @@ struct engine {
  * memory that is left when the whole model is in memory, or a quarter of that without experts where it is not. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
-    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - part_bytes(m, PART_EXPERTS);
     const uint64_t budget = have > all ? (have - all) / 2 : have > rest ? (have - rest) / 4 : 0;
     if (e->set->n_ctx) return e->set->n_ctx;
     return int_max(context_fit(m, settings_kv(e->set, m, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
@@ -26194,7 +26516,7 @@ static int choose_context(const struct engine *e) {
 static void engine_read(struct engine *e) {
     const struct model *m = &e->model;
     struct rank *r = e->session.r;
-    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - part_bytes(m, PART_EXPERTS);
     const uint64_t taken = r->kv_bytes + r->bytes + have / 32, asked = (uint64_t)e->set->expert_memory << 20;
     const bool fits = all + taken <= have, several = e->session.pg.n > 1;
     char err[ERR_MAX];
@@ -26302,6 +26624,64 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
+/* How many experts of a layer fit on the GPUs with a context of *n_ctx tokens, 0: one that is chosen; then *n_ctx is what
+ * fits with them. Returns 0: all, and the start finds the context; -1: not even the fewest. */
+static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx) {
+    const struct model *m = &e->model;
+    struct plan *p = xcalloc(1, sizeof *p);
+    p->m = m;
+    p->kv = o->kv;
+    p->want = *n_ctx ? *n_ctx : m->n_ctx_train;
+    p->least = *n_ctx ? *n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
+    p->stats = o->stats;
+    p->n_layout = 1;
+    p->layout[0].tp = e->set->tp;
+    p->layout[0].pp = e->set->pp;
+    p->n_device = e->set->tp * e->set->pp;
+    int n_slot = 0;
+    bool apart = true; /* the GPUs' memory is not the host's */
+    for (int i = 0; i < p->n_device && !n_slot; i++) {
+        struct gpu_facts f;
+        int ranks = 0;
+        for (int k = 0; k < p->n_device; k++) ranks += o->device[k] == o->device[i];
+        if (cuda_facts(o->device[i], &f, false)) n_slot = -1; /* the start says why */
+        else plan_memory(&p->device[i], &f, ranks, e->set), apart = apart && !f.integrated;
+    }
+    if (!n_slot && !plan_choose(p, m)) n_slot = apart && plan_offload(p, &p->layout[0]) ? p->n_slot : -1;
+    if (n_slot > 0) *n_ctx = p->context;
+    plan_free(p);
+    return n_slot;
+}
+
+/* Where the model does not fit on the GPUs: if the host's memory has room for its experts, o gets the slots and the
+ * context that do fit, and the experts are read. 0, or -1 with a message. */
+static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
+    const struct settings *set = e->set;
+    const struct model *m = &e->model;
+    const char *many = set->tp * set->pp > 1 ? "s" : "";
+    int n_ctx = o->n_ctx;
+    const int n_slot = engine_slots(e, o, &n_ctx);
+    if (n_slot <= 0) return 0; /* what does not fit at all is told by the start */
+    const uint64_t experts = part_bytes(m, PART_EXPERTS), have = memory_available();
+    if (set->fit == FIT_OFF)
+        return fail(err, "'%.200s' does not fit on the GPU%s, and -fit off refuses experts in host memory", m->name,
+                    many);
+    if (experts + have / 32 > have)
+        return fail(
+            err,
+            "'%.200s' does not fit on the GPU%s, and its experts need %.2f GiB of host memory, of which %.2f GiB "
+            "are free: prune experts, or use --cpu",
+            m->name, many, (double)experts / 0x1p30, (double)have / 0x1p30);
+    if (home_open(&e->home, m, err)) return -1;
+    o->n_slot = n_slot;
+    o->n_ctx = n_ctx;
+    o->home = e->home.range;
+    o->n_home = (int)arrlen(e->home.range);
+    note("experts: %d of %d a layer on the GPU%s, all %.1f GiB in host memory", n_slot, m->n_expert_max, many,
+         (double)experts / 0x1p30);
+    return 0;
+}
+
 /* Opens the session on GPUs and prints what each one holds. 0, or -1 with a message. */
 static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct settings *set = e->set;
@@ -26316,6 +26696,8 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
                              .reserve = (size_t)set->vram_reserve << 20,
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
+    if (engine_fit(e, &o, err)) return -1;
+    if (!o.n_slot) model_prefetch(&e->model);
     if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
@@ -26371,7 +26753,6 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     engine_drafts(e);
     engine_qat(e);
     const double t0 = now_seconds();
-    if (gpu) model_prefetch(&e->model);
     if (gpu && set->expert_memory) note("--expert-memory has no effect on a GPU");
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
@@ -26432,6 +26813,7 @@ static void engine_open(struct engine *e, struct settings *set) {
 /* Frees what engine_open has made. */
 static void engine_close(struct engine *e) {
     if (e->session.m) session_free(&e->session);
+    home_close(&e->home);
     model_free(&e->model);
 }
 

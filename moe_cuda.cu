@@ -29,6 +29,8 @@
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
+ *   experts in host       before k_gemv_glu k_fetch                  for each wave of experts k_fetch and gemm_kernel,
+ *     memory                                                           after k_wave_list
  *   output layer          k_add_norm, k_gemv_linear, for up to 16 rows
  *   MTP layer             k_mtp_input; k_keep_hidden, also after a forward
  *   sampling              k_sample; k_share_token where there are several ranks
@@ -60,6 +62,7 @@
  *   Hyper-connections                             residual streams
  *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear
  *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
+ *   Experts in host memory                        slots, k_fetch
  *   Router
  *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations
  *   Prefill: router, lists of experts, statistics k_route_prefill, k_sort, k_tiles
@@ -433,21 +436,23 @@ static void errors_clear() {
  * steps 2h and 2h + 1.
  * ============================================================================================================ */
 
-/* n_expert matrices (n_out, n_in). Rows and columns that only fill up tiles are zero. */
+/* n_expert matrices (n_out, n_in), of which n_held are there. Rows and columns that only fill up tiles are zero. */
 struct device_matrix {
-    uint8_t *codes;     /* (n_expert, n_rt, n_kt) tiles: n_rt rows of tiles, n_kt tiles along k */
-    uint8_t *scales;    /* (n_expert, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
+    uint8_t *codes;     /* (n_held, n_rt, n_kt) tiles: n_rt rows of tiles, n_kt tiles along k */
+    uint8_t *scales;    /* (n_held, n_rt, n_kt, TILE_SCALES); NULL: FMT_F16 */
     const float *scale; /* (n_expert) output scale of each expert, times `decode_scale`; NULL: 1 */
     float scale_max;    /* the largest of their absolute values, not 0 */
     const float *bias;  /* (n_expert, 16 n_rt) added to the results, zero where a tile has no row; NULL: nothing is */
     float decode_scale; /* factor that undoes the power of two of fragment_dequantize */
     int n_out, n_in, n_rt, n_kt, n_expert;
     enum weight_format fmt;
+    int n_held; /* n_expert; or the slots of a layer's experts, see "Experts in host memory" */
+    int shift;  /* of struct repack */
 };
 
-/* Returns the index of the first tile in row of tiles rt of expert e. */
-DEVICE size_t tile_index(const struct device_matrix &w, int e, int rt) {
-    return ((size_t)e * (size_t)w.n_rt + (size_t)rt) * (size_t)w.n_kt;
+/* Returns the index of the first tile in row of tiles rt of the matrix at `place`: an expert's number, or its slot. */
+DEVICE size_t tile_index(const struct device_matrix &w, int place, int rt) {
+    return ((size_t)place * (size_t)w.n_rt + (size_t)rt) * (size_t)w.n_kt;
 }
 
 /* Returns the index in `bias` of the first row of the same tiles. */
@@ -574,27 +579,22 @@ DEVICE uint32_t fp4_divide(uint32_t codes, int n) {
     return out;
 }
 
-/* Writes rows of the file into tiles. For formats that may not represent all values it maximizes range[0..1]: F16: [0]
- * bits of the largest |weight|; MXFP4: [0] the largest exponent, [1] 255 - the smallest.
- * Grid: tiles / 8, block: 256, one warp per tile. Reads and writes each matrix once; the PCIe upload is slower. */
-__global__ void __launch_bounds__(256)
-    k_repack(struct repack r, const uint8_t *raw, struct device_matrix w, uint32_t *range) {
-    static_assert(GGUF_FORMAT_COUNT == 6 && FMT_COUNT == 3, "k_repack reads and writes every format");
-    grid_dependency_wait();
-    int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    size_t n = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
-    if (n >= per * (size_t)r.n_e) return;
-    int e = (int)(n / per), rt = (int)(n % per) / w.n_kt, kt = (int)(n % per) % w.n_kt;
-    int rows = min(r.n_rt * TILE_ROWS, w.n_out - r.rt0 * TILE_ROWS);
-    size_t tile = tile_index(w, r.e0 + e, r.rt0 + rt) + (size_t)kt;
+/* Makes a tile of columns 64 kt.. of 16 rows of the file, of which the first n_row exist; row_of(i) is where the first
+ * column of row i is. One warp. top, low: of this lane's weights what k_repack finds
+ * of all. */
+template <class ROW_OF>
+DEVICE void repack_tile(const struct repack &r, ROW_OF row_of, int n_row, int kt, const struct device_matrix &w,
+                        size_t tile, uint32_t &top, uint32_t &low) {
+    static_assert(GGUF_FORMAT_COUNT == 6 && FMT_COUNT == 3, "repack_tile reads and writes every format");
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     uint32_t *codes = (uint32_t *)(w.codes + tile * (size_t)TILE_BYTES(w.fmt));
     uint8_t *scales = w.scales + tile * TILE_SCALES + 8 * g;
-    uint32_t top = 0, low = 0;
+    top = low = 0;
     for (int i = 0; i < 4; i++) {
         const int hi = i >> 1, h = i & 1;
-        const int row = rt * TILE_ROWS + g + 8 * hi, col = kt * TILE_COLS + 32 * h + 8 * t;
-        const uint8_t *src = raw + ((size_t)e * (size_t)rows + (size_t)row) * r.row_bytes;
-        const bool in = row < rows && col < w.n_in;
+        const int row = g + 8 * hi, col = kt * TILE_COLS + 32 * h + 8 * t;
+        const uint8_t *src = row_of(row);
+        const bool in = row < n_row && col < w.n_in;
         uint32_t *to = codes + 4 * lane + hi;
         if (w.fmt == FMT_FP4) {
             const uint32_t read = in ? raw_fp4(r.type == GGUF_NVFP4, src, col) : 0;
@@ -617,7 +617,7 @@ __global__ void __launch_bounds__(256)
         } else if (w.fmt == FMT_Q8) {
             const uint8_t *b = src + col / 32 * 34;
             uint32_t q[2] = {0x80808080u, 0x80808080u};
-            for (int k = 0; in && k < 8; k++) q[k >> 2] ^= (uint32_t)b[2 + col % 32 + k] << 8 * (k & 3);
+            UNROLL for (int k = 0; k < 8; k++) q[k >> 2] ^= in ? (uint32_t)b[2 + col % 32 + k] << 8 * (k & 3) : 0;
             to[128 * h + hi] = q[0];
             to[128 * h + hi + 1] = q[1];
             if (!t) ((uint16_t *)(scales + 4 * hi))[h] = in ? (uint16_t)(b[0] | b[1] << 8) : 0;
@@ -630,6 +630,24 @@ __global__ void __launch_bounds__(256)
             }
         }
     }
+}
+
+/* Makes tiles of rows of the file, of experts that have different places in w: expert e that of e % n_held. For formats
+ * that may not represent all values it maximizes range[0..1]: F16: [0] bits of the largest |weight|; MXFP4: [0] the
+ * largest exponent, [1] 255 - the smallest.
+ * Grid: tiles / 8, block: 256, one warp per tile. Reads and writes each matrix once; the PCIe upload is slower. */
+__global__ void __launch_bounds__(256)
+    k_repack(struct repack r, const uint8_t *raw, struct device_matrix w, uint32_t *range) {
+    grid_dependency_wait();
+    size_t n = (size_t)blockIdx.x * 8 + (threadIdx.x >> 5), per = (size_t)r.n_rt * (size_t)w.n_kt;
+    if (n >= per * (size_t)r.n_e) return;
+    int e = (int)(n / per), rt = (int)(n % per) / w.n_kt, kt = (int)(n % per) % w.n_kt;
+    int rows = min(r.n_rt * TILE_ROWS, w.n_out - r.rt0 * TILE_ROWS);
+    const uint8_t *from = raw + ((size_t)e * (size_t)rows + (size_t)(rt * TILE_ROWS)) * r.row_bytes;
+    uint32_t top, low;
+    repack_tile(
+        r, [&](int i) { return from + (size_t)i * r.row_bytes; }, rows - rt * TILE_ROWS, kt, w,
+        tile_index(w, (r.e0 + e) % w.n_held, r.rt0 + rt) + (size_t)kt, top, low);
     if (r.type == GGUF_NVFP4 || w.fmt == FMT_Q8) return;
     atomicMax(range, top);
     atomicMax(range + 1, low);
@@ -1610,6 +1628,12 @@ struct job_list {
     int max; /* *n is at most that */
 };
 
+DEVICE struct expert_job job_load(const struct expert_job *job) {
+    static_assert(sizeof *job == sizeof(uint4), "one load brings it");
+    const uint4 v = load_l2((const uint4 *)job);
+    return {(int32_t)v.x, v.y, (int32_t)v.z, 0};
+}
+
 /* A matrix times the tokens of one job. */
 struct glu_job : gemv_one {
     uint32_t tokens;
@@ -1657,16 +1681,17 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
     if (routed || rt >= gate.n_rt) wait();
     if (rt >= gate.n_rt) return;
     struct glu_job one = {{0, p.x, p.x_stride, p.n_tok}, (1u << p.n_tok) - 1};
-    int e = 0;
+    int e = 0, place = 0;
     if (routed) {
-        const uint2 head = load_l2((const uint2 *)(p.jobs.job + job));
+        const struct expert_job chose = job_load(p.jobs.job + job);
         factor *= p.jobs.weight[job * DECODE_MAX_TOKENS + tok];
         if (job >= load_l2(p.jobs.n)) return;
-        e = (int)head.x;
-        one.tokens = head.y;
+        e = chose.expert;
+        place = chose.place;
+        one.tokens = chose.tokens;
         if (p.down_scale) factor *= p.down_scale[e] / p.down_scale_max;
     }
-    one.first = tile_index(w, e, rt);
+    one.first = tile_index(w, place, rt);
     if (threadIdx.x < TILE_ROWS / 2) {
         const float *from = threadIdx.x < TILE_ROWS / 4 ? gate.bias : up.bias;
         if (from) from += bias_index(gate, e, rt) + 4 * (threadIdx.x % 4);
@@ -1751,11 +1776,11 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
     const struct down_jobs list = {load_l2(p.jobs.n), jobs, p.hidden, (size_t)p.w.n_in};
     struct down_bias *biases = (struct down_bias *)(jobs + p.jobs.max);
     UNROLL_BY(1) for (int i = tid; i < p.jobs.max; i += GEMV_THREADS) {
-        const uint2 head = load_l2((const uint2 *)p.jobs.job + i);
-        jobs[i] = {tile_index(p.w, (int)head.x, rt), head.y};
+        const struct expert_job chose = job_load(p.jobs.job + i);
+        jobs[i] = {tile_index(p.w, chose.place, rt), chose.tokens};
         if (p.w.bias && i < list.n) {
             UNROLL for (int k = 0; k < TILE_ROWS; k += 4) {
-                cp_async16(biases[i].bias + k, p.w.bias + bias_index(p.w, (int)head.x, rt) + k);
+                cp_async16(biases[i].bias + k, p.w.bias + bias_index(p.w, chose.expert, rt) + k);
                 cp_async16(biases[i].weight + k, p.jobs.weight + i * DECODE_MAX_TOKENS + k);
             }
         }
@@ -1805,6 +1830,182 @@ static void gemv_down(const struct down_args *p, cudaStream_t s) {
 }
 
 /* ============================================================================================================
+ * Experts in host memory
+ *
+ * Where not all experts fit on the GPU, the host's memory has them as the file does, and the GPU as many of each layer
+ * as it has slots for. In decode the router's last block gives every expert that was chosen a slot (cache_resolve), and
+ * k_fetch copies those that had none, before k_gemv_glu. A prefill leaves the slots as they are: experts that it uses
+ * and that have none pass through a ring, in waves (k_wave_list, k_fetch, gemm_kernel). An expert's tiles are the same
+ * wherever they are, and jobs keep the order of the experts' numbers: results do not depend on what is on the GPU.
+ * ============================================================================================================ */
+
+/* The experts of a layer that are on the GPU. Invariant: slot_of[e] = s if and only if expert_of[s] = e. */
+struct expert_cache {
+    int32_t *slot_of;           /* (n_expert) -1: it has none */
+    int32_t *expert_of;         /* (n_slot) no slot is ever empty */
+    uint32_t *heat;             /* (n_expert) decayed counts of use, also of experts without a slot */
+    unsigned long long *count;  /* (2) uses of experts that had a slot, and that had none; NULL: not counted */
+    struct fetch_item *missing; /* (n_expert) what k_fetch copies next, in the order of the experts */
+    int32_t *n_missing;
+    int n_slot; /* 0: there is no cache, all experts are on the GPU */
+    int shift;  /* a forward takes heat >> shift from a count */
+};
+
+enum {
+    EXPERTS_MAX = 1024, /* of a layer: each has a thread of k_tiles */
+    SLOT_BITS = 10      /* of the number of a slot */
+};
+
+/* Gives each of n jobs of a decode forward a slot, and lists the experts that had none. They take the slots of experts
+ * that no job uses and whose counts are the smallest, of equal ones the lowest slot. One block; busy (n_slot) words of
+ * shared memory. There are at least n slots. About 1 us, and 0.4 us for each that is missing. */
+DEVICE void cache_resolve(const struct expert_cache &c, int n_expert, struct expert_job *jobs, int n, uint32_t *busy) {
+    SHARED(uint32_t, coldest, GEMV_WARPS);
+    const int tid = threadIdx.x;
+    int n_missing = 0;
+    UNROLL_BY(1) for (int e = tid; e < n_expert; e += GEMV_THREADS) c.heat[e] -= c.heat[e] >> c.shift;
+    UNROLL_BY(1) for (int s = tid; s < c.n_slot; s += GEMV_THREADS) busy[s] = 0;
+    __syncthreads(); /* counts have decayed, and no slot is busy */
+    UNROLL_BY(1) for (int i = tid; i < n; i += GEMV_THREADS) {
+        const int e = jobs[i].expert, slot = c.slot_of[e];
+        c.heat[e] += HEAT;
+        jobs[i].place = slot;
+        if (slot >= 0) busy[slot] = 1;
+    }
+    __syncthreads(); /* slots of experts that are there are busy, and counts are written */
+    UNROLL_BY(1) for (int i = 0; i < n; i++) {
+        if (jobs[i].place >= 0) continue;
+        uint32_t key = ~0u;
+        UNROLL_BY(1) for (int s = tid; s < c.n_slot; s += GEMV_THREADS) {
+            if (!busy[s]) key = min(key, c.heat[c.expert_of[s]] << SLOT_BITS | (uint32_t)s);
+        }
+        key = __reduce_min_sync(0xFFFFFFFFu, key);
+        if (!(tid & 31)) coldest[tid >> 5] = key;
+        __syncthreads(); /* the coldest slots of all warps are written, and this job's place is read */
+        UNROLL for (int w = 0; w < GEMV_WARPS; w++) key = min(key, coldest[w]);
+        if (!tid) {
+            const int slot = (int)(key & ((1u << SLOT_BITS) - 1)), e = jobs[i].expert;
+            c.slot_of[c.expert_of[slot]] = -1;
+            c.expert_of[slot] = e;
+            c.slot_of[e] = slot;
+            jobs[i].place = slot;
+            busy[slot] = 1;
+            c.missing[n_missing] = {e, slot};
+        }
+        n_missing++;
+        __syncthreads(); /* the slot is taken */
+    }
+    if (tid) return;
+    *c.n_missing = n_missing;
+    c.count[0] += (unsigned long long)(n - n_missing);
+    c.count[1] += (unsigned long long)n_missing;
+}
+
+/* What k_wave_list lists. */
+struct wave_args {
+    struct expert_cache cache;
+    const int32_t *first; /* (n_expert + 1) of struct sort_args */
+    int n_expert, n_ring; /* n_ring: experts that the ring has room for */
+    int32_t *place;       /* (n_expert) number in the list; -1: not in it */
+};
+
+/* Lists the experts that a prefill uses and that have no slot. Wave w is the items w n_ring .. of the list. Grid: 1,
+ * block: EXPERTS_MAX; bound by latency. */
+__global__ void __launch_bounds__(EXPERTS_MAX) k_wave_list(const __grid_constant__ struct wave_args p) {
+    SHARED(int, warp_total, EXPERTS_MAX / WARP);
+    SHARED(int, warp_used, EXPERTS_MAX / WARP);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
+    const bool used = e < p.n_expert && p.first[e + 1] > p.first[e], absent = used && p.cache.slot_of[e] < 0;
+    const uint32_t all = __ballot_sync(0xFFFFFFFFu, used), some = __ballot_sync(0xFFFFFFFFu, absent);
+    if (!lane) {
+        warp_total[warp] = __popc(some);
+        warp_used[warp] = __popc(all);
+    }
+    __syncthreads(); /* all warps' numbers are written */
+    int at = __popc(some & ((1u << lane) - 1));
+    UNROLL_BY(1) for (int w = 0; w < warp; w++) at += warp_total[w];
+    if (e < p.n_expert) p.place[e] = absent ? at : -1;
+    if (absent) p.cache.missing[at] = {e, at % p.n_ring};
+    if (e) return;
+    int n = 0, n_used = 0;
+    UNROLL_BY(1) for (int w = 0; w < EXPERTS_MAX / WARP; w++) {
+        n += warp_total[w];
+        n_used += warp_used[w];
+    }
+    *p.cache.n_missing = n;
+    if (!p.cache.count) return;
+    p.cache.count[0] += (unsigned long long)(n_used - n);
+    p.cache.count[1] += (unsigned long long)n;
+}
+
+enum {
+    FETCH_MATRICES = 3,     /* gate, up and down */
+    FETCH_BLOCKS = 64,      /* of k_fetch at most */
+    FETCH_SHARED = 64 << 10 /* bytes of rows that a block packs at once, at most */
+};
+
+/* A matrix of the experts of a layer, from the host's memory to tiles. */
+struct fetch_matrix {
+    struct device_matrix w;
+    struct repack how;
+    const uint8_t *home; /* (n_expert, n_out) rows of the file in the host's memory, as the GPU sees it */
+    size_t expert_bytes, row_stride;
+    int n_part, part_tiles; /* parts of a row that are packed at once: part_tiles tiles, the last one fewer */
+    int tile_bytes;         /* of 64 columns of a row of the file */
+    int pitch;              /* bytes of a row's part in shared memory, a multiple of 16 */
+};
+
+struct fetch_args {
+    struct fetch_matrix m[FETCH_MATRICES];
+    int n_matrix;
+    const struct fetch_item *item; /* items first .. first + most - 1 of the list, as far as there are */
+    const int32_t *n;
+    int first, most;
+};
+
+/* Copies experts from the host's memory and packs them into their places. Grid: any, block: 256; dynamic shared memory:
+ * 16 rows of the largest pitch. A block takes 16 rows, or parts of them, at a time: 16-byte copies from the boundary
+ * before each row on. Limit: PCIe, as long as enough blocks have copies under way. The next kernel starts when this one
+ * has ended: it reads weights by ld.global.nc, which wants memory that nobody writes while a kernel runs. */
+__global__ void __launch_bounds__(256) k_fetch(const __grid_constant__ struct fetch_args p) {
+    DYN_SMEM(uint8_t, rows);
+    grid_dependency_wait();
+    const int n = min(max(load_l2(p.n) - p.first, 0), p.most);
+    int per = 0; /* strips of an expert */
+    UNROLL_BY(1) for (int m = 0; m < p.n_matrix; m++) per += p.m[m].w.n_rt * p.m[m].n_part;
+    UNROLL_BY(1) for (int i = blockIdx.x; i < n * per; i += gridDim.x) {
+        int strip = i % per, m = 0;
+        while (strip >= p.m[m].w.n_rt * p.m[m].n_part) strip -= p.m[m].w.n_rt * p.m[m].n_part, m++;
+        const struct fetch_matrix &a = p.m[m];
+        const uint2 item = load_l2((const uint2 *)(p.item + p.first + i / per));
+        const int rt = strip / a.n_part, kt0 = strip % a.n_part * a.part_tiles;
+        const int kt1 = min(kt0 + a.part_tiles, a.w.n_kt), n_row = min(a.w.n_out - rt * TILE_ROWS, (int)TILE_ROWS);
+        const int skip = kt0 * a.tile_bytes;
+        const int bytes = min((kt1 - kt0) * a.tile_bytes, (int)a.how.row_bytes - skip);
+        const uint8_t *from = a.home + (size_t)item.x * a.expert_bytes + (size_t)(rt * TILE_ROWS) * a.row_stride + skip;
+        const int chunks = a.pitch / 16;
+        UNROLL_BY(1) for (int c = threadIdx.x; c < n_row * chunks; c += 256) {
+            const uint8_t *row = from + (size_t)(c / chunks) * a.row_stride;
+            const int before = (int)((uintptr_t)row & 15), at = c % chunks * 16;
+            if (at < before + bytes) cp_async16(rows + c * 16, row - before + at);
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads(); /* all threads' copies have landed */
+        auto row_of = [&](int row) {
+            return rows + row * a.pitch + (int)((uintptr_t)(from + (size_t)row * a.row_stride) & 15) - skip;
+        };
+        UNROLL_BY(1) for (int kt = kt0 + (threadIdx.x >> 5); kt < kt1; kt += 8) {
+            uint32_t top, low;
+            repack_tile(a.how, row_of, n_row, kt, a.w, tile_index(a.w, (int)item.y, rt) + (size_t)kt, top, low);
+        }
+        __syncthreads(); /* the rows have been read */
+    }
+}
+
+/* ============================================================================================================
  * Router
  *
  * Chooses the experts of each token. Decode has one kernel for logits, choice and job list; prefill has k_route_logits
@@ -1834,6 +2035,7 @@ struct route_args {
     float *job_weight;
     int32_t *n_jobs;
     float *shared_weight;        /* (DECODE_MAX_TOKENS) sigmoid of `shared` times a token; not if shared is NULL */
+    struct expert_cache cache;   /* of the layer */
     struct norm_input input;     /* with NORM: what x is */
     struct l2_prefetch prefetch; /* after the feed-forward */
 };
@@ -1964,7 +2166,7 @@ DEVICE void route_jobs(const struct route_args &p, const int *id, const float *w
             const uint32_t tokens = e < p.n_expert ? mask[e] : 0, used = __ballot_sync(0xFFFFFFFFu, tokens != 0);
             if (tokens) {
                 job_of[e] = (uint32_t)(at + __popc(used & ((1u << lane) - 1)));
-                p.jobs[job_of[e]] = {e, tokens};
+                p.jobs[job_of[e]] = {e, tokens, e, 0};
             }
             at += __popc(used);
         }
@@ -2042,6 +2244,9 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
     }
     __syncthreads(); /* the choices of all tokens are written, and scratch is free */
     route_jobs(p, id, weight, (uint32_t *)scratch);
+    if (!p.cache.n_slot) return;
+    __syncthreads(); /* the jobs are written, and scratch is free */
+    cache_resolve(p.cache, p.n_expert, p.jobs, load_l2(p.n_jobs), (uint32_t *)scratch);
 }
 
 /* Launches one instance of k_route_decode. */
@@ -2094,6 +2299,10 @@ struct gemm_args {
     /* Grouped: token tile i < *n_tiles <= max_tiles is the positions tile_first[i].. of expert tile_expert[i],
      * tile_count[i] <= TN of them. The lists are in device memory. NULL: dense, positions 0..n_tok-1. */
     const int32_t *tile_expert, *tile_first, *tile_count, *n_tiles;
+    /* Of an expert e the matrices are at place[e] - place_first of w and w2, if that is one of n_place places; otherwise
+     * its tiles are left out. NULL: at e. */
+    const int32_t *place;
+    int place_first, n_place;
     int max_tiles, n_tok;
     void *y; /* (position, y_stride) F16, with y_f32 F32; y_stride >= n_out; 16-byte aligned */
     size_t y_stride;
@@ -2209,8 +2418,10 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
      * scarce in the loop. CH: 16-byte chunks of a tile's codes; a thread copies one of every A_STEP-th tile, A_ITER in
      * all. */
     const int rt0 = blockIdx.x * (S::ROWS / 16);
-    const uint32_t tile0 = keep(tile_index(p.w, e, rt0));
-    const uint32_t tile_end = keep(tile_index(p.w, e, p.w.n_rt));
+    const int place = p.place ? p.place[e] - p.place_first : e;
+    if (p.place && (unsigned)place >= (unsigned)p.n_place) return;
+    const uint32_t tile0 = keep(tile_index(p.w, place, rt0));
+    const uint32_t tile_end = keep(tile_index(p.w, place, p.w.n_rt));
     constexpr int CH = S::CODE / 16, A_ITER = 2 * WM * CH / S::THREADS, A_STEP = S::THREADS / CH;
     static_assert(A_ITER == 1 || WM % A_STEP == 0, "the halves of a gated block");
     /* Tokens: XC chunks of 16 bytes each; a thread copies one of every X_STEP-th token. Rows beyond `count` are not
@@ -2680,11 +2891,9 @@ __global__ void __launch_bounds__(256) k_sort(struct sort_args p) {
     if (e == p.n_expert - 1 && !threadIdx.x) p.first[p.n_expert] = at;
 }
 
-enum { SORT_MAX_EXPERTS = 1024 /* each has a thread of k_tiles */ };
-
-/* Lists the token tiles, of at most `tile` tokens each, in the order of the experts. Grid: 1, block: SORT_MAX_EXPERTS;
+/* Lists the token tiles, of at most `tile` tokens each, in the order of the experts. Grid: 1, block: EXPERTS_MAX;
  * bound by latency. */
-__global__ void __launch_bounds__(SORT_MAX_EXPERTS) k_tiles(struct sort_args p, int tile) {
+__global__ void __launch_bounds__(EXPERTS_MAX) k_tiles(struct sort_args p, int tile) {
     SHARED(int, warp_total, 33);
     grid_dependency_launch();
     grid_dependency_wait();
@@ -2701,7 +2910,7 @@ __global__ void __launch_bounds__(SORT_MAX_EXPERTS) k_tiles(struct sort_args p, 
         p.tile_first[at + i] = first + i * tile;
         p.tile_count[at + i] = min(tile, count - i * tile);
     }
-    if (e == SORT_MAX_EXPERTS - 1) *p.n_tiles = at + n;
+    if (e == EXPERTS_MAX - 1) *p.n_tiles = at + n;
 }
 
 /* out (n_tok, n) = (with `add`: out) + HIDDEN_SCALE * sum over j of weight[t][j] * y[inverse[t][j]], y halves, n % 8 ==
@@ -6364,20 +6573,23 @@ struct cuda {
     uint16_t *latent_out;     /* MLA: (chunk, n_head, kv_lora) attention's outputs there, or F32 sums, see mla_args */
     float *mla_parts;         /* MLA: see struct mla_value_args */
     uint32_t *mla_arrived;
-    struct mla_buffers mla;   /* expanded keys and values of a prefill's latent attention */
-    float *partials;          /* partial outputs of attention over a split context */
-    uint32_t *attn_arrived;   /* see struct attn_args */
-    struct fp4_rows x4;       /* (chunk, n_embd) inputs of routed experts in FP4 */
-    struct fp4_rows hidden4;  /* (pairs, n_ff) their hidden rows */
-    uint16_t *hidden;         /* hidden rows of routed experts: (pairs, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
-    uint16_t *hidden_shared;  /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
-    struct route_args route;  /* buffers of the router */
-    struct sort_args sort;    /* buffers of the sort by expert */
-    struct delta_tiles delta; /* buffers of a gated delta net's prefill */
-    uint16_t *expert_out;     /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
-    float *gathered;          /* (n_rank, DECODE_MAX_TOKENS, n_embd) partial sums that NCCL gathers */
-    uint16_t *sum16;          /* (chunk, n_embd) BF16 for NCCL's all-reduce */
-    float *mtp_hidden;        /* struct rank's */
+    struct mla_buffers mla;  /* expanded keys and values of a prefill's latent attention */
+    float *partials;         /* partial outputs of attention over a split context */
+    uint32_t *attn_arrived;  /* see struct attn_args */
+    struct fp4_rows x4;      /* (chunk, n_embd) inputs of routed experts in FP4 */
+    struct fp4_rows hidden4; /* (pairs, n_ff) their hidden rows */
+    uint16_t *hidden;        /* hidden rows of routed experts: (pairs, n_ff), decode (jobs, DECODE_MAX_TOKENS, n_ff) */
+    uint16_t *hidden_shared; /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
+    struct route_args route; /* buffers of the router */
+    struct expert_cache cache; /* of all layers: those of layer il from il times a layer's on */
+    int32_t *place;            /* of struct wave_args */
+    uint8_t *ring;             /* (expert_ring_bytes) experts that a prefill copies as it goes */
+    struct sort_args sort;     /* buffers of the sort by expert */
+    struct delta_tiles delta;  /* buffers of a gated delta net's prefill */
+    uint16_t *expert_out;      /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
+    float *gathered;           /* (n_rank, DECODE_MAX_TOKENS, n_embd) partial sums that NCCL gathers */
+    uint16_t *sum16;           /* (chunk, n_embd) BF16 for NCCL's all-reduce */
+    float *mtp_hidden;         /* struct rank's */
 
     /* logits and tokens */
     float *logits;              /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
@@ -6394,11 +6606,13 @@ struct cuda {
 
     /* upload and measurements */
     struct staging staging[STAGING_BUFFERS];
-    int staging_next;        /* the buffer to be used next */
-    unsigned staging_filled; /* bits: the buffers that hold synthetic rows */
-    uint32_t *range;         /* (2) what k_repack finds, */
-    uint32_t range_host[2];  /* and its copy: here, because the copy may end after a failed wait for it */
-    int mma_turns;           /* turns of k_mma_rate that take some milliseconds; 0: not measured */
+    int staging_next;              /* the buffer to be used next */
+    unsigned staging_filled;       /* bits: the buffers that hold synthetic rows */
+    uint32_t *range;               /* (2) what k_repack finds, */
+    uint32_t range_host[2];        /* and its copy: here, because the copy may end after a failed wait for it */
+    const struct host_range *home; /* host: (n_home) of struct cuda_options */
+    int n_home;
+    int mma_turns; /* turns of k_mma_rate that take some milliseconds; 0: not measured */
 
     /* all-reduces */
 #ifdef HAVE_NCCL
@@ -7683,21 +7897,83 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     matmul(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
-/* The feed-forwards of a layer in decode, 1..16 tokens. routed: the first of them is the routed experts. */
-static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act out) {
+/* The cache of a layer's experts; n_slot 0: it has none. */
+static struct expert_cache expert_cache_of(const struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    struct expert_cache a = r->cuda->cache;
+    const int n_slot = r->cuda->sizes.n_slot, n_expert = r->m->n_expert_max;
+    a.n_slot = n_slot < layer->n_expert ? n_slot : 0;
+    if (!a.n_slot) return a;
+    a.slot_of += (size_t)il * (size_t)n_expert;
+    a.heat += (size_t)il * (size_t)n_expert;
+    a.expert_of += (size_t)il * (size_t)n_slot;
+    a.count += 2 * il;
+    a.shift = heat_shift(n_slot, layer->n_expert_used);
+    return a;
+}
+
+/* What k_fetch needs of a matrix whose rows are in the host's memory. */
+static struct fetch_matrix fetch_matrix_of(const struct weight *w) {
+    struct fetch_matrix a = {};
+    a.w = *w->copy;
+    a.how.type = w->type;
+    a.how.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
+    a.how.shift = a.w.shift;
+    a.how.factor = ldexpf(1, a.w.shift);
+    a.home = w->data;
+    a.expert_bytes = w->expert_bytes;
+    a.row_stride = w->row_bytes;
+    a.tile_bytes = (int)gguf_row_bytes(w->type, TILE_COLS);
+    const int most = (FETCH_SHARED / TILE_ROWS - 32) / a.tile_bytes;
+    a.n_part = (a.w.n_kt + most - 1) / most;
+    a.part_tiles = (a.w.n_kt + a.n_part - 1) / a.n_part;
+    a.n_part = (a.w.n_kt + a.part_tiles - 1) / a.part_tiles;
+    a.pitch = (a.part_tiles * a.tile_bytes + 15 + 15) / 16 * 16;
+    return a;
+}
+
+/* Launches k_fetch. */
+static void fetch(const struct fetch_args *p, cudaStream_t s) {
+    int pitch = 0;
+    for (int i = 0; i < p->n_matrix; i++) pitch = max(pitch, p->m[i].pitch);
+    cudaFuncSetAttribute(k_fetch, cudaFuncAttributeMaxDynamicSharedMemorySize, FETCH_SHARED);
+    LAUNCH_PDL(k_fetch, FETCH_BLOCKS, 256, (size_t)(TILE_ROWS * pitch), s, *p);
+}
+
+/* Copies the experts that a decode forward misses into their slots. */
+static void fetch_missing(struct rank *r, const struct layer *layer, const struct expert_cache *cache) {
+    const struct weight *const w[] = {&layer->gate, &layer->up, &layer->down};
+    struct fetch_args a = {};
+    for (const struct weight *x : w) a.m[a.n_matrix++] = fetch_matrix_of(x);
+    a.item = cache->missing;
+    a.n = cache->n_missing;
+    a.most = cache->n_slot;
+    fetch(&a, r->cuda->stream);
+}
+
+/* Tokens of which a decode forward's routed experts are computed at once: all, or as many as have a slot for each of
+ * their experts. */
+static int decode_group(const struct rank *r, const struct layer *layer) {
+    const int n_slot = r->cuda->sizes.n_slot;
+    return n_slot && n_slot < layer->n_expert ? min(r->n_tok, n_slot / layer->n_expert_used) : r->n_tok;
+}
+
+/* The feed-forwards of a layer in decode, of tokens first .. first + n - 1, at most 16. routed: the first of them is the
+ * routed experts. */
+static void ffn_decode(struct rank *r, int il, bool routed, int first, int n, enum act x, enum act out) {
     struct cuda *c = r->cuda;
+    float *y = c->x32[out] + (size_t)first * (size_t)r->width[out];
     const struct layer *layer = &r->m->layers[il];
     struct ffn_weights ffns[2];
     struct glu_args u = {};
     u.n_entry = layer_ffns(layer, ffns);
-    u.n_tok = r->n_tok;
-    u.x = c->x16[x];
+    u.n_tok = n;
+    u.x = c->x16[x] + (size_t)first * (size_t)r->width[x];
     u.x_stride = (size_t)r->width[x];
     if (routed)
-        u.jobs = {c->route.jobs, c->route.job_weight, c->route.n_jobs,
-                  min(r->n_tok * layer->n_expert_used, layer->n_expert)};
+        u.jobs = {c->route.jobs, c->route.job_weight, c->route.n_jobs, min(n * layer->n_expert_used, layer->n_expert)};
     u.shared_weight = routed && layer->sh_weight ? c->route.shared_weight : NULL;
-    const double jobs[2] = {routed ? experts_expected(layer, r->n_tok) : 1, 1}; /* matrices that are read */
+    const double jobs[2] = {routed ? experts_expected(layer, n) : 1, 1}; /* matrices that are read */
     struct device_matrix down[2] = {};
     for (int i = 0; i < u.n_entry; i++) {
         u.gate[i] = *ffns[i].gate->copy;
@@ -7712,7 +7988,7 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     u.down_scale_max = down[0].scale_max;
     gemv_glu(&u, c->stream);
     if (!routed) {
-        matmul(r, &down[0], u.y[0], (size_t)down[0].n_in, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
+        matmul(r, &down[0], u.y[0], (size_t)down[0].n_in, 0, n, 0, NULL, y, (size_t)r->width[out], 0);
         return;
     }
     for (int i = 0; i < u.n_entry; i++) profile_matrices(&down[i], jobs[i], 0);
@@ -7722,14 +7998,53 @@ static void ffn_decode(struct rank *r, int il, bool routed, enum act x, enum act
     d.hidden = c->hidden;
     d.hidden_shared = c->hidden_shared;
     d.jobs = u.jobs;
-    d.n_tok = r->n_tok;
-    d.y = c->x32[out];
+    d.n_tok = n;
+    d.y = y;
     d.y_stride = (size_t)r->width[out];
     gemv_down(&d, c->stream);
 }
 
+/* Lets g, of gate and up (glu) or of down, multiply the experts that have no slot: waves of them pass through the
+ * ring. */
+static void experts_in_waves(struct rank *r, const struct layer *layer, const struct expert_cache *cache,
+                             const struct sort_args *s, struct gemm_args g, int glu) {
+    struct cuda *c = r->cuda;
+    const struct weight *const w[] = {glu ? &layer->gate : &layer->down, &layer->up};
+    struct fetch_args a = {};
+    uint8_t *at = c->ring;
+    size_t bytes = 0; /* of an expert */
+    for (int i = 0; i < 1 + glu; i++) bytes += experts_gpu_bytes(w[i], 1);
+    const int most = min(layer->n_expert - cache->n_slot, s->n_choices); /* experts of the list */
+    const int n_ring = (int)min(expert_ring_bytes(c->shard) / bytes, (size_t)most);
+    for (int i = 0; i < 1 + glu; i++) {
+        struct device_matrix &d = (a.m[i] = fetch_matrix_of(w[i])).w;
+        const size_t tiles = (size_t)n_ring * (size_t)d.n_rt * (size_t)d.n_kt;
+        d.n_held = n_ring;
+        d.codes = at;
+        at += tiles * TILE_BYTES(d.fmt);
+        if (d.scales) d.scales = at, at += tiles * TILE_SCALES;
+        (i ? g.w2 : g.w).codes = d.codes;
+        (i ? g.w2 : g.w).scales = d.scales;
+    }
+    struct wave_args list = {*cache, s->first, layer->n_expert, n_ring, c->place};
+    if (!glu) list.cache.count = NULL; /* the same experts as for gate and up */
+    LAUNCH_PDL(k_wave_list, 1, EXPERTS_MAX, 0, c->stream, list);
+    a.n_matrix = 1 + glu;
+    a.item = cache->missing;
+    a.n = cache->n_missing;
+    a.most = n_ring;
+    g.place = c->place;
+    g.n_place = n_ring;
+    for (int first = 0; first < most; first += n_ring) {
+        a.first = g.place_first = first;
+        fetch(&a, c->stream);
+        gemm_prefill(&g, glu, c->stream);
+    }
+}
+
 /* The feed-forward with experts. norm: what x is where the router makes it, for norm_fuses; otherwise x holds it.
- * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them. Prefill, and any forward
+ * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them; where these experts may
+ * need more than the slots, a group of tokens after the other. Prefill, and any forward
  * whose statistics are collected: tokens are sorted by expert, and grouped GEMMs run over the list; the results are
  * weighted and added at the end. */
 static void moe_ffn(struct rank *r, const struct step *step, struct norm_input norm) {
@@ -7738,6 +8053,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     const struct model *m = r->m;
     const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
+    const struct expert_cache cache = expert_cache_of(r, il);
     struct route_args p = c->route;
     if (router_halves(&layer->router)) p.w16 = (const uint16_t *)layer->router.data;
     else p.w32 = (const float *)layer->router.data;
@@ -7751,13 +8067,21 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     p.n_expert = layer->n_expert;
     p.k = layer->n_expert_used;
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
+        const int group = decode_group(r, layer);
         p.input = norm;
         p.input.h16 = c->x16[x];
         p.prefetch = prefetch_of_ffn(r, step);
-        profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
-                     m->n_embd, p.w16 ? "bf16" : "f32");
-        route_decode(&p, c->stream);
-        ffn_decode(r, il, true, x, out);
+        p.cache = cache;
+        for (int first = 0; first < r->n_tok; first += group) {
+            p.n_tok = min(group, r->n_tok - first);
+            p.x = c->x32[x] + (size_t)first * (size_t)r->width[x];
+            p.tokens = c->tokens + first;
+            profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
+                         m->n_embd, p.w16 ? "bf16" : "f32");
+            route_decode(&p, c->stream);
+            if (cache.n_slot) fetch_missing(r, layer, &cache);
+            ffn_decode(r, il, true, first, p.n_tok, x, out);
+        }
         return;
     }
     LAUNCH_PDL(k_route_logits, dim3(ceil_div(layer->n_expert, 64), ceil_div(r->n_tok, 64)), 256, 0, c->stream, p);
@@ -7768,7 +8092,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     s.n_choices = r->n_tok * s.k;
     s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
-    LAUNCH_PDL(k_tiles, 1, SORT_MAX_EXPERTS, 0, c->stream, s, (int)TN);
+    LAUNCH_PDL(k_tiles, 1, EXPERTS_MAX, 0, c->stream, s, (int)TN);
     if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
     struct gemm_args g = {};
     g.w = *layer->gate.copy;
@@ -7789,7 +8113,11 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
         profile_matrices(&g.w, (1 + glu) * experts_expected(layer, r->n_tok), 0);
+        g.place = cache.n_slot ? cache.slot_of : NULL;
+        g.place_first = 0;
+        g.n_place = cache.n_slot;
         gemm_prefill(&g, glu, c->stream);
+        if (cache.n_slot) experts_in_waves(r, layer, &cache, &s, g, glu);
     };
     experts(1, r->n_tok, c->x4);
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
@@ -7816,11 +8144,11 @@ static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
     if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0]);
-    else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial))
+    else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial) && decode_group(r, layer) == r->n_tok)
         norm = norm_input_of(r, s->x, s->partial, s->norm);
     else norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
     if (layer->n_expert) moe_ffn(r, s, norm);
-    else if (decode) ffn_decode(r, s->il, false, s->in[0], s->out[0]);
+    else if (decode) ffn_decode(r, s->il, false, 0, r->n_tok, s->in[0], s->out[0]);
     else dense_ffn_prefill(r, s->il, 0, s->in[0], s->out[0]);
 }
 
@@ -7929,6 +8257,13 @@ static void cuda_cache_copy(struct rank *r, const struct cache_tensor *p, size_t
 }
 
 static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
+
+static void cuda_read_counts(struct rank *r, struct expert_counts *counts) {
+    static_assert(sizeof *counts == 2 * sizeof *r->cuda->cache.count, "the GPU counts in the same form");
+    if (!r->cuda->sizes.n_slot) return;
+    cuda_copy(r, counts, r->cuda->cache.count, (size_t)model_blocks(r->m) * sizeof *counts, "reading counts");
+    cuda_sync(r, "reading counts");
+}
 
 static void cuda_read_stats(struct rank *r, double *stats, float *in_sum2) {
     const size_t n = (size_t)model_blocks(r->m) * (size_t)r->m->n_expert_max * STATS;
@@ -8091,6 +8426,19 @@ static const float *factors_upload(struct rank *r, const struct layer *layer, co
     return (const float *)cuda_vector(r, w->scale, (size_t)w->n_expert * sizeof *w->scale, what);
 }
 
+/* Whether a matrix is one of a layer's routed experts, some of which stay in the host's memory. */
+static bool is_cached(const struct cuda *c, const struct layer *layer, const struct weight *w) {
+    const bool routed = layer && (w == &layer->gate || w == &layer->up || w == &layer->down);
+    return routed && c->sizes.n_slot && c->sizes.n_slot < layer->n_expert;
+}
+
+/* Bytes that a matrix takes on the GPU, as the driver allocates them. */
+static size_t held_bytes(const struct cuda *c, const struct layer *layer, const struct weight *w) {
+    struct weight held = *w;
+    if (is_cached(c, layer, w)) held.n_expert = c->sizes.n_slot;
+    return weight_gpu_bytes(&held, true);
+}
+
 /* Allocates the copy of a matrix, and copies its factors and biases. NULL after an error. */
 static struct device_matrix *matrix_allocate(struct rank *r, const struct layer *layer, const struct weight *w,
                                              const char *what) {
@@ -8103,8 +8451,10 @@ static struct device_matrix *matrix_allocate(struct rank *r, const struct layer 
     d->n_expert = w->n_expert;
     d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS;
     d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
-    d->codes = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_BYTES(d->fmt), what);
-    if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, weight_tiles(w) * TILE_SCALES, what);
+    d->n_held = is_cached(c, layer, w) ? c->sizes.n_slot : w->n_expert;
+    const size_t tiles = weight_tiles(w) / (size_t)w->n_expert * (size_t)d->n_held;
+    d->codes = (uint8_t *)cuda_memory(r, tiles * TILE_BYTES(d->fmt), what);
+    if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, tiles * TILE_SCALES, what);
     d->scale = factors_upload(r, layer, w, what);
     for (int e = 0; w->scale && e < w->n_expert; e++) d->scale_max = fmaxf(d->scale_max, fabsf(w->scale[e]));
     if (!(d->scale_max > 0)) d->scale_max = 1;
@@ -8161,20 +8511,22 @@ static void staging_rows(const struct weight *w, const struct repack *k, int row
     }
 }
 
-/* Uploads all rows of a matrix; k says how they are stored. Synthetic rows are made once per format and repacked again
- * and again. */
-static void matrix_upload_rows(struct rank *r, const struct weight *w, struct device_matrix *d, struct repack k) {
+/* Uploads the rows of a matrix's first n experts; k says how they are stored. Of more than d holds the last ones come
+ * first, and the others take their places. Synthetic rows are made once per format and repacked again and again. */
+static void matrix_upload_rows(struct rank *r, const struct weight *w, int n, struct device_matrix *d,
+                               struct repack k) {
     struct cuda *c = r->cuda;
     const size_t expert = (size_t)w->n_out * k.row_bytes;
     const bool whole = expert <= STAGING_BYTES, synthetic = r->m->synthetic;
-    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS, n_e = whole ? (int)(STAGING_BYTES / expert) : 1;
+    const int n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS;
+    const int n_e = whole ? (int)min(STAGING_BYTES / expert, (size_t)d->n_held) : 1;
     const int step = whole ? n_rt : (int)(STAGING_BYTES / (k.row_bytes * TILE_ROWS));
-    for (k.e0 = 0; k.e0 < w->n_expert; k.e0 += n_e)
+    for (k.e0 = (n - 1) / n_e * n_e; k.e0 >= 0; k.e0 -= n_e)
         for (k.rt0 = 0; k.rt0 < n_rt && !c->failed; k.rt0 += step) {
             const int rows = min(step * TILE_ROWS, w->n_out - k.rt0 * TILE_ROWS);
             const int buffer = synthetic ? (int)(gguf_format(w->type) - gguf_formats) : c->staging_next++ % 2;
             size_t bytes = 0; /* that are new in the buffer */
-            k.n_e = min(w->n_expert - k.e0, n_e);
+            k.n_e = min(n - k.e0, n_e);
             k.n_rt = min(n_rt - k.rt0, step);
             if (!synthetic || !(c->staging_filled >> buffer & 1)) {
                 uint8_t *out = staging_take(r, &c->staging[buffer], STAGING_BYTES, true, "memory for the upload");
@@ -8221,7 +8573,8 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
         float top;
         k.factor = ldexpf(1, k.shift);
         if (!exact) k.decode_scale = mx ? ldexpf(128, k.shift - 127) : 1 / k.factor;
-        matrix_upload_rows(r, w, d, k);
+        d->shift = k.shift;
+        matrix_upload_rows(r, w, exact ? d->n_held : w->n_expert, d, k);
         if (exact || !matrix_range(r, range)) return;
         const int low = 255 - (int)range[1], high = (int)range[0];
         memcpy(&top, range, sizeof top);
@@ -8229,6 +8582,19 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
         if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
         k.shift = mx ? high - 8 : 14 - ilogbf(top);
     }
+}
+
+/* Where the GPU sees an address of the host's memory for experts. NULL after an error. */
+static const uint8_t *home_of(struct rank *r, const uint8_t *p) {
+    for (int i = 0; i < r->cuda->n_home; i++) {
+        const struct host_range *h = &r->cuda->home[i];
+        void *seen = NULL;
+        if (p < h->base || p >= h->base + h->bytes) continue;
+        if (!CUDA_OK(r, cudaHostGetDevicePointer(&seen, h->base, 0), "memory for experts")) return NULL;
+        return (const uint8_t *)seen + (p - h->base);
+    }
+    rank_fail(r, "an expert is not in the memory for experts, which is a mistake in the program");
+    return NULL;
 }
 
 /* Copies a router's rows in BF16, or in F32 with its factor applied. */
@@ -8260,13 +8626,13 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
     struct model *m = &c->model;
     char what[64];
     const bool tied = m->output.data == m->embd.data; /* one matrix is both */
-    double total = (double)(weight_gpu_bytes(&m->embd, true) + (tied ? 0 : weight_gpu_bytes(&m->output, true)));
+    double total = (double)(held_bytes(c, NULL, &m->embd) + (tied ? 0 : held_bytes(c, NULL, &m->output)));
     double done = 0;
     for (int il = 0; il < model_blocks(m); il++)
         for (const struct tensor_rule *rule = rule_next(NULL, &m->layers[il]); rule;
              rule = rule_next(rule, &m->layers[il]))
             if (rule_is_weight(rule) && rule->kind != TENSOR_ROUTER)
-                total += (double)weight_gpu_bytes(rule_weight(rule, &m->layers[il]), true);
+                total += (double)held_bytes(c, &m->layers[il], rule_weight(rule, &m->layers[il]));
     if (!c->failed &&
         total > (double)f.free) /* another rank on this GPU may have uploaded already: its bytes are not free */
         rank_fail(r, "the weights take %.2f GiB, %.2f of %.2f GiB are free: prune experts, or use %s--cpu",
@@ -8300,7 +8666,8 @@ static void weights_upload(struct rank *r, void (*progress)(double done, double 
                 continue;
             }
             matrix_upload(r, layer, w, what);
-            done += (double)weight_gpu_bytes(w, true);
+            if (w->copy && w->copy->n_held < w->n_expert) w->data = home_of(r, w->data);
+            done += (double)held_bytes(c, layer, w);
             if (progress) progress(done, total);
         }
     }
@@ -8656,9 +9023,9 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     else if (row > NORM_MAX)
         snprintf(why, ERR_MAX, "rows of %d values are not supported on a GPU (at most %d); use --cpu", row,
                  (int)NORM_MAX);
-    else if (m->n_expert_max > SORT_MAX_EXPERTS)
+    else if (m->n_expert_max > EXPERTS_MAX)
         snprintf(why, ERR_MAX, "%d experts in a layer are not supported on a GPU (at most %d); use --cpu",
-                 m->n_expert_max, (int)SORT_MAX_EXPERTS);
+                 m->n_expert_max, (int)EXPERTS_MAX);
     else if (m->n_group > ROUTE_MAX_GROUPS)
         snprintf(why, ERR_MAX, "%d routing groups are not supported on a GPU; use --cpu", m->n_group);
     else if (gpu_lacks(m)) snprintf(why, ERR_MAX, "%s are not supported on a GPU; use --cpu", gpu_lacks(m));
@@ -8753,6 +9120,9 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX) : attn_splits(f.n_sm, n_head_blocks);
     s->nccl = nccl_wanted(r, o);
     s->stats = o->stats;
+    s->n_slot = o->n_slot;
+    r->cuda->home = o->home;
+    r->cuda->n_home = o->n_home;
 }
 
 /* Whether the indexers can choose among the keys of such a context; if not, why says so. */
@@ -8783,7 +9153,7 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     c->reduce_blocks = max(1, min((int)ALLREDUCE_BLOCKS, f.n_sm / c->sharers));
     r->n_ctx = want;
     r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
-    r->bytes = gpu_bytes(m, r->chunk, o->stats);
+    r->bytes = gpu_bytes(m, r->chunk, o->stats, o->n_slot);
     const size_t free = f.free / sharers, needed = r->bytes + o->reserve / sharers + gpu_rounding(m);
     if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, free > needed ? free - needed : 0, want);
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
@@ -8819,6 +9189,22 @@ static size_t cache_layout(struct rank *r, uint8_t *base) {
 
 /* A buffer of activations; NULL where it has no bytes, or after an error. */
 static void *activations(struct rank *r, size_t bytes) { return bytes ? cuda_memory(r, bytes, "activations") : NULL; }
+
+/* Puts into the slots of every layer the experts that the upload left there: the first ones. */
+static void caches_fill(struct rank *r) {
+    const struct expert_cache *c = &r->cuda->cache;
+    const size_t n_block = (size_t)model_blocks(r->m), n_expert = (size_t)r->m->n_expert_max;
+    const size_t n_slot = (size_t)r->cuda->sizes.n_slot;
+    int32_t *numbers = (int32_t *)host_memory(n_block * n_expert, sizeof *numbers);
+    if (!n_slot || r->cuda->failed) return free(numbers);
+    for (size_t i = 0; i < n_block * n_expert; i++) numbers[i] = i % n_expert < n_slot ? (int32_t)(i % n_expert) : -1;
+    cuda_copy(r, c->slot_of, numbers, n_block * n_expert * sizeof *numbers, "starting");
+    cuda_sync(r, "starting");
+    for (size_t i = 0; i < n_block * n_slot; i++) numbers[i] = (int32_t)(i % n_slot);
+    cuda_copy(r, c->expert_of, numbers, n_block * n_slot * sizeof *numbers, "starting");
+    cuda_sync(r, "starting");
+    free(numbers);
+}
 
 /* Allocates the cache, the activations, and what the host keeps of them. */
 static void rank_allocate(struct rank *r) {
@@ -8864,6 +9250,7 @@ static void rank_allocate(struct rank *r) {
     r->n_mtp_hidden = (int)d.mtp_hidden;
     memcpy(r->act, c->x32, sizeof r->act);
     c->x_first = c->x32[A_X];
+    caches_fill(r);
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
 }
 
@@ -8980,6 +9367,17 @@ struct device_for_now {
 };
 
 const char *cuda_targets(void) { return MOE_CUDA_TARGETS; }
+
+const char *cuda_pin(struct host_range h) {
+    const cudaError_t e = cudaHostRegister(h.base, h.bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    if (e == cudaSuccess) return NULL;
+    errors_clear();
+    return cudaGetErrorString(e);
+}
+
+void cuda_unpin(struct host_range h) {
+    if (cudaHostUnregister(h.base) != cudaSuccess) errors_clear();
+}
 
 /* One block, one thread: does the program have an image for this chip? */
 __global__ void k_probe(int *out) {

@@ -54,7 +54,7 @@ int main(int argc, char **argv) {
             t0 = now_seconds();
             getrusage(RUSAGE_SELF, &before);
             if (store) read = store->reader.bytes;
-            for (int il = 0; store && il < m.n_layer; il++) store->layer[il].hits = store->layer[il].misses = 0;
+            for (int il = 0; store && il < m.n_layer; il++) store->layer[il].count = (struct expert_counts){0};
         }
         session_decode(&s, (int32_t)(rng_uniform(&rng) * m.n_vocab));
         session_check(&s);
@@ -66,7 +66,8 @@ int main(int argc, char **argv) {
     if (store) {
         const double bytes = (double)(store->reader.bytes - read) / n,
                      rate = random_read_rate(store, (size_t)(bytes * n));
-        for (int il = 0; il < m.n_layer; il++) hits += store->layer[il].hits, misses += store->layer[il].misses;
+        for (int il = 0; il < m.n_layer; il++)
+            hits += store->layer[il].count.hits, misses += store->layer[il].count.misses;
         printf("%d slots, %.1f %% hits, %.0f MB a token, %.2f GB/s from random places, which allow %.2f tok/s: %.0f %% "
                "of that\n",
                store->layer[0].n_slot, 100 * (double)hits / (double)(hits + misses), bytes * 1e-6, rate * 1e-9,

@@ -84,7 +84,8 @@ struct bench {
         uint32_t *range = alloc<uint32_t>(2);
         must(cudaMemcpy(raw, list.data(), list.size(), cudaMemcpyHostToDevice));
         const float unit = fmt == FMT_FP4 ? 0.2f : 0x1p-10f; /* keeps sums moderate */
-        struct device_matrix w = {codes, scales, NULL, 1, NULL, unit, n_out, n_in, n_rt, n_kt, n_expert, fmt};
+        struct device_matrix w = {codes, scales, NULL, 1,        NULL, unit,     n_out,
+                                  n_in,  n_rt,   n_kt, n_expert, fmt,  n_expert, 0};
         for (int e = 0; e < n_expert; e++) {
             struct repack k = {row, types[fmt], e, 1, 0, n_rt, 8, 256, unit};
             LAUNCH_PDL(k_repack, dim3((unsigned)((n + 7) / 8)), 256, 0, stream, k, raw + (size_t)e * row, w, range);

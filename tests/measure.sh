@@ -167,6 +167,11 @@ bench qwen3-30b-a3b; bench deepseek-v3 --shard 0/4; bench qwen3-235b-a22b; bench
 step tiles 60 '\|' build/bench_tiles
 step write 60 tensors ./moe --synth qwen3-30b-a3b:layers=8 -m "$file" --info
 step upload 30 'weights|loaded' ./moe -m "$file" --gpus 0 --verbose -c 256 --ids 1,2,3 --logits "$out/logits.npy"
+# The same file with memory for a part of its experts: the same bits, and the rate at which the rest is copied.
+few=(./moe -m "$file" --gpus 0 --vram-reserve $((free > 3200 ? free - 3200 : 0)) -c 256)
+step experts 40 'experts|weights|differ' sh -c '"$@" && cmp "$0/logits.npy" "$0/host.npy"' "$out" \
+    "${few[@]}" --verbose --ids 1,2,3 --logits "$out/host.npy"
+step bench-experts 40 '^ctx_|^[0-9]+,|experts|k_fetch' "${few[@]}" --bench --profile
 if sanitizer=$(command -v compute-sanitizer); then
     step sanitizer 120 'ERROR|passed' "$sanitizer" --error-exitcode 1 build/test_gpu cuda/gemv cuda/router cuda/sort
 else echo "no compute-sanitizer: not checked with it" | tee -a "$report" && echo >>"$report"; fi

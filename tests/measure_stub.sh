@@ -19,5 +19,6 @@ case "${0##*/} $*" in
     moe*--bench*) printf 'all-reduce 5 us\nctx_tokens,batch\n0,1\nk_embed 1 of 2\nbatch 1: 6.0 kernels per layer\n' ;;
     moe*--perplexity*) case $* in *fp4*) p=5.10 ;; *--kv\ fp8*) p=5.00 ;; *) p=4.99 ;; esac; echo "perplexity $p +/- 0.1" ;;
     moe*--needle*) echo "needle 1 in 2 tokens" >&2 ;;
+    moe*--logits*) echo "all-reduce, weights, ok here"; echo x >"${!#}" ;;
     moe*) echo "all-reduce, weights, ok here" ;;
 esac

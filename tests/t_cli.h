@@ -853,6 +853,8 @@ static void test_cli_measure(void) {
         "\n## tiles: ok, ",
         "\n| GEMM | us |\n|---|---|\n| a | 1 |\n",
         "\n## upload: ok, ",
+        "\n## experts: ok, ",
+        "\n## bench-experts: ok, ",
         "\n## sanitizer: FAILED, exit code 139, ",
         "\n## What failed\n\n- test_gpu: FAILED, exit code 124 (not done in 120 s)\n- decode: FAILED, exit code 1\n"
         "- sanitizer: FAILED, exit code 139\n\n"};

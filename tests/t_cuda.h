@@ -14,6 +14,9 @@ void cuda_test_devices(int n, bool peers);          /* simulator: how many GPUs,
 void cuda_test_capability(int device, int major, int minor); /* simulator */
 bool cuda_test_by_nccl(struct rank *r, int n);
 int cuda_test_launching(struct rank *r);
+void cuda_test_jobs(struct rank *r, struct expert_job *jobs, int *n);
+int cuda_test_n_slot(struct rank *r);
+void cuda_test_slots(struct rank *r, int il, int32_t *slot_of, int32_t *expert_of, uint32_t *heat);
 void cuda_test_integrated(int device, bool is); /* simulator */
 void cuda_test_l2(int device, int bytes);       /* simulator */
 void cuda_test_log_prefetches(bool on);         /* simulator; forgets what was logged */

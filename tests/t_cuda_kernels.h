@@ -691,7 +691,8 @@ static void run_gemv_groups(enum gguf_type type, int n_tok, int groups, int n_ou
 static std::vector<struct expert_job> random_jobs(int n_tok, int n_expert, int used, std::vector<float> &weight) {
     std::vector<struct expert_job> jobs;
     for (int i = 0; i < used; i++) {
-        struct expert_job job = {i * n_expert / used, 0};
+        const int e = i * n_expert / used;
+        struct expert_job job = {e, 0, e, 0};
         for (int t = 0; t < DECODE_MAX_TOKENS; t++) {
             if (t < n_tok && (rnd() % 3 || (t + 1 == n_tok && !job.tokens))) job.tokens |= 1u << t;
             weight.push_back(job.tokens >> t & 1 ? uniform() : NAN);
@@ -714,7 +715,7 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
     std::vector<float> weight;
     std::vector<struct expert_job> jobs = random_jobs(n_tok, n_expert, used, weight);
     const int max_jobs = used + 1;
-    jobs.push_back({1 << 20, 0xFFFF});
+    jobs.push_back({1 << 20, 0xFFFF, 1 << 20, 0});
     weight.resize((size_t)max_jobs * DECODE_MAX_TOKENS, NAN);
     std::vector<uint16_t> nans((size_t)(max_jobs * DECODE_MAX_TOKENS * n_ff), 0x7E00);
     gpu_array<uint16_t> xd(x.half), hidden(nans), hidden_shared((size_t)(DECODE_MAX_TOKENS * n_ff_shared));

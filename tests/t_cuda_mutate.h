@@ -15,6 +15,8 @@ extern "C" void cuda_test_feed_forwards(void);
 extern "C" void cuda_test_sparse(void);
 extern "C" void cuda_test_streams(void);
 extern "C" void cuda_test_expanded(void);
+extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
+extern "C" void cuda_test_slot_rule(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
@@ -35,6 +37,8 @@ static const struct {
                     {"sample", cuda_test_sample},
                     {"stats", cuda_test_stats},
                     {"synthetic", cuda_test_synthetic},
+                    {"slots", cuda_test_slot_rule},
+                    {"cached", cuda_test_cached},
                     {"forward", cuda_test_forward},
                     {"all-reduce", cuda_test_all_reduce},
                     {"gemm", cuda_test_gemm},
@@ -229,11 +233,41 @@ static void table_of_another_layer(const char *launch, void *args) {
     });
 }
 
+/* Mistakes about experts in host memory. */
+static void counts_halve_later(const char *launch, void *args) {
+    change_if<struct route_args>(launch, "k_route_decode", args, [](auto &a) { a.cache.shift += a.cache.n_slot > 0; });
+}
+static void slots_overlook_one(const char *launch, void *args) {
+    change_if<struct route_args>(launch, "k_route_decode", args, [](auto &a) { a.cache.n_slot -= a.cache.n_slot > 0; });
+}
+static void fetches_all_but_one(const char *launch, void *args) {
+    change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.most--; });
+}
+static void fetches_other_columns(const char *launch, void *args) {
+    change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.m[0].home += a.m[0].tile_bytes / 2; });
+}
+static void fetches_without_down(const char *launch, void *args) {
+    change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.n_matrix = min(a.n_matrix, 2); });
+}
+static void waves_in_one_place(const char *launch, void *args) {
+    change_if<struct wave_args>(launch, "k_wave_list", args, [](auto &a) { a.n_ring++; });
+}
+static void waves_one_short(const char *launch, void *args) {
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [](auto &a) { a.n_place -= a.place != NULL; });
+}
+
 /* The mistakes, and the test that finds them. */
 static const struct {
     const char *test, *what;
     void (*change)(const char *launch, void *args); /* NULL: cuda_test_sums */
 } mistakes[] = {{"feed-forwards", "the biases of experts are added on every rank", NULL},
+                {"slots", "counts of experts halve later", counts_halve_later},
+                {"slots", "the last slot is never used", slots_overlook_one},
+                {"cached", "an expert is not copied", fetches_all_but_one},
+                {"cached", "an expert's columns are shifted", fetches_other_columns},
+                {"cached", "down is not copied", fetches_without_down},
+                {"cached", "waves have other places than the ring", waves_in_one_place},
+                {"cached", "an expert of a wave is left out", waves_one_short},
                 {"feed-forwards", "gate is limited before SiLU", limit_before_silu},
                 {"feed-forwards", "the router's bias is in the weights", bias_in_weights},
                 {"feed-forwards", "softmax over all experts", softmax_over_all},

@@ -1167,6 +1167,7 @@ static void note_call(void (*body)(void *)) { (void)body; }
         double *: note_out,                      \
         void *: note_out,                        \
         struct profile_row *: note_out,          \
+        struct expert_counts *: note_out,        \
         void (*)(void *): note_call)(x)
 /* clang-format on */
 #define LOG_NOTE_1(a) LOG_NOTE(a)

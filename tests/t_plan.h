@@ -1,9 +1,11 @@
 /* --plan: what it counts against arithmetic by hand, its verdicts, where the model may come from. */
 
-/* The JSON of a plan; the caller decrefs it. NULL after a failed check. */
+/* The JSON of a plan; the caller decrefs it. NULL after a failed check. Without --host no experts are in host memory,
+ * whatever this machine has. */
 static json_t *plan_of(const char *args, int code) {
     char cmd[512], *out = NULL, *err = NULL;
-    snprintf(cmd, sizeof cmd, MOE_BIN " --plan --json %s </dev/null", args);
+    snprintf(cmd, sizeof cmd, MOE_BIN " --plan --json %s%s </dev/null", args,
+             strstr(args, "--host") ? "" : " -fit off");
     int rc = run_command(cmd, &out, &err);
     json_t *o = json_loads(sb_cstr(&out), JSON_REJECT_DUPLICATES, NULL);
     CHECK(rc == code && o && !arrlen(err), "`%s` gave %d, expected %d: %.200s%.200s", cmd, rc, code, sb_cstr(&err),
@@ -1188,7 +1190,7 @@ static void test_plan_engine(void) {
                   state_bytes(&r->m, e->kv_type, 256));
             size_t batch = 4 * ((size_t)e->chunk + 3) + 2 * (size_t)m.max.rope_dim;
             size_t room = cuda_test_activations(e) - batch;
-            CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
+            CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false, 0), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
             CHECK(tp * pp == 1 && cuda_test_w4a4(e) ? room == e->bytes : room < e->bytes + 4096,
                   "--tp %d --pp %d: %zu bytes are allocated, %zu were counted", tp, pp, room, e->bytes);
             shard_free(&r->m);
@@ -1216,12 +1218,86 @@ static void test_plan_device(void) {
 #define TESTS_PLAN_ENGINE {"cuda/plan", test_plan_engine}, {"cuda/plan-device", test_plan_device},
 #endif
 
-#define TESTS_PLAN                                                                                                 \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                      \
-        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                              \
-        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                  \
-        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},     \
-        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                              \
-        {"plan/verdicts", test_plan_verdicts}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
-        {"plan/cpu", test_plan_cpu}, {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage},         \
-        {"plan/absurd", test_plan_absurd},
+/* Experts in host memory: as many slots as there is room for, each of so many bytes; what pruning would give is still
+ * told; memory that is too small changes nothing. */
+static void test_plan_host(void) {
+    const int64_t tile = 512 + 64, slot = 36 * 3 * (int64_t)(2880 / 16) * (2880 / 64) * tile; /* all layers */
+    static const char *const gpus[] = {"1x32", "1x33"};
+    int64_t slots[2], weights[2];
+    char args[128];
+    for (int i = 0; i < 2; i++) {
+        snprintf(args, sizeof args, "--gpus %s@1792 --host 128@40 --synth gpt-oss-120b", gpus[i]);
+        json_t *o = plan_of(args, 0);
+        const json_t *host = json_object_get(o, "host_experts"), *rank = plan_rank_of(o, 0);
+        plan_says(o, "verdict", "fits with experts in host memory");
+        slots[i] = plan_int(host, "slots");
+        weights[i] = plan_int(rank, "weights");
+        const double percent = plan_real_of(host, "hit_percent"), few = plan_real_of(host, "hit_percent_few");
+        const double copied = plan_real_of(host, "copied_bytes"), all = 36 * 4 * 3 * 2880.0 * 45 * (32 + 4);
+        CHECK(plan_int(rank, "free") >= 0 && plan_int(rank, "free") < slot + 36 * 6 * (2 << 20), "%s: %lld are free",
+              gpus[i], (long long)plan_int(rank, "free"));
+        CHECK(plan_int(o, "context") == 32768 && plan_int(o, "keep_experts") == 128, "%s", gpus[i]);
+        CHECK(percent > few && few > 75 && percent < 92, "%s: hits %g to %g %%", gpus[i], few, percent);
+        CHECK(fabs(copied / (all * (1 - percent / 100)) - 1) < 0.01, "%s: %g bytes are copied, of %g", gpus[i], copied,
+              all);
+        CHECK(1 / plan_real_of(o, "forecast") > copied / 36e9 &&
+                  plan_real_of(host, "forecast_few") < plan_real_of(o, "forecast"),
+              "%s: forecast %g", gpus[i], plan_real_of(o, "forecast"));
+        json_t *small = NULL;
+        snprintf(args, sizeof args, "--gpus %s@1792 --host 50 --synth gpt-oss-120b", gpus[i]);
+        small = plan_of(args, 1);
+        plan_says(small, "verdict", "needs pruning");
+        CHECK(plan_int(small, "keep_experts") == plan_int(host, "keep_experts"), "%s: pruning", gpus[i]);
+        json_decref(small);
+        json_decref(o);
+    }
+    CHECK(slots[1] > slots[0] && weights[1] - weights[0] == (slots[1] - slots[0]) * slot,
+          "%lld slots more take %lld bytes", (long long)(slots[1] - slots[0]), (long long)(weights[1] - weights[0]));
+    json_decref(plan_of("--gpus 1x32 --host 128 --synth qwen3-30b-a3b", 0));
+    json_t *two = plan_of("--gpus 2x96 --host 512 --synth deepseek-v3.2", 0);
+    plan_says(two, "verdict", "fits with experts in host memory");
+    CHECK(plan_int(two, "tp") == 2, "two ranks");
+    json_decref(two);
+}
+
+/* The table of experts in host memory in README.md is what --plan says. */
+static void test_plan_readme(void) {
+    char *text = NULL, err[ERR_MAX];
+    int rows = 0;
+    if (!CHECK(read_file("README.md", &text, err) == 0, "%s", err)) return;
+    arrput(text, 0);
+    for (const char *p = strstr(text, "| GPU, host memory |"); p && (p = strchr(p, '\n'));) {
+        int host, slots, experts, few, typical, slow, fast, gib;
+        char gpu[16], model[32], args[128];
+        if (sscanf(++p, "| %d GB beside %15s | `%31[^`]` | %d of %d | %d GiB | %d to %d %% | %d to %d tok/s |", &host,
+                   gpu, model, &slots, &experts, &gib, &few, &typical, &slow, &fast) != 10) {
+            if (*p != '|') break;
+            continue;
+        }
+        snprintf(args, sizeof args, "--gpus %s --host %d --synth %s", gpu, host, model);
+        json_t *o = plan_of(args, 0);
+        const json_t *h = json_object_get(o, "host_experts");
+        CHECK(plan_int(h, "slots") == slots && plan_int(o, "experts") == experts, "%s: %d slots", args,
+              (int)plan_int(h, "slots"));
+        CHECK(lround((double)plan_int(h, "bytes") / 0x1p30) == gib &&
+                  lround(plan_real_of(h, "hit_percent_few")) == few &&
+                  lround(plan_real_of(h, "hit_percent")) == typical,
+              "%s: %g to %g %%", args, plan_real_of(h, "hit_percent_few"), plan_real_of(h, "hit_percent"));
+        CHECK(lround(plan_real_of(h, "forecast_few")) == slow && lround(plan_real_of(o, "forecast")) == fast,
+              "%s: %g to %g tok/s", args, plan_real_of(h, "forecast_few"), plan_real_of(o, "forecast"));
+        json_decref(o);
+        rows++;
+    }
+    CHECK(rows == 12, "%d rows", rows);
+    arrfree(text);
+}
+
+#define TESTS_PLAN                                                                                               \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                    \
+        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                            \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                \
+        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},   \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                            \
+        {"plan/verdicts", test_plan_verdicts}, {"plan/host", test_plan_host}, {"plan/readme", test_plan_readme}, \
+        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},         \
+        {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},

@@ -24,6 +24,27 @@ void cuda_test_chosen(struct rank *r, int32_t *keys, int first, int n, bool read
     if (n) cudaMemcpy(read ? keys : chosen, read ? chosen : keys, (size_t)n * sizeof *keys, cudaMemcpyDefault);
 }
 
+/* The jobs of the decode forward's latest layer with experts. */
+void cuda_test_jobs(struct rank *r, struct expert_job *jobs, int *n) {
+    const struct route_args &p = r->cuda->route;
+    cudaStreamSynchronize(r->cuda->stream);
+    cudaMemcpy(n, p.n_jobs, sizeof *n, cudaMemcpyDeviceToHost);
+    cudaMemcpy(jobs, p.jobs, (size_t)*n * sizeof *jobs, cudaMemcpyDeviceToHost);
+}
+
+/* Slots of a layer's experts; 0: all are on the GPU. */
+int cuda_test_n_slot(struct rank *r) { return r->cuda->sizes.n_slot; }
+
+/* The cache of a layer's experts. */
+void cuda_test_slots(struct rank *r, int il, int32_t *slot_of, int32_t *expert_of, uint32_t *heat) {
+    const struct expert_cache a = expert_cache_of(r, il);
+    const size_t n = (size_t)r->m->layers[il].n_expert;
+    cudaStreamSynchronize(r->cuda->stream);
+    cudaMemcpy(slot_of, a.slot_of, n * sizeof *slot_of, cudaMemcpyDeviceToHost);
+    cudaMemcpy(heat, a.heat, n * sizeof *heat, cudaMemcpyDeviceToHost);
+    cudaMemcpy(expert_of, a.expert_of, (size_t)a.n_slot * sizeof *expert_of, cudaMemcpyDeviceToHost);
+}
+
 /* Row 0 of the logits, by a kernel in front: it comes late, and the blocks of the next one run together. */
 void cuda_test_logits(struct rank *r, const float *x, int n) {
     struct cuda *c = r->cuda;

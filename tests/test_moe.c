@@ -56,6 +56,7 @@
 
 #ifdef MOE_CUDA /* build/test_cuda, build/test_gpu: the tests of the CUDA backend, linked with test_cuda.cu */
 #include "t_cuda.h"
+#include "t_cuda_experts.h"
 #include "t_sass.h"
 #ifdef SIMULATED
 #include "t_cuda_counts.h"
@@ -63,7 +64,7 @@
 #define TESTS_COUNTS
 #endif
 
-static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_SASS TESTS_COUNTS};
+static const struct test table[] = {TESTS_PLAN_ENGINE TESTS_CUDA TESTS_CUDA_EXPERTS TESTS_SASS TESTS_COUNTS};
 static const char *const longest[] = {"cuda/ranks", "cuda/streams", "cuda/batches", "cuda/fixtures"}; /* as below */
 #else
 #include "t_nvfp4.h"

@@ -1108,7 +1108,8 @@ typedef s32 ColumnBits __attribute__((vector_size(32)));
 typedef f64 WideColumns __attribute__((vector_size(64)));
 
 /* The same of the columns of x. What is aligned has 26 bits: 16 of them add up exactly in 32. */
-template <int n> static inline Columns cut_sums(const Columns *x, int more) {
+template <int n>
+static inline Columns cut_sums(const Columns *x, int more) {
     Columns top = {}, all = {};
     for (int i = 0; i < n; i++) {
         const Columns size = (Columns)((ColumnBits)x[i] & 0x7FFFFFFF);

@@ -687,6 +687,13 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 
 /* ---- memory ---- */
 
+struct Registered {
+    size_t bytes;
+    void *copy;
+};
+static std::map<uintptr_t, Registered> registered; /* by the host's address */
+static std::mutex registered_lock;
+
 cudaError_t cudaMalloc(void **p, size_t n) {
     WAITS();
     NEEDS((*p = arena_alloc(n, current_device)), cudaErrorMemoryAllocation);
@@ -713,6 +720,39 @@ cudaError_t cudaFreeHost(void *p) {
     streams_wait(false);
     NEEDS(!p || arena_free(p), cudaErrorInvalidValue);
     return cudaSuccess;
+}
+/* GPUs read a copy of registered memory, made when it is registered: a program must neither write to it later nor take
+ * the host's address for the GPU's. */
+cudaError_t cudaHostRegister(void *p, size_t n, unsigned) {
+    WAITS();
+    const uintptr_t at = (uintptr_t)p;
+    std::lock_guard<std::mutex> g(registered_lock);
+    NEEDS(p && n, cudaErrorInvalidValue);
+    auto after = registered.lower_bound(at);
+    NEEDS(after == registered.end() || after->first >= at + n, cudaErrorHostMemoryAlreadyRegistered);
+    NEEDS(after == registered.begin() || std::prev(after)->first + std::prev(after)->second.bytes <= at,
+          cudaErrorHostMemoryAlreadyRegistered);
+    void *copy = arena_alloc(n, HOST);
+    NEEDS(copy, cudaErrorMemoryAllocation);
+    registered[at] = {n, memcpy(copy, p, n)};
+    return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void *p) {
+    WAITS();
+    streams_wait(false);
+    std::lock_guard<std::mutex> g(registered_lock);
+    const auto found = registered.find((uintptr_t)p);
+    NEEDS(found != registered.end(), cudaErrorHostMemoryNotRegistered);
+    arena_free(found->second.copy);
+    registered.erase(found);
+    return cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void **seen, void *p, unsigned) {
+    CALL();
+    std::lock_guard<std::mutex> g(registered_lock);
+    const auto found = registered.find((uintptr_t)p);
+    NEEDS(found != registered.end(), cudaErrorInvalidValue);
+    return *seen = found->second.copy, cudaSuccess;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
     WAITS();

@@ -1,0 +1,295 @@
+/* Experts in host memory: the bits of a model that fits, an independent simulation of the slots, and a start with a GPU
+ * that is too small. */
+
+/* How logits are computed: one prefill, then forwards of these many tokens. */
+enum { CACHED_PREFILL = 40, CACHED_TOKENS = CACHED_PREFILL + 64, CACHED_CTX = 128 };
+
+/* A session of a layout in which n_slot experts of a layer are on a GPU; 0: all. */
+static bool cached_session(struct session *s, struct home *home, const struct model *m, const struct layout *d,
+                           enum kv_type kv, enum moe_act act, int n_slot) {
+    char err[ERR_MAX] = "";
+    struct cuda_options o = {
+        .n_ctx = CACHED_CTX, .kv = kv, .moe_act = act, .kv_splits = 2, .allreduce = d->allreduce, .n_slot = n_slot};
+    *home = (struct home){0};
+    memcpy(o.device, d->device, sizeof o.device);
+    cuda_test_devices(4, d->peers);
+    if (n_slot && !CHECK(home_open(home, m, err) == 0, "%s", err)) return false;
+    o.home = home->range;
+    o.n_home = (int)arrlen(home->range);
+    if (CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s, %d slots: %s", d->name, n_slot,
+              err))
+        return true;
+    home_close(home);
+    return false;
+}
+
+static void cached_close(struct session *s, struct home *home) {
+    session_free(s);
+    home_close(home);
+    cuda_test_devices(1, true);
+}
+
+/* The logits of CACHED_TOKENS tokens (tokens, n_vocab): of a prefill the last ones, of decode forwards of 1 to 16 tokens
+ * all. NULL after a failed check. */
+static float *cached_logits(const struct model *m, const struct layout *d, enum kv_type kv, enum moe_act act,
+                            int n_slot, struct expert_counts *count) {
+    static const int n[] = {CACHED_PREFILL, 1, 2, 1, 16, 1, 7, 1, 3, 17, 1, 14, 0};
+    struct session s;
+    struct home home;
+    const size_t v = (size_t)m->n_vocab;
+    int32_t ids[CACHED_TOKENS];
+    if (!cached_session(&s, &home, m, d, kv, act, n_slot)) return NULL;
+    for (int i = 0; i < CACHED_TOKENS; i++) ids[i] = (11 + 17 * i + i * i / 7) % m->n_vocab;
+    float *out = xcalloc((size_t)CACHED_TOKENS * v, sizeof *out);
+    for (int i = 0, at = 0; n[i]; at += n[i++]) {
+        const int rows = int_min(n[i], LOGIT_ROWS);
+        session_forward(&s, ids + at, n[i]);
+        session_head(&s, n[i] - rows, rows);
+        for (int k = 0; k < rows; k++)
+            memcpy(out + (size_t)(at + n[i] - rows + k) * v, s.r->ops->read_logits(s.r, k), v * sizeof *out);
+    }
+    *count = session_experts(&s);
+    cached_close(&s, &home);
+    return out;
+}
+
+/* A model's logits with all experts on the GPU and with fewer. */
+static void cached_agrees(const char *name, const struct model *m, const struct layout *d, enum kv_type kv,
+                          enum moe_act act, bool all) {
+    const int k = m->max.n_expert_used, e = m->n_expert_max, slots[] = {2 * k, e / 2, e * 3 / 4};
+    const size_t bytes = (size_t)CACHED_TOKENS * (size_t)m->n_vocab * sizeof(float);
+    const size_t before = cuda_test_free_bytes();
+    struct expert_counts count;
+    float *want = cached_logits(m, d, kv, act, 0, &count);
+    CHECK(!count.hits && !count.misses, "%s: experts are counted though all are on the GPU", name);
+    for (int i = 0; i < 3 && want; i++) {
+        if (slots[i] < 2 * k || slots[i] >= e || (i && slots[i] == slots[i - 1]) || (i && !all)) continue;
+        float *got = cached_logits(m, d, kv, act, slots[i], &count);
+        CHECK(got && !memcmp(got, want, bytes), "%s, %s, %d of %d slots: other logits", name, d->name, slots[i], e);
+        CHECK(count.hits && count.misses, "%s, %d slots: %llu hits, %llu misses", name, slots[i],
+              (unsigned long long)count.hits, (unsigned long long)count.misses);
+        free(got);
+    }
+    CHECK(cuda_test_free_bytes() == before, "%s: memory is lost", name);
+    free(want);
+}
+
+static const struct layout cached_layouts[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
+                                               {"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true},
+                                               {"three ranks", 3, 1, {0, 1, 2}, ALLREDUCE_NCCL, false},
+                                               {"two stages", 1, 2, {0, 1}, ALLREDUCE_AUTO, true}};
+
+static void test_cuda_experts(void) {
+    static const struct {
+        const char *name;
+        enum kv_type kv;
+        int layout;
+        enum moe_act act;
+    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, 0, MOE_ACT_F16},    {"qwen3moe_nvfp4", KV_BF16, 1, MOE_ACT_F16},
+                 {"qwen3moe_nvfp4", KV_BF16, 0, MOE_ACT_FP4},   {"qwen3moe", KV_BF16, 3, MOE_ACT_F16},
+                 {"deepseek_v3", KV_FP8, 0, MOE_ACT_F16},       {"qwen3moe_ct", KV_BF16, 2, MOE_ACT_F16},
+                 {"gpt_oss", KV_BF16, 0, MOE_ACT_F16},          {"qwen3_5_moe", KV_FP8, 0, MOE_ACT_F16},
+                 {"deepseek_v4", KV_FP8, 0, MOE_ACT_F16},       {"minimax_m3_nvfp4", KV_FP8, 0, MOE_ACT_F16},
+                 {"ernie4_5_moe_each", KV_BF16, 0, MOE_ACT_F16}};
+    cuda_test_begin(21);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct model m;
+        if (!fixture_load(cases[i].name, &m)) return;
+        cached_agrees(cases[i].name, &m, &cached_layouts[cases[i].layout], cases[i].kv, cases[i].act, i < 2);
+        model_free(&m);
+    }
+}
+
+/* One model with few slots, for mutants. */
+void cuda_test_cached(void) {
+    struct model m;
+    if (!fixture_load("qwen3moe_nvfp4", &m)) return;
+    cached_agrees("qwen3moe_nvfp4", &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, false);
+    model_free(&m);
+}
+
+/* ---- the rule of the slots, step by step ---- */
+
+static const struct ops *slots_ops;
+static struct {
+    long long heat[MAX_EXPERTS];
+    int in[MAX_EXPERTS]; /* the experts in the slots */
+    struct expert_counts count;
+    int n_slot;
+} slots_of[8];
+
+/* A feed-forward, after which the slots are what the rule of "Experts in host memory" makes of its jobs. */
+static void slots_norm_ffn(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const int E = layer->n_expert, shift = heat_shift(slots_of[s->il].n_slot, layer->n_expert_used);
+    struct expert_job jobs[MAX_EXPERTS];
+    int32_t slot_of[MAX_EXPERTS], expert_of[MAX_EXPERTS];
+    uint32_t heat[MAX_EXPERTS];
+    int n = 0;
+    slots_ops->norm_ffn(r, s);
+    if (!E || r->n_tok > DECODE_MAX_TOKENS) return;
+    cuda_test_jobs(r, jobs, &n);
+    cuda_test_slots(r, s->il, slot_of, expert_of, heat);
+    bool used[MAX_EXPERTS] = {false};
+    for (int i = 0; i < n; i++) used[jobs[i].expert] = true;
+    for (int e = 0; e < E; e++) {
+        long long *h = &slots_of[s->il].heat[e];
+        *h = *h - (*h >> shift) + (used[e] ? 4096 : 0);
+    }
+    int *in = slots_of[s->il].in, n_slot = slots_of[s->il].n_slot;
+    bool there[MAX_EXPERTS] = {false};
+    for (int i = 0; i < n_slot; i++) there[in[i]] = true;
+    for (int e = 0; e < E; e++) {
+        int worst = -1;
+        if (!used[e]) continue;
+        if (there[e]) slots_of[s->il].count.hits++;
+        else slots_of[s->il].count.misses++;
+        if (there[e]) continue;
+        for (int i = 0; i < n_slot; i++)
+            if (!used[in[i]] && (worst < 0 || slots_of[s->il].heat[in[i]] < slots_of[s->il].heat[in[worst]])) worst = i;
+        in[worst] = e;
+    }
+    for (int i = 0; i < n_slot; i++)
+        CHECK(expert_of[i] == in[i] && slot_of[in[i]] == i, "layer %d: slot %d has expert %d, expected %d", s->il, i,
+              expert_of[i], in[i]);
+    for (int e = 0; e < E; e++)
+        CHECK((long long)heat[e] == slots_of[s->il].heat[e] && (slot_of[e] < 0 || expert_of[slot_of[e]] == e),
+              "layer %d: expert %d has count %u, expected %lld", s->il, e, heat[e], slots_of[s->il].heat[e]);
+    for (int i = 0; i < n; i++)
+        CHECK(jobs[i].place == slot_of[jobs[i].expert], "layer %d: the job of expert %d looks into slot %d", s->il,
+              jobs[i].expert, jobs[i].place);
+}
+
+static void test_cuda_slots(void) {
+    struct model m;
+    struct session s;
+    struct home home;
+    uint64_t rng = 5;
+    if (!fixture_load("deepseek_v3_reap", &m)) return;
+    const int n_slot = 2 * m.max.n_expert_used;
+    if (!cached_session(&s, &home, &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, n_slot)) return;
+    struct ops table = *s.r->ops;
+    slots_ops = s.r->ops;
+    table.norm_ffn = slots_norm_ffn;
+    table.forward = step_forward;
+    s.r->ops = &table;
+    memset(slots_of, 0, sizeof slots_of);
+    for (int il = 0; il < model_blocks(&m); il++) {
+        slots_of[il].n_slot = n_slot;
+        for (int i = 0; i < n_slot; i++) slots_of[il].in[i] = i;
+    }
+    for (int t = 0; t < 60; t++) {
+        int32_t ids[2];
+        const int n = 1 + t % 2;
+        for (int i = 0; i < n; i++) ids[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+        session_forward(&s, ids, n);
+    }
+    struct expert_counts want = {0};
+    for (int il = 0; il < model_blocks(&m); il++)
+        want.hits += slots_of[il].count.hits, want.misses += slots_of[il].count.misses;
+    const struct expert_counts got = session_experts(&s);
+    CHECK(got.hits == want.hits && got.misses == want.misses && got.hits > 100 && got.misses > 50,
+          "%llu hits and %llu misses, expected %llu and %llu", (unsigned long long)got.hits,
+          (unsigned long long)got.misses, (unsigned long long)want.hits, (unsigned long long)want.misses);
+    s.r->ops = slots_ops;
+    cached_close(&s, &home);
+    model_free(&m);
+}
+
+/* ---- GPUs that are too small ---- */
+
+/* Opens a fixture as the program does, on GPUs of so many bytes. NULL, or why that fails. */
+static const char *small_open(struct engine *e, struct settings *set, size_t memory, int tp, enum fit fit) {
+    static char err[ERR_MAX];
+    struct caught c;
+    char *out = NULL, *said = NULL;
+    set->n_ctx = CACHED_CTX, set->vram_reserve = 0, set->tp = tp, set->pp = 1, set->fit = fit;
+    cuda_test_devices(2, true);
+    cuda_test_memory(memory);
+    *e = (struct engine){.set = set};
+    if (!fixture_load("qwen3moe_nvfp4", &e->model)) return "no fixture";
+    catch_begin(&c);
+    const int rc = engine_start(e, true, err);
+    catch_end(&c, &out, &said);
+    const bool told = said && strstr(said, "a layer on the GPU");
+    const int n_slot = rc ? 0 : cuda_test_n_slot(e->session.r);
+    if (!rc) CHECK(told == (n_slot > 0), "%d slots: %.300s", n_slot, sb_cstr(&said));
+    arrfree(out), arrfree(said);
+    return rc ? err : NULL;
+}
+
+static void small_close(struct engine *e) {
+    engine_close(e);
+    cuda_test_devices(1, true);
+}
+
+/* The slots that the program chooses for GPUs of so many bytes. */
+static int small_slots(struct settings *set, size_t memory) {
+    struct engine e = {.set = set};
+    const struct cuda_options o = {.kv = settings_kv(set, &e.model, true), .device = {0, 1}};
+    int n_ctx = CACHED_CTX;
+    if (!fixture_load("qwen3moe_nvfp4", &e.model)) return 0;
+    cuda_test_devices(2, true);
+    cuda_test_memory(memory);
+    const int n = engine_slots(&e, &o, &n_ctx);
+    model_free(&e.model);
+    return n;
+}
+
+/* A model that does not fit starts by itself, with as many slots as there is room for, and answers the same; with too
+ * little room, or where that is refused, one line says so and nothing is held. */
+static void test_cuda_small(void) {
+    struct settings set;
+    struct engine e;
+    struct doctor *d = doctor_new(&set); /* the settings' defaults */
+    const int32_t ids[] = {5, 17, 80, 3, 44, 9, 21, 60, 2, 7};
+    int32_t want[12], got[12];
+    const size_t before = cuda_test_free_bytes();
+    const char *why;
+    for (int tp = 1; tp <= 2; tp++) {
+        if (!CHECK(!(why = small_open(&e, &set, (size_t)1 << 30, tp, FIT_ON)), "%s", why)) return;
+        const int n_expert = e.model.n_expert_max, used = e.model.max.n_expert_used;
+        CHECK(!cuda_test_n_slot(e.session.r), "all experts fit");
+        cuda_greedy(&e.session, ids, 10, want, 12);
+        small_close(&e);
+        size_t lo = 0, hi = (size_t)1 << 30; /* all experts fit into hi bytes, and not into lo */
+        while (hi - lo > 4096) {
+            const size_t mid = (lo + hi) / 2 / 256 * 256;
+            if (small_slots(&set, mid)) lo = mid;
+            else hi = mid;
+        }
+        int seen = 0;
+        for (size_t memory = lo, last = (size_t)n_expert; last > (size_t)(2 * used); memory -= 2048) {
+            const int planned = small_slots(&set, memory);
+            if (!CHECK(planned >= 2 * used && (size_t)planned <= last, "%d slots planned for %zu bytes, %zu for more",
+                       planned, memory, last))
+                break;
+            if ((size_t)planned == last) continue;
+            why = small_open(&e, &set, memory, tp, FIT_ON);
+            if (!CHECK(!why, "%d slots in %zu bytes: %s", planned, memory, why)) break;
+            CHECK(cuda_test_n_slot(e.session.r) == planned, "%d slots, not %d", cuda_test_n_slot(e.session.r), planned);
+            cuda_greedy(&e.session, ids, 10, got, 12);
+            CHECK(!memcmp(got, want, sizeof want), "%d slots: other tokens", planned);
+            small_close(&e);
+            last = (size_t)planned;
+            seen++;
+        }
+        CHECK(seen >= 2, "%d numbers of slots were tried", seen); /* the ring takes the place of some */
+        why = small_open(&e, &set, lo, tp, FIT_OFF);
+        CHECK(why && strstr(why, "-fit off"), "%s", why);
+        small_close(&e);
+        cuda_test_fail("cudaHostRegister", 1);
+        why = small_open(&e, &set, lo, tp, FIT_ON);
+        CHECK(why && strstr(why, "cannot pin"), "%s", why);
+        small_close(&e);
+        cuda_test_fail("cudaHostRegister", 0);
+    }
+    doctor_done(d);
+    cuda_test_memory((size_t)16 << 30);
+    CHECK(cuda_test_free_bytes() == before, "memory is lost");
+}
+
+void cuda_test_slot_rule(void) { test_cuda_slots(); }
+
+#define TESTS_CUDA_EXPERTS \
+    {"cuda/experts", test_cuda_experts}, {"cuda/slots", test_cuda_slots}, {"cuda/small", test_cuda_small},
