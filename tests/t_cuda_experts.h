@@ -100,11 +100,11 @@ static void test_cuda_experts(void) {
     }
 }
 
-/* One model with few slots, for mutants. */
+/* One model with few slots and several waves, for mutants. */
 void cuda_test_cached(void) {
     struct model m;
-    if (!fixture_load("qwen3moe_nvfp4", &m)) return;
-    cached_agrees("qwen3moe_nvfp4", &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, false);
+    if (!fixture_load("qwen3moe", &m)) return;
+    cached_agrees("qwen3moe", &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, false);
     model_free(&m);
 }
 
