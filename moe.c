@@ -2322,13 +2322,13 @@ enum allreduce {
     ALLREDUCE_ONESHOT /* our own kernel, k_add_norm<DELTA_PUSHED> */
 };
 
-/* How the ranks of a session start on GPUs. */
 /* Memory of the host. */
 struct host_range {
     uint8_t *base;
     size_t bytes;
 };
 
+/* How the ranks of a session start on GPUs. */
 struct cuda_options {
     int device[MAX_RANKS]; /* the GPU of each rank */
     int n_ctx;             /* tokens; 0: the trained length, or what fits */
@@ -8173,9 +8173,9 @@ static void kv_load_columns(const struct kernels *k, const struct cache_tensor *
  *
  * A process group is the ranks of one session: n_stage pipeline stages, each of n_rank ranks that share its layers. The
  * root rank, the first of the last stage, gathers the logits and works in the caller's thread; every other rank has a
- * thread of its own. pg_run runs a call on all ranks; between calls the caller may use cache_copy and read_counts of any rank, and
- * sample, read_tokens and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send and pg_recv
- * only: under one lock, with a watchdog that ends the program when no thread makes progress.
+ * thread of its own. pg_run runs a call on all ranks; between calls the caller may use cache_copy and read_counts of any
+ * rank, and sample, read_tokens and read_logits of the root. CPU ranks wait for one another in stage_barrier, pg_send
+ * and pg_recv only: under one lock, with a watchdog that ends the program when no thread makes progress.
  * ============================================================================================================ */
 
 enum { PG_STALL = 5 /* seconds without progress of any thread after which a waiting rank ends the program */ };
@@ -25590,27 +25590,38 @@ static void plan_described(struct plan *p, const char *text, int64_t reserve) {
     }
 }
 
-/* The memory of a GPU that so many ranks share. */
-static void plan_memory(struct plan_device *d, const struct gpu_facts *f, int ranks, const struct settings *set) {
-    d->memory = (int64_t)f->total / ranks;
-    d->usable = ((int64_t)f->free - ((int64_t)set->vram_reserve << 20)) / ranks;
+/* Asks the GPU of rank i, device[i], for its facts, and sets the rank's part of its memory. Returns how many ranks share
+ * the GPU; 0: it cannot be asked. */
+static int plan_memory(struct plan *p, int i, const int *device, const struct settings *set, struct gpu_facts *f) {
+    int ranks = 0;
+    for (int k = 0; k < p->n_device; k++) ranks += device[k] == device[i];
+    if (cuda_facts(device[i], f, false)) return 0;
+    p->device[i].memory = (int64_t)f->total / ranks;
+    p->device[i].usable = ((int64_t)f->free - ((int64_t)set->vram_reserve << 20)) / ranks;
+    return ranks;
+}
+
+/* The context that a model is wanted with: n_ctx tokens, 0: the trained length, or fewer. */
+static void plan_wants(struct plan *p, int n_ctx) {
+    p->want = n_ctx ? n_ctx : p->m->n_ctx_train;
+    p->least = n_ctx ? n_ctx : int_min(p->m->n_ctx_train, PLAN_CTX);
 }
 
 /* Asks the GPUs of this machine: the n that are listed in device, otherwise as many as --tp and --pp need, or all. */
 static void plan_real(struct plan *p, const struct settings *set, const int *device, int n) {
     char err[ERR_MAX];
     int found = cuda_device_count(err), asked = (set->tp ? set->tp : 1) * (set->pp ? set->pp : 1);
+    int gpu[MAX_RANKS];
     p->n_device = n ? n : int_min(set->tp || set->pp ? asked : found, MAX_RANKS);
+    for (int i = 0; i < p->n_device; i++) gpu[i] = n ? device[i] : i;
     for (int i = 0; i < p->n_device; i++) {
         struct plan_device *d = &p->device[i];
-        int gpu = n ? device[i] : i, ranks = 0;
         struct gpu_facts f;
-        if (gpu >= found) die("there is no GPU %d; this machine has %d, numbered from 0", gpu, found);
-        for (int k = 0; k < p->n_device; k++) ranks += (n ? device[k] : k) == gpu;
-        if (cuda_facts(gpu, &f, false)) die("cannot read the memory size of GPU %d", gpu);
+        if (gpu[i] >= found) die("there is no GPU %d; this machine has %d, numbered from 0", gpu[i], found);
+        const int ranks = plan_memory(p, i, gpu, set, &f);
+        if (!ranks) die("cannot read the memory size of GPU %d", gpu[i]);
         snprintf(d->name, sizeof d->name, "%s", f.label);
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
-        plan_memory(d, &f, ranks, set);
         if (f.integrated) p->host_memory = 0; /* it is the GPU's */
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
@@ -26165,14 +26176,15 @@ static void plan_head(const struct plan *p, char **text) {
         sb_printf(text, "\n            %d layer%s with experts by token ids keep%s all", by_id, by_id > 1 ? "s" : "",
                   by_id > 1 ? "" : "s");
     if (p->outcome == PLAN_FITS_HOST)
-        sb_printf(
-            text,
-            ": %d of %d a layer\n            on the GPU%s, all in %s of host memory; a token finds %.0f to %.0f %%",
-            p->n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "", with_unit((double)part_bytes(m, PART_EXPERTS), b),
-            plan_hit_percent(p, true), plan_hit_percent(p, false));
+        sb_printf(text,
+                  ": %d of %d a layer\n            are on the GPU%s, all in %s of host memory; a token is expected\n"
+                  "            to find %.0f to %.0f %% of its experts on the GPU",
+                  p->n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "",
+                  with_unit((double)part_bytes(m, PART_EXPERTS), b), plan_hit_percent(p, true),
+                  plan_hit_percent(p, false));
     if (p->keep)
-        sb_printf(text, "\n            all fit on the GPU%s with %d of %d (moe-reap --keep %d)",
-                  p->n_device > 1 ? "s" : "", p->keep, m->n_expert_max, p->keep);
+        sb_printf(text, "\n            pruned to %d of %d per layer, all fit (moe-reap --keep %d)", p->keep,
+                  m->n_expert_max, p->keep);
     if (p->outcome == PLAN_DOES_NOT_FIT) sb_printf(text, ": short by %s %s", a, where);
     if (p->outcome != PLAN_FITS_HOST && p->missing_pruned > 0 && p->missing_pruned < p->missing)
         sb_printf(text, "\n            with %d experts per layer: still short by %s", p->fewest,
@@ -26351,8 +26363,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->cpu = !gpu;
     p->kv = settings_kv(set, m, gpu);
     p->kv_name = kv_names[p->kv];
-    p->want = set->n_ctx ? set->n_ctx : m->n_ctx_train;
-    p->least = set->n_ctx ? set->n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
+    plan_wants(p, set->n_ctx);
     p->draft_min = set->draft_min;
     p->draft_max = set->draft_max;
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
@@ -26624,15 +26635,15 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-/* How many experts of a layer fit on the GPUs with a context of *n_ctx tokens, 0: one that is chosen; then *n_ctx is what
- * fits with them. Returns 0: all, and the start finds the context; -1: not even the fewest. */
+/* How many experts of each layer the GPUs have room for. 0: all. -1: fewer than two tokens use, or a GPU cannot be asked.
+ * *n_ctx: the context in tokens, 0 for one that fits; where not all experts have room it becomes the context beside
+ * them. */
 static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx) {
     const struct model *m = &e->model;
     struct plan *p = xcalloc(1, sizeof *p);
     p->m = m;
     p->kv = o->kv;
-    p->want = *n_ctx ? *n_ctx : m->n_ctx_train;
-    p->least = *n_ctx ? *n_ctx : int_min(m->n_ctx_train, PLAN_CTX);
+    plan_wants(p, *n_ctx);
     p->stats = o->stats;
     p->n_layout = 1;
     p->layout[0].tp = e->set->tp;
@@ -26642,10 +26653,8 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     bool apart = true; /* the GPUs' memory is not the host's */
     for (int i = 0; i < p->n_device && !n_slot; i++) {
         struct gpu_facts f;
-        int ranks = 0;
-        for (int k = 0; k < p->n_device; k++) ranks += o->device[k] == o->device[i];
-        if (cuda_facts(o->device[i], &f, false)) n_slot = -1; /* the start says why */
-        else plan_memory(&p->device[i], &f, ranks, e->set), apart = apart && !f.integrated;
+        if (!plan_memory(p, i, o->device, e->set, &f)) n_slot = -1; /* the start says why */
+        else apart = apart && !f.integrated;
     }
     if (!n_slot && !plan_choose(p, m)) n_slot = apart && plan_offload(p, &p->layout[0]) ? p->n_slot : -1;
     if (n_slot > 0) *n_ctx = p->context;
