@@ -26177,8 +26177,8 @@ static void plan_head(const struct plan *p, char **text) {
                   by_id > 1 ? "" : "s");
     if (p->outcome == PLAN_FITS_HOST)
         sb_printf(text,
-                  ": %d of %d a layer\n            are on the GPU%s, all in %s of host memory; a token is expected\n"
-                  "            to find %.0f to %.0f %% of its experts on the GPU",
+                  ": %d of %d a layer\n            are on the GPU%s, all in %s of host memory; expected are\n"
+                  "            %.0f to %.0f %% of a token's experts on the GPU",
                   p->n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "",
                   with_unit((double)part_bytes(m, PART_EXPERTS), b), plan_hit_percent(p, true),
                   plan_hit_percent(p, false));
