@@ -162,6 +162,7 @@ enum { ROW = 64, AT = 32 };
     L(ldg_cg_v2_f32, "ld.global.cg.v2.f32", global, 2, r, 32, 0)                                                       \
     L(ldg_cg_v2_u32, "ld.global.cg.v2.u32", global, 2, r, 32, 0)                                                       \
     L(ldg_cg_v4_f32, "ld.global.cg.v4.f32", global, 4, r, 32, 0)                                                       \
+    L(ldg_cg_v4_u32, "ld.global.cg.v4.u32", global, 4, r, 32, 0)                                                       \
     L(ldg_nc_u32, "ld.global.nc.u32", global, 1, r, 32, 0)                                                             \
     L(ldg_nc_v4_u32, "ld.global.nc.L1::no_allocate.v4.u32", global, 4, r, 32, 0)                                       \
     L(ldg_volatile, "ld.volatile.global.u32", global, 1, r, 32, 0)                                                     \
