@@ -10405,6 +10405,13 @@ static const struct weight *layer_matrix(const struct layer *layer, enum ffn_mat
     return k == FFN_GATE ? &layer->gate : k == FFN_UP ? &layer->up : &layer->down;
 }
 
+/* Bytes of an expert in the file. */
+static size_t expert_bytes(const struct layer *layer) {
+    size_t bytes = 0;
+    for (int k = 0; k < FFN_MATRICES; k++) bytes += layer_matrix(layer, (enum ffn_matrix)k)->expert_bytes;
+    return bytes;
+}
+
 /* Bytes of the room for a matrix of an expert, wherever it begins in its file. */
 static size_t slab_room(const struct weight *w) {
     return (w->expert_bytes + 2 * (size_t)READ_ALIGN - 2) / READ_ALIGN * READ_ALIGN;
@@ -12146,17 +12153,41 @@ static void session_check(struct session *s) {
     if (session_failed(s, err)) die("%s", err);
 }
 
-/* The experts of all forwards and layers; zeros where all are in memory. Ranks that share a layer count the same. */
-static struct expert_counts session_experts(const struct session *s) {
-    struct expert_counts sum = {0};
+/* Sums over layers. */
+struct expert_use {
+    struct expert_counts count;
+    double bytes; /* of the misses, in the file */
+};
+
+/* The experts of all forwards; zeros where all are in memory. Ranks that share a layer count the same. layers
+ * (model_blocks): those of each layer, NULL: nobody asks. */
+static struct expert_use session_experts(const struct session *s, struct expert_counts *layers) {
+    struct expert_use sum = {0};
+    struct expert_counts *of = xcalloc((size_t)model_blocks(s->m), sizeof *of);
     for (int i = 0; i < s->pg.n; i++) {
         struct rank *r = &s->pg.ranks[i];
-        struct expert_counts *of = xcalloc((size_t)model_blocks(r->m), sizeof *of);
-        if (!r->m->shard.rank) r->ops->read_counts(r, of);
-        for (int il = 0; il < model_blocks(r->m); il++) sum.hits += of[il].hits, sum.misses += of[il].misses;
-        free(of);
+        if (r->m->shard.rank) continue;
+        memset(of, 0, (size_t)model_blocks(s->m) * sizeof *of);
+        r->ops->read_counts(r, of);
+        for (int il = 0; il < model_blocks(s->m); il++) {
+            sum.count.hits += of[il].hits;
+            sum.count.misses += of[il].misses;
+            sum.bytes += (double)of[il].misses * (double)expert_bytes(&s->m->layers[il]);
+            if (layers && of[il].hits + of[il].misses) layers[il] = of[il];
+        }
     }
+    free(of);
     return sum;
+}
+
+static struct expert_use experts_since(const struct expert_use *now, const struct expert_use *before) {
+    return (struct expert_use){{now->count.hits - before->count.hits, now->count.misses - before->count.misses},
+                               now->bytes - before->bytes};
+}
+
+/* Percent of uses whose expert was there; 0: there were none. */
+static double hit_percent(const struct expert_counts *c) {
+    return 100 * (double)c->hits / fmax(1, (double)(c->hits + c->misses));
 }
 
 /* Enqueues the forward of the token that is being chosen, before the host knows it: the device need not wait until the
@@ -19767,6 +19798,15 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "  right                     share of right drafts: of the first, of the second\n"
                                     "                            after a right first, and so on\n"
                                     "\n"
+                                    "Where not all experts are in memory, or on the GPU, a table says what that costs\n"
+                                    "while a story is continued without drafts:\n"
+                                    "\n"
+                                    "  gen_tps                   tokens per second\n"
+                                    "  expert_hit_percent        uses of experts that need not be read or copied\n"
+                                    "  expert_copied_bytes       bytes that a token reads from the disk, or copies\n"
+                                    "                            from the host's memory\n"
+                                    "  expert_gb_per_s           their rate, computing included\n"
+                                    "\n"
                                     "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
                                     "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0, or\n"
                                     "that of --n-depth; it needs a single rank. Its column `forecast` has the\n"
@@ -21591,18 +21631,18 @@ enum stop_reason {
 enum think_end { THINK_END_NONE, THINK_END_KEY, THINK_END_BUDGET };
 
 struct turn_stats {
-    enum stop_reason why;       /* why the answer ended */
-    enum think_end think_end;   /* and its thinking, */
-    int think_tokens;           /* after so many tokens, if something ended that */
-    int n_cached;               /* tokens of the prompt that were in the cache */
-    int n_prompt, n_generated;  /* tokens of the prompt that were computed, tokens of the answer */
-    double prompt_seconds;      /* to compute the prompt */
-    double seconds;             /* to generate the answer */
-    double first_seconds;       /* from the start of the turn to the first token of the answer */
-    double bytes;               /* of weights and KV cache read while generating */
-    struct draft_stats drafts;  /* of its rounds */
-    struct expert_counts store; /* of its forwards */
-    uint32_t logit_hash;        /* of the last logits: equal runs give equal hashes */
+    enum stop_reason why;      /* why the answer ended */
+    enum think_end think_end;  /* and its thinking, */
+    int think_tokens;          /* after so many tokens, if something ended that */
+    int n_cached;              /* tokens of the prompt that were in the cache */
+    int n_prompt, n_generated; /* tokens of the prompt that were computed, tokens of the answer */
+    double prompt_seconds;     /* to compute the prompt */
+    double seconds;            /* to generate the answer */
+    double first_seconds;      /* from the start of the turn to the first token of the answer */
+    double bytes;              /* of weights and KV cache read while generating */
+    struct draft_stats drafts; /* of its rounds */
+    struct expert_use experts; /* of the forwards that generated */
+    uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
 };
 
 struct chat {
@@ -22486,7 +22526,7 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st, c
     double t0 = now_seconds();
     if (s->r->m->n_mtp) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
     const struct draft_stats drafts_before = s->drafting.total;
-    const struct expert_counts experts_before = session_experts(s);
+    const struct expert_use experts_before = session_experts(s, NULL);
     int32_t *ending = NULL;
     size_t ended = 0; /* tokens of `ending` that were taken */
     st->why = STOP_LENGTH;
@@ -22527,11 +22567,14 @@ static void generate(struct chat *c, struct printer *p, struct turn_stats *st, c
     st->seconds = now_seconds() - t0;
     arrfree(ending);
     st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
-    const struct expert_counts experts = session_experts(s);
-    st->store = (struct expert_counts){experts.hits - experts_before.hits, experts.misses - experts_before.misses};
+    const struct expert_use experts = session_experts(s, NULL);
+    st->experts = experts_since(&experts, &experts_before);
     st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
     printer_end(p);
 }
+
+/* Where experts are that need not be brought. */
+static const char *experts_are(const struct session *s) { return s->r->cpu ? "in memory" : "on the GPU"; }
 
 /* Prints the speed of a turn and the use of the context on stderr, in one line of a terminal of 80 columns. details: a
  * second line. Above 80 % of the context a warning follows. */
@@ -22550,10 +22593,10 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
                       with_commas((uint64_t)st->n_prompt, a), st->n_prompt / st->prompt_seconds);
     if (st->drafts.drafted[0]) note("%s | context %.0f %%", line, 100 * use);
     else note("%s | context %.0f %% of %s", line, 100 * use, with_commas((uint64_t)c->s->n_ctx, a));
-    const double experts = (double)(st->store.hits + st->store.misses);
-    n = experts > 0 ? snprintf(line, sizeof line, "experts %.0f %% %s | ", 100 * (double)st->store.hits / experts,
-                               c->s->r->cpu ? "in memory" : "on the GPU")
-                    : 0;
+    const struct expert_counts *experts = &st->experts.count;
+    n = experts->hits + experts->misses
+            ? snprintf(line, sizeof line, "experts %.0f %% %s | ", hit_percent(experts), experts_are(c->s))
+            : 0;
     line[n] = 0;
     if (details)
         note("# first token %.2f s | %.1f GB/s | %scontext %s tokens | logits #%08x", st->first_seconds,
@@ -22573,6 +22616,9 @@ static void chat_count(struct chat *c, const struct turn_stats *st) {
     c->total.prompt_seconds += st->prompt_seconds;
     c->total.seconds += st->seconds;
     c->total.bytes += st->bytes;
+    c->total.experts.count.hits += st->experts.count.hits;
+    c->total.experts.count.misses += st->experts.count.misses;
+    c->total.experts.bytes += st->experts.bytes;
 }
 
 /* Returns how many of the ids precede the generation prompt: what a later turn's rendering has in
@@ -23148,6 +23194,34 @@ static void chat_print_drafts(const struct chat *c) {
     arrfree(text);
 }
 
+/* Prints how often experts were there while all turns generated, and the layers that missed most since the start. */
+static void chat_print_experts(const struct chat *c) {
+    enum { WORST_LAYERS = 5 };
+    const struct turn_stats *t = &c->total;
+    const struct expert_use *use = &t->experts;
+    const int n = model_blocks(c->s->m);
+    struct expert_counts *of;
+    char a[32], b[32];
+    if (!(use->count.hits + use->count.misses)) return;
+    fprintf(stderr, "  experts: %.1f %% of %s uses %s; %s a token %s, %.1f GB/s\n", hit_percent(&use->count),
+            with_commas(use->count.hits + use->count.misses, a), experts_are(c->s),
+            with_unit(use->bytes / int_max(1, t->n_generated), b), c->s->r->cpu ? "were read" : "were copied",
+            t->seconds > 0 ? use->bytes / t->seconds * 1e-9 : 0);
+    fprintf(stderr, "  layers that missed most since the start:");
+    of = xcalloc((size_t)n, sizeof *of);
+    session_experts(c->s, of);
+    for (int i = 0; i < WORST_LAYERS; i++) {
+        int worst = 0;
+        for (int il = 1; il < n; il++)
+            if (of[il].misses > of[worst].misses) worst = il;
+        if (!of[worst].misses) break;
+        fprintf(stderr, "%s %d (%.0f %%)", i ? "," : "", worst, 100 - hit_percent(&of[worst]));
+        of[worst].misses = 0;
+    }
+    fprintf(stderr, "\n");
+    free(of);
+}
+
 /* Prints the speed of the last turn and of all turns. */
 static void chat_print_stats(struct chat *c) {
     const struct turn_stats *t = &c->total;
@@ -23161,6 +23235,7 @@ static void chat_print_stats(struct chat *c) {
     fprintf(stderr, "  %d turn%s: %d prompt tokens in %.1f s, %d generated in %.1f s (%.1f tok/s, %.1f GB/s)\n",
             c->turns, c->turns == 1 ? "" : "s", t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
             tokens_per_s, bytes_per_s * 1e-9);
+    chat_print_experts(c);
     chat_print_drafts(c);
 }
 
@@ -26543,12 +26618,21 @@ static void engine_read(struct engine *e) {
     if (!asked && have < rest + taken)
         die("'%s' needs %.1f GiB of memory besides its experts, and %.1f GiB are free", e->set->model,
             (double)(rest + taken) / 0x1p30, (double)have / 0x1p30);
+    const double t0 = now_seconds();
     struct store *s = r->cpu->store = store_open(m, asked ? asked : have - rest - taken, err);
     if (!s) die("'%s': %s", e->set->model, err);
+    const double rate = (double)s->reader.bytes / (now_seconds() - t0);
+    double token = 0;
     int most = 0;
-    for (int il = 0; il < model_blocks(m); il++) most = int_max(most, s->layer[il].n_slot);
-    note("experts: %d of %d a layer in memory (%.1f of %.1f GiB), the rest is read from disk", most, m->n_expert_max,
-         (double)s->bytes / 0x1p30, (double)(all - rest) / 0x1p30);
+    char a[32], b[32];
+    for (int il = 0; il < model_blocks(m); il++) {
+        most = int_max(most, s->layer[il].n_slot);
+        if (il < m->n_layer) token += (double)m->layers[il].n_expert_used * (double)expert_bytes(&m->layers[il]);
+    }
+    note("experts: %d of %d a layer in memory (%s of %s), the rest is read from disk: up to %.0f MB a token at %.1f "
+         "GB/s",
+         most, m->n_expert_max, with_unit((double)s->bytes, a), with_unit((double)(all - rest), b), token * 1e-6,
+         rate * 1e-9);
 }
 
 /* Shows how much of the model is on the GPU, on a terminal. */
@@ -27623,8 +27707,8 @@ enum {
     BENCH_REPEAT = 32,    /* forwards of a run at most */
     BENCH_PREFILL = 4096, /* tokens of a prefill at most */
     BENCH_LAUNCHES = 32,  /* of a layer at most, for --profile */
-    BENCH_PROSE = 256,    /* tokens of the text that drafts continue, */
-    BENCH_DRAFTED = 256   /* and tokens of the continuation */
+    BENCH_PROMPT = 256,   /* tokens of a text, */
+    BENCH_ANSWER = 256    /* and tokens of its continuation */
 };
 
 static const int bench_depths[] = {0, 4096, 32768, 131072}; /* tokens, ascending */
@@ -27828,65 +27912,111 @@ static bool bench_depth(struct bench *b, int depth) {
     return true;
 }
 
-/* Continues a text greedily by BENCH_DRAFTED tokens with n_min to n_max drafts a round, and adds a line to the second
- * table. *step: seconds of a round without drafts; the first line sets it. False: interrupted. */
-static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, int n_max, double *step) {
+/* A text that was continued. */
+struct bench_text {
+    double seconds; /* 0: interrupted */
+    int n;          /* tokens */
+    struct expert_use experts;
+};
+
+/* Continues BENCH_PROMPT tokens greedily by BENCH_ANSWER with n_min to n_max drafts a round. */
+static struct bench_text bench_continue(struct session *s, const int32_t *ids, int n_min, int n_max) {
     static const struct sampling greedy = {.greedy = true, .repeat_penalty = 1};
-    struct drafting *d = &s->drafting;
-    char err[ERR_MAX], *shares = NULL;
-    *d = (struct drafting){0};
-    drafting_limit(d, n_min, n_max);
-    const enum sync_result sync = session_sync(s, ids, BENCH_PROSE, 0, err);
+    struct bench_text t = {0};
+    char err[ERR_MAX];
+    s->drafting = (struct drafting){0};
+    drafting_limit(&s->drafting, n_min, n_max);
+    const enum sync_result sync = session_sync(s, ids, BENCH_PROMPT, 0, err);
     if (sync == SYNC_FAILED) die("%s", err);
-    if (sync != SYNC_DONE) return false;
+    if (sync != SYNC_DONE) return t;
     int32_t id = session_sample(s, &greedy, NULL);
+    const struct expert_use before = session_experts(s, NULL);
     const double t0 = now_seconds();
-    int n = 0;
-    while (!interrupted && n < BENCH_DRAFTED) {
+    for (; !interrupted && t.n < BENCH_ANSWER; t.n++) {
         session_decode(s, id);
         session_check(s);
         id = session_sample(s, &greedy, NULL);
-        n++;
     }
-    if (interrupted) return false;
-    const double seconds = now_seconds() - t0, round = seconds / (double)d->total.rounds;
+    if (interrupted) return t;
+    t.seconds = now_seconds() - t0;
+    t.experts = session_experts(s, NULL);
+    t.experts = experts_since(&t.experts, &before);
+    return t;
+}
+
+/* The tokens of the shipped stories, of --haystack, at least BENCH_PROMPT; stb_ds. NULL with a message. */
+static int32_t *bench_prose(const struct engine *e, char *err) {
+    char *prose = NULL;
+    int32_t *ids = NULL;
+    if (!e->model.vocab->n_tokens) fail(err, "the model has no vocabulary");
+    else if (!haystack_read(e->set, &prose, err)) {
+        const size_t n = strlen(sb_cstr(&prose));
+        tokenize_all(e->model.vocab, prose, n < 16 * BENCH_PROMPT ? n : 16 * BENCH_PROMPT, false, &ids);
+        if (arrlen(ids) < BENCH_PROMPT) {
+            fail(err, "that needs a text of %d tokens, found %d (--haystack)", BENCH_PROMPT, (int)arrlen(ids));
+            arrfree(ids);
+        }
+    }
+    arrfree(prose);
+    return ids;
+}
+
+/* The table of drafts. *step: seconds of a round without drafts; the first line sets it. False: interrupted. */
+static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, int n_max, double *step) {
+    const struct bench_text t = bench_continue(s, ids, n_min, n_max);
+    const struct draft_stats *total = &s->drafting.total;
+    char *shares = NULL;
+    if (t.seconds <= 0) return false;
+    const double round = t.seconds / (double)total->rounds;
     if (!n_max) *step = round;
-    draft_shares(&d->total, &shares);
+    draft_shares(total, &shares);
     if (n_min == n_max) printf("%d", n_max);
     else printf("%d-%d", n_min, n_max);
-    printf(",%.2f,%.2f,%.1f,%s\n", n / (double)d->total.rounds, round / *step, n / seconds, sb_cstr(&shares));
+    printf(",%.2f,%.2f,%.1f,%s\n", t.n / (double)total->rounds, round / *step, t.n / t.seconds, sb_cstr(&shares));
     fflush(stdout);
     arrfree(shares);
     return true;
 }
 
-/* The second table: drafts over the shipped stories. False: interrupted. */
-static bool bench_drafts(struct engine *e) {
-    struct session *s = &e->session;
-    char *prose = NULL, err[ERR_MAX] = "";
-    int32_t *ids = NULL;
+static bool bench_drafts(struct engine *e, const int32_t *ids) {
+    const int most = e->set->draft_max;
     double step = 0;
     bool done = true;
-    const int context = BENCH_PROSE + BENCH_DRAFTED + LOGIT_ROWS;
-    if (!s->r->m->n_mtp) return true;
-    if (!e->model.vocab->n_tokens) fail(err, "the model has no vocabulary");
-    else if (s->n_ctx < context) fail(err, "that needs a context of %d tokens, found %d (-c)", context, s->n_ctx);
-    else if (!haystack_read(e->set, &prose, err)) {
-        const size_t n = strlen(sb_cstr(&prose));
-        tokenize_all(e->model.vocab, prose, n < 16 * BENCH_PROSE ? n : 16 * BENCH_PROSE, false, &ids);
-        if (arrlen(ids) < BENCH_PROSE)
-            fail(err, "that needs a text of %d tokens, found %d (--haystack)", BENCH_PROSE, (int)arrlen(ids));
-    }
-    if (*err) {
-        note("drafts are not timed: %s", err);
-        arrfree(prose);
-        arrfree(ids);
+    printf("\ndrafts,tokens_per_round,round_steps,gen_tps,right\n");
+    for (int k = 0; k <= most && done; k++) done = bench_draft_line(&e->session, ids, k, k, &step);
+    if (done && most) done = bench_draft_line(&e->session, ids, 0, most, &step);
+    return done;
+}
+
+/* The table of experts that are not all there. False: interrupted. */
+static bool bench_experts(struct session *s, const int32_t *ids) {
+    const struct bench_text t = bench_continue(s, ids, 0, 0);
+    if (t.seconds <= 0) return false;
+    printf("\ngen_tps,expert_hit_percent,expert_copied_bytes,expert_gb_per_s\n");
+    printf("%.1f,%.1f,%.0f,%.2f\n", t.n / t.seconds, hit_percent(&t.experts.count), t.experts.bytes / t.n,
+           t.experts.bytes / t.seconds * 1e-9);
+    return true;
+}
+
+/* The tables of what is computed with a text. False: interrupted. */
+static bool bench_texts(struct engine *e, const int32_t random_ids[BENCH_PREFILL]) {
+    struct session *s = &e->session;
+    char err[ERR_MAX];
+    const struct expert_use seen = session_experts(s, NULL);
+    const bool drafts = s->r->m->n_mtp > 0, experts = seen.count.hits + seen.count.misses > 0;
+    const int context = BENCH_PROMPT + BENCH_ANSWER + LOGIT_ROWS;
+    bool done = true;
+    if (!drafts && !experts) return true;
+    if (s->n_ctx < context) {
+        note("%s not timed: that needs a context of %d tokens, found %d (-c)", drafts ? "drafts are" : "experts are",
+             context, s->n_ctx);
         return true;
     }
-    printf("\ndrafts,tokens_per_round,round_steps,gen_tps,right\n");
-    for (int k = 0; k <= e->set->draft_max && done; k++) done = bench_draft_line(s, ids, k, k, &step);
-    if (done && e->set->draft_max) done = bench_draft_line(s, ids, 0, e->set->draft_max, &step);
-    arrfree(prose);
+    int32_t *ids = bench_prose(e, err);
+    if (!ids && drafts) note("drafts are not timed: %s", err);
+    if (!ids && experts) note("the table of experts is made with random tokens: %s", err);
+    if (ids && drafts) done = bench_drafts(e, ids);
+    if (done && experts) done = bench_experts(s, ids ? ids : random_ids);
     arrfree(ids);
     return done;
 }
@@ -27915,7 +28045,7 @@ static int mode_bench(struct engine *e) {
         bench_fill_cache(s, i ? bench_depths[i - 1] : 0, bench_depths[i]);
         if (!bench_depth(&b, bench_depths[i])) return EXIT_INTERRUPT;
     }
-    if (only < 0 && !bench_drafts(e)) return EXIT_INTERRUPT;
+    if (only < 0 && !bench_texts(e, b.ids)) return EXIT_INTERRUPT;
     for (int i = 0; i < BENCH_BATCHES && e->set->profile && !interrupted; i++)
         bench_profile(&b, bench_batches[i], bench_batches[i], b.decode[i]);
     if (e->set->profile && !interrupted) bench_profile(&b, int_min(b.chunk, s->n_ctx - b.depth), 1, b.prefill);

@@ -719,26 +719,30 @@ static void test_cli_synth(void) {
     }
 }
 
-/* What --bench prints with one run of each forward; stb_ds, freed by the caller. Returns the exit code. */
-static int bench_once(char **out) {
+/* What --bench prints with one run of each forward; stb_ds, freed by the caller. memory: of experts in MiB, NULL: all. Returns the
+ * exit code. */
+static int bench_once(char **out, char *context, char *memory) {
     char *argv[] = {"moe",
                     "--cpu",
                     "-t",
                     "1",
                     "--bench",
                     "-c",
-                    "4112",
+                    context,
                     "-m",
                     "build/demo.gguf",
                     "--haystack",
-                    "prompts/haystack.txt"};
+                    "prompts/haystack.txt",
+                    "--expert-memory",
+                    memory};
+    const int n_arg = sizeof argv / sizeof *argv - (memory ? 0 : 2);
     char err[ERR_MAX] = "", path[256];
     struct settings set;
     struct engine e;
     double *const budget = &bench_budget[0], whole = *budget;
     snprintf(path, sizeof path, "%s/bench.csv", test_dir());
     settings_init(&set);
-    CHECK(!options_parse(&set, sizeof argv / sizeof *argv, argv, err), "%s", err);
+    CHECK(!options_parse(&set, n_arg, argv, err), "%s", err);
     engine_open(&e, &set);
     fflush(stdout);
     const int list = dup(STDOUT_FILENO), said = dup(STDERR_FILENO);
@@ -761,7 +765,7 @@ static int bench_once(char **out) {
 /* The table of --bench: its columns, its rows, and how they hang together. */
 static void test_cli_bench(void) {
     char *out = NULL, *p;
-    int rc = bench_once(&out), row = 0;
+    int rc = bench_once(&out, "4112", NULL), row = 0;
     const char *head = "ctx_tokens,prefill_tokens,prefill_tps,prefill_percent_of_mma,batch,gen_tps,kvcache_bytes,"
                        "gen_gb_per_s,gen_percent_of_bandwidth\n";
     CHECK(rc == 0 && !strncmp(sb_cstr(&out), head, strlen(head)), "%d: %s", rc, sb_cstr(&out));
@@ -791,6 +795,25 @@ static void test_cli_bench(void) {
         }
         CHECK(row == 5, "%d rows", row);
     }
+    arrfree(out);
+}
+
+/* The table of experts that are not all in memory. */
+static void test_cli_bench_experts(void) {
+    char *out = NULL;
+    const char *head = "\n\ngen_tps,expert_hit_percent,expert_copied_bytes,expert_gb_per_s\n", *p;
+    char err[ERR_MAX];
+    struct model m;
+    const int rc = bench_once(&out, "600", "5");
+    double tps = 0, hits = 0, bytes = 0, rate = 0, all = 0;
+    if (!CHECK(!model_load(&m, "build/demo.gguf", err), "%s", err)) return;
+    for (int il = 0; il < m.n_layer; il++)
+        all += (double)m.layers[il].n_expert_used * (double)expert_bytes(&m.layers[il]);
+    p = strstr(sb_cstr(&out), head);
+    CHECK(!rc && p && sscanf(p + strlen(head), "%lf,%lf,%lf,%lf", &tps, &hits, &bytes, &rate) == 4, "%s", out);
+    CHECK(tps > 0 && hits > 20 && hits < 80 && fabs(bytes / all - (1 - hits / 100)) < 0.01 && rate > 0,
+          "%.1f tok/s, %.1f %% hits, %.0f of %.0f bytes, %.2f GB/s", tps, hits, bytes, all, rate);
+    model_free(&m);
     arrfree(out);
 }
 
@@ -1115,6 +1138,7 @@ static void test_readme_shapes(void) {
         {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
         {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \
         {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench}, \
-        {"cli/bench-depth", test_cli_bench_depth}, {"cli/measure", test_cli_measure},                              \
-        {"readme/options", test_readme_options}, {"readme/families", test_readme_families},                        \
-        {"readme/models", test_readme_models}, {"readme/shapes", test_readme_shapes},
+        {"cli/bench-experts", test_cli_bench_experts}, {"cli/bench-depth", test_cli_bench_depth},                  \
+        {"cli/measure", test_cli_measure}, {"readme/options", test_readme_options},                                \
+        {"readme/families", test_readme_families}, {"readme/models", test_readme_models},                          \
+        {"readme/shapes", test_readme_shapes},

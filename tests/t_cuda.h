@@ -2797,7 +2797,8 @@ static void test_cuda_decode_bench(void) {
         {"cuda/integrated", test_cuda_integrated}, {"cuda/all_reduce", cuda_test_all_reduce},                      \
         {"cuda/rank-errors", test_cuda_rank_errors}, {"cuda/rank-faults", test_cuda_rank_faults},                  \
         {"cuda/doctor", test_cuda_doctor}, {"cuda/failures", test_cuda_failures}, {"cuda/stop", test_cuda_stop},   \
-        {"cuda/tiles", cuda_test_tile_sizes}, {"cuda/decode-bench", test_cuda_decode_bench},
+        {"cuda/tiles", cuda_test_tile_sizes}, {"cuda/decode-bench", test_cuda_decode_bench},                       \
+        {"cuda/small", test_cuda_small},
 #else
 #define TESTS_SIMULATOR
 #endif

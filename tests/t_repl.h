@@ -1496,6 +1496,19 @@ static void moe_end(struct pty *p) {
     CHECK_INT(pty_end(p), 0, "the exit code");
 }
 
+/* /stats where not all experts are in memory. */
+static void test_moe_experts(void) {
+    NEED_MOE();
+    struct pty p;
+    char *argv[] = {MOE_BIN, "--cpu", "-m", "build/demo.gguf", "--greedy", "--expert-memory", "5", NULL};
+    if (!moe_start(&p, "xterm", argv)) return;
+    moe_ask(&p, "/stats", "no turn yet");
+    moe_ask(&p, "What is 7 squared? One word.", "49");
+    moe_ask(&p, "/stats", "a token were read");
+    moe_ask(&p, "/stats", "missed most since the start: ");
+    moe_end(&p);
+}
+
 static void test_moe_dialogue(void) {
     NEED_MOE();
     struct pty p;
@@ -2143,23 +2156,24 @@ static void test_moe_interactive(void) {
     arrfree(said);
 }
 
-#define TESTS_REPL                                                                                                    \
-    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},              \
-        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                  \
-        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                           \
-        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                         \
-        {"repl/screen", test_repl_screen}, {"repl/screen-random", test_repl_screen_random},                           \
-        {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, {"repl/wrap", test_repl_wrap},      \
-        {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},         \
-        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/switch", test_repl_switch},    \
-        {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dumb-long", test_repl_dumb_long},  \
-        {"repl/dumb-blind", test_repl_dumb_blind}, {"repl/dumb-keys", test_repl_dumb_keys},                           \
-        {"repl/dumb-emacs", test_repl_dumb_emacs}, {"repl/held", test_repl_held}, {"repl/plain", test_moe_plain},     \
-        {"repl/plain-ahead", test_moe_plain_ahead}, {"repl/interactive", test_moe_interactive},                       \
-        {"repl/rows", test_note_rows}, {"repl/ctrl-t", test_moe_answer_now}, {"repl/ctx", test_moe_context},          \
-        {"repl/dialogue", test_moe_dialogue}, {"repl/complete", test_repl_complete},                                  \
-        {"repl/complete-names", test_moe_complete}, {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, \
-        {"repl/seed", test_moe_seed}, {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},    \
-        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                             \
-        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                             \
+#define TESTS_REPL                                                                                                   \
+    {"repl/keys", test_repl_keys}, {"repl/utf8", test_repl_utf8}, {"repl/newlines", test_repl_newlines},             \
+        {"repl/paste", test_repl_paste}, {"repl/cut", test_repl_cut}, {"repl/undo", test_repl_undo},                 \
+        {"repl/history-long", test_repl_history_long}, {"repl/history", test_repl_history},                          \
+        {"repl/history-shared", test_repl_history_shared}, {"repl/search", test_repl_search},                        \
+        {"repl/screen", test_repl_screen}, {"repl/screen-random", test_repl_screen_random},                          \
+        {"repl/clusters", test_repl_clusters}, {"repl/vowels", test_repl_vowels}, {"repl/wrap", test_repl_wrap},     \
+        {"repl/words", test_moe_words}, {"repl/resize", test_repl_resize}, {"repl/redraw", test_repl_redraw},        \
+        {"repl/fuzz", test_repl_fuzz}, {"repl/interrupt", test_repl_interrupt}, {"repl/switch", test_repl_switch},   \
+        {"repl/restore", test_repl_restore}, {"repl/dumb", test_repl_dumb}, {"repl/dumb-long", test_repl_dumb_long}, \
+        {"repl/dumb-blind", test_repl_dumb_blind}, {"repl/dumb-keys", test_repl_dumb_keys},                          \
+        {"repl/dumb-emacs", test_repl_dumb_emacs}, {"repl/held", test_repl_held}, {"repl/plain", test_moe_plain},    \
+        {"repl/plain-ahead", test_moe_plain_ahead}, {"repl/interactive", test_moe_interactive},                      \
+        {"repl/rows", test_note_rows}, {"repl/ctrl-t", test_moe_answer_now}, {"repl/ctx", test_moe_context},         \
+        {"repl/dialogue", test_moe_dialogue}, {"repl/experts", test_moe_experts},                                    \
+        {"repl/complete", test_repl_complete}, {"repl/complete-names", test_moe_complete},                           \
+        {"repl/editor", test_moe_editor}, {"repl/files", test_moe_files}, {"repl/seed", test_moe_seed},              \
+        {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \
+        {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                            \
+        {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                            \
         {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},

@@ -64,7 +64,7 @@ static void test_store_bits(void) {
                 float *again = store_logits(&s, ids, n, half, 3);
                 CHECK(!memcmp(again, want, bytes), "%s with %d slots: other logits the second time", names[f],
                       slots[k]);
-                const struct expert_counts c = session_experts(&s);
+                const struct expert_counts c = session_experts(&s, NULL).count;
                 CHECK(slots[k] == m.n_expert_max ? !c.misses && c.hits : c.misses && (c.hits || slots[k] < 2),
                       "%s with %d slots: %llu hits, %llu misses", names[f], slots[k], (unsigned long long)c.hits,
                       (unsigned long long)c.misses);
