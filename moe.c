@@ -47,12 +47,12 @@
  *   Types: the table of tensors                      220  every tensor: names, field, shape, who has it
  *   Types: the table of keys                         120  every key: name, kind, range, default
  *   Types: models                                    250  model, family; sizes that follow from them
- *   Types: operations                                270  the table that every backend fills in; its contract
- *   Types: cache tensors, ranks, the GPU backend     200  struct rank; cuda_* functions
+ *   Types: operations                                290  the table that every backend fills in; its contract
+ *   Types: cache tensors, ranks, the GPU backend     230  struct rank; cuda_* functions
  *
  *  State
  *   State: cache tensors of a layer                  260  the KV cache and recurrent states
- *   State: sizes on a GPU                            390  what a GPU rank allocates
+ *   State: sizes on a GPU                            440  what a GPU rank allocates
  *
  *  Model
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
@@ -62,9 +62,9 @@
  *   Families: DeepSeek-V4                            120  the same
  *   Families: gated delta nets                        80  the same of Qwen3-Next and Qwen3.5
  *   Families: the forward                            180  the forward of all. START HERE
- *   Model: layers and files                          430  binds layers, checks leftovers, opens files
+ *   Model: layers and files                          440  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         210  --synth: shapes of real models
+ *   Synthetic models: shapes                         220  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
  *   Synthetic models: weights                        220  its tensors, random numbers
  *
@@ -86,24 +86,25 @@
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                   300  embedding, norms, all-reduce
  *   CPU operations: matrices and rotations           250  linear, input of MTP, RoPE
- *   CPU operations: attention                        430  online softmax over the cache
+ *   CPU operations: attention                        440  online softmax over the cache
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                  150  linear attention with a recurrent state
- *   Experts on disk: reading                         150  threads that read parts of the model's files
- *   Experts on disk: slots                           390  which experts are in memory
+ *   Experts on disk: reading                         130  threads that read parts of the model's files
+ *   Experts on disk: slots                           380  which experts are in memory
  *   Experts in host memory                            70  all of them, pinned, for GPUs
- *   CPU operations: feed-forward                     380  router and experts
+ *   CPU operations: feed-forward                     420  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
  *   CPU operations: memory of a rank                 190  the table of operations; what a rank allocates
- *   GPU backend                                       30  stubs without CUDA
+ *   Experts for GPUs                                 130  experts that the CPU computes in decode
+ *   GPU backend                                       40  stubs without CUDA
  *
  *  Session
  *   Sampler                                           80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                           140  how many tokens a round drafts
- *   Session                                          260  a timeline of tokens: truncation, snapshots
- *   Session: forwards                                280  forwards, drafts, choices of tokens
+ *   Session                                          270  a timeline of tokens: truncation, snapshots
+ *   Session: forwards                                330  forwards, drafts, choices of tokens
  *   Session: sync and score                          200  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
  *
@@ -117,17 +118,17 @@
  *   Chat template: comparing and printing values     370  order, equality, repr, tojson
  *   Chat template: format strings                    380  format specifications, the operator %
  *   Chat template: str.format                        140  the method format
- *   Chat template: operators                         350  arithmetic, comparison, subscripts
+ *   Chat template: operators                         340  arithmetic, comparison, subscripts
  *   Chat template: arguments of functions             90  by place and by name
  *   Chat template: case and parts of strings         230  upper, strip, split, replace
  *   Chat template: search and layout of strings      340  join, find, pad, translate
  *   Chat template: functions on numbers              180  abs, int, float, round
- *   Chat template: functions on sequences            430  sort, map, select, groupby, tojson
+ *   Chat template: functions on sequences            420  sort, map, select, groupby, tojson
  *   Chat template: wordwrap, striptags, pprint       350  the filters that follow Python's library
  *   Chat template: tests, globals, builtins          380  is defined, range, loop, and the one table of all functions
  *   Chat template: lexer                             220  source to tokens
  *   Chat template: nodes and tokens                  210  the syntax tree; reading tokens
- *   Chat template: parsing expressions               270  tokens to expression trees
+ *   Chat template: parsing expressions               260  tokens to expression trees
  *   Chat template: parsing statements                250  tokens to statement trees
  *   Chat template: evaluating expressions            260  a tree becomes a value
  *   Chat template: running statements                250  writes the text; what a chat hands to it
@@ -136,26 +137,26 @@
  *   Options of a program                             170  the form of the table of options; values of options
  *   Help and manual page                             190  what --help and --man print
  *   Completion                                       160  scripts for bash and zsh
- *   Options                                          200  settings; texts of --MODE --help
- *   Options: the table                               280  every option, values and defaults
- *   Command line                                     400  parsing, --MODE --help, checks of what was given together
+ *   Options                                          230  settings; texts of --MODE --help
+ *   Options: the table                               290  every option, values and defaults
+ *   Command line                                     420  parsing, --MODE --help, checks of what was given together
  *
  *  Chat
- *   Terminal: columns and word wrap                  150  columns of text; answers broken between words
+ *   Terminal: columns and word wrap                  140  columns of text; answers broken between words
  *   Keyboard                                         330  bytes of a terminal to keys
  *   Keys during a turn                               120  Ctrl-C and typing ahead while the model works
  *   Chat: formats of thinking                        160  tags, and messages with channels (harmony)
  *   Chat: forms of messages                          310  messages of requests and data sets as a template takes them
- *   Chat                                             270  messages, their rendering, their tokens
- *   Chat: messages                                   230  as JSON, as tokens
+ *   Chat                                             280  messages, their rendering, their tokens
+ *   Chat: messages                                   220  as JSON, as tokens
  *   Chat: printing an answer                         320  from tokens to the screen
- *   Chat: generation                                 450  turns
- *   Chat: saved conversations                        320  /save and /load
+ *   Chat: generation                                 470  turns
+ *   Chat: saved conversations                        350  /save and /load
  *
  *  Terminal
  *   Edited text                                      340  the text after the prompt, what was cut from it
  *   History of texts                                 120  texts of former times; undo
- *   Line editor                                      210  drawing and moving in it
+ *   Line editor                                      200  drawing and moving in it
  *   Text in another program                           50  files of text; $EDITOR
  *   Line editor: keys                                440  what each key does
  *   Signals of a dialogue                             80  Ctrl-C, SIGTERM, a crash
@@ -164,18 +165,18 @@
  *   REPL completion                                  130  what Tab puts after a command
  *
  *  Programs
- *   Plan                                             480  --plan: bytes and roofline before anything is loaded
- *   Plan: the machine                                 90  GPUs or CPU, described or found
- *   Plan: forecast                                   380  the speed of decode: a fixed time and bytes for each kernel
- *   Plan: the answer                                 310  as text and as JSON
+ *   Plan                                             490  --plan: bytes and roofline before anything is loaded
+ *   Plan: the machine                                 100  GPUs or CPU, described or found
+ *   Plan: forecast                                   440  the speed of decode: a fixed time and bytes for each kernel
+ *   Plan: the answer                                 370  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           330  opens model and session as the settings ask for
+ *   Engine                                           350  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 250  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
- *   Modes: bench                                     320  speed at several depths and batches
+ *   Modes: bench                                     370  speed at several depths and batches
  *   Doctor: report                                   140  --doctor: findings as text and JSON
- *   Doctor: machine                                  370  checks of driver, GPUs and host
+ *   Doctor: machine                                  340  checks of driver, GPUs and host
  *   Doctor: model                                    340  checks that compute
  *   Modes: prompts and requests                      370  answers beside a dialogue: -p, --lines, --jsonl
  *   Main                                             260  the table of modes, and main
@@ -2261,6 +2262,13 @@ enum {
     MAX_ROLLBACK = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
+/* Where routed experts are that are not all on the GPUs; zeros: they are. The host's memory has those of every layer of
+ * which a GPU lacks some. */
+struct offload {
+    int n_slot; /* experts of a layer that a GPU holds at most; 0: all */
+    int n_cpu;  /* layers before this one (of the model) have none there: the CPU computes them in decode */
+};
+
 /* What one rank computes with. Its memory is sized at start; only `resize` changes the size of its state later. */
 struct rank {
     /* its shard of the model; of a rank on a GPU vectors, biases and the rows of routers are pointers to the GPU, and
@@ -2303,9 +2311,25 @@ struct rank {
     size_t kv_bytes;        /* of all cache tensors */
     size_t weight_bytes;    /* GPU: of its copy of the weights */
     size_t free_bytes;      /* GPU: that are left after the start */
+    struct offload offload; /* GPU: where experts are that it lacks */
+
+    struct expert_question *question; /* GPU: to the CPU; NULL: the rank never asks */
 
     struct cpu *cpu;   /* what only a CPU has, see the section "CPU operations"; NULL: the rank is on a GPU */
     struct cuda *cuda; /* what only a GPU has, see moe_cuda.cu; NULL: the rank is on the CPU */
+};
+
+/* A layer's routed experts that a rank on a GPU asks the CPU to compute (Experts for GPUs). In pinned memory;
+ * kernels of the rank write all but `answered` and y. */
+struct expert_question {
+    uint32_t asked __attribute__((aligned(64))); /* questions since the start; written last */
+    int32_t layer;                               /* of the rank's model */
+    int32_t n_tok, n_job;
+    uint32_t answered __attribute__((aligned(64))); /* those whose y has been written */
+    struct expert_job *job;                         /* (n_job), by ascending experts */
+    float *weight;                                  /* (n_job, DECODE_MAX_TOKENS) of a job's tokens */
+    uint16_t *x;                                    /* (n_tok, n_embd) F16 */
+    float *y;                                       /* (n_tok, n_embd) weighted sums over the experts of a token */
 };
 
 /* Activations of the routed experts in prefill on a GPU. */
@@ -2338,8 +2362,8 @@ struct cuda_options {
     enum kv_type kv;
     bool stats, in_sum2;           /* collect these statistics */
     size_t reserve;                /* bytes of each GPU to leave free */
-    int n_slot;                    /* as in struct gpu_sizes; then n_ctx is given, and all experts are in `home` */
-    const struct host_range *home; /* (n_home) pinned by cuda_pin */
+    struct offload offload;        /* with slots n_ctx is given */
+    const struct host_range *home; /* (n_home) what the GPUs lack, pinned by cuda_pin */
     int n_home;
     void (*progress)(double done, double total); /* told of rank 0's upload, in bytes; NULL: nobody wants to know */
 };
@@ -2395,6 +2419,8 @@ void rank_pass(struct rank *r);
 __attribute__((noreturn)) void rank_fatal(const char *what);
 /* Prints a remark on a line of its own. */
 void rank_note(const char *what);
+/* Whether the CPU computes experts for any rank of the session now. */
+bool rank_asks(const struct rank *r);
 /* Copies mine (bytes) of each of the n ranks of all stages to all (n, bytes) of every rank; bytes <= ALL_GATHER_MAX.
  * All ranks call it, and it waits for all of them: it is a barrier, too. */
 void rank_all_gather(struct rank *r, const void *mine, void *all, size_t bytes);
@@ -2783,6 +2809,13 @@ struct fetch_item {
     int32_t expert, place;
 };
 
+/* Experts of layer il of a shard that its GPU holds. */
+static inline int layer_held(const struct model *m, int il, struct offload o) {
+    const int n = m->layers[il].n_expert;
+    if (m->first_layer + il < o.n_cpu) return 0;
+    return o.n_slot && o.n_slot < n ? o.n_slot : n;
+}
+
 /* Bytes of n experts of a matrix on a GPU, codes and scales. */
 static inline size_t experts_gpu_bytes(const struct weight *w, int n) {
     struct weight some = *w;
@@ -2853,7 +2886,7 @@ struct gpu_sizes {
     bool w4a4;  /* prefill of routed experts multiplies FP4 by FP4 */
     bool nccl;  /* NCCL does all-reduces, in decode or in prefill */
     bool stats; /* statistics of experts are collected */
-    int n_slot; /* experts of a layer that are on the GPU at most, the others are in the host's memory; 0: all are */
+    struct offload offload;
 };
 
 /* Lengths of which those of GPU_BUFFERS are made. */
@@ -2887,6 +2920,7 @@ struct gpu_dims {
     size_t cached, slots;   /* experts of all layers, and their slots, where some experts are in the host's memory */
     size_t blocks;          /* layers, there */
     size_t ring;            /* bytes of the ring, there */
+    size_t zeros;           /* 1 where the CPU computes experts, otherwise 0 */
     size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
@@ -2950,10 +2984,11 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
     if (shard->n_rank > 1 && !shard->rank)
         d.logits = 0; /* they are in the mailbox, where the other ranks push theirs */
-    d.blocks = s.n_slot ? (size_t)model_blocks(m) : 0;
+    d.blocks = s.offload.n_slot || s.offload.n_cpu ? (size_t)model_blocks(m) : 0;
     d.cached = d.blocks * d.experts;
-    d.slots = d.blocks * (size_t)s.n_slot;
-    d.ring = s.n_slot ? expert_ring_bytes(m) : 0;
+    d.slots = d.blocks * (size_t)s.offload.n_slot;
+    d.ring = d.blocks ? expert_ring_bytes(m) : 0;
+    d.zeros = s.offload.n_cpu > 0;
     return d;
 }
 
@@ -3041,6 +3076,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(cache.n_missing, int32_t, d.ring ? 1 : 0)                                                          \
     X(place, int32_t, d.ring ? d.experts : 0)                                                            \
     X(ring, uint8_t, d.ring)                                                                             \
+    X(no_jobs, int32_t, d.zeros)                                                                         \
     X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                                      \
     X(delta.v, float, d.delta * d.act[A_Z])                                                              \
     X(delta.gates, float, d.delta * 2 * d.values)                                                        \
@@ -3091,10 +3127,10 @@ static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const stru
 }
 
 /* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for; stats: and statistics;
- * n_slot: of struct gpu_sizes. */
-static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, int n_slot) {
+ * and where experts are. */
+static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, struct offload offload) {
     const struct shard *shard = &m->shard;
-    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats, n_slot};
+    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats, offload};
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct mailbox none;
     size_t bytes = 0;
@@ -3106,8 +3142,9 @@ static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, int
 
 /* Tokens of a forward, so that activations take no large part of the memory. */
 static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
+    const struct offload all_there = {0, 0};
     int chunk = n_ctx < FORWARD_MAX ? n_ctx : FORWARD_MAX;
-    while (chunk > 256 && gpu_bytes(m, chunk, stats, 0) > memory / SCRATCH_SHARE) chunk /= 2;
+    while (chunk > 256 && gpu_bytes(m, chunk, stats, all_there) > memory / SCRATCH_SHARE) chunk /= 2;
     return chunk;
 }
 
@@ -10524,28 +10561,33 @@ enum tensor_part {
     PART_UNUSED   /* of MTP layers that are left out */
 };
 
-static enum tensor_part tensor_part_of(const struct model *m, const struct gguf_tensor *t) {
+enum { ALL_LAYERS = INT_MAX };
+
+/* Whether a tensor belongs to a part: of the experts those of layers before `below`, ALL_LAYERS: of all. */
+static bool tensor_in(const struct model *m, const struct gguf_tensor *t, enum tensor_part part, int below) {
     char name[128];
     int block = -1;
     gguf_printable(t->name, name, sizeof name);
-    if (sscanf(name, "blk.%d.", &block) != 1) return PART_REST;
-    if (block < 0 || block >= model_blocks(m)) return PART_UNUSED;
+    if (sscanf(name, "blk.%d.", &block) != 1) return part == PART_REST;
+    if (block < 0 || block >= model_blocks(m)) return part == PART_UNUSED;
     const struct layer *layer = &m->layers[block];
     for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++)
-        if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return PART_EXPERTS;
-    return PART_REST;
+        if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return part == PART_EXPERTS && block < below;
+    return part == PART_REST;
 }
 
-/* Bytes of all tensors of a part. */
-static uint64_t part_bytes(const struct model *m, enum tensor_part part) {
+/* Bytes of the tensors for which tensor_in holds. */
+static uint64_t part_bytes(const struct model *m, enum tensor_part part, int below) {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < m->gguf.n_tensors; i++)
-        if (tensor_part_of(m, &m->gguf.tensors[i]) == part) bytes += m->gguf.tensors[i].bytes;
+        if (tensor_in(m, &m->gguf.tensors[i], part, below)) bytes += m->gguf.tensors[i].bytes;
     return bytes;
 }
 
+static uint64_t experts_bytes(const struct model *m) { return part_bytes(m, PART_EXPERTS, ALL_LAYERS); }
+
 /* Bytes of a model that a forward may read: without MTP layers that are left out. */
-static uint64_t model_bytes(const struct model *m) { return part_bytes(m, PART_EXPERTS) + part_bytes(m, PART_REST); }
+static uint64_t model_bytes(const struct model *m) { return experts_bytes(m) + part_bytes(m, PART_REST, ALL_LAYERS); }
 
 /* Lets the reader pass the page cache by. A file system without O_DIRECT reads through it. */
 static void files_read_directly(const struct model *m) {
@@ -10555,16 +10597,16 @@ static void files_read_directly(const struct model *m) {
     }
 }
 
-/* Puts memory of the program's own in place of the mapped pages of all tensors of a part, and reads them into it. No
- * pointer changes. Returns 0, or -1 with a message. */
-static int part_read(struct reader *d, const struct model *m, enum tensor_part part, char *err) {
+/* Puts memory of the program's own in place of the mapped pages of tensors, for which see tensor_in, and reads them into
+ * it. No pointer changes. Returns 0, or -1 with a message. */
+static int part_read(struct reader *d, const struct model *m, enum tensor_part part, int below, char *err) {
     const struct gguf *g = &m->gguf;
     const size_t page = size_max((size_t)sysconf(_SC_PAGESIZE), READ_ALIGN);
-    const double total = (double)part_bytes(m, part);
+    const double total = (double)part_bytes(m, part, below);
     double done = 0, t0 = now_seconds(), shown = t0;
     for (uint32_t i = 0; i < g->n_tensors; i++) {
         const struct gguf_tensor *t = &g->tensors[i];
-        if (tensor_part_of(m, t) != part) continue;
+        if (!tensor_in(m, t, part, below)) continue;
         const struct gguf_image *im = &g->images[t->shard];
         const size_t from = (size_t)(t->data - im->base), first = from / page * page;
         const size_t n = size_min((from + t->bytes + page - 1) / page * page, im->size) - first;
@@ -10707,7 +10749,7 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
         }
     }
     files_read_directly(m);
-    if (part_read(&s->reader, m, PART_REST, err)) {
+    if (part_read(&s->reader, m, PART_REST, ALL_LAYERS, err)) {
         store_close(s);
         return NULL;
     }
@@ -10736,15 +10778,15 @@ static int range_order(const void *a, const void *b) {
     return (x->base > y->base) - (x->base < y->base);
 }
 
-/* The pages of all routed experts. */
-static struct host_range *home_ranges(const struct model *m) {
+/* The pages of the routed experts of layers before `below`. */
+static struct host_range *home_ranges(const struct model *m, int below) {
     const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
     struct host_range *all = NULL, *joined = NULL;
     for (uint32_t i = 0; i < m->gguf.n_tensors; i++) {
         const struct gguf_tensor *t = &m->gguf.tensors[i];
         const uintptr_t from = (uintptr_t)t->data / page * page;
         const uintptr_t to = ((uintptr_t)t->data + t->bytes + page - 1) / page * page;
-        if (tensor_part_of(m, t) == PART_EXPERTS) arrput(all, ((struct host_range){(uint8_t *)from, to - from}));
+        if (tensor_in(m, t, PART_EXPERTS, below)) arrput(all, ((struct host_range){(uint8_t *)from, to - from}));
     }
     if (all) qsort(all, arrlenu(all), sizeof *all, range_order);
     for (ptrdiff_t i = 0; i < arrlen(all); i++) {
@@ -10762,24 +10804,25 @@ static void home_close(struct home *h) {
     arrfree(h->range);
 }
 
-/* Reads the routed experts of m into memory and pins it. Returns 0, or -1 with a message and nothing pinned. */
-static int home_open(struct home *h, const struct model *m, char *err) {
+/* Reads the routed experts of layers before `below` into memory and pins it. Returns 0, or -1 with a message and nothing
+ * pinned. */
+static int home_open(struct home *h, const struct model *m, int below, char *err) {
     int rc = 0;
     *h = (struct home){0};
     if (m->file_bytes) {
         struct reader d = {0};
         reader_start(&d);
         files_read_directly(m);
-        rc = part_read(&d, m, PART_EXPERTS, err);
+        rc = part_read(&d, m, PART_EXPERTS, below, err);
         reader_stop(&d);
     }
     for (uint32_t i = 0; i < m->gguf.n_tensors && m->synthetic; i++) {
         const struct gguf_tensor *t = &m->gguf.tensors[i];
         uint64_t rng = 42;
-        if (tensor_part_of(m, t) == PART_EXPERTS)
+        if (tensor_in(m, t, PART_EXPERTS, below))
             synth_fill((uint8_t *)(uintptr_t)t->data, t->bytes, t->type, false, &rng);
     }
-    h->range = home_ranges(m);
+    h->range = home_ranges(m, below);
     for (; !rc && h->n_pinned < arrlen(h->range); h->n_pinned++) {
         const struct host_range *range = &h->range[h->n_pinned];
         const char *why = cuda_pin(*range);
@@ -10867,8 +10910,8 @@ static void ffn_jobs_order(struct rank *r) {
     }
 }
 
-/* Turns the batch's choices into jobs, in order of the expert ids, the shared expert last. */
-static void ffn_jobs_build(struct rank *r, int il, enum act x) {
+/* Turns the batch's choices into jobs, in order of the expert ids. */
+static void ffn_jobs_routed(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     int k = layer->n_expert_used, count[MAX_EXPERTS] = {0}, at[MAX_EXPERTS];
     size_t hidden = 0, slot = 0;
@@ -10895,7 +10938,14 @@ static void ffn_jobs_build(struct rank *r, int il, enum act x) {
         r->cpu->job_rows[j] = i / k;
         r->cpu->job_w[j] = r->cpu->route_w[i];
     }
+}
+
+/* The same with the shared expert, which comes last. */
+static void ffn_jobs_build(struct rank *r, int il, enum act x) {
+    const struct layer *layer = &r->m->layers[il];
+    ffn_jobs_routed(r, il);
     const int n_routed = r->cpu->n_jobs;
+    const struct ffn_job *last = n_routed ? &r->cpu->jobs[n_routed - 1] : &(struct ffn_job){.gate = &layer->gate};
     if (r->cpu->store) store_begin(r->cpu->store, il, r->n_tok, r->cpu->jobs, n_routed);
     for (int t = 0; layer->sh_weight && t < r->n_tok; t++) {
         float gate = r->cpu->k->dot(act_row(r, x, t), layer->sh_weight, r->m->n_embd), one = 1;
@@ -10903,14 +10953,15 @@ static void ffn_jobs_build(struct rank *r, int il, enum act x) {
         r->cpu->shared_w[t] = one;
     }
     if (layer->sh_gate.n_out)
-        r->cpu->jobs[r->cpu->n_jobs++] = (struct ffn_job){.gate = &layer->sh_gate,
-                                                          .up = &layer->sh_up,
-                                                          .down = &layer->sh_down,
-                                                          .n_tok = r->n_tok,
-                                                          .w = layer->sh_weight ? r->cpu->shared_w : NULL,
-                                                          .hidden = hidden,
-                                                          .slot = slot,
-                                                          .wave = n_routed ? r->cpu->jobs[n_routed - 1].wave : 0};
+        r->cpu->jobs[r->cpu->n_jobs++] =
+            (struct ffn_job){.gate = &layer->sh_gate,
+                             .up = &layer->sh_up,
+                             .down = &layer->sh_down,
+                             .n_tok = r->n_tok,
+                             .w = layer->sh_weight ? r->cpu->shared_w : NULL,
+                             .hidden = last->hidden + (size_t)last->n_tok * (size_t)last->gate->n_out,
+                             .slot = last->slot + (size_t)last->n_tok,
+                             .wave = last->wave};
     ffn_jobs_order(r);
 }
 
@@ -11511,6 +11562,137 @@ static void cpu_stats_init(struct rank *r, bool in_sum2) {
 }
 
 /* ============================================================================================================
+ * Experts for GPUs
+ *
+ * With --n-cpu-moe the routed experts of the first layers are computed here while a GPU decodes: their weights stay
+ * where they are, and only activations cross the bus. The router's choice comes as a question (struct expert_question),
+ * to which a thread answers by the operations of a CPU rank; a kernel that waits adds the answer. Forwards of more
+ * than DECODE_MAX_TOKENS tokens ask for nothing: they copy these experts to the GPU (moe_cuda.cu).
+ *
+ * The first rank of a stage asks for whole experts, the others add nothing. Activations are 16-bit integers here and
+ * halves on a GPU, so the text may differ from that of another --n-cpu-moe; it does not depend on -t.
+ * ============================================================================================================ */
+
+struct expert_server {
+    struct rank r; /* on the CPU: the whole model, DECODE_MAX_TOKENS tokens */
+    struct expert_question *question[MAX_RANKS];
+    int first_layer[MAX_RANKS]; /* of the ranks that ask */
+    int n;
+    pthread_t thread;
+    _Atomic bool stop;
+};
+
+/* A question, and its layer of the whole model. */
+struct expert_work {
+    struct rank *r;
+    const struct expert_question *q;
+    int il;
+};
+
+/* Takes over the tokens and the router's choice of a question. */
+static void question_read(struct rank *r, const struct expert_question *q, int il) {
+    const int n_embd = r->m->n_embd, k = r->m->layers[il].n_expert_used;
+    int n[DECODE_MAX_TOKENS] = {0}; /* experts of a token so far */
+    r->n_tok = q->n_tok;
+    for (int t = 0; t < q->n_tok; t++) {
+        const uint16_t *from = q->x + (size_t)t * (size_t)n_embd;
+        float *to = act_row(r, A_H, t);
+        for (int i = 0; i < n_embd; i++) to[i] = f16_to_f32(from[i]);
+    }
+    for (int j = 0; j < q->n_job; j++)
+        for (int t = 0; t < q->n_tok; t++) {
+            if (!(q->job[j].tokens >> t & 1) || n[t] == k) continue;
+            r->cpu->route_id[t * k + n[t]] = q->job[j].expert;
+            r->cpu->route_w[t * k + n[t]++] = q->weight[j * DECODE_MAX_TOKENS + t];
+        }
+}
+
+static void question_body(void *arg) {
+    const struct expert_work *a = arg;
+    const struct layer *layer = &a->r->m->layers[a->il];
+    if (team_arrive()) {
+        question_read(a->r, a->q, a->il);
+        ffn_jobs_routed(a->r, a->il);
+        ffn_jobs_order(a->r);
+        team_release();
+    }
+    ffn_run(a->r, a->il, A_H, A_OUT, ceil_by(a->r->n_tok * layer->n_expert_used, layer->n_expert));
+}
+
+static void question_answer(struct expert_server *s, int i) {
+    struct expert_question *q = s->question[i];
+    struct expert_work work = {&s->r, q, s->first_layer[i] + q->layer};
+    const size_t n_embd = (size_t)s->r.m->n_embd;
+    team_run(s->r.cpu->team, question_body, &work);
+    for (int t = 0; t < q->n_tok; t++)
+        memcpy(q->y + (size_t)t * n_embd, act_row(&s->r, A_OUT, t), n_embd * sizeof(float));
+    __atomic_store_n(&q->answered, q->answered + 1, __ATOMIC_RELEASE);
+}
+
+/* Whether a rank waits for an answer. */
+static bool question_open(const struct expert_question *q) {
+    return __atomic_load_n(&q->asked, __ATOMIC_ACQUIRE) != __atomic_load_n(&q->answered, __ATOMIC_RELAXED);
+}
+
+static void *server_thread(void *arg) {
+    enum {
+        SPINS = 10000, /* looks before it sleeps between them: longer than a layer takes on a GPU */
+        NAP = 50000    /* nanoseconds of a sleep */
+    };
+    struct expert_server *s = arg;
+    for (unsigned idle = 0; !atomic_load(&s->stop);) {
+        bool any = false;
+        for (int i = 0; i < s->n; i++) {
+            if (!question_open(s->question[i])) continue;
+            question_answer(s, i);
+            any = true;
+        }
+        idle = any ? 0 : idle + 1;
+        if (idle > SPINS) nanosleep(&(struct timespec){0, NAP}, NULL);
+        else if (idle) cpu_relax();
+    }
+    return NULL;
+}
+
+/* Starts to answer the questions of n ranks; NULL: none of them asks. */
+static struct expert_server *server_start(const struct model *m, const struct rank *ranks, int n, int n_threads) {
+    struct expert_server *s = xcalloc(1, sizeof *s);
+    sigset_t old;
+    for (int i = 0; i < n; i++) {
+        if (!ranks[i].question) continue;
+        s->question[s->n] = ranks[i].question;
+        s->first_layer[s->n++] = ranks[i].m->first_layer;
+    }
+    if (!s->n) {
+        free(s);
+        return NULL;
+    }
+    cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, KV_BF16);
+    s->r.cpu->team = team_start(n_threads, n_threads + n > processors());
+    signals_block(&old);
+    if (pthread_create(&s->thread, NULL, server_thread, s)) die("cannot start a thread that computes experts");
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return s;
+}
+
+/* Call when no rank waits for an answer any more. */
+static void server_stop(struct expert_server *s) {
+    if (!s) return;
+    atomic_store(&s->stop, true);
+    pthread_join(s->thread, NULL);
+    cpu_close(&s->r);
+    free(s);
+}
+
+bool rank_asks(const struct rank *r) {
+    const int n = r->pg ? r->pg->n : 1;
+    const struct rank *all = r - r->index;
+    for (int i = 0; i < n; i++)
+        if (all[i].question && question_open(all[i].question)) return true;
+    return false;
+}
+
+/* ============================================================================================================
  * GPU backend
  *
  * moe_cuda.cu has the operations of a GPU and the start of its ranks. Without CUDA these stubs stand in for it.
@@ -11806,9 +11988,10 @@ struct session {
         unsigned used;      /* when it was taken or restored last */
         uint8_t *data;      /* (snapshot_size) rows of rings and states, by rank, layer and use */
     } snapshots[SNAPSHOTS];
-    unsigned snapshot_clock; /* counts snapshots taken and restored */
-    int sync_tokens;         /* tokens that the latest sync computed */
-    double sync_seconds;     /* that the latest sync took */
+    unsigned snapshot_clock;      /* counts snapshots taken and restored */
+    struct expert_server *server; /* computes experts for the ranks; NULL: none asks */
+    int sync_tokens;              /* tokens that the latest sync computed */
+    double sync_seconds;          /* that the latest sync took */
 };
 
 /* Layers and MTP layers of the session: several pipeline stages have none of the latter. */
@@ -11854,15 +12037,23 @@ static void session_open_cpu(struct session *s, const struct model *m, int n_ran
     if (session_open(s, m, n_rank, n_stage, cpu_rank_start, &o, err)) die("%s", err);
 }
 
+static void session_wait(struct session *s);
+
+/* Lets n_threads threads compute the experts that ranks on GPUs ask for. Before the first forward. */
+static void session_serve(struct session *s, int n_threads) {
+    s->server = server_start(s->m, s->pg.ranks, s->pg.n, n_threads);
+}
+
 /* Ends the ranks and frees the session. */
 static void session_free(struct session *s) {
+    if (s->server) session_wait(s);
+    server_stop(s->server);
     pg_close(&s->pg);
     free(s->tokens);
     for (int i = 0; i < SNAPSHOTS; i++) free(s->snapshots[i].data);
 }
 
 static void session_catch_up(struct session *s, int n, enum pass last);
-static void session_wait(struct session *s);
 
 /* ---- the length of the timeline ---- */
 
@@ -12169,11 +12360,12 @@ static struct expert_use session_experts(const struct session *s, struct expert_
         if (r->m->shard.rank) continue;
         memset(of, 0, (size_t)model_blocks(s->m) * sizeof *of);
         r->ops->read_counts(r, of);
-        for (int il = 0; il < model_blocks(s->m); il++) {
-            sum.count.hits += of[il].hits;
-            sum.count.misses += of[il].misses;
-            sum.bytes += (double)of[il].misses * (double)expert_bytes(&s->m->layers[il]);
-            if (layers && of[il].hits + of[il].misses) layers[il] = of[il];
+        for (int k = 0; k < model_blocks(r->m); k++) {
+            const int il = r->m->first_layer + k;
+            sum.count.hits += of[k].hits;
+            sum.count.misses += of[k].misses;
+            sum.bytes += (double)of[k].misses * (double)expert_bytes(&s->m->layers[il]);
+            if (layers) layers[il] = of[k];
         }
     }
     free(of);
@@ -19671,7 +19863,9 @@ struct settings {
     int draft_max, draft_min; /* drafts of a round */
     int vram_reserve;         /* MiB */
     enum fit fit;
-    char *host;        /* see host_parse */
+    char *host;    /* see host_parse */
+    int n_cpu_moe; /* see settings_cpu_layers */
+    bool cpu_moe;
     int expert_memory; /* MiB; 0: as much as there is */
     enum allreduce allreduce;
     enum moe_act moe_act;
@@ -19906,10 +20100,13 @@ static const struct option options[] = {
     {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N", .help = "GPUs that share every layer (default: all of --gpus)"},
     {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "pipeline stages that divide the layers (default: 1)"},
     {"host", IS_STR(host), .arg = "GIB", .of = "plan",
-     .help = "host memory for experts, GIB or GIB@GBPS of copies to a GPU"},
+     .help = "host memory for experts, GIB, GIB@GBPS of copies to a GPU, or GIB@GBPS/GBPS of reads by the CPU"},
     {"vram-reserve", IS_INT(vram_reserve, 0, 1 << 20), .arg = "MIB", .help = "GPU memory to leave free (default: 256)"},
     {"fit", "-fit", IS_CHOICE(fit, fit_names), .rare = true, .arg = "on|off",
      .help = "off: refuse a model that does not fit on the GPUs (default: on, experts stay in host memory)"},
+    {"n-cpu-moe", "-ncmoe", IS_INT(n_cpu_moe, 0, MAX_LAYERS), .rare = true, .arg = "N",
+     .help = "experts of the first N layers stay in host memory; the CPU computes them (default: 0)"},
+    {"cpu-moe", "-cmoe", IS_FLAG(cpu_moe), .rare = true, .help = "--n-cpu-moe with all layers"},
     {"expert-memory", IS_INT(expert_memory, 1, 1 << 26), .rare = true, .arg = "MIB",
      .help = "memory of experts on a CPU (default: what fits)"},
     {"allreduce", IS_CHOICE(allreduce, allreduce_names), .rare = true, .arg = "HOW",
@@ -20045,8 +20242,8 @@ static const struct llama_option llama_options[] = {
     {"--ignore-eos -r --reverse-prompt", REFUSE = "not supported; an answer ends where the model ends it, or with -n"},
     {"--grammar --grammar-file -j --json-schema -jf --json-schema-file", REFUSE = "grammars are not supported"},
     {"--lora* --control-vector*", REFUSE = "adapters are not supported; merge them before converting"},
-    {"-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn",
-     REFUSE = "experts cannot stay in host memory beside a GPU; --plan says what fits"},
+    {"-ot --override-tensor -ncffn --n-cpu-ffn",
+     REFUSE = "use --n-cpu-moe N; experts that do not fit on the GPU stay in host memory without an option"},
     {"-sm --split-mode -ts --tensor-split", REFUSE = "use --tp N to share every layer, or --pp N to divide the layers"},
     {"--override-kv --rope-* --yarn-* -gan --grp-attn-n -gaw --grp-attn-w",
      REFUSE = "the metadata of the model file cannot be changed"},
@@ -20470,15 +20667,27 @@ static struct gpu_list gpus_parse(const char *text) {
     return g;
 }
 
-/* The value of --host: the memory of a machine that --gpus describes, in GiB, and after an @ the GB/s at which each GPU
- * copies from it; 0: not given. */
-static void host_parse(const char *text, double *gib, double *gb_per_s) {
+/* Layers before this one have no experts on a GPU. */
+static int settings_cpu_layers(const struct settings *s, const struct model *m) {
+    return s->cpu_moe ? model_blocks(m) : int_min(s->n_cpu_moe, model_blocks(m));
+}
+
+/* The memory of a machine that --gpus describes; 0: not given. */
+struct host_memory {
+    double gib;
+    double copies, reads; /* GB/s at which a GPU copies from it, and at which the CPU reads it */
+};
+
+/* The value of --host: GIB[@COPIES[/READS]]. */
+static struct host_memory host_parse(const char *text) {
+    struct host_memory h = {0};
     int end = 0;
-    *gib = *gb_per_s = 0;
-    if (!text) return;
-    const int got = sscanf(text, "%lf%n@%lf%n", gib, &end, gb_per_s, &end);
-    if (got < 1 || text[end] || !(*gib >= 1 && *gib <= 1e6) || (got == 2 && !(*gb_per_s >= 1 && *gb_per_s <= 1e4)))
-        die_usage("--host %s: expected GIB or GIB@GBPS, such as 128 or 128@50", text);
+    if (!text) return h;
+    const int got = sscanf(text, "%lf%n@%lf%n/%lf%n", &h.gib, &end, &h.copies, &end, &h.reads, &end);
+    if (got < 1 || text[end] || !(h.gib >= 1 && h.gib <= 1e6) || (got > 1 && !(h.copies >= 1 && h.copies <= 1e4)) ||
+        (got > 2 && !(h.reads >= 1 && h.reads <= 1e4)))
+        die_usage("--host %s: expected GIB, GIB@GBPS or GIB@GBPS/GBPS, such as 128, 128@50 or 128@50/70", text);
+    return h;
 }
 
 /* Settles the sampling options that were not given: from the model file, or from our defaults. A pruned model repeats
@@ -25233,8 +25442,12 @@ static const struct {
     double held, few, typical;
 } plan_hits[] = {{0, 0, 0},     {.06, 30, 40}, {.125, 45, 57}, {.19, 57, 70},  {.25, 66, 78},
                  {.38, 79, 87}, {.5, 88, 92},  {.63, 93, 96},  {.8, 97, 98.5}, {1, 100, 100}};
-enum { PLAN_COPY = 50 /* GB/s at which a GPU copies from host memory, assumed: PCIe 5.0 x16 */ };
-static const double plan_copies = 0.9; /* part of that rate which k_fetch reaches, assumed */
+enum {
+    PLAN_COPY = 50, /* GB/s at which a GPU copies from host memory, assumed: PCIe 5.0 x16; */
+    PLAN_READ = 70  /* and at which the CPU reads it, assumed: two channels of DDR5 */
+};
+static const double plan_copies = 0.9;    /* part of the first rate which k_fetch reaches, assumed */
+static const double plan_answer_s = 1e-5; /* seconds of a request to the CPU besides computing, assumed */
 
 struct plan {
     const struct model *m;
@@ -25245,12 +25458,14 @@ struct plan {
     int64_t host_memory; /* bytes that experts may take in the host's memory; */
     double copy_rate;    /* bytes per second that a GPU copies from there, */
     const char *copy_source;
+    double read_rate; /* bytes per second that the CPU reads there, with --n-cpu-moe, */
+    const char *read_source;
     int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
     int want, least;          /* tokens of context: wished for; without which the model does not fit */
     bool stats;               /* there are statistics, see gpu_bytes */
-    int n_slot;               /* experts of a layer that the GPUs hold at most; 0: all */
+    struct offload offload;   /* where experts are that the GPUs lack */
     int draft_min, draft_max; /* drafts of a round */
     struct plan_layout layout[PLAN_LAYOUTS];
     int n_layout;
@@ -25259,6 +25474,8 @@ struct plan {
     int chosen, context;    /* index of the layout; tokens of context */
     int experts;            /* per layer, after pruning; if that is not possible or not needed, all */
     int keep;               /* per layer, with which it would fit without experts in host memory; 0: none */
+    int n_cpu;              /* --n-cpu-moe with which it would be faster; 0: none, */
+    double n_cpu_seconds;   /* and a token's time then */
     double percent;         /* of the model's experts that these are */
     int first_experts;      /* per layer, with which the first layout fits where another one keeps more; 0: none */
     int fewest;             /* experts per layer that a token needs */
@@ -25275,12 +25492,11 @@ static int64_t plan_matrix_reads(bool cpu, const struct weight *w, int n_used) {
     return ((cpu ? (int64_t)weight_bytes(w) : bytes) + factors) / w->n_expert * n_used;
 }
 
-/* Adds the bytes of a matrix that a rank holds. */
-static void plan_matrix(struct plan_rank *r, const struct weight *w) {
+/* Adds the bytes of a matrix that a rank holds, and of its factors, which it has of all n experts. */
+static void plan_matrix(struct plan_rank *r, const struct weight *w, int n) {
     const int64_t bytes = (int64_t)weight_gpu_bytes(w, false);
-    if (!bytes) return;
     r->rounding += (int64_t)weight_gpu_bytes(w, true) - bytes;
-    r->weights += bytes + (w->scale ? 4 * (int64_t)w->n_expert : 0);
+    r->weights += bytes + (w->scale && w->data ? 4 * (int64_t)n : 0);
 }
 
 /* Bytes that a GPU holds of a vector or router of a layer. */
@@ -25304,7 +25520,8 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
 
 /* Percent of the experts that a token uses which are on the GPU, with so many slots. */
 static double plan_hit_percent(const struct plan *p, bool few) {
-    const double held = p->n_slot ? fmin(1, (double)p->n_slot / p->m->n_expert_max) : 1;
+    const int n_slot = p->offload.n_slot;
+    const double held = n_slot ? fmin(1, (double)n_slot / p->m->n_expert_max) : 1;
     size_t i = 1;
     while (plan_hits[i].held < held) i++;
     const double at = (held - plan_hits[i - 1].held) / (plan_hits[i].held - plan_hits[i - 1].held);
@@ -25318,7 +25535,8 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     const int64_t before = r->weights;
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         if (rule->field == NOT_BOUND) continue;
-        if (rule->kind == TENSOR_MATRIX) plan_matrix(r, rule_weight(rule, layer));
+        const struct weight *w = rule_weight(rule, layer);
+        if (rule->kind == TENSOR_MATRIX) plan_matrix(r, w, rule_routed(rule) ? layer->n_expert : w->n_expert);
         else {
             const int64_t bytes = plan_vector(rule, m, layer);
             r->weights += bytes;
@@ -25328,7 +25546,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
             r->bytes_per_token[rule_routed(rule) ? READ_EXPERTS : READ_BACKBONE] +=
                 plan_tensor_reads(cpu, rule, m, layer);
     }
-    if (layer->up.scale && layer->up.scale == layer->gate.scale && weight_gpu_bytes(&layer->up, false))
+    if (layer->up.scale && layer->up.scale == layer->gate.scale)
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
     if (il >= m->n_layer) r->mtp += r->weights - before;
 }
@@ -25342,7 +25560,9 @@ static int64_t plan_head_hc(const struct model *m) {
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
     if (p->cpu) return p->activations;
     const int chunk = gpu_chunk(&r->m, ctx, (size_t)p->device[i].memory, p->stats);
-    return (int64_t)gpu_bytes(&r->m, chunk, p->stats, p->n_slot ? r->m.n_expert_max : 0);
+    struct offload o = p->offload;
+    if (o.n_slot) o.n_slot = r->m.n_expert_max; /* at most */
+    return (int64_t)gpu_bytes(&r->m, chunk, p->stats, o);
 }
 
 /* Bytes of the cache that hold the keys of indexers. */
@@ -25431,14 +25651,14 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     shard_free(&r->m);
     memset(r, 0, sizeof *r);
     shard_model(shard_of, m, shard);
-    for (int il = 0; il < model_blocks(shard_of) && p->n_slot; il++) {
+    for (int il = 0; il < model_blocks(shard_of); il++) {
         struct layer *layer = &shard_of->layers[il];
         struct weight *const w[] = {&layer->gate, &layer->up, &layer->down};
-        for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++) w[k]->n_expert = int_min(w[k]->n_expert, p->n_slot);
+        for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++) w[k]->n_expert = layer_held(shard_of, il, p->offload);
     }
-    plan_matrix(r, &shard_of->output);
+    plan_matrix(r, &shard_of->output, 1);
     if (shard_of->output.data == shard_of->embd.data) r->weights = r->rounding = 0; /* one matrix is both */
-    plan_matrix(r, &shard_of->embd);
+    plan_matrix(r, &shard_of->embd, 1);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
     if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_head_hc(m);
     for (int il = 0; il < model_blocks(shard_of); il++) plan_layer(r, p->cpu, shard_of, il);
@@ -25472,7 +25692,7 @@ static void plan_size(struct plan *p, struct plan_layout *d, const struct model 
 
 /* Sizes the ranks of every layout for m and chooses the first layout that fits; false: none does. */
 static bool plan_choose(struct plan *p, const struct model *m) {
-    p->n_slot = 0;
+    p->offload.n_slot = 0;
     for (int k = 0; k < p->n_layout; k++) plan_size(p, &p->layout[k], m);
     for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++)
         if ((p->context = plan_context(p, &p->layout[p->chosen]))) return true;
@@ -25497,17 +25717,17 @@ static bool plan_offload(struct plan *p, struct plan_layout *d) {
     const struct model *m = p->m;
     int lo = 2 * m->max.n_expert_used, hi = m->n_expert_max - 1;
     if (lo > hi) return false;
-    p->n_slot = lo;
+    p->offload.n_slot = lo;
     plan_size(p, d, m);
     p->context = plan_offload_context(p, d);
-    if (plan_least_free(p, d, p->context, p->kv) < 0) return p->n_slot = 0, false;
+    if (plan_least_free(p, d, p->context, p->kv) < 0) return p->offload.n_slot = 0, false;
     while (lo < hi) {
-        p->n_slot = (lo + hi + 1) / 2;
+        const int middle = p->offload.n_slot = (lo + hi + 1) / 2;
         plan_size(p, d, m);
-        if (plan_least_free(p, d, p->context, p->kv) >= 0) lo = p->n_slot;
-        else hi = p->n_slot - 1;
+        if (plan_least_free(p, d, p->context, p->kv) >= 0) lo = middle;
+        else hi = middle - 1;
     }
-    p->n_slot = lo;
+    p->offload.n_slot = lo;
     plan_size(p, d, m);
     return true;
 }
@@ -25559,7 +25779,7 @@ static bool plan_try(struct plan *p, int n) {
 
 /* The first layout that runs with experts in host memory, which has room for them; sized. False: none does. */
 static bool plan_offload_any(struct plan *p) {
-    if (p->cpu || (int64_t)part_bytes(p->m, PART_EXPERTS) > p->host_memory) return false;
+    if (p->cpu || (int64_t)experts_bytes(p->m) > p->host_memory) return false;
     for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++)
         if (plan_offload(p, &p->layout[p->chosen])) return true;
     return false;
@@ -25758,6 +25978,8 @@ enum decode_kernel {
     DECODE_DELTA,
     DECODE_ROUTER,
     DECODE_FETCH,
+    DECODE_ASK,
+    DECODE_ANSWER,
     DECODE_GLU,
     DECODE_DOWN,
     DECODE_KEEP_HIDDEN,
@@ -25796,6 +26018,8 @@ static const struct {
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
     [DECODE_FETCH] = {"k_fetch", 1.5},             /* nothing is missing: a latency of L2; slots cost the router 1.0 */
+    [DECODE_ASK] = {"k_ask_experts", 1.5},         /* stores over the bus, and a flag */
+    [DECODE_ANSWER] = {"k_add_experts", 1.5},      /* the CPU apart: a load over the bus */
     [DECODE_GLU] = {"k_gemv_glu", 1.4},            /* run: 1.4 */
     [DECODE_DOWN] = {"k_gemv_down", 1.0},          /* run: 0.6 to 1.7 */
     [DECODE_KEEP_HIDDEN] = {"k_keep_hidden", 0.6}, /* a norm */
@@ -25823,6 +26047,7 @@ struct launch {
 struct launches {
     struct launch *list; /* stb_ds */
     const struct model *m;
+    struct offload offload;
     enum kv_type kv;
     size_t n_past;
     /* launches that request bytes ahead, see struct launch; -1: none */
@@ -25914,12 +26139,18 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
             launch_add(k, DECODE_ROUTER,
                        norm + READS(&l->expert_ids, &l->router, &l->router.bias, &l->router_bias, &l->sh_weight), 0);
         k->list[k->router].norms = fuses;
-        if (l->gate.n_expert < l->n_expert) launch_add(k, DECODE_FETCH, 0, 0);
     }
-    launch_add(k, DECODE_GLU,
-               (l->n_expert ? 0 : norm) + READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias, &l->sh_gate, &l->sh_up),
-               0);
-    launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR, READS(&l->down, &l->down.bias, &l->sh_down), 0);
+    const int held = layer_held(k->m, il, k->offload);
+    const bool by_cpu = l->n_expert && !held;
+    if (held < l->n_expert && !by_cpu) launch_add(k, DECODE_FETCH, 0, 0);
+    if (by_cpu && !k->m->shard.rank) launch_add(k, DECODE_ASK, 0, 0);
+    if (!by_cpu || l->sh_gate.data) {
+        const double hidden = by_cpu ? 0 : READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias);
+        const double down = by_cpu ? 0 : READS(&l->down, &l->down.bias);
+        launch_add(k, DECODE_GLU, (l->n_expert ? 0 : norm) + hidden + READS(&l->sh_gate, &l->sh_up), 0);
+        launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR, down + READS(&l->sh_down), 0);
+    }
+    if (by_cpu && (!k->m->shard.rank || !l->sh_gate.data)) launch_add(k, DECODE_ANSWER, 0, 0);
 }
 
 /* Adds the launches of a step. Norms are counted where their result is used. */
@@ -25990,10 +26221,11 @@ static void launches_of(struct launches *k, const struct step *s) {
 
 /* The launches of a shard for a pass of one token at position n_past, up to the choice of the next one by the products
  * with `head`, as a stb_ds array. */
-static struct launch *decode_launches(const struct model *m, enum pass pass, const struct weight *head, enum kv_type kv,
-                                      size_t n_past) {
+static struct launch *decode_launches(const struct model *m, struct offload offload, enum pass pass,
+                                      const struct weight *head, enum kv_type kv, size_t n_past) {
     const struct shard *shard = &m->shard;
-    struct launches k = {.m = m, .kv = kv, .n_past = n_past, .first = -1, .attention = -1, .router = -1};
+    struct launches k = {
+        .m = m, .offload = offload, .kv = kv, .n_past = n_past, .first = -1, .attention = -1, .router = -1};
     struct rank r = {.m = m};
     if (pass == PASS_FORWARD && shard->n_rank * shard->n_stage > 1) launch_add(&k, DECODE_SHARE, 0, 0);
     programs_make(&r);
@@ -26011,9 +26243,9 @@ static struct launch *decode_launches(const struct model *m, enum pass pass, con
 }
 
 /* The launches of a draft, by the MTP layer. */
-static struct launch *draft_launches(const struct model *m, enum kv_type kv, size_t n_past) {
+static struct launch *draft_launches(const struct model *m, struct offload offload, enum kv_type kv, size_t n_past) {
     const struct weight head = mtp_head_rows(m, &m->layers[m->n_layer], DRAFT_IDS);
-    return decode_launches(m, PASS_DRAFT, &head, kv, n_past);
+    return decode_launches(m, offload, PASS_DRAFT, &head, kv, n_past);
 }
 
 /* Seconds of a launch besides reading its bytes. */
@@ -26053,6 +26285,17 @@ static double plan_copy_seconds(const struct plan *p, double bytes, bool few) {
     return bytes * (1 - 1e-2 * plan_hit_percent(p, few)) / (p->copy_rate * plan_copies);
 }
 
+/* Seconds in which the CPU computes the experts of a forward of n tokens for a shard's layers, see --n-cpu-moe. */
+static double plan_cpu_seconds(const struct plan *p, const struct model *shard, int n) {
+    double seconds = 0;
+    for (int il = 0; il < shard->n_layer; il++) {
+        const struct layer *layer = &p->m->layers[shard->first_layer + il];
+        if (!layer->n_expert || layer_held(shard, il, p->offload)) continue;
+        seconds += plan_answer_s + experts_expected(layer, n) * (double)expert_bytes(layer) / p->read_rate;
+    }
+    return seconds;
+}
+
 /* The forecast of a layout at a context. Ranks of a stage run at the same time: the slowest counts. few: with few hits,
  * where experts are in host memory. */
 static struct forecast plan_forecast(const struct plan *p, const struct plan_layout *d, int ctx, bool few) {
@@ -26061,11 +26304,12 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
         struct forecast slowest = {0};
         for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
             struct launch *list =
-                decode_launches(&d->rank[i].m, PASS_FORWARD, &d->rank[i].m.output, p->kv, (size_t)ctx);
+                decode_launches(&d->rank[i].m, p->offload, PASS_FORWARD, &d->rank[i].m.output, p->kv, (size_t)ctx);
             const int early = stage ? 2 : 0; /* later stages have the id and its embedding before their input comes */
             struct forecast f = forecast_launches(list, early, p->device[i].rate, p->device[i].l2);
-            const double copies = plan_copy_seconds(p, (double)d->rank[i].bytes_per_token[READ_EXPERTS], few);
-            f.seconds += copies, f.beside += copies;
+            const double host = plan_copy_seconds(p, (double)d->rank[i].bytes_per_token[READ_EXPERTS], few) +
+                                plan_cpu_seconds(p, &d->rank[i].m, 1);
+            f.seconds += host, f.beside += host;
             if (f.seconds > slowest.seconds) slowest = f;
             arrfree(list);
         }
@@ -26074,6 +26318,28 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
         sum.kernels += slowest.kernels;
     }
     return sum;
+}
+
+/* Looks for a --n-cpu-moe that is faster by a tenth and more than no layer on the CPU, where experts are in host memory.
+ * Sets n_cpu. */
+static void plan_best_cpu(struct plan *p, const struct plan_layout *chosen) {
+    enum { TRIES = 16 };
+    const struct offload own = p->offload;
+    const int n = model_blocks(p->m), context = p->context, step = ceil_by(n, TRIES);
+    struct plan_layout d = {.tp = chosen->tp, .pp = chosen->pp};
+    double best = chosen->forecast.seconds / 1.1;
+    for (int n_cpu = step; n_cpu < n + step; n_cpu += step) {
+        p->offload = (struct offload){.n_cpu = int_min(n_cpu, n)};
+        plan_size(p, &d, p->m);
+        if (plan_least_free(p, &d, context, p->kv) < 0 && !plan_offload(p, &d)) continue;
+        const double seconds = plan_forecast(p, &d, context, false).seconds;
+        if (seconds >= best) continue;
+        best = p->n_cpu_seconds = seconds;
+        p->n_cpu = p->offload.n_cpu;
+    }
+    for (int i = 0; i < MAX_RANKS; i++) shard_free(&d.rank[i].m);
+    p->offload = own;
+    p->context = context;
 }
 
 /* The forecast of rounds of drafts for a layout without pipeline stages. A round of k drafts is a forward of k + 1
@@ -26087,7 +26353,7 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
         for (int i = 0; i < d->tp; i++) {
             const struct model *m = &d->rank[i].m;
             if (!m->n_mtp) return best;
-            struct launch *list = draft_launches(m, p->kv, (size_t)ctx);
+            struct launch *list = draft_launches(m, p->offload, p->kv, (size_t)ctx);
             double more = 0; /* bytes of experts */
             for (int il = 0; il < m->n_layer; il++) {
                 const struct layer *layer = &m->layers[il];
@@ -26096,8 +26362,10 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
                     more += (double)plan_matrix_reads(false, w[j], 1) *
                             (experts_expected(layer, k + 1) - layer->n_expert_used);
             }
-            slowest = fmax(slowest, more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) +
-                                        k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
+            const double cpu = plan_cpu_seconds(p, m, k + 1) - plan_cpu_seconds(p, m, 1);
+            slowest =
+                fmax(slowest, more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) + cpu +
+                                  k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
             arrfree(list);
         }
         const double seconds = d->forecast.seconds + slowest;
@@ -26110,7 +26378,7 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
 /* Sets `fixed` of the n rows that profile an engine's decode of one token at position 0, if these are the launches that
  * the forecast knows. */
 static void forecast_profile(const struct session *s, struct profile_row *row, int n) {
-    struct launch *list = decode_launches(s->r->m, PASS_FORWARD, &s->r->m->output, s->r->kv_type, 1);
+    struct launch *list = decode_launches(s->r->m, s->r->offload, PASS_FORWARD, &s->r->m->output, s->r->kv_type, 1);
     bool same = arrlen(list) == n + 1; /* the token is not chosen */
     for (int i = 0; i < n && same; i++) {
         const char *name = decode_costs[list[i].kernel].name;
@@ -26130,7 +26398,7 @@ static void forecast_profile(const struct session *s, struct profile_row *row, i
 static void plan_finish(struct plan *p) {
     for (int k = 0; k < p->n_layout; k++) {
         struct plan_layout *d = &p->layout[k];
-        d->context = p->n_slot && k == p->chosen ? p->context : plan_context(p, d);
+        d->context = p->offload.n_slot && k == p->chosen ? p->context : plan_context(p, d);
         d->largest[0] = plan_largest(p, d, KV_FP8);
         d->largest[1] = plan_largest(p, d, KV_BF16);
         for (int j = 0; j < 2; j++)
@@ -26152,6 +26420,7 @@ static void plan_finish(struct plan *p) {
             r->left = p->device[i].usable - r->weights - r->rounding - r->scratch - r->cache;
         }
     }
+    if (p->outcome == PLAN_FITS_HOST && !p->offload.n_cpu) plan_best_cpu(p, &p->layout[p->chosen]);
 }
 
 enum plan_unit { PLAN_GIB, PLAN_GB, PLAN_TOKENS, PLAN_RATE /* tokens per second */ };
@@ -26254,9 +26523,11 @@ static void plan_head(const struct plan *p, char **text) {
         sb_printf(text,
                   ": %d of %d a layer\n            are on the GPU%s, all in %s of host memory; expected are\n"
                   "            %.0f to %.0f %% of a token's experts on the GPU",
-                  p->n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "",
-                  with_unit((double)part_bytes(m, PART_EXPERTS), b), plan_hit_percent(p, true),
-                  plan_hit_percent(p, false));
+                  p->offload.n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "",
+                  with_unit((double)experts_bytes(m), b), plan_hit_percent(p, true), plan_hit_percent(p, false));
+    if (p->offload.n_cpu)
+        sb_printf(text, "\n            the CPU computes experts of layers 0 to %d, reading %.0f GB/s (%s)",
+                  p->offload.n_cpu - 1, p->read_rate * 1e-9, p->read_source);
     if (p->keep)
         sb_printf(text, "\n            pruned to %d of %d per layer, all fit (moe-reap --keep %d)", p->keep,
                   m->n_expert_max, p->keep);
@@ -26368,12 +26639,17 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   "forecast    about %.0f tok/s at this context: %d kernels,\n"
                   "            %.2f ms besides reading (source: %s)\n",
                   1 / d->forecast.seconds, d->forecast.kernels, d->forecast.beside * 1e3, forecast_source);
-    if (p->n_slot)
+    if (p->offload.n_slot)
         sb_printf(text,
                   "            %.0f tok/s where experts repeat less; %.2f to %.2f GB a token\n"
                   "            are copied at %.0f GB/s (%s)\n",
                   1 / d->slow, plan_copied(p, d, false) * 1e-9, plan_copied(p, d, true) * 1e-9,
                   p->copy_rate * plan_copies * 1e-9, p->copy_source);
+    if (p->n_cpu)
+        sb_printf(text,
+                  "            --n-cpu-moe %d: about %.0f tok/s, if the CPU reads %.0f GB/s (%s)\n"
+                  "            for its experts\n",
+                  p->n_cpu, 1 / p->n_cpu_seconds, p->read_rate * 1e-9, p->read_source);
     plan_drafts_text(p, d, text);
     for (int k = 0; k < p->n_layout; k++) {
         const struct plan_layout *o = &p->layout[k];
@@ -26395,14 +26671,20 @@ static json_t *plan_answer(const struct plan *p, char **text) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
         json_object_set_new(json, "forecast_source", json_string(forecast_source));
-        if (p->n_slot)
+        if (p->offload.n_cpu) {
+            json_object_set_new(json, "cpu_layers", json_integer(p->offload.n_cpu));
+            json_object_set_new(json, "cpu_bytes_per_second", json_real(p->read_rate));
+        }
+        if (p->n_cpu)
+            json_object_set_new(json, "faster",
+                                json_pack("{s:i,s:f}", "n_cpu_moe", p->n_cpu, "forecast", 1 / p->n_cpu_seconds));
+        if (p->offload.n_slot)
             json_object_set_new(json, "host_experts",
-                                json_pack("{s:i,s:I,s:f,s:f,s:f,s:f,s:f,s:i}", "slots", p->n_slot, "bytes",
-                                          (json_int_t)part_bytes(m, PART_EXPERTS), "hit_percent",
-                                          plan_hit_percent(p, false), "hit_percent_few", plan_hit_percent(p, true),
-                                          "forecast_few", 1 / d->slow, "copied_bytes", plan_copied(p, d, false),
-                                          "copy_bytes_per_second", p->copy_rate * plan_copies, "keep_experts",
-                                          p->keep));
+                                json_pack("{s:i,s:I,s:f,s:f,s:f,s:f,s:f,s:i}", "slots", p->offload.n_slot, "bytes",
+                                          (json_int_t)experts_bytes(m), "hit_percent", plan_hit_percent(p, false),
+                                          "hit_percent_few", plan_hit_percent(p, true), "forecast_few", 1 / d->slow,
+                                          "copied_bytes", plan_copied(p, d, false), "copy_bytes_per_second",
+                                          p->copy_rate * plan_copies, "keep_experts", p->keep));
         if (d->drafts.depth)
             json_object_set_new(json, "forecast_drafts",
                                 json_pack("{s:i,s:f,s:f,s:f}", "drafts", d->drafts.depth, "round_steps",
@@ -26429,6 +26711,24 @@ static void plan_layouts(struct plan *p, const struct settings *set) {
                   p->n_device, p->m->n_layer);
 }
 
+/* The host's memory: what experts may take of it, and its rates. */
+static void plan_host(struct plan *p, const struct settings *set) {
+    const struct host_memory h = host_parse(set->host);
+    const int n_cpu = p->cpu ? 0 : settings_cpu_layers(set, p->m);
+    const bool measure = n_cpu && !(h.gib > 0);
+    const uint64_t all = h.gib > 0 ? (uint64_t)(h.gib * 0x1p30) : memory_available(), most = all - all / 32;
+    p->offload.n_cpu = n_cpu;
+    const uint64_t needed = part_bytes(p->m, PART_EXPERTS, p->offload.n_cpu);
+    if (needed > most)
+        die("the experts of %d layers (--n-cpu-moe) need %.2f GiB of host memory, and there are %.2f GiB",
+            p->offload.n_cpu, (double)needed / 0x1p30, (double)most / 0x1p30);
+    p->host_memory = set->fit == FIT_OFF ? 0 : (int64_t)most;
+    p->copy_rate = 1e9 * (h.copies > 0 ? h.copies : PLAN_COPY);
+    p->copy_source = h.copies > 0 ? "given" : "assumed";
+    p->read_rate = h.reads > 0 ? 1e9 * h.reads : measure ? memory_bandwidth(settings_threads(set)) : 1e9 * PLAN_READ;
+    p->read_source = h.reads > 0 ? "given" : measure ? "measured" : "assumed";
+}
+
 /* --plan for GPUs that --gpus describes, for n_device GPUs of this machine (0: for all), or for the CPU. Exit code 0:
  * m fits. */
 static int mode_plan(const struct model *m, struct settings *set, bool gpu, const int *device, int n_device) {
@@ -26443,12 +26743,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->draft_max = set->draft_max;
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     if (gpu && gpu_lacks(m)) die_usage("%s are not supported on a GPU; use --cpu", gpu_lacks(m));
-    double gib, gb_per_s;
-    host_parse(set->host, &gib, &gb_per_s);
-    p->host_memory = gib > 0 ? (int64_t)(gib * 0x1p30) : (int64_t)memory_available();
-    p->host_memory = set->fit == FIT_OFF ? 0 : p->host_memory - p->host_memory / 32;
-    p->copy_rate = 1e9 * (gb_per_s > 0 ? gb_per_s : PLAN_COPY);
-    p->copy_source = gb_per_s > 0 ? "given" : "assumed";
+    plan_host(p, set);
     if (set->host && !gpu) die_usage("--host describes a machine with GPUs: it needs --gpus");
     if (!gpu) plan_cpu(p, set);
     else if (gpus_parse(set->gpus).gib > 0) plan_described(p, set->gpus, (int64_t)set->vram_reserve << 20);
@@ -26591,7 +26886,7 @@ struct engine {
  * memory that is left when the whole model is in memory, or a quarter of that without experts where it is not. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
-    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - part_bytes(m, PART_EXPERTS);
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
     const uint64_t budget = have > all ? (have - all) / 2 : have > rest ? (have - rest) / 4 : 0;
     if (e->set->n_ctx) return e->set->n_ctx;
     return int_max(context_fit(m, settings_kv(e->set, m, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
@@ -26602,7 +26897,7 @@ static int choose_context(const struct engine *e) {
 static void engine_read(struct engine *e) {
     const struct model *m = &e->model;
     struct rank *r = e->session.r;
-    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - part_bytes(m, PART_EXPERTS);
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
     const uint64_t taken = r->kv_bytes + r->bytes + have / 32, asked = (uint64_t)e->set->expert_memory << 20;
     const bool fits = all + taken <= have, several = e->session.pg.n > 1;
     char err[ERR_MAX];
@@ -26719,7 +27014,7 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-/* How many experts of each layer the GPUs have room for. 0: all. -1: fewer than two tokens use, or a GPU cannot be asked.
+/* How many experts of each layer (of those with --n-cpu-moe none) the GPUs have room for. 0: all. -1: fewer than two tokens use, or a GPU cannot be asked.
  * *n_ctx: the context in tokens, 0 for one that fits; where not all experts have room it becomes the context beside
  * them. */
 static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx) {
@@ -26729,6 +27024,7 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     p->kv = o->kv;
     plan_wants(p, *n_ctx);
     p->stats = o->stats;
+    p->offload.n_cpu = o->offload.n_cpu;
     p->n_layout = 1;
     p->layout[0].tp = e->set->tp;
     p->layout[0].pp = e->set->pp;
@@ -26740,38 +27036,47 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
         if (!plan_memory(p, i, o->device, e->set, &f)) n_slot = -1; /* the start says why */
         else apart = apart && !f.integrated;
     }
-    if (!n_slot && !plan_choose(p, m)) n_slot = apart && plan_offload(p, &p->layout[0]) ? p->n_slot : -1;
+    if (!n_slot && !plan_choose(p, m)) n_slot = apart && plan_offload(p, &p->layout[0]) ? p->offload.n_slot : -1;
     if (n_slot > 0) *n_ctx = p->context;
     plan_free(p);
     return n_slot;
 }
 
 /* Where the model does not fit on the GPUs: if the host's memory has room for its experts, o gets the slots and the
- * context that do fit, and the experts are read. 0, or -1 with a message. */
+ * context that do fit, and the experts are read. With --n-cpu-moe those of the first layers are read in any case. 0, or
+ * -1 with a message. */
 static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     const struct settings *set = e->set;
     const struct model *m = &e->model;
     const char *many = set->tp * set->pp > 1 ? "s" : "";
     int n_ctx = o->n_ctx;
+    const int n_cpu = o->offload.n_cpu = settings_cpu_layers(set, m);
     const int n_slot = engine_slots(e, o, &n_ctx);
-    if (n_slot <= 0) return 0; /* what does not fit at all is told by the start */
-    const uint64_t experts = part_bytes(m, PART_EXPERTS), have = memory_available();
-    if (set->fit == FIT_OFF)
+    if (n_slot < 0 || (!n_slot && !n_cpu)) return 0; /* what does not fit at all is told by the start */
+    const int below = n_slot ? ALL_LAYERS : n_cpu;
+    const uint64_t experts = part_bytes(m, PART_EXPERTS, below), have = memory_available();
+    if (n_slot && set->fit == FIT_OFF)
         return fail(err, "'%.200s' does not fit on the GPU%s, and -fit off refuses experts in host memory", m->name,
                     many);
     if (experts + have / 32 > have)
         return fail(
             err,
-            "'%.200s' does not fit on the GPU%s, and its experts need %.2f GiB of host memory, of which %.2f GiB "
-            "are free: prune experts, or use --cpu",
-            m->name, many, (double)experts / 0x1p30, (double)have / 0x1p30);
-    if (home_open(&e->home, m, err)) return -1;
-    o->n_slot = n_slot;
-    o->n_ctx = n_ctx;
+            "'%.200s'%s%s, and its experts need %.2f GiB of host memory, of which %.2f GiB are free: prune experts, or "
+            "use --cpu",
+            m->name, n_slot ? " does not fit on the GPU" : ": --n-cpu-moe", n_slot ? many : "",
+            (double)experts / 0x1p30, (double)have / 0x1p30);
+    if (home_open(&e->home, m, below, err)) return -1;
+    o->offload.n_slot = n_slot;
+    if (n_slot) o->n_ctx = n_ctx;
     o->home = e->home.range;
     o->n_home = (int)arrlen(e->home.range);
-    note("experts: %d of %d a layer on the GPU%s, all %.1f GiB in host memory", n_slot, m->n_expert_max, many,
-         (double)experts / 0x1p30);
+    if (n_slot)
+        note("experts: %d of %d a layer on the GPU%s, all %.1f GiB in host memory", n_slot, m->n_expert_max, many,
+             (double)experts / 0x1p30);
+    if (n_cpu)
+        note("experts of layers 0 to %d: %.1f GiB in host memory, computed by the CPU with %d threads while tokens are "
+             "generated",
+             n_cpu - 1, (double)part_bytes(m, PART_EXPERTS, n_cpu) / 0x1p30, settings_threads(set));
     return 0;
 }
 
@@ -26790,10 +27095,11 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
                              .progress = upload_progress};
     memcpy(o.device, gpu, sizeof o.device);
     if (engine_fit(e, &o, err)) return -1;
-    if (!o.n_slot) model_prefetch(&e->model);
+    if (!o.offload.n_slot) model_prefetch(&e->model);
     if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
+    session_serve(&e->session, settings_threads(set));
     for (int i = 0; i < e->session.pg.n; i++) {
         const struct rank *r = &e->session.pg.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
@@ -26846,6 +27152,8 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     engine_drafts(e);
     engine_qat(e);
     const double t0 = now_seconds();
+    if (!gpu && (set->n_cpu_moe || set->cpu_moe))
+        note("--n-cpu-moe has no effect without a GPU: the CPU computes all layers");
     if (gpu && set->expert_memory) note("--expert-memory has no effect on a GPU");
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"

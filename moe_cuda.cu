@@ -64,6 +64,7 @@
  *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
  *   Experts in host memory                        slots, k_fetch
  *   Router
+ *   Experts that the CPU computes                 k_ask_experts, k_add_experts
  *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations
  *   Prefill: router, lists of experts, statistics k_route_prefill, k_sort, k_tiles
  *   RoPE and the KV cache
@@ -667,7 +668,7 @@ __global__ void __launch_bounds__(256)
  * ============================================================================================================ */
 
 /* What a kernel does with other ranks. Each has counts of its own. */
-enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CH_TOKEN, CHANNELS };
+enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CH_TOKEN, CH_ASK, CH_ANSWER, CHANNELS };
 enum { WAIT_ROW_NORM = CHANNELS }; /* for WAIT_CODE: a row norm, which is counted as an all-reduce */
 
 /* In host memory: how a rank's GPU and its thread tell each other that they are alive. */
@@ -684,7 +685,8 @@ struct sequence {
     uint32_t aborted;           /* nothing waits any more */
 };
 
-/* A rank of the stage, a channel, and which all-reduce of the forward it is, or the layer of a row norm. */
+/* A rank of the stage, a channel, and which all-reduce of the forward it is, or the layer of a row norm or of experts that
+ * the CPU computes. */
 #define WAIT_CODE(rank, channel, ordinal) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (ordinal)))
 
 /* This rank, as its kernels need it to talk to the others: its place in the stage, its counters on the GPU, and what
@@ -2266,6 +2268,79 @@ static void route_decode(const struct route_args *p, cudaStream_t s) {
     if (p->n_tok == 1) (norm ? route_launch<1, true> : route_launch<1, false>)(p, s);
     else if (p->n_tok <= 4) (norm ? route_launch<4, true> : route_launch<4, false>)(p, s);
     else (norm ? route_launch<FUSED_NORM_TOKENS, true> : route_launch<DECODE_MAX_TOKENS, false>)(p, s);
+}
+
+/* ============================================================================================================
+ * Experts that the CPU computes
+ *
+ * In decode, of the first layers with --n-cpu-moe: k_ask_experts writes a question, and while the CPU computes, the
+ * shared expert runs here. k_add_experts waits for the answer. Both are part of the recorded forward.
+ * ============================================================================================================ */
+
+struct ask_args {
+    struct tp_rank p;
+    struct expert_question *question; /* in host memory; */
+    struct expert_job *job;           /* its lists, by addresses of the GPU */
+    float *weight;
+    uint16_t *x;
+    float *y;
+    int layer, n_tok, n_embd;
+    const struct expert_job *jobs; /* what the router made, see struct route_args */
+    const float *job_weight;
+    const int32_t *n_jobs;
+    const uint16_t *from; /* (n_tok, n_embd) halves, rows from_stride apart; n_embd % 8 == 0 */
+    size_t from_stride;
+    float *to; /* (n_tok, n_embd), rows to_stride apart */
+    size_t to_stride;
+    bool first; /* nothing has been written to `to` */
+};
+
+/* Sends the tokens and the router's choice to the CPU. Grid: n_tok, block: 256. Writes 2 n_embd bytes a token and 80 a
+ * job over the bus; mostly its latency. */
+__global__ void __launch_bounds__(256) k_ask_experts(const __grid_constant__ struct ask_args a) {
+    grid_dependency_wait();
+    const int t = blockIdx.x, n = load_l2(a.n_jobs);
+    const uint32_t seq = a.p.sequence->done[CH_ASK] + 1;
+    UNROLL_BY(1)
+    for (int i = 8 * (int)threadIdx.x; i < a.n_embd; i += 8 * 256)
+        st_sys16(a.x + (size_t)t * (size_t)a.n_embd + i, *(const uint4 *)(a.from + (size_t)t * a.from_stride + i));
+    UNROLL_BY(1)
+    for (int i = t * 256 + (int)threadIdx.x; i < n; i += (int)gridDim.x * 256)
+        st_sys16(a.job + i, *(const uint4 *)(a.jobs + i));
+    UNROLL_BY(1)
+    for (int i = t * 256 + (int)threadIdx.x; i < n * DECODE_MAX_TOKENS / 4; i += (int)gridDim.x * 256)
+        st_sys16(a.weight + 4 * i, *(const uint4 *)(a.job_weight + 4 * i));
+    if (!t && !threadIdx.x) {
+        *(volatile int32_t *)&a.question->layer = a.layer;
+        *(volatile int32_t *)&a.question->n_tok = a.n_tok;
+        *(volatile int32_t *)&a.question->n_job = n;
+    }
+    if (channel_end(a.p, CH_ASK)) st_release_sys(&a.question->asked, seq);
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
+}
+
+/* Adds the answer. Grid: n_tok, block: 256. Reads 4 n_embd bytes a token over the bus, once the CPU is done. question
+ * NULL: another rank asks, and `to` becomes zero. */
+__global__ void __launch_bounds__(256) k_add_experts(const __grid_constant__ struct ask_args a) {
+    grid_dependency_wait();
+    const int t = blockIdx.x;
+    if (a.question && !threadIdx.x)
+        flag_wait(&a.question->answered, a.p.sequence->done[CH_ANSWER] + 1, a.p, WAIT_CODE(0, CH_ANSWER, a.layer));
+    __syncthreads(); /* thread 0 has seen the flag: all threads may go on */
+    UNROLL_BY(1) for (int i = 4 * (int)threadIdx.x; i < a.n_embd; i += 4 * 256) {
+        float4 *to = (float4 *)(a.to + (size_t)t * a.to_stride + i);
+        float4 sum = a.first ? make_float4(0, 0, 0, 0) : *to;
+        if (a.question) {
+            const uint4 y = ld_sys16(a.y + (size_t)t * (size_t)a.n_embd + i);
+            sum.x += __uint_as_float(y.x);
+            sum.y += __uint_as_float(y.y);
+            sum.z += __uint_as_float(y.z);
+            sum.w += __uint_as_float(y.w);
+        }
+        *to = sum;
+    }
+    if (a.question) channel_end(a.p, CH_ANSWER);
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
 }
 
 /* ============================================================================================================
@@ -6584,6 +6659,7 @@ struct cuda {
     struct expert_cache cache; /* of all layers: those of layer il from il times a layer's on */
     int32_t *place;            /* of struct wave_args */
     uint8_t *ring;             /* (expert_ring_bytes) experts that a prefill copies as it goes */
+    int32_t *no_jobs;          /* 0: of a layer whose experts the CPU computes */
     struct sort_args sort;     /* buffers of the sort by expert */
     struct delta_tiles delta;  /* buffers of a gated delta net's prefill */
     uint16_t *expert_out;      /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
@@ -6695,7 +6771,8 @@ static void rank_barrier(struct rank *r) {
 /* How long a rank has waited for its GPU. */
 struct backoff {
     uint64_t turns; /* polls so far */
-    double idle;    /* seconds without progress of any rank; while the program is suspended they do not count */
+    double idle;    /* seconds without progress of any rank, while the CPU computed nothing for one; those in which the
+                     * program is suspended do not count */
     double last;    /* time of the latest poll */
     uint32_t seen;  /* the progress of all ranks at that time: the number of all-reduces */
 };
@@ -6715,6 +6792,9 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         else if (code && channel == WAIT_ROW_NORM)
             snprintf(who + at, left, "; rank %d waited for rank %d in the norm of queries and keys of layer %d", i,
                      i / shard.n_rank * shard.n_rank + rank, (r - r->index + i)->m->first_layer + ordinal);
+        else if (code && channel == CH_ANSWER)
+            snprintf(who + at, left, "; rank %d waited for the CPU's experts of layer %d", i,
+                     (r - r->index + i)->m->first_layer + ordinal);
         else if (code)
             snprintf(who + at, left, "; rank %d waited for %s", i,
                      channel == CH_LOGITS  ? "a shard of the logits"
@@ -6747,7 +6827,7 @@ static bool rank_keep_waiting(struct rank *r, struct backoff *p, const char *wha
     uint32_t done = 0;
     for (int i = 0; i < shard->n_rank * shard->n_stage; i++)
         done += *(volatile uint32_t *)&c->heartbeat[i]->all_reduces;
-    p->idle = done != p->seen || !p->turns ? 0 : p->idle + fmin(now - p->last, 0.5);
+    p->idle = done != p->seen || !p->turns || rank_asks(r) ? 0 : p->idle + fmin(now - p->last, 0.5);
     p->seen = done;
     p->last = now;
     if (rank_heartbeat(r, false)) c->failed = true;
@@ -6763,7 +6843,7 @@ static bool wait_for_event(struct rank *r, cudaEvent_t event, const char *what) 
     struct cuda *c = r->cuda;
     struct backoff p = {};
     cudaError_t e;
-    if (!c->heartbeat[0]) {
+    if (!c->heartbeat[0] || r->m->shard.n_rank * r->m->shard.n_stage == 1) { /* nobody, or nobody yet, to wait for */
         e = event ? cudaEventSynchronize(event) : cudaStreamSynchronize(c->stream);
         return cuda_check(r, e, what, event ? "cudaEventSynchronize(event)" : "cudaStreamSynchronize(c->stream)",
                           __LINE__, true);
@@ -7897,18 +7977,19 @@ static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum 
     matmul(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
-/* The cache of a layer's experts; n_slot 0: it has none. */
+/* The cache of a layer's experts; n_slot 0: all of them are on the GPU, or none. */
 static struct expert_cache expert_cache_of(const struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     struct expert_cache a = r->cuda->cache;
-    const int n_slot = r->cuda->sizes.n_slot, n_expert = r->m->n_expert_max;
-    a.n_slot = n_slot < layer->n_expert ? n_slot : 0;
-    if (!a.n_slot) return a;
+    const struct offload o = r->cuda->sizes.offload;
+    const int held = layer_held(r->m, il, o), n_expert = r->m->n_expert_max;
+    if (held == layer->n_expert) return a;
+    a.n_slot = held;
     a.slot_of += (size_t)il * (size_t)n_expert;
     a.heat += (size_t)il * (size_t)n_expert;
-    a.expert_of += (size_t)il * (size_t)n_slot;
+    a.expert_of += (size_t)il * (size_t)o.n_slot;
     a.count += 2 * il;
-    a.shift = heat_shift(n_slot, layer->n_expert_used);
+    a.shift = heat_shift(held, layer->n_expert_used);
     return a;
 }
 
@@ -7953,14 +8034,15 @@ static void fetch_missing(struct rank *r, const struct layer *layer, const struc
 
 /* Tokens of which a decode forward's routed experts are computed at once: all, or as many as have a slot for each of
  * their experts. */
-static int decode_group(const struct rank *r, const struct layer *layer) {
-    const int n_slot = r->cuda->sizes.n_slot;
-    return n_slot && n_slot < layer->n_expert ? min(r->n_tok, n_slot / layer->n_expert_used) : r->n_tok;
+static int decode_group(const struct rank *r, int il) {
+    const struct layer *layer = &r->m->layers[il];
+    const int held = layer_held(r->m, il, r->cuda->sizes.offload);
+    return held && held < layer->n_expert ? min(r->n_tok, held / layer->n_expert_used) : r->n_tok;
 }
 
 /* The feed-forwards of a layer in decode, of tokens first .. first + n - 1, at most 16. routed: the first of them is the
- * routed experts. */
-static void ffn_decode(struct rank *r, int il, bool routed, int first, int n, enum act x, enum act out) {
+ * routed experts, of which `held` are on the GPU; 0: the CPU computes them. */
+static void ffn_decode(struct rank *r, int il, bool routed, int held, int first, int n, enum act x, enum act out) {
     struct cuda *c = r->cuda;
     float *y = c->x32[out] + (size_t)first * (size_t)r->width[out];
     const struct layer *layer = &r->m->layers[il];
@@ -7971,9 +8053,10 @@ static void ffn_decode(struct rank *r, int il, bool routed, int first, int n, en
     u.x = c->x16[x] + (size_t)first * (size_t)r->width[x];
     u.x_stride = (size_t)r->width[x];
     if (routed)
-        u.jobs = {c->route.jobs, c->route.job_weight, c->route.n_jobs, min(n * layer->n_expert_used, layer->n_expert)};
+        u.jobs = {c->route.jobs, c->route.job_weight, held ? c->route.n_jobs : c->no_jobs,
+                  held ? min(n * layer->n_expert_used, layer->n_expert) : 0};
     u.shared_weight = routed && layer->sh_weight ? c->route.shared_weight : NULL;
-    const double jobs[2] = {routed ? experts_expected(layer, n) : 1, 1}; /* matrices that are read */
+    const double jobs[2] = {!routed ? 1 : held ? experts_expected(layer, n) : 0, 1}; /* matrices that are read */
     struct device_matrix down[2] = {};
     for (int i = 0; i < u.n_entry; i++) {
         u.gate[i] = *ffns[i].gate->copy;
@@ -8002,6 +8085,35 @@ static void ffn_decode(struct rank *r, int il, bool routed, int first, int n, en
     d.y = y;
     d.y_stride = (size_t)r->width[out];
     gemv_down(&d, c->stream);
+}
+
+/* A layer's routed experts in decode by the CPU, and the shared one. Ranks of a stage but the first add nothing. */
+static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
+    struct cuda *c = r->cuda;
+    const bool shared = r->m->layers[il].sh_gate.data != NULL;
+    struct ask_args a = {};
+    if (r->question) {
+        a.p = tp_rank_of(r);
+        a.question = r->question;
+        a.job = a.question->job;
+        a.weight = a.question->weight;
+        a.x = a.question->x;
+        a.y = a.question->y;
+    }
+    a.layer = il;
+    a.n_tok = r->n_tok;
+    a.n_embd = r->m->n_embd;
+    a.jobs = c->route.jobs;
+    a.job_weight = c->route.job_weight;
+    a.n_jobs = c->route.n_jobs;
+    a.from = c->x16[x];
+    a.from_stride = (size_t)r->width[x];
+    a.to = c->x32[out];
+    a.to_stride = (size_t)r->width[out];
+    a.first = !shared;
+    if (r->question) LAUNCH_PDL(k_ask_experts, (unsigned)a.n_tok, 256, 0, c->stream, a);
+    if (shared) ffn_decode(r, il, true, 0, 0, r->n_tok, x, out);
+    if (r->question || !shared) LAUNCH_PDL(k_add_experts, (unsigned)a.n_tok, 256, 0, c->stream, a);
 }
 
 /* Lets g, of gate and up (glu) or of down, multiply the experts that have no slot: waves of them pass through the
@@ -8043,10 +8155,10 @@ static void experts_in_waves(struct rank *r, const struct layer *layer, const st
 }
 
 /* The feed-forward with experts. norm: what x is where the router makes it, for norm_fuses; otherwise x holds it.
- * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them; where these experts may
- * need more than the slots, a group of tokens after the other. Prefill, and any forward
- * whose statistics are collected: tokens are sorted by expert, and grouped GEMMs run over the list; the results are
- * weighted and added at the end. */
+ * Decode: the router makes jobs of the experts that are used, and the GEMV kernels run them, or the CPU; where these
+ * experts may need more than the slots, a group of tokens after the other. Prefill, and any forward whose statistics are
+ * collected: tokens are sorted by expert, and grouped GEMMs run over the list; the results are weighted and added at the
+ * end. */
 static void moe_ffn(struct rank *r, const struct step *step, struct norm_input norm) {
     const int il = step->il;
     const enum act x = step->in[0], out = step->out[0];
@@ -8054,6 +8166,8 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     const struct layer *layer = &m->layers[il];
     struct cuda *c = r->cuda;
     const struct expert_cache cache = expert_cache_of(r, il);
+    const int held = layer_held(m, il, c->sizes.offload);
+    const bool partly = held < layer->n_expert;
     struct route_args p = c->route;
     if (router_halves(&layer->router)) p.w16 = (const uint16_t *)layer->router.data;
     else p.w32 = (const float *)layer->router.data;
@@ -8067,7 +8181,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     p.n_expert = layer->n_expert;
     p.k = layer->n_expert_used;
     if (r->n_tok <= DECODE_MAX_TOKENS && !r->stats) { /* statistics need rows sorted by expert */
-        const int group = decode_group(r, layer);
+        const int group = decode_group(r, il);
         p.input = norm;
         p.input.h16 = c->x16[x];
         p.prefetch = prefetch_of_ffn(r, step);
@@ -8080,7 +8194,8 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
                          m->n_embd, p.w16 ? "bf16" : "f32");
             route_decode(&p, c->stream);
             if (cache.n_slot) fetch_missing(r, layer, &cache);
-            ffn_decode(r, il, true, first, p.n_tok, x, out);
+            if (held) ffn_decode(r, il, true, held, first, p.n_tok, x, out);
+            else experts_by_cpu(r, il, x, out);
         }
         return;
     }
@@ -8113,11 +8228,11 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
         profile_matrices(&g.w, (1 + glu) * experts_expected(layer, r->n_tok), 0);
-        g.place = cache.n_slot ? cache.slot_of : NULL;
+        g.place = partly ? cache.slot_of : NULL;
         g.place_first = 0;
-        g.n_place = cache.n_slot;
-        gemm_prefill(&g, glu, c->stream);
-        if (cache.n_slot) experts_in_waves(r, layer, &cache, &s, g, glu);
+        g.n_place = held;
+        if (held) gemm_prefill(&g, glu, c->stream);
+        if (partly) experts_in_waves(r, layer, &cache, &s, g, glu);
     };
     experts(1, r->n_tok, c->x4);
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
@@ -8144,11 +8259,11 @@ static void cuda_norm_ffn(struct rank *r, const struct step *s) {
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS && !r->stats;
     struct norm_input norm = {};
     if (s->hc) hc_mix(r, s->x, s->partial, s->hc, s->norm, s->in[0]);
-    else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial) && decode_group(r, layer) == r->n_tok)
+    else if (decode && layer->n_expert && norm_fuses(r, s->x, s->partial) && decode_group(r, s->il) == r->n_tok)
         norm = norm_input_of(r, s->x, s->partial, s->norm);
     else norm_rows_of(r, s->x, s->partial, s->norm, s->in[0]);
     if (layer->n_expert) moe_ffn(r, s, norm);
-    else if (decode) ffn_decode(r, s->il, false, 0, r->n_tok, s->in[0], s->out[0]);
+    else if (decode) ffn_decode(r, s->il, false, 0, 0, r->n_tok, s->in[0], s->out[0]);
     else dense_ffn_prefill(r, s->il, 0, s->in[0], s->out[0]);
 }
 
@@ -8260,7 +8375,7 @@ static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
 
 static void cuda_read_counts(struct rank *r, struct expert_counts *counts) {
     static_assert(sizeof *counts == 2 * sizeof *r->cuda->cache.count, "the GPU counts in the same form");
-    if (!r->cuda->sizes.n_slot) return;
+    if (!r->cuda->cache.count) return;
     cuda_copy(r, counts, r->cuda->cache.count, (size_t)model_blocks(r->m) * sizeof *counts, "reading counts");
     cuda_sync(r, "reading counts");
 }
@@ -8426,16 +8541,16 @@ static const float *factors_upload(struct rank *r, const struct layer *layer, co
     return (const float *)cuda_vector(r, w->scale, (size_t)w->n_expert * sizeof *w->scale, what);
 }
 
-/* Whether a matrix is one of a layer's routed experts, some of which stay in the host's memory. */
-static bool is_cached(const struct cuda *c, const struct layer *layer, const struct weight *w) {
-    const bool routed = layer && (w == &layer->gate || w == &layer->up || w == &layer->down);
-    return routed && c->sizes.n_slot && c->sizes.n_slot < layer->n_expert;
+/* Experts of a matrix that are on the GPU; of one without routed experts all. layer NULL: it is of none. */
+static int matrix_held(const struct cuda *c, const struct layer *layer, const struct weight *w) {
+    const bool routed = layer && layer->n_expert && (w == &layer->gate || w == &layer->up || w == &layer->down);
+    return routed ? layer_held(&c->model, (int)(layer - c->model.layers), c->sizes.offload) : w->n_expert;
 }
 
 /* Bytes that a matrix takes on the GPU, as the driver allocates them. */
 static size_t held_bytes(const struct cuda *c, const struct layer *layer, const struct weight *w) {
     struct weight held = *w;
-    if (is_cached(c, layer, w)) held.n_expert = c->sizes.n_slot;
+    held.n_expert = matrix_held(c, layer, w);
     return weight_gpu_bytes(&held, true);
 }
 
@@ -8451,7 +8566,7 @@ static struct device_matrix *matrix_allocate(struct rank *r, const struct layer 
     d->n_expert = w->n_expert;
     d->n_rt = (w->n_out + TILE_ROWS - 1) / TILE_ROWS;
     d->n_kt = (w->n_in + TILE_COLS - 1) / TILE_COLS;
-    d->n_held = is_cached(c, layer, w) ? c->sizes.n_slot : w->n_expert;
+    d->n_held = matrix_held(c, layer, w);
     const size_t tiles = weight_tiles(w) / (size_t)w->n_expert * (size_t)d->n_held;
     d->codes = (uint8_t *)cuda_memory(r, tiles * TILE_BYTES(d->fmt), what);
     if (d->fmt != FMT_F16) d->scales = (uint8_t *)cuda_memory(r, tiles * TILE_SCALES, what);
@@ -8548,26 +8663,14 @@ static void matrix_upload_rows(struct rank *r, const struct weight *w, int n, st
 #endif
 }
 
-/* Makes the copy of a matrix in tiles, if there is one. Halves hold 2^8 times the weight, so that whatever BF16 has
+/* Packs a matrix into d. exact: tiles represent all values of the format; otherwise the power of two that they are
+ * multiplied by is chosen by all experts, also by those that d does not hold. Halves hold 2^8 times the weight, so that whatever BF16 has
  * above 2^-33 is exact; a matrix with weights beyond 255 gets another power of two. MXFP4's scales become UE4M3,
  * which has 18 octaves: exact where the matrix has no more. Otherwise its largest 18 are, and a weight below them is
  * off by at most 2^-19 of the largest scale. */
-static void matrix_upload(struct rank *r, const struct layer *layer, struct weight *w, const char *what) {
+static void matrix_pack(struct rank *r, const struct weight *w, struct device_matrix *d, struct repack k, bool exact,
+                        const char *what) {
     const bool mx = w->type == GGUF_MXFP4;
-    struct repack k = {};
-    bool exact = false; /* whether tiles represent all values of the format */
-    k.type = w->type;
-    k.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
-    switch (w->type) {
-    case GGUF_FLOATS: k.shift = 8; break;
-    case GGUF_Q8_0: exact = true, k.decode_scale = 1; break;
-    case GGUF_MXFP4: k.shift = 116; break;
-    case GGUF_NVFP4: exact = true, k.decode_scale = 128; break;
-    }
-    struct device_matrix *d = w->data ? matrix_allocate(r, layer, w, what) : NULL;
-    if (!d) return;
-    w->copy = d;
-    w->bias = d->bias;
     for (int tries = 0; !r->cuda->failed; tries++) {
         uint32_t range[2];
         float top;
@@ -8581,6 +8684,38 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
         if (mx ? tries || !high || (high - k.shift <= 8 && low - k.shift >= -9) : ldexpf(top, k.shift) <= 65504) return;
         if (tries) rank_fail(r, "%s: a weight is %g, only finite ones are supported", what, (double)top);
         k.shift = mx ? high - 8 : 14 - ilogbf(top);
+    }
+}
+
+/* Makes the copy of a matrix in tiles, if there is one. */
+static void matrix_upload(struct rank *r, const struct layer *layer, struct weight *w, const char *what) {
+    struct repack k = {};
+    bool exact = false;
+    k.type = w->type;
+    k.row_bytes = gguf_row_bytes(w->type, (size_t)w->n_in);
+    switch (w->type) {
+    case GGUF_FLOATS: k.shift = 8; break;
+    case GGUF_Q8_0: exact = true, k.decode_scale = 1; break;
+    case GGUF_MXFP4: k.shift = 116; break;
+    case GGUF_NVFP4: exact = true, k.decode_scale = 128; break;
+    }
+    struct device_matrix *d = w->data ? matrix_allocate(r, layer, w, what) : NULL;
+    if (!d) return;
+    w->copy = d;
+    w->bias = d->bias;
+    d->decode_scale = k.decode_scale;
+    if (d->n_held) {
+        matrix_pack(r, w, d, k, exact, what);
+    } else if (!exact) { /* all experts pass through the place of one, which nobody reads */
+        const size_t tiles = (size_t)d->n_rt * (size_t)d->n_kt;
+        struct device_matrix one = *d;
+        one.n_held = 1;
+        CUDA_OK(r, cudaMalloc((void **)&one.codes, tiles * (TILE_BYTES(d->fmt) + TILE_SCALES)), what);
+        if (one.scales) one.scales = one.codes + tiles * TILE_BYTES(d->fmt);
+        matrix_pack(r, w, &one, k, exact, what);
+        CUDA_OK(r, cudaFree(one.codes), what); /* waits for the kernels */
+        d->decode_scale = one.decode_scale;
+        d->shift = one.shift;
     }
 }
 
@@ -8821,6 +8956,31 @@ static void ranks_link(struct rank *r, const int *device, bool peers) {
         mailbox_layout(&c->mailbox[i], all[i].mailbox, r->m, other, c->sizes);
         c->heartbeat[i] = all[i].heartbeat;
     }
+}
+
+/* Gives the rank a question to the CPU, if it is the one that asks for its stage. */
+static void question_make(struct rank *r) {
+    static const char what[] = "what the CPU computes";
+    struct cuda *c = r->cuda;
+    const struct model *m = r->m;
+    const size_t jobs = gpu_dims_of(m, c->sizes).jobs, weights = jobs * DECODE_MAX_TOKENS;
+    const size_t values = DECODE_MAX_TOKENS * (size_t)m->n_embd;
+    bool asks = false;
+    for (int il = 0; il < model_blocks(m); il++) asks |= m->layers[il].n_expert && !layer_held(m, il, c->sizes.offload);
+    if (!asks || m->shard.rank) return;
+    uint8_t *p = (uint8_t *)cuda_host_memory(
+        r, sizeof *r->question + jobs * sizeof(struct expert_job) + 4 * weights + 6 * values, what);
+    if (!c->sequence) {
+        c->heartbeat[r->index] = (struct heartbeat *)cuda_host_memory(r, sizeof *c->heartbeat[0], what);
+        c->sequence = (struct sequence *)cuda_memory(r, sizeof *c->sequence, what);
+    }
+    if (c->failed) return;
+    struct expert_question *q = (struct expert_question *)p;
+    q->job = (struct expert_job *)(q + 1);
+    q->weight = (float *)(q->job + jobs);
+    q->y = q->weight + weights;
+    q->x = (uint16_t *)(q->y + values);
+    r->question = q;
 }
 
 /* Checks that what ranks push arrives. Some machines allow writes between GPUs and lose them. */
@@ -9120,7 +9280,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX) : attn_splits(f.n_sm, n_head_blocks);
     s->nccl = nccl_wanted(r, o);
     s->stats = o->stats;
-    s->n_slot = o->n_slot;
+    s->offload = r->offload = o->offload;
     r->cuda->home = o->home;
     r->cuda->n_home = o->n_home;
 }
@@ -9153,7 +9313,7 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     c->reduce_blocks = max(1, min((int)ALLREDUCE_BLOCKS, f.n_sm / c->sharers));
     r->n_ctx = want;
     r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
-    r->bytes = gpu_bytes(m, r->chunk, o->stats, o->n_slot);
+    r->bytes = gpu_bytes(m, r->chunk, o->stats, o->offload);
     const size_t free = f.free / sharers, needed = r->bytes + o->reserve / sharers + gpu_rounding(m);
     if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, free > needed ? free - needed : 0, want);
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
@@ -9193,11 +9353,13 @@ static void *activations(struct rank *r, size_t bytes) { return bytes ? cuda_mem
 /* Puts into the slots of every layer the experts that the upload left there: the first ones. */
 static void caches_fill(struct rank *r) {
     const struct expert_cache *c = &r->cuda->cache;
+    const struct offload o = r->cuda->sizes.offload;
     const size_t n_block = (size_t)model_blocks(r->m), n_expert = (size_t)r->m->n_expert_max;
-    const size_t n_slot = (size_t)r->cuda->sizes.n_slot;
+    const size_t n_slot = (size_t)o.n_slot;
+    if (!c->slot_of || r->cuda->failed) return;
     int32_t *numbers = (int32_t *)host_memory(n_block * n_expert, sizeof *numbers);
-    if (!n_slot || r->cuda->failed) return free(numbers);
-    for (size_t i = 0; i < n_block * n_expert; i++) numbers[i] = i % n_expert < n_slot ? (int32_t)(i % n_expert) : -1;
+    for (size_t i = 0; i < n_block * n_expert; i++)
+        numbers[i] = (int)(i % n_expert) < layer_held(r->m, (int)(i / n_expert), o) ? (int32_t)(i % n_expert) : -1;
     cuda_copy(r, c->slot_of, numbers, n_block * n_expert * sizeof *numbers, "starting");
     cuda_sync(r, "starting");
     for (size_t i = 0; i < n_block * n_slot; i++) numbers[i] = (int32_t)(i % n_slot);
@@ -9314,6 +9476,7 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
             if (!c->failed && m->shard.n_rank > 1) all_reduce_check(r);
             if (rank_agree(r)) all_reduce_choose(r, o, peers);
         }
+        if (!c->failed) question_make(r);
         r->free_bytes = rank_facts(r).free;
     }
     if (rank_agree(r)) {

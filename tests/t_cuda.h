@@ -1300,29 +1300,27 @@ static void launches_call(void *arg) {
 /* Checks that a decode launches what the forecast lists: the same kernels in this order, and where the profile says so
  * the same bytes within 5 %. The profile counts results; the forecast counts vectors, which are up to 20 % of a small
  * router or delta net. */
-static void launches_check(struct engine *e) {
+static void launches_check(const char *model, struct session *s) {
     enum { CAP = 128 };
-    struct session *s = &e->session;
     struct profile_row row[CAP];
     int32_t ids[1] = {5};
     struct bench_call call = {.s = s, .ids = ids, .n = 1, .rows = 1};
-    struct launch *list = decode_launches(s->r->m, PASS_FORWARD, &s->r->m->output, s->r->kv_type, 61);
+    struct launch *list = decode_launches(s->r->m, s->r->offload, PASS_FORWARD, &s->r->m->output, s->r->kv_type, 61);
     const int n = s->r->ops->profile(s->r, launches_call, &call, row, CAP);
     double counted = 0;
-    CHECK(n + 1 == arrlen(list) && n < CAP, "%s: %d launches, the forecast has %d", e->model.name, n,
-          (int)arrlen(list) - 1);
+    CHECK(n + 1 == arrlen(list) && n < CAP, "%s: %d launches, the forecast has %d", model, n, (int)arrlen(list) - 1);
     for (int i = 0; i < n && i < (int)arrlen(list); i++) {
         const struct launch *l = &list[i];
         const char *name = decode_costs[l->kernel].name;
         CHECK(!strncmp(row[i].name, name, strlen(name)) && row[i].name[strlen(name)] == ' ',
-              "%s: launch %d is %s, the forecast has %s", e->model.name, i, row[i].name, name);
+              "%s: launch %d is %s, the forecast has %s", model, i, row[i].name, name);
         const double most = l->kernel == DECODE_ROUTER || l->kernel == DECODE_DELTA ? 0.2 : 0.05;
         CHECK(row[i].bytes <= 0 ? l->bytes <= 0 : fabs(l->bytes / row[i].bytes - 1) < most,
-              "%s: launch %d, %s, moves %.0f bytes, the forecast has %.0f", e->model.name, i, row[i].name, row[i].bytes,
+              "%s: launch %d, %s, moves %.0f bytes, the forecast has %.0f", model, i, row[i].name, row[i].bytes,
               l->bytes);
         counted += row[i].bytes;
     }
-    CHECK(counted > 1e5, "%s: %g bytes", e->model.name, counted);
+    CHECK(counted > 1e5, "%s: %g bytes", model, counted);
     arrfree(list);
 }
 
@@ -1346,7 +1344,7 @@ static void test_cuda_profile(void) {
     struct settings set;
     for (int which = 0; which < (int)(sizeof tiny_synths / sizeof *tiny_synths); which++) {
         if (!tiny_open(&e, &set, which)) return;
-        launches_check(&e);
+        launches_check(e.model.name, &e.session);
         engine_close(&e);
     }
     for (int which = 0; which < 3; which++) {
@@ -1432,7 +1430,7 @@ static void test_cuda_prefetch_forecast(void) {
             cuda_test_l2(0, l2);
             if (!tiny_open(&e, &set, which)) return;
             struct rank *r = e.session.r;
-            struct launch *list = decode_launches(r->m, PASS_FORWARD, &r->m->output, r->kv_type, 1);
+            struct launch *list = decode_launches(r->m, r->offload, PASS_FORWARD, &r->m->output, r->kv_type, 1);
             for (int i = 0; i < (int)arrlen(list); i++) {
                 double share = l2 / PREFETCH_SHARE;
                 for (int k = i + 1; k <= list[i].prefetch; k++) share -= fmin(share, list[k].dense);

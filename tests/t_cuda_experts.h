@@ -12,23 +12,31 @@ static int cached_tokens(const int *forwards) {
     return n;
 }
 
-/* A session of a layout in which n_slot experts of a layer are on a GPU; 0: all. */
+enum { LATE = 0 };
+static void answer_late(struct session *s);
+
+/* A session of a layout with experts where `at` says, and so many threads for those of the CPU; LATE:
+ * one, see late_thread. */
 static bool cached_session(struct session *s, struct home *home, const struct model *m, const struct layout *d,
-                           enum kv_type kv, enum moe_act act, int n_slot) {
+                           enum kv_type kv, enum moe_act act, struct offload at, int n_threads) {
+    const int below = at.n_slot ? ALL_LAYERS : at.n_cpu;
     char err[ERR_MAX] = "";
     struct cuda_options o = {
-        .n_ctx = CACHED_CTX, .kv = kv, .moe_act = act, .kv_splits = 2, .allreduce = d->allreduce, .n_slot = n_slot};
+        .n_ctx = CACHED_CTX, .kv = kv, .moe_act = act, .kv_splits = 2, .allreduce = d->allreduce, .offload = at};
     *home = (struct home){0};
     memcpy(o.device, d->device, sizeof o.device);
     cuda_test_devices(4, d->peers);
-    if (n_slot && !CHECK(home_open(home, m, err) == 0, "%s", err)) return false;
+    if (below && !CHECK(home_open(home, m, below, err) == 0, "%s", err)) return false;
     o.home = home->range;
     o.n_home = (int)arrlen(home->range);
-    if (CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s, %d slots: %s", d->name, n_slot,
-              err))
-        return true;
-    home_close(home);
-    return false;
+    if (!CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s, %d slots: %s", d->name, at.n_slot,
+               err)) {
+        home_close(home);
+        return false;
+    }
+    session_serve(s, int_max(1, n_threads));
+    if (n_threads == LATE) answer_late(s);
+    return true;
 }
 
 static void cached_close(struct session *s, struct home *home) {
@@ -40,13 +48,13 @@ static void cached_close(struct session *s, struct home *home) {
 /* The logits of forwards of n tokens (tokens, n_vocab): of a prefill the last ones, of decode forwards of 1 to 16 tokens
  * all. NULL after a failed check. */
 static float *cached_logits(const struct model *m, const struct layout *d, enum kv_type kv, enum moe_act act,
-                            const int *n, int n_slot, struct expert_counts *count) {
+                            const int *n, struct offload o, int n_threads, struct expert_counts *count) {
     const int all = cached_tokens(n);
     struct session s;
     struct home home;
     const size_t v = (size_t)m->n_vocab;
     int32_t ids[CACHED_CTX];
-    if (!cached_session(&s, &home, m, d, kv, act, n_slot)) return NULL;
+    if (!cached_session(&s, &home, m, d, kv, act, o, n_threads)) return NULL;
     for (int i = 0; i < all; i++) ids[i] = (11 + 17 * i + i * i / 7) % m->n_vocab;
     float *out = xcalloc((size_t)all * v, sizeof *out);
     for (int i = 0, at = 0; n[i]; at += n[i++]) {
@@ -70,11 +78,11 @@ static void cached_agrees(const char *name, const struct model *m, const struct 
     int seen = 0;
     const size_t before = cuda_test_free_bytes();
     struct expert_counts count;
-    float *want = cached_logits(m, d, kv, act, forwards, 0, &count);
+    float *want = cached_logits(m, d, kv, act, forwards, (struct offload){0}, 1, &count);
     CHECK(!count.hits && !count.misses, "%s: experts are counted though all are on the GPU", name);
     for (int i = 0; i < 3 && want; i++) {
         if (slots[i] < k || slots[i] >= e || (i && slots[i] == slots[i - 1]) || (i && !all)) continue;
-        float *got = cached_logits(m, d, kv, act, forwards, slots[i], &count);
+        float *got = cached_logits(m, d, kv, act, forwards, (struct offload){.n_slot = slots[i]}, 1, &count);
         CHECK(got && !memcmp(got, want, bytes), "%s, %s, %d of %d slots: other logits", name, d->name, slots[i], e);
         CHECK(count.hits && count.misses, "%s, %d slots: %llu hits, %llu misses", name, slots[i],
               (unsigned long long)count.hits, (unsigned long long)count.misses);
@@ -130,6 +138,118 @@ void cuda_test_cached(void) {
     if (!fixture_load("qwen3moe", &m)) return;
     cached_agrees("qwen3moe", &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, cached_long, false);
     model_free(&m);
+}
+
+/* ---- experts that the CPU computes ---- */
+
+/* Layers before n_cpu that have experts. */
+static int cpu_layers(const struct model *m, int n_cpu) {
+    int n = 0;
+    for (int il = 0; il < m->n_layer; il++) n += il < n_cpu && m->layers[il].n_expert;
+    return n;
+}
+
+/* Answers so late that the kernel which waits has begun. */
+static void *late_thread(void *arg) {
+    struct expert_server *s = arg;
+    while (!atomic_load(&s->stop)) {
+        for (int i = 0; i < s->n; i++) {
+            if (!question_open(s->question[i])) continue;
+            nanosleep(&(struct timespec){0, 20000000}, NULL);
+            question_answer(s, i);
+        }
+        nanosleep(&(struct timespec){0, 50000}, NULL);
+    }
+    return NULL;
+}
+
+/* Lets late_thread take the place of the session's own. */
+static void answer_late(struct session *s) {
+    struct expert_server *server = s->server;
+    if (!server) return;
+    atomic_store(&server->stop, true);
+    pthread_join(server->thread, NULL);
+    atomic_store(&server->stop, false);
+    CHECK(!pthread_create(&server->thread, NULL, late_thread, server), "no thread");
+}
+
+/* A model's logits with experts of the first n_cpu layers computed by the CPU: near those of the GPU, and the same
+ * whatever threads compute, however late, and whatever is on the GPU. */
+static void cpu_experts_agree(const char *name, const struct model *m, const struct layout *d, int n_cpu) {
+    const size_t v = (size_t)m->n_vocab, n = (size_t)cached_tokens(cached_short), first = (size_t)cached_short[0];
+    struct expert_counts count;
+    const struct offload all = {0}, cpu = {.n_cpu = n_cpu};
+    const struct offload both = {.n_cpu = n_cpu, .n_slot = int_min(2 * m->max.n_expert_used, m->n_expert_max - 1)};
+    float *want = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, all, 1, &count);
+    float *got = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, 1, &count);
+    CHECK(!count.hits && count.misses, "%s: %llu hits, %llu misses", name, (unsigned long long)count.hits,
+          (unsigned long long)count.misses); /* prefill copies */
+    float *two = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, 2, &count);
+    float *late = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, LATE, &count);
+    float *slots = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, both, 2, &count);
+    if (want && got && two && late && slots) {
+        const double e = nmse(got + first * v, want + first * v, (n - first) * v);
+        CHECK(e < 1e-3 && e > 0, "%s, %s: NMSE %.2e", name, d->name, e);
+        CHECK(!memcmp(got, want, first * v * sizeof *got), "%s, %s: another prefill", name, d->name);
+        CHECK(!memcmp(got, two, n * v * sizeof *got), "%s, %s: two threads give other logits", name, d->name);
+        CHECK(!memcmp(got, late, n * v * sizeof *got), "%s, %s: late answers give other logits", name, d->name);
+        CHECK(!memcmp(got, slots, n * v * sizeof *got), "%s, %s: slots give other logits", name, d->name);
+    }
+    free(want), free(got), free(two), free(late), free(slots);
+}
+
+/* Rows of more values than a block adds at once. */
+static void cpu_experts_wide(void) {
+    static const struct synth wide = {
+        "wide rows", "qwen3moe",
+        .keys = "block_count=2 embedding_length=1152 attention.head_count=4 attention.head_count_kv=2 "
+                "attention.key_length=32 expert_count=16 expert_used_count=2 expert_feed_forward_length=64 "
+                "vocab_size=200 context_length=256"};
+    struct model m = {0};
+    synth_make(&m, &wide, NULL, false);
+    cpu_experts_agree(wide.name, &m, &cached_layouts[0], m.n_layer);
+    model_free(&m);
+}
+
+/* Wide rows, and one model with a shared expert, for mutants. */
+void cuda_test_by_cpu(void) {
+    struct model m;
+    cpu_experts_wide();
+    if (!fixture_load("deepseek_v4", &m)) return;
+    cpu_experts_agree("deepseek_v4", &m, &cached_layouts[0], m.n_layer);
+    model_free(&m);
+}
+
+static void test_cuda_cpu_experts(void) {
+    static const struct {
+        const char *name;
+        int layout, n_cpu;
+        bool launches; /* are those of the forecast; short contexts of windows and rare keys count otherwise */
+    } cases[] = {{"qwen3moe_nvfp4", 0, 1, true}, {"qwen3moe", 3, 4, false},    {"deepseek_v3", 1, 2, false},
+                 {"gpt_oss", 0, 4, false},       {"qwen3_5_moe", 0, 4, false}, {"deepseek_v4", 0, 4, true}};
+    const size_t before = cuda_test_free_bytes();
+    cuda_test_begin(22);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct model m;
+        struct session s;
+        struct home home;
+        const struct layout *d = &cached_layouts[cases[i].layout];
+        if (!fixture_load(cases[i].name, &m)) return;
+        cpu_experts_agree(cases[i].name, &m, d, cases[i].n_cpu);
+        if (!cached_session(&s, &home, &m, d, KV_FP8, MOE_ACT_F16, (struct offload){.n_cpu = cases[i].n_cpu}, 2))
+            return;
+        uint32_t answered = 0;
+        for (int t = 0; t < 5; t++) session_forward(&s, (int32_t[]){3, 4, 5}, 1 + t % 3);
+        session_wait(&s);
+        for (int k = 0; k < s.pg.n; k++)
+            if (s.pg.ranks[k].question) answered += s.pg.ranks[k].question->answered;
+        if (cases[i].launches) launches_check(cases[i].name, &s);
+        CHECK_INT((int)answered, 5 * cpu_layers(&m, cases[i].n_cpu), "%s: questions", cases[i].name);
+        cached_close(&s, &home);
+        model_free(&m);
+    }
+    cpu_experts_wide();
+    CHECK(cuda_test_free_bytes() == before, "memory is lost");
 }
 
 /* ---- the rule of the slots, step by step ---- */
@@ -191,7 +311,8 @@ static void test_cuda_slots(void) {
     uint64_t rng = 5;
     if (!fixture_load("deepseek_v3_reap", &m)) return;
     const int n_slot = 2 * m.max.n_expert_used;
-    if (!cached_session(&s, &home, &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, n_slot)) return;
+    if (!cached_session(&s, &home, &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, (struct offload){.n_slot = n_slot}, 1))
+        return;
     struct ops table = *s.r->ops;
     slots_ops = s.r->ops;
     table.norm_ffn = slots_norm_ffn;
@@ -256,10 +377,11 @@ static void small_close(struct engine *e) {
     cuda_test_devices(1, true);
 }
 
-/* The slots that the program chooses for GPUs of so many bytes. */
+/* The slots that the program chooses for GPUs of so many bytes; 0: all experts fit. */
 static int small_slots(struct settings *set, size_t memory) {
     struct engine e = {.set = set};
-    const struct cuda_options o = {.kv = settings_kv(set, &e.model, true), .device = {0, 1}};
+    const struct cuda_options o = {
+        .kv = settings_kv(set, &e.model, true), .device = {0, 1}, .offload = {.n_cpu = set->n_cpu_moe}};
     int n_ctx = CACHED_CTX;
     if (!fixture_load("qwen3moe_nvfp4", &e.model)) return 0;
     cuda_test_devices(2, true);
@@ -267,6 +389,17 @@ static int small_slots(struct settings *set, size_t memory) {
     const int n = engine_slots(&e, &o, &n_ctx);
     model_free(&e.model);
     return n;
+}
+
+/* The most bytes into which not all experts fit. */
+static size_t small_memory(struct settings *set) {
+    size_t lo = 0, hi = (size_t)1 << 30;
+    while (hi - lo > 4096) {
+        const size_t mid = (lo + hi) / 2 / 256 * 256;
+        if (small_slots(set, mid)) lo = mid;
+        else hi = mid;
+    }
+    return lo;
 }
 
 /* A model that does not fit starts by itself, with as many slots as there is room for, and answers the same; with too
@@ -285,12 +418,7 @@ static void test_cuda_small(void) {
         CHECK(!cuda_test_n_slot(e.session.r), "all experts fit");
         cuda_greedy(&e.session, ids, 10, want, 12);
         small_close(&e);
-        size_t lo = 0, hi = (size_t)1 << 30; /* all experts fit into hi bytes, and not into lo */
-        while (hi - lo > 4096) {
-            const size_t mid = (lo + hi) / 2 / 256 * 256;
-            if (small_slots(&set, mid)) lo = mid;
-            else hi = mid;
-        }
+        const size_t lo = small_memory(&set);
         int seen = 0;
         for (size_t memory = lo, last = (size_t)n_expert; last > (size_t)(2 * used); memory -= 2048) {
             const int planned = small_slots(&set, memory);
@@ -308,6 +436,17 @@ static void test_cuda_small(void) {
             seen++;
         }
         CHECK(seen >= 2, "%d numbers of slots were tried", seen); /* the ring takes the place of some */
+        set.n_cpu_moe = 1;                                        /* the text depends on it, but not on the memory */
+        for (int i = 0; i < 2; i++) {
+            why = small_open(&e, &set, i ? small_memory(&set) : (size_t)1 << 30, tp, FIT_ON);
+            if (!CHECK(!why, "--n-cpu-moe 1: %s", why)) break;
+            CHECK((cuda_test_n_slot(e.session.r) > 0) == (i > 0) && e.session.server, "--n-cpu-moe 1: %d slots",
+                  cuda_test_n_slot(e.session.r));
+            cuda_greedy(&e.session, ids, 10, i ? got : want, 12);
+            small_close(&e);
+        }
+        CHECK(!memcmp(got, want, sizeof want), "--n-cpu-moe 1: other tokens in less memory");
+        set.n_cpu_moe = 0;
         why = small_open(&e, &set, lo, tp, FIT_OFF);
         CHECK(why && strstr(why, "-fit off"), "%s", why);
         small_close(&e);
@@ -325,4 +464,5 @@ static void test_cuda_small(void) {
 
 void cuda_test_slot_rule(void) { test_cuda_slots(); }
 
-#define TESTS_CUDA_EXPERTS {"cuda/experts", test_cuda_experts}, {"cuda/slots", test_cuda_slots},
+#define TESTS_CUDA_EXPERTS \
+    {"cuda/experts", test_cuda_experts}, {"cuda/cpu-experts", test_cuda_cpu_experts}, {"cuda/slots", test_cuda_slots},

@@ -17,6 +17,7 @@ extern "C" void cuda_test_streams(void);
 extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
+extern "C" void cuda_test_by_cpu(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
@@ -39,6 +40,7 @@ static const struct {
                     {"synthetic", cuda_test_synthetic},
                     {"slots", cuda_test_slot_rule},
                     {"cached", cuda_test_cached},
+                    {"by-cpu", cuda_test_by_cpu},
                     {"forward", cuda_test_forward},
                     {"all-reduce", cuda_test_all_reduce},
                     {"gemm", cuda_test_gemm},
@@ -256,6 +258,19 @@ static void waves_one_short(const char *launch, void *args) {
     change_if<struct gemm_args>(launch, "gemm_kernel", args, [](auto &a) { a.n_place -= a.place != NULL; });
 }
 
+static void asks_for_other_tokens(const char *launch, void *args) {
+    change_if<struct ask_args>(launch, "k_ask_experts", args, [](auto &a) { a.from += 8; });
+}
+static void asks_of_other_layer(const char *launch, void *args) {
+    change_if<struct ask_args>(launch, "k_ask_experts", args, [](auto &a) { a.layer ^= 1; });
+}
+static void answer_in_place_of_shared(const char *launch, void *args) {
+    change_if<struct ask_args>(launch, "k_add_experts", args, [](auto &a) { a.first = true; });
+}
+static void answer_of_one_token(const char *launch, void *args) {
+    change_if<struct ask_args>(launch, "k_add_experts", args, [](auto &a) { a.y -= a.n_tok > 1 ? a.n_embd : 0; });
+}
+
 /* The mistakes, and the test that finds them. */
 static const struct {
     const char *test, *what;
@@ -268,6 +283,10 @@ static const struct {
                 {"cached", "down is not copied", fetches_without_down},
                 {"cached", "waves have other places than the ring", waves_in_one_place},
                 {"cached", "an expert of a wave is left out", waves_one_short},
+                {"by-cpu", "the CPU gets other values", asks_for_other_tokens},
+                {"by-cpu", "the CPU computes another layer", asks_of_other_layer},
+                {"by-cpu", "the CPU's answer replaces the shared expert", answer_in_place_of_shared},
+                {"by-cpu", "tokens get the answer of another", answer_of_one_token},
                 {"feed-forwards", "gate is limited before SiLU", limit_before_silu},
                 {"feed-forwards", "the router's bias is in the weights", bias_in_weights},
                 {"feed-forwards", "softmax over all experts", softmax_over_all},
@@ -367,6 +386,7 @@ static const struct {
     {"k_repack", "griddepcontrol.wait",
      "before it is always a copy, the clearing of memory or itself, which has ended"},
     {"k_mma_rate", "griddepcontrol.wait", "it reads and writes nothing"},
+    {"k_add_experts", "bar.sync 0 (3)", "what it counts is read when it has ended"},
     {"k_probe", "griddepcontrol.wait", "it alone writes its answer, into memory that nobody else has"},
     {"k_route_decodeILi1ELb0E", "bar.sync 0 (3)", COUNTED},
     {"k_route_decodeILi16ELb0E", "bar.sync 0 (3)", COUNTED},

@@ -833,7 +833,8 @@ static void test_plan_launches(void) {
             for (int r = 0; r < tp[k] * pp[k]; r++) {
                 struct plan_rank *rank = &p->layout[0].rank[r];
                 plan_rank(rank, p, &m, (struct shard){r % tp[k], tp[k], r / tp[k], pp[k]});
-                struct launch *list = decode_launches(&rank->m, PASS_FORWARD, &rank->m.output, KV_FP8, 5000);
+                struct launch *list =
+                    decode_launches(&rank->m, (struct offload){0}, PASS_FORWARD, &rank->m.output, KV_FP8, 5000);
                 const int64_t *reads = rank->bytes_per_token;
                 double want = state_reads(&rank->m, KV_FP8, 5000), sum = 0;
                 want += (double)(reads[READ_EXPERTS] + reads[READ_BACKBONE] + reads[READ_HEAD]);
@@ -1166,19 +1167,35 @@ static void test_plan_engine(void) {
     static const struct {
         const struct synth *shape; /* NULL: the demo model */
         int tp, pp;
-    } c[] = {{NULL, 1, 1},     {&tiny[0], 2, 1}, {&tiny[0], 1, 2}, {&tiny[1], 2, 2},
-             {&tiny[2], 2, 1}, {&tiny[2], 1, 1}, {&tiny[3], 1, 1}, {&tiny[3], 2, 1}};
+        struct offload offload;
+    } c[] = {{NULL, 1, 1, {0}},
+             {&tiny[0], 2, 1, {0}},
+             {&tiny[0], 1, 2, {0}},
+             {&tiny[1], 2, 2, {0}},
+             {&tiny[2], 2, 1, {0}},
+             {&tiny[2], 1, 1, {0}},
+             {&tiny[3], 1, 1, {0}},
+             {&tiny[3], 2, 1, {0}},
+             {&tiny[1], 1, 2, {.n_slot = 5}},
+             {&tiny[2], 2, 1, {.n_cpu = 2}},
+             {&tiny[3], 1, 1, {.n_slot = 7, .n_cpu = 1}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m = {0};
         struct session s;
         char err[ERR_MAX] = "";
         int tp = c[i].tp, pp = c[i].pp;
-        struct cuda_options o = {.n_ctx = 256, .kv = i % 2 ? KV_FP8 : KV_BF16, .allreduce = ALLREDUCE_ONESHOT};
-        struct plan p = {.m = &m, .kv = o.kv};
+        const struct offload at = c[i].offload;
+        struct home home = {0};
+        struct cuda_options o = {
+            .n_ctx = 256, .kv = i % 2 ? KV_FP8 : KV_BF16, .allreduce = ALLREDUCE_ONESHOT, .offload = at};
+        struct plan p = {.m = &m, .kv = o.kv, .offload = at};
         o.kv_splits = SPLITS_MAX; /* as is counted */
         if (cuda_test_begin(0)) o.moe_act = MOE_ACT_FP4;
         if (c[i].shape) synth_make(&m, c[i].shape, NULL, true);
         else if (!CHECK(!model_load(&m, "build/demo.gguf", err), "%s", err)) return;
+        if (at.n_slot || at.n_cpu) CHECK(!home_open(&home, &m, at.n_slot ? ALL_LAYERS : at.n_cpu, err), "%s", err);
+        o.home = home.range;
+        o.n_home = (int)arrlen(home.range);
         if (!CHECK(!session_open(&s, &m, tp, pp, cuda_rank_start, &o, err), "%s", err)) return;
         for (int k = 0; k < tp * pp; k++) {
             struct plan_rank *r = &p.layout[0].rank[k];
@@ -1190,12 +1207,13 @@ static void test_plan_engine(void) {
                   state_bytes(&r->m, e->kv_type, 256));
             size_t batch = 4 * ((size_t)e->chunk + 3) + 2 * (size_t)m.max.rope_dim;
             size_t room = cuda_test_activations(e) - batch;
-            CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false, 0), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
-            CHECK(tp * pp == 1 && cuda_test_w4a4(e) ? room == e->bytes : room < e->bytes + 4096,
+            CHECK(e->bytes == gpu_bytes(&r->m, e->chunk, false, at), "--tp %d --pp %d: scratch %zu", tp, pp, e->bytes);
+            CHECK(tp * pp == 1 && cuda_test_w4a4(e) && !at.n_cpu ? room == e->bytes : room < e->bytes + 4096,
                   "--tp %d --pp %d: %zu bytes are allocated, %zu were counted", tp, pp, room, e->bytes);
             shard_free(&r->m);
         }
         session_free(&s);
+        home_close(&home);
         model_free(&m);
     }
 }
@@ -1260,6 +1278,44 @@ static void test_plan_host(void) {
     json_decref(two);
 }
 
+/* --n-cpu-moe: the layers' experts leave the GPU, their bytes and a question each are in the forecast, and an N that is
+ * faster is named. */
+static void test_plan_cpu_moe(void) {
+    const int64_t experts = 128 * 3 * (int64_t)(2880 / 16) * (2880 / 64) * (512 + 64); /* of a layer of gpt-oss-120b */
+    const double read = 4 * 3 * 2880.0 * 2880 / 32 * 17;                               /* by a token, in the file */
+    json_t *all = plan_of("--gpus 1x96 --host 128@50/100 --synth gpt-oss-120b", 0);
+    json_t *some = plan_of("--gpus 1x96 --host 128@50/100 --synth gpt-oss-120b --n-cpu-moe 5", 0);
+    const int64_t a = plan_int(plan_rank_of(all, 0), "weights"), b = plan_int(plan_rank_of(some, 0), "weights");
+    CHECK(a - b == 5 * experts, "the experts of 5 layers have %lld bytes, not %lld", (long long)(5 * experts),
+          (long long)(a - b));
+    const double more = 1 / plan_real_of(some, "forecast") - 1 / plan_real_of(all, "forecast");
+    const double cpu = 5 * (read / 100e9 + 1e-5), gpu = 5 * read / (1792e9 * 0.91);
+    CHECK(fabs(more - (cpu - gpu)) < 5 * 5e-6, "5 layers on the CPU take %g s more, not %g", cpu - gpu, more);
+    plan_says(some, "verdict", "fits");
+    CHECK_INT((int)plan_int(some, "cpu_layers"), 5, "layers");
+    json_decref(all), json_decref(some);
+    json_t *slow = plan_of("--gpus 1x96 --host 512@50/70 --synth glm-5", 0);
+    CHECK(!json_object_get(slow, "faster"), "a CPU that reads 70 GB/s is not faster than copies");
+    json_t *fast = plan_of("--gpus 1x96 --host 512@50/330 --synth glm-5", 0);
+    const json_t *faster = json_object_get(fast, "faster");
+    char args[128];
+    if (CHECK(faster && plan_int(faster, "n_cpu_moe") > 40, "a CPU that reads 330 GB/s is")) {
+        snprintf(args, sizeof args, "--gpus 1x96 --host 512@50/330 --synth glm-5 --n-cpu-moe %d",
+                 (int)plan_int(faster, "n_cpu_moe"));
+        json_t *then = plan_of(args, 0);
+        CHECK(fabs(plan_real_of(then, "forecast") / plan_real_of(faster, "forecast") - 1) < 0.01 &&
+                  plan_real_of(then, "forecast") > 2 * plan_real_of(fast, "forecast"),
+              "%s: %g tok/s", args, plan_real_of(then, "forecast"));
+        json_decref(then);
+    }
+    json_decref(slow), json_decref(fast);
+    char *no = NULL;
+    CHECK(run_command(MOE_BIN " --plan --gpus 1x96 --host 8 --synth gpt-oss-120b --cpu-moe", NULL, &no) == EXIT_RUN &&
+              strstr(sb_cstr(&no), "experts of 36 layers (--n-cpu-moe) need"),
+          "%s", sb_cstr(&no));
+    arrfree(no);
+}
+
 /* The table of experts in host memory in README.md is what --plan says. */
 static void test_plan_readme(void) {
     char *text = NULL, err[ERR_MAX];
@@ -1292,12 +1348,13 @@ static void test_plan_readme(void) {
     arrfree(text);
 }
 
-#define TESTS_PLAN                                                                                               \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                    \
-        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                            \
-        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                \
-        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},   \
-        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                            \
-        {"plan/verdicts", test_plan_verdicts}, {"plan/host", test_plan_host}, {"plan/readme", test_plan_readme}, \
-        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},         \
-        {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},
+#define TESTS_PLAN                                                                                                   \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                        \
+        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                                \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                    \
+        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},       \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                                \
+        {"plan/verdicts", test_plan_verdicts}, {"plan/host", test_plan_host}, {"plan/n-cpu-moe", test_plan_cpu_moe}, \
+        {"plan/readme", test_plan_readme}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split},       \
+        {"plan/cpu", test_plan_cpu}, {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage},           \
+        {"plan/absurd", test_plan_absurd},

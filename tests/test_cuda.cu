@@ -33,7 +33,7 @@ void cuda_test_jobs(struct rank *r, struct expert_job *jobs, int *n) {
 }
 
 /* Slots of a layer's experts; 0: all are on the GPU. */
-int cuda_test_n_slot(struct rank *r) { return r->cuda->sizes.n_slot; }
+int cuda_test_n_slot(struct rank *r) { return r->cuda->sizes.offload.n_slot; }
 
 /* The cache of a layer's experts. */
 void cuda_test_slots(struct rank *r, int il, int32_t *slot_of, int32_t *expert_of, uint32_t *heat) {

@@ -326,8 +326,8 @@ static void block_run(Block &b) {
     for (;;) {
         bool any = false, stalled = false, live = false;
         if (shuffles) std::shuffle(b.order.begin(), b.order.end(), b.rng);
-        for (u32 i : b.order) {
-            Warp &w = b.warps[i];
+        for (size_t at = 0; at < b.order.size(); at++) {
+            Warp &w = b.warps[b.order[at]];
             live |= w.live != 0;
             if (!w.live || w.bar_arrived) continue;
             if (w.stalled && !L.released) {
@@ -340,7 +340,10 @@ static void block_run(Block &b) {
             if (w.stalled) stalled = true;
             else any = true;
             if (L.failed) b.status = ENDED;
-            if (b.leave) return;
+            if (b.leave) { /* a warp that polls comes last from now on: the others do not wait for it */
+                std::rotate(b.order.begin(), b.order.begin() + (ptrdiff_t)at + 1, b.order.end());
+                return;
+            }
         }
         if (any) continue;
         if (!live) break;
