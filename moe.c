@@ -48,7 +48,7 @@
  *   Types: the table of keys                         120  every key: name, kind, range, default
  *   Types: models                                    250  model, family; sizes that follow from them
  *   Types: operations                                290  the table that every backend fills in; its contract
- *   Types: cache tensors, ranks, the GPU backend     230  struct rank; cuda_* functions
+ *   Types: cache tensors, ranks, the GPU backend     240  struct rank; cuda_* functions
  *
  *  State
  *   State: cache tensors of a layer                  260  the KV cache and recurrent states
@@ -166,7 +166,7 @@
  *
  *  Programs
  *   Plan                                             490  --plan: bytes and roofline before anything is loaded
- *   Plan: the machine                                 100  GPUs or CPU, described or found
+ *   Plan: the machine                                 110  GPUs or CPU, described or found
  *   Plan: forecast                                   440  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 370  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
@@ -176,7 +176,7 @@
  *   Modes: calibrate, compare                         10  convert/calibrate.h
  *   Modes: bench                                     370  speed at several depths and batches
  *   Doctor: report                                   140  --doctor: findings as text and JSON
- *   Doctor: machine                                  340  checks of driver, GPUs and host
+ *   Doctor: machine                                  350  checks of driver, GPUs and host
  *   Doctor: model                                    340  checks that compute
  *   Modes: prompts and requests                      370  answers beside a dialogue: -p, --lines, --jsonl
  *   Main                                             260  the table of modes, and main
@@ -2398,6 +2398,9 @@ bool cuda_peers(const int *device, int n);
 /* Times writes from one GPU to another, or within one: bytes per second of large copies, seconds of a small one; 0: not
  * measured. */
 void cuda_pair(int from, int to, double *rate, double *latency);
+/* Times how a GPU reads pinned memory of the host, in bytes per second: by copies, and by the loads of a kernel, as experts
+ * come from there; 0: not measured. */
+void cuda_host(int device, double *copies, double *loads);
 /* NCCL's version, 10000 * major + 100 * minor + patch; 0: the program was built without it. */
 int cuda_nccl_version(void);
 /* The chips that the program was built for; NULL: it was built without CUDA. */
@@ -2823,8 +2826,8 @@ static inline size_t experts_gpu_bytes(const struct weight *w, int n) {
     return w->data ? weight_gpu_bytes(&some, false) : 0;
 }
 
-/* Bytes of the ring through which experts of the shard m pass in a prefill: EXPERT_RING_BYTES, or what one expert's
- * gate and up take, or its down. */
+/* Bytes of the ring through which experts of the shard m pass in a prefill: EXPERT_RING_BYTES, or what two experts' gate
+ * and up take, or their down. */
 static inline size_t expert_ring_bytes(const struct model *m) {
     size_t most = EXPERT_RING_BYTES;
     for (int il = 0; il < model_blocks(m); il++) {
@@ -2832,8 +2835,8 @@ static inline size_t expert_ring_bytes(const struct model *m) {
         const size_t hidden = experts_gpu_bytes(&layer->gate, 1) + experts_gpu_bytes(&layer->up, 1);
         const size_t down = experts_gpu_bytes(&layer->down, 1);
         if (!layer->n_expert) continue;
-        most = hidden > most ? hidden : most;
-        most = down > most ? down : most;
+        most = 2 * hidden > most ? 2 * hidden : most;
+        most = 2 * down > most ? 2 * down : most;
     }
     return most;
 }
@@ -11710,6 +11713,10 @@ bool cuda_peers(const int *device, int n) { return (void)device, (void)n, false;
 void cuda_pair(int from, int to, double *rate, double *latency) {
     (void)from, (void)to;
     *rate = *latency = 0;
+}
+void cuda_host(int device, double *copies, double *loads) {
+    (void)device;
+    *copies = *loads = 0;
 }
 int cuda_nccl_version(void) { return 0; }
 const char *cuda_targets(void) { return NULL; }
@@ -25456,7 +25463,7 @@ struct plan {
     int n_device;
     int64_t host;        /* CPU: bytes of the file without the layers */
     int64_t host_memory; /* bytes that experts may take in the host's memory; */
-    double copy_rate;    /* bytes per second that a GPU copies from there, */
+    double copy_rate;    /* bytes per second that k_fetch copies from there, */
     const char *copy_source;
     double read_rate; /* bytes per second that the CPU reads there, with --n-cpu-moe, */
     const char *read_source;
@@ -25902,6 +25909,16 @@ static void plan_wants(struct plan *p, int n_ctx) {
     p->least = n_ctx ? n_ctx : int_min(p->m->n_ctx_train, PLAN_CTX);
 }
 
+/* Measures how fast a GPU of this machine reads the host's memory, unless --host says it; the slowest counts. */
+static void plan_measure_copies(struct plan *p, int gpu, bool first, const struct settings *set) {
+    double copies, loads;
+    if (host_parse(set->host).copies > 0) return;
+    cuda_host(gpu, &copies, &loads);
+    if (!(loads > 0)) return;
+    p->copy_rate = first ? loads : fmin(p->copy_rate, loads);
+    p->copy_source = "measured";
+}
+
 /* Asks the GPUs of this machine: the n that are listed in device, otherwise as many as --tp and --pp need, or all. */
 static void plan_real(struct plan *p, const struct settings *set, const int *device, int n) {
     char err[ERR_MAX];
@@ -25918,6 +25935,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         snprintf(d->name, sizeof d->name, "%s", f.label);
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
         if (f.integrated) p->host_memory = 0; /* it is the GPU's */
+        else plan_measure_copies(p, gpu[i], !i, set);
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
         d->source = "reported";
@@ -26282,7 +26300,7 @@ static struct forecast forecast_launches(const struct launch *list, int from, do
 
 /* Seconds in which a GPU copies what it misses of so many bytes of experts. */
 static double plan_copy_seconds(const struct plan *p, double bytes, bool few) {
-    return bytes * (1 - 1e-2 * plan_hit_percent(p, few)) / (p->copy_rate * plan_copies);
+    return bytes * (1 - 1e-2 * plan_hit_percent(p, few)) / p->copy_rate;
 }
 
 /* Seconds in which the CPU computes the experts of a forward of n tokens for a shard's layers, see --n-cpu-moe. */
@@ -26643,8 +26661,8 @@ static json_t *plan_answer(const struct plan *p, char **text) {
         sb_printf(text,
                   "            %.0f tok/s where experts repeat less; %.2f to %.2f GB a token\n"
                   "            are copied at %.0f GB/s (%s)\n",
-                  1 / d->slow, plan_copied(p, d, false) * 1e-9, plan_copied(p, d, true) * 1e-9,
-                  p->copy_rate * plan_copies * 1e-9, p->copy_source);
+                  1 / d->slow, plan_copied(p, d, false) * 1e-9, plan_copied(p, d, true) * 1e-9, p->copy_rate * 1e-9,
+                  p->copy_source);
     if (p->n_cpu)
         sb_printf(text,
                   "            --n-cpu-moe %d: about %.0f tok/s, if the CPU reads %.0f GB/s (%s)\n"
@@ -26684,7 +26702,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                                           (json_int_t)experts_bytes(m), "hit_percent", plan_hit_percent(p, false),
                                           "hit_percent_few", plan_hit_percent(p, true), "forecast_few", 1 / d->slow,
                                           "copied_bytes", plan_copied(p, d, false), "copy_bytes_per_second",
-                                          p->copy_rate * plan_copies, "keep_experts", p->keep));
+                                          p->copy_rate, "keep_experts", p->keep));
         if (d->drafts.depth)
             json_object_set_new(json, "forecast_drafts",
                                 json_pack("{s:i,s:f,s:f,s:f}", "drafts", d->drafts.depth, "round_steps",
@@ -26723,7 +26741,7 @@ static void plan_host(struct plan *p, const struct settings *set) {
         die("the experts of %d layers (--n-cpu-moe) need %.2f GiB of host memory, and there are %.2f GiB",
             p->offload.n_cpu, (double)needed / 0x1p30, (double)most / 0x1p30);
     p->host_memory = set->fit == FIT_OFF ? 0 : (int64_t)most;
-    p->copy_rate = 1e9 * (h.copies > 0 ? h.copies : PLAN_COPY);
+    p->copy_rate = 1e9 * plan_copies * (h.copies > 0 ? h.copies : PLAN_COPY);
     p->copy_source = h.copies > 0 ? "given" : "assumed";
     p->read_rate = h.reads > 0 ? 1e9 * h.reads : measure ? memory_bandwidth(settings_threads(set)) : 1e9 * PLAN_READ;
     p->read_source = h.reads > 0 ? "given" : measure ? "measured" : "assumed";
@@ -28772,6 +28790,20 @@ static void doctor_gpu(struct doctor *d, int i) {
     doctor_check(d, ON_GPU, who);
     for (char *p = f->bus; *p; p++) *p = (char)tolower((unsigned char)*p); /* as sysfs writes it */
     d->link[i] = doctor_link(d, who, f->bus, f->total);
+    if (f->integrated) return;
+    double copies, loads;
+    cuda_host(i, &copies, &loads);
+    if (!(copies > 0))
+        doctor_find(
+            d, SEVERITY_WARNING,
+            "experts in host memory need pinned memory: raise the limit of locked memory (ulimit -l); WSL2 allows "
+            "half of the memory",
+            "%s: no pinned memory of the host", who);
+    else
+        doctor_find(d, loads > copies / 2 ? SEVERITY_OK : SEVERITY_WARNING,
+                    "experts in host memory come by such loads: update the driver, set iommu=pt",
+                    "%s: reads the host's memory at %.1f GB/s by copies, %.1f GB/s by a kernel's loads", who,
+                    copies * 1e-9, loads * 1e-9);
 }
 
 /* Measures copies between two GPUs, both ways. */

@@ -1944,7 +1944,9 @@ __global__ void __launch_bounds__(EXPERTS_MAX) k_wave_list(const __grid_constant
 
 enum {
     FETCH_MATRICES = 3,     /* gate, up and down */
-    FETCH_BLOCKS = 64,      /* of k_fetch at most */
+    FETCH_BLOCKS = 64,      /* of k_fetch in decode, */
+    FETCH_BESIDE = 16,      /* and beside a GEMM, which does without the SMs that they take */
+    RING_PARTS = 2,         /* one is filled while the experts of the other are multiplied */
     FETCH_SHARED = 64 << 10 /* bytes of rows that a block packs at once, at most */
 };
 
@@ -6658,14 +6660,16 @@ struct cuda {
     struct route_args route; /* buffers of the router */
     struct expert_cache cache; /* of all layers: those of layer il from il times a layer's on */
     int32_t *place;            /* of struct wave_args */
-    uint8_t *ring;             /* (expert_ring_bytes) experts that a prefill copies as it goes */
-    int32_t *no_jobs;          /* 0: of a layer whose experts the CPU computes */
-    struct sort_args sort;     /* buffers of the sort by expert */
-    struct delta_tiles delta;  /* buffers of a gated delta net's prefill */
-    uint16_t *expert_out;      /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
-    float *gathered;           /* (n_rank, DECODE_MAX_TOKENS, n_embd) partial sums that NCCL gathers */
-    uint16_t *sum16;           /* (chunk, n_embd) BF16 for NCCL's all-reduce */
-    float *mtp_hidden;         /* struct rank's */
+    uint8_t *ring;             /* (expert_ring_bytes) experts that a prefill copies as it goes, in RING_PARTS parts */
+    cudaStream_t side;         /* copies them */
+    cudaEvent_t listed, copied[RING_PARTS], multiplied[RING_PARTS]; /* see experts_in_waves */
+    int32_t *no_jobs;                                               /* 0: of a layer whose experts the CPU computes */
+    struct sort_args sort;                                          /* buffers of the sort by expert */
+    struct delta_tiles delta;                                       /* buffers of a gated delta net's prefill */
+    uint16_t *expert_out; /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
+    float *gathered;      /* (n_rank, DECODE_MAX_TOKENS, n_embd) partial sums that NCCL gathers */
+    uint16_t *sum16;      /* (chunk, n_embd) BF16 for NCCL's all-reduce */
+    float *mtp_hidden;    /* struct rank's */
 
     /* logits and tokens */
     float *logits;              /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
@@ -8013,12 +8017,12 @@ static struct fetch_matrix fetch_matrix_of(const struct weight *w) {
     return a;
 }
 
-/* Launches k_fetch. */
-static void fetch(const struct fetch_args *p, cudaStream_t s) {
+/* Launches k_fetch with n blocks. */
+static void fetch(const struct fetch_args *p, int n, cudaStream_t s) {
     int pitch = 0;
     for (int i = 0; i < p->n_matrix; i++) pitch = max(pitch, p->m[i].pitch);
     cudaFuncSetAttribute(k_fetch, cudaFuncAttributeMaxDynamicSharedMemorySize, FETCH_SHARED);
-    LAUNCH_PDL(k_fetch, FETCH_BLOCKS, 256, (size_t)(TILE_ROWS * pitch), s, *p);
+    LAUNCH_PDL(k_fetch, (unsigned)n, 256, (size_t)(TILE_ROWS * pitch), s, *p);
 }
 
 /* Copies the experts that a decode forward misses into their slots. */
@@ -8029,7 +8033,7 @@ static void fetch_missing(struct rank *r, const struct layer *layer, const struc
     a.item = cache->missing;
     a.n = cache->n_missing;
     a.most = cache->n_slot;
-    fetch(&a, r->cuda->stream);
+    fetch(&a, FETCH_BLOCKS, r->cuda->stream);
 }
 
 /* Tokens of which a decode forward's routed experts are computed at once: all, or as many as have a slot for each of
@@ -8116,28 +8120,32 @@ static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
     if (r->question || !shared) LAUNCH_PDL(k_add_experts, (unsigned)a.n_tok, 256, 0, c->stream, a);
 }
 
-/* Lets g, of gate and up (glu) or of down, multiply the experts that have no slot: waves of them pass through the
- * ring. */
+/* Lets g, of gate and up (glu) or of down, multiply the experts that have a slot, and then the others: waves of them
+ * pass through the ring. A stream of its own copies a wave while the one before is multiplied. */
 static void experts_in_waves(struct rank *r, const struct layer *layer, const struct expert_cache *cache,
                              const struct sort_args *s, struct gemm_args g, int glu) {
     struct cuda *c = r->cuda;
+    static const char what[] = "copying experts";
     const struct weight *const w[] = {glu ? &layer->gate : &layer->down, &layer->up};
+    struct fetch_matrix m[RING_PARTS][FETCH_MATRICES] = {};
     struct fetch_args a = {};
     uint8_t *at = c->ring;
     size_t bytes = 0; /* of an expert */
     for (int i = 0; i < 1 + glu; i++) bytes += experts_gpu_bytes(w[i], 1);
     const int most = min(layer->n_expert - cache->n_slot, s->n_choices); /* experts of the list */
-    const int n_ring = (int)min(expert_ring_bytes(c->shard) / bytes, (size_t)most);
-    for (int i = 0; i < 1 + glu; i++) {
-        struct device_matrix &d = (a.m[i] = fetch_matrix_of(w[i])).w;
-        const size_t tiles = (size_t)n_ring * (size_t)d.n_rt * (size_t)d.n_kt;
-        d.n_held = n_ring;
-        d.codes = at;
-        at += tiles * TILE_BYTES(d.fmt);
-        if (d.scales) d.scales = at, at += tiles * TILE_SCALES;
-        (i ? g.w2 : g.w).codes = d.codes;
-        (i ? g.w2 : g.w).scales = d.scales;
-    }
+    const int n_ring = (int)min(expert_ring_bytes(c->shard) / RING_PARTS / bytes, (size_t)most); /* of a part */
+    for (int part = 0; part < RING_PARTS; part++)
+        for (int i = 0; i < 1 + glu; i++) {
+            struct device_matrix &d = (m[part][i] = fetch_matrix_of(w[i])).w;
+            const size_t tiles = (size_t)n_ring * (size_t)d.n_rt * (size_t)d.n_kt;
+            d.n_held = n_ring;
+            d.codes = at;
+            at += tiles * TILE_BYTES(d.fmt);
+            if (d.scales) d.scales = at, at += tiles * TILE_SCALES;
+        }
+    /* A kernel that loads weights before the one in front has ended must not do so before they are copied. */
+    const bool overlap = launches_overlap;
+    launches_overlap = false;
     struct wave_args list = {*cache, s->first, layer->n_expert, n_ring, c->place};
     if (!glu) list.cache.count = NULL; /* the same experts as for gate and up */
     LAUNCH_PDL(k_wave_list, 1, EXPERTS_MAX, 0, c->stream, list);
@@ -8145,13 +8153,35 @@ static void experts_in_waves(struct rank *r, const struct layer *layer, const st
     a.item = cache->missing;
     a.n = cache->n_missing;
     a.most = n_ring;
+    /* A profile times one launch after the other; short forwards with statistics are recorded. */
+    const bool beside = !profile.row && r->n_tok > DECODE_MAX_TOKENS;
+    const cudaStream_t copies = beside ? c->side : c->stream;
+    auto record = [&](cudaEvent_t e, cudaStream_t on) { beside &&CUDA_OK(r, cudaEventRecord(e, on), what); };
+    auto wait = [&](cudaStream_t on, cudaEvent_t e) { beside &&CUDA_OK(r, cudaStreamWaitEvent(on, e, 0), what); };
+    struct gemm_args ready = g;
+    ready.place = cache->slot_of;
+    ready.n_place = cache->n_slot;
+    record(c->listed, c->stream);
+    wait(copies, c->listed);
     g.place = c->place;
     g.n_place = n_ring;
-    for (int first = 0; first < most; first += n_ring) {
-        a.first = g.place_first = first;
-        fetch(&a, c->stream);
+    for (int wave = 0; wave * n_ring < most; wave++) {
+        const int part = wave % RING_PARTS;
+        memcpy(a.m, m[part], sizeof m[part]);
+        a.first = g.place_first = wave * n_ring;
+        if (wave >= RING_PARTS) wait(copies, c->multiplied[part]);
+        fetch(&a, beside ? FETCH_BESIDE : FETCH_BLOCKS, copies);
+        record(c->copied[part], copies);
+        if (!wave && cache->n_slot) gemm_prefill(&ready, glu, c->stream);
+        for (int i = 0; i < 1 + glu; i++) {
+            (i ? g.w2 : g.w).codes = m[part][i].w.codes;
+            (i ? g.w2 : g.w).scales = m[part][i].w.scales;
+        }
+        wait(c->stream, c->copied[part]);
         gemm_prefill(&g, glu, c->stream);
+        record(c->multiplied[part], c->stream);
     }
+    launches_overlap = overlap;
 }
 
 /* The feed-forward with experts. norm: what x is where the router makes it, for norm_fuses; otherwise x holds it.
@@ -8228,11 +8258,8 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
         profile_matrices(&g.w, (1 + glu) * experts_expected(layer, r->n_tok), 0);
-        g.place = partly ? cache.slot_of : NULL;
-        g.place_first = 0;
-        g.n_place = held;
-        if (held) gemm_prefill(&g, glu, c->stream);
         if (partly) experts_in_waves(r, layer, &cache, &s, g, glu);
+        else gemm_prefill(&g, glu, c->stream);
     };
     experts(1, r->n_tok, c->x4);
     in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
@@ -9076,7 +9103,9 @@ static void cuda_close(struct rank *r) {
     for (size_t i = 0; i < arrlenu(c->pinned); i++) cudaFreeHost(c->pinned[i]);
     for (struct staging &s : c->staging) staging_free(&s);
     for (struct staging &s : c->sent) staging_free(&s);
-    if (c->token_ready) cudaEventDestroy(c->token_ready);
+    for (cudaEvent_t e : {c->token_ready, c->listed, c->copied[0], c->copied[1], c->multiplied[0], c->multiplied[1]})
+        if (e) cudaEventDestroy(e);
+    if (c->side) cudaStreamDestroy(c->side);
     if (c->stream) cudaStreamDestroy(c->stream);
     arrfree(r->owned);
     arrfree(r->owned_state);
@@ -9238,6 +9267,11 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     CUDA_OK(r, cudaSetDevice(c->device), "selecting it");
     CUDA_OK(r, cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking), "creating a stream");
     CUDA_OK(r, cudaEventCreateWithFlags(&c->token_ready, cudaEventDisableTiming), "creating an event");
+    if (o->offload.n_slot || o->offload.n_cpu) {
+        CUDA_OK(r, cudaStreamCreateWithFlags(&c->side, cudaStreamNonBlocking), "creating a stream");
+        for (cudaEvent_t *e : {&c->listed, c->copied, c->copied + 1, c->multiplied, c->multiplied + 1})
+            CUDA_OK(r, cudaEventCreateWithFlags(e, cudaEventDisableTiming), "creating an event");
+    }
     c->range = (uint32_t *)cuda_memory(r, sizeof c->range_host, "scratch");
 }
 
@@ -9590,6 +9624,51 @@ const char *cuda_facts(int device, struct gpu_facts *f, bool probe) {
     }
     errors_clear();
     return NULL;
+}
+
+/* Reads n 16-byte words and writes nothing: the condition on `out` keeps the compiler from dropping the loads. Grid: any,
+ * block: 256. */
+__global__ void __launch_bounds__(256) k_read_host(const uint4 *p, size_t n, uint32_t *out) {
+    enum { IN_FLIGHT = 8 };
+    grid_dependency_wait();
+    uint32_t any = 0;
+    const size_t step = (size_t)gridDim.x * 256;
+    for (size_t i = (size_t)blockIdx.x * 256 + threadIdx.x; i < n; i += IN_FLIGHT * step) {
+        uint4 v[IN_FLIGHT];
+        UNROLL for (int u = 0; u < IN_FLIGHT; u++) v[u] =
+            ld_sys16(p + (i + (size_t)u * step < n ? i + (size_t)u * step : i));
+        UNROLL for (int u = 0; u < IN_FLIGHT; u++) any |= v[u].x | v[u].y | v[u].z | v[u].w;
+    }
+    if (any) *out = any; /* the memory is zero */
+}
+
+#ifndef HOST_PROBE_BYTES
+enum { HOST_PROBE_BYTES = 64 << 20 };
+#endif
+
+void cuda_host(int device, double *copies, double *loads) {
+    enum { RUNS = 10 };
+    const struct device_for_now now(device);
+    uint8_t *host = NULL, *a = NULL;
+    *copies = *loads = 0;
+    const bool ok = now.e == cudaSuccess && cudaMalloc((void **)&a, HOST_PROBE_BYTES) == cudaSuccess &&
+                    cudaHostAlloc((void **)&host, HOST_PROBE_BYTES, cudaHostAllocMapped) == cudaSuccess;
+    if (ok) memset(host, 0, HOST_PROBE_BYTES);
+    for (int way = 0; way < 2 && ok; way++) {
+        struct stopwatch watch(0);
+        for (int i = -1; i < RUNS; i++) { /* the first is not counted */
+            if (!i) watch.mark(0);
+            if (way)
+                LAUNCH_PDL(k_read_host, FETCH_BLOCKS, 256, 0, (cudaStream_t)0, (const uint4 *)host,
+                           (size_t)HOST_PROBE_BYTES / 16, (uint32_t *)a);
+            else cudaMemcpyAsync(a, host, HOST_PROBE_BYTES, cudaMemcpyHostToDevice, 0);
+        }
+        watch.mark(1);
+        const double seconds = watch.seconds();
+        if (seconds > 0) *(way ? loads : copies) = (double)HOST_PROBE_BYTES * RUNS / seconds;
+    }
+    cudaFree(a), cudaFreeHost(host);
+    cudaGetLastError();
 }
 
 void cuda_pair(int from, int to, double *rate, double *latency) {

@@ -94,6 +94,32 @@ static void cached_agrees(const char *name, const struct model *m, const struct 
     free(want);
 }
 
+/* Statistics want forwards of any length sorted by expert, of few tokens recorded. */
+static void cached_statistics(const struct model *m) {
+    const struct offload at[] = {{0}, {.n_slot = 2 * m->max.n_expert_used}, {.n_cpu = 1}};
+    const size_t v = (size_t)m->n_vocab;
+    float *want = xcalloc(v, sizeof *want);
+    for (int i = 0; i < 3; i++) {
+        struct session s;
+        struct home home = {0};
+        char err[ERR_MAX] = "";
+        struct cuda_options o = {.n_ctx = CACHED_CTX, .kv_splits = 2, .stats = true, .offload = at[i]};
+        if (i) CHECK(!home_open(&home, m, i == 1 ? ALL_LAYERS : 1, err), "%s", err);
+        o.home = home.range;
+        o.n_home = (int)arrlen(home.range);
+        if (!CHECK(!session_open(&s, m, 1, 1, cuda_rank_start, &o, err), "%s", err)) break;
+        session_serve(&s, 1);
+        for (int t = 0; t < 3; t++) session_forward(&s, (int32_t[]){7, 8, 9, 10, 11}, 5 - t % 2);
+        session_head(&s, 4, 1);
+        const float *got = s.r->ops->read_logits(s.r, 0);
+        if (!i) memcpy(want, got, v * sizeof *want);
+        CHECK(!memcmp(want, got, v * sizeof *want), "statistics: other logits, case %d", i);
+        session_free(&s);
+        home_close(&home);
+    }
+    free(want);
+}
+
 #ifdef SIMULATED
 static const struct layout cached_layouts[] = {{"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true},
                                                {"two ranks", 2, 1, {0, 1}, ALLREDUCE_ONESHOT, true},
@@ -121,6 +147,7 @@ static void test_cuda_experts(void) {
         if (!fixture_load(cases[i].name, &m)) return;
         cached_agrees(cases[i].name, &m, &cached_layouts[cases[i].layout], cases[i].kv, cases[i].act, cached_long,
                       i < 2);
+        if (!i) cached_statistics(&m);
         model_free(&m);
     }
     for (int f = 0; f < RANK_FIXTURES; f++) {

@@ -258,6 +258,9 @@ static void waves_one_short(const char *launch, void *args) {
     change_if<struct gemm_args>(launch, "gemm_kernel", args, [](auto &a) { a.n_place -= a.place != NULL; });
 }
 
+static void copies_without_waiting(const char *launch, void *args) {
+    change_if<struct wave_args>(launch, "k_wave_list", args, [](auto &) { sim_lose_waits(); });
+}
 static void asks_for_other_tokens(const char *launch, void *args) {
     change_if<struct ask_args>(launch, "k_ask_experts", args, [](auto &a) { a.from += 8; });
 }
@@ -283,6 +286,7 @@ static const struct {
                 {"cached", "down is not copied", fetches_without_down},
                 {"cached", "waves have other places than the ring", waves_in_one_place},
                 {"cached", "an expert of a wave is left out", waves_one_short},
+                {"cached", "waves do not wait for their copies", copies_without_waiting},
                 {"by-cpu", "the CPU gets other values", asks_for_other_tokens},
                 {"by-cpu", "the CPU computes another layer", asks_of_other_layer},
                 {"by-cpu", "the CPU's answer replaces the shared expert", answer_in_place_of_shared},

@@ -1229,6 +1229,7 @@ static void test_plan_device(void) {
           b->name);
     CHECK(a->usable > 0 && a->usable <= a->memory - (256 << 20) && a->rate > 1e9, "%lld of %lld bytes at %g",
           (long long)a->usable, (long long)a->memory, a->rate);
+    CHECK(one.copy_rate > 1e3 && !strcmp(one.copy_source, "measured"), "copies at %g", one.copy_rate);
     CHECK(b->memory == a->memory / 2 && b->rate == a->rate / 2 && b->usable < a->memory / 2,
           "the half has %lld bytes at %g", (long long)b->memory, b->rate);
 }

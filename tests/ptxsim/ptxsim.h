@@ -101,6 +101,8 @@ int sim_counted_sites(struct sim_site_counts *out, int n);
 /* Lets the n-th call of a function of the runtime or of NCCL fail, 1 for the next one; "LAUNCH" for a kernel's launch. 0:
  * none any more. */
 void sim_fail(const char *function, int n);
+/* Streams do not wait for events any more. */
+void sim_lose_waits(void);
 
 /* Begins or ends a list of prefetches into L2; sim_prefetched: bytes of [p, p + n) in it. sim_prefetches: how many. */
 void sim_log_prefetches(bool on);

@@ -299,6 +299,7 @@ struct Event {
     std::mutex lock;
     std::condition_variable wake;
     bool done = true;
+    u64 recorded = 0, happened = 0; /* times */
     u64 ns = 0;
 };
 
@@ -414,6 +415,8 @@ void sim_races(bool on) {
     if (on) arena_watch();
     machine.races = on;
 }
+static std::atomic<bool> waits_lost;
+void sim_lose_waits(void) { waits_lost = true; }
 void sim_fail(const char *function, int n) {
     std::lock_guard<std::mutex> g(machine.lock);
     machine.failures.erase(function);
@@ -865,14 +868,34 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     {
         std::lock_guard<std::mutex> g(e->lock);
         e->done = false;
+        e->recorded++;
     }
     const auto happen = [e] {
         std::lock_guard<std::mutex> g(e->lock);
-        e->done = true;
+        e->done = ++e->happened == e->recorded;
         e->ns = time_ns();
         e->wake.notify_all();
     };
     s->push({NULL, happen});
+    return cudaSuccess;
+}
+/* Later work of the stream waits for the latest record. */
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    CALL();
+    Event *e = (Event *)event;
+    Stream *s = stream_of(stream);
+    u64 record;
+    NEEDS(!s->capture, cudaErrorStreamCaptureUnsupported);
+    {
+        std::lock_guard<std::mutex> g(e->lock);
+        record = e->recorded;
+    }
+    if (waits_lost) return cudaSuccess;
+    s->full = true;
+    s->push({NULL, [e, record] {
+                 std::unique_lock<std::mutex> g(e->lock);
+                 e->wake.wait(g, [&] { return e->happened >= record; });
+             }});
     return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
