@@ -3129,8 +3129,8 @@ static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const stru
     return at;
 }
 
-/* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for; stats: and statistics;
- * and where experts are. */
+/* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for. stats: statistics are
+ * collected, too. */
 static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, struct offload offload) {
     const struct shard *shard = &m->shard;
     const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats, offload};
@@ -26338,8 +26338,8 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
     return sum;
 }
 
-/* Looks for a --n-cpu-moe that is faster by a tenth and more than no layer on the CPU, where experts are in host memory.
- * Sets n_cpu. */
+/* Looks for a --n-cpu-moe that is at least a tenth faster than none, for a layout with experts in host memory. Sets
+ * n_cpu. */
 static void plan_best_cpu(struct plan *p, const struct plan_layout *chosen) {
     enum { TRIES = 16 };
     const struct offload own = p->offload;
