@@ -48,11 +48,11 @@
  *   Types: the table of keys                         120  every key: name, kind, range, default
  *   Types: models                                    250  model, family; sizes that follow from them
  *   Types: operations                                290  the table that every backend fills in; its contract
- *   Types: cache tensors, ranks, the GPU backend     240  struct rank; cuda_* functions
+ *   Types: cache tensors, ranks, the GPU backend     250  struct rank; cuda_* functions
  *
  *  State
  *   State: cache tensors of a layer                  260  the KV cache and recurrent states
- *   State: sizes on a GPU                            440  what a GPU rank allocates
+ *   State: sizes on a GPU                            450  what a GPU rank allocates
  *
  *  Model
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
@@ -91,20 +91,20 @@
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                  150  linear attention with a recurrent state
- *   Experts on disk: reading                         130  threads that read parts of the model's files
- *   Experts on disk: slots                           380  which experts are in memory
- *   Experts in host memory                            70  all of them, pinned, for GPUs
+ *   Experts on disk: reading                         170  threads that read parts of the model's files
+ *   Experts on disk: slots                           440  which experts are in memory
+ *   Experts in host memory                            80  all of them, pinned, for GPUs
  *   CPU operations: feed-forward                     420  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
  *   CPU operations: memory of a rank                 190  the table of operations; what a rank allocates
- *   Experts for GPUs                                 130  experts that the CPU computes in decode
+ *   Experts for GPUs                                 170  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
  *
  *  Session
  *   Sampler                                           80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                           140  how many tokens a round drafts
  *   Session                                          270  a timeline of tokens: truncation, snapshots
- *   Session: forwards                                330  forwards, drafts, choices of tokens
+ *   Session: forwards                                340  forwards, drafts, choices of tokens
  *   Session: sync and score                          200  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
  *
@@ -165,19 +165,19 @@
  *   REPL completion                                  130  what Tab puts after a command
  *
  *  Programs
- *   Plan                                             490  --plan: bytes and roofline before anything is loaded
+ *   Plan                                             550  --plan: bytes and roofline before anything is loaded
  *   Plan: the machine                                 110  GPUs or CPU, described or found
- *   Plan: forecast                                   440  the speed of decode: a fixed time and bytes for each kernel
- *   Plan: the answer                                 370  as text and as JSON
+ *   Plan: forecast                                   450  the speed of decode: a fixed time and bytes for each kernel
+ *   Plan: the answer                                 400  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           350  opens model and session as the settings ask for
+ *   Engine                                           370  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 250  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
  *   Modes: bench                                     370  speed at several depths and batches
  *   Doctor: report                                   140  --doctor: findings as text and JSON
  *   Doctor: machine                                  350  checks of driver, GPUs and host
- *   Doctor: model                                    340  checks that compute
+ *   Doctor: model                                    310  checks that compute
  *   Modes: prompts and requests                      370  answers beside a dialogue: -p, --lines, --jsonl
  *   Main                                             260  the table of modes, and main
  */
@@ -2135,6 +2135,8 @@ static inline int heat_shift(int n_slot, int n_used) { return n_slot < 8 * n_use
       (r, body, arg, rows, n))                                                                                         \
     /* counts (model_blocks) of each layer; zeros where all experts are there; waits */                                \
     X(void, read_counts, (struct rank *r, struct expert_counts *counts), (r, counts))                                  \
+    /* takes all experts out of their slots on a GPU, after reads that failed; waits */                                \
+    X(void, empty_slots, (struct rank *r), (r))                                                                        \
     /* frees what the rank holds */                                                                                    \
     X(void, close, (struct rank *r), (r))
 
@@ -2263,10 +2265,11 @@ enum {
 };
 
 /* Where routed experts are that are not all on the GPUs; zeros: they are. The host's memory has those of every layer of
- * which a GPU lacks some. */
+ * which a GPU lacks some, or a store has them. */
 struct offload {
     int n_slot; /* experts of a layer that a GPU holds at most; 0: all */
     int n_cpu;  /* layers before this one (of the model) have none there: the CPU computes them in decode */
+    int n_ask;  /* experts that a rank asks the store for at once; 0: the host's memory has all */
 };
 
 /* What one rank computes with. Its memory is sized at start; only `resize` changes the size of its state later. */
@@ -2314,6 +2317,7 @@ struct rank {
     struct offload offload; /* GPU: where experts are that it lacks */
 
     struct expert_question *question; /* GPU: to the CPU; NULL: the rank never asks */
+    struct store_question *wanted;    /* GPU: to the store; NULL: there is none */
 
     struct cpu *cpu;   /* what only a CPU has, see the section "CPU operations"; NULL: the rank is on a GPU */
     struct cuda *cuda; /* what only a GPU has, see moe_cuda.cu; NULL: the rank is on the CPU */
@@ -2330,6 +2334,20 @@ struct expert_question {
     float *weight;                                  /* (n_job, DECODE_MAX_TOKENS) of a job's tokens */
     uint16_t *x;                                    /* (n_tok, n_embd) F16 */
     float *y;                                       /* (n_tok, n_embd) weighted sums over the experts of a token */
+};
+
+/* Experts that a rank on a GPU asks the store for (Experts for GPUs). In pinned memory; kernels of the rank write all but
+ * `answered` and `at`. */
+struct store_question {
+    uint32_t asked __attribute__((aligned(64))); /* questions since the start; written last */
+    int32_t layer;                               /* of the rank's model */
+    int32_t matrix, n_matrix;                    /* of enum ffn_matrix: the first, and how many */
+    int32_t n;
+    uint32_t answered
+        __attribute__((aligned(64))); /* those whose matrices are in memory: they stay there until the second
+                                                     * question after that one */
+    int32_t *expert;                  /* (n) */
+    uint64_t *at;                     /* (n, n_matrix) bytes from the store's memory to a matrix */
 };
 
 /* Activations of the routed experts in prefill on a GPU. */
@@ -2363,7 +2381,7 @@ struct cuda_options {
     bool stats, in_sum2;           /* collect these statistics */
     size_t reserve;                /* bytes of each GPU to leave free */
     struct offload offload;        /* with slots n_ctx is given */
-    const struct host_range *home; /* (n_home) what the GPUs lack, pinned by cuda_pin */
+    const struct host_range *home; /* (n_home) what the GPUs lack, or the store's memory; pinned by cuda_pin */
     int n_home;
     void (*progress)(double done, double total); /* told of rank 0's upload, in bytes; NULL: nobody wants to know */
 };
@@ -2422,7 +2440,7 @@ void rank_pass(struct rank *r);
 __attribute__((noreturn)) void rank_fatal(const char *what);
 /* Prints a remark on a line of its own. */
 void rank_note(const char *what);
-/* Whether the CPU computes experts for any rank of the session now. */
+/* Whether the CPU computes experts for any rank of the session now, or reads them. */
 bool rank_asks(const struct rank *r);
 /* Copies mine (bytes) of each of the n ranks of all stages to all (n, bytes) of every rank; bytes <= ALL_GATHER_MAX.
  * All ranks call it, and it waits for all of them: it is a barrier, too. */
@@ -2807,6 +2825,9 @@ struct expert_job {
     int32_t unused;
 };
 
+/* The matrices of an expert. */
+enum ffn_matrix { FFN_GATE, FFN_UP, FFN_DOWN, FFN_MATRICES };
+
 /* An expert that is copied from the host's memory, and where to. */
 struct fetch_item {
     int32_t expert, place;
@@ -2920,7 +2941,8 @@ struct gpu_dims {
     size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
     size_t joins;           /* rows of blocks in decode whose splits are joined */
     size_t n_hc_sum;        /* sums of a token's streams, or 0 */
-    size_t cached, slots;   /* experts of all layers, and their slots, where some experts are in the host's memory */
+    size_t cached, slots;   /* experts of all layers (of each one more than there is: where a slot is empty), and their
+                             * slots, where some experts are in the host's memory */
     size_t blocks;          /* layers, there */
     size_t ring;            /* bytes of the ring, there */
     size_t zeros;           /* 1 where the CPU computes experts, otherwise 0 */
@@ -2988,7 +3010,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     if (shard->n_rank > 1 && !shard->rank)
         d.logits = 0; /* they are in the mailbox, where the other ranks push theirs */
     d.blocks = s.offload.n_slot || s.offload.n_cpu ? (size_t)model_blocks(m) : 0;
-    d.cached = d.blocks * d.experts;
+    d.cached = d.blocks * (d.experts + 1);
     d.slots = d.blocks * (size_t)s.offload.n_slot;
     d.ring = d.blocks ? expert_ring_bytes(m) : 0;
     d.zeros = s.offload.n_cpu > 0;
@@ -3078,6 +3100,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(cache.missing, struct fetch_item, d.ring ? d.experts : 0)                                          \
     X(cache.n_missing, int32_t, d.ring ? 1 : 0)                                                          \
     X(place, int32_t, d.ring ? d.experts : 0)                                                            \
+    X(brought, uint64_t, d.ring ? FFN_MATRICES * d.experts + 1 : 0)                                      \
     X(ring, uint8_t, d.ring)                                                                             \
     X(no_jobs, int32_t, d.zeros)                                                                         \
     X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                                      \
@@ -3145,7 +3168,7 @@ static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, str
 
 /* Tokens of a forward, so that activations take no large part of the memory. */
 static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
-    const struct offload all_there = {0, 0};
+    const struct offload all_there = {0, 0, 0};
     int chunk = n_ctx < FORWARD_MAX ? n_ctx : FORWARD_MAX;
     while (chunk > 256 && gpu_bytes(m, chunk, stats, all_there) > memory / SCRATCH_SHARE) chunk /= 2;
     return chunk;
@@ -10374,12 +10397,58 @@ static void reader_ask(struct reader *d, int fd, uint64_t offset, size_t n, uint
     pthread_mutex_unlock(&d->lock);
 }
 
+/* Bytes that were read since the start. */
+static uint64_t reader_bytes(struct reader *d) {
+    pthread_mutex_lock(&d->lock);
+    const uint64_t bytes = d->bytes;
+    pthread_mutex_unlock(&d->lock);
+    return bytes;
+}
+
 /* Waits until *left is 0. */
 static void reader_wait(struct reader *d, _Atomic int *left) {
     if (!atomic_load_explicit(left, memory_order_acquire)) return;
     pthread_mutex_lock(&d->lock);
     while (atomic_load_explicit(left, memory_order_acquire)) pthread_cond_wait(&d->ended, &d->lock);
     pthread_mutex_unlock(&d->lock);
+}
+
+/* Lets the reader pass the page cache by. False: a file system has no O_DIRECT, and reads go through it. */
+static bool files_read_directly(const struct gguf *g) {
+    bool direct = true;
+    for (uint32_t i = 0; i < g->n_images; i++)
+        direct &= !fcntl(g->images[i].fd, F_SETFL, fcntl(g->images[i].fd, F_GETFL) | O_DIRECT);
+    return direct;
+}
+
+/* Bytes per second of reads all over the files, as many at once as of experts; 0: they are too small to tell, or cannot be
+ * read past the page cache. */
+static double files_rate(const struct gguf *g) {
+    enum { BATCH = 2 * READ_THREADS, BATCHES = 16, STRIDE = 40503 /* prime */ };
+    struct reader d = {0};
+    uint64_t n_piece = 0, bytes = 0;
+    for (uint32_t i = 0; i < g->n_images; i++) n_piece += g->images[i].size / READ_PIECE;
+    if (n_piece < BATCH || !files_read_directly(g)) return 0;
+    uint8_t *to = mmap(NULL, (size_t)BATCH * READ_PIECE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (to == MAP_FAILED) return 0;
+    reader_start(&d);
+    const double t0 = now_seconds();
+    double t = 0;
+    for (uint64_t k = 0; k < BATCHES * BATCH && t < 1 && !interrupted && !*d.failure; k += BATCH) {
+        _Atomic int left = 0;
+        for (uint64_t i = k; i < k + BATCH; i++) {
+            uint64_t piece = i * STRIDE % n_piece;
+            uint32_t image = 0;
+            while (piece >= g->images[image].size / READ_PIECE) piece -= g->images[image++].size / READ_PIECE;
+            reader_ask(&d, g->images[image].fd, piece * READ_PIECE, READ_PIECE, to + i % BATCH * READ_PIECE, &left);
+        }
+        reader_wait(&d, &left);
+        bytes += (uint64_t)BATCH * READ_PIECE;
+        t = now_seconds() - t0;
+    }
+    reader_stop(&d);
+    munmap(to, (size_t)BATCH * READ_PIECE);
+    return *d.failure ? 0 : (double)bytes / t;
 }
 
 /* ============================================================================================================
@@ -10392,12 +10461,13 @@ static void reader_wait(struct reader *d, _Atomic int *left) {
  * which a wave is read while the one before is computed, and the slots stay as they are. What is computed, and in which
  * order it is added up, does not depend on what is in memory: the bits are those of a model that fits.
  *
+ * Beside GPUs a store has experts that these lack (store_lend): counts of use are then of what the GPUs' slots missed, so
+ * that it keeps other experts than they.
+ *
  * Bound: tokens per second = the disk's rate / (bytes of a token's routed experts * share of misses).
  * ============================================================================================================ */
 
 enum { RING_SHARE = 8 /* the ring has 1 / RING_SHARE of the memory of experts */ };
-
-enum ffn_matrix { FFN_GATE, FFN_UP, FFN_DOWN, FFN_MATRICES };
 
 /* Memory for one expert. */
 struct slab {
@@ -10428,6 +10498,7 @@ struct layer_store {
     int32_t *expert_of; /* (n_slot) -1: the slot is empty */
     uint32_t *heat;     /* (n_expert) decayed counts of use */
     int shift;          /* a forward takes heat >> shift from the count */
+    struct slab *ring;  /* (n_ring) for an expert of any layer of its pipeline stage */
     struct expert_counts count;
 };
 
@@ -10435,7 +10506,7 @@ struct store {
     struct reader reader;
     const struct model *m;
     struct layer_store *layer; /* (model_blocks) */
-    struct slab *ring;         /* (n_ring) for an expert of any layer */
+    struct slab *ring;         /* (n_stage, n_ring) */
     int n_ring;
     uint8_t *memory; /* of all slabs */
     size_t bytes;
@@ -10527,7 +10598,7 @@ static void store_waves(struct store *s, int il, struct ffn_job *jobs, int n) {
     for (int i = 0; i < n; i++) {
         const int slot = y->slot_of[jobs[i].expert];
         if (slot < 0) {
-            jobs[i].slab = &s->ring[misses % (2 * half)];
+            jobs[i].slab = &y->ring[misses % (2 * half)];
             jobs[i].wave = misses++ / half;
         } else {
             jobs[i].slab = &y->slab[slot];
@@ -10555,6 +10626,27 @@ static void store_begin(struct store *s, int il, int n_tok, struct ffn_job *jobs
     }
     store_waves(s, il, jobs, n);
     for (int wave = 0; wave < 2; wave++) store_ask_wave(s, il, jobs, n, wave);
+}
+
+/* Brings n_matrix matrices from `first` on of n jobs' experts of layer il into memory; reads may be under way when it
+ * returns. All matrices: into slots, as of a forward of few tokens, if there are enough. Otherwise slots stay as they are,
+ * and what is missing comes into half a ring, which has room for it. */
+static void store_lend(struct store *s, int il, int half, struct ffn_job *jobs, int n, int first, int n_matrix) {
+    struct layer_store *y = &s->layer[il];
+    int misses = 0;
+    if (n_matrix == FFN_MATRICES && n <= y->n_slot) {
+        store_take(s, il, jobs, n);
+        return;
+    }
+    for (int i = 0; i < n; i++) {
+        const int slot = y->slot_of[jobs[i].expert];
+        jobs[i].slab = slot < 0 ? &y->ring[half * (s->n_ring / 2) + misses++] : &y->slab[slot];
+        for (int k = first; k < first + n_matrix && slot < 0; k++)
+            slab_ask(s, jobs[i].slab, y->w[k], (enum ffn_matrix)k, jobs[i].expert);
+    }
+    if (first + n_matrix < FFN_MATRICES) return; /* the same experts come once more, for down */
+    y->count.misses += (uint64_t)misses;
+    y->count.hits += (uint64_t)(n - misses);
 }
 
 /* What a tensor of a file is to a model. */
@@ -10592,22 +10684,18 @@ static uint64_t experts_bytes(const struct model *m) { return part_bytes(m, PART
 /* Bytes of a model that a forward may read: without MTP layers that are left out. */
 static uint64_t model_bytes(const struct model *m) { return experts_bytes(m) + part_bytes(m, PART_REST, ALL_LAYERS); }
 
-/* Lets the reader pass the page cache by. A file system without O_DIRECT reads through it. */
-static void files_read_directly(const struct model *m) {
-    for (uint32_t i = 0; i < m->gguf.n_images; i++) {
-        const int fd = m->gguf.images[i].fd;
-        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_DIRECT);
-    }
-}
-
 /* Puts memory of the program's own in place of the mapped pages of tensors, for which see tensor_in, and reads them into
  * it. No pointer changes. Returns 0, or -1 with a message. */
-static int part_read(struct reader *d, const struct model *m, enum tensor_part part, int below, char *err) {
+static int part_read(const struct model *m, enum tensor_part part, int below, char *err) {
     const struct gguf *g = &m->gguf;
+    struct reader d = {0};
+    int rc = 0;
     const size_t page = size_max((size_t)sysconf(_SC_PAGESIZE), READ_ALIGN);
     const double total = (double)part_bytes(m, part, below);
     double done = 0, t0 = now_seconds(), shown = t0;
-    for (uint32_t i = 0; i < g->n_tensors; i++) {
+    files_read_directly(&m->gguf);
+    reader_start(&d);
+    for (uint32_t i = 0; i < g->n_tensors && !rc; i++) {
         const struct gguf_tensor *t = &g->tensors[i];
         if (!tensor_in(m, t, part, below)) continue;
         const struct gguf_image *im = &g->images[t->shard];
@@ -10616,29 +10704,36 @@ static int part_read(struct reader *d, const struct model *m, enum tensor_part p
         uint8_t *at = (uint8_t *)(uintptr_t)im->base + first;
         _Atomic int left = 0;
         /* a page that two tensors share is read twice */
-        if (mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED)
-            return fail(err, "there is no memory for %zu bytes of the model: %s", n, strerror(errno));
+        if (mmap(at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
+            rc = fail(err, "there is no memory for %zu bytes of the model: %s", n, strerror(errno));
+            break;
+        }
         madvise(at, n, MADV_HUGEPAGE);
-        reader_ask(d, im->fd, first, n, at, &left);
-        reader_wait(d, &left);
-        if (*d->failure) return fail(err, "%s", d->failure);
+        reader_ask(&d, im->fd, first, n, at, &left);
+        reader_wait(&d, &left);
+        if (*d.failure) rc = fail(err, "%s", d.failure);
         done += (double)t->bytes;
         reading_progress(done, total, t0, &shown);
     }
     if (shown > t0) status_line("%s", "");
-    return 0;
+    reader_stop(&d);
+    return rc;
 }
 
-/* Reads the first experts of every layer into its slots. Ctrl-C ends it: the others come when they are used. */
-static void store_fill(struct store *s) {
+/* Reads experts of every layer into its slots, the first that no GPU has. Ctrl-C ends it: the others come when they are
+ * used. */
+static void store_fill(struct store *s, struct offload beside) {
     double total = 0, done = 0, t0 = now_seconds(), shown = t0;
     for (int il = 0; il < model_blocks(s->m); il++)
         total += (double)s->layer[il].n_slot * (double)slab_bytes(&s->m->layers[il]);
     for (int il = 0; il < model_blocks(s->m) && !*s->reader.failure; il++) {
         struct layer_store *y = &s->layer[il];
+        const int n_expert = s->m->layers[il].n_expert, held = layer_held(s->m, il, beside);
         for (int i = 0; i < y->n_slot && !interrupted; i++) {
-            for (int k = 0; k < FFN_MATRICES; k++) slab_ask(s, &y->slab[i], y->w[k], (enum ffn_matrix)k, i);
-            y->expert_of[i] = y->slot_of[i] = i;
+            const int e = (held + i) % n_expert;
+            for (int k = 0; k < FFN_MATRICES; k++) slab_ask(s, &y->slab[i], y->w[k], (enum ffn_matrix)k, e);
+            y->expert_of[i] = e;
+            y->slot_of[e] = i;
         }
         for (int i = 0; i < y->n_slot; i++)
             for (int k = 0; k < FFN_MATRICES; k++) reader_wait(&s->reader, &y->slab[i].left[k]);
@@ -10689,40 +10784,70 @@ static uint8_t *slab_place(struct slab *b, const size_t room[FFN_MATRICES], uint
     return at;
 }
 
-/* Puts the routed experts of m into `bytes` of memory, and all other tensors into memory of their own. NULL with a
- * message: they do not fit, or cannot be read. */
-static struct store *store_open(const struct model *m, uint64_t bytes, char *err) {
+/* What a store is opened for. */
+struct store_options {
+    uint64_t bytes;         /* of memory for experts */
+    int n_stage;            /* pipeline stages whose layers are at work at the same time */
+    int least;              /* experts that a ring has room for at least, even */
+    struct offload offload; /* experts that are on GPUs at the start */
+};
+
+/* Bytes of room for an expert of any layer, by matrices; returns all of them. */
+static size_t ring_slab(const struct model *m, size_t room[FFN_MATRICES]) {
+    size_t all = 0;
+    for (int k = 0; k < FFN_MATRICES; k++) {
+        room[k] = 0;
+        for (int il = 0; il < model_blocks(m); il++)
+            if (m->layers[il].n_expert)
+                room[k] = size_max(room[k], slab_room(layer_matrix(&m->layers[il], (enum ffn_matrix)k)));
+        all += room[k];
+    }
+    return all;
+}
+
+struct store_sizes {
+    int n_ring;     /* experts of a ring */
+    uint64_t ring;  /* bytes of all rings; */
+    uint64_t slots; /* of a layer at most; 0: there is too little memory, */
+    uint64_t slot;  /* and bytes of one of each layer */
+};
+
+static struct store_sizes store_size(const struct model *m, struct store_options o) {
+    struct store_sizes z = {0};
+    size_t room[FFN_MATRICES];
+    const uint64_t stage_slab = (uint64_t)o.n_stage * size_max(ring_slab(m, room), 1);
+    const uint64_t share = o.bytes / RING_SHARE / stage_slab / 2 * 2, most = 2 * (uint64_t)m->n_expert_max;
+    for (int il = 0; il < model_blocks(m); il++) z.slot += m->layers[il].n_expert ? slab_bytes(&m->layers[il]) : 0;
+    z.n_ring = share < (uint64_t)o.least ? o.least : share > most ? (int)most : (int)share;
+    z.ring = (uint64_t)z.n_ring * stage_slab;
+    z.slots = o.bytes > z.ring ? (o.bytes - z.ring) / size_max(z.slot, 1) : 0;
+    return z;
+}
+
+/* Puts the routed experts of m into memory, as many as there is room for. NULL with a message: they do not fit, or cannot
+ * be read. */
+static struct store *store_open(const struct model *m, struct store_options o, char *err) {
     struct store *s = xcalloc(1, sizeof *s);
-    size_t all = 0, room[FFN_MATRICES] = {0}, ring_slab = 0;
-    int most = 0;
+    const struct store_sizes z = store_size(m, o);
+    size_t room[FFN_MATRICES];
     s->m = m;
     s->layer = xcalloc((size_t)model_blocks(m), sizeof *s->layer);
     reader_start(&s->reader);
-    for (int il = 0; il < model_blocks(m); il++) {
-        const struct layer *layer = &m->layers[il];
-        if (!layer->n_expert) continue;
-        all += slab_bytes(layer);
-        most = int_max(most, layer->n_expert);
-        for (int k = 0; k < FFN_MATRICES; k++)
-            room[k] = size_max(room[k], slab_room(layer_matrix(layer, (enum ffn_matrix)k)));
-    }
-    for (int k = 0; k < FFN_MATRICES; k++) ring_slab += room[k];
-    const uint64_t ring_most = bytes / RING_SHARE / size_max(ring_slab, 1);
-    s->n_ring = ring_most < 2 ? 2 : ring_most > (uint64_t)(2 * most) ? 2 * most : (int)ring_most;
-    const uint64_t ring = (uint64_t)s->n_ring * ring_slab, slots = bytes > ring ? (bytes - ring) / size_max(all, 1) : 0;
-    if (slots < 1) {
+    if (!z.slots) {
         fail(err, "the experts need %.2f GiB of memory at least, and %.2f GiB are left for them",
-             (double)(ring + all) / 0x1p30, (double)bytes / 0x1p30);
+             (double)(z.ring + z.slot) / 0x1p30, (double)o.bytes / 0x1p30);
         store_close(s);
         return NULL;
     }
-    s->bytes = (size_t)ring;
+    ring_slab(m, room);
+    s->n_ring = z.n_ring;
+    s->bytes = (size_t)z.ring;
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
         struct layer_store *y = &s->layer[il];
         const size_t n = (size_t)layer->n_expert;
         if (!n) continue;
-        y->n_slot = (int)(slots < n ? slots : n);
+        y->n_slot = (int)(z.slots < n ? z.slots : n);
         for (int k = 0; k < FFN_MATRICES; k++) y->w[k] = layer_matrix(layer, (enum ffn_matrix)k);
         y->slab = xcalloc((size_t)y->n_slot, sizeof *y->slab);
         y->slot_of = xcalloc(n, sizeof *y->slot_of);
@@ -10732,7 +10857,7 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
         s->bytes += (size_t)y->n_slot * slab_bytes(layer);
     }
     store_empty(s);
-    s->ring = xcalloc((size_t)s->n_ring, sizeof *s->ring);
+    s->ring = xcalloc((size_t)(o.n_stage * s->n_ring), sizeof *s->ring);
     void *p = mmap(NULL, s->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) {
         fail(err, "there is no memory for %.2f GiB of experts: %s", (double)s->bytes / 0x1p30, strerror(errno));
@@ -10742,7 +10867,12 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
     s->memory = p;
     madvise(p, s->bytes, MADV_HUGEPAGE);
     uint8_t *at = s->memory;
-    for (int i = 0; i < s->n_ring; i++) at = slab_place(&s->ring[i], room, at);
+    for (int i = 0; i < o.n_stage * s->n_ring; i++) at = slab_place(&s->ring[i], room, at);
+    for (int stage = 0; stage < o.n_stage; stage++) {
+        const struct range layers = stage_layers(m, o.n_stage, stage);
+        const int end = o.n_stage > 1 ? layers.first + layers.n : model_blocks(m);
+        for (int il = layers.first; il < end; il++) s->layer[il].ring = s->ring + stage * s->n_ring;
+    }
     for (int il = 0; il < model_blocks(m); il++) {
         struct layer_store *y = &s->layer[il];
         for (int i = 0; i < y->n_slot; i++) {
@@ -10751,12 +10881,8 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
             at = slab_place(&y->slab[i], own, at);
         }
     }
-    files_read_directly(m);
-    if (part_read(&s->reader, m, PART_REST, ALL_LAYERS, err)) {
-        store_close(s);
-        return NULL;
-    }
-    store_fill(s);
+    files_read_directly(&m->gguf);
+    store_fill(s, o.offload);
     if (store_failure(s, err)) {
         store_close(s);
         return NULL;
@@ -10768,7 +10894,8 @@ static struct store *store_open(const struct model *m, uint64_t bytes, char *err
  * Experts in host memory
  *
  * Where not all experts fit on the GPUs, the host's memory has all of them, pinned, so that kernels can read them while
- * a forward runs. They are in the form of the file and at the addresses where it is mapped.
+ * a forward runs. They are in the form of the file and at the addresses where it is mapped. If they do not fit there
+ * either, they are in a store, whose memory is pinned.
  * ============================================================================================================ */
 
 struct home {
@@ -10807,18 +10934,24 @@ static void home_close(struct home *h) {
     arrfree(h->range);
 }
 
+/* Pins the ranges. Returns 0, or -1 with a message and nothing pinned. */
+static int home_pin(struct home *h, char *err) {
+    for (; h->n_pinned < arrlen(h->range); h->n_pinned++) {
+        const struct host_range *range = &h->range[h->n_pinned];
+        const char *why = cuda_pin(*range);
+        if (!why) continue;
+        fail(err, "cannot pin %.2f GiB of host memory for experts: %s", (double)range->bytes / 0x1p30, why);
+        home_close(h);
+        return -1;
+    }
+    return 0;
+}
+
 /* Reads the routed experts of layers before `below` into memory and pins it. Returns 0, or -1 with a message and nothing
  * pinned. */
 static int home_open(struct home *h, const struct model *m, int below, char *err) {
-    int rc = 0;
     *h = (struct home){0};
-    if (m->file_bytes) {
-        struct reader d = {0};
-        reader_start(&d);
-        files_read_directly(m);
-        rc = part_read(&d, m, PART_EXPERTS, below, err);
-        reader_stop(&d);
-    }
+    if (m->file_bytes && part_read(m, PART_EXPERTS, below, err)) return -1;
     for (uint32_t i = 0; i < m->gguf.n_tensors && m->synthetic; i++) {
         const struct gguf_tensor *t = &m->gguf.tensors[i];
         uint64_t rng = 42;
@@ -10826,15 +10959,14 @@ static int home_open(struct home *h, const struct model *m, int below, char *err
             synth_fill((uint8_t *)(uintptr_t)t->data, t->bytes, t->type, false, &rng);
     }
     h->range = home_ranges(m, below);
-    for (; !rc && h->n_pinned < arrlen(h->range); h->n_pinned++) {
-        const struct host_range *range = &h->range[h->n_pinned];
-        const char *why = cuda_pin(*range);
-        if (!why) continue;
-        rc = fail(err, "cannot pin %.2f GiB of host memory for experts: %s", (double)range->bytes / 0x1p30, why);
-        break;
-    }
-    if (rc) home_close(h);
-    return rc;
+    return home_pin(h, err);
+}
+
+/* Pins the memory of a store instead. */
+static int home_of_store(struct home *h, const struct store *s, char *err) {
+    *h = (struct home){0};
+    arrput(h->range, ((struct host_range){s->memory, s->bytes}));
+    return home_pin(h, err);
 }
 
 /* ============================================================================================================
@@ -11253,6 +11385,9 @@ static void cpu_read_stats(struct rank *r, double *stats, float *in_sum2) {
     if (in_sum2) memcpy(in_sum2, r->in_sum2, in_sum2_before(r->m, model_blocks(r->m)) * sizeof *in_sum2);
 }
 
+/* store_failure has done it. */
+static void cpu_empty_slots(struct rank *r) { (void)r; }
+
 static void cpu_read_counts(struct rank *r, struct expert_counts *counts) {
     const struct store *s = r->cpu->store;
     for (int il = 0; s && il < model_blocks(r->m); il++) counts[il] = s->layer[il].count;
@@ -11574,13 +11709,14 @@ static void cpu_stats_init(struct rank *r, bool in_sum2) {
  *
  * The first rank of a stage asks for whole experts, the others add nothing. Activations are 16-bit integers here and
  * halves on a GPU, so the text may differ from that of another --n-cpu-moe; it does not depend on -t.
+ *
+ * Where the host's memory has not all experts, ranks ask for those that they lack (struct store_question): when they are
+ * in the store's memory, the answer says where. All ranks of a stage ask the same.
  * ============================================================================================================ */
 
 struct expert_server {
-    struct rank r; /* on the CPU: the whole model, DECODE_MAX_TOKENS tokens */
-    struct expert_question *question[MAX_RANKS];
-    int first_layer[MAX_RANKS]; /* of the ranks that ask */
-    int n;
+    struct rank r; /* on the CPU: the whole model, DECODE_MAX_TOKENS tokens; its store is the session's */
+    const struct process_group *pg;
     pthread_t thread;
     _Atomic bool stop;
 };
@@ -11613,18 +11749,22 @@ static void question_read(struct rank *r, const struct expert_question *q, int i
 static void question_body(void *arg) {
     const struct expert_work *a = arg;
     const struct layer *layer = &a->r->m->layers[a->il];
+    struct cpu *c = a->r->cpu;
     if (team_arrive()) {
         question_read(a->r, a->q, a->il);
         ffn_jobs_routed(a->r, a->il);
+        if (c->store) store_begin(c->store, a->il, a->r->n_tok, c->jobs, c->n_jobs);
         ffn_jobs_order(a->r);
         team_release();
     }
     ffn_run(a->r, a->il, A_H, A_OUT, ceil_by(a->r->n_tok * layer->n_expert_used, layer->n_expert));
 }
 
+/* Answers rank i. */
 static void question_answer(struct expert_server *s, int i) {
-    struct expert_question *q = s->question[i];
-    struct expert_work work = {&s->r, q, s->first_layer[i] + q->layer};
+    const struct rank *asker = &s->pg->ranks[i];
+    struct expert_question *q = asker->question;
+    struct expert_work work = {&s->r, q, asker->m->first_layer + q->layer};
     const size_t n_embd = (size_t)s->r.m->n_embd;
     team_run(s->r.cpu->team, question_body, &work);
     for (int t = 0; t < q->n_tok; t++)
@@ -11632,9 +11772,47 @@ static void question_answer(struct expert_server *s, int i) {
     __atomic_store_n(&q->answered, q->answered + 1, __ATOMIC_RELEASE);
 }
 
-/* Whether a rank waits for an answer. */
-static bool question_open(const struct expert_question *q) {
-    return __atomic_load_n(&q->asked, __ATOMIC_ACQUIRE) != __atomic_load_n(&q->answered, __ATOMIC_RELAXED);
+/* Answers the ranks of a stage, whose questions to the store are the same. */
+static void store_answer(struct expert_server *s, int stage) {
+    const struct rank *ranks = &s->pg->ranks[stage * s->pg->n_rank];
+    const struct store_question *q = ranks->wanted;
+    struct store *store = s->r.cpu->store;
+    struct ffn_job jobs[MAX_EXPERTS];
+    for (int i = 0; i < q->n; i++) jobs[i] = (struct ffn_job){.expert = q->expert[i]};
+    store_lend(store, ranks->m->first_layer + q->layer, q->answered % 2, jobs, q->n, q->matrix, q->n_matrix);
+    for (int i = 0; i < q->n; i++)
+        for (int k = q->matrix; k < q->matrix + q->n_matrix; k++) reader_wait(&store->reader, &jobs[i].slab->left[k]);
+    for (int p = 0; p < s->pg->n_rank; p++) {
+        struct store_question *to = ranks[p].wanted;
+        for (int i = 0; i < q->n; i++)
+            for (int k = 0; k < q->n_matrix; k++)
+                to->at[i * q->n_matrix + k] = (uint64_t)(jobs[i].slab->at[q->matrix + k] - store->memory);
+    }
+    for (int p = 0; p < s->pg->n_rank; p++)
+        __atomic_store_n(&ranks[p].wanted->answered, ranks[p].wanted->answered + 1, __ATOMIC_RELEASE);
+}
+
+/* Whether a rank waits for an answer of the CPU; of the store. */
+static bool question_open(const struct rank *r) {
+    const struct expert_question *q = r->question;
+    return q && __atomic_load_n(&q->asked, __ATOMIC_ACQUIRE) != __atomic_load_n(&q->answered, __ATOMIC_RELAXED);
+}
+static bool wanted_open(const struct rank *r) {
+    const struct store_question *q = r->wanted;
+    return q && __atomic_load_n(&q->asked, __ATOMIC_ACQUIRE) != __atomic_load_n(&q->answered, __ATOMIC_RELAXED);
+}
+
+/* Answers what can be answered; whether there was anything. */
+static bool server_turn(struct expert_server *s) {
+    bool any = false;
+    for (int i = 0; i < s->pg->n; i++)
+        if (question_open(&s->pg->ranks[i])) question_answer(s, i), any = true;
+    for (int stage = 0; stage < s->pg->n_stage; stage++) {
+        bool all = true;
+        for (int p = 0; p < s->pg->n_rank; p++) all &= wanted_open(&s->pg->ranks[stage * s->pg->n_rank + p]);
+        if (all) store_answer(s, stage), any = true;
+    }
+    return any;
 }
 
 static void *server_thread(void *arg) {
@@ -11644,34 +11822,28 @@ static void *server_thread(void *arg) {
     };
     struct expert_server *s = arg;
     for (unsigned idle = 0; !atomic_load(&s->stop);) {
-        bool any = false;
-        for (int i = 0; i < s->n; i++) {
-            if (!question_open(s->question[i])) continue;
-            question_answer(s, i);
-            any = true;
-        }
-        idle = any ? 0 : idle + 1;
+        idle = server_turn(s) ? 0 : idle + 1;
         if (idle > SPINS) nanosleep(&(struct timespec){0, NAP}, NULL);
         else if (idle) cpu_relax();
     }
     return NULL;
 }
 
-/* Starts to answer the questions of n ranks; NULL: none of them asks. */
-static struct expert_server *server_start(const struct model *m, const struct rank *ranks, int n, int n_threads) {
+/* Starts to answer the questions of ranks; NULL: none of them asks. */
+static struct expert_server *server_start(const struct model *m, const struct process_group *pg, int n_threads,
+                                          struct store *store) {
     struct expert_server *s = xcalloc(1, sizeof *s);
+    bool asks = store;
     sigset_t old;
-    for (int i = 0; i < n; i++) {
-        if (!ranks[i].question) continue;
-        s->question[s->n] = ranks[i].question;
-        s->first_layer[s->n++] = ranks[i].m->first_layer;
-    }
-    if (!s->n) {
+    for (int i = 0; i < pg->n; i++) asks |= pg->ranks[i].question != NULL;
+    if (!asks) {
         free(s);
         return NULL;
     }
+    s->pg = pg;
     cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, KV_BF16);
-    s->r.cpu->team = team_start(n_threads, n_threads + n > processors());
+    s->r.cpu->team = team_start(n_threads, n_threads + pg->n > processors());
+    s->r.cpu->store = store;
     signals_block(&old);
     if (pthread_create(&s->thread, NULL, server_thread, s)) die("cannot start a thread that computes experts");
     pthread_sigmask(SIG_SETMASK, &old, NULL);
@@ -11683,6 +11855,7 @@ static void server_stop(struct expert_server *s) {
     if (!s) return;
     atomic_store(&s->stop, true);
     pthread_join(s->thread, NULL);
+    s->r.cpu->store = NULL;
     cpu_close(&s->r);
     free(s);
 }
@@ -11691,7 +11864,7 @@ bool rank_asks(const struct rank *r) {
     const int n = r->pg ? r->pg->n : 1;
     const struct rank *all = r - r->index;
     for (int i = 0; i < n; i++)
-        if (all[i].question && question_open(all[i].question)) return true;
+        if (question_open(&all[i]) || wanted_open(&all[i])) return true;
     return false;
 }
 
@@ -12046,9 +12219,10 @@ static void session_open_cpu(struct session *s, const struct model *m, int n_ran
 
 static void session_wait(struct session *s);
 
-/* Lets n_threads threads compute the experts that ranks on GPUs ask for. Before the first forward. */
-static void session_serve(struct session *s, int n_threads) {
-    s->server = server_start(s->m, s->pg.ranks, s->pg.n, n_threads);
+/* Lets n_threads threads compute the experts that ranks on GPUs ask for, and a store, which may be NULL, bring those that
+ * they lack. Before the first forward. */
+static void session_serve(struct session *s, int n_threads, struct store *store) {
+    s->server = server_start(s->m, &s->pg, n_threads, store);
 }
 
 /* Ends the ranks and frees the session. */
@@ -12336,10 +12510,18 @@ static void session_forward(struct session *s, const int32_t *ids, int n) {
     s->row = s->n_draft = s->chosen_from = s->chosen_to = 0;
 }
 
+/* What reads experts from disk; NULL: they are in memory. */
+static struct store *session_store(const struct session *s) {
+    return s->r->cpu ? s->r->cpu->store : s->server ? s->server->r.cpu->store : NULL;
+}
+
 /* Whether experts could not be read in the passes since the last call, with a message. What they computed is wrong: the
  * timeline is then empty. */
 static bool session_failed(struct session *s, char *err) {
-    if (!s->r->cpu || !store_failure(s->r->cpu->store, err)) return false;
+    struct store *store = session_store(s);
+    if (store && !s->r->cpu) session_wait(s);
+    if (!store_failure(store, err)) return false;
+    for (int i = 0; i < s->pg.n; i++) s->pg.ranks[i].ops->empty_slots(&s->pg.ranks[i]);
     for (int i = 0; i < SNAPSHOTS; i++) s->snapshots[i].n = 0;
     session_truncate(s, 0);
     return true;
@@ -12355,6 +12537,7 @@ static void session_check(struct session *s) {
 struct expert_use {
     struct expert_counts count;
     double bytes; /* of the misses, in the file */
+    double read;  /* bytes that a store has read */
 };
 
 /* The experts of all forwards; zeros where all are in memory. Ranks that share a layer count the same. layers
@@ -12375,13 +12558,15 @@ static struct expert_use session_experts(const struct session *s, struct expert_
             if (layers) layers[il] = of[k];
         }
     }
+    if (session_store(s)) sum.read = (double)reader_bytes(&session_store(s)->reader);
     free(of);
     return sum;
 }
 
 static struct expert_use experts_since(const struct expert_use *now, const struct expert_use *before) {
     return (struct expert_use){{now->count.hits - before->count.hits, now->count.misses - before->count.misses},
-                               now->bytes - before->bytes};
+                               now->bytes - before->bytes,
+                               now->read - before->read};
 }
 
 /* Percent of uses whose expert was there; 0: there were none. */
@@ -20107,15 +20292,16 @@ static const struct option options[] = {
     {"tp", IS_INT(tp, 1, MAX_RANKS), .arg = "N", .help = "GPUs that share every layer (default: all of --gpus)"},
     {"pp", IS_INT(pp, 1, MAX_RANKS), .arg = "N", .help = "pipeline stages that divide the layers (default: 1)"},
     {"host", IS_STR(host), .arg = "GIB", .of = "plan",
-     .help = "host memory for experts, GIB, GIB@GBPS of copies to a GPU, or GIB@GBPS/GBPS of reads by the CPU"},
+     .help =
+         "host memory for experts, GIB, GIB@GBPS of copies to a GPU, ../GBPS of reads by the CPU, ../GBPS of the disk"},
     {"vram-reserve", IS_INT(vram_reserve, 0, 1 << 20), .arg = "MIB", .help = "GPU memory to leave free (default: 256)"},
     {"fit", "-fit", IS_CHOICE(fit, fit_names), .rare = true, .arg = "on|off",
-     .help = "off: refuse a model that does not fit on the GPUs (default: on, experts stay in host memory)"},
+     .help = "off: refuse a model that does not fit on the GPUs (default: on, experts stay in memory or on disk)"},
     {"n-cpu-moe", "-ncmoe", IS_INT(n_cpu_moe, 0, MAX_LAYERS), .rare = true, .arg = "N",
      .help = "experts of the first N layers stay in host memory; the CPU computes them (default: 0)"},
     {"cpu-moe", "-cmoe", IS_FLAG(cpu_moe), .rare = true, .help = "--n-cpu-moe with all layers"},
     {"expert-memory", IS_INT(expert_memory, 1, 1 << 26), .rare = true, .arg = "MIB",
-     .help = "memory of experts on a CPU (default: what fits)"},
+     .help = "the host's memory for experts, others are read from disk (default: what fits)"},
     {"allreduce", IS_CHOICE(allreduce, allreduce_names), .rare = true, .arg = "HOW",
      .help = "how the GPUs' partial results are summed (default: auto)"},
     {"kv-splits", IS_INT(kv_splits, 0, 384), .rare = true, .arg = "N",
@@ -20682,18 +20868,23 @@ static int settings_cpu_layers(const struct settings *s, const struct model *m) 
 /* The memory of a machine that --gpus describes; 0: not given. */
 struct host_memory {
     double gib;
-    double copies, reads; /* GB/s at which a GPU copies from it, and at which the CPU reads it */
+    double copies, reads; /* GB/s at which a GPU copies from it, and at which the CPU reads it; */
+    double disk;          /* and of reads from disk */
 };
 
-/* The value of --host: GIB[@COPIES[/READS]]. */
+/* The value of --host: GIB[@COPIES[/READS[/DISK]]]. */
 static struct host_memory host_parse(const char *text) {
     struct host_memory h = {0};
     int end = 0;
     if (!text) return h;
-    const int got = sscanf(text, "%lf%n@%lf%n/%lf%n", &h.gib, &end, &h.copies, &end, &h.reads, &end);
+    const int got =
+        sscanf(text, "%lf%n@%lf%n/%lf%n/%lf%n", &h.gib, &end, &h.copies, &end, &h.reads, &end, &h.disk, &end);
     if (got < 1 || text[end] || !(h.gib >= 1 && h.gib <= 1e6) || (got > 1 && !(h.copies >= 1 && h.copies <= 1e4)) ||
-        (got > 2 && !(h.reads >= 1 && h.reads <= 1e4)))
-        die_usage("--host %s: expected GIB, GIB@GBPS or GIB@GBPS/GBPS, such as 128, 128@50 or 128@50/70", text);
+        (got > 2 && !(h.reads >= 1 && h.reads <= 1e4)) || (got > 3 && !(h.disk >= 0.01 && h.disk <= 1e3)))
+        die_usage(
+            "--host %s: expected GIB, GIB@GBPS, GIB@GBPS/GBPS or GIB@GBPS/GBPS/GBPS, such as 128, 128@50, 128@50/70 "
+            "or 128@50/70/7",
+            text);
     return h;
 }
 
@@ -23423,6 +23614,10 @@ static void chat_print_experts(const struct chat *c) {
             with_commas(use->count.hits + use->count.misses, a), experts_are(c->s),
             with_unit(use->bytes / int_max(1, t->n_generated), b), c->s->r->cpu ? "were read" : "were copied",
             t->seconds > 0 ? use->bytes / t->seconds * 1e-9 : 0);
+    if (session_store(c->s) && !c->s->r->cpu)
+        fprintf(stderr, "  of these %s a token came from disk, %.1f GB/s\n",
+                with_unit(use->read / int_max(1, t->n_generated), b),
+                t->seconds > 0 ? use->read / t->seconds * 1e-9 : 0);
     fprintf(stderr, "  layers that missed most since the start:");
     of = xcalloc((size_t)n, sizeof *of);
     session_experts(c->s, of);
@@ -25437,10 +25632,18 @@ struct plan_layout {
 };
 
 /* How the search ended. What does not fit with all experts may still fit with a smaller context: see `shorter`. */
-enum plan_outcome { PLAN_FITS, PLAN_FITS_STAGES, PLAN_FITS_HOST, PLAN_NEEDS_PRUNING, PLAN_DOES_NOT_FIT };
+enum plan_outcome {
+    PLAN_FITS,
+    PLAN_FITS_STAGES,
+    PLAN_FITS_HOST,
+    PLAN_READS_DISK,
+    PLAN_NEEDS_PRUNING,
+    PLAN_DOES_NOT_FIT
+};
 
-static const char *const plan_verdicts[] = {"fits", "fits with --pp", "fits with experts in host memory",
-                                            "needs pruning", "does not fit"};
+static const char *const plan_verdicts[] = {
+    "fits",          "fits with --pp", "fits with experts in host memory", "runs with experts on disk",
+    "needs pruning", "does not fit"};
 
 /* How many of the experts that a token uses are on the GPU, in percent, when it holds so many of all: of a model whose
  * hits are few, of a typical one. Interpolated among rates that were published of least-recently-used caches of
@@ -25451,7 +25654,8 @@ static const struct {
                  {.38, 79, 87}, {.5, 88, 92},  {.63, 93, 96},  {.8, 97, 98.5}, {1, 100, 100}};
 enum {
     PLAN_COPY = 50, /* GB/s at which a GPU copies from host memory, assumed: PCIe 5.0 x16; */
-    PLAN_READ = 70  /* and at which the CPU reads it, assumed: two channels of DDR5 */
+    PLAN_READ = 70, /* at which the CPU reads it, assumed: two channels of DDR5; */
+    PLAN_DISK = 7   /* and at which experts are read from disk, assumed: NVMe on PCIe 4.0 x4 */
 };
 static const double plan_copies = 0.9;    /* part of the first rate which k_fetch reaches, assumed */
 static const double plan_answer_s = 1e-5; /* seconds of a request to the CPU besides computing, assumed */
@@ -25462,17 +25666,21 @@ struct plan {
     struct plan_device device[MAX_RANKS];
     int n_device;
     int64_t host;        /* CPU: bytes of the file without the layers */
-    int64_t host_memory; /* bytes that experts may take in the host's memory; */
+    int64_t host_memory; /* bytes of the host's memory; 0: experts must be on the GPUs; */
+    bool disk;           /* experts may be on disk: not on a machine of which only the GPUs are described */
     double copy_rate;    /* bytes per second that k_fetch copies from there, */
     const char *copy_source;
     double read_rate; /* bytes per second that the CPU reads there, with --n-cpu-moe, */
     const char *read_source;
+    double disk_rate; /* and that are read from disk */
+    const char *disk_source;
     int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
     int want, least;          /* tokens of context: wished for; without which the model does not fit */
     bool stats;               /* there are statistics, see gpu_bytes */
     struct offload offload;   /* where experts are that the GPUs lack */
+    int n_stored;             /* experts of a layer in the host's memory, others are read from disk; 0: all are there */
     int draft_min, draft_max; /* drafts of a round */
     struct plan_layout layout[PLAN_LAYOUTS];
     int n_layout;
@@ -25525,15 +25733,32 @@ static int64_t plan_tensor_reads(bool cpu, const struct tensor_rule *rule, const
     return cpu && rule->kind == TENSOR_ROUTER ? (int64_t)weight_bytes(w) : plan_vector(rule, m, layer);
 }
 
-/* Percent of the experts that a token uses which are on the GPU, with so many slots. */
-static double plan_hit_percent(const struct plan *p, bool few) {
-    const int n_slot = p->offload.n_slot;
-    const double held = n_slot ? fmin(1, (double)n_slot / p->m->n_expert_max) : 1;
+/* Percent of the experts that a token uses which are among n of each layer, those that are used most. */
+static double plan_hits_of(const struct plan *p, int n, bool few) {
+    const double held = fmin(1, (double)n / p->m->n_expert_max);
     size_t i = 1;
     while (plan_hits[i].held < held) i++;
     const double at = (held - plan_hits[i - 1].held) / (plan_hits[i].held - plan_hits[i - 1].held);
     const double from = few ? plan_hits[i - 1].few : plan_hits[i - 1].typical;
     return from + at * ((few ? plan_hits[i].few : plan_hits[i].typical) - from);
+}
+
+/* Percent of them which are on the GPU. */
+static double plan_hit_percent(const struct plan *p, bool few) {
+    return p->offload.n_slot ? plan_hits_of(p, p->offload.n_slot, few) : 100;
+}
+
+/* Bytes of experts that a forward of n tokens reads from disk for a shard's layers. The host's memory has other experts
+ * than the GPUs. */
+static double plan_disk_bytes(const struct plan *p, const struct model *shard, int n, bool few) {
+    double bytes = 0;
+    for (int il = 0; il < shard->n_layer && p->n_stored; il++) {
+        const struct layer *layer = &p->m->layers[shard->first_layer + il];
+        if (!layer->n_expert) continue;
+        const double miss = 1 - 1e-2 * plan_hits_of(p, layer_held(shard, il, p->offload) + p->n_stored, few);
+        bytes += experts_expected(layer, n) * (double)expert_bytes(layer) * miss;
+    }
+    return bytes;
 }
 
 /* Adds what a rank holds of layer il, and what a token reads of it: every tensor of the table. */
@@ -25784,11 +26009,40 @@ static bool plan_try(struct plan *p, int n) {
     return fits;
 }
 
-/* The first layout that runs with experts in host memory, which has room for them; sized. False: none does. */
+/* The options of a store beside GPUs, of n_stage pipeline stages, on a host with `have` bytes of memory. asked: bytes of it; 0:
+ * as many as there are. */
+static struct store_options store_beside(const struct model *m, uint64_t have, uint64_t asked, enum kv_type kv,
+                                         int n_stage, struct offload at) {
+    const uint64_t taken = have / 16 + SNAPSHOTS * (uint64_t)snapshot_bytes(m, kv);
+    return (struct store_options){.bytes = asked          ? asked
+                                           : have > taken ? have - taken
+                                                          : 0,
+                                  .n_stage = n_stage,
+                                  .least = 2 * m->max.n_expert_used,
+                                  .offload = at};
+}
+
+/* Sets how many experts of a layer the host's memory has room for, if not all of n_stage stages. False: too few. */
+static bool plan_store(struct plan *p, int n_stage) {
+    const int below = p->offload.n_slot ? ALL_LAYERS : p->offload.n_cpu;
+    p->n_stored = p->offload.n_ask = 0;
+    if ((int64_t)part_bytes(p->m, PART_EXPERTS, below) <= p->host_memory - p->host_memory / 32) return true;
+    const struct store_options o = store_beside(p->m, (uint64_t)p->host_memory, 0, p->kv, n_stage, p->offload);
+    const struct store_sizes z = store_size(p->m, o);
+    p->n_stored = (int)z.slots;
+    p->offload.n_ask = z.n_ring / 2;
+    return p->n_stored > 0;
+}
+
+/* The first layout that runs with experts in host memory, or on disk if they have no room there; sized. False: none
+ * does. */
 static bool plan_offload_any(struct plan *p) {
-    if (p->cpu || (int64_t)experts_bytes(p->m) > p->host_memory) return false;
-    for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++)
-        if (plan_offload(p, &p->layout[p->chosen])) return true;
+    if (p->cpu || !p->host_memory) return false;
+    for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++) {
+        if (!plan_offload(p, &p->layout[p->chosen])) continue;
+        if (plan_store(p, p->layout[p->chosen].pp) && (p->disk || !p->n_stored)) return true;
+    }
+    p->offload.n_slot = p->offload.n_ask = p->n_stored = 0;
     return false;
 }
 
@@ -25798,7 +26052,7 @@ static void plan_prefer_host(struct plan *p) {
     const enum plan_outcome outcome = p->outcome;
     const int chosen = p->chosen, context = p->context;
     if (plan_offload_any(p)) {
-        p->outcome = PLAN_FITS_HOST;
+        p->outcome = p->n_stored ? PLAN_READS_DISK : PLAN_FITS_HOST;
         p->keep = outcome == PLAN_NEEDS_PRUNING ? p->experts : 0;
         p->experts = p->m->n_expert_max;
         p->percent = 100;
@@ -25995,6 +26249,8 @@ enum decode_kernel {
     DECODE_MLA_VALUE,
     DECODE_DELTA,
     DECODE_ROUTER,
+    DECODE_WANT,
+    DECODE_BROUGHT,
     DECODE_FETCH,
     DECODE_ASK,
     DECODE_ANSWER,
@@ -26035,6 +26291,8 @@ static const struct {
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
+    [DECODE_WANT] = {"k_want_experts", 1.5},       /* nothing is missing: a latency of L2 */
+    [DECODE_BROUGHT] = {"k_brought_experts", 1.5}, /* likewise; the disk apart */
     [DECODE_FETCH] = {"k_fetch", 1.5},             /* nothing is missing: a latency of L2; slots cost the router 1.0 */
     [DECODE_ASK] = {"k_ask_experts", 1.5},         /* stores over the bus, and a flag */
     [DECODE_ANSWER] = {"k_add_experts", 1.5},      /* the CPU apart: a load over the bus */
@@ -26160,7 +26418,9 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     }
     const int held = layer_held(k->m, il, k->offload);
     const bool by_cpu = l->n_expert && !held;
-    if (held < l->n_expert && !by_cpu) launch_add(k, DECODE_FETCH, 0, 0);
+    const bool fetched = held < l->n_expert && !by_cpu;
+    if (fetched && k->offload.n_ask) launch_add(k, DECODE_WANT, 0, 0), launch_add(k, DECODE_BROUGHT, 0, 0);
+    if (fetched) launch_add(k, DECODE_FETCH, 0, 0);
     if (by_cpu && !k->m->shard.rank) launch_add(k, DECODE_ASK, 0, 0);
     if (!by_cpu || l->sh_gate.data) {
         const double hidden = by_cpu ? 0 : READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias);
@@ -26326,7 +26586,8 @@ static struct forecast plan_forecast(const struct plan *p, const struct plan_lay
             const int early = stage ? 2 : 0; /* later stages have the id and its embedding before their input comes */
             struct forecast f = forecast_launches(list, early, p->device[i].rate, p->device[i].l2);
             const double host = plan_copy_seconds(p, (double)d->rank[i].bytes_per_token[READ_EXPERTS], few) +
-                                plan_cpu_seconds(p, &d->rank[i].m, 1);
+                                plan_cpu_seconds(p, &d->rank[i].m, 1) +
+                                plan_disk_bytes(p, &d->rank[i].m, 1, few) / p->disk_rate;
             f.seconds += host, f.beside += host;
             if (f.seconds > slowest.seconds) slowest = f;
             arrfree(list);
@@ -26381,9 +26642,10 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
                             (experts_expected(layer, k + 1) - layer->n_expert_used);
             }
             const double cpu = plan_cpu_seconds(p, m, k + 1) - plan_cpu_seconds(p, m, 1);
-            slowest =
-                fmax(slowest, more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) + cpu +
-                                  k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
+            const double disk = plan_disk_bytes(p, m, k + 1, false) - plan_disk_bytes(p, m, 1, false);
+            slowest = fmax(slowest, more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) +
+                                        cpu + disk / p->disk_rate +
+                                        k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
             arrfree(list);
         }
         const double seconds = d->forecast.seconds + slowest;
@@ -26543,6 +26805,15 @@ static void plan_head(const struct plan *p, char **text) {
                   "            %.0f to %.0f %% of a token's experts on the GPU",
                   p->offload.n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "",
                   with_unit((double)experts_bytes(m), b), plan_hit_percent(p, true), plan_hit_percent(p, false));
+    if (p->outcome == PLAN_READS_DISK)
+        sb_printf(
+            text,
+            ": %d of %d a layer are\n            on the GPU%s, %d in host memory; expected are %.0f to %.0f %% of "
+            "a\n            token's experts on the GPU%s, %.0f to %.0f %% on the disk",
+            p->offload.n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "", p->n_stored, plan_hit_percent(p, true),
+            plan_hit_percent(p, false), p->n_device > 1 ? "s" : "",
+            100 - plan_hits_of(p, p->offload.n_slot + p->n_stored, false),
+            100 - plan_hits_of(p, p->offload.n_slot + p->n_stored, true));
     if (p->offload.n_cpu)
         sb_printf(text, "\n            the CPU computes experts of layers 0 to %d, reading %.0f GB/s (%s)",
                   p->offload.n_cpu - 1, p->read_rate * 1e-9, p->read_source);
@@ -26550,7 +26821,7 @@ static void plan_head(const struct plan *p, char **text) {
         sb_printf(text, "\n            pruned to %d of %d per layer, all fit (moe-reap --keep %d)", p->keep,
                   m->n_expert_max, p->keep);
     if (p->outcome == PLAN_DOES_NOT_FIT) sb_printf(text, ": short by %s %s", a, where);
-    if (p->outcome != PLAN_FITS_HOST && p->missing_pruned > 0 && p->missing_pruned < p->missing)
+    if (!p->offload.n_slot && p->missing_pruned > 0 && p->missing_pruned < p->missing)
         sb_printf(text, "\n            with %d experts per layer: still short by %s", p->fewest,
                   with_unit((double)p->missing_pruned, a));
     if (p->shorter) sb_printf(text, "\n            with all experts: fits with -c %d", p->shorter);
@@ -26663,6 +26934,10 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   "            are copied at %.0f GB/s (%s)\n",
                   1 / d->slow, plan_copied(p, d, false) * 1e-9, plan_copied(p, d, true) * 1e-9, p->copy_rate * 1e-9,
                   p->copy_source);
+    if (p->n_stored)
+        sb_printf(text, "            %.2f to %.2f GB a token are read from disk at %.1f GB/s (%s)\n",
+                  plan_disk_bytes(p, m, 1, false) * 1e-9, plan_disk_bytes(p, m, 1, true) * 1e-9, p->disk_rate * 1e-9,
+                  p->disk_source);
     if (p->n_cpu)
         sb_printf(text,
                   "            --n-cpu-moe %d: about %.0f tok/s, if the CPU reads %.0f GB/s (%s)\n"
@@ -26703,6 +26978,11 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                                           "hit_percent_few", plan_hit_percent(p, true), "forecast_few", 1 / d->slow,
                                           "copied_bytes", plan_copied(p, d, false), "copy_bytes_per_second",
                                           p->copy_rate, "keep_experts", p->keep));
+        if (p->n_stored)
+            json_object_set_new(json, "disk",
+                                json_pack("{s:i,s:f,s:f,s:f}", "stored", p->n_stored, "read_bytes",
+                                          plan_disk_bytes(p, p->m, 1, false), "read_bytes_few",
+                                          plan_disk_bytes(p, p->m, 1, true), "bytes_per_second", p->disk_rate));
         if (d->drafts.depth)
             json_object_set_new(json, "forecast_drafts",
                                 json_pack("{s:i,s:f,s:f,s:f}", "drafts", d->drafts.depth, "round_steps",
@@ -26734,17 +27014,20 @@ static void plan_host(struct plan *p, const struct settings *set) {
     const struct host_memory h = host_parse(set->host);
     const int n_cpu = p->cpu ? 0 : settings_cpu_layers(set, p->m);
     const bool measure = n_cpu && !(h.gib > 0);
-    const uint64_t all = h.gib > 0 ? (uint64_t)(h.gib * 0x1p30) : memory_available(), most = all - all / 32;
+    const uint64_t all = h.gib > 0 ? (uint64_t)(h.gib * 0x1p30) : memory_available();
     p->offload.n_cpu = n_cpu;
-    const uint64_t needed = part_bytes(p->m, PART_EXPERTS, p->offload.n_cpu);
-    if (needed > most)
-        die("the experts of %d layers (--n-cpu-moe) need %.2f GiB of host memory, and there are %.2f GiB",
-            p->offload.n_cpu, (double)needed / 0x1p30, (double)most / 0x1p30);
-    p->host_memory = set->fit == FIT_OFF ? 0 : (int64_t)most;
+    p->host_memory = (int64_t)all;
+    p->disk = set->host || !(gpus_parse(set->gpus).gib > 0);
+    if (n_cpu && !plan_store(p, int_max(1, set->pp)))
+        die("the experts of %d layers (--n-cpu-moe) need more than %.2f GiB of host memory", n_cpu,
+            (double)all / 0x1p30);
+    if (set->fit == FIT_OFF) p->host_memory = 0;
     p->copy_rate = 1e9 * plan_copies * (h.copies > 0 ? h.copies : PLAN_COPY);
     p->copy_source = h.copies > 0 ? "given" : "assumed";
     p->read_rate = h.reads > 0 ? 1e9 * h.reads : measure ? memory_bandwidth(settings_threads(set)) : 1e9 * PLAN_READ;
     p->read_source = h.reads > 0 ? "given" : measure ? "measured" : "assumed";
+    p->disk_rate = 1e9 * (h.disk > 0 ? h.disk : PLAN_DISK);
+    p->disk_source = h.disk > 0 ? "given" : "assumed";
 }
 
 /* --plan for GPUs that --gpus describes, for n_device GPUs of this machine (0: for all), or for the CPU. Exit code 0:
@@ -26768,6 +27051,8 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     else plan_real(p, set, device, n_device);
     plan_layouts(p, set);
     plan_solve(p);
+    const double disk = p->n_stored && !set->host ? files_rate(&m->gguf) : 0;
+    if (disk > 0) p->disk_rate = disk, p->disk_source = "measured";
     plan_finish(p);
     json_t *json = plan_answer(p, &text);
     if (!set->json) fputs(sb_cstr(&text), stdout);
@@ -26897,6 +27182,7 @@ struct engine {
     struct model model;
     struct session session; /* session.m is NULL until it is open */
     struct home home;       /* of experts that do not fit on the GPUs */
+    struct store *store;    /* of those that do not fit into the host's memory either; NULL: they do, or a CPU has it */
     struct settings *set;
 };
 
@@ -26908,6 +27194,27 @@ static int choose_context(const struct engine *e) {
     const uint64_t budget = have > all ? (have - all) / 2 : have > rest ? (have - rest) / 4 : 0;
     if (e->set->n_ctx) return e->set->n_ctx;
     return int_max(context_fit(m, settings_kv(e->set, m, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
+}
+
+/* Opens a store and prints what it has. NULL with a message. */
+static struct store *store_start(const struct model *m, struct store_options o, char *err) {
+    const double t0 = now_seconds();
+    struct store *s = store_open(m, o, err);
+    if (!s) return NULL;
+    const double rate = (double)s->reader.bytes / (now_seconds() - t0);
+    double token = 0;
+    int most = 0;
+    char a[32], b[32], where[64];
+    for (int il = 0; il < model_blocks(m); il++) {
+        most = int_max(most, s->layer[il].n_slot);
+        if (il < m->n_layer) token += (double)m->layers[il].n_expert_used * (double)expert_bytes(&m->layers[il]);
+    }
+    if (o.offload.n_slot)
+        snprintf(where, sizeof where, "%d of %d a layer on the GPU, %d", o.offload.n_slot, m->n_expert_max, most);
+    else snprintf(where, sizeof where, "%d of %d a layer", most, m->n_expert_max);
+    note("experts: %s in memory (%s of %s), the rest is read from disk: up to %.0f MB a token at %.1f GB/s", where,
+         with_unit((double)s->bytes, a), with_unit((double)experts_bytes(m), b), token * 1e-6, rate * 1e-9);
+    return s;
 }
 
 /* Reads the model of a session on the CPU into memory: all of it where it fits; otherwise all but the routed experts,
@@ -26931,21 +27238,9 @@ static void engine_read(struct engine *e) {
     if (!asked && have < rest + taken)
         die("'%s' needs %.1f GiB of memory besides its experts, and %.1f GiB are free", e->set->model,
             (double)(rest + taken) / 0x1p30, (double)have / 0x1p30);
-    const double t0 = now_seconds();
-    struct store *s = r->cpu->store = store_open(m, asked ? asked : have - rest - taken, err);
-    if (!s) die("'%s': %s", e->set->model, err);
-    const double rate = (double)s->reader.bytes / (now_seconds() - t0);
-    double token = 0;
-    int most = 0;
-    char a[32], b[32];
-    for (int il = 0; il < model_blocks(m); il++) {
-        most = int_max(most, s->layer[il].n_slot);
-        if (il < m->n_layer) token += (double)m->layers[il].n_expert_used * (double)expert_bytes(&m->layers[il]);
-    }
-    note("experts: %d of %d a layer in memory (%s of %s), the rest is read from disk: up to %.0f MB a token at %.1f "
-         "GB/s",
-         most, m->n_expert_max, with_unit((double)s->bytes, a), with_unit((double)(all - rest), b), token * 1e-6,
-         rate * 1e-9);
+    if (part_read(m, PART_REST, ALL_LAYERS, err)) die("'%s': %s", e->set->model, err);
+    const struct store_options o = {.bytes = asked ? asked : have - rest - taken, .n_stage = 1, .least = 2};
+    if (!(r->cpu->store = store_start(m, o, err))) die("'%s': %s", e->set->model, err);
 }
 
 /* Shows how much of the model is on the GPU, on a terminal. */
@@ -27060,9 +27355,21 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     return n_slot;
 }
 
-/* Where the model does not fit on the GPUs: if the host's memory has room for its experts, o gets the slots and the
- * context that do fit, and the experts are read. With --n-cpu-moe those of the first layers are read in any case. 0, or
- * -1 with a message. */
+/* Reads experts that do not fit into the host's memory as they are used: opens a store beside the slots of o, and sets
+ * how many a rank asks it for. 0, or -1 with a message. */
+static int engine_store(struct engine *e, struct cuda_options *o, char *err) {
+    const struct settings *set = e->set;
+    const struct model *m = &e->model;
+    const struct store_options s =
+        store_beside(m, memory_available(), (uint64_t)set->expert_memory << 20, o->kv, set->pp, o->offload);
+    if (!(e->store = store_start(m, s, err)) || home_of_store(&e->home, e->store, err)) return -1;
+    o->offload.n_ask = e->store->n_ring / 2;
+    return 0;
+}
+
+/* Where the model does not fit on the GPUs, o gets the slots and the context that do fit, and the host's memory all
+ * experts, or a store what it has room for. With --n-cpu-moe it has those of the first layers in any case. 0, or -1 with a
+ * message. */
 static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     const struct settings *set = e->set;
     const struct model *m = &e->model;
@@ -27070,31 +27377,33 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     int n_ctx = o->n_ctx;
     const int n_cpu = o->offload.n_cpu = settings_cpu_layers(set, m);
     const int n_slot = engine_slots(e, o, &n_ctx);
-    if (n_slot < 0 || (!n_slot && !n_cpu)) return 0; /* what does not fit at all is told by the start */
+    if (n_slot < 0 || (!n_slot && !n_cpu)) { /* what does not fit at all is told by the start */
+        if (set->expert_memory) note("--expert-memory has no effect: all experts are on the GPU%s", many);
+        return 0;
+    }
     const int below = n_slot ? ALL_LAYERS : n_cpu;
     const uint64_t experts = part_bytes(m, PART_EXPERTS, below), have = memory_available();
+    const bool fits = experts + have / 32 <= have, disk = m->file_bytes && (!fits || set->expert_memory);
     if (n_slot && set->fit == FIT_OFF)
         return fail(err, "'%.200s' does not fit on the GPU%s, and -fit off refuses experts in host memory", m->name,
                     many);
-    if (experts + have / 32 > have)
-        return fail(
-            err,
-            "'%.200s'%s%s, and its experts need %.2f GiB of host memory, of which %.2f GiB are free: prune experts, or "
-            "use --cpu",
-            m->name, n_slot ? " does not fit on the GPU" : ": --n-cpu-moe", n_slot ? many : "",
-            (double)experts / 0x1p30, (double)have / 0x1p30);
-    if (home_open(&e->home, m, below, err)) return -1;
+    if (!fits && !disk)
+        return fail(err,
+                    "'%.200s'%s%s, and its experts need %.2f GiB of host memory, of which %.2f GiB are free: use --cpu",
+                    m->name, n_slot ? " does not fit on the GPU" : ": --n-cpu-moe", n_slot ? many : "",
+                    (double)experts / 0x1p30, (double)have / 0x1p30);
     o->offload.n_slot = n_slot;
     if (n_slot) o->n_ctx = n_ctx;
+    if (disk ? engine_store(e, o, err) : home_open(&e->home, m, below, err)) return -1;
     o->home = e->home.range;
     o->n_home = (int)arrlen(e->home.range);
-    if (n_slot)
+    if (n_slot && !disk)
         note("experts: %d of %d a layer on the GPU%s, all %.1f GiB in host memory", n_slot, m->n_expert_max, many,
              (double)experts / 0x1p30);
     if (n_cpu)
-        note("experts of layers 0 to %d: %.1f GiB in host memory, computed by the CPU with %d threads while tokens are "
-             "generated",
-             n_cpu - 1, (double)part_bytes(m, PART_EXPERTS, n_cpu) / 0x1p30, settings_threads(set));
+        note("experts of layers 0 to %d: %.1f GiB%s, computed by the CPU with %d threads while tokens are generated",
+             n_cpu - 1, (double)part_bytes(m, PART_EXPERTS, n_cpu) / 0x1p30, disk ? "" : " in host memory",
+             settings_threads(set));
     return 0;
 }
 
@@ -27117,7 +27426,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     if (set->tp > 1 && o.allreduce != ALLREDUCE_ONESHOT) nccl_defaults(gpu, set->tp * set->pp, set->verbose);
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
-    session_serve(&e->session, settings_threads(set));
+    session_serve(&e->session, settings_threads(set), e->store);
     for (int i = 0; i < e->session.pg.n; i++) {
         const struct rank *r = &e->session.pg.ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
@@ -27172,7 +27481,6 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     const double t0 = now_seconds();
     if (!gpu && (set->n_cpu_moe || set->cpu_moe))
         note("--n-cpu-moe has no effect without a GPU: the CPU computes all layers");
-    if (gpu && set->expert_memory) note("--expert-memory has no effect on a GPU");
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
                        : set->moe_act   ? "--moe-act"
@@ -27233,6 +27541,7 @@ static void engine_open(struct engine *e, struct settings *set) {
 static void engine_close(struct engine *e) {
     if (e->session.m) session_free(&e->session);
     home_close(&e->home);
+    store_close(e->store);
     model_free(&e->model);
 }
 
@@ -28872,14 +29181,10 @@ static void doctor_host(struct doctor *d) {
 static void nccl_defaults(const int *gpu, int n, bool verbose);
 
 enum {
-    ALLREDUCE_SLOW = 50,   /* microseconds of an all-reduce of one token over GPUs, above which a warning is due */
-    SPEED_PERCENT = 50,    /* of the roofline, below which decoding is too slow */
-    SPEED_LAYER = 10,      /* microseconds of reading a layer, below which launches take a GPU longer */
-    LOAD_SECONDS = 120,    /* of loading, above which a warning is due */
-    DISK_PIECE = 4 << 20,  /* bytes of a read */
-    DISK_MOST = 256 << 20, /* bytes that are read at most */
-    DISK_LEAST = 8 << 20,  /* bytes that are enough to tell a speed */
-    DISK_SECONDS = 3       /* of reading at most */
+    ALLREDUCE_SLOW = 50, /* microseconds of an all-reduce of one token over GPUs, above which a warning is due */
+    SPEED_PERCENT = 50,  /* of the roofline, below which decoding is too slow */
+    SPEED_LAYER = 10,    /* microseconds of reading a layer, below which launches take a GPU longer */
+    LOAD_SECONDS = 120   /* of loading, above which a warning is due */
 };
 
 /* ---- all-reduces ---- */
@@ -28953,36 +29258,6 @@ static const char *slow_files(uint64_t type) {
     return NULL;
 }
 
-/* Bytes per second of reading parts of the file that are not in the page cache; 0: too little to tell. */
-static double disk_rate(const char *path) {
-    static uint8_t resident[DISK_PIECE / 4096],
-        to[DISK_PIECE] __attribute__((aligned(4096))); /* as O_DIRECT needs it */
-    struct stat st;
-    double t = 0, done = 0;
-    int direct = open(path, O_RDONLY | O_CLOEXEC | O_DIRECT), plain = open(path, O_RDONLY | O_CLOEXEC);
-    uint8_t *map = MAP_FAILED;
-    if (plain >= 0 && !fstat(plain, &st) && st.st_size >= DISK_LEAST)
-        map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, plain, 0);
-    const off_t end = map == MAP_FAILED ? 0 : st.st_size;
-    for (off_t at = 0; at + DISK_PIECE <= end && done < DISK_MOST && t < DISK_SECONDS && !interrupted;
-         at += DISK_PIECE) {
-        if (mincore(map + at, DISK_PIECE, resident) || memchr(resident, 1, sizeof resident)) continue;
-        double t0 = now_seconds();
-        ssize_t n = direct >= 0 ? pread(direct, to, DISK_PIECE, at) : -1;
-        if (n < 0) { /* this file system cannot read past the page cache */
-            n = pread(plain, to, DISK_PIECE, at);
-            posix_fadvise(plain, at, DISK_PIECE, POSIX_FADV_DONTNEED);
-        }
-        if (n <= 0) break;
-        t += now_seconds() - t0;
-        done += (double)n;
-    }
-    if (map != MAP_FAILED) munmap(map, (size_t)st.st_size);
-    if (direct >= 0) close(direct);
-    if (plain >= 0) close(plain);
-    return done >= DISK_LEAST ? done / t : 0;
-}
-
 /* Checks size, place and speed of the model's file before it is loaded. False: it cannot be read. */
 static bool doctor_file(struct doctor *d, bool gpu) {
     const char *path = d->set->model;
@@ -28999,8 +29274,8 @@ static bool doctor_file(struct doctor *d, bool gpu) {
         bytes += (double)g.images[i].size;
         cached += (double)g.images[i].size * image_resident(&g.images[i]);
     }
+    const double rate = files_rate(&g), wait = rate > 0 ? (bytes - cached) / rate : 0;
     gguf_close(&g);
-    const double rate = disk_rate(path), wait = rate > 0 ? (bytes - cached) / rate : 0;
     if (rate > 0)
         snprintf(speed, sizeof speed, ", the disk reads %.2f GB/s, so loading takes %.1f s", rate * 1e-9, wait);
     doctor_find(d, wait > LOAD_SECONDS ? SEVERITY_WARNING : SEVERITY_OK, "copy the file to a local NVMe disk",

@@ -62,7 +62,7 @@
  *   Hyper-connections                             residual streams
  *   Decode: skinny GEMM (1 to 16 tokens)          k_gemv_linear
  *   Decode: feed-forwards                         k_gemv_glu, k_gemv_down
- *   Experts in host memory                        slots, k_fetch
+ *   Experts in host memory                        slots, k_want_experts, k_brought_experts, k_fetch
  *   Router
  *   Experts that the CPU computes                 k_ask_experts, k_add_experts
  *   Prefill: tiled GEMM                           gemm_kernel, FP4 activations
@@ -668,7 +668,18 @@ __global__ void __launch_bounds__(256)
  * ============================================================================================================ */
 
 /* What a kernel does with other ranks. Each has counts of its own. */
-enum channel { CH_ALLREDUCE, CH_SEND, CH_RECV, CH_LOGITS, CH_TOKEN, CH_ASK, CH_ANSWER, CHANNELS };
+enum channel {
+    CH_ALLREDUCE,
+    CH_SEND,
+    CH_RECV,
+    CH_LOGITS,
+    CH_TOKEN,
+    CH_ASK, /* the CPU to compute experts, */
+    CH_ANSWER,
+    CH_WANT, /* and the store to bring some */
+    CH_BROUGHT,
+    CHANNELS
+};
 enum { WAIT_ROW_NORM = CHANNELS }; /* for WAIT_CODE: a row norm, which is counted as an all-reduce */
 
 /* In host memory: how a rank's GPU and its thread tell each other that they are alive. */
@@ -685,8 +696,8 @@ struct sequence {
     uint32_t aborted;           /* nothing waits any more */
 };
 
-/* A rank of the stage, a channel, and which all-reduce of the forward it is, or the layer of a row norm or of experts that
- * the CPU computes. */
+/* A rank of the stage, a channel, and which all-reduce of the forward it is, or the layer of a row norm or of experts from
+ * the host. */
 #define WAIT_CODE(rank, channel, ordinal) ((uint32_t)(1 + (rank) + 16 * (channel) + 256 * (ordinal)))
 
 /* This rank, as its kernels need it to talk to the others: its place in the stage, its counters on the GPU, and what
@@ -1839,14 +1850,17 @@ static void gemv_down(const struct down_args *p, cudaStream_t s) {
  * k_fetch copies those that had none, before k_gemv_glu. A prefill leaves the slots as they are: experts that it uses
  * and that have none pass through a ring, in waves (k_wave_list, k_fetch, gemm_kernel). An expert's tiles are the same
  * wherever they are, and jobs keep the order of the experts' numbers: results do not depend on what is on the GPU.
+ *
+ * Where the host's memory has not all of them either, k_want_experts asks the store for what k_fetch will copy, and
+ * k_brought_experts waits until that is in memory.
  * ============================================================================================================ */
 
 /* The experts of a layer that are on the GPU. Invariant: slot_of[e] = s if and only if expert_of[s] = e. */
 struct expert_cache {
-    int32_t *slot_of;           /* (n_expert) -1: it has none */
-    int32_t *expert_of;         /* (n_slot) no slot is ever empty */
-    uint32_t *heat;             /* (n_expert) decayed counts of use, also of experts without a slot */
-    unsigned long long *count;  /* (2) uses of experts that had a slot, and that had none; NULL: not counted */
+    int32_t *slot_of;          /* (n_expert + 1) -1: it has none; of the last nobody reads it */
+    int32_t *expert_of;        /* (n_slot) of an empty slot the number of experts */
+    uint32_t *heat;            /* (n_expert + 1) decayed counts of use, also of experts without a slot; the last is 0 */
+    unsigned long long *count; /* (2) uses of experts that had a slot, and that had none; NULL: not counted */
     struct fetch_item *missing; /* (n_expert) what k_fetch copies next, in the order of the experts */
     int32_t *n_missing;
     int n_slot; /* 0: there is no cache, all experts are on the GPU */
@@ -1942,8 +1956,57 @@ __global__ void __launch_bounds__(EXPERTS_MAX) k_wave_list(const __grid_constant
     p.cache.count[1] += (unsigned long long)n;
 }
 
+/* A question to the store, for experts first .. first + most - 1 of a list, as far as there are. */
+struct want_args {
+    struct tp_rank p;
+    struct store_question *question; /* in host memory; */
+    int32_t *expert;                 /* its lists, by addresses of the GPU */
+    const uint64_t *at;
+    const struct fetch_item *item;
+    const int32_t *n;
+    int first, most;
+    int layer, matrix, n_matrix; /* as in struct store_question */
+    uint64_t *brought;           /* (most, n_matrix) the answer */
+};
+
+/* Asks for experts that the store may have to read. Grid: 1, block: 256; the latency of the bus. */
+__global__ void __launch_bounds__(256) k_want_experts(const __grid_constant__ struct want_args a) {
+    grid_dependency_wait();
+    const int n = min(max(load_l2(a.n) - a.first, 0), a.most);
+    if (n) {
+        UNROLL_BY(1) for (int i = threadIdx.x; i < n; i += 256) {
+            *(volatile int32_t *)(a.expert + i) = (int32_t)load_l2((const uint2 *)(a.item + a.first + i)).x;
+        }
+        if (!threadIdx.x) {
+            *(volatile int32_t *)&a.question->layer = a.layer;
+            *(volatile int32_t *)&a.question->matrix = a.matrix;
+            *(volatile int32_t *)&a.question->n_matrix = a.n_matrix;
+            *(volatile int32_t *)&a.question->n = n;
+        }
+        const uint32_t seq = a.p.sequence->done[CH_WANT] + 1;
+        if (channel_end(a.p, CH_WANT)) st_release_sys(&a.question->asked, seq);
+    }
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
+}
+
+/* Waits until these experts are in memory, and takes over where. Grid: 1, block: 256; the latency of the disk. */
+__global__ void __launch_bounds__(256) k_brought_experts(const __grid_constant__ struct want_args a) {
+    grid_dependency_wait();
+    const int n = min(max(load_l2(a.n) - a.first, 0), a.most) * a.n_matrix;
+    if (n) {
+        if (!threadIdx.x)
+            flag_wait(&a.question->answered, a.p.sequence->done[CH_BROUGHT] + 1, a.p,
+                      WAIT_CODE(0, CH_BROUGHT, a.layer));
+        __syncthreads(); /* thread 0 has seen the flag: all threads may go on */
+        UNROLL_BY(1) for (int i = 2 * (int)threadIdx.x; i < n; i += 2 * 256) {
+            *(uint4 *)(a.brought + i) = ld_sys16(a.at + i);
+        }
+        channel_end(a.p, CH_BROUGHT);
+    }
+    grid_dependency_launch(); /* not earlier, for the reason given in k_add_norm */
+}
+
 enum {
-    FETCH_MATRICES = 3,     /* gate, up and down */
     FETCH_BLOCKS = 64,      /* of k_fetch in decode, */
     FETCH_BESIDE = 16,      /* and beside a GEMM, which does without the SMs that they take */
     RING_PARTS = 2,         /* one is filled while the experts of the other are multiplied */
@@ -1954,7 +2017,9 @@ enum {
 struct fetch_matrix {
     struct device_matrix w;
     struct repack how;
-    const uint8_t *home; /* (n_expert, n_out) rows of the file in the host's memory, as the GPU sees it */
+    const uint8_t
+        *home; /* (n_expert, n_out) rows of the file in the host's memory, as the GPU sees it; with a store the
+                          * first row of an expert that the store's memory begins with */
     size_t expert_bytes, row_stride;
     int n_part, part_tiles; /* parts of a row that are packed at once: part_tiles tiles, the last one fewer */
     int tile_bytes;         /* of 64 columns of a row of the file */
@@ -1962,11 +2027,12 @@ struct fetch_matrix {
 };
 
 struct fetch_args {
-    struct fetch_matrix m[FETCH_MATRICES];
+    struct fetch_matrix m[FFN_MATRICES];
     int n_matrix;
     const struct fetch_item *item; /* items first .. first + most - 1 of the list, as far as there are */
     const int32_t *n;
     int first, most;
+    const uint64_t *brought; /* (most, n_matrix) bytes from a home to an expert; NULL: they are expert_bytes apart */
 };
 
 /* Copies experts from the host's memory and packs them into their places. Grid: any, block: 256; dynamic shared memory:
@@ -1988,7 +2054,8 @@ __global__ void __launch_bounds__(256) k_fetch(const __grid_constant__ struct fe
         const int kt1 = min(kt0 + a.part_tiles, a.w.n_kt), n_row = min(a.w.n_out - rt * TILE_ROWS, (int)TILE_ROWS);
         const int skip = kt0 * a.tile_bytes;
         const int bytes = min((kt1 - kt0) * a.tile_bytes, (int)a.how.row_bytes - skip);
-        const uint8_t *from = a.home + (size_t)item.x * a.expert_bytes + (size_t)(rt * TILE_ROWS) * a.row_stride + skip;
+        const size_t expert = p.brought ? load_l2(p.brought + i / per * p.n_matrix + m) : item.x * a.expert_bytes;
+        const uint8_t *from = a.home + expert + (size_t)(rt * TILE_ROWS) * a.row_stride + skip;
         const int chunks = a.pitch / 16;
         UNROLL_BY(1) for (int c = threadIdx.x; c < n_row * chunks; c += 256) {
             const uint8_t *row = from + (size_t)(c / chunks) * a.row_stride;
@@ -6659,7 +6726,9 @@ struct cuda {
     uint16_t *hidden_shared; /* (chunk, n_ff) hidden rows of the dense or shared feed-forward */
     struct route_args route; /* buffers of the router */
     struct expert_cache cache; /* of all layers: those of layer il from il times a layer's on */
+    bool slots_emptied;        /* slots may be empty: experts could not be read */
     int32_t *place;            /* of struct wave_args */
+    uint64_t *brought;         /* of struct want_args */
     uint8_t *ring;             /* (expert_ring_bytes) experts that a prefill copies as it goes, in RING_PARTS parts */
     cudaStream_t side;         /* copies them */
     cudaEvent_t listed, copied[RING_PARTS], multiplied[RING_PARTS]; /* see experts_in_waves */
@@ -6796,9 +6865,9 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         else if (code && channel == WAIT_ROW_NORM)
             snprintf(who + at, left, "; rank %d waited for rank %d in the norm of queries and keys of layer %d", i,
                      i / shard.n_rank * shard.n_rank + rank, (r - r->index + i)->m->first_layer + ordinal);
-        else if (code && channel == CH_ANSWER)
-            snprintf(who + at, left, "; rank %d waited for the CPU's experts of layer %d", i,
-                     (r - r->index + i)->m->first_layer + ordinal);
+        else if (code && (channel == CH_ANSWER || channel == CH_BROUGHT))
+            snprintf(who + at, left, "; rank %d waited for %s experts of layer %d", i,
+                     channel == CH_ANSWER ? "the CPU's" : "the disk's", (r - r->index + i)->m->first_layer + ordinal);
         else if (code)
             snprintf(who + at, left, "; rank %d waited for %s", i,
                      channel == CH_LOGITS  ? "a shard of the logits"
@@ -7989,8 +8058,8 @@ static struct expert_cache expert_cache_of(const struct rank *r, int il) {
     const int held = layer_held(r->m, il, o), n_expert = r->m->n_expert_max;
     if (held == layer->n_expert) return a;
     a.n_slot = held;
-    a.slot_of += (size_t)il * (size_t)n_expert;
-    a.heat += (size_t)il * (size_t)n_expert;
+    a.slot_of += (size_t)il * (size_t)(n_expert + 1);
+    a.heat += (size_t)il * (size_t)(n_expert + 1);
     a.expert_of += (size_t)il * (size_t)o.n_slot;
     a.count += 2 * il;
     a.shift = heat_shift(held, layer->n_expert_used);
@@ -8025,23 +8094,57 @@ static void fetch(const struct fetch_args *p, int n, cudaStream_t s) {
     LAUNCH_PDL(k_fetch, (unsigned)n, 256, (size_t)(TILE_ROWS * pitch), s, *p);
 }
 
+/* The question for what `a` will copy of layer il, from the matrix `first` on; without a store none, and the experts are
+ * there. */
+static struct want_args want_of(const struct rank *r, int il, const struct fetch_args *a, int first) {
+    struct want_args w = {};
+    if (!(w.question = r->wanted)) return w;
+    w.p = tp_rank_of(r);
+    w.expert = w.question->expert;
+    w.at = w.question->at;
+    w.item = a->item;
+    w.n = a->n;
+    w.first = a->first;
+    w.most = a->most;
+    w.layer = il;
+    w.matrix = first;
+    w.n_matrix = a->n_matrix;
+    w.brought = r->cuda->brought;
+    return w;
+}
+
+static void want(const struct want_args *a, cudaStream_t s) {
+    if (a->question) LAUNCH_PDL(k_want_experts, 1, 256, 0, s, *a);
+}
+
+/* Waits for the latest question. */
+static void take_brought(const struct want_args *a, cudaStream_t s) {
+    if (a->question) LAUNCH_PDL(k_brought_experts, 1, 256, 0, s, *a);
+}
+
 /* Copies the experts that a decode forward misses into their slots. */
-static void fetch_missing(struct rank *r, const struct layer *layer, const struct expert_cache *cache) {
+static void fetch_missing(struct rank *r, int il, const struct expert_cache *cache) {
+    const struct layer *layer = &r->m->layers[il];
     const struct weight *const w[] = {&layer->gate, &layer->up, &layer->down};
     struct fetch_args a = {};
     for (const struct weight *x : w) a.m[a.n_matrix++] = fetch_matrix_of(x);
     a.item = cache->missing;
     a.n = cache->n_missing;
     a.most = cache->n_slot;
+    const struct want_args q = want_of(r, il, &a, FFN_GATE);
+    a.brought = q.brought;
+    want(&q, r->cuda->stream);
+    take_brought(&q, r->cuda->stream);
     fetch(&a, FETCH_BLOCKS, r->cuda->stream);
 }
 
 /* Tokens of which a decode forward's routed experts are computed at once: all, or as many as have a slot for each of
- * their experts. */
+ * their experts, and as the store can be asked for. */
 static int decode_group(const struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
-    const int held = layer_held(r->m, il, r->cuda->sizes.offload);
-    return held && held < layer->n_expert ? min(r->n_tok, held / layer->n_expert_used) : r->n_tok;
+    const struct offload o = r->cuda->sizes.offload;
+    const int held = layer_held(r->m, il, o), most = o.n_ask ? min(held, o.n_ask) : held;
+    return held && held < layer->n_expert ? min(r->n_tok, most / layer->n_expert_used) : r->n_tok;
 }
 
 /* The feed-forwards of a layer in decode, of tokens first .. first + n - 1, at most 16. routed: the first of them is the
@@ -8122,18 +8225,21 @@ static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
 
 /* Lets g, of gate and up (glu) or of down, multiply the experts that have a slot, and then the others: waves of them
  * pass through the ring. A stream of its own copies a wave while the one before is multiplied. */
-static void experts_in_waves(struct rank *r, const struct layer *layer, const struct expert_cache *cache,
-                             const struct sort_args *s, struct gemm_args g, int glu) {
+static void experts_in_waves(struct rank *r, int il, const struct expert_cache *cache, const struct sort_args *s,
+                             struct gemm_args g, int glu) {
     struct cuda *c = r->cuda;
+    const struct layer *layer = &r->m->layers[il];
     static const char what[] = "copying experts";
     const struct weight *const w[] = {glu ? &layer->gate : &layer->down, &layer->up};
-    struct fetch_matrix m[RING_PARTS][FETCH_MATRICES] = {};
+    struct fetch_matrix m[RING_PARTS][FFN_MATRICES] = {};
     struct fetch_args a = {};
     uint8_t *at = c->ring;
     size_t bytes = 0; /* of an expert */
     for (int i = 0; i < 1 + glu; i++) bytes += experts_gpu_bytes(w[i], 1);
-    const int most = min(layer->n_expert - cache->n_slot, s->n_choices); /* experts of the list */
-    const int n_ring = (int)min(expert_ring_bytes(c->shard) / RING_PARTS / bytes, (size_t)most); /* of a part */
+    const int absent = layer->n_expert - (c->slots_emptied ? 0 : cache->n_slot);
+    const int most = min(absent, s->n_choices); /* experts of the list */
+    const int n_ask = c->sizes.offload.n_ask, ask = n_ask ? min(n_ask, most) : most;
+    const int n_ring = (int)min(expert_ring_bytes(c->shard) / RING_PARTS / bytes, (size_t)ask); /* of a part */
     for (int part = 0; part < RING_PARTS; part++)
         for (int i = 0; i < 1 + glu; i++) {
             struct device_matrix &d = (m[part][i] = fetch_matrix_of(w[i])).w;
@@ -8165,10 +8271,16 @@ static void experts_in_waves(struct rank *r, const struct layer *layer, const st
     wait(copies, c->listed);
     g.place = c->place;
     g.n_place = n_ring;
+    struct want_args q = want_of(r, il, &a, glu ? FFN_GATE : FFN_DOWN);
+    a.brought = q.brought;
+    want(&q, copies);
     for (int wave = 0; wave * n_ring < most; wave++) {
         const int part = wave % RING_PARTS;
         memcpy(a.m, m[part], sizeof m[part]);
-        a.first = g.place_first = wave * n_ring;
+        a.first = g.place_first = q.first = wave * n_ring;
+        take_brought(&q, copies);
+        q.first += n_ring;
+        if (q.first < most) want(&q, copies); /* is read while this wave is copied */
         if (wave >= RING_PARTS) wait(copies, c->multiplied[part]);
         fetch(&a, beside ? FETCH_BESIDE : FETCH_BLOCKS, copies);
         record(c->copied[part], copies);
@@ -8223,7 +8335,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
             profile_next((p.n_expert * (p.w16 ? 2.0 : 4.0) + (p.shared ? 4 : 0)) * m->n_embd, "%dx%d %s", p.n_expert,
                          m->n_embd, p.w16 ? "bf16" : "f32");
             route_decode(&p, c->stream);
-            if (cache.n_slot) fetch_missing(r, layer, &cache);
+            if (cache.n_slot) fetch_missing(r, il, &cache);
             if (held) ffn_decode(r, il, true, held, first, p.n_tok, x, out);
             else experts_by_cpu(r, il, x, out);
         }
@@ -8258,7 +8370,7 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
         profile_matrices(&g.w, (1 + glu) * experts_expected(layer, r->n_tok), 0);
-        if (partly) experts_in_waves(r, layer, &cache, &s, g, glu);
+        if (partly) experts_in_waves(r, il, &cache, &s, g, glu);
         else gemm_prefill(&g, glu, c->stream);
     };
     experts(1, r->n_tok, c->x4);
@@ -8399,6 +8511,42 @@ static void cuda_cache_copy(struct rank *r, const struct cache_tensor *p, size_t
 }
 
 static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
+
+/* Frees the recordings of passes: they have addresses of the cache. */
+static void graphs_free(struct cuda *c) {
+    for (auto &of_pass : c->graph)
+        for (cudaGraphExec_t &graph : of_pass) {
+            if (graph) cudaGraphExecDestroy(graph);
+            graph = NULL;
+        }
+}
+
+/* Puts into the slots of every layer the experts that the upload left there, the first ones; there: false: none. */
+static void slots_fill(struct rank *r, bool there) {
+    static const char what[] = "slots of experts";
+    const struct expert_cache *c = &r->cuda->cache;
+    const struct offload o = r->cuda->sizes.offload;
+    const int n_block = model_blocks(r->m), stride = r->m->n_expert_max + 1;
+    if (!c->slot_of || r->cuda->failed) return;
+    int32_t *slot_of = (int32_t *)host_memory((size_t)(n_block * stride), sizeof *slot_of);
+    int32_t *expert_of = (int32_t *)host_memory((size_t)(n_block * o.n_slot) + 1, sizeof *expert_of);
+    for (int il = 0; il < n_block; il++) {
+        const int held = there ? layer_held(r->m, il, o) : 0;
+        for (int e = 0; e < stride; e++) slot_of[il * stride + e] = e < held ? e : -1;
+        for (int i = 0; i < o.n_slot; i++) expert_of[il * o.n_slot + i] = there ? i : r->m->layers[il].n_expert;
+    }
+    cuda_copy(r, c->slot_of, slot_of, (size_t)(n_block * stride) * sizeof *slot_of, what);
+    cuda_copy(r, c->expert_of, expert_of, (size_t)(n_block * o.n_slot) * sizeof *expert_of, what);
+    cuda_sync(r, what);
+    free(slot_of);
+    free(expert_of);
+}
+
+static void cuda_empty_slots(struct rank *r) {
+    r->cuda->slots_emptied = true;
+    graphs_free(r->cuda); /* they may have as many waves as there were */
+    slots_fill(r, false);
+}
 
 static void cuda_read_counts(struct rank *r, struct expert_counts *counts) {
     static_assert(sizeof *counts == 2 * sizeof *r->cuda->cache.count, "the GPU counts in the same form");
@@ -8746,14 +8894,20 @@ static void matrix_upload(struct rank *r, const struct layer *layer, struct weig
     }
 }
 
-/* Where the GPU sees an address of the host's memory for experts. NULL after an error. */
+/* Where the GPU sees an address of the host's memory for experts, or with a store this part of an expert that the store's
+ * memory begins with. NULL after an error. */
 static const uint8_t *home_of(struct rank *r, const uint8_t *p) {
-    for (int i = 0; i < r->cuda->n_home; i++) {
-        const struct host_range *h = &r->cuda->home[i];
-        void *seen = NULL;
-        if (p < h->base || p >= h->base + h->bytes) continue;
+    const struct cuda *c = r->cuda;
+    const struct gguf *g = &r->m->gguf;
+    void *seen = NULL;
+    for (int i = 0; i < c->n_home; i++) {
+        const struct host_range *h = &c->home[i];
+        if (!c->sizes.offload.n_ask && (p < h->base || p >= h->base + h->bytes)) continue;
         if (!CUDA_OK(r, cudaHostGetDevicePointer(&seen, h->base, 0), "memory for experts")) return NULL;
-        return (const uint8_t *)seen + (p - h->base);
+        if (!c->sizes.offload.n_ask) return (const uint8_t *)seen + (p - h->base);
+        for (uint32_t t = 0; t < g->n_tensors; t++)
+            if (p >= g->tensors[t].data && p < g->tensors[t].data + g->tensors[t].bytes)
+                return (const uint8_t *)seen + (p - g->tensors[t].data);
     }
     rank_fail(r, "an expert is not in the memory for experts, which is a mistake in the program");
     return NULL;
@@ -8985,6 +9139,31 @@ static void ranks_link(struct rank *r, const int *device, bool peers) {
     }
 }
 
+/* Lets kernels of the rank wait for the host. */
+static void waits_make(struct rank *r, const char *what) {
+    struct cuda *c = r->cuda;
+    if (c->sequence) return;
+    c->heartbeat[r->index] = (struct heartbeat *)cuda_host_memory(r, sizeof *c->heartbeat[0], what);
+    c->sequence = (struct sequence *)cuda_memory(r, sizeof *c->sequence, what);
+}
+
+/* Gives the rank a question to the store, if there is one. */
+static void wanted_make(struct rank *r) {
+    static const char what[] = "what the disk has";
+    struct cuda *c = r->cuda;
+    const size_t n = (size_t)r->m->n_expert_max;
+    struct store_question *q;
+    if (!c->sizes.offload.n_ask || !r->m->max.n_expert_used) return;
+    waits_make(r, what);
+    q = (struct store_question *)cuda_host_memory(
+        r, sizeof *q + (FFN_MATRICES * n + 1) * sizeof *q->at + n * sizeof *q->expert, what);
+    if (c->failed) return;
+    q->at = (uint64_t *)(q + 1);
+    q->expert = (int32_t *)(q->at + FFN_MATRICES * n + 1);
+    r->wanted = q;
+    r->async_decode = false; /* what a token needs that is not wanted after all would be read for nothing */
+}
+
 /* Gives the rank a question to the CPU, if it is the one that asks for its stage. */
 static void question_make(struct rank *r) {
     static const char what[] = "what the CPU computes";
@@ -8997,10 +9176,7 @@ static void question_make(struct rank *r) {
     if (!asks || m->shard.rank) return;
     uint8_t *p = (uint8_t *)cuda_host_memory(
         r, sizeof *r->question + jobs * sizeof(struct expert_job) + 4 * weights + 6 * values, what);
-    if (!c->sequence) {
-        c->heartbeat[r->index] = (struct heartbeat *)cuda_host_memory(r, sizeof *c->heartbeat[0], what);
-        c->sequence = (struct sequence *)cuda_memory(r, sizeof *c->sequence, what);
-    }
+    waits_make(r, what);
     if (c->failed) return;
     struct expert_question *q = (struct expert_question *)p;
     q->job = (struct expert_job *)(q + 1);
@@ -9076,15 +9252,6 @@ static void all_reduce_choose(struct rank *r, const struct cuda_options *o, bool
  * A rank starts in the order of cuda_rank_start: check the model, choose what the chip and the options allow, upload
  * and check that every tensor came, see what context fits beside the weights, allocate, link the ranks.
  * ============================================================================================================ */
-
-/* Frees the recordings of passes: they have addresses of the cache. */
-static void graphs_free(struct cuda *c) {
-    for (auto &of_pass : c->graph)
-        for (cudaGraphExec_t &graph : of_pass) {
-            if (graph) cudaGraphExecDestroy(graph);
-            graph = NULL;
-        }
-}
 
 /* Waits for the GPU and for the other ranks, and frees everything; also what a start that failed has left. */
 static void cuda_close(struct rank *r) {
@@ -9384,24 +9551,6 @@ static size_t cache_layout(struct rank *r, uint8_t *base) {
 /* A buffer of activations; NULL where it has no bytes, or after an error. */
 static void *activations(struct rank *r, size_t bytes) { return bytes ? cuda_memory(r, bytes, "activations") : NULL; }
 
-/* Puts into the slots of every layer the experts that the upload left there: the first ones. */
-static void caches_fill(struct rank *r) {
-    const struct expert_cache *c = &r->cuda->cache;
-    const struct offload o = r->cuda->sizes.offload;
-    const size_t n_block = (size_t)model_blocks(r->m), n_expert = (size_t)r->m->n_expert_max;
-    const size_t n_slot = (size_t)o.n_slot;
-    if (!c->slot_of || r->cuda->failed) return;
-    int32_t *numbers = (int32_t *)host_memory(n_block * n_expert, sizeof *numbers);
-    for (size_t i = 0; i < n_block * n_expert; i++)
-        numbers[i] = (int)(i % n_expert) < layer_held(r->m, (int)(i / n_expert), o) ? (int32_t)(i % n_expert) : -1;
-    cuda_copy(r, c->slot_of, numbers, n_block * n_expert * sizeof *numbers, "starting");
-    cuda_sync(r, "starting");
-    for (size_t i = 0; i < n_block * n_slot; i++) numbers[i] = (int32_t)(i % n_slot);
-    cuda_copy(r, c->expert_of, numbers, n_block * n_slot * sizeof *numbers, "starting");
-    cuda_sync(r, "starting");
-    free(numbers);
-}
-
 /* Allocates the cache, the activations, and what the host keeps of them. */
 static void rank_allocate(struct rank *r) {
     const struct model *m = r->m;
@@ -9446,7 +9595,7 @@ static void rank_allocate(struct rank *r) {
     r->n_mtp_hidden = (int)d.mtp_hidden;
     memcpy(r->act, c->x32, sizeof r->act);
     c->x_first = c->x32[A_X];
-    caches_fill(r);
+    slots_fill(r, true);
     CUDA_OK(r, cudaStreamSynchronize(c->stream), "starting");
 }
 
@@ -9511,6 +9660,7 @@ static int rank_begin(struct rank *r, const struct model *m, const struct cuda_o
             if (rank_agree(r)) all_reduce_choose(r, o, peers);
         }
         if (!c->failed) question_make(r);
+        if (!c->failed) wanted_make(r);
         r->free_bytes = rank_facts(r).free;
     }
     if (rank_agree(r)) {

@@ -46,7 +46,8 @@ int main(int argc, char **argv) {
     m.n_mtp = 0;
     session_open_cpu(&s, &m, 1, 1, (struct cpu_options){kernels_choose(), threads, 512, KV_BF16, false, false});
     struct store *store = NULL;
-    if (atol(argv[2]) && !(store = store_open(&m, (uint64_t)atol(argv[2]) << 20, err))) die("%s", err);
+    const struct store_options o = {.bytes = (uint64_t)atol(argv[2]) << 20, .n_stage = 1, .least = 2};
+    if (o.bytes && (part_read(&m, PART_REST, ALL_LAYERS, err) || !(store = store_open(&m, o, err)))) die("%s", err);
     s.r->cpu->store = store;
     double t0 = 0;
     for (int i = 0; i < warm + n; i++) {

@@ -15,46 +15,71 @@ static int cached_tokens(const int *forwards) {
 enum { LATE = 0 };
 static void answer_late(struct session *s);
 
-/* A session of a layout with experts where `at` says, and so many threads for those of the CPU; LATE:
- * one, see late_thread. */
-static bool cached_session(struct session *s, struct home *home, const struct model *m, const struct layout *d,
-                           enum kv_type kv, enum moe_act act, struct offload at, int n_threads) {
-    const int below = at.n_slot ? ALL_LAYERS : at.n_cpu;
+/* The host's side of a session. */
+struct hosted {
+    struct home home;
+    struct store *store;
+};
+
+static void hosted_close(struct hosted *h) {
+    home_close(&h->home);
+    store_close(h->store);
+}
+
+/* Brings the experts of *at into the host's memory, or n_stored of a layer into a store's, 0: there is none; sets n_ask. */
+static bool hosted_open(struct hosted *h, const struct model *m, int n_stage, struct offload *at, int n_stored) {
+    const int below = at->n_slot ? ALL_LAYERS : at->n_cpu;
+    char err[ERR_MAX] = "";
+    *h = (struct hosted){0};
+    const int least = m->n_expert_max > 64 ? m->n_expert_max : 2 * m->max.n_expert_used; /* in the ring */
+    if (n_stored && !(h->store = store_of(m, n_stored, n_stage, least, *at))) return false;
+    if (h->store) at->n_ask = h->store->n_ring / 2;
+    if (below &&
+        !CHECK(!(h->store ? home_of_store(&h->home, h->store, err) : home_open(&h->home, m, below, err)), "%s", err)) {
+        hosted_close(h);
+        return false;
+    }
+    return true;
+}
+
+/* A session of a layout with experts where `at` says, n_stored of them as in hosted_open, and so many threads for those
+ * of the CPU; LATE: one, see late_thread. */
+static bool cached_session(struct session *s, struct hosted *h, const struct model *m, const struct layout *d,
+                           enum kv_type kv, enum moe_act act, struct offload at, int n_stored, int n_threads) {
     char err[ERR_MAX] = "";
     struct cuda_options o = {
         .n_ctx = CACHED_CTX, .kv = kv, .moe_act = act, .kv_splits = 2, .allreduce = d->allreduce, .offload = at};
-    *home = (struct home){0};
     memcpy(o.device, d->device, sizeof o.device);
     cuda_test_devices(4, d->peers);
-    if (below && !CHECK(home_open(home, m, below, err) == 0, "%s", err)) return false;
-    o.home = home->range;
-    o.n_home = (int)arrlen(home->range);
+    if (!hosted_open(h, m, d->pp, &o.offload, n_stored)) return false;
+    o.home = h->home.range;
+    o.n_home = (int)arrlen(h->home.range);
     if (!CHECK(session_open(s, m, d->tp, d->pp, cuda_rank_start, &o, err) == 0, "%s, %d slots: %s", d->name, at.n_slot,
                err)) {
-        home_close(home);
+        hosted_close(h);
         return false;
     }
-    session_serve(s, int_max(1, n_threads));
+    session_serve(s, int_max(1, n_threads), h->store);
     if (n_threads == LATE) answer_late(s);
     return true;
 }
 
-static void cached_close(struct session *s, struct home *home) {
+static void cached_close(struct session *s, struct hosted *h) {
     session_free(s);
-    home_close(home);
+    hosted_close(h);
     cuda_test_devices(1, true);
 }
 
 /* The logits of forwards of n tokens (tokens, n_vocab): of a prefill the last ones, of decode forwards of 1 to 16 tokens
  * all. NULL after a failed check. */
 static float *cached_logits(const struct model *m, const struct layout *d, enum kv_type kv, enum moe_act act,
-                            const int *n, struct offload o, int n_threads, struct expert_counts *count) {
+                            const int *n, struct offload o, int n_stored, int n_threads, struct expert_counts *count) {
     const int all = cached_tokens(n);
     struct session s;
-    struct home home;
+    struct hosted home;
     const size_t v = (size_t)m->n_vocab;
     int32_t ids[CACHED_CTX];
-    if (!cached_session(&s, &home, m, d, kv, act, o, n_threads)) return NULL;
+    if (!cached_session(&s, &home, m, d, kv, act, o, n_stored, n_threads)) return NULL;
     for (int i = 0; i < all; i++) ids[i] = (11 + 17 * i + i * i / 7) % m->n_vocab;
     float *out = xcalloc((size_t)all * v, sizeof *out);
     for (int i = 0, at = 0; n[i]; at += n[i++]) {
@@ -78,11 +103,11 @@ static void cached_agrees(const char *name, const struct model *m, const struct 
     int seen = 0;
     const size_t before = cuda_test_free_bytes();
     struct expert_counts count;
-    float *want = cached_logits(m, d, kv, act, forwards, (struct offload){0}, 1, &count);
+    float *want = cached_logits(m, d, kv, act, forwards, (struct offload){0}, 0, 1, &count);
     CHECK(!count.hits && !count.misses, "%s: experts are counted though all are on the GPU", name);
     for (int i = 0; i < 3 && want; i++) {
         if (slots[i] < k || slots[i] >= e || (i && slots[i] == slots[i - 1]) || (i && !all)) continue;
-        float *got = cached_logits(m, d, kv, act, forwards, (struct offload){.n_slot = slots[i]}, 1, &count);
+        float *got = cached_logits(m, d, kv, act, forwards, (struct offload){.n_slot = slots[i]}, 0, 1, &count);
         CHECK(got && !memcmp(got, want, bytes), "%s, %s, %d of %d slots: other logits", name, d->name, slots[i], e);
         CHECK(count.hits && count.misses, "%s, %d slots: %llu hits, %llu misses", name, slots[i],
               (unsigned long long)count.hits, (unsigned long long)count.misses);
@@ -99,23 +124,23 @@ static void cached_statistics(const struct model *m) {
     const struct offload at[] = {{0}, {.n_slot = 2 * m->max.n_expert_used}, {.n_cpu = 1}};
     const size_t v = (size_t)m->n_vocab;
     float *want = xcalloc(v, sizeof *want);
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 6; i++) {
         struct session s;
-        struct home home = {0};
+        struct hosted home;
         char err[ERR_MAX] = "";
-        struct cuda_options o = {.n_ctx = CACHED_CTX, .kv_splits = 2, .stats = true, .offload = at[i]};
-        if (i) CHECK(!home_open(&home, m, i == 1 ? ALL_LAYERS : 1, err), "%s", err);
-        o.home = home.range;
-        o.n_home = (int)arrlen(home.range);
+        struct cuda_options o = {.n_ctx = CACHED_CTX, .kv_splits = 2, .stats = true, .offload = at[i % 3]};
+        if (!hosted_open(&home, m, 1, &o.offload, i / 3)) break; /* the last two with a store */
+        o.home = home.home.range;
+        o.n_home = (int)arrlen(home.home.range);
         if (!CHECK(!session_open(&s, m, 1, 1, cuda_rank_start, &o, err), "%s", err)) break;
-        session_serve(&s, 1);
+        session_serve(&s, 1, home.store);
         for (int t = 0; t < 3; t++) session_forward(&s, (int32_t[]){7, 8, 9, 10, 11}, 5 - t % 2);
         session_head(&s, 4, 1);
         const float *got = s.r->ops->read_logits(s.r, 0);
         if (!i) memcpy(want, got, v * sizeof *want);
         CHECK(!memcmp(want, got, v * sizeof *want), "statistics: other logits, case %d", i);
         session_free(&s);
-        home_close(&home);
+        hosted_close(&home);
     }
     free(want);
 }
@@ -180,12 +205,8 @@ static int cpu_layers(const struct model *m, int n_cpu) {
 static void *late_thread(void *arg) {
     struct expert_server *s = arg;
     while (!atomic_load(&s->stop)) {
-        for (int i = 0; i < s->n; i++) {
-            if (!question_open(s->question[i])) continue;
-            nanosleep(&(struct timespec){0, 20000000}, NULL);
-            question_answer(s, i);
-        }
-        nanosleep(&(struct timespec){0, 50000}, NULL);
+        nanosleep(&(struct timespec){0, rank_asks(s->pg->ranks) ? 20000000 : 50000}, NULL);
+        server_turn(s);
     }
     return NULL;
 }
@@ -207,13 +228,13 @@ static void cpu_experts_agree(const char *name, const struct model *m, const str
     struct expert_counts count;
     const struct offload all = {0}, cpu = {.n_cpu = n_cpu};
     const struct offload both = {.n_cpu = n_cpu, .n_slot = int_min(2 * m->max.n_expert_used, m->n_expert_max - 1)};
-    float *want = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, all, 1, &count);
-    float *got = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, 1, &count);
+    float *want = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, all, 0, 1, &count);
+    float *got = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, 0, 1, &count);
     CHECK(!count.hits && count.misses, "%s: %llu hits, %llu misses", name, (unsigned long long)count.hits,
           (unsigned long long)count.misses); /* prefill copies */
-    float *two = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, 2, &count);
-    float *late = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, LATE, &count);
-    float *slots = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, both, 2, &count);
+    float *two = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, 0, 2, &count);
+    float *late = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, cpu, 0, LATE, &count);
+    float *slots = cached_logits(m, d, KV_BF16, MOE_ACT_F16, cached_short, both, 0, 2, &count);
     if (want && got && two && late && slots) {
         const double e = nmse(got + first * v, want + first * v, (n - first) * v);
         CHECK(e < 1e-3 && e > 0, "%s, %s: NMSE %.2e", name, d->name, e);
@@ -259,11 +280,11 @@ static void test_cuda_cpu_experts(void) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct model m;
         struct session s;
-        struct home home;
+        struct hosted home;
         const struct layout *d = &cached_layouts[cases[i].layout];
         if (!fixture_load(cases[i].name, &m)) return;
         cpu_experts_agree(cases[i].name, &m, d, cases[i].n_cpu);
-        if (!cached_session(&s, &home, &m, d, KV_FP8, MOE_ACT_F16, (struct offload){.n_cpu = cases[i].n_cpu}, 2))
+        if (!cached_session(&s, &home, &m, d, KV_FP8, MOE_ACT_F16, (struct offload){.n_cpu = cases[i].n_cpu}, 0, 2))
             return;
         uint32_t answered = 0;
         for (int t = 0; t < 5; t++) session_forward(&s, (int32_t[]){3, 4, 5}, 1 + t % 3);
@@ -277,6 +298,112 @@ static void test_cuda_cpu_experts(void) {
     }
     cpu_experts_wide();
     CHECK(cuda_test_free_bytes() == before, "memory is lost");
+}
+
+/* ---- experts that are read from disk ---- */
+
+/* A model's logits with all experts on the GPU, and with slots for two tokens, or for half of many experts, and n_stored
+ * experts of a layer in memory. */
+static void disk_agrees(const char *name, const struct model *m, const struct layout *d, enum kv_type kv, int n_cpu,
+                        int n_stored, int n_threads) {
+    const int slots = m->n_expert_max > 64 ? m->n_expert_max / 2 : 2 * m->max.n_expert_used;
+    const struct offload at = {.n_cpu = n_cpu, .n_slot = int_min(slots, m->n_expert_max - 1)};
+    const size_t bytes = (size_t)cached_tokens(cached_long) * (size_t)m->n_vocab * sizeof(float);
+    struct expert_counts count;
+    float *want = cached_logits(m, d, kv, MOE_ACT_F16, cached_long, (struct offload){.n_cpu = n_cpu}, 0, 1, &count);
+    float *got = cached_logits(m, d, kv, MOE_ACT_F16, cached_long, at, n_stored, n_threads, &count);
+    CHECK(got && want && !memcmp(got, want, bytes), "%s, %s, %d of %d in memory: other logits", name, d->name, n_stored,
+          m->n_expert_max);
+    CHECK(count.hits && count.misses, "%s: %llu hits, %llu misses", name, (unsigned long long)count.hits,
+          (unsigned long long)count.misses);
+    free(want), free(got);
+}
+
+/* A file with layers of more experts than one warp takes over from an answer. */
+static bool disk_many(struct model *m) {
+    static const struct synth many = {
+        "many experts", "qwen3moe",
+        .keys = "block_count=2 embedding_length=64 attention.head_count=4 attention.head_count_kv=2 "
+                "attention.key_length=32 expert_count=96 expert_used_count=4 expert_feed_forward_length=64 "
+                "vocab_size=200 context_length=256"};
+    char path[64], err[ERR_MAX];
+    struct model made = {0};
+    snprintf(path, sizeof path, "build/many-experts-%d.gguf", (int)getpid());
+    unlink(path);
+    synth_make(&made, &many, path, false);
+    model_free(&made);
+    const bool loaded = CHECK(!model_load(m, path, err), "%s", err);
+    unlink(path);
+    return loaded;
+}
+
+/* Reads that fail take the turn back, and leave nothing wrong in the slots. */
+static void disk_fails(const struct model *m) {
+    const struct offload at = {.n_slot = 2 * m->max.n_expert_used};
+    const size_t row = (size_t)m->n_vocab * sizeof(float);
+    struct session s;
+    struct hosted home;
+    int32_t ids[40];
+    char err[ERR_MAX] = "";
+    for (int i = 0; i < 40; i++) ids[i] = (11 + 17 * i) % m->n_vocab;
+    if (!cached_session(&s, &home, m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, at, 2, 1)) return;
+    CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE, "%s", err);
+    float *want = memcpy(xmalloc(row), session_logits(&s), row);
+    for (int i = 0; i < 4; i++) { /* in a prefill, and in forwards of few tokens after a prefill */
+        session_truncate(&s, 0);
+        if (i % 2) CHECK(session_sync(&s, ids, 30, 0, err) == SYNC_DONE, "%s", err);
+        store_empty(home.store);
+        fault_set(i < 2 ? FAULT_EIO : FAULT_END, i, 1000000);
+        bool failed = !(i % 2) && session_sync(&s, ids, 40, 0, err) == SYNC_FAILED;
+        for (int t = 30; t < 40 && !failed && i % 2; t++) {
+            session_decode(&s, ids[t]);
+            failed = session_failed(&s, err);
+        }
+        read_at = pread;
+        CHECK(failed && strstr(err, "reading the model: ") && !s.n_past, "case %d: %s, %d tokens", i, err, s.n_past);
+        CHECK(session_sync(&s, ids, 40, 0, err) == SYNC_DONE, "case %d: %s", i, err);
+        CHECK(!memcmp(want, session_logits(&s), row), "case %d: other logits", i);
+    }
+    launches_check("experts on disk", &s);
+    free(want);
+    cached_close(&s, &home);
+}
+
+static void test_cuda_disk(void) {
+    static const struct {
+        const char *name;
+        enum kv_type kv;
+        int layout, n_cpu, n_stored, n_threads;
+    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, 0, 0, 1, 1}, {"qwen3moe_nvfp4", KV_BF16, 1, 0, 3, 1},
+                 {"deepseek_v3", KV_FP8, 2, 0, 5, 1},    {"deepseek_v3", KV_BF16, 3, 2, 2, LATE},
+                 {"gpt_oss", KV_FP8, 0, 2, 1, 2},        {"qwen3_5_moe", KV_BF16, 3, 0, 4, 1},
+                 {"deepseek_v4", KV_FP8, 0, 0, 2, 1},    {"step3p7", KV_BF16, 0, 0, 100, 1}};
+    const size_t before = cuda_test_free_bytes();
+    cuda_test_begin(23);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct model m;
+        if (!fixture_load(cases[i].name, &m)) return;
+        disk_agrees(cases[i].name, &m, &cached_layouts[cases[i].layout], cases[i].kv, cases[i].n_cpu, cases[i].n_stored,
+                    cases[i].n_threads);
+        if (!i) disk_fails(&m);
+        model_free(&m);
+    }
+    struct model m;
+    if (!disk_many(&m)) return;
+    disk_agrees("many experts", &m, &cached_layouts[0], KV_BF16, 0, 48, LATE);
+    model_free(&m);
+    CHECK(cuda_test_free_bytes() == before, "memory is lost");
+}
+
+/* One model with waves of several questions, and one with many experts, for mutants. */
+void cuda_test_from_disk(void) {
+    struct model m;
+    if (!fixture_load("qwen3moe", &m)) return;
+    disk_agrees("qwen3moe", &m, &cached_layouts[0], KV_BF16, 0, 1, LATE);
+    model_free(&m);
+    if (!disk_many(&m)) return;
+    disk_agrees("many experts", &m, &cached_layouts[0], KV_BF16, 0, 48, LATE);
+    model_free(&m);
 }
 
 /* ---- the rule of the slots, step by step ---- */
@@ -334,11 +461,12 @@ static void slots_norm_ffn(struct rank *r, const struct step *s) {
 static void test_cuda_slots(void) {
     struct model m;
     struct session s;
-    struct home home;
+    struct hosted home;
     uint64_t rng = 5;
     if (!fixture_load("deepseek_v3_reap", &m)) return;
     const int n_slot = 2 * m.max.n_expert_used;
-    if (!cached_session(&s, &home, &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, (struct offload){.n_slot = n_slot}, 1))
+    if (!cached_session(&s, &home, &m, &cached_layouts[0], KV_BF16, MOE_ACT_F16, (struct offload){.n_slot = n_slot}, 0,
+                        1))
         return;
     struct ops table = *s.r->ops;
     slots_ops = s.r->ops;
@@ -436,7 +564,7 @@ static void test_cuda_small(void) {
     struct engine e;
     struct doctor *d = doctor_new(&set); /* the settings' defaults */
     const int32_t ids[] = {5, 17, 80, 3, 44, 9, 21, 60, 2, 7};
-    int32_t want[12], got[12];
+    int32_t want[12], got[12], cpu[12], other[12];
     const size_t before = cuda_test_free_bytes();
     const char *why;
     for (int tp = 1; tp <= 2; tp++) {
@@ -473,7 +601,21 @@ static void test_cuda_small(void) {
             small_close(&e);
         }
         CHECK(!memcmp(got, want, sizeof want), "--n-cpu-moe 1: other tokens in less memory");
+        memcpy(cpu, got, sizeof cpu);
         set.n_cpu_moe = 0;
+        for (int i = 0; i < 3; i++) { /* from disk, as if the host's memory were small, too */
+            set.expert_memory = 1;
+            set.n_cpu_moe = i == 2;
+            why = small_open(&e, &set, i == 1 ? (size_t)1 << 30 : lo, tp, FIT_ON);
+            if (!CHECK(!why, "--expert-memory: %s", why)) break;
+            CHECK((e.store != NULL) == (i != 1), "case %d: %s", i, e.store ? "a store" : "no store");
+            if (i == 1 || !i) cuda_greedy(&e.session, ids, 10, i ? want : got, 12);
+            else cuda_greedy(&e.session, ids, 10, other, 12);
+            small_close(&e);
+        }
+        CHECK(!memcmp(got, want, sizeof want), "--expert-memory: other tokens");
+        CHECK(!memcmp(other, cpu, sizeof cpu), "--expert-memory --n-cpu-moe 1: other tokens");
+        set.n_cpu_moe = set.expert_memory = 0;
         why = small_open(&e, &set, lo, tp, FIT_OFF);
         CHECK(why && strstr(why, "-fit off"), "%s", why);
         small_close(&e);
@@ -491,5 +633,6 @@ static void test_cuda_small(void) {
 
 void cuda_test_slot_rule(void) { test_cuda_slots(); }
 
-#define TESTS_CUDA_EXPERTS \
-    {"cuda/experts", test_cuda_experts}, {"cuda/cpu-experts", test_cuda_cpu_experts}, {"cuda/slots", test_cuda_slots},
+#define TESTS_CUDA_EXPERTS                                                                                           \
+    {"cuda/experts", test_cuda_experts}, {"cuda/cpu-experts", test_cuda_cpu_experts}, {"cuda/disk", test_cuda_disk}, \
+        {"cuda/slots", test_cuda_slots},

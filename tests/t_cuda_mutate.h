@@ -18,6 +18,7 @@ extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
 extern "C" void cuda_test_by_cpu(void);
+extern "C" void cuda_test_from_disk(void);
 extern "C" int cuda_test_failures(void);
 extern "C" bool cuda_test_sums;
 
@@ -41,6 +42,7 @@ static const struct {
                     {"slots", cuda_test_slot_rule},
                     {"cached", cuda_test_cached},
                     {"by-cpu", cuda_test_by_cpu},
+                    {"from-disk", cuda_test_from_disk},
                     {"forward", cuda_test_forward},
                     {"all-reduce", cuda_test_all_reduce},
                     {"gemm", cuda_test_gemm},
@@ -251,6 +253,20 @@ static void fetches_other_columns(const char *launch, void *args) {
 static void fetches_without_down(const char *launch, void *args) {
     change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.n_matrix = min(a.n_matrix, 2); });
 }
+static void wants_one_less(const char *launch, void *args) {
+    change_if<struct want_args>(launch, "k_want_experts", args, [](auto &a) { a.most -= a.most > 1; });
+}
+static void wants_of_first_wave(const char *launch, void *args) {
+    change_if<struct want_args>(launch, "k_want_experts", args, [](auto &a) { a.first = 0; });
+}
+static void wants_down_first(const char *launch, void *args) {
+    change_if<struct want_args>(launch, "k_want_experts", args, [](auto &a) {
+        if (a.n_matrix == 1) a.matrix = FFN_GATE;
+    });
+}
+static void fetches_as_from_memory(const char *launch, void *args) {
+    change_if<struct fetch_args>(launch, "k_fetch", args, [](auto &a) { a.brought += a.n_matrix; });
+}
 static void waves_in_one_place(const char *launch, void *args) {
     change_if<struct wave_args>(launch, "k_wave_list", args, [](auto &a) { a.n_ring++; });
 }
@@ -287,6 +303,10 @@ static const struct {
                 {"cached", "waves have other places than the ring", waves_in_one_place},
                 {"cached", "an expert of a wave is left out", waves_one_short},
                 {"cached", "waves do not wait for their copies", copies_without_waiting},
+                {"from-disk", "an expert is not asked for", wants_one_less},
+                {"from-disk", "experts of another wave are asked for", wants_of_first_wave},
+                {"from-disk", "down is asked for instead of gate", wants_down_first},
+                {"from-disk", "the answer is not heeded", fetches_as_from_memory},
                 {"by-cpu", "the CPU gets other values", asks_for_other_tokens},
                 {"by-cpu", "the CPU computes another layer", asks_of_other_layer},
                 {"by-cpu", "the CPU's answer replaces the shared expert", answer_in_place_of_shared},
@@ -391,6 +411,7 @@ static const struct {
      "before it is always a copy, the clearing of memory or itself, which has ended"},
     {"k_mma_rate", "griddepcontrol.wait", "it reads and writes nothing"},
     {"k_add_experts", "bar.sync 0 (3)", "what it counts is read when it has ended"},
+    {"k_brought_experts", "bar.sync 0 (3)", "what it counts is read when it has ended"},
     {"k_probe", "griddepcontrol.wait", "it alone writes its answer, into memory that nobody else has"},
     {"k_route_decodeILi1ELb0E", "bar.sync 0 (3)", COUNTED},
     {"k_route_decodeILi16ELb0E", "bar.sync 0 (3)", COUNTED},

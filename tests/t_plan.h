@@ -1263,7 +1263,7 @@ static void test_plan_host(void) {
                   plan_real_of(host, "forecast_few") < plan_real_of(o, "forecast"),
               "%s: forecast %g", gpus[i], plan_real_of(o, "forecast"));
         json_t *small = NULL;
-        snprintf(args, sizeof args, "--gpus %s@1792 --host 50 --synth gpt-oss-120b", gpus[i]);
+        snprintf(args, sizeof args, "--gpus %s@1792 --host 50 -fit off --synth gpt-oss-120b", gpus[i]);
         small = plan_of(args, 1);
         plan_says(small, "verdict", "needs pruning");
         CHECK(plan_int(small, "keep_experts") == plan_int(host, "keep_experts"), "%s: pruning", gpus[i]);
@@ -1277,6 +1277,29 @@ static void test_plan_host(void) {
     plan_says(two, "verdict", "fits with experts in host memory");
     CHECK(plan_int(two, "tp") == 2, "two ranks");
     json_decref(two);
+}
+
+/* Experts that have no room in the host's memory either: as many as there is room for, and what is read from disk is in
+ * the forecast. */
+static void test_plan_disk(void) {
+    const double slab = 3 * 2880.0 * 2880 / 32 * 17; /* an expert in the file */
+    json_t *all = plan_of("--gpus 1x32 --host 128@50 --synth gpt-oss-120b", 0);
+    json_t *some = plan_of("--gpus 1x32 --host 20@50/70/3.5 --synth gpt-oss-120b", 0);
+    const json_t *disk = json_object_get(some, "disk"), *host = json_object_get(some, "host_experts");
+    plan_says(some, "verdict", "runs with experts on disk");
+    const double memory = 20 * 0x1p30 * 15 / 16, used = (double)(plan_int(disk, "stored") * 36) * slab;
+    CHECK(used < memory * 7 / 8 && used > memory * 7 / 8 - 2 * 36 * slab, "%lld experts are in memory",
+          (long long)plan_int(disk, "stored"));
+    const double read = plan_real_of(disk, "read_bytes"), few = plan_real_of(disk, "read_bytes_few");
+    CHECK(read > 0 && few > read && few < 0.2 * 36 * 4 * slab, "%g to %g bytes are read", read, few);
+    CHECK_INT((int)plan_int(host, "slots"), (int)plan_int(json_object_get(all, "host_experts"), "slots"), "slots");
+    const double more = 1 / plan_real_of(some, "forecast") - 1 / plan_real_of(all, "forecast");
+    CHECK(fabs(more - (read / 3.5e9 + 36 * 5e-6)) < 36 * 1e-6, "reading takes %g s, expected %g", more, read / 3.5e9);
+    json_decref(all), json_decref(some);
+    json_t *cpu = plan_of("--gpus 1x96 --host 8 --synth gpt-oss-120b --cpu-moe", 0);
+    CHECK(plan_int(json_object_get(cpu, "disk"), "stored") == (int)(7.5 * 0x1p30 * 7 / 8 / 36 / slab),
+          "%lld experts are in memory", (long long)plan_int(json_object_get(cpu, "disk"), "stored"));
+    json_decref(cpu);
 }
 
 /* --n-cpu-moe: the layers' experts leave the GPU, their bytes and a question each are in the forecast, and an N that is
@@ -1311,10 +1334,42 @@ static void test_plan_cpu_moe(void) {
     }
     json_decref(slow), json_decref(fast);
     char *no = NULL;
-    CHECK(run_command(MOE_BIN " --plan --gpus 1x96 --host 8 --synth gpt-oss-120b --cpu-moe", NULL, &no) == EXIT_RUN &&
-              strstr(sb_cstr(&no), "experts of 36 layers (--n-cpu-moe) need"),
+    CHECK(run_command(MOE_BIN " --plan --gpus 1x96 --host 1 --synth glm-5 --cpu-moe", NULL, &no) == EXIT_RUN &&
+              strstr(sb_cstr(&no), "(--n-cpu-moe) need more than 1.00 GiB of host memory"),
           "%s", sb_cstr(&no));
     arrfree(no);
+}
+
+/* The table of experts on disk in README.md is what --plan says. */
+static void test_plan_readme_disk(void) {
+    char *text = NULL, err[ERR_MAX];
+    int rows = 0;
+    if (!CHECK(read_file("README.md", &text, err) == 0, "%s", err)) return;
+    arrput(text, 0);
+    for (const char *p = strstr(text, "| in memory | from disk |"); p && (p = strchr(p, '\n'));) {
+        int host, slots, experts, stored, slow, fast;
+        double read, few;
+        char gpu[16], model[32], args[128];
+        if (sscanf(++p, "| %d GB beside %15s | `%31[^`]` | %d of %d | %d | %lf to %lf GB a token | %d to %d tok/s |",
+                   &host, gpu, model, &slots, &experts, &stored, &read, &few, &slow, &fast) != 10) {
+            if (*p != '|') break;
+            continue;
+        }
+        snprintf(args, sizeof args, "--gpus %s --host %d --synth %s", gpu, host, model);
+        json_t *o = plan_of(args, 0);
+        const json_t *h = json_object_get(o, "host_experts"), *d = json_object_get(o, "disk");
+        CHECK(plan_int(h, "slots") == slots && plan_int(o, "experts") == experts && plan_int(d, "stored") == stored,
+              "%s: %d slots", args, (int)plan_int(h, "slots"));
+        CHECK(fabs(plan_real_of(d, "read_bytes") * 1e-9 - read) < 0.006 &&
+                  fabs(plan_real_of(d, "read_bytes_few") * 1e-9 - few) < 0.006,
+              "%s: %g to %g bytes", args, plan_real_of(d, "read_bytes"), plan_real_of(d, "read_bytes_few"));
+        CHECK(lround(plan_real_of(h, "forecast_few")) == slow && lround(plan_real_of(o, "forecast")) == fast,
+              "%s: %g to %g tok/s", args, plan_real_of(h, "forecast_few"), plan_real_of(o, "forecast"));
+        json_decref(o);
+        rows++;
+    }
+    CHECK(rows >= 6, "%d rows", rows);
+    arrfree(text);
 }
 
 /* The table of experts in host memory in README.md is what --plan says. */
@@ -1349,13 +1404,14 @@ static void test_plan_readme(void) {
     arrfree(text);
 }
 
-#define TESTS_PLAN                                                                                                   \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                        \
-        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                                \
-        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                    \
-        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},       \
-        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                                \
-        {"plan/verdicts", test_plan_verdicts}, {"plan/host", test_plan_host}, {"plan/n-cpu-moe", test_plan_cpu_moe}, \
-        {"plan/readme", test_plan_readme}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split},       \
-        {"plan/cpu", test_plan_cpu}, {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage},           \
+#define TESTS_PLAN                                                                                             \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                  \
+        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                          \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},              \
+        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit}, \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                          \
+        {"plan/verdicts", test_plan_verdicts}, {"plan/host", test_plan_host}, {"plan/disk", test_plan_disk},   \
+        {"plan/n-cpu-moe", test_plan_cpu_moe}, {"plan/readme-disk", test_plan_readme_disk},                    \
+        {"plan/readme", test_plan_readme}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
+        {"plan/cpu", test_plan_cpu}, {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage},     \
         {"plan/absurd", test_plan_absurd},

@@ -1,21 +1,29 @@
 /* Experts that are read from disk: the bits of a model in memory, an independent simulation of the slots, faults. */
 
+/* Opens a store with n_slot slots a layer, as far as these have so many experts, for stages whose rings have room for
+ * `least` experts. NULL after a failed check. */
+static struct store *store_of(const struct model *m, int n_slot, int n_stage, int least, struct offload beside) {
+    char err[ERR_MAX];
+    size_t all = 0, room[FFN_MATRICES];
+    const uint64_t slab = (uint64_t)n_stage * ring_slab(m, room);
+    for (int il = 0; il < model_blocks(m); il++)
+        if (m->layers[il].n_expert) all += slab_bytes(&m->layers[il]);
+    uint64_t bytes = (uint64_t)n_slot * all + (uint64_t)least * slab;
+    while (bytes > RING_SHARE * (uint64_t)least * slab &&
+           (bytes - bytes / RING_SHARE / slab / 2 * 2 * slab) / all < (uint64_t)n_slot)
+        bytes += slab;
+    struct store *s = store_open(m, (struct store_options){bytes, n_stage, least, beside}, err);
+    CHECK(s, "%s", err);
+    return s;
+}
+
 /* Opens a session on one rank whose experts are in a store with n_slot slots a layer, as far as these have so many. */
 static bool store_session(struct session *s, const struct model *m, int n_slot, int threads, int n_ctx) {
     char err[ERR_MAX];
-    size_t all = 0, slab = 0;
-    for (int il = 0; il < model_blocks(m); il++) {
-        if (!m->layers[il].n_expert) continue;
-        all += slab_bytes(&m->layers[il]);
-        slab = size_max(slab, slab_bytes(&m->layers[il]));
-    }
-    uint64_t bytes = (uint64_t)n_slot * all + 2 * slab;
-    while (bytes > (uint64_t)(RING_SHARE * 2) * slab &&
-           (bytes - bytes / RING_SHARE / slab * slab) / all < (uint64_t)n_slot)
-        bytes += slab;
+    if (!CHECK(!part_read(m, PART_REST, ALL_LAYERS, err), "%s", err)) return false;
     session_cpu(s, m, kernels_choose(), threads, n_ctx, KV_F32);
-    s->r->cpu->store = store_open(m, bytes, err);
-    if (CHECK(s->r->cpu->store, "%s", err)) return true;
+    s->r->cpu->store = store_of(m, n_slot, 1, 2, (struct offload){0});
+    if (s->r->cpu->store) return true;
     session_free(s);
     return false;
 }
@@ -210,9 +218,11 @@ static void test_store_open(void) {
     struct session s;
     char err[ERR_MAX] = "";
     if (!fixture_load("qwen3moe", &m)) return;
-    CHECK(!store_open(&m, 1000, err) && strstr(err, "GiB of memory at least"), "%s", err);
+    struct store_options o = {.bytes = 1000, .n_stage = 1, .least = 2};
+    CHECK(!store_open(&m, o, err) && strstr(err, "GiB of memory at least"), "%s", err);
     fault_set(FAULT_EIO, 0, 1);
-    CHECK(!store_open(&m, 1 << 24, err) && strstr(err, "Input/output error"), "%s", err);
+    o.bytes = 1 << 24;
+    CHECK(!store_open(&m, o, err) && strstr(err, "Input/output error"), "%s", err);
     read_at = pread;
     interrupted = 1;
     if (store_session(&s, &m, 4, 1, 32)) {

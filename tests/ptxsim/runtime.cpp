@@ -4,7 +4,9 @@
 #include <fnmatch.h>
 #include <sched.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <thread>
+#include <unistd.h>
 
 #include "machine.h"
 
@@ -692,7 +694,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 
 struct Registered {
     size_t bytes;
-    void *copy;
+    void *seen; /* by GPUs */
 };
 static std::map<uintptr_t, Registered> registered; /* by the host's address */
 static std::mutex registered_lock;
@@ -724,20 +726,28 @@ cudaError_t cudaFreeHost(void *p) {
     NEEDS(!p || arena_free(p), cudaErrorInvalidValue);
     return cudaSuccess;
 }
-/* GPUs read a copy of registered memory, made when it is registered: a program must neither write to it later nor take
- * the host's address for the GPU's. */
+/* GPUs see registered memory at another address: a program must not take the host's. Both are mappings of one file, which
+ * has what the memory had. */
+static void *share(void *p, size_t n) {
+    void *seen = arena_alloc(n, HOST);
+    const int file = memfd_create("registered", MFD_CLOEXEC);
+    auto map = [&](void *at) { return mmap(at, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == at; };
+    const bool done = seen && file >= 0 && !ftruncate(file, (off_t)n) && map(seen) && (memcpy(seen, p, n), map(p));
+    if (file >= 0) close(file);
+    if (!done) perror("ptxsim: registered memory"), abort();
+    return seen;
+}
+
 cudaError_t cudaHostRegister(void *p, size_t n, unsigned) {
     WAITS();
     const uintptr_t at = (uintptr_t)p;
     std::lock_guard<std::mutex> g(registered_lock);
-    NEEDS(p && n, cudaErrorInvalidValue);
+    NEEDS(p && n && at % 4096 == 0 && n % 4096 == 0, cudaErrorInvalidValue);
     auto after = registered.lower_bound(at);
     NEEDS(after == registered.end() || after->first >= at + n, cudaErrorHostMemoryAlreadyRegistered);
     NEEDS(after == registered.begin() || std::prev(after)->first + std::prev(after)->second.bytes <= at,
           cudaErrorHostMemoryAlreadyRegistered);
-    void *copy = arena_alloc(n, HOST);
-    NEEDS(copy, cudaErrorMemoryAllocation);
-    registered[at] = {n, memcpy(copy, p, n)};
+    registered[at] = {n, share(p, n)};
     return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void *p) {
@@ -746,7 +756,7 @@ cudaError_t cudaHostUnregister(void *p) {
     std::lock_guard<std::mutex> g(registered_lock);
     const auto found = registered.find((uintptr_t)p);
     NEEDS(found != registered.end(), cudaErrorHostMemoryNotRegistered);
-    arena_free(found->second.copy);
+    arena_free(found->second.seen);
     registered.erase(found);
     return cudaSuccess;
 }
@@ -755,7 +765,7 @@ cudaError_t cudaHostGetDevicePointer(void **seen, void *p, unsigned) {
     std::lock_guard<std::mutex> g(registered_lock);
     const auto found = registered.find((uintptr_t)p);
     NEEDS(found != registered.end(), cudaErrorInvalidValue);
-    return *seen = found->second.copy, cudaSuccess;
+    return *seen = found->second.seen, cudaSuccess;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
     WAITS();

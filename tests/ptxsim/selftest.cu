@@ -159,6 +159,7 @@ enum { ROW = 64, AT = 32 };
     L(ldg_v4_u32, "ld.global.v4.u32", global, 4, r, 32, 0) L(ldg_v4_u16, "ld.global.v4.u16", global, 4, h, 16, 0)      \
     L(ldg_v4_u8, "ld.global.v4.u8", global, 4, h, 8, 0) L(ldg_v2_u64, "ld.global.v2.u64", global, 2, l, 64, 0)         \
     L(ldg_cg_f32, "ld.global.cg.f32", global, 1, r, 32, 0) L(ldg_cg_s32, "ld.global.cg.s32", global, 1, r, 32, 1)      \
+    L(ldg_cg_u64, "ld.global.cg.u64", global, 1, l, 64, 0)                                                             \
     L(ldg_cg_v2_f32, "ld.global.cg.v2.f32", global, 2, r, 32, 0)                                                       \
     L(ldg_cg_v2_u32, "ld.global.cg.v2.u32", global, 2, r, 32, 0)                                                       \
     L(ldg_cg_v4_f32, "ld.global.cg.v4.f32", global, 4, r, 32, 0)                                                       \
