@@ -126,11 +126,9 @@ endif
 SIM_KERNELS := cuda/upload cuda/gemv cuda/router cuda/sort cuda/links cuda/gemm cuda/attention cuda/windows cuda/delta_net \
     cuda/norms cuda/rotations cuda/indexer cuda/rows
 test-chips: build/test_cuda
-	build/test_cuda --capability 90 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
-	build/test_cuda --capability 80 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
-	build/test_cuda --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
-	build/test_cuda --races 1 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/stats cuda/all_reduce cuda/slots
-	build/test_cuda --seed 1 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/all_reduce
+	build/test_cuda --capability 90 --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
+	build/test_cuda --capability 80 -j$(CORES) cuda/fixtures
+	build/test_cuda --races 1 --seed 1 --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/stats cuda/all_reduce cuda/slots
 
 ## make coverage  names the CUDA kernels of whose PTX the tests run less than 97 %, but for those whose reason is known
 coverage: build/test_cuda
@@ -234,20 +232,22 @@ asan: ONLY := -model/fixtures-deepseek -model/prediction -model/demo -model/thre
     -draft/text -draft/demo -draft/state -draft/distribution -draft/ends -state/chunks -state/chosen -state/compressed -state/dialogue \
     -state/ring -state/resize -ranks/fixtures -ranks/fast -ranks/demo -cli/needle -cli/bench -cli/determinism -doctor/cli \
     -state/truncation -qat/fixtures -plan/streams -quantize/perplexity -calibrate/files -calibrate/resumes -calibrate/activations \
-    -reap/calibrated -reap/model -state/file -calibrate/compare
+    -reap/calibrated -reap/model -state/file -calibrate/compare -plan/sparse -plan/published -plan/readme
 ## make tsan      runs the tests of all that has threads under ThreadSanitizer (clang, and libomp for its tool archer)
 tsan: ONLY := team/ store/ ranks/ repl/ state model/fixtures cli/ calibrate/sums calibrate/files doctor/
 tsan: export TSAN_OPTIONS = ignore_noninstrumented_modules=1
-SANITIZED = $(addprefix build/$(1)/,moe moe-convert moe-reap test_moe)
+SANITIZED = $(addprefix build/$(1)/,moe-convert moe-reap test_moe)
 $(call SANITIZED,asan): private SAN := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 $(call SANITIZED,tsan): private SAN := -fsanitize=thread
 $(call SANITIZED,tsan): private CC := $(CLANG)
 $(call SANITIZED,asan) $(call SANITIZED,tsan): $(TESTS) $(wildcard convert/*.c) | build
 	@command -v $(CC) >/dev/null || { echo "$@ wants $(CC)"; exit 1; }
 	@mkdir -p $(@D) && ln -sfn ../../prompts $(@D)/prompts
-	$(CC) $(FLAGS) -O1 -g $(SAN) -DSANITIZED=1 -DMOE_BIN='"$(@D)/moe"' -DCONVERT_BIN='"$(@D)/moe-convert"' -DREAP_BIN='"$(@D)/moe-reap"' \
-	    $(wildcard $(@F).c convert/$(@F).c tests/$(@F).c) -o $@ $(LIBS)
+	$(CC) $(FLAGS) -O1 -g1 $(SAN) -DSANITIZED=1 -DMOE_BIN='"$(@D)/moe"' -DCONVERT_BIN='"$(@D)/moe-convert"' -DREAP_BIN='"$(@D)/moe-reap"' \
+	    $(wildcard convert/$(@F).c tests/$(@F).c) -o $@ $(LIBS)
+# The tests are the program, too, by its name.
 asan tsan: %: build/demo.gguf $(FIXTURES) $$(call SANITIZED,%)
+	ln -f build/$@/test_moe build/$@/moe
 	build/$@/test_moe -j$(CORES) $(ONLY)
 
 ## make oom       fails every allocation of the programs, one after the other: each must end in a message or the same result

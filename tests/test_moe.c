@@ -351,6 +351,8 @@ static void simulate(int *argc, char ***argv) {
 #endif
 
 int main(int argc, char **argv) {
+    const char *name = strrchr(argv[0], '/');
+    if (SANITIZED && !strcmp(name ? name + 1 : argv[0], "moe")) return moe_main(argc, argv);
 #ifdef SIMULATED
     simulate(&argc, &argv);
 #endif
