@@ -157,6 +157,27 @@ static const struct layout cached_layouts[] = {{"one rank", 1, 1, {0}, ALLREDUCE
                                                {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true}};
 #endif
 
+/* Drafts change no text where experts have slots, or are on disk, too. */
+static void cached_drafts(void) {
+    static const struct {
+        const char *name;
+        int layout, n_stored;
+    } c[] = {{"deepseek_v3_mtp", 1, 0}, {"qwen3_5_moe_nvfp4", 0, 2}, {"glm4_moe_air", 0, 0}};
+    for (int i = 0; i < 3; i++) {
+        const struct layout *d = &cached_layouts[c[i].layout];
+        struct model m;
+        struct session s;
+        struct hosted home;
+        if (!fixture_load(c[i].name, &m)) return;
+        const struct offload at = {.n_slot = int_min(2 * m.max.n_expert_used, m.n_expert_max - 1)};
+        if (!cached_session(&s, &home, &m, d, i % 2 ? KV_BF16 : KV_FP8, MOE_ACT_F16, at, c[i].n_stored, 1)) return;
+        check_same_text(c[i].name, &s, d->name, i, 3 + i, false);
+        CHECK(session_experts(&s, NULL).count.misses, "%s: nothing was missing", c[i].name);
+        cached_close(&s, &home);
+        model_free(&m);
+    }
+}
+
 static void test_cuda_experts(void) {
     static const struct {
         const char *name;
@@ -175,6 +196,7 @@ static void test_cuda_experts(void) {
         if (!i) cached_statistics(&m);
         model_free(&m);
     }
+    cached_drafts();
     for (int f = 0; f < RANK_FIXTURES; f++) {
         struct model m;
         if (!fixture_load(rank_fixtures[f], &m)) return;
