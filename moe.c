@@ -165,12 +165,12 @@
  *   REPL completion                                  130  what Tab puts after a command
  *
  *  Programs
- *   Plan                                             550  --plan: bytes and roofline before anything is loaded
+ *   Plan                                             560  --plan: bytes and roofline before anything is loaded
  *   Plan: the machine                                 110  GPUs or CPU, described or found
  *   Plan: forecast                                   450  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 400  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           370  opens model and session as the settings ask for
+ *   Engine                                           380  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 250  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
@@ -10467,7 +10467,10 @@ static double files_rate(const struct gguf *g) {
  * Bound: tokens per second = the disk's rate / (bytes of a token's routed experts * share of misses).
  * ============================================================================================================ */
 
-enum { RING_SHARE = 8 /* the ring has 1 / RING_SHARE of the memory of experts */ };
+enum {
+    RING_SHARE = 8,                         /* the ring has 1 / RING_SHARE of the memory of experts, */
+    RING_ONLY_BYTES = 4 * EXPERT_RING_BYTES /* or about this, of each stage, where they have no other memory */
+};
 
 /* Memory for one expert. */
 struct slab {
@@ -10790,6 +10793,7 @@ struct store_options {
     int n_stage;            /* pipeline stages whose layers are at work at the same time */
     int least;              /* experts that a ring has room for at least, even */
     struct offload offload; /* experts that are on GPUs at the start */
+    bool ring_only;         /* the GPUs' memory is the host's: what has room has slots there */
 };
 
 /* Bytes of room for an expert of any layer, by matrices; returns all of them. */
@@ -10808,7 +10812,7 @@ static size_t ring_slab(const struct model *m, size_t room[FFN_MATRICES]) {
 struct store_sizes {
     int n_ring;     /* experts of a ring */
     uint64_t ring;  /* bytes of all rings; */
-    uint64_t slots; /* of a layer at most; 0: there is too little memory, */
+    uint64_t slots; /* of a layer at most; 0: there is too little memory, or only a ring is wanted; */
     uint64_t slot;  /* and bytes of one of each layer */
 };
 
@@ -10816,11 +10820,12 @@ static struct store_sizes store_size(const struct model *m, struct store_options
     struct store_sizes z = {0};
     size_t room[FFN_MATRICES];
     const uint64_t stage_slab = (uint64_t)o.n_stage * size_max(ring_slab(m, room), 1);
-    const uint64_t share = o.bytes / RING_SHARE / stage_slab / 2 * 2, most = 2 * (uint64_t)m->n_expert_max;
+    const uint64_t bytes = o.ring_only ? RING_ONLY_BYTES : o.bytes / RING_SHARE;
+    const uint64_t share = bytes / stage_slab / 2 * 2, most = 2 * (uint64_t)m->n_expert_max;
     for (int il = 0; il < model_blocks(m); il++) z.slot += m->layers[il].n_expert ? slab_bytes(&m->layers[il]) : 0;
     z.n_ring = share < (uint64_t)o.least ? o.least : share > most ? (int)most : (int)share;
     z.ring = (uint64_t)z.n_ring * stage_slab;
-    z.slots = o.bytes > z.ring ? (o.bytes - z.ring) / size_max(z.slot, 1) : 0;
+    z.slots = o.bytes > z.ring && !o.ring_only ? (o.bytes - z.ring) / size_max(z.slot, 1) : 0;
     return z;
 }
 
@@ -10833,7 +10838,7 @@ static struct store *store_open(const struct model *m, struct store_options o, c
     s->m = m;
     s->layer = xcalloc((size_t)model_blocks(m), sizeof *s->layer);
     reader_start(&s->reader);
-    if (!z.slots) {
+    if (!z.slots && !o.ring_only) {
         fail(err, "the experts need %.2f GiB of memory at least, and %.2f GiB are left for them",
              (double)(z.ring + z.slot) / 0x1p30, (double)o.bytes / 0x1p30);
         store_close(s);
@@ -25668,6 +25673,8 @@ struct plan {
     int64_t host;        /* CPU: bytes of the file without the layers */
     int64_t host_memory; /* bytes of the host's memory; 0: experts must be on the GPUs; */
     bool disk;           /* experts may be on disk: not on a machine of which only the GPUs are described */
+    bool shared;         /* the GPUs' memory is the host's; */
+    int64_t ring;        /* then bytes of each device that pass experts from the disk to slots; 0: none are there */
     double copy_rate;    /* bytes per second that k_fetch copies from there, */
     const char *copy_source;
     double read_rate; /* bytes per second that the CPU reads there, with --n-cpu-moe, */
@@ -25677,10 +25684,10 @@ struct plan {
     int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
-    int want, least;          /* tokens of context: wished for; without which the model does not fit */
-    bool stats;               /* there are statistics, see gpu_bytes */
-    struct offload offload;   /* where experts are that the GPUs lack */
-    int n_stored;             /* experts of a layer in the host's memory, others are read from disk; 0: all are there */
+    int want, least;        /* tokens of context: wished for; without which the model does not fit */
+    bool stats;             /* there are statistics, see gpu_bytes */
+    struct offload offload; /* where experts are that the GPUs lack */
+    int n_stored; /* experts of a layer in the host's memory where offload.n_ask > 0 and the others are on disk */
     int draft_min, draft_max; /* drafts of a round */
     struct plan_layout layout[PLAN_LAYOUTS];
     int n_layout;
@@ -25752,7 +25759,7 @@ static double plan_hit_percent(const struct plan *p, bool few) {
  * than the GPUs. */
 static double plan_disk_bytes(const struct plan *p, const struct model *shard, int n, bool few) {
     double bytes = 0;
-    for (int il = 0; il < shard->n_layer && p->n_stored; il++) {
+    for (int il = 0; il < shard->n_layer && p->offload.n_ask; il++) {
         const struct layer *layer = &p->m->layers[shard->first_layer + il];
         if (!layer->n_expert) continue;
         const double miss = 1 - 1e-2 * plan_hits_of(p, layer_held(shard, il, p->offload) + p->n_stored, few);
@@ -25943,12 +25950,45 @@ static int plan_offload_context(const struct plan *p, const struct plan_layout *
     return int_max(ctx, p->least);
 }
 
+/* The options of a store beside GPUs, of n_stage pipeline stages, on a host with `have` bytes of memory. asked: bytes of it; 0:
+ * as many as there are. */
+static struct store_options store_beside(const struct model *m, uint64_t have, uint64_t asked, enum kv_type kv,
+                                         int n_stage, struct offload at, bool ring_only) {
+    const uint64_t taken = have / 16 + SNAPSHOTS * (uint64_t)snapshot_bytes(m, kv);
+    return (struct store_options){.bytes = asked          ? asked
+                                           : have > taken ? have - taken
+                                                          : 0,
+                                  .n_stage = n_stage,
+                                  .least = 2 * m->max.n_expert_used,
+                                  .offload = at,
+                                  .ring_only = ring_only};
+}
+
+/* Sets how many experts of a layer the host's memory has room for, if not all of n_stage stages. False: too few. */
+static bool plan_store(struct plan *p, int n_stage) {
+    const int below = p->offload.n_slot ? ALL_LAYERS : p->offload.n_cpu;
+    p->n_stored = p->offload.n_ask = 0;
+    if (!p->shared && (int64_t)part_bytes(p->m, PART_EXPERTS, below) <= p->host_memory - p->host_memory / 32)
+        return true;
+    const struct store_options o =
+        store_beside(p->m, (uint64_t)p->host_memory, 0, p->kv, n_stage, p->offload, p->shared);
+    const struct store_sizes z = store_size(p->m, o);
+    p->n_stored = (int)z.slots;
+    p->offload.n_ask = z.n_ring / 2;
+    return p->shared || p->n_stored > 0;
+}
+
 /* Sizes a layout for as many slots of experts as there is room for: sets n_slot and context. False: there is no room for
  * the fewest with which two tokens can be computed at once. */
 static bool plan_offload(struct plan *p, struct plan_layout *d) {
     const struct model *m = p->m;
     int lo = 2 * m->max.n_expert_used, hi = m->n_expert_max - 1;
     if (lo > hi) return false;
+    if (p->shared && !p->ring) {
+        const struct store_options o = store_beside(m, 0, 0, p->kv, d->pp, p->offload, true);
+        p->ring = (int64_t)store_size(m, o).ring / p->n_device;
+        for (int i = 0; i < p->n_device; i++) p->device[i].usable -= p->ring;
+    }
     p->offload.n_slot = lo;
     plan_size(p, d, m);
     p->context = plan_offload_context(p, d);
@@ -26009,40 +26049,17 @@ static bool plan_try(struct plan *p, int n) {
     return fits;
 }
 
-/* The options of a store beside GPUs, of n_stage pipeline stages, on a host with `have` bytes of memory. asked: bytes of it; 0:
- * as many as there are. */
-static struct store_options store_beside(const struct model *m, uint64_t have, uint64_t asked, enum kv_type kv,
-                                         int n_stage, struct offload at) {
-    const uint64_t taken = have / 16 + SNAPSHOTS * (uint64_t)snapshot_bytes(m, kv);
-    return (struct store_options){.bytes = asked          ? asked
-                                           : have > taken ? have - taken
-                                                          : 0,
-                                  .n_stage = n_stage,
-                                  .least = 2 * m->max.n_expert_used,
-                                  .offload = at};
-}
-
-/* Sets how many experts of a layer the host's memory has room for, if not all of n_stage stages. False: too few. */
-static bool plan_store(struct plan *p, int n_stage) {
-    const int below = p->offload.n_slot ? ALL_LAYERS : p->offload.n_cpu;
-    p->n_stored = p->offload.n_ask = 0;
-    if ((int64_t)part_bytes(p->m, PART_EXPERTS, below) <= p->host_memory - p->host_memory / 32) return true;
-    const struct store_options o = store_beside(p->m, (uint64_t)p->host_memory, 0, p->kv, n_stage, p->offload);
-    const struct store_sizes z = store_size(p->m, o);
-    p->n_stored = (int)z.slots;
-    p->offload.n_ask = z.n_ring / 2;
-    return p->n_stored > 0;
-}
-
 /* The first layout that runs with experts in host memory, or on disk if they have no room there; sized. False: none
  * does. */
 static bool plan_offload_any(struct plan *p) {
-    if (p->cpu || !p->host_memory) return false;
+    if (p->cpu || !(p->host_memory || p->shared)) return false;
     for (p->chosen = 0; p->chosen < p->n_layout; p->chosen++) {
         if (!plan_offload(p, &p->layout[p->chosen])) continue;
-        if (plan_store(p, p->layout[p->chosen].pp) && (p->disk || !p->n_stored)) return true;
+        if (plan_store(p, p->layout[p->chosen].pp) && (p->disk || !p->offload.n_ask)) return true;
     }
+    for (int i = 0; i < p->n_device; i++) p->device[i].usable += p->ring;
     p->offload.n_slot = p->offload.n_ask = p->n_stored = 0;
+    p->ring = 0;
     return false;
 }
 
@@ -26052,7 +26069,7 @@ static void plan_prefer_host(struct plan *p) {
     const enum plan_outcome outcome = p->outcome;
     const int chosen = p->chosen, context = p->context;
     if (plan_offload_any(p)) {
-        p->outcome = p->n_stored ? PLAN_READS_DISK : PLAN_FITS_HOST;
+        p->outcome = p->offload.n_ask ? PLAN_READS_DISK : PLAN_FITS_HOST;
         p->keep = outcome == PLAN_NEEDS_PRUNING ? p->experts : 0;
         p->experts = p->m->n_expert_max;
         p->percent = 100;
@@ -26188,7 +26205,7 @@ static void plan_real(struct plan *p, const struct settings *set, const int *dev
         if (!ranks) die("cannot read the memory size of GPU %d", gpu[i]);
         snprintf(d->name, sizeof d->name, "%s", f.label);
         if (!(f.rate > 0)) die("unknown memory bandwidth for %s: describe the GPUs with --gpus NxGIB@GBPS", d->name);
-        if (f.integrated) p->host_memory = 0; /* it is the GPU's */
+        if (f.integrated) p->shared = set->fit != FIT_OFF, p->host_memory = 0, p->copy_rate = f.rate / 2;
         else plan_measure_copies(p, gpu[i], !i, set);
         d->rate = f.rate / ranks;
         d->l2 = f.major >= 9 ? (double)f.l2 / ranks : 0;
@@ -26805,15 +26822,17 @@ static void plan_head(const struct plan *p, char **text) {
                   "            %.0f to %.0f %% of a token's experts on the GPU",
                   p->offload.n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "",
                   with_unit((double)experts_bytes(m), b), plan_hit_percent(p, true), plan_hit_percent(p, false));
-    if (p->outcome == PLAN_READS_DISK)
-        sb_printf(
-            text,
-            ": %d of %d a layer are\n            on the GPU%s, %d in host memory; expected are %.0f to %.0f %% of "
-            "a\n            token's experts on the GPU%s, %.0f to %.0f %% on the disk",
-            p->offload.n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "", p->n_stored, plan_hit_percent(p, true),
-            plan_hit_percent(p, false), p->n_device > 1 ? "s" : "",
-            100 - plan_hits_of(p, p->offload.n_slot + p->n_stored, false),
-            100 - plan_hits_of(p, p->offload.n_slot + p->n_stored, true));
+    if (p->outcome == PLAN_READS_DISK) {
+        char stored[48] = "";
+        if (p->n_stored) snprintf(stored, sizeof stored, ", %d in host memory", p->n_stored);
+        sb_printf(text,
+                  ": %d of %d a layer are\n            on the GPU%s%s; expected are %.0f to %.0f %% of a\n            "
+                  "token's experts on the GPU%s, %.0f to %.0f %% on the disk",
+                  p->offload.n_slot, m->n_expert_max, p->n_device > 1 ? "s" : "", stored, plan_hit_percent(p, true),
+                  plan_hit_percent(p, false), p->n_device > 1 ? "s" : "",
+                  100 - plan_hits_of(p, p->offload.n_slot + p->n_stored, false),
+                  100 - plan_hits_of(p, p->offload.n_slot + p->n_stored, true));
+    }
     if (p->offload.n_cpu)
         sb_printf(text, "\n            the CPU computes experts of layers 0 to %d, reading %.0f GB/s (%s)",
                   p->offload.n_cpu - 1, p->read_rate * 1e-9, p->read_source);
@@ -26934,7 +26953,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                   "            are copied at %.0f GB/s (%s)\n",
                   1 / d->slow, plan_copied(p, d, false) * 1e-9, plan_copied(p, d, true) * 1e-9, p->copy_rate * 1e-9,
                   p->copy_source);
-    if (p->n_stored)
+    if (p->offload.n_ask)
         sb_printf(text, "            %.2f to %.2f GB a token are read from disk at %.1f GB/s (%s)\n",
                   plan_disk_bytes(p, m, 1, false) * 1e-9, plan_disk_bytes(p, m, 1, true) * 1e-9, p->disk_rate * 1e-9,
                   p->disk_source);
@@ -26978,7 +26997,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
                                           "hit_percent_few", plan_hit_percent(p, true), "forecast_few", 1 / d->slow,
                                           "copied_bytes", plan_copied(p, d, false), "copy_bytes_per_second",
                                           p->copy_rate, "keep_experts", p->keep));
-        if (p->n_stored)
+        if (p->offload.n_ask)
             json_object_set_new(json, "disk",
                                 json_pack("{s:i,s:f,s:f,s:f}", "stored", p->n_stored, "read_bytes",
                                           plan_disk_bytes(p, p->m, 1, false), "read_bytes_few",
@@ -27051,7 +27070,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     else plan_real(p, set, device, n_device);
     plan_layouts(p, set);
     plan_solve(p);
-    const double disk = p->n_stored && !set->host ? files_rate(&m->gguf) : 0;
+    const double disk = p->offload.n_ask && !set->host ? files_rate(&m->gguf) : 0;
     if (disk > 0) p->disk_rate = disk, p->disk_source = "measured";
     plan_finish(p);
     json_t *json = plan_answer(p, &text);
@@ -27201,19 +27220,25 @@ static struct store *store_start(const struct model *m, struct store_options o, 
     const double t0 = now_seconds();
     struct store *s = store_open(m, o, err);
     if (!s) return NULL;
-    const double rate = (double)s->reader.bytes / (now_seconds() - t0);
+    const double rate = o.ring_only ? files_rate(&m->gguf) : (double)s->reader.bytes / (now_seconds() - t0);
     double token = 0;
     int most = 0;
-    char a[32], b[32], where[64];
+    char a[32], b[32], where[64], at[32] = "";
     for (int il = 0; il < model_blocks(m); il++) {
         most = int_max(most, s->layer[il].n_slot);
         if (il < m->n_layer) token += (double)m->layers[il].n_expert_used * (double)expert_bytes(&m->layers[il]);
     }
+    if (rate > 0) snprintf(at, sizeof at, " at %.1f GB/s", rate * 1e-9);
+    if (o.ring_only) {
+        note("experts: %d of %d a layer on the GPU, the rest is read from disk: up to %.0f MB a token%s",
+             o.offload.n_slot, m->n_expert_max, token * 1e-6, at);
+        return s;
+    }
     if (o.offload.n_slot)
         snprintf(where, sizeof where, "%d of %d a layer on the GPU, %d", o.offload.n_slot, m->n_expert_max, most);
     else snprintf(where, sizeof where, "%d of %d a layer", most, m->n_expert_max);
-    note("experts: %s in memory (%s of %s), the rest is read from disk: up to %.0f MB a token at %.1f GB/s", where,
-         with_unit((double)s->bytes, a), with_unit((double)experts_bytes(m), b), token * 1e-6, rate * 1e-9);
+    note("experts: %s in memory (%s of %s), the rest is read from disk: up to %.0f MB a token%s", where,
+         with_unit((double)s->bytes, a), with_unit((double)experts_bytes(m), b), token * 1e-6, at);
     return s;
 }
 
@@ -27329,8 +27354,8 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
 
 /* How many experts of each layer (of those with --n-cpu-moe none) the GPUs have room for. 0: all. -1: fewer than two tokens use, or a GPU cannot be asked.
  * *n_ctx: the context in tokens, 0 for one that fits; where not all experts have room it becomes the context beside
- * them. */
-static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx) {
+ * them. *shared: the GPU's memory is the host's, where then only a store's ring has room. */
+static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx, bool *shared) {
     const struct model *m = &e->model;
     struct plan *p = xcalloc(1, sizeof *p);
     p->m = m;
@@ -27343,13 +27368,13 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     p->layout[0].pp = e->set->pp;
     p->n_device = e->set->tp * e->set->pp;
     int n_slot = 0;
-    bool apart = true; /* the GPUs' memory is not the host's */
     for (int i = 0; i < p->n_device && !n_slot; i++) {
         struct gpu_facts f;
         if (!plan_memory(p, i, o->device, e->set, &f)) n_slot = -1; /* the start says why */
-        else apart = apart && !f.integrated;
+        else p->shared |= f.integrated;
     }
-    if (!n_slot && !plan_choose(p, m)) n_slot = apart && plan_offload(p, &p->layout[0]) ? p->offload.n_slot : -1;
+    if (!n_slot && !plan_choose(p, m)) n_slot = plan_offload(p, &p->layout[0]) ? p->offload.n_slot : -1;
+    *shared = p->shared;
     if (n_slot > 0) *n_ctx = p->context;
     plan_free(p);
     return n_slot;
@@ -27357,11 +27382,11 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
 
 /* Reads experts that do not fit into the host's memory as they are used: opens a store beside the slots of o, and sets
  * how many a rank asks it for. 0, or -1 with a message. */
-static int engine_store(struct engine *e, struct cuda_options *o, char *err) {
+static int engine_store(struct engine *e, struct cuda_options *o, bool ring_only, char *err) {
     const struct settings *set = e->set;
     const struct model *m = &e->model;
     const struct store_options s =
-        store_beside(m, memory_available(), (uint64_t)set->expert_memory << 20, o->kv, set->pp, o->offload);
+        store_beside(m, memory_available(), (uint64_t)set->expert_memory << 20, o->kv, set->pp, o->offload, ring_only);
     if (!(e->store = store_start(m, s, err)) || home_of_store(&e->home, e->store, err)) return -1;
     o->offload.n_ask = e->store->n_ring / 2;
     return 0;
@@ -27376,14 +27401,16 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     const char *many = set->tp * set->pp > 1 ? "s" : "";
     int n_ctx = o->n_ctx;
     const int n_cpu = o->offload.n_cpu = settings_cpu_layers(set, m);
-    const int n_slot = engine_slots(e, o, &n_ctx);
+    bool shared;
+    const int n_slot = engine_slots(e, o, &n_ctx, &shared);
     if (n_slot < 0 || (!n_slot && !n_cpu)) { /* what does not fit at all is told by the start */
         if (set->expert_memory) note("--expert-memory has no effect: all experts are on the GPU%s", many);
         return 0;
     }
     const int below = n_slot ? ALL_LAYERS : n_cpu;
     const uint64_t experts = part_bytes(m, PART_EXPERTS, below), have = memory_available();
-    const bool fits = experts + have / 32 <= have, disk = m->file_bytes && (!fits || set->expert_memory);
+    const bool ring_only = shared && n_slot, fits = !ring_only && experts + have / 32 <= have,
+               disk = m->file_bytes && (!fits || set->expert_memory);
     if (n_slot && set->fit == FIT_OFF)
         return fail(err, "'%.200s' does not fit on the GPU%s, and -fit off refuses experts in host memory", m->name,
                     many);
@@ -27394,7 +27421,7 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
                     (double)experts / 0x1p30, (double)have / 0x1p30);
     o->offload.n_slot = n_slot;
     if (n_slot) o->n_ctx = n_ctx;
-    if (disk ? engine_store(e, o, err) : home_open(&e->home, m, below, err)) return -1;
+    if (disk ? engine_store(e, o, ring_only, err) : home_open(&e->home, m, below, err)) return -1;
     o->home = e->home.range;
     o->n_home = (int)arrlen(e->home.range);
     if (n_slot && !disk)

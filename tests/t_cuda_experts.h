@@ -529,6 +529,8 @@ static void test_cuda_slots(void) {
 #ifdef SIMULATED
 /* ---- GPUs that are too small ---- */
 
+static bool many; /* instead of the fixture the model of disk_many */
+
 /* Opens a fixture as the program does, on GPUs of so many bytes. NULL, or why that fails. */
 static const char *small_open(struct engine *e, struct settings *set, size_t memory, int tp, enum fit fit) {
     static char err[ERR_MAX];
@@ -538,7 +540,7 @@ static const char *small_open(struct engine *e, struct settings *set, size_t mem
     cuda_test_devices(2, true);
     cuda_test_memory(memory);
     *e = (struct engine){.set = set};
-    if (!fixture_load("qwen3moe_nvfp4", &e->model)) return "no fixture";
+    if (many ? !disk_many(&e->model) : !fixture_load("qwen3moe_nvfp4", &e->model)) return "no model";
     catch_begin(&c);
     const int rc = engine_start(e, true, err);
     catch_end(&c, &out, &said);
@@ -560,10 +562,11 @@ static int small_slots(struct settings *set, size_t memory) {
     const struct cuda_options o = {
         .kv = settings_kv(set, &e.model, true), .device = {0, 1}, .offload = {.n_cpu = set->n_cpu_moe}};
     int n_ctx = CACHED_CTX;
-    if (!fixture_load("qwen3moe_nvfp4", &e.model)) return 0;
+    if (many ? !disk_many(&e.model) : !fixture_load("qwen3moe_nvfp4", &e.model)) return 0;
     cuda_test_devices(2, true);
     cuda_test_memory(memory);
-    const int n = engine_slots(&e, &o, &n_ctx);
+    bool shared;
+    const int n = engine_slots(&e, &o, &n_ctx, &shared);
     model_free(&e.model);
     return n;
 }
@@ -647,6 +650,23 @@ static void test_cuda_small(void) {
         small_close(&e);
         cuda_test_fail("cudaHostRegister", 0);
     }
+    many = true; /* on a GPU whose memory is the host's a ring alone is between the disk and the slots */
+    for (int i = 0; i < 2; i++) {
+        cuda_test_integrated(0, i);
+        size_t memory = (size_t)1 << 30;
+        if (i) memory = small_memory(&set);
+        for (int k = 0; k < 32 && i && small_slots(&set, memory) <= 0; k++) memory -= 128 << 10;
+        why = small_open(&e, &set, memory, 1, FIT_ON);
+        if (!CHECK(!why, "integrated: %s", why)) break;
+        const int n_slot = cuda_test_n_slot(e.session.r);
+        CHECK(i ? n_slot > 8 && n_slot < 96 && e.store && !e.store->layer[0].n_slot : !n_slot && !e.store,
+              "%d slots, %s", n_slot, e.store ? "a store" : "no store");
+        cuda_greedy(&e.session, ids, 10, i ? got : want, 12);
+        small_close(&e);
+    }
+    CHECK(!memcmp(got, want, sizeof want), "integrated: other tokens");
+    cuda_test_integrated(0, false);
+    many = false;
     doctor_done(d);
     cuda_test_memory((size_t)16 << 30);
     CHECK(cuda_test_free_bytes() == before, "memory is lost");

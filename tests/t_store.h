@@ -12,7 +12,7 @@ static struct store *store_of(const struct model *m, int n_slot, int n_stage, in
     while (bytes > RING_SHARE * (uint64_t)least * slab &&
            (bytes - bytes / RING_SHARE / slab / 2 * 2 * slab) / all < (uint64_t)n_slot)
         bytes += slab;
-    struct store *s = store_open(m, (struct store_options){bytes, n_stage, least, beside}, err);
+    struct store *s = store_open(m, (struct store_options){bytes, n_stage, least, beside, false}, err);
     CHECK(s, "%s", err);
     return s;
 }
