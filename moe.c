@@ -2337,17 +2337,15 @@ struct expert_question {
 };
 
 /* Experts that a rank on a GPU asks the store for (Experts for GPUs). In pinned memory; kernels of the rank write all but
- * `answered` and `at`. */
+ * `answered` and `at`. What a question brought stays in memory until the second question after it. */
 struct store_question {
     uint32_t asked __attribute__((aligned(64))); /* questions since the start; written last */
     int32_t layer;                               /* of the rank's model */
     int32_t matrix, n_matrix;                    /* of enum ffn_matrix: the first, and how many */
     int32_t n;
-    uint32_t answered
-        __attribute__((aligned(64))); /* those whose matrices are in memory: they stay there until the second
-                                                     * question after that one */
-    int32_t *expert;                  /* (n) */
-    uint64_t *at;                     /* (n, n_matrix) bytes from the store's memory to a matrix */
+    uint32_t answered __attribute__((aligned(64))); /* those whose matrices are in memory */
+    int32_t *expert;                                /* (n) */
+    uint64_t *at;                                   /* (n, n_matrix) bytes from the store's memory to a matrix */
 };
 
 /* Activations of the routed experts in prefill on a GPU. */
@@ -10469,7 +10467,7 @@ static double files_rate(const struct gguf *g) {
 
 enum {
     RING_SHARE = 8,                         /* the ring has 1 / RING_SHARE of the memory of experts, */
-    RING_ONLY_BYTES = 4 * EXPERT_RING_BYTES /* or about this, of each stage, where they have no other memory */
+    RING_ONLY_BYTES = 4 * EXPERT_RING_BYTES /* or about this where they have no other memory */
 };
 
 /* Memory for one expert. */

@@ -251,7 +251,8 @@ static void count_gate(struct count_row *rows) {
 
 static void test_cuda_counts(void) {
     bool used[COUNT_EXCEPTIONS] = {false};
-    if (!cuda_test_begin(21)) SKIP("budgets are those of PTX for FP4: for other chips the assembler joins stores");
+    /* of PTX for FP4: for other chips the assembler joins stores, and these shapes only run */
+    const bool budgets = cuda_test_begin(21);
     for (int i = 0; i < COUNT_CASES; i++)
         for (int prefill = 0; prefill < 1 + !i; prefill++) {
             struct model m;
@@ -262,12 +263,14 @@ static void test_cuda_counts(void) {
             else count_decode(&s);
             struct count_row *rows = count_rows();
             const int failed = count_check(rows, !prefill, count_exceptions, COUNT_EXCEPTIONS, used, &said);
-            CHECK(!failed && arrlen(rows) > 5, "%s, %d kernels:\n%s", m.name, (int)arrlen(rows), sb_cstr(&said));
-            if (!i && !prefill) count_gate(rows);
+            CHECK((!failed || !budgets) && arrlen(rows) > 5, "%s, %d kernels:\n%s", m.name, (int)arrlen(rows),
+                  sb_cstr(&said));
+            if (!i && !prefill && budgets) count_gate(rows);
             arrfree(said), arrfree(rows);
             count_close(&m, &s);
         }
-    for (int i = 0; i < COUNT_EXCEPTIONS; i++) CHECK(used[i], "%s needs no exception", count_exceptions[i].kernel);
+    for (int i = 0; i < COUNT_EXCEPTIONS && budgets; i++)
+        CHECK(used[i], "%s needs no exception", count_exceptions[i].kernel);
 }
 
 /* ---- tables: build/test_cuda --sass ---- */
