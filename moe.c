@@ -10807,6 +10807,12 @@ static size_t ring_slab(const struct model *m, size_t room[FFN_MATRICES]) {
     return all;
 }
 
+/* Whether a store has experts of a layer: those of all layers, or where some are on GPUs of the others. */
+static bool store_keeps(const struct model *m, int il, struct offload on_gpu) {
+    const int n = m->layers[il].n_expert;
+    return n && (!(on_gpu.n_slot || on_gpu.n_cpu) || layer_held(m, il, on_gpu) < n);
+}
+
 struct store_sizes {
     int n_ring;     /* experts of a ring */
     uint64_t ring;  /* bytes of all rings; */
@@ -10820,7 +10826,8 @@ static struct store_sizes store_size(const struct model *m, struct store_options
     const uint64_t stage_slab = (uint64_t)o.n_stage * size_max(ring_slab(m, room), 1);
     const uint64_t bytes = o.ring_only ? RING_ONLY_BYTES : o.bytes / RING_SHARE;
     const uint64_t share = bytes / stage_slab / 2 * 2, most = 2 * (uint64_t)m->n_expert_max;
-    for (int il = 0; il < model_blocks(m); il++) z.slot += m->layers[il].n_expert ? slab_bytes(&m->layers[il]) : 0;
+    for (int il = 0; il < model_blocks(m); il++)
+        z.slot += store_keeps(m, il, o.offload) ? slab_bytes(&m->layers[il]) : 0;
     z.n_ring = share < (uint64_t)o.least ? o.least : share > most ? (int)most : (int)share;
     z.ring = (uint64_t)z.n_ring * stage_slab;
     z.slots = o.bytes > z.ring && !o.ring_only ? (o.bytes - z.ring) / size_max(z.slot, 1) : 0;
@@ -10837,8 +10844,9 @@ static struct store *store_open(const struct model *m, struct store_options o, c
     s->layer = xcalloc((size_t)model_blocks(m), sizeof *s->layer);
     reader_start(&s->reader);
     if (!z.slots && !o.ring_only) {
-        fail(err, "the experts need %.2f GiB of memory at least, and %.2f GiB are left for them",
-             (double)(z.ring + z.slot) / 0x1p30, (double)o.bytes / 0x1p30);
+        char a[32], b[32];
+        fail(err, "the experts need %s of memory at least, and %s are left for them",
+             with_unit((double)(z.ring + z.slot), a), with_unit((double)o.bytes, b));
         store_close(s);
         return NULL;
     }
@@ -10849,7 +10857,7 @@ static struct store *store_open(const struct model *m, struct store_options o, c
         const struct layer *layer = &m->layers[il];
         struct layer_store *y = &s->layer[il];
         const size_t n = (size_t)layer->n_expert;
-        if (!n) continue;
+        if (!store_keeps(m, il, o.offload)) continue;
         y->n_slot = (int)(z.slots < n ? z.slots : n);
         for (int k = 0; k < FFN_MATRICES; k++) y->w[k] = layer_matrix(layer, (enum ffn_matrix)k);
         y->slab = xcalloc((size_t)y->n_slot, sizeof *y->slab);
@@ -27219,12 +27227,15 @@ static struct store *store_start(const struct model *m, struct store_options o, 
     struct store *s = store_open(m, o, err);
     if (!s) return NULL;
     const double rate = o.ring_only ? files_rate(&m->gguf) : (double)s->reader.bytes / (now_seconds() - t0);
-    double token = 0;
+    double token = 0, all = 0;
     int most = 0;
     char a[32], b[32], where[64], at[32] = "";
     for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *layer = &m->layers[il];
+        if (!store_keeps(m, il, o.offload)) continue;
         most = int_max(most, s->layer[il].n_slot);
-        if (il < m->n_layer) token += (double)m->layers[il].n_expert_used * (double)expert_bytes(&m->layers[il]);
+        all += (double)layer->n_expert * (double)expert_bytes(layer);
+        if (il < m->n_layer) token += (double)layer->n_expert_used * (double)expert_bytes(layer);
     }
     if (rate > 0) snprintf(at, sizeof at, " at %.1f GB/s", rate * 1e-9);
     if (o.ring_only) {
@@ -27236,7 +27247,7 @@ static struct store *store_start(const struct model *m, struct store_options o, 
         snprintf(where, sizeof where, "%d of %d a layer on the GPU, %d", o.offload.n_slot, m->n_expert_max, most);
     else snprintf(where, sizeof where, "%d of %d a layer", most, m->n_expert_max);
     note("experts: %s in memory (%s of %s), the rest is read from disk: up to %.0f MB a token%s", where,
-         with_unit((double)s->bytes, a), with_unit((double)experts_bytes(m), b), token * 1e-6, at);
+         with_unit((double)s->bytes, a), with_unit(all, b), token * 1e-6, at);
     return s;
 }
 

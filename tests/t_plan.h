@@ -1300,6 +1300,10 @@ static void test_plan_disk(void) {
     CHECK(plan_int(json_object_get(cpu, "disk"), "stored") == (int)(7.5 * 0x1p30 * 7 / 8 / 36 / slab),
           "%lld experts are in memory", (long long)plan_int(json_object_get(cpu, "disk"), "stored"));
     json_decref(cpu);
+    cpu = plan_of("--gpus 1x96 --host 4 --synth gpt-oss-120b --n-cpu-moe 5", 0); /* no room for other layers */
+    CHECK(plan_int(json_object_get(cpu, "disk"), "stored") == (int)(3.75 * 0x1p30 * 7 / 8 / 5 / slab),
+          "%lld experts of 5 layers are in memory", (long long)plan_int(json_object_get(cpu, "disk"), "stored"));
+    json_decref(cpu);
 }
 
 /* --n-cpu-moe: the layers' experts leave the GPU, their bytes and a question each are in the forecast, and an N that is

@@ -7,7 +7,7 @@ static struct store *store_of(const struct model *m, int n_slot, int n_stage, in
     size_t all = 0, room[FFN_MATRICES];
     const uint64_t slab = (uint64_t)n_stage * ring_slab(m, room);
     for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].n_expert) all += slab_bytes(&m->layers[il]);
+        if (store_keeps(m, il, beside)) all += slab_bytes(&m->layers[il]);
     uint64_t bytes = (uint64_t)n_slot * all + (uint64_t)least * slab;
     while (bytes > RING_SHARE * (uint64_t)least * slab &&
            (bytes - bytes / RING_SHARE / slab / 2 * 2 * slab) / all < (uint64_t)n_slot)
@@ -219,7 +219,7 @@ static void test_store_open(void) {
     char err[ERR_MAX] = "";
     if (!fixture_load("qwen3moe", &m)) return;
     struct store_options o = {.bytes = 1000, .n_stage = 1, .least = 2};
-    CHECK(!store_open(&m, o, err) && strstr(err, "GiB of memory at least"), "%s", err);
+    CHECK(!store_open(&m, o, err) && strstr(err, "of memory at least"), "%s", err);
     fault_set(FAULT_EIO, 0, 1);
     o.bytes = 1 << 24;
     CHECK(!store_open(&m, o, err) && strstr(err, "Input/output error"), "%s", err);
