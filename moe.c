@@ -10629,9 +10629,9 @@ static void store_begin(struct store *s, int il, int n_tok, struct ffn_job *jobs
     for (int wave = 0; wave < 2; wave++) store_ask_wave(s, il, jobs, n, wave);
 }
 
-/* Brings n_matrix matrices from `first` on of n jobs' experts of layer il into memory; reads may be under way when it
- * returns. All matrices: into slots, as of a forward of few tokens, if there are enough. Otherwise slots stay as they are,
- * and what is missing comes into half a ring, which has room for it. */
+/* Brings matrices first .. first + n_matrix - 1 of the experts of n jobs of layer il into memory. Reads may be under way
+ * when it returns. A forward of few tokens asks for all matrices: they come into slots if there are enough. In any other
+ * case slots stay as they are, and what is missing comes into half a ring, which has room for it. */
 static void store_lend(struct store *s, int il, int half, struct ffn_job *jobs, int n, int first, int n_matrix) {
     struct layer_store *y = &s->layer[il];
     int misses = 0;
@@ -11803,14 +11803,17 @@ static void store_answer(struct expert_server *s, int stage) {
         __atomic_store_n(&ranks[p].wanted->answered, ranks[p].wanted->answered + 1, __ATOMIC_RELEASE);
 }
 
+/* Whether a question, of which these are the counts, has no answer yet. */
+static bool unanswered(const uint32_t *asked, const uint32_t *answered) {
+    return __atomic_load_n(asked, __ATOMIC_ACQUIRE) != __atomic_load_n(answered, __ATOMIC_RELAXED);
+}
+
 /* Whether a rank waits for an answer of the CPU; of the store. */
 static bool question_open(const struct rank *r) {
-    const struct expert_question *q = r->question;
-    return q && __atomic_load_n(&q->asked, __ATOMIC_ACQUIRE) != __atomic_load_n(&q->answered, __ATOMIC_RELAXED);
+    return r->question && unanswered(&r->question->asked, &r->question->answered);
 }
 static bool wanted_open(const struct rank *r) {
-    const struct store_question *q = r->wanted;
-    return q && __atomic_load_n(&q->asked, __ATOMIC_ACQUIRE) != __atomic_load_n(&q->answered, __ATOMIC_RELAXED);
+    return r->wanted && unanswered(&r->wanted->asked, &r->wanted->answered);
 }
 
 /* Answers what can be answered; whether there was anything. */
@@ -11844,13 +11847,14 @@ static void *server_thread(void *arg) {
 static struct expert_server *server_start(const struct model *m, const struct process_group *pg, int n_threads,
                                           struct store *store) {
     struct expert_server *s = xcalloc(1, sizeof *s);
-    bool asks = store;
+    bool computes = false;
     sigset_t old;
-    for (int i = 0; i < pg->n; i++) asks |= pg->ranks[i].question != NULL;
-    if (!asks) {
+    for (int i = 0; i < pg->n; i++) computes |= pg->ranks[i].question != NULL;
+    if (!computes && !store) {
         free(s);
         return NULL;
     }
+    if (!computes) n_threads = 1; /* it only reads */
     s->pg = pg;
     cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, KV_BF16);
     s->r.cpu->team = team_start(n_threads, n_threads + pg->n > processors());
@@ -25956,8 +25960,8 @@ static int plan_offload_context(const struct plan *p, const struct plan_layout *
     return int_max(ctx, p->least);
 }
 
-/* The options of a store beside GPUs, of n_stage pipeline stages, on a host with `have` bytes of memory. asked: bytes of it; 0:
- * as many as there are. */
+/* The options of a store beside GPUs, of n_stage pipeline stages, on a host with `have` bytes of memory. asked: bytes
+ * for experts; 0: as many as there are. */
 static struct store_options store_beside(const struct model *m, uint64_t have, uint64_t asked, enum kv_type kv,
                                          int n_stage, struct offload at, bool ring_only) {
     const uint64_t taken = have / 16 + SNAPSHOTS * (uint64_t)snapshot_bytes(m, kv);
@@ -27361,7 +27365,8 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-/* How many experts of each layer (of those with --n-cpu-moe none) the GPUs have room for. 0: all. -1: fewer than two tokens use, or a GPU cannot be asked.
+/* How many experts of each layer (of those with --n-cpu-moe none) the GPUs have room for. 0: all. -1: fewer than two
+ * tokens use, or a GPU cannot be asked.
  * *n_ctx: the context in tokens, 0 for one that fits; where not all experts have room it becomes the context beside
  * them. *shared: the GPU's memory is the host's, where then only a store's ring has room. */
 static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx, bool *shared) {

@@ -8521,7 +8521,7 @@ static void graphs_free(struct cuda *c) {
         }
 }
 
-/* Puts into the slots of every layer the experts that the upload left there, the first ones; there: false: none. */
+/* Sets what the slots of every layer hold: the first experts, which the upload put there, or nothing (there: false). */
 static void slots_fill(struct rank *r, bool there) {
     static const char what[] = "slots of experts";
     const struct expert_cache *c = &r->cuda->cache;
@@ -9161,7 +9161,7 @@ static void wanted_make(struct rank *r) {
     q->at = (uint64_t *)(q + 1);
     q->expert = (int32_t *)(q->at + FFN_MATRICES * n + 1);
     r->wanted = q;
-    r->async_decode = false; /* what a token needs that is not wanted after all would be read for nothing */
+    r->async_decode = false; /* the experts of a token that is not used would be read for nothing */
 }
 
 /* Gives the rank a question to the CPU, if it is the one that asks for its stage. */
