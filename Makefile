@@ -76,6 +76,7 @@ moe: $(ENGINE) $(if $(NVCC),build/moe_cuda.o) | build
 	$(CC) $(FLAGS) moe.c $(if $(NVCC),-DMOE_CUDA build/moe_cuda.o) -o $@ $(LIBS) $(CUDA_LIBS)
 
 build/moe_cuda.o: $(ENGINE) | build
+	@[ -n "$(NVCC)" ] || { echo "$@ wants nvcc"; exit 1; }
 	$(if $(CUDA_SM120),,@echo "nvcc before 12.9: without native code for RTX PRO 6000, RTX 5090 and DGX Spark")
 	$(if $(NCCL_LIBS),,@echo "no NCCL: our own kernel alone adds over GPUs")
 	@mkdir -p build/nvcc
@@ -148,17 +149,26 @@ SIM_FLAGS   = -std=c++17 -O3 -g1 $(filter-out -Wvla,$(WARN)) -ffp-contract=off -
 # Vectors of the host's, where the compiler has them: 32 lanes are a loop.
 SIM_ARCH    = -march=native
 
-build/test_cuda: build/test_cuda.o build/simulated.o $(SIM_PARTS:%=build/ptxsim_%.o)
+build/test_cuda: build/test_cuda.o build/simulated.o build/arrive.o build/ptxsim_images.o $(SIM_PARTS:%=build/ptxsim_%.o)
 	$(CXX) $^ -fopenmp -lpthread -o $@ $(LIBS)
 
 build/test_cuda.o: $(TESTS) | build
 	$(CC) $(FLAGS) -O1 -ftree-vectorize -g1 -DMOE_CUDA $(SIMULATED) -Wno-unused-function -Wno-format-truncation -c tests/test_moe.c -o $@
 
-PTX_FLAGS   = $(CUDA_COMMON) --compress-mode=none $(foreach t,$(PTX_TARGETS),-gencode arch=$t$(,)code=$t)
+# The engine's kernels are those of build/moe_cuda.o: PTX of this object runs for kernels of the tests alone. The newest
+# target is enough: on other chips they run none but k_arrive.
+PTX_FLAGS   = $(CUDA_COMMON) --compress-mode=none $(firstword $(PTX_CODE))
+PTX_CODE    = $(foreach t,$(PTX_TARGETS),-gencode=arch=$t$(,)code=$t)
 build/simulated.o: $(TESTS) tests/test_cuda.cu tests/bench_tiles.cu tests/bench_decode.cu tests/ptxsim/ptxsim.h | build
-	@[ -n "$(NVCC)" ] || { echo "the simulator wants nvcc"; exit 1; }
-	@echo "$(NVCC) -c tests/test_cuda.cu -o $@ ($(PTX_TARGETS)): takes some minutes"
+	@[ -n "$(NVCC)" ] || { echo "$@ wants nvcc"; exit 1; }
+	@echo "$(NVCC) -c tests/test_cuda.cu -o $@: takes a minute"
 	@$(NVCC) $(PTX_FLAGS) $(SIMULATED) -c tests/test_cuda.cu -o $@
+
+build/arrive.o: tests/arrive.cu | build
+	$(NVCC) $(CUDA_COMMON) --compress-mode=none $(PTX_CODE) -c $< -o $@
+
+build/ptxsim_images.o: tests/ptxsim/images.cpp build/moe_cuda.o
+	$(CXX) '-DIMAGES=$(foreach t,$(PTX_TARGETS),IMAGE("$t"))' -c $< -o $@
 
 build/ptxsim_%.o: tests/ptxsim/%.cpp $(wildcard tests/ptxsim/*.h) | build
 	$(CXX) $(SIM_FLAGS) -c $< -o $@
@@ -174,12 +184,8 @@ build/selftest_cuda.o: tests/ptxsim/selftest.cu tests/ptxsim/selftest_arithmetic
 sim-chat: build/moe-sim build/demo.gguf
 	@build/moe-sim -m build/demo.gguf --greedy --tp 2 $(ARGS)
 
-build/moe-sim: moe.c build/moe_sim_cuda.o $(SIM_PARTS:%=build/ptxsim_%.o) build/ptxsim_two_gpus.o $(HEADERS)
+build/moe-sim: moe.c build/moe_cuda.o $(SIM_PARTS:%=build/ptxsim_%.o) build/ptxsim_images.o build/ptxsim_two_gpus.o $(HEADERS)
 	$(CC) $(FLAGS) moe.c -DMOE_CUDA $(filter %.o,$^) -o $@ $(LIBS) -lstdc++ -lpthread
-
-build/moe_sim_cuda.o: $(ENGINE) | build
-	@[ -n "$(NVCC)" ] || { echo "the simulator wants nvcc"; exit 1; }
-	$(NVCC) $(PTX_FLAGS) -c moe_cuda.cu -o $@
 
 ## make sass      prints what the hot loops of the CUDA kernels cost, from their machine code, and their memory traffic
 sass: moe build/test_cuda
@@ -189,7 +195,7 @@ sass: moe build/test_cuda
 mutate: build/moe-convert build/test_cuda
 	build/test_cuda --mutate
 
-build/test_gpu: build/test_gpu.o build/test_gpu_cuda.o
+build/test_gpu: build/test_gpu.o build/test_gpu_cuda.o build/test_gpu_arrive.o
 	$(CC) $^ -fopenmp -o $@ $(LIBS) $(CUDA_LIBS)
 
 build/test_gpu.o: $(TESTS) | build
@@ -197,6 +203,9 @@ build/test_gpu.o: $(TESTS) | build
 
 build/test_gpu_cuda.o: $(TESTS) tests/test_cuda.cu | build
 	$(NVCC) $(CUDA_FLAGS) -c tests/test_cuda.cu -o $@
+
+build/test_gpu_arrive.o: tests/arrive.cu | build
+	$(NVCC) $(CUDA_FLAGS) -c $< -o $@
 
 ## make test-gpu  runs the tests of the CUDA backend on a GPU, and those of its kernels under compute-sanitizer
 KERNELS   := cuda/upload cuda/gemv cuda/router cuda/sort cuda/gemm cuda/attention cuda/delta_net cuda/norms cuda/rotations \

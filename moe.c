@@ -2732,7 +2732,8 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
  * without.
  * ============================================================================================================ */
 
-/* The tests make these small, so that an all-reduce takes several pieces and a prefill several segments. */
+/* The tests make these small, so that an all-reduce takes several pieces and a prefill several segments. Kernels get
+ * them as arguments: those of the tests are those of the program. */
 #ifndef ALLREDUCE_SLOT_FLOATS
 #define ALLREDUCE_SLOT_FLOATS (1 << 20)
 #define DELTA_SEGMENT_TOKENS  1024

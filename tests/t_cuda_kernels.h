@@ -83,12 +83,9 @@ extern "C" bool cuda_test_begin(int seed) {
     return major == 12;
 }
 
-/* words of `to` = those of `from`. Whoever runs after this and does not wait for it finds what was there before. */
-__global__ void k_arrive(uint32_t *to, const uint32_t *from, size_t words) {
-    grid_dependency_launch();
-    grid_dependency_wait();
-    for (size_t i = blockIdx.x * 256 + threadIdx.x; i < words; i += 4 * 256) to[i] = from[i];
-}
+/* words of `to` = those of `from` (arrive.cu). Whoever runs after this and does not wait for it finds what was there
+ * before. Grid: 4, block: 256. */
+__global__ void k_arrive(uint32_t *to, const uint32_t *from, size_t words);
 
 /* n values on the device, freed with the object. */
 template <class T>
@@ -1147,8 +1144,9 @@ static void run_send_recv(int n_row, int n_col) {
         heartbeat(std::vector<uint32_t>(sizeof(struct heartbeat) / 4));
     const size_t words = sizeof(struct sequence) / 4;
     for (int t = 0; t < TURNS; t++) {
-        const struct tp_rank from = {0, 1, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
-        const struct tp_rank to = {0, 1, (struct sequence *)(state.p + words), (struct heartbeat *)heartbeat.p};
+        const struct tp_rank from = {0, 1, ALLREDUCE_SLOT, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
+        const struct tp_rank to = {0, 1, ALLREDUCE_SLOT, (struct sequence *)(state.p + words),
+                                   (struct heartbeat *)heartbeat.p};
         const size_t at = n * (size_t)t, stride = (size_t)n_col;
         LAUNCH_PDL(k_arrive, 4, 256, 0, test_stream, (uint32_t *)src.p, (const uint32_t *)(data.p + at), n);
         const struct send_args h = {from, CH_SEND, flags.p, 1, src, landing, stride, stride, n_row, n_col, flags.p + 1};
@@ -1187,7 +1185,8 @@ static void run_share_token() {
         LAUNCH_PDL(k_arrive, 1, 256, 0, test_stream, (uint32_t *)id.p, (const uint32_t *)(data.p + t), (size_t)1);
         for (int i = 0; i < RANKS; i++) {
             struct token_args a = {};
-            a.p = {i, RANKS, (struct sequence *)(state.p + (size_t)i * words), (struct heartbeat *)heartbeat.p};
+            a.p = {i, RANKS, ALLREDUCE_SLOT, (struct sequence *)(state.p + (size_t)i * words),
+                   (struct heartbeat *)heartbeat.p};
             a.id = (int32_t *)(id.p + i);
             a.own.token = slot.p + 4 * i, a.own.token_flag = flags.p + i;
             for (int k = 1; k < RANKS && !i; k++, a.n_other++)
@@ -1241,7 +1240,8 @@ static void run_all_reduce(int ranks, int n_tok, int n, int blocks) {
             a = {};
             a.x = a.sum = keep(x), a.partial = keep(d), a.h32 = keep(count), a.h16 = g16 + (size_t)k * count;
             a.weight = gw, a.eps = 1e-6f, a.n = n, a.n_tok = n_tok;
-            a.p = {k, ranks, (struct sequence *)(state.p + (size_t)k * words), (struct heartbeat *)heartbeat.p};
+            a.p = {k, ranks, ALLREDUCE_SLOT, (struct sequence *)(state.p + (size_t)k * words),
+                   (struct heartbeat *)heartbeat.p};
             for (int to = 0; to < ranks && ranks > 1; to++) {
                 a.slot[to] = slots + (size_t)to * slots_of;
                 a.flag[to] = flags + to * ranks * ALLREDUCE_BLOCKS;
@@ -1307,7 +1307,8 @@ static void run_row_norm(int ranks, int blocks, int head = 36) {
                 owned.push_back(new gpu_array<float>(weight[i].back())), a.weight[i] = owned.back()->p;
             }
             a.eps = 1e-6f, a.n_tok = n_tok[turn], a.sharing = turn & 1;
-            a.p = {k, ranks, (struct sequence *)(state.p + (size_t)k * words), (struct heartbeat *)heartbeat.p};
+            a.p = {k, ranks, ALLREDUCE_SLOT, (struct sequence *)(state.p + (size_t)k * words),
+                   (struct heartbeat *)heartbeat.p};
             for (int to = 0; to < ranks; to++) {
                 a.slot[to] = slots + to * 2 * ranks * ALLREDUCE_SLOT;
                 a.flag[to] = flags + to * ranks * ALLREDUCE_BLOCKS;
@@ -1372,7 +1373,7 @@ static void run_abort() {
         gpu_array<uint32_t> flag(std::vector<uint32_t>(flags, 0u)), sent(std::vector<uint32_t>(flags, 0u));
         gpu_array<float> x(std::vector<float>(64, 1.0f)), slots(std::vector<float>(4 * ALLREDUCE_SLOT, 0.0f)), y(64);
         gpu_array<uint16_t> half(64);
-        const struct tp_rank p = {0, 2, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
+        const struct tp_rank p = {0, 2, ALLREDUCE_SLOT, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
         if (kind == 0) {
             const struct send_args s = {p, CH_RECV, flag, 1, x, y, 64, 64, 1, 64, NULL};
             LAUNCH_PDL(k_send_rows, 1, 256, 0, test_stream, s);
@@ -1714,7 +1715,7 @@ static void run_attention(const struct attn_case &c) {
 /* Expanded keys and values of DeepSeek's shape, segment after segment. */
 static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
     enum { NOPE = 128, ROPE = 64, V = 128, LATENT = 16, WIDTH = LATENT + ROPE };
-    const size_t segment = n_head > 1 ? (size_t)MLA_SEGMENT : 160; /* of several tiles, also where MLA_SEGMENT is one */
+    const size_t segment = n_head > 1 ? 64 : 160; /* of one tile, of several */
     const size_t len = (size_t)(pos + n_tok), heads = (size_t)n_head, rows = (size_t)n_tok * heads, stride = heads * V;
     auto halves = [](size_t n, double scale) {
         std::vector<uint16_t> v(n);
@@ -1730,7 +1731,8 @@ static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
     struct mla_args a = {};
     a.q = q_d, a.q_rope = rot_d, a.out = out, a.out_stride = stride + 8, a.sums = sums, a.n_tok = n_tok;
     a.n_head = n_head, a.latent = LATENT, a.pos = pos, a.factor = (float)(1.44269504 / sqrt(NOPE + ROPE));
-    a.buffer.latents = latents_d, a.buffer.keys = k_d, a.buffer.values = v_d, a.buffer.max_den = max_den;
+    a.buffer.n_key = (int)segment, a.buffer.latents = latents_d, a.buffer.keys = k_d, a.buffer.values = v_d,
+    a.buffer.max_den = max_den;
     for (size_t first = 0; first < len; first += segment) {
         const size_t n = std::min(len - first, segment);
         std::vector<uint16_t> ks(k_d.n, 0x7E00), vs(v_d.n, 0x7E00), ls(latents_d.n, 0x7E00); /* NaN after the end */

@@ -29,7 +29,7 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
     struct norm_args a = {};
     a.x = base ? x_d.p : NULL, a.sum = sum, a.weight = norm ? w_d.p : NULL, a.eps = 1e-6f, a.n = n, a.n_tok = TOKENS;
     a.h16 = h16, a.h32 = n % 16 ? h32.p : NULL;
-    a.p = {rank, ranks, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
+    a.p = {rank, ranks, ALLREDUCE_SLOT, (struct sequence *)state.p, (struct heartbeat *)heartbeat.p};
     for (int k = 0; k < ranks && pushed; k++) a.slot[k] = k == rank ? all_d : sent, a.flag[k] = k == rank ? came : went;
     if (partial) a.partial = SOURCE == PARTIAL_BF16 ? (void *)bf16_d.p : SOURCE == PARTIAL_GATHERED ? all_d.p : own_d.p;
     own_d.arrive(), bf16_d.arrive(), x_d.arrive();

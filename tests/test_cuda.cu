@@ -1,4 +1,6 @@
-/* The CUDA backend as the tests see it: moe_cuda.cu itself, for a device or (SIMULATED) for the PTX simulator, and the few functions by which tests/t_cuda.h, which is C, reaches into it. */
+/* The CUDA backend as the tests see it: moe_cuda.cu itself, for a device or (SIMULATED) for the PTX simulator, and the
+ * few functions by which tests/t_cuda.h, which is C, reaches into it. The simulator runs the kernels of
+ * build/moe_cuda.o; of this file's it takes those alone which that has not. */
 #include "../moe_cuda.cu"
 #ifdef SIMULATED
 #include "ptxsim/ptxsim.h"
@@ -45,7 +47,7 @@ void cuda_test_slots(struct rank *r, int il, int32_t *slot_of, int32_t *expert_o
     cudaMemcpy(expert_of, a.expert_of, (size_t)a.n_slot * sizeof *expert_of, cudaMemcpyDeviceToHost);
 }
 
-/* Row 0 of the logits, by a kernel in front: it comes late, and the blocks of the next one run together. */
+/* Row 0 of the logits, by a kernel before: it comes late, and the blocks of the next one run together. */
 void cuda_test_logits(struct rank *r, const float *x, int n) {
     struct cuda *c = r->cuda;
     cudaStreamSynchronize(c->stream);

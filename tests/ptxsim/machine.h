@@ -208,6 +208,10 @@ struct Image {
     std::map<std::string, u32> extern_shared;          /* alignment */
 };
 
+/* The engine's PTX for each target (images.cpp): texts that end with a zero, an empty one after the last. NULL: it is
+ * not linked. */
+extern "C" __attribute__((weak)) const char ptx_images[];
+
 /* Finds the symbols and kernels of a PTX module. Ends the program if it cannot be read. */
 Image *image_load(const char *text, size_t size);
 /* Decodes the body of a kernel, once. Ends the program at an instruction that the simulator does not have; the message

@@ -181,10 +181,10 @@ struct Module;
 struct Function {
     Module *module;
     std::string name;
-    Kernel *by_image[8] = {};
+    Kernel *by_image[2][8] = {};       /* of the engine's module, of its own */
     int max_dynamic[DEVICES_MAX] = {}; /* bytes of dynamic shared memory that cudaFuncSetAttribute allowed */
 };
-/* A fat binary: the PTX of one or several targets. */
+/* The PTX of one or several targets: of a fat binary, or the engine's. */
 struct Module {
     std::vector<std::pair<const char *, size_t>> text;
     std::vector<int> target;  /* 10 x compute capability */
@@ -194,6 +194,7 @@ struct Module {
 };
 static std::mutex registry_lock EARLY;
 static std::vector<Module *> modules EARLY;
+static Module *engine; /* of build/moe_cuda.o (images.cpp); NULL: it is not linked */
 static std::unordered_map<const void *, std::unique_ptr<Function>> functions EARLY;
 
 static Function *function_of(const void *host) {
@@ -213,34 +214,59 @@ static int image_for(const Module &m, int device) {
     return best;
 }
 
+/* A kernel of another module that the engine has too is left out: the engine's runs. */
 static Image *module_image(Module &m, int i) {
     std::lock_guard<std::mutex> g(m.lock);
-    if (!m.image[i]) m.image[i].reset(image_load(m.text[i].first, m.text[i].second));
+    if (m.image[i]) return m.image[i].get();
+    m.image[i].reset(image_load(m.text[i].first, m.text[i].second));
+    if (engine && &m != engine)
+        for (auto &k : module_image(*engine, 0)->kernels) m.image[i]->kernels.erase(k.first);
     return m.image[i].get();
 }
 
 /* The kernel of a function as the device runs it, decoded; NULL: the program has no image for it. */
 static Kernel *kernel_for(Function *f, int device) {
-    const int i = f ? image_for(*f->module, device) : -1;
-    if (i < 0) return NULL;
-    if (!f->by_image[i]) {
-        auto &kernels = module_image(*f->module, i)->kernels;
+    if (!f) return NULL;
+    for (int own = 0; own < 2; own++) {
+        Module *m = own ? f->module : engine;
+        const int i = m ? image_for(*m, device) : -1;
+        if (i < 0) continue;
+        Kernel *&known = f->by_image[own][i];
+        if (known) return known;
+        auto &kernels = module_image(*m, i)->kernels;
         auto k = kernels.find(f->name);
-        if (k == kernels.end()) return NULL;
+        if (k == kernels.end()) continue;
         decode(*k->second);
-        f->by_image[i] = k->second.get();
+        return known = k->second.get();
     }
-    return f->by_image[i];
+    return NULL;
 }
 
 static void module_add_text(Module &m, const char *text, size_t size) {
     const char *t = strstr(text, ".target sm_");
+    if (!t && engine) return; /* compressed: the engine's object, whose PTX is linked beside it */
     if (!t) fprintf(stderr, "ptxsim: the embedded PTX is compressed: build with --compress-mode=none\n"), abort();
     char *end;
     m.target.push_back((int)strtol(t + strlen(".target sm_"), &end, 10));
     m.family.push_back(*end == 'f' || *end == 'a');
     m.text.push_back({text, strnlen(text, size)});
     m.image.emplace_back();
+}
+
+/* An image that device 0 runs is read once, before tests fork. */
+static Module *module_add(Module *m) {
+    const int first = image_for(*m, 0);
+    if (first >= 0) module_image(*m, first);
+    std::lock_guard<std::mutex> g(registry_lock);
+    modules.push_back(m);
+    return m;
+}
+
+static void engine_add() {
+    if (engine || !ptx_images) return;
+    engine = new Module;
+    for (const char *text = ptx_images; *text; text += strlen(text) + 1) module_add_text(*engine, text, strlen(text));
+    module_add(engine);
 }
 
 /* ---- launches ---- */
@@ -304,6 +330,9 @@ struct Event {
     u64 recorded = 0, happened = 0; /* times */
     u64 ns = 0;
 };
+
+/* What copies between GPUs take beyond the time of this processor: a link has 16 GB/s at most. */
+static std::atomic<u64> link_ns;
 
 /* Ends the launch without a message if a copy leaves its allocation. */
 static void copy_checked(void *to, const void *from, size_t n) {
@@ -533,6 +562,7 @@ void **__cudaRegisterFatBinary(void *wrapper) {
         const u8 *data;
         void *more;
     } *w = (Wrapper *)wrapper;
+    engine_add();
     auto *m = new Module;
     /* a header of 16 bytes with the length, then entries: kind, size of the header, size of the data */
     const u8 *p = w->data;
@@ -546,12 +576,9 @@ void **__cudaRegisterFatBinary(void *wrapper) {
         if (kind == 1) module_add_text(*m, (const char *)p + header, size);
         p += header + size, left -= header + size;
     }
-    if (m->text.empty()) fprintf(stderr, "ptxsim: no PTX in the program: build with code=compute_XX\n"), abort();
-    const int first = image_for(*m, 0);
-    if (first >= 0) module_image(*m, first); /* once, before tests fork */
-    std::lock_guard<std::mutex> g(registry_lock);
-    modules.push_back(m);
-    return (void **)m;
+    if (m->text.empty() && !engine)
+        fprintf(stderr, "ptxsim: no PTX in the program: build with code=compute_XX\n"), abort();
+    return (void **)module_add(m);
 }
 void __cudaRegisterFatBinaryEnd(void **) {}
 void __cudaUnregisterFatBinary(void **) {}
@@ -784,7 +811,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind
 cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t n, cudaStream_t s) {
     CALL();
     NEEDS(range_ok(to, n) && range_ok(from, n), cudaErrorInvalidValue);
-    return enqueue(s, [=] { copy_checked(to, from, n); });
+    return enqueue(s, [=] { copy_checked(to, from, n), link_ns += n / 16; });
 }
 cudaError_t cudaMemset(void *p, int v, size_t n) {
     WAITS();
@@ -883,7 +910,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     const auto happen = [e] {
         std::lock_guard<std::mutex> g(e->lock);
         e->done = ++e->happened == e->recorded;
-        e->ns = time_ns();
+        e->ns = time_ns() + link_ns;
         e->wake.notify_all();
     };
     s->push({NULL, happen});
