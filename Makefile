@@ -48,7 +48,7 @@ CUDA_LIBS     = -L$(CUDA_LIB) -lcudart_static -lstdc++ -ldl -lrt -lpthread $(NCC
 endif
 
 .DEFAULT_GOAL := all
-.PHONY: all chat sim-chat test test-chips coverage sass mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
+.PHONY: all chat sim-chat test test-programs test-cuda test-chips coverage sass mutate test-gpu measure bench bench-vs asan tsan oom fuzz test-arm64 install uninstall deb clean help format deps
 
 all: moe build/moe-convert build/moe-reap build/demo.gguf
 
@@ -101,7 +101,7 @@ bench-vs: all
 	tests/bench_vs.sh "$(LLAMA_BENCH)" "$(MODEL)"
 
 # Threads sleep while they wait: on a busy machine, spinning ones take the time of others.
-test test-chips coverage mutate asan tsan: export OMP_WAIT_POLICY = passive
+test test-programs test-cuda test-chips coverage mutate asan tsan: export OMP_WAIT_POLICY = passive
 
 # The models of tests/fixtures, which the tests map.
 FIXTURES := $(patsubst tests/fixtures/%/config.json,build/fixtures/%.gguf,$(wildcard tests/fixtures/*/config.json))
@@ -113,8 +113,12 @@ $(FIXTURES): build/fixtures/%.gguf: build/moe-convert $$(wildcard tests/fixtures
 	@build/moe-convert tests/fixtures/$* -o $@ 2>$@.log || { cat $@.log; exit 1; }
 	@rm $@.log
 
-test: all build/test_moe $(if $(NVCC),build/test_cuda build/selftest)
+test: test-programs test-cuda
+
+test-programs: all build/test_moe
 	build/test_moe -j$(CORES)
+
+test-cuda: $(if $(NVCC),build/test_cuda build/selftest build/demo.gguf)
 ifeq ($(NVCC),)
 	@echo "no nvcc: the CUDA backend is not tested"
 else
@@ -126,10 +130,12 @@ endif
 ## make test-chips runs the CUDA backend's PTX as other chips do, with sums that tensor cores cut off, and looks for races
 SIM_KERNELS := cuda/upload cuda/gemv cuda/router cuda/sort cuda/links cuda/gemm cuda/attention cuda/windows cuda/delta_net \
     cuda/norms cuda/rotations cuda/indexer cuda/rows
-test-chips: build/test_cuda
+test-chips: $(if $(NVCC),build/test_cuda)
+ifneq ($(NVCC),)
 	build/test_cuda --capability 90 --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/fixtures
 	build/test_cuda --capability 80 -j$(CORES) cuda/fixtures
 	build/test_cuda --races 1 --seed 1 --truncate 16 -j$(CORES) $(SIM_KERNELS) cuda/sample cuda/forward cuda/stats cuda/all_reduce cuda/slots
+endif
 
 ## make coverage  names the CUDA kernels of whose PTX the tests run less than 97 %, but for those whose reason is known
 coverage: build/test_cuda
