@@ -10308,8 +10308,10 @@ struct reader {
     pthread_t thread[READ_THREADS];
     int n_thread;
     bool stop;
-    char failure[ERR_MAX]; /* of the first read that failed; "": none has */
-    uint64_t bytes;        /* that were read */
+    char failure[ERR_MAX];   /* of the first read that failed; "": none has */
+    uint64_t bytes;          /* that were read */
+    atomic_bool may_give_up; /* on Ctrl-C: what is read is for a forward that can be thrown away */
+    atomic_bool gave_up;     /* it has to be */
 };
 
 /* The tests put reads that fail in its place. */
@@ -10333,6 +10335,13 @@ static int disk_read(const struct disk_read *p, char *err) {
     return 0;
 }
 
+/* Whether reads are to be left out, because of Ctrl-C. */
+static bool reader_gives_up(struct reader *d) {
+    if (!interrupted || !atomic_load(&d->may_give_up)) return false;
+    atomic_store(&d->gave_up, true);
+    return true;
+}
+
 static void *reader_thread(void *arg) {
     struct reader *d = arg;
     char err[ERR_MAX];
@@ -10344,10 +10353,13 @@ static void *reader_thread(void *arg) {
         d->first = (d->first + 1) % READ_QUEUE;
         d->n--;
         pthread_mutex_unlock(&d->lock);
-        const int rc = disk_read(&p, err);
+        const bool left_out = reader_gives_up(d);
+        int rc = 0;
+        if (left_out) memset(p.to, 0, p.n);
+        else rc = disk_read(&p, err);
         pthread_mutex_lock(&d->lock);
         if (rc && !*d->failure) memcpy(d->failure, err, sizeof err);
-        d->bytes += p.need;
+        d->bytes += left_out ? 0 : p.need;
         atomic_fetch_sub_explicit(p.left, 1, memory_order_release);
         pthread_cond_broadcast(&d->ended);
     }
@@ -11091,6 +11103,7 @@ static void ffn_jobs_routed(struct rank *r, int il) {
 static void ffn_jobs_build(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
     ffn_jobs_routed(r, il);
+    if (r->cpu->store && reader_gives_up(&r->cpu->store->reader)) r->cpu->n_jobs = 0;
     const int n_routed = r->cpu->n_jobs;
     const struct ffn_job *last = n_routed ? &r->cpu->jobs[n_routed - 1] : &(struct ffn_job){.gate = &layer->gate};
     if (r->cpu->store) store_begin(r->cpu->store, il, r->n_tok, r->cpu->jobs, n_routed);
@@ -12531,6 +12544,28 @@ static struct store *session_store(const struct session *s) {
     return s->r->cpu ? s->r->cpu->store : s->server ? s->server->r.cpu->store : NULL;
 }
 
+/* Forgets what was computed after the first `keep` tokens. */
+static void session_discard(struct session *s, int keep) {
+    for (int i = 0; i < SNAPSHOTS; i++)
+        if (s->snapshots[i].n > keep) s->snapshots[i].n = 0;
+    session_truncate(s, keep);
+}
+
+/* A prompt's forward of n tokens. Ctrl-C leaves out what it has still to read from disk: then it is as if it had not
+ * been, and the result is false. */
+static bool session_prompt(struct session *s, const int32_t *ids, int n) {
+    struct store *store = session_store(s);
+    const int before = s->n_past;
+    if (store) atomic_store(&store->reader.may_give_up, n > DECODE_MAX_TOKENS); /* shorter ones change the slots */
+    session_forward(s, ids, n);
+    if (!store) return true;
+    if (!s->r->cpu) session_wait(s);
+    atomic_store(&store->reader.may_give_up, false);
+    if (!atomic_exchange(&store->reader.gave_up, false)) return true;
+    session_discard(s, before);
+    return false;
+}
+
 /* Whether experts could not be read in the passes since the last call, with a message. What they computed is wrong: the
  * timeline is then empty. */
 static bool session_failed(struct session *s, char *err) {
@@ -12538,8 +12573,7 @@ static bool session_failed(struct session *s, char *err) {
     if (store && !s->r->cpu) session_wait(s);
     if (!store_failure(store, err)) return false;
     for (int i = 0; i < s->pg.n; i++) s->pg.ranks[i].ops->empty_slots(&s->pg.ranks[i]);
-    for (int i = 0; i < SNAPSHOTS; i++) s->snapshots[i].n = 0;
-    session_truncate(s, 0);
+    session_discard(s, 0);
     return true;
 }
 
@@ -12839,7 +12873,7 @@ enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
 
 /* Makes the timeline equal ids[0..n), n >= 1, and computes the logits of the last token. Only the tokens after the
  * common prefix are computed. mark > 0: takes a snapshot after the first `mark` tokens, to which a later turn may
- * return. Ctrl-C is checked between chunks. */
+ * return. Ctrl-C is checked between chunks, and ends reads from disk. */
 static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, int mark, char *err) {
     int keep = 0, done = 0;
     if (n < 1) return fail(err, "the prompt has no tokens"), SYNC_FAILED;
@@ -12857,7 +12891,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         if (interrupted) break;
         progress_set(PROGRESS_PROMPT, done, n - keep);
         if (s->snapshot_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
-        session_forward(s, ids + s->n_past, c);
+        if (!session_prompt(s, ids + s->n_past, c)) break;
         if (session_failed(s, err)) {
             progress_end();
             return SYNC_FAILED;

@@ -150,7 +150,7 @@ static void test_store_slots(void) {
 }
 
 /* Reads that fail, in place of pread. */
-enum { FAULT_EIO, FAULT_EINTR, FAULT_SHORT, FAULT_END };
+enum { FAULT_EIO, FAULT_EINTR, FAULT_SHORT, FAULT_END, FAULT_CTRL_C };
 static struct {
     _Atomic int reads;
     int from, to; /* reads from..to-1 fail */
@@ -163,6 +163,7 @@ static ssize_t faulty_read(int fd, void *to, size_t n, off_t offset) {
     if (now && faulty.kind == FAULT_EIO) return errno = EIO, -1;
     if (now && faulty.kind == FAULT_EINTR) return errno = EINTR, -1;
     if (now && faulty.kind == FAULT_END) return 0;
+    if (now && faulty.kind == FAULT_CTRL_C) interrupted = 1;
     return pread(fd, to, now && faulty.kind == FAULT_SHORT && n > 4096 ? 4096 : n, offset);
 }
 
@@ -210,6 +211,53 @@ static void test_store_faults(void) {
     arrfree(ref);
     session_free(&s);
     model_free(&m);
+}
+
+/* Ctrl-C within a forward ends its reads. What was there before stays, and the same prompt goes on from there. */
+static void test_store_interrupt(void) {
+    static const struct {
+        const char *name;
+        int kept; /* tokens of FIRST; states that cannot go back begin anew */
+    } c[] = {{"qwen3moe", 20}, {"deepseek_v3", 20}, {"qwen3_5_moe", 0}};
+    enum { FIRST = 20 };
+    for (size_t f = 0; f < sizeof c / sizeof *c; f++) {
+        struct model m;
+        struct session s;
+        int32_t *ids = NULL;
+        float *ref = NULL;
+        char err[ERR_MAX] = "";
+        if (!fixture_load(c[f].name, &m)) return;
+        const int n = fixture_logits(c[f].name, &m, &ids, &ref);
+        const size_t row = (size_t)m.n_vocab * sizeof(float);
+        if (!store_session(&s, &m, 2, 2, n + 8)) return;
+        struct reader *d = &s.r->cpu->store->reader;
+        CHECK(n >= FIRST + DECODE_MAX_TOKENS + 1, "%s: %d tokens", c[f].name, n);
+        CHECK(session_sync(&s, ids, FIRST, 0, err) == SYNC_DONE, "%s", err);
+        session_truncate(&s, c[f].kept); /* chunks begin at the same tokens later */
+        uint64_t bytes = reader_bytes(d);
+        CHECK(session_sync(&s, ids, n, 0, err) == SYNC_DONE, "%s", err);
+        bytes = reader_bytes(d) - bytes;
+        float *want = memcpy(xmalloc(row), session_logits(&s), row);
+        for (int at = 0; at < 3; at++) {
+            session_truncate(&s, 0);
+            CHECK(session_sync(&s, ids, FIRST, 0, err) == SYNC_DONE, "%s", err);
+            const uint64_t before = reader_bytes(d);
+            fault_set(FAULT_CTRL_C, at, 1);
+            CHECK_INT(session_sync(&s, ids, n, 0, err), SYNC_INTERRUPTED, "%s at read %d", c[f].name, at);
+            CHECK(interrupted == 1, "%s: read %d did not come", c[f].name, at);
+            interrupted = 0;
+            read_at = pread;
+            CHECK_INT(s.n_past, c[f].kept, "%s at read %d", c[f].name, at);
+            CHECK(reader_bytes(d) - before < bytes / 2, "%s: read on", c[f].name);
+            CHECK(session_sync(&s, ids, n, 0, err) == SYNC_DONE, "%s", err);
+            CHECK(!memcmp(want, session_logits(&s), row), "%s at read %d: other logits", c[f].name, at);
+        }
+        free(want);
+        arrfree(ids);
+        arrfree(ref);
+        session_free(&s);
+        model_free(&m);
+    }
 }
 
 /* A file that cannot be read, that has no room, and Ctrl-C while the slots are filled. */
@@ -261,4 +309,4 @@ static void test_store_cli(void) {
 
 #define TESTS_STORE                                                                                          \
     {"store/bits", test_store_bits}, {"store/slots", test_store_slots}, {"store/faults", test_store_faults}, \
-        {"store/open", test_store_open}, {"store/cli", test_store_cli},
+        {"store/interrupt", test_store_interrupt}, {"store/open", test_store_open}, {"store/cli", test_store_cli},
