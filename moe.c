@@ -12556,7 +12556,7 @@ static void session_discard(struct session *s, int keep) {
 static bool session_prompt(struct session *s, const int32_t *ids, int n) {
     struct store *store = session_store(s);
     const int before = s->n_past;
-    if (store) atomic_store(&store->reader.may_give_up, n > DECODE_MAX_TOKENS); /* shorter ones change the slots */
+    if (store) atomic_store(&store->reader.may_give_up, n > SAME_BITS_TOKENS); /* shorter ones change the slots */
     session_forward(s, ids, n);
     if (!store) return true;
     if (!s->r->cpu) session_wait(s);
@@ -12891,11 +12891,12 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
         if (interrupted) break;
         progress_set(PROGRESS_PROMPT, done, n - keep);
         if (s->snapshot_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
-        if (!session_prompt(s, ids + s->n_past, c)) break;
+        const bool whole = session_prompt(s, ids + s->n_past, c);
         if (session_failed(s, err)) {
             progress_end();
             return SYNC_FAILED;
         }
+        if (!whole) break;
         if (s->n_past == mark) session_keep(s);
         done += c;
     }

@@ -231,7 +231,7 @@ static void test_store_interrupt(void) {
         const size_t row = (size_t)m.n_vocab * sizeof(float);
         if (!store_session(&s, &m, 2, 2, n + 8)) return;
         struct reader *d = &s.r->cpu->store->reader;
-        CHECK(n >= FIRST + DECODE_MAX_TOKENS + 1, "%s: %d tokens", c[f].name, n);
+        CHECK(n >= FIRST + SAME_BITS_TOKENS + 1, "%s: %d tokens", c[f].name, n);
         CHECK(session_sync(&s, ids, FIRST, 0, err) == SYNC_DONE, "%s", err);
         session_truncate(&s, c[f].kept); /* chunks begin at the same tokens later */
         uint64_t bytes = reader_bytes(d);
