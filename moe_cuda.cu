@@ -704,7 +704,7 @@ struct sequence {
  * it tells the host. */
 struct tp_rank {
     int rank, n_rank; /* in the pipeline stage */
-    int slot;         /* floats that a rank pushes at once: ALLREDUCE_SLOT */
+    int slot_floats;  /* that a rank pushes at once: ALLREDUCE_SLOT */
     struct sequence *sequence;
     struct heartbeat *heartbeat;
 };
@@ -985,7 +985,7 @@ struct norm_args {
     uint16_t *h16; /* (n_tok, n) result in halves */
     float *h32;    /* (n_tok, n) result in F32, or NULL */
     struct tp_rank p;
-    float *slot[MAX_RANKS];    /* by rank, for PARTIAL_PUSHED: (2, n_rank, p.slot) */
+    float *slot[MAX_RANKS];    /* by rank, for PARTIAL_PUSHED: (2, n_rank, p.slot_floats) */
     uint32_t *flag[MAX_RANKS]; /* by rank, for PARTIAL_PUSHED: (n_rank, ALLREDUCE_BLOCKS) */
     uint32_t code;             /* WAIT_CODE of rank 0 */
     bool sharing;              /* other ranks are on the same GPU */
@@ -996,12 +996,13 @@ struct norm_args {
  * the flag of the all-reduce between would be missing. */
 DEVICE void rows_push(const struct norm_args &a, uint32_t seq) {
     const int tid = threadIdx.x;
-    const size_t n = (size_t)a.n, slot = (size_t)a.p.slot, parity = (size_t)(seq & 1) * (size_t)a.p.n_rank * slot;
+    const size_t n = (size_t)a.n, per_rank = (size_t)a.p.slot_floats,
+                 parity = (size_t)(seq & 1) * (size_t)a.p.n_rank * per_rank;
     for (int t = blockIdx.x; t < a.n_tok; t += (int)gridDim.x)
         for (int i = 4 * tid; i < a.n; i += 4 * NORM_THREADS) {
             const uint4 v = *(const uint4 *)((const float *)a.partial + (size_t)t * n + i);
             for (int k = 0; k < a.p.n_rank; k++)
-                if (k != a.p.rank) st_sys16(a.slot[k] + parity + (size_t)a.p.rank * slot + (size_t)t * n + i, v);
+                if (k != a.p.rank) st_sys16(a.slot[k] + parity + (size_t)a.p.rank * per_rank + (size_t)t * n + i, v);
         }
     __syncthreads(); /* all threads have stored before the releases publish the rows */
     if (tid < a.p.n_rank && tid != a.p.rank) {
@@ -1028,8 +1029,8 @@ DEVICE float4 partial_at(const struct norm_args &a, uint32_t seq, int t, int i) 
             u = *(const uint4 *)((const float *)a.partial + (size_t)k * (size_t)a.n_tok * n + at);
         else if (k == a.p.rank) u = *(const uint4 *)((const float *)a.partial + at);
         else
-            u = ld_sys16(a.slot[a.p.rank] + ((size_t)(seq & 1) * (size_t)a.p.n_rank + (size_t)k) * (size_t)a.p.slot +
-                         at);
+            u = ld_sys16(a.slot[a.p.rank] +
+                         ((size_t)(seq & 1) * (size_t)a.p.n_rank + (size_t)k) * (size_t)a.p.slot_floats + at);
         const float4 v =
             make_float4(__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w));
         const float4 more = add4(sum, v);
@@ -3274,10 +3275,9 @@ __global__ void __launch_bounds__(NORM_THREADS) k_row_norm(const __grid_constant
     if (!EXCHANGE || !a.sharing) grid_dependency_launch();
     grid_dependency_wait();
     if (EXCHANGE) seq = a.p.sequence->done[CH_ALLREDUCE] + 1;
-    auto slot = [&](int to, int from,
-                    int i) { /* 16 bytes for a sum */
-                             return a.slot[to] +
-                                    ((size_t)(seq & 1) * (size_t)n_rank + (size_t)from) * (size_t)a.p.slot + 4 * i;
+    /* 16 bytes for a sum */
+    auto slot = [&](int to, int from, int i) {
+        return a.slot[to] + ((size_t)(seq & 1) * (size_t)n_rank + (size_t)from) * (size_t)a.p.slot_floats + 4 * i;
     };
     for (int i = blockIdx.x; i < n; i += (int)gridDim.x) {
         const float sum = PARTS & ROW_SQUARES ? row_squares(a, i) : a.all[i];
@@ -4903,12 +4903,12 @@ static void attn_launch(const struct attn_args *a, enum attn_kind kind, bool pre
  * Prefill expands keys and values from the latents, see mla_expands_on_gpu.
  * ============================================================================================================ */
 
-/* For a segment of n_key keys of a layer. */
+/* For a segment of a layer's keys. */
 struct mla_buffers {
-    int n_key;         /* MLA_SEGMENT */
-    uint16_t *latents; /* (n_key, kv_lora + rope_dim) rows of the cache in halves */
-    uint16_t *keys;    /* (n_head, n_key, nope) */
-    uint16_t *values;  /* (n_head, n_key, head_v) */
+    int segment;       /* keys at most: MLA_SEGMENT */
+    uint16_t *latents; /* (segment, kv_lora + rope_dim) rows of the cache in halves */
+    uint16_t *keys;    /* (n_head, segment, nope) */
+    uint16_t *values;  /* (n_head, segment, head_v) */
     float *max_den;    /* (chunk, n_head, 2) maximum and denominator of a row over the segments so far */
     uint8_t *wk_b;     /* (n_head, nope, kv_lora) FMT_F16: the layer's wk_b, transposed */
 };
@@ -5010,7 +5010,7 @@ __global__ void __launch_bounds__(256, 1) attn_mla_expanded(const __grid_constan
 
     auto copy = [&](int i) {
         uint8_t *to = smem + (i & 1) * L::BYTES;
-        const size_t key = (size_t)i * KEYS, at = (size_t)head * (size_t)a.buffer.n_key + key;
+        const size_t key = (size_t)i * KEYS, at = (size_t)head * (size_t)a.buffer.segment + key;
         const int left = a.n_key - (int)key;
         if (i < n) {
             f16_copy<NOPE, KEYS, 256>(to, a.buffer.keys + at * NOPE, NOPE, left);
@@ -7844,7 +7844,7 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
     a.out = c->x16[out];
     a.out_stride = (size_t)heads * (size_t)v;
     a.buffer = c->mla;
-    a.buffer.n_key = MLA_SEGMENT;
+    a.buffer.segment = MLA_SEGMENT;
     a.sums = (float *)c->latent_out;
     a.n_tok = r->n_tok;
     a.n_head = heads;
@@ -7856,9 +7856,9 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
         LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(a.n_key * width, 2048), 256, 0, c->stream,
                    cache[CACHE_K], cache[CACHE_V], latent, rope, a.first, a.n_key, c->mla.latents);
         matmul(r, &w, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.keys, NULL, (size_t)nope,
-               (size_t)a.buffer.n_key * (size_t)nope);
+               (size_t)a.buffer.segment * (size_t)nope);
         matmul(r, layer->wv_b.copy, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.values, NULL, (size_t)v,
-               (size_t)a.buffer.n_key * (size_t)v);
+               (size_t)a.buffer.segment * (size_t)v);
         profile_next((double)a.n_key * heads * (nope + v) * 2, "%d keys", a.n_key);
         mla_launch(&a, nope, rope, v, c->stream);
     }

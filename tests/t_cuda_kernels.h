@@ -1731,7 +1731,7 @@ static void run_mla_expanded(int n_tok, int pos, int n_head, double size) {
     struct mla_args a = {};
     a.q = q_d, a.q_rope = rot_d, a.out = out, a.out_stride = stride + 8, a.sums = sums, a.n_tok = n_tok;
     a.n_head = n_head, a.latent = LATENT, a.pos = pos, a.factor = (float)(1.44269504 / sqrt(NOPE + ROPE));
-    a.buffer.n_key = (int)segment, a.buffer.latents = latents_d, a.buffer.keys = k_d, a.buffer.values = v_d,
+    a.buffer.segment = (int)segment, a.buffer.latents = latents_d, a.buffer.keys = k_d, a.buffer.values = v_d,
     a.buffer.max_den = max_den;
     for (size_t first = 0; first < len; first += segment) {
         const size_t n = std::min(len - first, segment);
