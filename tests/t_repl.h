@@ -1665,7 +1665,8 @@ static void test_moe_files(void) {
     write_test_file(bad, "caf\xe9\n", 5);
     unsetenv("VISUAL");
     setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
-    bool started = moe_start(&p, "xterm", moe_argv);
+    /* lines so wide that messages with a path do not wrap */
+    bool started = pty_start(&p, 24, 300, "xterm", NULL, NULL, moe_argv) && EXPECT(&p, "\033[?2004h");
     unsetenv("EDITOR");
     if (!started) return;
     snprintf(line, sizeof line, "/read %s", bad);
