@@ -1477,11 +1477,15 @@ static char *moe_argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", NULL};
 #define NEED_MOE() \
     if (access(MOE_BIN, X_OK) || access("build/demo.gguf", R_OK)) SKIP("no " MOE_BIN " or build/demo.gguf")
 
+enum { WIDE = 300 }; /* columns, in which no message with a path wraps */
+
 /* Opens the chat on a terminal and waits for its prompt. */
-static bool moe_start(struct pty *p, const char *terminal, char **argv) {
-    return pty_start(p, 24, 80, terminal, NULL, NULL, argv) &&
+static bool moe_start_in(struct pty *p, int cols, const char *terminal, char **argv) {
+    return pty_start(p, 24, cols, terminal, NULL, NULL, argv) &&
            EXPECT(p, strcmp(terminal, "dumb") ? "\033[?2004h" : "> ");
 }
+
+static bool moe_start(struct pty *p, const char *terminal, char **argv) { return moe_start_in(p, 80, terminal, argv); }
 
 static void moe_ask(struct pty *p, const char *line, const char *answer) {
     pty_send(p, line);
@@ -1665,8 +1669,7 @@ static void test_moe_files(void) {
     write_test_file(bad, "caf\xe9\n", 5);
     unsetenv("VISUAL");
     setenv("EDITOR", "sh -c 'stty raw -echo; printf \"What is 7 squared?\\r\\nOne word.\\r\\n\" > \"$0\"'", 1);
-    /* lines so wide that messages with a path do not wrap */
-    bool started = pty_start(&p, 24, 300, "xterm", NULL, NULL, moe_argv) && EXPECT(&p, "\033[?2004h");
+    bool started = moe_start_in(&p, WIDE, "xterm", moe_argv);
     unsetenv("EDITOR");
     if (!started) return;
     snprintf(line, sizeof line, "/read %s", bad);
@@ -1862,7 +1865,7 @@ static void test_moe_conversations(void) {
     NEED_MOE();
     struct pty p;
     char path[PATH_MAX], *data = NULL, err[ERR_MAX];
-    if (!moe_start(&p, "xterm", moe_argv)) return;
+    if (!moe_start_in(&p, WIDE, "xterm", moe_argv)) return;
     moe_ask(&p, "What is 7 squared? One word.", "49");
     moe_ask(&p, "/continue", "no answer was stopped");
     moe_ask(&p, "/ctx", "of them from the cache");
