@@ -8,7 +8,7 @@
 #include <pty.h>
 #include <utmp.h>
 
-enum { PTY_SECONDS = CHILD_SECONDS, VT_ROWS = 40, VT_COLS = 120, VT_CELL = 64 };
+enum { PTY_SECONDS = CHILD_SECONDS, VT_ROWS = 40, VT_COLS = 200, VT_CELL = 64 };
 
 /* ---- a terminal ---- */
 
@@ -1477,7 +1477,7 @@ static char *moe_argv[] = {MOE_BIN, "-m", "build/demo.gguf", "--greedy", NULL};
 #define NEED_MOE() \
     if (access(MOE_BIN, X_OK) || access("build/demo.gguf", R_OK)) SKIP("no " MOE_BIN " or build/demo.gguf")
 
-enum { WIDE = 300 }; /* columns, in which no message with a path wraps */
+enum { WIDE = VT_COLS }; /* in so many columns messages with a path do not wrap */
 
 /* Opens the chat on a terminal and waits for its prompt. */
 static bool moe_start_in(struct pty *p, int cols, const char *terminal, char **argv) {
