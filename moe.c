@@ -105,7 +105,7 @@
  *   Drafts                                           140  how many tokens a round drafts
  *   Session                                          270  a timeline of tokens: truncation, snapshots
  *   Session: forwards                                340  forwards, drafts, choices of tokens
- *   Session: sync and score                          200  sync to a list of tokens; scores of texts
+ *   Session: sync and score                          250  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
  *
  *  Text
@@ -12174,6 +12174,8 @@ struct session {
     int32_t *tokens; /* (n_ctx) */
     int n_past, n_ctx;
     int n_committed; /* recurrent states stand for tokens[0..n_committed), <= n_past */
+    int *ends;       /* stb_ds: ends of the forwards that computed the timeline's first tokens, where these forwards
+                      * depend on the tokens of a prompt alone (session_sync_alone) */
     bool async;      /* a forward of the token after the timeline, as the device chose it, is under way */
     bool host_chose; /* the latest token: the device left the choice to the host */
     int row;         /* of the logits: the timeline's last token */
@@ -12259,6 +12261,7 @@ static void session_free(struct session *s) {
     if (s->server) session_wait(s);
     server_stop(s->server);
     pg_close(&s->pg);
+    arrfree(s->ends);
     free(s->tokens);
     for (int i = 0; i < SNAPSHOTS; i++) free(s->snapshots[i].data);
 }
@@ -12330,14 +12333,10 @@ static void session_clear_states(struct session *s) {
     free(zeros);
 }
 
-/* Truncates the timeline to n tokens and returns its new length. Where a ring or recurrent state cannot go back that
- * far, the latest snapshot at or before n is restored and the timeline ends there; without one it becomes empty. Every
- * shortening of the timeline goes through here; it grows by session_forward and session_decode, and by
- * session_fake_fill (--bench) and session_read (/load). */
-static int session_truncate(struct session *s, int n) {
+/* Shortens the timeline to n tokens, or with `restore` to the latest snapshot at or before n, without one to nothing.
+ * Returns its new length. */
+static int session_shorten(struct session *s, int n, bool restore) {
     struct snapshot *best = NULL;
-    if (n >= s->n_past) return s->n_past;
-    const bool restore = s->snapshot_size && n < session_reach(s);
     s->async = false;
     s->n_draft = 0;
     for (int i = 0; i < SNAPSHOTS; i++) {
@@ -12351,11 +12350,28 @@ static int session_truncate(struct session *s, int n) {
     if (restore) s->n_past = best ? best->n : 0;
     s->n_predicted = int_min(s->n_predicted, int_max(0, s->n_past - 1)); /* the row before gets another next token */
     s->n_committed = restore && best ? best->n_committed : int_min(s->n_committed, s->n_past);
+    while (arrlen(s->ends) && arrlast(s->ends) > s->n_past) (void)arrpop(s->ends);
     if (!restore) return n;
     if (best) best->used = ++s->snapshot_clock;
     if (best) session_copy_snapshot(s, best->data, best->n, true);
     else session_clear_states(s);
     return s->n_past;
+}
+
+/* Truncates the timeline to n tokens and returns its new length. Where a ring or recurrent state cannot go back that
+ * far, the latest snapshot at or before n is restored and the timeline ends there; without one it becomes empty. Every
+ * shortening of the timeline is this or session_return; it grows by session_forward and session_decode, and by
+ * session_fake_fill (--bench) and session_read (/load). */
+static int session_truncate(struct session *s, int n) {
+    if (n >= s->n_past) return s->n_past;
+    return session_shorten(s, n, s->snapshot_size && n < session_reach(s));
+}
+
+/* Returns to n tokens as they were when forwards had computed them and no others, if that is possible. */
+static bool session_return(struct session *s, int n) {
+    bool has = !s->snapshot_size || !n;
+    for (int i = 0; i < SNAPSHOTS; i++) has |= s->snapshots[i].n == n;
+    return has && session_shorten(s, n, s->snapshot_size > 0) == n;
 }
 
 /* Copies the rows in use of all cache tensors of all ranks to `data`, or from it (store); NULL: copies nothing.
@@ -12437,6 +12453,7 @@ static void session_keep(struct session *s) {
  * length alone. */
 static void session_fake_fill(struct session *s, int n) {
     session_truncate(s, n);
+    arrsetlen(s->ends, 0);
     s->n_past = s->n_committed = n;
     s->n_predicted = int_max(0, n - 1);
     s->async = false;
@@ -12871,32 +12888,36 @@ static int session_fits(const struct session *s, int64_t n, char *err) {
 
 enum sync_result { SYNC_DONE, SYNC_INTERRUPTED, SYNC_FAILED };
 
-/* Makes the timeline equal ids[0..n), n >= 1, and computes the logits of the last token. Only the tokens after the
- * common prefix are computed. mark > 0: takes a snapshot after the first `mark` tokens, to which a later turn may
- * return. Ctrl-C is checked between chunks, and ends reads from disk. */
-static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, int mark, char *err) {
-    int keep = 0, done = 0;
-    if (n < 1) return fail(err, "the prompt has no tokens"), SYNC_FAILED;
-    if (session_fits(s, n, err)) return SYNC_FAILED;
+/* -1 where ids[0..n) cannot be a timeline, with a message. */
+static int session_takes(const struct session *s, const int32_t *ids, int n, char *err) {
+    if (n < 1) return fail(err, "the prompt has no tokens");
+    if (session_fits(s, n, err)) return -1;
     for (int i = 0; i < n; i++)
         if (ids[i] < 0 || ids[i] >= s->m->n_vocab)
-            return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab), SYNC_FAILED;
-    while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
-        keep++; /* the last one is computed for its logits */
-    keep = session_truncate(s, keep);
+            return fail(err, "token id %d is not in the vocabulary of %d", ids[i], s->m->n_vocab);
+    return 0;
+}
+
+/* Makes ids[n_past..n) the rest of the timeline and computes the logits of the last. mark > 0: after the first `mark`
+ * tokens a forward ends and a snapshot is taken. `alone`: notes where forwards end. Ctrl-C is checked between chunks,
+ * and ends reads from disk. */
+static enum sync_result session_extend(struct session *s, const int32_t *ids, int n, int mark, bool alone, char *err) {
+    const int keep = s->n_past;
+    int done = 0;
     s->drafting.open = false;
     const double t0 = now_seconds();
     while (s->n_past < n) {
         int c = int_min(n - s->n_past, s->r->chunk);
         if (interrupted) break;
         progress_set(PROGRESS_PROMPT, done, n - keep);
-        if (s->snapshot_size && s->n_past < mark) c = int_min(c, mark - s->n_past);
+        if (s->n_past < mark) c = int_min(c, mark - s->n_past);
         const bool whole = session_prompt(s, ids + s->n_past, c);
         if (session_failed(s, err)) {
             progress_end();
             return SYNC_FAILED;
         }
         if (!whole) break;
+        if (alone) arrput(s->ends, s->n_past);
         if (s->n_past == mark) session_keep(s);
         done += c;
     }
@@ -12908,6 +12929,46 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     session_wait(s);
     s->sync_seconds = now_seconds() - t0;
     return SYNC_DONE;
+}
+
+/* Makes the timeline equal ids[0..n), n >= 1, and computes the logits of the last token. Only the tokens after the
+ * common prefix are computed. mark > 0: takes a snapshot after the first `mark` tokens, to which a later turn may
+ * return. */
+static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, int mark, char *err) {
+    int keep = 0;
+    if (session_takes(s, ids, n, err)) return SYNC_FAILED;
+    while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
+        keep++; /* the last one is computed for its logits */
+    session_truncate(s, keep);
+    return session_extend(s, ids, n, s->snapshot_size ? mark : 0, false, err);
+}
+
+/* The same with logits, and later ones, whose bits do not depend on what was in the timeline: the forwards are those of
+ * an empty one. They end after each chunk, and at `cut`, where other prompts may begin to differ from this one. Those
+ * that the timeline has are not computed again. */
+static enum sync_result session_sync_alone(struct session *s, const int32_t *ids, int n, int cut, char *err) {
+    int same = 0; /* forwards that the timeline has */
+    if (session_takes(s, ids, n, err)) return SYNC_FAILED;
+    for (int at = 0; same < arrlen(s->ends); at = s->ends[same++]) {
+        const int end = int_min(at + s->r->chunk, at < cut ? cut : n);
+        if (end == n || s->ends[same] != end || memcmp(s->tokens + at, ids + at, (size_t)(end - at) * sizeof *ids))
+            break;
+    }
+    while (same && !session_return(s, s->ends[same - 1])) same--;
+    if (!same) session_truncate(s, 0);
+    return session_extend(s, ids, n, cut, true, err);
+}
+
+/* What `cut` of session_sync_alone is a multiple of: no compressed key, and no kernel's step over keys, goes beyond it.
+ * A step is 64 keys. Those of an indexer over compressed keys stand for `compress_ratio` tokens each. */
+static int cut_step(const struct model *m) {
+    int64_t step = 64;
+    for (int il = 0; il < m->n_layer; il++) {
+        const struct attn *a = &m->layers[il].attn;
+        const int64_t per = a->compress_ratio * (a->n_index ? 64 : 1), one = step;
+        while (per && step % per && step <= INT_MAX) step += one;
+    }
+    return (int)(step < INT_MAX ? step : INT_MAX);
 }
 
 /* A text on its way through one or two sessions side by side, from an empty timeline on. */
@@ -22119,6 +22180,7 @@ struct chat {
     struct turn_stats last, total;     /* of the last turn, of all turns */
     int turns;                         /* turns in `total` */
     const char **stops;                /* stb_ds: strings that end an answer, for --jsonl, which prints no text */
+    bool alone;                        /* answers do not depend on what the session holds (session_sync_alone) */
     struct keyboard *keys;             /* of a dialogue in raw mode: read while the model answers; or NULL */
     char *name;                        /* under which the conversation was saved or loaded, or NULL */
     bool autosave;                     /* save every turn for --continue */
@@ -22510,19 +22572,20 @@ static bool token_is_special(const struct vocab *v, int32_t id) {
 
 /* Sets *ids to the tokens of a rendered prompt. Tokens of the session are taken over as long as their text is that of
  * the prompt, up to the last special token among them (cut); the rest of the prompt (from byte cut_at on) is
- * tokenized. */
+ * tokenized. An answer that is alone takes over none. */
 static void chat_tokenize(const struct chat *c, const struct tpl_text *text, int32_t **ids) {
     const struct vocab *v = c->m->vocab;
     const struct session *s = c->s;
+    const int n_past = c->alone ? 0 : s->n_past;
     size_t n = arrlenu(text->s), at = 0, cut_at = 0;
     unsigned before = 0; /* what stands before byte cut_at */
     bool begins = true;  /* the next token begins a stretch */
     int k = 0, cut = 0;
-    if (s->n_past && v->add_bos && s->tokens[0] == v->bos) {
+    if (n_past && v->add_bos && s->tokens[0] == v->bos) {
         struct gguf_str bos = vocab_bytes(v, v->bos);
         if (n < bos.n || memcmp(text->s, bos.p, bos.n)) k = cut = 1;
     }
-    for (; k < s->n_past; k++) {
+    for (; k < n_past; k++) {
         int32_t id = s->tokens[k];
         if (id >= v->n_tokens) break;
         struct gguf_str b = vocab_bytes(v, id);
@@ -22543,7 +22606,7 @@ static void chat_tokenize(const struct chat *c, const struct tpl_text *text, int
             before = tokenize_after(v, id);
         }
     }
-    if (k == s->n_past) { /* all tokens agree: if the rest begins with a special token, none need be cut off */
+    if (k == n_past) { /* all tokens agree: if the rest begins with a special token, none need be cut off */
         tokenize(v, text->s + at, n - at, text->origin + at, TOKENIZE_CONTROL, ids);
         if (arrlen(*ids) && token_is_special(v, (*ids)[0])) {
             cut = k;
@@ -23079,20 +23142,13 @@ static void chat_count(struct chat *c, const struct turn_stats *st) {
     c->total.experts.bytes += st->experts.bytes;
 }
 
-/* Returns how many of the ids precede the generation prompt: what a later turn's rendering has in
- * common with this one, even where the template drops the thinking of former answers. 0 where the session needs no
- * snapshot. */
-static int chat_mark(struct chat *c, const struct tpl_text *text, const int32_t *ids) {
+/* Returns how many of a prompt's ids stand for the beginning that its text has in common with `other`. */
+static int ids_in_common(const struct chat *c, const struct tpl_text *text, const int32_t *ids,
+                         const struct tpl_text *other) {
     const struct vocab *v = c->m->vocab;
-    struct tpl_text messages = {0};
-    char err[ERR_MAX];
     size_t common = 0, at = 0;
     int n = 0;
-    if (!c->s->snapshot_size) return 0;
-    if (!chat_render(c, false, &messages, err))
-        while (common < arrlenu(messages.s) && common < arrlenu(text->s) && messages.s[common] == text->s[common])
-            common++;
-    text_free(&messages);
+    while (common < arrlenu(other->s) && common < arrlenu(text->s) && other->s[common] == text->s[common]) common++;
     if (arrlen(ids) && v->add_bos && ids[0] == v->bos) {
         const struct gguf_str bos = vocab_bytes(v, v->bos);
         if (arrlenu(text->s) < bos.n || memcmp(text->s, bos.p, bos.n)) n = 1; /* the text does not have it */
@@ -23102,6 +23158,33 @@ static int chat_mark(struct chat *c, const struct tpl_text *text, const int32_t 
         if (at > common) break;
     }
     return n;
+}
+
+/* Returns how many of the ids precede the generation prompt: what a later turn's rendering has in
+ * common with this one, even where the template drops the thinking of former answers. 0 where the session needs no
+ * snapshot. */
+static int chat_mark(const struct chat *c, const struct tpl_text *text, const int32_t *ids) {
+    struct tpl_text messages = {0};
+    char err[ERR_MAX];
+    if (!c->s->snapshot_size) return 0;
+    if (chat_render(c, false, &messages, err)) arrsetlen(messages.s, 0);
+    const int n = ids_in_common(c, text, ids, &messages);
+    text_free(&messages);
+    return n;
+}
+
+/* Returns `cut` of session_sync_alone: how many of the ids precede the text of the last message. Prompts with other
+ * texts, after the same messages, have them in common. */
+static int chat_cut(const struct chat *c, const struct tpl_text *text, const int32_t *ids) {
+    struct message *last = &arrlast(c->messages), whole = *last;
+    struct tpl_text other = {0};
+    char err[ERR_MAX], text_of_other[] = "\ue000"; /* a private character: a text hardly begins with it */
+    *last = (struct message){.role = whole.role, .content = text_of_other};
+    if (chat_render(c, true, &other, err)) arrsetlen(other.s, 0);
+    *last = whole;
+    const int n = ids_in_common(c, text, ids, &other);
+    text_free(&other);
+    return n - n % cut_step(c->m);
 }
 
 /* Says why an answer ended before the model was done. */
@@ -23155,7 +23238,9 @@ static enum turn_result chat_answer(struct chat *c, char *err) {
     struct printer p = printer_answer(c, ids, (int)arrlen(ids), opens);
     c->open_past = 0; /* the session drops the earlier answer, even if this turn is rolled back */
     watch_begin(c->keys);
-    enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
+    const enum sync_result sync = c->alone
+                                      ? session_sync_alone(c->s, ids, (int)arrlen(ids), chat_cut(c, &text, ids), err)
+                                      : session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
     st.n_prompt = c->s->sync_tokens;
     st.n_cached = (int)arrlen(ids) - st.n_prompt;
     st.prompt_seconds = c->s->sync_seconds;
@@ -29569,7 +29654,8 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
     int32_t *ids = raw_ids(e, text, n, err);
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
     if (!ids) return TURN_FAILED;
-    const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
+    const enum sync_result sync = c->alone ? session_sync_alone(c->s, ids, (int)arrlen(ids), 0, err)
+                                           : session_sync(c->s, ids, (int)arrlen(ids), 0, err);
     st.n_prompt = c->s->sync_tokens;
     st.n_cached = (int)arrlen(ids) - st.n_prompt;
     st.prompt_seconds = c->s->sync_seconds;
@@ -29589,12 +29675,13 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
 /* The name of the conversation that is resumed; NULL: none. */
 static const char *settings_resume(const struct settings *set) { return set->go_on ? LAST_CHAT : set->load; }
 
-/* Starts a conversation; with --raw or --ids there is no template. */
+/* Starts a conversation; with --raw or --ids there is no template. One of several is alone. */
 static void prompt_chat(struct engine *e, struct settings *set, struct chat *c) {
     char err[ERR_MAX];
     if (set->raw || set->ids)
         *c = (struct chat){.set = set, .m = &e->model, .s = &e->session, .rng = settings_seed(set)};
     else if (chat_init(c, set, &e->model, &e->session, err)) die("%s", err);
+    c->alone = set->lines || set->jsonl;
 }
 
 /* Answers one prompt; with --continue or --load as the next turn of that conversation, which is saved for --continue.

@@ -143,8 +143,7 @@ static void test_cli_jsonl(void) {
                       i + 1);
             CHECK_INT((int)json_integer_value(json_object_get(usage, "completion_tokens")), want[i].made, "line %d",
                       i + 1);
-            CHECK_INT((int)json_integer_value(json_object_get(usage, "cached_tokens")), i == 1 ? 18 : i == 2, "line %d",
-                      i + 1);
+            CHECK_INT((int)json_integer_value(json_object_get(usage, "cached_tokens")), 0, "line %d", i + 1);
         }
         free(id);
         json_decref(o);
@@ -156,6 +155,34 @@ static void test_cli_jsonl(void) {
                   "\"cached_tokens\":0,\"completion_tokens\":1}}\n",
                   NULL);
     arrfree(out);
+    arrfree(said);
+}
+
+/* Answers of --lines have the bits that they have alone, though the beginning that prompts share is computed once. */
+static void test_cli_alone(void) {
+    static const char *const lines[] = {"What is 7 squared?", "What is 8 squared? One word.", "Tell me a story.",
+                                        "What is 7 squared? One word.", "What is 7 squared?"};
+    enum { N = sizeof lines / sizeof *lines };
+    char hash[N][2][16], *said = NULL, path[512], command[900];
+    snprintf(path, sizeof path, "%s/lines.txt", test_dir());
+    for (int k = 0; k < 2; k++)
+        for (int i = 0; i < N; i++) {
+            char *all = NULL;
+            for (int j = k ? i : 0; j < (k ? i + 1 : N); j++) sb_printf(&all, "%s\n", lines[j]);
+            write_test_file(path, all, arrlenu(all));
+            arrfree(all);
+            snprintf(command, sizeof command,
+                     MOE "--lines --greedy -n 12 --verbose --system 'Be brief. %090d' <%s 2>&1 | grep -o 'logits #.*'",
+                     0, path);
+            CHECK_INT(run_command(command, &said, NULL), 0, "%s", command);
+            const char *at = sb_cstr(&said);
+            for (int j = k ? i : 0; j < (k ? i + 1 : N); j++, at += strcspn(at, "\n") + (*at != 0))
+                snprintf(hash[j][k], sizeof *hash[j], "%.9s", at + strcspn(at, "#"));
+            arrsetlen(said, 0);
+            if (!k) break;
+        }
+    for (int i = 0; i < N; i++) CHECK_STR(hash[i][0], hash[i][1], "line %d, among others and alone", i + 1);
+    CHECK(strcmp(hash[0][0], hash[1][0]) && *hash[0][0] == '#', "hashes: %s, %s", hash[0][0], hash[1][0]);
     arrfree(said);
 }
 
@@ -1124,21 +1151,21 @@ static void test_readme_shapes(void) {
     arrfree(found);
 }
 
-#define TESTS_CLI                                                                                                  \
-    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                   \
-        {"cli/jsonl", test_cli_jsonl}, {"cli/continue", test_cli_continue}, {"cli/bad-line", test_cli_bad_line},   \
-        {"cli/temporary", test_cli_temporary}, {"cli/terminate", test_cli_terminate},                              \
-        {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw}, {"cli/tokenize", test_cli_tokenize},     \
-        {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage}, {"cli/help", test_cli_help},               \
-        {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet},       \
-        {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version}, {"cli/info", test_cli_info},   \
-        {"cli/program", test_cli_program}, {"cli/info-indexer", test_cli_info_indexer},                            \
-        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                \
-        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                \
-        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                \
-        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},            \
-        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench}, \
-        {"cli/bench-experts", test_cli_bench_experts}, {"cli/bench-depth", test_cli_bench_depth},                  \
-        {"cli/measure", test_cli_measure}, {"readme/options", test_readme_options},                                \
-        {"readme/families", test_readme_families}, {"readme/models", test_readme_models},                          \
+#define TESTS_CLI                                                                                                    \
+    {"cli/pipe", test_cli_pipe}, {"cli/system", test_cli_system}, {"cli/lines", test_cli_lines},                     \
+        {"cli/jsonl", test_cli_jsonl}, {"cli/alone", test_cli_alone}, {"cli/continue", test_cli_continue},           \
+        {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary},                                  \
+        {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},     \
+        {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},         \
+        {"cli/help", test_cli_help}, {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options},           \
+        {"cli/quiet", test_cli_quiet}, {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version},   \
+        {"cli/info", test_cli_info}, {"cli/program", test_cli_program}, {"cli/info-indexer", test_cli_info_indexer}, \
+        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                  \
+        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                  \
+        {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                  \
+        {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},              \
+        {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench},   \
+        {"cli/bench-experts", test_cli_bench_experts}, {"cli/bench-depth", test_cli_bench_depth},                    \
+        {"cli/measure", test_cli_measure}, {"readme/options", test_readme_options},                                  \
+        {"readme/families", test_readme_families}, {"readme/models", test_readme_models},                            \
         {"readme/shapes", test_readme_shapes},

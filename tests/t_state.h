@@ -230,6 +230,54 @@ static void test_state_snapshots(void) {
     for (int which = 0; which < STATE_MODELS; which++) check_snapshots(which);
 }
 
+/* Prompts of which each has its first tokens in common with one before, and answers to them, one after the other in one
+ * session: the bits of their logits are those of a session that has seen nothing else. Forwards that both have are not
+ * computed again. */
+static void check_alone(int which, int layout) {
+    enum { N = 180, CHUNK = 48, PROMPTS = 24, NEW = 6 };
+    const int tp = state_layouts[layout][0], pp = state_layouts[layout][1];
+    const struct cpu_options o = {kernels_choose(), 2, 200, layout % 2 ? KV_FP8 : KV_BF16, false, false};
+    struct model m;
+    struct session s, fresh;
+    char err[ERR_MAX] = "";
+    int32_t ids[N], old[PROMPTS][N];
+    int old_cut[PROMPTS], reused = 0;
+    uint64_t rng = 3;
+    if (!state_model(&m, ids, N, which)) return;
+    session_open_cpu(&s, &m, tp, pp, o);
+    s.r->chunk = CHUNK; /* of the prompts' forwards */
+    for (int i = 0; i < PROMPTS; i++) {
+        const int like = i ? i % 5 == 3 ? i - 1 : (int)(rng_next(&rng) % (uint64_t)i) : 0;
+        const int same = i ? N / 2 + (int)(rng_next(&rng) % (N / 2)) : 0;
+        const int cut = i && i % 5 ? old_cut[like] : 8 + (int)(rng_next(&rng) % 80);
+        const int n = i % 5 == 2 ? cut + 1 + (int)(rng_next(&rng) % 8) : 1 + (int)(rng_next(&rng) % N);
+        for (int k = 0; k < N; k++) ids[k] = k < same ? old[like][k] : (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+        memcpy(old[i], ids, sizeof ids);
+        old_cut[i] = cut;
+        session_open_cpu(&fresh, &m, tp, pp, o);
+        fresh.r->chunk = CHUNK;
+        for (int k = 0; k < 2; k++) {
+            struct session *const one = k ? &fresh : &s;
+            CHECK(session_sync_alone(one, ids, n, cut < n ? cut : 0, err) == SYNC_DONE, "%s", err);
+            if (!k) reused += n - one->sync_tokens;
+        }
+        for (int k = 0; k <= NEW; k++) {
+            if (!CHECK(!memcmp(session_logits(&s), session_logits(&fresh), (size_t)m.n_vocab * sizeof(float)),
+                       "%s, --tp %d --pp %d, prompt %d, token %d: other bits", state_models[which], tp, pp, i, k))
+                break;
+            for (int j = 0; j < 2 && k < NEW && i % 4; j++) session_decode(j ? &fresh : &s, ids[k]);
+        }
+        session_free(&fresh);
+    }
+    CHECK(reused > 2 * CHUNK, "%s: %d tokens were reused", state_models[which], reused);
+    session_free(&s);
+    model_free(&m);
+}
+
+static void test_state_alone(void) {
+    for (int which = 1; which <= STATE_MODELS; which++) check_alone(which, which % STATE_LAYOUTS);
+}
+
 /* A state that is saved goes on in another session, with other ranks too, also where it had been longer before. */
 static void check_file(int which) {
     struct model m;
@@ -915,7 +963,7 @@ static void test_state_compressed_back(void) {
 #define TESTS_STATE                                                                                                    \
     {"state/chunks", test_state_chunks}, {"state/matters", test_state_matters},                                        \
         {"state/truncation", test_state_truncation}, {"state/recall", test_state_recall},                              \
-        {"state/snapshots", test_state_snapshots}, {"state/file", test_state_file},                                    \
+        {"state/snapshots", test_state_snapshots}, {"state/alone", test_state_alone}, {"state/file", test_state_file}, \
         {"state/resize", test_state_resize}, {"state/chat", test_state_chat}, {"state/dialogue", test_state_dialogue}, \
         {"state/ended", test_state_ended}, {"state/ring", test_state_ring}, {"state/ring-back", test_state_ring_back}, \
         {"state/ring-twice", test_state_ring_twice}, {"state/ring-shared", test_state_ring_csa},                       \
