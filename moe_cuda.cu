@@ -1875,8 +1875,8 @@ enum {
 };
 
 /* Gives each of n jobs of a decode forward a slot, and lists the experts that had none. They take the slots of experts
- * that no job uses and whose counts are the smallest, of equal ones the lowest slot. One block; busy (n_slot) words of
- * shared memory. There are at least n slots. About 1 us, and 0.4 us for each that is missing. */
+ * that no job uses and whose counts are the smallest, of equal ones the lowest slot. One block, which has passed a
+ * barrier since the jobs were written; busy (n_slot) words of shared memory. There are at least n slots. About 1 us, and 0.4 us for each that is missing. */
 DEVICE void cache_resolve(const struct expert_cache &c, int n_expert, struct expert_job *jobs, int n, uint32_t *busy) {
     SHARED(uint32_t, coldest, GEMV_WARPS);
     const int tid = threadIdx.x;
@@ -2318,7 +2318,6 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_route_decode(const __grid_c
     __syncthreads(); /* the choices of all tokens are written, and scratch is free */
     route_jobs(p, id, weight, (uint32_t *)scratch);
     if (!p.cache.n_slot) return;
-    __syncthreads(); /* the jobs are written, and scratch is free */
     cache_resolve(p.cache, p.n_expert, p.jobs, load_l2(p.n_jobs), (uint32_t *)scratch);
 }
 

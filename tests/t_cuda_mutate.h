@@ -410,6 +410,7 @@ static const struct {
     {"k_repack", "griddepcontrol.wait",
      "before it is always a copy, the clearing of memory or itself, which has ended"},
     {"k_mma_rate", "griddepcontrol.wait", "it reads and writes nothing"},
+    {"k_wave_list", "griddepcontrol.wait", "experts_in_waves launches it when what is before it has ended"},
     {"k_add_experts", "bar.sync 0 (3)", "what it counts is read when it has ended"},
     {"k_brought_experts", "bar.sync 0 (3)", "what it counts is read when it has ended"},
     {"k_probe", "griddepcontrol.wait", "it alone writes its answer, into memory that nobody else has"},
@@ -465,6 +466,7 @@ struct mutation {
 /* Prints how a mutant ended. Returns whether that is a failure of the tests. */
 static bool mutant_ended(const mutation &m, int status) {
     std::string text(m.site.text ? m.site.text : "", m.site.text ? strcspn(m.site.text, ";") : 0);
+    text.erase(std::remove(text.begin(), text.end(), '\t'), text.end()); /* of "bar.sync \t0" */
     if (m.site.text) text += " (" + std::to_string(m.number) + ")";
     const char *why = NULL;
     for (auto &e : equivalents)
