@@ -104,7 +104,7 @@
  *   Sampler                                           80  penalty, top-k, top-p, min-p, temperature
  *   Drafts                                           140  how many tokens a round drafts
  *   Session                                          270  a timeline of tokens: truncation, snapshots
- *   Session: forwards                                340  forwards, drafts, choices of tokens
+ *   Session: forwards                                400  forwards, drafts, choices of tokens
  *   Session: sync and score                          250  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
  *
@@ -150,7 +150,7 @@
  *   Chat                                             280  messages, their rendering, their tokens
  *   Chat: messages                                   220  as JSON, as tokens
  *   Chat: printing an answer                         320  from tokens to the screen
- *   Chat: generation                                 470  turns
+ *   Chat: generation                                 550  turns
  *   Chat: saved conversations                        350  /save and /load
  *
  *  Terminal
@@ -178,7 +178,8 @@
  *   Doctor: report                                   140  --doctor: findings as text and JSON
  *   Doctor: machine                                  350  checks of driver, GPUs and host
  *   Doctor: model                                    310  checks that compute
- *   Modes: prompts and requests                      370  answers beside a dialogue: -p, --lines, --jsonl
+ *   Modes: prompts and requests                      310  one answer beside a dialogue: -p; requests of --jsonl
+ *   Modes: answers side by side                      340  --lines, --jsonl: one after the other, or several at once
  *   Main                                             260  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
@@ -595,13 +596,6 @@ static void program_init(void) {
     atexit(temp_remove);
 }
 
-/* Reads the next line of a file by getline. Returns its length, or -1 at the end. Dies if it cannot be read. */
-static ssize_t line_next(FILE *f, const char *name, char **line, size_t *cap) {
-    const ssize_t n = getline(line, cap, f);
-    if (n < 0 && !feof(f) && !interrupted) die("cannot read '%s': %s", name, strerror(errno));
-    return n;
-}
-
 enum { FACT_MAX = 4096 /* bytes of a file of the kernel that are read */ };
 
 static const char *fact_root = ""; /* before /proc, /sys and /dev: tests bring their own */
@@ -1013,8 +1007,9 @@ static void signal_bus(int sig) {
 
 static struct {
     pthread_mutex_t lock;
-    enum { PROGRESS_NONE, PROGRESS_PROMPT, PROGRESS_THINKING } what;
+    enum { PROGRESS_NONE, PROGRESS_PROMPT, PROGRESS_THINKING, PROGRESS_ANSWERS } what;
     int done, n;         /* tokens; n: of the prompt */
+    char answers[96];    /* PROGRESS_ANSWERS: the line */
     double since, drawn; /* now_seconds() */
     bool stopping;
     bool keys; /* keys act on the turn */
@@ -1033,6 +1028,7 @@ static void progress_draw(void) {
         else if (turn_progress.what == PROGRESS_THINKING)
             status_line("thinking... %d tok %.1f s%s", turn_progress.done, t,
                         turn_progress.keys ? "  Ctrl-T: answer" : "");
+        else if (turn_progress.what == PROGRESS_ANSWERS) status_line("%s", turn_progress.answers);
         else if (!turn_progress.done)
             status_line("reading %s tokens  %.1f s", with_commas((uint64_t)turn_progress.n, a), t);
         else
@@ -1052,6 +1048,17 @@ static void progress_set(int what, int done, int n) {
     turn_progress.n = n;
     pthread_mutex_unlock(&turn_progress.lock);
     progress_draw();
+}
+
+/* Sets the line of progress of several answers. */
+__attribute__((format(printf, 1, 2))) static void progress_answers(const char *fmt, ...) {
+    va_list ap;
+    pthread_mutex_lock(&turn_progress.lock);
+    va_start(ap, fmt);
+    vsnprintf(turn_progress.answers, sizeof turn_progress.answers, fmt, ap);
+    va_end(ap);
+    pthread_mutex_unlock(&turn_progress.lock);
+    progress_set(PROGRESS_ANSWERS, 0, 0);
 }
 
 /* Says at once that a turn is about to stop. */
@@ -2272,6 +2279,14 @@ struct offload {
     int n_ask;  /* experts that a rank asks the store for at once; 0: the host's memory has all */
 };
 
+/* Consecutive tokens of one timeline in the batch of a pass. */
+struct run {
+    int32_t timeline;    /* its number, of the ranks' state */
+    int32_t first, n;    /* the run's rows of the batch */
+    int32_t pos;         /* position of the first */
+    int32_t n_committed; /* tokens that recurrent states have absorbed; CACHE_WINDOW holds those from it to pos */
+};
+
 /* What one rank computes with. Its memory is sized at start; only `resize` changes the size of its state later. */
 struct rank {
     /* its shard of the model; of a rank on a GPU vectors, biases and the rows of routers are pointers to the GPU, and
@@ -2287,10 +2302,12 @@ struct rank {
 
     /* the batch of a pass */
     enum pass pass;
-    int n_tok;             /* tokens */
-    int32_t pos;           /* position of the first */
-    int32_t n_committed;   /* tokens that recurrent states have absorbed; CACHE_WINDOW holds those from it to pos */
-    int32_t *tokens;       /* (chunk) ids; the only one may be TOKEN_CHOSEN, see async_decode */
+    int n_tok;                         /* tokens */
+    int n_run;                         /* runs: several only where n_tok <= DECODE_MAX_TOKENS */
+    struct run run[DECODE_MAX_TOKENS]; /* (n_run) in the order of their rows */
+    int first;                         /* rows of the batch before those that `act` and `tokens` begin with */
+    int32_t pos, n_committed;          /* of the only run, or of that which an operation sees alone (run_view) */
+    int32_t *tokens;                   /* (chunk) ids; the only one may be TOKEN_CHOSEN, see async_decode */
     bool async_decode;     /* the next decode may be enqueued before the host knows the token that `sample` chooses */
     unsigned n_all_reduce; /* all-reduces of this forward that have begun */
 
@@ -2299,7 +2316,9 @@ struct rank {
     int width[ACT_COUNT];  /* values per row of a slot */
     float *act[ACT_COUNT]; /* (chunk, width) the slots in F32, the backend's; GPU: NULL where a slot has no such form */
     enum kv_type kv_type;
-    struct cache_tensor (*cache)[CACHE_USES]; /* (model_blocks) in the backend's memory; width 0: the layer has none */
+    int n_timeline;                            /* timelines whose state there is */
+    struct cache_tensor (*caches)[CACHE_USES]; /* (n_timeline, model_blocks) in the backend's memory; width 0: none */
+    struct cache_tensor (*cache)[CACHE_USES];  /* (model_blocks) those of the timeline of run 0, or of run_view's run */
     /* (n_mtp_hidden, hidden_width) the backend's ring of hidden states, that of position p in row p % n_mtp_hidden: the
      * latest positions' rows of A_X after the final norm (family.mtp_before_norm: before it; of A_HC where there
      * are streams), and after the timeline what MTP layers give in their place; NULL: there is no MTP layer */
@@ -8271,8 +8290,10 @@ struct rank_call {
     enum rank_call_kind kind;
     enum pass pass;
     const int32_t *ids; /* NULL: the token that was chosen */
-    int n, pos, n_committed, first;
-    int n_ids; /* RANK_LOGITS after a pass of the MTP layer: of the first n_ids ids; 0: of all */
+    int n, first;
+    int n_run;             /* RANK_FORWARD: the batch, of n tokens */
+    const struct run *run; /* (n_run) */
+    int n_ids;             /* RANK_LOGITS after a pass of the MTP layer: of the first n_ids ids; 0: of all */
     bool nccl;
     struct pg_start *start;
     const struct model *whole; /* the model of which the ranks have shards; the sizes of stats and in_sum2 */
@@ -8685,6 +8706,43 @@ static void *cpu_scratch(const struct rank *r) {
 /* The rank `rank` of r's stage: they lie side by side. */
 static struct rank *rank_peer(struct rank *r, int rank) { return r - r->m->shard.rank + rank; }
 
+/* The position of row t of the batch. */
+static int row_pos(const struct rank *r, int t) {
+    int i = 0;
+    if (r->n_run == 1) return r->pos + t;
+    while (i + 1 < r->n_run && t >= r->run[i + 1].first) i++;
+    return r->run[i].pos + t - r->run[i].first;
+}
+
+/* The rank as it is for a batch of run i alone. Scratch of all operations but that of rows is common to the runs. */
+static struct rank run_view(const struct rank *r, int i) {
+    const struct run *u = &r->run[i];
+    struct rank v = *r;
+    v.n_run = 1;
+    v.run[0] = *u;
+    v.first = u->first;
+    v.pos = u->pos;
+    v.n_committed = u->n_committed;
+    v.n_tok = u->n;
+    v.tokens += u->first;
+    for (int a = 0; a < ACT_COUNT; a++) v.act[a] += (size_t)u->first * (size_t)r->width[a];
+    v.cache = r->caches + (size_t)u->timeline * (size_t)model_blocks(r->m);
+    return v;
+}
+
+/* Runs an operation that looks at a timeline for each run of the batch. */
+static void each_run(struct rank *r, const struct step *s, void (*op)(struct rank *r, const struct step *s)) {
+    if (r->n_run == 1) {
+        op(r, s);
+        return;
+    }
+    for (int i = 0; i < r->n_run; i++) {
+        struct rank view = run_view(r, i);
+        op(&view, s);
+        team_barrier();
+    }
+}
+
 static void cpu_embed(struct rank *r, const struct step *s) {
     const struct weight *w = s->w[0];
     const enum act x = s->out[0];
@@ -8701,7 +8759,7 @@ static void cpu_embed(struct rank *r, const struct step *s) {
             const struct rope *rope = &r->m->ropes[k];
             const int half = rope->dim / 2;
             for (int i = 0; i < half; i++) {
-                float angle = (float)(r->pos + t) * rope->freq[i];
+                float angle = (float)row_pos(r, t) * rope->freq[i];
                 r->cpu->cos[k][t * half + i] = cosf(angle) * rope->factor;
                 r->cpu->sin[k][t * half + i] = sinf(angle) * rope->factor;
             }
@@ -9000,7 +9058,7 @@ static float *mtp_hidden_row(const struct rank *r, int pos) {
     return r->mtp_hidden + (size_t)(pos % r->n_mtp_hidden) * (size_t)hidden_width(r->m);
 }
 
-static void cpu_keep_hidden(struct rank *r, const struct step *s) {
+static void run_keep_hidden(struct rank *r, const struct step *s) {
     const int first = s->next ? r->n_tok - 1 : 0;
     for (int t = team_first(r->n_tok - first); t >= 0; t = team_next()) {
         const float *from = act_row(r, s->x, first + t);
@@ -9011,7 +9069,7 @@ static void cpu_keep_hidden(struct rank *r, const struct step *s) {
     op_end(0, "final norm");
 }
 
-static void cpu_mtp_input(struct rank *r, const struct step *s) {
+static void run_mtp_input(struct rank *r, const struct step *s) {
     const struct layer *layer = &r->m->layers[s->il];
     const enum act x = s->x;
     const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
@@ -9088,7 +9146,8 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim, q_head = query_stride(layer);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[a->rope] + (r->first + t) * (dim / 2),
+                    *s = r->cpu->sin[a->rope] + (r->first + t) * (dim / 2);
         for (int h = 0; h < a->n_head + a->n_head_kv; h++) {
             bool is_q = h < a->n_head;
             float *x = is_q ? act_row(r, q, t) + h * q_head : act_row(r, k, t) + (h - a->n_head) * a->head_k;
@@ -9109,7 +9168,8 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
     const struct attn *a = &layer->attn;
     const int dim = m->ropes[a->rope].dim, nope = a->head_k - dim;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[a->rope] + (r->first + t) * (dim / 2),
+                    *s = r->cpu->sin[a->rope] + (r->first + t) * (dim / 2);
         float *latent = act_row(r, kv, t);
         for (int h = 0; h < a->n_head; h++) rope_pairs(act_row(r, q, t) + h * a->head_k + nope, c, s, dim);
         r->cpu->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
@@ -9610,7 +9670,7 @@ static int tokens_dense(const struct rank *r, const struct attn *a) {
 static int keys_indexed(const struct attn *a, int pos) { return a->compress_ratio ? keys_compressed(a, pos) : pos + 1; }
 
 /* Grouped-query attention. A work item has the query heads of one KV head for a tile of tokens. */
-static void cpu_attention(struct rank *r, const struct step *s) {
+static void run_attention(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act q = s->in[0], k = s->in[1], v = s->in[2], out = s->out[0];
     const struct attn *shape = &r->m->layers[il].attn;
@@ -9635,7 +9695,7 @@ static void cpu_attention(struct rank *r, const struct step *s) {
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
-        a.chosen = r->cpu->topk_blocks + (size_t)dense * attn_topk_all(shape);
+        a.chosen = r->cpu->topk_blocks + (size_t)(r->first + dense) * attn_topk_all(shape);
         attend_all(r, &a, group_heads);
     }
     op_end(cache_bytes(r, il), "attention");
@@ -9756,7 +9816,7 @@ static void mla_tokens(struct rank *r, int il, enum act q, enum act out, int fir
     a.out = latent_out;
     a.out_tok = (size_t)n_head * lat;
     a.out_head = lat;
-    if (chosen) a.chosen = r->cpu->topk_blocks + (size_t)first * attn_topk_all(shape);
+    if (chosen) a.chosen = r->cpu->topk_blocks + (size_t)(r->first + first) * attn_topk_all(shape);
     int group_heads = n_head % MLA_HEAD_GROUP ? 1 : MLA_HEAD_GROUP;
     heads_linear(r, &layer->wk_b, n, act_row(r, q, first), q_tok, head_k, r->cpu->q_absorbed, a.q_tok, key, rope);
     team_barrier();
@@ -9764,7 +9824,7 @@ static void mla_tokens(struct rank *r, int il, enum act q, enum act out, int fir
     heads_linear(r, &layer->wv_b, n, latent_out, a.out_tok, a.out_head, act_row(r, out, first), out_tok, head_v, 0);
 }
 
-static void cpu_mla_attention(struct rank *r, const struct step *s) {
+static void run_mla_attention(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act q = s->in[0], kv = s->in[1], out = s->out[0];
     const struct attn *a = &r->m->layers[il].attn;
@@ -9805,7 +9865,8 @@ static void index_store(struct rank *r, int il) {
     const float score_scale = 1.0f / sqrtf((float)(a->n_index * n));
     void (*rotate)(float *, const float *, const float *, int) = a->index_pairs ? rope_pairs : rope_halves;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cpu->cos[a->rope] + t * (dim / 2), *s = r->cpu->sin[a->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[a->rope] + (r->first + t) * (dim / 2),
+                    *s = r->cpu->sin[a->rope] + (r->first + t) * (dim / 2);
         float *w = act_row(r, A_IW, t);
         if (layer->mixer != MIXER_GQA) r->cpu->k->scale(w, score_scale, w, a->n_index);
         if (layer->mixer == MIXER_CSA) continue; /* csa_store has done the rest */
@@ -9896,7 +9957,7 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
 }
 
 /* Chooses the blocks of keys of the tokens that do not see all, of DECODE_MAX_TOKENS at a time. */
-static void cpu_select_keys(struct rank *r, const struct step *s) {
+static void run_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct attn *a = &r->m->layers[il].attn;
     const int n_list = attn_topk_lists(a), n_topk = attn_topk_blocks(a), step = int_max(KEY_BLOCK, a->index_block);
@@ -9913,7 +9974,8 @@ static void cpu_select_keys(struct rank *r, const struct step *s) {
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
             top_positions(score, blocks, n_topk,
-                          r->cpu->topk_blocks + ((size_t)(first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk);
+                          r->cpu->topk_blocks +
+                              ((size_t)(r->first + first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk);
         }
         op_end(0, "indexer: choice of keys");
     }
@@ -10047,7 +10109,7 @@ static void compress_batch(struct rank *r, int il) {
     }
 }
 
-static void cpu_csa_store(struct rank *r, const struct step *step) {
+static void run_csa_store(struct rank *r, const struct step *step) {
     const int il = step->il;
     const enum act q = step->in[0], kv = step->in[1];
     const struct model *m = r->m;
@@ -10055,7 +10117,8 @@ static void cpu_csa_store(struct rank *r, const struct step *step) {
     const struct attn *shape = &layer->attn;
     const int d = shape->head_k, dim = m->ropes[shape->rope].dim, wide = shape->index_k;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *c = r->cpu->cos[shape->rope] + t * (dim / 2), *s = r->cpu->sin[shape->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[shape->rope] + (r->first + t) * (dim / 2),
+                    *s = r->cpu->sin[shape->rope] + (r->first + t) * (dim / 2);
         float *key = act_row(r, kv, t);
         for (int h = 0; h < shape->n_head; h++) {
             float *x = act_row(r, q, t) + h * d;
@@ -10076,7 +10139,7 @@ static void cpu_csa_store(struct rank *r, const struct step *step) {
     op_end(0, "rotation, cache");
 }
 
-static void cpu_csa_attention(struct rank *r, const struct step *step) {
+static void run_csa_attention(struct rank *r, const struct step *step) {
     const int il = step->il;
     const enum act q = step->in[0], out = step->out[0];
     const struct model *m = r->m;
@@ -10102,11 +10165,12 @@ static void cpu_csa_attention(struct rank *r, const struct step *step) {
         a.n_tok = r->n_tok - dense;
         a.q = act_row(r, q, dense);
         a.out = act_row(r, out, dense);
-        a.chosen = r->cpu->topk_blocks + (size_t)dense * attn_topk_all(shape);
+        a.chosen = r->cpu->topk_blocks + (size_t)(r->first + dense) * attn_topk_all(shape);
         attend_all(r, &a, group_heads);
     }
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) { /* backwards */
-        const float *c = r->cpu->cos[shape->rope] + t * (dim / 2), *s = r->cpu->sin[shape->rope] + t * (dim / 2);
+        const float *c = r->cpu->cos[shape->rope] + (r->first + t) * (dim / 2),
+                    *s = r->cpu->sin[shape->rope] + (r->first + t) * (dim / 2);
         for (int h = 0; h < shape->n_head; h++) rope_back(act_row(r, out, t) + (h + 1) * d - dim, c, s, dim);
     }
     op_end(cache_bytes(r, il), "attention");
@@ -10252,7 +10316,7 @@ static void delta_keep(struct rank *r, int il) {
     }
 }
 
-static void cpu_delta_net(struct rank *r, const struct step *s) {
+static void run_delta_net(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
@@ -11529,6 +11593,19 @@ static void cpu_close(struct rank *r) {
 
 static bool cpu_resize(struct rank *r, int n_ctx, char *err);
 
+/* The operations that look at timelines. */
+#define EACH_RUN(name) \
+    static void cpu_##name(struct rank *r, const struct step *s) { each_run(r, s, run_##name); }
+EACH_RUN(mtp_input)
+EACH_RUN(keep_hidden)
+EACH_RUN(attention)
+EACH_RUN(mla_attention)
+EACH_RUN(select_keys)
+EACH_RUN(csa_store)
+EACH_RUN(csa_attention)
+EACH_RUN(delta_net)
+#undef EACH_RUN
+
 static const struct ops cpu_ops = {
 #define CPU_OP(type, name, params, args) .name = cpu_##name,
     OPS(CPU_OP)
@@ -11557,10 +11634,18 @@ static void *cpu_own(struct rank *r, size_t n, size_t size) {
     return cpu_memory(&r->owned, n, size);
 }
 
-static void cpu_cache_tensor(struct rank *r, struct cache_tensor *p) {
-    const size_t rows = cache_rows_of(p, (size_t)r->n_ctx);
-    p->data = cpu_memory(&r->owned_state, rows, p->row_bytes);
-    if (p->type == KV_FP8) p->scale = cpu_memory(&r->owned_state, rows * (size_t)p->n_scale, sizeof(float));
+/* Allocates cache tensor u of layer il for all timelines. */
+static void cpu_cache_tensor(struct rank *r, int il, enum cache_use u) {
+    const struct cache_tensor *first = &r->caches[il][u];
+    const size_t rows = cache_rows_of(first, (size_t)r->n_ctx), n = (size_t)r->n_timeline * rows;
+    uint8_t *data = cpu_memory(&r->owned_state, n, first->row_bytes);
+    float *scale =
+        first->type == KV_FP8 ? cpu_memory(&r->owned_state, n * (size_t)first->n_scale, sizeof *scale) : NULL;
+    for (int i = 0; i < r->n_timeline; i++) {
+        struct cache_tensor *p = &r->caches[i * model_blocks(r->m) + il][u];
+        p->data = data + (size_t)i * rows * p->row_bytes;
+        if (scale) p->scale = scale + (size_t)i * rows * (size_t)p->n_scale;
+    }
 }
 
 /* Scores of the indexers of sparse attention for a token in contexts of n_ctx tokens; 0: every query sees all keys. */
@@ -11578,18 +11663,19 @@ static void cpu_state(struct rank *r) {
     const struct model *m = r->m;
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(m, r->n_ctx);
     const size_t chosen = scores ? (size_t)r->chunk * m->max.n_topk : 0;
-    r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
+    r->kv_bytes = (size_t)r->n_timeline * state_bytes(m, r->kv_type, (size_t)r->n_ctx);
     r->cpu->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->cpu->index_scores);
     r->cpu->topk_blocks = cpu_memory(&r->owned_state, chosen, sizeof *r->cpu->topk_blocks);
-    for (int il = 0; il < model_blocks(m); il++) {
-        layer_cache(m, &m->layers[il], r->kv_type, r->cache[il]);
+    for (int k = 0; k < r->n_timeline * model_blocks(m); k++)
+        layer_cache(m, &m->layers[k % model_blocks(m)], r->kv_type, r->caches[k]);
+    for (int il = 0; il < model_blocks(m); il++)
         for (int u = 0; u < CACHE_USES; u++)
-            if (r->cache[il][u].width) cpu_cache_tensor(r, &r->cache[il][u]);
-    }
+            if (r->cache[il][u].width) cpu_cache_tensor(r, il, (enum cache_use)u);
 }
 
 static bool cpu_resize(struct rank *r, int n_ctx, char *err) {
-    const size_t bytes = state_bytes(r->m, r->kv_type, (size_t)n_ctx), n = r->pg ? (size_t)r->pg->n : 1;
+    const size_t bytes = (size_t)r->n_timeline * state_bytes(r->m, r->kv_type, (size_t)n_ctx);
+    const size_t n = r->pg ? (size_t)r->pg->n : 1;
     const size_t more = bytes > r->kv_bytes ? (bytes - r->kv_bytes) * n : 0;
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(r->m, n_ctx) * sizeof(float);
     const uint64_t free_bytes = memory_available();
@@ -11628,15 +11714,17 @@ static float *delta_taps(struct rank *r, int il) {
     return taps;
 }
 
-/* Lays out the memory for contexts of n_ctx tokens. */
+/* Lays out the memory for n_timeline contexts of n_ctx tokens. */
 static void cpu_rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
-                          enum kv_type kv) {
+                          int n_timeline, enum kv_type kv) {
     memset(r, 0, sizeof *r);
     r->m = m;
     r->ops = &cpu_ops;
     r->cpu = cpu_memory(&r->owned, 1, sizeof *r->cpu);
     r->cpu->k = k;
     r->n_ctx = n_ctx;
+    r->n_timeline = n_timeline;
+    r->n_run = 1;
     r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
     snprintf(r->name, sizeof r->name, "CPU (%s), %d thread%s", k->name, n_threads, n_threads > 1 ? "s" : "");
@@ -11708,7 +11796,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
-    r->cache = cpu_own(r, (size_t)model_blocks(m), sizeof *r->cache);
+    r->cache = r->caches = cpu_own(r, (size_t)n_timeline * (size_t)model_blocks(m), sizeof *r->caches);
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].mixer == MIXER_DELTA) r->cpu->taps[il] = delta_taps(r, il);
@@ -11870,7 +11958,7 @@ static struct expert_server *server_start(const struct model *m, const struct pr
     }
     if (!computes) n_threads = 1; /* it only reads */
     s->pg = pg;
-    cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, KV_BF16);
+    cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, 1, KV_BF16);
     s->r.cpu->team = team_start(n_threads, n_threads + pg->n > processors());
     s->r.cpu->store = store;
     signals_block(&old);
@@ -12169,13 +12257,14 @@ enum { SNAPSHOTS = 8 /* snapshots of recurrent states and rings that a session k
 
 struct session {
     const struct model *m;
-    struct process_group pg;
-    struct rank *r;  /* the root rank, which has the logits */
-    int32_t *tokens; /* (n_ctx) */
+    struct process_group *pg; /* the ranks; sessions of other slots share them */
+    struct rank *r;           /* the root rank, which has the logits */
+    int timeline;             /* its number, of the ranks' state; the session of the first one ends the ranks */
+    int32_t *tokens;          /* (n_ctx) */
     int n_past, n_ctx;
     int n_committed; /* recurrent states stand for tokens[0..n_committed), <= n_past */
     int *ends;       /* stb_ds: ends of the forwards that computed the timeline's first tokens, where these forwards
-                      * depend on the tokens of a prompt alone (session_sync_alone) */
+                      * depend on the tokens of a prompt alone (session_begin_alone) */
     bool async;      /* a forward of the token after the timeline, as the device chose it, is under way */
     bool host_chose; /* the latest token: the device left the choice to the host */
     int row;         /* of the logits: the timeline's last token */
@@ -12208,19 +12297,31 @@ struct session {
 /* Layers and MTP layers of the session: several pipeline stages have none of the latter. */
 static int session_blocks(const struct session *s) { return s->m->n_layer + s->r->m->n_mtp; }
 
-/* Makes an empty timeline on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a message. */
-static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
-                        const void *opts, char *err) {
+/* Makes the ranks' timeline of that number an empty session. `server` as in session_serve. */
+static void session_attach(struct session *s, const struct model *m, struct process_group *pg,
+                           struct expert_server *server, int timeline) {
     memset(s, 0, sizeof *s);
-    if (pg_open(&s->pg, m, n_rank, n_stage, start, opts, err)) return -1;
     s->m = m;
-    s->r = &s->pg.ranks[s->pg.root];
+    s->pg = pg;
+    s->server = server;
+    s->timeline = timeline;
+    s->r = &pg->ranks[pg->root];
     s->n_ctx = s->r->n_ctx;
     s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
     s->n_wanted = INT_MAX;
-    s->first_ids = s->pg.shards->output.n_out > DRAFT_IDS ? DRAFT_IDS : m->n_ids; /* ranks wait for the first one */
-    for (int i = 0; i < s->pg.n; i++) s->snapshot_size += snapshot_bytes(s->pg.ranks[i].m, s->r->kv_type);
+    s->first_ids = pg->shards->output.n_out > DRAFT_IDS ? DRAFT_IDS : m->n_ids; /* ranks wait for the first one */
+    for (int i = 0; i < pg->n; i++) s->snapshot_size += snapshot_bytes(pg->ranks[i].m, s->r->kv_type);
     for (int i = 0; i < SNAPSHOTS && s->snapshot_size; i++) s->snapshots[i].data = xcalloc(s->snapshot_size, 1);
+}
+
+/* Makes an empty timeline, the ranks' first, on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a
+ * message. */
+static int session_open(struct session *s, const struct model *m, int n_rank, int n_stage, rank_starter *start,
+                        const void *opts, char *err) {
+    struct process_group *pg = xcalloc(1, sizeof *pg);
+    memset(s, 0, sizeof *s);
+    if (pg_open(pg, m, n_rank, n_stage, start, opts, err)) return free(pg), -1;
+    session_attach(s, m, pg, NULL, 0);
     return 0;
 }
 
@@ -12229,6 +12330,7 @@ struct cpu_options {
     int n_threads, n_ctx; /* of all ranks together; tokens */
     enum kv_type kv;
     bool stats, in_sum2; /* collect statistics of experts; and sums of squared inputs */
+    int n_timeline;      /* 0: one */
 };
 
 /* The rank_starter of a CPU. */
@@ -12236,7 +12338,7 @@ static int cpu_rank_start(struct rank *r, const struct model *shard, const void 
     const struct cpu_options *o = opts;
     const int n = shard->shard.n_rank * shard->shard.n_stage, n_threads = int_max(1, o->n_threads / n);
     (void)err; /* what fails ends the program */
-    cpu_rank_init(r, shard, o->k, n_threads, o->n_ctx, o->kv);
+    cpu_rank_init(r, shard, o->k, n_threads, o->n_ctx, int_max(1, o->n_timeline), o->kv);
     r->cpu->team = team_start(n_threads, n * n_threads > processors());
     if (o->stats) cpu_stats_init(r, o->in_sum2);
     return 0;
@@ -12253,20 +12355,28 @@ static void session_wait(struct session *s);
 /* Lets n_threads threads compute the experts that ranks on GPUs ask for, and a store, which may be NULL, bring those that
  * they lack. Before the first forward. */
 static void session_serve(struct session *s, int n_threads, struct store *store) {
-    s->server = server_start(s->m, &s->pg, n_threads, store);
+    s->server = server_start(s->m, s->pg, n_threads, store);
 }
 
-/* Ends the ranks and frees the session. */
+/* Frees the session. That of the first timeline is the last, and ends the ranks. */
 static void session_free(struct session *s) {
-    if (s->server) session_wait(s);
-    server_stop(s->server);
-    pg_close(&s->pg);
+    if (!s->timeline) {
+        if (s->server) session_wait(s);
+        server_stop(s->server);
+        pg_close(s->pg);
+        free(s->pg);
+    }
     arrfree(s->ends);
     free(s->tokens);
     for (int i = 0; i < SNAPSHOTS; i++) free(s->snapshots[i].data);
 }
 
 static void session_catch_up(struct session *s, int n, enum pass last);
+
+/* The cache tensors (CACHE_USES) of the timeline in layer k of rank r. */
+static const struct cache_tensor *session_layer(const struct session *s, const struct rank *r, int k) {
+    return r->caches[s->timeline * model_blocks(r->m) + k];
+}
 
 /* ---- the length of the timeline ---- */
 
@@ -12304,10 +12414,10 @@ static void snapshot_copy(struct rank *r, const struct cache_tensor *p, size_t f
 
 /* Copies what a snapshot after n tokens has of rings and states of all ranks to `data`, or from it (store). */
 static void session_copy_snapshot(struct session *s, uint8_t *data, int n, bool store) {
-    for (int i = 0; i < s->pg.n; i++) {
-        struct rank *r = &s->pg.ranks[i];
+    for (int i = 0; i < s->pg->n; i++) {
+        struct rank *r = &s->pg->ranks[i];
         for (int k = 0; k < model_blocks(r->m) * CACHE_USES; k++) {
-            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            const struct cache_tensor *p = &session_layer(s, r, k / CACHE_USES)[k % CACHE_USES];
             if (!cache_is_snapshot(p)) continue;
             const size_t rows = snapshot_rows(p), have = p->kind == ROWS_RING ? size_min((size_t)n, rows) : rows;
             snapshot_copy(r, p, p->kind == ROWS_RING ? (size_t)n - have : 0, have, data, store);
@@ -12319,10 +12429,10 @@ static void session_copy_snapshot(struct session *s, uint8_t *data, int n, bool 
 /* Fills recurrent states with zeros: they stand for no token. */
 static void session_clear_states(struct session *s) {
     uint8_t *zeros = NULL;
-    for (int i = 0; i < s->pg.n; i++) {
-        struct rank *r = &s->pg.ranks[i];
+    for (int i = 0; i < s->pg->n; i++) {
+        struct rank *r = &s->pg->ranks[i];
         for (int k = 0; k < model_blocks(r->m) * CACHE_USES; k++) {
-            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            const struct cache_tensor *p = &session_layer(s, r, k / CACHE_USES)[k % CACHE_USES];
             if (!p->width || p->kind != ROWS_STATE) continue;
             const size_t rows = (size_t)p->n_row, bytes = rows * p->row_bytes;
             zeros = xrealloc(zeros, bytes + rows * cache_scale_bytes(p));
@@ -12378,10 +12488,10 @@ static bool session_return(struct session *s, int n) {
  * Returns their bytes. */
 static size_t session_copy_state(struct session *s, uint8_t *data, bool store) {
     size_t bytes = 0;
-    for (int i = 0; i < s->pg.n; i++) {
-        struct rank *r = &s->pg.ranks[i];
+    for (int i = 0; i < s->pg->n; i++) {
+        struct rank *r = &s->pg->ranks[i];
         for (int k = 0; k < model_blocks(r->m) * CACHE_USES; k++) {
-            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            const struct cache_tensor *p = &session_layer(s, r, k / CACHE_USES)[k % CACHE_USES];
             const size_t rows = cache_rows_of(p, (size_t)s->n_past);
             uint8_t *at = data ? data + bytes : NULL;
             if (at && rows)
@@ -12397,8 +12507,8 @@ static size_t session_copy_state(struct session *s, uint8_t *data, bool store) {
 static bool session_resize_ranks(struct session *s, int n, char *err) {
     bool failed[MAX_RANKS] = {false};
     char why[MAX_RANKS][ERR_MAX];
-    pg_run(&s->pg, (struct rank_call){.kind = RANK_RESIZE, .n = n, .failed = failed, .err = why});
-    for (int i = 0; i < s->pg.n; i++)
+    pg_run(s->pg, (struct rank_call){.kind = RANK_RESIZE, .n = n, .failed = failed, .err = why});
+    for (int i = 0; i < s->pg->n; i++)
         if (failed[i]) return memcpy(err, why[i], ERR_MAX), false;
     return true;
 }
@@ -12490,9 +12600,12 @@ static void rank_run(struct rank *r, const struct rank_call *call) {
         if (call->ids) memcpy(r->tokens, call->ids, (size_t)call->n * sizeof *call->ids);
         else r->tokens[0] = TOKEN_CHOSEN;
         r->pass = call->pass;
-        r->pos = call->pos;
-        r->n_committed = call->n_committed;
         r->n_tok = call->n;
+        r->n_run = call->n_run;
+        memcpy(r->run, call->run, (size_t)call->n_run * sizeof *call->run);
+        r->pos = call->run->pos;
+        r->n_committed = call->run->n_committed;
+        r->cache = r->caches + (size_t)call->run->timeline * (size_t)model_blocks(r->m);
         r->ops->forward(r);
         alloc_guard_end();
         break;
@@ -12518,15 +12631,24 @@ static void rank_run(struct rank *r, const struct rank_call *call) {
     }
 }
 
+/* Runs a pass on n tokens from position pos on; ids NULL: the token that is being chosen. */
+static void session_run(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
+    const struct run run = {s->timeline, 0, n, pos, s->n_committed};
+    pg_run(s->pg, (struct rank_call){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .n_run = 1, .run = &run});
+}
+
 /* Runs a pass of the MTP layer on n tokens: ids stand after positions pos... */
 static void session_mtp(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
-    pg_run(&s->pg, (struct rank_call){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .pos = pos});
+    session_run(s, pass, ids, n, pos);
 }
+
+/* Whether MTP layers draft: for the only timeline. */
+static bool session_has_mtp(const struct session *s) { return s->r->m->n_mtp && s->r->n_timeline == 1; }
 
 /* Lets the MTP layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
  * them is of kind `last`. */
 static void session_catch_up(struct session *s, int n, enum pass last) {
-    if (!s->r->m->n_mtp) return;
+    if (!session_has_mtp(s)) return;
     if (n - s->n_predicted > DECODE_MAX_TOKENS) s->late = n - s->n_predicted;
     while (s->n_predicted < n) {
         const int some = int_min(n - s->n_predicted, s->r->chunk);
@@ -12539,7 +12661,7 @@ static void session_catch_up(struct session *s, int n, enum pass last) {
 /* Whether the hidden states of n further tokens, and of drafts after them, would overwrite some that the MTP layer
  * has yet to read. */
 static bool session_is_behind(const struct session *s, int n) {
-    return s->n_past + n - s->n_predicted > s->r->n_mtp_hidden - DECODE_MAX_TOKENS;
+    return session_has_mtp(s) && s->n_past + n - s->n_predicted > s->r->n_mtp_hidden - DECODE_MAX_TOKENS;
 }
 
 /* Appends n <= chunk tokens to the timeline and computes their state, but no logits. Recurrent states first absorb the
@@ -12548,8 +12670,7 @@ static bool session_is_behind(const struct session *s, int n) {
 static void session_forward(struct session *s, const int32_t *ids, int n) {
     memmove(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
     if (session_is_behind(s, n)) session_catch_up(s, s->n_past, PASS_MTP);
-    pg_run(&s->pg, (struct rank_call){
-                       .kind = RANK_FORWARD, .ids = ids, .n = n, .pos = s->n_past, .n_committed = s->n_committed});
+    session_run(s, PASS_FORWARD, ids, n, s->n_past);
     s->n_committed = n <= MAX_ROLLBACK ? s->n_past : s->n_past + n - 1;
     s->n_past += n;
     s->async = false;
@@ -12589,7 +12710,7 @@ static bool session_failed(struct session *s, char *err) {
     struct store *store = session_store(s);
     if (store && !s->r->cpu) session_wait(s);
     if (!store_failure(store, err)) return false;
-    for (int i = 0; i < s->pg.n; i++) s->pg.ranks[i].ops->empty_slots(&s->pg.ranks[i]);
+    for (int i = 0; i < s->pg->n; i++) s->pg->ranks[i].ops->empty_slots(&s->pg->ranks[i]);
     session_discard(s, 0);
     return true;
 }
@@ -12612,8 +12733,8 @@ struct expert_use {
 static struct expert_use session_experts(const struct session *s, struct expert_counts *layers) {
     struct expert_use sum = {0};
     struct expert_counts *of = xcalloc((size_t)model_blocks(s->m), sizeof *of);
-    for (int i = 0; i < s->pg.n; i++) {
-        struct rank *r = &s->pg.ranks[i];
+    for (int i = 0; i < s->pg->n; i++) {
+        struct rank *r = &s->pg->ranks[i];
         if (r->m->shard.rank) continue;
         memset(of, 0, (size_t)model_blocks(s->m) * sizeof *of);
         r->ops->read_counts(r, of);
@@ -12645,31 +12766,31 @@ static double hit_percent(const struct expert_counts *c) {
  * host has read the token and printed it. session_decode takes it into the timeline; any other forward overwrites
  * it. */
 static void session_decode_async(struct session *s) {
-    pg_run(&s->pg, (struct rank_call){.kind = RANK_FORWARD, .n = 1, .pos = s->n_past, .n_committed = s->n_committed});
+    session_run(s, PASS_FORWARD, NULL, 1, s->n_past);
     s->n_committed = s->n_past;
     s->async = true;
 }
 
 /* Computes the logits of rows first..first+n-1 of the latest pass, n <= LOGIT_ROWS. */
 static void session_head(struct session *s, int first, int n) {
-    pg_run(&s->pg, (struct rank_call){.kind = RANK_LOGITS, .first = first, .n = n});
+    pg_run(s->pg, (struct rank_call){.kind = RANK_LOGITS, .first = first, .n = n});
 }
 
 /* Waits until everything is computed. */
-static void session_wait(struct session *s) { pg_run(&s->pg, (struct rank_call){.kind = RANK_WAIT}); }
+static void session_wait(struct session *s) { pg_run(s->pg, (struct rank_call){.kind = RANK_WAIT}); }
 
 /* Copies the statistics of all layers since the start: stats (model_blocks, n_expert_max, STATS) and in_sum2
  * (in_sum2_before(m, model_blocks); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
-    pg_run(&s->pg, (struct rank_call){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
+    pg_run(s->pg, (struct rank_call){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
 }
 
 /* Chooses n tokens by rows first.. of the logits, the i-th after tokens[0..n_past + i), from draws of rng. Returns
  * how many were chosen: a choice that is not the next of `tokens` is the last. */
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
-    const bool async =
-        n == 1 && on_device && s->r->async_decode && !s->host_chose && !s->drafting.next && s->n_past < s->n_ctx;
+    const bool async = n == 1 && on_device && s->r->async_decode && s->r->n_timeline == 1 && !s->host_chose &&
+                       !s->drafting.next && s->n_past < s->n_ctx;
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
     /* not after the choice, which stays in the batch */
@@ -12701,7 +12822,7 @@ static void session_draft(struct session *s, int k) {
         int32_t *const id = s->tokens + s->n_past + i;
         if (i) session_mtp(s, PASS_DRAFT, id, 1, s->n_past + i - 1);
         else session_catch_up(s, s->n_past, PASS_DRAFT);
-        pg_run(&s->pg, (struct rank_call){.kind = RANK_LOGITS, .first = s->r->n_tok - 1, .n = 1, .n_ids = best.n_ids});
+        pg_run(s->pg, (struct rank_call){.kind = RANK_LOGITS, .first = s->r->n_tok - 1, .n = 1, .n_ids = best.n_ids});
         session_choose(s, &best, s->n_past + i + 1, 0, 1, 0, id + 1, NULL);
     }
 }
@@ -12777,6 +12898,27 @@ static double session_decode(struct session *s, int32_t id) {
     return bytes;
 }
 
+/* Takes the next token of each of n timelines into it, ids[i] into that of s[i], and computes their logits in one
+ * forward: row i of the logits is that of s[i]. The bits are those that session_decode gives each. Returns the bytes
+ * that it reads. */
+static double sessions_decode(struct session *const *s, const int32_t *ids, int n) {
+    struct run run[DECODE_MAX_TOKENS];
+    double bytes = session_forward_bytes(s[0], n);
+    for (int i = 0; i < n; i++) {
+        run[i] = (struct run){s[i]->timeline, i, 1, s[i]->n_past, s[i]->n_committed};
+        if (i) bytes += state_reads(s[i]->m, s[i]->r->kv_type, (size_t)s[i]->n_past);
+    }
+    pg_run(s[0]->pg, (struct rank_call){.kind = RANK_FORWARD, .ids = ids, .n = n, .n_run = n, .run = run});
+    for (int i = 0; i < n; i++) {
+        s[i]->tokens[s[i]->n_past] = ids[i];
+        s[i]->n_committed = s[i]->n_past++;
+        s[i]->row = i;
+        s[i]->chosen_from = s[i]->chosen_to = 0;
+    }
+    session_head(s[0], 0, n);
+    return bytes;
+}
+
 /* Returns the logits (n_vocab) of the last token, after a sync or decode. */
 static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, s->row); }
 
@@ -12818,8 +12960,8 @@ static void session_overrule(struct session *s) { s->async = false; }
 /* What the ranks' devices can do, measured at once: each[i] of rank i. Returns their sum. */
 static struct rates session_measure(struct session *s, struct rates each[MAX_RANKS]) {
     struct rates sum = {0};
-    pg_run(&s->pg, (struct rank_call){.kind = RANK_MEASURE, .rates = each});
-    for (int i = 0; i < s->pg.n; i++) {
+    pg_run(s->pg, (struct rank_call){.kind = RANK_MEASURE, .rates = each});
+    for (int i = 0; i < s->pg->n; i++) {
         sum.bytes += each[i].bytes;
         sum.mma += each[i].mma;
         sum.nominal += each[i].nominal;
@@ -12831,15 +12973,15 @@ static struct rates session_measure(struct session *s, struct rates each[MAX_RAN
  * exist. */
 static double session_time_all_reduce(struct session *s, int n_tok, bool nccl) {
     double each[MAX_RANKS], slowest = 0;
-    pg_run(&s->pg, (struct rank_call){.kind = RANK_TIME_ALL_REDUCE, .n = n_tok, .nccl = nccl, .seconds = each});
-    for (int i = 0; i < s->pg.n; i++) slowest = fmax(slowest, each[i]);
+    pg_run(s->pg, (struct rank_call){.kind = RANK_TIME_ALL_REDUCE, .n = n_tok, .nccl = nccl, .seconds = each});
+    for (int i = 0; i < s->pg->n; i++) slowest = fmax(slowest, each[i]);
     return slowest;
 }
 
 /* The backend's name, or the number of ranks and stages, for the start line. */
 static const char *session_name(const struct session *s, char out[192]) {
-    if (s->pg.n == 1) return s->r->name;
-    snprintf(out, 192, "%d ranks in %d stage%s, one on %s", s->pg.n, s->pg.n_stage, s->pg.n_stage > 1 ? "s" : "",
+    if (s->pg->n == 1) return s->r->name;
+    snprintf(out, 192, "%d ranks in %d stage%s, one on %s", s->pg->n, s->pg->n_stage, s->pg->n_stage > 1 ? "s" : "",
              s->r->name);
     return out;
 }
@@ -12847,7 +12989,7 @@ static const char *session_name(const struct session *s, char out[192]) {
 /* Bytes of KV cache and other state over all ranks. */
 static uint64_t session_kv_bytes(const struct session *s) {
     uint64_t sum = 0;
-    for (int i = 0; i < s->pg.n; i++) sum += s->pg.ranks[i].kv_bytes;
+    for (int i = 0; i < s->pg->n; i++) sum += s->pg->ranks[i].kv_bytes;
     return sum;
 }
 
@@ -12855,8 +12997,8 @@ static uint64_t session_kv_bytes(const struct session *s) {
 static uint64_t session_more_bytes(const struct session *s, int more) {
     const size_t n = (size_t)s->n_ctx;
     uint64_t bytes = 0;
-    for (int i = 0; i < s->pg.n; i++) {
-        const struct model *m = s->pg.ranks[i].m;
+    for (int i = 0; i < s->pg->n; i++) {
+        const struct model *m = s->pg->ranks[i].m;
         bytes += state_bytes(m, s->r->kv_type, n + (size_t)more) - state_bytes(m, s->r->kv_type, n);
     }
     return bytes;
@@ -12898,57 +13040,59 @@ static int session_takes(const struct session *s, const int32_t *ids, int n, cha
     return 0;
 }
 
-/* Makes ids[n_past..n) the rest of the timeline and computes the logits of the last. mark > 0: after the first `mark`
- * tokens a forward ends and a snapshot is taken. `alone`: notes where forwards end. Ctrl-C is checked between chunks,
- * and ends reads from disk. */
-static enum sync_result session_extend(struct session *s, const int32_t *ids, int n, int mark, bool alone, char *err) {
-    const int keep = s->n_past;
-    int done = 0;
-    s->drafting.open = false;
-    const double t0 = now_seconds();
-    while (s->n_past < n) {
-        int c = int_min(n - s->n_past, s->r->chunk);
-        if (interrupted) break;
-        progress_set(PROGRESS_PROMPT, done, n - keep);
-        if (s->n_past < mark) c = int_min(c, mark - s->n_past);
-        const bool whole = session_prompt(s, ids + s->n_past, c);
-        if (session_failed(s, err)) {
-            progress_end();
-            return SYNC_FAILED;
-        }
-        if (!whole) break;
-        if (alone) arrput(s->ends, s->n_past);
-        if (s->n_past == mark) session_keep(s);
-        done += c;
-    }
-    progress_end();
-    s->sync_tokens = done;
-    s->sync_seconds = now_seconds() - t0;
-    if (s->n_past < n) return SYNC_INTERRUPTED;
+/* Computes the next chunk of ids[n_past..n). mark > 0: after the first `mark` tokens a forward ends and a snapshot is
+ * taken. Ctrl-C ends reads from disk, and leaves the timeline as it was. */
+static enum sync_result session_chunk(struct session *s, const int32_t *ids, int n, int mark, char *err) {
+    int c = int_min(n - s->n_past, s->r->chunk);
+    if (s->n_past < mark) c = int_min(c, mark - s->n_past);
+    const bool whole = session_prompt(s, ids + s->n_past, c);
+    if (session_failed(s, err)) return SYNC_FAILED;
+    if (!whole) return SYNC_INTERRUPTED;
+    if (s->n_past == mark) session_keep(s);
+    return SYNC_DONE;
+}
+
+/* The logits of the last token of a prompt. */
+static void session_prompt_head(struct session *s) {
     session_head(s, s->r->n_tok - 1, 1);
     session_wait(s);
-    s->sync_seconds = now_seconds() - t0;
-    return SYNC_DONE;
 }
 
 /* Makes the timeline equal ids[0..n), n >= 1, and computes the logits of the last token. Only the tokens after the
  * common prefix are computed. mark > 0: takes a snapshot after the first `mark` tokens, to which a later turn may
  * return. */
 static enum sync_result session_sync(struct session *s, const int32_t *ids, int n, int mark, char *err) {
-    int keep = 0;
+    int keep = 0, done = 0;
     if (session_takes(s, ids, n, err)) return SYNC_FAILED;
     while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
         keep++; /* the last one is computed for its logits */
-    session_truncate(s, keep);
-    return session_extend(s, ids, n, s->snapshot_size ? mark : 0, false, err);
+    keep = session_truncate(s, keep);
+    s->drafting.open = false;
+    const double t0 = now_seconds();
+    while (s->n_past < n && !interrupted) {
+        const int before = s->n_past;
+        progress_set(PROGRESS_PROMPT, done, n - keep);
+        const enum sync_result r = session_chunk(s, ids, n, s->snapshot_size ? mark : 0, err);
+        if (r == SYNC_FAILED) return progress_end(), SYNC_FAILED;
+        if (r == SYNC_INTERRUPTED) break;
+        done += s->n_past - before;
+    }
+    progress_end();
+    s->sync_tokens = done;
+    s->sync_seconds = now_seconds() - t0;
+    if (s->n_past < n) return SYNC_INTERRUPTED;
+    session_prompt_head(s);
+    s->sync_seconds = now_seconds() - t0;
+    return SYNC_DONE;
 }
 
-/* The same with logits, and later ones, whose bits do not depend on what was in the timeline: the forwards are those of
- * an empty one. They end after each chunk, and at `cut`, where other prompts may begin to differ from this one. Those
- * that the timeline has are not computed again. */
-static enum sync_result session_sync_alone(struct session *s, const int32_t *ids, int n, int cut, char *err) {
+/* A prompt is alone where the bits of its logits, and of later ones, do not depend on what was in the timeline: the
+ * forwards are those of an empty one. They end after each chunk, and at `cut`, where other prompts may begin to differ
+ * from this one. This keeps those that the timeline has; session_chunk_alone computes the others. -1 with a message
+ * where ids cannot be a timeline. */
+static int session_begin_alone(struct session *s, const int32_t *ids, int n, int cut, char *err) {
     int same = 0; /* forwards that the timeline has */
-    if (session_takes(s, ids, n, err)) return SYNC_FAILED;
+    if (session_takes(s, ids, n, err)) return -1;
     for (int at = 0; same < arrlen(s->ends); at = s->ends[same++]) {
         const int end = int_min(at + s->r->chunk, at < cut ? cut : n);
         if (end == n || s->ends[same] != end || memcmp(s->tokens + at, ids + at, (size_t)(end - at) * sizeof *ids))
@@ -12956,10 +13100,17 @@ static enum sync_result session_sync_alone(struct session *s, const int32_t *ids
     }
     while (same && !session_return(s, s->ends[same - 1])) same--;
     if (!same) session_truncate(s, 0);
-    return session_extend(s, ids, n, cut, true, err);
+    s->drafting.open = false;
+    return 0;
 }
 
-/* What `cut` of session_sync_alone is a multiple of: no compressed key, and no kernel's step over keys, goes beyond it.
+static enum sync_result session_chunk_alone(struct session *s, const int32_t *ids, int n, int cut, char *err) {
+    const enum sync_result r = session_chunk(s, ids, n, cut, err);
+    if (r == SYNC_DONE) arrput(s->ends, s->n_past);
+    return r;
+}
+
+/* What `cut` of session_begin_alone is a multiple of: no compressed key, and no kernel's step over keys, goes beyond it.
  * A step is 64 keys. Those of an indexer over compressed keys stand for `compress_ratio` tokens each. */
 static int cut_step(const struct model *m) {
     int64_t step = 64;
@@ -13126,11 +13277,11 @@ static struct kv_tensor *session_cache(const struct session *s) {
  * layer; store: to them. all: (n, row) bytes. buf: as many bytes, for a rank's shard of them. */
 static void session_cache_rows(struct session *s, const struct kv_tensor *what, bool scales, size_t first, size_t n,
                                uint8_t *all, size_t row, uint8_t *buf, bool store) {
-    for (int i = 0; i < s->pg.n; i++) {
-        struct rank *r = &s->pg.ranks[i];
+    for (int i = 0; i < s->pg->n; i++) {
+        struct rank *r = &s->pg->ranks[i];
         const int il = (int)what->layer - r->m->first_layer;
         if (il < 0 || il >= model_blocks(r->m)) continue;
-        const struct cache_tensor *p = &r->cache[il][what->use];
+        const struct cache_tensor *p = &session_layer(s, r, il)[what->use];
         const size_t size = scales || p->type == KV_F32 ? 4 : p->type == KV_BF16 ? 2 : 1;
         const size_t stride = scales ? cache_scale_bytes(p) : p->row_bytes;
         const size_t from = (size_t)(scales ? p->first / p->scale_block : p->first) * size, n_run = (size_t)p->n_run;
@@ -20145,8 +20296,9 @@ struct settings {
     /* model and prompt; NULL: not given */
     char *model, *prompt, *prompt_file, *system, *system_file, *template_file, *ids;
     char *load;
-    bool go_on, lines, jsonl, raw, special, escape, quiet, verbose, simple_io, interactive;
+    bool go_on, lines, jsonl, unordered, raw, special, escape, quiet, verbose, simple_io, interactive;
     enum color color;
+    int parallel;     /* prompts that are answered at a time */
     int n_predict;    /* tokens of an answer at most; -1: no limit */
     int think_budget; /* tokens of its thinking at most; -1: no limit */
     enum think think;
@@ -20305,6 +20457,13 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "                            from the host's memory\n"
                                     "  expert_gb_per_s           their rate, computing included\n"
                                     "\n"
+                                    "With --parallel N a table has 1, 2, 4, .. N timelines at once, at depth 0 or\n"
+                                    "that of --n-depth, with a random token of each in a round:\n"
+                                    "\n"
+                                    "  gen_tps, each_tps         tokens per second of all, and of each\n"
+                                    "  gen_gb_per_s              GB/s that a round reads: weights as above, and the\n"
+                                    "                            cache of each\n"
+                                    "\n"
                                     "The measured bandwidth and mma rate are printed on stderr. --profile adds a\n"
                                     "table of the kernels (GPU) or operations (CPU) of a forward pass at depth 0, or\n"
                                     "that of --n-depth; it needs a single rank. Its column `forecast` has the\n"
@@ -20362,6 +20521,9 @@ static const struct option options[] = {
      .help = "chat, also where stdin is a pipe; -p or -f begins it"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"jsonl", IS_FLAG(jsonl), .help = "the same with a JSON object per line, in and out", .details = jsonl_details},
+    {"parallel", "-np", IS_INT(parallel, 1, DECODE_MAX_TOKENS), .arg = "N", .of = "lines|jsonl|bench",
+     .help = "answer N prompts at a time (default: 1)"},
+    {"unordered", IS_FLAG(unordered), .rare = true, .of = "jsonl", .help = "print answers as they end"},
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
     {"escape", "-e", IS_FLAG(escape), .rare = true, .help = "process \\n, \\t, \\\\ and \\xHH in the text of -p"},
     {"ids", IS_STR(ids), .rare = true, .arg = "1,2,3", .help = "use these token ids as the prompt; stdin is not read"},
@@ -20526,8 +20688,8 @@ static const struct llama_option llama_options[] = {
     {"--offline", IGNORE = "moe never uses the network"},
     {"--no-escape", IGNORE = "escapes are processed with -e only"},
     {"-fitt --fit-target -fitc --fit-ctx", REFUSE = "use --vram-reserve MIB and -c N"},
-    {"-np= --parallel=", "1", IGNORE = "there is one conversation at a time"},
-    {"-np --parallel", REFUSE = "there is one conversation at a time"},
+    {"-cb --cont-batching -nocb --no-cont-batching -kvu --kv-unified -no-kvu --no-kv-unified",
+     IGNORE = "--parallel N says how many prompts are answered at a time, each in a context of its own"},
     {"--check-tensors", IGNORE = "--smoke and --doctor check a model"},
     {"-lm= --load-mode=", "auto|mmap", IGNORE = "model files are always memory-mapped"},
     {"--mmap", IGNORE = "model files are always memory-mapped"},
@@ -20562,7 +20724,7 @@ static const struct llama_option llama_options[] = {
     {"--gpu-memory-utilization --mem-fraction-static", REFUSE = "use --vram-reserve MIB, the memory that stays free"},
     {"--kv-cache-dtype --kv-cache-type", REFUSE = "use --kv bf16, fp8 or f32"},
     {"--dtype --quantization --load-format", REFUSE = "the model file says how its weights are stored"},
-    {"--max-num-seqs -kvu --kv-unified", REFUSE = "there is one conversation at a time"},
+    {"--max-num-seqs", REFUSE = "use --parallel N with --lines or --jsonl"},
     {"-g --gpu --num-gpus", REFUSE = "choose GPUs with --gpus 0,1; --list-devices lists them"},
     {"--no-think --nothink --no-thinking --disable-thinking", .as = "--think=off"},
     {"--thinking --enable-thinking", REFUSE = "use --think on or --think off"},
@@ -20612,7 +20774,8 @@ static const struct manual manual = {
 
 /* Sets every option to its default, or to unset. */
 static void settings_init(struct settings *s) {
-    *s = (struct settings){.n_predict = -1,
+    *s = (struct settings){.parallel = 1,
+                           .n_predict = -1,
                            .think_budget = -1,
                            .temp = NAN,
                            .top_p = NAN,
@@ -22162,6 +22325,7 @@ struct turn_stats {
     struct draft_stats drafts; /* of its rounds */
     struct expert_use experts; /* of the forwards that generated */
     uint32_t logit_hash;       /* of the last logits: equal runs give equal hashes */
+    int n_past;                /* tokens of the context after the turn */
 };
 
 struct chat {
@@ -22180,7 +22344,7 @@ struct chat {
     struct turn_stats last, total;     /* of the last turn, of all turns */
     int turns;                         /* turns in `total` */
     const char **stops;                /* stb_ds: strings that end an answer, for --jsonl, which prints no text */
-    bool alone;                        /* answers do not depend on what the session holds (session_sync_alone) */
+    bool alone;                        /* answers do not depend on what the session holds (session_begin_alone) */
     struct keyboard *keys;             /* of a dialogue in raw mode: read while the model answers; or NULL */
     char *name;                        /* under which the conversation was saved or loaded, or NULL */
     bool autosave;                     /* save every turn for --continue */
@@ -22647,6 +22811,7 @@ struct printer {
     struct wrap wrap; /* on a terminal: holds back the last word */
     bool dim;         /* the style of that word */
     char *out, *safe; /* stb_ds: scratch */
+    char **held;      /* stb_ds: takes what is printed; NULL: stdout does */
     /* of a format with channels */
     bool channels;
     int32_t mark[CHANNEL_MARKS];  /* the tokens of channel_marks */
@@ -22657,6 +22822,16 @@ struct printer {
     bool last_one;  /* with the message ends the turn */
     bool foreign;   /* the message is someone else's: the turn is over */
 };
+
+/* Writes s (n) as it is. */
+static void printer_out(struct printer *p, const char *s, size_t n) {
+    if (p->held) {
+        sb_put(p->held, s, n);
+        return;
+    }
+    fwrite(s, 1, n, stdout);
+    out_flush();
+}
 
 /* Writes s (n) to stdout, dim on a terminal if `dim`. n 0: writes what is held back. */
 static void printer_write(struct printer *p, const char *s, size_t n, bool dim) {
@@ -22676,8 +22851,7 @@ static void printer_write(struct printer *p, const char *s, size_t n, bool dim) 
     else wrap_flush(&p->wrap, &p->out);
     const bool empty = arrlenu(p->out) == (styled ? 4 : 0);
     if (styled) sb_puts(&p->out, "\033[0m");
-    if (!empty) fwrite(p->out, 1, arrlenu(p->out), stdout);
-    out_flush();
+    printer_out(p, p->out, empty ? 0 : arrlenu(p->out));
     if (n) p->last = s[n - 1];
 }
 
@@ -22898,8 +23072,7 @@ static void printer_end(struct printer *p) {
     else printer_emit(p, arrlenu(p->text));
     printer_write(p, "", 0, p->dim);
     if (p->thinking && !p->show) printer_hidden(p, true);
-    if (p->last != '\n' && p->ends_line && !p->mute) fputc('\n', stdout);
-    out_flush();
+    printer_out(p, "\n", p->last != '\n' && p->ends_line && !p->mute);
     arrfree(p->wrap.word);
     arrfree(p->safe);
     arrfree(p->out);
@@ -23039,59 +23212,92 @@ static void thinking_end(const struct chat *c, const struct printer *p, int32_t 
     arrfree(all);
 }
 
-/* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. The
- * tokens that end a thinking take the place of chosen ones. err: the message of STOP_FAILED. */
-static void generate(struct chat *c, struct printer *p, struct turn_stats *st, char *err) {
+/* An answer while its tokens are chosen. */
+struct generation {
+    struct chat *c;
+    struct printer *p;
+    struct turn_stats *st;
+    struct sampling o;
+    int32_t *ending; /* stb_ds: tokens that end a thinking; they take the place of chosen ones */
+    size_t ended;    /* of these that were taken */
+    double t0;       /* now_seconds() at its start */
+    struct draft_stats drafts;
+    struct expert_use experts; /* both: before it */
+};
+
+/* Begins an answer of c's session; prints through p and fills in st. */
+static struct generation generation_begin(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
-    struct sampling o = settings_sampling(c->set);
-    double t0 = now_seconds();
-    if (s->r->m->n_mtp) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
-    const struct draft_stats drafts_before = s->drafting.total;
-    const struct expert_use experts_before = session_experts(s, NULL);
-    int32_t *ending = NULL;
-    size_t ended = 0; /* tokens of `ending` that were taken */
-    st->why = STOP_LENGTH;
-    while (c->set->n_predict < 0 || st->n_generated < c->set->n_predict) {
-        if (interrupted) {
-            st->why = STOP_INTERRUPT;
-            break;
-        }
-        int32_t id = session_sample(s, &o, &c->rng);
-        if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
-        if (ended == arrlenu(ending) && thinking_ends(c, p, st)) thinking_end(c, p, &ending);
-        if (ended < arrlenu(ending)) {
-            id = ending[ended++];
-            session_overrule(s);
-        } else if (vocab_is_stop(c->m->vocab, id) || channel_stops(p, id)) {
-            st->why = STOP_END;
-            break;
-        }
-        const size_t before = arrlenu(p->text);
-        st->n_generated++;
-        printer_token(p, id);
-        if (p->foreign || (arrlen(c->stops) && answer_stops(c, p, before))) {
-            st->why = STOP_END;
-            break;
-        }
-        if (s->n_past == s->n_ctx) {
-            st->why = STOP_CONTEXT;
-            break;
-        }
-        if (c->set->n_predict >= 0) s->n_wanted = c->set->n_predict - st->n_generated;
-        st->bytes += session_decode(s, id);
-        if (session_failed(s, err)) {
+    if (session_has_mtp(s)) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
+    return (struct generation){.c = c,
+                               .p = p,
+                               .st = st,
+                               .o = settings_sampling(c->set),
+                               .t0 = now_seconds(),
+                               .drafts = s->drafting.total,
+                               .experts = session_experts(s, NULL)};
+}
+
+/* Whether the answer takes another token. Otherwise st->why says why it ended. */
+static bool generation_wants(struct generation *g) {
+    const int most = g->c->set->n_predict;
+    g->st->why = interrupted ? STOP_INTERRUPT : STOP_LENGTH;
+    if (most >= 0) g->c->s->n_wanted = most - g->st->n_generated - 1;
+    return !interrupted && (most < 0 || g->st->n_generated < most);
+}
+
+/* Takes the token that session_sample returned, or sets *id to that which takes its place, and prints it. Returns
+ * whether the answer goes on, and *id into the session. Otherwise st->why says why it ended. */
+static bool generation_token(struct generation *g, int32_t *id) {
+    struct chat *c = g->c;
+    struct printer *p = g->p;
+    struct turn_stats *st = g->st;
+    if (!st->n_generated) st->first_seconds = now_seconds() - p->start;
+    st->why = STOP_END;
+    if (g->ended == arrlenu(g->ending) && thinking_ends(c, p, st)) thinking_end(c, p, &g->ending);
+    if (g->ended < arrlenu(g->ending)) {
+        *id = g->ending[g->ended++];
+        session_overrule(c->s);
+    } else if (vocab_is_stop(c->m->vocab, *id) || channel_stops(p, *id)) {
+        return false;
+    }
+    const size_t before = arrlenu(p->text);
+    st->n_generated++;
+    printer_token(p, *id);
+    if (p->foreign || (arrlen(c->stops) && answer_stops(c, p, before))) return false;
+    st->why = STOP_CONTEXT;
+    return c->s->n_past < c->s->n_ctx;
+}
+
+/* Ends the answer. The session still has the logits after its last token. */
+static void generation_end(struct generation *g) {
+    struct session *s = g->c->s;
+    struct turn_stats *st = g->st;
+    s->n_wanted = INT_MAX;
+    st->seconds = now_seconds() - g->t0;
+    st->drafts = draft_stats_since(&s->drafting.total, &g->drafts);
+    const struct expert_use experts = session_experts(s, NULL);
+    st->experts = experts_since(&experts, &g->experts);
+    st->logit_hash = logit_hash(session_logits(s), g->c->m->n_vocab);
+    st->n_past = s->n_past;
+    printer_end(g->p);
+    arrfree(g->ending);
+}
+
+/* Continues the session until the model stops, a limit is reached or Ctrl-C; prints through p and fills in st. err: the
+ * message of STOP_FAILED. */
+static void generate(struct chat *c, struct printer *p, struct turn_stats *st, char *err) {
+    struct generation g = generation_begin(c, p, st);
+    while (generation_wants(&g)) {
+        int32_t id = session_sample(c->s, &g.o, &c->rng);
+        if (!generation_token(&g, &id)) break;
+        st->bytes += session_decode(c->s, id);
+        if (session_failed(c->s, err)) {
             st->why = STOP_FAILED;
             break;
         }
     }
-    s->n_wanted = INT_MAX;
-    st->seconds = now_seconds() - t0;
-    arrfree(ending);
-    st->drafts = draft_stats_since(&s->drafting.total, &drafts_before);
-    const struct expert_use experts = session_experts(s, NULL);
-    st->experts = experts_since(&experts, &experts_before);
-    st->logit_hash = logit_hash(session_logits(s), c->m->n_vocab);
-    printer_end(p);
+    generation_end(&g);
 }
 
 /* Where experts are that need not be brought. */
@@ -23101,7 +23307,7 @@ static const char *experts_are(const struct session *s) { return s->r->cpu ? "in
  * second line. Above 80 % of the context a warning follows. */
 static void chat_stats_line(const struct chat *c, const struct turn_stats *st, bool details) {
     char a[32], line[256], remedy[160];
-    const double use = (double)c->s->n_past / c->s->n_ctx;
+    const double use = (double)st->n_past / c->s->n_ctx;
     if (c->set->quiet || c->set->mute) return;
     int n = snprintf(line, sizeof line, "# %d tok", st->n_generated);
     if (st->n_generated && st->seconds > 0)
@@ -23121,10 +23327,10 @@ static void chat_stats_line(const struct chat *c, const struct turn_stats *st, b
     line[n] = 0;
     if (details)
         note("# first token %.2f s | %.1f GB/s | %scontext %s tokens | logits #%08x", st->first_seconds,
-             st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, line, with_commas((uint64_t)c->s->n_past, a),
+             st->seconds > 0 ? st->bytes / st->seconds * 1e-9 : 0, line, with_commas((uint64_t)st->n_past, a),
              st->logit_hash);
     snprintf(line, sizeof line, "context %.0f %% full: %s", 100 * use, context_remedy(c->s, 0, remedy));
-    if (use > 0.8 && c->s->n_past < c->s->n_ctx)  /* a full one has been reported */
+    if (use > 0.8 && st->n_past < c->s->n_ctx)    /* a full one has been reported */
         err_line(use > 0.95 ? "31" : "33", line); /* red, yellow */
 }
 
@@ -23173,7 +23379,7 @@ static int chat_mark(const struct chat *c, const struct tpl_text *text, const in
     return n;
 }
 
-/* Returns `cut` of session_sync_alone: how many of the ids precede the text of the last message. Prompts with other
+/* Returns `cut` of session_begin_alone: how many of the ids precede the text of the last message. Prompts with other
  * texts, after the same messages, have them in common. */
 static int chat_cut(const struct chat *c, const struct tpl_text *text, const int32_t *ids) {
     struct message *last = &arrlast(c->messages), whole = *last;
@@ -23222,52 +23428,75 @@ static void message_take(struct message *msg, const struct printer *p) {
     msg->tool = arrlen(p->tool) ? xstrndup(p->tool, arrlenu(p->tool)) : NULL;
 }
 
+/* A prompt as tokens. */
+struct prompt {
+    int32_t *ids; /* stb_ds */
+    int mark;     /* of session_sync, or `cut` of session_begin_alone */
+    bool opens;   /* it ends in an opening tag of thinking */
+};
+
+/* Renders the messages to a prompt. 0, or -1 with a message. */
+static int chat_prompt(const struct chat *c, struct prompt *p, char *err) {
+    struct tpl_text text = {0};
+    *p = (struct prompt){0};
+    const int rc = chat_render(c, true, &text, err);
+    if (!rc) {
+        chat_tokenize(c, &text, &p->ids);
+        p->opens = prompt_opens_think(c->format, &text);
+        p->mark = c->alone ? chat_cut(c, &text, p->ids) : chat_mark(c, &text, p->ids);
+    }
+    text_free(&text);
+    return rc;
+}
+
+/* Appends what was generated as a message, and counts it. */
+static void chat_take(struct chat *c, const struct printer *p, const struct turn_stats *st) {
+    chat_push(c, "assistant", "", 0);
+    message_take(&arrlast(c->messages), p);
+    chat_count(c, st);
+}
+
+/* Whether an interrupted answer has no text; `from`: bytes of p->text before it. */
+static bool answer_is_empty(const struct printer *p, const struct turn_stats *st, size_t from) {
+    return st->why == STOP_INTERRUPT && arrlenu(p->text) == from && !arrlen(p->thought);
+}
+
 /* Generates an answer to the messages as they are and appends it, unless nothing was generated. err: the message of
  * TURN_FAILED. */
 static enum turn_result chat_answer(struct chat *c, char *err) {
-    struct tpl_text text = {0};
-    int32_t *ids = NULL;
+    struct prompt prompt;
     struct turn_stats st = {0};
     enum turn_result result = TURN_FAILED;
-    if (chat_render(c, true, &text, err)) {
-        text_free(&text);
-        return TURN_FAILED;
-    }
-    chat_tokenize(c, &text, &ids);
-    const bool opens = prompt_opens_think(c->format, &text);
-    struct printer p = printer_answer(c, ids, (int)arrlen(ids), opens);
+    if (chat_prompt(c, &prompt, err)) return TURN_FAILED;
+    const int n = (int)arrlen(prompt.ids);
+    struct printer p = printer_answer(c, prompt.ids, n, prompt.opens);
     c->open_past = 0; /* the session drops the earlier answer, even if this turn is rolled back */
     watch_begin(c->keys);
-    const enum sync_result sync = c->alone
-                                      ? session_sync_alone(c->s, ids, (int)arrlen(ids), chat_cut(c, &text, ids), err)
-                                      : session_sync(c->s, ids, (int)arrlen(ids), chat_mark(c, &text, ids), err);
+    const enum sync_result sync = session_sync(c->s, prompt.ids, n, prompt.mark, err);
     st.n_prompt = c->s->sync_tokens;
-    st.n_cached = (int)arrlen(ids) - st.n_prompt;
+    st.n_cached = n - st.n_prompt;
     st.prompt_seconds = c->s->sync_seconds;
     if (sync == SYNC_INTERRUPTED) result = TURN_ROLLED_BACK;
     if (sync == SYNC_DONE) {
         const size_t before = arrlenu(p.text);
-        c->answer_past = (int)arrlen(ids);
-        c->answer_opens = opens;
+        c->answer_past = n;
+        c->answer_opens = prompt.opens;
         answer_generate(c, &p, &st, err);
         result = st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE;
         if (st.why == STOP_FAILED) {
             result = TURN_FAILED;
-        } else if (st.why == STOP_INTERRUPT && arrlenu(p.text) == before && !arrlen(p.thought)) {
+        } else if (answer_is_empty(&p, &st, before)) {
             c->open_past = 0;
             result = TURN_ROLLED_BACK;
         } else {
             answer_report(c, &p, &st);
-            chat_push(c, "assistant", "", 0);
-            message_take(&arrlast(c->messages), &p);
-            chat_count(c, &st);
+            chat_take(c, &p, &st);
             chat_stats_line(c, &st, c->set->verbose);
         }
     }
     watch_end();
     printer_free(&p);
-    arrfree(ids);
-    text_free(&text);
+    arrfree(prompt.ids);
     return result;
 }
 
@@ -26361,7 +26590,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
     for (int il = 0; il < model_blocks(m); il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
     /* takes addresses but no memory, because nothing is written */
-    cpu_rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), p->kv);
+    cpu_rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), 1, p->kv);
     p->activations = (int64_t)r.bytes + SNAPSHOTS * (int64_t)snapshot_bytes(m, p->kv);
     r.ops->close(&r);
 }
@@ -27336,12 +27565,12 @@ struct engine {
     struct settings *set;
 };
 
-/* Tokens of context on the CPU: those of -c, or the trained length, shortened until the cache takes at most half of the
+/* Tokens of each context on the CPU: those of -c, or the trained length, shortened until the caches take at most half of the
  * memory that is left when the whole model is in memory, or a quarter of that without experts where it is not. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
     const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
-    const uint64_t budget = have > all ? (have - all) / 2 : have > rest ? (have - rest) / 4 : 0;
+    const uint64_t budget = (have > all ? (have - all) / 2 : have > rest ? (have - rest) / 4 : 0) / e->set->parallel;
     if (e->set->n_ctx) return e->set->n_ctx;
     return int_max(context_fit(m, settings_kv(e->set, m, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
 }
@@ -27383,7 +27612,7 @@ static void engine_read(struct engine *e) {
     struct rank *r = e->session.r;
     const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
     const uint64_t taken = r->kv_bytes + r->bytes + have / 32, asked = (uint64_t)e->set->expert_memory << 20;
-    const bool fits = all + taken <= have, several = e->session.pg.n > 1;
+    const bool fits = all + taken <= have, several = e->session.pg->n > 1;
     char err[ERR_MAX];
     if (!m->file_bytes || (fits && !asked) || several) {
         if (asked) note("--expert-memory has no effect with %s", several ? "several ranks" : "--synth");
@@ -27589,8 +27818,8 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     double t0 = now_seconds();
     if (session_open(&e->session, &e->model, set->tp, set->pp, cuda_rank_start, &o, err)) return -1;
     session_serve(&e->session, settings_threads(set), e->store);
-    for (int i = 0; i < e->session.pg.n; i++) {
-        const struct rank *r = &e->session.pg.ranks[i];
+    for (int i = 0; i < e->session.pg->n; i++) {
+        const struct rank *r = &e->session.pg->ranks[i];
         double gib[] = {(double)r->weight_bytes / 0x1p30, (double)r->kv_bytes / 0x1p30, (double)r->bytes / 0x1p30,
                         (double)r->free_bytes / 0x1p30};
         note("%s: weights %.2f GiB (%.1f GiB/s), cache %.2f GiB (%s tokens, %s), scratch %.2f GiB, free %.2f GiB",
@@ -27599,6 +27828,22 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     }
     if (*e->session.r->link) note("%s", e->session.r->link);
     return 0;
+}
+
+/* Sets s to the sessions of the ranks' timelines: the engine's, and `more`. Returns their number. */
+static int timelines_open(struct engine *e, struct session more[DECODE_MAX_TOKENS],
+                          struct session *s[DECODE_MAX_TOKENS]) {
+    const int n = e->session.r->n_timeline;
+    s[0] = &e->session;
+    for (int i = 1; i < n; i++) {
+        session_attach(&more[i], &e->model, e->session.pg, e->session.server, i);
+        s[i] = &more[i];
+    }
+    return n;
+}
+
+static void timelines_close(struct session more[DECODE_MAX_TOKENS], int n) {
+    for (int i = 1; i < n; i++) session_free(&more[i]);
 }
 
 /* Leaves the MTP layers of the model out where nothing drafts with them; --calibrate scores their experts. An
@@ -27618,7 +27863,10 @@ static void engine_drafts(struct engine *e) {
     if (set->calibrate && set->pp > 1 && m->n_mtp && set->spec_type != SPEC_NONE)
         note("with --pp %d the prediction layer gets no scores: moe-reap will prune it by those of the last layer",
              set->pp);
-    if (set->spec_type == SPEC_NONE || set->pp > 1 || silent) m->n_mtp = 0;
+    if (asked && set->parallel > 1)
+        note("--spec-type draft-mtp has no effect with --parallel %d: answers side by side are not drafted",
+             set->parallel);
+    if (set->spec_type == SPEC_NONE || set->pp > 1 || set->parallel > 1 || silent) m->n_mtp = 0;
 }
 
 /* Settles whether the model is rounded as in training: --qat, or where its family has it. An error ends the program. */
@@ -27632,6 +27880,20 @@ static void engine_qat(struct engine *e) {
                 m->layers[il].attn.index_k);
 }
 
+/* Dies if the contexts of several prompts do not fit into the memory of a CPU. */
+static void contexts_check(const struct engine *e) {
+    struct settings *set = e->set;
+    const struct model *m = &e->model;
+    const enum kv_type kv = settings_kv(set, m, false);
+    const uint64_t have = memory_available(), n = (uint64_t)set->parallel;
+    const uint64_t each = state_bytes(m, kv, (size_t)choose_context(e));
+    char a[32];
+    if (n == 1 || n * each <= have) return;
+    die("%d prompts of %s tokens need a cache of %.1f GiB, and %.1f GiB are free: use --parallel %d, or -c %d",
+        set->parallel, with_commas((uint64_t)choose_context(e), a), (double)(n * each) / 0x1p30, (double)have / 0x1p30,
+        (int)(have / each > 1 ? have / each : 1), context_fit(m, kv, have / n, set->n_ctx));
+}
+
 /* Opens the session for the model that is loaded. 0, or -1 with a message when a GPU refuses. */
 static int engine_start(struct engine *e, bool gpu, char *err) {
     struct settings *set = e->set;
@@ -27643,6 +27905,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     const double t0 = now_seconds();
     if (!gpu && (set->n_cpu_moe || set->cpu_moe))
         note("--n-cpu-moe has no effect without a GPU: the CPU computes all layers");
+    if (gpu && set->parallel > 1) die_usage("--parallel %d works on the CPU alone: use --cpu", set->parallel);
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
                        : set->moe_act   ? "--moe-act"
@@ -27651,6 +27914,7 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     if (!gpu && idle) note("this runs on the CPU: %s has no effect", idle);
     if (!gpu && set->tp * set->pp > 1 && !set->cpu && !set->cpu_ref)
         note("no GPU is used: the %d ranks are threads of the CPU", set->tp * set->pp);
+    if (!gpu) contexts_check(e);
     if (!gpu)
         session_open_cpu(&e->session, &e->model, set->tp, set->pp,
                          (struct cpu_options){.k = set->cpu_ref ? &kernels_ref : kernels_choose(),
@@ -27658,9 +27922,13 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
                                               .n_ctx = choose_context(e),
                                               .kv = settings_kv(set, &e->model, false),
                                               .stats = set->calibrate != NULL,
-                                              .in_sum2 = set->activations != NULL});
+                                              .in_sum2 = set->activations != NULL,
+                                              .n_timeline = set->parallel});
     if (!gpu) engine_read(e);
     e->model.load_seconds += now_seconds() - t0;
+    if (set->parallel > 1)
+        note("%d prompts at a time, a context of %s tokens each", set->parallel,
+             with_commas((uint64_t)e->session.n_ctx, name));
     if (e->session.n_ctx > e->model.n_ctx_train)
         note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
     if (set->verbose)
@@ -28524,10 +28792,9 @@ static void bench_ids(const struct model *m, int32_t ids[BENCH_PREFILL]) {
 /* Seconds of CPU and of GPU in which the runs of one forward should end. Tests set less. */
 static double bench_budget[2] = {4, 0.5};
 
-/* Median seconds of a forward of n of the BENCH_PREFILL ids after `depth` other tokens, with the logits of the last
- * `rows` of them; 0: interrupted. Two runs are not counted: one warms up, one tells how often to repeat. If forwards
- * take too long for that, the first one counts. */
-static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
+/* Median seconds of body(arg), which computes something with s; 0: interrupted. Two runs are not counted: one warms up,
+ * one tells how often to repeat. If that takes too long, the first one counts. */
+static double bench_time(struct session *s, void (*body)(void *arg), void *arg) {
     const double budget = bench_budget[s->r->cuda != NULL];
     double t[BENCH_RUNS], spent = 0;
     int got = 0, repeat = 1;
@@ -28535,9 +28802,7 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
         const double t0 = now_seconds();
         for (int i = 0; i < repeat; i++) {
             if (interrupted) return 0;
-            session_fake_fill(s, depth);
-            session_forward(s, ids + i * n % (BENCH_PREFILL - n + 1), n);
-            session_head(s, n - rows, rows);
+            body(arg);
             session_wait(s);
             session_check(s);
         }
@@ -28546,8 +28811,31 @@ static double bench_forward(struct session *s, const int32_t *ids, int depth, in
         if (run >= 0 || spent > budget) t[got++] = one;
         if (run < 0) repeat = fit > BENCH_REPEAT ? BENCH_REPEAT : fit < 1 ? 1 : (int)fit;
     }
-    session_fake_fill(s, depth);
     return interrupted ? 0 : median(t, got);
+}
+
+/* A forward of n ids after `depth` other tokens, with the logits of the last `rows` of them. */
+struct bench_call {
+    struct session *s;
+    const int32_t *ids; /* (BENCH_PREFILL) */
+    int n, rows, depth;
+    int at; /* the first of the ids */
+};
+
+static void bench_call(void *arg) {
+    struct bench_call *b = arg;
+    session_fake_fill(b->s, b->depth);
+    session_forward(b->s, b->ids + b->at, b->n);
+    session_head(b->s, b->n - b->rows, b->rows);
+    b->at = (b->at + b->n) % (BENCH_PREFILL - b->n + 1);
+}
+
+/* Its median seconds; 0: interrupted. */
+static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
+    struct bench_call call = {.s = s, .ids = ids, .n = n, .rows = rows, .depth = depth};
+    const double t = bench_time(s, bench_call, &call);
+    session_fake_fill(s, depth);
+    return t;
 }
 
 /* Fills rows first..first+n-1 of a cache tensor on the CPU with random values. */
@@ -28566,10 +28854,10 @@ static void bench_fill_rows(const struct rank *r, const struct cache_tensor *p, 
  * processor's cache. The keys of indexers are random: of equal ones the first would be chosen, whose rows are
  * neighbors. */
 static void bench_fill_cache(struct session *s, int from, int to) {
-    for (int i = 0; i < s->pg.n; i++) {
-        struct rank *r = &s->pg.ranks[i];
+    for (int i = 0; i < s->pg->n; i++) {
+        struct rank *r = &s->pg->ranks[i];
         for (int k = 0; k < CACHE_USES * r->m->n_layer && !r->cuda; k++) {
-            const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
+            const struct cache_tensor *p = &session_layer(s, r, k / CACHE_USES)[k % CACHE_USES];
             if (!p->data) continue;
             const size_t first = cache_rows_of(p, (size_t)from), n = cache_rows_of(p, (size_t)to) - first;
             if (k % CACHE_USES == CACHE_INDEX) {
@@ -28598,21 +28886,6 @@ struct bench {
     double decode[BENCH_BATCHES]; /* seconds at that depth, by batch */
     double prefill;               /* seconds of the prefill at that depth */
 };
-
-/* The forward that --profile looks at. */
-struct bench_call {
-    struct session *s;
-    const int32_t *ids;
-    int n, rows, depth;
-};
-
-static void bench_call(void *arg) {
-    const struct bench_call *b = arg;
-    session_fake_fill(b->s, b->depth);
-    session_forward(b->s, b->ids, b->n);
-    session_head(b->s, b->n - b->rows, b->rows);
-    session_check(b->s);
-}
 
 /* Times the launches of the call: medians, added up by name, in *rows, malloc'ed. Returns how many. */
 static int bench_launches(struct bench_call *call, struct profile_row **rows) {
@@ -28818,6 +29091,41 @@ static bool bench_texts(struct engine *e, const int32_t random_ids[BENCH_PREFILL
     return done;
 }
 
+/* A token of each of n timelines after `depth` other tokens. */
+struct bench_round {
+    struct session *s[DECODE_MAX_TOKENS]; /* (n) */
+    const int32_t *ids;                   /* (BENCH_PREFILL) */
+    int n, depth, at;
+    double bytes; /* that it reads */
+};
+
+static void bench_round(void *arg) {
+    struct bench_round *b = arg;
+    for (int i = 0; i < b->n; i++) session_fake_fill(b->s[i], b->depth);
+    b->bytes = sessions_decode(b->s, b->ids + b->at, b->n);
+    b->at = (b->at + b->n) % (BENCH_PREFILL - b->n + 1);
+}
+
+/* The table of several timelines at once. False: interrupted. */
+static bool bench_at_once(struct engine *e, const struct bench *b) {
+    struct session more[DECODE_MAX_TOKENS];
+    struct bench_round round = {.ids = b->ids, .depth = b->depth};
+    const int most = timelines_open(e, more, round.s);
+    printf("\nat_once,ctx_tokens,gen_tps,each_tps,gen_gb_per_s,gen_percent_of_bandwidth\n");
+    for (int i = 0; i < most; i++) bench_fill_cache(round.s[i], 0, b->depth);
+    for (int n = 1; n <= most && !interrupted; n = n < most && 2 * n > most ? most : 2 * n) {
+        round.n = n;
+        const double t = bench_time(b->s, bench_round, &round);
+        if (interrupted) break;
+        printf("%d,%d,%.1f,%.1f,%.2f", n, b->depth, n / t, 1 / t, round.bytes / t * 1e-9);
+        bench_field(b->rates.bytes > 0, 100 * round.bytes / t / b->rates.bytes, 1);
+        putchar('\n');
+        fflush(stdout);
+    }
+    timelines_close(more, most);
+    return !interrupted;
+}
+
 /* --bench: prefill of a chunk and decode of a few tokens at each depth. */
 static int mode_bench(struct engine *e) {
     const int largest = bench_batches[BENCH_BATCHES - 1];
@@ -28843,6 +29151,7 @@ static int mode_bench(struct engine *e) {
         if (!bench_depth(&b, bench_depths[i])) return EXIT_INTERRUPT;
     }
     if (only < 0 && !bench_texts(e, b.ids)) return EXIT_INTERRUPT;
+    if (s->r->n_timeline > 1 && !bench_at_once(e, &b)) return EXIT_INTERRUPT;
     for (int i = 0; i < BENCH_BATCHES && e->set->profile && !interrupted; i++)
         bench_profile(&b, bench_batches[i], bench_batches[i], b.decode[i]);
     if (e->set->profile && !interrupted) bench_profile(&b, int_min(b.chunk, s->n_ctx - b.depth), 1, b.prefill);
@@ -29530,8 +29839,8 @@ static double doctor_roofline(const struct session *s, const struct rates *each,
     p->m = s->m;
     p->cpu = !gpu;
     p->kv = s->r->kv_type;
-    v->tp = gpu ? s->pg.n_rank : 1; /* ranks on the CPU share its memory: one reads what all of them do */
-    v->pp = gpu ? s->pg.n_stage : 1;
+    v->tp = gpu ? s->pg->n_rank : 1; /* ranks on the CPU share its memory: one reads what all of them do */
+    v->pp = gpu ? s->pg->n_stage : 1;
     p->n_device = v->tp * v->pp;
     for (int i = 0; i < p->n_device; i++) {
         p->device[i].rate = gpu ? each[i].bytes : all;
@@ -29566,7 +29875,7 @@ static void doctor_speed(struct doctor *d, struct engine *e) {
     const double seconds = bench_forward(s, ids, 0, 1, 1);
     if (interrupted) return;
     const double all = session_measure(s, each).bytes;
-    const double reduce = gpu && s->pg.n_rank > 1 ? measure_all_reduce(s, times) : 0;
+    const double reduce = gpu && s->pg->n_rank > 1 ? measure_all_reduce(s, times) : 0;
     const double roofline = all > 0 ? doctor_roofline(s, each, all, reduce) : 0;
     if (roofline <= 0) {
         doctor_find(d, SEVERITY_NOTE, "free some memory",
@@ -29644,7 +29953,7 @@ static int mode_doctor(struct settings *set) {
 /* ============================================================================================================
  * Modes: prompts and requests
  *
- * Answers that are not part of a dialogue: of one prompt, of every line of stdin, of requests in JSON.
+ * Answers that are not part of a dialogue: of one prompt, and what a request in JSON asks for.
  * ============================================================================================================ */
 
 /* Continues a text, or the tokens of --ids, without a template. The continuation is appended to the messages. err: the
@@ -29654,8 +29963,7 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
     int32_t *ids = raw_ids(e, text, n, err);
     if (!e->model.vocab->n_tokens) die("'%s' has no vocabulary: only --logits can use it", e->set->model);
     if (!ids) return TURN_FAILED;
-    const enum sync_result sync = c->alone ? session_sync_alone(c->s, ids, (int)arrlen(ids), 0, err)
-                                           : session_sync(c->s, ids, (int)arrlen(ids), 0, err);
+    const enum sync_result sync = session_sync(c->s, ids, (int)arrlen(ids), 0, err);
     st.n_prompt = c->s->sync_tokens;
     st.n_cached = (int)arrlen(ids) - st.n_prompt;
     st.prompt_seconds = c->s->sync_seconds;
@@ -29664,8 +29972,7 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
     struct printer p = printer_make(c, false, true);
     generate(c, &p, &st, err);
     if (st.why != STOP_FAILED) {
-        chat_push(c, "assistant", p.text, arrlenu(p.text));
-        chat_count(c, &st);
+        chat_take(c, &p, &st);
         chat_stats_line(c, &st, c->set->verbose);
     }
     printer_free(&p);
@@ -29675,20 +29982,18 @@ static enum turn_result raw_turn(struct engine *e, struct chat *c, const char *t
 /* The name of the conversation that is resumed; NULL: none. */
 static const char *settings_resume(const struct settings *set) { return set->go_on ? LAST_CHAT : set->load; }
 
-/* Starts a conversation; with --raw or --ids there is no template. One of several is alone. */
-static void prompt_chat(struct engine *e, struct settings *set, struct chat *c) {
+/* Starts a conversation in a session; with --raw or --ids there is no template. */
+static void prompt_chat(struct engine *e, struct settings *set, struct session *s, struct chat *c) {
     char err[ERR_MAX];
-    if (set->raw || set->ids)
-        *c = (struct chat){.set = set, .m = &e->model, .s = &e->session, .rng = settings_seed(set)};
-    else if (chat_init(c, set, &e->model, &e->session, err)) die("%s", err);
-    c->alone = set->lines || set->jsonl;
+    if (set->raw || set->ids) *c = (struct chat){.set = set, .m = &e->model, .s = s, .rng = settings_seed(set)};
+    else if (chat_init(c, set, &e->model, s, err)) die("%s", err);
 }
 
 /* Answers one prompt; with --continue or --load as the next turn of that conversation, which is saved for --continue.
  * Returns the exit code, or -1 with a message. */
 static int answer_prompt(struct engine *e, const char *text, size_t n, char *err) {
     struct chat c;
-    prompt_chat(e, e->set, &c);
+    prompt_chat(e, e->set, &e->session, &c);
     const bool raw = e->set->raw || e->set->ids;
     const char *name = settings_resume(e->set);
     if (name && chat_load(&c, name, err)) die("%s", err);
@@ -29700,35 +30005,6 @@ static int answer_prompt(struct engine *e, const char *text, size_t n, char *err
     if (r != TURN_DONE) return EXIT_INTERRUPT;
     return saved ? EXIT_OK : EXIT_RUN;
 }
-
-/* Answers every line of stdin that is not blank with `answer`, which returns an exit code. A line that fails does not
- * keep the others from being answered. */
-static int answer_lines(struct engine *e, int (*answer)(struct engine *e, const char *line, size_t n, int number)) {
-    char *line = NULL, err[ERR_MAX];
-    size_t cap = 0;
-    ssize_t got;
-    int code = EXIT_OK;
-    for (int number = 1; code != EXIT_INTERRUPT && (got = line_next(stdin, "stdin", &line, &cap)) >= 0; number++) {
-        const int mark = number > 1 ? 0 : text_mark("stdin", line, (size_t)got, err);
-        if (mark < 0) die("%s", err);
-        const size_t n = line_length(line, (size_t)got) - (size_t)mark;
-        const int rc = is_blank(line + mark, n) ? EXIT_OK : answer(e, line + mark, n, number);
-        if (rc) code = rc;
-    }
-    free(line);
-    return interrupted ? EXIT_INTERRUPT : code;
-}
-
-/* Answers a line of --lines. */
-static int answer_line(struct engine *e, const char *line, size_t n, int number) {
-    char err[ERR_MAX];
-    const int code = answer_prompt(e, line, n, err);
-    if (code >= 0) return code;
-    err_message("line %d: %s", number, err);
-    return EXIT_RUN;
-}
-
-static int mode_lines(struct engine *e) { return answer_lines(e, answer_line); }
 
 /* ---- requests of --jsonl ---- */
 
@@ -29985,34 +30261,342 @@ static void response_answer(const struct chat *c, json_t *response) {
                                   st->n_cached, "completion_tokens", st->n_generated));
 }
 
-/* Answers a line of --jsonl, a request, with a line on stdout: an answer or an error. */
-static int answer_request(struct engine *e, const char *line, size_t n, int number) {
-    char err[ERR_MAX] = "";
+/* ============================================================================================================
+ * Modes: answers side by side
+ *
+ * --lines and --jsonl: every line of stdin is a turn, and as many are at work as there are timelines. A step computes a
+ * chunk of the oldest prompt, and then a token of every answer in one forward. Answers are printed in the order of
+ * their lines, or with --unordered as they end. Each has the bytes that it has alone: see session_begin_alone and
+ * sessions_decode.
+ * ============================================================================================================ */
+
+enum { TURNS_WAITING = 8 /* turns of a timeline that have ended and wait for an earlier one; then no line is read */ };
+
+/* A line of stdin on its way to an answer. */
+struct turn {
+    int number; /* of the line */
+    enum { AT_PROMPT, AT_ANSWER, ENDED } state;
+    struct session *s; /* its timeline; NULL: it has ended */
+    struct settings set;
     struct chat c;
-    struct settings set = *e->set;
-    json_error_t why;
-    enum turn_result r = TURN_FAILED;
-    json_t *given = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &why), *response = json_object();
-    json_t *id = NULL, *request = json_is_object(given) ? request_body(given, &id, err) : NULL;
-    set.mute = true;
-    prompt_chat(e, &set, &c);
-    if (!given)
-        fail(err, "%s at byte %d%s", why.text, why.position,
-             json_error_code(&why) == json_error_premature_end_of_input ? ": a request is one line" : "");
-    else if (!json_is_object(given)) fail(err, "not a JSON object");
-    else if (request && !request_read(&c, request, err))
-        r = set.raw ? raw_turn(e, &c, c.messages[0].content, strlen(c.messages[0].content), err) : chat_answer(&c, err);
-    json_object_set_new(response, "id", id ? json_incref(id) : json_integer(number));
-    if (r == TURN_FAILED) json_object_set_new(response, "error", json_string(err));
-    else if (r != TURN_ROLLED_BACK) response_answer(&c, response);
-    if (r == TURN_ROLLED_BACK) json_decref(response);
-    else print_json_line(response);
-    chat_free(&c);
-    json_decref(given);
-    return r == TURN_FAILED ? EXIT_RUN : r == TURN_DONE ? EXIT_OK : EXIT_INTERRUPT;
+    json_t *given, *id; /* --jsonl: the line, and in it the request's id; NULL: none */
+    struct prompt prompt;
+    struct printer p;
+    struct turn_stats st;
+    struct generation g;
+    size_t from;             /* bytes of p.text before the answer */
+    int32_t next;            /* the token that was chosen last: the session has yet to take it */
+    enum turn_result result; /* once it has ended */
+    char *held;              /* stb_ds: what it prints while an earlier one is at work */
+    char err[ERR_MAX];       /* of TURN_FAILED */
+};
+
+struct turns {
+    struct engine *e;
+    struct session *s[DECODE_MAX_TOKENS]; /* (n) */
+    int n;                                /* timelines */
+    struct turn **turn;                   /* stb_ds, in the order of their lines */
+    char *in;                             /* stb_ds: bytes of stdin from the line on that is read next */
+    bool in_ended;
+    int n_line; /* lines that were read */
+    int code;   /* exit code so far */
+    /* for the line at the end and that of progress */
+    double start, round_seconds, prompt_seconds, in_read;
+    long rounds, n_tok, n_answered, n_prompt; /* n_tok: tokens that rounds computed */
+};
+
+/* Whether a line of stdin can be taken from b->in; wait: until there is one, or the end, or Ctrl-C. */
+static bool turns_line_ready(struct turns *b, bool wait) {
+    struct pollfd p = {.events = POLLIN};
+    for (size_t seen = 0;;) { /* bytes without a line break */
+        char some[1 << 16];
+        if (arrlenu(b->in) > seen && memchr(b->in + seen, '\n', arrlenu(b->in) - seen)) return true;
+        if (b->in_ended) return arrlenu(b->in) > 0;
+        if (!wait && poll(&p, 1, 0) <= 0) return false;
+        seen = arrlenu(b->in);
+        const ssize_t got = read(0, some, sizeof some);
+        if (got < 0 && errno != EINTR) die("cannot read 'stdin': %s", strerror(errno));
+        if (interrupted) return false;
+        b->in_ended = !got;
+        if (got > 0) sb_put(&b->in, some, (size_t)got);
+    }
 }
 
-static int mode_jsonl(struct engine *e) { return answer_lines(e, answer_request); }
+/* Takes over a request; sets *text to the text of --raw. 0, or -1 with a message. */
+static int turn_request(struct turn *t, const char *line, size_t n, const char **text, char *err) {
+    json_error_t why;
+    t->given = json_loadb(line, n, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &why);
+    if (!t->given)
+        return fail(err, "%s at byte %d%s", why.text, why.position,
+                    json_error_code(&why) == json_error_premature_end_of_input ? ": a request is one line" : "");
+    if (!json_is_object(t->given)) return fail(err, "not a JSON object");
+    json_t *request = request_body(t->given, &t->id, err);
+    if (!request || request_read(&t->c, request, err)) return -1;
+    *text = t->c.messages[0].content;
+    return 0;
+}
+
+/* Reads a turn's prompt from its line. 0, or -1 with a message. */
+static int turn_read(struct turns *b, struct turn *t, const char *line, size_t n, char *err) {
+    const char *text = line;
+    if (t->set.jsonl && turn_request(t, line, n, &text, err)) return -1;
+    if (t->set.raw || t->set.ids) {
+        t->prompt.ids = raw_ids(b->e, text, t->set.jsonl ? strlen(text) : n, err);
+        if (!arrlen(t->prompt.ids)) return -1;
+        t->p = printer_make(&t->c, false, true);
+    } else {
+        if (!t->set.jsonl && message_check("the message", text, n, err)) return -1;
+        if (!t->set.jsonl) chat_push(&t->c, "user", text, n);
+        if (chat_prompt(&t->c, &t->prompt, err)) return -1;
+        t->p = printer_answer(&t->c, t->prompt.ids, (int)arrlen(t->prompt.ids), t->prompt.opens);
+    }
+    t->from = arrlenu(t->p.text);
+    t->c.answer_past = (int)arrlen(t->prompt.ids);
+    t->c.answer_opens = t->prompt.opens;
+    return session_begin_alone(t->s, t->prompt.ids, (int)arrlen(t->prompt.ids), t->prompt.mark, err);
+}
+
+static void turn_end(struct turn *t, enum turn_result result) {
+    t->state = ENDED;
+    t->result = result;
+    t->s = NULL;
+}
+
+/* A timeline without a turn; NULL: there is none. */
+static struct session *turns_free_timeline(const struct turns *b) {
+    for (int i = 0; i < b->n; i++) {
+        bool used = false;
+        for (size_t k = 0; k < arrlenu(b->turn); k++) used |= b->turn[k]->s == b->s[i];
+        if (!used) return b->s[i];
+    }
+    return NULL;
+}
+
+/* Begins a turn in a timeline with the next line, unless that is blank. */
+static void turns_begin(struct turns *b, struct session *s) {
+    char err[ERR_MAX] = "";
+    const char *end = memchr(b->in, '\n', arrlenu(b->in));
+    const size_t all = end ? (size_t)(end - b->in) + 1 : arrlenu(b->in);
+    const int mark = b->n_line++ ? 0 : text_mark("stdin", b->in, all, err);
+    if (mark < 0) die("%s", err);
+    const char *line = b->in + mark;
+    const size_t n = line_length(b->in, all) - (size_t)mark;
+    if (!is_blank(line, n)) {
+        struct turn *t = xcalloc(1, sizeof *t);
+        t->number = b->n_line;
+        t->s = s;
+        t->set = *b->e->set;
+        t->set.mute |= t->set.jsonl;
+        prompt_chat(b->e, &t->set, s, &t->c);
+        t->c.alone = true;
+        arrput(b->turn, t);
+        if (turn_read(b, t, line, n, t->err)) turn_end(t, TURN_FAILED);
+        t->p.held = &t->held;
+        t->st.n_cached = t->s ? t->s->n_past : 0;
+    }
+    b->in_read += (double)all;
+    arrdeln(b->in, 0, all);
+}
+
+/* The answer of a turn is complete. */
+static void turn_answered(struct turn *t) {
+    generation_end(&t->g);
+    if (t->st.why == STOP_FAILED) {
+        turn_end(t, TURN_FAILED);
+    } else if (answer_is_empty(&t->p, &t->st, t->from)) {
+        turn_end(t, TURN_ROLLED_BACK);
+    } else {
+        chat_take(&t->c, &t->p, &t->st);
+        turn_end(t, t->st.why == STOP_INTERRUPT ? TURN_STOPPED : TURN_DONE);
+    }
+}
+
+/* Chooses the next token of a turn's answer by the logits of the last. */
+static void turn_choose(struct turn *t) {
+    bool more = generation_wants(&t->g);
+    if (more) {
+        t->next = session_sample(t->s, &t->g.o, &t->c.rng);
+        more = generation_token(&t->g, &t->next);
+    }
+    if (!more) turn_answered(t);
+}
+
+/* Computes a chunk of a turn's prompt; behind the last one its answer begins. */
+static void turn_prompt(struct turns *b, struct turn *t) {
+    const int n = (int)arrlen(t->prompt.ids), before = t->s->n_past;
+    const double t0 = now_seconds();
+    if (b->n == 1) progress_set(PROGRESS_PROMPT, before - t->st.n_cached, n - t->st.n_cached);
+    const enum sync_result r = session_chunk_alone(t->s, t->prompt.ids, n, t->prompt.mark, t->err);
+    if (r != SYNC_DONE) {
+        turn_end(t, r == SYNC_FAILED ? TURN_FAILED : TURN_ROLLED_BACK);
+        return;
+    }
+    if (t->s->n_past == n) session_prompt_head(t->s);
+    t->st.n_prompt += t->s->n_past - before;
+    t->st.prompt_seconds += now_seconds() - t0;
+    b->n_prompt += t->s->n_past - before;
+    b->prompt_seconds += now_seconds() - t0;
+    if (t->s->n_past < n) return;
+    if (b->n == 1) progress_end();
+    t->g = generation_begin(&t->c, &t->p, &t->st);
+    t->state = AT_ANSWER;
+    turn_choose(t);
+}
+
+/* Computes a token of every answer, and chooses the next. */
+static void turns_round(struct turns *b) {
+    struct turn *at[DECODE_MAX_TOKENS];
+    struct session *s[DECODE_MAX_TOKENS];
+    int32_t ids[DECODE_MAX_TOKENS];
+    char err[ERR_MAX];
+    int n = 0;
+    for (size_t i = 0; i < arrlenu(b->turn); i++) {
+        if (b->turn[i]->state != AT_ANSWER) continue;
+        at[n] = b->turn[i];
+        s[n] = at[n]->s;
+        ids[n] = at[n]->next;
+        n++;
+    }
+    if (!n) return;
+    const double t0 = now_seconds();
+    const double bytes = b->n > 1 ? sessions_decode(s, ids, n) : session_decode(s[0], ids[0]);
+    const bool failed = session_failed(s[0], err);
+    for (int i = 0; i < n; i++) {
+        at[i]->st.bytes += bytes / n;
+        if (!failed) {
+            turn_choose(at[i]);
+            continue;
+        }
+        session_discard(s[i], 0);
+        at[i]->st.why = STOP_FAILED;
+        memcpy(at[i]->err, err, sizeof err);
+        turn_answered(at[i]);
+    }
+    b->rounds++;
+    b->n_tok += n;
+    b->round_seconds += now_seconds() - t0;
+}
+
+/* Writes what a turn has printed so far to stdout. */
+static void turn_flush(struct turn *t) {
+    fwrite(t->held, 1, arrlenu(t->held), stdout);
+    arrfree(t->held);
+    out_flush();
+}
+
+/* The answer to a request, or the error, as a line of stdout. */
+static void turn_respond(struct turn *t) {
+    json_t *response = json_object();
+    json_object_set_new(response, "id", t->id ? json_incref(t->id) : json_integer(t->number));
+    if (t->result == TURN_FAILED) json_object_set_new(response, "error", json_string(t->err));
+    else response_answer(&t->c, response);
+    print_json_line(response);
+}
+
+/* Prints how a turn has ended, and frees it. */
+static void turn_print(struct turns *b, struct turn *t) {
+    turn_flush(t);
+    b->n_answered += t->result != TURN_FAILED;
+    if (t->result != TURN_DONE && b->code != EXIT_INTERRUPT)
+        b->code = t->result == TURN_FAILED ? EXIT_RUN : EXIT_INTERRUPT;
+    if (t->set.jsonl && t->result != TURN_ROLLED_BACK) {
+        turn_respond(t);
+    } else if (t->result == TURN_FAILED) {
+        err_message("line %d: %s", t->number, t->err);
+    } else if (t->result != TURN_ROLLED_BACK) {
+        if (!t->set.raw) answer_report(&t->c, &t->p, &t->st);
+        chat_stats_line(&t->c, &t->st, t->set.verbose);
+    }
+    printer_free(&t->p);
+    arrfree(t->prompt.ids);
+    chat_free(&t->c);
+    json_decref(t->given);
+    free(t);
+}
+
+/* Prints the turns that have ended, in their order; the first that is at work prints its answer as it comes. */
+static void turns_print(struct turns *b) {
+    for (size_t i = 0; i < arrlenu(b->turn);) {
+        struct turn *t = b->turn[i];
+        if (t->state == ENDED && (!i || b->e->set->unordered)) {
+            arrdel(b->turn, i);
+            turn_print(b, t);
+            continue;
+        }
+        if (!i && t->p.held) {
+            turn_flush(t);
+            t->p.held = NULL;
+        }
+        i++;
+    }
+}
+
+/* Ends all turns as Ctrl-C does. */
+static void turns_stop(struct turns *b) {
+    for (size_t i = 0; i < arrlenu(b->turn); i++) {
+        struct turn *t = b->turn[i];
+        if (t->state == AT_PROMPT) turn_end(t, TURN_ROLLED_BACK);
+        if (t->state != AT_ANSWER) continue;
+        t->st.why = STOP_INTERRUPT;
+        turn_answered(t);
+    }
+}
+
+/* Shows how far the lines are, where answers are not on the terminal themselves. The time that is left is known where
+ * stdin is a file. */
+static void turns_progress(const struct turns *b) {
+    struct stat st;
+    char left[32] = "";
+    int at_work = 0;
+    if (b->n == 1 || term.out_tty) return;
+    for (size_t i = 0; i < arrlenu(b->turn); i++) at_work += b->turn[i]->s != NULL;
+    if (b->n_answered && !fstat(0, &st) && S_ISREG(st.st_mode) && (double)st.st_size > b->in_read)
+        snprintf(left, sizeof left, "  %.0f s left",
+                 (now_seconds() - b->start) * ((double)st.st_size / b->in_read - 1));
+    progress_answers("%ld answered, %d at work  %.1f tok/s%s", b->n_answered, at_work,
+                     b->rounds ? (double)b->n_tok / b->round_seconds : 0, left);
+}
+
+/* What all turns took together. */
+static void turns_stats_line(const struct turns *b) {
+    char one[32], two[32], three[32];
+    if (b->n == 1 || !b->rounds) return;
+    note("# %s answers: %s tok %.1f tok/s, %.1f at a time | prompts %s at %.0f tok/s",
+         with_commas((uint64_t)b->n_answered, one), with_commas((uint64_t)b->n_tok, two),
+         (double)b->n_tok / b->round_seconds, (double)b->n_tok / (double)b->rounds,
+         with_commas((uint64_t)b->n_prompt, three), (double)b->n_prompt / b->prompt_seconds);
+}
+
+/* Answers every line of stdin that is not blank. A line that fails does not keep the others from being answered. */
+static int answer_lines(struct engine *e) {
+    struct turns b = {.e = e, .start = now_seconds()};
+    struct session more[DECODE_MAX_TOKENS], *s;
+    b.n = timelines_open(e, more, b.s);
+    watch_begin(NULL);
+    for (;;) {
+        while ((s = turns_free_timeline(&b)) && (int)arrlen(b.turn) < TURNS_WAITING * b.n &&
+               turns_line_ready(&b, !arrlen(b.turn)))
+            turns_begin(&b, s);
+        if (interrupted || term.out_error || !arrlen(b.turn)) break;
+        for (size_t i = 0; i < arrlenu(b.turn); i++) {
+            if (b.turn[i]->state != AT_PROMPT) continue;
+            turn_prompt(&b, b.turn[i]);
+            break;
+        }
+        turns_round(&b);
+        turns_print(&b);
+        turns_progress(&b);
+    }
+    progress_end();
+    turns_stop(&b);
+    turns_print(&b);
+    watch_end();
+    turns_stats_line(&b);
+    timelines_close(more, b.n);
+    arrfree(b.turn);
+    arrfree(b.in);
+    return interrupted ? EXIT_INTERRUPT : b.code;
+}
 
 /* ============================================================================================================
  * Main
@@ -30113,8 +30697,8 @@ static const struct mode mode_table[] = {
     {"compare", NEEDS_NOTHING, .default_ctx = TEXT_WINDOW, .run = mode_compare},
     {"doctor", NEEDS_NOTHING, .run = run_doctor},
     {"list-devices", NEEDS_NOTHING, .run = mode_list_devices},
-    {"lines", NEEDS_SESSION, .run = mode_lines},
-    {"jsonl", NEEDS_SESSION, .run = mode_jsonl},
+    {"lines", NEEDS_SESSION, .run = answer_lines},
+    {"jsonl", NEEDS_SESSION, .run = answer_lines},
     {NULL, NEEDS_SESSION, .prompt = true, .run = mode_answer},
 };
 

@@ -9285,7 +9285,7 @@ static void cuda_close(struct rank *r) {
     r->m = c->shard;
     free(c);
     free(r->work);
-    free(r->cache);
+    free(r->caches);
     free(r->tokens);
     r->cuda = NULL;
 }
@@ -9562,7 +9562,9 @@ static void rank_allocate(struct rank *r) {
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct route_args *route = &c->route;
     const size_t batch_bytes = sizeof *c->batch + (size_t)r->chunk * sizeof(int32_t);
-    r->cache = (struct cache_tensor(*)[CACHE_USES])host_memory((size_t)model_blocks(m), sizeof *r->cache);
+    r->n_timeline = r->n_run = 1;
+    r->caches = (struct cache_tensor(*)[CACHE_USES])host_memory((size_t)model_blocks(m), sizeof *r->caches);
+    r->cache = r->caches;
     r->work = (struct candidate *)host_memory((size_t)m->n_ids, sizeof *r->work);
     r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);
     c->batch = (struct batch *)cuda_memory(r, batch_bytes, "activations");

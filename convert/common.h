@@ -108,6 +108,13 @@ struct doc {
     const char *file, *in;
 };
 
+/* Reads the next line of a file by getline. Returns its length, or -1 at the end. Dies if it cannot be read. */
+static inline ssize_t line_next(FILE *f, const char *name, char **line, size_t *cap) {
+    const ssize_t n = getline(line, cap, f);
+    if (n < 0 && !feof(f)) die("cannot read '%s': %s", name, strerror(errno));
+    return n;
+}
+
 /* Files whose contents have defaults: what is broken in them is a note and counts as missing, as in transformers. */
 static const char files_with_defaults[] = "generation_config.json tokenizer_config.json chat_template.json "
                                           "processor_config.json model.safetensors.index.json";

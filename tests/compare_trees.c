@@ -39,7 +39,7 @@
 #define X_KV_FP8                   KV_FP8
 #define X_SESSION                  struct session
 #define X_SESSION_INIT(s, m, tp, pp, k, threads, ctx, kv) \
-    session_init(s, m, tp, pp, (struct cpu_options){k, threads, ctx, kv, false, false})
+    session_init(s, m, tp, pp, (struct cpu_options){.k = k, .n_threads = threads, .n_ctx = ctx, .kv = kv})
 #define X_SESSION_FREE(s)                  session_free(s)
 #define X_SCORE(s, ids, n, each, arg, err) session_score(s, ids, n, each, arg, err) /* 0: done */
 #define X_SYNC(s, ids, n, err)             (session_sync(s, ids, n, err) == SYNC_DONE)
@@ -60,7 +60,7 @@
 #define X_KV_FP8                   KV_FP8
 #define X_SESSION                  struct session
 #define X_SESSION_INIT(s, m, tp, pp, k, threads, ctx, kv) \
-    session_open_cpu(s, m, tp, pp, (struct cpu_options){k, threads, ctx, kv, false, false})
+    session_open_cpu(s, m, tp, pp, (struct cpu_options){.k = k, .n_threads = threads, .n_ctx = ctx, .kv = kv})
 #define X_SESSION_FREE(s)                  session_free(s)
 #define X_SCORE(s, ids, n, each, arg, err) session_score(s, ids, n, each, arg, err)
 #define X_SYNC(s, ids, n, err)             (session_sync(s, ids, n, 0, err) == SYNC_DONE)

@@ -366,7 +366,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
     if (!CHECK(cuda_rank_start(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
-    cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, kv);
+    cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, 1, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     cpu.n_mtp_hidden = gpu.n_mtp_hidden = int_min(cpu.n_mtp_hidden, gpu.n_mtp_hidden);
     if (n_row) pair_rings(&cpu, n_row), pair_rings(&gpu, n_row);
@@ -518,7 +518,7 @@ static void test_cuda_ring(void) {
     synth_make(&m, &ring_shape, NULL, false);
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)((11 + 17 * (int64_t)i + (int64_t)i * i / 7) % m.n_vocab);
     if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
-    session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){kernels_choose(), 2, CTX, KV_FP8, false, false});
+    session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){kernels_choose(), 2, CTX, KV_FP8, false, false, 1});
     const struct cache_tensor *p = &gpu.r->cache[0][CACHE_K];
     const int n_row = p->n_row;
     CHECK(p->kind == ROWS_RING && n_row < CTX - 200, "a cache tensor of kind %d with %d rows", p->kind, n_row);
@@ -1611,7 +1611,7 @@ static void recurrent_file(struct session *s, const int32_t *ids) {
     struct session cpu;
     char err[ERR_MAX] = "", path[256];
     snprintf(path, sizeof path, "%s/recurrent.kv", test_dir());
-    session_open_cpu(&cpu, s->m, 1, 1, (struct cpu_options){&kernels_ref, 2, 200, KV_BF16, false, false});
+    session_open_cpu(&cpu, s->m, 1, 1, (struct cpu_options){&kernels_ref, 2, 200, KV_BF16, false, false, 1});
     for (int turn = 0; turn < 2; turn++) {
         struct session *from = turn ? &cpu : s, *to = turn ? s : &cpu;
         for (int i = 0; i < 3; i++) session_decode(from, ids[from->n_past]);
@@ -2273,9 +2273,9 @@ static void test_cuda_stop(void) {
         struct ops counted = *s.r->ops;
         steps_ops = s.r->ops;
         counted.forward = forward_counted;
-        for (int i = 0; i < 2; i++) s.pg.ranks[i].ops = &counted;
+        for (int i = 0; i < 2; i++) s.pg->ranks[i].ops = &counted;
         for (int i = 0; i < 100; i++) session_decode(&s, 7);
-        for (int i = 0; i < 2; i++) s.pg.ranks[i].ops = steps_ops;
+        for (int i = 0; i < 2; i++) s.pg->ranks[i].ops = steps_ops;
         session_free(&s);
         raise(SIGTSTP); /* no longer held back */
         _exit(0);
@@ -2351,8 +2351,8 @@ static void test_cuda_recording(void) {
                   "%s, %d failures: %s", ways[w]->name, failures, said);
             CHECK_HAS(said, says[failures - 1], "%s, %d failures", ways[w]->name, failures);
             for (int k = 0; k < ways[w]->tp; k++)
-                CHECK(cuda_test_launching(&s.pg.ranks[k]) == failures, "%s, %d failures: rank %d launches in way %d",
-                      ways[w]->name, failures, k, cuda_test_launching(&s.pg.ranks[k]));
+                CHECK(cuda_test_launching(&s.pg->ranks[k]) == failures, "%s, %d failures: rank %d launches in way %d",
+                      ways[w]->name, failures, k, cuda_test_launching(&s.pg->ranks[k]));
             cuda_test_fail("cudaGraphInstantiate", 0), cuda_test_fail("cudaStreamEndCapture", 0);
             arrfree(said);
             session_free(&s);
@@ -2569,7 +2569,7 @@ static void rank_fault_gpu(const char *name, const char *path) {
     }
     if (!strcmp(name, "stuck")) table.mla_attention = fault_stuck;
     if (!strcmp(name, "skips")) table.norm_ffn = fault_gpu_skips;
-    s.pg.ranks[1].ops = &table;
+    s.pg->ranks[1].ops = &table;
     if (!strcmp(name, "lost")) cuda_test_fail("LAUNCH", 40);     /* a kernel of one rank */
     for (int i = 0; i < 2; i++) session_forward(&s, ids, n + i); /* not the recording of the first */
     session_wait(&s);
@@ -2595,7 +2595,7 @@ static void stats_agree(const struct model *m, const char *name, const int32_t *
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
     char err[ERR_MAX] = "";
     if (!CHECK(session_open(&gpu, m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
-    session_open_cpu(&cpu, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true});
+    session_open_cpu(&cpu, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true, 1});
     const size_t n_stats = (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS;
     const size_t n_in_sum2 = in_sum2_before(m, model_blocks(m));
     double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);

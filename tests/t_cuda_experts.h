@@ -331,8 +331,8 @@ static void test_cuda_cpu_experts(void) {
         uint32_t answered = 0;
         for (int t = 0; t < 5; t++) session_forward(&s, (int32_t[]){3, 4, 5}, 1 + t % 3);
         session_wait(&s);
-        for (int k = 0; k < s.pg.n; k++)
-            if (s.pg.ranks[k].question) answered += s.pg.ranks[k].question->answered;
+        for (int k = 0; k < s.pg->n; k++)
+            if (s.pg->ranks[k].question) answered += s.pg->ranks[k].question->answered;
         if (cases[i].launches) launches_check(cases[i].name, &s);
         CHECK_INT((int)answered, 5 * cpu_layers(&m, cases[i].n_cpu), "%s: questions", cases[i].name);
         cached_close(&s, &home);
@@ -366,7 +366,7 @@ static bool disk_many(struct model *m) {
     static const struct synth many = {
         "many experts", "qwen3moe",
         .keys = "block_count=2 embedding_length=64 attention.head_count=4 attention.head_count_kv=2 "
-                "attention.key_length=32 expert_count=96 expert_used_count=4 expert_feed_forward_length=64 "
+                "attention.key_length=32 expert_count=256 expert_used_count=4 expert_feed_forward_length=64 "
                 "vocab_size=200 context_length=256"};
     char path[64], err[ERR_MAX];
     struct model made = {0};

@@ -117,7 +117,7 @@ static void short_ring_text(struct session *s, bool is_short, int32_t *text, int
     enum { PROMPT = 30, CHUNK = 4 };
     int32_t ids[PROMPT];
     some_ids(ids, PROMPT, s->m->n_vocab);
-    for (int i = 0; i < s->pg.n && is_short; i++) s->pg.ranks[i].n_mtp_hidden = DECODE_MAX_TOKENS + CHUNK + 1;
+    for (int i = 0; i < s->pg->n && is_short; i++) s->pg->ranks[i].n_mtp_hidden = DECODE_MAX_TOKENS + CHUNK + 1;
     draft_run(s, &draft_samplings[3], 21, 0, 0, ids, PROMPT, CHUNK, text, n);
     CHECK(is_short == (s->n_predicted > PROMPT), "the prediction layer has made %d rows", s->n_predicted);
 }
@@ -179,7 +179,7 @@ static void test_draft_text(void) {
             const enum kv_type kv[] = {KV_F32, KV_BF16, KV_FP8};
             const int tp = 1 + (f + k / 2) % 2;
             struct session s;
-            session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels, tp, 512, kv[(f + k) % 3], false, false});
+            session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels, tp, 512, kv[(f + k) % 3], false, false, 1});
             check_same_text(name, &s, kernels->name, k, 24, f < 4);
             check_next_turn(name, &s, kernels->name, k);
             if (k == f % DRAFT_SAMPLINGS) {
@@ -228,7 +228,7 @@ static void test_draft_ids(void) {
         struct session s;
         int32_t ids[PROMPT], drafts[3][K] = {{0}};
         if (!fixture_load("deepseek_v3_mtp", &m)) return;
-        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels_choose(), 2, 64, KV_F32, false, false});
+        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels_choose(), 2, 64, KV_F32, false, false, 1});
         CHECK(s.first_ids == m.n_ids, "drafts have %d of %d ids", s.first_ids, m.n_ids);
         some_ids(ids, PROMPT, m.n_vocab);
         for (int i = 0; i < 3; i++) { /* all ids, the first ones, all again */
@@ -256,8 +256,8 @@ static void test_draft_ids(void) {
  * are left out, because drafts that were not taken lie there. */
 static uint8_t *draft_cache(struct session *s, size_t *n) {
     uint8_t *all = NULL;
-    for (int i = 0; i < s->pg.n; i++) {
-        struct rank *r = &s->pg.ranks[i];
+    for (int i = 0; i < s->pg->n; i++) {
+        struct rank *r = &s->pg->ranks[i];
         for (int k = 0; k < s->m->n_layer * CACHE_USES; k++) {
             const struct cache_tensor *p = &r->cache[k / CACHE_USES][k % CACHE_USES];
             const size_t rows = cache_rows_of(p, (size_t)s->n_past), scales = cache_scale_bytes(p);
@@ -283,7 +283,7 @@ static void check_state(const char *name, const struct model *m, int tp, enum kv
     struct session plain, s;
     struct ops ops;
     size_t n_want, n;
-    const struct cpu_options opts = {kernels_choose(), tp, 128, kv, false, false};
+    const struct cpu_options opts = {kernels_choose(), tp, 128, kv, false, false, 1};
     some_ids(text, PROMPT, m->n_vocab);
     session_open_cpu(&plain, m, tp, 1, opts);
     draft_run(&plain, o, 5, 0, 0, text, PROMPT, CHUNK, text + PROMPT, N);

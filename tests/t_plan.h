@@ -1199,7 +1199,7 @@ static void test_plan_engine(void) {
         if (!CHECK(!session_open(&s, &m, tp, pp, cuda_rank_start, &o, err), "%s", err)) return;
         for (int k = 0; k < tp * pp; k++) {
             struct plan_rank *r = &p.layout[0].rank[k];
-            struct rank *e = &s.pg.ranks[k];
+            struct rank *e = &s.pg->ranks[k];
             plan_rank(r, &p, &m, (struct shard){k % tp, tp, k / tp, pp});
             CHECK((int64_t)e->weight_bytes == r->weights - 4 * m.max.rope_dim / 2 + 8, "weights %zu, plan %lld",
                   e->weight_bytes, (long long)r->weights);

@@ -1948,6 +1948,21 @@ static void test_moe_terminate(void) {
     }
 }
 
+/* Ctrl-C ends the answers to lines, and then the program. */
+static void test_moe_lines(void) {
+    NEED_MOE();
+    static char *argv[] = {MOE_BIN,        "-m", "build/demo.gguf", "--lines", "--parallel", "3",
+                           "--show-think", "on", ENDLESS,           NULL};
+    struct pty p;
+    if (!pty_start(&p, 24, 80, "xterm", NULL, NULL, argv)) return;
+    EXPECT(&p, "3 prompts at a time");
+    for (int i = 0; i < 3; i++) pty_send(&p, "Tell me a story.\n");
+    EXPECT(&p, "\033[2m"); /* it thinks */
+    pty_send(&p, "\3");
+    EXPECT(&p, "[stopped");
+    CHECK_INT(pty_end(&p), 130, "the exit code");
+}
+
 /* stdout is a file, the rest a terminal: the file holds the answer and nothing else. */
 static void test_moe_redirected(void) {
     NEED_MOE();
@@ -2180,4 +2195,5 @@ static void test_moe_interactive(void) {
         {"repl/ctrl-c", test_moe_interrupt}, {"repl/typeahead", test_moe_typeahead},                                 \
         {"repl/conversations", test_moe_conversations}, {"repl/resume", test_moe_resume},                            \
         {"repl/terminate", test_moe_terminate}, {"repl/redirected", test_moe_redirected},                            \
-        {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow}, {"repl/color", test_moe_color},
+        {"repl/lines", test_moe_lines}, {"repl/full", test_moe_full}, {"repl/narrow", test_moe_narrow},              \
+        {"repl/color", test_moe_color},

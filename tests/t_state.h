@@ -85,8 +85,8 @@ static void state_open(struct session *s, const struct model *m, int tp, int pp,
     ops = cpu_ops;
     ops.attention = state_attention;
     ops.mla_attention = state_mla_attention;
-    session_open_cpu(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false});
-    for (int i = 0; i < s->pg.n && m->family == &state_family; i++) s->pg.ranks[i].ops = &ops;
+    session_open_cpu(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false, 1});
+    for (int i = 0; i < s->pg->n && m->family == &state_family; i++) s->pg->ranks[i].ops = &ops;
 }
 
 /* The logits after ids[0..n) of a session that has seen nothing else, in chunks of at most `chunk` tokens; malloc'ed.
@@ -236,7 +236,7 @@ static void test_state_snapshots(void) {
 static void check_alone(int which, int layout) {
     enum { N = 180, CHUNK = 48, PROMPTS = 24, NEW = 6 };
     const int tp = state_layouts[layout][0], pp = state_layouts[layout][1];
-    const struct cpu_options o = {kernels_choose(), 2, 200, layout % 2 ? KV_FP8 : KV_BF16, false, false};
+    const struct cpu_options o = {kernels_choose(), 2, 200, layout % 2 ? KV_FP8 : KV_BF16, false, false, 1};
     struct model m;
     struct session s, fresh;
     char err[ERR_MAX] = "";
@@ -258,8 +258,9 @@ static void check_alone(int which, int layout) {
         fresh.r->chunk = CHUNK;
         for (int k = 0; k < 2; k++) {
             struct session *const one = k ? &fresh : &s;
-            CHECK(session_sync_alone(one, ids, n, cut < n ? cut : 0, err) == SYNC_DONE, "%s", err);
-            if (!k) reused += n - one->sync_tokens;
+            CHECK(!session_begin_alone(one, ids, n, cut < n ? cut : 0, err), "%s", err);
+            if (!k) reused += one->n_past;
+            sync_alone(one, ids, n, cut < n ? cut : 0);
         }
         for (int k = 0; k <= NEW; k++) {
             if (!CHECK(!memcmp(session_logits(&s), session_logits(&fresh), (size_t)m.n_vocab * sizeof(float)),
@@ -331,10 +332,10 @@ static void check_resize(struct model *m, const int32_t *ids, int which, enum kv
     char err[ERR_MAX] = "";
     int32_t other[120];
     state_open(&s, m, layout[0], layout[1], kv);
-    for (int i = 0; i < s.pg.n; i++) {
-        ops[i] = *s.pg.ranks[i].ops;
+    for (int i = 0; i < s.pg->n; i++) {
+        ops[i] = *s.pg->ranks[i].ops;
         ops[i].resize = narrow_resize;
-        s.pg.ranks[i].ops = &ops[i];
+        s.pg->ranks[i].ops = &ops[i];
     }
     const uint64_t before = session_kv_bytes(&s);
     state_sync(&s, m, ids, 60, 40, 60, "from nothing");
@@ -406,7 +407,7 @@ static void window_cache_kept(const struct model *m, const struct layer *layer, 
 }
 
 static void window_open(struct session *s, const struct model *m, int tp, enum kv_type kv) {
-    session_open_cpu(s, m, tp, 1, (struct cpu_options){kernels_choose(), 2, WINDOW_TOKENS + 50, kv, false, false});
+    session_open_cpu(s, m, tp, 1, (struct cpu_options){kernels_choose(), 2, WINDOW_TOKENS + 50, kv, false, false, 1});
 }
 
 /* The logits after ids[0..n) in chunks of `chunk` tokens; malloc'ed. */
@@ -512,7 +513,7 @@ static void window_back(struct session *s, const struct model *m, int32_t *ids, 
     CHECK(session_sync(s, ids, n, 0, err) == SYNC_DONE, "%s", err);
     CHECK(s->sync_tokens == computed, "token %d changed: computed %d tokens, expected %d", at, s->sync_tokens,
           computed);
-    float *want = window_logits(m, s->pg.n, s->r->kv_type, ids, n, 512);
+    float *want = window_logits(m, s->pg->n, s->r->kv_type, ids, n, 512);
     const double e = nmse(session_logits(s), want, (size_t)m->n_vocab);
     CHECK(e < (m->n_hc ? 1e-8 : 1e-9), "token %d of %d changed: NMSE %.3g", at, n, e);
     free(want);
@@ -637,7 +638,7 @@ static void test_state_chat(void) {
     set.greedy = true;
     set.n_predict = 5;
     set.mute = true;
-    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
+    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false, 1});
     if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) return;
     enum turn_result r = TURN_DONE;
     fflush(stdout); /* answers are not for the list of tests */
@@ -650,7 +651,7 @@ static void test_state_chat(void) {
             CHECK(chat_undo(&c, err) == 0 && chat_turn(&c, turns[i], strlen(turns[i]), err) == TURN_DONE, "%s", err);
             CHECK(chat_regenerate(&c, &r, err) == 0 && r == TURN_DONE, "%s", err);
         }
-        session_open_cpu(&fresh, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false});
+        session_open_cpu(&fresh, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false, 1});
         if (!CHECK(chat_init(&d, &set, &m, &fresh, err) == 0, "%s", err)) break;
         const struct message *answer = &arrlast(c.messages);
         for (size_t k = 0; k + 1 < arrlenu(c.messages); k++)
@@ -681,7 +682,7 @@ static const char dialogue_template[] =
 /* Opens a session and a chat on it. */
 static bool dialogue_open(struct chat *c, struct session *s, struct settings *set, const struct model *m) {
     char err[ERR_MAX];
-    session_open_cpu(s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 2048, KV_F32, false, false});
+    session_open_cpu(s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 2048, KV_F32, false, false, 1});
     return CHECK(chat_init(c, set, m, s, err) == 0, "%s", err);
 }
 
@@ -789,7 +790,7 @@ static void run_ended(const struct model *m, struct settings *set, char **text) 
     const int n_end = (int)arrlen(ids);
     CHECK(n + n_end < s.n_past && !memcmp(s.tokens + n, ids, (size_t)n_end * sizeof *ids), "its end in tokens");
     n += n_end;
-    session_open_cpu(&fresh, m, 1, 1, (struct cpu_options){&kernels_ref, 2, 2048, KV_F32, false, false});
+    session_open_cpu(&fresh, m, 1, 1, (struct cpu_options){&kernels_ref, 2, 2048, KV_F32, false, false, 1});
     CHECK(n < s.n_past && session_sync(&fresh, s.tokens, n, 0, err) == SYNC_DONE, "%d of %d: %s", n, s.n_past, err);
     for (; n < s.n_past; n++) {
         const int32_t id = session_sample(&fresh, &o, &rng);
@@ -850,7 +851,7 @@ static void test_state_chosen(void) {
                 CHECK(e < 1e-9, "%s, --tp %d --pp %d, chunks of %d: NMSE %.3g", names[f], tp, pp, chunks[i], e);
                 free(got);
             }
-            session_open_cpu(&s, &m, tp, pp, (struct cpu_options){&kernels_ref, 2, 128, KV_F32, false, false});
+            session_open_cpu(&s, &m, tp, pp, (struct cpu_options){&kernels_ref, 2, 128, KV_F32, false, false, 1});
             CHECK(session_sync(&s, ids, 70, 0, err) == SYNC_DONE, "%s", err);
             session_decode(&s, 3);
             session_truncate(&s, 70);
@@ -870,7 +871,7 @@ static void check_edge(const char *name, const struct model *m, int tp, int pp, 
                        const float *want) {
     struct session s;
     const size_t row = (size_t)m->n_vocab;
-    session_open_cpu(&s, m, tp, pp, (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false});
+    session_open_cpu(&s, m, tp, pp, (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false, 1});
     for (int at = 0, some = first; at < n; at += some, some = n - at) {
         session_forward(&s, ids + at, some);
         session_head(&s, some - 1, 1);
@@ -887,7 +888,7 @@ static void check_cut(const char *name, const struct model *m, const int32_t *id
     struct session s;
     char err[ERR_MAX] = "";
     const size_t row = (size_t)m->n_vocab;
-    session_open_cpu(&s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, n + 16, KV_F32, false, false});
+    session_open_cpu(&s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, n + 16, KV_F32, false, false, 1});
     CHECK(session_sync(&s, ids, back, 0, err) == SYNC_DONE, "%s", err);
     for (int i = 0; i < wrong; i++) session_decode(&s, (ids[back + i] + 7) % m->n_vocab);
     session_truncate(&s, back);
