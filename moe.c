@@ -102,8 +102,8 @@
  *
  *  Session
  *   Sampler                                           80  penalty, top-k, top-p, min-p, temperature
- *   Drafts                                           140  how many tokens a round drafts
- *   Session                                          270  a timeline of tokens: truncation, snapshots
+ *   Drafts                                           190  how many tokens a round drafts
+ *   Session                                          310  a timeline of tokens: truncation, snapshots
  *   Session: forwards                                400  forwards, drafts, choices of tokens
  *   Session: sync and score                          250  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
@@ -12147,6 +12147,7 @@ static void draft_shares(const struct draft_stats *d, char **out) {
 
 struct drafting {
     int n_min, n_max;               /* drafts of a round at least and at most; 0, 0: none */
+    bool doubles;                   /* the numbers that are tried are 0, 1, 3, 7, 15; else all */
     int best;                       /* the best number of drafts that was tried */
     int n_draft;                    /* drafts of the latest round */
     int next;                       /* drafts of the next round, where the context has room for them */
@@ -12172,12 +12173,19 @@ static double drafting_tokens(const struct drafting *d, int k) {
 /* Seconds of a token with k drafts, which was tried. */
 static double drafting_pace(const struct drafting *d, int k) { return d->seconds[k] / drafting_tokens(d, k); }
 
-/* Whether k drafts, which were not tried yet, may be better than the best. A further draft brings at most what the one
- * before it brought, and is taken to cost the same. */
+/* The number of drafts that is tried after k, and before it. */
+static int drafting_after(const struct drafting *d, int k) { return d->doubles ? 2 * k + 1 : k + 1; }
+static int drafting_before(const struct drafting *d, int k) { return d->doubles ? (k - 1) / 2 : k - 1; }
+
+/* Whether k drafts, which were not tried yet, may be better than the best. Further drafts bring at most what those before
+ * them brought, and are taken to cost the same. */
 static bool drafting_may_pay(const struct drafting *d, int k) {
-    if (k < d->n_min + 2) return true;
-    const double seconds = fmax(2 * d->seconds[k - 1] - d->seconds[k - 2], d->seconds[k - 1]);
-    return seconds < drafting_pace(d, d->best) * (2 * drafting_tokens(d, k - 1) - drafting_tokens(d, k - 2));
+    const int one = drafting_before(d, k), two = drafting_before(d, one);
+    if (one <= d->n_min) return true;
+    const double more = (double)(k - one) / (one - two); /* times as many as from two to one */
+    const double tokens[] = {drafting_tokens(d, one), drafting_tokens(d, two)};
+    const double seconds = fmax(d->seconds[one] + more * (d->seconds[one] - d->seconds[two]), d->seconds[one]);
+    return seconds < drafting_pace(d, d->best) * (tokens[0] + more * (tokens[0] - tokens[1]));
 }
 
 /* Returns the number of drafts of the next round: the best, one that was not tried yet and may be better, or one that
@@ -12185,13 +12193,13 @@ static bool drafting_may_pay(const struct drafting *d, int k) {
  * drafts the MTP layer has to catch up first; where that costs more, nothing is tried again. */
 static int drafting_choose(struct drafting *d) {
     int tried = d->n_min;
-    while (tried <= d->n_max && d->trials[tried] >= DRAFT_TRIALS) tried++;
+    while (tried <= d->n_max && d->trials[tried] >= DRAFT_TRIALS) tried = drafting_after(d, tried);
     if (tried == d->n_min) return tried;
-    d->best = int_max(d->n_min, int_min(d->best, tried - 1));
-    for (int k = d->n_min; k < tried; k++)
+    d->best = int_max(d->n_min, int_min(d->best, drafting_before(d, tried)));
+    for (int k = d->n_min; k < tried; k = drafting_after(d, k))
         if (drafting_pace(d, k) < 0.98 * drafting_pace(d, d->best)) d->best = k;
     if (tried <= d->n_max && drafting_may_pay(d, tried)) return tried;
-    for (int k = d->n_min; k < tried && (d->best || d->catch_up <= 0.01 * d->seconds[0]); k++) {
+    for (int k = d->n_min; k < tried && (d->best || d->catch_up <= 0.01 * d->seconds[0]); k = drafting_after(d, k)) {
         const double loss = drafting_pace(d, k) / drafting_pace(d, d->best) - 1;
         if ((double)(d->begun - d->latest[k]) > DRAFT_EXPLORE * fmin(1 + 20 * loss, 16)) return k;
     }
@@ -12214,6 +12222,18 @@ static void drafting_begin(struct drafting *d, int k) {
     d->latest_before = d->latest[k];
     d->latest[k] = ++d->begun;
     d->open = true;
+    d->next = drafting_choose(d);
+}
+
+/* A token took `seconds` without drafts of this kind. */
+static void drafting_without(struct drafting *d, double seconds) {
+    if (d->trials[0]++ <= 1) d->seconds[0] = seconds;
+    else d->seconds[0] += (fmin(seconds, 1.25 * d->seconds[0]) - d->seconds[0]) / 8; /* as in drafting_end */
+}
+
+/* A round that could have drafts of this kind has none. */
+static void drafting_skip(struct drafting *d) {
+    d->latest[0] = ++d->begun;
     d->next = drafting_choose(d);
 }
 
@@ -12242,6 +12262,40 @@ static void drafting_end(struct drafting *d, int right, double seconds, int late
     if (d->trials[k]++ <= 1) *mean = seconds;
     else if (old) *mean = fmin(seconds, 2 * *mean);
     else *mean += (fmin(seconds, 1.25 * *mean) - *mean) / 8; /* a pause is not a measurement */
+}
+
+/* ---- n-grams ---- */
+
+enum {
+    NGRAM = 6,            /* tokens that must agree */
+    NGRAM_ROWS = 1 << 16, /* of the table; with more n-grams some are not found */
+    NGRAM_DRAFTS = DRAFTS_MAX
+};
+
+/* Where n-grams of a timeline occurred last, so that what followed them can be drafted: a text that is rewritten, or
+ * quoted, repeats itself. Without a model, drafts cost nothing until they are verified. */
+struct ngrams {
+    int32_t *after; /* (NGRAM_ROWS) by hash: the position after an n-gram; 0: none. It may be one that is gone. */
+    int n;          /* tokens of the timeline that are in it */
+    bool found;     /* the latest search has found an n-gram */
+    struct drafting drafting; /* of rounds for which one was found */
+};
+
+static uint32_t ngram_row(const int32_t *ids) {
+    uint32_t h = 0x811c9dc5u;
+    for (int i = 0; i < NGRAM; i++) h = (h ^ (uint32_t)ids[i]) * 0x01000193u;
+    return (h ^ h >> 15) % NGRAM_ROWS;
+}
+
+/* Returns the position after an earlier occurrence of the n-gram with which tokens[0..n) ends; 0: there is none. Takes
+ * n-grams that end before into the table. */
+static int ngrams_find(struct ngrams *g, const int32_t *tokens, int n) {
+    g->found = false;
+    if (n < NGRAM) return 0;
+    for (g->n = int_max(g->n, NGRAM); g->n < n; g->n++) g->after[ngram_row(tokens + g->n - NGRAM)] = g->n;
+    const int at = g->after[ngram_row(tokens + n - NGRAM)];
+    g->found = at >= NGRAM && at < n && !memcmp(tokens + at - NGRAM, tokens + n - NGRAM, NGRAM * sizeof *tokens);
+    return g->found ? at : 0;
 }
 
 /* ============================================================================================================
@@ -12277,11 +12331,13 @@ struct session {
     int n_wanted;    /* tokens wanted after the next one at most: a round drafts no more; INT_MAX: no limit */
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
     struct drafting drafting;
-    double round_start;   /* when the choice before this round's was there; 0: this round is not timed */
-    int late;             /* rows of earlier rounds that the MTP layer computed in this round */
-    int longest;          /* the most tokens that the timeline had before it was cut: rings may have rows of them */
-    int restored;         /* the timeline cannot be cut below this: rings hold nothing older; 0: any */
-    size_t snapshot_size; /* bytes of a snapshot; 0: every cache tensor has a row per token and none is needed */
+    struct ngrams ngrams;
+    struct drafting *round; /* the kind of the latest round: one of these two */
+    double round_start;     /* when the choice before this round's was there; 0: this round is not timed */
+    int late;               /* rows of earlier rounds that the MTP layer computed in this round */
+    int longest;            /* the most tokens that the timeline had before it was cut: rings may have rows of them */
+    int restored;           /* the timeline cannot be cut below this: rings hold nothing older; 0: any */
+    size_t snapshot_size;   /* bytes of a snapshot; 0: every cache tensor has a row per token and none is needed */
     struct snapshot {
         int n, n_committed; /* tokens and n_committed when it was taken; n 0: it is free */
         int reach;          /* session_reach after it */
@@ -12312,6 +12368,9 @@ static void session_attach(struct session *s, const struct model *m, struct proc
     s->first_ids = pg->shards->output.n_out > DRAFT_IDS ? DRAFT_IDS : m->n_ids; /* ranks wait for the first one */
     for (int i = 0; i < pg->n; i++) s->snapshot_size += snapshot_bytes(pg->ranks[i].m, s->r->kv_type);
     for (int i = 0; i < SNAPSHOTS && s->snapshot_size; i++) s->snapshots[i].data = xcalloc(s->snapshot_size, 1);
+    s->ngrams.after = xcalloc(NGRAM_ROWS, sizeof *s->ngrams.after);
+    s->ngrams.drafting.doubles = true;
+    s->round = &s->drafting;
 }
 
 /* Makes an empty timeline, the ranks' first, on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a
@@ -12367,6 +12426,7 @@ static void session_free(struct session *s) {
         free(s->pg);
     }
     arrfree(s->ends);
+    free(s->ngrams.after);
     free(s->tokens);
     for (int i = 0; i < SNAPSHOTS; i++) free(s->snapshots[i].data);
 }
@@ -12461,6 +12521,7 @@ static int session_shorten(struct session *s, int n, bool restore) {
     s->n_predicted = int_min(s->n_predicted, int_max(0, s->n_past - 1)); /* the row before gets another next token */
     s->n_committed = restore && best ? best->n_committed : int_min(s->n_committed, s->n_past);
     while (arrlen(s->ends) && arrlast(s->ends) > s->n_past) (void)arrpop(s->ends);
+    s->ngrams.n = int_min(s->ngrams.n, s->n_past);
     if (!restore) return n;
     if (best) best->used = ++s->snapshot_clock;
     if (best) session_copy_snapshot(s, best->data, best->n, true);
@@ -12790,7 +12851,7 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
     const bool async = n == 1 && on_device && s->r->async_decode && s->r->n_timeline == 1 && !s->host_chose &&
-                       !s->drafting.next && s->n_past < s->n_ctx;
+                       !s->drafting.next && !(s->ngrams.found && s->ngrams.drafting.next) && s->n_past < s->n_ctx;
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
     /* not after the choice, which stays in the batch */
@@ -12880,13 +12941,23 @@ static double session_decode(struct session *s, int32_t id) {
     }
     s->tokens[s->n_past] = id;
     double bytes = 0;
+    const int at = s->ngrams.drafting.n_max ? ngrams_find(&s->ngrams, s->tokens, s->n_past + 1) : 0;
+    s->round = &s->drafting;
     if (s->async) {
         s->n_past++;
         s->async = false;
     } else {
-        k = int_min(int_min(s->drafting.next, s->n_wanted), s->n_ctx - s->n_past - 1);
-        session_draft(s, k);
-        if (k) bytes = k * session_draft_bytes(s);
+        const int most = int_min(s->n_wanted, s->n_ctx - s->n_past - 1);
+        k = at ? int_min(s->ngrams.drafting.next, most) : 0;
+        if (k > 0) {
+            s->round = &s->ngrams.drafting;
+            for (int i = 0; i < k; i++) s->tokens[s->n_past + 1 + i] = s->tokens[at + i]; /* drafts among them */
+        } else {
+            if (at) drafting_skip(&s->ngrams.drafting);
+            k = int_min(s->drafting.next, most);
+            session_draft(s, k);
+            if (k) bytes = k * session_draft_bytes(s);
+        }
         session_forward(s, s->tokens + s->n_past, 1 + k);
         s->n_past -= k;
     }
@@ -12894,7 +12965,7 @@ static double session_decode(struct session *s, int32_t id) {
     s->n_draft = k;
     s->row = s->chosen_from = s->chosen_to = 0;
     session_head(s, 0, 1 + k);
-    drafting_begin(&s->drafting, k);
+    drafting_begin(s->round, k);
     return bytes;
 }
 
@@ -12932,9 +13003,25 @@ static void session_choose_all(struct session *s, const struct sampling *o, uint
     s->chosen_to = s->row + n;
     for (int i = s->row; i < s->chosen_to; i++) drafting_token(&s->drafting, s->chosen[i] >= s->first_ids);
     const double now = now_seconds();
-    drafting_end(&s->drafting, n - 1, s->round_start > 0 ? now - s->round_start : 0, s->late);
+    const double seconds = s->round_start > 0 ? now - s->round_start : 0;
+    if (s->round->open && s->round == &s->drafting && seconds > 0 && !s->late)
+        drafting_without(&s->ngrams.drafting, seconds / n);
+    drafting_end(s->round, n - 1, seconds, s->late);
     s->round_start = now;
     s->late = 0;
+}
+
+/* What became of the rounds of all kinds. */
+static struct draft_stats session_draft_stats(const struct session *s) {
+    const struct draft_stats *other = &s->ngrams.drafting.total;
+    struct draft_stats d = s->drafting.total;
+    d.rounds += other->rounds;
+    d.tokens += other->tokens;
+    for (int i = 0; i < DRAFTS_MAX; i++) {
+        d.drafted[i] += other->drafted[i];
+        d.right[i] += other->right[i];
+    }
+    return d;
 }
 
 /* Returns the next token, chosen by the logits of the last. It has to go to session_decode, or not into the timeline;
@@ -13067,7 +13154,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
         keep++; /* the last one is computed for its logits */
     keep = session_truncate(s, keep);
-    s->drafting.open = false;
+    s->round->open = false;
     const double t0 = now_seconds();
     while (s->n_past < n && !interrupted) {
         const int before = s->n_past;
@@ -13100,7 +13187,7 @@ static int session_begin_alone(struct session *s, const int32_t *ids, int n, int
     }
     while (same && !session_return(s, s->ends[same - 1])) same--;
     if (!same) session_truncate(s, 0);
-    s->drafting.open = false;
+    s->round->open = false;
     return 0;
 }
 
@@ -20274,7 +20361,7 @@ enum think { THINK_AUTO, THINK_ON, THINK_OFF, THINK_LOW, THINK_MEDIUM, THINK_HIG
 enum show_think { SHOW_AUTO, SHOW_ON, SHOW_OFF };
 enum color { COLOR_AUTO, COLOR_ON, COLOR_OFF };
 enum fit { FIT_ON, FIT_OFF };
-enum spec_type { SPEC_NONE, SPEC_DRAFT_MTP };
+enum spec_type { SPEC_NONE, SPEC_DRAFT_MTP, SPEC_NGRAM_MOD, SPEC_BOTH };
 enum qat { QAT_OFF, QAT_ON };
 
 /* The names of the choices, indexed by their enum. */
@@ -20286,7 +20373,11 @@ static const char *const color_names[] = {[COLOR_AUTO] = "auto", [COLOR_ON] = "o
 static const char *const kv_names[] = {[KV_BF16] = "bf16", [KV_FP8] = "fp8", [KV_F32] = "f32", NULL};
 static const char *const moe_act_names[] = {
     [MOE_ACT_AUTO] = "auto", [MOE_ACT_F16] = "bf16", [MOE_ACT_FP4] = "fp4", NULL};
-static const char *const spec_names[] = {[SPEC_NONE] = "none", [SPEC_DRAFT_MTP] = "draft-mtp", NULL};
+static const char *const spec_names[] = {[SPEC_NONE] = "none",
+                                         [SPEC_DRAFT_MTP] = "draft-mtp",
+                                         [SPEC_NGRAM_MOD] = "ngram-mod",
+                                         [SPEC_BOTH] = "draft-mtp,ngram-mod",
+                                         NULL};
 static const char *const qat_names[] = {[QAT_OFF] = "off", [QAT_ON] = "on", NULL};
 static const char *const fit_names[] = {[FIT_ON] = "on", [FIT_OFF] = "off", NULL};
 static const char *const allreduce_names[] = {
@@ -20316,7 +20407,7 @@ struct settings {
     int tp, pp, kv_splits;    /* 0: chosen by the program */
     int qat;                  /* enum qat; -1: unset, on where the model has it */
     int spec_type;            /* enum spec_type; -1: unset, engine_drafts chooses */
-    int draft_max, draft_min; /* drafts of a round */
+    int draft_max, draft_min; /* drafts of a round; draft_max -1: unset */
     int vram_reserve;         /* MiB */
     enum fit fit;
     char *host;    /* see host_parse */
@@ -20581,9 +20672,9 @@ static const struct option options[] = {
     {"kv-splits", IS_INT(kv_splits, 0, 384), .rare = true, .arg = "N",
      .help = "at most N parallel parts of the context when decoding on a GPU (default: 0, automatic)"},
     {"spec-type", IS_CHOICE(spec_type, spec_names), .rare = true, .arg = "TYPE",
-     .help = "draft tokens ahead; the text stays the same (default: draft-mtp where the model can)"},
-    {"spec-draft-n-max", IS_INT(draft_max, 0, DRAFTS_MAX), .rare = true, .arg = "N", .in_chat = true,
-     .help = "at most N drafts at once (default: 3)"},
+     .help = "draft tokens ahead; the text stays the same (default: ngram-mod, and draft-mtp where the model can)"},
+    {"spec-draft-n-max", IS_INT(draft_max, -1, DRAFTS_MAX), .rare = true, .arg = "N", .in_chat = true,
+     .help = "at most N drafts at once (default: 3 of draft-mtp, 15 of ngram-mod)"},
     {"spec-draft-n-min", IS_INT(draft_min, 0, DRAFTS_MAX), .rare = true, .arg = "N", .in_chat = true,
      .help = "at least N drafts at once (default: 0)"},
     {"moe-act", IS_CHOICE(moe_act, moe_act_names), .rare = true, .arg = "TYPE",
@@ -20728,7 +20819,8 @@ static const struct llama_option llama_options[] = {
     {"-g --gpu --num-gpus", REFUSE = "choose GPUs with --gpus 0,1; --list-devices lists them"},
     {"--no-think --nothink --no-thinking --disable-thinking", .as = "--think=off"},
     {"--thinking --enable-thinking", REFUSE = "use --think on or --think off"},
-    {"-lcs --lookup-cache-static -lcd --lookup-cache-dynamic", REFUSE = "drafts by n-grams are not supported"},
+    {"-lcs --lookup-cache-static -lcd --lookup-cache-dynamic",
+     REFUSE = "n-grams are those of the conversation itself, --spec-type ngram-mod"},
     {"-V", .as = "--version"},
     {"-? -help", .as = "--help"},
     {"--prompt-cache --prompt-cache-all --prompt-cache-ro",
@@ -20738,7 +20830,7 @@ static const struct llama_option llama_options[] = {
     {"--draft-min --draft-n-min", REFUSE = "use --spec-draft-n-min N"},
     {"-md --model-draft -td -tbd -Cd -Crd -Cbd -hfd -hfrd --hf-repo-draft -ctkd -ctvd -otd -cmoed -ncmoed -devd -ngld "
      "--*-draft --draft* --spec-* --no-spec-*",
-     REFUSE = "the only drafts are those of the model's own prediction layer, --spec-type draft-mtp"},
+     REFUSE = "drafts come from the model's own prediction layer and from n-grams, --spec-type draft-mtp,ngram-mod"},
     {"-hf -hfr --hf-repo -hff --hf-file -hft --hf-token -mu --model-url -dr --docker-repo -cl --cache-list --*-default",
      REFUSE = "moe does not download: hf download ORG/NAME --local-dir DIR, then moe-convert DIR -o X.gguf"},
     {"--completion-bash", .as = "--completion=bash"},
@@ -20786,7 +20878,7 @@ static void settings_init(struct settings *s) {
                            .kv = -1,
                            .qat = -1,
                            .spec_type = -1,
-                           .draft_max = 3,
+                           .draft_max = -1,
                            .completion = -1,
                            .vram_reserve = 256,
                            .depth = 50,
@@ -20827,10 +20919,17 @@ static int settings_store(struct settings *s, const struct option *o, const char
     return 0;
 }
 
+/* Drafts of a round at most: of MTP layers, and of n-grams. */
+static int settings_drafts(const struct settings *s) { return s->draft_max < 0 ? 3 : s->draft_max; }
+static int settings_ngrams(const struct settings *s) {
+    if (s->spec_type == SPEC_NONE || s->spec_type == SPEC_DRAFT_MTP) return 0;
+    return s->draft_max < 0 ? NGRAM_DRAFTS : s->draft_max;
+}
+
 /* -1 with a message if the numbers of drafts contradict each other. */
 static int drafts_check(const struct settings *s, char *err) {
-    if (s->draft_min <= s->draft_max) return 0;
-    return fail(err, "--spec-draft-n-min %d is more than --spec-draft-n-max %d", s->draft_min, s->draft_max);
+    if (s->draft_min <= settings_drafts(s)) return 0;
+    return fail(err, "--spec-draft-n-min %d is more than --spec-draft-n-max %d", s->draft_min, settings_drafts(s));
 }
 
 /* The option that /set means by a name: that of --help, or another one of the command line without its dashes. */
@@ -22829,7 +22928,7 @@ static void printer_out(struct printer *p, const char *s, size_t n) {
         sb_put(p->held, s, n);
         return;
     }
-    fwrite(s, 1, n, stdout);
+    if (n) fwrite(s, 1, n, stdout);
     out_flush();
 }
 
@@ -23228,13 +23327,14 @@ struct generation {
 /* Begins an answer of c's session; prints through p and fills in st. */
 static struct generation generation_begin(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
-    if (session_has_mtp(s)) drafting_limit(&s->drafting, c->set->draft_min, c->set->draft_max);
+    if (session_has_mtp(s)) drafting_limit(&s->drafting, c->set->draft_min, settings_drafts(c->set));
+    if (settings_ngrams(c->set)) drafting_limit(&s->ngrams.drafting, 0, settings_ngrams(c->set));
     return (struct generation){.c = c,
                                .p = p,
                                .st = st,
                                .o = settings_sampling(c->set),
                                .t0 = now_seconds(),
-                               .drafts = s->drafting.total,
+                               .drafts = session_draft_stats(s),
                                .experts = session_experts(s, NULL)};
 }
 
@@ -23275,7 +23375,8 @@ static void generation_end(struct generation *g) {
     struct turn_stats *st = g->st;
     s->n_wanted = INT_MAX;
     st->seconds = now_seconds() - g->t0;
-    st->drafts = draft_stats_since(&s->drafting.total, &g->drafts);
+    const struct draft_stats drafts = session_draft_stats(s);
+    st->drafts = draft_stats_since(&drafts, &g->drafts);
     const struct expert_use experts = session_experts(s, NULL);
     st->experts = experts_since(&experts, &g->experts);
     st->logit_hash = logit_hash(session_logits(s), g->c->m->n_vocab);
@@ -23950,13 +24051,12 @@ static void chat_print_context(struct chat *c) {
     }
 }
 
-/* Prints what drafts have given in all turns, and what rounds with them cost. */
-static void chat_print_drafts(const struct chat *c) {
-    const struct drafting *d = &c->s->drafting;
+/* Prints what drafts of a kind have given in all turns, and what rounds with them cost. */
+static void drafting_print(const char *kind, const struct drafting *d) {
     const struct draft_stats *t = &d->total;
     char *text = NULL;
     if (!t->drafted[0]) return;
-    sb_printf(&text, "  drafts: %.2f tokens a round, right ", (double)t->tokens / (double)t->rounds);
+    sb_printf(&text, "  %s: %.2f tokens a round, right ", kind, (double)t->tokens / (double)t->rounds);
     draft_shares(t, &text);
     for (int k = 1, n = 0; k <= DRAFTS_MAX && d->seconds[0] > 0; k++)
         if (d->seconds[k] > 0)
@@ -24012,7 +24112,8 @@ static void chat_print_stats(struct chat *c) {
             c->turns, c->turns == 1 ? "" : "s", t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
             tokens_per_s, bytes_per_s * 1e-9);
     chat_print_experts(c);
-    chat_print_drafts(c);
+    drafting_print("drafts", &c->s->drafting);
+    drafting_print("n-grams", &c->s->ngrams.drafting);
 }
 
 /* ============================================================================================================
@@ -27420,7 +27521,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->kv_name = kv_names[p->kv];
     plan_wants(p, set->n_ctx);
     p->draft_min = set->draft_min;
-    p->draft_max = set->draft_max;
+    p->draft_max = settings_drafts(set);
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
     if (gpu && gpu_lacks(m)) die_usage("%s are not supported on a GPU; use --cpu", gpu_lacks(m));
     plan_host(p, set);
@@ -27851,7 +27952,8 @@ static void timelines_close(struct session more[DECODE_MAX_TOKENS], int n) {
 static void engine_drafts(struct engine *e) {
     const struct settings *set = e->set;
     struct model *m = &e->model;
-    const bool asked = set->spec_type == SPEC_DRAFT_MTP, silent = set->logits || set->perplexity || set->compare;
+    const bool asked = set->spec_type == SPEC_DRAFT_MTP || set->spec_type == SPEC_BOTH;
+    const bool silent = set->logits || set->perplexity || set->compare;
     if (asked && !m->n_mtp)
         die("--spec-type draft-mtp: %s has no layer for multi-token prediction; moe-convert keeps that of a release "
             "that has one",
@@ -27863,10 +27965,11 @@ static void engine_drafts(struct engine *e) {
     if (set->calibrate && set->pp > 1 && m->n_mtp && set->spec_type != SPEC_NONE)
         note("with --pp %d the prediction layer gets no scores: moe-reap will prune it by those of the last layer",
              set->pp);
-    if (asked && set->parallel > 1)
-        note("--spec-type draft-mtp has no effect with --parallel %d: answers side by side are not drafted",
-             set->parallel);
-    if (set->spec_type == SPEC_NONE || set->pp > 1 || set->parallel > 1 || silent) m->n_mtp = 0;
+    if (set->spec_type > SPEC_NONE && set->parallel > 1)
+        note("--spec-type %s has no effect with --parallel %d: answers side by side are not drafted",
+             spec_names[set->spec_type], set->parallel);
+    const bool without = set->spec_type == SPEC_NONE || set->spec_type == SPEC_NGRAM_MOD;
+    if (without || set->pp > 1 || set->parallel > 1 || silent) m->n_mtp = 0;
 }
 
 /* Settles whether the model is rounded as in training: --qat, or where its family has it. An error ends the program. */
@@ -28817,23 +28920,29 @@ static double bench_time(struct session *s, void (*body)(void *arg), void *arg) 
 /* A forward of n ids after `depth` other tokens, with the logits of the last `rows` of them. */
 struct bench_call {
     struct session *s;
-    const int32_t *ids; /* (BENCH_PREFILL) */
+    const int32_t *ids; /* (n); of bench_forward (BENCH_PREFILL) */
     int n, rows, depth;
-    int at; /* the first of the ids */
+    int at; /* of bench_forward: the first of the ids */
 };
 
 static void bench_call(void *arg) {
-    struct bench_call *b = arg;
+    const struct bench_call *b = arg;
     session_fake_fill(b->s, b->depth);
     session_forward(b->s, b->ids + b->at, b->n);
     session_head(b->s, b->n - b->rows, b->rows);
+}
+
+/* The same with other ids each time. */
+static void bench_next_call(void *arg) {
+    struct bench_call *b = arg;
+    bench_call(b);
     b->at = (b->at + b->n) % (BENCH_PREFILL - b->n + 1);
 }
 
 /* Its median seconds; 0: interrupted. */
 static double bench_forward(struct session *s, const int32_t *ids, int depth, int n, int rows) {
     struct bench_call call = {.s = s, .ids = ids, .n = n, .rows = rows, .depth = depth};
-    const double t = bench_time(s, bench_call, &call);
+    const double t = bench_time(s, bench_next_call, &call);
     session_fake_fill(s, depth);
     return t;
 }
@@ -29049,7 +29158,7 @@ static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, i
 }
 
 static bool bench_drafts(struct engine *e, const int32_t *ids) {
-    const int most = e->set->draft_max;
+    const int most = settings_drafts(e->set);
     double step = 0;
     bool done = true;
     printf("\ndrafts,tokens_per_round,round_steps,gen_tps,right\n");
@@ -30479,7 +30588,7 @@ static void turns_round(struct turns *b) {
 
 /* Writes what a turn has printed so far to stdout. */
 static void turn_flush(struct turn *t) {
-    fwrite(t->held, 1, arrlenu(t->held), stdout);
+    if (arrlen(t->held)) fwrite(t->held, 1, arrlenu(t->held), stdout);
     arrfree(t->held);
     out_flush();
 }

@@ -521,7 +521,124 @@ static void test_draft_file(void) {
     check_draft_file("deepseek_v4");
 }
 
-#define TESTS_DRAFT                                                                                      \
-    {"draft/text", test_draft_text}, {"draft/demo", test_draft_demo}, {"draft/state", test_draft_state}, \
-        {"draft/distribution", test_draft_distribution}, {"draft/depth", test_draft_depth},              \
-        {"draft/ends", test_draft_ends}, {"draft/ids", test_draft_ids}, {"draft/file", test_draft_file},
+/* The search for an earlier n-gram against a plain one, in a timeline that grows and is cut, with few different tokens. */
+static void test_draft_search(void) {
+    enum { N = 4000 };
+    static int32_t ids[N + 1];
+    struct ngrams g = {.after = xcalloc(NGRAM_ROWS, sizeof *g.after)};
+    uint64_t rng = 9;
+    int n = 0, found = 0, last = 0;
+    for (int step = 0; step < 20000; step++) {
+        if (rng_next(&rng) % 50 == 0) {
+            n -= (int)(rng_next(&rng) % (uint64_t)(n < 60 ? n + 1 : 60));
+            g.n = int_min(g.n, n);
+        }
+        if (n == N) n = g.n = 0;
+        const bool copies = n > 200 && rng_next(&rng) % 8;
+        ids[n] = copies ? ids[n - 200] : (int32_t)(rng_next(&rng) % 5);
+        n++;
+        if (rng_next(&rng) % 3) continue;
+        const int at = ngrams_find(&g, ids, n);
+        bool any = false;
+        for (int k = NGRAM; k < n && !any; k++) any = !memcmp(ids + k - NGRAM, ids + n - NGRAM, NGRAM * sizeof *ids);
+        CHECK(!at || (at < n && !memcmp(ids + at - NGRAM, ids + n - NGRAM, NGRAM * sizeof *ids)),
+              "%d tokens: what stands before %d is another n-gram", n, at);
+        CHECK(any || !at, "%d tokens: %d was found, and there is none", n, at);
+        CHECK(g.found == (at > 0), "found");
+        found += at > 0;
+        last += any;
+    }
+    CHECK(2 * found > last && last > 2000, "%d of %d were found", found,
+          last); /* of some a later, lost one stands there */
+    free(g.after);
+}
+
+/* Chooses N tokens after a text that repeats itself, with n_min to n_max drafts by n-grams. */
+static void ngram_run(struct session *s, const struct sampling *o, int n_min, int n_max, const int32_t *prompt,
+                      int n_prompt, int32_t *out, int n) {
+    uint64_t rng = 3;
+    char err[ERR_MAX] = "";
+    session_truncate(s, 0);
+    s->ngrams.drafting = (struct drafting){.doubles = true};
+    drafting_limit(&s->ngrams.drafting, n_min, n_max);
+    CHECK(session_sync(s, prompt, n_prompt, 0, err) == SYNC_DONE, "%s", err);
+    for (int i = 0; i < n; i++) {
+        out[i] = session_sample(s, o, &rng);
+        session_decode(s, out[i]);
+    }
+}
+
+/* Drafts by n-grams change no token and no logit, whatever their number, alone and with those of MTP layers; where the
+ * text repeats itself most are right. */
+static void test_draft_ngrams(void) {
+    enum { PROMPT = 60, N = 60 };
+    static const struct sampling greedy = {.greedy = true, .repeat_penalty = 1};
+    static const struct sampling two = {.temp = 1, .top_k = 2, .top_p = 1, .repeat_penalty = 1};
+    static const int most[] = {3, 15, 0}; /* 0: chosen by time */
+    long right = 0, drafted = 0;
+    for (int f = 0; f < DRAFT_MODELS; f++) {
+        struct model m;
+        struct session s;
+        int32_t prompt[PROMPT], want[N], got[N];
+        if (!fixture_load(draft_models[f], &m)) return;
+        some_ids(prompt, PROMPT, m.n_vocab);
+        for (int i = 20; i < PROMPT; i++) prompt[i] = prompt[i - 20];
+        session_open_cpu(&s, &m, 1, 1,
+                         (struct cpu_options){kernels_choose(), 2, 256, f % 2 ? KV_FP8 : KV_BF16, false, false, 1});
+        float *logits = xmalloc((size_t)m.n_vocab * sizeof *logits);
+        for (int k = 0; k < 2; k++) {
+            const struct sampling *o = k ? &two : &greedy;
+            ngram_run(&s, o, 0, 0, prompt, PROMPT, want, N);
+            memcpy(logits, session_logits(&s), (size_t)m.n_vocab * sizeof *logits);
+            for (size_t i = 0; i < sizeof most / sizeof *most; i++)
+                for (int mtp = 0; mtp < 3; mtp += 2 + (int)(i + (size_t)f) % 2) {
+                    drafting_limit(&s.drafting, mtp, mtp);
+                    ngram_run(&s, o, most[i], most[i] ? most[i] : DRAFTS_MAX, prompt, PROMPT, got, N);
+                    CHECK(!memcmp(got, want, sizeof got), "%s, %d drafts by n-grams, %d by MTP: another text",
+                          draft_models[f], most[i], mtp);
+                    CHECK(!memcmp(logits, session_logits(&s), (size_t)m.n_vocab * sizeof *logits),
+                          "%s, %d drafts by n-grams, %d by MTP: other logits", draft_models[f], most[i], mtp);
+                    const struct draft_stats *t = &s.ngrams.drafting.total;
+                    for (int d = 0; d < DRAFTS_MAX && !k; d++) drafted += t->drafted[d], right += t->right[d];
+                }
+            drafting_limit(&s.drafting, 0, 0);
+        }
+        free(logits);
+        session_free(&s);
+        model_free(&m);
+    }
+    CHECK(drafted > 20 && right > drafted / 2, "greedy texts: %ld of %ld drafts were right", right, drafted);
+}
+
+/* Numbers of drafts are tried as 0, 1, 3, 7, 15, as long as they pay; 0 where none does. */
+static void test_draft_doubles(void) {
+    for (int pays = 0; pays < 2; pays++) {
+        struct drafting d = {.doubles = true};
+        bool tried[DRAFTS_MAX + 1] = {false};
+        int best = 0;
+        drafting_limit(&d, 0, DRAFTS_MAX);
+        for (int i = 0; i < 4; i++) drafting_without(&d, 1);
+        d.next = drafting_choose(&d);
+        for (int i = 0; i < 400; i++) {
+            const int k = d.next;
+            tried[k] = true;
+            best += k == (pays ? DRAFTS_MAX : 0);
+            if (k) {
+                drafting_begin(&d, k);
+                drafting_end(&d, pays ? k : 0, 1 + 0.1 * k, 0);
+            } else {
+                drafting_skip(&d);
+            }
+        }
+        for (int k = 0; k <= DRAFTS_MAX; k++) CHECK(!tried[k] || !(k & (k + 1)), "%d drafts were tried", k);
+        CHECK(best > 350, "pays %d: %d of 400 rounds have the best number of drafts", pays, best);
+        CHECK(tried[1] && tried[DRAFTS_MAX] == pays, "pays %d: what was tried", pays);
+    }
+}
+
+#define TESTS_DRAFT                                                                                        \
+    {"draft/text", test_draft_text}, {"draft/demo", test_draft_demo}, {"draft/state", test_draft_state},   \
+        {"draft/search", test_draft_search}, {"draft/ngrams", test_draft_ngrams},                          \
+        {"draft/doubles", test_draft_doubles}, {"draft/distribution", test_draft_distribution},            \
+        {"draft/depth", test_draft_depth}, {"draft/ends", test_draft_ends}, {"draft/ids", test_draft_ids}, \
+        {"draft/file", test_draft_file},
