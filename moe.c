@@ -12267,9 +12267,8 @@ static void drafting_end(struct drafting *d, int right, double seconds, int late
 /* ---- n-grams ---- */
 
 enum {
-    NGRAM = 6,            /* tokens that must agree */
-    NGRAM_ROWS = 1 << 16, /* of the table; with more n-grams some are not found */
-    NGRAM_DRAFTS = DRAFTS_MAX
+    NGRAM = 6,           /* tokens that must agree */
+    NGRAM_ROWS = 1 << 16 /* of the table; with more n-grams some are not found */
 };
 
 /* Where n-grams of a timeline occurred last, so that what followed them can be drafted: a text that is rewritten, or
@@ -12311,7 +12310,7 @@ enum { SNAPSHOTS = 8 /* snapshots of recurrent states and rings that a session k
 
 struct session {
     const struct model *m;
-    struct process_group *pg; /* the ranks; sessions of other slots share them */
+    struct process_group *pg; /* the ranks; sessions of other timelines share them */
     struct rank *r;           /* the root rank, which has the logits */
     int timeline;             /* its number, of the ranks' state; the session of the first one ends the ranks */
     int32_t *tokens;          /* (n_ctx) */
@@ -20923,7 +20922,7 @@ static int settings_store(struct settings *s, const struct option *o, const char
 static int settings_drafts(const struct settings *s) { return s->draft_max < 0 ? 3 : s->draft_max; }
 static int settings_ngrams(const struct settings *s) {
     if (s->spec_type == SPEC_NONE || s->spec_type == SPEC_DRAFT_MTP) return 0;
-    return s->draft_max < 0 ? NGRAM_DRAFTS : s->draft_max;
+    return s->draft_max < 0 ? DRAFTS_MAX : s->draft_max;
 }
 
 /* -1 with a message if the numbers of drafts contradict each other. */
@@ -30421,7 +30420,9 @@ static bool turns_line_ready(struct turns *b, bool wait) {
         char some[1 << 16];
         if (arrlenu(b->in) > seen && memchr(b->in + seen, '\n', arrlenu(b->in) - seen)) return true;
         if (b->in_ended) return arrlenu(b->in) > 0;
-        if (!wait && poll(&p, 1, 0) <= 0) return false;
+        /* not a read that waits: a Ctrl-C just before it would not end it */
+        while (poll(&p, 1, wait ? 100 : 0) <= 0)
+            if (!wait || interrupted) return false;
         seen = arrlenu(b->in);
         const ssize_t got = read(0, some, sizeof some);
         if (got < 0 && errno != EINTR) die("cannot read 'stdin': %s", strerror(errno));
