@@ -27987,13 +27987,13 @@ static void contexts_check(const struct engine *e) {
     struct settings *set = e->set;
     const struct model *m = &e->model;
     const enum kv_type kv = settings_kv(set, m, false);
-    const uint64_t have = memory_available(), n = (uint64_t)set->parallel;
-    const uint64_t each = state_bytes(m, kv, (size_t)choose_context(e));
+    const int n_ctx = choose_context(e);
+    const uint64_t have = memory_available(), n = (uint64_t)set->parallel, each = state_bytes(m, kv, (size_t)n_ctx);
     char a[32];
     if (n == 1 || n * each <= have) return;
     die("%d prompts of %s tokens need a cache of %.1f GiB, and %.1f GiB are free: use --parallel %d, or -c %d",
-        set->parallel, with_commas((uint64_t)choose_context(e), a), (double)(n * each) / 0x1p30, (double)have / 0x1p30,
-        (int)(have / each > 1 ? have / each : 1), context_fit(m, kv, have / n, set->n_ctx));
+        set->parallel, with_commas((uint64_t)n_ctx, a), (double)(n * each) / 0x1p30, (double)have / 0x1p30,
+        (int)(have / each > 1 ? have / each : 1), context_fit(m, kv, have / n, n_ctx));
 }
 
 /* Opens the session for the model that is loaded. 0, or -1 with a message when a GPU refuses. */
@@ -30378,7 +30378,7 @@ static void response_answer(const struct chat *c, json_t *response) {
  * sessions_decode.
  * ============================================================================================================ */
 
-enum { TURNS_WAITING = 8 /* turns of a timeline that have ended and wait for an earlier one; then no line is read */ };
+enum { TURNS_WAITING = 8 /* for each timeline so many turns may have ended and wait for an earlier one */ };
 
 /* A line of stdin on its way to an answer. */
 struct turn {
@@ -30531,7 +30531,7 @@ static void turn_choose(struct turn *t) {
     if (!more) turn_answered(t);
 }
 
-/* Computes a chunk of a turn's prompt; behind the last one its answer begins. */
+/* Computes a chunk of a turn's prompt. After the last one its answer begins. */
 static void turn_prompt(struct turns *b, struct turn *t) {
     const int n = (int)arrlen(t->prompt.ids), before = t->s->n_past;
     const double t0 = now_seconds();

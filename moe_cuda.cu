@@ -1876,7 +1876,8 @@ enum {
 
 /* Gives each of n jobs of a decode forward a slot, and lists the experts that had none. They take the slots of experts
  * that no job uses and whose counts are the smallest, of equal ones the lowest slot. One block, which has passed a
- * barrier since the jobs were written; busy (n_slot) words of shared memory. There are at least n slots. About 1 us, and 0.4 us for each that is missing. */
+ * barrier since the jobs were written; busy (n_slot) words of shared memory. There are at least n slots. About 1 us, and
+ * 0.4 us for each that is missing. */
 DEVICE void cache_resolve(const struct expert_cache &c, int n_expert, struct expert_job *jobs, int n, uint32_t *busy) {
     SHARED(uint32_t, coldest, GEMV_WARPS);
     const int tid = threadIdx.x;
