@@ -2760,6 +2760,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
 #define EXPERT_RING_BYTES     (256 << 20)
 #endif
 enum {
+    RING_PARTS = 2,                         /* one is filled while the experts of the other are multiplied */
     SCRATCH_SHARE = 24,                     /* activations take at most 1 / SCRATCH_SHARE of the memory */
     LIST_TILE = 128,                        /* tokens of a tile in the list of a grouped GEMM */
     SPLITS_MAX = 384,                       /* splits of a context in attention at most */
@@ -2865,19 +2866,20 @@ static inline size_t experts_gpu_bytes(const struct weight *w, int n) {
     return w->data ? weight_gpu_bytes(&some, false) : 0;
 }
 
-/* Bytes of the ring through which experts of the shard m pass in a prefill: EXPERT_RING_BYTES, or what two experts' gate
- * and up take, or their down. */
+/* Bytes of the ring through which experts of the shard m pass in a prefill: EXPERT_RING_BYTES, but in each of its parts
+ * at least one expert's gate and up, or down, and at most those of all experts of a layer. */
 static inline size_t expert_ring_bytes(const struct model *m) {
-    size_t most = EXPERT_RING_BYTES;
+    size_t one = 0, all = 0;
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        const size_t hidden = experts_gpu_bytes(&layer->gate, 1) + experts_gpu_bytes(&layer->up, 1);
-        const size_t down = experts_gpu_bytes(&layer->down, 1);
         if (!layer->n_expert) continue;
-        most = 2 * hidden > most ? 2 * hidden : most;
-        most = 2 * down > most ? 2 * down : most;
+        const size_t hidden = experts_gpu_bytes(&layer->gate, 1) + experts_gpu_bytes(&layer->up, 1);
+        const size_t down = experts_gpu_bytes(&layer->down, 1), wider = hidden > down ? hidden : down;
+        one = wider > one ? wider : one;
+        all = wider * (size_t)layer->n_expert > all ? wider * (size_t)layer->n_expert : all;
     }
-    return most;
+    const size_t least = RING_PARTS * one, most = RING_PARTS * all;
+    return EXPERT_RING_BYTES < least ? least : EXPERT_RING_BYTES < most ? EXPERT_RING_BYTES : most;
 }
 
 /* The shapes of latent attention whose keys and values prefill can expand: values of a key that are not rotated, its
@@ -26165,6 +26167,7 @@ struct plan {
     bool fits_undrafted;    /* they fit without the MTP layers */
     int64_t missing;        /* bytes that the fullest device lacks with all experts, */
     int64_t missing_pruned; /* and with the fewest; 0: it fits */
+    int64_t missing_slots;  /* and with the fewest slots; 0: it fits, or there are no slots */
 };
 
 /* Bytes that a token reads of a matrix. n_used: experts of it that the token uses. */
@@ -26452,7 +26455,9 @@ static bool plan_offload(struct plan *p, struct plan_layout *d) {
     p->offload.n_slot = lo;
     plan_size(p, d, m);
     p->context = plan_offload_context(p, d);
-    if (plan_least_free(p, d, p->context, p->kv) < 0) return p->offload.n_slot = 0, false;
+    const int64_t left = plan_least_free(p, d, p->context, p->kv);
+    p->missing_slots = left < 0 ? -left : 0;
+    if (left < 0) return p->offload.n_slot = 0, false;
     while (lo < hi) {
         const int middle = p->offload.n_slot = (lo + hi + 1) / 2;
         plan_size(p, d, m);
@@ -27815,11 +27820,11 @@ static void nccl_defaults(const int *gpu, int n, bool verbose) {
     }
 }
 
-/* How many experts of each layer (of those with --n-cpu-moe none) the GPUs have room for. 0: all. -1: fewer than two
- * tokens use, or a GPU cannot be asked.
+/* How many experts of each layer (of those with --n-cpu-moe none) the GPUs have room for. 0: all, or a GPU cannot be
+ * asked, of which the start says why. -1 with a message: fewer than two tokens use.
  * *n_ctx: the context in tokens, 0 for one that fits; where not all experts have room it becomes the context beside
  * them. *shared: the GPU's memory is the host's, where then only a store's ring has room. */
-static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx, bool *shared) {
+static int engine_slots(const struct engine *e, const struct cuda_options *o, int *n_ctx, bool *shared, char *err) {
     const struct model *m = &e->model;
     struct plan *p = xcalloc(1, sizeof *p);
     p->m = m;
@@ -27831,13 +27836,24 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     p->layout[0].tp = e->set->tp;
     p->layout[0].pp = e->set->pp;
     p->n_device = e->set->tp * e->set->pp;
-    int n_slot = 0;
-    for (int i = 0; i < p->n_device && !n_slot; i++) {
-        struct gpu_facts f;
-        if (!plan_memory(p, i, o->device, e->set, &f)) n_slot = -1; /* the start says why */
-        else p->shared |= f.integrated;
+    int n_slot = 0, known = 0;
+    for (struct gpu_facts f; known < p->n_device && plan_memory(p, known, o->device, e->set, &f); known++)
+        p->shared |= f.integrated;
+    if (known == p->n_device && !plan_choose(p, m)) {
+        const int64_t missing = plan_missing(p);
+        char all[32], few[32], number[32], slots[64] = "";
+        n_slot = plan_offload(p, &p->layout[0]) ? p->offload.n_slot : -1;
+        if (p->missing_slots)
+            snprintf(slots, sizeof slots, " (with %d experts a layer %s)", 2 * m->max.n_expert_used,
+                     with_unit((double)p->missing_slots, few));
+        if (n_slot < 0)
+            fail(
+                err,
+                "'%.200s' does not fit on the GPU%s: a context of %s tokens beside --vram-reserve %d lacks %s%s; use a "
+                "smaller -c, or --cpu, or ask --plan",
+                m->name, p->n_device > 1 ? "s" : "", with_commas((uint64_t)p->least, number), e->set->vram_reserve,
+                with_unit((double)missing, all), slots);
     }
-    if (!n_slot && !plan_choose(p, m)) n_slot = plan_offload(p, &p->layout[0]) ? p->offload.n_slot : -1;
     *shared = p->shared;
     if (n_slot > 0) *n_ctx = p->context;
     plan_free(p);
@@ -27866,8 +27882,9 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     int n_ctx = o->n_ctx;
     const int n_cpu = o->offload.n_cpu = settings_cpu_layers(set, m);
     bool shared;
-    const int n_slot = engine_slots(e, o, &n_ctx, &shared);
-    if (n_slot < 0 || (!n_slot && !n_cpu)) { /* what does not fit at all is told by the start */
+    const int n_slot = engine_slots(e, o, &n_ctx, &shared, err);
+    if (n_slot < 0) return -1;
+    if (!n_slot && !n_cpu) {
         if (set->expert_memory) note("--expert-memory has no effect: all experts are on the GPU%s", many);
         return 0;
     }

@@ -2012,7 +2012,6 @@ __global__ void __launch_bounds__(256) k_brought_experts(const __grid_constant__
 enum {
     FETCH_BLOCKS = 64,      /* of k_fetch in decode, */
     FETCH_BESIDE = 16,      /* and beside a GEMM, which does without the SMs that they take */
-    RING_PARTS = 2,         /* one is filled while the experts of the other are multiplied */
     FETCH_SHARED = 64 << 10 /* bytes of rows that a block packs at once, at most */
 };
 
@@ -9521,8 +9520,10 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     const size_t free = f.free / sharers, needed = r->bytes + o->reserve / sharers + gpu_rounding(m);
     if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, free > needed ? free - needed : 0, want);
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
-        rank_fail(r, "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB%s",
-                  (double)free / 0x1p30, (double)r->bytes / 0x1p30,
+        rank_fail(r,
+                  "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB, and "
+                  "--vram-reserve keeps %.2f GiB%s",
+                  (double)free / 0x1p30, (double)r->bytes / 0x1p30, (double)(o->reserve / sharers) / 0x1p30,
                   m->n_mtp ? "; --spec-type none leaves out the prediction layer" : "");
     char why[ERR_MAX];
     if (!c->failed && !index_fits(m, r->n_ctx, why)) rank_fail(r, "%s; use a smaller -c", why);

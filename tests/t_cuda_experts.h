@@ -556,7 +556,7 @@ static const char *small_open(struct engine *e, struct settings *set, size_t mem
     static char err[ERR_MAX];
     struct caught c;
     char *out = NULL, *said = NULL;
-    set->n_ctx = CACHED_CTX, set->vram_reserve = 0, set->tp = tp, set->pp = 1, set->fit = fit;
+    set->n_ctx = CACHED_CTX, set->tp = tp, set->pp = 1, set->fit = fit;
     cuda_test_devices(2, true);
     cuda_test_memory(memory);
     *e = (struct engine){.set = set};
@@ -586,7 +586,8 @@ static int small_slots(struct settings *set, size_t memory) {
     cuda_test_devices(2, true);
     cuda_test_memory(memory);
     bool shared;
-    const int n = engine_slots(&e, &o, &n_ctx, &shared);
+    char err[ERR_MAX];
+    const int n = engine_slots(&e, &o, &n_ctx, &shared, err);
     model_free(&e.model);
     return n;
 }
@@ -612,6 +613,7 @@ static void test_cuda_small(void) {
     int32_t want[12], got[12], cpu[12], other[12];
     const size_t before = cuda_test_free_bytes();
     const char *why;
+    set.vram_reserve = 0;
     for (int tp = 1; tp <= 2; tp++) {
         if (!CHECK(!(why = small_open(&e, &set, (size_t)1 << 30, tp, FIT_ON)), "%s", why)) return;
         const int n_expert = e.model.n_expert_max, used = e.model.max.n_expert_used;
@@ -664,6 +666,14 @@ static void test_cuda_small(void) {
         why = small_open(&e, &set, lo, tp, FIT_OFF);
         CHECK(why && strstr(why, "-fit off"), "%s", why);
         small_close(&e);
+        why = small_open(&e, &set, lo / 4, tp, FIT_ON);
+        CHECK(why && strstr(why, "--vram-reserve 0 lacks") && strstr(why, "(with 4 experts a layer "), "%s", why);
+        small_close(&e);
+        set.vram_reserve = 2048;
+        why = small_open(&e, &set, (size_t)1 << 30, tp, FIT_ON);
+        CHECK(why && strstr(why, "--vram-reserve 2048 lacks 1.1 GiB"), "%s", why);
+        small_close(&e);
+        set.vram_reserve = 0;
         cuda_test_fail("cudaHostRegister", 1);
         why = small_open(&e, &set, lo, tp, FIT_ON);
         CHECK(why && strstr(why, "cannot pin"), "%s", why);
