@@ -170,7 +170,7 @@
  *   Plan: forecast                                   450  the speed of decode: a fixed time and bytes for each kernel
  *   Plan: the answer                                 400  as text and as JSON
  *   Finding a model                                  110  what -m and bare moe say where there is none
- *   Engine                                           380  opens model and session as the settings ask for
+ *   Engine                                           440  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
  *   Modes: perplexity, needle, smoke                 250  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
@@ -2258,6 +2258,7 @@ struct cache_tensor {
     enum cache_rows kind;
     int row_tokens, n_row; /* blocks: tokens of a row; ring, state: rows */
     int window;            /* ring: rows before its first token that a forward reads */
+    int timeline_rows;     /* GPU: rows, after which those of the next timeline follow */
     int n_run;             /* the whole row is n_run runs of whole / n_run values; a shard has width / n_run of each, */
     int first, whole;      /* from value `first` of a run on */
     bool pow2; /* FP8: scales are powers of two, which keep what E4M3 or E2M1 holds with such a scale as it is */
@@ -2342,6 +2343,17 @@ struct rank {
     struct cuda *cuda; /* what only a GPU has, see moe_cuda.cu; NULL: the rank is on the CPU */
 };
 
+/* Makes n_run runs the batch of the rank's next pass. */
+static inline void rank_batch(struct rank *r, const struct run *run, int n_run) {
+    const struct run *last = &run[n_run - 1];
+    r->n_tok = last->first + last->n;
+    r->n_run = n_run;
+    memcpy(r->run, run, (size_t)n_run * sizeof *run);
+    r->pos = run->pos;
+    r->n_committed = run->n_committed;
+    r->cache = r->caches + (size_t)run->timeline * (size_t)model_blocks(r->m);
+}
+
 /* A layer's routed experts that a rank on a GPU asks the CPU to compute (Experts for GPUs). In pinned memory;
  * kernels of the rank write all but `answered` and y. */
 struct expert_question {
@@ -2391,6 +2403,7 @@ struct host_range {
 struct cuda_options {
     int device[MAX_RANKS]; /* the GPU of each rank */
     int n_ctx;             /* tokens; 0: the trained length, or what fits */
+    int n_timeline;        /* of so many tokens each; 0: one */
     enum allreduce allreduce;
     int kv_splits; /* splits of the context in decode at most; 0: as many as fill the GPU */
     enum moe_act moe_act;
@@ -2930,6 +2943,7 @@ struct gpu_sizes {
     bool w4a4;  /* prefill of routed experts multiplies FP4 by FP4 */
     bool nccl;  /* NCCL does all-reduces, in decode or in prefill */
     bool stats; /* statistics of experts are collected */
+    int n_timeline;
     struct offload offload;
 };
 
@@ -3023,7 +3037,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
             d.row_sums = 2 * ((2 * d.n + ROW_SUMS - 1) / ROW_SUMS * ROW_SUMS);
     d.n_topk = m->max.n_topk;
     d.scores = d.n_topk ? INDEX_SCORES : 0;
-    d.joins = ((d.n_topk && !d.latent) || m->max.groups ? d.decode : 2) * d.heads;
+    d.joins = ((d.n_topk && !d.latent) || m->max.groups || s.n_timeline > 1 ? d.decode : 2) * d.heads;
     d.n_hc_sum = m->n_hc ? (d.embd + HC_COLUMNS - 1) / HC_COLUMNS * HC_SUMS : 0;
     d.logits = logits_stride(shard->rank ? m->output.n_out : m->n_vocab);
     if (shard->stage < shard->n_stage - 1) d.logits = 0;
@@ -3174,9 +3188,9 @@ static inline size_t mailbox_layout(struct mailbox *a, uint8_t *base, const stru
 
 /* Bytes of activations for forwards of `chunk` tokens, with all that options may ask for. stats: statistics are
  * collected, too. */
-static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, struct offload offload) {
+static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, int n_timeline, struct offload offload) {
     const struct shard *shard = &m->shard;
-    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats, offload};
+    const struct gpu_sizes s = {chunk, SPLITS_MAX, true, shard->n_rank > 1, stats, n_timeline, offload};
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct mailbox none;
     size_t bytes = 0;
@@ -3190,7 +3204,7 @@ static inline size_t gpu_bytes(const struct model *m, int chunk, bool stats, str
 static inline int gpu_chunk(const struct model *m, int n_ctx, size_t memory, bool stats) {
     const struct offload all_there = {0, 0, 0};
     int chunk = n_ctx < FORWARD_MAX ? n_ctx : FORWARD_MAX;
-    while (chunk > 256 && gpu_bytes(m, chunk, stats, all_there) > memory / SCRATCH_SHARE) chunk /= 2;
+    while (chunk > 256 && gpu_bytes(m, chunk, stats, 1, all_there) > memory / SCRATCH_SHARE) chunk /= 2;
     return chunk;
 }
 
@@ -12662,12 +12676,7 @@ static void rank_run(struct rank *r, const struct rank_call *call) {
         if (call->ids) memcpy(r->tokens, call->ids, (size_t)call->n * sizeof *call->ids);
         else r->tokens[0] = TOKEN_CHOSEN;
         r->pass = call->pass;
-        r->n_tok = call->n;
-        r->n_run = call->n_run;
-        memcpy(r->run, call->run, (size_t)call->n_run * sizeof *call->run);
-        r->pos = call->run->pos;
-        r->n_committed = call->run->n_committed;
-        r->cache = r->caches + (size_t)call->run->timeline * (size_t)model_blocks(r->m);
+        rank_batch(r, call->run, call->n_run);
         r->ops->forward(r);
         alloc_guard_end();
         break;
@@ -26147,6 +26156,7 @@ struct plan {
     enum kv_type kv;
     const char *kv_name;
     int want, least;        /* tokens of context: wished for; without which the model does not fit */
+    int n_timeline;         /* contexts of so many tokens; 0: one */
     bool stats;             /* there are statistics, see gpu_bytes */
     struct offload offload; /* where experts are that the GPUs lack */
     int n_stored; /* experts of a layer in the host's memory where offload.n_ask > 0 and the others are on disk */
@@ -26264,7 +26274,7 @@ static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int
     const int chunk = gpu_chunk(&r->m, ctx, (size_t)p->device[i].memory, p->stats);
     struct offload o = p->offload;
     if (o.n_slot) o.n_slot = r->m.n_expert_max; /* at most */
-    return (int64_t)gpu_bytes(&r->m, chunk, p->stats, o);
+    return (int64_t)gpu_bytes(&r->m, chunk, p->stats, p->n_timeline, o);
 }
 
 /* Bytes of the cache that hold the keys of indexers. */
@@ -26279,11 +26289,15 @@ static int64_t plan_index_keys(const struct model *m, enum kv_type kv, int ctx) 
     return bytes;
 }
 
+/* Bytes of the state of all timelines that a rank holds. */
+static int64_t plan_state(const struct plan *p, const struct model *shard, enum kv_type kv, int ctx) {
+    return int_max(1, p->n_timeline) * (int64_t)state_bytes(shard, kv, (size_t)ctx);
+}
+
 /* Bytes left on the device of rank i; negative: bytes missing. */
 static int64_t plan_bytes_left(const struct plan *p, const struct plan_layout *d, int i, int ctx, enum kv_type kv) {
     const struct plan_rank *r = &d->rank[i];
-    return p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx) -
-           (int64_t)state_bytes(&r->m, kv, (size_t)ctx);
+    return p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx) - plan_state(p, &r->m, kv, ctx);
 }
 
 /* Bytes left on the fullest device of a layout. */
@@ -26408,7 +26422,8 @@ static int plan_offload_context(const struct plan *p, const struct plan_layout *
     for (int i = 0; i < p->n_device && p->want > p->least; i++) {
         const struct plan_rank *r = &d->rank[i];
         const int64_t left = p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx);
-        ctx = context_fit(&r->m, p->kv, (uint64_t)(left > 0 ? left : 0) / OFFLOAD_SHARE, ctx);
+        const uint64_t each = (uint64_t)(left > 0 ? left : 0) / (uint64_t)int_max(1, p->n_timeline);
+        ctx = context_fit(&r->m, p->kv, each / OFFLOAD_SHARE, ctx);
     }
     return int_max(ctx, p->least);
 }
@@ -27174,7 +27189,7 @@ static void plan_finish(struct plan *p) {
         for (int i = 0; i < p->n_device; i++) {
             struct plan_rank *r = &d->rank[i];
             r->bytes_per_token[READ_CACHE] = (int64_t)state_reads(&r->m, p->kv, (size_t)p->context);
-            r->cache = (int64_t)state_bytes(&r->m, p->kv, (size_t)p->context);
+            r->cache = plan_state(p, &r->m, p->kv, p->context);
             r->index_keys = plan_index_keys(&r->m, p->kv, p->context);
             for (int il = 0; il < r->m.n_layer; il++)
                 r->index_reads += (int64_t)layer_index_reads(&r->m, &r->m.layers[il], p->kv, (size_t)p->context);
@@ -27830,6 +27845,7 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     p->m = m;
     p->kv = o->kv;
     plan_wants(p, *n_ctx);
+    p->n_timeline = o->n_timeline;
     p->stats = o->stats;
     p->offload.n_cpu = o->offload.n_cpu;
     p->n_layout = 1;
@@ -27841,18 +27857,20 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
         p->shared |= f.integrated;
     if (known == p->n_device && !plan_choose(p, m)) {
         const int64_t missing = plan_missing(p);
-        char all[32], few[32], number[32], slots[64] = "";
+        char all[32], few[32], tokens[32], slots[64] = "", contexts[64];
+        snprintf(contexts, sizeof contexts, "a context of %s tokens", with_commas((uint64_t)p->least, tokens));
+        if (o->n_timeline > 1) snprintf(contexts, sizeof contexts, "%d contexts of %s tokens", o->n_timeline, tokens);
         n_slot = plan_offload(p, &p->layout[0]) ? p->offload.n_slot : -1;
         if (p->missing_slots)
             snprintf(slots, sizeof slots, " (with %d experts a layer %s)", 2 * m->max.n_expert_used,
                      with_unit((double)p->missing_slots, few));
         if (n_slot < 0)
-            fail(
-                err,
-                "'%.200s' does not fit on the GPU%s: a context of %s tokens beside --vram-reserve %d lacks %s%s; use a "
-                "smaller -c, or --cpu, or ask --plan",
-                m->name, p->n_device > 1 ? "s" : "", with_commas((uint64_t)p->least, number), e->set->vram_reserve,
-                with_unit((double)missing, all), slots);
+            fail(err,
+                 "'%.200s' does not fit on the GPU%s: %s beside --vram-reserve %d: %s are missing%s; use a smaller "
+                 "-c%s, "
+                 "or --cpu, or ask --plan",
+                 m->name, p->n_device > 1 ? "s" : "", contexts, e->set->vram_reserve, with_unit((double)missing, all),
+                 slots, o->n_timeline > 1 ? " or --parallel" : "");
     }
     *shared = p->shared;
     if (n_slot > 0) *n_ctx = p->context;
@@ -27920,6 +27938,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct settings *set = e->set;
     char number[32];
     struct cuda_options o = {.n_ctx = set->n_ctx,
+                             .n_timeline = set->parallel,
                              .kv_splits = set->kv_splits,
                              .kv = settings_kv(set, &e->model, true),
                              .allreduce = set->allreduce,
@@ -28024,7 +28043,6 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     const double t0 = now_seconds();
     if (!gpu && (set->n_cpu_moe || set->cpu_moe))
         note("--n-cpu-moe has no effect without a GPU: the CPU computes all layers");
-    if (gpu && set->parallel > 1) die_usage("--parallel %d works on the CPU alone: use --cpu", set->parallel);
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
                        : set->moe_act   ? "--moe-act"

@@ -812,11 +812,27 @@ __global__ void __launch_bounds__(256) k_to_bf16(const float *x, uint16_t *y, si
  * k_add_norm also does the all-reduce: it adds what attention or the feed-forward of all ranks computed.
  * ============================================================================================================ */
 
-/* The position and number of tokens of one forward pass, in device memory. The host writes it before each pass. */
+/* The batch of a forward pass, in device memory. The host writes it before each pass. */
 struct batch {
-    int32_t pos, n_tok;  /* positions pos .. pos + n_tok - 1 */
-    int32_t n_committed; /* positions that recurrent states have taken in */
+    int32_t n_tok, n_run;              /* tokens of all runs */
+    struct run run[DECODE_MAX_TOKENS]; /* (n_run) in the order of their rows */
+    int32_t run_of[DECODE_MAX_TOKENS]; /* (n_tok) the run of each row, where there are several */
 };
+
+/* The batch as a kernel gets it. A launch is for one run or for several, so that a recorded one replays for any
+ * timelines. A launch for one run of more than DECODE_MAX_TOKENS is never recorded: it gets the cache tensors of the
+ * run's timeline, which is then 0 in the batch. */
+struct batch_ref {
+    const struct batch *at;
+    bool several;
+    /* The run of row t. */
+    DEVICE_MEMBER const struct run &run(int t) const { return at->run[several ? at->run_of[t] : 0]; }
+};
+
+/* The position that row 0 of the batch would have in the run u. */
+DEVICE int run_base(const struct run &u) { return u.pos - u.first; }
+/* Rows of a cache tensor before those of the run's timeline. */
+DEVICE int run_rows(const struct run &u, const struct cache_tensor &p) { return u.timeline * p.timeline_rows; }
 
 enum { WARP = 32, ROW_THREADS = 256 };
 
@@ -867,7 +883,7 @@ struct rope_tables {
  * Grid: n_tok, block: 256. Gathers n_embd weights per token out of tiles, 4 to 8 of every 16 bytes: a few KB, bound by
  * latency. */
 __global__ void __launch_bounds__(ROW_THREADS)
-    k_embed(struct device_matrix w, const int32_t *tokens, const struct batch *b, float *x, int copies,
+    k_embed(struct device_matrix w, const int32_t *tokens, struct batch_ref batch, float *x, int copies,
             const __grid_constant__ struct rope_tables ropes) {
     grid_dependency_launch();
     grid_dependency_wait();
@@ -880,7 +896,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
     UNROLL_BY(1) for (int k = 0; k < ropes.n; k++) {
         const struct rope_table &r = ropes.table[k];
         for (int i = threadIdx.x; i < r.n; i += ROW_THREADS) {
-            float angle = (float)(b->pos + t) * r.freq[i];
+            float angle = (float)(run_base(batch.run(t)) + t) * r.freq[i];
             r.cs[t * r.n + i] = cosf(angle) * r.factor;
             r.sn[t * r.n + i] = sinf(angle) * r.factor;
         }
@@ -1109,7 +1125,7 @@ struct mtp_hidden_rows {
     int n_row, n_hc, n;
     const struct batch *batch;
     DEVICE_MEMBER float *row(int i, int stream) const {
-        return at + ((size_t)((batch->pos + i) % n_row) * (size_t)n_hc + (size_t)stream) * (size_t)n;
+        return at + ((size_t)((batch->run[0].pos + i) % n_row) * (size_t)n_hc + (size_t)stream) * (size_t)n;
     }
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
@@ -3301,7 +3317,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_row_norm(const __grid_constant
 }
 
 struct rope_args {
-    const struct batch *batch;
+    struct batch_ref batch;
     const float *cs, *sn;                /* (n_tok, rope / 2) */
     bool pairs;                          /* GQA: value 2i is rotated against 2i + 1, otherwise i against i + rope / 2 */
     const float *q;                      /* (n_tok, n_head * q_head), of a head's q_head values the first d */
@@ -3348,7 +3364,8 @@ template <int PER, int FORM = ROWS_ANY>
 DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     const int lane = threadIdx.x & 31, n = v ? p.dv : p.d;
     const struct cache_tensor &to = v ? p.vp : p.kp;
-    const int pos = p.batch->pos + t, row = to.kind == ROWS_RING ? pos % to.n_row : pos;
+    const struct run &u = p.batch.run(t);
+    const int pos = run_base(u) + t, row = run_rows(u, to) + (to.kind == ROWS_RING ? pos % to.n_row : pos);
     const float *src = v ? p.v + (size_t)t * p.v_stride : p.k + (size_t)t * p.k_stride;
     float x[PER];
     src += (size_t)i * n;
@@ -3400,7 +3417,8 @@ template <int THREADS>
 DEVICE void mla_store(const struct rope_args &p, int t) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float *k = p.k + (size_t)t * (p.latent + p.rope);
-    const size_t pos = (size_t)(p.batch->pos + t);
+    const struct run &u = p.batch.run(t);
+    const size_t row = (size_t)(run_rows(u, p.kp) + run_base(u) + t);
     float ss = 0;
     for (int i = threadIdx.x; i < p.latent; i += THREADS) ss = fmaf(k[i], k[i], ss);
     const float f = rsqrtf(block_sum<THREADS>(ss) / (float)p.latent + p.eps);
@@ -3411,11 +3429,11 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
             const int c = g * LATENT_GROUP + lane + 32 * j;
             x[j] = lane + 32 * j < n ? k[c] * f * p.k_norm[c] : 0;
         }
-        cache_store<LATENT_GROUP / 32>(p.kp, pos, g * LATENT_GROUP, g, n, x);
+        cache_store<LATENT_GROUP / 32>(p.kp, row, g * LATENT_GROUP, g, n, x);
     }
     for (int i = threadIdx.x; i < p.rope / 2; i += THREADS) {
         const float2 y = rope_pair(p, k + p.latent, t, i);
-        ((uint32_t *)(p.vp.data + pos * p.vp.row_bytes))[i] = f32_to_bf16x2(y.x, y.y);
+        ((uint32_t *)(p.vp.data + row * p.vp.row_bytes))[i] = f32_to_bf16x2(y.x, y.y);
     }
 }
 
@@ -3517,11 +3535,11 @@ static void mla_query(const struct mla_query_args *p, cudaStream_t s) {
  * ============================================================================================================ */
 
 struct attn_args {
-    const uint16_t *q;         /* (n_tok, n_head, dk) f16, tokens q_stride halves apart */
-    uint16_t *out;             /* (n_tok, n_head, dv) f16, tokens out_stride halves apart; NULL: only partials */
-    float *partials;           /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2): sums, then all (m, l) */
-    struct cache_tensor k, v;  /* MLA: latents, rotated keys */
-    const struct batch *batch; /* its n_tok may be less than n_tok below: later rows are left alone */
+    const uint16_t *q;        /* (n_tok, n_head, dk) f16, tokens q_stride halves apart */
+    uint16_t *out;            /* (n_tok, n_head, dv) f16, tokens out_stride halves apart; NULL: only partials */
+    float *partials;          /* (max_splits, min(n_tok, DECODE_MAX_TOKENS), n_head, dv + 2): sums, then all (m, l) */
+    struct cache_tensor k, v; /* MLA: latents, rotated keys */
+    struct batch_ref batch;   /* its n_tok may be less than n_tok below: later rows are left alone */
     int n_tok, n_head, n_head_kv, dk, dv; /* MLA: n_head_kv = 1, dk = latents + rotated part, dv = latents */
     size_t q_stride, out_stride;
     float scale;        /* of q.k before the softmax */
@@ -3568,7 +3586,9 @@ using floats4 = pack<4, float>;
 struct attn_work {
     int kvh, group_heads, row0; /* group_heads: query heads per KV head; row0: the tile's first row */
     uint32_t rows;              /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
-    int pos, from, seen;        /* pos: of the first token; all rows of the tile see keys from..seen-1 */
+    int pos, from, seen;        /* pos: of row 0 of the batch; all rows of the tile see keys from..seen-1 */
+    int fresh;                  /* position of the run's first token: keys from it on are this forward's */
+    int off, off_v;             /* rows of the cache tensors before those of the timeline: of a.k, of a.v */
     int low;                    /* no row of the tile sees a key before it */
     int split, n_split, begin, end;
     int ring, wrap; /* the cache is a ring: row 0 holds key `ring` (<= begin) and, one turn later, key `wrap` */
@@ -3605,36 +3625,55 @@ DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end)
     w->end = w->split + 1 < w->n_split ? (split + 1) << shift : end;
 }
 
+/* Sets where the tile of a run finds its keys. */
+DEVICE void attn_run_of(struct attn_work *w, const struct attn_args &a, const struct run &u) {
+    w->pos = run_base(u);
+    w->fresh = u.pos;
+    w->off = run_rows(u, a.k);
+    w->off_v = run_rows(u, a.v);
+}
+
 /* Returns by how many rows key `key`, the first of a step, lies before row `key` of its cache tensor. CHOSEN: there
  * are no rings, and a step is 16 keys of one block. */
 template <bool CHOSEN>
 DEVICE int attn_back(const struct attn_work &w, int key) {
-    if (!CHOSEN) return key < w.wrap ? w.ring : w.wrap;
-    if (!w.chosen || key >= w.end) return 0;
-    return key - (w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1)));
+    if (!CHOSEN) return (key < w.wrap ? w.ring : w.wrap) - w.off;
+    if (!w.chosen || key >= w.end) return -w.off;
+    return key - (w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1))) - w.off;
 }
 
 /* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one
- * token or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Returns false if there
- * is no work. Rows that see the most keys start first. FORMS: there may be a window or a ring. */
+ * token, several runs or a window 1): z = 0 has the rows of the tokens before attn_longer, z = 1 the others. Of several
+ * runs a tile has rows of one token, which are split as if the token were alone. Returns false if there is no work. Rows
+ * that see the most keys start first. FORMS: there may be a window or a ring. */
 template <bool FORMS>
 DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_rows) {
     grid_dependency_launch();
     grid_dependency_wait();
-    const bool rest = blockIdx.z;
-    const int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch->n_tok, a.n_tok);
-    w->pos = a.batch->pos;
-    w->group_heads = a.n_head / a.n_head_kv;
+    const bool rest = blockIdx.z, window = FORMS && a.window, ring = FORMS && a.k.kind == ROWS_RING;
+    const int y = (int)(gridDim.y - 1 - blockIdx.y), n_tok = min(a.batch.at->n_tok, a.n_tok);
+    const int group_heads = a.n_head / a.n_head_kv;
+    int first_row = 0, last_tok;
+    w->group_heads = group_heads;
     w->kvh = y % a.n_head_kv;
-    w->row0 = y / a.n_head_kv * tile_rows;
-    const bool window = FORMS && a.window, ring = FORMS && a.k.kind == ROWS_RING;
-    const int longer = window ? n_tok : attn_longer(a, w->pos, n_tok), last_tok = rest ? n_tok : longer;
-    const int first_row = max(w->row0, rest ? longer * w->group_heads : 0);
-    const int end_row = min(w->row0 + tile_rows, last_tok * w->group_heads),
-              end = w->pos + (end_row - 1) / w->group_heads + 1;
+    if (a.batch.several) {
+        const int tiles = (group_heads + tile_rows - 1) / tile_rows, t = y / a.n_head_kv / tiles;
+        attn_run_of(w, a, a.batch.run(min(t, n_tok - 1)));
+        w->row0 = t * group_heads + y / a.n_head_kv % tiles * tile_rows;
+        last_tok = t < n_tok ? t + 1 : 0;
+    } else {
+        attn_run_of(w, a, a.batch.at->run[0]);
+        w->row0 = y / a.n_head_kv * tile_rows;
+        const int longer = window ? n_tok : attn_longer(a, w->pos, n_tok);
+        last_tok = rest ? n_tok : longer;
+        first_row = rest ? longer * group_heads : 0;
+    }
+    first_row = max(first_row, w->row0);
+    const int end_row = min(w->row0 + tile_rows, last_tok * group_heads),
+              end = w->pos + (end_row - 1) / group_heads + 1;
     w->rows = (uint32_t)(first_row - w->row0) | (uint32_t)max(end_row - w->row0, 0) << 16;
     w->split = (int)blockIdx.x;
-    w->seen = w->pos + first_row / w->group_heads + 1;
+    w->seen = w->pos + first_row / group_heads + 1;
     w->factor = a.scale * ATTN_LOG2_E;
     if (window) {
         attn_window(w, a, end);
@@ -3662,13 +3701,17 @@ DEVICE int attn_csa_keys(const struct attn_args &a, int pos, int *compressed) {
     return min(pos + 1, a.window) + (a.top_k ? min(*compressed, a.top_k) : *compressed);
 }
 
-/* Returns how many keys count for the split of token t's context. longer: see attn_longer. ONE_KV: there may be one
- * KV head. */
+/* Returns how many keys count for the split of the context of row t of the batch, of n_tok rows. ONE_KV: there may be
+ * one KV head. */
 template <bool ONE_KV>
-DEVICE int attn_keys(const struct attn_args &a, int pos, int t, int longer, int n_tok) {
+DEVICE int attn_keys(const struct attn_args &a, int t, int n_tok) {
+    const int pos = run_base(a.batch.run(t));
     int compressed;
     if (ONE_KV && a.one_kv) return attn_csa_keys(a, pos + t, &compressed);
-    return a.top_k ? attn_seen(a, pos + t) : pos + (t < longer ? longer : n_tok);
+    if (a.top_k) return attn_seen(a, pos + t);
+    if (a.batch.several) return pos + t + 1;
+    const int longer = attn_longer(a, pos, n_tok);
+    return pos + (t < longer ? longer : n_tok);
 }
 
 /* The same as attn_begin where tokens see keys of a list, each its own: a tile has rows of one token and KV head.
@@ -3680,7 +3723,9 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
     grid_dependency_wait();
     const int group_heads = a.n_head / a.n_head_kv, tiles = (group_heads + tile_rows - 1) / tile_rows;
     const int y = (int)(gridDim.y - 1 - blockIdx.y), kvh = y % a.n_head_kv, t = y / a.n_head_kv / tiles;
-    const int pos = a.batch->pos, head = y / a.n_head_kv % tiles * tile_rows;
+    const int n_tok = min(a.batch.at->n_tok, a.n_tok), head = y / a.n_head_kv % tiles * tile_rows;
+    attn_run_of(w, a, a.batch.run(min(t, n_tok - 1)));
+    const int pos = w->pos;
     int compressed = 0;
     const int keys = ONE_KV ? attn_csa_keys(a, pos + t, &compressed) : attn_seen(a, pos + t);
     const int per_split = attn_split_keys(a, keys);
@@ -3703,7 +3748,7 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
     w->shift = a.block_shift;
     w->window = min(pos + t + 1, a.window);
     w->first = pos + t + 1 - w->window;
-    return w->split < w->n_split && t < min(a.batch->n_tok, a.n_tok);
+    return w->split < w->n_split && t < n_tok;
 }
 
 /* Returns token and head of row r of the block's tile; token -1: there is no such row. */
@@ -3823,7 +3868,7 @@ DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct at
     for (int i = 0; i < PASSES; i++, row += STEP)
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
             const bool in = key + row < w.end;
-            const int from = in && w.chosen ? w.chosen[key + row] : key + row;
+            const int from = w.off + (in && w.chosen ? w.chosen[key + row] : key + row);
             cp_async16(to + kv_at<ROW>(row, at), p.data + (size_t)from * p.row_bytes + at, in);
         }
 }
@@ -3832,8 +3877,8 @@ DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct at
 DEVICE int csa_row(const struct attn_args &a, const struct attn_work &w, int key, const struct cache_tensor **p) {
     const bool window = key < w.window;
     *p = window ? &a.k : &a.v;
-    if (window) return a.k.kind == ROWS_RING ? (w.first + key) % a.k.n_row : w.first + key;
-    return w.chosen ? w.chosen[key - w.window] : key - w.window;
+    if (window) return w.off + (a.k.kind == ROWS_RING ? (w.first + key) % a.k.n_row : w.first + key);
+    return w.off_v + (w.chosen ? w.chosen[key - w.window] : key - w.window);
 }
 
 /* The same as kv_gather for its keys. */
@@ -4158,7 +4203,7 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
     auto copies = [&] {
         for (int u = 0; u < DEPTH - 1; u++) copy(u);
     };
-    const int new_row = max(w.pos, w.begin), n_new = CHOSEN ? 0 : max(w.end - new_row, 0);
+    const int new_row = max(w.fresh, w.begin), n_new = CHOSEN ? 0 : max(w.end - new_row, 0);
     if (CHOSEN) {
         UNROLL for (int i = tid; i < 16 * K / 8; i += 128) {
             const int r = i / (K / 8), at = i % (K / 8) * 8;
@@ -4316,8 +4361,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             kv_gather<ROW, KEYS, 256>(to, a.k, w, key, tid);
             kv_gather<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, w, key, tid);
         } else if (i < n) {
-            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, 0, 0, w.end, tid);
-            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, 0, 0, w.end, tid);
+            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, -w.off, 0, w.end, tid);
+            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, -w.off, 0, w.end, tid);
         }
         cp_async_commit();
     };
@@ -4330,8 +4375,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             return p->scale[(size_t)key * p->n_scale + tid % GROUPS];
         }
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
-            return kv_scale(a.k, w.chosen[key], 0, tid % GROUPS, 0, INT_MAX);
-        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, 0, tid % GROUPS, 0, w.end) : 0.0f;
+            return kv_scale(a.k, w.chosen[key], -w.off, tid % GROUPS, 0, INT_MAX);
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, -w.off, tid % GROUPS, 0, w.end) : 0.0f;
     };
     /* Q in shared memory: rows of WIDTH halves, whose pieces are permuted so that 8 lanes meet in no bank. */
     constexpr int WIDTH = LAT + ROPE, FIRST = L::Q_STAGED ? DEPTH - L::Q_SLOTS : DEPTH - 1; /* tiles beside it */
@@ -4624,10 +4669,10 @@ __global__ void __launch_bounds__(256) attn_merge(struct attn_args a) {
     int tid = (int)threadIdx.x, row = (int)blockIdx.x;
     grid_dependency_launch();
     grid_dependency_wait();
-    const int pos = a.batch->pos, n_tok = min(a.batch->n_tok, a.n_tok), tok = row / a.n_head;
-    const int len = attn_keys<true>(a, pos, tok, attn_longer(a, pos, n_tok), n_tok);
-    const int keys = attn_split_keys(a, len), n_split = (len + keys - 1) / keys;
-    if (n_split == 1 || tok >= n_tok) return;
+    const int n_tok = min(a.batch.at->n_tok, a.n_tok), tok = row / a.n_head;
+    if (tok >= n_tok) return;
+    const int len = attn_keys<true>(a, tok, n_tok), keys = attn_split_keys(a, len), n_split = (len + keys - 1) / keys;
+    if (n_split == 1) return;
     auto from = [&](int split) { return attn_partial_row(a, split, make_int2(0, row)); };
     const float2 *max_den = attn_max_den(a, make_int2(0, row));
     float top = ATTN_NO_KEY, den = 0;
@@ -4673,11 +4718,10 @@ struct mla_value_args {
 /* Joins the splits of latents 64c .. 64c + 63 of head h, with one block: to (n_tok, stride) halves. smem: (n_tok, 8
  * warps, 64) floats, then n_tok. Ends with a barrier. */
 DEVICE void mla_join(const struct attn_args &a, int c, int h, float *smem, uint16_t *x, int stride) {
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pos = a.batch->pos;
-    const int longer = attn_longer(a, pos, a.n_tok), col = 4 * (lane & 15);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, col = 4 * (lane & 15);
     float *den = smem + a.n_tok * GEMV_WARPS * TILE_COLS;
     for (int t = 0; t < a.n_tok; t++) {
-        const int len = attn_keys<false>(a, pos, t, longer, a.n_tok), keys = attn_split_keys(a, len);
+        const int len = attn_keys<false>(a, t, a.n_tok), keys = attn_split_keys(a, len);
         const int n_split = (len + keys - 1) / keys;
         const float2 *max_den = attn_max_den(a, make_int2(t, h));
         float m = ATTN_NO_KEY, l = 0; /* of this lane's splits */
@@ -4816,7 +4860,8 @@ static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, 
     struct attn_args a = *args;
     int group_heads = a.n_head / a.n_head_kv, tiles = (group_heads * a.n_tok + tile_rows - 1) / tile_rows,
         splits = a.max_splits;
-    if (a.top_k || a.one_kv) tiles = a.n_tok * ((group_heads + tile_rows - 1) / tile_rows);
+    const bool by_token = a.top_k || a.one_kv || a.batch.several; /* a tile has rows of one token */
+    if (by_token) tiles = a.n_tok * ((group_heads + tile_rows - 1) / tile_rows);
     if (a.n_tok > DECODE_MAX_TOKENS)
         splits = min(splits * ((group_heads + 15) / 16) / tiles, splits * DECODE_MAX_TOKENS / a.n_tok);
     a.max_splits = max(1, min(splits, (int)SPLITS_MAX));
@@ -4824,7 +4869,7 @@ static void attn_run(const struct attn_args *args, attn_kernel_fn *attn_kernel, 
     if (smem > 32 << 10) /* more than the default 48 KB, static arrays included */
         cudaFuncSetAttribute(attn_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     const dim3 grid((unsigned)a.max_splits, (unsigned)(tiles * a.n_head_kv),
-                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window && !a.top_k && !a.one_kv));
+                    1 + (a.n_tok > 1 && a.n_tok <= DECODE_MAX_TOKENS && !a.window && !by_token));
     LAUNCH_PDL(attn_kernel, grid, dim3((unsigned)threads), (size_t)smem, s, a);
     if (a.max_splits == 1 || a.arrived || !a.out) return; /* the kernel joins the splits itself, or k_mla_value does */
     a.n_head_kv = 1;
@@ -4845,7 +4890,7 @@ static void attn_run_gqa(const struct attn_args *a, int prefill, cudaStream_t s)
 }
 template <int LAT, int ROPE, int FP8>
 static void attn_run_mla(const struct attn_args *a, int prefill, cudaStream_t s) {
-    const int rows = a->top_k ? a->n_head : a->n_head * a->n_tok; /* that share keys */
+    const int rows = a->top_k || a->batch.several ? a->n_head : a->n_head * a->n_tok; /* that share keys */
     attn_kernel_fn *const two =
         a->top_k ? attn_mla_kernel<LAT, ROPE, FP8, 2, true> : attn_mla_kernel<LAT, ROPE, FP8, 2, false>;
     attn_kernel_fn *const one =
@@ -5135,6 +5180,7 @@ struct index_args {
     float *scores;     /* (n_tok, n_list, n_scores) of keys, or of parts of blocks */
     int32_t *chosen;   /* (n_tok, n_list, n_topk) ascending blocks */
     int n_tok, first; /* tokens of this launch, from token `first` of the batch on, whose q16, w and chosen these are */
+    int block_tokens; /* tokens of a block of k_index_scores or k_index_blocks, of one run */
     int top_k, n_list, n_topk, n_scores;
     int block, local; /* keys of a block; blocks that a query always sees, its own and those before it */
     int shift;        /* a key has 2^shift tokens, and is seen from the last of them on */
@@ -5175,7 +5221,8 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
         key = row;
     }
     rope_head<PER>(p, key, a.bias ? NULL : p.k_norm, n, t, x);
-    cache_store<PER>(p.kp, (size_t)(p.batch->pos + t), 0, 0, n, x);
+    const struct run &u = p.batch.run(t);
+    cache_store<PER>(p.kp, (size_t)(run_rows(u, p.kp) + run_base(u) + t), 0, 0, n, x);
 }
 
 /* Bytes of the queries of `tokens` tokens as MMA A operands, each token in tiles of its own. */
@@ -5221,11 +5268,11 @@ struct index_tile {
         }
         __syncthreads(); /* the queries have come */
     }
-    /* Loads keys from..from+INDEX_KEYS-1; in place of those from `len` on the last one. */
-    DEVICE_MEMBER void load(const struct cache_tensor &keys, int from, int len, int lane) {
+    /* Loads keys from..from+INDEX_KEYS-1; in place of those from `len` on the last one. off: rows before key 0. */
+    DEVICE_MEMBER void load(const struct cache_tensor &keys, int off, int from, int len, int lane) {
         UNROLL for (int i = 0; i < GROUPS; i++) {
             const int key = min(from + 8 * i + (lane >> 2), len - 1);
-            const uint8_t *row = keys.data + (size_t)key * keys.row_bytes;
+            const uint8_t *row = keys.data + (size_t)(off + key) * keys.row_bytes;
             UNROLL for (int c = 0; c < CHUNKS; c++) b[i][c] =
                 kv_values<FP8, RUN>(row + (4 * c + (lane & 3)) * RUN * ES);
         }
@@ -5251,8 +5298,10 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     grid_dependency_launch();
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
-    const int t0 = (int)blockIdx.y * INDEX_TOKENS, n = min(a.n_tok - t0, (int)INDEX_TOKENS), n_index = a.rope.n_head;
-    const int pos = a.rope.batch->pos + a.first + t0, len = (pos + n) >> a.shift, m_tiles = (n_index + 15) / 16;
+    const int t0 = (int)blockIdx.y * a.block_tokens, n = min(a.n_tok - t0, a.block_tokens), n_index = a.rope.n_head;
+    const struct run &u = a.rope.batch.run(a.first + t0);
+    const int pos = run_base(u) + a.first + t0, len = (pos + n) >> a.shift, m_tiles = (n_index + 15) / 16;
+    const int off = run_rows(u, a.rope.kp);
     if (len <= a.top_k) return;
     L::queries(q, n * m_tiles, [&](int tile, int r) -> const uint16_t * {
         const int head = tile % m_tiles * 16 + r;
@@ -5261,7 +5310,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     const int stride = (int)gridDim.x * (INDEX_THREADS / 32) * INDEX_KEYS;
     for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < len; base += stride) {
         L keys;
-        keys.load(a.rope.kp, base, len, lane); /* scores of keys after the last are not stored */
+        keys.load(a.rope.kp, off, base, len, lane); /* scores of keys after the last are not stored */
         for (int tok = 0; tok < n; tok++) {
             const float *w = a.w + (size_t)(t0 + tok) * a.w_stride;
             float sum[L::GROUPS][2] = {};
@@ -5277,7 +5326,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
                 UNROLL for (int x = 4; x < 32; x *= 2) sum[i][e] += __shfl_xor_sync(0xFFFFFFFFu, sum[i][e], x);
                 const int key = base + 8 * i + 2 * t + e;
                 if (g || key >= (pos + tok + 1) >> a.shift) continue;
-                const float scale = FP8 ? a.rope.kp.scale[key] : 1.0f;
+                const float scale = FP8 ? a.rope.kp.scale[off + key] : 1.0f;
                 a.scores[(size_t)(t0 + tok) * a.n_scores + key] = a.score_scale * scale * sum[i][e];
             }
         }
@@ -5295,10 +5344,11 @@ __global__ void __launch_bounds__(INDEX_THREADS) k_index_blocks(const __grid_con
     DYN_SMEM(pack<4>, q); /* (tiles, STEPS, 32 lanes) */
     grid_dependency_launch();
     grid_dependency_wait();
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3,
-              per = INDEX_ROWS / a.n_list;
-    const int t0 = (int)blockIdx.y * per, n = min(a.n_tok - t0, per), rows = n * a.n_list, tiles = (rows + 15) / 16;
-    const int len = a.rope.batch->pos + a.first + t0 + n, part = index_part(a.block);
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+    const int t0 = (int)blockIdx.y * a.block_tokens, n = min(a.n_tok - t0, a.block_tokens), rows = n * a.n_list;
+    const struct run &u = a.rope.batch.run(a.first + t0);
+    const int len = run_base(u) + a.first + t0 + n, off = run_rows(u, a.rope.kp);
+    const int tiles = (rows + 15) / 16, part = index_part(a.block);
     if (len <= a.top_k) return;
     const size_t row0 = (size_t)t0 * a.n_list;
     L::queries(q, tiles, [&](int tile, int r) -> const uint16_t * {
@@ -5308,9 +5358,9 @@ __global__ void __launch_bounds__(INDEX_THREADS) k_index_blocks(const __grid_con
     for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < len; base += stride) {
         L keys;
         float scale[L::GROUPS][2];
-        keys.load(a.rope.kp, base, len, lane);
+        keys.load(a.rope.kp, off, base, len, lane);
         UNROLL for (int i = 0; i < L::GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) scale[i][e] =
-            FP8 ? a.rope.kp.scale[min(base + 8 * i + 2 * t + e, len - 1)] : 1.0f;
+            FP8 ? a.rope.kp.scale[off + min(base + 8 * i + 2 * t + e, len - 1)] : 1.0f;
         for (int m = 0; m < tiles; m++) {
             typename L::products acc = {};
             keys.multiply(acc, q + m * L::STEPS * 32, lane);
@@ -5355,7 +5405,7 @@ __global__ void __launch_bounds__(CHOOSE_THREADS, 1) k_index_choose(const __grid
     grid_dependency_launch();
     grid_dependency_wait();
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, parts = BLOCKS ? index_parts(a.block) : 1;
-    const int seen = (a.rope.batch->pos + a.first + (int)blockIdx.x / a.n_list + 1) >> a.shift;
+    const int tok = a.first + (int)blockIdx.x / a.n_list, seen = (run_base(a.rope.batch.run(tok)) + tok + 1) >> a.shift;
     const int n = BLOCKS ? (seen + a.block - 1) / a.block : seen; /* blocks that the token sees */
     if (seen <= a.top_k) return;
     const float *score = a.scores + (size_t)blockIdx.x * a.n_scores;
@@ -5575,8 +5625,9 @@ DEVICE void shared_head(const struct csa_args &a, int t, int h) {
     if (a.qat && key) round_key(x, n - p.rope);
     if (a.qat && index) round_index(x, n);
     if (key) {
-        const int pos = p.batch->pos + t;
-        csa_key_store(p.kp, p.kp.kind == ROWS_RING ? pos % p.kp.n_row : pos, n, x);
+        const struct run &u = p.batch.run(t);
+        const int pos = run_base(u) + t;
+        csa_key_store(p.kp, run_rows(u, p.kp) + (p.kp.kind == ROWS_RING ? pos % p.kp.n_row : pos), n, x);
         return;
     }
     uint16_t *to =
@@ -5584,10 +5635,12 @@ DEVICE void shared_head(const struct csa_args &a, int t, int h) {
     UNROLL for (int j = 0; j < CSA_PER; j++) if (lane + 32 * j < n) to[lane + 32 * j] = clamped_f16(x[j]);
 }
 
-/* Key `key` of a compressor, with one block of 256. See compress_key of moe.c. */
-DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c, int key, float *row, float2 *turn) {
+/* Key `key` of a compressor for the run u, with one block of 256. See compress_key of moe.c. */
+DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c, const struct run &u, int key,
+                         float *row, float2 *turn) {
     enum { COLUMNS = SHARED_HEAD / 256 };
-    const int tid = threadIdx.x, pos0 = a.rope.batch->pos, first = (key + 1) * a.compress_ratio - a.pooled;
+    const int tid = threadIdx.x, base = run_base(u), fresh = u.pos, off = run_rows(u, c.ring);
+    const int first = (key + 1) * a.compress_ratio - a.pooled;
     const int wide = c.ring.width / 2;
     for (int i = tid; i < a.table.n; i += 256) {
         const float at = (float)(key * a.compress_ratio) * a.table.freq[i];
@@ -5596,10 +5649,10 @@ DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c
     float sum[COLUMNS] = {}, den[COLUMNS] = {}, top[COLUMNS];
     UNROLL for (int k = 0; k < COLUMNS; k++) top[k] = -INFINITY;
     UNROLL_BY(4) for (int pos = max(first, 0); pos < first + a.pooled; pos++) {
-        const float *value = c.value + (size_t)(pos - pos0) * c.stride,
-                    *gate = c.gate + (size_t)(pos - pos0) * c.stride;
-        if (pos < pos0) {
-            value = (const float *)(c.ring.data + (size_t)(pos % c.ring.n_row) * c.ring.row_bytes);
+        const float *value = c.value + (size_t)(pos - base) * c.stride,
+                    *gate = c.gate + (size_t)(pos - base) * c.stride;
+        if (pos < fresh) {
+            value = (const float *)(c.ring.data + (size_t)(off + pos % c.ring.n_row) * c.ring.row_bytes);
             gate = value + wide;
         }
         const int from =
@@ -5622,7 +5675,7 @@ DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c
     rope_last<CSA_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
     if (a.qat && c.index) round_index(x, c.d);
     else if (a.qat) round_key(x, c.d - a.rope.rope);
-    csa_key_store(c.keys, key, c.d, x);
+    csa_key_store(c.keys, run_rows(u, c.keys) + key, c.d, x);
 }
 
 /* Queries, keys, compressed keys and rows of the rings; or in prefill, in a launch of its own because the keys are
@@ -5635,7 +5688,8 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
     grid_dependency_launch();
     grid_dependency_wait();
     int b = (int)blockIdx.x;
-    const int n_tok = min(a.n_tok, a.rope.batch->n_tok), pos = a.rope.batch->pos;
+    const struct batch_ref batch = a.rope.batch;
+    const int n_tok = min(a.n_tok, batch.at->n_tok);
     if (b < a.n_tok * a.head_blocks) {
         const int t = b / a.head_blocks;
         if (t < n_tok) shared_head(a, t, b % a.head_blocks * 8 + (int)(threadIdx.x >> 5));
@@ -5644,14 +5698,19 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
     b -= a.n_tok * a.head_blocks;
     const struct compress_args &c = a.with[b % a.n_with];
     b /= a.n_with;
-    if (b < a.key_blocks) {
-        const int key = pos / a.compress_ratio + b;
-        if (key < (pos + n_tok) / a.compress_ratio) compress_key(a, c, key, row, turn);
+    if (b < a.key_blocks) { /* of one run key b that it completes; of several the key that token b completes */
+        const struct run &u = batch.run(min(b, n_tok - 1));
+        const int pos = u.pos, end = batch.several ? run_base(u) + b + 1 : pos + n_tok;
+        const int key = batch.several ? end / a.compress_ratio - 1 : pos / a.compress_ratio + b;
+        const bool completed = batch.several ? b < n_tok && end % a.compress_ratio == 0 : key < end / a.compress_ratio;
+        if (completed) compress_key(a, c, u, key, row, turn);
         return;
     }
     const int t = b - a.key_blocks, wide = c.ring.width / 2;
     if (t >= n_tok || t + c.ring.n_row < n_tok) return; /* a later token has the row */
-    float *to = (float *)(c.ring.data + (size_t)((pos + t) % c.ring.n_row) * c.ring.row_bytes);
+    const struct run &u = batch.run(t);
+    const int ring_row = run_rows(u, c.ring) + (run_base(u) + t) % c.ring.n_row;
+    float *to = (float *)(c.ring.data + (size_t)ring_row * c.ring.row_bytes);
     for (int i = threadIdx.x; i < wide; i += 256) {
         to[i] = c.value[(size_t)t * c.stride + i];
         to[wide + i] = c.gate[(size_t)t * c.stride + i];
@@ -5663,7 +5722,7 @@ static void csa_store(const struct csa_args *args, cudaStream_t s) {
     struct csa_args a = *args;
     const bool decode = a.n_tok <= DECODE_MAX_TOKENS; /* rings have room for such a batch after what keys are made of */
     a.head_blocks = (a.rope.n_head + a.n_index + 1 + 7) / 8;
-    a.key_blocks = a.n_with ? a.n_tok / a.compress_ratio + 1 : 0;
+    if (a.n_with) a.key_blocks = a.rope.batch.several ? a.n_tok : a.n_tok / a.compress_ratio + 1;
     const int heads = a.n_tok * a.head_blocks, rings = decode ? a.n_tok : 0;
     LAUNCH_PDL(k_csa_store, (unsigned)(heads + a.n_with * (a.key_blocks + rings)), 256, 0, s, a);
     if (decode || !a.n_with) return;
@@ -5704,15 +5763,16 @@ struct delta_tiles {
 };
 
 struct delta_args {
-    const struct batch *batch;
+    struct batch_ref batch;
     struct delta shape;
     const float *q, *k, *v, *z; /* the forward's own rows; q, k, v before the convolution */
     const float *alpha, *beta;  /* both gate_stride apart */
     size_t q_stride, k_stride, v_stride, z_stride, gate_stride;
     float *ring_qk, *ring_v, *ring_gates; /* (n_ring, ..): q and k, v, alpha and beta of earlier positions */
     size_t ring_qk_stride, ring_v_stride, ring_gates_stride;
-    int n_ring;
-    float *state;                               /* (n_value, head_k, head_v) */
+    int n_ring, ring_rows; /* rows of a ring; of a timeline's part of each */
+    float *state;          /* (n_value, head_k, head_v) of each timeline, state_stride floats apart */
+    size_t state_stride;
     const float *conv, *decay, *dt_bias, *norm; /* of struct layer: of the whole model */
     float eps;
     uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
@@ -5731,37 +5791,38 @@ DEVICE int delta_value_head(const struct delta &d, int j) {
 }
 DEVICE int delta_key_head(const struct delta &d, int j) { return d.tiled ? j % d.n_key : j / (d.n_value / d.n_key); }
 
-/* The channels of one head under the convolution: of its query, key or value (kind 0, 1, 2). head: of n_key; of n_value
- * for values. */
+/* The channels of one head of a run under the convolution: of its query, key or value (kind 0, 1, 2). head: of n_key; of
+ * n_value for values. */
 struct delta_channels {
     const float *own, *ring, *taps; /* at the head's first channel */
     size_t own_stride, ring_stride;
     int n, n_ring;
 };
-DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, int kind, int head) {
+DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const struct run &u, int kind, int head) {
     const struct delta &d = a.shape;
     const int dk = d.head_k, key = d.n_key * dk, whole = d.whole_key * dk;
+    const size_t row = (size_t)u.first, ring_row = (size_t)(u.timeline * a.ring_rows);
     struct delta_channels c;
     c.n = dk;
     c.n_ring = a.n_ring;
     if (kind == 2) {
         c.n = d.head_v;
-        c.own = a.v + head * d.head_v;
+        c.own = a.v + row * a.v_stride + head * d.head_v;
         c.own_stride = a.v_stride;
-        c.ring = a.ring_v + head * d.head_v;
+        c.ring = a.ring_v + ring_row * a.ring_v_stride + head * d.head_v;
         c.ring_stride = a.ring_v_stride;
         c.taps = a.conv + (size_t)(2 * whole + delta_value_head(d, head) * d.head_v) * DELTA_TAPS;
         return c;
     }
-    c.own = (kind ? a.k : a.q) + head * dk;
     c.own_stride = kind ? a.k_stride : a.q_stride;
-    c.ring = a.ring_qk + kind * key + head * dk;
+    c.own = (kind ? a.k : a.q) + row * c.own_stride + head * dk;
+    c.ring = a.ring_qk + ring_row * a.ring_qk_stride + kind * key + head * dk;
     c.ring_stride = a.ring_qk_stride;
     c.taps = a.conv + (size_t)(kind * whole + (d.first_key + head) * dk) * DELTA_TAPS;
     return c;
 }
 
-/* Returns channel i at position p, before the convolution; pos: the forward's first. */
+/* Returns channel i at position p, before the convolution; pos: the run's first. */
 DEVICE float delta_input(const struct delta_channels &c, int pos, int p, int i) {
     if (p < 0 || i >= c.n) return 0;
     return p >= pos ? c.own[(size_t)(p - pos) * c.own_stride + i] : c.ring[(size_t)(p % c.n_ring) * c.ring_stride + i];
@@ -5772,10 +5833,10 @@ DEVICE float delta_unit(const float x[4]) {
     return rsqrtf(warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) + 1e-6f);
 }
 
-/* Returns the logarithm of the decay (x) and beta (y) of value head j at position p. */
-DEVICE float2 delta_gates(const struct delta_args &a, int pos, int p, int j) {
-    const float *kept = a.ring_gates + (size_t)(p % a.n_ring) * a.ring_gates_stride + j;
-    const size_t own = (size_t)(p - pos) * a.gate_stride + (size_t)j;
+/* Returns the logarithm of the decay (x) and beta (y) of value head j at position p of a run, whose first is pos. */
+DEVICE float2 delta_gates(const struct delta_args &a, const struct run &u, int pos, int p, int j) {
+    const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + p % a.n_ring) * a.ring_gates_stride + j;
+    const size_t own = (size_t)(u.first + p - pos) * a.gate_stride + (size_t)j;
     const int head = delta_value_head(a.shape, j);
     const float x = (p < pos ? kept[0] : a.alpha[own]) + a.dt_bias[head];
     const float b = p < pos ? kept[a.shape.n_value] : a.beta[own];
@@ -5798,26 +5859,26 @@ DEVICE void delta_finish(const struct delta_args &a, const float *o, const float
     }
 }
 
-/* Keeps the inputs of the forward's token t in the rings: those of value head j, and of key head j where there is one.
- * The block's threads, DELTA_HEAD or more, divide the channels. */
-DEVICE void delta_keep(const struct delta_args &a, int pos, int t, int j) {
+/* Keeps the inputs of a run's token i in the rings: those of value head j, and of key head j where there is one. The
+ * block's threads, DELTA_HEAD or more, divide the channels. pos: the run's first position. */
+DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos, int i, int j) {
     const struct delta &d = a.shape;
     const int dk = d.head_k, dv = d.head_v, key = d.n_key * dk;
-    const size_t row = (size_t)((pos + t) % a.n_ring);
+    const size_t row = (size_t)(u.timeline * a.ring_rows + (pos + i) % a.n_ring), t = (size_t)(u.first + i);
     const int tid = threadIdx.x;
-    if (tid < dv) a.ring_v[row * a.ring_v_stride + j * dv + tid] = a.v[(size_t)t * a.v_stride + j * dv + tid];
-    for (int i = tid; i < 2 * dk && j < d.n_key; i += (int)blockDim.x) {
-        const int c = j * dk + i % dk;
-        a.ring_qk[row * a.ring_qk_stride + i / dk * key + c] =
-            i < dk ? a.q[(size_t)t * a.q_stride + c] : a.k[(size_t)t * a.k_stride + c];
+    if (tid < dv) a.ring_v[row * a.ring_v_stride + j * dv + tid] = a.v[t * a.v_stride + j * dv + tid];
+    for (int k = tid; k < 2 * dk && j < d.n_key; k += (int)blockDim.x) {
+        const int c = j * dk + k % dk;
+        a.ring_qk[row * a.ring_qk_stride + k / dk * key + c] =
+            k < dk ? a.q[t * a.q_stride + c] : a.k[t * a.k_stride + c];
     }
     if (tid) return;
-    a.ring_gates[row * a.ring_gates_stride + j] = a.alpha[(size_t)t * a.gate_stride + j];
-    a.ring_gates[row * a.ring_gates_stride + d.n_value + j] = a.beta[(size_t)t * a.gate_stride + j];
+    a.ring_gates[row * a.ring_gates_stride + j] = a.alpha[t * a.gate_stride + j];
+    a.ring_gates[row * a.ring_gates_stride + d.n_value + j] = a.beta[t * a.gate_stride + j];
 }
 
 /* A gated delta net for 1 to 16 tokens: convolution, gates, up to 16 lagging rows into the state, the own rows on a
- * copy in registers, norm and gate of the result, and the rings. Grid: n_value, block: 512: thread (part, column) has
+ * copy in registers, norm and gate of the result, and the rings. Grid: (n_value, runs), block: 512: thread (part, column) has
  * 32 rows of its column of S; a head's 64 KB are in registers. A row costs one pass over them and one barrier: S^T k
  * and S^T q are summed together, because the result is a S^T q + (q.k) u. Reads and writes each state once: 128 KB a
  * head. An SM has one head, so that the limit is what one SM moves, not the memory: expect 3 us for 1 token, of which 1
@@ -5835,18 +5896,21 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     prefetch_request(a.prefetch);
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, c = tid % DELTA_HEAD, part = tid / DELTA_HEAD;
     const int dk = a.shape.head_k, dv = a.shape.head_v, j = blockIdx.x, kh = delta_key_head(a.shape, j);
-    const int pos = a.batch->pos, first = a.batch->n_committed, n_uncommitted = pos - first;
-    const int n = n_uncommitted + min(a.batch->n_tok, a.n_own);
-    float *state = a.state + (size_t)j * (size_t)(dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
+    if ((int)blockIdx.y >= a.batch.at->n_run) return;
+    const struct run &u = a.batch.at->run[blockIdx.y];
+    const int pos = u.pos, first = u.n_committed, n_uncommitted = pos - first;
+    const int n = n_uncommitted + min(u.n, a.n_own);
+    float *state =
+        a.state + (size_t)u.timeline * a.state_stride + (size_t)(j * dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - part * DELTA_ROWS : 0; /* of the thread's values that exist */
     float S[DELTA_ROWS];
     UNROLL for (int i = 0; i < DELTA_ROWS; i++) S[i] = i < n_mine ? state[(size_t)i * dv] : 0;
     int turn = 0;
     UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += DELTA_STEP) {
         const int rows = min(n - i0, (int)DELTA_STEP);
-        for (int u = warp; u < 3 * rows; u += DELTA_THREADS / WARP) { /* a warp: q, k or v of a row */
-            const int row = u / 3, kind = u % 3, p = first + i0 + row;
-            const struct delta_channels ch = delta_channels_of(a, kind, kind == 2 ? j : kh);
+        for (int i = warp; i < 3 * rows; i += DELTA_THREADS / WARP) { /* a warp: q, k or v of a row */
+            const int row = i / 3, kind = i % 3, p = first + i0 + row;
+            const struct delta_channels ch = delta_channels_of(a, u, kind, kind == 2 ? j : kh);
             float x[4] = {};
             UNROLL for (int v = 0; v < 4; v++) {
                 const int i = lane + 32 * v;
@@ -5864,7 +5928,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             UNROLL for (int v = 0; v < 4; v++) to[lane + 32 * v] = x[v] * f;
         }
         if (tid < rows) {
-            const float2 g = delta_gates(a, pos, first + i0 + tid, j);
+            const float2 g = delta_gates(a, u, pos, first + i0 + tid, j);
             gates[tid] = make_float4(expf(g.x), g.y, 0, 0);
         }
         __syncthreads(); /* the inputs of these rows are written */
@@ -5911,10 +5975,10 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
         __syncthreads(); /* the results of these rows are written, and nobody needs their inputs any more */
         const int t = i0 + warp - n_uncommitted;
         if (warp < rows && t >= 0)
-            delta_finish(a, os + warp * DELTA_HEAD, a.z + (size_t)t * a.z_stride + j * dv,
-                         a.out + (size_t)t * a.out_stride + j * dv);
+            delta_finish(a, os + warp * DELTA_HEAD, a.z + (size_t)(u.first + t) * a.z_stride + j * dv,
+                         a.out + (size_t)(u.first + t) * a.out_stride + j * dv);
     }
-    for (int t = 0; t < n - n_uncommitted; t++) delta_keep(a, pos, t, j); /* no row that another block reads */
+    for (int t = 0; t < n - n_uncommitted; t++) delta_keep(a, u, pos, t, j); /* no row that another block reads */
 }
 
 /* ============================================================================================================
@@ -5935,13 +5999,14 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     grid_dependency_wait();
     const struct delta &d = a.shape;
     const int lane = threadIdx.x & 31, item = blockIdx.y * 4 + (threadIdx.x >> 5), row0 = blockIdx.x * DELTA_STEP;
-    const int pos = a.batch->pos, p0 = pos + a.first + row0;
+    const struct run &run = a.batch.at->run[0];
+    const int pos = run.pos, p0 = pos + a.first + row0;
     const int rows = min(a.n_row - row0, (int)DELTA_STEP), n_head = 2 * d.n_key + d.n_value;
     if (item == n_head) {
         for (int i = lane; i < rows * d.n_value; i += WARP) {
             const int row = i / d.n_value, j = i % d.n_value;
             __builtin_assume(p0 + row >= pos);
-            const float2 g = delta_gates(a, pos, p0 + row, j);
+            const float2 g = delta_gates(a, run, pos, p0 + row, j);
             float *to = a.t.gates + (size_t)(row0 + row) * 2 * (size_t)d.n_value + j;
             to[0] = g.x;
             to[d.n_value] = g.y;
@@ -5949,7 +6014,7 @@ __global__ void __launch_bounds__(128) k_delta_mix(const __grid_constant__ struc
     }
     if (item >= n_head) return;
     const int kind = min(item / d.n_key, 2), head = item - kind * d.n_key;
-    const struct delta_channels ch = delta_channels_of(a, kind, head);
+    const struct delta_channels ch = delta_channels_of(a, run, kind, head);
     float4 w[4];
     float x[4][DELTA_TAPS]; /* the values under the convolution */
     UNROLL for (int v = 0; v < 4; v++) {
@@ -6367,13 +6432,14 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
 __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ struct delta_args a) {
     grid_dependency_launch();
     grid_dependency_wait();
-    const int n_value = a.shape.n_value, dv = a.shape.head_v, pos = a.batch->pos, n_tok = a.batch->n_tok;
+    const int n_value = a.shape.n_value, dv = a.shape.head_v, n_tok = a.batch.at->n_tok;
+    const struct run &run = a.batch.at->run[0];
     const int t = a.first + (int)blockIdx.x, j0 = 4 * blockIdx.y;
     const int j = j0 + (int)(threadIdx.x >> 5);
     if (j < n_value)
         delta_finish(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
                      a.out + (size_t)t * a.out_stride + j * dv);
-    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep(a, pos, t, k);
+    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep(a, run, run.pos, t, k);
 }
 
 /* Enqueues a gated delta net: for n_tok own rows after n_uncommitted earlier ones. */
@@ -6386,7 +6452,7 @@ static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommi
     a.n_own = decode ? DECODE_MAX_TOKENS : 1; /* prefill makes its first row again */
     if (decode || n_uncommitted) {
         profile_next(state, "%u heads", heads);
-        LAUNCH_PDL(k_delta_decode, heads, DELTA_THREADS, 0, s, a);
+        LAUNCH_PDL(k_delta_decode, dim3(heads, (unsigned)(a.batch.several ? n_tok : 1)), DELTA_THREADS, 0, s, a);
     }
     if (decode) return;
     cudaFuncSetAttribute(k_delta_prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_PREPARE_SMEM);
@@ -6752,7 +6818,7 @@ struct cuda {
     cudaEvent_t token_ready;    /* once they are there */
 
     /* recorded passes of so many tokens; NULL: not yet */
-    cudaGraphExec_t graph[PASSES][DECODE_MAX_TOKENS + 1];
+    cudaGraphExec_t graph[PASSES][2][DECODE_MAX_TOKENS + 1]; /* of one run, of several */
 
     /* upload and measurements */
     struct staging staging[STAGING_BUFFERS];
@@ -7023,18 +7089,24 @@ static void *cuda_vector(struct rank *r, const void *from, size_t bytes, const c
 
 static unsigned ceil_div(int n, int by) { return (unsigned)((n + by - 1) / by); }
 
-/* Copies tokens and position of the batch to the device. */
+/* The batch as kernels get it. */
+static struct batch_ref batch_of(const struct rank *r) { return {r->cuda->batch, r->n_run > 1}; }
+
+/* Copies runs and tokens of the batch to the device. */
 static void send_batch(struct rank *r) {
     struct cuda *c = r->cuda;
     struct staging *s = &c->sent[c->turn ^= 1];
     const size_t bytes = r->tokens[0] == TOKEN_CHOSEN ? 0 : (size_t)r->n_tok * sizeof *r->tokens;
-    int32_t *out = (int32_t *)s->host;
+    struct batch *out = (struct batch *)s->host;
     if (!wait_for_event(r, s->free, "sending tokens")) return;
-    out[0] = r->pos;
-    out[1] = r->n_tok;
-    out[2] = r->n_committed;
-    memcpy(out + sizeof *c->batch / sizeof *out, r->tokens, bytes);
-    cuda_copy(r, c->batch, out, bytes + sizeof *c->batch, "sending tokens");
+    out->n_tok = r->n_tok;
+    out->n_run = r->n_run;
+    memcpy(out->run, r->run, (size_t)r->n_run * sizeof *r->run);
+    if (r->n_tok > DECODE_MAX_TOKENS) out->run[0].timeline = 0;
+    for (int i = 0; i < r->n_run && r->n_run > 1; i++)
+        for (int t = 0; t < r->run[i].n; t++) out->run_of[r->run[i].first + t] = i;
+    memcpy(out + 1, r->tokens, bytes);
+    cuda_copy(r, c->batch, out, sizeof *out + bytes, "sending tokens");
     CUDA_OK(r, cudaEventRecord(s->free, c->stream), "sending tokens");
 }
 
@@ -7115,7 +7187,9 @@ static void share_token(struct rank *r) {
  * from then on. Prefill is enqueued kernel by kernel, and so is a pass that is being profiled. */
 static void cuda_forward(struct rank *r) {
     struct cuda *c = r->cuda;
-    cudaGraphExec_t *graph = r->n_tok <= DECODE_MAX_TOKENS && !profile.row ? &c->graph[r->pass][r->n_tok] : NULL;
+    const bool decode = r->n_tok <= DECODE_MAX_TOKENS;
+    cudaGraphExec_t *graph = decode && !profile.row ? &c->graph[r->pass][r->n_run > 1][r->n_tok] : NULL;
+    if (decode) r->cache = r->caches;     /* those of timeline 0, see struct batch_ref */
     if (graph) forward_prepare(r, graph); /* before share_token, whose kernel waits */
     send_batch(r);
     if (r->tokens[0] == TOKEN_CHOSEN) share_token(r);
@@ -7174,7 +7248,7 @@ static void cuda_embed(struct rank *r, const struct step *s) {
     for (; ropes.n < r->m->n_rope; ropes.n++) ropes.table[ropes.n] = rope_table_of(r, ropes.n);
     float *x = c->x32[r->m->n_hc ? A_HC : out];
     LAUNCH_PDL(k_embed, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, w->copy ? *w->copy : device_matrix{}, c->tokens,
-               c->batch, x, max(r->m->n_hc, 1), ropes);
+               batch_of(r), x, max(r->m->n_hc, 1), ropes);
     if (!r->m->shard.stage) return;
     const struct mailbox *own = &r->cuda->mailbox[r->index], *before = own - r->m->shard.n_rank;
     const int n = hidden_width(r->m);
@@ -7562,7 +7636,7 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     struct cuda *c = r->cuda;
     const struct rope_table table = rope_table_of(r, shape.rope);
     struct rope_args p = {};
-    p.batch = c->batch;
+    p.batch = batch_of(r);
     p.cs = table.cs;
     p.sn = table.sn;
     p.pairs = m->ropes[shape.rope].pairs;
@@ -7605,7 +7679,7 @@ static struct attn_args attend(struct rank *r, int il, const uint16_t *q, int dk
     a.partials = c->partials;
     a.k = *k;
     a.v = *v;
-    a.batch = c->batch;
+    a.batch = batch_of(r);
     a.n_tok = r->n_tok;
     a.n_head = shape.n_head;
     a.n_head_kv = n_head_kv;
@@ -7730,7 +7804,7 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     const struct cache_tensor *cache = r->cache[il];
     struct cuda *c = r->cuda;
     struct delta_args a = {};
-    a.batch = c->batch;
+    a.batch = batch_of(r);
     a.shape = layer->delta;
     a.q = c->x32[A_Q];
     a.q_stride = (size_t)r->width[A_Q];
@@ -7750,7 +7824,9 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     a.ring_gates = (float *)cache[CACHE_WINDOW].data;
     a.ring_gates_stride = cache[CACHE_WINDOW].row_bytes / sizeof(float);
     a.n_ring = cache[CACHE_K].n_row;
+    a.ring_rows = cache[CACHE_K].timeline_rows;
     a.state = (float *)cache[CACHE_STATE].data;
+    a.state_stride = (size_t)cache[CACHE_STATE].timeline_rows * cache[CACHE_STATE].row_bytes / sizeof(float);
     a.conv = layer->conv;
     a.decay = layer->decay;
     a.dt_bias = layer->dt_bias;
@@ -7797,7 +7873,8 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
     }
     index_kernel *const index_scores = index_find(width, a.rope.kp.type == KV_FP8, blocks);
     index_kernel *const index_choose = blocks ? k_index_choose<true> : k_index_choose<false>;
-    const int most = INDEX_SCORES / (a.n_list * a.n_scores), per = blocks ? INDEX_ROWS / a.n_list : (int)INDEX_TOKENS;
+    const int most = INDEX_SCORES / (a.n_list * a.n_scores), rows = blocks ? INDEX_ROWS / a.n_list : (int)INDEX_TOKENS;
+    a.block_tokens = a.rope.batch.several ? 1 : rows;
     /* the first token that does not see all keys has (top_k + 1) 2^shift tokens */
     const int dense = prefill ? max(0, min(r->n_tok, ((shape.top_k + 1) << a.shift) - 1 - r->pos)) : 0,
               step = max(1, min(blocks ? 512 : 64, most));
@@ -7806,10 +7883,10 @@ static void cuda_select_keys(struct rank *r, const struct step *s) {
         a.rope.q16 = c->x16[A_IQ] + (size_t)a.first * (size_t)(n_index * width);
         a.w = c->x32[A_IW] + (size_t)a.first * a.w_stride;
         a.chosen = c->topk_blocks + (size_t)a.first * (size_t)(a.n_list * a.n_topk);
-        const int tokens = min(a.n_tok, per), keys = (r->pos + a.first + a.n_tok) >> a.shift;
+        const int tokens = min(a.n_tok, a.block_tokens), keys = (r->pos + a.first + a.n_tok) >> a.shift;
         const size_t smem = blocks ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
         const int tiles = ceil_div(prefill ? keys : r->n_ctx >> a.shift, INDEX_THREADS / 32 * INDEX_KEYS);
-        const dim3 grid((unsigned)max(1, min(tiles, 2 * c->n_sm)), ceil_div(a.n_tok, per));
+        const dim3 grid((unsigned)max(1, min(tiles, 2 * c->n_sm)), ceil_div(a.n_tok, a.block_tokens));
         if (smem > 48 << 10) cudaFuncSetAttribute(index_scores, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem);
         profile_next((double)keys * (double)(a.rope.kp.row_bytes + cache_scale_bytes(&a.rope.kp)), "%d keys", keys);
         LAUNCH_PDL(index_scores, grid, INDEX_THREADS, smem, c->stream, a);
@@ -8517,10 +8594,11 @@ static void cuda_wait(struct rank *r) { cuda_sync(r, "a forward pass"); }
 /* Frees the recordings of passes: they have addresses of the cache. */
 static void graphs_free(struct cuda *c) {
     for (auto &of_pass : c->graph)
-        for (cudaGraphExec_t &graph : of_pass) {
-            if (graph) cudaGraphExecDestroy(graph);
-            graph = NULL;
-        }
+        for (auto &of_runs : of_pass)
+            for (cudaGraphExec_t &graph : of_runs) {
+                if (graph) cudaGraphExecDestroy(graph);
+                graph = NULL;
+            }
 }
 
 /* Sets what the slots of every layer hold: the first experts, which the upload put there, or nothing (there: false). */
@@ -9418,6 +9496,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     r->ops = &cuda_ops;
     r->cuda = c;
     r->kv_type = o->kv;
+    r->n_timeline = max(1, o->n_timeline);
     act_widths(m, r->width);
     c->device = o->device[r->index];
     c->err = err;
@@ -9481,6 +9560,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     if (s->w4a4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
     const int n_head_blocks = shape.kv_lora || shape.n_out_group ? (shape.n_head + 15) / 16 : max(1, shape.n_head_kv);
     s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX) : attn_splits(f.n_sm, n_head_blocks);
+    s->n_timeline = r->n_timeline;
     s->nccl = nccl_wanted(r, o);
     s->stats = o->stats;
     s->offload = r->offload = o->offload;
@@ -9516,9 +9596,10 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     c->reduce_blocks = max(1, min((int)ALLREDUCE_BLOCKS, f.n_sm / c->sharers));
     r->n_ctx = want;
     r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
-    r->bytes = gpu_bytes(m, r->chunk, o->stats, o->offload);
+    r->bytes = gpu_bytes(m, r->chunk, o->stats, r->n_timeline, o->offload);
     const size_t free = f.free / sharers, needed = r->bytes + o->reserve / sharers + gpu_rounding(m);
-    if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, free > needed ? free - needed : 0, want);
+    const size_t each = (free > needed ? free - needed : 0) / (size_t)r->n_timeline;
+    if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, each, want);
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
         rank_fail(r,
                   "no room for a context: %.2f GiB are free after the weights, activations take %.2f GiB, and "
@@ -9530,24 +9611,32 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     c->reserve = o->reserve / sharers;
     rank_agree(r);
     c->sizes.chunk = r->chunk;
-    r->kv_bytes = state_bytes(m, r->kv_type, (size_t)r->n_ctx);
+    r->kv_bytes = (size_t)r->n_timeline * state_bytes(m, r->kv_type, (size_t)r->n_ctx);
 }
 
-/* Lays out the cache at base, unless that is NULL, each cache tensor aligned to 256 bytes. Returns its bytes. */
+/* Lays out the cache at base, unless that is NULL, each cache tensor aligned to 256 bytes: the rows of all timelines one
+ * after the other. Returns its bytes. */
 static size_t cache_layout(struct rank *r, uint8_t *base) {
     size_t bytes = 0;
     for (int il = 0; il < model_blocks(r->m); il++) {
         struct cache_tensor cache[CACHE_USES];
         layer_cache(r->m, &r->m->layers[il], r->kv_type, cache);
         for (struct cache_tensor &p : cache) {
-            const size_t rows = cache_rows_of(&p, (size_t)r->n_ctx);
+            p.timeline_rows = (int)cache_rows_of(&p, (size_t)r->n_ctx);
+            const size_t rows = (size_t)r->n_timeline * (size_t)p.timeline_rows;
             p.data = base && rows ? base + bytes : NULL;
             bytes += (rows * p.row_bytes + 255) / 256 * 256;
             if (p.type != KV_FP8) continue;
             p.scale = base && rows ? (float *)(base + bytes) : NULL;
             bytes += (rows * cache_scale_bytes(&p) + 255) / 256 * 256;
         }
-        if (base) memcpy(r->cache[il], cache, sizeof cache);
+        for (int i = 0; base && i < r->n_timeline; i++) {
+            memcpy(r->caches[i * model_blocks(r->m) + il], cache, sizeof cache);
+            for (struct cache_tensor &p : cache) {
+                if (p.data) p.data += (size_t)p.timeline_rows * p.row_bytes;
+                if (p.scale) p.scale += p.timeline_rows * p.n_scale;
+            }
+        }
     }
     return bytes;
 }
@@ -9564,8 +9653,9 @@ static void rank_allocate(struct rank *r) {
     const struct gpu_dims d = gpu_dims_of(m, s);
     struct route_args *route = &c->route;
     const size_t batch_bytes = sizeof *c->batch + (size_t)r->chunk * sizeof(int32_t);
-    r->n_timeline = r->n_run = 1;
-    r->caches = (struct cache_tensor(*)[CACHE_USES])host_memory((size_t)model_blocks(m), sizeof *r->caches);
+    r->n_run = 1;
+    r->caches =
+        (struct cache_tensor(*)[CACHE_USES])host_memory((size_t)(r->n_timeline * model_blocks(m)), sizeof *r->caches);
     r->cache = r->caches;
     r->work = (struct candidate *)host_memory((size_t)m->n_ids, sizeof *r->work);
     r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);
@@ -9637,7 +9727,7 @@ static bool cuda_resize(struct rank *r, int n_ctx, char *err) {
         cache_layout(r, (uint8_t *)cache);
         cuda_sync(r, "clearing memory");
     }
-    r->kv_bytes = state_bytes(r->m, r->kv_type, (size_t)r->n_ctx);
+    r->kv_bytes = (size_t)r->n_timeline * state_bytes(r->m, r->kv_type, (size_t)r->n_ctx);
     return done;
 }
 

@@ -205,7 +205,7 @@ struct decoder {
     void set(const struct setting &s) {
         struct cuda *c = r.cuda;
         r.ops->wait(&r);
-        for (cudaGraphExec_t &g : c->graph[PASS_FORWARD]) {
+        for (cudaGraphExec_t &g : c->graph[PASS_FORWARD][0]) {
             if (g) demand(cudaGraphExecDestroy(g));
             g = NULL;
         }
@@ -221,9 +221,8 @@ struct decoder {
             random = random * 1664525 + 1013904223;
             r.tokens[i] = (int32_t)((random >> 8) % (uint32_t)m.n_vocab);
         }
-        r.pos = context;
-        r.n_committed = context - lag;
-        r.n_tok = n;
+        const struct run run = {0, 0, n, context, context - lag};
+        rank_batch(&r, &run, 1);
         r.ops->forward(&r);
     }
 
@@ -382,7 +381,7 @@ static void check_settings() {
         any = sim_prefetches() > 0;
         sim_log_prefetches(false);
         expect(any == s.prefetch, "%s: weights are%s requested", s.name, any ? "" : " not");
-        const cudaGraphExec_t graph = d.r.cuda->graph[PASS_FORWARD][1];
+        const cudaGraphExec_t graph = d.r.cuda->graph[PASS_FORWARD][0][1];
         expect((graph != NULL) == (s.launching != LAUNCHES_EAGER), "%s: recorded or not", s.name);
         if (graph) {
             int overlapping, launches = sim_graph_launches(graph, &overlapping);

@@ -667,11 +667,12 @@ static void test_cuda_small(void) {
         CHECK(why && strstr(why, "-fit off"), "%s", why);
         small_close(&e);
         why = small_open(&e, &set, lo / 4, tp, FIT_ON);
-        CHECK(why && strstr(why, "--vram-reserve 0 lacks") && strstr(why, "(with 4 experts a layer "), "%s", why);
+        CHECK(why && strstr(why, "--vram-reserve 0: ") && strstr(why, " are missing (with 4 experts a layer "), "%s",
+              why);
         small_close(&e);
         set.vram_reserve = 2048;
         why = small_open(&e, &set, (size_t)1 << 30, tp, FIT_ON);
-        CHECK(why && strstr(why, "--vram-reserve 2048 lacks 1.1 GiB"), "%s", why);
+        CHECK(why && strstr(why, "--vram-reserve 2048: 1.1 GiB are missing"), "%s", why);
         small_close(&e);
         set.vram_reserve = 0;
         cuda_test_fail("cudaHostRegister", 1);

@@ -117,6 +117,13 @@ struct gpu_array {
     }
 };
 
+/* A batch of one run of timeline 0. */
+struct gpu_batch : gpu_array<struct batch> {
+    gpu_batch(int pos, int n_tok, int n_committed)
+        : gpu_array(std::vector<struct batch>{{n_tok, 1, {{0, 0, n_tok, pos, n_committed}}, {}}}) {}
+    operator batch_ref() const { return {p, false}; }
+};
+
 /* Waits for the kernels of a case. */
 static void finish(const char *what) {
     must(cudaGetLastError(), what);
@@ -559,14 +566,14 @@ extern "C" void cuda_test_upload(void) {
             gpu_array<int32_t> ids_d(ids);
             gpu_array<float> freq_d(freq), x((size_t)(s.n_out * copies * n_in)), cs((size_t)s.n_out * n_half),
                 sn((size_t)s.n_out * n_half), cs_2((size_t)s.n_out * 3), sn_2((size_t)s.n_out * 3);
-            gpu_array<struct batch> b(std::vector<struct batch>{{pos, s.n_out, pos}});
+            gpu_batch b(pos, s.n_out, pos);
             ids_d.arrive();
             struct device_matrix d = w.d; /* some have no factors of their own */
             if (wide) d.scale = NULL;
             const double factor = wide ? 1 / (double)w.scale[0] : 1;
             const struct rope_tables ropes = {{{freq_d, n_half, 1.5f, cs, sn}, {freq_d + 1, 3, 0.5f, cs_2, sn_2}}, 2};
-            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, d, ids_d.p, b.p, x.p,
-                       copies, ropes);
+            LAUNCH_PDL(k_embed, dim3((unsigned)s.n_out), dim3(ROW_THREADS), 0, test_stream, d, ids_d.p, batch_ref(b),
+                       x.p, copies, ropes);
             finish("embedding");
             std::vector<float> got = x.get(), c = cs.get(), n = sn.get(), c2 = cs_2.get(), n2 = sn_2.get();
             error_sum sum, angles;
@@ -596,9 +603,10 @@ extern "C" void cuda_test_upload(void) {
     std::vector<int32_t> ids;
     for (int i = 0; i < 130; i++) ids.push_back(i);
     gpu_array<int32_t> ids_d(ids);
-    gpu_array<struct batch> b(std::vector<struct batch>{{0, 130, 0}});
+    gpu_batch b(0, 130, 0);
     ids_d.arrive();
-    LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, b.p, x.p, 1, rope_tables{});
+    LAUNCH_PDL(k_embed, dim3(130), dim3(ROW_THREADS), 0, test_stream, apart.d, ids_d.p, batch_ref(b), x.p, 1,
+               rope_tables{});
     finish("embedding");
     const std::vector<float> got = x.get();
     double worst = 0, largest = 0;
@@ -1626,7 +1634,7 @@ static void run_attention(const struct attn_case &c) {
     gpu_array<uint32_t> arrived(std::vector<uint32_t>(counters, 0));
     gpu_array<float> part(
         std::vector<float>((size_t)(c.splits * min(c.n_tok, (int)DECODE_MAX_TOKENS) * n_head * (c.dv + 2)), NAN));
-    gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, here, c.pos}});
+    gpu_batch b(c.pos, here, c.pos);
     struct attn_args a = {};
     a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = c.n_tok, a.n_head = n_head;
     a.n_head_kv = c.n_kv, a.dk = c.dk, a.dv = c.dv, a.q_stride = qs, a.out_stride = os, a.max_splits = c.splits;
@@ -1845,7 +1853,7 @@ static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, 
                              sn = random_floats(n_tok * rope / 2, 0.7);
     gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
     gpu_array<uint16_t> y((size_t)(n_tok * n_head * key));
-    gpu_array<struct batch> b(std::vector<struct batch>{{pos, n_tok, pos}});
+    gpu_batch b(pos, n_tok, pos);
     struct mla_query_args p = {};
     struct rope_args &r = p.rope;
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q_rope = y, r.kp = k.p,
@@ -1950,7 +1958,7 @@ static void run_attention_csa(int d, bool fp8, int n_head, int n_tok, int pos, i
     gpu_array<uint32_t> arrived(std::vector<uint32_t>((size_t)(n_head * n_tok * ATTN_COUNTERS), 0));
     gpu_array<float> part(
         std::vector<float>((size_t)(splits * min(n_tok, (int)DECODE_MAX_TOKENS) * n_head * (d + 2)), NAN));
-    gpu_array<struct batch> b(std::vector<struct batch>{{pos, n_tok, pos}});
+    gpu_batch b(pos, n_tok, pos);
     struct attn_args a = {};
     a.q = q_d, a.out = out, a.partials = part, a.batch = b, a.k = k.p, a.v = v.p, a.n_tok = n_tok, a.n_head = n_head;
     a.n_head_kv = 1, a.dk = a.dv = d, a.q_stride = width, a.out_stride = out_stride, a.scale = (float)(1 / sqrt(d));
@@ -2090,7 +2098,7 @@ static void run_window_batches(int dk, int dv, bool fp8, int group, int window, 
         std::vector<uint16_t> got;
         for (int b = 0, first = 0; b < TOKENS && sizes[b]; first += sizes[b++]) {
             const int n = sizes[b], at = pos + first;
-            gpu_array<struct batch> place(std::vector<struct batch>{{at, n, at}});
+            gpu_batch place(at, n, at);
             gpu_array<uint16_t> out(out_row * (size_t)n);
             struct attn_args a = {};
             a.out = out, a.partials = part, a.batch = place, a.k = keys.p, a.v = values.p, a.n_tok = n;
@@ -2312,7 +2320,7 @@ static void run_delta(const struct delta_case &c) {
         ring_gates(ring(x.alpha, x.beta, n_value, first - 3, c.pos));
     gpu_array<float> state(x.state), conv(x.conv), decay(x.decay), dt_bias(x.dt_bias), norm(x.norm);
     gpu_array<uint16_t> out(std::vector<uint16_t>((size_t)(c.n_tok * (values + PAD)), 0xABCD));
-    gpu_array<struct batch> b(std::vector<struct batch>{{c.pos, c.n_tok, first}});
+    gpu_batch b(c.pos, c.n_tok, first);
     const size_t most = DELTA_SEGMENT, tiles = most / DELTA_TILE * (size_t)n_value;
     gpu_array<uint16_t> qk16(std::vector<uint16_t>(most * 3 * (size_t)keys, 0x7E00)),
         tiles_d(std::vector<uint16_t>(tiles * 3 * DELTA_TILE * DELTA_TILE, 0x7E00));

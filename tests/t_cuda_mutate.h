@@ -13,6 +13,7 @@ extern "C" void cuda_test_stats(void);
 extern "C" void cuda_test_all_reduce(void);
 extern "C" void cuda_test_feed_forwards(void);
 extern "C" void cuda_test_sparse(void);
+extern "C" void cuda_test_parallel(void);
 extern "C" void cuda_test_streams(void);
 extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
@@ -51,6 +52,7 @@ static const struct {
                     {"expanded", cuda_test_expanded},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
+                    {"parallel", cuda_test_parallel},
                     {"streams", cuda_test_streams},
                     {"operations", cuda_test_operations}};
 enum { MUTANT_TESTS = sizeof mutant_tests / sizeof *mutant_tests };
@@ -290,6 +292,63 @@ static void answer_of_one_token(const char *launch, void *args) {
     change_if<struct ask_args>(launch, "k_add_experts", args, [](auto &a) { a.y -= a.n_tok > 1 ? a.n_embd : 0; });
 }
 
+/* Mistakes about several timelines: a cache tensor has the rows of the first one, or the batch is one run. */
+template <class F>
+static void change_several(const char *launch, void *args, F f) {
+    change_attention(launch, args, [&](auto &a) {
+        if (a.batch.several) f(a);
+    });
+}
+static void keys_of_first(const char *launch, void *args) {
+    change_several(launch, args, [](auto &a) { a.k.timeline_rows = 0; });
+}
+static void values_of_first(const char *launch, void *args) {
+    change_several(launch, args, [](auto &a) { a.v.timeline_rows = 0; });
+}
+static void keys_to_first(const char *launch, void *args) {
+    change_several(launch, args, [](auto &a) { a.rope.kp.timeline_rows = 0; });
+}
+static void values_to_first(const char *launch, void *args) {
+    change_several(launch, args, [](auto &a) { a.rope.vp.timeline_rows = 0; });
+}
+static void compressed_of_first(const char *launch, void *args) {
+    change_csa(launch, args, [](auto &a) { a.v.timeline_rows = 0; });
+}
+static void window_of_first(const char *launch, void *args) {
+    change_csa(launch, args, [](auto &a) { a.k.timeline_rows = 0; });
+}
+static void window_to_first(const char *launch, void *args) {
+    change_if<struct csa_args>(launch, "k_csa_store", args, [](auto &a) { a.rope.kp.timeline_rows = 0; });
+}
+static void latents_to_first(const char *launch, void *args) {
+    change_if<struct mla_query_args>(launch, "k_mla_query", args, [](auto &a) { a.rope.kp.timeline_rows = 0; });
+}
+static void compressors_of_first(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) { c.ring.timeline_rows = 0; });
+}
+static void compressed_to_first(const char *launch, void *args) {
+    change_compressors(launch, args, [](auto &c) { c.keys.timeline_rows = 0; });
+}
+static void indexer_of_first(const char *launch, void *args) {
+    for (const char *kernel : {"k_index_scores", "k_index_blocks"})
+        change_if<struct index_args>(launch, kernel, args, [](auto &a) { a.rope.kp.timeline_rows = 0; });
+}
+static void indexer_to_first(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_store", args, [](auto &a) { a.rope.kp.timeline_rows = 0; });
+}
+static void choice_of_first(const char *launch, void *args) {
+    change_if<struct index_args>(launch, "k_index_choose", args, [](auto &a) { a.rope.batch.several = false; });
+}
+static void rings_of_first(const char *launch, void *args) {
+    change_if<struct delta_args>(launch, "k_delta_decode", args, [](auto &a) { a.ring_rows = 0; });
+}
+static void states_of_first(const char *launch, void *args) {
+    change_if<struct delta_args>(launch, "k_delta_decode", args, [](auto &a) { a.state_stride = 0; });
+}
+static void joins_of_first(const char *launch, void *args) {
+    change_if<struct mla_value_args>(launch, "k_mla_value", args, [](auto &a) { a.attn.batch.several = false; });
+}
+
 /* The mistakes, and the test that finds them. */
 static const struct {
     const char *test, *what;
@@ -325,6 +384,22 @@ static const struct {
                 {"windows", "gates have the other function", other_gates},
                 {"links", "the rows of a rank are normed by themselves", rows_of_ranks},
                 {"links", "copies of KV heads are counted", copies_counted},
+                {"parallel", "keys are the first timeline's", keys_of_first},
+                {"parallel", "values are the first timeline's", values_of_first},
+                {"parallel", "keys become the first timeline's", keys_to_first},
+                {"parallel", "values become the first timeline's", values_to_first},
+                {"parallel", "latents become the first timeline's", latents_to_first},
+                {"parallel", "latents are joined as the first timeline's", joins_of_first},
+                {"parallel", "the window's keys are the first timeline's", window_of_first},
+                {"parallel", "the window's keys become the first timeline's", window_to_first},
+                {"parallel", "compressed keys are the first timeline's", compressed_of_first},
+                {"parallel", "compressed keys become the first timeline's", compressed_to_first},
+                {"parallel", "keys are compressed from the first timeline's", compressors_of_first},
+                {"parallel", "the indexer has the first timeline's keys", indexer_of_first},
+                {"parallel", "the indexer's keys become the first timeline's", indexer_to_first},
+                {"parallel", "keys are chosen as for the first timeline", choice_of_first},
+                {"parallel", "rings are the first timeline's", rings_of_first},
+                {"parallel", "states are the first timeline's", states_of_first},
                 {"sparse", "the indexer rotates other pairs", other_pairs},
                 {"sparse", "a head of the indexer is missing", head_dropped},
                 {"sparse", "chosen keys begin with the second", choice_off_by_one},

@@ -73,7 +73,7 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to) {
     const std::vector<float> x = random_floats((int)(3 * per), 2), w[2] = {random_floats(n, 1), random_floats(n, 1)},
                              own = random_floats((int)(TOKENS * gap), 1), before = random_floats((int)(ROWS * per), 3);
     gpu_array<float> x_d(x), w0(w[0]), w1(w[1]), ring(before), own_d(own);
-    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    gpu_batch b(POS, TOKENS, POS);
     gpu_array<uint16_t> out(std::vector<uint16_t>(TOKENS * (size_t)streams * stride, 0xABCD));
     const struct mtp_hidden_rows final = {ring, ROWS, streams, n, b};
     const struct mtp_input_args a = {own_d, gap, final, {w0, w1}, 1e-6f, from, to, out, stride};
@@ -218,7 +218,7 @@ static void run_rope_gqa(const struct rope_case &c) {
                              cs = random_floats(angles, 0.7), sn = random_floats(angles, 0.7);
     gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), cs_d(cs), sn_d(sn);
     gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * c.d));
-    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    gpu_batch b(POS, TOKENS, POS);
     struct rope_args r = {};
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = c.pairs, r.q = q32.d, r.k = k32.d, r.v = v32.d, r.q16 = q16;
     if (c.norm) r.q_norm = q_norm_d, r.k_norm = k_norm_d;
@@ -261,7 +261,7 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
                              sn = random_floats(TOKENS * rope / 2, 0.7);
     gpu_array<float> norm_d(norm), cs_d(cs), sn_d(sn);
     gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * d)), y((size_t)(TOKENS * HEADS * key));
-    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    gpu_batch b(POS, TOKENS, POS);
     struct rope_args r = {};
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q16 = q16, r.q_rope = y;
     r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope;
@@ -316,7 +316,7 @@ static void run_csa_store(int d, int rope, int pos) {
     gpu_array<float> k_norm_d(k_norm), norm_d(norm), ape_d(ape), cs_d(cs), sn_d(sn), freq_d(freq), rows_d(rows),
         value_d(value), gate_d(gate);
     gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * d));
-    gpu_array<struct batch> b(std::vector<struct batch>{{pos, TOKENS, pos}});
+    gpu_batch b(pos, TOKENS, pos);
     struct csa_args a = {};
     struct rope_args &r = a.rope;
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = k.d, r.q_stride = (size_t)q.stride, r.k_stride = heads;
@@ -418,7 +418,7 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
                              sn = random_floats(TOKENS * rope / 2, 0.7);
     gpu_array<float> q_norm_d(q_norm), k_norm_d(k_norm), more_d(more), cs_d(cs), sn_d(sn);
     gpu_array<uint16_t> q16((size_t)(TOKENS * HEADS * width));
-    gpu_array<struct batch> b(std::vector<struct batch>{{POS, TOKENS, POS}});
+    gpu_batch b(POS, TOKENS, POS);
     struct index_args a = {};
     struct rope_args &r = a.rope;
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.pairs = pairs, r.q = q.d, r.k = k32.d, r.q_norm = bias ? NULL : q_norm_d.p;
@@ -467,11 +467,11 @@ static void run_index_scores(int width, bool fp8, int n_index, int block, int n_
     const std::vector<float> w = random_floats(n_tok * w_stride, 1);
     gpu_array<uint16_t> q_d(q);
     gpu_array<float> w_d(w), scores(std::vector<float>((size_t)(n_tok * n_list * n_scores), NAN));
-    gpu_array<struct batch> b(std::vector<struct batch>{{len - 1, n_tok, len - 1}});
+    gpu_batch b(len - 1, n_tok, len - 1);
     struct index_args a = {};
     a.rope.batch = b, a.rope.q16 = q_d, a.rope.n_head = n_index, a.rope.d = width, a.rope.kp = k.p, a.w = w_d;
     a.w_stride = (size_t)w_stride, a.score_scale = 0.125f, a.scores = scores, a.n_tok = n_tok, a.top_k = len / 2;
-    a.n_list = n_list, a.n_scores = n_scores, a.block = block;
+    a.n_list = n_list, a.n_scores = n_scores, a.block = block, a.block_tokens = per;
     const int tokens = min(n_tok, per);
     const size_t smem = block ? index_queries(tokens * n_index, width, 1) : index_queries(n_index, width, tokens);
     index_kernel *const kernel = index_find(width, fp8, block > 0);
@@ -509,7 +509,7 @@ static void run_index_choose(int n, int n_topk, int block, int local, int levels
     for (float &f : score) f = roundf(f * (float)levels) / (float)levels; /* many are equal, also 0 and -0 */
     gpu_array<float> score_d(score);
     gpu_array<int32_t> chosen((size_t)(n_list * n_topk));
-    gpu_array<struct batch> b(std::vector<struct batch>{{n * block_keys - 2, 1, 0}});
+    gpu_batch b(n * block_keys - 2, 1, 0);
     struct index_args a = {};
     a.rope.batch = b, a.scores = score_d, a.chosen = chosen, a.n_tok = 1, a.top_k = n_topk * block_keys,
     a.n_list = n_list;

@@ -6,13 +6,16 @@ struct parallel_case {
     const struct kernels *k;
     int tp, pp;
     enum kv_type kv;
-    int n; /* timelines at work */
+    int n;       /* timelines at work */
+    int n_token; /* of a timeline at most; 0: 70 */
+    /* opens n_timeline of them; NULL: on the CPU */
+    bool (*open)(struct session *s, const struct model *m, const struct parallel_case *c, int n_timeline);
 };
 
 enum {
-    PARALLEL_TOKENS = 70, /* of a timeline at most, */
-    PARALLEL_ROUNDS = 10, /* and rounds of decoding, in each of which a timeline takes part or not */
-    PARALLEL_CHUNK = 24   /* tokens of a prompt's forward */
+    PARALLEL_TOKENS = 200, /* of a timeline at most, */
+    PARALLEL_ROUNDS = 10,  /* and rounds of decoding, in each of which a timeline takes part or not */
+    PARALLEL_CHUNK = 24    /* tokens of a prompt's forward */
 };
 
 /* A timeline's tokens, and its logits after the prompt and after each token that follows. */
@@ -27,10 +30,15 @@ static void parallel_keep(struct parallel_line *l, struct session *s) {
     memcpy(l->logits + (size_t)(l->n - l->n_prompt) * v, session_logits(s), v * sizeof(float));
 }
 
-static void parallel_open(struct session *s, const struct model *m, const struct parallel_case *c, int n_timeline) {
-    session_open_cpu(s, m, c->tp, c->pp,
-                     (struct cpu_options){c->k, 2, PARALLEL_TOKENS, c->kv, false, false, n_timeline});
+static int parallel_tokens(const struct parallel_case *c) { return c->n_token ? c->n_token : 70; }
+
+static bool parallel_open(struct session *s, const struct model *m, const struct parallel_case *c, int n_timeline) {
+    if (c->open && !c->open(s, m, c, n_timeline)) return false;
+    if (!c->open)
+        session_open_cpu(s, m, c->tp, c->pp,
+                         (struct cpu_options){c->k, 2, parallel_tokens(c), c->kv, false, false, n_timeline});
     s->r->chunk = PARALLEL_CHUNK;
+    return true;
 }
 
 static void check_parallel(const struct parallel_case *c) {
@@ -41,11 +49,12 @@ static void check_parallel(const struct parallel_case *c) {
     int order[DECODE_MAX_TOKENS];
     uint64_t rng = 5;
     if (!fixture_load(c->name, &m)) return;
-    parallel_open(&s[0], &m, c, n_timeline);
+    if (!parallel_open(&s[0], &m, c, n_timeline)) return;
     for (int i = 1; i < n_timeline; i++) session_attach(&s[i], &m, s[0].pg, NULL, i);
     for (int i = 0; i < c->n; i++) {
         struct parallel_line *l = &line[i];
-        l->n = l->n_prompt = i < 3 ? 1 + i : 1 + (int)(rng_next(&rng) % (PARALLEL_TOKENS - PARALLEL_ROUNDS));
+        l->n = l->n_prompt =
+            i < 3 ? 1 + i : 1 + (int)(rng_next(&rng) % (uint64_t)(parallel_tokens(c) - PARALLEL_ROUNDS));
         l->cut = i % 2 && l->n > 9 ? l->n / 2 : 0;
         l->logits = xmalloc((1 + PARALLEL_ROUNDS) * (size_t)m.n_vocab * sizeof *l->logits);
         for (int k = 0; k < PARALLEL_TOKENS; k++) l->ids[k] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
@@ -90,13 +99,13 @@ static void check_parallel(const struct parallel_case *c) {
     for (int i = 0; i < c->n; i++) {
         const struct parallel_line *l = &line[i];
         struct session alone;
-        parallel_open(&alone, &m, c, 1);
+        if (!parallel_open(&alone, &m, c, 1)) return;
         sync_alone(&alone, l->ids, l->n_prompt, l->cut);
         for (int k = l->n_prompt; k <= l->n; k++) {
             const float *got = l->logits + (size_t)(k - l->n_prompt) * (size_t)m.n_vocab;
             if (!CHECK(!memcmp(got, session_logits(&alone), (size_t)m.n_vocab * sizeof *got),
                        "%s, %s, --tp %d --pp %d, %d at once: number %d of %d tokens has other bits after %d more",
-                       c->name, c->k->name, c->tp, c->pp, c->n, i, l->n_prompt, k - l->n_prompt))
+                       c->name, c->open ? "GPU" : c->k->name, c->tp, c->pp, c->n, i, l->n_prompt, k - l->n_prompt))
                 break;
             if (k < l->n) session_decode(&alone, l->ids[k]);
         }
@@ -113,7 +122,7 @@ static void test_parallel_fixtures(void) {
     for (int f = 0; f < RANK_FIXTURES; f++) {
         const int *const layout = layouts[f % (int)(sizeof layouts / sizeof *layouts)];
         check_parallel(&(struct parallel_case){rank_fixtures[f], kernels_choose(), layout[0], layout[1],
-                                               (enum kv_type)(f % 3), n[f / 3 % 3]});
+                                               (enum kv_type)(f % 3), n[f / 3 % 3], 0, NULL});
     }
 }
 
@@ -123,7 +132,8 @@ static void test_parallel_kernels(void) {
                                         "qwen3_5_moe_nvfp4", "glm_moe_dsa",       "minimax_m3"};
     for (size_t k = 0; k < sizeof kernel_sets / sizeof *kernel_sets; k++)
         for (size_t f = 0; f < sizeof names / sizeof *names && kernels_runnable(kernel_sets[k]); f++)
-            check_parallel(&(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5});
+            check_parallel(
+                &(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5, 0, NULL});
 }
 
 /* ---- the program ---- */
