@@ -20622,7 +20622,7 @@ static const struct option options[] = {
      .help = "chat, also where stdin is a pipe; -p or -f begins it"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"jsonl", IS_FLAG(jsonl), .help = "the same with a JSON object per line, in and out", .details = jsonl_details},
-    {"parallel", "-np", IS_INT(parallel, 1, DECODE_MAX_TOKENS), .arg = "N", .of = "lines|jsonl|bench",
+    {"parallel", "-np", IS_INT(parallel, 1, DECODE_MAX_TOKENS), .arg = "N", .of = "lines|jsonl|bench|plan",
      .help = "answer N prompts at a time (default: 1)"},
     {"unordered", IS_FLAG(unordered), .rare = true, .of = "jsonl", .help = "print answers as they end"},
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
@@ -26062,6 +26062,10 @@ enum {
 
 /* Seconds of an all-reduce of one token's activations, assumed: the one-shot kernel, NCCL. --doctor measures them. */
 static const double plan_reduce[2] = {5.5e-6, 12e-6};
+/* And for each byte of the values of further tokens, which every rank writes to the others over PCIe. */
+static const double plan_reduce_byte = 0.081e-9;
+/* The numbers of prompts at a time of the table "at once". */
+static const int plan_at_once[] = {1, 4, 8, 16};
 
 /* A GPU; the only device of a plan for the CPU is the CPU. */
 struct plan_device {
@@ -27118,6 +27122,37 @@ static void plan_best_cpu(struct plan *p, const struct plan_layout *chosen) {
     p->context = context;
 }
 
+/* Seconds that the experts of a forward of n tokens take longer than those of one, on device i with a shard m. */
+static double plan_more_experts(const struct plan *p, int i, const struct model *m, int n) {
+    double more = 0; /* bytes */
+    for (int il = 0; il < m->n_layer; il++) {
+        const struct layer *layer = &m->layers[il];
+        const struct weight *const w[3] = {&layer->gate, &layer->up, &layer->down};
+        for (int j = 0; j < 3 && layer->n_expert; j++)
+            more += (double)plan_matrix_reads(false, w[j], 1) * (experts_expected(layer, n) - layer->n_expert_used);
+    }
+    const double cpu = plan_cpu_seconds(p, m, n) - plan_cpu_seconds(p, m, 1);
+    const double disk = plan_disk_bytes(p, m, n, false) - plan_disk_bytes(p, m, 1, false);
+    return more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) + cpu + disk / p->disk_rate;
+}
+
+/* The forecast of a round of n prompts: seconds of a forward of a token of each at a context of ctx tokens, which reads
+ * the cache of each, and of the choices of n tokens. */
+static double plan_round(const struct plan *p, const struct plan_layout *d, int ctx, int n) {
+    double seconds = plan_forecast(p, d, ctx, false).seconds + (n - 1) * decode_costs[DECODE_SAMPLE].us * 1e-6;
+    for (int stage = 0; stage < d->pp; stage++) {
+        double slowest = 0;
+        for (int i = stage * d->tp; i < (stage + 1) * d->tp; i++) {
+            const struct model *m = &d->rank[i].m;
+            const double cache = (n - 1) * state_reads(m, p->kv, (size_t)ctx) / (p->device[i].rate * forecast_rate);
+            slowest = fmax(slowest, plan_more_experts(p, i, m, n) + cache);
+        }
+        seconds += slowest;
+    }
+    if (d->tp > 1) seconds += plan_all_reduces(p->m) * (n - 1) * 4.0 * p->m->n_embd * plan_reduce_byte;
+    return seconds;
+}
+
 /* The forecast of rounds of drafts for a layout without pipeline stages. A round of k drafts is a forward of k + 1
  * tokens, which reads more experts than one, and k passes of the MTP layer. */
 static struct draft_forecast plan_drafts(const struct plan *p, const struct plan_layout *d, int ctx) {
@@ -27130,18 +27165,7 @@ static struct draft_forecast plan_drafts(const struct plan *p, const struct plan
             const struct model *m = &d->rank[i].m;
             if (!m->n_mtp) return best;
             struct launch *list = draft_launches(m, p->offload, p->kv, (size_t)ctx);
-            double more = 0; /* bytes of experts */
-            for (int il = 0; il < m->n_layer; il++) {
-                const struct layer *layer = &m->layers[il];
-                const struct weight *const w[3] = {&layer->gate, &layer->up, &layer->down};
-                for (int j = 0; j < 3 && layer->n_expert; j++)
-                    more += (double)plan_matrix_reads(false, w[j], 1) *
-                            (experts_expected(layer, k + 1) - layer->n_expert_used);
-            }
-            const double cpu = plan_cpu_seconds(p, m, k + 1) - plan_cpu_seconds(p, m, 1);
-            const double disk = plan_disk_bytes(p, m, k + 1, false) - plan_disk_bytes(p, m, 1, false);
-            slowest = fmax(slowest, more / (p->device[i].rate * forecast_rate) + plan_copy_seconds(p, more, false) +
-                                        cpu + disk / p->disk_rate +
+            slowest = fmax(slowest, plan_more_experts(p, i, m, k + 1) +
                                         k * forecast_launches(list, 0, p->device[i].rate, p->device[i].l2).seconds);
             arrfree(list);
         }
@@ -27264,6 +27288,21 @@ static struct plan_row plan_layout_row(const struct plan_layout *d) {
     return row;
 }
 
+/* What n prompts at a time have: the context that each can have in a layout, and the speed at up to PLAN_CTX tokens. */
+static struct plan_row plan_at_once_row(const struct plan *p, const struct plan_layout *d, int n) {
+    struct plan other = *p;
+    other.n_timeline = n;
+    const int context = plan_context(&other, d), at = int_min(context, PLAN_CTX);
+    struct plan_row row = {.json = json_pack("{s:i}", "prompts", n)};
+    plan_put(&row, "context", "context", PLAN_TOKENS, context);
+    if (!context) snprintf(row.text, sizeof row.text, " less than %d", p->least);
+    if (p->cpu || !context) return row;
+    const double each = 1 / plan_round(p, d, at, n);
+    plan_put(&row, "forecast", "tok/s*", PLAN_RATE, n * each);
+    plan_put(&row, "forecast_each", "each", PLAN_RATE, each);
+    return row;
+}
+
 /* Adds a line to the text; title: puts a line with the labels before it, or NULL. */
 static void plan_line(char **text, const char *title, const char *name, const struct plan_row *row) {
     if (title) sb_printf(text, "%-13s%s\n", title, row->labels);
@@ -27380,6 +27419,9 @@ static double plan_copied(const struct plan *p, const struct plan_layout *d, boo
     return most * (1 - 1e-2 * plan_hit_percent(p, few));
 }
 
+/* Whether all experts that the model has fit where they are computed. */
+static bool plan_fits_whole(const struct plan *p) { return p->outcome == PLAN_FITS || p->outcome == PLAN_FITS_STAGES; }
+
 /* The answer for people, in at most 80 columns, goes to text; returns that for programs, with sizes in bytes. */
 static json_t *plan_answer(const struct plan *p, char **text) {
     const struct plan_layout *d = &p->layout[p->chosen];
@@ -27452,13 +27494,25 @@ static json_t *plan_answer(const struct plan *p, char **text) {
         if (!k) sb_printf(text, "\n%-13s%s\n", "context up to", row.labels);
         sb_printf(text, "%-13s%s%s\n", o->name, row.text, mark);
     }
-    json_t *json = json_pack("{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o}", "model",
-                             m->name, "architecture", m->family->arch, "layers", m->n_layer, "experts", m->n_expert_max,
-                             "experts_used", m->max.n_expert_used, "trained_context", m->n_ctx_train, "machine",
-                             p->cpu ? "cpu" : "gpu", "verdict", plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp,
-                             "context", p->context, "kv", p->kv_name, "keep_experts", p->experts, "keep_percent",
-                             p->percent, "missing", (json_int_t)p->missing, "missing_fewest_experts",
-                             (json_int_t)p->missing_pruned, "ranks", ranks, "reads", all_row.json, "layouts", layouts);
+    json_t *at_once = json_array();
+    for (size_t i = 0; i < sizeof plan_at_once / sizeof *plan_at_once && plan_fits_whole(p); i++) {
+        struct plan_row row = plan_at_once_row(p, d, plan_at_once[i]);
+        char name[32];
+        snprintf(name, sizeof name, "%d", plan_at_once[i]);
+        if (!i) sb_printf(text, "\n");
+        plan_line(text, i ? NULL : "at once", name, &row);
+        json_array_append_new(at_once, row.json);
+    }
+    if (json_array_size(at_once))
+        sb_printf(text, "prompts with --parallel, a context each%s\n",
+                  p->cpu ? "" : "; * together, at 4,096 tokens or less");
+    json_t *json = json_pack(
+        "{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o,s:o}", "model", m->name,
+        "architecture", m->family->arch, "layers", m->n_layer, "experts", m->n_expert_max, "experts_used",
+        m->max.n_expert_used, "trained_context", m->n_ctx_train, "machine", p->cpu ? "cpu" : "gpu", "verdict",
+        plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
+        p->experts, "keep_percent", p->percent, "missing", (json_int_t)p->missing, "missing_fewest_experts",
+        (json_int_t)p->missing_pruned, "ranks", ranks, "reads", all_row.json, "layouts", layouts, "at_once", at_once);
     if (!p->cpu) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
@@ -27539,6 +27593,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->kv = settings_kv(set, m, gpu);
     p->kv_name = kv_names[p->kv];
     plan_wants(p, set->n_ctx);
+    p->n_timeline = set->parallel;
     p->draft_min = set->draft_min;
     p->draft_max = settings_drafts(set);
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");

@@ -852,6 +852,32 @@ static void test_plan_launches(void) {
     }
 }
 
+/* Several prompts at a time: their caches, the contexts for which there is room, and the speed. */
+static void test_plan_at_once(void) {
+    static const int context[] = {40960, 40960, 30464, 15104};
+    json_t *one = plan_of("--gpus 1x32 --synth qwen3-30b-a3b", 0), *all = json_object_get(one, "at_once");
+    json_t *eight = plan_of("--gpus 1x32 --synth qwen3-30b-a3b --parallel 8 -c 30464", 0);
+    json_t *more = plan_of("--gpus 1x32 --synth qwen3-30b-a3b --parallel 8 -c 30720", 1);
+    json_t *few = plan_of("--gpus 1x32 --synth qwen3-30b-a3b -c 4096", 0);
+    json_t *none = plan_of("--gpus 1x16@1000 --synth qwen3-30b-a3b -c 100000", 1);
+    const double alone = json_real_value(json_object_get(few, "forecast"));
+    double before = 0;
+    for (size_t i = 0; i < 4; i++) {
+        const json_t *row = json_array_get(all, i);
+        const double tps = json_real_value(json_object_get(row, "forecast")), n = (double)plan_int(row, "prompts");
+        CHECK_INT(plan_int(row, "context"), context[i], "%.0f prompts", n);
+        CHECK(i ? tps > before && tps < n * alone : fabs(tps - alone) < 1e-9 * alone, "%.0f prompts: %.1f tok/s", n,
+              tps);
+        CHECK(fabs(n * json_real_value(json_object_get(row, "forecast_each")) - tps) < 1e-9 * tps, "%.0f prompts", n);
+        before = tps;
+    }
+    /* 48 layers, keys and values of 4 heads of 128 bytes with a factor of 4 bytes each, for 8 contexts */
+    CHECK_INT(plan_int(plan_rank_of(eight, 0), "cache"), 8LL * 30464 * 48 * 2 * 4 * (128 + 4), "the cache");
+    plan_says(more, "verdict", "needs pruning");
+    CHECK(!json_array_size(json_object_get(none, "at_once")), "a table of what does not fit");
+    json_decref(one), json_decref(eight), json_decref(more), json_decref(few), json_decref(none);
+}
+
 /* The four verdicts, and that what is said to fit is the most. */
 static void test_plan_verdicts(void) {
     static const struct {
@@ -1410,14 +1436,14 @@ static void test_plan_readme(void) {
     arrfree(text);
 }
 
-#define TESTS_PLAN                                                                                             \
-    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                  \
-        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                          \
-        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},              \
-        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit}, \
-        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                          \
-        {"plan/verdicts", test_plan_verdicts}, {"plan/host", test_plan_host}, {"plan/disk", test_plan_disk},   \
-        {"plan/n-cpu-moe", test_plan_cpu_moe}, {"plan/readme-disk", test_plan_readme_disk},                    \
-        {"plan/readme", test_plan_readme}, {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, \
-        {"plan/cpu", test_plan_cpu}, {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage},     \
-        {"plan/absurd", test_plan_absurd},
+#define TESTS_PLAN                                                                                                 \
+    {"plan/published", test_plan_published}, {"plan/delta", test_plan_delta},                                      \
+        {"plan/prediction", test_plan_prediction}, {"plan/sparse", test_plan_sparse},                              \
+        {"plan/streams", test_plan_streams}, {"plan/streams-context", test_plan_streams_context},                  \
+        {"plan/uneven", test_plan_uneven}, {"plan/stages", test_plan_stages}, {"plan/limit", test_plan_limit},     \
+        {"plan/forecast", test_plan_forecast}, {"plan/launches", test_plan_launches},                              \
+        {"plan/verdicts", test_plan_verdicts}, {"plan/at-once", test_plan_at_once}, {"plan/host", test_plan_host}, \
+        {"plan/disk", test_plan_disk}, {"plan/n-cpu-moe", test_plan_cpu_moe},                                      \
+        {"plan/readme-disk", test_plan_readme_disk}, {"plan/readme", test_plan_readme},                            \
+        {"plan/header", test_plan_header}, {"plan/split", test_plan_split}, {"plan/cpu", test_plan_cpu},           \
+        {"plan/layouts", test_plan_layouts}, {"plan/usage", test_plan_usage}, {"plan/absurd", test_plan_absurd},
