@@ -48,10 +48,10 @@
  *   Types: the table of keys                         120  every key: name, kind, range, default
  *   Types: models                                    250  model, family; sizes that follow from them
  *   Types: operations                                290  the table that every backend fills in; its contract
- *   Types: cache tensors, ranks, the GPU backend     250  struct rank; cuda_* functions
+ *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
  *
  *  State
- *   State: cache tensors of a layer                  260  the KV cache and recurrent states
+ *   State: cache tensors of a layer                  310  the KV cache and recurrent states
  *   State: sizes on a GPU                            450  what a GPU rank allocates
  *
  *  Model
@@ -105,7 +105,7 @@
  *   Drafts                                           190  how many tokens a round drafts
  *   Session                                          310  a timeline of tokens: truncation, snapshots
  *   Session: forwards                                400  forwards, drafts, choices of tokens
- *   Session: sync and score                          250  sync to a list of tokens; scores of texts
+ *   Session: sync and score                          300  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
  *
  *  Text
@@ -172,14 +172,14 @@
  *   Finding a model                                  110  what -m and bare moe say where there is none
  *   Engine                                           440  opens model and session as the settings ask for
  *   Modes: tokenize, render, info, logits            520  small programs beside the chat
- *   Modes: perplexity, needle, smoke                 250  what the model can do
+ *   Modes: perplexity, needle, smoke                 300  what the model can do
  *   Modes: calibrate, compare                         10  convert/calibrate.h
  *   Modes: bench                                     370  speed at several depths and batches
  *   Doctor: report                                   140  --doctor: findings as text and JSON
  *   Doctor: machine                                  350  checks of driver, GPUs and host
  *   Doctor: model                                    310  checks that compute
  *   Modes: prompts and requests                      310  one answer beside a dialogue: -p; requests of --jsonl
- *   Modes: answers side by side                      340  --lines, --jsonl: one after the other, or several at once
+ *   Modes: answers side by side                      410  --lines, --jsonl: one after the other, or several at once
  *   Main                                             260  the table of modes, and main
  */
 #ifndef MOE_TYPES_ONLY
@@ -2258,7 +2258,9 @@ struct cache_tensor {
     enum cache_rows kind;
     int row_tokens, n_row; /* blocks: tokens of a row; ring, state: rows */
     int window;            /* ring: rows before its first token that a forward reads */
-    int timeline_rows;     /* GPU: rows, after which those of the next timeline follow */
+    int stem_rows;         /* rows of the stem, which come first; 0: there is none, or it is a ring or state */
+    int timeline_rows;     /* rows of a timeline, after which those of the next one follow */
+    int stem, shift;       /* rows from `stem` on lie `shift` rows further on in `data`; a GPU knows them by the run */
     int n_run;             /* the whole row is n_run runs of whole / n_run values; a shard has width / n_run of each, */
     int first, whole;      /* from value `first` of a run on */
     bool pow2; /* FP8: scales are powers of two, which keep what E4M3 or E2M1 holds with such a scale as it is */
@@ -2286,6 +2288,17 @@ struct run {
     int32_t first, n;    /* the run's rows of the batch */
     int32_t pos;         /* position of the first */
     int32_t n_committed; /* tokens that recurrent states have absorbed; CACHE_WINDOW holds those from it to pos */
+    int32_t behind;      /* the timeline begins with the stem */
+};
+
+/* Timelines side by side. The stem is a beginning that prompts have in common: timelines behind it have rows of their own for
+ * later tokens alone. While it is computed it is one more timeline. */
+struct timelines {
+    int n;      /* besides the stem; 0: one */
+    int n_stem; /* tokens of the stem; 0: there is none */
+    bool
+        all_behind; /* each has rows of its own for n_ctx - n_stem tokens, because prompts begin with the stem; otherwise
+                      * for n_ctx */
 };
 
 /* What one rank computes with. Its memory is sized at start; only `resize` changes the size of its state later. */
@@ -2317,9 +2330,11 @@ struct rank {
     int width[ACT_COUNT];  /* values per row of a slot */
     float *act[ACT_COUNT]; /* (chunk, width) the slots in F32, the backend's; GPU: NULL where a slot has no such form */
     enum kv_type kv_type;
-    int n_timeline;                            /* timelines whose state there is */
-    struct cache_tensor (*caches)[CACHE_USES]; /* (n_timeline, model_blocks) in the backend's memory; width 0: none */
-    struct cache_tensor (*cache)[CACHE_USES];  /* (model_blocks) those of the timeline of run 0, or of run_view's run */
+    struct timelines timelines; /* whose state there is */
+    /* (2, timelines_all, model_blocks) in the backend's memory, of timelines that do not begin with the stem and of
+     * those behind it; width 0: none */
+    struct cache_tensor (*caches)[CACHE_USES];
+    struct cache_tensor (*cache)[CACHE_USES]; /* (model_blocks) those of the timeline of run 0, or of run_view's run */
     /* (n_mtp_hidden, hidden_width) the backend's ring of hidden states, that of position p in row p % n_mtp_hidden: the
      * latest positions' rows of A_X after the final norm (family.mtp_before_norm: before it; of A_HC where there
      * are streams), and after the timeline what MTP layers give in their place; NULL: there is no MTP layer */
@@ -2343,6 +2358,27 @@ struct rank {
     struct cuda *cuda; /* what only a GPU has, see moe_cuda.cu; NULL: the rank is on the CPU */
 };
 
+/* Timelines of a rank, the stem's among them. */
+static inline int timelines_all(const struct timelines *t) { return (t->n ? t->n : 1) + (t->n_stem > 0); }
+
+/* The timelines that are possible with a context of n_ctx tokens: where it is no longer than the stem, there is none. */
+static inline struct timelines timelines_for(struct timelines t, int n_ctx) {
+    if (!t.n) t.n = 1;
+    if (t.n_stem >= n_ctx) t.n_stem = 0;
+    return t;
+}
+
+/* Tokens for which a timeline has rows of its own. */
+static inline int timelines_own(const struct timelines *t, int n_ctx) {
+    return t->all_behind ? n_ctx - t->n_stem : n_ctx;
+}
+
+/* The cache tensors of a run's timeline. */
+static inline struct cache_tensor (*run_caches(const struct rank *r, const struct run *u))[CACHE_USES] {
+    const int at = (u->behind ? timelines_all(&r->timelines) : 0) + u->timeline;
+    return r->caches + (size_t)at * (size_t)model_blocks(r->m);
+}
+
 /* Makes n_run runs the batch of the rank's next pass. */
 static inline void rank_batch(struct rank *r, const struct run *run, int n_run) {
     const struct run *last = &run[n_run - 1];
@@ -2351,7 +2387,7 @@ static inline void rank_batch(struct rank *r, const struct run *run, int n_run) 
     memcpy(r->run, run, (size_t)n_run * sizeof *run);
     r->pos = run->pos;
     r->n_committed = run->n_committed;
-    r->cache = r->caches + (size_t)run->timeline * (size_t)model_blocks(r->m);
+    r->cache = run_caches(r, run);
 }
 
 /* A layer's routed experts that a rank on a GPU asks the CPU to compute (Experts for GPUs). In pinned memory;
@@ -2401,9 +2437,9 @@ struct host_range {
 
 /* How the ranks of a session start on GPUs. */
 struct cuda_options {
-    int device[MAX_RANKS]; /* the GPU of each rank */
-    int n_ctx;             /* tokens; 0: the trained length, or what fits */
-    int n_timeline;        /* of so many tokens each; 0: one */
+    int device[MAX_RANKS];      /* the GPU of each rank */
+    int n_ctx;                  /* tokens; 0: the trained length, or what fits */
+    struct timelines timelines; /* of so many tokens each */
     enum allreduce allreduce;
     int kv_splits; /* splits of the context in decode at most; 0: as many as fill the GPU */
     enum moe_act moe_act;
@@ -2628,7 +2664,8 @@ static inline size_t cache_rows_of(const struct cache_tensor *p, size_t n_ctx) {
 
 /* The row of a token at that position. */
 static inline size_t cache_row(const struct cache_tensor *p, size_t pos) {
-    return p->kind == ROWS_RING ? pos % (size_t)p->n_row : pos;
+    if (p->kind == ROWS_RING) return pos % (size_t)p->n_row;
+    return pos < (size_t)p->stem ? pos : pos + (size_t)p->shift;
 }
 
 /* Bytes of a row's scales. */
@@ -2646,6 +2683,47 @@ static inline size_t state_bytes(const struct model *m, enum kv_type type, size_
             bytes += cache_rows_of(&cache[u], n_ctx) * (cache[u].row_bytes + cache_scale_bytes(&cache[u]));
     }
     return bytes;
+}
+
+/* Sets how the rows of a cache tensor are divided among timelines of n_ctx tokens each. Returns how many rows they are. */
+static inline size_t cache_rows_divide(struct cache_tensor *p, const struct timelines *t, size_t n_ctx) {
+    const bool by_token = p->kind == ROWS_TOKENS || p->kind == ROWS_BLOCKS;
+    const size_t all = (size_t)timelines_all(t);
+    p->stem_rows = by_token ? (int)cache_rows_of(p, (size_t)t->n_stem) : 0;
+    p->timeline_rows = (int)cache_rows_of(p, by_token ? (size_t)timelines_own(t, (int)n_ctx) : n_ctx);
+    return (size_t)p->stem_rows + (by_token ? all - (t->n_stem > 0) : all) * (size_t)p->timeline_rows;
+}
+
+/* Bytes of the state of all timelines of a shard. */
+static inline size_t timelines_bytes(const struct model *m, enum kv_type type, const struct timelines *t,
+                                     size_t n_ctx) {
+    size_t bytes = 0;
+    for (int il = 0; il < model_blocks(m); il++) {
+        struct cache_tensor cache[CACHE_USES];
+        layer_cache(m, &m->layers[il], type, cache);
+        for (int u = 0; u < CACHE_USES; u++)
+            bytes += cache_rows_divide(&cache[u], t, n_ctx) * (cache[u].row_bytes + cache_scale_bytes(&cache[u]));
+    }
+    return bytes;
+}
+
+/* Sets a cache tensor of every timeline from p, which has the rows and the division of all. */
+static inline void caches_place(struct rank *r, int il, int use, const struct cache_tensor *p) {
+    const int all = timelines_all(&r->timelines), blocks = model_blocks(r->m);
+    const bool by_token = p->kind == ROWS_TOKENS || p->kind == ROWS_BLOCKS;
+    for (int i = 0; i < 2 * all; i++) {
+        struct cache_tensor *to = &r->caches[(size_t)i * (size_t)blocks + (size_t)il][use];
+        const size_t first = (size_t)(i % all) * (size_t)p->timeline_rows;
+        *to = *p;
+        if (!p->data) continue;
+        if (by_token) {
+            to->stem = i < all ? 0 : p->stem_rows;
+            to->shift = (int)first + p->stem_rows - to->stem;
+        } else {
+            to->data += first * p->row_bytes;
+            if (p->scale) to->scale += first * (size_t)p->n_scale;
+        }
+    }
 }
 
 /* The most tokens of context, up to `most` or a smaller multiple of 256, whose state takes at most so many bytes. */
@@ -8230,19 +8308,19 @@ static void kv_store(const struct kernels *k, const struct cache_tensor *p, int 
     }
 }
 
-/* out (n, ld) = values first..first+len-1 of the rows of positions pos..pos+n-1, which are consecutive in a ring,
- * too; a range that starts and ends at group boundaries. */
+/* out (n, ld) = values first..first+len-1 of the rows of positions pos..pos+n-1, a range that starts and ends at group
+ * boundaries. */
 static void kv_load(const struct kernels *k, const struct cache_tensor *p, int pos, int n, int first, int len,
                     float *out, int ld) {
-    const size_t from = cache_row(p, (size_t)pos);
     for (size_t i = 0; i < (size_t)n; i++, out += ld) {
-        const uint8_t *row = p->data + (from + i) * p->row_bytes;
+        const size_t at_row = cache_row(p, (size_t)pos + i);
+        const uint8_t *row = p->data + at_row * p->row_bytes;
         if (p->type == KV_F32) {
             memcpy(out, row + (size_t)first * 4, (size_t)len * 4);
         } else if (p->type == KV_BF16) {
             k->from_bf16((const uint16_t *)(const void *)row + first, out, len);
         } else {
-            const float *s = p->scale + (from + i) * (size_t)p->n_scale;
+            const float *s = p->scale + at_row * (size_t)p->n_scale;
             for (int at = 0; at < len; at += p->scale_block) {
                 int w = len - at < p->scale_block ? len - at : p->scale_block;
                 k->from_e4m3(row + first + at, s[(first + at) / p->scale_block], out + at, w);
@@ -8251,7 +8329,8 @@ static void kv_load(const struct kernels *k, const struct cache_tensor *p, int p
     }
 }
 
-/* out (len, ld) = the same values transposed; see transpose_function. rows (n, len): scratch. */
+/* out (len, ld) = the same values transposed; see transpose_function. The rows are consecutive: all are of the stem, or
+ * none. rows (n, len): scratch. */
 static void kv_load_columns(const struct kernels *k, const struct cache_tensor *p, int pos, int n, int first, int len,
                             float *rows, float *out, int ld) {
     const size_t size = p->type == KV_F32 ? 4 : 2;
@@ -8742,7 +8821,7 @@ static struct rank run_view(const struct rank *r, int i) {
     v.n_tok = u->n;
     v.tokens += u->first;
     for (int a = 0; a < ACT_COUNT; a++) v.act[a] += (size_t)u->first * (size_t)r->width[a];
-    v.cache = r->caches + (size_t)u->timeline * (size_t)model_blocks(r->m);
+    v.cache = run_caches(r, u);
     return v;
 }
 
@@ -11652,16 +11731,11 @@ static void *cpu_own(struct rank *r, size_t n, size_t size) {
 
 /* Allocates cache tensor u of layer il for all timelines. */
 static void cpu_cache_tensor(struct rank *r, int il, enum cache_use u) {
-    const struct cache_tensor *first = &r->caches[il][u];
-    const size_t rows = cache_rows_of(first, (size_t)r->n_ctx), n = (size_t)r->n_timeline * rows;
-    uint8_t *data = cpu_memory(&r->owned_state, n, first->row_bytes);
-    float *scale =
-        first->type == KV_FP8 ? cpu_memory(&r->owned_state, n * (size_t)first->n_scale, sizeof *scale) : NULL;
-    for (int i = 0; i < r->n_timeline; i++) {
-        struct cache_tensor *p = &r->caches[i * model_blocks(r->m) + il][u];
-        p->data = data + (size_t)i * rows * p->row_bytes;
-        if (scale) p->scale = scale + (size_t)i * rows * (size_t)p->n_scale;
-    }
+    struct cache_tensor p = r->caches[il][u];
+    const size_t rows = cache_rows_divide(&p, &r->timelines, (size_t)r->n_ctx);
+    p.data = cpu_memory(&r->owned_state, rows, p.row_bytes);
+    if (p.type == KV_FP8) p.scale = cpu_memory(&r->owned_state, rows * (size_t)p.n_scale, sizeof *p.scale);
+    caches_place(r, il, u, &p);
 }
 
 /* Scores of the indexers of sparse attention for a token in contexts of n_ctx tokens; 0: every query sees all keys. */
@@ -11679,18 +11753,17 @@ static void cpu_state(struct rank *r) {
     const struct model *m = r->m;
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(m, r->n_ctx);
     const size_t chosen = scores ? (size_t)r->chunk * m->max.n_topk : 0;
-    r->kv_bytes = (size_t)r->n_timeline * state_bytes(m, r->kv_type, (size_t)r->n_ctx);
+    r->kv_bytes = timelines_bytes(m, r->kv_type, &r->timelines, (size_t)r->n_ctx);
     r->cpu->index_scores = cpu_memory(&r->owned_state, scores, sizeof *r->cpu->index_scores);
     r->cpu->topk_blocks = cpu_memory(&r->owned_state, chosen, sizeof *r->cpu->topk_blocks);
-    for (int k = 0; k < r->n_timeline * model_blocks(m); k++)
-        layer_cache(m, &m->layers[k % model_blocks(m)], r->kv_type, r->caches[k]);
-    for (int il = 0; il < model_blocks(m); il++)
-        for (int u = 0; u < CACHE_USES; u++)
-            if (r->cache[il][u].width) cpu_cache_tensor(r, il, (enum cache_use)u);
+    for (int il = 0; il < model_blocks(m); il++) {
+        layer_cache(m, &m->layers[il], r->kv_type, r->caches[il]);
+        for (int u = 0; u < CACHE_USES; u++) cpu_cache_tensor(r, il, (enum cache_use)u);
+    }
 }
 
 static bool cpu_resize(struct rank *r, int n_ctx, char *err) {
-    const size_t bytes = (size_t)r->n_timeline * state_bytes(r->m, r->kv_type, (size_t)n_ctx);
+    const size_t bytes = timelines_bytes(r->m, r->kv_type, &r->timelines, (size_t)n_ctx);
     const size_t n = r->pg ? (size_t)r->pg->n : 1;
     const size_t more = bytes > r->kv_bytes ? (bytes - r->kv_bytes) * n : 0;
     const size_t scores = DECODE_MAX_TOKENS * cpu_index_scores(r->m, n_ctx) * sizeof(float);
@@ -11730,16 +11803,16 @@ static float *delta_taps(struct rank *r, int il) {
     return taps;
 }
 
-/* Lays out the memory for n_timeline contexts of n_ctx tokens. */
+/* Lays out the memory for timelines of n_ctx tokens. */
 static void cpu_rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
-                          int n_timeline, enum kv_type kv) {
+                          struct timelines timelines, enum kv_type kv) {
     memset(r, 0, sizeof *r);
     r->m = m;
     r->ops = &cpu_ops;
     r->cpu = cpu_memory(&r->owned, 1, sizeof *r->cpu);
     r->cpu->k = k;
     r->n_ctx = n_ctx;
-    r->n_timeline = n_timeline;
+    r->timelines = timelines;
     r->n_run = 1;
     r->kv_type = kv;
     r->chunk = n_ctx < CHUNK_MAX ? n_ctx : CHUNK_MAX;
@@ -11812,7 +11885,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
-    r->cache = r->caches = cpu_own(r, (size_t)n_timeline * (size_t)model_blocks(m), sizeof *r->caches);
+    r->cache = r->caches = cpu_own(r, 2 * (size_t)(timelines_all(&timelines) * model_blocks(m)), sizeof *r->caches);
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].mixer == MIXER_DELTA) r->cpu->taps[il] = delta_taps(r, il);
@@ -11974,7 +12047,7 @@ static struct expert_server *server_start(const struct model *m, const struct pr
     }
     if (!computes) n_threads = 1; /* it only reads */
     s->pg = pg;
-    cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, 1, KV_BF16);
+    cpu_rank_init(&s->r, m, kernels_choose(), n_threads, DECODE_MAX_TOKENS, (struct timelines){.n = 1}, KV_BF16);
     s->r.cpu->team = team_start(n_threads, n_threads + pg->n > processors());
     s->r.cpu->store = store;
     signals_block(&old);
@@ -12326,10 +12399,12 @@ enum { SNAPSHOTS = 8 /* snapshots of recurrent states and rings that a session k
 
 struct session {
     const struct model *m;
-    struct process_group *pg; /* the ranks; sessions of other timelines share them */
-    struct rank *r;           /* the root rank, which has the logits */
-    int timeline;             /* its number, of the ranks' state; the session of the first one ends the ranks */
-    int32_t *tokens;          /* (n_ctx) */
+    struct process_group *pg;   /* the ranks; sessions of other timelines share them */
+    struct rank *r;             /* the root rank, which has the logits */
+    int timeline;               /* its number, of the ranks' state; the session of the first one ends the ranks */
+    const struct session *stem; /* the stem, once it is computed; NULL: there is none */
+    bool behind;                /* the timeline begins with the stem */
+    int32_t *tokens;            /* (the ranks' n_ctx) */
     int n_past, n_ctx;
     int n_committed; /* recurrent states stand for tokens[0..n_committed), <= n_past */
     int *ends;       /* stb_ds: ends of the forwards that computed the timeline's first tokens, where these forwards
@@ -12377,8 +12452,8 @@ static void session_attach(struct session *s, const struct model *m, struct proc
     s->server = server;
     s->timeline = timeline;
     s->r = &pg->ranks[pg->root];
-    s->n_ctx = s->r->n_ctx;
-    s->tokens = xcalloc((size_t)s->n_ctx, sizeof *s->tokens);
+    s->n_ctx = timelines_own(&s->r->timelines, s->r->n_ctx);
+    s->tokens = xcalloc((size_t)s->r->n_ctx, sizeof *s->tokens);
     s->n_wanted = INT_MAX;
     s->first_ids = pg->shards->output.n_out > DRAFT_IDS ? DRAFT_IDS : m->n_ids; /* ranks wait for the first one */
     for (int i = 0; i < pg->n; i++) s->snapshot_size += snapshot_bytes(pg->ranks[i].m, s->r->kv_type);
@@ -12404,7 +12479,7 @@ struct cpu_options {
     int n_threads, n_ctx; /* of all ranks together; tokens */
     enum kv_type kv;
     bool stats, in_sum2; /* collect statistics of experts; and sums of squared inputs */
-    int n_timeline;      /* 0: one */
+    struct timelines timelines;
 };
 
 /* The rank_starter of a CPU. */
@@ -12412,7 +12487,7 @@ static int cpu_rank_start(struct rank *r, const struct model *shard, const void 
     const struct cpu_options *o = opts;
     const int n = shard->shard.n_rank * shard->shard.n_stage, n_threads = int_max(1, o->n_threads / n);
     (void)err; /* what fails ends the program */
-    cpu_rank_init(r, shard, o->k, n_threads, o->n_ctx, int_max(1, o->n_timeline), o->kv);
+    cpu_rank_init(r, shard, o->k, n_threads, o->n_ctx, timelines_for(o->timelines, o->n_ctx), o->kv);
     r->cpu->team = team_start(n_threads, n * n_threads > processors());
     if (o->stats) cpu_stats_init(r, o->in_sum2);
     return 0;
@@ -12450,7 +12525,8 @@ static void session_catch_up(struct session *s, int n, enum pass last);
 
 /* The cache tensors (CACHE_USES) of the timeline in layer k of rank r. */
 static const struct cache_tensor *session_layer(const struct session *s, const struct rank *r, int k) {
-    return r->caches[s->timeline * model_blocks(r->m) + k];
+    const struct run run = {.timeline = s->timeline, .behind = s->behind};
+    return run_caches(r, &run)[k];
 }
 
 /* ---- the length of the timeline ---- */
@@ -12704,7 +12780,7 @@ static void rank_run(struct rank *r, const struct rank_call *call) {
 
 /* Runs a pass on n tokens from position pos on; ids NULL: the token that is being chosen. */
 static void session_run(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
-    const struct run run = {s->timeline, 0, n, pos, s->n_committed};
+    const struct run run = {s->timeline, 0, n, pos, s->n_committed, s->behind};
     pg_run(s->pg, (struct rank_call){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .n_run = 1, .run = &run});
 }
 
@@ -12714,7 +12790,7 @@ static void session_mtp(struct session *s, enum pass pass, const int32_t *ids, i
 }
 
 /* Whether MTP layers draft: for the only timeline. */
-static bool session_has_mtp(const struct session *s) { return s->r->m->n_mtp && s->r->n_timeline == 1; }
+static bool session_has_mtp(const struct session *s) { return s->r->m->n_mtp && s->r->timelines.n == 1; }
 
 /* Lets the MTP layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
  * them is of kind `last`. */
@@ -12860,7 +12936,7 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
  * how many were chosen: a choice that is not the next of `tokens` is the last. */
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
-    const bool async = n == 1 && on_device && s->r->async_decode && s->r->n_timeline == 1 && !s->host_chose &&
+    const bool async = n == 1 && on_device && s->r->async_decode && s->r->timelines.n == 1 && !s->host_chose &&
                        !s->drafting.next && !(s->ngrams.found && s->ngrams.drafting.next) && s->n_past < s->n_ctx;
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
@@ -12986,7 +13062,7 @@ static double sessions_decode(struct session *const *s, const int32_t *ids, int 
     struct run run[DECODE_MAX_TOKENS];
     double bytes = session_forward_bytes(s[0], n);
     for (int i = 0; i < n; i++) {
-        run[i] = (struct run){s[i]->timeline, i, 1, s[i]->n_past, s[i]->n_committed};
+        run[i] = (struct run){s[i]->timeline, i, 1, s[i]->n_past, s[i]->n_committed, s[i]->behind};
         if (i) bytes += state_reads(s[i]->m, s[i]->r->kv_type, (size_t)s[i]->n_past);
     }
     pg_run(s[0]->pg, (struct rank_call){.kind = RANK_FORWARD, .ids = ids, .n = n, .n_run = n, .run = run});
@@ -13183,12 +13259,41 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     return SYNC_DONE;
 }
 
+/* Whether a prompt begins with the stem, and a forward of it ends there. */
+static bool stem_fits(const struct session *s, const int32_t *ids, int n, int cut) {
+    const struct session *stem = s->stem;
+    if (!stem || n <= stem->n_past || cut < stem->n_past) return false;
+    if (cut > stem->n_past && stem->n_past % s->r->chunk) return false;
+    return !memcmp(ids, stem->tokens, (size_t)stem->n_past * sizeof *ids);
+}
+
+/* Makes the timeline that of the stem's tokens (behind), or an empty one. */
+static void session_move(struct session *s, bool behind) {
+    const struct session *stem = s->stem;
+    session_truncate(s, 0);
+    s->behind = behind;
+    s->n_ctx = behind ? s->r->n_ctx : timelines_own(&s->r->timelines, s->r->n_ctx);
+    if (!behind) return;
+    memcpy(s->tokens, stem->tokens, (size_t)stem->n_past * sizeof *s->tokens);
+    s->n_past = stem->n_past;
+    s->n_committed = stem->n_committed;
+    for (int i = 0; i < arrlen(stem->ends); i++) arrput(s->ends, stem->ends[i]);
+    for (int i = 0; i < SNAPSHOTS && s->snapshot_size; i++) {
+        const struct snapshot *k = &stem->snapshots[i];
+        if (k->n != stem->n_past) continue;
+        session_copy_snapshot(s, k->data, k->n, true);
+        s->restored = k->reach;
+        s->longest = 0;
+    }
+}
+
 /* A prompt is alone where the bits of its logits, and of later ones, do not depend on what was in the timeline: the
  * forwards are those of an empty one. They end after each chunk, and at `cut`, where other prompts may begin to differ
  * from this one. This keeps those that the timeline has; session_chunk_alone computes the others. -1 with a message
  * where ids cannot be a timeline. */
 static int session_begin_alone(struct session *s, const int32_t *ids, int n, int cut, char *err) {
     int same = 0; /* forwards that the timeline has */
+    if (stem_fits(s, ids, n, cut) != s->behind) session_move(s, !s->behind);
     if (session_takes(s, ids, n, err)) return -1;
     for (int at = 0; same < arrlen(s->ends); at = s->ends[same++]) {
         const int end = int_min(at + s->r->chunk, at < cut ? cut : n);
@@ -13196,7 +13301,8 @@ static int session_begin_alone(struct session *s, const int32_t *ids, int n, int
             break;
     }
     while (same && !session_return(s, s->ends[same - 1])) same--;
-    if (!same) session_truncate(s, 0);
+    if (s->behind && (!same || s->n_past < s->stem->n_past)) session_move(s, true);
+    else if (!same) session_truncate(s, 0);
     s->round->open = false;
     return 0;
 }
@@ -13204,6 +13310,19 @@ static int session_begin_alone(struct session *s, const int32_t *ids, int n, int
 static enum sync_result session_chunk_alone(struct session *s, const int32_t *ids, int n, int cut, char *err) {
     const enum sync_result r = session_chunk(s, ids, n, cut, err);
     if (r == SYNC_DONE) arrput(s->ends, s->n_past);
+    return r;
+}
+
+/* Computes ids[0..n) as the stem, in the timeline after all others. */
+static enum sync_result stem_make(struct session *stem, const int32_t *ids, int n, char *err) {
+    enum sync_result r = SYNC_DONE;
+    stem->behind = true;
+    stem->n_ctx = n;
+    while (stem->n_past < n && r == SYNC_DONE) {
+        progress_set(PROGRESS_PROMPT, stem->n_past, n);
+        r = session_chunk_alone(stem, ids, n, n, err);
+    }
+    progress_end();
     return r;
 }
 
@@ -20622,7 +20741,7 @@ static const struct option options[] = {
      .help = "chat, also where stdin is a pipe; -p or -f begins it"},
     {"lines", IS_FLAG(lines), .help = "answer every line of stdin as a prompt of its own"},
     {"jsonl", IS_FLAG(jsonl), .help = "the same with a JSON object per line, in and out", .details = jsonl_details},
-    {"parallel", "-np", IS_INT(parallel, 1, DECODE_MAX_TOKENS), .arg = "N", .of = "lines|jsonl|bench|plan",
+    {"parallel", "-np", IS_INT(parallel, 1, DECODE_MAX_TOKENS), .arg = "N", .of = "lines|jsonl|bench|plan|needle|smoke",
      .help = "answer N prompts at a time (default: 1)"},
     {"unordered", IS_FLAG(unordered), .rare = true, .of = "jsonl", .help = "print answers as they end"},
     {"raw", "--no-conversation|-no-cnv", IS_FLAG(raw), .help = "no chat template: continue the text verbatim"},
@@ -26159,10 +26278,10 @@ struct plan {
     int64_t activations; /* CPU: bytes of activation buffers */
     enum kv_type kv;
     const char *kv_name;
-    int want, least;        /* tokens of context: wished for; without which the model does not fit */
-    int n_timeline;         /* contexts of so many tokens; 0: one */
-    bool stats;             /* there are statistics, see gpu_bytes */
-    struct offload offload; /* where experts are that the GPUs lack */
+    int want, least;            /* tokens of context: wished for; without which the model does not fit */
+    struct timelines timelines; /* contexts of so many tokens */
+    bool stats;                 /* there are statistics, see gpu_bytes */
+    struct offload offload;     /* where experts are that the GPUs lack */
     int n_stored; /* experts of a layer in the host's memory where offload.n_ask > 0 and the others are on disk */
     int draft_min, draft_max; /* drafts of a round */
     struct plan_layout layout[PLAN_LAYOUTS];
@@ -26278,7 +26397,7 @@ static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int
     const int chunk = gpu_chunk(&r->m, ctx, (size_t)p->device[i].memory, p->stats);
     struct offload o = p->offload;
     if (o.n_slot) o.n_slot = r->m.n_expert_max; /* at most */
-    return (int64_t)gpu_bytes(&r->m, chunk, p->stats, p->n_timeline, o);
+    return (int64_t)gpu_bytes(&r->m, chunk, p->stats, p->timelines.n, o);
 }
 
 /* Bytes of the cache that hold the keys of indexers. */
@@ -26295,7 +26414,7 @@ static int64_t plan_index_keys(const struct model *m, enum kv_type kv, int ctx) 
 
 /* Bytes of the state of all timelines that a rank holds. */
 static int64_t plan_state(const struct plan *p, const struct model *shard, enum kv_type kv, int ctx) {
-    return int_max(1, p->n_timeline) * (int64_t)state_bytes(shard, kv, (size_t)ctx);
+    return (int64_t)timelines_bytes(shard, kv, &p->timelines, (size_t)ctx);
 }
 
 /* Bytes left on the device of rank i; negative: bytes missing. */
@@ -26426,7 +26545,7 @@ static int plan_offload_context(const struct plan *p, const struct plan_layout *
     for (int i = 0; i < p->n_device && p->want > p->least; i++) {
         const struct plan_rank *r = &d->rank[i];
         const int64_t left = p->device[i].usable - r->weights - r->rounding - plan_scratch(p, r, i, ctx);
-        const uint64_t each = (uint64_t)(left > 0 ? left : 0) / (uint64_t)int_max(1, p->n_timeline);
+        const uint64_t each = (uint64_t)(left > 0 ? left : 0) / (uint64_t)int_max(1, p->timelines.n);
         ctx = context_fit(&r->m, p->kv, each / OFFLOAD_SHARE, ctx);
     }
     return int_max(ctx, p->least);
@@ -26714,7 +26833,7 @@ static void plan_cpu(struct plan *p, const struct settings *set) {
     for (uint32_t i = 0; i < m->gguf.n_tensors && !m->file_bytes; i++) p->host += (int64_t)m->gguf.tensors[i].bytes;
     for (int il = 0; il < model_blocks(m); il++) p->host -= (int64_t)layer_bytes(&m->layers[il]);
     /* takes addresses but no memory, because nothing is written */
-    cpu_rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), 1, p->kv);
+    cpu_rank_init(&r, m, kernels_choose(), n_threads, int_min(p->least, CHUNK_MAX), (struct timelines){.n = 1}, p->kv);
     p->activations = (int64_t)r.bytes + SNAPSHOTS * (int64_t)snapshot_bytes(m, p->kv);
     r.ops->close(&r);
 }
@@ -27291,7 +27410,7 @@ static struct plan_row plan_layout_row(const struct plan_layout *d) {
 /* What n prompts at a time have: the context that each can have in a layout, and the speed at up to PLAN_CTX tokens. */
 static struct plan_row plan_at_once_row(const struct plan *p, const struct plan_layout *d, int n) {
     struct plan other = *p;
-    other.n_timeline = n;
+    other.timelines = (struct timelines){.n = n};
     const int context = plan_context(&other, d), at = int_min(context, PLAN_CTX);
     struct plan_row row = {.json = json_pack("{s:i}", "prompts", n)};
     plan_put(&row, "context", "context", PLAN_TOKENS, context);
@@ -27593,7 +27712,7 @@ static int mode_plan(const struct model *m, struct settings *set, bool gpu, cons
     p->kv = settings_kv(set, m, gpu);
     p->kv_name = kv_names[p->kv];
     plan_wants(p, set->n_ctx);
-    p->n_timeline = set->parallel;
+    p->timelines.n = set->parallel;
     p->draft_min = set->draft_min;
     p->draft_max = settings_drafts(set);
     if (gpu && p->kv == KV_F32) die_usage("--kv f32 works only on the CPU; on a GPU use fp8 or bf16");
@@ -27737,6 +27856,8 @@ struct engine {
     struct session session; /* session.m is NULL until it is open */
     struct home home;       /* of experts that do not fit on the GPUs */
     struct store *store;    /* of those that do not fit into the host's memory either; NULL: they do, or a CPU has it */
+    struct timelines timelines; /* that answers side by side need */
+    int32_t *stem;              /* stb_ds: tokens with which all prompts begin, if several are answered at a time */
     struct settings *set;
 };
 
@@ -27900,7 +28021,7 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
     p->m = m;
     p->kv = o->kv;
     plan_wants(p, *n_ctx);
-    p->n_timeline = o->n_timeline;
+    p->timelines = o->timelines;
     p->stats = o->stats;
     p->offload.n_cpu = o->offload.n_cpu;
     p->n_layout = 1;
@@ -27914,7 +28035,7 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
         const int64_t missing = plan_missing(p);
         char all[32], few[32], tokens[32], slots[64] = "", contexts[64];
         snprintf(contexts, sizeof contexts, "a context of %s tokens", with_commas((uint64_t)p->least, tokens));
-        if (o->n_timeline > 1) snprintf(contexts, sizeof contexts, "%d contexts of %s tokens", o->n_timeline, tokens);
+        if (o->timelines.n > 1) snprintf(contexts, sizeof contexts, "%d contexts of %s tokens", o->timelines.n, tokens);
         n_slot = plan_offload(p, &p->layout[0]) ? p->offload.n_slot : -1;
         if (p->missing_slots)
             snprintf(slots, sizeof slots, " (with %d experts a layer %s)", 2 * m->max.n_expert_used,
@@ -27925,7 +28046,7 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
                  "-c%s, "
                  "or --cpu, or ask --plan",
                  m->name, p->n_device > 1 ? "s" : "", contexts, e->set->vram_reserve, with_unit((double)missing, all),
-                 slots, o->n_timeline > 1 ? " or --parallel" : "");
+                 slots, o->timelines.n > 1 ? " or --parallel" : "");
     }
     *shared = p->shared;
     if (n_slot > 0) *n_ctx = p->context;
@@ -27993,7 +28114,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
     struct settings *set = e->set;
     char number[32];
     struct cuda_options o = {.n_ctx = set->n_ctx,
-                             .n_timeline = set->parallel,
+                             .timelines = e->timelines,
                              .kv_splits = set->kv_splits,
                              .kv = settings_kv(set, &e->model, true),
                              .allreduce = set->allreduce,
@@ -28024,7 +28145,7 @@ static int engine_gpu(struct engine *e, const int gpu[MAX_RANKS], char *err) {
 /* Sets s to the sessions of the ranks' timelines: the engine's, and `more`. Returns their number. */
 static int timelines_open(struct engine *e, struct session more[DECODE_MAX_TOKENS],
                           struct session *s[DECODE_MAX_TOKENS]) {
-    const int n = e->session.r->n_timeline;
+    const int n = e->session.r->timelines.n;
     s[0] = &e->session;
     for (int i = 1; i < n; i++) {
         session_attach(&more[i], &e->model, e->session.pg, e->session.server, i);
@@ -28079,12 +28200,34 @@ static void contexts_check(const struct engine *e) {
     const struct model *m = &e->model;
     const enum kv_type kv = settings_kv(set, m, false);
     const int n_ctx = choose_context(e);
-    const uint64_t have = memory_available(), n = (uint64_t)set->parallel, each = state_bytes(m, kv, (size_t)n_ctx);
+    struct timelines t = timelines_for(e->timelines, n_ctx);
+    const uint64_t have = memory_available(), all = timelines_bytes(m, kv, &t, (size_t)n_ctx);
     char a[32];
-    if (n == 1 || n * each <= have) return;
+    if (t.n == 1 || all <= have) return;
+    while (t.n > 1 && timelines_bytes(m, kv, &t, (size_t)n_ctx) > have) t.n--;
     die("%d prompts of %s tokens need a cache of %.1f GiB, and %.1f GiB are free: use --parallel %d, or -c %d",
-        set->parallel, with_commas((uint64_t)n_ctx, a), (double)(n * each) / 0x1p30, (double)have / 0x1p30,
-        (int)(have / each > 1 ? have / each : 1), context_fit(m, kv, have / n, n_ctx));
+        set->parallel, with_commas((uint64_t)n_ctx, a), (double)all / 0x1p30, (double)have / 0x1p30, t.n,
+        context_fit(m, kv, have / (uint64_t)set->parallel, n_ctx));
+}
+
+/* Sets which timelines answers side by side need. Where there is a system message, its tokens are the stem. */
+static void engine_timelines(struct engine *e) {
+    struct settings *set = e->set;
+    struct chat c;
+    struct prompt p = {0};
+    char err[ERR_MAX];
+    e->timelines = (struct timelines){.n = set->parallel, .all_behind = set->lines};
+    if (set->parallel == 1 || !(set->lines || set->jsonl) || set->raw || set->ids || !set->system || !*set->system)
+        return;
+    if (chat_init(&c, set, &e->model, &e->session, err)) die("%s", err);
+    c.alone = true;
+    chat_push(&c, "user", "x", 1);
+    if (!chat_prompt(&c, &p, err)) { /* otherwise every line says why */
+        e->stem = p.ids;
+        arrsetlen(e->stem, p.mark);
+        e->timelines.n_stem = p.mark;
+    }
+    chat_free(&c);
 }
 
 /* Opens the session for the model that is loaded. 0, or -1 with a message when a GPU refuses. */
@@ -28115,12 +28258,15 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
                                               .kv = settings_kv(set, &e->model, false),
                                               .stats = set->calibrate != NULL,
                                               .in_sum2 = set->activations != NULL,
-                                              .n_timeline = set->parallel});
+                                              .timelines = e->timelines});
     if (!gpu) engine_read(e);
     e->model.load_seconds += now_seconds() - t0;
     if (set->parallel > 1)
         note("%d prompts at a time, a context of %s tokens each", set->parallel,
-             with_commas((uint64_t)e->session.n_ctx, name));
+             with_commas((uint64_t)e->session.r->n_ctx, name));
+    if (e->session.r->timelines.n_stem)
+        note("the %s tokens with which they begin are computed and kept once",
+             with_commas((uint64_t)e->session.r->timelines.n_stem, name));
     if (e->session.n_ctx > e->model.n_ctx_train)
         note("-c %d is beyond the %d tokens that the model was trained for", e->session.n_ctx, e->model.n_ctx_train);
     if (set->verbose)
@@ -28156,6 +28302,7 @@ static void engine_open(struct engine *e, struct settings *set) {
     char err[ERR_MAX];
     const bool gpu = gpu_wanted(set);
     engine_load(e, set, gpu);
+    engine_timelines(e);
     if (engine_start(e, gpu, err)) die("%s", err);
 }
 
@@ -28164,6 +28311,7 @@ static void engine_close(struct engine *e) {
     if (e->session.m) session_free(&e->session);
     home_close(&e->home);
     store_close(e->store);
+    arrfree(e->stem);
     model_free(&e->model);
 }
 
@@ -28775,28 +28923,47 @@ struct answer {
     double seconds;     /* of prefill and decode together */
 };
 
-/* Asks in a chat of its own, greedily, without thinking and without a system message. The answer is printed unless
- * settings.mute. 0, or -1 with a message. */
-static int ask(struct engine *e, const struct question *q, struct answer *a, char *err) {
-    struct settings set = *e->set;
-    struct chat c;
+static bool logits_finite(struct session *s) {
+    const float *logits = session_logits(s);
+    bool finite = true;
+    for (int i = 0; i < s->m->n_vocab; i++) finite &= isfinite(logits[i]) != 0;
+    return finite;
+}
+
+/* Whether the last message of a chat answers a question. */
+static bool question_answered(const struct chat *c, const struct question *q) {
     const char *think;
     size_t n_think;
-    *a = (struct answer){0};
+    return strstr(message_answer(c, &arrlast(c->messages), &think, &n_think), q->want) != NULL;
+}
+
+/* The settings for a question: greedily, without thinking and without a system message. */
+static struct settings question_settings(const struct engine *e, const struct question *q) {
+    struct settings set = *e->set;
     set.think = THINK_OFF;
     set.greedy = true;
     set.repeat_penalty = 1.0;
     set.system = NULL;
     set.n_predict = q->n_predict;
+    return set;
+}
+
+/* Asks n questions side by side, each in a timeline of its own. Prints the answers in their order. 0, or -1 with a
+ * message; see "Modes: answers side by side". */
+static int ask_all(struct engine *e, const struct question *q, struct answer *a, int n, char *err);
+
+/* Asks in a chat of its own. The answer is printed unless settings.mute. 0, or -1 with a message. */
+static int ask(struct engine *e, const struct question *q, struct answer *a, char *err) {
+    struct settings set = question_settings(e, q);
+    struct chat c;
+    *a = (struct answer){0};
     if (chat_init(&c, &set, &e->model, &e->session, err)) return -1;
     const double t0 = now_seconds();
     const enum turn_result result = chat_turn(&c, q->text, q->n, err);
     a->seconds = now_seconds() - t0;
     if (result == TURN_DONE) {
-        const float *logits = session_logits(&e->session);
-        a->right = strstr(message_answer(&c, &arrlast(c.messages), &think, &n_think), q->want) != NULL;
-        a->finite = true;
-        for (int i = 0; i < e->model.n_vocab; i++) a->finite &= isfinite(logits[i]) != 0;
+        a->right = question_answered(&c, q);
+        a->finite = logits_finite(&e->session);
     } else if (result != TURN_FAILED) {
         fail(err, "interrupted");
     }
@@ -28859,50 +29026,84 @@ static void needle_text(const struct vocab *v, const char *hay, size_t len, int 
     sb_puts(out, "What is the secret code?");
 }
 
-/* Asks for a number that stands in n tokens of prose. 1 found, 0 not, -1 with a message. */
-static int needle_run(struct engine *e, int n, int depth, int *secret, double *seconds, char *err) {
+/* A fact to be found, in a text of n tokens. */
+struct needle {
+    int secret, depth; /* per cent of the text before it */
+    char digits[16];   /* of the secret */
+    char *text;        /* stb_ds: the message */
+    struct answer a;
+};
+
+/* Hides a fact in each of n_needle texts of n tokens, and asks for all of them at once. 0, or -1 with a message. */
+static int needles_run(struct engine *e, int n, struct needle *needles, int n_needle, char *err) {
     const uint64_t seed = e->set->seed >= 0 ? (uint64_t)e->set->seed : 2;
-    uint64_t rng = seed * 1000003u + (uint64_t)n * 101u + (uint64_t)depth;
-    char fact[64], digits[16], *hay = NULL, *text = NULL;
-    struct answer a = {0};
-    *seconds = 0;
-    *secret = 10000 + (int)(rng_uniform(&rng) * 90000);
-    snprintf(digits, sizeof digits, "%05d", *secret);
-    snprintf(fact, sizeof fact, "The secret code is %s.\n\n", digits);
-    if (session_fits(&e->session, n, err)) return -1;
-    int rc = haystack_read(e->set, &hay, err);
-    if (!rc) {
-        needle_text(e->model.vocab, hay, arrlenu(hay), n, depth, fact, &text);
-        const struct question q = {.text = text, .n = arrlenu(text), .want = digits, .n_predict = 64};
-        rc = ask(e, &q, &a, err);
-        *seconds = a.seconds;
+    struct question q[DECODE_MAX_TOKENS] = {{0}};
+    struct answer a[DECODE_MAX_TOKENS];
+    char fact[64], *hay = NULL;
+    if (session_fits(&e->session, n, err) || haystack_read(e->set, &hay, err)) return -1;
+    for (int i = 0; i < n_needle; i++) {
+        struct needle *x = &needles[i];
+        uint64_t rng = seed * 1000003u + (uint64_t)n * 101u + (uint64_t)x->depth;
+        x->secret = 10000 + (int)(rng_uniform(&rng) * 90000);
+        snprintf(x->digits, sizeof x->digits, "%05d", x->secret);
+        snprintf(fact, sizeof fact, "The secret code is %s.\n\n", x->digits);
+        needle_text(e->model.vocab, hay, arrlenu(hay), n, x->depth, fact, &x->text);
+        q[i] = (struct question){.text = x->text, .n = arrlenu(x->text), .want = x->digits, .n_predict = 64};
+    }
+    const int rc = n_needle > 1 ? ask_all(e, q, a, n_needle, err) : ask(e, q, a, err);
+    for (int i = 0; i < n_needle; i++) {
+        needles[i].a = a[i];
+        arrfree(needles[i].text);
     }
     arrfree(hay);
-    arrfree(text);
-    return rc ? -1 : a.right;
+    return rc;
 }
 
-/* --needle N: finds a fact in N tokens of prose. */
+/* The same for one: 1 or 0, whether it was found, or -1 with a message. */
+static int needle_run(struct engine *e, int n, int depth, int *secret, double *seconds, char *err) {
+    struct needle x = {.depth = depth};
+    const int rc = needles_run(e, n, &x, 1, err);
+    *secret = x.secret;
+    *seconds = x.a.seconds;
+    return rc ? -1 : x.a.right;
+}
+
+/* --needle N: finds a fact in N tokens of prose. With --parallel K in each of K texts, at depths from 0 to 100 %. */
 static int mode_needle(struct engine *e) {
+    const int n = e->set->parallel;
+    struct needle x[DECODE_MAX_TOKENS] = {{.depth = e->set->depth}};
+    bool all = true;
     char err[ERR_MAX];
-    double seconds;
-    int secret, found = needle_run(e, e->set->needle, e->set->depth, &secret, &seconds, err);
-    if (found < 0 && interrupted) return EXIT_INTERRUPT;
-    if (found < 0) die("%s", err);
-    note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", secret, e->session.n_past, e->set->depth,
-         kv_names[e->session.r->kv_type], found ? "found" : "NOT FOUND", seconds);
-    return found ? EXIT_OK : EXIT_RUN;
+    for (int i = 0; i < n && n > 1; i++) x[i].depth = 100 * i / (n - 1);
+    const int rc = needles_run(e, e->set->needle, x, n, err);
+    if (rc && interrupted) return EXIT_INTERRUPT;
+    if (rc) die("%s", err);
+    for (int i = 0; i < n; i++) {
+        note("needle %05d in %d tokens, depth %d %%, --kv %s: %s in %.1f s", x[i].secret,
+             n > 1 ? e->set->needle : e->session.n_past, x[i].depth, kv_names[e->session.r->kv_type],
+             x[i].a.right ? "found" : "NOT FOUND", x[i].a.seconds);
+        all &= x[i].a.right;
+    }
+    return all ? EXIT_OK : EXIT_RUN;
 }
 
-/* Asks a short question: whether the logits are finite and the answer is right. 0, or -1 with a message. */
+/* Asks a short question, in as many timelines as there are: whether the logits are finite and the answers right. 0, or
+ * -1 with a message. */
 static int smoke_ask(struct engine *e, bool *finite, bool *right, double *seconds, char *err) {
     static const char text[] = "What is 7 squared? One word.";
-    const struct question q = {.text = text, .n = sizeof text - 1, .want = "49", .n_predict = 256};
-    struct answer a;
-    const int rc = ask(e, &q, &a, err);
-    *finite = a.finite;
-    *right = a.right;
-    *seconds = a.seconds;
+    struct question q[DECODE_MAX_TOKENS] = {{0}};
+    struct answer a[DECODE_MAX_TOKENS];
+    const int n = e->set->parallel;
+    for (int i = 0; i < n; i++)
+        q[i] = (struct question){.text = text, .n = sizeof text - 1, .want = "49", .n_predict = 256};
+    const int rc = n > 1 ? ask_all(e, q, a, n, err) : ask(e, q, a, err);
+    *finite = *right = true;
+    *seconds = 0;
+    for (int i = 0; i < n; i++) {
+        *finite &= a[i].finite;
+        *right &= a[i].right;
+        *seconds = fmax(*seconds, a[i].seconds);
+    }
     return rc;
 }
 
@@ -29349,7 +29550,7 @@ static int mode_bench(struct engine *e) {
         if (!bench_depth(&b, bench_depths[i])) return EXIT_INTERRUPT;
     }
     if (only < 0 && !bench_texts(e, b.ids)) return EXIT_INTERRUPT;
-    if (s->r->n_timeline > 1 && !bench_at_once(e, &b)) return EXIT_INTERRUPT;
+    if (s->r->timelines.n > 1 && !bench_at_once(e, &b)) return EXIT_INTERRUPT;
     for (int i = 0; i < BENCH_BATCHES && e->set->profile && !interrupted; i++)
         bench_profile(&b, bench_batches[i], bench_batches[i], b.decode[i]);
     if (e->set->profile && !interrupted) bench_profile(&b, int_min(b.chunk, s->n_ctx - b.depth), 1, b.prefill);
@@ -30572,6 +30773,26 @@ static struct session *turns_free_timeline(const struct turns *b) {
     return NULL;
 }
 
+/* Adds a turn for a timeline. */
+static struct turn *turn_add(struct turns *b, struct session *s, const struct settings *set, int number) {
+    struct turn *t = xcalloc(1, sizeof *t);
+    t->number = number;
+    t->s = s;
+    t->set = *set;
+    t->set.mute |= t->set.jsonl;
+    prompt_chat(b->e, &t->set, s, &t->c);
+    t->c.alone = true;
+    arrput(b->turn, t);
+    return t;
+}
+
+/* Begins it with a line. */
+static void turn_begin(struct turns *b, struct turn *t, const char *line, size_t n) {
+    if (turn_read(b, t, line, n, t->err)) turn_end(t, TURN_FAILED);
+    t->p.held = &t->held;
+    t->st.n_cached = t->s ? t->s->n_past : 0;
+}
+
 /* Begins a turn in a timeline with the next line, unless that is blank. */
 static void turns_begin(struct turns *b, struct session *s) {
     char err[ERR_MAX] = "";
@@ -30581,19 +30802,7 @@ static void turns_begin(struct turns *b, struct session *s) {
     if (mark < 0) die("%s", err);
     const char *line = b->in + mark;
     const size_t n = line_length(b->in, all) - (size_t)mark;
-    if (!is_blank(line, n)) {
-        struct turn *t = xcalloc(1, sizeof *t);
-        t->number = b->n_line;
-        t->s = s;
-        t->set = *b->e->set;
-        t->set.mute |= t->set.jsonl;
-        prompt_chat(b->e, &t->set, s, &t->c);
-        t->c.alone = true;
-        arrput(b->turn, t);
-        if (turn_read(b, t, line, n, t->err)) turn_end(t, TURN_FAILED);
-        t->p.held = &t->held;
-        t->st.n_cached = t->s ? t->s->n_past : 0;
-    }
+    if (!is_blank(line, n)) turn_begin(b, turn_add(b, s, b->e->set, b->n_line), line, n);
     b->in_read += (double)all;
     arrdeln(b->in, 0, all);
 }
@@ -30677,6 +30886,14 @@ static void turns_round(struct turns *b) {
     b->round_seconds += now_seconds() - t0;
 }
 
+/* Computes a chunk of the oldest prompt, and then a round. */
+static void turns_step(struct turns *b) {
+    size_t i = 0;
+    while (i < arrlenu(b->turn) && b->turn[i]->state != AT_PROMPT) i++;
+    if (i < arrlenu(b->turn)) turn_prompt(b, b->turn[i]);
+    turns_round(b);
+}
+
 /* Writes what a turn has printed so far to stdout. */
 static void turn_flush(struct turn *t) {
     if (arrlen(t->held)) fwrite(t->held, 1, arrlenu(t->held), stdout);
@@ -30693,6 +30910,14 @@ static void turn_respond(struct turn *t) {
     print_json_line(response);
 }
 
+static void turn_free(struct turn *t) {
+    printer_free(&t->p);
+    arrfree(t->prompt.ids);
+    chat_free(&t->c);
+    json_decref(t->given);
+    free(t);
+}
+
 /* Prints how a turn has ended, and frees it. */
 static void turn_print(struct turns *b, struct turn *t) {
     turn_flush(t);
@@ -30707,11 +30932,7 @@ static void turn_print(struct turns *b, struct turn *t) {
         if (!t->set.raw) answer_report(&t->c, &t->p, &t->st);
         chat_stats_line(&t->c, &t->st, t->set.verbose);
     }
-    printer_free(&t->p);
-    arrfree(t->prompt.ids);
-    chat_free(&t->c);
-    json_decref(t->given);
-    free(t);
+    turn_free(t);
 }
 
 /* Prints the turns that have ended, in their order; the first that is at work prints its answer as it comes. */
@@ -30767,23 +30988,68 @@ static void turns_stats_line(const struct turns *b) {
          with_commas((uint64_t)b->n_prompt, three), (double)b->n_prompt / b->prompt_seconds);
 }
 
+static int ask_all(struct engine *e, const struct question *q, struct answer *a, int n, char *err) {
+    struct turns b = {.e = e};
+    struct session more[DECODE_MAX_TOKENS];
+    const double t0 = now_seconds();
+    int left = n, rc = 0;
+    b.n = timelines_open(e, more, b.s);
+    memset(a, 0, (size_t)n * sizeof *a);
+    watch_begin(NULL);
+    for (int i = 0; i < n; i++) {
+        const struct settings set = question_settings(e, &q[i]);
+        turn_begin(&b, turn_add(&b, b.s[i], &set, i + 1), q[i].text, q[i].n);
+    }
+    while (left && !interrupted) {
+        turns_step(&b);
+        left = 0;
+        for (int i = 0; i < n; i++) {
+            const struct turn *t = b.turn[i];
+            left += t->state != ENDED;
+            if (t->state != ENDED || a[i].seconds > 0) continue;
+            a[i].seconds = now_seconds() - t0;
+            a[i].finite = t->result == TURN_DONE && logits_finite(b.s[i]);
+            a[i].right = t->result == TURN_DONE && question_answered(&t->c, &q[i]);
+        }
+    }
+    turns_stop(&b);
+    watch_end();
+    if (interrupted) rc = fail(err, "interrupted");
+    for (int i = 0; i < n; i++) {
+        struct turn *t = b.turn[i];
+        if (!rc && t->result == TURN_FAILED) rc = fail(err, "%s", t->err);
+        turn_flush(t);
+        turn_free(t);
+    }
+    arrfree(b.turn);
+    timelines_close(more, b.n);
+    return rc;
+}
+
+/* Computes the stem, for all timelines. Ctrl-C leaves them without one. */
+static void turns_stem(struct turns *b, struct session *stem) {
+    struct engine *e = b->e;
+    char err[ERR_MAX];
+    session_attach(stem, &e->model, e->session.pg, e->session.server, b->n);
+    const enum sync_result r = stem_make(stem, e->stem, (int)arrlen(e->stem), err);
+    if (r == SYNC_FAILED) die("%s", err);
+    for (int i = 0; i < b->n && r == SYNC_DONE; i++) b->s[i]->stem = stem;
+}
+
 /* Answers every line of stdin that is not blank. A line that fails does not keep the others from being answered. */
 static int answer_lines(struct engine *e) {
     struct turns b = {.e = e, .start = now_seconds()};
-    struct session more[DECODE_MAX_TOKENS], *s;
+    struct session more[DECODE_MAX_TOKENS], stem, *s;
     b.n = timelines_open(e, more, b.s);
+    const bool has_stem = e->session.r->timelines.n_stem > 0;
     watch_begin(NULL);
+    if (has_stem) turns_stem(&b, &stem);
     for (;;) {
         while ((s = turns_free_timeline(&b)) && (int)arrlen(b.turn) < TURNS_WAITING * b.n &&
                turns_line_ready(&b, !arrlen(b.turn)))
             turns_begin(&b, s);
         if (interrupted || term.out_error || !arrlen(b.turn)) break;
-        for (size_t i = 0; i < arrlenu(b.turn); i++) {
-            if (b.turn[i]->state != AT_PROMPT) continue;
-            turn_prompt(&b, b.turn[i]);
-            break;
-        }
-        turns_round(&b);
+        turns_step(&b);
         turns_print(&b);
         turns_progress(&b);
     }
@@ -30792,6 +31058,7 @@ static int answer_lines(struct engine *e) {
     turns_print(&b);
     watch_end();
     turns_stats_line(&b);
+    if (has_stem) session_free(&stem);
     timelines_close(more, b.n);
     arrfree(b.turn);
     arrfree(b.in);

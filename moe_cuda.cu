@@ -820,8 +820,7 @@ struct batch {
 };
 
 /* The batch as a kernel gets it. A launch is for one run or for several, so that a recorded one replays for any
- * timelines. A launch for one run of more than DECODE_MAX_TOKENS is never recorded: it gets the cache tensors of the
- * run's timeline, which is then 0 in the batch. */
+ * timelines. */
 struct batch_ref {
     const struct batch *at;
     bool several;
@@ -831,8 +830,21 @@ struct batch_ref {
 
 /* The position that row 0 of the batch would have in the run u. */
 DEVICE int run_base(const struct run &u) { return u.pos - u.first; }
-/* Rows of a cache tensor before those of the run's timeline. */
-DEVICE int run_rows(const struct run &u, const struct cache_tensor &p) { return u.timeline * p.timeline_rows; }
+/* Where a run finds the rows of a cache tensor: row i of the timeline is row i of the tensor if it is before `stem`,
+ * otherwise row i + shift. No step over keys goes beyond the stem. */
+struct run_rows {
+    int stem, shift;
+    DEVICE_MEMBER int at(int i) const { return i < stem ? i : i + shift; }
+};
+DEVICE struct run_rows run_rows_of(const struct run &u, const struct cache_tensor &p) {
+    const int stem = u.behind ? p.stem_rows : 0;
+    return {stem, u.timeline * p.timeline_rows + p.stem_rows - stem};
+}
+/* The row of position pos, or of compressed key pos. */
+DEVICE int run_row(const struct run &u, const struct cache_tensor &p, int pos) {
+    const struct run_rows rows = run_rows_of(u, p);
+    return p.kind == ROWS_RING ? pos % p.n_row + rows.shift : rows.at(pos);
+}
 
 enum { WARP = 32, ROW_THREADS = 256 };
 
@@ -3365,7 +3377,7 @@ DEVICE void gqa_store(const struct rope_args &p, int t, int i, bool v) {
     const int lane = threadIdx.x & 31, n = v ? p.dv : p.d;
     const struct cache_tensor &to = v ? p.vp : p.kp;
     const struct run &u = p.batch.run(t);
-    const int pos = run_base(u) + t, row = run_rows(u, to) + (to.kind == ROWS_RING ? pos % to.n_row : pos);
+    const int row = run_row(u, to, run_base(u) + t);
     const float *src = v ? p.v + (size_t)t * p.v_stride : p.k + (size_t)t * p.k_stride;
     float x[PER];
     src += (size_t)i * n;
@@ -3418,7 +3430,7 @@ DEVICE void mla_store(const struct rope_args &p, int t) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const float *k = p.k + (size_t)t * (p.latent + p.rope);
     const struct run &u = p.batch.run(t);
-    const size_t row = (size_t)(run_rows(u, p.kp) + run_base(u) + t);
+    const size_t row = (size_t)run_row(u, p.kp, run_base(u) + t);
     float ss = 0;
     for (int i = threadIdx.x; i < p.latent; i += THREADS) ss = fmaf(k[i], k[i], ss);
     const float f = rsqrtf(block_sum<THREADS>(ss) / (float)p.latent + p.eps);
@@ -3588,10 +3600,12 @@ struct attn_work {
     uint32_t rows;              /* the tile's rows that count: from row rows % 65536 on, as far as row rows / 65536 */
     int pos, from, seen;        /* pos: of row 0 of the batch; all rows of the tile see keys from..seen-1 */
     int fresh;                  /* position of the run's first token: keys from it on are this forward's */
-    int off, off_v;             /* rows of the cache tensors before those of the timeline: of a.k, of a.v */
+    struct run_rows k, v;       /* of a.k, of a.v */
     int low;                    /* no row of the tile sees a key before it */
     int split, n_split, begin, end;
-    int ring, wrap; /* the cache is a ring: row 0 holds key `ring` (<= begin) and, one turn later, key `wrap` */
+    /* keys from `wrap` on, in a ring those of the next turn, otherwise those after the stem, lie `late` rows before the
+     * row of their number, and keys before it `early` rows */
+    int wrap, early, late;
     const int32_t
         *chosen; /* blocks of 2^shift rows of the cache tensor, of which keys begin..end-1 are meant; NULL: keys are
                               rows */
@@ -3629,17 +3643,25 @@ DEVICE void attn_window(struct attn_work *w, const struct attn_args &a, int end)
 DEVICE void attn_run_of(struct attn_work *w, const struct attn_args &a, const struct run &u) {
     w->pos = run_base(u);
     w->fresh = u.pos;
-    w->off = run_rows(u, a.k);
-    w->off_v = run_rows(u, a.v);
+    w->k = run_rows_of(u, a.k);
+    w->v = run_rows_of(u, a.v);
+}
+
+/* Sets wrap, early and late of a block whose keys are not chosen. */
+DEVICE void attn_rows_of(struct attn_work *w, const struct attn_args &a, bool ring) {
+    const int turn = ring ? w->begin / a.k.n_row * a.k.n_row : 0;
+    w->wrap = ring ? turn + a.k.n_row : w->k.stem;
+    w->early = ring ? turn - w->k.shift : 0;
+    w->late = ring ? w->wrap - w->k.shift : -w->k.shift;
 }
 
 /* Returns by how many rows key `key`, the first of a step, lies before row `key` of its cache tensor. CHOSEN: there
  * are no rings, and a step is 16 keys of one block. */
 template <bool CHOSEN>
 DEVICE int attn_back(const struct attn_work &w, int key) {
-    if (!CHOSEN) return (key < w.wrap ? w.ring : w.wrap) - w.off;
-    if (!w.chosen || key >= w.end) return -w.off;
-    return key - (w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1))) - w.off;
+    if (!CHOSEN) return key < w.wrap ? w.early : w.late;
+    if (!w.chosen || key >= w.end) return key - w.k.at(key);
+    return key - w.k.at(w.chosen[key >> w.shift] << w.shift | (key & ((1 << w.shift) - 1)));
 }
 
 /* Waits for the kernels before and finds the block's work. Grid: (splits, row tiles * KV heads, 2; of prefill, one
@@ -3684,8 +3706,7 @@ DEVICE bool attn_begin(struct attn_work *w, const struct attn_args &a, int tile_
         w->begin = w->split * keys;
         w->end = min(w->begin + keys, end);
     }
-    w->ring = ring ? w->begin / a.k.n_row * a.k.n_row : 0;
-    w->wrap = ring ? w->ring + a.k.n_row : INT_MAX;
+    attn_rows_of(w, a, ring);
     return w->split < w->n_split && first_row < end_row;
 }
 
@@ -3740,8 +3761,6 @@ DEVICE bool attn_begin_topk(struct attn_work *w, const struct attn_args &a, int 
     w->n_split = (keys + per_split - 1) / per_split;
     w->begin = w->split * per_split;
     w->end = min(w->begin + per_split, keys);
-    w->ring = 0;
-    w->wrap = INT_MAX;
     w->factor = a.scale * ATTN_LOG2_E;
     const bool list = ONE_KV ? a.top_k && compressed > a.top_k : pos + t >= a.top_k;
     w->chosen = list ? a.chosen + (size_t)(t * a.n_head_kv + kvh) * a.n_topk : NULL;
@@ -3868,7 +3887,7 @@ DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct at
     for (int i = 0; i < PASSES; i++, row += STEP)
         if ((N % STEP == 0 || row < N) && (LANES % PIECES == 0 || lane < STEP * PIECES)) {
             const bool in = key + row < w.end;
-            const int from = w.off + (in && w.chosen ? w.chosen[key + row] : key + row);
+            const int from = w.k.at(in && w.chosen ? w.chosen[key + row] : key + row);
             cp_async16(to + kv_at<ROW>(row, at), p.data + (size_t)from * p.row_bytes + at, in);
         }
 }
@@ -3877,8 +3896,8 @@ DEVICE void kv_gather(uint8_t *to, const struct cache_tensor &p, const struct at
 DEVICE int csa_row(const struct attn_args &a, const struct attn_work &w, int key, const struct cache_tensor **p) {
     const bool window = key < w.window;
     *p = window ? &a.k : &a.v;
-    if (window) return w.off + (a.k.kind == ROWS_RING ? (w.first + key) % a.k.n_row : w.first + key);
-    return w.off_v + (w.chosen ? w.chosen[key - w.window] : key - w.window);
+    if (window) return a.k.kind == ROWS_RING ? w.k.shift + (w.first + key) % a.k.n_row : w.k.at(w.first + key);
+    return w.v.at(w.chosen ? w.chosen[key - w.window] : key - w.window);
 }
 
 /* The same as kv_gather for its keys. */
@@ -4361,8 +4380,8 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             kv_gather<ROW, KEYS, 256>(to, a.k, w, key, tid);
             kv_gather<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, w, key, tid);
         } else if (i < n) {
-            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, -w.off, 0, w.end, tid);
-            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, -w.off, 0, w.end, tid);
+            kv_copy<ROW, KEYS, 256>(to, a.k, 0, key, attn_back<false>(w, key), 0, w.end, tid);
+            kv_copy<L::ROPE_ROW, KEYS, 256>(to + KEYS * ROW, a.v, 0, key, attn_back<false>(w, key), 0, w.end, tid);
         }
         cp_async_commit();
     };
@@ -4375,8 +4394,9 @@ __global__ void __launch_bounds__(256, 1) attn_mla_kernel(struct attn_args a) {
             return p->scale[(size_t)key * p->n_scale + tid % GROUPS];
         }
         if (CHOSEN && FP8 && w.chosen && tid < L::SCALES && key < w.end)
-            return kv_scale(a.k, w.chosen[key], -w.off, tid % GROUPS, 0, INT_MAX);
-        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, -w.off, tid % GROUPS, 0, w.end) : 0.0f;
+            return kv_scale(a.k, w.k.at(w.chosen[key]), 0, tid % GROUPS, 0, INT_MAX);
+        const int first = w.begin + i * KEYS, back = CHOSEN ? first - w.k.at(first) : attn_back<false>(w, first);
+        return FP8 && tid < L::SCALES ? kv_scale(a.k, key, back, tid % GROUPS, 0, w.end) : 0.0f;
     };
     /* Q in shared memory: rows of WIDTH halves, whose pieces are permuted so that 8 lanes meet in no bank. */
     constexpr int WIDTH = LAT + ROPE, FIRST = L::Q_STAGED ? DEPTH - L::Q_SLOTS : DEPTH - 1; /* tiles beside it */
@@ -4580,7 +4600,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_prefill(struct attn_args a) {
 
     /* Starts to copy step i. Thread tid gets the factor of key tid % KEYS: of K if tid < KEYS, else of V. */
     auto copy = [&](int i) {
-        const int key = w.begin + i * KEYS, back = a.k.kind == ROWS_RING ? key / a.k.n_row * a.k.n_row : 0;
+        const int key = w.begin + i * KEYS;
+        const int back = a.k.kind == ROWS_RING ? key / a.k.n_row * a.k.n_row - w.k.shift : key - w.k.at(key);
         if (i < n) {
             kv_copy<L::K_ROW, KEYS, 128>(raw, a.k, w.kvh * L::K_ROW, key, back, 0, w.end, tid);
             kv_copy<L::V_ROW, KEYS, 128>(raw + L::V_RAW, a.v, w.kvh * L::V_ROW, key, back, 0, w.end, tid);
@@ -4982,12 +5003,13 @@ __global__ void __launch_bounds__(256) k_transpose(struct device_matrix from, st
 /* x (n_key, latent + rope) = rows first.. of the cache in halves: latents k, then rotated values.
  * Grid: ceil(n_key * (latent + rope) / 2048), block: 256, 8 values a thread. Moves 3 or 4 bytes per value. */
 template <int FP8>
-__global__ void __launch_bounds__(256) k_mla_latents(struct cache_tensor k, struct cache_tensor rotated, int latent,
-                                                     int rope, int first, int n_key, uint16_t *x) {
+__global__ void __launch_bounds__(256)
+    k_mla_latents(struct batch_ref batch, struct cache_tensor k, struct cache_tensor rotated, int latent, int rope,
+                  int first, int n_key, uint16_t *x) {
     grid_dependency_launch();
     grid_dependency_wait();
     const int i = (int)(blockIdx.x * 256 + threadIdx.x), pieces = (latent + rope) / 8, at = i % pieces * 8;
-    const size_t row = (size_t)(first + i / pieces);
+    const size_t row = (size_t)run_rows_of(batch.run(0), k).at(first + i / pieces);
     if (i / pieces >= n_key) return;
     pack<4> h;
     if (at < latent) {
@@ -5222,7 +5244,7 @@ __global__ void __launch_bounds__(128) k_index_store(const __grid_constant__ str
     }
     rope_head<PER>(p, key, a.bias ? NULL : p.k_norm, n, t, x);
     const struct run &u = p.batch.run(t);
-    cache_store<PER>(p.kp, (size_t)(run_rows(u, p.kp) + run_base(u) + t), 0, 0, n, x);
+    cache_store<PER>(p.kp, (size_t)run_row(u, p.kp, run_base(u) + t), 0, 0, n, x);
 }
 
 /* Bytes of the queries of `tokens` tokens as MMA A operands, each token in tiles of its own. */
@@ -5301,7 +5323,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     const int t0 = (int)blockIdx.y * a.block_tokens, n = min(a.n_tok - t0, a.block_tokens), n_index = a.rope.n_head;
     const struct run &u = a.rope.batch.run(a.first + t0);
     const int pos = run_base(u) + a.first + t0, len = (pos + n) >> a.shift, m_tiles = (n_index + 15) / 16;
-    const int off = run_rows(u, a.rope.kp);
+    const struct run_rows where = run_rows_of(u, a.rope.kp);
     if (len <= a.top_k) return;
     L::queries(q, n * m_tiles, [&](int tile, int r) -> const uint16_t * {
         const int head = tile % m_tiles * 16 + r;
@@ -5310,6 +5332,7 @@ __global__ void __launch_bounds__(INDEX_THREADS, 2) k_index_scores(const __grid_
     const int stride = (int)gridDim.x * (INDEX_THREADS / 32) * INDEX_KEYS;
     for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < len; base += stride) {
         L keys;
+        const int off = base < where.stem ? 0 : where.shift;
         keys.load(a.rope.kp, off, base, len, lane); /* scores of keys after the last are not stored */
         for (int tok = 0; tok < n; tok++) {
             const float *w = a.w + (size_t)(t0 + tok) * a.w_stride;
@@ -5347,7 +5370,8 @@ __global__ void __launch_bounds__(INDEX_THREADS) k_index_blocks(const __grid_con
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
     const int t0 = (int)blockIdx.y * a.block_tokens, n = min(a.n_tok - t0, a.block_tokens), rows = n * a.n_list;
     const struct run &u = a.rope.batch.run(a.first + t0);
-    const int len = run_base(u) + a.first + t0 + n, off = run_rows(u, a.rope.kp);
+    const struct run_rows where = run_rows_of(u, a.rope.kp);
+    const int len = run_base(u) + a.first + t0 + n;
     const int tiles = (rows + 15) / 16, part = index_part(a.block);
     if (len <= a.top_k) return;
     const size_t row0 = (size_t)t0 * a.n_list;
@@ -5358,6 +5382,7 @@ __global__ void __launch_bounds__(INDEX_THREADS) k_index_blocks(const __grid_con
     for (int base = ((int)blockIdx.x * (INDEX_THREADS / 32) + warp) * INDEX_KEYS; base < len; base += stride) {
         L keys;
         float scale[L::GROUPS][2];
+        const int off = base < where.stem ? 0 : where.shift;
         keys.load(a.rope.kp, off, base, len, lane);
         UNROLL for (int i = 0; i < L::GROUPS; i++) UNROLL for (int e = 0; e < 2; e++) scale[i][e] =
             FP8 ? a.rope.kp.scale[off + min(base + 8 * i + 2 * t + e, len - 1)] : 1.0f;
@@ -5626,8 +5651,7 @@ DEVICE void shared_head(const struct csa_args &a, int t, int h) {
     if (a.qat && index) round_index(x, n);
     if (key) {
         const struct run &u = p.batch.run(t);
-        const int pos = run_base(u) + t;
-        csa_key_store(p.kp, run_rows(u, p.kp) + (p.kp.kind == ROWS_RING ? pos % p.kp.n_row : pos), n, x);
+        csa_key_store(p.kp, run_row(u, p.kp, run_base(u) + t), n, x);
         return;
     }
     uint16_t *to =
@@ -5639,7 +5663,7 @@ DEVICE void shared_head(const struct csa_args &a, int t, int h) {
 DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c, const struct run &u, int key,
                          float *row, float2 *turn) {
     enum { COLUMNS = SHARED_HEAD / 256 };
-    const int tid = threadIdx.x, base = run_base(u), fresh = u.pos, off = run_rows(u, c.ring);
+    const int tid = threadIdx.x, base = run_base(u), fresh = u.pos, off = run_rows_of(u, c.ring).shift;
     const int first = (key + 1) * a.compress_ratio - a.pooled;
     const int wide = c.ring.width / 2;
     for (int i = tid; i < a.table.n; i += 256) {
@@ -5675,7 +5699,7 @@ DEVICE void compress_key(const struct csa_args &a, const struct compress_args &c
     rope_last<CSA_PER>(row, true, c.norm, c.d, a.rope.rope, a.rope.eps, angle, x);
     if (a.qat && c.index) round_index(x, c.d);
     else if (a.qat) round_key(x, c.d - a.rope.rope);
-    csa_key_store(c.keys, run_rows(u, c.keys) + key, c.d, x);
+    csa_key_store(c.keys, run_row(u, c.keys, key), c.d, x);
 }
 
 /* Queries, keys, compressed keys and rows of the rings; or in prefill, in a launch of its own because the keys are
@@ -5709,8 +5733,7 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
     const int t = b - a.key_blocks, wide = c.ring.width / 2;
     if (t >= n_tok || t + c.ring.n_row < n_tok) return; /* a later token has the row */
     const struct run &u = batch.run(t);
-    const int ring_row = run_rows(u, c.ring) + (run_base(u) + t) % c.ring.n_row;
-    float *to = (float *)(c.ring.data + (size_t)ring_row * c.ring.row_bytes);
+    float *to = (float *)(c.ring.data + (size_t)run_row(u, c.ring, run_base(u) + t) * c.ring.row_bytes);
     for (int i = threadIdx.x; i < wide; i += 256) {
         to[i] = c.value[(size_t)t * c.stride + i];
         to[wide + i] = c.gate[(size_t)t * c.stride + i];
@@ -6302,10 +6325,11 @@ __global__ void __launch_bounds__(128, 1) k_delta_scan(const __grid_constant__ s
     copy_keys(0);
     /* S[i]: rows 32 warp + 16 i + g and 8 more */
     float S[2][4][4] = {};
+    float *const states = a.state + (size_t)a.batch.at->run[0].timeline * a.state_stride;
     auto state = [&](int i, int n, int e) {
         const int r = 32 * warp + 16 * i + g + 8 * e;
         const bool in = r < dk && col + 8 * n < dv;
-        return in ? (float2 *)(a.state + ((size_t)j * dk + r) * dv + col + 8 * n) : (float2 *)NULL;
+        return in ? (float2 *)(states + ((size_t)j * dk + r) * dv + col + 8 * n) : (float2 *)NULL;
     };
     /* S in halves, for all warps */
     auto keep = [&]() {
@@ -7102,7 +7126,6 @@ static void send_batch(struct rank *r) {
     out->n_tok = r->n_tok;
     out->n_run = r->n_run;
     memcpy(out->run, r->run, (size_t)r->n_run * sizeof *r->run);
-    if (r->n_tok > DECODE_MAX_TOKENS) out->run[0].timeline = 0;
     for (int i = 0; i < r->n_run && r->n_run > 1; i++)
         for (int t = 0; t < r->run[i].n; t++) out->run_of[r->run[i].first + t] = i;
     memcpy(out + 1, r->tokens, bytes);
@@ -7189,7 +7212,7 @@ static void cuda_forward(struct rank *r) {
     struct cuda *c = r->cuda;
     const bool decode = r->n_tok <= DECODE_MAX_TOKENS;
     cudaGraphExec_t *graph = decode && !profile.row ? &c->graph[r->pass][r->n_run > 1][r->n_tok] : NULL;
-    if (decode) r->cache = r->caches;     /* those of timeline 0, see struct batch_ref */
+    r->cache = r->caches;                 /* kernels find those of each timeline by the run */
     if (graph) forward_prepare(r, graph); /* before share_token, whose kernel waits */
     send_batch(r);
     if (r->tokens[0] == TOKEN_CHOSEN) share_token(r);
@@ -7930,7 +7953,7 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
     for (a.first = 0; a.first < len; a.first += MLA_SEGMENT) {
         a.n_key = min(len - a.first, (int)MLA_SEGMENT);
         LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(a.n_key * width, 2048), 256, 0, c->stream,
-                   cache[CACHE_K], cache[CACHE_V], latent, rope, a.first, a.n_key, c->mla.latents);
+                   batch_of(r), cache[CACHE_K], cache[CACHE_V], latent, rope, a.first, a.n_key, c->mla.latents);
         matmul(r, &w, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.keys, NULL, (size_t)nope,
                (size_t)a.buffer.segment * (size_t)nope);
         matmul(r, layer->wv_b.copy, c->mla.latents, (size_t)width, 0, a.n_key, heads, c->mla.values, NULL, (size_t)v,
@@ -9496,7 +9519,7 @@ static void rank_open(struct rank *r, const struct model *m, const struct cuda_o
     r->ops = &cuda_ops;
     r->cuda = c;
     r->kv_type = o->kv;
-    r->n_timeline = max(1, o->n_timeline);
+    r->timelines = timelines_for(o->timelines, o->n_ctx ? o->n_ctx : INT_MAX);
     act_widths(m, r->width);
     c->device = o->device[r->index];
     c->err = err;
@@ -9560,7 +9583,7 @@ static void rank_choose(struct rank *r, const struct cuda_options *o) {
     if (s->w4a4) snprintf(r->name + strlen(r->name), sizeof r->name - strlen(r->name), ", experts' prefill in FP4");
     const int n_head_blocks = shape.kv_lora || shape.n_out_group ? (shape.n_head + 15) / 16 : max(1, shape.n_head_kv);
     s->splits = o->kv_splits ? min(o->kv_splits, (int)SPLITS_MAX) : attn_splits(f.n_sm, n_head_blocks);
-    s->n_timeline = r->n_timeline;
+    s->n_timeline = r->timelines.n;
     s->nccl = nccl_wanted(r, o);
     s->stats = o->stats;
     s->offload = r->offload = o->offload;
@@ -9596,9 +9619,9 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     c->reduce_blocks = max(1, min((int)ALLREDUCE_BLOCKS, f.n_sm / c->sharers));
     r->n_ctx = want;
     r->chunk = gpu_chunk(m, want, f.total / sharers, o->stats);
-    r->bytes = gpu_bytes(m, r->chunk, o->stats, r->n_timeline, o->offload);
+    r->bytes = gpu_bytes(m, r->chunk, o->stats, r->timelines.n, o->offload);
     const size_t free = f.free / sharers, needed = r->bytes + o->reserve / sharers + gpu_rounding(m);
-    const size_t each = (free > needed ? free - needed : 0) / (size_t)r->n_timeline;
+    const size_t each = (free > needed ? free - needed : 0) / (size_t)r->timelines.n;
     if (!o->n_ctx) r->n_ctx = context_fit(m, r->kv_type, each, want);
     if (!c->failed && r->n_ctx < 256 && r->n_ctx < want)
         rank_fail(r,
@@ -9611,7 +9634,8 @@ static void rank_fit(struct rank *r, const struct cuda_options *o) {
     c->reserve = o->reserve / sharers;
     rank_agree(r);
     c->sizes.chunk = r->chunk;
-    r->kv_bytes = (size_t)r->n_timeline * state_bytes(m, r->kv_type, (size_t)r->n_ctx);
+    r->timelines = timelines_for(r->timelines, r->n_ctx);
+    r->kv_bytes = timelines_bytes(m, r->kv_type, &r->timelines, (size_t)r->n_ctx);
 }
 
 /* Lays out the cache at base, unless that is NULL, each cache tensor aligned to 256 bytes: the rows of all timelines one
@@ -9622,20 +9646,14 @@ static size_t cache_layout(struct rank *r, uint8_t *base) {
         struct cache_tensor cache[CACHE_USES];
         layer_cache(r->m, &r->m->layers[il], r->kv_type, cache);
         for (struct cache_tensor &p : cache) {
-            p.timeline_rows = (int)cache_rows_of(&p, (size_t)r->n_ctx);
-            const size_t rows = (size_t)r->n_timeline * (size_t)p.timeline_rows;
+            const size_t rows = cache_rows_divide(&p, &r->timelines, (size_t)r->n_ctx);
             p.data = base && rows ? base + bytes : NULL;
             bytes += (rows * p.row_bytes + 255) / 256 * 256;
-            if (p.type != KV_FP8) continue;
-            p.scale = base && rows ? (float *)(base + bytes) : NULL;
-            bytes += (rows * cache_scale_bytes(&p) + 255) / 256 * 256;
-        }
-        for (int i = 0; base && i < r->n_timeline; i++) {
-            memcpy(r->caches[i * model_blocks(r->m) + il], cache, sizeof cache);
-            for (struct cache_tensor &p : cache) {
-                if (p.data) p.data += (size_t)p.timeline_rows * p.row_bytes;
-                if (p.scale) p.scale += p.timeline_rows * p.n_scale;
+            if (p.type == KV_FP8) {
+                p.scale = base && rows ? (float *)(base + bytes) : NULL;
+                bytes += (rows * cache_scale_bytes(&p) + 255) / 256 * 256;
             }
+            if (base) caches_place(r, il, (int)(&p - cache), &p);
         }
     }
     return bytes;
@@ -9654,8 +9672,8 @@ static void rank_allocate(struct rank *r) {
     struct route_args *route = &c->route;
     const size_t batch_bytes = sizeof *c->batch + (size_t)r->chunk * sizeof(int32_t);
     r->n_run = 1;
-    r->caches =
-        (struct cache_tensor(*)[CACHE_USES])host_memory((size_t)(r->n_timeline * model_blocks(m)), sizeof *r->caches);
+    r->caches = (struct cache_tensor(*)[CACHE_USES])host_memory(
+        2 * (size_t)(timelines_all(&r->timelines) * model_blocks(m)), sizeof *r->caches);
     r->cache = r->caches;
     r->work = (struct candidate *)host_memory((size_t)m->n_ids, sizeof *r->work);
     r->tokens = (int32_t *)host_memory((size_t)r->chunk, sizeof *r->tokens);
@@ -9727,7 +9745,7 @@ static bool cuda_resize(struct rank *r, int n_ctx, char *err) {
         cache_layout(r, (uint8_t *)cache);
         cuda_sync(r, "clearing memory");
     }
-    r->kv_bytes = (size_t)r->n_timeline * state_bytes(r->m, r->kv_type, (size_t)r->n_ctx);
+    r->kv_bytes = timelines_bytes(r->m, r->kv_type, &r->timelines, (size_t)r->n_ctx);
     return done;
 }
 

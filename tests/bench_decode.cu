@@ -221,7 +221,7 @@ struct decoder {
             random = random * 1664525 + 1013904223;
             r.tokens[i] = (int32_t)((random >> 8) % (uint32_t)m.n_vocab);
         }
-        const struct run run = {0, 0, n, context, context - lag};
+        const struct run run = {0, 0, n, context, context - lag, 0};
         rank_batch(&r, &run, 1);
         r.ops->forward(&r);
     }

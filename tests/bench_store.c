@@ -44,7 +44,7 @@ int main(int argc, char **argv) {
     if (argc < 3) die("bench_store MODEL.gguf MIB [THREADS [TOKENS]]");
     if (model_load(&m, argv[1], err)) die("%s", err);
     m.n_mtp = 0;
-    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){kernels_choose(), threads, 512, KV_BF16, false, false, 1});
+    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){kernels_choose(), threads, 512, KV_BF16, false, false, {0}});
     struct store *store = NULL;
     const struct store_options o = {.bytes = (uint64_t)atol(argv[2]) << 20, .n_stage = 1, .least = 2};
     if (o.bytes && (part_read(&m, PART_REST, ALL_LAYERS, err) || !(store = store_open(&m, o, err)))) die("%s", err);

@@ -47,7 +47,7 @@ static void fuzz_said(const char *said, size_t n, const char *program) {
 static void fuzz_forward(const struct model *m, const struct kernels *k, enum kv_type kv) {
     struct session s;
     char err[ERR_MAX] = "";
-    session_open_cpu(&s, m, 1, 1, (struct cpu_options){k, 1, FUZZ_CONTEXT, kv, false, false, 1});
+    session_open_cpu(&s, m, 1, 1, (struct cpu_options){k, 1, FUZZ_CONTEXT, kv, false, false, {0}});
     FUZZ_CHECK(session_sync(&s, (int32_t[]){0, m->n_vocab - 1}, 2, 0, err) == SYNC_DONE, "%s", err);
     session_decode(&s, argmax(session_logits(&s), m->n_vocab));
     FUZZ_CHECK(s.n_past == 3, "%d tokens", s.n_past);
@@ -257,7 +257,7 @@ static void fuzz_session(const uint8_t *data, size_t size) {
     }
     m.hash = 0;
     struct session s;
-    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, FUZZ_CONTEXT, KV_F32, false, false, 1});
+    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, FUZZ_CONTEXT, KV_F32, false, false, {0}});
     int fd = memfd_create("state", MFD_CLOEXEC);
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     uint8_t *copy = xmalloc(size);

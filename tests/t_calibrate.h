@@ -107,7 +107,7 @@ static void test_calibrate_sums(void) {
             struct session s;
             int32_t ids[40];
             spy.stats = xcalloc(n_stats, sizeof *spy.stats), spy.in_sum2 = xcalloc(n_in_sum2, sizeof *spy.in_sum2);
-            session_open_cpu(&s, &m, 1, 1, (struct cpu_options){k, 2, 64, KV_F32, true, true, 1});
+            session_open_cpu(&s, &m, 1, 1, (struct cpu_options){k, 2, 64, KV_F32, true, true, {0}});
             struct ops ops = *s.r->ops;
             spy.plain = s.r->ops, ops.norm_ffn = spy_norm_ffn, s.r->ops = &ops;
             some_ids(ids, 40, m.n_vocab);

@@ -366,7 +366,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
     char err[ERR_MAX] = "";
     struct cuda_options o = {.n_ctx = n_ctx, .kv = kv, .kv_splits = splits, .moe_act = act};
     if (!CHECK(cuda_rank_start(&gpu, m, &o, err) == 0, "%s: %s", name, err)) return;
-    cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, 1, kv);
+    cpu_rank_init(&cpu, m, &kernels_ref, 1, n_ctx, (struct timelines){.n = 1}, kv);
     cpu.chunk = gpu.chunk < cpu.chunk ? gpu.chunk : cpu.chunk;
     cpu.n_mtp_hidden = gpu.n_mtp_hidden = int_min(cpu.n_mtp_hidden, gpu.n_mtp_hidden);
     if (n_row) pair_rings(&cpu, n_row), pair_rings(&gpu, n_row);
@@ -384,7 +384,7 @@ static void pair_forwards_in(const char *name, const struct model *m, enum kv_ty
     uint64_t rng = 7;
     for (int pos = 0, n_committed = 0; *n; pos += *n++) {
         for (int i = 0; i < *n; i++) cpu.tokens[i] = gpu.tokens[i] = (int32_t)(rng_next(&rng) % (uint64_t)m->n_vocab);
-        const struct run run = {0, 0, *n, pos, n_committed};
+        const struct run run = {0, 0, *n, pos, n_committed, 0};
         rank_batch(&cpu, &run, 1);
         rank_batch(&gpu, &run, 1);
         n_committed = *n > MAX_ROLLBACK ? pos + *n - 1 : pos;
@@ -520,7 +520,7 @@ static void test_cuda_ring(void) {
     synth_make(&m, &ring_shape, NULL, false);
     for (int i = 0; i < CTX; i++) ids[i] = (int32_t)((11 + 17 * (int64_t)i + (int64_t)i * i / 7) % m.n_vocab);
     if (!CHECK(session_open(&gpu, &m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
-    session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){kernels_choose(), 2, CTX, KV_FP8, false, false, 1});
+    session_open_cpu(&cpu, &m, 1, 1, (struct cpu_options){kernels_choose(), 2, CTX, KV_FP8, false, false, {0}});
     const struct cache_tensor *p = &gpu.r->cache[0][CACHE_K];
     const int n_row = p->n_row;
     CHECK(p->kind == ROWS_RING && n_row < CTX - 200, "a cache tensor of kind %d with %d rows", p->kind, n_row);
@@ -1003,7 +1003,7 @@ static float *forward_logits(const struct model *m, enum kv_type kv, bool steps)
     for (int i = 0, pos = 0; n[i]; pos += n[i++]) {
         const int n_committed = !i || n[i - 1] <= MAX_ROLLBACK ? pos - (i ? n[i - 1] : 0) : pos - 1;
         for (int t = 0; t < n[i]; t++) r.tokens[t] = (int32_t)(rng_next(&rng) % n_vocab);
-        rank_batch(&r, &(struct run){0, 0, n[i], pos, n_committed}, 1);
+        rank_batch(&r, &(struct run){0, 0, n[i], pos, n_committed, 0}, 1);
         r.ops->forward(&r);
         rank_logits(&r, &(struct rank_call){.first = n[i] - 1, .n = 1});
         const double uniform = rng_uniform(&rng);
@@ -1613,7 +1613,7 @@ static void recurrent_file(struct session *s, const int32_t *ids) {
     struct session cpu;
     char err[ERR_MAX] = "", path[256];
     snprintf(path, sizeof path, "%s/recurrent.kv", test_dir());
-    session_open_cpu(&cpu, s->m, 1, 1, (struct cpu_options){&kernels_ref, 2, 200, KV_BF16, false, false, 1});
+    session_open_cpu(&cpu, s->m, 1, 1, (struct cpu_options){&kernels_ref, 2, 200, KV_BF16, false, false, {0}});
     for (int turn = 0; turn < 2; turn++) {
         struct session *from = turn ? &cpu : s, *to = turn ? s : &cpu;
         for (int i = 0; i < 3; i++) session_decode(from, ids[from->n_past]);
@@ -2185,10 +2185,10 @@ static void batches_agree(const char *name, const struct model *m, const struct 
 }
 
 static bool cuda_parallel_open(struct session *s, const struct model *m, const struct parallel_case *c,
-                               int n_timeline) {
+                               struct timelines t) {
     char err[ERR_MAX] = "";
     const struct cuda_options o = {.n_ctx = parallel_tokens(c),
-                                   .n_timeline = n_timeline,
+                                   .timelines = t,
                                    .kv = c->kv,
                                    .moe_act = MOE_ACT_F16,
                                    .kv_splits = 3,
@@ -2200,15 +2200,22 @@ static bool cuda_parallel_open(struct session *s, const struct model *m, const s
 /* Timelines that come and go side by side give the bits that each gives alone. */
 void cuda_test_parallel(void) {
     static const struct parallel_case cases[] = {
-        {"qwen3moe_nvfp4", NULL, 1, 1, KV_FP8, 16, 0, cuda_parallel_open},
-        {"qwen3moe", NULL, 2, 1, KV_BF16, 3, 200, cuda_parallel_open},
-        {"deepseek_v3_nvfp4", NULL, 1, 1, KV_FP8, 4, 200, cuda_parallel_open},
-        {"deepseek_v4", NULL, 1, 1, KV_FP8, 5, 200, cuda_parallel_open},
-        {"deepseek_v4_pro", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open},
-        {"qwen3_5_moe_nvfp4", NULL, 1, 2, KV_FP8, 6, 0, cuda_parallel_open},
-        {"glm_moe_dsa", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open},
-        {"minimax_m3", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open},
-        {"gpt_oss", NULL, 1, 1, KV_BF16, 4, 200, cuda_parallel_open},
+        {"qwen3moe_nvfp4", NULL, 1, 1, KV_FP8, 16, 0, cuda_parallel_open, 0, false},
+        {"qwen3moe", NULL, 2, 1, KV_BF16, 3, 200, cuda_parallel_open, 0, false},
+        {"deepseek_v3_nvfp4", NULL, 1, 1, KV_FP8, 4, 200, cuda_parallel_open, 0, false},
+        {"deepseek_v4", NULL, 1, 1, KV_FP8, 5, 200, cuda_parallel_open, 0, false},
+        {"deepseek_v4_pro", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false},
+        {"qwen3_5_moe_nvfp4", NULL, 1, 2, KV_FP8, 6, 0, cuda_parallel_open, 0, false},
+        {"glm_moe_dsa", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false},
+        {"minimax_m3", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false},
+        {"gpt_oss", NULL, 1, 1, KV_BF16, 4, 200, cuda_parallel_open, 0, false},
+        {"qwen3moe_nvfp4", NULL, 2, 1, KV_FP8, 6, 150, cuda_parallel_open, 64, true},
+        {"deepseek_v3", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false},
+        {"deepseek_v4", NULL, 1, 1, KV_FP8, 4, 330, cuda_parallel_open, 256, true},
+        {"qwen3_5_moe_nvfp4", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false},
+        {"glm_moe_dsa", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false},
+        {"minimax_m3", NULL, 1, 1, KV_BF16, 4, 150, cuda_parallel_open, 64, true},
+        {"gpt_oss", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_parallel(&cases[i]);
     cuda_test_devices(1, true);
@@ -2627,7 +2634,7 @@ static void stats_agree(const struct model *m, const char *name, const int32_t *
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16, .moe_act = MOE_ACT_F16, .stats = true, .in_sum2 = true};
     char err[ERR_MAX] = "";
     if (!CHECK(session_open(&gpu, m, 1, 1, cuda_rank_start, &o, err) == 0, "%s", err)) return;
-    session_open_cpu(&cpu, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true, 1});
+    session_open_cpu(&cpu, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 64, KV_BF16, true, true, {0}});
     const size_t n_stats = (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS;
     const size_t n_in_sum2 = in_sum2_before(m, model_blocks(m));
     double *want = xcalloc(n_stats, sizeof *want), *got = xcalloc(n_stats, sizeof *got);

@@ -120,7 +120,7 @@ struct gpu_array {
 /* A batch of one run of timeline 0. */
 struct gpu_batch : gpu_array<struct batch> {
     gpu_batch(int pos, int n_tok, int n_committed)
-        : gpu_array(std::vector<struct batch>{{n_tok, 1, {{0, 0, n_tok, pos, n_committed}}, {}}}) {}
+        : gpu_array(std::vector<struct batch>{{n_tok, 1, {{0, 0, n_tok, pos, n_committed, 0}}, {}}}) {}
     operator batch_ref() const { return {p, false}; }
 };
 
@@ -1822,9 +1822,10 @@ static void run_latents(bool fp8) {
     enum { LATENT = 256, ROPE = 64, WIDTH = LATENT + ROPE, LEN = 70, FIRST = 5, N = 60 };
     test_cache k(LEN, LATENT, ATTN_GROUP, fp8), rotated(LEN, ROPE, ROPE, false);
     gpu_array<uint16_t> x((size_t)N * WIDTH);
+    gpu_batch b(FIRST + N, 1, FIRST + N);
     x.arrive();
-    LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(N * WIDTH, 2048), 256, 0, test_stream, k.p,
-               rotated.p, (int)LATENT, (int)ROPE, (int)FIRST, (int)N, x.p);
+    LAUNCH_PDL((fp8 ? k_mla_latents<1> : k_mla_latents<0>), ceil_div(N * WIDTH, 2048), 256, 0, test_stream,
+               batch_ref(b), k.p, rotated.p, (int)LATENT, (int)ROPE, (int)FIRST, (int)N, x.p);
     finish("latents");
     std::vector<uint16_t> got = x.get();
     int bad = 0;

@@ -345,6 +345,21 @@ static void rings_of_first(const char *launch, void *args) {
 static void states_of_first(const char *launch, void *args) {
     change_if<struct delta_args>(launch, "k_delta_decode", args, [](auto &a) { a.state_stride = 0; });
 }
+static void stem_longer(const char *launch, void *args) {
+    change_several(launch, args, [](auto &a) {
+        if (!a.one_kv) a.k.stem_rows += a.k.stem_rows > 0;
+    });
+}
+static void compressed_stem_longer(const char *launch, void *args) {
+    change_csa(launch, args, [](auto &a) { a.v.stem_rows += a.v.stem_rows > 0; });
+}
+static void indexer_without_stem(const char *launch, void *args) {
+    for (const char *kernel : {"k_index_scores", "k_index_blocks"})
+        change_if<struct index_args>(launch, kernel, args, [](auto &a) {
+            a.rope.kp.timeline_rows += a.rope.kp.stem_rows;
+            a.rope.kp.stem_rows = 0;
+        });
+}
 static void joins_of_first(const char *launch, void *args) {
     change_if<struct mla_value_args>(launch, "k_mla_value", args, [](auto &a) { a.attn.batch.several = false; });
 }
@@ -400,6 +415,9 @@ static const struct {
                 {"parallel", "keys are chosen as for the first timeline", choice_of_first},
                 {"parallel", "rings are the first timeline's", rings_of_first},
                 {"parallel", "states are the first timeline's", states_of_first},
+                {"parallel", "the stem has a key more", stem_longer},
+                {"parallel", "the stem has a compressed key more", compressed_stem_longer},
+                {"parallel", "the indexer finds no stem", indexer_without_stem},
                 {"sparse", "the indexer rotates other pairs", other_pairs},
                 {"sparse", "a head of the indexer is missing", head_dropped},
                 {"sparse", "chosen keys begin with the second", choice_off_by_one},

@@ -179,7 +179,7 @@ static void test_draft_text(void) {
             const enum kv_type kv[] = {KV_F32, KV_BF16, KV_FP8};
             const int tp = 1 + (f + k / 2) % 2;
             struct session s;
-            session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels, tp, 512, kv[(f + k) % 3], false, false, 1});
+            session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels, tp, 512, kv[(f + k) % 3], false, false, {0}});
             check_same_text(name, &s, kernels->name, k, 24, f < 4);
             check_next_turn(name, &s, kernels->name, k);
             if (k == f % DRAFT_SAMPLINGS) {
@@ -228,7 +228,7 @@ static void test_draft_ids(void) {
         struct session s;
         int32_t ids[PROMPT], drafts[3][K] = {{0}};
         if (!fixture_load("deepseek_v3_mtp", &m)) return;
-        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels_choose(), 2, 64, KV_F32, false, false, 1});
+        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){kernels_choose(), 2, 64, KV_F32, false, false, {0}});
         CHECK(s.first_ids == m.n_ids, "drafts have %d of %d ids", s.first_ids, m.n_ids);
         some_ids(ids, PROMPT, m.n_vocab);
         for (int i = 0; i < 3; i++) { /* all ids, the first ones, all again */
@@ -283,7 +283,7 @@ static void check_state(const char *name, const struct model *m, int tp, enum kv
     struct session plain, s;
     struct ops ops;
     size_t n_want, n;
-    const struct cpu_options opts = {kernels_choose(), tp, 128, kv, false, false, 1};
+    const struct cpu_options opts = {kernels_choose(), tp, 128, kv, false, false, {0}};
     some_ids(text, PROMPT, m->n_vocab);
     session_open_cpu(&plain, m, tp, 1, opts);
     draft_run(&plain, o, 5, 0, 0, text, PROMPT, CHUNK, text + PROMPT, N);
@@ -584,7 +584,7 @@ static void test_draft_ngrams(void) {
         some_ids(prompt, PROMPT, m.n_vocab);
         for (int i = 20; i < PROMPT; i++) prompt[i] = prompt[i - 20];
         session_open_cpu(&s, &m, 1, 1,
-                         (struct cpu_options){kernels_choose(), 2, 256, f % 2 ? KV_FP8 : KV_BF16, false, false, 1});
+                         (struct cpu_options){kernels_choose(), 2, 256, f % 2 ? KV_FP8 : KV_BF16, false, false, {0}});
         float *logits = xmalloc((size_t)m.n_vocab * sizeof *logits);
         for (int k = 0; k < 2; k++) {
             const struct sampling *o = k ? &two : &greedy;

@@ -71,7 +71,7 @@ static void hostile_saved(const char *path, const char *expect) {
         struct session s;
         if (!CHECK(!model_load(&m, HOSTILE_CORPUS "gguf/valid-qwen3moe.gguf", err), "%s", err)) return;
         m.hash = 0;
-        session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, FUZZ_CONTEXT, KV_F32, false, false, 1});
+        session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 1, FUZZ_CONTEXT, KV_F32, false, false, {0}});
         rc = session_load(&s, path, err);
         CHECK(!rc || !s.n_past, "%s: %d tokens of a refused state", path, s.n_past);
         session_free(&s);

@@ -11,7 +11,7 @@ static double nmse(const float *x, const float *ref, size_t n) {
 /* A session of one rank on the CPU. */
 static void session_cpu(struct session *s, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
                         enum kv_type kv) {
-    session_open_cpu(s, m, 1, 1, (struct cpu_options){k, n_threads, n_ctx, kv, false, false, 1});
+    session_open_cpu(s, m, 1, 1, (struct cpu_options){k, n_threads, n_ctx, kv, false, false, {0}});
 }
 
 /* A prompt as --lines computes it: see session_begin_alone. */
@@ -217,7 +217,7 @@ static float *prediction_logits(const struct model *m, const struct kernels *k, 
     const size_t n_vocab = (size_t)m->n_vocab;
     struct session s;
     float *out = xmalloc((size_t)n * n_vocab * sizeof *out);
-    session_open_cpu(&s, m, tp, 1, (struct cpu_options){k, tp, n, KV_F32, false, false, 1});
+    session_open_cpu(&s, m, tp, 1, (struct cpu_options){k, tp, n, KV_F32, false, false, {0}});
     for (int pos = 0, b = 0; pos < n; b++) {
         const int some = int_min(n - pos, batches[b % 7]), from = int_max(pos - 1, 0), to = pos + some - 1;
         session_forward(&s, ids + pos, some);
@@ -276,7 +276,7 @@ static void test_prediction_chain(void) {
     if (!CHECK(n_want == FROM * DRAFTS * row * sizeof *want, "drafts.f32: %zu bytes", n_want)) return;
     for (int tp = 1; tp <= 4; tp++) {
         struct session s;
-        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){&kernels_ref, tp, 300, KV_F32, false, false, 1});
+        session_open_cpu(&s, &m, tp, 1, (struct cpu_options){&kernels_ref, tp, 300, KV_F32, false, false, {0}});
         for (int k = 0; k < FROM; k++) {
             const int t = from[k];
             if (k) session_forward(&s, ids + s.n_past, t - 7 - s.n_past);
@@ -587,7 +587,7 @@ static void test_fixtures_deepseek4_ranks(void) {
             char err[ERR_MAX] = "";
             struct collect c = {xmalloc(count * sizeof(float)), m.n_vocab};
             session_open_cpu(&s, &m, layouts[k][0], layouts[k][1],
-                             (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false, 1});
+                             (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false, {0}});
             CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
             const double e = nmse(c.out, ref, count);
             CHECK(e <= 1e-6, "%s, --tp %d --pp %d: NMSE %.3g", names[f], layouts[k][0], layouts[k][1], e);
@@ -991,7 +991,7 @@ static void batch_run(const struct batch_case *c, uint64_t seed, float *logits, 
     struct session s;
     const size_t v = (size_t)c->m->n_vocab;
     const struct cpu_options o = {
-        c->k, (seed ? 2 : 1) * c->n_rank, c->past + BATCH_TOKENS + DECODE_MAX_TOKENS, c->kv, false, false, 1};
+        c->k, (seed ? 2 : 1) * c->n_rank, c->past + BATCH_TOKENS + DECODE_MAX_TOKENS, c->kv, false, false, {0}};
     session_open_cpu(&s, c->m, c->n_rank, 1, o);
     batch_fill(&s, c->past);
     for (int at = 0, keep; at < BATCH_TOKENS; at += keep) {

@@ -8,12 +8,14 @@ struct parallel_case {
     enum kv_type kv;
     int n;       /* timelines at work */
     int n_token; /* of a timeline at most; 0: 70 */
-    /* opens n_timeline of them; NULL: on the CPU */
-    bool (*open)(struct session *s, const struct model *m, const struct parallel_case *c, int n_timeline);
+    /* opens timelines; NULL: on the CPU */
+    bool (*open)(struct session *s, const struct model *m, const struct parallel_case *c, struct timelines t);
+    int n_stem;      /* tokens of the stem, with which most prompts begin; 0: there is none */
+    bool all_behind; /* all prompts begin with it */
 };
 
 enum {
-    PARALLEL_TOKENS = 200, /* of a timeline at most, */
+    PARALLEL_TOKENS = 420, /* of a timeline at most, */
     PARALLEL_ROUNDS = 10,  /* and rounds of decoding, in each of which a timeline takes part or not */
     PARALLEL_CHUNK = 24    /* tokens of a prompt's forward */
 };
@@ -32,11 +34,10 @@ static void parallel_keep(struct parallel_line *l, struct session *s) {
 
 static int parallel_tokens(const struct parallel_case *c) { return c->n_token ? c->n_token : 70; }
 
-static bool parallel_open(struct session *s, const struct model *m, const struct parallel_case *c, int n_timeline) {
-    if (c->open && !c->open(s, m, c, n_timeline)) return false;
+static bool parallel_open(struct session *s, const struct model *m, const struct parallel_case *c, struct timelines t) {
+    if (c->open && !c->open(s, m, c, t)) return false;
     if (!c->open)
-        session_open_cpu(s, m, c->tp, c->pp,
-                         (struct cpu_options){c->k, 2, parallel_tokens(c), c->kv, false, false, n_timeline});
+        session_open_cpu(s, m, c->tp, c->pp, (struct cpu_options){c->k, 2, parallel_tokens(c), c->kv, false, false, t});
     s->r->chunk = PARALLEL_CHUNK;
     return true;
 }
@@ -44,13 +45,18 @@ static bool parallel_open(struct session *s, const struct model *m, const struct
 static void check_parallel(const struct parallel_case *c) {
     const int n_timeline = c->n + 1; /* one is never used */
     struct model m;
-    struct session s[DECODE_MAX_TOKENS + 1];
+    struct session s[DECODE_MAX_TOKENS + 2]; /* the last one is the stem */
+    int32_t stem[PARALLEL_TOKENS];
+    char err[ERR_MAX];
     struct parallel_line line[DECODE_MAX_TOKENS];
     int order[DECODE_MAX_TOKENS];
     uint64_t rng = 5;
     if (!fixture_load(c->name, &m)) return;
-    if (!parallel_open(&s[0], &m, c, n_timeline)) return;
-    for (int i = 1; i < n_timeline; i++) session_attach(&s[i], &m, s[0].pg, NULL, i);
+    if (!parallel_open(&s[0], &m, c, (struct timelines){n_timeline, c->n_stem, c->all_behind})) return;
+    for (int i = 1; i < n_timeline + (c->n_stem > 0); i++) session_attach(&s[i], &m, s[0].pg, NULL, i);
+    for (int i = 0; i < c->n_stem; i++) stem[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+    if (c->n_stem && !CHECK(stem_make(&s[n_timeline], stem, c->n_stem, err) == SYNC_DONE, "%s", err)) return;
+    for (int i = 0; i < n_timeline && c->n_stem; i++) s[i].stem = &s[n_timeline];
     for (int i = 0; i < c->n; i++) {
         struct parallel_line *l = &line[i];
         l->n = l->n_prompt =
@@ -58,6 +64,12 @@ static void check_parallel(const struct parallel_case *c) {
         l->cut = i % 2 && l->n > 9 ? l->n / 2 : 0;
         l->logits = xmalloc((1 + PARALLEL_ROUNDS) * (size_t)m.n_vocab * sizeof *l->logits);
         for (int k = 0; k < PARALLEL_TOKENS; k++) l->ids[k] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
+        if (c->n_stem && (c->all_behind || i % 4 != 3)) {
+            const int own = parallel_tokens(c) - PARALLEL_ROUNDS - c->n_stem;
+            memcpy(l->ids, stem, (size_t)c->n_stem * sizeof *stem);
+            l->n = l->n_prompt = c->n_stem + (i < 3 ? 1 + i : 1 + (int)(rng_next(&rng) % (uint64_t)own));
+            l->cut = c->n_stem;
+        }
         order[i] = i;
     }
     for (int round = -1; round < PARALLEL_ROUNDS; round++) {
@@ -99,7 +111,7 @@ static void check_parallel(const struct parallel_case *c) {
     for (int i = 0; i < c->n; i++) {
         const struct parallel_line *l = &line[i];
         struct session alone;
-        if (!parallel_open(&alone, &m, c, 1)) return;
+        if (!parallel_open(&alone, &m, c, (struct timelines){.n = 1})) return;
         sync_alone(&alone, l->ids, l->n_prompt, l->cut);
         for (int k = l->n_prompt; k <= l->n; k++) {
             const float *got = l->logits + (size_t)(k - l->n_prompt) * (size_t)m.n_vocab;
@@ -112,7 +124,9 @@ static void check_parallel(const struct parallel_case *c) {
         session_free(&alone);
         free(l->logits);
     }
-    for (int i = n_timeline - 1; i >= 0; i--) session_free(&s[i]);
+    for (int i = 0; i < c->n && c->n_stem; i++)
+        CHECK(s[i ? i + 1 : 0].behind == (c->all_behind || i % 4 != 3), "%s: number %d and the stem", c->name, i);
+    for (int i = n_timeline - 1 + (c->n_stem > 0); i >= 0; i--) session_free(&s[i]);
     model_free(&m);
 }
 
@@ -122,7 +136,25 @@ static void test_parallel_fixtures(void) {
     for (int f = 0; f < RANK_FIXTURES; f++) {
         const int *const layout = layouts[f % (int)(sizeof layouts / sizeof *layouts)];
         check_parallel(&(struct parallel_case){rank_fixtures[f], kernels_choose(), layout[0], layout[1],
-                                               (enum kv_type)(f % 3), n[f / 3 % 3], 0, NULL});
+                                               (enum kv_type)(f % 3), n[f / 3 % 3], 0, NULL, 0, false});
+    }
+}
+
+/* With a stem: every fixture, and all prompts behind it or most of them. */
+static void test_parallel_stem(void) {
+    static const int layouts[][2] = {{1, 1}, {2, 1}, {1, 2}};
+    for (int f = 0; f < RANK_FIXTURES; f++) {
+        const int *const layout = layouts[f % (int)(sizeof layouts / sizeof *layouts)];
+        const int n_stem = strncmp(rank_fixtures[f], "deepseek_v4", 11) ? 64 : 256;
+        check_parallel(&(struct parallel_case){.name = rank_fixtures[f],
+                                               .k = kernels_choose(),
+                                               .tp = layout[0],
+                                               .pp = layout[1],
+                                               .kv = (enum kv_type)(f % 3),
+                                               .n = 5,
+                                               .n_token = n_stem + 64,
+                                               .n_stem = n_stem,
+                                               .all_behind = f / 2 % 2});
     }
 }
 
@@ -132,8 +164,8 @@ static void test_parallel_kernels(void) {
                                         "qwen3_5_moe_nvfp4", "glm_moe_dsa",       "minimax_m3"};
     for (size_t k = 0; k < sizeof kernel_sets / sizeof *kernel_sets; k++)
         for (size_t f = 0; f < sizeof names / sizeof *names && kernels_runnable(kernel_sets[k]); f++)
-            check_parallel(
-                &(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5, 0, NULL});
+            check_parallel(&(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5, 0,
+                                                   NULL, 0, false});
 }
 
 /* ---- the program ---- */
@@ -142,18 +174,18 @@ static void test_parallel_kernels(void) {
 static void parallel_request(int id, uint64_t *rng, char **out) {
     static const char *const asks[] = {"What is 7 squared? One word.", "Tell me a story.", "hi", "What is 12 times 3?"};
 #define PICK(n) (rng_next(rng) % (n))
-    const bool system = !PICK(3), turns = !PICK(5);
-    sb_printf(out, "{\"id\":%d,\"messages\":[", id);
+    const bool system = !PICK(3), turns = !PICK(5), text = !system && !turns && PICK(2);
+    sb_printf(out, "{\"id\":%d,\"%s", id, text ? "prompt\":\"" : "messages\":[");
     if (system) {
         sb_puts(out, "{\"role\":\"system\",\"content\":\"");
         for (uint64_t i = 1 + 40 * PICK(3); i; i--) sb_puts(out, "Be brief. ");
         sb_puts(out, "\"},");
     }
     if (turns) sb_puts(out, "{\"role\":\"user\",\"content\":\"hi\"},{\"role\":\"assistant\",\"content\":\"Hello.\"},");
-    sb_puts(out, "{\"role\":\"user\",\"content\":\"");
+    if (!text) sb_puts(out, "{\"role\":\"user\",\"content\":\"");
     for (uint64_t i = PICK(4) ? 1 : 1 + PICK(60); i; i--) sb_printf(out, "%s ", asks[PICK(4)]);
-    sb_printf(out, "\"}],\"max_tokens\":%d,\"temperature\":%s,\"seed\":%d", (int)(PICK(4) ? PICK(30) : PICK(2)),
-              PICK(2) ? "0.9" : "0", (int)PICK(1000));
+    sb_printf(out, "\"%s,\"max_tokens\":%d,\"temperature\":%s,\"seed\":%d", text ? "" : "}]",
+              (int)(PICK(4) ? PICK(30) : PICK(2)), PICK(2) ? "0.9" : "0", (int)PICK(1000));
     if (!PICK(4)) sb_puts(out, ",\"stop\":[\"the\",\"9\"]");
     if (!PICK(5)) sb_puts(out, ",\"repeat_penalty\":1.3");
     if (id % 10 == 3) sb_puts(out, ",\"nonsense\":1");
@@ -183,12 +215,13 @@ static int parallel_order(const void *a, const void *b) { return strcmp(*(char *
 static void test_parallel_requests(void) {
     enum { N = SANITIZED ? 12 : 30 };
     static const struct {
-        const char *options;
-        bool shuffled, sorted; /* the requests; the answers, before they are compared */
-    } runs[] = {{"--parallel 3", false, false},
-                {"--parallel 16 --kv fp8", false, false},
-                {"--parallel 8 --unordered", false, true},
-                {"--parallel 5 --tp 2", true, true}};
+        const char *options, *both; /* also of the answers one at a time */
+        bool shuffled, sorted;      /* the requests; the answers, before they are compared */
+    } runs[] = {{"--parallel 3", "", false, false},
+                {"--parallel 16", "--kv fp8", false, false},
+                {"--parallel 8 --unordered", "", false, true},
+                {"--parallel 6", "--system-file @/system", false, false},
+                {"--parallel 5", "--tp 2", true, true}};
     char *requests[N] = {NULL}, path[300], shuffled[300], *all = NULL;
     uint64_t rng = 11;
     snprintf(path, sizeof path, "%s/requests.jsonl", test_dir());
@@ -199,15 +232,17 @@ static void test_parallel_requests(void) {
     }
     write_test_file(path, all, arrlenu(all));
     arrsetlen(all, 0);
+    for (int i = 0; i < 100; i++) sb_puts(&all, "Be brief, and kind. ");
+    write_test_file(IN_DIR("@/system"), all, arrlenu(all));
+    arrsetlen(all, 0);
     for (int i = 0; i < N; i++) sb_put(&all, requests[i * 7 % N], arrlenu(requests[i * 7 % N]));
     static_assert(N % 7, "the other order has every request");
     write_test_file(shuffled, all, arrlenu(all));
     for (size_t r = 0; r < sizeof runs / sizeof *runs; r++) {
-        char alone[64] = "";
-        if (strstr(runs[r].options, "--kv")) snprintf(alone, sizeof alone, "--kv fp8");
-        if (strstr(runs[r].options, "--tp")) snprintf(alone, sizeof alone, "--tp 2");
-        char **want = parallel_answers(alone, path);
-        char **got = parallel_answers(runs[r].options, runs[r].shuffled ? shuffled : path);
+        char args[300];
+        snprintf(args, sizeof args, "%s %s", IN_DIR(runs[r].both), runs[r].options);
+        char **want = parallel_answers(IN_DIR(runs[r].both), path);
+        char **got = parallel_answers(args, runs[r].shuffled ? shuffled : path);
         CHECK(arrlen(got) == N && arrlen(want) == N, "%s: %td and %td answers", runs[r].options, arrlen(got),
               arrlen(want));
         if (runs[r].sorted) {
@@ -234,6 +269,14 @@ static void test_parallel_pipes(void) {
         {"printf 'hi\nWhat is 7 squared? One word.\n\n\377\nhi' >@/l; " MOE "--greedy --lines <@/l >@/1; " MOE
          "--greedy --lines --parallel 4 <@/l >@/4; cmp @/1 @/4 && wc -l <@/4",
          0, "3\n", "line 4: the message is not UTF-8"},
+        {"for i in $(seq 90); do printf 'Be brief. '; done >@/s; for n in 1 3; do printf 'hi\nWhat is 7 "
+         "squared?\nhi\nA story\n' | " MOE
+         "--greedy -n 20 -c 700 --lines --system-file @/s -np $n >@/n$n; done; cmp @/n1 @/n3 && wc -l <@/n3",
+         0, "4\n", "tokens with which they begin are computed and kept once"},
+        {MOE "--needle 300 -np 3 -c 512 --quiet", 0,
+         "The secret code is 33602.\nThe secret code is 94193.\nThe secret code is 23915.\n", NULL},
+        {MOE "--needle 300 -np 2 -c 512", 0, NULL, "in 300 tokens, depth 100 %, --kv bf16: found"},
+        {MOE "--smoke -np 4 -c 1024 2>&1 >@/squares | grep -c ' ok '; sort -u @/squares | head -n 1", 0, "3\n49\n", NULL},
         {"printf 'Once upon a\nOnce upon a\n' | " MOE "--raw --lines -np 2 --greedy -n 1", 0, " time\n time\n",
          "2 prompts at a time, a context of"},
         {"mkfifo @/f; " MOE "--jsonl --parallel 4 <@/f >@/o & exec 3>@/f; for i in 1 2 3; do "
@@ -241,7 +284,8 @@ static void test_parallel_pipes(void) {
          "until [ \"$(wc -l <@/o)\" -ge $i ]; do sleep 0.01; done; done; exec 3>&-; wait; cut -d, -f1 @/o",
          0, "{\"id\":1\n{\"id\":2\n{\"id\":3\n", NULL},
         {"printf '{\"prompt\":\"hi\"}' | " MOE "--jsonl --parallel 2 >/dev/full", 1, "", "cannot write to stdout"},
-        {MOE "--parallel 2 -p hi", 2, "", "--parallel works only with --lines or --jsonl or --bench"},
+        {MOE "--parallel 2 -p hi", 2, "",
+         "--parallel works only with --lines or --jsonl or --bench or --plan or --needle or --smoke"},
         {MOE "--parallel 17 --lines", 2, "", "--parallel"},
         {MOE "--unordered --lines", 2, "", "--unordered works only with --jsonl"},
         {MOE "--lines --parallel 16 -c 100000000 </dev/null", 1, "",
@@ -253,6 +297,7 @@ static void test_parallel_pipes(void) {
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) check_command(IN_DIR(t[i].cmd), t[i].code, t[i].out, t[i].said);
 }
 
-#define TESTS_PARALLEL                                                                          \
-    {"parallel/fixtures", test_parallel_fixtures}, {"parallel/kernels", test_parallel_kernels}, \
-        {"parallel/requests", test_parallel_requests}, {"parallel/pipes", test_parallel_pipes},
+#define TESTS_PARALLEL                                                                              \
+    {"parallel/fixtures", test_parallel_fixtures}, {"parallel/stem", test_parallel_stem},           \
+        {"parallel/kernels", test_parallel_kernels}, {"parallel/requests", test_parallel_requests}, \
+        {"parallel/pipes", test_parallel_pipes},

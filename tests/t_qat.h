@@ -120,7 +120,7 @@ static void check_qat(const char *name, const struct model *m, int tp, int pp, c
     float *want = slurp(path, &n_want);
     const int rows = (n + EVERY - 1) / EVERY;
     CHECK(n_want == (size_t)rows * (size_t)m->n_vocab * sizeof *want, "%s has %zu bytes", path, n_want);
-    session_open_cpu(&s, m, tp, pp, (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false, 1});
+    session_open_cpu(&s, m, tp, pp, (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false, {0}});
     CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
     session_free(&s);
     int close = 0;

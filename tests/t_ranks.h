@@ -136,7 +136,7 @@ static float *ranks_run(const struct model *m, const struct kernels *k, enum kv_
     char err[ERR_MAX] = "";
     struct collect c = {xmalloc((size_t)n * (size_t)m->n_vocab * sizeof(float)), m->n_vocab};
     session_open_cpu(&s, m, tp, pp,
-                     (struct cpu_options){k, 1, n > from + n_out ? n : from + n_out, kv, false, false, 1});
+                     (struct cpu_options){k, 1, n > from + n_out ? n : from + n_out, kv, false, false, {0}});
     CHECK(session_score(&s, ids, n, collect_row, &c, err) == 0, "%s", err);
     greedy_run(&s, ids, from, out, n_out);
     session_free(&s);
@@ -213,7 +213,8 @@ static void test_ranks_save(void) {
             struct session s;
             float *last[2];
             for (int k = 0; k < 2; k++) { /* k 0 computes and writes, 1 reads and goes on */
-                session_open_cpu(&s, &m, tp[k], pp[k], (struct cpu_options){&kernels_ref, 1, 64, kv, false, false, 1});
+                session_open_cpu(&s, &m, tp[k], pp[k],
+                                 (struct cpu_options){&kernels_ref, 1, 64, kv, false, false, {0}});
                 if (!k) CHECK(session_sync(&s, ids, 60, 0, err) == SYNC_DONE && !state_save(&s, path, err), "%s", err);
                 else CHECK(!session_load(&s, path, err) && s.n_past == 60, "%s", err);
                 session_decode(&s, 7);
@@ -251,7 +252,7 @@ static void fault_fails(struct rank *r, const struct step *s) {
 
 /* opts NULL: the rank's memory runs out. */
 static int fault_start(struct rank *r, const struct model *shard, const void *opts, char *err) {
-    static struct cpu_options o = {&kernels_ref, 1, 64, KV_F32, false, false, 1};
+    static struct cpu_options o = {&kernels_ref, 1, 64, KV_F32, false, false, {0}};
     if (shard->shard.rank == 1 && opts) return fail(err, "no room for it");
     if (shard->shard.rank == 1) free(xmalloc((size_t)1 << 62));
     return cpu_rank_start(r, shard, &o, err);
@@ -267,7 +268,7 @@ static int rank_fault(const char *name, const char *path) {
     struct session s;
     char err[ERR_MAX];
     struct ops table = cpu_ops;
-    struct cpu_options o = {&kernels_ref, 2, 64, KV_F32, false, false, 1};
+    struct cpu_options o = {&kernels_ref, 2, 64, KV_F32, false, false, {0}};
     int32_t ids[32] = {1, 2, 3, 4, 5, 6, 7, 8};
     signal(SIGALRM, SIG_DFL);
     /* A hang ends here, with another exit code. Waiting for others ends in 8 s on an idle machine. */

@@ -85,7 +85,7 @@ static void state_open(struct session *s, const struct model *m, int tp, int pp,
     ops = cpu_ops;
     ops.attention = state_attention;
     ops.mla_attention = state_mla_attention;
-    session_open_cpu(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false, 1});
+    session_open_cpu(s, m, tp, pp, (struct cpu_options){&kernels_ref, 2, 200, kv, false, false, {0}});
     for (int i = 0; i < s->pg->n && m->family == &state_family; i++) s->pg->ranks[i].ops = &ops;
 }
 
@@ -236,7 +236,7 @@ static void test_state_snapshots(void) {
 static void check_alone(int which, int layout) {
     enum { N = 180, CHUNK = 48, PROMPTS = 24, NEW = 6 };
     const int tp = state_layouts[layout][0], pp = state_layouts[layout][1];
-    const struct cpu_options o = {kernels_choose(), 2, 200, layout % 2 ? KV_FP8 : KV_BF16, false, false, 1};
+    const struct cpu_options o = {kernels_choose(), 2, 200, layout % 2 ? KV_FP8 : KV_BF16, false, false, {0}};
     struct model m;
     struct session s, fresh;
     char err[ERR_MAX] = "";
@@ -407,7 +407,7 @@ static void window_cache_kept(const struct model *m, const struct layer *layer, 
 }
 
 static void window_open(struct session *s, const struct model *m, int tp, enum kv_type kv) {
-    session_open_cpu(s, m, tp, 1, (struct cpu_options){kernels_choose(), 2, WINDOW_TOKENS + 50, kv, false, false, 1});
+    session_open_cpu(s, m, tp, 1, (struct cpu_options){kernels_choose(), 2, WINDOW_TOKENS + 50, kv, false, false, {0}});
 }
 
 /* The logits after ids[0..n) in chunks of `chunk` tokens; malloc'ed. */
@@ -638,7 +638,7 @@ static void test_state_chat(void) {
     set.greedy = true;
     set.n_predict = 5;
     set.mute = true;
-    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false, 1});
+    session_open_cpu(&s, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false, {0}});
     if (!CHECK(chat_init(&c, &set, &m, &s, err) == 0, "%s", err)) return;
     enum turn_result r = TURN_DONE;
     fflush(stdout); /* answers are not for the list of tests */
@@ -651,7 +651,7 @@ static void test_state_chat(void) {
             CHECK(chat_undo(&c, err) == 0 && chat_turn(&c, turns[i], strlen(turns[i]), err) == TURN_DONE, "%s", err);
             CHECK(chat_regenerate(&c, &r, err) == 0 && r == TURN_DONE, "%s", err);
         }
-        session_open_cpu(&fresh, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false, 1});
+        session_open_cpu(&fresh, &m, 1, 1, (struct cpu_options){&kernels_ref, 2, 512, KV_F32, false, false, {0}});
         if (!CHECK(chat_init(&d, &set, &m, &fresh, err) == 0, "%s", err)) break;
         const struct message *answer = &arrlast(c.messages);
         for (size_t k = 0; k + 1 < arrlenu(c.messages); k++)
@@ -682,7 +682,7 @@ static const char dialogue_template[] =
 /* Opens a session and a chat on it. */
 static bool dialogue_open(struct chat *c, struct session *s, struct settings *set, const struct model *m) {
     char err[ERR_MAX];
-    session_open_cpu(s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 2048, KV_F32, false, false, 1});
+    session_open_cpu(s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, 2048, KV_F32, false, false, {0}});
     return CHECK(chat_init(c, set, m, s, err) == 0, "%s", err);
 }
 
@@ -790,7 +790,7 @@ static void run_ended(const struct model *m, struct settings *set, char **text) 
     const int n_end = (int)arrlen(ids);
     CHECK(n + n_end < s.n_past && !memcmp(s.tokens + n, ids, (size_t)n_end * sizeof *ids), "its end in tokens");
     n += n_end;
-    session_open_cpu(&fresh, m, 1, 1, (struct cpu_options){&kernels_ref, 2, 2048, KV_F32, false, false, 1});
+    session_open_cpu(&fresh, m, 1, 1, (struct cpu_options){&kernels_ref, 2, 2048, KV_F32, false, false, {0}});
     CHECK(n < s.n_past && session_sync(&fresh, s.tokens, n, 0, err) == SYNC_DONE, "%d of %d: %s", n, s.n_past, err);
     for (; n < s.n_past; n++) {
         const int32_t id = session_sample(&fresh, &o, &rng);
@@ -851,7 +851,7 @@ static void test_state_chosen(void) {
                 CHECK(e < 1e-9, "%s, --tp %d --pp %d, chunks of %d: NMSE %.3g", names[f], tp, pp, chunks[i], e);
                 free(got);
             }
-            session_open_cpu(&s, &m, tp, pp, (struct cpu_options){&kernels_ref, 2, 128, KV_F32, false, false, 1});
+            session_open_cpu(&s, &m, tp, pp, (struct cpu_options){&kernels_ref, 2, 128, KV_F32, false, false, {0}});
             CHECK(session_sync(&s, ids, 70, 0, err) == SYNC_DONE, "%s", err);
             session_decode(&s, 3);
             session_truncate(&s, 70);
@@ -871,7 +871,7 @@ static void check_edge(const char *name, const struct model *m, int tp, int pp, 
                        const float *want) {
     struct session s;
     const size_t row = (size_t)m->n_vocab;
-    session_open_cpu(&s, m, tp, pp, (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false, 1});
+    session_open_cpu(&s, m, tp, pp, (struct cpu_options){&kernels_ref, 1, n, KV_F32, false, false, {0}});
     for (int at = 0, some = first; at < n; at += some, some = n - at) {
         session_forward(&s, ids + at, some);
         session_head(&s, some - 1, 1);
@@ -888,7 +888,7 @@ static void check_cut(const char *name, const struct model *m, const int32_t *id
     struct session s;
     char err[ERR_MAX] = "";
     const size_t row = (size_t)m->n_vocab;
-    session_open_cpu(&s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, n + 16, KV_F32, false, false, 1});
+    session_open_cpu(&s, m, 1, 1, (struct cpu_options){&kernels_ref, 1, n + 16, KV_F32, false, false, {0}});
     CHECK(session_sync(&s, ids, back, 0, err) == SYNC_DONE, "%s", err);
     for (int i = 0; i < wrong; i++) session_decode(&s, (ids[back + i] + 7) % m->n_vocab);
     session_truncate(&s, back);
