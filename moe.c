@@ -2288,17 +2288,16 @@ struct run {
     int32_t first, n;    /* the run's rows of the batch */
     int32_t pos;         /* position of the first */
     int32_t n_committed; /* tokens that recurrent states have absorbed; CACHE_WINDOW holds those from it to pos */
-    int32_t behind;      /* the timeline begins with the stem */
+    int32_t with_stem;   /* the timeline begins with the stem */
 };
 
-/* Timelines side by side. The stem is a beginning that prompts have in common: timelines behind it have rows of their own for
- * later tokens alone. While it is computed it is one more timeline. */
+/* Timelines side by side. The stem is a beginning that prompts have in common: a timeline that begins with it has rows of
+ * its own for later tokens alone. It is computed as one more timeline, after all others. */
 struct timelines {
-    int n;      /* besides the stem; 0: one */
-    int n_stem; /* tokens of the stem; 0: there is none */
-    bool
-        all_behind; /* each has rows of its own for n_ctx - n_stem tokens, because prompts begin with the stem; otherwise
-                      * for n_ctx */
+    int n;              /* besides the stem; 0: one */
+    int n_stem;         /* tokens of the stem; 0: there is none */
+    bool all_with_stem; /* all begin with the stem: each has rows of its own for n_ctx - n_stem tokens; otherwise for
+                         * n_ctx */
 };
 
 /* What one rank computes with. Its memory is sized at start; only `resize` changes the size of its state later. */
@@ -2332,7 +2331,7 @@ struct rank {
     enum kv_type kv_type;
     struct timelines timelines; /* whose state there is */
     /* (2, timelines_all, model_blocks) in the backend's memory, of timelines that do not begin with the stem and of
-     * those behind it; width 0: none */
+     * those that do; width 0: none */
     struct cache_tensor (*caches)[CACHE_USES];
     struct cache_tensor (*cache)[CACHE_USES]; /* (model_blocks) those of the timeline of run 0, or of run_view's run */
     /* (n_mtp_hidden, hidden_width) the backend's ring of hidden states, that of position p in row p % n_mtp_hidden: the
@@ -2370,12 +2369,12 @@ static inline struct timelines timelines_for(struct timelines t, int n_ctx) {
 
 /* Tokens for which a timeline has rows of its own. */
 static inline int timelines_own(const struct timelines *t, int n_ctx) {
-    return t->all_behind ? n_ctx - t->n_stem : n_ctx;
+    return t->all_with_stem ? n_ctx - t->n_stem : n_ctx;
 }
 
 /* The cache tensors of a run's timeline. */
 static inline struct cache_tensor (*run_caches(const struct rank *r, const struct run *u))[CACHE_USES] {
-    const int at = (u->behind ? timelines_all(&r->timelines) : 0) + u->timeline;
+    const int at = (u->with_stem ? timelines_all(&r->timelines) : 0) + u->timeline;
     return r->caches + (size_t)at * (size_t)model_blocks(r->m);
 }
 
@@ -2697,12 +2696,14 @@ static inline size_t cache_rows_divide(struct cache_tensor *p, const struct time
 /* Bytes of the state of all timelines of a shard. */
 static inline size_t timelines_bytes(const struct model *m, enum kv_type type, const struct timelines *t,
                                      size_t n_ctx) {
+    const struct timelines possible = timelines_for(*t, (int)n_ctx);
     size_t bytes = 0;
     for (int il = 0; il < model_blocks(m); il++) {
         struct cache_tensor cache[CACHE_USES];
         layer_cache(m, &m->layers[il], type, cache);
         for (int u = 0; u < CACHE_USES; u++)
-            bytes += cache_rows_divide(&cache[u], t, n_ctx) * (cache[u].row_bytes + cache_scale_bytes(&cache[u]));
+            bytes +=
+                cache_rows_divide(&cache[u], &possible, n_ctx) * (cache[u].row_bytes + cache_scale_bytes(&cache[u]));
     }
     return bytes;
 }
@@ -12403,7 +12404,7 @@ struct session {
     struct rank *r;             /* the root rank, which has the logits */
     int timeline;               /* its number, of the ranks' state; the session of the first one ends the ranks */
     const struct session *stem; /* the stem, once it is computed; NULL: there is none */
-    bool behind;                /* the timeline begins with the stem */
+    bool with_stem;             /* the timeline begins with the stem */
     int32_t *tokens;            /* (the ranks' n_ctx) */
     int n_past, n_ctx;
     int n_committed; /* recurrent states stand for tokens[0..n_committed), <= n_past */
@@ -12525,7 +12526,7 @@ static void session_catch_up(struct session *s, int n, enum pass last);
 
 /* The cache tensors (CACHE_USES) of the timeline in layer k of rank r. */
 static const struct cache_tensor *session_layer(const struct session *s, const struct rank *r, int k) {
-    const struct run run = {.timeline = s->timeline, .behind = s->behind};
+    const struct run run = {.timeline = s->timeline, .with_stem = s->with_stem};
     return run_caches(r, &run)[k];
 }
 
@@ -12780,7 +12781,7 @@ static void rank_run(struct rank *r, const struct rank_call *call) {
 
 /* Runs a pass on n tokens from position pos on; ids NULL: the token that is being chosen. */
 static void session_run(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
-    const struct run run = {s->timeline, 0, n, pos, s->n_committed, s->behind};
+    const struct run run = {s->timeline, 0, n, pos, s->n_committed, s->with_stem};
     pg_run(s->pg, (struct rank_call){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .n_run = 1, .run = &run});
 }
 
@@ -13062,7 +13063,7 @@ static double sessions_decode(struct session *const *s, const int32_t *ids, int 
     struct run run[DECODE_MAX_TOKENS];
     double bytes = session_forward_bytes(s[0], n);
     for (int i = 0; i < n; i++) {
-        run[i] = (struct run){s[i]->timeline, i, 1, s[i]->n_past, s[i]->n_committed, s[i]->behind};
+        run[i] = (struct run){s[i]->timeline, i, 1, s[i]->n_past, s[i]->n_committed, s[i]->with_stem};
         if (i) bytes += state_reads(s[i]->m, s[i]->r->kv_type, (size_t)s[i]->n_past);
     }
     pg_run(s[0]->pg, (struct rank_call){.kind = RANK_FORWARD, .ids = ids, .n = n, .n_run = n, .run = run});
@@ -13267,13 +13268,13 @@ static bool stem_fits(const struct session *s, const int32_t *ids, int n, int cu
     return !memcmp(ids, stem->tokens, (size_t)stem->n_past * sizeof *ids);
 }
 
-/* Makes the timeline that of the stem's tokens (behind), or an empty one. */
-static void session_move(struct session *s, bool behind) {
+/* Makes the timeline one of the stem's tokens (with_stem), or an empty one. */
+static void session_move(struct session *s, bool with_stem) {
     const struct session *stem = s->stem;
     session_truncate(s, 0);
-    s->behind = behind;
-    s->n_ctx = behind ? s->r->n_ctx : timelines_own(&s->r->timelines, s->r->n_ctx);
-    if (!behind) return;
+    s->with_stem = with_stem;
+    s->n_ctx = with_stem ? s->r->n_ctx : timelines_own(&s->r->timelines, s->r->n_ctx);
+    if (!with_stem) return;
     memcpy(s->tokens, stem->tokens, (size_t)stem->n_past * sizeof *s->tokens);
     s->n_past = stem->n_past;
     s->n_committed = stem->n_committed;
@@ -13293,7 +13294,7 @@ static void session_move(struct session *s, bool behind) {
  * where ids cannot be a timeline. */
 static int session_begin_alone(struct session *s, const int32_t *ids, int n, int cut, char *err) {
     int same = 0; /* forwards that the timeline has */
-    if (stem_fits(s, ids, n, cut) != s->behind) session_move(s, !s->behind);
+    if (stem_fits(s, ids, n, cut) != s->with_stem) session_move(s, !s->with_stem);
     if (session_takes(s, ids, n, err)) return -1;
     for (int at = 0; same < arrlen(s->ends); at = s->ends[same++]) {
         const int end = int_min(at + s->r->chunk, at < cut ? cut : n);
@@ -13301,7 +13302,7 @@ static int session_begin_alone(struct session *s, const int32_t *ids, int n, int
             break;
     }
     while (same && !session_return(s, s->ends[same - 1])) same--;
-    if (s->behind && (!same || s->n_past < s->stem->n_past)) session_move(s, true);
+    if (s->with_stem && (!same || s->n_past < s->stem->n_past)) session_move(s, true);
     else if (!same) session_truncate(s, 0);
     s->round->open = false;
     return 0;
@@ -13316,7 +13317,7 @@ static enum sync_result session_chunk_alone(struct session *s, const int32_t *id
 /* Computes ids[0..n) as the stem, in the timeline after all others. */
 static enum sync_result stem_make(struct session *stem, const int32_t *ids, int n, char *err) {
     enum sync_result r = SYNC_DONE;
-    stem->behind = true;
+    stem->with_stem = true;
     stem->n_ctx = n;
     while (stem->n_past < n && r == SYNC_DONE) {
         progress_set(PROGRESS_PROMPT, stem->n_past, n);
@@ -28216,7 +28217,7 @@ static void engine_timelines(struct engine *e) {
     struct chat c;
     struct prompt p = {0};
     char err[ERR_MAX];
-    e->timelines = (struct timelines){.n = set->parallel, .all_behind = set->lines};
+    e->timelines = (struct timelines){.n = set->parallel, .all_with_stem = set->lines};
     if (set->parallel == 1 || !(set->lines || set->jsonl) || set->raw || set->ids || !set->system || !*set->system)
         return;
     if (chat_init(&c, set, &e->model, &e->session, err)) die("%s", err);

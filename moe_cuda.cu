@@ -837,7 +837,7 @@ struct run_rows {
     DEVICE_MEMBER int at(int i) const { return i < stem ? i : i + shift; }
 };
 DEVICE struct run_rows run_rows_of(const struct run &u, const struct cache_tensor &p) {
-    const int stem = u.behind ? p.stem_rows : 0;
+    const int stem = u.with_stem ? p.stem_rows : 0;
     return {stem, u.timeline * p.timeline_rows + p.stem_rows - stem};
 }
 /* The row of position pos, or of compressed key pos. */
@@ -5712,7 +5712,7 @@ __global__ void __launch_bounds__(256) k_csa_store(const __grid_constant__ struc
     grid_dependency_launch();
     grid_dependency_wait();
     int b = (int)blockIdx.x;
-    const struct batch_ref batch = a.rope.batch;
+    const struct batch_ref &batch = a.rope.batch;
     const int n_tok = min(a.n_tok, batch.at->n_tok);
     if (b < a.n_tok * a.head_blocks) {
         const int t = b / a.head_blocks;

@@ -10,8 +10,8 @@ struct parallel_case {
     int n_token; /* of a timeline at most; 0: 70 */
     /* opens timelines; NULL: on the CPU */
     bool (*open)(struct session *s, const struct model *m, const struct parallel_case *c, struct timelines t);
-    int n_stem;      /* tokens of the stem, with which most prompts begin; 0: there is none */
-    bool all_behind; /* all prompts begin with it */
+    int n_stem;         /* tokens of the stem, with which most prompts begin; 0: there is none */
+    bool all_with_stem; /* all prompts begin with it */
 };
 
 enum {
@@ -52,7 +52,7 @@ static void check_parallel(const struct parallel_case *c) {
     int order[DECODE_MAX_TOKENS];
     uint64_t rng = 5;
     if (!fixture_load(c->name, &m)) return;
-    if (!parallel_open(&s[0], &m, c, (struct timelines){n_timeline, c->n_stem, c->all_behind})) return;
+    if (!parallel_open(&s[0], &m, c, (struct timelines){n_timeline, c->n_stem, c->all_with_stem})) return;
     for (int i = 1; i < n_timeline + (c->n_stem > 0); i++) session_attach(&s[i], &m, s[0].pg, NULL, i);
     for (int i = 0; i < c->n_stem; i++) stem[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
     if (c->n_stem && !CHECK(stem_make(&s[n_timeline], stem, c->n_stem, err) == SYNC_DONE, "%s", err)) return;
@@ -64,7 +64,7 @@ static void check_parallel(const struct parallel_case *c) {
         l->cut = i % 2 && l->n > 9 ? l->n / 2 : 0;
         l->logits = xmalloc((1 + PARALLEL_ROUNDS) * (size_t)m.n_vocab * sizeof *l->logits);
         for (int k = 0; k < PARALLEL_TOKENS; k++) l->ids[k] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
-        if (c->n_stem && (c->all_behind || i % 4 != 3)) {
+        if (c->n_stem && (c->all_with_stem || i % 4 != 3)) {
             const int own = parallel_tokens(c) - PARALLEL_ROUNDS - c->n_stem;
             memcpy(l->ids, stem, (size_t)c->n_stem * sizeof *stem);
             l->n = l->n_prompt = c->n_stem + (i < 3 ? 1 + i : 1 + (int)(rng_next(&rng) % (uint64_t)own));
@@ -125,7 +125,7 @@ static void check_parallel(const struct parallel_case *c) {
         free(l->logits);
     }
     for (int i = 0; i < c->n && c->n_stem; i++)
-        CHECK(s[i ? i + 1 : 0].behind == (c->all_behind || i % 4 != 3), "%s: number %d and the stem", c->name, i);
+        CHECK(s[i ? i + 1 : 0].with_stem == (c->all_with_stem || i % 4 != 3), "%s: number %d and the stem", c->name, i);
     for (int i = n_timeline - 1 + (c->n_stem > 0); i >= 0; i--) session_free(&s[i]);
     model_free(&m);
 }
@@ -140,7 +140,7 @@ static void test_parallel_fixtures(void) {
     }
 }
 
-/* With a stem: every fixture, and all prompts behind it or most of them. */
+/* With a stem: every fixture, and all prompts begin with it or most of them. */
 static void test_parallel_stem(void) {
     static const int layouts[][2] = {{1, 1}, {2, 1}, {1, 2}};
     for (int f = 0; f < RANK_FIXTURES; f++) {
@@ -154,7 +154,7 @@ static void test_parallel_stem(void) {
                                                .n = 5,
                                                .n_token = n_stem + 64,
                                                .n_stem = n_stem,
-                                               .all_behind = f / 2 % 2});
+                                               .all_with_stem = f / 2 % 2});
     }
 }
 
@@ -276,7 +276,8 @@ static void test_parallel_pipes(void) {
         {MOE "--needle 300 -np 3 -c 512 --quiet", 0,
          "The secret code is 33602.\nThe secret code is 94193.\nThe secret code is 23915.\n", NULL},
         {MOE "--needle 300 -np 2 -c 512", 0, NULL, "in 300 tokens, depth 100 %, --kv bf16: found"},
-        {MOE "--smoke -np 4 -c 1024 2>&1 >@/squares | grep -c ' ok '; sort -u @/squares | head -n 1", 0, "3\n49\n", NULL},
+        {MOE "--smoke -np 4 -c 1024 2>&1 >@/squares | grep -c ' ok '; sort -u @/squares | head -n 1", 0, "3\n49\n",
+         NULL},
         {"printf 'Once upon a\nOnce upon a\n' | " MOE "--raw --lines -np 2 --greedy -n 1", 0, " time\n time\n",
          "2 prompts at a time, a context of"},
         {"mkfifo @/f; " MOE "--jsonl --parallel 4 <@/f >@/o & exec 3>@/f; for i in 1 2 3; do "
