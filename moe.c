@@ -11734,8 +11734,8 @@ static void *cpu_own(struct rank *r, size_t n, size_t size) {
 static void cpu_cache_tensor(struct rank *r, int il, enum cache_use u) {
     struct cache_tensor p = r->caches[il][u];
     const size_t rows = cache_rows_divide(&p, &r->timelines, (size_t)r->n_ctx);
-    p.data = cpu_memory(&r->owned_state, rows, p.row_bytes);
-    if (p.type == KV_FP8) p.scale = cpu_memory(&r->owned_state, rows * (size_t)p.n_scale, sizeof *p.scale);
+    if (rows) p.data = cpu_memory(&r->owned_state, rows, p.row_bytes);
+    if (rows && p.type == KV_FP8) p.scale = cpu_memory(&r->owned_state, rows * (size_t)p.n_scale, sizeof *p.scale);
     caches_place(r, il, u, &p);
 }
 
