@@ -2358,7 +2358,7 @@ struct rank {
 };
 
 /* Timelines of a rank, the stem's among them. */
-static inline int timelines_all(const struct timelines *t) { return (t->n ? t->n : 1) + (t->n_stem > 0); }
+static inline int timelines_all(const struct timelines *t) { return t->n + (t->n_stem > 0); }
 
 /* The timelines that are possible with a context of n_ctx tokens: where it is no longer than the stem, there is none. */
 static inline struct timelines timelines_for(struct timelines t, int n_ctx) {
@@ -3017,12 +3017,12 @@ static inline bool gpu_norm_fuses(int n_tok, int width, bool own) {
 
 /* What the sizes of a rank's activations depend on besides its shard. */
 struct gpu_sizes {
-    int chunk;  /* tokens of a forward at most */
-    int splits; /* splits of a context in decode at most */
-    bool w4a4;  /* prefill of routed experts multiplies FP4 by FP4 */
-    bool nccl;  /* NCCL does all-reduces, in decode or in prefill */
-    bool stats; /* statistics of experts are collected */
-    int n_timeline;
+    int chunk;      /* tokens of a forward at most */
+    int splits;     /* splits of a context in decode at most */
+    bool w4a4;      /* prefill of routed experts multiplies FP4 by FP4 */
+    bool nccl;      /* NCCL does all-reduces, in decode or in prefill */
+    bool stats;     /* statistics of experts are collected */
+    int n_timeline; /* timelines, and runs of a decode forward at most */
     struct offload offload;
 };
 
@@ -28044,8 +28044,7 @@ static int engine_slots(const struct engine *e, const struct cuda_options *o, in
         if (n_slot < 0)
             fail(err,
                  "'%.200s' does not fit on the GPU%s: %s beside --vram-reserve %d: %s are missing%s; use a smaller "
-                 "-c%s, "
-                 "or --cpu, or ask --plan",
+                 "-c%s, or --cpu, or ask --plan",
                  m->name, p->n_device > 1 ? "s" : "", contexts, e->set->vram_reserve, with_unit((double)missing, all),
                  slots, o->timelines.n > 1 ? " or --parallel" : "");
     }
