@@ -102,9 +102,9 @@
  *
  *  Session
  *   Sampler                                           80  penalty, top-k, top-p, min-p, temperature
- *   Drafts                                           190  how many tokens a round drafts
+ *   Drafts                                           250  how many tokens a round drafts
  *   Session                                          310  a timeline of tokens: truncation, snapshots
- *   Session: forwards                                400  forwards, drafts, choices of tokens
+ *   Session: forwards                                490  forwards, drafts, choices of tokens
  *   Session: sync and score                          300  sync to a list of tokens; scores of texts
  *   Session: the saved state                         250  the file of /save
  *
@@ -2271,6 +2271,7 @@ enum {
     DRAFTS_MAX = DECODE_MAX_TOKENS - 1,      /* drafts that one forward verifies besides the token before them */
     FORWARD_MAX = 4096,                      /* tokens of a prefill forward at most */
     MTP_HIDDEN_MORE = 2 * DECODE_MAX_TOKENS, /* hidden states besides those of the longest forward */
+    MTP_HIDDEN_OWN = 2 * DECODE_MAX_TOKENS,  /* hidden states of a timeline among others */
     MAX_ROLLBACK = DECODE_MAX_TOKENS         /* tokens by which recurrent states may lag behind the timeline */
 };
 
@@ -2334,11 +2335,14 @@ struct rank {
      * those that do; width 0: none */
     struct cache_tensor (*caches)[CACHE_USES];
     struct cache_tensor (*cache)[CACHE_USES]; /* (model_blocks) those of the timeline of run 0, or of run_view's run */
-    /* (n_mtp_hidden, hidden_width) the backend's ring of hidden states, that of position p in row p % n_mtp_hidden: the
-     * latest positions' rows of A_X after the final norm (family.mtp_before_norm: before it; of A_HC where there
-     * are streams), and after the timeline what MTP layers give in their place; NULL: there is no MTP layer */
+    /* (n_mtp_hidden + timelines_all n_mtp_own, hidden_width) the backend's rings of hidden states: the latest positions'
+     * rows of A_X after the final norm (family.mtp_before_norm: before it; of A_HC where there are streams), and after
+     * the timeline what MTP layers give in their place. Row p % n_mtp_hidden is that of position p of the only timeline.
+     * Where there are several, the first ring has the rows of the latest prefill forward, and those of all timelines
+     * follow, with their latest positions. NULL: there is no MTP layer */
     float *mtp_hidden;
-    int n_mtp_hidden; /* rows: more than the tokens of a forward and the drafts after them */
+    int n_mtp_hidden; /* rows of the first ring: more than the tokens of a forward and the drafts after them */
+    int n_mtp_own;    /* rows of a timeline's ring; 0: there is one timeline */
     double *stats;  /* (model_blocks, n_expert_max, STATS) statistics of experts, the backend's; NULL: not collected */
     float *in_sum2; /* (in_sum2_before(m, model_blocks)) sums of squared inputs, the backend's; NULL: not collected */
     struct candidate *work; /* (n_ids) scratch of the sampler, the host's */
@@ -3048,18 +3052,20 @@ struct gpu_dims {
     size_t logits;          /* floats of a row of logits, or 0 */
     size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
-    size_t mtp_hidden;      /* hidden states for the MTP layer, or 0 */
-    size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
-    size_t scores;          /* scores of the indexer at once, or 0 */
-    size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
-    size_t joins;           /* rows of blocks in decode whose splits are joined */
-    size_t n_hc_sum;        /* sums of a token's streams, or 0 */
-    size_t cached, slots;   /* experts of all layers (of each one more than there is: where a slot is empty), and their
+    size_t mtp_hidden;      /* hidden states for the MTP layer, or 0, */
+    size_t mtp_own;         /* and those of each timeline, if there are several */
+    size_t timelines;
+    size_t row_sums;       /* floats of struct cuda's row_sums, or 0 */
+    size_t scores;         /* scores of the indexer at once, or 0 */
+    size_t n_topk;         /* blocks in all top-k lists of a query, or 0 */
+    size_t joins;          /* rows of blocks in decode whose splits are joined */
+    size_t n_hc_sum;       /* sums of a token's streams, or 0 */
+    size_t cached, slots;  /* experts of all layers (of each one more than there is: where a slot is empty), and their
                              * slots, where some experts are in the host's memory */
-    size_t blocks;          /* layers, there */
-    size_t ring;            /* bytes of the ring, there */
-    size_t zeros;           /* 1 where the CPU computes experts, otherwise 0 */
-    size_t act[ACT_COUNT];  /* values of a token in each activation slot */
+    size_t blocks;         /* layers, there */
+    size_t ring;           /* bytes of the ring, there */
+    size_t zeros;          /* 1 where the CPU computes experts, otherwise 0 */
+    size_t act[ACT_COUNT]; /* values of a token in each activation slot */
 };
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
@@ -3110,6 +3116,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.delta = d.values && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
     if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
     d.mtp_hidden = m->n_mtp ? d.n + MTP_HIDDEN_MORE : 0;
+    d.mtp_own = m->n_mtp && s.n_timeline > 1 ? MTP_HIDDEN_OWN : 0;
+    d.timelines = (size_t)s.n_timeline + 1; /* the stem's, too */
     d.row_sums = 0;
     for (int il = 0; il < model_blocks(m); il++)
         if (m->layers[il].qk_norm == QK_NORM_ROWS && shard->n_rank > 1 && d.n > d.decode)
@@ -3167,7 +3175,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(hc_sums, float, d.n * d.n_hc_sum)                                                                  \
     X(index_scores, float, d.scores)                                                                     \
     X(topk_blocks, int32_t, d.n * d.n_topk)                                                              \
-    X(mtp_hidden, float, d.mtp_hidden * d.hidden)                                                        \
+    X(mtp_hidden, float, (d.mtp_hidden + d.timelines * d.mtp_own) * d.hidden)                            \
     X(cs, float, d.n * d.ropes * d.rope / 2)                                                             \
     X(sn, float, d.n * d.ropes * d.rope / 2)                                                             \
     X(row_sums, float, d.row_sums)                                                                       \
@@ -9149,18 +9157,24 @@ static void cpu_linear(struct rank *r, const struct step *s) {
     linear_each(r, s->in[0], s->w, s->out);
 }
 
-/* The hidden state of a position. */
-static float *mtp_hidden_row(const struct rank *r, int pos) {
-    return r->mtp_hidden + (size_t)(pos % r->n_mtp_hidden) * (size_t)hidden_width(r->m);
+/* The hidden state of a position of the batch's only run. own: in the ring of its timeline. */
+static float *mtp_hidden_row(const struct rank *r, int pos, bool own) {
+    const int row =
+        own ? r->n_mtp_hidden + r->run->timeline * r->n_mtp_own + pos % r->n_mtp_own : pos % r->n_mtp_hidden;
+    return r->mtp_hidden + (size_t)row * (size_t)hidden_width(r->m);
 }
 
 static void run_keep_hidden(struct rank *r, const struct step *s) {
-    const int first = s->next ? r->n_tok - 1 : 0;
-    for (int t = team_first(r->n_tok - first); t >= 0; t = team_next()) {
-        const float *from = act_row(r, s->x, first + t);
-        float *to = mtp_hidden_row(r, r->pos + first + t + s->next);
+    const bool prefill = r->n_tok > DECODE_MAX_TOKENS;
+    const int first = s->next ? r->n_tok - 1 : 0, n_own = prefill ? r->n_mtp_own : 0;
+    const size_t bytes = (size_t)r->width[s->x] * sizeof(float);
+    for (int i = team_first(r->n_tok - first); i >= 0; i = team_next()) {
+        const int t = first + i, pos = r->pos + t + s->next;
+        const float *from = act_row(r, s->x, t);
+        float *to = mtp_hidden_row(r, pos, r->n_mtp_own && !prefill);
         if (s->norm) r->cpu->k->rmsnorm(from, s->norm, r->m->rms_eps, to, r->m->n_embd);
-        else memcpy(to, from, (size_t)r->width[s->x] * sizeof *to);
+        else memcpy(to, from, bytes);
+        if (t >= r->n_tok - n_own) memcpy(mtp_hidden_row(r, pos, true), to, bytes);
     }
     op_end(0, "final norm");
 }
@@ -9172,7 +9186,7 @@ static void run_mtp_input(struct rank *r, const struct step *s) {
               split = int_max(from, int_min(to, n));
     const int n_hc = int_max(1, r->m->n_hc);
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
-        const float *hidden = mtp_hidden_row(r, r->pos + t);
+        const float *hidden = mtp_hidden_row(r, r->pos + t, r->n_mtp_own && r->n_tok <= DECODE_MAX_TOKENS);
         float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t);
         r->cpu->k->rmsnorm(act_row(r, x, t), layer->e_norm, r->m->rms_eps, half, n);
         for (int j = 0; j < n_hc && split > from; j++) /* the rank's columns below n, of the embedding */
@@ -11825,7 +11839,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     for (int a = 0; a < ACT_COUNT; a++) r->act[a] = cpu_own(r, c * (size_t)r->width[a], sizeof(float));
     r->tokens = cpu_own(r, c, sizeof *r->tokens);
     r->n_mtp_hidden = m->n_mtp ? r->chunk + MTP_HIDDEN_MORE : 0;
-    r->mtp_hidden = cpu_own(r, (size_t)r->n_mtp_hidden * (size_t)hidden_width(m), sizeof(float));
+    r->n_mtp_own = m->n_mtp && timelines.n > 1 ? MTP_HIDDEN_OWN : 0;
+    const size_t hidden_rows = (size_t)(r->n_mtp_hidden + timelines_all(&timelines) * r->n_mtp_own);
+    r->mtp_hidden = cpu_own(r, hidden_rows * (size_t)hidden_width(m), sizeof(float));
     for (int i = 0; i < m->n_rope; i++) {
         r->cpu->cos[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
         r->cpu->sin[i] = cpu_own(r, c * (size_t)m->ropes[i].dim / 2, sizeof(float));
@@ -12198,9 +12214,10 @@ int32_t sampling_choose(const struct sampling *o, struct candidate *work, int n,
 /* ============================================================================================================
  * Drafts
  *
- * How many drafts a round has. A round with k drafts takes seconds[k] and gives 1 + a1 + a1 a2 + .. tokens, where a_i
- * is the share of right i-th drafts among those that follow right ones. Both are measured while tokens are generated,
- * and the number with the most tokens per second is taken. It changes the speed of a text, never the text.
+ * How many drafts a round has. A round of n timelines in which m have k drafts takes seconds[n + m k] and gives n + m (a1
+ * + a1 a2 + ..) tokens, where a_i is the share of right i-th drafts among those that follow right ones. Both are measured
+ * while tokens are generated, and the number with the most tokens per second is taken. It changes the speed of a text,
+ * never the text.
  * ============================================================================================================ */
 
 enum {
@@ -12235,33 +12252,52 @@ static void draft_shares(const struct draft_stats *d, char **out) {
     if (d->drafted[0]) sb_puts(out, " %");
 }
 
+/* A round verified k drafts, the first `right` of which were right. */
+static void draft_stats_add(struct draft_stats *d, int k, int right) {
+    d->rounds++;
+    d->tokens += 1 + right;
+    for (int i = 0; i < k && i <= right; i++) {
+        d->drafted[i]++;
+        d->right[i] += i < right;
+    }
+}
+
+/* The drafts of one kind. A round has the next tokens of n timelines, and k drafts after each of m of them: n + m k rows
+ * of a forward. */
 struct drafting {
-    int n_min, n_max;               /* drafts of a round at least and at most; 0, 0: none */
-    bool doubles;                   /* the numbers that are tried are 0, 1, 3, 7, 15; else all */
-    int best;                       /* the best number of drafts that was tried */
-    int n_draft;                    /* drafts of the latest round */
-    int next;                       /* drafts of the next round, where the context has room for them */
-    bool open;                      /* the choices of the latest round are yet to come */
-    double seconds[DRAFTS_MAX + 1]; /* running mean of a round with so many drafts; 0: none was timed */
-    int trials[DRAFTS_MAX + 1];     /* timed rounds with so many drafts */
-    long latest[DRAFTS_MAX + 1];    /* number of the latest round with so many drafts, as `begun` counts */
-    long latest_before;             /* what `latest` was before the latest round */
-    double catch_up;                /* seconds that the MTP layer takes for a row of an earlier round; 0: unknown */
-    long begun;                     /* rounds that have begun */
-    double drafted[DRAFTS_MAX], right[DRAFTS_MAX]; /* as in total, over the latest rounds */
-    double other_ids;                              /* share of the latest tokens that have none of the first ids */
-    struct draft_stats total;
+    int n, m;
+    int n_min, n_max;   /* drafts of a timeline at least and at most, as far as a forward has room; 0, 0: none */
+    bool doubles;       /* the numbers that are tried are 0, 1, 3, 7, 15; else all */
+    int best;           /* the best number of drafts that was tried */
+    int n_draft, n_row; /* of the latest round: drafts of a timeline at most, and rows */
+    int next;           /* drafts of a timeline in the next round, where the context has room for them */
+    double seconds[DECODE_MAX_TOKENS + 1]; /* running mean of a round with so many rows; 0: none was timed */
+    int trials[DECODE_MAX_TOKENS + 1];     /* timed rounds with so many rows */
+    long latest[DRAFTS_MAX + 1];           /* number of the latest round with so many drafts, as `begun` counts */
+    long latest_before;                    /* what `latest` was before the latest round */
+    double catch_up; /* seconds that the MTP layer takes for a row of an earlier round; 0: unknown */
+    long begun;      /* rounds that have begun */
+    /* i-th drafts after right ones, and how many of them were right, over the latest rounds */
+    double drafted[DRAFTS_MAX], right[DRAFTS_MAX];
 };
+
+/* Rows of a round with k drafts. */
+static int drafting_rows(const struct drafting *d, int k) { return d->n + d->m * k; }
+
+/* The most drafts, and the fewest, of a round. */
+static int drafting_most(const struct drafting *d) { return int_min(d->n_max, (DECODE_MAX_TOKENS - d->n) / d->m); }
+static int drafting_least(const struct drafting *d) { return int_min(d->n_min, drafting_most(d)); }
 
 /* Tokens that a round with k drafts is expected to give. */
 static double drafting_tokens(const struct drafting *d, int k) {
-    double sum = 1, chain = 1;
+    double sum = d->n, chain = d->m;
     for (int i = 0; i < k; i++) sum += chain *= (d->right[i] + 0.5) / (d->drafted[i] + 1);
     return sum;
 }
 
-/* Seconds of a token with k drafts, which was tried. */
-static double drafting_pace(const struct drafting *d, int k) { return d->seconds[k] / drafting_tokens(d, k); }
+/* Seconds of a round with k drafts, and of a token of it. It was tried. */
+static double drafting_seconds(const struct drafting *d, int k) { return d->seconds[drafting_rows(d, k)]; }
+static double drafting_pace(const struct drafting *d, int k) { return drafting_seconds(d, k) / drafting_tokens(d, k); }
 
 /* The number of drafts that is tried after k, and before it. */
 static int drafting_after(const struct drafting *d, int k) { return d->doubles ? 2 * k + 1 : k + 1; }
@@ -12271,25 +12307,28 @@ static int drafting_before(const struct drafting *d, int k) { return d->doubles 
  * them brought, and are taken to cost the same. */
 static bool drafting_may_pay(const struct drafting *d, int k) {
     const int one = drafting_before(d, k), two = drafting_before(d, one);
-    if (one <= d->n_min) return true;
+    if (one <= drafting_least(d)) return true;
     const double more = (double)(k - one) / (one - two); /* times as many as from two to one */
     const double tokens[] = {drafting_tokens(d, one), drafting_tokens(d, two)};
-    const double seconds = fmax(d->seconds[one] + more * (d->seconds[one] - d->seconds[two]), d->seconds[one]);
-    return seconds < drafting_pace(d, d->best) * (tokens[0] + more * (tokens[0] - tokens[1]));
+    const double seconds[] = {drafting_seconds(d, one), drafting_seconds(d, two)};
+    return fmax(seconds[0] + more * (seconds[0] - seconds[1]), seconds[0]) <
+           drafting_pace(d, d->best) * (tokens[0] + more * (tokens[0] - tokens[1]));
 }
 
 /* Returns the number of drafts of the next round: the best, one that was not tried yet and may be better, or one that
  * was tried long ago. The worse that one was, the longer ago: trying again costs less than 1 %. Behind rounds without
  * drafts the MTP layer has to catch up first; where that costs more, nothing is tried again. */
 static int drafting_choose(struct drafting *d) {
-    int tried = d->n_min;
-    while (tried <= d->n_max && d->trials[tried] >= DRAFT_TRIALS) tried = drafting_after(d, tried);
-    if (tried == d->n_min) return tried;
-    d->best = int_max(d->n_min, int_min(d->best, drafting_before(d, tried)));
-    for (int k = d->n_min; k < tried; k = drafting_after(d, k))
+    const int least = drafting_least(d), most = drafting_most(d);
+    int tried = least;
+    while (tried <= most && d->trials[drafting_rows(d, tried)] >= DRAFT_TRIALS) tried = drafting_after(d, tried);
+    if (tried == least) return tried;
+    d->best = int_max(least, int_min(d->best, drafting_before(d, tried)));
+    for (int k = least; k < tried; k = drafting_after(d, k))
         if (drafting_pace(d, k) < 0.98 * drafting_pace(d, d->best)) d->best = k;
-    if (tried <= d->n_max && drafting_may_pay(d, tried)) return tried;
-    for (int k = d->n_min; k < tried && (d->best || d->catch_up <= 0.01 * d->seconds[0]); k = drafting_after(d, k)) {
+    if (tried <= most && drafting_may_pay(d, tried)) return tried;
+    const bool cheap = d->best || d->catch_up <= 0.01 * drafting_seconds(d, 0);
+    for (int k = least; k < tried && cheap; k = drafting_after(d, k)) {
         const double loss = drafting_pace(d, k) / drafting_pace(d, d->best) - 1;
         if ((double)(d->begun - d->latest[k]) > DRAFT_EXPLORE * fmin(1 + 20 * loss, 16)) return k;
     }
@@ -12303,22 +12342,28 @@ static void drafting_limit(struct drafting *d, int n_min, int n_max) {
     d->next = drafting_choose(d);
 }
 
-/* A token was chosen; other: it has none of the first ids. */
-static void drafting_token(struct drafting *d, bool other) { d->other_ids += (other - d->other_ids) / DRAFT_MEMORY; }
-
-/* A round with k drafts begins. */
-static void drafting_begin(struct drafting *d, int k) {
-    d->n_draft = k;
-    d->latest_before = d->latest[k];
-    d->latest[k] = ++d->begun;
-    d->open = true;
+/* The next round has n timelines, m of which may draft. */
+static void drafting_shape(struct drafting *d, int n, int m) {
+    if (d->n == n && d->m == m) return;
+    d->n = n;
+    d->m = m;
     d->next = drafting_choose(d);
 }
 
-/* A token took `seconds` without drafts of this kind. */
-static void drafting_without(struct drafting *d, double seconds) {
-    if (d->trials[0]++ <= 1) d->seconds[0] = seconds;
-    else d->seconds[0] += (fmin(seconds, 1.25 * d->seconds[0]) - d->seconds[0]) / 8; /* as in drafting_end */
+/* A round with k drafts of a timeline at most begins. */
+static void drafting_begin(struct drafting *d, int k, int n_row) {
+    d->n_draft = k;
+    d->n_row = n_row;
+    d->latest_before = d->latest[k];
+    d->latest[k] = ++d->begun;
+    d->next = drafting_choose(d);
+}
+
+/* A token of each of n timelines took `seconds` without drafts of this kind. */
+static void drafting_without(struct drafting *d, int n, double seconds) {
+    double *mean = &d->seconds[n];
+    if (d->trials[n]++ <= 1) *mean = seconds;
+    else *mean += (fmin(seconds, 1.25 * *mean) - *mean) / 8; /* as in drafting_end */
 }
 
 /* A round that could have drafts of this kind has none. */
@@ -12327,32 +12372,63 @@ static void drafting_skip(struct drafting *d) {
     d->next = drafting_choose(d);
 }
 
-/* It ends after `seconds` (0: not timed), in which the MTP layer also computed `late` rows of earlier rounds,
- * and its first `right` drafts were right. */
-static void drafting_end(struct drafting *d, int right, double seconds, int late) {
-    const int k = d->n_draft;
-    double *mean = &d->seconds[k];
-    if (!d->open) return;
-    d->open = false;
-    d->total.rounds++;
-    d->total.tokens += 1 + right;
+/* Of the k drafts of a timeline the first `right` were right. */
+static void drafting_verified(struct drafting *d, int k, int right) {
     for (int i = 0; i < k && i <= right; i++) {
-        const bool hit = i < right;
-        d->total.drafted[i]++;
-        d->total.right[i] += hit;
         d->drafted[i] += 1 - d->drafted[i] / DRAFT_MEMORY;
-        d->right[i] += hit - d->right[i] / DRAFT_MEMORY;
+        d->right[i] += (i < right) - d->right[i] / DRAFT_MEMORY;
     }
+}
+
+/* The round ends after `seconds` (0: not timed), in which the MTP layer also computed `late` rows of earlier rounds. */
+static void drafting_end(struct drafting *d, double seconds, int late) {
+    const int n_row = d->n_row;
+    double *mean = &d->seconds[n_row];
     if (seconds <= 0 || late) {
-        d->latest[k] = d->latest_before; /* it has to be tried again */
+        d->latest[d->n_draft] = d->latest_before; /* it has to be tried again */
         if (late && *mean > 0) d->catch_up = fmax(0, seconds - *mean) / late;
         return;
     }
     const bool old = d->begun - d->latest_before > DRAFT_EXPLORE;
-    if (d->trials[k]++ <= 1) *mean = seconds;
+    if (d->trials[n_row]++ <= 1) *mean = seconds;
     else if (old) *mean = fmin(seconds, 2 * *mean);
     else *mean += (fmin(seconds, 1.25 * *mean) - *mean) / 8; /* a pause is not a measurement */
 }
+
+enum draft_kind { DRAFT_BY_MTP, DRAFT_BY_NGRAMS, DRAFT_KINDS };
+
+/* How the timelines of the ranks draft. */
+struct drafts {
+    struct drafting mtp[DECODE_MAX_TOKENS + 1]; /* by the timelines of a round; the first is not used */
+    struct drafting ngrams;                     /* of rounds for which an n-gram was found */
+    double other_ids;                           /* share of the latest tokens that have none of the first ids */
+    enum draft_kind kind;                       /* of the latest round */
+    int n;                                      /* timelines of the latest round, */
+    int choosing;                               /* those that have yet to choose by its logits, */
+    int n_tok;                                  /* and tokens that it gave so far */
+    double start; /* when the latest round began; of one timeline, when the choice before it was there; 0: it is not
+                   * timed */
+    int late;     /* rows of earlier rounds that the MTP layer computed in this one */
+};
+
+static struct drafting *drafts_of_round(struct drafts *d) {
+    return d->kind == DRAFT_BY_MTP ? &d->mtp[d->n] : &d->ngrams;
+}
+
+/* Forgets all measurements; nothing is drafted until drafts_limit. */
+static void drafts_reset(struct drafts *d) {
+    *d = (struct drafts){.n = 1, .ngrams = {.n = 1, .m = 1, .doubles = true}};
+    for (int n = 0; n <= DECODE_MAX_TOKENS; n++) d->mtp[n] = (struct drafting){.n = n, .m = int_max(1, n)};
+}
+
+/* Sets the least and the largest number of drafts of a timeline by an MTP layer, and the largest by n-grams. */
+static void drafts_limit(struct drafts *d, int mtp_min, int mtp_max, int ngrams_max) {
+    for (int n = 1; n <= DECODE_MAX_TOKENS; n++) drafting_limit(&d->mtp[n], mtp_min, mtp_max);
+    drafting_limit(&d->ngrams, 0, ngrams_max);
+}
+
+/* A token was chosen; other: it has none of the first ids. */
+static void drafts_token(struct drafts *d, bool other) { d->other_ids += (other - d->other_ids) / DRAFT_MEMORY; }
 
 /* ---- n-grams ---- */
 
@@ -12367,7 +12443,6 @@ struct ngrams {
     int32_t *after; /* (NGRAM_ROWS) by hash: the position after an n-gram; 0: none. It may be one that is gone. */
     int n;          /* tokens of the timeline that are in it */
     bool found;     /* the latest search has found an n-gram */
-    struct drafting drafting; /* of rounds for which one was found */
 };
 
 static uint32_t ngram_row(const int32_t *ids) {
@@ -12421,14 +12496,13 @@ struct session {
                       * are there; otherwise drafts get worse */
     int n_wanted;    /* tokens wanted after the next one at most: a round drafts no more; INT_MAX: no limit */
     int first_ids;   /* ids that a draft has as long as most tokens are among them */
-    struct drafting drafting;
     struct ngrams ngrams;
-    struct drafting *round; /* the kind of the latest round: one of these two */
-    double round_start;     /* when the choice before this round's was there; 0: this round is not timed */
-    int late;               /* rows of earlier rounds that the MTP layer computed in this round */
-    int longest;            /* the most tokens that the timeline had before it was cut: rings may have rows of them */
-    int restored;           /* the timeline cannot be cut below this: rings hold nothing older; 0: any */
-    size_t snapshot_size;   /* bytes of a snapshot; 0: every cache tensor has a row per token and none is needed */
+    struct drafts *drafts;                   /* common to all timelines of the ranks */
+    bool in_round;                           /* the choices by the logits of the latest round are yet to come */
+    struct draft_stats drafted[DRAFT_KINDS]; /* what became of the timeline's rounds */
+    int longest;          /* the most tokens that the timeline had before it was cut: rings may have rows of them */
+    int restored;         /* the timeline cannot be cut below this: rings hold nothing older; 0: any */
+    size_t snapshot_size; /* bytes of a snapshot; 0: every cache tensor has a row per token and none is needed */
     struct snapshot {
         int n, n_committed; /* tokens and n_committed when it was taken; n 0: it is free */
         int reach;          /* session_reach after it */
@@ -12444,24 +12518,24 @@ struct session {
 /* Layers and MTP layers of the session: several pipeline stages have none of the latter. */
 static int session_blocks(const struct session *s) { return s->m->n_layer + s->r->m->n_mtp; }
 
-/* Makes the ranks' timeline of that number an empty session. `server` as in session_serve. */
-static void session_attach(struct session *s, const struct model *m, struct process_group *pg,
-                           struct expert_server *server, int timeline) {
-    memset(s, 0, sizeof *s);
-    s->m = m;
-    s->pg = pg;
-    s->server = server;
+/* Makes the timeline of that number, of the ranks of *s, an empty session. */
+static void session_begin(struct session *s, int timeline) {
+    const struct process_group *pg = s->pg;
     s->timeline = timeline;
-    s->r = &pg->ranks[pg->root];
+    s->r = &s->pg->ranks[pg->root];
     s->n_ctx = timelines_own(&s->r->timelines, s->r->n_ctx);
     s->tokens = xcalloc((size_t)s->r->n_ctx, sizeof *s->tokens);
     s->n_wanted = INT_MAX;
-    s->first_ids = pg->shards->output.n_out > DRAFT_IDS ? DRAFT_IDS : m->n_ids; /* ranks wait for the first one */
+    s->first_ids = pg->shards->output.n_out > DRAFT_IDS ? DRAFT_IDS : s->m->n_ids; /* ranks wait for the first one */
     for (int i = 0; i < pg->n; i++) s->snapshot_size += snapshot_bytes(pg->ranks[i].m, s->r->kv_type);
     for (int i = 0; i < SNAPSHOTS && s->snapshot_size; i++) s->snapshots[i].data = xcalloc(s->snapshot_size, 1);
     s->ngrams.after = xcalloc(NGRAM_ROWS, sizeof *s->ngrams.after);
-    s->ngrams.drafting.doubles = true;
-    s->round = &s->drafting;
+}
+
+/* Makes a further timeline of the first one's ranks an empty session. */
+static void session_attach(struct session *s, const struct session *first, int timeline) {
+    *s = (struct session){.m = first->m, .pg = first->pg, .server = first->server, .drafts = first->drafts};
+    session_begin(s, timeline);
 }
 
 /* Makes an empty timeline, the ranks' first, on n_stage * n_rank ranks, each started by `start`. 0, or -1 with a
@@ -12471,7 +12545,9 @@ static int session_open(struct session *s, const struct model *m, int n_rank, in
     struct process_group *pg = xcalloc(1, sizeof *pg);
     memset(s, 0, sizeof *s);
     if (pg_open(pg, m, n_rank, n_stage, start, opts, err)) return free(pg), -1;
-    session_attach(s, m, pg, NULL, 0);
+    *s = (struct session){.m = m, .pg = pg, .drafts = xmalloc(sizeof *s->drafts)};
+    drafts_reset(s->drafts);
+    session_begin(s, 0);
     return 0;
 }
 
@@ -12515,6 +12591,7 @@ static void session_free(struct session *s) {
         server_stop(s->server);
         pg_close(s->pg);
         free(s->pg);
+        free(s->drafts);
     }
     arrfree(s->ends);
     free(s->ngrams.after);
@@ -12611,6 +12688,7 @@ static int session_shorten(struct session *s, int n, bool restore) {
     s->n_past = n;
     if (restore) s->n_past = best ? best->n : 0;
     s->n_predicted = int_min(s->n_predicted, int_max(0, s->n_past - 1)); /* the row before gets another next token */
+    if (s->with_stem && s->stem) s->n_predicted = int_max(s->n_predicted, int_min(s->stem->n_past, s->n_past));
     s->n_committed = restore && best ? best->n_committed : int_min(s->n_committed, s->n_past);
     while (arrlen(s->ends) && arrlast(s->ends) > s->n_past) (void)arrpop(s->ends);
     s->ngrams.n = int_min(s->ngrams.n, s->n_past);
@@ -12790,14 +12868,11 @@ static void session_mtp(struct session *s, enum pass pass, const int32_t *ids, i
     session_run(s, pass, ids, n, pos);
 }
 
-/* Whether MTP layers draft: for the only timeline. */
-static bool session_has_mtp(const struct session *s) { return s->r->m->n_mtp && s->r->timelines.n == 1; }
-
 /* Lets the MTP layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
  * them is of kind `last`. */
 static void session_catch_up(struct session *s, int n, enum pass last) {
-    if (!session_has_mtp(s)) return;
-    if (n - s->n_predicted > DECODE_MAX_TOKENS) s->late = n - s->n_predicted;
+    if (!s->r->m->n_mtp) return;
+    if (n - s->n_predicted > DECODE_MAX_TOKENS) s->drafts->late += n - s->n_predicted;
     while (s->n_predicted < n) {
         const int some = int_min(n - s->n_predicted, s->r->chunk);
         session_mtp(s, s->n_predicted + some < n ? PASS_MTP : last, s->tokens + s->n_predicted + 1, some,
@@ -12807,22 +12882,42 @@ static void session_catch_up(struct session *s, int n, enum pass last) {
 }
 
 /* Whether the hidden states of n further tokens, and of drafts after them, would overwrite some that the MTP layer
- * has yet to read. */
+ * has yet to read. Where timelines have rings of their own, it reads all rows of a prompt's forward before the next
+ * forward of the timeline. */
 static bool session_is_behind(const struct session *s, int n) {
-    return session_has_mtp(s) && s->n_past + n - s->n_predicted > s->r->n_mtp_hidden - DECODE_MAX_TOKENS;
+    const int rows = s->r->n_mtp_own ? s->r->n_mtp_own : s->r->n_mtp_hidden;
+    return s->r->m->n_mtp && s->n_past + n - s->n_predicted > rows - DECODE_MAX_TOKENS;
 }
 
-/* Appends n <= chunk tokens to the timeline and computes their state, but no logits. Recurrent states first absorb the
- * tokens that they lag behind. A decode forward then leaves its own tokens out, so that any of them can be taken back;
- * a prefill forward leaves out the last one. */
+/* Appends the n[i] tokens that stand after each of n_session timelines to it and computes their state in one forward, but
+ * no logits: at most `chunk` tokens of one timeline, DECODE_MAX_TOKENS of several. Recurrent states first absorb the
+ * tokens that they lag behind. A decode forward then leaves its own tokens out, so that any of them can be taken back; a
+ * prefill forward leaves out the last one. */
+static void sessions_forward(struct session *const *s, const int *n, int n_session) {
+    struct run run[DECODE_MAX_TOKENS];
+    int32_t some[DECODE_MAX_TOKENS];
+    int rows = 0;
+    for (int i = 0; i < n_session; i++)
+        if (session_is_behind(s[i], n[i])) session_catch_up(s[i], s[i]->n_past, PASS_MTP);
+    for (int i = 0; i < n_session; rows += n[i++]) {
+        run[i] = (struct run){s[i]->timeline, rows, n[i], s[i]->n_past, s[i]->n_committed, s[i]->with_stem};
+        if (n_session > 1) memcpy(some + rows, s[i]->tokens + s[i]->n_past, (size_t)n[i] * sizeof *some);
+    }
+    const int32_t *ids = n_session > 1 ? some : s[0]->tokens + s[0]->n_past;
+    pg_run(s[0]->pg, (struct rank_call){.kind = RANK_FORWARD, .ids = ids, .n = rows, .n_run = n_session, .run = run});
+    for (int i = 0; i < n_session; i++) {
+        s[i]->n_committed = n[i] <= MAX_ROLLBACK ? s[i]->n_past : s[i]->n_past + n[i] - 1;
+        s[i]->n_past += n[i];
+        s[i]->async = s[i]->in_round = false;
+        s[i]->row = run[i].first;
+        s[i]->n_draft = s[i]->chosen_from = s[i]->chosen_to = 0;
+    }
+}
+
+/* The same for n given tokens of one timeline. */
 static void session_forward(struct session *s, const int32_t *ids, int n) {
     memmove(s->tokens + s->n_past, ids, (size_t)n * sizeof *ids);
-    if (session_is_behind(s, n)) session_catch_up(s, s->n_past, PASS_MTP);
-    session_run(s, PASS_FORWARD, ids, n, s->n_past);
-    s->n_committed = n <= MAX_ROLLBACK ? s->n_past : s->n_past + n - 1;
-    s->n_past += n;
-    s->async = false;
-    s->row = s->n_draft = s->chosen_from = s->chosen_to = 0;
+    sessions_forward(&s, &n, 1);
 }
 
 /* What reads experts from disk; NULL: they are in memory. */
@@ -12938,7 +13033,7 @@ static void session_stats(struct session *s, double *stats, float *in_sum2) {
 static int session_choose(struct session *s, const struct sampling *o, int n_past, int first, int n, uint64_t rng,
                           int32_t *chosen, bool *on_device) {
     const bool async = n == 1 && on_device && s->r->async_decode && s->r->timelines.n == 1 && !s->host_chose &&
-                       !s->drafting.next && !(s->ngrams.found && s->ngrams.drafting.next) && s->n_past < s->n_ctx;
+                       !s->drafts->mtp[1].next && !(s->ngrams.found && s->drafts->ngrams.next) && s->n_past < s->n_ctx;
     double uniform[LOGIT_ROWS];
     for (int i = 0; i < n; i++) uniform[i] = rng_uniform(&rng);
     /* not after the choice, which stays in the batch */
@@ -12957,22 +13052,7 @@ static int session_choose(struct session *s, const struct sampling *o, int n_pas
 
 /* Ids that a draft may have. */
 static int session_draft_ids(const struct session *s) {
-    return s->drafting.other_ids > DRAFT_OTHER ? s->m->n_ids : s->first_ids;
-}
-
-/* Writes k drafts after tokens[n_past], which is the next token: what the MTP layer thinks best, each from the
- * one before. */
-static void session_draft(struct session *s, int k) {
-    struct sampling best = s->sampling;
-    best.greedy = true;
-    best.n_ids = session_draft_ids(s);
-    for (int i = 0; i < k; i++) {
-        int32_t *const id = s->tokens + s->n_past + i;
-        if (i) session_mtp(s, PASS_DRAFT, id, 1, s->n_past + i - 1);
-        else session_catch_up(s, s->n_past, PASS_DRAFT);
-        pg_run(s->pg, (struct rank_call){.kind = RANK_LOGITS, .first = s->r->n_tok - 1, .n = 1, .n_ids = best.n_ids});
-        session_choose(s, &best, s->n_past + i + 1, 0, 1, 0, id + 1, NULL);
-    }
+    return s->drafts->other_ids > DRAFT_OTHER ? s->m->n_ids : s->first_ids;
 }
 
 /* Returns the bytes of weights of layers from..to-1 that a pass of n tokens reads, each weight once; *per_token:
@@ -13004,81 +13084,162 @@ static double session_forward_bytes(const struct session *s, int n) {
            state_reads(m, s->r->kv_type, (size_t)s->n_past);
 }
 
-/* Bytes that a draft reads: the MTP layer, its cache and its head. */
-static double session_draft_bytes(const struct session *s) {
+/* Bytes that a pass of n tokens for drafts reads: the MTP layer, its cache of one timeline, and its head. */
+static double session_draft_bytes(const struct session *s, int n) {
     const struct model *m = s->m;
     const struct layer *layer = &m->layers[m->n_layer];
     const struct weight head = mtp_head_rows(m, layer, session_draft_ids(s));
     double per_token;
-    return layers_use(m, m->n_layer, m->n_layer + 1, 1, &per_token) + (double)head.row_bytes * head.n_out +
+    return layers_use(m, m->n_layer, m->n_layer + 1, n, &per_token) + (double)head.row_bytes * head.n_out +
            layer_state_reads(m, layer, s->r->kv_type, (size_t)s->n_past);
 }
 
-/* Takes the next token into the timeline and computes its logits. A round of drafts: a forward of the token and of
- * drafts after it, whose logits cost little more than its own alone. As long as the next tokens are those that were
- * drafted, they need no forward; the first other one takes the rest of the drafts back. Returns the bytes that it
- * reads. */
-static double session_decode(struct session *s, int32_t id) {
-    int k = 0;
-    if (s->n_draft && s->tokens[s->n_past] == id) {
-        s->n_past++;
-        s->n_draft--;
-        s->row++;
+/* Writes k[i] drafts after the next token of each of n timelines: what the MTP layer thinks best, each from the one
+ * before. The first of all come from one pass, which also makes rows that the layer lacks of tokens before, and so do the
+ * second. Returns the bytes that it reads. */
+static double sessions_draft(struct session *const *s, const int *k, int n) {
+    double bytes = 0;
+    for (int depth = 0;; depth++) {
+        struct session *of[DECODE_MAX_TOKENS]; /* (n_run) timelines with more than `depth` drafts */
+        struct run run[DECODE_MAX_TOKENS];
+        int32_t ids[DECODE_MAX_TOKENS];
+        int n_run = 0, rows = 0, gap = 0;
+        for (int i = 0; i < n; i++)
+            if (k[i] > depth) of[n_run++] = s[i];
+        if (!n_run) return bytes;
+        for (int i = 0; i < n_run && !depth; i++) gap += of[i]->n_past - of[i]->n_predicted;
+        for (int i = 0; i < n_run && gap > DECODE_MAX_TOKENS; i++) {
+            gap -= of[i]->n_past - of[i]->n_predicted - 1;
+            session_catch_up(of[i], of[i]->n_past - 1, PASS_MTP);
+        }
+        for (int i = 0; i < n_run; i++) {
+            struct session *t = of[i];
+            const int from = depth ? t->n_past + depth - 1 : t->n_predicted, some = depth ? 1 : t->n_past - from;
+            run[i] = (struct run){t->timeline, rows, some, from, t->n_committed, t->with_stem};
+            memcpy(ids + rows, t->tokens + from + 1, (size_t)some * sizeof *ids);
+            if (!depth) t->n_predicted = t->n_past;
+            rows += some;
+            bytes += i ? layer_state_reads(t->m, &t->m->layers[t->m->n_layer], t->r->kv_type, (size_t)t->n_past) : 0;
+        }
+        bytes += session_draft_bytes(of[0], rows);
+        pg_run(of[0]->pg,
+               (struct rank_call){
+                   .kind = RANK_FORWARD, .pass = PASS_DRAFT, .ids = ids, .n = rows, .n_run = n_run, .run = run});
+        const int first = n_run > 1 ? 0 : rows - 1; /* row of the logits */
+        const int n_ids = session_draft_ids(of[0]);
+        pg_run(of[0]->pg, (struct rank_call){.kind = RANK_LOGITS, .first = first, .n = rows - first, .n_ids = n_ids});
+        for (int i = 0; i < n_run; i++) {
+            struct sampling best = of[i]->sampling;
+            int32_t *const next = of[i]->tokens + of[i]->n_past + depth + 1;
+            best.greedy = true;
+            best.n_ids = n_ids;
+            session_choose(of[i], &best, of[i]->n_past + depth + 1, run[i].first + run[i].n - 1 - first, 1, 0, next,
+                           NULL);
+        }
+    }
+}
+
+/* Drafts by n-grams for those of n timelines whose latest tokens occurred before, or by MTP layers for all: sets k[i],
+ * which is 0, to the number for s[i]. ahead: none, the round's forward is under way. Returns the bytes that it reads. */
+static double sessions_begin_round(struct session *const *s, int *k, int n, bool ahead) {
+    struct drafts *d = s[0]->drafts;
+    int at[DECODE_MAX_TOKENS], most[DECODE_MAX_TOKENS], found = 0, drafted = 0;
+    d->kind = DRAFT_BY_MTP;
+    d->n = n;
+    for (int i = 0; i < n; i++) {
+        most[i] = int_min(s[i]->n_wanted, s[i]->n_ctx - s[i]->n_past - 1);
+        at[i] = d->ngrams.n_max ? ngrams_find(&s[i]->ngrams, s[i]->tokens, s[i]->n_past + 1) : 0;
+        found += at[i] > 0;
+    }
+    if (ahead) return 0;
+    if (found) drafting_shape(&d->ngrams, n, found);
+    for (int i = 0; i < n && found; i++) {
+        int32_t *const next = s[i]->tokens + s[i]->n_past + 1;
+        if (at[i]) k[i] = int_min(d->ngrams.next, most[i]);
+        for (int j = 0; j < k[i]; j++) next[j] = s[i]->tokens[at[i] + j]; /* drafts among them */
+        drafted += k[i];
+    }
+    if (drafted) {
+        d->kind = DRAFT_BY_NGRAMS;
         return 0;
     }
-    s->tokens[s->n_past] = id;
-    double bytes = 0;
-    const int at = s->ngrams.drafting.n_max ? ngrams_find(&s->ngrams, s->tokens, s->n_past + 1) : 0;
-    s->round = &s->drafting;
-    if (s->async) {
-        s->n_past++;
-        s->async = false;
-    } else {
-        const int most = int_min(s->n_wanted, s->n_ctx - s->n_past - 1);
-        k = at ? int_min(s->ngrams.drafting.next, most) : 0;
-        if (k > 0) {
-            s->round = &s->ngrams.drafting;
-            for (int i = 0; i < k; i++) s->tokens[s->n_past + 1 + i] = s->tokens[at + i]; /* drafts among them */
-        } else {
-            if (at) drafting_skip(&s->ngrams.drafting);
-            k = int_min(s->drafting.next, most);
-            session_draft(s, k);
-            if (k) bytes = k * session_draft_bytes(s);
-        }
-        session_forward(s, s->tokens + s->n_past, 1 + k);
-        s->n_past -= k;
+    if (found) drafting_skip(&d->ngrams);
+    for (int i = 0; i < n; i++) k[i] = int_min(d->mtp[n].next, most[i]);
+    return sessions_draft(s, k, n);
+}
+
+/* Whether a token is the next draft of the latest round. Then the timeline takes it: its state and logits are there. */
+static bool session_take_draft(struct session *s, int32_t id) {
+    if (!s->n_draft || s->tokens[s->n_past] != id) return false;
+    s->n_past++;
+    s->n_draft--;
+    s->row++;
+    return true;
+}
+
+/* Takes the next token of each of n timelines into it, ids[i] into that of s[i], and computes their logits. A round of
+ * drafts: one forward of these tokens and of drafts after each, whose logits cost little more than theirs alone. As long
+ * as the next tokens of a timeline are those that were drafted, they need no forward (session_take_draft); the first
+ * other one takes the rest of its drafts back. The bits are those that each timeline has alone, without drafts. Returns
+ * the bytes that it reads. */
+static double sessions_decode(struct session *const *s, const int32_t *ids, int n) {
+    struct drafts *d = s[0]->drafts;
+    const bool ahead = n == 1 && s[0]->async;
+    int n_tok[DECODE_MAX_TOKENS] = {0}, rows = 0, most = 0;
+    if (n > 1) d->start = now_seconds();
+    for (int i = 0; i < n; i++) s[i]->tokens[s[i]->n_past] = ids[i];
+    double bytes = sessions_begin_round(s, n_tok, n, ahead);
+    for (int i = 0; i < n; i++) {
+        most = int_max(most, n_tok[i]);
+        rows += ++n_tok[i];
     }
-    bytes += session_forward_bytes(s, 1 + k);
-    s->n_draft = k;
-    s->row = s->chosen_from = s->chosen_to = 0;
-    session_head(s, 0, 1 + k);
-    drafting_begin(s->round, k);
+    if (ahead) {
+        s[0]->n_past++;
+        s[0]->async = false;
+        s[0]->row = s[0]->chosen_from = s[0]->chosen_to = 0;
+    } else {
+        sessions_forward(s, n_tok, n);
+    }
+    bytes += session_forward_bytes(s[0], rows);
+    for (int i = 0; i < n; i++) {
+        s[i]->n_draft = n_tok[i] - 1;
+        s[i]->n_past -= s[i]->n_draft;
+        s[i]->in_round = true;
+        if (i) bytes += state_reads(s[i]->m, s[i]->r->kv_type, (size_t)s[i]->n_past);
+    }
+    session_head(s[0], 0, rows);
+    d->choosing = n;
+    d->n_tok = 0;
+    drafting_begin(drafts_of_round(d), most, rows);
     return bytes;
 }
 
-/* Takes the next token of each of n timelines into it, ids[i] into that of s[i], and computes their logits in one
- * forward: row i of the logits is that of s[i]. The bits are those that session_decode gives each. Returns the bytes
- * that it reads. */
-static double sessions_decode(struct session *const *s, const int32_t *ids, int n) {
-    struct run run[DECODE_MAX_TOKENS];
-    double bytes = session_forward_bytes(s[0], n);
-    for (int i = 0; i < n; i++) {
-        run[i] = (struct run){s[i]->timeline, i, 1, s[i]->n_past, s[i]->n_committed, s[i]->with_stem};
-        if (i) bytes += state_reads(s[i]->m, s[i]->r->kv_type, (size_t)s[i]->n_past);
-    }
-    pg_run(s[0]->pg, (struct rank_call){.kind = RANK_FORWARD, .ids = ids, .n = n, .n_run = n, .run = run});
-    for (int i = 0; i < n; i++) {
-        s[i]->tokens[s[i]->n_past] = ids[i];
-        s[i]->n_committed = s[i]->n_past++;
-        s[i]->row = i;
-        s[i]->chosen_from = s[i]->chosen_to = 0;
-    }
-    session_head(s[0], 0, n);
-    return bytes;
+/* The same for one timeline, and for a token that was drafted. */
+static double session_decode(struct session *s, int32_t id) {
+    return session_take_draft(s, id) ? 0 : sessions_decode(&s, &id, 1);
 }
 
 /* Returns the logits (n_vocab) of the last token, after a sync or decode. */
 static const float *session_logits(struct session *s) { return s->r->ops->read_logits(s->r, s->row); }
+
+/* The timeline has chosen n tokens in its round. The last timeline to choose ends the round. */
+static void session_end_round(struct session *s, int n) {
+    struct drafts *d = s->drafts;
+    struct drafting *of = drafts_of_round(d);
+    const double now = now_seconds(), seconds = d->start > 0 ? now - d->start : 0;
+    if (s->in_round) {
+        s->in_round = false;
+        draft_stats_add(&s->drafted[d->kind], s->n_draft, n - 1);
+        drafting_verified(of, s->n_draft, n - 1);
+        d->n_tok += n;
+        if (--d->choosing) return;
+        if (d->kind == DRAFT_BY_MTP && seconds > 0 && !d->late)
+            drafting_without(&d->ngrams, d->n, seconds * d->n / d->n_tok);
+        drafting_end(of, seconds, d->late);
+    }
+    d->start = now;
+    d->late = 0;
+}
 
 /* Chooses by all rows of the latest forward that lie after the timeline, as long as the choices are its drafts. */
 static void session_choose_all(struct session *s, const struct sampling *o, uint64_t rng) {
@@ -13088,20 +13249,14 @@ static void session_choose_all(struct session *s, const struct sampling *o, uint
     s->async &= on_device;
     s->host_chose = !on_device;
     s->chosen_to = s->row + n;
-    for (int i = s->row; i < s->chosen_to; i++) drafting_token(&s->drafting, s->chosen[i] >= s->first_ids);
-    const double now = now_seconds();
-    const double seconds = s->round_start > 0 ? now - s->round_start : 0;
-    if (s->round->open && s->round == &s->drafting && seconds > 0 && !s->late)
-        drafting_without(&s->ngrams.drafting, seconds / n);
-    drafting_end(s->round, n - 1, seconds, s->late);
-    s->round_start = now;
-    s->late = 0;
+    for (int i = s->row; i < s->chosen_to; i++) drafts_token(s->drafts, s->chosen[i] >= s->first_ids);
+    session_end_round(s, n);
 }
 
 /* What became of the rounds of all kinds. */
 static struct draft_stats session_draft_stats(const struct session *s) {
-    const struct draft_stats *other = &s->ngrams.drafting.total;
-    struct draft_stats d = s->drafting.total;
+    const struct draft_stats *other = &s->drafted[DRAFT_BY_NGRAMS];
+    struct draft_stats d = s->drafted[DRAFT_BY_MTP];
     d.rounds += other->rounds;
     d.tokens += other->tokens;
     for (int i = 0; i < DRAFTS_MAX; i++) {
@@ -13241,7 +13396,7 @@ static enum sync_result session_sync(struct session *s, const int32_t *ids, int 
     while (keep < n - 1 && keep < s->n_past && s->tokens[keep] == ids[keep])
         keep++; /* the last one is computed for its logits */
     keep = session_truncate(s, keep);
-    s->round->open = false;
+    s->in_round = false;
     const double t0 = now_seconds();
     while (s->n_past < n && !interrupted) {
         const int before = s->n_past;
@@ -13276,7 +13431,7 @@ static void session_move(struct session *s, bool with_stem) {
     s->n_ctx = with_stem ? s->r->n_ctx : timelines_own(&s->r->timelines, s->r->n_ctx);
     if (!with_stem) return;
     memcpy(s->tokens, stem->tokens, (size_t)stem->n_past * sizeof *s->tokens);
-    s->n_past = stem->n_past;
+    s->n_past = s->n_predicted = stem->n_past;
     s->n_committed = stem->n_committed;
     for (int i = 0; i < arrlen(stem->ends); i++) arrput(s->ends, stem->ends[i]);
     for (int i = 0; i < SNAPSHOTS && s->snapshot_size; i++) {
@@ -13304,7 +13459,7 @@ static int session_begin_alone(struct session *s, const int32_t *ids, int n, int
     while (same && !session_return(s, s->ends[same - 1])) same--;
     if (s->with_stem && (!same || s->n_past < s->stem->n_past)) session_move(s, true);
     else if (!same) session_truncate(s, 0);
-    s->round->open = false;
+    s->in_round = false;
     return 0;
 }
 
@@ -13324,6 +13479,7 @@ static enum sync_result stem_make(struct session *stem, const int32_t *ids, int 
         r = session_chunk_alone(stem, ids, n, n, err);
     }
     progress_end();
+    session_catch_up(stem, stem->n_past, PASS_MTP); /* the row of the last token as if token 0 came next */
     return r;
 }
 
@@ -23457,8 +23613,8 @@ struct generation {
 /* Begins an answer of c's session; prints through p and fills in st. */
 static struct generation generation_begin(struct chat *c, struct printer *p, struct turn_stats *st) {
     struct session *s = c->s;
-    if (session_has_mtp(s)) drafting_limit(&s->drafting, c->set->draft_min, settings_drafts(c->set));
-    if (settings_ngrams(c->set)) drafting_limit(&s->ngrams.drafting, 0, settings_ngrams(c->set));
+    const bool mtp = s->r->m->n_mtp;
+    drafts_limit(s->drafts, mtp ? c->set->draft_min : 0, mtp ? settings_drafts(c->set) : 0, settings_ngrams(c->set));
     return (struct generation){.c = c,
                                .p = p,
                                .st = st,
@@ -24181,17 +24337,16 @@ static void chat_print_context(struct chat *c) {
     }
 }
 
-/* Prints what drafts of a kind have given in all turns, and what rounds with them cost. */
-static void drafting_print(const char *kind, const struct drafting *d) {
-    const struct draft_stats *t = &d->total;
+/* Prints what drafts of a kind have given in all turns, and what rounds of one timeline with them cost. */
+static void drafting_print(const char *kind, const struct draft_stats *t, const struct drafting *d) {
     char *text = NULL;
     if (!t->drafted[0]) return;
     sb_printf(&text, "  %s: %.2f tokens a round, right ", kind, (double)t->tokens / (double)t->rounds);
     draft_shares(t, &text);
-    for (int k = 1, n = 0; k <= DRAFTS_MAX && d->seconds[0] > 0; k++)
-        if (d->seconds[k] > 0)
-            sb_printf(&text, "%s %.2f steps with %d", n++ ? "," : "\n  a round takes", d->seconds[k] / d->seconds[0],
-                      k);
+    for (int k = 1, n = 0; k <= DRAFTS_MAX && d->seconds[1] > 0; k++)
+        if (d->seconds[1 + k] > 0)
+            sb_printf(&text, "%s %.2f steps with %d", n++ ? "," : "\n  a round takes",
+                      d->seconds[1 + k] / d->seconds[1], k);
     fprintf(stderr, "%s\n", sb_cstr(&text));
     arrfree(text);
 }
@@ -24242,8 +24397,9 @@ static void chat_print_stats(struct chat *c) {
             c->turns, c->turns == 1 ? "" : "s", t->n_prompt, t->prompt_seconds, t->n_generated, t->seconds,
             tokens_per_s, bytes_per_s * 1e-9);
     chat_print_experts(c);
-    drafting_print("drafts", &c->s->drafting);
-    drafting_print("n-grams", &c->s->ngrams.drafting);
+    const struct drafts *d = c->s->drafts;
+    drafting_print("drafts", &c->s->drafted[DRAFT_BY_MTP], &d->mtp[1]);
+    drafting_print("n-grams", &c->s->drafted[DRAFT_BY_NGRAMS], &d->ngrams);
 }
 
 /* ============================================================================================================
@@ -28148,7 +28304,7 @@ static int timelines_open(struct engine *e, struct session more[DECODE_MAX_TOKEN
     const int n = e->session.r->timelines.n;
     s[0] = &e->session;
     for (int i = 1; i < n; i++) {
-        session_attach(&more[i], &e->model, e->session.pg, e->session.server, i);
+        session_attach(&more[i], &e->session, i);
         s[i] = &more[i];
     }
     return n;
@@ -28176,11 +28332,8 @@ static void engine_drafts(struct engine *e) {
     if (set->calibrate && set->pp > 1 && m->n_mtp && set->spec_type != SPEC_NONE)
         note("with --pp %d the prediction layer gets no scores: moe-reap will prune it by those of the last layer",
              set->pp);
-    if (set->spec_type > SPEC_NONE && set->parallel > 1)
-        note("--spec-type %s has no effect with --parallel %d: answers side by side are not drafted",
-             spec_names[set->spec_type], set->parallel);
     const bool without = set->spec_type == SPEC_NONE || set->spec_type == SPEC_NGRAM_MOD;
-    if (without || set->pp > 1 || set->parallel > 1 || silent) m->n_mtp = 0;
+    if (without || set->pp > 1 || silent) m->n_mtp = 0;
 }
 
 /* Settles whether the model is rounded as in training: --qat, or where its family has it. An error ends the program. */
@@ -29393,8 +29546,9 @@ static struct bench_text bench_continue(struct session *s, const int32_t *ids, i
     static const struct sampling greedy = {.greedy = true, .repeat_penalty = 1};
     struct bench_text t = {0};
     char err[ERR_MAX];
-    s->drafting = (struct drafting){0};
-    drafting_limit(&s->drafting, n_min, n_max);
+    drafts_reset(s->drafts);
+    drafts_limit(s->drafts, n_min, n_max, 0);
+    memset(s->drafted, 0, sizeof s->drafted);
     const enum sync_result sync = session_sync(s, ids, BENCH_PROMPT, 0, err);
     if (sync == SYNC_FAILED) die("%s", err);
     if (sync != SYNC_DONE) return t;
@@ -29433,7 +29587,7 @@ static int32_t *bench_prose(const struct engine *e, char *err) {
 /* The table of drafts. *step: seconds of a round without drafts; the first line sets it. False: interrupted. */
 static bool bench_draft_line(struct session *s, const int32_t *ids, int n_min, int n_max, double *step) {
     const struct bench_text t = bench_continue(s, ids, n_min, n_max);
-    const struct draft_stats *total = &s->drafting.total;
+    const struct draft_stats *total = &s->drafted[DRAFT_BY_MTP];
     char *shares = NULL;
     if (t.seconds <= 0) return false;
     const double round = t.seconds / (double)total->rounds;
@@ -30852,7 +31006,7 @@ static void turn_prompt(struct turns *b, struct turn *t) {
     turn_choose(t);
 }
 
-/* Computes a token of every answer, and chooses the next. */
+/* Computes a token of every answer and drafts after it, and chooses the next ones. */
 static void turns_round(struct turns *b) {
     struct turn *at[DECODE_MAX_TOKENS];
     struct session *s[DECODE_MAX_TOKENS];
@@ -30868,12 +31022,13 @@ static void turns_round(struct turns *b) {
     }
     if (!n) return;
     const double t0 = now_seconds();
-    const double bytes = b->n > 1 ? sessions_decode(s, ids, n) : session_decode(s[0], ids[0]);
+    const double bytes = sessions_decode(s, ids, n);
     const bool failed = session_failed(s[0], err);
     for (int i = 0; i < n; i++) {
         at[i]->st.bytes += bytes / n;
         if (!failed) {
-            turn_choose(at[i]);
+            do turn_choose(at[i]), b->n_tok++;
+            while (at[i]->state == AT_ANSWER && session_take_draft(at[i]->s, at[i]->next));
             continue;
         }
         session_discard(s[i], 0);
@@ -30882,7 +31037,6 @@ static void turns_round(struct turns *b) {
         turn_answered(at[i]);
     }
     b->rounds++;
-    b->n_tok += n;
     b->round_seconds += now_seconds() - t0;
 }
 
@@ -31030,7 +31184,7 @@ static int ask_all(struct engine *e, const struct question *q, struct answer *a,
 static void turns_stem(struct turns *b, struct session *stem) {
     struct engine *e = b->e;
     char err[ERR_MAX];
-    session_attach(stem, &e->model, e->session.pg, e->session.server, b->n);
+    session_attach(stem, &e->session, b->n);
     const enum sync_result r = stem_make(stem, e->stem, (int)arrlen(e->stem), err);
     if (r == SYNC_FAILED) die("%s", err);
     for (int i = 0; i < b->n && r == SYNC_DONE; i++) b->s[i]->stem = stem;

@@ -1131,32 +1131,43 @@ static void add_norm(const struct norm_args *a, unsigned blocks, cudaStream_t s)
     else LAUNCH_PDL((k_add_norm<SOURCE, 16>), blocks, NORM_THREADS, 0, s, *a);
 }
 
-/* Where the ring of hidden states lies, see struct rank. */
-struct mtp_hidden_rows {
-    float *at; /* (n_row, n_hc, n) */
+/* A ring of hidden states for the positions of a batch, see struct rank. */
+struct mtp_ring {
+    float *at; /* (timelines, n_row, n_hc, n) */
     int n_row, n_hc, n;
-    const struct batch *batch;
-    DEVICE_MEMBER float *row(int i, int stream) const {
-        return at + ((size_t)((batch->run[0].pos + i) % n_row) * (size_t)n_hc + (size_t)stream) * (size_t)n;
+    int timeline_rows; /* n_row; 0: the timelines have one ring */
+    struct batch_ref batch;
+    /* The row of the position `shift` after that of row t. */
+    DEVICE_MEMBER float *row(int t, int shift, int stream) const {
+        const struct run &u = batch.run(t);
+        const int i = u.timeline * timeline_rows + (run_base(u) + t + shift) % n_row;
+        return at + ((size_t)i * (size_t)n_hc + (size_t)stream) * (size_t)n;
     }
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* The norm of x (n_tok, n_hc, n) times weight (n), NULL: x itself, becomes the hidden states of the positions from
- * that of batch row `first` + shift on. Grid: (rows, n_hc), block: NORM_THREADS. Some KB, bound by latency: 2
- * us. */
+/* The norm of x (n_tok, n_hc, n) times weight (n), NULL: x itself, becomes the hidden states of the batch's positions; from
+ * row `also_from` on in a second ring too. next: of each run the last row alone, of the position after it. Grid: (n_tok,
+ * n_hc), block: NORM_THREADS. Some KB, bound by latency: 2 us. */
 __global__ void __launch_bounds__(NORM_THREADS)
-    k_keep_hidden(const float *x, const float *weight, float eps, int first, int shift, struct mtp_hidden_rows ring) {
+    k_keep_hidden(const float *x, const float *weight, float eps, int next,
+                  const __grid_constant__ struct mtp_ring ring, const __grid_constant__ struct mtp_ring also,
+                  int also_from) {
     float4 v[LONG_NORM_VECS];
-    const int t = first + (int)blockIdx.x, stream = (int)blockIdx.y, n = ring.n;
+    const int t = (int)blockIdx.x, stream = (int)blockIdx.y, n = ring.n;
     grid_dependency_launch();
     grid_dependency_wait();
+    const struct run &u = ring.batch.run(t);
+    if (next && t + 1 < u.first + u.n) return;
     norm_load(v, x + ((size_t)t * (size_t)ring.n_hc + (size_t)stream) * (size_t)n, n);
     const float f = norm_factor(v, n, eps);
-    float *out = ring.row(t + shift, stream);
-    UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
-        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u);
-        if (i < n) *(float4 *)(out + i) = weight ? norm_value(v[u], f, *(const float4 *)(weight + i)) : v[u];
+    float *to = ring.row(t, next, stream), *second = t >= also_from ? also.row(t, next, stream) : NULL;
+    UNROLL for (int k = 0; k < LONG_NORM_VECS; k++) {
+        const int i = 4 * ((int)threadIdx.x + NORM_THREADS * k);
+        if (i >= n) continue;
+        const float4 y = weight ? norm_value(v[k], f, *(const float4 *)(weight + i)) : v[k];
+        *(float4 *)(to + i) = y;
+        if (second) *(float4 *)(second + i) = y;
     }
 }
 
@@ -1164,7 +1175,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
 struct mtp_input_args {
     float *x; /* (n_tok, n) embeddings, x_stride apart; becomes 0 */
     size_t x_stride;
-    struct mtp_hidden_rows ring;
+    struct mtp_ring ring;
     const float *norm[2]; /* (n) of the embedding, of the hidden state */
     float eps;
     int from, to;  /* columns of both, side by side, that the rank has; multiples of 4 */
@@ -1176,13 +1187,13 @@ struct mtp_input_args {
  * (n_tok, 1 + n_hc), block: NORM_THREADS. */
 __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constant__ struct mtp_input_args a) {
     float4 v[LONG_NORM_VECS];
-    const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.ring.n, n_hc = a.ring.n_hc;
-    const int first = half ? (int)blockIdx.y - 1 : 0, end = half ? first + 1 : n_hc; /* streams that it writes */
+    const int t = (int)blockIdx.x, half = blockIdx.y > 0, n = a.ring.n;
     float *x = a.x + (size_t)t * a.x_stride;
     grid_dependency_launch();
     grid_dependency_wait();
-    norm_load(v, half ? a.ring.row(t, first) : x, n);
+    norm_load(v, half ? a.ring.row(t, 0, (int)blockIdx.y - 1) : x, n);
     const float f = norm_factor(v, n, a.eps);
+    const int first = half ? (int)blockIdx.y - 1 : 0, end = half ? first + 1 : a.ring.n_hc; /* streams that it writes */
     UNROLL for (int u = 0; u < LONG_NORM_VECS; u++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * u), column = half * n + i;
         if (i >= n) continue;
@@ -1191,7 +1202,7 @@ __global__ void __launch_bounds__(NORM_THREADS) k_mtp_input(const __grid_constan
         const float4 y = norm_value(v[u], f, *(const float4 *)(a.norm[half] + i));
         UNROLL_BY(1)
         for (int j = first; j < end; j++)
-            *(uint2 *)(a.out + (size_t)(t * n_hc + j) * a.out_stride + (size_t)(column - a.from)) =
+            *(uint2 *)(a.out + (size_t)(t * a.ring.n_hc + j) * a.out_stride + (size_t)(column - a.from)) =
                 make_uint2(clamped_f16x2(y.x, y.y), clamped_f16x2(y.z, y.w));
     }
 }
@@ -7453,16 +7464,28 @@ static void cuda_last_reduce(struct rank *r, const struct step *s) {
     send_rows(r, a);
 }
 
-/* The ring of hidden states. */
-static struct mtp_hidden_rows mtp_hidden_of(const struct rank *r) {
-    return {r->mtp_hidden, r->n_mtp_hidden, max(r->m->n_hc, 1), r->m->n_embd, r->cuda->batch};
+/* The first ring of hidden states, and those of the timelines. */
+static struct mtp_ring mtp_first_ring(const struct rank *r) {
+    return {r->mtp_hidden, r->n_mtp_hidden, max(r->m->n_hc, 1), r->m->n_embd, 0, batch_of(r)};
+}
+static struct mtp_ring mtp_own_rings(const struct rank *r) {
+    struct mtp_ring ring = mtp_first_ring(r);
+    ring.at += (size_t)r->n_mtp_hidden * (size_t)hidden_width(r->m);
+    ring.n_row = ring.timeline_rows = r->n_mtp_own;
+    return ring;
+}
+
+/* The ring that has all hidden states of the batch. */
+static struct mtp_ring mtp_ring_of(const struct rank *r) {
+    return r->n_mtp_own && r->n_tok <= DECODE_MAX_TOKENS ? mtp_own_rings(r) : mtp_first_ring(r);
 }
 
 static void cuda_keep_hidden(struct rank *r, const struct step *s) {
     struct cuda *c = r->cuda;
-    const int first = s->next ? r->n_tok - 1 : 0;
-    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)(r->n_tok - first), (unsigned)max(r->m->n_hc, 1)), NORM_THREADS, 0,
-               c->stream, c->x32[s->x], s->norm, r->m->rms_eps, first, (int)s->next, mtp_hidden_of(r));
+    const bool both = r->n_mtp_own && r->n_tok > DECODE_MAX_TOKENS;
+    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)r->n_tok, (unsigned)max(r->m->n_hc, 1)), NORM_THREADS, 0, c->stream,
+               c->x32[s->x], s->norm, r->m->rms_eps, (int)s->next, mtp_ring_of(r), mtp_own_rings(r),
+               both ? r->n_tok - r->n_mtp_own : r->n_tok);
 }
 
 static void cuda_mtp_input(struct rank *r, const struct step *s) {
@@ -7471,7 +7494,7 @@ static void cuda_mtp_input(struct rank *r, const struct step *s) {
     struct mtp_input_args a = {};
     a.x = c->x32[r->m->n_hc ? A_HC : s->x]; /* k_embed has written it to every stream */
     a.x_stride = (size_t)hidden_width(r->m);
-    a.ring = mtp_hidden_of(r);
+    a.ring = mtp_ring_of(r);
     a.norm[0] = layer->e_norm;
     a.norm[1] = layer->h_norm;
     a.eps = r->m->rms_eps;
@@ -9707,6 +9730,7 @@ static void rank_allocate(struct rank *r) {
     c->sort.k = route->k;
     r->mtp_hidden = c->mtp_hidden;
     r->n_mtp_hidden = (int)d.mtp_hidden;
+    r->n_mtp_own = (int)d.mtp_own;
     memcpy(r->act, c->x32, sizeof r->act);
     c->x_first = c->x32[A_X];
     slots_fill(r, true);

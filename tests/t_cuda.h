@@ -2200,22 +2200,22 @@ static bool cuda_parallel_open(struct session *s, const struct model *m, const s
 /* Timelines that come and go side by side give the bits that each gives alone. */
 void cuda_test_parallel(void) {
     static const struct parallel_case cases[] = {
-        {"qwen3moe_nvfp4", NULL, 1, 1, KV_FP8, 16, 0, cuda_parallel_open, 0, false},
-        {"qwen3moe", NULL, 2, 1, KV_BF16, 3, 200, cuda_parallel_open, 0, false},
-        {"deepseek_v3_nvfp4", NULL, 1, 1, KV_FP8, 4, 200, cuda_parallel_open, 0, false},
-        {"deepseek_v4", NULL, 1, 1, KV_FP8, 5, 200, cuda_parallel_open, 0, false},
-        {"deepseek_v4_pro", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false},
-        {"qwen3_5_moe_nvfp4", NULL, 1, 2, KV_FP8, 6, 0, cuda_parallel_open, 0, false},
-        {"glm_moe_dsa", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false},
-        {"minimax_m3", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false},
-        {"gpt_oss", NULL, 1, 1, KV_BF16, 4, 200, cuda_parallel_open, 0, false},
-        {"qwen3moe_nvfp4", NULL, 2, 1, KV_FP8, 6, 150, cuda_parallel_open, 64, true},
-        {"deepseek_v3", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false},
-        {"deepseek_v4", NULL, 1, 1, KV_FP8, 4, 330, cuda_parallel_open, 256, true},
-        {"qwen3_5_moe_nvfp4", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false},
-        {"glm_moe_dsa", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false},
-        {"minimax_m3", NULL, 1, 1, KV_BF16, 4, 150, cuda_parallel_open, 64, true},
-        {"gpt_oss", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false},
+        {"qwen3moe_nvfp4", NULL, 1, 1, KV_FP8, 16, 0, cuda_parallel_open, 0, false, 0},
+        {"qwen3moe", NULL, 2, 1, KV_BF16, 3, 200, cuda_parallel_open, 0, false, 3},
+        {"deepseek_v3_nvfp4", NULL, 1, 1, KV_FP8, 4, 200, cuda_parallel_open, 0, false, 1},
+        {"deepseek_v4", NULL, 1, 1, KV_FP8, 5, 200, cuda_parallel_open, 0, false, 1},
+        {"deepseek_v4_pro", NULL, 2, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"qwen3_5_moe_nvfp4", NULL, 1, 2, KV_FP8, 6, 0, cuda_parallel_open, 0, false, 1},
+        {"glm_moe_dsa", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"minimax_m3", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 2},
+        {"gpt_oss", NULL, 1, 1, KV_BF16, 4, 200, cuda_parallel_open, 0, false, 2},
+        {"qwen3moe_nvfp4", NULL, 2, 1, KV_FP8, 6, 150, cuda_parallel_open, 64, true, 1},
+        {"deepseek_v3", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false, 0},
+        {"deepseek_v4", NULL, 1, 1, KV_FP8, 4, 330, cuda_parallel_open, 256, true, 2},
+        {"qwen3_5_moe_nvfp4", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
+        {"glm_moe_dsa_types", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
+        {"minimax_m3", NULL, 1, 1, KV_BF16, 4, 150, cuda_parallel_open, 64, true, 0},
+        {"gpt_oss", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_parallel(&cases[i]);
     cuda_test_devices(1, true);

@@ -117,10 +117,10 @@ struct gpu_array {
     }
 };
 
-/* A batch of one run of timeline 0. */
+/* A batch of one run. */
 struct gpu_batch : gpu_array<struct batch> {
-    gpu_batch(int pos, int n_tok, int n_committed)
-        : gpu_array(std::vector<struct batch>{{n_tok, 1, {{0, 0, n_tok, pos, n_committed, 0}}, {}}}) {}
+    gpu_batch(int pos, int n_tok, int n_committed, int timeline = 0)
+        : gpu_array(std::vector<struct batch>{{n_tok, 1, {{timeline, 0, n_tok, pos, n_committed, 0}}, {}}}) {}
     operator batch_ref() const { return {p, false}; }
 };
 

@@ -66,41 +66,51 @@ static void run_add_norm(int n, int ranks, int rank, bool base, bool partial, bo
            ranks, base, partial, norm, e.nmse(), bad);
 }
 
-/* Final rows of wide models, and the inputs of MTP layers, of which a rank has columns from..to-1. */
-static void run_keep_hidden(int n, int streams, bool norm, int from, int to) {
-    enum { ROWS = 5, TOKENS = 2, POS = 7 };
+/* Hidden states of wide models in the first ring or that of timeline 1, a part of them in both, and the inputs of MTP
+ * layers, of which a rank has columns from..to-1. */
+static void run_keep_hidden(int n, int streams, bool norm, int from, int to, bool own, bool both, bool next) {
+    enum { FIRST = 5, OWN = 4, ROWS = FIRST + 2 * OWN, TOKENS = 2, POS = 7 };
     const size_t wide = (size_t)n, per = (size_t)streams * wide, gap = wide + 4, stride = (size_t)(to - from) + 8;
-    const std::vector<float> x = random_floats((int)(3 * per), 2), w[2] = {random_floats(n, 1), random_floats(n, 1)},
-                             own = random_floats((int)(TOKENS * gap), 1), before = random_floats((int)(ROWS * per), 3);
-    gpu_array<float> x_d(x), w0(w[0]), w1(w[1]), ring(before), own_d(own);
-    gpu_batch b(POS, TOKENS, POS);
+    const std::vector<float> x = random_floats((int)(TOKENS * per), 2),
+                             w[2] = {random_floats(n, 1), random_floats(n, 1)},
+                             e = random_floats((int)(TOKENS * gap), 1), before = random_floats((int)(ROWS * per), 3);
+    gpu_array<float> x_d(x), w0(w[0]), w1(w[1]), rings(before), e_d(e);
+    gpu_batch b(POS, TOKENS, POS, 1);
     gpu_array<uint16_t> out(std::vector<uint16_t>(TOKENS * (size_t)streams * stride, 0xABCD));
-    const struct mtp_hidden_rows final = {ring, ROWS, streams, n, b};
-    const struct mtp_input_args a = {own_d, gap, final, {w0, w1}, 1e-6f, from, to, out, stride};
-    own_d.arrive(), ring.arrive();
+    const struct mtp_ring ring[] = {{rings, FIRST, streams, n, 0, b}, {rings + FIRST * per, OWN, streams, n, OWN, b}};
+    const int also_from = both ? 1 : TOKENS;
+    const struct mtp_input_args a = {e_d, gap, ring[own], {w0, w1}, 1e-6f, from, to, out, stride};
+    e_d.arrive(), rings.arrive();
     LAUNCH_PDL(k_mtp_input, dim3(TOKENS, 1 + (unsigned)streams), NORM_THREADS, 0, test_stream, a);
     x_d.arrive();
-    LAUNCH_PDL(k_keep_hidden, dim3(2, (unsigned)streams), NORM_THREADS, 0, test_stream, x_d.p, norm ? w0.p : NULL,
-               1e-6f, 1, 1, final);
-    finish("final rows");
+    LAUNCH_PDL(k_keep_hidden, dim3(TOKENS, (unsigned)streams), NORM_THREADS, 0, test_stream, x_d.p, norm ? w0.p : NULL,
+               1e-6f, (int)next, ring[own], ring[!own], also_from);
+    finish("hidden states");
     error_sum sum;
     int bad = 0;
-    const std::vector<float> kept = ring.get(), left = own_d.get();
+    int new_row[ROWS]; /* the token whose state it becomes; -1: none */
+    const std::vector<float> kept = rings.get(), left = e_d.get();
     const std::vector<uint16_t> got = out.get();
-    for (size_t r = 0; r < ROWS * (size_t)streams; r++) { /* rows 4 and 0 are new: of positions 9 and 10 */
-        const size_t row = r / (size_t)streams, at = r * wide;
-        const float *new_row = &x[(row ? 1 : 2) * per + r % (size_t)streams * wide];
-        const double f = rms_factor(new_row, n);
-        for (size_t i = 0; i < wide; i++) {
-            if (row % 4) bad += kept[at + i] != before[at + i];
-            else if (norm) sum.add((double)kept[at + i], (double)new_row[i] * f * (double)w[0][i]);
-            else bad += kept[at + i] != new_row[i];
+    std::fill(new_row, new_row + ROWS, -1);
+    for (int t = next; t < TOKENS; t++) {
+        const int at[] = {(POS + t + next) % FIRST, FIRST + OWN + (POS + t + next) % OWN};
+        new_row[at[own]] = t;
+        if (t >= also_from) new_row[at[!own]] = t;
+    }
+    for (size_t r = 0; r < ROWS * (size_t)streams; r++) {
+        const int t = new_row[r / (size_t)streams];
+        const float *state = &x[(size_t)(t < 0 ? 0 : t) * per + r % (size_t)streams * wide];
+        const double f = rms_factor(state, n);
+        for (size_t i = 0, at = r * wide; i < wide; i++, at++) {
+            if (t < 0) bad += kept[at] != before[at];
+            else if (norm) sum.add((double)kept[at], (double)state[i] * f * (double)w[0][i]);
+            else bad += kept[at] != state[i];
         }
     }
     for (size_t r = 0; r < TOKENS * (size_t)streams; r++) {
         const size_t t = r / (size_t)streams;
-        const float *half[2] = {&own[t * gap],
-                                &before[((POS + t) % ROWS * (size_t)streams + r % (size_t)streams) * wide]};
+        const size_t row = own ? FIRST + OWN + (POS + t) % OWN : (POS + t) % FIRST;
+        const float *half[2] = {&e[t * gap], &before[(row * (size_t)streams + r % (size_t)streams) * wide]};
         const double f[2] = {rms_factor(half[0], n), rms_factor(half[1], n)};
         for (size_t i = 0; i < stride; i++) {
             const size_t c = ((size_t)from + i) % wide, k = ((size_t)from + i) / wide;
@@ -109,9 +119,10 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to) {
             else sum.add((double)f16_to_f32(h), (double)half[k][c] * f[k] * (double)w[k][c]);
         }
     }
-    for (size_t i = 0; i < left.size(); i++) bad += left[i] != (i % gap < wide ? 0 : own[i]);
-    expect(sum.nmse() < 1e-6 && !bad, "final rows, %d streams of %d, norm %d, columns %d - %d: NMSE %.1e, %d wrong",
-           streams, n, norm, from, to, sum.nmse(), bad);
+    for (size_t i = 0; i < left.size(); i++) bad += left[i] != (i % gap < wide ? 0 : e[i]);
+    expect(sum.nmse() < 1e-6 && !bad,
+           "hidden states, %d streams of %d, norm %d, columns %d - %d, own %d, both %d, next %d: NMSE %.1e, %d wrong",
+           streams, n, norm, from, to, own, both, next, sum.nmse(), bad);
 }
 
 /* Coefficients of sums that `parts` blocks left, the streams' weighted sum, and its norm; last: of the end of a model. */
@@ -195,7 +206,11 @@ extern "C" void cuda_test_norms(void) {
     run_add_norm<PARTIAL_PUSHED>(48, 3, 1, true, true, true, 1);
     for (int n : {16376, 40})
         for (int streams : {1, 4})
-            run_keep_hidden(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64));
+            for (int rings = 0; rings < 4; rings++)
+                for (int next = 0; next < 2; next++)
+                    if (n < 64 || rings == 1 + next)
+                        run_keep_hidden(n, streams, streams == 1, streams == 1 ? n / 8 * 4 : 0, 2 * n - 4 * (n < 64),
+                                        rings & 1, rings & 2, next);
     run_hc_norm<4>(4088, 45, false), run_hc_norm<4>(4088, 16, true);
     run_hc_norm<8>(8184, 45, false), run_hc_norm<8>(8184, 32, true);
 }

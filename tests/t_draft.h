@@ -44,8 +44,9 @@ static void draft_prompt(struct session *s, const int32_t *ids, int n, int chunk
  * the others are computed in chunks of at most `chunk`. */
 static void draft_resume(struct session *s, const struct sampling *o, uint64_t seed, int n_min, int n_max,
                          const int32_t *ids, int n_ids, int kept, int chunk, int32_t *out, int n) {
-    s->drafting = (struct drafting){0};
-    drafting_limit(&s->drafting, n_min, n_max);
+    drafts_reset(s->drafts);
+    drafts_limit(s->drafts, n_min, n_max, 0);
+    memset(s->drafted, 0, sizeof s->drafted);
     CHECK_INT(session_truncate(s, kept), kept, "ids in the session");
     for (int at = kept; at < n_ids; at += chunk) session_forward(s, ids + at, int_min(chunk, n_ids - at));
     session_head(s, s->r->n_tok - 1, 1);
@@ -101,7 +102,7 @@ static void check_same_text(const char *name, struct session *s, const char *ker
         CHECK(same == n && !memcmp(session_logits(s), logits, n_vocab * sizeof *logits),
               "%s, %s, sampling %d, %d drafts (%d): token %d of %d differs", name, kernels, k, depths[d][1], how, same,
               n);
-        const struct draft_stats *t = &s->drafting.total;
+        const struct draft_stats *t = &s->drafted[DRAFT_BY_MTP];
         CHECK(how != FORCE_RIGHT || depths[d][0] == 0 || t->right[0] == t->drafted[0], "%s: right drafts were refused",
               name);
         CHECK(how != FORCE_WRONG || t->right[0] <= t->drafted[0] / 20, "%s: wrong drafts were taken", name);
@@ -137,8 +138,8 @@ static void check_next_turn(const char *name, struct session *s, const char *ker
     for (size_t d = 0; d < sizeof depths / sizeof *depths; d++) {
         const int depth = depths[d];
         uint64_t seed = 5;
-        s->drafting = (struct drafting){0};
-        drafting_limit(&s->drafting, depth, depth);
+        drafts_reset(s->drafts);
+        drafts_limit(s->drafts, depth, depth, 0);
         session_truncate(s, 0);
         some_ids(ids, ALL, s->m->n_vocab);
         CHECK(session_sync(s, ids, PROMPT, MARK, err) == SYNC_DONE, "%s", err);
@@ -210,7 +211,7 @@ static void test_draft_demo(void) {
             draft_resume(&s, &draft_samplings[k], 11, depths[d][0], depths[d][1], ids, 200, 199, 1, out[d > 0], N);
             CHECK(!d || !memcmp(out[0], out[1], sizeof out[0]), "sampling %d: another text with %d to %d drafts", k,
                   depths[d][0], depths[d][1]);
-            const struct draft_stats *t = &s.drafting.total;
+            const struct draft_stats *t = &s.drafted[DRAFT_BY_MTP];
             CHECK(depths[d][0] != 1 || k || 2 * t->right[0] > t->drafted[0], "%ld of %ld drafts were right",
                   t->right[0], t->drafted[0]);
         }
@@ -232,20 +233,21 @@ static void test_draft_ids(void) {
         CHECK(s.first_ids == m.n_ids, "drafts have %d of %d ids", s.first_ids, m.n_ids);
         some_ids(ids, PROMPT, m.n_vocab);
         for (int i = 0; i < 3; i++) { /* all ids, the first ones, all again */
-            s.drafting = (struct drafting){.other_ids = i == 2 ? 1 : 0};
+            drafts_reset(s.drafts);
+            s.drafts->other_ids = i == 2;
             s.first_ids = i ? drafts[0][0] : m.n_ids; /* without the best one */
             session_truncate(&s, 0);
             session_forward(&s, ids, PROMPT - 1);
             s.tokens[s.n_past] = ids[PROMPT - 1];
-            session_draft(&s, K);
+            sessions_draft((struct session *[]){&s}, (int[]){K}, 1);
             memcpy(drafts[i], s.tokens + s.n_past + 1, sizeof drafts[i]);
             for (int k = 0; k < K && i == 1; k++)
                 CHECK(drafts[1][k] < drafts[0][0], "draft %d of the first %d ids is %d", k, drafts[0][0], drafts[1][k]);
         }
         CHECK(!memcmp(drafts[0], drafts[2], sizeof *drafts), "other drafts where most tokens have other ids");
-        for (int i = 0; i < DRAFT_MEMORY; i++) drafting_token(&s.drafting, false);
+        for (int i = 0; i < DRAFT_MEMORY; i++) drafts_token(s.drafts, false);
         CHECK(session_draft_ids(&s) == m.n_ids, "a text without other ids counts at once");
-        for (int i = 0; i < 2 * DRAFT_MEMORY; i++) drafting_token(&s.drafting, false);
+        for (int i = 0; i < 2 * DRAFT_MEMORY; i++) drafts_token(s.drafts, false);
         CHECK(session_draft_ids(&s) == drafts[0][0], "a text without other ids does not count");
         session_free(&s);
         model_free(&m);
@@ -357,7 +359,7 @@ static void test_draft_distribution(void) {
         }
     }
     force_drafts(&s, &ops, FORCE_HALF, ids, PROMPT + 2);
-    drafting_limit(&s.drafting, 1, 1);
+    drafts_limit(s.drafts, 1, 1, 0);
     for (int i = 0; i < DRAWS; i++) {
         session_truncate(&s, PROMPT - 1);
         ids[PROMPT] = first[i % K]; /* what is drafted half of the time */
@@ -376,7 +378,7 @@ static void test_draft_distribution(void) {
         chi += d * d / want;
     }
     CHECK(chi < 37.7, "chi-square %.1f with 15 degrees of freedom", chi); /* exceeded with a probability of 0.001 */
-    const struct draft_stats *t = &s.drafting.total;
+    const struct draft_stats *t = &s.drafted[DRAFT_BY_MTP];
     CHECK(t->right[0] > t->drafted[0] / 20 && t->right[0] < t->drafted[0] / 2, "%ld of %ld drafts were right",
           t->right[0], t->drafted[0]);
     session_free(&s);
@@ -392,7 +394,7 @@ static void test_draft_depth(void) {
     } c[] = {{{1, 1.1, 1.2, 1.3}, 0.9, 3, 0}, {{1, 1.1, 1.2, 1.3}, 0.05, 0, 0}, {{1, 1.3, 1.9, 2.6}, 0.6, 1, 0},
              {{1, 2.4, 3.1, 3.9}, 0.9, 0, 0}, {{1, 1.7, 1.9, 2.1}, 0.9, 3, 0},  {{1, 1.1, 1.2, 1.3}, 0.9, 3, 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
-        struct drafting d = {0};
+        struct drafting d = {.n = 1, .m = 1};
         uint64_t rng = 9;
         int most = 0, used[4] = {0}, missed = 0; /* rounds that the MTP layer has not seen */
         double seconds = 0, plain = 0;
@@ -400,12 +402,13 @@ static void test_draft_depth(void) {
         for (int round = 0; round < 2000; round++) {
             const int k = d.next;
             int right = 0;
-            drafting_begin(&d, k);
+            drafting_begin(&d, k, 1 + k);
             while (right < k && rng_uniform(&rng) < c[i].right) right++;
             const double step = c[i].step[k] * (k && round < 50 && c[i].slow > 0 ? c[i].slow : 1);
             const double noisy = step * (round % 100 == 99 ? 50 : 0.95 + 0.1 * rng_uniform(&rng));
             const int late = k && missed > DECODE_MAX_TOKENS ? missed : 0;
-            drafting_end(&d, right, noisy + 0.001 * late, late);
+            drafting_verified(&d, k, right);
+            drafting_end(&d, noisy + 0.001 * late, late);
             missed = k ? 0 : missed + 1;
             used[k]++;
             seconds += step;
@@ -559,8 +562,9 @@ static void ngram_run(struct session *s, const struct sampling *o, int n_min, in
     uint64_t rng = 3;
     char err[ERR_MAX] = "";
     session_truncate(s, 0);
-    s->ngrams.drafting = (struct drafting){.doubles = true};
-    drafting_limit(&s->ngrams.drafting, n_min, n_max);
+    s->drafts->ngrams = (struct drafting){.n = 1, .m = 1, .doubles = true};
+    drafting_limit(&s->drafts->ngrams, n_min, n_max);
+    s->drafted[DRAFT_BY_NGRAMS] = (struct draft_stats){0};
     CHECK(session_sync(s, prompt, n_prompt, 0, err) == SYNC_DONE, "%s", err);
     for (int i = 0; i < n; i++) {
         out[i] = session_sample(s, o, &rng);
@@ -592,16 +596,16 @@ static void test_draft_ngrams(void) {
             memcpy(logits, session_logits(&s), (size_t)m.n_vocab * sizeof *logits);
             for (size_t i = 0; i < sizeof most / sizeof *most; i++)
                 for (int mtp = 0; mtp < 3; mtp += 2 + (int)(i + (size_t)f) % 2) {
-                    drafting_limit(&s.drafting, mtp, mtp);
+                    drafting_limit(&s.drafts->mtp[1], mtp, mtp);
                     ngram_run(&s, o, most[i], most[i] ? most[i] : DRAFTS_MAX, prompt, PROMPT, got, N);
                     CHECK(!memcmp(got, want, sizeof got), "%s, %d drafts by n-grams, %d by MTP: another text",
                           draft_models[f], most[i], mtp);
                     CHECK(!memcmp(logits, session_logits(&s), (size_t)m.n_vocab * sizeof *logits),
                           "%s, %d drafts by n-grams, %d by MTP: other logits", draft_models[f], most[i], mtp);
-                    const struct draft_stats *t = &s.ngrams.drafting.total;
+                    const struct draft_stats *t = &s.drafted[DRAFT_BY_NGRAMS];
                     for (int d = 0; d < DRAFTS_MAX && !k; d++) drafted += t->drafted[d], right += t->right[d];
                 }
-            drafting_limit(&s.drafting, 0, 0);
+            drafting_limit(&s.drafts->mtp[1], 0, 0);
         }
         free(logits);
         session_free(&s);
@@ -613,19 +617,20 @@ static void test_draft_ngrams(void) {
 /* Numbers of drafts are tried as 0, 1, 3, 7, 15, as long as they pay; 0 where none does. */
 static void test_draft_doubles(void) {
     for (int pays = 0; pays < 2; pays++) {
-        struct drafting d = {.doubles = true};
+        struct drafting d = {.n = 1, .m = 1, .doubles = true};
         bool tried[DRAFTS_MAX + 1] = {false};
         int best = 0;
         drafting_limit(&d, 0, DRAFTS_MAX);
-        for (int i = 0; i < 4; i++) drafting_without(&d, 1);
+        for (int i = 0; i < 4; i++) drafting_without(&d, 1, 1);
         d.next = drafting_choose(&d);
         for (int i = 0; i < 400; i++) {
             const int k = d.next;
             tried[k] = true;
             best += k == (pays ? DRAFTS_MAX : 0);
             if (k) {
-                drafting_begin(&d, k);
-                drafting_end(&d, pays ? k : 0, 1 + 0.1 * k, 0);
+                drafting_begin(&d, k, 1 + k);
+                drafting_verified(&d, k, pays ? k : 0);
+                drafting_end(&d, 1 + 0.1 * k, 0);
             } else {
                 drafting_skip(&d);
             }

@@ -284,7 +284,7 @@ static void test_prediction_chain(void) {
             session_catch_up(&s, s.n_past - 1, PASS_MTP); /* rows of the other pass */
             for (int wrong = 2; wrong > 0; wrong--) {     /* a round that is taken back, and tokens that are */
                 s.tokens[s.n_past] = wrong;
-                session_draft(&s, 3);
+                sessions_draft((struct session *[]){&s}, (int[]){3}, 1);
                 session_forward(&s, s.tokens + s.n_past, 3);
                 session_truncate(&s, s.n_past - 3);
             }

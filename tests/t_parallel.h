@@ -12,6 +12,7 @@ struct parallel_case {
     bool (*open)(struct session *s, const struct model *m, const struct parallel_case *c, struct timelines t);
     int n_stem;         /* tokens of the stem, with which most prompts begin; 0: there is none */
     bool all_with_stem; /* all prompts begin with it */
+    int n_draft;        /* drafts after each token, by n-grams of texts that repeat themselves, or by MTP layers */
 };
 
 enum {
@@ -42,7 +43,25 @@ static bool parallel_open(struct session *s, const struct model *m, const struct
     return true;
 }
 
-static void check_parallel(const struct parallel_case *c) {
+/* Takes the next tokens of a line as far as they were drafted, and returns how many. */
+static int parallel_take(struct parallel_line *l, struct session *s) {
+    const int before = l->n;
+    while (l->n < l->n_prompt + PARALLEL_ROUNDS && session_take_draft(s, l->ids[l->n])) {
+        l->n++;
+        parallel_keep(l, s);
+    }
+    return l->n - before;
+}
+
+/* Makes the tokens of a line from `from` on repeat themselves, but for some of them. */
+static void parallel_repeat(struct parallel_line *l, int from, uint64_t *rng) {
+    for (int k = from + 3; k < PARALLEL_TOKENS; k++)
+        if (rng_next(rng) % 20) l->ids[k] = l->ids[k - 3];
+}
+
+/* Compares the logits of timelines side by side with those of each alone, without drafts. Returns how many drafts the
+ * timelines took. */
+static int check_parallel(const struct parallel_case *c) {
     const int n_timeline = c->n + 1; /* one is never used */
     struct model m;
     struct session s[DECODE_MAX_TOKENS + 2]; /* the last one is the stem */
@@ -51,16 +70,19 @@ static void check_parallel(const struct parallel_case *c) {
     struct parallel_line line[DECODE_MAX_TOKENS];
     int order[DECODE_MAX_TOKENS];
     uint64_t rng = 5;
-    if (!fixture_load(c->name, &m)) return;
-    if (!parallel_open(&s[0], &m, c, (struct timelines){n_timeline, c->n_stem, c->all_with_stem})) return;
-    for (int i = 1; i < n_timeline + (c->n_stem > 0); i++) session_attach(&s[i], &m, s[0].pg, NULL, i);
+    int taken = 0;
+    if (!fixture_load(c->name, &m)) return 0;
+    if (!parallel_open(&s[0], &m, c, (struct timelines){n_timeline, c->n_stem, c->all_with_stem})) return 0;
+    for (int i = 1; i < n_timeline + (c->n_stem > 0); i++) session_attach(&s[i], &s[0], i);
     for (int i = 0; i < c->n_stem; i++) stem[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
-    if (c->n_stem && !CHECK(stem_make(&s[n_timeline], stem, c->n_stem, err) == SYNC_DONE, "%s", err)) return;
+    if (c->n_stem && !CHECK(stem_make(&s[n_timeline], stem, c->n_stem, err) == SYNC_DONE, "%s", err)) return 0;
+    drafts_limit(s[0].drafts, s[0].r->m->n_mtp ? c->n_draft : 0, c->n_draft, c->n_draft);
+    drafting_limit(&s[0].drafts->ngrams, c->n_draft, c->n_draft);
     for (int i = 0; i < n_timeline && c->n_stem; i++) s[i].stem = &s[n_timeline];
     for (int i = 0; i < c->n; i++) {
         struct parallel_line *l = &line[i];
-        l->n = l->n_prompt =
-            i < 3 ? 1 + i : 1 + (int)(rng_next(&rng) % (uint64_t)(parallel_tokens(c) - PARALLEL_ROUNDS));
+        l->n = l->n_prompt = i < 3 ? 1 + i + 8 * (c->n_draft > 0)
+                                   : 1 + (int)(rng_next(&rng) % (uint64_t)(parallel_tokens(c) - PARALLEL_ROUNDS));
         l->cut = i % 2 && l->n > 9 ? l->n / 2 : 0;
         l->logits = xmalloc((1 + PARALLEL_ROUNDS) * (size_t)m.n_vocab * sizeof *l->logits);
         for (int k = 0; k < PARALLEL_TOKENS; k++) l->ids[k] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
@@ -70,6 +92,8 @@ static void check_parallel(const struct parallel_case *c) {
             l->n = l->n_prompt = c->n_stem + (i < 3 ? 1 + i : 1 + (int)(rng_next(&rng) % (uint64_t)own));
             l->cut = c->n_stem;
         }
+        if (i % 4) parallel_repeat(l, l->cut, &rng);
+        s[i ? i + 1 : 0].sampling.repeat_penalty = 1;
         order[i] = i;
     }
     for (int round = -1; round < PARALLEL_ROUNDS; round++) {
@@ -97,6 +121,7 @@ static void check_parallel(const struct parallel_case *c) {
                 continue;
             }
             if ((i % 3 == 2 && round < 1) || rng_next(&rng) % 4 == 0) continue;
+            if (l->n == l->n_prompt + PARALLEL_ROUNDS) continue;
             at[n] = &s[timeline];
             of[n] = l;
             ids[n++] = l->ids[l->n];
@@ -106,18 +131,21 @@ static void check_parallel(const struct parallel_case *c) {
         for (int i = 0; i < n; i++) {
             of[i]->n++;
             parallel_keep(of[i], at[i]);
+            taken += parallel_take(of[i], at[i]);
         }
     }
     for (int i = 0; i < c->n; i++) {
         const struct parallel_line *l = &line[i];
         struct session alone;
-        if (!parallel_open(&alone, &m, c, (struct timelines){.n = 1})) return;
+        if (!parallel_open(&alone, &m, c, (struct timelines){.n = 1})) return 0;
         sync_alone(&alone, l->ids, l->n_prompt, l->cut);
         for (int k = l->n_prompt; k <= l->n; k++) {
             const float *got = l->logits + (size_t)(k - l->n_prompt) * (size_t)m.n_vocab;
             if (!CHECK(!memcmp(got, session_logits(&alone), (size_t)m.n_vocab * sizeof *got),
-                       "%s, %s, --tp %d --pp %d, %d at once: number %d of %d tokens has other bits after %d more",
-                       c->name, c->open ? "GPU" : c->k->name, c->tp, c->pp, c->n, i, l->n_prompt, k - l->n_prompt))
+                       "%s, %s, --tp %d --pp %d, %d at once, %d drafts: number %d of %d tokens has other bits after "
+                       "%d more",
+                       c->name, c->open ? "GPU" : c->k->name, c->tp, c->pp, c->n, c->n_draft, i, l->n_prompt,
+                       k - l->n_prompt))
                 break;
             if (k < l->n) session_decode(&alone, l->ids[k]);
         }
@@ -128,6 +156,7 @@ static void check_parallel(const struct parallel_case *c) {
         CHECK(s[i ? i + 1 : 0].with_stem == (c->all_with_stem || i % 4 != 3), "%s: number %d and the stem", c->name, i);
     for (int i = n_timeline - 1 + (c->n_stem > 0); i >= 0; i--) session_free(&s[i]);
     model_free(&m);
+    return taken;
 }
 
 /* Every fixture; layouts, caches and numbers of timelines in turn. */
@@ -136,8 +165,25 @@ static void test_parallel_fixtures(void) {
     for (int f = 0; f < RANK_FIXTURES; f++) {
         const int *const layout = layouts[f % (int)(sizeof layouts / sizeof *layouts)];
         check_parallel(&(struct parallel_case){rank_fixtures[f], kernels_choose(), layout[0], layout[1],
-                                               (enum kv_type)(f % 3), n[f / 3 % 3], 0, NULL, 0, false});
+                                               (enum kv_type)(f % 3), n[f / 3 % 3], 0, NULL, 0, false, 0});
     }
+}
+
+/* The same with drafts. */
+static void test_parallel_drafts(void) {
+    static const int layouts[][2] = {{1, 1}, {2, 1}, {1, 2}};
+    int taken = 0;
+    for (int f = 0; f < RANK_FIXTURES; f++) {
+        const int *const layout = layouts[f % (int)(sizeof layouts / sizeof *layouts)];
+        taken += check_parallel(&(struct parallel_case){.name = rank_fixtures[f],
+                                                        .k = kernels_choose(),
+                                                        .tp = layout[0],
+                                                        .pp = layout[1],
+                                                        .kv = (enum kv_type)(f % 3),
+                                                        .n = 2 + f % 5,
+                                                        .n_draft = 1 + f % 3});
+    }
+    CHECK(taken > 3 * RANK_FIXTURES, "%d drafts were taken", taken);
 }
 
 /* With a stem: every fixture, and all prompts begin with it or most of them. */
@@ -154,7 +200,8 @@ static void test_parallel_stem(void) {
                                                .n = 5,
                                                .n_token = n_stem + 64,
                                                .n_stem = n_stem,
-                                               .all_with_stem = f / 2 % 2});
+                                               .all_with_stem = f / 2 % 2,
+                                               .n_draft = f % 3});
     }
 }
 
@@ -165,7 +212,7 @@ static void test_parallel_kernels(void) {
     for (size_t k = 0; k < sizeof kernel_sets / sizeof *kernel_sets; k++)
         for (size_t f = 0; f < sizeof names / sizeof *names && kernels_runnable(kernel_sets[k]); f++)
             check_parallel(&(struct parallel_case){names[f], kernel_sets[k], 1, 1, (enum kv_type)((k + f) % 3), 5, 0,
-                                                   NULL, 0, false});
+                                                   NULL, 0, false, 0});
 }
 
 /* ---- the program ---- */
@@ -298,7 +345,7 @@ static void test_parallel_pipes(void) {
     for (size_t i = 0; i < sizeof t / sizeof *t; i++) check_command(IN_DIR(t[i].cmd), t[i].code, t[i].out, t[i].said);
 }
 
-#define TESTS_PARALLEL                                                                              \
-    {"parallel/fixtures", test_parallel_fixtures}, {"parallel/stem", test_parallel_stem},           \
-        {"parallel/kernels", test_parallel_kernels}, {"parallel/requests", test_parallel_requests}, \
-        {"parallel/pipes", test_parallel_pipes},
+#define TESTS_PARALLEL                                                                        \
+    {"parallel/fixtures", test_parallel_fixtures}, {"parallel/drafts", test_parallel_drafts}, \
+        {"parallel/stem", test_parallel_stem}, {"parallel/kernels", test_parallel_kernels},   \
+        {"parallel/requests", test_parallel_requests}, {"parallel/pipes", test_parallel_pipes},
