@@ -3052,20 +3052,20 @@ struct gpu_dims {
     size_t logits;          /* floats of a row of logits, or 0 */
     size_t delta;           /* tokens of a segment of a gated delta net's prefill, or 0; */
     size_t keys, values;    /* its queries' and keys' values, its value heads */
-    size_t mtp_hidden;      /* hidden states for the MTP layer, or 0, */
-    size_t mtp_own;         /* and those of each timeline, if there are several */
-    size_t timelines;
-    size_t row_sums;       /* floats of struct cuda's row_sums, or 0 */
-    size_t scores;         /* scores of the indexer at once, or 0 */
-    size_t n_topk;         /* blocks in all top-k lists of a query, or 0 */
-    size_t joins;          /* rows of blocks in decode whose splits are joined */
-    size_t n_hc_sum;       /* sums of a token's streams, or 0 */
-    size_t cached, slots;  /* experts of all layers (of each one more than there is: where a slot is empty), and their
+    size_t mtp_hidden;      /* hidden states for the MTP layer in the first ring, */
+    size_t mtp_own;         /* and in that of a timeline; 0: there is none */
+    size_t timelines;       /* with the stem's */
+    size_t row_sums;        /* floats of struct cuda's row_sums, or 0 */
+    size_t scores;          /* scores of the indexer at once, or 0 */
+    size_t n_topk;          /* blocks in all top-k lists of a query, or 0 */
+    size_t joins;           /* rows of blocks in decode whose splits are joined */
+    size_t n_hc_sum;        /* sums of a token's streams, or 0 */
+    size_t cached, slots;   /* experts of all layers (of each one more than there is: where a slot is empty), and their
                              * slots, where some experts are in the host's memory */
-    size_t blocks;         /* layers, there */
-    size_t ring;           /* bytes of the ring, there */
-    size_t zeros;          /* 1 where the CPU computes experts, otherwise 0 */
-    size_t act[ACT_COUNT]; /* values of a token in each activation slot */
+    size_t blocks;          /* layers, there */
+    size_t ring;            /* bytes of the ring, there */
+    size_t zeros;           /* 1 where the CPU computes experts, otherwise 0 */
+    size_t act[ACT_COUNT];  /* values of a token in each activation slot */
 };
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
@@ -12406,8 +12406,8 @@ struct drafts {
     int n;                                      /* timelines of the latest round, */
     int choosing;                               /* those that have yet to choose by its logits, */
     int n_tok;                                  /* and tokens that it gave so far */
-    double start; /* when the latest round began; of one timeline, when the choice before it was there; 0: it is not
-                   * timed */
+    double start; /* when the latest round began; of the only timeline, when the choice before it was there; 0: it is
+                   * not timed */
     int late;     /* rows of earlier rounds that the MTP layer computed in this one */
 };
 
@@ -12882,7 +12882,7 @@ static void session_catch_up(struct session *s, int n, enum pass last) {
 }
 
 /* Whether the hidden states of n further tokens, and of drafts after them, would overwrite some that the MTP layer
- * has yet to read. Where timelines have rings of their own, it reads all rows of a prompt's forward before the next
+ * has yet to read. Where timelines have rings of their own, it reads all rows of a prefill forward before the next
  * forward of the timeline. */
 static bool session_is_behind(const struct session *s, int n) {
     const int rows = s->r->n_mtp_own ? s->r->n_mtp_own : s->r->n_mtp_hidden;
@@ -13186,7 +13186,10 @@ static double sessions_decode(struct session *const *s, const int32_t *ids, int 
     struct drafts *d = s[0]->drafts;
     const bool ahead = n == 1 && s[0]->async;
     int n_tok[DECODE_MAX_TOKENS] = {0}, rows = 0, most = 0;
-    if (n > 1) d->start = now_seconds();
+    if (s[0]->r->timelines.n > 1) { /* before it there may have been another one's prompt */
+        d->start = now_seconds();
+        d->late = 0;
+    }
     for (int i = 0; i < n; i++) s[i]->tokens[s[i]->n_past] = ids[i];
     double bytes = sessions_begin_round(s, n_tok, n, ahead);
     for (int i = 0; i < n; i++) {
@@ -13381,9 +13384,11 @@ static enum sync_result session_chunk(struct session *s, const int32_t *ids, int
     return SYNC_DONE;
 }
 
-/* The logits of the last token of a prompt. */
+/* The logits of the last token of a prompt. Among several timelines the MTP layer then reads the prompt's hidden states,
+ * before another prompt's forward overwrites them. */
 static void session_prompt_head(struct session *s) {
     session_head(s, s->r->n_tok - 1, 1);
+    if (s->r->n_mtp_own) session_catch_up(s, s->n_past - 1, PASS_MTP);
     session_wait(s);
 }
 

@@ -1146,26 +1146,31 @@ struct mtp_ring {
 };
 enum { LONG_NORM_VECS = NORM_MAX / (4 * NORM_THREADS) };
 
-/* The norm of x (n_tok, n_hc, n) times weight (n), NULL: x itself, becomes the hidden states of the batch's positions; from
- * row `also_from` on in a second ring too. next: of each run the last row alone, of the position after it. Grid: (n_tok,
- * n_hc), block: NORM_THREADS. Some KB, bound by latency: 2 us. */
-__global__ void __launch_bounds__(NORM_THREADS)
-    k_keep_hidden(const float *x, const float *weight, float eps, int next,
-                  const __grid_constant__ struct mtp_ring ring, const __grid_constant__ struct mtp_ring also,
-                  int also_from) {
+/* The norm of x becomes the hidden states of the batch's positions; from row `also_from` on in a second ring too. */
+struct keep_hidden_args {
+    const float *x;      /* (n_tok, n_hc, n) */
+    const float *weight; /* (n) of the norm; NULL: x itself is kept */
+    float eps;
+    int next; /* of each run the last row alone, as that of the position after it */
+    int also_from;
+    struct mtp_ring ring, also;
+};
+
+/* Grid: (n_tok, n_hc), block: NORM_THREADS. Some KB, bound by latency: 2 us. */
+__global__ void __launch_bounds__(NORM_THREADS) k_keep_hidden(const __grid_constant__ struct keep_hidden_args a) {
     float4 v[LONG_NORM_VECS];
-    const int t = (int)blockIdx.x, stream = (int)blockIdx.y, n = ring.n;
+    const int t = (int)blockIdx.x, stream = (int)blockIdx.y, n = a.ring.n;
     grid_dependency_launch();
     grid_dependency_wait();
-    const struct run &u = ring.batch.run(t);
-    if (next && t + 1 < u.first + u.n) return;
-    norm_load(v, x + ((size_t)t * (size_t)ring.n_hc + (size_t)stream) * (size_t)n, n);
-    const float f = norm_factor(v, n, eps);
-    float *to = ring.row(t, next, stream), *second = t >= also_from ? also.row(t, next, stream) : NULL;
+    const struct run &u = a.ring.batch.run(t);
+    if (a.next && t + 1 < u.first + u.n) return;
+    norm_load(v, a.x + ((size_t)t * (size_t)a.ring.n_hc + (size_t)stream) * (size_t)n, n);
+    const float f = norm_factor(v, n, a.eps);
+    float *to = a.ring.row(t, a.next, stream), *second = t >= a.also_from ? a.also.row(t, a.next, stream) : NULL;
     UNROLL for (int k = 0; k < LONG_NORM_VECS; k++) {
         const int i = 4 * ((int)threadIdx.x + NORM_THREADS * k);
         if (i >= n) continue;
-        const float4 y = weight ? norm_value(v[k], f, *(const float4 *)(weight + i)) : v[k];
+        const float4 y = a.weight ? norm_value(v[k], f, *(const float4 *)(a.weight + i)) : v[k];
         *(float4 *)(to + i) = y;
         if (second) *(float4 *)(second + i) = y;
     }
@@ -7482,10 +7487,15 @@ static struct mtp_ring mtp_ring_of(const struct rank *r) {
 
 static void cuda_keep_hidden(struct rank *r, const struct step *s) {
     struct cuda *c = r->cuda;
-    const bool both = r->n_mtp_own && r->n_tok > DECODE_MAX_TOKENS;
-    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)r->n_tok, (unsigned)max(r->m->n_hc, 1)), NORM_THREADS, 0, c->stream,
-               c->x32[s->x], s->norm, r->m->rms_eps, (int)s->next, mtp_ring_of(r), mtp_own_rings(r),
-               both ? r->n_tok - r->n_mtp_own : r->n_tok);
+    struct keep_hidden_args a = {};
+    a.x = c->x32[s->x];
+    a.weight = s->norm;
+    a.eps = r->m->rms_eps;
+    a.next = s->next;
+    a.ring = mtp_ring_of(r);
+    a.also = mtp_own_rings(r);
+    a.also_from = r->n_mtp_own && r->n_tok > DECODE_MAX_TOKENS ? r->n_tok - r->n_mtp_own : r->n_tok;
+    LAUNCH_PDL(k_keep_hidden, dim3((unsigned)r->n_tok, (unsigned)max(r->m->n_hc, 1)), NORM_THREADS, 0, c->stream, a);
 }
 
 static void cuda_mtp_input(struct rank *r, const struct step *s) {

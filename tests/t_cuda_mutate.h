@@ -345,6 +345,15 @@ static void rings_of_first(const char *launch, void *args) {
 static void states_of_first(const char *launch, void *args) {
     change_if<struct delta_args>(launch, "k_delta_decode", args, [](auto &a) { a.state_stride = 0; });
 }
+static void hidden_of_first(const char *launch, void *args) {
+    change_if<struct mtp_input_args>(launch, "k_mtp_input", args, [](auto &a) { a.ring.timeline_rows = 0; });
+}
+static void hidden_to_first(const char *launch, void *args) {
+    change_if<struct keep_hidden_args>(launch, "k_keep_hidden", args, [](auto &a) { a.ring.timeline_rows = 0; });
+}
+static void hidden_lost(const char *launch, void *args) {
+    change_if<struct keep_hidden_args>(launch, "k_keep_hidden", args, [](auto &a) { a.also_from = INT_MAX; });
+}
 static void stem_longer(const char *launch, void *args) {
     change_several(launch, args, [](auto &a) {
         if (!a.one_kv) a.k.stem_rows += a.k.stem_rows > 0;
@@ -415,6 +424,9 @@ static const struct {
                 {"parallel", "keys are chosen as for the first timeline", choice_of_first},
                 {"parallel", "rings are the first timeline's", rings_of_first},
                 {"parallel", "states are the first timeline's", states_of_first},
+                {"parallel", "hidden states are the first timeline's", hidden_of_first},
+                {"parallel", "hidden states become the first timeline's", hidden_to_first},
+                {"parallel", "a timeline lacks the hidden states of its prompt", hidden_lost},
                 {"parallel", "the stem has a key more", stem_longer},
                 {"parallel", "the stem has a compressed key more", compressed_stem_longer},
                 {"parallel", "the indexer finds no stem", indexer_without_stem},

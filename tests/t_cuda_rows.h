@@ -78,13 +78,13 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to, boo
     gpu_batch b(POS, TOKENS, POS, 1);
     gpu_array<uint16_t> out(std::vector<uint16_t>(TOKENS * (size_t)streams * stride, 0xABCD));
     const struct mtp_ring ring[] = {{rings, FIRST, streams, n, 0, b}, {rings + FIRST * per, OWN, streams, n, OWN, b}};
-    const int also_from = both ? 1 : TOKENS;
     const struct mtp_input_args a = {e_d, gap, ring[own], {w0, w1}, 1e-6f, from, to, out, stride};
     e_d.arrive(), rings.arrive();
     LAUNCH_PDL(k_mtp_input, dim3(TOKENS, 1 + (unsigned)streams), NORM_THREADS, 0, test_stream, a);
     x_d.arrive();
-    LAUNCH_PDL(k_keep_hidden, dim3(TOKENS, (unsigned)streams), NORM_THREADS, 0, test_stream, x_d.p, norm ? w0.p : NULL,
-               1e-6f, (int)next, ring[own], ring[!own], also_from);
+    const struct keep_hidden_args keep = {x_d,       norm ? w0.p : NULL, 1e-6f, next, both ? 1 : TOKENS,
+                                          ring[own], ring[!own]};
+    LAUNCH_PDL(k_keep_hidden, dim3(TOKENS, (unsigned)streams), NORM_THREADS, 0, test_stream, keep);
     finish("hidden states");
     error_sum sum;
     int bad = 0;
@@ -95,7 +95,7 @@ static void run_keep_hidden(int n, int streams, bool norm, int from, int to, boo
     for (int t = next; t < TOKENS; t++) {
         const int at[] = {(POS + t + next) % FIRST, FIRST + OWN + (POS + t + next) % OWN};
         new_row[at[own]] = t;
-        if (t >= also_from) new_row[at[!own]] = t;
+        if (t >= keep.also_from) new_row[at[!own]] = t;
     }
     for (size_t r = 0; r < ROWS * (size_t)streams; r++) {
         const int t = new_row[r / (size_t)streams];

@@ -641,9 +641,51 @@ static void test_draft_doubles(void) {
     }
 }
 
-#define TESTS_DRAFT                                                                                        \
-    {"draft/text", test_draft_text}, {"draft/demo", test_draft_demo}, {"draft/state", test_draft_state},   \
-        {"draft/search", test_draft_search}, {"draft/ngrams", test_draft_ngrams},                          \
-        {"draft/doubles", test_draft_doubles}, {"draft/distribution", test_draft_distribution},            \
-        {"draft/depth", test_draft_depth}, {"draft/ends", test_draft_ends}, {"draft/ids", test_draft_ids}, \
-        {"draft/file", test_draft_file},
+/* Rounds of n timelines, for some of which an n-gram is found: drafts where they pay, whatever number of timelines has
+ * them. */
+static void test_draft_several(void) {
+    static const struct {
+        int n;
+        double row, right;  /* seconds of a further row, those of a round without any being 1; share of right drafts */
+        double least, most; /* seconds beside those without drafts */
+    } c[] = {{4, 0.02, 0.9, 0.3, 0.75}, {4, 0.02, 0.1, 0.95, 1.03}, {4, 0.2, 0.9, 0.8, 1.01}, {8, 0.03, 0.9, 0.5, 0.9},
+             {8, 0.2, 0.6, 0.97, 1.03}, {2, 0.02, 0.95, 0.1, 0.6},  {16, 0.02, 0.9, 1.0, 1.0}};
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct drafts d;
+        uint64_t rng = 9;
+        double seconds = 0, plain = 0;
+        const int n = c[i].n;
+        drafts_reset(&d);
+        drafts_limit(&d, 0, 0, DRAFTS_MAX);
+        for (int round = 0; round < 4000; round++) {
+            const int m = (int)(rng_next(&rng) % (uint64_t)(n + 1));
+            int tokens = n;
+            if (m) drafting_shape(&d.ngrams, n, m);
+            const int k = m ? d.ngrams.next : 0, rows = n + m * k;
+            CHECK(rows <= DECODE_MAX_TOKENS && !(k & (k + 1)), "%d of %d timelines have %d drafts", m, n, k);
+            const double took = 1 + c[i].row * (rows - n), noisy = took * (0.95 + 0.1 * rng_uniform(&rng));
+            if (k) drafting_begin(&d.ngrams, k, rows);
+            else if (m) drafting_skip(&d.ngrams);
+            for (int t = 0; t < m; t++) {
+                int right = 0;
+                while (right < k && rng_uniform(&rng) < c[i].right) right++;
+                drafting_verified(&d.ngrams, k, right);
+                tokens += right;
+            }
+            if (k) drafting_end(&d.ngrams, noisy, 0);
+            else drafting_without(&d.ngrams, n, noisy);
+            seconds += took;
+            plain += (double)tokens / n;
+        }
+        CHECK(seconds >= c[i].least * plain && seconds <= c[i].most * plain,
+              "%d timelines, %g a row, %g right: %.3f of the seconds without drafts", n, c[i].row, c[i].right,
+              seconds / plain);
+    }
+}
+
+#define TESTS_DRAFT                                                                                      \
+    {"draft/text", test_draft_text}, {"draft/demo", test_draft_demo}, {"draft/state", test_draft_state}, \
+        {"draft/search", test_draft_search}, {"draft/ngrams", test_draft_ngrams},                        \
+        {"draft/several", test_draft_several}, {"draft/doubles", test_draft_doubles},                    \
+        {"draft/distribution", test_draft_distribution}, {"draft/depth", test_draft_depth},              \
+        {"draft/ends", test_draft_ends}, {"draft/ids", test_draft_ids}, {"draft/file", test_draft_file},

@@ -26,6 +26,9 @@ struct parallel_line {
     int32_t ids[PARALLEL_TOKENS];
     int n_prompt, n, cut; /* tokens; see session_begin_alone */
     float *logits;        /* (1 + PARALLEL_ROUNDS, n_vocab) */
+    /* drafts of the MTP layer after each token, and how many */
+    int32_t draft[1 + PARALLEL_ROUNDS][DRAFTS_MAX];
+    int n_draft[1 + PARALLEL_ROUNDS];
 };
 
 static void parallel_keep(struct parallel_line *l, struct session *s) {
@@ -53,6 +56,23 @@ static int parallel_take(struct parallel_line *l, struct session *s) {
     return l->n - before;
 }
 
+/* Notes the drafts of a round. */
+static void parallel_drafts(struct parallel_line *l, const struct session *s) {
+    const int at = l->n - l->n_prompt;
+    l->n_draft[at] = s->drafts->kind == DRAFT_BY_MTP ? s->n_draft : 0;
+    memcpy(l->draft[at], s->tokens + s->n_past, (size_t)l->n_draft[at] * sizeof **l->draft);
+}
+
+/* Counts those that the timeline alone has before its next token, and all. */
+static void parallel_drafts_alone(const struct parallel_line *l, struct session *alone, int32_t next, int *same,
+                                  int *all) {
+    const int at = alone->n_past + 1 - l->n_prompt, n = l->n_draft[at];
+    alone->tokens[alone->n_past] = next;
+    sessions_draft(&alone, &n, 1);
+    for (int i = 0; i < n; i++) *same += alone->tokens[alone->n_past + 1 + i] == l->draft[at][i];
+    *all += n;
+}
+
 /* Makes the tokens of a line from `from` on repeat themselves, but for some of them. */
 static void parallel_repeat(struct parallel_line *l, int from, uint64_t *rng) {
     for (int k = from + 3; k < PARALLEL_TOKENS; k++)
@@ -67,23 +87,25 @@ static int check_parallel(const struct parallel_case *c) {
     struct session s[DECODE_MAX_TOKENS + 2]; /* the last one is the stem */
     int32_t stem[PARALLEL_TOKENS];
     char err[ERR_MAX];
-    struct parallel_line line[DECODE_MAX_TOKENS];
+    static struct parallel_line line[DECODE_MAX_TOKENS];
     int order[DECODE_MAX_TOKENS];
     uint64_t rng = 5;
-    int taken = 0;
+    int taken = 0, drafted = 0, drafted_alone = 0;
     if (!fixture_load(c->name, &m)) return 0;
     if (!parallel_open(&s[0], &m, c, (struct timelines){n_timeline, c->n_stem, c->all_with_stem})) return 0;
     for (int i = 1; i < n_timeline + (c->n_stem > 0); i++) session_attach(&s[i], &s[0], i);
     for (int i = 0; i < c->n_stem; i++) stem[i] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
     if (c->n_stem && !CHECK(stem_make(&s[n_timeline], stem, c->n_stem, err) == SYNC_DONE, "%s", err)) return 0;
+    const bool only_mtp = c->n_draft == 1 && s[0].r->m->n_mtp; /* from the first round after a prompt on */
     drafts_limit(s[0].drafts, s[0].r->m->n_mtp ? c->n_draft : 0, c->n_draft, c->n_draft);
     drafting_limit(&s[0].drafts->ngrams, c->n_draft, c->n_draft);
     for (int i = 0; i < n_timeline && c->n_stem; i++) s[i].stem = &s[n_timeline];
     for (int i = 0; i < c->n; i++) {
         struct parallel_line *l = &line[i];
-        l->n = l->n_prompt = i < 3 ? 1 + i + 8 * (c->n_draft > 0)
+        l->n = l->n_prompt = i < 3 ? 1 + i + 19 * (c->n_draft > 0)
                                    : 1 + (int)(rng_next(&rng) % (uint64_t)(parallel_tokens(c) - PARALLEL_ROUNDS));
         l->cut = i % 2 && l->n > 9 ? l->n / 2 : 0;
+        memset(l->n_draft, 0, sizeof l->n_draft);
         l->logits = xmalloc((1 + PARALLEL_ROUNDS) * (size_t)m.n_vocab * sizeof *l->logits);
         for (int k = 0; k < PARALLEL_TOKENS; k++) l->ids[k] = (int32_t)(rng_next(&rng) % (uint64_t)m.n_vocab);
         if (c->n_stem && (c->all_with_stem || i % 4 != 3)) {
@@ -92,7 +114,7 @@ static int check_parallel(const struct parallel_case *c) {
             l->n = l->n_prompt = c->n_stem + (i < 3 ? 1 + i : 1 + (int)(rng_next(&rng) % (uint64_t)own));
             l->cut = c->n_stem;
         }
-        if (i % 4) parallel_repeat(l, l->cut, &rng);
+        if (i % 4 && !only_mtp) parallel_repeat(l, l->cut, &rng);
         s[i ? i + 1 : 0].sampling.repeat_penalty = 1;
         order[i] = i;
     }
@@ -131,6 +153,7 @@ static int check_parallel(const struct parallel_case *c) {
         for (int i = 0; i < n; i++) {
             of[i]->n++;
             parallel_keep(of[i], at[i]);
+            parallel_drafts(of[i], at[i]);
             taken += parallel_take(of[i], at[i]);
         }
     }
@@ -138,6 +161,7 @@ static int check_parallel(const struct parallel_case *c) {
         const struct parallel_line *l = &line[i];
         struct session alone;
         if (!parallel_open(&alone, &m, c, (struct timelines){.n = 1})) return 0;
+        alone.sampling.repeat_penalty = 1;
         sync_alone(&alone, l->ids, l->n_prompt, l->cut);
         for (int k = l->n_prompt; k <= l->n; k++) {
             const float *got = l->logits + (size_t)(k - l->n_prompt) * (size_t)m.n_vocab;
@@ -147,11 +171,15 @@ static int check_parallel(const struct parallel_case *c) {
                        c->name, c->open ? "GPU" : c->k->name, c->tp, c->pp, c->n, c->n_draft, i, l->n_prompt,
                        k - l->n_prompt))
                 break;
-            if (k < l->n) session_decode(&alone, l->ids[k]);
+            if (k == l->n) break;
+            if (c->n_draft && !c->n_stem) parallel_drafts_alone(l, &alone, l->ids[k], &drafted_alone, &drafted);
+            session_decode(&alone, l->ids[k]);
         }
         session_free(&alone);
         free(l->logits);
     }
+    CHECK(20 * (drafted - drafted_alone) <= drafted, "%s: %d of %d drafts are those of timelines alone", c->name,
+          drafted_alone, drafted);
     for (int i = 0; i < c->n && c->n_stem; i++)
         CHECK(s[i ? i + 1 : 0].with_stem == (c->all_with_stem || i % 4 != 3), "%s: number %d and the stem", c->name, i);
     for (int i = n_timeline - 1 + (c->n_stem > 0); i >= 0; i--) session_free(&s[i]);
