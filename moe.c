@@ -26346,7 +26346,7 @@ static const double plan_reduce[2] = {5.5e-6, 12e-6};
 /* And for each byte of the values of further tokens, which every rank writes to the others over PCIe. */
 static const double plan_reduce_byte = 0.081e-9;
 /* The numbers of prompts at a time of the table "at once". */
-static const int plan_at_once[] = {1, 4, 8, 16};
+static const int plan_at_once[] = {1, 2, 4, 8, 16};
 
 /* A GPU; the only device of a plan for the CPU is the CPU. */
 struct plan_device {
