@@ -12857,15 +12857,11 @@ static void rank_run(struct rank *r, const struct rank_call *call) {
     }
 }
 
-/* Runs a pass on n tokens from position pos on; ids NULL: the token that is being chosen. */
+/* Runs a pass on n tokens from position pos on; of the MTP layer, they stand one position later. ids NULL: the token that
+ * is being chosen. */
 static void session_run(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
     const struct run run = {s->timeline, 0, n, pos, s->n_committed, s->with_stem};
     pg_run(s->pg, (struct rank_call){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .n_run = 1, .run = &run});
-}
-
-/* Runs a pass of the MTP layer on n tokens: ids stand after positions pos... */
-static void session_mtp(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
-    session_run(s, pass, ids, n, pos);
 }
 
 /* Lets the MTP layer make its rows of tokens[0..n), of which tokens[n] is the next. The last pass of
@@ -12875,7 +12871,7 @@ static void session_catch_up(struct session *s, int n, enum pass last) {
     if (n - s->n_predicted > DECODE_MAX_TOKENS) s->drafts->late += n - s->n_predicted;
     while (s->n_predicted < n) {
         const int some = int_min(n - s->n_predicted, s->r->chunk);
-        session_mtp(s, s->n_predicted + some < n ? PASS_MTP : last, s->tokens + s->n_predicted + 1, some,
+        session_run(s, s->n_predicted + some < n ? PASS_MTP : last, s->tokens + s->n_predicted + 1, some,
                     s->n_predicted);
         s->n_predicted += some;
     }

@@ -221,7 +221,7 @@ static float *prediction_logits(const struct model *m, const struct kernels *k, 
     for (int pos = 0, b = 0; pos < n; b++) {
         const int some = int_min(n - pos, batches[b % 7]), from = int_max(pos - 1, 0), to = pos + some - 1;
         session_forward(&s, ids + pos, some);
-        if (to > from) session_mtp(&s, PASS_MTP, ids + from + 1, to - from, from);
+        if (to > from) session_run(&s, PASS_MTP, ids + from + 1, to - from, from);
         for (int row = 0, rows; row < to - from; row += rows) {
             rows = int_min(to - from - row, LOGIT_ROWS);
             session_head(&s, row, rows);
@@ -292,7 +292,7 @@ static void test_prediction_chain(void) {
             s.tokens[s.n_past] = ids[t + 1];
             session_catch_up(&s, s.n_past, PASS_DRAFT);
             for (int d = 0; d < DRAFTS; d++) {
-                if (d) session_mtp(&s, PASS_DRAFT, ids + t + 1 + d, 1, t + d);
+                if (d) session_run(&s, PASS_DRAFT, ids + t + 1 + d, 1, t + d);
                 session_head(&s, s.r->n_tok - 1, 1);
                 memcpy(got + (size_t)(k * DRAFTS + d) * row, s.r->ops->read_logits(s.r, 0), row * sizeof *got);
             }
@@ -327,7 +327,7 @@ static void test_prediction_batches(void) {
             session_cpu(&s, &m, k, 2, 32, KV_BF16);
             session_forward(&s, ids, N + 1);
             for (int at = 0; at < N; at += n) {
-                session_mtp(&s, PASS_MTP, ids + at + 1, n, at);
+                session_run(&s, PASS_MTP, ids + at + 1, n, at);
                 session_head(&s, 0, n);
                 for (int t = 0; t < n; t++)
                     memcpy(logits[whole] + (size_t)(at + t) * row, s.r->ops->read_logits(s.r, t),
@@ -1247,7 +1247,7 @@ static void test_ops_replay(void) {
                 session_forward(&s, ids, buckets[b]);
                 session_head(&s, buckets[b] - 1, 1);
                 for (enum pass p = PASS_MTP; m.n_mtp && p < PASSES; p++)
-                    session_mtp(&s, p, ids, buckets[b], s.n_past - buckets[b]);
+                    session_run(&s, p, ids, buckets[b], s.n_past - buckets[b]);
                 if (!i) hash = op_log.hash, n = op_log.n;
                 CHECK(op_log.hash == hash && op_log.n == n && n > 10,
                       "%s, %d tokens: replay %d of %d operations differs", names[f], buckets[b], i, n);
