@@ -854,7 +854,7 @@ static void test_plan_launches(void) {
 
 /* Several prompts at a time: their caches, the contexts for which there is room, and the speed. */
 static void test_plan_at_once(void) {
-    static const int context[] = {40960, 40960, 30464, 15104};
+    static const int prompts[] = {1, 2, 4, 8, 16}, context[] = {40960, 40960, 40960, 30464, 15104};
     json_t *one = plan_of("--gpus 1x32 --synth qwen3-30b-a3b", 0), *all = json_object_get(one, "at_once");
     json_t *eight = plan_of("--gpus 1x32 --synth qwen3-30b-a3b --parallel 8 -c 30464", 0);
     json_t *more = plan_of("--gpus 1x32 --synth qwen3-30b-a3b --parallel 8 -c 30720", 1);
@@ -862,9 +862,11 @@ static void test_plan_at_once(void) {
     json_t *none = plan_of("--gpus 1x16@1000 --synth qwen3-30b-a3b -c 100000", 1);
     const double alone = json_real_value(json_object_get(few, "forecast"));
     double before = 0;
-    for (size_t i = 0; i < 4; i++) {
+    CHECK_INT(json_array_size(all), 5, "rows");
+    for (size_t i = 0; i < 5; i++) {
         const json_t *row = json_array_get(all, i);
         const double tps = json_real_value(json_object_get(row, "forecast")), n = (double)plan_int(row, "prompts");
+        CHECK_INT(plan_int(row, "prompts"), prompts[i], "row %zu", i);
         CHECK_INT(plan_int(row, "context"), context[i], "%.0f prompts", n);
         CHECK(i ? tps > before && tps < n * alone : fabs(tps - alone) < 1e-9 * alone, "%.0f prompts: %.1f tok/s", n,
               tps);
