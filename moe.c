@@ -91,8 +91,8 @@
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
  *   CPU operations: gated delta net                  150  linear attention with a recurrent state
- *   Experts on disk: reading                         170  threads that read parts of the model's files
- *   Experts on disk: slots                           440  which experts are in memory
+ *   Experts on disk: reading                         210  threads that read parts of the model's files
+ *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
  *   CPU operations: feed-forward                     420  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
@@ -8847,8 +8847,12 @@ static void each_run(struct rank *r, const struct step *s, void (*op)(struct ran
     }
 }
 
+static bool is_table(const struct model *m, const uint8_t *data);
+static const uint8_t *store_row(struct store *s, const struct weight *w, int row, uint8_t *room);
+
 static void cpu_embed(struct rank *r, const struct step *s) {
     const struct weight *w = s->w[0];
+    const bool on_disk = r->cpu->store && is_table(r->m, w->data);
     const enum act x = s->out[0];
     const struct rank *before = pg_neighbor(r, -1);
     float scale = w->scale ? w->scale[0] : 1.0f;
@@ -8873,7 +8877,9 @@ static void cpu_embed(struct rank *r, const struct step *s) {
             memcpy(act_row(r, handed, t), act_row(before, handed, t), (size_t)r->width[handed] * sizeof *row);
             continue;
         }
-        gguf_dequantize_row(w->type, w->data + (size_t)r->tokens[t] * w->row_bytes, row, (size_t)w->n_in);
+        const uint8_t *from = on_disk ? store_row(r->cpu->store, w, r->tokens[t], cpu_scratch(r))
+                                      : w->data + (size_t)r->tokens[t] * w->row_bytes;
+        gguf_dequantize_row(w->type, from, row, (size_t)w->n_in);
         for (int i = 0; scale != 1.0f && i < w->n_in; i++) row[i] *= scale;
         for (int k = 0; k < r->m->n_hc; k++)
             memcpy(act_row(r, A_HC, t) + (ptrdiff_t)k * w->n_in, row, (size_t)w->n_in * sizeof *row);
@@ -10465,13 +10471,16 @@ enum {
     READ_QUEUE = 4096     /* reads that wait at most */
 };
 
+/* Room for n bytes wherever they begin in their file, at any address. */
+#define READ_ROOM(n) ((n) + 3 * (size_t)READ_ALIGN)
+
 /* A read of n bytes, of which the file has the first `need`. */
 struct disk_read {
     int fd;
     uint64_t offset;
     uint8_t *to;
     size_t n, need;
-    _Atomic int *left; /* reads that somebody waits for, this one among them */
+    _Atomic int *left; /* reads that somebody waits for, this one among them; NULL: nobody does */
 };
 
 struct reader {
@@ -10516,9 +10525,25 @@ static bool reader_gives_up(struct reader *d) {
     return true;
 }
 
+/* Does a read, or on Ctrl-C leaves it out, and tells those that wait for it. */
+static void reader_read(struct reader *d, const struct disk_read *p) {
+    char err[ERR_MAX];
+    const bool left_out = reader_gives_up(d);
+    int rc = 0;
+    if (left_out) memset(p->to, 0, p->n);
+    else rc = disk_read(p, err);
+    pthread_mutex_lock(&d->lock);
+    if (rc && !*d->failure) memcpy(d->failure, err, sizeof err);
+    d->bytes += left_out ? 0 : p->need;
+    if (p->left) {
+        atomic_fetch_sub_explicit(p->left, 1, memory_order_release);
+        pthread_cond_broadcast(&d->ended);
+    }
+    pthread_mutex_unlock(&d->lock);
+}
+
 static void *reader_thread(void *arg) {
     struct reader *d = arg;
-    char err[ERR_MAX];
     pthread_mutex_lock(&d->lock);
     for (;;) {
         while (!d->n && !d->stop) pthread_cond_wait(&d->asked, &d->lock);
@@ -10527,15 +10552,8 @@ static void *reader_thread(void *arg) {
         d->first = (d->first + 1) % READ_QUEUE;
         d->n--;
         pthread_mutex_unlock(&d->lock);
-        const bool left_out = reader_gives_up(d);
-        int rc = 0;
-        if (left_out) memset(p.to, 0, p.n);
-        else rc = disk_read(&p, err);
+        reader_read(d, &p);
         pthread_mutex_lock(&d->lock);
-        if (rc && !*d->failure) memcpy(d->failure, err, sizeof err);
-        d->bytes += left_out ? 0 : p.need;
-        atomic_fetch_sub_explicit(p.left, 1, memory_order_release);
-        pthread_cond_broadcast(&d->ended);
     }
     pthread_mutex_unlock(&d->lock);
     return NULL;
@@ -10580,6 +10598,16 @@ static void reader_ask(struct reader *d, int fd, uint64_t offset, size_t n, uint
         pthread_cond_signal(&d->asked);
     }
     pthread_mutex_unlock(&d->lock);
+}
+
+/* Reads bytes offset..offset+n-1 of a file at once, by the calling thread. `room` has READ_ROOM(n) bytes. Returns where
+ * they are; they are zeros after a failure. */
+static const uint8_t *reader_row(struct reader *d, int fd, uint64_t offset, size_t n, uint8_t *room) {
+    const size_t before = offset % READ_ALIGN, need = before + n;
+    uint8_t *to = room + (READ_ALIGN - (uintptr_t)room % READ_ALIGN) % READ_ALIGN;
+    const struct disk_read p = {fd, offset - before, to, (need + READ_ALIGN - 1) / READ_ALIGN * READ_ALIGN, need, NULL};
+    reader_read(d, &p);
+    return to + before;
 }
 
 /* Bytes that were read since the start. */
@@ -10639,10 +10667,10 @@ static double files_rate(const struct gguf *g) {
 /* ============================================================================================================
  * Experts on disk: slots
  *
- * A model that does not fit into memory keeps there all but its routed experts, and of these as many in each layer as
- * there is room for. A forward of up to SAME_BITS_TOKENS tokens brings its missing experts into slots, in place of
- * those that were used least; counts of use halve within a few forwards, so that an expert of another topic leaves. A
- * longer forward runs its experts in waves, in ascending order: missing ones pass through a ring beside the slots, in
+ * A model that does not fit into memory keeps there all but its routed experts and its embedding. Of the embedding each
+ * token reads its row from disk. Of the experts as many in each layer are in memory as there is room for. A forward of up
+ * to SAME_BITS_TOKENS tokens brings its missing experts into slots, in place of those that were used least; counts of use
+ * halve within a few forwards, so that an expert of another topic leaves. A longer forward runs its experts in waves, in ascending order: missing ones pass through a ring beside the slots, in
  * which a wave is read while the one before is computed, and the slots stay as they are. What is computed, and in which
  * order it is added up, does not depend on what is in memory: the bits are those of a model that fits.
  *
@@ -10653,7 +10681,7 @@ static double files_rate(const struct gguf *g) {
  * ============================================================================================================ */
 
 enum {
-    RING_SHARE = 8,                         /* the ring has 1 / RING_SHARE of the memory of experts, */
+    RING_SHARE = 32,                        /* the ring has 1 / RING_SHARE of the memory of experts, */
     RING_ONLY_BYTES = 4 * EXPERT_RING_BYTES /* or about this where they have no other memory */
 };
 
@@ -10837,9 +10865,27 @@ static void store_lend(struct store *s, int il, int half, struct ffn_job *jobs, 
     y->count.hits += (uint64_t)(n - misses);
 }
 
+/* Whether `data` is that of an embedding, of which a token reads one row, and of nothing else. */
+static bool is_table(const struct model *m, const uint8_t *data) {
+    bool embd = data == m->embd.data, head = data == m->output.data;
+    for (int il = m->n_layer; il < model_blocks(m); il++) {
+        embd |= data == m->layers[il].own_embd.data;
+        head |= data == m->layers[il].own_head.data;
+    }
+    return embd && !head;
+}
+
+/* Row `row` of a table, which it reads from its file into `room`, READ_ROOM(w->row_bytes) bytes. */
+static const uint8_t *store_row(struct store *s, const struct weight *w, int row, uint8_t *room) {
+    const uint8_t *from = w->data + (size_t)row * w->row_bytes;
+    const struct gguf_image *im = image_of(&s->m->gguf, from);
+    return reader_row(&s->reader, im->fd, (uint64_t)(from - im->base), w->row_bytes, room);
+}
+
 /* What a tensor of a file is to a model. */
 enum tensor_part {
     PART_EXPERTS, /* routed experts of a layer */
+    PART_TABLES,  /* of which a token reads one row: see is_table */
     PART_REST,    /* all else that a forward reads */
     PART_UNUSED   /* of MTP layers that are left out */
 };
@@ -10850,13 +10896,14 @@ enum { ALL_LAYERS = INT_MAX };
 static bool tensor_in(const struct model *m, const struct gguf_tensor *t, enum tensor_part part, int below) {
     char name[128];
     int block = -1;
+    const enum tensor_part other = is_table(m, t->data) ? PART_TABLES : PART_REST;
     gguf_printable(t->name, name, sizeof name);
-    if (sscanf(name, "blk.%d.", &block) != 1) return part == PART_REST;
+    if (sscanf(name, "blk.%d.", &block) != 1) return part == other;
     if (block < 0 || block >= model_blocks(m)) return part == PART_UNUSED;
     const struct layer *layer = &m->layers[block];
     for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++)
         if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return part == PART_EXPERTS && block < below;
-    return part == PART_REST;
+    return part == other;
 }
 
 /* Bytes of the tensors for which tensor_in holds. */
@@ -10869,8 +10916,13 @@ static uint64_t part_bytes(const struct model *m, enum tensor_part part, int bel
 
 static uint64_t experts_bytes(const struct model *m) { return part_bytes(m, PART_EXPERTS, ALL_LAYERS); }
 
+/* Bytes of what is in memory where experts are in a store. */
+static uint64_t rest_bytes(const struct model *m) { return part_bytes(m, PART_REST, ALL_LAYERS); }
+
 /* Bytes of a model that a forward may read: without MTP layers that are left out. */
-static uint64_t model_bytes(const struct model *m) { return experts_bytes(m) + part_bytes(m, PART_REST, ALL_LAYERS); }
+static uint64_t model_bytes(const struct model *m) {
+    return experts_bytes(m) + part_bytes(m, PART_TABLES, ALL_LAYERS) + rest_bytes(m);
+}
 
 /* Puts memory of the program's own in place of the mapped pages of tensors, for which see tensor_in, and reads them into
  * it. No pointer changes. Returns 0, or -1 with a message. */
@@ -11900,6 +11952,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->scratch_bytes =
         size_max(size_max(attend_floats(m, (int)rows), size_max(size_max(delta, compressor), index)) * sizeof(float),
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
+    r->cpu->scratch_bytes = size_max(r->cpu->scratch_bytes, READ_ROOM((size_t)m->n_embd * sizeof(float)));
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
     r->cache = r->caches = cpu_own(r, 2 * (size_t)(timelines_all(&timelines) * model_blocks(m)), sizeof *r->caches);
@@ -28023,7 +28076,7 @@ struct engine {
  * memory that is left when the whole model is in memory, or a quarter of that without experts where it is not. */
 static int choose_context(const struct engine *e) {
     const struct model *m = &e->model;
-    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = rest_bytes(m);
     const uint64_t budget = (have > all ? (have - all) / 2 : have > rest ? (have - rest) / 4 : 0) / e->set->parallel;
     if (e->set->n_ctx) return e->set->n_ctx;
     return int_max(context_fit(m, settings_kv(e->set, m, false), budget, m->n_ctx_train), int_min(m->n_ctx_train, 256));
@@ -28064,7 +28117,7 @@ static struct store *store_start(const struct model *m, struct store_options o, 
 static void engine_read(struct engine *e) {
     const struct model *m = &e->model;
     struct rank *r = e->session.r;
-    const uint64_t have = memory_available(), all = model_bytes(m), rest = all - experts_bytes(m);
+    const uint64_t have = memory_available(), all = model_bytes(m), rest = rest_bytes(m);
     const uint64_t taken = r->kv_bytes + r->bytes + have / 32, asked = (uint64_t)e->set->expert_memory << 20;
     const bool fits = all + taken <= have, several = e->session.pg->n > 1;
     char err[ERR_MAX];

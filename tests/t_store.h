@@ -46,6 +46,21 @@ static float *store_logits(struct session *s, const int32_t *ids, int n, int at_
     return out;
 }
 
+/* Every tensor belongs to one part, and an embedding that is not the head as well is not in memory. */
+static void store_parts(const char *name, const struct model *m) {
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < m->gguf.n_tensors; i++) {
+        const struct gguf_tensor *t = &m->gguf.tensors[i];
+        int parts = 0;
+        for (int k = PART_EXPERTS; k <= PART_UNUSED; k++) parts += tensor_in(m, t, (enum tensor_part)k, ALL_LAYERS);
+        CHECK_INT(parts, 1, "%s: parts of tensor %u", name, i);
+        all += t->bytes;
+    }
+    CHECK_INT(tensor_in(m, gguf_find_tensor(&m->gguf, "token_embd.weight"), PART_TABLES, ALL_LAYERS),
+              gguf_find_tensor(&m->gguf, "output.weight") != NULL, "%s: a table", name);
+    CHECK_INT(model_bytes(m), all - part_bytes(m, PART_UNUSED, ALL_LAYERS), "%s: bytes", name);
+}
+
 static void test_store_bits(void) {
     static const char *const names[] = {
         "qwen3moe",    "qwen3moe_nvfp4", "deepseek_v3", "deepseek_v3_fp8",  "gpt_oss",
@@ -56,6 +71,7 @@ static void test_store_bits(void) {
         int32_t *ids = NULL;
         float *ref = NULL;
         if (!fixture_load(names[f], &m)) return;
+        store_parts(names[f], &m);
         const int n = int_min(fixture_logits(names[f], &m, &ids, &ref), 64), half = n / 2;
         const size_t bytes = (size_t)n * (size_t)m.n_vocab * sizeof(float);
         struct session plain;
