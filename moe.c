@@ -1593,8 +1593,8 @@ static const struct key_rule key_rules[] = {
     {"attention.head_count",                 KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_REQUIRED},
     {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_FOLLOWS},
     {"attention.layer_norm_rms_epsilon",     KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
-    {"expert_count",                         KEY_INT,  KEY_ONE,    1, MAX_EXPERTS, KEY_REQUIRED},
-    {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED},
+    {"expert_count",                         KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS}, /* 0: a dense model */
+    {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED}, /* where there are experts */
     {"expert_group_count",                   KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 1},
     {"expert_group_used_count",              KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS},
     {"expert_gating_func",                   KEY_INT,  KEY_ONE,    0, GATING_SQRT_SOFTPLUS, 0}, /* 0: the family's */
@@ -1749,6 +1749,7 @@ struct family {
     const char *arch;     /* general.architecture */
     enum gating gating;   /* the router's function where the file does not name it */
     bool norm_topk_prob;  /* whether the chosen experts' weights are divided by their sum where the file does not say */
+    bool dense;           /* a model may have no experts */
     bool softmax_bias;    /* routing biases are used without a sigmoid, too */
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
@@ -4463,8 +4464,10 @@ void rank_pass(struct rank *r) {
 static const struct family families[] = {
     {.arch = "qwen3moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen3moe, .layer = layer_gqa},
+    {.arch = "qwen3", .dense = true, .read = read_gqa, .layer = layer_gqa},
     {.arch = "qwen35moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen35,   .layer = layer_qwen35},
+    {.arch = "qwen35", .dense = true, .read = read_qwen35, .layer = layer_qwen35},
     {.arch = "qwen3next", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
      .read = read_qwen35,   .layer = layer_qwen3next},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
@@ -4489,8 +4492,9 @@ static const struct family families[] = {
      .read = read_minimax_m3, .layer = layer_minimax_m3},
     {.arch = "olmoe",     .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_gqa,      .layer = layer_row_norm},
-    {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+    {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true,
      .read = read_llama,    .layer = layer_attn},
+    {.arch = "qwen2", .dense = true, .read = read_gqa, .layer = layer_attn},
     {.arch = "qwen2moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_gqa,      .layer = layer_attn},
     {.arch = "ernie4_5-moe", .gating = GATING_SOFTMAX, .norm_topk_prob = true, .softmax_bias = true,
@@ -4543,11 +4547,8 @@ static void loader_hparams(struct loader *l) {
     if (loader_key(l, "attention.head_count_kv", key)) loader_ints_to(l, "attention.head_count_kv", most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon");
-    if (!loader_key(l, "expert_count", key))
-        loader_fail(l, "metadata key '%s' is missing: the model has no experts, and dense models are not supported",
-                    key);
-    m->n_expert_max = loader_int(l, "expert_count");
-    loader_ints_to(l, "expert_used_count", m->n_expert_max, l->n_expert_used);
+    m->n_expert_max = loader_int_in(l, "expert_count", m->family->dense ? 0 : KEY_REQUIRED, !m->family->dense, KEY_HI);
+    if (m->n_expert_max) loader_ints_to(l, "expert_used_count", m->n_expert_max, l->n_expert_used);
     m->n_group = loader_int(l, "expert_group_count");
     m->n_group_used = loader_int_in(l, "expert_group_used_count", m->n_group, KEY_LO, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
@@ -5385,6 +5386,18 @@ static const struct synth synths[] = {
      "expert_shared_feed_forward_length=512 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=32 "
      "ssm.state_size=128 ssm.inner_size=4096 full_attention_interval=4 vocab_size=248320 "
      "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"qwen3.8-27b", "qwen35", .keys =
+     "context_length=262144 embedding_length=5120 block_count=65 nextn_predict_layers=1 attention.head_count=24 "
+     "attention.head_count_kv=4 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
+     "feed_forward_length=17408 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=48 ssm.state_size=128 "
+     "ssm.inner_size=6144 full_attention_interval=4 vocab_size=248320 attention.layer_norm_rms_epsilon=1e-6 "
+     "rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"qwen3-32b", "qwen3", .keys =
+     "context_length=40960 embedding_length=5120 block_count=64 feed_forward_length=25600 attention.head_count=64 "
+     "attention.head_count_kv=8 attention.key_length=128 attention.value_length=128 vocab_size=151936"},
+    {"llama-3.3-70b", "llama", .keys =
+     "context_length=131072 embedding_length=8192 block_count=80 feed_forward_length=28672 attention.head_count=64 "
+     "attention.head_count_kv=8 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=500000 vocab_size=128256"},
     {"qwen3.5-122b-a10b", "qwen35moe", .keys =
      "context_length=262144 embedding_length=3072 block_count=49 nextn_predict_layers=1 attention.head_count=32 "
      "attention.head_count_kv=2 attention.key_length=256 attention.value_length=256 rope.dimension_count=64 "
@@ -5649,8 +5662,9 @@ static uint8_t *synth_read(const struct synth *y, struct model *m, struct loader
     if (gguf_parse(&m->gguf, header, bytes, err, ERR_MAX)) die("synthetic model: %s", err);
     loader_hparams(l);
     s->n_vocab = loader_int(l, "vocab_size");
-    s->n_dense = loader_int(l, "leading_dense_block_count");
+    s->n_dense = m->n_expert_max ? loader_int(l, "leading_dense_block_count") : MAX_LAYERS;
     s->n_ff_dense = s->n_dense ? loader_int(l, "feed_forward_length") : 0;
+    if (!m->n_expert_max) return header;
     s->n_ff = loader_int(l, "expert_feed_forward_length");
     const int n_shared = loader_int(l, "expert_shared_count");
     s->n_ff_shared = n_shared ? loader_int_or(l, "expert_shared_feed_forward_length", (double)n_shared * s->n_ff) : 0;
@@ -5748,11 +5762,12 @@ static struct synth synth_parse(const char *arg) {
     const long least = n_group > 1 ? n_used * step / int_max(1, synth_int(&y, "expert_group_used_count")) : n_used;
     if (*p || (layers != -1 && (layers < 1 || layers > n_layer)) ||
         (experts != -1 && (experts < least || experts > n_expert || experts % step))) {
-        char steps[32] = "";
+        char steps[32] = "", most[96] = "";
         if (step > 1) snprintf(steps, sizeof steps, " in steps of %ld", step);
-        die_usage("--synth %s: expected %s, with layers=N from 1 to %d, experts=M from %ld to %d%s, backbone=bf16 or "
-                  "backbone=q8_0, or KEY=VALUE for a key of its metadata, separated by commas, after a colon",
-                  arg, y.name, n_layer, least, n_expert, steps);
+        if (n_expert) snprintf(most, sizeof most, " experts=M from %ld to %d%s,", least, n_expert, steps);
+        die_usage("--synth %s: expected %s, with layers=N from 1 to %d,%s backbone=bf16 or backbone=q8_0, or KEY=VALUE "
+                  "for a key of its metadata, separated by commas, after a colon",
+                  arg, y.name, n_layer, most);
     }
     if (experts != -1) synth_set(&y, "expert_count", "%ld", experts);
     if (layers != -1) synth_set_layers(&y, (int)layers);
@@ -20904,10 +20919,11 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
 static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
                                     "deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
                                     "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
-                                    "qwen3.5-122b-a10b, qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b,\n"
-                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
-                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or\n"
-                                    "mimo-v2-flash. Options may follow a colon:\n"
+                                    "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
+                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
+                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
+                                    "follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
                                     "\n"
@@ -21576,7 +21592,7 @@ static struct gpu_list gpus_parse(const char *text) {
 
 /* Layers before this one have no experts on a GPU. */
 static int settings_cpu_layers(const struct settings *s, const struct model *m) {
-    return s->cpu_moe ? model_blocks(m) : int_min(s->n_cpu_moe, model_blocks(m));
+    return !m->n_expert_max ? 0 : s->cpu_moe ? model_blocks(m) : int_min(s->n_cpu_moe, model_blocks(m));
 }
 
 /* The memory of a machine that --gpus describes; 0: not given. */
@@ -27639,15 +27655,21 @@ static void plan_line(char **text, const char *title, const char *name, const st
     sb_printf(text, "%-13s%s\n", name, row->text);
 }
 
+/* Says how many experts a token uses. */
+static const char *ffn_text(const struct model *m, char out[64]) {
+    if (m->n_expert_max) snprintf(out, 64, "%d of %d experts per token", m->max.n_expert_used, m->n_expert_max);
+    else snprintf(out, 64, "dense");
+    return out;
+}
+
 /* The text above the tables. */
 static void plan_head(const struct plan *p, char **text) {
     const struct model *m = p->m;
     const char *where = p->cpu ? "of memory" : "on a GPU";
-    char a[32], b[32];
+    char a[32], b[32], ffn[64];
     int by_id = 0;
     for (int il = 0; il < model_blocks(m); il++) by_id += m->layers[il].n_expert && !plan_prunable(&m->layers[il]);
-    sb_printf(text, "model       %.40s: %d layers, %d of %d experts per token\n", m->name, m->n_layer,
-              m->max.n_expert_used, m->n_expert_max);
+    sb_printf(text, "model       %.40s: %d layers, %s\n", m->name, m->n_layer, ffn_text(m, ffn));
     for (int i = 0, same; i < p->n_device; i += same) {
         const struct plan_device *v = &p->device[i];
         for (same = 1; i + same < p->n_device && !strcmp(v->name, v[same].name);) same++;
@@ -28119,11 +28141,17 @@ static void engine_read(struct engine *e) {
     struct rank *r = e->session.r;
     const uint64_t have = memory_available(), all = model_bytes(m), rest = rest_bytes(m);
     const uint64_t taken = r->kv_bytes + r->bytes + have / 32, asked = (uint64_t)e->set->expert_memory << 20;
-    const bool fits = all + taken <= have, several = e->session.pg->n > 1;
+    const bool fits = all + taken <= have, several = e->session.pg->n > 1, dense = !m->n_expert_max;
     char err[ERR_MAX];
-    if (!m->file_bytes || (fits && !asked) || several) {
-        if (asked) note("--expert-memory has no effect with %s", several ? "several ranks" : "--synth");
-        if (!fits && several && m->file_bytes)
+    if (!m->file_bytes || (fits && !asked) || several || dense) {
+        if (asked)
+            note("--expert-memory has no effect with %s", dense     ? "a dense model"
+                                                          : several ? "several ranks"
+                                                                    : "--synth");
+        if (!fits && dense && m->file_bytes)
+            note("the model has %.1f GiB, and %.1f GiB of memory are free: every token reads from disk",
+                 (double)all / 0x1p30, (double)have / 0x1p30);
+        else if (!fits && several && m->file_bytes)
             note("the model has %.1f GiB, and %.1f GiB of memory are free: --tp 1 --pp 1 reads its experts from disk "
                  "without page faults",
                  (double)all / 0x1p30, (double)have / 0x1p30);
@@ -28289,7 +28317,8 @@ static int engine_fit(struct engine *e, struct cuda_options *o, char *err) {
     const int n_slot = engine_slots(e, o, &n_ctx, &shared, err);
     if (n_slot < 0) return -1;
     if (!n_slot && !n_cpu) {
-        if (set->expert_memory) note("--expert-memory has no effect: all experts are on the GPU%s", many);
+        if (set->expert_memory && !m->n_expert_max) note("--expert-memory has no effect with a dense model");
+        else if (set->expert_memory) note("--expert-memory has no effect: all experts are on the GPU%s", many);
         return 0;
     }
     const int below = n_slot ? ALL_LAYERS : n_cpu;
@@ -28446,7 +28475,9 @@ static int engine_start(struct engine *e, bool gpu, char *err) {
     engine_drafts(e);
     engine_qat(e);
     const double t0 = now_seconds();
-    if (!gpu && (set->n_cpu_moe || set->cpu_moe))
+    if ((set->n_cpu_moe || set->cpu_moe) && !e->model.n_expert_max)
+        note("--n-cpu-moe has no effect: the model is dense");
+    else if ((set->n_cpu_moe || set->cpu_moe) && !gpu)
         note("--n-cpu-moe has no effect without a GPU: the CPU computes all layers");
     if (gpu && engine_gpu(e, devices, err)) return -1;
     const char *idle = set->kv_splits   ? "--kv-splits"
@@ -28817,6 +28848,10 @@ static void info_experts(const struct model *m) {
                                           [GATING_CHOSEN] = "top-k softmax",
                                           [GATING_SQRT_SOFTPLUS] = "square root of softplus"};
     int by_id = 0; /* these layers come first */
+    if (!m->n_expert_max) {
+        printf("feed-forward  dense, width %d\n", m->max.n_ff_dense);
+        return;
+    }
     while (by_id < m->n_layer && m->layers[by_id].expert_ids) by_id++;
     printf("experts       %d used per token of width %d, %s router, shared width %d", m->max.n_expert_used,
            m->max.n_ff_expert, routers[m->gating], m->max.n_ff_shared);
@@ -31282,9 +31317,9 @@ static int answer_lines(struct engine *e) {
 /* The lines that open a chat. */
 static void banner(const struct engine *e) {
     const struct model *m = &e->model;
-    char a[32], name[192];
-    note("%s: %d layers, %d of %d experts per token%s%s", m->name, m->n_layer, m->max.n_expert_used, m->n_expert_max,
-         m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
+    char a[32], name[192], ffn[64];
+    note("%s: %d layers, %s%s%s", m->name, m->n_layer, ffn_text(m, ffn), m->pruned ? ", pruned" : "",
+         m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
     note("%s; loaded in %.2f s", session_name(&e->session, name), m->load_seconds);
     note("context %s tokens, cache %.1f MiB (%s)", with_commas((uint64_t)e->session.n_ctx, a),
          (double)session_kv_bytes(&e->session) / 0x1p20, kv_names[e->session.r->kv_type]);

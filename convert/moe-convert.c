@@ -903,7 +903,7 @@ static struct checkpoint {
     bool leads;                              /* GGUF files say how many */
     int n_expert, top_k, n_group;            /* as config.json says; n_group 0: there are no groups of experts */
     int experts[MAX_LAYERS];                 /* of each block, as its tensors say; 0: dense */
-    const char *experts_key, *experts_other; /* n_expert: the first of these that is there */
+    const char *experts_key, *experts_other; /* n_expert: the first of these that is there; NULL: all are dense */
     const char *top_k_key;                   /* top_k */
     const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
@@ -1561,7 +1561,9 @@ static void plan_hc_head(void) {
 }
 
 /* Whether a block has a dense feed-forward. Layers after the last ordinary one predict further tokens. */
-static bool is_dense(int layer) { return layer < src.n_layer ? src.is_dense(layer) : src.mtp_dense; }
+static bool is_dense(int layer) {
+    return !src.experts_key || (layer < src.n_layer ? src.is_dense(layer) : src.mtp_dense);
+}
 
 /* Counts the experts of a block. */
 static void find_counts(int layer) {
@@ -1950,8 +1952,9 @@ static void config_expert_count(void) {
     if (src.experts_other && get(src.cfg, src.experts_other) && !get(src.cfg, src.experts_key))
         src.experts_key = src.experts_other;
     const char *key = src.experts_key;
-    json_t *v, *list = get(src.cfg, key);
+    json_t *v, *list = key ? get(src.cfg, key) : NULL;
     size_t i;
+    if (!key) return;
     if (!json_is_array(list)) {
         src.n_expert = (int)get_int(src.cfg, key, 1, MAX_EXPERTS, REQUIRED);
         return;
@@ -2665,10 +2668,11 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
     .shared_key = "moe_intermediate_size", .shared_count = "n_shared_experts",                                 \
     .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true, .scaling_factor = "routed_scaling_factor"
 #define QWEN_DELTA                                                                                             \
-    .renaming = qwen_next_names, .experts_key = "num_experts",                                                 \
-    .shared_key = "shared_expert_intermediate_size", .n_shared = 1, .shared_gate = true, .shared_width = true, \
-    .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .norm_topk_prob = true, .rope_theta = 10000,       \
+    .renaming = qwen_next_names, .mtp_key = "mtp_num_hidden_layers", .mtp_beside = true, .rope_theta = 10000,  \
     .rotary = 0.25, .partial = true, .zero_centered = true, .put = put_delta
+#define QWEN_DELTA_EXPERTS                                                                                     \
+    QWEN_DELTA, .experts_key = "num_experts", .shared_key = "shared_expert_intermediate_size", .n_shared = 1,  \
+    .shared_gate = true, .shared_width = true, .norm_topk_prob = true
 #define MINIMAX_M3                                                                                             \
     .arch = "minimax-m3", .renaming = minimax_names, .is_dense = is_dense_minimax, .leads = true,              \
     .has_indexer = has_indexer_minimax, .experts_key = "num_local_experts", .experts_other = "num_experts",    \
@@ -2696,11 +2700,15 @@ static const struct release {
     {.type = "qwen3_moe", .fixed = "use_sliding_window false",
      .src = {.arch = "qwen3moe", .is_dense = is_dense_qwen3, .experts_key = "num_experts",
              .experts_other = "num_local_experts"}},
+    {.type = "qwen3", .fixed = "use_sliding_window false",
+     .src = {.arch = "qwen3"}},
+    {.type = "qwen3_5_text", .wrapper = "qwen3_5", .fixed = fixed_delta,
+     .src = {.arch = "qwen35", .pre = "qwen35", QWEN_DELTA, .sections = true}},
     {.type = "qwen3_5_moe_text", .wrapper = "qwen3_5_moe", .fixed = fixed_delta,
-     .src = {.arch = "qwen35moe", .pre = "qwen35", QWEN_DELTA, .is_dense = is_dense_never,
+     .src = {.arch = "qwen35moe", .pre = "qwen35", QWEN_DELTA_EXPERTS, .is_dense = is_dense_never,
              .sections = true}},
     {.type = "qwen3_next", .fixed = fixed_delta,
-     .src = {.arch = "qwen3next", QWEN_DELTA, .is_dense = is_dense_qwen3}},
+     .src = {.arch = "qwen3next", QWEN_DELTA_EXPERTS, .is_dense = is_dense_qwen3}},
     {.type = "deepseek_v3", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
      .src = {.arch = "deepseek2", LATENT, DEEPSEEK_EXPERTS}},
     {.type = "kimi_k2", .wrapper = "kimi_k25", .config = config_deepseek3, .fixed = fixed_deepseek,
@@ -2753,10 +2761,16 @@ static const struct release {
      .src = {.arch = "llama", .renaming = minimax_names, .is_dense = is_dense_never,
              .experts_key = "num_local_experts", .experts_other = "num_experts", .width_key = "intermediate_size",
              .kv_optional = true, .norm_key = "", .norm_topk_prob = true, .pairs = true, .llama3 = true, .eps = 1e-5}},
+    {.type = "llama", .fixed = "mlp_bias false",
+     .src = {.arch = "llama", .kv_optional = true, .pairs = true, .llama3 = true, .rope_theta = 10000}},
+    {.type = "mistral", .wrapper = "mistral3", .fixed = "sliding_window none",
+     .src = {.arch = "llama", .pairs = true, .rope_theta = 10000}},
     {.type = "olmoe", .fixed = "clip_qkv none",
      .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
              .eps = 1e-5}},
+    {.type = "qwen2", .fixed = "use_sliding_window false",
+     .src = {.arch = "qwen2", .kv_optional = true, .qkv_bias = true, .rope_theta = 10000}},
     {.type = "qwen2_moe", .config = config_qwen2_moe, .fixed = "use_sliding_window false",
      .src = {.arch = "qwen2moe", .renaming = shared_expert_names, .is_dense = is_dense_qwen3,
              .experts_key = "num_experts", .kv_optional = true, .n_shared = 1,
@@ -2792,6 +2806,7 @@ static const struct release {
 #undef LATENT
 #undef DEEPSEEK_EXPERTS
 #undef QWEN_DELTA
+#undef QWEN_DELTA_EXPERTS
 #undef MINIMAX_M3
 #undef MIMO
 /* clang-format on */
@@ -2807,16 +2822,13 @@ static bool is_of_prediction(const char *name) {
 static const char *family_types(void) {
     const char *list = releases[0].type;
     for (size_t f = 1; f < COUNT(releases); f++) list = fmt("%s, %s", list, releases[f].type);
-    return fmt("%s, qwen3_5_moe, kimi_k25, minimax_m3_vl or step3p7", list);
-}
-
-/* Whether a config.json says how many experts there are. */
-static bool has_experts(struct doc d) {
-    static const char *const keys[] = {"num_experts",     "n_routed_experts",    "num_local_experts",
-                                       "moe_num_experts", "num_experts_per_tok", "num_experts_per_token"};
-    bool has = false;
-    for (size_t i = 0; i < COUNT(keys) && d.obj; i++) has |= get(d, keys[i]) != NULL;
-    return has;
+    for (size_t f = 0; f < COUNT(releases); f++) {
+        bool listed = !releases[f].wrapper;
+        for (size_t k = 0; k < f && !listed; k++)
+            listed = releases[k].wrapper && !strcmp(releases[k].wrapper, releases[f].wrapper);
+        if (!listed) list = fmt("%s, %s", list, releases[f].wrapper);
+    }
+    return list;
 }
 
 /* Reads config.json into src. */
@@ -2834,8 +2846,6 @@ static void config_read(void) {
         const char *name = untold ? releases[f].wrapper : releases[f].type;
         if (name && !strcmp(name, type)) break;
     }
-    if (f == n && !has_experts(cfg) && !has_experts(get_obj(top, "text_config")))
-        die("config.json: '%s' is a dense model; moe runs mixtures of experts", type);
     expect(cfg, "model_type", f < n && (!wrapped || (releases[f].wrapper && !strcmp(releases[f].wrapper, wrapper))),
            family_types());
     const struct release *r = &releases[f];
@@ -2857,7 +2867,7 @@ static void config_read(void) {
     if (!src.kv_key) src.kv_key = "num_key_value_heads";
     src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
     src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
-    src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
+    if (src.experts_key) src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
     src.n_vocab = (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
     src.tied = get_bool(src.cfg, "tie_word_embeddings", false) || get_bool(src.top, "tie_word_embeddings", false);
     const char *act = get_str(src.cfg, "hidden_act", "silu");
@@ -3858,14 +3868,15 @@ static void put_rope(void) {
 static bool pruned_by_lists(void) {
     struct doc q = get_obj(get(src.cfg, "quantization_config") ? src.cfg : src.top, "quantization_config");
     return get(q, "moe_sparsity_config") || get(src.cfg, "per_layer_num_experts") ||
-           json_is_array(get(src.cfg, src.experts_key));
+           (src.experts_key && json_is_array(get(src.cfg, src.experts_key)));
 }
 
-/* Writes the numbers of experts. */
+/* Writes the numbers of experts, if there are any. */
 static void put_experts(void) {
     const int blocks = n_blocks();
     int most = 0;
     bool differ = false;
+    if (!src.experts_key) return;
     for (int l = 0; l < blocks; l++) most = int_max(most, src.experts[l]);
     for (int l = 0; l < blocks; l++) differ |= src.experts[l] && src.experts[l] != most;
     if (!most) most = src.n_expert; /* all layers are dense */
@@ -3959,8 +3970,10 @@ static void put_architecture(void) {
     kv_u32("vocab_size", src.n_vocab);
     kv_num(c, src.eps_key, get_num(c, src.eps_key, src.eps), "attention.layer_norm_rms_epsilon");
     put_heads("attention.head_count", src.list_heads, src.n_head, src.heads_key, src.window_heads[0]);
-    kv_u32("expert_gating_func", src.gating);
-    gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, src.norm_key, src.norm_topk_prob));
+    if (src.experts_key) {
+        kv_u32("expert_gating_func", src.gating);
+        gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, src.norm_key, src.norm_topk_prob));
+    }
     put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
     put_head_sizes();
     put_windows();
@@ -4895,7 +4908,8 @@ static const struct option options[] = {
     {"output", "-o", IS_STR(out), .arg = "FILE.gguf", .help = "the file to write"},
     {"name", IS_STR(name), .arg = "NAME", .help = "general.name (default: the name of the directory)"},
     {"quantize", IS_CHOICE(quantize, quantize_names), .arg = "TYPE",
-     .help = "quantize the routed experts to this type; prints each tensor's error"},
+     .help = "quantize the routed experts, or the feed-forwards of a dense model, to this type; prints each tensor's "
+             "error"},
     {"dense", IS_FLAG(dense), .help = "with --quantize: also quantize the feed-forward part of dense layers"},
     {"search", IS_CHOICE(search, search_names), .arg = "HOW",
      .help = "with --quantize: sweep takes the best of nine scales for every 16 weights; amax takes the scale of the "
@@ -4921,10 +4935,11 @@ static const struct manual manual = {
              "  moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n",
     .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
              "tokenizer.json or tiktoken.model) to GGUF.\n"
-             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_next, deepseek_v3,\n"
-             "deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite,\n"
-             "glm_moe_dsa, dots1, gpt_oss, minimax_m2, minimax_m3_vl, minimax_m3_vl_text,\n"
-             "minimax_m3, mixtral, olmoe, qwen2_moe, ernie4_5_moe, step3p5, step3p7, laguna,\n"
+             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
+             "qwen3_next, deepseek_v3, deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3,\n"
+             "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
+             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
+             "mistral3, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
              "mimo_v2_flash, mimo_v2.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
@@ -4969,6 +4984,7 @@ int main(int argc, char **argv) {
 
     model_dir = model_dir_find(model_dir);
     config_read();
+    types.dense |= !src.experts_key; /* else there would be nothing to quantize */
     may_lack = is_of_prediction;
     source_open();
     if (opt.importance) importance_open(opt.importance);

@@ -38,6 +38,26 @@ static void test_cli_pipe(void) {
     arrfree(b);
 }
 
+/* A model without experts: what is said of experts, and that options about them are idle. */
+static void test_cli_dense(void) {
+#define DENSE MOE_BIN " -m build/fixtures/qwen3.gguf "
+    check_command(DENSE "--info | grep -E 'expert|feed|layers'", 0,
+                  "layers        3 (3 dense), 0 for multi-token prediction\nfeed-forward  dense, width 192\n", NULL);
+    check_command(DENSE "--plan | grep -E 'model |verdict|pruned|expert'", 0,
+                  "model       qwen3: 3 layers, dense\nverdict     fits\n"
+                  "GB per token     experts   backbone      cache       head        sum\n",
+                  NULL);
+    check_command(DENSE "--plan --gpus 1x8@500 --vram-reserve 1000000 | grep -E 'verdict|prune|host|disk' | cut -c1-32",
+                  0, "verdict     does not fit: short \n", NULL);
+    check_command(DENSE "--cpu --n-cpu-moe 2 -p x -n 1 --greedy >/dev/null", 0, NULL,
+                  "--n-cpu-moe has no effect: the model is dense");
+    check_command(DENSE "--cpu --expert-memory 5 -p x -n 1 --greedy >/dev/null", 0, NULL,
+                  "--expert-memory has no effect with a dense model");
+    check_command(IN_DIR("head -c 3000 README.md | " DENSE "--cpu --calibrate @/x -o @/x.json"), 1, "",
+                  "'build/fixtures/qwen3.gguf' has no routed experts");
+#undef DENSE
+}
+
 /* Runs a command; *text becomes all of stdout. Returns the hash that ends the statistics on stderr, malloc'ed. */
 static char *answer_hash(const char *cmd, char **text) {
     char *said = NULL;
@@ -293,7 +313,7 @@ static void test_cli_usage(void) {
              {"Makefile", "unexpected argument 'Makefile': use -p for a prompt, -m for a model", 2},
              {"-c 99999999999 -p hi", "a whole number from 0 to 268435456", 2},
              {"--synth qwen3-30b-a3b:1abc --info", "layers=N from 1 to 48", 2},
-             {"--synth llama --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, ", 2},
+             {"--synth bert --info", "known shapes are qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, ", 2},
              {"--synth qwen3-30b --info", "did you mean qwen3-30b-a3b?", 2},
              {"--synth Zai/glm4.7 --info", "did you mean glm-4.7?", 2},
              {"--synth kimi-k2: --info", "layers=N from 1 to 61, experts=M from 8 to 384, backbone=bf16", 2},
@@ -1157,11 +1177,11 @@ static void test_readme_shapes(void) {
         {"cli/bad-line", test_cli_bad_line}, {"cli/temporary", test_cli_temporary},                                  \
         {"cli/terminate", test_cli_terminate}, {"cli/interrupt", test_cli_interrupt}, {"cli/raw", test_cli_raw},     \
         {"cli/tokenize", test_cli_tokenize}, {"cli/render", test_cli_render}, {"cli/usage", test_cli_usage},         \
-        {"cli/help", test_cli_help}, {"cli/llama-cli", test_cli_llama}, {"cli/options", test_cli_options},           \
-        {"cli/quiet", test_cli_quiet}, {"cli/find-model", test_cli_find_model}, {"cli/version", test_cli_version},   \
-        {"cli/info", test_cli_info}, {"cli/program", test_cli_program}, {"cli/info-indexer", test_cli_info_indexer}, \
-        {"cli/stdout-full", test_cli_stdout_full}, {"cli/logits", test_cli_logits},                                  \
-        {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle},                                  \
+        {"cli/help", test_cli_help}, {"cli/dense", test_cli_dense}, {"cli/llama-cli", test_cli_llama},               \
+        {"cli/options", test_cli_options}, {"cli/quiet", test_cli_quiet}, {"cli/find-model", test_cli_find_model},   \
+        {"cli/version", test_cli_version}, {"cli/info", test_cli_info}, {"cli/program", test_cli_program},           \
+        {"cli/info-indexer", test_cli_info_indexer}, {"cli/stdout-full", test_cli_stdout_full},                      \
+        {"cli/logits", test_cli_logits}, {"cli/determinism", test_cli_determinism}, {"cli/needle", test_cli_needle}, \
         {"cli/needle-books", test_cli_needle_books}, {"cli/smoke", test_cli_smoke},                                  \
         {"cli/memory-available", test_cli_memory_available}, {"cli/needle-long", test_cli_needle_long},              \
         {"cli/synth", test_cli_synth}, {"cli/synth-memory", test_cli_synth_memory}, {"cli/bench", test_cli_bench},   \

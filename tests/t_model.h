@@ -351,7 +351,7 @@ static void test_prediction(void) {
                                         "qwen3_5_moe_nvfp4", "qwen3_next",       "qwen3_next_fp8", "glm4_moe",
                                         "glm4_moe_air",      "glm4_moe_lite",    "step3p7",        "mimo_v2_flash_fp8",
                                         "deepseek_v32",      "deepseek_v32_fp8", "glm_moe_dsa",    "glm_moe_dsa_types",
-                                        "deepseek_v4"};
+                                        "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];
@@ -493,6 +493,17 @@ static void test_fixtures_classics(void) {
     check_fixture("qwen2_moe_dense", NULL);
     check_fixture("ernie4_5_moe", NULL);
     check_fixture("ernie4_5_moe_each", NULL);
+}
+
+static void test_fixtures_dense(void) {
+    check_fixture("qwen3", NULL);
+    check_fixture("qwen3_nvfp4", NULL);
+    check_fixture("qwen3_5", NULL);
+    check_fixture("qwen3_5_nvfp4", NULL);
+    check_fixture("llama", NULL);
+    check_fixture("mistral", NULL);
+    check_fixture("qwen2", NULL);
+    check_fixture("qwen2_nvfp4", NULL);
 }
 
 static void test_fixtures_step3(void) {
@@ -1763,8 +1774,9 @@ static void test_cpu_profile(void) {
         {"model/fixtures-dots1", test_fixtures_dots1}, {"model/unnamed-router", test_unnamed_router},                  \
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
         {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
-        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
-        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
+        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-laguna", test_fixtures_laguna},                \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \
         {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                            \

@@ -362,7 +362,7 @@ def mla(W, config, x, p, layer):
 def rules(config, layer):
     """What a layer does in the families below, which differ in this alone.  None: another family."""
     kind = config["model_type"]
-    if kind not in ("gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe", "qwen2_moe",
+    if kind not in ("qwen3", "qwen2", "llama", "mistral", "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe", "qwen2_moe",
                     "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash"):
         return None
     windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
@@ -374,6 +374,8 @@ def rules(config, layer):
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
              activation=swiglu, shared_activation=swiglu)
+    if kind in ("qwen3", "qwen2", "llama", "mistral"):
+        r |= dict(norm="head" if kind == "qwen3" else None, sparse=False, rope={**rope, **config.get("rope_parameters", {})})
     if kind == "gpt_oss":
         r |= dict(sinks="sinks", router="router", score="chosen", names=None,
                   activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
@@ -872,7 +874,7 @@ def check(folder):
     start = int(start.rpartition("_")[2])
     seen = (trunk(W, config, np.concatenate([ids[:start], tail])) @ head(W, config).T)[start - 1:-1].argmax(-1)
 
-    ignored = ("model.visual.", "vision_model.", "vit_large_projector.", "multi_modal_projector.", "patch_merge_mlp.",
+    ignored = ("model.visual.", "vision_model.", "vision_tower.", "vit_large_projector.", "multi_modal_projector.", "patch_merge_mlp.",
                "k_proj.k_scale", "v_proj.v_scale")
     unread = [n for n in W.raw if n not in W.used and not any(i in n for i in ignored)]
     good = max(errors) < LIMIT and list(seen) == tail and not unread

@@ -70,6 +70,26 @@ def qwen(**changes):
             "rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False, **COMMON, **changes}
 
 
+def dense(kind, **changes):
+    """config.json in the words of the dense releases of Qwen, Llama and Mistral: transformers' class and model type."""
+    return {"architectures": [kind + "ForCausalLM"], "model_type": kind.lower(), "vocab_size": VOCAB,
+            "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "intermediate_size": 192, "rope_theta": 1000000.0, **COMMON, **changes}
+
+
+def mistral3(**changes):
+    """config.json in the words of Mistral Small 3.1 and 3.2: the text model beside a vision tower."""
+    text = dense("Mistral", **changes)
+    tied = text.pop("tie_word_embeddings")
+    vision = {"head_dim": 8, "hidden_act": "silu", "hidden_size": 16, "image_size": 16, "intermediate_size": 32,
+              "model_type": "pixtral", "num_attention_heads": 2, "num_channels": 3, "num_hidden_layers": 1,
+              "patch_size": 8, "rope_theta": 10000.0}
+    return {"architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10, "model_type": "mistral3",
+            "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+            "text_config": text, "tie_word_embeddings": tied, "torch_dtype": "bfloat16", "vision_config": vision,
+            "vision_feature_layer": -1}
+
+
 def deepseek(**changes):
     """config.json in the words of the DeepSeek-V3 releases."""
     return {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": VOCAB,
@@ -431,6 +451,16 @@ def qwen3_5(layers, **changes):
             "vision_end_token_id": 248054, "vision_start_token_id": 248053}
 
 
+def qwen3_5_dense(layers, **changes):
+    """The same of the dense Qwen3.5, 3.6 and 3.8."""
+    moe = qwen3_5(layers, **changes)
+    text = {k: v for k, v in moe["text_config"].items() if "expert" not in k and k not in (
+        "mlp_only_layers", "moe_intermediate_size", "router_aux_loss_coef")}
+    return {**moe, "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+            "text_config": {"intermediate_size": 192, **text, "model_type": "qwen3_5_text"},
+            "vision_config": {**moe["vision_config"], "model_type": "qwen3_5"}}
+
+
 def qwen3_next(**changes):
     """config.json in the words of the Qwen3-Next releases: flat, and without a word on the MTP layer."""
     return {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **QWEN_TEXT,
@@ -474,6 +504,8 @@ HUB_NAMES = {
         (r"^model\.vision_tower\.layers", "model.vision_tower.encoder.layers"),
         (r"^model\.vision_tower", "vision_tower.vision_model"),
         (r"^model\.multi_modal_projector\.merge_", "patch_merge_mlp."), (r"^model\.multi", "multi")],
+    "mistral3": [(r"^lm_head", "language_model.lm_head"), (r"^model\.language_model\.", "language_model.model."),
+                 (r"^model\.(vision_tower|multi_modal_projector)\.", r"\1.")],
     "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")], "step3p5": STEP, "step3p7": STEP,
     "laguna": [(r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"), (r"\.shared_experts\.", ".shared_expert.")],
     "mimo_v2_flash": [(r"self_attn\.sinks$", "self_attn.attention_sink_bias")],
@@ -496,6 +528,7 @@ def new_rope(config, **rope):
 
 INDEX_FP8 = r"_proj(_with_mqa)?\.weight$|indexer\.w(q_b|k)\.weight$"
 LINEAR = r"_proj(_with_mqa)?\.weight$"
+TEXT_LINEAR = r"^language_model\..*_proj\.weight$"
 EXPERTS = r"\.mlp\.experts\..*weight$"
 QWEN_LINEAR = r"^(model|mtp)\..*(self_attn|shared_expert|experts\.\d+)\..*_proj\.weight$"
 G_PROJ = r"g_proj\.weight$"
@@ -539,6 +572,32 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   aside    tensors that no text model reads, with their shapes
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
+    "qwen3": dict(config=dense("Qwen3", head_dim=64, use_sliding_window=False, sliding_window=None)),
+    "qwen3_nvfp4": dict(
+        config=new_rope(dense("Qwen3", head_dim=128, num_hidden_layers=2, hidden_size=128, num_attention_heads=3,
+                              num_key_value_heads=1, tie_word_embeddings=True), rope_type="default", rope_theta=5e5),
+        declare="modelopt", store=[(LINEAR, "nvfp4")]),
+    "qwen3_5": dict(
+        config=qwen3_5_dense("LF", linear_num_value_heads=6), positions=160, mtp=True,
+        store=[(r"\.A_log$|linear_attn\.norm\.weight$", "f32")]),
+    "qwen3_5_nvfp4": dict(
+        config=qwen3_5_dense("LFL", linear_num_value_heads=4, head_dim=128, intermediate_size=128),
+        declare="modelopt_mixed_qwen", positions=72, mtp=True, shards=2,
+        store=[(r"^mtp\.", "bf16"), (r"mlp\..*_proj\.weight$", "nvfp4"), (QWEN_LINEAR + "|" + DELTA_LINEAR, "fp8")]),
+    "llama": dict(
+        config=dense("Llama", hidden_size=128, num_attention_heads=2, num_key_value_heads=1, mlp_bias=False,
+                     rms_norm_eps=1e-5, rope_theta=5e5, max_position_embeddings=8192,
+                     rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 64})),
+    "mistral": dict(
+        config=mistral3(num_hidden_layers=2, head_dim=64, rms_norm_eps=1e-5, sliding_window=None),
+        declare="compressed_tensors_text", store=[(TEXT_LINEAR, "ct_nvfp4")]),
+    "qwen2": dict(
+        config=dense("Qwen2", hidden_size=128, num_attention_heads=2, num_key_value_heads=1, use_sliding_window=False,
+                     sliding_window=None), quiet=V_BIAS),
+    "qwen2_nvfp4": dict(
+        config=dense("Qwen2", hidden_size=256, num_hidden_layers=2, intermediate_size=128, tie_word_embeddings=True),
+        declare="modelopt", store=[(LINEAR, "nvfp4")], quiet=V_BIAS),
     "qwen3moe": dict(config=qwen(num_hidden_layers=2, mlp_only_layers=[1])),
     "qwen3moe_nonorm": dict(
         config=qwen(num_hidden_layers=2, num_key_value_heads=1, num_experts=4,
@@ -1260,7 +1319,8 @@ def row_layer(kind):
 
 
 def make_mtp(model, config, checkpoint):
-    """transformers' MtpLayer around a full-attention layer with experts, with the values of the checkpoint."""
+    """transformers' MtpLayer around a full-attention layer, with experts if the model has some, with the values of the
+    checkpoint."""
     text = copy.deepcopy(decoder(model).config)
     text.num_mtp_layers, text.mtp_layer_types, text.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
     if hasattr(text, "indexer_types"):
@@ -1297,12 +1357,14 @@ def predict(model, config, checkpoint, ids):
     mask = create_causal_mask(config=layer.config, inputs_embeds=after, attention_mask=None, past_key_values=None,
                               position_ids=where)
     mlp = layer.mtp_block.mlp
-    hook = mlp.gate.register_forward_hook(
+    hooks = [gate.register_forward_hook(
         lambda _, __, output: gaps.append(checked_route(mlp, text_config(config), output)[1]))
+        for gate in [router(mlp)] if gate]
     indexer_gaps, unhook = watch_indexers([layer.mtp_block])
     rows = [layer(after, hidden, trunk.rotary_emb(after, position_ids=where + shift), mask, where + shift, None)
             for shift in (0, 1)]
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     unhook()
     # RoPE depends on differences of positions: that of the trunk's row and that of the token give the same.
     assert (rows[1] - rows[0]).square().mean() < 1e-10 * rows[0].square().mean()
@@ -1315,7 +1377,8 @@ def predict(model, config, checkpoint, ids):
         give(whole.shared_head, "weight", head)
         theirs = whole.forward_layer(0, hidden, where, None, input_ids=ids[:, 1:])
         assert torch.equal(theirs, rows[0]) and torch.equal(whole._project_to_logits(theirs), rows[0] @ head.T)
-    return (rows[0] @ head.T)[0], torch.stack([gaps[0], *indexer_gaps[:1]]).amin(0)
+    no_choice = torch.full(rows[0].shape[1:2], math.inf)
+    return (rows[0] @ head.T)[0], torch.stack([no_choice, *gaps[:1], *indexer_gaps[:1]]).amin(0)
 
 
 def head_dim(config):
@@ -1350,6 +1413,12 @@ def assert_rope(model, config):
         mscale = 0.1 * math.log(rope["factor"]) + 1
         cos_factor, score_factor = (1.0, mscale**2) if mla else (mscale, 1.0)
         assert 0 < ramp.sum() < dim // 2, "YaRN neither keeps nor stretches everything"
+    if rope.get("rope_type") == "llama3":
+        turns = inv * rope["original_max_position_embeddings"] / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        inv = inv * kept + inv / rope["factor"] * (1 - kept)
+        assert 0 < kept.sum() < dim // 2, "llama3 neither keeps nor stretches everything"
     rotary = decoder(model).rotary_emb
     attention = next(layer.self_attn for layer in decoder(model).layers if hasattr(layer, "self_attn"))
     assert torch.allclose(rotary.inv_freq.double(), inv, rtol=1e-6), (rotary.inv_freq, inv)
@@ -1565,7 +1634,8 @@ def run(model, config, ids, whole=True):
         h.remove()
     unhook()
     told["bias"] = any(biased) or not biased
-    return logits, torch.stack(gaps + indexer_gaps).amin(0) * (all(told.values()) or not whole)
+    no_choice = torch.full((len(ids),), math.inf)
+    return logits, torch.stack([no_choice, *gaps, *indexer_gaps]).amin(0) * (all(told.values()) or not whole)
 
 
 def greedy(model, config, ids):
@@ -1704,6 +1774,9 @@ def declare(kind, names):
         return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
                 "quantization_status": "compressed", "kv_cache_scheme": None,
                 "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"]}, None
+    if kind == "compressed_tensors_text":
+        quantization = declare("compressed_tensors", names)[0]
+        return {**quantization, "ignore": ["re:.*lm_head", "re:vision_tower.*", "re:multi_modal_projector.*"]}, None
     if kind == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": [
             "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}, None
