@@ -4984,7 +4984,8 @@ int main(int argc, char **argv) {
 
     model_dir = model_dir_find(model_dir);
     config_read();
-    types.dense |= !src.experts_key; /* else there would be nothing to quantize */
+    if (!src.experts_key)
+        types.dense = types.experts != AS_STORED; /* dense feed-forwards are what there is to quantize */
     may_lack = is_of_prediction;
     source_open();
     if (opt.importance) importance_open(opt.importance);

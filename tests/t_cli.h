@@ -56,6 +56,16 @@ static void test_cli_dense(void) {
     check_command(IN_DIR("head -c 3000 README.md | " DENSE "--cpu --calibrate @/x -o @/x.json"), 1, "",
                   "'build/fixtures/qwen3.gguf' has no routed experts");
 #undef DENSE
+    /* of a dense model --quantize means the feed-forwards, and without it --backbone does, too */
+    static const char types[] = CONVERT_BIN " tests/fixtures/qwen3 --dry-run %s | "
+                                            "awk '$1 ~ /^blk.0.(attn_q|ffn_up).weight$/ {print $2}'";
+    char cmd[256];
+    snprintf(cmd, sizeof cmd, types, "--backbone q8_0");
+    check_command(cmd, 0, "Q8_0\nQ8_0\n", NULL);
+    snprintf(cmd, sizeof cmd, types, "--backbone q8_0 --quantize nvfp4");
+    check_command(cmd, 0, "Q8_0\nNVFP4\n", NULL);
+    snprintf(cmd, sizeof cmd, types, "--quantize nvfp4");
+    check_command(cmd, 0, "BF16\nNVFP4\n", NULL);
 }
 
 /* Runs a command; *text becomes all of stdout. Returns the hash that ends the statistics on stderr, malloc'ed. */
