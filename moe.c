@@ -1138,7 +1138,16 @@ struct attn {
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
     float scale;      /* factor of q.k before the softmax */
+    /* Queries grow with their position, see attn_temperature; temp_scale 0: they do not */
+    float temp_scale;
+    int temp_length; /* tokens */
 };
+
+/* The factor of the query at a position: attention stays as selective over many keys as over few (Llama 4's temperature
+ * of attention). */
+static inline float attn_temperature(const struct attn *a, int pos) {
+    return a->temp_scale == 0 ? 1 : 1 + a->temp_scale * logf(1 + (float)(pos / a->temp_length));
+}
 
 /* Shape of a layer's gated delta net. In a shard n_key and n_value count the rank's own heads. Value heads are in
  * grouped order (Hugging Face's, value head j uses key head j / (n_value / n_key)) or in tiled order (of files of
@@ -1604,6 +1613,8 @@ static const struct key_rule key_rules[] = {
     {"attention.key_length",                 KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS},
     {"attention.value_length",               KEY_INT,  KEY_ONE,    1, 4096,        KEY_FOLLOWS},
     {"attention.value_scale",                KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: 1 */
+    {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* 0: none */
+    {"attention.temperature_length",         KEY_INT,  KEY_ONE,    1, INT32_MAX,   KEY_FOLLOWS},
     {"attention.sliding_window",             KEY_INT,  KEY_ONE,    0, MAX_TRAINED, KEY_FOLLOWS}, /* 0: none */
     {"attention.sliding_window_pattern",     KEY_INT,  KEY_LAYERS, 0, MAX_LAYERS,  KEY_FOLLOWS}, /* period, or list of bits */
     {"swiglu_clamp_exp",                     KEY_NUM,  KEY_LAYERS, 0, 1e6,         0}, /* 0: none */
@@ -1627,7 +1638,6 @@ static const struct key_rule key_rules[] = {
     {"attention.kv_lora_rank",               KEY_INT,  KEY_ONE,    1, 8192,        KEY_REQUIRED},
     {"attention.key_length_mla",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_REQUIRED},
     {"attention.value_length_mla",           KEY_INT,  KEY_ONE,    1, 4096,        KEY_REQUIRED},
-    {"attention.temperature_scale",          KEY_NUM,  KEY_ONE,    0, 1e6,         0}, /* nothing but 0 is supported */
     /* indexers */
     {"attention.indexer.head_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
     {"attention.indexer.key_length",         KEY_INT,  KEY_ONE,    2, 1024,        KEY_REQUIRED},
@@ -2981,7 +2991,7 @@ static inline size_t expert_ring_bytes(const struct model *m) {
 
 /* The shapes of latent attention whose keys and values prefill can expand: values of a key that are not rotated, its
  * rotated ones, and values of a head. The second is that of the tests. */
-#define MLA_EXPANDED_SHAPES(X) X(128, 64, 128) X(32, 16, 32)
+#define MLA_EXPANDED_SHAPES(X) X(128, 64, 128) X(64, 64, 128) X(32, 16, 32)
 
 /* Whether a forward of n tokens expands keys and values from the latents, by wk_b and wv_b, instead of absorbing these
  * into queries and outputs. Multiplications per head, key and query that sees it: nope + rope + v when expanded, 2
@@ -3704,7 +3714,8 @@ static void loader_rope(struct loader *l, const char *base_key, bool scaled, int
         double mscale = 1.0 + log_mul * log(factor > 1.0 ? factor : 1.0);
         attn->scale *= (float)(mscale * mscale);
     } else if (yarn && !l->yarn_plain) {
-        rope.factor *= (float)(1.0 + 0.1 * log(factor > 1.0 ? factor : 1.0));
+        const double grown = 0.1 * log(factor > 1.0 ? factor : 1.0);
+        rope.factor *= (float)((1.0 + grown) / (1.0 + log_mul * grown));
     }
     int d = dim;
     double lo = d * log(original / (beta_fast * 2 * M_PI)) / (2 * log(base));
@@ -3746,6 +3757,14 @@ static void read_gqa(struct loader *l) {
     read_heads(l);
     const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
     loader_rope(l, "rope.freq_base", true, dim, &l->attn);
+}
+
+/* Reads how queries grow with their position. */
+static void read_temperature(struct loader *l) {
+    struct attn *a = &l->attn;
+    a->temp_scale = loader_num(l, "attention.temperature_scale");
+    const int original = loader_int_or(l, "rope.scaling.original_context_length", l->m->n_ctx_train);
+    a->temp_length = loader_int_or(l, "attention.temperature_length", original);
 }
 
 /* Reads which layers have a window and how many keys it has: those that attention.sliding_window_pattern names by one
@@ -3928,6 +3947,12 @@ static void read_llama(struct loader *l) {
     read_gqa(l);
 }
 
+/* Reads the metadata of Mistral 3, whose queries grow with their position. */
+static void read_mistral3(struct loader *l) {
+    read_llama(l);
+    read_temperature(l);
+}
+
 /* A layer of MiniMax-M2 or OLMoE: queries and keys are normed as whole rows. */
 static void layer_row_norm(struct loader *l, struct layer *layer, int il) {
     layer->qk_norm = QK_NORM_ROWS;
@@ -4067,9 +4092,8 @@ static void read_mla(struct loader *l) {
     a->head_k = loader_int(l, "attention.key_length_mla");
     a->head_v = loader_int(l, "attention.value_length_mla");
     int rope = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k - 1);
-    if (loader_num(l, "attention.temperature_scale") != 0.0f)
-        loader_fail(l, "metadata key '%s.attention.temperature_scale' is set: that variant is not supported", l->arch);
     loader_rope(l, "rope.freq_base", true, rope, a);
+    read_temperature(l);
     /* Files by llama.cpp's converter do not name the router of GLM-4.7-Flash. Softmax routers have no bias. */
     char key[128];
     for (int il = 0; il < model_blocks(l->m) && !loader_key(l, "expert_gating_func", key); il++) {
@@ -4472,6 +4496,8 @@ static const struct family families[] = {
      .read = read_qwen35,   .layer = layer_qwen3next},
     {.arch = "deepseek2", .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_mla,      .layer = layer_mla},
+    {.arch = "mistral4", .gating = GATING_SOFTMAX, .norm_topk_prob = true,
+     .read = read_mla,      .layer = layer_mla},
     {.arch = "deepseek32", .gating = GATING_SIGMOID, .norm_topk_prob = true,
      .read = read_sparse,   .layer = layer_sparse},
     {.arch = "glm-dsa",   .gating = GATING_SIGMOID, .norm_topk_prob = true,
@@ -4494,6 +4520,7 @@ static const struct family families[] = {
      .read = read_gqa,      .layer = layer_row_norm},
     {.arch = "llama",     .gating = GATING_SOFTMAX, .norm_topk_prob = true, .dense = true,
      .read = read_llama,    .layer = layer_attn},
+    {.arch = "mistral3", .dense = true, .read = read_mistral3, .layer = layer_attn},
     {.arch = "qwen2", .dense = true, .read = read_gqa, .layer = layer_attn},
     {.arch = "qwen2moe",  .gating = GATING_SOFTMAX, .norm_topk_prob = false,
      .read = read_gqa,      .layer = layer_attn},
@@ -5296,6 +5323,13 @@ static const struct synth synths[] = {
      "expert_used_count=8 expert_feed_forward_length=2048 expert_shared_count=1 expert_group_count=8 "
      "expert_group_used_count=4 expert_gating_func=2 vocab_size=129280 expert_weights_norm=true "
      "expert_weights_scale=2.5"},
+    {"mistral-small-4", "mistral4", .keys =
+     "context_length=1048576 embedding_length=4096 block_count=36 attention.head_count=32 attention.head_count_kv=1 "
+     "attention.key_length=320 attention.value_length=256 attention.q_lora_rank=1024 attention.kv_lora_rank=256 "
+     "attention.key_length_mla=128 attention.value_length_mla=128 rope.dimension_count=64 rope.freq_base=10000 "
+     "rope.scaling.type=yarn rope.scaling.factor=128 rope.scaling.original_context_length=8192 "
+     "rope.scaling.yarn_log_multiplier=0.1 attention.temperature_scale=0.1 attention.temperature_length=8192 "
+     "expert_count=128 expert_used_count=4 expert_feed_forward_length=2048 expert_shared_count=1 vocab_size=131072"},
     {"deepseek-v3.2", "deepseek32", .keys =
      "context_length=163840 embedding_length=7168 block_count=62 nextn_predict_layers=1 feed_forward_length=18432 "
      "attention.head_count=128 attention.head_count_kv=1 attention.key_length=576 attention.value_length=512 "
@@ -9270,6 +9304,11 @@ static int query_stride(const struct layer *layer) {
     return layer->attn.q_gate ? 2 * layer->attn.head_k : layer->attn.head_k;
 }
 
+/* Multiplies n values of queries by a factor. */
+static void temper(float *q, int n, float factor) {
+    for (int i = 0; i < n; i++) q[i] *= factor;
+}
+
 /* Norms and rotates the heads of q and k in place, then writes k and v to the cache at their positions. */
 static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
@@ -9285,6 +9324,7 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
             if (layer->qk_norm == QK_NORM_HEADS)
                 r->cpu->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
             (m->ropes[a->rope].pairs ? rope_pairs : rope_halves)(x, c, s, dim);
+            if (is_q && a->temp_scale != 0) temper(x, a->head_k, attn_temperature(a, r->pos + t));
         }
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, act_row(r, k, t));
         kv_store(r->cpu->k, &r->cache[il][CACHE_V], r->pos + t, act_row(r, v, t));
@@ -9303,6 +9343,7 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
                     *s = r->cpu->sin[a->rope] + (r->first + t) * (dim / 2);
         float *latent = act_row(r, kv, t);
         for (int h = 0; h < a->n_head; h++) rope_pairs(act_row(r, q, t) + h * a->head_k + nope, c, s, dim);
+        if (a->temp_scale != 0) temper(act_row(r, q, t), a->n_head * a->head_k, attn_temperature(a, r->pos + t));
         r->cpu->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
         rope_pairs(latent + a->kv_lora, c, s, dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, latent);
@@ -20916,9 +20957,9 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "microseconds that --plan expects of a kernel for one token when nothing was\n"
                                     "requested ahead.\n";
 
-static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, deepseek-v3.2,\n"
-                                    "deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air, glm-4.7,\n"
-                                    "glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
+static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
+                                    "deepseek-v3.2, deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air,\n"
+                                    "glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
                                     "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
                                     "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
                                     "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"

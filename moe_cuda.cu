@@ -3358,7 +3358,16 @@ struct rope_args {
     struct cache_tensor kp, vp;
     int n_head, n_head_kv, d, q_head, dv, rope, latent, nope;
     float eps;
+    float temp_scale; /* of struct attn */
+    int temp_length;
 };
+
+/* The factor of token t's queries: attn_temperature. */
+DEVICE float query_factor(const struct rope_args &p, int t) {
+    if (p.temp_scale == 0) return 1;
+    const int pos = run_base(p.batch.run(t)) + t;
+    return 1 + p.temp_scale * log1pf((float)(pos / p.temp_length));
+}
 
 enum { HEAD_MAX = 256 /* values of a head of grouped-query attention */, HEAD_PER = HEAD_MAX / 32 };
 
@@ -3418,8 +3427,9 @@ __global__ void __launch_bounds__(128) k_rope_gqa(struct rope_args p) {
     }
     float x[HEAD_PER];
     rope_head<HEAD_PER>(p, p.q + (size_t)t * p.q_stride + (size_t)h * p.q_head, p.q_norm, p.d, t, x);
+    const float f = query_factor(p, t);
     UNROLL for (int j = 0; j < HEAD_PER; j++) if (lane + 32 * j < p.d)
-        p.q16[((size_t)t * p.n_head + h) * p.d + lane + 32 * j] = clamped_f16(x[j]);
+        p.q16[((size_t)t * p.n_head + h) * p.d + lane + 32 * j] = clamped_f16(x[j] * f);
 }
 
 /* Rotates neighbors 2i and 2i + 1 of x against each other (DeepSeek); returns the pair. */
@@ -3434,9 +3444,10 @@ DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step
     const size_t row = (size_t)t * p.n_head + h;
     const float *q = p.q + row * p.d + p.nope;
     uint16_t *to = p.q_rope + row * (p.latent + p.rope) + p.latent;
+    const float f = query_factor(p, t);
     for (int i = i0; i < p.rope / 2; i += step) {
         const float2 y = rope_pair(p, q, t, i);
-        ((uint32_t *)to)[i] = clamped_f16x2(y.x, y.y);
+        ((uint32_t *)to)[i] = clamped_f16x2(y.x * f, y.y * f);
     }
 }
 
@@ -3478,7 +3489,8 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
     }
     if (h >= p.n_head) return;
     const size_t row = ((size_t)t * p.n_head + h) * p.d;
-    for (int i = lane; i < p.nope; i += WARP) p.q16[row + i] = clamped_f16(p.q[row + i]);
+    const float f = query_factor(p, t);
+    for (int i = lane; i < p.nope; i += WARP) p.q16[row + i] = clamped_f16(p.q[row + i] * f);
     mla_rotate(p, t, h, lane, WARP);
 }
 
@@ -3531,8 +3543,8 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_query(const __grid_cons
     for (int i = tid; i < p.n_tok * tiles * TILE_ROWS; i += GEMV_THREADS) {
         const int t = i / (tiles * TILE_ROWS), j = i % (tiles * TILE_ROWS), row = rt0 * TILE_ROWS + j;
         if (row < p.w.n_out)
-            r.q_rope[((size_t)t * r.n_head + h) * (r.latent + r.rope) + row] =
-                clamped_f16(gemv_sum<NT>(red, t * TILE_ROWS + j % TILE_ROWS, j / TILE_ROWS * part, part));
+            r.q_rope[((size_t)t * r.n_head + h) * (r.latent + r.rope) + row] = clamped_f16(
+                gemv_sum<NT>(red, t * TILE_ROWS + j % TILE_ROWS, j / TILE_ROWS * part, part) * query_factor(r, t));
     }
 }
 
@@ -4257,7 +4269,8 @@ __global__ void __launch_bounds__(128, 2) attn_gqa_decode(struct attn_args a) {
         if (th.x < 0) continue;
         rope_head<K / 32>(a.rope, a.rope.q + (size_t)th.x * a.rope.q_stride + (size_t)th.y * a.rope.q_head,
                           a.rope.q_norm, K, th.x, x);
-        UNROLL for (int j = 0; j < K / 32; j++) q_row(r)[lane + 32 * j] = clamped_f16(x[j]);
+        const float f = query_factor(a.rope, th.x);
+        UNROLL for (int j = 0; j < K / 32; j++) q_row(r)[lane + 32 * j] = clamped_f16(x[j] * f);
     }
     if (CHOSEN) cp_async_wait<DEPTH - 1>(); /* the queries have landed */
     __syncthreads();                        /* the new rows and the queries are written */
@@ -4964,6 +4977,7 @@ static attn_runner *attn_find(enum attn_kind kind, int dk, int dv, int fp8) {
         {ATTN_GQA, 192, 128, {attn_run_gqa<192, 128, 0>, attn_run_gqa<192, 128, 1>}},
         {ATTN_GQA, 256, 256, {attn_run_gqa<256, 256, 0>, attn_run_gqa<256, 256, 1>}},
         {ATTN_MLA, 512 + 64, 512, {attn_run_mla<512, 64, 0>, attn_run_mla<512, 64, 1>}},
+        {ATTN_MLA, 256 + 64, 256, {attn_run_mla<256, 64, 0>, attn_run_mla<256, 64, 1>}},
         {ATTN_MLA, 128 + 64, 128, {attn_run_mla<128, 64, 0>, attn_run_mla<128, 64, 1>}},
         {ATTN_MLA, 64 + 16, 64, {attn_run_mla<64, 16, 0>, attn_run_mla<64, 16, 1>}},
         {ATTN_CSA, 512, 512, {attn_run_csa<512, 0>, attn_run_csa<512, 1>}},
@@ -7712,6 +7726,8 @@ static struct rope_args rope_of(struct rank *r, int il, enum act q, enum act k) 
     p.nope = layer_nope(m, layer);
     p.latent = shape.kv_lora;
     p.eps = m->rms_eps;
+    p.temp_scale = shape.temp_scale;
+    p.temp_length = shape.temp_length;
     p.q_rope = c->q_absorbed;
     if (layer->qk_norm == QK_NORM_HEADS) {
         p.q_norm = layer->q_norm;

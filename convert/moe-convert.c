@@ -927,6 +927,7 @@ static struct checkpoint {
     bool sections;             /* GGUF files have the shares of time, height and width */
     bool llama3;               /* rope_freqs.weight may change frequencies */
     bool exact_yarn;           /* YaRN's ramp is not rounded */
+    bool tempered;             /* queries grow with their position */
 
     void (*put)(void);                      /* writes keys that only this family has; NULL: there are none */
     void (*put_template)(const char *name); /* writes a chat template for a release without; NULL: there is none */
@@ -1808,6 +1809,11 @@ static size_t rotated(struct doc r, bool windowed) {
     const char *key = d.obj == src.cfg.obj && get(src.cfg, list) ? list : "partial_rotary_factor";
     const double share = key == list ? layer_number(list, windowed, src.rotary) : get_num(d, key, src.rotary);
     const double n = (double)head_k() * share + 1e-9;
+    if (src.mixer == MIXER_MLA) { /* a part by itself */
+        const size_t rope = size_of("qk_rope_head_dim");
+        expect(d, key, share == 1 || (size_t)n == rope, "1, or the share of qk_rope_head_dim");
+        return rope;
+    }
     if (!src.partial && !src.window_rope) expect(d, key, share == 1, "1");
     expect(d, key, share > 0 && share <= 1 && (size_t)n >= 2 && (size_t)n % 2 == 0,
            "a share of head_dim that is an even number");
@@ -2065,6 +2071,12 @@ static void config_deepseek_experts(void) {
 static void config_deepseek3(void) {
     config_deepseek_experts();
     expect(src.cfg, "index_topk", !get(src.cfg, "index_topk"), "none (no sparse attention)");
+}
+
+/* Reads the keys of Mistral 4, whose router is a softmax. */
+static void config_mistral4(void) {
+    config_leading_dense();
+    src.n_group = (int)get_int(src.cfg, "n_group", 1, MAX_EXPERTS, 1);
 }
 
 /* Returns the width of an indexer's heads. */
@@ -2765,6 +2777,10 @@ static const struct release {
      .src = {.arch = "llama", .kv_optional = true, .pairs = true, .llama3 = true, .rope_theta = 10000}},
     {.type = "mistral", .wrapper = "mistral3", .fixed = "sliding_window none",
      .src = {.arch = "llama", .pairs = true, .rope_theta = 10000}},
+    {.type = "ministral3", .wrapper = "mistral3", .fixed = "sliding_window none",
+     .src = {.arch = "mistral3", .pairs = true, .eps = 1e-5, .tempered = true}},
+    {.type = "mistral4", .wrapper = "mistral3", .config = config_mistral4, .fixed = "rope_interleave true",
+     .src = {.arch = "mistral4", LATENT, DEEPSEEK_EXPERTS, .tempered = true}},
     {.type = "olmoe", .fixed = "clip_qkv none",
      .src = {.arch = "olmoe", .is_dense = is_dense_never, .experts_key = "num_experts",
              .experts_other = "num_local_experts", .width_key = "intermediate_size", .kv_optional = true,
@@ -3786,8 +3802,11 @@ static void note_rope(void) {
         note_unknown(rope_part(false), "type rope_type rope_theta partial_rotary_factor");
         return;
     }
-    note_unknown(r, fmt("%s mscale mscale_all_dim%s%s", known, llama3 ? " low_freq_factor high_freq_factor" : "",
-                        !llama3 && src.mtp_beside ? " mrope_section mrope_interleaved" : ""));
+    note_unknown(r, fmt("%s mscale mscale_all_dim%s", known,
+                        llama3           ? " low_freq_factor high_freq_factor"
+                        : src.mtp_beside ? " mrope_section mrope_interleaved"
+                        : src.tempered   ? " llama_4_scaling_beta max_position_embeddings"
+                                         : ""));
     if (r.in && !strcmp(r.in, "rope_scaling") && get(c, "rope_parameters"))
         err_message("config.json: key 'rope_parameters' is not used: there is rope_scaling");
 }
@@ -3855,13 +3874,21 @@ static void put_rope(void) {
     if (one_of(type, "default none") || llama3) return;
     check_yarn(r);
     double mscale = get_num(r, "mscale", 0), all = get_num(r, "mscale_all_dim", 0);
-    double usual = 0.1 * log(rope_factor(r)) + 1, attention = get_num(r, "attention_factor", mla ? 0 : usual);
+    const bool level = !mla && src.tempered; /* cos and sin stay as they are */
+    double usual = level ? 1 : 0.1 * log(rope_factor(r)) + 1;
+    double attention = get_num(r, "attention_factor", mla ? 0 : usual);
     expect(r, "truncate", get_bool(r, "truncate", true) != src.exact_yarn, src.exact_yarn ? "false" : "true");
-    expect(r, "mscale_all_dim", mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
-           mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
+    if (level) check_fixed(r, "mscale 1 mscale_all_dim 1");
+    else
+        expect(r, "mscale_all_dim", mla ? all > 0 && mscale == all : mscale == 0 && all == 0,
+               mla ? fmt("the same number above 0 as mscale, %g,", mscale) : "neither mscale nor this");
     expect(r, "attention_factor", fabs(attention - (mla ? 0 : usual)) <= 1e-4, mla ? "none" : fmt("%g or none", usual));
     put_yarn(r, get(r, "attention_factor") && !mla ? attention : NAN);
     if (mla) kv_num(r, "mscale_all_dim", 0.1 * all, "rope.scaling.yarn_log_multiplier");
+    if (level) kv_num(r, "mscale_all_dim", all, "rope.scaling.yarn_log_multiplier");
+    if (!src.tempered) return;
+    kv_num(r, "llama_4_scaling_beta", get_num(r, "llama_4_scaling_beta", NAN), "attention.temperature_scale");
+    kv_u32("attention.temperature_length", (size_t)original_context(r));
 }
 
 /* Whether config.json has a list of the layers' numbers of experts. */
@@ -4939,8 +4966,8 @@ static const struct manual manual = {
              "qwen3_next, deepseek_v3, deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3,\n"
              "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
              "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
-             "mistral3, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
-             "mimo_v2_flash, mimo_v2.\n"
+             "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
+             "step3p7, laguna, mimo_v2_flash, mimo_v2.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

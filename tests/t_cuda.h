@@ -664,6 +664,8 @@ static void test_cuda_operations(void) {
                                         "glm4_moe_lite",
                                         "qwen3_nvfp4",
                                         "mistral",
+                                        "ministral3_nvfp4",
+                                        "mistral4",
                                         "qwen2_nvfp4",
                                         "qwen3_5_nvfp4",
                                         "qwen3_5_moe",

@@ -506,6 +506,13 @@ static void test_fixtures_dense(void) {
     check_fixture("qwen2_nvfp4", NULL);
 }
 
+static void test_fixtures_mistral(void) {
+    check_fixture("ministral3", NULL);
+    check_fixture("ministral3_nvfp4", NULL);
+    check_fixture("mistral4", NULL);
+    check_fixture("mistral4_nvfp4", NULL);
+}
+
 static void test_fixtures_step3(void) {
     check_fixture("step3p5", NULL);
     check_fixture("step3p7", NULL);
@@ -1774,9 +1781,9 @@ static void test_cpu_profile(void) {
         {"model/fixtures-dots1", test_fixtures_dots1}, {"model/unnamed-router", test_unnamed_router},                  \
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
         {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
-        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-laguna", test_fixtures_laguna},                \
-        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
-        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
+        {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
+        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
+        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \
         {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                            \

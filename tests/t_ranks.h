@@ -14,9 +14,10 @@ static const char *const rank_fixtures[] = {
     "laguna",        "laguna_element",      "mimo_v2_flash",     "mimo_v2_flash_fp8",
     "deepseek_v32",  "deepseek_v32_fp8",    "glm_moe_dsa",       "glm_moe_dsa_types",
     "minimax_m3",    "minimax_m3_nvfp4",    "deepseek_v4",       "deepseek_v4_pro",
-    "dots1",         "dots1_nvfp4",
-    "qwen3",         "qwen3_nvfp4",         "qwen3_5",           "qwen3_5_nvfp4",
-    "llama",         "mistral",             "qwen2",             "qwen2_nvfp4"};
+    "dots1",         "dots1_nvfp4",         "qwen3",             "qwen3_nvfp4",
+    "qwen3_5",       "qwen3_5_nvfp4",       "llama",             "mistral",
+    "qwen2",         "qwen2_nvfp4",         "ministral3",        "ministral3_nvfp4",
+    "mistral4",      "mistral4_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

@@ -179,6 +179,12 @@ def attend(q, k, v, scale, window=None, sinks=None, chosen=None):
     return np.einsum("hqk,khd->qhd", softmax(score)[..., :n], v).reshape(n, -1)
 
 
+def temperature(rope, n):
+    """The factors of the queries of n tokens [n, 1, 1], which grow with their position."""
+    beta, length = rope.get("llama_4_scaling_beta", 0), rope.get("original_max_position_embeddings", n)
+    return (1 + beta * np.log(1 + np.arange(n) // length))[:, None, None]
+
+
 def gqa(W, config, x, p):
     """Qwen3, Hy3 and GLM: GLM adds a bias to q, k and v, rotates a part of each head and may lack the norms."""
     n, d, eps = len(x), config["head_dim"], config["rms_norm_eps"]
@@ -352,6 +358,7 @@ def mla(W, config, x, p, layer):
     cos, sin, sharpen = rope_tables(config, n, rope)
     cos, sin = cos[:, None], sin[:, None]
     q = np.concatenate([q[..., :nope], turn_pairs(q[..., nope:], cos, sin)], -1)
+    q = q * temperature(config.get("rope_parameters") or {}, n)
     k_rope = np.repeat(turn_pairs(latent[:, None, rank:], cos, sin), heads, 1)
     k = np.concatenate([kv[..., :nope], k_rope], -1)
     chosen = indexed(W, config, x, low, p + "indexer.", layer)
@@ -362,8 +369,9 @@ def mla(W, config, x, p, layer):
 def rules(config, layer):
     """What a layer does in the families below, which differ in this alone.  None: another family."""
     kind = config["model_type"]
-    if kind not in ("qwen3", "qwen2", "llama", "mistral", "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe", "qwen2_moe",
-                    "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash"):
+    dense = "qwen3", "qwen2", "llama", "mistral", "ministral3"
+    if kind not in (*dense, "gpt_oss", "minimax_m2", "minimax_m3_vl", "minimax_m3_vl_text", "mixtral", "olmoe",
+                    "qwen2_moe", "ernie4_5_moe", "step3p5", "laguna", "mimo_v2_flash"):
         return None
     windowed = config.get("layer_types", [])[layer:layer + 1] == ["sliding_attention"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -374,8 +382,9 @@ def rules(config, layer):
              value_scale=1, renorm=config.get("norm_topk_prob", True), shared=None, shared_gate=None, indexed=False,
              k=config.get("num_experts_per_tok"), names=("gate_proj", "up_proj", "down_proj"),
              activation=swiglu, shared_activation=swiglu)
-    if kind in ("qwen3", "qwen2", "llama", "mistral"):
-        r |= dict(norm="head" if kind == "qwen3" else None, sparse=False, rope={**rope, **config.get("rope_parameters", {})})
+    if kind in dense:
+        r |= dict(norm="head" if kind == "qwen3" else None, sparse=False,
+                  rope={**rope, **config.get("rope_parameters", {})})
     if kind == "gpt_oss":
         r |= dict(sinks="sinks", router="router", score="chosen", names=None,
                   activation=lambda gate, up: oai(gate, up, config["swiglu_limit"]))
@@ -459,7 +468,7 @@ def attention(W, config, r, x, p):
     v = v.reshape(n, k.shape[1], -1) * r["value_scale"]
     if r["norm"] == "head":
         q, k = norm(W, config, q, p + "q_norm.weight"), norm(W, config, k, p + "k_norm.weight")
-    cos, sin, sharpen = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
+    cos, sin, _ = rope_tables({"rope_parameters": r["rope"]}, n, 2 * half)
     cos, sin = cos[:, None], sin[:, None]
 
     def turn(t):
@@ -472,7 +481,7 @@ def attention(W, config, r, x, p):
 
     sinks = W.get(p + r["sinks"]) if r["sinks"] else None
     chosen = best_blocks(W, config, r, x, p) if r["indexed"] else None
-    y = attend(turn(q), turn(k), v, d ** -0.5 * sharpen, r["window"], sinks, chosen)
+    y = attend(turn(q) * temperature(r["rope"], n), turn(k), v, d ** -0.5, r["window"], sinks, chosen)
     return linear(W, gated(W, r, x, y, p), p + "o_proj")
 
 

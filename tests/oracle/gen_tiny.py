@@ -77,9 +77,35 @@ def dense(kind, **changes):
             "intermediate_size": 192, "rope_theta": 1000000.0, **COMMON, **changes}
 
 
-def mistral3(**changes):
-    """config.json in the words of Mistral Small 3.1 and 3.2: the text model beside a vision tower."""
-    text = dense("Mistral", **changes)
+def ministral3(rope, **changes):
+    """The text part of Ministral 3's configuration."""
+    config = dense("Ministral3", **{"head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": None,
+                                    "rope_parameters": rope, **changes})
+    return {k: v for k, v in config.items() if k not in ("rope_theta", "rope_scaling")}
+
+
+def growing(factor, original, beta, **more):
+    """RoPE parameters of Mistral's models whose queries grow with their position; YaRN leaves cos and sin alone."""
+    return {"type": "yarn", "rope_type": "yarn", "rope_theta": 1000000.0, "factor": factor,
+            "original_max_position_embeddings": original, "max_position_embeddings": 4096, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta, **more}
+
+
+def mistral4(**changes):
+    """The text part of Mistral Small 4's configuration."""
+    config = {"model_type": "mistral4", "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64,
+              "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "intermediate_size": 192,
+              "moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+              "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+              "routed_scaling_factor": 1.0, "rope_interleave": True, **COMMON, **changes}
+    return {k: v for k, v in config.items() if k != "rope_scaling"}
+
+
+def mistral3(text):
+    """config.json in the words of Mistral Small 3.1, Ministral 3 and later ones: the text model beside a vision
+    tower."""
+    text = {k: v for k, v in text.items() if k != "architectures"}
     tied = text.pop("tie_word_embeddings")
     vision = {"head_dim": 8, "hidden_act": "silu", "hidden_size": 16, "image_size": 16, "intermediate_size": 32,
               "model_type": "pixtral", "num_attention_heads": 2, "num_channels": 3, "num_hidden_layers": 1,
@@ -590,8 +616,20 @@ SPECS = {
                      rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                                    "high_freq_factor": 4.0, "original_max_position_embeddings": 64})),
     "mistral": dict(
-        config=mistral3(num_hidden_layers=2, head_dim=64, rms_norm_eps=1e-5, sliding_window=None),
+        config=mistral3(dense("Mistral", num_hidden_layers=2, head_dim=64, rms_norm_eps=1e-5, sliding_window=None)),
         declare="compressed_tensors_text", store=[(TEXT_LINEAR, "ct_nvfp4")]),
+    "ministral3": dict(
+        config={"architectures": ["Ministral3ForCausalLM"], **ministral3(growing(16.0, 8, 0.1))}),
+    "ministral3_nvfp4": dict(
+        config=mistral3(ministral3(growing(4.0, 16, 0.5), num_hidden_layers=2, hidden_size=128, head_dim=128,
+                                   num_attention_heads=3, num_key_value_heads=1)),
+        declare="compressed_tensors_text", store=[(TEXT_LINEAR, "ct_nvfp4")]),
+    "mistral4": dict(config=mistral3(mistral4(rope_parameters=growing(32.0, 8, 0.1, partial_rotary_factor=1 / 3)))),
+    "mistral4_nvfp4": dict(
+        config=mistral3(mistral4(rope_parameters=growing(8.0, 16, 0.4, partial_rotary_factor=0.5), hidden_size=128,
+                                 first_k_dense_replace=1, num_attention_heads=3, num_key_value_heads=3,
+                                 qk_nope_head_dim=16, v_head_dim=64, n_routed_experts=6, num_experts_per_tok=2)),
+        declare="compressed_tensors_text", store=[(r"^language_model\..*experts\..*_proj\.weight$", "ct_nvfp4")]),
     "qwen2": dict(
         config=dense("Qwen2", hidden_size=128, num_attention_heads=2, num_key_value_heads=1, use_sliding_window=False,
                      sliding_window=None), quiet=V_BIAS),
@@ -1397,7 +1435,7 @@ def assert_rope(model, config):
     dim = config["qk_rope_head_dim"] if mla else head_dim(config)
     head, part = dim, rope.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1)
     part = config["rotary_dim"] / head if "rotary_dim" in config else part
-    dim = int(dim * part)
+    dim = dim if mla else int(dim * part)
     assert sum(rope.get("mrope_section", [dim // 2])) == dim // 2
     i = torch.arange(dim // 2, dtype=torch.float64)
     inv, cos_factor, score_factor = theta ** (-2 * i / dim), 1.0, 1.0
@@ -1411,7 +1449,7 @@ def assert_rope(model, config):
         ramp = ((i - low) / (high - low)).clamp(0, 1)
         inv = inv * (1 - ramp) + inv / rope["factor"] * ramp
         mscale = 0.1 * math.log(rope["factor"]) + 1
-        cos_factor, score_factor = (1.0, mscale**2) if mla else (mscale, 1.0)
+        cos_factor, score_factor = (1.0 if "mscale" in rope else mscale), (mscale**2 if mla else 1.0)
         assert 0 < ramp.sum() < dim // 2, "YaRN neither keeps nor stretches everything"
     if rope.get("rope_type") == "llama3":
         turns = inv * rope["original_max_position_embeddings"] / (2 * math.pi)
