@@ -140,6 +140,18 @@ static void rings_written_on(const char *launch, void *args) {
 static void other_halves(const char *launch, void *args) {
     change_attention(launch, args, [](auto &a) { a.rope.pairs = !a.rope.pairs; });
 }
+static void decode_level(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.rope.temp_scale = 0; });
+}
+static void prefill_level(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_", args, [](auto &a) { a.temp_scale = 0; });
+}
+static void latents_level(const char *launch, void *args) {
+    change_if<struct mla_query_args>(launch, "k_mla_query", args, [](auto &a) { a.rope.temp_scale = 0; });
+}
+static void grown_early(const char *launch, void *args) {
+    change_attention(launch, args, [](auto &a) { a.rope.temp_length = max(1, a.rope.temp_length - 1); });
+}
 static void other_gates(const char *launch, void *args) {
     change_attention(launch, args, [](auto &a) { a.softplus = !a.softplus; });
     change_if<struct gate_args>(launch, "k_head_gate", args, [](auto &a) { a.softplus = !a.softplus; });
@@ -406,6 +418,10 @@ static const struct {
                 {"windows", "a ring is written beyond its end", rings_written_on},
                 {"windows", "another half of the values is rotated", other_halves},
                 {"windows", "gates have the other function", other_gates},
+                {"operations", "queries of decode do not grow", decode_level},
+                {"operations", "queries of prefill do not grow", prefill_level},
+                {"operations", "queries of latents do not grow", latents_level},
+                {"operations", "queries grow a token early", grown_early},
                 {"links", "the rows of a rank are normed by themselves", rows_of_ranks},
                 {"links", "copies of KV heads are counted", copies_counted},
                 {"parallel", "keys are the first timeline's", keys_of_first},
