@@ -1156,6 +1156,10 @@ struct delta {
     int n_key, n_value; /* heads of queries and keys; heads of values and of the result */
     int head_k, head_v; /* values of a head's key and of its value */
     int n_conv;         /* tokens under the short convolution */
+    int n_decay;        /* decays of a value head: 1, or head_k (Kimi delta attention), one for each row of its state */
+    int low;           /* values through which inputs of decays and gates of results go, a low rank; 0: there is none */
+    float bound;       /* negative: what logarithms of decays are above; 0: they have no bound */
+    bool sigmoid_gate; /* a gate of the result acts by its sigmoid; otherwise by its SiLU */
     bool tiled;
     bool fused_ba;            /* a file has w_beta and w_alpha as one matrix */
     int first_key, whole_key; /* shard: the first of its key heads, and how many the whole model has */
@@ -1190,7 +1194,6 @@ enum qk_norm {
     X(GQA, l->mixer == MIXER_GQA)                                             \
     X(MLA, l->mixer == MIXER_MLA)                                             \
     X(CSA, l->mixer == MIXER_CSA)                                             \
-    X(DELTA, l->mixer == MIXER_DELTA)                                         \
     X(ATTENTION, l->mixer == MIXER_GQA || l->mixer == MIXER_MLA)              \
     X(Q, l->mixer == MIXER_GQA || (l->mixer == MIXER_MLA && !l->attn.q_lora)) \
     X(Q_LORA, l->attn.q_lora > 0)                                             \
@@ -1200,8 +1203,12 @@ enum qk_norm {
     X(HEAD_GATE, l->attn.n_gate > 0)                                          \
     X(INDEXER, l->attn.n_index > 0)                                           \
     X(COMPRESSED, l->attn.compress_ratio > 0)                                 \
-    X(DELTA_AB, l->mixer == MIXER_DELTA && !l->delta.fused_ba)                \
-    X(DELTA_BA, l->mixer == MIXER_DELTA && l->delta.fused_ba)                 \
+    X(GDN, l->delta.n_decay == 1)                                             \
+    X(GDN_AB, l->delta.n_decay == 1 && !l->delta.fused_ba)                    \
+    X(GDN_BA, l->delta.n_decay == 1 && l->delta.fused_ba)                     \
+    X(KDA, l->delta.n_decay > 1)                                              \
+    X(KDA_LOW, l->delta.n_decay > 1 && l->delta.low > 0)                      \
+    X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                        \
     X(FFN_NORM, !l->post_norm)                                                \
     X(POST_NORM, l->post_norm)                                                \
     X(DENSE_FFN, !l->n_expert)                                                \
@@ -1309,11 +1316,13 @@ struct layer {
     struct compressor compressor, index_compressor;
     /* gated delta net; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v) */
     struct delta delta;
-    struct weight wz;              /* (n_value * head_v, n_embd) gates of the result */
-    struct weight w_alpha, w_beta; /* (n_value, n_embd) */
-    const float *conv;             /* (whole model's n_key * head_k twice + n_value * head_v, n_conv) */
-    const float *decay, *dt_bias;  /* (whole model's n_value): -exp(A_log); added to alpha */
-    const float *delta_norm;       /* (head_v) */
+    struct weight wz;                  /* (n_value * head_v, n_embd or low) gates of the result */
+    struct weight w_alpha, w_beta;     /* (n_value * n_decay, n_embd or low), (n_value, n_embd) */
+    struct weight wz_low, w_alpha_low; /* (low, n_embd) */
+    const float *conv;                 /* (whole model's n_key * head_k twice + n_value * head_v, n_conv) */
+    const float *decay;                /* (whole model's n_value) -exp(A_log); with a bound exp(A_log) */
+    const float *dt_bias;              /* (whole model's n_value * n_decay) added to alpha */
+    const float *delta_norm;           /* (head_v) */
     /* feed-forward: dense when n_expert is 0 */
     int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
     int n_expert_used;            /* of them per token */
@@ -1390,6 +1399,8 @@ enum dim {
     DIM_VALUE_HEAD, /* head_v */
     DIM_MIX,        /* 2 n_key * head_k + n_value * head_v */
     DIM_BA,         /* 2 n_value */
+    DIM_DECAYS,     /* n_value * n_decay */
+    DIM_LOW,        /* low */
     DIM_COUNT
 };
 
@@ -1480,21 +1491,39 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("attn_gate",             "self_attn.g_proj",             w_gate,      EMBD,    GATES,    ONE,     HAS_HEAD_GATE),
     MATRIX("attn_output",           "self_attn.o_proj",             wo,          ATT,     EMBD,     ONE,     HAS_ATTENTION),
     VECTOR("attn_output.bias",      "self_attn.o_proj.bias",        wo.bias,     SUM,               HAS_BIASES),
-    {"attn_qkv", "linear_attn.in_proj_qkv", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MIX, DIM_ONE, HAS_DELTA, false},
-    MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_DELTA),
-    MATRIX(NULL,                    NULL,                           wk,          EMBD,    KEY,      ONE,     HAS_DELTA),
-    MATRIX(NULL,                    NULL,                           wv,          EMBD,    VALUE,    ONE,     HAS_DELTA),
-    MATRIX("attn_gate",             "linear_attn.in_proj_z",        wz,          EMBD,    VALUE,    ONE,     HAS_DELTA),
-    MATRIX("ssm_alpha",             "linear_attn.in_proj_a",        w_alpha,     EMBD,    VALUES,   ONE,     HAS_DELTA_AB),
-    MATRIX("ssm_beta",              "linear_attn.in_proj_b",        w_beta,      EMBD,    VALUES,   ONE,     HAS_DELTA_AB),
-    {"ssm_ba", "linear_attn.in_proj_ba", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_BA, DIM_ONE, HAS_DELTA_BA, false},
-    MATRIX(NULL,                    NULL,                           w_alpha,     EMBD,    VALUES,   ONE,     HAS_DELTA_BA),
-    MATRIX(NULL,                    NULL,                           w_beta,      EMBD,    VALUES,   ONE,     HAS_DELTA_BA),
-    {"ssm_conv1d.weight", "linear_attn.conv1d", offsetof(struct layer, conv), TENSOR_VECTOR, DIM_CONV, DIM_MIX, DIM_ONE, HAS_DELTA, false},
-    VECTOR("ssm_a",                 "linear_attn.A_log",            decay,       VALUES,            HAS_DELTA),
-    VECTOR("ssm_dt.bias",           "linear_attn.dt_bias",          dt_bias,     VALUES,            HAS_DELTA),
-    VECTOR("ssm_norm.weight",       "linear_attn.norm",             delta_norm,  VALUE_HEAD,        HAS_DELTA),
-    MATRIX("ssm_out",               "linear_attn.out_proj",         wo,          VALUE,   EMBD,     ONE,     HAS_DELTA),
+    {"attn_qkv", "linear_attn.in_proj_qkv", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MIX, DIM_ONE, HAS_GDN, false},
+    MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_GDN),
+    MATRIX(NULL,                    NULL,                           wk,          EMBD,    KEY,      ONE,     HAS_GDN),
+    MATRIX(NULL,                    NULL,                           wv,          EMBD,    VALUE,    ONE,     HAS_GDN),
+    MATRIX("attn_gate",             "linear_attn.in_proj_z",        wz,          EMBD,    VALUE,    ONE,     HAS_GDN),
+    MATRIX("ssm_alpha",             "linear_attn.in_proj_a",        w_alpha,     EMBD,    VALUES,   ONE,     HAS_GDN_AB),
+    MATRIX("ssm_beta",              "linear_attn.in_proj_b",        w_beta,      EMBD,    VALUES,   ONE,     HAS_GDN_AB),
+    {"ssm_ba", "linear_attn.in_proj_ba", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_BA, DIM_ONE, HAS_GDN_BA, false},
+    MATRIX(NULL,                    NULL,                           w_alpha,     EMBD,    VALUES,   ONE,     HAS_GDN_BA),
+    MATRIX(NULL,                    NULL,                           w_beta,      EMBD,    VALUES,   ONE,     HAS_GDN_BA),
+    {"ssm_conv1d.weight", "linear_attn.conv1d", offsetof(struct layer, conv), TENSOR_VECTOR, DIM_CONV, DIM_MIX, DIM_ONE, HAS_GDN, false},
+    VECTOR("ssm_a",                 "linear_attn.A_log",            decay,       VALUES,            HAS_GDN),
+    VECTOR("ssm_dt.bias",           "linear_attn.dt_bias",          dt_bias,     VALUES,            HAS_GDN),
+    VECTOR("ssm_norm.weight",       "linear_attn.norm",             delta_norm,  VALUE_HEAD,        HAS_GDN),
+    MATRIX("ssm_out",               "linear_attn.out_proj",         wo,          VALUE,   EMBD,     ONE,     HAS_GDN),
+    MATRIX("attn_q",                "self_attn.q_proj",             wq,          EMBD,    KEY,      ONE,     HAS_KDA),
+    MATRIX("attn_k",                "self_attn.k_proj",             wk,          EMBD,    KEY,      ONE,     HAS_KDA),
+    MATRIX("attn_v",                "self_attn.v_proj",             wv,          EMBD,    VALUE,    ONE,     HAS_KDA),
+    {"ssm_conv1d_q.weight", "self_attn.q_conv1d", NOT_BOUND, TENSOR_VECTOR, DIM_CONV, DIM_ONE, DIM_KEY, HAS_KDA, false},
+    {"ssm_conv1d_k.weight", "self_attn.k_conv1d", NOT_BOUND, TENSOR_VECTOR, DIM_CONV, DIM_ONE, DIM_KEY, HAS_KDA, false},
+    {"ssm_conv1d_v.weight", "self_attn.v_conv1d", NOT_BOUND, TENSOR_VECTOR, DIM_CONV, DIM_ONE, DIM_VALUE, HAS_KDA, false},
+    VECTORS(NULL,                   NULL,                           conv,        CONV,    MIX,               HAS_KDA),
+    MATRIX("ssm_f_a",               "self_attn.f_a_proj",           w_alpha_low, EMBD,    LOW,      ONE,     HAS_KDA_LOW),
+    MATRIX("ssm_f_b",               "self_attn.f_b_proj",           w_alpha,     LOW,     DECAYS,   ONE,     HAS_KDA_LOW),
+    MATRIX("ssm_f_a",               "self_attn.f_proj",             w_alpha,     EMBD,    DECAYS,   ONE,     HAS_KDA_FULL),
+    MATRIX("ssm_beta",              "self_attn.b_proj",             w_beta,      EMBD,    VALUES,   ONE,     HAS_KDA),
+    MATRIX("ssm_g_a",               "self_attn.g_a_proj",           wz_low,      EMBD,    LOW,      ONE,     HAS_KDA_LOW),
+    MATRIX("ssm_g_b",               "self_attn.g_b_proj",           wz,          LOW,     VALUE,    ONE,     HAS_KDA_LOW),
+    MATRIX("ssm_g_a",               "self_attn.g_proj",             wz,          EMBD,    VALUE,    ONE,     HAS_KDA_FULL),
+    VECTORS("ssm_a",                "self_attn.A_log",              decay,       ONE,     VALUES,            HAS_KDA),
+    VECTOR("ssm_dt.bias",           "self_attn.dt_bias",            dt_bias,     DECAYS,            HAS_KDA),
+    VECTOR("ssm_norm.weight",       "self_attn.o_norm",             delta_norm,  VALUE_HEAD,        HAS_KDA),
+    MATRIX("attn_output",           "self_attn.o_proj",             wo,          VALUE,   EMBD,     ONE,     HAS_KDA),
     VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              HAS_FFN_NORM),
     VECTOR("post_attention_norm.weight", "post_attention_layernorm", ffn_norm,   EMBD,              HAS_POST_NORM),
     MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_FFN),
@@ -1559,7 +1588,9 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
 }
 
 /* Whether a rank has all of a vector of the model, in which a gated delta net finds its heads. */
-static inline bool rule_whole(const struct tensor_rule *rule) { return rule->in == DIM_CONV || rule->in == DIM_VALUES; }
+static inline bool rule_whole(const struct tensor_rule *rule) {
+    return rule->in == DIM_CONV || rule->in == DIM_VALUES || rule->in == DIM_DECAYS || rule->out == DIM_VALUES;
+}
 
 /* ============================================================================================================
  * Types: the table of keys
@@ -1600,7 +1631,7 @@ static const struct key_rule key_rules[] = {
     {"block_count",                          KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  KEY_REQUIRED}, /* with MTP layers */
     {"nextn_predict_layers",                 KEY_INT,  KEY_ONE,    0, MAX_LAYERS - 1, 0}, /* MTP layers: the last ones */
     {"attention.head_count",                 KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_REQUIRED},
-    {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_FOLLOWS},
+    {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 0, 1024,        KEY_FOLLOWS}, /* 0: Kimi delta attention */
     {"attention.layer_norm_rms_epsilon",     KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
     {"expert_count",                         KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS}, /* 0: a dense model */
     {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED}, /* where there are experts */
@@ -1661,6 +1692,9 @@ static const struct key_rule key_rules[] = {
     {"ssm.inner_size",                       KEY_INT,  KEY_ONE,    1, 1 << 20,     KEY_REQUIRED},
     {"full_attention_interval",              KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  4},
     {"attention.recurrent_layers",           KEY_INT,  KEY_LAYERS, 0, 1,           KEY_FOLLOWS},
+    {"kda.head_dim",                         KEY_INT,  KEY_ONE,    2, 512,         KEY_REQUIRED},
+    {"kda.safe_gate",                        KEY_BOOL, KEY_ONE,    0, 1,           1}, /* nothing else is supported */
+    {"kda.gate_lower_bound",                 KEY_NUM,  KEY_ONE,    -1e3, -1e-3,    KEY_REQUIRED},
     /* What the tensors of a file say by themselves: --synth alone reads these */
     {"vocab_size",                           KEY_INT,  KEY_ONE,    1, MAX_EMBD_ROWS, KEY_REQUIRED},
     {"leading_dense_block_count",            KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0},
@@ -1705,6 +1739,7 @@ struct max_dims {
     size_t n_topk;                            /* blocks in all top-k lists of a query */
     int compressed, index_compressed, groups; /* values that compressed keys are made of; results of groups of heads */
     int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
+    int decays, low;                          /* their decays; values of a low rank */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
@@ -1872,6 +1907,8 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_VALUE_HEAD: return d->head_v;
     case DIM_MIX: return 2 * d->n_key * d->head_k + d->n_value * d->head_v;
     case DIM_BA: return 2 * d->n_value;
+    case DIM_DECAYS: return d->n_value * d->n_decay;
+    case DIM_LOW: return d->low;
     case DIM_COUNT: break;
     }
     return 0;
@@ -1964,8 +2001,10 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(ATT)       /* (n_tok, n_head * head_v) outputs of the heads */                                              \
     ACT(GATE)      /* (n_tok, n_head * n_gate) gates of the heads' results, before their function */                \
     ACT(Z)         /* (n_tok, n_value * head_v) delta net: gates of the result */                                   \
-    ACT(ALPHA)     /* (n_tok, n_value) delta net: inputs of the decay */                                            \
+    ACT(ALPHA)     /* (n_tok, n_value * n_decay) delta net: inputs of the decays */                                 \
     ACT(BETA)      /* (n_tok, n_value) delta net: inputs of beta */                                                 \
+    ACT(Z_LOW)     /* (n_tok, low) delta net: gates of the result in a low rank */                                  \
+    ACT(ALPHA_LOW) /* (n_tok, low) delta net: inputs of the decays in a low rank */                                 \
     ACT(IQ)        /* (n_tok, n_index * index_k) indexer: queries */                                                \
     ACT(IK)        /* (n_tok, index_k) indexer: keys */                                                             \
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
@@ -2573,6 +2612,13 @@ static inline struct cache_tensor delta_cache_tensor(const struct delta *d, enum
     return p;
 }
 
+/* Where the inputs of a value head's decays, and of its beta, stand in a row of CACHE_WINDOW: those of all heads, then
+ * the betas; of a head with several decays side by side. */
+static inline int delta_alpha_at(const struct delta *d, int j) { return d->n_decay > 1 ? j * (d->n_decay + 1) : j; }
+static inline int delta_beta_at(const struct delta *d, int j) {
+    return d->n_decay > 1 ? j * (d->n_decay + 1) + d->n_decay : d->n_value + j;
+}
+
 /* The cache tensors of a gated delta net: rings of the convolution's inputs and of alpha and beta, and the state, for
  * each value head (head_k, head_v). A ring holds the tokens under the convolution before the first that lags, those
  * that lag, and those of a decode forward. */
@@ -2582,7 +2628,8 @@ static inline void delta_cache(const struct delta *d, struct cache_tensor out[CA
     const int n_row = d->n_conv - 1 + 2 * MAX_ROLLBACK;
     out[CACHE_K] = delta_cache_tensor(d, ROWS_RING, n_row, 2, d->head_k);
     out[CACHE_V] = delta_cache_tensor(d, ROWS_RING, n_row, run, per_run * d->head_v);
-    out[CACHE_WINDOW] = delta_cache_tensor(d, ROWS_RING, n_row, 2 * run, per_run);
+    out[CACHE_WINDOW] = d->n_decay > 1 ? delta_cache_tensor(d, ROWS_RING, n_row, 1, per_key * (d->n_decay + 1))
+                                       : delta_cache_tensor(d, ROWS_RING, n_row, 2 * run, per_run);
     for (int u = CACHE_K; u <= CACHE_WINDOW; u++) out[u].window = d->n_conv - 1;
     out[CACHE_STATE] = delta_cache_tensor(d, ROWS_STATE, 1, run, per_run * d->head_k * d->head_v);
 }
@@ -2836,7 +2883,9 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_V] = m->max.v;
     width[A_ATT] = m->max.att;
     width[A_Z] = m->max.z;
-    width[A_ALPHA] = width[A_BETA] = m->max.values;
+    width[A_ALPHA] = m->max.decays;
+    width[A_BETA] = m->max.values;
+    width[A_Z_LOW] = width[A_ALPHA_LOW] = m->max.low;
     width[A_GATE] = m->max.gates;
     width[A_IQ] = m->max.n_index * m->max.index_k;
     width[A_IK] = m->max.index_k;
@@ -3339,6 +3388,7 @@ struct loader {
     bool rope_factors;              /* rope_freqs.weight divides the frequencies where layers see all keys */
     bool yarn_exact;                /* YaRN does not round the range of its ramp */
     bool yarn_plain;                /* YaRN scales neither cos and sin nor the softmax */
+    bool unrotated;                 /* rotations are by 0 at every position */
     int compress_ratio[MAX_LAYERS]; /* tokens of a compressed key, 0: there are none */
     int n_expert_ids;               /* the first layers that find experts by token ids */
     float value_scale;              /* factor of values; 0: 1; then by layer: */
@@ -3520,23 +3570,27 @@ static const struct gguf_tensor *loader_tensor(struct loader *l, const char *nam
     return t;
 }
 
-/* A vector of n floats, converted from F32, F16 or BF16 into memory of the model. */
-static const float *loader_vector(struct loader *l, const char *name, int n_in, int n_out, bool optional) {
-    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, 1, optional);
-    if (!t) return NULL;
+/* Converts a tensor of n floats from F32, F16 or BF16. False: it has another type, or a value that is not finite. */
+static bool loader_floats(struct loader *l, const char *name, const struct gguf_tensor *t, float *v, size_t n) {
     if (!gguf_is_float(t->type)) {
         loader_fail(l, "tensor '%s' has the type %s, expected F32, F16 or BF16", name, gguf_type_info(t->type).name);
-        return NULL;
+        return false;
     }
-    const size_t n = (size_t)n_in * (size_t)n_out;
-    float *v = loader_own(l, n * sizeof *v);
     gguf_dequantize_row((enum gguf_type)t->type, t->data, v, n);
     for (size_t i = 0; i < n; i++)
         if (!isfinite(v[i])) {
             loader_fail(l, "tensor '%s' holds %g at index %zu", name, v[i], i);
-            return NULL;
+            return false;
         }
-    return v;
+    return true;
+}
+
+/* A vector of n floats, converted from F32, F16 or BF16 into memory of the model. */
+static const float *loader_vector(struct loader *l, const char *name, int n_in, int n_out, bool optional) {
+    const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_in, (uint64_t)n_out, 1, optional);
+    const size_t n = (size_t)n_in * (size_t)n_out;
+    float *v = t ? loader_own(l, n * sizeof *v) : NULL;
+    return v && loader_floats(l, name, t, v, n) ? v : NULL;
 }
 
 /* Whether the file lists BASE.weight as made for 16-bit activations although it has an input scale:
@@ -3726,7 +3780,7 @@ static void loader_rope(struct loader *l, const char *base_key, bool scaled, int
     if (lo == hi) hi += 0.001;
     float *freq = loader_own(l, (size_t)d / 2 * sizeof *freq);
     for (int i = 0; i < d / 2; i++) {
-        double f = pow(base, -2.0 * i / d);
+        double f = l->unrotated ? 0 : pow(base, -2.0 * i / d);
         double ramp = yarn ? fmin(fmax((i - lo) / (hi - lo), 0.0), 1.0) : 1.0;
         freq[i] = (float)(f / factor * ramp + f * (1.0 - ramp));
     }
@@ -3829,6 +3883,12 @@ static void layer_gates(struct loader *l, struct layer *layer, int il, enum head
     if (!n) return;
     layer->head_gate = kind;
     layer->attn.n_gate = n == layer->attn.n_head ? 1 : layer->attn.head_v;
+}
+
+/* Gives a layer the limits of its feed-forwards. A dense one has that of shared experts. */
+static void layer_clamps(struct loader *l, struct layer *layer, int il) {
+    layer->sh_glu = glu_silu_clamp(l->clamp_shared[il]);
+    layer->glu = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? glu_silu_clamp(l->clamp[il]) : layer->sh_glu;
 }
 
 /* ---- recording a forward ---- */
@@ -3974,8 +4034,7 @@ static void read_step35(struct loader *l) {
 static void layer_step35(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
     if (layer_has_tensor(l, il, "attn_q_norm.weight")) layer->qk_norm = QK_NORM_HEADS;
-    layer->sh_glu = glu_silu_clamp(l->clamp_shared[il]);
-    layer->glu = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? glu_silu_clamp(l->clamp[il]) : layer->sh_glu;
+    layer_clamps(l, layer, il);
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
@@ -4153,11 +4212,11 @@ static void layer_sparse(struct loader *l, struct layer *layer, int il) {
  *
  * MiniMax-M3's has a head for each KV head and scores blocks of keys by their largest product. */
 
-/* A layer's multi-head latent attention. The query may go through a low rank. */
+/* A layer's multi-head latent attention. The query may go through a low rank, and heads may have gates. */
 static void forward_mla(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     LINEAR(p, il, layer_input(m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->wq, A_Q}, {&l->wk_index, A_IK},
-           {&l->w_index, A_IW});
+           {&l->w_index, A_IW}, {&l->w_gate, A_GATE});
     if (l->attn.q_lora) LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
     if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK, A_IW), ACT_COUNT);
     struct step *s = step_add(p, OP_mla_attention, il, SLOTS(A_Q, A_K), A_ATT);
@@ -4289,7 +4348,8 @@ static void forward_csa(struct program *p, const struct model *m, int il) {
 /* ============================================================================================================
  * Families: gated delta nets
  *
- * Qwen3-Next and Qwen3.5: layers with a recurrent state among layers of grouped-query attention.
+ * Layers with a recurrent state, in Qwen3-Next and Qwen3.5 among layers of grouped-query attention, in Kimi Linear and
+ * Ling 3 among layers of latent attention.
  * ============================================================================================================ */
 
 /* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
@@ -4298,6 +4358,7 @@ static void read_qwen35(struct loader *l) {
     int every[MAX_LAYERS], inner;
     read_gqa(l);
     l->m->norm_topk_prob = true;
+    d->n_decay = 1;
     d->n_conv = loader_int(l, "ssm.conv_kernel");
     d->n_key = loader_int(l, "ssm.group_count");
     d->n_value = loader_int_in(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, KEY_HI);
@@ -4342,6 +4403,53 @@ static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
     layer->delta.tiled = false;
 }
 
+/* Reads the metadata of layers of Kimi delta attention, which have no KV head, among layers of latent attention. */
+static void read_kda(struct loader *l) {
+    struct delta *d = &l->delta;
+    read_mla(l);
+    d->n_conv = loader_int(l, "ssm.conv_kernel");
+    d->head_k = d->head_v = d->n_decay = loader_int(l, "kda.head_dim");
+    d->sigmoid_gate = true;
+    for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = !l->n_head_kv[il];
+}
+
+/* Reads the metadata of Kimi Linear, whose inputs of decays and gates go through a rank of a head's values. */
+static void read_kimi_linear(struct loader *l) {
+    l->unrotated = true;
+    read_kda(l);
+    l->delta.low = l->delta.head_k;
+}
+
+/* Reads the metadata of Ling 3. */
+static void read_bailing3(struct loader *l) {
+    read_kda(l);
+    l->delta.bound = loader_num(l, "kda.gate_lower_bound");
+    if (!loader_bool_or(l, "kda.safe_gate", true))
+        loader_fail(l, "metadata key '%s.kda.safe_gate' is false, expected true", l->arch);
+    loader_nums(l, "swiglu_clamp_exp", l->clamp);
+    loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
+}
+
+/* A layer of Kimi Linear, with Kimi delta attention or latent attention. */
+static void layer_kda(struct loader *l, struct layer *layer, int il) {
+    if (!l->recurrent[il]) {
+        layer_mla(l, layer, il);
+        return;
+    }
+    layer->mixer = MIXER_DELTA;
+    layer->delta = l->delta;
+    layer->delta.n_key = layer->delta.n_value = layer->delta.whole_key = l->n_head[il];
+}
+
+/* A layer of Ling 3. Latent attention has a gate for every head. */
+static void layer_bailing3(struct loader *l, struct layer *layer, int il) {
+    layer_kda(l, layer, il);
+    layer_clamps(l, layer, il);
+    if (layer->mixer != MIXER_MLA) return;
+    layer->head_gate = GATE_SIGMOID;
+    layer->attn.n_gate = 1;
+}
+
 /* The gated delta net (arXiv 2412.06464): linear attention whose state S (head_k, head_v) forgets by a decay a_t and
  * replaces what it holds for a key:
  *
@@ -4350,14 +4458,30 @@ static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
  *   u_t = b_t (v_t - a_t S_t-1^T k_t)                        what v_t adds to what S says of k_t
  *   S_t = a_t S_t-1 + k_t u_t^T                              o_t = N(S_t^T q_t) * SiLU(W^z h_t)
  *
+ * Kimi delta attention (arXiv 2510.26692) has a decay for every value of a head's key. a_t (head_k) scales the rows of
+ * S, and alpha and dt_bias have head_k values for a head:
+ *
+ *   u_t = b_t (v_t - (Diag(a_t) S_t-1)^T k_t)                S_t = Diag(a_t) S_t-1 + k_t u_t^T
+ *   a_t = exp(decay softplus(..)) as above, or with a bound  a_t = exp(bound sigmoid(decay (W^alpha h_t + dt_bias)))
+ *   o_t = N(S_t^T q_t) * sigmoid(W^z h_t)                    with a bound decay = exp(A_log)
+ *
+ * W^alpha and W^z may each be the product of two matrices, through `low` values.
+ *
  * The state is all that is kept of the tokens before, whatever their number, and cannot be taken back: it lags, and
  * rings hold what the latest tokens will add (struct rank's n_committed). */
 
 /* A layer's gated delta net. */
 static void forward_delta(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz, A_Z},
-           {&l->w_alpha, A_ALPHA}, {&l->w_beta, A_BETA});
+    if (l->delta.low) {
+        LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz_low, A_Z_LOW},
+               {&l->w_alpha_low, A_ALPHA_LOW}, {&l->w_beta, A_BETA});
+        LINEAR(p, il, plain(A_Z_LOW), {&l->wz, A_Z});
+        LINEAR(p, il, plain(A_ALPHA_LOW), {&l->w_alpha, A_ALPHA});
+    } else {
+        LINEAR(p, il, layer_input(m, il), {&l->wq, A_Q}, {&l->wk, A_K}, {&l->wv, A_V}, {&l->wz, A_Z},
+               {&l->w_alpha, A_ALPHA}, {&l->w_beta, A_BETA});
+    }
     step_add(p, OP_delta_net, il, SLOTS(A_Q, A_K, A_V, A_Z, A_ALPHA, A_BETA), A_ATT);
     LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
 }
@@ -4532,6 +4656,10 @@ static const struct family families[] = {
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
      .read = read_mimo2,    .layer = layer_mimo2},
+    {.arch = "kimi-linear", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_kimi_linear, .layer = layer_kda},
+    {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_bailing3, .layer = layer_bailing3},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -4587,7 +4715,10 @@ static void loader_hparams(struct loader *l) {
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     m->family->read(l);
     for (int il = 0; il < blocks && !l->failed; il++)
-        if (l->n_head[il] % l->n_head_kv[il])
+        if (l->recurrent[il] && l->delta.n_decay > 1) continue;
+        else if (!l->n_head_kv[il])
+            loader_fail(l, "metadata key '%s.attention.head_count_kv' is 0, expected 1 to %d", l->arch, most);
+        else if (l->n_head[il] % l->n_head_kv[il])
             loader_fail(l, "layer %d has %d heads, expected a multiple of its %d KV heads", il, l->n_head[il],
                         l->n_head_kv[il]);
 }
@@ -4651,6 +4782,23 @@ static struct weight weight_view(const struct weight *all, int from, int n) {
     return w;
 }
 
+/* Joins the taps of the three convolutions of Kimi delta attention, whose files have them apart. */
+static void loader_taps(struct loader *l, struct layer *layer, int il) {
+    const int n_conv = layer->delta.n_conv,
+              values[3] = {layer_dim(l->m, layer, DIM_KEY), layer_dim(l->m, layer, DIM_KEY),
+                           layer_dim(l->m, layer, DIM_VALUE)};
+    float *taps = loader_own(l, (size_t)n_conv * (size_t)layer_dim(l->m, layer, DIM_MIX) * sizeof *taps);
+    layer->conv = taps;
+    for (int i = 0; i < 3; i++) {
+        const size_t n = (size_t)n_conv * (size_t)values[i];
+        char name[64];
+        snprintf(name, sizeof name, "blk.%d.ssm_conv1d_%c.weight", il, "qkv"[i]);
+        const struct gguf_tensor *t = loader_tensor(l, name, (uint64_t)n_conv, 1, (uint64_t)values[i], false);
+        if (!t || !loader_floats(l, name, t, taps, n)) return;
+        taps += n;
+    }
+}
+
 /* Cuts up the fused tensors of a gated delta net: attn_qkv has the rows of queries, keys and values; ssm_ba, for each
  * key head, those of beta and then of alpha of its value heads. */
 static void loader_fused_delta(struct loader *l, struct layer *layer, int il) {
@@ -4672,7 +4820,8 @@ static void loader_fused_delta(struct loader *l, struct layer *layer, int il) {
     layer->w_alpha = weight_view(&ba, per_key, layer->delta.n_value);
 }
 
-/* Matrices that a file holds as one: gate and up of the experts, gate rows first; queries, keys and values. */
+/* What a file holds as one and the engine in parts, or in parts and the engine as one: gate and up of the experts, gate
+ * rows first; queries, keys and values; taps of convolutions. */
 static void loader_fused(struct loader *l, struct layer *layer, int il) {
     struct weight both = {0}, qkv = {0};
     char name[128];
@@ -4689,7 +4838,8 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
         layer->gate = weight_view(&both, 0, n_ff);
         layer->up = weight_view(&both, n_ff, n_ff);
     }
-    if (layer->mixer == MIXER_DELTA) loader_fused_delta(l, layer, il);
+    if (layer->delta.n_decay == 1) loader_fused_delta(l, layer, il);
+    if (layer->delta.n_decay > 1) loader_taps(l, layer, il);
     if (layer->mixer != MIXER_GQA) return;
     const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
     snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
@@ -4776,6 +4926,8 @@ static void model_max_dims(struct model *m) {
         x->index_compressed = int_max(x->index_compressed, layer_dim(m, layer, DIM_INDEX_COMPRESSED));
         x->groups = int_max(x->groups, layer_dim(m, layer, DIM_GROUPS_OUT));
         x->values = int_max(x->values, layer->delta.n_value);
+        x->decays = int_max(x->decays, layer_dim(m, layer, DIM_DECAYS));
+        x->low = int_max(x->low, layer->delta.low);
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
@@ -5157,6 +5309,7 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_SUM: return range_of(0, shard.rank ? 0 : n);
     case DIM_KEY: return range_of(h.key.first * layer->delta.head_k, h.key.n * layer->delta.head_k);
     case DIM_VALUES: return value_range(&layer->delta, h.key, 1);
+    case DIM_DECAYS: return value_range(&layer->delta, h.key, layer->delta.n_decay);
     case DIM_VALUE: return value_range(&layer->delta, h.key, layer->delta.head_v);
     case DIM_FF:
     case DIM_SHARED:
@@ -5510,6 +5663,22 @@ static const struct synth synths[] = {
      "rope.dimension_count=64 leading_dense_block_count=1 expert_count=256 expert_used_count=8 "
      "expert_feed_forward_length=2048 vocab_size=152576 attention.sliding_window_pattern=0:1:1:1:1:1*,1 "
      "attention.head_count_kv=4:8:8:8:8:8*,8", .window_sinks = true},
+    {"kimi-linear-48b-a3b", "kimi-linear", .keys =
+     "context_length=1048576 embedding_length=2304 block_count=27 feed_forward_length=9216 attention.head_count=32 "
+     "attention.head_count_kv=0:0:0:1*,0,0,1 attention.key_length=576 attention.value_length=512 "
+     "attention.kv_lora_rank=512 attention.key_length_mla=192 attention.value_length_mla=128 rope.dimension_count=64 "
+     "ssm.conv_kernel=4 kda.head_dim=128 leading_dense_block_count=1 expert_count=256 expert_used_count=8 "
+     "expert_feed_forward_length=1024 expert_shared_count=1 expert_gating_func=2 vocab_size=163840 "
+     "expert_weights_norm=true expert_weights_scale=2.446 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e4"},
+    {"ling-3-flash", "bailingmoe3", .keys =
+     "context_length=262144 embedding_length=2560 block_count=43 nextn_predict_layers=1 feed_forward_length=6144 "
+     "attention.head_count=32 attention.head_count_kv=0:0:0:0:0:1*,1 attention.key_length=576 "
+     "attention.value_length=512 attention.kv_lora_rank=512 attention.key_length_mla=192 "
+     "attention.value_length_mla=128 rope.dimension_count=64 ssm.conv_kernel=4 kda.head_dim=128 kda.safe_gate=true "
+     "kda.gate_lower_bound=-5 leading_dense_block_count=2 expert_count=512 expert_used_count=8 "
+     "expert_feed_forward_length=768 expert_shared_count=1 expert_shared_feed_forward_length=768 "
+     "expert_group_count=8 expert_group_used_count=4 expert_gating_func=2 vocab_size=157184 "
+     "expert_weights_norm=true expert_weights_scale=2.5 rope.freq_base=6e6"},
 };
 /* clang-format on */
 
@@ -5830,7 +5999,7 @@ static void synth_divide(struct synth *y, const char *key, int n, int unit, cons
         if (unit && whole % (n * unit))
             die_usage("--shard %s: %s has %ld %s%s, not a multiple of %d", text, y->name, whole, what,
                       whole == first ? "" : others, n * unit);
-        k += (size_t)snprintf(divided + k, sizeof divided - k, "%ld", (unit || whole > n) ? whole / n : 1);
+        k += (size_t)snprintf(divided + k, sizeof divided - k, "%ld", (unit || !whole || whole > n) ? whole / n : 1);
     }
     synth_set(y, key, "%.*s", (int)k, divided);
 }
@@ -5951,7 +6120,7 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
         const bool bias = rule->field == offsetof(struct layer, router_bias) && !layer.has_expert_ids &&
                           (m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS || m->family->softmax_bias);
-        const bool gate = rule->field == offsetof(struct layer, sh_weight) && (l->delta.n_key || y->sh_weight);
+        const bool gate = rule->field == offsetof(struct layer, sh_weight) && (l->delta.n_decay == 1 || y->sh_weight);
         const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
         if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
@@ -6031,14 +6200,14 @@ static bool synth_fill_ids(uint8_t *p, const struct synth_tensor *t, int n_exper
     return true;
 }
 
-/* Fills a tensor of a gated delta net whose numbers are no norm's: decays of -1 to 0, taps of -0.25 to 0.25. False: it
- * is another tensor. */
-static bool synth_fill_delta(uint8_t *p, const struct synth_tensor *t, uint64_t *rng) {
+/* Fills a tensor of a gated delta net whose numbers are no norm's: `sign` times decays of 0 to 1, taps of -0.25 to 0.25.
+ * False: it is another tensor. */
+static bool synth_fill_delta(uint8_t *p, const struct synth_tensor *t, float sign, uint64_t *rng) {
     const char *name = strchr(t->name + 4, '.'); /* after blk.N */
     const bool decay = name && !strcmp(name, ".ssm_a");
-    if (!decay && (!name || strcmp(name, ".ssm_conv1d.weight"))) return false;
+    if (!decay && (!name || strncmp(name, ".ssm_conv1d", strlen(".ssm_conv1d")))) return false;
     for (uint64_t i = 0; i < t->bytes / 4; i++) {
-        const float u = (float)rng_uniform(rng), v = decay ? -0.002f - u * u * u : 0.5f * u - 0.25f;
+        const float u = (float)rng_uniform(rng), v = decay ? sign * (0.002f + u * u * u) : 0.5f * u - 0.25f;
         memcpy(p + 4 * i, &v, 4);
     }
     return true;
@@ -6053,6 +6222,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
     size_t head;
     uint64_t data, rng = 42;
     const int n_expert = synth_int(y, "expert_count");
+    const bool bounded = synth_value(y, "kda.gate_lower_bound") != NULL;
     uint8_t *header = synth_header(y, t, &head, &data);
     const size_t total = head + (size_t)data;
     uint8_t *p = synth_map(y, file, synthetic, total, &f), *to = p + head;
@@ -6068,7 +6238,8 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
         if (!skip && strstr(t[i].name, ".scale")) {
             /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
-        } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip && !synth_fill_delta(to, &t[i], &rng)) {
+        } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip &&
+                   !synth_fill_delta(to, &t[i], bounded ? 1 : -1, &rng)) {
             synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
         }
         to += gguf_pad(bytes);
@@ -6414,10 +6585,10 @@ struct kernels {
     void (*scale)(const float *x, float f, float *y, int n);          /* y = f * x; y may be x */
     void (*scale_add)(const float *x, float f, float *y, int n);      /* y += f * x */
     void (*relu_add)(const float *x, float f, float *y, int n);       /* y += f * max(x, 0) */
-    /* One token of the gated delta rule over n columns of the state S (dk, lds): u = beta (v - a S^T k); S = a S + k
-     * u^T; o = S^T q. q, k (dk); v, o (n). */
-    void (*delta_step)(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
-                       float beta, float *o);
+    /* One token of the gated delta rule over n columns of the state S (dk, lds): S = Diag(a) S; u = beta (v - S^T k);
+     * S = S + k u^T; o = S^T q. q, k (dk); a (n_a), of all rows or of each: 1 or dk; v, o (n). */
+    void (*delta_step)(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, const float *a,
+                       int n_a, float beta, float *o);
     float (*amax)(const float *x, int n); /* returns the largest |x|, 0 for n = 0 */
     float (*max)(const float *x, int n);  /* returns the largest x; n > 0, no NaN */
 };
@@ -6599,20 +6770,24 @@ static void ref_mul_add(float *y, const float *w, const float *x, int n) {
     for (int i = 0; i < n; i++) y[i] += w[i] * x[i];
 }
 
-static void ref_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
-                           float beta, float *o) {
+static void ref_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v,
+                           const float *a, int n_a, float beta, float *o) {
     enum { PIECE = 32 };
+    const bool each = n_a > 1; /* otherwise the decay multiplies the sum */
     for (int c0 = 0; c0 < n; c0 += PIECE) {
         const int m = int_min(PIECE, n - c0);
         double old[PIECE] = {0}, out[PIECE] = {0};
         float u[PIECE];
-        for (int i = 0; i < dk; i++)
-            for (int c = 0; c < m; c++) old[c] += (double)S[(ptrdiff_t)i * lds + c0 + c] * (double)k[i];
-        for (int c = 0; c < m; c++) u[c] = beta * (v[c0 + c] - a * (float)old[c]);
+        for (int i = 0; i < dk; i++) {
+            const double f = each ? (double)a[i] * (double)k[i] : (double)k[i];
+            for (int c = 0; c < m; c++) old[c] += (double)S[(ptrdiff_t)i * lds + c0 + c] * f;
+        }
+        for (int c = 0; c < m; c++) u[c] = beta * (v[c0 + c] - (each ? 1 : a[0]) * (float)old[c]);
         for (int i = 0; i < dk; i++) {
             float *row = S + (ptrdiff_t)i * lds + c0;
+            const float decay = a[each ? i : 0];
             for (int c = 0; c < m; c++) {
-                row[c] = a * row[c] + k[i] * u[c];
+                row[c] = decay * row[c] + k[i] * u[c];
                 out[c] += (double)row[c] * (double)q[i];
             }
         }
@@ -6991,27 +7166,30 @@ INLINE void vec_mul_add(float *y, const float *w, const float *x, int n) {
     ref_mul_add(y + i, w + i, x + i, n - i);
 }
 
-/* Four vectors of columns at a time: the state's columns stay in the first cache from one pass to the other. */
-INLINE void vec_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
-                           float beta, float *o) {
+/* Four vectors of columns at a time: the state's columns stay in the first cache from one pass to the other. each: a
+ * decay for every row. */
+INLINE void vec_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v,
+                           const float *a, const bool each, float beta, float *o) {
     enum { N = 4 };
     int c = 0;
     for (; c + N * VL <= n; c += N * VL) {
         vf u[N] = {0}, out[N] = {0};
         for (int i = 0; i < dk; i++) {
-            UNROLL for (int j = 0; j < N; j++) u[j] += k[i] * VLOAD(vf, S + (ptrdiff_t)i * lds + c + j * VL);
+            const float f = each ? a[i] * k[i] : k[i];
+            UNROLL for (int j = 0; j < N; j++) u[j] += f * VLOAD(vf, S + (ptrdiff_t)i * lds + c + j * VL);
         }
-        UNROLL for (int j = 0; j < N; j++) u[j] = beta * (VLOAD(vf, v + c + j * VL) - a * u[j]);
+        UNROLL for (int j = 0; j < N; j++) u[j] = beta * (VLOAD(vf, v + c + j * VL) - (each ? u[j] : a[0] * u[j]));
         for (int i = 0; i < dk; i++) {
+            const float decay = a[each ? i : 0];
             UNROLL for (int j = 0; j < N; j++) {
-                vf x = a * VLOAD(vf, S + (ptrdiff_t)i * lds + c + j * VL) + k[i] * u[j];
+                vf x = decay * VLOAD(vf, S + (ptrdiff_t)i * lds + c + j * VL) + k[i] * u[j];
                 VSTORE(vf, S + (ptrdiff_t)i * lds + c + j * VL) = x;
                 out[j] += q[i] * x;
             }
         }
         UNROLL for (int j = 0; j < N; j++) VSTORE(vf, o + c + j * VL) = out[j];
     }
-    if (c < n) ref_delta_step(S + c, lds, dk, n - c, q, k, v + c, a, beta, o + c);
+    if (c < n) ref_delta_step(S + c, lds, dk, n - c, q, k, v + c, a, each ? dk : 1, beta, o + c);
 }
 
 /* Compares the bits as integers: they are in the same order as the magnitudes. */
@@ -7106,8 +7284,9 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     TARGET static void isa##_scale_add(const float *x, float f, float *y, int n) { vec_scale_add(x, f, y, n); }    \
     TARGET static void isa##_relu_add(const float *x, float f, float *y, int n) { vec_relu_add(x, f, y, n); }      \
     TARGET static void isa##_delta_step(float *S, int lds, int dk, int n, const float *q, const float *k,          \
-                                        const float *v, float a, float beta, float *o) {                           \
-        vec_delta_step(S, lds, dk, n, q, k, v, a, beta, o);                                                        \
+                                        const float *v, const float *a, int n_a, float beta, float *o) {           \
+        if (n_a > 1) vec_delta_step(S, lds, dk, n, q, k, v, a, true, beta, o);                                     \
+        else vec_delta_step(S, lds, dk, n, q, k, v, a, false, beta, o);                                            \
     }                                                                                                              \
     TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }                               \
     TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
@@ -8831,7 +9010,7 @@ struct cpu {
     float *row_sums;     /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
     float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) delta net: q, k, v after the convolution */
     float **taps;        /* (model_blocks) taps of a delta net's convolution, see delta_taps; NULL: another layer */
-    float *decay_beta;   /* (chunk + MAX_ROLLBACK, 2 n_value) delta net: logarithms of the decay, and beta */
+    float *decay_beta;   /* (chunk + MAX_ROLLBACK, n_value * n_decay + n_value) delta net: decays, and betas */
     float *norm_parts;   /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
     float *q_absorbed;   /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
     float *index_scores; /* (DECODE_MAX_TOKENS, attn_topk_lists, blocks of keys) scores of the indexer */
@@ -10007,6 +10186,7 @@ static void run_mla_attention(struct rank *r, const struct step *s) {
     if (dense && dense < r->n_tok) team_barrier(); /* both use q_absorbed */
     if (dense < r->n_tok) mla_tokens(r, il, q, out, dense, r->n_tok - dense, true);
     op_end_latent(r, il);
+    if (a->n_gate) head_gates(r, il, out);
 }
 
 /* ============================================================================================================
@@ -10362,9 +10542,9 @@ static void cpu_group_linear(struct rank *r, const struct step *s) {
  * CPU operations: gated delta net
  *
  * Linear attention with a state S (head_k, head_v) per value head (gated delta rule, arXiv 2412.06464). For a token
- * with query q, key k, value v, decay a in (0, 1] and beta:
+ * with query q, key k, value v, decay a in (0, 1] of all rows of S or of each, and beta:
  *
- *   u = beta (v - a S^T k);  S = a S + k u^T;  result = S^T q
+ *   S = Diag(a) S;  u = beta (v - S^T k);  S = S + k u^T;  result = S^T q
  *
  * All tokens are computed one after the other, so that results do not depend on how they were batched.
  *
@@ -10415,29 +10595,51 @@ static void delta_unit(const struct rank *r, float *x, int n, float norm) {
     for (int i = 0; i < n; i++) x[i] *= f;
 }
 
-/* Fills row i of r->cpu->mix (q | k | v) and of r->cpu->decay_beta (log decay | beta) for token p. */
-static void delta_inputs(const struct rank *r, int il, int i, int p) {
+/* The decays and the beta of row i. */
+struct delta_gates {
+    float *decay; /* (n_value, n_decay) */
+    float *beta;  /* (n_value) */
+};
+
+static struct delta_gates delta_gates_of(const struct rank *r, const struct delta *d, int i) {
+    const struct max_dims *x = &r->m->max;
+    float *row = r->cpu->decay_beta + (size_t)i * (size_t)(x->decays + x->values);
+    return (struct delta_gates){row, row + d->n_value * d->n_decay};
+}
+
+/* Fills in the decays and the beta of value head j in row i, for token p. */
+static void delta_decays(const struct rank *r, int il, int i, int p, int j) {
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
-    const int key = d->n_key * d->head_k;
-    float *q = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix, *k = q + key, *v = k + key;
-    float *decay = r->cpu->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values, *beta = decay + d->n_value;
-    delta_conv(r, il, CACHE_K, A_Q, p, 0, 0, 0, key, q);
-    delta_conv(r, il, CACHE_K, A_K, p, key, 0, key, key, k);
-    delta_conv(r, il, CACHE_V, A_V, p, 2 * key, 0, 0, d->n_value * d->head_v, v);
-    for (int h = 0; h < d->n_key; h++) {
-        delta_unit(r, q + h * d->head_k, d->head_k, 1.0f / sqrtf((float)d->head_k));
-        delta_unit(r, k + h * d->head_k, d->head_k, 1.0f);
-    }
+    const struct delta_gates to = delta_gates_of(r, d, i);
     const struct cache_tensor *recent = &r->cache[il][CACHE_WINDOW];
     const float *kept = (const float *)(const void *)(recent->data + (size_t)(p % recent->n_row) * recent->row_bytes);
-    const float *a = p < r->pos ? kept : act_row(r, A_ALPHA, p - r->pos);
-    const float *b = p < r->pos ? kept + d->n_value : act_row(r, A_BETA, p - r->pos);
-    for (int j = 0; j < d->n_value; j++) {
-        const int head = delta_value_head(d, j);
-        const float x = a[j] + layer->dt_bias[head];
-        decay[j] = layer->decay[head] * (x > 20.0f ? x : log1pf(expf(x)));
-        beta[j] = 1.0f / (1.0f + expf(-b[j]));
+    const float *a = p < r->pos ? kept + delta_alpha_at(d, j) : act_row(r, A_ALPHA, p - r->pos) + j * d->n_decay;
+    const float b = p < r->pos ? kept[delta_beta_at(d, j)] : act_row(r, A_BETA, p - r->pos)[j];
+    const int head = delta_value_head(d, j);
+    for (int h = 0; h < d->n_decay; h++) {
+        const float x = a[h] + layer->dt_bias[head * d->n_decay + h];
+        const float log_decay = d->bound < 0 ? d->bound / (1.0f + expf(-layer->decay[head] * x))
+                                             : layer->decay[head] * (x > 20.0f ? x : log1pf(expf(x)));
+        to.decay[j * d->n_decay + h] = expf(log_decay);
+    }
+    to.beta[j] = 1.0f / (1.0f + expf(-b));
+}
+
+/* Fills in part `part` of row i of r->cpu->mix (q | k | v) and of r->cpu->decay_beta for token p: a key head, or after
+ * all of these a value head. */
+static void delta_inputs(const struct rank *r, int il, int i, int p, int part) {
+    const struct delta *d = &r->m->layers[il].delta;
+    const int key = d->n_key * d->head_k, j = part - d->n_key, at = part * d->head_k, v_at = j * d->head_v;
+    float *q = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix, *k = q + key, *v = k + key;
+    if (j < 0) {
+        delta_conv(r, il, CACHE_K, A_Q, p, at, at, at, d->head_k, q + at);
+        delta_conv(r, il, CACHE_K, A_K, p, key + at, at, key + at, d->head_k, k + at);
+        delta_unit(r, q + at, d->head_k, 1.0f / sqrtf((float)d->head_k));
+        delta_unit(r, k + at, d->head_k, 1.0f);
+    } else {
+        delta_conv(r, il, CACHE_V, A_V, p, 2 * key + v_at, v_at, v_at, d->head_v, v + v_at);
+        delta_decays(r, il, i, p, j);
     }
 }
 
@@ -10447,8 +10649,9 @@ static void delta_token(const struct rank *r, const struct delta *d, int j, int 
     const int key = d->n_key * d->head_k;
     const float *q = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix + delta_key_head(d, j) * d->head_k;
     const float *v = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix + 2 * key + j * d->head_v + first;
-    const float *gates = r->cpu->decay_beta + (size_t)i * 2 * (size_t)r->m->max.values + j;
-    r->cpu->k->delta_step(S, lds, d->head_k, n, q, q + key, v, expf(gates[0]), gates[d->n_value], o);
+    const struct delta_gates gates = delta_gates_of(r, d, i);
+    r->cpu->k->delta_step(S, lds, d->head_k, n, q, q + key, v, gates.decay + j * d->n_decay, d->n_decay, gates.beta[j],
+                          o);
 }
 
 /* DELTA_COLUMNS columns of a value head: takes tokens into the state as session_forward says, and writes the results of
@@ -10483,8 +10686,11 @@ static void delta_keep(struct rank *r, int il) {
         memcpy(row[0], act_row(r, A_Q, t), (size_t)key * sizeof(float));
         memcpy(row[0] + key, act_row(r, A_K, t), (size_t)key * sizeof(float));
         memcpy(row[1], act_row(r, A_V, t), (size_t)(d->n_value * d->head_v) * sizeof(float));
-        memcpy(row[2], act_row(r, A_ALPHA, t), (size_t)d->n_value * sizeof(float));
-        memcpy(row[2] + d->n_value, act_row(r, A_BETA, t), (size_t)d->n_value * sizeof(float));
+        for (int j = 0; j < d->n_value; j++) {
+            const float *alpha = act_row(r, A_ALPHA, t) + j * d->n_decay;
+            memcpy(row[2] + delta_alpha_at(d, j), alpha, (size_t)d->n_decay * sizeof(float));
+            row[2][delta_beta_at(d, j)] = act_row(r, A_BETA, t)[j];
+        }
     }
 }
 
@@ -10493,10 +10699,11 @@ static void run_delta_net(struct rank *r, const struct step *s) {
     const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
-    const int n = r->pos - r->n_committed + r->n_tok;
+    const int n = r->pos - r->n_committed + r->n_tok, parts = d->n_key + d->n_value;
     const int items = d->n_value * ceil_by(d->head_v, DELTA_COLUMNS);
     if (!d->n_value) return; /* this rank's shard is empty */
-    for (int i = team_first(n); i >= 0; i = team_next()) delta_inputs(r, il, i, r->n_committed + i);
+    for (int i = team_first(n * parts); i >= 0; i = team_next())
+        delta_inputs(r, il, i / parts, r->n_committed + i / parts, i % parts);
     team_barrier();
     for (int i = team_first(items); i >= 0; i = team_next()) delta_columns(r, il, i, out);
     team_barrier();
@@ -10504,6 +10711,10 @@ static void run_delta_net(struct rank *r, const struct step *s) {
         float *o = act_row(r, out, i / d->n_value) + i % d->n_value * d->head_v;
         float *z = act_row(r, A_Z, i / d->n_value) + i % d->n_value * d->head_v;
         r->cpu->k->rmsnorm(o, layer->delta_norm, r->m->rms_eps, o, d->head_v);
+        if (d->sigmoid_gate) {
+            r->cpu->k->sigmoid_mul(o, z, d->head_v);
+            continue;
+        }
         r->cpu->k->silu_mul(z, o, d->head_v);
         memcpy(o, z, (size_t)d->head_v * sizeof *o);
     }
@@ -11962,7 +12173,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
            pack_h = 0;
     size_t n_in =
         size_max((size_t)m->n_embd,
-                 size_max(size_max((size_t)x->q_lora, n_ff),
+                 size_max(size_max((size_t)int_max(x->q_lora, x->low), n_ff),
                           size_max(size_max((size_t)r->width[A_ATT], (size_t)x->eh), (size_t)r->width[A_GROUPS])));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
@@ -11987,7 +12198,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->shared_w = cpu_own(r, x->sh_weight ? c : 0, sizeof(float));
     r->cpu->row_sums = cpu_own(r, m->shard.n_rank > 1 ? 2 * c : 0, sizeof(float));
     r->cpu->mix = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * (size_t)x->mix : 0, sizeof(float));
-    r->cpu->decay_beta = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * 2 * (size_t)x->values : 0, sizeof(float));
+    r->cpu->decay_beta = cpu_own(r, x->mix ? (c + MAX_ROLLBACK) * (size_t)(x->decays + x->values) : 0, sizeof(float));
     r->cpu->jobs = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->cpu->jobs);
     r->cpu->job_order = cpu_own(r, (size_t)m->n_expert_max + 1, sizeof *r->cpu->job_order);
     size_t lat = (size_t)(2 * x->kv_lora + x->rope_dim), dv = (size_t)(x->kv_lora ? x->kv_lora : x->head_v);
@@ -28851,12 +29062,16 @@ static void info_attention(const struct model *m, int first) {
     const int rope = m->ropes[a->rope].dim;
     printf("%s", layer->mixer == MIXER_DELTA ? "delta net     " : "attention     ");
     info_layers(m, first, info_same);
-    if (d->n_key)
+    if (d->n_decay > 1)
+        printf("%d heads of %d, a decay for each value of a key, convolution over %d tokens", d->n_key, d->head_k,
+               d->n_conv);
+    else if (d->n_key)
         printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens", d->n_key, d->head_k, d->n_value,
                d->head_v, d->n_conv);
     else if (a->kv_lora)
-        printf("%d heads, latent %d, key %d (%d rotary), value %d%s", a->n_head, a->kv_lora, a->head_k, rope, a->head_v,
-               a->q_lora ? ", low-rank query" : "");
+        printf("%d heads, latent %d, key %d (%d %s), value %d%s%s", a->n_head, a->kv_lora, a->head_k, rope,
+               m->ropes[a->rope].freq[0] > 0 ? "rotary" : "shared", a->head_v, a->q_lora ? ", low-rank query" : "",
+               a->n_gate ? ", gated" : "");
     else
         printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s%s", a->n_head, a->n_head_kv, a->head_k, rope,
                a->head_v, layer->attn.q_gate || layer->attn.n_gate ? ", gated" : "",

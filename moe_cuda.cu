@@ -9514,8 +9514,9 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
 static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
-    if (layer->mixer == MIXER_DELTA &&
-        (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv != DELTA_TAPS))
+    if (d->n_decay > 1) snprintf(why, ERR_MAX, "Kimi delta attention is not supported on a GPU; use --cpu");
+    else if (layer->mixer == MIXER_DELTA && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
+                                             d->head_v % 8 || d->n_conv != DELTA_TAPS))
         snprintf(why, ERR_MAX,
                  "a gated delta net with keys of %d, values of %d and a convolution of %d is not supported on a GPU; "
                  "use --cpu",
