@@ -254,6 +254,50 @@ def delta_net(W, config, x, p):
     return out.reshape(n, -1) @ W.get(p + "out_proj.weight").T
 
 
+def kda(W, config, x, p):
+    """Kimi delta attention, token by token: the gated delta rule with a decay for every value of a key."""
+    n, heads, bound = len(x), config["num_attention_heads"], config.get("kda_lower_bound")
+    taps = lambda c: W.get(f"{p}{c}_conv1d.weight").reshape(-1, 4)
+    low = lambda c: (x @ W.get(f"{p}{c}_a_proj.weight").T @ W.get(f"{p}{c}_b_proj.weight").T
+                     if W.has(f"{p}{c}_a_proj.weight") else x @ W.get(f"{p}{c}_proj.weight").T).reshape(n, heads, -1)
+
+    def convolved(c):  # the last tap is the token itself
+        y = x @ W.get(f"{p}{c}_proj.weight").T
+        padded = np.concatenate([np.zeros((3, y.shape[1])), y])
+        return silu(sum(padded[j:j + n] * taps(c)[:, j] for j in range(4))).reshape(n, heads, -1)
+
+    unit = lambda t: t / np.sqrt((t * t).sum(-1, keepdims=True) + 1e-6)
+    q, k, v = unit(convolved("q")), unit(convolved("k")), convolved("v")
+    d = q.shape[-1]
+    rate, beta = np.exp(W.get(p + "A_log").reshape(heads, 1)), sigmoid(x @ W.get(p + "b_proj.weight").T)
+    f = low("f") + W.get(p + "dt_bias").reshape(heads, d)
+    keep = np.exp(-rate * np.logaddexp(0, f) if bound is None else bound * sigmoid(rate * f))
+    state, out = np.zeros((heads, d, d)), np.empty((n, heads, d))
+    for t in range(n):
+        state *= keep[t, :, :, None]
+        error = v[t] - np.einsum("hkv,hk->hv", state, k[t])
+        state += np.einsum("hk,hv->hkv", k[t], beta[t, :, None] * error)
+        out[t] = np.einsum("hkv,hk->hv", state, q[t] * d ** -0.5)
+    out = rms(out, W.get(p + "o_norm.weight"), config["rms_norm_eps"]) * sigmoid(low("g"))
+    return out.reshape(n, -1) @ W.get(p + last_projection(config)).T
+
+
+def last_projection(config):
+    """The name of the matrix after attention."""
+    return "dense.weight" if config["model_type"] == "bailing_hybrid" else "o_proj.weight"
+
+
+def is_kda(config, layer):
+    """Whether a layer has Kimi delta attention: those for multi-token prediction do not."""
+    if layer is None or config["model_type"] not in ("kimi_linear", "bailing_hybrid"):
+        return False
+    if "layer_group_size" in config:
+        return (layer + 1) % config["layer_group_size"] != 0
+    if "linear_attn_config" in config:  # layers are counted from 1
+        return layer + 1 in config["linear_attn_config"]["kda_layers"]
+    return config["layer_types"][layer] == "linear_attention"
+
+
 def turn_pairs(t, cos, sin):
     """Turns the pairs (2i, 2i + 1)."""
     a, b = t[..., 0::2], t[..., 1::2]
@@ -346,6 +390,9 @@ def indexed(W, config, x, latent, p, layer):
 def mla(W, config, x, p, layer):
     n, heads, eps = len(x), config["num_attention_heads"], config["rms_norm_eps"]
     nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
+    unrotated, bailing = config["model_type"] == "kimi_linear", config["model_type"] == "bailing_hybrid"
+    if unrotated:  # transformers norms latents so, whatever config.json says
+        eps = 1e-6
     if config["q_lora_rank"]:
         low = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
         q = low @ W.get(p + "q_b_proj.weight").T
@@ -355,7 +402,8 @@ def mla(W, config, x, p, layer):
     latent = x @ W.get(p + "kv_a_proj_with_mqa.weight").T
     kv = rms(latent[:, :rank], W.get(p + "kv_a_layernorm.weight"), eps) @ W.get(p + "kv_b_proj.weight").T
     kv = kv.reshape(n, heads, nope + config["v_head_dim"])
-    cos, sin, sharpen = rope_tables(config, n, rope)
+    cos, sin, sharpen = (np.ones((n, rope // 2)), np.zeros((n, rope // 2)), 1) if unrotated else rope_tables(
+        config, n, rope)
     cos, sin = cos[:, None], sin[:, None]
     q = np.concatenate([q[..., :nope], turn_pairs(q[..., nope:], cos, sin)], -1)
     q = q * temperature(config.get("rope_parameters") or {}, n)
@@ -363,7 +411,10 @@ def mla(W, config, x, p, layer):
     k = np.concatenate([kv[..., :nope], k_rope], -1)
     chosen = indexed(W, config, x, low, p + "indexer.", layer)
     y = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * sharpen, chosen=chosen)
-    return y @ W.get(p + "o_proj.weight").T
+    if bailing:
+        gate = sigmoid(x @ W.get(p + "g_proj.weight").T)
+        y = (y.reshape(n, heads, -1) * gate[..., None]).reshape(n, -1)
+    return y @ W.get(p + last_projection(config)).T
 
 
 def rules(config, layer):
@@ -535,12 +586,14 @@ def feed_forward(W, r, x, p):
     return y
 
 
-def ffn(W, x, p, activation=swiglu):
-    gate, up, down = (W.get(f"{p}{c}_proj.weight") for c in ("gate", "up", "down"))
+def ffn(W, x, p, activation=swiglu, names=("gate_proj", "up_proj", "down_proj")):
+    gate, up, down = (W.get(f"{p}{c}.weight") for c in names)
     return activation(x @ gate.T, x @ up.T) @ down.T
 
 
 def expert_ffn(W, x, p, e):
+    if W.has(f"{p}experts.{e}.w1.weight"):
+        return ffn(W, x, f"{p}experts.{e}.", names=("w1", "w3", "w2"))
     if not W.has(p + "experts.gate_up_proj"):
         return ffn(W, x, f"{p}experts.{e}.")
     gate, up = np.split(W.get(p + "experts.gate_up_proj")[e], 2)
@@ -558,7 +611,8 @@ def moe(W, config, x, p):
     stored = {n.removeprefix(p + "experts.").split(".")[0] for n in W.raw if n.startswith(p + "experts.")}
     assert stored == {"gate_up_proj", "down_proj"} or experts == len(stored), p
     logits = x @ gate.T
-    bias = next((b for b in (p + "gate.e_score_correction_bias", p + "expert_bias") if W.has(b)), None)
+    names = p + "gate.e_score_correction_bias", p + "gate.expert_bias", p + "expert_bias"
+    bias = next((b for b in names if W.has(b)), None)
     if bias:
         score = sigmoid(logits)
         choice = score + W.get(bias)
@@ -580,7 +634,7 @@ def moe(W, config, x, p):
         y[token] += weight[token, slot, None] * expert_ffn(W, x[token], p, e)
     if config.get("shared_expert_intermediate_size"):  # Qwen
         return y + sigmoid(x @ W.get(p + "shared_expert_gate.weight").T) * ffn(W, x, p + "shared_expert.")
-    if config.get("num_shared_experts"):  # Hy3
+    if W.has(p + "shared_mlp.gate_proj.weight"):  # Hy3
         return y + ffn(W, x, p + "shared_mlp.")
     return y + ffn(W, x, p + "shared_experts.") if config.get("n_shared_experts") else y
 
@@ -764,8 +818,14 @@ def is_linear(config, layer):
 
 
 def text_part(config):
+    """The part that describes the language model, in the words of most families too."""
     outer = {k: config[k] for k in ("model_type", "tie_word_embeddings")}
-    return {**outer, **config.get("text_config", config)}
+    text = {**outer, **config.get("text_config", config)}
+    words = {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+             "moe_renormalize": "norm_topk_prob"}
+    if text["model_type"] in ("kimi_linear", "bailing_hybrid"):
+        words["num_shared_experts"] = "n_shared_experts"
+    return {**text, **{other: text[k] for k, other in words.items() if k in text}}
 
 
 def prefix(W):
@@ -782,29 +842,41 @@ def block(W, config, x, p, layer):
         x = x + attention(W, config, r, norm(W, config, x, p + "input_layernorm.weight"), p + "self_attn.")
         before = next(name for name in ("post_attention_layernorm", "pre_mlp_layernorm") if W.has(f"{p}{name}.weight"))
         return x + feed_forward(W, r, norm(W, config, x, f"{p}{before}.weight"), p)
-    if "linear_num_key_heads" not in config:
+    own = "attention." if config["model_type"] == "bailing_hybrid" else "self_attn."
+    if is_kda(config, layer):
+        mixer, at = kda, own
+    elif "linear_num_key_heads" not in config:
         latent = lambda *args: mla(*args, layer)
-        mixer, at = latent if "kv_lora_rank" in config else gqa, "self_attn."
+        mixer, at = latent if "kv_lora_rank" in config else gqa, own
     elif layer is not None and is_linear(config, layer):
         mixer, at = delta_net, "linear_attn."
     else:
         mixer, at = qwen_attention, "self_attn."
     x = x + mixer(W, config, norm(W, config, x, p + "input_layernorm.weight"), p + at)
     h = norm(W, config, x, p + "post_attention_layernorm.weight")
-    return x + (moe(W, config, h, p + "mlp.") if W.has(router(W, p + "mlp.")) else ffn(W, h, p + "mlp."))
+    for name in ("mlp.", "block_sparse_moe."):
+        if W.has(router(W, p + name)):
+            return x + moe(W, config, h, p + name)
+    return x + ffn(W, h, p + "mlp.")
+
+
+def embedding(W):
+    """The name of the embedding."""
+    return prefix(W) + ("word_embeddings.weight" if W.has(prefix(W) + "word_embeddings.weight")
+                        else "embed_tokens.weight")
 
 
 def head(W, config):
     if config["model_type"] == "deepseek_v4":
         return W.get("head.weight")
     if config["tie_word_embeddings"]:
-        return W.get(prefix(W) + "embed_tokens.weight")
+        return W.get(embedding(W))
     return W.get("language_model." * prefix(W).startswith("language_model.") + "lm_head.weight")
 
 
 def last_rows(W, config, ids):
     """The rows before the final norm."""
-    x = W.get(prefix(W) + "embed_tokens.weight")[ids]
+    x = W.get(embedding(W))[ids]
     for layer in range(config["num_hidden_layers"]):
         x = block(W, config, x, f"{prefix(W)}layers.{layer}.", layer)
     return x
@@ -832,7 +904,7 @@ def predict(W, config, ids, hidden):
     """Row t says what follows token t + 1, from that token and the trunk's row t."""
     p, of_token, of_row, join, last = mtp_names(W, config)
     table, out = p + "embed_tokens.weight", p + "shared_head.head.weight"
-    token = W.get(table if W.has(table) else prefix(W) + "embed_tokens.weight")[ids[1:]]
+    token = W.get(table if W.has(table) else embedding(W))[ids[1:]]
     both = norm(W, config, token, of_token + ".weight"), norm(W, config, hidden[:-1], of_row + ".weight")
     x = block(W, config, np.concatenate(both, -1) @ W.get(join + ".weight").T, p, None)
     return norm(W, config, x, last + ".weight") @ (W.get(out) if W.has(out) else head(W, config)).T

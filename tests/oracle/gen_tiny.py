@@ -497,10 +497,78 @@ def qwen3_next(**changes):
             "use_sliding_window": False, **changes}
 
 
+def kimi_linear(full, head_dim, **changes):
+    """config.json in the words of Kimi-Linear-48B-A3B, which counts layers from 1.  full: those with latent
+    attention."""
+    n, heads = changes["num_hidden_layers"], changes["num_attention_heads"]
+    linear = {"full_attn_layers": full, "head_dim": head_dim, "kda_layers": [i for i in range(1, n + 1) if i not in full],
+              "num_heads": heads, "short_conv_kernel_size": 4}
+    return {"architectures": ["KimiLinearForCausalLM"], "bos_token_id": EOT, "dtype": "bfloat16",
+            "eos_token_id": IM_END, "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu",
+            "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 192, "kv_lora_rank": 64,
+            "linear_attn_config": linear, "mla_use_nope": True, "model_max_length": 4096, "model_type": "kimi_linear",
+            "moe_intermediate_size": 64, "moe_layer_freq": 1, "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "num_experts": 8,
+            "num_experts_per_token": 3, "num_key_value_heads": heads, "num_nextn_predict_layers": 0,
+            "num_shared_experts": 1, "pad_token_id": EOT, "q_lora_rank": None, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000.0,
+            "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1, "use_cache": True,
+            "use_grouped_topk": True, "v_head_dim": 32, "vocab_size": VOCAB, **changes}
+
+
+def kimi_linear_saved(full, head_dim, **changes):
+    """The same as transformers writes it: lists of all layers, which it counts from 0."""
+    config = kimi_linear(full, head_dim, **changes)
+    dropped = ("first_k_dense_replace", "head_dim", "linear_attn_config", "mla_use_nope", "moe_layer_freq",
+               "moe_router_activation_func", "num_nextn_predict_layers", "rope_scaling", "rope_theta",
+               "use_grouped_topk")
+    n = config["num_hidden_layers"]
+    kinds = ["full_attention" if i + 1 in full else "linear_attention" for i in range(n)]
+    return {**{k: v for k, v in config.items() if k not in dropped}, "attention_bias": False, "layer_types": kinds,
+            "linear_conv_kernel_dim": 4, "linear_head_dim": head_dim, "linear_num_heads": config["num_attention_heads"],
+            "mlp_layer_types": ["dense"] + ["sparse"] * (n - 1)}
+
+
+def bailing(**changes):
+    """config.json in the words of the Ling-3.0 releases.  Nothing is to be read from the keys that they keep of other
+    models, such as partial_rotary_factor: a part of head_dim, not of the part that is rotated."""
+    heads = changes["num_attention_heads"]
+    config = {"architectures": ["BailingMoeV3ForCausalLM"], "attention_dropout": 0.0, "dtype": "bfloat16",
+              "embedding_dropout": 0.0, "eos_token_id": IM_END, "expert_swiglu_limit_list": None,
+              "first_k_dense_replace": 1, "gated_attention_proj_granularity_type": "head_wise", "group_norm_size": 1,
+              "head_dim": 32, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+              "intermediate_size": 192, "kda_lower_bound": -5, "kda_safe_gate": True, "kv_lora_rank": 64,
+              "linear_silu": True, "max_position_embeddings": 4096, "max_window_layers": 20,
+              "model_type": "bailing_hybrid", "moe_intermediate_size": 64, "moe_router_enable_expert_bias": True,
+              "mtp_loss_scaling_factor": 0, "mtp_use_kda": False, "n_group": 4, "no_kda_lora": True,
+              "norm_topk_prob": True, "num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": heads,
+              "num_kv_heads_for_linear_attn": 0, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
+              "output_dropout": 0.0, "output_router_logits": False, "pad_token_id": EOT, "q_lora_rank": None,
+              "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "rms_norm_eps": 1e-6, "rope_interleave": True,
+              "rope_theta": 6000000, "routed_scaling_factor": 2.5, "router_dtype": "fp32", "score_function": "sigmoid",
+              "scoring_func": "sigmoid", "seq_aux": True, "share_expert_swiglu_limit_list": None,
+              "short_conv_kernel_size": 4, "tie_word_embeddings": False, "topk_group": 2, "topk_method": "noaux_tc",
+              "up_proj_norm": False, "use_bias": False, "use_cache": True, "use_kda_lora": False,
+              "use_mla_nope": False, "use_nGPT": False, "use_qk_norm": True, "use_qkv_bias": False, "v_head_dim": 32,
+              "value_norm": False, "vocab_size": VOCAB, **changes}
+    share = config["qk_rope_head_dim"] / config["head_dim"]
+    return {"moe_shared_expert_intermediate_size": config["moe_intermediate_size"],
+            "partial_rotary_factor": share, "qk_head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+            "rope_parameters": {"partial_rotary_factor": share, "rope_theta": config["rope_theta"],
+                                "rope_type": "default"},
+            "rotary_dim": config["qk_rope_head_dim"], **config}
+
+
+# Words of single families -> those of the others
+ALIASES = {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+           "moe_renormalize": "norm_topk_prob"}
+
+
 def text_config(config):
-    """The part of a configuration that describes the language model."""
+    """The part of a configuration that describes the language model, in the words of most families too."""
     outer = {k: config[k] for k in ("model_type", "tie_word_embeddings")}
-    return {**outer, **config.get("text_config", config)}
+    text = {**outer, **config.get("text_config", config)}
+    return {**text, **{other: text[k] for k, other in ALIASES.items() if k in text}}
 
 
 W123 = [(r"\.mlp\.", ".block_sparse_moe."), (r"\.gate_proj\.", ".w1."), (r"\.up_proj\.", ".w3."),
@@ -535,6 +603,13 @@ HUB_NAMES = {
     "ernie4_5_moe": [(r"\.gate\.moe_statics\.", ".moe_statics.")], "step3p5": STEP, "step3p7": STEP,
     "laguna": [(r"\.mlp\.gate\.e_score", ".mlp.experts.e_score"), (r"\.shared_experts\.", ".shared_expert.")],
     "mimo_v2_flash": [(r"self_attn\.sinks$", "self_attn.attention_sink_bias")],
+    "kimi_linear": [
+        (r"\.forget_gate\.", "."), (r"\.mlp\.(gate|experts|shared_experts)\.", r".block_sparse_moe.\1."),
+        (r"(\.experts\.\d+)\.gate_proj", r"\1.w1"), (r"(\.experts\.\d+)\.up_proj", r"\1.w3"),
+        (r"(\.experts\.\d+)\.down_proj", r"\1.w2")],
+    "bailing_hybrid": [
+        (r"\.forget_gate\.", "."), (r"\.self_attn\.o_proj\.", ".self_attn.dense."), (r"\.self_attn\.", ".attention."),
+        (r"\.embed_tokens\.", ".word_embeddings."), (r"\.gate\.e_score_correction_bias", ".gate.expert_bias")],
     "deepseek_v4": [*V4, (r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^hc_head\.hc", "hc_head")],
     "deepseek_v4 saved": [*V4, (r"\.attn\.kv_norm", ".attn.norm")],
 }
@@ -574,6 +649,7 @@ M3_LINEAR = r"^language_model\.model\.layers.*_proj\.weight$"
 W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
 V4_F32 = r"(^|[._])hc_|attn_sink$|\.ape$"
 V4_FP8 = r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight$|shared_experts\.w\d\.weight$|\.[eh]_proj\.weight$"
+KDA_F32 = r"\.(A_log|dt_bias|[qkv]_conv1d\.weight)$"
 V4_EXPERTS = r"\.experts\.\d+\.w\d\.weight$"
 GPT_OSS_EXPERTS = r"\.experts\.\d+\."
 GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
@@ -596,6 +672,7 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   common   the embeddings have so much of one vector in common; some scores of an indexer are then negative throughout
 #   chain    the number of layers for multi-token prediction that take each other's rows, windowed and dense
 #   aside    tensors that no text model reads, with their shapes
+#   flat     taps are stored as [values, taps] in place of [values, 1, taps], A_log without sizes of 1
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
     "qwen3": dict(config=dense("Qwen3", head_dim=64, use_sliding_window=False, sliding_window=None)),
@@ -837,6 +914,24 @@ SPECS = {
     "mimo_v2_flash_fp8": dict(
         config=mimo("FSF", 2, window=8, n_routed_experts=6, num_experts_per_tok=3), declare="fp8_block_mimo", chain=3,
         store=[(r"\.gate\.weight$", "f32"), (MIMO_FP8, "fp8_block")]),
+    "kimi_linear": dict(
+        config=kimi_linear([3], 32, num_hidden_layers=4, num_attention_heads=4), positions=160,
+        store=[(KDA_F32, "f32")]),
+    "kimi_linear_nvfp4": dict(
+        config=kimi_linear_saved([2], 64, num_hidden_layers=3, num_attention_heads=6, hidden_size=128, q_lora_rank=96,
+                                 kv_lora_rank=128, qk_rope_head_dim=32, num_expert_group=2, topk_group=1,
+                                 num_experts_per_token=2, num_shared_experts=2, routed_scaling_factor=1.5),
+        declare="modelopt_kimi_linear", positions=96, flat=True, shards=2, store=[(W123_EXPERTS, "nvfp4")]),
+    "bailing_hybrid": dict(
+        config=bailing(layer_group_size=2, num_hidden_layers=4, num_attention_heads=4, head_dim=64,
+                       num_nextn_predict_layers=1),
+        mtp_prompt=True, tables=False, store=[(KDA_F32, "f32")]),
+    "bailing_hybrid_ct": dict(
+        config=bailing(layer_group_size=3, num_hidden_layers=3, num_attention_heads=6, hidden_size=128, q_lora_rank=96,
+                       kda_lower_bound=-3, n_group=2, topk_group=1, num_experts=6, num_experts_per_tok=2,
+                       num_shared_experts=2, moe_intermediate_size=128, routed_scaling_factor=1.25,
+                       expert_swiglu_limit_list=[0.0] * 3, share_expert_swiglu_limit_list=[None] * 3),
+        declare="compressed_tensors_experts", positions=160, store=[(EXPERTS, "ct_nvfp4")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -855,7 +950,8 @@ def draw(fixture, name, shape, tied, centred):
     if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
         return rng.uniform(0.1, 0.5, shape).astype(np.float32)
     if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
-        return rng.uniform(-5, 1.5, shape).astype(np.float32)
+        bounded = name.endswith(".attention.A_log")  # there it makes the gate steeper
+        return rng.uniform(*((0, 2) if bounded else (-5, 1.5)), shape).astype(np.float32)
     x = rng.standard_normal(shape)
     if "hc_" in name and name.endswith(("scale", "base")):
         return (1 + 0.3 * x if name.endswith("scale") else 0.7 * x).astype(np.float32)
@@ -866,10 +962,11 @@ def draw(fixture, name, shape, tied, centred):
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
     if len(shape) == 1 or name.endswith(("_bias", ".ape")):
         return x.astype(np.float32)
-    if "embed_tokens" in name or name == "embed.weight":
+    if "embed_tokens" in name or "word_embeddings" in name or name == "embed.weight":
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
-            "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5}
+            "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
+            "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5}
     gain = gain.get(f".{name}".split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -1090,6 +1187,11 @@ def reference_config(config):
                              "partial_rotary_factor": config["partial_rotary_factor"]}
                       for kind, theta in zip(kinds, ["rope_theta", "swa_rope_theta"])}}
         assert config["swa_num_key_value_heads"] == 2 * config["num_key_value_heads"]
+    if kind == "bailing_hybrid":  # the releases' own code rotates the whole of the part
+        rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+        config = {**config, "architectures": ["BailingHybridForCausalLM"], "rope_parameters": rope,
+                  "kda_lower_bound": float(config["kda_lower_bound"])}
+        del config["partial_rotary_factor"]
     return {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type")}
 
 
@@ -1113,9 +1215,18 @@ def give(module, leaf, value):
     setattr(module, leaf, torch.nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value)
 
 
-def fill(model, config, checkpoint, kept):
+def put_taps(checkpoint, name, shape, flat):
+    """The taps of the convolutions of queries, keys and values, which are three tensors."""
+    values, _, taps = shape
+    own = (values // 3, taps) if flat else (values // 3, 1, taps)
+    return torch.cat([checkpoint.put(name.replace(".conv1d.", f".{c}_conv1d."), own).reshape(-1, 1, taps)
+                      for c in "qkv"])
+
+
+def fill(model, config, checkpoint, kept, flat=False):
     """Gives every parameter and buffer a value and stores it under its hub name, fused experts one by one.
-    kept: per layer the original numbers of the experts that stay, or None; the order renumbers them."""
+    kept: per layer the original numbers of the experts that stay, or None; the order renumbers them.  flat: as in
+    SPECS."""
     for name, value in list(model.state_dict().items()):
         path, _, leaf = name.rpartition(".")
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -1135,6 +1246,10 @@ def fill(model, config, checkpoint, kept):
                 torch.cat([checkpoint.put(n, shape, old) for n, old in zip(names(i), names(original))])
                 for i, original in enumerate(rows or range(len(value)))])
             module.num_experts = len(new)
+        elif path.endswith(".self_attn.conv1d"):
+            new = put_taps(checkpoint, hub_name(config, name), value.shape, flat)
+        elif leaf == "A_log" and flat:
+            new = checkpoint.put(hub_name(config, name), (value.numel(),)).reshape(value.shape)
         elif path.endswith(".gate_up_proj"):
             part = lambda old: hub_name(config, name.replace("gate_up_proj", old))
             shape = value.shape[0] // 2, value.shape[1]
@@ -1149,6 +1264,9 @@ def fill(model, config, checkpoint, kept):
     model.tie_weights()
 
 
+FINAL_NORM = ("hy_v3", "bailing_hybrid")  # how these call the last norm of the layer for multi-token prediction
+
+
 def put_mtp(checkpoint, config, tables):
     """The tensors of one multi-token-prediction layer, shaped as the last one.  Most releases store embeddings and a
     head in it that are copies of the model's; here they differ, so that the logits tell which were used.
@@ -1158,7 +1276,7 @@ def put_mtp(checkpoint, config, tables):
     for name, shape in list(checkpoint.shapes.items()):
         if name.startswith((last, "model.layers.0.self_attn.indexer.")):  # the last layer may share another's choice
             checkpoint.put(re.sub(r"^model\.layers\.\d+\.", f"model.layers.{n}.", name), shape)
-    own = {"final_layernorm" if config["model_type"] == "hy_v3" else "shared_head.norm": (hidden,)}
+    own = {"final_layernorm" if config["model_type"] in FINAL_NORM else "shared_head.norm": (hidden,)}
     if tables and config["model_type"] != "hy_v3":
         own |= {"embed_tokens": (VOCAB, hidden), "shared_head.head": (VOCAB, hidden)}
     for leaf, shape in {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), **own}.items():
@@ -1339,7 +1457,7 @@ def mtp_name(config, name):
                          ("post_norm", "norm"), ("mtp_block", "layers.0")]:
             if name.startswith(old + "."):
                 return "mtp." + new + name.removeprefix(old)
-    post = "final_layernorm." if config["model_type"] == "hy_v3" else "shared_head.norm."
+    post = "final_layernorm." if config["model_type"] in FINAL_NORM else "shared_head.norm."
     name = name.removeprefix("mtp_block.").replace("post_norm.", post)
     return hub_name(config, f"model.layers.{config['num_hidden_layers']}.{name}")
 
@@ -1426,8 +1544,8 @@ def head_dim(config):
 def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
-    if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash",
-                                                                                       "deepseek_v4"):
+    if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash", "deepseek_v4",
+                                                                              "kimi_linear"):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
@@ -1458,7 +1576,8 @@ def assert_rope(model, config):
         inv = inv * kept + inv / rope["factor"] * (1 - kept)
         assert 0 < kept.sum() < dim // 2, "llama3 neither keeps nor stretches everything"
     rotary = decoder(model).rotary_emb
-    attention = next(layer.self_attn for layer in decoder(model).layers if hasattr(layer, "self_attn"))
+    attention = next(layer.self_attn for layer in decoder(model).layers
+                     if hasattr(layer, "self_attn") and hasattr(layer.self_attn, "scaling"))
     assert torch.allclose(rotary.inv_freq.double(), inv, rtol=1e-6), (rotary.inv_freq, inv)
     assert math.isclose(rotary.attention_scaling, cos_factor, rel_tol=1e-9)
     query = dim + config["qk_nope_head_dim"] if mla else head
@@ -1797,6 +1916,9 @@ def declare(kind, names):
     if kind == "modelopt_step":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*self_attn*", "*moe.gate", "*share_expert*", "*mlp*", "vision_model*"])
+    if kind == "modelopt_kimi_linear":
+        return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
+            "lm_head", "*self_attn*", "*block_sparse_moe.gate", "*shared_experts*", "model.layers.0.mlp*"])
     if kind == "modelopt_w123":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=["lm_head", "*block_sparse_moe.gate"])
     if kind == "modelopt":
@@ -1805,13 +1927,15 @@ def declare(kind, names):
                  "targets": ["Linear"]}
         return ({"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": group},
                  "ignore": exclude}, modelopt_json("NVFP4", group_size=16, exclude_modules=exclude))
-    if kind == "compressed_tensors":
+    if kind in ("compressed_tensors", "compressed_tensors_experts"):
+        other = ["re:.*attention.*", "re:.*shared_experts.*", "re:.*mlp.(gate|up|down)_proj$"]
         both = {**fp4, "strategy": "tensor_group", "symmetric": True}
         group = {"targets": ["Linear"], "weights": {"dynamic": False, **both},
                  "input_activations": {"dynamic": "local", **both}}
         return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
                 "quantization_status": "compressed", "kv_cache_scheme": None,
-                "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"]}, None
+                "config_groups": {"group_0": group},
+                "ignore": ["lm_head", "re:.*mlp.gate$", *other * (kind == "compressed_tensors_experts")]}, None
     if kind == "compressed_tensors_text":
         quantization = declare("compressed_tensors", names)[0]
         return {**quantization, "ignore": ["re:.*lm_head", "re:vision_tower.*", "re:multi_modal_projector.*"]}, None
@@ -1903,9 +2027,9 @@ def make(name):
     model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
     assert_rope(model, text)
     assert_layer_types(model, text)
-    assert all(getattr(router(layer.mlp), "norm_topk_prob", True) == config["norm_topk_prob"]
-               for layer in moe_layers(model) if "norm_topk_prob" in config)
-    fill(model, config, checkpoint, kept)
+    assert all(getattr(router(layer.mlp), "norm_topk_prob", True) == text["norm_topk_prob"]
+               for layer in moe_layers(model) if "norm_topk_prob" in text)
+    fill(model, config, checkpoint, kept, spec.get("flat", False))
     for extra, shape in spec.get("aside", {}).items():
         checkpoint.put(extra, shape)
     if spec.get("chain"):
