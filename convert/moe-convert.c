@@ -557,8 +557,9 @@ static size_t piece_width(const struct piece *p) {
 /* What F32 values of the source are. */
 enum meaning {
     VALUES,
-    LESS_ONE, /* norms of the Qwen3-Next line: 1 + w is written */
-    LOGARITHM /* of the decay: -exp(w) is written */
+    LESS_ONE,  /* norms of the Qwen3-Next line: 1 + w is written */
+    LOGARITHM, /* of the decay: -exp(w) is written */
+    EXPONENT   /* of a decay with a bound: exp(w) is written */
 };
 
 struct output {
@@ -883,6 +884,7 @@ static struct checkpoint {
     size_t window;                   /* keys that a token sees in a window; 0: no layer has one */
     bool tell_window;                /* GGUF files say how many, even 0 */
     bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
+    bool (*is_kda)(int layer);       /* the block has Kimi delta attention, and no KV head; NULL: none has */
     int n_head, n_head_kv;           /* heads of queries, of keys and values */
     int window_heads[2];             /* the same in layers with a window; 0: as many */
     const char *kv_key;              /* n_head_kv; without kv_optional it must be there */
@@ -935,7 +937,8 @@ static struct checkpoint {
 
 /* Returns max_position_embeddings, MAX_TRAINED where that is more. */
 static int64_t context_length(void) {
-    const char *key = "max_position_embeddings";
+    const bool model = get(src.cfg, "model_max_length") && !get(src.cfg, "max_position_embeddings");
+    const char *key = model ? "model_max_length" : "max_position_embeddings"; /* the former is Kimi Linear's */
     expect(src.cfg, key, json_is_number(get(src.cfg, key)) && json_number_value(get(src.cfg, key)) >= 1,
            fmt("an integer from 1 to %d", MAX_TRAINED));
     return get_limit(src.cfg, key, MAX_TRAINED, REQUIRED);
@@ -985,16 +988,23 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_KEY] = "linear_num_key_heads x linear_key_head_dim",
     [DIM_VALUES] = "linear_num_value_heads", [DIM_VALUE] = "linear_num_value_heads x linear_value_head_dim",
     [DIM_VALUE_HEAD] = "linear_value_head_dim",
-    [DIM_MIX] = "heads of queries, keys and values", [DIM_BA] = "2 linear_num_value_heads"};
+    [DIM_MIX] = "heads of queries, keys and values", [DIM_BA] = "2 linear_num_value_heads",
+    [DIM_DECAYS] = "num_attention_heads x head_dim of linear attention",
+    [DIM_LOW] = "head_dim of linear attention"};
 /* clang-format on */
 
 /* Returns a size of the layer that is planned in the words of config.json. */
 static const char *dim_name(enum dim d) {
     const struct layer *l = &made.layer;
-    const bool mla = l->mixer == MIXER_MLA, gqa = l->mixer == MIXER_GQA;
+    const bool mla = l->mixer == MIXER_MLA, gqa = l->mixer == MIXER_GQA, kda = l->delta.n_decay > 1;
     const char *k = mla ? "qk_nope_head_dim + qk_rope_head_dim" : "head_dim";
     const char *v = src.v_head_key ? src.v_head_key : "head_dim";
     switch ((int)d) {
+    case DIM_KEY:
+    case DIM_VALUE: return kda ? "num_attention_heads x head_dim of linear attention" : dim_names[d];
+    case DIM_VALUES: return kda ? "num_attention_heads" : dim_names[d];
+    case DIM_CONV: return kda ? "taps of a convolution" : dim_names[d];
+    case DIM_VALUE_HEAD: return kda ? "head_dim of linear attention" : dim_names[d];
     case DIM_Q:
         return fmt(mla ? "%snum_attention_heads x (%s)" : "%snum_attention_heads x %s", l->attn.q_gate ? "2 " : "", k);
     case DIM_K: return fmt("num_key_value_heads x %s", k);
@@ -1125,12 +1135,12 @@ static struct piece *pieces_of(struct linear l, enum dim rows) {
     return p;
 }
 
-/* Appends a tensor of F32. out DIM_ONE: it is a vector. */
+/* Appends a tensor of F32. in or out DIM_ONE: it is a vector. */
 static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out, enum meaning meaning) {
     struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, dim_of(in), dim_of(out), 1);
     l.fold = true;
-    if (out == DIM_ONE && l.format == PLAIN) {
-        l.rows = dim_of(in);
+    if ((in == DIM_ONE || out == DIM_ONE) && l.format == PLAIN) {
+        l.rows = dim_of(in) * dim_of(out);
         l.cols = 1;
     }
     o->pieces = pieces_of(l, out == DIM_ONE ? in : out);
@@ -1142,8 +1152,18 @@ static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out
 static void plan_vector(const char *dst, const char *from, enum dim in, enum dim out, enum meaning meaning) {
     struct linear l = resolve_values(from);
     if (out == DIM_ONE) check_shape(l.w, l.cols, l.rows, in, out);
+    else if (in == DIM_ONE) check_shape(l.w, l.cols, l.rows, out, in);
     else check_shape(l.w, l.rows, l.cols, out, in);
     plan_f32(dst, l, in, out, meaning);
+}
+
+/* The taps of a convolution over `values` values. */
+static void plan_taps(const char *dst, const char *from, enum dim taps, enum dim values) {
+    plan_vector(dst, from, taps, values, VALUES);
+    struct output *o = &arrlast(plan);
+    o->n_dims = 3;
+    o->ne[2] = o->ne[1];
+    o->ne[1] = 1;
 }
 
 /* Returns the pieces of a matrix with these sizes. */
@@ -1235,7 +1255,7 @@ static void plan_ids(const struct tensor_rule *r, int layer) {
 
 /* What the values of a vector are. */
 static enum meaning meaning_of(const struct tensor_rule *r) {
-    if (r->field == offsetof(struct layer, decay)) return LOGARITHM;
+    if (r->field == offsetof(struct layer, decay)) return made.layer.delta.bound < 0 ? EXPONENT : LOGARITHM;
     const bool norm = ends_with(r->name, "norm.weight") && r->field != offsetof(struct layer, delta_norm);
     return norm && src.zero_centered ? LESS_ONE : VALUES;
 }
@@ -1259,7 +1279,8 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, src.router_bias);
     const bool bare = !ends_with(dst, ".weight") || (leaf && one_of(leaf + 1, "sinks position_bias fn base scale"));
     const char *name = fmt("%s%s", from, bare ? "" : ".weight");
-    if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
+    if (r->n != DIM_ONE) plan_taps(dst, name, r->in, r->n);
+    else if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
 }
 
 /* Whether a row is the gate of a feed-forward, shared or not, or of experts. The row of up follows it. */
@@ -1809,9 +1830,10 @@ static size_t rotated(struct doc r, bool windowed) {
     const char *key = d.obj == src.cfg.obj && get(src.cfg, list) ? list : "partial_rotary_factor";
     const double share = key == list ? layer_number(list, windowed, src.rotary) : get_num(d, key, src.rotary);
     const double n = (double)head_k() * share + 1e-9;
-    if (src.mixer == MIXER_MLA) { /* a part by itself */
-        const size_t rope = size_of("qk_rope_head_dim");
-        expect(d, key, share == 1 || (size_t)n == rope, "1, or the share of qk_rope_head_dim");
+    if (src.mixer == MIXER_MLA) { /* a part by itself; the share is of all of a key, or of head_dim */
+        const size_t rope = size_of("qk_rope_head_dim"),
+                     head = (size_t)(get_num(src.cfg, "head_dim", 0) * share + 1e-9);
+        expect(d, key, share == 1 || (size_t)n == rope || head == rope, "1, or the share of qk_rope_head_dim");
         return rope;
     }
     if (!src.partial && !src.window_rope) expect(d, key, share == 1, "1");
@@ -2546,6 +2568,106 @@ static const struct renaming laguna_names[] = {
     {NULL, NULL, EVERYWHERE}};
 
 /* ============================================================================================================
+ * Families: Kimi delta attention
+ *
+ * Kimi Linear and Ling 3.
+ * ============================================================================================================ */
+
+/* Writes the sizes of Kimi delta attention. */
+static void put_kda(int64_t head_dim, int64_t taps) {
+    kv_u32("kda.head_dim", (size_t)head_dim);
+    kv_u32("ssm.conv_kernel", (size_t)taps);
+}
+
+/* Returns a size of Kimi Linear's linear attention, which linear_attn_config has, or a key of its own in the words of
+ * transformers. */
+static int64_t linear_size(const char *nested, const char *flat, int64_t dflt) {
+    struct doc s = get_obj(src.cfg, "linear_attn_config");
+    return get_int(s.obj ? s : src.cfg, s.obj ? nested : flat, 1, 65536, dflt);
+}
+
+/* Whether a list of layers, counted from 1, has this one. */
+static bool lists_layer(struct doc d, const char *key, int layer) {
+    json_t *list = get_list(d, key);
+    for (size_t i = 0; i < json_array_size(list); i++)
+        if (json_element(list, i) == layer + 1) return true;
+    return false;
+}
+
+/* Whether a layer of Kimi Linear has Kimi delta attention: linear_attn_config of the releases lists both kinds, or
+ * layer_types of transformers. */
+static bool is_kda_kimi(int layer) {
+    struct doc c = src.cfg, s = get_obj(c, "linear_attn_config");
+    if (!s.obj) {
+        expect(c, "layer_types", get(c, "layer_types"), "a list, because there is no linear_attn_config");
+        return is_recurrent(layer);
+    }
+    const bool kda = lists_layer(s, "kda_layers", layer);
+    expect(s, "kda_layers", kda != lists_layer(s, "full_attn_layers", layer),
+           fmt("layer %d, counted from 1, either in this list or in full_attn_layers", layer + 1));
+    return kda;
+}
+
+static void put_kimi_linear(void) {
+    put_kda(linear_size("head_dim", "linear_head_dim", REQUIRED),
+            linear_size("short_conv_kernel_size", "linear_conv_kernel_dim", 4));
+}
+
+/* Reads the keys of Kimi Linear. */
+static void config_kimi_linear(void) {
+    struct doc c = src.cfg, s = get_obj(c, "linear_attn_config");
+    config_leading_dense();
+    src.n_group = (int)get_int(c, "num_expert_group", 1, MAX_EXPERTS, 1);
+    expect(s.obj ? s : c, s.obj ? "num_heads" : "linear_num_heads",
+           linear_size("num_heads", "linear_num_heads", REQUIRED) == src.n_head,
+           fmt("%d as num_attention_heads (GGUF files have one number)", src.n_head));
+}
+
+static const struct renaming kimi_linear_names[] = {
+    {"mlp.experts.*.gate_proj", "block_sparse_moe.experts.*.w1", EVERYWHERE},
+    {"mlp.experts.*.up_proj", "block_sparse_moe.experts.*.w3", EVERYWHERE},
+    {"mlp.experts.*.down_proj", "block_sparse_moe.experts.*.w2", EVERYWHERE},
+    {"mlp.gate", "block_sparse_moe.gate", EVERYWHERE},
+    {"mlp.shared_experts", "block_sparse_moe.shared_experts", EVERYWHERE},
+    {NULL, NULL, EVERYWHERE}};
+
+/* Whether a layer of Ling 3 has Kimi delta attention: all but the last of each group, or those that layer_types names. */
+static bool is_kda_bailing(int layer) {
+    struct doc c = src.cfg;
+    if (get(c, "layer_types")) return is_recurrent(layer);
+    const int group = (int)get_int(c, "layer_group_size", 1, MAX_LAYERS, REQUIRED);
+    expect(c, "layer_group_size", src.n_layer % group == 0, fmt("a divisor of %d layers", src.n_layer));
+    return layer < src.n_layer && (layer + 1) % group != 0;
+}
+
+static void put_bailing(void) {
+    struct doc c = src.cfg;
+    put_kda(get_int(c, "head_dim", 2, 512, REQUIRED), get_int(c, "short_conv_kernel_size", 1, 8, 4));
+    gguf_put_bool(&writer, arch_key("kda.safe_gate"), true);
+    kv_num(c, "kda_lower_bound", get_num(c, "kda_lower_bound", -5), "kda.gate_lower_bound");
+    put_limits("expert_swiglu_limit_list", "swiglu_clamp_exp");
+    put_limits("share_expert_swiglu_limit_list", "swiglu_clamp_shexp");
+}
+
+/* Reads the keys of Ling 3. Ling 2.5 has the same model_type. */
+static void config_bailing(void) {
+    struct doc c = src.cfg;
+    const char *name = json_string_value(json_array_get(get_list(src.top, "architectures"), 0));
+    expect(src.top, "architectures", name && one_of(name, "BailingMoeV3ForCausalLM BailingHybridForCausalLM"),
+           "BailingMoeV3ForCausalLM (moe does not compute the lightning attention of BailingMoeV2_5ForCausalLM)");
+    config_deepseek_experts();
+    if (get(c, "moe_shared_expert_intermediate_size")) src.shared_key = "moe_shared_expert_intermediate_size";
+}
+
+static const struct renaming bailing_names[] = {
+    {"self_attn.o_proj", "attention.dense", EVERYWHERE},
+    {"self_attn", "attention", EVERYWHERE},
+    {"model.embed_tokens", "model.word_embeddings", EVERYWHERE},
+    {"mlp.gate.e_score_correction_bias", "mlp.gate.expert_bias", EVERYWHERE},
+    {"layer_output_norm", "final_layernorm", PREDICTION},
+    {NULL, NULL, EVERYWHERE}};
+
+/* ============================================================================================================
  * Families: MiMo-V2, MiniMax-M3, the table
  *
  * The last families, and the table of all.
@@ -2672,6 +2794,12 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
                   fixed_m3[] = "use_qk_norm true qk_norm_type per_head use_gemma_norm true attention_output_gate false "
                                "n_shared_experts 1 use_routing_bias true scoring_func sigmoid swiglu_limit 7 "
                                "swiglu_alpha 1.702 swiglu_beta 1",
+                  fixed_bailing[] =
+                      "gated_attention_proj_granularity_type head_wise no_kda_lora true use_kda_lora false "
+                      "kda_safe_gate true mtp_use_kda false num_kv_heads_for_linear_attn 0 use_mla_nope false "
+                      "rope_interleave true moe_router_enable_expert_bias true score_function sigmoid group_norm_size 1 "
+                      "use_bias false use_qkv_bias false use_nGPT false up_proj_norm false value_norm false "
+                      "scale_router_input false pregate_inference false",
                   fixed_mimo[] = "scoring_func sigmoid topk_method noaux_tc n_shared_experts 0";
 
 #define LATENT .mixer = MIXER_MLA, .v_head_key = "v_head_dim"
@@ -2818,7 +2946,21 @@ static const struct release {
     {.type = "mimo_v2_flash", .config = config_mimo, .fixed = fixed_mimo,
      .src = {MIMO}},
     {.type = "mimo_v2", .config = config_mimo, .fixed = fixed_mimo,
-     .src = {MIMO}}};
+     .src = {MIMO}},
+    {.type = "kimi_linear", .config = config_kimi_linear,
+     .fixed = "mla_use_nope true moe_layer_freq 1 moe_router_activation_func sigmoid num_nextn_predict_layers 0",
+     .src = {.arch = "kimi-linear", .renaming = kimi_linear_names, LATENT, .is_kda = is_kda_kimi,
+             .is_dense = is_dense_leading, .leads = true, .first_dense = 1, .experts_key = "num_experts",
+             .experts_other = "num_local_experts", .top_k_key = "num_experts_per_token",
+             .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
+             .router_bias = bias_name, .norm_key = "moe_renormalize", .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .rope_theta = 10000, .eps = 1e-5, .put = put_kimi_linear}},
+    {.type = "bailing_hybrid", .config = config_bailing, .fixed = fixed_bailing,
+     .src = {.arch = "bailingmoe3", .renaming = bailing_names, LATENT, .is_kda = is_kda_bailing,
+             .is_dense = is_dense_leading, .leads = true, .experts_key = "num_experts",
+             .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
+             .shared_width = true, .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .rope_theta = 6e6, .put = put_bailing}}};
 #undef LATENT
 #undef DEEPSEEK_EXPERTS
 #undef QWEN_DELTA
@@ -3961,6 +4103,18 @@ static void put_heads(const char *key, bool list, int all, const char *list_key,
     else kv_u32(key, (size_t)all);
 }
 
+/* Writes how many KV heads the blocks have. */
+static void put_kv_heads(void) {
+    const int blocks = n_blocks();
+    int32_t n[MAX_LAYERS];
+    if (!src.is_kda) {
+        put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
+        return;
+    }
+    for (int l = 0; l < blocks; l++) n[l] = src.is_kda(l) ? 0 : src.n_head_kv;
+    kv_array("attention.head_count_kv", GGUF_V_I32, blocks, n);
+}
+
 /* Writes how many keys layers with a window see, and which layers these are. */
 static void put_windows(void) {
     if (!src.window && !src.tell_window) return;
@@ -4001,7 +4155,7 @@ static void put_architecture(void) {
         kv_u32("expert_gating_func", src.gating);
         gguf_put_bool(&writer, arch_key("expert_weights_norm"), get_bool(c, src.norm_key, src.norm_topk_prob));
     }
-    put_heads("attention.head_count_kv", src.list_kv, src.n_head_kv, NULL, src.window_heads[1]);
+    put_kv_heads();
     put_head_sizes();
     put_windows();
     if (src.leads) kv_u32("leading_dense_block_count", (size_t)src.first_dense);
@@ -4620,7 +4774,8 @@ static void write_floats(enum gguf_type type, float *v, size_t n) {
 /* Turns values of the source into those that are written. */
 static void apply_meaning(enum meaning meaning, float *v, size_t n) {
     for (size_t i = 0; i < n && meaning == LESS_ONE; i++) v[i] += 1.0f;
-    for (size_t i = 0; i < n && meaning == LOGARITHM; i++) v[i] = (float)-exp((double)v[i]);
+    for (size_t i = 0; i < n && (meaning == LOGARITHM || meaning == EXPONENT); i++)
+        v[i] = (float)((meaning == LOGARITHM ? -1 : 1) * exp((double)v[i]));
 }
 
 /* Dies if a type cannot have the scale of a block whose largest weight is `largest`. */
@@ -4967,7 +5122,7 @@ static const struct manual manual = {
              "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
              "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
              "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
-             "step3p7, laguna, mimo_v2_flash, mimo_v2.\n"
+             "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
