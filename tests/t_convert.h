@@ -2503,6 +2503,8 @@ static void header_compare(const char *what, const char *path, const char *whole
 
 static void test_convert_header(void) {
     static const char *const dirs[] = {"convert/demo",
+                                       "tests/fixtures/bailing_hybrid",
+                                       "tests/fixtures/kimi_linear_nvfp4",
                                        "tests/fixtures/deepseek_v3_fp8",
                                        "tests/fixtures/deepseek_v3_nvfp4",
                                        "tests/fixtures/deepseek_v3_reap",

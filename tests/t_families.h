@@ -294,7 +294,51 @@ static const struct {
                    {"glm_moe_dsa_types", "glm-dsa.attention.indexer.head_count", "6"},
                    {"glm_moe_dsa_types", "glm-dsa.block_count", "6"},
                    {"glm_moe_dsa_types", "glm-dsa.expert_group_count", "1"},
-                   {"glm_moe_dsa_types", "glm-dsa.leading_dense_block_count", "1"}};
+                   {"glm_moe_dsa_types", "glm-dsa.leading_dense_block_count", "1"},
+                   {"kimi_linear", "general.architecture", "kimi-linear"},
+                   {"kimi_linear", "kimi-linear.context_length", "4096"},
+                   {"kimi_linear", "kimi-linear.attention.head_count", "4"},
+                   {"kimi_linear", "kimi-linear.attention.head_count_kv", "0,0,1,0"},
+                   {"kimi_linear", "kimi-linear.attention.key_length", "80"},
+                   {"kimi_linear", "kimi-linear.attention.key_length_mla", "48"},
+                   {"kimi_linear", "kimi-linear.attention.q_lora_rank", ""},
+                   {"kimi_linear", "kimi-linear.rope.dimension_count", "16"},
+                   {"kimi_linear", "kimi-linear.kda.head_dim", "32"},
+                   {"kimi_linear", "kimi-linear.kda.gate_lower_bound", ""},
+                   {"kimi_linear", "kimi-linear.ssm.conv_kernel", "4"},
+                   {"kimi_linear", "kimi-linear.leading_dense_block_count", "1"},
+                   {"kimi_linear", "kimi-linear.expert_used_count", "3"},
+                   {"kimi_linear", "kimi-linear.expert_shared_count", "1"},
+                   {"kimi_linear", "kimi-linear.expert_gating_func", "2"},
+                   {"kimi_linear", "kimi-linear.expert_weights_norm", "1"},
+                   {"kimi_linear", "kimi-linear.expert_weights_scale", "2.446"},
+                   {"kimi_linear", "kimi-linear.nextn_predict_layers", ""},
+                   {"kimi_linear_nvfp4", "kimi-linear.attention.head_count_kv", "0,1,0"},
+                   {"kimi_linear_nvfp4", "kimi-linear.attention.q_lora_rank", "96"},
+                   {"kimi_linear_nvfp4", "kimi-linear.kda.head_dim", "64"},
+                   {"kimi_linear_nvfp4", "kimi-linear.expert_group_count", "2"},
+                   {"kimi_linear_nvfp4", "kimi-linear.expert_group_used_count", "1"},
+                   {"kimi_linear_nvfp4", "kimi-linear.expert_shared_count", "2"},
+                   {"bailing_hybrid", "general.architecture", "bailingmoe3"},
+                   {"bailing_hybrid", "bailingmoe3.attention.head_count_kv", "0,1,0,1,1"},
+                   {"bailing_hybrid", "bailingmoe3.block_count", "5"},
+                   {"bailing_hybrid", "bailingmoe3.nextn_predict_layers", "1"},
+                   {"bailing_hybrid", "bailingmoe3.kda.head_dim", "64"},
+                   {"bailing_hybrid", "bailingmoe3.kda.safe_gate", "1"},
+                   {"bailing_hybrid", "bailingmoe3.kda.gate_lower_bound", "-5"},
+                   {"bailing_hybrid", "bailingmoe3.ssm.conv_kernel", "4"},
+                   {"bailing_hybrid", "bailingmoe3.rope.freq_base", "6000000"},
+                   {"bailing_hybrid", "bailingmoe3.rope.dimension_count", "16"},
+                   {"bailing_hybrid", "bailingmoe3.expert_group_count", "4"},
+                   {"bailing_hybrid", "bailingmoe3.expert_group_used_count", "2"},
+                   {"bailing_hybrid", "bailingmoe3.expert_shared_feed_forward_length", "64"},
+                   {"bailing_hybrid", "bailingmoe3.swiglu_clamp_exp", ""},
+                   {"bailing_hybrid_ct", "bailingmoe3.attention.head_count_kv", "0,0,1"},
+                   {"bailing_hybrid_ct", "bailingmoe3.kda.gate_lower_bound", "-3"},
+                   {"bailing_hybrid_ct", "bailingmoe3.attention.q_lora_rank", "96"},
+                   {"bailing_hybrid_ct", "bailingmoe3.expert_shared_feed_forward_length", "256"},
+                   {"bailing_hybrid_ct", "bailingmoe3.swiglu_clamp_exp", "0,0,0"},
+                   {"bailing_hybrid_ct", "bailingmoe3.swiglu_clamp_shexp", "0,0,0"}};
 
 /* What config.json becomes, under the names of llama.cpp's converter. Every row catches that its key is lost, has
  * another name or another value. */
@@ -740,7 +784,29 @@ static void test_families_prediction(void) {
         {"glm_moe_dsa_types", "blk.3.indexer.k_norm.weight", "model.layers.3.self_attn.indexer.k_norm.weight", 0},
         {"glm_moe_dsa_types", "blk.3.indexer.k_norm.bias", "model.layers.3.self_attn.indexer.k_norm.bias", 0},
         {"glm_moe_dsa_types", "blk.5.indexer.proj.weight", "model.layers.5.self_attn.indexer.weights_proj.weight", 0},
-        {"glm_moe_dsa_types", "blk.5.nextn.shared_head_norm.weight", "model.layers.5.shared_head.norm.weight", 0}};
+        {"glm_moe_dsa_types", "blk.5.nextn.shared_head_norm.weight", "model.layers.5.shared_head.norm.weight", 0},
+        {"kimi_linear", "blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight", 0},
+        {"kimi_linear", "blk.1.ssm_f_a.weight", "model.layers.1.self_attn.f_a_proj.weight", 0},
+        {"kimi_linear", "blk.1.ssm_f_b.weight", "model.layers.1.self_attn.f_b_proj.weight", 0},
+        {"kimi_linear", "blk.3.ssm_g_a.weight", "model.layers.3.self_attn.g_a_proj.weight", 0},
+        {"kimi_linear", "blk.3.ssm_g_b.weight", "model.layers.3.self_attn.g_b_proj.weight", 0},
+        {"kimi_linear", "blk.0.ssm_beta.weight", "model.layers.0.self_attn.b_proj.weight", 0},
+        {"kimi_linear", "blk.0.ssm_dt.bias", "model.layers.0.self_attn.dt_bias", 0},
+        {"kimi_linear", "blk.0.ssm_norm.weight", "model.layers.0.self_attn.o_norm.weight", 0},
+        {"kimi_linear", "blk.0.ssm_conv1d_k.weight", "model.layers.0.self_attn.k_conv1d.weight", 0},
+        {"kimi_linear", "blk.1.exp_probs_b.bias", "model.layers.1.block_sparse_moe.gate.e_score_correction_bias", 0},
+        {"kimi_linear", "blk.0.ffn_gate.weight", "model.layers.0.mlp.gate_proj.weight", 0},
+        {"kimi_linear", "blk.1.ffn_up_shexp.weight", "model.layers.1.block_sparse_moe.shared_experts.up_proj.weight",
+         0},
+        {"kimi_linear_nvfp4", "blk.2.ssm_conv1d_v.weight", "model.layers.2.self_attn.v_conv1d.weight", 0},
+        {"bailing_hybrid", "token_embd.weight", "model.word_embeddings.weight", 0},
+        {"bailing_hybrid", "blk.0.ssm_f_a.weight", "model.layers.0.attention.f_proj.weight", 0},
+        {"bailing_hybrid", "blk.0.ssm_g_a.weight", "model.layers.0.attention.g_proj.weight", 0},
+        {"bailing_hybrid", "blk.1.attn_gate.weight", "model.layers.1.attention.g_proj.weight", 0},
+        {"bailing_hybrid", "blk.1.attn_output.weight", "model.layers.1.attention.dense.weight", 0},
+        {"bailing_hybrid", "blk.1.exp_probs_b.bias", "model.layers.1.mlp.gate.expert_bias", 0},
+        {"bailing_hybrid", "blk.4.attn_gate.weight", "model.layers.4.attention.g_proj.weight", 0},
+        {"bailing_hybrid", "blk.4.layer_output_norm.weight", "model.layers.4.final_layernorm.weight", 0}};
     struct hf h = {0};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         if (!i || strcmp(c[i].fixture, c[i - 1].fixture)) {
@@ -750,7 +816,7 @@ static void test_families_prediction(void) {
         }
         const struct gguf_tensor *t = gguf_find_tensor(&h.g, c[i].to);
         if (!CHECK(t, "%s: no %s", c[i].fixture, c[i].to)) continue;
-        const size_t n = t->ne[0] * t->ne[1];
+        const size_t n = t->ne[0] * t->ne[1] * t->ne[2];
         float *v = xmalloc(n * sizeof *v);
         size_t bad = 0;
         gguf_dequantize_row(t->type, t->data, v, n);
@@ -867,7 +933,17 @@ static void test_families_words(void) {
         {"glm_moe_dsa_types", "{\"indexer_types\":null,\"index_topk_pattern\":\"FSSFS\",\"index_topk_freq\":1}"},
         {"glm_moe_dsa_types",
          "{\"indexer_types\":null,\"index_topk_pattern\":[\"full\",\"shared\",\"shared\",\"full\",\"shared\"]}"},
-        {"glm_moe_dsa_types", "{\"index_topk_pattern\":\"FFFFF\",\"mlp_layer_types\":null}"}};
+        {"glm_moe_dsa_types", "{\"index_topk_pattern\":\"FFFFF\",\"mlp_layer_types\":null}"},
+        {"kimi_linear",
+         "{\"linear_attn_config\":null,\"linear_head_dim\":32,\"linear_num_heads\":4,\"layer_types\":[\"linear_"
+         "attention\",\"linear_attention\",\"full_attention\",\"linear_attention\"]}"},
+        {"kimi_linear", "{\"first_k_dense_replace\":null,\"rope_theta\":null,\"model_max_length\":null,\"max_position_"
+                        "embeddings\":4096}"},
+        {"bailing_hybrid",
+         "{\"layer_group_size\":null,\"layer_types\":[\"linear_attention\",\"full_attention\",\"linear_"
+         "attention\",\"full_attention\"],\"moe_shared_expert_intermediate_size\":null}"},
+        {"bailing_hybrid", "{\"kda_lower_bound\":null,\"kda_safe_gate\":null,\"partial_rotary_factor\":null,\"rope_"
+                           "parameters\":null,\"short_conv_kernel_size\":null}"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct hf h;
         char a[160], b[160];
@@ -1689,7 +1765,51 @@ static const struct family_refusal {
     {"glm_moe_dsa_types", "tensor 'model.layers.3.self_attn.indexer.k_norm.bias' is missing", NULL,
      "model.layers.3.self_attn.indexer.k_norm.bias", NULL, 0},
     {"glm_moe_dsa_types", "'model.layers.1.self_attn.indexer.wk.weight': BF16 [4]: nothing in glm-dsa uses it", NULL,
-     "model.layers.1.self_attn.indexer.wk.weight", NULL, 0}};
+     "model.layers.1.self_attn.indexer.wk.weight", NULL, 0},
+    {"kimi_linear", "key 'linear_attn_config.kda_layers': expected layer 2, counted from 1, either in this list or in",
+     "{\"linear_attn_config\":{\"full_attn_layers\":[2,3],\"kda_layers\":[1,2,4],\"head_dim\":32,\"num_heads\":4}}",
+     NULL, NULL, 0},
+    {"kimi_linear", "key 'linear_attn_config.kda_layers': expected layer 4, counted from 1, either in this list or in",
+     "{\"linear_attn_config\":{\"full_attn_layers\":[3],\"kda_layers\":[1,2],\"head_dim\":32,\"num_heads\":4}}", NULL,
+     NULL, 0},
+    {"kimi_linear", "key 'linear_attn_config.num_heads': expected 4 as num_attention_heads",
+     "{\"linear_attn_config\":{\"full_attn_layers\":[3],\"kda_layers\":[1,2,4],\"head_dim\":32,\"num_heads\":2}}", NULL,
+     NULL, 0},
+    {"kimi_linear", "key 'layer_types': expected a list, because there is no linear_attn_config",
+     "{\"linear_attn_config\":null,\"linear_head_dim\":32,\"linear_num_heads\":4}", NULL, NULL, 0},
+    {"kimi_linear", "key 'mla_use_nope': expected true", "{\"mla_use_nope\":false}", NULL, NULL, 0},
+    {"kimi_linear", "key 'model_max_length': expected an integer from 1", "{\"model_max_length\":0}", NULL, NULL, 0},
+    {"kimi_linear",
+     "f_b_proj.weight': expected [128, 32] (num_attention_heads x head_dim of linear attention, head_dim of linear "
+     "attention), found BF16 [32, 128]",
+     NULL, "model.layers.1.self_attn.f_b_proj.weight", "[32,128]", 0},
+    {"kimi_linear",
+     "v_conv1d.weight': expected [128, 4] (num_attention_heads x head_dim of linear attention, taps of a convolution), "
+     "found F32 [4, 128]",
+     NULL, "model.layers.1.self_attn.v_conv1d.weight", "[4,128]", 0},
+    {"kimi_linear", "A_log': expected [4] (num_attention_heads), found F32 [2, 2]", NULL,
+     "model.layers.3.self_attn.A_log", "[2,2]", 0},
+    {"kimi_linear", "tensor 'model.layers.0.self_attn.g_a_proj.weight' is missing", NULL,
+     "model.layers.0.self_attn.g_a_proj.weight", NULL, 0},
+    {"bailing_hybrid",
+     "key 'architectures': expected BailingMoeV3ForCausalLM (moe does not compute the lightning attention of "
+     "BailingMoeV2_5ForCausalLM), found [\"BailingMoeV2_5ForCausalLM\"]",
+     "{\"architectures\":[\"BailingMoeV2_5ForCausalLM\"]}", NULL, NULL, 0},
+    {"bailing_hybrid", "key 'architectures': expected BailingMoeV3ForCausalLM", "{\"architectures\":null}", NULL, NULL,
+     0},
+    {"bailing_hybrid", "key 'layer_group_size': expected a divisor of 4 layers", "{\"layer_group_size\":3}", NULL, NULL,
+     0},
+    {"bailing_hybrid", "key 'kda_safe_gate': expected true", "{\"kda_safe_gate\":false}", NULL, NULL, 0},
+    {"bailing_hybrid", "key 'no_kda_lora': expected true", "{\"no_kda_lora\":false}", NULL, NULL, 0},
+    {"bailing_hybrid", "key 'kda_lower_bound': expected a number that makes kda.gate_lower_bound -1000 to -0.001",
+     "{\"kda_lower_bound\":0}", NULL, NULL, 0},
+    {"bailing_hybrid", "key 'gated_attention_proj_granularity_type': expected \"head_wise\"",
+     "{\"gated_attention_proj_granularity_type\":\"element_wise\"}", NULL, NULL, 0},
+    {"bailing_hybrid",
+     "key 'rope_parameters.partial_rotary_factor': expected 1, or the share of head_dim that makes 16",
+     "{\"rope_parameters\":{\"rope_theta\":6e6,\"partial_rotary_factor\":0.5}}", NULL, NULL, 0},
+    {"bailing_hybrid", "tensor 'model.layers.0.attention.f_proj.weight' is missing", NULL,
+     "model.layers.0.attention.f_proj.weight", NULL, 0}};
 
 static void test_families_refusals(void) {
     for (size_t i = 0; i < sizeof family_refusals / sizeof *family_refusals; i++) {

@@ -351,7 +351,7 @@ static void test_prediction(void) {
                                         "qwen3_5_moe_nvfp4", "qwen3_next",       "qwen3_next_fp8", "glm4_moe",
                                         "glm4_moe_air",      "glm4_moe_lite",    "step3p7",        "mimo_v2_flash_fp8",
                                         "deepseek_v32",      "deepseek_v32_fp8", "glm_moe_dsa",    "glm_moe_dsa_types",
-                                        "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4"};
+                                        "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4",  "bailing_hybrid"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];
@@ -470,6 +470,13 @@ static void test_fixtures_qwen35(void) {
 static void test_fixtures_qwen3next(void) {
     check_fixture("qwen3_next", NULL);
     check_fixture("qwen3_next_fp8", NULL);
+}
+
+static void test_fixtures_kda(void) {
+    check_fixture("kimi_linear", NULL);
+    check_fixture("kimi_linear_nvfp4", NULL);
+    check_fixture("bailing_hybrid", NULL);
+    check_fixture("bailing_hybrid_ct", NULL);
 }
 
 static void test_fixtures_gpt_oss(void) {
@@ -901,6 +908,16 @@ static const struct synth batch_shapes[] = {
      "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
      "ssm.inner_size=128 full_attention_interval=2 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
      "expert_shared_count=1 vocab_size=96 context_length=65536 rope.freq_base=1e7", .q8 = true},
+    {"decay of each key channel", "kimi-linear", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=3 attention.head_count_kv=0,1 attention.kv_lora_rank=64 "
+     "attention.key_length_mla=24 attention.value_length_mla=16 rope.dimension_count=8 ssm.conv_kernel=3 "
+     "kda.head_dim=40 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 "
+     "expert_gating_func=2 vocab_size=96 context_length=65536"},
+    {"decay with a bound", "bailingmoe3", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=2 attention.head_count_kv=0,1 attention.kv_lora_rank=64 "
+     "attention.key_length_mla=40 attention.value_length_mla=16 rope.dimension_count=8 ssm.conv_kernel=4 "
+     "kda.head_dim=64 kda.gate_lower_bound=-5 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
+     "expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536", .q8 = true},
     /* the window begins in another block of keys during the last run */
     {"window of several splits, sinks, biases", "gpt-oss", .keys =
      "block_count=2 embedding_length=128 attention.head_count=16 attention.head_count_kv=2 attention.key_length=8 "
@@ -1735,8 +1752,8 @@ static void test_banners(void) {
 /* The operations of a forward, timed one by one: their times make up the whole, their bytes are those of the model, and
  * the logits are the same as before. */
 static void test_cpu_profile(void) {
-    static const char *const names[] = {"qwen3moe", "deepseek_v3_nvfp4", "qwen3_5_moe", "glm_moe_dsa_types",
-                                        "minimax_m3"};
+    static const char *const names[] = {"qwen3moe",          "deepseek_v3_nvfp4", "qwen3_5_moe",
+                                        "glm_moe_dsa_types", "minimax_m3",        "bailing_hybrid"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m;
         struct session s;
@@ -1782,8 +1799,9 @@ static void test_cpu_profile(void) {
         {"model/fixtures-gpt-oss", test_fixtures_gpt_oss}, {"model/fixtures-minimax", test_fixtures_minimax},          \
         {"model/fixtures-classics", test_fixtures_classics}, {"model/fixtures-step3", test_fixtures_step3},            \
         {"model/fixtures-dense", test_fixtures_dense}, {"model/fixtures-mistral", test_fixtures_mistral},              \
-        {"model/fixtures-laguna", test_fixtures_laguna}, {"model/fixtures-mimo", test_fixtures_mimo},                  \
-        {"model/fixtures-dsa", test_fixtures_dsa}, {"model/fixtures-deepseek4", test_fixtures_deepseek4},              \
+        {"model/fixtures-kda", test_fixtures_kda}, {"model/fixtures-laguna", test_fixtures_laguna},                    \
+        {"model/fixtures-mimo", test_fixtures_mimo}, {"model/fixtures-dsa", test_fixtures_dsa},                        \
+        {"model/fixtures-deepseek4", test_fixtures_deepseek4},                                                         \
         {"model/fixtures-deepseek4-ranks", test_fixtures_deepseek4_ranks},                                             \
         {"model/sparse-begins", test_sparse_begins}, {"model/keys-seen", test_keys_seen},                              \
         {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                            \

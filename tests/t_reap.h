@@ -719,7 +719,10 @@ static void test_reap_model(void) {
              {"deepseek_v4", 5},
              {"deepseek_v4_pro", 3},
              {"dots1", 5},
-             {"dots1_nvfp4", 8}};
+             {"dots1_nvfp4", 8},
+             {"kimi_linear", 5},
+             {"kimi_linear_nvfp4", 4},
+             {"bailing_hybrid_ct", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -762,6 +765,8 @@ static void test_reap_fixtures(void) {
              {"glm_moe_dsa_types", "--keep 4 --mtp drop", {0, 4, 4, 4, 4}},
              {"deepseek_v4", "--keep 4 --mtp drop", {8, 8, 8, 4, 4}},
              {"deepseek_v4_pro", "--keep 4", {6, 4, 4, 4, 4}},
+             {"kimi_linear_nvfp4", "--keep 6", {0, 6, 6}},
+             {"bailing_hybrid_ct", "--keep 4", {0, 4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -1375,7 +1380,10 @@ static void test_reap_directory(void) {
                                        {"glm_moe_dsa_types", "--keep 4 --mtp drop"},
                                        {"deepseek_v4", "--keep 5"},
                                        {"deepseek_v4", "--keep 4 --mtp drop"},
-                                       {"deepseek_v4_pro", "--keep 4"}};
+                                       {"deepseek_v4_pro", "--keep 4"},
+                                       {"kimi_linear", "--keep 5"},
+                                       {"kimi_linear_nvfp4", "--keep 6"},
+                                       {"bailing_hybrid_ct", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);

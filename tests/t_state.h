@@ -126,7 +126,8 @@ enum { STATE_LAYOUTS = sizeof state_layouts / sizeof *state_layouts };
 
 /* Models with state beyond a row per token: the test's own family, those with gated delta nets, and after them one whose
  * rings make compressed keys. */
-static const char *const state_models[] = {"qwen3moe", "qwen3_5_moe", "qwen3_next", "deepseek_v4"};
+static const char *const state_models[] = {"qwen3moe",    "qwen3_5_moe",    "qwen3_next",
+                                           "kimi_linear", "bailing_hybrid", "deepseek_v4"};
 enum { STATE_MODELS = sizeof state_models / sizeof *state_models - 1 /* without that */ };
 
 static bool state_model(struct model *m, int32_t *ids, int n, int which) {
@@ -588,12 +589,23 @@ static void test_state_ring_twice(void) {
     check_ring_twice(&shared);
 }
 
-/* 30,000 tokens of a value head, by the reference and by vectors: the state stays the same. Without decay, the value of
- * a key that is seen once at the start has to be found at the end. */
-static void check_recall(bool decays) {
+/* A token of the delta rule in the state S (d, d) of a value head, in double precision. */
+static void recall_exact(double *S, int d, const float *k, const float *v, const float *a, int n_a, float beta) {
+    for (int c = 0; c < d; c++) {
+        double old = 0;
+        for (int i = 0; i < d; i++) old += (S[i * d + c] *= (double)a[n_a > 1 ? i : 0]) * (double)k[i];
+        for (int i = 0; i < d; i++) S[i * d + c] += (double)beta * ((double)v[c] - old) * (double)k[i];
+    }
+}
+
+/* 30,000 tokens of a value head, by the reference and by vectors: the state is that of double precision. The decays, of
+ * the head or of each row, are at least 1 - forgets. Without decay, the value of a key that is seen once at the start has
+ * to be found at the end. */
+static void check_recall(int n_a, double forgets) {
     enum { TOKENS = 30000, DK = 64, DV = 64, EARLY = 5 };
     const struct kernels *kernels[2] = {&kernels_ref, kernels_choose()};
-    float S[2][DK * DV] = {{0}}, o[2][DV], q[DK], k[DK], v[DV], first[DV] = {0};
+    float S[2][DK * DV] = {{0}}, o[2][DV], q[DK], k[DK], v[DV], a[DK], first[DV] = {0};
+    double exact[DK * DV] = {0};
     struct cpu cpu = {.k = &kernels_ref};
     const struct rank r = {.cpu = &cpu};
     uint64_t rng = 11;
@@ -609,18 +621,29 @@ static void check_recall(bool decays) {
         delta_unit(&r, q, DK, 1);
         delta_unit(&r, k, DK, 1);
         if (t == EARLY) memcpy(first, v, sizeof first);
-        const float a = decays ? (float)(1 - 0.1 * rng_uniform(&rng)) : 1,
-                    beta = t == EARLY ? 1 : (float)rng_uniform(&rng);
-        for (int i = 0; i < 2; i++) kernels[i]->delta_step(S[i], DV, DK, DV, q, k, v, a, beta, o[i]);
+        for (int i = 0; i < DK; i++) a[i] = (float)(1 - forgets * rng_uniform(&rng));
+        const float beta = t == EARLY ? 1 : (float)rng_uniform(&rng);
+        for (int i = 0; i < 2; i++) kernels[i]->delta_step(S[i], DV, DK, DV, q, k, v, a, n_a, beta, o[i]);
+        recall_exact(exact, DK, k, v, a, n_a, beta);
     }
-    const double e = sqrt(nmse(S[1], S[0], DK * DV)), found = nmse(o[1], first, DV);
-    CHECK(e < 1e-4, "the state after %d tokens: relative error %.3g", TOKENS, e);
-    CHECK(decays || found < 1e-6, "the value of token %d was not found: NMSE %.3g", EARLY, found);
+    for (int i = 0; i < 2; i++) {
+        double wrong = 0, all = 0;
+        for (int c = 0; c < DK * DV; c++) {
+            wrong += ((double)S[i][c] - exact[c]) * ((double)S[i][c] - exact[c]);
+            all += exact[c] * exact[c];
+        }
+        CHECK(sqrt(wrong / all) < 1e-4, "%s, %d decays down to 1 - %g: the state after %d tokens: relative error %.3g",
+              kernels[i]->name, n_a, forgets, TOKENS, sqrt(wrong / all));
+    }
+    const double found = nmse(o[1], first, DV);
+    CHECK(forgets > 0 || found < 1e-6, "the value of token %d was not found: NMSE %.3g", EARLY, found);
 }
 
 static void test_state_recall(void) {
-    check_recall(false);
-    check_recall(true);
+    check_recall(1, 0);
+    check_recall(1, 0.1);
+    check_recall(64, 0);
+    check_recall(64, 1e-5);
 }
 
 /* A chat: the next turn goes back to the end of the user's message where the template drops thinking; /undo and /regen
