@@ -60,7 +60,7 @@
  *   Families: grouped-query attention                170  what each reads, its layers, its forward
  *   Families: latent attention                        90  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            120  the same
- *   Families: gated delta nets                        80  the same of Qwen3-Next and Qwen3.5
+ *   Families: gated delta nets                       140  the same of Qwen3-Next, Qwen3.5, Kimi Linear, Ling 3
  *   Families: the forward                            180  the forward of all. START HERE
  *   Model: layers and files                          440  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
@@ -90,7 +90,7 @@
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
- *   CPU operations: gated delta net                  150  linear attention with a recurrent state
+ *   CPU operations: gated delta net                  180  linear attention with a recurrent state
  *   Experts on disk: reading                         210  threads that read parts of the model's files
  *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
@@ -1798,6 +1798,7 @@ struct family {
     bool softmax_bias;    /* routing biases are used without a sigmoid, too */
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
+    bool kda;             /* layers without a KV head have Kimi delta attention */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -3450,14 +3451,14 @@ static int loader_int(struct loader *l, const char *suffix) {
 }
 
 /* An integer for every layer, from one number for all or an array of block_count numbers, within the table's range and
- * at most hi. Without the key all are the table's default. */
-static void loader_ints_to(struct loader *l, const char *suffix, int64_t hi, int out[MAX_LAYERS]) {
+ * [lo, hi]. Without the key all are the table's default. */
+static void loader_ints_in(struct loader *l, const char *suffix, int64_t lo, int64_t hi, int out[MAX_LAYERS]) {
     char key[128];
     const struct key_rule *rule = key_rule_of(suffix);
     const struct gguf_kv *kv = loader_key(l, suffix, key);
     const int blocks = model_blocks(l->m);
-    const int64_t lo = (int64_t)rule->lo;
     if (l->failed) return;
+    if (lo < (int64_t)rule->lo) lo = (int64_t)rule->lo;
     if (hi > (int64_t)rule->hi) hi = (int64_t)rule->hi;
     if (!kv && rule->dflt == KEY_REQUIRED) loader_fail(l, "metadata key '%s' is missing", key);
     if (kv && kv->is_array && kv->n != (uint64_t)blocks)
@@ -3472,6 +3473,11 @@ static void loader_ints_to(struct loader *l, const char *suffix, int64_t hi, int
                         kv ? "" : " by default", (long long)lo, (long long)hi);
         out[il] = (int)v;
     }
+}
+
+/* The same within the table's range and at most hi. */
+static void loader_ints_to(struct loader *l, const char *suffix, int64_t hi, int out[MAX_LAYERS]) {
+    loader_ints_in(l, suffix, KEY_LO, hi, out);
 }
 
 /* The same with the table's range. */
@@ -4656,9 +4662,9 @@ static const struct family families[] = {
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
      .read = read_mimo2,    .layer = layer_mimo2},
-    {.arch = "kimi-linear", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+    {.arch = "kimi-linear", .gating = GATING_SIGMOID, .norm_topk_prob = true, .kda = true,
      .read = read_kimi_linear, .layer = layer_kda},
-    {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+    {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true, .kda = true,
      .read = read_bailing3, .layer = layer_bailing3},
 };
 /* clang-format on */
@@ -4699,7 +4705,8 @@ static void loader_hparams(struct loader *l) {
     loader_ints(l, "attention.head_count", l->n_head);
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
-    if (loader_key(l, "attention.head_count_kv", key)) loader_ints_to(l, "attention.head_count_kv", most, l->n_head_kv);
+    if (loader_key(l, "attention.head_count_kv", key))
+        loader_ints_in(l, "attention.head_count_kv", !m->family->kda, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon");
     m->n_expert_max = loader_int_in(l, "expert_count", m->family->dense ? 0 : KEY_REQUIRED, !m->family->dense, KEY_HI);
@@ -4715,10 +4722,13 @@ static void loader_hparams(struct loader *l) {
     if (m->routed_scaling_factor == 0.0f) m->routed_scaling_factor = 1.0f;
     m->family->read(l);
     for (int il = 0; il < blocks && !l->failed; il++)
-        if (l->recurrent[il] && l->delta.n_decay > 1) continue;
-        else if (!l->n_head_kv[il])
-            loader_fail(l, "metadata key '%s.attention.head_count_kv' is 0, expected 1 to %d", l->arch, most);
-        else if (l->n_head[il] % l->n_head_kv[il])
+        if (!l->n_head_kv[il]) {
+            if (il >= m->n_layer)
+                loader_fail(l,
+                            "metadata key '%s.attention.head_count_kv' is 0 for layer %d, which is for multi-token "
+                            "prediction",
+                            l->arch, il);
+        } else if (l->n_head[il] % l->n_head_kv[il])
             loader_fail(l, "layer %d has %d heads, expected a multiple of its %d KV heads", il, l->n_head[il],
                         l->n_head_kv[il]);
 }
@@ -21174,8 +21184,8 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
                                     "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
                                     "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
-                                    "follow a colon:\n"
+                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
+                                    "kimi-linear-48b-a3b or ling-3-flash. Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
                                     "\n"

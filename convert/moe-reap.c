@@ -993,10 +993,12 @@ static char **hf_metadata;         /* stb_ds: __metadata__ of every shard as JSO
 static struct doc hf_config, hf_text, hf_quant,
     hf_index; /* config.json, its text_config, hf_quant_config.json, index */
 
-/* Keys of config.json for the number of experts, and for those of a token. The first may be lists with a number for
- * every layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config are. */
+/* Keys of config.json for the number of experts, for those of a token, and for groups of experts. The first may be lists
+ * with a number for every layer, as per_layer_num_experts and moe_sparsity_config.num_experts of quantization_config
+ * are. */
 static const char *const count_keys[] = {"num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"};
-static const char *const top_k_keys[] = {"num_experts_per_tok", "moe_k", "moe_top_k"};
+static const char *const top_k_keys[] = {"num_experts_per_tok", "moe_k", "moe_top_k", "num_experts_per_token"};
+static const char *const group_keys[] = {"n_group", "num_expert_group"};
 static const char sparsity_key[] = "moe_sparsity_config", layers_key[] = "per_layer_num_experts";
 
 /* Returns the object of config.json that has a key: text_config, or else all of it. */
@@ -1004,6 +1006,12 @@ static struct doc hf_doc_of(const char *key) { return get(hf_text, key) ? hf_tex
 
 static int hf_int(const char *key, int64_t lo, int64_t hi, int64_t fallback) {
     return (int)get_int(hf_doc_of(key), key, lo, hi, fallback);
+}
+
+/* Returns the one of n keys that config.json has, or the first. */
+static const char *hf_key_of(const char *const *keys, size_t n) {
+    while (--n && !get(hf_doc_of(keys[n]), keys[n])) continue;
+    return keys[n];
 }
 
 /* Finds the layers by their routers and hashes those of the trunk. A hash-routed layer also has a table from token ids
@@ -1218,10 +1226,8 @@ static void hf_read(const char *path) {
     if (opts.mtp == MTP_DROP) may_lack = is_dropped;
     source_open();
     hf_index = source_index;
-    size_t top_k = COUNT(top_k_keys);
-    while (--top_k && !get(hf_doc_of(top_k_keys[top_k]), top_k_keys[top_k])) continue;
-    m.top_k = hf_int(top_k_keys[top_k], 1, MAX_EXPERTS, REQUIRED);
-    m.n_group = hf_int("n_group", 1, MAX_EXPERTS, 1);
+    m.top_k = hf_int(hf_key_of(top_k_keys, COUNT(top_k_keys)), 1, MAX_EXPERTS, REQUIRED);
+    m.n_group = hf_int(hf_key_of(group_keys, COUNT(group_keys)), 1, MAX_EXPERTS, 1);
     m.n_group_used = m.n_group == 1 ? 1 : hf_int("topk_group", 1, m.n_group, m.n_group);
     m.router_hash = HASH_START;
     bool counted = false;

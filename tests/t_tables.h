@@ -36,7 +36,7 @@ static void rewrite_joined(struct rewrite *x, const char *name, const char *cons
     if (!CHECK(t[0], "no tensor %s", parts[0])) return;
     uint64_t ne[3] = {t[0]->ne[0], 0, t[0]->ne[2]};
     for (int i = 0; i < n; i++) ne[1] += t[i]->ne[1];
-    gguf_add_tensor(&x->w, name, t[0]->type, t[0]->ne[1] == 1 ? 1 : t[0]->n_dims, ne);
+    gguf_add_tensor(&x->w, name, t[0]->type, t[0]->ne[1] * t[0]->ne[2] == 1 ? 1 : t[0]->n_dims, ne);
     for (uint64_t e = 0; e < ne[2]; e++)
         for (int i = 0; i < n; i++) {
             const size_t bytes = (size_t)(t[i]->bytes / ne[2]);
@@ -249,7 +249,43 @@ static void test_tables_delta_keys(void) {
     }
 }
 
+/* A file without one of the keys of Kimi delta attention, or with a value that means something else, is refused by that
+ * key's name. */
+static void test_tables_kda_keys(void) {
+    static const struct {
+        const char *fixture, *key, *message; /* key: the one that is left out or changed */
+        int value; /* 0: it is left out; 1: a list of KV heads without one in the last layer; 2: false */
+    } c[] = {
+        {"kimi_linear", "kimi-linear.kda.head_dim", "'kimi-linear.kda.head_dim' is missing", 0},
+        {"kimi_linear", "kimi-linear.ssm.conv_kernel", "'kimi-linear.ssm.conv_kernel' is missing", 0},
+        {"kimi_linear", "kimi-linear.attention.kv_lora_rank", "'kimi-linear.attention.kv_lora_rank' is missing", 0},
+        {"bailing_hybrid", "bailingmoe3.kda.gate_lower_bound", "'bailingmoe3.kda.gate_lower_bound' is missing", 0},
+        {"bailing_hybrid", "bailingmoe3.attention.head_count_kv",
+         "'bailingmoe3.attention.head_count_kv' is 0 for layer 4, which is for multi-token prediction", 1},
+        {"bailing_hybrid", "bailingmoe3.kda.safe_gate", "'bailingmoe3.kda.safe_gate' is false, expected true", 2}};
+    static const int32_t heads[5] = {0, 1, 0, 1, 0};
+    struct model m;
+    for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
+        struct rewrite x;
+        char err[ERR_MAX] = "";
+        if (!rewrite_open(&x, c[i].fixture)) return;
+        rewrite_keys(&x, c[i].key);
+        if (c[i].value == 1) gguf_put_array(&x.w, c[i].key, GGUF_V_I32, 5, heads);
+        if (c[i].value == 2) gguf_put_bool(&x.w, c[i].key, false);
+        rewrite_tensors(&x, (const char *const[]){NULL});
+        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, c[i].message), "%s: %s", c[i].message, err);
+    }
+    struct rewrite x;
+    char err[ERR_MAX] = "";
+    if (!rewrite_open(&x, "kimi_linear")) return;
+    rewrite_keys(&x, NULL);
+    rewrite_tensors(&x, (const char *const[]){"blk.1.ssm_conv1d_k.weight", NULL});
+    CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, "tensor 'blk.1.ssm_conv1d_k.weight' is missing"), "%s",
+          err);
+}
+
 #define TESTS_TABLES                                                                              \
     {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},    \
         {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4}, \
-        {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},
+        {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},  \
+        {"model/kda-keys", test_tables_kda_keys},
