@@ -919,7 +919,7 @@ SPECS = {
         store=[(KDA_F32, "f32")]),
     "kimi_linear_nvfp4": dict(
         config=kimi_linear_saved([2], 64, num_hidden_layers=3, num_attention_heads=6, hidden_size=128, q_lora_rank=96,
-                                 kv_lora_rank=128, qk_rope_head_dim=32, num_expert_group=2, topk_group=1,
+                                 kv_lora_rank=128, qk_rope_head_dim=64, num_expert_group=2, topk_group=1,
                                  num_experts_per_token=2, num_shared_experts=2, routed_scaling_factor=1.5),
         declare="modelopt_kimi_linear", positions=96, flat=True, shards=2, store=[(W123_EXPERTS, "nvfp4")]),
     "bailing_hybrid": dict(
