@@ -16,7 +16,8 @@ static const char *const rank_fixtures[] = {
     "minimax_m3",    "minimax_m3_nvfp4",    "deepseek_v4",       "deepseek_v4_pro",
     "dots1",         "dots1_nvfp4",
     "qwen3",         "qwen3_nvfp4",         "qwen3_5",           "qwen3_5_nvfp4",
-    "llama",         "mistral",             "qwen2",             "qwen2_nvfp4"};
+    "llama",         "mistral",             "qwen2",             "qwen2_nvfp4",
+    "nemotron_h",    "nemotron_h_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 
