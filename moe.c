@@ -43,11 +43,11 @@
  *   Progress of a turn                                70  the line that is shown until an answer begins
  *
  *  Types
- *   Types: matrices and layers                       250  weights, attention, delta net, layer
- *   Types: the table of tensors                      220  every tensor: names, field, shape, who has it
+ *   Types: matrices and layers                       260  weights, attention, delta net, layer
+ *   Types: the table of tensors                      250  every tensor: names, field, shape, who has it
  *   Types: the table of keys                         120  every key: name, kind, range, default
- *   Types: models                                    250  model, family; sizes that follow from them
- *   Types: operations                                290  the table that every backend fills in; its contract
+ *   Types: models                                    260  model, family; sizes that follow from them
+ *   Types: operations                                300  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
  *
  *  State
@@ -56,24 +56,25 @@
  *
  *  Model
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
- *   Families: what they share                        150  heads, windows, rotations
+ *   Families: what they share                        160  heads, windows, rotations
  *   Families: grouped-query attention                170  what each reads, its layers, its forward
  *   Families: latent attention                        90  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            120  the same
  *   Families: gated delta nets                        80  the same of Qwen3-Next and Qwen3.5
- *   Families: the forward                            180  the forward of all. START HERE
+ *   Families: Mamba-2                                 50  the same of Nemotron-3
+ *   Families: the forward                            200  the forward of all. START HERE
  *   Model: layers and files                          440  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         220  --synth: shapes of real models
+ *   Synthetic models: shapes                         240  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
  *   Synthetic models: weights                        220  its tensors, random numbers
  *
  *  CPU
  *   CPU threads                                      240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                      140  their interface; formats of activations
- *   CPU kernels: reference                           200  scalar F32: the oracle
+ *   CPU kernels: reference                           210  scalar F32: the oracle
  *   CPU kernels: portable vector functions           200  vectors by extensions of the compiler, small F32 matrices
- *   CPU kernels: portable functions on rows          280  norms, softmax, conversions
+ *   CPU kernels: portable functions on rows          310  norms, softmax, conversions
  *   CPU kernels: GEMM with integer activations       250  panels of weights, 16-bit activations
  *   CPU kernels: GEMM with F32 panels                120  transposed panels of weights, many tokens
  *   CPU kernels: scalar                               90  GEMM for any processor
@@ -90,13 +91,13 @@
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
- *   CPU operations: gated delta net                  150  linear attention with a recurrent state
+ *   CPU operations: recurrent states                 190  gated delta nets and Mamba-2
  *   Experts on disk: reading                         210  threads that read parts of the model's files
  *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
- *   CPU operations: feed-forward                     420  router and experts
+ *   CPU operations: feed-forward                     470  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
- *   CPU operations: memory of a rank                 190  the table of operations; what a rank allocates
+ *   CPU operations: memory of a rank                 200  the table of operations; what a rank allocates
  *   Experts for GPUs                                 170  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
  *
@@ -4652,6 +4653,8 @@ static const struct family families[] = {
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
      .read = read_mimo2,    .layer = layer_mimo2},
     {.arch = "nemotron_h_moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .half_layers = true,
+     .read = read_nemotron_h, .layer = layer_nemotron_h},
+    {.arch = "nemotron_h", .dense = true, .half_layers = true,
      .read = read_nemotron_h, .layer = layer_nemotron_h},
 };
 /* clang-format on */
@@ -12293,7 +12296,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cache = r->caches = cpu_own(r, 2 * (size_t)(timelines_all(&timelines) * model_blocks(m)), sizeof *r->caches);
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
-        if (layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
+        if (x->mix && layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
     cpu_state(r);
 }
 
@@ -21242,8 +21245,9 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
                                     "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
                                     "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs or mimo-v2-flash. Options may\n"
-                                    "follow a colon:\n"
+                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
+                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b. Options may follow a\n"
+                                    "colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
                                     "\n"
@@ -27416,6 +27420,7 @@ enum decode_kernel {
     DECODE_CSA_ATTENTION,
     DECODE_MLA_VALUE,
     DECODE_DELTA,
+    DECODE_MAMBA,
     DECODE_ROUTER,
     DECODE_WANT,
     DECODE_BROUGHT,
@@ -27458,6 +27463,7 @@ static const struct {
     [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7}, /* as of MLA, and 0.7 to join splits */
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
+    [DECODE_MAMBA] = {"k_mamba_decode", 2.0},      /* likewise */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
     [DECODE_WANT] = {"k_want_experts", 1.5},       /* nothing is missing: a latency of L2 */
     [DECODE_BROUGHT] = {"k_brought_experts", 1.5}, /* likewise; the disk apart */
@@ -27590,13 +27596,15 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     if (fetched && k->offload.n_ask) launch_add(k, DECODE_WANT, 0, 0), launch_add(k, DECODE_BROUGHT, 0, 0);
     if (fetched) launch_add(k, DECODE_FETCH, 0, 0);
     if (by_cpu && !k->m->shard.rank) launch_add(k, DECODE_ASK, 0, 0);
-    if (!by_cpu || l->sh_gate.data) {
+    if (l->n_latent && !by_cpu) launch_add(k, DECODE_LINEAR, READS(&l->latent_down), 0);
+    if (!by_cpu || l->sh_up.data) {
         const double hidden = by_cpu ? 0 : READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias);
         const double down = by_cpu ? 0 : READS(&l->down, &l->down.bias);
         launch_add(k, DECODE_GLU, (l->n_expert ? 0 : norm) + hidden + READS(&l->sh_gate, &l->sh_up), 0);
         launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR, down + READS(&l->sh_down), 0);
     }
-    if (by_cpu && (!k->m->shard.rank || !l->sh_gate.data)) launch_add(k, DECODE_ANSWER, 0, 0);
+    if (l->n_latent && !by_cpu) launch_add(k, DECODE_LINEAR, READS(&l->latent_up), 0);
+    if (by_cpu && (!k->m->shard.rank || !l->sh_up.data)) launch_add(k, DECODE_ANSWER, 0, 0);
 }
 
 /* Adds the launches of a step. Norms are counted where their result is used. */
@@ -27652,7 +27660,12 @@ static void launches_of(struct launches *k, const struct step *s) {
         k->attention = launch_add(k, DECODE_DELTA,
                                   READS(&l->conv, &l->decay, &l->dt_bias, &l->delta_norm) + state - index - recent, 0);
         break;
-    case OP_mamba: break; /* GPUs refuse it, see gpu_lacks */
+    case OP_mamba:
+        k->attention = launch_add(k, DECODE_MAMBA,
+                                  READS(&l->conv, &l->conv_bias, &l->decay, &l->dt_bias, &l->skip, &l->delta_norm) +
+                                      state - index - recent,
+                                  0);
+        break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
     case OP_last_reduce: {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
@@ -29344,7 +29357,7 @@ static int mode_info(struct engine *e) {
     const struct settings *set = e->set;
     char number[32];
     int dense = 0;
-    for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
+    for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert && !m->layers[il].no_ffn;
     printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
            m->family->arch, m->n_layer, dense, m->n_mtp);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,

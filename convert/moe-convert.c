@@ -5,7 +5,7 @@
  *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
  *   Plan          the list of output tensors: name, type, shape, and where their data come from
  *   Model         what the source has, and the layers that the engine makes of it, tensor by tensor; in four sections
- *   Families      what config.json says in each family, and the table of families; in four sections
+ *   Families      what config.json says in each family, and the table of families; in five sections
  *   What config.json says of quantization
  *   Vocabulary    tokenizer.json, tiktoken.model or tokenizer.model to tokens, types and merges; in three sections
  *   Metadata      the keys of the GGUF file; in two sections
@@ -2704,7 +2704,7 @@ static const char *kinds_nemotron(void) {
     if (!list) {
         expect(c, "hybrid_override_pattern", text && *text && strspn(text, "M*E-") == strlen(text),
                "a text of M, *, E and -, or layers_block_type");
-        return text;
+        sb_puts(&kinds, text);
     }
     json_array_foreach(list, i, v) {
         const char *word = json_is_string(v) ? json_string_value(v) : "";
@@ -2714,12 +2714,16 @@ static const char *kinds_nemotron(void) {
         arrput(kinds, *words[k]);
     }
     expect(c, key, kinds != NULL, expected);
-    return sb_cstr(&kinds);
+    if (strchr(sb_cstr(&kinds), 'E')) return kinds;
+    src.arch = "nemotron_h"; /* the dense models */
+    src.experts_key = src.shared_key = src.mtp_key = src.scaling_factor = NULL;
+    src.n_shared = 0;
+    return kinds;
 }
 
 static bool is_dense_nemotron(int layer) { return !has_kind(layer, "E"); }
 
-/* Reads the keys of Nemotron-3. Its layer for multi-token prediction is attention, then experts. */
+/* Reads the keys of Nemotron-3 and of its dense predecessors. Its layer for multi-token prediction is attention, then experts. */
 static void config_nemotron(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "mtp_layers_block_type");
@@ -2730,7 +2734,7 @@ static void config_nemotron(void) {
            fmt("%zu, as kinds of layers are listed", strlen(src.kinds)));
     if (list ? !listed : strcmp(get_str(c, "mtp_hybrid_override_pattern", "*E"), "*E"))
         src.mtp_why = "moe runs such layers of attention, then experts";
-    src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
+    if (src.experts_key) src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
 }
 
 /* Writes the sizes of Mamba-2, the width of every layer's feed-forward, and that of what experts read. */
@@ -5065,7 +5069,7 @@ static const struct manual manual = {
              "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
              "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
              "mistral3, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5, step3p7, laguna,\n"
-             "mimo_v2_flash, mimo_v2.\n"
+             "mimo_v2_flash, mimo_v2, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -92,8 +92,8 @@ static double *in_sum2_as_double(const float *x, size_t n) {
 }
 
 static void test_calibrate_sums(void) {
-    static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next", "deepseek_v3_plain",
-                                        "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",    "step3p5",
+    static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next",  "deepseek_v3_plain",
+                                        "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",     "step3p5",
                                         "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4", "nemotron_h"};
     for (int f = 0; f < (SANITIZED ? 3 : 12); f++) {
         struct model m;

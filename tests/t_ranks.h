@@ -17,7 +17,7 @@ static const char *const rank_fixtures[] = {
     "dots1",         "dots1_nvfp4",
     "qwen3",         "qwen3_nvfp4",         "qwen3_5",           "qwen3_5_nvfp4",
     "llama",         "mistral",             "qwen2",             "qwen2_nvfp4",
-    "nemotron_h",    "nemotron_h_nvfp4"};
+    "nemotron_h",    "nemotron_h_nvfp4",    "nemotron_h_dense"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

@@ -720,7 +720,7 @@ static void test_reap_model(void) {
              {"deepseek_v4_pro", 3},
              {"dots1", 5},
              {"dots1_nvfp4", 8},
-             {"nemotron_h", 4},
+             {"nemotron_h", 6},
              {"nemotron_h_nvfp4", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
@@ -973,7 +973,7 @@ static void test_reap_mtp_fixtures(void) {
              {"qwen3_5_moe", 3},       {"qwen3_5_moe_nvfp4", 4},
              {"qwen3_next", 3},        {"deepseek_v32_fp8", 4},
              {"glm_moe_dsa_types", 4}, {"deepseek_v4", 5},
-             {"nemotron_h", 4}};
+             {"nemotron_h", 6}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -1380,8 +1380,8 @@ static void test_reap_directory(void) {
                                        {"deepseek_v4", "--keep 5"},
                                        {"deepseek_v4", "--keep 4 --mtp drop"},
                                        {"deepseek_v4_pro", "--keep 4"},
-                                       {"nemotron_h", "--keep 4"},
-                                       {"nemotron_h", "--keep 4 --mtp drop"},
+                                       {"nemotron_h", "--keep 6"},
+                                       {"nemotron_h", "--keep 6 --mtp drop"},
                                        {"nemotron_h_nvfp4", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");

@@ -827,7 +827,7 @@ SPECS = {
                       shared_expert_intermediate_size=128),
         declare="compressed_tensors", store=[(G_PROJ, "bf16"), (LINEAR, "ct_nvfp4")]),
     "nemotron_h": dict(
-        config=nemotron("ME*-ME", moe_latent_size=32, n_group=4, topk_group=2, num_nextn_predict_layers=1,
+        config=nemotron("ME*-ME", moe_latent_size=32, n_group=2, topk_group=1, num_nextn_predict_layers=1,
                         mtp_hybrid_override_pattern="*E"), positions=160),
     "nemotron_h_nvfp4": dict(
         config=nemotron_saved("MEM*E", hidden_size=128, mamba_num_heads=8, mamba_head_dim=32, n_groups=4,
@@ -836,6 +836,9 @@ SPECS = {
                               routed_scaling_factor=1.25),
         declare="modelopt_mixed", positions=72, shards=2,
         store=[(r"\.experts\.\d+\.", "nvfp4"), (r"(in_proj|out_proj|shared_experts\..*_proj)\.weight$", "fp8")]),
+    "nemotron_h_dense": dict(
+        config=nemotron("M-*M-", n_groups=1, mamba_num_heads=6, mamba_head_dim=32, ssm_state_size=24,
+                        intermediate_size=128, layer_norm_epsilon=1e-6), positions=72),
     "mimo_v2_flash": dict(config=mimo("FS", 4, window=4)),
     "mimo_v2_flash_fp8": dict(
         config=mimo("FSF", 2, window=8, n_routed_experts=6, num_experts_per_tok=3), declare="fp8_block_mimo", chain=3,
