@@ -375,7 +375,7 @@ def metadata_cases():
     B, D = bare(), bare("deepseek2")
     case("architecture-missing", "'general.architecture' is missing", B, setting("general.architecture", None))
     case("architecture-number", "'general.architecture' is missing", B, setting("general.architecture", u32(1)))
-    case("architecture-unknown", "the architecture 'mamba' is not supported; known are qwen3moe, qwen35moe, qwen3next, deepseek2,", B, setting("general.architecture", val(STR, "mamba")))
+    case("architecture-unknown", "the architecture 'mamba' is not supported; known are qwen3moe, qwen3, qwen35moe, qwen35, qwen3next,", B, setting("general.architecture", val(STR, "mamba")))
     case("architecture-of-controls", "the architecture '??]0;x?' is not", B, setting("general.architecture", val(STR, b"\n\x1b]0;x\xff")))
     case("no-tensors", "the file holds a vocabulary but no tensors", B, attr("tensors", []))
     for base, arch, keys in [(B, "qwen3moe", ["context_length", "embedding_length", "block_count", "attention.head_count", "expert_count",
