@@ -43,11 +43,11 @@
  *   Progress of a turn                                70  the line that is shown until an answer begins
  *
  *  Types
- *   Types: matrices and layers                       250  weights, attention, delta net, layer
- *   Types: the table of tensors                      220  every tensor: names, field, shape, who has it
+ *   Types: matrices and layers                       260  weights, attention, delta net, layer
+ *   Types: the table of tensors                      250  every tensor: names, field, shape, who has it
  *   Types: the table of keys                         120  every key: name, kind, range, default
- *   Types: models                                    250  model, family; sizes that follow from them
- *   Types: operations                                290  the table that every backend fills in; its contract
+ *   Types: models                                    260  model, family; sizes that follow from them
+ *   Types: operations                                300  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
  *
  *  State
@@ -56,24 +56,25 @@
  *
  *  Model
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
- *   Families: what they share                        150  heads, windows, rotations
+ *   Families: what they share                        160  heads, windows, rotations
  *   Families: grouped-query attention                170  what each reads, its layers, its forward
  *   Families: latent attention                        90  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            120  the same
  *   Families: gated delta nets                       140  the same of Qwen3-Next, Qwen3.5, Kimi Linear, Ling 3
- *   Families: the forward                            180  the forward of all. START HERE
+ *   Families: Mamba-2                                 50  the same of Nemotron-3
+ *   Families: the forward                            200  the forward of all. START HERE
  *   Model: layers and files                          440  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         220  --synth: shapes of real models
+ *   Synthetic models: shapes                         240  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
  *   Synthetic models: weights                        220  its tensors, random numbers
  *
  *  CPU
  *   CPU threads                                      240  the team of a rank: loops, barriers, waiting
  *   CPU kernels                                      140  their interface; formats of activations
- *   CPU kernels: reference                           200  scalar F32: the oracle
+ *   CPU kernels: reference                           210  scalar F32: the oracle
  *   CPU kernels: portable vector functions           200  vectors by extensions of the compiler, small F32 matrices
- *   CPU kernels: portable functions on rows          280  norms, softmax, conversions
+ *   CPU kernels: portable functions on rows          310  norms, softmax, conversions
  *   CPU kernels: GEMM with integer activations       250  panels of weights, 16-bit activations
  *   CPU kernels: GEMM with F32 panels                120  transposed panels of weights, many tokens
  *   CPU kernels: scalar                               90  GEMM for any processor
@@ -90,13 +91,13 @@
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
- *   CPU operations: gated delta net                  180  linear attention with a recurrent state
+ *   CPU operations: recurrent states                 210  gated delta nets and Mamba-2
  *   Experts on disk: reading                         210  threads that read parts of the model's files
  *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
- *   CPU operations: feed-forward                     420  router and experts
+ *   CPU operations: feed-forward                     470  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
- *   CPU operations: memory of a rank                 190  the table of operations; what a rank allocates
+ *   CPU operations: memory of a rank                 200  the table of operations; what a rank allocates
  *   Experts for GPUs                                 170  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
  *
@@ -1149,12 +1150,13 @@ static inline float attn_temperature(const struct attn *a, int pos) {
     return a->temp_scale == 0 ? 1 : 1 + a->temp_scale * logf(1 + (float)(pos / a->temp_length));
 }
 
-/* Shape of a layer's gated delta net. In a shard n_key and n_value count the rank's own heads. Value heads are in
- * grouped order (Hugging Face's, value head j uses key head j / (n_value / n_key)) or in tiled order (of files of
- * qwen35moe, j uses key head j % n_key). */
+/* Shape of a layer's recurrent mixer, a gated delta net or Mamba-2. A group of Mamba-2 is a key head, whose key is B
+ * and whose query is C; a head of Mamba-2 is a value head, whose value is x. In a shard n_key and n_value count the
+ * rank's own heads. Value heads are in grouped order (Hugging Face's, value head j uses key head j / (n_value / n_key))
+ * or in tiled order (of files of qwen35moe, j uses key head j % n_key). */
 struct delta {
     int n_key, n_value; /* heads of queries and keys; heads of values and of the result */
-    int head_k, head_v; /* values of a head's key and of its value */
+    int head_k, head_v; /* values of a head's key (of a state of Mamba-2) and of its value */
     int n_conv;         /* tokens under the short convolution */
     int n_decay;        /* decays of a value head: 1, or head_k (Kimi delta attention), one for each row of its state */
     int low;           /* values through which inputs of decays and gates of results go, a low rank; 0: there is none */
@@ -1176,10 +1178,12 @@ enum { MAX_ROPES = 2 /* of a model: of layers that see all keys, and of those wi
 
 /* What mixes the tokens of a layer. */
 enum mixer {
-    MIXER_GQA,  /* grouped-query attention */
-    MIXER_MLA,  /* multi-head latent attention */
-    MIXER_CSA,  /* one KV head whose keys are its values, seen through a window and compressed (DeepSeek-V4) */
-    MIXER_DELTA /* a gated delta net */
+    MIXER_GQA,   /* grouped-query attention */
+    MIXER_MLA,   /* multi-head latent attention */
+    MIXER_CSA,   /* one KV head whose keys are its values, seen through a window and compressed (DeepSeek-V4) */
+    MIXER_DELTA, /* a gated delta net */
+    MIXER_MAMBA, /* Mamba-2 */
+    MIXER_NONE   /* nothing: the layer is a feed-forward alone */
 };
 
 /* What the norms of queries and keys go over. */
@@ -1190,33 +1194,38 @@ enum qk_norm {
 };
 
 /* The conditions of the table of tensors: X(bit, test of layer l of model m). */
-#define LAYER_CONDITIONS(X)                                                   \
-    X(GQA, l->mixer == MIXER_GQA)                                             \
-    X(MLA, l->mixer == MIXER_MLA)                                             \
-    X(CSA, l->mixer == MIXER_CSA)                                             \
-    X(ATTENTION, l->mixer == MIXER_GQA || l->mixer == MIXER_MLA)              \
-    X(Q, l->mixer == MIXER_GQA || (l->mixer == MIXER_MLA && !l->attn.q_lora)) \
-    X(Q_LORA, l->attn.q_lora > 0)                                             \
-    X(HEAD_NORM, l->qk_norm == QK_NORM_HEADS)                                 \
-    X(ROW_NORM, l->qk_norm == QK_NORM_ROWS)                                   \
-    X(SINKS, l->attn.has_sinks)                                               \
-    X(HEAD_GATE, l->attn.n_gate > 0)                                          \
-    X(INDEXER, l->attn.n_index > 0)                                           \
-    X(COMPRESSED, l->attn.compress_ratio > 0)                                 \
-    X(GDN, l->delta.n_decay == 1)                                             \
-    X(GDN_AB, l->delta.n_decay == 1 && !l->delta.fused_ba)                    \
-    X(GDN_BA, l->delta.n_decay == 1 && l->delta.fused_ba)                     \
-    X(KDA, l->delta.n_decay > 1)                                              \
-    X(KDA_LOW, l->delta.n_decay > 1 && l->delta.low > 0)                      \
-    X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                        \
-    X(FFN_NORM, !l->post_norm)                                                \
-    X(POST_NORM, l->post_norm)                                                \
-    X(DENSE_FFN, !l->n_expert)                                                \
-    X(EXPERTS, l->n_expert > 0)                                               \
-    X(SHARED, l->n_ff_shared > 0)                                             \
-    X(EXPERT_IDS, l->has_expert_ids)                                          \
-    X(BIASES, l->has_biases)                                                  \
-    X(HC, m->n_hc > 0)                                                        \
+#define LAYER_CONDITIONS(X)                                                           \
+    X(GQA, l->mixer == MIXER_GQA)                                                     \
+    X(MLA, l->mixer == MIXER_MLA)                                                     \
+    X(CSA, l->mixer == MIXER_CSA)                                                     \
+    X(MAMBA, l->mixer == MIXER_MAMBA)                                                 \
+    X(MIXER, l->mixer != MIXER_NONE)                                                  \
+    X(FFN_ALONE, l->mixer == MIXER_NONE)                                              \
+    X(ATTENTION, l->mixer == MIXER_GQA || l->mixer == MIXER_MLA)                      \
+    X(Q, l->mixer == MIXER_GQA || (l->mixer == MIXER_MLA && !l->attn.q_lora))         \
+    X(Q_LORA, l->attn.q_lora > 0)                                                     \
+    X(HEAD_NORM, l->qk_norm == QK_NORM_HEADS)                                         \
+    X(ROW_NORM, l->qk_norm == QK_NORM_ROWS)                                           \
+    X(SINKS, l->attn.has_sinks)                                                       \
+    X(HEAD_GATE, l->attn.n_gate > 0)                                                  \
+    X(INDEXER, l->attn.n_index > 0)                                                   \
+    X(COMPRESSED, l->attn.compress_ratio > 0)                                         \
+    X(GDN, l->mixer == MIXER_DELTA && l->delta.n_decay == 1)                          \
+    X(GDN_AB, l->mixer == MIXER_DELTA && l->delta.n_decay == 1 && !l->delta.fused_ba) \
+    X(GDN_BA, l->mixer == MIXER_DELTA && l->delta.n_decay == 1 && l->delta.fused_ba)  \
+    X(KDA, l->delta.n_decay > 1)                                                      \
+    X(KDA_LOW, l->delta.n_decay > 1 && l->delta.low > 0)                              \
+    X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                                \
+    X(FFN_NORM, !l->post_norm && !l->no_ffn && l->mixer != MIXER_NONE)                \
+    X(POST_NORM, l->post_norm)                                                        \
+    X(DENSE_FFN, !l->n_expert && !l->no_ffn)                                          \
+    X(EXPERTS, l->n_expert > 0)                                                       \
+    X(GATED, !l->ungated)                                                             \
+    X(LATENT, l->n_latent > 0)                                                        \
+    X(SHARED, l->n_ff_shared > 0)                                                     \
+    X(EXPERT_IDS, l->has_expert_ids)                                                  \
+    X(BIASES, l->has_biases)                                                          \
+    X(HC, m->n_hc > 0)                                                                \
     X(MTP, l->mtp)
 enum {
 #define CONDITION(bit, test) CONDITION_##bit,
@@ -1224,7 +1233,7 @@ enum {
 #undef CONDITION
 };
 enum layer_has {
-#define CONDITION(bit, test) HAS_##bit = 1 << CONDITION_##bit,
+#define CONDITION(bit, test) HAS_##bit = 1ull << CONDITION_##bit,
     LAYER_CONDITIONS(CONDITION)
 #undef CONDITION
 };
@@ -1286,7 +1295,9 @@ struct layer {
     bool post_norm;      /* files name ffn_norm post_attention_norm */
     bool has_biases;     /* wo, the router and the experts have biases */
     bool has_expert_ids; /* a table has the experts of every token id */
-    uint32_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
+    bool no_ffn;         /* the layer is what mixes tokens alone */
+    bool ungated;        /* feed-forwards have no gate: the hidden values are relu(up)^2 */
+    uint64_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
     struct attn attn;
     const float *attn_norm, *ffn_norm; /* (n_embd) */
     struct weight wo;                  /* (n_embd, n_head * head_v) */
@@ -1314,24 +1325,31 @@ struct layer {
     /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
     struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
-    /* gated delta net; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value * head_v) */
+    /* gated delta net and Mamba-2; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value *
+     * head_v); of Mamba-2 the rows of C, B and x */
     struct delta delta;
     struct weight wz;                  /* (n_value * head_v, n_embd or low) gates of the result */
-    struct weight w_alpha, w_beta;     /* (n_value * n_decay, n_embd or low), (n_value, n_embd) */
+    struct weight w_alpha, w_beta;     /* (n_value * n_decay, n_embd or low), (n_value, n_embd); Mamba-2: w_alpha gives
+                                        * the time steps, and there is no w_beta */
     struct weight wz_low, w_alpha_low; /* (low, n_embd) */
     const float *conv;                 /* (whole model's n_key * head_k twice + n_value * head_v, n_conv) */
+    const float *conv_bias;            /* Mamba-2: as many biases */
     const float *decay;                /* (whole model's n_value) -exp(A_log); with a bound exp(A_log) */
     const float *dt_bias;              /* (whole model's n_value * n_decay) added to alpha */
-    const float *delta_norm;           /* (head_v) */
+    const float *skip;                 /* Mamba-2: (whole model's n_value) factors of x that are added to the result */
+    const float *delta_norm;           /* (head_v); Mamba-2: (whole model's n_key, values of a group) */
     /* feed-forward: dense when n_expert is 0 */
     int n_expert;                 /* routed experts of this layer; pruning makes it differ between layers */
     int n_expert_used;            /* of them per token */
     int n_ff, n_ff_shared;        /* hidden width of an expert or dense feed-forward; of the shared expert */
+    int n_latent;                 /* width of the rows that routed experts read and write; 0: n_embd */
     struct weight router;         /* (n_expert, n_embd) */
     const float *router_bias;     /* (n_expert), added for the selection only; NULL: none */
     const int32_t *expert_ids;    /* (n_vocab, n_expert_used) experts of a token id; NULL: the router chooses */
     struct glu glu, sh_glu;       /* of the experts or the dense feed-forward; of the shared expert */
-    struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times */
+    struct weight gate, up, down; /* (n_ff, n_embd), (n_ff, n_embd), (n_embd, n_ff), each n_expert times; with n_latent
+                                   * in place of n_embd where there is one; no gate if ungated */
+    struct weight latent_down, latent_up;  /* (n_latent, n_embd), (n_embd, n_latent): around the routed experts */
     struct weight sh_gate, sh_up, sh_down; /* the shared expert, of width n_ff_shared */
     const float *sh_weight;                /* (n_embd) sigmoid(sh_weight x) scales the shared expert; NULL: 1 */
     const int32_t *retained; /* (n_expert) ids that the experts had before pruning, ascending; NULL: not recorded */
@@ -1391,7 +1409,9 @@ enum dim {
     DIM_USED,             /* n_expert_used */
     DIM_FF,               /* n_ff */
     DIM_SHARED,           /* n_ff_shared */
-    /* of a gated delta net */
+    DIM_LATENT,           /* n_latent */
+    DIM_EXPERT,           /* n_latent, or n_embd where there is none */
+    /* of a gated delta net or Mamba-2 */
     DIM_CONV,       /* n_conv */
     DIM_KEY,        /* n_key * head_k */
     DIM_VALUES,     /* n_value */
@@ -1401,6 +1421,9 @@ enum dim {
     DIM_BA,         /* 2 n_value */
     DIM_DECAYS,     /* n_value * n_decay */
     DIM_LOW,        /* low */
+    DIM_KEYS,       /* n_key */
+    DIM_GROUP,      /* n_value / n_key * head_v */
+    DIM_MAMBA_IN,   /* 2 n_value * head_v + 2 n_key * head_k + n_value */
     DIM_COUNT
 };
 
@@ -1422,7 +1445,7 @@ struct tensor_rule {
     uint8_t kind;     /* enum tensor_kind */
     uint8_t in, out;  /* enum dim: values of a row, rows; of a vector its length and DIM_ONE */
     uint8_t n;        /* enum dim: matrices in the stack */
-    uint32_t when;    /* bits of enum layer_has that a layer must all have */
+    uint64_t when;    /* bits of enum layer_has that a layer must all have */
     bool optional;
 };
 enum { NOT_BOUND = UINT16_MAX };
@@ -1439,7 +1462,8 @@ enum { NOT_BOUND = UINT16_MAX };
     { name, hf, offsetof(struct layer, field), TENSOR_MATRIX, DIM_##in, DIM_##out, DIM_ONE, when, true }
 /* clang-format off */
 static const struct tensor_rule tensor_rules[] = {
-    VECTOR("attn_norm.weight",      "input_layernorm",              attn_norm,   EMBD,              0),
+    VECTOR("attn_norm.weight",      "input_layernorm",              attn_norm,   EMBD,              HAS_MIXER),
+    VECTOR("attn_norm.weight",      "input_layernorm",              ffn_norm,    EMBD,              HAS_FFN_ALONE),
     MATRIX("attn_q_a",              "self_attn.q_a_proj",           wq_a,        EMBD,    Q_LORA,   ONE,     HAS_Q_LORA),
     VECTOR("attn_q_a_norm.weight",  "self_attn.q_a_layernorm",      q_a_norm,    Q_LORA,            HAS_Q_LORA),
     MATRIX("attn_q_b",              "self_attn.q_b_proj",           wq_b,        Q_LORA,  Q,        ONE,     HAS_Q_LORA),
@@ -1524,21 +1548,36 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("ssm_dt.bias",           "self_attn.dt_bias",            dt_bias,     DECAYS,            HAS_KDA),
     VECTOR("ssm_norm.weight",       "self_attn.o_norm",             delta_norm,  VALUE_HEAD,        HAS_KDA),
     MATRIX("attn_output",           "self_attn.o_proj",             wo,          VALUE,   EMBD,     ONE,     HAS_KDA),
+    {"ssm_in", "mamba.in_proj", NOT_BOUND, TENSOR_MATRIX, DIM_EMBD, DIM_MAMBA_IN, DIM_ONE, HAS_MAMBA, false},
+    MATRIX(NULL,                    NULL,                           wz,          EMBD,    VALUE,    ONE,     HAS_MAMBA),
+    MATRIX(NULL,                    NULL,                           wv,          EMBD,    VALUE,    ONE,     HAS_MAMBA),
+    MATRIX(NULL,                    NULL,                           wk,          EMBD,    KEY,      ONE,     HAS_MAMBA),
+    MATRIX(NULL,                    NULL,                           wq,          EMBD,    KEY,      ONE,     HAS_MAMBA),
+    MATRIX(NULL,                    NULL,                           w_alpha,     EMBD,    VALUES,   ONE,     HAS_MAMBA),
+    VECTORS("ssm_conv1d.weight",    "mamba.conv1d",                 conv,        CONV,    MIX,               HAS_MAMBA),
+    VECTOR("ssm_conv1d.bias",       "mamba.conv1d.bias",            conv_bias,   MIX,               HAS_MAMBA),
+    VECTORS("ssm_a",                "mamba.A_log",                  decay,       ONE,     VALUES,            HAS_MAMBA),
+    VECTORS("ssm_d",                "mamba.D",                      skip,        ONE,     VALUES,            HAS_MAMBA),
+    VECTOR("ssm_dt.bias",           "mamba.dt_bias",                dt_bias,     VALUES,            HAS_MAMBA),
+    VECTORS("ssm_norm.weight",      "mamba.norm",                   delta_norm,  GROUP,   KEYS,              HAS_MAMBA),
+    MATRIX("ssm_out",               "mamba.out_proj",               wo,          VALUE,   EMBD,     ONE,     HAS_MAMBA),
     VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              HAS_FFN_NORM),
     VECTOR("post_attention_norm.weight", "post_attention_layernorm", ffn_norm,   EMBD,              HAS_POST_NORM),
-    MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_FFN),
+    MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_FFN | HAS_GATED),
     MATRIX("ffn_up",                "mlp.up_proj",                  up,          EMBD,    FF,       ONE,     HAS_DENSE_FFN),
     MATRIX("ffn_down",              "mlp.down_proj",                down,        FF,      EMBD,     ONE,     HAS_DENSE_FFN),
     {"ffn_gate_inp", "mlp.gate", offsetof(struct layer, router), TENSOR_ROUTER, DIM_EMBD, DIM_EXPERTS, DIM_ONE, HAS_EXPERTS, false},
     VECTOR("ffn_gate_inp.bias",     "mlp.gate.bias",                router.bias, EXPERTS,           HAS_EXPERTS | HAS_BIASES),
     OPTIONAL("exp_probs_b.bias",    "mlp.gate.e_score_correction_bias", router_bias, EXPERTS,       HAS_EXPERTS),
-    MATRIX("ffn_gate_exps",         "mlp.experts.*.gate_proj",      gate,        EMBD,    FF,       EXPERTS, HAS_EXPERTS),
-    MATRIX("ffn_up_exps",           "mlp.experts.*.up_proj",        up,          EMBD,    FF,       EXPERTS, HAS_EXPERTS),
-    MATRIX("ffn_down_exps",         "mlp.experts.*.down_proj",      down,        FF,      EMBD,     EXPERTS, HAS_EXPERTS),
+    MATRIX("ffn_gate_exps",         "mlp.experts.*.gate_proj",      gate,        EXPERT,  FF,       EXPERTS, HAS_EXPERTS | HAS_GATED),
+    MATRIX("ffn_up_exps",           "mlp.experts.*.up_proj",        up,          EXPERT,  FF,       EXPERTS, HAS_EXPERTS),
+    MATRIX("ffn_down_exps",         "mlp.experts.*.down_proj",      down,        FF,      EXPERT,   EXPERTS, HAS_EXPERTS),
+    MATRIX("ffn_latent_down",       "mlp.fc1_latent_proj",          latent_down, EMBD,    LATENT,   ONE,     HAS_LATENT),
+    MATRIX("ffn_latent_up",         "mlp.fc2_latent_proj",          latent_up,   LATENT,  EMBD,     ONE,     HAS_LATENT),
     VECTORS("ffn_gate_exps.bias",   "mlp.experts.*.gate_proj.bias", gate.bias,   FF,      EXPERTS,           HAS_EXPERTS | HAS_BIASES),
     VECTORS("ffn_up_exps.bias",     "mlp.experts.*.up_proj.bias",   up.bias,     FF,      EXPERTS,           HAS_EXPERTS | HAS_BIASES),
     VECTORS("ffn_down_exps.bias",   "mlp.experts.*.down_proj.bias", down.bias,   SUM,     EXPERTS,           HAS_EXPERTS | HAS_BIASES),
-    MATRIX("ffn_gate_shexp",        "mlp.shared_experts.gate_proj", sh_gate,     EMBD,    SHARED,   ONE,     HAS_SHARED),
+    MATRIX("ffn_gate_shexp",        "mlp.shared_experts.gate_proj", sh_gate,     EMBD,    SHARED,   ONE,     HAS_SHARED | HAS_GATED),
     MATRIX("ffn_up_shexp",          "mlp.shared_experts.up_proj",   sh_up,       EMBD,    SHARED,   ONE,     HAS_SHARED),
     MATRIX("ffn_down_shexp",        "mlp.shared_experts.down_proj", sh_down,     SHARED,  EMBD,     ONE,     HAS_SHARED),
     OPTIONAL("ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate", sh_weight,   EMBD,              HAS_SHARED),
@@ -1587,9 +1626,10 @@ static inline bool rule_routed(const struct tensor_rule *rule) {
     return (rule->kind == TENSOR_VECTOR ? rule->out : rule->n) == DIM_EXPERTS;
 }
 
-/* Whether a rank has all of a vector of the model, in which a gated delta net finds its heads. */
+/* Whether a rank has all of a vector of the model, in which a recurrent mixer finds its heads. */
 static inline bool rule_whole(const struct tensor_rule *rule) {
-    return rule->in == DIM_CONV || rule->in == DIM_VALUES || rule->in == DIM_DECAYS || rule->out == DIM_VALUES;
+    return rule->in == DIM_CONV || rule->in == DIM_MIX || rule->in == DIM_VALUES || rule->in == DIM_DECAYS ||
+           rule->out == DIM_VALUES || rule->out == DIM_KEYS;
 }
 
 /* ============================================================================================================
@@ -1631,7 +1671,7 @@ static const struct key_rule key_rules[] = {
     {"block_count",                          KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  KEY_REQUIRED}, /* with MTP layers */
     {"nextn_predict_layers",                 KEY_INT,  KEY_ONE,    0, MAX_LAYERS - 1, 0}, /* MTP layers: the last ones */
     {"attention.head_count",                 KEY_INT,  KEY_LAYERS, 1, 1024,        KEY_REQUIRED},
-    {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 0, 1024,        KEY_FOLLOWS}, /* 0: Kimi delta attention */
+    {"attention.head_count_kv",              KEY_INT,  KEY_LAYERS, 0, 1024,        KEY_FOLLOWS}, /* 0: no attention */
     {"attention.layer_norm_rms_epsilon",     KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
     {"expert_count",                         KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, KEY_FOLLOWS}, /* 0: a dense model */
     {"expert_used_count",                    KEY_INT,  KEY_LAYERS, 1, MAX_TOPK,    KEY_REQUIRED}, /* where there are experts */
@@ -1684,7 +1724,7 @@ static const struct key_rule key_rules[] = {
     {"hyper_connection.sinkhorn_iterations", KEY_INT,  KEY_ONE,    1, 1000,        KEY_REQUIRED},
     {"hyper_connection.epsilon",             KEY_NUM,  KEY_ONE,    0, 1,           KEY_REQUIRED},
     {"hash_layer_count",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  KEY_REQUIRED},
-    /* gated delta nets */
+    /* gated delta nets and Mamba-2 */
     {"ssm.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
     {"ssm.group_count",                      KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
     {"ssm.time_step_rank",                   KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
@@ -1695,10 +1735,12 @@ static const struct key_rule key_rules[] = {
     {"kda.head_dim",                         KEY_INT,  KEY_ONE,    2, 512,         KEY_REQUIRED},
     {"kda.safe_gate",                        KEY_BOOL, KEY_ONE,    0, 1,           1}, /* nothing else is supported */
     {"kda.gate_lower_bound",                 KEY_NUM,  KEY_ONE,    -1e3, -1e-3,    KEY_REQUIRED},
+    /* experts of a latent */
+    {"moe_latent_size",                      KEY_INT,  KEY_ONE,    0, MAX_WIDTH,   0}, /* 0: there is none */
     /* What the tensors of a file say by themselves: --synth alone reads these */
     {"vocab_size",                           KEY_INT,  KEY_ONE,    1, MAX_EMBD_ROWS, KEY_REQUIRED},
     {"leading_dense_block_count",            KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0},
-    {"feed_forward_length",                  KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_REQUIRED}, /* of dense layers */
+    {"feed_forward_length",                  KEY_INT,  KEY_LAYERS, 0, MAX_WIDTH,   KEY_REQUIRED}, /* of dense layers, 0: none */
     {"expert_feed_forward_length",           KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_REQUIRED},
     {"expert_shared_count",                  KEY_INT,  KEY_ONE,    0, MAX_EXPERTS, 0},
     {"expert_shared_feed_forward_length",    KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_FOLLOWS}, /* of all of them */
@@ -1738,8 +1780,9 @@ struct max_dims {
     int n_index, index_k, top_k;              /* sparse attention, */
     size_t n_topk;                            /* blocks in all top-k lists of a query */
     int compressed, index_compressed, groups; /* values that compressed keys are made of; results of groups of heads */
-    int values, z, mix;                       /* delta net: value heads, their values, values under the convolution */
+    int values, z, mix;                       /* recurrent: value heads, their values, values under the convolution */
     int decays, low;                          /* their decays; values of a low rank */
+    int latent;                               /* n_latent */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
@@ -1799,6 +1842,7 @@ struct family {
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
     bool kda;             /* layers without a KV head have Kimi delta attention */
+    bool half_layers;     /* layers may lack attention, whose attention.head_count_kv is then 0 */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -1809,14 +1853,17 @@ struct family {
 };
 
 /* The conditions of the table of tensors that hold for layer l of model m. */
-static inline uint32_t layer_conditions(const struct model *m, const struct layer *l) {
-    uint32_t has = 0;
+static inline uint64_t layer_conditions(const struct model *m, const struct layer *l) {
+    uint64_t has = 0;
 #define CONDITION(bit, test) \
     if (test) has |= HAS_##bit;
     LAYER_CONDITIONS(CONDITION)
 #undef CONDITION
     return has;
 }
+
+/* Whether what mixes the layer's tokens has a recurrent state, of the shape `delta`. */
+static inline bool layer_recurrent(const struct layer *l) { return l->mixer == MIXER_DELTA || l->mixer == MIXER_MAMBA; }
 
 /* Layers of both kinds. */
 static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_mtp; }
@@ -1901,6 +1948,8 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_USED: return layer->n_expert_used;
     case DIM_FF: return layer->n_ff;
     case DIM_SHARED: return layer->n_ff_shared;
+    case DIM_LATENT: return layer->n_latent;
+    case DIM_EXPERT: return layer->n_latent ? layer->n_latent : m->n_embd;
     case DIM_CONV: return d->n_conv;
     case DIM_KEY: return d->n_key * d->head_k;
     case DIM_VALUES: return d->n_value;
@@ -1910,12 +1959,15 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_BA: return 2 * d->n_value;
     case DIM_DECAYS: return d->n_value * d->n_decay;
     case DIM_LOW: return d->low;
+    case DIM_KEYS: return d->n_key;
+    case DIM_GROUP: return d->n_key ? d->n_value / d->n_key * d->head_v : 0;
+    case DIM_MAMBA_IN: return 2 * (d->n_value * d->head_v + d->n_key * d->head_k) + d->n_value;
     case DIM_COUNT: break;
     }
     return 0;
 }
 
-/* Floats of a vector that a rank holds. A gated delta net finds its heads in the whole model's vectors. */
+/* Floats of a vector that a rank holds. A recurrent mixer finds its heads in the whole model's vectors. */
 static inline size_t rule_floats(const struct tensor_rule *rule, const struct model *m, const struct layer *layer) {
     struct layer whole = *layer;
     struct delta *d = &whole.delta;
@@ -1926,7 +1978,7 @@ static inline size_t rule_floats(const struct tensor_rule *rule, const struct mo
     return (size_t)layer_dim(m, &whole, (enum dim)rule->in) * (size_t)layer_dim(m, &whole, (enum dim)rule->out);
 }
 
-/* A gated feed-forward: the routed experts, a dense layer's, or the shared expert. */
+/* A feed-forward: the routed experts, a dense layer's, or the shared expert. The gate may have no data. */
 struct ffn_weights {
     const struct weight *gate, *up, *down;
 };
@@ -1937,7 +1989,7 @@ static inline int layer_ffns(const struct layer *layer, struct ffn_weights out[2
                                        {&layer->sh_gate, &layer->sh_up, &layer->sh_down}};
     int n = 0;
     for (int i = 0; i < 2; i++)
-        if (all[i].gate->data) out[n++] = all[i];
+        if (all[i].up->data) out[n++] = all[i];
     return n;
 }
 
@@ -1952,10 +2004,10 @@ enum expert_stat {
     STATS
 };
 
-/* Floats of in_sum2 for a feed-forward, the sums of squares of its inputs by column: (n_expert, gate->n_in) of gate and
+/* Floats of in_sum2 for a feed-forward, the sums of squares of its inputs by column: (n_expert, up->n_in) of gate and
  * up, then (n_expert, down->n_in) of down. */
 static inline size_t ffn_in_sum2(const struct ffn_weights *n) {
-    return (size_t)n->gate->n_expert * ((size_t)n->gate->n_in + (size_t)n->down->n_in);
+    return (size_t)n->up->n_expert * ((size_t)n->up->n_in + (size_t)n->down->n_in);
 }
 
 /* Floats of in_sum2 for all layers before il. Within a layer the feed-forwards stand in the order of layer_ffns. */
@@ -2001,8 +2053,8 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(V)         /* (n_tok, n_head_kv * head_v) values */                                                         \
     ACT(ATT)       /* (n_tok, n_head * head_v) outputs of the heads */                                              \
     ACT(GATE)      /* (n_tok, n_head * n_gate) gates of the heads' results, before their function */                \
-    ACT(Z)         /* (n_tok, n_value * head_v) delta net: gates of the result */                                   \
-    ACT(ALPHA)     /* (n_tok, n_value * n_decay) delta net: inputs of the decays */                                 \
+    ACT(Z)         /* (n_tok, n_value * head_v) delta net, Mamba-2: gates of the result */                          \
+    ACT(ALPHA)     /* (n_tok, n_value * n_decay) delta net: inputs of the decays; Mamba-2: of the time steps */     \
     ACT(BETA)      /* (n_tok, n_value) delta net: inputs of beta */                                                 \
     ACT(Z_LOW)     /* (n_tok, low) delta net: gates of the result in a low rank */                                  \
     ACT(ALPHA_LOW) /* (n_tok, low) delta net: inputs of the decays in a low rank */                                 \
@@ -2016,6 +2068,8 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */               \
     ACT(ICG)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: their gates */          \
     ACT(GROUPS)    /* (n_tok, n_out_group * o_lora) results of groups of heads */                                       \
+    ACT(LATENT)    /* (n_tok, n_latent) what routed experts read, where that is not the layer's norm */             \
+    ACT(LATENT_SUM) /* (n_tok, n_latent) the weighted sum of what they give */                                      \
     ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */         \
     ACT(JOINED)    /* (n_tok, n_hc * n_embd) what eh_proj makes of these: partial sums of the streams */
 /* clang-format on */
@@ -2078,7 +2132,7 @@ struct profile_row {
 
 enum {
     STEP_IN = 7,   /* slots that an operation reads */
-    LINEAR_MAX = 7 /* matrices that an operation multiplies by */
+    LINEAR_MAX = 9 /* matrices that an operation multiplies by */
 };
 
 /* The operations, each written once as X(return type, name, parameters, arguments). struct ops, the tables cpu_ops
@@ -2126,8 +2180,10 @@ enum {
     /* out = gated delta net of q, k, v before the convolution, gates, alpha and beta (in); takes the tokens that the  \
        layer's state lacks into it, see session_forward */                                                             \
     X(void, delta_net, STEP_PARAMS, STEP_ARGS)                                                                         \
-    /* in = norm(input); out = the layer's feed-forward of that: dense SwiGLU, or router, routed experts and shared    \
-       expert */                                                                                                       \
+    /* out = Mamba-2 of C, B, x before the convolution, gates and inputs of the time steps (in); the state likewise */ \
+    X(void, mamba, STEP_PARAMS, STEP_ARGS)                                                                             \
+    /* in = norm(input); out = the layer's feed-forward of that: a dense one, or router, routed experts and shared     \
+       expert. Latent matrices stand around the routed experts, by A_LATENT and A_LATENT_SUM */                        \
     X(void, norm_ffn, STEP_PARAMS, STEP_ARGS)                                                                          \
     /* x = the input, without a norm; then x is sent to the next pipeline stage, if there is one */                    \
     X(void, last_reduce, STEP_PARAMS, STEP_ARGS)                                                                       \
@@ -2201,10 +2257,16 @@ static inline int heat_shift(int n_slot, int n_used) { return n_slot < 8 * n_use
 /* clang-format on */
 #define OPS(X) ENQUEUE_OPS(X) HOST_OPS(X)
 
-/* A forward has two all-reduces per layer. Returns what the i-th follows. */
-enum { ALL_REDUCES_PER_LAYER = 2 };
-static inline const char *all_reduce_after(unsigned i) {
-    return i % ALL_REDUCES_PER_LAYER ? "feed-forward" : "attention";
+/* All-reduces of a layer: one after what mixes its tokens, one after its feed-forward. */
+static inline unsigned layer_all_reduces(const struct layer *l) {
+    return (unsigned)(l->mixer != MIXER_NONE) + (unsigned)!l->no_ffn;
+}
+
+/* What the i-th all-reduce of a forward follows, and in which layer. */
+static inline const char *all_reduce_after(const struct model *m, unsigned i, int *layer) {
+    for (*layer = 0; *layer + 1 < model_blocks(m) && i >= layer_all_reduces(&m->layers[*layer]); ++*layer)
+        i -= layer_all_reduces(&m->layers[*layer]);
+    return i || m->layers[*layer].mixer == MIXER_NONE ? "feed-forward" : "attention";
 }
 
 /* Names of the operations of a forward. */
@@ -2284,9 +2346,9 @@ enum cache_rows {
 
 /* What a cache tensor of a layer holds. */
 enum cache_use {
-    CACHE_K,          /* GQA: keys; MLA: normed latents; delta net: q and k before the convolution */
-    CACHE_V,          /* GQA: values; MLA: the rotated key that all heads share; delta net: v before the convolution */
-    CACHE_WINDOW,     /* a ring of tokens' inputs; delta net: alpha and beta that the state has not absorbed yet;
+    CACHE_K,          /* GQA: keys; MLA: normed latents; recurrent: q and k before the convolution */
+    CACHE_V,          /* GQA: values; MLA: the rotated key that all heads share; recurrent: v before the convolution */
+    CACHE_WINDOW,     /* a ring of tokens' inputs; recurrent: alpha and beta that the state has not absorbed yet;
                      compressor: values and gates that compressed keys will be made of */
     CACHE_COMPRESSED, /* blocks: pooled rows; compressed keys */
     CACHE_STATE,      /* a recurrent state */
@@ -2586,7 +2648,7 @@ void synth_fill(uint8_t *p, uint64_t bytes, enum gguf_type type, bool vector, ui
  *
  * A layer's state is a list of cache tensors: the KV cache, and the state of recurrent layers. Allocation, plan,
  * save, load, truncation and bench iterate over it. Attention has cache tensors of kind ROWS_TOKENS, with a window
- * ROWS_RING; a gated delta net has rings and a state; tests/t_state.h has a family with all kinds.
+ * ROWS_RING; a recurrent mixer has rings and a state; tests/t_state.h has a family with all kinds.
  * ============================================================================================================ */
 
 static inline struct cache_tensor cache_make(enum kv_type type, int width, int scale_block) {
@@ -2620,17 +2682,17 @@ static inline int delta_beta_at(const struct delta *d, int j) {
     return d->n_decay > 1 ? j * (d->n_decay + 1) + d->n_decay : d->n_value + j;
 }
 
-/* The cache tensors of a gated delta net: rings of the convolution's inputs and of alpha and beta, and the state, for
- * each value head (head_k, head_v). A ring holds the tokens under the convolution before the first that lags, those
- * that lag, and those of a decode forward. */
-static inline void delta_cache(const struct delta *d, struct cache_tensor out[CACHE_USES]) {
+/* The cache tensors of a recurrent mixer: rings of the convolution's inputs and of n_gate numbers (alpha, beta) of a
+ * value head, and the state, for each value head (head_k, head_v). A ring holds the tokens under the convolution before
+ * the first that lags, those that lag, and those of a decode forward. */
+static inline void delta_cache(const struct delta *d, int n_gate, struct cache_tensor out[CACHE_USES]) {
     const int per_key = d->n_key ? d->n_value / d->n_key : 0; /* value heads of a key head */
     const int run = d->tiled ? per_key : 1, per_run = d->tiled ? 1 : per_key;
     const int n_row = d->n_conv - 1 + 2 * MAX_ROLLBACK;
     out[CACHE_K] = delta_cache_tensor(d, ROWS_RING, n_row, 2, d->head_k);
     out[CACHE_V] = delta_cache_tensor(d, ROWS_RING, n_row, run, per_run * d->head_v);
     out[CACHE_WINDOW] = d->n_decay > 1 ? delta_cache_tensor(d, ROWS_RING, n_row, 1, per_key * (d->n_decay + 1))
-                                       : delta_cache_tensor(d, ROWS_RING, n_row, 2 * run, per_run);
+                                       : delta_cache_tensor(d, ROWS_RING, n_row, n_gate * run, per_run);
     for (int u = CACHE_K; u <= CACHE_WINDOW; u++) out[u].window = d->n_conv - 1;
     out[CACHE_STATE] = delta_cache_tensor(d, ROWS_STATE, 1, run, per_run * d->head_k * d->head_v);
 }
@@ -2704,7 +2766,9 @@ static inline void layer_cache(const struct model *m, const struct layer *layer,
             cache_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
         break;
     case MIXER_CSA: csa_cache(layer, type, m->n_ctx_train, out); break;
-    case MIXER_DELTA: delta_cache(&layer->delta, out); break;
+    case MIXER_DELTA: delta_cache(&layer->delta, 2, out); break;
+    case MIXER_MAMBA: delta_cache(&layer->delta, 1, out); break;
+    case MIXER_NONE: break;
     }
     if (a->n_index && !a->compress_ratio) out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
     if (m->family->cache) m->family->cache(m, layer, out);
@@ -2898,6 +2962,7 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_CK] = width[A_CG] = m->max.compressed;
     width[A_ICK] = width[A_ICG] = m->max.index_compressed;
     width[A_GROUPS] = m->max.groups;
+    width[A_LATENT] = width[A_LATENT_SUM] = m->max.latent;
 }
 
 /* ============================================================================================================
@@ -3131,6 +3196,10 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
+    for (int il = 0; il < model_blocks(m); il++) {
+        if (m->layers[il].mixer == MIXER_MAMBA) return "layers of Mamba-2";
+        if (m->layers[il].ungated) return "feed-forwards without a gate";
+    }
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
 }
@@ -3394,6 +3463,8 @@ struct loader {
     int n_expert_ids;               /* the first layers that find experts by token ids */
     float value_scale;              /* factor of values; 0: 1; then by layer: */
     bool recurrent[MAX_LAYERS];
+    int n_ff[MAX_LAYERS]; /* feed_forward_length where layers may lack a feed-forward: 0, they do */
+    int n_latent;
     int window[MAX_LAYERS];
     float clamp[MAX_LAYERS], clamp_shared[MAX_LAYERS]; /* swiglu_clamp_*; 0: none */
     int n_head[MAX_LAYERS], n_head_kv[MAX_LAYERS], n_expert_used[MAX_LAYERS];
@@ -3475,14 +3546,9 @@ static void loader_ints_in(struct loader *l, const char *suffix, int64_t lo, int
     }
 }
 
-/* The same within the table's range and at most hi. */
-static void loader_ints_to(struct loader *l, const char *suffix, int64_t hi, int out[MAX_LAYERS]) {
-    loader_ints_in(l, suffix, KEY_LO, hi, out);
-}
-
 /* The same with the table's range. */
 static void loader_ints(struct loader *l, const char *suffix, int out[MAX_LAYERS]) {
-    loader_ints_to(l, suffix, KEY_HI, out);
+    loader_ints_in(l, suffix, KEY_LO, KEY_HI, out);
 }
 
 /* A finite number within its range, with a default that follows from other keys. */
@@ -3812,6 +3878,16 @@ static void read_heads(struct loader *l) {
     a->head_v = loader_int_or(l, "attention.value_length", a->head_k);
 }
 
+/* Gives queries and keys a rotation by no angle, and attn->scale; attn->head_k must be set. */
+static void loader_no_rope(struct loader *l, struct attn *attn) {
+    const int dim = attn->head_k / 2 * 2;
+    float *freq = loader_own(l, (size_t)dim / 2 * sizeof *freq);
+    memset(freq, 0, (size_t)dim / 2 * sizeof *freq);
+    attn->scale = 1.0f / sqrtf((float)attn->head_k);
+    attn->rope = l->m->n_rope;
+    l->m->ropes[l->m->n_rope++] = (struct rope){.dim = dim, .factor = 1, .freq = freq};
+}
+
 /* Reads the metadata of grouped-query attention. */
 static void read_gqa(struct loader *l) {
     read_heads(l);
@@ -3835,7 +3911,7 @@ static void read_windows(struct loader *l, double window_dflt, int period, bool 
     const int window = loader_int_or(l, "attention.sliding_window", window_dflt);
     const struct gguf_kv *kv = loader_key(l, "attention.sliding_window_pattern", key);
     if (kv && kv->is_array) {
-        loader_ints_to(l, "attention.sliding_window_pattern", 1, windowed);
+        loader_ints_in(l, "attention.sliding_window_pattern", KEY_LO, 1, windowed);
     } else {
         period = loader_int_or(l, "attention.sliding_window_pattern", period);
         for (int il = 0; il < model_blocks(l->m); il++)
@@ -4358,26 +4434,32 @@ static void forward_csa(struct program *p, const struct model *m, int il) {
  * Ling 3 among layers of latent attention.
  * ============================================================================================================ */
 
-/* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
-static void read_qwen35(struct loader *l) {
+/* Reads the shape of recurrent mixers. */
+static void read_delta(struct loader *l) {
     struct delta *d = &l->delta;
-    int every[MAX_LAYERS], inner;
-    read_gqa(l);
-    l->m->norm_topk_prob = true;
     d->n_decay = 1;
     d->n_conv = loader_int(l, "ssm.conv_kernel");
     d->n_key = loader_int(l, "ssm.group_count");
     d->n_value = loader_int_in(l, "ssm.time_step_rank", KEY_REQUIRED, d->n_key, KEY_HI);
     d->head_k = loader_int(l, "ssm.state_size");
-    inner = loader_int_in(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, KEY_HI);
-    const int interval = loader_int(l, "full_attention_interval");
+    const int inner = loader_int_in(l, "ssm.inner_size", KEY_REQUIRED, d->n_value, KEY_HI);
     if (l->failed) return; /* the sizes are 0 */
     d->head_v = inner / d->n_value;
     d->whole_key = d->n_key;
     if (d->n_value % d->n_key || inner % d->n_value)
         loader_fail(l, "'%s.ssm.*': %d key heads, %d value heads, %d inner values: each must divide the next", l->arch,
                     d->n_key, d->n_value, inner);
-    if (!l->failed && l->attn.head_k != l->attn.head_v)
+}
+
+/* Reads the metadata of Qwen3.5 and Qwen3-Next: gated delta nets (arXiv 2412.06464) and layers of attention. */
+static void read_qwen35(struct loader *l) {
+    int every[MAX_LAYERS];
+    read_gqa(l);
+    l->m->norm_topk_prob = true;
+    read_delta(l);
+    const int interval = loader_int(l, "full_attention_interval");
+    if (l->failed) return;
+    if (l->attn.head_k != l->attn.head_v)
         loader_fail(l, "metadata key '%s.attention.value_length' is %d, expected the key length, %d", l->arch,
                     l->attn.head_v, l->attn.head_k);
     for (int il = 0; il < l->m->n_layer; il++) l->recurrent[il] = (il + 1) % interval != 0;
@@ -4493,6 +4575,57 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
 }
 
 /* ============================================================================================================
+ * Families: Mamba-2
+ *
+ * Nemotron-3: layers of Mamba-2, of grouped-query attention without rotation, and of a feed-forward, one in each.
+ * ============================================================================================================ */
+
+/* Reads the metadata of Nemotron-3. attention.head_count_kv and feed_forward_length say what a layer has; one without
+ * both has Mamba-2. */
+static void read_nemotron_h(struct loader *l) {
+    read_heads(l);
+    read_delta(l);
+    loader_ints(l, "feed_forward_length", l->n_ff);
+    l->n_latent = loader_int(l, "moe_latent_size");
+    if (l->failed) return;
+    loader_no_rope(l, &l->attn);
+    for (int il = 0; il < model_blocks(l->m); il++) l->recurrent[il] = !l->n_head_kv[il] && !l->n_ff[il];
+}
+
+/* A layer of Nemotron-3: one half, but for the MTP layer, which has both. */
+static void layer_nemotron_h(struct loader *l, struct layer *layer, int il) {
+    layer->ungated = true;
+    layer->no_ffn = !l->n_ff[il];
+    layer->mixer = MIXER_NONE;
+    if (l->n_head_kv[il]) layer_attn(l, layer, il);
+    layer->post_norm = l->n_head_kv[il] && l->n_ff[il];
+    if (layer_has_tensor(l, il, "ffn_gate_inp.weight")) layer->n_latent = l->n_latent;
+    if (!l->recurrent[il]) return;
+    layer->mixer = MIXER_MAMBA;
+    layer->delta = l->delta;
+}
+
+/* Mamba-2 (arXiv 2405.21060): linear attention whose state S (head_k, head_v) of a head forgets by a decay a_t and is
+ * never asked what it holds. A group of heads has one B and one C, which are what keys and queries are elsewhere; dt_t
+ * is the head's time step, and D its factor:
+ *
+ *   C, B, x = SiLU(convolution of n_conv taps over W h + bias)
+ *   dt_t = softplus(W^dt h_t + dt_bias)                      a_t = exp(decay dt_t)        decay = -exp(A_log)
+ *   S_t = a_t S_t-1 + B_t (dt_t x_t)^T                       y_t = S_t^T C_t + D x_t
+ *   o_t = N(y_t * SiLU(W^z h_t))                             N over the values of a group
+ *
+ * The state cannot be taken back: it lags as that of a gated delta net. */
+
+/* A layer's Mamba-2. */
+static void forward_mamba(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    LINEAR(p, il, layer_input(m, il), {&l->wz, A_Z}, {&l->wv, A_V}, {&l->wk, A_K}, {&l->wq, A_Q},
+           {&l->w_alpha, A_ALPHA});
+    step_add(p, OP_mamba, il, SLOTS(A_Q, A_K, A_V, A_Z, A_ALPHA), A_ATT);
+    LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
+}
+
+/* ============================================================================================================
  * Families: the forward
  *
  * Start here. A forward is a list of steps over the layers of a rank's shard. A step is an operation (STEP_OPS), the
@@ -4521,7 +4654,9 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
  * W^R_e h_t; the n_expert_used experts with the largest s_e + b_e are chosen, b_e being a bias for the choice alone:
  *
  *   y_t = sum over the chosen e of g_e E_e(h_t) + E_shared(h_t)          g_e = factor s_e / (sum of the chosen s)
- *   E(h) = W^down (silu(W^gate h) * W^up h)
+ *   E(h) = W^down (silu(W^gate h) * W^up h)              without a gate W^down relu(W^up h)^2
+ *
+ * With latent matrices the routed experts read W^in h_t in place of h_t, and W^out times their weighted sum is added.
  *
  * A token reads n_expert_used of n_expert experts: in DeepSeek-V3 8 of 256, or 37 of 671 billion weights.
  *
@@ -4534,7 +4669,7 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
  *
  * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. */
 
-/* A layer: what mixes its tokens, then its feed-forward. */
+/* A layer: what mixes its tokens, then its feed-forward; in some families one of the two. */
 static void forward_layer(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     switch (l->mixer) {
@@ -4542,9 +4677,14 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     case MIXER_MLA: forward_mla(p, m, il); break;
     case MIXER_CSA: forward_csa(p, m, il); break;
     case MIXER_DELTA: forward_delta(p, m, il); break;
+    case MIXER_MAMBA: forward_mamba(p, m, il); break;
+    case MIXER_NONE: break;
     }
-    struct step *s = step_add_input(p, OP_norm_ffn, il, residual(m, A_OUT, l->ffn_norm, &l->hc_ffn), A_OUT);
-    const struct weight *const w[] = {&l->router, &l->gate, &l->up, &l->down, &l->sh_gate, &l->sh_up, &l->sh_down};
+    if (l->no_ffn) return;
+    const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
+    struct step *s = step_add_input(p, OP_norm_ffn, il, residual(m, partial, l->ffn_norm, &l->hc_ffn), A_OUT);
+    const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
+                                                &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
     for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
         if (w[i]->data) s->w[n++] = w[i];
 }
@@ -4666,6 +4806,10 @@ static const struct family families[] = {
      .read = read_kimi_linear, .layer = layer_kda},
     {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true, .kda = true,
      .read = read_bailing3, .layer = layer_bailing3},
+    {.arch = "nemotron_h_moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .half_layers = true,
+     .read = read_nemotron_h, .layer = layer_nemotron_h},
+    {.arch = "nemotron_h", .dense = true, .half_layers = true,
+     .read = read_nemotron_h, .layer = layer_nemotron_h},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -4706,11 +4850,11 @@ static void loader_hparams(struct loader *l) {
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
     if (loader_key(l, "attention.head_count_kv", key))
-        loader_ints_in(l, "attention.head_count_kv", !m->family->kda, most, l->n_head_kv);
+        loader_ints_in(l, "attention.head_count_kv", !(m->family->kda || m->family->half_layers), most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon");
     m->n_expert_max = loader_int_in(l, "expert_count", m->family->dense ? 0 : KEY_REQUIRED, !m->family->dense, KEY_HI);
-    if (m->n_expert_max) loader_ints_to(l, "expert_used_count", m->n_expert_max, l->n_expert_used);
+    if (m->n_expert_max) loader_ints_in(l, "expert_used_count", KEY_LO, m->n_expert_max, l->n_expert_used);
     m->n_group = loader_int(l, "expert_group_count");
     m->n_group_used = loader_int_in(l, "expert_group_used_count", m->n_group, KEY_LO, m->n_group ? m->n_group : 1);
     if (m->n_group < 2) m->n_group = m->n_group_used = 1;
@@ -4765,7 +4909,7 @@ static void loader_ffn_shape(struct loader *l, struct layer *layer, int il) {
     const struct gguf_tensor *router = gguf_find_tensor(l->g, name);
     if (l->failed) return;
     if (!router) {
-        layer->n_ff = loader_width(l, il, "ffn_gate", 1);
+        layer->n_ff = loader_width(l, il, layer->ungated ? "ffn_up" : "ffn_gate", 1);
         return;
     }
     layer->n_expert_used = l->n_expert_used[il];
@@ -4830,13 +4974,27 @@ static void loader_fused_delta(struct loader *l, struct layer *layer, int il) {
     layer->w_alpha = weight_view(&ba, per_key, layer->delta.n_value);
 }
 
+/* Cuts up ssm_in of Mamba-2: the rows of z, x, B, C and of the time steps. */
+static void loader_fused_mamba(struct loader *l, struct layer *layer, int il) {
+    const int key = layer_dim(l->m, layer, DIM_KEY), value = layer_dim(l->m, layer, DIM_VALUE);
+    struct weight in = {0};
+    char name[128];
+    snprintf(name, sizeof name, "blk.%d.ssm_in", il);
+    loader_weight(l, &in, l->m->n_embd, layer_dim(l->m, layer, DIM_MAMBA_IN), 1, false, name);
+    layer->wz = weight_view(&in, 0, value);
+    layer->wv = weight_view(&in, value, value);
+    layer->wk = weight_view(&in, 2 * value, key);
+    layer->wq = weight_view(&in, 2 * value + key, key);
+    layer->w_alpha = weight_view(&in, 2 * value + 2 * key, layer->delta.n_value);
+}
+
 /* What a file holds as one and the engine in parts, or in parts and the engine as one: gate and up of the experts, gate
  * rows first; queries, keys and values; taps of convolutions. */
 static void loader_fused(struct loader *l, struct layer *layer, int il) {
     struct weight both = {0}, qkv = {0};
     char name[128];
     const int n_embd = l->m->n_embd, n_ff = layer->n_ff;
-    if (layer->n_expert) {
+    if (layer->n_expert && !layer->ungated) {
         snprintf(name, sizeof name, "blk.%d.ffn_gate_up_exps", il);
         loader_weight(l, &both, n_embd, 2 * n_ff, layer->n_expert, true, name);
     }
@@ -4848,8 +5006,9 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
         layer->gate = weight_view(&both, 0, n_ff);
         layer->up = weight_view(&both, n_ff, n_ff);
     }
-    if (layer->delta.n_decay == 1) loader_fused_delta(l, layer, il);
+    if (layer->mixer == MIXER_DELTA && layer->delta.n_decay == 1) loader_fused_delta(l, layer, il);
     if (layer->delta.n_decay > 1) loader_taps(l, layer, il);
+    if (layer->mixer == MIXER_MAMBA) loader_fused_mamba(l, layer, il);
     if (layer->mixer != MIXER_GQA) return;
     const int q = layer_dim(l->m, layer, DIM_Q), k = layer_dim(l->m, layer, DIM_K), v = layer_dim(l->m, layer, DIM_V);
     snprintf(name, sizeof name, "blk.%d.attn_qkv", il);
@@ -4864,7 +5023,7 @@ static void loader_fused(struct loader *l, struct layer *layer, int il) {
 
 /* Gate and up multiply the same packed activations, whose format follows from the type. */
 static void loader_same_type(struct loader *l, int il, const struct weight *gate, const struct weight *up) {
-    if (gate->type != up->type)
+    if (gate->data && gate->type != up->type)
         loader_fail(l, "layer %d: gate has the type %s, expected that of up, %s", il, gguf_type_info(gate->type).name,
                     gguf_type_info(up->type).name);
 }
@@ -4922,11 +5081,11 @@ static void model_max_dims(struct model *m) {
         x->q_lora = int_max(x->q_lora, a->q_lora);
         x->kv_lora = int_max(x->kv_lora, a->kv_lora);
         x->rope_dim = int_max(x->rope_dim, layer_rope_dim(m, layer));
-        const bool delta = layer->mixer == MIXER_DELTA;
-        x->q = int_max(x->q, layer_dim(m, layer, delta ? DIM_KEY : DIM_Q));
-        x->k = int_max(x->k, layer_dim(m, layer, delta ? DIM_KEY : mla ? DIM_KV_A : DIM_K));
-        x->v = int_max(x->v, delta ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
-        x->att = int_max(x->att, layer_dim(m, layer, delta ? DIM_VALUE : DIM_ATT));
+        const bool recurrent = layer_recurrent(layer);
+        x->q = int_max(x->q, layer_dim(m, layer, recurrent ? DIM_KEY : DIM_Q));
+        x->k = int_max(x->k, layer_dim(m, layer, recurrent ? DIM_KEY : mla ? DIM_KV_A : DIM_K));
+        x->v = int_max(x->v, recurrent ? layer_dim(m, layer, DIM_VALUE) : mla ? 0 : layer_dim(m, layer, DIM_V));
+        x->att = int_max(x->att, layer_dim(m, layer, recurrent ? DIM_VALUE : DIM_ATT));
         x->gates = int_max(x->gates, layer_dim(m, layer, DIM_GATES));
         x->n_index = int_max(x->n_index, a->n_index);
         x->index_k = int_max(x->index_k, a->index_k);
@@ -4944,6 +5103,7 @@ static void model_max_dims(struct model *m) {
         int *n_ff = layer->n_expert ? &x->n_ff_expert : &x->n_ff_dense;
         *n_ff = int_max(*n_ff, layer->n_ff);
         x->n_ff_shared = int_max(x->n_ff_shared, layer->n_ff_shared);
+        x->latent = int_max(x->latent, layer->n_latent);
         x->sh_weight |= layer->sh_weight != NULL;
         x->eh = int_max(x->eh, layer->eh_proj.n_in);
     }
@@ -5228,7 +5388,7 @@ static uint64_t layer_bytes(const struct layer *layer) {
 static int int_gcd(int a, int b) { return b ? int_gcd(b, a % b) : a; }
 
 /* Returns the fewest heads whose results fill whole quantization blocks of wo's rows in every layer: query heads of
- * attention (recurrent: key heads of gated delta nets). Ranks divide heads in multiples of it. */
+ * attention (recurrent: key heads of recurrent mixers). Ranks divide heads in multiples of it. */
 static int heads_multiple(const struct model *m, bool recurrent) {
     enum { MOST = 1 << 20 }; /* more heads than a layer can have: one rank gets all */
     int64_t multiple = 1;
@@ -5252,7 +5412,7 @@ static struct range range_of(int first, int n) { return (struct range){first, n,
 
 struct heads_range {
     struct range q, kv; /* of attention */
-    struct range key;   /* of a gated delta net */
+    struct range key;   /* of a recurrent mixer */
     bool kv_copied;     /* a rank before it has its KV head, too */
 };
 
@@ -5356,7 +5516,7 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->attn.first_head_kv = h.kv.first;
     out->attn.kv_replica = h.kv_copied;
     if (whole->mixer == MIXER_GQA && whole->attn.n_index) out->attn.n_index = h.kv.n;
-    if (whole->mixer == MIXER_DELTA) {
+    if (layer_recurrent(whole)) {
         out->delta.n_value = whole->delta.n_value / whole->delta.n_key * h.key.n;
         out->delta.n_key = h.key.n;
         out->delta.first_key = h.key.first;
@@ -5689,6 +5849,22 @@ static const struct synth synths[] = {
      "expert_feed_forward_length=768 expert_shared_count=1 expert_shared_feed_forward_length=768 "
      "expert_group_count=8 expert_group_used_count=4 expert_gating_func=2 vocab_size=157184 "
      "expert_weights_norm=true expert_weights_scale=2.5 rope.freq_base=6e6"},
+    {"nemotron-3-nano-30b-a3b", "nemotron_h_moe", .keys =
+     "context_length=262144 embedding_length=2688 block_count=52 "
+     "feed_forward_length=0:1856*2,0*2,1856:0:1856:0:1856:0:0*,1856:0*4,0,1856:0*4,1856 attention.head_count=32 "
+     "attention.head_count_kv=0*5,2,0:0:0:0:0:0:2*,0*8,2,0*9 attention.key_length=128 attention.value_length=128 "
+     "expert_count=128 expert_used_count=6 expert_feed_forward_length=1856 expert_shared_count=1 "
+     "expert_shared_feed_forward_length=3712 expert_weights_scale=2.5 ssm.conv_kernel=4 ssm.group_count=8 "
+     "ssm.time_step_rank=64 ssm.state_size=128 ssm.inner_size=4096 vocab_size=131072 "
+     "attention.layer_norm_rms_epsilon=1e-5"},
+    {"nemotron-3-super-120b-a12b", "nemotron_h_moe", .keys =
+     "context_length=262144 embedding_length=4096 block_count=89 nextn_predict_layers=1 "
+     "feed_forward_length=0:2688*3,0*2,2688:0*4,0,2688:0*4,0,2688:0:2688:0:2688:0:2688:0:2688:0:0*,2688:0*4,0,2688:0*4,"
+     "2688,2688 attention.head_count=32 attention.head_count_kv=0*7,2,0*8,2,0*8,2,0:0:0:0:0:0:0:0:0:0:2*,0*8,2,0*9,2 "
+     "attention.key_length=128 attention.value_length=128 expert_count=512 expert_used_count=22 "
+     "expert_feed_forward_length=2688 expert_shared_count=1 expert_shared_feed_forward_length=5376 "
+     "expert_weights_scale=5 moe_latent_size=1024 ssm.conv_kernel=4 ssm.group_count=8 ssm.time_step_rank=128 "
+     "ssm.state_size=128 ssm.inner_size=8192 vocab_size=131072 attention.layer_norm_rms_epsilon=1e-5"},
 };
 /* clang-format on */
 
@@ -5876,7 +6052,7 @@ static uint8_t *synth_read(const struct synth *y, struct model *m, struct loader
     loader_hparams(l);
     s->n_vocab = loader_int(l, "vocab_size");
     s->n_dense = m->n_expert_max ? loader_int(l, "leading_dense_block_count") : MAX_LAYERS;
-    s->n_ff_dense = s->n_dense ? loader_int(l, "feed_forward_length") : 0;
+    s->n_ff_dense = s->n_dense ? loader_int_in(l, "feed_forward_length", KEY_REQUIRED, 1, KEY_HI) : 0;
     if (!m->n_expert_max) return header;
     s->n_ff = loader_int(l, "expert_feed_forward_length");
     const int n_shared = loader_int(l, "expert_shared_count");
@@ -6025,9 +6201,9 @@ static void synth_shard(struct synth *y, const char *text) {
         const char *what, *others;
     } divided[] = {{"attention.head_count", 1, "attention heads", " of layers with a window"},
                    {"attention.output_group_count", 1, "groups of heads", ""},
-                   {"ssm.group_count", 1, "key heads of gated delta nets", ""},
-                   {"ssm.time_step_rank", 1, "value heads of gated delta nets", ""},
-                   {"ssm.inner_size", 1, "values of gated delta nets", ""},
+                   {"ssm.group_count", 1, "key heads or groups of recurrent mixers", ""},
+                   {"ssm.time_step_rank", 1, "value heads of recurrent mixers", ""},
+                   {"ssm.inner_size", 1, "values of recurrent mixers", ""},
                    {"expert_feed_forward_length", 64, "columns of the experts", ""},
                    {"expert_shared_feed_forward_length", 64, "columns of the shared expert", ""},
                    {"feed_forward_length", 64, "columns of the dense feed-forward", ""},
@@ -6119,10 +6295,12 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
     if (y->window_sinks && layer.attn.window) layer.attn.has_sinks = true;
     if (y->head_gate) layer.attn.n_gate = 1;
     layer.mtp = il >= m->n_layer;
-    layer.n_expert = dense ? 0 : m->n_expert_max;
+    const bool experts = !dense && !layer.no_ffn;
+    layer.n_expert = experts ? m->n_expert_max : 0;
     layer.n_expert_used = l->n_expert_used[il];
-    layer.n_ff = dense ? s->n_ff_dense : s->n_ff;
-    layer.n_ff_shared = dense ? 0 : s->n_ff_shared;
+    layer.n_ff = dense ? s->n_ff_dense : experts ? s->n_ff : 0;
+    layer.n_ff_shared = experts ? s->n_ff_shared : 0;
+    layer.n_latent = experts ? l->n_latent : 0;
     layer.has = layer_conditions(m, &layer);
     for (const struct tensor_rule *rule = rule_next(NULL, &layer); rule; rule = rule_next(rule, &layer)) {
         const int in = layer_dim(m, &layer, rule->in), out = layer_dim(m, &layer, rule->out);
@@ -6130,7 +6308,8 @@ static void synth_add_layer(struct synth_tensor **list, const struct synth *y, c
         const bool ffn = rule->in == DIM_FF || rule->in == DIM_SHARED || rule->out == DIM_FF || rule->out == DIM_SHARED;
         const bool bias = rule->field == offsetof(struct layer, router_bias) && !layer.has_expert_ids &&
                           (m->gating == GATING_SIGMOID || m->gating == GATING_SQRT_SOFTPLUS || m->family->softmax_bias);
-        const bool gate = rule->field == offsetof(struct layer, sh_weight) && (l->delta.n_decay == 1 || y->sh_weight);
+        const bool gate = rule->field == offsetof(struct layer, sh_weight) &&
+                          ((l->delta.n_decay == 1 && !layer.ungated) || y->sh_weight);
         const bool qkv_bias = rule->name && !strncmp(rule->name, "attn_", 5) && y->qkv_bias;
         if (rule->optional && !bias && !gate && !qkv_bias) continue;
         if (!rule->name) continue;
@@ -6210,7 +6389,7 @@ static bool synth_fill_ids(uint8_t *p, const struct synth_tensor *t, int n_exper
     return true;
 }
 
-/* Fills a tensor of a gated delta net whose numbers are no norm's: `sign` times decays of 0 to 1, taps of -0.25 to 0.25.
+/* Fills a tensor of a recurrent mixer whose numbers are no norm's: `sign` times decays of 0 to 1, taps of -0.25 to 0.25.
  * False: it is another tensor. */
 static bool synth_fill_delta(uint8_t *p, const struct synth_tensor *t, float sign, uint64_t *rng) {
     const char *name = strchr(t->name + 4, '.'); /* after blk.N */
@@ -6250,7 +6429,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
         } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip &&
                    !synth_fill_delta(to, &t[i], bounded ? 1 : -1, &rng)) {
-            synth_fill(to, bytes, t[i].type, t[i].n_dims == 1, &rng);
+            synth_fill(to, bytes, t[i].type, t[i].n_dims == 1 || strstr(t[i].name, "_norm."), &rng);
         }
         to += gguf_pad(bytes);
     }
@@ -6568,6 +6747,10 @@ typedef void sgemm_function(int m, int n, int k, const float *a, int lda, const 
 typedef void transpose_function(enum gguf_type type, const uint8_t *x, size_t x_stride, int m, int n, float *y,
                                 int ldy);
 
+/* A token of a recurrent mixer, see delta_step. */
+typedef void state_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v,
+                        const float *a, int n_a, float b, float *o);
+
 /* The kernels of one instruction set. */
 struct kernels {
     const char *name;
@@ -6595,10 +6778,10 @@ struct kernels {
     void (*scale)(const float *x, float f, float *y, int n);          /* y = f * x; y may be x */
     void (*scale_add)(const float *x, float f, float *y, int n);      /* y += f * x */
     void (*relu_add)(const float *x, float f, float *y, int n);       /* y += f * max(x, 0) */
-    /* One token of the gated delta rule over n columns of the state S (dk, lds): S = Diag(a) S; u = beta (v - S^T k);
-     * S = S + k u^T; o = S^T q. q, k (dk); a (n_a), of all rows or of each: 1 or dk; v, o (n). */
-    void (*delta_step)(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, const float *a,
-                       int n_a, float beta, float *o);
+    /* One token of a recurrent mixer over n columns of the state S (dk, lds), of q, k (dk) and v (n), with decays a (n_a)
+     * of all rows or of each, n_a 1 or dk: S = Diag(a) S + k u^T; o (n) = S^T q. The gated delta rule: u = b (v - (Diag(a)
+     * S)^T k). Mamba-2: u = b v, n_a 1. */
+    state_step *delta_step, *mamba_step;
     float (*amax)(const float *x, int n); /* returns the largest |x|, 0 for n = 0 */
     float (*max)(const float *x, int n);  /* returns the largest x; n > 0, no NaN */
 };
@@ -6805,6 +6988,21 @@ static void ref_delta_step(float *S, int lds, int dk, int n, const float *q, con
     }
 }
 
+static void ref_mamba_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v,
+                           const float *a, int n_a, float dt, float *o) {
+    (void)n_a;
+    for (int c = 0; c < n; c++) {
+        const float u = dt * v[c];
+        double out = 0;
+        for (int i = 0; i < dk; i++) {
+            float *x = S + (ptrdiff_t)i * lds + c;
+            *x = a[0] * *x + k[i] * u;
+            out += (double)*x * (double)q[i];
+        }
+        o[c] = (float)out;
+    }
+}
+
 static float ref_amax(const float *x, int n) {
     float m = 0;
     for (int i = 0; i < n; i++) m = fabsf(x[i]) > m ? fabsf(x[i]) : m;
@@ -6838,6 +7036,7 @@ static const struct kernels kernels_ref = {.name = "reference",
                                            .scale_add = ref_scale_add,
                                            .relu_add = ref_relu_add,
                                            .delta_step = ref_delta_step,
+                                           .mamba_step = ref_mamba_step,
                                            .amax = ref_amax,
                                            .max = ref_max};
 
@@ -7202,6 +7401,26 @@ INLINE void vec_delta_step(float *S, int lds, int dk, int n, const float *q, con
     if (c < n) ref_delta_step(S + c, lds, dk, n - c, q, k, v + c, a, each ? dk : 1, beta, o + c);
 }
 
+/* The same without a question to the state: one pass. */
+INLINE void vec_mamba_step(float *S, int lds, int dk, int n, const float *q, const float *k, const float *v, float a,
+                           float dt, float *o) {
+    enum { N = 4 };
+    int c = 0;
+    for (; c + N * VL <= n; c += N * VL) {
+        vf u[N], out[N] = {0};
+        UNROLL for (int j = 0; j < N; j++) u[j] = dt * VLOAD(vf, v + c + j * VL);
+        for (int i = 0; i < dk; i++) {
+            UNROLL for (int j = 0; j < N; j++) {
+                vf x = a * VLOAD(vf, S + (ptrdiff_t)i * lds + c + j * VL) + k[i] * u[j];
+                VSTORE(vf, S + (ptrdiff_t)i * lds + c + j * VL) = x;
+                out[j] += q[i] * x;
+            }
+        }
+        UNROLL for (int j = 0; j < N; j++) VSTORE(vf, o + c + j * VL) = out[j];
+    }
+    if (c < n) ref_mamba_step(S + c, lds, dk, n - c, q, k, v + c, &a, 1, dt, o + c);
+}
+
 /* Compares the bits as integers: they are in the same order as the magnitudes. */
 INLINE float vec_amax(const float *x, int n) {
     vi m = {0};
@@ -7298,6 +7517,11 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
         if (n_a > 1) vec_delta_step(S, lds, dk, n, q, k, v, a, true, beta, o);                                     \
         else vec_delta_step(S, lds, dk, n, q, k, v, a, false, beta, o);                                            \
     }                                                                                                              \
+    TARGET static void isa##_mamba_step(float *S, int lds, int dk, int n, const float *q, const float *k,          \
+                                        const float *v, const float *a, int n_a, float dt, float *o) {             \
+        (void)n_a;                                                                                                 \
+        vec_mamba_step(S, lds, dk, n, q, k, v, a[0], dt, o);                                                       \
+    }                                                                                                              \
     TARGET static float isa##_amax(const float *x, int n) { return vec_amax(x, n); }                               \
     TARGET static float isa##_max(const float *x, int n) { return vec_max(x, n); }
 
@@ -7320,7 +7544,8 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul, .sigmoid_mul = isa##_sigmoid_mul,                         \
     .from_bf16 = isa##_from_bf16, .from_e4m3 = isa##_from_e4m3, .to_e4m3 = isa##_to_e4m3, .to_bf16 = isa##_to_bf16, \
     .rmsnorm = isa##_rmsnorm, .mul_add = isa##_mul_add, .scale = isa##_scale, .scale_add = isa##_scale_add,         \
-    .relu_add = isa##_relu_add, .delta_step = isa##_delta_step, .amax = isa##_amax, .max = isa##_max
+    .relu_add = isa##_relu_add, .delta_step = isa##_delta_step, .mamba_step = isa##_mamba_step, .amax = isa##_amax, \
+    .max = isa##_max
 
 /* ============================================================================================================
  * CPU kernels: GEMM with integer activations
@@ -8735,10 +8960,11 @@ static void pg_wait_for(struct process_group *pg, const char *event, const struc
         was = is;
         if (still < PG_STALL + !r) continue; /* a rank in an all-reduce knows who is missing: let it report first */
         snprintf(what, sizeof what, "%s", event);
-        if (r)
-            snprintf(what, sizeof what, "the all-reduce after the %s of layer %d",
-                     all_reduce_after(r->n_all_reduce - 1),
-                     r->m->first_layer + (int)(r->n_all_reduce - 1) / ALL_REDUCES_PER_LAYER);
+        int il;
+        if (r) {
+            const char *half = all_reduce_after(r->m, r->n_all_reduce - 1, &il);
+            snprintf(what, sizeof what, "the all-reduce after the %s of layer %d", half, r->m->first_layer + il);
+        }
         die("%s: no progress for %d s; missing rank:%s (is a disk or a GPU not responding?)", what, still, who);
     }
 }
@@ -9018,11 +9244,11 @@ struct cpu {
     float *job_w;        /* (chunk * n_expert_used) weights of the jobs' results */
     float *shared_w;     /* (chunk) weights of the shared expert */
     float *row_sums;     /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
-    float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) delta net: q, k, v after the convolution */
-    float **taps;        /* (model_blocks) taps of a delta net's convolution, see delta_taps; NULL: another layer */
-    float *decay_beta;   /* (chunk + MAX_ROLLBACK, n_value * n_decay + n_value) delta net: decays, and betas */
-    float *norm_parts;   /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
-    float *q_absorbed;   /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
+    float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) recurrent: q, k, v after the convolution */
+    float **taps;      /* (model_blocks) taps of a recurrent mixer's convolution, see delta_taps; NULL: another layer */
+    float *decay_beta; /* (chunk + MAX_ROLLBACK, n_value * n_decay + n_value) recurrent: decays, betas or time steps */
+    float *norm_parts; /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
+    float *q_absorbed; /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
     float *index_scores; /* (DECODE_MAX_TOKENS, attn_topk_lists, blocks of keys) scores of the indexer */
     int32_t
         *topk_blocks; /* (chunk, attn_topk_lists, attn_topk_blocks) the indexer's choice: blocks of keys, ascending */
@@ -10549,12 +10775,14 @@ static void cpu_group_linear(struct rank *r, const struct step *s) {
 }
 
 /* ============================================================================================================
- * CPU operations: gated delta net
+ * CPU operations: recurrent states
  *
- * Linear attention with a state S (head_k, head_v) per value head (gated delta rule, arXiv 2412.06464). For a token
- * with query q, key k, value v, decay a in (0, 1] of all rows of S or of each, and beta:
+ * Linear attention with a state S (head_k, head_v) per value head. For a token with query q, key k, value v, decay a in
+ * (0, 1] of all rows of S or of each, and beta or time step b:
  *
- *   S = Diag(a) S;  u = beta (v - S^T k);  S = S + k u^T;  result = S^T q
+ *   S = Diag(a) S;  S = S + k u^T;  result = S^T q
+ *   u = b (v - S^T k)       gated delta rule, arXiv 2412.06464
+ *   u = b v                 Mamba-2, arXiv 2405.21060
  *
  * All tokens are computed one after the other, so that results do not depend on how they were batched.
  *
@@ -10583,13 +10811,13 @@ static const float *delta_row(const struct rank *r, int il, enum cache_use use, 
     return (const float *)(const void *)(ring->data + (size_t)(p % ring->n_row) * ring->row_bytes);
 }
 
-/* y (n) = the convolution of token p's values from value `from` of r->cpu->mix's row on, then SiLU. at, kept: floats
- * before these values in a row of the slot, and of the ring. */
+/* y (n) = the convolution of token p's values from value `from` of r->cpu->mix's row on, and its bias, then SiLU. at,
+ * kept: floats before these values in a row of the slot, and of the ring. */
 static void delta_conv(const struct rank *r, int il, enum cache_use use, enum act a, int p, int from, int at, int kept,
                        int n, float *y) {
     const struct delta *d = &r->m->layers[il].delta;
     const int mix = 2 * d->n_key * d->head_k + d->n_value * d->head_v;
-    memset(y, 0, (size_t)n * sizeof *y);
+    memcpy(y, r->cpu->taps[il] + d->n_conv * mix + from, (size_t)n * sizeof *y);
     for (int j = 0; j < d->n_conv; j++) {
         const int q = p - d->n_conv + 1 + j; /* the last tap is for token p */
         if (q < 0) continue;
@@ -10605,7 +10833,7 @@ static void delta_unit(const struct rank *r, float *x, int n, float norm) {
     for (int i = 0; i < n; i++) x[i] *= f;
 }
 
-/* The decays and the beta of row i. */
+/* The decays, and the beta or time step, of row i. */
 struct delta_gates {
     float *decay; /* (n_value, n_decay) */
     float *beta;  /* (n_value) */
@@ -10617,7 +10845,7 @@ static struct delta_gates delta_gates_of(const struct rank *r, const struct delt
     return (struct delta_gates){row, row + d->n_value * d->n_decay};
 }
 
-/* Fills in the decays and the beta of value head j in row i, for token p. */
+/* Fills in the decays, and the beta or time step, of value head j in row i, for token p. */
 static void delta_decays(const struct rank *r, int il, int i, int p, int j) {
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
@@ -10625,14 +10853,20 @@ static void delta_decays(const struct rank *r, int il, int i, int p, int j) {
     const struct cache_tensor *recent = &r->cache[il][CACHE_WINDOW];
     const float *kept = (const float *)(const void *)(recent->data + (size_t)(p % recent->n_row) * recent->row_bytes);
     const float *a = p < r->pos ? kept + delta_alpha_at(d, j) : act_row(r, A_ALPHA, p - r->pos) + j * d->n_decay;
-    const float b = p < r->pos ? kept[delta_beta_at(d, j)] : act_row(r, A_BETA, p - r->pos)[j];
     const int head = delta_value_head(d, j);
+    float step = 0;
     for (int h = 0; h < d->n_decay; h++) {
         const float x = a[h] + layer->dt_bias[head * d->n_decay + h];
-        const float log_decay = d->bound < 0 ? d->bound / (1.0f + expf(-layer->decay[head] * x))
-                                             : layer->decay[head] * (x > 20.0f ? x : log1pf(expf(x)));
+        step = x > 20.0f ? x : log1pf(expf(x));
+        const float log_decay =
+            d->bound < 0 ? d->bound / (1.0f + expf(-layer->decay[head] * x)) : layer->decay[head] * step;
         to.decay[j * d->n_decay + h] = expf(log_decay);
     }
+    if (layer->mixer == MIXER_MAMBA) {
+        to.beta[j] = step;
+        return;
+    }
+    const float b = p < r->pos ? kept[delta_beta_at(d, j)] : act_row(r, A_BETA, p - r->pos)[j];
     to.beta[j] = 1.0f / (1.0f + expf(-b));
 }
 
@@ -10645,6 +10879,7 @@ static void delta_inputs(const struct rank *r, int il, int i, int p, int part) {
     if (j < 0) {
         delta_conv(r, il, CACHE_K, A_Q, p, at, at, at, d->head_k, q + at);
         delta_conv(r, il, CACHE_K, A_K, p, key + at, at, key + at, d->head_k, k + at);
+        if (r->m->layers[il].mixer == MIXER_MAMBA) return;
         delta_unit(r, q + at, d->head_k, 1.0f / sqrtf((float)d->head_k));
         delta_unit(r, k + at, d->head_k, 1.0f);
     } else {
@@ -10654,20 +10889,22 @@ static void delta_inputs(const struct rank *r, int il, int i, int p, int part) {
 }
 
 /* Row i of r->cpu->mix, in the state S (head_k, lds) of columns first..first+n-1 of value head j; o (n): the result. */
-static void delta_token(const struct rank *r, const struct delta *d, int j, int i, float *S, int lds, int first, int n,
-                        float *o) {
+static void delta_token(const struct rank *r, const struct layer *layer, int j, int i, float *S, int lds, int first,
+                        int n, float *o) {
+    const struct delta *d = &layer->delta;
+    state_step *const step = layer->mixer == MIXER_MAMBA ? r->cpu->k->mamba_step : r->cpu->k->delta_step;
     const int key = d->n_key * d->head_k;
     const float *q = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix + delta_key_head(d, j) * d->head_k;
     const float *v = r->cpu->mix + (size_t)i * (size_t)r->m->max.mix + 2 * key + j * d->head_v + first;
     const struct delta_gates gates = delta_gates_of(r, d, i);
-    r->cpu->k->delta_step(S, lds, d->head_k, n, q, q + key, v, gates.decay + j * d->n_decay, d->n_decay, gates.beta[j],
-                          o);
+    step(S, lds, d->head_k, n, q, q + key, v, gates.decay + j * d->n_decay, d->n_decay, gates.beta[j], o);
 }
 
 /* DELTA_COLUMNS columns of a value head: takes tokens into the state as session_forward says, and writes the results of
  * the forward's own tokens to slot `out`. */
 static void delta_columns(struct rank *r, int il, int item, enum act out) {
-    const struct delta *d = &r->m->layers[il].delta;
+    const struct layer *layer = &r->m->layers[il];
+    const struct delta *d = &layer->delta;
     const int items = ceil_by(d->head_v, DELTA_COLUMNS), j = item / items;
     const int first = item % items * DELTA_COLUMNS, n = int_min(DELTA_COLUMNS, d->head_v - first);
     const int n_uncommitted = r->pos - r->n_committed, rows = n_uncommitted + r->n_tok,
@@ -10679,12 +10916,13 @@ static void delta_columns(struct rank *r, int il, int item, enum act out) {
         float *o = i < n_uncommitted ? unused : act_row(r, out, i - n_uncommitted) + j * d->head_v + first;
         for (int h = 0; h < d->head_k && i == taken; h++)
             memcpy(kept + h * d->head_v, S + h * n, (size_t)n * sizeof *S);
-        delta_token(r, d, j, i, S, n, first, n, o);
+        delta_token(r, layer, j, i, S, n, first, n, o);
     }
 }
 
 /* Keeps the convolution's inputs, alpha and beta of the forward's last tokens. */
 static void delta_keep(struct rank *r, int il) {
+    const bool mamba = r->m->layers[il].mixer == MIXER_MAMBA; /* it has no beta */
     const struct delta *d = &r->m->layers[il].delta;
     const int key = d->n_key * d->head_k, n_row = r->cache[il][CACHE_K].n_row;
     for (int t = int_max(0, r->n_tok - n_row); t < r->n_tok; t++) {
@@ -10699,9 +10937,21 @@ static void delta_keep(struct rank *r, int il) {
         for (int j = 0; j < d->n_value; j++) {
             const float *alpha = act_row(r, A_ALPHA, t) + j * d->n_decay;
             memcpy(row[2] + delta_alpha_at(d, j), alpha, (size_t)d->n_decay * sizeof(float));
-            row[2][delta_beta_at(d, j)] = act_row(r, A_BETA, t)[j];
+            if (!mamba) row[2][delta_beta_at(d, j)] = act_row(r, A_BETA, t)[j];
         }
     }
+}
+
+/* Takes the batch through the states of layer il: slot `out` gets what they give. */
+static void delta_states(struct rank *r, int il, enum act out) {
+    const struct delta *d = &r->m->layers[il].delta;
+    const int n = r->pos - r->n_committed + r->n_tok, parts = d->n_key + d->n_value;
+    const int items = d->n_value * ceil_by(d->head_v, DELTA_COLUMNS);
+    for (int i = team_first(n * parts); i >= 0; i = team_next())
+        delta_inputs(r, il, i / parts, r->n_committed + i / parts, i % parts);
+    team_barrier();
+    for (int i = team_first(items); i >= 0; i = team_next()) delta_columns(r, il, i, out);
+    team_barrier();
 }
 
 static void run_delta_net(struct rank *r, const struct step *s) {
@@ -10709,14 +10959,8 @@ static void run_delta_net(struct rank *r, const struct step *s) {
     const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
-    const int n = r->pos - r->n_committed + r->n_tok, parts = d->n_key + d->n_value;
-    const int items = d->n_value * ceil_by(d->head_v, DELTA_COLUMNS);
     if (!d->n_value) return; /* this rank's shard is empty */
-    for (int i = team_first(n * parts); i >= 0; i = team_next())
-        delta_inputs(r, il, i / parts, r->n_committed + i / parts, i % parts);
-    team_barrier();
-    for (int i = team_first(items); i >= 0; i = team_next()) delta_columns(r, il, i, out);
-    team_barrier();
+    delta_states(r, il, out);
     for (int i = team_first(r->n_tok * d->n_value); i >= 0; i = team_next()) {
         float *o = act_row(r, out, i / d->n_value) + i % d->n_value * d->head_v;
         float *z = act_row(r, A_Z, i / d->n_value) + i % d->n_value * d->head_v;
@@ -10730,6 +10974,29 @@ static void run_delta_net(struct rank *r, const struct step *s) {
     }
     if (team_leads()) delta_keep(r, il);
     op_end(cache_bytes(r, il), "delta net");
+}
+
+static void run_mamba(struct rank *r, const struct step *s) {
+    const int il = s->il;
+    const enum act out = s->out[0];
+    const struct layer *layer = &r->m->layers[il];
+    const struct delta *d = &layer->delta;
+    if (!d->n_value) return;                                            /* this rank's shard is empty */
+    const int per_key = d->n_value / d->n_key, n = per_key * d->head_v; /* heads of a group, and their values */
+    delta_states(r, il, out);
+    for (int i = team_first(r->n_tok * d->n_key); i >= 0; i = team_next()) {
+        const int t = i / d->n_key, g = i % d->n_key;
+        const float *mix = r->cpu->mix + (size_t)(r->pos - r->n_committed + t) * (size_t)r->m->max.mix;
+        const float *x = mix + 2 * d->n_key * d->head_k + g * n;
+        float *y = act_row(r, out, t) + g * n, *z = act_row(r, A_Z, t) + g * n;
+        for (int j = 0; j < per_key; j++)
+            r->cpu->k->scale_add(x + j * d->head_v, layer->skip[delta_value_head(d, g * per_key + j)],
+                                 y + j * d->head_v, d->head_v);
+        r->cpu->k->silu_mul(z, y, n);
+        r->cpu->k->rmsnorm(z, layer->delta_norm + (ptrdiff_t)(d->first_key + g) * n, r->m->rms_eps, y, n);
+    }
+    if (team_leads()) delta_keep(r, il);
+    op_end(cache_bytes(r, il), "Mamba-2");
 }
 
 /* ============================================================================================================
@@ -11016,8 +11283,9 @@ static size_t expert_bytes(const struct layer *layer) {
     return bytes;
 }
 
-/* Bytes of the room for a matrix of an expert, wherever it begins in its file. */
+/* Bytes of the room for a matrix of an expert, wherever it begins in its file; 0: there is no such matrix. */
 static size_t slab_room(const struct weight *w) {
+    if (!w->data) return 0;
     return (w->expert_bytes + 2 * (size_t)READ_ALIGN - 2) / READ_ALIGN * READ_ALIGN;
 }
 static size_t slab_bytes(const struct layer *layer) {
@@ -11033,8 +11301,9 @@ static const struct gguf_image *image_of(const struct gguf *g, const uint8_t *p)
     return NULL;
 }
 
-/* Asks for a matrix of expert e. */
+/* Asks for a matrix of expert e, if there is one. */
 static void slab_ask(struct store *s, struct slab *b, const struct weight *w, enum ffn_matrix k, int e) {
+    if (!w->data) return;
     const uint8_t *from = w->data + (size_t)e * w->expert_bytes;
     const struct gguf_image *im = image_of(&s->m->gguf, from);
     const uint64_t offset = (uint64_t)(from - im->base);
@@ -11060,7 +11329,7 @@ static int slot_to_take(const struct layer_store *y, const bool *busy) {
 static void store_take(struct store *s, int il, struct ffn_job *jobs, int n) {
     struct layer_store *y = &s->layer[il];
     bool busy[MAX_EXPERTS] = {false}, missing[MAX_EXPERTS] = {false};
-    for (int e = 0; e < y->w[FFN_GATE]->n_expert; e++) y->heat[e] -= y->heat[e] >> y->shift;
+    for (int e = 0; e < y->w[FFN_DOWN]->n_expert; e++) y->heat[e] -= y->heat[e] >> y->shift;
     for (int i = 0; i < n; i++) {
         const int e = jobs[i].expert, slot = y->slot_of[e];
         y->heat[e] += HEAT;
@@ -11263,7 +11532,7 @@ static void store_fill(struct store *s, struct offload beside) {
 static void store_empty(struct store *s) {
     for (int il = 0; il < model_blocks(s->m); il++) {
         struct layer_store *y = &s->layer[il];
-        for (int e = 0; y->w[FFN_GATE] && e < y->w[FFN_GATE]->n_expert; e++) y->slot_of[e] = -1;
+        for (int e = 0; y->w[FFN_DOWN] && e < y->w[FFN_DOWN]->n_expert; e++) y->slot_of[e] = -1;
         for (int i = 0; i < y->n_slot; i++) y->expert_of[i] = -1;
     }
 }
@@ -11581,7 +11850,7 @@ static void ffn_jobs_routed(struct rank *r, int il) {
     for (int i = 0; i < r->n_tok * k; i++) count[r->cpu->route_id[i]]++;
     for (int e = 0, sum = 0; e < layer->n_expert; e++) {
         at[e] = sum;
-        if (!count[e] || !layer->gate.n_out) continue;
+        if (!count[e] || !layer->up.n_out) continue;
         r->cpu->jobs[r->cpu->n_jobs++] = (struct ffn_job){.gate = &layer->gate,
                                                           .up = &layer->up,
                                                           .down = &layer->down,
@@ -11593,7 +11862,7 @@ static void ffn_jobs_routed(struct rank *r, int il) {
                                                           .slot = slot};
         sum += count[e];
         slot += (size_t)count[e];
-        hidden += (size_t)count[e] * (size_t)layer->gate.n_out;
+        hidden += (size_t)count[e] * (size_t)layer->up.n_out;
     }
     for (int i = 0; i < r->n_tok * k; i++) {
         int j = at[r->cpu->route_id[i]]++;
@@ -11602,29 +11871,34 @@ static void ffn_jobs_routed(struct rank *r, int il) {
     }
 }
 
-/* The same with the shared expert, which comes last. */
-static void ffn_jobs_build(struct rank *r, int il, enum act x) {
+/* Adds the shared expert, if there is one, to n jobs of routed experts. */
+static void ffn_jobs_shared(struct rank *r, int il, enum act x, int n) {
     const struct layer *layer = &r->m->layers[il];
-    ffn_jobs_routed(r, il);
-    if (r->cpu->store && reader_gives_up(&r->cpu->store->reader)) r->cpu->n_jobs = 0;
-    const int n_routed = r->cpu->n_jobs;
-    const struct ffn_job *last = n_routed ? &r->cpu->jobs[n_routed - 1] : &(struct ffn_job){.gate = &layer->gate};
-    if (r->cpu->store) store_begin(r->cpu->store, il, r->n_tok, r->cpu->jobs, n_routed);
+    const struct ffn_job *last = n ? &r->cpu->jobs[n - 1] : &(struct ffn_job){.up = &layer->up};
+    r->cpu->n_jobs = n;
     for (int t = 0; layer->sh_weight && t < r->n_tok; t++) {
         float gate = r->cpu->k->dot(act_row(r, x, t), layer->sh_weight, r->m->n_embd), one = 1;
         r->cpu->k->sigmoid_mul(&one, &gate, 1);
         r->cpu->shared_w[t] = one;
     }
-    if (layer->sh_gate.n_out)
+    if (layer->sh_up.n_out)
         r->cpu->jobs[r->cpu->n_jobs++] =
             (struct ffn_job){.gate = &layer->sh_gate,
                              .up = &layer->sh_up,
                              .down = &layer->sh_down,
                              .n_tok = r->n_tok,
                              .w = layer->sh_weight ? r->cpu->shared_w : NULL,
-                             .hidden = last->hidden + (size_t)last->n_tok * (size_t)last->gate->n_out,
+                             .hidden = last->hidden + (size_t)last->n_tok * (size_t)last->up->n_out,
                              .slot = last->slot + (size_t)last->n_tok,
                              .wave = last->wave};
+}
+
+/* The same with the shared expert, which comes last, unless it reads other rows than the routed experts. */
+static void ffn_jobs_build(struct rank *r, int il, enum act x) {
+    ffn_jobs_routed(r, il);
+    if (r->cpu->store && reader_gives_up(&r->cpu->store->reader)) r->cpu->n_jobs = 0;
+    if (r->cpu->store) store_begin(r->cpu->store, il, r->n_tok, r->cpu->jobs, r->cpu->n_jobs);
+    if (!r->m->layers[il].n_latent) ffn_jobs_shared(r, il, x, r->cpu->n_jobs);
     ffn_jobs_order(r);
 }
 
@@ -11657,11 +11931,11 @@ struct ffn_part {
  * per_job: average tokens of a job. */
 static void ffn_parts(const struct rank *r, enum act x, int per_job, struct ffn_part part[2]) {
     const struct ffn_job *const job[2] = {&r->cpu->jobs[0], &r->cpu->jobs[r->cpu->n_jobs - 1]};
-    const int n_in = job[0]->gate->n_in;
+    const int n_in = job[0]->up->n_in;
     size_t at = 0; /* in r->cpu->pack */
     for (int i = 0; i < 2; i++) {
         const int n = i && !job[i]->rows ? job[i]->n_tok : per_job;
-        const enum act_format in = r->cpu->k->act_format(job[i]->gate->type, n);
+        const enum act_format in = r->cpu->k->act_format(job[i]->up->type, n);
         part[i].hidden = r->cpu->k->act_format(job[i]->down->type, n);
         part[i].in = in;
         part[i].stride = r->cpu->k->act_bytes(in, n_in);
@@ -11687,7 +11961,7 @@ static const uint8_t *ffn_pack_hidden(const struct rank *r, const struct ffn_par
     uint8_t *out = own ? scratch_pack(r, 2) : r->cpu->pack_h;
     for (int i = from; i < to; i++) {
         const struct ffn_job *j = &r->cpu->jobs[i];
-        const size_t ff = (size_t)j->gate->n_out;
+        const size_t ff = (size_t)j->up->n_out;
         for (int t = own ? 0 : team_first(j->n_tok); t >= 0 && t < j->n_tok; t = own ? t + 1 : team_next())
             r->cpu->k->act_pack(ffn_part_of(r, part, i)->hidden, r->cpu->hidden + j->hidden + (size_t)t * ff, (int)ff,
                                 out + (j->slot - slot + (size_t)t) * stride);
@@ -11709,14 +11983,15 @@ static void in_sum2_add(float *sum, const float *x, int n) {
 /* Adds the latest feed-forward's jobs to the statistics: tokens, gate weights, output norms, squared inputs x. */
 static void stats_add(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
-    const int k = layer->n_expert_used, tiles = ceil_by(r->m->n_embd, ROW_TILE);
+    const int k = layer->n_expert_used;
     struct ffn_weights ffns[2];
     layer_ffns(layer, ffns);
     for (int i = team_first(r->cpu->n_jobs); i >= 0; i = team_next()) {
         const struct ffn_job *j = &r->cpu->jobs[i];
-        const bool second = j->gate != ffns[0].gate;
+        const bool second = j->up != ffns[0].up;
         const struct ffn_weights *ffn = &ffns[second];
-        const size_t n_in = (size_t)j->gate->n_in, ff = (size_t)j->gate->n_out, e = (size_t)j->expert;
+        const size_t n_in = (size_t)j->up->n_in, ff = (size_t)j->up->n_out, e = (size_t)j->expert;
+        const int tiles = ceil_by(j->down->n_out, ROW_TILE);
         double *s = r->stats + ((size_t)il * (size_t)r->m->n_expert_max + e) * STATS;
         for (int t = 0; t < j->n_tok && j->rows; t++) {
             const float *w = r->cpu->route_w + (size_t)j->rows[t] * (size_t)k;
@@ -11729,7 +12004,7 @@ static void stats_add(struct rank *r, int il, enum act x) {
         }
         if (!r->in_sum2) continue;
         float *in = r->in_sum2 + in_sum2_before(r->m, il) + (second ? ffn_in_sum2(&ffns[0]) : 0);
-        float *down = in + (size_t)ffn->gate->n_expert * n_in;
+        float *down = in + (size_t)ffn->up->n_expert * n_in;
         for (int t = 0; t < j->n_tok; t++) {
             in_sum2_add(in + e * n_in, act_row(r, x, j->rows ? j->rows[t] : t), (int)n_in);
             in_sum2_add(down + e * ff, r->cpu->hidden + j->hidden + (size_t)t * ff, (int)ff);
@@ -11754,6 +12029,14 @@ static const char *jobs_name(const struct rank *r) {
     return r->cpu->n_jobs && r->cpu->jobs[0].rows ? "experts" : "dense";
 }
 
+/* x (n) = relu(x)^2. */
+static void relu_square(float *x, int n) {
+    for (int i = 0; i < n; i++) {
+        const float v = fmaxf(x[i], 0.0f);
+        x[i] = v * v;
+    }
+}
+
 /* gate (n), rows row.. of a job's hidden row = glu(gate + bias, up + bias). */
 static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int row, float *gate, float *up, int n) {
     const struct layer *layer = &r->m->layers[il];
@@ -11775,25 +12058,37 @@ static void job_wait(const struct rank *r, const struct ffn_job *j, enum ffn_mat
     if (j->slab) reader_wait(&r->cpu->store->reader, &j->slab->left[k]);
 }
 
-/* Hidden rows of jobs from..to-1: glu(gate x, up x). */
+/* Hidden rows of jobs from..to-1: glu(gate x, up x), or without a gate relu(up x)^2. */
 static void ffn_hidden(struct rank *r, int il, const struct ffn_part part[2], int n_ff, int from, int to) {
     const struct kernels *k = r->cpu->k;
     float *tile = scratch_tile(r);
+    const bool ungated = r->m->layers[il].ungated;
     const int ff_tiles = ceil_by(n_ff, ROW_TILE), tiles = (to - from) * ff_tiles;
     for (int i = team_first(tiles); i >= 0; i = team_next()) {
         const int job = r->cpu->job_order[from + i / ff_tiles];
         const struct ffn_job *j = &r->cpu->jobs[job];
         const struct ffn_part *p = ffn_part_of(r, part, job);
-        const int row = i % ff_tiles * ROW_TILE, ff = j->gate->n_out;
+        const int row = i % ff_tiles * ROW_TILE, ff = j->up->n_out;
         if (row >= ff) continue;
-        job_wait(r, j, FFN_GATE);
         job_wait(r, j, FFN_UP);
-        struct gemm g = ffn_gemm(r, FFN_GATE, j, p->in, row), u = ffn_gemm(r, FFN_UP, j, p->in, row);
-        g.x = u.x = p->x;
-        g.x_stride = u.x_stride = p->stride;
-        g.rows = u.rows = j->rows;
-        g.y = r->cpu->hidden + j->hidden + row;
-        g.y_stride = (size_t)ff;
+        struct gemm u = ffn_gemm(r, FFN_UP, j, p->in, row);
+        u.x = p->x;
+        u.x_stride = p->stride;
+        u.rows = j->rows;
+        u.y = r->cpu->hidden + j->hidden + row;
+        u.y_stride = (size_t)ff;
+        if (ungated) {
+            k->gemm(&u);
+            for (int t = 0; t < j->n_tok; t++) relu_square(u.y + (size_t)t * (size_t)ff, u.n_out);
+            continue;
+        }
+        job_wait(r, j, FFN_GATE);
+        struct gemm g = ffn_gemm(r, FFN_GATE, j, p->in, row);
+        g.x = u.x;
+        g.x_stride = u.x_stride;
+        g.rows = u.rows;
+        g.y = u.y;
+        g.y_stride = u.y_stride;
         u.y = tile;
         u.y_stride = ROW_TILE;
         k->gemm(&g);
@@ -11801,11 +12096,12 @@ static void ffn_hidden(struct rank *r, int il, const struct ffn_part part[2], in
         for (int t = 0; t < j->n_tok; t++)
             ffn_glu(r, il, j, row, g.y + (size_t)t * (size_t)ff, tile + t * ROW_TILE, g.n_out);
     }
-    op_end(jobs_bytes(r, false, from, to), "%s gate, up", jobs_name(r));
+    op_end(jobs_bytes(r, false, from, to), ungated ? "%s up" : "%s gate, up", jobs_name(r));
 }
 
-/* Adds weight * down(hidden rows) of jobs from..to-1 to `out`, in their order; the first job sets it. */
-static void ffn_down(struct rank *r, enum act out, const struct ffn_part part[2], size_t h_stride, int from, int to) {
+/* Adds weight * down(hidden rows) of jobs from..to-1 to `out`, in their order; set: the first one sets it. */
+static void ffn_down(struct rank *r, enum act out, const struct ffn_part part[2], size_t h_stride, int from, int to,
+                     bool set) {
     const struct kernels *k = r->cpu->k;
     const uint8_t *pack_h = ffn_pack_hidden(r, part, h_stride, from, to);
     float *tile = scratch_tile(r);
@@ -11815,7 +12111,7 @@ static void ffn_down(struct rank *r, enum act out, const struct ffn_part part[2]
     const int by = ROW_TILE * (r->n_tok > SAME_BITS_TOKENS ? int_max(1, int_min(8, n_tile / (4 * team_size()))) : 1);
     for (int c = team_first(ceil_by(width, by)); c >= 0; c = team_next()) {
         const int end = int_min((c + 1) * by, width);
-        for (int t = 0; t < r->n_tok && !from; t++)
+        for (int t = 0; t < r->n_tok && set; t++)
             memset(act_row(r, out, t) + c * by, 0, sizeof(float) * (size_t)(end - c * by));
         for (int i = from; i < to; i++)
             for (int row = c * by; row < end; row += ROW_TILE) {
@@ -11841,12 +12137,12 @@ static void ffn_down(struct rank *r, enum act out, const struct ffn_part part[2]
     op_end(jobs_bytes(r, true, from, to), "%s down", jobs_name(r));
 }
 
-/* out = sum over the jobs of weight * down(glu(gate x, up x)), wave by wave. per_job: average tokens of a job, which
- * chooses the format of activations. */
-static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
+/* out = sum over the jobs of weight * down(hidden(x)), wave by wave; add: it is added to `out`. per_job: average tokens
+ * of a job, which chooses the format of activations. */
+static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_job, bool add) {
     struct cpu *c = r->cpu;
     if (!c->n_jobs) { /* this rank's shard is empty */
-        for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+        for (int t = add ? -1 : team_first(r->n_tok); t >= 0; t = team_next())
             memset(act_row(r, out, t), 0, (size_t)r->width[out] * sizeof(float));
         team_barrier();
         return;
@@ -11854,13 +12150,13 @@ static void ffn_run(struct rank *r, int il, enum act x, enum act out, int per_jo
     struct ffn_part part[2];
     int n_ff = 0;
     ffn_parts(r, x, per_job, part);
-    for (int i = 0; i < c->n_jobs; i++) n_ff = int_max(n_ff, c->jobs[i].gate->n_out);
+    for (int i = 0; i < c->n_jobs; i++) n_ff = int_max(n_ff, c->jobs[i].up->n_out);
     const size_t h_stride = size_max(c->k->act_bytes(part[0].hidden, n_ff), c->k->act_bytes(part[1].hidden, n_ff));
     for (int from = 0, to = 0; from < c->n_jobs; from = to) {
         const int wave = c->jobs[from].wave;
         while (to < c->n_jobs && c->jobs[to].wave == wave) to++;
         ffn_hidden(r, il, part, n_ff, from, to);
-        ffn_down(r, out, part, h_stride, from, to);
+        ffn_down(r, out, part, h_stride, from, to, !from && !add);
         if (to == c->n_jobs || !team_arrive()) continue;
         store_ask_wave(c->store, il, c->jobs, c->n_jobs, wave + 2);
         team_release();
@@ -11873,11 +12169,28 @@ static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
     if (team_leads()) {
         r->cpu->jobs[0] =
             (struct ffn_job){.gate = &layer->gate, .up = &layer->up, .down = &layer->down, .n_tok = r->n_tok};
-        r->cpu->n_jobs = layer->gate.n_out > 0;
+        r->cpu->n_jobs = layer->up.n_out > 0;
         r->cpu->job_order[0] = 0;
     }
     team_barrier();
-    ffn_run(r, il, x, out, r->n_tok);
+    ffn_run(r, il, x, out, r->n_tok, false);
+    if (r->stats) stats_add(r, il, x);
+}
+
+/* Runs the jobs, whose experts read latent_down x, and the shared expert. latent_up is linear, so that every rank may
+ * apply it to its partial sums. */
+static void ffn_latent(struct rank *r, int il, enum act x, enum act out, int per_job) {
+    const struct layer *layer = &r->m->layers[il];
+    linear_each(r, x, (const struct weight *const[]){&layer->latent_down, NULL}, SLOTS(A_LATENT));
+    ffn_run(r, il, A_LATENT, A_LATENT_SUM, per_job, false);
+    if (r->stats) stats_add(r, il, A_LATENT);
+    linear_each(r, A_LATENT_SUM, (const struct weight *const[]){&layer->latent_up, NULL}, SLOTS(out));
+    if (team_arrive()) {
+        ffn_jobs_shared(r, il, x, 0);
+        r->cpu->job_order[0] = 0;
+        team_release();
+    }
+    ffn_run(r, il, x, out, per_job, true);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -11898,7 +12211,11 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
         team_release();
     }
     op_end_matrix("router", &layer->router);
-    ffn_run(r, il, x, out, per_job);
+    if (layer->n_latent) {
+        ffn_latent(r, il, x, out, per_job);
+        return;
+    }
+    ffn_run(r, il, x, out, per_job, false);
     if (r->stats) stats_add(r, il, x);
 }
 
@@ -12043,6 +12360,7 @@ EACH_RUN(select_keys)
 EACH_RUN(csa_store)
 EACH_RUN(csa_attention)
 EACH_RUN(delta_net)
+EACH_RUN(mamba)
 #undef EACH_RUN
 
 static const struct ops cpu_ops = {
@@ -12130,19 +12448,24 @@ static bool cpu_resize(struct rank *r, int n_ctx, char *err) {
 /* Whether the rank is the root: the first of the last stage, which gathers the logits. */
 static bool rank_is_root(const struct model *m) { return !m->shard.rank && m->shard.stage == m->shard.n_stage - 1; }
 
-/* The convolution's taps for the rank's own values in the order of r->cpu->mix: (n_conv, mix). */
+/* The convolution's taps for the rank's own values in the order of r->cpu->mix, and its bias: (n_conv + 1, mix). */
 static float *delta_taps(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
-    const int key = d->n_key * d->head_k, mix = 2 * key + d->n_value * d->head_v;
-    float *taps = cpu_own(r, (size_t)(d->n_conv * mix), sizeof *taps);
+    const int key = d->n_key * d->head_k, value = d->n_value * d->head_v, mix = 2 * key + value;
+    const int whole_key = d->whole_key * d->head_k, whole_value = d->n_key ? value / d->n_key * d->whole_key : 0;
+    const bool mamba = layer->mixer == MIXER_MAMBA;
+    /* before q, k and v in the file, which has q, k, v, and of Mamba-2 v, k, q */
+    const int before[3] = {mamba ? whole_value + whole_key : 0, mamba ? whole_value : whole_key,
+                           mamba ? 0 : 2 * whole_key};
+    float *taps = cpu_own(r, (size_t)((d->n_conv + 1) * mix), sizeof *taps);
     for (int c = 0; c < mix; c++) {
-        int whole = d->first_key * d->head_k + c; /* the value's number in the whole model */
-        if (c >= key) whole += (d->whole_key - d->n_key) * d->head_k;
-        if (c >= 2 * key)
-            whole = 2 * d->whole_key * d->head_k + delta_value_head(d, (c - 2 * key) / d->head_v) * d->head_v +
-                    (c - 2 * key) % d->head_v;
+        const int part = c < key ? 0 : c < 2 * key ? 1 : 2, at = c - part * key;
+        const int own =
+            part < 2 ? d->first_key * d->head_k + at : delta_value_head(d, at / d->head_v) * d->head_v + at % d->head_v;
+        const int whole = before[part] + own; /* the value's number in the whole model */
         for (int j = 0; j < d->n_conv; j++) taps[j * mix + c] = layer->conv[whole * d->n_conv + j];
+        if (layer->conv_bias) taps[d->n_conv * mix + c] = layer->conv_bias[whole];
     }
     return taps;
 }
@@ -12182,9 +12505,9 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     size_t n_ff = size_max((size_t)x->n_ff_dense, size_max((size_t)x->n_ff_expert, (size_t)x->n_ff_shared)), pack = 0,
            pack_h = 0;
     size_t n_in =
-        size_max((size_t)m->n_embd,
-                 size_max(size_max((size_t)int_max(x->q_lora, x->low), n_ff),
-                          size_max(size_max((size_t)r->width[A_ATT], (size_t)x->eh), (size_t)r->width[A_GROUPS])));
+        size_max((size_t)m->n_embd, size_max(size_max((size_t)int_max(x->q_lora, x->low), n_ff),
+                                             size_max(size_max((size_t)r->width[A_ATT], (size_t)x->eh),
+                                                      size_max((size_t)r->width[A_GROUPS], (size_t)x->latent))));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (x->kv_lora) /* one row per token and head */
@@ -12235,14 +12558,14 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cache = r->caches = cpu_own(r, 2 * (size_t)(timelines_all(&timelines) * model_blocks(m)), sizeof *r->caches);
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
-        if (m->layers[il].mixer == MIXER_DELTA) r->cpu->taps[il] = delta_taps(r, il);
+        if (x->mix && layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
     cpu_state(r);
 }
 
 /* Allocates the statistics of --calibrate, and with in_sum2 the sums of --activations. */
 static void cpu_stats_init(struct rank *r, bool in_sum2) {
     const struct model *m = r->m;
-    const size_t tiles = ((size_t)m->n_embd + ROW_TILE - 1) / ROW_TILE;
+    const size_t tiles = ((size_t)int_max(m->n_embd, m->max.latent) + ROW_TILE - 1) / ROW_TILE;
     r->stats = cpu_own(r, (size_t)model_blocks(m) * (size_t)m->n_expert_max * STATS, sizeof *r->stats);
     r->cpu->norm_parts = cpu_own(r, tiles * (size_t)r->chunk * (size_t)m->max.n_expert_used, sizeof(float));
     if (in_sum2) r->in_sum2 = cpu_own(r, in_sum2_before(m, model_blocks(m)), sizeof(float));
@@ -12306,7 +12629,7 @@ static void question_body(void *arg) {
         ffn_jobs_order(a->r);
         team_release();
     }
-    ffn_run(a->r, a->il, A_H, A_OUT, ceil_by(a->r->n_tok * layer->n_expert_used, layer->n_expert));
+    ffn_run(a->r, a->il, A_H, A_OUT, ceil_by(a->r->n_tok * layer->n_expert_used, layer->n_expert), false);
 }
 
 /* Answers rank i. */
@@ -13898,7 +14221,7 @@ static double session_forward_ops(const struct session *s, int n) {
     const struct model *m = s->m;
     double per_token, attention = 0;
     layers_use(m, 0, m->n_layer, n, &per_token);
-    double rule = 0; /* multiplications of the delta rule for a token */
+    double rule = 0; /* multiplications of recurrent states for a token */
     for (int il = 0; il < m->n_layer; il++) {
         const struct attn *a = &m->layers[il].attn;
         const struct delta *d = &m->layers[il].delta;
@@ -13906,7 +14229,7 @@ static double session_forward_ops(const struct session *s, int n) {
         for (int pos = s->n_past; pos < s->n_past + n; pos++)
             attention += (double)keys_seen(a, pos) * a->n_head * (a->head_k + a->head_v) +
                          (double)keys_indexed(a, pos) * indexed;
-        rule += 3.0 * d->n_value * d->head_k * d->head_v;
+        rule += (m->layers[il].mixer == MIXER_DELTA ? 3.0 : 2.0) * d->n_value * d->head_k * d->head_v;
     }
     return 2 * ((per_token + rule) * n + attention + (double)m->output.n_in * m->output.n_out);
 }
@@ -21185,7 +21508,8 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
                                     "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
                                     "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
-                                    "kimi-linear-48b-a3b or ling-3-flash. Options may follow a colon:\n"
+                                    "kimi-linear-48b-a3b, ling-3-flash, nemotron-3-nano-30b-a3b or\n"
+                                    "nemotron-3-super-120b-a12b. Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
                                     "\n"
@@ -26946,7 +27270,8 @@ static int plan_context(const struct plan *p, const struct plan_layout *d) {
 /* All-reduces of a forward: those of every layer, and those of the sums of row norms. */
 static int plan_all_reduces(const struct model *m) {
     int n = 0;
-    for (int il = 0; il < m->n_layer; il++) n += ALL_REDUCES_PER_LAYER + (m->layers[il].qk_norm == QK_NORM_ROWS);
+    for (int il = 0; il < m->n_layer; il++)
+        n += (int)layer_all_reduces(&m->layers[il]) + (m->layers[il].qk_norm == QK_NORM_ROWS);
     return n;
 }
 
@@ -27357,6 +27682,7 @@ enum decode_kernel {
     DECODE_CSA_ATTENTION,
     DECODE_MLA_VALUE,
     DECODE_DELTA,
+    DECODE_MAMBA,
     DECODE_ROUTER,
     DECODE_WANT,
     DECODE_BROUGHT,
@@ -27399,6 +27725,7 @@ static const struct {
     [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7}, /* as of MLA, and 0.7 to join splits */
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
+    [DECODE_MAMBA] = {"k_mamba_decode", 2.0},      /* likewise */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
     [DECODE_WANT] = {"k_want_experts", 1.5},       /* nothing is missing: a latency of L2 */
     [DECODE_BROUGHT] = {"k_brought_experts", 1.5}, /* likewise; the disk apart */
@@ -27531,13 +27858,15 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     if (fetched && k->offload.n_ask) launch_add(k, DECODE_WANT, 0, 0), launch_add(k, DECODE_BROUGHT, 0, 0);
     if (fetched) launch_add(k, DECODE_FETCH, 0, 0);
     if (by_cpu && !k->m->shard.rank) launch_add(k, DECODE_ASK, 0, 0);
-    if (!by_cpu || l->sh_gate.data) {
+    if (l->n_latent && !by_cpu) launch_add(k, DECODE_LINEAR, READS(&l->latent_down), 0);
+    if (!by_cpu || l->sh_up.data) {
         const double hidden = by_cpu ? 0 : READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias);
         const double down = by_cpu ? 0 : READS(&l->down, &l->down.bias);
         launch_add(k, DECODE_GLU, (l->n_expert ? 0 : norm) + hidden + READS(&l->sh_gate, &l->sh_up), 0);
         launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR, down + READS(&l->sh_down), 0);
     }
-    if (by_cpu && (!k->m->shard.rank || !l->sh_gate.data)) launch_add(k, DECODE_ANSWER, 0, 0);
+    if (l->n_latent && !by_cpu) launch_add(k, DECODE_LINEAR, READS(&l->latent_up), 0);
+    if (by_cpu && (!k->m->shard.rank || !l->sh_up.data)) launch_add(k, DECODE_ANSWER, 0, 0);
 }
 
 /* Adds the launches of a step. Norms are counted where their result is used. */
@@ -27592,6 +27921,12 @@ static void launches_of(struct launches *k, const struct step *s) {
     case OP_delta_net:
         k->attention = launch_add(k, DECODE_DELTA,
                                   READS(&l->conv, &l->decay, &l->dt_bias, &l->delta_norm) + state - index - recent, 0);
+        break;
+    case OP_mamba:
+        k->attention = launch_add(k, DECODE_MAMBA,
+                                  READS(&l->conv, &l->conv_bias, &l->decay, &l->dt_bias, &l->skip, &l->delta_norm) +
+                                      state - index - recent,
+                                  0);
         break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
     case OP_last_reduce: {
@@ -29064,17 +29399,22 @@ static void info_layers(const struct model *m, int first, info_like *like) {
     arrfree(list);
 }
 
-/* The line on attention or delta net of layer `first` and of all later layers like it. */
+/* The line on what mixes the tokens of layer `first` and of all later layers like it. */
 static void info_attention(const struct model *m, int first) {
     const struct layer *layer = &m->layers[first];
     const struct attn *a = &layer->attn;
     const struct delta *d = &layer->delta;
-    const int rope = m->ropes[a->rope].dim;
-    printf("%s", layer->mixer == MIXER_DELTA ? "delta net     " : "attention     ");
+    const int rope = m->ropes[a->rope].freq[0] > 0 ? m->ropes[a->rope].dim : 0;
+    printf("%s", layer->mixer == MIXER_DELTA   ? "delta net     "
+                 : layer->mixer == MIXER_MAMBA ? "Mamba-2       "
+                                               : "attention     ");
     info_layers(m, first, info_same);
     if (d->n_decay > 1)
         printf("%d heads of %d, a decay for each value of a key, convolution over %d tokens", d->n_key, d->head_k,
                d->n_conv);
+    else if (layer->mixer == MIXER_MAMBA)
+        printf("%d heads of %d in %d groups, state of %d, convolution over %d tokens", d->n_value, d->head_v, d->n_key,
+               d->head_k, d->n_conv);
     else if (d->n_key)
         printf("%d key heads of %d, %d value heads of %d, convolution over %d tokens", d->n_key, d->head_k, d->n_value,
                d->head_v, d->n_conv);
@@ -29107,6 +29447,12 @@ static void info_indexer(const struct model *m, int first) {
     putchar('\n');
 }
 
+/* The first layer from il on that has a feed-forward. */
+static int info_next_ffn(const struct model *m, int il) {
+    while (il < m->n_layer && m->layers[il].no_ffn) il++;
+    return il;
+}
+
 /* --info: the experts of each layer, and those that pruning kept. */
 static void info_experts(const struct model *m) {
     static const char *const routers[] = {[GATING_SOFTMAX] = "softmax",
@@ -29123,13 +29469,15 @@ static void info_experts(const struct model *m) {
            m->max.n_ff_expert, routers[m->gating], m->max.n_ff_shared);
     if (m->n_group > 1) printf(", %d of %d groups", m->n_group_used, m->n_group);
     if (by_id) printf(", by token ids in %d layer%s", by_id, by_id > 1 ? "s" : "");
+    if (m->max.latent) printf(", of a latent of %d", m->max.latent);
     printf("\nexperts kept  ");
-    for (int il = 0, from = 0; il < m->n_layer; il++) {
-        if (il + 1 < m->n_layer && m->layers[il + 1].n_expert == m->layers[from].n_expert) continue;
-        printf(from < il ? "%slayers %d-%d: " : "%slayer %d: ", from ? ", " : "", from, il);
+    for (int from = info_next_ffn(m, 0), to = from; from < m->n_layer; from = to) {
+        int last = from;
+        while ((to = info_next_ffn(m, last + 1)) < m->n_layer && m->layers[to].n_expert == m->layers[from].n_expert)
+            last = to;
+        printf(from < last ? "%slayers %d-%d: " : "%slayer %d: ", from > info_next_ffn(m, 0) ? ", " : "", from, last);
         if (m->layers[from].n_expert) printf("%d", m->layers[from].n_expert);
         else printf("dense");
-        from = il + 1;
     }
     if (m->pruned) printf(" (pruned%s)", m->n_expert_original ? "" : "; the original count is not recorded");
     if (m->n_expert_original) printf(" of %d", m->n_expert_original);
@@ -29275,13 +29623,13 @@ static int mode_info(struct engine *e) {
     const struct settings *set = e->set;
     char number[32];
     int dense = 0;
-    for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert;
+    for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert && !m->layers[il].no_ffn;
     printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
            m->family->arch, m->n_layer, dense, m->n_mtp);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
            with_commas((uint64_t)m->n_ctx_train, number));
     for (int il = 0; il < m->n_layer; il++)
-        if (info_first(m, il, info_same)) info_attention(m, il);
+        if (m->layers[il].mixer != MIXER_NONE && info_first(m, il, info_same)) info_attention(m, il);
     for (int il = 0; il < m->n_layer; il++)
         if (m->layers[il].attn.top_k && info_first(m, il, info_same_choice)) info_indexer(m, il);
     info_experts(m);

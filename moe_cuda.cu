@@ -6979,11 +6979,13 @@ static void rank_stalled(struct rank *r, const char *what, int seconds) {
         const uint32_t code = *(volatile uint32_t *)&r->cuda->heartbeat[i]->waiting;
         const int rank = (int)((code - 1) & 15), channel = (int)((code - 1) >> 4 & 15), ordinal = (int)(code >> 8);
         const size_t at = strlen(who), left = sizeof who - at;
-        if (code && channel == CH_ALLREDUCE)
+        const struct model *m = (r - r->index + i)->m;
+        int il;
+        if (code && channel == CH_ALLREDUCE) {
+            const char *half = all_reduce_after(m, (unsigned)ordinal, &il);
             snprintf(who + at, left, "; rank %d waited for rank %d in the all-reduce after the %s of layer %d", i,
-                     i / shard.n_rank * shard.n_rank + rank, all_reduce_after((unsigned)ordinal),
-                     (r - r->index + i)->m->first_layer + ordinal / ALL_REDUCES_PER_LAYER);
-        else if (code && channel == WAIT_ROW_NORM)
+                     i / shard.n_rank * shard.n_rank + rank, half, m->first_layer + il);
+        } else if (code && channel == WAIT_ROW_NORM)
             snprintf(who + at, left, "; rank %d waited for rank %d in the norm of queries and keys of layer %d", i,
                      i / shard.n_rank * shard.n_rank + rank, (r - r->index + i)->m->first_layer + ordinal);
         else if (code && (channel == CH_ANSWER || channel == CH_BROUGHT))

@@ -251,7 +251,7 @@ static struct activation *activations_list(const struct model *m) {
                                        .first = first,
                                        .il = il,
                                        .routed = rule_routed(rule)};
-                if (w == ffns[i].down) a.first += a.n_expert * (size_t)ffns[i].gate->n_in;
+                if (w == ffns[i].down) a.first += a.n_expert * (size_t)ffns[i].up->n_in;
                 snprintf(a.name, sizeof a.name, "blk.%d.%s.weight", il, rule->name);
                 arrput(list, a);
             }

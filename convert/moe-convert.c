@@ -5,7 +5,7 @@
  *   Types         which type --quantize, --backbone and --keep give a matrix; --importance
  *   Plan          the list of output tensors: name, type, shape, and where their data come from
  *   Model         what the source has, and the layers that the engine makes of it, tensor by tensor; in four sections
- *   Families      what config.json says in each family, and the table of families; in four sections
+ *   Families      what config.json says in each family, and the table of families; in five sections
  *   What config.json says of quantization
  *   Vocabulary    tokenizer.json, tiktoken.model or tokenizer.model to tokens, types and merges; in three sections
  *   Metadata      the keys of the GGUF file; in two sections
@@ -850,6 +850,7 @@ struct renaming {
         EVERYWHERE,
         PREDICTION, /* only in layers for multi-token prediction, */
         BESIDE,     /* where the tensor is named beside these layers (mtp.fc), not below one */
+        SECOND,     /* likewise where their second half is named as a layer of its own, mtp.layers.1 after .0: of it */
         BARE        /* only where names do not begin with "model." */
     } where;
 };
@@ -875,8 +876,12 @@ static struct checkpoint {
     const char *mtp;     /* begins the names of their tensors; NULL: as other layers */
     bool mtp_bare;       /* their numbers stand after `mtp`, "mtp.0." in place of "mtp.layers.0." */
     bool mtp_beside;     /* there is one, and some of its tensors are named beside it */
+    bool mtp_halves;     /* each is two layers of their names */
+    const char *mtp_why; /* why they are left out; NULL: they are not */
     bool dspark;         /* tensors below `mtp` are a DSpark module, which is left out */
 
+    const char *kinds;               /* what each layer is: M for Mamba-2, * for attention, E for experts, - for a dense
+                                      * FFN; NULL: each has what mixes tokens and an FFN */
     enum mixer mixer;                /* of the layers with attention */
     bool (*is_windowed)(int layer);  /* the block has a window; NULL: none has */
     bool alternate;                  /* every other layer has one where config.json does not say */
@@ -909,6 +914,7 @@ static struct checkpoint {
     const char *top_k_key;                   /* top_k */
     const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
+    bool ungated;                            /* feed-forwards have no gate */
     int n_shared;                            /* shared experts of a layer */
     const char *shared_key, *shared_count;   /* their width is the first, times the second; NULL: once */
     bool shared_width;                       /* GGUF files say how wide they are */
@@ -956,6 +962,11 @@ static size_t head_k(void) {
 /* Returns the values of a head's value. */
 static size_t head_v(void) { return src.v_head_key ? size_of(src.v_head_key) : head_k(); }
 
+/* Whether a block is of one of these kinds, or has both halves. */
+static bool has_kind(int layer, const char *kinds) {
+    return !src.kinds || layer >= src.n_layer || strchr(kinds, src.kinds[layer]) != NULL;
+}
+
 /* Whether a block has a window. */
 static bool is_windowed(int layer) { return src.is_windowed && src.is_windowed(layer); }
 
@@ -983,7 +994,7 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_COMPRESS_RATIO] = "tokens of a compressed key", [DIM_INDEX_COMPRESSED] = "2 index_head_dim",
     [DIM_GROUP_IN] = "num_attention_heads / o_groups x head_dim",
     [DIM_O_LORA] = "o_lora_rank", [DIM_GROUPS_OUT] = "o_groups x o_lora_rank",
-    [DIM_EXPERTS] = "the layer's experts",
+    [DIM_EXPERTS] = "the layer's experts", [DIM_LATENT] = "moe_latent_size",
     [DIM_CONV] = "linear_conv_kernel_dim",
     [DIM_KEY] = "linear_num_key_heads x linear_key_head_dim",
     [DIM_VALUES] = "linear_num_value_heads", [DIM_VALUE] = "linear_num_value_heads x linear_value_head_dim",
@@ -991,6 +1002,13 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_MIX] = "heads of queries, keys and values", [DIM_BA] = "2 linear_num_value_heads",
     [DIM_DECAYS] = "num_attention_heads x head_dim of linear attention",
     [DIM_LOW] = "head_dim of linear attention"};
+
+/* Those of Mamba-2. */
+static const char *const mamba_dim_names[DIM_COUNT] = {
+    [DIM_CONV] = "conv_kernel", [DIM_VALUES] = "mamba_num_heads", [DIM_VALUE] = "mamba_num_heads x mamba_head_dim",
+    [DIM_MIX] = "mamba_num_heads x mamba_head_dim + 2 n_groups x ssm_state_size", [DIM_KEYS] = "n_groups",
+    [DIM_GROUP] = "mamba_num_heads / n_groups x mamba_head_dim",
+    [DIM_MAMBA_IN] = "2 mamba_num_heads x mamba_head_dim + 2 n_groups x ssm_state_size + mamba_num_heads"};
 /* clang-format on */
 
 /* Returns a size of the layer that is planned in the words of config.json. */
@@ -999,6 +1017,7 @@ static const char *dim_name(enum dim d) {
     const bool mla = l->mixer == MIXER_MLA, gqa = l->mixer == MIXER_GQA, kda = l->delta.n_decay > 1;
     const char *k = mla ? "qk_nope_head_dim + qk_rope_head_dim" : "head_dim";
     const char *v = src.v_head_key ? src.v_head_key : "head_dim";
+    if (l->mixer == MIXER_MAMBA && mamba_dim_names[d]) return mamba_dim_names[d];
     switch ((int)d) {
     case DIM_KEY:
     case DIM_VALUE: return kda ? "num_attention_heads x head_dim of linear attention" : dim_names[d];
@@ -1018,6 +1037,7 @@ static const char *dim_name(enum dim d) {
     case DIM_INDEX_K: return gqa ? "width of the indexer" : "index_head_dim";
     case DIM_USED: return src.top_k_key;
     case DIM_FF: return l->n_expert ? src.width_key : src.dense_key;
+    case DIM_EXPERT: return dim_name(l->n_latent ? DIM_LATENT : DIM_EMBD);
     case DIM_SHARED: return src.shared_count ? fmt("%s x %s", src.shared_key, src.shared_count) : src.shared_key;
     default: return dim_names[d];
     }
@@ -1035,16 +1055,19 @@ static void check_shape(const struct tensor *t, size_t rows, size_t cols, enum d
  * its body. */
 static const char *hf_name(int layer, const char *rest) {
     const char *mtp = layer >= src.n_layer ? src.mtp : NULL;
+    int number = layer - src.n_layer, second = 0; /* of a layer for multi-token prediction */
     for (const struct renaming *r = src.renaming; r && r->from; r++) {
         const size_t n = strlen(r->from);
         if (!starts_with(rest, r->from) || (rest[n] && rest[n] != '.')) continue;
-        if (r->where == PREDICTION && layer < src.n_layer) continue;
+        if ((r->where == PREDICTION || r->where == SECOND) && layer < src.n_layer) continue;
         if (r->where == BARE && *src.body) continue;
         rest = fmt("%s%s", r->to, rest + n);
         if (mtp && r->where == BESIDE) return fmt("%s%s%s", src.prefix, mtp, rest);
+        second = r->where == SECOND;
         break;
     }
-    if (mtp) return fmt("%s%s%s%d.%s", src.prefix, mtp, src.mtp_bare ? "" : "layers.", layer - src.n_layer, rest);
+    if (src.mtp_halves) number = 2 * number + second;
+    if (mtp) return fmt("%s%s%s%d.%s", src.prefix, mtp, src.mtp_bare ? "" : "layers.", number, rest);
     if (layer >= 0) return fmt("%s%slayers.%d.%s", src.prefix, src.body, layer, rest);
     return starts_with(rest, "model.") ? fmt("%s%s%s", src.prefix, src.body, rest + 6) : fmt("%s%s", src.prefix, rest);
 }
@@ -1135,12 +1158,12 @@ static struct piece *pieces_of(struct linear l, enum dim rows) {
     return p;
 }
 
-/* Appends a tensor of F32. in or out DIM_ONE: it is a vector. */
+/* Appends a tensor of F32. out DIM_ONE: it is a vector. */
 static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out, enum meaning meaning) {
     struct output *o = plan_add(dst, GGUF_F32, out == DIM_ONE ? 1 : 2, dim_of(in), dim_of(out), 1);
     l.fold = true;
-    if ((in == DIM_ONE || out == DIM_ONE) && l.format == PLAIN) {
-        l.rows = dim_of(in) * dim_of(out);
+    if (out == DIM_ONE && l.format == PLAIN) {
+        l.rows = dim_of(in);
         l.cols = 1;
     }
     o->pieces = pieces_of(l, out == DIM_ONE ? in : out);
@@ -1151,8 +1174,11 @@ static void plan_f32(const char *dst, struct linear l, enum dim in, enum dim out
 /* The same for a tensor whose shape is checked. */
 static void plan_vector(const char *dst, const char *from, enum dim in, enum dim out, enum meaning meaning) {
     struct linear l = resolve_values(from);
+    if (out != DIM_ONE && l.format == PLAIN && l.rows == 1 && l.cols == dim_of(in) * dim_of(out)) {
+        l.rows = dim_of(out); /* it is a vector of the source */
+        l.cols = dim_of(in);
+    }
     if (out == DIM_ONE) check_shape(l.w, l.cols, l.rows, in, out);
-    else if (in == DIM_ONE) check_shape(l.w, l.cols, l.rows, out, in);
     else check_shape(l.w, l.rows, l.cols, out, in);
     plan_f32(dst, l, in, out, meaning);
 }
@@ -1306,7 +1332,7 @@ static void plan_gate_up(const struct tensor_rule *r, int layer) {
 
 /* The tensor of one row of the table, for a layer. */
 static void plan_rule(const struct tensor_rule *r, int layer) {
-    if (!r->name || (r != tensor_rules && is_gate(r - 1)))
+    if (!r->name || (r != tensor_rules && is_gate(r - 1) && !made.layer.ungated))
         return; /* a part of the row before, or up, planned with gate */
     const char *dst = fmt("blk.%d.%s", layer, r->name);
     const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.delta.fused_ba; /* z is in the same tensor */
@@ -1494,8 +1520,8 @@ static void check_count_lists(int layer) {
 
 /* Returns how many experts the tensors of a layer have. Dies if config.json does not allow that number. */
 static int count_experts(int layer) {
-    static const char hf[] = "mlp.experts.*.gate_proj";
-    struct expert_source s = find_experts(layer, false, false);
+    const char *hf = src.ungated ? "mlp.experts.*.up_proj" : "mlp.experts.*.gate_proj";
+    struct expert_source s = find_experts(layer, src.ungated, false);
     int n = 0;
     if (s.w) n = s.w->shape[0] > MAX_EXPERTS ? MAX_EXPERTS + 1 : (int)s.w->shape[0];
     else
@@ -1612,7 +1638,8 @@ static struct layer layer_shape(int layer) {
     if (src.has_indexer) a->n_index = src.has_indexer(layer) ? whole->n_index : 0;
     l.n_expert = src.experts[layer];
     l.n_expert_used = l.n_expert ? src.top_k : 0;
-    l.n_ff = ff_width(l.n_expert ? src.width_key : src.dense_key, 1);
+    l.n_ff = l.no_ffn ? 0 : ff_width(l.n_expert ? src.width_key : src.dense_key, 1);
+    l.n_latent = l.n_expert ? made.loader.n_latent : 0;
     if (l.n_expert && src.n_shared)
         l.n_ff_shared = ff_width(src.shared_key, src.shared_count ? (size_t)src.n_shared : 1);
     l.has = layer_conditions(&made.model, &l);
@@ -1667,11 +1694,14 @@ static void leave_prediction(int first, const char *why) {
  * form of names, and some lack the MTP layers that their config.json announces. */
 static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
-                                         "model.language_model.model.language_model."};
+                                         "model.language_model.model.language_model.", "backbone."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
     if (tensor_find("language_model.model.norm.weight")) src.prefix = "language_model.";
-    for (size_t k = 0; k < COUNT(bodies); k++)
-        if (tensor_find(fmt("%s%snorm.weight", src.prefix, bodies[k]))) src.body = bodies[k];
+    for (size_t k = 0; k < COUNT(bodies); k++) {
+        const char *was = src.body;
+        src.body = bodies[k];
+        if (!tensor_find(hf_name(-1, "model.norm.weight"))) src.body = was;
+    }
     const bool beside = src.mtp_beside, csa = src.mixer == MIXER_CSA;
     if (csa && tensor_find("embed.weight")) src.body = "";
     for (size_t k = 0; k < COUNT(mtps) && beside; k++)
@@ -1683,9 +1713,11 @@ static void find_names(void) {
     const int announced = src.n_mtp, most = src.mtp_unsaid ? MAX_MTP : announced;
     src.n_mtp = beside && src.mtp;
     while (!beside && src.n_mtp < most && has_below(hf_name(src.n_layer + src.n_mtp, ""))) src.n_mtp++;
-    if (no_prediction && src.n_mtp) leave_prediction(src.n_layer, "--no-mtp");
+    if (src.mtp_why && src.n_mtp) leave_prediction(src.n_layer, src.mtp_why);
+    else if (no_prediction && src.n_mtp) leave_prediction(src.n_layer, "--no-mtp");
     else if (no_prediction) err_message("--no-mtp: the model has no layer for multi-token prediction");
-    for (int layer = src.n_layer + src.n_mtp; layer < src.n_layer + announced && !no_prediction; layer++)
+    for (int layer = src.n_layer + src.n_mtp; layer < src.n_layer + announced && !no_prediction && !src.mtp_why;
+         layer++)
         err_message("'%s': config.json announces layer %d for multi-token prediction, but its tensors are missing: "
                     "it is left out",
                     model_dir, layer);
@@ -2785,6 +2817,87 @@ static void config_minimax_m3(void) {
     expect(c, "num_key_value_heads", (size_t)src.n_head_kv == heads, fmt("%zu, as the indexer has heads", heads));
 }
 
+/* ============================================================================================================
+ * Families: Nemotron-3
+ *
+ * Layers of one half: Mamba-2, attention without a rotation, experts or a dense feed-forward.
+ * ============================================================================================================ */
+
+/* Returns a letter for each layer of Nemotron-3, see struct checkpoint's `kinds`: of a list of words, the releases' or
+ * transformers', or of a text. The list counts. */
+static const char *kinds_nemotron(void) {
+    static const char *const words[] = {"Mmamba", "Mlinear_attention", "*attention", "*full_attention", "Emoe", "-mlp"};
+    static const char expected[] = "\"mamba\", \"attention\", \"moe\" or \"mlp\" for each layer";
+    struct doc c = src.cfg;
+    const char *key = get(c, "layers_block_type") ? "layers_block_type" : "layer_types";
+    json_t *v, *list = get_list(c, key);
+    const char *text = get_str(c, "hybrid_override_pattern", NULL);
+    char *kinds = NULL;
+    size_t i;
+    if (!list) {
+        expect(c, "hybrid_override_pattern", text && *text && strspn(text, "M*E-") == strlen(text),
+               "a text of M, *, E and -, or layers_block_type");
+        sb_puts(&kinds, text);
+    }
+    json_array_foreach(list, i, v) {
+        const char *word = json_is_string(v) ? json_string_value(v) : "";
+        size_t k = 0;
+        while (k < COUNT(words) && strcmp(words[k] + 1, word)) k++;
+        expect(c, key, k < COUNT(words), expected);
+        arrput(kinds, *words[k]);
+    }
+    expect(c, key, kinds != NULL, expected);
+    if (strchr(sb_cstr(&kinds), 'E')) return kinds;
+    src.arch = "nemotron_h"; /* the dense models */
+    src.experts_key = src.shared_key = src.mtp_key = src.scaling_factor = NULL;
+    src.n_shared = 0;
+    return kinds;
+}
+
+static bool is_dense_nemotron(int layer) { return !has_kind(layer, "E"); }
+
+/* Reads the keys of Nemotron-3 and of its dense predecessors. Its layer for multi-token prediction is attention, then experts. */
+static void config_nemotron(void) {
+    struct doc c = src.cfg;
+    json_t *list = get_list(c, "mtp_layers_block_type");
+    const char *first = json_string_value(json_array_get(list, 0)), *then = json_string_value(json_array_get(list, 1));
+    const bool listed = json_array_size(list) == 2 && first && one_of(first, "attention full_attention") && then &&
+                        !strcmp(then, "moe");
+    expect(c, "num_hidden_layers", strlen(src.kinds) == (size_t)src.n_layer,
+           fmt("%zu, as kinds of layers are listed", strlen(src.kinds)));
+    if (list ? !listed : strcmp(get_str(c, "mtp_hybrid_override_pattern", "*E"), "*E"))
+        src.mtp_why = "moe runs such layers of attention, then experts";
+    if (src.experts_key) src.n_group = (int)get_int(c, "n_group", 1, MAX_EXPERTS, 1);
+}
+
+/* Writes the sizes of Mamba-2, the width of every layer's feed-forward, and that of what experts read. */
+static void put_nemotron(void) {
+    struct doc c = src.cfg;
+    const size_t heads = size_of("mamba_num_heads"), groups = size_of("n_groups");
+    int32_t n_ff[MAX_LAYERS];
+    expect(c, "mamba_num_heads", heads % groups == 0, fmt("a multiple of the %zu of n_groups", groups));
+    kv_u32("ssm.conv_kernel", size_of("conv_kernel"));
+    kv_u32("ssm.state_size", size_of("ssm_state_size"));
+    kv_u32("ssm.group_count", groups);
+    kv_u32("ssm.time_step_rank", heads);
+    kv_u32("ssm.inner_size", heads * size_of("mamba_head_dim"));
+    for (int l = 0; l < n_blocks(); l++)
+        n_ff[l] = !has_kind(l, "E-") ? 0 : ff_width(has_kind(l, "E") ? src.width_key : src.dense_key, 1);
+    kv_array("feed_forward_length", GGUF_V_I32, n_blocks(), n_ff);
+    if (get(c, "moe_latent_size")) kv_u32("moe_latent_size", size_of("moe_latent_size"));
+    gguf_put_f32(&writer, arch_key("attention.layer_norm_epsilon"), (float)get_num(c, src.eps_key, src.eps));
+}
+static const struct renaming nemotron_names[] = {{"model.embed_tokens", "model.embeddings", EVERYWHERE},
+                                                 {"model.norm", "model.norm_f", EVERYWHERE},
+                                                 {"input_layernorm", "norm", EVERYWHERE},
+                                                 {"self_attn", "mixer", EVERYWHERE},
+                                                 {"mamba", "mixer", EVERYWHERE},
+                                                 {"mlp", "mixer", SECOND},
+                                                 {"mlp", "mixer", EVERYWHERE},
+                                                 {"post_attention_layernorm", "norm", SECOND},
+                                                 {"shared_head.norm", "final_layernorm", SECOND},
+                                                 {NULL, NULL, EVERYWHERE}};
+
 /* What several rows of the table have in common. */
 /* clang-format off */
 static const char bias_name[] = "exp_probs_b.bias"; /* in GGUF */
@@ -2800,7 +2913,10 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
                       "rope_interleave true moe_router_enable_expert_bias true score_function sigmoid group_norm_size 1 "
                       "use_bias false use_qkv_bias false use_nGPT false up_proj_norm false value_norm false "
                       "scale_router_input false pregate_inference false",
-                  fixed_mimo[] = "scoring_func sigmoid topk_method noaux_tc n_shared_experts 0";
+                  fixed_mimo[] = "scoring_func sigmoid topk_method noaux_tc n_shared_experts 0",
+                  fixed_nemotron[] = "mlp_hidden_act relu2 mamba_hidden_act silu use_conv_bias true use_bias false "
+                                     "mlp_bias false mamba_proj_bias false n_shared_experts 1 sliding_window none "
+                                     "block_configs none";
 
 #define LATENT .mixer = MIXER_MLA, .v_head_key = "v_head_dim"
 #define DEEPSEEK_EXPERTS                                                                                       \
@@ -2832,6 +2948,7 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
 static const struct release {
     const char *type;     /* model_type of config.json */
     const char *wrapper;  /* model_type of a config.json that has this family's in text_config; NULL: there is none */
+    const char *(*kinds)(void); /* what src.kinds is; NULL: it is NULL */
     void (*config)(void); /* reads the rest of config.json into src; NULL: there is nothing */
     const char *act;      /* another name of hidden_act; NULL: there is none */
     const char *fixed;    /* keys that have one value, see check_fixed; NULL: there are none */
@@ -2960,7 +3077,14 @@ static const struct release {
              .is_dense = is_dense_leading, .leads = true, .experts_key = "num_experts",
              .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
              .shared_width = true, .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true,
-             .scaling_factor = "routed_scaling_factor", .rope_theta = 6e6, .put = put_bailing}}};
+             .scaling_factor = "routed_scaling_factor", .rope_theta = 6e6, .put = put_bailing}},
+    {.type = "nemotron_h", .kinds = kinds_nemotron, .config = config_nemotron, .fixed = fixed_nemotron,
+     .src = {.arch = "nemotron_h_moe", .renaming = nemotron_names, .is_dense = is_dense_nemotron, .ungated = true,
+             .experts_key = "n_routed_experts", .shared_key = "moe_shared_expert_intermediate_size", .n_shared = 1,
+             .shared_width = true, .router_bias = bias_name, .norm_topk_prob = true,
+             .scaling_factor = "routed_scaling_factor", .list_kv = true, .mtp = "mtp.", .mtp_halves = true,
+             .mtp_key = "num_nextn_predict_layers", .rope_theta = 10000, .partial = true,
+             .eps_key = "layer_norm_epsilon", .eps = 1e-5, .put = put_nemotron}}};
 #undef LATENT
 #undef DEEPSEEK_EXPERTS
 #undef QWEN_DELTA
@@ -3023,7 +3147,9 @@ static void config_read(void) {
     if (!src.width_key) src.width_key = "moe_intermediate_size";
     if (!src.dense_key) src.dense_key = "intermediate_size";
     if (!src.kv_key) src.kv_key = "num_key_value_heads";
-    src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16, REQUIRED);
+    src.kinds = r->kinds ? r->kinds() : NULL;
+    src.n_layer = (int)get_int(src.cfg, "num_hidden_layers", 1, MAX_LAYERS - 16,
+                               src.kinds ? (int64_t)strlen(src.kinds) : REQUIRED);
     src.n_head = (int)get_int(src.cfg, "num_attention_heads", 1, 65536, REQUIRED);
     if (src.experts_key) src.top_k = (int)get_int(src.cfg, src.top_k_key, 1, MAX_EXPERTS, REQUIRED);
     src.n_vocab = (size_t)get_int(src.cfg, "vocab_size", 1, MAX_VOCAB, REQUIRED);
@@ -4095,9 +4221,11 @@ static void put_heads(const char *key, bool list, int all, const char *list_key,
     const int blocks = n_blocks();
     json_t *listed = list_key ? get_list(src.cfg, list_key) : NULL;
     int32_t n[MAX_LAYERS];
+    const bool kv = !strcmp(key, "attention.head_count_kv"); /* 0: the layer has no attention */
     for (int l = 0; l < blocks; l++)
         n[l] = listed && l < src.n_layer    ? (int32_t)json_element(listed, (size_t)l)
                : windowed && is_windowed(l) ? windowed
+               : kv && !has_kind(l, "*")    ? 0
                                             : all;
     if (list) kv_array(key, GGUF_V_I32, blocks, n);
     else kv_u32(key, (size_t)all);
@@ -4147,7 +4275,7 @@ static void put_architecture(void) {
     kv_u32("block_count", (size_t)n_blocks());
     kv_u32("context_length", (size_t)context_length());
     kv_u32("embedding_length", size_of("hidden_size"));
-    if (get(c, src.dense_key)) kv_u32("feed_forward_length", size_of(src.dense_key));
+    if (get(c, src.dense_key) && !src.kinds) kv_u32("feed_forward_length", size_of(src.dense_key));
     kv_u32("vocab_size", src.n_vocab);
     kv_num(c, src.eps_key, get_num(c, src.eps_key, src.eps), "attention.layer_norm_rms_epsilon");
     put_heads("attention.head_count", src.list_heads, src.n_head, src.heads_key, src.window_heads[0]);
@@ -5122,7 +5250,8 @@ static const struct manual manual = {
              "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
              "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
              "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
-             "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid.\n"
+             "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
+             "nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

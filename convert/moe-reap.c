@@ -84,6 +84,7 @@ static struct {
     const char *path;
     struct expert_layer *layers;      /* stb_ds: the layers with routed experts, in order */
     int n_trunk, n_mtp;               /* layers of the trunk, layers for MTP; with and without experts */
+    bool mtp_halves;                  /* a layer for MTP is two of their names: attention and experts */
     int top_k, n_group, n_group_used; /* experts per token, routing groups, groups per token */
     int min_experts;                  /* that a layer must retain for top_k and the groups */
     int original_experts;             /* of a layer before any pruning; 0: unknown */
@@ -939,7 +940,7 @@ static const char *after(const char *name, const char *word) {
 
 /* Parses a name such as "model.layers.3.mlp.experts.5.up_proj.weight", with any prefix, or "mtp.0.ffn.gate.weight". */
 static struct parsed_name name_parse(const char *name) {
-    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "moe."};
+    static const char *const stems[] = {"mlp.", "ffn.", "block_sparse_moe.", "moe.", "mixer."};
     static const char routers[] = "gate router moe_statics e_score_correction_bias expert_bias router_bias";
     struct parsed_name r = {.block = -1, .rest = ""};
     r.mtp = starts_with(name, "mtp.") || strstr(name, ".mtp.") || strstr(name, ".mtp_");
@@ -951,7 +952,7 @@ static struct parsed_name name_parse(const char *name) {
     if (r.block >= 0 && p[n] != '.') r.block = -1;
     if (r.block < 0) return r;
     r.prefix = (size_t)(p - name) - (mtp ? 4 : 7);
-    if (r.mtp) r.block += m.n_trunk;
+    if (r.mtp) r.block = m.n_trunk + (m.mtp_halves ? r.block / 2 : r.block);
     r.rest = p += n + 1;
     size_t k = 0;
     while (k < COUNT(stems) && !starts_with(p, stems[k])) k++;
@@ -1222,7 +1223,9 @@ static void hf_read(const char *path) {
     if (!hf_config.obj) die("'%s' has no config.json", path);
     hf_text = get_obj(hf_config, "text_config");
     hf_quant = doc_read("hf_quant_config.json");
-    m.n_trunk = hf_int("num_hidden_layers", 1, MAX_LAYERS, REQUIRED);
+    const json_t *listed = get(hf_config, "layers_block_type"); /* then the number may be missing */
+    m.n_trunk = hf_int("num_hidden_layers", 1, MAX_LAYERS, listed ? (int64_t)json_array_size(listed) : REQUIRED);
+    m.mtp_halves = !strcmp(get_str(hf_config, "model_type", ""), "nemotron_h");
     if (opts.mtp == MTP_DROP) may_lack = is_dropped;
     source_open();
     hf_index = source_index;

@@ -31,23 +31,24 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     struct ffn_weights ffns[2];
     layer_ffns(layer, ffns);
     const struct ffn_weights *n = &ffns[ffn];
-    const size_t n_in = (size_t)n->gate->n_in, ff = (size_t)n->gate->n_out;
-    double *x = malloc((n_in + 2 * ff + (size_t)m->n_embd) * sizeof *x), *g = x + n_in, *u = g + ff, *y = u + ff;
+    const size_t n_in = (size_t)n->up->n_in, ff = (size_t)n->up->n_out, n_out = (size_t)n->down->n_out;
+    double *x = malloc((n_in + 2 * ff + n_out) * sizeof *x), *g = x + n_in, *u = g + ff, *y = u + ff;
     double *sums = spy.in_sum2 + in_sum2_before(m, il) + (ffn ? ffn_in_sum2(&ffns[0]) : 0), norm = 0;
     for (size_t i = 0; i < n_in; i++) x[i] = (double)input[i], sums[(size_t)e * n_in + i] += x[i] * x[i];
-    spy_product(n->gate, e, x, g);
+    if (n->gate->data) spy_product(n->gate, e, x, g);
     spy_product(n->up, e, x, u);
-    sums += (size_t)n->gate->n_expert * n_in + (size_t)e * ff;
+    sums += (size_t)n->up->n_expert * n_in + (size_t)e * ff;
     const struct glu *glu = ffn ? &layer->sh_glu : &layer->glu;
     const double limit = (double)glu->up_max;
     for (size_t i = 0; i < ff; i++) {
         if (limit > 0) g[i] = (double)glu->alpha * fmin(g[i], (double)glu->gate_max);
         if (limit > 0) u[i] = fmax(-limit, fmin(u[i], limit)) * (double)glu->factor + (double)glu->offset;
-        g[i] *= u[i] / (1 + exp(-g[i]));
+        if (n->gate->data) g[i] *= u[i] / (1 + exp(-g[i]));
+        else g[i] = fmax(u[i], 0) * fmax(u[i], 0);
         sums[i] += g[i] * g[i];
     }
     spy_product(n->down, e, g, y);
-    for (int i = 0; i < m->n_embd; i++) norm += y[i] * y[i];
+    for (size_t i = 0; i < n_out; i++) norm += y[i] * y[i];
     free(x);
     return sqrt(norm);
 }
@@ -64,13 +65,13 @@ static void spy_norm_ffn(struct rank *r, const struct step *step) {
         for (int j = 0; j < k && layer->n_expert; j++) all += (double)r->cpu->route_w[t * k + j];
         for (int j = 0; j < k && layer->n_expert; j++) {
             const int e = r->cpu->route_id[t * k + j];
-            const double norm = spy_expert(m, il, 0, e, act_row(r, A_H, t)),
+            const double norm = spy_expert(m, il, 0, e, act_row(r, layer->n_latent ? A_LATENT : A_H, t)),
                          g = (double)r->cpu->route_w[t * k + j] / all;
             double *s = stats_of(m, spy.stats, il, e);
             s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
             s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);
         }
-        if (layer->n_expert && layer->sh_gate.data) spy_expert(m, il, 1, 0, act_row(r, A_H, t));
+        if (layer->n_expert && layer->sh_up.data) spy_expert(m, il, 1, 0, act_row(r, A_H, t));
     }
     team_barrier();
 }
@@ -93,7 +94,8 @@ static double *in_sum2_as_double(const float *x, size_t n) {
 static void test_calibrate_sums(void) {
     static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next",  "deepseek_v3_plain",
                                         "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",     "step3p5",
-                                        "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4", "kimi_linear_nvfp4"};
+                                        "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4", "kimi_linear_nvfp4",
+                                        "nemotron_h"};
     for (int f = 0; f < (SANITIZED ? 3 : 12); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;

@@ -2,6 +2,17 @@
  * releases of tests/fixtures as they are, and with changes. Truth is computed from the bytes of their safetensors files
  * with the formulas of the formats. */
 
+/* Reads JSON as Python writes it: jansson does not know Infinity. */
+static json_t *hf_load_json(const char *path) {
+    char *text = NULL, err[ERR_MAX];
+    if (!CHECK(!read_file(path, &text, err), "%s", err)) return NULL;
+    sb_cstr(&text);
+    for (char *p = text; (p = strstr(p, "Infinity"));) memcpy(p, "9e307   ", strlen("Infinity"));
+    json_t *j = json_loadb(text, strlen(text), 0, NULL);
+    arrfree(text);
+    return j;
+}
+
 /* Reads a fixture as a directory in the making. */
 static void hf_load(struct hf *h, const char *name) {
     static const char *const files[] = {"config.json", "tokenizer.json", "tokenizer_config.json",
@@ -15,7 +26,7 @@ static void hf_load(struct hf *h, const char *name) {
         char path[256];
         snprintf(path, sizeof path, "tests/fixtures/%s/%s", name, files[i]);
         json_decref(*to[i]);
-        CHECK((*to[i] = json_load_file(path, 0, NULL)), "%s", path);
+        CHECK((*to[i] = hf_load_json(path)), "%s", path);
     }
     release_read(&s, name);
     for (int i = 0; i < RELEASE_FILES; i++) json_object_foreach(s.header[i], key, t) {
@@ -166,6 +177,31 @@ static const struct {
                    {"dots1_nvfp4", "dots1.expert_group_count", "4"},
                    {"dots1_nvfp4", "dots1.expert_group_used_count", "2"},
                    {"dots1_nvfp4", "dots1.attention.sliding_window", ""},
+                   {"nemotron_h", "general.architecture", "nemotron_h_moe"},
+                   {"nemotron_h", "nemotron_h_moe.block_count", "7"},
+                   {"nemotron_h", "nemotron_h_moe.nextn_predict_layers", "1"},
+                   {"nemotron_h", "nemotron_h_moe.attention.head_count", "4"},
+                   {"nemotron_h", "nemotron_h_moe.attention.head_count_kv", "0,0,2,0,0,0,2"},
+                   {"nemotron_h", "nemotron_h_moe.feed_forward_length", "0,64,0,192,0,64,64"},
+                   {"nemotron_h", "nemotron_h_moe.expert_feed_forward_length", "64"},
+                   {"nemotron_h", "nemotron_h_moe.expert_shared_feed_forward_length", "128"},
+                   {"nemotron_h", "nemotron_h_moe.expert_group_count", "2"},
+                   {"nemotron_h", "nemotron_h_moe.expert_group_used_count", "1"},
+                   {"nemotron_h", "nemotron_h_moe.expert_weights_norm", "1"},
+                   {"nemotron_h", "nemotron_h_moe.expert_weights_scale", "2.5"},
+                   {"nemotron_h", "nemotron_h_moe.moe_latent_size", "32"},
+                   {"nemotron_h", "nemotron_h_moe.ssm.conv_kernel", "4"},
+                   {"nemotron_h", "nemotron_h_moe.ssm.state_size", "32"},
+                   {"nemotron_h", "nemotron_h_moe.ssm.group_count", "2"},
+                   {"nemotron_h", "nemotron_h_moe.ssm.time_step_rank", "8"},
+                   {"nemotron_h", "nemotron_h_moe.ssm.inner_size", "128"},
+                   {"nemotron_h", "nemotron_h_moe.attention.layer_norm_epsilon", "1e-05"},
+                   {"nemotron_h", "nemotron_h_moe.attention.layer_norm_rms_epsilon", "1e-05"},
+                   {"nemotron_h_nvfp4", "nemotron_h_moe.moe_latent_size", ""},
+                   {"nemotron_h_nvfp4", "nemotron_h_moe.attention.head_count_kv", "0,0,0,1,0"},
+                   {"nemotron_h_dense", "general.architecture", "nemotron_h"},
+                   {"nemotron_h_dense", "nemotron_h.feed_forward_length", "0,128,0,0,128"},
+                   {"nemotron_h_dense", "nemotron_h.expert_count", ""},
                    {"ernie4_5_moe", "ernie4_5-moe.interleave_moe_layer_step", "2"},
                    {"ernie4_5_moe", "ernie4_5-moe.leading_dense_block_count", "1"},
                    {"ernie4_5_moe", "ernie4_5-moe.expert_used_count", "2"},
@@ -806,7 +842,29 @@ static void test_families_prediction(void) {
         {"bailing_hybrid", "blk.1.attn_output.weight", "model.layers.1.attention.dense.weight", 0},
         {"bailing_hybrid", "blk.1.exp_probs_b.bias", "model.layers.1.mlp.gate.expert_bias", 0},
         {"bailing_hybrid", "blk.4.attn_gate.weight", "model.layers.4.attention.g_proj.weight", 0},
-        {"bailing_hybrid", "blk.4.layer_output_norm.weight", "model.layers.4.final_layernorm.weight", 0}};
+        {"bailing_hybrid", "blk.4.layer_output_norm.weight", "model.layers.4.final_layernorm.weight", 0},
+        {"nemotron_h", "token_embd.weight", "backbone.embeddings.weight", 0},
+        {"nemotron_h", "output_norm.weight", "backbone.norm_f.weight", 0},
+        {"nemotron_h", "blk.1.attn_norm.weight", "backbone.layers.1.norm.weight", 0},
+        {"nemotron_h", "blk.0.ssm_in.weight", "backbone.layers.0.mixer.in_proj.weight", 0},
+        {"nemotron_h", "blk.0.ssm_conv1d.weight", "backbone.layers.0.mixer.conv1d.weight", 0},
+        {"nemotron_h", "blk.4.ssm_conv1d.bias", "backbone.layers.4.mixer.conv1d.bias", 0},
+        {"nemotron_h", "blk.4.ssm_d", "backbone.layers.4.mixer.D", 0},
+        {"nemotron_h", "blk.0.ssm_dt.bias", "backbone.layers.0.mixer.dt_bias", 0},
+        {"nemotron_h", "blk.0.ssm_norm.weight", "backbone.layers.0.mixer.norm.weight", 0},
+        {"nemotron_h", "blk.0.ssm_out.weight", "backbone.layers.0.mixer.out_proj.weight", 0},
+        {"nemotron_h", "blk.3.ffn_up.weight", "backbone.layers.3.mixer.up_proj.weight", 0},
+        {"nemotron_h", "blk.5.ffn_latent_down.weight", "backbone.layers.5.mixer.fc1_latent_proj.weight", 0},
+        {"nemotron_h", "blk.5.ffn_latent_up.weight", "backbone.layers.5.mixer.fc2_latent_proj.weight", 0},
+        {"nemotron_h", "blk.1.exp_probs_b.bias", "backbone.layers.1.mixer.gate.e_score_correction_bias", 0},
+        {"nemotron_h", "blk.6.nextn.enorm.weight", "mtp.layers.0.enorm.weight", 0},
+        {"nemotron_h", "blk.6.nextn.eh_proj.weight", "mtp.layers.0.eh_proj.weight", 0},
+        {"nemotron_h", "blk.6.attn_norm.weight", "mtp.layers.0.norm.weight", 0},
+        {"nemotron_h", "blk.6.attn_output.weight", "mtp.layers.0.mixer.o_proj.weight", 0},
+        {"nemotron_h", "blk.6.post_attention_norm.weight", "mtp.layers.1.norm.weight", 0},
+        {"nemotron_h", "blk.6.ffn_down_shexp.weight", "mtp.layers.1.mixer.shared_experts.down_proj.weight", 0},
+        {"nemotron_h", "blk.6.ffn_gate_inp.weight", "mtp.layers.1.mixer.gate.weight", 0},
+        {"nemotron_h", "blk.6.nextn.shared_head_norm.weight", "mtp.layers.1.final_layernorm.weight", 0}};
     struct hf h = {0};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         if (!i || strcmp(c[i].fixture, c[i - 1].fixture)) {
@@ -911,6 +969,16 @@ static void test_families_words(void) {
         {"deepseek_v4_pro",
          "{\"rope_parameters\":null,\"rope_scaling\":{\"type\":\"yarn\",\"factor\":16,\"beta_fast\":32,"
          "\"beta_slow\":1,\"original_max_position_embeddings\":128}}"},
+        {"nemotron_h",
+         "{\"hybrid_override_pattern\":null,\"num_hidden_layers\":null,\"layers_block_type\":[\"mamba\",\"moe\","
+         "\"attention\",\"mlp\",\"mamba\",\"moe\"],\"time_step_limit\":null,\"mtp_hybrid_override_pattern\":null,"
+         "\"mtp_layers_block_type\":[\"attention\",\"moe\"]}"},
+        {"nemotron_h",
+         "{\"hybrid_override_pattern\":\"M\",\"layer_types\":[\"linear_attention\",\"moe\",\"full_attention\","
+         "\"mlp\",\"linear_attention\",\"moe\"],\"mtp_layers_block_type\":[\"full_attention\",\"moe\"],"
+         "\"rope_theta\":null,\"expand\":7}"},
+        {"nemotron_h_nvfp4", "{\"layers_block_type\":null,\"hybrid_override_pattern\":\"MEM*E\","
+                             "\"time_step_min\":1.0,\"time_step_limit\":[0.5,1]}"},
         {"laguna", "{\"mlp_layer_types\":null}"},
         {"laguna", "{\"mlp_layer_types\":null,\"mlp_only_layers\":null,\"gating\":\"per-head\"}"},
         {"gpt_oss", "{\"layer_types\":null,\"swiglu_limit\":null}"},
@@ -1313,6 +1381,12 @@ static void test_families_left_out(void) {
         {"minimax_m3", "{}", "patch_merge_mlp.linear_3.weight", "20 tensors that read pictures or sound"},
         {"mimo_v2_flash", "{\"vision_config\":{}}", "visual.blocks.0.norm1.weight",
          "1 tensors that read pictures or sound"},
+        {"nemotron_h", "{\"mtp_hybrid_override_pattern\":\"**E\"}", "mtp.layers.2.norm.weight",
+         "layer 6 for multi-token prediction is left out, 33 tensors: moe runs such layers of attention, then experts"},
+        {"nemotron_h", "{\"mtp_layers_block_type\":[\"moe\"]}", "mtp.x.weight",
+         "layer 6 for multi-token prediction is left out, 33 tensors: moe runs such layers of attention, then experts"},
+        {"nemotron_h", "{\"num_nextn_predict_layers\":2}", "backbone.layers.0.mixer.x.k_scale",
+         "config.json announces layer 7 for multi-token prediction, but its tensors are missing: it is left out"},
         {"mimo_v2_flash", "{\"audio_config\":{}}", "audio_encoder.x.weight", "1 tensors that read pictures or sound"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct hf h;
@@ -1685,6 +1759,28 @@ static const struct family_refusal {
      "{\"layer_types\":[\"full_attention\",\"sliding_attention\",\"sliding_attention\"]}", NULL, NULL, 0},
     {"step3p7", "key 'layer_types': expected 4 layers, found 2",
      "{\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", NULL, NULL, 0},
+    {"nemotron_h", "key 'hybrid_override_pattern': expected a text of M, *, E and -, or layers_block_type, found",
+     "{\"hybrid_override_pattern\":\"MA*-ME\"}", NULL, NULL, 0},
+    {"nemotron_h", "key 'hybrid_override_pattern': expected a text of M, *, E and -, or layers_block_type, found none",
+     "{\"hybrid_override_pattern\":null}", NULL, NULL, 0},
+    {"nemotron_h", "key 'layers_block_type': expected \"mamba\", \"attention\", \"moe\" or \"mlp\" for each layer",
+     "{\"layers_block_type\":[\"mamba\",\"sparse\"]}", NULL, NULL, 0},
+    {"nemotron_h", "key 'num_hidden_layers': expected 5, as kinds of layers are listed, found 6",
+     "{\"hybrid_override_pattern\":\"ME*-M\"}", NULL, NULL, 0},
+    {"nemotron_h", "key 'mlp_hidden_act': expected \"relu2\"", "{\"mlp_hidden_act\":\"silu\"}", NULL, NULL, 0},
+    {"nemotron_h", "key 'block_configs': expected none", "{\"block_configs\":[1]}", NULL, NULL, 0},
+    {"nemotron_h", "key 'mamba_num_heads': expected a multiple of the 3 of n_groups", "{\"n_groups\":3}", NULL, NULL,
+     0},
+    {"nemotron_h",
+     "in_proj.weight': expected [392, 64] (2 mamba_num_heads x mamba_head_dim + 2 n_groups x ssm_state_size + "
+     "mamba_num_heads, hidden_size), found BF16 [64, 392]",
+     NULL, "backbone.layers.0.mixer.in_proj.weight", "[64,392]", 0},
+    {"nemotron_h", "fc1_latent_proj.weight': expected [32, 64] (moe_latent_size, hidden_size), found BF16 [64, 32]",
+     NULL, "backbone.layers.1.mixer.fc1_latent_proj.weight", "[64,32]", 0},
+    {"nemotron_h",
+     "experts.0.up_proj.weight': expected [64, 64] (moe_intermediate_size, hidden_size), found BF16 [64, 32]",
+     "{\"moe_latent_size\":null}", NULL, NULL, 0},
+    {"nemotron_h", "tensor 'backbone.layers.4.mixer.D' is missing", NULL, "backbone.layers.4.mixer.D", NULL, 0},
     {"laguna", "key 'moe_router_logit_softcapping': expected 0", "{\"moe_router_logit_softcapping\":30}", NULL, NULL,
      0},
     {"laguna", "key 'moe_apply_router_weight_on_input': expected false", "{\"moe_apply_router_weight_on_input\":true}",
@@ -1806,7 +1902,7 @@ static const struct family_refusal {
     {"bailing_hybrid", "key 'gated_attention_proj_granularity_type': expected \"head_wise\"",
      "{\"gated_attention_proj_granularity_type\":\"element_wise\"}", NULL, NULL, 0},
     {"bailing_hybrid",
-     "key 'rope_parameters.partial_rotary_factor': expected 1, or the share of head_dim that makes 16",
+     "key 'rope_parameters.partial_rotary_factor': expected 1, or the share of qk_rope_head_dim",
      "{\"rope_parameters\":{\"rope_theta\":6e6,\"partial_rotary_factor\":0.5}}", NULL, NULL, 0},
     {"bailing_hybrid", "tensor 'model.layers.0.attention.f_proj.weight' is missing", NULL,
      "model.layers.0.attention.f_proj.weight", NULL, 0}};

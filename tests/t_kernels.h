@@ -486,7 +486,7 @@ static void test_kernels_transpose(void) {
             }
 }
 
-/* A token of the delta rule over a few columns of a wider state, of which the others stay as they are. */
+/* A token of the delta rule, or of Mamba-2, over a few columns of a wider state, of which the others stay as they are. */
 static void test_kernels_delta(void) {
     enum { DK = 40, LDS = 200 };
     static const int columns[] = {1, 7, 32, 33, 64, 130, LDS};
@@ -494,9 +494,10 @@ static void test_kernels_delta(void) {
     float S[2][DK * LDS], q[DK], key[DK], a[DK], v[LDS], o[2][LDS];
     uint64_t rng = 5;
     for (size_t s = 0; (k = kt_set(s)); s++)
-        for (size_t c = 0; c < 2 * sizeof columns / sizeof *columns; c++) {
-            const size_t j = c / 2;
-            const int n = columns[j], first = j & 1 && n < LDS ? 3 : 0, n_a = c % 2 ? DK : 1;
+        for (size_t c = 0; c < 3 * (sizeof columns / sizeof *columns); c++) {
+            const size_t j = c / 3;
+            const bool mamba = c % 3 == 2;
+            const int n = columns[j], first = j & 1 && n < LDS ? 3 : 0, n_a = c % 3 == 1 ? DK : 1;
             for (int i = 0; i < DK * LDS; i++) S[0][i] = S[1][i] = kt_normal(&rng);
             for (int i = 0; i < DK; i++) {
                 q[i] = kt_normal(&rng);
@@ -504,11 +505,12 @@ static void test_kernels_delta(void) {
                 a[i] = 0.5f + 0.5f * (float)rng_uniform(&rng);
             }
             for (int i = 0; i < LDS; i++) v[i] = kt_normal(&rng);
-            k->delta_step(S[0] + first, LDS, DK, n, q, key, v, a, n_a, 0.5f, o[0]);
-            kernels_ref.delta_step(S[1] + first, LDS, DK, n, q, key, v, a, n_a, 0.5f, o[1]);
+            (mamba ? k->mamba_step : k->delta_step)(S[0] + first, LDS, DK, n, q, key, v, a, n_a, 0.5f, o[0]);
+            (mamba ? kernels_ref.mamba_step : kernels_ref.delta_step)(S[1] + first, LDS, DK, n, q, key, v, a, n_a, 0.5f,
+                                                                      o[1]);
             const double e = nmse(S[0], S[1], DK * LDS), r = nmse(o[0], o[1], (size_t)n);
-            CHECK(e < 1e-12 && r < 1e-11, "%s: %d columns, %d decays: NMSE of the state %.3g, of the result %.3g",
-                  k->name, n, n_a, e, r);
+            CHECK(e < 1e-12 && r < 1e-11, "%s, %s: %d columns, %d decays: NMSE of the state %.3g, of the result %.3g",
+                  k->name, mamba ? "Mamba-2" : "delta rule", n, n_a, e, r);
         }
 }
 

@@ -351,7 +351,8 @@ static void test_prediction(void) {
                                         "qwen3_5_moe_nvfp4", "qwen3_next",       "qwen3_next_fp8", "glm4_moe",
                                         "glm4_moe_air",      "glm4_moe_lite",    "step3p7",        "mimo_v2_flash_fp8",
                                         "deepseek_v32",      "deepseek_v32_fp8", "glm_moe_dsa",    "glm_moe_dsa_types",
-                                        "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4",  "bailing_hybrid"};
+                                        "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4",  "bailing_hybrid",
+                                        "nemotron_h"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];
@@ -477,6 +478,12 @@ static void test_fixtures_kda(void) {
     check_fixture("kimi_linear_nvfp4", NULL);
     check_fixture("bailing_hybrid", NULL);
     check_fixture("bailing_hybrid_ct", NULL);
+}
+
+static void test_fixtures_nemotron(void) {
+    check_fixture("nemotron_h", NULL);
+    check_fixture("nemotron_h_nvfp4", NULL);
+    check_fixture("nemotron_h_dense", NULL);
 }
 
 static void test_fixtures_gpt_oss(void) {
@@ -1807,13 +1814,13 @@ static void test_cpu_profile(void) {
         {"model/top-positions", test_top_positions}, {"model/prediction", test_prediction},                            \
         {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
-        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-reap", test_fixtures_reap},            \
-        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \
-        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},                \
-        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill},  \
-        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
-        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/sampler", test_sampler},                     \
-        {"model/kv-cache", test_kv_cache}, {"model/contents-list", test_contents_list},                                \
-        {"model/banners", test_banners},
+        {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
+        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                              \
+        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                  \
+        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                      \
+        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},          \
+        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                          \
+        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},   \
+        {"model/router", test_router}, {"model/glu", test_glu}, {"model/streams", test_streams},                       \
+        {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},                                            \
+        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

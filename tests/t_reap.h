@@ -722,7 +722,9 @@ static void test_reap_model(void) {
              {"dots1_nvfp4", 8},
              {"kimi_linear", 5},
              {"kimi_linear_nvfp4", 4},
-             {"bailing_hybrid_ct", 4}};
+             {"bailing_hybrid_ct", 4},
+             {"nemotron_h", 6},
+             {"nemotron_h_nvfp4", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -767,6 +769,7 @@ static void test_reap_fixtures(void) {
              {"deepseek_v4_pro", "--keep 4", {6, 4, 4, 4, 4}},
              {"kimi_linear_nvfp4", "--keep 6", {0, 6, 6}},
              {"bailing_hybrid_ct", "--keep 4", {0, 4, 4}},
+             {"nemotron_h_nvfp4", "--keep 4", {0, 4, 0, 0, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -974,7 +977,8 @@ static void test_reap_mtp_fixtures(void) {
              {"glm4_moe_air", 6},      {"glm4_moe_lite", 5},
              {"qwen3_5_moe", 3},       {"qwen3_5_moe_nvfp4", 4},
              {"qwen3_next", 3},        {"deepseek_v32_fp8", 4},
-             {"glm_moe_dsa_types", 4}, {"deepseek_v4", 5}};
+             {"glm_moe_dsa_types", 4}, {"deepseek_v4", 5},
+             {"nemotron_h", 6}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -1383,7 +1387,10 @@ static void test_reap_directory(void) {
                                        {"deepseek_v4_pro", "--keep 4"},
                                        {"kimi_linear", "--keep 5"},
                                        {"kimi_linear_nvfp4", "--keep 6"},
-                                       {"bailing_hybrid_ct", "--keep 4"}};
+                                       {"bailing_hybrid_ct", "--keep 4"},
+                                       {"nemotron_h", "--keep 6"},
+                                       {"nemotron_h", "--keep 6 --mtp drop"},
+                                       {"nemotron_h_nvfp4", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);

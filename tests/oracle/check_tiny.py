@@ -811,6 +811,90 @@ def v4_drafts(W, config, ids):
     return np.concatenate([v4_predict(W, config, ids[:t + 1 + 4], t + 1)[t:] for t in (5, 40, 200)])
 
 
+def nemotron_kinds(config):
+    """A letter for each layer."""
+    names = {"linear_attention": "M", "full_attention": "*", "moe": "E", "mlp": "-"}
+    return config.get("hybrid_override_pattern") or [names[t] for t in config["layers_block_type"]]
+
+
+def mamba(W, config, x, p):
+    """Mamba-2, token by token.  The steps of time are not clamped."""
+    n, heads, groups, width = len(x), config["mamba_num_heads"], config["n_groups"], config["ssm_state_size"]
+    inner = heads * config["mamba_head_dim"]
+    z, xbc, dt = np.split(x @ W.get(p + "in_proj.weight").T, [inner, 2 * inner + 2 * groups * width], -1)
+    taps = W.get(p + "conv1d.weight")[:, 0]  # the last tap is the token itself
+    padded = np.concatenate([np.zeros((taps.shape[1] - 1, xbc.shape[1])), xbc])
+    xbc = silu(sum(padded[j:j + n] * taps[:, j] for j in range(taps.shape[1])) + W.get(p + "conv1d.bias"))
+    v, B, C = np.split(xbc, [inner, inner + groups * width], -1)
+    v = v.reshape(n, heads, -1)
+    B, C = (np.repeat(t.reshape(n, groups, width), heads // groups, 1) for t in (B, C))
+    dt = np.logaddexp(0, dt + W.get(p + "dt_bias"))
+    keep = np.exp(-np.exp(W.get(p + "A_log")) * dt)
+    state, out = np.zeros((heads, width, v.shape[-1])), np.empty(v.shape)
+    for t in range(n):
+        state = keep[t, :, None, None] * state + np.einsum("hn,hp->hnp", B[t], dt[t, :, None] * v[t])
+        out[t] = np.einsum("hnp,hn->hp", state, C[t]) + W.get(p + "D")[:, None] * v[t]
+    out = (out.reshape(n, -1) * silu(z)).reshape(n, groups, -1)
+    out = rms(out, W.get(p + "norm.weight").reshape(groups, -1), config["layer_norm_epsilon"])
+    return out.reshape(n, -1) @ W.get(p + "out_proj.weight").T
+
+
+def relu2(W, x, p):
+    return np.maximum(x @ W.get(p + "up_proj.weight").T, 0) ** 2 @ W.get(p + "down_proj.weight").T
+
+
+def nemotron_experts(W, config, x, p):
+    """The experts read a latent, where there is one; the router and the shared expert do not."""
+    score = sigmoid(x @ W.get(p + "gate.weight").T)
+    choice = score + W.get(p + "gate.e_score_correction_bias")
+    if config["n_group"] > 1:
+        groups = choice.reshape(len(x), config["n_group"], -1)
+        best = np.sort(groups, -1)[..., -2:].sum(-1)
+        out = np.argsort(-best, -1)[:, config["topk_group"]:]
+        np.put_along_axis(groups, out[..., None], -np.inf, 1)
+        choice = groups.reshape(choice.shape)
+    best = np.argsort(-choice, -1)[:, :config["num_experts_per_tok"]]
+    weight = np.take_along_axis(score, best, -1)
+    assert config["norm_topk_prob"]
+    weight = weight / weight.sum(-1, keepdims=True) * config["routed_scaling_factor"]
+    read = x @ W.get(p + "fc1_latent_proj.weight").T if config.get("moe_latent_size") else x
+    y = np.zeros_like(read)
+    for e in range(score.shape[1]):
+        token, slot = np.nonzero(best == e)
+        y[token] += weight[token, slot, None] * relu2(W, read[token], f"{p}experts.{e}.")
+    y = y @ W.get(p + "fc2_latent_proj.weight").T if config.get("moe_latent_size") else y
+    return y + relu2(W, x, p + "shared_experts.")
+
+
+def nemotron_attention(W, config, x, p):
+    q, k, v = ((x @ W.get(f"{p}{c}_proj.weight").T).reshape(len(x), -1, config["head_dim"]) for c in "qkv")
+    return attend(q, k, v, config["head_dim"] ** -0.5) @ W.get(p + "o_proj.weight").T
+
+
+def nemotron_layer(W, config, x, p, kind):
+    half = {"M": mamba, "*": nemotron_attention, "E": nemotron_experts, "-": lambda W, _, h, at: relu2(W, h, at)}[kind]
+    return x + half(W, config, norm(W, config, x, p + "norm.weight"), p + "mixer.")
+
+
+def nemotron_trunk(W, config, ids):
+    """The rows after the final norm."""
+    body = "backbone." if W.has("backbone.norm_f.weight") else "model."
+    x = W.get(body + "embeddings.weight")[ids]
+    for layer, kind in enumerate(nemotron_kinds(config)):
+        x = nemotron_layer(W, config, x, f"{body}layers.{layer}.", kind)
+    return norm(W, config, x, body + "norm_f.weight")
+
+
+def nemotron_predict(W, config, ids, hidden):
+    """As predict(), for Nemotron-3: an attention layer, then one with experts."""
+    token = W.get("backbone.embeddings.weight")[ids[1:]]
+    both = norm(W, config, token, "mtp.layers.0.enorm.weight"), norm(W, config, hidden[:-1], "mtp.layers.0.hnorm.weight")
+    x = np.concatenate(both, -1) @ W.get("mtp.layers.0.eh_proj.weight").T
+    for i, kind in enumerate("*E"):
+        x = nemotron_layer(W, config, x, f"mtp.layers.{i}.", kind)
+    return norm(W, config, x, "mtp.layers.1.final_layernorm.weight") @ head(W, config).T
+
+
 def is_linear(config, layer):
     if config.get("layer_types"):
         return config["layer_types"][layer] == "linear_attention"
@@ -833,7 +917,8 @@ def prefix(W):
 
 
 def norm(W, config, x, name):
-    return rms(x, W.get(name) + centred(config), config.get("rms_norm_eps") or config["layernorm_epsilon"])
+    eps = next(config[k] for k in ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon") if k in config)
+    return rms(x, W.get(name) + centred(config), eps)
 
 
 def block(W, config, x, p, layer):
@@ -869,6 +954,8 @@ def embedding(W):
 def head(W, config):
     if config["model_type"] == "deepseek_v4":
         return W.get("head.weight")
+    if config["model_type"] == "nemotron_h":
+        return W.get("lm_head.weight")
     if config["tie_word_embeddings"]:
         return W.get(embedding(W))
     return W.get("language_model." * prefix(W).startswith("language_model.") + "lm_head.weight")
@@ -886,6 +973,8 @@ def trunk(W, config, ids):
     """The rows after the final norm."""
     if config["model_type"] == "deepseek_v4":
         return v4_trunk(W, config, ids)
+    if config["model_type"] == "nemotron_h":
+        return nemotron_trunk(W, config, ids)
     return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 
@@ -940,12 +1029,16 @@ def nmse(got, path):
 
 def check(folder):
     config, W = text_part(json.loads((folder / "config.json").read_text())), Weights(folder)
+    if config["model_type"] == "nemotron_h":
+        config.setdefault("num_hidden_layers", len(nemotron_kinds(config)))
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
     errors = [nmse(hidden @ head(W, config).T, folder / "logits.f32")]
     if W.has("mtp.0.e_proj.weight"):
         errors.append(nmse(v4_predict(W, config, ids, len(ids)), folder / "predict.f32"))
         errors.append(nmse(v4_drafts(W, config, ids), folder / "drafts.f32"))
+    elif W.has("mtp.layers.1.final_layernorm.weight"):
+        errors.append(nmse(nemotron_predict(W, config, ids, hidden), folder / "predict.f32"))
     elif chained(W, config):
         errors.append(nmse(predict_chain(W, config, ids), folder / "predict.f32"))
     elif mtp_names(W, config):

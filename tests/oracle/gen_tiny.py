@@ -497,6 +497,35 @@ def qwen3_next(**changes):
             "use_sliding_window": False, **changes}
 
 
+def nemotron(pattern, **changes):
+    """config.json in the words of the Nemotron-3 releases; pattern has a letter for each layer."""
+    return {"architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": EOT, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": IM_END, "expand": 2, "head_dim": 64,
+            "hidden_dropout": 0.0, "hidden_size": 64, "hybrid_override_pattern": pattern, "initializer_range": 0.02,
+            "intermediate_size": 192, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 16, "mamba_hidden_act": "silu",
+            "mamba_num_heads": 8, "mamba_proj_bias": False, "max_position_embeddings": 4096, "mlp_bias": False,
+            "mlp_hidden_act": "relu2", "model_type": "nemotron_h", "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 128, "n_group": 1, "n_groups": 2, "n_routed_experts": 8,
+            "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": True, "num_attention_heads": 4,
+            "num_experts_per_tok": 3, "num_hidden_layers": len(pattern), "num_key_value_heads": 2,
+            "num_logits_to_keep": 1, "pad_token_id": EOT, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True,
+            "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None,
+            "ssm_state_size": 32, "tie_word_embeddings": False, "time_step_floor": 1e-4,
+            "time_step_limit": [0.0, math.inf], "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1,
+            "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True,
+            "use_mamba_kernels": True, "vocab_size": VOCAB, **changes}
+
+
+def nemotron_saved(pattern, **changes):
+    """The same as transformers writes it."""
+    dropped = ("hybrid_override_pattern", "norm_eps", "num_hidden_layers", "partial_rotary_factor", "rope_theta",
+               "torch_dtype")
+    names = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+    return {**{k: v for k, v in nemotron(pattern, **changes).items() if k not in dropped}, "dtype": "bfloat16",
+            "layers_block_type": [names[t] for t in pattern], "moe_latent_size": None,
+            "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+
+
 def kimi_linear(full, head_dim, **changes):
     """config.json in the words of Kimi-Linear-48B-A3B, which counts layers from 1.  full: those with latent
     attention."""
@@ -612,11 +641,13 @@ HUB_NAMES = {
         (r"\.embed_tokens\.", ".word_embeddings."), (r"\.gate\.e_score_correction_bias", ".gate.expert_bias")],
     "deepseek_v4": [*V4, (r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^hc_head\.hc", "hc_head")],
     "deepseek_v4 saved": [*V4, (r"\.attn\.kv_norm", ".attn.norm")],
+    "nemotron_h": [(r"^model\.", "backbone.")], "nemotron_h saved": [],
 }
 
 
 def hub_name(config, name):
-    for old, new in HUB_NAMES.get(config["model_type"] + " saved" * ("compress_rates" in config), []):
+    saved = bool({"compress_rates", "layers_block_type"} & config.keys())
+    for old, new in HUB_NAMES.get(config["model_type"] + " saved" * saved, []):
         name = re.sub(old, new, name)
     return name
 
@@ -910,6 +941,19 @@ SPECS = {
                       layer_types=["full_attention"] * 3, gating="per-element", gating_types=["per_element"] * 3,
                       shared_expert_intermediate_size=128),
         declare="compressed_tensors", store=[(G_PROJ, "bf16"), (LINEAR, "ct_nvfp4")]),
+    "nemotron_h": dict(
+        config=nemotron("ME*-ME", moe_latent_size=32, n_group=2, topk_group=1, num_nextn_predict_layers=1,
+                        mtp_hybrid_override_pattern="*E"), positions=160),
+    "nemotron_h_nvfp4": dict(
+        config=nemotron_saved("MEM*E", hidden_size=128, mamba_num_heads=8, mamba_head_dim=32, n_groups=4,
+                              ssm_state_size=16, num_key_value_heads=1, n_routed_experts=6, num_experts_per_tok=2,
+                              moe_intermediate_size=128, moe_shared_expert_intermediate_size=64,
+                              routed_scaling_factor=1.25),
+        declare="modelopt_mixed", positions=72, shards=2,
+        store=[(r"\.experts\.\d+\.", "nvfp4"), (r"(in_proj|out_proj|shared_experts\..*_proj)\.weight$", "fp8")]),
+    "nemotron_h_dense": dict(
+        config=nemotron("M-*M-", n_groups=1, mamba_num_heads=6, mamba_head_dim=32, ssm_state_size=24,
+                        intermediate_size=128, layer_norm_epsilon=1e-6), positions=72),
     "mimo_v2_flash": dict(config=mimo("FS", 4, window=4)),
     "mimo_v2_flash_fp8": dict(
         config=mimo("FSF", 2, window=8, n_routed_experts=6, num_experts_per_tok=3), declare="fp8_block_mimo", chain=3,
@@ -962,7 +1006,8 @@ def draw(fixture, name, shape, tied, centred):
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
     if len(shape) == 1 or name.endswith(("_bias", ".ape")):
         return x.astype(np.float32)
-    if "embed_tokens" in name or "word_embeddings" in name or name == "embed.weight":
+    if "embed_tokens" in name or name == "embed.weight" or name.endswith((".embeddings.weight",
+                                                                           "word_embeddings.weight")):
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
             "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
@@ -1173,7 +1218,7 @@ class Checkpoint:
 
 def reference_config(config):
     """The configuration as transformers wants it: Step-3.5 is the text model of Step-3.7, and few of MiMo's words are
-    known."""
+    known.  Its files write infinity as an object."""
     kind = config["model_type"]
     if kind == "step3p5":
         config = {"architectures": ["Step3p7ForConditionalGeneration"], "text_config": config,
@@ -1192,7 +1237,7 @@ def reference_config(config):
         config = {**config, "architectures": ["BailingHybridForCausalLM"], "rope_parameters": rope,
                   "kda_lower_bound": float(config["kda_lower_bound"])}
         del config["partial_rotary_factor"]
-    return {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type")}
+    return {k: v for k, v in config.items() if k not in ("quantization_config", "reap", "model_type", "time_step_limit")}
 
 
 def make_model(config):
@@ -1306,6 +1351,50 @@ def put_v4_mtp(checkpoint, config):
            "hc_head_fn": (streams, streams * hidden), "hc_head_base": (streams,), "hc_head_scale": (1,)}
     for leaf, shape in own.items():
         checkpoint.put("mtp.0." + leaf, shape)
+
+
+def put_nemotron_mtp(checkpoint, config, model):
+    """Nemotron-3's names: an attention layer and one with experts, mtp.layers.0 and 1, and what joins them."""
+    hidden, kinds = config["hidden_size"], decoder(model).config.layers_block_type
+    for i, kind in enumerate(("full_attention", "moe")):
+        own = hub_name(config, f"model.layers.{kinds.index(kind)}.")
+        for name, shape in list(checkpoint.shapes.items()):
+            if name.startswith(own):
+                checkpoint.put(name.replace(own, f"mtp.layers.{i}.", 1), shape)
+    for leaf, shape in {"0.enorm": (hidden,), "0.hnorm": (hidden,), "0.eh_proj": (hidden, 2 * hidden),
+                        "1.final_layernorm": (hidden,)}.items():
+        checkpoint.put(f"mtp.layers.{leaf}.weight", shape)
+
+
+def predict_nemotron(model, config, checkpoint, ids):
+    """As predict(), for Nemotron-3, of which transformers has the layers alone.  The last norm is RMS, as in vLLM and
+    SGLang."""
+    trunk, ids, values, gaps = decoder(model), torch.tensor([ids]), checkpoint.values, []
+    text = copy.deepcopy(trunk.config)
+    text.layers_block_type = ["full_attention", "moe"]
+    blocks = [type(trunk.layers[0])(text, i).float().eval() for i in range(2)]
+    norms = {leaf: type(trunk.norm_f)(text.hidden_size, text.layer_norm_epsilon) for leaf in (
+        "0.enorm", "0.hnorm", "1.final_layernorm")}
+    for leaf, norm in norms.items():
+        give(norm, "weight", values[f"mtp.layers.{leaf}.weight"])
+    for i, block in enumerate(blocks):
+        for name, old in list(block.state_dict().items()):
+            path, _, leaf = name.rpartition(".")
+            own = f"mtp.layers.{i}."
+            new = (torch.stack([values[f"{own}{path}.{e}.{leaf}.weight"] for e in range(len(old))])
+                   if path.endswith(".experts") else values[own + name])
+            assert new.shape == old.shape, name
+            give(block.get_submodule(path), leaf, new)
+    hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    after = trunk.embeddings(ids[:, 1:])
+    mask = create_causal_mask(config=text, inputs_embeds=after, attention_mask=None, past_key_values=None,
+                              position_ids=torch.arange(after.shape[1])[None])
+    hook = blocks[1].mixer.gate.register_forward_hook(
+        lambda _, __, output: gaps.append(checked_route(blocks[1].mixer, config, output)[1]))
+    x = torch.cat([norms["0.enorm"](after), norms["0.hnorm"](hidden)], -1) @ values["mtp.layers.0.eh_proj.weight"].T
+    x = norms["1.final_layernorm"](blocks[1](blocks[0](x, attention_mask=mask)))
+    hook.remove()
+    return model.lm_head(x)[0], gaps[0]
 
 
 class V4Mtp:
@@ -1545,7 +1634,7 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash", "deepseek_v4",
-                                                                              "kimi_linear"):
+                                                                              "kimi_linear", "nemotron_h"):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
@@ -1590,8 +1679,13 @@ def router(mlp):
     return getattr(mlp, "gate", getattr(mlp, "router", None))
 
 
+def feed_forward(layer):
+    """That of a layer; of Nemotron-3 whatever the layer is."""
+    return layer.mixer if hasattr(layer, "mixer") else layer.mlp
+
+
 def moe_layers(model):
-    return [layer for layer in decoder(model).layers if router(layer.mlp)]
+    return [layer for layer in decoder(model).layers if router(feed_forward(layer))]
 
 
 def assert_layer_types(model, config):
@@ -1783,8 +1877,8 @@ def run(model, config, ids, whole=True):
             biased.append(not torch.equal(mine, choices[0]))
             told["groups"] |= not torch.equal(mine, choices[1])
 
-    hooks = [router(layer.mlp).register_forward_hook(lambda _, __, output, mlp=layer.mlp: hook(mlp, output))
-             for layer in moe_layers(model)]
+    hooks = [router(mlp).register_forward_hook(lambda _, __, output, mlp=mlp: hook(mlp, output))
+             for mlp in map(feed_forward, moe_layers(model))]
     indexer_gaps, unhook = watch_indexers(decoder(model).layers)
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
     for h in hooks:
@@ -2013,6 +2107,8 @@ def write_predict(folder, model, config, checkpoint, ids):
     elif config["model_type"] == "deepseek_v4":
         logits, gaps, drafts = predict_v4(model, config, checkpoint, ids)
         np.ascontiguousarray(drafts.numpy(), "<f4").tofile(folder / "drafts.f32")
+    elif config["model_type"] == "nemotron_h":
+        logits, gaps = predict_nemotron(model, config, checkpoint, ids)
     else:
         logits, gaps = predict(model, config, checkpoint, ids)
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
@@ -2027,7 +2123,7 @@ def make(name):
     model, checkpoint, text = make_model(config), Checkpoint(name, spec), text_config(config)
     assert_rope(model, text)
     assert_layer_types(model, text)
-    assert all(getattr(router(layer.mlp), "norm_topk_prob", True) == text["norm_topk_prob"]
+    assert all(getattr(router(feed_forward(layer)), "norm_topk_prob", True) == text["norm_topk_prob"]
                for layer in moe_layers(model) if "norm_topk_prob" in text)
     fill(model, config, checkpoint, kept, spec.get("flat", False))
     for extra, shape in spec.get("aside", {}).items():
@@ -2036,6 +2132,8 @@ def make(name):
         put_chain(checkpoint, model, config, spec["chain"])
     elif config.get("num_nextn_predict_layers") and config["model_type"] == "deepseek_v4":
         put_v4_mtp(checkpoint, config)
+    elif config.get("num_nextn_predict_layers") and config["model_type"] == "nemotron_h":
+        put_nemotron_mtp(checkpoint, config, model)
     elif config.get("num_nextn_predict_layers") and "aside" not in spec:
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
