@@ -417,7 +417,7 @@ def metadata_cases():
          lambda f: (f.set("qwen3moe.rope.scaling.type", val(STR, "linear")), f.set("qwen3moe.rope.scaling.factor", val(F64, 1e-44))))
     case("kv_lora_rank-0", "attention.kv_lora_rank' is 0, expected 1 to 8192", D, setting("deepseek2.attention.kv_lora_rank", u32(0)))
     case("rope-whole-head", "rope.dimension_count' is 4, expected 2 to 3", D, setting("deepseek2.rope.dimension_count", u32(4)))
-    case("temperature-scale", "attention.temperature_scale' is set", D, setting("deepseek2.attention.temperature_scale", val(F32, 0.1)))
+    case("temperature-scale", "attention.temperature_scale' is -1, expected 0 to", D, setting("deepseek2.attention.temperature_scale", val(F32, -1)))
 
 
 def window_cases():
