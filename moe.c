@@ -3878,16 +3878,6 @@ static void read_heads(struct loader *l) {
     a->head_v = loader_int_or(l, "attention.value_length", a->head_k);
 }
 
-/* Gives queries and keys a rotation by no angle, and attn->scale; attn->head_k must be set. */
-static void loader_no_rope(struct loader *l, struct attn *attn) {
-    const int dim = attn->head_k / 2 * 2;
-    float *freq = loader_own(l, (size_t)dim / 2 * sizeof *freq);
-    memset(freq, 0, (size_t)dim / 2 * sizeof *freq);
-    attn->scale = 1.0f / sqrtf((float)attn->head_k);
-    attn->rope = l->m->n_rope;
-    l->m->ropes[l->m->n_rope++] = (struct rope){.dim = dim, .factor = 1, .freq = freq};
-}
-
 /* Reads the metadata of grouped-query attention. */
 static void read_gqa(struct loader *l) {
     read_heads(l);
@@ -4583,12 +4573,12 @@ static void forward_delta(struct program *p, const struct model *m, int il) {
 /* Reads the metadata of Nemotron-3. attention.head_count_kv and feed_forward_length say what a layer has; one without
  * both has Mamba-2. */
 static void read_nemotron_h(struct loader *l) {
-    read_heads(l);
+    l->unrotated = true;
+    read_gqa(l);
     read_delta(l);
     loader_ints(l, "feed_forward_length", l->n_ff);
     l->n_latent = loader_int(l, "moe_latent_size");
     if (l->failed) return;
-    loader_no_rope(l, &l->attn);
     for (int il = 0; il < model_blocks(l->m); il++) l->recurrent[il] = !l->n_head_kv[il] && !l->n_ff[il];
 }
 

@@ -7871,6 +7871,13 @@ static void cuda_attention(struct rank *r, const struct step *s) {
                g);
 }
 
+/* No model with Mamba-2 gets here: see delta_check. */
+static void cuda_mamba(struct rank *r, const struct step *s) {
+    (void)r;
+    (void)s;
+    rank_fatal("Mamba-2 is not supported on a GPU");
+}
+
 static void cuda_delta_net(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act out = s->out[0];
@@ -9517,6 +9524,8 @@ static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
     if (d->n_decay > 1) snprintf(why, ERR_MAX, "Kimi delta attention is not supported on a GPU; use --cpu");
+    else if (layer->ungated)
+        snprintf(why, ERR_MAX, "feed-forwards without a gate are not supported on a GPU; use --cpu");
     else if (layer->mixer == MIXER_DELTA && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
                                              d->head_v % 8 || d->n_conv != DELTA_TAPS))
         snprintf(why, ERR_MAX,
