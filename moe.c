@@ -1783,6 +1783,7 @@ struct max_dims {
     int values, z, mix;                       /* recurrent: value heads, their values, values under the convolution */
     int decays, low;                          /* their decays; values of a low rank */
     int latent;                               /* n_latent */
+    bool tiles;                               /* a GPU makes tiles of tokens: a value head of a layer has one decay */
     int n_expert_used;                        /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
@@ -3243,7 +3244,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     d.sum16 = s.nccl ? d.n : 0;
     d.keys = (size_t)(m->max.mix - m->max.z);
     d.values = (size_t)m->max.values;
-    d.delta = d.values && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
+    d.delta = m->max.tiles && d.n > d.decode ? (d.n + DELTA_TILE - 1) / DELTA_TILE * DELTA_TILE : 0;
     if (d.delta > DELTA_SEGMENT) d.delta = DELTA_SEGMENT;
     d.mtp_hidden = m->n_mtp ? d.n + MTP_HIDDEN_MORE : 0;
     d.mtp_own = m->n_mtp && s.n_timeline > 1 ? MTP_HIDDEN_OWN : 0;
@@ -3285,6 +3286,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x32[A_GATE], float, d.n * d.act[A_GATE])                                                           \
     X(x32[A_ALPHA], float, d.n * d.act[A_ALPHA])                                                         \
     X(x32[A_BETA], float, d.n * d.act[A_BETA])                                                           \
+    X(x16[A_Z_LOW], uint16_t, d.n * d.act[A_Z_LOW])                                                      \
+    X(x16[A_ALPHA_LOW], uint16_t, d.n * d.act[A_ALPHA_LOW])                                              \
     X(x16[A_H], uint16_t, d.n * d.act[A_H])                                                              \
     X(x16[A_QA], uint16_t, d.n * d.act[A_QA])                                                            \
     X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                              \
@@ -5087,6 +5090,7 @@ static void model_max_dims(struct model *m) {
         x->values = int_max(x->values, layer->delta.n_value);
         x->decays = int_max(x->decays, layer_dim(m, layer, DIM_DECAYS));
         x->low = int_max(x->low, layer->delta.low);
+        x->tiles |= layer->delta.n_decay == 1;
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
@@ -27671,6 +27675,7 @@ enum decode_kernel {
     DECODE_MLA_ATTENTION,
     DECODE_CSA_ATTENTION,
     DECODE_MLA_VALUE,
+    DECODE_HEAD_GATE,
     DECODE_DELTA,
     DECODE_MAMBA,
     DECODE_ROUTER,
@@ -27714,6 +27719,7 @@ static const struct {
     [DECODE_CSA_STORE] = {"k_csa_store", 1.2},     /* two latencies of L2, exponentials, a norm, a rotation */
     [DECODE_CSA_ATTENTION] = {"attn_kernel", 4.7}, /* as of MLA, and 0.7 to join splits */
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
+    [DECODE_HEAD_GATE] = {"k_head_gate", 0.6},     /* a latency of L2, and a sigmoid */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
     [DECODE_MAMBA] = {"k_mamba_decode", 2.0},      /* likewise */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
@@ -27898,6 +27904,7 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add(k, DECODE_MLA_QUERY, READS(&l->wk_b, &l->kv_a_norm), READS(&l->wk_b));
         k->attention = launch_add(k, DECODE_MLA_ATTENTION, state - index - recent, 0);
         launch_add(k, DECODE_MLA_VALUE, READS(&l->wv_b), READS(&l->wv_b));
+        if (l->attn.n_gate) launch_add(k, DECODE_HEAD_GATE, 0, 0);
         break;
     case OP_csa_store:
         launch_add(k, DECODE_CSA_STORE,

@@ -1571,8 +1571,9 @@ struct gemv_single : gemv_one {
 
 struct linear_args {
     struct device_matrix w[LINEAR_MAX]; /* of one n_in */
-    float *y[LINEAR_MAX];               /* (n_tok, n_out), rows y_stride apart */
+    float *y[LINEAR_MAX];               /* (n_tok, n_out), rows y_stride apart; halves where y_half has the bit */
     size_t y_stride[LINEAR_MAX];
+    uint32_t y_half;
     int n_matrix, n_tok;
     const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart; not used with NORM */
     size_t x_stride;
@@ -1586,16 +1587,20 @@ struct linear_args {
 /* Halves from row to row of the norm in shared memory: whole tiles, and neighboring rows half a set of banks apart. */
 __host__ __device__ inline int linear_stride(const struct linear_args &p) { return p.w[0].n_kt * TILE_COLS + 32; }
 
-/* y[i] = w[i] x + bias for each of up to LINEAR_MAX matrices. NORM: x is first normed, for up to 8 tokens. GROUPS:
- * y16 = the products of the groups of x, n_in values each, with the w[0] of each group.
+/* What k_gemv_linear writes: floats; y16; floats, or halves where y_half has the matrix. */
+enum linear_out { LINEAR_FLOATS, LINEAR_GROUPS, LINEAR_MIXED };
+
+/* y[i] = w[i] x + bias for each of up to LINEAR_MAX matrices. NORM: x is first normed, for up to 8 tokens. OUT: of enum
+ * linear_out; LINEAR_GROUPS: y16 = the products of the groups of x, n_in values each, with the w[0] of each group.
  * Grid: (rows of tiles of all matrices, groups), block: 256. Reads every tile once, and per block n_tok rows of x
  * from L2. Memory-bound: a block has 18 KB of weights in flight, 2 blocks per SM. Aim: 80 % of copy bandwidth for
  * matrices of 8 MB and more; on H200 the instruction rate allows 3 of 4.8 TB/s for FP4. A warp requests its first
  * tiles before the kernel in front has ended. */
-template <int NT, bool NORM, bool GROUPS>
+template <int NT, bool NORM, int OUT>
 __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_constant__ struct linear_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
     DYN_SMEM(uint16_t, normed); /* NORM: (n_tok, linear_stride) */
+    constexpr bool GROUPS = OUT == LINEAR_GROUPS;
     grid_dependency_launch();
     const int warp = threadIdx.x >> 5, o_group = GROUPS ? (int)blockIdx.y : 0;
     int rt = blockIdx.x, m = 0;
@@ -1637,8 +1642,10 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_linear(const __grid_co
             clamped_f16(sum * device_matrix_scale(w, o_group));
         return;
     }
-    p.y[m][(size_t)tok * p.y_stride[m] + (size_t)row] =
-        fmaf(sum, device_matrix_scale(w, 0), w.bias ? w.bias[row] : 0.0f);
+    const float y = fmaf(sum, device_matrix_scale(w, 0), w.bias ? w.bias[row] : 0.0f);
+    const size_t at = (size_t)tok * p.y_stride[m] + (size_t)row;
+    if (OUT == LINEAR_MIXED && p.y_half >> m & 1) ((uint16_t *)p.y[m])[at] = clamped_f16(y);
+    else p.y[m][at] = y;
 }
 
 /* Launches k_gemv_linear with one n-tile for up to 8 tokens, with two for up to 16. */
@@ -1646,16 +1653,21 @@ static void gemv_linear(const struct linear_args *p, cudaStream_t s) {
     int n_rt = 0;
     for (int i = 0; i < p->n_matrix; i++) n_rt += p->w[i].n_rt;
     const size_t smem = (size_t)(p->n_tok * linear_stride(*p)) * sizeof(uint16_t);
-    if (p->norm.x) LAUNCH_PDL((k_gemv_linear<1, true, false>), (unsigned)n_rt, GEMV_THREADS, smem, s, *p);
-    else if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
-    else LAUNCH_PDL((k_gemv_linear<2, false, false>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+    auto launch = [&](auto out) {
+        constexpr int OUT = out.value;
+        if (p->norm.x) LAUNCH_PDL((k_gemv_linear<1, true, OUT>), (unsigned)n_rt, GEMV_THREADS, smem, s, *p);
+        else if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false, OUT>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+        else LAUNCH_PDL((k_gemv_linear<2, false, OUT>), (unsigned)n_rt, GEMV_THREADS, 0, s, *p);
+    };
+    if (p->y_half) launch(std::integral_constant<int, LINEAR_MIXED>());
+    else launch(std::integral_constant<int, LINEAR_FLOATS>());
 }
 
 /* Launches it for groups, of which w[0] has one expert each. */
 static void gemv_groups(const struct linear_args *p, cudaStream_t s) {
     const dim3 grid((unsigned)p->w[0].n_rt, (unsigned)p->w[0].n_expert);
-    if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false, true>), grid, GEMV_THREADS, 0, s, *p);
-    else LAUNCH_PDL((k_gemv_linear<2, false, true>), grid, GEMV_THREADS, 0, s, *p);
+    if (p->n_tok <= 8) LAUNCH_PDL((k_gemv_linear<1, false, LINEAR_GROUPS>), grid, GEMV_THREADS, 0, s, *p);
+    else LAUNCH_PDL((k_gemv_linear<2, false, LINEAR_GROUPS>), grid, GEMV_THREADS, 0, s, *p);
 }
 
 /* SwiGLU results are stored divided by this: their outliers are the largest numbers of a forward pass. A power of two:
@@ -3351,7 +3363,7 @@ struct rope_args {
     const float *q;                      /* (n_tok, n_head * q_head), of a head's q_head values the first d */
     const float *k;                      /* (n_tok, n_head_kv * d); MLA: (n_tok, latent + rope) */
     const float *v;                      /* (n_tok, n_head_kv * dv) */
-    size_t q_stride, k_stride, v_stride; /* GQA: floats from token to token */
+    size_t q_stride, k_stride, v_stride; /* floats from token to token */
     const float *q_norm, *k_norm;        /* (d), NULL: none; MLA: k_norm (latent) */
     uint16_t *q16;    /* (n_tok, n_head, d) queries for attention; MLA: the part without rotation, input of wk_b */
     uint16_t *q_rope; /* MLA: (n_tok, n_head, latent + rope), of which this kernel writes the last `rope` */
@@ -3441,9 +3453,8 @@ DEVICE float2 rope_pair(const struct rope_args &p, const float *x, int t, int i)
 
 /* The rotated part of head h's query of token t, to q_rope, with threads i0, i0 + step, .. */
 DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step) {
-    const size_t row = (size_t)t * p.n_head + h;
-    const float *q = p.q + row * p.d + p.nope;
-    uint16_t *to = p.q_rope + row * (p.latent + p.rope) + p.latent;
+    const float *q = p.q + (size_t)t * p.q_stride + (size_t)h * p.d + p.nope;
+    uint16_t *to = p.q_rope + ((size_t)t * p.n_head + h) * (p.latent + p.rope) + p.latent;
     const float f = query_factor(p, t);
     for (int i = i0; i < p.rope / 2; i += step) {
         const float2 y = rope_pair(p, q, t, i);
@@ -3455,7 +3466,7 @@ DEVICE void mla_rotate(const struct rope_args &p, int t, int h, int i0, int step
 template <int THREADS>
 DEVICE void mla_store(const struct rope_args &p, int t) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const float *k = p.k + (size_t)t * (p.latent + p.rope);
+    const float *k = p.k + (size_t)t * p.k_stride;
     const struct run &u = p.batch.run(t);
     const size_t row = (size_t)run_row(u, p.kp, run_base(u) + t);
     float ss = 0;
@@ -3488,9 +3499,10 @@ __global__ void __launch_bounds__(128) k_rope_mla(struct rope_args p) {
         return;
     }
     if (h >= p.n_head) return;
-    const size_t row = ((size_t)t * p.n_head + h) * p.d;
+    const float *q = p.q + (size_t)t * p.q_stride + (size_t)h * p.d;
+    uint16_t *to = p.q16 + ((size_t)t * p.n_head + h) * p.d;
     const float f = query_factor(p, t);
-    for (int i = lane; i < p.nope; i += WARP) p.q16[row + i] = clamped_f16(p.q[row + i] * f);
+    for (int i = lane; i < p.nope; i += WARP) to[i] = clamped_f16(q[i] * f);
     mla_rotate(p, t, h, lane, WARP);
 }
 
@@ -3531,7 +3543,7 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_mla_query(const __grid_cons
             grid_dependency_wait();
             for (int i = tid; i < p.n_tok * stride; i += GEMV_THREADS) {
                 const int t = i / stride, c = i % stride;
-                x[i] = c < r.nope ? clamped_f16(r.q[((size_t)t * r.n_head + h) * r.d + c]) : (uint16_t)0;
+                x[i] = c < r.nope ? clamped_f16(r.q[(size_t)t * r.q_stride + h * r.d + c]) : (uint16_t)0;
             }
             for (int t = blockIdx.x; t < p.n_tok; t += (int)gridDim.x) mla_rotate(r, t, h, tid, GEMV_THREADS);
             __syncthreads(); /* the head's queries have come */
@@ -5789,11 +5801,15 @@ static void csa_store(const struct csa_args *args, cudaStream_t s) {
  * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: gated delta
  * net". Rows are the n_uncommitted tokens that the state lacks, whose inputs are in the rings, and then the forward's
  * own. Decode is one kernel. Prefill lets it take the lagging rows into the state one by one, so that what follows does
- * not depend on how many there are, and has four for every DELTA_SEGMENT of its own rows:
- * k_delta_mix makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state,
- * k_delta_scan goes from tile to tile with the state, and k_delta_finish norms the results. In prefill
- * the factors of the state are pairs of F16 numbers, the rounded number and the rest: the state's relative error is
- * 1e-6, against 3e-4 to 1e-3 with one F16 number each. Products that only the result needs have one.
+ * not depend on how many there are, and has four for every DELTA_SEGMENT of its own rows: k_delta_mix makes queries,
+ * keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state, k_delta_scan goes from tile
+ * to tile with the state, and k_delta_finish norms the results.
+ *
+ * Kimi delta attention has a decay for each row of S. k_delta_decode takes any number of its rows, one by one: 0.5 us
+ * each. In a tile a key would be divided by its decays, whose products over a tile leave the range of F16.
+ *
+ * In prefill with tiles the factors of the state are pairs of F16 numbers, the rounded number and the rest: the state's
+ * relative error is 1e-6, against 3e-4 to 1e-3 with one F16 number each. Products that only the result needs have one.
  * ============================================================================================================ */
 
 enum {
@@ -5819,8 +5835,8 @@ struct delta_args {
     struct batch_ref batch;
     struct delta shape;
     const float *q, *k, *v, *z; /* the forward's own rows; q, k, v before the convolution */
-    const float *alpha, *beta;  /* both gate_stride apart */
-    size_t q_stride, k_stride, v_stride, z_stride, gate_stride;
+    const float *alpha, *beta;  /* inputs of decays and of beta */
+    size_t q_stride, k_stride, v_stride, z_stride, alpha_stride, beta_stride;
     float *ring_qk, *ring_v, *ring_gates; /* (n_ring, ..): q and k, v, alpha and beta of earlier positions */
     size_t ring_qk_stride, ring_v_stride, ring_gates_stride;
     int n_ring, ring_rows; /* rows of a ring; of a timeline's part of each */
@@ -5889,15 +5905,31 @@ DEVICE float delta_unit(const float x[4]) {
 /* Returns the logarithm of the decay (x) and beta (y) of value head j at position p of a run, whose first is pos. */
 DEVICE float2 delta_gates(const struct delta_args &a, const struct run &u, int pos, int p, int j) {
     const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + p % a.n_ring) * a.ring_gates_stride + j;
-    const size_t own = (size_t)(u.first + p - pos) * a.gate_stride + (size_t)j;
+    const size_t own = (size_t)(u.first + p - pos);
     const int head = delta_value_head(a.shape, j);
-    const float x = (p < pos ? kept[0] : a.alpha[own]) + a.dt_bias[head];
-    const float b = p < pos ? kept[a.shape.n_value] : a.beta[own];
+    const float x = (p < pos ? kept[0] : a.alpha[own * a.alpha_stride + (size_t)j]) + a.dt_bias[head];
+    const float b = p < pos ? kept[a.shape.n_value] : a.beta[own * a.beta_stride + (size_t)j];
     return make_float2(a.decay[head] * (x > 20.0f ? x : log1pf(expf(x))), sigmoid(b));
 }
 
+/* Kimi delta attention: returns the decay of row i of head j's state at position p of a run, and for i = head_k beta. */
+DEVICE float delta_gate(const struct delta_args &a, const struct run &u, int pos, int p, int j, int i) {
+    const struct delta &d = a.shape;
+    const int dk = d.head_k, head = d.first_key + j;
+    const size_t own = (size_t)(u.first + p - pos);
+    const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + p % a.n_ring) * a.ring_gates_stride;
+    float x = p < pos   ? kept[j * (dk + 1) + i]
+              : i == dk ? a.beta[own * a.beta_stride + (size_t)j]
+                        : a.alpha[own * a.alpha_stride + (size_t)(j * dk + i)];
+    if (i == dk) return sigmoid(x);
+    x += a.dt_bias[head * dk + i];
+    const float decay = a.decay[head];
+    return expf(d.bound < 0 ? d.bound * sigmoid(decay * x) : decay * (x > 20.0f ? x : log1pf(expf(x))));
+}
+
 /* Norms and gates a head's result o of a token, with one warp, and stores it. o (head_v), z: the head's gates, out: its
- * place. */
+ * place. KDA: the gates are sigmoids, not SiLU. */
+template <bool KDA>
 DEVICE void delta_finish(const struct delta_args &a, const float *o, const float *z, uint16_t *out) {
     const int lane = threadIdx.x & 31, dv = a.shape.head_v;
     float x[4], ss = 0;
@@ -5908,12 +5940,15 @@ DEVICE void delta_finish(const struct delta_args &a, const float *o, const float
     const float f = rsqrtf(warp_sum(ss) / (float)dv + a.eps);
     UNROLL for (int u = 0; u < 4; u++) {
         const int c = lane + 32 * u;
-        if (c < dv) out[c] = clamped_f16(silu_mul(z[c], x[u] * f * a.norm[c]));
+        if (c >= dv) continue;
+        const float y = x[u] * f * a.norm[c];
+        out[c] = clamped_f16(KDA ? sigmoid(z[c]) * y : silu_mul(z[c], y));
     }
 }
 
 /* Keeps the inputs of a run's token i in the rings: those of value head j, and of key head j where there is one. The
  * block's threads, DELTA_HEAD or more, divide the channels. pos: the run's first position. */
+template <bool KDA>
 DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos, int i, int j) {
     const struct delta &d = a.shape;
     const int dk = d.head_k, dv = d.head_v, key = d.n_key * dk;
@@ -5925,9 +5960,11 @@ DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos,
         a.ring_qk[row * a.ring_qk_stride + k / dk * key + c] =
             k < dk ? a.q[t * a.q_stride + c] : a.k[t * a.k_stride + c];
     }
+    float *gates = a.ring_gates + row * a.ring_gates_stride;
+    if (KDA && tid < dk) gates[j * (dk + 1) + tid] = a.alpha[t * a.alpha_stride + j * dk + tid];
     if (tid) return;
-    a.ring_gates[row * a.ring_gates_stride + j] = a.alpha[t * a.gate_stride + j];
-    a.ring_gates[row * a.ring_gates_stride + d.n_value + j] = a.beta[t * a.gate_stride + j];
+    if (!KDA) gates[j] = a.alpha[t * a.alpha_stride + j];
+    gates[KDA ? j * (dk + 1) + dk : d.n_value + j] = a.beta[t * a.beta_stride + j];
 }
 
 /* A gated delta net for 1 to 16 tokens: convolution, gates, up to 16 lagging rows into the state, the own rows on a
@@ -5935,14 +5972,17 @@ DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos,
  * 32 rows of its column of S; a head's 64 KB are in registers. A row costs one pass over them and one barrier: S^T k
  * and S^T q are summed together, because the result is a S^T q + (q.k) u. Reads and writes each state once: 128 KB a
  * head. An SM has one head, so that the limit is what one SM moves, not the memory: expect 3 us for 1 token, of which 1
- * us is latency, and 10 us for 16 after 16 that lag. */
+ * us is latency, and 10 us for 16 after 16 that lag. KDA: Kimi delta attention, of any number of tokens: more than
+ * DECODE_MAX_TOKENS go into the state, but for the last. There the rows of S are multiplied by their decays first. */
+template <bool KDA>
 __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_constant__ struct delta_args a) {
     SHARED(float, qs, DELTA_STEP *DELTA_HEAD);
     SHARED(float, ks, DELTA_STEP *DELTA_HEAD);
     SHARED(float, vs, DELTA_STEP *DELTA_HEAD);
     SHARED(float, os, DELTA_STEP *DELTA_HEAD);
-    SHARED(float4, gates, DELTA_STEP); /* decay, beta */
-    SHARED(float, qk, DELTA_STEP);     /* q.k */
+    SHARED(float, ds, KDA ? DELTA_STEP *DELTA_HEAD : 1); /* decays of the rows */
+    SHARED(float4, gates, DELTA_STEP);                   /* decay, beta */
+    SHARED(float, qk, DELTA_STEP);                       /* q.k */
     SHARED(float2, sums, 2 * DELTA_PARTS * DELTA_HEAD);
     grid_dependency_launch();
     grid_dependency_wait();
@@ -5952,7 +5992,8 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     if ((int)blockIdx.y >= a.batch.at->n_run) return;
     const struct run &u = a.batch.at->run[blockIdx.y];
     const int pos = u.pos, first = u.n_committed, n_uncommitted = pos - first;
-    const int n = n_uncommitted + min(u.n, a.n_own);
+    const int own = min(u.n, a.n_own), n = n_uncommitted + own;
+    const int taken = KDA && own > DECODE_MAX_TOKENS ? n - 1 : n_uncommitted; /* rows that the state then has */
     float *state =
         a.state + (size_t)u.timeline * a.state_stride + (size_t)(j * dk * dv) + (size_t)(part * DELTA_ROWS * dv + c);
     const int n_mine = c < dv ? dk - part * DELTA_ROWS : 0; /* of the thread's values that exist */
@@ -5961,8 +6002,16 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
     int turn = 0;
     UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += DELTA_STEP) {
         const int rows = min(n - i0, (int)DELTA_STEP);
-        for (int i = warp; i < 3 * rows; i += DELTA_THREADS / WARP) { /* a warp: q, k or v of a row */
-            const int row = i / 3, kind = i % 3, p = first + i0 + row;
+        constexpr int KINDS = KDA ? 4 : 3;
+        for (int i = warp; i < KINDS * rows; i += DELTA_THREADS / WARP) { /* a warp: q, k, v or decays of a row */
+            const int row = i / KINDS, kind = i % KINDS, p = first + i0 + row;
+            if (KDA && kind == 3) {
+                UNROLL for (int v = 0; v < 4; v++) {
+                    const int h = lane + 32 * v;
+                    ds[row * DELTA_HEAD + h] = h < dk ? delta_gate(a, u, pos, p, j, h) : 0;
+                }
+                continue;
+            }
             const struct delta_channels ch = delta_channels_of(a, u, kind, kind == 2 ? j : kh);
             float x[4] = {};
             UNROLL for (int v = 0; v < 4; v++) {
@@ -5980,7 +6029,8 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             float *to = (kind == 2 ? vs : kind ? ks : qs) + row * DELTA_HEAD;
             UNROLL for (int v = 0; v < 4; v++) to[lane + 32 * v] = x[v] * f;
         }
-        if (tid < rows) {
+        if (KDA && tid < rows) gates[tid].y = delta_gate(a, u, pos, first + i0 + tid, j, dk);
+        if (!KDA && tid < rows) {
             const float2 g = delta_gates(a, u, pos, first + i0 + tid, j);
             gates[tid] = make_float4(expf(g.x), g.y, 0, 0);
         }
@@ -5995,14 +6045,22 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
             if (!lane) qk[warp] = dot;
         }
         UNROLL_BY(1) for (int row = 0; row < rows; row++) {
-            if (i0 + row == n_uncommitted && n_uncommitted) { /* the state has the rows before the forward */
+            if (i0 + row == taken && taken) { /* the state has the rows before the forward, or all but the last */
                 UNROLL for (int i = 0; i < DELTA_ROWS; i++) if (i < n_mine) state[(size_t)i * dv] = S[i];
             }
             const float4 *k4 = (const float4 *)(ks + row * DELTA_HEAD + part * DELTA_ROWS);
             const float4 *q4 = (const float4 *)(qs + row * DELTA_HEAD + part * DELTA_ROWS);
+            const float4 *d4 = (const float4 *)(ds + (KDA ? row * DELTA_HEAD + part * DELTA_ROWS : 0));
             float2 sum = make_float2(0, 0);
             UNROLL for (int i = 0; i < DELTA_ROWS; i += 4) {
                 const float4 k = k4[i / 4], q = q4[i / 4];
+                if (KDA) {
+                    const float4 d = d4[i / 4];
+                    S[i] *= d.x;
+                    S[i + 1] *= d.y;
+                    S[i + 2] *= d.z;
+                    S[i + 3] *= d.w;
+                }
                 sum.x += k.x * S[i] + k.y * S[i + 1] + k.z * S[i + 2] + k.w * S[i + 3];
                 sum.y += q.x * S[i] + q.y * S[i + 1] + q.z * S[i + 2] + q.w * S[i + 3];
             }
@@ -6015,7 +6073,8 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
                 sum.x += all[v * DELTA_HEAD + c].x;
                 sum.y += all[v * DELTA_HEAD + c].y;
             }
-            const float f = gates[row].x, u = gates[row].y * (vs[row * DELTA_HEAD + c] - f * sum.x);
+            const float f = KDA ? 1 : gates[row].x; /* a decay that S does not have yet */
+            const float u = gates[row].y * (vs[row * DELTA_HEAD + c] - f * sum.x);
             UNROLL for (int i = 0; i < DELTA_ROWS; i += 4) {
                 const float4 k = k4[i / 4];
                 S[i] = f * S[i] + k.x * u;
@@ -6028,10 +6087,11 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
         __syncthreads(); /* the results of these rows are written, and nobody needs their inputs any more */
         const int t = i0 + warp - n_uncommitted;
         if (warp < rows && t >= 0)
-            delta_finish(a, os + warp * DELTA_HEAD, a.z + (size_t)(u.first + t) * a.z_stride + j * dv,
-                         a.out + (size_t)(u.first + t) * a.out_stride + j * dv);
+            delta_finish<KDA>(a, os + warp * DELTA_HEAD, a.z + (size_t)(u.first + t) * a.z_stride + j * dv,
+                              a.out + (size_t)(u.first + t) * a.out_stride + j * dv);
     }
-    for (int t = 0; t < n - n_uncommitted; t++) delta_keep(a, u, pos, t, j); /* no row that another block reads */
+    for (int t = KDA ? max(0, own - a.n_ring) : 0; t < own; t++)
+        delta_keep<KDA>(a, u, pos, t, j); /* no row that another block reads */
 }
 
 /* ============================================================================================================
@@ -6491,9 +6551,9 @@ __global__ void __launch_bounds__(128) k_delta_finish(const __grid_constant__ st
     const int t = a.first + (int)blockIdx.x, j0 = 4 * blockIdx.y;
     const int j = j0 + (int)(threadIdx.x >> 5);
     if (j < n_value)
-        delta_finish(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
-                     a.out + (size_t)t * a.out_stride + j * dv);
-    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep(a, run, run.pos, t, k);
+        delta_finish<false>(a, a.t.v + ((size_t)blockIdx.x * n_value + j) * dv, a.z + (size_t)t * a.z_stride + j * dv,
+                            a.out + (size_t)t * a.out_stride + j * dv);
+    for (int k = j0; k < min(j0 + 4, n_value) && t >= n_tok - a.n_ring; k++) delta_keep<false>(a, run, run.pos, t, k);
 }
 
 /* Enqueues a gated delta net: for n_tok own rows after n_uncommitted earlier ones. */
@@ -6502,13 +6562,13 @@ static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommi
     const unsigned heads = (unsigned)a.shape.n_value;
     const double keys = a.shape.n_key * a.shape.head_k, values = a.shape.n_value * a.shape.head_v;
     const double state = 2 * 4 * values * a.shape.head_k; /* bytes to read and write it */
-    const bool decode = n_tok <= DECODE_MAX_TOKENS;
-    a.n_own = decode ? DECODE_MAX_TOKENS : 1; /* prefill makes its first row again */
-    if (decode || n_uncommitted) {
-        profile_next(state, "%u heads", heads);
-        LAUNCH_PDL(k_delta_decode, dim3(heads, (unsigned)(a.batch.several ? n_tok : 1)), DELTA_THREADS, 0, s, a);
-    }
-    if (decode) return;
+    const bool decode = n_tok <= DECODE_MAX_TOKENS, kda = a.shape.n_decay > 1;
+    const dim3 grid(heads, (unsigned)(a.batch.several ? n_tok : 1));
+    a.n_own = decode ? DECODE_MAX_TOKENS : kda ? n_tok : 1; /* prefill makes its first row again */
+    if (decode || kda || n_uncommitted) profile_next(state, "%u heads", heads);
+    if (kda) LAUNCH_PDL(k_delta_decode<true>, grid, DELTA_THREADS, 0, s, a);
+    else if (decode || n_uncommitted) LAUNCH_PDL(k_delta_decode<false>, grid, DELTA_THREADS, 0, s, a);
+    if (decode || kda) return;
     cudaFuncSetAttribute(k_delta_prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_PREPARE_SMEM);
     cudaFuncSetAttribute(k_delta_scan, cudaFuncAttributeMaxDynamicSharedMemorySize, DELTA_SCAN_SMEM);
     const int units = 2 * a.shape.n_key + a.shape.n_value + 1;
@@ -7662,7 +7722,8 @@ static void norm_rows_of(struct rank *r, enum act x, enum act partial, const flo
 /* The product of a matrix with the rows of a slot, in F32. */
 static void linear_rows(struct rank *r, const struct weight *w, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    matmul(r, w->copy, c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
+    uint16_t *y16 = c->x32[out] ? NULL : c->x16[out];
+    matmul(r, w->copy, c->x16[x], (size_t)r->width[x], 0, r->n_tok, 0, y16, c->x32[out], (size_t)r->width[out], 0);
 }
 
 /* In decode one kernel does all products, so that small matrices fill the GPU together. */
@@ -7685,7 +7746,8 @@ static void cuda_linear(struct rank *r, const struct step *s) {
         const struct device_matrix *d = s->w[i]->copy;
         profile_matrices(d, 1, 4.0 * r->n_tok * d->n_out);
         p.w[p.n_matrix] = *d;
-        p.y[p.n_matrix] = c->x32[s->out[i]];
+        p.y[p.n_matrix] = c->x32[s->out[i]] ? c->x32[s->out[i]] : (float *)c->x16[s->out[i]];
+        p.y_half |= (uint32_t)!c->x32[s->out[i]] << p.n_matrix;
         p.y_stride[p.n_matrix++] = (size_t)r->width[s->out[i]];
     }
     p.n_tok = r->n_tok;
@@ -7832,12 +7894,22 @@ static void choose_keys(const struct rank *r, const struct attn &shape, struct a
     while (1 << a->block_shift < shape.index_block) a->block_shift++;
 }
 
+/* The heads' results in slot x times their gates. */
+static void head_gates(struct rank *r, const struct layer *layer, enum act x) {
+    const struct attn *a = &layer->attn;
+    struct cuda *c = r->cuda;
+    const struct gate_args g = {c->x16[x], (size_t)r->width[x], c->x32[A_GATE], (size_t)r->width[A_GATE],
+                                a->n_head, a->head_v,           a->n_gate > 1,  layer->head_gate == GATE_SOFTPLUS};
+    profile_next(4.0 * r->n_tok * (a->n_head * a->head_v + a->n_head * a->n_gate), "%d heads", a->n_head);
+    LAUNCH_PDL(k_head_gate, dim3(ceil_div(a->n_head * a->head_v, 1024), (unsigned)r->n_tok), 128, 0, c->stream, g);
+}
+
 static void cuda_attention(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act q = s->in[0], k = s->in[1], v = s->in[2], out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
-    const bool decode = r->n_tok <= DECODE_MAX_TOKENS, gates = shape.n_gate > 0, each = shape.n_gate > 1;
+    const bool decode = r->n_tok <= DECODE_MAX_TOKENS, gates = shape.n_gate > 0;
     struct cuda *c = r->cuda;
     struct attn_args a = {};
     a.rope = rope_of(r, il, q, k);
@@ -7852,7 +7924,7 @@ static void cuda_attention(struct rank *r, const struct step *s) {
         a.gate = c->x32[A_GATE];
         a.gate_stride = (size_t)r->width[A_GATE];
         a.gate_head = shape.n_gate;
-        a.gate_one = !each;
+        a.gate_one = shape.n_gate == 1;
     }
     choose_keys(r, shape, &a);
     if (decode) a.arrived = c->attn_arrived;
@@ -7864,11 +7936,7 @@ static void cuda_attention(struct rank *r, const struct step *s) {
     }
     a.prefetch = prefetch_of_mixer(r, s, 1);
     attend(r, il, c->x16[q], shape.head_k, c->x16[out], (size_t)r->width[out], shape.head_v, shape.n_head_kv, a);
-    if (!gates || decode) return;
-    const struct gate_args g = {c->x16[out],  (size_t)r->width[out], c->x32[A_GATE], (size_t)r->width[A_GATE],
-                                shape.n_head, shape.head_v,          each,           a.softplus};
-    LAUNCH_PDL(k_head_gate, dim3(ceil_div(shape.n_head * shape.head_v, 1024), (unsigned)r->n_tok), 128, 0, c->stream,
-               g);
+    if (gates && !decode) head_gates(r, layer, out);
 }
 
 /* No model with Mamba-2 gets here: see delta_check. */
@@ -7897,7 +7965,8 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     a.z_stride = (size_t)r->width[A_Z];
     a.alpha = c->x32[A_ALPHA];
     a.beta = c->x32[A_BETA];
-    a.gate_stride = (size_t)r->width[A_ALPHA];
+    a.alpha_stride = (size_t)r->width[A_ALPHA];
+    a.beta_stride = (size_t)r->width[A_BETA];
     a.ring_qk = (float *)cache[CACHE_K].data;
     a.ring_qk_stride = cache[CACHE_K].row_bytes / sizeof(float);
     a.ring_v = (float *)cache[CACHE_V].data;
@@ -7999,7 +8068,7 @@ static void mla_attend_expanded(struct rank *r, int il, enum act q, enum act out
     a.q = c->x16[q];
     a.q_rope = c->q_absorbed;
     a.out = c->x16[out];
-    a.out_stride = (size_t)heads * (size_t)v;
+    a.out_stride = (size_t)r->width[out];
     a.buffer = c->mla;
     a.buffer.segment = MLA_SEGMENT;
     a.sums = (float *)c->latent_out;
@@ -8045,19 +8114,13 @@ static void mla_attend_decode(struct rank *r, const struct step *s, struct rope_
     mla_value(&value, c->stream);
 }
 
-/* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
- * C). Not so for many tokens, see mla_expands_on_gpu. */
-static void cuda_mla_attention(struct rank *r, const struct step *s) {
+/* The same of a prefill. */
+static void mla_attend_prefill(struct rank *r, const struct step *s, struct rope_args p) {
     const int il = s->il;
-    const enum act q = s->in[0], kv = s->in[1], out = s->out[0];
+    const enum act q = s->in[0], out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
     const struct attn shape = layer->attn;
     struct cuda *c = r->cuda;
-    const struct rope_args p = rope_of(r, il, q, kv);
-    if (r->n_tok <= DECODE_MAX_TOKENS) {
-        mla_attend_decode(r, s, p);
-        return;
-    }
     LAUNCH_PDL(k_rope_mla, dim3(1 + ceil_div(p.n_head, 4), (unsigned)r->n_tok), 128, 0, c->stream, p);
     struct attn_args a = {};
     choose_keys(r, shape, &a);
@@ -8066,12 +8129,22 @@ static void cuda_mla_attention(struct rank *r, const struct step *s) {
         return;
     }
     const size_t key = (size_t)(shape.kv_lora + layer_rope_dim(r->m, layer)), lat = (size_t)shape.kv_lora;
-    const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k, head_v = (size_t)shape.head_v;
+    const size_t heads = (size_t)shape.n_head, head_k = (size_t)shape.head_k;
     matmul(r, layer->wk_b.copy, c->x16[q], heads * head_k, head_k, r->n_tok, shape.n_head, c->q_absorbed, NULL,
            heads * key, key);
     attend(r, il, c->q_absorbed, (int)key, c->latent_out, heads * lat, shape.kv_lora, 1, a);
     matmul(r, layer->wv_b.copy, c->latent_out, heads * lat, lat, r->n_tok, shape.n_head, c->x16[out], NULL,
-           heads * head_v, head_v);
+           (size_t)r->width[out], (size_t)shape.head_v);
+}
+
+/* Queries go into the latent space, attention mixes latents, and these come out as values (arXiv 2405.04434, appendix
+ * C). Not so for many tokens, see mla_expands_on_gpu. Then the heads' gates, where there are some. */
+static void cuda_mla_attention(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct rope_args p = rope_of(r, s->il, s->in[0], s->in[1]);
+    if (r->n_tok <= DECODE_MAX_TOKENS) mla_attend_decode(r, s, p);
+    else mla_attend_prefill(r, s, p);
+    if (layer->attn.n_gate) head_gates(r, layer, s->out[0]);
 }
 
 static void cuda_csa_store(struct rank *r, const struct step *s) {
@@ -9497,9 +9570,9 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
         snprintf(why, ERR_MAX,
                  "layers with different shapes of latent attention (layer %d) are not supported on a GPU; use --cpu",
                  il);
-    else if (mla && (a->window || a->has_sinks || a->n_gate || layer->qk_norm == QK_NORM_ROWS))
+    else if (mla && (a->window || a->has_sinks || layer->qk_norm == QK_NORM_ROWS))
         snprintf(why, ERR_MAX,
-                 "latent attention with a window, sinks, gates or norms of rows (layer %d) is not supported on a GPU; "
+                 "latent attention with a window, sinks or norms of rows (layer %d) is not supported on a GPU; "
                  "use --cpu",
                  il);
     else if (a->top_k && !index_find(a->index_k, false, kind == ATTN_GQA))
@@ -9523,8 +9596,7 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
 static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
-    if (d->n_decay > 1) snprintf(why, ERR_MAX, "Kimi delta attention is not supported on a GPU; use --cpu");
-    else if (layer->ungated)
+    if (layer->ungated)
         snprintf(why, ERR_MAX, "feed-forwards without a gate are not supported on a GPU; use --cpu");
     else if (layer->mixer == MIXER_DELTA && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
                                              d->head_v % 8 || d->n_conv != DELTA_TAPS))

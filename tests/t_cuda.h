@@ -674,7 +674,9 @@ static void test_cuda_operations(void) {
                                         "qwen3_next",
                                         "qwen3_next_fp8",
                                         "deepseek_v32",
-                                        "glm_moe_dsa_types"};
+                                        "glm_moe_dsa_types",
+                                        "kimi_linear_nvfp4",
+                                        "bailing_hybrid_ct"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
     int n_w4a4 = 0;
     bool fp4 = cuda_test_begin(8);
@@ -714,6 +716,19 @@ void cuda_test_expanded(void) {
         if (!m) return;
         CHECK(mla_expands_on_gpu(m, m->layers, 131) && !mla_expands_on_gpu(m, m->layers, 128), "%s", names[f]);
         pair_forwards(names[f], m, f & 1 ? KV_BF16 : KV_FP8, 512, 0, MOE_ACT_F16, n);
+    }
+}
+
+/* Kimi delta attention: of one token, of several that lag, of as many as a prefill has; its low ranks, and the gates of
+ * heads in latent attention. */
+void cuda_test_kda(void) {
+    static const char *const names[] = {"kimi_linear", "bailing_hybrid"};
+    static const int n[] = {1, 5, 17, 2, 16, 40, 1, 9, 0};
+    cuda_test_begin(20);
+    for (int f = 0; f < 2; f++) {
+        const struct model *m = fixture_keep(names[f]);
+        if (!m) return;
+        pair_forwards(names[f], m, f & 1 ? KV_BF16 : KV_FP8, 128, 0, MOE_ACT_F16, n);
     }
 }
 
@@ -1637,10 +1652,10 @@ static void recurrent_file(struct session *s, const int32_t *ids) {
 
 /* Chunks of any size give the CPU's logits; tokens are taken back with the state, or by a snapshot of it. */
 static void test_cuda_recurrent(void) {
-    static const char *const names[] = {"qwen3_5_moe", "qwen3_next"};
+    static const char *const names[] = {"qwen3_5_moe", "qwen3_next", "kimi_linear"};
     static const int chunks[] = {1, 2, 16, 17, 64, 70};
     cuda_test_begin(10);
-    for (int f = 0; f < 2; f++) {
+    for (int f = 0; f < 3; f++) {
         struct model m;
         struct session s;
         char path[256];
@@ -1711,8 +1726,8 @@ static void test_cuda_refusals(void) {
     }
     model_free(&m);
     const char *const mla[] = {"different shapes of latent attention (layer 1) are",
-                               "latent attention with a window, sinks, gates or norms of rows (layer 0) is",
-                               "latent attention with a window, sinks, gates or norms of rows (layer 0) is"};
+                               "latent attention with a window, sinks or norms of rows (layer 0) is",
+                               "latent attention with a window, sinks or norms of rows (layer 0) is"};
     synth_make(&m, &tiny_synths[1], NULL, true);
     for (int i = 0; i < 3; i++) {
         struct rank r = {0};
@@ -1880,6 +1895,8 @@ static void test_cuda_ranks(void) {
     static const struct layout stages = {"two stages on a GPU", 1, 2, {0, 0}, ALLREDUCE_AUTO, true};
     layouts_agree("qwen3_5_moe", &stages, 1, 50);
     layouts_agree("qwen3_next", &stages, 1, 20);
+    layouts_agree("kimi_linear", &stages, 1, 50);
+    layouts_agree("bailing_hybrid_ct", virtual, 1, 20);
 #ifdef SIMULATED
     static const struct layout several[] = {
         {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
@@ -2222,6 +2239,8 @@ void cuda_test_parallel(void) {
         {"glm_moe_dsa", NULL, 1, 1, KV_FP8, 4, 140, cuda_parallel_open, 64, false, 2},
         {"minimax_m3", NULL, 1, 1, KV_BF16, 4, 150, cuda_parallel_open, 64, true, 0},
         {"gpt_oss", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false, 0},
+        {"kimi_linear", NULL, 1, 2, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 0},
+        {"bailing_hybrid_ct", NULL, 2, 1, KV_FP8, 4, 0, cuda_parallel_open, 0, false, 1},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_parallel(&cases[i]);
     cuda_test_devices(1, true);
@@ -2265,9 +2284,11 @@ static void test_cuda_batches(void) {
         const char *name;
         enum kv_type kv;
         const struct layout *layout;
-    } cases[] = {{"qwen3moe_nvfp4", KV_FP8, &one}, {"qwen3moe", KV_BF16, &two},   {"deepseek_v3", KV_FP8, &one},
-                 {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one}, {"hy_v3", KV_FP8, &one},
-                 {"glm4_moe_air", KV_BF16, &one},  {"deepseek_v4", KV_FP8, &one}, {"deepseek_v4_pro", KV_BF16, &two}};
+    } cases[] = {
+        {"qwen3moe_nvfp4", KV_FP8, &one}, {"qwen3moe", KV_BF16, &two},         {"deepseek_v3", KV_FP8, &one},
+        {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one},       {"hy_v3", KV_FP8, &one},
+        {"glm4_moe_air", KV_BF16, &one},  {"deepseek_v4", KV_FP8, &one},       {"deepseek_v4_pro", KV_BF16, &two},
+        {"kimi_linear", KV_FP8, &one},    {"bailing_hybrid_ct", KV_BF16, &two}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
@@ -2873,7 +2894,7 @@ static void test_cuda_decode_bench(void) {
         {"cuda/norms", cuda_test_norms}, {"cuda/rotations", cuda_test_rotations}, {"cuda/indexer", cuda_test_indexer}, \
         {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
         {"cuda/sparse", test_cuda_sparse}, {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring},         \
-        {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta},                                        \
+        {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta}, {"cuda/kda", cuda_test_kda},           \
         {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
         {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
         {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \

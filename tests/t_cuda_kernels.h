@@ -1501,11 +1501,13 @@ struct test_cache {
 
 /* What a decode kernel makes queries and new rows of: (n_tok, heads * head) floats, of a head the first d. */
 struct test_heads {
+    enum { PAD = 8 }; /* values of a slot that layers of another kind have */
     std::vector<float> x;
     gpu_array<float> d;
     int stride, head, n;
     test_heads(int n_tok, int heads, int head_, int n_, double size)
-        : x(random_floats(n_tok * heads * head_, size)), d(x), stride(heads * head_), head(head_), n(n_) {}
+        : x(random_floats(n_tok * (heads * head_ + PAD), size)), d(x), stride(heads * head_ + PAD), head(head_), n(n_) {
+    }
     const float *row(int t, int h) const { return &x[(size_t)(t * stride + h * head)]; }
     /* Head h of token t, normed unless w is empty, and rotated. cs, sn: (n_tok, rope / 2) */
     std::vector<double> roped(int t, int h, const std::vector<float> &w, const std::vector<float> &cs,
@@ -1858,7 +1860,7 @@ static void run_mla_query(enum gguf_type type, bool fp8, int n_tok, int n_head, 
     struct mla_query_args p = {};
     struct rope_args &r = p.rope;
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q_rope = y, r.kp = k.p,
-    r.vp = v.p;
+    r.vp = v.p, r.q_stride = (size_t)q.stride, r.k_stride = (size_t)kv.stride;
     r.n_head = n_head, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope, r.eps = 1e-6f;
     p.w = wk.d, p.n_tok = n_tok;
     k.forget(pos, n_tok), v.forget(pos, n_tok);
@@ -2208,9 +2210,16 @@ struct delta_case {
     bool tiled;
     int before, after; /* the model's key heads before and after the rank's */
     int pos, n_uncommitted, n_tok;
-    float size;  /* of the values */
-    float decay; /* of alpha */
-    bool alike;  /* keys hardly differ, and little is forgotten */
+    float size;       /* of the values */
+    float decay;      /* of alpha */
+    bool alike;       /* keys hardly differ, and little is forgotten */
+    bool kda = false; /* Kimi delta attention: a decay for every row of a state */
+    float bound = 0;  /* as of struct delta */
+    int n_decay() const { return kda ? dk : 1; }
+    /* floats of a row of the ring of alpha and beta, and where those of a value head stand */
+    int gates() const { return n_key * group * (n_decay() + 1); }
+    int alpha_at(int j) const { return kda ? j * (dk + 1) : j; }
+    int beta_at(int j) const { return kda ? j * (dk + 1) + dk : n_key * group + j; }
 };
 
 /* Numbers for the case, as the model has them: rows of the positions first - 3 .. pos + n_tok - 1. */
@@ -2224,11 +2233,12 @@ struct delta_numbers {
             for (size_t i = 0; i < n; i++) x.push_back(size * (float)normal());
         };
         fill(q, rows * n_key * dk, 1), fill(k, rows * n_key * dk, 1), fill(v, rows * n_value * dv, c.size);
-        fill(alpha, rows * n_value, c.decay), fill(beta, rows * n_value, c.alike ? 0.1f : 1);
+        const size_t each = (size_t)c.n_decay();
+        fill(alpha, rows * n_value * each, c.decay), fill(beta, rows * n_value, c.alike ? 0.1f : 1);
         fill(z, (size_t)c.n_tok * n_value * dv, 1), fill(conv, (2 * whole * dk + whole * (size_t)c.group * dv) * 4, 1);
-        fill(decay, whole * (size_t)c.group, 1), fill(dt_bias, whole * (size_t)c.group, 1), fill(norm, dv, 1);
+        fill(decay, whole * (size_t)c.group, 1), fill(dt_bias, whole * (size_t)c.group * each, 1), fill(norm, dv, 1);
         fill(state, n_value * dk * dv, c.size);
-        for (float &x : decay) x = -fabsf(x) * (c.alike ? 0.01f : 1);
+        for (float &x : decay) x = (c.bound < 0 ? 1 : -1) * fabsf(x) * (c.alike ? 0.01f : 1);
         if (!c.alike) return;
         for (float &x : beta) x += 4; /* of almost 1 */
         for (size_t i = 0; i < k.size(); i++) k[i] = (float)sin(1 + (double)(i % (n_key * dk))) + 0.2f * k[i];
@@ -2267,17 +2277,22 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
                 k[(size_t)h] = conv(x.k, c.n_key * dk, kh * dk + h, at + (size_t)(whole * dk), i);
             }
             unit(q), unit(k);
-            const size_t g = (size_t)((i + 3) * n_value + j);
-            const double a = (double)x.alpha[g] + (double)x.dt_bias[(size_t)head],
-                         beta = 1 / (1 + exp(-(double)x.beta[g]));
-            const double f = exp((double)x.decay[(size_t)head] * log1p(exp(a)));
+            const double beta = 1 / (1 + exp(-(double)x.beta[(size_t)((i + 3) * n_value + j)]));
+            const double decay = (double)x.decay[(size_t)head];
+            std::vector<double> f((size_t)dk);
+            for (int h = 0; h < dk; h++) {
+                const int n = c.n_decay(), e = c.kda ? h : 0;
+                const double a = (double)x.alpha[(size_t)(((i + 3) * n_value + j) * n + e)] +
+                                 (double)x.dt_bias[(size_t)(head * n + e)];
+                f[(size_t)h] = exp(c.bound < 0 ? (double)c.bound / (1 + exp(-decay * a)) : decay * log1p(exp(a)));
+            }
             double ss = 0;
             for (int e = 0; e < dv; e++) {
                 double u = conv(x.v, n_value * dv, j * dv + e, (size_t)(2 * whole * dk + head * dv + e), i);
-                for (int h = 0; h < dk; h++) u -= f * k[(size_t)h] * S[(size_t)(h * dv + e)];
+                for (int h = 0; h < dk; h++) u -= f[(size_t)h] * k[(size_t)h] * S[(size_t)(h * dv + e)];
                 for (int h = 0; h < dk; h++) {
                     double &s = S[(size_t)(h * dv + e)];
-                    s = f * s + k[(size_t)h] * beta * u;
+                    s = f[(size_t)h] * s + k[(size_t)h] * beta * u;
                     o[(size_t)e] += q[(size_t)h] * s / sqrt(dk);
                 }
                 ss += o[(size_t)e] * o[(size_t)e];
@@ -2285,7 +2300,8 @@ static void delta_plain(const delta_case &c, const delta_numbers &x, int taken, 
             for (int e = 0; e < dv && i >= c.n_uncommitted; e++) {
                 const size_t at = (size_t)((i - c.n_uncommitted) * n_value * dv + j * dv + e);
                 const double z = (double)x.z[at];
-                out[at] = o[(size_t)e] / sqrt(ss / dv + 1e-6) * (double)x.norm[(size_t)e] * z / (1 + exp(-z));
+                out[at] =
+                    o[(size_t)e] / sqrt(ss / dv + 1e-6) * (double)x.norm[(size_t)e] * (c.kda ? 1 : z) / (1 + exp(-z));
             }
         }
     }
@@ -2313,12 +2329,24 @@ static void run_delta(const struct delta_case &c) {
                     (i < width ? a : b)[(size_t)((p - first + 3) * width + i % width)];
         return r;
     };
+    auto ring_of_gates = [&](int from, int to) {
+        std::vector<float> r((size_t)(RING * c.gates()), NAN); /* alpha and beta of positions from..to-1 */
+        const int n = c.n_decay();
+        for (int p = max(from, 0); p < to; p++)
+            for (int j = 0; j < n_value; j++) {
+                float *row = &r[(size_t)(p % RING * c.gates())];
+                const int at = (p - first + 3) * n_value + j;
+                std::copy_n(x.alpha.begin() + at * n, n, row + c.alpha_at(j));
+                row[c.beta_at(j)] = x.beta[(size_t)at];
+            }
+        return r;
+    };
     std::vector<float> z((size_t)(c.n_tok * (values + PAD)), NAN);
     for (int t = 0; t < c.n_tok; t++) std::copy_n(x.z.begin() + t * values, values, z.begin() + t * (values + PAD));
-    gpu_array<float> q(own(x.q, keys)), k(own(x.k, keys)), v(own(x.v, values)), z_d(z), alpha(own(x.alpha, n_value)),
-        beta(own(x.beta, n_value));
+    gpu_array<float> q(own(x.q, keys)), k(own(x.k, keys)), v(own(x.v, values)), z_d(z),
+        alpha(own(x.alpha, n_value * c.n_decay())), beta(own(x.beta, n_value));
     gpu_array<float> ring_qk(ring(x.q, x.k, keys, first - 3, c.pos)), ring_v(ring(x.v, x.v, values, first - 3, c.pos)),
-        ring_gates(ring(x.alpha, x.beta, n_value, first - 3, c.pos));
+        ring_gates(ring_of_gates(first - 3, c.pos));
     gpu_array<float> state(x.state), conv(x.conv), decay(x.decay), dt_bias(x.dt_bias), norm(x.norm);
     gpu_array<uint16_t> out(std::vector<uint16_t>((size_t)(c.n_tok * (values + PAD)), 0xABCD));
     gpu_batch b(c.pos, c.n_tok, first);
@@ -2329,13 +2357,15 @@ static void run_delta(const struct delta_case &c) {
         gates(std::vector<float>(most * 2 * (size_t)n_value, NAN)), fades(std::vector<float>(tiles * DELTA_FADES, NAN));
     struct delta_args a = {};
     a.batch = b;
-    a.shape = {c.n_key, n_value, c.dk, c.dv, DELTA_TAPS, c.tiled, false, c.before, c.before + c.n_key + c.after};
+    const int whole = c.before + c.n_key + c.after;
+    a.shape = {c.n_key, n_value, c.dk,    c.dv,  DELTA_TAPS, c.n_decay(), 0,
+               c.bound, c.kda,   c.tiled, false, c.before,   whole};
     a.q = q, a.k = k, a.v = v, a.z = z_d, a.alpha = alpha, a.beta = beta;
     a.q_stride = a.k_stride = (size_t)(keys + PAD), a.v_stride = a.z_stride = a.out_stride = (size_t)(values + PAD);
-    a.gate_stride = (size_t)(n_value + PAD);
+    a.alpha_stride = (size_t)(n_value * c.n_decay() + PAD), a.beta_stride = (size_t)(n_value + PAD);
     a.ring_qk = ring_qk, a.ring_v = ring_v, a.ring_gates = ring_gates, a.n_ring = RING;
     a.ring_qk_stride = (size_t)(2 * keys), a.ring_v_stride = (size_t)(2 * values);
-    a.ring_gates_stride = (size_t)(2 * n_value);
+    a.ring_gates_stride = (size_t)c.gates();
     a.state = state, a.conv = conv, a.decay = decay, a.dt_bias = dt_bias, a.norm = norm, a.eps = 1e-6f, a.out = out;
     a.t = {qk16, mixed, gates, tiles_d, fades};
     q.arrive();
@@ -2360,15 +2390,19 @@ static void run_delta(const struct delta_case &c) {
     for (size_t i = 0; i < w.size(); i++) bad += w[i] == w[i] && w[i] != g[i];
     w = ring(x.v, x.v, values, from, end), g = ring_v.get();
     for (size_t i = 0; i < w.size(); i++) bad += (int)i % (2 * values) < values && w[i] == w[i] && w[i] != g[i];
-    w = ring(x.alpha, x.beta, n_value, from, end), g = ring_gates.get();
+    w = ring_of_gates(from, end), g = ring_gates.get();
     for (size_t i = 0; i < w.size(); i++) bad += w[i] == w[i] && w[i] != g[i];
     const double limit = c.alike ? 1e-5 : 1e-6; /* of results in halves */
     expect(
         sum.nmse() <= limit && states.nmse() <= 1e-10 && !bad,
         "%d keys of %d, %d values of %d, %s, from %d, %d tokens after %d at %d, size %g, decay %g%s: NMSE %.1e, state "
         "%.1e, %d wrong in rings and gaps",
-        c.n_key, c.dk, n_value, c.dv, c.tiled ? "tiled" : "grouped", c.before, c.n_tok, c.n_uncommitted, c.pos, c.size,
-        c.decay, c.alike ? ", alike" : "", sum.nmse(), states.nmse(), bad);
+        c.n_key, c.dk, n_value, c.dv,
+        c.kda     ? "decays of rows"
+        : c.tiled ? "tiled"
+                  : "grouped",
+        c.before, c.n_tok, c.n_uncommitted, c.pos, c.size, c.decay, c.alike ? ", alike" : "", sum.nmse(), states.nmse(),
+        bad);
 }
 
 extern "C" void cuda_test_delta_net(void) {
@@ -2387,6 +2421,14 @@ extern "C" void cuda_test_delta_net(void) {
         {1, 1, 24, 32, true, 0, 0, 70, 16, 49, 1e4f, 4, false},
         {1, 1, 128, 72, false, 2, 0, 16, 16, 700, 1, 0.1f, true},
         {1, 2, 128, 128, true, 0, 2, 60, 3, 254, 1, 1, false},
+        /* Kimi delta attention: decode, prefill */
+        {2, 1, 128, 128, false, 0, 0, 0, 0, 1, 1, 1, false, true, 0},
+        {1, 1, 40, 40, false, 2, 1, 40, 3, 5, 1, 1, false, true, 0},
+        {1, 1, 64, 64, false, 1, 0, 100, 16, 16, 1e4f, 3, false, true, -5},
+        {1, 1, 128, 128, false, 0, 1, 19, 9, 16, 1, 0.1f, true, true, -0.1f},
+        {2, 1, 32, 32, false, 0, 1, 0, 0, 17, 1, 1, false, true, 0},
+        {1, 1, 128, 128, false, 3, 0, 60, 7, 41, 1, 2, false, true, -5},
+        {1, 1, 24, 24, false, 0, 0, 16, 16, 700, 1, 0.1f, true, true, 0},
     };
     for (auto &c : cases) run_delta(c);
 }

@@ -16,6 +16,7 @@ extern "C" void cuda_test_sparse(void);
 extern "C" void cuda_test_parallel(void);
 extern "C" void cuda_test_streams(void);
 extern "C" void cuda_test_expanded(void);
+extern "C" void cuda_test_kda(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
 extern "C" void cuda_test_by_cpu(void);
@@ -50,6 +51,7 @@ static const struct {
                     {"attention", cuda_test_attention},
                     {"windows", cuda_test_windows},
                     {"expanded", cuda_test_expanded},
+                    {"kda", cuda_test_kda},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
                     {"parallel", cuda_test_parallel},
@@ -385,6 +387,69 @@ static void joins_of_first(const char *launch, void *args) {
     change_if<struct mla_value_args>(launch, "k_mla_value", args, [](auto &a) { a.attn.batch.several = false; });
 }
 
+/* Mistakes about Kimi delta attention. */
+static void change_kda(const char *launch, void *args, void (*f)(struct delta_args &a)) {
+    change_if<struct delta_args>(launch, "k_delta_decode", args, f);
+}
+static void decays_without_bound(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.shape.bound = 0; });
+}
+static void decays_with_bound(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.shape.bound = a.shape.bound < 0 ? a.shape.bound : -5; });
+}
+static void decays_of_next_row(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.alpha++; });
+}
+static void offsets_of_next_row(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.dt_bias++; });
+}
+static void rates_of_next_head(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.decay++; });
+}
+static void betas_of_next_head(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.beta++; });
+}
+static void kept_decays_of_next_row(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.ring_gates -= a.batch.several ? 0 : 1; });
+}
+static void prefill_ends_early(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.n_own = min(a.n_own, (int)DECODE_MAX_TOKENS); });
+}
+static void gates_of_next_value(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.z++; });
+}
+static void ring_too_short(const char *launch, void *args) {
+    change_kda(launch, args, [](auto &a) { a.n_ring--; });
+}
+static void low_ranks_exchanged(const char *launch, void *args) {
+    change_if<struct linear_args>(launch, "k_gemv_linear", args, [](auto &a) {
+        int low[2], n = 0;
+        for (int i = 0; i < a.n_matrix && n < 2; i++)
+            if (a.y_half >> i & 1) low[n++] = i;
+        if (n == 2) std::swap(a.y[low[0]], a.y[low[1]]);
+    });
+}
+static void low_ranks_in_f32(const char *launch, void *args) {
+    change_if<struct linear_args>(launch, "k_gemv_linear", args, [](auto &a) { a.y_half = 0; });
+}
+static void gates_of_next_head(const char *launch, void *args) {
+    change_if<struct gate_args>(launch, "k_head_gate", args, [](auto &a) { a.gate++; });
+}
+static void gate_of_first_head(const char *launch, void *args) {
+    change_if<struct gate_args>(launch, "k_head_gate", args, [](auto &a) { a.n_head = 1; });
+}
+/* Rows of a slot are as wide as those of the layers of both kinds. */
+static void packed_rows(struct rope_args &a) {
+    a.q_stride = (size_t)(a.n_head * a.d);
+    a.k_stride = (size_t)(a.latent + a.rope);
+}
+static void queries_packed(const char *launch, void *args) {
+    change_if<struct mla_query_args>(launch, "k_mla_query", args, [](auto &a) { packed_rows(a.rope); });
+}
+static void prefill_queries_packed(const char *launch, void *args) {
+    change_if<struct rope_args>(launch, "k_rope_mla", args, packed_rows);
+}
+
 /* The mistakes, and the test that finds them. */
 static const struct {
     const char *test, *what;
@@ -464,7 +529,23 @@ static const struct {
                 {"streams", "tokens of a key have the offsets of the next", next_offsets},
                 {"streams", "a key's values are its gates", other_gates_of_keys},
                 {"streams", "keys are not rounded as in training", keys_not_rounded},
-                {"streams", "experts are those of another layer's table", table_of_another_layer}};
+                {"streams", "experts are those of another layer's table", table_of_another_layer},
+                {"kda", "decays have no bound", decays_without_bound},
+                {"kda", "decays have a bound", decays_with_bound},
+                {"kda", "rows have the decays of the next", decays_of_next_row},
+                {"kda", "decays have the offset of the next row", offsets_of_next_row},
+                {"kda", "heads decay as the next", rates_of_next_head},
+                {"kda", "heads have the beta of the next", betas_of_next_head},
+                {"kda", "lagging rows have the decays of the next", kept_decays_of_next_row},
+                {"kda", "a prefill ends after 16 tokens", prefill_ends_early},
+                {"kda", "values have the gates of the next", gates_of_next_value},
+                {"kda", "a ring is shorter by a row", ring_too_short},
+                {"kda", "the low ranks are exchanged", low_ranks_exchanged},
+                {"kda", "the low ranks are in F32", low_ranks_in_f32},
+                {"kda", "heads have the gate of the next", gates_of_next_head},
+                {"kda", "the first head alone has a gate", gate_of_first_head},
+                {"kda", "rows of a decode are packed", queries_packed},
+                {"kda", "rows of a prefill are packed", prefill_queries_packed}};
 
 /* ---- changes of the PTX ---- */
 

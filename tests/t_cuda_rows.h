@@ -279,6 +279,7 @@ static void run_rope_mla(bool fp8, int nope, int latent, int rope) {
     gpu_batch b(POS, TOKENS, POS);
     struct rope_args r = {};
     r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = kv.d, r.k_norm = norm_d, r.q16 = q16, r.q_rope = y;
+    r.q_stride = (size_t)q.stride, r.k_stride = (size_t)kv.stride;
     r.kp = k.p, r.vp = v.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope, r.latent = latent, r.nope = nope;
     r.eps = 1e-6f;
     k.forget(POS, TOKENS), v.forget(POS, TOKENS);
@@ -334,7 +335,8 @@ static void run_csa_store(int d, int rope, int pos) {
     gpu_batch b(pos, TOKENS, pos);
     struct csa_args a = {};
     struct rope_args &r = a.rope;
-    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = k.d, r.q_stride = (size_t)q.stride, r.k_stride = heads;
+    r.batch = b, r.cs = cs_d, r.sn = sn_d, r.q = q.d, r.k = k.d, r.q_stride = (size_t)q.stride,
+    r.k_stride = (size_t)k.stride;
     r.k_norm = k_norm_d, r.q16 = q16, r.kp = window.p, r.n_head = HEADS, r.n_head_kv = 1, r.d = d, r.rope = rope;
     r.eps = 1e-6f;
     struct compress_args &c = a.with[0];
@@ -445,7 +447,7 @@ static void run_index_store(int width, int rope, bool fp8, bool pairs, bool bias
     finish("the indexer's rows");
     k.read(POS, TOKENS);
     for (int t = 0; t < TOKENS && bias; t++) { /* what the rotation finds */
-        float *x = &k32.x[(size_t)(t * width)];
+        float *x = &k32.x[(size_t)(t * k32.stride)];
         double mean = 0, square = 0;
         for (int i = 0; i < width; i++) mean += (double)x[i] / width;
         for (int i = 0; i < width; i++) square += pow((double)x[i] - mean, 2);
