@@ -1866,6 +1866,16 @@ static inline uint64_t layer_conditions(const struct model *m, const struct laye
 /* Whether what mixes the layer's tokens has a recurrent state, of the shape `delta`. */
 static inline bool layer_recurrent(const struct layer *l) { return l->mixer == MIXER_DELTA || l->mixer == MIXER_MAMBA; }
 
+/* Channels before those of q, k and v in layer->conv, which has q, k, v, and of Mamba-2 v, k, q. */
+static inline void delta_before(const struct layer *layer, int before[3]) {
+    const struct delta *d = &layer->delta;
+    const bool mamba = layer->mixer == MIXER_MAMBA;
+    const int key = d->whole_key * d->head_k, value = d->n_key ? d->n_value / d->n_key * d->head_v * d->whole_key : 0;
+    before[0] = mamba ? value + key : 0;
+    before[1] = mamba ? value : key;
+    before[2] = mamba ? 0 : 2 * key;
+}
+
 /* Layers of both kinds. */
 static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_mtp; }
 
@@ -3197,10 +3207,6 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
-    for (int il = 0; il < model_blocks(m); il++) {
-        if (m->layers[il].mixer == MIXER_MAMBA) return "layers of Mamba-2";
-        if (m->layers[il].ungated) return "feed-forwards without a gate";
-    }
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
 }
@@ -3293,6 +3299,8 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(x16[A_Q], uint16_t, d.n * d.act[A_Q])                                                              \
     X(x16[A_ATT], uint16_t, d.n * d.act[A_ATT])                                                          \
     X(x16[A_EH], uint16_t, d.n * d.act[A_EH])                                                            \
+    X(x16[A_LATENT], uint16_t, d.n * d.act[A_LATENT])                                                    \
+    X(x16[A_LATENT_SUM], uint16_t, gpu_larger(d.n, d.decode) * d.act[A_LATENT_SUM])                      \
     X(x32[A_IQ], float, d.n * d.act[A_IQ])                                                               \
     X(x32[A_IK], float, d.n * d.act[A_IK])                                                               \
     X(x32[A_IW], float, d.n * d.act[A_IW])                                                               \
@@ -3357,6 +3365,7 @@ static inline struct gpu_dims gpu_dims_of(const struct model *m, struct gpu_size
     X(brought, uint64_t, d.ring ? FFN_MATRICES * d.experts + 1 : 0)                                      \
     X(ring, uint8_t, d.ring)                                                                             \
     X(no_jobs, int32_t, d.zeros)                                                                         \
+    X(one_job, struct expert_job, d.act[A_LATENT] ? d.decode + 1 : 0)                                    \
     X(delta.qk, uint16_t, d.delta * d.keys / 2 * 3)                                                      \
     X(delta.v, float, d.delta * d.act[A_Z])                                                              \
     X(delta.gates, float, d.delta * 2 * d.values)                                                        \
@@ -5090,7 +5099,7 @@ static void model_max_dims(struct model *m) {
         x->values = int_max(x->values, layer->delta.n_value);
         x->decays = int_max(x->decays, layer_dim(m, layer, DIM_DECAYS));
         x->low = int_max(x->low, layer->delta.low);
-        x->tiles |= layer->delta.n_decay == 1;
+        x->tiles |= layer->mixer == MIXER_DELTA && layer->delta.n_decay == 1;
         x->z = int_max(x->z, layer_dim(m, layer, DIM_VALUE));
         x->mix = int_max(x->mix, layer_dim(m, layer, DIM_MIX));
         x->n_expert_used = int_max(x->n_expert_used, layer->n_expert_used);
@@ -12171,14 +12180,19 @@ static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
     if (r->stats) stats_add(r, il, x);
 }
 
-/* Runs the jobs, whose experts read latent_down x, and the shared expert. latent_up is linear, so that every rank may
+/* out = latent_up times what the jobs give, whose experts read latent_down x. latent_up is linear, so that every rank may
  * apply it to its partial sums. */
-static void ffn_latent(struct rank *r, int il, enum act x, enum act out, int per_job) {
+static void ffn_latent_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
     const struct layer *layer = &r->m->layers[il];
     linear_each(r, x, (const struct weight *const[]){&layer->latent_down, NULL}, SLOTS(A_LATENT));
     ffn_run(r, il, A_LATENT, A_LATENT_SUM, per_job, false);
     if (r->stats) stats_add(r, il, A_LATENT);
     linear_each(r, A_LATENT_SUM, (const struct weight *const[]){&layer->latent_up, NULL}, SLOTS(out));
+}
+
+/* Runs the jobs and the shared expert of a layer with latent matrices. */
+static void ffn_latent(struct rank *r, int il, enum act x, enum act out, int per_job) {
+    ffn_latent_run(r, il, x, out, per_job);
     if (team_arrive()) {
         ffn_jobs_shared(r, il, x, 0);
         r->cpu->job_order[0] = 0;
@@ -12447,11 +12461,8 @@ static float *delta_taps(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct delta *d = &layer->delta;
     const int key = d->n_key * d->head_k, value = d->n_value * d->head_v, mix = 2 * key + value;
-    const int whole_key = d->whole_key * d->head_k, whole_value = d->n_key ? value / d->n_key * d->whole_key : 0;
-    const bool mamba = layer->mixer == MIXER_MAMBA;
-    /* before q, k and v in the file, which has q, k, v, and of Mamba-2 v, k, q */
-    const int before[3] = {mamba ? whole_value + whole_key : 0, mamba ? whole_value : whole_key,
-                           mamba ? 0 : 2 * whole_key};
+    int before[3];
+    delta_before(layer, before);
     float *taps = cpu_own(r, (size_t)((d->n_conv + 1) * mix), sizeof *taps);
     for (int c = 0; c < mix; c++) {
         const int part = c < key ? 0 : c < 2 * key ? 1 : 2, at = c - part * key;
@@ -12623,7 +12634,9 @@ static void question_body(void *arg) {
         ffn_jobs_order(a->r);
         team_release();
     }
-    ffn_run(a->r, a->il, A_H, A_OUT, ceil_by(a->r->n_tok * layer->n_expert_used, layer->n_expert), false);
+    const int per_job = ceil_by(a->r->n_tok * layer->n_expert_used, layer->n_expert);
+    if (layer->n_latent) ffn_latent_run(a->r, a->il, A_H, A_OUT, per_job);
+    else ffn_run(a->r, a->il, A_H, A_OUT, per_job, false);
 }
 
 /* Answers rank i. */
@@ -27678,6 +27691,7 @@ enum decode_kernel {
     DECODE_HEAD_GATE,
     DECODE_DELTA,
     DECODE_MAMBA,
+    DECODE_MAMBA_NORM,
     DECODE_ROUTER,
     DECODE_WANT,
     DECODE_BROUGHT,
@@ -27721,7 +27735,8 @@ static const struct {
     [DECODE_MLA_VALUE] = {"k_mla_value", 1.6},     /* run: 0.1; 0.8 to join splits, 0.7 to add up a head's blocks */
     [DECODE_HEAD_GATE] = {"k_head_gate", 0.6},     /* a latency of L2, and a sigmoid */
     [DECODE_DELTA] = {"k_delta_decode", 2.0},      /* a latency of memory, and an SM moves a head's state */
-    [DECODE_MAMBA] = {"k_mamba_decode", 2.0},      /* likewise */
+    [DECODE_MAMBA] = {"k_mamba_scan", 2.0},        /* likewise */
+    [DECODE_MAMBA_NORM] = {"k_mamba_finish", 0.9}, /* a latency of L2, and a sum over the block */
     [DECODE_ROUTER] = {"k_route_decode", 1.6},     /* two passes of latencies: the logits, the choice */
     [DECODE_WANT] = {"k_want_experts", 1.5},       /* nothing is missing: a latency of L2 */
     [DECODE_BROUGHT] = {"k_brought_experts", 1.5}, /* likewise; the disk apart */
@@ -27854,14 +27869,16 @@ static void launch_add_ffn(struct launches *k, const struct step *s) {
     if (fetched && k->offload.n_ask) launch_add(k, DECODE_WANT, 0, 0), launch_add(k, DECODE_BROUGHT, 0, 0);
     if (fetched) launch_add(k, DECODE_FETCH, 0, 0);
     if (by_cpu && !k->m->shard.rank) launch_add(k, DECODE_ASK, 0, 0);
-    if (l->n_latent && !by_cpu) launch_add(k, DECODE_LINEAR, READS(&l->latent_down), 0);
+    const bool latent = l->n_latent && !by_cpu;
+    if (latent) launch_add(k, DECODE_LINEAR, READS(&l->latent_down), 0);
     if (!by_cpu || l->sh_up.data) {
         const double hidden = by_cpu ? 0 : READS(&l->gate, &l->up, &l->gate.bias, &l->up.bias);
         const double down = by_cpu ? 0 : READS(&l->down, &l->down.bias);
         launch_add(k, DECODE_GLU, (l->n_expert ? 0 : norm) + hidden + READS(&l->sh_gate, &l->sh_up), 0);
-        launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR, down + READS(&l->sh_down), 0);
+        if (latent) launch_add(k, DECODE_DOWN, down, 0);
+        launch_add(k, l->n_expert ? DECODE_DOWN : DECODE_LINEAR,
+                   (latent ? READS(&l->latent_up) : down) + READS(&l->sh_down), 0);
     }
-    if (l->n_latent && !by_cpu) launch_add(k, DECODE_LINEAR, READS(&l->latent_up), 0);
     if (by_cpu && (!k->m->shard.rank || !l->sh_up.data)) launch_add(k, DECODE_ANSWER, 0, 0);
 }
 
@@ -27920,10 +27937,10 @@ static void launches_of(struct launches *k, const struct step *s) {
                                   READS(&l->conv, &l->decay, &l->dt_bias, &l->delta_norm) + state - index - recent, 0);
         break;
     case OP_mamba:
-        k->attention = launch_add(k, DECODE_MAMBA,
-                                  READS(&l->conv, &l->conv_bias, &l->decay, &l->dt_bias, &l->skip, &l->delta_norm) +
-                                      state - index - recent,
-                                  0);
+        k->attention =
+            launch_add(k, DECODE_MAMBA,
+                       READS(&l->conv, &l->conv_bias, &l->decay, &l->dt_bias, &l->skip) + state - index - recent, 0);
+        launch_add(k, DECODE_MAMBA_NORM, READS(&l->delta_norm), 0);
         break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
     case OP_last_reduce: {

@@ -26,6 +26,7 @@
  *                           gemm_kernel
  *   gated delta net       k_delta_decode                             k_delta_mix, k_delta_prepare, k_delta_scan,
  *                                                                      k_delta_finish
+ *   Mamba-2               k_mamba_scan, k_mamba_finish               the same
  *   router                k_route_decode                             k_route_logits, k_route_prefill, k_sort, k_tiles
  *   experts, dense FFN    k_gemv_glu (gate, up), k_gemv_down or      gemm_kernel twice, k_combine for experts
  *                           k_gemv_linear (down)
@@ -80,6 +81,7 @@
  *   Gated delta net                               k_delta_decode
  *   Gated delta net: tiles                        k_delta_mix, k_delta_prepare
  *   Gated delta net: scan                         k_delta_scan, k_delta_finish
+ *   Mamba-2                                       k_mamba_scan, k_mamba_finish
  *   Sampling
  *   The GPU state of a rank
  *   Operations: forwards                          graphs. START HERE
@@ -1683,6 +1685,12 @@ static void gemv_groups(const struct linear_args *p, cudaStream_t s) {
 /* SwiGLU: silu(g) * u. */
 DEVICE float silu_mul(float g, float u) { return __fdividef(g, 1.0f + __expf(-g)) * u; }
 
+/* max(0, x)^2 */
+DEVICE float relu_square(float x) {
+    x = fmaxf(x, 0);
+    return x * x;
+}
+
 /* Makes g of gate and u of up, see struct glu. NaN becomes the limit, as on a CPU. */
 DEVICE void glu_clamp(const struct glu &l, float &g, float &u) {
     g = l.alpha * fminf(g, l.gate_max);
@@ -1714,7 +1722,7 @@ struct glu_job : gemv_one {
 };
 
 /* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves; of gate x and up x with their
- * biases and within their limits. Entry 0: routed experts, times the router's weight and the expert's scale of the down
+ * biases and within their limits. Without a gate (no codes) y = max(0, up x)^2 / HIDDEN_SCALE. Entry 0: routed experts, times the router's weight and the expert's scale of the down
  * matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense layer, y (n_tok, n_ff). Entry 1: the shared expert,
  * times its weight, y (n_tok, n_ff). */
 struct glu_args {
@@ -1726,11 +1734,11 @@ struct glu_args {
     float down_scale_max;       /* down_scale (n_expert) is divided by it; NULL: 1 */
     const float *shared_weight; /* (DECODE_MAX_TOKENS) of entry 1; NULL: 1 */
     int n_entry, n_tok;
-    const uint16_t *x; /* (n_tok, n_in) halves, rows x_stride apart */
-    size_t x_stride;
+    const uint16_t *x[2]; /* (n_tok, n_in) halves of an entry, rows x_stride apart */
+    size_t x_stride[2];
 };
 
-/* Grid: (rows of tiles, jobs.max or 1, and 1 for entry 1), block: 256: four warps for gate, four for up. Bytes and aim
+/* Grid: (rows of tiles, jobs.max or 1, and 1 for entry 1), block: 256: four warps for gate, four for up, or all. Bytes and aim
  * as for k_gemv_linear. The next kernel, k_gemv_down, reads the router's jobs and weights before its own wait. So it
  * may start only when the router's writes are visible: the launch stands after the wait, and the order of these two
  * calls is a contract. */
@@ -1740,18 +1748,20 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
     SHARED(float, bias, 2 * TILE_ROWS); /* of gate, of up */
     static_assert(DECODE_MAX_TOKENS * TILE_ROWS <= GEMV_THREADS, "a thread has one result");
     const int entry = (int)blockIdx.y >= (p.jobs.job ? p.jobs.max : 1), job = entry ? 0 : (int)blockIdx.y;
-    const int rt = blockIdx.x, warp = threadIdx.x >> 5, half = GEMV_WARPS / 2, tok = threadIdx.x / TILE_ROWS;
-    const bool routed = !entry && p.jobs.job;
-    const struct device_matrix &gate = p.gate[entry], &up = p.up[entry], &w = warp < half ? gate : up;
-    float factor = 1.0f / HIDDEN_SCALE; /* of this thread's result */
+    const int rt = blockIdx.x, warp = threadIdx.x >> 5, tok = threadIdx.x / TILE_ROWS;
+    const bool routed = !entry && p.jobs.job, gated = p.gate[entry].codes != NULL;
+    const struct device_matrix &gate = p.gate[entry], &up = p.up[entry],
+                               &w = gated && warp < GEMV_WARPS / 2 ? gate : up;
+    const int shares = gated ? GEMV_WARPS / 2 : GEMV_WARPS; /* of a matrix's width: one a warp */
+    float factor = 1.0f / HIDDEN_SCALE;                     /* of this thread's result */
     auto wait = [&] {
         grid_dependency_wait();
         grid_dependency_launch();
         if (entry && p.shared_weight) factor *= p.shared_weight[tok];
     };
-    if (routed || rt >= gate.n_rt) wait();
-    if (rt >= gate.n_rt) return;
-    struct glu_job one = {{0, p.x, p.x_stride, p.n_tok}, (1u << p.n_tok) - 1};
+    if (routed || rt >= up.n_rt) wait();
+    if (rt >= up.n_rt) return;
+    struct glu_job one = {{0, p.x[entry], p.x_stride[entry], p.n_tok}, (1u << p.n_tok) - 1};
     int e = 0, place = 0;
     if (routed) {
         const struct expert_job chose = job_load(p.jobs.job + job);
@@ -1765,11 +1775,11 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
     one.first = tile_index(w, place, rt);
     if (threadIdx.x < TILE_ROWS / 2) {
         const float *from = threadIdx.x < TILE_ROWS / 4 ? gate.bias : up.bias;
-        if (from) from += bias_index(gate, e, rt) + 4 * (threadIdx.x % 4);
+        if (from) from += bias_index(up, e, rt) + 4 * (threadIdx.x % 4);
         cp_async16(bias + 4 * threadIdx.x, from, from != NULL);
     }
     cp_async_commit();
-    const int k0 = w.n_kt * (warp % half) / half, k1 = w.n_kt * (warp % half + 1) / half;
+    const int share = warp & (shares - 1), k0 = w.n_kt * share / shares, k1 = w.n_kt * (share + 1) / shares;
     const float gate_scale = device_matrix_scale(gate, e), up_scale = device_matrix_scale(up, e);
     float acc[NT][4] = {};
     with_format(w.fmt, [&](auto fmt) {
@@ -1782,18 +1792,24 @@ __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(cons
     cp_async_wait<0>(); /* this thread's copy of the biases */
     __syncthreads();    /* the sums of all warps are written, and the biases */
     const int r = (int)threadIdx.x % TILE_ROWS, row = rt * TILE_ROWS + r;
-    if (!(one.tokens >> tok & 1) || row >= gate.n_out) return;
-    float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, half), gate_scale, bias[r]);
-    float u = fmaf(gemv_sum<NT>(red, threadIdx.x, half, half), up_scale, bias[TILE_ROWS + r]);
-    if (p.glu[entry].up_max > 0) glu_clamp(p.glu[entry], g, u);
-    p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * (size_t)gate.n_out + (size_t)row] =
-        clamped_f16(silu_mul(g, u) * factor);
+    if (!(one.tokens >> tok & 1) || row >= up.n_out) return;
+    float y;
+    if (gated) {
+        float g = fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS / 2), gate_scale, bias[r]);
+        float u = fmaf(gemv_sum<NT>(red, threadIdx.x, GEMV_WARPS / 2, GEMV_WARPS / 2), up_scale, bias[TILE_ROWS + r]);
+        if (p.glu[entry].up_max > 0) glu_clamp(p.glu[entry], g, u);
+        y = silu_mul(g, u);
+    } else {
+        y = relu_square(fmaf(gemv_sum<NT>(red, threadIdx.x, 0, GEMV_WARPS), up_scale, bias[TILE_ROWS + r]));
+    }
+    p.y[entry][((size_t)job * DECODE_MAX_TOKENS + (size_t)tok) * (size_t)up.n_out + (size_t)row] =
+        clamped_f16(y * factor);
 }
 
 /* Launches k_gemv_glu. The grid covers the larger of both entries; surplus blocks return at once. */
 static void gemv_glu(const struct glu_args *p, cudaStream_t s) {
-    int n_rt = p->gate[0].n_rt;
-    if (p->n_entry > 1 && p->gate[1].n_rt > n_rt) n_rt = p->gate[1].n_rt;
+    int n_rt = p->up[0].n_rt;
+    if (p->n_entry > 1 && p->up[1].n_rt > n_rt) n_rt = p->up[1].n_rt;
     const dim3 grid((unsigned)n_rt, (unsigned)((p->jobs.job ? p->jobs.max : 1) + p->n_entry - 1));
     if (p->n_tok <= 8) LAUNCH_PDL(k_gemv_glu<1>, grid, GEMV_THREADS, 0, s, *p);
     else LAUNCH_PDL(k_gemv_glu<2>, grid, GEMV_THREADS, 0, s, *p);
@@ -1807,7 +1823,8 @@ struct down_args {
     const uint16_t *hidden_shared;  /* (n_tok, shared.n_in) */
     struct job_list jobs;
     int n_tok;
-    float *y; /* (n_tok, n_out), rows y_stride apart */
+    float *y;      /* (n_tok, n_out), rows y_stride apart; NULL: */
+    uint16_t *y16; /* they are halves */
     size_t y_stride;
 };
 
@@ -1887,7 +1904,9 @@ __global__ void __launch_bounds__(GEMV_THREADS, 2) k_gemv_down(const __grid_cons
     UNROLL_BY(1) for (int j = 0; j < n; j++) {
         if (jobs[j].tokens >> tok & 1) sum = fmaf(add[j].weight[tok], add[j].bias[row % TILE_ROWS], sum);
     }
-    p.y[(size_t)tok * p.y_stride + (size_t)row] = sum;
+    const size_t at = (size_t)tok * p.y_stride + (size_t)row;
+    if (p.y) p.y[at] = sum;
+    else p.y16[at] = clamped_f16(sum);
 }
 
 /* Launches k_gemv_down. */
@@ -2493,6 +2512,7 @@ struct fp4_rows {
 struct gemm_args {
     struct device_matrix w, w2; /* w2: the `up` matrix with GLU */
     struct glu glu;             /* with GLU */
+    int square;                 /* without GLU: the results are max(0, y)^2 / HIDDEN_SCALE */
     const uint16_t *x;          /* (row, x_stride) halves, x_stride % 8 == 0, 16-byte aligned */
     size_t x_stride;
     struct fp4_rows xq;  /* used instead of x where its pointers are not NULL */
@@ -2789,6 +2809,9 @@ __global__ void __launch_bounds__(32 * WM * WN, (gemm_shape<F, GLU, WM, WN, DEPT
             /* keep: else the compiler makes two copies of the whole loop, one without limits */
             if (GLU && keep(__float_as_uint(p.glu.up_max))) {
                 UNROLL for (int q = 0; q < 4; q++) glu_clamp(p.glu, v[q], u[q]);
+            }
+            if (!GLU && keep((uint32_t)p.square)) {
+                UNROLL for (int q = 0; q < 4; q++) v[q] = relu_square(v[q]) / HIDDEN_SCALE;
             }
             UNROLL for (int q = 0; q < 4; q++) {
                 if (GLU) v[q] = silu_mul(v[q], u[q]) / HIDDEN_SCALE;
@@ -3115,12 +3138,13 @@ __global__ void __launch_bounds__(EXPERTS_MAX) k_tiles(struct sort_args p, int t
 }
 
 /* out (n_tok, n) = (with `add`: out) + HIDDEN_SCALE * sum over j of weight[t][j] * y[inverse[t][j]], y halves, n % 8 ==
- * 0. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok, n).
+ * 0. With `gate` (n) out is first multiplied by sigmoid(gate x), x (n_tok, n). inverse NULL: y[t] is added. out NULL:
+ * out16 gets the sum over j, in halves.
  * Grid: n_tok, block: 256, 4 columns per thread and turn. Moves k * n halves and n F32 per token (with `add` 2 n), with
  * a gate n F32 more; the limit is the bandwidth of L2, or of memory where y exceeds it. */
 __global__ void __launch_bounds__(ROW_THREADS)
     k_combine(const uint16_t *y, const int32_t *inverse, const float *weight, int k, int n, int add, const float *gate,
-              const float *x, float *out) {
+              const float *x, float *out, uint16_t *out16) {
     grid_dependency_launch();
     grid_dependency_wait();
     __builtin_assume(k > 0);
@@ -3129,18 +3153,21 @@ __global__ void __launch_bounds__(ROW_THREADS)
         for (int i = threadIdx.x; i < n; i += ROW_THREADS) dot += gate[i] * x[(size_t)blockIdx.x * n + i];
         f = sigmoid(block_sum<ROW_THREADS>(dot));
     }
-    inverse += (size_t)blockIdx.x * k;
-    weight += (size_t)blockIdx.x * k;
-    out += (size_t)blockIdx.x * n;
+    if (inverse) inverse += (size_t)blockIdx.x * k;
+    if (inverse) weight += (size_t)blockIdx.x * k;
+    const size_t first = (size_t)blockIdx.x * n;
     for (int i = 4 * threadIdx.x; i < n; i += 4 * ROW_THREADS) {
         float s[4] = {};
         UNROLL_BY(8) for (int j = 0; j < k; j++) {
-            const uint2 v = *(const uint2 *)(y + (size_t)inverse[j] * n + i);
-            UNROLL for (int c = 0; c < 4; c++) {
-                s[c] += weight[j] * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
-            }
+            const uint2 v = *(const uint2 *)(y + (inverse ? (size_t)inverse[j] * n : first) + i);
+            const float w = inverse ? weight[j] : 1;
+            UNROLL for (int c = 0; c < 4; c++) s[c] += w * half_to_f32((uint16_t)((&v.x)[c >> 1] >> 16 * (c & 1)));
         }
-        float4 *to = (float4 *)(out + i);
+        if (!out) {
+            *(uint2 *)(out16 + first + i) = make_uint2(clamped_f16x2(s[0], s[1]), clamped_f16x2(s[2], s[3]));
+            continue;
+        }
+        float4 *to = (float4 *)(out + first + i);
         const float4 v = add ? *to : make_float4(0, 0, 0, 0);
         *to = make_float4(f * v.x + HIDDEN_SCALE * s[0], f * v.y + HIDDEN_SCALE * s[1], f * v.z + HIDDEN_SCALE * s[2],
                           f * v.w + HIDDEN_SCALE * s[3]);
@@ -5834,15 +5861,17 @@ struct delta_tiles {
 struct delta_args {
     struct batch_ref batch;
     struct delta shape;
-    const float *q, *k, *v, *z; /* the forward's own rows; q, k, v before the convolution */
-    const float *alpha, *beta;  /* inputs of decays and of beta */
+    const float *q, *k, *v;    /* the forward's own rows before the convolution */
+    float *z;                  /* and their gates; Mamba-2 multiplies them by its results */
+    const float *alpha, *beta; /* inputs of decays and of beta; Mamba-2 has no beta */
     size_t q_stride, k_stride, v_stride, z_stride, alpha_stride, beta_stride;
     float *ring_qk, *ring_v, *ring_gates; /* (n_ring, ..): q and k, v, alpha and beta of earlier positions */
     size_t ring_qk_stride, ring_v_stride, ring_gates_stride;
     int n_ring, ring_rows; /* rows of a ring; of a timeline's part of each */
     float *state;          /* (n_value, head_k, head_v) of each timeline, state_stride floats apart */
     size_t state_stride;
-    const float *conv, *decay, *dt_bias, *norm; /* of struct layer: of the whole model */
+    const float *conv, *conv_bias, *decay, *dt_bias, *skip, *norm; /* of struct layer: of the whole model */
+    int before[3];                                                 /* see delta_before */
     float eps;
     uint16_t *out; /* (n_tok, n_value * head_v), out_stride apart */
     size_t out_stride;
@@ -5863,13 +5892,13 @@ DEVICE int delta_key_head(const struct delta &d, int j) { return d.tiled ? j % d
 /* The channels of one head of a run under the convolution: of its query, key or value (kind 0, 1, 2). head: of n_key; of
  * n_value for values. */
 struct delta_channels {
-    const float *own, *ring, *taps; /* at the head's first channel */
+    const float *own, *ring, *taps, *bias; /* at the head's first channel; bias: of Mamba-2 */
     size_t own_stride, ring_stride;
     int n, n_ring;
 };
 DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const struct run &u, int kind, int head) {
     const struct delta &d = a.shape;
-    const int dk = d.head_k, key = d.n_key * dk, whole = d.whole_key * dk;
+    const int dk = d.head_k, key = d.n_key * dk;
     const size_t row = (size_t)u.first, ring_row = (size_t)(u.timeline * a.ring_rows);
     struct delta_channels c;
     c.n = dk;
@@ -5880,14 +5909,18 @@ DEVICE struct delta_channels delta_channels_of(const struct delta_args &a, const
         c.own_stride = a.v_stride;
         c.ring = a.ring_v + ring_row * a.ring_v_stride + head * d.head_v;
         c.ring_stride = a.ring_v_stride;
-        c.taps = a.conv + (size_t)(2 * whole + delta_value_head(d, head) * d.head_v) * DELTA_TAPS;
+        const int at = a.before[2] + delta_value_head(d, head) * d.head_v;
+        c.taps = a.conv + (size_t)at * DELTA_TAPS;
+        c.bias = a.conv_bias + at;
         return c;
     }
     c.own_stride = kind ? a.k_stride : a.q_stride;
     c.own = (kind ? a.k : a.q) + row * c.own_stride + head * dk;
     c.ring = a.ring_qk + ring_row * a.ring_qk_stride + kind * key + head * dk;
     c.ring_stride = a.ring_qk_stride;
-    c.taps = a.conv + (size_t)(kind * whole + (d.first_key + head) * dk) * DELTA_TAPS;
+    const int at = a.before[kind] + (d.first_key + head) * dk;
+    c.taps = a.conv + (size_t)at * DELTA_TAPS;
+    c.bias = a.conv_bias + at;
     return c;
 }
 
@@ -5964,7 +5997,7 @@ DEVICE void delta_keep(const struct delta_args &a, const struct run &u, int pos,
     if (KDA && tid < dk) gates[j * (dk + 1) + tid] = a.alpha[t * a.alpha_stride + j * dk + tid];
     if (tid) return;
     if (!KDA) gates[j] = a.alpha[t * a.alpha_stride + j];
-    gates[KDA ? j * (dk + 1) + dk : d.n_value + j] = a.beta[t * a.beta_stride + j];
+    if (KDA || a.beta) gates[KDA ? j * (dk + 1) + dk : d.n_value + j] = a.beta[t * a.beta_stride + j];
 }
 
 /* A gated delta net for 1 to 16 tokens: convolution, gates, up to 16 lagging rows into the state, the own rows on a
@@ -6006,7 +6039,7 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
         for (int i = warp; i < KINDS * rows; i += DELTA_THREADS / WARP) { /* a warp: q, k, v or decays of a row */
             const int row = i / KINDS, kind = i % KINDS, p = first + i0 + row;
             if (KDA && kind == 3) {
-                UNROLL for (int v = 0; v < 4; v++) {
+                UNROLL_BY(1) for (int v = 0; v < 4; v++) {
                     const int h = lane + 32 * v;
                     ds[row * DELTA_HEAD + h] = h < dk ? delta_gate(a, u, pos, p, j, h) : 0;
                 }
@@ -6046,21 +6079,22 @@ __global__ void __launch_bounds__(DELTA_THREADS, 1) k_delta_decode(const __grid_
         }
         UNROLL_BY(1) for (int row = 0; row < rows; row++) {
             if (i0 + row == taken && taken) { /* the state has the rows before the forward, or all but the last */
-                UNROLL for (int i = 0; i < DELTA_ROWS; i++) if (i < n_mine) state[(size_t)i * dv] = S[i];
+                float *to = state;
+                UNROLL for (int i = 0; i < DELTA_ROWS; i++, to += dv) if (i < n_mine) *to = S[i];
             }
             const float4 *k4 = (const float4 *)(ks + row * DELTA_HEAD + part * DELTA_ROWS);
             const float4 *q4 = (const float4 *)(qs + row * DELTA_HEAD + part * DELTA_ROWS);
             const float4 *d4 = (const float4 *)(ds + (KDA ? row * DELTA_HEAD + part * DELTA_ROWS : 0));
             float2 sum = make_float2(0, 0);
+            UNROLL for (int i = 0; i < DELTA_ROWS && KDA; i += 4) {
+                const float4 d = d4[i / 4];
+                S[i] *= d.x;
+                S[i + 1] *= d.y;
+                S[i + 2] *= d.z;
+                S[i + 3] *= d.w;
+            }
             UNROLL for (int i = 0; i < DELTA_ROWS; i += 4) {
                 const float4 k = k4[i / 4], q = q4[i / 4];
-                if (KDA) {
-                    const float4 d = d4[i / 4];
-                    S[i] *= d.x;
-                    S[i + 1] *= d.y;
-                    S[i + 2] *= d.z;
-                    S[i + 3] *= d.w;
-                }
                 sum.x += k.x * S[i] + k.y * S[i + 1] + k.z * S[i + 2] + k.w * S[i + 3];
                 sum.y += q.x * S[i] + q.y * S[i + 1] + q.z * S[i + 2] + q.w * S[i + 3];
             }
@@ -6591,6 +6625,146 @@ static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommi
 }
 
 /* ============================================================================================================
+ * Mamba-2
+ *
+ * A state S (head_k, head_v) per head; moe.c has the rule, in "CPU operations: gated delta net". Rows, rings and what the
+ * state lacks are as in the gated delta net, with C as the query, B as the key, x as the value and the time step as
+ * alpha. What a row adds to S does not depend on S, so that the warps of a block, each with some rows of S, meet once in
+ * 16 rows. Decode and prefill have the same two kernels: k_mamba_scan goes through the rows one by one, and
+ * k_mamba_finish norms the results of a group's heads.
+ * ============================================================================================================ */
+
+enum {
+    MAMBA_COLS = WARP,                        /* columns of a state of a block: one a lane */
+    MAMBA_PARTS = 8,                          /* warps that share its rows, */
+    MAMBA_ROWS = DELTA_HEAD / MAMBA_PARTS,    /* of which each has so many */
+    MAMBA_THREADS = (MAMBA_PARTS + 1) * WARP, /* and one for values and gates */
+    MAMBA_STEP = 16,                          /* tokens whose inputs are made at once */
+    MAMBA_FINISH = 256                        /* threads of k_mamba_finish */
+};
+static_assert(2 * DELTA_HEAD == MAMBA_PARTS * WARP, "a lane makes a channel of B or C");
+
+/* The inputs of up to 16 rows, in shared memory. */
+struct mamba_rows {
+    float b[MAMBA_STEP * DELTA_HEAD], c[MAMBA_STEP * DELTA_HEAD], x[MAMBA_STEP * MAMBA_COLS];
+    float2 gates[MAMBA_STEP]; /* decay, time step */
+};
+
+/* Makes the inputs of `rows` positions from p on, of head j and its columns from `col` on. A thread has a channel. pos:
+ * the run's first position. */
+DEVICE void mamba_inputs(const struct delta_args &a, const struct run &u, int pos, int p, int rows, int j, int col,
+                         struct mamba_rows &to) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, half = MAMBA_PARTS / 2;
+    const int kind = warp == MAMBA_PARTS ? 2 : warp < half ? 1 : 0, place = warp % half * WARP + lane;
+    const struct delta_channels ch = delta_channels_of(a, u, kind, kind == 2 ? j : delta_key_head(a.shape, j));
+    const int i = kind == 2 ? col + lane : place;
+    const bool in = i < ch.n;
+    const float4 w = in ? *(const float4 *)(ch.taps + (size_t)i * DELTA_TAPS) : make_float4(0, 0, 0, 0);
+    const float bias = in ? ch.bias[i] : 0;
+    float x[MAMBA_STEP + DELTA_TAPS - 1]; /* the values under the convolution */
+    UNROLL for (int r = 0; r < MAMBA_STEP + DELTA_TAPS - 1; r++) x[r] =
+        r < rows + DELTA_TAPS - 1 ? delta_input(ch, pos, p - DELTA_TAPS + 1 + r, i) : 0;
+    float *values = kind == 2 ? to.x + lane : (kind ? to.b : to.c) + place;
+    UNROLL for (int r = 0; r < MAMBA_STEP; r++) {
+        const float y = bias + w.x * x[r] + w.y * x[r + 1] + w.z * x[r + 2] + w.w * x[r + 3];
+        values[r * (kind == 2 ? MAMBA_COLS : DELTA_HEAD)] = y * sigmoid(y);
+    }
+    if (kind != 2 || lane >= rows) return;
+    const float *kept = a.ring_gates + (size_t)(u.timeline * a.ring_rows + (p + lane) % a.n_ring) * a.ring_gates_stride;
+    const int head = delta_value_head(a.shape, j), t = u.first + p + lane - pos;
+    const float dt = (p + lane < pos ? kept[j] : a.alpha[(size_t)t * a.alpha_stride + j]) + a.dt_bias[head];
+    const float step = dt > 20.0f ? dt : log1pf(expf(dt));
+    to.gates[lane] = make_float2(expf(a.decay[head] * step), step);
+}
+
+/* Mamba-2's rows of a run: convolution, time step, S = decay S + B (dt x)^T, y = S^T C + D x; z becomes y * silu(z). The
+ * state gets the rows before the forward, in prefill all but the last.
+ * Grid: (ceil(head_v / 32), n_value, runs), block: 288: warp w < 8 has rows 16w.. of 32 columns of S in registers. Two
+ * barriers for 16 rows. Reads and writes each state once. A row is 16 x 3 operations of a thread: expect 2 us for a
+ * token, mostly latency, and 4,000 cycles for 64 tokens of a prefill where there are no more blocks than SMs. */
+__global__ void __launch_bounds__(MAMBA_THREADS, 1) k_mamba_scan(const __grid_constant__ struct delta_args a) {
+    SHARED(struct mamba_rows, in, 1);
+    SHARED(float, sums, MAMBA_STEP *MAMBA_PARTS *MAMBA_COLS);
+    grid_dependency_launch();
+    grid_dependency_wait();
+    prefetch_request(a.prefetch);
+    if ((int)blockIdx.z >= a.batch.at->n_run) return;
+    const struct run &u = a.batch.at->run[blockIdx.z];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, dk = a.shape.head_k, dv = a.shape.head_v;
+    const int j = blockIdx.y, col = blockIdx.x * MAMBA_COLS, c = col + lane;
+    const int pos = u.pos, first = u.n_committed, n_uncommitted = pos - first, n = n_uncommitted + u.n;
+    const int taken = u.n > DECODE_MAX_TOKENS ? n - 1 : n_uncommitted; /* rows that the state keeps */
+    float *state =
+        a.state + (size_t)u.timeline * a.state_stride + (size_t)(j * dk * dv) + (size_t)(warp * MAMBA_ROWS * dv + c);
+    const int n_mine = c < dv ? dk - warp * MAMBA_ROWS : 0; /* of the thread's values that exist */
+    const float skip = a.skip[delta_value_head(a.shape, j)];
+    float S[MAMBA_ROWS];
+    UNROLL for (int i = 0; i < MAMBA_ROWS; i++) S[i] = i < n_mine ? state[(size_t)i * dv] : 0;
+    UNROLL_BY(1) for (int i0 = 0; i0 < n; i0 += MAMBA_STEP) {
+        const int rows = min(n - i0, (int)MAMBA_STEP);
+        mamba_inputs(a, u, pos, first + i0, rows, j, col, in[0]);
+        __syncthreads(); /* the inputs of these rows are written, and the sums of those before are read */
+        UNROLL_BY(1) for (int row = 0; row < rows && warp < MAMBA_PARTS; row++) {
+            if (i0 + row == taken && taken) {
+                UNROLL for (int i = 0; i < MAMBA_ROWS; i++) if (i < n_mine) state[(size_t)i * dv] = S[i];
+            }
+            const float4 *b4 = (const float4 *)(in[0].b + row * DELTA_HEAD + warp * MAMBA_ROWS);
+            const float4 *c4 = (const float4 *)(in[0].c + row * DELTA_HEAD + warp * MAMBA_ROWS);
+            const float x = in[0].x[row * MAMBA_COLS + lane], f = in[0].gates[row].x, v = in[0].gates[row].y * x;
+            float sum = warp ? 0 : skip * x;
+            UNROLL for (int i = 0; i < MAMBA_ROWS; i += 4) {
+                const float4 b = b4[i / 4], q = c4[i / 4];
+                S[i] = f * S[i] + b.x * v;
+                S[i + 1] = f * S[i + 1] + b.y * v;
+                S[i + 2] = f * S[i + 2] + b.z * v;
+                S[i + 3] = f * S[i + 3] + b.w * v;
+                sum += q.x * S[i] + q.y * S[i + 1] + q.z * S[i + 2] + q.w * S[i + 3];
+            }
+            sums[(row * MAMBA_PARTS + warp) * MAMBA_COLS + lane] = sum;
+        }
+        __syncthreads(); /* the sums are written, and nobody needs the inputs any more */
+        for (int row = warp; row < rows; row += MAMBA_PARTS + 1) {
+            const int t = i0 + row - n_uncommitted;
+            if (t < 0 || c >= dv) continue;
+            float y = 0;
+            UNROLL for (int w = 0; w < MAMBA_PARTS; w++) y += sums[(row * MAMBA_PARTS + w) * MAMBA_COLS + lane];
+            float *z = a.z + (size_t)(u.first + t) * a.z_stride + j * dv + c;
+            *z = silu_mul(*z, y);
+        }
+    }
+}
+
+/* Norms a group's results of a token, and keeps the inputs of a run's last tokens in the rings. Grid: (n_tok, n_key),
+ * block: 256. Moves 6 bytes per value and, to keep them, 8 per input: at the rate of memory. */
+__global__ void __launch_bounds__(MAMBA_FINISH) k_mamba_finish(const __grid_constant__ struct delta_args a) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+    const struct delta &d = a.shape;
+    const int t = blockIdx.x, g = blockIdx.y, per_key = d.n_value / d.n_key, n = per_key * d.head_v;
+    const struct run &u = a.batch.run(t);
+    const float *z = a.z + (size_t)t * a.z_stride + g * n, *norm = a.norm + (size_t)(d.first_key + g) * n;
+    uint16_t *out = a.out + (size_t)t * a.out_stride + g * n;
+    float ss = 0;
+    for (int i = threadIdx.x; i < n; i += MAMBA_FINISH) ss += z[i] * z[i];
+    const float f = rsqrtf(block_sum<MAMBA_FINISH>(ss) / (float)n + a.eps);
+    for (int i = threadIdx.x; i < n; i += MAMBA_FINISH) out[i] = clamped_f16(z[i] * f * norm[i]);
+    if (t - u.first < u.n - a.n_ring) return;
+    for (int j = g * per_key; j < (g + 1) * per_key; j++) delta_keep<false>(a, u, u.pos, t - u.first, j);
+}
+
+/* Enqueues Mamba-2 for n_tok own rows. */
+static void mamba_launch(const struct delta_args *a, int n_tok, cudaStream_t s) {
+    const struct delta &d = a->shape;
+    const unsigned heads = (unsigned)d.n_value, runs = (unsigned)(a->batch.several ? n_tok : 1);
+    const double values = d.n_value * d.head_v, mix = 2 * d.n_key * d.head_k + values;
+    profile_next(8 * (values * d.head_k + DELTA_TAPS * mix + 3 * d.n_value), "%u heads", heads);
+    LAUNCH_PDL(k_mamba_scan, dim3((unsigned)(d.head_v + MAMBA_COLS - 1) / MAMBA_COLS, heads, runs), MAMBA_THREADS, 0, s,
+               *a);
+    profile_next(4 * values, "%u heads", heads);
+    LAUNCH_PDL(k_mamba_finish, dim3((unsigned)n_tok, (unsigned)d.n_key), MAMBA_FINISH, 0, s, *a);
+}
+
+/* ============================================================================================================
  * Sampling
  *
  * Does what sampling_choose of moe.c does, so that the host sees only the id. Blocks count all ids by the leading bits
@@ -6914,12 +7088,14 @@ struct cuda {
     cudaStream_t side;         /* copies them */
     cudaEvent_t listed, copied[RING_PARTS], multiplied[RING_PARTS]; /* see experts_in_waves */
     int32_t *no_jobs;                                               /* 0: of a layer whose experts the CPU computes */
-    struct sort_args sort;                                          /* buffers of the sort by expert */
-    struct delta_tiles delta;                                       /* buffers of a gated delta net's prefill */
-    uint16_t *expert_out; /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
-    float *gathered;      /* (n_rank, DECODE_MAX_TOKENS, n_embd) partial sums that NCCL gathers */
-    uint16_t *sum16;      /* (chunk, n_embd) BF16 for NCCL's all-reduce */
-    float *mtp_hidden;    /* struct rank's */
+    struct expert_job *one_job; /* (DECODE_MAX_TOKENS + 1) the job of so many tokens; of the first `expert` is 1, the
+                                 * number of jobs */
+    struct sort_args sort;      /* buffers of the sort by expert */
+    struct delta_tiles delta;   /* buffers of a gated delta net's prefill */
+    uint16_t *expert_out;       /* (pairs, n_embd) results of the experts / HIDDEN_SCALE before they are weighted */
+    float *gathered;            /* (n_rank, DECODE_MAX_TOKENS, n_embd) partial sums that NCCL gathers */
+    uint16_t *sum16;            /* (chunk, n_embd) BF16 for NCCL's all-reduce */
+    float *mtp_hidden;          /* struct rank's */
 
     /* logits and tokens */
     float *logits;              /* (LOGIT_ROWS, logits_stride) of the rank's rows of the head; see cuda_logits */
@@ -7678,16 +7854,16 @@ static struct l2_prefetch prefetch_of_ffn(struct rank *r, const struct step *s) 
     const struct model *m = r->m;
     if (s[1].op == OP_linear)
         for (int i = 0; s[1].w[i]; i++) prefetch_add(r, &a, s[1].w[i]);
-    else if (m->shard.stage + 1 == m->shard.n_stage)
+    else if (s[1].il != s->il + 1 && m->shard.stage + 1 == m->shard.n_stage)
         prefetch_add(r, &a, s->il < m->n_layer ? &m->output : mtp_head(m, &m->layers[s->il]));
     return a;
 }
 
-/* What is read after step s up to its layer's feed-forward. first: of its own matrices those from this one on are,
+/* What is read after step s in its layer, up to the feed-forward. first: of its own matrices those from this one on are,
  * too. */
 static struct l2_prefetch prefetch_of_mixer(struct rank *r, const struct step *s, int first) {
     struct l2_prefetch a = {};
-    for (; s->op != OP_norm_ffn; s++, first = 0)
+    for (const int il = s->il; s->il == il && s->op != OP_norm_ffn; s++, first = 0)
         for (int i = first; s->w[i]; i++) prefetch_add(r, &a, s->w[i]);
     return a;
 }
@@ -7939,14 +8115,8 @@ static void cuda_attention(struct rank *r, const struct step *s) {
     if (gates && !decode) head_gates(r, layer, out);
 }
 
-/* No model with Mamba-2 gets here: see delta_check. */
-static void cuda_mamba(struct rank *r, const struct step *s) {
-    (void)r;
-    (void)s;
-    rank_fatal("Mamba-2 is not supported on a GPU");
-}
-
-static void cuda_delta_net(struct rank *r, const struct step *s) {
+/* The operands of a layer's gated delta net or Mamba-2. */
+static struct delta_args delta_args_of(struct rank *r, const struct step *s) {
     const int il = s->il;
     const enum act out = s->out[0];
     const struct layer *layer = &r->m->layers[il];
@@ -7964,7 +8134,7 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     a.z = c->x32[A_Z];
     a.z_stride = (size_t)r->width[A_Z];
     a.alpha = c->x32[A_ALPHA];
-    a.beta = c->x32[A_BETA];
+    if (layer->mixer == MIXER_DELTA) a.beta = c->x32[A_BETA];
     a.alpha_stride = (size_t)r->width[A_ALPHA];
     a.beta_stride = (size_t)r->width[A_BETA];
     a.ring_qk = (float *)cache[CACHE_K].data;
@@ -7977,16 +8147,29 @@ static void cuda_delta_net(struct rank *r, const struct step *s) {
     a.ring_rows = cache[CACHE_K].timeline_rows;
     a.state = (float *)cache[CACHE_STATE].data;
     a.state_stride = (size_t)cache[CACHE_STATE].timeline_rows * cache[CACHE_STATE].row_bytes / sizeof(float);
+    delta_before(layer, a.before);
     a.conv = layer->conv;
+    a.conv_bias = layer->conv_bias;
     a.decay = layer->decay;
     a.dt_bias = layer->dt_bias;
+    a.skip = layer->skip;
     a.norm = layer->delta_norm;
     a.eps = r->m->rms_eps;
     a.out = c->x16[out];
     a.out_stride = (size_t)r->width[out];
     a.prefetch = prefetch_of_mixer(r, s, 1);
     a.t = c->delta;
-    delta_launch(&a, r->n_tok, r->pos - r->n_committed, c->stream);
+    return a;
+}
+
+static void cuda_delta_net(struct rank *r, const struct step *s) {
+    const struct delta_args a = delta_args_of(r, s);
+    delta_launch(&a, r->n_tok, r->pos - r->n_committed, r->cuda->stream);
+}
+
+static void cuda_mamba(struct rank *r, const struct step *s) {
+    const struct delta_args a = delta_args_of(r, s);
+    mamba_launch(&a, r->n_tok, r->cuda->stream);
 }
 
 /* The indexer's keys go to the cache, then the keys of queries that do not see all are chosen. In prefill the host
@@ -8247,7 +8430,7 @@ static void in_sum2_add(struct rank *r, int il, int ffn, enum act x, const uint1
     layer_ffns(&r->m->layers[il], ffns);
     if (!r->in_sum2) return;
     float *out = r->in_sum2 + in_sum2_before(r->m, il) + (ffn ? ffn_in_sum2(&ffns[0]) : 0);
-    const int n_in = ffns[ffn].gate->n_in, n_ff = ffns[ffn].gate->n_out, n_e = ffns[ffn].gate->n_expert;
+    const int n_in = ffns[ffn].up->n_in, n_ff = ffns[ffn].up->n_out, n_e = ffns[ffn].up->n_expert;
     LAUNCH_PDL(k_in_sum2, dim3(ceil_div(n_in, 256), (unsigned)n_e), 256, 0, r->cuda->stream, r->cuda->x16[x],
                (size_t)r->width[x], first, rows, r->n_tok, n_in, 1.0f, out);
     LAUNCH_PDL(k_in_sum2, dim3(ceil_div(n_ff, 256), (unsigned)n_e), 256, 0, r->cuda->stream, hidden, (size_t)n_ff,
@@ -8260,27 +8443,34 @@ static struct glu ffn_glu(const struct layer *layer, const struct weight *gate) 
     return gate == &layer->gate ? layer->glu : layer->sh_glu;
 }
 
+/* The first products of a feed-forward, in g: gate and up joined, or up alone. Returns whether there is a gate. */
+static bool ffn_products(const struct layer *layer, const struct ffn_weights *ffn, struct gemm_args *g) {
+    g->square = layer->ungated;
+    g->w = layer->ungated ? *ffn->up->copy : *ffn->gate->copy;
+    if (!layer->ungated) g->w2 = *ffn->up->copy;
+    g->glu = ffn_glu(layer, ffn->gate);
+    return !layer->ungated;
+}
+
 /* out (+)= down(silu(gate x) * (up x)) of feed-forward `ffn` of a layer in prefill. */
 static void dense_ffn_prefill(struct rank *r, int il, int ffn, enum act x, enum act out) {
     struct cuda *c = r->cuda;
     struct ffn_weights ffns[2];
     layer_ffns(&r->m->layers[il], ffns);
-    const struct weight *gate = ffns[ffn].gate, *up = ffns[ffn].up, *down = ffns[ffn].down;
+    const struct weight *up = ffns[ffn].up, *down = ffns[ffn].down;
     struct gemm_args g = {};
-    g.w = *gate->copy;
-    g.w2 = *up->copy;
-    g.glu = ffn_glu(&r->m->layers[il], gate);
+    const bool gated = ffn_products(&r->m->layers[il], &ffns[ffn], &g);
     g.x = c->x16[x];
     g.x_stride = (size_t)r->width[x];
     g.n_tok = r->n_tok;
     g.y = c->hidden_shared;
-    g.y_stride = (size_t)gate->n_out;
-    profile_matrices(&g.w, 2, 0);
-    gemm_prefill(&g, 1, c->stream);
+    g.y_stride = (size_t)up->n_out;
+    profile_matrices(&g.w, 1 + gated, 0);
+    gemm_prefill(&g, gated, c->stream);
     in_sum2_add(r, il, ffn, x, c->hidden_shared, NULL, NULL);
     struct device_matrix d = *down->copy;
     d.decode_scale *= HIDDEN_SCALE;
-    matmul(r, &d, c->hidden_shared, (size_t)gate->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
+    matmul(r, &d, c->hidden_shared, (size_t)up->n_out, 0, r->n_tok, 0, NULL, c->x32[out], (size_t)r->width[out], 0);
 }
 
 /* The cache of a layer's experts; n_slot 0: all of them are on the GPU, or none. */
@@ -8360,11 +8550,12 @@ static void fetch_missing(struct rank *r, int il, const struct expert_cache *cac
     const struct layer *layer = &r->m->layers[il];
     const struct weight *const w[] = {&layer->gate, &layer->up, &layer->down};
     struct fetch_args a = {};
-    for (const struct weight *x : w) a.m[a.n_matrix++] = fetch_matrix_of(x);
+    for (const struct weight *x : w)
+        if (x->data) a.m[a.n_matrix++] = fetch_matrix_of(x);
     a.item = cache->missing;
     a.n = cache->n_missing;
     a.most = cache->n_slot;
-    const struct want_args q = want_of(r, il, &a, FFN_GATE);
+    const struct want_args q = want_of(r, il, &a, layer->ungated ? FFN_UP : FFN_GATE);
     a.brought = q.brought;
     want(&q, r->cuda->stream);
     take_brought(&q, r->cuda->stream);
@@ -8380,18 +8571,49 @@ static int decode_group(const struct rank *r, int il) {
     return held && held < layer->n_expert ? min(r->n_tok, most / layer->n_expert_used) : r->n_tok;
 }
 
+/* y (n_tok, n_out) = w x in halves, of a latent matrix. decode: at most DECODE_MAX_TOKENS tokens. */
+static void latent_rows(struct rank *r, const struct weight *w, const uint16_t *x, size_t x_stride, int n_tok,
+                        uint16_t *y, bool decode) {
+    if (decode) {
+        struct linear_args p = {};
+        p.w[0] = *w->copy;
+        p.y16 = y;
+        p.y_stride[0] = (size_t)w->n_out;
+        p.n_tok = n_tok;
+        p.x = x;
+        p.x_stride = x_stride;
+        profile_matrices(w->copy, 1, 0);
+        gemv_groups(&p, r->cuda->stream); /* a matrix with one group */
+        return;
+    }
+    struct gemm_args g = {};
+    g.w = *w->copy;
+    g.x = x;
+    g.x_stride = x_stride;
+    g.n_tok = n_tok;
+    g.y = y;
+    g.y_stride = (size_t)w->n_out;
+    profile_matrices(w->copy, 1, 0);
+    gemm_prefill(&g, 0, r->cuda->stream);
+}
+
 /* The feed-forwards of a layer in decode, of tokens first .. first + n - 1, at most 16. routed: the first of them is the
  * routed experts, of which `held` are on the GPU; 0: the CPU computes them. */
 static void ffn_decode(struct rank *r, int il, bool routed, int held, int first, int n, enum act x, enum act out) {
     struct cuda *c = r->cuda;
     float *y = c->x32[out] + (size_t)first * (size_t)r->width[out];
     const struct layer *layer = &r->m->layers[il];
+    const bool latent = layer->n_latent && held;
     struct ffn_weights ffns[2];
     struct glu_args u = {};
     u.n_entry = layer_ffns(layer, ffns);
     u.n_tok = n;
-    u.x = c->x16[x] + (size_t)first * (size_t)r->width[x];
-    u.x_stride = (size_t)r->width[x];
+    for (int i = 0; i < u.n_entry; i++) {
+        const enum act from = latent && !i ? A_LATENT : x;
+        u.x[i] = c->x16[from] + (size_t)first * (size_t)r->width[from];
+        u.x_stride[i] = (size_t)r->width[from];
+    }
+    if (latent) latent_rows(r, &layer->latent_down, u.x[1], u.x_stride[1], n, (uint16_t *)u.x[0], true);
     if (routed)
         u.jobs = {c->route.jobs, c->route.job_weight, held ? c->route.n_jobs : c->no_jobs,
                   held ? min(n * layer->n_expert_used, layer->n_expert) : 0};
@@ -8399,13 +8621,13 @@ static void ffn_decode(struct rank *r, int il, bool routed, int held, int first,
     const double jobs[2] = {!routed ? 1 : held ? experts_expected(layer, n) : 0, 1}; /* matrices that are read */
     struct device_matrix down[2] = {};
     for (int i = 0; i < u.n_entry; i++) {
-        u.gate[i] = *ffns[i].gate->copy;
+        if (!layer->ungated) u.gate[i] = *ffns[i].gate->copy;
         u.up[i] = *ffns[i].up->copy;
         u.glu[i] = ffn_glu(layer, ffns[i].gate);
         u.y[i] = routed && !i ? c->hidden : c->hidden_shared;
         down[i] = *ffns[i].down->copy;
         down[i].decode_scale *= HIDDEN_SCALE;
-        profile_matrices(&u.gate[i], 2 * jobs[i], 0);
+        profile_matrices(&u.up[i], (2 - layer->ungated) * jobs[i], 0);
     }
     u.down_scale = down[0].scale;
     u.down_scale_max = down[0].scale_max;
@@ -8414,23 +8636,36 @@ static void ffn_decode(struct rank *r, int il, bool routed, int held, int first,
         matmul(r, &down[0], u.y[0], (size_t)down[0].n_in, 0, n, 0, NULL, y, (size_t)r->width[out], 0);
         return;
     }
-    for (int i = 0; i < u.n_entry; i++) profile_matrices(&down[i], jobs[i], 0);
     struct down_args d = {};
     d.w = down[0];
-    d.shared = down[1];
     d.hidden = c->hidden;
-    d.hidden_shared = c->hidden_shared;
     d.jobs = u.jobs;
     d.n_tok = n;
+    if (latent) { /* their sum stays divided by HIDDEN_SCALE, and is the input of a job for all tokens */
+        d.w.decode_scale /= HIDDEN_SCALE;
+        d.y16 = c->x16[A_LATENT_SUM];
+        d.y_stride = (size_t)r->width[A_LATENT_SUM];
+        profile_matrices(&down[0], jobs[0], 0);
+        gemv_down(&d, c->stream);
+        d.hidden = d.y16;
+        d.jobs = {c->one_job + n, NULL, &c->one_job->expert, 1};
+    }
+    if (layer->n_latent) {
+        d.w = down[0] = *layer->latent_up.copy;
+        d.w.decode_scale *= HIDDEN_SCALE;
+    }
+    d.shared = down[1];
+    d.hidden_shared = c->hidden_shared;
     d.y = y;
     d.y_stride = (size_t)r->width[out];
+    for (int i = 0; i < u.n_entry; i++) profile_matrices(&down[i], latent ? 1 : jobs[i], 0);
     gemv_down(&d, c->stream);
 }
 
 /* A layer's routed experts in decode by the CPU, and the shared one. Ranks of a stage but the first add nothing. */
 static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
     struct cuda *c = r->cuda;
-    const bool shared = r->m->layers[il].sh_gate.data != NULL;
+    const bool shared = r->m->layers[il].sh_up.data != NULL;
     struct ask_args a = {};
     if (r->question) {
         a.p = tp_rank_of(r);
@@ -8456,14 +8691,14 @@ static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
     if (r->question || !shared) LAUNCH_PDL(k_add_experts, (unsigned)a.n_tok, 256, 0, c->stream, a);
 }
 
-/* Lets g, of gate and up (glu) or of down, multiply the experts that have a slot, and then the others: waves of them
+/* Lets g, of the matrices from `from` on, gate and up joined (glu) or one of up and down, multiply the experts that have a slot, and then the others: waves of them
  * pass through the ring. A stream of its own copies a wave while the one before is multiplied. */
 static void experts_in_waves(struct rank *r, int il, const struct expert_cache *cache, const struct sort_args *s,
-                             struct gemm_args g, int glu) {
+                             struct gemm_args g, int glu, enum ffn_matrix from) {
     struct cuda *c = r->cuda;
     const struct layer *layer = &r->m->layers[il];
     static const char what[] = "copying experts";
-    const struct weight *const w[] = {glu ? &layer->gate : &layer->down, &layer->up};
+    const struct weight *const all[] = {&layer->gate, &layer->up, &layer->down}, *const *const w = all + from;
     struct fetch_matrix m[RING_PARTS][FFN_MATRICES] = {};
     struct fetch_args a = {};
     uint8_t *at = c->ring;
@@ -8486,7 +8721,7 @@ static void experts_in_waves(struct rank *r, int il, const struct expert_cache *
     const bool overlap = launches_overlap;
     launches_overlap = false;
     struct wave_args list = {*cache, s->first, layer->n_expert, n_ring, c->place};
-    if (!glu) list.cache.count = NULL; /* the same experts as for gate and up */
+    if (from == FFN_DOWN) list.cache.count = NULL; /* the same experts as for gate and up */
     LAUNCH_PDL(k_wave_list, 1, EXPERTS_MAX, 0, c->stream, list);
     a.n_matrix = 1 + glu;
     a.item = cache->missing;
@@ -8504,7 +8739,7 @@ static void experts_in_waves(struct rank *r, int il, const struct expert_cache *
     wait(copies, c->listed);
     g.place = c->place;
     g.n_place = n_ring;
-    struct want_args q = want_of(r, il, &a, glu ? FFN_GATE : FFN_DOWN);
+    struct want_args q = want_of(r, il, &a, from);
     a.brought = q.brought;
     want(&q, copies);
     for (int wave = 0; wave * n_ring < most; wave++) {
@@ -8583,13 +8818,18 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     s.n_expert = layer->n_expert;
     LAUNCH_PDL(k_sort, (unsigned)layer->n_expert, 256, 0, c->stream, s);
     LAUNCH_PDL(k_tiles, 1, EXPERTS_MAX, 0, c->stream, s, (int)TN);
-    if (layer->sh_gate.data) dense_ffn_prefill(r, il, 1, x, out);
+    const enum act in = layer->n_latent ? A_LATENT : x; /* what routed experts read */
+    const int n = layer->n_latent ? layer->n_latent : r->width[out];
+    const bool shared = layer->sh_up.data != NULL;
+    if (shared) dense_ffn_prefill(r, il, 1, x, out);
+    if (layer->n_latent)
+        latent_rows(r, &layer->latent_down, c->x16[x], (size_t)r->width[x], r->n_tok, c->x16[in], false);
+    struct ffn_weights ffns[2];
+    layer_ffns(layer, ffns);
     struct gemm_args g = {};
-    g.w = *layer->gate.copy;
-    g.w2 = *layer->up.copy;
-    g.glu = ffn_glu(layer, &layer->gate);
-    g.x = c->x16[x];
-    g.x_stride = (size_t)r->width[x];
+    const bool gated = ffn_products(layer, &ffns[0], &g);
+    g.x = c->x16[in];
+    g.x_stride = (size_t)r->width[in];
     g.rows = s.row;
     g.tile_expert = s.tile_expert;
     g.tile_first = s.tile_first;
@@ -8598,32 +8838,39 @@ static void moe_ffn(struct rank *r, const struct step *step, struct norm_input n
     g.max_tiles = s.n_choices / TN + (layer->n_expert < s.n_choices ? layer->n_expert : s.n_choices);
     g.n_tok = s.n_choices;
     g.y = c->hidden;
-    g.y_stride = (size_t)layer->gate.n_out;
+    g.y_stride = (size_t)layer->up.n_out;
     const bool w4a4 = r->cuda->sizes.w4a4 && g.w.fmt == FMT_FP4 && layer->down.copy->fmt == FMT_FP4;
-    auto experts = [&](int glu, int n_row, struct fp4_rows rows) {
+    auto experts = [&](int glu, enum ffn_matrix from, int n_row, struct fp4_rows rows) {
         if (w4a4) quantize_fp4(g.x, g.x_stride, n_row, g.w.n_in, g.xq = rows, c->stream);
         profile_matrices(&g.w, (1 + glu) * experts_expected(layer, r->n_tok), 0);
-        if (partly) experts_in_waves(r, il, &cache, &s, g, glu);
+        if (partly) experts_in_waves(r, il, &cache, &s, g, glu, from);
         else gemm_prefill(&g, glu, c->stream);
     };
-    experts(1, r->n_tok, c->x4);
-    in_sum2_add(r, il, 0, x, c->hidden, s.first, s.row);
+    experts(gated, gated ? FFN_GATE : FFN_UP, r->n_tok, c->x4);
+    in_sum2_add(r, il, 0, in, c->hidden, s.first, s.row);
     g.w = *layer->down.copy;
+    g.square = 0;
     g.bias_factor = 1 / HIDDEN_SCALE;
     g.x = c->hidden; /* divided by HIDDEN_SCALE, and so is expert_out */
     g.x_stride = g.y_stride;
     g.rows = NULL;
     g.y = c->expert_out;
-    g.y_stride = (size_t)r->width[out];
-    experts(0, s.n_choices, c->hidden4);
+    g.y_stride = (size_t)n;
+    experts(0, FFN_DOWN, s.n_choices, c->hidden4);
     if (r->stats) {
-        struct stats_args a = {
-            c->expert_out, m->n_embd, s.k,      s.first,
-            s.row,         s.id,      p.weight, r->stats + (size_t)il * (size_t)m->n_expert_max * STATS};
+        struct stats_args a = {c->expert_out, n,    s.k,      s.first,
+                               s.row,         s.id, p.weight, r->stats + (size_t)il * (size_t)m->n_expert_max * STATS};
         LAUNCH_PDL(k_stats, (unsigned)layer->n_expert, 256, 0, c->stream, a);
     }
-    LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->expert_out, s.inverse, p.weight, s.k,
-               r->width[out], layer->sh_gate.data != NULL, p.shared, c->x32[x], c->x32[out]);
+    auto combine = [&](const int32_t *inverse, int k, bool whole) {
+        LAUNCH_PDL(k_combine, (unsigned)r->n_tok, ROW_THREADS, 0, c->stream, c->expert_out, inverse, p.weight, k,
+                   whole ? r->width[out] : n, shared, whole ? p.shared : NULL, c->x32[x], whole ? c->x32[out] : NULL,
+                   c->x16[A_LATENT_SUM]);
+    };
+    combine(s.inverse, s.k, !layer->n_latent);
+    if (!layer->n_latent) return;
+    latent_rows(r, &layer->latent_up, c->x16[A_LATENT_SUM], (size_t)n, r->n_tok, c->expert_out, false);
+    combine(NULL, 1, true); /* expert_out is divided by HIDDEN_SCALE, as the sum was */
 }
 
 static void cuda_norm_ffn(struct rank *r, const struct step *s) {
@@ -9545,8 +9792,7 @@ static struct attn attn_of(const struct model *m) {
     struct attn found = {};
     for (int il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if (layer->mixer != MIXER_DELTA && (!found.head_k || (found.window && !layer->attn.window)))
-            found = layer->attn;
+        if (layer->attn.head_k && (!found.head_k || (found.window && !layer->attn.window))) found = layer->attn;
     }
     return found;
 }
@@ -9592,18 +9838,15 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
         snprintf(why, ERR_MAX, "two kinds of gates in attention (layer %d) are not supported on a GPU; use --cpu", il);
 }
 
-/* Writes to why, unless that says something already, why the kernels cannot run a layer's gated delta net. */
+/* Writes to why, unless that says something already, why the kernels cannot run a layer's gated delta net or Mamba-2. */
 static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;
-    if (layer->ungated)
-        snprintf(why, ERR_MAX, "feed-forwards without a gate are not supported on a GPU; use --cpu");
-    else if (layer->mixer == MIXER_DELTA && (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 ||
-                                             d->head_v % 8 || d->n_conv != DELTA_TAPS))
+    if (layer_recurrent(layer) &&
+        (d->head_k > DELTA_HEAD || d->head_v > DELTA_HEAD || d->head_k % 8 || d->head_v % 8 || d->n_conv != DELTA_TAPS))
         snprintf(why, ERR_MAX,
-                 "a gated delta net with keys of %d, values of %d and a convolution of %d is not supported on a GPU; "
-                 "use --cpu",
-                 d->head_k, d->head_v, d->n_conv);
+                 "%s with keys of %d, values of %d and a convolution of %d is not supported on a GPU; use --cpu",
+                 layer->mixer == MIXER_DELTA ? "a gated delta net" : "Mamba-2", d->head_k, d->head_v, d->n_conv);
 }
 
 /* Writes to why (ERR_MAX) why the kernels cannot run this shard with such a cache; nothing if they can. */
@@ -9633,7 +9876,7 @@ static void shard_check(const struct model *m, enum kv_type kv, char *why) {
     matrix_check(&m->output, why);
     for (il = 0; il < model_blocks(m); il++) {
         const struct layer *layer = &m->layers[il];
-        if (layer->mixer != MIXER_DELTA) attn_check(m, layer, m->first_layer + il, shape, why);
+        if (!layer_recurrent(layer)) attn_check(m, layer, m->first_layer + il, shape, why);
         delta_check(layer, why);
         for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer))
             if (rule_is_weight(rule)) matrix_check(rule_weight(rule, layer), why);
@@ -9825,6 +10068,9 @@ static void rank_allocate(struct rank *r) {
 #define ALLOCATE(field, type, count) c->field = (type *)activations(r, sizeof(type) * (count));
     GPU_BUFFERS(ALLOCATE)
 #undef ALLOCATE
+    struct expert_job one_job[DECODE_MAX_TOKENS + 1] = {{1, 0, 0, 0}};
+    for (int n = 1; n <= DECODE_MAX_TOKENS; n++) one_job[n].tokens = (1u << n) - 1;
+    if (c->one_job) cuda_copy(r, c->one_job, one_job, sizeof one_job, "activations");
     c->logits_stride = logits_stride(p.rank ? m->output.n_out : m->n_vocab);
     const size_t logits_bytes = LOGIT_ROWS * ((size_t)m->n_vocab + 1) * sizeof(float);
     c->logits_host = (float *)cuda_host_memory(r, logits_bytes, "host memory for logits");

@@ -145,14 +145,14 @@ static void pair_cache(struct rank *r, int il, enum cache_use use, const char *w
     free(g.data), free(g.scale), free(got), free(want);
 }
 
-/* The result of a gated delta net, its state and its rings. */
-static void pair_delta(struct rank *r, int il, enum act out) {
+/* The result of a gated delta net or of Mamba-2, its state and its rings. */
+static void pair_delta(struct rank *r, const char *op, int il, enum act out) {
     static const char *const names[CACHE_USES] = {[CACHE_K] = "ring of q and k",
                                                   [CACHE_V] = "ring of v",
                                                   [CACHE_WINDOW] = "ring of gates",
                                                   [CACHE_STATE] = "state"};
     const struct delta *d = &r->m->layers[il].delta;
-    pair_slot(r, "delta_net", il, out, d->n_value * d->head_v, true);
+    pair_slot(r, op, il, out, d->n_value * d->head_v, true);
     for (int u = 0; u < CACHE_USES; u++) {
         const struct cache_tensor *p = &r->cache[il][u], *q = &pair.gpu->cache[il][u];
         if (!names[u]) continue;
@@ -304,7 +304,9 @@ static void pair_mtp_hidden(struct rank *r) {
 #define PAIR_IN_csa_attention  (void)0
 #define PAIR_OUT_csa_attention pair_heads(r, "csa_attention", s->il, s->out[0])
 #define PAIR_IN_delta_net      pair_in_step(r, s)
-#define PAIR_OUT_delta_net     pair_delta(r, s->il, s->out[0])
+#define PAIR_OUT_delta_net     pair_delta(r, "delta_net", s->il, s->out[0])
+#define PAIR_IN_mamba          pair_in_step(r, s)
+#define PAIR_OUT_mamba         pair_delta(r, "mamba", s->il, s->out[0])
 #define PAIR_IN_norm_ffn       pair_in_step(r, s)
 #define PAIR_OUT_norm_ffn      pair_out_ffn(r, s)
 #define PAIR_IN_last_reduce    pair_in_step(r, s)
@@ -676,7 +678,10 @@ static void test_cuda_operations(void) {
                                         "deepseek_v32",
                                         "glm_moe_dsa_types",
                                         "kimi_linear_nvfp4",
-                                        "bailing_hybrid_ct"};
+                                        "bailing_hybrid_ct",
+                                        "nemotron_h",
+                                        "nemotron_h_nvfp4",
+                                        "nemotron_h_dense"};
     static const int n[] = {1, 2, 17, 1, 9, 16, 40, 1, 0}, wide[] = {17, 40, 0}, splits[] = {1, 2, 64, 0};
     int n_w4a4 = 0;
     bool fp4 = cuda_test_begin(8);
@@ -741,6 +746,36 @@ static void test_cuda_delta(void) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         pair_forwards(names[f], &m, KV_BF16, 704, 0, MOE_ACT_F16, n);
+        model_free(&m);
+    }
+}
+
+/* The heads of the released models, and others that fill neither rows nor columns of a block. */
+#define MAMBA_KEYS                                                                                                    \
+    "block_count=4 embedding_length=256 feed_forward_length=0,192,0,192 attention.head_count=4 "                      \
+    "attention.head_count_kv=0,0,2,0 attention.key_length=64 attention.value_length=64 expert_count=8 "               \
+    "expert_used_count=2 expert_feed_forward_length=192 expert_shared_count=1 expert_shared_feed_forward_length=128 " \
+    "expert_weights_scale=2.5 moe_latent_size=128 ssm.conv_kernel=4 vocab_size=200 context_length=1024 "              \
+    "attention.layer_norm_rms_epsilon=1e-5 ssm.group_count=2 "
+static const struct synth mamba_shapes[] = {
+    {"heads of 64", "nemotron_h_moe", .keys = MAMBA_KEYS "ssm.time_step_rank=4 ssm.state_size=128 ssm.inner_size=256"},
+    {"heads of 40", "nemotron_h_moe", .keys = MAMBA_KEYS "ssm.time_step_rank=6 ssm.state_size=72 ssm.inner_size=240"}};
+
+/* Mamba-2 and feed-forwards without a gate, with latent matrices and without: steps that are full, begun, or one row
+ * beyond; from 1 to 16 tokens that lag. */
+void cuda_test_mamba(void) {
+    static const char *const names[] = {"nemotron_h", "nemotron_h_nvfp4"};
+    static const int n[] = {40, 1, 16, 9, 33, 2, 17, 1, 0};
+    cuda_test_begin(21);
+    for (int f = 0; f < 2; f++) {
+        const struct model *m = fixture_keep(names[f]);
+        if (!m) return;
+        pair_forwards(names[f], m, KV_BF16, 128, 0, MOE_ACT_F16, n);
+    }
+    for (int i = 0; i < 2; i++) {
+        struct model m = {0};
+        synth_make(&m, &mamba_shapes[i], NULL, false);
+        pair_forwards(m.name, &m, KV_FP8, 128, 2, MOE_ACT_F16, n);
         model_free(&m);
     }
 }
@@ -1590,10 +1625,10 @@ static void forgetful_progress(double done, double total) {
 /* A tensor that the upload leaves out ends the start, by its name. */
 static void test_cuda_forgotten(void) {
     static const int tiny[] = {3, 7, 9, 10, 11};
-    static const char *const fixtures[] = {"gpt_oss", "qwen3_next"};
+    static const char *const fixtures[] = {"gpt_oss", "qwen3_next", "nemotron_h"};
     struct cuda_options o = {.n_ctx = 64, .kv = KV_BF16};
     char err[ERR_MAX] = "";
-    for (int i = 0; i < 7; i++) {
+    for (int i = 0; i < 8; i++) {
         struct model m = {0};
         struct rank r = {0};
         if (i < 5) synth_make(&m, &tiny_synths[tiny[i]], NULL, true);
@@ -1652,7 +1687,7 @@ static void recurrent_file(struct session *s, const int32_t *ids) {
 
 /* Chunks of any size give the CPU's logits; tokens are taken back with the state, or by a snapshot of it. */
 static void test_cuda_recurrent(void) {
-    static const char *const names[] = {"qwen3_5_moe", "qwen3_next", "kimi_linear"};
+    static const char *const names[] = {"qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h"};
     static const int chunks[] = {1, 2, 16, 17, 64, 70};
     cuda_test_begin(10);
     for (int f = 0; f < 3; f++) {
@@ -1897,6 +1932,8 @@ static void test_cuda_ranks(void) {
     layouts_agree("qwen3_next", &stages, 1, 20);
     layouts_agree("kimi_linear", &stages, 1, 50);
     layouts_agree("bailing_hybrid_ct", virtual, 1, 20);
+    layouts_agree("nemotron_h", &stages, 1, 40);
+    synth_agrees(&mamba_shapes[0], &virtual[0], 30);
 #ifdef SIMULATED
     static const struct layout several[] = {
         {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true},
@@ -1949,6 +1986,7 @@ static void test_cuda_drafts(void) {
         {"deepseek_v3_plain", {"two GPUs", 2, 1, {0, 1}, ALLREDUCE_AUTO, true}},
         {"glm4_moe_air", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
         {"step3p7", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
+        {"nemotron_h", {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true}},
 #endif
     };
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
@@ -2232,6 +2270,7 @@ void cuda_test_parallel(void) {
         {"glm_moe_dsa_types", NULL, 1, 1, KV_BF16, 3, 0, cuda_parallel_open, 0, false, 1},
         {"minimax_m3", NULL, 1, 1, KV_FP8, 3, 0, cuda_parallel_open, 0, false, 2},
         {"gpt_oss", NULL, 1, 1, KV_BF16, 4, 200, cuda_parallel_open, 0, false, 2},
+        {"nemotron_h", NULL, 1, 1, KV_BF16, 5, 0, cuda_parallel_open, 0, false, 1},
         {"qwen3moe_nvfp4", NULL, 2, 1, KV_FP8, 6, 150, cuda_parallel_open, 64, true, 1},
         {"deepseek_v3", NULL, 1, 1, KV_FP8, 4, 150, cuda_parallel_open, 64, false, 0},
         {"deepseek_v4", NULL, 1, 1, KV_FP8, 4, 330, cuda_parallel_open, 256, true, 2},
@@ -2285,10 +2324,11 @@ static void test_cuda_batches(void) {
         enum kv_type kv;
         const struct layout *layout;
     } cases[] = {
-        {"qwen3moe_nvfp4", KV_FP8, &one}, {"qwen3moe", KV_BF16, &two},         {"deepseek_v3", KV_FP8, &one},
-        {"kimi_k2", KV_BF16, &two},       {"qwen3_5_moe", KV_FP8, &one},       {"hy_v3", KV_FP8, &one},
-        {"glm4_moe_air", KV_BF16, &one},  {"deepseek_v4", KV_FP8, &one},       {"deepseek_v4_pro", KV_BF16, &two},
-        {"kimi_linear", KV_FP8, &one},    {"bailing_hybrid_ct", KV_BF16, &two}};
+        {"qwen3moe_nvfp4", KV_FP8, &one},   {"qwen3moe", KV_BF16, &two},          {"deepseek_v3", KV_FP8, &one},
+        {"kimi_k2", KV_BF16, &two},         {"qwen3_5_moe", KV_FP8, &one},        {"hy_v3", KV_FP8, &one},
+        {"glm4_moe_air", KV_BF16, &one},    {"deepseek_v4", KV_FP8, &one},        {"deepseek_v4_pro", KV_BF16, &two},
+        {"kimi_linear", KV_FP8, &one},      {"bailing_hybrid_ct", KV_BF16, &two}, {"nemotron_h", KV_FP8, &one},
+        {"nemotron_h_nvfp4", KV_BF16, &one}};
     static const struct {
         int shape, first, n; /* of form_shapes; tokens of the first forward, and of all */
         enum kv_type kv;
@@ -2683,8 +2723,8 @@ static void stats_agree(const struct model *m, const char *name, const int32_t *
 }
 
 static void test_cuda_stats(void) {
-    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "qwen3_5_moe"};
-    for (int f = 0; f < 3; f++) {
+    static const char *const names[] = {"deepseek_v3", "qwen3moe_nvfp4", "qwen3_5_moe", "nemotron_h"};
+    for (int f = 0; f < 4; f++) {
         struct model m;
         char path[256];
         size_t n_ids;
@@ -2895,10 +2935,11 @@ static void test_cuda_decode_bench(void) {
         {"cuda/rows", cuda_test_rows}, {"cuda/operations", test_cuda_operations}, {"cuda/forms", test_cuda_forms},     \
         {"cuda/sparse", test_cuda_sparse}, {"cuda/streams", test_cuda_streams}, {"cuda/ring", test_cuda_ring},         \
         {"cuda/expanded", cuda_test_expanded}, {"cuda/delta", test_cuda_delta}, {"cuda/kda", cuda_test_kda},           \
-        {"cuda/recurrent", test_cuda_recurrent}, {"cuda/refusals", test_cuda_refusals},                                \
-        {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts}, {"cuda/forward", test_cuda_forward},     \
-        {"cuda/stats", test_cuda_stats}, {"cuda/feed-forwards", test_cuda_feed_forwards},                              \
-        {"cuda/demo", test_cuda_demo}, {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks},               \
-        {"cuda/synthetic", test_cuda_synth}, {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench},     \
-        {"cuda/async", test_cuda_async}, {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan},               \
-        {"cuda/resize", test_cuda_resize}, {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},
+        {"cuda/mamba", cuda_test_mamba}, {"cuda/recurrent", test_cuda_recurrent},                                      \
+        {"cuda/refusals", test_cuda_refusals}, {"cuda/sample", test_cuda_sample}, {"cuda/drafts", test_cuda_drafts},   \
+        {"cuda/forward", test_cuda_forward}, {"cuda/stats", test_cuda_stats},                                          \
+        {"cuda/feed-forwards", test_cuda_feed_forwards}, {"cuda/demo", test_cuda_demo},                                \
+        {"cuda/turns", test_cuda_turns}, {"cuda/ranks", test_cuda_ranks}, {"cuda/synthetic", test_cuda_synth},         \
+        {"cuda/profile", test_cuda_profile}, {"cuda/bench", test_cuda_bench}, {"cuda/async", test_cuda_async},         \
+        {"cuda/finite", test_cuda_finite}, {"cuda/nan", test_cuda_nan}, {"cuda/resize", test_cuda_resize},             \
+        {"cuda/images", test_cuda_images}, {"cuda/forgotten", test_cuda_forgotten},

@@ -734,7 +734,8 @@ static void run_gemv_ffn(enum gguf_type type, enum gguf_type shared_type, int n_
     u.gate[0] = gate.d, u.up[0] = up.d, u.y[0] = hidden, u.gate[1] = sh_gate.d, u.up[1] = sh_up.d,
     u.y[1] = hidden_shared, u.glu[0] = glu_of(kind), u.glu[1] = glu_of(sh_kind);
     u.jobs = {jobs_d, weight_d, n_d, max_jobs}, u.down_scale = down.d.scale, u.down_scale_max = down.d.scale_max;
-    u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok, u.x = xd, u.x_stride = x.stride;
+    u.shared_weight = n_tok > 1 ? shared_d.p : NULL, u.n_entry = 2, u.n_tok = n_tok;
+    for (int i = 0; i < 2; i++) u.x[i] = xd, u.x_stride[i] = x.stride;
     d.w = down.d, d.w.decode_scale *= HIDDEN_SCALE, d.shared = sh_down.d, d.shared.decode_scale *= HIDDEN_SCALE;
     d.hidden = hidden, d.hidden_shared = hidden_shared;
     d.jobs = u.jobs, d.n_tok = n_tok, d.y = y, d.y_stride = (size_t)n_embd;
@@ -1108,7 +1109,7 @@ static void run_sort(int n_tok, int k, int n_expert, int only, int width = 72) {
     for (int way = 0; way < 3; way++) { /* alone, added, added to gated rows */
         y_d.arrive(), x_d.arrive();
         LAUNCH_PDL(k_combine, (unsigned)n_tok, ROW_THREADS, 0, test_stream, y_d.p, inverse.p, weight_d.p, k, width,
-                   (int)(way > 0), way > 1 ? gate_d.p : NULL, x_d.p, out_d.p);
+                   (int)(way > 0), way > 1 ? gate_d.p : NULL, x_d.p, out_d.p, (uint16_t *)NULL);
         finish("weighted sums");
         std::vector<float> got = out_d.get();
         for (size_t i = 0; i < got.size(); i++) {
@@ -2367,6 +2368,7 @@ static void run_delta(const struct delta_case &c) {
     a.ring_qk_stride = (size_t)(2 * keys), a.ring_v_stride = (size_t)(2 * values);
     a.ring_gates_stride = (size_t)c.gates();
     a.state = state, a.conv = conv, a.decay = decay, a.dt_bias = dt_bias, a.norm = norm, a.eps = 1e-6f, a.out = out;
+    for (int i = 0; i < 3; i++) a.before[i] = i * a.shape.whole_key * c.dk;
     a.t = {qk16, mixed, gates, tiles_d, fades};
     q.arrive();
     delta_launch(&a, c.n_tok, c.n_uncommitted, test_stream);

@@ -17,6 +17,7 @@ extern "C" void cuda_test_parallel(void);
 extern "C" void cuda_test_streams(void);
 extern "C" void cuda_test_expanded(void);
 extern "C" void cuda_test_kda(void);
+extern "C" void cuda_test_mamba(void);
 extern "C" void cuda_test_cached(void); /* t_cuda_experts.h */
 extern "C" void cuda_test_slot_rule(void);
 extern "C" void cuda_test_by_cpu(void);
@@ -52,6 +53,7 @@ static const struct {
                     {"windows", cuda_test_windows},
                     {"expanded", cuda_test_expanded},
                     {"kda", cuda_test_kda},
+                    {"mamba", cuda_test_mamba},
                     {"feed-forwards", cuda_test_feed_forwards},
                     {"sparse", cuda_test_sparse},
                     {"parallel", cuda_test_parallel},
@@ -359,6 +361,70 @@ static void rings_of_first(const char *launch, void *args) {
 static void states_of_first(const char *launch, void *args) {
     change_if<struct delta_args>(launch, "k_delta_decode", args, [](auto &a) { a.state_stride = 0; });
 }
+template <class F>
+static void change_mamba(const char *launch, void *args, F f) {
+    change_if<struct delta_args>(launch, "k_mamba_scan", args, f);
+}
+static void mamba_rings_of_first(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.ring_rows = 0; });
+}
+static void mamba_rings_to_first(const char *launch, void *args) {
+    change_if<struct delta_args>(launch, "k_mamba_finish", args, [](auto &a) { a.ring_rows = 0; });
+}
+static void mamba_states_of_first(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.state_stride = 0; });
+}
+static void taps_exchanged(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { std::swap(a.before[0], a.before[1]); });
+}
+static void convolution_without_bias(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) {
+        const size_t n = (size_t)(a.before[0] + a.shape.whole_key * a.shape.head_k);
+        float *none = changed_floats(n);
+        memset(none, 0, n * sizeof *none);
+        a.conv_bias = none;
+    });
+}
+static void skip_is_decay(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.skip = a.decay; });
+}
+static void biases_are_skips(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.dt_bias = a.skip; });
+}
+static void decays_are_biases(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.decay = a.dt_bias; });
+}
+static void mamba_ring_shorter(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.n_ring--; });
+}
+static void heads_in_turn(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.shape.tiled = true; });
+}
+static void gates_of_next(const char *launch, void *args) {
+    change_mamba(launch, args, [](auto &a) { a.z++; });
+}
+static void other_eps(const char *launch, void *args) {
+    change_if<struct delta_args>(launch, "k_mamba_finish", args, [](auto &a) { a.eps = 1; });
+}
+static void norm_of_next(const char *launch, void *args) {
+    change_if<struct delta_args>(launch, "k_mamba_finish", args, [](auto &a) { a.norm++; });
+}
+static void not_squared(const char *launch, void *args) {
+    change_if<struct gemm_args>(launch, "gemm_kernel", args, [](auto &a) { a.square = 0; });
+}
+static void gated_by_itself(const char *launch, void *args) {
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) {
+        for (int i = 0; i < a.n_entry; i++) a.gate[i] = a.up[i];
+    });
+}
+static void latents_not_read(const char *launch, void *args) {
+    change_if<struct glu_args>(launch, "k_gemv_glu", args, [](auto &a) {
+        if (a.n_entry > 1) a.x[0] = a.x[1], a.x_stride[0] = a.x_stride[1];
+    });
+}
+static void latents_of_one_less(const char *launch, void *args) {
+    change_if<struct down_args>(launch, "k_gemv_down", args, [](auto &a) { a.jobs.job -= !a.jobs.weight; });
+}
 static void hidden_of_first(const char *launch, void *args) {
     change_if<struct mtp_input_args>(launch, "k_mtp_input", args, [](auto &a) { a.ring.timeline_rows = 0; });
 }
@@ -505,6 +571,23 @@ static const struct {
                 {"parallel", "keys are chosen as for the first timeline", choice_of_first},
                 {"parallel", "rings are the first timeline's", rings_of_first},
                 {"parallel", "states are the first timeline's", states_of_first},
+                {"parallel", "rings of Mamba-2 are the first timeline's", mamba_rings_of_first},
+                {"parallel", "rings of Mamba-2 become the first timeline's", mamba_rings_to_first},
+                {"parallel", "states of Mamba-2 are the first timeline's", mamba_states_of_first},
+                {"mamba", "B has the taps of C", taps_exchanged},
+                {"mamba", "the convolution has no bias", convolution_without_bias},
+                {"mamba", "D is another vector", skip_is_decay},
+                {"mamba", "time steps have another bias", biases_are_skips},
+                {"mamba", "decays are another vector", decays_are_biases},
+                {"mamba", "rings of Mamba-2 are shorter by a row", mamba_ring_shorter},
+                {"mamba", "heads have the groups in turn", heads_in_turn},
+                {"mamba", "gates are those of the next value", gates_of_next},
+                {"mamba", "results of Mamba-2 have another eps", other_eps},
+                {"mamba", "results of Mamba-2 have the next weights", norm_of_next},
+                {"mamba", "hidden values are not squared", not_squared},
+                {"mamba", "feed-forwards have a gate", gated_by_itself},
+                {"mamba", "routed experts do not read the latents", latents_not_read},
+                {"mamba", "latent sums of a token are left out", latents_of_one_less},
                 {"parallel", "hidden states are the first timeline's", hidden_of_first},
                 {"parallel", "hidden states become the first timeline's", hidden_to_first},
                 {"parallel", "a timeline lacks the hidden states of its prompt", hidden_lost},
@@ -589,6 +672,9 @@ static const struct edit {
      R"(atom\.add\.acq_rel\.gpu\.global\.u32 (%r\d+), \[(%rd\d+)\], (%r\d+))", "mov.u32 $1, $3"},
     {"links", "a flag is stored without a release", "", R"(st\.release\.sys\.global\.u32)",
      "st.relaxed.sys.global.u32"},
+    {"mamba", "negative hidden values are squared", "k_gemv_glu", R"(max(\.f32\s+%f\d+, %f\d+, 0f00000000))", "min$1"},
+    {"mamba", "an exponential of Mamba-2 is a logarithm", "k_mamba_scan", R"(ex2(\.approx\.f32\s+%f\d+, %f\d+))",
+     "lg2$1"},
     {"attention", "an exponential is a logarithm", "attn_", R"(ex2(\.approx\.ftz\.f32 %f\d+, %f\d+))", "lg2$1"},
 };
 static const struct edit *edit_of_mutant;
