@@ -1901,8 +1901,7 @@ static const struct family_refusal {
      "{\"kda_lower_bound\":0}", NULL, NULL, 0},
     {"bailing_hybrid", "key 'gated_attention_proj_granularity_type': expected \"head_wise\"",
      "{\"gated_attention_proj_granularity_type\":\"element_wise\"}", NULL, NULL, 0},
-    {"bailing_hybrid",
-     "key 'rope_parameters.partial_rotary_factor': expected 1, or the share of qk_rope_head_dim",
+    {"bailing_hybrid", "key 'rope_parameters.partial_rotary_factor': expected 1, or the share of qk_rope_head_dim",
      "{\"rope_parameters\":{\"rope_theta\":6e6,\"partial_rotary_factor\":0.5}}", NULL, NULL, 0},
     {"bailing_hybrid", "tensor 'model.layers.0.attention.f_proj.weight' is missing", NULL,
      "model.layers.0.attention.f_proj.weight", NULL, 0}};
