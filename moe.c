@@ -85,7 +85,7 @@
  *   CPU kernels: choice                               90  the best set that the processor has
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
- *   CPU operations                                   300  embedding, norms, all-reduce
+ *   CPU operations                                   350  embedding, norms, all-reduce
  *   CPU operations: matrices and rotations           250  linear, input of MTP, RoPE
  *   CPU operations: attention                        440  online softmax over the cache
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
@@ -1325,8 +1325,8 @@ struct layer {
     /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
     struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
-    /* gated delta net and Mamba-2; wq, wk (n_key * head_k, n_embd), wv (n_value * head_v, n_embd), wo (n_embd, n_value *
-     * head_v); of Mamba-2 the rows of C, B and x */
+    /* gated delta net and Mamba-2, K = n_key * head_k, V = n_value * head_v; wq, wk (K, n_embd), wv (V, n_embd), wo
+     * (n_embd, V); of Mamba-2 wq, wk and wv have the rows of C, B and x */
     struct delta delta;
     struct weight wz;                  /* (n_value * head_v, n_embd or low) gates of the result */
     struct weight w_alpha, w_beta;     /* (n_value * n_decay, n_embd or low), (n_value, n_embd); Mamba-2: w_alpha gives
@@ -1842,8 +1842,7 @@ struct family {
     bool softmax_bias;    /* routing biases are used without a sigmoid, too */
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
-    bool kda;             /* layers without a KV head have Kimi delta attention */
-    bool half_layers;     /* layers may lack attention, whose attention.head_count_kv is then 0 */
+    bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -4804,13 +4803,13 @@ static const struct family families[] = {
      .read = read_laguna,   .layer = layer_laguna},
     {.arch = "mimo2",     .gating = GATING_SIGMOID, .norm_topk_prob = true, .mtp_before_norm = true,
      .read = read_mimo2,    .layer = layer_mimo2},
-    {.arch = "kimi-linear", .gating = GATING_SIGMOID, .norm_topk_prob = true, .kda = true,
+    {.arch = "kimi-linear", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
      .read = read_kimi_linear, .layer = layer_kda},
-    {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true, .kda = true,
+    {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
      .read = read_bailing3, .layer = layer_bailing3},
-    {.arch = "nemotron_h_moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .half_layers = true,
+    {.arch = "nemotron_h_moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
      .read = read_nemotron_h, .layer = layer_nemotron_h},
-    {.arch = "nemotron_h", .dense = true, .half_layers = true,
+    {.arch = "nemotron_h", .dense = true, .no_kv_layers = true,
      .read = read_nemotron_h, .layer = layer_nemotron_h},
 };
 /* clang-format on */
@@ -4852,7 +4851,7 @@ static void loader_hparams(struct loader *l) {
     int most = 1;
     for (int il = 0; il < blocks; il++) most = int_max(most, l->n_head[il]);
     if (loader_key(l, "attention.head_count_kv", key))
-        loader_ints_in(l, "attention.head_count_kv", !(m->family->kda || m->family->half_layers), most, l->n_head_kv);
+        loader_ints_in(l, "attention.head_count_kv", !m->family->no_kv_layers, most, l->n_head_kv);
     else memcpy(l->n_head_kv, l->n_head, sizeof l->n_head);
     m->rms_eps = loader_num(l, "attention.layer_norm_rms_epsilon");
     m->n_expert_max = loader_int_in(l, "expert_count", m->family->dense ? 0 : KEY_REQUIRED, !m->family->dense, KEY_HI);
@@ -6392,8 +6391,8 @@ static bool synth_fill_ids(uint8_t *p, const struct synth_tensor *t, int n_exper
     return true;
 }
 
-/* Fills a tensor of a recurrent mixer whose numbers are no norm's: `sign` times decays of 0 to 1, taps of -0.25 to 0.25.
- * False: it is another tensor. */
+/* Fills a tensor of a recurrent mixer whose numbers are no norm's: `sign` times decays of 0 to 1, taps of -0.25 to
+ * 0.25. False: it is another tensor. */
 static bool synth_fill_delta(uint8_t *p, const struct synth_tensor *t, float sign, uint64_t *rng) {
     const char *name = strchr(t->name + 4, '.'); /* after blk.N */
     const bool decay = name && !strcmp(name, ".ssm_a");
@@ -6781,9 +6780,9 @@ struct kernels {
     void (*scale)(const float *x, float f, float *y, int n);          /* y = f * x; y may be x */
     void (*scale_add)(const float *x, float f, float *y, int n);      /* y += f * x */
     void (*relu_add)(const float *x, float f, float *y, int n);       /* y += f * max(x, 0) */
-    /* One token of a recurrent mixer over n columns of the state S (dk, lds), of q, k (dk) and v (n), with decays a (n_a)
-     * of all rows or of each, n_a 1 or dk: S = Diag(a) S + k u^T; o (n) = S^T q. The gated delta rule: u = b (v - (Diag(a)
-     * S)^T k). Mamba-2: u = b v, n_a 1. */
+    /* One token of a recurrent mixer over n columns of the state S (dk, lds), of q, k (dk) and v (n), with decays a
+     * (n_a) of all rows or of each, n_a 1 or dk: S = Diag(a) S + k u^T; o (n) = S^T q. The gated delta rule: u = b (v -
+     * (Diag(a) S)^T k). Mamba-2: u = b v, n_a 1. */
     state_step *delta_step, *mamba_step;
     float (*amax)(const float *x, int n); /* returns the largest |x|, 0 for n = 0 */
     float (*max)(const float *x, int n);  /* returns the largest x; n > 0, no NaN */
@@ -9248,10 +9247,10 @@ struct cpu {
     float *shared_w;     /* (chunk) weights of the shared expert */
     float *row_sums;     /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
     float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) recurrent: q, k, v after the convolution */
-    float **taps;      /* (model_blocks) taps of a recurrent mixer's convolution, see delta_taps; NULL: another layer */
-    float *decay_beta; /* (chunk + MAX_ROLLBACK, n_value * n_decay + n_value) recurrent: decays, betas or time steps */
-    float *norm_parts; /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
-    float *q_absorbed; /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
+    float **taps;        /* (model_blocks) taps of a recurrent layer's convolution, see delta_taps; NULL: it has none */
+    float *decay_beta;   /* (chunk + MAX_ROLLBACK, n_value * (n_decay + 1)) recurrent: see struct delta_gates */
+    float *norm_parts;   /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
+    float *q_absorbed;   /* absorbed latent attention: (n, n_head, kv_lora + rope_dim) queries, then latent results */
     float *index_scores; /* (DECODE_MAX_TOKENS, attn_topk_lists, blocks of keys) scores of the indexer */
     int32_t
         *topk_blocks; /* (chunk, attn_topk_lists, attn_topk_blocks) the indexer's choice: blocks of keys, ascending */
@@ -9314,7 +9313,16 @@ static void each_run(struct rank *r, const struct step *s, void (*op)(struct ran
     }
 }
 
-static bool is_table(const struct model *m, const uint8_t *data);
+/* Whether `data` is that of an embedding, of which a token reads one row, and of nothing else. */
+static bool is_table(const struct model *m, const uint8_t *data) {
+    bool embd = data == m->embd.data, head = data == m->output.data;
+    for (int il = m->n_layer; il < model_blocks(m); il++) {
+        embd |= data == m->layers[il].own_embd.data;
+        head |= data == m->layers[il].own_head.data;
+    }
+    return embd && !head;
+}
+
 static const uint8_t *store_row(struct store *s, const struct weight *w, int row, uint8_t *room);
 
 static void cpu_embed(struct rank *r, const struct step *s) {
@@ -9722,11 +9730,6 @@ static int query_stride(const struct layer *layer) {
     return layer->attn.q_gate ? 2 * layer->attn.head_k : layer->attn.head_k;
 }
 
-/* Multiplies n values of queries by a factor. */
-static void temper(float *q, int n, float factor) {
-    for (int i = 0; i < n; i++) q[i] *= factor;
-}
-
 /* Norms and rotates the heads of q and k in place, then writes k and v to the cache at their positions. */
 static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum act v) {
     const struct model *m = r->m;
@@ -9742,7 +9745,7 @@ static void rope_store_kv(struct rank *r, int il, enum act q, enum act k, enum a
             if (layer->qk_norm == QK_NORM_HEADS)
                 r->cpu->k->rmsnorm(x, is_q ? layer->q_norm : layer->k_norm, m->rms_eps, x, a->head_k);
             (m->ropes[a->rope].pairs ? rope_pairs : rope_halves)(x, c, s, dim);
-            if (is_q && a->temp_scale != 0) temper(x, a->head_k, attn_temperature(a, r->pos + t));
+            if (is_q && a->temp_scale != 0) r->cpu->k->scale(x, attn_temperature(a, r->pos + t), x, a->head_k);
         }
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, act_row(r, k, t));
         kv_store(r->cpu->k, &r->cache[il][CACHE_V], r->pos + t, act_row(r, v, t));
@@ -9759,9 +9762,9 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *c = r->cpu->cos[a->rope] + (r->first + t) * (dim / 2),
                     *s = r->cpu->sin[a->rope] + (r->first + t) * (dim / 2);
-        float *latent = act_row(r, kv, t);
-        for (int h = 0; h < a->n_head; h++) rope_pairs(act_row(r, q, t) + h * a->head_k + nope, c, s, dim);
-        if (a->temp_scale != 0) temper(act_row(r, q, t), a->n_head * a->head_k, attn_temperature(a, r->pos + t));
+        float *latent = act_row(r, kv, t), *heads = act_row(r, q, t);
+        for (int h = 0; h < a->n_head; h++) rope_pairs(heads + h * a->head_k + nope, c, s, dim);
+        if (a->temp_scale != 0) r->cpu->k->scale(heads, attn_temperature(a, r->pos + t), heads, a->n_head * a->head_k);
         r->cpu->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
         rope_pairs(latent + a->kv_lora, c, s, dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, latent);
@@ -11215,11 +11218,12 @@ static double files_rate(const struct gguf *g) {
  * Experts on disk: slots
  *
  * A model that does not fit into memory keeps there all but its routed experts and its embedding. Of the embedding each
- * token reads its row from disk. Of the experts as many in each layer are in memory as there is room for. A forward of up
- * to SAME_BITS_TOKENS tokens brings its missing experts into slots, in place of those that were used least; counts of use
- * halve within a few forwards, so that an expert of another topic leaves. A longer forward runs its experts in waves, in ascending order: missing ones pass through a ring beside the slots, in
- * which a wave is read while the one before is computed, and the slots stay as they are. What is computed, and in which
- * order it is added up, does not depend on what is in memory: the bits are those of a model that fits.
+ * token reads its row from disk. Of the experts as many in each layer are in memory as there is room for. A forward of
+ * up to SAME_BITS_TOKENS tokens brings its missing experts into slots, in place of those that were used least; counts
+ * of use halve within a few forwards, so that an expert of another topic leaves. A longer forward runs its experts in
+ * waves, in ascending order: missing ones pass through a ring beside the slots, in which a wave is read while the one
+ * before is computed, and the slots stay as they are. What is computed, and in which order it is added up, does not
+ * depend on what is in memory: the bits are those of a model that fits.
  *
  * Beside GPUs a store has experts that these lack (store_lend): counts of use are then of what the GPUs' slots missed, so
  * that it keeps other experts than they.
@@ -11412,16 +11416,6 @@ static void store_lend(struct store *s, int il, int half, struct ffn_job *jobs, 
     if (first + n_matrix < FFN_MATRICES) return; /* the same experts come once more, for down */
     y->count.misses += (uint64_t)misses;
     y->count.hits += (uint64_t)(n - misses);
-}
-
-/* Whether `data` is that of an embedding, of which a token reads one row, and of nothing else. */
-static bool is_table(const struct model *m, const uint8_t *data) {
-    bool embd = data == m->embd.data, head = data == m->output.data;
-    for (int il = m->n_layer; il < model_blocks(m); il++) {
-        embd |= data == m->layers[il].own_embd.data;
-        head |= data == m->layers[il].own_head.data;
-    }
-    return embd && !head;
 }
 
 /* Row `row` of a table, which it reads from its file into `room`, READ_ROOM(w->row_bytes) bytes. */
@@ -12180,8 +12174,8 @@ static void ffn_dense(struct rank *r, int il, enum act x, enum act out) {
     if (r->stats) stats_add(r, il, x);
 }
 
-/* out = latent_up times what the jobs give, whose experts read latent_down x. latent_up is linear, so that every rank may
- * apply it to its partial sums. */
+/* out = latent_up times what the jobs give, whose experts read latent_down x. latent_up is linear, so that every rank
+ * may apply it to its partial sums. */
 static void ffn_latent_run(struct rank *r, int il, enum act x, enum act out, int per_job) {
     const struct layer *layer = &r->m->layers[il];
     linear_each(r, x, (const struct weight *const[]){&layer->latent_down, NULL}, SLOTS(A_LATENT));
@@ -13517,8 +13511,8 @@ static void rank_run(struct rank *r, const struct rank_call *call) {
     }
 }
 
-/* Runs a pass on n tokens from position pos on; of the MTP layer, they stand one position later. ids NULL: the token that
- * is being chosen. */
+/* Runs a pass on n tokens from position pos on. A pass of the MTP layer gets the tokens of the positions after these. ids
+ * NULL: the token that is being chosen. */
 static void session_run(struct session *s, enum pass pass, const int32_t *ids, int n, int pos) {
     const struct run run = {s->timeline, 0, n, pos, s->n_committed, s->with_stem};
     pg_run(s->pg, (struct rank_call){.kind = RANK_FORWARD, .pass = pass, .ids = ids, .n = n, .n_run = 1, .run = &run});
@@ -14040,8 +14034,8 @@ static enum sync_result session_chunk(struct session *s, const int32_t *ids, int
     return SYNC_DONE;
 }
 
-/* The logits of the last token of a prompt. Among several timelines the MTP layer then reads the prompt's hidden states,
- * before another prompt's forward overwrites them. */
+/* The logits of the last token of a prompt. Among several timelines the MTP layer then reads the prompt's hidden
+ * states, before another prompt's forward overwrites them. */
 static void session_prompt_head(struct session *s) {
     session_head(s, s->r->n_tok - 1, 1);
     if (s->r->n_mtp_own) session_catch_up(s, s->n_past - 1, PASS_MTP);

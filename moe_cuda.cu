@@ -1722,9 +1722,9 @@ struct glu_job : gemv_one {
 };
 
 /* The first half of a feed-forward: y = silu(gate x) * (up x) / HIDDEN_SCALE, in halves; of gate x and up x with their
- * biases and within their limits. Without a gate (no codes) y = max(0, up x)^2 / HIDDEN_SCALE. Entry 0: routed experts, times the router's weight and the expert's scale of the down
- * matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a dense layer, y (n_tok, n_ff). Entry 1: the shared expert,
- * times its weight, y (n_tok, n_ff). */
+ * biases and within their limits. Without a gate (no codes) y = max(0, up x)^2 / HIDDEN_SCALE. Entry 0: routed experts,
+ * times the router's weight and the expert's scale of the down matrix, y (job, DECODE_MAX_TOKENS, n_ff); without jobs a
+ * dense layer, y (n_tok, n_ff). Entry 1: the shared expert, times its weight, y (n_tok, n_ff). */
 struct glu_args {
     struct device_matrix gate[2], up[2];
     struct glu glu[2];
@@ -1738,10 +1738,10 @@ struct glu_args {
     size_t x_stride[2];
 };
 
-/* Grid: (rows of tiles, jobs.max or 1, and 1 for entry 1), block: 256: four warps for gate, four for up, or all. Bytes and aim
- * as for k_gemv_linear. The next kernel, k_gemv_down, reads the router's jobs and weights before its own wait. So it
- * may start only when the router's writes are visible: the launch stands after the wait, and the order of these two
- * calls is a contract. */
+/* Grid: (rows of tiles, jobs.max or 1, and 1 for entry 1), block: 256: four warps for gate, four for up, or all. Bytes
+ * and aim as for k_gemv_linear. The next kernel, k_gemv_down, reads the router's jobs and weights before its own wait.
+ * So it may start only when the router's writes are visible: the launch stands after the wait, and the order of these
+ * two calls is a contract. */
 template <int NT>
 __global__ void __launch_bounds__(GEMV_THREADS, NT == 1 ? 3 : 2) k_gemv_glu(const __grid_constant__ struct glu_args p) {
     SHARED(float, red, GEMV_WARPS * 8 * NT * SUM_PITCH);
@@ -5825,12 +5825,12 @@ static void csa_store(const struct csa_args *args, cudaStream_t s) {
 /* ============================================================================================================
  * Gated delta net
  *
- * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: gated delta
- * net". Rows are the n_uncommitted tokens that the state lacks, whose inputs are in the rings, and then the forward's
- * own. Decode is one kernel. Prefill lets it take the lagging rows into the state one by one, so that what follows does
- * not depend on how many there are, and has four for every DELTA_SEGMENT of its own rows: k_delta_mix makes queries,
- * keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state, k_delta_scan goes from tile
- * to tile with the state, and k_delta_finish norms the results.
+ * Linear attention with a state S (head_k, head_v) per value head; moe.c has the rule, in "CPU operations: recurrent
+ * states". Rows are the n_uncommitted tokens that the state lacks, whose inputs are in the rings, and then the
+ * forward's own. Decode is one kernel. Prefill lets it take the lagging rows into the state one by one, so that what
+ * follows does not depend on how many there are, and has four for every DELTA_SEGMENT of its own rows: k_delta_mix
+ * makes queries, keys and values, k_delta_prepare what a tile of DELTA_TILE rows needs besides the state, k_delta_scan
+ * goes from tile to tile with the state, and k_delta_finish norms the results.
  *
  * Kimi delta attention has a decay for each row of S. k_delta_decode takes any number of its rows, one by one: 0.5 us
  * each. In a tile a key would be divided by its decays, whose products over a tile leave the range of F16.
@@ -5945,7 +5945,7 @@ DEVICE float2 delta_gates(const struct delta_args &a, const struct run &u, int p
     return make_float2(a.decay[head] * (x > 20.0f ? x : log1pf(expf(x))), sigmoid(b));
 }
 
-/* Kimi delta attention: returns the decay of row i of head j's state at position p of a run, and for i = head_k beta. */
+/* Kimi delta attention: returns the decay of row i of head j's state at position p of a run; for i = head_k beta. */
 DEVICE float delta_gate(const struct delta_args &a, const struct run &u, int pos, int p, int j, int i) {
     const struct delta &d = a.shape;
     const int dk = d.head_k, head = d.first_key + j;
@@ -6627,10 +6627,10 @@ static void delta_launch(const struct delta_args *args, int n_tok, int n_uncommi
 /* ============================================================================================================
  * Mamba-2
  *
- * A state S (head_k, head_v) per head; moe.c has the rule, in "CPU operations: gated delta net". Rows, rings and what the
- * state lacks are as in the gated delta net, with C as the query, B as the key, x as the value and the time step as
- * alpha. What a row adds to S does not depend on S, so that the warps of a block, each with some rows of S, meet once in
- * 16 rows. Decode and prefill have the same two kernels: k_mamba_scan goes through the rows one by one, and
+ * A state S (head_k, head_v) per head; moe.c has the rule, in "CPU operations: recurrent states". Rows, rings and what
+ * the state lacks are as in the gated delta net, with C as the query, B as the key, x as the value and the time step as
+ * alpha. What a row adds to S does not depend on S, so that the warps of a block, each with some rows of S, meet once
+ * in 16 rows. Decode and prefill have the same two kernels: k_mamba_scan goes through the rows one by one, and
  * k_mamba_finish norms the results of a group's heads.
  * ============================================================================================================ */
 
@@ -6677,8 +6677,8 @@ DEVICE void mamba_inputs(const struct delta_args &a, const struct run &u, int po
     to.gates[lane] = make_float2(expf(a.decay[head] * step), step);
 }
 
-/* Mamba-2's rows of a run: convolution, time step, S = decay S + B (dt x)^T, y = S^T C + D x; z becomes y * silu(z). The
- * state gets the rows before the forward, in prefill all but the last.
+/* Mamba-2's rows of a run: convolution, time step, S = decay S + B (dt x)^T, y = S^T C + D x; z becomes y * silu(z).
+ * The state gets the rows before the forward, in prefill all but the last.
  * Grid: (ceil(head_v / 32), n_value, runs), block: 288: warp w < 8 has rows 16w.. of 32 columns of S in registers. Two
  * barriers for 16 rows. Reads and writes each state once. A row is 16 x 3 operations of a thread: expect 2 us for a
  * token, mostly latency, and 4,000 cycles for 64 tokens of a prefill where there are no more blocks than SMs. */
@@ -7859,8 +7859,8 @@ static struct l2_prefetch prefetch_of_ffn(struct rank *r, const struct step *s) 
     return a;
 }
 
-/* What is read after step s in its layer, up to the feed-forward. first: of its own matrices those from this one on are,
- * too. */
+/* What is read after step s in its layer, up to the feed-forward. first: of its own matrices those from this one on
+ * are, too. */
 static struct l2_prefetch prefetch_of_mixer(struct rank *r, const struct step *s, int first) {
     struct l2_prefetch a = {};
     for (const int il = s->il; s->il == il && s->op != OP_norm_ffn; s++, first = 0)
@@ -8691,8 +8691,9 @@ static void experts_by_cpu(struct rank *r, int il, enum act x, enum act out) {
     if (r->question || !shared) LAUNCH_PDL(k_add_experts, (unsigned)a.n_tok, 256, 0, c->stream, a);
 }
 
-/* Lets g, of the matrices from `from` on, gate and up joined (glu) or one of up and down, multiply the experts that have a slot, and then the others: waves of them
- * pass through the ring. A stream of its own copies a wave while the one before is multiplied. */
+/* Lets g, of the matrices from `from` on, gate and up joined (glu) or one of up and down, multiply the experts that
+ * have a slot, and then the others: waves of them pass through the ring. A stream of its own copies a wave while the
+ * one before is multiplied. */
 static void experts_in_waves(struct rank *r, int il, const struct expert_cache *cache, const struct sort_args *s,
                              struct gemm_args g, int glu, enum ffn_matrix from) {
     struct cuda *c = r->cuda;
@@ -9838,7 +9839,7 @@ static void attn_check(const struct model *m, const struct layer *layer, int il,
         snprintf(why, ERR_MAX, "two kinds of gates in attention (layer %d) are not supported on a GPU; use --cpu", il);
 }
 
-/* Writes to why, unless that says something already, why the kernels cannot run a layer's gated delta net or Mamba-2. */
+/* Writes to why, unless that says something already, why the kernels cannot run a layer's recurrent mixer. */
 static void delta_check(const struct layer *layer, char *why) {
     const struct delta *d = &layer->delta;
     if (why[0]) return;

@@ -2663,7 +2663,7 @@ static const struct renaming kimi_linear_names[] = {
     {"mlp.shared_experts", "block_sparse_moe.shared_experts", EVERYWHERE},
     {NULL, NULL, EVERYWHERE}};
 
-/* Whether a layer of Ling 3 has Kimi delta attention: all but the last of each group, or those that layer_types names. */
+/* Whether a layer of Ling 3 has Kimi delta attention: all but the last of a group, or those of layer_types. */
 static bool is_kda_bailing(int layer) {
     struct doc c = src.cfg;
     if (get(c, "layer_types")) return is_recurrent(layer);
@@ -2856,7 +2856,7 @@ static const char *kinds_nemotron(void) {
 
 static bool is_dense_nemotron(int layer) { return !has_kind(layer, "E"); }
 
-/* Reads the keys of Nemotron-3 and of its dense predecessors. Its layer for multi-token prediction is attention, then experts. */
+/* Reads the keys of Nemotron-3 and of its dense predecessors. Its MTP layer is attention, then experts. */
 static void config_nemotron(void) {
     struct doc c = src.cfg;
     json_t *list = get_list(c, "mtp_layers_block_type");
@@ -2887,6 +2887,7 @@ static void put_nemotron(void) {
     if (get(c, "moe_latent_size")) kv_u32("moe_latent_size", size_of("moe_latent_size"));
     gguf_put_f32(&writer, arch_key("attention.layer_norm_epsilon"), (float)get_num(c, src.eps_key, src.eps));
 }
+
 static const struct renaming nemotron_names[] = {{"model.embed_tokens", "model.embeddings", EVERYWHERE},
                                                  {"model.norm", "model.norm_f", EVERYWHERE},
                                                  {"input_layernorm", "norm", EVERYWHERE},

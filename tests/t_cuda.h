@@ -1869,7 +1869,6 @@ static float *layout_logits(const struct model *m, const struct layout *d, const
 
 static const struct layout one_rank = {"one rank", 1, 1, {0}, ALLREDUCE_AUTO, true};
 
-#ifdef SIMULATED
 /* A model in layouts and on a CPU: NMSE of the logits at most `limit`. */
 static void logits_agree(const struct model *m, const char *name, const struct layout *d, int n_d, int n,
                          double limit) {
@@ -1895,7 +1894,6 @@ static void synth_agrees(const struct synth *shape, const struct layout *d, int 
     logits_agree(&m, shape->name, ways, 2, n, 1e-3);
     model_free(&m);
 }
-#endif
 
 static void layouts_agree(const char *fixture, const struct layout *d, int n_d, int n) {
     struct model m;

@@ -486,7 +486,7 @@ static void test_kernels_transpose(void) {
             }
 }
 
-/* A token of the delta rule, or of Mamba-2, over a few columns of a wider state, of which the others stay as they are. */
+/* A token of the delta rule, or of Mamba-2, over a few columns of a wider state. The others stay as they are. */
 static void test_kernels_delta(void) {
     enum { DK = 40, LDS = 200 };
     static const int columns[] = {1, 7, 32, 33, 64, 130, LDS};

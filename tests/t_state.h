@@ -124,8 +124,8 @@ static void state_sync(struct session *s, const struct model *m, const int32_t *
 static const int state_layouts[][2] = {{1, 1}, {2, 1}, {1, 2}, {2, 2}};
 enum { STATE_LAYOUTS = sizeof state_layouts / sizeof *state_layouts };
 
-/* Models with state beyond a row per token: the test's own family, those with recurrent layers, and after them one whose
- * rings make compressed keys. */
+/* Models with state beyond a row per token: the test's own family, those with recurrent layers, and after them one
+ * whose rings make compressed keys. */
 static const char *const state_models[] = {"qwen3moe",       "qwen3_5_moe", "qwen3_next", "kimi_linear",
                                            "bailing_hybrid", "nemotron_h",  "deepseek_v4"};
 enum { STATE_MODELS = sizeof state_models / sizeof *state_models - 1 /* without that */ };
@@ -599,8 +599,8 @@ static void recall_exact(double *S, int d, const float *k, const float *v, const
 }
 
 /* 30,000 tokens of a value head, by the reference and by vectors: the state is that of double precision. The decays, of
- * the head or of each row, are at least 1 - forgets. Without decay, the value of a key that is seen once at the start has
- * to be found at the end. */
+ * the head or of each row, are at least 1 - forgets. Without decay, the value of a key that is seen once at the start
+ * has to be found at the end. */
 static void check_recall(int n_a, double forgets) {
     enum { TOKENS = 30000, DK = 64, DV = 64, EARLY = 5 };
     const struct kernels *kernels[2] = {&kernels_ref, kernels_choose()};
