@@ -1141,13 +1141,20 @@ struct attn {
     float scale;      /* factor of q.k before the softmax */
     /* Queries grow with their position, see attn_temperature; temp_scale 0: they do not */
     float temp_scale;
-    int temp_length; /* tokens */
+    int temp_length;  /* tokens */
+    bool temp_smooth; /* they grow with every token; otherwise after every temp_length of them */
+    /* MIXER_REL, see forward_rel */
+    int n_conv;              /* tokens under the short convolutions */
+    int n_rel, extent;       /* values of a head's relative state; distances that have a bias, from 0 on */
+    float qk_clip, rel_clip; /* the longest heads of queries and keys, and relative states */
 };
 
 /* The factor of the query at a position: attention stays as selective over many keys as over few (Llama 4's temperature
  * of attention). */
 static inline float attn_temperature(const struct attn *a, int pos) {
-    return a->temp_scale == 0 ? 1 : 1 + a->temp_scale * logf(1 + (float)(pos / a->temp_length));
+    if (a->temp_scale == 0) return 1;
+    if (a->temp_smooth) return 1 + a->temp_scale * logf(fmaxf((float)(pos + 1) / (float)a->temp_length, 1));
+    return 1 + a->temp_scale * logf(1 + (float)(pos / a->temp_length));
 }
 
 /* Shape of a layer's recurrent mixer, a gated delta net or Mamba-2. A group of Mamba-2 is a key head, whose key is B
@@ -1183,6 +1190,7 @@ enum mixer {
     MIXER_CSA,   /* one KV head whose keys are its values, seen through a window and compressed (DeepSeek-V4) */
     MIXER_DELTA, /* a gated delta net */
     MIXER_MAMBA, /* Mamba-2 */
+    MIXER_REL,   /* grouped-query attention with a bias by distance, and short convolutions (Inkling 2) */
     MIXER_NONE   /* nothing: the layer is a feed-forward alone */
 };
 
@@ -1199,7 +1207,13 @@ enum qk_norm {
     X(MLA, l->mixer == MIXER_MLA)                                                     \
     X(CSA, l->mixer == MIXER_CSA)                                                     \
     X(MAMBA, l->mixer == MIXER_MAMBA)                                                 \
-    X(MIXER, l->mixer != MIXER_NONE)                                                  \
+    X(MIXER, l->mixer != MIXER_NONE && l->mixer != MIXER_REL)                         \
+    X(REL, l->mixer == MIXER_REL)                                                     \
+    X(REL_WINDOW, l->mixer == MIXER_REL && l->attn.window)                            \
+    X(REL_FULL, l->mixer == MIXER_REL && !l->attn.window)                             \
+    X(READ_BLOCKS, l->n_read > 0)                                                     \
+    X(RES_BLOCKS, m->res_block > 0)                                                   \
+    X(LOOPED, l->n_gate_low > 0)                                                      \
     X(FFN_ALONE, l->mixer == MIXER_NONE)                                              \
     X(ATTENTION, l->mixer == MIXER_GQA || l->mixer == MIXER_MLA)                      \
     X(Q, l->mixer == MIXER_GQA || (l->mixer == MIXER_MLA && !l->attn.q_lora))         \
@@ -1243,18 +1257,21 @@ enum layer_has {
 struct glu {
     float gate_max, up_max; /* up_max 0: g is gate and u is up */
     float alpha, factor, offset;
+    float gate_cap,
+        up_cap; /* gate_cap > 0: sigmoid(gate) * cap(gate, gate_cap) * cap(up, up_cap) in place of that, where
+                             * cap(x, c) = c tanh(x / c) */
 };
 
 /* silu(min(gate, limit)) * clamp(up, -limit, limit). Limit 0 here and below: there is none. */
 static inline struct glu glu_clamp_silu(float limit) {
-    const struct glu g = {limit, limit, 1, 1, 0};
+    const struct glu g = {limit, limit, 1, 1, 0, 0, 0};
     return g;
 }
 
 /* gpt-oss: g sigmoid(1.702 g) * (clamp(up, -limit, limit) + 1), where g = min(gate, limit). */
 static inline struct glu glu_oai(float limit) {
     const float alpha = 1.702f;
-    const struct glu g = {limit, limit, alpha, 1 / alpha, 1 / alpha};
+    const struct glu g = {limit, limit, alpha, 1 / alpha, 1 / alpha, 0, 0};
     return g;
 }
 
@@ -1267,7 +1284,7 @@ static inline struct glu glu_silu_clamp(float limit) {
         if (x / (1 + exp(-x)) < (double)limit) lo = x;
         else hi = x;
     }
-    const struct glu g = {(float)lo, limit, 1, 1, 0};
+    const struct glu g = {(float)lo, limit, 1, 1, 0, 0, 0};
     return g;
 }
 
@@ -1288,7 +1305,19 @@ struct compressor {
     const float *norm;      /* (d) */
 };
 
+/* Mixes a message into an input h: (1 - tanh(forget z)) h + tanh(gain z) message, where z = down [N(h), N(message)] and
+ * N is an RMS norm without weights. */
+struct message_gate {
+    struct weight down;         /* (n_gate_low, 2 n_embd) */
+    struct weight forget, gain; /* (n_embd, n_gate_low) */
+};
+
+/* What reads blocks of layers, or gets messages: queries, keys and values of attention, and the feed-forward. */
+enum reader_of_blocks { READ_Q, READ_K, READ_V, READ_FFN, READS };
+
 struct layer {
+    int block; /* its number in the file: blk.N has its tensors */
+    int visit; /* how many layers before it have the same block */
     enum mixer mixer;
     enum qk_norm qk_norm;
     bool mtp;            /* a layer for multi-token prediction, see forward_mtp */
@@ -1322,6 +1351,23 @@ struct layer {
     struct weight w_index;            /* (n_index, n_embd) weights of the heads, latent attention */
     /* hyper-connections around attention and feed-forward */
     struct hyper hc_attn, hc_ffn;
+    /* attention with a bias by distance; windows have one norm, and their convolutions no w_tap */
+    const float *attn_norm_k, *attn_norm_v; /* (n_embd) norms of what keys and values read; NULL: attn_norm */
+    const float *q_scale;                   /* (n_head, head_k) factors of queries */
+    struct weight w_rel, w_sink;            /* (n_head * n_rel, n_embd) relative states; (n_head, n_embd) sinks */
+    const float *rel_scale;                 /* (n_head, n_rel) factors of relative states */
+    const float *rel_bias;                  /* (n_rel, extent) what a relative state makes a bias of, by distance */
+    const float *conv_k, *conv_v; /* taps: windows (DIM_K or DIM_V, n_conv), the last one a token's own; others (n_conv,
+                                   * whole model's DIM_K or DIM_V), by distance */
+    struct weight w_tap_k, w_tap_v;    /* (n_head_kv * n_conv, n_embd) taps of a token that are added, by distance */
+    const float *conv_attn, *conv_ffn; /* (n_embd, n_conv) taps after attention and after the feed-forward */
+    /* blocks of layers as the residual, see forward_blocks */
+    int n_read;                         /* queries by which attention reads blocks: 1, or one for each of READ_Q to
+                                          * READ_V; 0: it reads the embedding */
+    const float *read_attn, *read_ffn;  /* (n_read, n_embd), (n_embd) */
+    const float *read_messages;         /* (READS, n_embd) queries of messages */
+    struct message_gate gate_of[READS]; /* how messages are mixed in, after the block's first visit */
+    int n_gate_low;                     /* rank of the message gates; 0: the block is visited once */
     /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
     struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
@@ -1424,6 +1470,16 @@ enum dim {
     DIM_KEYS,       /* n_key */
     DIM_GROUP,      /* n_value / n_key * head_v */
     DIM_MAMBA_IN,   /* 2 n_value * head_v + 2 n_key * head_k + n_value */
+    /* of attention with a bias by distance, and blocks of layers */
+    DIM_TAPS,     /* attn.n_conv */
+    DIM_KV_TAPS,  /* n_head_kv * attn.n_conv */
+    DIM_REL,      /* n_head * n_rel */
+    DIM_REL_HEAD, /* n_rel */
+    DIM_EXTENT,   /* extent */
+    DIM_READ,     /* n_read */
+    DIM_READS,    /* READS */
+    DIM_PAIR,     /* 2 n_embd, which ranks do not divide */
+    DIM_GATE_LOW, /* n_gate_low */
     DIM_COUNT
 };
 
@@ -1561,6 +1617,42 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("ssm_dt.bias",           "mamba.dt_bias",                dt_bias,     VALUES,            HAS_MAMBA),
     VECTORS("ssm_norm.weight",      "mamba.norm",                   delta_norm,  GROUP,   KEYS,              HAS_MAMBA),
     MATRIX("ssm_out",               "mamba.out_proj",               wo,          VALUE,   EMBD,     ONE,     HAS_MAMBA),
+    VECTOR("attn_norm.weight",      "attn_norm",                    attn_norm,   EMBD,              HAS_REL_WINDOW),
+    VECTOR("attn_norm.weight",      "q_input_norm",                 attn_norm,   EMBD,              HAS_REL_FULL),
+    VECTOR("attn_norm_k.weight",    "k_input_norm",                 attn_norm_k, EMBD,              HAS_REL_FULL),
+    VECTOR("attn_norm_v.weight",    "v_input_norm",                 attn_norm_v, EMBD,              HAS_REL_FULL),
+    MATRIX("attn_q",                "attn.wq_du",                   wq,          EMBD,    Q,        ONE,     HAS_REL),
+    MATRIX("attn_k",                "attn.wk_dv",                   wk,          EMBD,    K,        ONE,     HAS_REL),
+    MATRIX("attn_v",                "attn.wv_dv",                   wv,          EMBD,    V,        ONE,     HAS_REL),
+    VECTORS("attn_q_scale.weight",  "attn.q_l2_clip.scale",         q_scale,     HEAD_K,  HEADS,             HAS_REL),
+    MATRIX("attn_rel",              "attn.wr_du",                   w_rel,       EMBD,    REL,      ONE,     HAS_REL),
+    VECTORS("attn_rel_scale.weight", "attn.rel_l2_clip.scale",      rel_scale,   REL_HEAD, HEADS,            HAS_REL),
+    VECTORS("attn_rel_bias.weight", "attn.rel_logits_proj.proj",    rel_bias,    EXTENT,  REL_HEAD,          HAS_REL),
+    MATRIX("attn_sink",             "attn.attn_sink_proj",          w_sink,      EMBD,    HEADS,    ONE,     HAS_REL),
+    VECTORS("attn_k_conv.weight",   "attn.k_sconv",                 conv_k,      TAPS,    K,                 HAS_REL_WINDOW),
+    VECTORS("attn_v_conv.weight",   "attn.v_sconv",                 conv_v,      TAPS,    V,                 HAS_REL_WINDOW),
+    VECTORS("attn_k_taps.weight",   "attn.k_sconv.static_w",        conv_k,      K,       TAPS,              HAS_REL_FULL),
+    VECTORS("attn_v_taps.weight",   "attn.v_sconv.static_w",        conv_v,      V,       TAPS,              HAS_REL_FULL),
+    MATRIX("attn_k_tap",            "attn.k_sconv.weight_proj",     w_tap_k,     EMBD,    KV_TAPS,  ONE,     HAS_REL_FULL),
+    MATRIX("attn_v_tap",            "attn.v_sconv.weight_proj",     w_tap_v,     EMBD,    KV_TAPS,  ONE,     HAS_REL_FULL),
+    MATRIX("attn_output",           "attn.wo_ud",                   wo,          ATT,     EMBD,     ONE,     HAS_REL),
+    VECTORS("attn_conv.weight",     "attn_sconv",                   conv_attn,   TAPS,    EMBD,              HAS_REL),
+    VECTORS("ffn_conv.weight",      "mlp_sconv",                    conv_ffn,    TAPS,    EMBD,              HAS_REL),
+    VECTORS("attn_res.weight",      "attn_res.attn_queries",        read_attn,   EMBD,    READ,              HAS_READ_BLOCKS),
+    VECTOR("ffn_res.weight",        "attn_res.mlp_queries",         read_ffn,    EMBD,                       HAS_RES_BLOCKS),
+    VECTORS("loop_messages.weight", "middle_cycle_cross_pass_queries", read_messages, EMBD, READS,           HAS_LOOPED),
+    MATRIX("loop_q_down", "controllers.attn.down_weight", gate_of[READ_Q].down, PAIR, GATE_LOW, ONE, HAS_LOOPED),
+    MATRIX("loop_q_forget", "controllers.attn.forget_weight", gate_of[READ_Q].forget, GATE_LOW, EMBD, ONE, HAS_LOOPED),
+    MATRIX("loop_q_gain", "controllers.attn.gain_weight", gate_of[READ_Q].gain, GATE_LOW, EMBD, ONE, HAS_LOOPED),
+    MATRIX("loop_k_down", "controllers.k.down_weight", gate_of[READ_K].down, PAIR, GATE_LOW, ONE, HAS_LOOPED),
+    MATRIX("loop_k_forget", "controllers.k.forget_weight", gate_of[READ_K].forget, GATE_LOW, EMBD, ONE, HAS_LOOPED),
+    MATRIX("loop_k_gain", "controllers.k.gain_weight", gate_of[READ_K].gain, GATE_LOW, EMBD, ONE, HAS_LOOPED),
+    MATRIX("loop_v_down", "controllers.v.down_weight", gate_of[READ_V].down, PAIR, GATE_LOW, ONE, HAS_LOOPED),
+    MATRIX("loop_v_forget", "controllers.v.forget_weight", gate_of[READ_V].forget, GATE_LOW, EMBD, ONE, HAS_LOOPED),
+    MATRIX("loop_v_gain", "controllers.v.gain_weight", gate_of[READ_V].gain, GATE_LOW, EMBD, ONE, HAS_LOOPED),
+    MATRIX("loop_ffn_down", "controllers.mlp.down_weight", gate_of[READ_FFN].down, PAIR, GATE_LOW, ONE, HAS_LOOPED),
+    MATRIX("loop_ffn_forget", "controllers.mlp.forget_weight", gate_of[READ_FFN].forget, GATE_LOW, EMBD, ONE, HAS_LOOPED),
+    MATRIX("loop_ffn_gain", "controllers.mlp.gain_weight", gate_of[READ_FFN].gain, GATE_LOW, EMBD, ONE, HAS_LOOPED),
     VECTOR("ffn_norm.weight",       "post_attention_layernorm",     ffn_norm,    EMBD,              HAS_FFN_NORM),
     VECTOR("post_attention_norm.weight", "post_attention_layernorm", ffn_norm,   EMBD,              HAS_POST_NORM),
     MATRIX("ffn_gate",              "mlp.gate_proj",                gate,        EMBD,    FF,       ONE,     HAS_DENSE_FFN | HAS_GATED),
@@ -1735,6 +1827,20 @@ static const struct key_rule key_rules[] = {
     {"kda.head_dim",                         KEY_INT,  KEY_ONE,    2, 512,         KEY_REQUIRED},
     {"kda.safe_gate",                        KEY_BOOL, KEY_ONE,    0, 1,           1}, /* nothing else is supported */
     {"kda.gate_lower_bound",                 KEY_NUM,  KEY_ONE,    -1e3, -1e-3,    KEY_REQUIRED},
+    /* attention with a bias by distance, blocks of layers, loops */
+    {"attention.relative.head_length",       KEY_INT,  KEY_ONE,    1, 256,         KEY_REQUIRED},
+    {"attention.relative.extent",            KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED}, /* of layers without a window */
+    {"attention.relative.clip",              KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
+    {"attention.clip",                       KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
+    {"attention.conv_kernel",                KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
+    {"attn_res.block_size",                  KEY_INT,  KEY_ONE,    1, MAX_LAYERS,  KEY_REQUIRED}, /* layers */
+    {"ffn_gate_softcap",                     KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
+    {"ffn_up_softcap",                       KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
+    {"final_logit_softcapping",              KEY_NUM,  KEY_ONE,    1e-6, 1e6,      KEY_REQUIRED},
+    {"loop.first_layer",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0},
+    {"loop.layer_count",                     KEY_INT,  KEY_ONE,    0, MAX_LAYERS,  0}, /* 0: there is no loop */
+    {"loop.pass_count",                      KEY_INT,  KEY_ONE,    2, MAX_LAYERS,  KEY_REQUIRED},
+    {"loop.gate_rank",                       KEY_INT,  KEY_ONE,    1, MAX_WIDTH,   KEY_REQUIRED},
     /* experts of a latent */
     {"moe_latent_size",                      KEY_INT,  KEY_ONE,    0, MAX_WIDTH,   0}, /* 0: there is none */
     /* What the tensors of a file say by themselves: --synth alone reads these */
@@ -1783,8 +1889,9 @@ struct max_dims {
     int values, z, mix;                       /* recurrent: value heads, their values, values under the convolution */
     int decays, low;                          /* their decays; values of a low rank */
     int latent;                               /* n_latent */
-    bool tiles;                               /* a GPU makes tiles of tokens: a value head of a layer has one decay */
-    int n_expert_used;                        /* per token */
+    int rel, sinks, kv_taps, gate_low; /* attention with a bias by distance: relative states, sinks, taps; n_gate_low */
+    bool tiles;                        /* a GPU makes tiles of tokens: a value head of a layer has one decay */
+    int n_expert_used;                 /* per token */
     int n_ff_dense, n_ff_expert, n_ff_shared; /* hidden widths; 0: no layer has such a feed-forward */
     bool sh_weight;                           /* whether a layer scales its shared expert */
     int eh;                                   /* columns of eh_proj; 0: there is no MTP layer */
@@ -1808,7 +1915,12 @@ struct model {
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
     float hc_eps;
     struct hyper hc_head; /* how the last row is made of the streams: (n_hc, n_hc * n_embd), (n_hc), (1) */
-    bool qat;             /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
+    int res_block;        /* layers of a block, where the residual is blocks of layers; 0: it is not */
+    int n_res;            /* rows of A_HC then: the embedding, blocks, and those of the loop's last pass; 0: none */
+    const float *read_end, *embd_norm; /* (n_embd) the query of the last row; norm of the embedding, NULL: none */
+    int loop_first, n_loop, n_pass; /* blocks loop_first .. loop_first + n_loop - 1 run n_pass times; n_loop 0: none */
+    float logit_cap;                /* logits become c tanh(logit / c); 0: they stay */
+    bool qat; /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
     struct rope ropes[MAX_ROPES];
     int n_rope;
     struct max_dims max;
@@ -1878,6 +1990,13 @@ static inline void delta_before(const struct layer *layer, int before[3]) {
 /* Layers of both kinds. */
 static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_mtp; }
 
+/* The first layer with the tensors of that block; model_blocks(m): there is none. */
+static inline int layer_of_block(const struct model *m, int block) {
+    int il = 0;
+    while (il < model_blocks(m) && m->layers[il].block != block) il++;
+    return il;
+}
+
 /* What an MTP layer uses of the model unless it has its own. */
 static inline const struct weight *mtp_embd(const struct model *m, const struct layer *layer) {
     return layer->own_embd.data ? &layer->own_embd : &m->embd;
@@ -1906,7 +2025,21 @@ static inline size_t attn_topk_all(const struct attn *a) {
 }
 
 /* Values of a row of the residual, in all streams: what a pipeline stage hands to the next, and a hidden state. */
-static inline int hidden_width(const struct model *m) { return (m->n_hc ? m->n_hc : 1) * m->n_embd; }
+static inline int hidden_width(const struct model *m) {
+    return (m->n_hc ? m->n_hc : m->n_res ? m->n_res : 1) * m->n_embd;
+}
+
+/* The row of A_HC that a layer's results are added to; 0 is the embedding. */
+static inline int residual_row(const struct model *m, const struct layer *layer) {
+    return 1 + layer->block / m->res_block;
+}
+/* Whether a block of layers begins with it: what attention gives begins a new row. */
+static inline bool begins_row(const struct model *m, const struct layer *layer) {
+    return layer->block % m->res_block == 0;
+}
+/* The first row of A_HC for what the loop's last pass has left, and how many these are. */
+static inline int message_row(const struct model *m) { return m->n_res - m->n_loop / m->res_block; }
+static inline int message_rows(const struct model *m) { return m->n_loop / m->res_block; }
 
 static inline int layer_rope_dim(const struct model *m, const struct layer *layer) {
     return m->ropes[layer->attn.rope].dim;
@@ -1972,6 +2105,15 @@ static inline int layer_dim(const struct model *m, const struct layer *layer, en
     case DIM_KEYS: return d->n_key;
     case DIM_GROUP: return d->n_key ? d->n_value / d->n_key * d->head_v : 0;
     case DIM_MAMBA_IN: return 2 * (d->n_value * d->head_v + d->n_key * d->head_k) + d->n_value;
+    case DIM_TAPS: return a->n_conv;
+    case DIM_KV_TAPS: return a->n_head_kv * a->n_conv;
+    case DIM_REL: return a->n_head * a->n_rel;
+    case DIM_REL_HEAD: return a->n_rel;
+    case DIM_EXTENT: return a->extent;
+    case DIM_READ: return layer->n_read;
+    case DIM_READS: return READS;
+    case DIM_PAIR: return 2 * m->n_embd;
+    case DIM_GATE_LOW: return layer->n_gate_low;
     case DIM_COUNT: break;
     }
     return 0;
@@ -2071,13 +2213,25 @@ static inline double experts_expected(const struct layer *layer, int n) {
     ACT(IQ)        /* (n_tok, n_index * index_k) indexer: queries */                                                \
     ACT(IK)        /* (n_tok, index_k) indexer: keys */                                                             \
     ACT(IW)        /* (n_tok, n_index) indexer of latent attention: weights of its heads */                         \
-    ACT(HC)        /* (n_tok, n_hc * n_embd) hyper-connections: residual streams */                                 \
-    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients */                     \
+    ACT(HC)        /* (n_tok, n_hc * n_embd) hyper-connections: residual streams; (n_tok, n_res * n_embd) blocks */ \
+    ACT(MIX)       /* (n_tok, (2 + n_hc) * n_hc + 1) how they are mixed, see hc_coefficients, read_blocks */        \
     ACT(CK)        /* (n_tok, pooled / compress_ratio * head_k) compressor: values */                               \
     ACT(CG)        /* (n_tok, pooled / compress_ratio * head_k) compressor: their gates */                          \
     ACT(ICK)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: values */               \
     ACT(ICG)       /* (n_tok, pooled / compress_ratio * index_k) compressor of the indexer: their gates */          \
     ACT(GROUPS)    /* (n_tok, n_out_group * o_lora) results of groups of heads */                                       \
+    ACT(HK)        /* (n_tok, n_embd) what keys read, where that is not A_H */                                      \
+    ACT(HV)        /* (n_tok, n_embd) what values read, where that is not A_H */                                    \
+    ACT(REL)       /* (n_tok, n_head * n_rel) relative states */                                                    \
+    ACT(SINK)      /* (n_tok, n_head) sinks of a token's queries */                                                 \
+    ACT(TAP_K)     /* (n_tok, n_head_kv * n_conv) taps of a token's keys */                                         \
+    ACT(TAP_V)     /* (n_tok, n_head_kv * n_conv) taps of a token's values */                                       \
+    ACT(PAIR_Q)    /* (n_tok, 2 n_embd) input and message of READ_Q or READ_FFN, normed */                          \
+    ACT(PAIR_K)    /* (n_tok, 2 n_embd) the same of READ_K */                                                       \
+    ACT(PAIR_V)    /* (n_tok, 2 n_embd) the same of READ_V */                                                       \
+    ACT(GATE_LOW)  /* (n_tok, n_gate_low) a message gate in a low rank */                                           \
+    ACT(FORGET)    /* (n_tok, n_embd) what it takes from the input, before its function */                          \
+    ACT(GAIN)      /* (n_tok, n_embd) what it takes of the message */                                               \
     ACT(LATENT)    /* (n_tok, n_latent) what routed experts read, where that is not the layer's norm */             \
     ACT(LATENT_SUM) /* (n_tok, n_latent) the weighted sum of what they give */                                      \
     ACT(EH)        /* (n_tok, [n_hc,] columns of eh_proj) MTP layer: norms of embedding and hidden state */         \
@@ -2141,7 +2295,7 @@ struct profile_row {
 };
 
 enum {
-    STEP_IN = 7,   /* slots that an operation reads */
+    STEP_IN = 8,   /* slots that an operation reads */
     LINEAR_MAX = 9 /* matrices that an operation multiplies by */
 };
 
@@ -2187,6 +2341,15 @@ enum {
     X(void, csa_store, STEP_PARAMS, STEP_ARGS)                                                                         \
     /* out = attention of one KV head over window and compressed keys of q (in), rotated back */                       \
     X(void, csa_attention, STEP_PARAMS, STEP_ARGS)                                                                     \
+    /* adds the partial sums, after their short convolution, to the row of A_HC that they belong to; then out[i] = what    \
+       the layer's attention reads of the rows, normed, or (ffn) its feed-forward; of layers on a later visit the pairs  \
+       that mix_message takes. See forward_blocks */                                                                   \
+    X(void, read_blocks, STEP_PARAMS, STEP_ARGS)                                                                       \
+    /* out = the norm of what a message gate makes of a pair, by forget and gain (in) */                               \
+    X(void, mix_message, STEP_PARAMS, STEP_ARGS)                                                                       \
+    /* out = attention with a bias by distance of q, k, v, gates, relative states, sinks and taps (in): convolves and   \
+       clips, and writes k and v to the cache. Overwrites q and relative states. See forward_rel */                    \
+    X(void, rel_attention, STEP_PARAMS, STEP_ARGS)                                                                     \
     /* out = gated delta net of q, k, v before the convolution, gates, alpha and beta (in); takes the tokens that the  \
        layer's state lacks into it, see session_forward */                                                             \
     X(void, delta_net, STEP_PARAMS, STEP_ARGS)                                                                         \
@@ -2299,6 +2462,7 @@ struct step {
                        * streams become their sum */
     const float *norm; /* (width of x) weights of the norm; NULL: none */
     const struct hyper *hc; /* how the streams are read, with hyper-connections; NULL: they are not */
+    bool ffn;               /* read_blocks: for the feed-forward; otherwise for attention */
     bool next;              /* keep_hidden: the last row's result belongs to the position after it */
 };
 
@@ -2364,6 +2528,12 @@ enum cache_use {
     CACHE_STATE,      /* a recurrent state */
     CACHE_INDEX,      /* keys of the indexer of sparse attention */
     CACHE_INDEX_WINDOW, /* a ring of what compressed keys of the indexer will be made of */
+    /* rings of the latest tokens' inputs of short convolutions: of keys, values, results of attention and of the
+     * feed-forward */
+    CACHE_CONV_K,
+    CACHE_CONV_V,
+    CACHE_CONV_ATTN,
+    CACHE_CONV_FFN,
     CACHE_USES
 };
 
@@ -2755,20 +2925,44 @@ static inline void csa_cache(const struct layer *layer, enum kv_type type, int n
         true; /* keys are rounded so: see round_key */
 }
 
+/* The cache tensors of grouped-query attention. */
+static inline void gqa_cache(const struct attn *a, enum kv_type type, int n_ctx_train,
+                             struct cache_tensor out[CACHE_USES]) {
+    out[CACHE_K] = cache_make(type, a->n_head_kv * a->head_k, a->head_k);
+    out[CACHE_V] = cache_make(type, a->n_head_kv * a->head_v, a->head_v);
+    out[CACHE_K].first = a->first_head_kv * a->head_k;
+    out[CACHE_V].first = a->first_head_kv * a->head_v;
+    out[CACHE_K].whole = a->whole_head_kv * a->head_k;
+    out[CACHE_V].whole = a->whole_head_kv * a->head_v;
+    for (int u = CACHE_K; u <= CACHE_V; u++) window_cache(&out[u], a->window, n_ctx_train);
+}
+
+/* Those of attention with short convolutions: the rings hold the tokens under the convolution before the first that
+ * may be rolled back, those, and a decode forward. */
+static inline void rel_cache(const struct attn *a, int n_embd, struct cache_tensor out[CACHE_USES]) {
+    out[CACHE_CONV_K] = cache_make(KV_F32, out[CACHE_K].width, 1);
+    out[CACHE_CONV_V] = cache_make(KV_F32, out[CACHE_V].width, 1);
+    out[CACHE_CONV_ATTN] = out[CACHE_CONV_FFN] = cache_make(KV_F32, n_embd, 1);
+    for (int u = CACHE_CONV_K; u <= CACHE_CONV_FFN; u++) {
+        out[u].kind = ROWS_RING;
+        out[u].window = a->n_conv - 1;
+        out[u].n_row = a->n_conv - 1 + 2 * MAX_ROLLBACK;
+        if (u > CACHE_CONV_V) continue;
+        out[u].first = out[u - CACHE_CONV_K + CACHE_K].first;
+        out[u].whole = out[u - CACHE_CONV_K + CACHE_K].whole;
+    }
+}
+
 /* The cache tensors of a layer, without memory. */
 static inline void layer_cache(const struct model *m, const struct layer *layer, enum kv_type type,
                                struct cache_tensor out[CACHE_USES]) {
     const struct attn *a = &layer->attn;
     memset(out, 0, CACHE_USES * sizeof *out);
     switch (layer->mixer) {
-    case MIXER_GQA:
-        out[CACHE_K] = cache_make(type, a->n_head_kv * a->head_k, a->head_k);
-        out[CACHE_V] = cache_make(type, a->n_head_kv * a->head_v, a->head_v);
-        out[CACHE_K].first = a->first_head_kv * a->head_k;
-        out[CACHE_V].first = a->first_head_kv * a->head_v;
-        out[CACHE_K].whole = a->whole_head_kv * a->head_k;
-        out[CACHE_V].whole = a->whole_head_kv * a->head_v;
-        for (int u = CACHE_K; u <= CACHE_V; u++) window_cache(&out[u], a->window, m->n_ctx_train);
+    case MIXER_GQA: gqa_cache(a, type, m->n_ctx_train, out); break;
+    case MIXER_REL:
+        gqa_cache(a, type, m->n_ctx_train, out);
+        rel_cache(a, m->n_embd, out);
         break;
     case MIXER_MLA:
         out[CACHE_K] = cache_make(type, a->kv_lora, LATENT_GROUP);
@@ -2950,6 +3144,12 @@ static inline double state_reads(const struct model *m, enum kv_type type, size_
 }
 
 /* Values of a row of every activation, for the widest layer. */
+/* A row of A_MIX where the residual is blocks: the squared sums of the rows of A_HC, for READ_Q to READ_V the scores of
+ * each row, and the factors by which the halves of the pairs were normed. */
+static inline int blocks_mix_width(const struct model *m) {
+    return m->n_res ? (1 + READ_FFN) * m->n_res + 2 * READ_FFN : 0;
+}
+
 static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_X] = width[A_H] = width[A_OUT] = m->n_embd;
     width[A_QA] = m->max.q_lora;
@@ -2967,8 +3167,15 @@ static inline void act_widths(const struct model *m, int width[ACT_COUNT]) {
     width[A_IW] = m->max.n_index;
     width[A_EH] = (m->n_hc ? m->n_hc : 1) * m->max.eh;
     width[A_JOINED] = m->n_mtp ? m->n_hc * m->n_embd : 0;
-    width[A_HC] = m->n_hc * m->n_embd;
-    width[A_MIX] = m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : 0;
+    width[A_HC] = (m->n_hc + m->n_res) * m->n_embd;
+    width[A_MIX] = m->n_hc ? (2 + m->n_hc) * m->n_hc + 1 : blocks_mix_width(m);
+    width[A_HK] = width[A_HV] = m->n_res ? m->n_embd : 0;
+    width[A_REL] = m->max.rel;
+    width[A_SINK] = m->max.sinks;
+    width[A_TAP_K] = width[A_TAP_V] = m->max.kv_taps;
+    width[A_GATE_LOW] = m->max.gate_low;
+    width[A_FORGET] = width[A_GAIN] = m->max.gate_low ? m->n_embd : 0;
+    width[A_PAIR_Q] = width[A_PAIR_K] = width[A_PAIR_V] = m->max.gate_low ? 2 * m->n_embd : 0;
     width[A_CK] = width[A_CG] = m->max.compressed;
     width[A_ICK] = width[A_ICG] = m->max.index_compressed;
     width[A_GROUPS] = m->max.groups;
@@ -3207,6 +3414,7 @@ struct gpu_dims {
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
+    if (m->n_res) return "blocks of layers as the residual, and attention with a bias by distance,";
     return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
 }
 
@@ -3476,6 +3684,8 @@ struct loader {
     bool recurrent[MAX_LAYERS];
     int n_ff[MAX_LAYERS]; /* feed_forward_length where layers may lack a feed-forward: 0, they do */
     int n_latent;
+    float gate_cap, up_cap; /* of feed-forwards, see struct glu */
+    int gate_low;           /* rank of message gates */
     int window[MAX_LAYERS];
     float clamp[MAX_LAYERS], clamp_shared[MAX_LAYERS]; /* swiglu_clamp_*; 0: none */
     int n_head[MAX_LAYERS], n_head_kv[MAX_LAYERS], n_expert_used[MAX_LAYERS];
@@ -4627,6 +4837,112 @@ static void forward_mamba(struct program *p, const struct model *m, int il) {
 }
 
 /* ============================================================================================================
+ * Families: Inkling 2
+ *
+ * Attention with a bias by distance and short convolutions, blocks of layers as the residual, and layers that run
+ * several times.
+ * ============================================================================================================ */
+
+/* Reads the metadata of Inkling 2. Layers without a window have taps of their own for every token, and queries that grow
+ * with their position. */
+static void read_inkling2(struct loader *l) {
+    struct model *m = l->m;
+    struct attn *a = &l->attn;
+    read_heads(l);
+    read_windows(l, KEY_REQUIRED, 6, false);
+    a->scale = 1.0f / sqrtf((float)int_max(a->head_k, 1));
+    a->n_conv = loader_int(l, "attention.conv_kernel");
+    a->n_rel = loader_int(l, "attention.relative.head_length");
+    a->extent = loader_int(l, "attention.relative.extent");
+    a->rel_clip = loader_num(l, "attention.relative.clip");
+    a->qk_clip = loader_num(l, "attention.clip");
+    l->attn_window = *a;
+    read_temperature(l);
+    a->temp_smooth = true;
+    l->gate_cap = loader_num(l, "ffn_gate_softcap");
+    l->up_cap = loader_num(l, "ffn_up_softcap");
+    m->logit_cap = loader_num(l, "final_logit_softcapping");
+    m->res_block = loader_int(l, "attn_res.block_size");
+    m->loop_first = loader_int(l, "loop.first_layer");
+    m->n_loop = loader_int_in(l, "loop.layer_count", 0, KEY_LO, m->n_layer - m->loop_first);
+    if (m->n_loop) m->n_pass = loader_int(l, "loop.pass_count");
+    if (m->n_loop) l->gate_low = loader_int(l, "loop.gate_rank");
+    if (l->failed) return;
+    if (m->n_loop && (!m->loop_first || m->loop_first % m->res_block || m->n_loop % m->res_block))
+        loader_fail(
+            l,
+            "metadata keys '%s.loop.first_layer' and '%s.loop.layer_count' are %d and %d, expected multiples of "
+            "attn_res.block_size, %d, above 0",
+            l->arch, l->arch, m->loop_first, m->n_loop, m->res_block);
+    m->n_res = 1 + ceil_by(m->n_layer, m->res_block) + m->n_loop / m->res_block;
+}
+
+/* A layer of Inkling 2. */
+static void layer_inkling2(struct loader *l, struct layer *layer, int il) {
+    const struct model *m = l->m;
+    layer_attn(l, layer, il);
+    layer->mixer = MIXER_REL;
+    if (layer->attn.window) layer->attn.extent = layer->attn.window;
+    layer_gates(l, layer, il, GATE_SIGMOID);
+    layer->n_read = !il ? 0 : layer->attn.window ? 1 : READ_FFN;
+    if (il >= m->loop_first && il < m->loop_first + m->n_loop) layer->n_gate_low = l->gate_low;
+    layer->glu = (struct glu){.alpha = 1, .factor = 1, .gate_cap = l->gate_cap, .up_cap = l->up_cap};
+}
+
+/* Attention with a bias by distance. q, k, v as in grouped-query attention without a rotation; C is a short convolution,
+ * K_L(x) = x min(1, L / |x|) clips, N is an RMS norm without weights:
+ *
+ *   q_t,i = tau_t K(s_i * W^Q_i h_t)         k_t = K(C(W^K h'))_t         v_t = N(C(W^V h''))_t
+ *   r_t,i = tau_t K(s'_i * W^R_i h_t)        b_t,i(d) = r_t,i . B_d  for d < extent, 0 beyond
+ *   o_t,i = sum over s of softmax_s(scale q_t,i . k_s,g(i) + b_t,i(t - s)) v_s,g(i)     with the sink W^S_i h_t
+ *   u_t   = W^O (sigmoid(W^G h_t) * [o_t,1; ..; o_t,n_head])
+ *   C(x)_t = (x_t + sum over j < n_conv of c_j x_t-j) / sqrt(n_conv + 1)
+ *
+ * Without a window tau_t grows, h, h' and h'' are three readings of the residual, and c_j + W^C h'_t, a tap for each KV
+ * head, are the taps, over sqrt(2 n_conv + 1). With a window the three are one, but for messages. */
+
+/* Lets gate i of a layer mix the message in a pair into what is read. out: its norm. */
+static void forward_message(struct program *p, const struct layer *l, int il, int i, enum act pair, const float *norm,
+                            enum act out) {
+    const struct message_gate *g = &l->gate_of[i];
+    LINEAR(p, il, plain(pair), {&g->down, A_GATE_LOW});
+    LINEAR(p, il, plain(A_GATE_LOW), {&g->forget, A_FORGET}, {&g->gain, A_GAIN});
+    step_add(p, OP_mix_message, il, SLOTS(pair, A_FORGET, A_GAIN), out)->norm = norm;
+}
+
+/* What attention of a layer with blocks as the residual reads: A_H, and where `apart` A_HK and A_HV. */
+static void forward_blocks(struct program *p, const struct model *m, int il, bool apart) {
+    const struct layer *l = &m->layers[il];
+    const enum act in[] = {A_H, A_HK, A_HV}, pair[] = {A_PAIR_Q, A_PAIR_K, A_PAIR_V};
+    const float *norm[] = {l->attn_norm, l->attn_norm_k ? l->attn_norm_k : l->attn_norm,
+                           l->attn_norm_v ? l->attn_norm_v : l->attn_norm};
+    struct step *s = step_add(p, OP_read_blocks, il, SLOTS(ACT_COUNT), ACT_COUNT);
+    s->partial = il ? A_OUT : ACT_COUNT;
+    for (int i = 0; i < (apart ? READ_FFN : 1); i++) s->out[i] = l->visit ? pair[i] : in[i];
+    for (int i = 0; i < READ_FFN && l->visit; i++) forward_message(p, l, il, i, pair[i], norm[i], in[i]);
+}
+
+/* The same for its feed-forward, in A_H. */
+static void forward_blocks_ffn(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    struct step *s = step_add(p, OP_read_blocks, il, SLOTS(ACT_COUNT), l->visit ? A_PAIR_Q : A_H);
+    s->partial = A_OUT;
+    s->ffn = true;
+    if (l->visit) forward_message(p, l, il, READ_FFN, A_PAIR_Q, l->ffn_norm, A_H);
+}
+
+static void forward_rel(struct program *p, const struct model *m, int il) {
+    const struct layer *l = &m->layers[il];
+    const bool apart = l->visit || l->attn_norm_k;
+    forward_blocks(p, m, il, apart);
+    LINEAR(p, il, plain(A_H), {&l->wq, A_Q}, {&l->w_gate, A_GATE}, {&l->w_rel, A_REL}, {&l->w_sink, A_SINK});
+    LINEAR(p, il, plain(apart ? A_HK : A_H), {&l->wk, A_K}, {&l->w_tap_k, A_TAP_K});
+    LINEAR(p, il, plain(apart ? A_HV : A_H), {&l->wv, A_V}, {&l->w_tap_v, A_TAP_V});
+    step_add(p, OP_rel_attention, il, SLOTS(A_Q, A_K, A_V, A_GATE, A_REL, A_SINK, A_TAP_K, A_TAP_V), A_ATT);
+    LINEAR(p, il, plain(A_ATT), {&l->wo, A_OUT});
+}
+
+/* ============================================================================================================
  * Families: the forward
  *
  * Start here. A forward is a list of steps over the layers of a rank's shard. A step is an operation (STEP_OPS), the
@@ -4668,7 +4984,17 @@ static void forward_mamba(struct program *p, const struct model *m, int il) {
  *   r = 2 sigmoid(c_2 f_2 z + base_2)              M = Sinkhorn(exp(c_3 f_3 z + base_3))
  *   X_k = r_k F(x) + sum over j of M_j,k X_j
  *
- * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. */
+ * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams.
+ *
+ * Blocks of layers as the residual (attention residuals): B_0 is the embedding, B_j the sum of what the layers of block
+ * j have given, each half after a short convolution. A half reads, by a learned query w, of the blocks before it and
+ * the sum so far of its own
+ *
+ *   x = sum over j of softmax_j(w . N(B_j) / sqrt(n_embd)) N(B_j)               N: RMS norm without weights
+ *
+ * Layers in a loop run several times. Each pass begins with the blocks before the loop, and every half of it mixes into
+ * x a message: the same reading, by a query of its own, of the blocks that the pass before it has left
+ * (struct message_gate). Weights are by layer, caches by layer and visit. */
 
 /* A layer: what mixes its tokens, then its feed-forward; in some families one of the two. */
 static void forward_layer(struct program *p, const struct model *m, int il) {
@@ -4679,11 +5005,14 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     case MIXER_CSA: forward_csa(p, m, il); break;
     case MIXER_DELTA: forward_delta(p, m, il); break;
     case MIXER_MAMBA: forward_mamba(p, m, il); break;
+    case MIXER_REL: forward_rel(p, m, il); break;
     case MIXER_NONE: break;
     }
     if (l->no_ffn) return;
+    if (m->n_res) forward_blocks_ffn(p, m, il);
     const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
-    struct step *s = step_add_input(p, OP_norm_ffn, il, residual(m, partial, l->ffn_norm, &l->hc_ffn), A_OUT);
+    const struct input in = m->n_res ? plain(A_H) : residual(m, partial, l->ffn_norm, &l->hc_ffn);
+    struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
     const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
                                                 &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
     for (size_t i = 0, n = 0; i < sizeof w / sizeof *w; i++)
@@ -4705,7 +5034,9 @@ static void forward_keep(struct program *p, const struct model *m, const float *
 
 /* The forward of all families. */
 static void forward_layers(struct program *p, const struct model *m) {
-    step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = &m->embd;
+    struct step *embed = step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X);
+    embed->w[0] = &m->embd;
+    embed->norm = m->embd_norm;
     for (int il = 0; il < m->n_layer; il++) forward_layer(p, m, il);
     forward_end(p, m, &m->hc_head);
     if (m->n_mtp) forward_keep(p, m, m->output_norm, false);
@@ -4811,6 +5142,8 @@ static const struct family families[] = {
      .read = read_nemotron_h, .layer = layer_nemotron_h},
     {.arch = "nemotron_h", .dense = true, .no_kv_layers = true,
      .read = read_nemotron_h, .layer = layer_nemotron_h},
+    {.arch = "inkling2", .gating = GATING_SIGMOID, .norm_topk_prob = true,
+     .read = read_inkling2, .layer = layer_inkling2},
 };
 /* clang-format on */
 enum { FAMILIES = sizeof families / sizeof *families };
@@ -5040,6 +5373,7 @@ static void loader_hc(struct loader *l) {
 
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
+    layer->block = il;
     l->m->family->layer(l, layer, il);
     layer->mtp = il >= l->m->n_layer;
     loader_ffn_shape(l, layer, il);
@@ -5066,6 +5400,25 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
     if (layer->n_expert) loader_retained(l, layer, il);
     loader_same_type(l, il, &layer->gate, &layer->up);
     loader_same_type(l, il, &layer->sh_gate, &layer->sh_up);
+}
+
+/* Binds all layers, in the order of the forward: blocks of a loop once for every pass. */
+static void loader_layers(struct loader *l) {
+    struct model *m = l->m;
+    const int blocks = model_blocks(m), end = m->loop_first + m->n_loop,
+              more = m->n_loop ? (m->n_pass - 1) * m->n_loop : 0;
+    if (blocks + more > MAX_LAYERS)
+        loader_fail(l, "metadata key '%s.loop.pass_count' is %d, which makes %d layers of %d; expected at most %d",
+                    l->arch, m->n_pass, blocks + more, blocks, MAX_LAYERS);
+    if (l->failed) return;
+    m->layers = loader_own(l, (size_t)(blocks + more) * sizeof *m->layers);
+    for (int i = 0; i < blocks && !l->failed; i++) loader_layer(l, &m->layers[i < end ? i : i + more], i);
+    for (int i = 0; i < more && !l->failed; i++) {
+        struct layer *to = &m->layers[end + i];
+        *to = m->layers[m->loop_first + i % m->n_loop];
+        to->visit = 1 + i / m->n_loop;
+    }
+    m->n_layer += more;
 }
 
 /* Computes m->max from the layers. */
@@ -5106,6 +5459,10 @@ static void model_max_dims(struct model *m) {
         *n_ff = int_max(*n_ff, layer->n_ff);
         x->n_ff_shared = int_max(x->n_ff_shared, layer->n_ff_shared);
         x->latent = int_max(x->latent, layer->n_latent);
+        x->rel = int_max(x->rel, layer_dim(m, layer, DIM_REL));
+        x->sinks = int_max(x->sinks, layer->mixer == MIXER_REL ? a->n_head : 0);
+        x->kv_taps = int_max(x->kv_taps, layer_dim(m, layer, DIM_KV_TAPS));
+        x->gate_low = int_max(x->gate_low, layer->n_gate_low);
         x->sh_weight |= layer->sh_weight != NULL;
         x->eh = int_max(x->eh, layer->eh_proj.n_in);
     }
@@ -5213,8 +5570,9 @@ static int model_tensors(struct model *m, char *err) {
     if (!m->output.data) m->output = m->embd;
     m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
     if (m->n_hc) loader_hc(&l);
-    if (!l.failed) m->layers = loader_own(&l, (size_t)model_blocks(m) * sizeof *m->layers);
-    for (int i = 0; i < model_blocks(m) && !l.failed; i++) loader_layer(&l, &m->layers[i], i);
+    if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
+    if (m->n_res) m->embd_norm = loader_vector(&l, "token_embd_norm.weight", m->n_embd, 1, false);
+    if (!l.failed) loader_layers(&l);
     if (!l.failed) model_max_dims(m);
     loader_leftovers(&l);
     const struct gguf_kv *kv = gguf_find(l.g, "moe.reap.pruned");
@@ -5470,6 +5828,8 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_V: return range_of(h.kv.first * a->head_v, h.kv.n * a->head_v);
     case DIM_ATT: return range_of(h.q.first * a->head_v, h.q.n * a->head_v);
     case DIM_HEADS: return h.q;
+    case DIM_REL: return range_of(h.q.first * a->n_rel, h.q.n * a->n_rel);
+    case DIM_KV_TAPS: return range_of(h.kv.first * a->n_conv, h.kv.n * a->n_conv);
     case DIM_GATES: return range_of(h.q.first * a->n_gate, h.q.n * a->n_gate);
     case DIM_INDEX_Q: /* in grouped-query attention a head for each KV head */
         return layer->mixer == MIXER_GQA ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k) : range_of(0, n);
@@ -5503,7 +5863,10 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
         if (rule->kind == TENSOR_VECTOR) {
             const float **v = rule_vector(rule, out);
             if (*v && !in.n) *v = NULL;
-            if (*v && !rule_whole(rule)) *v += in.first;
+            if (*v && !rule_whole(rule)) {
+                const int row = dim_range(m, whole, rule->out, h, shard).first;
+                *v += in.first + (ptrdiff_t)row * layer_dim(m, whole, rule->in);
+            }
             continue;
         }
         struct weight *w = rule_weight(rule, out);
@@ -6768,6 +7131,7 @@ struct kernels {
     float (*exp_sum)(float *s, int n, float max);         /* s = exp(s - max), 0 for -infinity; returns the sum of s */
     void (*silu_mul)(float *g, const float *u, int n);    /* g = g / (1 + exp(-g)) * u */
     void (*sigmoid_mul)(float *x, const float *g, int n); /* x = x / (1 + exp(-g)); x may be g */
+    void (*tanh)(float *x, int n);                        /* x = tanh(x) */
     /* Conversions with the same bits as bf16_to_f32(x), e4m3_to_f32(x) * scale, e4m3_from_f32(x * inv_scale) and
      * bf16_from_f32(x). from_e4m3 takes finite codes only. */
     void (*from_bf16)(const uint16_t *x, float *y, int n);
@@ -6928,6 +7292,10 @@ static void ref_sigmoid_mul(float *x, const float *g, int n) {
     for (int i = 0; i < n; i++) x[i] = x[i] / (1.0f + expf(-g[i]));
 }
 
+static void ref_tanh(float *x, int n) {
+    for (int i = 0; i < n; i++) x[i] = tanhf(x[i]);
+}
+
 static void ref_from_bf16(const uint16_t *x, float *y, int n) {
     for (int i = 0; i < n; i++) y[i] = bf16_to_f32(x[i]);
 }
@@ -7028,6 +7396,7 @@ static const struct kernels kernels_ref = {.name = "reference",
                                            .exp_sum = ref_exp_sum,
                                            .silu_mul = ref_silu_mul,
                                            .sigmoid_mul = ref_sigmoid_mul,
+                                           .tanh = ref_tanh,
                                            .from_bf16 = ref_from_bf16,
                                            .from_e4m3 = ref_from_e4m3,
                                            .to_e4m3 = ref_to_e4m3,
@@ -7291,6 +7660,18 @@ INLINE void vec_sigmoid_mul(float *x, const float *g, int n) {
     }
 }
 
+/* The absolute error is at most 2e-7. */
+INLINE void vec_tanh(float *x, int n) {
+    for (int i = 0; i < n; i += VL) {
+        vf e = {0};
+        vec_load_some(x + i, n - i, &e);
+        e = -2.0f * e;
+        vec_exp(&e);
+        e = (1.0f - e) / (1.0f + e);
+        vec_store_some(&e, n - i, x + i);
+    }
+}
+
 INLINE void vec_from_bf16(vec_load *load, const uint16_t *x, float *y, int n) {
     int i = 0;
     for (vf v; i + VL <= n; i += VL) {
@@ -7499,6 +7880,7 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
     TARGET static float isa##_exp_sum(float *s, int n, float max) { return vec_exp_sum(s, n, max); }               \
     TARGET static void isa##_silu_mul(float *g, const float *u, int n) { vec_silu_mul(g, u, n); }                  \
     TARGET static void isa##_sigmoid_mul(float *x, const float *g, int n) { vec_sigmoid_mul(x, g, n); }            \
+    TARGET static void isa##_tanh(float *x, int n) { vec_tanh(x, n); }                                             \
     TARGET static void isa##_from_bf16(const uint16_t *x, float *y, int n) { vec_from_bf16(load_bf16, x, y, n); }  \
     TARGET static void isa##_from_e4m3(const uint8_t *x, float scale, float *y, int n) {                           \
         vec_from_e4m3(load_e4m3, x, scale, y, n);                                                                  \
@@ -7543,7 +7925,7 @@ INLINE void vec_act_pack(vec_load *load_bf16, enum act_format f, const float *x,
 /* Initializes the members of struct kernels that the two macros above define. */
 #define VECTOR_TABLE(isa)                                                                                           \
     .act_bytes = act_bytes, .act_pack = isa##_act_pack, .sgemm_add = isa##_sgemm_add, .dot = isa##_dot,             \
-    .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul, .sigmoid_mul = isa##_sigmoid_mul,                         \
+    .exp_sum = isa##_exp_sum, .silu_mul = isa##_silu_mul, .sigmoid_mul = isa##_sigmoid_mul, .tanh = isa##_tanh,     \
     .from_bf16 = isa##_from_bf16, .from_e4m3 = isa##_from_e4m3, .to_e4m3 = isa##_to_e4m3, .to_bf16 = isa##_to_bf16, \
     .rmsnorm = isa##_rmsnorm, .mul_add = isa##_mul_add, .scale = isa##_scale, .scale_add = isa##_scale_add,         \
     .relu_add = isa##_relu_add, .delta_step = isa##_delta_step, .mamba_step = isa##_mamba_step, .amax = isa##_amax, \
@@ -9227,6 +9609,12 @@ static void op_end_matrix(const char *what, const struct weight *w) {
     op_end_matrices(what, (const struct weight *const[]){w, NULL});
 }
 
+/* Taps of short convolutions by distance, times the factor of the result: (n_conv, width) each. A token's own has its
+ * input in it, too. */
+struct short_taps {
+    float *k, *v, *attn, *ffn;
+};
+
 /* What a rank on a CPU computes with besides what struct rank has. */
 struct cpu {
     const struct kernels *k;                /* the kernels for its instruction set */
@@ -9247,6 +9635,8 @@ struct cpu {
     float *shared_w;     /* (chunk) weights of the shared expert */
     float *row_sums;     /* (chunk, 2) sums of squares of the rank's part of q and of k, for norms over all heads */
     float *mix;          /* (chunk + MAX_ROLLBACK, 2 K + V) recurrent: q, k, v after the convolution */
+    struct short_taps *short_taps; /* (model_blocks) of short convolutions; zeros where a layer has none */
+    float **rel_bias;    /* (model_blocks) struct layer's rel_bias as attend_bias reads it; NULL where there is none */
     float **taps;        /* (model_blocks) taps of a recurrent layer's convolution, see delta_taps; NULL: it has none */
     float *decay_beta;   /* (chunk + MAX_ROLLBACK, n_value * (n_decay + 1)) recurrent: see struct delta_gates */
     float *norm_parts;   /* (tiles of an expert's output, chunk * n_expert_used) squared norms; NULL: no statistics */
@@ -9348,7 +9738,7 @@ static void cpu_embed(struct rank *r, const struct step *s) {
             }
         }
         if (before) {
-            const enum act handed = r->m->n_hc ? A_HC : x;
+            const enum act handed = r->m->n_hc || r->m->n_res ? A_HC : x;
             memcpy(act_row(r, handed, t), act_row(before, handed, t), (size_t)r->width[handed] * sizeof *row);
             continue;
         }
@@ -9356,7 +9746,8 @@ static void cpu_embed(struct rank *r, const struct step *s) {
                                       : w->data + (size_t)r->tokens[t] * w->row_bytes;
         gguf_dequantize_row(w->type, from, row, (size_t)w->n_in);
         for (int i = 0; scale != 1.0f && i < w->n_in; i++) row[i] *= scale;
-        for (int k = 0; k < r->m->n_hc; k++)
+        if (s->norm) r->cpu->k->rmsnorm(row, s->norm, r->m->rms_eps, row, w->n_in);
+        for (int k = 0; k < (r->m->n_res ? 1 : r->m->n_hc); k++)
             memcpy(act_row(r, A_HC, t) + (ptrdiff_t)k * w->n_in, row, (size_t)w->n_in * sizeof *row);
     }
     op_end(0, "embedding");
@@ -9496,9 +9887,12 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     op_end(hc ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
 }
 
+static void blocks_end(struct rank *r, const struct step *s, bool last);
+
 static void cpu_last_reduce(struct rank *r, const struct step *s) {
     struct rank *next = pg_neighbor(r, 1);
-    if (r->m->n_hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
+    if (r->m->n_res) blocks_end(r, s, !next);
+    else if (r->m->n_hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
     else all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
     if (next && team_leads()) pg_send(next);
 }
@@ -10010,6 +10404,23 @@ static void attend_prefetch(struct attend_work *w) {
 /* Returns the first of the keys from `pos` on that the token at `own` sees: 0, or more where a window ends before. */
 static int first_in_window(int window, int own, int pos) { return window ? int_max(0, own - window + 1 - pos) : 0; }
 
+/* Columns of struct cpu's rel_bias: the distances in descending order, so that keys stand side by side, between zeros
+ * for the keys of a block on both sides. */
+static int bias_columns(const struct attn *a) { return a->extent + 2 * KEY_BLOCK; }
+
+/* Adds the bias by distance to the scores of a head group for the n keys from `pos` on. */
+static void attend_bias(const struct rank *r, const struct attend *a, struct attend_work *w, int g, int pos, int n) {
+    const struct attn *shape = &r->m->layers[a->il].attn;
+    for (int t = 0; t < a->n_tok; t++) {
+        const int own = r->pos + a->first + t, at = shape->extent - 1 - own + pos; /* of key pos among the distances */
+        const float *rel = act_row(r, A_REL, a->first + t) + (a->head + g) * a->n_head * shape->n_rel;
+        if (own >= pos && at + n > 0)
+            r->cpu->k->sgemm_add(a->n_head, ceil_to(n, TRANSPOSE_ROWS), shape->n_rel, rel, shape->n_rel,
+                                 r->cpu->rel_bias[a->il] + KEY_BLOCK + at, bias_columns(shape),
+                                 w->s + t * a->n_head * KEY_BLOCK, KEY_BLOCK);
+    }
+}
+
 /* Takes the n keys from `pos` on into the rows of a head group. */
 static void attend_keys(const struct rank *r, const struct attend *a, struct attend_work *w, int g, int pos, int n) {
     const struct cache_tensor *keys = &r->cache[a->il][CACHE_K], *values = &r->cache[a->il][CACHE_V];
@@ -10029,6 +10440,7 @@ static void attend_keys(const struct rank *r, const struct attend *a, struct att
                              KEY_BLOCK, w->s + i, KEY_BLOCK);
         attend_prefetch(w);
     }
+    if (r->cpu->rel_bias && r->cpu->rel_bias[a->il]) attend_bias(r, a, w, g, pos, n);
     for (int i = 0; i < rows; i++) {
         float *p = w->s + i * KEY_BLOCK, mx;
         const int t = i / a->n_head, from = int_min(n, first_in_window(window, first_own + t, pos));
@@ -10082,7 +10494,9 @@ static void attend_run(const struct rank *r, const struct attend *a, float *scra
         const int g = i / group_rows, t = i % group_rows / a->n_head, h = g * a->n_head + i % a->n_head;
         const float *src = a->q + (size_t)t * a->q_tok + (size_t)h * a->q_head;
         r->cpu->k->scale(src, shape->scale, w.q + i * dk, dk);
-        w.top[i] = a->sinks ? r->m->layers[a->il].sinks[a->head * a->n_head + h] : -INFINITY;
+        w.top[i] = !a->sinks                   ? -INFINITY
+                   : r->m->layers[a->il].sinks ? r->m->layers[a->il].sinks[a->head * a->n_head + h]
+                                               : act_row(r, A_SINK, a->first + t)[a->head * a->n_head + h];
         w.den[i] = a->sinks; /* exp(sink - top) */
     }
     memset(w.acc, 0, (size_t)rows * (size_t)dv * sizeof *w.acc);
@@ -10159,7 +10573,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group_he
         a.end = a.begin + split_keys;
         if (a.chosen) a.chosen += (size_t)t * attn_topk_all(&layer->attn);
         if (!attend_by_list(all)) a.begin = int_max(a.begin, window_begin(layer->attn.window, r->pos + a.first));
-        a.sinks = layer->sinks && !p;
+        a.sinks = (layer->sinks || layer->mixer == MIXER_REL) && !p;
         a.partial = n_split > 1;
         if (a.partial) {
             a.out = r->cpu->partials + (size_t)p * split;
@@ -10231,14 +10645,17 @@ static void op_end_latent(const struct rank *r, int il) {
 static void head_gates(struct rank *r, int il, enum act x) {
     const struct layer *layer = &r->m->layers[il];
     const int n_gate = layer->attn.n_gate, per_gate = layer->attn.head_v / n_gate;
+    const bool by_value = per_gate == 1 && layer->head_gate == GATE_SIGMOID;
     for (int t = team_first(r->n_tok); t >= 0; t = team_next())
-        for (int i = 0; i < layer->attn.n_head * n_gate; i++) {
-            const float g = act_row(r, A_GATE, t)[i];
-            const float f =
-                layer->head_gate == GATE_SIGMOID ? 1.0f / (1.0f + expf(-g)) : fmaxf(g, 0.0f) + log1pf(expf(-fabsf(g)));
-            float *values = act_row(r, x, t) + i * per_gate;
-            r->cpu->k->scale(values, f, values, per_gate);
-        }
+        if (by_value) r->cpu->k->sigmoid_mul(act_row(r, x, t), act_row(r, A_GATE, t), layer->attn.n_head * n_gate);
+        else
+            for (int i = 0; i < layer->attn.n_head * n_gate; i++) {
+                const float g = act_row(r, A_GATE, t)[i];
+                const float f = layer->head_gate == GATE_SIGMOID ? 1.0f / (1.0f + expf(-g))
+                                                                 : fmaxf(g, 0.0f) + log1pf(expf(-fabsf(g)));
+                float *values = act_row(r, x, t) + i * per_gate;
+                r->cpu->k->scale(values, f, values, per_gate);
+            }
     op_end(0, "attention gates");
 }
 
@@ -11006,6 +11423,263 @@ static void run_mamba(struct rank *r, const struct step *s) {
 }
 
 /* ============================================================================================================
+ * CPU operations: blocks of layers
+ *
+ * Blocks of layers as the residual (Families: the forward), short convolutions, and attention with a bias by distance
+ * (Families: Inkling 2). A short convolution reads the latest tokens of a timeline: those before the batch stand in a
+ * ring, which holds also those that may be rolled back.
+ * ============================================================================================================ */
+
+static const float residual_eps = 1e-6f; /* of the norms of blocks, whatever the model's rms_eps */
+
+/* y (n) = the short convolution of token p's values from value `from` on, of slot a. taps (n_conv, width). */
+static void short_conv(const struct rank *r, int il, enum cache_use use, enum act a, const float *taps, int width,
+                       int p, int from, int n, float *y) {
+    memset(y, 0, (size_t)n * sizeof *y);
+    for (int j = 0; j < r->m->layers[il].attn.n_conv && j <= p; j++)
+        r->cpu->k->mul_add(y, taps + j * width + from, delta_row(r, il, use, a, p - j) + from, n);
+}
+
+/* Keeps the convolution's inputs of the forward's last tokens. */
+static void short_conv_keep(struct rank *r, int il, enum cache_use use, enum act a) {
+    const struct cache_tensor *ring = &r->cache[il][use];
+    for (int t = int_max(0, r->n_tok - ring->n_row); t < r->n_tok; t++)
+        memcpy(ring->data + (size_t)((r->pos + t) % ring->n_row) * ring->row_bytes, act_row(r, a, t),
+               (size_t)ring->width * sizeof(float));
+}
+
+/* Row `row` of token t's blocks. */
+static float *block_row(const struct rank *r, int t, int row) {
+    return act_row(r, A_HC, t) + (ptrdiff_t)row * r->m->n_embd;
+}
+
+enum { BLOCK_COLUMNS = 256 /* of a row in a work item */ };
+
+/* Adds what A_H has, after its short convolution, to the row of layer il: a half of it, its feed-forward (s->ffn) or its
+ * attention, has given that. */
+static void run_blocks_add(struct rank *r, const struct step *s) {
+    const struct layer *layer = &r->m->layers[s->il];
+    const enum cache_use use = s->ffn ? CACHE_CONV_FFN : CACHE_CONV_ATTN;
+    const float *taps = s->ffn ? r->cpu->short_taps[s->il].ffn : r->cpu->short_taps[s->il].attn;
+    const int n_embd = r->m->n_embd, parts = ceil_by(n_embd, BLOCK_COLUMNS), row = residual_row(r->m, layer);
+    for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
+        const int t = i / parts, from = i % parts * BLOCK_COLUMNS, n = int_min(BLOCK_COLUMNS, n_embd - from);
+        float y[BLOCK_COLUMNS], *to = block_row(r, t, row) + from;
+        short_conv(r, s->il, use, A_H, taps, n_embd, r->pos + t, from, n, y);
+        if (!s->ffn && begins_row(r->m, layer)) memcpy(to, y, (size_t)n * sizeof *y);
+        else r->cpu->k->scale_add(y, 1.0f, to, n);
+    }
+    team_barrier();
+    if (team_leads()) short_conv_keep(r, s->il, use, A_H);
+}
+
+/* A_H = the partial sums over the stage's ranks; then they are added to the blocks: what half `ffn` of layer il gave. */
+static void blocks_add(struct rank *r, enum act partial, int il, bool ffn) {
+    const int n_embd = r->m->n_embd, parts = ceil_by(n_embd, BLOCK_COLUMNS), n_rank = r->m->shard.n_rank;
+    const struct step half = {.il = il, .ffn = ffn};
+    if (team_leads()) r->n_all_reduce++;
+    stage_team_barrier(r);
+    for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
+        const int t = i / parts, from = i % parts * BLOCK_COLUMNS, n = int_min(BLOCK_COLUMNS, n_embd - from);
+        float *sum = act_row(r, A_H, t) + from;
+        memcpy(sum, act_row(rank_peer(r, 0), partial, t) + from, (size_t)n * sizeof *sum);
+        for (int k = 1; k < n_rank; k++)
+            r->cpu->k->scale_add(act_row(rank_peer(r, k), partial, t) + from, 1.0f, sum, n);
+    }
+    if (n_rank == 1) team_barrier();
+    else stage_team_barrier(r); /* nobody's partial sums are overwritten while others read them */
+    each_run(r, &half, run_blocks_add);
+    team_barrier();
+}
+
+/* What is read of the blocks: n_read readings of rows 0 .. n_row - 1, and as many messages. */
+struct block_reading {
+    int n_row, n_read;
+    const float *query;   /* (n_read, n_embd) */
+    int n_message;        /* messages; 0: there are none */
+    const float *message; /* (n_message, n_embd) their queries */
+};
+
+/* The scores of reading q in a token's row of A_MIX: of every row of A_HC. */
+static float *block_scores(const struct rank *r, int t, int q) { return act_row(r, A_MIX, t) + (1 + q) * r->m->n_res; }
+
+/* Fills in A_MIX, by rows of blocks. */
+static void blocks_score(struct rank *r, const struct block_reading *b) {
+    const struct kernels *k = r->cpu->k;
+    const int n_embd = r->m->n_embd, n = b->n_row + (b->n_message ? message_rows(r->m) : 0);
+    for (int i = team_first(r->n_tok * n); i >= 0; i = team_next()) {
+        const int t = i / n, j = i % n, row = j < b->n_row ? j : message_row(r->m) + j - b->n_row;
+        const float *x = block_row(r, t, row), *query = j < b->n_row ? b->query : b->message;
+        act_row(r, A_MIX, t)[row] = k->dot(x, x, n_embd);
+        for (int q = 0; q < (j < b->n_row ? b->n_read : b->n_message); q++)
+            block_scores(r, t, q)[row] = k->dot(query + (ptrdiff_t)q * n_embd, x, n_embd);
+    }
+    team_barrier();
+}
+
+/* x (n_embd) = reading q of token t's rows first .. first + n - 1. */
+static void blocks_read(const struct rank *r, int t, int q, int first, int n, float *x) {
+    const int n_embd = r->m->n_embd;
+    const float *square = act_row(r, A_MIX, t) + first, *score = block_scores(r, t, q) + first;
+    float weight[MAX_LAYERS + 1], norm[MAX_LAYERS + 1], top = -INFINITY, sum = 0;
+    for (int j = 0; j < n; j++) {
+        norm[j] = 1.0f / sqrtf(square[j] / (float)n_embd + residual_eps);
+        weight[j] = score[j] * norm[j] / sqrtf((float)n_embd);
+        top = fmaxf(top, weight[j]);
+    }
+    for (int j = 0; j < n; j++) sum += weight[j] = expf(weight[j] - top);
+    memset(x, 0, (size_t)n_embd * sizeof *x);
+    for (int j = 0; j < n; j++) r->cpu->k->scale_add(block_row(r, t, first + j), weight[j] / sum * norm[j], x, n_embd);
+}
+
+/* Norms x (n) without weights, and returns the factor. */
+static float norm_plain(const struct rank *r, float *x, int n) {
+    const float f = 1.0f / sqrtf(r->cpu->k->dot(x, x, n) / (float)n + r->m->rms_eps);
+    r->cpu->k->scale(x, f, x, n);
+    return f;
+}
+
+/* The factors by which the two halves of pair i were normed. */
+static float *pair_factors(const struct rank *r, int t, int i) {
+    return act_row(r, A_MIX, t) + (1 + READ_FFN) * r->m->n_res + 2 * i;
+}
+
+static void cpu_read_blocks(struct rank *r, const struct step *s) {
+    const struct model *m = r->m;
+    const struct layer *layer = &m->layers[s->il];
+    const int n_embd = m->n_embd, row = residual_row(m, layer);
+    const bool first = !s->ffn && begins_row(m, layer); /* its block has no sum yet */
+    const struct block_reading b = {.n_row = first ? row : row + 1,
+                                    .n_read = s->ffn ? 1 : layer->n_read,
+                                    .query = s->ffn ? layer->read_ffn : layer->read_attn,
+                                    .n_message = !layer->visit ? 0
+                                                 : s->ffn      ? 1
+                                                               : READ_FFN,
+                                    .message = layer->read_messages + (s->ffn ? READ_FFN * n_embd : 0)};
+    const float *norm[READ_FFN] = {s->ffn ? layer->ffn_norm : layer->attn_norm, layer->attn_norm_k, layer->attn_norm_v};
+    int n_out = 0;
+    while (s->out[n_out] != ACT_COUNT) n_out++;
+    if (s->partial != ACT_COUNT) blocks_add(r, s->partial, s->ffn ? s->il : s->il - 1, !s->ffn);
+    if (layer->visit && layer->block == m->loop_first && !s->ffn) { /* the pass before this one has left its blocks */
+        for (int t = team_first(r->n_tok); t >= 0; t = team_next())
+            memcpy(block_row(r, t, message_row(m)), block_row(r, t, row),
+                   (size_t)(message_rows(m) * n_embd) * sizeof(float));
+        team_barrier();
+    }
+    if (b.n_read) blocks_score(r, &b);
+    for (int i = team_first(r->n_tok * n_out); i >= 0; i = team_next()) {
+        const int t = i / n_out, o = i % n_out;
+        float *x = act_row(r, s->out[o], t);
+        if (b.n_read) blocks_read(r, t, int_min(o, b.n_read - 1), 0, b.n_row, x);
+        else memcpy(x, block_row(r, t, 0), (size_t)n_embd * sizeof *x);
+        if (!layer->visit) {
+            r->cpu->k->rmsnorm(x, norm[o] ? norm[o] : norm[0], m->rms_eps, x, n_embd);
+            continue;
+        }
+        blocks_read(r, t, o, message_row(m), message_rows(m), x + n_embd);
+        pair_factors(r, t, o)[0] = norm_plain(r, x, n_embd);
+        pair_factors(r, t, o)[1] = norm_plain(r, x + n_embd, n_embd);
+    }
+    op_end(4.0 * (b.n_read + b.n_message) * n_embd, "blocks");
+}
+
+/* Adds what the stage's last feed-forward has given to the blocks. last: x = the last reading of all of them. */
+static void blocks_end(struct rank *r, const struct step *s, bool last) {
+    const struct model *m = r->m;
+    const struct block_reading b = {.n_row = message_row(m), .n_read = 1, .query = m->read_end};
+    blocks_add(r, s->partial, m->n_layer - 1, true);
+    if (last) blocks_score(r, &b);
+    for (int t = team_first(last ? r->n_tok : 0); t >= 0; t = team_next())
+        blocks_read(r, t, 0, 0, b.n_row, act_row(r, s->x, t));
+    op_end(last ? 4.0 * m->n_embd : 0, "blocks");
+}
+
+static void cpu_mix_message(struct rank *r, const struct step *s) {
+    const struct kernels *k = r->cpu->k;
+    const int n = r->m->n_embd;
+    for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
+        const float *pair = act_row(r, s->in[0], t), *factor = pair_factors(r, t, (int)s->in[0] - A_PAIR_Q);
+        float *forget = act_row(r, s->in[1], t), *gain = act_row(r, s->in[2], t), *out = act_row(r, s->out[0], t);
+        k->tanh(forget, n);
+        k->tanh(gain, n);
+        for (int i = 0; i < n; i++)
+            out[i] = (1.0f - forget[i]) * (pair[i] / factor[0]) + gain[i] * (pair[n + i] / factor[1]);
+        k->rmsnorm(out, s->norm, r->m->rms_eps, out, n);
+    }
+    op_end(0, "message");
+}
+
+/* Makes x (n) no longer than `longest`, and multiplies it by f. */
+static void clip(const struct kernels *k, float *x, int n, float longest, float f) {
+    k->scale(x, f * fminf(1.0f, longest / (sqrtf(k->dot(x, x, n)) + 1e-6f)), x, n);
+}
+
+/* Convolves the key or value of token t and writes it to the cache. */
+static void rel_store(struct rank *r, const struct step *s, int t, bool value) {
+    const struct kernels *k = r->cpu->k;
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct attn *a = &layer->attn;
+    const struct short_taps *taps = &r->cpu->short_taps[s->il];
+    const int head = value ? a->head_v : a->head_k, n = a->n_head_kv * head, p = r->pos + t;
+    const enum act from = s->in[value ? 2 : 1];
+    const enum cache_use use = value ? CACHE_CONV_V : CACHE_CONV_K;
+    float *y = cpu_scratch(r);
+    short_conv(r, s->il, use, from, value ? taps->v : taps->k, n, p, 0, n, y);
+    if (!a->window) { /* and the token's own taps */
+        const float *own = act_row(r, s->in[value ? 7 : 6], t), f = 1.0f / sqrtf((float)(2 * a->n_conv + 1));
+        for (int j = 0; j < a->n_conv && j <= p; j++)
+            for (int h = 0; h < a->n_head_kv; h++)
+                k->scale_add(delta_row(r, s->il, use, from, p - j) + h * head, f * own[h * a->n_conv + j], y + h * head,
+                             head);
+    }
+    for (int h = 0; h < a->n_head_kv; h++) {
+        if (value) norm_plain(r, y + h * head, head);
+        else clip(k, y + h * head, head, a->qk_clip, 1);
+    }
+    kv_store(k, &r->cache[s->il][value ? CACHE_V : CACHE_K], p, y);
+}
+
+static void run_rel_attention(struct rank *r, const struct step *s) {
+    const struct kernels *k = r->cpu->k;
+    const struct layer *layer = &r->m->layers[s->il];
+    const struct attn *shape = &layer->attn;
+    const int head = shape->head_k, n_rel = shape->n_rel, parts = 2 + shape->n_head;
+    for (int i = team_first(r->n_tok * parts); i >= 0; i = team_next()) {
+        const int t = i / parts, h = i % parts - 2;
+        if (h < 0) {
+            rel_store(r, s, t, h == -1);
+            continue;
+        }
+        const float tau = attn_temperature(shape, r->pos + t);
+        float *q = act_row(r, s->in[0], t) + h * head, *rel = act_row(r, A_REL, t) + h * n_rel;
+        for (int c = 0; c < head; c++) q[c] *= layer->q_scale[h * head + c];
+        for (int c = 0; c < n_rel; c++) rel[c] *= layer->rel_scale[h * n_rel + c];
+        clip(k, q, head, shape->qk_clip, tau);
+        clip(k, rel, n_rel, shape->rel_clip, tau);
+    }
+    op_end(0, "convolution, cache");
+    if (team_leads()) {
+        short_conv_keep(r, s->il, CACHE_CONV_K, s->in[1]);
+        short_conv_keep(r, s->il, CACHE_CONV_V, s->in[2]);
+    }
+    const struct attend a = {.kind = ATTEND_GQA,
+                             .il = s->il,
+                             .n_tok = shape->n_head ? r->n_tok : 0,
+                             .n_head = shape->n_head,
+                             .dk = head,
+                             .dv = shape->head_v,
+                             .q = r->act[s->in[0]],
+                             .q_tok = (size_t)r->width[s->in[0]],
+                             .q_head = (size_t)head,
+                             .out = r->act[s->out[0]],
+                             .out_tok = (size_t)r->width[s->out[0]],
+                             .out_head = (size_t)shape->head_v};
+    if (a.n_tok) attend_all(r, &a, shape->n_head / shape->n_head_kv);
+    op_end(cache_bytes(r, s->il), "attention");
+    if (a.n_tok) head_gates(r, s->il, s->out[0]);
+}
+
+/* ============================================================================================================
  * Experts on disk: reading
  *
  * Reads parts of the model's files into memory of the program's own. O_DIRECT passes the page cache by: a page fault
@@ -11301,6 +11975,11 @@ static size_t slab_bytes(const struct layer *layer) {
     return bytes;
 }
 
+/* The experts of a layer: all layers of a block share them. */
+static struct layer_store *store_layer(const struct store *s, int il) {
+    return &s->layer[layer_of_block(s->m, s->m->layers[il].block)];
+}
+
 /* The image that holds an address. */
 static const struct gguf_image *image_of(const struct gguf *g, const uint8_t *p) {
     for (uint32_t i = 0; i < g->n_images; i++)
@@ -11334,7 +12013,7 @@ static int slot_to_take(const struct layer_store *y, const bool *busy) {
 /* Brings the experts of n jobs of layer il into slots, of which there are enough. When it returns, reads may be under
  * way. */
 static void store_take(struct store *s, int il, struct ffn_job *jobs, int n) {
-    struct layer_store *y = &s->layer[il];
+    struct layer_store *y = store_layer(s, il);
     bool busy[MAX_EXPERTS] = {false}, missing[MAX_EXPERTS] = {false};
     for (int e = 0; e < y->w[FFN_DOWN]->n_expert; e++) y->heat[e] -= y->heat[e] >> y->shift;
     for (int i = 0; i < n; i++) {
@@ -11361,7 +12040,7 @@ static void store_take(struct store *s, int il, struct ffn_job *jobs, int n) {
 
 /* Divides n jobs of layer il into waves, of which each has at most half a ring of missing experts. */
 static void store_waves(struct store *s, int il, struct ffn_job *jobs, int n) {
-    struct layer_store *y = &s->layer[il];
+    struct layer_store *y = store_layer(s, il);
     const int half = s->n_ring / 2;
     int misses = 0;
     for (int i = 0; i < n; i++) {
@@ -11380,7 +12059,7 @@ static void store_waves(struct store *s, int il, struct ffn_job *jobs, int n) {
 
 /* Asks for the missing experts of a wave. A shared expert has no slab. */
 static void store_ask_wave(struct store *s, int il, struct ffn_job *jobs, int n, int wave) {
-    const struct layer_store *y = &s->layer[il];
+    const struct layer_store *y = store_layer(s, il);
     for (int k = 0; k < FFN_MATRICES; k++)
         for (int i = 0; i < n; i++)
             if (jobs[i].wave == wave && jobs[i].slab && y->slot_of[jobs[i].expert] < 0)
@@ -11389,7 +12068,7 @@ static void store_ask_wave(struct store *s, int il, struct ffn_job *jobs, int n,
 
 /* Gives n jobs of layer il their slabs, for a forward of n_tok tokens, and begins to read what is missing. */
 static void store_begin(struct store *s, int il, int n_tok, struct ffn_job *jobs, int n) {
-    if (n_tok <= SAME_BITS_TOKENS && n <= s->layer[il].n_slot) {
+    if (n_tok <= SAME_BITS_TOKENS && n <= store_layer(s, il)->n_slot) {
         store_take(s, il, jobs, n);
         return;
     }
@@ -11401,7 +12080,7 @@ static void store_begin(struct store *s, int il, int n_tok, struct ffn_job *jobs
  * when it returns. A forward of few tokens asks for all matrices: they come into slots if there are enough. In any other
  * case slots stay as they are, and what is missing comes into half a ring, which has room for it. */
 static void store_lend(struct store *s, int il, int half, struct ffn_job *jobs, int n, int first, int n_matrix) {
-    struct layer_store *y = &s->layer[il];
+    struct layer_store *y = store_layer(s, il);
     int misses = 0;
     if (n_matrix == FFN_MATRICES && n <= y->n_slot) {
         store_take(s, il, jobs, n);
@@ -11442,10 +12121,11 @@ static bool tensor_in(const struct model *m, const struct gguf_tensor *t, enum t
     const enum tensor_part other = is_table(m, t->data) ? PART_TABLES : PART_REST;
     gguf_printable(t->name, name, sizeof name);
     if (sscanf(name, "blk.%d.", &block) != 1) return part == other;
-    if (block < 0 || block >= model_blocks(m)) return part == PART_UNUSED;
-    const struct layer *layer = &m->layers[block];
+    const int il = layer_of_block(m, block);
+    if (il == model_blocks(m)) return part == PART_UNUSED;
+    const struct layer *layer = &m->layers[il];
     for (int k = 0; k < FFN_MATRICES && layer->n_expert; k++)
-        if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return part == PART_EXPERTS && block < below;
+        if (layer_matrix(layer, (enum ffn_matrix)k)->data == t->data) return part == PART_EXPERTS && il < below;
     return part == other;
 }
 
@@ -11589,10 +12269,10 @@ static size_t ring_slab(const struct model *m, size_t room[FFN_MATRICES]) {
     return all;
 }
 
-/* Whether a store has experts of a layer: those of all layers, or where some are on GPUs of the others. */
+/* Whether a store has experts of its own for a layer: those of a block's first, and where some are on GPUs the others. */
 static bool store_keeps(const struct model *m, int il, struct offload on_gpu) {
     const int n = m->layers[il].n_expert;
-    return n && (!(on_gpu.n_slot || on_gpu.n_cpu) || layer_held(m, il, on_gpu) < n);
+    return n && !m->layers[il].visit && (!(on_gpu.n_slot || on_gpu.n_cpu) || layer_held(m, il, on_gpu) < n);
 }
 
 struct store_sizes {
@@ -12043,6 +12723,17 @@ static void ffn_glu(const struct rank *r, int il, const struct ffn_job *j, int r
     for (int i = 0; i < 2; i++)
         if (w[i]->bias)
             r->cpu->k->scale_add(w[i]->bias + (ptrdiff_t)j->expert * w[i]->bias_stride + row, 1.0f, x[i], n);
+    if (g->gate_cap > 0) {
+        const struct kernels *k = r->cpu->k;
+        float capped[ROW_TILE];
+        k->scale(gate, 1 / g->gate_cap, capped, n);
+        k->scale(up, 1 / g->up_cap, up, n);
+        k->tanh(capped, n);
+        k->tanh(up, n);
+        k->sigmoid_mul(capped, gate, n);
+        for (int i = 0; i < n; i++) gate[i] = g->gate_cap * capped[i] * (g->up_cap * up[i]);
+        return;
+    }
     if (g->up_max > 0) {
         for (int i = 0; i < n; i++) gate[i] = g->alpha * fminf(gate[i], g->gate_max);
         for (int i = 0; i < n; i++) up[i] = fmaxf(-g->up_max, fminf(up[i], g->up_max)) * g->factor + g->offset;
@@ -12222,7 +12913,7 @@ static void ffn_routed(struct rank *r, int il, enum act x, enum act out) {
 }
 
 static void cpu_norm_ffn(struct rank *r, const struct step *s) {
-    norm_input(r, s);
+    if (s->norm) norm_input(r, s);
     if (r->m->layers[s->il].n_expert) ffn_routed(r, s->il, s->in[0], s->out[0]);
     else ffn_dense(r, s->il, s->in[0], s->out[0]);
 }
@@ -12255,6 +12946,7 @@ struct logit_rows {
 };
 
 static void logits_body(void *arg) {
+    enum { CAPPED = 4096 };
     const struct logit_rows *a = arg;
     struct rank *r = a->r;
     for (int i = team_first(a->n); i >= 0; i = team_next())
@@ -12262,7 +12954,18 @@ static void logits_body(void *arg) {
                            r->m->n_embd);
     team_barrier();
     const struct packed p = linear_pack(r, a->w, act_row(r, A_H, a->first), r->width[A_H], a->n);
-    linear_rows(r, a->w, &p, a->n, rank_peer(r, 0)->cpu->logits + r->m->first_id, r->m->n_vocab);
+    float *logits = rank_peer(r, 0)->cpu->logits + r->m->first_id;
+    linear_rows(r, a->w, &p, a->n, logits, r->m->n_vocab);
+    if (r->m->logit_cap > 0) {
+        team_barrier();
+        for (int i = team_first(a->n * ceil_by(a->w->n_out, CAPPED)); i >= 0; i = team_next()) {
+            const int from = i / a->n * CAPPED, n = int_min(CAPPED, a->w->n_out - from);
+            float *x = logits + (ptrdiff_t)(i % a->n) * r->m->n_vocab + from;
+            r->cpu->k->scale(x, 1 / r->m->logit_cap, x, n);
+            r->cpu->k->tanh(x, n);
+            r->cpu->k->scale(x, r->m->logit_cap, x, n);
+        }
+    }
     op_end_matrix("output", a->w);
 }
 
@@ -12363,6 +13066,7 @@ EACH_RUN(csa_store)
 EACH_RUN(csa_attention)
 EACH_RUN(delta_net)
 EACH_RUN(mamba)
+EACH_RUN(rel_attention)
 #undef EACH_RUN
 
 static const struct ops cpu_ops = {
@@ -12469,6 +13173,40 @@ static float *delta_taps(struct rank *r, int il) {
     return taps;
 }
 
+/* The taps of a short convolution over n values: (n, n_conv), the last one a token's own; by_distance (n_conv, stride). */
+static float *short_conv_taps(struct rank *r, int n_conv, const float *taps, int n, bool by_distance, int stride) {
+    float *to = cpu_own(r, (size_t)n_conv * (size_t)n, sizeof *to);
+    const float f = 1.0f / sqrtf((float)(by_distance ? 2 * n_conv + 1 : n_conv + 1));
+    for (int j = 0; j < n_conv; j++)
+        for (int c = 0; c < n; c++)
+            to[j * n + c] = f * ((j ? 0 : 1) + (by_distance ? taps[j * stride + c] : taps[(c + 1) * n_conv - 1 - j]));
+    return to;
+}
+
+/* Fills in what attention with a bias by distance reads of its vectors. */
+static void rel_tables(struct rank *r) {
+    const struct model *m = r->m;
+    r->cpu->short_taps = cpu_own(r, (size_t)model_blocks(m), sizeof *r->cpu->short_taps);
+    r->cpu->rel_bias = cpu_own(r, (size_t)model_blocks(m), sizeof *r->cpu->rel_bias);
+    for (int il = 0; il < model_blocks(m); il++) {
+        const struct layer *layer = &m->layers[il];
+        const struct attn *a = &layer->attn;
+        const int columns = bias_columns(a), k = a->n_head_kv * a->head_k, v = a->n_head_kv * a->head_v;
+        const bool by_distance = !a->window;
+        if (layer->mixer != MIXER_REL) continue;
+        float *bias = cpu_own(r, (size_t)a->n_rel * (size_t)columns, sizeof *bias);
+        for (int i = 0; i < a->n_rel; i++)
+            for (int d = 0; d < a->extent; d++)
+                bias[i * columns + KEY_BLOCK + a->extent - 1 - d] = layer->rel_bias[i * a->extent + d];
+        r->cpu->rel_bias[il] = bias;
+        r->cpu->short_taps[il] = (struct short_taps){
+            short_conv_taps(r, a->n_conv, layer->conv_k, k, by_distance, a->whole_head_kv * a->head_k),
+            short_conv_taps(r, a->n_conv, layer->conv_v, v, by_distance, a->whole_head_kv * a->head_v),
+            short_conv_taps(r, a->n_conv, layer->conv_attn, m->n_embd, false, 0),
+            short_conv_taps(r, a->n_conv, layer->conv_ffn, m->n_embd, false, 0)};
+    }
+}
+
 /* Lays out the memory for timelines of n_ctx tokens. */
 static void cpu_rank_init(struct rank *r, const struct model *m, const struct kernels *k, int n_threads, int n_ctx,
                           struct timelines timelines, enum kv_type kv) {
@@ -12507,6 +13245,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         size_max((size_t)m->n_embd, size_max(size_max((size_t)int_max(x->q_lora, x->low), n_ff),
                                              size_max(size_max((size_t)r->width[A_ATT], (size_t)x->eh),
                                                       size_max((size_t)r->width[A_GROUPS], (size_t)x->latent))));
+    n_in = size_max(n_in, size_max((size_t)r->width[A_PAIR_Q], (size_t)x->gate_low));
     for (int f = 0; f < ACT_FORMATS; f++) {
         pack = size_max(pack, 2 * c * k->act_bytes((enum act_format)f, (int)n_in));
         if (x->kv_lora) /* one row per token and head */
@@ -12552,12 +13291,14 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
         size_max(size_max(attend_floats(m, (int)rows), size_max(size_max(delta, compressor), index)) * sizeof(float),
                  KERNEL_SCRATCH + c * ROW_TILE * sizeof(float) + 3 * OWN_PACK);
     r->cpu->scratch_bytes = size_max(r->cpu->scratch_bytes, READ_ROOM((size_t)m->n_embd * sizeof(float)));
+    r->cpu->scratch_bytes = size_max(r->cpu->scratch_bytes, (size_t)int_max(x->k, x->v) * sizeof(float));
     r->cpu->scratch_bytes = (r->cpu->scratch_bytes + 4095) / 4096 * 4096;
     r->cpu->scratch = cpu_own(r, (size_t)n_threads, r->cpu->scratch_bytes);
     r->cache = r->caches = cpu_own(r, 2 * (size_t)(timelines_all(&timelines) * model_blocks(m)), sizeof *r->caches);
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
         if (x->mix && layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
+    if (x->rel) rel_tables(r);
     cpu_state(r);
 }
 
@@ -27181,7 +27922,7 @@ static double plan_disk_bytes(const struct plan *p, const struct model *shard, i
 /* Adds what a rank holds of layer il, and what a token reads of it: every tensor of the table. */
 static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int il) {
     const struct layer *layer = &m->layers[il];
-    const int64_t before = r->weights;
+    const int64_t before = r->weights, rounding = r->rounding;
     for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
         if (rule->field == NOT_BOUND) continue;
         const struct weight *w = rule_weight(rule, layer);
@@ -27198,6 +27939,9 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
     if (layer->up.scale && layer->up.scale == layer->gate.scale)
         r->weights -= 4 * (int64_t)layer->n_expert; /* one stack: its factors are there once */
     if (il >= m->n_layer) r->mtp += r->weights - before;
+    if (layer_of_block(m, layer->block) == il) return;
+    r->weights = before; /* an earlier layer has the same */
+    r->rounding = rounding;
 }
 
 /* Bytes of the hyper-connection that makes the last row of the streams. */
@@ -27937,6 +28681,9 @@ static void launches_of(struct launches *k, const struct step *s) {
         launch_add(k, DECODE_MAMBA_NORM, READS(&l->delta_norm), 0);
         break;
     case OP_norm_ffn: launch_add_ffn(k, s); break;
+    case OP_read_blocks:
+    case OP_mix_message:
+    case OP_rel_attention: break; /* no GPU has them: see gpu_lacks */
     case OP_last_reduce: {
         const bool ends = m->shard.stage + 1 == m->shard.n_stage;
         launch_add_input(k, s, false, ends ? (double)plan_head_hc(m) : 0);

@@ -302,6 +302,7 @@ static struct linear resolve_chunks(const char *x, size_t chunks) {
     struct tensor *w = tensor_find(fmt("%s.weight_packed", x));
     bool compressed = w != NULL;
     if (!w) w = tensor_find(fmt("%s.weight", x));
+    if (!w) w = tensor_find(x);
     if (!w) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, x);
     w->used = true;
     if (w->rank != 2 || !w->bytes) die("%s: expected a matrix, found %s", where(w), shape_text(w));
@@ -350,18 +351,27 @@ static struct linear resolve_fused(const struct fused *f) {
     const size_t n = w->shape[0], rows = w->shape[1];
     struct linear l = {.format = PLAIN, .w = w, .rows = n * rows, .cols = w->shape[2], .factor = 1.0f};
     w->used = true;
+    if (!s) s = tensor_find(fmt("%s_scale", f->x));
     if (w->dtype == U8) {
-        struct tensor *global = fused_side(f->x, "weight_scale_2");
+        struct tensor *global = fused_side(f->x, "weight_scale_2"), *amax = tensor_find(fmt("%s_amax", f->x));
         const size_t bytes = w->bytes / n / f->n_part;
         if (!s) refuse_part("%s: 4-bit codes, but '%s_weight_scale' is missing", where(w), f->x);
         l.cols *= 2;
         l.scale = s;
         l.format = check_block_scales(w, s, l.cols);
         if (l.format == MXFP4) return l;
-        if (!global) refuse_part("%s: NVFP4 codes, but '%s_weight_scale_2' is missing", where(w), f->x);
-        l.factor =
-            global_factor(global, fused_number(f, global), false, w, (f->e * f->n_part + f->part) * bytes, bytes);
+        if (!global && !amax) refuse_part("%s: NVFP4 codes, but '%s_weight_scale_2' is missing", where(w), f->x);
+        float factor = fused_number(f, global ? global : amax);
+        if (!global) { /* Inkling 2's: the largest weight, over a denominator */
+            struct tensor *denominator = tensor_find(fmt("%s_outer_scale_denominator", f->x));
+            if (!denominator) refuse_part("%s: there is no '%s_outer_scale_denominator'", where(amax), f->x);
+            factor /= fused_number(f, denominator);
+        }
+        l.factor = global_factor(global ? global : amax, factor, false, w, (f->e * f->n_part + f->part) * bytes, bytes);
         l.input_scale = in ? valid_input_scale(fused_number(f, in)) : 0.0f;
+    } else if (w->dtype == F8_E4M3 && s && are_powers(s)) {
+        l.scale = s;
+        l.format = check_block_scales(w, s, l.cols);
     } else if (w->dtype == F8_E4M3) {
         struct tensor *inv = fused_side(f->x, "scale_inv");
         const bool by_row = s && is_float(s) && s->rank > 1 && s->shape[0] == n && s->shape[1] == rows &&
@@ -914,6 +924,7 @@ static struct checkpoint {
     const char *top_k_key;                   /* top_k */
     const char *width_key, *dense_key;       /* widths of an expert and of a dense FFN */
     bool interleaved;                        /* gate and up of fused experts are every other row or column */
+    bool by_rows;                            /* interleaved: those are rows of (E, rows, cols) */
     bool ungated;                            /* feed-forwards have no gate */
     int n_shared;                            /* shared experts of a layer */
     const char *shared_key, *shared_count;   /* their width is the first, times the second; NULL: once */
@@ -1001,7 +1012,11 @@ static const char *const dim_names[DIM_COUNT] = {
     [DIM_VALUE_HEAD] = "linear_value_head_dim",
     [DIM_MIX] = "heads of queries, keys and values", [DIM_BA] = "2 linear_num_value_heads",
     [DIM_DECAYS] = "num_attention_heads x head_dim of linear attention",
-    [DIM_LOW] = "head_dim of linear attention"};
+    [DIM_LOW] = "head_dim of linear attention",
+    [DIM_TAPS] = "conv_kernel_size", [DIM_KV_TAPS] = "num_key_value_heads x conv_kernel_size",
+    [DIM_REL] = "num_attention_heads x d_rel", [DIM_REL_HEAD] = "d_rel",
+    [DIM_EXTENT] = "rel_extent, with a window sliding_window_size", [DIM_READ] = "readings of attention",
+    [DIM_READS] = "messages", [DIM_PAIR] = "2 hidden_size", [DIM_GATE_LOW] = "loop_gate_rank"};
 
 /* Those of Mamba-2. */
 static const char *const mamba_dim_names[DIM_COUNT] = {
@@ -1259,6 +1274,7 @@ static bool skip_copy(const char *from, bool embedding) {
 
 static void plan_kv_b(int layer);
 static void plan_eh_proj(int layer);
+static void plan_messages(int layer);
 static void plan_qkvz(int layer);
 static void plan_qkv(int layer);
 static struct piece *expert_pieces(const struct tensor_rule *r, int layer);
@@ -1303,7 +1319,8 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     }
     if ((bias && !src.router_bias) || (qkv_bias && !src.qkv_bias)) return;
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, src.router_bias);
-    const bool bare = !ends_with(dst, ".weight") || (leaf && one_of(leaf + 1, "sinks position_bias fn base scale"));
+    const bool bare =
+        !ends_with(dst, ".weight") || (leaf && one_of(leaf + 1, "sinks position_bias fn base scale proj static_w"));
     const char *name = fmt("%s%s", from, bare ? "" : ".weight");
     if (r->n != DIM_ONE) plan_taps(dst, name, r->in, r->n);
     else if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
@@ -1340,6 +1357,15 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     if (fused && qkv) plan_qkvz(layer);
     if (made.model.n_hc && r->field == offsetof(struct layer, eh_proj)) {
         plan_eh_proj(layer);
+        return;
+    }
+    if (r->field == offsetof(struct layer, read_messages)) {
+        plan_messages(layer);
+        return;
+    }
+    if (r->when & (HAS_READ_BLOCKS | HAS_RES_BLOCKS)) { /* that of the first layer's attention does not exist */
+        const bool ffn = r->field == offsetof(struct layer, read_ffn);
+        plan_vector(dst, hf_name(-1, fmt("model.%s.%d", r->hf, ffn ? layer : layer - 1)), r->in, r->out, VALUES);
         return;
     }
     if (!r->hf || (fused && (qkv || r->field == offsetof(struct layer, wz)))) return;
@@ -1403,6 +1429,26 @@ static void plan_eh_proj(int layer) {
     check_shape(h->w, h->rows, h->cols, DIM_EMBD, DIM_EMBD);
     arrput(p, one);
     plan_matrix(fmt("blk.%d.nextn.eh_proj", layer), p, SINGLE);
+}
+
+/* Appends the queries of messages: of one tensor those of READ_Q and READ_FFN, layer by layer, of another those of READ_K
+ * and READ_V. */
+static void plan_messages(int layer) {
+    static const char *const from[] = {"model.middle_cycle_cross_pass_queries",
+                                       "model.middle_cycle_cross_pass_kv_queries"};
+    const size_t n = 2 * (size_t)made.model.n_loop, at = 2 * (size_t)(layer - made.model.loop_first);
+    struct output *o =
+        plan_add(fmt("blk.%d.loop_messages.weight", layer), GGUF_F32, 2, dim_of(DIM_EMBD), dim_of(DIM_READS), 1);
+    o->finite = true;
+    for (int i = 0; i < READS; i++) {
+        const bool kv = i == READ_K || i == READ_V;
+        const struct linear l = as_rows(resolve_vector(hf_name(-1, from[kv])));
+        if (l.rows != n || l.cols != dim_of(DIM_EMBD))
+            die("%s: expected [%zu, %zu] (two for each layer of the loop, hidden_size), found %s", where(l.w), n,
+                dim_of(DIM_EMBD), shape_text(l.w));
+        const struct piece one = {.lin = l, .row = at + (i == READ_V || i == READ_FFN), .rows = 1};
+        arrput(o->pieces, one);
+    }
 }
 
 /* Appends in_proj_qkvz as attn_qkv and attn_gate. Its rows are, for every head of keys, the query, the key, and the
@@ -1490,7 +1536,7 @@ static struct expert_source find_experts(int layer, bool up, bool down) {
     s.form = ROWS;
     if (s.w) return s;
     s.w = find_fused(hf_name(layer, s.hf));
-    if (s.w && src.interleaved) s.form = COLUMNS;
+    if (s.w && src.interleaved && !src.by_rows) s.form = COLUMNS;
     if (s.w) return s;
     s = (struct expert_source){.form = ROWS, .n_part = 1, .hf = up ? "mlp.experts.up_proj" : "mlp.experts.gate_proj"};
     if (!down) s.w = find_fused(hf_name(layer, s.hf));
@@ -1556,6 +1602,8 @@ static struct piece expert_piece(const struct tensor_rule *r, int layer, const s
     if (s->blocks)
         return (struct piece){
             .lin = resolve_blocks(f.x, w), .row = e * stride + s->part, .rows = rows, .step = s->n_part};
+    if (s->form == ROWS && src.interleaved)
+        return (struct piece){.lin = resolve_fused(&f), .row = e * stride + s->part, .rows = rows, .step = s->n_part};
     if (s->form == ROWS)
         return (struct piece){.lin = resolve_fused(&f), .row = e * stride + s->part * rows, .rows = rows};
     if (!is_float(w)) die("%s: expected BF16, F16 or F32, found %s", where(w), shape_text(w));
@@ -1606,6 +1654,13 @@ static void plan_hc_head(void) {
     plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC, VALUES);
     plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC, DIM_ONE, VALUES);
     plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_ONE, DIM_ONE, VALUES);
+}
+
+/* Plans the norm of the embedding and the query of the last reading, where the residual is blocks of layers. */
+static void plan_blocks(void) {
+    if (!made.model.n_res) return;
+    plan_vector("token_embd_norm.weight", hf_name(-1, "model.embed_norm.weight"), DIM_EMBD, DIM_ONE, VALUES);
+    plan_vector("output_res.weight", hf_name(-1, "model.attn_res.output_query"), DIM_EMBD, DIM_ONE, VALUES);
 }
 
 /* Whether a block has a dense feed-forward. Layers after the last ordinary one predict further tokens. */
@@ -1694,7 +1749,7 @@ static void leave_prediction(int first, const char *why) {
  * form of names, and some lack the MTP layers that their config.json announces. */
 static void find_names(void) {
     static const char *const bodies[] = {"model.", "model.language_model.",
-                                         "model.language_model.model.language_model.", "backbone."};
+                                         "model.language_model.model.language_model.", "backbone.", "model.llm."};
     static const char *const mtps[] = {"mtp.", "model.mtp.", "model.language_model.mtp."};
     if (tensor_find("language_model.model.norm.weight")) src.prefix = "language_model.";
     for (size_t k = 0; k < COUNT(bodies); k++) {
@@ -1973,6 +2028,7 @@ static void plan_model(void) {
     if (!src.tied) plan_linear("output", resolve_linear(hf_name(-1, "lm_head")), DIM_VOCAB, DIM_EMBD, SINGLE);
     plan_rope_factors();
     plan_hc_head();
+    plan_blocks();
     for (int l = 0; l < src.n_layer; l++) plan_layer(l);
     for (int l = src.n_layer; l < src.n_layer + src.n_mtp && plan_prediction(l); l++) continue;
     report_skipped(fp8_inputs, of_inputs);
@@ -2029,7 +2085,7 @@ static void config_expert_count(void) {
 
 /* Reads the number of KV heads. */
 static void config_heads(void) {
-    const bool latent = src.mixer != MIXER_GQA; /* keys and values are common to all heads */
+    const bool latent = src.mixer == MIXER_MLA || src.mixer == MIXER_CSA; /* keys and values are common to all heads */
     const bool all = src.kv_optional || json_is_null(json_object_get(src.cfg.obj, src.kv_key)); /* as in transformers */
     src.n_head_kv = latent ? 1 : (int)get_int(src.cfg, src.kv_key, 1, INT32_MAX, all ? src.n_head : REQUIRED);
 }
@@ -2899,6 +2955,81 @@ static const struct renaming nemotron_names[] = {{"model.embed_tokens", "model.e
                                                  {"shared_head.norm", "final_layernorm", SECOND},
                                                  {NULL, NULL, EVERYWHERE}};
 
+/* ============================================================================================================
+ * Families: Inkling 2
+ *
+ * Attention with a bias by distance, blocks of layers as the residual, layers in a loop. llama.cpp had no keys and names
+ * for these when the ones here were made.
+ * ============================================================================================================ */
+
+/* Whether a layer of Inkling 2 has a window: as layer_types says, or all but each sixth. */
+static bool is_windowed_inkling(int layer) {
+    json_t *list = get_list(src.cfg, "layer_types");
+    const char *type = list              ? json_string_value(json_array_get(list, (size_t)layer))
+                       : (layer + 1) % 6 ? "hybrid_sliding"
+                                         : "hybrid";
+    expect(src.cfg, "layer_types", type && one_of(type, "hybrid hybrid_sliding"),
+           "\"hybrid\" or \"hybrid_sliding\" for each layer");
+    return !strcmp(type, "hybrid_sliding");
+}
+
+static bool gates_values_always(int layer) { return layer >= 0; }
+
+/* Reads the keys of Inkling 2. */
+static void config_inkling2(void) {
+    struct doc c = src.cfg;
+    src.window = (size_t)get_int(c, "sliding_window_size", 1, MAX_TRAINED, 1024);
+    const struct {
+        const char *key;
+        int64_t value;
+    } same[] = {{"swa_num_attention_heads", src.n_head},
+                {"swa_num_key_value_heads", src.n_head_kv},
+                {"swa_head_dim", (int64_t)head_k()}};
+    for (size_t i = 0; i < COUNT(same); i++)
+        expect(c, same[i].key, get_int(c, same[i].key, 1, 65536, same[i].value) == same[i].value,
+               fmt("%lld, as in layers without a window", (long long)same[i].value));
+}
+
+/* Writes the sizes of the loop: the keys of the text model, or those of its loop_config. */
+static void put_loop(void) {
+    struct doc c = src.cfg, loop = get_obj(c, "loop_config");
+    const bool own = !loop.obj;
+    if (own && !get(c, "loop_num_passes")) return;
+    if (own) loop = c;
+    const int64_t first = get_int(loop, own ? "loop_layer_index_start" : "core_start", 0, MAX_LAYERS, 6);
+    const int64_t end = get_int(loop, own ? "loop_layer_index_end" : "core_end", first, MAX_LAYERS, 18);
+    const int64_t passes = get_int(loop, own ? "loop_num_passes" : "num_passes", 2, MAX_LAYERS, 3);
+    kv_u32("loop.first_layer", (size_t)first);
+    kv_u32("loop.layer_count", (size_t)(end - first));
+    kv_u32("loop.pass_count", (size_t)passes);
+    kv_u32("loop.gate_rank", (size_t)get_int(loop, own ? "loop_gate_rank" : "gate_rank", 1, MAX_WIDTH, 64));
+}
+
+static void put_inkling2(void) {
+    struct doc c = src.cfg;
+    kv_u32("attention.conv_kernel", (size_t)get_int(c, "conv_kernel_size", 1, 8, 4));
+    kv_u32("attention.relative.head_length", (size_t)get_int(c, "d_rel", 1, 256, 16));
+    kv_u32("attention.relative.extent", (size_t)get_int(c, "rel_extent", 1, 1 << 16, 1024));
+    kv_num(c, "rel_l2_clip_threshold", get_num(c, "rel_l2_clip_threshold", 8), "attention.relative.clip");
+    kv_num(c, "qk_l2_clip_threshold", get_num(c, "qk_l2_clip_threshold", 16 * M_SQRT2), "attention.clip");
+    kv_num(c, "log_scaling_alpha", get_num(c, "log_scaling_alpha", 0.1), "attention.temperature_scale");
+    kv_u32("attention.temperature_length", (size_t)get_int(c, "log_scaling_n_floor", 1, INT32_MAX, REQUIRED));
+    kv_num(c, "mlp_gate_softcap", get_num(c, "mlp_gate_softcap", 4), "ffn_gate_softcap");
+    kv_num(c, "mlp_up_softcap", get_num(c, "mlp_up_softcap", 25), "ffn_up_softcap");
+    kv_num(c, "final_logit_softcapping", get_num(c, "final_logit_softcapping", 30), "final_logit_softcapping");
+    kv_u32("attn_res.block_size", (size_t)get_int(c, "n_layers_per_attn_res_block", 1, MAX_LAYERS, 6));
+    put_loop();
+}
+
+static const struct renaming inkling2_names[] = {{"model.embed_tokens", "model.embed", EVERYWHERE},
+                                                 {"lm_head", "model.unembed", EVERYWHERE},
+                                                 {"self_attn.g_proj", "attn.gate_attn", EVERYWHERE},
+                                                 {"post_attention_layernorm", "mlp_norm", EVERYWHERE},
+                                                 {"mlp.gate.e_score_correction_bias", "mlp.gate.bias", EVERYWHERE},
+                                                 {"mlp.experts.gate_up_proj", "mlp.experts.w13_weight", EVERYWHERE},
+                                                 {"mlp.experts.down_proj", "mlp.experts.w2_weight", EVERYWHERE},
+                                                 {NULL, NULL, EVERYWHERE}};
+
 /* What several rows of the table have in common. */
 /* clang-format off */
 static const char bias_name[] = "exp_probs_b.bias"; /* in GGUF */
@@ -2944,6 +3075,12 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
     .partial = true, .norm_topk_prob = true, .router_bias = bias_name,                                         \
     .scaling_factor = "routed_scaling_factor", .scaling_optional = true, .eps_key = "layernorm_epsilon",       \
     .eps = 1e-5, .put = put_mimo
+
+#define INKLING                                                                                                \
+    .arch = "inkling2", .renaming = inkling2_names, .mixer = MIXER_REL, .is_windowed = is_windowed_inkling,    \
+    .is_dense = is_dense_never, .experts_key = "n_routed_experts", .interleaved = true, .by_rows = true,       \
+    .head_gate = true, .gates_values = gates_values_always, .router_bias = bias_name, .norm_key = "",           \
+    .norm_topk_prob = true, .scaling_factor = "route_scale", .rope_theta = 10000, .put = put_inkling2
 
 /* The one table of families. */
 static const struct release {
@@ -3085,13 +3222,19 @@ static const struct release {
              .shared_width = true, .router_bias = bias_name, .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .list_kv = true, .mtp = "mtp.", .mtp_halves = true,
              .mtp_key = "num_nextn_predict_layers", .rope_theta = 10000, .partial = true,
-             .eps_key = "layer_norm_epsilon", .eps = 1e-5, .put = put_nemotron}}};
+             .eps_key = "layer_norm_epsilon", .eps = 1e-5, .put = put_nemotron}},
+    {.type = "inkling2_text", .wrapper = "inkling2", .config = config_inkling2, .fixed = "scoring_func sigmoid",
+     .src = {INKLING}},
+    {.type = "inkling2_loop_text", .wrapper = "inkling2_loop", .config = config_inkling2,
+     .fixed = "scoring_func sigmoid",
+     .src = {INKLING}}};
 #undef LATENT
 #undef DEEPSEEK_EXPERTS
 #undef QWEN_DELTA
 #undef QWEN_DELTA_EXPERTS
 #undef MINIMAX_M3
 #undef MIMO
+#undef INKLING
 /* clang-format on */
 
 /* Whether a tensor of the index belongs to a layer for multi-token prediction, by its name. */
@@ -4128,6 +4271,7 @@ static void put_rope(void) {
     static const char only[] = "[\"full_attention\"]"; /* layers whose frequencies rope_scaling changes */
     struct doc r = rope_doc(false);
     const bool mla = src.mixer == MIXER_MLA, llama3 = src.llama3 && !strcmp(rope_type(r), "llama3");
+    if (src.mixer == MIXER_REL) return; /* nothing is rotated */
     if (src.mixer == MIXER_CSA) {
         put_two_rotations();
         return;

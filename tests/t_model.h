@@ -486,6 +486,11 @@ static void test_fixtures_nemotron(void) {
     check_fixture("nemotron_h_dense", NULL);
 }
 
+static void test_fixtures_inkling2(void) {
+    check_fixture("inkling2_loop", NULL);
+    check_fixture("inkling2_nvfp4", NULL);
+}
+
 static void test_fixtures_gpt_oss(void) {
     check_fixture("gpt_oss", NULL);
     check_fixture("gpt_oss_bf16", NULL);
@@ -1163,7 +1168,7 @@ static void test_scaled_biases(void) {
 static struct {
     int n;
     uint32_t hash;
-    unsigned seen; /* bits: the operations by their place in OPS, see enum log_op */
+    uint64_t seen; /* bits: the operations by their place in OPS, see enum log_op */
 } op_log;
 
 static const struct ops *op_real;
@@ -1174,7 +1179,7 @@ enum log_op {
 #undef OP_NUMBER
         LOG_COUNT
 };
-static_assert(LOG_COUNT <= 32, "op_log.seen has a bit for every operation");
+static_assert(LOG_COUNT <= 64, "op_log.seen has a bit for every operation");
 
 static void note_add(uintptr_t x) { op_log.hash = (op_log.hash ^ (uint32_t)(x ^ x >> 32)) * 0x01000193u; }
 
@@ -1245,7 +1250,7 @@ static void note_call(void (*body)(void *)) { (void)body; }
 #define OP_LOG(type, name, params, args) \
     static type log_##name params {      \
         op_log.n++;                      \
-        op_log.seen |= 1u << LOG_##name; \
+        op_log.seen |= 1ull << LOG_##name; \
         note_add(LOG_##name);            \
         LOG_NOTE_ALL args;               \
         return op_real->name args;       \
@@ -1263,19 +1268,19 @@ static void test_ops_replay(void) {
     static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp", "deepseek_v4"};
     static const int buckets[] = {1, 5, 16, 40};
     enum { NAMES = sizeof names / sizeof *names };
-    const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_linear | 1u << LOG_norm_ffn |
-                          1u << LOG_last_reduce | 1u << LOG_logits;
+    const uint64_t both = 1ull << LOG_forward | 1ull << LOG_embed | 1ull << LOG_linear | 1ull << LOG_norm_ffn |
+                          1ull << LOG_last_reduce | 1ull << LOG_logits;
     for (int f = 0; f < NAMES; f++) {
         struct model m;
         struct session s;
-        unsigned want = both, seen = 0;
-        if (!f) want |= 1u << LOG_attention;
+        uint64_t want = both, seen = 0;
+        if (!f) want |= 1ull << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
         if (m.n_hc)
-            want |= 1u << LOG_csa_store | 1u << LOG_select_keys | 1u << LOG_csa_attention | 1u << LOG_group_linear |
-                    1u << LOG_hc_linear;
-        else if (f) want |= 1u << LOG_mla_attention;
-        if (m.n_mtp) want |= 1u << LOG_mtp_input | 1u << LOG_keep_hidden;
+            want |= 1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention | 1ull << LOG_group_linear |
+                    1ull << LOG_hc_linear;
+        else if (f) want |= 1ull << LOG_mla_attention;
+        if (m.n_mtp) want |= 1ull << LOG_mtp_input | 1ull << LOG_keep_hidden;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;
         s.r->ops = &log_ops;
@@ -1296,7 +1301,8 @@ static void test_ops_replay(void) {
                 seen |= op_log.seen;
             }
         }
-        CHECK(seen == want, "%s: operations %#x were called, expected %#x", names[f], seen, want);
+        CHECK(seen == want, "%s: operations %#llx were called, expected %#llx", names[f], (unsigned long long)seen,
+              (unsigned long long)want);
         session_free(&s);
         model_free(&m);
     }
@@ -1815,6 +1821,7 @@ static void test_cpu_profile(void) {
         {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
+        {"model/fixtures-inkling2", test_fixtures_inkling2}, \
         {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                              \
         {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                  \
         {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                      \

@@ -588,6 +588,25 @@ def bailing(**changes):
             "rotary_dim": config["qk_rope_head_dim"], **config}
 
 
+def inkling2(kinds, **changes):
+    """config.json of the text model in the words of the Inkling 2 releases; kinds: S for a layer with a window, F for one
+    without."""
+    loop = "loop_num_passes" in changes
+    return {"architectures": [f"Inkling2{'Loop' * loop}ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": None,
+            "conv_kernel_size": 4, "d_rel": 16, "dtype": "bfloat16", "eos_token_id": IM_END,
+            "final_logit_softcapping": 12.0, "head_dim": 32, "hidden_act": "silu", "hidden_size": 64,
+            "initializer_range": 0.02, "layer_types": [{"S": "hybrid_sliding", "F": "hybrid"}[k] for k in kinds],
+            "log_scaling_alpha": 0.1, "log_scaling_n_floor": 24, "max_position_embeddings": 4096, "mlp_gate_softcap": 2.0,
+            "mlp_up_softcap": 3.0, "model_type": f"inkling2{'_loop' * loop}_text", "moe_intermediate_size": 64,
+            "n_layers_per_attn_res_block": 2, "n_routed_experts": 6, "num_attention_heads": 4, "num_experts_per_tok": 2,
+            "num_hidden_layers": len(kinds), "num_key_value_heads": 2, "pad_token_id": EOT, "qk_l2_clip_threshold": 5.5,
+            "rel_extent": 24, "rel_l2_clip_threshold": 4.0, "rms_norm_eps": 1e-6, "route_scale": 2.0,
+            "scoring_func": "sigmoid", "sliding_window_size": 16, "swa_head_dim": changes.get("head_dim", 32),
+            "swa_num_attention_heads": changes.get("num_attention_heads", 4),
+            "swa_num_key_value_heads": changes.get("num_key_value_heads", 2), "tie_word_embeddings": False,
+            "unpadded_vocab_size": VOCAB, "use_cache": True, "vocab_size": VOCAB, **changes}
+
+
 # Words of single families -> those of the others
 ALIASES = {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
            "moe_renormalize": "norm_topk_prob"}
@@ -641,15 +660,31 @@ HUB_NAMES = {
         (r"\.embed_tokens\.", ".word_embeddings."), (r"\.gate\.e_score_correction_bias", ".gate.expert_bias")],
     "deepseek_v4": [*V4, (r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^hc_head\.hc", "hc_head")],
     "deepseek_v4 saved": [*V4, (r"\.attn\.kv_norm", ".attn.norm")],
+    "inkling2": [
+        (r"^lm_head", "model.unembed"), (r"^model\.", "model.llm."), (r"embed_tokens\.weight", "embed.weight"),
+        (r"embed_tokens\.embed_norm", "embed_norm"), (r"\.gate\.e_score_correction_bias", ".gate.bias"),
+        (r"\.self_attn\.", ".attn."), (r"\.q_proj\.linear", ".wq_du"), (r"\.k_proj\.linear", ".wk_dv"),
+        (r"\.v_proj\.linear", ".wv_dv"), (r"\.([kv])_proj\.sconv\.", r".\1_sconv."),
+        (r"\.relative_position_bias\.linear", ".wr_du"), (r"\.relative_position_bias\.norm", ".rel_l2_clip"),
+        (r"\.relative_position_bias\.", ".rel_logits_proj."), (r"\.q_proj\.norm", ".q_l2_clip"),
+        (r"\.o_proj\.linear", ".wo_ud"), (r"\.o_proj\.gate_proj", ".gate_attn"), (r"\.sink_proj", ".attn_sink_proj"),
+        (r"post_attention_convolution", "attn_sconv"), (r"post_mlp_convolution", "mlp_sconv"),
+        (r"sconv\.conv1d\.", "sconv."), (r"\.static_weight", ".static_w"), (r"\.weight_proj\.weight", ".weight_proj"),
+        (r"([qkv])_input_layernorm", r"\1_input_norm"), (r"post_attention_layernorm", "mlp_norm"),
+        (r"input_layernorm", "attn_norm"), (r"layers\.(\d+)\.mlp_input\.query", r"attn_res.mlp_queries.\1"),
+        (r"final_input\.query", "attn_res.output_query"), (r"\.q_message_gate\.", ".controllers.attn."),
+        (r"\.(\w+)_message_gate\.", r".controllers.\1."), (r"\.down_proj\.weight", ".down_weight"),
+        (r"\.forget_gate_proj\.weight", ".forget_weight"), (r"\.message_gate_proj\.weight", ".gain_weight")],
     "nemotron_h": [(r"^model\.", "backbone.")], "nemotron_h saved": [],
 }
 
 
 def hub_name(config, name):
     saved = bool({"compress_rates", "layers_block_type"} & config.keys())
-    for old, new in HUB_NAMES.get(config["model_type"] + " saved" * saved, []):
+    kind = "inkling2" if config["model_type"].startswith("inkling2") else config["model_type"]
+    for old, new in HUB_NAMES.get(kind + " saved" * saved, []):
         name = re.sub(old, new, name)
-    return name
+    return re.sub(r"layers\.(\d+)\.attention_input\.query", lambda m: f"attn_res.attn_queries.{int(m[1]) - 1}", name)
 
 
 def new_rope(config, **rope):
@@ -681,6 +716,7 @@ W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
 V4_F32 = r"(^|[._])hc_|attn_sink$|\.ape$"
 V4_FP8 = r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight$|shared_experts\.w\d\.weight$|\.[eh]_proj\.weight$"
 KDA_F32 = r"\.(A_log|dt_bias|[qkv]_conv1d\.weight)$"
+INKLING_F32 = r"sconv|gate\.weight$|forget_weight|gain_weight|attn_res|cross_pass"
 V4_EXPERTS = r"\.experts\.\d+\.w\d\.weight$"
 GPT_OSS_EXPERTS = r"\.experts\.\d+\."
 GPT_OSS_STACK = r"\.experts\.(\d+)\.(\w+)\.weight(\w*)$", r".experts.\2\3"
@@ -706,6 +742,18 @@ DELTA_LINEAR = r"^model\..*linear_attn\.(in_proj_qkvz?|in_proj_z|out_proj)\.weig
 #   flat     taps are stored as [values, taps] in place of [values, 1, taps], A_log without sizes of 1
 #   stack    tensors of single experts are stored as one: their names with the number as group 1, that of the whole
 SPECS = {
+    "inkling2_loop": dict(
+        config=inkling2("SFSFSSF", loop_gate_rank=24, loop_layer_index_end=6, loop_layer_index_start=2, loop_num_passes=3),
+        positions=96, store=[(INKLING_F32, "f32")]),
+    "inkling2_nvfp4": dict(
+        config={"architectures": ["Inkling2ForConditionalGeneration"], "dtype": "bfloat16", "image_token_id": 5,
+                "model_type": "inkling2", "tie_word_embeddings": False, "vision_config": {"model_type": "inkling2_vision"},
+                "text_config": inkling2("FSSFS", conv_kernel_size=3, d_rel=8, head_dim=64, hidden_size=128,
+                                        n_layers_per_attn_res_block=3, n_routed_experts=4, num_attention_heads=3,
+                                        num_key_value_heads=1, qk_l2_clip_threshold=8.0, rel_extent=32,
+                                        rel_l2_clip_threshold=3.0, sliding_window_size=20)},
+        aside={"model.visual.backbone.ln_pre.weight": (16,)}, positions=72, shards=2,
+        store=[(r"layers\.4\.mlp\.experts", "mxfp8"), (r"mlp\.experts", "nvfp4"), (INKLING_F32, "f32")]),
     "qwen3": dict(config=dense("Qwen3", head_dim=64, use_sliding_window=False, sliding_window=None)),
     "qwen3_nvfp4": dict(
         config=new_rope(dense("Qwen3", head_dim=128, num_hidden_layers=2, hidden_size=128, num_attention_heads=3,
@@ -981,7 +1029,7 @@ SPECS = {
 # ---- values ------------------------------------------------------------------------------------------------
 
 
-BIAS = ("e_score_correction_bias", "expert_bias", "router_bias", "ffn.gate.bias")
+BIAS = ("e_score_correction_bias", "expert_bias", "router_bias", "ffn.gate.bias", "mlp.gate.bias")
 
 
 def draw(fixture, name, shape, tied, centred):
@@ -1001,6 +1049,10 @@ def draw(fixture, name, shape, tied, centred):
         return (1 + 0.3 * x if name.endswith("scale") else 0.7 * x).astype(np.float32)
     if name.endswith("indexer.k_norm.bias"):  # the same for all keys: more would hide what they differ in
         return (0.3 * x).astype(np.float32)
+    if "attn_res." in name or "cross_pass" in name or ".rel_logits_proj." in name:
+        return ((0.3 if "logits" in name else 1.5) * x).astype(np.float32)
+    if "l2_clip.scale" in name:
+        return (1 + 0.2 * x).astype(np.float32)
     if "norm" in name:
         less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
@@ -1011,7 +1063,7 @@ def draw(fixture, name, shape, tied, centred):
         return ((2 / math.sqrt(shape[1]) if tied else 1.0) * x).astype(np.float32)
     gain = {"lm_head": 3, "head": 3, "output": 3, "gate": 2, "down_proj": 2, "o_proj": 1.5, "q_b_proj": 1.5,
             "conv1d": 1.5, "out_proj": 2, "router": 2, "gate_up_proj": 3, "w2": 2, "wo_b": 1.5, "dense": 1.5,
-            "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5}
+            "q_conv1d": 1.5, "k_conv1d": 1.5, "v_conv1d": 1.5, "unembed": 3}
     gain = gain.get(f".{name}".split(".")[-2], 1)
     return (gain / math.sqrt(math.prod(shape[1:])) * x).astype(np.float32)
 
@@ -1160,6 +1212,30 @@ class Checkpoint:
         for name, part in parts.items():
             self.tensors[name] = torch.stack([self.tensors.pop(part[i]) for i in range(len(part))])
 
+    def put_w(self, name, count, shape, parts):
+        """Experts as Inkling 2 stores them: one tensor, where rows of gate and up alternate.  Returns [experts, out, in],
+        in transformers' order."""
+        form = next((f for pattern, f in self.rules if re.search(pattern, name)), "bf16")
+        drawn = torch.stack([torch.stack([self.draw(f"{name}.{i}.{p}", shape) for p in parts], 1).reshape(-1, shape[1])
+                             for i in range(count)])
+        if form == "nvfp4":
+            amax = drawn.abs().amax((1, 2))
+            coded = [nvfp4_encode(x, m / (6 * 448)) for x, m in zip(drawn, amax)]
+            self.tensors[name] = torch.stack([c[0] for c in coded])
+            self.tensors[name + "_scale"] = torch.stack([c[1] for c in coded])
+            self.tensors[name + "_amax"], self.tensors[name + "_outer_scale_denominator"] = amax, torch.tensor([6 * 448.0])
+            exact = torch.stack([c[2] * (m / (6 * 448)) for c, m in zip(coded, amax)])
+        elif form == "mxfp8":
+            coded = [mxfp8_encode(x) for x in drawn]
+            self.tensors[name] = torch.stack([c[0] for c in coded])
+            self.tensors[name + "_scale"] = torch.stack([c[1] for c in coded])
+            exact = torch.stack([c[2] for c in coded])
+        else:
+            exact = bf16(drawn)
+            self.tensors[name] = drawn.to(torch.bfloat16)
+        self.values[name] = exact
+        return torch.cat([exact[:, i::len(parts)] for i in range(len(parts))], 1)
+
     def put_fp8(self, name, _, x):
         """One scale per tensor, of four significant bits: E4M3 x scale is then exact in BF16."""
         fraction, exponent = math.frexp(x.abs().max().item() / 448)
@@ -1232,6 +1308,8 @@ def reference_config(config):
                              "partial_rotary_factor": config["partial_rotary_factor"]}
                       for kind, theta in zip(kinds, ["rope_theta", "swa_rope_theta"])}}
         assert config["swa_num_key_value_heads"] == 2 * config["num_key_value_heads"]
+    if "vision_config" in config and kind.startswith("inkling2"):  # pictures are left out
+        config = {**config["text_config"], "tie_word_embeddings": False}
     if kind == "bailing_hybrid":  # the releases' own code rotates the whole of the part
         rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
         config = {**config, "architectures": ["BailingHybridForCausalLM"], "rope_parameters": rope,
@@ -1283,6 +1361,14 @@ def fill(model, config, checkpoint, kept, flat=False):
         if path.endswith(".experts") and config["model_type"] == "gpt_oss":  # [experts, in, out]
             new = checkpoint.put(name, value.shape) if leaf.endswith("_bias") else torch.stack([
                 checkpoint.put(f"{path}.{i}.{leaf}.weight", value.shape[:0:-1]) for i in range(len(value))]).mT
+        elif path.endswith(".experts") and "n_layers_per_attn_res_block" in text_config(config):
+            parts, which = (["gate", "up"], "w13") if leaf == "gate_up_proj" else (["down"], "w2")
+            new = checkpoint.put_w(f"{hub_name(config, path)}.{which}_weight", len(value),
+                                   (value.shape[1] // len(parts), value.shape[2]), parts)
+        elif path == "model.message_input":  # [layers, 4, hidden]: of queries, keys, values and feed-forwards
+            own, kv = (checkpoint.put(f"model.llm.middle_cycle_cross_pass_{n}queries", (2 * len(value), value.shape[2]))
+                       .reshape(-1, 2, value.shape[2]) for n in ("", "kv_"))
+            new = torch.cat([own[:, :1], kv, own[:, 1:]], 1)
         elif path.endswith(".experts"):  # [experts, out, in]; gate_up_proj has the rows of gate_proj first
             parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
             shape = value.shape[1] // len(parts), value.shape[2]
@@ -1634,7 +1720,8 @@ def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
     if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash", "deepseek_v4",
-                                                                              "kimi_linear", "nemotron_h"):
+                                                                              "kimi_linear", "nemotron_h") or (
+            "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or config["rope_theta"]
