@@ -43,15 +43,15 @@
  *   Progress of a turn                                70  the line that is shown until an answer begins
  *
  *  Types
- *   Types: matrices and layers                       260  weights, attention, delta net, layer
- *   Types: the table of tensors                      250  every tensor: names, field, shape, who has it
+ *   Types: matrices and layers                       330  weights, attention, delta net, layer
+ *   Types: the table of tensors                      310  every tensor: names, field, shape, who has it
  *   Types: the table of keys                         120  every key: name, kind, range, default
- *   Types: models                                    260  model, family; sizes that follow from them
+ *   Types: models                                    320  model, family; sizes that follow from them
  *   Types: operations                                300  the table that every backend fills in; its contract
  *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
  *
  *  State
- *   State: cache tensors of a layer                  310  the KV cache and recurrent states
+ *   State: cache tensors of a layer                  360  the KV cache and recurrent states
  *   State: sizes on a GPU                            450  what a GPU rank allocates
  *
  *  Model
@@ -62,8 +62,9 @@
  *   Families: DeepSeek-V4                            120  the same
  *   Families: gated delta nets                       140  the same of Qwen3-Next, Qwen3.5, Kimi Linear, Ling 3
  *   Families: Mamba-2                                 50  the same of Nemotron-3
+ *   Families: Inkling 2                              120  the same of Inkling 2
  *   Families: the forward                            200  the forward of all. START HERE
- *   Model: layers and files                          440  binds layers, checks leftovers, opens files
+ *   Model: layers and files                          510  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
  *   Synthetic models: shapes                         240  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
@@ -92,12 +93,13 @@
  *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
  *   CPU operations: recurrent states                 210  gated delta nets and Mamba-2
+ *   CPU operations: blocks of layers                 280  the residual of Inkling 2, and its attention
  *   Experts on disk: reading                         210  threads that read parts of the model's files
  *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
  *   CPU operations: feed-forward                     470  router and experts
  *   CPU operations: logits and results               120  logits, and operations that wait
- *   CPU operations: memory of a rank                 200  the table of operations; what a rank allocates
+ *   CPU operations: memory of a rank                 240  the table of operations; what a rank allocates
  *   Experts for GPUs                                 170  experts that the CPU computes, or reads, while a GPU waits
  *   GPU backend                                       40  stubs without CUDA
  *
@@ -1989,6 +1991,13 @@ static inline void delta_before(const struct layer *layer, int before[3]) {
 
 /* Layers of both kinds. */
 static inline int model_blocks(const struct model *m) { return m->n_layer + m->n_mtp; }
+
+/* Layers of the file among the first n: those that no earlier one has the tensors of. */
+static inline int file_layers(const struct model *m, int n) {
+    int blocks = 0;
+    for (int il = 0; il < n; il++) blocks += !m->layers[il].visit;
+    return blocks;
+}
 
 /* The first layer with the tensors of that block; model_blocks(m): there is none. */
 static inline int layer_of_block(const struct model *m, int block) {
@@ -4883,7 +4892,7 @@ static void layer_inkling2(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
     layer->mixer = MIXER_REL;
     if (layer->attn.window) layer->attn.extent = layer->attn.window;
-    layer_gates(l, layer, il, GATE_SIGMOID);
+    layer->attn.n_gate = layer->attn.head_v;
     layer->n_read = !il ? 0 : layer->attn.window ? 1 : READ_FFN;
     if (il >= m->loop_first && il < m->loop_first + m->n_loop) layer->n_gate_low = l->gate_low;
     layer->glu = (struct glu){.alpha = 1, .factor = 1, .gate_cap = l->gate_cap, .up_cap = l->up_cap};
@@ -6214,6 +6223,14 @@ static const struct synth synths[] = {
      "expert_feed_forward_length=768 expert_shared_count=1 expert_shared_feed_forward_length=768 "
      "expert_group_count=8 expert_group_used_count=4 expert_gating_func=2 vocab_size=157184 "
      "expert_weights_norm=true expert_weights_scale=2.5 rope.freq_base=6e6"},
+    {"inkling-2-mini", "inkling2", .keys =
+     "context_length=1048576 embedding_length=2304 block_count=24 attention.head_count=24 attention.head_count_kv=8 "
+     "attention.key_length=128 attention.sliding_window=1024 attention.conv_kernel=4 attention.clip=22.627417 "
+     "attention.relative.head_length=16 attention.relative.extent=1024 attention.relative.clip=8 "
+     "attention.temperature_scale=0.1 attention.temperature_length=8192 attn_res.block_size=6 ffn_gate_softcap=4 "
+     "ffn_up_softcap=25 final_logit_softcapping=30 loop.first_layer=6 loop.layer_count=12 loop.pass_count=3 "
+     "loop.gate_rank=64 expert_count=128 expert_used_count=8 expert_feed_forward_length=1152 expert_weights_scale=8 "
+     "vocab_size=201024"},
     {"nemotron-3-nano-30b-a3b", "nemotron_h_moe", .keys =
      "context_length=262144 embedding_length=2688 block_count=52 "
      "feed_forward_length=0:1856*2,0*2,1856:0:1856:0:1856:0:0*,1856:0*4,0,1856:0*4,1856 attention.head_count=32 "
@@ -6710,6 +6727,10 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &s, &l, il);
     synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_norm.weight", 0);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
+    if (m.n_res) {
+        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
+        synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_res.weight", 0);
+    }
     if (m.n_hc) {
         synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, m.n_hc, 1, "output_hc_fn.weight", 0);
         synth_add(&list, GGUF_F32, m.n_hc, 1, 1, "output_hc_base.weight", 0);
@@ -6794,7 +6815,8 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
         } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip &&
                    !synth_fill_delta(to, &t[i], bounded ? 1 : -1, &rng)) {
-            synth_fill(to, bytes, t[i].type, t[i].n_dims == 1 || strstr(t[i].name, "_norm."), &rng);
+            synth_fill(to, bytes, t[i].type,
+                       t[i].n_dims == 1 || strstr(t[i].name, "_norm.") || strstr(t[i].name, "_scale."), &rng);
         }
         to += gguf_pad(bytes);
     }
@@ -14413,10 +14435,26 @@ static void session_head(struct session *s, int first, int n) {
 /* Waits until everything is computed. */
 static void session_wait(struct session *s) { pg_run(s->pg, (struct rank_call){.kind = RANK_WAIT}); }
 
-/* Copies the statistics of all layers since the start: stats (model_blocks, n_expert_max, STATS) and in_sum2
+/* Copies the statistics of all layers since the start, those of a block to its first layer: stats (model_blocks, n_expert_max, STATS) and in_sum2
  * (in_sum2_before(m, model_blocks); NULL: not wanted). Only for sessions that collect them, with one rank a stage. */
 static void session_stats(struct session *s, double *stats, float *in_sum2) {
-    pg_run(s->pg, (struct rank_call){.kind = RANK_READ_STATS, .whole = s->m, .stats = stats, .in_sum2 = in_sum2});
+    const struct model *m = s->m;
+    const size_t n = (size_t)m->n_expert_max * STATS;
+    pg_run(s->pg, (struct rank_call){.kind = RANK_READ_STATS, .whole = m, .stats = stats, .in_sum2 = in_sum2});
+    for (int il = 0; il < m->n_layer; il++) {
+        const int first = layer_of_block(m, m->layers[il].block);
+        double *to = stats + (size_t)first * n, *from = stats + (size_t)il * n;
+        if (first == il) continue;
+        for (size_t i = 0; i < n; i++) {
+            to[i] = i % STATS == STAT_WEIGHTED_MAX ? fmax(to[i], from[i]) : to[i] + from[i];
+            from[i] = 0;
+        }
+        const size_t at = in_sum2_before(m, il), size = in_sum2_before(m, il + 1) - at;
+        for (size_t i = 0; i < size && in_sum2; i++) {
+            in_sum2[in_sum2_before(m, first) + i] += in_sum2[at + i];
+            in_sum2[at + i] = 0;
+        }
+    }
 }
 
 /* Chooses n tokens by rows first.. of the logits, the i-th after tokens[0..n_past + i), from draws of rng. Returns
@@ -22243,37 +22281,38 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "microseconds that --plan expects of a kernel for one token when nothing was\n"
                                     "requested ahead.\n";
 
-static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
-                                    "deepseek-v3.2, deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air,\n"
-                                    "glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
-                                    "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
-                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
-                                    "kimi-linear-48b-a3b, ling-3-flash, nemotron-3-nano-30b-a3b or\n"
-                                    "nemotron-3-super-120b-a12b. Options may follow a colon:\n"
-                                    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
-                                    "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
-                                    "\n"
-                                    "  NAME:block_count=40,expert_used_count=4,attention.sliding_window=256\n"
-                                    "\n"
-                                    "What the loader refuses in a file is refused here. layers=N is block_count\n"
-                                    "without MTP layers, and experts=M is expert_count.\n"
-                                    "A key whose value differs between layers takes a list, a number for each:\n"
-                                    "attention.head_count=64,96,96. In it 96*2 means 96, 96, and 64:96*2 means 64,\n"
-                                    "96, 64, 96. With * alone they repeat as often as there are layers left, and the\n"
-                                    "numbers after them belong to the last layers:\n"
-                                    "attention.compress_ratios=0,0,4:128*,0.\n"
-                                    "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
-                                    "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
-                                    "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
-                                    "\n"
-                                    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
-                                    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
-                                    "again and again.\n"
-                                    "\n"
-                                    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
-                                    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
+static const char synth_details[] =
+    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
+    "deepseek-v3.2, deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air,\n"
+    "glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
+    "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
+    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
+    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
+    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
+    "kimi-linear-48b-a3b, ling-3-flash, inkling-2-mini,\n                            nemotron-3-nano-30b-a3b or\n"
+    "nemotron-3-super-120b-a12b. Options may follow a colon:\n"
+    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+    "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
+    "\n"
+    "  NAME:block_count=40,expert_used_count=4,attention.sliding_window=256\n"
+    "\n"
+    "What the loader refuses in a file is refused here. layers=N is block_count\n"
+    "without MTP layers, and experts=M is expert_count.\n"
+    "A key whose value differs between layers takes a list, a number for each:\n"
+    "attention.head_count=64,96,96. In it 96*2 means 96, 96, and 64:96*2 means 64,\n"
+    "96, 64, 96. With * alone they repeat as often as there are layers left, and the\n"
+    "numbers after them belong to the last layers:\n"
+    "attention.compress_ratios=0,0,4:128*,0.\n"
+    "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
+    "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
+    "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
+    "\n"
+    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
+    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
+    "again and again.\n"
+    "\n"
+    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
+    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
 
 /* ============================================================================================================
  * Options: the table
@@ -29014,14 +29053,23 @@ static const char *ffn_text(const struct model *m, char out[64]) {
     return out;
 }
 
+/* Says which layers run several times: nothing, or ", of which 6 to 17 run 3 times". */
+static const char *loop_text(const struct model *m, char out[64]) {
+    *out = 0;
+    if (m->n_loop)
+        snprintf(out, 64, ", of which %d to %d run %d times", m->loop_first, m->loop_first + m->n_loop - 1, m->n_pass);
+    return out;
+}
+
 /* The text above the tables. */
 static void plan_head(const struct plan *p, char **text) {
     const struct model *m = p->m;
     const char *where = p->cpu ? "of memory" : "on a GPU";
-    char a[32], b[32], ffn[64];
+    char a[32], b[32], ffn[64], loop[64];
     int by_id = 0;
     for (int il = 0; il < model_blocks(m); il++) by_id += m->layers[il].n_expert && !plan_prunable(&m->layers[il]);
-    sb_printf(text, "model       %.40s: %d layers, %s\n", m->name, m->n_layer, ffn_text(m, ffn));
+    sb_printf(text, "model       %.40s: %d layers%s, %s\n", m->name, file_layers(m, m->n_layer), loop_text(m, loop),
+              ffn_text(m, ffn));
     for (int i = 0, same; i < p->n_device; i += same) {
         const struct plan_device *v = &p->device[i];
         for (same = 1; i + same < p->n_device && !strcmp(v->name, v[same].name);) same++;
@@ -29210,13 +29258,14 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     if (json_array_size(at_once))
         sb_printf(text, "prompts with --parallel, a context each%s\n",
                   p->cpu ? "" : "; * together, at 4,096 tokens or less");
-    json_t *json = json_pack(
-        "{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o,s:o}", "model", m->name,
-        "architecture", m->family->arch, "layers", m->n_layer, "experts", m->n_expert_max, "experts_used",
-        m->max.n_expert_used, "trained_context", m->n_ctx_train, "machine", p->cpu ? "cpu" : "gpu", "verdict",
-        plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
-        p->experts, "keep_percent", p->percent, "missing", (json_int_t)p->missing, "missing_fewest_experts",
-        (json_int_t)p->missing_pruned, "ranks", ranks, "reads", all_row.json, "layouts", layouts, "at_once", at_once);
+    json_t *json =
+        json_pack("{s:s,s:s,s:i,s:i,s:i,s:i,s:s,s:s,s:i,s:i,s:i,s:s,s:i,s:f,s:I,s:I,s:o,s:o,s:o,s:o}", "model", m->name,
+                  "architecture", m->family->arch, "layers", file_layers(m, m->n_layer), "experts", m->n_expert_max,
+                  "experts_used", m->max.n_expert_used, "trained_context", m->n_ctx_train, "machine",
+                  p->cpu ? "cpu" : "gpu", "verdict", plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp, "context",
+                  p->context, "kv", p->kv_name, "keep_experts", p->experts, "keep_percent", p->percent, "missing",
+                  (json_int_t)p->missing, "missing_fewest_experts", (json_int_t)p->missing_pruned, "ranks", ranks,
+                  "reads", all_row.json, "layouts", layouts, "at_once", at_once);
     if (!p->cpu) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
@@ -30159,7 +30208,8 @@ static void info_attention(const struct model *m, int first) {
     const struct layer *layer = &m->layers[first];
     const struct attn *a = &layer->attn;
     const struct delta *d = &layer->delta;
-    const int rope = m->ropes[a->rope].freq[0] > 0 ? m->ropes[a->rope].dim : 0;
+    const bool turns = m->n_rope && m->ropes[a->rope].freq[0] > 0;
+    const int rope = turns ? m->ropes[a->rope].dim : 0;
     printf("%s", layer->mixer == MIXER_DELTA   ? "delta net     "
                  : layer->mixer == MIXER_MAMBA ? "Mamba-2       "
                                                : "attention     ");
@@ -30175,13 +30225,14 @@ static void info_attention(const struct model *m, int first) {
                d->head_v, d->n_conv);
     else if (a->kv_lora)
         printf("%d heads, latent %d, key %d (%d %s), value %d%s%s", a->n_head, a->kv_lora, a->head_k, rope,
-               m->ropes[a->rope].freq[0] > 0 ? "rotary" : "shared", a->head_v, a->q_lora ? ", low-rank query" : "",
-               a->n_gate ? ", gated" : "");
+               turns ? "rotary" : "shared", a->head_v, a->q_lora ? ", low-rank query" : "", a->n_gate ? ", gated" : "");
     else
         printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s%s", a->n_head, a->n_head_kv, a->head_k, rope,
                a->head_v, layer->attn.q_gate || layer->attn.n_gate ? ", gated" : "",
                layer->attn.has_sinks ? ", sinks" : "");
     if (a->window) printf(", window of %d", a->window);
+    if (layer->mixer == MIXER_REL)
+        printf(", bias by distance below %d, convolutions over %d tokens", a->extent, a->n_conv);
     if (a->compress_ratio) printf(", compressed keys of %d tokens", a->compress_ratio);
     putchar('\n');
 }
@@ -30374,13 +30425,18 @@ static int mode_list_devices(struct engine *e) {
 
 /* --info: what the file holds. */
 static int mode_info(struct engine *e) {
-    const struct model *m = &e->model;
+    struct model once = e->model; /* each layer of the file once */
+    const struct model *m = &once;
     const struct settings *set = e->set;
-    char number[32];
+    char number[32], loop[64];
     int dense = 0;
+    once.layers = xcalloc((size_t)model_blocks(m), sizeof *once.layers);
+    for (int il = 0, n = 0; il < model_blocks(m); il++)
+        if (!e->model.layers[il].visit) once.layers[n++] = e->model.layers[il];
+    once.n_layer = file_layers(&e->model, e->model.n_layer);
     for (int il = 0; il < m->n_layer; il++) dense += !m->layers[il].n_expert && !m->layers[il].no_ffn;
-    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense), %d for multi-token prediction\n", m->name,
-           m->family->arch, m->n_layer, dense, m->n_mtp);
+    printf("name          %s\narchitecture  %s\nlayers        %d (%d dense)%s, %d for multi-token prediction\n",
+           m->name, m->family->arch, m->n_layer, dense, loop_text(m, loop), m->n_mtp);
     printf("hidden        %d, vocabulary %d, trained context %s\n", m->n_embd, m->n_vocab,
            with_commas((uint64_t)m->n_ctx_train, number));
     for (int il = 0; il < m->n_layer; il++)
@@ -30393,7 +30449,8 @@ static int mode_info(struct engine *e) {
            m->vocab->n_tokens && m->vocab->chat_template.p ? "yes" : "no");
     printf("sampling      temp %g, top-k %d, top-p %g, min-p %g, repeat penalty %g\n", set->temp, set->top_k,
            set->top_p, set->min_p, set->repeat_penalty);
-    if (set->verbose) info_program(m);
+    if (set->verbose) info_program(&e->model);
+    free(once.layers);
     return EXIT_OK;
 }
 
@@ -32686,9 +32743,9 @@ static int answer_lines(struct engine *e) {
 /* The lines that open a chat. */
 static void banner(const struct engine *e) {
     const struct model *m = &e->model;
-    char a[32], name[192], ffn[64];
-    note("%s: %d layers, %s%s%s", m->name, m->n_layer, ffn_text(m, ffn), m->pruned ? ", pruned" : "",
-         m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
+    char a[32], name[192], ffn[64], loop[64];
+    note("%s: %d layers%s, %s%s%s", m->name, file_layers(m, m->n_layer), loop_text(m, loop), ffn_text(m, ffn),
+         m->pruned ? ", pruned" : "", m->pruned ? " (min-p and repeat penalty are on unless set)" : "");
     note("%s; loaded in %.2f s", session_name(&e->session, name), m->load_seconds);
     note("context %s tokens, cache %.1f MiB (%s)", with_commas((uint64_t)e->session.n_ctx, a),
          (double)session_kv_bytes(&e->session) / 0x1p20, kv_names[e->session.r->kv_type]);

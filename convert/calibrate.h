@@ -123,7 +123,8 @@ static json_t *calibration_json(const struct calibration *c) {
     snprintf(name, sizeof name, "%s", m->name);
     message_sanitize(name);
     for (size_t i = 0; i < arrlenu(c->sources); i++) json_array_append_new(sources, corpus_json(&c->sources[i]));
-    for (int il = 0; il < model_blocks(m); il++) json_array_append_new(layers, layer_json(c, il));
+    for (int il = 0; il < model_blocks(m); il++)
+        if (!m->layers[il].visit) json_array_append_new(layers, layer_json(c, il));
     if (json_array_size(sources) != arrlenu(c->sources)) die("out of memory for the scores");
     json_t *all =
         json_pack("{s:s, s:i, s:{s:s, s:s}, s:I, s:o, s:o}", "format", "moe-scores", "version", 1, "model", "name",
@@ -180,6 +181,7 @@ static int source_load(struct calibration *c, const json_t *source, const char *
 
 /* Checks that a score file belongs to the model. 0, or -1 with a message. */
 static int scores_check(const struct calibration *c, const json_t *j, const char *path, char *err) {
+    const struct model *m = &c->e->model;
     const size_t n_layer = json_array_size(json_object_get(j, "layers"));
     const char *format = json_string_value(json_object_get(j, "format"));
     const char *routers = json_string_value(json_object_get(json_object_get(j, "model"), "routers"));
@@ -188,13 +190,13 @@ static int scores_check(const struct calibration *c, const json_t *j, const char
     if (!routers || strcmp(routers, c->routers))
         return fail(err, "'%s' belongs to another model: routers %s, here %s", path, routers ? routers : "(none)",
                     c->routers);
-    if (n_layer == (size_t)c->e->model.n_layer && c->e->model.n_mtp)
+    if (n_layer == (size_t)file_layers(m, m->n_layer) && m->n_mtp)
         return fail(err,
                     "'%s' has no scores of the prediction layer: write another file, or go on without that layer "
                     "(--spec-type none)",
                     path);
-    if (n_layer != (size_t)model_blocks(&c->e->model))
-        return fail(err, "'%s' has %zu layers, expected %d", path, n_layer, model_blocks(&c->e->model));
+    if (n_layer != (size_t)file_layers(m, model_blocks(m)))
+        return fail(err, "'%s' has %zu layers, expected %d", path, n_layer, file_layers(m, model_blocks(m)));
     const json_t *tokens = json_object_get(j, "tokens");
     if (!json_is_integer(tokens) || c->tokens < 0 || (double)c->tokens > TOKENS_MAX)
         return fail(err, "'%s': tokens is not an integer from 0 to %g", path, TOKENS_MAX);
@@ -215,8 +217,11 @@ static int scores_load(struct calibration *c, const char *path, char *err) {
     if (!j) return fail(err, "'%s': %s (line %d)", path, why.text, why.line);
     c->tokens = json_integer_value(json_object_get(j, "tokens"));
     int rc = scores_check(c, j, path, err);
-    for (int il = 0; il < model_blocks(&c->e->model) && !rc; il++)
-        rc = layer_load(c, json_array_get(json_object_get(j, "layers"), (size_t)il), il, path, err);
+    for (int il = 0; il < model_blocks(&c->e->model) && !rc; il++) {
+        const struct layer *layer = &c->e->model.layers[il];
+        if (!layer->visit)
+            rc = layer_load(c, json_array_get(json_object_get(j, "layers"), (size_t)layer->block), il, path, err);
+    }
     json_array_foreach(json_object_get(j, "sources"), i, source) {
         if (!rc) rc = source_load(c, source, path, err);
     }
@@ -242,6 +247,7 @@ static struct activation *activations_list(const struct model *m) {
         const struct layer *layer = &m->layers[il];
         struct ffn_weights ffns[2];
         size_t first = in_sum2_before(m, il);
+        if (layer->visit) continue;
         for (int i = 0, n = layer_ffns(layer, ffns); i < n; first += ffn_in_sum2(&ffns[i++]))
             for (const struct tensor_rule *rule = rule_next(NULL, layer); rule; rule = rule_next(rule, layer)) {
                 const struct weight *w = rule_is_weight(rule) ? rule_weight(rule, layer) : NULL;
@@ -252,7 +258,7 @@ static struct activation *activations_list(const struct model *m) {
                                        .il = il,
                                        .routed = rule_routed(rule)};
                 if (w == ffns[i].down) a.first += a.n_expert * (size_t)ffns[i].up->n_in;
-                snprintf(a.name, sizeof a.name, "blk.%d.%s.weight", il, rule->name);
+                snprintf(a.name, sizeof a.name, "blk.%d.%s.weight", layer->block, rule->name);
                 arrput(list, a);
             }
     }
@@ -695,14 +701,15 @@ static void calibration_report(const struct calibration *c) {
     int64_t all = 0, never_all = 0, rare_all = 0;
     for (int il = 0; il < model_blocks(m); il++) {
         int never = 0, rare = 0, n = m->layers[il].n_expert;
+        if (m->layers[il].visit) continue;
         for (int e = 0; e < n; e++) {
             const double t = stats_of(m, c->stats, il, e)[STAT_TOKENS];
             never += t <= 0;
             rare += t > 0 && t < COVERED_TOKENS;
         }
         if (never + rare)
-            printf("layer %3d: of %d experts %d were never chosen, %d more by fewer than %d tokens\n", il, n, never,
-                   rare, COVERED_TOKENS);
+            printf("layer %3d: of %d experts %d were never chosen, %d more by fewer than %d tokens\n",
+                   m->layers[il].block, n, never, rare, COVERED_TOKENS);
         all += n;
         never_all += never;
         rare_all += rare;

@@ -2973,8 +2973,6 @@ static bool is_windowed_inkling(int layer) {
     return !strcmp(type, "hybrid_sliding");
 }
 
-static bool gates_values_always(int layer) { return layer >= 0; }
-
 /* Reads the keys of Inkling 2. */
 static void config_inkling2(void) {
     struct doc c = src.cfg;
@@ -3079,8 +3077,8 @@ static const char fixed_delta[] = "norm_topk_prob true attn_output_gate true use
 #define INKLING                                                                                                \
     .arch = "inkling2", .renaming = inkling2_names, .mixer = MIXER_REL, .is_windowed = is_windowed_inkling,    \
     .is_dense = is_dense_never, .experts_key = "n_routed_experts", .interleaved = true, .by_rows = true,       \
-    .head_gate = true, .gates_values = gates_values_always, .router_bias = bias_name, .norm_key = "",           \
-    .norm_topk_prob = true, .scaling_factor = "route_scale", .rope_theta = 10000, .put = put_inkling2
+    .router_bias = bias_name, .norm_key = "", .norm_topk_prob = true, .scaling_factor = "route_scale",         \
+    .rope_theta = 10000, .put = put_inkling2
 
 /* The one table of families. */
 static const struct release {
