@@ -13320,7 +13320,7 @@ static void cpu_rank_init(struct rank *r, const struct model *m, const struct ke
     r->cpu->taps = cpu_own(r, x->mix ? (size_t)model_blocks(m) : 0, sizeof *r->cpu->taps);
     for (int il = 0; il < model_blocks(m); il++)
         if (x->mix && layer_recurrent(&m->layers[il])) r->cpu->taps[il] = delta_taps(r, il);
-    if (x->rel) rel_tables(r);
+    if (m->n_res) rel_tables(r);
     cpu_state(r);
 }
 

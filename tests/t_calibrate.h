@@ -33,7 +33,8 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     const struct ffn_weights *n = &ffns[ffn];
     const size_t n_in = (size_t)n->up->n_in, ff = (size_t)n->up->n_out, n_out = (size_t)n->down->n_out;
     double *x = malloc((n_in + 2 * ff + n_out) * sizeof *x), *g = x + n_in, *u = g + ff, *y = u + ff;
-    double *sums = spy.in_sum2 + in_sum2_before(m, il) + (ffn ? ffn_in_sum2(&ffns[0]) : 0), norm = 0;
+    double *sums = spy.in_sum2 + in_sum2_before(m, layer_of_block(m, layer->block)) + (ffn ? ffn_in_sum2(&ffns[0]) : 0),
+           norm = 0;
     for (size_t i = 0; i < n_in; i++) x[i] = (double)input[i], sums[(size_t)e * n_in + i] += x[i] * x[i];
     if (n->gate->data) spy_product(n->gate, e, x, g);
     spy_product(n->up, e, x, u);
@@ -43,7 +44,10 @@ static double spy_expert(const struct model *m, int il, int ffn, int e, const fl
     for (size_t i = 0; i < ff; i++) {
         if (limit > 0) g[i] = (double)glu->alpha * fmin(g[i], (double)glu->gate_max);
         if (limit > 0) u[i] = fmax(-limit, fmin(u[i], limit)) * (double)glu->factor + (double)glu->offset;
-        if (n->gate->data) g[i] *= u[i] / (1 + exp(-g[i]));
+        if (glu->gate_cap > 0) {
+            g[i] = (double)glu->gate_cap * tanh(g[i] / (double)glu->gate_cap) / (1 + exp(-g[i]));
+            g[i] *= (double)glu->up_cap * tanh(u[i] / (double)glu->up_cap);
+        } else if (n->gate->data) g[i] *= u[i] / (1 + exp(-g[i]));
         else g[i] = fmax(u[i], 0) * fmax(u[i], 0);
         sums[i] += g[i] * g[i];
     }
@@ -67,7 +71,7 @@ static void spy_norm_ffn(struct rank *r, const struct step *step) {
             const int e = r->cpu->route_id[t * k + j];
             const double norm = spy_expert(m, il, 0, e, act_row(r, layer->n_latent ? A_LATENT : A_H, t)),
                          g = (double)r->cpu->route_w[t * k + j] / all;
-            double *s = stats_of(m, spy.stats, il, e);
+            double *s = stats_of(m, spy.stats, layer_of_block(m, layer->block), e);
             s[STAT_TOKENS]++, s[STAT_WEIGHTED] += g * norm, s[STAT_NORM] += norm, s[STAT_GATE] += g;
             s[STAT_WEIGHTED_MAX] = fmax(s[STAT_WEIGHTED_MAX], g * norm);
         }
@@ -95,8 +99,8 @@ static void test_calibrate_sums(void) {
     static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next",  "deepseek_v3_plain",
                                         "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",     "step3p5",
                                         "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4", "kimi_linear_nvfp4",
-                                        "nemotron_h"};
-    for (int f = 0; f < (SANITIZED ? 3 : 12); f++) {
+                                        "nemotron_h",        "inkling2_loop"};
+    for (int f = 0; f < (SANITIZED ? 3 : 14); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;
         const size_t n_stats = (size_t)model_blocks(&m) * (size_t)m.n_expert_max * STATS;

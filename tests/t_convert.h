@@ -2519,6 +2519,8 @@ static void test_convert_header(void) {
                                        "tests/fixtures/minimax_m3_nvfp4",
                                        "tests/fixtures/mixtral_nvfp4",
                                        "tests/fixtures/nemotron_h",
+                                       "tests/fixtures/inkling2_loop",
+                                       "tests/fixtures/inkling2_nvfp4",
                                        "tests/fixtures/nemotron_h_nvfp4",
                                        "tests/fixtures/step3p7",
                                        "tests/fixtures/qwen3_5_moe_nvfp4",

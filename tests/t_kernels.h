@@ -393,6 +393,11 @@ static void test_kernels_vectors(void) {
             for (int i = 0; i < n; i++)
                 CHECK(fabsf(a[i] - b[i]) <= 1e-6f * fabsf(b[i]) + 1e-30f, "%s: sigmoid(%g) * %g is %g", k->name,
                       (double)x[i], (double)w[i], (double)a[i]);
+            for (int i = 0; i < n; i++) a[i] = b[i] = i % 3 ? x[i] : 1e-3f * x[i];
+            k->tanh(a, n);
+            kernels_ref.tanh(b, n);
+            for (int i = 0; i < n; i++)
+                CHECK(fabsf(a[i] - b[i]) <= 2e-7f, "%s: tanh(%g) is %g", k->name, (double)x[i], (double)a[i]);
             memcpy(a, b, (size_t)n * sizeof *a);
             k->scale(a, 0.75f, a, n);
             kernels_ref.scale(b, 0.75f, b, n);

@@ -1247,13 +1247,13 @@ static void note_call(void (*body)(void *)) { (void)body; }
 #define LOG_NOTES(a, b, c, d, e, f, g, n, ...) LOG_NOTE_##n
 #define LOG_NOTE_ALL(...)                      LOG_NOTES(__VA_ARGS__, 7, 6, 5, 4, 3, 2, 1, 0)(__VA_ARGS__)
 
-#define OP_LOG(type, name, params, args) \
-    static type log_##name params {      \
-        op_log.n++;                      \
+#define OP_LOG(type, name, params, args)   \
+    static type log_##name params {        \
+        op_log.n++;                        \
         op_log.seen |= 1ull << LOG_##name; \
-        note_add(LOG_##name);            \
-        LOG_NOTE_ALL args;               \
-        return op_real->name args;       \
+        note_add(LOG_##name);              \
+        LOG_NOTE_ALL args;                 \
+        return op_real->name args;         \
     }
 OPS(OP_LOG)
 #undef OP_LOG
@@ -1277,8 +1277,8 @@ static void test_ops_replay(void) {
         if (!f) want |= 1ull << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
         if (m.n_hc)
-            want |= 1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention | 1ull << LOG_group_linear |
-                    1ull << LOG_hc_linear;
+            want |= 1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention |
+                    1ull << LOG_group_linear | 1ull << LOG_hc_linear;
         else if (f) want |= 1ull << LOG_mla_attention;
         if (m.n_mtp) want |= 1ull << LOG_mtp_input | 1ull << LOG_keep_hidden;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
@@ -1821,13 +1821,13 @@ static void test_cpu_profile(void) {
         {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
-        {"model/fixtures-inkling2", test_fixtures_inkling2}, \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                              \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                  \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                      \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},          \
-        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                          \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},   \
-        {"model/router", test_router}, {"model/glu", test_glu}, {"model/streams", test_streams},                       \
-        {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},                                            \
-        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
+        {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-reap", test_fixtures_reap},              \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},                \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill},  \
+        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
+        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/sampler", test_sampler},                     \
+        {"model/kv-cache", test_kv_cache}, {"model/contents-list", test_contents_list},                                \
+        {"model/banners", test_banners},

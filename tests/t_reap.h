@@ -724,7 +724,9 @@ static void test_reap_model(void) {
              {"kimi_linear_nvfp4", 4},
              {"bailing_hybrid_ct", 4},
              {"nemotron_h", 6},
-             {"nemotron_h_nvfp4", 4}};
+             {"nemotron_h_nvfp4", 4},
+             {"inkling2_loop", 4},
+             {"inkling2_nvfp4", 3}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */

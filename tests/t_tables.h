@@ -284,8 +284,47 @@ static void test_tables_kda_keys(void) {
           err);
 }
 
+/* A file of Inkling 2 without one of its keys, with a loop that does not fit, or without one of its tensors, is refused by
+ * its name. */
+static void test_tables_inkling2_keys(void) {
+    static const struct {
+        const char *key, *message; /* key: without the architecture; NULL: a tensor is left out */
+        uint32_t value;            /* 0: it is left out */
+    } c[] = {
+        {"attention.conv_kernel", "'inkling2.attention.conv_kernel' is missing", 0},
+        {"attention.relative.head_length", "'inkling2.attention.relative.head_length' is missing", 0},
+        {"attention.clip", "'inkling2.attention.clip' is missing", 0},
+        {"attn_res.block_size", "'inkling2.attn_res.block_size' is missing", 0},
+        {"final_logit_softcapping", "'inkling2.final_logit_softcapping' is missing", 0},
+        {"loop.pass_count", "'inkling2.loop.pass_count' is missing", 0},
+        {"loop.pass_count", "'inkling2.loop.pass_count' is 1, expected 2 to", 1},
+        {"loop.pass_count", "'inkling2.loop.pass_count' is 400, which makes 1603 layers of 7; expected at most", 400},
+        {"loop.gate_rank", "'inkling2.loop.gate_rank' is missing", 0},
+        {"loop.first_layer", "'inkling2.loop.layer_count' is 4, expected 0 to 2", 5},
+        {"loop.layer_count", "are 2 and 3, expected multiples of attn_res.block_size, 2, above 0", 3},
+        {"attn_res.block_size", "expected multiples of attn_res.block_size, 4, above 0", 4},
+        {"attention.relative.extent", "tensor 'blk.1.attn_rel_bias.weight' has the shape", 25},
+        {"loop.layer_count", "tensor 'blk.4.loop_messages.weight' is not part of the architecture", 2}};
+    static const char *const tensors[] = {"output_res.weight", "token_embd_norm.weight", "blk.0.ffn_res.weight",
+                                          "blk.2.loop_messages.weight", "blk.6.attn_k_tap.weight"};
+    enum { KEYS = sizeof c / sizeof *c, TENSORS = sizeof tensors / sizeof *tensors };
+    for (size_t i = 0; i < KEYS + TENSORS; i++) {
+        struct rewrite x;
+        struct model m;
+        char key[128], message[128], err[ERR_MAX] = "";
+        const char *const lost = i < KEYS ? NULL : tensors[i - KEYS];
+        snprintf(key, sizeof key, "inkling2.%s", lost ? "" : c[i].key);
+        snprintf(message, sizeof message, lost ? "tensor '%s' is missing" : "%s", lost ? lost : c[i].message);
+        if (!rewrite_open(&x, "inkling2_loop")) return;
+        rewrite_keys(&x, lost ? NULL : key);
+        if (!lost && c[i].value) gguf_put_u32(&x.w, key, c[i].value);
+        rewrite_tensors(&x, (const char *const[]){lost, NULL});
+        CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, message), "%s: %s", message, err);
+    }
+}
+
 #define TESTS_TABLES                                                                              \
     {"model/fused-tensors", test_tables_fused}, {"model/metadata-arrays", test_tables_arrays},    \
         {"model/experts-used", test_tables_experts_used}, {"model/prec-a4", test_tables_prec_a4}, \
         {"model/file-halves", test_tables_halves}, {"model/delta-keys", test_tables_delta_keys},  \
-        {"model/kda-keys", test_tables_kda_keys},
+        {"model/kda-keys", test_tables_kda_keys}, {"model/inkling2-keys", test_tables_inkling2_keys},

@@ -83,6 +83,9 @@ class Weights:
             return bf16_round(w.astype(np.float32) * s).astype(float)
         if name.endswith(".weight") and self.has(name.removesuffix("weight") + "scale"):
             return self.powers(name)
+        if self.has(name + "_amax"):  # Inkling 2's NVFP4, a factor for each expert
+            factor = self.plain(name + "_amax").astype(float) / self.plain(name + "_outer_scale_denominator")
+            return self.nvfp4(self.plain(name), name) * factor[:, None, None]
         if not self.has(name + "_scale"):
             return self.plain(name).astype(float)
         self.used.add(name.replace("weight", "input_scale"))
@@ -895,6 +898,129 @@ def nemotron_predict(W, config, ids, hidden):
     return norm(W, config, x, "mtp.layers.1.final_layernorm.weight") @ head(W, config).T
 
 
+def ink_conv(x, taps, own=None):
+    """A short convolution of x [n, values] with taps [n_conv, values] by distance, and of each token `own` [n, n_conv,
+    values]."""
+    y = x.copy()
+    for lag, tap in enumerate(taps):
+        before = np.concatenate([np.zeros((lag, x.shape[1])), x])[:len(x)]
+        y += before * (tap if own is None else tap + own[:, lag])
+    return y / math.sqrt((1 if own is None else 2) * len(taps) + 1)
+
+
+def ink_taps(W, name):
+    """Those of an ordinary one: the last tap is the token itself."""
+    return W.get(name)[:, 0, ::-1].T
+
+
+def ink_clip(x, most):
+    return x * np.minimum(most / (np.linalg.norm(x, axis=-1, keepdims=True) + 1e-6), 1)
+
+
+def ink_attention(W, config, q_in, k_in, v_in, p, window):
+    n, heads, groups, size = len(q_in), config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+
+    def convolved(x, c):
+        y = x @ W.get(f"{p}w{c}_dv.weight").T
+        if window:
+            return ink_conv(y, ink_taps(W, f"{p}{c}_sconv.weight")).reshape(n, groups, size)
+        taps = W.get(f"{p}{c}_sconv.static_w")
+        own = (x @ W.get(f"{p}{c}_sconv.weight_proj").T).reshape(n, groups, len(taps)).transpose(0, 2, 1)
+        return ink_conv(y, taps, np.repeat(own, size, -1)).reshape(n, groups, size)
+
+    t = np.arange(n)
+    tau = 1 + config["log_scaling_alpha"] * np.log(np.maximum((t + 1) / config["log_scaling_n_floor"], 1))
+    tau = np.ones(n) if window else tau
+    q = (q_in @ W.get(p + "wq_du.weight").T).reshape(n, heads, size) * W.get(p + "q_l2_clip.scale")
+    r = (q_in @ W.get(p + "wr_du.weight").T).reshape(n, heads, -1) * W.get(p + "rel_l2_clip.scale")
+    q = ink_clip(q, config["qk_l2_clip_threshold"]) * tau[:, None, None]
+    r = ink_clip(r, config["rel_l2_clip_threshold"]) * tau[:, None, None]
+    k, v = ink_clip(convolved(k_in, "k"), config["qk_l2_clip_threshold"]), rms(convolved(v_in, "v"), 1, config["rms_norm_eps"])
+    bank = W.get(p + "rel_logits_proj.proj")
+    assert bank.shape[1] == (window or config["rel_extent"])
+    distance = t[:, None] - t
+    reach = (distance >= 0) & (distance < bank.shape[1])
+    profile = np.take_along_axis(np.einsum("qhr,rd->hqd", r, bank), np.broadcast_to(
+        np.clip(distance, 0, bank.shape[1] - 1), (heads, n, n)), -1)
+    k, v = (np.repeat(x, heads // groups, 1) for x in (k, v))
+    score = np.einsum("qhd,khd->hqk", q, k) * size ** -0.5 + np.where(reach, profile, 0)
+    score = np.where((distance < 0) | (distance >= (window or n)), -np.inf, score)
+    sink = (q_in @ W.get(p + "attn_sink_proj.weight").T).T[..., None]
+    out = np.einsum("hqk,khd->qhd", softmax(np.concatenate([score, sink], -1))[..., :-1], v).reshape(n, -1)
+    return (out * sigmoid(q_in @ W.get(p + "gate_attn.weight").T)) @ W.get(p + "wo_ud.weight").T
+
+
+def ink_experts(W, config, x, p):
+    score = sigmoid(x @ W.get(p + "gate.weight").T)
+    best = np.argsort(-(score + W.get(p + "gate.bias")), -1)[:, :config["num_experts_per_tok"]]
+    weight = np.take_along_axis(score, best, -1)
+    weight = weight / weight.sum(-1, keepdims=True) * config["route_scale"]
+    up, down, y = W.get(p + "experts.w13_weight"), W.get(p + "experts.w2_weight"), np.zeros_like(x)
+    cap = lambda z, name: np.tanh(z / config[name]) * config[name]
+    for e in range(score.shape[1]):
+        token, slot = np.nonzero(best == e)
+        g, u = x[token] @ up[e, ::2].T, x[token] @ up[e, 1::2].T
+        h = cap(g, "mlp_gate_softcap") * sigmoid(g) * cap(u, "mlp_up_softcap")
+        y[token] += weight[token, slot, None] * (h @ down[e].T)
+    return y
+
+
+def ink_read(rows, query):
+    """A reading of the rows, blocks of layers, by a query."""
+    rows = rms(np.stack(rows), 1, 1e-6)
+    weight = softmax((rows @ query).T * len(query) ** -0.5)
+    return np.einsum("nj,jnd->nd", weight, rows)
+
+
+def ink_gate(W, config, x, message, p):
+    low = np.concatenate([rms(t, 1, config["rms_norm_eps"]) for t in (x, message)], -1) @ W.get(p + "down_weight").T
+    return (1 - np.tanh(low @ W.get(p + "forget_weight").T)) * x + np.tanh(low @ W.get(p + "gain_weight").T) * message
+
+
+def ink_layer(W, config, rows, layer, messages):
+    """Adds a layer to the rows: the embedding, the sums of blocks, and last that of the block which it belongs to.
+    messages: what the loop's last pass has left; None: this is the first."""
+    p, first = f"model.llm.layers.{layer}.", layer % config["n_layers_per_attn_res_block"] == 0
+    window = config["sliding_window_size"] * (config["layer_types"][layer] == "hybrid_sliding")
+
+    def message(i):  # of queries, keys, values, feed-forward
+        kv = i in (1, 2)
+        queries = W.get("model.llm.middle_cycle_cross_pass_" + "kv_" * kv + "queries")
+        return ink_read(messages, queries[2 * (layer - config["loop_layer_index_start"]) + (i > 1)])
+
+    def gated(i, x):
+        name = ("attn", "k", "v", "mlp")[i]
+        return x if messages is None else ink_gate(W, config, x, message(i), f"{p}controllers.{name}.")
+
+    queries = W.get(f"model.llm.attn_res.attn_queries.{layer - 1}").reshape(-1, config["hidden_size"]) if layer else None
+    norms = ["attn_norm"] * 3 if window else ["q_input_norm", "k_input_norm", "v_input_norm"]
+    read = [rows[0] if queries is None else ink_read(rows, queries[i % len(queries)]) for i in range(3)]
+    read = [rms(gated(i, x), W.get(f"{p}{name}.weight"), config["rms_norm_eps"])
+            for i, (x, name) in enumerate(zip(read, norms))]
+    out = ink_conv(ink_attention(W, config, *read, p + "attn.", window), ink_taps(W, p + "attn_sconv.weight"))
+    rows = rows + [out] if first else rows[:-1] + [rows[-1] + out]
+    x = gated(3, ink_read(rows, W.get(f"model.llm.attn_res.mlp_queries.{layer}")))
+    x = ink_experts(W, config, rms(x, W.get(p + "mlp_norm.weight"), config["rms_norm_eps"]), p + "mlp.")
+    return rows[:-1] + [rows[-1] + ink_conv(x, ink_taps(W, p + "mlp_sconv.weight"))]
+
+
+def ink_trunk(W, config, ids):
+    """The rows after the final norm."""
+    start, end = config.get("loop_layer_index_start", 0), config.get("loop_layer_index_end", 0)
+    rows = [rms(W.get("model.llm.embed.weight")[ids], W.get("model.llm.embed_norm.weight"), config["rms_norm_eps"])]
+    for layer in range(end):
+        rows = ink_layer(W, config, rows, layer, None)
+    kept = 1 + start // config["n_layers_per_attn_res_block"]
+    for _ in range(1, config.get("loop_num_passes", 1)):
+        messages, rows = rows[kept:], rows[:kept]
+        for layer in range(start, end):
+            rows = ink_layer(W, config, rows, layer, messages)
+    for layer in range(end, config["num_hidden_layers"]):
+        rows = ink_layer(W, config, rows, layer, None)
+    x = ink_read(rows, W.get("model.llm.attn_res.output_query"))
+    return rms(x, W.get("model.llm.norm.weight"), config["rms_norm_eps"])
+
+
 def is_linear(config, layer):
     if config.get("layer_types"):
         return config["layer_types"][layer] == "linear_attention"
@@ -956,6 +1082,8 @@ def head(W, config):
         return W.get("head.weight")
     if config["model_type"] == "nemotron_h":
         return W.get("lm_head.weight")
+    if config["model_type"].startswith("inkling2"):
+        return W.get("model.llm.unembed.weight")
     if config["tie_word_embeddings"]:
         return W.get(embedding(W))
     return W.get("language_model." * prefix(W).startswith("language_model.") + "lm_head.weight")
@@ -975,6 +1103,8 @@ def trunk(W, config, ids):
         return v4_trunk(W, config, ids)
     if config["model_type"] == "nemotron_h":
         return nemotron_trunk(W, config, ids)
+    if config["model_type"].startswith("inkling2"):
+        return ink_trunk(W, config, ids)
     return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 
@@ -1033,7 +1163,10 @@ def check(folder):
         config.setdefault("num_hidden_layers", len(nemotron_kinds(config)))
     ids = np.fromfile(folder / "ids.i32", "<i4")
     hidden = trunk(W, config, ids)
-    errors = [nmse(hidden @ head(W, config).T, folder / "logits.f32")]
+    logits = hidden @ head(W, config).T
+    if "final_logit_softcapping" in config:
+        logits = np.tanh(logits / config["final_logit_softcapping"]) * config["final_logit_softcapping"]
+    errors = [nmse(logits, folder / "logits.f32")]
     if W.has("mtp.0.e_proj.weight"):
         errors.append(nmse(v4_predict(W, config, ids, len(ids)), folder / "predict.f32"))
         errors.append(nmse(v4_drafts(W, config, ids), folder / "drafts.f32"))

@@ -1050,7 +1050,7 @@ def draw(fixture, name, shape, tied, centred):
     if name.endswith("indexer.k_norm.bias"):  # the same for all keys: more would hide what they differ in
         return (0.3 * x).astype(np.float32)
     if "attn_res." in name or "cross_pass" in name or ".rel_logits_proj." in name:
-        return ((0.3 if "logits" in name else 1.5) * x).astype(np.float32)
+        return ((0.3 if "logits" in name else 0.5) * x).astype(np.float32)
     if "l2_clip.scale" in name:
         return (1 + 0.2 * x).astype(np.float32)
     if "norm" in name:
