@@ -287,8 +287,11 @@ static void test_state_alone(void) {
 
 /* A state that is saved goes on in another session, with other ranks too, also where it had been longer before. */
 static void check_file(int which) {
-    /* layers that run three times make more of the other bits of other ranks than is allowed here */
+    /* these make more of a bit that other ranks round otherwise than is allowed here: in a cache of BF16, and those
+     * whose layers run three times in any */
+    const bool rings = which >= STATE_RECURRENT && which < STATE_MODELS;
     const bool loop = !strcmp(state_models[which], "inkling2_loop");
+    const enum kv_type kv = rings ? KV_F32 : KV_BF16;
     struct model m;
     char err[ERR_MAX] = "", path[256];
     int32_t ids[120];
@@ -297,14 +300,14 @@ static void check_file(int which) {
     for (int k = 0; k < STATE_LAYOUTS; k++)
         for (int decoded = 0; decoded < 8; decoded += 7) {
             struct session s;
-            state_open(&s, &m, state_layouts[k][0], state_layouts[k][1], KV_BF16);
+            state_open(&s, &m, state_layouts[k][0], state_layouts[k][1], kv);
             CHECK(session_sync(&s, ids, 50, 30, err) == SYNC_DONE, "%s", err);
             for (int i = 0; i < decoded; i++) session_decode(&s, ids[50 + i]);
             const int n = k % 2 ? session_truncate(&s, 35) : s.n_past;
             CHECK(state_save(&s, path, err) == 0, "%s", err);
             session_free(&s);
             const int *to = state_layouts[(k + !loop) % STATE_LAYOUTS];
-            state_open(&s, &m, to[0], to[1], KV_BF16);
+            state_open(&s, &m, to[0], to[1], kv);
             CHECK(session_sync(&s, ids + 7, 100, 90, err) == SYNC_DONE, "%s", err); /* nothing of it may remain */
             CHECK(session_load(&s, path, err) == 0 && s.n_past == n, "%s", err);
             state_sync(&s, &m, ids, n + 10, 0, 10, "after a state from a file");
