@@ -5394,7 +5394,7 @@ static const struct manual manual = {
              "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
              "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
              "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
-             "nemotron_h.\n"
+             "inkling2, inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
