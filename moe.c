@@ -58,14 +58,14 @@
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        160  heads, windows, rotations
  *   Families: grouped-query attention                170  what each reads, its layers, its forward
- *   Families: latent attention                        90  the same of DeepSeek-V2, V3, V3.2, GLM-5
+ *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            120  the same
- *   Families: gated delta nets                       140  the same of Qwen3-Next, Qwen3.5, Kimi Linear, Ling 3
+ *   Families: gated delta nets                       190  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
  *   Families: Mamba-2                                 50  the same of Nemotron-3
  *   Families: the forward                            200  the forward of all. START HERE
  *   Model: layers and files                          440  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         240  --synth: shapes of real models
+ *   Synthetic models: shapes                         280  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
  *   Synthetic models: weights                        220  its tensors, random numbers
  *
@@ -4600,9 +4600,10 @@ static void layer_bailing3(struct loader *l, struct layer *layer, int il) {
 static void loader_index_types(struct loader *l) {
     char key[128];
     const struct gguf_kv *kv = loader_key(l, "attention.indexer.types", key);
-    if (!kv || !l->g->n_tensors) return;
+    if (!kv) return;
     if (!kv->is_array || kv->n < (uint64_t)l->m->n_layer)
         loader_fail(l, "metadata key '%s' has no value for each of %d layers", key, l->m->n_layer);
+    if (!l->g->n_tensors) return;
     for (int il = 0; il < l->m->n_layer && !l->failed; il++) {
         const bool has = layer_has_tensor(l, il, "indexer.attn_k.weight");
         int64_t v;
@@ -14567,7 +14568,8 @@ static struct kv_tensor *session_read_cache(const struct session *s, const struc
         if (a && b) same = !memcmp(a, b, sizeof *a);
         else
             same = (a ? a : b)->layer >= (uint32_t)s->m->n_layer &&
-                   (!a || ((a->kind == ROWS_TOKENS || (a->kind == ROWS_RING && a->n_row - 1 < 1 << 24)) &&
+                   (!a || ((a->kind == ROWS_TOKENS || (a->kind == ROWS_BLOCKS && a->row_tokens - 1 < 1 << 24) ||
+                            (a->kind == ROWS_RING && a->n_row - 1 < 1 << 24)) &&
                            (a->row_bytes | a->scales) < 1 << 24));
     }
     if (!same) arrfree(got);
