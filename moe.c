@@ -58,15 +58,15 @@
  *   Model: tensors of a file                         430  reads keys and rotations, checks and binds tensors
  *   Families: what they share                        160  heads, windows, rotations
  *   Families: grouped-query attention                170  what each reads, its layers, its forward
- *   Families: latent attention                        90  the same of DeepSeek-V2, V3, V3.2, GLM-5
+ *   Families: latent attention                       100  the same of DeepSeek-V2, V3, V3.2, GLM-5
  *   Families: DeepSeek-V4                            120  the same
- *   Families: gated delta nets                       140  the same of Qwen3-Next, Qwen3.5, Kimi Linear, Ling 3
+ *   Families: gated delta nets                       190  the same of Qwen3-Next, Qwen3.5, Kimi Linear, GLM-5.3
  *   Families: Mamba-2                                 50  the same of Nemotron-3
  *   Families: Inkling 2                              120  the same of Inkling 2
  *   Families: the forward                            200  the forward of all. START HERE
  *   Model: layers and files                          510  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         240  --synth: shapes of real models
+ *   Synthetic models: shapes                         280  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
  *   Synthetic models: weights                        220  its tensors, random numbers
  *
@@ -1128,14 +1128,15 @@ struct attn {
     int first_head_kv, whole_head_kv; /* shard: the first of its KV heads, and how many the whole model has */
     int whole_head;                   /* query heads of the whole model */
     int kv_replica;     /* shard: its KV head is a replica of a lower rank's, which alone counts it in row norms */
-    int compress_ratio; /* MIXER_CSA: tokens per compressed key; 0: there is only the window */
-    int pooled;         /* MIXER_CSA: tokens pooled into a compressed key: compress_ratio, or with overlap twice it */
+    int compress_ratio; /* MIXER_CSA: tokens per compressed key; 0: there is only the window. MIXER_MLA: tokens of a
+                         * pool, which has one key of the indexer (attn_pools); 0: every token has one */
+    int pooled;         /* tokens pooled into a compressed key: compress_ratio, or with overlap twice it */
     int n_out_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
-    /* An indexer chooses the keys: of MLA one by one, for all heads; of GQA in blocks, for each KV head. */
-    int n_index;      /* heads of the indexer; 0: none, and with top_k the layer takes the choice of the one before */
+    /* An indexer chooses the keys: of MLA one by one or in pools, for all heads; of GQA in blocks, for each KV head. */
+    int n_index;      /* heads of the indexer; 0: none, and with top_k the layer takes the latest choice before it */
     int index_k;      /* values of a head of the indexer and of its key */
     int top_k;        /* keys that a query sees at most, the indexer's choice; 0: all */
-    int index_block;  /* keys that are chosen together, a power of two that divides top_k */
+    int index_block;  /* keys that are chosen together and divide top_k: a power of two, or the tokens of a pool */
     int index_local;  /* blocks that a query always sees, its own and those before it */
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
@@ -1150,6 +1151,9 @@ struct attn {
     int n_rel, extent;       /* values of a head's relative state; distances that have a bias, from 0 on */
     float qk_clip, rel_clip; /* the longest heads of queries and keys, and relative states */
 };
+
+/* Whether the indexer of latent attention has a key for every pool of compress_ratio tokens. */
+static inline bool attn_pools(const struct attn *a) { return a->kv_lora && a->compress_ratio; }
 
 /* The factor of the query at a position: attention stays as selective over many keys as over few (Llama 4's temperature
  * of attention). */
@@ -1170,6 +1174,7 @@ struct delta {
     int n_decay;        /* decays of a value head: 1, or head_k (Kimi delta attention), one for each row of its state */
     int low;           /* values through which inputs of decays and gates of results go, a low rank; 0: there is none */
     float bound;       /* negative: what logarithms of decays are above; 0: they have no bound */
+    bool flat_decay;   /* a file has the decays as a plain vector of -exp(A_log), with a bound too */
     bool sigmoid_gate; /* a gate of the result acts by its sigmoid; otherwise by its SiLU */
     bool tiled;
     bool fused_ba;            /* a file has w_beta and w_alpha as one matrix */
@@ -1225,13 +1230,16 @@ enum qk_norm {
     X(SINKS, l->attn.has_sinks)                                                       \
     X(HEAD_GATE, l->attn.n_gate > 0)                                                  \
     X(INDEXER, l->attn.n_index > 0)                                                   \
-    X(COMPRESSED, l->attn.compress_ratio > 0)                                         \
+    X(POOLS, l->attn.n_index > 0 && attn_pools(&l->attn))                             \
+    X(COMPRESSED, l->mixer == MIXER_CSA && l->attn.compress_ratio > 0)                \
     X(GDN, l->mixer == MIXER_DELTA && l->delta.n_decay == 1)                          \
     X(GDN_AB, l->mixer == MIXER_DELTA && l->delta.n_decay == 1 && !l->delta.fused_ba) \
     X(GDN_BA, l->mixer == MIXER_DELTA && l->delta.n_decay == 1 && l->delta.fused_ba)  \
     X(KDA, l->delta.n_decay > 1)                                                      \
     X(KDA_LOW, l->delta.n_decay > 1 && l->delta.low > 0)                              \
     X(KDA_FULL, l->delta.n_decay > 1 && !l->delta.low)                                \
+    X(KDA_FLAT, l->delta.n_decay > 1 && l->delta.flat_decay)                          \
+    X(KDA_COLUMN, l->delta.n_decay > 1 && !l->delta.flat_decay)                       \
     X(FFN_NORM, !l->post_norm && !l->no_ffn && l->mixer != MIXER_NONE)                \
     X(POST_NORM, l->post_norm)                                                        \
     X(DENSE_FFN, !l->n_expert && !l->no_ffn)                                          \
@@ -1241,7 +1249,7 @@ enum qk_norm {
     X(SHARED, l->n_ff_shared > 0)                                                     \
     X(EXPERT_IDS, l->has_expert_ids)                                                  \
     X(BIASES, l->has_biases)                                                          \
-    X(HC, m->n_hc > 0)                                                                \
+    X(HC, layer_streams(m, l) > 0)                                                    \
     X(MTP, l->mtp)
 enum {
 #define CONDITION(bit, test) CONDITION_##bit,
@@ -1295,12 +1303,13 @@ enum head_gate { GATE_SIGMOID, GATE_SOFTPLUS };
 
 /* How a half of a layer reads and writes the streams (hyper-connections, arXiv 2512.24880; see hc_mix). */
 struct hyper {
-    const float *fn;           /* ((2 + n_hc) * n_hc, n_hc * n_embd) */
+    const float *fn;           /* ((2 + n_hc) * n_hc, n_hc * n_embd); NULL: the mean of the streams is read */
     const float *base, *scale; /* ((2 + n_hc) * n_hc), (3) */
 };
 
 /* Pools `compress_ratio` tokens into a compressed key of width d. With overlap a token has 2 d values: the second d are
- * for its own key, the first d for the next one. */
+ * for its own key, the first d for the next one. Pools of latent attention have neither kv, as their values are the
+ * tokens' normed keys of the indexer, nor a norm. */
 struct compressor {
     struct weight kv, gate; /* (pooled / compress_ratio * d, n_embd) */
     const float *ape;       /* (compress_ratio, pooled / compress_ratio * d) added to gates, by place in the key */
@@ -1327,6 +1336,7 @@ struct layer {
     bool has_biases;     /* wo, the router and the experts have biases */
     bool has_expert_ids; /* a table has the experts of every token id */
     bool no_ffn;         /* the layer is what mixes tokens alone */
+    bool one_stream;     /* there are no hyper-connections around it (an MTP layer that gets the mean of the streams) */
     bool ungated;        /* feed-forwards have no gate: the hidden values are relu(up)^2 */
     uint64_t has;        /* bits of enum layer_has that hold, by layer_conditions; for the table of tensors alone */
     struct attn attn;
@@ -1535,6 +1545,8 @@ static const struct tensor_rule tensor_rules[] = {
     VECTOR("indexer.k_norm.weight", "self_attn.indexer.k_norm",     index_norm,  INDEX_K,           HAS_INDEXER | HAS_MLA),
     VECTOR("indexer.k_norm.bias",   "self_attn.indexer.k_norm.bias", index_norm_bias, INDEX_K,      HAS_INDEXER | HAS_MLA),
     MATRIX("indexer.proj",          "self_attn.indexer.weights_proj", w_index,   EMBD,    INDEXES,  ONE,     HAS_INDEXER | HAS_MLA),
+    MATRIX("indexer_compressor_gate", "self_attn.indexer.index_kpool_compress_gate", index_compressor.gate, EMBD, INDEX_COMPRESSED, ONE, HAS_POOLS),
+    VECTORS("indexer_compressor_ape.weight", "self_attn.indexer.index_kpool_compress_ape", index_compressor.ape, INDEX_COMPRESSED, COMPRESS_RATIO, HAS_POOLS),
     MATRIX("indexer.q_proj",        "self_attn.indexer.q_proj",     wq_index,    EMBD,    INDEX_Q,  ONE,     HAS_INDEXER | HAS_GQA),
     MATRIX("indexer.k_proj",        "self_attn.indexer.k_proj",     wk_index,    EMBD,    INDEX_K,  ONE,     HAS_INDEXER | HAS_GQA),
     VECTOR("indexer.k_norm.weight", "self_attn.indexer.k_norm",     index_norm,  INDEX_K,           HAS_INDEXER | HAS_GQA),
@@ -1602,7 +1614,8 @@ static const struct tensor_rule tensor_rules[] = {
     MATRIX("ssm_g_a",               "self_attn.g_a_proj",           wz_low,      EMBD,    LOW,      ONE,     HAS_KDA_LOW),
     MATRIX("ssm_g_b",               "self_attn.g_b_proj",           wz,          LOW,     VALUE,    ONE,     HAS_KDA_LOW),
     MATRIX("ssm_g_a",               "self_attn.g_proj",             wz,          EMBD,    VALUE,    ONE,     HAS_KDA_FULL),
-    VECTORS("ssm_a",                "self_attn.A_log",              decay,       ONE,     VALUES,            HAS_KDA),
+    VECTORS("ssm_a",                "self_attn.A_log",              decay,       ONE,     VALUES,            HAS_KDA_COLUMN),
+    VECTOR("ssm_a",                 "self_attn.A_log",              decay,       VALUES,            HAS_KDA_FLAT),
     VECTOR("ssm_dt.bias",           "self_attn.dt_bias",            dt_bias,     DECAYS,            HAS_KDA),
     VECTOR("ssm_norm.weight",       "self_attn.o_norm",             delta_norm,  VALUE_HEAD,        HAS_KDA),
     MATRIX("attn_output",           "self_attn.o_proj",             wo,          VALUE,   EMBD,     ONE,     HAS_KDA),
@@ -1785,7 +1798,7 @@ static const struct key_rule key_rules[] = {
     {"swiglu_clamp_exp",                     KEY_NUM,  KEY_LAYERS, 0, 1e6,         0}, /* 0: none */
     {"swiglu_clamp_shexp",                   KEY_NUM,  KEY_LAYERS, 0, 1e6,         0},
     /* rotations */
-    {"rope.dimension_count",                 KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS},
+    {"rope.dimension_count",                 KEY_INT,  KEY_ONE,    0, 4096,        KEY_FOLLOWS}, /* 0: nothing is rotated */
     {"rope.dimension_count_swa",             KEY_INT,  KEY_ONE,    2, 4096,        KEY_FOLLOWS}, /* where layers have windows */
     {"rope.freq_base",                       KEY_NUM,  KEY_ONE,    1, 1e12,        10000},
     {"rope.freq_base_swa",                   KEY_NUM,  KEY_ONE,    1, 1e12,        KEY_FOLLOWS},
@@ -1809,6 +1822,9 @@ static const struct key_rule key_rules[] = {
     {"attention.indexer.top_k",              KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED}, /* keys, or blocks of keys */
     {"attention.indexer.block_size",         KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
     {"attention.indexer.local_blocks",       KEY_INT,  KEY_ONE,    1, MAX_TRAINED, KEY_REQUIRED},
+    {"attention.indexer.kpool",              KEY_INT,  KEY_ONE,    2, 1 << 10,     KEY_REQUIRED}, /* tokens of a pool */
+    {"attention.indexer.kpool_select_tail",  KEY_BOOL, KEY_ONE,    0, 1,           1}, /* nothing else is supported */
+    {"attention.indexer.types",              KEY_BOOL, KEY_LIST,   0, 1,           KEY_FOLLOWS}, /* whether a layer has one */
     /* compressed keys and hyper-connections */
     {"attention.output_group_count",         KEY_INT,  KEY_ONE,    1, 1024,        KEY_REQUIRED},
     {"attention.output_lora_rank",           KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED},
@@ -1916,9 +1932,10 @@ struct model {
     int n_hc;       /* residual streams of hyper-connections; 0: one, A_X */
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
     float hc_eps;
-    struct hyper hc_head; /* how the last row is made of the streams: (n_hc, n_hc * n_embd), (n_hc), (1) */
-    int res_block;        /* layers of a block, where the residual is blocks of layers; 0: it is not */
-    int n_res;            /* rows of A_HC then: the embedding, blocks, and those of the loop's last pass; 0: none */
+    struct hyper
+        hc_head;   /* how the last row is made of the streams: (n_hc, n_hc * n_embd), (n_hc), (1); or their mean */
+    int res_block; /* layers of a block, where the residual is blocks of layers; 0: it is not */
+    int n_res;     /* rows of A_HC then: the embedding, blocks, and those of the loop's last pass; 0: none */
     const float *read_end, *embd_norm; /* (n_embd) the query of the last row; norm of the embedding, NULL: none */
     int loop_first, n_loop, n_pass; /* blocks loop_first .. loop_first + n_loop - 1 run n_pass times; n_loop 0: none */
     float logit_cap;                /* logits become c tanh(logit / c); 0: they stay */
@@ -1957,6 +1974,7 @@ struct family {
     bool mtp_before_norm; /* MTP layers get the rows before the final norm, not after it; all streams of them */
     bool qat;             /* its training rounded keys and the indexer (quantization-aware) */
     bool no_kv_layers;    /* layers may have no attention, whose attention.head_count_kv is then 0 */
+    bool mean_streams;    /* the last row is the mean of the streams of hyper-connections */
     /* Reads the metadata of attention, and what is this family's alone. */
     void (*read)(struct loader *l);
     /* Says what layer il is made of and the shape of its attention. */
@@ -1965,6 +1983,9 @@ struct family {
      * GPUs refuse families with this function. NULL: there are none. */
     void (*cache)(const struct model *m, const struct layer *layer, struct cache_tensor *out);
 };
+
+/* Residual streams that a layer reads and writes; 0: one, A_X. */
+static inline int layer_streams(const struct model *m, const struct layer *l) { return l->one_stream ? 0 : m->n_hc; }
 
 /* The conditions of the table of tensors that hold for layer l of model m. */
 static inline uint64_t layer_conditions(const struct model *m, const struct layer *l) {
@@ -2026,8 +2047,10 @@ static inline const float *mtp_norm(const struct model *m, const struct layer *l
 
 /* Lists of chosen blocks that a query has: one, or one for each KV head. */
 static inline int attn_topk_lists(const struct attn *a) { return a->kv_lora ? 1 : a->n_head_kv; }
-/* Blocks of a list. */
-static inline int attn_topk_blocks(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
+/* Blocks that an indexer chooses for a list. */
+static inline int attn_topk_chosen(const struct attn *a) { return a->top_k ? a->top_k / a->index_block : 0; }
+/* Blocks of a list: those, and with pools the unfinished one. */
+static inline int attn_topk_blocks(const struct attn *a) { return attn_topk_chosen(a) + (a->top_k && attn_pools(a)); }
 /* Blocks of all lists of a query. */
 static inline size_t attn_topk_all(const struct attn *a) {
     return (size_t)attn_topk_lists(a) * (size_t)attn_topk_blocks(a);
@@ -2338,8 +2361,9 @@ enum {
        them, writes k and v to the cache. With q_gate multiplies the result by the sigmoid of the gates that stand in  \
        q after each head's query, with n_gate by those of in[3]. Overwrites q and k */                                 \
     X(void, attention, STEP_PARAMS, STEP_ARGS)                                                                         \
-    /* writes the indexer's keys to the cache, from A_IK; then chooses the keys that each query sees, by A_IQ and      \
-       A_IW, for the attention of this layer and of those after it without an indexer */                               \
+    /* writes the indexer's keys to the cache, from A_IK; with pools those that the batch completes, whose gates are   \
+       in A_ICG. Then chooses the keys that each query sees, by A_IQ and A_IW, for the attention of this layer and     \
+       of those after it without an indexer */                                                                         \
     X(void, select_keys, STEP_PARAMS, STEP_ARGS)                                                                       \
     /* out = multi-head latent attention (MLA) over the layer's cache, of q and kv (in): norms the latent in kv,       \
        rotates, and writes the latent and the shared key to the cache. Overwrites q and kv */                          \
@@ -2916,6 +2940,13 @@ static inline struct cache_tensor compressed_cache(enum kv_type type, const stru
     return p;
 }
 
+/* The cache tensors of an indexer whose keys are made of several tokens each. */
+static inline void index_compressed_cache(enum kv_type type, const struct attn *a,
+                                          struct cache_tensor out[CACHE_USES]) {
+    out[CACHE_INDEX] = compressed_cache(type, a, a->index_k, a->index_k);
+    out[CACHE_INDEX_WINDOW] = compressor_ring(a, a->index_k);
+}
+
 /* The cache tensors of attention with one KV head. */
 static inline void csa_cache(const struct layer *layer, enum kv_type type, int n_ctx_train,
                              struct cache_tensor out[CACHE_USES]) {
@@ -2926,10 +2957,7 @@ static inline void csa_cache(const struct layer *layer, enum kv_type type, int n
         out[CACHE_COMPRESSED] = compressed_cache(type, a, a->head_k, LATENT_GROUP);
         out[CACHE_WINDOW] = compressor_ring(a, a->head_k);
     }
-    if (a->n_index) {
-        out[CACHE_INDEX] = compressed_cache(type, a, a->index_k, a->index_k);
-        out[CACHE_INDEX_WINDOW] = compressor_ring(a, a->index_k);
-    }
+    if (a->n_index) index_compressed_cache(type, a, out);
     out[CACHE_K].pow2 = out[CACHE_COMPRESSED].pow2 = out[CACHE_INDEX].pow2 =
         true; /* keys are rounded so: see round_key */
 }
@@ -2975,15 +3003,17 @@ static inline void layer_cache(const struct model *m, const struct layer *layer,
         break;
     case MIXER_MLA:
         out[CACHE_K] = cache_make(type, a->kv_lora, LATENT_GROUP);
-        out[CACHE_V] =
-            cache_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
+        if (layer_rope_dim(m, layer))
+            out[CACHE_V] =
+                cache_make(type == KV_F32 ? KV_F32 : KV_BF16, layer_rope_dim(m, layer), layer_rope_dim(m, layer));
         break;
     case MIXER_CSA: csa_cache(layer, type, m->n_ctx_train, out); break;
     case MIXER_DELTA: delta_cache(&layer->delta, 2, out); break;
     case MIXER_MAMBA: delta_cache(&layer->delta, 1, out); break;
     case MIXER_NONE: break;
     }
-    if (a->n_index && !a->compress_ratio) out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
+    if (a->n_index && attn_pools(a)) index_compressed_cache(type, a, out);
+    else if (a->n_index && !a->compress_ratio) out[CACHE_INDEX] = cache_make(type, a->index_k, a->index_k);
     if (m->family->cache) m->family->cache(m, layer, out);
 }
 
@@ -3115,7 +3145,8 @@ static inline double cache_tensor_reads(const struct layer *layer, enum cache_us
     else if (p->kind == ROWS_RING && rows > (size_t)p->window) rows = (size_t)p->window;
     else if (p->kind == ROWS_TOKENS && window && rows > window) rows = window;
     else if ((use <= CACHE_V || use == CACHE_COMPRESSED) && top_k && rows > top_k) rows = top_k;
-    else if (use == CACHE_INDEX && rows <= top_k) rows = 0; /* the query sees all keys */
+    else if (use == CACHE_INDEX && rows <= (p->kind == ROWS_BLOCKS ? (size_t)attn_topk_chosen(&layer->attn) : top_k))
+        rows = 0; /* the query sees all keys */
     return (double)(rows * (p->row_bytes + cache_scale_bytes(p))) * (p->kind == ROWS_STATE ? 2 : 1);
 }
 
@@ -3422,6 +3453,8 @@ struct gpu_dims {
 
 /* What kernels lack for every layer of the model; NULL: nothing. */
 static inline const char *gpu_lacks(const struct model *m) {
+    for (int il = 0; il < model_blocks(m); il++)
+        if (attn_pools(&m->layers[il].attn)) return "indexers of pools of keys";
     if (m->n_hc && m->n_hc != GPU_HC) return "hyper-connections with other than four residual streams";
     if (m->n_res) return "blocks of layers as the residual, and attention with a bias by distance,";
     return m->n_hc && m->n_embd > HC_WIDTH ? "residual streams of more than 8192 values" : NULL;
@@ -3687,6 +3720,7 @@ struct loader {
     bool yarn_exact;                /* YaRN does not round the range of its ramp */
     bool yarn_plain;                /* YaRN scales neither cos and sin nor the softmax */
     bool unrotated;                 /* rotations are by 0 at every position */
+    bool no_rope;                   /* latent attention has no rotated values */
     int compress_ratio[MAX_LAYERS]; /* tokens of a compressed key, 0: there are none */
     int n_expert_ids;               /* the first layers that find experts by token ids */
     float value_scale;              /* factor of values; 0: 1; then by layer: */
@@ -4111,7 +4145,7 @@ static void read_heads(struct loader *l) {
 /* Reads the metadata of grouped-query attention. */
 static void read_gqa(struct loader *l) {
     read_heads(l);
-    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
     loader_rope(l, "rope.freq_base", true, dim, &l->attn);
 }
 
@@ -4187,10 +4221,26 @@ static void layer_gates(struct loader *l, struct layer *layer, int il, enum head
     layer->attn.n_gate = n == layer->attn.n_head ? 1 : layer->attn.head_v;
 }
 
-/* Gives a layer the limits of its feed-forwards. A dense one has that of shared experts. */
-static void layer_clamps(struct loader *l, struct layer *layer, int il) {
-    layer->sh_glu = glu_silu_clamp(l->clamp_shared[il]);
-    layer->glu = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? glu_silu_clamp(l->clamp[il]) : layer->sh_glu;
+/* Reads the limits of feed-forwards. Those of shared experts are the same where the file does not say, as in
+ * llama.cpp. */
+static void read_clamps(struct loader *l) {
+    char key[128];
+    loader_nums(l, "swiglu_clamp_exp", l->clamp);
+    if (loader_key(l, "swiglu_clamp_shexp", key)) loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
+    else memcpy(l->clamp_shared, l->clamp, sizeof l->clamp);
+}
+
+/* Gives a layer the limits of its feed-forwards, of a kind. A dense one has that of shared experts. */
+static void layer_clamps(struct loader *l, struct layer *layer, int il, struct glu (*kind)(float limit)) {
+    layer->sh_glu = kind(l->clamp_shared[il]);
+    layer->glu = layer_has_tensor(l, il, "ffn_gate_inp.weight") ? kind(l->clamp[il]) : layer->sh_glu;
+}
+
+/* Reads the metadata of hyper-connections. */
+static void read_hyper(struct loader *l) {
+    l->m->n_hc = loader_int(l, "hyper_connection.count");
+    l->m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations");
+    l->m->hc_eps = loader_num(l, "hyper_connection.epsilon");
 }
 
 /* ---- recording a forward ---- */
@@ -4208,17 +4258,18 @@ static struct input plain(enum act in) { return (struct input){in, ACT_COUNT, AC
 /* The norm of a slot, which overwrites it. */
 static struct input normed(enum act x, const float *norm) { return (struct input){x, x, ACT_COUNT, norm, NULL}; }
 
-/* The norm of the residual after the partial sums have been added to it, in A_H. */
-static struct input residual(const struct model *m, enum act partial, const float *norm, const struct hyper *hc) {
-    return (struct input){A_H, A_X, partial, norm, m->n_hc ? hc : NULL};
+/* The norm of a layer's residual after the partial sums have been added to it, in A_H. */
+static struct input residual(const struct model *m, const struct layer *l, enum act partial, const float *norm,
+                             const struct hyper *hc) {
+    return (struct input){A_H, A_X, partial, norm, layer_streams(m, l) ? hc : NULL};
 }
 
 /* The same for what mixes the tokens of layer il. The partial sums are those that the layer before, or the MTP
  * layer's eh_proj, has left. */
 static struct input layer_input(const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
-    const enum act partial = m->n_hc && l->mtp ? A_JOINED : il ? A_OUT : ACT_COUNT;
-    return residual(m, partial, l->attn_norm, &l->hc_attn);
+    const enum act partial = layer_streams(m, l) && l->mtp ? A_JOINED : il ? A_OUT : ACT_COUNT;
+    return residual(m, l, partial, l->attn_norm, &l->hc_attn);
 }
 
 /* Slots, as a list that ends with ACT_COUNT. */
@@ -4336,7 +4387,7 @@ static void read_step35(struct loader *l) {
 static void layer_step35(struct loader *l, struct layer *layer, int il) {
     layer_attn(l, layer, il);
     if (layer_has_tensor(l, il, "attn_q_norm.weight")) layer->qk_norm = QK_NORM_HEADS;
-    layer_clamps(l, layer, il);
+    layer_clamps(l, layer, il, glu_silu_clamp);
     layer_gates(l, layer, il, GATE_SIGMOID);
 }
 
@@ -4344,7 +4395,7 @@ static void layer_step35(struct loader *l, struct layer *layer, int il) {
 static void read_laguna(struct loader *l) {
     read_heads(l);
     read_windows(l, 0, 4, true);
-    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
     read_ropes(l, dim, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
@@ -4360,7 +4411,7 @@ static void read_mimo2(struct loader *l) {
     read_windows(l, KEY_REQUIRED, 0, false);
     for (int il = 0; il < model_blocks(l->m); il++) l->window[il] += l->window[il] > 0;
     l->value_scale = loader_num(l, "attention.value_scale");
-    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, KEY_LO, l->attn.head_k);
+    const int dim = loader_int_in(l, "rope.dimension_count", l->attn.head_k, 2, l->attn.head_k);
     read_ropes(l, dim, loader_int_in(l, "rope.dimension_count_swa", dim, KEY_LO, l->attn.head_k));
 }
 
@@ -4442,7 +4493,8 @@ static void forward_gqa(struct program *p, const struct model *m, int il) {
 /* ============================================================================================================
  * Families: latent attention
  *
- * Multi-head latent attention (MLA) of DeepSeek-V2 and V3 and of Kimi-K2, with an indexer DeepSeek-V3.2 and GLM-5.
+ * Multi-head latent attention (MLA) of DeepSeek-V2 and V3 and of Kimi-K2, with an indexer DeepSeek-V3.2, GLM-5 and
+ * GLM-5.3-Flash.
  * ============================================================================================================ */
 
 /* Reads the metadata of multi-head latent attention (arXiv 2405.04434, section 2.1). */
@@ -4452,7 +4504,8 @@ static void read_mla(struct loader *l) {
     a->kv_lora = loader_int(l, "attention.kv_lora_rank");
     a->head_k = loader_int(l, "attention.key_length_mla");
     a->head_v = loader_int(l, "attention.value_length_mla");
-    int rope = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k - 1);
+    int rope =
+        loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, l->no_rope ? 0 : 2, l->no_rope ? 0 : a->head_k - 1);
     loader_rope(l, "rope.freq_base", true, rope, a);
     read_temperature(l);
     /* Files by llama.cpp's converter do not name the router of GLM-4.7-Flash. Softmax routers have no bias. */
@@ -4512,15 +4565,22 @@ static void layer_sparse(struct loader *l, struct layer *layer, int il) {
  *
  *   I_t,s = sum over j of w_t,j ReLU(q^I_t,j . k^I_s)      q^I from c^Q_t, k^I and w from h_t
  *
+ * That of GLM-5.3-Flash has a key for every pool m of r = compress_ratio tokens, once its last token is there. A query
+ * sees the tokens of the top_k / r pools with the largest scores, and those of the unfinished pool:
+ *
+ *   K_m = sum over j of softmax_j(g_j + a_j mod r) * k^I_j   j = m r .. m r + r - 1, g_j = W^g h_j, for each column
+ *                                                            by itself
+ *
  * MiniMax-M3's has a head for each KV head and scores blocks of keys by their largest product. */
 
 /* A layer's multi-head latent attention. The query may go through a low rank, and heads may have gates. */
 static void forward_mla(struct program *p, const struct model *m, int il) {
     const struct layer *l = &m->layers[il];
     LINEAR(p, il, layer_input(m, il), {&l->wkv_a, A_K}, {&l->wq_a, A_QA}, {&l->wq, A_Q}, {&l->wk_index, A_IK},
-           {&l->w_index, A_IW}, {&l->w_gate, A_GATE});
+           {&l->index_compressor.gate, A_ICG}, {&l->w_index, A_IW}, {&l->w_gate, A_GATE});
     if (l->attn.q_lora) LINEAR(p, il, normed(A_QA, l->q_a_norm), {&l->wq_b, A_Q}, {&l->wq_index, A_IQ});
-    if (l->attn.n_index) step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK, A_IW), ACT_COUNT);
+    if (l->attn.n_index)
+        step_add(p, OP_select_keys, il, SLOTS(A_IQ, A_IK, A_IW, attn_pools(&l->attn) ? A_ICG : ACT_COUNT), ACT_COUNT);
     struct step *s = step_add(p, OP_mla_attention, il, SLOTS(A_Q, A_K), A_ATT);
     s->w[0] = &l->wk_b;
     s->w[1] = &l->wv_b;
@@ -4560,7 +4620,7 @@ static void read_deepseek4(struct loader *l) {
     const int blocks = model_blocks(m);
     read_heads(l);
     l->rope_pairs = l->yarn_plain = true;
-    const int dim = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, KEY_LO, a->head_k);
+    const int dim = loader_int_in(l, "rope.dimension_count", KEY_REQUIRED, 2, a->head_k);
     a->q_lora = loader_int_in(l, "attention.q_lora_rank", KEY_REQUIRED, 1, KEY_HI);
     a->window = loader_int_in(l, "attention.sliding_window", KEY_REQUIRED, 1, KEY_HI);
     a->n_out_group = loader_int(l, "attention.output_group_count");
@@ -4570,17 +4630,13 @@ static void read_deepseek4(struct loader *l) {
     l->attn_window = *a;
     loader_rope(l, "rope.freq_base", false, dim, &l->attn_window);
     read_indexer(l, 1);
-    m->n_hc = loader_int(l, "hyper_connection.count");
-    m->n_sinkhorn = loader_int(l, "hyper_connection.sinkhorn_iterations");
-    m->hc_eps = loader_num(l, "hyper_connection.epsilon");
+    read_hyper(l);
     l->n_expert_ids = loader_int_in(l, "hash_layer_count", KEY_REQUIRED, KEY_LO, m->n_layer);
     loader_ratios(l);
     loader_num_or(l, "expert_weights_scale", KEY_REQUIRED);
     char key[128];
     if (!loader_key(l, "swiglu_clamp_exp", key)) loader_fail(l, "metadata key '%s' is missing", key);
-    loader_nums(l, "swiglu_clamp_exp", l->clamp);
-    if (loader_key(l, "swiglu_clamp_shexp", key)) loader_nums(l, "swiglu_clamp_shexp", l->clamp_shared);
-    else memcpy(l->clamp_shared, l->clamp, sizeof l->clamp); /* as in llama.cpp */
+    read_clamps(l);
     if (!l->failed && m->gating != GATING_SQRT_SOFTPLUS)
         loader_fail(l, "metadata key '%s.expert_gating_func' is %d, expected %d", l->arch, m->gating,
                     GATING_SQRT_SOFTPLUS);
@@ -4613,8 +4669,7 @@ static void layer_deepseek4(struct loader *l, struct layer *layer, int il) {
     if (compress_ratio != OVERLAPPING) a->n_index = a->top_k = 0;
     a->has_sinks = true;
     layer->has_expert_ids = il < l->n_expert_ids;
-    layer->glu = glu_clamp_silu(l->clamp[il]);
-    layer->sh_glu = glu_clamp_silu(l->clamp_shared[il]);
+    layer_clamps(l, layer, il, glu_clamp_silu);
 }
 
 /* Compressed sparse attention (CSA, DeepSeek-V4). All heads share one KV head, whose key k_t is its value too. A query
@@ -4650,8 +4705,8 @@ static void forward_csa(struct program *p, const struct model *m, int il) {
 /* ============================================================================================================
  * Families: gated delta nets
  *
- * Layers with a recurrent state, in Qwen3-Next and Qwen3.5 among layers of grouped-query attention, in Kimi Linear and
- * Ling 3 among layers of latent attention.
+ * Layers with a recurrent state, in Qwen3-Next and Qwen3.5 among layers of grouped-query attention, in Kimi Linear, Ling
+ * 3 and GLM-5.3-Flash among layers of latent attention.
  * ============================================================================================================ */
 
 /* Reads the shape of recurrent mixers. */
@@ -4711,10 +4766,9 @@ static void layer_qwen3next(struct loader *l, struct layer *layer, int il) {
     layer->delta.tiled = false;
 }
 
-/* Reads the metadata of layers of Kimi delta attention, which have no KV head, among layers of latent attention. */
+/* Reads the metadata of layers of Kimi delta attention, which have no KV head. */
 static void read_kda(struct loader *l) {
     struct delta *d = &l->delta;
-    read_mla(l);
     d->n_conv = loader_int(l, "ssm.conv_kernel");
     d->head_k = d->head_v = d->n_decay = loader_int(l, "kda.head_dim");
     d->sigmoid_gate = true;
@@ -4724,12 +4778,14 @@ static void read_kda(struct loader *l) {
 /* Reads the metadata of Kimi Linear, whose inputs of decays and gates go through a rank of a head's values. */
 static void read_kimi_linear(struct loader *l) {
     l->unrotated = true;
+    read_mla(l);
     read_kda(l);
     l->delta.low = l->delta.head_k;
 }
 
 /* Reads the metadata of Ling 3. */
 static void read_bailing3(struct loader *l) {
+    read_mla(l);
     read_kda(l);
     l->delta.bound = loader_num(l, "kda.gate_lower_bound");
     if (!loader_bool_or(l, "kda.safe_gate", true))
@@ -4752,10 +4808,61 @@ static void layer_kda(struct loader *l, struct layer *layer, int il) {
 /* A layer of Ling 3. Latent attention has a gate for every head. */
 static void layer_bailing3(struct loader *l, struct layer *layer, int il) {
     layer_kda(l, layer, il);
-    layer_clamps(l, layer, il);
+    layer_clamps(l, layer, il, glu_silu_clamp);
     if (layer->mixer != MIXER_MLA) return;
     layer->head_gate = GATE_SIGMOID;
     layer->attn.n_gate = 1;
+}
+
+/* Checks what the metadata of GLM-5.3-Flash say of the layers that have an indexer against the tensors. The list may end
+ * before the MTP layers. */
+static void loader_index_types(struct loader *l) {
+    char key[128];
+    const struct gguf_kv *kv = loader_key(l, "attention.indexer.types", key);
+    if (!kv) return;
+    if (!kv->is_array || kv->n < (uint64_t)l->m->n_layer)
+        loader_fail(l, "metadata key '%s' has no value for each of %d layers", key, l->m->n_layer);
+    if (!l->g->n_tensors) return;
+    for (int il = 0; il < l->m->n_layer && !l->failed; il++) {
+        const bool has = layer_has_tensor(l, il, "indexer.attn_k.weight");
+        int64_t v;
+        if (!gguf_elem_int(kv, (uint64_t)il, &v) || v < 0 || v > 1)
+            loader_fail(l, "metadata key '%s' is not a list of booleans", key);
+        else if (l->n_head_kv[il] && has != v)
+            loader_fail(l, "metadata key '%s' says that layer %d has %s indexer, but tensor 'blk.%d.%s' is %s", key, il,
+                        v ? "an" : "no", il, "indexer.attn_k.weight", has ? "there" : "missing");
+    }
+}
+
+/* Reads the metadata of GLM-5.3-Flash: Kimi delta attention, latent attention without rotated values over pools of keys
+ * that an indexer chooses, and hyper-connections. */
+static void read_glm5_next(struct loader *l) {
+    struct attn *a = &l->attn;
+    char key[128];
+    l->no_rope = true;
+    read_sparse(l);
+    a->compress_ratio = a->pooled = a->index_block = loader_int(l, "attention.indexer.kpool");
+    if (!l->failed && a->top_k % a->index_block)
+        loader_fail(l,
+                    "metadata key '%s.attention.indexer.top_k' is %d, expected a multiple of the %d tokens of a pool",
+                    l->arch, a->top_k, a->index_block);
+    if (!loader_bool_or(l, "attention.indexer.kpool_select_tail", true))
+        loader_fail(l, "metadata key '%s.attention.indexer.kpool_select_tail' is false, expected true", l->arch);
+    read_kda(l);
+    l->delta.low = l->delta.head_k;
+    l->delta.flat_decay = true;
+    if (loader_key(l, "kda.gate_lower_bound", key)) l->delta.bound = loader_num(l, "kda.gate_lower_bound");
+    loader_index_types(l);
+    read_clamps(l);
+    read_hyper(l);
+}
+
+/* A layer of GLM-5.3-Flash, with Kimi delta attention or latent attention over chosen keys. */
+static void layer_glm5_next(struct loader *l, struct layer *layer, int il) {
+    layer->one_stream = il >= l->m->n_layer;
+    if (l->recurrent[il]) layer_kda(l, layer, il);
+    else layer_sparse(l, layer, il);
+    layer_clamps(l, layer, il, glu_clamp_silu);
 }
 
 /* The gated delta net (arXiv 2412.06464): linear attention whose state S (head_k, head_v) forgets by a decay a_t and
@@ -4993,7 +5100,8 @@ static void forward_rel(struct program *p, const struct model *m, int il) {
  *   r = 2 sigmoid(c_2 f_2 z + base_2)              M = Sinkhorn(exp(c_3 f_3 z + base_3))
  *   X_k = r_k F(x) + sum over j of M_j,k X_j
  *
- * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams.
+ * Sinkhorn's iterations make M doubly stochastic, so that mixing neither grows nor shrinks the streams. The last row is
+ * read as x is, by coefficients of its own, or is the mean of the streams.
  *
  * Blocks of layers as the residual (attention residuals): B_0 is the embedding, B_j the sum of what the layers of block
  * j have given, each half after a short convolution. A half reads, by a learned query w, of the blocks before it and
@@ -5020,7 +5128,7 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
     if (l->no_ffn) return;
     if (m->n_res) forward_blocks_ffn(p, m, il);
     const enum act partial = il || l->mixer != MIXER_NONE ? A_OUT : ACT_COUNT;
-    const struct input in = m->n_res ? plain(A_H) : residual(m, partial, l->ffn_norm, &l->hc_ffn);
+    const struct input in = m->n_res ? plain(A_H) : residual(m, l, partial, l->ffn_norm, &l->hc_ffn);
     struct step *s = step_add_input(p, OP_norm_ffn, il, in, A_OUT);
     const struct weight *const w[LINEAR_MAX] = {&l->router, &l->gate,    &l->up,          &l->down,     &l->sh_gate,
                                                 &l->sh_up,  &l->sh_down, &l->latent_down, &l->latent_up};
@@ -5028,15 +5136,15 @@ static void forward_layer(struct program *p, const struct model *m, int il) {
         if (w[i]->data) s->w[n++] = w[i];
 }
 
-/* Adds the last partial sums to the residual. hc: how the streams become one row. */
-static void forward_end(struct program *p, const struct model *m, const struct hyper *hc) {
-    step_add_input(p, OP_last_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, m->n_hc ? hc : NULL}, A_X);
+/* Adds the last partial sums to the residual. hc: how the streams become one row; NULL: there is one. */
+static void forward_end(struct program *p, const struct hyper *hc) {
+    step_add_input(p, OP_last_reduce, -1, (struct input){ACT_COUNT, A_X, A_OUT, NULL, hc}, A_X);
 }
 
-/* Keeps hidden states for the MTP layer: the norms of the residual's rows, or all streams as they are. */
+/* Keeps hidden states for the MTP layer: the norms of the last rows, or all streams of the residual as they are. */
 static void forward_keep(struct program *p, const struct model *m, const float *norm, bool next) {
     struct step *s = step_add(p, OP_keep_hidden, -1, SLOTS(ACT_COUNT), ACT_COUNT);
-    s->x = m->n_hc ? A_HC : A_X;
+    s->x = m->n_hc && m->family->mtp_before_norm ? A_HC : A_X;
     s->norm = m->family->mtp_before_norm ? NULL : norm;
     s->next = next;
 }
@@ -5047,23 +5155,24 @@ static void forward_layers(struct program *p, const struct model *m) {
     embed->w[0] = &m->embd;
     embed->norm = m->embd_norm;
     for (int il = 0; il < m->n_layer; il++) forward_layer(p, m, il);
-    forward_end(p, m, &m->hc_head);
+    forward_end(p, m->n_hc ? &m->hc_head : NULL);
     if (m->n_mtp) forward_keep(p, m, m->output_norm, false);
 }
 
 /* Multi-token prediction (arXiv 2412.19437, section 2.2): the first MTP layer over the batch. For position t it
  * combines the hidden state of t with the token of t + 1, and its result predicts the token of t + 2. The batch's
- * tokens are those after its positions. With hyper-connections each stream of the hidden state is combined with the
- * token. */
+ * tokens are those after its positions. With hyper-connections around it each stream of the hidden state is combined
+ * with the token. */
 static void forward_mtp(struct program *p, const struct model *m) {
     const int il = m->n_layer;
     const struct layer *l = &m->layers[il];
     step_add(p, OP_embed, -1, SLOTS(ACT_COUNT), A_X)->w[0] = mtp_embd(m, l);
     step_add(p, OP_mtp_input, il, SLOTS(ACT_COUNT), A_EH)->x = A_X;
-    step_add_products(p, m->n_hc ? OP_hc_linear : OP_linear, il, plain(A_EH),
-                      (const struct product[]){{&l->eh_proj, m->n_hc ? A_JOINED : A_OUT}, {NULL, 0}});
+    const bool streams = layer_streams(m, l) > 0;
+    step_add_products(p, streams ? OP_hc_linear : OP_linear, il, plain(A_EH),
+                      (const struct product[]){{&l->eh_proj, streams ? A_JOINED : A_OUT}, {NULL, 0}});
     forward_layer(p, m, il);
-    forward_end(p, m, &l->hc_head);
+    forward_end(p, streams ? &l->hc_head : NULL);
 }
 
 /* The same for a draft. A pass of the token that is drafted, at the next position, then finds its hidden state. */
@@ -5147,6 +5256,8 @@ static const struct family families[] = {
      .read = read_kimi_linear, .layer = layer_kda},
     {.arch = "bailingmoe3", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
      .read = read_bailing3, .layer = layer_bailing3},
+    {.arch = "glm5-next", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true, .mean_streams = true,
+     .read = read_glm5_next, .layer = layer_glm5_next},
     {.arch = "nemotron_h_moe", .gating = GATING_SIGMOID, .norm_topk_prob = true, .no_kv_layers = true,
      .read = read_nemotron_h, .layer = layer_nemotron_h},
     {.arch = "nemotron_h", .dense = true, .no_kv_layers = true,
@@ -5380,6 +5491,13 @@ static void loader_hc(struct loader *l) {
     hc->scale = loader_vector(l, "output_hc_scale.weight", 1, 1, false);
 }
 
+/* Changes the sign of a vector of n values. */
+static void loader_negate(struct loader *l, const float **v, int n) {
+    float *to = l->failed ? NULL : loader_own(l, (size_t)n * sizeof *to);
+    for (int i = 0; to && i < n; i++) to[i] = -(*v)[i];
+    if (to) *v = to;
+}
+
 /* Binds all tensors of layer il. */
 static void loader_layer(struct loader *l, struct layer *layer, int il) {
     layer->block = il;
@@ -5395,15 +5513,18 @@ static void loader_layer(struct loader *l, struct layer *layer, int il) {
         *scale = l->value_scale * (layer->wv.scale ? layer->wv.scale[0] : 1.0f);
         layer->wv.scale = scale;
     }
-    if (layer->attn.top_k && !layer->attn.n_index && !il)
-        loader_fail(l, "layer 0 has no indexer, expected tensor 'blk.0.indexer.attn_k.weight'");
+    bool chosen = layer->attn.n_index;
+    for (int before = 0; before < il; before++) chosen |= l->m->layers[before].attn.n_index > 0;
+    if (layer->attn.top_k && !chosen)
+        loader_fail(l, "layer %d has no indexer, expected tensor 'blk.%d.indexer.attn_k.weight'", il, il);
+    if (layer->delta.flat_decay && layer->delta.bound < 0) loader_negate(l, &layer->decay, layer->delta.n_value);
     if (layer->router_bias && l->m->gating != GATING_SIGMOID && l->m->gating != GATING_SQRT_SOFTPLUS &&
         !l->m->family->softmax_bias)
         loader_fail(l,
                     "layer %d has a routing bias, which needs a sigmoid router, but '%s.expert_gating_func' "
                     "is not 2",
                     il, l->arch);
-    if (l->m->n_hc && !layer->has_expert_ids && !layer->router_bias)
+    if (layer->mixer == MIXER_CSA && !layer->has_expert_ids && !layer->router_bias)
         loader_fail(l, "tensor 'blk.%d.exp_probs_b.bias' is missing, and '%s.hash_layer_count' is %d", il, l->arch,
                     l->n_expert_ids);
     if (layer->n_expert) loader_retained(l, layer, il);
@@ -5578,7 +5699,7 @@ static int model_tensors(struct model *m, char *err) {
     loader_weight(&l, &m->output, m->n_embd, m->n_vocab, 1, true, "output");
     if (!m->output.data) m->output = m->embd;
     m->output_norm = loader_vector(&l, "output_norm.weight", m->n_embd, 1, false);
-    if (m->n_hc) loader_hc(&l);
+    if (m->n_hc && !m->family->mean_streams) loader_hc(&l);
     if (m->n_res) m->read_end = loader_vector(&l, "output_res.weight", m->n_embd, 1, false);
     if (m->n_res) m->embd_norm = loader_vector(&l, "token_embd_norm.weight", m->n_embd, 1, false);
     if (!l.failed) loader_layers(&l);
@@ -5899,8 +6020,9 @@ static void shard_layer(struct layer *out, const struct model *m, const struct l
     out->n_ff_shared = dim_range(m, whole, DIM_SHARED, h, shard).n;
 }
 
-/* Whether a pipeline stage may begin with layer il: not where it takes the choice of keys of the layer before. */
+/* Whether a pipeline stage may begin with layer il: not where a layer then takes the choice of keys of one before it. */
 static bool stage_can_start(const struct model *m, int il) {
+    while (il < m->n_layer - 1 && !m->layers[il].attn.top_k) il++;
     return !m->layers[il].attn.top_k || m->layers[il].attn.n_index;
 }
 
@@ -6223,6 +6345,17 @@ static const struct synth synths[] = {
      "expert_feed_forward_length=768 expert_shared_count=1 expert_shared_feed_forward_length=768 "
      "expert_group_count=8 expert_group_used_count=4 expert_gating_func=2 vocab_size=157184 "
      "expert_weights_norm=true expert_weights_scale=2.5 rope.freq_base=6e6"},
+    {"glm-5.3-flash", "glm5-next", .keys =
+     "context_length=1048576 embedding_length=4096 block_count=45 feed_forward_length=12288 attention.head_count=64 "
+     "attention.head_count_kv=0:0:0:1*,0 attention.key_length=512 attention.value_length=512 "
+     "attention.q_lora_rank=1536 attention.kv_lora_rank=512 attention.key_length_mla=256 "
+     "attention.value_length_mla=256 rope.dimension_count=0 ssm.conv_kernel=4 kda.head_dim=128 "
+     "kda.gate_lower_bound=-5 leading_dense_block_count=3 expert_count=288 expert_used_count=8 "
+     "expert_feed_forward_length=2048 expert_shared_count=1 expert_gating_func=2 attention.indexer.head_count=32 "
+     "attention.indexer.key_length=128 attention.indexer.top_k=2048 attention.indexer.kpool=4 "
+     "attention.indexer.kpool_select_tail=true hyper_connection.count=4 hyper_connection.sinkhorn_iterations=20 "
+     "hyper_connection.epsilon=1e-6 swiglu_clamp_exp=10 swiglu_clamp_shexp=10 vocab_size=154880 "
+     "expert_weights_norm=true expert_weights_scale=2.5 attention.layer_norm_rms_epsilon=1e-5 rope.freq_base=1e4"},
     {"inkling-2-mini", "inkling2", .keys =
      "context_length=1048576 embedding_length=2304 block_count=24 attention.head_count=24 attention.head_count_kv=8 "
      "attention.key_length=128 attention.sliding_window=1024 attention.conv_kernel=4 attention.clip=22.627417 "
@@ -6731,7 +6864,7 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "token_embd_norm.weight", 0);
         synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_res.weight", 0);
     }
-    if (m.n_hc) {
+    if (m.n_hc && !m.family->mean_streams) {
         synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, m.n_hc, 1, "output_hc_fn.weight", 0);
         synth_add(&list, GGUF_F32, m.n_hc, 1, 1, "output_hc_base.weight", 0);
         synth_add(&list, GGUF_F32, 1, 1, 1, "output_hc_scale.weight", 0);
@@ -6797,7 +6930,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
     size_t head;
     uint64_t data, rng = 42;
     const int n_expert = synth_int(y, "expert_count");
-    const bool bounded = synth_value(y, "kda.gate_lower_bound") != NULL;
+    const bool positive = synth_value(y, "kda.safe_gate") != NULL; /* a shape of Ling 3 */
     uint8_t *header = synth_header(y, t, &head, &data);
     const size_t total = head + (size_t)data;
     uint8_t *p = synth_map(y, file, synthetic, total, &f), *to = p + head;
@@ -6814,7 +6947,7 @@ static void synth_make(struct model *m, const struct synth *y, const char *file,
             /* 0.01 makes the weights of an expert about as large as those of the backbone */
             for (uint64_t k = 0; k < bytes / 4; k++) memcpy(to + 4 * k, &(float){0.01f}, 4);
         } else if (!synth_fill_ids(to, &t[i], n_expert) && !skip &&
-                   !synth_fill_delta(to, &t[i], bounded ? 1 : -1, &rng)) {
+                   !synth_fill_delta(to, &t[i], positive ? 1 : -1, &rng)) {
             synth_fill(to, bytes, t[i].type,
                        t[i].n_dims == 1 || strstr(t[i].name, "_norm.") || strstr(t[i].name, "_scale."), &rng);
         }
@@ -9873,13 +10006,14 @@ static void hc_set(struct rank *r, int t, int from, int n) {
 
 /* Adds the partial sums in `delta` to the streams (ACT_COUNT: there are none; A_JOINED: their sum replaces the
  * streams) and mixes these. Then x = the streams as hc reads them (NULL: nothing more), and out = norm(x) * w (NULL:
- * nothing). head: hc only reads. */
+ * nothing). head: hc only reads, and without hc->fn the mean. */
 static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hyper *hc, bool head, const float *w,
                    enum act out) {
     enum { COLUMNS = 512 };
     const struct model *m = r->m;
     const int k = m->n_hc, n_embd = m->n_embd, parts = ceil_by(n_embd, COLUMNS);
     const int n = head ? k : (2 + k) * k;
+    const bool mean = hc && !hc->fn;
     if (delta != ACT_COUNT) {
         if (team_leads()) r->n_all_reduce++;
         stage_team_barrier(r);
@@ -9891,7 +10025,7 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
         if (m->shard.n_rank == 1) team_barrier(); /* the threads divide a token's columns */
         else stage_team_barrier(r);               /* nobody's delta is overwritten while others read it */
     }
-    for (int i = team_first(hc ? r->n_tok * (n + 1) : 0); i >= 0; i = team_next()) {
+    for (int i = team_first(hc && !mean ? r->n_tok * (n + 1) : 0); i >= 0; i = team_next()) {
         const float *row = act_row(r, A_HC, i / (n + 1));
         const float *with = i % (n + 1) < n ? hc->fn + (ptrdiff_t)(i % (n + 1)) * k * n_embd : row;
         act_row(r, A_MIX, i / (n + 1))[i % (n + 1)] = r->cpu->k->dot(with, row, k * n_embd);
@@ -9899,14 +10033,15 @@ static void hc_mix(struct rank *r, enum act x, enum act delta, const struct hype
     team_barrier();
     for (int t = team_first(hc ? r->n_tok : 0); t >= 0; t = team_next()) {
         float *mix = act_row(r, A_MIX, t), *to = act_row(r, x, t);
-        hc_coefficients(m, hc, head, mix, n);
+        if (!mean) hc_coefficients(m, hc, head, mix, n);
+        for (int j = 0; j < k && mean; j++) mix[j] = 1.0f / (float)k;
         r->cpu->k->scale(act_row(r, A_HC, t), mix[0], to, n_embd);
         for (int j = 1; j < k; j++)
             r->cpu->k->scale_add(act_row(r, A_HC, t) + (ptrdiff_t)j * n_embd, mix[j], to, n_embd);
         if (w) r->cpu->k->rmsnorm(to, w, m->rms_eps, act_row(r, out, t), n_embd);
     }
     team_barrier();
-    op_end(hc ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
+    op_end(hc && !mean ? 4.0 * (n + 1) * k * n_embd : 0, "streams");
 }
 
 static void blocks_end(struct rank *r, const struct step *s, bool last);
@@ -9914,7 +10049,7 @@ static void blocks_end(struct rank *r, const struct step *s, bool last);
 static void cpu_last_reduce(struct rank *r, const struct step *s) {
     struct rank *next = pg_neighbor(r, 1);
     if (r->m->n_res) blocks_end(r, s, !next);
-    else if (r->m->n_hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
+    else if (s->hc) hc_mix(r, s->x, s->partial, next ? NULL : s->hc, true, NULL, s->x);
     else all_reduce_add_rmsnorm(r, s->x, s->partial, NULL, s->x);
     if (next && team_leads()) pg_send(next);
 }
@@ -10081,7 +10216,7 @@ static void run_mtp_input(struct rank *r, const struct step *s) {
     const enum act x = s->x;
     const int n = r->m->n_embd, from = layer->first_eh, to = from + layer->eh_proj.n_in,
               split = int_max(from, int_min(to, n));
-    const int n_hc = int_max(1, r->m->n_hc);
+    const int n_hc = int_max(1, layer_streams(r->m, layer));
     for (int t = team_first(r->n_tok); t >= 0; t = team_next()) {
         const float *hidden = mtp_hidden_row(r, r->pos + t, r->n_mtp_own && r->n_tok <= DECODE_MAX_TOKENS);
         float *half = act_row(r, A_H, t), *out = act_row(r, s->out[0], t);
@@ -10184,7 +10319,7 @@ static void mla_store(struct rank *r, int il, enum act q, enum act kv) {
         r->cpu->k->rmsnorm(latent, layer->kv_a_norm, m->rms_eps, latent, a->kv_lora);
         rope_pairs(latent + a->kv_lora, c, s, dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, latent);
-        kv_store(r->cpu->k, &r->cache[il][CACHE_V], r->pos + t, latent + a->kv_lora);
+        if (dim) kv_store(r->cpu->k, &r->cache[il][CACHE_V], r->pos + t, latent + a->kv_lora);
     }
     op_end(0, "rotation, cache");
 }
@@ -10301,10 +10436,14 @@ static void attend_expand_weights(const struct rank *r, const struct attend *a, 
     }
 }
 
-/* Keys in the blocks chosen for the query at position pos; its own block counts only up to pos. */
+/* Keys in the blocks of the list of the query at position pos; its own block counts only up to pos. */
 static int keys_topk(const struct attn *a, int pos) {
+    if (attn_pools(a)) return int_min(pos + 1, a->top_k + (pos + 1) % a->compress_ratio);
     return int_min(pos + 1, a->top_k - a->index_block + pos % a->index_block + 1);
 }
+
+/* Keys in all blocks of a list. */
+static int keys_listed(const struct attn *a) { return attn_topk_blocks(a) * a->index_block; }
 
 /* Compressed keys that the query at position pos sees, or an indexer chooses from: those that end with it or before. */
 static int keys_compressed(const struct attn *a, int pos) {
@@ -10401,7 +10540,7 @@ static void attend_load_latents(const struct rank *r, const struct attend *a, co
         r->cpu->k->sgemm_add(nope, ceil_to(n, TRANSPOSE_ROWS), lat, w->w_k, w->n_lat, w->latents, KEY_BLOCK, w->keys,
                              KEY_BLOCK);
     }
-    attend_columns(r, a, 0, values, pos, n, 0, rope, w->rows, w->keys + (ptrdiff_t)nope * KEY_BLOCK);
+    if (rope) attend_columns(r, a, 0, values, pos, n, 0, rope, w->rows, w->keys + (ptrdiff_t)nope * KEY_BLOCK);
 }
 
 /* Prepares to prefetch n keys and values from `pos` on in `steps` calls of attend_prefetch. */
@@ -10410,6 +10549,8 @@ static void attend_prefetch_from(const struct rank *r, const struct attend *a, s
     w->prefetch_step = 0;
     for (int u = 0; u < 2 && !attend_by_list(a); u++) {
         const struct cache_tensor *p = &r->cache[a->il][u ? CACHE_V : CACHE_K];
+        w->prefetch[u] = w->prefetch_end[u] = NULL;
+        if (!p->width) continue; /* latent attention without rotated values */
         w->prefetch[u] = p->data + cache_row(p, (size_t)pos) * p->row_bytes;
         w->prefetch_end[u] = w->prefetch[u] + (size_t)n * p->row_bytes;
         w->prefetch_step = size_max(w->prefetch_step, ((size_t)n * p->row_bytes / (size_t)steps + 63) / 64 * 64);
@@ -10571,7 +10712,7 @@ static void attend_tokens(struct rank *r, const struct attend *all, int group_he
                                                   : int_max(TILE_TOKENS, QUERY_ROWS / group_heads);
     const int tile = int_min(all->n_tok, most), n_tile = ceil_by(all->n_tok, tile), n_all = all->n_head / group_heads;
     const int last = all->kind == ATTEND_CSA ? keys_by_list(all, &layer->attn, r->pos + all->first + all->n_tok - 1)
-                     : all->chosen           ? layer->attn.top_k
+                     : all->chosen           ? keys_listed(&layer->attn)
                                              : r->pos + all->first + all->n_tok;
     const int n_split = ceil_by(last - all->begin, split_keys);
     int n_head_group = 1;
@@ -10623,7 +10764,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group_heads
     struct attend a = *all;
     for (; a.first < end; a.first += a.n_tok) {
         const size_t before = (size_t)(a.first - all->first);
-        int split_keys = a.kind == ATTEND_CSA ? 1 << 30 : a.chosen ? shape->top_k : r->pos + end;
+        int split_keys = a.kind == ATTEND_CSA ? 1 << 30 : a.chosen ? keys_listed(shape) : r->pos + end;
         a.n_tok = end - a.first;
         a.begin = window_begin(window, r->pos + a.first);
         a.q = all->q + before * all->q_tok;
@@ -10632,7 +10773,7 @@ static void attend_all(struct rank *r, const struct attend *all, int group_heads
         if (r->n_tok <= SAME_BITS_TOKENS) {
             /* from a.begin to the first token's own; or those chosen, at most as many for every token */
             const int keys = a.kind == ATTEND_CSA ? keys_by_list(&a, shape, r->pos + a.first)
-                             : a.chosen           ? shape->top_k
+                             : a.chosen           ? keys_listed(shape)
                                                   : r->pos + a.first + 1 - a.begin;
             split_keys = ceil_to(int_max(SPLIT_KEYS, ceil_by(keys, CPU_SPLITS_MAX)), KEY_BLOCK);
             const int n_split = ceil_by(keys, split_keys);
@@ -10693,8 +10834,8 @@ static void attention_gate(struct rank *r, int il, enum act q, enum act x) {
 
 /* The tokens of the batch before the first that does not see all keys. */
 static int tokens_dense(const struct rank *r, const struct attn *a) {
-    const int compress_ratio = int_max(a->compress_ratio, 1);
-    const int64_t first = ((int64_t)a->top_k + 1) * compress_ratio - 1 - r->pos;
+    const int64_t compressed = ((int64_t)attn_topk_chosen(a) + 1) * a->compress_ratio - 1;
+    const int64_t first = (a->compress_ratio ? compressed : a->top_k) - r->pos;
     return a->top_k ? (int)(first < 0 ? 0 : first > r->n_tok ? r->n_tok : first) : r->n_tok;
 }
 
@@ -10874,8 +11015,9 @@ static void run_mla_attention(struct rank *r, const struct step *s) {
  * CPU operations: sparse attention
  *
  * The indexer of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1) gives every key a score for every query, and the query
- * sees those with the largest. That of MiniMax-M3 gives one to every block of keys, for each KV head, and the query
- * also sees the last blocks. Attention then runs over a list of blocks, see struct attend; a key alone is a block of
+ * sees those with the largest. That of GLM-5.3-Flash gives one to every pool of keys, by a mean of their keys (see "CPU
+ * operations: compressed keys"), and the query also sees the unfinished pool. That of MiniMax-M3 gives one to every block
+ * of keys, for each KV head, and the query also sees the last blocks. Attention then runs over a list of blocks, see struct attend; a key alone is a block of
  * one.
  * ============================================================================================================ */
 
@@ -10889,8 +11031,18 @@ static void layer_norm(float *x, const float *w, const float *b, float eps, int 
     for (int i = 0; i < n; i++) x[i] = (x[i] - mean) * f * w[i] + b[i];
 }
 
-/* Norms and rotates the indexer's keys and queries, and writes the keys to the cache. Divides the weights of its
- * heads by sqrt(n_index * index_k). */
+/* A compressor of a layer, its cache tensors, and where its values and gates are. */
+struct compress {
+    const struct compressor *with;
+    const struct cache_tensor *ring, *keys;
+    enum act value, gate;
+    int d;      /* values of a key */
+    bool index; /* it makes keys of the indexer */
+};
+static void compress_batch(struct rank *r, int il, const struct compress *with, int n);
+
+/* Norms and rotates the indexer's keys and queries, and writes the keys to the cache, or those of the pools that the
+ * batch completes. Divides the weights of its heads by sqrt(n_index * index_k). */
 static void index_store(struct rank *r, int il) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
@@ -10907,28 +11059,38 @@ static void index_store(struct rank *r, int il) {
         if (layer->index_norm_bias) layer_norm(key, layer->index_norm, layer->index_norm_bias, 1e-6f, n);
         else r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
         rotate(key, c, s, dim);
-        kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], r->pos + t, key);
+        if (!a->compress_ratio) kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], r->pos + t, key);
         for (int h = 0; h < a->n_index; h++) {
             float *q = act_row(r, A_IQ, t) + h * n;
             if (layer->index_q_norm) r->cpu->k->rmsnorm(q, layer->index_q_norm, r->m->rms_eps, q, n);
             rotate(q, c, s, dim);
         }
     }
+    if (attn_pools(a)) {
+        const struct cache_tensor *p = r->cache[il];
+        const struct compress pools = {
+            &layer->index_compressor, &p[CACHE_INDEX_WINDOW], &p[CACHE_INDEX], A_IK, A_ICG, n, true};
+        team_barrier();
+        compress_batch(r, il, &pools, 1);
+    }
     op_end(0, "indexer: rotation, cache");
 }
+
+/* Keys of the indexer that have one score. */
+static int index_block(const struct attn *a) { return attn_pools(a) ? 1 : a->index_block; }
 
 /* Scores of all lists of the t-th token that index_scores takes at once, (attn_topk_lists, blocks). */
 static float *index_row(const struct rank *r, const struct attn *a, int t) {
     return r->cpu->index_scores + (size_t)t * (size_t)attn_topk_lists(a) * (size_t)ceil_by(r->n_ctx, a->index_block);
 }
 
-/* Scores keys pos..pos+n-1 for tokens first..first+n_tok-1, to index_row. Latent attention: sums over the heads of
+/* Scores keys pos..pos+n-1 of the indexer for tokens first..first+n_tok-1, to index_row. Latent attention: sums over the heads of
  * weight * max(0, q.k) (arXiv 2512.02556, equation 1). Grouped-query attention: for each head the largest q.k of every
  * block; n keys are whole blocks but for the last one. */
 static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, int n) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;
-    const int width = a->index_k, heads = a->n_index, block = a->index_block, blocks = ceil_by(r->n_ctx, block);
+    const int width = a->index_k, heads = a->n_index, block = index_block(a), blocks = ceil_by(r->n_ctx, block);
     float *keys = cpu_scratch(r), *rows = keys + (ptrdiff_t)width * KEY_BLOCK, *s = rows + (ptrdiff_t)width * KEY_BLOCK;
     for (int end = pos + n, some; pos < end; pos += some) {
         some = int_min(end - pos, KEY_BLOCK);
@@ -10993,7 +11155,7 @@ static void top_positions(const float *score, int n, int k, int32_t *out) {
 static void run_select_keys(struct rank *r, const struct step *s) {
     const int il = s->il;
     const struct attn *a = &r->m->layers[il].attn;
-    const int n_list = attn_topk_lists(a), n_topk = attn_topk_blocks(a), step = int_max(KEY_BLOCK, a->index_block);
+    const int n_list = attn_topk_lists(a), n_topk = attn_topk_blocks(a), step = int_max(KEY_BLOCK, index_block(a));
     index_store(r, il);
     for (int first = tokens_dense(r, a), n_tok; first < r->n_tok; first += n_tok) {
         n_tok = int_min(r->n_tok - first, DECODE_MAX_TOKENS);
@@ -11003,12 +11165,13 @@ static void run_select_keys(struct rank *r, const struct step *s) {
         op_end(layer_index_reads(r->m, &r->m->layers[il], r->kv_type, (size_t)n), "indexer: scores");
         for (int i = team_first(n_tok * n_list); i >= 0; i = team_next()) {
             const int t = i / n_list, list = i % n_list,
-                      blocks = ceil_by(keys_indexed(a, r->pos + first + t), a->index_block);
+                      blocks = ceil_by(keys_indexed(a, r->pos + first + t), index_block(a));
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
+            int32_t *chosen =
+                r->cpu->topk_blocks + ((size_t)(r->first + first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk;
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
-            top_positions(score, blocks, n_topk,
-                          r->cpu->topk_blocks +
-                              ((size_t)(r->first + first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk);
+            top_positions(score, blocks, attn_topk_chosen(a), chosen);
+            if (attn_pools(a)) chosen[n_topk - 1] = blocks; /* the unfinished pool, which may have no token */
         }
         op_end(0, "indexer: choice of keys");
     }
@@ -11018,7 +11181,7 @@ static void run_select_keys(struct rank *r, const struct step *s) {
  * CPU operations: compressed keys
  *
  * Attention of DeepSeek-V4: a query sees the keys of a window, and compressed keys of all tokens whose last token is
- * not after it. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every
+ * not after it. The indexer of GLM-5.3-Flash has such keys, neither normed nor rotated. A compressed key is a mean of values of its tokens, weighted by a softmax of their gates for every
  * column, normed, and rotated as the first of its tokens. Keys are values, and the result is rotated back.
  *
  * model.qat: numbers are rounded as in training. Every key of attention but its rotated values is what E4M3 holds of
@@ -11073,15 +11236,6 @@ static void rope_last(const struct rope *rope, int pos, float *x, int d) {
     }
 }
 
-/* A compressor of a layer, its cache tensors, and where its values and gates are. */
-struct compress {
-    const struct compressor *with;
-    const struct cache_tensor *ring, *keys;
-    enum act value, gate;
-    int d;      /* values of a key */
-    bool index; /* it makes keys of the indexer */
-};
-
 /* The values of token `pos` for a compressor, after which its gates stand in *gate: of the batch, or of the ring. */
 static const float *compressor_values(const struct rank *r, const struct compress *c, int pos, const float **gate) {
     if (pos >= r->pos) {
@@ -11114,27 +11268,21 @@ static void compress_key(struct rank *r, int il, const struct compress *c, int k
         }
     }
     for (int i = 0; i < d; i++) sum[i] /= den[i];
-    r->cpu->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
+    if (c->with->norm) r->cpu->k->rmsnorm(sum, c->with->norm, r->m->rms_eps, sum, d);
     rope_last(&r->m->ropes[a->rope], key * a->compress_ratio, sum, d);
     if (r->m->qat && c->index) round_index(r->cpu->k, sum, d);
     else if (r->m->qat) round_key(r->cpu->k, sum, d - r->m->ropes[a->rope].dim);
     kv_store(r->cpu->k, c->keys, key, sum);
 }
 
-/* Writes the compressed keys that the batch completes, and then rows for those to come. */
-static void compress_batch(struct rank *r, int il) {
-    const struct layer *layer = &r->m->layers[il];
-    const struct attn *a = &layer->attn;
-    const struct cache_tensor *p = r->cache[il];
-    const struct compress all[2] = {
-        {&layer->compressor, &p[CACHE_WINDOW], &p[CACHE_COMPRESSED], A_CK, A_CG, a->head_k, false},
-        {&layer->index_compressor, &p[CACHE_INDEX_WINDOW], &p[CACHE_INDEX], A_ICK, A_ICG, a->index_k, true}};
-    const int n = a->n_index ? 2 : 1, from = r->pos / a->compress_ratio, to = (r->pos + r->n_tok) / a->compress_ratio;
-    for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &all[i % n], from + i / n);
+/* Writes the compressed keys of n compressors that the batch completes, and then rows for those to come. */
+static void compress_batch(struct rank *r, int il, const struct compress *with, int n) {
+    const int ratio = r->m->layers[il].attn.compress_ratio, from = r->pos / ratio, to = (r->pos + r->n_tok) / ratio;
+    for (int i = team_first(n * (to - from)); i >= 0; i = team_next()) compress_key(r, il, &with[i % n], from + i / n);
     team_barrier();
-    const int kept = int_min(r->n_tok, p[CACHE_WINDOW].n_row);
+    const int kept = int_min(r->n_tok, with->ring->n_row);
     for (int i = team_first(n * kept); i >= 0; i = team_next()) {
-        const struct compress *c = &all[i % n];
+        const struct compress *c = &with[i % n];
         const int t = r->n_tok - kept + i / n, wide = c->ring->width / 2;
         float *row = (float *)(void *)(c->ring->data + cache_row(c->ring, (size_t)(r->pos + t)) * c->ring->row_bytes);
         memcpy(row, act_row(r, c->value, t), (size_t)wide * sizeof *row);
@@ -11168,7 +11316,13 @@ static void run_csa_store(struct rank *r, const struct step *step) {
         if (m->qat) round_key(r->cpu->k, key, d - dim);
         kv_store(r->cpu->k, &r->cache[il][CACHE_K], r->pos + t, key);
     }
-    if (layer->attn.compress_ratio) compress_batch(r, il);
+    if (shape->compress_ratio) {
+        const struct cache_tensor *p = r->cache[il];
+        const struct compress all[2] = {
+            {&layer->compressor, &p[CACHE_WINDOW], &p[CACHE_COMPRESSED], A_CK, A_CG, d, false},
+            {&layer->index_compressor, &p[CACHE_INDEX_WINDOW], &p[CACHE_INDEX], A_ICK, A_ICG, wide, true}};
+        compress_batch(r, il, all, shape->n_index ? 2 : 1);
+    }
     op_end(0, "rotation, cache");
 }
 
@@ -14990,7 +15144,7 @@ static int session_score(struct session *s, const int32_t *ids, int n,
 
 /* Keys that the query at position pos sees. */
 static int keys_seen(const struct attn *a, int pos) {
-    if (a->compress_ratio) return keys_csa(a, pos);
+    if (a->compress_ratio && !a->kv_lora) return keys_csa(a, pos);
     if (a->top_k) return keys_topk(a, pos);
     return a->window ? int_min(pos + 1, a->window) : pos + 1;
 }
@@ -15193,7 +15347,8 @@ static struct kv_tensor *session_read_cache(const struct session *s, const struc
         if (a && b) same = !memcmp(a, b, sizeof *a);
         else
             same = (a ? a : b)->layer >= (uint32_t)s->m->n_layer &&
-                   (!a || ((a->kind == ROWS_TOKENS || (a->kind == ROWS_RING && a->n_row - 1 < 1 << 24)) &&
+                   (!a || ((a->kind == ROWS_TOKENS || (a->kind == ROWS_BLOCKS && a->row_tokens - 1 < 1 << 24) ||
+                            (a->kind == ROWS_RING && a->n_row - 1 < 1 << 24)) &&
                            (a->row_bytes | a->scales) < 1 << 24));
     }
     if (!same) arrfree(got);
@@ -22281,38 +22436,38 @@ static const char bench_details[] = "Prints CSV: one line per context depth and 
                                     "microseconds that --plan expects of a kernel for one token when nothing was\n"
                                     "requested ahead.\n";
 
-static const char synth_details[] =
-    "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
-    "deepseek-v3.2, deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air,\n"
-    "glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
-    "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
-    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
-    "kimi-linear-48b-a3b, ling-3-flash, inkling-2-mini,\n                            nemotron-3-nano-30b-a3b or\n"
-    "nemotron-3-super-120b-a12b. Options may follow a colon:\n"
-    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
-    "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
-    "\n"
-    "  NAME:block_count=40,expert_used_count=4,attention.sliding_window=256\n"
-    "\n"
-    "What the loader refuses in a file is refused here. layers=N is block_count\n"
-    "without MTP layers, and experts=M is expert_count.\n"
-    "A key whose value differs between layers takes a list, a number for each:\n"
-    "attention.head_count=64,96,96. In it 96*2 means 96, 96, and 64:96*2 means 64,\n"
-    "96, 64, 96. With * alone they repeat as often as there are layers left, and the\n"
-    "numbers after them belong to the last layers:\n"
-    "attention.compress_ratios=0,0,4:128*,0.\n"
-    "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
-    "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
-    "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
-    "\n"
-    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
-    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
-    "again and again.\n"
-    "\n"
-    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
-    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
+static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3, mistral-small-4,\n"
+                                    "deepseek-v3.2, deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air,\n"
+                                    "glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
+                                    "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
+                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
+                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
+                                    "kimi-linear-48b-a3b, ling-3-flash, glm-5.3-flash, inkling-2-mini,\n"
+                                    "nemotron-3-nano-30b-a3b or nemotron-3-super-120b-a12b. Options may\n"
+                                    "follow a colon:\n"
+                                    "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
+                                    "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
+                                    "\n"
+                                    "  NAME:block_count=40,expert_used_count=4,attention.sliding_window=256\n"
+                                    "\n"
+                                    "What the loader refuses in a file is refused here. layers=N is block_count\n"
+                                    "without MTP layers, and experts=M is expert_count.\n"
+                                    "A key whose value differs between layers takes a list, a number for each:\n"
+                                    "attention.head_count=64,96,96. In it 96*2 means 96, 96, and 64:96*2 means 64,\n"
+                                    "96, 64, 96. With * alone they repeat as often as there are layers left, and the\n"
+                                    "numbers after them belong to the last layers:\n"
+                                    "attention.compress_ratios=0,0,4:128*,0.\n"
+                                    "Feed-forward weights are NVFP4 (gpt-oss and DeepSeek-V4: MXFP4), norms and\n"
+                                    "routers F32, and the backbone is everything else. GLM-5.1 has the shape of\n"
+                                    "glm-5, DeepSeek-V4-Pro is deepseek-v4.\n"
+                                    "\n"
+                                    "With -m FILE the model is written to FILE, which must not exist, before it is\n"
+                                    "used. On a GPU these weights take no host memory: a few random rows are packed\n"
+                                    "again and again.\n"
+                                    "\n"
+                                    "--shard 0/4 makes what the first of four GPUs under --tp 4 holds: heads and\n"
+                                    "feed-forward columns are divided by 4, the vocabulary stays whole.\n";
 
 /* ============================================================================================================
  * Options: the table
@@ -27985,7 +28140,7 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
 
 /* Bytes of the hyper-connection that makes the last row of the streams. */
 static int64_t plan_head_hc(const struct model *m) {
-    return m->n_hc ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
+    return m->hc_head.fn ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
 }
 
 /* Bytes of the activation buffers of rank i. */
@@ -28591,7 +28746,7 @@ static double products_read(const struct step *s) {
 static bool launch_add_input(struct launches *k, const struct step *s, bool may_fuse, double hc_bytes) {
     const struct model *m = k->m;
     const bool own = m->shard.n_rank == 1 || s->partial == ACT_COUNT;
-    const bool mixes = m->n_hc && s->x == A_X;
+    const bool mixes = s->hc && s->x == A_X;
     const int width = s->x == A_QA ? m->max.q_lora : m->n_embd;
     if (may_fuse && !mixes && gpu_norm_fuses(1, width, own)) return true;
     if (!mixes || !own) {
@@ -28683,7 +28838,9 @@ static void launches_of(struct launches *k, const struct step *s) {
     }
     case OP_select_keys:
         if (l->mixer != MIXER_CSA)
-            launch_add(k, DECODE_INDEX_STORE, READS(&l->index_norm, &l->index_norm_bias, &l->index_q_norm), 0);
+            launch_add(k, DECODE_INDEX_STORE,
+                       recent + READS(&l->index_norm, &l->index_norm_bias, &l->index_q_norm, &l->index_compressor.ape),
+                       0);
         launch_add(k, DECODE_INDEX_SCORES, index, 0);
         launch_add(k, l->mixer == MIXER_MLA ? DECODE_INDEX_CHOOSE : DECODE_INDEX_BLOCKS, 0, 0);
         break;
@@ -30208,8 +30365,8 @@ static void info_attention(const struct model *m, int first) {
     const struct layer *layer = &m->layers[first];
     const struct attn *a = &layer->attn;
     const struct delta *d = &layer->delta;
-    const bool turns = m->n_rope && m->ropes[a->rope].freq[0] > 0;
-    const int rope = turns ? m->ropes[a->rope].dim : 0;
+    const bool rotates = m->ropes[a->rope].dim && m->ropes[a->rope].freq[0] > 0;
+    const int rope = rotates ? m->ropes[a->rope].dim : 0;
     printf("%s", layer->mixer == MIXER_DELTA   ? "delta net     "
                  : layer->mixer == MIXER_MAMBA ? "Mamba-2       "
                                                : "attention     ");
@@ -30225,7 +30382,8 @@ static void info_attention(const struct model *m, int first) {
                d->head_v, d->n_conv);
     else if (a->kv_lora)
         printf("%d heads, latent %d, key %d (%d %s), value %d%s%s", a->n_head, a->kv_lora, a->head_k, rope,
-               turns ? "rotary" : "shared", a->head_v, a->q_lora ? ", low-rank query" : "", a->n_gate ? ", gated" : "");
+               rotates || !m->ropes[a->rope].dim ? "rotary" : "shared", a->head_v, a->q_lora ? ", low-rank query" : "",
+               a->n_gate ? ", gated" : "");
     else
         printf("%d heads, %d KV heads, key %d (%d rotary), value %d%s%s", a->n_head, a->n_head_kv, a->head_k, rope,
                a->head_v, layer->attn.q_gate || layer->attn.n_gate ? ", gated" : "",
@@ -30233,7 +30391,7 @@ static void info_attention(const struct model *m, int first) {
     if (a->window) printf(", window of %d", a->window);
     if (layer->mixer == MIXER_REL)
         printf(", bias by distance below %d, convolutions over %d tokens", a->extent, a->n_conv);
-    if (a->compress_ratio) printf(", compressed keys of %d tokens", a->compress_ratio);
+    if (a->compress_ratio && !a->kv_lora) printf(", compressed keys of %d tokens", a->compress_ratio);
     putchar('\n');
 }
 
@@ -30248,8 +30406,9 @@ static void info_indexer(const struct model *m, int first) {
         return;
     }
     printf("%d heads of %d, a query sees %d %skeys", a->n_index, a->index_k, a->top_k,
-           a->compress_ratio ? "compressed " : "");
-    if (a->index_block > 1) printf(" in blocks of %d", a->index_block);
+           a->compress_ratio && !a->kv_lora ? "compressed " : "");
+    if (a->index_block > 1) printf(" in %s of %d", attn_pools(a) ? "pools" : "blocks", a->index_block);
+    if (attn_pools(a)) printf(" and its unfinished pool");
     putchar('\n');
 }
 

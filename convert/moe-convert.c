@@ -302,7 +302,7 @@ static struct linear resolve_chunks(const char *x, size_t chunks) {
     struct tensor *w = tensor_find(fmt("%s.weight_packed", x));
     bool compressed = w != NULL;
     if (!w) w = tensor_find(fmt("%s.weight", x));
-    if (!w) w = tensor_find(x);
+    if (!w) w = tensor_find(x); /* a parameter of its own, such as index_kpool_compress_gate */
     if (!w) refuse_part("'%s': tensor '%s.weight' is missing", model_dir, x);
     w->used = true;
     if (w->rank != 2 || !w->bytes) die("%s: expected a matrix, found %s", where(w), shape_text(w));
@@ -900,6 +900,7 @@ static struct checkpoint {
     bool tell_window;                /* GGUF files say how many, even 0 */
     bool (*has_indexer)(int layer);  /* the block has an indexer; NULL: the engine knows */
     bool (*is_kda)(int layer);       /* the block has Kimi delta attention, and no KV head; NULL: none has */
+    bool no_rope;                    /* latent attention has no rotated values */
     int n_head, n_head_kv;           /* heads of queries, of keys and values */
     int window_heads[2];             /* the same in layers with a window; 0: as many */
     const char *kv_key;              /* n_head_kv; without kv_optional it must be there */
@@ -964,9 +965,12 @@ static int64_t context_length(void) {
 /* Returns a size from the config. */
 static size_t size_of(const char *key) { return (size_t)get_int(src.cfg, key, 1, INT32_MAX, REQUIRED); }
 
+/* Returns the rotated values of a key of latent attention. */
+static size_t latent_rope(void) { return src.no_rope ? 0 : size_of("qk_rope_head_dim"); }
+
 /* Returns the values of a head's key. */
 static size_t head_k(void) {
-    if (src.mixer == MIXER_MLA) return size_of("qk_nope_head_dim") + size_of("qk_rope_head_dim");
+    if (src.mixer == MIXER_MLA) return size_of("qk_nope_head_dim") + latent_rope();
     return (size_t)get_int(src.cfg, "head_dim", 1, 65536, (int64_t)size_of("hidden_size") / src.n_head);
 }
 
@@ -1047,6 +1051,8 @@ static const char *dim_name(enum dim d) {
     case DIM_ATT: return fmt("num_attention_heads x %s", v);
     case DIM_HEAD_K: return k;
     case DIM_HEAD_V: return v;
+    case DIM_COMPRESS_RATIO: return mla ? "index_kpool" : dim_names[d];
+    case DIM_INDEX_COMPRESSED: return mla ? "index_head_dim" : dim_names[d];
     case DIM_COMPRESSED: return dim_of(d) > (size_t)l->attn.head_k ? "2 head_dim" : "head_dim";
     case DIM_INDEX_Q: return gqa ? "heads x width of the indexer" : "index_n_heads x index_head_dim";
     case DIM_INDEX_K: return gqa ? "width of the indexer" : "index_head_dim";
@@ -1297,7 +1303,8 @@ static void plan_ids(const struct tensor_rule *r, int layer) {
 
 /* What the values of a vector are. */
 static enum meaning meaning_of(const struct tensor_rule *r) {
-    if (r->field == offsetof(struct layer, decay)) return made.layer.delta.bound < 0 ? EXPONENT : LOGARITHM;
+    const struct delta *d = &made.layer.delta;
+    if (r->field == offsetof(struct layer, decay)) return d->bound < 0 && !d->flat_decay ? EXPONENT : LOGARITHM;
     const bool norm = ends_with(r->name, "norm.weight") && r->field != offsetof(struct layer, delta_norm);
     return norm && src.zero_centered ? LESS_ONE : VALUES;
 }
@@ -1308,7 +1315,8 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     const bool bias = r->field == offsetof(struct layer, router_bias);
     const bool qkv_bias = starts_with(r->name, "attn_") && ends_with(r->name, ".bias");
     const bool gate = r->field == offsetof(struct layer, sh_weight) && src.shared_gate;
-    const bool norm = r->field == offsetof(struct layer, head_norm) && made.model.n_hc; /* not the model's */
+    const bool norm = r->field == offsetof(struct layer, head_norm) && /* not the model's */
+                      layer_streams(&made.model, &made.layer);
     const bool optional = r->optional && !bias && !qkv_bias && !gate && !norm;
     if (bias && made.layer.has_expert_ids) { /* nothing is chosen there */
         struct tensor *unused = tensor_find(from);
@@ -1320,7 +1328,8 @@ static void plan_layer_vector(const struct tensor_rule *r, const char *dst, cons
     if ((bias && !src.router_bias) || (qkv_bias && !src.qkv_bias)) return;
     if (bias) dst = fmt("%.*s%s", (int)(strlen(dst) - strlen(r->name)), dst, src.router_bias);
     const bool bare =
-        !ends_with(dst, ".weight") || (leaf && one_of(leaf + 1, "sinks position_bias fn base scale proj static_w"));
+        !ends_with(dst, ".weight") ||
+        (leaf && one_of(leaf + 1, "sinks position_bias fn base scale proj static_w index_kpool_compress_ape"));
     const char *name = fmt("%s%s", from, bare ? "" : ".weight");
     if (r->n != DIM_ONE) plan_taps(dst, name, r->in, r->n);
     else if (!optional || tensor_find(name)) plan_vector(dst, name, r->in, r->out, meaning_of(r));
@@ -1355,7 +1364,7 @@ static void plan_rule(const struct tensor_rule *r, int layer) {
     const bool qkv = !strcmp(r->name, "attn_qkv"), fused = made.layer.delta.fused_ba; /* z is in the same tensor */
     if (r->field == offsetof(struct layer, wk_b)) plan_kv_b(layer);                   /* and wv_b */
     if (fused && qkv) plan_qkvz(layer);
-    if (made.model.n_hc && r->field == offsetof(struct layer, eh_proj)) {
+    if (layer_streams(&made.model, &made.layer) && r->field == offsetof(struct layer, eh_proj)) {
         plan_eh_proj(layer);
         return;
     }
@@ -1650,7 +1659,7 @@ static void plan_expert_biases(const struct tensor_rule *r, int layer) {
 
 /* Plans what joins the streams before the head. */
 static void plan_hc_head(void) {
-    if (!made.model.n_hc) return;
+    if (!made.model.n_hc || made.model.family->mean_streams) return;
     plan_vector("output_hc_fn.weight", hf_name(-1, "model.hc_head.hc_fn"), DIM_HC_EMBD, DIM_HC, VALUES);
     plan_vector("output_hc_base.weight", hf_name(-1, "model.hc_head.hc_base"), DIM_HC, DIM_ONE, VALUES);
     plan_vector("output_hc_scale.weight", hf_name(-1, "model.hc_head.hc_scale"), DIM_ONE, DIM_ONE, VALUES);
@@ -2204,8 +2213,8 @@ static void config_indexer(void) {
     struct doc c = src.cfg;
     config_deepseek_experts();
     expect(c, "q_lora_rank", get_int(c, "q_lora_rank", 0, INT32_MAX, 0), "a number above 0, because of the indexer");
-    expect(c, "index_head_dim", index_width() >= size_of("qk_rope_head_dim"),
-           fmt("at least the %zu of qk_rope_head_dim", size_of("qk_rope_head_dim")));
+    expect(c, "index_head_dim", index_width() >= latent_rope(),
+           fmt("at least the %zu of qk_rope_head_dim", latent_rope()));
 }
 
 /* Returns the key that says which layers of GLM-5 have an indexer: a list, a pattern, or how often one has it. */
@@ -2336,29 +2345,39 @@ static struct doc rope_part(bool compressed) {
     return compressed ? r : (struct doc){NULL, r.file, r.in};
 }
 
-static void put_deepseek_v4(void) {
-    struct doc c = src.cfg;
+/* Writes swiglu_limit, the limit of every feed-forward. */
+static void put_limit(void) {
     static const char *const clamps[] = {"swiglu_clamp_exp", "swiglu_clamp_shexp"};
     const struct key_rule *range = key_rule_of(clamps[0]);
-    const double limit = get_num(c, "swiglu_limit", NAN);
-    const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
+    const double limit = get_num(src.cfg, "swiglu_limit", NAN);
     float limits[MAX_LAYERS];
     for (int l = 0; l < n_blocks(); l++) limits[l] = limit > range->hi ? 0 : (float)limit;
-    expect(c, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
+    expect(src.cfg, "swiglu_limit", limit >= range->lo, fmt("a number from %g", range->lo));
+    for (size_t i = 0; i < COUNT(clamps); i++) kv_array(clamps[i], GGUF_V_F32, n_blocks(), limits);
+}
+
+/* Writes the sizes of hyper-connections. */
+static void put_hyper(void) {
+    struct doc c = src.cfg;
+    kv_u32("hyper_connection.count", (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED));
+    kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
+    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
+}
+
+static void put_deepseek_v4(void) {
+    struct doc c = src.cfg;
+    const size_t window = (size_t)get_limit(c, "sliding_window", MAX_TRAINED, 0);
     kv_u32("attention.q_lora_rank", size_of("q_lora_rank"));
     expect(c, "sliding_window", window, "a number above 0");
     kv_u32("attention.sliding_window", window);
-    for (size_t i = 0; i < COUNT(clamps); i++) kv_array(clamps[i], GGUF_V_F32, n_blocks(), limits);
+    put_limit();
     put_indexer();
     kv_u32("attention.output_group_count", size_of("o_groups"));
     kv_u32("attention.output_lora_rank", size_of("o_lora_rank"));
     put_ratios();
-    const size_t n_hc = (size_t)get_int(c, "hc_mult", 1, HC_MAX, REQUIRED);
-    kv_u32("hyper_connection.count", n_hc);
-    kv_u32("hyper_connection.sinkhorn_iterations", (size_t)get_int(c, "hc_sinkhorn_iters", 1, 1000, REQUIRED));
-    kv_num(c, "hc_eps", get_num(c, "hc_eps", NAN), "hyper_connection.epsilon");
+    put_hyper();
     kv_u32("hash_layer_count", (size_t)count_hash_layers());
-    kv_u32("embedding_length_out", n_hc * size_of("hidden_size"));
+    kv_u32("embedding_length_out", size_of("hc_mult") * size_of("hidden_size"));
 }
 
 static void put_deepseek_v4_template(const char *name);
@@ -2658,7 +2677,7 @@ static const struct renaming laguna_names[] = {
 /* ============================================================================================================
  * Families: Kimi delta attention
  *
- * Kimi Linear and Ling 3.
+ * Kimi Linear, Ling 3 and GLM-5.3-Flash.
  * ============================================================================================================ */
 
 /* Writes the sizes of Kimi delta attention. */
@@ -2696,6 +2715,14 @@ static bool is_kda_kimi(int layer) {
     return kda;
 }
 
+/* Dies unless config.json has as many heads of linear attention as of latent attention. */
+static void check_linear_heads(void) {
+    struct doc c = src.cfg, s = get_obj(c, "linear_attn_config");
+    expect(s.obj ? s : c, s.obj ? "num_heads" : "linear_num_heads",
+           linear_size("num_heads", "linear_num_heads", REQUIRED) == src.n_head,
+           fmt("%d as num_attention_heads (GGUF files have one number)", src.n_head));
+}
+
 static void put_kimi_linear(void) {
     put_kda(linear_size("head_dim", "linear_head_dim", REQUIRED),
             linear_size("short_conv_kernel_size", "linear_conv_kernel_dim", 4));
@@ -2703,12 +2730,9 @@ static void put_kimi_linear(void) {
 
 /* Reads the keys of Kimi Linear. */
 static void config_kimi_linear(void) {
-    struct doc c = src.cfg, s = get_obj(c, "linear_attn_config");
     config_leading_dense();
-    src.n_group = (int)get_int(c, "num_expert_group", 1, MAX_EXPERTS, 1);
-    expect(s.obj ? s : c, s.obj ? "num_heads" : "linear_num_heads",
-           linear_size("num_heads", "linear_num_heads", REQUIRED) == src.n_head,
-           fmt("%d as num_attention_heads (GGUF files have one number)", src.n_head));
+    src.n_group = (int)get_int(src.cfg, "num_expert_group", 1, MAX_EXPERTS, 1);
+    check_linear_heads();
 }
 
 static const struct renaming kimi_linear_names[] = {
@@ -2746,6 +2770,57 @@ static void config_bailing(void) {
     config_deepseek_experts();
     if (get(c, "moe_shared_expert_intermediate_size")) src.shared_key = "moe_shared_expert_intermediate_size";
 }
+
+/* Whether a layer of GLM-5.3-Flash has Kimi delta attention, by layer_types. The others have latent attention. */
+static bool is_kda_glm(int layer) {
+    const char *known = "linear_attention indexed_attention full_attention", *type;
+    json_t *list = get_list(src.cfg, "layer_types");
+    if (layer >= src.n_layer) return false;
+    type = json_string_value(json_array_get(list, (size_t)layer));
+    expect(src.cfg, "layer_types", json_array_size(list) == (size_t)src.n_layer && type && one_of(type, known),
+           fmt("\"linear_attention\" or \"indexed_attention\" for each of %d layers", src.n_layer));
+    return !strcmp(type, "linear_attention");
+}
+
+/* Whether a layer of GLM-5.3-Flash has an indexer. */
+static bool has_indexer_glm_next(int layer) { return !is_kda_glm(layer) && has_indexer_glm(layer); }
+
+/* Writes the sizes of GLM-5.3-Flash. Without a lower bound it is that of transformers, -5, and null in the words of
+ * transformers, or beside "safe_gate": false, means that there is none. */
+static void put_glm5_next(void) {
+    struct doc c = src.cfg, s = get_obj(c, "linear_attn_config");
+    const char *key = s.obj ? "gate_lower_bound" : "linear_lower_bound";
+    struct doc d = s.obj ? s : c;
+    const bool null = json_is_null(json_object_get(d.obj, key));
+    put_kimi_linear();
+    if (!null || (s.obj && get_bool(s, "safe_gate", true))) kv_num(d, key, get_num(d, key, -5), "kda.gate_lower_bound");
+    put_glm_dsa();
+    kv_u32("attention.indexer.kpool", size_of("index_kpool"));
+    gguf_put_bool(&writer, arch_key("attention.indexer.kpool_select_tail"), true);
+    put_limit();
+    put_hyper();
+}
+
+/* Reads the keys of GLM-5.3-Flash. */
+static void config_glm5_next(void) {
+    struct doc c = src.cfg;
+    int first = 0;
+    config_indexer();
+    check_linear_heads();
+    while (first < src.n_layer && is_kda_glm(first)) first++;
+    expect(c, indexer_key(), first == src.n_layer || has_indexer_glm(first),
+           fmt("an indexer in layer %d, the first of latent attention", first));
+    expect(c, "index_topk", get_int(c, "index_topk", 1, MAX_TRAINED, REQUIRED) % (int64_t)size_of("index_kpool") == 0,
+           "a multiple of index_kpool");
+}
+
+static const struct renaming glm5_next_names[] = {{"attn_hc.fn", "hc_attn_fn", EVERYWHERE},
+                                                  {"attn_hc.base", "hc_attn_base", EVERYWHERE},
+                                                  {"attn_hc.scale", "hc_attn_scale", EVERYWHERE},
+                                                  {"ffn_hc.fn", "hc_ffn_fn", EVERYWHERE},
+                                                  {"ffn_hc.base", "hc_ffn_base", EVERYWHERE},
+                                                  {"ffn_hc.scale", "hc_ffn_scale", EVERYWHERE},
+                                                  {NULL, NULL, EVERYWHERE}};
 
 static const struct renaming bailing_names[] = {
     {"self_attn.o_proj", "attention.dense", EVERYWHERE},
@@ -3214,6 +3289,10 @@ static const struct release {
              .shared_key = "moe_intermediate_size", .shared_count = "num_shared_experts", .n_shared = 1,
              .shared_width = true, .mtp_key = "num_nextn_predict_layers", .norm_topk_prob = true,
              .scaling_factor = "routed_scaling_factor", .rope_theta = 6e6, .put = put_bailing}},
+    {.type = "glm5_next_text", .wrapper = "glm5_next", .config = config_glm5_next,
+     .fixed = "mla_use_nope true mhc true moe_layer_freq 1 index_kpool_always_select_tail true",
+     .src = {.arch = "glm5-next", .renaming = glm5_next_names, LATENT, DEEPSEEK_EXPERTS, .no_rope = true,
+             .is_kda = is_kda_glm, .has_indexer = has_indexer_glm_next, .eps = 1e-5, .put = put_glm5_next}},
     {.type = "nemotron_h", .kinds = kinds_nemotron, .config = config_nemotron, .fixed = fixed_nemotron,
      .src = {.arch = "nemotron_h_moe", .renaming = nemotron_names, .is_dense = is_dense_nemotron, .ungated = true,
              .experts_key = "n_routed_experts", .shared_key = "moe_shared_expert_intermediate_size", .n_shared = 1,
@@ -4274,6 +4353,7 @@ static void put_rope(void) {
         put_two_rotations();
         return;
     }
+    if (src.no_rope) return;
     struct doc in;
     const double theta = rope_base(r, false, src.rope_theta, &in);
     kv_num(in, "rope_theta", theta, "rope.freq_base");
@@ -4401,7 +4481,8 @@ static void put_head_sizes(void) {
         kv_u32("attention.value_length", head_v());
         return;
     }
-    const size_t rope = (size_t)get_int(src.cfg, "qk_rope_head_dim", 2, 65536, REQUIRED);
+    const int64_t least = src.no_rope ? 0 : 2, most = src.no_rope ? 0 : 65536;
+    const size_t rope = (size_t)get_int(src.cfg, "qk_rope_head_dim", least, most, REQUIRED);
     const int64_t q_lora = get_int(src.cfg, "q_lora_rank", 0, INT32_MAX, 0);
     kv_u32("attention.key_length", latent + rope);
     kv_u32("attention.value_length", latent);
@@ -5394,7 +5475,8 @@ static const struct manual manual = {
              "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
              "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
              "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
-             "inkling2, inkling2_text, inkling2_loop, inkling2_loop_text, nemotron_h.\n"
+             "glm5_next, inkling2, inkling2_text, inkling2_loop,\n"
+             "inkling2_loop_text, nemotron_h.\n"
              "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
              "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},

@@ -2511,6 +2511,8 @@ static void test_convert_header(void) {
                                        "tests/fixtures/deepseek_v32_fp8",
                                        "tests/fixtures/glm4_moe_air",
                                        "tests/fixtures/glm4_moe_lite",
+                                       "tests/fixtures/glm5_next",
+                                       "tests/fixtures/glm5_next_nvfp4",
                                        "tests/fixtures/glm_moe_dsa_types",
                                        "tests/fixtures/gpt_oss",
                                        "tests/fixtures/gpt_oss_bf16",

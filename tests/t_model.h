@@ -352,7 +352,7 @@ static void test_prediction(void) {
                                         "glm4_moe_air",      "glm4_moe_lite",    "step3p7",        "mimo_v2_flash_fp8",
                                         "deepseek_v32",      "deepseek_v32_fp8", "glm_moe_dsa",    "glm_moe_dsa_types",
                                         "deepseek_v4",       "qwen3_5",          "qwen3_5_nvfp4",  "bailing_hybrid",
-                                        "nemotron_h"};
+                                        "nemotron_h",        "glm5_next"};
     struct model m;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char ids[256], want[256];
@@ -480,6 +480,12 @@ static void test_fixtures_kda(void) {
     check_fixture("bailing_hybrid_ct", NULL);
 }
 
+/* Prompts in which pools of keys are left out: a wrong choice has an NMSE of 2e-2 or more. */
+static void test_fixtures_glm5_next(void) {
+    check_fixture("glm5_next", NULL);
+    check_fixture("glm5_next_nvfp4", NULL);
+}
+
 static void test_fixtures_nemotron(void) {
     check_fixture("nemotron_h", NULL);
     check_fixture("nemotron_h_nvfp4", NULL);
@@ -589,7 +595,12 @@ static void test_keys_seen(void) {
              {{.window = 16, .compress_ratio = 4, .top_k = 8}, 300, 24},
              {{.window = 16, .compress_ratio = 4, .top_k = 8}, 3, 5},
              {{.window = 16, .compress_ratio = 4, .top_k = 8}, 22, 21},
-             {{.window = 16, .compress_ratio = 128}, 300, 18}};
+             {{.window = 16, .compress_ratio = 128}, 300, 18},
+             {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 2, 3},
+             {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 10, 11},
+             {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 11, 8},
+             {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 12, 9},
+             {{.kv_lora = 64, .compress_ratio = 4, .index_block = 4, .top_k = 8}, 1002, 11}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) CHECK_INT(keys_seen(&c[i].a, c[i].pos), c[i].want, "case %zu", i);
 }
 
@@ -641,8 +652,9 @@ static void test_fixtures_deepseek4_ranks(void) {
 static void test_sparse_begins(void) {
     static const struct {
         const char *name;
-        int keys; /* top_k in keys */
-    } c[] = {{"deepseek_v32", 16}, {"glm_moe_dsa", 32}, {"minimax_m3", 48}, {"minimax_m3_nvfp4", 96}};
+        int top_k, keys; /* that are chosen; the longest context of which all are seen */
+    } c[] = {{"deepseek_v32", 16, 16},     {"glm_moe_dsa", 32, 32}, {"minimax_m3", 48, 48},
+             {"minimax_m3_nvfp4", 96, 96}, {"glm5_next", 32, 35},   {"glm5_next_nvfp4", 24, 31}};
     for (size_t f = 0; f < sizeof c / sizeof *c; f++) {
         struct model m;
         char path[256];
@@ -655,7 +667,7 @@ static void test_sparse_begins(void) {
         float *x = all_logits(&m, &kernels_ref, KV_F32, 2, ids, n);
         for (int il = 0; il < model_blocks(&m); il++) {
             struct layer *l = &m.layers[il];
-            CHECK(!l->attn.top_k || l->attn.top_k == c[f].keys, "%s: layer %d chooses %d keys", c[f].name, il,
+            CHECK(!l->attn.top_k || l->attn.top_k == c[f].top_k, "%s: layer %d chooses %d keys", c[f].name, il,
                   l->attn.top_k);
             l->attn.n_index = l->attn.top_k = 0;
             l->wq_index = l->wk_index = l->w_index = (struct weight){0};
@@ -930,6 +942,14 @@ static const struct synth batch_shapes[] = {
      "attention.key_length_mla=40 attention.value_length_mla=16 rope.dimension_count=8 ssm.conv_kernel=4 "
      "kda.head_dim=64 kda.gate_lower_bound=-5 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
      "expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536", .q8 = true},
+    {"chosen pools", "glm5-next", .keys =
+     "block_count=3 embedding_length=128 attention.head_count=3 attention.head_count_kv=0,1,1 attention.q_lora_rank=72 "
+     "attention.kv_lora_rank=64 attention.key_length_mla=24 attention.value_length_mla=16 rope.dimension_count=0 "
+     "ssm.conv_kernel=4 kda.head_dim=40 kda.gate_lower_bound=-5 attention.indexer.head_count=3 "
+     "attention.indexer.key_length=16 attention.indexer.top_k=210 attention.indexer.kpool=3 hyper_connection.count=3 "
+     "leading_dense_block_count=1 feed_forward_length=64 expert_count=16 expert_used_count=4 "
+     "expert_feed_forward_length=64 expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536 "
+     "hyper_connection.sinkhorn_iterations=20 hyper_connection.epsilon=1e-6 swiglu_clamp_exp=10"},
     /* the window begins in another block of keys during the last run */
     {"window of several splits, sinks, biases", "gpt-oss", .keys =
      "block_count=2 embedding_length=128 attention.head_count=16 attention.head_count_kv=2 attention.key_length=8 "
@@ -1821,13 +1841,13 @@ static void test_cpu_profile(void) {
         {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
-        {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-reap", test_fixtures_reap},              \
-        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \
-        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},                \
-        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill},  \
-        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
-        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
-        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
-        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/sampler", test_sampler},                     \
-        {"model/kv-cache", test_kv_cache}, {"model/contents-list", test_contents_list},                                \
-        {"model/banners", test_banners},
+        {"model/fixtures-inkling2", test_fixtures_inkling2}, {"model/fixtures-glm5-next", test_fixtures_glm5_next},    \
+        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                              \
+        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                  \
+        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                      \
+        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},          \
+        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                          \
+        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},   \
+        {"model/router", test_router}, {"model/glu", test_glu}, {"model/streams", test_streams},                       \
+        {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},                                            \
+        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},

@@ -19,7 +19,8 @@ static const char *const rank_fixtures[] = {
     "qwen2",         "qwen2_nvfp4",         "ministral3",        "ministral3_nvfp4",
     "mistral4",      "mistral4_nvfp4",      "kimi_linear",       "kimi_linear_nvfp4",
     "bailing_hybrid", "bailing_hybrid_ct", "nemotron_h",       "nemotron_h_nvfp4",
-    "nemotron_h_dense", "inkling2_loop",   "inkling2_nvfp4"};
+    "nemotron_h_dense", "inkling2_loop",   "inkling2_nvfp4",
+    "glm5_next",     "glm5_next_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 
@@ -75,6 +76,12 @@ static void test_ranks_stages(void) {
     shard_model(&pruned, &m, (struct shard){0, 1, 1, 2});
     CHECK(pruned.layers[0].attn.n_index && !pruned.layers[1].attn.n_index, "the second stage");
     shard_free(&pruned);
+    model_free(&m);
+    if (!fixture_load("glm5_next", &m)) return;
+    CHECK(stage_starts(&m) == 4, "%d beginnings", stage_starts(&m));
+    m.layers[3].attn.n_index = 0; /* layer 2 stands before it, of Kimi delta attention */
+    CHECK(stage_starts(&m) == 2 && stage_can_start(&m, 1) && !stage_can_start(&m, 2), "%d beginnings before a choice",
+          stage_starts(&m));
     model_free(&m);
     check_command(MOE_BIN " -m " FIXTURES "glm_moe_dsa_types.gguf --cpu --pp 3 --raw -p x </dev/null", 2, "",
                   "--pp 3: the model has only 2 layers that a stage may begin with");
@@ -205,8 +212,8 @@ static void test_ranks_demo(void) {
 
 /* A saved state knows no ranks: what two ranks in two stages write, one reads, and the other way round. */
 static void test_ranks_save(void) {
-    static const char *const names[] = {"qwen3moe_nonorm", "qwen3moe", "deepseek_v3", "glm_moe_dsa_types",
-                                        "minimax_m3"};
+    static const char *const names[] = {"qwen3moe_nonorm",   "qwen3moe",   "deepseek_v3",
+                                        "glm_moe_dsa_types", "minimax_m3", "glm5_next"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m;
         char path[256], err[ERR_MAX] = "";

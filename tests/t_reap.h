@@ -726,7 +726,10 @@ static void test_reap_model(void) {
              {"nemotron_h", 6},
              {"nemotron_h_nvfp4", 4},
              {"inkling2_loop", 4},
-             {"inkling2_nvfp4", 3}};
+             {"inkling2_nvfp4", 3},
+
+             {"glm5_next", 5},
+             {"glm5_next_nvfp4", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -772,6 +775,8 @@ static void test_reap_fixtures(void) {
              {"kimi_linear_nvfp4", "--keep 6", {0, 6, 6}},
              {"bailing_hybrid_ct", "--keep 4", {0, 4, 4}},
              {"nemotron_h_nvfp4", "--keep 4", {0, 4, 0, 0, 4}},
+             {"glm5_next", "--keep 5 --mtp drop", {0, 0, 0, 5}},
+             {"glm5_next_nvfp4", "--keep 4", {0, 4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -980,7 +985,7 @@ static void test_reap_mtp_fixtures(void) {
              {"qwen3_5_moe", 3},       {"qwen3_5_moe_nvfp4", 4},
              {"qwen3_next", 3},        {"deepseek_v32_fp8", 4},
              {"glm_moe_dsa_types", 4}, {"deepseek_v4", 5},
-             {"nemotron_h", 6}};
+             {"nemotron_h", 6},        {"glm5_next", 5}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
         struct gguf a;
@@ -1392,7 +1397,10 @@ static void test_reap_directory(void) {
                                        {"bailing_hybrid_ct", "--keep 4"},
                                        {"nemotron_h", "--keep 6"},
                                        {"nemotron_h", "--keep 6 --mtp drop"},
-                                       {"nemotron_h_nvfp4", "--keep 4"}};
+                                       {"nemotron_h_nvfp4", "--keep 4"},
+                                       {"glm5_next", "--keep 5"},
+                                       {"glm5_next", "--keep 5 --mtp drop"},
+                                       {"glm5_next_nvfp4", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);

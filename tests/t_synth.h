@@ -82,8 +82,8 @@ static void test_keys_ranges(void) {
                 synth_says(&y, err, now);
                 n++;
                 if (r->shape == KEY_LIST)
-                    snprintf(want, sizeof want, "metadata key '%s.%s' is missing or has no number for each of", y.arch,
-                             r->suffix);
+                    snprintf(want, sizeof want, "metadata key '%s.%s' %s for each of", y.arch, r->suffix,
+                             r->kind == KEY_BOOL ? "has no value" : "is missing or has no number");
                 else if (!way)
                     snprintf(want, sizeof want, "metadata key '%s.%s' %s", y.arch, r->suffix, kinds[r->kind]);
                 else if (r->kind == KEY_NUM)

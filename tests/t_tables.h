@@ -254,7 +254,8 @@ static void test_tables_delta_keys(void) {
 static void test_tables_kda_keys(void) {
     static const struct {
         const char *fixture, *key, *message; /* key: the one that is left out or changed */
-        int value; /* 0: it is left out; 1: a list of KV heads without one in the last layer; 2: false */
+        int value; /* 0: it is left out; 1: a list of KV heads without one in the last layer; 2: false; 3: 64;
+                    * 4: 30; 5: four booleans, of which the last is false */
     } c[] = {
         {"kimi_linear", "kimi-linear.kda.head_dim", "'kimi-linear.kda.head_dim' is missing", 0},
         {"kimi_linear", "kimi-linear.ssm.conv_kernel", "'kimi-linear.ssm.conv_kernel' is missing", 0},
@@ -262,7 +263,21 @@ static void test_tables_kda_keys(void) {
         {"bailing_hybrid", "bailingmoe3.kda.gate_lower_bound", "'bailingmoe3.kda.gate_lower_bound' is missing", 0},
         {"bailing_hybrid", "bailingmoe3.attention.head_count_kv",
          "'bailingmoe3.attention.head_count_kv' is 0 for layer 4, which is for multi-token prediction", 1},
-        {"bailing_hybrid", "bailingmoe3.kda.safe_gate", "'bailingmoe3.kda.safe_gate' is false, expected true", 2}};
+        {"bailing_hybrid", "bailingmoe3.kda.safe_gate", "'bailingmoe3.kda.safe_gate' is false, expected true", 2},
+        {"glm5_next", "glm5-next.attention.indexer.kpool", "'glm5-next.attention.indexer.kpool' is missing", 0},
+        {"glm5_next", "glm5-next.attention.q_lora_rank", "'glm5-next.attention.q_lora_rank' is missing", 0},
+        {"glm5_next", "glm5-next.hyper_connection.count", "'glm5-next.hyper_connection.count' is missing", 0},
+        {"glm5_next", "glm5-next.rope.dimension_count", "'glm5-next.rope.dimension_count' is 64, expected 0 to 0", 3},
+        {"glm5_next", "glm5-next.attention.indexer.top_k",
+         "'glm5-next.attention.indexer.top_k' is 30, expected a multiple of the 4 tokens of a pool", 4},
+        {"glm5_next", "glm5-next.attention.indexer.kpool_select_tail",
+         "'glm5-next.attention.indexer.kpool_select_tail' is false, expected true", 2},
+        {"glm5_next", "glm5-next.attention.indexer.types",
+         "'glm5-next.attention.indexer.types' says that layer 3 has no indexer, but tensor "
+         "'blk.3.indexer.attn_k.weight' is there",
+         5},
+        {"glm5_next", "glm5-next.attention.indexer.types",
+         "'glm5-next.attention.indexer.types' has no value for each of 4 layers", 2}};
     static const int32_t heads[5] = {0, 1, 0, 1, 0};
     struct model m;
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
@@ -272,6 +287,9 @@ static void test_tables_kda_keys(void) {
         rewrite_keys(&x, c[i].key);
         if (c[i].value == 1) gguf_put_array(&x.w, c[i].key, GGUF_V_I32, 5, heads);
         if (c[i].value == 2) gguf_put_bool(&x.w, c[i].key, false);
+        if (c[i].value == 3) gguf_put_u32(&x.w, c[i].key, 64);
+        if (c[i].value == 4) gguf_put_u32(&x.w, c[i].key, 30);
+        if (c[i].value == 5) gguf_put_array(&x.w, c[i].key, GGUF_V_BOOL, 4, (const bool[]){1, 1, 1, 0});
         rewrite_tensors(&x, (const char *const[]){NULL});
         CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, c[i].message), "%s: %s", c[i].message, err);
     }
@@ -282,6 +300,12 @@ static void test_tables_kda_keys(void) {
     rewrite_tensors(&x, (const char *const[]){"blk.1.ssm_conv1d_k.weight", NULL});
     CHECK(model_load(&m, rewrite_close(&x), err) && strstr(err, "tensor 'blk.1.ssm_conv1d_k.weight' is missing"), "%s",
           err);
+    if (!rewrite_open(&x, "glm5_next")) return;
+    rewrite_keys(&x, "glm5-next.attention.indexer.types");
+    rewrite_tensors(&x, (const char *const[]){"blk.1.indexer.attn_k.weight", NULL});
+    CHECK(model_load(&m, rewrite_close(&x), err) &&
+              strstr(err, "layer 1 has no indexer, expected tensor 'blk.1.indexer.attn_k.weight'"),
+          "%s", err);
 }
 
 /* A file of Inkling 2 without one of its keys, with a loop that does not fit, or without one of its tensors, is refused by

@@ -292,11 +292,11 @@ def last_projection(config):
 
 def is_kda(config, layer):
     """Whether a layer has Kimi delta attention: those for multi-token prediction do not."""
-    if layer is None or config["model_type"] not in ("kimi_linear", "bailing_hybrid"):
+    if layer is None or config["model_type"] not in ("kimi_linear", "bailing_hybrid", "glm5_next_text"):
         return False
     if "layer_group_size" in config:
         return (layer + 1) % config["layer_group_size"] != 0
-    if "linear_attn_config" in config:  # layers are counted from 1
+    if "kda_layers" in config.get("linear_attn_config", {}):  # layers are counted from 1
         return layer + 1 in config["linear_attn_config"]["kda_layers"]
     return config["layer_types"][layer] == "linear_attention"
 
@@ -337,6 +337,26 @@ def best_tokens(score, k):
     chosen = np.zeros(score.shape, bool)
     np.put_along_axis(chosen, order, True, 1)
     return chosen & causal
+
+
+def best_pools(W, config, x, latent, p):
+    """The tokens [n, n] that each one sees by GLM-5.3-Flash's indexer: those of the best pools that are complete, and of
+    the pool that is not.  A pool's key is made of its tokens' keys, column by column."""
+    n, heads, d, size = len(x), config["index_n_heads"], config["index_head_dim"], config["index_kpool"]
+    key = layer_norm(x @ W.get(p + "wk.weight").T, W.get(p + "k_norm.weight"), W.get(p + "k_norm.bias"), 1e-6)
+    gate, place = x @ W.get(p + "index_kpool_compress_gate").T, W.get(p + "index_kpool_compress_ape")
+    keys = np.array([(softmax((gate[j:j + size] + place).T).T * key[j:j + size]).sum(0)
+                     for j in range(0, n - size + 1, size)])
+    match = np.maximum(np.einsum("qhd,kd->qhk", (latent @ W.get(p + "wq_b.weight").T).reshape(n, heads, d), keys), 0)
+    score = np.einsum("qh,qhk->qk", x @ W.get(p + "weights_proj.weight").T, match)
+    seen = np.zeros((n, n), bool)
+    for t in range(n):
+        whole = (t + 1) // size
+        best = np.argsort(-score[t, :whole], kind="stable")[:config["index_topk"] // size]
+        seen[t, whole * size:t + 1] = True
+        for j in best:
+            seen[t, j * size:j * size + size] = True
+    return seen
 
 
 def index_config(config):
@@ -386,15 +406,16 @@ def indexed(W, config, x, latent, p, layer):
     if shares_choice(config, layer):
         assert not W.has(p + "wk.weight"), p
     else:
-        W.chosen = best_tokens(index_scores(W, config, x, latent, p), config["index_topk"])
+        W.chosen = (best_pools(W, config, x, latent, p) if "index_kpool" in config
+                    else best_tokens(index_scores(W, config, x, latent, p), config["index_topk"]))
     return W.chosen
 
 
 def mla(W, config, x, p, layer):
     n, heads, eps = len(x), config["num_attention_heads"], config["rms_norm_eps"]
     nope, rope, rank = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["kv_lora_rank"]
-    unrotated, bailing = config["model_type"] == "kimi_linear", config["model_type"] == "bailing_hybrid"
-    if unrotated:  # transformers norms latents so, whatever config.json says
+    unrotated, bailing = not rope or config["model_type"] == "kimi_linear", config["model_type"] == "bailing_hybrid"
+    if config["model_type"] == "kimi_linear":  # transformers norms latents so, whatever config.json says
         eps = 1e-6
     if config["q_lora_rank"]:
         low = rms(x @ W.get(p + "q_a_proj.weight").T, W.get(p + "q_a_layernorm.weight"), eps)
@@ -594,11 +615,19 @@ def ffn(W, x, p, activation=swiglu, names=("gate_proj", "up_proj", "down_proj"))
     return activation(x @ gate.T, x @ up.T) @ down.T
 
 
-def expert_ffn(W, x, p, e):
+def clamped(config):
+    """How GLM-5.3-Flash joins gate and up, in all feed-forwards; swiglu() in other families."""
+    if config["model_type"] != "glm5_next_text":
+        return swiglu
+    limit = config["swiglu_limit"]
+    return lambda gate, up: silu(np.minimum(gate, limit)) * np.clip(up, -limit, limit)
+
+
+def expert_ffn(W, x, p, e, activation):
     if W.has(f"{p}experts.{e}.w1.weight"):
-        return ffn(W, x, f"{p}experts.{e}.", names=("w1", "w3", "w2"))
+        return ffn(W, x, f"{p}experts.{e}.", activation, ("w1", "w3", "w2"))
     if not W.has(p + "experts.gate_up_proj"):
-        return ffn(W, x, f"{p}experts.{e}.")
+        return ffn(W, x, f"{p}experts.{e}.", activation)
     gate, up = np.split(W.get(p + "experts.gate_up_proj")[e], 2)
     return (silu(x @ gate.T) * (x @ up.T)) @ W.get(p + "experts.down_proj")[e].T
 
@@ -634,12 +663,12 @@ def moe(W, config, x, p):
     y = np.zeros_like(x)
     for e in range(experts):
         token, slot = np.nonzero(best == e)
-        y[token] += weight[token, slot, None] * expert_ffn(W, x[token], p, e)
+        y[token] += weight[token, slot, None] * expert_ffn(W, x[token], p, e, clamped(config))
     if config.get("shared_expert_intermediate_size"):  # Qwen
         return y + sigmoid(x @ W.get(p + "shared_expert_gate.weight").T) * ffn(W, x, p + "shared_expert.")
     if W.has(p + "shared_mlp.gate_proj.weight"):  # Hy3
         return y + ffn(W, x, p + "shared_mlp.")
-    return y + ffn(W, x, p + "shared_experts.") if config.get("n_shared_experts") else y
+    return y + ffn(W, x, p + "shared_experts.", clamped(config)) if config.get("n_shared_experts") else y
 
 
 def turn_last(t, position, freq, back=False):
@@ -1035,6 +1064,9 @@ def text_part(config):
              "moe_renormalize": "norm_topk_prob"}
     if text["model_type"] in ("kimi_linear", "bailing_hybrid"):
         words["num_shared_experts"] = "n_shared_experts"
+    if text["model_type"] == "glm5_next_text":
+        nested = text.get("linear_attn_config")
+        text["kda_lower_bound"] = nested["gate_lower_bound"] if nested else text["linear_lower_bound"]
     return {**text, **{other: text[k] for k, other in words.items() if k in text}}
 
 
@@ -1068,7 +1100,28 @@ def block(W, config, x, p, layer):
     for name in ("mlp.", "block_sparse_moe."):
         if W.has(router(W, p + name)):
             return x + moe(W, config, h, p + name)
-    return x + ffn(W, h, p + "mlp.")
+    return x + ffn(W, h, p + "mlp.", clamped(config))
+
+
+def glm5_trunk(W, config, ids):
+    """The rows after the final norm of GLM-5.3-Flash, whose layers read and write several streams of residuals.  Their
+    mean is the last row."""
+    streams = np.repeat(W.get(embedding(W))[ids][:, None], config["hc_mult"], 1)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"{prefix(W)}layers.{layer}."
+        for half in ("attn", "ffn"):
+            read, write, mix = v4_mix(W, config, streams, f"{p}hc_{half}_")
+            x, before = np.einsum("nj,njd->nd", read, streams), "input" if half == "attn" else "post_attention"
+            x = norm(W, config, x, f"{p}{before}_layernorm.weight")
+            if half == "ffn":
+                y = (moe(W, config, x, p + "mlp.") if W.has(p + "mlp.gate.weight")
+                     else ffn(W, x, p + "mlp.", clamped(config)))
+            elif is_kda(config, layer):
+                y = kda(W, config, x, p + "self_attn.")
+            else:
+                y = mla(W, config, x, p + "self_attn.", layer)
+            streams = write[:, :, None] * y[:, None] + np.einsum("njk,njd->nkd", mix, streams)
+    return norm(W, config, streams.mean(1), prefix(W) + "norm.weight")
 
 
 def embedding(W):
@@ -1105,15 +1158,18 @@ def trunk(W, config, ids):
         return nemotron_trunk(W, config, ids)
     if config["model_type"].startswith("inkling2"):
         return ink_trunk(W, config, ids)
+    if config["model_type"] == "glm5_next_text":
+        return glm5_trunk(W, config, ids)
     return norm(W, config, last_rows(W, config, ids), prefix(W) + "norm.weight")
 
 
 def mtp_names(W, config):
     """What the names of the layer for multi-token prediction begin with, and four names; None: there is none."""
-    own = f"model.layers.{config['num_hidden_layers']}."
+    join = f"layers.{config['num_hidden_layers']}.eh_proj.weight"
+    own = next((name.removesuffix("eh_proj.weight") for name in W.raw if name.endswith(join)), None)
     if W.has("mtp.fc.weight"):
         return "mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
-    if W.has(own + "eh_proj.weight"):
+    if own:
         last = "final_layernorm" if W.has(own + "final_layernorm.weight") else "shared_head.norm"
         return own, own + "enorm", own + "hnorm", own + "eh_proj", own + last
     return None

@@ -20,6 +20,7 @@ import json
 import math
 import re
 import sys
+import types
 import zlib
 from pathlib import Path
 
@@ -607,6 +608,47 @@ def inkling2(kinds, **changes):
             "unpadded_vocab_size": VOCAB, "use_cache": True, "vocab_size": VOCAB, **changes}
 
 
+def glm5_next(layers, **changes):
+    """config.json in the words of GLM-5.3-Flash: the text model beside a vision tower.  layers has an L for Kimi delta
+    attention, an F for latent attention with an indexer, an S for one that takes the choice of the layer before.  The
+    limit is not that of the release: it clips some values here."""
+    text = {"attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16", "eos_token_id": IM_END,
+            "first_k_dense_replace": 3, "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 0,
+            "hidden_act": "silu", "hidden_size": 64, "index_head_dim": 64, "index_kpool": 4,
+            "index_kpool_always_select_tail": True, "index_n_heads": 16, "index_topk": 32,
+            "indexer_types": ["shared" if t == "S" else "full" for t in layers], "initializer_range": 0.02,
+            "intermediate_size": 192, "kv_lora_rank": 64,
+            "layer_types": ["linear_attention" if t == "L" else "indexed_attention" for t in layers],
+            "linear_attn_config": {"gate_lower_bound": -5.0, "head_dim": 32, "num_heads": 4,
+                                   "short_conv_kernel_size": 4},
+            "max_position_embeddings": 4096, "mhc": True, "mla_use_nope": True, "model_type": "glm5_next_text",
+            "moe_intermediate_size": 64, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 8,
+            "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 4, "num_experts_per_tok": 3,
+            "num_hidden_layers": len(layers), "num_key_value_heads": 4, "num_nextn_predict_layers": 0,
+            "pad_token_id": EOT, "q_lora_rank": 64, "qk_head_dim": 48, "qk_nope_head_dim": 48, "qk_rope_head_dim": 0,
+            "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "swiglu_limit": 1.5,
+            "topk_group": 1, "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 32, "vocab_size": VOCAB,
+            **changes}
+    vision = {"attention_bias": True, "depth": 1, "hidden_act": "silu", "hidden_size": 16, "image_size": 8,
+              "in_channels": 3, "intermediate_size": 32, "model_type": "glm5_next_vision", "num_heads": 2,
+              "out_hidden_size": 16, "patch_size": 4, "projection_intermediate_size": 32, "spatial_merge_size": 2,
+              "temporal_patch_size": 2}
+    return {"architectures": ["Glm5NextForConditionalGeneration"], "image_token_id": 248056, "model_type": "glm5_next",
+            "text_config": text, "tie_word_embeddings": False, "video_token_id": 248057, "vision_config": vision}
+
+
+def glm5_next_saved(layers, head_dim, bound, **changes):
+    """The same as transformers writes it."""
+    dropped = ("first_k_dense_replace", "linear_attn_config", "mhc", "mla_use_nope", "moe_layer_freq",
+               "num_nextn_predict_layers", "scoring_func", "topk_method")
+    config = glm5_next(layers, **changes)
+    text = {k: v for k, v in config["text_config"].items() if k not in dropped}
+    return {**config, "text_config": {
+        **text, "linear_conv_kernel_dim": 4, "linear_head_dim": head_dim, "linear_lower_bound": bound,
+        "linear_num_heads": text["num_attention_heads"], "mlp_layer_types": ["dense"] + ["sparse"] * (len(layers) - 1),
+        "qk_head_dim": text["qk_nope_head_dim"]}}
+
+
 # Words of single families -> those of the others
 ALIASES = {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
            "moe_renormalize": "norm_topk_prob"}
@@ -658,6 +700,7 @@ HUB_NAMES = {
     "bailing_hybrid": [
         (r"\.forget_gate\.", "."), (r"\.self_attn\.o_proj\.", ".self_attn.dense."), (r"\.self_attn\.", ".attention."),
         (r"\.embed_tokens\.", ".word_embeddings."), (r"\.gate\.e_score_correction_bias", ".gate.expert_bias")],
+    "glm5_next": [(r"\.forget_gate\.", "."), (r"\.(attn|ffn)_hc\.", r".hc_\1_")],
     "deepseek_v4": [*V4, (r"^model\.", ""), (r"^embed_tokens", "embed"), (r"^hc_head\.hc", "hc_head")],
     "deepseek_v4 saved": [*V4, (r"\.attn\.kv_norm", ".attn.norm")],
     "inkling2": [
@@ -715,6 +758,7 @@ M3_LINEAR = r"^language_model\.model\.layers.*_proj\.weight$"
 W123_EXPERTS = r"\.experts\.\d+\.w[123]\.weight$"
 V4_F32 = r"(^|[._])hc_|attn_sink$|\.ape$"
 V4_FP8 = r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.weight$|shared_experts\.w\d\.weight$|\.[eh]_proj\.weight$"
+POOL_F32 = r"\.index_kpool_compress_\w+$"
 KDA_F32 = r"\.(A_log|dt_bias|[qkv]_conv1d\.weight)$"
 INKLING_F32 = r"sconv|gate\.weight$|forget_weight|gain_weight|attn_res|cross_pass"
 V4_EXPERTS = r"\.experts\.\d+\.w\d\.weight$"
@@ -1024,6 +1068,17 @@ SPECS = {
                        num_shared_experts=2, moe_intermediate_size=128, routed_scaling_factor=1.25,
                        expert_swiglu_limit_list=[0.0] * 3, share_expert_swiglu_limit_list=[None] * 3),
         declare="compressed_tensors_experts", positions=160, store=[(EXPERTS, "ct_nvfp4")]),
+    "glm5_next": dict(
+        config=glm5_next("LFLF", num_nextn_predict_layers=1), positions=160, mtp_prompt=True,
+        store=[(V4_F32, "full"), (KDA_F32 + "|" + POOL_F32, "f32")]),
+    "glm5_next_nvfp4": dict(
+        config=glm5_next_saved(
+            "FSL", 64, -3.0, hidden_size=128, num_attention_heads=3, num_key_value_heads=3, q_lora_rank=96,
+            kv_lora_rank=128, qk_nope_head_dim=32, v_head_dim=64, index_kpool=8, index_topk=24, index_head_dim=128,
+            index_n_heads=12, hc_sinkhorn_iters=3, hc_eps=0.02, rms_norm_eps=0.01, moe_intermediate_size=128,
+            n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2, routed_scaling_factor=1.5, swiglu_limit=1.0),
+        declare="modelopt_glm5_next", positions=96, flat=True, shards=2,
+        store=[(V4_F32, "full"), (EXPERTS + r"|\.layers\.0\.mlp\.\w+_proj\.weight$", "nvfp4")]),
 }
 
 # ---- values ------------------------------------------------------------------------------------------------
@@ -1042,7 +1097,7 @@ def draw(fixture, name, shape, tied, centred):
     if name.endswith(BIAS):  # above -sigmoid: masking with 0.0 and with -inf then agree
         return rng.uniform(0.1, 0.5, shape).astype(np.float32)
     if name.endswith(".A_log"):  # some heads forget within a token or two, some remember the whole prompt
-        bounded = name.endswith(".attention.A_log")  # there it makes the gate steeper
+        bounded = name.endswith(".attention.A_log") or "language_model" in name  # there it makes the gate steeper
         return rng.uniform(*((0, 2) if bounded else (-5, 1.5)), shape).astype(np.float32)
     x = rng.standard_normal(shape)
     if "hc_" in name and name.endswith(("scale", "base")):
@@ -1056,7 +1111,7 @@ def draw(fixture, name, shape, tied, centred):
     if "norm" in name:
         less = 1.0 if centred and "linear_attn.norm" not in name else 0.0
         return ((1.5 if "q_norm" in name else 1.0) - less + 0.2 * x).astype(np.float32)
-    if len(shape) == 1 or name.endswith(("_bias", ".ape")):
+    if len(shape) == 1 or name.endswith(("_bias", "ape")):
         return x.astype(np.float32)
     if "embed_tokens" in name or name == "embed.weight" or name.endswith((".embeddings.weight",
                                                                            "word_embeddings.weight")):
@@ -1439,6 +1494,57 @@ def put_v4_mtp(checkpoint, config):
         checkpoint.put("mtp.0." + leaf, shape)
 
 
+def put_glm5_mtp(checkpoint, config):
+    """GLM-5.3-Flash's layer for multi-token prediction: latent attention with an indexer, and experts, without
+    hyper-connections."""
+    text, body = config["text_config"], "model.language_model.layers."
+    n, hidden = text["num_hidden_layers"], text["hidden_size"]
+    last = max(i for i, kind in enumerate(text["layer_types"]) if kind == "indexed_attention")
+    for name, shape in list(checkpoint.shapes.items()):
+        if name.startswith(f"{body}{last}.") and ".hc_" not in name:
+            checkpoint.put(name.replace(f"{body}{last}.", f"{body}{n}."), shape)
+    for leaf, shape in {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden),
+                        "shared_head.norm": (hidden,)}.items():
+        checkpoint.put(f"{body}{n}.{leaf}.weight", shape)
+
+
+def predict_glm5(model, config, checkpoint, ids):
+    """As predict(), for GLM-5.3-Flash: DeepSeek-V3's layer for multi-token prediction around its own attention and
+    experts.  The trunk's rows are those after the final norm."""
+    kinds = transformers.models.glm5_next.modeling_glm5_next
+    trunk, text, ids = decoder(model), copy.deepcopy(decoder(model).config), torch.tensor([ids])
+    own = f"model.language_model.layers.{text.num_hidden_layers}."
+    text.indexer_types = ["full"]
+    layer = types.SimpleNamespace(self_attn=kinds.Glm5NextTextAttention(text, 0), mlp=kinds.Glm5NextTextMoE(text))
+    for part in ("self_attn", "mlp"):
+        module = getattr(layer, part).float().eval()
+        for name, old in list(module.state_dict().items()):
+            path, _, leaf = name.rpartition(".")
+            if path == "experts":
+                parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+                new = torch.stack([torch.cat([checkpoint.values[f"{own}{part}.experts.{i}.{p}.weight"] for p in parts])
+                                   for i in range(len(old))])
+            else:
+                new = checkpoint.values[own + part + "." + name]
+            assert new.shape == old.shape, name
+            give(module.get_submodule(path), leaf, new)
+    gaps = []
+    hook = layer.mlp.gate.register_forward_hook(
+        lambda _, __, output: gaps.append(checked_route(layer.mlp, text_config(config), output)[1]))
+    indexer_gaps, unhook = watch_indexers([layer])
+    rms = lambda x, name: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + text.rms_norm_eps) * checkpoint.values[
+        own + name + ".weight"]
+    hidden = trunk(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    both = torch.cat([rms(trunk.embed_tokens(ids[:, 1:]), "enorm"), rms(hidden, "hnorm")], -1)
+    x = both @ checkpoint.values[own + "eh_proj.weight"].T
+    seen = torch.ones(x.shape[:2], dtype=torch.bool)
+    x = x + layer.self_attn(rms(x, "input_layernorm"), attention_mask=seen)[0]
+    x = x + layer.mlp(rms(x, "post_attention_layernorm"))
+    hook.remove()
+    unhook()
+    return model.lm_head(rms(x, "shared_head.norm"))[0], torch.stack([gaps[0], indexer_gaps[0]]).amin(0)
+
+
 def put_nemotron_mtp(checkpoint, config, model):
     """Nemotron-3's names: an attention layer and one with experts, mtp.layers.0 and 1, and what joins them."""
     hidden, kinds = config["hidden_size"], decoder(model).config.layers_block_type
@@ -1719,8 +1825,8 @@ def head_dim(config):
 def assert_rope(model, config):
     """transformers took theta, YaRN and its attention factors from the configuration.  Not of models whose layers
     differ in these: check_tiny.py shows those."""
-    if isinstance(config.get("rope_theta"), list) or config["model_type"] in ("laguna", "mimo_v2_flash", "deepseek_v4",
-                                                                              "kimi_linear", "nemotron_h") or (
+    if isinstance(config.get("rope_theta"), list) or config["model_type"] in (
+            "laguna", "mimo_v2_flash", "deepseek_v4", "kimi_linear", "nemotron_h", "glm5_next_text") or (
             "d_rel" in config):
         return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -1922,13 +2028,43 @@ def watch_compressed(layer, x, latent, chosen, gaps):
     gaps.append(gap)
 
 
+def index_pools(layer, x, latent):
+    """What GLM-5.3-Flash's indexer thinks of each pool of tokens that is complete at the end [n, pools], by the rules of
+    the reference.  x, latent: as of index()."""
+    n, size = len(x), layer.index_kpool
+    key, gate = layer.k_norm(layer.wk(x)), x @ layer.index_kpool_compress_gate.T
+    pools = n // size * size
+    parts = lambda t: t[:pools].reshape(-1, size, t.shape[-1])
+    keys = ((parts(gate) + layer.index_kpool_compress_ape).softmax(1) * parts(key)).sum(1)
+    q = layer.wq_b(latent).reshape(n, layer.n_heads, -1)
+    match = torch.einsum("qhd,kd->qhk", q, keys).relu() * (q.shape[-1] * layer.n_heads) ** -0.5
+    return torch.einsum("qh,qhk->qk", layer.weights_proj(x), match)
+
+
+def watch_pools(layer, x, latent, chosen, gaps):
+    """As the hook of watch_indexers(), for GLM-5.3-Flash."""
+    size, gap = layer.index_kpool, torch.full((len(x),), math.inf)
+    score, k = index_pools(layer, x, latent), layer.index_topk // layer.index_kpool
+    for t in range(len(x)):
+        row, tail = score[t, :(t + 1) // size], range((t + 1) // size * size, t + 1)
+        best = row.sort(descending=True)
+        if len(row) > k:
+            gap[t] = (best.values[k - 1] - best.values[k]) / row.abs().max()
+        seen = {i.item() * size + j for i in best.indices[:k] for j in range(size)} | set(tail)
+        same = seen == set(chosen[t].tolist()) - {-1}
+        assert same or gap[t] < 1e-5, "transformers chooses other pools"
+    gaps.append(gap)
+
+
 def watch_indexers(layers):
     """The gaps [tokens] of each choice that the indexers of the layers will make: by how much the last token chosen
     leads the first one rejected, in units of the row's largest score.  It is infinite where there is nothing to reject
     and 0 between equals.  And a function that ends it.  Asserts that transformers chooses the same."""
     gaps = []
 
-    def hook(layer, args, _, output):
+    def hook(layer, args, named, output):
+        if hasattr(layer, "index_kpool"):
+            return watch_pools(layer, named["hidden_states"][0], named["q_resid"][0], output[0], gaps)
         if hasattr(layer, "topk_blocks"):
             return watch_blocks(layer, (*args, output), gaps)
         if hasattr(layer, "scorer"):
@@ -2100,6 +2236,9 @@ def declare(kind, names):
     if kind == "modelopt_kimi_linear":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=[
             "lm_head", "*self_attn*", "*block_sparse_moe.gate", "*shared_experts*", "model.layers.0.mlp*"])
+    if kind == "modelopt_glm5_next":
+        return None, modelopt_json("NVFP4", "FP8", group_size=16, exclude_modules=[
+            "lm_head", "*self_attn*", "*mlp.gate", "*shared_experts*", "model.visual*"])
     if kind == "modelopt_w123":
         return None, modelopt_json("NVFP4", group_size=16, exclude_modules=["lm_head", "*block_sparse_moe.gate"])
     if kind == "modelopt":
@@ -2196,6 +2335,8 @@ def write_predict(folder, model, config, checkpoint, ids):
         np.ascontiguousarray(drafts.numpy(), "<f4").tofile(folder / "drafts.f32")
     elif config["model_type"] == "nemotron_h":
         logits, gaps = predict_nemotron(model, config, checkpoint, ids)
+    elif config["model_type"] == "glm5_next":
+        logits, gaps = predict_glm5(model, config, checkpoint, ids)
     else:
         logits, gaps = predict(model, config, checkpoint, ids)
     np.ascontiguousarray(logits.numpy(), "<f4").tofile(folder / "predict.f32")
@@ -2221,6 +2362,8 @@ def make(name):
         put_v4_mtp(checkpoint, config)
     elif config.get("num_nextn_predict_layers") and config["model_type"] == "nemotron_h":
         put_nemotron_mtp(checkpoint, config, model)
+    elif text.get("num_nextn_predict_layers") and config["model_type"] == "glm5_next":
+        put_glm5_mtp(checkpoint, config)
     elif config.get("num_nextn_predict_layers") and "aside" not in spec:
         put_mtp(checkpoint, config, spec.get("tables", True))
     if spec.get("mtp"):
@@ -2252,7 +2395,8 @@ def build(name):
     for old in folder.iterdir():
         old.unlink()
     model, checkpoint = make(name)
-    mtp = (lambda prompt: predict(model, config, checkpoint, prompt)[1]) if spec.get("mtp_prompt") else None
+    guess = predict_glm5 if config["model_type"] == "glm5_next" else predict
+    mtp = (lambda prompt: guess(model, config, checkpoint, prompt)[1]) if spec.get("mtp_prompt") else None
     ids, logits, gap, tail, margin = choose_prompt(model, text_config(config), spec.get("positions", POSITIONS), mtp,
                                                    spec.get("gap", INDEX_GAP))
 
