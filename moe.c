@@ -51,7 +51,7 @@
  *   Types: cache tensors, ranks, the GPU backend     310  struct rank; cuda_* functions
  *
  *  State
- *   State: cache tensors of a layer                  310  the KV cache and recurrent states
+ *   State: cache tensors of a layer                  360  the KV cache and recurrent states
  *   State: sizes on a GPU                            450  what a GPU rank allocates
  *
  *  Model
@@ -62,10 +62,11 @@
  *   Families: DeepSeek-V4                            120  the same
  *   Families: gated delta nets                       140  the same of Qwen3-Next, Qwen3.5, Kimi Linear, Ling 3
  *   Families: Mamba-2                                 50  the same of Nemotron-3
+ *   Families: n-grams                                120  the same of Qwen3.8-Flash-Next
  *   Families: the forward                            200  the forward of all. START HERE
- *   Model: layers and files                          440  binds layers, checks leftovers, opens files
+ *   Model: layers and files                          520  binds layers, checks leftovers, opens files
  *   Shards of a model                                280  what each rank holds
- *   Synthetic models: shapes                         240  --synth: shapes of real models
+ *   Synthetic models: shapes                         280  --synth: shapes of real models
  *   Synthetic models: keys                           340  a text of keys becomes a header as of a file
  *   Synthetic models: weights                        220  its tensors, random numbers
  *
@@ -86,12 +87,13 @@
  *   KV cache                                         100  rows of the cache in BF16, FP8, F32
  *   Ranks                                            340  steps, barriers, all_gather, send and recv, a watchdog
  *   CPU operations                                   350  embedding, norms, all-reduce
- *   CPU operations: matrices and rotations           250  linear, input of MTP, RoPE
+ *   CPU operations: matrices and rotations           300  linear, input of MTP, RoPE
  *   CPU operations: attention                        440  online softmax over the cache
  *   CPU operations: kinds of attention               220  grouped-query and latent attention
- *   CPU operations: sparse attention                 140  the choice of the keys that a query sees
+ *   CPU operations: sparse attention                 180  the choice of the keys that a query sees
  *   CPU operations: compressed keys                  200  attention of one KV head over a window and means of keys
  *   CPU operations: recurrent states                 210  gated delta nets and Mamba-2
+ *   CPU operations: n-grams                          100  rows of a table of n-grams, and what they add
  *   Experts on disk: reading                         210  threads that read parts of the model's files
  *   Experts on disk: slots                           470  which experts are in memory
  *   Experts in host memory                            80  all of them, pinned, for GPUs
@@ -1132,13 +1134,14 @@ struct attn {
     int pooled;         /* MIXER_CSA: tokens pooled into a compressed key: compress_ratio, or with overlap twice it */
     int n_out_group, o_lora; /* MIXER_CSA: groups of heads that wo_a joins; values of a group's result */
     /* An indexer chooses the keys: of MLA one by one, for all heads; of GQA in blocks, for each KV head. */
-    int n_index;      /* heads of the indexer; 0: none, and with top_k the layer takes the choice of the one before */
-    int index_k;      /* values of a head of the indexer and of its key */
-    int top_k;        /* keys that a query sees at most, the indexer's choice; 0: all */
-    int index_block;  /* keys that are chosen together; it divides top_k, and is a power of two unless index_means */
-    int index_local;  /* blocks that a query always sees, its own and those before it */
-    bool index_means; /* the indexer has a key for each complete block, made of the mean of its tokens' keys, and chooses
-                       * once for all heads; a query sees the incomplete block besides */
+    int n_index;     /* heads of the indexer; 0: none, and with top_k the layer takes the choice of the one before */
+    int index_k;     /* values of a head of the indexer and of its key */
+    int top_k;       /* keys that a query sees at most, the indexer's choice; 0: all */
+    int index_block; /* keys that are chosen together; it divides top_k, and is a power of two unless index_means */
+    int index_local; /* blocks that a query always sees, its own and those before it */
+    /* The indexer has one key for each complete block, made of the mean of its tokens' keys, and chooses once for all
+     * heads. A query sees the incomplete block besides. */
+    bool index_means;
     bool q_gate;      /* wq has a row of gates after each head's query: they scale the head's result */
     bool has_sinks;   /* every head has a sink: a logit in the softmax that no value belongs to */
     bool index_pairs; /* the indexer rotates neighbors, as struct rope says */
@@ -1334,9 +1337,9 @@ struct layer {
     /* hyper-connections around attention and feed-forward */
     struct hyper hc_attn, hc_ffn;
     /* n-grams, see forward_ngrams; E = n_head * row of struct ngram */
-    struct weight ngram_key, ngram_value;               /* (n_hc * n_embd, E), (n_embd, E) */
-    const float *ngram_key_norm, *ngram_query_norm;     /* (n_hc, n_embd) */
-    const float *ngram_conv_norm, *ngram_conv;          /* (n_hc, n_embd), (n_hc * n_embd, n_conv of struct ngram) */
+    struct weight ngram_key, ngram_value;           /* (n_hc * n_embd, E), (n_embd, E) */
+    const float *ngram_key_norm, *ngram_query_norm; /* (n_hc, n_embd) */
+    const float *ngram_conv_norm, *ngram_conv;      /* (n_hc, n_embd), (n_hc * n_embd, n_conv of struct ngram) */
     /* attention with one KV head: wkv_a (head_k, n_embd), kv_a_norm (head_k) */
     struct weight wo_a; /* n_out_group of (o_lora, n_head / n_out_group * head_v) */
     struct compressor compressor, index_compressor;
@@ -1413,9 +1416,6 @@ enum dim {
     DIM_HC,        /* n_hc */
     DIM_HC_MIX,    /* (2 + n_hc) * n_hc */
     DIM_HC_SCALES, /* 3 */
-    DIM_HC_LOW,    /* hc_low */
-    DIM_NGRAM,     /* values of a token's rows of the table of n-grams */
-    DIM_NGRAM_CONV, /* taps of its convolution */
     DIM_COMPRESS_RATIO,   /* compress_ratio */
     DIM_COMPRESSED,       /* pooled / compress_ratio * head_k */
     DIM_INDEX_COMPRESSED, /* pooled / compress_ratio * index_k */
@@ -1429,6 +1429,10 @@ enum dim {
     DIM_SHARED,           /* n_ff_shared */
     DIM_LATENT,           /* n_latent */
     DIM_EXPERT,           /* n_latent, or n_embd where there is none */
+    /* of hyper-connections of a low rank, and of n-grams */
+    DIM_HC_LOW,     /* hc_low */
+    DIM_NGRAM,      /* values of a token's rows of the table */
+    DIM_NGRAM_CONV, /* taps of the convolution */
     /* of a gated delta net or Mamba-2 */
     DIM_CONV,       /* n_conv */
     DIM_KEY,        /* n_key * head_k */
@@ -1836,16 +1840,16 @@ struct max_dims {
 /* The table of n-grams: rows that stand for a token and up to size - 1 before it. A head has rows of its own, of which a
  * hash of the tokens chooses one; per_size heads look at n tokens, for each n from 2 to size. See forward_ngrams. */
 struct ngram {
-    int size;                        /* tokens of the longest n-grams; 0: the model has no table */
-    int per_size, n_head;            /* heads for n-grams of a length, all heads */
-    int n_conv;                      /* taps of the convolution of what the rows add, `size` tokens apart */
-    int row;                         /* values of a row */
-    int layer;                       /* of the model: the rows are added before it */
-    int32_t eos;                     /* the token that ends a text: no n-gram goes beyond it */
-    int64_t multiplier[NGRAM_MAX];   /* (size) by the distance from the latest token */
-    int64_t offset[NGRAM_HEADS];     /* (n_head) the first row of a head, */
-    int64_t n_row[NGRAM_HEADS];      /* and how many it has */
-    struct weight table;             /* (rows of all heads, row) */
+    int size;                      /* tokens of the longest n-grams; 0: the model has no table */
+    int per_size, n_head;          /* heads for n-grams of a length, all heads */
+    int n_conv;                    /* taps of the convolution of what the rows add, `size` tokens apart */
+    int row;                       /* values of a row */
+    int layer;                     /* of the model: the rows are added before it */
+    int32_t eos;                   /* the token that ends a text: no n-gram goes beyond it */
+    int64_t multiplier[NGRAM_MAX]; /* (size) by the distance from the latest token */
+    int64_t offset[NGRAM_HEADS];   /* (n_head) the first row of a head, */
+    int64_t n_row[NGRAM_HEADS];    /* and how many it has */
+    struct weight table;           /* (rows of all heads, row) */
 };
 
 /* A whole file, or one rank's shard of it. In a shard the layers, their heads and widths, output.n_out and max are the
@@ -1865,10 +1869,11 @@ struct model {
     int n_hc;       /* residual streams of hyper-connections; 0: one, A_X */
     int n_sinkhorn; /* iterations that make the mix of streams doubly stochastic */
     float hc_eps;
-    int hc_low;           /* low rank of hyper-connections; 0: they are those of arXiv 2512.24880 */
-    struct hyper hc_head; /* how the last row is made of the streams: fn (n_hc, n_hc * n_embd), base (n_hc), scale (1) */
+    int hc_low; /* low rank of hyper-connections; 0: they are those of arXiv 2512.24880 */
+    /* how the last row is made of the streams: fn (n_hc, n_hc * n_embd), base (n_hc), scale (1) */
+    struct hyper hc_head;
     struct ngram ngram;
-    bool qat;             /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
+    bool qat; /* keys and the indexer are rounded as in training; of a family that has it, see --qat */
     struct rope ropes[MAX_ROPES];
     int n_rope;
     struct max_dims max;
@@ -3021,7 +3026,8 @@ static inline double cache_tensor_reads(const struct layer *layer, enum cache_us
     const size_t per_token = layer->attn.index_means      ? 1
                              : layer->attn.compress_ratio ? (size_t)(layer->attn.pooled / layer->attn.compress_ratio)
                                                           : 0;
-    const size_t chosen = layer->attn.index_means ? top_k / (size_t)layer->attn.index_block : top_k; /* keys of the indexer */
+    /* keys of the indexer, where the query sees all keys */
+    const size_t chosen = layer->attn.index_means ? top_k / (size_t)layer->attn.index_block : top_k;
     size_t rows = cache_rows_of(p, n_past);
     if (per_token && (use == CACHE_WINDOW || use == CACHE_INDEX_WINDOW)) rows = rows < per_token ? rows : per_token;
     else if (p->kind == ROWS_RING && rows > (size_t)p->window) rows = (size_t)p->window;
@@ -4790,8 +4796,8 @@ static void loader_longs(struct loader *l, const char *suffix, int n, int64_t *o
     for (int i = 0; i < n && !l->failed; i++)
         if (!gguf_elem_int(kv, (uint64_t)i, &out[i]) || out[i] < (int64_t)rule->lo ||
             (rule->hi < 0x1p63 && out[i] > (int64_t)rule->hi))
-            loader_fail(l, "metadata key '%s' has no whole number from %.0f to %.0f at index %d", key, rule->lo, rule->hi,
-                        i);
+            loader_fail(l, "metadata key '%s' has no whole number from %.0f to %.0f at index %d", key, rule->lo,
+                        rule->hi, i);
 }
 
 /* Reads which layer the table of n-grams has, and how rows are found in it. */
@@ -4831,7 +4837,8 @@ static void read_qwen4exp(struct loader *l) {
     for (int il = 0; il < m->n_layer && !l->failed; il++) {
         const int ratio = l->compress_ratio[il];
         if (!l->recurrent[il] && (!ratio || l->attn.top_k % ratio))
-            loader_fail(l, "metadata key '%s.attention.compress_ratios' has %d for layer %d, expected a divisor of "
+            loader_fail(l,
+                        "metadata key '%s.attention.compress_ratios' has %d for layer %d, expected a divisor of "
                         "attention.indexer.top_k, %d",
                         l->arch, ratio, il, l->attn.top_k);
     }
@@ -5318,7 +5325,8 @@ static void loader_ngrams(struct loader *l) {
                         l->arch, (long long)g->multiplier[i], (long long)(INT64_MAX / l->m->n_vocab), l->m->n_vocab);
     for (int i = 0; i < g->n_head && !l->failed; i++)
         if (t->ne[1] > INT32_MAX || g->offset[i] + g->n_row[i] > (int64_t)t->ne[1])
-            loader_fail(l, "tensor 'per_layer_token_embd.weight' has %llu rows, expected %lld for head %d, and at most %d",
+            loader_fail(l,
+                        "tensor 'per_layer_token_embd.weight' has %llu rows, expected %lld for head %d, and at most %d",
                         (unsigned long long)t->ne[1], (long long)(g->offset[i] + g->n_row[i]), i, INT32_MAX);
     if (!l->failed && g->eos >= l->m->n_vocab)
         loader_fail(l, "metadata key '%s.ple.eos_token_id' is %d, expected one of %d tokens", l->arch, g->eos,
@@ -5585,18 +5593,12 @@ static void model_prefetch(const struct model *m) {
     if (shown > t0) status_line("%s", "");
 }
 
-/* Bytes of a weight, or of a rank's shard of it, in the file's format. */
-static uint64_t weight_bytes(const struct weight *w) {
-    return w->data ? (uint64_t)gguf_row_bytes(w->type, (size_t)w->n_in) * (uint64_t)w->n_out * (uint64_t)w->n_expert
-                   : 0;
-}
-
 /* Tells the system that a token reads few rows of the table of n-grams, so that a page fault reads one page. */
 static void model_advise(const struct model *m) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const struct weight *w = &m->ngram.table;
     const uintptr_t from = ((uintptr_t)w->data + page - 1) / page * page;
-    const uintptr_t to = ((uintptr_t)w->data + weight_bytes(w)) / page * page;
+    const uintptr_t to = ((uintptr_t)w->data + (size_t)w->n_out * w->row_bytes) / page * page;
     if (from < to) madvise((void *)from, to - from, MADV_RANDOM);
 }
 
@@ -5676,6 +5678,12 @@ static void weight_matrices(struct weight *w, struct range s) {
     w->data += (size_t)s.first * w->expert_bytes;
     w->n_expert = s.n;
     if (w->scale) w->scale += s.first;
+}
+
+/* Bytes of a weight, or of a rank's shard of it, in the file's format. */
+static uint64_t weight_bytes(const struct weight *w) {
+    return w->data ? (uint64_t)gguf_row_bytes(w->type, (size_t)w->n_in) * (uint64_t)w->n_out * (uint64_t)w->n_expert
+                   : 0;
 }
 
 /* Bytes of a layer's weights in the file's format. */
@@ -5771,7 +5779,8 @@ static struct range dim_range(const struct model *m, const struct layer *layer, 
     case DIM_HEADS: return h.q;
     case DIM_GATES: return range_of(h.q.first * a->n_gate, h.q.n * a->n_gate);
     case DIM_INDEX_Q: /* in grouped-query attention a head for each KV head, unless all heads share the choice */
-        return layer->mixer == MIXER_GQA && !a->index_means ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k) : range_of(0, n);
+        return layer->mixer == MIXER_GQA && !a->index_means ? range_of(h.kv.first * a->index_k, h.kv.n * a->index_k)
+                                                            : range_of(0, n);
     case DIM_GROUPS: return range_of(h.q.first / (a->n_head / a->n_out_group), h.q.n / (a->n_head / a->n_out_group));
     case DIM_GROUPS_OUT: {
         const int per = a->n_head / a->n_out_group;
@@ -6077,6 +6086,20 @@ static const struct synth synths[] = {
      "expert_shared_feed_forward_length=512 ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=32 "
      "ssm.state_size=128 ssm.inner_size=4096 full_attention_interval=4 vocab_size=151936 "
      "attention.layer_norm_rms_epsilon=1e-6 rope.dimension_sections=11,11,10,0 rope.freq_base=1e7"},
+    {"qwen3.8-flash-next", "qwen4exp", .keys =
+     "context_length=262144 embedding_length=2560 block_count=48 attention.head_count=24 attention.head_count_kv=2 "
+     "attention.key_length=256 attention.value_length=256 rope.dimension_count=64 expert_count=512 "
+     "expert_used_count=10 expert_feed_forward_length=640 expert_shared_count=1 expert_shared_feed_forward_length=640 "
+     "ssm.conv_kernel=4 ssm.group_count=16 ssm.time_step_rank=48 ssm.state_size=128 ssm.inner_size=6144 "
+     "full_attention_interval=4 hyper_connection.count=4 hyper_connection.low_rank=320 "
+     "attention.indexer.head_count=4 attention.indexer.key_length=128 attention.indexer.top_k=2048 "
+     "attention.compress_ratios=0:0:0:4* ple.layers=1 ple.ngram_size=3 ple.heads_per_ngram=8 ple.conv_kernel=4 "
+     "ple.eos_token_id=248044 ple.layer_multipliers=23703573157769,20109073645365,8052911324071 "
+     "ple.head_offsets=0,20000003,40000026,60000059,80000106,100000165,120000228,140000297,160000374,180000455,"
+     "200000548,220000655,240000802,260000955,280001114,300001275 ple.head_vocab_sizes=20000003,20000023,20000033,"
+     "20000047,20000059,20000063,20000069,20000077,20000081,20000093,20000107,20000147,20000153,20000159,20000161,"
+     "20000171 embedding_length_per_layer_input=160 vocab_size=248320 rope.dimension_sections=11,11,10,0 "
+     "rope.freq_base=1e7"},
     {"gpt-oss-120b", "gpt-oss", .keys =
      "context_length=131072 embedding_length=2880 block_count=36 attention.head_count=64 attention.head_count_kv=8 "
      "attention.sliding_window=128 attention.key_length=64 attention.value_length=64 expert_count=128 "
@@ -6218,10 +6241,12 @@ static int synth_layers(const struct synth *y) {
     return synth_int(y, "block_count") - synth_int(y, "nextn_predict_layers");
 }
 
-/* No more layers find experts by token ids than there are. */
+/* No more layers find experts by token ids than there are, and one of them has the table of n-grams. */
 static void synth_fit(struct synth *y) {
     const int n = int_max(0, synth_layers(y));
     if (synth_int(y, "hash_layer_count") > n) synth_set(y, "hash_layer_count", "%d", n);
+    if (synth_value(y, "ple.layers") && synth_int(y, "ple.layers") >= n)
+        synth_set(y, "ple.layers", "%d", int_max(0, n - 1));
 }
 
 /* Gives a shape n layers of the forward. MTP layers stay. */
@@ -6654,7 +6679,8 @@ static struct synth_tensor *synth_tensors(const struct synth *y) {
     for (int il = 0; il < model_blocks(&m); il++) synth_add_layer(&list, y, &s, &l, il);
     if (!m.hc_low) synth_add(&list, GGUF_F32, m.n_embd, 1, 1, "output_norm.weight", 0);
     synth_add(&list, backbone, m.n_embd, s.n_vocab, 1, "output.weight", 0);
-    if (m.ngram.size) synth_add(&list, backbone, m.ngram.row, ngram_rows(&m.ngram), 1, "per_layer_token_embd.weight", 0);
+    if (m.ngram.size)
+        synth_add(&list, backbone, m.ngram.row, ngram_rows(&m.ngram), 1, "per_layer_token_embd.weight", 0);
     if (m.hc_low) {
         synth_add(&list, GGUF_F32, m.n_hc * m.n_embd, 1, 1, "output_hc_norm.weight", 0);
         synth_add(&list, backbone, m.n_hc * m.n_embd, m.hc_low, 1, "output_hc_down.weight", 0);
@@ -9830,8 +9856,8 @@ static void streams_add(struct rank *r, enum act delta, const float *norm, enum 
             r->cpu->k->scale_add(sum, 2 * sigmoidf(act_row(r, A_MIX, t)[j] / (float)hc), x + from, n);
         }
         if (norm)
-            r->cpu->k->rmsnorm(x, norm + (ptrdiff_t)j * n_embd, m->rms_eps,
-                               act_row(r, out, t) + (ptrdiff_t)j * n_embd, n_embd);
+            r->cpu->k->rmsnorm(x, norm + (ptrdiff_t)j * n_embd, m->rms_eps, act_row(r, out, t) + (ptrdiff_t)j * n_embd,
+                               n_embd);
     }
     if (delta != ACT_COUNT) stage_team_barrier(r); /* nobody's delta is overwritten while others read it */
     op_end(0, "streams");
@@ -10863,8 +10889,7 @@ static void index_means_store(struct rank *r, int il) {
         const int first = (from + i) * block;
         float *key = cpu_scratch(r);
         r->cpu->k->scale(index_raw(r, il, first), 1.0f / (float)block, key, n);
-        for (int j = 1; j < block; j++)
-            r->cpu->k->scale_add(index_raw(r, il, first + j), 1.0f / (float)block, key, n);
+        for (int j = 1; j < block; j++) r->cpu->k->scale_add(index_raw(r, il, first + j), 1.0f / (float)block, key, n);
         r->cpu->k->rmsnorm(key, layer->index_norm, r->m->rms_eps, key, n);
         rope_first(rope, first, key);
         kv_store(r->cpu->k, &r->cache[il][CACHE_INDEX], from + i, key);
@@ -10998,8 +11023,8 @@ static void run_select_keys(struct rank *r, const struct step *s) {
         for (int i = team_first(n_tok * n_list); i >= 0; i = team_next()) {
             const int t = i / n_list, list = i % n_list,
                       blocks = ceil_by(keys_indexed(a, r->pos + first + t), index_together(a));
-            int32_t *chosen = r->cpu->topk_blocks +
-                              ((size_t)(r->first + first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk;
+            int32_t *chosen =
+                r->cpu->topk_blocks + ((size_t)(r->first + first + t) * (size_t)n_list + (size_t)list) * (size_t)n_topk;
             float *score = index_row(r, a, t) + (ptrdiff_t)list * ceil_by(r->n_ctx, a->index_block);
             for (int b = 1; b <= a->index_local; b++) score[blocks - b] = INFINITY;
             top_positions(score, blocks, n_topk - a->index_means, chosen);
@@ -11460,7 +11485,9 @@ static int ngrams_choose(const struct rank *r, int il, int p, int head) {
     bool ended = false;
     for (int s = 0; s < n; s++) {
         const int q = p - s;
-        const int32_t id = ended || q < 0 ? g->eos : q < r->pos ? (int32_t)ngram_kept(r, il, q)[ids] : r->tokens[q - r->pos];
+        const int32_t id = ended || q < 0 ? g->eos
+                           : q < r->pos   ? (int32_t)ngram_kept(r, il, q)[ids]
+                                          : r->tokens[q - r->pos];
         ended |= s && id == g->eos;
         mixed ^= id * g->multiplier[s];
     }
@@ -11473,12 +11500,12 @@ static void run_ngrams(struct rank *r, const struct step *s) {
     for (int i = team_first(r->n_tok * g->n_head); i >= 0; i = team_next()) {
         const int t = i / g->n_head, head = i % g->n_head, row = ngrams_choose(r, s->il, r->pos + t, head);
         float *to = act_row(r, s->out[0], t) + head * g->row;
-        const uint8_t *from = r->cpu->store ? store_row(r->cpu->store, w, row, cpu_scratch(r))
-                                            : w->data + (size_t)row * w->row_bytes;
+        const uint8_t *from =
+            r->cpu->store ? store_row(r->cpu->store, w, row, cpu_scratch(r)) : w->data + (size_t)row * w->row_bytes;
         gguf_dequantize_row(w->type, from, to, (size_t)g->row);
         if (w->scale) r->cpu->k->scale(to, w->scale[0], to, g->row);
     }
-    op_end((double)g->n_head * (double)w->row_bytes, "n-grams");
+    op_end((double)r->n_tok * g->n_head * (double)w->row_bytes, "n-grams");
 }
 
 /* What stream j of token p has under the convolution: this forward's or kept values. */
@@ -11523,7 +11550,7 @@ static void run_ngrams_add(struct rank *r, const struct step *step) {
         memcpy(row, act_row(r, keys, t), (size_t)(hc * n) * sizeof *row);
         row[hc * n] = (float)r->tokens[t];
     }
-    op_end(cache_bytes(r, il), "n-grams");
+    op_end(0, "n-grams: convolution, sum"); /* its ring is counted with the state of what mixes the layer's tokens */
 }
 
 /* ============================================================================================================
@@ -14261,12 +14288,19 @@ static double layers_use(const struct model *m, int from, int to, int n, double 
     return bytes;
 }
 
+/* Bytes that a forward of n tokens reads of what belongs to no layer, besides embedding and head: rows of the table of
+ * n-grams, and what reads the streams through a low rank. */
+static double between_bytes(const struct model *m, int n) {
+    return (double)n * m->ngram.n_head * (double)m->ngram.table.row_bytes + (double)weight_bytes(&m->hc_head.down) +
+           (double)weight_bytes(&m->hc_head.up);
+}
+
 /* Bytes that a forward of n tokens with logits of each reads: the weights, and the cache of n_past tokens once for all
  * of them. */
 static double session_forward_bytes(const struct session *s, int n) {
     const struct model *m = s->m;
     double per_token;
-    return layers_use(m, 0, m->n_layer, n, &per_token) + (double)m->output.expert_bytes +
+    return layers_use(m, 0, m->n_layer, n, &per_token) + (double)m->output.expert_bytes + between_bytes(m, n) +
            state_reads(m, s->r->kv_type, (size_t)s->n_past);
 }
 
@@ -14680,7 +14714,8 @@ static int cut_step(const struct model *m) {
     int64_t step = 64;
     for (int il = 0; il < m->n_layer; il++) {
         const struct attn *a = &m->layers[il].attn;
-        const int64_t per = a->index_means ? 64 * a->index_block : a->compress_ratio * (a->n_index ? 64 : 1), one = step;
+        const int64_t per = a->index_means ? 64 * a->index_block : a->compress_ratio * (a->n_index ? 64 : 1),
+                      one = step;
         while (per && step % per && step <= INT_MAX) step += one;
     }
     return (int)(step < INT_MAX ? step : INT_MAX);
@@ -14768,7 +14803,8 @@ static double session_forward_ops(const struct session *s, int n) {
                          (double)keys_indexed(a, pos) * indexed;
         rule += (m->layers[il].mixer == MIXER_DELTA ? 3.0 : 2.0) * d->n_value * d->head_k * d->head_v;
     }
-    return 2 * ((per_token + rule) * n + attention + (double)m->output.n_in * m->output.n_out);
+    const double between = 2.0 * m->n_hc * m->n_embd * m->hc_low; /* what joins streams of a low rank */
+    return 2 * ((per_token + rule + between) * n + attention + (double)m->output.n_in * m->output.n_out);
 }
 
 /* ============================================================================================================
@@ -22042,11 +22078,11 @@ static const char synth_details[] = "NAME is qwen3-30b-a3b, qwen3-235b-a22b, dee
                                     "deepseek-v3.2, deepseek-v4-flash, deepseek-v4, kimi-k2, hy3, glm-4.5-air,\n"
                                     "glm-4.7, glm-4.7-flash, glm-5, glm-5.2, dots.llm1, qwen3.5-35b-a3b,\n"
                                     "qwen3.8-27b, qwen3-32b, llama-3.3-70b, qwen3.5-122b-a10b,\n"
-                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, gpt-oss-120b, gpt-oss-20b,\n"
-                                    "minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b, qwen1.5-moe-a2.7b,\n"
-                                    "ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs, mimo-v2-flash,\n"
-                                    "kimi-linear-48b-a3b, ling-3-flash, nemotron-3-nano-30b-a3b or\n"
-                                    "nemotron-3-super-120b-a12b. Options may follow a colon:\n"
+                                    "qwen3.5-397b-a17b, qwen3-next-80b-a3b, qwen3.8-flash-next, gpt-oss-120b,\n"
+                                    "gpt-oss-20b, minimax-m2.5, minimax-m3, mixtral-8x7b, olmoe-1b-7b,\n"
+                                    "qwen1.5-moe-a2.7b, ernie-4.5-21b-a3b, step-3.7-flash, laguna-xs,\n"
+                                    "mimo-v2-flash, kimi-linear-48b-a3b, ling-3-flash, nemotron-3-nano-30b-a3b\n"
+                                    "or nemotron-3-super-120b-a12b. Options may follow a colon:\n"
                                     "NAME:layers=N,experts=M,backbone=bf16|q8_0 (default: the model's, bf16).\n"
                                     "KEY=VALUE among them sets a key of the metadata, without the architecture:\n"
                                     "\n"
@@ -27738,8 +27774,14 @@ static void plan_layer(struct plan_rank *r, bool cpu, const struct model *m, int
 
 /* Bytes of the hyper-connection that makes the last row of the streams. */
 static int64_t plan_head_hc(const struct model *m) {
+    const struct hyper *hc = &m->hc_head;
+    if (m->hc_low)
+        return (int64_t)(weight_bytes(&hc->down) + weight_bytes(&hc->up)) + 4 * (int64_t)(m->n_hc * m->n_embd);
     return m->n_hc ? 4 * ((int64_t)m->n_hc * (m->n_hc * m->n_embd + 1) + 1) : 0;
 }
+
+/* Bytes that a token reads of the table of n-grams. */
+static int64_t plan_ngram_reads(const struct model *m) { return (int64_t)m->ngram.table.row_bytes * m->ngram.n_head; }
 
 /* Bytes of the activation buffers of rank i. */
 static int64_t plan_scratch(const struct plan *p, const struct plan_rank *r, int i, int ctx) {
@@ -27851,7 +27893,10 @@ static void plan_rank(struct plan_rank *r, const struct plan *p, const struct mo
     plan_matrix(r, &shard_of->embd, 1);
     r->bytes_per_token[READ_HEAD] = plan_matrix_reads(p->cpu, &shard_of->output, 1);
     if (shard.stage + 1 == shard.n_stage) r->bytes_per_token[READ_HEAD] += plan_head_hc(m);
-    for (int il = 0; il < model_blocks(shard_of); il++) plan_layer(r, p->cpu, shard_of, il);
+    for (int il = 0; il < model_blocks(shard_of); il++) {
+        plan_layer(r, p->cpu, shard_of, il);
+        if (shard_of->layers[il].ngrams) r->bytes_per_token[READ_BACKBONE] += plan_ngram_reads(m);
+    }
     r->weights += 4 * (int64_t)m->n_embd + plan_head_hc(m); /* the last norm */
     for (int i = 0; i < m->n_rope; i++) r->weights += 4 * (int64_t)(m->ropes[i].dim / 2);
     r->rounding += (int64_t)gpu_rounding(shard_of);
@@ -28887,6 +28932,17 @@ static void plan_index_text(const struct plan *p, const struct plan_layout *d, c
               p->cpu ? "the" : "a GPU's", reads ? "; a token reads all of them" : ", not read: a token sees all keys");
 }
 
+/* What the table of n-grams takes of the host's memory. */
+static void plan_ngrams_text(const struct model *m, char **text) {
+    char a[32], b[32];
+    if (!m->ngram.size) return;
+    sb_printf(text,
+              "n-grams     %s of host memory, or of disk where they do not fit;\n"
+              "            a token reads %d rows of them, %s\n\n",
+              with_unit((double)weight_bytes(&m->ngram.table), a), m->ngram.n_head,
+              with_unit((double)plan_ngram_reads(m), b));
+}
+
 /* What the MTP layer takes, and what it is expected to bring. */
 static void plan_drafts_text(const struct plan *p, const struct plan_layout *d, char **text) {
     const struct plan_rank *r = &d->rank[0];
@@ -28928,6 +28984,7 @@ static json_t *plan_answer(const struct plan *p, char **text) {
     struct plan_row most_row = {0}; /* of the rank that reads most */
     plan_head(p, text);
     plan_index_text(p, d, text);
+    plan_ngrams_text(m, text);
     for (int i = 0; i < p->n_device; i++) {
         const struct plan_rank *r = &d->rank[i];
         struct plan_row row = plan_memory_row(p, i), reads = plan_reads_row(r->bytes_per_token, r->index_reads);
@@ -29010,6 +29067,10 @@ static json_t *plan_answer(const struct plan *p, char **text) {
         plan_verdicts[p->outcome], "tp", d->tp, "pp", d->pp, "context", p->context, "kv", p->kv_name, "keep_experts",
         p->experts, "keep_percent", p->percent, "missing", (json_int_t)p->missing, "missing_fewest_experts",
         (json_int_t)p->missing_pruned, "ranks", ranks, "reads", all_row.json, "layouts", layouts, "at_once", at_once);
+    if (m->ngram.size)
+        json_object_set_new(json, "ngrams",
+                            json_pack("{s:I,s:I}", "bytes", (json_int_t)weight_bytes(&m->ngram.table), "token_bytes",
+                                      (json_int_t)plan_ngram_reads(m)));
     if (!p->cpu) {
         json_object_set_new(json, "fits_undrafted", json_boolean(p->fits_undrafted));
         json_object_set_new(json, "forecast", json_real(1 / d->forecast.seconds));
@@ -30002,8 +30063,8 @@ static void info_streams(const struct model *m) {
     char rows[32];
     if (m->hc_low) printf("streams       %d, read through a rank of %d\n", m->n_hc, m->hc_low);
     if (!g->size) return;
-    printf("n-grams       of 2 to %d tokens, before layer %d: %d of %s rows of %d values\n", g->size, g->layer, g->n_head,
-           with_commas((uint64_t)g->table.n_out, rows), g->row);
+    printf("n-grams       of 2 to %d tokens, before layer %d: %d of %s rows of %d values\n", g->size, g->layer,
+           g->n_head, with_commas((uint64_t)g->table.n_out, rows), g->row);
 }
 
 /* The first layer from il on that has a feed-forward. */

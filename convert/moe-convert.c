@@ -2127,7 +2127,8 @@ static bool is_recurrent(int layer) {
     if (layer >= src.n_layer) return false;
     if (list) type = json_string_value(json_array_get(list, (size_t)layer));
     expect(c, "layer_types", !list || json_array_size(list) == (size_t)src.n_layer, fmt("%d layers", src.n_layer));
-    if (type && src.indexed && !strcmp(type, "indexed_attention")) type = "full_attention"; /* as transformers writes it */
+    if (type && src.indexed && !strcmp(type, "indexed_attention"))
+        type = "full_attention"; /* as transformers writes it */
     expect(c, "layer_types", type && one_of(type, "full_attention linear_attention"),
            "\"full_attention\" and \"linear_attention\"");
     return !strcmp(type, "linear_attention");
@@ -5401,17 +5402,18 @@ static const struct manual manual = {
     .summary = "convert Hugging Face models to GGUF",
     .usage = "  moe-convert HF_DIR -o OUT.gguf [options]\n"
              "  moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n",
-    .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
-             "tokenizer.json or tiktoken.model) to GGUF.\n"
-             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
-             "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3,\n"
-             "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
-             "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
-             "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
-             "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
-             "nemotron_h.\n"
-             "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
-             "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
+    .about =
+        "Converts a Hugging Face model directory (safetensors, config.json,\n"
+        "tokenizer.json or tiktoken.model) to GGUF.\n"
+        "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
+        "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4, kimi_k2, kimi_k25, hy_v3,\n"
+        "glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss, minimax_m2,\n"
+        "minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama, mistral,\n"
+        "mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe, step3p5,\n"
+        "step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
+        "nemotron_h.\n"
+        "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
+        "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
     .exit_codes = "0 done, 1 failed, 2 wrong usage",
     .options = options,

@@ -95,7 +95,7 @@ static void test_calibrate_sums(void) {
     static const char *const names[] = {"deepseek_v3",       "qwen3moe_nvfp4", "qwen3_next",  "deepseek_v3_plain",
                                         "qwen3_5_moe_nvfp4", "qwen3moe_reap",  "gpt_oss",     "step3p5",
                                         "glm_moe_dsa_types", "minimax_m3",     "deepseek_v4", "kimi_linear_nvfp4",
-                                        "nemotron_h"};
+                                        "nemotron_h",        "qwen4_exp"};
     for (int f = 0; f < (SANITIZED ? 3 : 12); f++) {
         struct model m;
         if (!fixture_load(names[f], &m)) return;

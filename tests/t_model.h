@@ -473,6 +473,13 @@ static void test_fixtures_qwen3next(void) {
     check_fixture("qwen3_next_fp8", NULL);
 }
 
+/* Prompts longer than the indexer's choice, with the end of a text inside: other n-grams, a row of the table, a tap, a
+ * block of keys or a stream that is read otherwise has an NMSE of 1e-4 or more. */
+static void test_fixtures_qwen4(void) {
+    check_fixture("qwen4_exp", NULL);
+    check_fixture("qwen4_exp_nvfp4", NULL);
+}
+
 static void test_fixtures_kda(void) {
     check_fixture("kimi_linear", NULL);
     check_fixture("kimi_linear_nvfp4", NULL);
@@ -584,7 +591,11 @@ static void test_keys_seen(void) {
              {{.window = 16, .compress_ratio = 4, .top_k = 8}, 300, 24},
              {{.window = 16, .compress_ratio = 4, .top_k = 8}, 3, 5},
              {{.window = 16, .compress_ratio = 4, .top_k = 8}, 22, 21},
-             {{.window = 16, .compress_ratio = 128}, 300, 18}};
+             {{.window = 16, .compress_ratio = 128}, 300, 18},
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 99, 32}, /* the last block is complete, */
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 97, 34}, /* or has two tokens */
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 34, 35},
+             {{.top_k = 32, .index_block = 4, .index_means = true}, 35, 32}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) CHECK_INT(keys_seen(&c[i].a, c[i].pos), c[i].want, "case %zu", i);
 }
 
@@ -925,6 +936,16 @@ static const struct synth batch_shapes[] = {
      "attention.key_length_mla=40 attention.value_length_mla=16 rope.dimension_count=8 ssm.conv_kernel=4 "
      "kda.head_dim=64 kda.gate_lower_bound=-5 expert_count=16 expert_used_count=4 expert_feed_forward_length=64 "
      "expert_shared_count=1 expert_gating_func=2 vocab_size=96 context_length=65536", .q8 = true},
+    {"streams of a low rank, n-grams, means of keys", "qwen4exp", .keys =
+     "block_count=2 embedding_length=128 attention.head_count=4 attention.head_count_kv=2 attention.key_length=64 "
+     "rope.dimension_count=16 ssm.conv_kernel=4 ssm.group_count=2 ssm.time_step_rank=4 ssm.state_size=32 "
+     "ssm.inner_size=128 full_attention_interval=2 hyper_connection.count=3 hyper_connection.low_rank=32 "
+     "attention.indexer.head_count=5 attention.indexer.key_length=32 attention.indexer.top_k=513 "
+     "attention.compress_ratios=0,3 ple.layers=0 ple.ngram_size=3 ple.heads_per_ngram=2 ple.conv_kernel=4 "
+     "ple.eos_token_id=5 ple.layer_multipliers=23703573157769,20109073645365,8052911324071 "
+     "ple.head_offsets=0,101,204,311 ple.head_vocab_sizes=101,103,107,109 embedding_length_per_layer_input=32 "
+     "expert_count=16 expert_used_count=4 expert_feed_forward_length=64 expert_shared_count=1 vocab_size=96 "
+     "context_length=65536 rope.freq_base=1e7"},
     /* the window begins in another block of keys during the last run */
     {"window of several splits, sinks, biases", "gpt-oss", .keys =
      "block_count=2 embedding_length=128 attention.head_count=16 attention.head_count_kv=2 attention.key_length=8 "
@@ -1163,7 +1184,7 @@ static void test_scaled_biases(void) {
 static struct {
     int n;
     uint32_t hash;
-    unsigned seen; /* bits: the operations by their place in OPS, see enum log_op */
+    uint64_t seen; /* bits: the operations by their place in OPS, see enum log_op */
 } op_log;
 
 static const struct ops *op_real;
@@ -1174,7 +1195,7 @@ enum log_op {
 #undef OP_NUMBER
         LOG_COUNT
 };
-static_assert(LOG_COUNT <= 32, "op_log.seen has a bit for every operation");
+static_assert(LOG_COUNT <= 64, "op_log.seen has a bit for every operation");
 
 static void note_add(uintptr_t x) { op_log.hash = (op_log.hash ^ (uint32_t)(x ^ x >> 32)) * 0x01000193u; }
 
@@ -1242,13 +1263,13 @@ static void note_call(void (*body)(void *)) { (void)body; }
 #define LOG_NOTES(a, b, c, d, e, f, g, n, ...) LOG_NOTE_##n
 #define LOG_NOTE_ALL(...)                      LOG_NOTES(__VA_ARGS__, 7, 6, 5, 4, 3, 2, 1, 0)(__VA_ARGS__)
 
-#define OP_LOG(type, name, params, args) \
-    static type log_##name params {      \
-        op_log.n++;                      \
-        op_log.seen |= 1u << LOG_##name; \
-        note_add(LOG_##name);            \
-        LOG_NOTE_ALL args;               \
-        return op_real->name args;       \
+#define OP_LOG(type, name, params, args)   \
+    static type log_##name params {        \
+        op_log.n++;                        \
+        op_log.seen |= 1ull << LOG_##name; \
+        note_add(LOG_##name);              \
+        LOG_NOTE_ALL args;                 \
+        return op_real->name args;         \
     }
 OPS(OP_LOG)
 #undef OP_LOG
@@ -1260,22 +1281,26 @@ static const struct ops log_ops = {
 };
 
 static void test_ops_replay(void) {
-    static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp", "deepseek_v4"};
+    static const char *const names[] = {"qwen3moe", "deepseek_v3", "deepseek_v3_mtp", "deepseek_v4", "qwen4_exp"};
     static const int buckets[] = {1, 5, 16, 40};
     enum { NAMES = sizeof names / sizeof *names };
-    const unsigned both = 1u << LOG_forward | 1u << LOG_embed | 1u << LOG_linear | 1u << LOG_norm_ffn |
-                          1u << LOG_last_reduce | 1u << LOG_logits;
+    const uint64_t both =
+        1ull << LOG_forward | 1ull << LOG_embed | 1ull << LOG_linear | 1ull << LOG_norm_ffn | 1ull << LOG_logits;
     for (int f = 0; f < NAMES; f++) {
         struct model m;
         struct session s;
-        unsigned want = both, seen = 0;
-        if (!f) want |= 1u << LOG_attention;
+        uint64_t want = both, seen = 0;
+        if (!f) want |= 1ull << LOG_attention;
         if (!fixture_load(names[f], &m)) return;
-        if (m.n_hc)
-            want |= 1u << LOG_csa_store | 1u << LOG_select_keys | 1u << LOG_csa_attention | 1u << LOG_group_linear |
-                    1u << LOG_hc_linear;
-        else if (f) want |= 1u << LOG_mla_attention;
-        if (m.n_mtp) want |= 1u << LOG_mtp_input | 1u << LOG_keep_hidden;
+        if (m.hc_low)
+            want |= 1ull << LOG_streams_norm | 1ull << LOG_streams_read | 1ull << LOG_ngrams | 1ull << LOG_ngrams_add |
+                    1ull << LOG_delta_net | 1ull << LOG_attention | 1ull << LOG_select_keys;
+        else want |= 1ull << LOG_last_reduce;
+        if (m.n_hc && !m.hc_low)
+            want |= 1ull << LOG_csa_store | 1ull << LOG_select_keys | 1ull << LOG_csa_attention |
+                    1ull << LOG_group_linear | 1ull << LOG_hc_linear;
+        else if (f && !m.n_hc) want |= 1ull << LOG_mla_attention;
+        if (m.n_mtp) want |= 1ull << LOG_mtp_input | 1ull << LOG_keep_hidden;
         session_cpu(&s, &m, &kernels_ref, 1, 256, KV_F32);
         op_real = s.r->ops;
         s.r->ops = &log_ops;
@@ -1296,7 +1321,8 @@ static void test_ops_replay(void) {
                 seen |= op_log.seen;
             }
         }
-        CHECK(seen == want, "%s: operations %#x were called, expected %#x", names[f], seen, want);
+        CHECK(seen == want, "%s: operations %#llx were called, expected %#llx", names[f], (unsigned long long)seen,
+              (unsigned long long)want);
         session_free(&s);
         model_free(&m);
     }
@@ -1508,7 +1534,7 @@ static void test_streams(void) {
         streams[2][T * K * N], mix[2][T * (MIX + 1)];
     static double now[T * K * N], sum[N], c[MIX];
     const float scale[3] = {0.03f, 0.04f, 0.05f};
-    const struct hyper hc = {fn, base, scale};
+    const struct hyper hc = {.fn = fn, .base = base, .scale = scale};
     uint64_t rng = 4;
     for (int i = 0; i < MIX * K * N; i++) fn[i] = (float)rng_uniform(&rng) - 0.5f;
     for (int i = 0; i < MIX; i++) base[i] = (float)rng_uniform(&rng) - 0.5f;
@@ -1759,8 +1785,8 @@ static void test_banners(void) {
 /* The operations of a forward, timed one by one: their times make up the whole, their bytes are those of the model, and
  * the logits are the same as before. */
 static void test_cpu_profile(void) {
-    static const char *const names[] = {"qwen3moe",          "deepseek_v3_nvfp4", "qwen3_5_moe",
-                                        "glm_moe_dsa_types", "minimax_m3",        "bailing_hybrid"};
+    static const char *const names[] = {"qwen3moe",   "deepseek_v3_nvfp4", "qwen3_5_moe", "glm_moe_dsa_types",
+                                        "minimax_m3", "bailing_hybrid",    "qwen4_exp"};
     for (size_t f = 0; f < sizeof names / sizeof *names; f++) {
         struct model m;
         struct session s;
@@ -1815,12 +1841,13 @@ static void test_cpu_profile(void) {
         {"model/prediction-chain", test_prediction_chain}, {"model/prediction-batches", test_prediction_batches},      \
         {"model/clamps", test_clamps}, {"model/groups", test_groups}, {"model/fixtures-qwen35", test_fixtures_qwen35}, \
         {"model/fixtures-qwen3next", test_fixtures_qwen3next}, {"model/fixtures-nemotron", test_fixtures_nemotron},    \
-        {"model/fixtures-reap", test_fixtures_reap}, {"model/profile", test_cpu_profile},                              \
-        {"model/demo-reference", test_demo_reference}, {"model/demo-fast-path", test_demo_fast_path},                  \
-        {"model/demo-perplexity", test_demo_perplexity}, {"model/threads", test_session_threads},                      \
-        {"model/decode-equals-prefill", test_session_decode_equals_prefill}, {"model/batches", test_batches},          \
-        {"model/scaled-biases", test_scaled_biases}, {"model/state-file", test_session_file},                          \
-        {"model/ops-replay", test_ops_replay}, {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash},   \
-        {"model/router", test_router}, {"model/glu", test_glu}, {"model/streams", test_streams},                       \
-        {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},                                            \
-        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
+        {"model/fixtures-qwen4", test_fixtures_qwen4}, {"model/fixtures-reap", test_fixtures_reap},                    \
+        {"model/profile", test_cpu_profile}, {"model/demo-reference", test_demo_reference},                            \
+        {"model/demo-fast-path", test_demo_fast_path}, {"model/demo-perplexity", test_demo_perplexity},                \
+        {"model/threads", test_session_threads}, {"model/decode-equals-prefill", test_session_decode_equals_prefill},  \
+        {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
+        {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
+        {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
+        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/sampler", test_sampler},                     \
+        {"model/kv-cache", test_kv_cache}, {"model/contents-list", test_contents_list},                                \
+        {"model/banners", test_banners},

@@ -19,7 +19,7 @@ static const char *const rank_fixtures[] = {
     "qwen2",         "qwen2_nvfp4",         "ministral3",        "ministral3_nvfp4",
     "mistral4",      "mistral4_nvfp4",      "kimi_linear",       "kimi_linear_nvfp4",
     "bailing_hybrid", "bailing_hybrid_ct", "nemotron_h",       "nemotron_h_nvfp4",
-    "nemotron_h_dense"};
+    "nemotron_h_dense", "qwen4_exp",        "qwen4_exp_nvfp4"};
 /* clang-format on */
 enum { RANK_FIXTURES = sizeof rank_fixtures / sizeof *rank_fixtures };
 

@@ -724,7 +724,9 @@ static void test_reap_model(void) {
              {"kimi_linear_nvfp4", 4},
              {"bailing_hybrid_ct", 4},
              {"nemotron_h", 6},
-             {"nemotron_h_nvfp4", 4}};
+             {"nemotron_h_nvfp4", 4},
+             {"qwen4_exp", 3},
+             {"qwen4_exp_nvfp4", 4}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) check_reap_model(c[i].name, c[i].keep);
     if (!fixture_convert("deepseek_v3_plain", "in.gguf")) return;
     scores_put("in.gguf", "in.json", 2, score_spread); /* of 4 experts in block 1: 4 11 2 9 */
@@ -770,6 +772,8 @@ static void test_reap_fixtures(void) {
              {"kimi_linear_nvfp4", "--keep 6", {0, 6, 6}},
              {"bailing_hybrid_ct", "--keep 4", {0, 4, 4}},
              {"nemotron_h_nvfp4", "--keep 4", {0, 4, 0, 0, 4}},
+             {"qwen4_exp", "--keep 3", {3, 3, 3}},
+             {"qwen4_exp_nvfp4", "--keep 4", {4, 4}},
              {"qwen3moe_reap", "--keep 5 --per-layer", {0}}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         struct model m;
@@ -1390,7 +1394,9 @@ static void test_reap_directory(void) {
                                        {"bailing_hybrid_ct", "--keep 4"},
                                        {"nemotron_h", "--keep 6"},
                                        {"nemotron_h", "--keep 6 --mtp drop"},
-                                       {"nemotron_h_nvfp4", "--keep 4"}};
+                                       {"nemotron_h_nvfp4", "--keep 4"},
+                                       {"qwen4_exp", "--keep 3"},
+                                       {"qwen4_exp_nvfp4", "--keep 4"}};
     for (size_t i = 0; i < sizeof c / sizeof *c; i++) {
         fixture_copy(c[i][0], "dir");
         compare_ways("dir", c[i][1]);

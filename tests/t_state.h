@@ -127,7 +127,7 @@ enum { STATE_LAYOUTS = sizeof state_layouts / sizeof *state_layouts };
 /* Models with state beyond a row per token: the test's own family, those with recurrent layers, and after them one
  * whose rings make compressed keys. */
 static const char *const state_models[] = {"qwen3moe",       "qwen3_5_moe", "qwen3_next", "kimi_linear",
-                                           "bailing_hybrid", "nemotron_h",  "deepseek_v4"};
+                                           "bailing_hybrid", "nemotron_h",  "qwen4_exp",  "deepseek_v4"};
 enum { STATE_MODELS = sizeof state_models / sizeof *state_models - 1 /* without that */ };
 
 static bool state_model(struct model *m, int32_t *ids, int n, int which) {
