@@ -214,12 +214,20 @@ static void test_parallel_drafts(void) {
     CHECK(taken > 3 * RANK_FIXTURES, "%d drafts were taken", taken);
 }
 
+/* Tokens of a stem: cut_step of the fixture's model. */
+static int parallel_stem(const char *name) {
+    struct model m;
+    const int n = fixture_load(name, &m) ? cut_step(&m) : 0;
+    if (n) model_free(&m);
+    return n;
+}
+
 /* With a stem: every fixture, and all prompts begin with it or most of them. */
 static void test_parallel_stem(void) {
     static const int layouts[][2] = {{1, 1}, {2, 1}, {1, 2}};
     for (int f = 0; f < RANK_FIXTURES; f++) {
         const int *const layout = layouts[f % (int)(sizeof layouts / sizeof *layouts)];
-        const int n_stem = strncmp(rank_fixtures[f], "deepseek_v4", 11) ? 64 : 256;
+        const int n_stem = parallel_stem(rank_fixtures[f]);
         check_parallel(&(struct parallel_case){.name = rank_fixtures[f],
                                                .k = kernels_choose(),
                                                .tp = layout[0],
