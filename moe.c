@@ -1767,7 +1767,7 @@ static const struct key_rule key_rules[] = {
     {"ple.heads_per_ngram",                  KEY_INT,  KEY_ONE,    1, NGRAM_HEADS, KEY_REQUIRED},
     {"ple.conv_kernel",                      KEY_INT,  KEY_ONE,    1, 8,           KEY_REQUIRED},
     {"ple.eos_token_id",                     KEY_INT,  KEY_ONE,    0, MAX_EMBD_ROWS - 1, KEY_REQUIRED},
-    {"ple.layer_multipliers",                KEY_INT,  KEY_LIST,   1, INT64_MAX,   KEY_REQUIRED}, /* times any token below 2^63 */
+    {"ple.layer_multipliers",                KEY_INT,  KEY_LIST,   1, 0x1p62,      KEY_REQUIRED}, /* times any token below 2^63 */
     {"ple.head_offsets",                     KEY_INT,  KEY_LIST,   0, INT32_MAX,   KEY_REQUIRED}, /* rows of the table */
     {"ple.head_vocab_sizes",                 KEY_INT,  KEY_LIST,   1, INT32_MAX,   KEY_REQUIRED},
     {"embedding_length_per_layer_input",     KEY_INT,  KEY_ONE,    1, 1 << 16,     KEY_REQUIRED}, /* values of such a row */
@@ -4794,8 +4794,7 @@ static void loader_longs(struct loader *l, const char *suffix, int n, int64_t *o
     if (!kv || !kv->is_array || kv->n < (uint64_t)n)
         loader_fail(l, "metadata key '%s' is missing or has fewer than %d numbers", key, n);
     for (int i = 0; i < n && !l->failed; i++)
-        if (!gguf_elem_int(kv, (uint64_t)i, &out[i]) || out[i] < (int64_t)rule->lo ||
-            (rule->hi < 0x1p63 && out[i] > (int64_t)rule->hi))
+        if (!gguf_elem_int(kv, (uint64_t)i, &out[i]) || out[i] < (int64_t)rule->lo || out[i] > (int64_t)rule->hi)
             loader_fail(l, "metadata key '%s' has no whole number from %.0f to %.0f at index %d", key, rule->lo,
                         rule->hi, i);
 }
