@@ -5402,18 +5402,17 @@ static const struct manual manual = {
     .summary = "convert Hugging Face models to GGUF",
     .usage = "  moe-convert HF_DIR -o OUT.gguf [options]\n"
              "  moe-convert HF_DIR --dry-run [-o HEADER.gguf] [options]\n",
-    .about =
-        "Converts a Hugging Face model directory (safetensors, config.json,\n"
-        "tokenizer.json or tiktoken.model) to GGUF.\n"
-        "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
-        "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
-        "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss,\n"
-        "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
-        "mistral, mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe,\n"
-        "step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
-        "nemotron_h.\n"
-        "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
-        "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
+    .about = "Converts a Hugging Face model directory (safetensors, config.json,\n"
+             "tokenizer.json or tiktoken.model) to GGUF.\n"
+             "Models: qwen3_moe, qwen3_5_moe, qwen3_5_moe_text, qwen3_5, qwen3_5_text, qwen3,\n"
+             "qwen3_next, qwen4_exp, qwen4_exp_text, deepseek_v3, deepseek_v32, deepseek_v4,\n"
+             "kimi_k2, kimi_k25, hy_v3, glm4_moe, glm4_moe_lite, glm_moe_dsa, dots1, gpt_oss,\n"
+             "minimax_m2, minimax_m3_vl, minimax_m3_vl_text, minimax_m3, mixtral, llama,\n"
+             "mistral, mistral3, ministral3, mistral4, olmoe, qwen2_moe, qwen2, ernie4_5_moe,\n"
+             "step3p5, step3p7, laguna, mimo_v2_flash, mimo_v2, kimi_linear, bailing_hybrid,\n"
+             "nemotron_h.\n"
+             "NVFP4 and MXFP4 weights are repacked without loss. MXFP8 and FP8 E4M3 become\n"
+             "BF16. BF16, F16 and F32 are kept. Norms and routers become F32.\n",
     .operand = {.type = OPT_STR, .arg = "DIR"},
     .exit_codes = "0 done, 1 failed, 2 wrong usage",
     .options = options,
