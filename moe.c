@@ -10070,7 +10070,7 @@ static void cpu_hc_linear(struct rank *r, const struct step *s) {
 
 /* The low rank's squashing, the product, and the mean of the streams. */
 static void cpu_streams_read(struct rank *r, const struct step *s) {
-    enum { COLUMNS = 512 };
+    enum { COLUMNS = 64 };
     const struct kernels *k = r->cpu->k;
     const enum act low = s->in[0], norms = s->in[1];
     const int hc = r->m->n_hc, n_embd = r->m->n_embd, parts = ceil_by(n_embd, COLUMNS);
@@ -10938,8 +10938,8 @@ static float *index_row(const struct rank *r, const struct attn *a, int t) {
 }
 
 /* Scores keys pos..pos+n-1 for tokens first..first+n_tok-1, to index_row. Latent attention: sums over the heads of
- * weight * max(0, q.k) (arXiv 2512.02556, equation 1). Means: the same without weights. Grouped-query attention: for each head the largest q.k of every
- * block; n keys are whole blocks but for the last one. */
+ * weight * max(0, q.k) (arXiv 2512.02556, equation 1). Means: the same without weights. Grouped-query attention: for
+ * each head the largest q.k of every block; n keys are whole blocks but for the last one. */
 static void index_scores(struct rank *r, int il, int first, int n_tok, int pos, int n) {
     const struct layer *layer = &r->m->layers[il];
     const struct attn *a = &layer->attn;

@@ -1592,6 +1592,39 @@ static void test_streams(void) {
     }
 }
 
+/* The same for streams of a low rank: what is written to them, and their norms. */
+static void test_streams_low(void) {
+    enum { K = HYPER_STREAMS, N = HYPER_EMBD, T = HYPER_TOKENS };
+    static float w[K * N], out[T * N], streams[T * K * N], norms[T * K * N], mix[T * K];
+    static double now[T * K * N], normed[T * K * N];
+    uint64_t rng = 6;
+    const struct model m = {.n_embd = N, .n_hc = K, .hc_low = 1, .rms_eps = 0.01f, .shard.n_rank = 1};
+    struct cpu cpu = {.k = &kernels_ref};
+    struct rank r = {.cpu = &cpu, .m = &m, .n_tok = T};
+    r.act[A_OUT] = out, r.act[A_HC] = streams, r.act[A_NORMS] = norms, r.act[A_MIX] = mix;
+    r.width[A_OUT] = N, r.width[A_HC] = r.width[A_NORMS] = K * N, r.width[A_MIX] = K;
+    for (int i = 0; i < K * N; i++) w[i] = 1 + (float)rng_uniform(&rng);
+    for (int i = 0; i < T * N; i++) out[i] = (float)rng_uniform(&rng) - 0.5f;
+    for (int i = 0; i < T * K * N; i++) streams[i] = (float)rng_uniform(&rng) - 0.5f;
+    for (int i = 0; i < T * K; i++) mix[i] = 4 * (float)rng_uniform(&rng) - 2;
+    for (int turn = 0; turn < 3; turn++) { /* without sums, with them, and without norms */
+        for (int s = 0; s < T * K; s++) {
+            double square = 0;
+            for (int i = 0; i < N; i++) {
+                const int at = s * N + i;
+                now[at] = (double)streams[at];
+                if (turn) now[at] += 2 / (1 + exp(-(double)mix[s] / K)) * (double)out[s / K * N + i];
+                square += now[at] * now[at];
+            }
+            for (int i = 0; i < N && turn < 2; i++)
+                normed[s * N + i] = now[s * N + i] * (double)w[s % K * N + i] / sqrt(square / N + (double)m.rms_eps);
+        }
+        streams_add(&r, turn ? A_OUT : ACT_COUNT, turn < 2 ? w : NULL, A_NORMS);
+        check_near("streams", streams, now, T * K * N);
+        check_near("norms", norms, normed, T * K * N);
+    }
+}
+
 /* One of the ids 0..n-1 with the next random number. */
 static int32_t sample(const struct sampling *o, const float *x, int n, const int32_t *recent, int n_recent) {
     static uint64_t rng = 1;
@@ -1848,6 +1881,6 @@ static void test_cpu_profile(void) {
         {"model/batches", test_batches}, {"model/scaled-biases", test_scaled_biases},                                  \
         {"model/state-file", test_session_file}, {"model/ops-replay", test_ops_replay},                                \
         {"model/rope-yarn", test_rope_yarn}, {"model/hash", test_model_hash}, {"model/router", test_router},           \
-        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/sampler", test_sampler},                     \
-        {"model/kv-cache", test_kv_cache}, {"model/contents-list", test_contents_list},                                \
-        {"model/banners", test_banners},
+        {"model/glu", test_glu}, {"model/streams", test_streams}, {"model/streams-low", test_streams_low},             \
+        {"model/sampler", test_sampler}, {"model/kv-cache", test_kv_cache},                                            \
+        {"model/contents-list", test_contents_list}, {"model/banners", test_banners},
